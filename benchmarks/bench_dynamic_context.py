@@ -240,7 +240,7 @@ class Dynamic(Variant):
 
     def next(self) -> Inputs:
         batch = next(self.loader)
-        _, tokens, _, held = batch.counts().tolist()
+        _, tokens, _, held = batch.count_labels_and_tokens().tolist()
         return Inputs(batch.inputs(self.args.device), batch.cps, tokens, held)
 
 

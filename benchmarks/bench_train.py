@@ -53,7 +53,7 @@ from moecore.recipes.data import BatchShape
 from moecore.recipes.errors import ARGUMENT_ERRORS, RUN_ERRORS, print_rank_error, print_run_error
 from moecore.recipes.host import bind_to_gpu
 from moecore.recipes.loop import train_step
-from moecore.recipes.metrics import Launched, Metrics, Moment
+from moecore.recipes.metrics import LaunchedStep, Metrics, Moment
 from moecore.recipes.train import TrainConfig
 
 CEILING_SIDE = 8192
@@ -238,7 +238,7 @@ def time_steps(
 
 def run_steps(job: CorpusTraining, steps: range) -> tuple[list[Moment], list[Metrics]]:
     """Return the end of each step and its metrics; all have ended."""
-    launched: list[Launched] = []
+    launched: list[LaunchedStep] = []
     metrics = []
     for step in steps:
         launched.append(train_step(job, step))

@@ -57,7 +57,7 @@ from moecore.recipes.corpus_training import dispatcher_of
 from moecore.recipes.determinism import use_deterministic_algorithms
 from moecore.recipes.finetune import FinetuneConfig
 from moecore.recipes.generate import SampleOptions
-from moecore.recipes.launch import launch, leave
+from moecore.recipes.launch import exit_rank, launch
 from moecore.recipes.metrics import LoggerOptions
 from moecore.recipes.optimizer import OptimizerConfig
 from moecore.recipes.options import Sharding
@@ -180,7 +180,7 @@ def run_rank(run: Run) -> int:
         return jobs[-1]
 
     if run.kill_at:
-        loop.collect = lambda step: kill_rank(run, step)  # called at the end of each step
+        loop.collect_garbage = lambda step: kill_rank(run, step)  # called at the end of each step
     code = loop.run(options_of(run), build_job)
     if code == 0:
         digests = dict(digests_of(jobs[-1]))
@@ -346,11 +346,11 @@ def be_child(args: argparse.Namespace) -> None:
     """Be a process that `start` or `run_times` has started."""
     if args.run:
         run = Run(**json.loads(args.run))
-        leave(run_rank(run) if run.ranks == 1 else launch(run_rank, run, run.ranks))
+        exit_rank(run_rank(run) if run.ranks == 1 else launch(run_rank, run, run.ranks))
     for values in json.loads(args.times):
         print(json.dumps(time_steps(Run(**values), args.blocks)), flush=True)
         free_memory()
-    leave(0)
+    exit_rank(0)
 
 
 def main() -> int:
@@ -362,7 +362,7 @@ def main() -> int:
     rows: list[Row] = []
     try:
         if FINETUNE in args.cases:
-            tiny_model.make(folder / "model", **STOCK[args.size])
+            tiny_model.write_tiny_model(folder / "model", **STOCK[args.size])
         base = Run(case="", size=args.size, folder=str(folder), name="", ranks=args.ranks)
         rows += compare(args.cases, base)
         if args.blocks:

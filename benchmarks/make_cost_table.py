@@ -28,7 +28,7 @@ from moecore import NVLinkOptions, ParallelConfig
 from moecore.base.options.precision import Precision
 from moecore.models import preset
 from moecore.planning import OptimizerOptions, TrainingRun, dry_run
-from moecore.planning.costs import CostTable, Exposed, Point
+from moecore.planning.costs import CostTable, ExposedShare, Point
 from moecore.planning.record import Work
 
 TABLE = ROOT / "src" / "moecore" / "planning" / "tables" / "h200.json"
@@ -374,7 +374,7 @@ def _reductions(folder: Path) -> Iterator[Point]:
     yield from found.values()
 
 
-def _slices(path: Path) -> Exposed:
+def _slices(path: Path) -> ExposedShare:
     """Return what is exposed of exchanges of the sizes that a run slices, over that in turn."""
     rows = map(json.loads, path.read_text().splitlines())
     newest = {(r["layer"], r["batch_size"], r["seq_len"], r["provider"]): r for r in rows}
@@ -384,7 +384,7 @@ def _slices(path: Path) -> Exposed:
         for provider in ("sliced", "in turn")
     )
     share = float(f"{ours / in_turn:.3g}")
-    return Exposed(share=share, gpu="h200-141", record=f"{path.parent.name}/{path.name}")
+    return ExposedShare(share=share, gpu="h200-141", record=f"{path.parent.name}/{path.name}")
 
 
 def _collective(r: Record, name: str, ms: float, ranks: int, sent: int) -> Point:

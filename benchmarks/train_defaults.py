@@ -242,7 +242,7 @@ def train(
     losses, norms, loads, least = [], [], [], []
     begin = time.perf_counter()
     for step, batch in enumerate(batches(tokens_N, size, steps=steps, seed=seed), 1):
-        factor = schedule.factor(step, steps=steps, steps_of=int)
+        factor = schedule.factor(step, steps=steps, count_steps=int)
         for optimizer, rates in zip(run.optimizers, peaks, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * factor * group.get("lr_factor", 1.0)

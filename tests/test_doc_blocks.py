@@ -54,7 +54,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_tiny(rank: int, device: torch.device, path: str) -> None:
-    importlib.import_module("moecore.recipes.tiny_model").make(Path(path))
+    importlib.import_module("moecore.recipes.tiny_model").write_tiny_model(Path(path))
 
 
 def worker(rank: int, device: torch.device, root: str, code: str) -> list[str]:

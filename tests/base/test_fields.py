@@ -79,7 +79,7 @@ from moecore.planning import (
     TrainingRun,
     TransformersModel,
 )
-from moecore.planning.costs import Exposed, Point
+from moecore.planning.costs import ExposedShare, Point
 from moecore.planning.gpus import GPUS
 from moecore.planning.record import Work
 from moecore.recipes.corpora import SourceOptions
@@ -288,7 +288,7 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (TransformersModel, {"values": "{}", "source": "DIR"}),
     (Work, WORK),
     (Point, dict(work=Work(**WORK), seconds=1.0)),
-    (Exposed, dict(share=0.3, gpu="h200-141", record="tp/a.jsonl")),
+    (ExposedShare, dict(share=0.3, gpu="h200-141", record="tp/a.jsonl")),
     (CostTable, {f.name: getattr(H200, f.name) for f in fields(H200)}),
     (Gpu, {f.name: getattr(GPUS["h200-141"], f.name) for f in fields(Gpu)}),
     (PPO, {}),

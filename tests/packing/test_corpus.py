@@ -134,7 +134,7 @@ def test_an_epoch_of_one_partition_has_each_token_once_and_another_order_than_th
     (loader,) = loaders(documents, ranks=1, rows=1, partitions=1, row_tokens=1)
     epochs = [[row[0] for row in taken([loader], tokens)] for _ in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(tokens))
-    assert epochs[0] != epochs[1] and loader.epochs() == {"all": 1}
+    assert epochs[0] != epochs[1] and loader.get_epochs() == {"all": 1}
 
 
 def test_workers_give_the_rows_of_none_and_their_position_is_what_was_taken() -> None:

@@ -99,7 +99,7 @@ def of_all(batches: list[ScheduledBatch]) -> Pieces:
             rank, held = rank + cp, held + tokens * cp
     labels = sum(label != -100 for _, of in found for label in of)
     lengths = [len(ids) for ids, _ in found]
-    counts = torch.stack([batch.counts() for batch in batches]).sum(0).tolist()
+    counts = torch.stack([batch.count_labels_and_tokens() for batch in batches]).sum(0).tolist()
     assert counts == [labels, sum(lengths), sum(n * n for n in lengths), held]
     assert {batch.num_labels for batch in batches} == {labels}
     assert len({batch.digest for batch in batches}) == 1
@@ -229,7 +229,9 @@ def trained(transformers: bool, parallel: ParallelConfig, **options: Any) -> dic
     for _ in range(STEPS if parallel.pp == 1 else 2):
         batch = next(loader)
         step.num_micro_batches = len(batch.cps)
-        loss = batch.loss_of(step.forward_backward(batch.inputs("cpu", transformers=transformers)))
+        loss = batch.compute_local_loss(
+            step.forward_backward(batch.inputs("cpu", transformers=transformers))
+        )
         done = step.finish()
         dist.all_reduce(loss)
         found["loss"].append(loss.item() / parallel.pp)

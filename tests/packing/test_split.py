@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from moecore.packing import PackedCollator, indices_of, inverse_of, padded_lengths, split_batch
+from moecore.packing import (
+    PackedCollator,
+    invert_token_indices,
+    padded_lengths,
+    select_token_indices,
+    split_batch,
+)
 from tests.packing.test_bins import lognormal
 
 
@@ -15,7 +21,9 @@ def borders(lengths: list[int] | np.ndarray) -> torch.Tensor:
 
 
 def test_the_worked_example() -> None:
-    held = [indices_of(torch.tensor([0, 12, 36, 42]), 3, rank).tolist() for rank in range(3)]
+    held = [
+        select_token_indices(torch.tensor([0, 12, 36, 42]), 3, rank).tolist() for rank in range(3)
+    ]
     assert held == [
         [0, 1, 10, 11, *range(12, 16), *range(32, 36), 36, 41],
         [2, 3, 8, 9, *range(16, 20), *range(28, 32), 37, 40],
@@ -28,9 +36,9 @@ def test_the_inverse_restores_the_order(cp: int) -> None:
     cu = borders(padded_lengths(lognormal(20, longest=300, seed=cp), cp))
     cu = torch.cat([cu, cu[-1:].expand(3)])  # a static number of documents
     x = torch.randn(int(cu[-1]), 2)
-    parts = [x[indices_of(cu, cp, rank)] for rank in range(cp)]
+    parts = [x[select_token_indices(cu, cp, rank)] for rank in range(cp)]
     assert all(len(part) == len(x) // cp for part in parts)
-    assert torch.equal(torch.cat(parts)[inverse_of(cu, cp)], x)
+    assert torch.equal(torch.cat(parts)[invert_token_indices(cu, cp)], x)
 
 
 @pytest.mark.parametrize("cp", [2, 4, 8])
@@ -45,7 +53,9 @@ def test_ranks_have_the_same_causal_pairs(cp: int) -> None:
             for n, p in zip(lengths, padded, strict=True)
         ]
     )
-    work = [pairs[indices_of(borders(padded), cp, rank).numpy()].sum() for rank in range(cp)]
+    work = [
+        pairs[select_token_indices(borders(padded), cp, rank).numpy()].sum() for rank in range(cp)
+    ]
     assert sum(work) == (lengths * (lengths + 1) // 2).sum()
     assert max(work) / min(work) < 1.02
 
@@ -57,7 +67,7 @@ def test_a_rank_gets_the_labels_of_the_whole_batch() -> None:
     for rank, part in enumerate(parts):
         assert part["input_ids"].shape == (2, 12) and part["max_seqlen"] == 6
         assert torch.equal(part["cu_seqlens"], batch["cu_seqlens"] // 2)
-        held = indices_of(batch["cu_seqlens"], 2, rank)
+        held = select_token_indices(batch["cu_seqlens"], 2, rank)
         for name in ("input_ids", "labels", "position_ids", "padding_mask"):
             assert torch.equal(part[name].flatten(), batch[name].flatten()[held])  # type: ignore[literal-required]
         learned = part["labels"] != -100
@@ -69,13 +79,19 @@ def test_errors() -> None:
     cu = torch.tensor([0, 12, 22])
     for call, message in [
         (
-            lambda: indices_of(cu, 3, 0),
+            lambda: select_token_indices(cu, 3, 0),
             r"^cu_seqlens \(document 1 of 10 tokens\) must have documents of multiples of 2 \* cp "
             r"\(6\): collate with multiple=6$",
         ),
-        (lambda: indices_of(cu, 2, 2), r"^rank \(2\) must be < cp \(2\): count from 0$"),
-        (lambda: indices_of(cu + 1, 1, 0), r"^cu_seqlens \(.*\) must ascend from 0: pass that of"),
-        (lambda: inverse_of(cu.float(), 1), r"^cu_seqlens \(.*\) must be whole numbers \[docum"),
+        (lambda: select_token_indices(cu, 2, 2), r"^rank \(2\) must be < cp \(2\): count from 0$"),
+        (
+            lambda: select_token_indices(cu + 1, 1, 0),
+            r"^cu_seqlens \(.*\) must ascend from 0: pass that of",
+        ),
+        (
+            lambda: invert_token_indices(cu.float(), 1),
+            r"^cu_seqlens \(.*\) must be whole numbers \[docum",
+        ),
         (lambda: split_batch({}, 2, 0), r"^batch \(\{\}\) must be a PackedBatch: pass what"),  # type: ignore[typeddict-item]
     ]:
         with pytest.raises(ValueError, match=message):

@@ -169,7 +169,9 @@ def steps_of(layout: str) -> dict[str, Any]:
     for name, (each, _) in changes_of(layout).items():
         found[name] = run(step, layout, each, odd=[ODD, WORLD - 1])[0]
     found["second"] = run(step, layout, change, place=1, odd=[ODD, WORLD - 1])[0]
-    found["losses"] = run(step, layout, change, odd=[ODD, WORLD - 1], runs=TrainStep.losses)[0]
+    found["losses"] = run(
+        step, layout, change, odd=[ODD, WORLD - 1], runs=TrainStep.compute_losses
+    )[0]
     found["again"] = run(step, layout, odd=[])
     return found
 

@@ -201,8 +201,8 @@ def test_collectives_between_nodes() -> None:
         seconds(8, size) < seconds(16, size) <= seconds(64, size) < seconds(64, size, node_ranks=2)
     )
     assert seconds(2, size, "send", node_ranks=1) == pytest.approx(fixed + size / share)
-    assert H200.wall(collective(8, size)) == "nvlink"
-    assert H200.wall(collective(64, size, name)) == "network"
+    assert H200.find_limiting_rate(collective(8, size)) == "nvlink"
+    assert H200.find_limiting_rate(collective(64, size, name)) == "network"
     for ranks, most in ((4, 5), (64, 9)):
         with pytest.raises(ValueError, match=rf"^node_ranks \({most}\) must be <= the collective"):
             seconds(ranks, size, node_ranks=most)
@@ -210,11 +210,11 @@ def test_collectives_between_nodes() -> None:
 
 def test_walls() -> None:
     walls = {
-        H200.wall(work)
+        H200.find_limiting_rate(work)
         for work in (product(8192, 8192, 8192), product(4, 65536, 8192), rows(64), rows(2**30))
     }
     assert walls == {"compute", "memory", "launch"}
-    assert H200.wall(Work("x", "copy", 0, 2**30, (), "bfloat16")) == "pcie"
+    assert H200.find_limiting_rate(Work("x", "copy", 0, 2**30, (), "bfloat16")) == "pcie"
 
 
 def test_json_round_trip(tmp_path: Path) -> None:

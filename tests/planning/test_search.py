@@ -28,7 +28,7 @@ from moecore.planning import (
     plan_time,
     search,
 )
-from moecore.planning.commands import MEASURED, _support
+from moecore.planning.commands import MEASURED, _describe_measurement
 from moecore.planning.dry_run import MAX_MICRO_BATCHES
 from moecore.planning.estimate import Estimate
 from moecore.planning.flags import PlanConfig, parse_run
@@ -44,11 +44,11 @@ from moecore.planning.layouts import (
     make_run,
 )
 from moecore.planning.option_sets import TWICE
-from moecore.planning.recipe import call_of, format_flags
+from moecore.planning.recipe import format_calls, format_flags
 from moecore.planning.run import MAX_IN_FLIGHT, MAX_LAYERS, MAX_STAGES, list_stages
 from moecore.planning.search import (
     MAX_DIVISORS,
-    Fitting,
+    FittingCandidate,
     SearchResult,
     _list_changes,
     describe_outcome,
@@ -149,7 +149,7 @@ def test_the_fastest_order_and_levers_are_found() -> None:
     for share in (1.0, 0.0):
         table = replace(CostTable.of(request.gpu), pairs_hide=share)
         best = plan_layout(request, folding, table)
-        assert isinstance(best, Fitting) and best.run.pipeline is not None
+        assert isinstance(best, FittingCandidate) and best.run.pipeline is not None
         assert best.time == plan_time(best.run, table) and best.peaks == plan_peak(best.run)
         orders = (plan_time(run, table).seconds for run in list_schedules(best.run))
         assert best.run.precision is not None and best.time.seconds <= min(orders)
@@ -169,8 +169,8 @@ def test_levers_that_are_not_needed_are_dropped() -> None:
     memory, found = GPUS[request.gpu].memory, []
     for limit in (0.9 * peaks[0], 1.1 * peaks[0], 1.1 * peaks[1]):
         found.append(plan_layout(replace(request, reserve=1 - limit / memory), Folding(), table))
-    assert not isinstance(found[0], Fitting)
-    tight, wide = (each for each in found[1:] if isinstance(each, Fitting))
+    assert not isinstance(found[0], FittingCandidate)
+    tight, wide = (each for each in found[1:] if isinstance(each, FittingCandidate))
     assert len(wide.options.options) <= len(first.options) < len(tight.options.options)
     assert wide.time.seconds < tight.time.seconds and max(tight.peaks) <= 1.1 * peaks[0]
 
@@ -192,15 +192,15 @@ def test_a_gpu_of_ones_own_and_its_host_memory() -> None:
     named, same = (replace(SMALL, num_gpus=8, gpu=gpu) for gpu in ("h100-80", own))
     folding, away = Folding(ep=4), OptimizerOptions(offload_fraction=1.0)
     results = [plan_layout(each, folding, each.costs) for each in (named, same)]
-    assert all(isinstance(found, Fitting) for found in results)
-    assert len({found.time.seconds for found in results if isinstance(found, Fitting)}) == 1
+    assert all(isinstance(found, FittingCandidate) for found in results)
+    assert len({one.time.seconds for one in results if isinstance(one, FittingCandidate)}) == 1
     request = replace(same, optimizer=away)
     found = plan_layout(request, folding, request.costs)
-    assert isinstance(found, Fitting)
+    assert isinstance(found, FittingCandidate)
     assert found.host == pytest.approx(8 * num_params(TINY), rel=0.02)  # two moments in fp32
     tray = replace(request, gpu="gb200-186")  # of 4 GPUs
     half = plan_layout(tray, folding, tray.costs)
-    assert isinstance(half, Fitting) and half.host == found.host / 2
+    assert isinstance(half, FittingCandidate) and half.host == found.host / 2
     of_8, of_4 = (
         Estimate(each, each.costs).host_bytes(folding, list_option_sets(each)[0])
         for each in (request, tray)
@@ -209,7 +209,7 @@ def test_a_gpu_of_ones_own_and_its_host_memory() -> None:
     small = replace(own, host_memory=found.host)  # a tenth of which no plan may pin
     tight = replace(request, gpu=small)
     refused = plan_layout(tight, folding, tight.costs)
-    assert not isinstance(refused, Fitting)
+    assert not isinstance(refused, FittingCandidate)
     text = describe_outcome(tight, folding, refused)
     assert "a server's ranks pin" in text and text.startswith("ep=4: too large")
     with pytest.raises(ValueError, match=r"Gpu\.memory"):
@@ -265,7 +265,7 @@ def test_tokens_travel_by_stores_where_a_node_has_the_experts() -> None:
     smaller = replace(SMALL, gpus_per_node=4)
     assert make_run(smaller, Folding(ep=8), none).nvlink is None
     found = found_of_small()
-    assert "--row-factor 2" in found.table() and "DispatchOptions(name='nvlink'" in call_of(
+    assert "--row-factor 2" in found.table() and "DispatchOptions(name='nvlink'" in format_calls(
         found.fitting[1].run
     )
 
@@ -321,7 +321,7 @@ def test_the_call_runs(fraction: float) -> None:
     found = search(request, num_results=1, max_plans=1).fitting[0]
     names: dict[str, Any] = {}
     with fake_world(8):
-        exec(call_of(found.run), names)
+        exec(format_calls(found.run), names)
     assert names["meshes"].parallel == found.run.resolved
     assert names["step"].num_micro_batches == found.run.num_micro_batches
 
@@ -358,7 +358,7 @@ def test_what_is_printed_is_read_back(capsys: pytest.CaptureFixture[str]) -> Non
     large = ["plan", "--preset", "deepseek-v3", "--gpus", "256"]
     assert planned(large, run) == run
     run = replace(run, fp8_dispatch=True)
-    assert planned(large, run) == run and "fp8=True)" in call_of(run)
+    assert planned(large, run) == run and "fp8=True)" in format_calls(run)
     small = [*same, "--seq-len", "32"]
     assert main([*small, "--top", "1"]) == 0
     out, err = capsys.readouterr()
@@ -503,10 +503,10 @@ def test_what_records_have_is_named() -> None:
         rows = [row for row in map(json.loads, lines) if row.get("num_gpus") == num_gpus]
         same = [r for r in rows if (r["ep"], r["batch_size"]) == (layout.ep, 4)]
         assert tokens_per_second in [round(row["tokens_per_second_per_gpu"]) for row in same]
-        assert _support(args, layout).startswith("measured: ep=8 batch_size=4 in bf16")
-    other = _support(args, Folding(batch_size=4))
+        assert _describe_measurement(args, layout).startswith("measured: ep=8 batch_size=4 in bf16")
+    other = _describe_measurement(args, Folding(batch_size=4))
     assert other.startswith("no record has a step of the first one: ep=8") and "16,159" in other
-    alone = _support(PlanConfig(preset="tiny", gpus=8), Folding())
+    alone = _describe_measurement(PlanConfig(preset="tiny", gpus=8), Folding())
     assert alone.endswith("it is planned only")
 
 

@@ -113,7 +113,7 @@ def test_a_pipeline_of_equal_stages() -> None:
     each = steady[-1].end - steady[1].end  # of three micro-batches
     more = plan_time(replace(STAGED, num_micro_batches=32), TABLE)
     assert more.seconds - found.seconds == pytest.approx(16 * each / 3, rel=0.05)
-    assert found.parts["bubble"] > 0 and more.tokens_per_second > found.tokens_per_second
+    assert found.parts["bubble"] > 0 and more.tokens_per_gpu_second > found.tokens_per_gpu_second
 
 
 def test_micro_batches_beyond_those_that_are_simulated() -> None:
@@ -152,7 +152,9 @@ def test_the_network_carries_one_collective_at_a_time() -> None:
     run, table = replace(run, seq_len=512), replace(TABLE, host_seconds=1e-12)
     step = dry_run(run)
     works = [(one.work, one.node_ranks) for one in step.queued]
-    network = sum(TABLE.seconds(*work) for work in works if TABLE.wall(*work) == "network")
+    network = sum(
+        TABLE.seconds(*work) for work in works if TABLE.find_limiting_rate(*work) == "network"
+    )
     found, exact = plan_time(run, table), time_step(step, table)
     assert exact.seconds == pytest.approx(network, rel=0.02)
     assert found.seconds == pytest.approx(exact.seconds, rel=0.04)
@@ -165,9 +167,9 @@ def test_the_network_carries_one_collective_at_a_time() -> None:
 def test_which_layer_is_like_which() -> None:
     segments = make_segments(STAGED)
     assert segments.num_micro_batches == 3
-    assert segments.like == {"F": (0, 1, 1, 1, 1, 1, 2, 3), "B": (0, 1, 2, 2, 2, 2, 2, 3)}
+    assert segments.sampled_layers == {"F": (0, 1, 1, 1, 1, 1, 2, 3), "B": (0, 1, 2, 2, 2, 2, 2, 3)}
     dense = make_segments(replace(STAGED, model=replace(DEEPSEEK, num_layers=8)))
-    assert dense.like == {"F": (0, 0, 0, 1, 2, 2, 3, 4), "B": (0, 0, 0, 1, 2, 3, 3, 4)}
+    assert dense.sampled_layers == {"F": (0, 0, 0, 1, 2, 2, 3, 4), "B": (0, 0, 0, 1, 2, 3, 3, 4)}
 
 
 def test_the_next_change() -> None:
@@ -178,7 +180,9 @@ def test_the_next_change() -> None:
         'DispatchOptions(name="nvlink", nvlink=NVLinkOp'
     )
     near = plan_time(replace(small.run, nvlink=NVLinkOptions(row_factor=2.0)), TABLE)
-    assert change.gain == pytest.approx(near.tokens_per_second / small.tokens_per_second - 1)
+    assert change.gain == pytest.approx(
+        near.tokens_per_gpu_second / small.tokens_per_gpu_second - 1
+    )
     change = next_change(near, TABLE)  # a graph holds it, because nothing waits for sizes
     assert change is not None and change.text.startswith("CUDA graphs") and change.gain > 0.5
     large = replace(DEEP, num_gpus=1, parallel=ParallelConfig(), batch_size=2, seq_len=8192)
@@ -188,7 +192,9 @@ def test_the_next_change() -> None:
     change = next_change(found, TABLE)
     assert change is not None and change.text == 'precision="blockwise"'
     faster = plan_time(replace(large, precision=Precision.of("blockwise")), TABLE)
-    assert change.gain == pytest.approx(faster.tokens_per_second / found.tokens_per_second - 1)
+    assert change.gain == pytest.approx(
+        faster.tokens_per_gpu_second / found.tokens_per_gpu_second - 1
+    )
     assert next_change(found, TABLE, limit=10**9) is None
 
 

@@ -32,7 +32,7 @@ from moecore.planning import (
     plan_peak,
     time_step,
 )
-from moecore.planning.commands import _rows, _slices
+from moecore.planning.commands import _describe_slices, _sum_launches_by_kind
 from moecore.planning.dry_run import DryRun
 from moecore.planning.estimate import Estimate
 from moecore.planning.gpus import count_peers
@@ -121,7 +121,7 @@ def test_short_slices_exchange_in_turn() -> None:
 
 def test_what_an_exchange_takes_alone_is_all_of_it() -> None:
     """`moecore dry-run` has it under "ms alone"; a step has the share that is exposed."""
-    rows = [_rows(known(LONG), with_share(share, PLAIN)) for share in (0.1, 1.0)]
+    rows = [_sum_launches_by_kind(known(LONG), with_share(share, PLAIN)) for share in (0.1, 1.0)]
     assert rows[0] == rows[1]
     large = sum(n * in_turn(num_bytes) for (_, num_bytes), n in sent(known(LONG)).items())
     assert rows[0]["collective"][3] == pytest.approx(large, rel=0.01)
@@ -242,6 +242,6 @@ def test_the_share_and_its_source_are_printed(
         assert main([*call, "--seq-len", str(seq_len)]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert (f"exchanges of tp beside products {line}" in lines) == (least == 0)
-    on_b200 = _slices(H200.on("b200-180"), "b200-180")
+    on_b200 = _describe_slices(H200.on("b200-180"), "b200-180")
     assert on_b200.endswith(f"{line}; no run on b200-180 has shown it")
-    assert "count whole" in _slices(replace(H200, slices=None), "h200-141")
+    assert "count whole" in _describe_slices(replace(H200, slices=None), "h200-141")

@@ -37,7 +37,7 @@ from moecore.planning import (
 from moecore.planning import transformers as planned_transformers
 from moecore.planning.estimate import count_saved_bytes_of_run
 from moecore.planning.layouts import Folding
-from moecore.planning.recipe import call_of
+from moecore.planning.recipe import format_calls
 from moecore.planning.run import count_resident_bytes, list_rank_bytes
 from moecore.planning.search import find_refusal
 from moecore.planning.segments import SmallRun
@@ -322,5 +322,5 @@ def test_a_call_is_of_the_class(tmp_path: Path) -> None:
     run = TrainingRun(model=TransformersModel.of(tmp_path), num_gpus=2, seq_len=64)
     found: dict[str, Any] = {}
     with fake_world(1):
-        exec(call_of(replace(run, num_gpus=1)), found)
+        exec(format_calls(replace(run, num_gpus=1)), found)
     assert type(found["model"]) is model_class("qwen3_moe")

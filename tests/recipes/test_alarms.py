@@ -31,7 +31,7 @@ def alarms(train: ModuleType) -> ModuleType:
 def lines_of(alarms: ModuleType, metrics: list[dict[str, float]]) -> dict[int, list[str]]:
     """Return the lines by step, of steps with any."""
     watched = alarms.Alarms()
-    found = {step: watched.of(step, one) for step, one in enumerate(metrics, start=1)}
+    found = {step: watched.find_alarms(step, one) for step, one in enumerate(metrics, start=1)}
     return {step: lines for step, lines in found.items() if lines}
 
 
@@ -147,7 +147,7 @@ def test_the_first_gradients_say_that_rate_or_weights_are_wrong(alarms: ModuleTy
     ((said,),) = lines_of(alarms, [{"loss": 11.0, "grad_norm": 412.0}] * 3).values()
     assert said.startswith(f"alarm at step 1: {line}")
     late = alarms.Alarms()  # of a run that is started again behind its first steps
-    assert late.of(21, {"loss": 3.0, "grad_norm": 500.0}) == []
+    assert late.find_alarms(21, {"loss": 3.0, "grad_norm": 500.0}) == []
 
 
 def test_a_run_is_traced_and_warned_of(

@@ -376,7 +376,7 @@ def test_a_step_reads_the_same_examples_on_any_ranks(packs: bool, modules: Simpl
 
     def tokens(ranks: int, accum: int, size: int) -> list[list[int]]:
         shape = modules.BatchShape(data_ranks=ranks, grad_accum=accum, batch_size=size, seq_len=9)
-        make = modules.batches.packed_examples
+        make = modules.batches.make_packed_steps
         of_ranks = [
             make(examples, shape, seed=4, data_rank=rank, packs=packs) for rank in range(ranks)
         ]
@@ -405,10 +405,10 @@ def test_documents_have_the_labels_of_their_answers(modules: SimpleNamespace) ->
         (False, [-100, 7, 8] + [-100] * 5 + [9, 9] + [-100] * 6, [0, 8, 16]),
     ):
         where = {"seed": None, "data_rank": 0, "packs": packs}
-        batch = modules.batches.packed_examples([first, second], shape, **where).next()
+        batch = modules.batches.make_packed_steps([first, second], shape, **where).next()
         assert batch.labels_ABT.flatten().tolist() == wanted
         assert batch.cu_seqlens_An.unique().tolist() == cuts
-        assert batch.counts().tolist() == [4, 7, 4**2 + 3**2, 16]
+        assert batch.count_labels_and_tokens().tolist() == [4, 7, 4**2 + 3**2, 16]
 
 
 def test_held_out_examples_are_no_others(modules: SimpleNamespace) -> None:

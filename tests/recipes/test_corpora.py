@@ -98,12 +98,12 @@ def test_the_last_documents_are_held_out(pretrain: ModuleType, tmp_path: Path) -
 
 
 def test_errors_of_sources_are_short(pretrain: ModuleType) -> None:
-    from moecore.recipes.corpora import Tokens
+    from moecore.recipes.corpora import DocumentEncoder
 
     long, bytes_ = "x" * 5000, pretrain.Tokenizer("bytes")
     row = {f"field_{i}": "" for i in range(5000)}
     for call in (
-        lambda: Tokens(bytes_, long)(row),
+        lambda: DocumentEncoder(bytes_, long)(row),
         lambda: source_of(f"{long},{long}=1"),
         lambda: source_of(f"{long},weight={long}"),
         lambda: pretrain.read_source(source_of(long), bytes_),
@@ -223,7 +223,7 @@ def test_data_sets_on_disk_and_streamed(pretrain: ModuleType, tmp_path: Path) ->
 def test_steps_count_labels_and_documents(pretrain: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
     for batch in tokens_of(pretrain, f"{tmp_path}/a.jsonl", steps=3):
-        labels, tokens, *_ = batch.counts().tolist()
+        labels, tokens, *_ = batch.count_labels_and_tokens().tolist()
         assert labels == int((batch.labels_ABT >= 0).sum()) and tokens == 2 * 2 * 16
         borders = batch.cu_seqlens_An
         assert (borders.diff() >= 0).all() and (borders[:, -1] == 32).all()

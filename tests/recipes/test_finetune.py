@@ -166,7 +166,7 @@ def on_two_ranks(rank: int, device: torch.device, folder: Path) -> list[str]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """The folder of all runs on two ranks, and what they print."""
     folder = tmp_path_factory.mktemp("runs")
-    make = importlib.import_module("moecore.recipes.tiny_model").make
+    make = importlib.import_module("moecore.recipes.tiny_model").write_tiny_model
     make(folder / "tiny", **SIZES)
     make(folder / "wide", **WIDE)
     config = json.loads((folder / "tiny" / "config.json").read_text())
@@ -245,7 +245,7 @@ def oracle(
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.param_groups[0]["lr"] = 3e-3 * LearningRateSchedule().factor(
-            step, steps=STEPS, steps_of=int
+            step, steps=STEPS, count_steps=int
         )
         optimizer.step()
         optimizer.zero_grad()
@@ -282,14 +282,14 @@ def test_one_rank_computes_the_same_and_routes_no_padding(
     (tmp_path / "tiny" / "generation_config.json").unlink()  # which an export then makes
     routed: list[float] = []
     loop = importlib.import_module("moecore.recipes.loop")
-    launched = loop.Launched
+    launched = loop.LaunchedStep
 
     def seen(**fields: Any) -> Any:
         counts_of = fields["result"].metrics.tokens_per_expert
         routed.extend(float(counts.sum()) for counts in counts_of.values())
         return launched(**fields)
 
-    monkeypatch.setattr(loop, "Launched", seen)
+    monkeypatch.setattr(loop, "LaunchedStep", seen)
     words = f"{ONE_RANK} --checkpoint-every 0 --peak-tflops 2"
     assert in_this_process(finetune, tmp_path, "one", words) == 0
     examples, _ = examples_of(finetune, folder)
@@ -422,7 +422,7 @@ def test_stock_transformers_reload_it_with_equal_logits(
     job.model.register_forward_hook(lambda m, args, out: seen.append(out.logits))
     job.model.eval()
     with torch.no_grad():
-        job.model(**hf_model.inputs_of(torch.ones((), dtype=torch.int64), ids, ids, ids < 0))
+        job.model(**hf_model.make_causal_lm_inputs(torch.tensor(1), ids, ids, ids < 0))
         assert (seen[0] - reloaded(ids).logits).abs().max() < 1e-5 and job.start == STEPS
     _, held_out = examples_of(finetune, folder)
     wanted = metrics(folder / "straight")[-1]["eval_loss"]
@@ -441,8 +441,8 @@ def first_try(page: str) -> list[str]:
 def test_a_tuned_model_answers_its_chats(finetune: ModuleType, tmp_path: Path) -> None:
     """By the command of the pages; fewer chats make fewer steps of an epoch, so epochs are more."""
     options = first_try("docs/finetuning.md")
-    sizes = SIZES | dict(hidden_size=64, head_dim=16, moe_intermediate_size=32)
-    importlib.import_module("moecore.recipes.tiny_model").make(tmp_path / "tiny", **sizes)
+    write = importlib.import_module("moecore.recipes.tiny_model").write_tiny_model
+    write(tmp_path / "tiny", **SIZES | dict(hidden_size=64, head_dim=16, moe_intermediate_size=32))
     lines = (tmp_path / "tiny" / "chats.jsonl").read_text().splitlines()
     number = next(i for i, line in enumerate(lines) if "What does bisect.insort_left do?" in line)
     some = lines[max(0, number - 10) : number + 10]
@@ -471,7 +471,7 @@ def test_the_loss_is_the_models_own(finetune: ModuleType) -> None:
     parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), loss="sum")
     next_BT = F.pad(labels_BT[:, 1:], (0, 1), value=-100)
     given = tokens_BT, next_BT, torch.zeros_like(tokens_BT, dtype=torch.bool)
-    found = model(**hf_model.inputs_of(count, *given)).loss
+    found = model(**hf_model.make_causal_lm_inputs(count, *given)).loss
     assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
 
 
@@ -483,10 +483,10 @@ def test_padding_is_routed_in_no_kind_of_layer(family: str, finetune: ModuleType
     """
     from moecore.recipes.chat import Example
     from moecore.recipes.data import BatchShape
-    from moecore.recipes.examples import packed_examples
+    from moecore.recipes.examples import make_packed_steps
 
     model = tiny_model(family)
-    packs = finetune.packs(model)
+    packs = finetune.can_pack(model)
     assert packs == (family != "llama4")
     if packs:
         use_causal_attention(model)
@@ -501,10 +501,10 @@ def test_padding_is_routed_in_no_kind_of_layer(family: str, finetune: ModuleType
         shape = BatchShape(data_ranks=1, grad_accum=1, batch_size=rows, seq_len=tokens)
         where = {"seed": None, "data_rank": 0, "packs": packs}
         for group in groups:
-            batch = packed_examples(group, shape, **where).next()
+            batch = make_packed_steps(group, shape, **where).next()
             for parts in finetuning.micro_batches(job, batch):
                 with step.micro_batch():
-                    loss = model(**hf_model.inputs_of(torch.tensor(3), *parts)).loss
+                    loss = model(**hf_model.make_causal_lm_inputs(torch.tensor(3), *parts)).loss
                     loss.backward()
                 total += float(loss.detach())
         grads = {n: p.grad.full_tensor() for n, p in model.named_parameters()}

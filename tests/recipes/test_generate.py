@@ -24,7 +24,7 @@ TEXTS = ["def f():\n    return 1\n", "one two three"]
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("generate")
-    tiny_model.make(folder / "tiny", **SIZES)
+    tiny_model.write_tiny_model(folder / "tiny", **SIZES)
     lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
     (folder / "texts.jsonl").write_text(lines)
     return folder / "tiny"

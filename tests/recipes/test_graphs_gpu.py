@@ -49,7 +49,7 @@ def words_of(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     if name == "finetune":
         pytest.importorskip("transformers", minversion="5", reason="the script trains its models")
         tiny = folder / "tiny"
-        importlib.import_module("moecore.recipes.tiny_model").make(tiny, **SIZES)
+        importlib.import_module("moecore.recipes.tiny_model").write_tiny_model(tiny, **SIZES)
         return f"--model {tiny} --data {tiny}/chats.jsonl {STEPS}"
     file = folder / "text.jsonl"
     file.write_text("".join(json.dumps({"text": "abc " * (1 + i % 50)}) + "\n" for i in range(400)))

@@ -16,7 +16,13 @@ from moecore.io import set_latest
 from moecore.io.checkpoint.directory import make_step_path
 from moecore.recipes.errors import RewardError
 from moecore.recipes.grpo_job import load_reward, rewards_of, until_end
-from moecore.recipes.tiny_model import PROMPTS, make, make_digit_tokenizer, make_sums, reward_sum
+from moecore.recipes.tiny_model import (
+    PROMPTS,
+    make_digit_tokenizer,
+    make_sums,
+    reward_sum,
+    write_tiny_model,
+)
 from tests.recipes.launched import metrics
 
 transformers = pytest.importorskip("transformers", minversion="5")
@@ -64,7 +70,7 @@ def test_a_reward_of_a_module_of_the_user(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_rewards.py").write_text(REWARD)
     sizes = dict(hidden_size=32, num_hidden_layers=1, head_dim=8, moe_intermediate_size=16)
-    make(tmp_path / "tiny", **sizes)
+    write_tiny_model(tmp_path / "tiny", **sizes)
     chats = [[{"role": "user", "content": text}] for text in ("One?", "And the other one?")]
     rows = [{"ask": chat, "topic": number} for number, chat in enumerate(chats)]
     (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))

@@ -47,12 +47,12 @@ def test_a_rank_runs_beside_its_gpu(system: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_garbage_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     collected: list[int] = []
-    host.collect(host.COLLECT_EVERY)  # the collector is on
-    with pytest.raises(RuntimeError), host.collecting_by_hand():
+    host.collect_garbage(host.COLLECT_EVERY)  # the collector is on
+    with pytest.raises(RuntimeError), host.disable_garbage_collection():
         assert not gc.isenabled()
         monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
-        host.collect(1)
+        host.collect_garbage(1)
         assert not collected
-        host.collect(2 * host.COLLECT_EVERY)
+        host.collect_garbage(2 * host.COLLECT_EVERY)
         raise RuntimeError
     assert gc.isenabled() and collected == [1]

@@ -19,7 +19,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 import moecore
 from moecore.recipes.files import find_config, model_directory
-from moecore.recipes.tiny_model import make
+from moecore.recipes.tiny_model import write_tiny_model
 
 COMMIT = "0123456789" * 4
 
@@ -53,7 +53,9 @@ def test_two_ranks_train_a_model_of_the_cache(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     repository = cache / "models--org--tiny"
     snapshot = repository / "snapshots" / COMMIT
-    make(snapshot, hidden_size=32, num_hidden_layers=1, head_dim=8, moe_intermediate_size=16)
+    write_tiny_model(
+        snapshot, hidden_size=32, num_hidden_layers=1, head_dim=8, moe_intermediate_size=16
+    )
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(COMMIT)
     environ = os.environ | {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}

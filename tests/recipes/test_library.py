@@ -16,8 +16,8 @@ from moecore.planning import plan_memory, plan_time
 from moecore.planning.costs import CostTable
 from moecore.planning.gpus import get_gpu
 from moecore.recipes import finetune, grpo, pretrain
-from moecore.recipes.dry_run import planned_run
-from moecore.recipes.library import CONFIGS, ShippedRecipe, names
+from moecore.recipes.dry_run import make_planned_run
+from moecore.recipes.library import CONFIGS, ShippedRecipe, list_recipe_names
 from moecore.recipes.options import moe_of
 
 COMMANDS = {"moecore pretrain": pretrain, "moecore finetune": finetune, "moecore grpo": grpo}
@@ -26,12 +26,12 @@ PRESETS = {"qwen3": "qwen3-30b-a3b", "moonlight": "moonlight-16b-a3b", "gpt-oss"
 LARGE = re.compile(r"(256|1024)x|next|gpt-oss|qwen3-30b")  # plans of over ten seconds
 PLANNED = [
     pytest.param(name, marks=pytest.mark.nightly if LARGE.search(name) else [])
-    for name in names()
+    for name in list_recipe_names()
     if ShippedRecipe.read(name).facts["result"].startswith("planned ")
 ]
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", list_recipe_names())
 def test_a_recipe_says_what_it_needs_and_parses(name: str) -> None:
     recipe = ShippedRecipe.read(name)
     assert recipe.title.endswith(".") and {"machine", "data", "result"} < recipe.facts.keys()
@@ -43,8 +43,10 @@ def test_a_recipe_says_what_it_needs_and_parses(name: str) -> None:
 
 
 def test_recipes_are_of_all_commands_and_families() -> None:
-    assert len(names()) >= 12
-    assert {ShippedRecipe.read(name).facts["command"] for name in names()} == COMMANDS.keys()
+    assert len(list_recipe_names()) >= 12
+    assert {
+        ShippedRecipe.read(name).facts["command"] for name in list_recipe_names()
+    } == COMMANDS.keys()
 
 
 def model_of(name: str, command: object, args: Any) -> DecoderConfig:
@@ -60,7 +62,7 @@ def test_a_plan_is_that_of_the_comment(name: str) -> None:
     args = command.parse_arguments([str(CONFIGS / f"{name}.toml")])
     config = model_of(name, command, args)
     parallel = args.parallel_config(args.gpus, num_experts=moe_of(config).num_experts)
-    run = planned_run(args, config, parallel, args.gpus)
+    run = make_planned_run(args, config, parallel, args.gpus)
     peak = plan_memory(run).largest.num_bytes
     assert peak <= get_gpu(args.gpu).memory
     told = recipe.facts["result"]
@@ -95,7 +97,7 @@ def test_recipes_that_there_are_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes", "show", "gpt-9"]) == 2
     assert "NAME (gpt-9) must be a recipe" in capsys.readouterr().err
     assert main(["recipes", "list"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 1 + len(names())
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(list_recipe_names())
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from moecore.io import save_adapters
 from moecore.packing import PackedBatchSampler
-from moecore.recipes.tiny_model import make
+from moecore.recipes.tiny_model import write_tiny_model
 from tests.helpers.ranks import run_ranks
 from tests.recipes.launched import metrics
 from tests.recipes.test_finetune import loss_of
@@ -93,7 +93,9 @@ def test_two_ranks_equal_peft(tmp_path: Path) -> None:
     from moecore.recipes.examples import read_examples
 
     tiny, data = tmp_path / "tiny", tmp_path / "some.jsonl"
-    make(tiny, hidden_size=32, num_hidden_layers=2, head_dim=8, moe_intermediate_size=16)
+    write_tiny_model(
+        tiny, hidden_size=32, num_hidden_layers=2, head_dim=8, moe_intermediate_size=16
+    )
     data.write_text("\n".join((tiny / "chats.jsonl").read_text().splitlines()[:40]))
     paths = {"model": str(tiny), "data": [str(data)], "run_dir": str(tmp_path / "run")}
     lines = [f"{name} = {json.dumps(value)}\n" for name, value in paths.items()]

@@ -86,8 +86,10 @@ def test_options_that_are_wrong(values: dict[str, object], message: str) -> None
 
 
 def rates(schedule: LearningRateSchedule, steps: int = 20) -> list[float]:
-    steps_of = StepSizes([EqualSteps(1, 1, 100)]).steps_of
-    return [schedule.factor(step, steps=steps, steps_of=steps_of) for step in range(1, steps + 1)]
+    steps_of = StepSizes([EqualSteps(1, 1, 100)]).count_steps
+    return [
+        schedule.factor(step, steps=steps, count_steps=steps_of) for step in range(1, steps + 1)
+    ]
 
 
 def test_rates_are_those_of_torch_schedulers() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from moecore.models import Decoder, flops_per_token
-from moecore.recipes.corpus_training import inputs_of
+from moecore.recipes.corpus_training import make_decoder_inputs
 from moecore.recipes.data import BatchShape, PackedSteps
 from moecore.recipes.metrics import flops_of
 
@@ -39,7 +39,7 @@ def test_the_loss_of_packed_rows_is_that_of_documents(train: ModuleType) -> None
     config = train.parse_arguments(["--aux-loss", "0"]).model_config()
     model = Decoder(config)
     model.init_weights(0)
-    inputs = inputs_of(batch.num_labels, batch.tensors(), 16)
+    inputs = make_decoder_inputs(batch.num_labels, batch.tensors(), 16)
     loss = sum(model(**of_one) for of_one in inputs)
     total, lengths = 0.0, []
     parts = (batch.tokens_ABT, batch.padding_ABT, batch.cu_seqlens_An)
@@ -52,7 +52,7 @@ def test_the_loss_of_packed_rows_is_that_of_documents(train: ModuleType) -> None
                 with torch.no_grad():
                     if stop - start > 1:
                         total += float(model(one_BT[:, :-1], one_BT[:, 1:], num_tokens=1))
-    count, tokens, pairs, size = batch.counts().tolist()
+    count, tokens, pairs, size = batch.count_labels_and_tokens().tolist()
     assert tokens == sum(lengths) and size == batch.tokens_ABT.numel()
     assert count == batch.num_labels == sum(lengths) - len(lengths)
     torch.testing.assert_close(float(loss), total / count, rtol=1e-5, atol=0)

@@ -19,7 +19,7 @@ from moecore.io import save_adapters
 from moecore.recipes.examples import read_examples
 from moecore.recipes.preferences import encode_preference
 from moecore.recipes.rows import ColumnNames
-from moecore.recipes.tiny_model import make, make_tokenizer
+from moecore.recipes.tiny_model import make_tokenizer, write_tiny_model
 from tests.helpers.ranks import run_ranks
 from tests.recipes.launched import metrics
 
@@ -87,7 +87,9 @@ def on_two_ranks(rank: int, device: torch.device, folder: Path) -> dict[str, Ten
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
     folder = tmp_path_factory.mktemp("dpo")
-    make(folder / "tiny", hidden_size=32, num_hidden_layers=2, head_dim=8, moe_intermediate_size=16)
+    write_tiny_model(
+        folder / "tiny", hidden_size=32, num_hidden_layers=2, head_dim=8, moe_intermediate_size=16
+    )
     text = "".join(f"{json.dumps(row)}\n" for row in rows_of(folder))
     (folder / "pairs.jsonl").write_text(text)
     return folder, run_ranks(2, on_two_ranks, folder, over_gloo=True)

@@ -110,11 +110,11 @@ def test_a_model_without_experts_is_logged_and_drawn(train: ModuleType, tmp_path
     """A dense one, or a pipeline stage whose layers are dense."""
     pytest.importorskip("matplotlib", reason="it draws the curves")
     from moecore.recipes import report
-    from moecore.recipes.metrics import Launched, Moment
+    from moecore.recipes.metrics import LaunchedStep, Moment
 
     now, cpu = Moment(torch.device("cpu")), torch.tensor(1.5)
     done = SimpleNamespace(to_dict=dict, metrics=SimpleNamespace(tokens_per_expert={}))
-    launched = Launched(
+    launched = LaunchedStep(
         step=1, began=now, fetched=now, ended=now, loss=cpu, result=done, counts=cpu, ep=1,
         expert_loads=True, reader=None, extra={"tokens_per_second": 2.0},
     )  # fmt: skip

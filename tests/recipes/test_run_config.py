@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from moecore.io import set_latest
-from moecore.recipes.job import changes
+from moecore.recipes.job import list_changes
 from tests.recipes.launched import metrics
 
 BEFORE = """
@@ -53,8 +53,8 @@ CHANGES = [
 
 
 def test_changes_say_whether_numbers_change() -> None:
-    assert changes(tomllib.loads(BEFORE), tomllib.loads(AFTER)) == CHANGES
-    assert changes(tomllib.loads(AFTER), tomllib.loads(AFTER)) == []
+    assert list_changes(tomllib.loads(BEFORE), tomllib.loads(AFTER)) == CHANGES
+    assert list_changes(tomllib.loads(AFTER), tomllib.loads(AFTER)) == []
 
 
 def test_a_training_continues_by_its_own_file(

@@ -45,7 +45,7 @@ def test_sizes_of_steps_by_hand() -> None:
     sizes = StepSizes([EqualSteps(1, 2, 8), EqualSteps(4, 4, 8)])
     assert [sizes.rows(step) for step in range(1, 6)] == [2, 2, 2, 4, 4]
     assert [sizes.tokens_through(step) for step in range(6)] == [0, 16, 32, 48, 80, 112]
-    assert [sizes.steps_of(n) for n in (0, 1, 16, 48, 49, 80, 81)] == [0, 1, 1, 3, 4, 4, 5]
+    assert [sizes.count_steps(n) for n in (0, 1, 16, 48, 49, 80, 81)] == [0, 1, 1, 3, 4, 4, 5]
 
 
 def test_a_ramp_by_hand() -> None:

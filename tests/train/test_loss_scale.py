@@ -102,7 +102,9 @@ def run(step: TrainStep, model: nn.Module, *, first: int = 0, factor: float = 1.
     """Run a step's micro-batches; the main loss times a factor."""
     for n in range(step.num_micro_batches):
         with step.micro_batch():
-            step.scale(loss_of(model, first + n) * (factor / step.num_micro_batches)).backward()
+            step.scale_loss(
+                loss_of(model, first + n) * (factor / step.num_micro_batches)
+            ).backward()
 
 
 def weights(model: nn.Module) -> list[Tensor]:

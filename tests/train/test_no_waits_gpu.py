@@ -95,7 +95,7 @@ def worker(rank: int, device: torch.device, name: str) -> None:
 
     def forward_backward(tokens_BT: Tensor, labels_BT: Tensor) -> None:
         with step.micro_batch():
-            step.scale(model(tokens_BT, labels_BT) / number).backward()
+            step.scale_loss(model(tokens_BT, labels_BT) / number).backward()
 
     graph = GraphedForwardBackward(forward_backward, model) if is_graphed else None
     for done in range(6):

@@ -300,11 +300,11 @@ def evaluated(**options: Any) -> tuple[list[Tensor], Any, TrainStep]:
     """Return losses outside of a step, without gradients and with them; and who ends steps."""
     model, step = build(**options)
     model.eval()
-    found = [step.losses(batches())]
+    found = [step.compute_losses(batches())]
     with torch.no_grad():
         found += [model(**batch) for batch in batches()]
     longer = torch.cat([tokens_of_batches()[0], tokens_of_batches()[1]])  # than any step's
-    found.append(step.losses([{"tokens_BT": longer[:, :-1], "labels_BT": longer[:, 1:]}]))
+    found.append(step.compute_losses([{"tokens_BT": longer[:, :-1], "labels_BT": longer[:, 1:]}]))
     found += [model(**batch).detach() for batch in batches()]
     return found, model.train(), step
 

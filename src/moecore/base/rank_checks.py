@@ -238,6 +238,14 @@ def raise_on_world(problem: str | None, device_type: str) -> None:
         raise ValueError(problem or first)
 
 
+def gather_first_problem(problem: str) -> str:
+    """Return the first rank's nonempty error text, or "". Collective over all ranks."""
+    of_ranks = gather_objects(problem)
+    if len(of_ranks) == 1:
+        return problem
+    return next((f"rank {r}: {text}" for r, text in enumerate(of_ranks) if text), "")
+
+
 def _format_stage_suffix(group: Group) -> str:
     """Return " of a pipeline stage" for errors of a group smaller than the world, otherwise ""."""
     is_part = group is not None and dist.get_world_size(group) < dist.get_world_size()

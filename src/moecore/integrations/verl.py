@@ -180,7 +180,7 @@ class MoECoreEngine(BaseEngine):
             for micro_batch in micro_batches
         ]
         if forward_only:
-            self._step.losses(inputs)
+            self._step.compute_losses(inputs)
         else:
             self._step.num_micro_batches = number
             self._step.forward_backward(inputs)

@@ -7,9 +7,9 @@ from moecore.packing.bins import PackedBatchSampler, pack_documents, pack_length
 from moecore.packing.collate import (
     PackedBatch,
     PackedCollator,
-    indices_of,
-    inverse_of,
+    invert_token_indices,
     padded_lengths,
+    select_token_indices,
     split_batch,
 )
 from moecore.packing.corpus.documents import CorpusError, CorpusOptions, CorpusSource
@@ -35,11 +35,11 @@ __all__ = [
     "PackedCollator",
     "ScheduledCollator",
     "ScheduledLoader",
-    "indices_of",
-    "inverse_of",
+    "invert_token_indices",
     "pack_documents",
     "pack_lengths",
     "padded_lengths",
     "schedule_documents",
+    "select_token_indices",
     "split_batch",
 ]  # fmt: skip

@@ -246,7 +246,7 @@ def get_length_multiple(cp: int) -> int:
     return 2 * cp if cp > 1 else 1
 
 
-def indices_of(cu_seqlens: Tensor, cp: Count, rank: CountOrZero) -> Tensor:
+def select_token_indices(cu_seqlens: Tensor, cp: Count, rank: CountOrZero) -> Tensor:
     """Return the token indices of a cp rank, int64 [t / cp], on the device of `cu_seqlens`.
 
     The indices ascend. If `cu_seqlens` is on a GPU, the function synchronises the host.
@@ -260,19 +260,21 @@ def indices_of(cu_seqlens: Tensor, cp: Count, rank: CountOrZero) -> Tensor:
     Raises:
         ValueError: if `cu_seqlens` does not have this form, or `rank` is not less than `cp`.
     """
-    check_arguments(indices_of, locals())
+    check_arguments(select_token_indices, locals())
     if rank >= cp:
         raise ValueError(f"rank ({rank}) must be < cp ({cp}): count from 0")
     return _split_tokens_over_ranks(cu_seqlens, cp)[rank]
 
 
-def inverse_of(cu_seqlens: Tensor, cp: Count) -> Tensor:
-    """Return the inverse permutation of the concatenated `indices_of` of all cp ranks, int64 [t].
+def invert_token_indices(cu_seqlens: Tensor, cp: Count) -> Tensor:
+    """Return the inverse permutation of the concatenated indices of all cp ranks, int64 [t].
 
-    `torch.cat([x[indices_of(cu, cp, r)] for r in range(cp)])[inverse_of(cu, cp)]` is x. Arguments
-    and errors: see `indices_of`.
+        parts = [x[select_token_indices(cu_seqlens, cp, rank)] for rank in range(cp)]
+        torch.cat(parts)[invert_token_indices(cu_seqlens, cp)]  # equals x
+
+    Arguments and errors: see `select_token_indices`.
     """
-    check_arguments(inverse_of, locals())
+    check_arguments(invert_token_indices, locals())
     tokens = _split_tokens_over_ranks(cu_seqlens, cp).flatten()
     inverse = torch.empty_like(tokens)
     inverse[tokens] = torch.arange(len(tokens), device=tokens.device)
@@ -291,13 +293,13 @@ def split_batch(batch: PackedBatch, cp: Count, rank: CountOrZero) -> PackedBatch
         rank: index of the cp rank, from 0.
 
     Raises:
-        ValueError: if `batch` is no `PackedBatch`, and as `indices_of`.
+        ValueError: if `batch` is no `PackedBatch`, and as `select_token_indices`.
     """
     if not isinstance(batch, Mapping) or not PackedBatch.__required_keys__ <= set(batch):
         raise ValueError(
             f"batch ({quote(batch)}) must be a PackedBatch: pass what a PackedCollator returns"
         )
-    tokens = indices_of(batch["cu_seqlens"], cp, rank)
+    tokens = select_token_indices(batch["cu_seqlens"], cp, rank)
     rows = batch["input_ids"].shape[0]
 
     def take_local(x_BT: Tensor) -> Tensor:

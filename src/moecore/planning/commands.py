@@ -32,10 +32,10 @@ from moecore.planning.gpus import find_time_refusal, get_gpu
 from moecore.planning.layouts import Folding
 from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak
 from moecore.planning.option_sets import next_change
-from moecore.planning.recipe import call_of, format_flags, format_page, format_recipe
+from moecore.planning.recipe import format_calls, format_flags, format_page, format_recipe
 from moecore.planning.report import report_trace
 from moecore.planning.run import TrainingRun, collect_by_hand
-from moecore.planning.search import Fitting, describe_outcome, plan_layout, search
+from moecore.planning.search import FittingCandidate, describe_outcome, plan_layout, search
 from moecore.planning.times import TimePlan, find_hidden_share, has_slices, plan_time, time_step
 
 # Recorded complete steps: (preset, GPU, number of GPUs) -> layout, tokens per second of a GPU, and
@@ -64,7 +64,7 @@ def run_plan(args: PlanConfig) -> int:
     run = parse_run(args)
     _write_recipe(args, run)
     if args.call:
-        print(call_of(run))
+        print(format_calls(run))
         return 0
     table, gpu, name = _load_table(args), get_gpu(select_gpu(args)), format_gpu_name(args)
     plan = plan_memory(run)
@@ -101,7 +101,7 @@ def _explain(args: PlanConfig, folding: str) -> int:
     request, layout = parse_request(args), parse_layout(folding)
     plan = plan_layout(request, layout, _load_table(args))
     text = describe_outcome(request, layout, plan)
-    fitting = plan if isinstance(plan, Fitting) else None
+    fitting = plan if isinstance(plan, FittingCandidate) else None
     if fitting is not None:
         _write_recipe(args, fitting.run)
     if args.json:
@@ -109,13 +109,13 @@ def _explain(args: PlanConfig, folding: str) -> int:
         summary |= {"fits": fitting is not None, "text": text}
         print(json.dumps(summary | (layout._asdict() if fitting is None else _make_row(fitting))))
     elif args.call and fitting is not None:
-        print(call_of(fitting.run))
+        print(format_calls(fitting.run))
     else:
         print("\n".join([text, *([] if fitting is None else [_format_command(args, fitting.run)])]))
     return 0 if fitting is not None else 1
 
 
-def _support(args: Any, first: Folding) -> str:
+def _describe_measurement(args: Any, first: Folding) -> str:
     """Return a sentence: whether layout `first` has a recorded step (`MEASURED`), and its speed."""
     step = MEASURED.get((args.preset, format_gpu_name(args), args.gpus))
     if step is None:
@@ -154,7 +154,7 @@ def _search(args: Any) -> int:
         print(json.dumps(summary | {"change": result.change}))
         return 0 if fitting else 1
     if fitting and args.call:
-        print(call_of(fitting[0].run))
+        print(format_calls(fitting[0].run))
         return 0
     if fitting:
         print(result.table())
@@ -168,14 +168,14 @@ def _search(args: Any) -> int:
     )
     if fitting:
         _print_time(args, fitting[0].time, request.limit)
-        print(_support(args, fitting[0].layout))
+        print(_describe_measurement(args, fitting[0].layout))
         print(f"the first one: {_format_command(args, fitting[0].run)}")
     else:
         print(f"nothing fits; the smallest change: {result.change or 'none of those tried'}")
     return 0 if fitting else 1
 
 
-def _make_row(candidate: Fitting) -> dict[str, Any]:
+def _make_row(candidate: FittingCandidate) -> dict[str, Any]:
     """Return the JSON object of a layout: degrees, options, bytes and times."""
     run = candidate.run
     return candidate.layout._asdict() | {
@@ -193,10 +193,16 @@ def _make_row(candidate: Fitting) -> dict[str, Any]:
 
 def _list_time_numbers(time: TimePlan | str) -> dict[str, Any]:
     """Return the JSON fields of a time plan; None for all if `time` is the reason for no plan."""
-    names = ("seconds", "tokens_per_second", "parts", "wall")
     if isinstance(time, str):
+        names = ("seconds", "tokens_per_second", "parts", "wall")
         return dict.fromkeys(names) | {"time_refusal": time}
-    return {name: getattr(time, name) for name in names} | {"time_refusal": None}
+    return {
+        "seconds": time.seconds,
+        "tokens_per_second": time.tokens_per_gpu_second,
+        "parts": time.parts,
+        "wall": time.wall,
+        "time_refusal": None,
+    }
 
 
 def _print_time(args: Any, time: TimePlan | str, limit: int | None = None) -> None:
@@ -216,7 +222,7 @@ def _print_time(args: Any, time: TimePlan | str, limit: int | None = None) -> No
         )
     kind = format_gpu_name(args)
     if has_slices(time.run):
-        print(_slices(table, kind))
+        print(_describe_slices(table, kind))
     for attention in time.run.planned_model.unmeasured:
         print(
             f"assumed, no run has shown it: the rates of {attention} attention (docs/planning.md)"
@@ -227,7 +233,7 @@ def _print_time(args: Any, time: TimePlan | str, limit: int | None = None) -> No
     print(f"next: {'nothing of what is known gains' if change is None else change}")
 
 
-def _slices(table: CostTable, kind: str) -> str:
+def _describe_slices(table: CostTable, kind: str) -> str:
     """Return a line about the exposed share of sliced tp exchanges, on a GPU with name `kind`."""
     slices = table.slices
     if slices is None:
@@ -282,7 +288,7 @@ def run_dry_run(args: DryRunConfig) -> int:
     plan = plan_peak(run)[args.rank * run.resolved.pp // run.num_gpus]
     table, fits = CostTable.of(select_gpu(args)), step.peak + step.buffers <= memory
     refusal = find_time_refusal(run.precision, table.gpu)
-    rows = _rows(step, None if refusal else table)
+    rows = _sum_launches_by_kind(step, None if refusal else table)
     time = None if refusal else time_step(step, table)
     if args.json:
         sizes = {"held": step.resident_bytes, "peak": step.peak, "buffers": step.buffers}
@@ -312,7 +318,7 @@ def run_dry_run(args: DryRunConfig) -> int:
     return 0 if fits else 1
 
 
-def _rows(step: DryRun, table: CostTable | None) -> dict[str, list[Any]]:
+def _sum_launches_by_kind(step: DryRun, table: CostTable | None) -> dict[str, list[Any]]:
     """Return number, FLOP, bytes and serial seconds by kind of launch; no table = seconds None."""
     if table is not None:
         table = replace(table, slices=None)  # serial seconds, not the exposed share

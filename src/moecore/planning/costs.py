@@ -64,7 +64,7 @@ class Point(CheckedRecord):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Exposed(CheckedRecord):
+class ExposedShare(CheckedRecord):
     """The measured share of the time of sliced tp exchanges that products do not hide."""
 
     share: ShareOrZero  # of the seconds of the same exchanges without overlap
@@ -104,7 +104,7 @@ class CostTable(CheckedRecord):
     efficiency: Mapping[str, Share]
     network_seconds: Seconds
     pairs_hide: ShareOrZero = 0.93
-    slices: Exposed | None = None
+    slices: ExposedShare | None = None
     assumed: tuple[str, ...] = ()
 
     def _rules(self) -> Rules:
@@ -199,12 +199,12 @@ class CostTable(CheckedRecord):
         launch, rates = self._parts(work, node_ranks)
         return launch + max(rates.values())
 
-    def wall(self, work: Work, node_ranks: CountOrZero = 0) -> Wall:
+    def find_limiting_rate(self, work: Work, node_ranks: CountOrZero = 0) -> Wall:
         """Return the rate that limits an operation, or "launch" if its fixed time is longer.
 
         `node_ranks` is an argument of `seconds`.
         """
-        check_arguments(CostTable.wall, locals())
+        check_arguments(CostTable.find_limiting_rate, locals())
         launch, rates = self._parts(work, node_ranks)
         longest = max(rates, key=lambda wall: rates[wall])
         return longest if rates[longest] > launch else "launch"
@@ -353,7 +353,7 @@ def _parse_table(text: bytes, path: str) -> CostTable:
         fields["points"] = tuple(_parse_points(fields["points"]))
         fields["assumed"] = tuple(fields["assumed"])
         if (slices := fields.get("slices")) is not None:
-            fields["slices"] = Exposed(**slices)
+            fields["slices"] = ExposedShare(**slices)
         return CostTable(**fields)
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(

@@ -31,7 +31,7 @@ from moecore.kernels.common import record_launches_on_meta
 from moecore.models.tp_products import compute_workspace_bytes
 from moecore.parallel.model.parallel_state import get_parallel_state
 from moecore.planning.model import ModuleParts
-from moecore.planning.record import END, SLICES, Queued, Start, Work, WorkRecorder
+from moecore.planning.record import END, SLICES, QueuedLaunch, Start, Work, WorkRecorder
 from moecore.planning.run import (
     TrainingRun,
     build_model,
@@ -71,7 +71,7 @@ class DryRun:
     peak: int
     buffers: int
     pages: int
-    queued: tuple[Queued, ...]
+    queued: tuple[QueuedLaunch, ...]
     starts: tuple[Start, ...]
     precision: Precision | None = None
 
@@ -86,7 +86,7 @@ class DryRun:
         return _list_works(self.queued[self.starts[-1].first :])
 
 
-def _list_works(queued: Iterable[Queued]) -> tuple[Work, ...]:
+def _list_works(queued: Iterable[QueuedLaunch]) -> tuple[Work, ...]:
     """Return the operations of launches, each as often as the launch repeats it."""
     return tuple(operation.work for operation in queued for _ in range(operation.times))
 
@@ -214,7 +214,7 @@ def _count_optimizer_bytes(optimizer: AdamW, param: Tensor) -> int:
     return 3 * get_local_tensor(param).nbytes + 2 * sum(get_local_tensor(x).nbytes for x in state)
 
 
-def _set_adamw_bytes(queued: list[Queued], num_bytes: int) -> Iterator[Queued]:
+def _set_adamw_bytes(queued: list[QueuedLaunch], num_bytes: int) -> Iterator[QueuedLaunch]:
     """Yield the launches; kernels of AdamW, which get addresses, share `num_bytes` equally."""
     number = sum(operation.work.name == ADAMW for operation in queued)
     for operation in queued:

@@ -113,7 +113,9 @@ class Estimate:
         )
         return min(fitting, key=lambda choice: self.seconds(layout, choice), default=None)
 
-    def raise_bytes(self, layout: Folding, options: OptionSet, num_bytes: int, host: int) -> None:
+    def increase_bytes(
+        self, layout: Folding, options: OptionSet, num_bytes: int, host: int
+    ) -> None:
         """Raise the estimates of all layouts with the same pp after a plan did not fit.
 
         The plan had `num_bytes` on its largest rank, and pinned `host` bytes of a server.

@@ -37,7 +37,7 @@ from moecore.models import PRESETS
 from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.schedule import PipelineConfig
 from moecore.planning.gpus import Gpu, are_peers, count_peers, find_domain, read_gpu
-from moecore.planning.layouts import ANY, FOLDING, Folding, SearchRequest
+from moecore.planning.layouts import ANY, LAYOUT_FIELDS, Folding, SearchRequest
 from moecore.planning.run import AnyModel, OptimizerOptions, TrainingRun, list_stages
 from moecore.planning.transformers import TransformersModel
 
@@ -219,7 +219,7 @@ def _refuse(args: Any, unread: Sequence[str], reason: str) -> None:
 def format_layout(run: TrainingRun) -> str:
     """Return the layout of a run as `--explain` reads it, such as "pp=8,tp=1,..,batch_size=1"."""
     p = run.resolved
-    named = {name: getattr(p, name) for name in FOLDING[:5]}
+    named = {name: getattr(p, name) for name in LAYOUT_FIELDS[:5]}
     if run.pipeline is not None:
         named["chunks"] = len(list_stages(run)) // p.pp
     return ",".join(f"{k}={v}" for k, v in (named | {"batch_size": run.batch_size}).items())
@@ -230,8 +230,13 @@ def parse_layout(text: str) -> Folding:
     degrees: dict[str, int] = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
-        if name.strip() not in FOLDING or not value.isdecimal() or len(value) > 9 or int(value) < 1:
-            names = ", ".join(FOLDING)
+        if (
+            name.strip() not in LAYOUT_FIELDS
+            or not value.isdecimal()
+            or len(value) > 9
+            or int(value) < 1
+        ):
+            names = ", ".join(LAYOUT_FIELDS)
             raise ValueError(
                 f"--explain ({quote(part)}) must be NAME=NUMBER, of {names}: use pp=8,ep=8"
             )

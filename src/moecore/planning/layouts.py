@@ -45,7 +45,7 @@ BATCH_SIZES = (1, 2, 4)  # rows of a micro-batch that are tried
 LONG, CP_TOKENS = 8192, 4096  # tokens of a row from which cp pays, and those of a cp rank
 ROWS_PER_GPU = 8  # of a step, where nobody gives its rows
 ANY: Literal["any"] = "any"
-FOLDING = ("pp", "tp", "cp", "ep", "etp", "chunks", "batch_size")
+LAYOUT_FIELDS = ("pp", "tp", "cp", "ep", "etp", "chunks", "batch_size")
 # The fields of a run that decide its memory, without any option.
 DEFAULTS: Mapping[str, Any] = {
     "fsdp": PLAIN_FSDP,

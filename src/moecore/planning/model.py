@@ -95,7 +95,7 @@ class PlannedModel(ABC):
         mtp = self.num_mtp_layers * self.mtp_runs
         return 0 if self.moe is None else len(self.layers) - len(self.dense) + mtp
 
-    def bound(self) -> frozenset[int]:
+    def list_bound_layers(self) -> frozenset[int]:
         """Return the indices of layers at which no pipeline stage may begin."""
         return frozenset()
 
@@ -124,7 +124,7 @@ class PlannedModel(ABC):
         """Raise ValueError or NotImplementedError for degrees that do not fit the model."""
 
     @abstractmethod
-    def source(self, dtype: torch.dtype) -> ModelSource:
+    def make_source(self, dtype: torch.dtype) -> ModelSource:
         """Return the Python that makes the model with parameters of `dtype`."""
 
 
@@ -208,7 +208,7 @@ class NativeModel(PlannedModel):
             ContextOptions().resolve(cp, *heads, has_latents=self.has_latents)
 
     @override
-    def source(self, dtype: torch.dtype) -> ModelSource:
+    def make_source(self, dtype: torch.dtype) -> ModelSource:
         config = _format_config(self.config)
         return ModelSource(
             ["from moecore.models import *"],

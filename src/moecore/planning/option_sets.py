@@ -328,7 +328,7 @@ def next_change(plan: TimePlan, table: CostTable, limit: NumBytes | None = None)
     changes, run = list[Change](), plan.run
 
     def add(text: str, other: TimePlan) -> None:
-        gain = other.tokens_per_second / plan.tokens_per_second - 1
+        gain = other.tokens_per_gpu_second / plan.tokens_per_gpu_second - 1
         changes.append(Change(text=text, gain=gain))
 
     p = run.parallel

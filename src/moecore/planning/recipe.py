@@ -1,7 +1,7 @@
 """A planned run as text: flags of `moecore plan`, Python calls, TOML for recipes, and HTML.
 
     format_flags   -> the command that plans the run
-    call_of        -> the Python that builds the run on GPUs
+    format_calls   -> the Python that builds the run on GPUs
     format_recipe  -> TOML for `moecore pretrain` and `moecore finetune`
     format_page    -> an HTML page with memory of ranks, parts of the step, and stages as bars
 
@@ -86,9 +86,9 @@ def _format_flags(values: Mapping[str, Any]) -> list[str]:
     return flags
 
 
-def call_of(run: TrainingRun) -> str:
+def format_calls(run: TrainingRun) -> str:
     """Return Python that builds a run: meshes, model, `parallelize_moe`, optimizer, step."""
-    check_arguments(call_of, locals())
+    check_arguments(format_calls, locals())
     sizes = f"{run.num_micro_batches}, {run.batch_size}, {run.seq_len}"
     arguments = {"fsdp": _format_record(run.fsdp), "loss": "'mean'"}
     if run.memory.parts or run.memory.offload or run.memory.stash:
@@ -109,7 +109,7 @@ def call_of(run: TrainingRun) -> str:
     fraction = options.offload_fraction
     is_split = run.dispatcher == "hierarchical"
     domain = f", ranks_per_domain={run.ranks_per_domain}" if is_split else ""
-    source = run.planned_model.source(run.dtype)
+    source = run.planned_model.make_source(run.dtype)
     replaces = any("replace(" in line for line in source.build)
     lines = [
         *(["from dataclasses import replace", ""] if replaces else []),

@@ -1,6 +1,6 @@
 """WorkRecorder: the launches and allocations of a rank's step, on meta in a fake world.
 
-    WorkRecorder         the host's code of a step on meta   -> allocations, Queued launches
+    WorkRecorder         the host's code of a step on meta   -> allocations, QueuedLaunch
     work_of_*            an operation, kernel or collective  -> Work, as numbers
 
 The recorder counts the storages of plain tensors. A DTensor counts by its local tensor. Sizes are
@@ -85,7 +85,7 @@ class Work(CheckedRecord):
             yield "shape", f"be ({', '.join(map(str, dims))}) of kind {self.kind!r}: pass these"
 
 
-class Queued(NamedTuple):
+class QueuedLaunch(NamedTuple):
     """A launch of an operation. Launches have numbers in the order of the host's calls."""
 
     work: Work
@@ -97,18 +97,18 @@ class Queued(NamedTuple):
     times: int = 1  # sequential runs; the host queues the next launch after the first run
 
 
-class Placed(NamedTuple):
+class PlacedLaunch(NamedTuple):
     """A launch in a simulated queue; its dependencies are distances back in that queue."""
 
-    queued: Queued
+    queued: QueuedLaunch
     dependencies: tuple[int, ...]
     host_dependencies: tuple[int, ...]
 
 
-def place_launches(queued: Iterable[Queued]) -> list[Placed]:
+def place_launches(queued: Iterable[QueuedLaunch]) -> list[PlacedLaunch]:
     """Return the recorded queue with distances in place of launch numbers."""
     return [
-        Placed(
+        PlacedLaunch(
             item,
             tuple(i - n for n in item.dependencies),
             tuple(i - n for n in item.host_dependencies),
@@ -305,7 +305,7 @@ class WorkRecorder(DispatchMode):
         self.kinds, self._top_kinds = Counter[str](), Counter[str]()
         self._open_kinds = [RESIDENT]  # kinds of the parts that have begun
         self.queues = DryQueues()
-        self.queued: list[Queued] = []
+        self.queued: list[QueuedLaunch] = []
         self.starts: list[Start] = []
         self.params: list[Tensor] = []  # their gradients are a kind of their own
         self._sizes: dict[int, tuple[int, str]] = {}  # bytes and kind
@@ -383,8 +383,8 @@ class WorkRecorder(DispatchMode):
 
     def _queue(self, work: Work, node_ranks: int = 0) -> None:
         dependencies, host_dependencies = (self._since(numbers) for numbers in self.queues.launch())
-        order = self.queues.current.number, dependencies, host_dependencies
-        self.queued.append(Queued(work, *order, node_ranks, list_open_marks(), get_meta_repeats()))
+        order = self.queues.current.number, dependencies, host_dependencies, node_ranks
+        self.queued.append(QueuedLaunch(work, *order, list_open_marks(), get_meta_repeats()))
 
     def _since(self, numbers: frozenset[int]) -> frozenset[int]:
         """Return launch numbers counted from `start_recording`, without earlier launches."""

@@ -36,7 +36,7 @@ from moecore.parallel.pipeline.schedule import PipelineConfig, make_schedule
 from moecore.parallelize import parallelize_moe, plan_sharding
 from moecore.planning.gpus import NODE, are_peers
 from moecore.planning.model import NativeModel, PlannedModel
-from moecore.planning.transformers import StockModel, TransformersModel, raise_one_line
+from moecore.planning.transformers import StockModel, TransformersModel, convert_errors
 from moecore.train.optim.adamw import AdamW
 from moecore.train.optim.state_offload import StateOffload
 
@@ -190,14 +190,14 @@ def make_planned_model(model: AnyModel) -> PlannedModel:
     """Return the `PlannedModel` of a decoder config or a transformers model (cached)."""
     if isinstance(model, DecoderConfig):
         return NativeModel.of(model)
-    with raise_one_line(model):
+    with convert_errors(model):
         return StockModel.of(model)
 
 
 def build_model(run: TrainingRun, device_type: str) -> Any:
     """Return a run's model, parallelized on meta; needs a default process group."""
     domain = run.ranks_per_domain if run.dispatcher == "hierarchical" else None
-    with raise_one_line(run.model):
+    with convert_errors(run.model):
         model = run.planned_model.build(run.dtype)
         parallelize_moe(
             model,
@@ -264,7 +264,7 @@ def fake_world(world_size: Count, rank: CountOrZero = 0) -> Iterator[None]:
 def enter_world(run: TrainingRun, rank: int = 0) -> Iterator[None]:
     """Return a context in which this process is `rank` of a run's fake world, without warnings."""
     quiet = warnings.catch_warnings(action="ignore")
-    with raise_one_line(run.model), fake_world(run.num_gpus, rank), quiet:
+    with convert_errors(run.model), fake_world(run.num_gpus, rank), quiet:
         yield
 
 
@@ -299,7 +299,7 @@ def list_stages(run: TrainingRun) -> Sequence[Stage]:
     if run.pipeline is None:
         layers, mtp = tuple(range(model.num_layers)), tuple(range(model.num_mtp_layers))
         return [Stage(index=0, embedding=True, layers=layers, mtp=mtp, loss=True)]
-    parts = model.num_layers, model.num_mtp_layers, model.bound()
+    parts = model.num_layers, model.num_mtp_layers, model.list_bound_layers()
     layout = run.pipeline.stages(run.resolved.pp, *parts)
     layout.chunks(run.resolved.pp)  # refuses stages that pp does not divide
     return layout.stages

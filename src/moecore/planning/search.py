@@ -93,7 +93,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fitting(Candidate):
+class FittingCandidate(Candidate):
     """A candidate that fits.
 
     Attributes:
@@ -118,7 +118,7 @@ class SearchResult:
     """
 
     request: SearchRequest
-    fitting: tuple[Fitting, ...]
+    fitting: tuple[FittingCandidate, ...]
     too_large: tuple[Candidate, ...]
     refused: Mapping[str, int]
     num_unplanned: int
@@ -134,18 +134,18 @@ class SearchResult:
             degrees = map(str, (i + 1, *candidate.layout[:4]))
             rows = (str(run.num_micro_batches), str(run.batch_size))
             memory = map(format_bytes, (max(candidate.peaks), candidate.headroom, candidate.host))
-            speed = (f"{time.seconds:.3g}", f"{time.tokens_per_second:,.0f}", time.wall)
+            speed = (f"{time.seconds:.3g}", f"{time.tokens_per_gpu_second:,.0f}", time.wall)
             lines.append((*degrees, candidate.schedule, *rows, candidate.flags, *memory, *speed))
         return "\n".join(format_columns(lines))
 
 
-_get_step_seconds: Callable[[Fitting], float] = attrgetter("time.seconds")
+_get_step_seconds: Callable[[FittingCandidate], float] = attrgetter("time.seconds")
 
 
 def search(
     request: SearchRequest,
     *,
-    rank_by: Callable[[Fitting], Any] = _get_step_seconds,
+    rank_by: Callable[[FittingCandidate], Any] = _get_step_seconds,
     table: CostTable | None = None,
     num_results: Count = 3,
     max_plans: Count | None = None,
@@ -179,7 +179,7 @@ def search(
         if (new_key := estimate.sort_key(layout)) > key:  # after plans have corrected the estimates
             heapreplace(queue, (new_key, layout))
             continue
-        fitting = [c for c in candidates if isinstance(c, Fitting)]
+        fitting = [c for c in candidates if isinstance(c, FittingCandidate)]
         best_seconds = min(map(_get_step_seconds, fitting), default=math.inf)
         if len(fitting) >= num_results and key >= (False, best_seconds):  # no estimate is faster
             break
@@ -197,7 +197,7 @@ def search(
         except (ValueError, NotImplementedError):
             heappop(queue)
             refused["parallelize_moe"] += 1
-    fitting = sorted((c for c in candidates if isinstance(c, Fitting)), key=rank_by)
+    fitting = sorted((c for c in candidates if isinstance(c, FittingCandidate)), key=rank_by)
     for i, candidate in enumerate(fitting[:num_results]):
         number = min(num_results, len(fitting)) - i
         progress(f"easing {candidate.layout}: {number} foldings are left")
@@ -234,8 +234,8 @@ def _refuse_untimed(request: SearchRequest) -> None:
 
 
 def find_faster_options(
-    request: SearchRequest, best: Fitting, table: CostTable, estimate: Estimate
-) -> Fitting:
+    request: SearchRequest, best: FittingCandidate, table: CostTable, estimate: Estimate
+) -> FittingCandidate:
     """Return a fitting layout with balanced stages and fewer options, if these are faster."""
     stage_layouts = (
         plan_options(request, best.layout, best.options, run)
@@ -268,7 +268,7 @@ def find_faster_options(
 
 def _find_fastest_schedule(
     request: SearchRequest, candidate: Candidate, table: CostTable
-) -> Fitting:
+) -> FittingCandidate:
     """Return a candidate with the fastest schedule of its stages, with options that let it fit."""
     larger_sets = (
         options
@@ -288,10 +288,10 @@ def _find_fastest_schedule(
     return min(plans, key=_get_step_seconds)
 
 
-def add_time(candidate: Candidate, table: CostTable) -> Fitting:
-    """Plan the step time of a candidate, and return the candidate as a `Fitting`."""
+def add_time(candidate: Candidate, table: CostTable) -> FittingCandidate:
+    """Plan the step time of a candidate, and return the candidate as a `FittingCandidate`."""
     values = {field.name: getattr(candidate, field.name) for field in fields(candidate)}
-    return Fitting(**values, time=plan_time(candidate.run, table))
+    return FittingCandidate(**values, time=plan_time(candidate.run, table))
 
 
 def explain_folding(request: SearchRequest, folding: Folding) -> str:
@@ -322,7 +322,7 @@ def describe_outcome(request: SearchRequest, layout: Folding, outcome: Refusal |
     if isinstance(outcome, Refusal):
         return f"{layout}: refused ({outcome.rule}): {outcome.reason}"
     usage = f"{format_bytes(max(outcome.peaks))} of {format_bytes(request.limit)}"
-    if isinstance(outcome, Fitting):
+    if isinstance(outcome, FittingCandidate):
         schedule = f"{outcome.schedule}, " if outcome.run.pipeline is not None else ""
         return f"{layout}: fits, {usage}, {schedule}levers: {outcome.flags}; {outcome.time.line}"
     if outcome.headroom >= 0:
@@ -351,7 +351,7 @@ def _plan_estimated(
     candidate = plan_options(request, layout, options or list_option_sets(request)[-1])
     if options is None or candidate.fits:
         return candidate
-    estimate.raise_bytes(layout, options, max(candidate.peaks), candidate.host)
+    estimate.increase_bytes(layout, options, max(candidate.peaks), candidate.host)
     return None
 
 

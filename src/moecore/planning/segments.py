@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 
 from moecore.parallel.pipeline.layout import Stage
 from moecore.planning.dry_run import ADAMW, DryRun, add_even_work, record_step
-from moecore.planning.record import Pass, Placed, Queued, Start
+from moecore.planning.record import Pass, PlacedLaunch, QueuedLaunch, Start
 from moecore.planning.run import (
     OptimizerOptions,
     TrainingRun,
@@ -31,10 +31,11 @@ from moecore.planning.run import (
 )
 
 MIDDLE = 3  # micro-batches of a dry run: the first, one between, the last
-Likes = Mapping[Literal["F", "B"], Sequence[int]]  # by pass: the sampled layer for each layer
+# By pass: the sampled layer that stands for each layer.
+SampledLayers = Mapping[Literal["F", "B"], Sequence[int]]
 
 
-def sample_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun, Likes]:
+def sample_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun, SampledLayers]:
     """Return a run of few layers without a pipeline, and the sample that stands for each layer.
 
     The sample is an index of a layer of the returned run, for forward "F" and backward "B".
@@ -96,24 +97,27 @@ class _FarLaunch(NamedTuple):
     host_dependencies: list[int]
 
 
-_Copy = tuple[list[Placed], list[_FarLaunch]]
+_Copy = tuple[list[PlacedLaunch], list[_FarLaunch]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segments:
     """A recorded step, divided where the host begins a forward or backward of a module."""
 
-    queued: Sequence[Queued]
+    queued: Sequence[QueuedLaunch]
     resident_bytes: int
-    like: Likes
+    sampled_layers: SampledLayers
     passes: dict[tuple[int, Pass, str], list[Segment]]  # by micro-batch, pass and part, in order
     end: Segment  # clipping and the optimizer
 
     @classmethod
-    def of(cls, queued: Sequence[Queued], starts: Sequence[Start], like: Likes) -> Segments:
+    def of(
+        cls, queued: Sequence[QueuedLaunch], starts: Sequence[Start], sampled_layers: SampledLayers
+    ) -> Segments:
         """Divide a recording at `starts`; the first segment includes all launches before it.
 
-        `like` has for each layer of the complete run the recorded layer that stands for it.
+        `sampled_layers` has for each layer of the complete run the recorded layer that stands
+        for it.
         """
         passes: dict[tuple[int, Pass, str], list[Segment]] = {}
         resident_bytes, last = starts[0].level, starts[-1]
@@ -125,7 +129,13 @@ class Segments:
             segment = _make_segment(launches, start, next_start.level, next_start.kinds)
             passes.setdefault((micro_batch, start.pass_, start.part), []).append(segment)
         end = _make_segment(range(last.first, len(queued)), last, resident_bytes, starts[0].kinds)
-        return cls(queued=queued, resident_bytes=resident_bytes, like=like, passes=passes, end=end)
+        return cls(
+            queued=queued,
+            resident_bytes=resident_bytes,
+            sampled_layers=sampled_layers,
+            passes=passes,
+            end=end,
+        )
 
     @property
     def num_micro_batches(self) -> int:
@@ -144,13 +154,13 @@ class Segments:
     def list_parts(self, stage: Stage, pass_: Pass) -> list[str]:
         """Return the names of the recorded parts that stand for a stage's parts, in pass order."""
         parts = ["embedding"] * stage.embedding
-        parts += [f"layer {self.like[pass_][layer]}" for layer in stage.layers]
+        parts += [f"layer {self.sampled_layers[pass_][layer]}" for layer in stage.layers]
         parts += ["predictions"] * bool(stage.mtp) + ["head"] * stage.loss
         return parts[::-1] if pass_ == "B" else parts
 
-    def join(self, segments: Iterable[Segment]) -> list[Placed]:
+    def join(self, segments: Iterable[Segment]) -> list[PlacedLaunch]:
         """Concatenate segments into one launch queue; dependencies are distances in it."""
-        queue: list[Placed] = []
+        queue: list[PlacedLaunch] = []
         newest: dict[int, int] = {}  # first launch of a segment -> index of its newest copy
         lengths: tuple[int, ...] = ()
         for launches in (segment.launches for segment in segments):
@@ -160,7 +170,7 @@ class Segments:
             for i, *numbers in early:
                 queued, *near = queue[start + i]
                 distances = (self._distances(ids, start + i, newest) for ids in numbers)
-                queue[start + i] = Placed(queued, *map(add, near, distances))
+                queue[start + i] = PlacedLaunch(queued, *map(add, near, distances))
             newest[launches.start] = start
             lengths = len(launches), *lengths[:1]
         return queue
@@ -168,7 +178,7 @@ class Segments:
     def _copy(self, launches: range, lengths: tuple[int, ...]) -> _Copy:
         """Place a segment's launches behind two segments of `lengths`, the newest first."""
         if (launches, lengths) not in self._copies:
-            queue, early = list[Placed](), list[_FarLaunch]()
+            queue, early = list[PlacedLaunch](), list[_FarLaunch]()
             for i in launches:
                 queued = self.queued[i]
                 distances = [
@@ -176,7 +186,7 @@ class Segments:
                     for numbers in (queued.dependencies, queued.host_dependencies)
                 ]
                 near = (tuple(d for d in by.values() if d is not None) for by in distances)
-                queue.append(Placed(queued, *near))
+                queue.append(PlacedLaunch(queued, *near))
                 far = [[n for n, d in by.items() if d is None] for by in distances]
                 if any(far):
                     early.append(_FarLaunch(i - launches.start, *far))
@@ -230,7 +240,7 @@ class SmallRun(NamedTuple):
     """A run of few sampled layers, and the sample that stands for each layer of a complete run."""
 
     run: TrainingRun
-    like: Likes
+    sampled_layers: SampledLayers
 
     @classmethod
     def of(cls, run: TrainingRun) -> SmallRun:
@@ -248,7 +258,7 @@ class SmallRun(NamedTuple):
     @property
     def memory_segments(self) -> Segments:
         """The segments of `step`, from which memory is planned."""
-        return Segments.of(self.step.queued, self.step.starts, self.like)
+        return Segments.of(self.step.queued, self.step.starts, self.sampled_layers)
 
     @property
     def segments(self) -> Segments:
@@ -257,7 +267,7 @@ class SmallRun(NamedTuple):
         The optimizer's launches have the bytes of few layers.
         """
         step = add_even_work(self.run, _run_dry_cached)
-        return Segments.of(step.queued, step.starts, self.like)
+        return Segments.of(step.queued, step.starts, self.sampled_layers)
 
 
 def make_segments(run: TrainingRun) -> Segments:

@@ -28,7 +28,7 @@ from moecore.parallel.pipeline.timeline import Timeline, compute_spans
 from moecore.planning.costs import CostTable, Wall
 from moecore.planning.dry_run import DryRun
 from moecore.planning.gpus import Gpu, refuse_untimed
-from moecore.planning.record import PASSES, SLICES, Pass, Placed, Work, place_launches
+from moecore.planning.record import PASSES, SLICES, Pass, PlacedLaunch, Work, place_launches
 from moecore.planning.run import (
     TrainingRun,
     count_state_bytes,
@@ -93,7 +93,7 @@ class TimePlan(StepTime):
     timeline: Timeline | None
 
     @property
-    def tokens_per_second(self) -> float:
+    def tokens_per_gpu_second(self) -> float:
         """Tokens per second of one GPU."""
         p, run = self.run.resolved, self.run
         rows = run.num_gpus // (p.pp * p.tp * p.cp) * run.batch_size * run.num_micro_batches
@@ -108,8 +108,8 @@ class TimePlan(StepTime):
             if (share := s / self.seconds) >= 0.005
         )
         return (
-            f"{self.seconds:.3g} s a step, {self.tokens_per_second:,.0f} tokens/s of a GPU; the "
-            f"wall is {self.wall}: {', '.join(shares)}"
+            f"{self.seconds:.3g} s a step, {self.tokens_per_gpu_second:,.0f} tokens/s of a GPU; "
+            f"the wall is {self.wall}: {', '.join(shares)}"
         )
 
 
@@ -120,17 +120,17 @@ class Spans(NamedTuple):
     ends: list[float]
     parts: list[Part]
 
-    def end(self, number: int) -> float:
+    def find_end(self, number: int) -> float:
         """Return the time at which the first `number` launches of the queue have finished."""
         return max(self.ends[:number], default=0.0)
 
-    def network(self, first: int, last: int) -> float:
+    def sum_network(self, first: int, last: int) -> float:
         """Return the sum of the network seconds of launches `first` to `last` - 1."""
         return sum(
             self.ends[i] - self.starts[i] for i in range(first, last) if self.parts[i] == "network"
         )
 
-    def exposed(self, start: float, end: float) -> dict[Part, float]:
+    def split_seconds(self, start: float, end: float) -> dict[Part, float]:
         """Split the seconds from `start` to `end` by the first of `PARTS` that runs, or "host"."""
         edges: list[tuple[float, int, Part]] = []
         for begin, stop, part in zip(*self, strict=True):
@@ -173,14 +173,14 @@ def time_step(step: DryRun, table: CostTable) -> StepTime:
     refuse_untimed(step.precision, table.gpu, MEMORY_ONLY)
     spans = simulate_queue(place_launches(step.queued), table, STEPS)
     before, number = (STEPS - 1) * len(step.queued), STEPS * len(step.queued)
-    start, end = spans.end(before), spans.end(number)
-    parts = _add_network(spans.exposed(start, end), spans.network(before, number))
+    start, end = spans.find_end(before), spans.find_end(number)
+    parts = _add_network(spans.split_seconds(start, end), spans.sum_network(before, number))
     return StepTime(max(end - start, sum(parts.values())), parts)
 
 
-def simulate_queue(queue: Sequence[Placed], table: CostTable, steps: int = 1) -> Spans:
+def simulate_queue(queue: Sequence[PlacedLaunch], table: CostTable, steps: int = 1) -> Spans:
     """Return the spans of consecutive steps. The host queues the launches of a step in order."""
-    costs = _compute_launch_costs(queue, table)
+    costs = _compute_costs(queue, table)
     starts, ends = list[float](), list[float]()
     host = step_start = 0.0
     for _ in range(steps):
@@ -201,12 +201,12 @@ def simulate_queue(queue: Sequence[Placed], table: CostTable, steps: int = 1) ->
     return Spans(starts, ends, steps * [part for _, part in costs])
 
 
-def _compute_launch_costs(queue: Sequence[Placed], table: CostTable) -> list[tuple[float, Part]]:
+def _compute_costs(queue: Sequence[PlacedLaunch], table: CostTable) -> list[tuple[float, Part]]:
     """Return (seconds, limit) of each launch, computed once for equal work."""
 
     @cache
     def cost(work: Work, node_ranks: int) -> tuple[float, Part]:
-        return table.seconds(work, node_ranks), table.wall(work, node_ranks)
+        return table.seconds(work, node_ranks), table.find_limiting_rate(work, node_ranks)
 
     costs: dict[int, tuple[float, Part]] = {}
     for key, queued in {id(queued): queued for queued, _, _ in queue}.items():
@@ -262,7 +262,7 @@ def balance_stages(run: TrainingRun, table: CostTable) -> list[TrainingRun]:
             layers=tuple(kind_costs[kind] for kind in kinds),
             mtp=tuple(share * cost(mtp=mtp) / len(mtp) for _ in mtp),
             loss=share * cost(loss=True),
-            bound=model.bound(),
+            bound=model.list_bound_layers(),
         )
         texts[balanced_layout(costs, num_stages=len(list_stages(run))).text] = None
     even = run.pipeline
@@ -275,21 +275,21 @@ def _time_unstaged(run: TrainingRun, segments: Segments, table: CostTable) -> tu
     # its middle ones.
     (stage,) = list_stages(run)
     number = min(run.num_micro_batches, MIDDLE + 1)
-    queue, lengths = list[Segment](), list[int]()
+    queue, counts = list[Segment](), list[int]()
     for i in map_micro_batches(number, segments.num_micro_batches):
         for pass_ in PASSES:
             queue += segments.list_stage_segments(stage, pass_, i)
-        lengths.append(_count_launches(queue))
+        counts.append(_count_launches(queue))
     placed_queue = segments.join([*queue, segments.end])
     before, length = (STEPS - 1) * len(placed_queue), len(placed_queue)
     spans = simulate_queue(placed_queue, table, STEPS)
-    parts: Parts = spans.exposed(spans.end(before), spans.end(before + length))
-    network = spans.network(before, before + length)
+    parts: Parts = spans.split_seconds(spans.find_end(before), spans.find_end(before + length))
+    network = spans.sum_network(before, before + length)
     if number < run.num_micro_batches:
-        first, last = before + lengths[1], before + lengths[2]
-        times, extra = run.num_micro_batches - number, spans.exposed(*map(spans.end, (first, last)))
+        times, first, last = run.num_micro_batches - number, before + counts[1], before + counts[2]
+        extra = spans.split_seconds(spans.find_end(first), spans.find_end(last))
         parts = _sum_parts((parts, {part: times * seconds for part, seconds in extra.items()}))
-        network += times * spans.network(first, last)
+        network += times * spans.sum_network(first, last)
     parts = _add_network(parts, network)
     return sum(parts.values()), parts
 
@@ -334,7 +334,7 @@ def _time_staged(
     # Clipping and the optimizer follow the slowest pipeline rank.
     end_spans = simulate_queue(segments.join([segments.end]), table)
     end_seconds = max(end_spans.ends, default=0.0)
-    end_parts = end_spans.exposed(0.0, end_seconds)
+    end_parts = end_spans.split_seconds(0.0, end_seconds)
     send, hides = _time_send(run, table), find_hidden_share(run, table)
     timelines: dict[int, Timeline] = {}
 
@@ -411,8 +411,8 @@ def _time_passes(stage: Stage, segments: Segments, table: CostTable) -> StagePas
     spans = simulate_queue(segments.join(queue), table)
     start, before = 0.0, 0
     for key, number in lengths:
-        end, network = spans.end(number), spans.network(before, number)
-        passes[key] = PassSeconds(_add_network(spans.exposed(start, end), network), network)
+        end, network = spans.find_end(number), spans.sum_network(before, number)
+        passes[key] = PassSeconds(_add_network(spans.split_seconds(start, end), network), network)
         start, before = end, number
     return passes
 

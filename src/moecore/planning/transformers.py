@@ -33,7 +33,7 @@ from moecore.families.transformers.packing import find_packing_problem
 from moecore.families.transformers.tensor_parallel import find_cuts
 from moecore.io.hf.config_fields import HFConfig, read_config
 from moecore.io.hf.files import format_with_source
-from moecore.io.hf.stock import build_reader
+from moecore.io.hf.stock import build_meta_model
 from moecore.moe.layer import RoutedLayer
 from moecore.parallel.fsdp.units import find_blocks
 from moecore.planning.model import ModelSizes, ModelSource, ModuleParts, PlannedModel, count_sizes
@@ -69,13 +69,13 @@ class TransformersModel(CheckedRecord):
         values = read_config(config)
         path = "DIR" if isinstance(config, Mapping) else os.fspath(config)
         model = cls(values=json.dumps(values, sort_keys=True), source=path)
-        with raise_one_line(model):
+        with convert_errors(model):
             _build_structure(model)
         return model
 
 
 @contextmanager
-def raise_one_line(model: object) -> Iterator[None]:
+def convert_errors(model: object) -> Iterator[None]:
     """Return a context that turns errors of a class of transformers into one-line ValueErrors."""
     # A config.json may have any values, and the code of the class that reads them is not moecore's.
     try:
@@ -131,7 +131,7 @@ class StockModel(PlannedModel):
         )
 
     @override
-    def bound(self) -> frozenset[int]:
+    def list_bound_layers(self) -> frozenset[int]:
         """Return the indices of layers at which the family lets no pipeline stage begin."""
         hf = _build_structure(self.model).model
         return find_family(hf).make_staged_model(hf).stage_parts().bound
@@ -190,7 +190,7 @@ class StockModel(PlannedModel):
             family.make_staged_model(hf)
 
     @override
-    def source(self, dtype: torch.dtype) -> ModelSource:
+    def make_source(self, dtype: torch.dtype) -> ModelSource:
         hf, path = _build_structure(self.model).model, self.model.source
         packs = find_packing_problem(hf) is None
         imports = ["from transformers import AutoConfig, " + type(hf).__name__]
@@ -226,7 +226,7 @@ def _build_model(model: TransformersModel, dtype: torch.dtype) -> Any:
             f"config.json model_type ({quote(values.get('model_type'))}) must have transformers "
             f"installed to be planned: {get_install_command('hf')}"
         )
-    hf: Any = build_reader(values, dtype=dtype)
+    hf: Any = build_meta_model(values, dtype=dtype)
     if hf is None:
         raise ValueError(
             f"config.json model_type ({quote(values.get('model_type'))}) must be of a causal "

@@ -66,7 +66,7 @@ class Borders:
         return slice(start, stop)
 
 
-def borders_of(tokenizer: Any) -> Borders:
+def find_borders(tokenizer: Any) -> Borders:
     """Return the special tokens that a transformers tokenizer adds around a document.
 
     Raises ValueError for a tokenizer that changes the tokens of the text itself.
@@ -161,8 +161,8 @@ def _encode_completion(tokenizer: Any, prompt: str, completion: str) -> Example:
 
 @lru_cache(maxsize=1)
 def _find_borders(tokenizer: Any) -> Borders:
-    """Return `borders_of`, cached."""
-    return borders_of(tokenizer)
+    """Return `find_borders`, cached."""
+    return find_borders(tokenizer)
 
 
 def _cut_into_pieces(example: Example, seq_len: int) -> list[Example]:

@@ -24,13 +24,13 @@ from moecore.packing import (
 )
 from moecore.packing.corpus.documents import describe_location
 from moecore.packing.corpus.scheduled_batch import ScheduledBatch
-from moecore.recipes.chat import Borders, borders_of
-from moecore.recipes.data import BatchShape, StepBatch, Steps, standard_library, with_borders
+from moecore.recipes.chat import Borders, find_borders
+from moecore.recipes.data import BatchShape, StepBatch, Steps, repeat_last_border, standard_library
 from moecore.recipes.files import (
     HUB,
+    format_option,
     is_table,
     load_table,
-    named,
     read_text,
 )
 from moecore.recipes.hf_model import load_tokenizer
@@ -51,7 +51,7 @@ class SourceOptions(CheckedRecord):
             python:, the sources of the Python standard library, to try a command; or any other
             file, which is one document.
         weight: of the rows, over the sum of all weights.
-        name: in metrics, errors and positions; "" = see `with_names`.
+        name: in metrics, errors and positions; "" = see `name_sources`.
         field: of a row or line, which has the text or the token ids.
         split: of a Hugging Face data set.
         config: of a Hugging Face data set that has several; "" = its only one.
@@ -95,7 +95,7 @@ class SourceOptions(CheckedRecord):
         return cls(**values)
 
 
-def with_names(sources: Sequence[SourceOptions]) -> tuple[SourceOptions, ...]:
+def name_sources(sources: Sequence[SourceOptions]) -> tuple[SourceOptions, ...]:
     """Return the sources, each with a name.
 
     A source without a name gets the name of its file, without the suffix. If other sources have the
@@ -132,14 +132,14 @@ def read_source(
     return CorpusSource(
         name=options.name or options.path,
         documents=documents,
-        tokenize=Tokens(tokenizer, options.field),
+        tokenize=DocumentEncoder(tokenizer, options.field),
         weight=options.weight,
     )
 
 
 def _open_documents(options: SourceOptions, option: str) -> Any:
     """Return the documents at a source's path. Errors name the flag `option`."""
-    path, name = Path(options.path), named(option, options.path)
+    path, name = Path(options.path), format_option(option, options.path)
     if options.skip_invalid and (path.suffix != ".jsonl" or options.path.startswith(HUB)):
         raise ValueError(f"{name} must be a .jsonl file to have broken lines: drop skip_invalid")
     if options.path == STDLIB:
@@ -215,9 +215,10 @@ class Tokenizer:
         self.borders: Borders | None = None
         if self.hf is not None:
             try:
-                self.borders = borders_of(self.hf)
+                self.borders = find_borders(self.hf)
             except ValueError as error:
-                raise ValueError(f"{named('--tokenizer', name)} {error}: use another") from None
+                label = format_option("--tokenizer", name)
+                raise ValueError(f"{label} {error}: use another") from None
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of token ids."""
@@ -241,7 +242,7 @@ class Tokenizer:
 
 
 @dataclass(frozen=True)
-class Tokens:
+class DocumentEncoder:
     """Encodes a document of a source: a row with a text column, a text, or token ids."""
 
     tokenizer: Tokenizer
@@ -260,7 +261,7 @@ class Tokens:
         return self.tokenizer(document)
 
 
-def scheduled_corpus_steps(
+def make_scheduled_corpus_steps(
     sources: Sequence[CorpusSource],
     options: CorpusOptions,
     shape: BatchShape,
@@ -329,7 +330,7 @@ class CorpusSteps:
             labels_ABT=torch.stack([batch["labels"] for batch in batches]),
             padding_ABT=torch.stack([batch["padding_mask"] for batch in batches]),
             cu_seqlens_An=torch.stack(
-                [with_borders(batch["cu_seqlens"], self._num_borders) for batch in batches]
+                [repeat_last_border(batch["cu_seqlens"], self._num_borders) for batch in batches]
             ),
             num_labels=torch.stack([batch["num_tokens"] for batch in batches]).sum(),
         )

@@ -25,8 +25,8 @@ from moecore.recipes.decoder_config import export_config
 from moecore.recipes.generate import write_samples
 from moecore.recipes.hf_model import write_export
 from moecore.recipes.job import TrainingJob
-from moecore.recipes.loop import begins, ranks_of, say
-from moecore.recipes.metrics import Metrics, usage
+from moecore.recipes.loop import describe_ranks, describe_start, print_on_rank_0
+from moecore.recipes.metrics import Metrics, compute_usage
 from moecore.recipes.report import EXPORT, SAMPLES
 from moecore.recipes.schedule import is_due
 
@@ -52,19 +52,19 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
         super().__post_init__()
 
         def run_micro_batches(num_labels: Tensor, *tensors: Tensor) -> Tensor:
-            inputs = inputs_of(num_labels, tensors, self.args.seq_len)
+            inputs = make_decoder_inputs(num_labels, tensors, self.args.seq_len)
             return self.owner.forward_backward(inputs).sum()
 
         self.run_micro_batches: Callable[..., Tensor] = run_micro_batches
         if self.args.cuda_graph:
             self.run_micro_batches = Graphed(run_micro_batches, self.model)
 
-    def begin(self) -> None:
+    def print_start(self) -> None:
         """Print model, data and ranks."""
-        args, ranks = self.args, ranks_of(self, dispatcher_of(self.model))
-        begin, name = begins(self, "from scratch"), args.hf_config or args.preset
+        args, ranks = self.args, describe_ranks(self, dispatcher_of(self.model))
+        begin, name = describe_start(self, "from scratch"), args.hf_config or args.preset
         data = "random tokens" if args.tokens == "random" else f"{len(args.data)} source(s)"
-        say(f"training {name} {begin} to step {args.steps} on {ranks}: {data}")
+        print_on_rank_0(f"training {name} {begin} to step {args.steps} on {ranks}: {data}")
 
     def next_batch(self, step: int) -> StepBatch | ScheduledBatch:
         """Return the batch of this data rank for a step."""
@@ -82,7 +82,7 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
         """
         if isinstance(batch, ScheduledBatch):
             self.owner.num_micro_batches = len(batch.cps)
-            return batch.loss_of(self.owner.forward_backward(batch.inputs(self.device)))
+            return batch.compute_local_loss(self.owner.forward_backward(batch.inputs(self.device)))
         if self.owner.num_micro_batches != len(batch.tokens_ABT):
             self.owner.num_micro_batches = len(batch.tokens_ABT)
         tensors = (to_device(tensor, self.device) for tensor in batch.tensors())
@@ -90,7 +90,7 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
 
     def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
         """Return "padding_share" and, if FLOPs and peak are known, "mfu"."""
-        return usage(counts, seconds, self.model.config, self.peak_tflops)
+        return compute_usage(counts, seconds, self.model.config, self.peak_tflops)
 
     @torch.no_grad()
     def evaluate(self) -> Metrics:
@@ -107,14 +107,16 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
         """Return the mean loss per label of a validation set over all ranks. Collective."""
         copies = dist.get_world_size() // self.meshes.data_ranks
         if isinstance(batch, ScheduledBatch):
-            total = batch.loss_of(self.owner.losses(batch.inputs(self.device)))
+            total = batch.compute_local_loss(self.owner.compute_losses(batch.inputs(self.device)))
             dist.all_reduce(total)
             return float(total) / copies
         num_labels = to_device(batch.num_labels.clone(), self.device)
         dist.all_reduce(num_labels)
         tensors = (to_device(tensor, self.device) for tensor in batch.tensors())
-        inputs = inputs_of((num_labels // copies).clamp(min=1), tensors, self.args.seq_len)
-        total = self.owner.losses(inputs).sum()
+        inputs = make_decoder_inputs(
+            (num_labels // copies).clamp(min=1), tensors, self.args.seq_len
+        )
+        total = self.owner.compute_losses(inputs).sum()
         dist.all_reduce(total)
         return float(total) / copies
 
@@ -131,11 +133,11 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
                 num_tokens=options.sample_tokens,
             )
             for text in texts:
-                say(f"sample of step {step}: {text!r}")
+                print_on_rank_0(f"sample of step {step}: {text!r}")
 
-    def position(self) -> Metrics:
+    def get_data_metrics(self) -> Metrics:
         """Return the epoch of each source, and "bad_lines" if lines are left out."""
-        epochs = self.batches.sampler.epochs()
+        epochs = self.batches.sampler.get_epochs()
         metrics = {f"epoch/{name}": float(epoch) for name, epoch in epochs.items()}
         return metrics | ({"bad_lines": float(self.bad_lines)} if self.bad_lines else {})
 
@@ -165,10 +167,12 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
                 lambda draft, report: export_hf(self.model, draft, progress=report, **options),
                 complete,
             )
-        say(f"{target} is ready for from_pretrained")
+        print_on_rank_0(f"{target} is ready for from_pretrained")
 
 
-def inputs_of(num_labels: Tensor, tensors: Iterable[Tensor], seq_len: int) -> list[dict[str, Any]]:
+def make_decoder_inputs(
+    num_labels: Tensor, tensors: Iterable[Tensor], seq_len: int
+) -> list[dict[str, Any]]:
     """Return the decoder's keyword arguments of each micro-batch, from `StepBatch.tensors`.
 
     `num_labels` is the divisor of the loss: the labels of the step over all data ranks.

@@ -85,7 +85,7 @@ class StepBatch:
         tensors = (self.tokens_ABT, self.labels_ABT, self.padding_ABT, self.cu_seqlens_An)
         return tuple(tensor for tensor in tensors if tensor is not None)
 
-    def counts(self) -> Tensor:
+    def count_labels_and_tokens(self) -> Tensor:
         """Return labels that count, tokens without padding, pairs, tokens with padding: int64 [4].
 
         Pairs are the sum of the squared lengths of documents, twice what causal attention computes.
@@ -180,11 +180,11 @@ class PackedSteps(Steps[StepBatch]):
         for number in range(self._shape.grad_accum):
             borders = cu_seqlens - number * tokens
             borders = borders[(borders >= 0) & (borders <= tokens)]
-            of_all.append(with_borders(borders, self._max_documents + 1))
+            of_all.append(repeat_last_border(borders, self._max_documents + 1))
         return torch.stack(of_all).int()
 
 
-def with_borders(cu_seqlens_n: Tensor, number: int) -> Tensor:
+def repeat_last_border(cu_seqlens_n: Tensor, number: int) -> Tensor:
     """Repeat the last border up to `number`, [..., number], for documents without tokens."""
     num_copies = number - cu_seqlens_n.shape[-1]
     return torch.cat(
@@ -224,7 +224,7 @@ class RandomSteps:
             raise ValueError(f"random tokens of seed {state.get('seed')}, not {self._seed}")
         self._step = state["step"]
 
-    def epochs(self) -> dict[str, float]:
+    def get_epochs(self) -> dict[str, float]:
         """Return {}: there are no sources."""
         return {}
 
@@ -268,4 +268,4 @@ def pad_borders(batch: StepBatch) -> StepBatch:
         return batch
     num_borders = torch.tensor(batch.cu_seqlens_An.shape[1], dtype=torch.int64, device="cpu")
     dist.all_reduce(num_borders, op=dist.ReduceOp.MAX)
-    return replace(batch, cu_seqlens_An=with_borders(batch.cu_seqlens_An, int(num_borders)))
+    return replace(batch, cu_seqlens_An=repeat_last_border(batch.cu_seqlens_An, int(num_borders)))

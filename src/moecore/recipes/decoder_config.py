@@ -12,7 +12,7 @@ from moecore.base.options.layer import MoEConfig
 from moecore.io import decoder_config_from_hf
 from moecore.io.hf.config_fields import read_config
 from moecore.models import DecoderConfig, YarnConfig
-from moecore.recipes.files import find_config, naming
+from moecore.recipes.files import find_config, name_option_in_errors
 
 Factor = Annotated[float, Bound(">=", 1)]
 
@@ -97,7 +97,7 @@ def read_decoder_config(path: Path) -> DecoderConfig:
         raise ValueError(
             f"--hf-config ({path}) must be a config.json, its directory or a name of the hub"
         )
-    with naming("--hf-config"):
+    with name_option_in_errors("--hf-config"):
         return decoder_config_from_hf(path)
 
 

@@ -27,7 +27,7 @@ from moecore.recipes.parser import to_toml
 MAX_TOKENS = 64  # of the first row that are printed
 
 
-def planned_run(
+def make_planned_run(
     args: ShardedConfig,
     model: DecoderConfig | TransformersModel,
     parallel: ParallelConfig,
@@ -96,7 +96,7 @@ def print_plan(args: RunConfig, run: TrainingRun) -> bool:
 def print_batch(batch: StepBatch, decode: Callable[[list[int]], str]) -> None:
     """Print the shape of rank 0's first batch and its first row; `decode` makes text of ids."""
     micro_batches, rows, tokens = batch.tokens_ABT.shape
-    labels, real, _, total = batch.counts().tolist()
+    labels, real, _, total = batch.count_labels_and_tokens().tolist()
     print(
         f"first batch of rank 0: {micro_batches} micro-batch(es) of {rows} row(s) of {tokens} "
         f"tokens; {real} of {total} tokens are no padding, {labels} have labels"

@@ -111,7 +111,7 @@ def silence_background_errors() -> Iterator[None]:
         threading.excepthook = hook
 
 
-def check_rows(args: RunConfig, parallel: ParallelConfig) -> None:
+def check_seq_len(args: RunConfig, parallel: ParallelConfig) -> None:
     """Raise ValueError for a --seq-len that cp and tp ranks cannot share equally."""
     cp, tp = parallel.cp, parallel.tp
     multiple = cp * math.lcm(2, tp) if cp > 1 else tp

@@ -17,8 +17,8 @@ from moecore.packing.corpus.scheduled_batch import ScheduledBatch
 from moecore.recipes import chat
 from moecore.recipes.chat import Example
 from moecore.recipes.data import BatchShape, PackedSteps, Steps, generator_of
-from moecore.recipes.files import named
-from moecore.recipes.rows import ColumnNames, DatasetOptions, Row, in_form, read_rows
+from moecore.recipes.files import format_option
+from moecore.recipes.rows import ColumnNames, DatasetOptions, Row, convert_to_form, read_rows
 
 MAX_PLACES = 5  # of rows that are left out, in the first lines of a run
 
@@ -65,7 +65,7 @@ def encode_row(
     row: Row, tokenizer: Any, seq_len: int, options: DatasetOptions, names: ColumnNames
 ) -> list[Example]:
     """Return the examples of a chat, a completion or a text, see `chat.encode`."""
-    record = in_form(row.columns(names), options.format, row.place)
+    record = convert_to_form(row.columns(names), options.format, row.place)
     return chat.encode(record, tokenizer, seq_len=seq_len, place=row.place)
 
 
@@ -102,11 +102,11 @@ def read_examples(
             else:
                 problems.append(f"{row.place} has no answer among the first {seq_len} tokens")
                 num_empty += 1
-    check_rows(invalid, num_rows, options)
+    refuse_invalid_rows(invalid, num_rows, options)
     if not examples:
         raise ValueError(
-            f"{named(option, ' '.join(map(str, files)))} must have a token to learn: none of its "
-            f"{num_empty} example(s) has an answer among the first --seq-len ({seq_len}) "
+            f"{format_option(option, ' '.join(map(str, files)))} must have a token to learn: none "
+            f"of its {num_empty} example(s) has an answer among the first --seq-len ({seq_len}) "
             "tokens: raise --seq-len, or look at the roles"
         )
     return Examples(
@@ -118,7 +118,7 @@ def read_examples(
     )
 
 
-def check_rows(invalid: Sequence[str], num_rows: int, options: DatasetOptions) -> None:
+def refuse_invalid_rows(invalid: Sequence[str], num_rows: int, options: DatasetOptions) -> None:
     """Raise ValueError for the errors `invalid` of rows, unless options leave such rows out."""
     if invalid and not options.skip_invalid:
         raise ValueError(
@@ -130,7 +130,7 @@ def check_rows(invalid: Sequence[str], num_rows: int, options: DatasetOptions) -
 IGNORED = -100  # label of a token that is not learned
 
 
-def packed_examples(
+def make_packed_steps(
     examples: Sequence[Example],
     shape: BatchShape,
     *,
@@ -144,7 +144,7 @@ def packed_examples(
     return PackedSteps(documents, lengths, shape, seed=seed, data_rank=data_rank, packs=packs)
 
 
-def scheduled_examples(
+def make_scheduled_steps(
     examples: Sequence[Example],
     shape: BatchShape,
     *,

@@ -20,7 +20,7 @@ def read_file(path: Path, option: str, *, max_bytes: int | None = None) -> bytes
 
     Raises ValueError with the flag `option` and the path. Waits for no FIFO or device.
     """
-    name = named(option, path)
+    name = format_option(option, path)
     limit = host_bytes() if max_bytes is None else max_bytes
     try:
         with open(open_regular(path, follow=True), "rb") as file:
@@ -42,19 +42,20 @@ def read_text(path: Path, option: str, *, max_bytes: int | None = None) -> str:
         return content.decode()
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{named(option, path)} must be UTF-8: {error.reason} at byte {error.start}: convert it"
+            f"{format_option(option, path)} must be UTF-8: {error.reason} at byte {error.start}: "
+            "convert it"
         ) from None
 
 
 @contextmanager
-def naming(option: str) -> Iterator[None]:
+def name_option_in_errors(option: str) -> Iterator[None]:
     """Return a context in which errors about a path name the flag `option` and are ValueErrors."""
     try:
         yield
     except OSError as error:
         if error.filename is None:
             raise
-        name = named(option, error.filename)
+        name = format_option(option, error.filename)
         raise ValueError(f"{name} must be a readable file: {error.strerror}") from None
     except ValueError as error:
         if not str(error).startswith("path ("):
@@ -62,7 +63,7 @@ def naming(option: str) -> Iterator[None]:
         raise ValueError(option + str(error).removeprefix("path")) from None
 
 
-def named(option: str, path: str | Path) -> str:
+def format_option(option: str, path: str | Path) -> str:
     """Return "OPTION (PATH)", as errors begin."""
     return f"{option} ({shown_path(path)})"
 
@@ -146,7 +147,7 @@ def load_table(
 
     `stream` reads a data set of the hub without storing it. Raises ValueError with `option`.
     """
-    name = named(option, path)
+    name = format_option(option, path)
     try:
         import datasets
     except ImportError:

@@ -34,35 +34,35 @@ from moecore.packing import DocumentCost, ScheduledCollator
 from moecore.parallel.mesh import Meshes, build_meshes
 from moecore.planning import TransformersModel
 from moecore.recipes.data import BatchShape
-from moecore.recipes.dry_run import planned_run, print_batch, print_dry_run
-from moecore.recipes.errors import check_dynamic_cp, check_graph, check_rows
+from moecore.recipes.dry_run import make_planned_run, print_batch, print_dry_run
+from moecore.recipes.errors import check_dynamic_cp, check_graph, check_seq_len
 from moecore.recipes.examples import (
     Examples,
     digest_of,
     encode_row,
-    packed_examples,
+    make_packed_steps,
+    make_scheduled_steps,
     read_examples,
-    scheduled_examples,
     split_examples,
 )
-from moecore.recipes.files import model_directory, naming
+from moecore.recipes.files import model_directory, name_option_in_errors
 from moecore.recipes.finetuning import FineTuning, PreferenceTuning
 from moecore.recipes.hf_model import (
     LoRAOptions,
     add_adapters,
     build_hf,
+    can_pack,
     decoder_of,
+    enable_recompute,
     num_experts,
-    packs,
     read_config,
     read_tokenizer,
-    recompute,
 )
 from moecore.recipes.loop import batch_shape, ranks_to_start, run, run_command
 from moecore.recipes.optimizer import OptimizerConfig
 from moecore.recipes.options import ShardedConfig, parallelize
 from moecore.recipes.parser import parse
-from moecore.recipes.preferences import encode_preference, preference_steps
+from moecore.recipes.preferences import encode_preference, make_preference_steps
 from moecore.recipes.report import make_run_dir
 from moecore.recipes.rows import ColumnNames, DatasetOptions
 from moecore.rl import DPO
@@ -126,16 +126,16 @@ def reader_of(
 ) -> Callable[..., Any]:
     """Return a function of (examples, shape, seed) that returns this data rank's batches."""
     if args.objective == "dpo":
-        return partial(preference_steps, data_rank=meshes.data_rank)
+        return partial(make_preference_steps, data_rank=meshes.data_rank)
     if args.sharding.dynamic_cp is None:
-        return partial(packed_examples, data_rank=meshes.data_rank, packs=packs)
+        return partial(make_packed_steps, data_rank=meshes.data_rank, packs=packs)
     collator = ScheduledCollator(
         max_tokens=args.sharding.dynamic_cp,
         cost=DocumentCost() if decoder is None else document_cost(decoder),
         data_rank=meshes.data_rank,
         data_ranks=meshes.data_ranks,
     )
-    return partial(scheduled_examples, collator=collator)
+    return partial(make_scheduled_steps, collator=collator)
 
 
 def read_data(args: FinetuneConfig, *, vocab_size: int) -> tuple[Examples, list[Any], list[Any]]:
@@ -179,14 +179,14 @@ def build_job(args: FinetuneConfig) -> FineTuning:
     if args.lora is not None:  # frozen weights need no fp32
         dtype = args.compute_dtype(torch.device(meshes.device_type))
     hf = build_hf(config, args.model, dtype)
-    packed_rows = packs(hf)  # of the whole model, of which a stage has a part
+    packed_rows = can_pack(hf)  # of the whole model, of which a stage has a part
     if args.objective == "dpo" and not packed_rows:
         raise ValueError(
             f"--objective (dpo) must be sft for {type(hf).__name__}, because "
             f"{find_packing_problem(hf)} needs rows of one example each"
         )
     if args.recompute:
-        recompute(hf)
+        enable_recompute(hf)
     if args.lora is not None:
         hf = add_adapters(hf, args.lora)
     model = build_model(args, hf, meshes, shape)
@@ -261,7 +261,7 @@ def build_model(
         moe["balance"] = BalanceConfig(micro_batch_coef=args.aux_loss)
     parallelize(model, meshes, args, max_tokens=max_tokens, moe=moe)
     model.to_empty(device=device)
-    with naming("--model"), show_progress("loading weights", unit="B") as report:
+    with name_option_in_errors("--model"), show_progress("loading weights", unit="B") as report:
         load_hf(args.model, model, cast=has_adapters or is_reference, progress=report)
     if has_adapters:
         init_adapters(model, args.seed)
@@ -281,7 +281,7 @@ def check(args: FinetuneConfig, world_size: int) -> tuple[FinetuneConfig, Any]:
     check_objective(args)
     if args.sharding.dynamic_cp is not None:
         check_dynamic_cp(args, args.sharding.dynamic_cp, parallel)
-    check_rows(args, parallel)
+    check_seq_len(args, parallel)
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_len > longest:
         raise ValueError(
@@ -309,14 +309,14 @@ def dry_run(args: FinetuneConfig) -> int:
     training_run = None
     if args.objective == "sft" and args.lora is None:
         model = TransformersModel.of(args.model)
-        training_run = planned_run(args, model, parallel, world_size)
+        training_run = make_planned_run(args, model, parallel, world_size)
 
     def print_first_batch() -> None:
         data, examples, _ = read_data(args, vocab_size=config.get_text_config().vocab_size)
         print(f"data: {data.report}")
-        packed_rows, shape = packs(build_hf(config, args.model)), batch_shape(args, parallel)
+        packed_rows, shape = can_pack(build_hf(config, args.model)), batch_shape(args, parallel)
         parts = [part for example in examples for part in example.parts]
-        steps = packed_examples(parts, shape, seed=args.seed, data_rank=0, packs=packed_rows)
+        steps = make_packed_steps(parts, shape, seed=args.seed, data_rank=0, packs=packed_rows)
         print_batch(steps.next(), read_tokenizer(args.model).decode)
 
     return print_dry_run(args, training_run, print_first_batch)

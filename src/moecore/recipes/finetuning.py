@@ -18,15 +18,15 @@ from moecore.recipes.examples import Examples
 from moecore.recipes.hf_model import (
     export,
     finish_adapters,
-    inputs_of,
+    make_causal_lm_inputs,
 )
 from moecore.recipes.job import TrainingJob
 from moecore.recipes.loop import (
-    begins,
-    ranks_of,
-    say,
+    describe_ranks,
+    describe_start,
+    print_on_rank_0,
 )
-from moecore.recipes.metrics import Metrics, usage
+from moecore.recipes.metrics import Metrics, compute_usage
 from moecore.recipes.preferences import PreferenceBatch
 from moecore.recipes.report import EXPORT
 from moecore.rl import DPO, Engine, Rollouts
@@ -63,9 +63,9 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
 
         self.graph = Graphed(train_on, self.model) if self.args.cuda_graph else None
 
-    def begin(self) -> None:
+    def print_start(self) -> None:
         """Print model, data and ranks, and the evaluation loss before the first step."""
-        args, begin = self.args, begins(self, "from its weights")
+        args, begin = self.args, describe_start(self, "from its weights")
         data = f"{len(self.examples)} examples" + ("" if self.packs else ", not packed")
         notes = {
             "held out": len(self.held_out),
@@ -73,11 +73,14 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
             "left out": len(self.data.problems),
         }
         data += "".join(f", {count} {label}" for label, count in notes.items() if count)
-        say(f"data: {self.data.report}")
-        say(f"fine-tuning {args.model} {begin} to step {args.steps} on {ranks_of(self)}: {data}")
+        print_on_rank_0(f"data: {self.data.report}")
+        print_on_rank_0(
+            f"fine-tuning {args.model} {begin} to step {args.steps} on {describe_ranks(self)}: "
+            f"{data}"
+        )
         before = self.evaluate() if self.start == 0 else {}
         if before:
-            say(f"eval loss {before['eval_loss']:.3f} before the first step")
+            print_on_rank_0(f"eval loss {before['eval_loss']:.3f} before the first step")
 
     def next_batch(self, step: int) -> StepBatch | ScheduledBatch:
         """Return the batch of this data rank for a step."""
@@ -92,14 +95,14 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         if isinstance(batch, ScheduledBatch):
             self.owner.num_micro_batches = len(batch.cps)
             inputs = batch.inputs(self.device, transformers=True)
-            return batch.loss_of(self.owner.forward_backward(inputs))
+            return batch.compute_local_loss(self.owner.forward_backward(inputs))
         if self.graph is None:
             return self.train_on(num_labels, micro_batches(self, batch))
         return self.graph(num_labels, *(to_device(x, self.device) for x in batch.tensors()))
 
     def train_on(self, num_labels: Tensor, of_step: Iterable[Sequence[Tensor]]) -> Tensor:
-        """Run micro-batches of tensors for `inputs_of`; return this rank's part of the loss."""
-        inputs = [inputs_of(num_labels, *parts) for parts in of_step]
+        """Run micro-batches of tensors; return this rank's part of the loss."""
+        inputs = [make_causal_lm_inputs(num_labels, *parts) for parts in of_step]
         return self.owner.forward_backward(inputs).sum()
 
     @torch.no_grad()
@@ -114,7 +117,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         for _ in track(numbers, "evaluating", unit="batches", lines=True):
             batch = steps.next()
             sums[0] += self.sum_of_losses(batch)
-            sums[1] += to_device(batch.counts()[0], self.device)
+            sums[1] += to_device(batch.count_labels_and_tokens()[0], self.device)
         self.model.train()
         dist.all_reduce(sums)
         total, num_tokens = sums.tolist()
@@ -123,15 +126,15 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
     def sum_of_losses(self, batch: StepBatch | ScheduledBatch) -> Tensor:
         """Return this rank's part of the sum of losses over the answers' tokens of a batch."""
         if isinstance(batch, ScheduledBatch):
-            losses = self.owner.losses(batch.inputs(self.device, transformers=True))
-            return batch.loss_of(losses) * batch.num_labels
+            losses = self.owner.compute_losses(batch.inputs(self.device, transformers=True))
+            return batch.compute_local_loss(losses) * batch.num_labels
         divisor = torch.ones((), dtype=torch.int64, device=self.device)
-        inputs = [inputs_of(divisor, *parts) for parts in micro_batches(self, batch)]
-        return self.owner.losses(inputs).sum()
+        inputs = [make_causal_lm_inputs(divisor, *parts) for parts in micro_batches(self, batch)]
+        return self.owner.compute_losses(inputs).sum()
 
     def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
         """Return "answer_tokens", "padding_share" and, if FLOPs and peak are known, "mfu"."""
-        shares = usage(counts, seconds, self.decoder, self.peak_tflops)
+        shares = compute_usage(counts, seconds, self.decoder, self.peak_tflops)
         return {"answer_tokens": counts[0], **shares}
 
     def finish(self) -> None:
@@ -141,7 +144,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
             if self.args.lora is not None:
                 finish_adapters(self.model, self.args.run_dir)
             export(self.model, self.args.model, target)
-        say(f"{target} is ready for from_pretrained")
+        print_on_rank_0(f"{target} is ready for from_pretrained")
 
 
 def micro_batches(job: FineTuning, batch: StepBatch) -> Iterator[list[Tensor]]:
@@ -201,7 +204,7 @@ class PreferenceTuning(FineTuning):
         pairs = zip(names, totals, strict=True)
         return {f"rewards/{name}": total / num_pairs for name, total in pairs}
 
-    def position(self) -> Metrics:
+    def get_data_metrics(self) -> Metrics:
         """Return the rewards of the last step's pairs."""
         return self._metrics
 

@@ -1,17 +1,14 @@
-"""`moecore generate` and `moecore evaluate`: a trained model in one process, by transformers."""
+"""`moecore generate`: a trained model in one process, by transformers; and samples of a run."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import torch
-from torch import Tensor
 
 from moecore.base.command_options import POSITIONAL
 from moecore.base.fields import (
@@ -30,7 +27,7 @@ from moecore.io.checkpoint.manifest import MANIFEST
 from moecore.io.checkpoint.ranks import is_first_rank
 from moecore.io.hf.convert import native_to_hf
 from moecore.models import Decoder, DecoderConfig
-from moecore.recipes.corpora import BYTES, SourceOptions, Tokenizer, read_source
+from moecore.recipes.corpora import BYTES, Tokenizer
 from moecore.recipes.files import find_config
 from moecore.recipes.hf_model import copy_files, has_tokenizer
 from moecore.recipes.parser import read_toml
@@ -58,23 +55,6 @@ class GenerateConfig:
     seed: Seed = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvaluateConfig:
-    """Measure the loss of a run, a checkpoint or a Hugging Face directory on documents.
-
-    Attributes:
-        path: a run (its export or latest checkpoint), a checkpoint, or a Hugging Face directory.
-        data: sources, as of moecore pretrain.
-        seq_len: maximum tokens of a document; longer documents are cut.
-        max_documents: maximum documents of each source; None = all.
-    """
-
-    path: Annotated[Path, POSITIONAL]
-    data: tuple[SourceOptions, ...]
-    seq_len: Count = 1024
-    max_documents: Count | None = None
-
-
 def run_generate(args: GenerateConfig) -> int:
     """Print a prompt and its continuation; return 0."""
     model, tokenizer = load_model(args.path)
@@ -92,21 +72,6 @@ def run_generate(args: GenerateConfig) -> int:
     )
     answer = tokenizer.decode(out_1T[0, len(ids) :].tolist())
     print(answer if args.chat else args.prompt + answer)
-    return 0
-
-
-def run_evaluate(args: EvaluateConfig) -> int:
-    """Print the mean loss per token (nats) of each source's documents; return 0."""
-    model, tokenizer = load_model(args.path)
-    for source in [read_source(options, tokenizer) for options in args.data]:
-        total, count = 0.0, 0
-        for ids_1T in documents(source, args.seq_len, args.max_documents):
-            total += sum_of_losses(model, ids_1T.to(model.device))
-            count += ids_1T.shape[1] - 1
-        if not count:
-            raise ValueError(f"--data ({source.name}) must have a document of 2 tokens: add it")
-        mean = total / count
-        print(f"{source.name}: loss {mean:.4f}, perplexity {math.exp(mean):.2f}, {count} tokens")
     return 0
 
 
@@ -167,23 +132,6 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, *, is_chat: bool) -> list[int]
     if not ids:
         raise ValueError("--prompt must have at least one token: give some text")
     return ids
-
-
-def documents(source: Any, seq_len: int, limit: int | None) -> Iterator[Tensor]:
-    """Yield the ids of each of the first `limit` documents, [1, T], with 1 < T <= seq_len."""
-    for number, document in enumerate(track(source.documents, "evaluating", unit="documents")):
-        if number == limit:
-            return
-        ids = list(source.tokenize(document))[:seq_len]
-        if len(ids) > 1:
-            yield torch.tensor([ids], dtype=torch.int64, device="cpu")
-
-
-@torch.no_grad()
-def sum_of_losses(model: Any, ids_1T: Tensor) -> float:
-    """Return the sum of a document's losses over its tokens, in nats."""
-    logits_TV = model(input_ids=ids_1T, use_cache=False).logits[0, :-1].float()
-    return float(torch.nn.functional.cross_entropy(logits_TV, ids_1T[0, 1:], reduction="sum"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,22 +29,22 @@ from moecore.io import init_adapters, load_hf
 from moecore.parallel.mesh import Meshes, ParallelConfig, build_meshes
 from moecore.parallelize import parallelize_moe
 from moecore.planning import TransformersModel
-from moecore.recipes.dry_run import MAX_TOKENS, planned_run, print_dry_run
-from moecore.recipes.files import model_directory, naming
+from moecore.recipes.dry_run import MAX_TOKENS, make_planned_run, print_dry_run
+from moecore.recipes.files import model_directory, name_option_in_errors
 from moecore.recipes.grpo_job import (
     Prompt,
     Reinforcement,
     SamplingOptions,
     load_reward,
-    prompt_steps,
+    make_prompt_steps,
     read_prompts,
 )
 from moecore.recipes.hf_model import (
     LoRAOptions,
     add_adapters,
     build_hf,
+    can_pack,
     num_experts,
-    packs,
     read_config,
     read_tokenizer,
 )
@@ -109,7 +109,7 @@ def read_model(args: GRPOConfig, config: Any, meshes: Meshes, *, is_reference: b
     device = torch.device(meshes.device_type)
     is_frozen = is_reference or args.lora is not None
     model = build_hf(config, args.model, args.compute_dtype(device) if is_frozen else torch.float32)
-    if not packs(model):
+    if not can_pack(model):
         raise ValueError(
             f"--model ({args.model}) must keep documents of a row apart, which "
             f"{type(model).__name__} does not: see docs/huggingface.md"
@@ -122,7 +122,7 @@ def read_model(args: GRPOConfig, config: Any, meshes: Meshes, *, is_reference: b
     fsdp = FSDPOptions(param_dtype=args.compute_dtype(device))
     parallelize_moe(model, meshes, moe=moe, fsdp=fsdp)
     model.to_empty(device=device)
-    with naming("--model"), show_progress("loading weights", unit="B") as report:
+    with name_option_in_errors("--model"), show_progress("loading weights", unit="B") as report:
         load_hf(args.model, model, cast=is_frozen, progress=report)
     if args.lora is not None:
         init_adapters(model, args.seed)
@@ -176,7 +176,7 @@ def build_job(args: GRPOConfig) -> Reinforcement:
             "prompts of a step": meshes.data_ranks * args.batch_size,
             **facts,
         },
-        batches=prompt_steps(
+        batches=make_prompt_steps(
             prompts,
             rows=args.batch_size,
             data_rank=meshes.data_rank,
@@ -231,7 +231,7 @@ def dry_run(args: GRPOConfig) -> int:
         )
         parallel = args.parallel_config(world_size, num_experts=num_experts(config))
         model = TransformersModel.of(args.model)
-        training_run = planned_run(training, model, parallel, world_size)
+        training_run = make_planned_run(training, model, parallel, world_size)
 
     def print_first_batch() -> None:
         prompts = prompts_of(args, read_tokenizer(args.model))

@@ -42,7 +42,7 @@ from moecore.recipes.data import Steps
 from moecore.recipes.errors import RewardError
 from moecore.recipes.hf_model import export, finish_adapters
 from moecore.recipes.job import TrainingJob
-from moecore.recipes.loop import begins, ranks_of, say
+from moecore.recipes.loop import describe_ranks, describe_start, print_on_rank_0
 from moecore.recipes.metrics import Metrics
 from moecore.recipes.report import EXPORT
 from moecore.recipes.rows import ColumnNames, DatasetOptions, parse_tools, read_rows
@@ -148,7 +148,7 @@ def read_prompts(
     return prompts
 
 
-def prompt_steps(
+def make_prompt_steps(
     prompts: Sequence[Prompt], *, rows: int, data_rank: int, data_ranks: int, seed: int
 ) -> Steps[list[Prompt]]:
     """Return this data rank's steps of `rows` prompts; an epoch has each prompt once."""
@@ -182,7 +182,7 @@ class Samples:
     rollouts: Rollouts
     rewards_n: Tensor
 
-    def counts(self) -> Tensor:
+    def count_labels_and_tokens(self) -> Tensor:
         """Return tokens of completions, tokens, completions and 0: int64 [4]."""
         num_new = int(self.rollouts.response_mask_N.sum())
         return torch.tensor(
@@ -221,13 +221,13 @@ class Reinforcement(TrainingJob[Samples]):
         end = self.tokenizer.eos_token_id if end is None else end
         self._ends = set(end if isinstance(end, list) else [end])
 
-    def begin(self) -> None:
+    def print_start(self) -> None:
         """Print the model, the ranks and the data of the run."""
         prompts, group = self.args.batch_size, self.sampling.group
-        progress = f"{begins(self, 'from its weights')} to step {self.args.steps}"
-        say(
-            f"GRPO of {self.args.model} {progress} on {ranks_of(self)}: {group} completions of "
-            f"each of {prompts} prompts per data rank"
+        progress = f"{describe_start(self, 'from its weights')} to step {self.args.steps}"
+        print_on_rank_0(
+            f"GRPO of {self.args.model} {progress} on {describe_ranks(self)}: {group} completions "
+            f"of each of {prompts} prompts per data rank"
         )
 
     def next_batch(self, step: int) -> Samples:
@@ -311,7 +311,7 @@ class Reinforcement(TrainingJob[Samples]):
         loss = self.engine.forward_backward(rollouts, self.objective).loss
         return loss / self.meshes.data_ranks  # of the mean, which every rank has
 
-    def position(self) -> Metrics:
+    def get_data_metrics(self) -> Metrics:
         """Return "reward" and "reward_std" of the last step."""
         return self._metrics
 
@@ -326,7 +326,7 @@ class Reinforcement(TrainingJob[Samples]):
             if self.args.lora is not None:
                 finish_adapters(self.model, self.args.run_dir)
             export(self.model, self.args.model, target)
-        say(f"{target} is ready for from_pretrained")
+        print_on_rank_0(f"{target} is ready for from_pretrained")
 
 
 def until_end(response: list[int], ends: set[int]) -> list[int]:

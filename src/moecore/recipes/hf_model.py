@@ -20,10 +20,10 @@ from moecore.base.progress import Report, show_progress
 from moecore.families import use_causal_attention
 from moecore.families.transformers.packing import find_packing_problem
 from moecore.io import decoder_config_from_hf, export_hf, merge_adapters, save_adapters
-from moecore.io.checkpoint.ranks import on_first_rank
+from moecore.io.checkpoint.ranks import run_on_first_rank
 from moecore.models import DecoderConfig
 from moecore.packing.corpus.files import shorten_text
-from moecore.recipes.files import named
+from moecore.recipes.files import format_option
 from moecore.train.optim.matrices import HEADS, ROUTERS
 
 EXPERT_COUNT = re.compile(r"(moe_)?(n|num)_(local_|routed_)?experts")  # its names in configs
@@ -39,7 +39,7 @@ COPIED_FILES = (
 )
 
 
-def inputs_of(
+def make_causal_lm_inputs(
     num_tokens: Tensor,
     tokens_BT: Tensor,
     labels_BT: Tensor,
@@ -98,12 +98,12 @@ def build_hf(config: Any, path: Path, dtype: torch.dtype = torch.float32) -> nn.
             f"--model ({path}) must be a causal language model of transformers: "
             f"{shorten_text(error)}"
         ) from None
-    if packs(hf):
+    if can_pack(hf):
         use_causal_attention(hf)
     return hf
 
 
-def packs(hf: nn.Module) -> bool:
+def can_pack(hf: nn.Module) -> bool:
     """Return whether a model keeps several documents of a row apart."""
     return find_packing_problem(hf) is None
 
@@ -116,7 +116,7 @@ def decoder_of(path: Path) -> DecoderConfig | None:
         return None
 
 
-def recompute(hf: Any) -> None:
+def enable_recompute(hf: Any) -> None:
     """Enable activation checkpointing of a transformers model."""
     new = getattr(hf, "activation_checkpointing_enable", None)
     (new or hf.gradient_checkpointing_enable)()
@@ -132,7 +132,7 @@ def load_tokenizer(name: str | Path, option: str) -> Any:
     """Return the tokenizer of a directory or a name of the hub; ValueErrors name `option`."""
     from transformers import AutoTokenizer
 
-    label, path = named(option, name), Path(name)
+    label, path = format_option(option, name), Path(name)
     if path.exists() and not path.is_dir():
         raise ValueError(f"{label} must be a directory, or a name of the hub: name its directory")
     if path.is_dir() and not has_tokenizer(path):
@@ -191,7 +191,7 @@ def write_export(
     All ranks call `write` with the draft's path and a progress report, then rank 0 `complete`.
     """
     draft = target.with_name(f".{target.name}.draft")
-    on_first_rank(lambda: shutil.rmtree(draft, ignore_errors=True))
+    run_on_first_rank(lambda: shutil.rmtree(draft, ignore_errors=True))
     with show_progress("exporting", unit="B") as report:
         write(draft, report)
 
@@ -200,7 +200,7 @@ def write_export(
         shutil.rmtree(target, ignore_errors=True)
         draft.rename(target)
 
-    on_first_rank(replace_target)
+    run_on_first_rank(replace_target)
 
 
 def copy_files(source: Path, target: Path) -> None:

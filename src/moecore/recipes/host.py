@@ -47,8 +47,8 @@ def cpus_beside(place: str, system: Path = SYSTEM) -> set[int]:
 
 
 @contextmanager
-def collecting_by_hand() -> Iterator[None]:
-    """Return a context in which Python collects garbage only in `collect`."""
+def disable_garbage_collection() -> Iterator[None]:
+    """Return a context in which Python collects garbage only in `collect_garbage`."""
     gc.collect()
     gc.freeze()  # what lives by now is not looked at again
     gc.disable()
@@ -59,7 +59,7 @@ def collecting_by_hand() -> Iterator[None]:
         gc.unfreeze()
 
 
-def collect(step: int) -> None:
+def collect_garbage(step: int) -> None:
     """Collect garbage every 100 steps, if the automatic collector is off."""
     if step % COLLECT_EVERY == 0 and not gc.isenabled():
         gc.collect()
@@ -80,7 +80,7 @@ def check_profile(args: RunConfig, start: int) -> None:
 
 
 @contextmanager
-def traced(args: RunConfig) -> Iterator[Callable[[], None]]:
+def trace_steps(args: RunConfig) -> Iterator[Callable[[], None]]:
     """Return a context with a function to call after each step; rank 0 writes a trace."""
     if not args.profile or dist.get_rank() > 0:
         yield lambda: None

@@ -20,7 +20,7 @@ from moecore.base.progress import show_progress
 from moecore.io import latest, load
 from moecore.io.checkpoint.directory import CHECKPOINTS
 from moecore.io.checkpoint.manifest import read_manifest
-from moecore.io.checkpoint.ranks import on_first_rank
+from moecore.io.checkpoint.ranks import run_on_first_rank
 from moecore.models import Decoder
 from moecore.parallel.mesh import Meshes
 from moecore.recipes.data import BatchShape
@@ -53,10 +53,10 @@ def resume(
     `stage`, the data and positions may differ. Raises ValueError for another run's checkpoint.
     """
     # On one rank: a slow file system may show another one, or none, to another rank.
-    newest = on_first_rank(lambda: latest(checkpoint_dir(args)))
+    newest = run_on_first_rank(lambda: latest(checkpoint_dir(args)))
     if newest is None:
         return 0
-    saved_facts = on_first_rank(lambda: read_manifest(newest).facts)
+    saved_facts = run_on_first_rank(lambda: read_manifest(newest).facts)
     begins_stage = stage is not None and stage.begins_at(
         saved_facts.step, saved_facts.extra.get("stage")
     )
@@ -108,7 +108,7 @@ def latest_step(args: RunConfig) -> int:
     return 0 if newest is None else read_manifest(newest).facts.step
 
 
-def continuation(args: RunConfig) -> str:
+def describe_continuation(args: RunConfig) -> str:
     """Return a sentence about the checkpoint from which the same command would continue."""
     try:
         newest = latest(checkpoint_dir(args))
@@ -148,21 +148,21 @@ def print_changes(args: RunConfig, toml: str) -> None:
         if not path.exists() or latest(checkpoint_dir(args)) is None:
             return
         try:
-            lines = changes(read_toml(path, "--run-dir"), tomllib.loads(toml))
+            lines = list_changes(read_toml(path, "--run-dir"), tomllib.loads(toml))
         except ValueError as error:
             lines = [f"changes since the last start are unknown: {error}"]
         for line in lines:
             print(line, flush=True)
 
-    on_first_rank(compare)
+    run_on_first_rank(compare)
 
 
 def save_config(args: RunConfig, toml: str) -> None:
     """Write the options of a run to its directory, as --config reads them. Collective."""
-    on_first_rank(lambda: (args.run_dir / CONFIG).write_text(toml, errors="surrogateescape"))
+    run_on_first_rank(lambda: (args.run_dir / CONFIG).write_text(toml, errors="surrogateescape"))
 
 
-def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+def list_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Return a line for each key whose value differs between two config.toml."""
     old, new = (dict(flatten(by_stage(content))) for content in (before, after))
     return [
@@ -191,7 +191,7 @@ def effect_of(key: str) -> str:
 class StepData(Protocol):
     """The batch of one data rank and one step."""
 
-    def counts(self) -> Tensor:
+    def count_labels_and_tokens(self) -> Tensor:
         """Return int64 [4]: labels that the mean loss counts, tokens, and two more counts."""
 
 
@@ -257,7 +257,7 @@ class TrainingJob(ABC, Generic[BatchT]):
         self.peak_tflops = args.peak_tflops or peak_tflops(self.device, dtype)
 
     @abstractmethod
-    def begin(self) -> None:
+    def print_start(self) -> None:
         """Print model, data and ranks before the first step of a start."""
 
     @abstractmethod
@@ -288,7 +288,7 @@ class TrainingJob(ABC, Generic[BatchT]):
     def finish(self) -> None:
         """Write the result of the run after its last step."""
 
-    def position(self) -> Metrics:
+    def get_data_metrics(self) -> Metrics:
         """Return metrics of the data up to the batch that was last read."""
         return {}
 

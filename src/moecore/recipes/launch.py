@@ -35,7 +35,7 @@ class StopRequest:
 
 
 @contextmanager
-def noting_signals() -> Iterator[StopRequest]:
+def note_signals() -> Iterator[StopRequest]:
     """Return a context that notes SIGINT and SIGTERM in the main thread."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
@@ -175,7 +175,7 @@ def _raise_terminated(*_: object) -> None:
 def _start_rank(rank: int, run_rank: Callable[[Any], int], args: Any) -> None:
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-    leave(run_rank(args))
+    exit_rank(run_rank(args))
 
 
 def _end_with_launcher() -> None:
@@ -200,7 +200,7 @@ def check_environment() -> None:
         raise ValueError(f"RANK ({rank}) must be < WORLD_SIZE ({world_size})")
 
 
-def leave(code: int) -> NoReturn:
+def exit_rank(code: int) -> NoReturn:
     """Exit this rank with status `code`, without destructors, which may abort in gloo's threads."""
     sys.stdout.flush()
     sys.stderr.flush()

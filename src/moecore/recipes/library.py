@@ -29,7 +29,7 @@ class ShippedRecipe:
     @classmethod
     def read(cls, name: str) -> ShippedRecipe:
         """Return a recipe by name. Raises UsageError for an unknown name."""
-        if name not in names():
+        if name not in list_recipe_names():
             raise UsageError(f"NAME ({name}) must be a recipe: moecore recipes list prints them")
         comments = []
         for line in (CONFIGS / f"{name}.toml").read_text().splitlines():
@@ -40,7 +40,7 @@ class ShippedRecipe:
         return cls(name, comments[0], facts)
 
 
-def names() -> list[str]:
+def list_recipe_names() -> list[str]:
     """Return the names of all recipes."""
     return sorted(path.stem for path in CONFIGS.glob("*.toml"))
 
@@ -75,7 +75,7 @@ class CopyConfig(ShowConfig):
 def run_list(args: ListConfig) -> int:
     """Print the names, commands and machines of all recipes; return 0."""
     rows: list[tuple[str, ...]] = [("NAME", "COMMAND", "MACHINE")]
-    for recipe in map(ShippedRecipe.read, names()):
+    for recipe in map(ShippedRecipe.read, list_recipe_names()):
         name = recipe.facts["command"].removeprefix("moecore ")
         rows.append((recipe.name, name, recipe.facts["machine"]))
     print("\n".join(format_columns(rows)))

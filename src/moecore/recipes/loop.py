@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from moecore.base.progress import show_progress
 from moecore.io import Saver
-from moecore.io.checkpoint.ranks import on_first_rank
+from moecore.io.checkpoint.ranks import run_on_first_rank
 from moecore.parallel.mesh import ParallelConfig, start_process_group
 from moecore.recipes.data import BatchShape, to_device
 from moecore.recipes.determinism import check_deterministic, use_deterministic_algorithms
@@ -41,23 +41,29 @@ from moecore.recipes.errors import (
     print_run_error,
     silence_background_errors,
 )
-from moecore.recipes.host import bind_to_gpu, check_profile, collect, collecting_by_hand, traced
+from moecore.recipes.host import (
+    bind_to_gpu,
+    check_profile,
+    collect_garbage,
+    disable_garbage_collection,
+    trace_steps,
+)
 from moecore.recipes.job import (
     KEPT_CHECKPOINTS,
     TrainingJob,
     checkpoint_dir,
-    continuation,
+    describe_continuation,
     latest_step,
     save_config,
 )
 from moecore.recipes.launch import (
     check_environment,
     exit_at_interrupt,
+    exit_rank,
     launch,
-    leave,
-    noting_signals,
+    note_signals,
 )
-from moecore.recipes.metrics import Launched, Moment, memory_gib
+from moecore.recipes.metrics import LaunchedStep, Moment, memory_gib
 from moecore.recipes.options import DEGREES, RunConfig
 from moecore.recipes.report import RunReport, make_run_dir
 from moecore.recipes.schedule import is_due
@@ -96,10 +102,10 @@ def run_command(
         return print_error(error)
     if is_rank:
         exit_at_interrupt()
-        leave(run_rank(args))
+        exit_rank(run_rank(args))
     code = launch(run_rank, args, world_size)
     if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
-        print(f"moecore: stopped: {continuation(args)}", file=sys.stderr, flush=True)
+        print(f"moecore: stopped: {describe_continuation(args)}", file=sys.stderr, flush=True)
     return code
 
 
@@ -139,7 +145,7 @@ def remaining_stages(stages: list[ConfigT]) -> list[ConfigT]:
         return stages
     if not dist.is_initialized():  # one rank reads the directory for all
         start_process_group("cuda" if torch.cuda.is_available() else "cpu")
-    step = on_first_rank(lambda: latest_step(stages[0]))
+    step = run_on_first_rank(lambda: latest_step(stages[0]))
     return [stage for stage in stages[:-1] if stage.steps > step] + stages[-1:]
 
 
@@ -164,18 +170,18 @@ def run_stage(
         save_config(args, job.toml)
         if job.start < args.steps:
             if job.stage.name:
-                say(f"stage {job.stage.name}: steps {job.start + 1} to {args.steps}")
-            job.begin()
+                print_on_rank_0(f"stage {job.stage.name}: steps {job.start + 1} to {args.steps}")
+            job.print_start()
             if job.device.type == "cuda":
-                say("the first step compiles kernels, which takes up to a minute")
+                print_on_rank_0("the first step compiles kernels, which takes up to a minute")
             with silence_background_errors():
                 code = train(job)
             if code:
                 if multiprocessing.parent_process() is None:  # else the launcher says it
-                    say(f"moecore: stopped: {continuation(args)}")
+                    print_on_rank_0(f"moecore: stopped: {describe_continuation(args)}")
                 return code
         else:
-            say(f"{args.run_dir} is finished at step {job.start}{job.finish_note}")
+            print_on_rank_0(f"{args.run_dir} is finished at step {job.start}{job.finish_note}")
         if is_last:
             job.finish()
         else:
@@ -195,9 +201,9 @@ def train(job: TrainingJob[Any]) -> int:
     Returns:
         0, or 128 + the signal that has stopped the run before its last step.
     """
-    args, queue = job.args, deque[Launched]()
+    args, queue = job.args, deque[LaunchedStep]()
     with (
-        noting_signals() as request,  # until the last save is whole
+        note_signals() as request,  # until the last save is whole
         open_report(job) as report,
         show_progress("saving", unit="B", lines=True) as saving,
         Saver(
@@ -208,8 +214,8 @@ def train(job: TrainingJob[Any]) -> int:
             config=job.config,
             progress=saving,
         ) as saver,
-        nullcontext() if args.plain_host else collecting_by_hand(),
-        traced(args) as end_of_step,
+        nullcontext() if args.plain_host else disable_garbage_collection(),
+        trace_steps(args) as end_of_step,
     ):
         for step in range(job.start + 1, args.steps + 1):
             try:
@@ -219,17 +225,17 @@ def train(job: TrainingJob[Any]) -> int:
                     queue[-1] = replace(queue[-1], extra=metrics)
                 job.sample(step)
             except RUN_ERRORS:
-                log(job, queue, report)
+                report_steps(job, queue, report)
                 raise
             is_checkpoint = is_due(step, every=args.checkpoint_every, steps=args.steps)
             is_read = is_checkpoint or step in (job.start + 1, args.steps)
-            log(job, queue, report, keep=0 if is_read else 1)
+            report_steps(job, queue, report, keep=0 if is_read else 1)
             if job.is_stopping:
-                log(job, queue, report)
+                report_steps(job, queue, report)
             saver.check()  # a save that failed in the background ends the run here
             if is_checkpoint or (job.is_stopping and args.checkpoint_every):
                 save(job, saver, step)
-            collect(step)
+            collect_garbage(step)
             end_of_step()
             if job.is_stopping:
                 break
@@ -262,11 +268,11 @@ def save(job: TrainingJob[Any], saver: Saver, step: int) -> None:
 def open_report(job: TrainingJob[Any]) -> AbstractContextManager[RunReport | None]:
     """Return the report of rank 0, and an empty context on others; all ranks raise its errors."""
     reports: list[RunReport] = []
-    on_first_rank(lambda: reports.append(RunReport(job.args, start=job.start, unit=job.unit)))
+    run_on_first_rank(lambda: reports.append(RunReport(job.args, start=job.start, unit=job.unit)))
     return reports[0] if reports else nullcontext()
 
 
-def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Launched:
+def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> LaunchedStep:
     """Launch one optimizer step, without waiting for a GPU; metrics are read from the result.
 
     If `stops` is true on any rank, every rank reads it with the step's counts, and the run stops.
@@ -277,7 +283,10 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
     batch = job.next_batch(step)
     copies = dist.get_world_size() // job.meshes.data_ranks  # of equal data: cp and tp ranks
     counts = torch.cat(
-        [batch.counts(), torch.tensor([copies * stops], dtype=torch.int64, device="cpu")]
+        [
+            batch.count_labels_and_tokens(),
+            torch.tensor([copies * stops], dtype=torch.int64, device="cpu"),
+        ]
     )
     counts = to_device(counts, job.device)
     dist.all_reduce(counts)
@@ -287,7 +296,7 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
     result = job.owner.finish()  # clips, steps, moves the expert biases; a nan skips it everywhere
     dist.all_reduce(loss)
     loss = loss / copies
-    return Launched(
+    return LaunchedStep(
         step=step,
         began=began,
         fetched=fetched,
@@ -298,7 +307,7 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
         ep=job.meshes.parallel.ep,
         expert_loads=is_due(step, every=args.expert_loads_every, steps=args.steps),
         reader=job.reader,
-        extra=job.position() | job.stage.metrics(step),
+        extra=job.get_data_metrics() | job.stage.metrics(step),
     )
 
 
@@ -308,8 +317,8 @@ def learning_rate(job: TrainingJob[Any], step: int) -> float:
     return args.optimizer.lr * job.stage.rate_factor(args.schedule, step)
 
 
-def log(
-    job: TrainingJob[Any], queue: deque[Launched], report: RunReport | None, *, keep: int = 0
+def report_steps(
+    job: TrainingJob[Any], queue: deque[LaunchedStep], report: RunReport | None, *, keep: int = 0
 ) -> None:
     """Wait for all but the newest `keep` steps, and report their metrics. Every rank waits.
 
@@ -353,7 +362,7 @@ def batch_shape(args: RunConfig, parallel: ParallelConfig) -> BatchShape:
     )
 
 
-def ranks_of(job: TrainingJob[Any], *notes: str) -> str:
+def describe_ranks(job: TrainingJob[Any], *notes: str) -> str:
     """Return the number and device of the ranks, and the degrees above 1, as text."""
     p = job.meshes.parallel
     degrees = " ".join(f"{d}={getattr(p, d)}" for d in DEGREES if getattr(p, d) > 1)
@@ -361,12 +370,12 @@ def ranks_of(job: TrainingJob[Any], *notes: str) -> str:
     return f"{dist.get_world_size()} {job.device.type} ranks ({details})"
 
 
-def begins(job: TrainingJob[Any], otherwise: str) -> str:
+def describe_start(job: TrainingJob[Any], otherwise: str) -> str:
     """Return the step from which a run continues, or `otherwise` for a new one."""
     return f"from step {job.start}" if job.start else otherwise
 
 
-def say(line: str) -> None:
+def print_on_rank_0(line: str) -> None:
     """Print a line on rank 0."""
     if dist.get_rank() == 0:
         print(line, flush=True)

@@ -52,7 +52,7 @@ class Moment:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Launched:
+class LaunchedStep:
     """An optimizer step whose kernels a GPU may still execute.
 
     Attributes:
@@ -141,13 +141,14 @@ def memory_gib(device: torch.device) -> Metrics:
     return {"memory_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
 
 
-def usage(
+def compute_usage(
     counts: list[int], seconds: float, config: DecoderConfig | None, peak: float | None
 ) -> Metrics:
     """Return "padding_share", and "mfu" if the FLOPs of the model and the peak are known.
 
-    `counts` are `StepBatch.counts` over all data ranks, and `seconds` those of the step. `config`
-    None = unknown FLOPs. `peak` is the dense TFLOP/s of one device; None = unknown.
+    `counts` are those of `StepBatch.count_labels_and_tokens` over all data ranks, and `seconds`
+    those of the step. `config` None = unknown FLOPs. `peak` is the dense TFLOP/s of one device;
+    None = unknown.
     """
     _, tokens, pairs, size = counts
     metrics = {"padding_share": 1 - tokens / size}
@@ -158,7 +159,10 @@ def usage(
 
 
 def flops_of(config: DecoderConfig, tokens: int, pairs: int) -> float:
-    """Return the FLOPs of forward and backward; `tokens` and `pairs` as in `StepBatch.counts`."""
+    """Return the FLOPs of forward and backward.
+
+    `tokens` and `pairs` are as in `StepBatch.count_labels_and_tokens`.
+    """
     linear = flops_per_token(config, 0)
     return tokens * linear + pairs * (flops_per_token(config, 1) - linear)
 

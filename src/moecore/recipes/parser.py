@@ -49,7 +49,7 @@ from moecore.base.command_options import (
     make_flag,
 )
 from moecore.base.fields import check_value, quote
-from moecore.recipes.files import named, read_text, shown_path
+from moecore.recipes.files import format_option, read_text, shown_path
 from moecore.recipes.schedule import options_of, split_stages
 
 MAX_CONFIG_BYTES = 1 << 24
@@ -80,7 +80,7 @@ def parse(command: type[ConfigT], words: Sequence[str] | None = None, *, prog: s
     file = next((value for option, value in flags.items() if option.key == FILE), None)
     if not has_file or file is None:
         return _build(command, options, flags)
-    content, name = read_toml(file, f"--{FILE}"), named(f"--{FILE}", file)
+    content, name = read_toml(file, f"--{FILE}"), format_option(f"--{FILE}", file)
     tables: list[dict[str, Any]] = []
     if "stages" in {field.name for field in fields(command)}:  # type: ignore[arg-type]
         content, tables = split_stages(content)
@@ -132,7 +132,7 @@ def read_content(options: Sequence[CommandOption], content: Mapping[str, Any], n
 
 def read_toml(file: Path, option: str) -> dict[str, Any]:
     """Return the content of a TOML file; ValueErrors name the flag `option` and the file."""
-    name, text = named(option, file), read_text(file, option, max_bytes=MAX_CONFIG_BYTES)
+    name, text = format_option(option, file), read_text(file, option, max_bytes=MAX_CONFIG_BYTES)
     try:
         return tomllib.loads(text)
     except RecursionError:

@@ -51,7 +51,7 @@ class PreferenceBatch:
 
     rollouts: Rollouts
 
-    def counts(self) -> Tensor:
+    def count_labels_and_tokens(self) -> Tensor:
         """Return pairs, tokens, tokens of completions, and 0: int64 [4]."""
         rollouts = self.rollouts
         num_pairs, num_answers = rollouts.num_sequences // 2, int(rollouts.response_mask_N.sum())
@@ -60,7 +60,7 @@ class PreferenceBatch:
         )
 
 
-def preference_steps(
+def make_preference_steps(
     pairs: Sequence[Preference], shape: BatchShape, *, seed: int | None, data_rank: int
 ) -> Steps[PreferenceBatch]:
     """Return the steps of this data rank: each pair once per epoch, over all data ranks."""

@@ -34,9 +34,9 @@ from moecore.recipes.corpora import (
     SourceOptions,
     Tokenizer,
     hold_out,
+    make_scheduled_corpus_steps,
+    name_sources,
     read_source,
-    scheduled_corpus_steps,
-    with_names,
 )
 from moecore.recipes.corpus_training import CorpusTraining
 from moecore.recipes.data import BatchShape, RandomSteps
@@ -47,11 +47,11 @@ from moecore.recipes.decoder_config import (
     values_of,
     with_rotary,
 )
-from moecore.recipes.dry_run import planned_run, print_batch, print_dry_run
+from moecore.recipes.dry_run import make_planned_run, print_batch, print_dry_run
 from moecore.recipes.errors import (
     check_dynamic_cp,
     check_graph,
-    check_rows,
+    check_seq_len,
 )
 from moecore.recipes.generate import SampleOptions
 from moecore.recipes.loop import batch_shape, ranks_to_start, run, run_command
@@ -123,7 +123,7 @@ class PretrainConfig(ShardedConfig):
 
     def __post_init__(self) -> None:
         for name in ("data", "validation"):
-            object.__setattr__(self, name, with_names(getattr(self, name)))
+            object.__setattr__(self, name, name_sources(getattr(self, name)))
 
     def model_config(self) -> DecoderConfig:
         """Return the decoder of config.json, or the preset with the fields that are set."""
@@ -182,7 +182,7 @@ def build_job(args: PretrainConfig) -> CorpusTraining:
     steps: Any = partial(CorpusSteps, data_rank=data_rank)
     if max_tokens is not None:
         plan: Any = {"max_tokens": max_tokens, "cost": document_cost(config)}
-        steps = partial(scheduled_corpus_steps, data_rank=data_rank, **plan)
+        steps = partial(make_scheduled_corpus_steps, data_rank=data_rank, **plan)
     if args.tokens == "random":
         batches = RandomSteps(config.vocab_size, shape, seed=args.seed, data_rank=data_rank)
     else:
@@ -281,7 +281,7 @@ def check(args: PretrainConfig, world_size: int) -> tuple[DecoderConfig, Tokeniz
             "use --tokens random"
         )
     parallel = args.parallel_config(world_size, num_experts=moe_of(config).num_experts)
-    check_rows(args, parallel)
+    check_seq_len(args, parallel)
     if max_tokens is not None and args.batch != BatchRamp():
         raise ValueError(
             f"--dynamic-cp ({max_tokens}) must not go with options of [batch], whose steps have "
@@ -356,7 +356,7 @@ def dry_run(args: PretrainConfig) -> int:
             batch = CorpusSteps(sources, rows, shape, data_rank=0, workers=0).next()
         print_batch(batch, tokenizer.decode)
 
-    training_run = planned_run(args, config, parallel, world_size)
+    training_run = make_planned_run(args, config, parallel, world_size)
     return print_dry_run(args.resolve(), training_run, print_first_batch)
 
 

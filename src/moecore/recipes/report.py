@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from moecore.io.checkpoint.directory import CHECKPOINTS
-from moecore.recipes.files import named
+from moecore.recipes.files import format_option
 from moecore.recipes.metrics import (
     MLFLOW_ID,
     WANDB_ID,
@@ -70,7 +70,7 @@ class Alarms:
         self._is_high = False
         self._idle: dict[tuple[str, int], int] = {}  # layer and expert -> steps without a token
 
-    def of(self, step: int, metrics: Metrics) -> list[str]:
+    def find_alarms(self, step: int, metrics: Metrics) -> list[str]:
         """Return the alarms of a step, one line each; `metrics` has the load of each expert."""
         lines = [
             *self._check_loss(metrics),
@@ -233,7 +233,7 @@ class RunReport:
 
     def log(self, step: int, metrics: Metrics, *, expert_loads: bool = True) -> None:
         """Write one step to all outputs, and print its alarms; `expert_loads` False omits loads."""
-        for line in self.alarms.of(step, metrics):
+        for line in self.alarms.find_alarms(step, metrics):
             print(line, flush=True) if self.bar is None else self.bar.write(line)
         metrics = metrics if expert_loads else without_experts(metrics)
         self.file.write(json.dumps({"step": step, **pack_loads(metrics)}).encode() + b"\n")
@@ -279,7 +279,7 @@ def pack_loads(metrics: Metrics) -> dict[str, Any]:
 
 def make_run_dir(path: Path) -> None:
     """Make the directory of a run. Raises ValueError unless a run can write all its files there."""
-    name = named("--run-dir", path)
+    name = format_option("--run-dir", path)
     try:
         path.mkdir(parents=True, exist_ok=True)
         may_write = os.access(path, os.W_OK | os.X_OK)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from moecore.base.fields import CheckedRecord
 from moecore.packing.corpus.files import strip_line
-from moecore.recipes.files import is_table, load_table, named, read_text
+from moecore.recipes.files import format_option, is_table, load_table, read_text
 
 RowFormat = Literal["auto", "messages", "sharegpt", "alpaca", "completion", "text"]
 # What a row of each format must have; the first one that a row has is its format.
@@ -124,7 +124,7 @@ class Row:
 def read_rows(files: Sequence[Path], option: str, options: DatasetOptions) -> Iterator[Row]:
     """Yield the non-empty rows of files and data sets, in order; errors name `option`."""
     for path in files:
-        name = named(option, path)
+        name = format_option(option, path)
         if is_table(str(path)):
             table = load_table(str(path), option, split=options.split, config=options.config)
             for number, row in enumerate(table):
@@ -137,7 +137,7 @@ def read_rows(files: Sequence[Path], option: str, options: DatasetOptions) -> It
             yield Row(name, {"text": read_text(path, option)})
 
 
-def in_form(columns: dict[str, Any], row_format: RowFormat, place: str) -> dict[str, Any]:
+def convert_to_form(columns: dict[str, Any], row_format: RowFormat, place: str) -> dict[str, Any]:
     """Return columns in a form of chat.py: messages, prompt and completion, or text."""
     formats = FORMATS if row_format == "auto" else {row_format: FORMATS[row_format]}
     kind = next((kind for kind, names in formats.items() if {*names} <= columns.keys()), None)

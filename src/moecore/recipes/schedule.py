@@ -51,13 +51,13 @@ class LearningRateSchedule(CheckedRecord):
         if self.decay_steps is not None and self.lr_schedule != "wsd":
             yield "decay_steps", f"be None with lr_schedule ({self.lr_schedule!r}): use 'wsd'"
 
-    def factor(self, step: int, *, steps: int, steps_of: Callable[[int], int]) -> float:
+    def factor(self, step: int, *, steps: int, count_steps: Callable[[int], int]) -> float:
         """Return the learning rate of a step as a share of the peak.
 
-        `steps` is the number of steps of the run or stage. `steps_of` converts tokens to steps.
+        `steps` is the number of steps of the run or stage. `count_steps` converts tokens to steps.
         """
         total = self.schedule_steps or steps
-        warmup = self._count_warmup_steps(total, steps_of)
+        warmup = self._count_warmup_steps(total, count_steps)
         if step <= warmup:
             return step / warmup
         if self.lr_schedule == "constant":
@@ -69,10 +69,10 @@ class LearningRateSchedule(CheckedRecord):
         share = min(1.0, max(0, step - begin) / max(1, total - begin))
         return self.min_lr_ratio + (1 - self.min_lr_ratio) * SHAPES[shape](share)
 
-    def _count_warmup_steps(self, total: int, steps_of: Callable[[int], int]) -> int:
+    def _count_warmup_steps(self, total: int, count_steps: Callable[[int], int]) -> int:
         """Return the steps of the warm-up of a schedule of `total` steps."""
         if self.warmup_tokens is not None:
-            return steps_of(self.warmup_tokens)
+            return count_steps(self.warmup_tokens)
         if self.warmup_steps is None:
             return max(1, round(0.05 * total), min(self.min_warmup_steps, total // 3))
         return self.warmup_steps
@@ -140,7 +140,7 @@ class StepSizes:
     """The rows and tokens of each step; steps count from 1.
 
     `StepSizes([EqualSteps(1, 2, 8), EqualSteps(4, 4, 8)])` has 16 tokens in steps 1, 2 and 3, and
-    32 in each later one: `tokens_through(5)` is 112, and `steps_of(49)` is 4.
+    32 in each later one: `tokens_through(5)` is 112, and `count_steps(49)` is 4.
     """
 
     def __init__(self, parts: Sequence[EqualSteps]) -> None:
@@ -158,7 +158,7 @@ class StepSizes:
             for part, end in zip(self.parts, ends, strict=True)
         )
 
-    def steps_of(self, tokens: int) -> int:
+    def count_steps(self, tokens: int) -> int:
         """Return the smallest number of steps that read `tokens` tokens."""
         for number, part in enumerate(self.parts):
             remaining = tokens - self.tokens_through(part.first - 1)
@@ -240,12 +240,12 @@ class TrainingStage:
     def rate_factor(self, schedule: LearningRateSchedule, step: int) -> float:
         """Return the learning rate of a step as a share of the peak."""
         if not self.has_schedule:
-            return schedule.factor(step, steps=self.last, steps_of=self.sizes.steps_of)
+            return schedule.factor(step, steps=self.last, count_steps=self.sizes.count_steps)
         before = self.sizes.tokens_through(self.begin)
         return schedule.factor(
             step - self.begin,
             steps=self.end - self.begin,
-            steps_of=lambda tokens: self.sizes.steps_of(before + tokens) - self.begin,
+            count_steps=lambda tokens: self.sizes.count_steps(before + tokens) - self.begin,
         )
 
     def metrics(self, step: int) -> dict[str, float]:
@@ -359,7 +359,7 @@ def plan_stage(
         length = length_of(table)
         name, end = length.name, begin + (length.steps or 0)
         if length.tokens is not None:
-            end = sizes.steps_of(tokens + length.tokens)
+            end = sizes.count_steps(tokens + length.tokens)
     return TrainingStage(
         name=name,
         begin=begin,

@@ -45,7 +45,7 @@ TEMPLATE = """\
 {%- endif %}"""
 
 
-def make(out: Path, **sizes: int) -> None:
+def write_tiny_model(out: Path, **sizes: int) -> None:
     """Write a model, a tokenizer, chats and pairs to a new directory; `sizes` are config fields."""
     check_new(out)
     pairs = list(islice(questions(), NUM_QUESTIONS))
@@ -203,6 +203,6 @@ def run_tiny_model(args: TinyModelConfig) -> int:
         make_sums(out)
         print(f"{out} has a tiny Qwen3-MoE, {out / PROMPTS} sums to train it on")
     else:
-        make(out)
+        write_tiny_model(out)
         print(f"{out} has a tiny Qwen3-MoE with its tokenizer, {out / CHATS} chats to train it on")
     return 0

@@ -270,7 +270,7 @@ class Engine:
             micro_batches = [self._make_inputs(row, scores, None, None) for row in rows]
             context = self._layers.record() if routes else self._replay_routes(rows, rollouts)
             with context:
-                step.losses(micro_batches)
+                step.compute_losses(micro_batches)
             if routes:
                 scores = replace(scores, routes_NLK=self._layers.gather_routes(rows, rollouts))
             return self._reduce_over_stages(scores)

@@ -101,7 +101,8 @@ class RolloutRow:
         labels_BT: int64 [1, T], the response token that each position predicts; -100 elsewhere.
         rows_M: int64 [M], positions in the row that predict a response token.
         tokens_M: int64 [M], the index in `rollouts` of each predicted token.
-        read_T: int64 [T], the index in `rollouts` of the token at each position; -1 = padding.
+        local_token_idx_T: int64 [T], the index in `rollouts` of the token at each position; -1 =
+            padding.
     """
 
     rollouts: Rollouts
@@ -110,7 +111,7 @@ class RolloutRow:
     labels_BT: Tensor
     rows_M: Tensor
     tokens_M: Tensor
-    read_T: Tensor
+    local_token_idx_T: Tensor
 
     def scatter_to_tokens(self, values_BT: Tensor) -> Tensor:
         """Move values of [1, T] positions to the tokens they predict; return [N], 0 elsewhere."""
@@ -119,9 +120,9 @@ class RolloutRow:
 
     def gather_at_positions(self, values_N: Tensor, padding: float) -> Tensor:
         """Gather values of [N, ..] tokens at the positions of the row; return [T, ..]."""
-        values_T = values_N.new_full((len(self.read_T), *values_N.shape[1:]), padding)
-        is_token_T = self.read_T >= 0
-        values_T[is_token_T] = values_N[self.read_T[is_token_T]]
+        values_T = values_N.new_full((len(self.local_token_idx_T), *values_N.shape[1:]), padding)
+        is_token_T = self.local_token_idx_T >= 0
+        values_T[is_token_T] = values_N[self.local_token_idx_T[is_token_T]]
         return values_T
 
 
@@ -140,15 +141,15 @@ def build_row(
     collate = PackedCollator(row_tokens=row_tokens, multiple=limits.of_document)
     # Of the places of tokens, not of their ids: one index finds all that is known of a token.
     batch = collate([torch.arange(a, b, device="cpu") for a, b in pairwise(borders)])
-    read_T = batch["input_ids"].flatten().masked_fill(batch["padding_mask"].flatten(), -1)
+    token_idx_T = batch["input_ids"].flatten().masked_fill(batch["padding_mask"].flatten(), -1)
     next_T = batch["labels"].flatten()
     tokens_N, mask_N = selection.tokens_N.cpu(), selection.response_mask_N.cpu()
     rows_M = torch.arange(row_tokens, device="cpu")[next_T != IGNORE_INDEX]
     rows_M = rows_M[mask_N[next_T[rows_M]]]
     labels_T = torch.full_like(next_T, IGNORE_INDEX)
     labels_T[rows_M] = tokens_N[next_T[rows_M]]
-    ids_T = torch.zeros_like(read_T)
-    ids_T[read_T >= 0] = tokens_N[read_T[read_T >= 0]]
+    ids_T = torch.zeros_like(token_idx_T)
+    ids_T[token_idx_T >= 0] = tokens_N[token_idx_T[token_idx_T >= 0]]
     batch["input_ids"] = ids_T[None]
     for name in ("input_ids", "position_ids", "padding_mask"):
         batch[name] = batch[name].to(device)
@@ -159,7 +160,7 @@ def build_row(
         labels_BT=labels_T[None].to(device),
         rows_M=rows_M.to(device),
         tokens_M=next_T[rows_M].to(device),
-        read_T=read_T.to(device),
+        local_token_idx_T=token_idx_T.to(device),
     )
 
 

@@ -113,8 +113,9 @@ class RoutedLayers:
         for name, layer, place in self._iterate_local_layers():
             for row, ids_tK in zip(rows, choices[name], strict=True):
                 ids_TK = _make_row_micro_batch(row, layer).gather(ids_tK)
-                is_token_T = row.read_T >= 0
-                routes_NLK[row.token_idx_N[row.read_T[is_token_T]], place] = ids_TK[is_token_T]
+                is_token_T = row.local_token_idx_T >= 0
+                token_idx_t = row.token_idx_N[row.local_token_idx_T[is_token_T]]
+                routes_NLK[token_idx_t, place] = ids_TK[is_token_T]
         if self.meshes.pipeline_groups is not None:  # -1 in the layers of other stages
             dist.all_reduce(routes_NLK, dist.ReduceOp.MAX, group=self.meshes.pipeline_groups[0])
         return routes_NLK
@@ -169,4 +170,4 @@ def _make_row_micro_batch(row: RolloutRow, layer: MoELayer) -> MicroBatch:
     """Return the layout by which tp and cp share the tokens of a row in a layer."""
     groups = layer.tracker.groups
     micro_batch = MicroBatch(group=groups.micro_batch, cp=groups.cp)
-    return replace(micro_batch, cu_seqlens=row.batch["cu_seqlens"].to(row.read_T.device))
+    return replace(micro_batch, cu_seqlens=row.batch["cu_seqlens"].to(row.local_token_idx_T.device))

@@ -2,8 +2,8 @@
 
 An fp16 gradient less than 2^-24 is 0, and one of 65,520 or more is inf. The scale is therefore as
 large as possible. An inf or nan on any rank skips the step and halves the scale on all ranks. After
-`growth_interval` steps without an inf or nan the scale doubles. `scale(loss).backward()` scales the
-main loss, and `MoEState.set_loss_scale` scales auxiliary losses in backward.
+`growth_interval` steps without an inf or nan the scale doubles. `scale_loss(loss).backward()`
+scales the main loss, and `MoEState.set_loss_scale` scales auxiliary losses in backward.
 
 The scale is a tensor on the device that changes in place. The host never waits for it, and a CUDA
 graph reads it at its address. A scale is a power of two, so it rounds no gradient: in fp32 and bf16

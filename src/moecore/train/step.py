@@ -60,7 +60,7 @@ class TrainStep:
         num_micro_batches: forwards and backwards of one step. The caller divides the loss by this
             number; auxiliary losses are divided by it here.
         loss_scale: options of the loss scale, which fp16 needs. The caller's backward is
-            `scale(loss).backward()`; auxiliary losses are scaled here, and clipping divides
+            `scale_loss(loss).backward()`; auxiliary losses are scaled here, and clipping divides
             gradients by the scale.
 
     Attributes:
@@ -240,7 +240,7 @@ class TrainStep:
             if not self._is_scaled:
                 raise ValueError(
                     "micro_batch() must scale its loss where a loss_scale is given: call "
-                    "step.scale(loss).backward(), and drop() this step"
+                    "step.scale_loss(loss).backward(), and drop() this step"
                 )
             for engine in self._engines:
                 engine.end_forwards()
@@ -310,18 +310,18 @@ class TrainStep:
             return torch.stack([self._run_micro_batch(inputs) for inputs in micro_batches])
         forwards = pipeline.num_chunks * self.num_micro_batches
         with self.micro_batches(forwards=forwards, pairs=pipeline.config.schedule in PAIRING):
-            losses = run_pipeline(pipeline, micro_batches, self._scale_loss, self.side_by_side)
+            losses = run_pipeline(pipeline, micro_batches, self._normalize_loss, self.side_by_side)
         all_reduce_stage_copies(self.model)
         return losses
 
-    @publish_errors("losses()")
+    @publish_errors("compute_losses()")
     @torch.no_grad()
-    def losses(self, micro_batches: Sequence[Mapping[str, Any]]) -> Tensor:
+    def compute_losses(self, micro_batches: Sequence[Mapping[str, Any]]) -> Tensor:
         """Return the losses of any number of micro-batches without gradients, between steps.
 
         The result is as in `forward_backward`. The model's mode (train or eval) does not change.
         """
-        self._progress.check_closed("losses()")
+        self._progress.check_closed("compute_losses()")
         if self._pipeline is not None:
             return forward_pipeline(self._pipeline, micro_batches)
         return torch.stack([get_loss(self.model(**inputs)).float() for inputs in micro_batches])
@@ -333,7 +333,7 @@ class TrainStep:
         def forward(inputs: Mapping[str, Any]) -> Tensor:
             loss = get_loss(self.model(**inputs))
             losses.append(loss.detach().float())
-            return self._scale_loss(loss)
+            return self._normalize_loss(loss)
 
         with self.micro_batches():
             loss = forward(micro_batches[0])
@@ -348,16 +348,16 @@ class TrainStep:
             loss = get_loss(self.model(**inputs))
             if self._progress.is_last:
                 self._reruns.end_forwards()
-            self._scale_loss(loss).backward()
+            self._normalize_loss(loss).backward()
         return loss.detach().float()
 
-    def _scale_loss(self, loss: Tensor) -> Tensor:
+    def _normalize_loss(self, loss: Tensor) -> Tensor:
         """Divide a "mean" loss by num_micro_batches, multiply by the loss scale, and return it."""
         check_trains(loss)
         is_mean = self._states[0].loss == "mean"
-        return self.scale(loss / self.num_micro_batches if is_mean else loss)
+        return self.scale_loss(loss / self.num_micro_batches if is_mean else loss)
 
-    def scale(self, loss: Tensor) -> Tensor:
+    def scale_loss(self, loss: Tensor) -> Tensor:
         """Return a loss, divided by num_micro_batches, times the loss scale; 1 without a scale."""
         self._is_scaled = True
         return loss if self._scale_value is None else loss * self._scale_value

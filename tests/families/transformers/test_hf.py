@@ -129,7 +129,7 @@ def test_a_batch_without_labels_weighs_as_zero(by_position: bool, meshes: Meshes
     else:
         given = [dict(input_ids=ids, labels=each, use_cache=False) for each in (labels, none)]
         torch.testing.assert_close(step.forward_backward(given), torch.stack([loss, 0 * loss]))
-        assert step.losses(given[1:]).tolist() == [0.0]
+        assert step.compute_losses(given[1:]).tolist() == [0.0]
     assert_equal_numbers(whole_gradients(model), whole_gradients(stock))
     for num_items in (0, torch.tensor(0)):
         assert model(input_ids=ids, labels=none, num_items_in_batch=num_items).loss == 0

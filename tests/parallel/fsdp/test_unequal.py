@@ -77,7 +77,7 @@ def number_set(rank: Rank) -> None:
 
 def evaluates(rank: Rank) -> None:
     if rank.is_odd:
-        rank.step.losses([{"x": torch.randn(3, DIM)}])
+        rank.step.compute_losses([{"x": torch.randn(3, DIM)}])
     rank.train()
 
 

@@ -143,7 +143,9 @@ class Watch:
 
 
 def copies(chunk: OffloadChunk) -> list[Any]:
-    return [c for layer in chunk.layers for group in layer.groups.values() for c in group.fresh]
+    return [
+        c for layer in chunk.layers for group in layer.groups.values() for c in group.new_copies
+    ]
 
 
 def trained(

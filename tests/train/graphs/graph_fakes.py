@@ -97,7 +97,7 @@ def swapped(places: Any) -> Iterator[None]:
 def fake_graphs() -> Iterator[FakeRecorder]:
     """Within, parts are graphs on CPUs too."""
     fake = FakeRecorder()
-    fakes = dict(_record=fake.record, _alias_params=fake.aliases, _may_hold=lambda x: True)
+    fakes = dict(_record=fake.record, _alias_params=fake.aliases, _can_use_graph=lambda x: True)
     with patch.multiple(module, **fakes):
         yield fake
 

@@ -32,6 +32,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
+from moecore.base.rank_checks import gather_first_problem
 from moecore.parallel.model.parallel_state import get_capacity, get_moe_state, get_parallel_state
 from moecore.train import GraphedForwardBackward
 from moecore.train.graphs import forward_backward as module
@@ -204,7 +205,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
         "padded": error_of(lambda: GraphedForwardBackward(print, make(PADDED))),
         "local": error_of(lambda: GraphedForwardBackward(print, make(ep=1))),
         "changes": {change: error_after(change, x) for change in ("", *CHANGES)},
-        "said": module._find_first_problem("broken" if rank == 1 else ""),
+        "said": gather_first_problem("broken" if rank == 1 else ""),
     }
     with emulated():
         model = make(dispatch=replace(CLONES, name="nvlink", nvlink=NVLinkOptions(max_tokens=6)))

@@ -182,7 +182,7 @@ class Job:
             how = dict(cu_seqlens=packed[0], max_seqlen=BATCH[-1]) if packed else {}
             with self.owner.micro_batch():
                 loss = self.model(tokens_BT, tokens_BT.roll(-1, 1), **how) / MICRO_BATCHES
-                self.owner.scale(loss).backward()
+                self.owner.scale_loss(loss).backward()
             losses.append(loss.detach())
         return {"losses": torch.stack(losses)}
 
@@ -214,7 +214,7 @@ class Job:
         """Run forward and backward of other shapes, eagerly, and use nothing of it."""
         for tokens_BT in self.batch(7).cuda()[:, :1, :64]:
             with self.owner.micro_batch():
-                self.owner.scale(self.model(tokens_BT, tokens_BT)).backward()
+                self.owner.scale_loss(self.model(tokens_BT, tokens_BT)).backward()
         self.owner.drop()
 
     def batch(self, seed: int) -> Tensor:

@@ -181,7 +181,7 @@ def test_what_lies_between_forward_and_backward_is_what_came(group: None) -> Non
     alive = made.alive()
     assert alive.count(source) == alive.count(expert) == 1, "of the last layer"
     places = [copy.piece for copy in stash._copies.values()]
-    tables = {place.of.table for place in places if place is not None}
+    tables = {place.dispatch.table for place in places if place is not None}
     assert len(tables) == 5, "one per layer"
     pool = stash.pages.pool
     assert pool is not None and pool.page_bytes == page * row_bytes
@@ -411,7 +411,7 @@ def test_a_graph_has_tables_of_its_own(group: None, monkeypatch: pytest.MonkeyPa
         del loss
         captured = model(*batch(0))
         places = [copy.piece for copy in stash._copies.values() if copy.piece is not None]
-        tables = {place.of.table: place.of.layout.num_entries for place in places}
+        tables = {place.dispatch.table: place.dispatch.layout.num_entries for place in places}
         assert wanted(stash) == 2 * held, "nothing was returned"
     del captured  # its replays return nothing
     one(model)

@@ -153,7 +153,7 @@ def test_copies_go_on_to_the_bit(way: str, kind: str) -> None:
 def check_equal_values(got: AdamW, want: AdamW) -> None:
     """Equal in what checkpoints have: the same FP8 values may have other exponents."""
     for a, b in zip(got.state, want.state, strict=True):
-        x, y = got.stored_state(a), want.stored_state(b)
+        x, y = got.get_stored_state(a), want.get_stored_state(b)
         assert x.keys() == y.keys() and all(x[k].dtype == y[k].dtype for k in x)
         assert all(torch.equal(x[k], y[k]) for k in x)
 
@@ -218,7 +218,7 @@ def test_a_state_dict_keeps_moments_that_the_weights_dtype_has_no_room_for(
     second = AdamW(params, moment_dtype=moment_dtype)
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     check_equal_state(second, first)
-    assert all(t.all() for t in second.stored_state(params[0]).values())
+    assert all(t.all() for t in second.get_stored_state(params[0]).values())
 
 
 def made(kind: str, params: list[nn.Parameter]) -> Optimizer:
@@ -231,7 +231,7 @@ def made(kind: str, params: list[nn.Parameter]) -> Optimizer:
 
 def moments(optimizer: Optimizer, param: Tensor) -> list[Tensor]:
     own = isinstance(optimizer, AdamW)
-    state = optimizer.stored_state(param) if own else optimizer.state[param]
+    state = optimizer.get_stored_state(param) if own else optimizer.state[param]
     return [state[name].float() for name in ("exp_avg", "exp_avg_sq")]
 
 
@@ -301,10 +301,10 @@ def test_a_strided_parameter_has_fp8_moments_too() -> None:
     # The noise of another number, on the same grid.
     torch.testing.assert_close(plain, strided, rtol=0, atol=2e-3)
     assert (a != b).any()
-    kept = optimizer.stored_state(strided)["exp_avg"]
+    kept = optimizer.get_stored_state(strided)["exp_avg"]
     reload = AdamW([plain, strided], moment_dtype=FP8)
     reload.load_state_dict(optimizer.state_dict())
-    assert torch.equal(reload.stored_state(strided)["exp_avg"], kept)
+    assert torch.equal(reload.get_stored_state(strided)["exp_avg"], kept)
 
 
 def test_noise_is_that_of_the_parameter() -> None:
@@ -415,8 +415,8 @@ def check_resharded(folder: str) -> None:
         sharded.zero_grad()
     load(save(folder, 1, sharded, first), whole, second)
     for name in ("weight", "bias"):
-        saved = first.stored_state(sharded.get_parameter(name))
-        loaded = second.stored_state(whole.get_parameter(name))
+        saved = first.get_stored_state(sharded.get_parameter(name))
+        loaded = second.get_stored_state(whole.get_parameter(name))
         for slot in ("remainder", "exp_avg", "exp_avg_sq"):
             want = saved[slot].to_local()
             got = loaded[slot].chunk(4)[dist.get_rank()]

@@ -76,10 +76,10 @@ def test_largest_logits(shape: Any, block: int, monkeypatch: pytest.MonkeyPatch)
     B, T, H, h = shape
     q, k = torch.randn(B, T, H, 5), torch.randn(B, T, h, 5)
     found_H = torch.full((H,), -torch.inf)
-    qk_clip._raise_max_op(found_H, q, k, None, None, None, 0.3)
+    qk_clip._update_max_op(found_H, q, k, None, None, None, 0.3)
     want_H = max_scores_ref(q, k, 0.3) if B else found_H
     torch.testing.assert_close(found_H, want_H)
-    qk_clip._raise_max_op(
+    qk_clip._update_max_op(
         found_H, -100 * q, torch.zeros_like(k), None, None, None, 0.3
     )  # a running maximum
     torch.testing.assert_close(found_H, want_H.clamp(min=0.0 if B else -torch.inf))
@@ -91,7 +91,7 @@ def test_largest_logits_of_packed_documents(block: int, monkeypatch: pytest.Monk
     q, k = torch.randn(2, 9, 6, 5), torch.randn(2, 9, 2, 5)
     found_H = torch.full((6,), -torch.inf)
     cu_seqlens = torch.tensor([0, 7, 8, 18, 18], dtype=torch.int32)
-    qk_clip._raise_max_op(found_H, q, k, None, cu_seqlens, None, 0.3)
+    qk_clip._update_max_op(found_H, q, k, None, cu_seqlens, None, 0.3)
     parts = [[x.flatten(0, 1).split([7, 1, 10])[i][None] for x in (q, k)] for i in range(3)]
     want_H = torch.stack([max_scores_ref(*part, 0.3) for part in parts]).amax(0)
     torch.testing.assert_close(found_H, want_H)

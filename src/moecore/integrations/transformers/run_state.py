@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import TrainerState
 
 from moecore.io import latest, read_manifest
-from moecore.io.checkpoint.ranks import on_first_rank
+from moecore.io.checkpoint.ranks import run_on_first_rank
 
 STATE = "trainer_state"
 GENERATORS = "host_generators"
@@ -37,7 +37,7 @@ def find_checkpoint(
     `resume` is a directory, True = the newest in `root`, None or False = a new run. ValueError for
     True without checkpoints, and for a new run that `saves` while `root` has checkpoints.
     """
-    newest = on_first_rank(lambda: latest(root))
+    newest = run_on_first_rank(lambda: latest(root))
     if resume is None or resume is False:
         if saves and newest is not None:
             raise ValueError(
@@ -54,12 +54,12 @@ def find_checkpoint(
 
 def encode_state(state: TrainerState) -> str:
     """Return rank 0's state as the text of trainer_state.json. Collective."""
-    return on_first_rank(lambda: json.dumps(asdict(state)))
+    return run_on_first_rank(lambda: json.dumps(asdict(state)))
 
 
 def read_state_text(path: Path) -> str:
     """Return a checkpoint's trainer_state.json text; ValueError if it has none. Collective."""
-    extra = on_first_rank(lambda: read_manifest(path).facts.extra)
+    extra = run_on_first_rank(lambda: read_manifest(path).facts.extra)
     if STATE not in extra:
         raise ValueError(
             f"resume_from_checkpoint ({path}) must be a checkpoint of MoETrainer: load any other "

@@ -69,7 +69,7 @@ class ScheduledSteps:
 
     def _loss(self, batch: ScheduledBatch, run: Callable[[list[dict[str, Any]]], Tensor]) -> Tensor:
         """Return the step's mean loss; `run` maps micro-batches' arguments to their losses."""
-        loss = batch.loss_of(run(batch.inputs(self._device, transformers=self._is_hf)))
+        loss = batch.compute_local_loss(run(batch.inputs(self._device, transformers=self._is_hf)))
         dist.all_reduce(loss)
         return loss / self._copies
 

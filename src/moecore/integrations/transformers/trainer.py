@@ -61,7 +61,7 @@ from moecore.integrations.transformers.run_state import (
 from moecore.integrations.transformers.scheduled import ScheduledSteps, is_dynamic
 from moecore.io import Saver, export_hf, load, save_adapters
 from moecore.io.checkpoint.directory import CHECKPOINTS, make_step_path
-from moecore.io.checkpoint.ranks import on_first_rank
+from moecore.io.checkpoint.ranks import run_on_first_rank
 from moecore.io.hf.lora import find_unmerged
 from moecore.packing.corpus.scheduled_batch import ScheduledBatch
 from moecore.parallel.model.parallel_state import get_moe_state
@@ -359,7 +359,7 @@ class ShardedAccelerator(Accelerator):
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward of a micro-batch's loss, multiplied by the fp16 loss scale, if any."""
-        super().backward(self.owner.scale(loss), **kwargs)
+        super().backward(self.owner.scale_loss(loss), **kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> float:
         """Clip by the TrainStep's max_norm; return the global norm. Arguments are not used."""
@@ -372,9 +372,9 @@ def export_into(model: nn.Module, folder: Path) -> None:
         save_adapters(model, folder, adapter=cast(Any, model).active_adapter)
         return
     draft = folder / ".export"
-    on_first_rank(lambda: shutil.rmtree(draft, ignore_errors=True))  # a kill may have left one
+    run_on_first_rank(lambda: shutil.rmtree(draft, ignore_errors=True))  # a kill may have left one
     export_hf(model, draft)
-    on_first_rank(lambda: _publish(draft, folder))
+    run_on_first_rank(lambda: _publish(draft, folder))
 
 
 def _publish(draft: Path, folder: Path) -> None:

@@ -32,9 +32,9 @@ from moecore.io.checkpoint.state import (
     allocate_optimizer_state,
     copy_rng_states,
     get_state_template,
-    list_optimizers,
     map_amax_operands,
     map_state_views,
+    prepare_optimizers,
 )
 
 
@@ -83,7 +83,7 @@ def compare(
         for d in find_saved_differences(view.config, manifest.facts.config)
     ]
     _compare_model(fit, view, union, select_tensors("model.", manifest), cast=cast)
-    fit.optimizers = list_optimizers(optimizer, view)
+    fit.optimizers = prepare_optimizers(optimizer, view)
     if fit.optimizers:
         _compare_optimizers(fit, view, union, manifest, cast=cast)
     schedule = join_schedulers(scheduler, fit.optimizers)

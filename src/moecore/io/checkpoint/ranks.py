@@ -19,6 +19,7 @@ from moecore.base.failures import run_and_share_errors as run_and_share_errors
 from moecore.base.rank_checks import Group as Group
 from moecore.base.rank_checks import gather_objects as gather_objects
 from moecore.base.torch_private import get_default_timeout
+from moecore.parallel.pipeline.stage_replicas import AllStages
 
 T = TypeVar("T")
 
@@ -57,7 +58,12 @@ def is_first_rank() -> bool:
     return get_rank_and_world()[0] == 0
 
 
-def on_first_rank(action: Callable[[], T], group: Group = None) -> T:
+def is_first_of_stage(stages: AllStages) -> bool:
+    """Whether this rank is the first rank of its pipeline stage."""
+    return dist.get_rank() % (dist.get_world_size() // stages.pp) == 0
+
+
+def run_on_first_rank(action: Callable[[], T], group: Group = None) -> T:
     """Run an action on rank 0; return its result or raise its error on every rank. Collective."""
     if not dist.is_initialized():
         return action()

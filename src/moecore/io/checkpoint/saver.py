@@ -37,8 +37,8 @@ from moecore.io.checkpoint.ranks import (
     ControlGroup,
     gather_objects,
     is_first_rank,
-    on_first_rank,
     run_and_share_errors,
+    run_on_first_rank,
 )
 from moecore.io.checkpoint.shard_file import Meter, Progress
 from moecore.io.checkpoint.snapshot import Snapshot, get_local_tensors, join_stages, take_snapshot
@@ -89,7 +89,7 @@ class Saver:
         self._control = ControlGroup()
         self._group = self._control.group
         try:
-            on_first_rank(self._lock.acquire, self._group)
+            run_on_first_rank(self._lock.acquire, self._group)
         except BaseException:
             self._control.close()
             raise

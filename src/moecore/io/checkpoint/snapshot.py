@@ -22,7 +22,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -41,7 +40,12 @@ from moecore.io.checkpoint.hyperparameters import (
     restore_hyperparameters,
 )
 from moecore.io.checkpoint.manifest import ManifestFacts, check_dtype
-from moecore.io.checkpoint.ranks import Group, gather_objects, get_rank_and_world
+from moecore.io.checkpoint.ranks import (
+    Group,
+    gather_objects,
+    get_rank_and_world,
+    is_first_of_stage,
+)
 from moecore.io.checkpoint.state import (
     STAGE_KINDS,
     ModelView,
@@ -49,9 +53,9 @@ from moecore.io.checkpoint.state import (
     allocate_optimizer_state,
     collect_optimizer_tensors,
     copy_rng_states,
-    list_optimizers,
     map_amax_operands,
     map_state_views,
+    prepare_optimizers,
     restore_amax,
     restore_optimizer_state,
     restore_rng,
@@ -89,7 +93,7 @@ def take_snapshot(
     _check_finished(model)
     view = ModelView(model)
     tensors = {f"model.{name}": tensor for name, tensor in view.stored_views.items()}
-    optimizers = list_optimizers(optimizer, view)
+    optimizers = prepare_optimizers(optimizer, view)
     tensors |= {f"optimizer.{k}": v for k, v in collect_optimizer_tensors(optimizers, view).items()}
     owners = map_amax_operands(model).items()
     tensors |= {f"amax.{n}": h.steps[operand] for n, (h, operand) in owners if operand in h.steps}
@@ -191,11 +195,6 @@ class StagePart:
     meshes: list[dict[str, int]]  # as in `ManifestFacts`
 
 
-def is_first_of_stage(stages: AllStages) -> bool:
-    """Whether this rank is the first rank of its pipeline stage."""
-    return dist.get_rank() % (dist.get_world_size() // stages.pp) == 0
-
-
 def join_stage_parts(part: StagePart, stages: AllStages | None, group: Group = None) -> StagePart:
     """Return the union of all stages' parts. Collective, except if `stages` is None (one stage)."""
     return part if stages is None else _merge_parts(_gather_parts(part, stages, group))
@@ -285,7 +284,7 @@ def load_rank_state(
     view = ModelView(model)
     for name, tensor in kinds["model"].items():
         get_local_tensor(view.stored_views[name]).copy_(tensor)
-    optimizers = list_optimizers(optimizer, view)
+    optimizers = prepare_optimizers(optimizer, view)
     scalars = {name: x.dtype for name, x in kinds["optimizer"].items() if not x.ndim}
     matrices = {name: x.dtype for name, x in kinds["optimizer"].items() if x.ndim}
     for owner in optimizers:

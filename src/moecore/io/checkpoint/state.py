@@ -85,7 +85,7 @@ class ModelView:
         return self._names[id(param)]
 
 
-def list_optimizers(optimizer: Optimizers | None, model: ModelView) -> list[Optimizer]:
+def prepare_optimizers(optimizer: Optimizers | None, model: ModelView) -> list[Optimizer]:
     """Return the optimizers as a list ([] for None), and load offloaded state to the device.
 
     Raises:
@@ -122,7 +122,7 @@ def collect_optimizer_tensors(
     for owner, param in ((o, param) for o in optimizers for param in o.state):
         # In forms that have a place in a checkpoint.
         name = model.get_name(param)
-        state = _call_optional(owner, "stored_state", owner.state[param], param)
+        state = _call_optional(owner, "get_stored_state", owner.state[param], param)
         if name in seen:
             raise ValueError(
                 f"{format_name(name)} must have state in one optimizer, but two have some: remove "
@@ -167,7 +167,7 @@ def allocate_optimizer_state(
                 key = f"{slot}.{name}"
                 if key in matrices:
                     dtype = _choose_moment_dtype(optimizer, param, matrices[key])
-                    place = _call_optional(optimizer, "state_device_of", param.device, param)
+                    place = _call_optional(optimizer, "get_state_device", param.device, param)
                     like = get_state_template(optimizer, param, slot)
                 else:
                     # torch's optimizers store the step count of other groups on the CPU. Moments of
@@ -207,13 +207,13 @@ def restore_optimizer_state(optimizer: Optimizer, state: dict[Tensor, dict[str, 
 
 def get_state_template(optimizer: Optimizer, param: Tensor, slot: str) -> Tensor:
     """Return a tensor with the shape and placements of state `slot`, such as "exp_avg"."""
-    like: Tensor = _call_optional(optimizer, "state_like", param, param, slot)
+    like: Tensor = _call_optional(optimizer, "get_state_template", param, param, slot)
     return like
 
 
 def _call_optional(optimizer: Optimizer, name: str, default: Any, *args: Any) -> Any:
     """Call the optimizer's method `name`; return `default` if its class has no such method."""
-    # AdamW has stored_state, moment_dtype_of and state_device_of, Muon state_like.
+    # AdamW has get_stored_state, get_moment_dtype, get_state_device; Muon get_state_template.
     method = getattr(optimizer, name, None)
     return default if method is None else method(*args)
 
@@ -227,7 +227,7 @@ def _choose_moment_dtype(
     default = stored_dtype
     if type(optimizer).__module__.startswith("torch.optim."):  # they step with no less
         default = torch.promote_types(stored_dtype, param.dtype)
-    dtype: torch.dtype = _call_optional(optimizer, "moment_dtype_of", default, param)
+    dtype: torch.dtype = _call_optional(optimizer, "get_moment_dtype", default, param)
     return dtype
 
 

@@ -49,7 +49,7 @@ from moecore.io.checkpoint.ranks import (
     gather_objects,
     get_rank_and_world,
     is_first_rank,
-    on_first_rank,
+    run_on_first_rank,
 )
 from moecore.io.checkpoint.shard_file import Meter, Progress, compute_layout, find_file_problem
 from moecore.io.checkpoint.snapshot import (
@@ -63,7 +63,7 @@ from moecore.io.checkpoint.snapshot import (
 from moecore.io.checkpoint.state import (
     ModelView,
     Optimizers,
-    list_optimizers,
+    prepare_optimizers,
     restore_amax,
     restore_optimizer_state,
     restore_rng,
@@ -75,7 +75,7 @@ from moecore.io.checkpoint.storage import (
     Writer,
     run_dcp_call,
 )
-from moecore.io.checkpoint.transformers_buffers import recompute_buffers
+from moecore.io.checkpoint.transformers_buffers import compute_missing_buffers
 from moecore.moe.layer import RoutedLayer
 from moecore.parallel.model.parallel_state import find_staged_module
 from moecore.train.rerun import drop_step
@@ -188,11 +188,11 @@ def load(
         check_arguments(load, arguments)
     path, meter = Path(path), Meter(progress)
     check_same_path(path)
-    manifest = on_first_rank(lambda: read_manifest(path))
+    manifest = run_on_first_rank(lambda: read_manifest(path))
 
     def collect_part() -> tuple[ModelView, StagePart]:
         view = ModelView(model)
-        listed = concat_param_groups(list_optimizers(optimizer, view))
+        listed = concat_param_groups(prepare_optimizers(optimizer, view))
         names = [[view.get_name(param) for param in group["params"]] for group in listed]
         return view, StagePart(frozenset(view.stored_views), names, [])
 
@@ -234,7 +234,7 @@ def load(
 def _refresh_buffers(path: Path, model: nn.Module) -> None:
     """Recompute the transformers buffers that no checkpoint stores; warn if that is impossible."""
     try:
-        for buffer, value in recompute_buffers(model):
+        for buffer, value in compute_missing_buffers(model):
             buffer.copy_(value)
     except NotImplementedError as error:
         warnings.warn(f"path ({path}): {error}: left as it was", stacklevel=4)
@@ -247,7 +247,7 @@ def start_draft(lock: RunLock, step: int, group: Group = None) -> Path:
         lock.acquire()
         return create_draft(lock.root, step)
 
-    draft = on_first_rank(lock_and_create, group)
+    draft = run_on_first_rank(lock_and_create, group)
     check_visible(draft, group)
     return draft
 
@@ -349,7 +349,7 @@ def verify(
     arguments = locals()
     with share_errors():
         check_arguments(verify, arguments)
-    manifest = on_first_rank(lambda: read_manifest(Path(path)))
+    manifest = run_on_first_rank(lambda: read_manifest(Path(path)))
     verify_files(Path(path), manifest, mode, Meter(progress))
     return manifest
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 
-def recompute_buffers(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+def compute_missing_buffers(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Return (buffer, value) for each transformers buffer that no checkpoint stores.
 
     The values, such as rotary frequencies, are computed from the module's config.

@@ -108,7 +108,7 @@ def read_config(config: HFConfig) -> dict[str, Any]:
     values: dict[str, Any] = _decode_floats(config)
     for name in ("model_type", "quantization_config"):
         if values.get(name) is not None:
-            check_kind(name, values[name])
+            check_field_type(name, values[name])
     return values
 
 
@@ -122,7 +122,7 @@ def _decode_floats(value: Any) -> Any:
     return [_decode_floats(entry) for entry in value] if isinstance(value, list) else value
 
 
-def check_kind(name: str, value: Any) -> Any:
+def check_field_type(name: str, value: Any) -> Any:
     """Return `value`; raise ValueError if its type is wrong for the config.json field `name`."""
     words, matches = FIELD_KINDS.get(name, ("", None))
     if matches is not None and not matches(value):
@@ -167,7 +167,7 @@ class NativeFamily:
 
 
 class Fields:
-    """The fields of a config.json; access checks their types with `check_kind`."""
+    """The fields of a config.json; access checks their types with `check_field_type`."""
 
     def __init__(self, values: Mapping[str, Any], family: NativeFamily) -> None:
         self.values, self.family = dict(values), family
@@ -189,12 +189,12 @@ class Fields:
                 f"config.json {name} (None) must be given for model_type "
                 f"({quote(self.model_type)}): add it"
             )
-        return check_kind(name, self.values[name])
+        return check_field_type(name, self.values[name])
 
     def get(self, name: str, default: Any) -> Any:
         """Return the value of a field, or the default if it is missing or null."""
         value = self.values.get(name)
-        return default if value is None else check_kind(name, value)
+        return default if value is None else check_field_type(name, value)
 
     def refuse(self, name: str, wrong: bool, value: Any = None) -> None:
         """Raise NotImplementedError if `wrong`; the text has `value` (None = the field's)."""
@@ -215,7 +215,7 @@ class Fields:
             options["rope_theta"] = self.need("rope_theta")
         for name, value in options.items():
             if value is not None:
-                check_kind(name, value)
+                check_field_type(name, value)
         options.setdefault("partial_rotary_factor", self.get("partial_rotary_factor", 1.0))
         return options
 

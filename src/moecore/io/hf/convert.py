@@ -50,8 +50,8 @@ from moecore.io.checkpoint.store import verify
 from moecore.io.hf.collect import Collector, Item, StoredCollector
 from moecore.io.hf.config import compare_config, decoder_config_from_hf
 from moecore.io.hf.config_fields import HFConfig, read_config
-from moecore.io.hf.export import check_target, fill_shards, sort_for_file, write_directory
-from moecore.io.hf.export_plan import ExportLayout, choose_names, finish_config, make_items
+from moecore.io.hf.export import check_target, plan_shard_files, sort_for_file, write_directory
+from moecore.io.hf.export_plan import ExportLayout, choose_layout, finish_config, make_items
 from moecore.io.hf.files import BoxReader, HFFiles
 from moecore.io.hf.names import (
     EMBEDDING,
@@ -63,7 +63,7 @@ from moecore.io.hf.names import (
 )
 from moecore.io.hf.pieces import FileRecipe, map_file_shapes
 from moecore.io.hf.quant import TensorSource, find_sources, read_box
-from moecore.io.hf.stock import build_reader, plan_written_tensors
+from moecore.io.hf.stock import build_meta_model, plan_written_tensors
 from moecore.io.hf.verify import find_content_problems, find_copy_problems, find_shape_problems
 from moecore.models.config import DecoderConfig
 
@@ -101,9 +101,9 @@ def native_to_hf(
     path, out = Path(path), Path(out)
     check_target(out, dtype)
     with ExitStack() as stack:
-        names = choose_names(layout, read_config(config))
+        names = choose_layout(layout, read_config(config))
         model = open_native(path, stack, config=config, dtype=dtype, layout=names)
-        shards = fill_shards(model.items, max_shard_bytes)
+        shards = plan_shard_files(model.items, max_shard_bytes)
         write_directory(out, shards, model.values, model.collector, Meter(progress))
     return len(model.items)
 
@@ -206,7 +206,7 @@ def _plan_files(
 ) -> tuple[dict[str, FileRecipe], dict[str, str], nn.Module | None]:
     """Return recipes by tensor, copy -> original, and the transformers model on meta or None."""
     if not _has_decoder_names(tensors):
-        tied, reader = values.get("tie_word_embeddings", False), build_reader(values)
+        tied, reader = values.get("tie_word_embeddings", False), build_meta_model(values)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         recipes = plan_written_tensors(reader, shapes, layout)
         return recipes, {HEAD: EMBEDDING} if tied else {}, reader
@@ -305,7 +305,7 @@ def _write_files(draft: Path, conversion: Conversion) -> Manifest:
     meter.expect(sum(item.nbytes for item in items))
     stored_files: dict[str, StoredFile] = {}
     tensors: dict[str, StoredTensor] = {}
-    for number, shard in enumerate(fill_shards(items, conversion.max_file_bytes)):
+    for number, shard in enumerate(plan_shard_files(items, conversion.max_file_bytes)):
         file = f"rank-{number:05d}.safetensors"
         layout, ordered = sort_for_file(shard)
         with ShardWriter(draft / file, layout.header, pinned=False, meter=meter) as writer:

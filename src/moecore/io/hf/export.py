@@ -34,7 +34,7 @@ from moecore.io.checkpoint.ranks import (
     check_visible,
     get_rank_and_world,
     is_first_rank,
-    on_first_rank,
+    run_on_first_rank,
 )
 from moecore.io.checkpoint.shard_file import (
     FileLayout,
@@ -108,7 +108,7 @@ def export_hf(
         check_target(path, dtype)
         refuse_unmerged(model)
     plan = plan_export(model, config, dtype, layout)
-    shards = fill_shards(plan.items, max_shard_bytes)
+    shards = plan_shard_files(plan.items, max_shard_bytes)
     collector = RankCollector(plan.tensors, plan.owners, plan.items, plan.device)
     with collector.open_pass():
         write_directory(path, shards, plan.values, collector, meter)
@@ -128,7 +128,7 @@ def write_directory(
     """Write the items of each shard, the index and config.json to a new directory. Collective."""
     with open_draft(path) as draft:
         _write_shards(draft, shards, collector, meter)
-        on_first_rank(lambda: _write_config_and_index(draft, shards, config))
+        run_on_first_rank(lambda: _write_config_and_index(draft, shards, config))
 
 
 @contextmanager
@@ -147,11 +147,11 @@ def open_draft(path: Path) -> Iterator[Path]:
         draft.rename(path)
         sync_directory(path.parent)
 
-    draft = on_first_rank(make)
+    draft = run_on_first_rank(make)
     try:
         check_visible(draft)
         yield draft
-        on_first_rank(publish)
+        run_on_first_rank(publish)
     except BaseException:
         if is_first_rank():
             shutil.rmtree(draft, ignore_errors=True)
@@ -174,7 +174,7 @@ def check_dtype(dtype: torch.dtype | None) -> None:
         )
 
 
-def fill_shards(items: Sequence[Item], max_shard_bytes: int) -> list[list[Item]]:
+def plan_shard_files(items: Sequence[Item], max_shard_bytes: int) -> list[list[Item]]:
     """Return the items of each file, in order; a file with one larger item exceeds the limit."""
     return list(group_by_size(items, lambda item: item.nbytes, max_shard_bytes))
 

@@ -46,7 +46,7 @@ from moecore.io.hf.names import (
 from moecore.io.hf.pieces import FileRecipe, get_local_part
 from moecore.io.hf.stock import (
     Shapes,
-    build_reader,
+    build_meta_model,
     find_transformers_class,
     get_shapes,
     plan_written_tensors,
@@ -106,7 +106,7 @@ def plan_export(
     owners = PartOwners(tensors)
 
     def plan_items() -> list[Item]:
-        recipes = _plan_recipes(base, values, owners.shapes, choose_names(layout, values))
+        recipes = _plan_recipes(base, values, owners.shapes, choose_layout(layout, values))
         keeps = make_fp32_predicate(base, dtype)
         return list(make_items(owners.dtypes, recipes, map_model_copies(base), dtype, keeps))
 
@@ -133,7 +133,7 @@ def _plan_recipes(
                 f"model must hold {format_name(name)} on a pipeline stage: take all of its stages"
             )
         return recipes
-    reader = build_checked_reader(model, values, shapes)
+    reader = build_checked_meta_model(model, values, shapes)
     if reader is not None:  # stages hold layers in an order of their own
         places: dict[str, int] = {}
         for place, name in enumerate(reader.state_dict()):
@@ -149,7 +149,7 @@ def _cut_after_list_index(name: str) -> str:
     return name if match is None else match[0]
 
 
-def choose_names(layout: ExportLayout, config: Mapping[str, Any]) -> HFLayout:
+def choose_layout(layout: ExportLayout, config: Mapping[str, Any]) -> HFLayout:
     """Return "mixtral" for Mixtral's config.json and "per_expert", otherwise `layout`."""
     mixtral = config.get("model_type") == "mixtral"
     return "mixtral" if mixtral and layout == "per_expert" else layout
@@ -265,7 +265,7 @@ def _check_values(
         raise ValueError(f"{problem}: pass the config of this model")
 
 
-def build_checked_reader(
+def build_checked_meta_model(
     model: nn.Module, values: Mapping[str, Any], shapes: Shapes
 ) -> nn.Module | None:
     """Build the transformers model that would load the export, on meta; None if unknown.
@@ -274,8 +274,8 @@ def build_checked_reader(
         ValueError: if the model's names, `shapes` or routing differ from the built model's.
     """
     is_part = getattr(model, "base_model", None) is model  # the whole reads it, if there is one
-    full_reader = build_reader({**values, "architectures": None}) if is_part else None
-    reader = full_reader or build_reader(values, model)
+    full_reader = build_meta_model({**values, "architectures": None}) if is_part else None
+    reader = full_reader or build_meta_model(values, model)
     if reader is not None:
         kind = type(reader)
         _check_names(model, kind, get_shapes(reader.state_dict()), rename_shapes(shapes))

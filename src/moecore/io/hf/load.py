@@ -42,11 +42,11 @@ from moecore.io.checkpoint.files import join_problems, refuse_problems
 from moecore.io.checkpoint.ranks import (
     gather_objects,
     is_first_rank,
-    on_first_rank,
     run_and_share_errors,
+    run_on_first_rank,
 )
 from moecore.io.checkpoint.shard_file import Meter, Progress
-from moecore.io.checkpoint.transformers_buffers import recompute_buffers
+from moecore.io.checkpoint.transformers_buffers import compute_missing_buffers
 from moecore.io.hf.config import compare_config
 from moecore.io.hf.config_fields import read_config
 from moecore.io.hf.files import CONFIG, HFFiles, format_one_line, read_headers
@@ -60,7 +60,7 @@ from moecore.io.hf.names import (
 )
 from moecore.io.hf.pieces import FileRecipe, get_local_part, list_shard_boxes
 from moecore.io.hf.quant import FP8, TensorSource, find_sources, list_stored_names, read_box
-from moecore.io.hf.stock import build_reader, compute_published_shapes, plan_stock_tensors
+from moecore.io.hf.stock import build_meta_model, compute_published_shapes, plan_stock_tensors
 from moecore.io.hf.upcycled import make_upcycled_config
 from moecore.io.hf.verify import LAYER, find_copy_problems
 from moecore.models.decoder import Decoder
@@ -139,7 +139,7 @@ def load_hf(
         start, path = time.monotonic(), Path(path)
         outer_model, model = model, unwrap_peft(model)
     # Rank 0 reads for all: thousands of ranks would read the same headers and config.
-    table, config = on_first_rank(lambda: (read_headers(path), read_config(path)))
+    table, config = run_on_first_rank(lambda: (read_headers(path), read_config(path)))
     with HFFiles(path, table) as files:
         with share_errors():
             sources, problems = find_sources(files, config.get("quantization_config"))
@@ -239,7 +239,7 @@ def check_load_plan(path: Path, model: nn.Module, plan: LoadPlan, *, strict: boo
         plan.problems += [f"{name} is no tensor of the model" for name in objected]
     fix = "correct the model's config or the files"
     refuse_problems(f"path ({path}) must fit the model", plan.problems, fix)
-    plan.buffers += recompute_buffers(model)
+    plan.buffers += compute_missing_buffers(model)
 
 
 def make_load_plan(
@@ -297,7 +297,7 @@ def _plan_recipes(
     """Return the recipe of each model tensor; a recipe may name tensors that the files lack."""
     if isinstance(model, Decoder):
         return plan_hf_tensors(model.config, find_layout(sources), shapes)
-    reader = build_reader(
+    reader = build_meta_model(
         make_upcycled_config(model) or as_type(Any, model).config.to_dict(), model
     )
     files = {name: source.shape for name, source in sources.items()}
@@ -396,5 +396,5 @@ def init_hf(model: nn.Module, seed: Seed = 0) -> None:
     for name, buffer in model.named_buffers():
         if clean_name(name).endswith("bias"):
             buffer.zero_()
-    for buffer, value in recompute_buffers(model):
+    for buffer, value in compute_missing_buffers(model):
         buffer.copy_(value)

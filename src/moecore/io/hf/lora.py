@@ -31,11 +31,11 @@ from moecore.families.transformers.lora import refuse_unmerging, unwrap_peft
 from moecore.io.checkpoint.files import refuse_problems
 from moecore.io.checkpoint.ranks import (
     gather_objects,
+    is_first_of_stage,
     is_first_rank,
-    on_first_rank,
     run_and_share_errors,
+    run_on_first_rank,
 )
-from moecore.io.checkpoint.snapshot import is_first_of_stage
 from moecore.io.hf.files import read_json
 from moecore.io.hf.pieces import FileView, TensorPiece, get_local_part
 from moecore.moe.experts import Experts
@@ -155,7 +155,7 @@ def save_adapters(
         of_ranks: list[Any] = [None] * dist.get_world_size()
         dist.gather_object(file_tensors, of_ranks if is_first_rank() else None)
         file_tensors = {name: x for entry in of_ranks if entry for name, x in entry.items()}
-    on_first_rank(lambda: _write_adapter_files(model, path, adapter, file_tensors))
+    run_on_first_rank(lambda: _write_adapter_files(model, path, adapter, file_tensors))
 
 
 def load_adapters(

@@ -46,7 +46,7 @@ def find_transformers_class(model_class: type) -> Any:
     return None
 
 
-def build_reader(
+def build_meta_model(
     values: Mapping[str, Any],
     model: nn.Module | None = None,
     dtype: torch.dtype = torch.float32,

@@ -19,13 +19,13 @@ from moecore.io.checkpoint.files import MAX_CHARS, MAX_TABLE
 from moecore.io.checkpoint.ranks import get_rank_and_world
 from moecore.io.checkpoint.shard_file import CHUNK_BYTES
 from moecore.io.hf.config import MTP_KEYS, decoder_config_from_hf
-from moecore.io.hf.config_fields import FIELD_KINDS, HFConfig, check_kind, read_config
+from moecore.io.hf.config_fields import FIELD_KINDS, HFConfig, check_field_type, read_config
 from moecore.io.hf.files import CONFIG, INDEX, BoxReader, HFFiles, read_json
 from moecore.io.hf.names import find_layout, map_hf_copies, map_model_copies, plan_hf_tensors
 from moecore.io.hf.pieces import map_file_shapes
 from moecore.io.hf.quant import TensorSource, find_sources
 from moecore.io.hf.stock import (
-    build_reader,
+    build_meta_model,
     compute_published_shapes,
     get_shapes,
     plan_stock_tensors,
@@ -152,8 +152,8 @@ def _compare_with_transformers(
     """
     try:
         for key in ("num_hidden_layers", *MTP_KEYS):  # which `_is_behind` reads
-            check_kind(key, config.get(key) or 1)
-        reader = build_reader(config)
+            check_field_type(key, config.get(key) or 1)
+        reader = build_meta_model(config)
     except ValueError as error:
         return [str(error)]
     if reader is None:

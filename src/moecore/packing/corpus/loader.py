@@ -260,7 +260,7 @@ class PositionedLoader(Generic[Batch]):
         self._batches.set_start(self._rows, self._loaded | self._cursors, self._lengths)
         self._batch_iterator = None
 
-    def epochs(self) -> dict[str, int]:
+    def get_epochs(self) -> dict[str, int]:
         """Return the epoch of each source in the last batch; 0 until a stream has ended once."""
         return {
             name: max((of[i].ordinal for of in self._last.values()), default=0)

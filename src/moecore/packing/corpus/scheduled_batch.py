@@ -77,7 +77,7 @@ class ScheduledBatch:
     num_tokens: int
     digest: str
 
-    def counts(self) -> Tensor:
+    def count_labels_and_tokens(self) -> Tensor:
         """Return int64 [4]: labels, tokens without padding, squared lengths, tokens with padding.
 
         The sums over data ranks are the step's counts. The first rank of a group counts the group's
@@ -112,7 +112,7 @@ class ScheduledBatch:
             for batch, cp in zip(self.micro_batches, self.cps, strict=True)
         ]
 
-    def loss_of(self, losses: Tensor) -> Tensor:
+    def compute_local_loss(self, losses: Tensor) -> Tensor:
         """Return this rank's part of the mean loss; the sum over data ranks is the step's loss.
 
         Args:
@@ -129,7 +129,7 @@ class ScheduledCollator(CheckedRecord):
         collator = ScheduledCollator(max_tokens=8192, data_rank=..., data_ranks=...)
         for batch in DataLoader(documents, batch_size=64, collate_fn=collator):
             step.num_micro_batches = len(batch.cps)
-            loss = batch.loss_of(step.forward_backward(batch.inputs("cuda")))
+            loss = batch.compute_local_loss(step.forward_backward(batch.inputs("cuda")))
             done = step.finish()
 
     Parallelize the model with `ContextOptions(dynamic=True)` and loss="sum". Every data rank must

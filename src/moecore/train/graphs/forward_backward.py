@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.fields import Bound, check_arguments
-from moecore.base.rank_checks import gather_objects
+from moecore.base.rank_checks import gather_first_problem
 from moecore.base.torch_private import (
     count_gradient_hooks,
     get_local_tensor,
@@ -208,7 +208,7 @@ def _capture(
     before = 0 if progress is None else progress.num_done
     graph, outputs, error = _capture_graph(function, inputs)
     reason = "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
-    failure = _find_first_problem(reason)
+    failure = gather_first_problem(reason)
     if isinstance(error, torch.OutOfMemoryError | ExchangeError):
         raise error
     if failure:
@@ -273,7 +273,7 @@ def _call_without_syncs(function: Callable[..., Any], inputs: Inputs) -> Any:
     for other in caught:
         if other not in waits and WATCH_WARNING not in str(other.message):
             warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
-    problem = _find_first_problem(_find_capture_problem(waits, outputs))
+    problem = gather_first_problem(_find_capture_problem(waits, outputs))
     if problem:
         raise ValueError(problem)
     return outputs
@@ -299,14 +299,6 @@ def _find_capture_problem(waits: list[warnings.WarningMessage], outputs: Any) ->
                 "detach them"
             )
     return ""
-
-
-def _find_first_problem(problem: str) -> str:
-    """Return the first rank's nonempty error text, or "". Collective over all ranks."""
-    of_ranks = gather_objects(problem)
-    if len(of_ranks) == 1:
-        return problem
-    return next((f"rank {r}: {text}" for r, text in enumerate(of_ranks) if text), "")
 
 
 def _check_start(model: nn.Module, state: MoEState) -> None:

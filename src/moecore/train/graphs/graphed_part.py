@@ -197,7 +197,7 @@ class GraphedPart:
 
     def _may_use_graph(self, tensors: list[Tensor]) -> bool:
         """Return whether a call with these tensors may warm up, capture or replay."""
-        if not tensors or not _may_hold(tensors[0]) or is_inside_backward():
+        if not tensors or not _can_use_graph(tensors[0]) or is_inside_backward():
             return False
         if get_saved_tensor_hooks() is not None and not is_packing():
             return False
@@ -411,7 +411,7 @@ def _list_trained_params(
                 yield module, name, param
 
 
-def _may_hold(x: Tensor) -> bool:
+def _can_use_graph(x: Tensor) -> bool:
     """Return whether a tensor is on a GPU and no graph is being captured."""
     return x.is_cuda and not torch.cuda.is_current_stream_capturing()
 

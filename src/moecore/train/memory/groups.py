@@ -23,7 +23,7 @@ REST: Key = ("", 0)  # tensors that a block saves outside of parts
 
 
 @dataclass(slots=True)
-class Readers:
+class HandleCounts:
     """Counts of existing handles, and of handles that the current backward ("turn") must unpack."""
 
     alive: int = 0
@@ -73,7 +73,7 @@ class HostCopy:
     out: CopyMark | None = None  # the end of the copy to the store
     busy: CopyMark | None = None  # the end of the last copy that reads or writes `data`
     is_back: bool = False  # whether `data` was copied back
-    readers: Readers = field(default_factory=Readers)
+    handles: HandleCounts = field(default_factory=HandleCounts)
 
     def has_storage_of(self, tensor: Tensor) -> bool:
         """Return whether `data` is the storage of `tensor`, unchanged since it was saved."""
@@ -105,15 +105,15 @@ class StorageGroup:
     is_last: bool  # whether the layer is the last block, which stays on the device
     stream: Stream | None  # current stream of the layer's forward
     weights: frozenset[int]  # keys of the storages of the part's parameters and buffers
-    fresh: list[HostCopy] = field(default_factory=list)  # storages that this group saved first
+    new_copies: list[HostCopy] = field(default_factory=list)  # storages that this group saved first
     # Groups that are copied back after the backward of this one.
     prefetch_groups: list[StorageGroup] = field(default_factory=list)
-    readers: Readers = field(default_factory=Readers)
+    handles: HandleCounts = field(default_factory=HandleCounts)
     has_unpacked: bool = False  # whether backward has unpacked one of its handles
 
     def free_device_memory(self) -> None:
         """Free the device memory of the storages that were copied to the store."""
-        for copy in self.fresh:
+        for copy in self.new_copies:
             if copy.busy is not None and not copy.is_back:
                 copy.free()
 
@@ -129,7 +129,7 @@ class Layer:
 
     def link_to_previous(self, previous: Layer | None) -> None:
         """Let the backward of each group prefetch the previous layer's group of the same key."""
-        self.groups = {key: group for key, group in self.groups.items() if group.readers.alive}
+        self.groups = {key: group for key, group in self.groups.items() if group.handles.alive}
         previous_groups = dict(previous.groups) if previous is not None else {}
         if not self.groups:
             self.groups = previous_groups

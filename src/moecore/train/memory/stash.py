@@ -66,7 +66,7 @@ class DispatchPages:
 class PagePlace(NamedTuple):
     """The place of a matrix in a `PageStore`: its dispatch, and its index in the dispatch."""
 
-    of: DispatchPages
+    dispatch: DispatchPages
     number: int
 
 
@@ -115,7 +115,7 @@ class PageStore:
             emptied += [] if mark is None else [mark]
         out = self._streams.out.start(jobs, *emptied)
         for copy in copies:
-            copy.out = copy.busy = copy.piece.of.out = out
+            copy.out = copy.busy = copy.piece.dispatch.out = out
         return list(copies)
 
     def copy_back(self, copies: Sequence[HostCopy], freed_pieces: Sequence[PagePlace] = ()) -> None:
@@ -323,9 +323,9 @@ class Stash(Offload, BufferOwner):
             for group, of_graph in resting:
                 if of_graph != in_capture:  # copies of eager groups are not captured
                     self._resting.append((group, of_graph))
-                elif group.readers.alive and not group.has_unpacked:
+                elif group.handles.alive and not group.has_unpacked:
                     self._copy_out(group)
-            self._resting = [entry for entry in self._resting if entry[0].readers.alive]
+            self._resting = [entry for entry in self._resting if entry[0].handles.alive]
 
     @property
     def factor(self) -> float:

@@ -139,7 +139,7 @@ class SavedStorages:
         self._offered = self._offload_bytes = 0
         with self._hold_lock():
             items = self._copies.items()
-            self._copies = {a: c for a, c in items if c.readers.alive or not c.ref.expired()}
+            self._copies = {a: c for a, c in items if c.handles.alive or not c.ref.expired()}
             self._staying = {a: ref for a, ref in self._staying.items() if not ref.expired()}
 
     def _pack(self, group: StorageGroup, tensor: Tensor) -> Handle | None:
@@ -166,7 +166,7 @@ class SavedStorages:
                 if outlives or not (group.is_last or self._is_within_share(ref, storage.nbytes())):
                     return None
                 copy = self._add_copy(tensor, ref, group, rows)
-            use = StorageUse(copy, group, copy.readers.add_handle(), group.readers.add_handle())
+            use = StorageUse(copy, group, copy.handles.add_handle(), group.handles.add_handle())
         if self.observe is not None:
             self.observe(tensor)
         return _Offloaded(self, use, tensor)
@@ -202,14 +202,14 @@ class SavedStorages:
             used_rows=rows,
         )
         self._copies[ref.cdata] = copy
-        group.fresh.append(copy)
+        group.new_copies.append(copy)
         return copy
 
     def _copy_out(self, group: StorageGroup) -> None:
         """Start to copy the group's storages to the store, unless changed or without handles."""
-        ready = [copy for copy in group.fresh if copy.readers.alive and copy.is_unchanged()]
+        ready = [copy for copy in group.new_copies if copy.handles.alive and copy.is_unchanged()]
         stored_copies = self._store.copy_out(ready)
-        self._offload_bytes -= sum(copy.size for copy in group.fresh if copy.piece is None)
+        self._offload_bytes -= sum(copy.size for copy in group.new_copies if copy.piece is None)
         if stored_copies:
             self.out_bytes += sum(copy.size for copy in stored_copies)
             self._pending_free.append(group)
@@ -243,11 +243,11 @@ class SavedStorages:
                 if isinstance(current, torch.cuda.Stream) and current != copy.home:
                     data.record_stream(current)
             # A retained graph begins a further turn: `_copy_back` copies back once more.
-            use.copy_turn, is_over = copy.readers.count_unpack(use.copy_turn)
+            use.copy_turn, is_over = copy.handles.count_unpack(use.copy_turn)
             if is_over and copy.piece is not None:
                 copy.free()
             group.has_unpacked = True
-            use.group_turn, is_over = group.readers.count_unpack(use.group_turn)
+            use.group_turn, is_over = group.handles.count_unpack(use.group_turn)
             if is_over:
                 self._finished_groups.append(group)
         return data
@@ -257,7 +257,7 @@ class SavedStorages:
     ) -> None:
         """Start to copy groups to the device, in the order of backward; free `freed_pieces`."""
         for group in groups:
-            copies = [c for c in reversed(group.fresh) if c.readers.alive and c.data is None]
+            copies = [c for c in reversed(group.new_copies) if c.handles.alive and c.data is None]
             if copies:
                 self._copy_back(copies, freed_pieces)
                 freed_pieces = ()
@@ -301,19 +301,19 @@ class SavedStorages:
         while self._dead:
             use = self._dead.popleft()
             copy, group = use.copy, use.group
-            is_over = copy.readers.remove_handle(use.copy_turn)
-            if not copy.readers.alive or (is_over and copy.piece is not None):
+            is_over = copy.handles.remove_handle(use.copy_turn)
+            if not copy.handles.alive or (is_over and copy.piece is not None):
                 copy.free()
             # The next user of host memory copies after work that has waited for its last reader.
-            if not copy.readers.alive and copy.piece is not None:
+            if not copy.handles.alive and copy.piece is not None:
                 freed_pieces.append(copy.piece)
                 copy.piece = None
-            if group.readers.remove_handle(use.group_turn) and group.has_unpacked:
+            if group.handles.remove_handle(use.group_turn) and group.has_unpacked:
                 self._finished_groups.append(group)
         groups, self._finished_groups = self._finished_groups, []
         prefetch_groups: list[StorageGroup] = []
         for group in groups:
-            if more_may_die and group.readers.alive:
+            if more_may_die and group.handles.alive:
                 self._finished_groups.append(group)
                 continue
             group.has_unpacked = False

@@ -27,6 +27,7 @@ from moecore.kernels.adamw_formats import (
     decode_moments_ref,
     encode_moments_ref,
 )
+from moecore.train.optim.gradients import get_grad, get_scale_signals, run_closure
 
 FP8 = torch.float8_e4m3fn
 MOMENT_DTYPE = Annotated[torch.dtype, OneOf((torch.float32, torch.bfloat16, FP8))]
@@ -104,17 +105,17 @@ class AdamW(torch.optim.AdamW):
         """Return the options that are not in `param_groups`; ranks must agree on them."""
         return {"moment_dtype": self.moment_dtype, "master_remainder": self.master_remainder}
 
-    def moment_dtype_of(self, param: Tensor) -> torch.dtype:
+    def get_moment_dtype(self, param: Tensor) -> torch.dtype:
         """Return the dtype of a parameter's moments in a checkpoint: bf16 instead of FP8."""
         dtypes = self._get_state_dtypes(param)
         return torch.bfloat16 if "exponents" in dtypes else dtypes["exp_avg"]
 
-    def state_device_of(self, param: Tensor) -> torch.device:
+    def get_state_device(self, param: Tensor) -> torch.device:
         """Return the device of a parameter's state."""
         return param.device
 
     @torch.no_grad()
-    def stored_state(self, param: Tensor) -> dict[str, Tensor]:
+    def get_stored_state(self, param: Tensor) -> dict[str, Tensor]:
         """Return a parameter's state for a checkpoint; {} before the first step.
 
         Names are "exp_avg", "exp_avg_sq", "step", and with `master_remainder` "remainder". FP8
@@ -136,7 +137,7 @@ class AdamW(torch.optim.AdamW):
         Tensors of the right dtype and device are not copied. A missing "remainder" becomes 0.
         """
         state, dtypes = dict(saved_state), self._get_state_dtypes(param)
-        device = self.state_device_of(param)
+        device = self.get_state_device(param)
         self.state[param] = state
         state["step"] = state["step"].to(device, torch.float32)
         if "exponents" in dtypes:
@@ -155,7 +156,7 @@ class AdamW(torch.optim.AdamW):
         result: dict[str, Any] = super().state_dict()
         params = self._list_params()
         result["state"] = {
-            place: self.stored_state(params[place]) if "exponents" in state else state
+            place: self.get_stored_state(params[place]) if "exponents" in state else state
             for place, state in result["state"].items()
         }
         return result
@@ -235,7 +236,7 @@ class AdamW(torch.optim.AdamW):
     def prepare_state(self, param: Tensor) -> dict[str, Tensor]:
         """Return `self.state[param]`: zeros if new, converted if its dtypes or device differ."""
         state: dict[str, Tensor] = self.state[param]
-        dtypes, device = self._get_state_dtypes(param), self.state_device_of(param)
+        dtypes, device = self._get_state_dtypes(param), self.get_state_device(param)
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             shaped = dtypes.keys() - {"step", "exponents"}
@@ -248,7 +249,7 @@ class AdamW(torch.optim.AdamW):
             t = state.get(name)
             fits &= t is not None and t.dtype == dtype and t.device == device
         if not fits:
-            self.restore_state(param, self.stored_state(param))
+            self.restore_state(param, self.get_stored_state(param))
         formatted: dict[str, Tensor] = self.state[param]
         return formatted
 
@@ -290,38 +291,6 @@ def _read_options(group: dict[str, Any]) -> AdamWOptions:
         eps=group["eps"],
         weight_decay=group["weight_decay"],
     )
-
-
-def run_closure(closure: Callable[[], Any] | None) -> Any:
-    """Run the closure of an optimizer's step, and return its result; None without a closure."""
-    with torch.enable_grad():
-        return None if closure is None else closure()
-
-
-def get_grad(param: Tensor) -> Tensor:
-    """Return a gradient with its parameter's placements; ValueError if it is sparse or complex."""
-    grad = param.grad
-    assert grad is not None, "the caller skips parameters without one"
-    if grad.is_sparse or not param.is_floating_point():
-        raise ValueError(
-            f"the gradient of a parameter {tuple(param.shape)} must be dense and real: use an "
-            "optimizer of torch for it"
-        )
-    if isinstance(param, DTensor) and grad.placements != param.placements:  # type: ignore[attr-defined]
-        grad = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
-    return grad  # it may have been a partial sum
-
-
-def get_scale_signals(
-    optimizer: torch.optim.Optimizer, device: torch.device
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return `optimizer.grad_scale` and `found_inf`, which clipping sets, as scalars on `device`.
-
-    Gradients are divided by grad_scale. found_inf > 0 skips the step. None = not set.
-    """
-    signals = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
-    grad_scale, found_inf = (None if x is None else x.to(device).view(()) for x in signals)
-    return grad_scale, found_inf
 
 
 def _encode_moments(param: Tensor, moments: Sequence[Tensor]) -> dict[str, Tensor]:

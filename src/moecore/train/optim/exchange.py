@@ -297,7 +297,7 @@ def _make_round(members: list[_Member], owners: Owners, rank: int) -> ExchangeRo
                 part = rank_parts[holder][number]
                 places = torch.searchsorted(matrix_ids, part.batch[owner_of[part.batch] == rank])
                 block = _make_block(
-                    place, places, part.of_rows, part.of_columns, number, member.device
+                    place, places, part.matrix_rows, part.matrix_columns, number, member.device
                 )
                 if block is not None:
                     result.returns[holder].append(block)

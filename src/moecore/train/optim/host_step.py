@@ -28,7 +28,8 @@ from moecore.base.streams import start_reads
 from moecore.base.torch_private import foreach_add_, get_local_tensor
 from moecore.train.memory.host import Slabs, explain_memory_errors, round_up_to_alignment
 from moecore.train.memory.streams import CopyMark, CopyStream
-from moecore.train.optim.adamw import MOMENTS, AdamW, find_state_dtypes, get_grad, run_closure
+from moecore.train.optim.adamw import MOMENTS, AdamW, find_state_dtypes
+from moecore.train.optim.gradients import get_grad, run_closure
 from moecore.train.optim.state_offload import Fraction, compute_shard_bytes, select_largest
 
 CHUNK = 2**24  # elements
@@ -89,7 +90,7 @@ class HostAdamW(AdamW):
         super().add_param_group(param_group)
         self._choose_host_params()
 
-    def state_device_of(self, param: Tensor) -> torch.device:
+    def get_state_device(self, param: Tensor) -> torch.device:
         """Return the device of a parameter's state."""
         return torch.device("cpu") if param in self.host_params else param.device
 

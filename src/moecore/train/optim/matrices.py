@@ -136,9 +136,9 @@ class MatrixPart(NamedTuple):
 
     batch: Tensor  # which matrices, in local order
     rows: Tensor  # indices in the rank's local tensor
-    of_rows: Tensor  # the indices of the same rows in the full matrix
+    matrix_rows: Tensor  # the indices of the same rows in the full matrix
     columns: Tensor  # as `rows`
-    of_columns: Tensor  # as `of_rows`
+    matrix_columns: Tensor  # as `matrix_rows`
 
 
 def _list_pieces(sections: MatrixCut, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

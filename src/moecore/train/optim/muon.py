@@ -36,8 +36,8 @@ from moecore.base.fields import (
 )
 from moecore.base.torch_private import get_local_tensor, zeros_like
 from moecore.kernels.momentum import momentum_
-from moecore.train.optim.adamw import get_grad, get_scale_signals, run_closure
 from moecore.train.optim.exchange import ExchangeRound, MatrixBlock, MatrixPlan, make_plan
+from moecore.train.optim.gradients import get_grad, get_scale_signals, run_closure
 from moecore.train.optim.matrices import MatrixAssignment, MatrixLayout, compute_lr_factor
 from moecore.train.optim.output_means import divide_by_means_, make_output_means
 
@@ -175,14 +175,14 @@ class Muon(torch.optim.Optimizer):
         """Return the options that are not in `param_groups`; ranks must agree on them."""
         return {"ns_dtype": self.ns_dtype, "layouts": list(self.layouts.values())}
 
-    def moment_dtype_of(self, param: Tensor) -> torch.dtype:
+    def get_moment_dtype(self, param: Tensor) -> torch.dtype:
         """Return the dtype of a parameter's momentum: fp32, or fp64 for fp64 parameters."""
         return torch.promote_types(param.dtype, torch.float32)
 
-    def state_like(self, param: nn.Parameter, slot: str) -> Tensor:
+    def get_state_template(self, param: nn.Parameter, slot: str) -> Tensor:
         """Return a tensor with the shape and placements of a parameter's state named `slot`."""
         if slot == MEANS:
-            return make_output_means(param, self.layouts[param], self.moment_dtype_of(param))
+            return make_output_means(param, self.layouts[param], self.get_moment_dtype(param))
         return param
 
     @torch.no_grad()
@@ -194,7 +194,7 @@ class Muon(torch.optim.Optimizer):
         places = [place for group in state_dict["param_groups"] for place in group["params"]]
         for param, place in zip(params, places, strict=True):
             for name, value in state_dict["state"].get(place, {}).items():
-                dtype = self.moment_dtype_of(param)
+                dtype = self.get_moment_dtype(param)
                 self.state[param][name] = value.to(param.device, dtype, copy=True)
 
     @torch.no_grad()
@@ -401,12 +401,12 @@ def _make_views(param: nn.Parameter, layout: MatrixLayout, state: list[Tensor]) 
 
 
 def _prepare_state(optimizer: Muon, param: nn.Parameter, slot: str) -> Tensor:
-    """Return the state named `slot`: zeros at first, later converted to `moment_dtype_of`."""
+    """Return the state named `slot`: zeros at first, later converted to `get_moment_dtype`."""
     state: dict[str, Tensor] = optimizer.state[param]
-    dtype = optimizer.moment_dtype_of(param)
+    dtype = optimizer.get_moment_dtype(param)
     value = state.get(slot)
     if value is None:
-        value = zeros_like(optimizer.state_like(param, slot), dtype)
+        value = zeros_like(optimizer.get_state_template(param, slot), dtype)
     state[slot] = value.to(param.device, dtype)
     return state[slot]
 

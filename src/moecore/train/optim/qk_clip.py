@@ -83,8 +83,8 @@ def _update_max(
         max_H.copy_(torch.maximum(max_H, block_max_H))
 
 
-_raise_max_op = Op(
-    "raise_max_scores",
+_update_max_op = Op(
+    "update_max_scores",
     _update_max,
     lambda max_H, q, k, places, cu_seqlens, padding, scale: None,
     mutates_args=("max_H",),
@@ -262,7 +262,7 @@ class _ScoreWatcher:
             if padding_BT is not None:
                 padding_BT = sequence.local_tokens.gather_values(padding_BT)
         documents = sequence.cu_seqlens
-        _raise_max_op(self.max_H, q_BTHd, k_BThd, places_T, documents, padding_BT, scale)
+        _update_max_op(self.max_H, q_BTHd, k_BThd, places_T, documents, padding_BT, scale)
 
     @property
     def is_trained(self) -> bool:

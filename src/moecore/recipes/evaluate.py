@@ -1,0 +1,67 @@
+"""`moecore evaluate`: the loss of a trained model on documents, in one process, by transformers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from moecore.base.command_options import POSITIONAL
+from moecore.base.fields import Count
+from moecore.base.progress import track
+from moecore.recipes.corpora import SourceOptions, read_source
+from moecore.recipes.generate import load_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """Measure the loss of a run, a checkpoint or a Hugging Face directory on documents.
+
+    Attributes:
+        path: a run (its export or latest checkpoint), a checkpoint, or a Hugging Face directory.
+        data: sources, as of moecore pretrain.
+        seq_len: maximum tokens of a document; longer documents are cut.
+        max_documents: maximum documents of each source; None = all.
+    """
+
+    path: Annotated[Path, POSITIONAL]
+    data: tuple[SourceOptions, ...]
+    seq_len: Count = 1024
+    max_documents: Count | None = None
+
+
+def run_evaluate(args: EvaluateConfig) -> int:
+    """Print the mean loss per token (nats) of each source's documents; return 0."""
+    model, tokenizer = load_model(args.path)
+    for source in [read_source(options, tokenizer) for options in args.data]:
+        total, count = 0.0, 0
+        for ids_1T in iterate_documents(source, args.seq_len, args.max_documents):
+            total += sum_of_losses(model, ids_1T.to(model.device))
+            count += ids_1T.shape[1] - 1
+        if not count:
+            raise ValueError(f"--data ({source.name}) must have a document of 2 tokens: add it")
+        mean = total / count
+        print(f"{source.name}: loss {mean:.4f}, perplexity {math.exp(mean):.2f}, {count} tokens")
+    return 0
+
+
+def iterate_documents(source: Any, seq_len: int, limit: int | None) -> Iterator[Tensor]:
+    """Yield the ids of each of the first `limit` documents, [1, T], with 1 < T <= seq_len."""
+    for number, document in enumerate(track(source.documents, "evaluating", unit="documents")):
+        if number == limit:
+            return
+        ids = list(source.tokenize(document))[:seq_len]
+        if len(ids) > 1:
+            yield torch.tensor([ids], dtype=torch.int64, device="cpu")
+
+
+@torch.no_grad()
+def sum_of_losses(model: Any, ids_1T: Tensor) -> float:
+    """Return the sum of a document's losses over its tokens, in nats."""
+    logits_TV = model(input_ids=ids_1T, use_cache=False).logits[0, :-1].float()
+    return float(torch.nn.functional.cross_entropy(logits_TV, ids_1T[0, 1:], reduction="sum"))

@@ -1,0 +1,42 @@
+"""What the steps of optimizers read: the closure, gradients, and the scale of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def run_closure(closure: Callable[[], Any] | None) -> Any:
+    """Run the closure of an optimizer's step, and return its result; None without a closure."""
+    with torch.enable_grad():
+        return None if closure is None else closure()
+
+
+def get_grad(param: Tensor) -> Tensor:
+    """Return a gradient with its parameter's placements; ValueError if it is sparse or complex."""
+    grad = param.grad
+    assert grad is not None, "the caller skips parameters without one"
+    if grad.is_sparse or not param.is_floating_point():
+        raise ValueError(
+            f"the gradient of a parameter {tuple(param.shape)} must be dense and real: use an "
+            "optimizer of torch for it"
+        )
+    if isinstance(param, DTensor) and grad.placements != param.placements:  # type: ignore[attr-defined]
+        grad = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
+    return grad  # it may have been a partial sum
+
+
+def get_scale_signals(
+    optimizer: torch.optim.Optimizer, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return `optimizer.grad_scale` and `found_inf`, which clipping sets, as scalars on `device`.
+
+    Gradients are divided by grad_scale. found_inf > 0 skips the step. None = not set.
+    """
+    signals = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+    grad_scale, found_inf = (None if x is None else x.to(device).view(()) for x in signals)
+    return grad_scale, found_inf
