@@ -34,11 +34,11 @@ from moecore.io import export_hf, latest, load, load_hf, save
 from moecore.models import Decoder, preset
 from moecore.moe.balance import BalanceGroups, compute_balance_losses
 from moecore.moe.records import Routing
-from moecore.moe.shortage import Shortage
+from moecore.moe.shortage import ShortageCounters
 from moecore.packing import PackedCollator
 from moecore.recipes.chat import Example
 from moecore.recipes.data import BatchShape
-from moecore.recipes.preferences import Preference, preference_steps
+from moecore.recipes.preferences import Preference, make_preference_steps
 from moecore.rl import DPO, GRPO, GSPO, PPO, Engine, Rollouts, group_advantages
 from moecore.train import AdamW, Muon, assign_matrices
 
@@ -111,7 +111,7 @@ def train(
         for number in range(2):
             with step.micro_batch():
                 loss = model(tokens_BT[:, :-1], tokens_BT[:, 1:])
-                step.scale(loss).backward()
+                step.scale_loss(loss).backward()
             stats = step.finish()
             values |= {f"loss {number}": loss.detach().clone(), f"stats {number}": stats.to_dict()}
         values |= list_parameters(model)
@@ -227,7 +227,7 @@ def test_reinforcement_learning() -> None:
 @pytest.mark.parametrize("default", DEFAULTS)
 def test_the_capacity_that_a_buffer_needed(default: str) -> None:
     words = torch.tensor([1003, 1], dtype=torch.int32)
-    shortage = Shortage(words, words, even=1000.0)
+    shortage = ShortageCounters(words, words, even=1000.0)
     with torch_default(default):
         factor = shortage.compute_min_factor()
     assert factor.dtype == torch.float32 and factor.item() == pytest.approx(1.003)
@@ -264,7 +264,7 @@ def test_batches_of_preferences(default: str) -> None:
     example = Example(tokens_T, torch.tensor([False, False, True, True]))
     with torch_default(default):
         shape = BatchShape(batch_size=1, seq_len=8, grad_accum=1, data_ranks=1)
-        steps = preference_steps([Preference(example, example)], shape, seed=0, data_rank=0)
+        steps = make_preference_steps([Preference(example, example)], shape, seed=0, data_rank=0)
         rollouts = steps.next().rollouts
     assert rollouts.tokens_N.tolist() == tokens_T.tolist() * 2
     assert rollouts.response_mask_N.tolist() == [False, False, True, True] * 2
