@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 import pytest
 
-from moecore import MemoryOptions, NVLinkOptions, ParallelConfig, PipelineConfig
+from moecore import MemoryOptions, NVLinkOptions, ParallelConfig, PipelineConfig, Precision, Recipe
 from moecore.base.options.names import GpuName, PresetName
 from moecore.cli import main
 from moecore.models import PRESETS, num_params, preset
@@ -319,9 +319,10 @@ def test_rows_that_no_folding_divides_name_other_rows() -> None:
 def test_the_call_runs(fraction: float) -> None:
     request = replace(SMALL, num_gpus=8, optimizer=OptimizerOptions(offload_fraction=fraction))
     found = search(request, num_results=1, max_plans=1).fitting[0]
-    names: dict[str, Any] = {}
+    unnamed = Precision(recipe=Recipe(), roles=("attention",), overrides=(("model.layers.0.*", None),))
+    run, names = replace(found.run, precision=unnamed if fraction else None), dict[str, Any]()
     with fake_world(8):
-        exec(format_calls(found.run), names)
+        exec(format_calls(run), names)
     assert names["meshes"].parallel == found.run.resolved
     assert names["step"].num_micro_batches == found.run.num_micro_batches
 

@@ -56,3 +56,12 @@ def test_garbage_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         host.collect_garbage(2 * host.COLLECT_EVERY)
         raise RuntimeError
     assert gc.isenabled() and collected == [1]
+    gc.disable()
+    gc.freeze()
+    try:
+        with host.disable_garbage_collection():
+            pass
+        assert not gc.isenabled() and gc.get_freeze_count() > 0  # as the caller left them
+    finally:
+        gc.enable()
+        gc.unfreeze()

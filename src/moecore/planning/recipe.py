@@ -118,7 +118,6 @@ def format_calls(run: TrainingRun) -> str:
         "from moecore import *",
         *source.imports,
         f"from moecore.train import AdamW{', StateOffload' if fraction else ''}",
-        *(["from moecore.precision import *"] if "Precision(" in str(arguments) else []),
         "",
         f"meshes = build_meshes({_format_record(run.parallel)}{domain})",
         *source.build,

@@ -49,14 +49,17 @@ def cpus_beside(place: str, system: Path = SYSTEM) -> set[int]:
 @contextmanager
 def disable_garbage_collection() -> Iterator[None]:
     """Return a context in which Python collects garbage only in `collect_garbage`."""
+    is_enabled, is_frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.collect()
-    gc.freeze()  # what lives by now is not looked at again
+    gc.freeze()  # later collections skip the objects that exist now
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
-        gc.unfreeze()
+        if is_enabled:
+            gc.enable()
+        if not is_frozen:
+            gc.unfreeze()
 
 
 def collect_garbage(step: int) -> None:
