@@ -29,6 +29,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
+from moecore.base.options.precision import Recipe
 from moecore.base.torch_private import get_local_tensor
 from moecore.io import export_hf, latest, load, load_hf, save
 from moecore.models import Decoder, preset
@@ -94,7 +95,10 @@ def decoder() -> Decoder:
 
 
 def train(
-    default: str, path: Path, make_optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]]
+    default: str,
+    path: Path,
+    make_optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]],
+    precision: Recipe | None,
 ) -> Values:
     """Return what two steps, a save and a load produce under a default."""
     model = copy.deepcopy(decoder())
@@ -103,15 +107,15 @@ def train(
     )
     values: Values = {}
     with torch_default(default):
-        parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"))
+        parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), precision=precision)
         optimizers = make_optimizers(model)
-        step = TrainStep(
-            model, optimizers, max_norm=1.0, loss_scale=DynamicLossScale(initial=2.0**12)
-        )
+        # An amax history, which FP8 with delayed scaling has, excludes a loss scale.
+        scale = None if precision is not None else DynamicLossScale(initial=2.0**12)
+        step = TrainStep(model, optimizers, max_norm=1.0, loss_scale=scale)
         for number in range(2):
             with step.micro_batch():
                 loss = model(tokens_BT[:, :-1], tokens_BT[:, 1:])
-                step.scale(loss).backward()
+                (loss if scale is None else step.scale(loss)).backward()
             stats = step.finish()
             values |= {f"loss {number}": loss.detach().clone(), f"stats {number}": stats.to_dict()}
         values |= list_parameters(model)
@@ -137,13 +141,24 @@ def make_muon(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [Muon(assignment, lr=0.0123), AdamW(assignment.adamw_params, lr=0.0123)]
 
 
-@pytest.mark.parametrize("make_optimizers", [make_adamw, make_muon])
+@pytest.mark.parametrize(
+    ("make_optimizers", "precision"),
+    [
+        (make_adamw, None),
+        (make_muon, None),
+        (make_adamw, Recipe()),
+        (make_adamw, Recipe(scaling="tensorwise", grad_format="e5m2", amax_history=4)),
+    ],
+    ids=["adamw", "muon", "FP8 blocks", "FP8 delayed scaling"],
+)
 def test_steps_and_checkpoints(
-    make_optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]], tmp_path: Path
+    make_optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]],
+    precision: Recipe | None,
+    tmp_path: Path,
 ) -> None:
-    expected = train("none", tmp_path / "none", make_optimizers)
+    expected = train("none", tmp_path / "none", make_optimizers, precision)
     for default in DEFAULTS:
-        assert_equal(train(default, tmp_path / default, make_optimizers), expected)
+        assert_equal(train(default, tmp_path / default, make_optimizers, precision), expected)
 
 
 def exchange_weights(default: str, path: Path) -> Values:
