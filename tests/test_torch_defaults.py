@@ -127,7 +127,9 @@ def train(
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
-        load(latest(path), model, optimizers)
+        saved = latest(path)
+        assert saved is not None
+        load(saved, model, optimizers)
         values |= {f"loaded {name}": value for name, value in list_parameters(model).items()}
     return values
 
