@@ -32,6 +32,7 @@ from moecore import (
 from moecore.base.options.precision import Recipe
 from moecore.base.torch_private import get_local_tensor
 from moecore.io import export_hf, latest, load, load_hf, save
+from moecore.kernels.adamw_formats import encode_moments_ref
 from moecore.models import Decoder, preset
 from moecore.moe.balance import BalanceGroups, compute_balance_losses
 from moecore.moe.records import Routing
@@ -285,3 +286,15 @@ def test_batches_of_preferences(default: str) -> None:
         rollouts = steps.next().rollouts
     assert rollouts.tokens_N.tolist() == tokens_T.tolist() * 2
     assert rollouts.response_mask_N.tolist() == [False, False, True, True] * 2
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+def test_moments_in_fp8(default: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    # The eighth power has elements below the smallest normal code of their block.
+    m, v = torch.randn(2, 4096, generator=generator).pow(8)
+    noise = torch.randint(0, 2**32, (4096,), generator=generator)
+    expected = encode_moments_ref(m, v, noise)
+    with torch_default(default):
+        codes = encode_moments_ref(m, v, noise)
+    assert all(map(torch.equal, codes, expected))
