@@ -29,8 +29,10 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
+from moecore.base.options.precision import Recipe
 from moecore.base.torch_private import get_local_tensor
 from moecore.io import export_hf, latest, load, load_hf, save
+from moecore.kernels.adamw_formats import encode_moments_ref
 from moecore.models import Decoder, preset
 from moecore.moe.balance import BalanceGroups, compute_balance_losses
 from moecore.moe.records import Routing
@@ -94,7 +96,10 @@ def decoder() -> Decoder:
 
 
 def train(
-    default: str, path: Path, make_optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]]
+    default: str,
+    path: Path,
+    make_optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]],
+    precision: Recipe | None,
 ) -> Values:
     """Return what two steps, a save and a load produce under a default."""
     model = copy.deepcopy(decoder())
@@ -103,15 +108,15 @@ def train(
     )
     values: Values = {}
     with torch_default(default):
-        parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"))
+        parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), precision=precision)
         optimizers = make_optimizers(model)
-        step = TrainStep(
-            model, optimizers, max_norm=1.0, loss_scale=DynamicLossScale(initial=2.0**12)
-        )
+        # An amax history, which FP8 with delayed scaling has, excludes a loss scale.
+        scale = None if precision is not None else DynamicLossScale(initial=2.0**12)
+        step = TrainStep(model, optimizers, max_norm=1.0, loss_scale=scale)
         for number in range(2):
             with step.micro_batch():
                 loss = model(tokens_BT[:, :-1], tokens_BT[:, 1:])
-                step.scale_loss(loss).backward()
+                (loss if scale is None else step.scale_loss(loss)).backward()
             stats = step.finish()
             values |= {f"loss {number}": loss.detach().clone(), f"stats {number}": stats.to_dict()}
         values |= list_parameters(model)
@@ -123,7 +128,9 @@ def train(
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
-        load(latest(path), model, optimizers)
+        saved = latest(path)
+        assert saved is not None
+        load(saved, model, optimizers)
         values |= {f"loaded {name}": value for name, value in list_parameters(model).items()}
     return values
 
@@ -137,13 +144,24 @@ def make_muon(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [Muon(assignment, lr=0.0123), AdamW(assignment.adamw_params, lr=0.0123)]
 
 
-@pytest.mark.parametrize("make_optimizers", [make_adamw, make_muon])
+@pytest.mark.parametrize(
+    ("make_optimizers", "precision"),
+    [
+        (make_adamw, None),
+        (make_muon, None),
+        (make_adamw, Recipe()),
+        (make_adamw, Recipe(scaling="tensorwise", grad_format="e5m2", amax_history=4)),
+    ],
+    ids=["adamw", "muon", "FP8 blocks", "FP8 delayed scaling"],
+)
 def test_steps_and_checkpoints(
-    make_optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]], tmp_path: Path
+    make_optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]],
+    precision: Recipe | None,
+    tmp_path: Path,
 ) -> None:
-    expected = train("none", tmp_path / "none", make_optimizers)
+    expected = train("none", tmp_path / "none", make_optimizers, precision)
     for default in DEFAULTS:
-        assert_equal(train(default, tmp_path / default, make_optimizers), expected)
+        assert_equal(train(default, tmp_path / default, make_optimizers, precision), expected)
 
 
 def exchange_weights(default: str, path: Path) -> Values:
@@ -268,3 +286,15 @@ def test_batches_of_preferences(default: str) -> None:
         rollouts = steps.next().rollouts
     assert rollouts.tokens_N.tolist() == tokens_T.tolist() * 2
     assert rollouts.response_mask_N.tolist() == [False, False, True, True] * 2
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+def test_moments_in_fp8(default: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    # The eighth power has elements below the smallest normal code of their block.
+    m, v = torch.randn(2, 4096, generator=generator).pow(8)
+    noise = torch.randint(0, 2**32, (4096,), generator=generator)
+    expected = encode_moments_ref(m, v, noise)
+    with torch_default(default):
+        codes = encode_moments_ref(m, v, noise)
+    assert all(map(torch.equal, codes, expected))

@@ -319,7 +319,9 @@ def test_rows_that_no_folding_divides_name_other_rows() -> None:
 def test_the_call_runs(fraction: float) -> None:
     request = replace(SMALL, num_gpus=8, optimizer=OptimizerOptions(offload_fraction=fraction))
     found = search(request, num_results=1, max_plans=1).fitting[0]
-    unnamed = Precision(recipe=Recipe(), roles=("attention",), overrides=(("model.layers.0.*", None),))
+    unnamed = Precision(
+        recipe=Recipe(), roles=("attention",), overrides=(("model.layers.0.*", None),)
+    )
     run, names = replace(found.run, precision=unnamed if fraction else None), dict[str, Any]()
     with fake_world(8):
         exec(format_calls(run), names)

@@ -129,7 +129,7 @@ def _compute_scales_ref(x: Tensor, bias: int) -> tuple[Tensor, Tensor]:
 def _encode_ref(x: Tensor, noise: Tensor, bias: int, nan: int) -> Tensor:
     """Round scaled x >= 0 with 16-bit noise to int32 codes; `nan` is the code of NaN and inf."""
     normal = ((x.view(torch.int32) + (noise << 4)) >> 20) - ((127 - bias) << 3)
-    small = (x * 2.0 ** (bias + 2) + noise * 2.0**-16).floor()
+    small = (x * 2.0 ** (bias + 2) + noise.float() * 2.0**-16).floor()
     codes = torch.where(x < 2.0 ** (1 - bias), small.nan_to_num(0).int(), normal)
     return torch.where(x.isfinite(), codes, nan)
 
