@@ -268,7 +268,7 @@ def test_a_lever_that_is_pulled_is_not_named() -> None:
 
 def test_nothing_is_advised_for_what_no_lever_reaches() -> None:
     found = make_report(trace_of("routing"))
-    assert found.levers == () and found.table().endswith("next: no lever of the table reaches 1%")
+    assert found.levers == () and found.table().endswith("next: no known option saves 1%")
 
 
 # --------------------------------------------------------------------------- what is refused

@@ -219,7 +219,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     TABLE.write(table)
     assert main([*call, "--timeline", str(picture), "--table", str(table)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "tokens/s of a GPU; the wall is" in lines[-2] and lines[-1].startswith("next: ")
+    assert "tokens/s of a GPU; bottleneck " in lines[-2] and lines[-1].startswith("next: ")
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert main([*call, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -81,7 +81,7 @@ def run_plan(args: PlanConfig) -> int:
         return 0 if fits else 1
     print(plan.table())
     print(
-        f"pipeline rank {largest.pp_rank} has most at once: {format_bytes(peak)} of "
+        f"peak memory, on pipeline rank {largest.pp_rank}: {format_bytes(peak)} of "
         f"{format_bytes(gpu.memory)} ({name})"
     )
     print(
@@ -119,10 +119,10 @@ def _describe_measurement(args: Any, first: Folding) -> str:
     """Return a sentence: whether layout `first` has a recorded step (`MEASURED`), and its speed."""
     step = MEASURED.get((args.preset, format_gpu_name(args), args.gpus))
     if step is None:
-        return "no record has a step of the first one: it is planned only"
+        return "no benchmark has measured the first layout"
     layout, tokens_per_second, record = step
     measured = f"{layout} in bf16 has {tokens_per_second:,} tokens/s ({record})"
-    prefix = "measured" if layout == first else "no record has a step of the first one"
+    prefix = "measured" if layout == first else "no benchmark has measured the first layout"
     return f"{prefix}: {measured}"
 
 
@@ -159,17 +159,17 @@ def _search(args: Any) -> int:
     if fitting:
         print(result.table())
     for other in result.too_large:
-        print(f"too large with all levers: {other.layout}")
+        print(f"too large with all memory options: {other.layout}")
     refused = sum(result.refused.values())
     print(
-        f"of {format_bytes(request.limit)} a rank ({format_gpu_name(args)} less "
-        f"{request.reserve:.0%}); {refused} foldings refused by rules, "
-        f"{result.num_unplanned} behind these not planned"
+        f"memory limit: {format_bytes(request.limit)} ({format_gpu_name(args)} less "
+        f"{request.reserve:.0%}); {refused} layouts are invalid, "
+        f"{result.num_unplanned} slower layouts were not planned"
     )
     if fitting:
         _print_time(args, fitting[0].time, request.limit)
         print(_describe_measurement(args, fitting[0].layout))
-        print(f"the first one: {_format_command(args, fitting[0].run)}")
+        print(f"command of the first layout: {_format_command(args, fitting[0].run)}")
     else:
         print(f"nothing fits; the smallest change: {result.change or 'none of those tried'}")
     return 0 if fitting else 1
@@ -181,7 +181,7 @@ def _make_row(candidate: FittingCandidate) -> dict[str, Any]:
     return candidate.layout._asdict() | {
         "schedule": None if run.pipeline is None else run.pipeline.schedule,
         "num_micro_batches": run.num_micro_batches,
-        "levers": candidate.flags,
+        "options": candidate.flags,
         "overhead": candidate.options.overhead,
         "flags": format_flags(candidate.run),
         "host_of_a_node": candidate.host,
@@ -230,17 +230,17 @@ def _print_time(args: Any, time: TimePlan | str, limit: int | None = None) -> No
     if not get_gpu(select_gpu(args)).measured:
         print(f"rates of {kind} are a data sheet's: no run on one has been compared with a plan")
     change = next_change(time, table, limit)
-    print(f"next: {'nothing of what is known gains' if change is None else change}")
+    print(f"next: {'no single change makes the step faster' if change is None else change}")
 
 
 def _describe_slices(table: CostTable, kind: str) -> str:
     """Return a line about the exposed share of sliced tp exchanges, on a GPU with name `kind`."""
     slices = table.slices
     if slices is None:
-        return "exchanges of tp beside products count whole: the table has no share of them"
+        return "collectives of tp count in full: the cost table has no share for sliced collectives"
     unseen = f"; no run on {kind} has shown it" if table.gpu != slices.gpu else ""
     return (
-        f"exchanges of tp beside products count {slices.share:.0%} of themselves, as measured on "
+        f"sliced collectives of tp count {slices.share:.0%} of their time, as measured on "
         f"{slices.gpu} ({slices.record}){unseen}"
     )
 

@@ -162,7 +162,7 @@ class Report:
             *format_columns(lines),
             "",
         ]
-        text.append("next" if self.levers else "next: no lever of the table reaches 1%")
+        text.append("next" if self.levers else "next: no known option saves 1%")
         text += [f"  at most {x.share:.1%}: {x.lever} (docs/{x.page})" for x in self.levers]
         return "\n".join(text)
 

@@ -126,8 +126,8 @@ class SearchResult:
 
     def table(self) -> str:
         """Return a text table with a row per layout that fits."""
-        names = ("", "pp", "tp", "cp", "ep", "schedule", "micro-batches", "rows", "levers", "bytes")
-        time_names = ("left", "host of a node", "s/step", "tokens/s", "wall")
+        names = ("", "pp", "tp", "cp", "ep", "schedule", "micro-batches", "rows", "options", "peak")
+        time_names = ("free", "host memory", "s/step", "tokens/s", "bottleneck")
         lines: list[tuple[str, ...]] = [(*names, *time_names)]
         for i, candidate in enumerate(self.fitting):
             run, time = candidate.run, candidate.time
@@ -184,7 +184,7 @@ def search(
         if len(fitting) >= num_results and key >= (False, best_seconds):  # no estimate is faster
             break
         best = f", the best one takes {best_seconds:.3g} s" if fitting else ""
-        progress(f"planning {layout}: at most {max_plans - len(candidates)} foldings more{best}")
+        progress(f"planning {layout}: at most {max_plans - len(candidates)} more layouts{best}")
         try:
             candidate = _plan_estimated(request, layout, estimate)
             if candidate is None:
@@ -200,7 +200,7 @@ def search(
     fitting = sorted((c for c in candidates if isinstance(c, FittingCandidate)), key=rank_by)
     for i, candidate in enumerate(fitting[:num_results]):
         number = min(num_results, len(fitting)) - i
-        progress(f"easing {candidate.layout}: {number} foldings are left")
+        progress(f"reducing memory options of {candidate.layout}: {number} layouts remain")
         fitting[i] = find_faster_options(request, candidate, table, estimate)
     if not fitting:
         progress("nothing fits: looking for the smallest change")
@@ -230,7 +230,7 @@ def _refuse_untimed(request: SearchRequest) -> None:
     """Raise a NotImplementedError for a precision whose time is not modelled."""
     precision = request.precision if isinstance(request.precision, Precision) else None
     fix = "plan the memory of one, with degrees such as --ep 8, or search without this precision"
-    refuse_untimed(precision, request.gpu, f", so foldings cannot be ranked: {fix}")
+    refuse_untimed(precision, request.gpu, f", so layouts cannot be ranked: {fix}")
 
 
 def find_faster_options(
@@ -324,14 +324,14 @@ def describe_outcome(request: SearchRequest, layout: Folding, outcome: Refusal |
     usage = f"{format_bytes(max(outcome.peaks))} of {format_bytes(request.limit)}"
     if isinstance(outcome, FittingCandidate):
         schedule = f"{outcome.schedule}, " if outcome.run.pipeline is not None else ""
-        return f"{layout}: fits, {usage}, {schedule}levers: {outcome.flags}; {outcome.time.line}"
+        return f"{layout}: fits, {usage}, {schedule}options: {outcome.flags}; {outcome.time.line}"
     if outcome.headroom >= 0:
         host = f"{format_bytes(outcome.host)} of {format_bytes(request.host_limit)}"
-        return f"{layout}: too large: with all levers a server's ranks pin {host} of its memory"
+        return f"{layout}: too large with all options: the ranks of a server pin {host}"
     largest = outcome.plan.largest
     kind, size = max(largest.device.items(), key=lambda item: item[1])
     return (
-        f"{layout}: too large: with all levers pipeline rank {largest.pp_rank} holds {usage}, "
+        f"{layout}: too large with all options: pipeline rank {largest.pp_rank} needs {usage}, "
         f"most of it {kind} ({format_bytes(size)})"
     )
 

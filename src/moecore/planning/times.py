@@ -109,7 +109,7 @@ class TimePlan(StepTime):
         )
         return (
             f"{self.seconds:.3g} s a step, {self.tokens_per_gpu_second:,.0f} tokens/s of a GPU; "
-            f"the wall is {self.wall}: {', '.join(shares)}"
+            f"bottleneck {self.wall}: {', '.join(shares)}"
         )
 
 
