@@ -15,6 +15,8 @@ CONFIGS: dict[str, DecoderConfig] = {
     "tiny": preset("tiny"),
     "qk norm": preset("tiny-qwen3"),
     "window": replace(preset("tiny"), windows=(3,)),
+    "sinks": replace(preset("tiny-qwen3"), attention_sinks=True, windows=(3, 0)),
+    "latent": preset("tiny-deepseek-v3"),
 }
 
 
@@ -23,6 +25,9 @@ def generated(config: DecoderConfig) -> tuple[list[int], Decoder, torch.Tensor, 
     torch.manual_seed(0)
     model = Decoder(config).eval()
     model.init_weights(1)
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(parameter, std=2.0)
     lengths: list[int] = []
     model.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
     prompt_BT = torch.randint(config.vocab_size, (2, NUM_PROMPT))
@@ -44,8 +49,8 @@ def test_greedy_tokens_are_those_of_full_forwards(name: str) -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [preset("tiny-deepseek-v3"), replace(preset("tiny"), max_seq_len=NUM_PROMPT + NUM_NEW - 1)],
-    ids=["latent attention", "too long"],
+    [preset("tiny-qwen3-next"), replace(preset("tiny"), max_seq_len=NUM_PROMPT + NUM_NEW - 1)],
+    ids=["linear attention", "too long"],
 )
 def test_other_models_run_full_forwards(config: DecoderConfig) -> None:
     lengths, _, _, out_BT = generated(config)

@@ -47,8 +47,13 @@ def attend(
     """Return o_BTHv of causal attention: no token attends to a token of another document.
 
     `window` limits the keys per query; None = all. `sinks_H` has the score of each head's sink.
+    With `sequence.cache` the keys of earlier forwards are read, too.
     With cp > 1 the tensors have only this rank's tokens, and the call is collective.
     """
+    if sequence.cache is not None:
+        return sequence.cache.attend(
+            q_BTHd, k_BThd, v_BThv, scale=scale, window=window, sinks_H=sinks_H
+        )
     num_tokens = q_BTHd.shape[1] * (
         1 if sequence.local_tokens is None else sequence.local_tokens.cp.size
     )

@@ -1,63 +1,90 @@
 """KVCache: keys and values of the tokens that a decoder has read, for generation.
 
 Legend: B rows, T tokens of a forward with padding, N of them without padding, S tokens so far, H
-query heads, d dims of a head.
+query heads, h key/value heads, d and v dims of a head.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class KVCache:
     """Keys and values by attention layer, for generation; each row is one document.
 
-    The class is plain because FSDP's mixed precision casts the tensors of tuples and dataclasses.
+    The layers are told apart by their order in the forward. The class is plain because FSDP's mixed
+    precision casts the tensors of tuples and dataclasses.
 
     Attributes:
         length: tokens of earlier forwards.
-        num_tokens: tokens of the running forward, without padding at the end; the decoder sets it.
     """
 
     def __init__(self) -> None:
-        self.length = self.num_tokens = 0
-        self._layers: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self.length = 0
+        self._num_tokens = self._layer_idx = 0
+        self._layers: list[tuple[Tensor, Tensor]] = []
+
+    def begin_forward(self, num_tokens: int) -> None:
+        """Begin a forward of `num_tokens` tokens per row; further tokens are padding at the end."""
+        self._num_tokens, self._layer_idx = num_tokens, 0
 
     def attend(
         self,
-        layer: nn.Module,
         q_BTHd: Tensor,
         k_BThd: Tensor,
-        v_BThd: Tensor,
+        v_BThv: Tensor,
         *,
         scale: float,
         window: int | None,
+        sinks_H: Tensor | None,
     ) -> Tensor:
-        """Append this forward's keys and values of `layer`; return causal attention to all so far.
+        """Append keys and values of the next layer; return its causal attention to all so far.
 
-        Outputs [B, T, H, d] are 0 for padding. `window` limits the keys per query; None = all.
+        Outputs [B, T, H, v] are 0 for padding. `window` limits the keys per query; None = all.
+        `sinks_H` has the score of each head's sink; None = no sinks.
         """
-        T, N = q_BTHd.shape[1], self.num_tokens
-        k_BShd, v_BShd = k_BThd[:, :N], v_BThd[:, :N]
-        if layer in self._layers:
-            k_BShd, v_BShd = (
-                torch.cat(pair, dim=1)
-                for pair in zip(self._layers[layer], (k_BShd, v_BShd), strict=True)
-            )
-        self._layers[layer] = k_BShd, v_BShd
+        T, N = q_BTHd.shape[1], self._num_tokens
+        k_BShd, v_BShv = k_BThd[:, :N], v_BThv[:, :N]
+        if self._layer_idx == len(self._layers):
+            self._layers.append((k_BShd, v_BShv))
+        else:
+            old_k, old_v = self._layers[self._layer_idx]
+            k_BShd, v_BShv = torch.cat((old_k, k_BShd), dim=1), torch.cat((old_v, v_BShv), dim=1)
+            self._layers[self._layer_idx] = k_BShd, v_BShv
+        self._layer_idx += 1
         keys_S = torch.arange(k_BShd.shape[1], device=q_BTHd.device)
         queries_N1 = keys_S[-N:, None]
         mask_NS = keys_S <= queries_N1
         if window is not None:
             mask_NS &= keys_S > queries_N1 - window
-        q_BHNd, k_BhSd, v_BhSd = (x.transpose(1, 2) for x in (q_BTHd[:, :N], k_BShd, v_BShd))
-        y_BHNd = F.scaled_dot_product_attention(
-            q_BHNd, k_BhSd, v_BhSd, attn_mask=mask_NS, scale=scale, enable_gqa=True
-        )
-        return F.pad(y_BHNd.transpose(1, 2), (0, 0, 0, 0, 0, T - N))
+        q_BHNd, k_BhSd, v_BhSv = (x.transpose(1, 2) for x in (q_BTHd[:, :N], k_BShd, v_BShv))
+        if sinks_H is None:
+            y_BHNv = F.scaled_dot_product_attention(
+                q_BHNd, k_BhSd, v_BhSv, attn_mask=mask_NS, scale=scale, enable_gqa=True
+            )
+        else:
+            y_BHNv = _attend_with_sinks(q_BHNd, k_BhSd, v_BhSv, mask_NS, scale, sinks_H)
+        return F.pad(y_BHNv.transpose(1, 2), (0, 0, 0, 0, 0, T - N))
 
     def end_forward(self) -> None:
-        """Add `num_tokens` to `length`, after a forward."""
-        self.length += self.num_tokens
+        """Add the tokens of the forward to `length`."""
+        self.length += self._num_tokens
+
+
+def _attend_with_sinks(
+    q_BHNd: Tensor,
+    k_BhSd: Tensor,
+    v_BhSv: Tensor,
+    mask_NS: Tensor,
+    scale: float,
+    sinks_H: Tensor,
+) -> Tensor:
+    """Return attention [B, H, N, v] whose softmax, in fp32, has a further score for each head."""
+    H, h = q_BHNd.shape[1], k_BhSd.shape[1]
+    k_BHSd, v_BHSv = (x.repeat_interleave(H // h, dim=1) for x in (k_BhSd, v_BhSv))
+    scores_BHNS = (q_BHNd.float() @ k_BHSd.float().mT * scale).masked_fill(~mask_NS, -torch.inf)
+    sinks_BHN1 = sinks_H.float().view(-1, 1, 1).expand(*scores_BHNS.shape[:3], 1)
+    weights_BHNS = torch.cat((scores_BHNS, sinks_BHN1), dim=-1).softmax(-1)[..., :-1]
+    return (weights_BHNS @ v_BHSv.float()).to(v_BHSv.dtype)

@@ -143,11 +143,9 @@ class Backbone(nn.Module):
 
     @property
     def can_cache(self) -> bool:
-        """Whether all layers can use a `KVCache`: plain attention, not compiled, no cp or tp."""
-        config = self.config
-        if self.tp is not None or self.cp is not None or self.context_groups:
-            return False
-        if config.mla is not None or config.attention_sinks:
+        """Whether all layers can use a `KVCache`: attention to all keys, not compiled, no cp."""
+        mla = self.config.mla
+        if self.cp is not None or self.context_groups or (mla and mla.sparse is not None):
             return False
         blocks = [block for block in self.layers if isinstance(block, Block)]
         is_compiled = any({"forward", *b.compile_regions} & vars(b).keys() for b in blocks)

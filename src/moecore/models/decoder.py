@@ -407,9 +407,9 @@ class Decoder(nn.Module):
         """Return the prompt followed by sampled tokens.
 
         Under FSDP, EP, CP or TP every rank passes the same tokens and a generator of the same
-        seed. Layers of `Attention` keep keys and values, so a new token costs a forward of one
-        token. Under cp or tp, and for other layers, sinks, compiled layers and sequences that are
-        longer than `max_seq_len`, each new token costs a full forward.
+        seed. Attention layers keep keys and values, so a new token costs a forward of one token.
+        Under cp, and for linear and sparse attention, compiled layers and sequences that are longer
+        than `max_seq_len`, each new token costs a full forward.
 
         Args:
             tokens_BT: the prompt, int64, at least one token.
@@ -441,7 +441,7 @@ class Decoder(nn.Module):
         tokens_BT = F.pad(window_BT, (0, padding))
         self.model.cache = cache
         if cache is not None:
-            cache.num_tokens = T
+            cache.begin_forward(T)
         try:
             logits_BTV: Tensor = self(tokens_BT, padding_mask_BT=mask_BT if padding else None)
         finally:

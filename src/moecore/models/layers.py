@@ -144,14 +144,9 @@ class Attention(nn.Module):
         sinks_H = None if self.sinks is None else get_local_param(self.sinks)
         if sinks_H is not None and self.tp is not None:
             sinks_H = sinks_H.chunk(self.tp.size)[self.tp.rank]
-        if sequence.cache is not None:
-            y_BTHd = sequence.cache.attend(
-                self, q_BTHd, k_BThd, v_BThd, scale=scale, window=self.window
-            )
-        else:
-            y_BTHd = attend(
-                q_BTHd, k_BThd, v_BThd, sequence, scale=scale, window=self.window, sinks_H=sinks_H
-            )
+        y_BTHd = attend(
+            q_BTHd, k_BThd, v_BThd, sequence, scale=scale, window=self.window, sinks_H=sinks_H
+        )
         if gate_BTHd is not None:
             y_BTHd = y_BTHd * gate_BTHd.sigmoid()
         y_BTD = apply_row_linear(y_BTHd.flatten(2), self.o_proj, self.tp)
