@@ -46,7 +46,7 @@ def flatten_rows(x: Tensor) -> Tensor:
 
 
 def restore_dims(y_MN: Tensor, x: Tensor) -> Tensor:
-    """Return y [..., N] with the leading dims of x [..., K], without rows of padding."""
+    """Reshape y_MN to [..., N] with the leading dims of x [..., K], without rows of padding."""
     # No view, as in `nn.Linear`: the caller may change the output in place.
     T = x.numel() // x.shape[-1]
     if y_MN.shape[0] != T:
@@ -70,7 +70,7 @@ class InputCastCache:
         return InputCastCache, ()
 
     def get(self, x: Tensor, user: object, recipe: Recipe, columns: bool) -> OperandPair:
-        """Return `cast_input(x, recipe, columns=columns)`, cached until `user` reads it twice."""
+        """Return `cast_input` of x, cached for several linears; a second read by `user` recasts."""
         operands = self._operands
         is_hit = self._input is not None and self._input() is x and self._version == sum_versions(x)
         is_hit = is_hit and not x.is_inference()  # has no version
@@ -81,12 +81,12 @@ class InputCastCache:
             or (columns and not operands.columns)
         ):
             operands = cast_input(x, recipe, columns=columns)
-            self._input, self._version = weakref.ref(x, self._drop), sum_versions(x)
+            self._input, self._version = weakref.ref(x, self._drop_if_freed), sum_versions(x)
             self._operands, self._users = operands, []
         self._users.append(user)
         return operands
 
-    def _drop(self, input: weakref.ref[Tensor]) -> None:
+    def _drop_if_freed(self, input: weakref.ref[Tensor]) -> None:
         if self._input is input:
             self._input = self._operands = None
 
@@ -287,7 +287,7 @@ class Fp8Products(QuantisedProducts):
 
     @override
     def prepare(self, x: Tensor, weight: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
-        """Quantise x and the weight, and return them with the amax tensors."""
+        """Quantise x and the weight; return them and the amax tensors as a `LinearCall`."""
         history = self.history
         seen = {} if history is None else history.get_current_amax(x.device, training=training)
         columns = torch.is_grad_enabled() and weight_NK.requires_grad
@@ -405,7 +405,7 @@ def all_reduce_max(value: Tensor, weight: Tensor) -> Tensor:
 
 
 def find_weight_problem(weight: Tensor, recipe: Recipe | None = None) -> str | None:
-    """Return why a recipe cannot multiply a weight, equal on all ranks. None = it can."""
+    """Return why a recipe (None = any FP8) cannot multiply by a weight. Equal on all ranks."""
     multiple = ALIGNED if recipe is None else recipe.weight_multiple
     # Tensor parallelism may have sharded the weight [N, K]; FSDP has not yet.
     sizes = list(weight.shape)
