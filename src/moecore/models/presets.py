@@ -237,6 +237,7 @@ _KIMI_K2 = _build_decoder(
 def _build_deepseek_v2(
     sizes: Triple, num_heads: int, q_lora_rank: int, moe: MoEConfig, mlp: int
 ) -> DecoderConfig:
+    """Build a DeepSeek-V2; `mlp` is the hidden dim of its one dense layer, the first."""
     yarn = YarnConfig(factor=40.0, original_max_seq_len=4096, mscale=0.707, mscale_all_dim=0.707)
     return _build_decoder(
         sizes,
@@ -354,6 +355,7 @@ _QWEN3_NEXT_80B_A3B = _build_qwen3_next(
 def _build_nemotron_h(
     pattern: str, sizes: tuple[int, int], heads: Triple, moe: MoEConfig, **options: Any
 ) -> DecoderConfig:
+    """Build a Nemotron-H of (V, D) `sizes`, with one layer per letter of `pattern`."""
     return _build_decoder(
         (*sizes, len(pattern)),
         heads,

@@ -95,7 +95,7 @@ WORKSPACE_SLICES = {GATHER_SLICES: 1, SEND_SLICES: 2}
 
 
 def compute_workspace_bytes(name: str, num_ranks: int, num_bytes: int) -> int:
-    """Return the bytes of torch's workspace of launch `name`, which moves `num_bytes` in and out."""
+    """Return the bytes of torch's workspace of launch `name`, with `num_bytes` in and out."""
     return WORKSPACE_SLICES[name] * num_bytes // (2 * (num_ranks - 1))
 
 

@@ -264,7 +264,7 @@ class Router(nn.Module):
     def _drop_choices(
         self, ids_TK: Tensor, weights_TK: Tensor, micro_batch: MicroBatch
     ) -> tuple[Tensor, int | None]:
-        """Return ids with -1 for choices over the capacity, and the most tokens of an expert."""
+        """Return ids with -1 for choices over the capacity, and the capacity; None = no limit."""
         config, factor, K = self.config, self._get_capacity_factor(), self.config.top_k
         if factor is None:
             return ids_TK, None
@@ -330,6 +330,7 @@ def choose_best_ids(logits_TE: Tensor, config: MoEConfig, padding_mask_T: Tensor
 
 
 def _make_route_options(config: MoEConfig) -> RouteOptions:
+    """Return the options of the kernel that chooses experts, from a layer's config."""
     return RouteOptions(
         top_k=config.top_k,
         score_function=config.score_function,

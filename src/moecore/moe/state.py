@@ -283,6 +283,7 @@ class MoEState:
         foreach_add_(biases, list(move_LE))
 
     def _reset_layers(self) -> None:
+        """Drop the counts, losses and copies of weights of all layers since the last step."""
         for other in self._aux_losses.values():
             other.reset()
         for layer in self.layers.values():

@@ -405,7 +405,7 @@ def all_reduce_max(value: Tensor, weight: Tensor) -> Tensor:
 
 
 def find_weight_problem(weight: Tensor, recipe: Recipe | None = None) -> str | None:
-    """Return why a recipe (None = any FP8) cannot multiply by a weight. Equal on all ranks."""
+    """Return why a recipe (None = any FP8) cannot use a weight. None = it can. Equal on ranks."""
     multiple = ALIGNED if recipe is None else recipe.weight_multiple
     # Tensor parallelism may have sharded the weight [N, K]; FSDP has not yet.
     sizes = list(weight.shape)

@@ -192,12 +192,14 @@ class ExchangePool(BufferOwner):
         )
 
     def _make_clone_exchange(self, device: torch.device) -> CloneExchange:
+        """Allocate the exchange of clones on all ranks. Raise RuntimeError in a graph capture."""
         _raise_if_capturing()
         with torch.cuda.device(device), torch.inference_mode(False):
             buffer = make_clone_buffer(self.group, device, self.options.timeout_s)
             return CloneExchange(buffer, self.group)
 
     def _make_meta_exchange(self, x_TD: Tensor, top_k: int) -> Exchange:
+        """Create an exchange of meta rows like x_TD, which allocates and sends nothing."""
         max_tokens = self.options.max_tokens or x_TD.shape[0]
         layout = self._make_layout(x_TD, top_k, max_tokens, self._programs or 1)
         none = torch.empty(0, dtype=torch.int32, device="meta")
@@ -211,6 +213,7 @@ class ExchangePool(BufferOwner):
     def _make_layout(
         self, x_TD: Tensor, top_k: int, max_tokens: int, programs: int
     ) -> ExchangeLayout:
+        """Return the layout of a buffer for `max_tokens` rows of x_TD's width from each rank."""
         return ExchangeLayout(
             num_ranks=self.group.size(),
             max_tokens=max(1, max_tokens),
@@ -313,6 +316,7 @@ def find_row_problem(x_TD: Tensor) -> str | None:
 
 
 def _raise_if_capturing() -> None:
+    """Raise RuntimeError if the current stream captures a CUDA graph, which cannot allocate."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "the buffers of dispatcher ('nvlink') must be made before a graph is captured: run "

@@ -79,6 +79,7 @@ def _find_local_problem(device_type: str) -> str | None:
 
 
 def _find_nvcc() -> str | None:
+    """Return the path of nvcc from NCCL_EP_JIT_NVCC, NVCC, CUDA_HOME or PATH. None = not found."""
     for name in ("NCCL_EP_JIT_NVCC", "NVCC"):
         if os.environ.get(name):
             return os.environ[name]
@@ -108,6 +109,7 @@ class EPGroups:
         return self._groups[key]
 
     def _make_group(self, num_experts: int, row_bytes: int, num_tokens: int) -> EPGroup:
+        """Create an NCCL EP group for at most `num_tokens` tokens per rank and call. Collective."""
         from nccl import ep
         from nccl.ep.interop.torch import get_nccl_comm_from_group
 
