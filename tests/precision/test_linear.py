@@ -204,7 +204,7 @@ def test_history_worked_example() -> None:
     advance_histories([history], CPU, None)  # no training forward since
     assert torch.equal(history.steps["input"], before)
     assert history.get_max_amax("gradient").item() == 0  # type: ignore[union-attr]
-    assert not history.is_sure
+    assert not history.has_all_amax
 
 
 def test_an_operand_that_no_step_had_has_no_past() -> None:
@@ -217,7 +217,7 @@ def test_an_operand_that_no_step_had_has_no_past() -> None:
         for operand, largest in (("input", 3.0), ("weight", 1.0), ("gradient", of_gradient)):
             seen[operand].fill_(largest)
         advance_histories([history], CPU, None)
-    assert scaled_by == pytest.approx([0.0, 1e-6, 1e-6]) and history.is_sure
+    assert scaled_by == pytest.approx([0.0, 1e-6, 1e-6]) and history.has_all_amax
 
 
 def test_history_of_a_replayed_graph() -> None:
@@ -237,9 +237,9 @@ def test_history_of_a_rank_that_comes_later() -> None:
     advance_histories([history], CPU, None)  # a step of no rank
     push_amax([history], torch.tensor([3.0, 2.0, 0.0]))
     assert [history.get_max_amax(o).item() for o in history.operands] == [3, 2, 0]  # type: ignore[union-attr]
-    assert not history.is_sure
+    assert not history.has_all_amax
     push_amax([history], torch.tensor([0.0, 0.0, 1.0]))
-    assert history.is_sure
+    assert history.has_all_amax
 
 
 @pytest.mark.parametrize("size", [1e-9, 1e4])
@@ -256,7 +256,10 @@ def test_operands_that_no_step_had_are_scaled_by_their_own(size: float) -> None:
         wanted = values(first, larger, weight, dy=size * dy)
         assert all(torch.equal(a, b) and a.any() for a, b in zip(found, wanted, strict=True))
     advance_histories([late.history], CPU, None)
-    assert late.history.is_sure and late.history.get_max_amax("gradient") == (size * dy).abs().max()
+    assert (
+        late.history.has_all_amax
+        and late.history.get_max_amax("gradient") == (size * dy).abs().max()
+    )
 
 
 def test_delayed_scaling_uses_and_makes_the_history() -> None:

@@ -28,7 +28,8 @@ LINEAR: dict[type, Callable[..., LinearAttention]] = {
 class Block(nn.Module):
     """One layer: attention or linear attention, then an MLP or MoE layer, each with a norm.
 
-    A layer may lack either half, see `DecoderConfig.pattern`.
+    A layer may lack either half, see `DecoderConfig.pattern`. `runs` is the number of times that
+    the layer runs in one forward of its decoder.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Block(nn.Module):
             self.mlp = MoELayer(_select_moe_config(config, layer_idx), dtype=dtype, runs=runs)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Run the layer on this rank's residual stream and return it. Experts skip padding."""
+        """Return this rank's residual stream x_BTD after the layer. Experts skip padding."""
         if self.mixer is not None:
             x_BTD = self.attend(x_BTD, sequence)
         if self.feedforward is None:
@@ -76,7 +77,7 @@ class Block(nn.Module):
         return x_BTD + out_BTD
 
     def attend(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Add the attention output of the normed residual stream to it, and return the sum."""
+        """Return x_BTD plus the attention (or linear attention) output of the normed x_BTD."""
         attention = self.linear_attn if self.mixer == "linear" else self.self_attn
         attended: Tensor = x_BTD + attention(self.input_layernorm(x_BTD), sequence)
         return attended

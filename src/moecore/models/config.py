@@ -65,14 +65,14 @@ class YarnConfig(CheckedRecord):
     @property
     def table_scale(self) -> float:
         """Factor by which the rotary table's cos and sin are multiplied."""
-        return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+        return self._compute_mscale(self.mscale) / self._compute_mscale(self.mscale_all_dim)
 
     @property
     def score_scale(self) -> float:
         """Factor by which attention scores are multiplied."""
-        return self._magnitude(self.mscale_all_dim) ** 2
+        return self._compute_mscale(self.mscale_all_dim) ** 2
 
-    def _magnitude(self, mscale: float) -> float:
+    def _compute_mscale(self, mscale: float) -> float:
         return 0.1 * mscale * math.log(self.factor) + 1.0
 
 

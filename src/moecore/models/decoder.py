@@ -135,7 +135,7 @@ class Decoder(nn.Module):
             key = clean_name(path)
             if isinstance(module, MoELayer):
                 module.init_weights(std=INIT_STD, key=key, seed=seed)
-                for weight in _residual_weights(module):
+                for weight in _list_residual_weights(module):
                     get_local_tensor(weight).mul_(scale)
             elif isinstance(module, RMSNorm):
                 get_local_tensor(module.weight).fill_(0.0 if module.zero_centered else 1.0)
@@ -176,7 +176,7 @@ class Decoder(nn.Module):
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
         """Return `options` with the method of context-parallel attention chosen for this model.
 
-        See `ContextOptions.resolve`.
+        See `ContextOptions.resolve`. `cp` and `tp` are numbers of ranks. May raise ValueError.
         """
         heads = self.config.num_heads // tp, self.config.num_kv_heads // tp
         mla = self.config.mla
@@ -292,21 +292,21 @@ class Decoder(nn.Module):
         sequence: Sequence,
         log_prob_loss: LogProbLoss | None,
     ) -> Tensor:
-        """Run head and prediction modules. Return loss or logits, or input of the next stage."""
+        """Run head and MTP on normed `states`. Return loss, logits or the next stage's input."""
         if stage.loss:
             args = (states[0], labels_BT, num_tokens, self._tied_weight, sequence)
             out = self.lm_head(*args, log_prob_loss)
         if self._runs_mtp(labels_BT):
             assert labels_BT is not None, "modules run with labels only"
             rows = (tokens_BT, labels_BT, num_tokens, padding_mask_BT)
-            mtp_losses = self._run_mtp(states, stage, *rows, sequence)
+            mtp_losses = self._run_mtp_modules(states, stage, *rows, sequence)
             if stage.loss:
                 losses = torch.stack(mtp_losses)
                 self.mtp_losses = losses.detach()
                 out = out + self.config.mtp_loss_coef * losses.mean()
         return out if stage.loss else torch.stack(states)
 
-    def _run_mtp(
+    def _run_mtp_modules(
         self,
         states: list[Tensor],
         stage: Stage,
@@ -316,7 +316,7 @@ class Decoder(nn.Module):
         padding_mask_BT: Tensor | None,
         sequence: Sequence,
     ) -> list[Tensor]:
-        """Run the stage's prediction modules. Return losses, [] in a stage without the head."""
+        """Run the stage's MTP modules, which append to `states`. Return losses, [] without head."""
         # `states` are h_0, h_1, ..; modules append theirs. Tokens, labels and mask have full rows.
         if padding_mask_BT is None:
             padding_mask_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
@@ -355,7 +355,7 @@ class Decoder(nn.Module):
         """Return the shape of a stage's input hidden states on this rank. No communication.
 
         The shape is [B, t, D] before the final norm, with t = T / (cp * tp). After the norm it is
-        [1 + k, B, t, D], where k counts the multi-token predictions of previous stages.
+        [1 + k, B, t, D] after k multi-token predictions. `inputs` has forward's arguments by name.
         """
         num_states = self._count_input_states(
             stage, predicts=self._runs_mtp(inputs.get("labels_BT"))
@@ -363,7 +363,7 @@ class Decoder(nn.Module):
         return self._compute_hidden_shape(num_states, inputs["tokens_BT"], inputs.get("cp"))
 
     def check_inputs(self, inputs: Mapping[str, Any]) -> None:
-        """Raise ValueError for a micro-batch that pipeline stages cannot run."""
+        """Raise ValueError if pipeline stages cannot run `inputs`, forward's arguments by name."""
         require_arguments(inputs, "tokens_BT", "labels_BT or log_prob_loss")
         names = ("tokens_BT", "labels_BT", "padding_mask_BT", "log_prob_loss")
         self._check_shapes(*(inputs.get(name) for name in names))  # type: ignore[arg-type]
@@ -433,7 +433,7 @@ class Decoder(nn.Module):
         return tokens_BT
 
     def _compute_last_logits(self, window_BT: Tensor, cache: KVCache | None) -> Tensor:
-        """Return the last token's logits [B, V], from rows padded to a length for cp and tp."""
+        """Return the last token's logits [B, V]; pads the window's T tokens for cp and tp."""
         T, tp, cp = window_BT.shape[1], self.model.tp, self.model.cp
         multiple = (1 if tp is None else tp.size) * (1 if cp is None else 2 * cp.size)
         padding = -T % multiple
@@ -485,7 +485,7 @@ class Decoder(nn.Module):
             )
 
 
-def _residual_weights(layer: MoELayer) -> list[nn.Parameter]:
+def _list_residual_weights(layer: MoELayer) -> list[nn.Parameter]:
     """Return the weights whose products are an MoE layer's output: w2 or the latent's w_up."""
     w2 = getattr(layer.get_part("experts"), layer.layout.expert_layout.w2)
     weights = [layer.latent.w_up if layer.config.latent_dim else w2]

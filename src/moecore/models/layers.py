@@ -62,7 +62,7 @@ class RMSNorm(nn.Module):
         over_tp: bool = False,
         dtype: torch.dtype | None = None,
     ) -> RMSNorm:
-        """Return an RMSNorm with a decoder's options; `dim` = None is the model dim."""
+        """Return an RMSNorm with a decoder's epsilon and centering; `dim` None = the model dim."""
         return cls(
             dim or config.dim,
             config.norm_eps,
@@ -90,7 +90,8 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary embedding.
 
-    With a window a token attends to at most that many keys, its own key included. Sinks are
+    With `window` a token attends to at most that many keys, its own key included. None = all keys
+    under the causal mask. Sinks are
     replicated over tp, and each rank reads the sinks of its heads. The output bias is added after
     the reduce-scatter over tp, to this rank's tokens. With gates `q_proj` returns the query and
     then the gate of each head; the gate has the head's output dims.
@@ -213,7 +214,7 @@ class MLP(nn.Module):
 
 
 def build_rotary_table(config: DecoderConfig, positions: Tensor) -> RotaryTable | None:
-    """Build the table of cos and sin for positions, by RoPE or YaRN. None without `rope_theta`."""
+    """Build cos and sin of positions [T] or [B, T], by RoPE or YaRN. None without `rope_theta`."""
     if config.rope_theta is None:
         return None
     mla = config.mla

@@ -53,7 +53,7 @@ class LinearAttention(nn.Module):
     """
 
     is_eager = True  # in no CUDA graph: a package reads the borders of documents on the host
-    least_decay = 0.01  # of a step of 1, in the logarithm; at most 16
+    min_decay_rate = 0.01  # of a step of 1, in the logarithm; at most 16
 
     def __init__(
         self,
@@ -73,7 +73,10 @@ class LinearAttention(nn.Module):
         self.A_log = nn.Parameter(torch.empty(self.num_v_heads, dtype=dtype))
 
     def apply_convolution(self, parts_BTC: Sizes[Tensor], sequence: Sequence) -> list[Tensor]:
-        """Apply the short convolution and silu to the channels, and return a tensor per kind."""
+        """Apply the short convolution and silu to this rank's channels of all T tokens.
+
+        `parts_BTC` has one tensor per kind of channels, in the order of `sizes`, as the result has.
+        """
         bias = None if self.conv1d.bias is None else self._slice_channels(self.conv1d.bias)
         filters = self._slice_channels(self.conv1d.weight).squeeze(1), bias
         mixed_BTC = convolve(torch.cat(list(parts_BTC), -1), *filters, sequence, silu=True)
@@ -84,7 +87,7 @@ class LinearAttention(nn.Module):
         return F.softplus(upcast(a_BTH) + self.slice_local_heads(self.dt_bias))
 
     def compute_decay_rates(self) -> Tensor:
-        """Return [H], the log of each head's decay per unit of time step, which is negative."""
+        """Return [H], the (negative) log of each head's decay per unit of time step, in fp32."""
         return -upcast(self.slice_local_heads(self.A_log)).exp()
 
     def slice_local_heads(self, param: nn.Parameter) -> Tensor:
@@ -101,12 +104,15 @@ class LinearAttention(nn.Module):
         return torch.cat([part.chunk(self.tp.size)[self.tp.rank] for part in parts])
 
     def init_weights(self, *, key: str, seed: int) -> None:
-        """Initialise filters as Conv1d and decays as exp(-softplus(a + 1) * U(least_decay, 16))."""
+        """Draw filters as Conv1d does, and A_log so that decay rates are U(min_decay_rate, 16).
+
+        `dt_bias` becomes 1. The values depend only on `key`, `seed` and the parameter's name.
+        """
         bound = self.conv1d.weight.shape[-1] ** -0.5
         for name, param in self.conv1d.named_parameters():
             init_uniform_(param, bound=bound, key=f"{key}.conv1d.{name}", seed=seed)
         get_local_tensor(self.dt_bias).fill_(1.0)
-        half = (16 - self.least_decay) / 2
+        half = (16 - self.min_decay_rate) / 2
         init_uniform_(self.A_log, bound=half, key=f"{key}.A_log", seed=seed)
         get_local_tensor(self.A_log).add_(16 - half).log_()
 
@@ -131,7 +137,7 @@ class GatedDeltaNet(LinearAttention):
         self.out_proj = Linear(values, D, tp_shard_dim=1, residual=True, dtype=dtype)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Return the output of this rank's normed tokens. `sequence` describes full rows."""
+        """Return the layer's output [B, t, D] of this rank's normed tokens, before the residual."""
         k, v, r = self.head_k_dim, self.head_v_dim, self.num_v_heads // self.num_k_heads
         qkvz, ba = apply_column_linears(x_BTD, (self.in_proj_qkvz, self.in_proj_ba), self.tp)
         parts = qkvz.unflatten(-1, (-1, 2 * (k + r * v))).split((k, k, r * v, r * v), dim=-1)
@@ -146,13 +152,13 @@ class GatedDeltaNet(LinearAttention):
         return apply_row_linear(y_BTHv.flatten(2), self.out_proj, self.tp)
 
 
-LEAST_STEP, MOST_STEP = 1e-3, 0.1  # of a new layer
+MIN_STEP, MAX_STEP = 1e-3, 0.1  # of a new layer
 
 
 class Mamba2(LinearAttention):
     """Linear attention as a state space model with time steps, a skip and an output gate."""
 
-    least_decay = 1.0
+    min_decay_rate = 1.0
 
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
         mamba = config.linear_attention
@@ -167,7 +173,7 @@ class Mamba2(LinearAttention):
         self.out_proj = Linear(values, D, tp_shard_dim=1, residual=True, dtype=dtype)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Return the output of this rank's normed tokens. `sequence` describes full rows."""
+        """Return the layer's output [B, t, D] of this rank's normed tokens, before the residual."""
         k, v, r = self.head_k_dim, self.head_v_dim, self.num_v_heads // self.num_k_heads
         (rows,) = apply_column_linears(x_BTD, (self.in_proj,), self.tp)
         sizes = (r * v, r * v, k, k, r)
@@ -193,13 +199,13 @@ class Mamba2(LinearAttention):
     def init_weights(self, *, key: str, seed: int) -> None:
         """Initialise filters as torch's Conv1d, the skip with 1, decays as exp(-step * U(1, 16)).
 
-        The logarithm of the time step of a zero input is U(log LEAST_STEP, log MOST_STEP).
+        The logarithm of the time step of a zero input is U(log MIN_STEP, log MAX_STEP).
         """
         super().init_weights(key=key, seed=seed)
         get_local_tensor(self.D).fill_(1.0)
-        half = math.log(MOST_STEP / LEAST_STEP) / 2
+        half = math.log(MAX_STEP / MIN_STEP) / 2
         init_uniform_(self.dt_bias, bound=half, key=f"{key}.dt_bias", seed=seed)
-        steps = get_local_tensor(self.dt_bias).add_(half + math.log(LEAST_STEP)).exp_()
+        steps = get_local_tensor(self.dt_bias).add_(half + math.log(MIN_STEP)).exp_()
         steps.add_(torch.log(-torch.expm1(-steps)))  # softplus gives the step
 
 

@@ -69,7 +69,8 @@ class LogProbLoss(CheckedRecord):
     ) -> Tensor:
         """Compute the loss from this rank's hidden states. The head is sharded over `group`.
 
-        `to_full_rows` gathers local tokens [B, t, X] to full rows [B, T, X].
+        `labels_Bt` has the labels of this rank's tokens, -100 = none. `to_full_rows` gathers local
+        tokens [B, t, X] to full rows [B, T, X].
         """
         numbers = linear_log_probs(
             hidden_BtD.flatten(0, 1),
@@ -85,7 +86,10 @@ class LogProbLoss(CheckedRecord):
     def compute_from_logits(
         self, logits_BtV: Tensor, labels_Bt: Tensor, to_full_rows: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Compute the loss from full-vocabulary logits, which a model may change after its head."""
+        """Compute the loss from full-vocabulary logits, which a model may change after its head.
+
+        `labels_Bt` and `to_full_rows` are as in `compute_from_hidden`.
+        """
         x_NV = logits_BtV.flatten(0, 1)
         x_NV = x_NV.to(torch.promote_types(x_NV.dtype, torch.float32)) / self.temperature
         labels_N = labels_Bt.flatten()
@@ -228,7 +232,7 @@ class _LinearLogProbs(torch.autograd.Function):
 
 
 def _compute_logits(hidden_CD: Tensor, weight_VD: Tensor, temperature: float) -> Tensor:
-    """Compute a chunk's logits in fp32 or fp64, divided by the temperature."""
+    """Return hidden @ weight^T / temperature of a chunk, [C, V] in fp32, or fp64 for fp64."""
     dtype = torch.promote_types(hidden_CD.dtype, torch.float32)
     x_CV = multiply(hidden_CD, weight_VD.t(), dtype)
     return x_CV if temperature == 1.0 else x_CV.div_(temperature)

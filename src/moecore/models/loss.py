@@ -213,7 +213,10 @@ class RowStatistics(NamedTuple):
 def combine_row_statistics(
     logits_CV: Tensor, labels_C: Tensor, group: dist.ProcessGroup | None
 ) -> RowStatistics:
-    """Return the statistics of logits whose vocabulary is sharded over a group. Collective."""
+    """Return softmax statistics of logits [C, V] of one vocabulary shard. Collective over `group`.
+
+    `labels_C` are global ids or -100. None = the logits have the full vocabulary.
+    """
     V, rank, size = logits_CV.shape[1], 0, 1
     if group is not None:
         rank, size = group.rank(), group.size()

@@ -46,7 +46,7 @@ class KeyNorm(nn.LayerNorm):
     """LayerNorm of the indexer's keys, whose parameters may be sharded DTensors."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the normed input."""
+        """Return the normed input, in the dtype of the input."""
         weight, bias = (get_local_param(p).to(input.dtype) for p in (self.weight, self.bias))
         return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
@@ -81,7 +81,7 @@ class Indexer(nn.Module):
 
 
 def make_key_choice(config: IndexerConfig | None, layer: nn.Module, top_k: int) -> KeyChoice:
-    """Return the rule by which a layer with an indexer selects keys: `top_k`, or all in warm-up.
+    """Return how `layer` selects keys: the `top_k` of its indexer, or all keys in its warm-up.
 
     If `config` is None, or in eval mode, the indexer is not trained.
     """
@@ -91,9 +91,10 @@ def make_key_choice(config: IndexerConfig | None, layer: nn.Module, top_k: int) 
 
 
 def compute_mean_divergence(divergence_BT: Tensor, sequence: Sequence) -> Tensor:
-    """Return this rank's summed divergence over the number of tokens of all cp ranks, a scalar.
+    """Return this rank's sum of the indexer's divergence over the tokens of all cp ranks, a scalar.
 
-    Padding counts in neither number. `divergence_BT` has a value per token of this cp rank.
+    Padding counts in neither number. `divergence_BT` has the KL divergence of the indexer's choice
+    from attention for each token of this cp rank.
     """
     mask_BT, local_tokens = sequence.padding_mask_BT, sequence.local_tokens
     if mask_BT is None:
@@ -110,7 +111,7 @@ class LatentAttention(nn.Module):
     """Causal multi-head latent attention, of a decoder with `mla`."""
 
     observe_scores: ScoreObserver | None = None  # as in `Attention`
-    learning: IndexerConfig | None = None  # None = the indexer is not trained
+    indexer_config: IndexerConfig | None = None  # None = the indexer is not trained
 
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -148,8 +149,8 @@ class LatentAttention(nn.Module):
         return apply_row_linear(y_BTHv.flatten(2), self.o_proj, self.tp)
 
     def enable_indexer_training(self, config: IndexerConfig) -> None:
-        """Enable training of the indexer in later forwards. `config.stage` selects the keys."""
-        self.learning, self.aux_loss = config, AuxLoss()
+        """Let later forwards in training mode train the indexer, by `config`'s stage and loss."""
+        self.indexer_config, self.aux_loss = config, AuxLoss()
 
     @property
     def is_eager(self) -> bool:
@@ -168,7 +169,7 @@ class LatentAttention(nn.Module):
         """Return y_BTHv over the selected keys; backward of y_BTHv adds the indexer's gradient."""
         rotary, mla = sequence.rotary, self.mla
         assert rotary is not None and mla.sparse is not None
-        choice = make_key_choice(self.learning, self, mla.sparse.top_k)
+        choice = make_key_choice(self.indexer_config, self, mla.sparse.top_k)
         with torch.set_grad_enabled(choice.diverges):  # a choice is a constant
             index = indexer(x_BTD.detach(), q_BTQ.detach(), rotary)
         n, v = mla.qk_nope_head_dim, mla.v_head_dim
@@ -182,8 +183,8 @@ class LatentAttention(nn.Module):
         y_BTHv: Tensor = out.o_tHv
         if out.divergence_t is None:
             return y_BTHv
-        assert self.learning is not None
-        loss = self.learning.loss_coef * compute_mean_divergence(out.divergence_t, sequence)
+        assert self.indexer_config is not None
+        loss = self.indexer_config.loss_coef * compute_mean_divergence(out.divergence_t, sequence)
         y_BTHv = self.aux_loss.attach(y_BTHv, loss)
         return y_BTHv
 

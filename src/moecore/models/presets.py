@@ -131,7 +131,7 @@ def _build_moe(
     return MoEConfig(**sizes, **options)
 
 
-def _softmax_options(coef: float) -> dict[str, Any]:
+def _make_balance(coef: float) -> dict[str, Any]:
     return dict(balance=BalanceConfig(micro_batch_coef=coef))
 
 
@@ -145,7 +145,7 @@ _V3_FACTOR: Any = dict(routed_scaling_factor=2.5)
 
 
 def _build_qwen3(dim: int, num_layers: int, num_heads: int, hidden_dim: int) -> DecoderConfig:
-    moe = _build_moe(dim, hidden_dim, 128, 8, normalize_weights=True, **_softmax_options(0.001))
+    moe = _build_moe(dim, hidden_dim, 128, 8, normalize_weights=True, **_make_balance(0.001))
     return _build_decoder(
         (151_936, dim, num_layers),
         (num_heads, 4, 128),
@@ -160,7 +160,7 @@ def _build_qwen3(dim: int, num_layers: int, num_heads: int, hidden_dim: int) -> 
 _MIXTRAL_8X7B = _build_decoder(
     (32_000, 4096, 32),
     (32, 8, 128),
-    _build_moe(4096, 14_336, 8, 2, normalize_weights=True, **_softmax_options(0.02)),
+    _build_moe(4096, 14_336, 8, 2, normalize_weights=True, **_make_balance(0.02)),
     rope_theta=1_000_000.0,
     norm_eps=1e-5,
     max_seq_len=32_768,
@@ -169,7 +169,7 @@ _MIXTRAL_8X7B = _build_decoder(
 _OLMOE_1B_7B = _build_decoder(
     (50_304, 2048, 16),
     (16, 16, 128),
-    _build_moe(2048, 1024, 64, 8, normalize_weights=False, **_softmax_options(0.01)),
+    _build_moe(2048, 1024, 64, 8, normalize_weights=False, **_make_balance(0.01)),
     qk_norm="full",
     norm_eps=1e-5,
     max_seq_len=4096,
@@ -237,6 +237,7 @@ _KIMI_K2 = _build_decoder(
 def _build_deepseek_v2(
     sizes: Triple, num_heads: int, q_lora_rank: int, moe: MoEConfig, mlp: int
 ) -> DecoderConfig:
+    """Build a DeepSeek-V2; `mlp` is the hidden dim of its one dense layer, the first."""
     yarn = YarnConfig(factor=40.0, original_max_seq_len=4096, mscale=0.707, mscale_all_dim=0.707)
     return _build_decoder(
         sizes,
@@ -314,9 +315,7 @@ _QWEN2_SHARED: Any = dict(shared_hidden_dim=20_480, shared_gate=True)
 _QWEN2_57B_A14B = _build_decoder(
     (151_936, 3584, 28),
     (28, 4, 128),
-    _build_moe(
-        3584, 2560, 64, 8, normalize_weights=False, **_QWEN2_SHARED, **_softmax_options(0.001)
-    ),
+    _build_moe(3584, 2560, 64, 8, normalize_weights=False, **_QWEN2_SHARED, **_make_balance(0.001)),
     attention_bias="qkv",
     rope_theta=1_000_000.0,
     max_seq_len=131_072,
@@ -340,7 +339,7 @@ def _build_qwen3_next(
     )
 
 
-_NEXT_SHARED: Any = dict(normalize_weights=True, shared_gate=True, **_softmax_options(0.001))
+_NEXT_SHARED: Any = dict(normalize_weights=True, shared_gate=True, **_make_balance(0.001))
 _QWEN3_NEXT_80B_A3B = _build_qwen3_next(
     (151_936, 2048, 48),
     (16, 2, 256),
@@ -356,6 +355,7 @@ _QWEN3_NEXT_80B_A3B = _build_qwen3_next(
 def _build_nemotron_h(
     pattern: str, sizes: tuple[int, int], heads: Triple, moe: MoEConfig, **options: Any
 ) -> DecoderConfig:
+    """Build a Nemotron-H of (V, D) `sizes`, with one layer per letter of `pattern`."""
     return _build_decoder(
         (*sizes, len(pattern)),
         heads,
@@ -401,7 +401,7 @@ def _build_gpt_oss(num_layers: int, num_experts: int) -> DecoderConfig:
 _TINY = _build_decoder(
     (256, 128, 4),
     (4, 2, 32),
-    _build_moe(128, 128, 8, 2, **_softmax_options(0.01)),
+    _build_moe(128, 128, 8, 2, **_make_balance(0.01)),
     qk_norm="head",
     max_seq_len=512,
     dense_layers=(0,),
@@ -412,7 +412,7 @@ _SHORT: Any = dict(max_seq_len=128, ce_chunk_tokens=32)
 _TINY_QWEN3 = _build_decoder(
     (128, 64, 2),
     (4, 2, 16),
-    _build_moe(64, 32, 8, 2, normalize_weights=True, **_softmax_options(0.001)),
+    _build_moe(64, 32, 8, 2, normalize_weights=True, **_make_balance(0.001)),
     qk_norm="head",
     rope_theta=1_000_000.0,
     **_SHORT,

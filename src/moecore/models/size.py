@@ -97,7 +97,7 @@ def document_cost(config: DecoderConfig, *, link_gb_per_s: Positive = 200.0) -> 
 
 @lru_cache
 def _count_params(config: DecoderConfig) -> tuple[int, int]:
-    """Count all parameters, and the expert parameters that a token does not use, on average."""
+    """Return (all parameters, routed expert parameters that a token does not use on average)."""
     total = idle = 0
     for name, param in Decoder(config, device="meta").named_parameters():
         total += param.numel()

@@ -72,13 +72,13 @@ class TensorParallel:
         return find_peer_problem(self.group)
 
     def slice_local(self, x_BT: Tensor) -> Tensor:
-        """Return this rank's slice of dim 1, contiguous. No communication."""
+        """Return this rank's slice of dim 1 (T), contiguous. No communication."""
         self._check_divisible(x_BT)
         size = x_BT.shape[1] // self.size
         return x_BT.narrow(1, self.rank * size, size).contiguous()
 
     def gather(self, x_BtD: Tensor) -> Tensor:
-        """All-gather x_BTD along T. Backward reduce-scatters the gradient."""
+        """All-gather x_BtD along dim 1 to x_BTD. Backward reduce-scatters the gradient."""
         x_BTD: Tensor = run_and_save(_all_gather, x_BtD, self.group)
         return x_BTD
 
@@ -109,7 +109,7 @@ class TensorParallel:
         return local_ids_BT.masked_fill(elsewhere_BT, 0), elsewhere_BT
 
     def reduce_scatter(self, y_BTD: Tensor) -> Tensor:
-        """Reduce-scatter y_BTD along T, with the sum in fp32; backward all-gathers."""
+        """Reduce-scatter y_BTD along dim 1 to y_BtD, summed in fp32. Backward all-gathers."""
         self._check_divisible(y_BTD)
         y_BtD: Tensor = run_and_save(_reduce_scatter, y_BTD, self.group)
         return y_BtD
@@ -125,6 +125,7 @@ class TensorParallel:
         return self.gather_replicated(x_BTv.transpose(1, 2)).transpose(1, 2).contiguous()
 
     def _check_divisible(self, x_BT: Tensor) -> None:
+        """Raise ValueError if the length of dim 1 is not a multiple of tp."""
         if x_BT.shape[1] % self.size:
             raise ValueError(
                 f"sequence length ({x_BT.shape[1]}) must be a multiple of tp ({self.size}): "
@@ -218,20 +219,21 @@ def check_tensor_parallel(config: DecoderConfig, tp: int) -> None:
 
 
 def _all_gather(x_BtD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather along dim 1. With one sequence the result aliases the receive buffer."""
+    """All-gather [B, t, D] along dim 1; if B is 1 the result aliases the receive buffer."""
     parts_GBtD: Tensor = all_gather_rows(x_BtD, group)
     parts_GBtD = parts_GBtD.unflatten(0, (group.size(), x_BtD.shape[0]))
     return parts_GBtD.transpose(0, 1).flatten(1, 2)
 
 
 def _reduce_scatter(y_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Reduce-scatter along dim 1."""
+    """Reduce-scatter [B, T, D] along dim 1 to [B, T / G, D], summed in fp32."""
     size = group.size()
     parts_GBtD = y_BTD.unflatten(1, (size, y_BTD.shape[1] // size)).transpose(0, 1)
     return reduce_scatter_rows(parts_GBtD.flatten(0, 1), group)
 
 
 def _all_reduce(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return a new tensor with the sum of `value` over the group. No autograd."""
     value = value.clone(memory_format=torch.contiguous_format)
     if not skips_communication(value):
         dist.all_reduce(value, group=group)

@@ -95,7 +95,7 @@ WORKSPACE_SLICES = {GATHER_SLICES: 1, SEND_SLICES: 2}
 
 
 def compute_workspace_bytes(name: str, num_ranks: int, num_bytes: int) -> int:
-    """Return the workspace, in bytes, of exchange `name`, which moves `num_bytes` in and out."""
+    """Return the bytes of torch's workspace of launch `name`, with `num_bytes` in and out."""
     return WORKSPACE_SLICES[name] * num_bytes // (2 * (num_ranks - 1))
 
 
@@ -208,7 +208,7 @@ def _apply_sliced(
     x: Tensor,
     linears: Sequence[nn.Linear],
 ) -> Any:
-    """Apply an autograd function of this file to x and the linears' local weights."""
+    """Apply `_ColumnProducts` or `_RowProduct` to x and the local weights of the linears."""
     weights = [get_local_param(linear.weight) for linear in linears]
     sinks = [
         find_sink(linear.weight, weight.shape)
@@ -226,8 +226,10 @@ class _SlicedProducts(NamedTuple):
     group: dist.ProcessGroup
     sinks: list[GradSink | None]  # of each weight's gradient, where linears defer it
 
-    def gather(self, x_BtD: Tensor, weights_DN: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """All-gather x_BTD and multiply it by each weight; return x_BTD and every y_BTN."""
+    def gather_and_multiply(
+        self, x_BtD: Tensor, weights_DN: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """All-gather x_BTD, and multiply each slice by each weight; return x_BTD and all y_BTN."""
         B, t, D = x_BtD.shape
         x_BtD, G = x_BtD.contiguous(), self.group.size()
         x_BTD = x_BtD.new_empty(B, t * G, D)
@@ -238,7 +240,9 @@ class _SlicedProducts(NamedTuple):
             self.exchange.gather(x_BtD[b], multiply, x_BTD[b], self.group)
         return x_BTD, ys_BTN
 
-    def sum(self, xs_BTN: Sequence[Tensor], weights_ND: Sequence[Tensor]) -> Tensor:
+    def multiply_and_scatter(
+        self, xs_BTN: Sequence[Tensor], weights_ND: Sequence[Tensor]
+    ) -> Tensor:
         """Multiply each x by its weight and reduce-scatter the sum of the products to y_BtD."""
         (B, T, _), G = xs_BTN[0].shape, self.group.size()
         parts_BTD = xs_BTN[0].new_empty(B, T, weights_ND[0].shape[1])
@@ -250,7 +254,7 @@ class _SlicedProducts(NamedTuple):
         return y_BtD
 
     def weight_grad(self, number: int, dy: Tensor, x: Tensor) -> Tensor | None:
-        """Return dy^T @ x for weight `number`, None if the weight's sink computes it later."""
+        """Return dy^T @ x for weight `number`. None = the weight's `GradSink` computes it later."""
         sink, operands = self.sinks[number], (dy.flatten(0, 1), x.flatten(0, 1))
         if sink is not None and sink.defer(PlainProducts.weight_grad, *operands):
             return None
@@ -283,7 +287,7 @@ class _ColumnProducts(torch.autograd.Function):
     def forward(
         ctx: Any, call: _SlicedProducts, x_BtD: Tensor, *weights_ND: Tensor
     ) -> tuple[Tensor, ...]:
-        x_BTD, ys_BTN = call.gather(x_BtD, [w_ND.t() for w_ND in weights_ND])
+        x_BTD, ys_BTN = call.gather_and_multiply(x_BtD, [w_ND.t() for w_ND in weights_ND])
         _, wants_x, *wants_weights = ctx.needs_input_grad
         saved_weights = weights_ND if wants_x else [None] * len(weights_ND)
         ctx.save_for_backward(x_BTD if any(wants_weights) else None, *saved_weights)
@@ -296,7 +300,7 @@ class _ColumnProducts(torch.autograd.Function):
         call, (x_BTD, *weights_ND) = ctx.call, ctx.saved_tensors
         _, wants_x, *wants_weights = ctx.needs_input_grad
         dys_BTN = tuple(dy_BTN.contiguous() for dy_BTN in dys_BTN)
-        dx_BtD = call.sum(dys_BTN, weights_ND) if wants_x else None
+        dx_BtD = call.multiply_and_scatter(dys_BTN, weights_ND) if wants_x else None
         dweights = [
             call.weight_grad(i, dy_BTN, x_BTD) if wants_weights[i] else None
             for i, dy_BTN in enumerate(dys_BTN)
@@ -312,14 +316,14 @@ class _RowProduct(torch.autograd.Function):
         _, wants_x, wants_weight = ctx.needs_input_grad
         ctx.save_for_backward(x_BTN if wants_weight else None, weight_DN if wants_x else None)
         ctx.call = call
-        return call.sum([x_BTN], [weight_DN.t()])
+        return call.multiply_and_scatter([x_BTN], [weight_DN.t()])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_BtD: Tensor) -> tuple[Tensor | None, ...]:
         call, (x_BTN, weight_DN) = ctx.call, ctx.saved_tensors
         weights_DN = [] if weight_DN is None else [weight_DN]
-        dy_BTD, dxs_BTN = call.gather(dy_BtD, weights_DN)
+        dy_BTD, dxs_BTN = call.gather_and_multiply(dy_BtD, weights_DN)
         dweight_DN = None if x_BTN is None else call.weight_grad(0, dy_BTD, x_BTN)
         return None, dxs_BTN[0] if dxs_BTN else None, dweight_DN
 

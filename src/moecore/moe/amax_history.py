@@ -14,8 +14,8 @@ Infinity, NaN and skipped steps are not recorded, because their scales would be 
 
 An operand may have no recorded amax, such as the gradient below a matrix of zeros, or after a
 skipped first step. Its scale is then computed from its current amax. The device makes this decision
-(`amax` is 0). When the host knows that all operands have a recorded amax (`is_sure`), the device no
-longer checks.
+(`amax` is 0). When the host knows that all operands have a recorded amax (`has_all_amax`), the
+device no longer checks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ LINEAR_OPERANDS: tuple[OperandName, ...] = ("input", "weight", "gradient")
 
 
 class AmaxHistory:
-    """The amax (largest magnitude) of operands in the last optimizer steps, for delayed scaling."""
+    """Records the amax (largest magnitude) of a product's operands in the last optimizer steps.
+
+    Delayed FP8 scaling computes scales from this record.
+    """
 
     def __init__(self, num_steps: int, operands: Sequence[str] = LINEAR_OPERANDS) -> None:
         self.num_steps, self.operands = num_steps, operands
@@ -44,8 +47,10 @@ class AmaxHistory:
         # fp32 [num_steps], the newest step first, 0 = no amax; {} before the first step ends.
         self.steps: dict[str, Tensor] = {}
         self._past: dict[str, Tensor] = {}  # fp32 [1], the maximum over `steps`
-        self.is_sure = False  # whether the host knows that every operand has a recorded amax
-        self._answer: _Answer | None = None  # the pending copy that sets `is_sure`
+        self.has_all_amax = False  # whether the host knows that every operand has a recorded amax
+        self._pending_check: _PendingAmaxCheck | None = (
+            None  # the pending copy that sets `has_all_amax`
+        )
 
     def get_max_amax(self, operand: str) -> Tensor | None:
         """Return the maximum over recorded steps, fp32 [1], 0 = no amax. None = no step ended."""
@@ -67,7 +72,7 @@ class AmaxHistory:
         return self.seen
 
     def allocate_current_amax(self, device: torch.device) -> None:
-        """Allocate the tensors of the current step, unless they exist."""
+        """Allocate the tensors of the current step's amax, `seen`, unless they exist."""
         if not self.seen:
             self.seen |= {
                 operand: torch.zeros(1, device=device, dtype=torch.float32)
@@ -80,7 +85,7 @@ class AmaxHistory:
             seen.zero_()
 
     def allocate_steps(self, device: torch.device) -> None:
-        """Allocate the tensors of the recorded steps, unless they exist."""
+        """Allocate the tensors of the recorded amax, `steps`, unless they exist."""
         if not self.steps:
             for operand in self.operands:
                 self.steps[operand] = torch.zeros(
@@ -104,17 +109,20 @@ class AmaxHistory:
             # in place, where a CUDA graph reads it
             self._past[operand].copy_(steps.amax())
         wait_on_host()
-        self.is_sure, self._answer = all(steps.any() for steps in self.steps.values()), None
+        self.has_all_amax, self._pending_check = (
+            all(steps.any() for steps in self.steps.values()),
+            None,
+        )
 
-    def poll_is_sure(self) -> None:
-        """Set `is_sure` (all operands have a recorded amax) if the device's copy has arrived."""
-        answer = self._answer
+    def poll_amax_check(self) -> None:
+        """Set `has_all_amax` (all operands have a recorded amax) once the device's copy arrived."""
+        answer = self._pending_check
         if answer is not None and (answer.event is None or answer.event.query()):
-            self.is_sure, self._answer = answer.read(self), None
+            self.has_all_amax, self._pending_check = answer.read(self), None
 
 
-class _Answer:
-    """An asynchronous copy to the host: whether each history has an amax of all its operands."""
+class _PendingAmaxCheck:
+    """An asynchronous copy that tells the host which histories have an amax of all operands."""
 
     def __init__(self, histories: Sequence[AmaxHistory]) -> None:
         min_amax = torch.stack([torch.cat([*h._past.values()]).amin() for h in histories])
@@ -179,24 +187,26 @@ def push_amax(histories: Sequence[AmaxHistory], largest: Tensor) -> None:
             collected,
             torch.zeros(len(collected), device=largest.device, dtype=torch.float32).split(1),
         )
-    _update_is_sure([history for history in histories if not history.is_sure])
+    _update_has_all_amax([history for history in histories if not history.has_all_amax])
 
 
-def _update_is_sure(histories: Sequence[AmaxHistory]) -> None:
+def _update_has_all_amax(histories: Sequence[AmaxHistory]) -> None:
     """Start or finish the copy that tells the host which histories have an amax of all operands."""
     for history in histories:
-        history.poll_is_sure()
-    unasked = [h for h in histories if not h.is_sure and h._answer is None]
-    if not unasked:
+        history.poll_amax_check()
+    histories_to_check = [h for h in histories if not h.has_all_amax and h._pending_check is None]
+    if not histories_to_check:
         return
-    if next(iter(unasked[0].steps.values())).is_meta:  # a dry run stands for a later step
-        for history in unasked:
-            history.is_sure = True
+    if next(
+        iter(histories_to_check[0].steps.values())
+    ).is_meta:  # a dry run stands for a later step
+        for history in histories_to_check:
+            history.has_all_amax = True
         return
-    answer = _Answer(unasked)
-    for history in unasked:
-        history._answer = answer
-        history.poll_is_sure()
+    answer = _PendingAmaxCheck(histories_to_check)
+    for history in histories_to_check:
+        history._pending_check = answer
+        history.poll_amax_check()
 
 
 def get_amax_history(module: nn.Module) -> AmaxHistory | None:

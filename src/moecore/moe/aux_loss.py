@@ -61,7 +61,7 @@ class AuxLoss(LossFactors):
         return _AttachLoss.apply(y, self.apply_token_weight(loss), self)  # type: ignore[no-any-return]
 
     def add(self, loss: Tensor) -> None:
-        """Add the loss of a micro-batch to the step's total."""
+        """Add a micro-batch's loss, an fp32 scalar, to the step's total; called in backward."""
         if self.total is None or self.total.device != loss.device:
             self.total = torch.zeros_like(loss, dtype=torch.float32)
         self.total += loss
@@ -80,7 +80,7 @@ class AuxLoss(LossFactors):
 
 
 class _AttachLoss(torch.autograd.Function):
-    """Identity on y. Backward gives the loss its gradient, and adds the loss to `owner`."""
+    """Identity on y. Backward gives the loss its gradient, and adds the loss to `owner.total`."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, loss: Tensor, owner: AuxLoss) -> Tensor:

@@ -84,7 +84,7 @@ def check_backend(name: str, spec: ExpertSpec) -> None:
 def find_separate_computation(
     name: str, spec: ExpertSpec, *, has_extras: bool
 ) -> Computation | None:
-    """Return the function that replaces `expert_mlp` for these experts, None = `expert_mlp`.
+    """Return the function of backend `name` that replaces `expert_mlp`. None = `expert_mlp` runs.
 
     `has_extras` is `Experts.has_extras`. May warn that experts are multiplied one by one.
     """

@@ -134,8 +134,8 @@ class LoadTracker(LossFactors):
         self.num_micro_batches = 0
         self.num_in_flight = 0  # forwards that wait for their backward
         self._seen_E: Tensor | None = None  # counts of forwards, where several are in flight
-        self._priors: list[Tensor] = []  # what those that wait for their backward had seen
-        self._repeated: Tensor | None = None  # of the forward that was computed again last
+        self._priors_E: list[Tensor] = []  # what those that wait for their backward had seen
+        self._reused_E: Tensor | None = None  # of the forward that was computed again last
         self.token_weight = None
         # Ranks with tokens in each forward of a step without `announce`, on CPUs, whose host reads
         # them without a wait.
@@ -169,7 +169,7 @@ class LoadTracker(LossFactors):
     def attach_losses(
         self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
     ) -> Tensor:
-        """Return y with losses and counts attached to its backward. `bias_E` = selection bias."""
+        """Return y, whose backward adds losses' gradients and counts. `bias_E` = selection bias."""
         if not (torch.is_grad_enabled() and y.requires_grad):
             return y
         if torch.compiler.is_compiling():
@@ -229,19 +229,19 @@ class LoadTracker(LossFactors):
             bias_E if quantile else None,
             routing.padding_mask_T,
         )
-        result: Tensor = _Attach.apply(y, losses, self, seen_E, *observed)
+        result: Tensor = _AttachLosses.apply(y, losses, self, seen_E, *observed)
         return result
 
     def _add_forward_counts(self, ids_TK: Tensor) -> Tensor:
         """Add this forward's load to the step's counts; return the counts before the addition."""
         if is_inside_backward():  # it has seen what it saw at first; it is the oldest that waits
-            self._repeated = self._priors[0]
-            return self._repeated
+            self._reused_E = self._priors_E[0]
+            return self._reused_E
         assert self._seen_E is not None
         prior_E = self._seen_E.to(ids_TK.device)
         self._seen_E = prior_E.clone()
         add_expert_counts(self._seen_E[None], ids_TK)
-        self._priors.append(prior_E)
+        self._priors_E.append(prior_E)
         return prior_E
 
     def _check_recompute(self) -> None:
@@ -276,8 +276,8 @@ class LoadTracker(LossFactors):
         """End the forward that read counts `seen_E`. Raise if another one was recomputed for it."""
         if seen_E is None:
             return
-        repeated, self._repeated = self._repeated, None
-        self._priors = [prior_E for prior_E in self._priors if prior_E is not seen_E]
+        repeated, self._reused_E = self._reused_E, None
+        self._priors_E = [prior_E for prior_E in self._priors_E if prior_E is not seen_E]
         if repeated is not None and repeated is not seen_E:
             raise NotImplementedError(
                 f"BalanceConfig.global_batch_coef ({self.config.balance.global_batch_coef}) must "
@@ -288,7 +288,7 @@ class LoadTracker(LossFactors):
     def commit_counts(
         self, losses: Tensor | None, seen_E: Tensor | None, observed: tuple[Any, ...]
     ) -> None:
-        """Add a micro-batch to the counts, in backward. `_Attach` saved the arguments."""
+        """Add a micro-batch to the counts, in backward. `_attach_losses` made the arguments."""
         ids_TK, capacity_ids_TK, best_TK, logits_TE, bias_E, padding_mask_T = observed
         self.num_in_flight = max(0, self.num_in_flight - 1)
         self._end_forward_in_flight(seen_E)
@@ -331,8 +331,8 @@ def _is_capturing(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-class _Attach(torch.autograd.Function):
-    """Identity on y; backward gives the losses their gradient, and commits the saved ids once."""
+class _AttachLosses(torch.autograd.Function):
+    """Identity on y. Backward gives the losses their gradient, and counts the saved ids once."""
 
     @staticmethod
     def forward(

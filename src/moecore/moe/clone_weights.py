@@ -33,25 +33,25 @@ from moecore.moe.clones import AnyClones, view_as_sendable_dtype
 
 @contextmanager
 def concatenate_clones(weights: ExpertWeights, clones: AnyClones) -> Iterator[ExpertWeights]:
-    """Yield the weights of experts and their clones, concatenated.
+    """Yield the weights of the local experts, followed by those of the local clones. Collective.
 
     In this context, saved tensors of the concatenated weights are stored as their two parts.
     """
-    memory = _CloneMemory(clones)
+    memory = _CloneConcatenator(clones)
     extended = _append_clone_weights(weights, memory)
     with use_packer(memory.pack):
         yield extended
 
 
-class _CloneMemory:
-    """Concatenates tensors of experts and clones, and packs saved results as their two parts."""
+class _CloneConcatenator:
+    """Concatenates weights of experts and clones, and packs saved results as their two parts."""
 
     def __init__(self, clones: AnyClones) -> None:
         self.clones = clones
         # Storage key -> concatenated tensor and its parts; the reference keeps the key unique.
         self._parts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
-    def join(self, local_part: Tensor, clones: Tensor) -> Tensor:
+    def append_clones(self, local_part: Tensor, clones: Tensor) -> Tensor:
         """Return [e + n, ...] of [e, ...] and [n, ...], a copy if there are clones on this rank."""
         if not clones.shape[0]:
             return local_part.view_as(local_part)
@@ -62,11 +62,11 @@ class _CloneMemory:
     def pack(self, tensor: Tensor) -> Handle | None:
         """Return the handle of a saved view of a concatenated tensor. None for other tensors."""
         parts = self._parts.get(get_storage_key(tensor))
-        return None if parts is None else _JoinHandle(tensor, *parts[1:])
+        return None if parts is None else _ConcatenationHandle(tensor, *parts[1:])
 
 
-class _JoinHandle:
-    """Handle of a saved view of a concatenated tensor; unpacking concatenates the parts again."""
+class _ConcatenationHandle:
+    """Handle of a saved view of a concatenated tensor. `unpack` concatenates the parts again."""
 
     __slots__ = ("_parts", "_view")
 
@@ -85,20 +85,20 @@ def _concatenate(local_part: Tensor, clones: Tensor) -> Tensor:
     )
 
 
-class _Extend(torch.autograd.Function):
+class _AppendClones(torch.autograd.Function):
     """Concatenates weights of experts and clones; backward returns the clones' gradients."""
 
     @staticmethod
     def forward(
-        ctx: Any, memory: _CloneMemory, uses: tuple[_TensorUse, ...], *tensors: Tensor
+        ctx: Any, memory: _CloneConcatenator, uses: tuple[_TensorUse, ...], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.clones, ctx.how = memory.clones, uses
+        ctx.clones, ctx.uses = memory.clones, uses
         ctx.set_materialize_grads(False)
         n = memory.clones.num_local_clones
         read = [t for t, h in zip(tensors, uses, strict=True) if h.has_values]
         clone_parts = iter(memory.clones.fetch(read) if read else ())
         return tuple(
-            memory.join(t, next(clone_parts))
+            memory.append_clones(t, next(clone_parts))
             if h.has_values
             else t.new_empty(1).expand(t.shape[0] + n, *t.shape[1:])
             for t, h in zip(tensors, uses, strict=True)
@@ -106,7 +106,7 @@ class _Extend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        at_home = [h.sink is not None and h.sink.take() for h in ctx.how]
+        at_home = [h.sink is not None and h.sink.take() for h in ctx.uses]
         local_grads = {
             i: grad.clone()
             for i, (grad, is_home) in enumerate(zip(grads, at_home, strict=True))
@@ -129,11 +129,11 @@ class _TensorUse(NamedTuple):
     """How the experts use a tensor of weights."""
 
     has_values: bool = True  # products read it; False if they read a quantised copy
-    sink: _HomeSink | None = None  # may return the tensor's gradient in the experts' backward
+    sink: _CloneGradSink | None = None  # may return the tensor's gradient in the experts' backward
 
 
-class _HomeSink:
-    """Adds the clones' gradients to those of their experts, then calls the experts' sink."""
+class _CloneGradSink:
+    """A `GradSink` that adds clones' gradients to their experts' and calls the experts' sink."""
 
     def __init__(self, sink: GradSink, clones: AnyClones, dtype: torch.dtype) -> None:
         self._sink, self._clones, self._dtype = sink, clones, dtype
@@ -160,7 +160,7 @@ class _HomeSink:
 
 
 def _write_grad(grad: Tensor, dtype: torch.dtype, target: GradTarget) -> Tensor:
-    """Write an already computed gradient to a target."""
+    """Write or add (`target.adds`) a computed gradient to `target.out`, or return it if None."""
     if target.scale != 1.0:
         grad = grad * target.scale
     if target.out is None:
@@ -168,13 +168,13 @@ def _write_grad(grad: Tensor, dtype: torch.dtype, target: GradTarget) -> Tensor:
     return target.out.add_(grad) if target.adds else target.out.copy_(grad)
 
 
-def _append_clone_weights(weights: ExpertWeights, memory: _CloneMemory) -> ExpertWeights:
+def _append_clone_weights(weights: ExpertWeights, memory: _CloneConcatenator) -> ExpertWeights:
     """Fetch the clones' weights and return them after the experts' weights. Collective."""
     clones, quantised = memory.clones, weights.quantised
     updates = [u for u in (weights.update1, weights.update2) if u is not None]
     matrices = [weights.w1_eCD, weights.w2_eDF]
     sinks = [
-        None if sink is None else _HomeSink(sink, clones, matrix.dtype)
+        None if sink is None else _CloneGradSink(sink, clones, matrix.dtype)
         for sink, matrix in zip(weights.sinks, matrices, strict=True)
     ]
     uses = [_TensorUse(quantised is None, sink) for sink in sinks]
@@ -184,7 +184,7 @@ def _append_clone_weights(weights: ExpertWeights, memory: _CloneMemory) -> Exper
     is_view = [not m.is_contiguous() and h.has_values for m, h in zip(matrices, uses, strict=True)]
     contiguous = [m.transpose(1, 2) if v else m for m, v in zip(matrices, is_view, strict=True)]
     uses += [_TensorUse()] * len(small_tensors)
-    tensors = iter(_Extend.apply(memory, tuple(uses), *contiguous, *small_tensors))
+    tensors = iter(_AppendClones.apply(memory, tuple(uses), *contiguous, *small_tensors))
     w1, w2 = (w.transpose(1, 2) if v else w for v, w in zip(is_view, tensors, strict=False))
     extended = replace(
         weights,
@@ -206,7 +206,7 @@ def _append_clone_weights(weights: ExpertWeights, memory: _CloneMemory) -> Exper
 
 @torch.no_grad()
 def _append_clone_matrices(
-    quantised: tuple[OperandPair, OperandPair], memory: _CloneMemory
+    quantised: tuple[OperandPair, OperandPair], memory: _CloneConcatenator
 ) -> tuple[OperandPair, OperandPair]:
     """Fetch the clones' quantised matrices and return them after the experts'. Collective."""
     # The scales of columns may be those of rows, transposed: one view of each memory is fetched.
@@ -215,7 +215,9 @@ def _append_clone_matrices(
         if leaf is not None:
             leaves.setdefault(leaf.data_ptr(), leaf)
     clone_leaves = memory.clones.fetch([leaf.contiguous() for leaf in leaves.values()])
-    full_leaves = dict(zip(leaves, map(memory.join, leaves.values(), clone_leaves), strict=True))
+    full_leaves = dict(
+        zip(leaves, map(memory.append_clones, leaves.values(), clone_leaves), strict=True)
+    )
 
     def get_full_leaf(leaf: Tensor) -> Tensor:
         full = full_leaves[leaf.data_ptr()]

@@ -42,7 +42,7 @@ from moecore.moe.records import ExpertInput, Routing
 
 
 class Cloner:
-    """Plans for each forward of a layer which hot experts other ranks compute, too: clones.
+    """Chooses the hot experts of a layer that other ranks compute too, as clones, in each forward.
 
     `group` has one rank per ep rank, all with the same etp slice of experts as this rank, in order.
     `exchanges` is the pool of dispatcher "nvlink", or None with any other dispatcher.
@@ -84,7 +84,10 @@ class Cloner:
             self._counts_2.zero_()
 
     def end_step(self, loads_E: Tensor, *, is_skipped: bool | Tensor) -> None:
-        """Update a `PeriodicPlan` from a step's loads; without such a plan, do nothing."""
+        """Update a `PeriodicPlan` from a step's loads; without such a plan, do nothing.
+
+        `loads_E` has each expert's tokens on all ranks. A skipped optimizer step changes no plan.
+        """
         if self._shared_plan is not None:
             self._shared_plan.end_step(loads_E, is_skipped=is_skipped)
 
@@ -99,7 +102,8 @@ class Cloner:
     ) -> tuple[Routing, AnyClones | None]:
         """Plan a forward's clones. Return the routing with physical ids, and the clones.
 
-        The clones are None if no expert is cloned. Only forwards in `training` are counted.
+        The clones are None if no expert is cloned. Only forwards in `training` are counted. `pairs`
+        runs another micro-batch during collectives, see `Dispatcher`.
         """
         p, ids_TK = self._placement, routing.expert_ids_TK
         if ids_TK.is_meta:  # loads are even, so there are no clones
@@ -127,9 +131,10 @@ class Cloner:
         return plan, counts_GE[: dist.get_rank(p.group)].sum(0, dtype=torch.int32)
 
     def _make_clones(self, experts_N: Tensor, pairs: Pairs | None) -> AnyClones | None:
-        """Return the clones of a plan, or None if no rank has a clone.
+        """Return the clones of a plan; None = no rank has a clone.
 
-        With collectives and a plan per forward, this is a host sync.
+        Place i of N computes expert `experts_N[i]`, or is empty if the entry is -1. With
+        collectives and a plan per forward, this is a host sync.
         """
         p = self._placement
         if self._exchanges is not None:
@@ -140,7 +145,7 @@ class Cloner:
         return None if max(experts) < 0 else Clones.from_plan(experts, p, self._group, pairs)
 
     def _count_clones(self, experts_N: Tensor) -> None:
-        """Add this forward's clones on this rank to the counts, on the device."""
+        """Count one forward and its clones on this rank, on the device. N places, -1 = empty."""
         here_c = experts_N.view(self._placement.ep, -1)[dist.get_rank(self._group)] >= 0
         counts_2 = self.counts(experts_N.device)
         counts_2[0] += here_c.sum()
@@ -212,7 +217,7 @@ class Clones:
         return len(self.order)
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Send tensors [e, ...] of experts to their clones, and return [n, ...]. Collective."""
+        """Send weights [e, ...] of experts to clones; return this rank's [n, ...]. Collective."""
         rows = self._exchange_rows(
             [t[list(self.send_ids)] for t in tensors], self.num_local_clones, is_home=False
         )
@@ -283,12 +288,12 @@ class PeerClones:
         return self.places.num_clones
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Do the same as `Clones.fetch`; an empty place gets zeros."""
+        """Return [n, ...] of each [e, ...] as `Clones.fetch`; an empty place gets zeros."""
         return self.exchange.fetch(tensors, self.places)
 
     @torch.no_grad()
     def add_clone_grads_(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Do the same as `Clones.add_clone_grads_`; in place only if gradients are contiguous."""
+        """Return [e, ...] as `Clones.add_clone_grads_`; in place only for contiguous gradients."""
         return self.exchange.add_clone_grads_(grads, self.places)
 
 
@@ -344,7 +349,10 @@ class PeriodicPlan:
         return ClonePlan(plan.experts_N, starts_N, stops_N)
 
     def end_step(self, loads_E: Tensor, *, is_skipped: bool | Tensor) -> None:
-        """Make a plan of the step's loads every `num_steps` steps. Host sync only if `is_read`."""
+        """Make a plan from a step's loads, if the last plan was used for `num_steps` steps.
+
+        `loads_E` has each expert's tokens on all ranks. Host sync only if `is_read`.
+        """
         # A skipped step changes nothing; a bool scalar on the device is not waited for.
         if is_skipped is True:
             return

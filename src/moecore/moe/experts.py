@@ -120,7 +120,7 @@ class Experts(nn.Module):
         """Raise ValueError if a backend cannot run these experts with `recipe` (None = no FP8)."""
         check_backend(backend, self.make_spec(recipe=recipe))
         if recompute_fc1 and (EXPERT_BACKENDS[backend] is not None or self.has_extras):
-            feature = "biases" if self._is_biased else "an activation of the model's own"
+            feature = "biases" if self._has_bias else "an activation of the model's own"
             wrong = (
                 f"experts with {feature}" if self.has_extras else f"expert_backend ({backend!r})"
             )
@@ -172,7 +172,7 @@ class Experts(nn.Module):
         return self.config.gated and self.layout.gate_up == "separate"
 
     def _get_hidden_dims(self) -> dict[str, int]:
-        """Return {role: dim that etp shards} of the parameters that exist."""
+        """Return {role such as "w1": dim that etp shards} for the parameters that exist."""
         split = int(self.config.gated and self.layout.gate_up == "split")
         transposed = self.layout.transposed
         dims = {"w1": 2 if transposed else 1 + split, "w2": 1 if transposed else 2}
@@ -195,7 +195,7 @@ class Experts(nn.Module):
         return None
 
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
-        """Set weights to N(0, std^2), seeded by `key`, equal on every layout, and biases to 0."""
+        """Draw weights from N(0, std^2), determined by key, seed and name, and zero biases."""
         for name, parameter in self.named_parameters(recurse=False):
             if name in (self.layout.b1, self.layout.b2):
                 nn.init.zeros_(parameter)
@@ -203,7 +203,7 @@ class Experts(nn.Module):
                 init_normal_(parameter, std=std, key=f"{key}.{name}", seed=seed)
 
     def make_spec(self, **fields: Any) -> ExpertSpec:
-        """Make the record that decides which backends can run these experts, with more `fields`."""
+        """Make the record by which a backend accepts these experts, with further `fields`."""
         return ExpertSpec(
             gated=self.config.gated,
             interleaved=self._is_interleaved,
@@ -279,7 +279,7 @@ class Experts(nn.Module):
         return self._modules.get("lora") or {}  # type: ignore[return-value]
 
     @property
-    def _is_biased(self) -> bool:
+    def _has_bias(self) -> bool:
         return self.config.fc1_bias or self.config.fc2_bias
 
     @property
@@ -296,7 +296,7 @@ class Experts(nn.Module):
     @property
     def has_extras(self) -> bool:
         """Whether there are biases or an `own_activation`, which `expert_mlp` cannot compute."""
-        return self._is_biased or self.own_activation is not None
+        return self._has_bias or self.own_activation is not None
 
     @property
     def _is_interleaved(self) -> bool:
@@ -314,8 +314,8 @@ class Experts(nn.Module):
             w2_eDF=w2_eDF,
             b1_eC=self._read_param("b1", dtype).flatten(1) if config.fc1_bias else None,
             b2_eD=self._read_fc2_bias(dtype) if config.fc2_bias else None,
-            update1=self._make_lora_update(self.layout.w1, dtype, outputs=self._slice_columns),
-            update2=self._make_lora_update(self.layout.w2, dtype, inputs=self._slice_hidden),
+            update1=self._make_lora_update(self.layout.w1, dtype, outputs=self._slice_lora_b),
+            update2=self._make_lora_update(self.layout.w2, dtype, inputs=self._slice_lora_a),
             sinks=(sink1, self._make_grad_sink("w2", w2_eDF)),
             quantised=self._quantise_matrices(w1_eCD, w2_eDF),
             magnitudes=self._get_amax_tensors(w1_eCD.device),
@@ -329,12 +329,12 @@ class Experts(nn.Module):
         seen = history.get_current_amax(device, training=self.training)
         past = {operand: history.get_max_amax(operand) for operand in OPERANDS}
         collected = {operand: seen[operand] for operand in OPERANDS if seen}
-        return Magnitudes(past, history.is_sure, collected)
+        return Magnitudes(past, history.has_all_amax, collected)
 
     def _quantise_matrices(
         self, w1_eCD: Tensor, w2_eDF: Tensor
     ) -> tuple[OperandPair, OperandPair] | None:
-        """Quantise both matrices by the recipe; None = the kernels quantise them."""
+        """Quantise both matrices by the recipe. None = no recipe, or the kernels quantise them."""
         recipe = self.recipe
         if recipe is None:
             return None
@@ -356,7 +356,7 @@ class Experts(nn.Module):
         return None if w1 is None or w2 is None else (w1, w2)
 
     def _read_fc1_eCD(self, dtype: torch.dtype) -> tuple[Tensor, GradSink | None]:
-        """Read FC1 as [e, C, D], a copy if gate and up are separate; return it and a sink."""
+        """Read FC1 as [e, C, D], a copy if gate and up are separate; also return its `GradSink`."""
         w1 = self._read_param("w1", dtype)
         if self.is_separate:
             return torch.cat([w1, self._read_param("w3", dtype)], dim=1), None
@@ -364,13 +364,13 @@ class Experts(nn.Module):
         return w1_eCD, self._make_grad_sink("w1", w1_eCD)
 
     def _make_grad_sink(self, role: str, matrices: Tensor) -> GradSink | None:
-        """Return the sink of a weight's gradient. None = autograd, or a transposed layout."""
+        """Return the object that receives the gradient of weight `role`. None = autograd does."""
         if self.layout.transposed:
             return None
         return find_sink(getattr(self, getattr(self.layout, role)), matrices.shape)
 
     def _read_param(self, role: str, dtype: torch.dtype) -> Tensor:
-        """Read a parameter's local shard, cast to `dtype` unless a recipe quantises it."""
+        """Read the local shard of parameter `role`, cast to `dtype` unless a recipe quantises."""
         param = getattr(self, getattr(self.layout, role))
         if self.recipe is not None:  # it is quantised as it is
             return self.reader.read(param, cast=False)
@@ -384,21 +384,21 @@ class Experts(nn.Module):
         inputs: SlicePart = lambda a_erI: a_erI,
         outputs: SlicePart = lambda b_eOr: b_eOr,
     ) -> LowRankUpdate | None:
-        """Return this rank's LoRA update of matrix `name`, sliced by `inputs` and `outputs`."""
+        """Return this rank's slices of the LoRA of matrix `name`. None = the matrix has no LoRA."""
         if name not in self.updates:
             return None
         return self.updates[name].make_update(
             lambda param: self.reader.read(param).to(dtype), inputs=inputs, outputs=outputs
         )
 
-    def _slice_columns(self, b_eCr: Tensor) -> Tensor:
+    def _slice_lora_b(self, b_eCr: Tensor) -> Tensor:
         """Return this etp rank's rows of FC1's LoRA B, in the order of its slice of w1."""
         halves = 1 + (self.config.gated and not self._is_interleaved)
         by_half = b_eCr.unflatten(1, (halves, self.etp_size, -1))
         result: Tensor = by_half[:, :, self.etp_rank].flatten(1, 2)
         return result
 
-    def _slice_hidden(self, a_erF: Tensor) -> Tensor:
+    def _slice_lora_a(self, a_erF: Tensor) -> Tensor:
         """Return this etp rank's columns of FC2's LoRA A."""
         result: Tensor = a_erF.unflatten(2, (self.etp_size, -1))[:, :, self.etp_rank]
         return result
@@ -411,7 +411,7 @@ class Experts(nn.Module):
 
 
 def _declare_used_rows(inp: ExpertInput, *, is_quantised: bool) -> AbstractContextManager[None]:
-    """Return a context that tells saved-tensor packers which of the R and S rows are used."""
+    """Return a context that tells packers of saved tensors which of the R and S rows are used."""
     # Lengths tell matrices apart. Where R is S the source rows are known by their storage, unless
     # experts save quantised rows instead.
     if (inp.unsummed is None and inp.balanced is None) or torch.compiler.is_compiling():

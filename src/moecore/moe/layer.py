@@ -68,7 +68,7 @@ class LayerLayout(CheckedRecord):
 
 
 class RoutedLayer(nn.Module):
-    """Base class with the stages after the router: dispatch, experts, combine and load counts."""
+    """Base class of MoE layers, with the stages after the router: dispatch, experts, combine."""
 
     config: MoEConfig
     dispatcher: Dispatcher  # `parallelize_moe` replaces the local one
@@ -237,10 +237,11 @@ class MoELayer(RoutedLayer):
             self.init_weights(key="", seed=int(seed))
 
     def init_weights(self, *, key: str, std: PositiveOrZero = 0.02, seed: Seed = 0) -> None:
-        """Initialise all parameters, identically on every parallel layout. No communication.
+        """Draw all matrices, the router's included, from N(0, std^2). No communication.
 
-        `key` is the layer's name in the model, and seeds its random numbers. Biases become 0. A
-        ValueError is raised for a child that is not moecore's, such as a model's shared expert.
+        The values depend only on `key` (the layer's name in the model), `seed` and the parameter's
+        name, not on the parallel layout. Biases become 0, and norms 1. Raises ValueError for a
+        child that is not moecore's, such as a model's shared expert.
         """
         check_arguments(MoELayer.init_weights, locals())
         for name, child in _iterate_parts(self):
@@ -354,7 +355,7 @@ def add_part(layer: nn.Module, path: str, part: nn.Module) -> None:
 
 
 def _iterate_parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield names and modules of a layer's parts, including parts below empty modules."""
+    """Yield (dotted name, module) of a layer's parts, also of parts below plain `nn.Module`s."""
     for name, child in module.named_children():
         if type(child) is nn.Module:
             yield from _iterate_parts(child, f"{prefix}{name}.")

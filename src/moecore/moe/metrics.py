@@ -126,11 +126,13 @@ class MoEMetrics:
 
 
 def _divide_by_mean(counts: list[float]) -> list[float]:
+    """Return each expert's count over the mean count; zeros if all counts are 0."""
     mean = max(sum(counts) / len(counts), 1e-9)
     return [count / mean for count in counts]
 
 
 def _compute_drop_rates(values: dict[str, LayerNumbers]) -> dict[str, float]:
+    """Return layer name -> dropped choices over all choices, of the result of `_copy_to_host`."""
     return {
         layer: sum(drops) / max(sum(values["tokens_per_expert"][layer]), 1)
         for layer, drops in values["dropped_per_expert"].items()

@@ -149,11 +149,12 @@ def sort_by_position(
     device: torch.device,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Argsort N tokens by their position in their sequence, and by sequence if equal. int64 [N].
+    """Return the indices of N (`num_tokens`) tokens, sorted by position in their sequence, int64.
 
-    A position counts the tokens before it without padding (True in the mask). `cu_seqlens`, int32
-    [n + 1], bounds the sequences. None = `num_sequences` of equal length. Example, two sequences of
-    two tokens: 0 2 1 3. With token 2 as padding: 2 0 3 1.
+    Tokens of equal position are in the order of their sequences. A position counts the tokens
+    before it without padding (True in the mask). `cu_seqlens`, int32 [n + 1], bounds the sequences.
+    None = `num_sequences` of equal length. The result is on `device`. Example, two sequences of two
+    tokens: 0 2 1 3. With token 2 as padding: 2 0 3 1.
     """
     if cu_seqlens is not None:
         return _sort_documents_by_position(num_tokens, cu_seqlens, padding_mask_N)
@@ -182,8 +183,9 @@ def compute_capacity(
 ) -> tuple[int, Tensor | int]:
     """Return ceil(factor * N * K / E), the token limit per expert, with and without padding.
 
-    The first is for buffer sizes and counts padding. The second is an int64 scalar tensor if a mask
-    is given (no host sync), otherwise the same int.
+    N is `num_tokens`, and `factor` the capacity factor. The first limit is for buffer sizes and
+    counts padding. The second limit is an int64 scalar tensor if a mask is given (no host sync),
+    otherwise the first limit.
     """
     per_token = factor * top_k / num_experts
     max_tokens = math.ceil(num_tokens * per_token - ROUNDING)

@@ -110,7 +110,7 @@ class Pairs:
 
     @contextmanager
     def launch_early(self, *, waits: bool = False) -> Iterator[None]:
-        """Return a context whose collectives wait only for work before the last waits=True."""
+        """Return a context on a side stream, which waits for the current stream if `waits`."""
         if not torch.cuda.is_initialized():
             yield
             return
@@ -146,10 +146,10 @@ class _Pair:
         self._models = models
         self._forward, self._backward = _Side(is_backward=False), _Side(is_backward=True)
         self._holder = self._forward
-        self._changing = Lock()  # guards `_holder`, `is_running` and `error`
+        self._state_lock = Lock()  # guards `_holder`, `is_running` and `error`
 
     def run_forward(self, forward: Callable[[], T]) -> Any:
-        """Return the forward's value and the RNG states after it. None if it raises an error."""
+        """Return (the forward's value, RNG states after it). None = it raised, see `error`."""
         try:
             return forward(), get_rng_states()
         except BaseException as error:
@@ -172,7 +172,7 @@ class _Pair:
             self._end_side(side)
 
     def give_back_baton(self) -> None:
-        """Let the other side run first if it gave the baton early. Called before exchanges."""
+        """Let the other side run first if it handed the baton over early. Call before exchanges."""
         if self._get_other_side(self._holder).is_early:
             self.hand_over_baton()
 
@@ -183,7 +183,7 @@ class _Pair:
         """
         side = self._holder
         other = self._get_other_side(side)
-        with self._changing:
+        with self._state_lock:
             self._raise_if_other_failed()
             if not other.is_running:
                 return
@@ -208,13 +208,13 @@ class _Pair:
             raise _OtherFailed
 
     def _set_error(self, error: BaseException) -> None:
-        with self._changing:
+        with self._state_lock:
             self.error = self.error or error
 
     def _end_side(self, side: _Side) -> None:
         """Mark a side as ended, and give the baton to the other side if that runs."""
         other = self._get_other_side(side)
-        with self._changing:
+        with self._state_lock:
             side.is_running = False
             if self._holder is side and other.is_running:  # not so after an interrupt
                 self._holder = other
@@ -224,10 +224,11 @@ class _Pair:
 def exchange(
     starts: Sequence[Callable[..., Any]], pairs: Pairs | None = None, *, may_overlap: bool = False
 ) -> None:
-    """Run independent collectives, each by start(async_op=...). In a pair the other side runs.
+    """Run independent collectives by start() and wait for them. In a pair the other side runs.
 
-    `may_overlap` = they read no result of work launched after the last `read_numbers`, and write
-    memory that was allocated inside `Pairs.launch_early`.
+    A pair calls start(async_op=True), which returns the work to wait for. `pairs` None = no pair.
+    `may_overlap` = the collectives read no result of work launched after the last `read_numbers`,
+    and write memory that was allocated inside `Pairs.launch_early`.
     """
     pair = None if pairs is None else pairs.open_pair
     if pairs is None or pair is None:
@@ -243,7 +244,7 @@ def exchange(
 
 
 def read_numbers(start: Callable[..., Any], numbers: Tensor, pairs: Pairs | None = None) -> Any:
-    """Run collective `start`, and return `numbers`, which it writes, as a list. Host sync."""
+    """Run collective `start`, and return `numbers`, which it fills, as a list. Host sync."""
     # See `exchange` for `start`. In a pair the other side runs until the host has the numbers.
     pair = None if pairs is None else pairs.open_pair
     if pairs is None or pair is None:

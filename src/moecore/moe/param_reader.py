@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def get_fp8_blocks(param: Tensor) -> Blocks | None:
-    """Return the blocks of a parameter all-gathered or stored in FP8. None = it has values."""
+    """Return FP8 values and scales of a parameter that has only these. None = ordinary values."""
     return getattr(param, GATHERED_BLOCKS, None)
 
 
@@ -62,7 +62,7 @@ class ParamReader:
     def read(self, param: nn.Parameter, *, cast: bool = True) -> Tensor:
         """Return the local part of a parameter, differentiable.
 
-        Pass cast=False if the caller does not read values of the parameter in its compute dtype.
+        `cast` = the caller reads its values in the compute dtype. Pass False for any other use.
         """
         local = get_local_param(param, reads=cast)
         if self._packs:
@@ -70,7 +70,7 @@ class ParamReader:
         return local
 
     def read_fp8_blocks(self, param: nn.Parameter) -> Blocks | None:
-        """Return the blocks of a parameter all-gathered or stored in FP8. None = it has values."""
+        """Return FP8 values and scales of a parameter that has only these, as `get_fp8_blocks`."""
         blocks = get_fp8_blocks(param)
         if blocks is not None and self._packs:
             for tensor in blocks.tensors():

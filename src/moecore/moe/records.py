@@ -70,9 +70,10 @@ class Routing:
 
 
 def split_zero_experts(routing: Routing, num_experts: int) -> tuple[Routing, Tensor]:
-    """Remove choices of zero experts (ids from `num_experts` on) and sum their weights per token.
+    """Remove choices of zero experts (ids from `num_experts` on), which return their input.
 
-    Returns the routing with -1 for these choices, and the sums, fp32 [T, 1].
+    Returns the routing with -1 for these choices, and the sum of their weights for each token, fp32
+    [T, 1].
     """
     # Example, E=2, ids [[1, 2], [3, 2]], weights [[.5, .5], [.6, .4]]: ids [[1, -1], [-1, -1]] and
     # the sums [[.5], [1.]], fp32 [T, 1].
@@ -88,21 +89,22 @@ class ChoiceTape(Protocol):
     def get_recorded_choice(
         self, num_tokens: int, device: torch.device, choose: Callable[[], Tensor]
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Return recorded int32 ids and fp32 weights [T, K]. None = the router chooses.
+        """Return recorded int32 ids and fp32 weights [T, K] of T = `num_tokens` tokens.
 
-        `choose()` returns the router's ids, for tokens without a record. It is collective if the
-        rule compares tokens. A weight of -1, or None for all, = the router computes the weight.
+        None = nothing is recorded, and the router chooses. `choose()` returns the router's ids, for
+        tokens without a record. It is collective if the router's rule compares tokens. The router
+        computes a weight that is -1, and all weights if the second value is None.
         """
 
     def observe_choice(self, ids_TK: Tensor) -> None:
-        """Observe the expert ids of this forward, before capacity drops choices."""
+        """Receive the expert ids of this forward, int32 [T, K], before capacity drops choices."""
 
     def make_rewind(self) -> Callable[[], None]:
         """Return a function that undoes all later forwards, for a step that is repeated."""
 
 
 class BalancedRows(NamedTuple):
-    """Numbers of source and expert rows at even loads, if only the device knows real numbers."""
+    """Expected numbers of used rows with equal loads; only the device knows the real numbers."""
 
     source: int
     expert: int | None  # None where R is exact
@@ -189,8 +191,8 @@ class Dispatcher(Protocol):
         """
 
 
-class _HandleRows(torch.autograd.Function):
-    """Identity on rows; one expert row of each source row gets its gradient, and the others 0."""
+class _RouteGradToHandle(torch.autograd.Function):
+    """Identity on rows. Backward gives a source row's gradient to one expert row of `handle_RD`."""
 
     @staticmethod
     def forward(ctx: Any, handle_RD: Tensor, rows_SD: Tensor, slots_SK: Tensor) -> Tensor:
@@ -208,7 +210,7 @@ class _HandleRows(torch.autograd.Function):
 
 
 def convert_to_summed_input(inp: ExpertInput) -> ExpertInput:
-    """Return the input with unquantised, differentiable rows, for experts that sum their rows.
+    """Return the input with unquantised, differentiable rows, for experts that return sums [S, D].
 
     Raises ValueError if the dispatcher does not save the rows (`NVLinkOptions.keep_rows`).
     """
@@ -219,7 +221,7 @@ def convert_to_summed_input(inp: ExpertInput) -> ExpertInput:
             "NVLinkOptions.keep_rows (False) must be True for experts that keep their rows "
             "('sequential' or with biases): set it, or use 'triton' or 'torch' without biases"
         )
-    rows_SD = _HandleRows.apply(inp.unsummed.handle_RD, inp.rows.widen(), inp.index.slots_SK)
+    rows_SD = _RouteGradToHandle.apply(inp.unsummed.handle_RD, inp.rows.widen(), inp.index.slots_SK)
     return replace(inp, rows=Rows(rows_SD), unsummed=None)
 
 

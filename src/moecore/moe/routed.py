@@ -27,7 +27,10 @@ from moecore.moe.records import ExpertInput, Routing
 
 
 class RoutedExperts(RoutedLayer, Experts):
-    """The routed experts of a model that has its own router, with dispatch and combine."""
+    """The routed experts of a model that has its own router, with dispatch and combine.
+
+    The arguments of the constructor are those of `Experts`.
+    """
 
     def __init__(
         self,

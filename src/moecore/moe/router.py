@@ -111,7 +111,10 @@ class Router(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
-        """Initialise parameters, equal on every layout and seeded by `key`, and the hash table."""
+        """Draw the weight from N(0, std^2), zero the biases, and fill the hash table at random.
+
+        The values depend only on `key` and `seed`, not on the parallel layout.
+        """
         init_normal_(self.weight, std=std, key=f"{key}.weight", seed=seed)
         for tensor in (self.bias, self.selection_bias):
             if tensor is not None:
@@ -133,7 +136,7 @@ class Router(nn.Module):
         """Return the routing of x_TD. `micro_batch` None = one sequence of this rank only.
 
         Collective if tokens are compared: with a capacity, Sinkhorn, expert choice, or a bias per
-        micro-batch. No host sync.
+        micro-batch. No host sync. Raises ValueError if assignment "hash" has no token ids.
         """
         micro_batch = micro_batch or MicroBatch()
         if self.config.router_jitter and self.training:
@@ -141,7 +144,7 @@ class Router(nn.Module):
             x_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
             x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - width, 1 + width)
         with disable_autocast(x_TD):
-            if self._is_plain:
+            if self._can_route_fused:
                 weight_ED, bias_E = self._read_weight_and_bias()
                 inputs = (self.selection_bias, self.options)
                 logits_TE, ids_TK, weights_TK = route_tokens(x_TD, weight_ED, bias_E, *inputs)
@@ -164,8 +167,8 @@ class Router(nn.Module):
         )
 
     @property
-    def _is_plain(self) -> bool:
-        """Whether the choice needs only fp32 logits, `route` and the layer's selection bias."""
+    def _can_route_fused(self) -> bool:
+        """Whether `route_tokens` (one autograd node with the logits) computes this choice."""
         config = self.config
         if self.tape is not None or self.forced_ids is not None:
             return False
@@ -261,7 +264,7 @@ class Router(nn.Module):
     def _drop_choices(
         self, ids_TK: Tensor, weights_TK: Tensor, micro_batch: MicroBatch
     ) -> tuple[Tensor, int | None]:
-        """Return the ids with -1 for choices over the capacity, and the maximum per expert."""
+        """Return ids with -1 for choices over the capacity, and the capacity; None = no limit."""
         config, factor, K = self.config, self._get_capacity_factor(), self.config.top_k
         if factor is None:
             return ids_TK, None
@@ -301,7 +304,7 @@ class Router(nn.Module):
 def compute_micro_batch_bias(
     logits_TE: Tensor, bias_E: Tensor, config: MoEConfig, micro_batch: MicroBatch
 ) -> Tensor:
-    """Return the bias, fp32 [E], that balances this micro-batch, from `bias_E`. Collective."""
+    """Return a bias, fp32 [E], with even loads in this micro-batch, from `bias_E`. Collective."""
     # The margins are counted from the layer's own bias (`kernels/routing/margins.py`). One
     # all-reduce of their histogram where ranks share the micro-batch; no host sync.
     histogram_EX = logits_TE.new_zeros(config.num_candidates, NUM_BINS, dtype=torch.int64)
@@ -327,6 +330,7 @@ def choose_best_ids(logits_TE: Tensor, config: MoEConfig, padding_mask_T: Tensor
 
 
 def _make_route_options(config: MoEConfig) -> RouteOptions:
+    """Return the options of the kernel that chooses experts, from a layer's config."""
     return RouteOptions(
         top_k=config.top_k,
         score_function=config.score_function,

@@ -22,16 +22,16 @@ from moecore.kernels.rows.activation import weighted_activation
 from moecore.moe.experts import make_activation_options
 
 
-class _Matrices(nn.Module):
+class _MatrixModule(nn.Module):
     """Base class of modules whose parameters are matrices."""
 
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
-        """Initialise weights with N(0, std^2), identically on every layout."""
+        """Draw weights from N(0, std^2). Values depend only on `key`, `seed` and their name."""
         for name, parameter in self.named_parameters(recurse=False):
             init_normal_(parameter, std=std, key=f"{key}.{name}", seed=seed)
 
 
-class SharedExpert(_Matrices):
+class SharedExpert(_MatrixModule):
     """The sum of n MLPs w2 @ act(w1 @ x), each optionally times sigmoid(gate @ x).
 
     The matrices of the n MLPs are concatenated and multiplied in one product. Expert i owns hidden
@@ -78,10 +78,10 @@ class SharedExpert(_Matrices):
 class SharedRun:
     """One forward of the shared experts, on the current stream or concurrently with dispatch.
 
-    With a stream, forward and backward of the shared experts run on it, because autograd runs an
-    operation's backward on its forward's stream. The creator of the stream owns it, and all layers
-    may share one stream. None = the current stream. `forward` returns None if there are no shared
-    experts. Read `y_TD` through `wait`.
+    With `stream`, forward and backward of the shared experts run on that stream, because autograd
+    runs an operation's backward on its forward's stream. The creator of the stream owns it, and all
+    layers may share one stream. None = the current stream. `forward` returns None if there are no
+    shared experts. Read `y_TD` through `wait`.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class SharedRun:
         return self.y_TD
 
 
-class Latent(_Matrices):
+class Latent(_MatrixModule):
     """Projections `w_down` [L, D] before dispatch and `w_up` [D, L] after combine.
 
     LatentMoE (arXiv:2603.07685). With `config.latent_norm_eps`, an RMSNorm with weight `norm` [L]
@@ -132,7 +132,7 @@ class Latent(_Matrices):
         self.norm = None if norm is None else nn.Parameter(norm)
 
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
-        """Initialise matrices with N(0, std^2), and the norm's weight with ones."""
+        """Draw matrices from N(0, std^2) by `key` and `seed`, and set the norm's weight to 1."""
         super().init_weights(std=std, key=key, seed=seed)
         if self.norm is not None:
             nn.init.ones_(self.norm)

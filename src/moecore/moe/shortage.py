@@ -96,7 +96,7 @@ class BufferOwner(ABC):
 
     @abstractmethod
     def error(self, shortage: ShortageCounters) -> RuntimeError:
-        """Return the error to raise for a shortage that the host sees."""
+        """Return (do not raise) the error for a shortage that the host sees."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -151,7 +151,7 @@ class SkippedSteps:
 
 
 class Capacity:
-    """A model's buffers of expert rows, tokens and pages, and the handling of their shortages."""
+    """All owners of a model's capacity-limited buffers (of expert rows, tokens and pages)."""
 
     def __init__(self, *holders: BufferOwner | None, device: torch.device) -> None:
         self.holders = holders
@@ -203,7 +203,8 @@ class Capacity:
     def watch_shortages(self, watch: Watch) -> Iterator[None]:
         """Return a context whose forwards belong to a step that handles shortages as `watch`.
 
-        If contexts are nested, the outermost `watch` is used.
+        "reruns" repeats a step with a shortage, "skips" skips the step on the device, and "graph"
+        belongs to a CUDA graph. If contexts are nested, the outermost `watch` is used.
         """
         before = [holder.watch for holder in self._holders]
         for holder in self._holders:

@@ -33,7 +33,8 @@ NumMicroBatches = Annotated[Count, "use the number of backwards per optimizer st
 class MoEState:
     """Sums the loads and auxiliary losses of a model's MoE layers per step, and updates biases.
 
-    A parallelized model owns one, `get_moe_state(model)`. `others` are auxiliary losses of layers
+    A parallelized model owns one, `get_moe_state(model)`. `loss` "mean" = gradients are averaged
+    over data ranks, "sum" = gradients are summed. `others` are auxiliary losses, by name, of layers
     that are not MoE layers, with the factors and resets of `layers`. `check_parameters` raises if
     gradients were not reduced over all ranks.
     """
@@ -239,9 +240,9 @@ class MoEState:
         return metrics
 
     def _check_num_micro_batches(self, sums: Sequence[float], group: dist.ProcessGroup) -> None:
-        """Raise ValueError if ranks have unequal numbers.
+        """Raise ValueError if `num_micro_batches` differs between ranks of `group`.
 
-        `sums` = of the numbers, of their squares.
+        `sums` = the sum of the ranks' numbers, and the sum of the squares of these numbers.
         """
         ranks = group.size()
         total, squares = sums
@@ -259,7 +260,10 @@ class MoEState:
         choices: Mapping[str, Tensor],
         is_skipped: bool | Tensor,
     ) -> None:
-        """Update the selection biases of layers with equal options, unless the step was skipped."""
+        """Update the selection biases of layers `names`, whose options are equal, in place.
+
+        `choices` has each expert's choices over all ranks by layer. A skipped step moves no bias.
+        """
         config = self.layers[names[0]].config
         rate = config.balance.bias_update_rate
         biases = [self.layers[name].get_part("router").selection_bias for name in names]
@@ -279,6 +283,7 @@ class MoEState:
         foreach_add_(biases, list(move_LE))
 
     def _reset_layers(self) -> None:
+        """Drop the counts, losses and copies of weights of all layers since the last step."""
         for other in self._aux_losses.values():
             other.reset()
         for layer in self.layers.values():
@@ -291,7 +296,7 @@ class MoEState:
 
 
 def _split_by_names(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Split `flat` along dim 0 into a tensor for each name in `like`, with the same length."""
+    """Split `flat` along dim 0 into a part per name, as long as the name's tensor in `like`."""
     return dict(zip(like, flat.split([len(t) for t in like.values()]), strict=True))
 
 

@@ -90,7 +90,7 @@ def apply_precision(model: nn.Module, precision: Precision) -> dict[str, LinearP
 
 
 def check_precision(model: nn.Module, precision: Precision) -> dict[str, LinearPrecision]:
-    """Return the decisions of `apply_precision`, or raise its errors. The model does not change."""
+    """Return or raise what `apply_precision` would. The model does not change."""
     table = {
         name: _decide_linear(name, module, precision)
         for name, module in _list_linears(model).items()
@@ -164,7 +164,7 @@ def advance_amax(
 
 
 def drop_amax(model: nn.Module) -> None:
-    """Drop the amax values that delayed scaling recorded since the last step."""
+    """Set to 0 the amax values that delayed scaling collected since the last step. No host sync."""
     for history in list_amax_histories(model).values():
         history.reset_current_amax()
 

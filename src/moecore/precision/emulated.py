@@ -48,7 +48,10 @@ from moecore.precision.linear import (
 def _quantise_operand(
     x_TK: Tensor, recipe: Recipe, *, over_rows: bool = False, is_gradient: bool = False
 ) -> Blocks:
-    """Quantise x for a product that sums over K, or over T with `over_rows`."""
+    """Quantise x for a product that sums over K, or over T with `over_rows`.
+
+    `is_gradient` = x is dy, which "nvfp4" rounds stochastically.
+    """
     is_packed = has_block_scaled_kernels(x_TK.device)
     return quantise_microscaled(
         x_TK, recipe, pack=is_packed, over_rows=over_rows, is_gradient=is_gradient
@@ -96,7 +99,7 @@ class EmulatedLinearProducts(QuantisedProducts):
 
     @override
     def prepare(self, x: Tensor, weight: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
-        """Return the weight's gathered blocks, or the amax that scales it (None = its own)."""
+        """Return a `LinearCall` with the weight's gathered blocks, or the amax that scales it."""
         recipe = self.recipe
         with torch.no_grad():
             if not has_values(weight_NK):
@@ -133,6 +136,7 @@ class EmulatedLinearProducts(QuantisedProducts):
     @override
     @staticmethod
     def weight_grad(dy_TN: Tensor, x: Tensor, call: LinearCall, target: GradTarget) -> Tensor:
+        """Return dw [N, K]. If `target.out` is given, dw is written or (`adds`) added to it."""
         recipe, x_TK = call.recipe, flatten_rows(x)
         of_dy = _quantise_operand(dy_TN, recipe, over_rows=True, is_gradient=True)
         of_x = _quantise_operand(x_TK, recipe, over_rows=True)

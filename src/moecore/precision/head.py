@@ -143,7 +143,7 @@ class BlockwiseHeadProducts(HeadProducts):
 def find_fp8_head_problem(
     shape: Sequence[int], recipe: Recipe, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Return why a recipe cannot multiply a rank's head of `shape` [V, D], or None if it can."""
+    """Return why a recipe cannot multiply a head of local `shape` [V, D]. None = it can."""
     is_gpu = device.type == "cuda"
     if is_gpu and not has_hopper_kernels(device):
         return "its products need a GPU of Hopper and Triton"
@@ -157,7 +157,10 @@ def find_fp8_head_problem(
 
 
 def make_head_products(weight_VD: Tensor, recipe: Recipe | None, *, training: bool) -> HeadProducts:
-    """Create a head's products. Raise ValueError if the recipe cannot multiply it."""
+    """Create the products of a head's local weight by `recipe` (None = the weight's dtype).
+
+    Raises ValueError if the recipe cannot multiply it. `training` = backward follows.
+    """
     if recipe is None:
         return HeadProducts(weight_VD, training=training)
     reason = find_fp8_head_problem(weight_VD.shape, recipe, weight_VD.dtype, weight_VD.device)

@@ -46,7 +46,7 @@ def flatten_rows(x: Tensor) -> Tensor:
 
 
 def restore_dims(y_MN: Tensor, x: Tensor) -> Tensor:
-    """Return y [..., N] with the leading dims of x [..., K], without rows of padding."""
+    """Reshape y_MN to [..., N] with the leading dims of x [..., K], without rows of padding."""
     # No view, as in `nn.Linear`: the caller may change the output in place.
     T = x.numel() // x.shape[-1]
     if y_MN.shape[0] != T:
@@ -70,7 +70,7 @@ class InputCastCache:
         return InputCastCache, ()
 
     def get(self, x: Tensor, user: object, recipe: Recipe, columns: bool) -> OperandPair:
-        """Return `cast_input(x, recipe, columns=columns)`, cached until `user` reads it twice."""
+        """Return `cast_input` of x, cached for several linears; a second read by `user` recasts."""
         operands = self._operands
         is_hit = self._input is not None and self._input() is x and self._version == sum_versions(x)
         is_hit = is_hit and not x.is_inference()  # has no version
@@ -81,12 +81,12 @@ class InputCastCache:
             or (columns and not operands.columns)
         ):
             operands = cast_input(x, recipe, columns=columns)
-            self._input, self._version = weakref.ref(x, self._drop), sum_versions(x)
+            self._input, self._version = weakref.ref(x, self._drop_if_freed), sum_versions(x)
             self._operands, self._users = operands, []
         self._users.append(user)
         return operands
 
-    def _drop(self, input: weakref.ref[Tensor]) -> None:
+    def _drop_if_freed(self, input: weakref.ref[Tensor]) -> None:
         if self._input is input:
             self._input = self._operands = None
 
@@ -128,7 +128,7 @@ class LinearCall(NamedTuple):
     x_seen: Any = None
     weight_seen: Any = None
     dy_seen: Any = None
-    is_sure: bool = True  # whether no amax is 0
+    has_all_amax: bool = True  # whether no amax is 0
     recipe: Recipe = Recipe()
     dtype: Any = None  # of the product
 
@@ -206,8 +206,7 @@ class QuantisedProducts(LinearProducts):
         """Save tensors for backward in `ctx`. `inputs` = x, weight, bias and `LinearCall`."""
         x, weight_NK, bias_N, call = inputs
         wants_x, wants_weight, *_ = ctx.needs_input_grad
-        # x is saved as the operand that is summed over tokens if forward made it. The weight is
-        # saved in its dtype: FSDP units reshard it, and quantising it again is cheap.
+        # x is saved as the operand of dw if forward made it, and the weight in its dtype.
         columns = (x, None) if call.x_columns is None else call[2:4]
         ctx.save_for_backward(
             *(columns if wants_weight else (None, None)),
@@ -221,7 +220,7 @@ class QuantisedProducts(LinearProducts):
             weight_rows=rows,
             weight_scales=scales,
             dy_seen=call.dy_seen,
-            is_sure=call.is_sure,
+            has_all_amax=call.has_all_amax,
             recipe=call.recipe,
         )
         ctx.dtypes = (x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype)
@@ -254,7 +253,7 @@ _recipe_of = functools.cache(lambda text: Recipe(**json.loads(text)))
 _SCHEMA = (
     "(Tensor x, Tensor weight_NK, Tensor? bias_N, "
     + ", ".join(f"Tensor? {name}" for name in LinearCall._fields[:12])
-    + ", bool is_sure, str recipe, ScalarType dtype) -> Tensor"
+    + ", bool has_all_amax, str recipe, ScalarType dtype) -> Tensor"
 )
 
 
@@ -288,12 +287,12 @@ class Fp8Products(QuantisedProducts):
 
     @override
     def prepare(self, x: Tensor, weight: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
-        """Quantise x and the weight, and return them with the amax tensors."""
+        """Quantise x and the weight; return them and the amax tensors as a `LinearCall`."""
         history = self.history
         seen = {} if history is None else history.get_current_amax(x.device, training=training)
         columns = torch.is_grad_enabled() and weight_NK.requires_grad
-        is_sure = history is None or history.is_sure
-        x_amax = choose_scaling_amax(self.get_past_amax("input"), x, is_sure=is_sure)
+        has_all_amax = history is None or history.has_all_amax
+        x_amax = choose_scaling_amax(self.get_past_amax("input"), x, has_all_amax=has_all_amax)
         x_operands = self._cast_x(x, columns, x_amax, seen.get("input"))
         weight_rows, weight_amax = self._cast_weight(weight, weight_NK, seen.get("weight"))
         return LinearCall(
@@ -303,7 +302,7 @@ class Fp8Products(QuantisedProducts):
             weight_amax=weight_amax,
             dy_amax=self.get_past_amax("gradient"),
             dy_seen=seen.get("gradient"),
-            is_sure=is_sure,
+            has_all_amax=has_all_amax,
             recipe=self.recipe,
         )
 
@@ -311,8 +310,7 @@ class Fp8Products(QuantisedProducts):
         self, weight: Tensor, weight_NK: Tensor, seen: Tensor | None
     ) -> tuple[Blocks | None, Tensor | None]:
         """Return the weight as operand of y, and the amax or None that scales it in backward."""
-        # Forward and backward each quantise the weight: all-gathers and fused optimizers write new
-        # values without a new version, so no copy is cached.
+        # No copy is cached: all-gathers and fused optimizers write values without a new version.
         kind = KINDS[self.recipe.weight_block]
         if not has_values(weight_NK):
             return _read_gathered_rows(weight, weight_NK, kind, seen), None
@@ -323,7 +321,9 @@ class Fp8Products(QuantisedProducts):
             with torch.no_grad():
                 weight_amax = all_reduce_max(compute_amax(get_local_param(weight)), weight)
         elif self.history is not None:  # after steps of zeros, each shard has its own scale
-            weight_amax = choose_scaling_amax(weight_amax, weight_NK, is_sure=self.history.is_sure)
+            weight_amax = choose_scaling_amax(
+                weight_amax, weight_NK, has_all_amax=self.history.has_all_amax
+            )
         power_of_two = self.recipe.power_of_two
         operands = cast(
             weight_NK, kind, power_of_two=power_of_two, columns=False, amax=weight_amax, seen=seen
@@ -357,7 +357,7 @@ class Fp8Products(QuantisedProducts):
             power_of_two=recipe.power_of_two,
             rows=weight_NK is not None,
             columns=call.x_column_scales is not None,
-            amax=choose_scaling_amax(call.dy_amax, dy_TN, is_sure=call.is_sure),
+            amax=choose_scaling_amax(call.dy_amax, dy_TN, has_all_amax=call.has_all_amax),
             seen=call.dy_seen,
         )
         if weight_NK is None or operands.rows is None:
@@ -389,9 +389,9 @@ def _transpose_weight(weight_NK: Tensor, call: LinearCall) -> Blocks:
     return operands.columns
 
 
-def choose_scaling_amax(past: Tensor | None, x: Tensor, *, is_sure: bool) -> Tensor | None:
-    """Return `past`, or x's own amax, fp32 [n], where `past` is 0. `is_sure` = it is never 0."""
-    return past if past is None or is_sure else compute_amax(x, past)
+def choose_scaling_amax(past: Tensor | None, x: Tensor, *, has_all_amax: bool) -> Tensor | None:
+    """Return `past`, fp32 [n], with x's amax where it is 0. `has_all_amax` = no entry is 0."""
+    return past if past is None or has_all_amax else compute_amax(x, past)
 
 
 def all_reduce_max(value: Tensor, weight: Tensor) -> Tensor:
@@ -405,7 +405,7 @@ def all_reduce_max(value: Tensor, weight: Tensor) -> Tensor:
 
 
 def find_weight_problem(weight: Tensor, recipe: Recipe | None = None) -> str | None:
-    """Return why a recipe cannot multiply a weight, equal on all ranks. None = it can."""
+    """Return why a recipe (None = any FP8) cannot use a weight. None = it can. Equal on ranks."""
     multiple = ALIGNED if recipe is None else recipe.weight_multiple
     # Tensor parallelism may have sharded the weight [N, K]; FSDP has not yet.
     sizes = list(weight.shape)

@@ -16,7 +16,7 @@ from moecore.kernels.ops import Op, is_plain
 from moecore.kernels.rows.scaling import Blocks, multiply_ref
 
 # Values of torch.nn.functional.ScalingType, which the operator takes as integers.
-RECIPES = {"tensor": 0, "row": 1, "tile": 4, "block": 5}
+SCALING_TYPES = {"tensor": 0, "row": 1, "tile": 4, "block": 5}
 
 
 def _has_scaled_product(device: torch.device, kind: str) -> bool:
@@ -28,7 +28,7 @@ def _has_scaled_product(device: torch.device, kind: str) -> bool:
 
 @functools.cache
 def _find_product_support(device: torch.device, kind: str) -> bool:
-    """Return `_has_scaled_product` for a device other than meta."""
+    """Return `_has_scaled_product` for a device other than meta, cached."""
     if device.type != "cuda" or scaled_mm is None:
         return False
     capability = torch.cuda.get_device_capability(device)
@@ -48,10 +48,10 @@ def _multiply_with_torch(a: Blocks, b: Blocks, dtype: torch.dtype) -> Tensor:
         a.values,
         b.values.T,
         [_view_scales(a, is_first=True)],
-        [RECIPES[a.kind]],
+        [SCALING_TYPES[a.kind]],
         [],
         [_view_scales(b, is_first=False)],
-        [RECIPES[b.kind]],
+        [SCALING_TYPES[b.kind]],
         [],
         None,
         dtype,

@@ -59,7 +59,7 @@ def store_experts_in_fp8(model: nn.Module) -> None:
 
 
 def refuse_fp8_storage(model: nn.Module, verb: str) -> None:
-    """Raise ValueError if a parameter is stored only in FP8. `verb` = the use, as "merged"."""
+    """Raise ValueError if a parameter is stored only in FP8. `verb` names the use ("merged")."""
     for name, param in model.named_parameters():
         if get_fp8_blocks(param) is not None:
             raise ValueError(

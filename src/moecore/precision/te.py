@@ -69,7 +69,7 @@ class TELinearProducts(QuantisedProducts):
 
     @override
     def prepare(self, x: Tensor, weight: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
-        """Return the amax tensors. Raise ValueError if the recipe cannot run here."""
+        """Return a `LinearCall` with the amax tensors. Raise ValueError for an unusable recipe."""
         recipe, history = self.recipe, self.history
         check_values(weight_NK)
         problem = te_names.find_recipe_problem(recipe, x.device)
@@ -124,6 +124,7 @@ class TELinearProducts(QuantisedProducts):
     @override
     @staticmethod
     def weight_grad(dy_TN: Tensor, x: Tensor, call: LinearCall, target: GradTarget) -> Tensor:
+        """Return dw [N, K]. If `target.out` is given, dw is written or (`adds`) added to it."""
         x_TK = flatten_rows(x)
         if not dy_TN.shape[0] or dy_TN.is_meta:
             grad = dy_TN.new_zeros(dy_TN.shape[1], x_TK.shape[1], dtype=call.dtype)

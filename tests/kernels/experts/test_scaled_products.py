@@ -70,7 +70,7 @@ def run_delayed(
     past: dict[str, float],
     length: int | None = None,
     *,
-    is_sure: bool = True,
+    has_all_amax: bool = True,
     **recipe: Any,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Return output and gradients with scales of earlier steps, and this step's magnitudes."""
@@ -78,7 +78,7 @@ def run_delayed(
     of_rows: Any = {n: torch.tensor([past[n]]) if n in past else None for n in OPERANDS}
     seen: Any = {n: torch.zeros(1) for n in OPERANDS}
     weights = ExpertWeights(
-        w1_eCD=leaves["w1"], w2_eDF=leaves["w2"], magnitudes=Magnitudes(of_rows, is_sure, seen)
+        w1_eCD=leaves["w1"], w2_eDF=leaves["w2"], magnitudes=Magnitudes(of_rows, has_all_amax, seen)
     )
     index = build_index(ids, leaves["weights"], first=0, num_local=5, length=length)
     y = expert_mlp(Rows(leaves["x"]), weights, index, options_of("tensorwise", **DELAYED | recipe))
@@ -109,7 +109,7 @@ def test_delayed_equals_the_oracle(length: int | None) -> None:
     same, _ = run_delayed(leaves, ids, largest, length)
     assert all(torch.equal(same[n], own[n]) for n in OUTPUTS)
     for past, wanted in ((dict.fromkeys(PAST, 0.0), own), (PAST, found)):  # as no step had, as some
-        again, _ = run_delayed(leaves, ids, past, length, is_sure=False)
+        again, _ = run_delayed(leaves, ids, past, length, has_all_amax=False)
         assert all(torch.equal(again[n], wanted[n]) for n in OUTPUTS)
 
 

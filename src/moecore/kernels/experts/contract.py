@@ -111,7 +111,7 @@ class Magnitudes:
     """Largest magnitudes (amax) of the four operands X, A, dY and dH, for delayed FP8 scaling."""
 
     past: Mapping[Operand, Tensor | None]  # over earlier steps; None or 0 = use the rows' own amax
-    is_sure: bool  # whether no value of `past` is 0
+    has_all_amax: bool  # whether no value of `past` is 0
     seen: Mapping[Operand, Tensor]  # of this step, raised in place; empty = not recorded
 
 

@@ -133,7 +133,7 @@ class ScaledMatmuls(Matmuls):
             if is_gradient or not columns:
                 new_amax = self.magnitudes.seen.get(operand)
             amax = self.magnitudes.past[operand]
-            if amax is not None and not self.magnitudes.is_sure:
+            if amax is not None and not self.magnitudes.has_all_amax:
                 amax = compute_row_amax(rows, self.offsets_e, amax)
         layouts = quantise_expert_rows(
             rows,

@@ -31,7 +31,7 @@ from moecore.moe.records import Dispatcher, ExpertInput, Routing
 
 @dataclass(frozen=True, slots=True)
 class AllGatherPlan:
-    """What one dispatch stores for its combine: how many of this rank's C rows are tokens."""
+    """Record of one dispatch, which its combine reads: how many of C rows are tokens."""
 
     num_tokens: int
 
@@ -86,7 +86,10 @@ class AllGatherDispatcher(Dispatcher):
 def _exchange_counts(
     local_counts: Tensor, p: ExpertPlacement, attendance: Attendance
 ) -> tuple[int, int]:
-    """Return the most tokens of any rank, and this rank's expert rows. The only host sync."""
+    """Return the most tokens of any rank, and this rank's expert rows. Collective, host sync.
+
+    `local_counts` is [T, the number of `Attendance`, choices for each expert block].
+    """
     counts = all_gather_rows(local_counts[None], p.group).tolist()
     attendance.check_numbers([row[1] for row in counts])
     block = p.first_physical // p.num_physical

@@ -45,7 +45,7 @@ from moecore.moe.records import BalancedRows, Dispatcher, ExpertInput, Routing
 
 @dataclass(frozen=True, slots=True)
 class AllToAllPlan:
-    """What one dispatch stores for its combine: the destinations of each token, and the splits."""
+    """Record of one dispatch, which its combine reads: each token's destinations, and splits."""
 
     token_ids_M: Tensor  # int32, token of each sent row, ordered by destination and then by token
     slots_TG: Tensor  # int32, sent row of each token and destination; -1 = not sent there
@@ -90,7 +90,7 @@ class TokenExchange:
     ) -> tuple[ReceivedRows, int]:
         """Send rows in `order`. Return received rows and the number of choices for local experts.
 
-        One host sync. On meta `even` has the rows per peer and the choices, for even loads.
+        One host sync. `even`, for meta, has the rows per peer and the choices of even loads.
         """
         # In a pair the rows are gathered before the other side computes. M is then the maximum:
         # rows after the sent rows are uninitialised and not read.
@@ -129,7 +129,7 @@ class TokenExchange:
         token_ids_M: Tensor,
         slots_TG: Tensor,
         is_row_M: Tensor | None = None,
-    ) -> _SendRows:
+    ) -> _RowsToSend:
         """Gather the M rows to send; `is_row_M` = rows with a token, None = all rows."""
         words_MN, rows_MD = self.wire.gather_rows(x_TD, token_ids_M, slots_TG)
         weights_MK = gather_rows(routing.weights_TK, token_ids_M, slots_TG)
@@ -137,20 +137,20 @@ class TokenExchange:
         if is_row_M is not None:
             ids_MK = ids_MK.masked_fill(~is_row_M[:, None], -1)
         ids_and_weights = torch.cat([ids_MK, weights_MK.detach().view(torch.int32)], dim=1)
-        return _SendRows(rows_MD, ids_and_weights, weights_MK, words_MN)
+        return _RowsToSend(rows_MD, ids_and_weights, weights_MK, words_MN)
 
     def _send_rows(
-        self, send_rows: _SendRows, plan: AllToAllPlan, pairs: Pairs | None, *, may_overlap: bool
+        self, send_rows: _RowsToSend, plan: AllToAllPlan, pairs: Pairs | None, *, may_overlap: bool
     ) -> ReceivedRows:
         """Send gathered rows by all-to-all, and return the received rows."""
-        leaf_SD, ids_SK, weights_SK, words_SW = _Send.apply(
+        leaf_SD, ids_SK, weights_SK, words_SW = _SendRowsAndIds.apply(
             *send_rows, plan, self.group, pairs, may_overlap
         )
         rows = Rows(leaf_SD) if words_SW is None else self.wire.unpack(words_SW, leaf_SD, leaf_SD)
         return ReceivedRows(rows, ids_SK, weights_SK, plan)
 
     def return_sums(self, y_SD: Tensor, plan: AllToAllPlan, pairs: Pairs | None) -> Tensor:
-        """Send rows y_SD to their tokens' ranks, and return each token's sum in fp32, [T, D]."""
+        """Send rows y_SD to their tokens' ranks; return each token's sum [T, D], added in fp32."""
         row_map, M, S = (plan.token_ids_M, plan.slots_TG), plan.token_ids_M.shape[0], y_SD.shape[0]
         home = (plan.send_splits, plan.receive_splits, self.group, pairs)
         to_experts = (plan.receive_splits, plan.send_splits, self.group, pairs)
@@ -223,7 +223,7 @@ class AllToAllDispatcher(Dispatcher):
         return ExpertInput(*parts, balanced=balanced, receiver=received_rows.plan.receiver)
 
     def prepare_send_order(self, ids_TK: Tensor, note: int) -> SendOrder:
-        """Return the rows to send, by physical ids, -1 = dropped. `note` is sent with counts."""
+        """Return the rows to send, by physical ids. `note` (`encode_number`) joins the counts."""
         p, (T, K) = self.placement, ids_TK.shape
         owned_PTK = self._is_owned(ids_TK)
         return build_send_order(owned_PTK, T * min(p.ep, K) * p.etp, note, repeats=p.etp)
@@ -244,7 +244,7 @@ def is_owned(ids_TK: Tensor, num_experts: int, num_blocks: int) -> Tensor:
 
 
 def build_send_order(owned_PTK: Tensor, num_rows: int, note: int, *, repeats: int = 1) -> SendOrder:
-    """Return the order of at most `num_rows` rows to send to blocks of `repeats` ranks each."""
+    """Return the rows to send, at most `num_rows`, to P blocks (`is_owned`) of `repeats` ranks."""
     needs_GT = owned_PTK.any(-1).repeat_interleave(repeats, 0)
     choices_G = owned_PTK.sum((1, 2)).repeat_interleave(repeats)
     order = compute_send_order(needs_GT, num_rows)
@@ -253,14 +253,14 @@ def build_send_order(owned_PTK: Tensor, num_rows: int, note: int, *, repeats: in
 
 
 def compute_send_order(needs_GT: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Order rows by rank: return int32 token_ids_M, 0 = unused, and slots_TG, the row or -1."""
-    # No host sync.
+    """Order the tokens to send (True in `needs_GT`) by rank: int32 token_ids_M and slots_TG."""
+    # No host sync. Unused entries of token_ids_M are 0, and of slots_TG -1.
     slots_GT = (needs_GT.flatten().cumsum(0) - 1).view(needs_GT.shape)
     return _order_rows(needs_GT, slots_GT, num_rows, unused=0)
 
 
 def compute_static_send_order(needs_GT: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As `compute_send_order` with `num_slots` rows per rank; and return a mask of used rows."""
+    """As `compute_send_order`, with `num_slots` rows per rank, and a mask of used rows, [M]."""
     # M is G * num_sent, token_ids_M is 0 where unused, and used_M is bool. Example, three tokens,
     # two ranks, 2 rows each, needs [[1, 0, 1], [0, 1, 0]]: token_ids_M [0, 2, 1, 0], slots_TG [[0,
     # -1], [-1, 2], [1, -1]], used_M [1, 1, 1, 0].
@@ -274,7 +274,7 @@ def compute_static_send_order(needs_GT: Tensor, num_slots: int) -> tuple[Tensor,
 def _order_rows(
     needs_GT: Tensor, slots_GT: Tensor, num_rows: int, *, unused: int
 ) -> tuple[Tensor, Tensor]:
-    """Return int32 the token of each row, or `unused`, and slots_TG, -1 = not sent."""
+    """Return int32 the token of each row (`unused` = none), and the slots transposed, -1 = none."""
     G, T = needs_GT.shape
     tokens_T = torch.arange(T, dtype=torch.int32, device=needs_GT.device)
     # Tokens that are not sent are written to one spare row past the end.
@@ -285,7 +285,7 @@ def _order_rows(
     return token_ids[:num_rows], slots_TG
 
 
-class _SendRows(NamedTuple):
+class _RowsToSend(NamedTuple):
     """Rows to send, their ids and weights packed in one int32 tensor, and their weights."""
 
     rows_MD: Tensor  # differentiable, as the weights are; a handle if packed rows are sent
@@ -363,7 +363,7 @@ class _AllToAll(torch.autograd.Function):
         return *_AllToAll.apply(*grads, *ctx.args), None, None, None, None, None
 
 
-class _Send(torch.autograd.Function):
+class _SendRowsAndIds(torch.autograd.Function):
     """Sends rows, and packed ids and weights, in two concurrent collectives; differentiable."""
 
     @staticmethod

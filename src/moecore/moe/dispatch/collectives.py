@@ -63,12 +63,15 @@ class Attendance:
         self.joins = self.is_skipped = False
 
     def encode_number(self, x_TD: Tensor) -> int:
-        """Return this rank's number, which encodes layer, dtype, grad mode and `joins`."""
+        """Return this rank's number, which encodes layer, dtype of x, grad mode and `joins`."""
         dtype = DTYPES.index(x_TD.dtype) if x_TD.dtype in DTYPES else len(DTYPES)
         return self._layer << 6 | dtype << 2 | torch.is_grad_enabled() << 1 | self.joins
 
     def check_numbers(self, numbers: Sequence[int]) -> None:
-        """Raise ValueError on all ranks if ranks differ in layer, dtype or grad mode."""
+        """Raise ValueError on all ranks if ranks differ in layer, dtype or grad mode.
+
+        `numbers` has the result of `encode_number` on each rank, in rank order.
+        """
         self.is_skipped = all(n & 1 for n in numbers)
         if len({n >> 1 for n in numbers}) > 1:
             notes = [(n >> 6, n >> 2 & 15, n >> 1 & 1) for n in numbers]
@@ -80,7 +83,7 @@ class Attendance:
             check_headers(f"the exchange of {self._name}", notes, formatters, self._group)
 
 
-class _Exchanged(torch.autograd.Function):
+class _ExchangeWithGrad(torch.autograd.Function):
     """Autograd function of `exchange_with_grad`."""
 
     @staticmethod
@@ -136,8 +139,8 @@ class _SumRanks(torch.autograd.Function):
 def exchange_with_grad(
     x: Tensor, dispatch: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return dispatch(x), whose gradient `back` maps to the gradient of x."""
-    result: Tensor = _Exchanged.apply(x, dispatch, back)
+    """Return dispatch(x), a collective, whose backward returns back(gradient) as x's gradient."""
+    result: Tensor = _ExchangeWithGrad.apply(x, dispatch, back)
     return result
 
 
@@ -160,7 +163,10 @@ def run_collectives(
     may_overlap: bool = False,
     **arguments: Any,
 ) -> None:
-    """Run `collective(out, x, **arguments)` for each tensor, concurrently. None is skipped."""
+    """Run `collective(out, x, **arguments)` for each pair of outs and xs, concurrently.
+
+    A pair with None is skipped. See `exchange` for `pairs` and `may_overlap`.
+    """
     starts = [
         partial(collective, out, x.contiguous(), **arguments)
         for out, x in zip(outs, xs, strict=True)
@@ -172,7 +178,7 @@ def run_collectives(
 def _gather_from_ranks(
     xs_C: Sequence[Tensor | None], group: dist.ProcessGroup, pairs: Pairs | None = None
 ) -> list[Any]:
-    """All-gather each tensor along dim 0, in rank order. None stays None."""
+    """All-gather each tensor [C, ...] along dim 0 to [G * C, ...]. None stays None."""
     outs = [
         None if x_C is None else x_C.new_empty((group.size() * x_C.shape[0], *x_C.shape[1:]))
         for x_C in xs_C
@@ -205,13 +211,13 @@ def _sum_parts(x_S: Tensor, num_parts: int) -> Tensor:
 def all_gather_tensors(
     xs_C: Sequence[Tensor], group: dist.ProcessGroup, pairs: Pairs | None = None
 ) -> tuple[Tensor, ...]:
-    """Apply `all_gather_rows` to each tensor, concurrently. See `exchange` for `pairs`."""
+    """All-gather each [C, ...] to [G * C, ...] by concurrent collectives, differentiably."""
     result: tuple[Tensor, ...] = _GatherRanks.apply(group, pairs, *xs_C)
     return result
 
 
 def all_gather_rows(x_C: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather C rows of every rank, in rank order: [G * C, ...]. C is equal on all ranks."""
+    """All-gather C rows of each rank (C is equal on all) to [G * C, ...]. Differentiable."""
     return all_gather_tensors((x_C,), group)[0]
 
 

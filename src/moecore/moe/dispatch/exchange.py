@@ -54,7 +54,10 @@ class ExchangeError(RuntimeError):
 
 
 def raise_if_late(buffer: PeerBuffer, group: dist.ProcessGroup, kinds: Sequence[str]) -> None:
-    """Raise `ExchangeError` if the host's report names a late rank. `kinds` names operations."""
+    """Raise `ExchangeError` if a rank missed the timeout of `buffer`, and the host knows. No sync.
+
+    `kinds` are names of the buffer's two operations for the message.
+    """
     # The error stays until `ExchangePool.close` and new buffers, because the operations that the
     # late rank missed are unknown. Until then no operation waits for any rank.
     error = int(buffer.report[ERROR_WORD])
@@ -108,7 +111,11 @@ class Exchange:
     def spread(
         self, x_TD: Tensor, peers_T: Tensor, places_S: Tensor, slots_SN: Tensor, num_rows: int
     ) -> Tensor:
-        """Send rows to the ranks that received their tokens. Return a row per slot, [R, D]."""
+        """Send rows of T tokens to the ranks that received their tokens in the dispatch.
+
+        Returns `num_rows` = R rows, where row slots_SN[s, i] is source row s. Index tensors are as
+        in `NVLinkPlan`.
+        """
         row_map = (peers_T, places_S, slots_SN)
         self._enter(SlotEvent.OPERATION)
         return kernels.spread_rows(self.buffer, x_TD.contiguous(), *row_map, num_rows)
@@ -137,7 +144,7 @@ class Exchange:
         return self.layout.sums_slot and SlotEvent.COPY in copies.TRANSITIONS[self._slot]
 
     def _enter(self, event: SlotEvent) -> None:
-        """Change the state of the sums' slot by an event. KeyError = not allowed in this state."""
+        """Change the state of the slot for sums. Raise KeyError if it does not allow `event`."""
         self._slot = copies.TRANSITIONS[self._slot][event]
 
     def start_copies(self, sums_SD: Tensor) -> None:
@@ -150,7 +157,7 @@ class Exchange:
     def finish_copies(
         self, sums_SD: Tensor, peers_T: Tensor, places_S: Tensor, choices: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        """Wait on the stream for the copies, and return `reduce` of the copied sums."""
+        """Make the current stream wait for all ranks' copies; return `reduce` of these sums."""
         self._wait_for_stream(sums_SD)
         self._enter(SlotEvent.READ)
         return self._reduce_copies(sums_SD, peers_T, places_S, choices)
@@ -190,8 +197,8 @@ class Exchange:
         )
         return ShortageCounters(state, report, self.balanced_rows)
 
-    def poll(self) -> None:
-        """Raise for a late rank: see `raise_if_late`."""
+    def raise_if_rank_late(self) -> None:
+        """Raise `ExchangeError` if the host sees that a rank missed the timeout. No host sync."""
         raise_if_late(self.buffer, self.group, KINDS)
 
 
@@ -269,23 +276,26 @@ class CloneExchange:
         self.group = group
         G = group.size()
         experts_N = torch.arange(G, dtype=torch.int32, device=buffer.state.device).repeat(G)
-        self._everybody = Places(experts_N=experts_N, num_clones=G, num_local=1)
+        self._gather_places = Places(experts_N=experts_N, num_clones=G, num_local=1)
 
     def gather(self, row_1E: Tensor) -> Tensor:
         """All-gather a row [1, E] of each rank to [G, E], through the buffers for clones."""
-        (rows_GE,) = self.fetch([row_1E], self._everybody)
+        (rows_GE,) = self.fetch([row_1E], self._gather_places)
         return rows_GE
 
     def fetch(self, tensors: Sequence[Tensor], places: Places) -> list[Tensor]:
-        """Return the clones' part of each tensor, [c, ...]; zeros for empty places."""
+        """Send weights [e, ...] to clones; return this rank's [c, ...], zeros for empty places."""
         return [clone_kernels.fetch_clones(self.buffer, tensor, places) for tensor in tensors]
 
     def add_clone_grads_(self, grads: Sequence[Tensor], places: Places) -> list[Tensor]:
-        """Send the clones' gradients to experts' ranks, and add them to [e, ...] there."""
+        """Send clones' gradients to their experts' ranks, add them there, and return [e, ...].
+
+        Each of `grads`, [e + c, ...], ends with the gradients of this rank's clones.
+        """
         return [
             clone_kernels.add_clone_grads_(self.buffer, grad.contiguous(), places) for grad in grads
         ]
 
-    def poll(self) -> None:
-        """Raise for a late rank: see `raise_if_late`."""
+    def raise_if_rank_late(self) -> None:
+        """Raise `ExchangeError` if the host sees that a rank missed the timeout. No host sync."""
         raise_if_late(self.buffer, self.group, CLONE_KINDS)

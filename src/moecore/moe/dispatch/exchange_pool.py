@@ -38,7 +38,12 @@ FEW_PROGRAMS = 64  # with fewer programs, receiving takes longer than sending
 
 
 class ExchangePool(BufferOwner):
-    """Owns the exchanges through which a model's layers send rows into peers' memory."""
+    """Owns the buffers (`Exchange`) through which a model's layers send rows into peers' memory.
+
+    `group` has the ranks that exchange rows, and `ep` is their number of expert blocks. `fp8` packs
+    rows of dispatch. `programs` is the number of programs per launch, None = one per SM. If
+    `is_required` is False, all-to-all sends the rows that stores cannot send.
+    """
 
     option = "NVLinkOptions.row_factor"
 
@@ -75,13 +80,13 @@ class ExchangePool(BufferOwner):
         return tuple(exchange.shortage for exchange in self.entries)
 
     def resize(self, factor: float) -> None:
-        """Set the capacity factor of later dispatches."""
+        """Set `NVLinkOptions.row_factor` of later dispatches. Buffers are not reallocated."""
         self.options = replace(self.options, row_factor=factor)
         for exchange in self.entries:
             exchange.options = self.options
 
     def error(self, shortage: ShortageCounters) -> ExchangeError:
-        """Return the error that names the sufficient factor."""
+        """Return the error of an exchange whose expert rows exceeded the factor."""
         min_factor = shortage.factor_seen
         return ExchangeError(
             f"{self.option} ({self.factor}) must be >= {min_factor:.4g} for the "
@@ -91,7 +96,11 @@ class ExchangePool(BufferOwner):
         )
 
     def get_exchange(self, x_TD: Tensor, top_k: int) -> Exchange:
-        """Return the exchange for rows like these. All ranks together allocate it at first use."""
+        """Return the exchange for K = `top_k` choices and rows of the width and dtype of x_TD.
+
+        All ranks together allocate it at first use. Raises ValueError for rows that it cannot send,
+        and for more tokens than it holds in a step that is not rerun.
+        """
         # What cannot travel, and an earlier operation that failed, raise before anything is sent.
         problem = find_row_problem(x_TD)
         if problem is not None:
@@ -105,7 +114,7 @@ class ExchangePool(BufferOwner):
         exchange = self._entries.get(key)
         if exchange is None:
             exchange = self._entries[key] = self._make_exchange(x_TD, top_k)
-        exchange.poll()
+        exchange.raise_if_rank_late()
         max_tokens = exchange.layout.max_tokens
         if max_tokens < T and not self.tokens.record_token_excess(T):
             raise ValueError(
@@ -118,7 +127,7 @@ class ExchangePool(BufferOwner):
         """Return the exchange of clones. All ranks together allocate it at first use."""
         if self._clones is None:
             self._clones = self._make_clone_exchange(device)
-        self._clones.poll()
+        self._clones.raise_if_rank_late()
         return self._clones
 
     @property
@@ -139,17 +148,17 @@ class ExchangePool(BufferOwner):
     def poll(self, *, is_error: bool = True) -> None:
         """Raise `ExchangeError` for a late rank or, if `is_error`, a shortage the host sees."""
         for resource in self.resources:
-            resource.poll()
+            resource.raise_if_rank_late()
         super().poll(is_error=is_error)
 
     def wait(self) -> None:
-        """Synchronise with the GPU, which writes the reports."""
+        """Synchronise with the GPU, which writes the reports of all exchanges. Host sync."""
         for resource in self.resources[:1]:
             if resource.buffer.state.is_cuda:
                 torch.cuda.synchronize(resource.buffer.state.device)
 
     def close(self) -> None:
-        """Free buffers and raise pending errors. Collective. `get_exchange` allocates again."""
+        """Raise pending errors and free all buffers. Collective. `get_exchange` allocates again."""
         try:
             self.check()
         finally:
@@ -170,7 +179,7 @@ class ExchangePool(BufferOwner):
                 f"device of the tokens ({x_TD.device}) must be a GPU for dispatcher ('nvlink'): "
                 "use 'alltoall'"
             )
-        _refuse_capture()
+        _raise_if_capturing()
         programs = self._programs or count_sms(x_TD.device)
         layout = self._make_layout(
             x_TD, top_k, self._compare_options(x_TD, top_k, programs), programs
@@ -183,12 +192,14 @@ class ExchangePool(BufferOwner):
         )
 
     def _make_clone_exchange(self, device: torch.device) -> CloneExchange:
-        _refuse_capture()
+        """Allocate the exchange of clones on all ranks. Raise RuntimeError in a graph capture."""
+        _raise_if_capturing()
         with torch.cuda.device(device), torch.inference_mode(False):
             buffer = make_clone_buffer(self.group, device, self.options.timeout_s)
             return CloneExchange(buffer, self.group)
 
     def _make_meta_exchange(self, x_TD: Tensor, top_k: int) -> Exchange:
+        """Create an exchange of meta rows like x_TD, which allocates and sends nothing."""
         max_tokens = self.options.max_tokens or x_TD.shape[0]
         layout = self._make_layout(x_TD, top_k, max_tokens, self._programs or 1)
         none = torch.empty(0, dtype=torch.int32, device="meta")
@@ -202,6 +213,7 @@ class ExchangePool(BufferOwner):
     def _make_layout(
         self, x_TD: Tensor, top_k: int, max_tokens: int, programs: int
     ) -> ExchangeLayout:
+        """Return the layout of a buffer for `max_tokens` rows of x_TD's width from each rank."""
         return ExchangeLayout(
             num_ranks=self.group.size(),
             max_tokens=max(1, max_tokens),
@@ -282,7 +294,7 @@ class TokenCapacity(BufferOwner):
         self._pool.free()
 
     def error(self, shortage: ShortageCounters) -> ExchangeError:
-        """Return the error that names the option."""
+        """Return the error of a forward with more tokens than `NVLinkOptions.max_tokens`."""
         return ExchangeError(
             f"{self.option} ({self.factor}) must be >= {shortage.num_seen}, the tokens of rank "
             f"{dist.get_rank()}: set it; results since then are not valid"
@@ -293,7 +305,7 @@ class TokenCapacity(BufferOwner):
 
 
 def find_row_problem(x_TD: Tensor) -> str | None:
-    """Return why stores cannot send these rows; None = they can. Identical on all ranks."""
+    """Return why stores to peers cannot send rows x_TD. None = they can. Equal on all ranks."""
     D = x_TD.shape[1]
     if x_TD.dtype in SUM_DTYPES and D * x_TD.itemsize % ROW_ALIGNMENT == 0:
         return None
@@ -303,7 +315,8 @@ def find_row_problem(x_TD: Tensor) -> str | None:
     )
 
 
-def _refuse_capture() -> None:
+def _raise_if_capturing() -> None:
+    """Raise RuntimeError if the current stream captures a CUDA graph, which cannot allocate."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "the buffers of dispatcher ('nvlink') must be made before a graph is captured: run "
@@ -312,7 +325,7 @@ def _refuse_capture() -> None:
 
 
 def choose_program_split(programs: int) -> dict[str, int]:
-    """Divide `programs` into senders and receivers. Return these `ExchangeLayout` fields."""
+    """Divide a launch's programs into senders and receivers, as fields of `ExchangeLayout`."""
     is_small = programs < FEW_PROGRAMS
     push = max(1, programs * 5 // 12) if is_small else programs // 2
     return dict(num_push=push, num_receive=programs - push, rounds=16 if is_small else 8)

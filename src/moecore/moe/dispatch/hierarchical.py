@@ -40,7 +40,7 @@ from moecore.moe.records import BalancedRows, Dispatcher, ExpertInput, Routing
 
 @dataclass(frozen=True, slots=True)
 class HierarchicalPlan:
-    """What one dispatch stores for its combine: the plans of both of its levels."""
+    """Record of one dispatch, which its combine reads: the plans of both levels."""
 
     across: AllToAllPlan
     inside: Any
@@ -48,7 +48,11 @@ class HierarchicalPlan:
 
 
 class HierarchicalDispatcher(Dispatcher):
-    """Sends each token once to every domain that owns one of its experts, then to ranks in it."""
+    """Sends each token once to every domain that owns one of its experts, then to ranks in it.
+
+    A domain is a set of ranks with fast links. `inside` dispatches in this rank's domain. `across`
+    has one rank of each domain: the ranks with this rank's index.
+    """
 
     waits_on_host = True
 
@@ -68,7 +72,7 @@ class HierarchicalDispatcher(Dispatcher):
 
     @property
     def attendance(self) -> Attendance | None:
-        """The check between ranks; None if the inner dispatcher has no check."""
+        """The check that ranks run the same layer; None if the inner dispatcher has no check."""
         inner: Attendance | None = getattr(self._inside, "attendance", None)
         return None if inner is None else self._across.attendance
 
@@ -104,7 +108,7 @@ class HierarchicalDispatcher(Dispatcher):
         return ExpertInput(*parts, receiver=inp.receiver)
 
     def prepare_send_order(self, ids_TK: Tensor, note: int) -> SendOrder:
-        """Return the rows to send across, for physical ids. `note` is sent with the counts."""
+        """Return the rows to send to domains, by physical ids. `note` joins the counts."""
         (T, K), H = ids_TK.shape, self._across.group.size()
         return build_send_order(is_owned(ids_TK, self.domain.num_in_domain, H), T * min(H, K), note)
 

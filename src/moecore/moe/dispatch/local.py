@@ -66,7 +66,7 @@ class ByChoice:
 
     @property
     def pairs(self) -> Pairs | None:
-        """See `Dispatcher`."""
+        """The `Pairs` of the inner dispatcher, see `Dispatcher`."""
         return self.inner.pairs
 
     @pairs.setter
@@ -74,7 +74,7 @@ class ByChoice:
         self.inner.pairs = pairs
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Dispatch each choice as a separate token."""
+        """Dispatch each of the T * K choices as a separate token with K = 1."""
         K = self.num_choices
         mask_T, physical_TK = routing.padding_mask_T, routing.physical_TK
         by_choice = replace(

@@ -79,6 +79,7 @@ def _find_local_problem(device_type: str) -> str | None:
 
 
 def _find_nvcc() -> str | None:
+    """Return the path of nvcc from NCCL_EP_JIT_NVCC, NVCC, CUDA_HOME or PATH. None = not found."""
     for name in ("NCCL_EP_JIT_NVCC", "NVCC"):
         if os.environ.get(name):
             return os.environ[name]
@@ -89,7 +90,8 @@ def _find_nvcc() -> str | None:
 class EPGroups:
     """The NCCL EP groups that the layers of a model share, and their communicator.
 
-    All ranks of the group allocate them at first use. `close` frees them.
+    All ranks of the group allocate them at first use. `close` frees them. `ranks_per_domain` ranks
+    are connected by NVLink.
     """
 
     def __init__(self, group: dist.ProcessGroup, ranks_per_domain: int) -> None:
@@ -98,7 +100,7 @@ class EPGroups:
         self._groups: dict[tuple[int, int, int], EPGroup] = {}
 
     def get_group(self, num_experts: int, row_bytes: int, max_tokens: int) -> EPGroup:
-        """Return the group for a number of experts, row size and tokens per rank. Collective."""
+        """Return the NCCL EP group for these sizes; `row_bytes` of one token. Collective."""
         # Powers of two, so that few groups are made where the number of tokens changes.
         num_tokens = min(MAX_TOKENS, max(MIN_TOKENS, 1 << (max_tokens - 1).bit_length()))
         key = (num_experts, row_bytes, num_tokens)
@@ -107,6 +109,7 @@ class EPGroups:
         return self._groups[key]
 
     def _make_group(self, num_experts: int, row_bytes: int, num_tokens: int) -> EPGroup:
+        """Create an NCCL EP group for at most `num_tokens` tokens per rank and call. Collective."""
         from nccl import ep
         from nccl.ep.interop.torch import get_nccl_comm_from_group
 
@@ -132,7 +135,7 @@ class EPGroups:
 
 
 class EPGroup:
-    """One NCCL EP group, and its idle handles, which store the routing of a call."""
+    """One NCCL EP group, and its idle handles. A handle stores the routing of one call."""
 
     def __init__(self, group: Any, num_local: int, num_tokens: int) -> None:
         self.num_tokens, self.num_local = num_tokens, num_local
@@ -140,13 +143,15 @@ class EPGroup:
         self._idle = defaultdict[int, list[Any]](list)  # by the choices of a token
 
     def exchange_routing(self, ids_TK: Tensor, max_tokens: int) -> ForwardHandles:
-        """Exchange the routing of at most `max_tokens` tokens per rank. One host sync."""
+        """Exchange routing, for `max_tokens` tokens per rank; return its handles. Host sync."""
         from nccl import ep
 
         chunks = [ids_TK[i : i + self.num_tokens] for i in range(0, max_tokens, self.num_tokens)]
         device, stream = ids_TK.device, _get_stream_handle(ids_TK)
         counts = torch.zeros(len(chunks), 1 + self.num_local, dtype=torch.int32, device=device)
-        flight = ForwardHandles(self, [chunk.shape[0] for chunk in chunks], ids_TK.shape[1])
+        forward_handles = ForwardHandles(
+            self, [chunk.shape[0] for chunk in chunks], ids_TK.shape[1]
+        )
         for chunk_CK, counts_N in zip(chunks, counts, strict=True):
             ids = ep.Tensor(chunk_CK.long().contiguous())
             info = ep.LayoutInfo(
@@ -154,23 +159,23 @@ class EPGroup:
                 expert_counters=ep.Tensor(counts_N[1:]),
                 recv_topk_idx_kind=ep.ExpertIdKind.LOCAL,
             )
-            if self._idle[flight.top_k]:
-                handle = self._idle[flight.top_k].pop()
+            if self._idle[forward_handles.top_k]:
+                handle = self._idle[forward_handles.top_k].pop()
                 handle.update(ids, layout_info=info, stream=stream)
             else:
                 handle = self._group.create_handle(
                     ep.Layout.FLAT, ids, layout_info=info, stream=stream
                 )
                 self._handles.append(handle)
-            flight.handles.append(handle)
+            forward_handles.handles.append(handle)
         for num_rows, *choices in counts.tolist():
-            flight.rows.append(num_rows)
-            flight.num_choices += sum(choices)
-        return flight
+            forward_handles.rows.append(num_rows)
+            forward_handles.num_choices += sum(choices)
+        return forward_handles
 
-    def return_handles(self, flight: ForwardHandles) -> None:
+    def return_handles(self, forward_handles: ForwardHandles) -> None:
         """Return the handles of a forward to the idle handles."""
-        self._idle[flight.top_k] += flight.handles
+        self._idle[forward_handles.top_k] += forward_handles.handles
 
     def close(self) -> None:
         """Free handles and buffers."""
@@ -274,9 +279,9 @@ class NCCLEPDispatcher(Dispatcher):
         p, (T, K) = self.placement, routing.destinations_TK.shape
         _check_inputs(x_TD, routing, p, self._groups.ranks_per_domain)
         if x_TD.is_meta:
-            flight = ForwardHandles(None, [T], K)
-            flight.rows.append(p.group.size() * p.compute_balanced_tokens(T, K))
-            flight.num_choices = p.compute_balanced_rows(T, K)
+            forward_handles = ForwardHandles(None, [T], K)
+            forward_handles.rows.append(p.group.size() * p.compute_balanced_tokens(T, K))
+            forward_handles.num_choices = p.compute_balanced_rows(T, K)
             wait_on_host()
         else:
             local_numbers = torch.tensor(
@@ -289,17 +294,17 @@ class NCCLEPDispatcher(Dispatcher):
             max_tokens = max(1, *numbers)
             num_experts, row_bytes = p.num_physical * p.ep, x_TD.shape[1] * x_TD.itemsize
             group = self._groups.get_group(num_experts, row_bytes, max_tokens)
-            flight = group.exchange_routing(routing.destinations_TK, max_tokens)
-        rows_SD, ids_SK, weights_SK = _EPDispatch.apply(x_TD, routing.weights_TK, flight)
+            forward_handles = group.exchange_routing(routing.destinations_TK, max_tokens)
+        rows_SD, ids_SK, weights_SK = _EPDispatch.apply(x_TD, routing.weights_TK, forward_handles)
         index = build_index(
             ids_SK.int(),
             weights_SK,
             first=0,
             num_local=p.num_physical,
             multiple=routing.rows_multiple,
-            length=flight.num_choices,
+            length=forward_handles.num_choices,
         )
-        return ExpertInput(Rows(rows_SD), index, flight)
+        return ExpertInput(Rows(rows_SD), index, forward_handles)
 
     @torch.compiler.disable
     def combine(self, y_SD: Tensor, plan: ForwardHandles) -> Tensor:
@@ -345,10 +350,15 @@ class _EPDispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, weights_TK: Tensor, flight: ForwardHandles
+        ctx: Any, x_TD: Tensor, weights_TK: Tensor, forward_handles: ForwardHandles
     ) -> tuple[Tensor, ...]:
-        rows_SD, ids_SK, weights_SK = flight.dispatch(x_TD.contiguous(), weights_TK.contiguous())
-        ctx.flight, ctx.like = flight, (rows_SD.shape, rows_SD.dtype, rows_SD.device)
+        rows_SD, ids_SK, weights_SK = forward_handles.dispatch(
+            x_TD.contiguous(), weights_TK.contiguous()
+        )
+        ctx.forward_handles, ctx.like = (
+            forward_handles,
+            (rows_SD.shape, rows_SD.dtype, rows_SD.device),
+        )
         ctx.mark_non_differentiable(ids_SK)
         ctx.set_materialize_grads(False)
         return rows_SD, ids_SK, weights_SK
@@ -361,6 +371,6 @@ class _EPDispatch(torch.autograd.Function):
             drows_SD = torch.zeros(shape, dtype=dtype, device=device)
         if dweights_SK is None:
             dweights_SK = torch.zeros(
-                shape[0], ctx.flight.top_k, device=device, dtype=torch.float32
+                shape[0], ctx.forward_handles.top_k, device=device, dtype=torch.float32
             )
-        return *ctx.flight.compute_token_grads(drows_SD, dweights_SK), None
+        return *ctx.forward_handles.compute_token_grads(drows_SD, dweights_SK), None

@@ -47,7 +47,7 @@ from moecore.moe.records import BalancedRows, Dispatcher, ExpertInput, Routing, 
 
 @dataclass(frozen=True, slots=True)
 class NVLinkPlan:
-    """What one dispatch stores for its combine: the tokens' ranks, and the rows to sum."""
+    """Record of one dispatch, which its combine reads: the tokens' ranks, and the rows to sum."""
 
     exchange: Exchange
     dtype: torch.dtype  # of the tokens, and so of all sums
@@ -75,7 +75,7 @@ class NVLinkDispatcher(Dispatcher):
         return self.exchanges.options.keep_rows
 
     @property
-    def counts_rows(self) -> bool:
+    def has_row_count_sync(self) -> bool:
         """Whether each dispatch has a host sync, to read its number of expert rows."""
         return self.exchanges.options.row_factor == "exact"
 
@@ -99,11 +99,11 @@ class NVLinkDispatcher(Dispatcher):
         num_tokens, max_tokens = x_TD.shape[0], exchange.layout.max_tokens
         if num_tokens > max_tokens:  # `TokenCapacity` reruns the step with larger buffers
             tokens = (tokens[0][:max_tokens], tokens[1][:max_tokens], tokens[2][:max_tokens])
-        sender = _Sender(exchange) if exchange.layout.sums_slot else None
+        sender = _GradSender(exchange) if exchange.layout.sums_slot else None
         is_as: Any = dict(is_limited=is_limited, multiple=routing.rows_multiple)
-        index_of = partial(_build_index, exchange=exchange, place=self.placement, **is_as)
-        arguments = (exchange, wire, self.placement, sender, index_of)
-        outputs = _Outputs(*_Dispatch.apply(*tokens, *arguments))
+        make_index = partial(_build_index, exchange=exchange, place=self.placement, **is_as)
+        arguments = (exchange, wire, self.placement, sender, make_index)
+        outputs = _DispatchOutputs(*_Dispatch.apply(*tokens, *arguments))
         places = (outputs.peers_T, outputs.places_S, outputs.slots_SK)
         plan = NVLinkPlan(exchange, x_TD.dtype, num_tokens, *places, wire.make_receiver())
         refetch = None
@@ -142,7 +142,7 @@ class NVLinkDispatcher(Dispatcher):
         """Return the used rows at even loads. `expert` is None if R is exact."""
         layout = exchange.layout
         source = self.placement.compute_balanced_tokens(layout.max_tokens, layout.top_k)
-        expert = None if self.counts_rows else exchange.balanced_rows
+        expert = None if self.has_row_count_sync else exchange.balanced_rows
         return BalancedRows(layout.num_ranks * source, expert)
 
     @torch.compiler.disable
@@ -173,7 +173,12 @@ def _build_index(
     is_limited: bool,
     multiple: int,
 ) -> ExpertIndex:
-    """Build the index of expert rows. R fits any routing, or is limited by `row_factor`."""
+    """Build the index of expert rows of the received `choices`, for experts of `place`.
+
+    R, its length, fits any routing, is the exact number of choices (`row_factor` "exact"), or with
+    `is_limited` is at most `row_factor` times even loads. Each expert's rows are padded to
+    `multiple`.
+    """
     owned = dict(first=place.first_physical, num_local=place.num_physical)
     num_rows = exchange.layout.source_rows * min(exchange.layout.top_k, place.num_physical)
     factor = exchange.options.row_factor
@@ -212,7 +217,7 @@ def _repeat_spread(
 
 @dataclass(frozen=True, slots=True)
 class _StoredRows:
-    """Gradients of expert rows whose sums are being copied, with their versions and the sums."""
+    """Gradients of expert rows, their tensor versions, and their sums, which are being copied."""
 
     drows_RD: Tensor
     dweights_R: Tensor | None
@@ -220,7 +225,7 @@ class _StoredRows:
     sums_SD: Tensor
 
 
-class _Sender:
+class _GradSender:
     """A `GradientSender`: sends a dispatch's gradients while experts compute weight gradients."""
 
     def __init__(self, exchange: Exchange) -> None:
@@ -235,7 +240,7 @@ class _Sender:
         slots_SK: Tensor,
         num_rows: Tensor,
     ) -> None:
-        """Sum the gradients of each source row's expert rows, and start copies to tokens' ranks."""
+        """Sum each source row's gradients over its expert rows; start to copy sums to tokens."""
         # If `Exchange.can_copy` is False, it does nothing, and the dispatch's backward sends all.
         self._stored_rows = None
         if self._exchange.can_copy():
@@ -245,12 +250,13 @@ class _Sender:
             )
             self._exchange.start_copies(sums_SD)
 
-    def finish(
+    def finish_sending(
         self, grads: tuple[Tensor | None, Tensor | None], row_map: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Return the gradients of tokens and weights, [T, D] and [T, K]. None without copies.
+        """Wait for the copies; return gradients of tokens [T, D] and weights [T, K], None without.
 
-        `grads` must be the gradients that `start_sending` got, otherwise raises RuntimeError.
+        `row_map` is (peers_T, places_S, slots_SK) of the dispatch. Raises RuntimeError if `grads`
+        are not the unchanged gradients that `start_sending` got.
         """
         stored_rows, self._stored_rows = self._stored_rows, None
         if stored_rows is None:
@@ -277,7 +283,7 @@ def _get_versions(*tensors: Tensor | None) -> tuple[int, ...]:
     return tuple(sum_versions(t) for t in tensors if t is not None)
 
 
-class _Outputs(NamedTuple):
+class _DispatchOutputs(NamedTuple):
     """The outputs of `_Dispatch`, or their gradients: see `UnsummedInput` and `NVLinkPlan`."""
 
     rows_SN: Any  # source rows as sent, maybe packed
@@ -302,13 +308,13 @@ class _Dispatch(torch.autograd.Function):
         exchange: Exchange,
         wire: Wire,
         place: ExpertPlacement,
-        sender: _Sender | None,
-        index_of: Callable[[SpreadChoices], ExpertIndex],
+        sender: _GradSender | None,
+        make_index: Callable[[SpreadChoices], ExpertIndex],
     ) -> tuple[Tensor, ...]:
         tensors = (wire.pack(x_TD), ids_TK, weights_TK)
         sizes: dict[str, Any] = dict(num_local=place.num_physical, etp=place.etp)
         choices = exchange.spread_choices(*tensors, **sizes)
-        index = index_of(choices)
+        index = make_index(choices)
         handle_RD = make_handle(x_TD, index.row_ids_R.shape[0])
         row_map = (choices.peers_T, choices.places_S)
         ctx.exchange, ctx.sender = exchange, sender
@@ -317,15 +323,15 @@ class _Dispatch(torch.autograd.Function):
         integers = (*row_map, index.row_ids_R, index.slots_SK, index.offsets_e)
         ctx.mark_non_differentiable(choices.rows_SD, *integers)
         ctx.set_materialize_grads(False)  # the integer outputs would get zeros of their size
-        return _Outputs(choices.rows_SD, handle_RD, *row_map, *index)
+        return _DispatchOutputs(choices.rows_SD, handle_RD, *row_map, *index)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         row_map = ctx.saved_tensors
         _, places_S, slots_SK = row_map
-        of = _Outputs(*grads)
+        of = _DispatchOutputs(*grads)
         drows_RD, dweights_R = of.handle_RD, of.weights_R
-        home = ctx.sender.finish((drows_RD, dweights_R), row_map) if ctx.sender else None
+        home = ctx.sender.finish_sending((drows_RD, dweights_R), row_map) if ctx.sender else None
         if home is not None:
             return *home, *(None,) * 6
         # Every rank takes part in the reduce, so missing gradients become zeros.
@@ -340,7 +346,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Sums rows over ranks to y_TD. Backward sends the gradient to the ranks of each token."""
+    """Sums y_RD per token over its ranks to y_TD. Backward sends dy_TD to each token's ranks."""
 
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, plan: NVLinkPlan, slots_SN: Tensor) -> Tensor:

@@ -66,9 +66,9 @@ def _allocate_peer_memory(
 
 
 def find_known_problem(num_ranks: int, device_type: str) -> str | None:
-    """Return why stores to peers are impossible, if known without communication, or None.
+    """Return why stores to peers' memory are impossible; None = no reason is known.
 
-    On meta, peers count as GPUs of one host.
+    No communication. On meta, peers count as GPUs of one host.
     """
     is_planned = meta_is_gpu()
     if device_type != "cuda" and not is_planned:
@@ -90,7 +90,7 @@ def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
 
 
 def find_peer_problem(group: dist.ProcessGroup) -> str | None:
-    """Return why GPUs of a group cannot read each other's memory, or None. Collective."""
+    """Return why GPUs of a group cannot read each other's memory. None = they can. Collective."""
     # As `find_problem`, without what is asked of kernels.
     problems = gather_objects(
         _find_peer_access_problem(group) or _find_memory_problem(group), group
@@ -104,7 +104,7 @@ def can_meta_peers_access(group: dist.ProcessGroup) -> bool:
 
 
 def _find_peer_access_problem(group: dist.ProcessGroup) -> str | None:
-    """Return why this rank's GPU cannot read the memory of its group, or None. Collective."""
+    """Return why this GPU cannot read the memory of its group. None = it can. Collective."""
     device = torch.cuda.current_device()
     local_devices = {
         str(_get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())
@@ -129,7 +129,7 @@ def _find_peer_access_problem(group: dist.ProcessGroup) -> str | None:
 
 
 def _find_memory_problem(group: dist.ProcessGroup) -> str | None:
-    """Allocate symmetric memory. Return the error text or None. Collective."""
+    """Try to allocate symmetric memory. Return why that fails, None = it works. Collective."""
     device = torch.device("cuda", torch.cuda.current_device())
     try:
         allocate_symmetric_memory(1024, group, device)

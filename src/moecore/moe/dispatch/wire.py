@@ -56,7 +56,10 @@ class Wire:
         return gather_fp8_rows(self.pack(x_TD), *row_map), handle_MD
 
     def unpack(self, rows_SN: Tensor, like: Tensor, handle_SD: Tensor | None = None) -> Rows:
-        """View received rows as `Rows`, of the width and dtype of `like`. FP8 rows stay packed."""
+        """View received rows as `Rows`, of the width and dtype of `like`. FP8 rows stay packed.
+
+        `handle_SD` stands for packed rows in autograd. None = no gradient.
+        """
         if not self.fp8:
             return Rows(rows_SN)
         return Rows.from_bytes(rows_SN, like.shape[1], like.dtype, handle_SD)
@@ -72,7 +75,7 @@ def make_handle(like: Tensor, num_rows: int) -> Tensor:
 
 
 def gather_fp8_rows(words_TW: Tensor, token_ids_M: Tensor, slots_TG: Tensor) -> Tensor:
-    """Return the packed rows of M tokens."""
+    """Copy the packed FP8 rows (bytes [T, W]) of M tokens to [M, W], without unpacking."""
     words_TN = words_TW.view(torch.float32)  # which the kernel moves bit by bit
     return gather_rows(words_TN, token_ids_M, slots_TG).view(PACKED_DTYPE)
 
@@ -86,7 +89,10 @@ class Receiver:
         self._entry: tuple[Tensor, Rows] | None = None
 
     def send_as_fp8(self, dy_TD: Tensor, send: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """Pack dy, send it by `send`, and return a handle. None = experts do not accept FP8."""
+        """Pack dy, exchange it by send(packed rows), and return a handle of the received rows.
+
+        `take_packed_grads` then returns the rows. None = experts accept no FP8, nothing is sent.
+        """
         if not (self.next or self).accepts_packed_grads:
             return None
         words_RW = send(pack_rows(dy_TD.contiguous()))

@@ -349,7 +349,7 @@ def _check_dispatchers(state: MoEState) -> None:
                 f"dispatcher of {name} ({type(layer.dispatcher).__name__}) must be 'nvlink' or pad "
                 "to a capacity for a CUDA graph, because it waits for sizes on the host"
             )
-        if isinstance(layer.dispatcher, NVLinkDispatcher) and layer.dispatcher.counts_rows:
+        if isinstance(layer.dispatcher, NVLinkDispatcher) and layer.dispatcher.has_row_count_sync:
             raise ValueError(
                 "NVLinkOptions.row_factor ('exact') must be a number for a CUDA graph, because the "
                 "host waits for sizes: set one"
