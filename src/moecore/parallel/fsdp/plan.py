@@ -95,7 +95,7 @@ class FlatSlot:
     rows: int  # size of that dim in each padded shard: ceil(rows / ranks), as in FSDP2
     shard_offset: int  # offset of the padded shard in the flat shard
     shard_numel: int  # elements of the padded shard
-    whole_offset: int  # offset of the concatenated padded shards in the unsharded buffer
+    unsharded_offset: int  # offset of the concatenated padded shards in the unsharded buffer
     numel: int  # elements without padding
 
 
@@ -123,7 +123,7 @@ class FlatLayout:
     ranks: int  # number of ranks over which the unit is sharded
     slots: tuple[FlatSlot, ...]  # one slot per parameter, in the unit's order
     shard_numel: int  # elements of a rank's flat shard
-    whole_numel: int  # elements of the unsharded buffer: ranks * shard_numel
+    unsharded_numel: int  # elements of the unsharded buffer: ranks * shard_numel
 
     @property
     def has_buffer(self) -> bool:
@@ -139,7 +139,7 @@ class FlatLayout:
     def buffer_numel(self) -> int:
         """Elements of the buffer, with copies of parameters that are sharded along a dim > 0."""
         beside = sum(slot.numel for slot in self.slots if slot.dim > 0 and self.ranks > 1)
-        return self.whole_numel + beside
+        return self.unsharded_numel + beside
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -348,7 +348,7 @@ def make_flat_layout(
                 rows=shape[dim],
                 shard_offset=offset,
                 shard_numel=numel,
-                whole_offset=offset * ranks,
+                unsharded_offset=offset * ranks,
                 numel=unsharded_numel,
             )
         )
@@ -361,5 +361,5 @@ def make_flat_layout(
         ranks=ranks,
         slots=tuple(slots),
         shard_numel=offset,
-        whole_numel=offset * ranks,
+        unsharded_numel=offset * ranks,
     )

@@ -24,7 +24,7 @@ class ExchangeLayer(Protocol):
     dispatcher: Any
 
     def run_empty(self, x_0D: Tensor) -> Tensor:
-        """Run the layer with zero tokens to join its communication; return the output [0, D]."""
+        """Run the layer on `x_0D` without tokens, to join its communication; return [0, D]."""
 
     def modules(self) -> Iterator[nn.Module]:
         """Yield the layer and its submodules."""
@@ -70,7 +70,11 @@ class Output(NamedTuple):
 
 
 class ForwardVisit:
-    """The record of one forward of a module with hooks, also if this rank skipped the module."""
+    """The record of one forward of a module with hooks, also if this rank skipped the module.
+
+    `outer` is the record of the enclosing module's forward; None = the outermost module. `forward`
+    is the number of the model's forward.
+    """
 
     __slots__ = (
         "children",
