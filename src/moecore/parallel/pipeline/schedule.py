@@ -209,7 +209,7 @@ class PipelineConfig(CheckedRecord):
     def stages(
         self, pp: int, num_layers: int, num_mtp_layers: int = 0, bound: frozenset[int] = frozenset()
     ) -> PipelineLayout:
-        """Return the layout of a model over pp ranks.
+        """Return the pipeline layout of a model with these numbers of layers over pp ranks.
 
         `bound` has the layers with which no stage can begin (`StageParts.bound`).
 

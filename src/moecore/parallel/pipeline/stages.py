@@ -31,7 +31,7 @@ from moecore.parallel.pipeline.layout import Stage
 class AbsentModule(nn.Module):
     """A placeholder for a module of another rank's stage, without parameters.
 
-    It returns its input.
+    It returns its input. `module` is the replaced module, `results` the number of its outputs.
     """
 
     def __init__(self, module: nn.Module, *, results: int = 1) -> None:
@@ -82,10 +82,10 @@ class StagedModel(Protocol):
         """Raise a ValueError if stages cannot run with a micro-batch's arguments."""
 
     def get_submodule(self, target: str) -> nn.Module:
-        """Return a module of the model by its name."""
+        """Return the module of the model with the qualified name `target`."""
 
     def set_submodule(self, target: str, module: nn.Module) -> None:
-        """Replace a module of the model."""
+        """Replace the module of the model with the qualified name `target`."""
 
     def __call__(self, *, hidden: Tensor | None, stage: Stage, **inputs: Any) -> Tensor:
         """Run the forward of one stage; return hidden states, or the loss (logits without labels).
@@ -146,7 +146,7 @@ def count_parts(model: StagedModel) -> tuple[int, int]:
 
 
 def get_loss(output: Any) -> Tensor:
-    """Return the loss of a forward: its output if that is a tensor, otherwise `output.loss`."""
+    """Return a forward's output if it is a tensor, otherwise `output.loss`; ValueError if None."""
     loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
     if loss is None:
         raise ValueError(
@@ -184,7 +184,7 @@ def require_arguments(inputs: Mapping[str, Any], *names: str) -> None:
 
 
 def check_hidden(hidden: Tensor | None, stage: Stage, shape: tuple[int, ...]) -> None:
-    """Raise a ValueError if hidden states do not have the shape of a stage's input."""
+    """Raise a ValueError unless a stage's input has `shape`, or is None for the first stage."""
     if (hidden is None) != stage.embedding:
         shape_text = None if hidden is None else tuple(hidden.shape)
         raise ValueError(

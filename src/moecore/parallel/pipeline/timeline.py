@@ -223,7 +223,7 @@ class Costs(CheckedRecord):
     ) -> Costs:
         """Return costs without communication, from each stage's forward time.
 
-        `inputs` and `weights` are backward times as multiples of the forward time.
+        Input and weight gradients take `inputs` and `weights` times the forward time.
         """
         return cls(
             forward=tuple(forward),
@@ -299,7 +299,7 @@ def compute_spans(
 
 
 def _compute_duration(item: Item, costs: Costs) -> tuple[float, float]:
-    """Return an item's compute time, and its duration with exposed communication."""
+    """Return an item's compute time, and its duration, which includes exposed communication."""
     parts = [costs.of(action) for action in list_actions(item)]
     computes, exchanges = zip(*parts, strict=True)
     unpaired = [compute + exchange for compute, exchange in parts]

@@ -166,7 +166,7 @@ class StageTransport:
         self._sends = [message for message in self._sends if not is_due(message)]
 
     def _post_receive(self, message: _Message, source: int) -> None:
-        """Post the receive of a message from rank `source`; it fills a new tensor."""
+        """Post the receive of a message from pipeline rank `source` into a new tensor."""
         stage = message.stage + 1 if message.is_forward else message.stage
         shape = self._shape_of(stage, message.micro_batch)
         tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
@@ -177,7 +177,7 @@ class StageTransport:
         self._inbox[message] = _ReceivedMessage(tensor, work)
 
     def _find_target(self, message: _Message) -> int | None:
-        """Return the rank that receives a message; None = no rank receives it."""
+        """Return the pipeline rank that receives a message; None = no later (or earlier) stage."""
         stage = message.stage + (1 if message.is_forward else -1)
         return self._schedule.rank_of[stage] if 0 <= stage < self._schedule.num_stages else None
 
@@ -226,7 +226,7 @@ def _index_messages(schedule: Schedule, rank: int) -> _Items:
 
 
 def _get_sent_message(action: Action) -> _Message:
-    """Return the message that has the result of an action."""
+    """Return the message with the result of a forward or of a backward (not of a W)."""
     return _Message(action.kind == "F", action.stage, action.micro_batch)
 
 
