@@ -237,7 +237,7 @@ def _format_ranks(ranks: Sequence[int]) -> str:
 
 
 def _list_present_values(facts: Sequence[RankFacts], field: str) -> list[Any]:
-    """Return the values of one attribute of `RankFacts` on all ranks, without None."""
+    """Return the values of attribute `field` of all ranks' facts, without None."""
     return [value for row in facts if (value := getattr(row, field)) is not None]
 
 
@@ -247,7 +247,7 @@ def _format_error(error: Exception) -> str:
 
 
 def _shorten(text: str) -> str:
-    """Return a text as one printable line of at most 80 characters."""
+    """Return a text of at most 40 printable characters unchanged, otherwise quote and cut it."""
     return text if len(text) <= 40 and text.isprintable() else quote(text)
 
 
@@ -283,7 +283,7 @@ def run_doctor(args: Any) -> int:
 
 
 def _print_report(facts: Sequence[RankFacts], lines: Sequence[str]) -> None:
-    """Print the problems to stderr, and a summary of hosts and versions to stdout."""
+    """Print the problem lines to stderr, and a summary of hosts and versions to stdout."""
     for line in lines:
         print(escape_unprintable(line), file=sys.stderr)
     names = ", ".join(dict.fromkeys(rank_facts.name for rank_facts in facts))
