@@ -29,7 +29,7 @@ LayoutIndex = tuple[str, int]  # name of a unit, and index in `UnitPlan.layouts`
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferPlan:
-    """The plan of a flat buffer that several units (FSDP2's parameter groups) share in turn."""
+    """The plan of a flat buffer that units (FSDP2's parameter groups) use one at a time."""
 
     holds: Literal["weights", "sums"]  # unsharded parameters, or sums of gradients
     dtype: str
@@ -45,7 +45,7 @@ class BufferPlan:
 def plan_buffers(plan: ShardPlan) -> Iterator[BufferPlan]:
     """Yield a `BufferPlan` for each buffer that a rank allocates, equal on all ranks.
 
-    First come shared buffers of parameters and of gradient sums, then the buffers of other units.
+    Shared buffers of parameters and of gradient sums precede the buffers of all other units.
     """
     freed = [
         unit for unit in plan.units if unit.role in ("block", "experts") and not unit.is_resident
@@ -78,7 +78,7 @@ def _group_by_dtype(units: Sequence[UnitPlan]) -> dict[str, list[tuple[UnitPlan,
 def _count_live_layouts(unit: UnitPlan, among: Sequence[tuple[UnitPlan, int]]) -> int:
     """Return how many layouts in `among` belong to a unit or to the units that it prefetches.
 
-    This is the larger number of forward and backward. `among` has (unit, index in its layouts).
+    Of forward and backward, the larger number counts. `among` has (unit, index in its layouts).
     """
     live_names = [
         {unit.name, *prefetch} for prefetch in (unit.forward_prefetch, unit.backward_prefetch)

@@ -137,7 +137,7 @@ class UnitEngine:
         self._in_step, self._pending_forwards, self._in_parts = True, pending_forwards, in_parts
 
     def end_micro_batches(self) -> None:
-        """End a step's micro-batches: run deferred products, reduce and reshard all units."""
+        """End a step's micro-batches: run deferred products, reduce and reshard units. Collective."""
         self._pending_forwards, self._in_parts = 0, False
         for deferred in self._deferred.copy():
             self._compute_deferred(deferred)
@@ -321,7 +321,7 @@ class UnitEngine:
             )
 
     def _check_open(self, caller: str) -> None:
-        """Raise a ValueError, which names `caller`, outside of a micro-batch of a TrainStep."""
+        """Raise a ValueError if the TrainStep has no open micro-batch; it names `caller`."""
         progress = self.progress()
         if progress is not None and not progress.is_open:
             raise ValueError(

@@ -48,7 +48,7 @@ from moecore.parallel.fsdp.params import UnitParam, copy_all
 
 
 class Format(Protocol):
-    """Converts shards to the all-gathered format, and the gathered buffer to parameters."""
+    """The format in which a unit all-gathers its shards, such as bf16 or FP8 with scales."""
 
     dtype: torch.dtype  # dtype of the unit's buffer
 
@@ -144,7 +144,7 @@ class QuantisedFormat(ABC):
         return parts
 
     def _count_matrices(self, shape: torch.Size) -> int:
-        """Return the number of matrices in a parameter that have a scale for the full matrix."""
+        """Return the number of scales per full matrix of a parameter with this unsharded shape."""
         return count_matrices(shape)
 
     @abstractmethod
@@ -175,7 +175,7 @@ class BlockFormat(QuantisedFormat):
 
     @override
     def _count_matrices(self, shape: torch.Size) -> int:
-        """Return 0, because only blocks have scales."""
+        """Return 0: each block has a scale, and no full matrix."""
         return 0
 
     @override
@@ -212,7 +212,7 @@ class MatrixFormat(QuantisedFormat):
 
     @override
     def _get_blocks_shape(self, place: MatrixShard) -> tuple[int, int]:
-        """Return (0, 0), because blocks have no scales."""
+        """Return (0, 0): each full matrix has a scale, and no block."""
         return (0, 0)
 
     @override

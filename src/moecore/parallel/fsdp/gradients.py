@@ -90,7 +90,7 @@ class Gradients:
     def make_sink(self, index: int, shape: torch.Size) -> GradSink | None:
         """Return the object that receives the gradient of parameter `index` from kernels.
 
-        None = the parameter needs no gradient. `shape` is the shape that kernels use.
+        None = the parameter needs no gradient. Kernels write gradients of `shape`.
         """
         unsharded = self._params[index].unsharded
         if unsharded is None or not (unsharded.requires_grad and torch.is_grad_enabled()):
@@ -100,7 +100,7 @@ class Gradients:
     def accumulate(
         self, index: int, shape: torch.Size, compute: ComputeGrad, *operands: Any
     ) -> Tensor | None:
-        """Call `compute(*operands, target)` to add a gradient to the sums, or defer the call.
+        """Add gradient `index`, `compute(*operands, target)`, to the sums, or defer the call.
 
         Returns the gradient for autograd if the sums cannot be written, otherwise None.
         """
@@ -143,7 +143,7 @@ class Gradients:
                 param.add_grad(grad)
 
     def _choose_target(self, index: int, shape: torch.Size) -> GradTarget | None:
-        """Return where a kernel writes or adds a gradient; None = autograd receives it."""
+        """Return where a kernel writes or adds gradient `index`; None = autograd receives it."""
         if self._is_direct:
             return self._make_shard_target(self._params[index], shape)
         sums = self._acquire_sums()

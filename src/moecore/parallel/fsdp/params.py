@@ -101,7 +101,7 @@ class UnitParam:
         return self.shard.dtype
 
     def refresh(self) -> bool:
-        """Adopt the sharded parameter that the module has now; return whether its memory is new.
+        """Read the sharded parameter that the module has now; return whether its memory is new.
 
         Raises a ValueError if the parameter is not a DTensor of the same global shape.
         """

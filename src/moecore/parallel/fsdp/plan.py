@@ -47,7 +47,7 @@ class AxisPlacement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamPlan:
-    """One parameter and its shards."""
+    """The plan of one parameter: its placements over mesh axes, which define its shards."""
 
     name: str
     kind: str  # "attention", "norms", "experts" and so on, as `explain` lists it
@@ -127,7 +127,7 @@ class FlatLayout:
 
     @property
     def has_buffer(self) -> bool:
-        """Whether unsharded parameters need a buffer, because the shards are not used directly."""
+        """Whether unsharded parameters need a buffer: they are sharded, or cast for compute."""
         return bool(self.slots) and (self.ranks > 1 or self.gathers != self.dtype)
 
     @property
@@ -144,7 +144,7 @@ class FlatLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitPlan:
-    """Parameters that are all-gathered and reduced together."""
+    """The plan of a unit: parameters that are all-gathered and reduced together."""
 
     name: str  # name of the unit's first module; "" = the root
     role: UnitRole
@@ -180,7 +180,7 @@ class UnitPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerPlan:
-    """One MoE layer."""
+    """The sizes and the precision of one MoE layer."""
 
     name: str
     experts: str  # name of its experts, and of their unit
@@ -276,7 +276,7 @@ def _get_first_match(matches: Iterator[T], param: str) -> T:
 def _compute_local_shape(
     shape: Sequence[int], placements: Sequence[AxisPlacement], coordinate: Coordinate
 ) -> tuple[int, ...]:
-    """Return the shape of a shard after all placements, for a rank's coordinate."""
+    """Return a shard's shape after all placements; `coordinate` = a rank's index by mesh axis."""
     local_shape = list(shape)
     for axis in reversed(placements):
         if axis.dim is not None:

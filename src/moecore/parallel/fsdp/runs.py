@@ -114,7 +114,7 @@ class ForwardVisit:
         self.outputs: list[Output] = []
 
     def expect_in(self, unit: Unit) -> None:
-        """Record in a unit that this forward, which has no `ForwardRun`, awaits its backward."""
+        """Add this forward, which has no `ForwardRun`, to `pending_backwards` of a unit."""
         unit.pending_backwards.add(self)
 
     @property
@@ -191,7 +191,7 @@ class ForwardRun:
             )
 
     def expect_in(self, unit: Unit) -> None:
-        """Record in a unit that this forward awaits its backward (`pending_backwards`)."""
+        """Add this forward to `pending_backwards` of a unit, until its backward has ended."""
         unit.pending_backwards.add(self)
         self._pending_in.append(unit)
 

@@ -172,7 +172,7 @@ class Unit:
         return self._shard_versions
 
     def refresh(self) -> None:
-        """Adopt the modules' current sharded parameters if SHARDED, and copy `requires_grad`."""
+        """If SHARDED, read the modules' current sharded parameters; call `sync_requires_grad`."""
         if self.state is State.SHARDED:
             changed = [param.refresh() for param in self.params]
             if any(changed) and self.buffer is None:
@@ -233,7 +233,7 @@ class Unit:
             self.state = State.UNSHARDED
 
     def register_params(self, *, unsharded: bool) -> None:
-        """Register the unsharded (or the sharded) parameters on the modules, if UNSHARDED."""
+        """Register unsharded (False: sharded) parameters on the modules; no-op if not UNSHARDED."""
         if self.state is State.UNSHARDED:
             register_params(self.params, unsharded=unsharded)
 
