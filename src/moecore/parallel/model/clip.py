@@ -209,7 +209,7 @@ def _check_optimizers(
 
 
 def _list_trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return names and parameters that may have a gradient, equal on all ranks of a stage."""
+    """Return (name, parameter) of all that may have a gradient, equal on a stage's ranks."""
     # A parameter without a gradient counts as 0. A parameter that was frozen after backward still
     # has a gradient, and optimizers update it.
     return [(n, p) for n, p in model.named_parameters() if p.requires_grad or p.grad is not None]

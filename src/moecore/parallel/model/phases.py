@@ -168,7 +168,7 @@ def apply_layers(model: nn.Module, state: ParallelState) -> None:
 def _scale_nvlink_options(
     options: NVLinkOptions | None, domains: DomainGroups | None
 ) -> NVLinkOptions | None:
-    """Multiply `max_tokens` by the number of domains; None = not hierarchical, no change."""
+    """Return the options with `max_tokens` times the number of domains; None = no change."""
     if domains is None:
         return options
     options, num_domains = options or NVLinkOptions(), domains.across.size()

@@ -250,7 +250,7 @@ class _PlanBuilder:
     def _plan_unit(
         self, first: nn.Module, forward: Iterable[nn.Module], backward: Iterable[nn.Module]
     ) -> UnitPlan:
-        """Return the plan of the unit that begins with `first` and prefetches the other units."""
+        """Return the plan of `first`'s unit; it prefetches the units `forward` and `backward`."""
         options = self.options
         role, modules, owned = self.owned[first]
         mesh: View = "expert" if role == "experts" else "dense"
@@ -389,7 +389,7 @@ def _find_fp8_parameters(
     linears: Mapping[str, Recipe],
     request: Request,
 ) -> Iterator[tuple[nn.Parameter, Recipe]]:
-    """Yield (parameter, recipe) for the weights that all their products can read in FP8."""
+    """Yield (parameter, recipe) for weights that only FP8 products with this recipe read."""
     p = request.meshes.parallel
     for name, layer in layers.items():
         recipe = _select_gatherable(request.find_recipe(name, layer, "experts"))

@@ -89,7 +89,7 @@ class Request:
         return self.context is not None and self.context.dynamic
 
     def context_options(self, model: Any) -> dict[int, ContextOptions]:
-        """Return {cp: context options} with a chosen method for each cp > 1 that can occur."""
+        """Return {cp: options with a chosen `way`} for each cp > 1 that a forward can have."""
         p, options, sizes = self.meshes.parallel, self.context or ContextOptions(), []
         if self.is_dynamic:
             ranks = self.meshes.data_ranks
