@@ -203,7 +203,7 @@ class PipelineConfig(CheckedRecord):
 
     @property
     def defers(self) -> bool:
-        """Whether weight gradients are computed separately from input gradients."""
+        """Whether the schedule computes weight gradients (W) after input gradients (D)."""
         return self.schedule in DEFERRING
 
     def stages(

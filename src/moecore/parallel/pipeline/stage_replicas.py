@@ -47,7 +47,8 @@ class AllStages:
     def scatter_values(self, names: list[str], values: Tensor) -> Tensor:
         """Scatter this stage's values into a vector with an element per parameter of all stages.
 
-        Parameters of other stages have the value 0.
+        `values[i]` belongs to `names[i]`. Parameters of other stages have the value 0. The order is
+        that of `num_holders`.
         """
         order = {name: i for i, name in enumerate(self.num_holders)}
         index = torch.tensor(
@@ -58,7 +59,7 @@ class AllStages:
 
 
 def make_all_stages(model: nn.Module, meshes: Meshes) -> AllStages:
-    """Gather the parameter names of all stages, and check that shared parameters are equal.
+    """Gather the parameter names of all stages; ValueError if shared parameters differ.
 
     Collective over the world, host sync.
     """

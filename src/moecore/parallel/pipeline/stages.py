@@ -162,7 +162,10 @@ def runs_norm(stage: Stage, num_mtp: int) -> bool:
 
 
 def check_stage(model: StagedModel, parts: StageParts, stage: Stage, num_mtp: int) -> None:
-    """Raise a ValueError if this rank lacks a module of a stage. No check in torch.compile."""
+    """Raise a ValueError if this rank lacks a module of a stage. No check in torch.compile.
+
+    `num_mtp` is the number of multi-token prediction modules of the model.
+    """
     if torch.compiler.is_compiling():
         return
     for name, module in _list_needed_modules(model, parts, stage, num_mtp):
@@ -205,7 +208,7 @@ def check_hidden(hidden: Tensor | None, stage: Stage, shape: tuple[int, ...]) ->
 def _list_needed_modules(
     model: StagedModel, parts: StageParts, stage: Stage, num_mtp: int
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield name and module of each module that a stage runs or reads."""
+    """Yield (name, module) of what a stage runs or reads; `num_mtp` = MTP modules of the model."""
     if stage.embedding or stage.mtp or (stage.loss and parts.tied):
         yield parts.embedding, model.get_submodule(parts.embedding)
     for name, indices in ((parts.layers, stage.layers), (parts.mtp, stage.mtp)):

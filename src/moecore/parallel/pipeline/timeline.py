@@ -106,7 +106,7 @@ ACTION = re.compile(r"([FBDW]) stage (\d+) micro-batch (\d+)")
 
 
 def _read_items(path: str | os.PathLike[str]) -> Iterator[tuple[Item, float, float]]:
-    """Yield item, start and end, in microseconds, from the events of a Chrome trace."""
+    """Yield (item, start, end), in microseconds, of the pipeline items in a Chrome trace."""
     trace = json.loads(Path(path).read_bytes())
     traced_events = [(e, list(ACTION.finditer(str(e.get("name"))))) for e in trace["traceEvents"]]
     events = [(e, matches) for e, matches in traced_events if matches]
@@ -232,7 +232,7 @@ class Costs(CheckedRecord):
         )
 
     def of(self, action: Action) -> tuple[float, float]:
-        """Return (compute time, exposed communication time) of one forward or backward."""
+        """Return (compute time, exposed communication time) of one F, B, D or W."""
         stage, compute = action.stage, 0.0
         if action.kind == "F":
             exchange = self.forward_exchange[stage] if self.forward_exchange else 0.0

@@ -201,7 +201,7 @@ def connect(groups: Groups, rank_of: Sequence[int], rank: int, device: torch.dev
 
 
 def _choose_group(groups: Groups, source: int, target: int) -> dist.ProcessGroup:
-    """Return the communicator for messages from `source` to `target`, by their direction."""
+    """Return the communicator for messages from pipeline rank `source` to `target`."""
     up, down = groups
     return up if source < target else down
 
