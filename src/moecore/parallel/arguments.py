@@ -45,7 +45,7 @@ from moecore.parallel.mesh import make_host_group
 
 @dataclass(kw_only=True, slots=True)
 class _ContentsCheck:
-    """A comparison of one forward's device tensors between ranks, whose result may be pending."""
+    """The comparison of one forward's device tensors between ranks; its result may be pending."""
 
     names: tuple[str, ...]
     bounds: Tensor  # int64 [2, names]: maxima over ranks of the checksum and of its complement
@@ -228,7 +228,7 @@ class SharedArguments:
         return self._contents.end_step()
 
     def drop_step(self) -> None:
-        """Discard this step's comparisons because the optimizer step is not performed."""
+        """Exclude this step's comparisons from `end_step`, because the optimizer does not step."""
         self._contents.drop_step()
 
     def raise_pending_errors(self) -> None:
@@ -237,13 +237,13 @@ class SharedArguments:
         if problem is not None:
             raise ValueError(problem + ADVICE)
 
-    def _compare_entries(self, entries: Mapping[str, Any], place: int) -> str | None:
+    def _compare_entries(self, entries: Mapping[str, Any], cp: int) -> str | None:
         """Compare `repr(entries)`, and results of earlier forwards, between ranks. Collective.
 
-        `place` is the cp degree that selects the groups. Returns the start of an error text, or
+        `cp` is the key of the groups (`SharedArguments`). Returns the start of an error text, or
         None if all ranks agree.
         """
-        groups = self._host_groups[place]
+        groups = self._host_groups[cp]
         if not groups:
             return None
         digest = hashlib.sha256(repr(entries).encode()).digest()[:7]
@@ -292,7 +292,10 @@ def _describe_value(value: Any, name: str, on_device: dict[str, Tensor]) -> Any:
 
 
 def _describe_tensor(x: Tensor, name: str, on_device: dict[str, Tensor]) -> str:
-    """Return dtype, shape and a CPU tensor's digest as text; add a device tensor to `on_device`."""
+    """Return dtype, shape and device of `x` as text, and a CPU tensor's value or digest.
+
+    A strided tensor on another device is added to `on_device` with the key `name`.
+    """
     facts = f"{x.dtype} {tuple(x.shape)} on {x.device.type}"
     if type(x) not in (Tensor, nn.Parameter) or x.layout != torch.strided or x.is_meta:
         return facts  # its bytes are not contents, or it has none
