@@ -137,7 +137,7 @@ class UnitEngine:
         self._in_step, self._pending_forwards, self._in_parts = True, pending_forwards, in_parts
 
     def end_micro_batches(self) -> None:
-        """End a step's micro-batches: run deferred products, reduce and reshard units. Collective."""
+        """End a step's micro-batches: run deferred products, reduce, reshard units. Collective."""
         self._pending_forwards, self._in_parts = 0, False
         for deferred in self._deferred.copy():
             self._compute_deferred(deferred)

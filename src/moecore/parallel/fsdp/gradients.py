@@ -310,7 +310,7 @@ class Gradients:
                 dist.all_reduce(flat, group=group)
             if not missing:
                 self._remote_grads = {}
-            if (missing or self._host_reads) and _has_values(all_flags):
+            if (missing or self._host_reads) and _can_host_read(all_flags):
                 num_users, divided, trained = all_flags.view(3, -1).tolist()
                 self._remote_grads = {i: divided[i] > 0 for i in missing if num_users[i]}
                 self._check_trained(trained)
@@ -425,7 +425,7 @@ class _Sink:
         )
 
 
-def _has_values(x: Tensor) -> bool:
+def _can_host_read(x: Tensor) -> bool:
     """Whether the host can read a tensor, which is not possible on meta or in graph capture."""
     return not (x.is_meta or (x.is_cuda and torch.cuda.is_current_stream_capturing()))
 
