@@ -120,7 +120,8 @@ def run_pipeline(
 def forward_pipeline(pipeline: Pipeline, micro_batches: Sequence[Inputs]) -> Tensor:
     """Run the forwards of all micro-batches without gradients; return their losses, fp32 [n].
 
-    Collective over the pipeline ranks.
+    `micro_batches` are keyword arguments of the model, equal on all stages. Collective over the
+    pipeline ranks.
     """
     for inputs in micro_batches:
         pipeline.model.check_inputs(inputs)

@@ -80,7 +80,16 @@ def _explain_errors(operation: str, rank: int) -> Iterator[None]:
 
 
 class StageTransport:
-    """Sends and receives one pipeline rank's messages during one run of a schedule."""
+    """Sends and receives one pipeline rank's messages during one run of a schedule.
+
+    Args:
+        schedule: the order of messages of all ranks.
+        rank: this rank's index among the pipeline ranks.
+        groups: communicators for messages to higher and to lower ranks.
+        shape_of: function (stage, micro-batch) -> shape of the stage's input.
+        dtype: dtype of all messages.
+        device: device of received tensors.
+    """
 
     def __init__(
         self,
@@ -206,15 +215,15 @@ def _choose_group(groups: Groups, source: int, target: int) -> dist.ProcessGroup
     return up if source < target else down
 
 
-class _Items(NamedTuple):
-    """For each message, the index of the item of a rank's order that sends or reads it."""
+class _MessageIndices(NamedTuple):
+    """The indices, in a rank's order, of the items that send (or read) each message."""
 
     sent_at: Mapping[_Message, int]
     read_at: Mapping[_Message, int]
 
 
-def _index_messages(schedule: Schedule, rank: int) -> _Items:
-    """Map each message to the index in the rank's order of the item that sends or reads it."""
+def _index_messages(schedule: Schedule, rank: int) -> _MessageIndices:
+    """Map messages to the indices, in the order of `rank`, of the items that send or read them."""
     sent_at, read_at = dict[_Message, int](), dict[_Message, int]()
     for i, item in enumerate(schedule.orders[rank]):
         for action in list_actions(item):
@@ -222,7 +231,7 @@ def _index_messages(schedule: Schedule, rank: int) -> _Items:
                 sent_at[_get_sent_message(action)] = i
             if (message := _get_needed_message(action, schedule.num_stages)) is not None:
                 read_at[message] = i
-    return _Items(sent_at, read_at)
+    return _MessageIndices(sent_at, read_at)
 
 
 def _get_sent_message(action: Action) -> _Message:
