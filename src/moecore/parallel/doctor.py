@@ -455,7 +455,7 @@ def _measure_rates(hosts: Sequence[str], device_type: str) -> dict[str, float]:
     """
     rank, rates = dist.get_rank(), dict[str, float]()
     by_host = [[r for r, h in enumerate(hosts) if h == host] for host in dict.fromkeys(hosts)]
-    rings = {"inside a host": by_host, "between hosts": _transpose(by_host)}
+    rings = {"inside a host": by_host, "between hosts": _group_by_local_index(by_host)}
     data = torch.empty(2, MESSAGE, dtype=torch.uint8, device=device_type)
     for link, all_rings in rings.items():
         (ring,) = [ring for ring in all_rings if rank in ring] or [[rank]]
@@ -477,7 +477,7 @@ def _measure_rates(hosts: Sequence[str], device_type: str) -> dict[str, float]:
     return rates
 
 
-def _transpose(by_host: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return for each local index i the list of every host's i-th rank."""
+def _group_by_local_index(by_host: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return, for each local index i, the i-th rank of each host that has such a rank."""
     num_rows = max(map(len, by_host))
     return [[ranks[i] for ranks in by_host if i < len(ranks)] for i in range(num_rows)]
