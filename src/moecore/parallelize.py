@@ -119,7 +119,7 @@ def parallelize_moe(
 
 
 def _attach_state(model: nn.Module, root: nn.Module, state: ParallelState) -> None:
-    """Store the `ParallelState` on the root module and restore `nn.Module` methods of `model`."""
+    """Store the `ParallelState` on `root`; make copies and state dicts of `model` work."""
     setattr(root, PARALLEL_STATE, state)
     memory = state.request.memory
     drops_cache = bool(state.request.dense.compile or memory.parts or memory.offload)
@@ -197,7 +197,10 @@ def _make_request(arguments: Mapping[str, Any]) -> Request:
 
 
 def _set_dtypes(model: nn.Module, layers: Layers, request: Request) -> frozenset[str]:
-    """Set parameter dtypes and check the MoE layers; return names of tensors that stay in fp32."""
+    """Set parameter dtypes, and call `check_layers`, which raises errors.
+
+    Returns the names of tensors that stay in fp32.
+    """
     fp32 = request.family.set_dtypes(model, request.fsdp.param_dtype)
     check_layers(model, layers, request)
     return fp32
@@ -206,7 +209,10 @@ def _set_dtypes(model: nn.Module, layers: Layers, request: Request) -> frozenset
 def _make_state(
     model: nn.Module, layers: Layers, fp32: frozenset[str], request: Request
 ) -> ParallelState:
-    """Remove other ranks' pipeline stages, plan the sharding and return the `ParallelState`."""
+    """Remove other ranks' pipeline stages, plan the sharding and return the `ParallelState`.
+
+    `fp32` has the names of tensors that stay in fp32.
+    """
     dtype = next(model.parameters()).dtype
     layout, stages = select_local_stages(model, request)
     local_modules = set(model.modules())
@@ -250,7 +256,7 @@ def _shard_over_data_ranks(model: nn.Module, state: ParallelState) -> None:
 
 
 def _fuse_loss(model: nn.Module, state: ParallelState) -> None:
-    """Let the model compute head and loss in chunks of tokens, if `fused_loss` is set."""
+    """Let the model compute head and loss in chunks of tokens, if `MemoryOptions.fused_loss`."""
     precision = state.request.precision
     if state.request.memory.fused_loss:
         recipe = precision.recipe if precision is not None and precision.fp8_head else None

@@ -7,9 +7,9 @@ compare the arguments of every forward and of every pipeline schedule:
 
     shapes, dtypes, Python values,     digest on the host -> all-reduce of 32 bytes between hosts
     contents of CPU tensors
-    contents of tensors on a device    checksums on the device: `Contents`
+    contents of tensors on a device    checksums on the device: `ContentComparer`
 
-Only the comparison of the first forward synchronises host and device. `Contents` works in steps:
+Only the comparison of the first forward synchronises host and device. `ContentComparer` has steps:
 
     forward n      checksums -> MAX all-reduce of [sums, ~sums], launched without a wait
     forward n + 1  copy of the result to the host, launched without a wait
@@ -45,7 +45,7 @@ from moecore.parallel.mesh import make_host_group
 
 @dataclass(kw_only=True, slots=True)
 class _ContentsCheck:
-    """A comparison of one forward's device tensors between ranks, whose result may be pending."""
+    """The comparison of one forward's device tensors between ranks; its result may be pending."""
 
     names: tuple[str, ...]
     bounds: Tensor  # int64 [2, names]: maxima over ranks of the checksum and of its complement
@@ -73,20 +73,21 @@ class _ContentsCheck:
         )
 
 
-class Contents:
+class ContentComparer:
     """Compares the contents of device tensors between ranks without a host sync.
 
     The host reads the result of a comparison in a later forward.
     """
 
     def __init__(self) -> None:
-        self._unread: list[_ContentsCheck] = []
-        self._of_step: list[_ContentsCheck] = []
+        self._unread_checks: list[_ContentsCheck] = []
+        self._checks_of_step: list[_ContentsCheck] = []
 
     def compare(self, tensors: Mapping[str, Tensor], groups: Sequence[dist.ProcessGroup]) -> None:
         """Launch a comparison of tensors by name, as one all-reduce of checksums over each group.
 
-        Collective. All ranks must pass the same names. A CUDA graph capture compares nothing.
+        Collective over `groups`. Their product must be all ranks to compare; () = no comparison.
+        All ranks must pass the same names. A CUDA graph capture compares nothing.
         """
         if not groups or _is_capturing(tensors):  # a replay would compare with nobody
             return
@@ -97,41 +98,44 @@ class Contents:
             dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
         work = dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=groups[-1], async_op=True)
         comparison = _ContentsCheck(names=tuple(tensors), bounds=bounds, work=work)
-        self._unread.append(comparison)
+        self._unread_checks.append(comparison)
         if torch.is_grad_enabled():  # no step ends a forward without gradients
-            self._of_step.append(comparison)
+            self._checks_of_step.append(comparison)
 
     def has_difference(self) -> bool:
         """Return whether a result that has reached the host shows a difference. No host sync."""
-        if _is_capturing({str(i): check.bounds for i, check in enumerate(self._unread)}):
+        if _is_capturing({str(i): check.bounds for i, check in enumerate(self._unread_checks)}):
             return False
-        for check in self._unread:
+        for check in self._unread_checks:
             check.start_copy()
-        while self._unread:
-            copy = self._unread[0].copy
+        while self._unread_checks:
+            copy = self._unread_checks[0].copy
             if copy is None or not copy.has_arrived():
                 return False
-            if self._unread[0].find_problem() is not None:
+            if self._unread_checks[0].find_problem() is not None:
                 return True
-            self._unread.pop(0)
+            self._unread_checks.pop(0)
         return False
 
-    def wait(self) -> str | None:
-        """Read all pending results; return the start of an error text, None if equal. Host sync."""
-        comparisons, self._unread = self._unread, []
+    def read_results(self) -> str | None:
+        """Read all pending results; return the start of an error text, or None without differences.
+
+        Host sync.
+        """
+        comparisons, self._unread_checks = self._unread_checks, []
         problems = [check.find_problem() for check in comparisons]
         problem = next((check for check in problems if check is not None), None)
         if problem is not None:
-            self._of_step = []  # the caller drops this step
+            self._checks_of_step = []  # the caller drops this step
         return problem
 
     def drop_step(self) -> None:
-        """Remove the comparisons from the current step. `wait` still returns their differences."""
-        self._of_step = []
+        """Exclude this step's comparisons from `end_step`; `read_results` still reads them."""
+        self._checks_of_step = []
 
     def end_step(self) -> Tensor | None:
         """End a step; return a 0-dim device bool, True if contents differed, None if unchecked."""
-        comparisons, self._of_step = self._of_step, []
+        comparisons, self._checks_of_step = self._checks_of_step, []
         if not comparisons:
             return None
         for check in comparisons:
@@ -168,7 +172,7 @@ class SharedArguments:
         self._host_groups = {
             cp: tuple(make_host_group(group) for group in ranks) for cp, ranks in groups.items()
         }
-        self._contents = Contents()
+        self._contents = ContentComparer()
         self._is_first = True  # until a forward with gradients
 
     @torch.compiler.disable
@@ -190,10 +194,10 @@ class SharedArguments:
         }
         is_first = self._is_first and torch.is_grad_enabled()
         with publish_errors(ROW_COMPARISON):
-            problem = self._find_difference({"names of arguments": names, "value": facts}, place)
+            problem = self._compare_entries({"names of arguments": names, "value": facts}, place)
             if problem is None and on_device:
                 self._contents.compare(on_device, self._groups[place])
-                problem = self._contents.wait() if is_first else None
+                problem = self._contents.read_results() if is_first else None
             if problem is not None:
                 problem += ADVICE
             if is_first:
@@ -203,12 +207,12 @@ class SharedArguments:
                 raise ValueError(problem)
 
     def before_forward(self, _model: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
-        """Compare the arguments of a forward. This is the model's forward pre-hook."""
+        """Compare the arguments of a forward, as the model's forward pre-hook. Collective."""
         named = {f"argument {place}": value for place, value in enumerate(args)}
         self.check({**named, **kwargs}, kwargs.get("cp"))
 
     def before_schedule(self, micro_batches: Sequence[Mapping[str, Any]]) -> None:
-        """Compare the arguments of all micro-batches before a pipeline schedule runs."""
+        """Compare all micro-batches' forward arguments before a pipeline schedule. Collective."""
         named = {
             f"micro_batches[{place}].{name}": value
             for place, inputs in enumerate(micro_batches)
@@ -224,34 +228,38 @@ class SharedArguments:
         return self._contents.end_step()
 
     def drop_step(self) -> None:
-        """Discard this step's comparisons because the optimizer step is not performed."""
+        """Exclude this step's comparisons from `end_step`, because the optimizer does not step."""
         self._contents.drop_step()
 
     def raise_pending_errors(self) -> None:
         """Raise a ValueError if argument contents differed in an earlier forward. Host sync."""
-        problem = self._contents.wait()
+        problem = self._contents.read_results()
         if problem is not None:
             raise ValueError(problem + ADVICE)
 
-    def _find_difference(self, entries: Mapping[str, Any], place: int) -> str | None:
-        """Compare the reprs of values by name, and results of earlier forwards. Collective.
+    def _compare_entries(self, entries: Mapping[str, Any], cp: int) -> str | None:
+        """Compare `repr(entries)`, and results of earlier forwards, between ranks. Collective.
 
-        `place` is the cp degree that selects the groups. Returns the start of an error text, or
+        `cp` is the key of the groups (`SharedArguments`). Returns the start of an error text, or
         None if all ranks agree.
         """
-        groups = self._host_groups[place]
+        groups = self._host_groups[cp]
         if not groups:
             return None
         digest = hashlib.sha256(repr(entries).encode()).digest()[:7]
         # A rank may receive the result of an earlier forward before other ranks. All ranks raise in
         # the same forward, because the result is part of this comparison.
-        has_late = int(self._contents.has_difference())
+        has_earlier_difference = int(self._contents.has_difference())
         numbers = torch.tensor(
-            [int.from_bytes(digest, "little"), has_late], dtype=torch.int64, device="cpu"
+            [int.from_bytes(digest, "little"), has_earlier_difference],
+            dtype=torch.int64,
+            device="cpu",
         )
         differing = find_differences(numbers, groups)
-        if has_late or 1 in differing:
-            return self._contents.wait() or "arguments of an earlier forward must be the same"
+        if has_earlier_difference or 1 in differing:
+            return (
+                self._contents.read_results() or "arguments of an earlier forward must be the same"
+            )
         if not differing:
             return None
         return find_difference(entries, "cpu", group=groups)
@@ -260,7 +268,8 @@ class SharedArguments:
 def _describe_value(value: Any, name: str, on_device: dict[str, Tensor]) -> Any:
     """Return a nested description of an argument's value whose `repr` ranks compare.
 
-    Device tensors are added to `on_device`, with `name` and their index as key, such as "x[0]".
+    `name` is the argument's name. Device tensors are added to `on_device`, with `name` and their
+    index as key, such as "x[0]".
     """
     if isinstance(value, Mapping):
         items = ((make_comparable(key), entry) for key, entry in value.items())
@@ -283,7 +292,10 @@ def _describe_value(value: Any, name: str, on_device: dict[str, Tensor]) -> Any:
 
 
 def _describe_tensor(x: Tensor, name: str, on_device: dict[str, Tensor]) -> str:
-    """Return dtype, shape and a CPU tensor's digest as text; add a device tensor to `on_device`."""
+    """Return dtype, shape and device of `x` as text, and a CPU tensor's value or digest.
+
+    A strided tensor on another device is added to `on_device` with the key `name`.
+    """
     facts = f"{x.dtype} {tuple(x.shape)} on {x.device.type}"
     if type(x) not in (Tensor, nn.Parameter) or x.layout != torch.strided or x.is_meta:
         return facts  # its bytes are not contents, or it has none

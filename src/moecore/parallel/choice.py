@@ -54,9 +54,9 @@ def _get_device_type() -> str:
 
 
 def _find_domain() -> tuple[int, str]:
-    """Return the number of neighbouring ranks with fast links, and their domain. Collective.
+    """Return the number of consecutive ranks with fast links, and what they share. Collective.
 
-    The domain is "an NVLink domain" if every GPU is in a domain across hosts, "the world" if
+    They share "an NVLink domain" if every GPU is in a domain across hosts, "the world" if
     LOCAL_WORLD_SIZE is not set, otherwise "a host".
     """
     world_size = dist.get_world_size()

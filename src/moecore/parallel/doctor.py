@@ -237,7 +237,7 @@ def _format_ranks(ranks: Sequence[int]) -> str:
 
 
 def _list_present_values(facts: Sequence[RankFacts], field: str) -> list[Any]:
-    """Return the values of one attribute of `RankFacts` on all ranks, without None."""
+    """Return the values of attribute `field` of all ranks' facts, without None."""
     return [value for row in facts if (value := getattr(row, field)) is not None]
 
 
@@ -247,7 +247,7 @@ def _format_error(error: Exception) -> str:
 
 
 def _shorten(text: str) -> str:
-    """Return a text as one printable line of at most 80 characters."""
+    """Return a text of at most 40 printable characters unchanged, otherwise quote and cut it."""
     return text if len(text) <= 40 and text.isprintable() else quote(text)
 
 
@@ -283,7 +283,7 @@ def run_doctor(args: Any) -> int:
 
 
 def _print_report(facts: Sequence[RankFacts], lines: Sequence[str]) -> None:
-    """Print the problems to stderr, and a summary of hosts and versions to stdout."""
+    """Print the problem lines to stderr, and a summary of hosts and versions to stdout."""
     for line in lines:
         print(escape_unprintable(line), file=sys.stderr)
     names = ", ".join(dict.fromkeys(rank_facts.name for rank_facts in facts))
@@ -455,7 +455,7 @@ def _measure_rates(hosts: Sequence[str], device_type: str) -> dict[str, float]:
     """
     rank, rates = dist.get_rank(), dict[str, float]()
     by_host = [[r for r, h in enumerate(hosts) if h == host] for host in dict.fromkeys(hosts)]
-    rings = {"inside a host": by_host, "between hosts": _transpose(by_host)}
+    rings = {"inside a host": by_host, "between hosts": _group_by_local_index(by_host)}
     data = torch.empty(2, MESSAGE, dtype=torch.uint8, device=device_type)
     for link, all_rings in rings.items():
         (ring,) = [ring for ring in all_rings if rank in ring] or [[rank]]
@@ -477,7 +477,7 @@ def _measure_rates(hosts: Sequence[str], device_type: str) -> dict[str, float]:
     return rates
 
 
-def _transpose(by_host: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return for each local index i the list of every host's i-th rank."""
+def _group_by_local_index(by_host: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return, for each local index i, the i-th rank of each host that has such a rank."""
     num_rows = max(map(len, by_host))
     return [[ranks[i] for ranks in by_host if i < len(ranks)] for i in range(num_rows)]

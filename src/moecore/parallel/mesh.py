@@ -244,7 +244,7 @@ def build_meshes(
         dense=dense,
         expert=expert,
         dense_fsdp=_make_dense_fsdp(dense, p),
-        expert_fsdp=_drop_unit_replicate(expert, "edp_replicate", "edp_shard"),
+        expert_fsdp=_select_fsdp_axes(expert, "edp_replicate", "edp_shard"),
         dispatch_group=_flatten_group(expert, ("ep", "etp")),
         micro_batch_group=_flatten_group(dense, ("cp", "tp")),
         ranks_per_domain=domain,
@@ -355,7 +355,7 @@ def make_host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def concatenate_meshes(*meshes: DeviceMesh) -> DeviceMesh:
-    """Return a mesh with the axes and groups of several meshes, in order. No communication."""
+    """Return one mesh with the axes and groups of `meshes`, in order. No communication."""
     ranks, local_rank = torch.zeros((), dtype=torch.int, device="cpu"), dist.get_rank()
     for mesh in meshes:  # the steps along the dims of one view are the same everywhere
         ranks = ranks.reshape(*ranks.shape, *(1 for _ in mesh.shape)) + (mesh.mesh - local_rank)
@@ -425,7 +425,7 @@ def read_launcher_number(
     return int(text)
 
 
-def _drop_unit_replicate(mesh: DeviceMesh, replicate: str, shard: str) -> DeviceMesh:
+def _select_fsdp_axes(mesh: DeviceMesh, replicate: str, shard: str) -> DeviceMesh:
     """Return the submesh (replicate, shard), or (shard,) if the replicate axis has size 1."""
     return mesh[(replicate, shard) if _get_axis_size(mesh, replicate) > 1 else (shard,)]
 
@@ -433,10 +433,10 @@ def _drop_unit_replicate(mesh: DeviceMesh, replicate: str, shard: str) -> Device
 def _make_dense_fsdp(dense: DeviceMesh, p: ParallelConfig) -> DeviceMesh:
     """Return `Meshes.dense_fsdp`, whose sharding axis joins dp_shard and cp."""
     if p.cp == 1:
-        return _drop_unit_replicate(dense, "dp_replicate", "dp_shard")
+        return _select_fsdp_axes(dense, "dp_replicate", "dp_shard")
     names = ("pp", "dp_replicate", "dp_shard_cp", "tp")
     sizes = (p.pp, p.dp_replicate, p.dp_shard * p.cp, p.tp)
-    return _drop_unit_replicate(
+    return _select_fsdp_axes(
         _make_mesh(dense.device_type, sizes, names), "dp_replicate", "dp_shard_cp"
     )
 

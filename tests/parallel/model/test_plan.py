@@ -121,7 +121,7 @@ def test_units_take_turns_in_buffers() -> None:
     """Root, routers and head stay; a block, its experts and those of the next one are used."""
     config = replace(SMALL, num_mtp_layers=0, mtp_loss_coef=0.0, dense_layers=(), mlp_hidden_dim=0)
     plan = planned(2, ParallelConfig(), Decoder(config, device="meta"), fsdp=BF16)
-    whole = {unit.name: sum(la.whole_numel for la in unit.layouts) for unit in plan.units}
+    whole = {unit.name: sum(la.unsharded_numel for la in unit.layouts) for unit in plan.units}
     stay = whole[""] + whole["lm_head"]
     block = whole["model.layers.1"] + whole["model.layers.1.mlp.experts"]
     size = rank_bytes(plan)
@@ -167,11 +167,11 @@ def test_slots_of_a_unit_lie_one_after_the_other_on_lines() -> None:
         assert tuple(slot.param for slot in layout.slots) == unit.params
         for slot in layout.slots:
             assert slot.shard_offset == end and end % 128 == 0
-            assert slot.whole_offset == slot.shard_offset * layout.ranks
+            assert slot.unsharded_offset == slot.shard_offset * layout.ranks
             local = params[slot.param].local_shape()
             assert math.prod(local) == slot.shard_numel, "the first rank's is full"
             end += -(-slot.shard_numel // 128) * 128
-        assert layout.shard_numel * layout.ranks == layout.whole_numel
+        assert layout.shard_numel * layout.ranks == layout.unsharded_numel
         assert layout.shard_numel == end
 
 
@@ -193,8 +193,8 @@ def test_the_example_of_the_layout() -> None:
     assert [slot.rows for slot in layout.slots] == [150, 1]
     assert [slot.shard_numel for slot in layout.slots] == [300, 1]
     assert [slot.shard_offset for slot in layout.slots] == [0, 384]
-    assert [slot.whole_offset for slot in layout.slots] == [0, 1536]
-    assert (layout.shard_numel, layout.whole_numel) == (512, 2048)
+    assert [slot.unsharded_offset for slot in layout.slots] == [0, 1536]
+    assert (layout.shard_numel, layout.unsharded_numel) == (512, 2048)
     assert (other.dtype, [slot.param for slot in other.slots]) == ("bfloat16", ["c"])
     found = make_flat_layouts([a, c, b], ranks=4, gather_dtype="bfloat16", fp32={"b"})
     gathered = {slot.param: layout.gathers for layout in found for slot in layout.slots}

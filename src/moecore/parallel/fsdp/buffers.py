@@ -29,7 +29,7 @@ LayoutIndex = tuple[str, int]  # name of a unit, and index in `UnitPlan.layouts`
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferPlan:
-    """A planned buffer that several units' flat layouts use, one at a time."""
+    """The plan of a flat buffer that units (FSDP2's parameter groups) use one at a time."""
 
     holds: Literal["weights", "sums"]  # unsharded parameters, or sums of gradients
     dtype: str
@@ -43,7 +43,10 @@ class BufferPlan:
 
 
 def plan_buffers(plan: ShardPlan) -> Iterator[BufferPlan]:
-    """Yield the buffers that each rank allocates for a plan; all ranks have equal buffers."""
+    """Yield a `BufferPlan` for each buffer that a rank allocates, equal on all ranks.
+
+    Shared buffers of parameters and of gradient sums precede the buffers of all other units.
+    """
     freed = [
         unit for unit in plan.units if unit.role in ("block", "experts") and not unit.is_resident
     ]
@@ -51,19 +54,19 @@ def plan_buffers(plan: ShardPlan) -> Iterator[BufferPlan]:
         units = [unit for unit in freed if unit.role == role]
         for dtype, of_units in _group_by_dtype(units).items():
             num_buffers = max(_count_live_layouts(unit, of_units) for unit in plan.units)
-            yield from _make_plans("weights", dtype, of_units, num_buffers)
+            yield from _distribute_layouts("weights", dtype, of_units, num_buffers)
         sharded = [(u, i) for u in units for i, layout in enumerate(u.layouts) if layout.ranks > 1]
         for dtype in dict.fromkeys(unit.layouts[i].reduces for unit, i in sharded):
             reduced = [(unit, i) for unit, i in sharded if unit.layouts[i].reduces == dtype]
-            yield from _make_plans("sums", dtype, reduced, SUMS)
+            yield from _distribute_layouts("sums", dtype, reduced, SUMS)
     for unit in plan.units:
         if unit not in freed:
             for dtype, local_layouts in _group_by_dtype([unit]).items():
-                yield from _make_plans("weights", dtype, local_layouts, len(local_layouts))
+                yield from _distribute_layouts("weights", dtype, local_layouts, len(local_layouts))
 
 
 def _group_by_dtype(units: Sequence[UnitPlan]) -> dict[str, list[tuple[UnitPlan, int]]]:
-    """Return {dtype of the all-gather: [(unit, index of a layout that needs a buffer)]}."""
+    """Return {dtype of the all-gather: [(unit, index in its layouts)]} of layouts with a buffer."""
     layouts_of = defaultdict(list)
     for unit in units:
         for i, layout in enumerate(unit.layouts):
@@ -73,20 +76,26 @@ def _group_by_dtype(units: Sequence[UnitPlan]) -> dict[str, list[tuple[UnitPlan,
 
 
 def _count_live_layouts(unit: UnitPlan, among: Sequence[tuple[UnitPlan, int]]) -> int:
-    """Return how many layouts in `among` are unsharded together with a unit and its prefetches."""
+    """Return how many layouts in `among` belong to a unit or to the units that it prefetches.
+
+    Of forward and backward, the larger number counts. `among` has (unit, index in its layouts).
+    """
     live_names = [
         {unit.name, *prefetch} for prefetch in (unit.forward_prefetch, unit.backward_prefetch)
     ]
     return max(sum(other.name in names for other, _ in among) for names in live_names)
 
 
-def _make_plans(
+def _distribute_layouts(
     holds: Literal["weights", "sums"],
     dtype: str,
     layouts: Sequence[tuple[UnitPlan, int]],
     number: int,
 ) -> Iterator[BufferPlan]:
-    """Distribute (unit, layout index) pairs round-robin over `number` buffers; yield the plans."""
+    """Assign layouts round-robin to at most `number` buffers, and yield the plan of each buffer.
+
+    `layouts` has (unit, index in its layouts). `holds` and `dtype` are fields of the plans.
+    """
     for first in range(min(number, len(layouts))):
         users = layouts[first::number]
         sizes = [
@@ -105,7 +114,8 @@ def _make_plans(
 class Buffer(Generic[Holder]):
     """A flat tensor that units use one at a time, and the unit or gradients that use it now.
 
-    The next user waits for `mark` before it overwrites the tensor.
+    `mark` is the event of the last use. The next user waits for `mark` before it overwrites the
+    tensor. `holder` None = the buffer is not in use.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, mark: StreamMark) -> None:
@@ -114,7 +124,10 @@ class Buffer(Generic[Holder]):
         self._flat: Tensor | None = None
 
     def flat(self, device: torch.device) -> Tensor:
-        """Return the 1-D tensor, which is allocated at the first call and on a new device."""
+        """Return the buffer as a 1-D tensor.
+
+        The first call, and a call with a new device, allocate it with uninitialised values.
+        """
         if self._flat is None or self._flat.device != device:
             with torch.inference_mode(False):
                 self._flat = torch.empty(self.numel, dtype=self.dtype, device=device)

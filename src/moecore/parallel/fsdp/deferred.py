@@ -20,7 +20,7 @@ from moecore.kernels.experts.contract import ComputeGrad
 
 
 class WeightProduct(NamedTuple):
-    """A stored product whose result is the gradient of one weight."""
+    """A matrix product that a backward has deferred; its result is the gradient of a weight."""
 
     number: int  # index of the parameter in its unit
     shape: torch.Size  # shape of the gradient
@@ -35,7 +35,7 @@ class WeightProduct(NamedTuple):
         """Create a product, which records the current stream, on which the operands were computed.
 
         `number` is the parameter's index in its unit, and `shape` the shape of its gradient.
-        `compute(*operands, target)` computes the gradient.
+        `compute(*operands, target)` computes the gradient, into a `GradTarget`.
         """
         device = next(iterate_tensors(operands)).device
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -90,7 +90,7 @@ class WeightGradients:
         self._run = run
 
     def store(self, unit: object, product: WeightProduct) -> None:
-        """Append a product to the products stored for `unit`, a hashable key."""
+        """Append a product to the products of a unit; `unit` is a key, the unit's `Gradients`."""
         self._products.setdefault(unit, deque()).append(product)
 
     def has_products(self, unit: object) -> bool:

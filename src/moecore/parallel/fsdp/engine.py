@@ -137,7 +137,7 @@ class UnitEngine:
         self._in_step, self._pending_forwards, self._in_parts = True, pending_forwards, in_parts
 
     def end_micro_batches(self) -> None:
-        """End the micro-batches of a step: run deferred products, reduce and reshard all units."""
+        """End a step's micro-batches: run deferred products, reduce, reshard units. Collective."""
         self._pending_forwards, self._in_parts = 0, False
         for deferred in self._deferred.copy():
             self._compute_deferred(deferred)
@@ -148,7 +148,7 @@ class UnitEngine:
         self.reshard()
 
     def end_forwards(self) -> None:
-        """End a micro-batch: run a zero backward for forwards of the model that had no backward."""
+        """Run a zero-gradient backward for model forwards that had no backward. Collective."""
         runs = [] if self._uneven is None else self._uneven.list_runs_without_backward()
         for run in runs:
             start = torch.zeros((), requires_grad=True, dtype=torch.float32, device="cpu")
@@ -197,8 +197,8 @@ class UnitEngine:
             self._compute_deferred(deferred)
 
     def _compute_deferred(self, deferred: WeightGradients) -> None:
-        """Compute the products in `deferred` unit by unit, and reduce each unit's gradients."""
-        self._check_consistent()
+        """Compute deferred products and reduce their units, last unit first. Collective."""
+        self._check_no_failed_backward()
         self._in_backward = True
         for unit in reversed(self.units):
             products = deferred.pop_products(unit.gradients)
@@ -212,7 +212,7 @@ class UnitEngine:
     @contextmanager
     def pair_passes(self) -> Iterator[None]:
         """Return a context in which a forward and a backward take turns and call `resume`."""
-        self._check_consistent()
+        self._check_no_failed_backward()
         self._is_paired = True
         try:
             yield
@@ -297,12 +297,12 @@ class UnitEngine:
         return output
 
     def _root_pre_forward(self) -> None:
-        """Begin an outermost forward: adopt the sharded parameters that modules have now."""
+        """Begin an outermost forward: read the sharded parameters that modules have now."""
         withdraw_records()
         self._header.start(self.progress())
         self._forward += 1
         if not self._is_paired:
-            self._check_consistent()
+            self._check_no_failed_backward()
         if not self._in_step:
             self.reshard()
         with torch.no_grad():  # `to_local` takes a fifth of the time without gradients
@@ -312,7 +312,7 @@ class UnitEngine:
                 unit.refresh()
         self._streams.sync_gather_stream()
 
-    def _check_consistent(self) -> None:
+    def _check_no_failed_backward(self) -> None:
         """Raise a RuntimeError if an earlier backward ended in an exception."""
         if self._in_backward:
             raise RuntimeError(
@@ -321,7 +321,7 @@ class UnitEngine:
             )
 
     def _check_open(self, caller: str) -> None:
-        """Raise a ValueError, which names `caller`, outside of a micro-batch of a TrainStep."""
+        """Raise a ValueError if the TrainStep has no open micro-batch; it names `caller`."""
         progress = self.progress()
         if progress is not None and not progress.is_open:
             raise ValueError(
@@ -351,7 +351,7 @@ class UnitEngine:
                 other.unshard()
 
     def _get_grad_boundary(self, leaf: Tensor) -> GradBoundary:
-        """Return an activation's `GradBoundary`; create it for a new version of the activation."""
+        """Return the `GradBoundary` hook of an activation; register one if its version is new."""
         boundary: GradBoundary | None = getattr(leaf, GRAD_BOUNDARY, None)
         version = sum_versions(leaf)
         if boundary is None or boundary.version != version or boundary.engine is not self:
@@ -484,7 +484,7 @@ def _requires_grad(leaf: Any) -> bool:
 
 
 def _list_leaves(value: Any) -> list[Any]:
-    """Return the leaves of nested containers."""
+    """Return the leaves of nested containers, such as (args, kwargs), in order."""
     return [value] if isinstance(value, Tensor) else tree_leaves(value)
 
 

@@ -48,20 +48,20 @@ from moecore.parallel.fsdp.params import UnitParam, copy_all
 
 
 class Format(Protocol):
-    """Converts shards to the all-gathered format, and the gathered buffer to parameters."""
+    """The format in which a unit all-gathers its shards, such as bf16 or FP8 with scales."""
 
     dtype: torch.dtype  # dtype of the unit's buffer
 
     def make_unsharded(self, params: Sequence[UnitParam], data: Sequence[Tensor]) -> list[Tensor]:
-        """Create each unsharded parameter on its view of the unit's buffer in `data`.
+        """Create the unsharded parameters; `data[i]` is the buffer's view for `params[i]`.
 
         Returns the tensors whose version counters autograd checks.
         """
 
     def fill(self, params: Sequence[UnitParam], local_views: Sequence[Tensor]) -> None:
-        """Convert each parameter's local shard, and write it to its view of the unit's buffer.
+        """Convert the local shard of `params[i]` and write it to `local_views[i]` of the buffer.
 
-        Formats with scales all-reduce amax.
+        Collective for formats with scales, which all-reduce amax.
         """
 
 
@@ -84,7 +84,7 @@ class CastFormat:
 
 
 class QuantisedFormat(ABC):
-    """Quantises shards by a recipe; the base class of the FP8 formats."""
+    """Base class of the FP8 and E2M1 formats: quantises shards before the all-gather."""
 
     dtype = torch.uint8
     _scales = torch.float32  # dtype of the scales
@@ -94,22 +94,22 @@ class QuantisedFormat(ABC):
         dtype: torch.dtype,  # dtype of compute, which the unsharded parameters report
         recipe: Recipe,
         group: dist.ProcessGroup | None,  # ranks with the other shards; None = one shard
-        cuts: dist.ProcessGroup | None = None,  # tp ranks whose parts of a matrix share a scale
+        tp_group: dist.ProcessGroup | None = None,  # tp ranks whose parts of a matrix share a scale
     ) -> None:
-        self._dtype, self._recipe, self._group, self._cuts = dtype, recipe, group, cuts
+        self._dtype, self._recipe, self._group, self._tp_group = dtype, recipe, group, tp_group
         # amax of all blocks, then of all matrices
         self._amax = torch.empty(0, dtype=torch.float32, device="cpu")
-        self._of_matrices = self._amax  # the view of the matrices' amax
-        self._parts: list[_ShardPart] = []
+        self._matrix_amax = self._amax  # the view of the matrices' amax
+        self._shard_scalings: list[_ShardScaling] = []
 
     def make_unsharded(self, params: Sequence[UnitParam], data: Sequence[Tensor]) -> list[Tensor]:
         """Create unsharded parameters without values, whose FP8 operands read `data` (`Format`)."""
-        self._parts = self._make_parts(params)
+        self._shard_scalings = self._make_shard_scalings(params)
         counting = list[Tensor]()
-        for param, memory, part in zip(params, data, self._parts, strict=True):
+        for param, memory, scaling in zip(params, data, self._shard_scalings, strict=True):
             nothing = torch.full((), torch.nan, dtype=self._dtype, device=memory.device)
             counting += param.make_unsharded(nothing.expand(param.shape))
-            blocks = self._make_blocks(memory.data, part)
+            blocks = self._make_blocks(memory.data, scaling)
             setattr(param.unsharded, GATHERED_BLOCKS, blocks)
             counting += blocks.tensors()
         return counting
@@ -120,48 +120,54 @@ class QuantisedFormat(ABC):
         One all-reduce of 4 bytes per block and matrix; a second one if tp shards a matrix.
         """
         shards = [param.shard.contiguous() for param in params]
-        for shard, part in zip(shards, self._parts, strict=True):
-            self._write_amax(shard, part)
-        for amax, group in ((self._amax, self._group), (self._of_matrices, self._cuts)):
+        for shard, scaling in zip(shards, self._shard_scalings, strict=True):
+            self._write_amax(shard, scaling)
+        for amax, group in ((self._amax, self._group), (self._matrix_amax, self._tp_group)):
             if group is not None and amax.numel():
                 dist.all_reduce(amax, dist.ReduceOp.MAX, group)
-        for shard, part, values in zip(shards, self._parts, local_views, strict=True):
-            self._quantise_shard(shard, part, values)
+        for shard, scaling, values in zip(shards, self._shard_scalings, local_views, strict=True):
+            self._quantise_shard(shard, scaling, values)
 
-    def _make_parts(self, params: Sequence[UnitParam]) -> list[_ShardPart]:
-        """Allocate amax and scales of all parameters, and return a `_ShardPart` for each."""
+    def _make_shard_scalings(self, params: Sequence[UnitParam]) -> list[_ShardScaling]:
+        """Allocate amax and scales of all parameters, and return a `_ShardScaling` for each."""
         places = [_find_shard(param) for param in params]
         shapes = [self._get_blocks_shape(place) for place in places]
         numbers = [self._count_matrices(param.shape) for param in params]
         sizes = [*map(math.prod, shapes), *numbers]
         self._amax = torch.zeros(sum(sizes), device=params[0].shard.device, dtype=torch.float32)
-        self._of_matrices = self._amax[sum(sizes[: len(params)]) :]
-        views, parts = self._amax.split(sizes), list[_ShardPart]()
+        self._matrix_amax = self._amax[sum(sizes[: len(params)]) :]
+        views, parts = self._amax.split(sizes), list[_ShardScaling]()
         for i, (param, place, shape) in enumerate(zip(params, places, shapes, strict=True)):
             blocks, matrices = views[i].view(shape), views[len(params) + i]
             scales = torch.zeros_like(blocks if blocks.numel() else matrices)
-            parts.append(_ShardPart(param, place, blocks, matrices, scales.to(self._scales)))
+            parts.append(_ShardScaling(param, place, blocks, matrices, scales.to(self._scales)))
         return parts
 
     def _count_matrices(self, shape: torch.Size) -> int:
-        """Return the number of matrices in a parameter that have a scale for the full matrix."""
+        """Return the number of scales per full matrix of a parameter with this unsharded shape."""
         return count_matrices(shape)
 
     @abstractmethod
     def _get_blocks_shape(self, place: MatrixShard) -> tuple[int, int]:
-        """Return (block rows, block columns) of the matrix that contains the shard `place`."""
+        """Return the numbers of block rows and block columns of a parameter, viewed as a matrix.
+
+        `place` is the position of this rank's shard in that matrix.
+        """
 
     @abstractmethod
-    def _make_blocks(self, memory: Tensor, part: _ShardPart) -> Blocks:
-        """Return an operand of products: values in `memory` of the buffer, scales of `part`."""
+    def _make_blocks(self, memory: Tensor, scaling: _ShardScaling) -> Blocks:
+        """Return a parameter as an operand of products, with the scales of `scaling`.
+
+        `memory` is the parameter's view of the unit's buffer, into which values are all-gathered.
+        """
 
     @abstractmethod
-    def _write_amax(self, shard: Tensor, part: _ShardPart) -> None:
-        """Write the maximum magnitude of each block (or matrix) of a shard to `part`."""
+    def _write_amax(self, shard: Tensor, scaling: _ShardScaling) -> None:
+        """Write this shard's maximum magnitude in each block or matrix to the amax of `scaling`."""
 
     @abstractmethod
-    def _quantise_shard(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:
-        """Compute all scales in `part` from its amax; write the quantised shard to `values`."""
+    def _quantise_shard(self, shard: Tensor, scaling: _ShardScaling, values: Tensor) -> None:
+        """Compute all scales in `scaling` from its amax; write the quantised shard to `values`."""
 
 
 class BlockFormat(QuantisedFormat):
@@ -169,7 +175,7 @@ class BlockFormat(QuantisedFormat):
 
     @override
     def _count_matrices(self, shape: torch.Size) -> int:
-        """Return 0, because only blocks have scales."""
+        """Return 0: each block has a scale, and no full matrix."""
         return 0
 
     @override
@@ -178,21 +184,26 @@ class BlockFormat(QuantisedFormat):
         return place.scales_shape
 
     @override
-    def _make_blocks(self, memory: Tensor, part: _ShardPart) -> Blocks:
-        """Return FP8 values in `memory` of the buffer with the block scales of `part`."""
-        return Blocks(memory.view(FP8), part.scales.data, "block")
+    def _make_blocks(self, memory: Tensor, scaling: _ShardScaling) -> Blocks:
+        """Return FP8 values in `memory` of the buffer with the block scales of `scaling`."""
+        return Blocks(memory.view(FP8), scaling.scales.data, "block")
 
     @override
-    def _write_amax(self, shard: Tensor, part: _ShardPart) -> None:
-        """Write the amax of each block of the shard to `part`."""
-        write_block_amax_(shard, part.place, part.of_blocks)
+    def _write_amax(self, shard: Tensor, scaling: _ShardScaling) -> None:
+        """Write the amax of each block of the shard to `scaling`."""
+        write_block_amax_(shard, scaling.place, scaling.of_blocks)
 
     @override
-    def _quantise_shard(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:
-        """Write the scales of all blocks to `part`, and the shard's FP8 values to `values`."""
+    def _quantise_shard(self, shard: Tensor, scaling: _ShardScaling, values: Tensor) -> None:
+        """Write the scales of all blocks to `scaling`, the shard's FP8 values to `values`."""
         power_of_two = self._recipe.power_of_two
         quantise_blocks_(
-            shard, part.place, part.of_blocks, part.scales, values, power_of_two=power_of_two
+            shard,
+            scaling.place,
+            scaling.of_blocks,
+            scaling.scales,
+            values,
+            power_of_two=power_of_two,
         )
 
 
@@ -201,29 +212,29 @@ class MatrixFormat(QuantisedFormat):
 
     @override
     def _get_blocks_shape(self, place: MatrixShard) -> tuple[int, int]:
-        """Return (0, 0), because blocks have no scales."""
+        """Return (0, 0): each full matrix has a scale, and no block."""
         return (0, 0)
 
     @override
-    def _make_blocks(self, memory: Tensor, part: _ShardPart) -> Blocks:
-        """Return FP8 values in `memory` of the buffer, and scales (and amax with a history)."""
-        seen = None if part.history is None else part.of_matrices.data
-        return Blocks(memory.view(FP8), part.scales.data, "tensor", seen)
+    def _make_blocks(self, memory: Tensor, scaling: _ShardScaling) -> Blocks:
+        """Return FP8 values in `memory` of the buffer, scales, and amax if there is a history."""
+        seen = None if scaling.history is None else scaling.of_matrices.data
+        return Blocks(memory.view(FP8), scaling.scales.data, "tensor", seen)
 
     @override
-    def _write_amax(self, shard: Tensor, part: _ShardPart) -> None:
-        """Write the amax of each matrix of the shard to `part`."""
-        write_matrix_amax_(shard, part.first, part.of_matrices)
+    def _write_amax(self, shard: Tensor, scaling: _ShardScaling) -> None:
+        """Write the amax of each matrix of the shard to `scaling`."""
+        write_matrix_amax_(shard, scaling.first, scaling.of_matrices)
 
     @override
-    def _quantise_shard(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:
-        """Write the scales of all matrices to `part`, and the shard's FP8 values to `values`."""
-        past = None if part.history is None else part.history.get_max_amax("weight")
-        amax = part.of_matrices
+    def _quantise_shard(self, shard: Tensor, scaling: _ShardScaling, values: Tensor) -> None:
+        """Write the scales of all matrices to `scaling`, the shard's FP8 values to `values`."""
+        past = None if scaling.history is None else scaling.history.get_max_amax("weight")
+        amax = scaling.of_matrices
         if past is not None:  # all ranks must use the same scale, also if one skipped the linear
             amax = torch.where(past > 0, past, amax)
         power_of_two = self._recipe.power_of_two
-        cast_part_(shard, part.first, amax, part.scales, values, power_of_two=power_of_two)
+        cast_part_(shard, scaling.first, amax, scaling.scales, values, power_of_two=power_of_two)
 
 
 class PackedFormat(QuantisedFormat):
@@ -237,21 +248,27 @@ class PackedFormat(QuantisedFormat):
         return place.rows // SQUARE, place.columns // SQUARE
 
     @override
-    def _make_blocks(self, memory: Tensor, part: _ShardPart) -> Blocks:
-        """Return packed values in `memory` of the buffer, and scales and amax of `part`."""
-        return Blocks(memory, part.scales.data, "packed", part.of_matrices.data)
+    def _make_blocks(self, memory: Tensor, scaling: _ShardScaling) -> Blocks:
+        """Return packed values in `memory` of the buffer, and scales and amax of `scaling`."""
+        return Blocks(memory, scaling.scales.data, "packed", scaling.of_matrices.data)
 
     @override
-    def _write_amax(self, shard: Tensor, part: _ShardPart) -> None:
-        """Write the amax of each 16 x 16 block and of each matrix of the shard to `part`."""
-        write_square_amax_(shard, part.place, part.of_blocks)
-        write_finite_amax_(shard, part.first, part.of_matrices)
+    def _write_amax(self, shard: Tensor, scaling: _ShardScaling) -> None:
+        """Write the amax of each 16 x 16 block and of each matrix of the shard to `scaling`."""
+        write_square_amax_(shard, scaling.place, scaling.of_blocks)
+        write_finite_amax_(shard, scaling.first, scaling.of_matrices)
 
     @override
-    def _quantise_shard(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:
-        """Write the scales of all blocks to `part`, and the shard's packed values to `values`."""
+    def _quantise_shard(self, shard: Tensor, scaling: _ShardScaling, values: Tensor) -> None:
+        """Write the scales of all blocks to `scaling`, the shard's packed values to `values`."""
         pack_part_(
-            shard, part.place, part.of_blocks, part.of_matrices, part.scales, values, self._recipe
+            shard,
+            scaling.place,
+            scaling.of_blocks,
+            scaling.of_matrices,
+            scaling.scales,
+            values,
+            self._recipe,
         )
 
 
@@ -262,8 +279,16 @@ FORMATS: dict[Scaling, type[QuantisedFormat]] = {
 }
 
 
-class _ShardPart:
-    """A shard's position in its unsharded parameter, and the parameter's amax and scales."""
+class _ShardScaling:
+    """A shard's position in its unsharded parameter, and the parameter's amax and scales.
+
+    Args:
+        param: the parameter.
+        place: position of this rank's shard in the parameter, viewed as a matrix.
+        blocks: amax of each block, 2-D and empty if blocks have no scales.
+        matrices: amax of each matrix, 1-D and empty if matrices have no scales.
+        scales: scales of the blocks, or of the matrices if `blocks` is empty.
+    """
 
     def __init__(
         self,

@@ -82,7 +82,7 @@ class Gradients:
         self._buffer_views: UnitViews | None = None  # views of `buffer`
         self._num_flags = 3 * len(self._params)
         self._trained_before: set[int] | None = None  # trained parameters at the last reduction
-        self._sizes = [*_list_sizes(layout), self._num_flags]
+        self._sizes = [*_list_gap_and_shard_sizes(layout), self._num_flags]
         self._flags: dict[Any, Tensor] = {}  # flags of the last reduction
         # Parameters with a gradient only on other ranks -> whether kernels divided it there.
         self._remote_grads: dict[int, bool] = {}
@@ -90,7 +90,7 @@ class Gradients:
     def make_sink(self, index: int, shape: torch.Size) -> GradSink | None:
         """Return the object that receives the gradient of parameter `index` from kernels.
 
-        None = the parameter needs no gradient. `shape` is the shape that kernels use.
+        None = the parameter needs no gradient. Kernels write gradients of `shape`.
         """
         unsharded = self._params[index].unsharded
         if unsharded is None or not (unsharded.requires_grad and torch.is_grad_enabled()):
@@ -100,7 +100,7 @@ class Gradients:
     def accumulate(
         self, index: int, shape: torch.Size, compute: ComputeGrad, *operands: Any
     ) -> Tensor | None:
-        """Call `compute(*operands, target)` to add a gradient to the sums, or defer the call.
+        """Add gradient `index`, `compute(*operands, target)`, to the sums, or defer the call.
 
         Returns the gradient for autograd if the sums cannot be written, otherwise None.
         """
@@ -124,7 +124,7 @@ class Gradients:
 
     @torch.no_grad()
     def compute(self, products: deque[WeightProduct]) -> None:
-        """Compute the gradients of deferred products and free their operands. May communicate."""
+        """Compute the gradients of deferred products and empty `products`. May communicate."""
         if not self._accumulates:
             self._deferred_grads = self._list_trained().difference(
                 product.number for product in products
@@ -143,7 +143,7 @@ class Gradients:
                 param.add_grad(grad)
 
     def _choose_target(self, index: int, shape: torch.Size) -> GradTarget | None:
-        """Return the memory into which a kernel writes a gradient; None = autograd gets it."""
+        """Return where a kernel writes or adds gradient `index`; None = autograd receives it."""
         if self._is_direct:
             return self._make_shard_target(self._params[index], shape)
         sums = self._acquire_sums()
@@ -238,7 +238,7 @@ class Gradients:
         return GradTarget(local.view(shape), adds=True, scale=scale)
 
     def _acquire_sums(self) -> UnitViews | None:
-        """Return memory for the sums; None while another unit uses the shared buffer."""
+        """Return views of memory for the sums; None while another unit uses the shared buffer."""
         if self._sums is None:
             if self.buffer is None:
                 self._sums = self._allocate_sums()
@@ -257,7 +257,7 @@ class Gradients:
 
     def _make_sum_views(self, flat: Tensor) -> UnitViews:
         """Return each parameter's views of a flat tensor of sums."""
-        return make_views(self._params, flat, self._layout.whole_numel)
+        return make_views(self._params, flat, self._layout.unsharded_numel)
 
     @property
     def _device(self) -> torch.device:
@@ -310,7 +310,7 @@ class Gradients:
                 dist.all_reduce(flat, group=group)
             if not missing:
                 self._remote_grads = {}
-            if (missing or self._host_reads) and _has_values(all_flags):
+            if (missing or self._host_reads) and _can_host_read(all_flags):
                 num_users, divided, trained = all_flags.view(3, -1).tolist()
                 self._remote_grads = {i: divided[i] > 0 for i in missing if num_users[i]}
                 self._check_trained(trained)
@@ -336,7 +336,7 @@ class Gradients:
                 param.accumulate_with_hooks(part.view(param.shard.shape))
 
     def _check_trained(self, ranks_by_param: Sequence[float]) -> None:
-        """Raise a ValueError if only some ranks train a parameter; the list counts these ranks."""
+        """Raise a ValueError if only `ranks_by_param[i]` > 0 of the ranks train parameter i."""
         every = self._layout.ranks if self._transport is not None else 1
         for group in self._replicas:
             every *= group.size()
@@ -374,7 +374,7 @@ class Gradients:
             self.buffer.holder = None
 
     def _accumulate_local(self, grads: dict[int, Tensor], kernel_grads: set[int]) -> None:
-        """Add unreduced `grads` to `.grad`; call the hooks of indices that kernels have written."""
+        """Add {parameter index: gradient} to `.grad`; call hooks of the kernels' gradients."""
         for i in kernel_grads.difference(grads):
             call_accumulate_hooks(self._params[i].sharded)
         if not grads:
@@ -402,7 +402,7 @@ class _Sink:
         self._node = get_gradient_edge(param).node
 
     def accumulate(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
-        """Let compute(*operands, target) add to the sums, or return a gradient for autograd."""
+        """Compute a gradient into the sums and return None, or return it if autograd needs it."""
         if not self._may_take_gradient():
             return compute(*operands, GradTarget())
         return self._gradients.accumulate(self._index, self._shape, compute, *operands)
@@ -425,12 +425,12 @@ class _Sink:
         )
 
 
-def _has_values(x: Tensor) -> bool:
+def _can_host_read(x: Tensor) -> bool:
     """Whether the host can read a tensor, which is not possible on meta or in graph capture."""
     return not (x.is_meta or (x.is_cuda and torch.cuda.is_current_stream_capturing()))
 
 
-def _list_sizes(layout: FlatLayout) -> list[int]:
+def _list_gap_and_shard_sizes(layout: FlatLayout) -> list[int]:
     """Return sizes that split a flat shard into gap, shard, gap, shard, ..., final gap."""
     sizes = list[int]()
     for slot in layout.slots:

@@ -41,6 +41,14 @@ class UnitParam:
     """One parameter of a unit (FSDP2's parameter group): its sharded and its unsharded form.
 
     The constructor replaces the module's parameter by this rank's shard. No communication.
+
+    Args:
+        slot: position of the parameter in the unit's flat buffers.
+        owners: (module, attribute) pairs that refer to the parameter.
+        mesh: axes of the data ranks, the sharding axis last; None = no other rank has it.
+        device_type: type of the device to which the shard is moved.
+        is_cut: whether the last axis of `mesh` shards the parameter, or replicates it.
+        join: function that concatenates two device meshes.
     """
 
     def __init__(
@@ -93,7 +101,7 @@ class UnitParam:
         return self.shard.dtype
 
     def refresh(self) -> bool:
-        """Adopt the sharded parameter that the module has now; return whether its memory is new.
+        """Read the sharded parameter that the module has now; return whether its memory is new.
 
         Raises a ValueError if the parameter is not a DTensor of the same global shape.
         """
@@ -159,18 +167,21 @@ class UnitParam:
         unsharded.grad = grad if unsharded.grad is None else unsharded.grad + grad
 
     def _wrap_as_dtensor(self, grad: Tensor) -> DTensor:
-        """Wrap a local gradient as a DTensor over the mesh of tp, ep or etp ranks."""
+        """Wrap a local gradient as a DTensor, Partial over axes that replicate the parameter."""
         assert self._inner is not None, "the parameter has no inner mesh"
         mesh, placements = self._inner
         return make_dtensor(grad, mesh, make_grad_placements(placements), of=self.sharded)
 
     def accumulate_with_hooks(self, grad: Tensor) -> None:
-        """Call `accumulate` on the shard's gradient, then the post-accumulate-grad hooks."""
+        """Call `accumulate` with a local gradient, then the post-accumulate-grad hooks."""
         self.accumulate(grad)
         call_accumulate_hooks(self.sharded)
 
     def accumulate(self, grad: Tensor) -> None:
-        """Call `register_hook` hooks on the shard's gradient, and add the result to its `.grad`."""
+        """Add a local gradient to `.grad` of the sharded parameter, after `register_hook` hooks.
+
+        If `.grad` is None, it is set without a copy.
+        """
         if has_value_hooks(self.sharded):
             grad = get_local_tensor(apply_value_hooks(self.sharded, wrap_like(grad, self.sharded)))
         if self.sharded.grad is None:
@@ -232,14 +243,14 @@ def make_views(
     Args:
         params: the unit's parameters.
         flat: the 1-D buffer.
-        beside: offset in values, after all shards, where copies of strided parameters begin.
+        beside: offset in values, after all regions, of the copies of `is_strided` parameters.
         values_per_byte: values of a parameter in one element of `flat`.
     """
     # One element of the buffer has `values_per_byte` values of the last dim.
     views, beside = UnitViews(flat, [], [], [], []), beside // values_per_byte
     for param in params:
         slot, size = param.slot, param.shape.numel() // values_per_byte
-        n, at = slot.shard_numel // values_per_byte, slot.whole_offset // values_per_byte
+        n, at = slot.shard_numel // values_per_byte, slot.unsharded_offset // values_per_byte
         region = flat[at : at + param.num_ranks * n]
         padded_view = region[param.rank * n : (param.rank + 1) * n]
         if param.is_strided:

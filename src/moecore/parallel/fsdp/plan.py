@@ -47,7 +47,7 @@ class AxisPlacement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamPlan:
-    """One parameter and its shards."""
+    """The plan of one parameter: its placements over mesh axes, which define its shards."""
 
     name: str
     kind: str  # "attention", "norms", "experts" and so on, as `explain` lists it
@@ -95,7 +95,7 @@ class FlatSlot:
     rows: int  # size of that dim in each padded shard: ceil(rows / ranks), as in FSDP2
     shard_offset: int  # offset of the padded shard in the flat shard
     shard_numel: int  # elements of the padded shard
-    whole_offset: int  # offset of the concatenated padded shards in the unsharded buffer
+    unsharded_offset: int  # offset of the concatenated padded shards in the unsharded buffer
     numel: int  # elements without padding
 
 
@@ -123,11 +123,11 @@ class FlatLayout:
     ranks: int  # number of ranks over which the unit is sharded
     slots: tuple[FlatSlot, ...]  # one slot per parameter, in the unit's order
     shard_numel: int  # elements of a rank's flat shard
-    whole_numel: int  # elements of the unsharded buffer: ranks * shard_numel
+    unsharded_numel: int  # elements of the unsharded buffer: ranks * shard_numel
 
     @property
     def has_buffer(self) -> bool:
-        """Whether unsharded parameters need a buffer, because the shards are not used directly."""
+        """Whether unsharded parameters need a buffer: they are sharded, or cast for compute."""
         return bool(self.slots) and (self.ranks > 1 or self.gathers != self.dtype)
 
     @property
@@ -139,12 +139,12 @@ class FlatLayout:
     def buffer_numel(self) -> int:
         """Elements of the buffer, with copies of parameters that are sharded along a dim > 0."""
         beside = sum(slot.numel for slot in self.slots if slot.dim > 0 and self.ranks > 1)
-        return self.whole_numel + beside
+        return self.unsharded_numel + beside
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitPlan:
-    """Parameters that are all-gathered and reduced together."""
+    """The plan of a unit: parameters that are all-gathered and reduced together."""
 
     name: str  # name of the unit's first module; "" = the root
     role: UnitRole
@@ -180,7 +180,7 @@ class UnitPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerPlan:
-    """One MoE layer."""
+    """The sizes and the precision of one MoE layer."""
 
     name: str
     experts: str  # name of its experts, and of their unit
@@ -276,7 +276,7 @@ def _get_first_match(matches: Iterator[T], param: str) -> T:
 def _compute_local_shape(
     shape: Sequence[int], placements: Sequence[AxisPlacement], coordinate: Coordinate
 ) -> tuple[int, ...]:
-    """Return the shape of a shard after all placements, for a rank's coordinate."""
+    """Return a shard's shape after all placements; `coordinate` = a rank's index by mesh axis."""
     local_shape = list(shape)
     for axis in reversed(placements):
         if axis.dim is not None:
@@ -348,7 +348,7 @@ def make_flat_layout(
                 rows=shape[dim],
                 shard_offset=offset,
                 shard_numel=numel,
-                whole_offset=offset * ranks,
+                unsharded_offset=offset * ranks,
                 numel=unsharded_numel,
             )
         )
@@ -361,5 +361,5 @@ def make_flat_layout(
         ranks=ranks,
         slots=tuple(slots),
         shard_numel=offset,
-        whole_numel=offset * ranks,
+        unsharded_numel=offset * ranks,
     )

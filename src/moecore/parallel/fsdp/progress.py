@@ -24,12 +24,12 @@ class Progress:
         self.num_done, self.has_failed = 0, False
 
     def check_closed(self, call: str) -> None:
-        """Raise a ValueError, which names the method `call`, inside a micro-batch."""
+        """Raise a ValueError if a micro-batch is open; the error names the method `call`."""
         if self.is_open:
             raise ValueError(f"{call} must not be within a micro_batch(): leave it first")
 
     def check_between(self, call: str) -> None:
-        """Raise a ValueError, which names `call`, inside a micro-batch or after a failed one."""
+        """Raise a ValueError if a micro-batch is open or has failed; the error names `call`."""
         self.check_closed(call)
         if self.has_failed:
             raise ValueError(
@@ -38,7 +38,7 @@ class Progress:
             )
 
     def check_complete(self, call: str, num_micro_batches: int) -> None:
-        """Raise a ValueError, which names `call`, before all micro-batches of the step are done."""
+        """Raise a ValueError if a micro-batch of the step is not done; the error names `call`."""
         self.check_between(call)
         if self.num_done != num_micro_batches:
             raise ValueError(
@@ -49,7 +49,7 @@ class Progress:
 
 
 def check_grad_mode(call: str) -> None:
-    """Raise a ValueError, which names the function `call`, while torch's gradients are disabled."""
+    """Raise a ValueError if torch's gradients are disabled; the error names `call`, a function."""
     if not torch.is_grad_enabled():
         raise ValueError(
             f"{call} must run with gradients: call it outside of torch.no_grad() and "

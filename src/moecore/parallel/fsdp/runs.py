@@ -24,7 +24,7 @@ class ExchangeLayer(Protocol):
     dispatcher: Any
 
     def run_empty(self, x_0D: Tensor) -> Tensor:
-        """Run the layer with zero tokens to join its communication; return the output [0, D]."""
+        """Run the layer on `x_0D` without tokens, to join its communication; return [0, D]."""
 
     def modules(self) -> Iterator[nn.Module]:
         """Yield the layer and its submodules."""
@@ -70,7 +70,11 @@ class Output(NamedTuple):
 
 
 class ForwardVisit:
-    """The record of one forward of a module with hooks, also if this rank skipped the module."""
+    """The record of one forward of a module with hooks, also if this rank skipped the module.
+
+    `outer` is the record of the enclosing module's forward; None = the outermost module. `forward`
+    is the number of the model's forward.
+    """
 
     __slots__ = (
         "children",
@@ -110,7 +114,7 @@ class ForwardVisit:
         self.outputs: list[Output] = []
 
     def expect_in(self, unit: Unit) -> None:
-        """Record in a unit that this forward, which has no `ForwardRun`, awaits its backward."""
+        """Add this forward, which has no `ForwardRun`, to `pending_backwards` of a unit."""
         unit.pending_backwards.add(self)
 
     @property
@@ -187,7 +191,7 @@ class ForwardRun:
             )
 
     def expect_in(self, unit: Unit) -> None:
-        """Record in a unit that this forward awaits its backward (`pending_backwards`)."""
+        """Add this forward to `pending_backwards` of a unit, until its backward has ended."""
         unit.pending_backwards.add(self)
         self._pending_in.append(unit)
 

@@ -85,7 +85,7 @@ def _count_unsharded_bytes(unit: UnitPlan) -> int:
     """Return the bytes of a unit's buffers of unsharded parameters, with padding."""
     layouts = (layout for layout in unit.layouts if layout.has_buffer)
     return sum(
-        layout.whole_numel // layout.values_per_byte * _get_itemsize(layout.gathers)
+        layout.unsharded_numel // layout.values_per_byte * _get_itemsize(layout.gathers)
         for layout in layouts
     )
 

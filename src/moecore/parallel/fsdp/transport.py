@@ -35,7 +35,7 @@ from moecore.base.torch_private import (
 )
 
 Tensors = list[Tensor]
-Note = Sequence[int]  # a header of `CollectiveHeader`
+RankHeader = Sequence[int]  # a header of `CollectiveHeader`
 
 
 class UnitTransport(Protocol):
@@ -43,11 +43,13 @@ class UnitTransport(Protocol):
 
     host_reads: bool  # whether the host can read messages without a device synchronisation
 
-    def gather(self, regions: Tensors, shards: Tensors, note: Note) -> list[Note]:
+    def gather(
+        self, regions: Tensors, shards: Tensors, rank_header: RankHeader
+    ) -> list[RankHeader]:
         """All-gather each shard [n] into the region [ranks * n] at its index.
 
-        `note` is this rank's header, numbers that ranks compare. Returns the headers of all ranks,
-        or [] if the host cannot read them without a device synchronisation.
+        `rank_header` is this rank's header, numbers that ranks compare. Returns the headers of all
+        ranks, or [] if the host cannot read them without a device synchronisation.
         """
 
     def reduce(self, shards: list[Tensor], regions: list[Tensor]) -> None:
@@ -64,8 +66,10 @@ class CoalescedTransport:
         self._gather, self._reduce = AllgatherOptions(), ReduceScatterOptions()
         self._gather.asyncOp = self._reduce.asyncOp = False
 
-    def gather(self, regions: Tensors, shards: Tensors, note: Note) -> list[Note]:
-        """All-gather shards into regions in one launch; do not send `note`, and return []."""
+    def gather(
+        self, regions: Tensors, shards: Tensors, rank_header: RankHeader
+    ) -> list[RankHeader]:
+        """All-gather shards into regions in one launch; do not send the header, and return []."""
         work = self._group.allgather_into_tensor_coalesced(regions, shards, self._gather)
         if work is not None:
             work.wait()
@@ -84,13 +88,15 @@ class PackedTransport:
     def __init__(self, group: dist.ProcessGroup, device_type: str) -> None:
         self._group, self.host_reads = group, device_type == "cpu"
 
-    def gather(self, regions: Tensors, shards: Tensors, note: Note) -> list[Note]:
-        """All-gather shards and header `note` in one message, and copy the shards to the regions.
+    def gather(
+        self, regions: Tensors, shards: Tensors, rank_header: RankHeader
+    ) -> list[RankHeader]:
+        """All-gather shards and header in one message, and copy the shards to the regions.
 
         Returns the headers of all ranks, or [] if the tensors are not on a CPU.
         """
         header = torch.tensor(
-            note if self.host_reads and not shards[0].is_meta else [],
+            rank_header if self.host_reads and not shards[0].is_meta else [],
             dtype=torch.int64,
             device="cpu",
         )
@@ -100,9 +106,9 @@ class PackedTransport:
         everything = local_bytes.new_empty(ranks * local_bytes.numel())
         all_gather_single(everything, local_bytes, group=self._group)
         sizes = [shard.numel() for shard in shards]
-        *parts, notes = everything.view(ranks, -1).split(sizes, dim=1)
+        *parts, rank_headers = everything.view(ranks, -1).split(sizes, dim=1)
         foreach_copy_([region.view(ranks, -1) for region in regions], parts)
-        return notes.contiguous().view(torch.int64).tolist() if header.numel() else []
+        return rank_headers.contiguous().view(torch.int64).tolist() if header.numel() else []
 
     def reduce(self, shards: list[Tensor], regions: list[Tensor]) -> None:
         """Reduce-scatter the regions in one message, and copy the sums to the shards."""

@@ -50,9 +50,9 @@ from moecore.parallel.fsdp.unit import Unit
 
 
 class UnevenRanks:
-    """Issues collectives of modules that this rank skips. A visit is the record of one forward.
+    """Issues the collectives of modules that this rank skips. A visit records a module's forward.
 
-    The three function arguments are methods of `UnitEngine`.
+    `exchanges` maps MoE layers to experts. Runs and functions are those of `UnitEngine`.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class UnevenRanks:
         self._reshard_if_unused = reshard_if_unused
         self._active = active  # runs whose backward has begun, innermost last
         # Forwards that have begun, innermost last: [0] first forwards, [1] recomputed forwards.
-        self._open: tuple[list[ForwardVisit], list[ForwardVisit]] = [], []
+        self._open_visits: tuple[list[ForwardVisit], list[ForwardVisit]] = [], []
         # Outermost forwards whose backward has not begun.
         self._outermost_visits: list[ForwardVisit] = []
         of_module = defaultdict[nn.Module, list[Unit]](list)
@@ -93,8 +93,8 @@ class UnevenRanks:
         """Forget all recorded forwards and their graph edges."""
         for visit in self._outermost_visits:
             visit.drop_graph()
-        self._open[0].clear()
-        self._open[1].clear()
+        self._open_visits[0].clear()
+        self._open_visits[1].clear()
         self._outermost_visits.clear()
 
     def pre_forward(
@@ -106,7 +106,7 @@ class UnevenRanks:
         forward ran without gradients. `forward` is the number of the outermost forward.
         """
         node = self._nodes[module]
-        opened = self._open[is_recompute]
+        opened = self._open_visits[is_recompute]
         if unit is node.units[-1]:  # whose hook runs first
             outer = opened[-1] if opened else None
             if outer is not None and outer.node is not node.parent:
@@ -132,7 +132,7 @@ class UnevenRanks:
         self, unit: Unit, module: nn.Module, *, is_recompute: bool, has_failed: bool
     ) -> None:
         """Record a forward's end; if it succeeded, issue collectives of skipped last submodules."""
-        opened = self._open[is_recompute]
+        opened = self._open_visits[is_recompute]
         if not opened or module is not opened[-1].node.module:
             return
         if unit is opened[-1].node.units[0]:  # whose hook runs first: all units are in use
@@ -176,7 +176,7 @@ class UnevenRanks:
         visit.outputs.clear()
 
     def _join_skipped_modules(self, outer: ForwardVisit, number: int) -> None:
-        """Issue the forward collectives of skipped children of `outer` before index `number`."""
+        """Issue the forward collectives of skipped children of `outer` with an index < `number`."""
         if outer.joins:
             for node in outer.node.children[outer.next : number]:
                 self._join_skipped_forward(node, outer)

@@ -63,7 +63,18 @@ class UnitOptions:
 class Unit:
     """Parameters that are unsharded, resharded and reduced together, like `FSDPParamGroup`.
 
-    The parameters have one dtype and mesh. The unit also has the modules whose forward uses them.
+    The parameters have one dtype and mesh.
+
+    Args:
+        modules: the modules whose forward uses the parameters.
+        params: the parameters.
+        layout: offsets of the parameters in the flat shard and the unsharded buffer.
+        format: conversion of shards to the values that are all-gathered.
+        shard_group: ranks over which the parameters are sharded; None = they are not sharded.
+        replicas: groups over which gradients are all-reduced after the reduce-scatter.
+        options: name, dtypes, divisor and strategy.
+        streams: streams for the all-gathers and reductions of the model's units.
+        device_type: "cuda" or "cpu".
     """
 
     def __init__(
@@ -107,10 +118,12 @@ class Unit:
         )
         self._unshard_mark = streams.mark()
         self._views: UnitViews | None = None
-        self._counting: list[Tensor] = []  # tensors whose versions autograd checks
-        self._current: list[int] = []  # their versions while the unit's values are in the buffer
-        self._overwritten: list[int] = []  # their versions while the unit is SHARDED
-        self._versions: list[int] = []  # of the shards at the last all-gather
+        self._versioned_tensors: list[Tensor] = []  # tensors whose versions autograd checks
+        self._unsharded_versions: list[
+            int
+        ] = []  # their versions while the unit's values are in the buffer
+        self._resharded_versions: list[int] = []  # their versions while the unit is SHARDED
+        self._shard_versions: list[int] = []  # of the shards at the last all-gather
         self.buffer: Buffer[Unit] | None = None  # None = this rank's shards are unsharded
 
     @property
@@ -156,14 +169,14 @@ class Unit:
         if self.state is State.SHARDED or self.buffer is None:
             # In-place operations of a DTensor do not change the version of its local tensor.
             return [sum_versions(param.sharded, param.shard) for param in self.params]
-        return self._versions
+        return self._shard_versions
 
     def refresh(self) -> None:
-        """Adopt the modules' current sharded parameters if SHARDED, and copy `requires_grad`."""
+        """If SHARDED, read the modules' current sharded parameters; call `sync_requires_grad`."""
         if self.state is State.SHARDED:
             changed = [param.refresh() for param in self.params]
             if any(changed) and self.buffer is None:
-                self._counting.clear()
+                self._versioned_tensors.clear()
         self.sync_requires_grad()
 
     def sync_requires_grad(self) -> None:
@@ -181,7 +194,7 @@ class Unit:
         if self.state is not State.SHARDED:
             return
         self._take_buffer()
-        self._versions = self.versions()
+        self._shard_versions = self.versions()
         # Selective checkpointing must see equal operations in forward and in recomputation, but
         # only one of the two may need this all-gather.
         with (
@@ -194,7 +207,7 @@ class Unit:
 
     def _all_gather(self) -> None:
         """Fill the buffer on the all-gather stream, and create unsharded parameters if needed."""
-        if not self._counting:
+        if not self._versioned_tensors:
             self._make_unsharded()
             self._streams.sync_gather_stream()  # new memory: the current stream may still use it
         if self.buffer is not None and self._views is not None:
@@ -202,7 +215,7 @@ class Unit:
                 self.buffer.mark.wait()
                 self._fill_buffer(self._views)
                 self._unshard_mark.set()
-        set_versions(self._counting, self._current)
+        set_versions(self._versioned_tensors, self._unsharded_versions)
 
     def can_unshard(self) -> bool:
         """Whether a prefetch may take the shared buffer; not from a unit in use or UNSHARDING."""
@@ -220,7 +233,7 @@ class Unit:
             self.state = State.UNSHARDED
 
     def register_params(self, *, unsharded: bool) -> None:
-        """Register the unsharded (or the sharded) parameters on the modules, if UNSHARDED."""
+        """Register unsharded (False: sharded) parameters on the modules; no-op if not UNSHARDED."""
         if self.state is State.UNSHARDED:
             register_params(self.params, unsharded=unsharded)
 
@@ -232,7 +245,7 @@ class Unit:
         if self.state is State.UNSHARDING:
             self._unshard_mark.wait()
         if self.buffer is not None:
-            set_versions(self._counting, self._overwritten)
+            set_versions(self._versioned_tensors, self._resharded_versions)
             self.buffer.mark.set()
             self.buffer.holder = None
         self.state = State.SHARDED
@@ -274,17 +287,17 @@ class Unit:
                 flat = self.buffer.flat(self.device)
                 layout = self._layout
                 self._views = make_views(
-                    self.params, flat, layout.whole_numel, layout.values_per_byte
+                    self.params, flat, layout.unsharded_numel, layout.values_per_byte
                 )
                 data = self._views.parameters
-            self._counting = self._format.make_unsharded(self.params, data)
+            self._versioned_tensors = self._format.make_unsharded(self.params, data)
         for index, param in enumerate(self.params):
             setattr(param.unsharded, SINK, partial(self.gradients.make_sink, index))
-        self._current = [sum_versions(tensor) for tensor in self._counting]
-        self._overwritten = [n + 1 for n in self._current]
+        self._unsharded_versions = [sum_versions(tensor) for tensor in self._versioned_tensors]
+        self._resharded_versions = [n + 1 for n in self._unsharded_versions]
 
     def _fill_buffer(self, views: UnitViews) -> None:
-        """Convert this rank's shards and all-gather them into the buffer, on the current stream."""
+        """Convert and all-gather the shards into the buffer `views`, on the current stream."""
         params = self.params
         self._format.fill(params, views.local)
         if self._transport is None:
@@ -312,7 +325,7 @@ class CollectiveHeader:
     def __init__(self, root: nn.Module, units: Sequence[Unit], device_type: str) -> None:
         self._root, self._device_type = root, device_type
         self._index = {unit: index for index, unit in enumerate(units)}
-        self._of_forward = [0, 0, 0, 0]
+        self._forward_numbers = [0, 0, 0, 0]
         names = [unit.options.name for unit in units]
         self._describe: dict[str, Callable[[int], str]] = {
             "the unit": names.__getitem__,
@@ -332,7 +345,7 @@ class CollectiveHeader:
         if torch.is_autocast_enabled(self._device_type):
             autocast = torch.get_autocast_dtype(self._device_type)
         is_open = progress is not None and progress.is_open
-        self._of_forward = [
+        self._forward_numbers = [
             torch.is_grad_enabled(),
             self._root.training,
             DTYPES.index(autocast),
@@ -340,9 +353,13 @@ class CollectiveHeader:
         ]
 
     def of(self, unit: Unit) -> list[int]:
-        """Return the numbers of this rank's header for the all-gather of a unit."""
+        """Return this rank's header for a unit's all-gather: numbers that ranks compare."""
         trained = bytes(param.sharded.requires_grad for param in unit.params)
-        return [self._index[unit], *self._of_forward, (sum(trained) << 32) + zlib.crc32(trained)]
+        return [
+            self._index[unit],
+            *self._forward_numbers,
+            (sum(trained) << 32) + zlib.crc32(trained),
+        ]
 
     def check(self, unit: Unit, headers: Sequence[Sequence[int]], group: dist.ProcessGroup) -> None:
         """Raise a ValueError on all ranks of a group if their `headers` for a unit differ."""

@@ -44,7 +44,9 @@ def find_units(model: nn.Module, options: FSDPOptions) -> Units:
     """Return the modules of each unit (FSDP2's parameter group), after MoE blocks were replaced."""
     blocks = find_blocks(model)
     layers = [m for m in model.modules() if isinstance(m, RoutedLayer)]
-    stacks = [_list_layers(stack) for stack in _group_blocks(model, blocks, max(len(blocks), 1))]
+    stacks = [
+        _list_moe_layers(stack) for stack in _group_blocks(model, blocks, max(len(blocks), 1))
+    ]
     in_blocks = {layer for stack in stacks for layer in stack}
     stacks.append([m for m in layers if m not in in_blocks])
     groups = _group_blocks(model, blocks, options.blocks_per_unit)
@@ -75,10 +77,10 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     # An entry that shares a parameter with a module outside of it (an embedding tied to the head)
     # is no block and belongs to the root unit, because two units would train two copies.
     blocks: list[nn.Module] = []
-    is_dense = not _list_layers([model])
+    is_dense = not _list_moe_layers([model])
 
     def visit(module: nn.Module) -> None:
-        if not is_dense and not _list_layers([module]):
+        if not is_dense and not _list_moe_layers([module]):
             return
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
             for child in module.children():
@@ -237,7 +239,7 @@ def _separate_routers(layers: list[RoutedLayer], options: FSDPOptions) -> list[l
     return list(of_dtype.values())
 
 
-def _list_layers(blocks: list[nn.Module]) -> list[RoutedLayer]:
+def _list_moe_layers(blocks: list[nn.Module]) -> list[RoutedLayer]:
     """Return the MoE layers in the blocks."""
     return [m for block in blocks for m in block.modules() if isinstance(m, RoutedLayer)]
 
@@ -247,7 +249,7 @@ def _list_first_modules(blocks: list[nn.Module], first_routers: set[nn.Module]) 
 
     `first_routers` has the first router of each router unit.
     """
-    layers = _list_layers(blocks)
+    layers = _list_moe_layers(blocks)
     parts = [m.get_part("router") for m in layers if m.get_part("router") in first_routers]
     return [*parts, *(m.get_part("experts") for m in layers)]
 

@@ -44,11 +44,11 @@ WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, DataParallel)
 def check_request(model: nn.Module, request: Request) -> None:
     """Raise a ValueError or NotImplementedError if options, meshes or model do not fit."""
     _check_arguments(request)
-    _check_fresh(model)
+    _check_model_is_plain(model)
     _check_degrees(model, request)
     _check_context(model, request)
     _check_indexers(model, request)
-    _check_head(model, request)
+    _check_fp8_head(model, request)
 
 
 def check_stages(
@@ -88,7 +88,7 @@ def check_layers(model: nn.Module, layers: Mapping[str, RoutedLayer], request: R
     if request.meshes.parallel.tp > 1 and not is_tp_sharded(model):
         request.family.check_tensor_parallel(model, request.meshes.parallel.tp)
     if not layers:
-        _check_dense(request)
+        _check_without_moe_layers(request)
     owners: dict[nn.Module, str] = {}
     for name, layer in layers.items():
         first = owners.setdefault(layer.get_part("experts"), name)
@@ -107,7 +107,7 @@ def check_layers(model: nn.Module, layers: Mapping[str, RoutedLayer], request: R
                 f"{name}: parameters of experts must not be shared with another module, because "
                 "experts live on a mesh of their own: untie them"
             )
-        _check_compute(name, layer, request)
+        _check_layer_compute(name, layer, request)
     _check_routers(layers, is_tied, request.fsdp)
 
 
@@ -167,7 +167,7 @@ def _warn_about_dispatch(dispatch: DispatchOptions, p: ParallelConfig) -> None:
             )
 
 
-def _check_fresh(model: nn.Module) -> None:
+def _check_model_is_plain(model: nn.Module) -> None:
     """Raise a ValueError if the model is already sharded or wrapped, or has gradient hooks."""
     for name, module in model.named_modules():
         owner = f"{name or 'model'} ({type(module).__name__})"
@@ -204,7 +204,7 @@ def _check_fresh(model: nn.Module) -> None:
 
 
 def _check_degrees(model: nn.Module, request: Request) -> None:
-    """Raise a ValueError if options exclude pp or tp, NotImplementedError if the model lacks tp."""
+    """Raise a ValueError if options do not fit the degrees; NotImplementedError without tp code."""
     p = request.meshes.parallel
     if p.pp > 1 and request.pipeline is None:
         raise ValueError(
@@ -273,7 +273,7 @@ def _check_graphs(model: nn.Module, request: Request) -> None:
 
 
 def _check_context(model: nn.Module, request: Request) -> None:
-    """If cp is used, raise a ValueError for wrong options, NotImplementedError without support."""
+    """If cp > 1 or dynamic, raise a ValueError for options, NotImplementedError without cp code."""
     cp, dynamic = request.meshes.parallel.cp, "ContextOptions.dynamic (True)"
     if cp == 1 and not request.is_dynamic:
         if request.context is not None:
@@ -317,7 +317,7 @@ def _check_indexers(model: nn.Module, request: Request) -> None:
         )
 
 
-def _check_head(model: nn.Module, request: Request) -> None:
+def _check_fp8_head(model: nn.Module, request: Request) -> None:
     """Raise a ValueError if `Precision.fp8_head` is set and the head cannot run in FP8."""
     precision, p = request.precision, request.meshes.parallel
     if precision is None or not precision.fp8_head:
@@ -338,8 +338,8 @@ def _check_head(model: nn.Module, request: Request) -> None:
             )
 
 
-def _check_dense(request: Request) -> None:
-    """Raise a ValueError if ep or etp is > 1 for a model in which no MoE layer was found."""
+def _check_without_moe_layers(request: Request) -> None:
+    """Raise a ValueError if ep or etp is > 1, and warn about MoE options: there is no MoE layer."""
     p = request.meshes.parallel
     if p.ep * p.etp > 1:
         raise ValueError(
@@ -386,8 +386,8 @@ def _check_experts(name: str, layer: RoutedLayer, meshes: Meshes) -> None:
             )
 
 
-def _check_compute(name: str, layer: RoutedLayer, request: Request) -> None:
-    """Raise a ValueError if backend, recipe or configuration do not support MoE layer `name`."""
+def _check_layer_compute(name: str, layer: RoutedLayer, request: Request) -> None:
+    """Raise a ValueError if MoE layer `name` does not support the request's backend or recipe."""
     experts, backend = layer.get_part("experts"), request.expert_backend
     recipe = request.find_recipe(name, layer, "experts")
     recompute_fc1 = "expert_fc1" in request.memory.parts
@@ -395,11 +395,11 @@ def _check_compute(name: str, layer: RoutedLayer, request: Request) -> None:
     check_backend(backend, request.make_expert_spec(layer, recipe))
     shared = request.find_recipe(name, layer, "shared_experts")
     if isinstance(layer.get_part("shared"), SharedExpert) and shared is not None:
-        _check_shared(name, layer.get_part("shared"), shared)
+        _check_fp8_shared_experts(name, layer.get_part("shared"), shared)
     layer.check_config(name, request.make_config(layer))
 
 
-def _check_shared(name: str, shared: SharedExpert, recipe: Recipe) -> None:
+def _check_fp8_shared_experts(name: str, shared: SharedExpert, recipe: Recipe) -> None:
     """Raise a ValueError if the shared experts of layer `name` cannot run in a recipe's FP8."""
     problem = find_weight_problem(shared.w1, recipe) or find_weight_problem(shared.w2, recipe)
     if recipe.amax_history:

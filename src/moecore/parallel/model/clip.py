@@ -23,7 +23,7 @@ from moecore.base.streams import copy_to_device
 from moecore.base.torch_private import foreach_mul_, foreach_norm, get_local_tensor, mark
 from moecore.parallel.model.parallel_state import find_argument_difference, find_staged_module
 from moecore.parallel.model.parameter_guards import refuse_added
-from moecore.parallel.pipeline.stage_replicas import AllStages, lay_out_as_parameter
+from moecore.parallel.pipeline.stage_replicas import AllStages, redistribute_grad
 
 
 class GradientNorm:
@@ -127,12 +127,13 @@ def clip_grad_norm_(model: nn.Module, max_norm: MaxNorm | None) -> GradientNorm:
 def unscale_and_clip_(
     model: nn.Module, max_norm: float, loss_scale: Tensor | None, *, is_wrong: Tensor | None = None
 ) -> GradientNorm:
-    """Divide gradients by the loss scale, then clip them as `clip_grad_norm_` does.
+    """Divide gradients by the loss scale, clip them in place, and return the norm before clipping.
 
     Args:
         model: a parallelized or plain model, the same on every rank.
         max_norm: a positive number; `math.inf` = only measure.
-        loss_scale: fp32 scalar on the device; None = 1. With a scale no warning is printed.
+        loss_scale: fp32 scalar on the device; None = 1. With a scale no warning is printed. The
+            norm is that of unscaled gradients.
         is_wrong: device bool, True if this rank's gradients must not be used. If it is True on any
             rank, the norm is nan on every rank.
     """
@@ -194,7 +195,7 @@ def _can_skip(optimizer: torch.optim.Optimizer) -> bool:
 def _check_optimizers(
     optimizers: Sequence[torch.optim.Optimizer], params: list[tuple[str, nn.Parameter]]
 ) -> None:
-    """Raise a ValueError if a parameter with a gradient is in no optimizer."""
+    """Raise a ValueError if a named parameter in `params` has a gradient and no optimizer."""
     optimizer_params = {
         p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
     }
@@ -208,7 +209,7 @@ def _check_optimizers(
 
 
 def _list_trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return names and parameters that may have a gradient, equal on all ranks of a stage."""
+    """Return (name, parameter) of all that may have a gradient, equal on a stage's ranks."""
     # A parameter without a gradient counts as 0. A parameter that was frozen after backward still
     # has a gradient, and optimizers update it.
     return [(n, p) for n, p in model.named_parameters() if p.requires_grad or p.grad is not None]
@@ -225,7 +226,7 @@ def _measure_norm(
     `is_wrong` is a device bool; True on any rank makes the norm nan. `stages` None = no pipeline.
     """
     for _, param in params:
-        lay_out_as_parameter(param)
+        redistribute_grad(param)
     names = [n for n, _ in params]
     squares = _sum_squares(names, [p for _, p in params], stages, is_wrong)
     if loss_scale is not None:
@@ -267,7 +268,7 @@ def _sum_squares(
 
 
 def _compute_local_norms(params: list[nn.Parameter]) -> list[Tensor]:
-    """Return the L2 norm of each local gradient in at least fp32; 0 without a gradient."""
+    """Return each local gradient's L2 norm, 0-dim, all fp32 or all fp64; 0 without a gradient."""
     zero = torch.zeros((), dtype=torch.float32, device=get_local_tensor(params[0]).device)
     norms = [zero] * len(params)
     of_dtype: dict[torch.dtype, dict[int, Tensor]] = {}
@@ -302,7 +303,7 @@ def _scale_gradients(
 ) -> None:
     """Clip and unscale all gradients in place, or set all to None if one is not finite.
 
-    Host sync.
+    `loss_scale` None = 1, and a warning names the gradients that are not finite. Host sync.
     """
     if norm.non_finite:
         if loss_scale is None:

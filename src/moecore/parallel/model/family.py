@@ -55,7 +55,7 @@ class Family(Protocol):
         return copy, self.swap_blocks(copy, adapters)
 
     def prepare(self, model: nn.Module) -> None:
-        """Change a model in place after its MoE blocks were replaced and before it is sharded."""
+        """Apply other model-specific changes in place, after `swap_blocks` and before sharding."""
         return
 
     def set_dtypes(self, model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
@@ -150,7 +150,7 @@ class Family(Protocol):
 
 
 def has_rows(inputs: Mapping[str, Any], *names: str) -> bool:
-    """Whether none of the named forward arguments is an empty tensor."""
+    """Whether no argument among `names` is an empty tensor; absent arguments do not count."""
     values = (inputs.get(name) for name in names)
     return all(value.numel() > 0 for value in values if isinstance(value, Tensor))
 
@@ -172,7 +172,7 @@ class ContextParallelModel(Protocol):
     """
 
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
-        """Return the options with a chosen `way` for the model's heads.
+        """Return the options with a chosen `way` (a2a, p2p or both) for the model's heads.
 
         Raises a ValueError if the number of heads does not allow cp and tp.
         """
@@ -189,4 +189,4 @@ class DynamicContextModel(Protocol):
         """Return the options with a chosen `way`, see `ContextParallelModel`."""
 
     def apply_context_groups(self, groups: Mapping[int, ContextParallel]) -> None:
-        """Set the `ContextParallel` for each cp > 1 that a forward can have."""
+        """Set {cp degree: `ContextParallel`} for each cp > 1 that a forward can have."""

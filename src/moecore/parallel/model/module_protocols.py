@@ -31,11 +31,11 @@ def act_as_modules(model: nn.Module) -> None:
     for module in model.modules():  # every module, because wrappers read attributes of submodules
         vars(module)["__deepcopy__"] = partial(_deepcopy, module)
         vars(module)["__reduce_ex__"] = partial(_reduce_for_copy, module)
-        module.register_load_state_dict_pre_hook(_take_shards)
+        module.register_load_state_dict_pre_hook(_replace_by_shards)
 
 
 @torch.no_grad()
-def _take_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _replace_by_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Replace a module's unsharded tensors in a state dict by this rank's shards.
 
     This is a load_state_dict pre-hook. No communication.
@@ -65,7 +65,7 @@ def _deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _copy_param(param: nn.Parameter) -> nn.Parameter:
-    """Return a copy of a parameter, with its `requires_grad` but without its gradient."""
+    """Return a copy of a parameter's data and `requires_grad`, without its gradient."""
     return nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
 
 
@@ -83,7 +83,7 @@ class _ShallowConstructor:
 
 
 def _reduce_for_copy(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
-    """Return a module's `__reduce_ex__` result, which `copy.copy` accepts and `pickle` refuses."""
+    """Return a module's `__reduce_ex__` tuple; `copy.copy` accepts it, `pickle` raises."""
     reduction: Any = type(module).__reduce_ex__(module, max(protocol, 2))
     module_state = {name: value for name, value in reduction[2].items() if name != "__reduce_ex__"}
     return _ShallowConstructor(), reduction[1], module_state
@@ -177,7 +177,10 @@ def init_modules(model: nn.Module, *, seed: Seed = 0, std: PositiveOrZero = 0.02
 
 
 def _reset_module(module: nn.Module, name: str, seed: int, std: float) -> None:
-    """Initialise an unsharded copy of module `name`, submodules first, and copy local shards."""
+    """Initialise an unsharded copy of `module`, and copy this rank's shards to the module.
+
+    Its name, `seed` and `std` determine the values.
+    """
     copies: Any = copy_modules(module, _make_empty_parameter, unwrapped=True)
     for inner, path in reversed([(m, n) for n, m in module.named_modules()]):
         twin, key = copies[inner], clean_name(f"{name}.{path}".strip("."))

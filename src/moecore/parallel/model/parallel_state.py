@@ -24,7 +24,7 @@ from moecore.parallel.mesh import DomainGroups
 from moecore.parallel.model.request import Request
 from moecore.parallel.pipeline.layout import PipelineLayout, Stage
 from moecore.parallel.pipeline.run import Pipeline, StageOffload
-from moecore.parallel.pipeline.stage_replicas import AllStages, lay_out_as_parameter
+from moecore.parallel.pipeline.stage_replicas import AllStages, redistribute_grad
 
 PARALLEL_STATE = "_moecore_parallel_state"  # attribute of a parallelized model
 
@@ -61,7 +61,7 @@ class ParallelState:
         return [pool for pool in (self.exchanges, self.ep_groups) if pool is not None]
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """Return the model's blocks, such as decoder layers, by the names in the plan."""
+        """Return the modules of `model` that are blocks in the plan, such as decoder layers."""
         return [model.get_submodule(name) for name in self.plan.blocks]
 
 
@@ -152,7 +152,7 @@ def find_staged_module(model: nn.Module) -> tuple[nn.Module, AllStages | None]:
 
 @torch.no_grad()
 def all_reduce_stage_copies(model: nn.Module) -> None:
-    """All-reduce the gradients of parameters that several pipeline stages have, in place.
+    """Sum the gradients of each parameter that several pipeline stages share, in place.
 
     Collective, no host sync.
     """
@@ -164,7 +164,7 @@ def all_reduce_stage_copies(model: nn.Module) -> None:
         param = named[name]
         if not param.requires_grad:
             continue
-        lay_out_as_parameter(param)
+        redistribute_grad(param)
         if param.grad is None:
             param.grad = torch.zeros_like(param)
         part = get_local_tensor(param.grad)

@@ -61,7 +61,10 @@ def refuse_added(model: nn.Module) -> None:
 def refuse_earlier_optimizer(
     model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None
 ) -> None:
-    """Raise a ValueError if an optimizer has only parameters from before `parallelize_moe`."""
+    """Raise a ValueError if an optimizer has only parameters from before `parallelize_moe`.
+
+    `optimizer` None = no check.
+    """
     optimizers = optimizer if isinstance(optimizer, Sequence) else [optimizer] if optimizer else []
     params_of = [{p for group in o.param_groups for p in group["params"]} for o in optimizers]
     model_params = set(model.parameters())
@@ -72,7 +75,7 @@ def refuse_earlier_optimizer(
 
 
 def mark_replaced(params: Iterable[nn.Parameter]) -> None:
-    """Mark replaced parameters: the step of an optimizer that has one raises a ValueError."""
+    """Mark replaced parameters; later steps of optimizers that have one raise a ValueError."""
     _watch_optimizers()
     for param in params:
         setattr(param, REPLACED, True)

@@ -72,7 +72,7 @@ def choose_dispatcher(request: Request) -> tuple[str, str]:
     if name != "auto":
         return name, "asked for"
     if problem is not None:
-        return "alltoall", f"'nvlink' {_drop_fix(problem)}"
+        return "alltoall", f"'nvlink' {_remove_fix(problem)}"
     return "auto", "'nvlink' if all GPUs of the group reach each other's memory, else 'alltoall'"
 
 
@@ -90,7 +90,7 @@ def resolve_dispatcher(model: nn.Module, state: ParallelState) -> None:
         state.domains = make_domain_groups(meshes)
         problem = find_problem(state.domains.inside, meshes.device_type)
         state.stores_in = state.domains.inside if problem is None else None
-        inside = "'nvlink'" if problem is None else "'alltoall': 'nvlink' " + _drop_fix(problem)
+        inside = "'nvlink'" if problem is None else "'alltoall': 'nvlink' " + _remove_fix(problem)
         plan = replace(plan, dispatcher_reason=f"asked for; inside of a domain {inside}")
     if plan.dispatcher == "nccl_ep":
         problem = nccl_ep.find_problem(group, meshes.device_type)
@@ -110,14 +110,14 @@ def resolve_dispatcher(model: nn.Module, state: ParallelState) -> None:
         elif request.dispatch.name == "nvlink":
             raise ValueError(f"DispatchOptions.name ('nvlink') {problem}")
         else:
-            reason = f"'nvlink' {_drop_fix(problem)}"
+            reason = f"'nvlink' {_remove_fix(problem)}"
             plan = replace(plan, dispatcher="alltoall", dispatcher_reason=reason)
     if request.dispatch.name == "auto" and dist.get_rank() == 0:
         logger.info("dispatcher 'auto' is %r: %s", plan.dispatcher, plan.dispatcher_reason)
     state.plan = plan
 
 
-def _drop_fix(problem: str) -> str:
+def _remove_fix(problem: str) -> str:
     """Return an error text without the fix after ": "."""
     return problem.partition(": ")[0]
 
@@ -148,7 +148,7 @@ def apply_layers(model: nn.Module, state: ParallelState) -> None:
         recipes = dict(layer_plan.recipes)
         layer.tracker.reset()  # forwards before `parallelize_moe` do not count
         layer.set_config(request.make_config(layer))
-        _set_experts(name, layer, request, recipes["experts"])
+        _set_expert_backend(name, layer, request, recipes["experts"])
         placement = _make_placement(layer.config.num_experts, request, (number, name))
         layer.dispatcher = _make_dispatcher(layer.config.num_experts, placement, state)
         peers = state.exchanges if state.domains is None else None  # only if it has all ranks
@@ -168,7 +168,7 @@ def apply_layers(model: nn.Module, state: ParallelState) -> None:
 def _scale_nvlink_options(
     options: NVLinkOptions | None, domains: DomainGroups | None
 ) -> NVLinkOptions | None:
-    """Return the options with `max_tokens` times the number of domains; unchanged without any."""
+    """Return the options with `max_tokens` times the number of domains; None = no change."""
     if domains is None:
         return options
     options, num_domains = options or NVLinkOptions(), domains.across.size()
@@ -177,8 +177,10 @@ def _scale_nvlink_options(
     return replace(options, max_tokens=max_tokens, overlap_weight_grads=False)
 
 
-def _set_experts(name: str, layer: RoutedLayer, request: Request, recipe: Recipe | None) -> None:
-    """Set the backend and FP8 recipe of a layer's experts; log why FP8 is not used."""
+def _set_expert_backend(
+    name: str, layer: RoutedLayer, request: Request, recipe: Recipe | None
+) -> None:
+    """Set backend and FP8 recipe (None = no FP8) of a layer's experts; log why FP8 is not used."""
     recompute_fc1 = "expert_fc1" in request.memory.parts
     layer.get_part("experts").set_backend(
         request.expert_backend, recompute_fc1=recompute_fc1, recipe=recipe
@@ -208,7 +210,7 @@ def _make_placement(
 def _make_dispatcher(
     num_experts: int, placement: ExpertPlacement | None, state: ParallelState
 ) -> Dispatcher:
-    """Create the dispatcher for a layer's expert placement."""
+    """Create a layer's dispatcher; `placement` None = this rank has all experts."""
     if placement is None:
         return LocalDispatcher(num_experts)
     if state.domains is None:

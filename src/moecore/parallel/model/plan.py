@@ -95,7 +95,7 @@ def has_unsharded_experts(meshes: Meshes) -> bool:
 
 
 def _make_layer_plan(name: str, layer: RoutedLayer, request: Request) -> LayerPlan:
-    """Describe one MoE layer for the plan."""
+    """Return the `LayerPlan` of the MoE layer `name`."""
     config = layer.config
     return LayerPlan(
         name=name,
@@ -240,7 +240,7 @@ class _PlanBuilder:
         ]
 
     def _get_first_use(self, unit: nn.Module) -> tuple[int, int]:
-        """Return the key that sorts units, given as first modules, by first use in forward."""
+        """Return the sort key of a unit, given as its first module, by first use in forward."""
         places = self.places
         for group in self.model_units.first_use:
             if unit in group and unit is not self.model:
@@ -250,7 +250,7 @@ class _PlanBuilder:
     def _plan_unit(
         self, first: nn.Module, forward: Iterable[nn.Module], backward: Iterable[nn.Module]
     ) -> UnitPlan:
-        """Return the plan of the unit with first module `first`, which prefetches these modules."""
+        """Return the plan of `first`'s unit; it prefetches the units `forward` and `backward`."""
         options = self.options
         role, modules, owned = self.owned[first]
         mesh: View = "expert" if role == "experts" else "dense"
@@ -389,7 +389,7 @@ def _find_fp8_parameters(
     linears: Mapping[str, Recipe],
     request: Request,
 ) -> Iterator[tuple[nn.Parameter, Recipe]]:
-    """Yield (parameter, recipe) for the weights that all their products can read in FP8."""
+    """Yield (parameter, recipe) for weights that only FP8 products with this recipe read."""
     p = request.meshes.parallel
     for name, layer in layers.items():
         recipe = _select_gatherable(request.find_recipe(name, layer, "experts"))
@@ -402,7 +402,7 @@ def _find_fp8_parameters(
                 )
             for attribute in (experts.layout.w1, experts.layout.w2):  # no adapters
                 param = getattr(experts, attribute)
-                _check_pairs(name, experts, param, recipe, request.meshes)
+                _check_byte_pairs(name, experts, param, recipe, request.meshes)
                 yield param, recipe
         shared = layer.get_part("shared")
         recipe = _select_gatherable(request.find_recipe(name, layer, "shared_experts"))
@@ -414,7 +414,7 @@ def _find_fp8_parameters(
             yield cast(nn.Parameter, module.weight), recipe
 
 
-def _check_pairs(
+def _check_byte_pairs(
     name: str, experts: Experts, param: nn.Parameter, recipe: Recipe, meshes: Meshes
 ) -> None:
     """Raise a ValueError for layer `name` if "nvfp4" shards would split a byte of two values."""

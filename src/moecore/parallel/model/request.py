@@ -65,7 +65,10 @@ class Request:
         return self._find_requested_recipe(layer_name, layer, role)
 
     def find_fp8_problem(self, layer_name: str, layer: RoutedLayer) -> str | None:
-        """Return why FP8 would not make a layer's experts faster, if `Precision.only_faster`."""
+        """Return why FP8 would not make a layer's experts faster.
+
+        None = FP8 is faster or not requested, or `Precision.only_faster` is not set.
+        """
         recipe = self._find_requested_recipe(layer_name, layer, "experts")
         if recipe is None or self.precision is None or not self.precision.only_faster:
             return None
@@ -74,7 +77,7 @@ class Request:
     def _find_requested_recipe(
         self, layer_name: str, layer: RoutedLayer, role: Role
     ) -> Recipe | None:
-        """Return the recipe that `precision` selects for "experts" or "shared_experts", or None."""
+        """Return the recipe that `precision` selects for a role of a layer; None = no recipe."""
         if self.precision is None:
             return None
         part = layer.get_part_name("experts" if role == "experts" else "shared")
@@ -86,7 +89,7 @@ class Request:
         return self.context is not None and self.context.dynamic
 
     def context_options(self, model: Any) -> dict[int, ContextOptions]:
-        """Return {cp: context options} with a chosen method for each cp > 1 that can occur."""
+        """Return {cp: options with a chosen `way`} for each cp > 1 that a forward can have."""
         p, options, sizes = self.meshes.parallel, self.context or ContextOptions(), []
         if self.is_dynamic:
             ranks = self.meshes.data_ranks
@@ -104,7 +107,7 @@ class Request:
         return replace(config, **moe)
 
     def make_expert_spec(self, layer: RoutedLayer, recipe: Recipe | None) -> ExpertSpec:
-        """Return the local shapes, dtypes and recipe of a layer's experts, which select kernels."""
+        """Return this rank's shapes, dtypes and recipe (None = no FP8) of a layer's experts."""
         experts: Experts = layer.get_part("experts")
         return experts.make_spec(
             dim=layer.config.expert_dim,

@@ -89,9 +89,10 @@ def _make_unit(
     streams: UnitStreams,
     join: Callable[..., DeviceMesh],
 ) -> Unit:
-    """Create a unit and shard its parameters for one layout of the unit's plan.
+    """Create the unit of one layout of a unit plan, which shards the layout's parameters.
 
-    `owners` is the result of `_find_owners`. `join` concatenates device meshes.
+    `modules` are the unit's modules, `owners` the result of `_find_owners`. `join` concatenates
+    device meshes.
     """
     mesh = get_data_mesh(unit_plan, meshes)
     gather_dtype = _get_dtype(unit_plan.gather_dtype)
@@ -130,7 +131,7 @@ def _make_unit(
 
 
 def get_data_mesh(unit: UnitPlan, meshes: Meshes) -> DeviceMesh | None:
-    """Return the mesh (replicate, shard) of a unit's data ranks; None = only one rank has it."""
+    """Return a unit's mesh (replicate, shard); None = each expert is on one rank only."""
     if unit.mesh == "dense":
         return meshes.dense_fsdp
     return None if has_unsharded_experts(meshes) else meshes.expert_fsdp

@@ -30,7 +30,7 @@ from moecore.base.tables import format_columns
 
 MAX_LETTERS = 2**16  # limit of an expanded layout
 NumStages = Annotated[int, Bound(">=", 1), Bound("<=", MAX_LETTERS)]
-FewOrNone = Annotated[int, Bound(">=", 0), Bound("<=", MAX_LETTERS)]
+NumMTPLayers = Annotated[int, Bound(">=", 0), Bound("<=", MAX_LETTERS)]
 TOKEN = re.compile(r"[EtmL|()]|\*[0-9]+")
 
 
@@ -117,7 +117,7 @@ class LayoutCosts(CheckedRecord):
             yield "bound", f"be of layers 1 to {len(self.layers) - 1}: leave the others out"
 
     def sum_stages(self, layout: PipelineLayout) -> tuple[float, ...]:
-        """Return the cost of each stage."""
+        """Return the cost of each stage of a layout, in the unit of the fields."""
         return tuple(
             self.embedding * stage.embedding
             + sum(self.layers[layer] for layer in stage.layers)
@@ -128,7 +128,7 @@ class LayoutCosts(CheckedRecord):
 
 
 def parse_layout(
-    text: str, *, num_layers: NumStages, num_mtp_layers: FewOrNone = 0
+    text: str, *, num_layers: NumStages, num_mtp_layers: NumMTPLayers = 0
 ) -> PipelineLayout:
     """Parse a layout string such as "Et*3|(tt|)*29m|L"; spaces are ignored.
 
@@ -161,7 +161,7 @@ def even_layout(
     num_layers: NumStages,
     *,
     num_stages: NumStages,
-    num_mtp_layers: FewOrNone = 0,
+    num_mtp_layers: NumMTPLayers = 0,
     bound: frozenset[int] = frozenset(),
 ) -> PipelineLayout:
     """Return a layout with equal numbers of layers per stage; the first stages get the remainder.
@@ -261,7 +261,7 @@ def _make_even_text(
 
 
 def _shorten_text(stages: Sequence[str]) -> str:
-    """Join the stages' letters into a short layout string with repetitions."""
+    """Join each stage's letters, such as "Ettt", into a short layout string with repetitions."""
     short = [re.sub(r"(.)\1{2,}", lambda run: f"{run[1]}*{len(run[0])}", s) for s in stages]
     text = ""
     for stage, run in groupby(short[:-1]):
@@ -293,7 +293,7 @@ def _make_layout(stages: Sequence[str]) -> PipelineLayout:
 
 
 def _format_cell(stage: Stage) -> str:
-    """Return a stage's letters and layer indices, such as "Ettt 0-2"."""
+    """Return a stage's letters and layer indices, such as "Ettt 0-2"; "-" for an empty stage."""
     if not stage.layers:
         return stage.letters or "-"
     first, last = stage.layers[0], stage.layers[-1]

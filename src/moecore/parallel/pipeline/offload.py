@@ -137,7 +137,7 @@ def _fits_timeline(
 ) -> bool:
     """Whether no item of a rank's timeline waits for copies with these offload fractions.
 
-    `seconds` has the time to copy all saved bytes of each stage.
+    `seconds` has the time to copy all saved bytes of a micro-batch, for each stage.
     """
     out = back = 0.0  # times at which the copy engines are free
     before = freed = copies_end = 0.0  # end of the last item, and of the last two items' copies

@@ -103,7 +103,7 @@ def make_order(turns: Turns) -> Iterator[Item]:
 def _make_loop_turns(shape: Shape, *, sizes: Sequence[int], warm_up: int, **options: Any) -> Turns:
     """Return the turns that run rounds of `sizes` micro-batches, each round chunk after chunk.
 
-    `warm_up` and `options` are fields of `Turns`.
+    Stages are assigned round-robin to ranks. `warm_up` and `options` are fields of `Turns`.
     """
 
     def passes(chunks: Sequence[int]) -> list[Pass]:
@@ -145,6 +145,7 @@ def _make_v_turns(shape: Shape, *, num_extra: int = 0, **options: Any) -> Turns:
     """Return the turns of 1F1B for a V: rank r has the stages r and 2 pp - 1 - r.
 
     Stage s runs 2 pp - s forwards before its first backward. Each rank runs `num_extra` more.
+    `options` are other fields of `Turns`.
     """
     pp, _, rank, num_micro_batches = shape
     steady = [0, 1] * num_micro_batches
@@ -160,7 +161,7 @@ def _make_v_turns(shape: Shape, *, num_extra: int = 0, **options: Any) -> Turns:
 
 
 class Rule(NamedTuple):
-    """A schedule's number of chunks (None = any), whether stages form a V, and its turns."""
+    """A schedule: stages per rank (None = any), whether stages form a V, and each rank's turns."""
 
     chunks: int | None
     is_v: bool

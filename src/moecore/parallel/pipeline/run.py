@@ -120,7 +120,8 @@ def run_pipeline(
 def forward_pipeline(pipeline: Pipeline, micro_batches: Sequence[Inputs]) -> Tensor:
     """Run the forwards of all micro-batches without gradients; return their losses, fp32 [n].
 
-    Collective over the pipeline ranks.
+    `micro_batches` are keyword arguments of the model, equal on all stages. Collective over the
+    pipeline ranks.
     """
     for inputs in micro_batches:
         pipeline.model.check_inputs(inputs)
@@ -143,7 +144,10 @@ class _StageForward:
 
 
 class _ScheduleRun:
-    """Runs a schedule once on this rank, and stores the losses."""
+    """Runs a schedule once on this rank, and stores the losses of its micro-batches.
+
+    `run_pipeline` has the arguments. `side_by_side` None = the schedule has no `Overlap`.
+    """
 
     def __init__(
         self,
@@ -171,7 +175,7 @@ class _ScheduleRun:
         self._forward_chunk: Any = None  # the chunk of this item's forward
         self._offloads_last = False  # whether that chunk's last block is offloaded too
         self._losses = torch.zeros(len(micro_batches), dtype=torch.float32, device=pipeline.device)
-        self._do: dict[str, Callable[[Action], Tensor | None]] = {
+        self._run_by_kind: dict[str, Callable[[Action], Tensor | None]] = {
             "F": self._run_forward,
             "B": self._run_backward,
             "D": self._run_input_backward,
@@ -185,7 +189,7 @@ class _ScheduleRun:
         ):
             chunk, self._forward_chunk = self._forward_chunk, None
             self._offloads_last = offloads_last
-            self._bring_back(backward)
+            self._prefetch_offloaded(backward)
             with mark(name_item(item)):
                 for action, result in self._run_item(item):
                     if result is not None:
@@ -194,8 +198,8 @@ class _ScheduleRun:
                 self._offload.free(chunk)
         self._transport.finish()
 
-    def _bring_back(self, backward: Action | None) -> None:
-        """Start to copy a backward's offloaded tensors to the device; None = no next backward."""
+    def _prefetch_offloaded(self, backward: Action | None) -> None:
+        """Start to copy a backward's offloaded tensors to the device; None does nothing."""
         forward = (
             None if backward is None else self._forwards.get((backward.stage, backward.micro_batch))
         )
@@ -205,12 +209,12 @@ class _ScheduleRun:
     def _run_item(self, item: Item) -> list[tuple[Action, Tensor | None]]:
         """Run an item; return each action with the tensor to send, None = nothing to send."""
         if not isinstance(item, Overlap):
-            return [(item, self._do[item.kind](item))]
+            return [(item, self._run_by_kind[item.kind](item))]
         gradient: list[Tensor | None] = []
         assert self._side_by_side is not None, "forwards alone are beside nothing"
         output = self._side_by_side(
             lambda: self._run_forward(item.forward),
-            lambda: gradient.append(self._do[item.backward.kind](item.backward)),
+            lambda: gradient.append(self._run_by_kind[item.backward.kind](item.backward)),
         )
         # Both are sent after the pair, the output first: messages have the order of the schedule.
         return [(item.forward, output), (item.backward, gradient[0])]
@@ -221,7 +225,7 @@ class _ScheduleRun:
         return self._losses
 
     def _run_forward(self, action: Action) -> Tensor | None:
-        """Receive a stage's input, run its forward and return the output; None = a stored loss."""
+        """Receive a stage's input, run its forward, and return the output or store the loss."""
         stage, inputs = self._stages[action.stage], self._micro_batches[action.micro_batch]
         hidden = self._transport.receive(action)
         if hidden is not None and torch.is_grad_enabled():

@@ -203,13 +203,13 @@ class PipelineConfig(CheckedRecord):
 
     @property
     def defers(self) -> bool:
-        """Whether weight gradients are computed separately from input gradients."""
+        """Whether the schedule computes weight gradients (W) after input gradients (D)."""
         return self.schedule in DEFERRING
 
     def stages(
         self, pp: int, num_layers: int, num_mtp_layers: int = 0, bound: frozenset[int] = frozenset()
     ) -> PipelineLayout:
-        """Return the layout of a model over pp ranks.
+        """Return the pipeline layout of a model with these numbers of layers over pp ranks.
 
         `bound` has the layers with which no stage can begin (`StageParts.bound`).
 

@@ -47,7 +47,8 @@ class AllStages:
     def scatter_values(self, names: list[str], values: Tensor) -> Tensor:
         """Scatter this stage's values into a vector with an element per parameter of all stages.
 
-        Parameters of other stages have the value 0.
+        `values[i]` belongs to `names[i]`. Parameters of other stages have the value 0. The order is
+        that of `num_holders`.
         """
         order = {name: i for i, name in enumerate(self.num_holders)}
         index = torch.tensor(
@@ -58,14 +59,14 @@ class AllStages:
 
 
 def make_all_stages(model: nn.Module, meshes: Meshes) -> AllStages:
-    """Gather the parameter names of all stages, and check that shared parameters are equal.
+    """Gather the parameter names of all stages; ValueError if shared parameters differ.
 
     Collective over the world, host sync.
     """
     peers, device_type = meshes.dense.get_group("pp"), meshes.device_type
     named = {clean_name(name): param for name, param in model.named_parameters()}
     forms = gather_objects({name: _describe_parameter(p) for name, p in named.items()}, peers)
-    raise_on_all(_find_odd_copy(forms), device_type, group=peers)
+    raise_on_all(_find_unequal_copies(forms), device_type, group=peers)
     stages_of: dict[str, list[int]] = {}
     for pp_rank, forms_of_rank in enumerate(forms):
         for name in forms_of_rank:
@@ -106,9 +107,9 @@ def make_all_stages(model: nn.Module, meshes: Meshes) -> AllStages:
 
 
 def _make_peer_group(stages: tuple[int, ...], meshes: Meshes) -> Any:
-    """Create the groups of ranks with equal index in `stages`; return this rank's group.
+    """For each index i, create a group of the i-th ranks of `stages`; return this rank's group.
 
-    None = this rank's stage is not in `stages`. Collective.
+    `stages` has pp ranks. None = this rank's stage is not in `stages`. Collective over the world.
     """
     size = meshes.stage_group.size()
     for place in range(size):
@@ -119,8 +120,8 @@ def _make_peer_group(stages: tuple[int, ...], meshes: Meshes) -> Any:
     return local_group if meshes.pp_rank in stages else None
 
 
-def lay_out_as_parameter(param: nn.Parameter) -> None:
-    """Redistribute a DTensor gradient to the placements of its parameter, if they differ."""
+def redistribute_grad(param: nn.Parameter) -> None:
+    """Redistribute `.grad` of a DTensor parameter to its placements, if they differ. Collective."""
     grad = param.grad
     if not isinstance(param, DTensor) or not isinstance(grad, DTensor):
         return
@@ -136,7 +137,7 @@ def _describe_parameter(param: nn.Parameter) -> str:
     return f"{param.dtype} {tuple(param.shape)} {kind} {memory} {sharding}"
 
 
-def _find_odd_copy(forms: list[dict[str, str]]) -> str | None:
+def _find_unequal_copies(forms: list[dict[str, str]]) -> str | None:
     """Compare the descriptions of each parameter's copies; return an error text, or None.
 
     `forms` has a mapping from name to description for each pp rank.

@@ -31,7 +31,7 @@ from moecore.parallel.pipeline.layout import Stage
 class AbsentModule(nn.Module):
     """A placeholder for a module of another rank's stage, without parameters.
 
-    It returns its input.
+    It returns its input. `module` is the replaced module, `results` the number of its outputs.
     """
 
     def __init__(self, module: nn.Module, *, results: int = 1) -> None:
@@ -82,10 +82,10 @@ class StagedModel(Protocol):
         """Raise a ValueError if stages cannot run with a micro-batch's arguments."""
 
     def get_submodule(self, target: str) -> nn.Module:
-        """Return a module of the model by its name."""
+        """Return the module of the model with the qualified name `target`."""
 
     def set_submodule(self, target: str, module: nn.Module) -> None:
-        """Replace a module of the model."""
+        """Replace the module of the model with the qualified name `target`."""
 
     def __call__(self, *, hidden: Tensor | None, stage: Stage, **inputs: Any) -> Tensor:
         """Run the forward of one stage; return hidden states, or the loss (logits without labels).
@@ -146,7 +146,7 @@ def count_parts(model: StagedModel) -> tuple[int, int]:
 
 
 def get_loss(output: Any) -> Tensor:
-    """Return the loss of a forward: its output if that is a tensor, otherwise `output.loss`."""
+    """Return a forward's output if it is a tensor, otherwise `output.loss`; ValueError if None."""
     loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
     if loss is None:
         raise ValueError(
@@ -162,7 +162,10 @@ def runs_norm(stage: Stage, num_mtp: int) -> bool:
 
 
 def check_stage(model: StagedModel, parts: StageParts, stage: Stage, num_mtp: int) -> None:
-    """Raise a ValueError if this rank lacks a module of a stage. No check in torch.compile."""
+    """Raise a ValueError if this rank lacks a module of a stage. No check in torch.compile.
+
+    `num_mtp` is the number of multi-token prediction modules of the model.
+    """
     if torch.compiler.is_compiling():
         return
     for name, module in _list_needed_modules(model, parts, stage, num_mtp):
@@ -184,7 +187,7 @@ def require_arguments(inputs: Mapping[str, Any], *names: str) -> None:
 
 
 def check_hidden(hidden: Tensor | None, stage: Stage, shape: tuple[int, ...]) -> None:
-    """Raise a ValueError if hidden states do not have the shape of a stage's input."""
+    """Raise a ValueError unless a stage's input has `shape`, or is None for the first stage."""
     if (hidden is None) != stage.embedding:
         shape_text = None if hidden is None else tuple(hidden.shape)
         raise ValueError(
@@ -205,7 +208,7 @@ def check_hidden(hidden: Tensor | None, stage: Stage, shape: tuple[int, ...]) ->
 def _list_needed_modules(
     model: StagedModel, parts: StageParts, stage: Stage, num_mtp: int
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield name and module of each module that a stage runs or reads."""
+    """Yield (name, module) of what a stage runs or reads; `num_mtp` = MTP modules of the model."""
     if stage.embedding or stage.mtp or (stage.loss and parts.tied):
         yield parts.embedding, model.get_submodule(parts.embedding)
     for name, indices in ((parts.layers, stage.layers), (parts.mtp, stage.mtp)):

@@ -106,7 +106,7 @@ ACTION = re.compile(r"([FBDW]) stage (\d+) micro-batch (\d+)")
 
 
 def _read_items(path: str | os.PathLike[str]) -> Iterator[tuple[Item, float, float]]:
-    """Yield item, start and end, in microseconds, from the events of a Chrome trace."""
+    """Yield (item, start, end), in microseconds, of the pipeline items in a Chrome trace."""
     trace = json.loads(Path(path).read_bytes())
     traced_events = [(e, list(ACTION.finditer(str(e.get("name"))))) for e in trace["traceEvents"]]
     events = [(e, matches) for e, matches in traced_events if matches]
@@ -223,7 +223,7 @@ class Costs(CheckedRecord):
     ) -> Costs:
         """Return costs without communication, from each stage's forward time.
 
-        `inputs` and `weights` are backward times as multiples of the forward time.
+        Input and weight gradients take `inputs` and `weights` times the forward time.
         """
         return cls(
             forward=tuple(forward),
@@ -232,7 +232,7 @@ class Costs(CheckedRecord):
         )
 
     def of(self, action: Action) -> tuple[float, float]:
-        """Return (compute time, exposed communication time) of one forward or backward."""
+        """Return (compute time, exposed communication time) of one F, B, D or W."""
         stage, compute = action.stage, 0.0
         if action.kind == "F":
             exchange = self.forward_exchange[stage] if self.forward_exchange else 0.0
@@ -299,7 +299,7 @@ def compute_spans(
 
 
 def _compute_duration(item: Item, costs: Costs) -> tuple[float, float]:
-    """Return an item's compute time, and its duration with exposed communication."""
+    """Return an item's compute time, and its duration, which includes exposed communication."""
     parts = [costs.of(action) for action in list_actions(item)]
     computes, exchanges = zip(*parts, strict=True)
     unpaired = [compute + exchange for compute, exchange in parts]

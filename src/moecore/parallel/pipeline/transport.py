@@ -80,7 +80,16 @@ def _explain_errors(operation: str, rank: int) -> Iterator[None]:
 
 
 class StageTransport:
-    """Sends and receives one pipeline rank's messages during one run of a schedule."""
+    """Sends and receives one pipeline rank's messages during one run of a schedule.
+
+    Args:
+        schedule: the order of messages of all ranks.
+        rank: this rank's index among the pipeline ranks.
+        groups: communicators for messages to higher and to lower ranks.
+        shape_of: function (stage, micro-batch) -> shape of the stage's input.
+        dtype: dtype of all messages.
+        device: device of received tensors.
+    """
 
     def __init__(
         self,
@@ -166,7 +175,7 @@ class StageTransport:
         self._sends = [message for message in self._sends if not is_due(message)]
 
     def _post_receive(self, message: _Message, source: int) -> None:
-        """Post the receive of a message from rank `source`; it fills a new tensor."""
+        """Post the receive of a message from pipeline rank `source` into a new tensor."""
         stage = message.stage + 1 if message.is_forward else message.stage
         shape = self._shape_of(stage, message.micro_batch)
         tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
@@ -177,7 +186,7 @@ class StageTransport:
         self._inbox[message] = _ReceivedMessage(tensor, work)
 
     def _find_target(self, message: _Message) -> int | None:
-        """Return the rank that receives a message; None = no rank receives it."""
+        """Return the pipeline rank that receives a message; None = no later (or earlier) stage."""
         stage = message.stage + (1 if message.is_forward else -1)
         return self._schedule.rank_of[stage] if 0 <= stage < self._schedule.num_stages else None
 
@@ -201,20 +210,20 @@ def connect(groups: Groups, rank_of: Sequence[int], rank: int, device: torch.dev
 
 
 def _choose_group(groups: Groups, source: int, target: int) -> dist.ProcessGroup:
-    """Return the communicator for messages from `source` to `target`, by their direction."""
+    """Return the communicator for messages from pipeline rank `source` to `target`."""
     up, down = groups
     return up if source < target else down
 
 
-class _Items(NamedTuple):
-    """For each message, the index of the item of a rank's order that sends or reads it."""
+class _MessageIndices(NamedTuple):
+    """The indices, in a rank's order, of the items that send (or read) each message."""
 
     sent_at: Mapping[_Message, int]
     read_at: Mapping[_Message, int]
 
 
-def _index_messages(schedule: Schedule, rank: int) -> _Items:
-    """Map each message to the index in the rank's order of the item that sends or reads it."""
+def _index_messages(schedule: Schedule, rank: int) -> _MessageIndices:
+    """Map messages to the indices, in the order of `rank`, of the items that send or read them."""
     sent_at, read_at = dict[_Message, int](), dict[_Message, int]()
     for i, item in enumerate(schedule.orders[rank]):
         for action in list_actions(item):
@@ -222,11 +231,11 @@ def _index_messages(schedule: Schedule, rank: int) -> _Items:
                 sent_at[_get_sent_message(action)] = i
             if (message := _get_needed_message(action, schedule.num_stages)) is not None:
                 read_at[message] = i
-    return _Items(sent_at, read_at)
+    return _MessageIndices(sent_at, read_at)
 
 
 def _get_sent_message(action: Action) -> _Message:
-    """Return the message that has the result of an action."""
+    """Return the message with the result of a forward or of a backward (not of a W)."""
     return _Message(action.kind == "F", action.stage, action.micro_batch)
 
 
