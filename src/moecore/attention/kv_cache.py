@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class KVCache:
-    """Keys and values by attention layer, for generation; each row is one document.
+    """Keys and values of all tokens so far by attention layer, for generation from unpacked rows.
 
     The class is plain because FSDP's mixed precision casts the tensors of tuples and dataclasses.
 
@@ -23,7 +23,7 @@ class KVCache:
 
     def __init__(self) -> None:
         self.length = self.num_tokens = 0
-        self._layers: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self._kv_by_layer: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     def attend(
         self,
@@ -41,12 +41,12 @@ class KVCache:
         """
         T, N = q_BTHd.shape[1], self.num_tokens
         k_BShd, v_BShd = k_BThd[:, :N], v_BThd[:, :N]
-        if layer in self._layers:
+        if layer in self._kv_by_layer:
             k_BShd, v_BShd = (
                 torch.cat(pair, dim=1)
-                for pair in zip(self._layers[layer], (k_BShd, v_BShd), strict=True)
+                for pair in zip(self._kv_by_layer[layer], (k_BShd, v_BShd), strict=True)
             )
-        self._layers[layer] = k_BShd, v_BShd
+        self._kv_by_layer[layer] = k_BShd, v_BShd
         keys_S = torch.arange(k_BShd.shape[1], device=q_BTHd.device)
         queries_N1 = keys_S[-N:, None]
         mask_NS = keys_S <= queries_N1

@@ -72,7 +72,7 @@ def backward(
 def _run_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Call cuDNN once; return o [B, T, H, v] and lse [B, H, T]. `causal` aligns at the top left."""
+    """Call cuDNN once; return o_BTHv and lse_BHT. `causal`: query i sees keys 0 to i (top left)."""
     o_BHTv, lse_BHT1, *_ = cudnn_attention(
         *_move_heads_first(q, k, v), None, True, 0.0, causal, False, scale=scale
     )
