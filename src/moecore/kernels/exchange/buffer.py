@@ -35,7 +35,7 @@ OPERATION, FINISHED, ERROR, ERROR_BEFORE, NEEDED_ROWS = (tl.constexpr(i) for i i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExchangeLayout:
-    """Sizes of an exchange of token rows, equal on all ranks, and the offsets in a buffer."""
+    """The sizes and the buffer layout of an exchange of token rows, identical on all ranks."""
 
     num_ranks: int  # G
     max_tokens: int  # C, the largest token count of a rank; at least 1
@@ -52,7 +52,7 @@ class ExchangeLayout:
 
     @property
     def source_rows(self) -> int:
-        """S, the source rows of a rank."""
+        """S = G * C: a rank receives up to one row per (rank, token), its source rows."""
         return self.num_ranks * self.max_tokens
 
     @property
@@ -62,7 +62,7 @@ class ExchangeLayout:
 
     @property
     def chunk(self) -> int:
-        """Tokens per flag."""
+        """The number of tokens whose rows one flag announces."""
         return min(64, max(8, next_power_of_2(cdiv(self.max_tokens, self.rounds * self.num_push))))
 
     @property
@@ -131,6 +131,6 @@ class SymmetricBuffer(PeerBuffer):
 
 
 def view_words(rows: Tensor) -> Tensor:
-    """View rows as the 32-bit words that a spread moves. Copies rows that are not aligned."""
+    """View rows as int32 words [rows, words]; a copy if their address is no multiple of 4 bytes."""
     is_odd = rows.storage_offset() * rows.itemsize % torch.int32.itemsize
     return (rows.clone() if is_odd else rows).view(torch.int32)

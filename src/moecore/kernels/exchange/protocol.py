@@ -26,7 +26,7 @@ def find_peers(
     chunk,
     num_tokens,  # T
     num_local,  # experts of one block
-    CONST: tl.constexpr,  # Constants
+    CONST: tl.constexpr,  # ExchangeConstants
 ):
     """Write the ranks that own experts of each token of the chunk, as bits."""
     CHUNK: tl.constexpr = CONST.CHUNK
