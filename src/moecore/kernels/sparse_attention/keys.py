@@ -21,7 +21,7 @@ class Keys(Protocol):
 
     @property
     def seen_CK(self) -> Tensor:
-        """Whether each query sees each of its K keys, bool."""
+        """Bool [C, K], whether each query sees each of its K keys."""
 
     def select_rows(self, x_ND: Tensor) -> Tensor:
         """Return the keys' rows of a tensor of all N keys, as the products below expect."""
@@ -33,7 +33,7 @@ class Keys(Protocol):
         """Return sums of rows with weights p, [C, x, D], at least fp32."""
 
     def add(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
-        """Add p_CxK^T q_CxD of each pair to the first dims of the keys' rows of `total`."""
+        """Add p_CxK^T q_CxD of each pair to the first D columns of the keys' rows of `total`."""
 
 
 class SelectedKeys:
