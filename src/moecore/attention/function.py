@@ -46,8 +46,9 @@ def attend(
 ) -> Tensor:
     """Return o_BTHv of causal attention: no token attends to a token of another document.
 
-    `window` limits the keys per query; None = all. `sinks_H` has the score of each head's sink.
-    With cp > 1 the tensors have only this rank's tokens, and the call is collective.
+    `scale` multiplies the scores. `window` limits the keys per query; None = all. `sinks_H` has the
+    score of each head's sink; None = no sinks. With cp > 1 the tensors have only this rank's
+    tokens, and the call is collective.
     """
     num_tokens = q_BTHd.shape[1] * (
         1 if sequence.local_tokens is None else sequence.local_tokens.cp.size
@@ -110,7 +111,10 @@ def _attend_over_ranks(
 
 
 def _check_heads_and_keys(local_tokens: LocalTokens, q: Tensor, k: Tensor) -> None:
-    """Raise a ValueError if the all-to-all cannot split the heads, or if k has too many tokens."""
+    """Raise a ValueError if the all-to-all cannot split k's heads, or k has a wrong token count.
+
+    k must have as many tokens as q, or with an all-gather those of full rows.
+    """
     cp, heads = local_tokens.cp, k.shape[2]
     if cp.a2a is not None and heads % cp.a2a.size():
         raise ValueError(
@@ -134,7 +138,7 @@ def _forward(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return contiguous o and lse, with sinks, for a causal mask of packed documents or of rows."""
+    """Return contiguous o and lse, with sinks, of causal attention; `cu_seqlens` None = by row."""
     mask = Sequence(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen).mask(window)
     o, lse = attention_forward(q, k, v, mask, scale)
     if sinks is not None:

@@ -35,8 +35,9 @@ def attend_linear(
 ) -> Tensor:
     """Return o_BTHv: each token's query applied to the state of its document up to this token.
 
-    The tensors are the fields of `DeltaRule`. With cp > 1 the tensors have only this rank's tokens,
-    and the call is collective over the cp ranks.
+    `g_BTHk` has logarithms of decays, and `beta_BTH` learning rates (None = the delta rule corrects
+    nothing). `scale` multiplies queries. `norm_qk` divides queries and keys by their lengths. With
+    cp > 1 the tensors have only this rank's tokens, and the call is collective.
     """
     q, k, v, g = (x.flatten(0, 1) for x in (q_BThk, k_BThk, v_BTHv, g_BTHk))
     beta = None if beta_BTH is None else beta_BTH.flatten(0, 1)

@@ -42,7 +42,10 @@ class _KeyBlock(NamedTuple):
 
 
 def _iterate_key_blocks(local_tokens: LocalTokens, window: int | None) -> Iterator[_KeyBlock]:
-    """Yield the calls for the early, then the late local queries; `window` None = all keys."""
+    """Yield the attention calls of the early, then the late local queries; see `_KeyBlock`.
+
+    `window` limits the keys per query; None = all.
+    """
     rank, last = local_tokens.cp.rank, 2 * local_tokens.cp.size - 1
     halves: tuple[tuple[Half, int], ...] = (("early", rank), ("late", last - rank))
     for half, chunk in halves:
@@ -69,7 +72,9 @@ def _reduce_kv_grads(
 
 
 class GatherAttention(torch.autograd.Function):
-    """apply(q_BtHd, k, v, sinks_H, local_tokens, window, scale) -> o_BtHv.
+    """Causal attention of this rank's queries to the keys of full rows, as an autograd node.
+
+    apply(q_BtHd, k, v, sinks_H, local_tokens, window, scale) -> o_BtHv.
 
     If keys and values are local, [B, t, ...], forward all-gathers them. If they are full rows in
     order, [B, T, ...], their gradients contain only the contribution of this rank's queries.
@@ -87,7 +92,7 @@ class GatherAttention(torch.autograd.Function):
         window: int | None,
         scale: float,
     ) -> Tensor:
-        """Return the attention output of both chunks of queries."""
+        """Return o_BtHv, the attention output of all local queries."""
         layout, (B, t, H, _) = local_tokens.layout, q.shape
         ks, vs = (k, v) if k.shape[1] != t else _gather_kv(local_tokens, k, v)
         qs, ks, vs = layout.flatten_rows(q), layout.flatten_rows(ks), layout.flatten_rows(vs)

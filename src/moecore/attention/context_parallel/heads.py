@@ -27,7 +27,10 @@ from moecore.base.torch_private import skips_communication
 def scatter_heads(
     tensors: tuple[Tensor, ...], group: dist.ProcessGroup, layout: ChunkLayout
 ) -> tuple[Tensor, ...]:
-    """Return all tokens of this rank's heads, [B, T, H / G, d], for each x_BtHd. Collective."""
+    """Return all tokens of this rank's heads, [B, T, H / G, d], for each x_BtHd. Collective.
+
+    G is the size of `group`, and t = T / G. `layout` is the order of tokens on these ranks.
+    """
     scattered: tuple[Tensor, ...] = run_and_save(_HeadExchange.apply, group, layout, True, *tensors)
     return scattered
 
@@ -44,7 +47,10 @@ def _run_all_to_alls(
     pack: Callable[[Tensor], Tensor],
     unpack: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, ...]:
-    """For each x, all-to-all `pack(x)` [G, ...]; return `unpack` of each received [G, ...]."""
+    """For each x, all-to-all `pack(x)` [G, ...]; return `unpack` of each received [G, ...].
+
+    G is the size of `group`. Packing a tensor overlaps the all-to-all of the tensor before.
+    """
     outputs: list[Tensor] = []
     pending: tuple[dist.Work, Tensor, Tensor] | None = None
     for x in (*tensors, None):
@@ -82,7 +88,10 @@ def _exchange_heads(
 
 
 class _HeadExchange(torch.autograd.Function):
-    """apply(group, layout, to_tokens, *tensors): see `_exchange_heads`; backward is the inverse."""
+    """The autograd node of `_exchange_heads`, whose backward runs the inverse exchange.
+
+    apply(group, layout, to_tokens, *tensors) -> the exchanged tensors.
+    """
 
     @staticmethod
     def forward(

@@ -53,7 +53,7 @@ class ChunkLayout:
         self._first_chunk_ids: dict[int, Tensor] = {}
 
     def split(self, x_BTX: Tensor) -> Tensor:
-        """Return x_GBtX, the tokens of each rank, from full rows."""
+        """Return [G, B, T / G, ...], the tokens of each rank, from full rows [B, T, ...]."""
         G, (B, T) = self.size, x_BTX.shape[:2]
         if self._cu_seqlens is not None:
             return x_BTX.flatten(0, 1)[self._token_ids.flatten()].view(
@@ -64,7 +64,7 @@ class ChunkLayout:
         return halves.flatten(2, 3).transpose(0, 1)
 
     def join(self, x_GBtX: Tensor) -> Tensor:
-        """Return x_BTX, full rows, from the tokens of each rank; the inverse of `split`."""
+        """Return full rows [B, T, ...] from each rank's tokens [G, B, T / G, ...]."""
         G, B, t = x_GBtX.shape[:3]
         if self._cu_seqlens is not None:
             return x_GBtX.flatten(0, 2)[self._inverse_token_ids].view(B, G * t, *x_GBtX.shape[3:])
@@ -77,7 +77,10 @@ class ChunkLayout:
         return x_BtX if self._cu_seqlens is None else x_BtX.flatten(0, 1)[None]
 
     def select_half(self, x_BtX: Tensor, half: Half, dim: int = 1) -> Tensor:
-        """Return the early or late chunks' tokens, in `dim`, of flat local rows; "all" = x."""
+        """Return the tokens of each document's early or late chunk on this rank; "all" = x itself.
+
+        x is a result of `flatten_rows`, with tokens in dim `dim`. The result may be a view.
+        """
         if half == "all":
             return x_BtX
         if self._cu_seqlens is not None:
@@ -110,7 +113,10 @@ class ChunkLayout:
     def mask(
         self, queries: int, keys: int, *, causal: bool = True, window: int | None = None
     ) -> AttentionMask:
-        """Return the mask for `queries` and `keys`: numbers of chunks of each document."""
+        """Return the mask of attention between chunks of each document.
+
+        `queries` and `keys` are numbers of chunks per document. `window` None = all keys.
+        """
         if self._cu_seqlens is None:
             return AttentionMask(causal=causal, window=window)
         return AttentionMask(
@@ -270,21 +276,21 @@ class LocalTokens:
 
     @torch.compiler.disable
     def gather(self, x_BtX: Tensor) -> Tensor:
-        """All-gather x_BTX in token order. Backward sums gradients over ranks. Collective."""
+        """Return full rows, all-gathered; backward sums gradients over cp ranks. Collective."""
         x_BTX: Tensor = run_and_save(
             exchange_with_grad, x_BtX, self.gather_values, self.reduce_scatter_values
         )
         return x_BTX
 
     def gather_replicated(self, x_BtX: Tensor) -> Tensor:
-        """All-gather x_BTX; backward slices its gradient, which all cp ranks must have equal."""
+        """Return full rows, all-gathered. Backward slices a gradient that all cp ranks have."""
         x_BTX: Tensor = run_and_save(
             exchange_with_grad, x_BtX, self.gather_values, self.slice_local
         )
         return x_BTX
 
     def gather_values(self, x_BtX: Tensor) -> Tensor:
-        """All-gather x_BTX in order, without autograd. Collective."""
+        """Return full rows x_BTX, all-gathered in token order, without autograd. Collective."""
         size = self.cp.size
         out = x_BtX.new_empty((size * x_BtX.shape[0], *x_BtX.shape[1:]))
         if not skips_communication(out):  # where bytes are counted

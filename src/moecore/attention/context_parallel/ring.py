@@ -58,7 +58,10 @@ def select_block(layout: ChunkLayout, rank: int, source: int) -> _RingBlock:
 
 
 def split_local_block(layout: ChunkLayout) -> tuple[list[_RingBlock], list[_RingBlock]]:
-    """Return the blocks of local keys for the first, and for the last ring step of backward."""
+    """Return the blocks of local keys for the first, and for the last ring step of backward.
+
+    With more than 4 ranks the first list is empty.
+    """
     # The first block overlaps the first send of keys, the last blocks overlap the last send of
     # gradients. Without a first block, 1 of 3 * (G - 1) parts of the traffic is exposed (a send of
     # keys is 1 part, of gradients 2): 0.33 in a ring of 2, 0.11 of 4, 0.05 of 8. Three small blocks
@@ -163,9 +166,10 @@ def _add_kv_grads(
 
 
 class RingAttention(torch.autograd.Function):
-    """apply(q_BtHd, k_Bthd, v_Bthv, sinks_H, layout, group, scale) -> o_BtHv. Collective.
+    """Causal attention of local queries to the keys of all ranks, by a ring, as an autograd node.
 
-    Causal attention of local queries to the keys of all ranks of `group`. sinks_H None = no sinks.
+    apply(q_BtHd, k_Bthd, v_Bthv, sinks_H, layout, group, scale) -> o_BtHv. Collective over `group`,
+    the ranks of the ring. `sinks_H` None = no sinks.
     """
 
     @staticmethod
@@ -179,7 +183,7 @@ class RingAttention(torch.autograd.Function):
         group: dist.ProcessGroup,
         scale: float,
     ) -> Tensor:
-        """Return the merged attention output of the keys of all ranks."""
+        """Return o_BtHv, merged over the keys of all ranks."""
         qs, ks, vs = (layout.flatten_rows(x) for x in (q, k, v))
         o, lse = q, q
         for source, kv in _iterate_ring(_pack_kv(ks, vs), group):

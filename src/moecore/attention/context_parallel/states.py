@@ -62,7 +62,10 @@ class LocalPieces:
         return self.cu_seqlens.diff() // (2 * self.group.size())
 
     def gather_previous_tokens(self, x_tD: Tensor, w: int) -> Tensor:
-        """Return [2 * n, w, D], the w tokens before each piece, or zeros. Collective."""
+        """Return [2 * n, w, D], the w tokens before each of this rank's pieces of n documents.
+
+        Zeros stand for tokens before the document. Collective.
+        """
         G, rank, lengths = self.group.size(), self.group.rank(), self.lengths.long()[:, None, None]
         back_w = torch.arange(w, 0, -1, device=x_tD.device)
         last = (self.borders[1:, None] - back_w).clamp(min=0)
@@ -131,7 +134,10 @@ def run_rule_over_ranks(rule: DeltaRule, pieces: LocalPieces) -> Tensor:
 
 
 def _apply_initial_states(r_tHk: Tensor, states_PHkv: Tensor, borders: Tensor) -> Tensor:
-    """Return [t, H, v], S^T r of each token; S [2 * n, H, k, v] is the state before each piece."""
+    """Return [t, H, v], the product S^T r of each token and head.
+
+    S is the state before the token's piece; `borders` is `LocalPieces.borders`.
+    """
     (t, H, k), num, v = r_tHk.shape, len(states_PHkv), states_PHkv.shape[-1]
     multiple = 16 // r_tHk.element_size()  # strides of grouped_mm are multiples of 16 bytes
     if k % multiple or v % multiple:

@@ -102,7 +102,7 @@ def _run_backward(
 
 
 def _copy_as_output(x: Tensor, q: Tensor) -> Tensor:
-    """Copy x to dense memory whose dims have the stride order of q."""
+    """Return x in dense memory whose dims have the stride order of q; copies if necessary."""
     # Torch keeps a graph per shape and strides of q, k and v, built with the strides that o and its
     # gradient had in the first backward, and reads later ones as if they lay like that. So backward
     # passes both in the layout that forward allocates: dense, in the order of q.

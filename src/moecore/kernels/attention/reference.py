@@ -89,14 +89,17 @@ def _merge_parts(parts: Iterable[Tensor], like: Tensor) -> Tensor:
 
 
 def _compute_scores(q: Tensor, k: Tensor, mask: AttentionMask, scale: float) -> Tensor:
-    """Return the scaled scores s_BhgTS of q_BThgd and k_BShd; masked keys have -inf."""
+    """Return scaled scores [B, h, g, T, S] of q_BThgd and k_BShd, -inf for masked keys."""
     s = torch.einsum("bthgd,bshd->bhgts", q, k) * scale
     seen_TS = make_mask(mask, q.shape[1], k.shape[1], q.device)
     return s if seen_TS is None else s.masked_fill(~seen_TS, -math.inf)
 
 
 def _group_heads(x_BTHx: Tensor, h: int, mask: AttentionMask) -> Tensor:
-    """Return [B, T, h, g, x] in at least fp32, or [1, B * T, ...] if the mask is packed."""
+    """Return heads by key/value head, [B, T, h, H / h, dim], in at least fp32.
+
+    If the mask is packed, the rows are joined: [1, B * T, h, H / h, dim].
+    """
     x = x_BTHx.to(torch.promote_types(x_BTHx.dtype, torch.float32))
     x = x.flatten(0, 1)[None] if mask.is_packed else x
     return x.unflatten(2, (h, x.shape[2] // h))  # type: ignore[no-any-return]
