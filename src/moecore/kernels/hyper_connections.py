@@ -118,7 +118,7 @@ def _collapse_forward(
     eps: float,
     norm_eps: float,
 ) -> Collapsed:
-    """Launch the forward; return x_TD, weights_TW, raw_TM, r_T and link_TND."""
+    """Launch the forward; return x_TD, weights_TW, raw mixes, 1 / RMS of tokens, and the link."""
     x_TD, weights_TW, _, r_T, link_TND = _make_empty_collapsed(streams_TND, fn_MC)
     raw_TM = router_logits(streams_TND.flatten(1), fn_MC)
     args = (streams_TND, raw_TM, base_M, scale_3, x_TD, weights_TW, r_T, norm_eps, eps, iterations)

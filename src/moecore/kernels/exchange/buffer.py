@@ -57,7 +57,7 @@ class ExchangeLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of the rows of one slot."""
+        """Bytes of the rows of one of the buffer's slots, which operations use in alternation."""
         return self.source_rows * self.row_bytes
 
     @property
@@ -72,7 +72,7 @@ class ExchangeLayout:
 
     @property
     def region_bytes(self) -> tuple[int, int, int, int]:
-        """Bytes of rows, ids, weights and flags, rounded up to `ALIGNMENT`."""
+        """Bytes of the regions rows, ids, weights and flags, rounded up to `ALIGNMENT`."""
         choices = 2 * self.source_rows * self.top_k * 4
         flags = 2 * self.num_chunks * self.num_ranks * 4
         sizes = ((2 + self.sums_slot) * self.slot_bytes, choices, choices, flags)
@@ -105,7 +105,7 @@ class ExchangePointers(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerBuffer:
-    """One rank's view of the buffers of all ranks, and the state of its exchange."""
+    """One rank's addresses of the exchange buffers of all ranks, and the state of its exchange."""
 
     rank: int  # this rank
     bases: Tensor  # int64 [4, G] on the device, this rank's addresses of every rank's regions

@@ -374,7 +374,7 @@ def _limit_rows_kernel(
     NUM_LOCAL: tl.constexpr,
     BINS: tl.constexpr,  # power of two >= NUM_LOCAL
 ):
-    """Compute `limit_rows` in one program."""
+    """Write clamped offsets to `out_ptr`, and a larger demand to state and report; one program."""
     experts = tl.arange(0, BINS)
     offsets = tl.load(offsets_ptr + experts, mask=experts < NUM_LOCAL, other=0)
     tl.store(out_ptr + experts, tl.minimum(offsets, num_rows), mask=experts < NUM_LOCAL)

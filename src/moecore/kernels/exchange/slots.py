@@ -61,7 +61,7 @@ def list_pairs(
     chunk,  # RowChunk
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """List the used slots of all (token, peer) pairs of a chunk."""
+    """Write the used slots of all (token, peer) pairs of a chunk to `list_ptr`."""
     tl.debug_barrier()  # the last list has been read
     ROWS: tl.constexpr = CONST.LIST_PAIRS
     for start in range(0, CONST.CHUNK * CONST.G, ROWS):
@@ -141,7 +141,7 @@ def copy_to_slots(
     rows,  # [CHUNK] int64, source rows
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Copy each received row of a chunk from the buffer to all of its slots in `out`."""
+    """Copy each received row of a chunk from the buffer to all of its slots in `out_ptr`."""
     D: tl.constexpr = CONST.D
     CHUNK: tl.constexpr = CONST.CHUNK
     depth = tl.load(list_ptr)

@@ -135,7 +135,7 @@ def _import_function(module: str, name: str) -> Callable[..., Any]:
 
 @cache
 def _find_import_problem(module: str, name: str, on_meta: bool) -> str | None:
-    """Return why a function of the package cannot be called; None = it can. `on_meta`: None."""
+    """Return why the package's function cannot be called; None = it can, or `on_meta`."""
     if on_meta:  # which stands for a GPU of a host that has the package
         return None
     try:

@@ -81,7 +81,7 @@ class _Scan:
     def recompute_w_u(
         self, k: Tensor, v: Tensor, beta: Tensor, sums: Tensor, A: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return w_THk and u_THv (`gated_delta.py`) from sums of log decays and inverse systems A."""
+        """Return w_THk and u_THv of `gated_delta.py`; A has the inverse triangular systems."""
         w, u = k.new_empty(self.T, self.H, self.k), torch.empty_like(v)
         tensors = k, v, beta, w, u, A, sums
         self.record_with_flops("recompute_w_u_fwd_kernel", *tensors, chunks=self.k + self.v)
@@ -90,7 +90,10 @@ class _Scan:
     def compute_states(
         self, k: Tensor, w: Tensor, u: Tensor, sums: Tensor, first: Tensor | None, last: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return each chunk's first state, and the values added to states; `last` is an output."""
+        """Return each chunk's first state, and the values added to states.
+
+        `first` has the documents' initial states, None = 0. `last` is an output, None = none.
+        """
         h, new = k.new_empty(self.num_chunks, self.H, self.k, self.v), torch.empty_like(u)
         tensors = k, u, w, new, sums, h, first, last
         self.record_with_flops("chunk_gated_delta_rule_fwd_kernel_h_blockdim64", *tensors, states=2)
@@ -99,7 +102,7 @@ class _Scan:
     def compute_plain_states(
         self, k: Tensor, v: Tensor, sums: Tensor, first: Any, last: Any, dtype: torch.dtype
     ) -> Tensor:
-        """Return each chunk's first state if there are no learning rates; `last` is an output."""
+        """Return each chunk's first state, in `dtype`, of a rule without learning rates."""
         h = k.new_empty(self.num_chunks, self.H, self.k, self.v, dtype=dtype)
         self.record_with_flops("chunk_fwd_kernel_h", k, v, h, sums, first, last, states=1)
         return h
@@ -150,7 +153,10 @@ class _RuleOnMeta(torch.autograd.Function):
 def _compute_gradients(
     scan: _Scan, saved_tensors: Sequence[Any], do: Tensor, dlast: Tensor
 ) -> tuple[tuple[Tensor, Tensor], list[Tensor | None]]:
-    """Return (dq, dk) of normalised q and k, and [dv, dg, dbeta, dinitial]."""
+    """Return (dq, dk) of normalised q and k, and [dv, dg, dbeta, dinitial].
+
+    `saved_tensors`: q, k, v, sums of g, beta, A and initial. Records the launches of backward.
+    """
     q, k, v, sums, beta, A, initial = saved_tensors
     w, u = scan.recompute_w_u(k, v, beta, sums, A)
     h, new = scan.compute_states(k, w, u, sums, initial, None)

@@ -129,7 +129,7 @@ def _plan_clones_kernel(
 def plan_clones(
     loads_E: Tensor, *, num_ranks: int, num_clones: int, min_share: float = 0.0
 ) -> ClonePlan:
-    """Choose the experts to clone, their clones' ranks, and each clone's tokens. No host sync.
+    """Return the experts to clone, their clones' ranks, and each clone's tokens. No host sync.
 
     Args:
         loads_E: int32, tokens of each expert, over all ranks; expert x is on rank x // (E / P).

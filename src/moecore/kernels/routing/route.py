@@ -74,7 +74,7 @@ def route_ref(
 
 
 def _select_experts(ranked_TE: Tensor, bias_E: Tensor | None, options: RouteOptions) -> Tensor:
-    """Select expert ids [T, K] int64 by descending score + bias; equal scores are ordered by id."""
+    """Return expert ids [T, K] int64 by descending score + bias; equal sums are ordered by id."""
     (T, E), K = ranked_TE.shape, options.top_k
     if bias_E is not None:
         ranked_TE = ranked_TE + bias_E

@@ -126,7 +126,7 @@ def _split_into_chunks(
 
 
 def _compute_latent_queries(heads: LatentHeads) -> Tensor:
-    """Return q_CHl: the queries projected to the latent dim, which multiply the keys."""
+    """Return q_CHl: queries projected to the dims of latent keys, rotated dims unchanged."""
     n = heads.up_HnL.shape[1]
     q_HCL = heads.q_tHd[..., :n].transpose(0, 1) @ heads.up_HnL
     return torch.cat((q_HCL.transpose(0, 1), heads.q_tHd[..., n:]), dim=-1)
@@ -139,7 +139,10 @@ def _compute_scores(q_CHl: Tensor, rows: Tensor, keys: Keys, scale: float) -> Te
 
 
 class _SparseAttention(torch.autograd.Function):
-    """apply(*LatentHeads, *IndexerHeads, selected, spans, options) -> *SparseOutput."""
+    """The autograd node of `sparse_attention`.
+
+    apply(*LatentHeads, *IndexerHeads, selected, spans, options) -> *SparseOutput.
+    """
 
     @staticmethod
     def forward(
