@@ -15,7 +15,7 @@ from moecore.kernels.adamw_formats import (
     decode_moments_ref,
     encode_moments_ref,
     join_master_ref,
-    make_noise_ref,
+    make_random_bits_ref,
     split_master_ref,
 )
 
@@ -35,7 +35,7 @@ def random_moments(spread: float, numel: int = 64 * MOMENT_BLOCK + 5) -> tuple[T
 
 
 def noise(numel: int, step: float = 3.0) -> Tensor:
-    return make_noise_ref(numel, torch.tensor(step), 7)
+    return make_random_bits_ref(numel, torch.tensor(step), 7)
 
 
 def test_a_block_by_hand() -> None:

@@ -160,7 +160,7 @@ def is_prepared(args: tuple[Any, ...], how: dict[str, Any]) -> bool:
     found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copy_kernel, "pre_run_hooks", [])
-        patch.setattr(prepared, "prepare_launch", lambda *_: None)
+        patch.setattr(prepared, "store_launch", lambda *_: None)
         before = prepared.launch_prepared
         patch.setattr(
             "moecore.kernels.common.launch_prepared",

@@ -46,9 +46,10 @@ def attend(
 ) -> Tensor:
     """Return o_BTHv of causal attention: no token attends to a token of another document.
 
-    `window` limits the keys per query; None = all. `sinks_H` has the score of each head's sink.
+    `scale` multiplies the scores. `window` limits the keys per query; None = all. `sinks_H` has the
+    score of each head's sink; None = no sinks. With cp > 1 the tensors have only this rank's
+    tokens, and the call is collective.
     With `sequence.cache` the keys of earlier forwards are read, too.
-    With cp > 1 the tensors have only this rank's tokens, and the call is collective.
     """
     if sequence.cache is not None:
         return sequence.cache.attend(
@@ -93,9 +94,9 @@ def _attend_over_ranks(
     window: int | None,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    """Return o_BtHv of this rank's tokens, in the way that `ContextParallel` says. Collective."""
+    """Return o_BtHv by all-to-all, ring or all-gather, as the groups of `cp` say. Collective."""
     cp = local_tokens.cp
-    _check_ranks(local_tokens, q, k)
+    _check_heads_and_keys(local_tokens, q, k)
     if cp.a2a is not None:
         q, k, v = scatter_heads((q, k, v), cp.a2a, local_tokens.a2a_layout)
         if sinks_H is not None:
@@ -114,8 +115,11 @@ def _attend_over_ranks(
     return o if cp.a2a is None else gather_heads(o, cp.a2a, local_tokens.a2a_layout)
 
 
-def _check_ranks(local_tokens: LocalTokens, q: Tensor, k: Tensor) -> None:
-    """Raise a ValueError if cp ranks cannot split the heads or the keys. No communication."""
+def _check_heads_and_keys(local_tokens: LocalTokens, q: Tensor, k: Tensor) -> None:
+    """Raise a ValueError if the all-to-all cannot split k's heads, or k has a wrong token count.
+
+    k must have as many tokens as q, or with an all-gather those of full rows.
+    """
     cp, heads = local_tokens.cp, k.shape[2]
     if cp.a2a is not None and heads % cp.a2a.size():
         raise ValueError(
@@ -139,7 +143,7 @@ def _forward(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return contiguous o and lse, with sinks, for a causal mask of packed documents or of rows."""
+    """Return contiguous o and lse, with sinks, of causal attention; `cu_seqlens` None = by row."""
     mask = Sequence(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen).mask(window)
     o, lse = attention_forward(q, k, v, mask, scale)
     if sinks is not None:
@@ -148,6 +152,7 @@ def _forward(
 
 
 def _fake(q, k, v, sinks, cu_seqlens, max_seqlen, window, scale):  # type: ignore[no-untyped-def]
+    """Return empty o and lse in the shapes and dtypes of `_forward`'s results."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     B, T, H, _ = q.shape
     return q.new_empty(B, T, H, v.shape[-1]), q.new_empty(B, H, T, dtype=dtype)
@@ -177,6 +182,7 @@ def _backward(
 
 
 def _fake_backward(do, q, k, v, o, lse, sinks, *options):  # type: ignore[no-untyped-def]
+    """Return empty tensors in the shapes and dtypes of `_backward`'s results."""
     dsinks = lse.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return (*(x.new_empty(x.shape) for x in (q, k, v)), dsinks)
 
@@ -185,14 +191,16 @@ _attention_bwd = Op("attention_bwd", _backward, _fake_backward)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, cu_seqlens, *ctx.where = inputs
+    """Save `inputs`, the arguments of `_forward`, and `output`, o and lse, for backward."""
+    q, k, v, sinks, cu_seqlens, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, *output, sinks, cu_seqlens)
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, do: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    """Return the gradients of `_forward`'s eight arguments; lse has no gradient."""
     *tensors, sinks, cu_seqlens = ctx.saved_tensors
-    *grads, dsinks = _attention_bwd(do, *tensors, sinks, cu_seqlens, *ctx.where)
+    *grads, dsinks = _attention_bwd(do, *tensors, sinks, cu_seqlens, *ctx.options)
     return *grads, None if sinks is None else dsinks, *(None for _ in range(4))
 
 

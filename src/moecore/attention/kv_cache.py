@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class KVCache:
-    """Keys and values by attention layer, for generation; each row is one document.
+    """Keys and values of all tokens so far by attention layer, for generation from unpacked rows.
 
     The layers are told apart by their order in the forward. The class is plain because FSDP's mixed
     precision casts the tensors of tuples and dataclasses.

@@ -35,8 +35,9 @@ def attend_linear(
 ) -> Tensor:
     """Return o_BTHv: each token's query applied to the state of its document up to this token.
 
-    The tensors are the fields of `DeltaRule`. With cp > 1 the tensors have only this rank's tokens,
-    and the call is collective over the cp ranks.
+    `g_BTHk` has logarithms of decays, and `beta_BTH` learning rates (None = the delta rule corrects
+    nothing). `scale` multiplies queries. `norm_qk` divides queries and keys by their lengths. With
+    cp > 1 the tensors have only this rank's tokens, and the call is collective.
     """
     q, k, v, g = (x.flatten(0, 1) for x in (q_BThk, k_BThk, v_BTHv, g_BTHk))
     beta = None if beta_BTH is None else beta_BTH.flatten(0, 1)
@@ -44,7 +45,7 @@ def attend_linear(
     if sequence.local_tokens is not None:
         o = run_product(run_rule_over_ranks, rule, sequence.local_tokens.make_pieces(v_BTHv.device))
     else:
-        o, _ = run_product(gated_delta_rule, rule, _get_document_borders(sequence, v_BTHv))
+        o, _ = run_product(gated_delta_rule, rule, _get_cu_seqlens(sequence, v_BTHv))
     return o.view(v_BTHv.shape)  # type: ignore[no-any-return]
 
 
@@ -60,8 +61,8 @@ def scan_states(
     """Return y_BTHv of a state space model: C S + D x of S = exp(step * rate) S + step * B x^T.
 
     This is linear attention with queries C and keys B, without the delta rule's correction
-    (Mamba-2, arXiv:2405.21060). Steps are fp32 or fp64, and rates are negative. With cp > 1 the
-    tensors have only this rank's tokens, and the call is collective over the cp ranks.
+    (Mamba-2, arXiv:2405.21060). Steps are fp32 or fp64, rates are negative, and D_H None = 0. With
+    cp > 1 the tensors have only this rank's tokens, and the call is collective.
     """
     values_BTHv = (x_BTHv * steps_BTH[..., None]).to(x_BTHv.dtype)
     rule = C_BThk, B_BThk, values_BTHv, steps_BTH * rates_H, None, sequence
@@ -76,7 +77,7 @@ def convolve(
 ) -> Tensor:
     """Return y_BTD: a causal depthwise convolution within documents, then SiLU if `silu` is True.
 
-    With cp > 1 the tensors have only this rank's tokens, and the call is collective.
+    `bias_D` None = no bias. With cp > 1 x has only this rank's tokens, and the call is collective.
     """
     filters = weight_DW, bias_D
     x = x_BTD.flatten(0, 1)
@@ -85,23 +86,23 @@ def convolve(
         y = run_product(convolve_over_ranks, x, *filters, pieces, silu=silu)
     else:
         y = run_product(
-            causal_convolution, x, *filters, _get_document_borders(sequence, x_BTD), silu=silu
+            causal_convolution, x, *filters, _get_cu_seqlens(sequence, x_BTD), silu=silu
         )
     return y.view(x_BTD.shape)  # type: ignore[no-any-return]
 
 
-def _get_document_borders(sequence: Sequence, x_BTX: Tensor) -> Tensor:
-    """Return `cu_seqlens` of the sequence, or of rows that are one document each."""
+def _get_cu_seqlens(sequence: Sequence, x_BTX: Tensor) -> Tensor:
+    """Return `cu_seqlens` of `sequence`; if it is None, of rows of x that are one document each."""
     if sequence.cu_seqlens is not None:
         return sequence.cu_seqlens
     # A fake tensor is of one run, and would be found by real ones.
-    make = _make_row_borders if type(x_BTX) is Tensor else _make_row_borders.__wrapped__
+    make = _make_cached_cu_seqlens if type(x_BTX) is Tensor else _make_cached_cu_seqlens.__wrapped__
     return make(x_BTX.shape[0], x_BTX.shape[1], x_BTX.device)
 
 
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)
-def _make_row_borders(B: int, T: int, device: torch.device) -> Tensor:
+def _make_cached_cu_seqlens(B: int, T: int, device: torch.device) -> Tensor:
     """Return int32 [B + 1], the `cu_seqlens` of B rows of T tokens. Cached."""
     # The same tensor in every layer and step: a package reads it on the host once (`fla.py`).
     return make_row_cu_seqlens(B, B * T, device)

@@ -31,6 +31,7 @@ class RotaryTable:
 
     The table is a plain class because FSDP's mixed precision casts floating-point tensors in the
     tuples and dataclasses that a block receives. 16 bits are too few for the sine of an angle.
+    `is_shared` = all rows have equal positions.
 
     Source: RoFormer (arXiv:2104.09864).
     """
@@ -49,7 +50,7 @@ class RotaryTable:
             self.sin_Td *= scale
 
     def rotate(self, x_BTHd: Tensor) -> Tensor:
-        """Rotate each pair (i, i + d / 2) of the first d dims (Llama); computes in fp32."""
+        """Return x with each pair (i, i + d / 2) of its first d dims rotated in fp32 (Llama)."""
         d = 2 * self.cos_Td.shape[-1]
         if x_BTHd.shape[-1] == d:
             return self._rotate_dims(x_BTHd, neighbours=False)
@@ -57,12 +58,15 @@ class RotaryTable:
         return torch.cat((turned, x_BTHd[..., d:]), dim=-1)
 
     def rotate_pairs(self, x_BTHw: Tensor) -> Tensor:
-        """Rotate each pair (2i, 2i + 1) of the last d dims (DeepSeek); other dims are unchanged."""
-        # The result has all firsts, then all seconds: q and k may have any common order of dims.
+        """Return x with each pair (2i, 2i + 1) of its last d dims rotated in fp32 (DeepSeek).
+
+        The d dims of the result are reordered: the first dim of each pair, then each second dim.
+        """
+        # Scores do not depend on the order of dims that q and k have in common.
         return self._rotate_dims(x_BTHw, neighbours=True)
 
     def _rotate_dims(self, x_BTHw: Tensor, neighbours: bool) -> Tensor:
-        """Rotate pairs of dims: (2i, 2i + 1) if `neighbours`, otherwise (i, i + d / 2)."""
+        """Return x with its last d dims rotated, in pairs of `neighbours` or (i, i + d / 2)."""
         if self.is_shared:
             return rotary(x_BTHw, self.cos_Td, self.sin_Td, neighbours=neighbours)
         one_row = x_BTHw.flatten(0, 1)[None]
@@ -97,7 +101,7 @@ class Sequence:
     cache: KVCache | None = None
 
     def mask(self, window: int | None = None) -> AttentionMask:
-        """Return a causal mask per document. `window` limits the keys per token."""
+        """Return a causal mask per document. `window` limits the keys per token; None = all."""
         if self.cu_seqlens is None:
             return AttentionMask(window=window)
         return AttentionMask(
@@ -145,7 +149,7 @@ def make_packed_sequence(
             "pass the first token of each document, and the number of tokens"
         )
     if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
-        max_seqlen = _check_documents(cu_seqlens.tolist(), max_seqlen, num_tokens)
+        max_seqlen = _resolve_max_seqlen(cu_seqlens.tolist(), max_seqlen, num_tokens)
     cu_seqlens = cu_seqlens.to(device, torch.int32)
     return Sequence(
         cu_seqlens=cu_seqlens,
@@ -154,8 +158,12 @@ def make_packed_sequence(
     )
 
 
-def _check_documents(cu_seqlens: list[int], max_seqlen: int | None, num_tokens: int) -> int:
-    """Return `max_seqlen`, or the longest document for None. Raise a ValueError for bad values."""
+def _resolve_max_seqlen(cu_seqlens: list[int], max_seqlen: int | None, num_tokens: int) -> int:
+    """Return `max_seqlen`, or the longest document's length if it is None; check all values.
+
+    Raises a ValueError if `cu_seqlens` does not rise from 0 to `num_tokens`, or if a document is
+    longer than `max_seqlen`.
+    """
     lengths = [end - start for start, end in pairwise(cu_seqlens)]
     ends = (cu_seqlens[0], cu_seqlens[-1]) if lengths else None
     if ends != (0, num_tokens) or min(lengths) < 0:

@@ -28,7 +28,7 @@ from moecore.kernels.sparse_attention import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyChoice:
-    """How attention selects keys; `KeyChoice()` = each query reads all keys up to its own."""
+    """The keys that sparse attention reads; `KeyChoice()` = all of the document up to the query."""
 
     top_k: int | None = None  # keys with the largest indexer scores; None = no new choice
     selected_BTK: Tensor | None = None  # keys that an earlier layer selected, see `attend_sparse`
@@ -82,7 +82,7 @@ def _gather_keys(x_BTX: Tensor, sequence: Sequence) -> Tensor:
 
 
 def _make_key_spans(sequence: Sequence, B: int, T: int, device: torch.device) -> KeySpans:
-    """Return the keys of full rows that each local query sees: its document up to itself."""
+    """Return the keys of full rows that each local query sees: its document up to the query."""
     stride = 1 if sequence.local_tokens is None else sequence.local_tokens.cp.size
     T *= stride
     places_BT = sequence.positions_BT

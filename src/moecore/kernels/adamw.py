@@ -29,8 +29,8 @@ from moecore.kernels.adamw_formats import (
     encode_moments_ref,
     join_master,
     join_master_ref,
-    make_noise,
-    make_noise_ref,
+    make_random_bits,
+    make_random_bits_ref,
     round_stochastically,
     round_stochastically_ref,
     split_master,
@@ -45,13 +45,12 @@ NUM_WARPS = 4
 COLUMNS = 10  # of the table
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
-
 Decay = Annotated[float, Bound(">=", 0), Bound("<", 1)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamWOptions(CheckedRecord):
-    """Hyperparameters of one update."""
+    """Hyperparameters of one AdamW update."""
 
     lr: PositiveOrZero | Tensor  # learning rate; a tensor of one element is read on its device
     betas: tuple[Decay, Decay]  # decay of the first and the second moment
@@ -90,7 +89,7 @@ class AdamWTensors:
 
     @classmethod
     def from_rows(cls, rows: Sequence[tuple[ParamRow, int]]) -> "AdamWTensors":
-        """Make the record of (parameter, seed) pairs that have the same optional tensors."""
+        """Make the record from (parameter, rounding seed) pairs with the same optional tensors."""
         params, numbers = zip(*rows, strict=True)
         weights, grads, exp_avgs, exp_avg_sqs, steps, *optional = zip(*params, strict=True)
         exponents, remainders = ([t for t in column if t is not None] for column in optional)
@@ -159,11 +158,11 @@ def _encode_state_ref(
         pairs = [(row.weight, weight), (row.remainder, remainder)]
     moments = (row.exp_avg, row.exp_avg_sq)
     if row.exponents is not None:
-        noise = make_noise_ref(m.numel(), row.step, number)
+        noise = make_random_bits_ref(m.numel(), row.step, number)
         encoded = encode_moments_ref(m.reshape(-1), v.reshape(-1), noise)
         return [*pairs, *zip((*moments, row.exponents), encoded, strict=True)]
     if row.exp_avg.dtype == torch.bfloat16:
-        noise = make_noise_ref(m.numel(), row.step, number)
+        noise = make_random_bits_ref(m.numel(), row.step, number)
         m = round_stochastically_ref(m, noise & 0xFFFF)
         v = round_stochastically_ref(v, noise >> 16)
     return [*pairs, *((old, new.to(old.dtype)) for old, new in zip(moments, (m, v), strict=True))]
@@ -191,7 +190,7 @@ def _update_block(
     SPLIT: tl.constexpr,
     MOMENT_BLOCK: tl.constexpr,
 ):
-    """Update one block of a tensor; SPLIT: the weight is bf16 bits and an int16 remainder."""
+    """Update blocks of a tensor in place; SPLIT: weights are bf16 bits and int16 remainders."""
     i = row[:, None] * MOMENT_BLOCK + tl.arange(0, MOMENT_BLOCK)[None, :]
     mask = i < numel if MASKED else None
     FP8: tl.constexpr = exp_avg_ptr.dtype.element_ty == tl.uint8
@@ -218,10 +217,10 @@ def _update_block(
     if FP8:
         if MASKED:  # what lies beyond the end is no part of a block
             m, v = tl.where(mask, m, 0.0), tl.where(mask, v, 0.0)
-        m, v, exponents = encode_moments(m, v, make_noise(i, seed))
+        m, v, exponents = encode_moments(m, v, make_random_bits(i, seed))
         tl.store(exponents_ptr + row, exponents, mask=row_mask)
     elif exp_avg_ptr.dtype.element_ty == tl.bfloat16:
-        noise = make_noise(i, seed)
+        noise = make_random_bits(i, seed)
         m = round_stochastically(m, noise & 0xFFFF)
         v = round_stochastically(v, noise >> 16)
     tl.store(exp_avg_ptr + i, m.to(exp_avg_ptr.dtype.element_ty), mask=mask)
@@ -230,7 +229,7 @@ def _update_block(
 
 @triton.jit
 def _adamw_kernel(
-    table_ptr,  # int64 [P, COLUMNS]: addresses as in Row, elements, first program, number
+    table_ptr,  # int64 [P, COLUMNS]: addresses as in ParamRow, elements, first program, number
     tensor_ptr,  # int32 [programs]: of which tensor its part is
     lr_ptr,  # fp32 [1] or None
     lr,  # read where lr_ptr is None
@@ -252,7 +251,7 @@ def _adamw_kernel(
     NUM_BLOCKS: tl.constexpr,
     MOMENT_BLOCK: tl.constexpr,
 ):
-    """Update NUM_BLOCKS blocks of one tensor, whose addresses are a row of the table."""
+    """Update NUM_BLOCKS blocks of one tensor in place, by the addresses in its table row."""
     pid = tl.program_id(0)
     if skip_ptr is not None:
         if tl.load(skip_ptr) > 0:
@@ -319,10 +318,9 @@ def adamw_(
 ) -> None:
     """Update weights and moments in place, in fp32 (fp64 for fp64 tensors); no host sync.
 
-    A GPU does it in one launch, if all tensors are contiguous, and weights, gradients and moments
-    have one dtype each. Otherwise plain PyTorch does it, with a warning. A CPU uses torch's fused
-    AdamW where that supports the tensors. bf16 and FP8 moments are stochastically rounded, weights
-    to nearest (`adamw_formats.py`).
+    A GPU updates contiguous tensors, with one dtype each of weights, gradients and moments, in one
+    launch, and other tensors by plain PyTorch with a warning. A CPU uses torch's fused AdamW if it
+    can. bf16 and FP8 moments are stochastically rounded, weights to nearest (`adamw_formats.py`).
 
     Args:
         tensors: on one device.
@@ -370,6 +368,7 @@ def adamw_(
 
 
 def _can_use_kernel(tensors: AdamWTensors) -> bool:
+    """Return whether the kernel supports the dtypes, layouts, shapes and devices of all tensors."""
     rows = tensors.to_rows()
     dtypes = [{t.dtype for t in column} for column in list(zip(*rows, strict=True))[:4]]
     dtypes[2:] = [] if tensors.exponents else [dtypes[2] | dtypes[3]]  # both are read as one type
@@ -387,6 +386,7 @@ def _can_use_kernel(tensors: AdamWTensors) -> bool:
 
 
 def _can_use_torch(tensors: AdamWTensors) -> bool:
+    """Return whether all tensors but the steps are fp32, or all fp64, and contiguous."""
     tensors_in_use = (*tensors.weights, *tensors.grads, *tensors.exp_avgs, *tensors.exp_avg_sqs)
     has_dtype = {t.dtype for t in tensors_in_use} in ({torch.float32}, {torch.float64})
     return has_dtype and all(map(Tensor.is_contiguous, tensors_in_use))
@@ -398,7 +398,7 @@ def _update_with_torch_(
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
-    """Update by torch's fused AdamW, on CPUs many times as fast as the reference."""
+    """Update in place by torch's fused AdamW; arguments as for `adamw_`."""
     grads = list(tensors.grads)
     if grad_scale is not None:  # torch would write scaled gradients back
         grads = [grad / grad_scale for grad in grads]
@@ -421,7 +421,7 @@ def _update_with_torch_(
 
 
 def _make_table(tensors: AdamWTensors) -> tuple[Tensor, int]:
-    """Return int64 [P, COLUMNS] for the kernel, and the number of programs of all tensors."""
+    """Return `_adamw_kernel`'s table on the device, and the number of programs of all tensors."""
     rows, num_programs = [], 0
     for number, row in zip(tensors.rounding_seeds, tensors.to_rows(), strict=True):
         numel = row.weight.numel()

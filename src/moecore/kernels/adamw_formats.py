@@ -57,8 +57,8 @@ _SECOND_UNITS = tl.constexpr(2.0 ** (SECOND_BIAS + 2))
 _FIRST_NAN, _SECOND_NAN = tl.constexpr(FIRST_NAN), tl.constexpr(SECOND_NAN)
 
 
-def make_noise_ref(numel: int, step: Tensor, number: int) -> Tensor:
-    """Return int64 [numel] of 32 random bits each, a hash of position, step and seed `number`."""
+def make_random_bits_ref(numel: int, step: Tensor, number: int) -> Tensor:
+    """Return int64 [numel] of 32 random bits each, a hash of position, step and tensor `number`."""
     position = torch.arange(numel, device=step.device) & 0xFFFFFFFF
     seed = (step.long() * GOLDEN + (number * GOLDEN * GOLDEN & 0xFFFFFFFF)) & 0xFFFFFFFF
     x = position ^ seed
@@ -135,7 +135,7 @@ def _encode_ref(x: Tensor, noise: Tensor, bias: int, nan: int) -> Tensor:
 
 
 def decode_moments_ref(m: Tensor, v: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both moments in fp32, from the outputs of `encode_moments_ref`."""
+    """Return both moments, fp32 [N], from the outputs of `encode_moments_ref`."""
     scales = (exponents.int() << 23).view(torch.float32)
     scales = scales.repeat_interleave(MOMENT_BLOCK, 0)[: m.numel()]
     first = m.view(torch.float8_e4m3fn).float() * scales[:, 0]
@@ -159,8 +159,8 @@ def join_master_ref(weight: Tensor, remainder: Tensor) -> Tensor:
 
 
 @triton.jit
-def make_noise(i, seed):  # positions; uint32
-    """Return 32 random bits for each position."""
+def make_random_bits(i, seed):  # element positions in the tensor; uint32
+    """Return uint32 like i, random bits of stochastic rounding: a hash of position i and seed."""
     x = i.to(tl.uint32) ^ seed
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moecore.base.torch_private import enter_custom_ops
 from moecore.kernels.prepared import launch_prepared, make_descriptor
-from moecore.kernels.prepared import prepare_launch as keep_prepared
+from moecore.kernels.prepared import store_launch as keep_prepared
 
 try:
     import triton
@@ -83,7 +83,7 @@ _meta = _Meta()
 
 @contextmanager
 def treat_meta_as(device_type: str) -> Iterator[None]:
-    """Return a context in which meta tensors count as CUDA tensors, if `device_type` is "cuda"."""
+    """Return a context in which meta tensors count as CUDA tensors iff `device_type` is "cuda"."""
     before, _meta.is_gpu = _meta.is_gpu, device_type == "cuda"
     try:
         yield
@@ -201,6 +201,7 @@ def has_hopper_kernels(device: torch.device) -> bool:
 
 @functools.cache
 def _is_hopper(device: torch.device) -> bool:
+    """Return whether compiled kernels run on a device of compute capability 9.0."""
     if not HAS_TRITON or INTERPRET or device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device) == (9, 0)
@@ -229,6 +230,7 @@ def use_device(x: Tensor) -> AbstractContextManager[Any]:
 def launch(kernel: Any, grid: int | tuple[int, int], /, *args: Any, **constants: Any) -> None:
     """Launch a Triton kernel on the device of its first tensor argument, unless the grid is empty.
 
+    `grid` = programs along dim 0, or dims 0 and 1. `args` are the kernel's other parameters.
     `constants` are the kernel's `tl.constexpr` parameters and Triton's launch options.
     """
     grid = (grid, 1) if isinstance(grid, int) else grid
@@ -268,14 +270,14 @@ def next_power_of_2(n: int) -> int:
 
 
 def make_gluon_descriptor(x: Tensor, block: tuple[int, ...]) -> Any:
-    """Create a TMA descriptor for blocks of a tensor, which must live until the launch."""
+    """Return a TMA descriptor for blocks of shape `block`; x must live until the launch."""
     # Leading dims that the block does not have are as one. Only for launches while it lives.
     return make_descriptor(x, block, _choose_shared_layout)
 
 
 @functools.cache
 def _choose_shared_layout(dtype: torch.dtype, block: tuple[int, ...]) -> Any:
-    """Return Gluon's default layout of a block in shared memory."""
+    """Return Gluon's default shared-memory layout of a block; fp32 for dtypes not listed."""
     gluon_dtypes = {
         torch.float8_e4m3fn: gl.float8e4nv,
         torch.bfloat16: gl.bfloat16,
@@ -286,7 +288,7 @@ def _choose_shared_layout(dtype: torch.dtype, block: tuple[int, ...]) -> Any:
 
 @gluon.jit
 def split_halves(x):
-    """Split a tile into the left and the right half of its columns."""
+    """Return the left and the right half of the columns of a tile x [rows, columns]."""
     return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
 
 

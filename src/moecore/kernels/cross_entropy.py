@@ -68,7 +68,7 @@ def cross_entropy_ref_(
 
 @cache
 def _make_tile(num_columns: int) -> dict[str, int]:
-    """Return the columns of one step, LANES of WIDTH neighbours, and the warps that share them."""
+    """Return LANES and WIDTH of a step, which reads LANES * WIDTH columns, and num_warps."""
     # Four fp32 neighbours are one load of 16 bytes, which rows of other lengths are not aligned to.
     width = 4 if num_columns % 4 == 0 else 1
     lanes = min(MAX_LANES, max(32, next_power_of_2(cdiv(num_columns, width))))
@@ -144,14 +144,13 @@ def _write_zeros(
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Write the gradient of a row with the ignored label."""
+    """Write the gradient of a row with the ignored label: zeros, with scales of 2^-126."""
     zeros = tl.zeros([LANES, WIDTH], d_row.dtype.element_ty)
     for start in range(0, V, LANES * WIDTH):
         at = start + columns
         tl.store(d_row + at, zeros, mask=at < V, eviction_policy="evict_first")
         if scales is not None:
             block = start // 128 + tl.arange(0, LANES * WIDTH // 128)
-            # 2^-126
             min_scales = tl.full([LANES * WIDTH // 128], 1.1754943508222875e-38, tl.float32)
             tl.store(scales + block * stride + row, min_scales, mask=block < V // 128)
 
@@ -307,7 +306,7 @@ def _cross_entropy(
 
 
 def _get_scales_and_stride(scales: Tensor | None) -> tuple[Tensor | None, int]:
-    """Return scales, and the stride from one scale of a row to the next."""
+    """Return scales [V / 128, rows], and the stride of dim 0; (None, 0) for None."""
     return scales, 0 if scales is None else scales.stride(0)
 
 
@@ -391,6 +390,7 @@ def softmax_gradient_ref_(
 
 
 def _row_statistics(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
+    """Launch the kernel on contiguous tensors; return the statistics, fp32 [C, 3]."""
     C, V = logits_CV.shape
     statistics_C3 = logits_CV.new_empty(C, 3, dtype=torch.float32)
     args = (logits_CV, labels_C, statistics_C3)
@@ -414,7 +414,7 @@ def _softmax_gradient(
     scales: Tensor | None,
     power_of_two: bool,
 ) -> None:
-    """Launch the kernel; d_logits_CV None = the gradient overwrites the logits."""
+    """Write the gradient; d_logits_CV None = over the logits, scales None = not quantised."""
     C, V = logits_CV.shape
     out_CV = logits_CV if d_logits_CV is None else d_logits_CV
     args = (logits_CV, labels_C, highs_C, sums_C, out_CV, *_get_scales_and_stride(scales))

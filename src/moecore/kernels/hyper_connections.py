@@ -44,7 +44,7 @@ TILE_WARPS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SinkhornOptions:
-    """Constants of a hyper-connection."""
+    """Constants of a hyper-connection: its Sinkhorn iterations, and what is added to divisors."""
 
     iterations: int  # of columns, >= 1; rows are divided once less
     eps: float
@@ -92,7 +92,7 @@ def expand_streams_ref(streams_TND: Tensor, y_TD: Tensor, weights_TW: Tensor) ->
 
 
 def _make_constants(streams_TND: Tensor) -> dict[str, Any]:
-    """Return the constants of a kernel with one program per token."""
+    """Return the constants of the kernels that have one program per token."""
     _, N, D = streams_TND.shape
     return dict(N=N, D=D, NP=next_power_of_2(N), BLOCK_D=min(BLOCK_D, next_power_of_2(D)))
 
@@ -118,7 +118,7 @@ def _collapse_forward(
     eps: float,
     norm_eps: float,
 ) -> Collapsed:
-    """Launch the forward; return x_TD, weights_TW, raw_TM, r_T and link_TND."""
+    """Launch the forward; return x_TD, weights_TW, raw mixes, 1 / RMS of tokens, and the link."""
     x_TD, weights_TW, _, r_T, link_TND = _make_empty_collapsed(streams_TND, fn_MC)
     raw_TM = router_logits(streams_TND.flatten(1), fn_MC)
     args = (streams_TND, raw_TM, base_M, scale_3, x_TD, weights_TW, r_T, norm_eps, eps, iterations)
@@ -127,6 +127,7 @@ def _collapse_forward(
 
 
 def _save_collapse(ctx: Any, inputs: tuple[Any, ...], output: Collapsed) -> None:
+    """Save streams, fn, base, scale, raw mixes and r, and the iterations and eps, for backward."""
     ctx.save_for_backward(*inputs[:4], *output[2:4])
     ctx.others = inputs[4:6]
 
@@ -193,6 +194,7 @@ _collapse_bwd = Op("collapse_streams_bwd", _collapse_backward, _make_empty_gradi
 def _differentiate_collapse(
     ctx: Any, dx: Tensor, dweights: Tensor, *rest: Tensor
 ) -> tuple[Any, ...]:
+    """Return the gradients of `_collapse_forward`'s inputs; the last of `rest` is the link's."""
     needs, grads = ctx.needs_input_grad, (dx, dweights, rest[-1])
     args = (*ctx.saved_tensors, *(grad.contiguous() for grad in grads), *ctx.others)
     outputs = _collapse_bwd(*args, needs[1])
@@ -238,6 +240,7 @@ def _make_empty_like(
 
 
 def _save_expand(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Save streams, y and weights, all inputs but the link, for backward."""
     ctx.save_for_backward(inputs[0], *inputs[2:])
 
 
@@ -260,7 +263,8 @@ def collapse_streams(
     any number of times. No host sync; the same bits in every run.
 
     Args:
-        streams_TND, fn_MC, base_M: any float dtypes; streams are copied when not contiguous.
+        streams_TND: residual streams, any float dtype; copied when not contiguous.
+        fn_MC, base_M: projection of the streams to mixes, and offsets of mixes; any float dtype.
         scale_3: factors of pre, post and comb, any float dtype.
 
     Returns:

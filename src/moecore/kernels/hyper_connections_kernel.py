@@ -5,7 +5,7 @@ from moecore.kernels.common import tl, triton
 
 @triton.jit
 def _normalise(c, eps, real, AXIS: tl.constexpr):
-    """Divide columns (AXIS 0) or rows (AXIS 1) of c by their sum + eps; 0 where `real` is False."""
+    """Return c with columns (AXIS 0) or rows (1) divided by their sum + eps; 0 if not `real`."""
     return tl.where(real, c / (tl.sum(c, AXIS, keep_dims=True) + eps), 0.0)
 
 
@@ -48,7 +48,7 @@ def collapse_streams_fwd_kernel(
     NP: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Compute one token's weights and collapse its streams."""
+    """Write one token's input x of the sublayer, its post and comb weights, and its 1 / RMS."""
     t = tl.program_id(0).to(tl.int64)
     n, d = tl.arange(0, NP), tl.arange(0, BLOCK_D)
     row = streams_ptr + t * (N * D) + n[:, None] * D + d[None, :]
@@ -111,7 +111,7 @@ def collapse_streams_bwd_mixes_kernel(
     NP: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Compute one token's gradients of its mixes, base and scale, and `factor` for the streams."""
+    """Write one token's gradients of mixes, base and scale, and pre and factor for its streams."""
     t = tl.program_id(0).to(tl.int64)
     M: tl.constexpr = 2 * N + N * N
     n, d = tl.arange(0, NP), tl.arange(0, BLOCK_D)
@@ -182,7 +182,7 @@ def collapse_streams_bwd_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Sum the gradient of BLOCK_D elements of one stream of BLOCK_T tokens."""
+    """Write the gradient of BLOCK_D elements of one stream of BLOCK_T tokens."""
     C: tl.constexpr = N * D
     tiles: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     tile = tl.program_id(0) % (N * tiles)
@@ -249,7 +249,7 @@ def expand_streams_bwd_kernel(
     NP: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Compute one token's gradients of streams, y and weights."""
+    """Write one token's gradients of streams, y and weights."""
     t = tl.program_id(0).to(tl.int64)
     n, d = tl.arange(0, NP), tl.arange(0, BLOCK_D)
     row = t * (N * D) + d

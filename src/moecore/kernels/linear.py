@@ -68,7 +68,7 @@ def linear(
 
 
 def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of all inputs; the weight's is None if `ctx.sink` has deferred it."""
+    """Return the gradients of `_LinearFunction`'s inputs; the weight's is None if deferred."""
     products, sink = ctx.products, ctx.sink
     dx, operands, dbias_N = products.gradients(ctx, *grads)
     dweight_NK = None
@@ -98,6 +98,8 @@ class _DifferentiableOnce(torch.autograd.Function):
 
 
 class _LinearFunction(torch.autograd.Function):
+    """apply(x, weight, bias, *others, products, sink) -> y: the autograd node of `linear`."""
+
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         *inputs, products, sink = args
@@ -113,7 +115,7 @@ _LinearFunction.__name__ = "moecore::linear"  # in profiles
 
 
 class PlainProducts(LinearProducts):
-    """Products in the dtype of the weight."""
+    """The products of a linear layer in the dtype of its weight, with the bits of `F.linear`."""
 
     differentiable_twice = True
 
@@ -130,7 +132,7 @@ class PlainProducts(LinearProducts):
         return "plain products"
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply by `linear` if the weight has a gradient sink, otherwise by `F.linear`."""
+        """Return y by `linear` if the weight has a gradient sink, otherwise by `F.linear`."""
         weight_NK = get_local_param(weight)
         bias_N = None if bias is None else get_local_param(bias)
         sink = find_sink(weight, weight_NK.shape)
@@ -166,5 +168,5 @@ class PlainProducts(LinearProducts):
     @override
     @staticmethod
     def weight_grad(dy_TN: Tensor, x_TK: Tensor, target: GradTarget) -> Tensor:
-        """Store dy^T @ x, [N, K], at the target and return the gradient."""
+        """Write dy^T @ x, [N, K], to `target`, or add it if `target.adds`; return the gradient."""
         return store_grad(dy_TN.t().mm(x_TK), target.out, target.adds, target.dtype, target.scale)

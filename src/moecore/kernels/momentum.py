@@ -46,7 +46,7 @@ def _momentum_kernel(
     NESTEROV: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Update BLOCK elements as `momentum_` does."""
+    """Update BLOCK elements of the momentum in place, and write the result to `out_ptr`."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(grad_ptr + i, mask=i < numel, other=0.0).to(tl.float32)
     m = tl.load(momentum_ptr + i, mask=i < numel, other=0.0)

@@ -62,7 +62,7 @@ INT32 = "-2147483648 <= {0} <= 2147483647"
 
 
 class Descriptor:
-    """TMA descriptor of memory at an address. It does not keep the memory alive."""
+    """Base of TMA descriptors of memory at an address, which do not keep the memory alive."""
 
     kind: int  # number of the dtype, block and layout, for which kernels are compiled
     _encoded: tuple[Any, ...] | None = None
@@ -94,7 +94,7 @@ class _Address(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """A compiled kernel on a device, with constant arguments of its launcher in C."""
+    """A compiled kernel on a device, with the arguments of its launcher in C that never change."""
 
     launch: Callable[..., None]  # Triton's launcher in C
     stream: Callable[[int], int]  # device -> address of its current stream
@@ -103,7 +103,7 @@ class _Entry(NamedTuple):
 
 
 class _Site(NamedTuple):
-    """Launches of a kernel with arguments of the same types and constants of the same names."""
+    """The cached launches of one kernel with one list of argument types and constant names."""
 
     read: Callable[..., tuple[Any, ...]]  # arguments -> their device and the rest of their key
     launch: Callable[..., bool]  # see `launch_prepared`
@@ -119,7 +119,10 @@ _DESCRIPTORS: dict[tuple[Any, ...], Any] = {}
 def launch_prepared(
     kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], constants: dict[str, Any]
 ) -> bool:
-    """Launch a kernel by a cached entry; return False if the caller must launch by Triton."""
+    """Launch a kernel as `store_launch` has cached it; return False if nothing was launched.
+
+    The caller must then launch by Triton. `constants`: constexpr parameters and launch options.
+    """
     if not (IS_SUPPORTED and _is_plain(kernel)):
         return False
     site = _SITES.get((kernel.fn, tuple(map(type, args)), *constants))
@@ -128,10 +131,14 @@ def launch_prepared(
     return site.launch(site.entries.get, current_device, grid, constants.values(), *args)
 
 
-def prepare_launch(
+def store_launch(
     kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], compiled: Any
 ) -> None:
-    """Cache a kernel that Triton compiled, so that `launch_prepared` can launch it again."""
+    """Cache `compiled`, the result of a launch by Triton, so that `launch_prepared` can repeat it.
+
+    `args` and `constants` of the launch give the key of the cache. Unsupported launches are not
+    cached.
+    """
     if not (IS_SUPPORTED and _is_plain(kernel)) or type(compiled) is not CompiledKernel:
         return
     name = (kernel.fn, tuple(map(type, args)), *constants)
@@ -152,7 +159,7 @@ def prepare_launch(
 def make_descriptor(
     x: Tensor, block: tuple[int, ...], layout_of: Callable[..., Any] | None = None
 ) -> Any:
-    """Return the TMA descriptor of blocks of a tensor whose leading dims are flattened.
+    """Return a TMA descriptor for blocks of shape `block` of x, whose leading dims are flattened.
 
     Descriptors are cached by address, so the tensor must live until the launch. `layout_of` returns
     Gluon's layout of a dtype and a block; None for a kernel of Triton.
@@ -235,7 +242,7 @@ def launch(entry_of, current_device, grid, constants, {names}):
 
 
 def _make_entry(kernel: Any, args: tuple[Any, ...], compiled: Any) -> _Entry | None:
-    """Make the cached launch of a compiled kernel; None = its launcher is not supported."""
+    """Return the cached launch of `compiled` for these arguments; None = not supported."""
     types = [compiled.src.signature.get(name) for name in kernel.arg_names]
     matches = [_is_supported(arg, kind) for arg, kind in zip(args, types, strict=False)]
     if not all(matches) or any(kind != "constexpr" for kind in types[len(args) :]):
@@ -259,7 +266,7 @@ def _make_entry(kernel: Any, args: tuple[Any, ...], compiled: Any) -> _Entry | N
 
 
 def _is_supported(arg: Any, kind: Any) -> bool:
-    """Return whether the launcher in C takes an argument as `_generate_functions` passes it."""
+    """Return whether the launcher in C takes `arg`, of Triton's type `kind`, as it is passed."""
     if isinstance(arg, Tensor):
         return bool(getattr(arg, GPU_FLAG)) and str(kind).startswith("*")
     if isinstance(arg, Descriptor):

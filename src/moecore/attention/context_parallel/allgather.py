@@ -34,7 +34,7 @@ from moecore.kernels.attention import (
 
 
 class _KeyBlock(NamedTuple):
-    """Arguments of one attention call: half of the queries, and the first chunks of keys."""
+    """One attention call: half of the local queries, and each document's first chunks of keys."""
 
     half: Half
     num_chunks: int
@@ -42,7 +42,10 @@ class _KeyBlock(NamedTuple):
 
 
 def _iterate_key_blocks(local_tokens: LocalTokens, window: int | None) -> Iterator[_KeyBlock]:
-    """Yield the attention calls of this rank's early and late queries."""
+    """Yield the attention calls of the early, then the late local queries; see `_KeyBlock`.
+
+    `window` limits the keys per query; None = all.
+    """
     rank, last = local_tokens.cp.rank, 2 * local_tokens.cp.size - 1
     halves: tuple[tuple[Half, int], ...] = (("early", rank), ("late", last - rank))
     for half, chunk in halves:
@@ -50,7 +53,7 @@ def _iterate_key_blocks(local_tokens: LocalTokens, window: int | None) -> Iterat
 
 
 def _gather_kv(local_tokens: LocalTokens, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the keys and values of full rows. One all-gather."""
+    """Return the keys and values [B, T, ...] of full rows by one all-gather, without autograd."""
     kv = local_tokens.gather_values(torch.cat((k.flatten(2), v.flatten(2)), dim=-1))
     ks, vs = kv.split((k[0, 0].numel(), v[0, 0].numel()), dim=-1)
     return ks.unflatten(2, k.shape[2:]), vs.unflatten(2, v.shape[2:])
@@ -59,19 +62,23 @@ def _gather_kv(local_tokens: LocalTokens, k: Tensor, v: Tensor) -> tuple[Tensor,
 def _reduce_kv_grads(
     local_tokens: LocalTokens, dk: Tensor, dv: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Reduce-scatter gradients of full rows to gradients of the local k and v. One collective."""
+    """Reduce-scatter dk and dv of full rows to gradients in the shapes of local k and v."""
     B, T = k.shape[0], k.shape[1] * local_tokens.cp.size
     dkv = torch.cat((dk.flatten(2), dv.flatten(2)), dim=-1).view(B, T, -1)
-    dk, dv = local_tokens.sum_values(dkv).split((k[0, 0].numel(), v[0, 0].numel()), dim=-1)
+    dk, dv = local_tokens.reduce_scatter_values(dkv).split(
+        (k[0, 0].numel(), v[0, 0].numel()), dim=-1
+    )
     return dk.reshape(k.shape), dv.reshape(v.shape)
 
 
 class GatherAttention(torch.autograd.Function):
-    """apply(q_BtHd, k, v, sinks_H, local_tokens, window, scale) -> o_BtHv.
+    """Causal attention of this rank's queries to the keys of full rows, as an autograd node.
+
+    apply(q_BtHd, k, v, sinks_H, local_tokens, window, scale) -> o_BtHv.
 
     If keys and values are local, [B, t, ...], forward all-gathers them. If they are full rows in
     order, [B, T, ...], their gradients contain only the contribution of this rank's queries.
-    Collective.
+    `sinks_H` None = no sinks, `window` None = all keys. Collective.
     """
 
     @staticmethod
@@ -85,7 +92,7 @@ class GatherAttention(torch.autograd.Function):
         window: int | None,
         scale: float,
     ) -> Tensor:
-        """Return the attention output of both chunks of queries."""
+        """Return o_BtHv, the attention output of all local queries."""
         layout, (B, t, H, _) = local_tokens.layout, q.shape
         ks, vs = (k, v) if k.shape[1] != t else _gather_kv(local_tokens, k, v)
         qs, ks, vs = layout.flatten_rows(q), layout.flatten_rows(ks), layout.flatten_rows(vs)

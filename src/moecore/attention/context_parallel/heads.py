@@ -27,39 +27,45 @@ from moecore.base.torch_private import skips_communication
 def scatter_heads(
     tensors: tuple[Tensor, ...], group: dist.ProcessGroup, layout: ChunkLayout
 ) -> tuple[Tensor, ...]:
-    """Return all tokens of this rank's heads, [B, T, H / G, d], for each x_BtHd. Collective."""
+    """Return all tokens of this rank's heads, [B, T, H / G, d], for each x_BtHd. Collective.
+
+    G is the size of `group`, and t = T / G. `layout` is the order of tokens on these ranks.
+    """
     scattered: tuple[Tensor, ...] = run_and_save(_HeadExchange.apply, group, layout, True, *tensors)
     return scattered
 
 
 def gather_heads(x_BThd: Tensor, group: dist.ProcessGroup, layout: ChunkLayout) -> Tensor:
-    """Return all heads of this rank's tokens: the inverse of `scatter_heads`. Collective."""
+    """Return all heads of this rank's tokens, [B, t, H, d], from [B, T, H / G, d]. Collective."""
     outputs: tuple[Tensor] = run_and_save(_HeadExchange.apply, group, layout, False, x_BThd)
     return outputs[0]
 
 
-def _exchange(
+def _run_all_to_alls(
     tensors: tuple[Tensor, ...],
     group: dist.ProcessGroup,
-    before: Callable[[Tensor], Tensor],
-    after: Callable[[Tensor], Tensor],
+    pack: Callable[[Tensor], Tensor],
+    unpack: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, ...]:
-    """All-to-all `before(x)`, [G, ...], of each tensor; return `after` of the received buffers."""
+    """For each x, all-to-all `pack(x)` [G, ...]; return `unpack` of each received [G, ...].
+
+    G is the size of `group`. Packing a tensor overlaps the all-to-all of the tensor before.
+    """
     outputs: list[Tensor] = []
     pending: tuple[dist.Work, Tensor, Tensor] | None = None
     for x in (*tensors, None):
         transfer = None
         if x is not None:
-            send_buffer = before(x).contiguous()
+            send_buffer = pack(x).contiguous()
             recv_buffer = torch.empty_like(send_buffer)
             if skips_communication(send_buffer):  # a mode counts bytes instead of sending them
-                outputs.append(after(recv_buffer))
+                outputs.append(unpack(recv_buffer))
                 continue
             work = dist.all_to_all_single(recv_buffer, send_buffer, group=group, async_op=True)
             transfer = work, recv_buffer, send_buffer  # the send buffer must outlive the collective
         if pending is not None:
             pending[0].wait()
-            outputs.append(after(pending[1]))
+            outputs.append(unpack(pending[1]))
         pending = transfer
     return tuple(outputs)
 
@@ -67,7 +73,7 @@ def _exchange(
 def _exchange_heads(
     tensors: tuple[Tensor, ...], group: dist.ProcessGroup, layout: ChunkLayout, to_tokens: bool
 ) -> tuple[Tensor, ...]:
-    """Exchange heads for tokens if `to_tokens`, otherwise tokens for heads, without autograd."""
+    """Return all tokens of some heads if `to_tokens`, otherwise all heads of the local tokens."""
 
     def split_heads(x_BtHd: Tensor) -> Tensor:
         G = group.size()
@@ -77,21 +83,24 @@ def _exchange_heads(
     def join_heads(x_GBthd: Tensor) -> Tensor:
         return x_GBthd.movedim(0, 2).flatten(2, 3)
 
-    before, after = (split_heads, layout.join) if to_tokens else (layout.split, join_heads)
-    return _exchange(tensors, group, before, after)
+    pack, unpack = (split_heads, layout.join) if to_tokens else (layout.split, join_heads)
+    return _run_all_to_alls(tensors, group, pack, unpack)
 
 
 class _HeadExchange(torch.autograd.Function):
-    """apply(group, layout, to_tokens, *tensors): see `_exchange_heads`; backward is the inverse."""
+    """The autograd node of `_exchange_heads`, whose backward runs the inverse exchange.
+
+    apply(group, layout, to_tokens, *tensors) -> the exchanged tensors.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, group: dist.ProcessGroup, layout: ChunkLayout, to_tokens: bool, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.back = group, layout, not to_tokens
+        ctx.inverse_args = group, layout, not to_tokens
         # No views, to which a model's code could not write in place.
         return tuple(x.detach() for x in _exchange_heads(tensors, group, layout, to_tokens))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, None, *_exchange_heads(grads, *ctx.back)
+        return None, None, None, *_exchange_heads(grads, *ctx.inverse_args)

@@ -37,10 +37,10 @@ Half = Literal["all", "early", "late"]
 
 
 class ChunkLayout:
-    """The order of tokens on G ranks: splits full rows into local tokens, and joins them.
+    """The assignment of the tokens of full rows [B, T] to G cp ranks, by two chunks per document.
 
-    `num_tokens` is B * T. `cu_seqlens` has the documents packed into all rows, whose lengths are
-    multiples of 2 * G. None = each row is one document.
+    `size` is G, and `num_tokens` is B * T. `cu_seqlens` has the documents packed into all rows,
+    whose lengths are multiples of 2 * G and at most `max_seqlen`. None = a row is one document.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class ChunkLayout:
         self._num_tokens = num_tokens
         self._cu_seqlens = cu_seqlens
         self._max_chunk = -(-max_seqlen // (2 * size))
-        self._firsts: dict[int, Tensor] = {}
+        self._first_chunk_ids: dict[int, Tensor] = {}
 
     def split(self, x_BTX: Tensor) -> Tensor:
-        """Return x_GBtX, the tokens of each rank, from full rows."""
+        """Return [G, B, T / G, ...], the tokens of each rank, from full rows [B, T, ...]."""
         G, (B, T) = self.size, x_BTX.shape[:2]
         if self._cu_seqlens is not None:
             return x_BTX.flatten(0, 1)[self._token_ids.flatten()].view(
@@ -64,24 +64,27 @@ class ChunkLayout:
         return halves.flatten(2, 3).transpose(0, 1)
 
     def join(self, x_GBtX: Tensor) -> Tensor:
-        """Return x_BTX, full rows, from the tokens of each rank; the inverse of `split`."""
+        """Return full rows [B, T, ...] from each rank's tokens [G, B, T / G, ...]."""
         G, B, t = x_GBtX.shape[:3]
         if self._cu_seqlens is not None:
-            return x_GBtX.flatten(0, 2)[self._places].view(B, G * t, *x_GBtX.shape[3:])
+            return x_GBtX.flatten(0, 2)[self._inverse_token_ids].view(B, G * t, *x_GBtX.shape[3:])
         halves = x_GBtX.unflatten(2, (2, t // 2))
         chunks = torch.cat((halves[:, :, 0], halves[:, :, 1].flip(0)))
         return chunks.transpose(0, 1).flatten(1, 2)
 
     def flatten_rows(self, x_BtX: Tensor) -> Tensor:
-        """Return packed rows as one row [1, B * t, ...], other rows unchanged."""
+        """Return rows with packed documents as one row [1, B * t, ...], other rows unchanged."""
         return x_BtX if self._cu_seqlens is None else x_BtX.flatten(0, 1)[None]
 
     def select_half(self, x_BtX: Tensor, half: Half, dim: int = 1) -> Tensor:
-        """Return the early or late half of the tokens in dim `dim` of a `flatten_rows` result."""
+        """Return the tokens of each document's early or late chunk on this rank; "all" = x itself.
+
+        x is a result of `flatten_rows`, with tokens in dim `dim`. The result may be a view.
+        """
         if half == "all":
             return x_BtX
         if self._cu_seqlens is not None:
-            return x_BtX.index_select(dim, self._halves[half == "late"])
+            return x_BtX.index_select(dim, self._half_ids[half == "late"])
         C = x_BtX.shape[dim] // 2
         return x_BtX.narrow(dim, C if half == "late" else 0, C)
 
@@ -90,12 +93,12 @@ class ChunkLayout:
         if half == "all":
             x_BtX.copy_(values_BCX)
         elif self._cu_seqlens is not None:
-            x_BtX.index_copy_(dim, self._halves[half == "late"], values_BCX)
+            x_BtX.index_copy_(dim, self._half_ids[half == "late"], values_BCX)
         else:
             self.select_half(x_BtX, half, dim).copy_(values_BCX)
 
     def select_first_chunks(self, x_BTX: Tensor, num_chunks: int) -> Tensor:
-        """Return the first `num_chunks` of the 2 * G chunks of each document in flat full rows."""
+        """Return each document's first `num_chunks` of 2 * G chunks of `flatten_rows` full rows."""
         if self._cu_seqlens is None:
             return x_BTX[:, : num_chunks * (x_BTX.shape[1] // (2 * self.size))]
         return x_BTX[:, self._find_first_chunks(num_chunks)]
@@ -110,7 +113,10 @@ class ChunkLayout:
     def mask(
         self, queries: int, keys: int, *, causal: bool = True, window: int | None = None
     ) -> AttentionMask:
-        """Return the mask of `queries` chunks of queries and `keys` chunks of keys per document."""
+        """Return the mask of attention between chunks of each document.
+
+        `queries` and `keys` are numbers of chunks per document. `window` None = all keys.
+        """
         if self._cu_seqlens is None:
             return AttentionMask(causal=causal, window=window)
         return AttentionMask(
@@ -123,32 +129,32 @@ class ChunkLayout:
         )
 
     @property
-    def _documents(self) -> Tensor:
-        """The `cu_seqlens` of packed documents; only for packed rows."""
+    def _packed_cu_seqlens(self) -> Tensor:
+        """The packed documents' `cu_seqlens`; an AssertionError if each row is one document."""
         assert self._cu_seqlens is not None, "rows have no index"
         return self._cu_seqlens
 
     @cached_property
     def _chunk_borders(self) -> Tensor:
         """int32 [n + 1], the `cu_seqlens` of one chunk of each document."""
-        return self._documents // (2 * self.size)
+        return self._packed_cu_seqlens // (2 * self.size)
 
     @cached_property
     def _token_ids(self) -> Tensor:
-        """int64 [G, B * t], the tokens of each rank."""
-        return assign_tokens_to_cp_ranks(self._documents, self._num_tokens, self.size)
+        """int64 [G, B * t], the indices of each rank's tokens among the B * T tokens."""
+        return assign_tokens_to_cp_ranks(self._packed_cu_seqlens, self._num_tokens, self.size)
 
     @cached_property
-    def _places(self) -> Tensor:
-        """int64 [B * T], the position of each token among the tokens of all ranks."""
+    def _inverse_token_ids(self) -> Tensor:
+        """int64 [B * T], the index of each token in rank order: the inverse of `_token_ids`."""
         token_ids = self._token_ids.flatten()
         places = torch.empty_like(token_ids)
         places[token_ids] = torch.arange(len(token_ids), device=token_ids.device)
         return places
 
     @cached_property
-    def _halves(self) -> tuple[Tensor, Tensor]:
-        """int64 [B * C] each, a rank's tokens of the early and of the late half."""
+    def _half_ids(self) -> tuple[Tensor, Tensor]:
+        """int64 [B * C] each, indices of the early and of the late chunks' tokens on a rank."""
         num = self._num_tokens // (2 * self.size)
         borders = self._chunk_borders.long()
         documents = find_documents(borders, num)
@@ -156,19 +162,19 @@ class ChunkLayout:
         return early, early + borders.diff()[documents]
 
     def _find_first_chunks(self, num_chunks: int) -> Tensor:
-        """Return int64 [B * C * num_chunks], the tokens that `select_first_chunks` returns."""
-        if num_chunks not in self._firsts:
+        """Return int64 [B * C * num_chunks], indices of `select_first_chunks`' tokens. Cached."""
+        if num_chunks not in self._first_chunk_ids:
             borders = self._chunk_borders.long()
             num = self._num_tokens // (2 * self.size) * num_chunks
             documents = find_documents(borders * num_chunks, num)
             places = torch.arange(num, device=borders.device) - borders[documents] * num_chunks
-            self._firsts[num_chunks] = self._documents[documents] + places
-        return self._firsts[num_chunks]
+            self._first_chunk_ids[num_chunks] = self._packed_cu_seqlens[documents] + places
+        return self._first_chunk_ids[num_chunks]
 
 
 @dataclass(frozen=True, slots=True)
 class ContextParallel:
-    """The process groups of a cp rank: all cp ranks, and the subgroups of its way."""
+    """The process groups that one rank uses for context parallelism (cp)."""
 
     group: dist.ProcessGroup
     # consecutive ranks of `group` that exchange heads for tokens; None = no all-to-all
@@ -184,19 +190,22 @@ class ContextParallel:
 
     @property
     def rank(self) -> int:
-        """This rank's index."""
+        """This rank's index among the cp ranks."""
         return self.group.rank()
 
     @property
     def gathers(self) -> bool:
-        """Whether the ranks all-gather keys and values."""
+        """Whether attention all-gathers keys and values, without an all-to-all or a ring."""
         return self.a2a is None and self.ring is None
 
 
 def select_cp_ranks(
     cp: int | None, ranks: ContextParallel | None, groups: Mapping[int, ContextParallel]
 ) -> ContextParallel | None:
-    """Return `ranks` if `cp` is None or their number, otherwise groups[cp] or a ValueError."""
+    """Return `ranks` (None = 1 rank) if `cp` is None or their number, otherwise groups[cp].
+
+    Raises a ValueError if `groups`, the cp groups by size of a dynamic cp, has no key `cp`.
+    """
     size = 1 if ranks is None else ranks.size
     if cp in (None, size):
         return ranks
@@ -209,7 +218,7 @@ def select_cp_ranks(
 
 
 class LocalTokens:
-    """The tokens of one forward that this cp rank stores, made once per forward.
+    """This cp rank's share of the tokens of one forward, with collectives over the cp ranks.
 
     It is a plain class for the reason of `RotaryTable`.
 
@@ -249,11 +258,11 @@ class LocalTokens:
 
     @property
     def ring_tokens(self) -> LocalTokens:
-        """This rank's tokens in its ring: after the all-to-all with "a2a+p2p", otherwise self."""
+        """This rank's tokens among the ranks of its ring with "a2a+p2p", otherwise `self`."""
         return self._ring or self
 
     def make_pieces(self, device: torch.device) -> LocalPieces:
-        """Return this rank's pieces of documents for linear attention. Cached."""
+        """Return this rank's two chunks of each document for linear attention. Cached."""
         if self._pieces is None:
             B, T = self._shape
             rows = make_row_cu_seqlens(B, B * T, device)
@@ -267,27 +276,29 @@ class LocalTokens:
 
     @torch.compiler.disable
     def gather(self, x_BtX: Tensor) -> Tensor:
-        """All-gather x_BTX in token order. Backward sums gradients over ranks. Collective."""
-        x_BTX: Tensor = run_and_save(exchange_with_grad, x_BtX, self.gather_values, self.sum_values)
+        """Return full rows, all-gathered; backward sums gradients over cp ranks. Collective."""
+        x_BTX: Tensor = run_and_save(
+            exchange_with_grad, x_BtX, self.gather_values, self.reduce_scatter_values
+        )
         return x_BTX
 
     def gather_replicated(self, x_BtX: Tensor) -> Tensor:
-        """All-gather x_BTX whose gradient is replicated: backward only slices the gradient."""
+        """Return full rows, all-gathered. Backward slices a gradient that all cp ranks have."""
         x_BTX: Tensor = run_and_save(
             exchange_with_grad, x_BtX, self.gather_values, self.slice_local
         )
         return x_BTX
 
     def gather_values(self, x_BtX: Tensor) -> Tensor:
-        """All-gather x_BTX in order, without autograd. Collective."""
+        """Return full rows x_BTX, all-gathered in token order, without autograd. Collective."""
         size = self.cp.size
         out = x_BtX.new_empty((size * x_BtX.shape[0], *x_BtX.shape[1:]))
         if not skips_communication(out):  # where bytes are counted
             all_gather_single(out, x_BtX.contiguous(), group=self.cp.group)
         return self.layout.join(out.unflatten(0, (size, x_BtX.shape[0])))
 
-    def sum_values(self, x_BTX: Tensor) -> Tensor:
-        """Reduce-scatter x_BTX to this rank's tokens. Sums are in fp32. Collective."""
+    def reduce_scatter_values(self, x_BTX: Tensor) -> Tensor:
+        """Return x_BtX: this rank's tokens of x_BTX, summed over ranks in fp32. Collective."""
         # A reduce-scatter of NCCL sends as many bytes, and would round at each rank.
         send_buffer = self.layout.split(x_BTX).contiguous()
         recv_buffer = torch.empty_like(send_buffer)
@@ -297,7 +308,7 @@ class LocalTokens:
 
 
 def check_documents(cu_seqlens: Tensor, cp: int) -> None:
-    """Raise a ValueError if a document length is no multiple of 2 * cp. Reads only CPU tensors."""
+    """Raise a ValueError if a document length is no multiple of 2 * cp; GPU tensors pass unread."""
     if cu_seqlens.device.type != "cpu":
         return
     lengths = cu_seqlens.diff().tolist()

@@ -41,7 +41,7 @@ from moecore.kernels.attention import (
 
 
 class _RingBlock(NamedTuple):
-    """The halves of queries and keys that one step multiplies, and their mask."""
+    """One attention call of a ring step: halves of the queries and of the keys, and their mask."""
 
     queries: Half
     keys: Half
@@ -49,7 +49,7 @@ class _RingBlock(NamedTuple):
 
 
 def select_block(layout: ChunkLayout, rank: int, source: int) -> _RingBlock:
-    """Return the halves that `rank` computes with the keys of rank `source`, and their mask."""
+    """Return the halves that rank `rank` multiplies when it has the keys of rank `source`."""
     if source == rank:
         return _RingBlock("all", "all", layout.mask(2, 2))
     if source < rank:
@@ -58,7 +58,10 @@ def select_block(layout: ChunkLayout, rank: int, source: int) -> _RingBlock:
 
 
 def split_local_block(layout: ChunkLayout) -> tuple[list[_RingBlock], list[_RingBlock]]:
-    """Return the blocks of local keys that backward computes first, and those it computes last."""
+    """Return the blocks of local keys for the first, and for the last ring step of backward.
+
+    With more than 4 ranks the first list is empty.
+    """
     # The first block overlaps the first send of keys, the last blocks overlap the last send of
     # gradients. Without a first block, 1 of 3 * (G - 1) parts of the traffic is exposed (a send of
     # keys is 1 part, of gradients 2): 0.33 in a ring of 2, 0.11 of 4, 0.05 of 8. Three small blocks
@@ -107,7 +110,7 @@ def _send_to_next(x: Tensor, group: dist.ProcessGroup) -> _RingTransfer:
 
 
 def _iterate_ring(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
-    """Yield (source rank, its keys and values), local ones first, while the next are received."""
+    """Yield (rank, its keys and values as sent) for all ranks, this rank first. Collective."""
     G, rank = group.size(), group.rank()
     for step in range(G):
         travelling = _send_to_next(kv, group) if step < G - 1 else None
@@ -122,13 +125,13 @@ def _pack_kv(k: Tensor, v: Tensor) -> Tensor:
 
 
 def _unpack_kv(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return views of keys and values in the shapes of k and v."""
+    """Return views of the flat `kv` in the shapes of k and v, whose values are not read."""
     ks, vs = kv.split((k.numel(), v.numel()))
     return ks.view(k.shape), vs.view(v.shape)
 
 
-class _Queries(NamedTuple):
-    """The local queries in backward, with their accumulated gradient."""
+class _LocalQueries(NamedTuple):
+    """The tensors of the local queries in backward, and `dq`, which accumulates their gradient."""
 
     layout: ChunkLayout
     scale: float
@@ -138,8 +141,8 @@ class _Queries(NamedTuple):
     lse: Tensor
     dq: Tensor
 
-    def differentiate(self, block: _RingBlock, ks: Tensor, vs: Tensor) -> list[Tensor]:
-        """Add a block's gradient of queries to `dq`; return its gradients of keys and values."""
+    def run_block_backward(self, block: _RingBlock, ks: Tensor, vs: Tensor) -> list[Tensor]:
+        """Add a block's gradient of queries to `dq`; return [dk, dv] of the block's keys."""
         queries, keys, mask = block
         do, q, o = (self.layout.select_half(x, queries) for x in (self.do, self.q, self.o))
         lse = self.layout.select_half(self.lse, queries, dim=2)
@@ -154,7 +157,7 @@ def _add_half(layout: ChunkLayout, total: Tensor, half: Half, part: Tensor) -> N
     layout.write_half(total, half, layout.select_half(total, half) + part)
 
 
-def _add_parts(
+def _add_kv_grads(
     layout: ChunkLayout, totals: tuple[Tensor, Tensor], half: Half, parts: list[Tensor]
 ) -> None:
     """Add gradients of k and v to a half of the tokens of `totals`, in place."""
@@ -163,7 +166,11 @@ def _add_parts(
 
 
 class RingAttention(torch.autograd.Function):
-    """apply(q_BtHd, k_Bthd, v_Bthv, sinks_H, layout, group, scale) -> o_BtHv. Collective."""
+    """Causal attention of local queries to the keys of all ranks, by a ring, as an autograd node.
+
+    apply(q_BtHd, k_Bthd, v_Bthv, sinks_H, layout, group, scale) -> o_BtHv. Collective over `group`,
+    the ranks of the ring. `sinks_H` None = no sinks.
+    """
 
     @staticmethod
     def forward(
@@ -176,7 +183,7 @@ class RingAttention(torch.autograd.Function):
         group: dist.ProcessGroup,
         scale: float,
     ) -> Tensor:
-        """Return the merged attention output of the keys of all ranks."""
+        """Return o_BtHv, merged over the keys of all ranks."""
         qs, ks, vs = (layout.flatten_rows(x) for x in (q, k, v))
         o, lse = q, q
         for source, kv in _iterate_ring(_pack_kv(ks, vs), group):
@@ -194,7 +201,7 @@ class RingAttention(torch.autograd.Function):
         if sinks is not None:
             o, lse = add_sinks(o, lse, sinks)
         o = o.to(q.dtype).reshape(*q.shape[:3], v.shape[-1])
-        ctx.where = layout, group, scale
+        ctx.options = layout, group, scale
         ctx.save_for_backward(q, k, v, o, lse, sinks)
         return o
 
@@ -202,33 +209,33 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Return the gradients of q, k, v and sinks."""
         q, k, v, o, lse, sinks = ctx.saved_tensors
-        layout, group, scale = ctx.where
+        layout, group, scale = ctx.options
         do, qs, ks, vs, os = (layout.flatten_rows(x) for x in (grads[0], q, k, v, o))
         dq = torch.zeros_like(qs, dtype=lse.dtype, memory_format=torch.contiguous_format)
         rank, local_kv = group.rank(), _pack_kv(ks, vs)
-        local_queries = _Queries(layout, scale, do, qs, os, lse, dq)
+        local_queries = _LocalQueries(layout, scale, do, qs, os, lse, dq)
         first, last = split_local_block(layout)
         travelling, parts = None, []
         for source, kv in _iterate_ring(local_kv, group):
             if source == rank:
                 parts = [
-                    (block.keys, local_queries.differentiate(block, ks, vs)) for block in first
+                    (block.keys, local_queries.run_block_backward(block, ks, vs)) for block in first
                 ]
                 continue
             block = select_block(layout, rank, source)
-            new = local_queries.differentiate(block, *_unpack_kv(kv, ks, vs))
+            new = local_queries.run_block_backward(block, *_unpack_kv(kv, ks, vs))
             dkv = (
                 torch.zeros_like(local_kv, dtype=lse.dtype)
                 if travelling is None
                 else travelling.wait()
             )
-            _add_parts(layout, _unpack_kv(dkv, ks, vs), block.keys, new)
+            _add_kv_grads(layout, _unpack_kv(dkv, ks, vs), block.keys, new)
             travelling = _send_to_next(dkv, group)
         assert travelling is not None, "a ring has other ranks"
-        parts += [(block.keys, local_queries.differentiate(block, ks, vs)) for block in last]
+        parts += [(block.keys, local_queries.run_block_backward(block, ks, vs)) for block in last]
         dk, dv = _unpack_kv(travelling.wait(), ks, vs)
         for keys, new in parts:
-            _add_parts(layout, (dk, dv), keys, new)
+            _add_kv_grads(layout, (dk, dv), keys, new)
         dsinks = None if sinks is None else compute_sinks_gradient(do, os, lse, sinks)
         grads_qkv = (x.to(like.dtype).view(like.shape) for x, like in ((dq, q), (dk, k), (dv, v)))
         return *grads_qkv, dsinks, None, None, None

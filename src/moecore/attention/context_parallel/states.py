@@ -40,7 +40,10 @@ MAX_GROUPS = 1023  # groups that torch's grouped product supports
 
 @dataclass(frozen=True)
 class LocalPieces:
-    """This rank's two chunks ("pieces") of each document of `cu_seqlens` [n + 1], in order."""
+    """This rank's two chunks ("pieces") of each document: early and late, document by document.
+
+    `cu_seqlens` [n + 1] describes the full documents. `group` has the cp ranks.
+    """
 
     group: dist.ProcessGroup
     cu_seqlens: Tensor
@@ -59,7 +62,10 @@ class LocalPieces:
         return self.cu_seqlens.diff() // (2 * self.group.size())
 
     def gather_previous_tokens(self, x_tD: Tensor, w: int) -> Tensor:
-        """Return [2 * n, w, D], the w tokens before each piece in its document. Collective."""
+        """Return [2 * n, w, D], the w tokens before each of this rank's pieces of n documents.
+
+        Zeros stand for tokens before the document. Collective.
+        """
         G, rank, lengths = self.group.size(), self.group.rank(), self.lengths.long()[:, None, None]
         back_w = torch.arange(w, 0, -1, device=x_tD.device)
         last = (self.borders[1:, None] - back_w).clamp(min=0)
@@ -80,7 +86,8 @@ class LocalPieces:
     def compute_initial_states(self, states: Tensor, v: int) -> Tensor:
         """Return [2 * n, H, k, v], the state before each piece. Collective.
 
-        `states` [2 * n, H, k, v + k]: last states of pieces that begin with 0, then transitions.
+        `states` [2 * n, H, k, v + k]: the last state of each piece if its initial state is 0, then
+        the piece's transition M. `v` is the dim of a value head.
         """
         G, (num, H, k, _) = self.group.size(), states.shape
         chains = states.unflatten(0, (num // 2, 2)).transpose(0, 1).flatten(1, 2)
@@ -100,7 +107,7 @@ class LocalPieces:
         return result
 
     def _exchange_states(self, x_G: Tensor) -> Tensor:
-        """All-to-all along the first dim [G, ...]; backward does the same to gradients."""
+        """All-to-all [G, ...] along the first dim; backward sends gradients by an all-to-all."""
         return exchange_with_grad(x_G, self._run_all_to_all, self._run_all_to_all)
 
     def _run_all_to_all(self, send_buffer: Tensor) -> Tensor:
@@ -122,12 +129,15 @@ def run_rule_over_ranks(rule: DeltaRule, pieces: LocalPieces) -> Tensor:
     wide_tHv, states = gated_delta_rule(wide, pieces.borders, initial)
     own_tHv, factors_tHk = wide_tHv.split((v, k), dim=-1)
     entering = pieces.compute_initial_states(states, v).to(v_tHv.dtype)
-    result: Tensor = own_tHv + _read_states(factors_tHk, entering, pieces.borders)
+    result: Tensor = own_tHv + _apply_initial_states(factors_tHk, entering, pieces.borders)
     return result
 
 
-def _read_states(r_tHk: Tensor, states_PHkv: Tensor, borders: Tensor) -> Tensor:
-    """Return [t, H, v], each token's r times the state before its piece."""
+def _apply_initial_states(r_tHk: Tensor, states_PHkv: Tensor, borders: Tensor) -> Tensor:
+    """Return [t, H, v], the product S^T r of each token and head.
+
+    S is the state before the token's piece; `borders` is `LocalPieces.borders`.
+    """
     (t, H, k), num, v = r_tHk.shape, len(states_PHkv), states_PHkv.shape[-1]
     multiple = 16 // r_tHk.element_size()  # strides of grouped_mm are multiples of 16 bytes
     if k % multiple or v % multiple:

@@ -22,7 +22,10 @@ KERNELS: Sequence[AttentionKernel] = (flash4, cudnn, flash)
 
 
 def choose_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> AttentionKernel:
-    """Return the first implementation that can compute this block, otherwise the reference."""
+    """Return the first module of `KERNELS` that can compute this block, otherwise `reference`.
+
+    Warns on a GPU if `reference` is chosen, or FlashAttention 2 because flash-attn-4 is missing.
+    """
     for kernel in KERNELS:
         if kernel.find_problem(q, k, v, mask) is None:
             if kernel is flash and (mask.is_packed or mask.window is not None):
@@ -83,7 +86,7 @@ def attention_backward(
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> None:
-    """Raise a ValueError if shapes or dtypes of q, k and v do not match."""
+    """Raise a ValueError if shapes or dtypes of q, k and v do not match; `mask` is not read."""
     (B, _, H, d), (_, S, h, _) = q.shape, k.shape
     if k.shape != (B, S, h, d) or v.shape[:3] != (B, S, h) or H % max(h, 1):
         raise ValueError(

@@ -78,7 +78,7 @@ class AttentionMask(CheckedRecord):
 
 
 class AttentionBlock(NamedTuple):
-    """A block of queries and keys, of the shapes and dtypes of `attention.attention_forward`."""
+    """The arguments of `attention.attention_forward`: queries, keys, values, mask and scale."""
 
     q: Tensor
     k: Tensor
@@ -103,7 +103,7 @@ class AttentionKernel(Protocol):
 
 
 def merge_blocks(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> tuple[Tensor, Tensor]:
-    """Return o and lse over two blocks of keys, from the results for each block, in lse's dtype.
+    """Return o_BTHv and lse_BHT over two blocks of keys from each block's results, in lse's dtype.
 
     A query must see a key of at least one of the blocks, otherwise its o is NaN.
     """
@@ -129,7 +129,7 @@ def compute_sinks_gradient(
 
 
 def find_16_bit_problem(q: Tensor, k: Tensor, v: Tensor, capability: tuple[int, int]) -> str | None:
-    """Return why 16-bit kernels for GPUs >= `capability` cannot compute this block, or None."""
+    """Return why 16-bit kernels for GPUs >= `capability` cannot compute this block; None = can."""
     if not q.numel() or not k.numel() or not v.numel():
         return "queries, keys and values must not be empty: fused kernels leave such undefined"
     if not is_gpu(q):

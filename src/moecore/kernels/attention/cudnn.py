@@ -72,7 +72,7 @@ def backward(
 def _run_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Call cuDNN once; return o [B, T, H, v] and lse [B, H, T]. `causal` aligns at the top left."""
+    """Call cuDNN once; return o_BTHv and lse_BHT. `causal`: query i sees keys 0 to i (top left)."""
     o_BHTv, lse_BHT1, *_ = cudnn_attention(
         *_move_heads_first(q, k, v), None, True, 0.0, causal, False, scale=scale
     )
@@ -102,7 +102,7 @@ def _run_backward(
 
 
 def _copy_as_output(x: Tensor, q: Tensor) -> Tensor:
-    """Copy x to dense memory whose dims have the stride order of q."""
+    """Return x in dense memory whose dims have the stride order of q; copies if necessary."""
     # Torch keeps a graph per shape and strides of q, k and v, built with the strides that o and its
     # gradient had in the first backward, and reads later ones as if they lay like that. So backward
     # passes both in the layout that forward allocates: dense, in the order of q.

@@ -33,7 +33,7 @@ def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     q, k, v, mask, scale = block
     dim = max(q.shape[-1], v.shape[-1])
     o, lse, *_ = flash_attention(
-        *_make_inputs(mask, dim, q, k, v),
+        *_pad_and_flatten(mask, dim, q, k, v),
         *_get_document_arguments(mask, q, k),
         0.0,
         mask.causal and mask.window is None,
@@ -58,7 +58,7 @@ def backward(
         lse = lse.transpose(0, 1).flatten(1)
     unused = lse.new_empty(0)
     dq, dk, dv = flash_attention_backward(
-        *_make_inputs(mask, dim, do, q, k, v, o),
+        *_pad_and_flatten(mask, dim, do, q, k, v, o),
         lse.contiguous(),
         *_get_document_arguments(mask, q, k),
         0.0,
@@ -73,9 +73,11 @@ def backward(
     return dq, dk, dv.reshape(*v.shape[:3], dim)[..., : v.shape[-1]]
 
 
-def _make_inputs(mask: AttentionMask, dim: int, *tensors: Tensor) -> list[Tensor]:
-    """Pad the head dim to `dim` with zeros, and flatten packed rows to [B * T, H, dim]."""
-    wide = [x if x.shape[-1] == dim else F.pad(x, (0, dim - x.shape[-1])) for x in tensors]
+def _pad_and_flatten(mask: AttentionMask, head_dim: int, *tensors: Tensor) -> list[Tensor]:
+    """Pad the head dim with zeros, and flatten packed rows to [B * T, H, head_dim]; in order."""
+    wide = [
+        x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1])) for x in tensors
+    ]
     wide = [x if x.stride(-1) == 1 else x.contiguous() for x in wide]
     return [x.flatten(0, 1) for x in wide] if mask.is_packed else wide
 
@@ -90,7 +92,7 @@ def _get_document_arguments(
 
 
 def _get_window_arguments(mask: AttentionMask) -> dict[str, int]:
-    """Return the numbers of keys before and after a query that it attends to; -1 = all."""
+    """Return the keyword arguments: numbers of keys before and after a query it sees; -1 = all."""
     if mask.window is not None:
         return {"window_size_left": mask.window - 1, "window_size_right": 0}
     return {"window_size_left": -1, "window_size_right": 0 if mask.causal else -1}

@@ -29,7 +29,7 @@ PARAMETERS |= {"causal", "window_size_left", "window_size_right"}
 
 
 class _Functions(NamedTuple):
-    """The private forward and backward of the package."""
+    """The private forward and backward functions of flash-attn-4."""
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]
@@ -65,7 +65,7 @@ def warn_if_missing(device: torch.device) -> None:
 def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     """Return o and lse: see `attention.attention_forward`."""
     q, k, v, mask, scale = block
-    heads = _make_inputs(mask, q, k, v)
+    heads = _flatten_packed_rows(mask, q, k, v)
     o, lse, *_ = _import_functions().forward(
         *heads, **_make_arguments(mask, scale), return_lse=True
     )
@@ -82,7 +82,7 @@ def backward(
     lse = lse.masked_fill(lse == -math.inf, math.inf)  # exp(s - lse) of a row that sees no key is 0
     if mask.is_packed:
         lse = lse.transpose(0, 1).flatten(1)
-    heads = _make_inputs(mask, q, k, v, o, do)
+    heads = _flatten_packed_rows(mask, q, k, v, o, do)
     is_exact = torch.are_deterministic_algorithms_enabled()
     dq, dk, dv = _import_functions().backward(
         *heads, lse.contiguous(), **_make_arguments(mask, scale), deterministic=is_exact
@@ -90,8 +90,8 @@ def backward(
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 
 
-def _make_inputs(mask: AttentionMask, *tensors: Tensor) -> list[Tensor]:
-    """Make the last dim contiguous, and flatten packed rows to [B * T, H, dim]."""
+def _flatten_packed_rows(mask: AttentionMask, *tensors: Tensor) -> list[Tensor]:
+    """Flatten rows with packed documents to [B * T, H, dim]; make the last dim contiguous."""
     dense = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
     return [x.flatten(0, 1) for x in dense] if mask.is_packed else dense
 
@@ -112,6 +112,7 @@ def _make_arguments(mask: AttentionMask, scale: float) -> dict[str, Any]:
 
 @cache
 def _import_functions() -> _Functions:
+    """Import flash-attn-4's functions: an ImportError or AttributeError if one is missing."""
     from flash_attn.cute import interface
 
     return _Functions(interface._flash_attn_fwd, interface._flash_attn_bwd)

@@ -55,7 +55,7 @@ def make_mask(mask: AttentionMask, T: int, S: int, device: torch.device) -> Tens
 def _list_parts(
     mask: AttentionMask, q: Tensor, k: Tensor
 ) -> list[tuple[int, AttentionMask]] | None:
-    """Split documents or rows into (number of tokens, mask) parts; None = compute in one part."""
+    """Return (number of tokens, mask) of parts to compute one by one; None = do not split."""
     (B, T), cu_q, cu_k = q.shape[:2], mask.cu_seqlens_q, mask.cu_seqlens_k
     if cu_q is None or cu_k is None or k.shape[1] != T or not B * T:
         return None
@@ -84,19 +84,22 @@ def _split_block(
 
 
 def _merge_parts(parts: Iterable[Tensor], like: Tensor) -> Tensor:
-    """Concatenate the parts' tokens, and restore the dims [B, T] of `like`."""
+    """Concatenate parts [1, tokens, ...] to [B, T, ...], with B and T of `like`."""
     return torch.cat(list(parts), dim=1).unflatten(1, like.shape[:2])[0]  # type: ignore[no-any-return]
 
 
 def _compute_scores(q: Tensor, k: Tensor, mask: AttentionMask, scale: float) -> Tensor:
-    """Return the scaled scores s_BhgTS of q_BThgd and k_BShd; masked keys have -inf."""
+    """Return scaled scores [B, h, g, T, S] of q_BThgd and k_BShd, -inf for masked keys."""
     s = torch.einsum("bthgd,bshd->bhgts", q, k) * scale
     seen_TS = make_mask(mask, q.shape[1], k.shape[1], q.device)
     return s if seen_TS is None else s.masked_fill(~seen_TS, -math.inf)
 
 
 def _group_heads(x_BTHx: Tensor, h: int, mask: AttentionMask) -> Tensor:
-    """Return x as [B, T, h, g, x] in at least fp32; packed rows are joined into one row."""
+    """Return heads by key/value head, [B, T, h, H / h, dim], in at least fp32.
+
+    If the mask is packed, the rows are joined: [1, B * T, h, H / h, dim].
+    """
     x = x_BTHx.to(torch.promote_types(x_BTHx.dtype, torch.float32))
     x = x.flatten(0, 1)[None] if mask.is_packed else x
     return x.unflatten(2, (h, x.shape[2] // h))  # type: ignore[no-any-return]

@@ -35,7 +35,7 @@ OPERATION, FINISHED, ERROR, ERROR_BEFORE, NEEDED_ROWS = (tl.constexpr(i) for i i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExchangeLayout:
-    """Sizes of an exchange of token rows, equal on all ranks, and the offsets in a buffer."""
+    """The sizes and the buffer layout of an exchange of token rows, identical on all ranks."""
 
     num_ranks: int  # G
     max_tokens: int  # C, the largest token count of a rank; at least 1
@@ -52,17 +52,17 @@ class ExchangeLayout:
 
     @property
     def source_rows(self) -> int:
-        """S, the source rows of a rank."""
+        """S = G * C: a rank receives up to one row per (rank, token), its source rows."""
         return self.num_ranks * self.max_tokens
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of the rows of one slot."""
+        """Bytes of the rows of one of the buffer's slots, which operations use in alternation."""
         return self.source_rows * self.row_bytes
 
     @property
     def chunk(self) -> int:
-        """Tokens per flag."""
+        """The number of tokens whose rows one flag announces."""
         return min(64, max(8, next_power_of_2(cdiv(self.max_tokens, self.rounds * self.num_push))))
 
     @property
@@ -72,7 +72,7 @@ class ExchangeLayout:
 
     @property
     def region_bytes(self) -> tuple[int, int, int, int]:
-        """Bytes of rows, ids, weights and flags, rounded up to `ALIGNMENT`."""
+        """Bytes of the regions rows, ids, weights and flags, rounded up to `ALIGNMENT`."""
         choices = 2 * self.source_rows * self.top_k * 4
         flags = 2 * self.num_chunks * self.num_ranks * 4
         sizes = ((2 + self.sums_slot) * self.slot_bytes, choices, choices, flags)
@@ -105,7 +105,7 @@ class ExchangePointers(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerBuffer:
-    """One rank's view of the buffers of all ranks, and the state of its exchange."""
+    """One rank's addresses of the exchange buffers of all ranks, and the state of its exchange."""
 
     rank: int  # this rank
     bases: Tensor  # int64 [4, G] on the device, this rank's addresses of every rank's regions
@@ -131,6 +131,6 @@ class SymmetricBuffer(PeerBuffer):
 
 
 def view_words(rows: Tensor) -> Tensor:
-    """View rows as the 32-bit words that a spread moves. Copies rows that are not aligned."""
+    """View rows as int32 words [rows, words]; a copy if their address is no multiple of 4 bytes."""
     is_odd = rows.storage_offset() * rows.itemsize % torch.int32.itemsize
     return (rows.clone() if is_odd else rows).view(torch.int32)

@@ -48,7 +48,7 @@ BLOCK_BYTES = 1 << 15  # bytes that a program moves at once
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloneLayout:
-    """Sizes of the buffers and launches of an exchange of clones, equal on all ranks."""
+    """The buffer and launch sizes of an exchange of cloned experts, identical on all ranks."""
 
     num_ranks: int
     set_bytes: int = SET_BYTES  # bytes of one of the two sets of slots
@@ -78,7 +78,7 @@ class CloneBuffer(PeerBuffer):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Places:
-    """The expert of each place for a clone (`ClonePlan.experts_N`), and sizes of rank blocks."""
+    """The expert that each place for a clone has (`ClonePlan.experts_N`), and the blocks' sizes."""
 
     experts_N: Tensor  # int32 on the device; -1 = the place is empty
     num_clones: int  # c; place n is the (n % c)-th of block n // c
@@ -95,7 +95,7 @@ class ClonePiece(NamedTuple):
 
 
 class CloneConstants(NamedTuple):
-    """Compile-time constants of the kernels; letters as above."""
+    """Compile-time constants of the kernels; letters of this file."""
 
     G: int
     ETP: int
@@ -117,9 +117,9 @@ def _locate_slot(
     slot,
     operation,  # n
     element,
-    CONST: tl.constexpr,  # Constants
+    CONST: tl.constexpr,  # CloneConstants
 ):
-    """Return a pointer to a slot of rank `peer`, in the set of this operation."""
+    """Return a pointer, to dtype `element`, to slot `slot` of rank `peer` for this operation."""
     base = tl.load(buffer.bases + AT_ROWS * CONST.G + peer)
     at = base + (operation % 2).to(tl.int64) * CONST.SET_BYTES + slot * CONST.SLOT_BYTES
     return tl.multiple_of(at.to(tl.pointer_type(element)), 16)
@@ -132,9 +132,9 @@ def _copy_piece(
     count,
     has_source,  # else zeros are written
     CACHE: tl.constexpr,
-    CONST: tl.constexpr,  # Constants
+    CONST: tl.constexpr,  # CloneConstants
 ):
-    """Copy this program's part of `count` elements; write zeros if `has_source` is False."""
+    """Copy this program's share of `count` elements to `to_ptr`; zeros if `has_source` is False."""
     BLOCK: tl.constexpr = CONST.BLOCK
     for column in range(tl.program_id(0) * BLOCK, count, CONST.PROGRAMS * BLOCK):
         columns = column + tl.arange(0, BLOCK)
@@ -148,11 +148,11 @@ def _store_weights_kernel(
     rows_ptr,  # [e, W] words
     experts_ptr,  # [N] int32
     buffer,  # ExchangePointers
-    piece,  # Piece
+    piece,  # ClonePiece
     rank,
-    CONST: tl.constexpr,  # Constants
+    CONST: tl.constexpr,  # CloneConstants
 ):
-    """Store a piece of this rank's experts in the slots of their clones' ranks; raise flags."""
+    """Store a program's share of a piece of local experts in clones' ranks' slots; raise flags."""
     pid = tl.program_id(0)
     operation = tl.load(buffer.state + OPERATION)
     element = rows_ptr.dtype.element_ty
@@ -172,12 +172,12 @@ def _receive_weights_kernel(
     out_ptr,  # [c, W] words, out
     experts_ptr,  # [N] int32
     buffer,  # ExchangePointers
-    piece,  # Piece
+    piece,  # ClonePiece
     rank,
     timeout,  # nanoseconds
-    CONST: tl.constexpr,  # Constants
+    CONST: tl.constexpr,  # CloneConstants
 ):
-    """Wait for all flags, then copy a piece of the clones' weights from local slots."""
+    """Wait for this program's flags, then copy its share of the clones' piece from local slots."""
     pid = tl.program_id(0)
     operation = tl.load(buffer.state + OPERATION)
     element = out_ptr.dtype.element_ty
@@ -200,11 +200,11 @@ def _store_grads_kernel(
     grads_ptr,  # [c, W], of the clones
     experts_ptr,  # [N] int32
     buffer,  # ExchangePointers
-    piece,  # Piece
+    piece,  # ClonePiece
     rank,
-    CONST: tl.constexpr,  # Constants
+    CONST: tl.constexpr,  # CloneConstants
 ):
-    """Store a piece of the clones' gradients in local slots; raise flags."""
+    """Store a program's share of a piece of the clones' gradients in local slots; raise flags."""
     pid = tl.program_id(0)
     operation = tl.load(buffer.state + OPERATION)
     element = grads_ptr.dtype.element_ty
@@ -222,12 +222,12 @@ def _receive_grads_kernel(
     grads_ptr,  # [e, W], of this rank's experts; added to
     experts_ptr,  # [N] int32
     buffer,  # ExchangePointers
-    piece,  # Piece
+    piece,  # ClonePiece
     rank,
     timeout,  # nanoseconds
-    CONST: tl.constexpr,  # Constants
+    CONST: tl.constexpr,  # CloneConstants
 ):
-    """Wait for all flags, then add the clones' gradients in peers' slots to their experts'."""
+    """Wait for this program's flags, then add its share of clones' gradients to the experts'."""
     pid = tl.program_id(0)
     operation = tl.load(buffer.state + OPERATION)
     element = grads_ptr.dtype.element_ty
@@ -279,7 +279,7 @@ def _launch_kernel(
     places: Places,
     piece: ClonePiece,
 ) -> None:
-    """Launch a kernel for one piece; `waits`: the kernel waits for flags and takes a timeout."""
+    """Launch a kernel on one piece of `rows`; `waits`: it waits for flags and takes a timeout."""
     layout = buffer.layout
     const = CloneConstants(
         G=layout.num_ranks,
@@ -342,7 +342,7 @@ def _view_as_rows(tensor: Tensor) -> Tensor:
 
 
 def _view_as_words(rows: Tensor) -> Tensor:
-    """View contiguous rows as [rows, W] int32 words, or bytes if rows are no multiple of 4."""
+    """View contiguous rows as int32 [rows, W], or uint8 if size or offset is no multiple of 4."""
     bytes_eB = _view_as_rows(rows).view(torch.uint8)
     is_even = bytes_eB.shape[1] % 4 == 0 and bytes_eB.storage_offset() % 4 == 0
     return bytes_eB.view(torch.int32) if is_even else bytes_eB

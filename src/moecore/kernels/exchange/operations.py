@@ -62,7 +62,7 @@ Half = Literal["both", "push", "receive"]
 
 
 class SpreadChoices(NamedTuple):
-    """The source rows that a rank receives in dispatch, and their choices. Unused rows: holes."""
+    """The received rows of a dispatch, one per (rank, token), and their choices; unused = holes."""
 
     rows_SD: Tensor  # holes are uninitialised
     ids_SK: Tensor  # int32, global expert ids; -1 in holes
@@ -81,7 +81,7 @@ class SpreadChoices(NamedTuple):
 
 
 class Ptrs(NamedTuple):
-    """Tensors of a kernel. A spread copies words of 4 bytes; a reduce sums rows."""
+    """The row tensors of a spread or reduce kernel. A spread copies rows as words of 4 bytes."""
 
     rows: Any  # [T, D] to spread, [R, D] to add
     peers: Any  # [T] int64 ranks by bit
@@ -108,9 +108,9 @@ def _spread_kernel(
     timeout,  # nanoseconds
     num_local,  # experts of one block
     HALF: tl.constexpr,
-    CONST: tl.constexpr,  # Constants
+    CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Push rows (and choices) of this rank's tokens; receive and copy the rows of all ranks."""
+    """By program id, push chunks of local rows and choices, or copy received chunks to outputs."""
     pid = tl.program_id(0)
     operation = tl.load(buffer.state + OPERATION)
     slot = (operation % 2).to(tl.int64) * CONST.G * max_tokens
@@ -176,9 +176,9 @@ def _reduce_kernel(
     timeout,  # nanoseconds
     HALF: tl.constexpr,
     HAS_SUMS: tl.constexpr,  # rows came by `copy_sums`
-    CONST: tl.constexpr,  # Constants
+    CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Push the sums of received rows to their tokens' ranks; receive and add the tokens' sums."""
+    """By program id, push sums of source rows to tokens' ranks, or write sums of received ones."""
     pid = tl.program_id(0)
     operation = tl.load(buffer.state + OPERATION)
     slot = (operation % 2).to(tl.int64) * CONST.G * max_tokens
@@ -231,6 +231,7 @@ def _make_grid(buffer: SymmetricBuffer, half: Half) -> tuple[int]:
 
 
 def _list_common_args(buffer: SymmetricBuffer, num_tokens: int, num_slots: int) -> tuple[Any, ...]:
+    """Return the arguments from `lists_ptr` to `timeout`; N = `num_slots` slots per source row."""
     layout = buffer.layout
     entries = (layout.num_push + layout.num_receive) * compute_list_size(layout, num_slots)
     lists = torch.empty(entries, dtype=torch.int32, device=buffer.state.device) if entries else None
@@ -276,8 +277,8 @@ def spread_rows(
 ) -> Tensor:
     """Send each token's row to its ranks; return [num_rows, D] with a copy per slot. No host sync.
 
-    peers_T and places_S are outputs of `spread_rows_and_choices`. slots_SN, int32, contiguous, has
-    for each source row the indices of its copies, -1 = none. Other rows are uninitialised.
+    peers_T, places_S and `half` are as in `spread_rows_and_choices`. slots_SN, int32, contiguous,
+    has each source row's indices in the result, -1 = none. Other rows are uninitialised.
     """
     out_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
     ptrs = Ptrs(view_words(x_TD), peers_T, places_S, slots_SN, view_words(out_RD))
@@ -318,11 +319,11 @@ def reduce_rows(
     has_sums: bool = False,
     half: Half = "both",
 ) -> tuple[Tensor, Tensor | None]:
-    """Collective: add the rows of each source row, send the sums, add them in fp32 in rank order.
+    """Collective: return each token's sum over ranks of its source rows' rows, in fp32 by rank.
 
     Args:
         y_RD: contiguous rows of `row_bytes`, one of `SUM_DTYPES`. Rows without a slot are not read.
-        peers_T, places_S: outputs of `spread_rows_and_choices`.
+        peers_T, places_S, half: as for `spread_rows`.
         slots_SN: int32, contiguous, the rows to add for each source row, -1 = none.
         choices: contiguous fp32 [R], the gradient of each expert row's weight, and int32 slots [S,
             K], the expert row of each choice. The gradients are returned to the tokens' ranks.
@@ -351,9 +352,8 @@ def reduce_rows(
     return out_TD, out_TK
 
 
-# `build_index` drops rows past its length, and only the last offset shows it. The offsets are
-# clamped so that products read no row past the length, and the needed number of rows is recorded
-# for the host, so that no row is lost silently.
+# `build_index` drops rows past its length, and only the last offset shows this. So the number of
+# needed rows is recorded for the host, and offsets are clamped: products read no row past them.
 
 
 def limit_rows_ref(offsets_e: Tensor, num_rows: int, state: Tensor, report: Tensor) -> Tensor:
@@ -374,7 +374,7 @@ def _limit_rows_kernel(
     NUM_LOCAL: tl.constexpr,
     BINS: tl.constexpr,  # power of two >= NUM_LOCAL
 ):
-    """Compute `limit_rows` in one program."""
+    """Write clamped offsets to `out_ptr`, and a larger demand to state and report; one program."""
     experts = tl.arange(0, BINS)
     offsets = tl.load(offsets_ptr + experts, mask=experts < NUM_LOCAL, other=0)
     tl.store(out_ptr + experts, tl.minimum(offsets, num_rows), mask=experts < NUM_LOCAL)

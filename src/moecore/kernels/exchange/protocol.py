@@ -26,9 +26,9 @@ def find_peers(
     chunk,
     num_tokens,  # T
     num_local,  # experts of one block
-    CONST: tl.constexpr,  # Constants
+    CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Write the ranks that own experts of each token of the chunk, as bits."""
+    """Write, for each token of the chunk, bit g = rank g owns one of its experts."""
     CHUNK: tl.constexpr = CONST.CHUNK
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     bits = tl.zeros([CHUNK], dtype=tl.int64)
@@ -123,7 +123,7 @@ def wait_for_flags(
     COUNT: tl.constexpr,  # ranks to wait for
     CONST: tl.constexpr,  # G, THREADS and SPIN
 ):
-    """Wait for a chunk's flags of COUNT ranks; if not all arrive, record a rank, return False."""
+    """Return whether a chunk's flags of COUNT ranks arrive in time; else record a late rank."""
     ranks = first + tl.arange(0, CONST.THREADS) % COUNT
     flags = (operation % 2 * CONST.G + ranks).to(tl.int64) * num_chunks + chunk
     addresses = tl.load(buffer.bases + AT_FLAGS * CONST.G + rank) + flags * 4

@@ -14,7 +14,7 @@ from moecore.kernels.exchange.buffer import AT_IDS, AT_ROWS, AT_WEIGHTS
 
 
 class RowChunk(NamedTuple):
-    """A chunk of this rank's tokens: index of the chunk, T, C and this rank."""
+    """Index of a chunk of local tokens, T, C and this rank, as device functions receive them."""
 
     number: Any
     num_tokens: Any
@@ -25,10 +25,10 @@ class RowChunk(NamedTuple):
 @triton.jit
 def locate_pair(
     pair,  # int32, of [CHUNK, G]
-    chunk,  # Chunk
-    CONST: tl.constexpr,  # Constants
+    chunk,  # RowChunk
+    CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Return token and peer of a pair, and whether it exists. Neighbours have different peers."""
+    """Return the pair's token and rank, and whether it exists. Neighbours have different ranks."""
     token = chunk.number * CONST.CHUNK + pair // CONST.G
     exists = (pair < CONST.CHUNK * CONST.G) & (token < chunk.max_tokens)
     return token, (pair % CONST.G + token + chunk.rank) % CONST.G, exists
@@ -77,12 +77,12 @@ def push_rows(
     marks_ptr,  # [T] int64 ranks by bit, or [S] int32 slots with REDUCE
     bases_ptr,  # [4, G] int64
     offset,  # int64, byte of the region where its row 0 is
-    chunk,  # Chunk
+    chunk,  # RowChunk
     first,  # int64, row of this rank's token 0 in every peer's slot
     REDUCE: tl.constexpr,
-    CONST: tl.constexpr,  # Constants
+    CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Store the chunk's rows in the peers' buffers, one row per (token, peer) pair that is sent."""
+    """Copy a chunk's rows to peers' buffers, one row per (token, peer) pair that has a row."""
     element = rows_ptr.dtype.element_ty
     D: tl.constexpr = CONST.D
     for start in range(0, CONST.CHUNK * CONST.G, CONST.PAIRS):
@@ -117,9 +117,9 @@ def copy_rows(
     out_ptr,  # [R, D]
     to,  # [CHUNK] int32, where each row goes, -1 = nowhere
     rows,  # [CHUNK] int64, source rows
-    CONST: tl.constexpr,  # Constants
+    CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Copy a chunk's received rows from the buffer to rows `to` of `out`."""
+    """Copy a chunk's received rows from the buffer to rows `to` of the output `out_ptr`."""
     from_ptrs, to_ptrs = base + rows * CONST.D, out_ptr + to.to(tl.int64) * CONST.D
     _move_rows(from_ptrs, to_ptrs, to >= 0, CONST.D, CONST.TAKE_D, CONST.TILES, ".cg")
 
@@ -136,10 +136,10 @@ def push_choices(
     from_ptrs,  # Choices [T, K]; with REDUCE slots [S, K] for ids, gradients [R] for weights
     marks_ptr,  # [T] int64 ranks by bit, or [S] int32 places with REDUCE
     bases_ptr,  # [4, G] int64
-    chunk,  # Chunk
+    chunk,  # RowChunk
     first,  # int64, row of this rank's token 0 in every peer's slot
     REDUCE: tl.constexpr,
-    CONST: tl.constexpr,  # Constants
+    CONST: tl.constexpr,  # ExchangeConstants
 ):
     """Store ids (-1 in holes) and weights, or with REDUCE weight gradients, in peers' buffers."""
     G: tl.constexpr = CONST.G
@@ -175,10 +175,10 @@ def _find_sent_pairs(
     tokens,  # int32
     peers,  # int32
     exists,  # bool
-    chunk,  # Chunk
+    chunk,  # RowChunk
     REDUCE: tl.constexpr,
 ):
-    """Return for each (token, peer) pair whether a row is sent to the peer."""
+    """Return bool for each (token, peer) pair: whether this rank sends the peer a row for it."""
     if REDUCE:
         rows = peers.to(tl.int64) * chunk.max_tokens + tokens
         return tl.load(marks_ptr + rows, mask=exists, other=-1) >= 0
@@ -196,7 +196,7 @@ def receive_choices(
     slot,  # int64, first row of the buffer's slot
     arrived,  # False: all are holes
     rank,
-    CONST: tl.constexpr,  # Constants
+    CONST: tl.constexpr,  # ExchangeConstants
 ):
     """Copy a chunk's ids and weights from the buffer; store and return places (row; -1 = hole)."""
     K: tl.constexpr = CONST.K
@@ -222,9 +222,9 @@ def receive_choices(
 
 
 @triton.jit
-def _load_part(
+def _load_partial_sums(
     base,  # region of the buffer
-    part,  # rank whose sums they are; zeros come back from G on
+    peer,  # rank that sent the sums; from G on the result is 0
     bits,  # [TILE_ROWS] int64 ranks that hold a sum, by bit
     row,  # [TILE_ROWS] int, place of token in the part of rank 0
     max_tokens,  # C
@@ -232,10 +232,10 @@ def _load_part(
     G: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Load the tokens' sums that rank `part` sent, in fp32; zeros where the rank sent no sum."""
-    has = (((bits >> part) & 1) != 0) & (part < G)
+    """Return the tokens' sums that rank `peer` sent, in fp32; zeros where it sent no sum."""
+    has = (((bits >> peer) & 1) != 0) & (peer < G)
     mask = has[:, None] & (columns < N)[None, :]
-    offsets = (row + part * max_tokens).to(tl.int64)[:, None] * N + columns[None, :]
+    offsets = (row + peer * max_tokens).to(tl.int64)[:, None] * N + columns[None, :]
     return tl.load(base + offsets, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
 
 
@@ -244,14 +244,14 @@ def add_partial_sums(
     base,  # region of the buffer
     out_ptr,  # [T, N]
     peers_ptr,  # [T] int64
-    chunk,  # Chunk
+    chunk,  # RowChunk
     slot,  # first row of the slot
     N: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    CONST: tl.constexpr,  # Constants
+    CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Write each token's sum over ranks, added in fp32 in rank order, for a chunk of tokens."""
+    """Write a chunk's token sums over ranks to `out_ptr`, added in fp32 in rank order."""
     G: tl.constexpr = CONST.G
     max_tokens = chunk.max_tokens
     for start in range(0, CONST.CHUNK, TILE_ROWS):
@@ -263,10 +263,10 @@ def add_partial_sums(
             total = tl.zeros([TILE_ROWS, BLOCK], dtype=tl.float32)
             for part in range(0, G, 4):
                 # Four independent loads before the first add.
-                y0 = _load_part(base, part, bits, row, max_tokens, columns, G, N)
-                y1 = _load_part(base, part + 1, bits, row, max_tokens, columns, G, N)
-                y2 = _load_part(base, part + 2, bits, row, max_tokens, columns, G, N)
-                y3 = _load_part(base, part + 3, bits, row, max_tokens, columns, G, N)
+                y0 = _load_partial_sums(base, part, bits, row, max_tokens, columns, G, N)
+                y1 = _load_partial_sums(base, part + 1, bits, row, max_tokens, columns, G, N)
+                y2 = _load_partial_sums(base, part + 2, bits, row, max_tokens, columns, G, N)
+                y3 = _load_partial_sums(base, part + 3, bits, row, max_tokens, columns, G, N)
                 total = total + y0
                 total = total + y1
                 total = total + y2

@@ -58,10 +58,10 @@ def list_slots(
 def list_pairs(
     slots_ptr,  # [S, N] int32
     list_ptr,  # [1 + N, WIDTH] int32, out, of this program
-    chunk,  # Chunk
-    CONST: tl.constexpr,  # Constants
+    chunk,  # RowChunk
+    CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """List the used slots of all (token, peer) pairs of a chunk."""
+    """Write the used slots of all (token, peer) pairs of a chunk to `list_ptr`."""
     tl.debug_barrier()  # the last list has been read
     ROWS: tl.constexpr = CONST.LIST_PAIRS
     for start in range(0, CONST.CHUNK * CONST.G, ROWS):
@@ -96,9 +96,9 @@ def push_sums(
     places_ptr,  # [S] int32
     list_ptr,  # slots of the chunk's pairs
     bases_ptr,  # [4, G] int64
-    chunk,  # Chunk
+    chunk,  # RowChunk
     first,  # int64, row of this rank's token 0 in every peer's slot
-    CONST: tl.constexpr,  # Constants
+    CONST: tl.constexpr,  # ExchangeConstants
 ):
     """Sum y over the slots of each (token, peer) pair in order; store sums in peers' buffers."""
     element = y_ptr.dtype.element_ty
@@ -139,9 +139,9 @@ def copy_to_slots(
     list_ptr,  # slots of the chunk's rows
     places,  # [CHUNK] int32, -1 = a hole
     rows,  # [CHUNK] int64, source rows
-    CONST: tl.constexpr,  # Constants
+    CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Copy each received row of a chunk from the buffer to all of its slots in `out`."""
+    """Copy each received row of a chunk from the buffer to all of its slots in `out_ptr`."""
     D: tl.constexpr = CONST.D
     CHUNK: tl.constexpr = CONST.CHUNK
     depth = tl.load(list_ptr)

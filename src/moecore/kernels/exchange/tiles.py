@@ -22,7 +22,7 @@ MAX_SLOTS = 4096  # slots that it looks at together
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The number and the item size of the columns of the rows that one operation moves."""
+    """The number of columns, and the bytes of an element, of the rows that an operation moves."""
 
     count: int  # D
     itemsize: int
@@ -68,7 +68,7 @@ def count_tiles(layout: ExchangeLayout, columns: Columns) -> int:
 def choose_move_tile(
     layout: ExchangeLayout, columns: Columns, max_rows: int, min_rows: int = 1
 ) -> tuple[int, int]:
-    """Return rows and columns of one tile of a copy; `count_tiles` tiles are loaded at once."""
+    """Return (rows, columns) of a copy's tile, of which a program loads `count_tiles` at once."""
     # Example, 3584 words, one tile: 32 rows of 512 of many rows, 8 of 2048 of eight. Four tiles: 64
     # rows of 128.
     size = layout.num_warps * TILE_BYTES_PER_WARP
@@ -79,12 +79,12 @@ def choose_move_tile(
 
 
 def choose_add_tile(layout: ExchangeLayout, columns: Columns) -> tuple[int, int]:
-    """Return tokens and columns of a tile of `reduce`; sums of four ranks are loaded at once."""
+    """Return (tokens, columns) of a tile of a reduce; sums of four ranks are loaded at once."""
     return _choose_tile(columns, layout.num_warps * TILE_BYTES_PER_WARP // 4, layout.chunk)
 
 
 def choose_sum_tile(layout: ExchangeLayout, columns: Columns) -> tuple[int, int]:
-    """Return pairs and columns of a tile of `push_sums`; rows of four slots are loaded at once."""
+    """Return (pairs, columns) of a tile of `push_sums`; rows of four slots are loaded at once."""
     # Example, bf16, 7168 columns: 16 rows of 1024.
     max_pairs = min(layout.chunk * layout.num_ranks, MAX_SLOTS // MAX_BLOCK_N)
     return _choose_tile(columns, layout.num_warps * TILE_BYTES_PER_WARP // 2, max_pairs, min_rows=8)
@@ -104,7 +104,10 @@ def compute_list_size(layout: ExchangeLayout, num_slots: int) -> int:
 def make_constants(
     layout: ExchangeLayout, columns: Columns, num_slots: int, *, reduce: bool, etp: int = 1
 ) -> ExchangeConstants:
-    """Return a spread's or (`reduce`) a reduce's constants; `etp` ranks share each expert."""
+    """Return the constants of a reduce if `reduce`, otherwise of a spread.
+
+    `num_slots` is N, the slots per source row, and `etp` ranks share each expert.
+    """
     block_k = min(MAX_BLOCK_K, next_power_of_2(layout.top_k))
     block_n = min(MAX_BLOCK_N, next_power_of_2(num_slots))
     width = compute_list_width(layout)
@@ -145,7 +148,10 @@ def make_constants(
 def _choose_tile(
     columns: Columns, num_bytes: int, max_rows: int, min_rows: int = 1
 ) -> tuple[int, int]:
-    """Return rows and columns of a tile with few idle columns and many elements."""
+    """Return (rows, columns) of a tile of <= `num_bytes`, with few columns beyond the rows' ends.
+
+    Rows are at most `max_rows` rounded up to a power of two. Columns leave bytes for `min_rows`.
+    """
     D, elements = columns.count, num_bytes // columns.itemsize
     sizes = [n // columns.itemsize for n in (8192, 4096, 2048, 1024, 512)]
     fits = (n for n in sizes if n * min_rows <= elements and cdiv(D, n) * n * 8 <= D * 9)

@@ -54,8 +54,12 @@ def batch_invariant(device_type: str) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says once that kernels are replaced
         for name, function in OPERATIONS[key].items():
-            before = _TorchKernels(torch.library.get_kernel(f"aten::{name}", key).call_boxed, mm)
-            library.impl(name, partial(_call_for_floats, function, before), key, with_keyset=True)
+            torch_kernels = _TorchKernels(
+                torch.library.get_kernel(f"aten::{name}", key).call_boxed, mm
+            )
+            library.impl(
+                name, partial(_call_for_floats, function, torch_kernels), key, with_keyset=True
+            )
     _active.add(device_type)
     try:
         yield
@@ -70,37 +74,41 @@ class _TorchKernels(NamedTuple):
     kernel: Kernel  # of the operation
     mm: Kernel
 
-    def product(self, keys: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute `invariant_product`; on a CPU torch's kernel multiplies one row at a time."""
+    def compute_product(self, keys: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Return `invariant_product`, on a CPU by `mm`; `keys` are the call's dispatch keys."""
         return invariant_product(*args, **kwargs, multiply=partial(self.mm, keys))
 
 
 def _call_for_floats(
-    function: Kernel, before: _TorchKernels, keys: Any, x: Tensor, *args: Any, **kwargs: Any
+    function: Kernel, torch_kernels: _TorchKernels, keys: Any, x: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call `function` for floats, and torch's kernel for integers, whose sums are exact."""
+    """Call `function` if x is float, otherwise torch's kernel: sums of integers are exact."""
     if not x.is_floating_point():
-        return before.kernel(keys, x, *args, **kwargs)
-    return function(before, keys, x, *args, **kwargs)
+        return torch_kernels.kernel(keys, x, *args, **kwargs)
+    return function(torch_kernels, keys, x, *args, **kwargs)
 
 
-def _mm(before: _TorchKernels, keys: Any, a: Tensor, b: Tensor) -> Tensor:
-    """Replace `aten::mm` and `aten::bmm` by an invariant product."""
-    return before.product(keys, a, b)
+def _mm(torch_kernels: _TorchKernels, keys: Any, a: Tensor, b: Tensor) -> Tensor:
+    """Replace `aten::mm` and `aten::bmm` by an invariant product; `keys` are dispatch keys."""
+    return torch_kernels.compute_product(keys, a, b)
 
 
-def _mm_dtype(before: _TorchKernels, keys: Any, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+def _mm_dtype(
+    torch_kernels: _TorchKernels, keys: Any, a: Tensor, b: Tensor, dtype: torch.dtype
+) -> Tensor:
     """Replace `aten::mm.dtype`, whose result has `dtype`."""
-    return before.product(keys, a, b, dtype=dtype)
+    return torch_kernels.compute_product(keys, a, b, dtype=dtype)
 
 
-def _mm_out(before: _TorchKernels, keys: Any, a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+def _mm_out(
+    torch_kernels: _TorchKernels, keys: Any, a: Tensor, b: Tensor, *, out: Tensor
+) -> Tensor:
     """Replace `aten::mm.out`."""
-    return out.copy_(before.product(keys, a, b))
+    return out.copy_(torch_kernels.compute_product(keys, a, b))
 
 
 def _addmm(
-    before: _TorchKernels,
+    torch_kernels: _TorchKernels,
     keys: Any,
     c: Tensor,
     a: Tensor,
@@ -110,16 +118,16 @@ def _addmm(
     alpha: Any = 1,
 ) -> Tensor:
     """Replace `aten::addmm` and `aten::baddbmm`: beta * c + alpha * a @ b."""
-    return before.product(keys, a, b, c, beta=beta, alpha=alpha)
+    return torch_kernels.compute_product(keys, a, b, c, beta=beta, alpha=alpha)
 
 
-def _mv(before: _TorchKernels, keys: Any, a: Tensor, v: Tensor) -> Tensor:
+def _mv(torch_kernels: _TorchKernels, keys: Any, a: Tensor, v: Tensor) -> Tensor:
     """Replace `aten::mv`, a matrix times a vector."""
-    return before.product(keys, a, v[:, None])[:, 0]
+    return torch_kernels.compute_product(keys, a, v[:, None])[:, 0]
 
 
 def _grouped_mm(
-    before: _TorchKernels,
+    torch_kernels: _TorchKernels,
     keys: Any,
     a: Tensor,
     b: Tensor,
@@ -129,17 +137,17 @@ def _grouped_mm(
 ) -> Tensor:
     """Multiply each group by `invariant_product`; a product that sums over rows is unchanged."""
     if a.ndim == 3 or b.ndim == 2 or offs is None:
-        return before.kernel(keys, a, b, offs, bias, out_dtype)  # type: ignore[no-any-return]
+        return torch_kernels.kernel(keys, a, b, offs, bias, out_dtype)  # type: ignore[no-any-return]
     if has_hopper_kernels(a.device) and a.dtype != torch.float32:
         return grouped_gemm(a.contiguous(), b, offs, dtype=out_dtype)  # its tiles are fixed
     out = a.new_empty(a.shape[0], b.shape[2], dtype=out_dtype or a.dtype)
     for matrix, rows in zip(b, split_by_expert(offs), strict=True):  # a host sync
-        out[rows] = before.product(keys, a[rows], matrix, dtype=out_dtype)
+        out[rows] = torch_kernels.compute_product(keys, a[rows], matrix, dtype=out_dtype)
     return out
 
 
 def _sum(
-    before: _TorchKernels,
+    torch_kernels: _TorchKernels,
     keys: Any,
     x: Tensor,
     dim: Sequence[int] | None = None,
@@ -148,37 +156,39 @@ def _sum(
     dtype: torch.dtype | None = None,
     share: float = 1.0,
 ) -> Tensor:
-    """Sum each row by a product with ones, times `share`; torch's kernel sums fp64 and others."""
+    """Return row sums times `share` by a product with ones; torch sums fp64 and other dims."""
     is_of_rows = x.ndim > 1 and dim is not None and list(dim) in ([-1], [x.ndim - 1])
     is_wide = x.dtype not in KERNEL_DTYPES or dtype not in (None, *KERNEL_DTYPES)
     if not is_of_rows or not x.numel() or is_wide:
-        return before.kernel(keys, x, dim, keepdim, dtype=dtype)  # type: ignore[no-any-return]
+        return torch_kernels.kernel(keys, x, dim, keepdim, dtype=dtype)  # type: ignore[no-any-return]
     column = x.new_ones(x.shape[-1], 1, dtype=torch.float32)
     rows = x.reshape(-1, x.shape[-1]).float()
-    total = before.product(keys, rows, column, alpha=share, dtype=dtype or x.dtype)
+    total = torch_kernels.compute_product(keys, rows, column, alpha=share, dtype=dtype or x.dtype)
     return total.view(*x.shape[:-1], 1) if keepdim else total.view(x.shape[:-1])
 
 
-def _mean(before: _TorchKernels, keys: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _mean(torch_kernels: _TorchKernels, keys: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Return the mean of each row by `_sum`."""
-    return _sum(before, keys, x, *args, **kwargs, share=1 / max(1, x.shape[-1] if x.ndim else 1))
+    return _sum(
+        torch_kernels, keys, x, *args, **kwargs, share=1 / max(1, x.shape[-1] if x.ndim else 1)
+    )
 
 
 def _compute_by_vectors(
-    before: _TorchKernels, keys: Any, x: Tensor, *args: Any, **kwargs: Any
+    torch_kernels: _TorchKernels, keys: Any, x: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Compute an elementwise function on padded input, so that all elements use SIMD vectors."""
+    """Return an elementwise function of x, padded so that all elements use SIMD vectors."""
     n = x.numel()
     vector = F.pad(x.flatten(), (0, -n % VECTORS), value=1.0)
-    parts = [before.kernel(keys, part, *args, **kwargs) for part in vector.split(SERIAL)]
+    parts = [torch_kernels.kernel(keys, part, *args, **kwargs) for part in vector.split(SERIAL)]
     return torch.cat(parts)[:n].view(x.shape)
 
 
 def _compute_by_vectors_(
-    before: _TorchKernels, keys: Any, x: Tensor, *args: Any, **kwargs: Any
+    torch_kernels: _TorchKernels, keys: Any, x: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
     """Compute `_compute_by_vectors`, and write the result to x."""
-    return x.copy_(_compute_by_vectors(before, keys, x, *args, **kwargs))
+    return x.copy_(_compute_by_vectors(torch_kernels, keys, x, *args, **kwargs))
 
 
 # What forwards of models multiply and add with. Weight gradients may also do so by other names.

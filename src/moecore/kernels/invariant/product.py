@@ -102,7 +102,7 @@ def _invariant_product_kernel(
     GROUP_M: tl.constexpr,  # row tiles that share columns of b in L2
     WIDEN: tl.constexpr,
 ):
-    """Write one [BM, BN] tile of alpha * a @ b + beta * c."""
+    """Write one [BM, BN] tile of alpha * a @ b + beta * c, for one of the B products."""
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     width = GROUP_M * tiles_n
     first = tl.program_id(0) // width * GROUP_M
@@ -136,7 +136,7 @@ def _invariant_product_kernel(
 
 @cache
 def _choose_tile(N: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Choose tile sizes from N and dtype; they must not depend on M."""
+    """Return tile constants and launch options for N and dtype; they must not depend on M."""
     if INTERPRET:
         return dict(BM=16, BN=32, BK=32, GROUP_M=2, WIDEN=dtype == torch.bfloat16)
     wide = dtype == torch.float32  # plain multiplications, of which a program holds fewer

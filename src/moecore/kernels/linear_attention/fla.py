@@ -101,7 +101,7 @@ def causal_convolution(
 
 
 def _get_function_name(rule: DeltaRule) -> tuple[str, str]:
-    """Return (module, function) of the package for a rule."""
+    """Return the names (module, function) of the package's function for a rule."""
     if rule.beta_TH is None:
         return RULE_WITHOUT_RATES
     return RULE_BY_CHANNEL if rule.g_THk.ndim == 3 else RULE
@@ -129,12 +129,13 @@ def _find_triton_problem(rule: DeltaRule) -> str | None:
 
 @cache
 def _import_function(module: str, name: str) -> Callable[..., Any]:
+    """Import a function of the package: an ImportError or AttributeError if it is missing."""
     return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
 
 
 @cache
 def _find_import_problem(module: str, name: str, on_meta: bool) -> str | None:
-    """Import a function of the package; return why it cannot be called, or None."""
+    """Return why the package's function cannot be called; None = it can, or `on_meta`."""
     if on_meta:  # which stands for a GPU of a host that has the package
         return None
     try:

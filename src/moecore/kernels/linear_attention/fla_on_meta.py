@@ -61,42 +61,50 @@ def causal_convolution(
 
 
 class _Scan:
-    """Allocates the tensors of a rule's kernels on meta, and records the launches with FLOPs."""
+    """The sizes T, H, k and v of one delta rule on meta, and its number of chunks.
+
+    The methods allocate the tensors of the rule's kernels, and record the launches with FLOPs.
+    """
 
     def __init__(self, k_Thk: Tensor, v_THv: Tensor, num_documents: int) -> None:
         (self.T, self.H, self.v), self.k = v_THv.shape, k_Thk.shape[2]
         self._shape = num_documents, self.H, self.T // max(1, num_documents), self.k, self.v
         self.num_chunks = max(num_documents, cdiv(self.T, CHUNK))
 
-    def launch(self, name: str, *tensors: Tensor | None, states: int = 0, chunks: int = 0) -> None:
-        """Record a kernel of 2 * T * H * (states * k * v + chunks * CHUNK) FLOPs."""
+    def record_with_flops(
+        self, name: str, *tensors: Tensor | None, states: int = 0, chunks: int = 0
+    ) -> None:
+        """Record a launch on `tensors` of 2 * T * H * (states * k * v + chunks * CHUNK) FLOPs."""
         flops = 2 * self.T * self.H * (states * self.k * self.v + CHUNK * chunks)
         record_launch(name, ScanSize(self._shape, flops), *tensors)
 
     def recompute_w_u(
         self, k: Tensor, v: Tensor, beta: Tensor, sums: Tensor, A: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return w_THk and u_THv: see `gated_delta.py`."""
+        """Return w_THk and u_THv of `gated_delta.py`; A has the inverse triangular systems."""
         w, u = k.new_empty(self.T, self.H, self.k), torch.empty_like(v)
         tensors = k, v, beta, w, u, A, sums
-        self.launch("recompute_w_u_fwd_kernel", *tensors, chunks=self.k + self.v)
+        self.record_with_flops("recompute_w_u_fwd_kernel", *tensors, chunks=self.k + self.v)
         return w, u
 
     def compute_states(
         self, k: Tensor, w: Tensor, u: Tensor, sums: Tensor, first: Tensor | None, last: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return each chunk's first state, and the values added to states; `last` is an output."""
+        """Return each chunk's first state, and the values added to states.
+
+        `first` has the documents' initial states, None = 0. `last` is an output, None = none.
+        """
         h, new = k.new_empty(self.num_chunks, self.H, self.k, self.v), torch.empty_like(u)
         tensors = k, u, w, new, sums, h, first, last
-        self.launch("chunk_gated_delta_rule_fwd_kernel_h_blockdim64", *tensors, states=2)
+        self.record_with_flops("chunk_gated_delta_rule_fwd_kernel_h_blockdim64", *tensors, states=2)
         return h, new
 
     def compute_plain_states(
         self, k: Tensor, v: Tensor, sums: Tensor, first: Any, last: Any, dtype: torch.dtype
     ) -> Tensor:
-        """Return each chunk's first state if there are no learning rates; `last` is an output."""
+        """Return each chunk's first state, in `dtype`, of a rule without learning rates."""
         h = k.new_empty(self.num_chunks, self.H, self.k, self.v, dtype=dtype)
-        self.launch("chunk_fwd_kernel_h", k, v, h, sums, first, last, states=1)
+        self.record_with_flops("chunk_fwd_kernel_h", k, v, h, sums, first, last, states=1)
         return h
 
 
@@ -122,12 +130,14 @@ class _RuleOnMeta(torch.autograd.Function):
         record_launch("chunk_local_cumsum_scalar_kernel", g, sums)
         A = torch.zeros(scan.T, scan.H, CHUNK, dtype=k.dtype, device=k.device)
         name = "chunk_gated_delta_rule_fwd_kkt_solve_kernel"
-        scan.launch(name, k, sums, beta, A, chunks=scan.k)
+        scan.record_with_flops(name, k, sums, beta, A, chunks=scan.k)
         w, u = scan.recompute_w_u(k, v, beta, sums, A)
         last = k.new_zeros(num_documents, scan.H, scan.k, scan.v, dtype=torch.float32)
         h, new = scan.compute_states(k, w, u, sums, initial, last)
         o, by_chunk = torch.empty_like(v), scan.k + scan.v
-        scan.launch("chunk_fwd_kernel_o", q, k, new, h, sums, o, states=1, chunks=by_chunk)
+        scan.record_with_flops(
+            "chunk_fwd_kernel_o", q, k, new, h, sums, o, states=1, chunks=by_chunk
+        )
         ctx.scan = scan
         ctx.save_for_backward(q, q_rstd, k, k_rstd, v, sums, beta, A, initial)
         return o, last
@@ -143,22 +153,25 @@ class _RuleOnMeta(torch.autograd.Function):
 def _compute_gradients(
     scan: _Scan, saved_tensors: Sequence[Any], do: Tensor, dlast: Tensor
 ) -> tuple[tuple[Tensor, Tensor], list[Tensor | None]]:
-    """Return (dq, dk) of normalised q and k, and [dv, dg, dbeta, dinitial]."""
+    """Return (dq, dk) of normalised q and k, and [dv, dg, dbeta, dinitial].
+
+    `saved_tensors`: q, k, v, sums of g, beta, A and initial. Records the launches of backward.
+    """
     q, k, v, sums, beta, A, initial = saved_tensors
     w, u = scan.recompute_w_u(k, v, beta, sums, A)
     h, new = scan.compute_states(k, w, u, sums, initial, None)
     dv, by_chunk = torch.empty_like(do), scan.k + scan.v
-    scan.launch("chunk_bwd_kernel_dv_local", q, k, sums, do, dv, chunks=by_chunk)
+    scan.record_with_flops("chunk_bwd_kernel_dv_local", q, k, sums, do, dv, chunks=by_chunk)
     dh, dinitial = torch.empty_like(h), None if initial is None else torch.empty_like(initial)
     dv_new = torch.empty_like(dv)
     tensors: tuple[Any, ...] = q, k, w, sums, dlast, dinitial, do, dh, dv, dv_new
-    scan.launch("chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64", *tensors, states=3)
+    scan.record_with_flops("chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64", *tensors, states=3)
     dv = dv_new
     dq, dk, dw = (k.new_empty(scan.T, scan.H, scan.k) for _ in range(3))
     dsums = sums.new_empty(cdiv(scan.k, KEY_DIMS), *sums.shape)
     tensors = q, k, new, sums, h, do, dh, dq, dk, dw, dv, dsums
     chunks = scan.v + 2 * scan.k
-    scan.launch("chunk_bwd_kernel_dqkwg", *tensors, states=3, chunks=chunks)
+    scan.record_with_flops("chunk_bwd_kernel_dqkwg", *tensors, states=3, chunks=chunks)
     del tensors  # which has gradients of all value heads
     dq = _sum_over_value_heads(dq, q)
     dk = _sum_over_value_heads(dk, k)
@@ -167,7 +180,7 @@ def _compute_gradients(
     of_sums, dbeta = torch.empty_like(sums), torch.empty_like(beta)
     tensors = k, v, beta, sums, A, dw, dv, dk_new, dvalues, dbeta, of_sums
     chunks = 5 * scan.k + 2 * scan.v + 2 * CHUNK
-    scan.launch("prepare_wy_repr_bwd_kernel", *tensors, chunks=chunks)
+    scan.record_with_flops("prepare_wy_repr_bwd_kernel", *tensors, chunks=chunks)
     del tensors
     dk_new = _sum_over_value_heads(dk_new, k)
     dk += dk_new
@@ -197,7 +210,7 @@ class _RuleWithoutRatesOnMeta(torch.autograd.Function):
         last = k.new_empty(num_documents, scan.H, scan.k, scan.v, dtype=torch.float32)
         h = scan.compute_plain_states(k, v, sums, initial, last, k.dtype)
         o, by_chunk = torch.empty_like(v), scan.k + scan.v
-        scan.launch("chunk_fwd_kernel_o", q, k, v, h, sums, o, states=1, chunks=by_chunk)
+        scan.record_with_flops("chunk_fwd_kernel_o", q, k, v, h, sums, o, states=1, chunks=by_chunk)
         ctx.scan = scan
         ctx.save_for_backward(q, k, v, sums, initial)
         return o, last
@@ -208,15 +221,19 @@ class _RuleWithoutRatesOnMeta(torch.autograd.Function):
         do, dlast = (grad.contiguous() for grad in grads)
         h = scan.compute_plain_states(k, v, sums, initial, None, torch.float32)
         dh, dinitial = torch.empty_like(h), None if initial is None else torch.empty_like(initial)
-        scan.launch("chunk_bwd_kernel_dh", q, sums, do, dlast, dh, dinitial, states=1)
+        scan.record_with_flops("chunk_bwd_kernel_dh", q, sums, do, dlast, dh, dinitial, states=1)
         dq, dk = torch.empty_like(q), torch.empty_like(k)
         dsums = sums.new_empty(cdiv(scan.k, KEY_DIMS), *sums.shape)
         tensors = q, k, v, sums, h, do, dh, dq, dk, dsums
-        scan.launch("chunk_bwd_kernel_dqkwg", *tensors, states=2, chunks=scan.v + 2 * scan.k)
+        scan.record_with_flops(
+            "chunk_bwd_kernel_dqkwg", *tensors, states=2, chunks=scan.v + 2 * scan.k
+        )
         del tensors
         dsums = dsums.sum(0)
         dv, by_chunk = torch.empty_like(do), scan.k + scan.v
-        scan.launch("chunk_bwd_kernel_dv", q, k, sums, do, dv, dh, states=1, chunks=by_chunk)
+        scan.record_with_flops(
+            "chunk_bwd_kernel_dv", q, k, sums, do, dv, dh, states=1, chunks=by_chunk
+        )
         del h, dh
         dg = torch.empty_like(sums)
         record_launch("chunk_local_cumsum_scalar_kernel", dsums, dg)
@@ -245,6 +262,8 @@ def _sum_over_value_heads(grad_THk: Tensor, x_Thk: Tensor) -> Tensor:
 
 
 class _ConvolutionOnMeta(torch.autograd.Function):
+    """Records the launches of the package's short convolution, forward and backward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Any, before: Any) -> Tensor:
         ctx.save_for_backward(x, weight, bias, before)

@@ -109,7 +109,7 @@ def balance_statistics_fwd_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Sum the scores and z terms of every num_parts-th tile of one sequence."""
+    """Write a program's partial sums of scores and z, of every num_parts-th tile of a sequence."""
     program = tl.program_id(0)
     sequence = program // num_parts
     cols = tl.arange(0, BLOCK_E)
@@ -148,7 +148,7 @@ def balance_statistics_fwd_reduce_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Sum score_parts in a fixed order, a block of columns per program; the last sums z_parts."""
+    """Write sums of score_parts, a block of columns per program; the last program sums z_parts."""
     program = tl.program_id(0)
     if program == tl.num_programs(0) - 1:  # the last program has z
         z_sums = tl.zeros([BLOCK_P], tl.float32)
@@ -182,7 +182,7 @@ def balance_statistics_bwd_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Compute the gradient of one tile of logits, 0 for padding."""
+    """Write the gradient of one tile of logits to `dlogits`, 0 for padding."""
     sequence = (tl.program_id(0) // num_tiles).to(tl.int64)
     cols = tl.arange(0, BLOCK_E)
     in_cols = cols < E
@@ -213,7 +213,7 @@ def _view_as_bytes(mask_T: Tensor | None) -> Tensor | None:
 
 
 def _choose_tile(num_experts: int) -> tuple[int, int]:
-    """Return BLOCK_T and BLOCK_E of a tile of logits."""
+    """Return BLOCK_T and BLOCK_E: a tile has whole rows and about TILE logits."""
     block_e = next_power_of_2(num_experts)
     return max(1, min(256, TILE // block_e)), block_e
 
@@ -286,6 +286,7 @@ _balance_statistics_bwd = Op(
 
 
 def _backward(ctx: Any, dscore_sums_BE: Tensor, dz_sum: Tensor) -> tuple:
+    """Return the gradients of `_launch_forward`'s arguments: only the logits have one."""
     if not ctx.needs_input_grad[0]:
         return (None,) * 4
     grads = (dscore_sums_BE, dz_sum)

@@ -45,7 +45,7 @@ LOSS_TILE = 4096
 
 
 @triton.jit
-def _to_divisor(count):
+def _clamp_divisor(count):
     """Return max(count, 1) as fp32."""
     return tl.maximum(count, 1).to(tl.float32)
 
@@ -66,7 +66,7 @@ def balance_loss_fwd_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Compute all four losses in one program."""
+    """Write all four losses, times their factors, in one program."""
     cols = tl.arange(0, BLOCK_E)
     in_cols = cols < E
     scores_BE = tl.zeros([BLOCK_B, BLOCK_E], tl.float32)
@@ -82,21 +82,21 @@ def balance_loss_fwd_kernel(
         n = tl.load(counts + rows[:, None] * (E + 1) + cols[None, :], mask=inside, other=0)
         t = tl.load(counts + rows * (E + 1) + E, mask=in_rows, other=0)
         n = n.to(tl.float32)
-        t1 = _to_divisor(t)[:, None]
+        t1 = _clamp_divisor(t)[:, None]
         scores_BE += s
         counts_BE += n
         products_BE += (n / t1) * (s / t1)
         tokens_B += t
         sequences_B += (t > 0).to(tl.int32)
-    total = _to_divisor(tl.sum(tokens_B, axis=0))
+    total = _clamp_divisor(tl.sum(tokens_B, axis=0))
     mean_scores = tl.sum(scores_BE, axis=0) / total
     micro_batch = tl.sum(tl.sum(counts_BE, axis=0) / total * mean_scores, axis=0)
     sequence = tl.sum(tl.sum(products_BE, axis=0), axis=0)
-    sequence /= _to_divisor(tl.sum(sequences_B, axis=0))
+    sequence /= _clamp_divisor(tl.sum(sequences_B, axis=0))
     global_batch = 0.0
     if global_counts is not None:
         counts_E = tl.load(global_counts + cols, mask=in_cols, other=0)
-        share = counts_E.to(tl.float32) / _to_divisor(tl.sum(counts_E, axis=0))
+        share = counts_E.to(tl.float32) / _clamp_divisor(tl.sum(counts_E, axis=0))
         global_batch = tl.sum(share * mean_scores, axis=0)
     tl.store(losses, micro_batch_factor * micro_batch)
     tl.store(losses + 1, sequence_factor * sequence)
@@ -120,7 +120,7 @@ def balance_loss_bwd_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Compute the gradients of score_sums and z_sum in one program."""
+    """Write the gradients of score_sums and z_sum in one program."""
     cols = tl.arange(0, BLOCK_E)
     in_cols = cols < E
     counts_BE = tl.zeros([BLOCK_B, BLOCK_E], tl.float32)
@@ -135,28 +135,28 @@ def balance_loss_bwd_kernel(
         t = tl.load(counts + rows * (E + 1) + E, mask=in_rows, other=0)
         tokens_B += t
         sequences_B += (t > 0).to(tl.int32)
-    total = _to_divisor(tl.sum(tokens_B, axis=0))
+    total = _clamp_divisor(tl.sum(tokens_B, axis=0))
     dmean_scores = tl.sum(counts_BE, axis=0) / total * (micro_batch_factor * tl.load(dlosses))
     if global_counts is not None:
         counts_E = tl.load(global_counts + cols, mask=in_cols, other=0)
-        share = counts_E.to(tl.float32) / _to_divisor(tl.sum(counts_E, axis=0))
+        share = counts_E.to(tl.float32) / _clamp_divisor(tl.sum(counts_E, axis=0))
         dmean_scores += share * (global_batch_factor * tl.load(dlosses + 2))
     dscores = (dmean_scores / total)[None, :]
-    dsequence = sequence_factor * tl.load(dlosses + 1) / _to_divisor(tl.sum(sequences_B, axis=0))
+    dsequence = sequence_factor * tl.load(dlosses + 1) / _clamp_divisor(tl.sum(sequences_B, axis=0))
     for start in range(0, num_sequences, BLOCK_B):
         rows = (start + tl.arange(0, BLOCK_B)).to(tl.int64)
         in_rows = rows < num_sequences
         inside = in_rows[:, None] & in_cols[None, :]
         n = tl.load(counts + rows[:, None] * (E + 1) + cols[None, :], mask=inside, other=0)
         t = tl.load(counts + rows * (E + 1) + E, mask=in_rows, other=0)
-        t1 = _to_divisor(t)[:, None]
+        t1 = _clamp_divisor(t)[:, None]
         ds = dscores + dsequence * (n.to(tl.float32) / t1) / t1
         tl.store(dscore_sums + rows[:, None] * E + cols[None, :], ds, mask=inside)
     tl.store(dz_sum, z_factor * tl.load(dlosses + 3) / total)
 
 
 def _make_constants(num_sequences: int, num_experts: int) -> dict[str, int]:
-    """Return the constants and warps of either kernel; a launch has one program."""
+    """Return the compile-time constants and num_warps of both kernels, which have one program."""
     block_e = next_power_of_2(num_experts)
     block_b = min(next_power_of_2(num_sequences), LOSS_TILE // block_e)
     return {"E": num_experts, "BLOCK_B": block_b, "BLOCK_E": block_e, "num_warps": 8}
@@ -200,6 +200,7 @@ _balance_loss_bwd = Op(
 
 
 def _backward(ctx: Any, dlosses: Tensor) -> tuple:
+    """Return the gradients of `_launch_forward`'s arguments: of score_sums_BE and z_sum."""
     dscores, dz = _balance_loss_bwd(dlosses, *ctx.saved_tensors, *ctx.others)
     needs_scores, needs_z = ctx.needs_input_grad[:2]
     return dscores if needs_scores else None, dz if needs_z else None, None, None, None

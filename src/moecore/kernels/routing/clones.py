@@ -32,7 +32,7 @@ BLOCK = 1024  # choices of one program
 
 
 class ClonePlan(NamedTuple):
-    """The expert and tokens of each place for a clone; place n is the (n % c)-th of rank n // c."""
+    """The expert and token range of each place for a clone; place n is on rank n // c."""
 
     experts_N: Tensor  # int32, the expert; -1 = the place is empty
     starts_N: Tensor  # int32, the first of the expert's tokens that it computes
@@ -42,7 +42,7 @@ class ClonePlan(NamedTuple):
 def plan_clones_ref(
     loads_E: Tensor, num_ranks: int, num_clones: int, min_share: float
 ) -> ClonePlan:
-    """Compute `plan_clones` on the host."""
+    """Compute `plan_clones` on the host; synchronises for CUDA tensors."""
     loads, e = loads_E.tolist(), loads_E.numel() // num_ranks
     ranks = [sum(loads[p * e : (p + 1) * e]) for p in range(num_ranks)]
     mean = -(-sum(loads) // num_ranks)
@@ -69,7 +69,7 @@ def plan_clones_ref(
 
 
 def _quantise_share(min_share: float) -> int:
-    """Round a share to an integer number of 2^-16, so that host and device have equal rounding."""
+    """Return the share in units of 2^-16, an int, so that host and device round equally."""
     return round(min_share * 2**16)
 
 
@@ -87,7 +87,7 @@ def _plan_clones_kernel(
     RANKS: tl.constexpr,  # power of two >= P
     PLACES: tl.constexpr,  # power of two >= N
 ):
-    """Compute `plan_clones_ref` in one program."""
+    """Write the `ClonePlan` of `plan_clones` in one program."""
     experts = tl.arange(0, EXPERTS)
     ranks = tl.arange(0, RANKS)
     inside = (ranks < P)[:, None] & (experts < NUM_LOCAL)[None, :]
@@ -129,7 +129,7 @@ def _plan_clones_kernel(
 def plan_clones(
     loads_E: Tensor, *, num_ranks: int, num_clones: int, min_share: float = 0.0
 ) -> ClonePlan:
-    """Choose the experts to clone, their clones' ranks, and each clone's tokens. No host sync.
+    """Return the experts to clone, their clones' ranks, and each clone's tokens. No host sync.
 
     Args:
         loads_E: int32, tokens of each expert, over all ranks; expert x is on rank x // (E / P).
@@ -189,7 +189,7 @@ def _physical_ids_kernel(
     N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Map BLOCK choices to physical ids."""
+    """Write the physical ids of BLOCK choices to `out_ptr`."""
     choices = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = choices < num_choices
     ids = tl.load(ids_ptr + choices, mask=inside, other=-1)

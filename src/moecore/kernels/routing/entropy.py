@@ -29,7 +29,7 @@ TILE = 4096  # logits of a program of 4 warps, which holds whole rows
 def add_entropy_ref(
     total_2: Tensor, logits_TE: Tensor, score_function: str, padding_mask_T: Tensor | None
 ) -> None:
-    """Add the tokens' entropy and their number to total_2 in place, in plain PyTorch."""
+    """Compute `add_entropy_` in plain PyTorch, for fp32 or fp64 logits."""
     scores_TE = compute_scores_ref(logits_TE, score_function)
     if score_function != "softmax":
         scores_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)

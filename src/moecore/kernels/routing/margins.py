@@ -79,7 +79,7 @@ def _add_margins_kernel(
     BT: tl.constexpr,
     EP: tl.constexpr,  # E up to a power of two
 ):
-    """Add the margins of BT tokens to the histograms."""
+    """Add the margins of BT tokens to the experts' histograms by integer atomics."""
     rows = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
     columns = tl.arange(0, EP)[None, :]
     row_mask = rows < num_tokens
@@ -156,7 +156,7 @@ def _even_bias_kernel(
     XP: tl.constexpr,  # X up to a power of two
     EP: tl.constexpr,  # E up to a power of two
 ):
-    """Compute the even bias of one expert of one layer."""
+    """Write the even bias of one expert of one layer to `out_ptr`."""
     row = tl.program_id(0).to(tl.int64)  # of [L * E]
     bins, columns = tl.arange(0, XP), tl.arange(0, EP)
     counts = tl.load(histogram_ptr + row * X + bins, mask=bins < X, other=0)

@@ -34,7 +34,7 @@ MAX_EXPERTS = 1024  # of a row, which one warp holds; more use the references
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouteOptions:
-    """How logits become a choice and weights; `MoEConfig` checks which values go together."""
+    """Options that map router logits to expert ids and weights; `MoEConfig` checks combinations."""
 
     top_k: int  # experts per token K
     # "softmax" over the experts; "sigmoid" or "sqrtsoftplus", sqrt(log(1 + exp(x))), of each logit;
@@ -74,7 +74,7 @@ def route_ref(
 
 
 def _select_experts(ranked_TE: Tensor, bias_E: Tensor | None, options: RouteOptions) -> Tensor:
-    """Select expert ids [T, K] int64 by descending score + bias; equal scores are ordered by id."""
+    """Return expert ids [T, K] int64 by descending score + bias; equal sums are ordered by id."""
     (T, E), K = ranked_TE.shape, options.top_k
     if bias_E is not None:
         ranked_TE = ranked_TE + bias_E
@@ -100,7 +100,7 @@ def _sort_best_first(x: Tensor) -> Tensor:
 
 
 def _count_tokens_per_program(tile: int, num_columns: int) -> int:
-    """Return how many rows of `num_columns` logits a program of `tile` logits has."""
+    """Return the rows of `num_columns` logits in a program's tile of `tile` logits."""
     return max(1, min(MAX_TOKENS, tile // num_columns))
 
 
@@ -109,27 +109,27 @@ _OPTIONS = (
     "int top_k, str score_function, str score_order, bool normalize, float scale, int num_groups, "
     "int top_groups, int group_experts"
 )
-_NAMES = [field.name for field in fields(RouteOptions)]
+_OPTION_NAMES = [field.name for field in fields(RouteOptions)]
 
 
 @cache
 def flatten_options(options: RouteOptions) -> tuple[Any, ...]:
-    """Flatten the options to a tuple of custom op arguments."""
-    return tuple(getattr(options, name) for name in _NAMES)
+    """Return the options as a tuple of custom op arguments, in the order of their fields."""
+    return tuple(getattr(options, name) for name in _OPTION_NAMES)
 
 
 @cache
-def _make_options(flat: tuple[Any, ...]) -> RouteOptions:
+def _unflatten_options(flat: tuple[Any, ...]) -> RouteOptions:
     """Return the options of a flat tuple: the inverse of `flatten_options`."""
-    return RouteOptions(**dict(zip(_NAMES, flat, strict=True)))
+    return RouteOptions(**dict(zip(_OPTION_NAMES, flat, strict=True)))
 
 
 def run_forward(logits_TE: Tensor, bias_E: Tensor | None, *flat: Any) -> tuple[Tensor, Tensor]:
     """Compute `route` by the kernel, without autograd; `flat` is `flatten_options(options)`."""
     logits_TE = logits_TE.contiguous()
-    ids_TK, weights_TK = _make_fake(logits_TE, bias_E, *flat)
+    ids_TK, weights_TK = _make_empty_choice(logits_TE, bias_E, *flat)
     bias_E = None if bias_E is None else bias_E.float().contiguous()
-    _launch_forward(logits_TE, bias_E, ids_TK, weights_TK, _make_options(flat), has_ids=False)
+    _launch_forward(logits_TE, bias_E, ids_TK, weights_TK, _unflatten_options(flat), has_ids=False)
     return ids_TK, weights_TK
 
 
@@ -176,10 +176,10 @@ def _choose_forward_constants(
     )
 
 
-def _make_fake(
+def _make_empty_choice(
     logits_TE: Tensor, bias_E: Tensor | None, top_k: int, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return uninitialised ids and weights [T, K]."""
+    """Return uninitialised ids, int32 [T, K], and weights [T, K] in the dtype of the logits."""
     shape = (logits_TE.shape[0], top_k)
     return logits_TE.new_empty(shape, dtype=torch.int32), logits_TE.new_empty(shape)
 
@@ -193,7 +193,7 @@ def _route_bwd(
     normalize: bool,
     scale: float,
 ) -> Tensor:
-    """Return dlogits [T, E] of `route` and `route_weights`; an id of -1 is no choice."""
+    """Return dlogits [T, E] of `route` and `route_weights`; an id of -1 has no gradient."""
     logits_TE, dweights_TK = logits_TE.contiguous(), dweights_TK.contiguous()
     (T, E), K = logits_TE.shape, ids_TK.shape[1]
     dlogits_TE = torch.empty_like(logits_TE)
@@ -222,6 +222,7 @@ backward = Op("route_bwd", _route_bwd, lambda x_TE, *_: x_TE.new_empty(x_TE.shap
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Save logits, ids and the four options of `_route_bwd`; ids are not differentiable."""
     ctx.save_for_backward(inputs[0], output[0])
     ctx.options = inputs[3:7]
     ctx.mark_non_differentiable(output[0])
@@ -229,6 +230,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, _: Tensor | None, dweights_TK: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return dlogits and None for the nine other arguments of `run_forward`."""
     dlogits_TE = None
     if ctx.needs_input_grad[0] and dweights_TK is not None:
         dlogits_TE = backward(*ctx.saved_tensors, dweights_TK, *ctx.options)
@@ -238,7 +240,7 @@ def _backward(ctx: Any, _: Tensor | None, dweights_TK: Tensor | None) -> tuple[T
 _route_op = Op(
     "route",
     run_forward,
-    _make_fake,
+    _make_empty_choice,
     save=_setup_context,
     backward=_backward,
     schema=f"(Tensor logits_TE, Tensor? bias_E, {_OPTIONS}) -> (Tensor, Tensor)",
@@ -312,13 +314,15 @@ def route_weights_ref(logits_TE: Tensor, ids_TK: Tensor, options: RouteOptions) 
 
 
 def _route_weights(logits_TE: Tensor, ids_TK: Tensor, *flat: Any) -> Tensor:
+    """Compute `route_weights` by the kernel, without autograd; `flat` as for `run_forward`."""
     logits_TE, ids_TK = logits_TE.contiguous(), ids_TK.contiguous()
     weights_TK = logits_TE.new_empty(ids_TK.shape)
-    _launch_forward(logits_TE, None, ids_TK, weights_TK, _make_options(flat), has_ids=True)
+    _launch_forward(logits_TE, None, ids_TK, weights_TK, _unflatten_options(flat), has_ids=True)
     return weights_TK
 
 
 def _weights_backward(ctx: Any, dweights_TK: Tensor) -> tuple[Tensor | None, ...]:
+    """Return dlogits and None for the nine other arguments of `_route_weights`."""
     logits_TE, ids_TK = ctx.saved_tensors
     dlogits_TE = None
     if ctx.needs_input_grad[0]:

@@ -16,7 +16,7 @@ from moecore.kernels.routing.scores import compute_exp, compute_row_scores, comp
 
 @triton.jit
 def _encode_key(x):
-    """Return int32 keys that sort like fp32 x."""
+    """Return int32 keys that sort like fp32 x; equal floats have equal keys, NaN the greatest."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0.0 + 0.0 is 0.0
     return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
@@ -120,7 +120,7 @@ def route_fwd_kernel(
     GP: tl.constexpr,
     SP: tl.constexpr,
 ):
-    """Choose the experts of BT tokens, or read them with HAS_IDS; compute their weights."""
+    """Write the experts of BT tokens, or read them with HAS_IDS, and write their weights."""
     S: tl.constexpr = E // G
     rows = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
     slots = tl.arange(0, KP)[None, :]

@@ -19,7 +19,10 @@ from moecore.kernels.routing import router_logits as products
 
 
 class _RouteTokens(torch.autograd.Function):
-    """apply(x, weight, bias, selection, flatten_options(options)) -> logits, ids, weights."""
+    """The autograd node of `route_tokens`.
+
+    apply(x, weight, bias, selection, flatten_options(options)) -> logits, ids, weights.
+    """
 
     @staticmethod
     def forward(
@@ -69,6 +72,7 @@ def route_tokens(
     """Return the router logits [T, E], and the expert ids and weights [T, K] from `route`.
 
     `bias_E` is added to the logits. `selection_E` is `route`'s bias, which only affects the choice.
+    None = no such bias. Dtypes and shapes are those of `router_logits` and `route`.
     """
     tensors = [t for t in (x_TD, weight_ED, bias_E, selection_E) if t is not None]
     can_fuse = (

@@ -114,7 +114,7 @@ def _split_kernel(
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Write the bf16 parts of one [BR, BC] block."""
+    """Write the bf16 parts of one [BR, BC] block of v to `out`."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)[:, None]
     column = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
     real = (row < num_rows) & (column < COLUMNS)
@@ -154,7 +154,7 @@ def _product_kernel(
     CHUNK: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Add x[m, k] * b[n, k] over k, one [BM, BN] tile, in accumulators of CHUNK terms."""
+    """Write one [BM, BN] tile of sums over k of x[m, k] * b[n, k], in chunks of CHUNK terms."""
     # Forward: m is a token, n an expert, k runs over D. Gradient: m is a column of D, n an expert,
     # k runs over the tokens of one split.
     tiles_n: tl.constexpr = tl.cdiv(E, BN)
@@ -209,7 +209,7 @@ def _sum_splits_kernel(
     size,
     BLOCK: tl.constexpr,
 ):
-    """Add the partial sums of all splits in order, and round once."""
+    """Write BLOCK elements of the sum of all splits, added in order and rounded once."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)
     at = splits + index
@@ -220,7 +220,7 @@ def _sum_splits_kernel(
 
 
 def _split_into_parts(v: Tensor, parts: tuple[int, ...], *, side_by_side: bool) -> Tensor:
-    """Return bf16 parts of v (0 hi, 1 mid, 2 lo), side by side or as blocks of rows."""
+    """Return the listed bf16 parts of v (0 hi, 1 mid, 2 lo) in one tensor, as columns or rows."""
     # Each part is padded with zeros to a multiple of 8 in the stacked dim.
     rows, columns = v.shape
     out_rows, out_columns = rows, columns
@@ -251,7 +251,7 @@ def _split_into_parts(v: Tensor, parts: tuple[int, ...], *, side_by_side: bool) 
 
 
 def _align_num_rows(num_experts: int) -> int:
-    """Round up the number of rows so that a column of bf16 has a multiple of 16 bytes."""
+    """Round up to a multiple of 8, so that a column of bf16 has a multiple of 16 bytes."""
     return -(-num_experts // 8) * 8
 
 
@@ -266,7 +266,7 @@ def _choose_tile(num_experts: int, num_parts: int) -> dict[str, Any]:
 def _make_product_constants(
     D: int, E: int, P: int, EP: int, gradient_stride: int
 ) -> dict[str, Any]:
-    """Return the constants of _product_kernel; the stride of dlogits' rows is 0 in forward."""
+    """Return the constants of _product_kernel; `gradient_stride`: of dlogits' rows, 0 = forward."""
     return _choose_tile(E, P) | dict(
         D=D, E=E, P=P, GRADIENT=gradient_stride > 0, EP=EP, B_STRIDE=gradient_stride or 1
     )
@@ -324,7 +324,7 @@ def _router_logits_bwd(
         with disable_autocast(x_TD):
             dx_TD = dlogits[:, : weight.shape[0]].mm(weight)  # `out=` takes three times as long
     if need_dweight:
-        _sum_dweight(dlogits[:, EP:] if wide else dlogits, x_TD, dweight_ED)
+        _compute_dweight(dlogits[:, EP:] if wide else dlogits, x_TD, dweight_ED)
     return dx_TD, dweight_ED
 
 
@@ -339,8 +339,8 @@ def _make_empty_gradients(
 _router_logits_bwd_op = Op("router_logits_bwd", _router_logits_bwd, _make_empty_gradients)
 
 
-def _sum_dweight(dlogits: Tensor, x_TD: Tensor, dweight_ED: Tensor) -> None:
-    """Compute dweight = dlogits^T x from bf16 parts of dlogits side by side; fill `dweight_ED`."""
+def _compute_dweight(dlogits: Tensor, x_TD: Tensor, dweight_ED: Tensor) -> None:
+    """Write dlogits^T @ x to dweight_ED; `dlogits` has 3 (fp32 dweight) or 2 bf16 parts [T, E]."""
     (T, D), E = x_TD.shape, dweight_ED.shape[0]
     P = 3 if dweight_ED.dtype == torch.float32 else 2
     tile = _choose_tile(E, P)
@@ -359,6 +359,7 @@ def _sum_dweight(dlogits: Tensor, x_TD: Tensor, dweight_ED: Tensor) -> None:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Save x and weight, and the dtype of the bias (None = no bias), for backward."""
     x_TD, weight_ED, bias_E = inputs
     ctx.save_for_backward(x_TD, weight_ED)
     ctx.bias_dtype = None if bias_E is None else bias_E.dtype
@@ -384,7 +385,7 @@ def compute_gradients(
 
 
 def compute_router_dweight(dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    """Compute only the weight's gradient of `router_logits`; not differentiable."""
+    """Return only the weight's gradient [E, D] of `router_logits`; not differentiable."""
     if has_kernel(x_TD, weight_ED):
         return _router_logits_bwd(dlogits_TE, x_TD, weight_ED, False, True)[1]
     return (dlogits_TE.T @ x_TD.to(dlogits_TE.dtype)).to(weight_ED.dtype)
@@ -428,8 +429,7 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None)
     (on CUDA: by `torch.backends.cuda.matmul.allow_tf32`). No host sync; bit-identical between runs.
 
     Args:
-        x_TD, weight_ED: any float dtypes; copied if not contiguous.
-        bias_E: any float dtype; None = none.
+        x_TD, weight_ED, bias_E: any float dtypes; copied if not contiguous. bias_E None = 0.
 
     Returns:
         Logits [T, E] fp32. Gradients have the dtypes of the inputs; that of the bias is summed in

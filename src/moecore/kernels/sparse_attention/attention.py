@@ -60,7 +60,7 @@ def sparse_attention(
         index: the indexer's queries, keys and weights, for `top_k` and `diverges`.
         top_k: how many keys `index` selects; None = those of `selected_tK`, or all.
         selected_tK: keys that were selected before, such as in another layer.
-        diverges: return divergences too, whose gradients go to `index` alone.
+        diverges: return divergences too, which have gradients only for `index`.
     """
     places = index or _make_empty_indexer(heads.q_tHd)
     width = None if top_k is None else min(top_k, spans.longest)
@@ -79,11 +79,11 @@ class _SparseOptions(NamedTuple):
 
     scale: float
     width: int | None  # keys to select; None = none
-    diverges: bool
+    diverges: bool  # whether to return the divergences
 
 
 class _Chunk(NamedTuple):
-    """Queries [begin, end), of which every tensor is a slice."""
+    """The queries [begin, end) of a call that are computed together, and slices of its tensors."""
 
     begin: int
     end: int
@@ -91,8 +91,8 @@ class _Chunk(NamedTuple):
     indexer: IndexerHeads
     span: SpanOfKeys  # all keys that they may see
 
-    def take(self, x_tX: Tensor) -> Tensor:
-        """Return the chunk's rows of a tensor of all queries, a view."""
+    def slice_queries(self, x_tX: Tensor) -> Tensor:
+        """Return the entries of the chunk's queries in a tensor of all queries, a view."""
         return x_tX[self.begin : self.end]
 
 
@@ -126,20 +126,23 @@ def _split_into_chunks(
 
 
 def _compute_latent_queries(heads: LatentHeads) -> Tensor:
-    """Return q_CHl: the queries projected to the latent dim, which multiply the keys."""
+    """Return q_CHl: queries projected to the dims of latent keys, rotated dims unchanged."""
     n = heads.up_HnL.shape[1]
     q_HCL = heads.q_tHd[..., :n].transpose(0, 1) @ heads.up_HnL
     return torch.cat((q_HCL.transpose(0, 1), heads.q_tHd[..., n:]), dim=-1)
 
 
 def _compute_scores(q_CHl: Tensor, rows: Tensor, keys: Keys, scale: float) -> Tensor:
-    """Return scaled scores [C, H, K], -inf for keys that the query does not see."""
+    """Return scaled scores [C, H, K] of `rows` (`keys.select_rows`), -inf for unseen keys."""
     scores_CHK = keys.dot(q_CHl, rows).mul_(scale)
     return scores_CHK.masked_fill_(~keys.seen_CK[:, None], -torch.inf)
 
 
 class _SparseAttention(torch.autograd.Function):
-    """apply(*LatentHeads, *IndexerHeads, selected, spans, options) -> *SparseOutput."""
+    """The autograd node of `sparse_attention`.
+
+    apply(*LatentHeads, *IndexerHeads, selected, spans, options) -> *SparseOutput.
+    """
 
     @staticmethod
     def forward(
@@ -167,19 +170,21 @@ class _SparseAttention(torch.autograd.Function):
             keys: Keys = chunk.span
             if selected is not None and new_width is not None:
                 scores_CS = compute_span_scores(chunk.indexer, chunk.span)
-                chunk.take(selected).copy_(select_keys(scores_CS, chunk.span.first, new_width))
+                chunk.slice_queries(selected).copy_(
+                    select_keys(scores_CS, chunk.span.first, new_width)
+                )
                 del scores_CS
             if selected is not None:
-                keys = SelectedKeys(chunk.take(selected))
+                keys = SelectedKeys(chunk.slice_queries(selected))
             rows = keys.select_rows(keys_Nl)
             p = _compute_scores(_compute_latent_queries(chunk.heads), rows, keys, options.scale)
             lse_CH = p.logsumexp(-1)
             p = p.sub_(lse_CH[..., None]).exp_()
             o_CHL = keys.weigh(p.to(q.dtype), rows[..., :L]).to(q.dtype)
-            chunk.take(o).copy_((o_CHL.transpose(0, 1) @ down).transpose(0, 1))
-            chunk.take(lse).copy_(lse_CH)
+            chunk.slice_queries(o).copy_((o_CHL.transpose(0, 1) @ down).transpose(0, 1))
+            chunk.slice_queries(lse).copy_(lse_CH)
             if kl is not None:
-                chunk.take(kl).copy_(
+                chunk.slice_queries(kl).copy_(
                     compute_divergence(p.mean(1), compute_index_scores(chunk.indexer, keys))
                 )
         ctx.spans, ctx.options = spans, options
@@ -210,30 +215,30 @@ class _SparseAttention(torch.autograd.Function):
             dindex = torch.empty_like(index.q_thi), dk_Ni, torch.empty_like(index.w_th)
         width = None if selected is None else selected.shape[1]
         for chunk in _split_into_chunks(heads, index, ctx.spans, width, False):
-            keys = chunk.span if selected is None else SelectedKeys(chunk.take(selected))
+            keys = chunk.span if selected is None else SelectedKeys(chunk.slice_queries(selected))
             rows, q_CHl = keys.select_rows(heads.keys_Nl), _compute_latent_queries(chunk.heads)
             p = (
                 _compute_scores(q_CHl, rows, keys, options.scale)
-                .sub_(chunk.take(lse)[..., None])
+                .sub_(chunk.slice_queries(lse)[..., None])
                 .exp_()
             )
-            do_CHv, q_CHd = chunk.take(do), chunk.heads.q_tHd
+            do_CHv, q_CHd = chunk.slice_queries(do), chunk.heads.q_tHd
             if dkl is not None and dindex is not None:
                 parts = differentiate_divergence(
-                    chunk.take(dkl), p.mean(1), chunk.indexer, keys, dindex[1]
+                    chunk.slice_queries(dkl), p.mean(1), chunk.indexer, keys, dindex[1]
                 )
                 for total, part in zip((dindex[0], dindex[2]), parts, strict=True):
-                    chunk.take(total).copy_(part)
+                    chunk.slice_queries(total).copy_(part)
             do_HCv = do_CHv.transpose(0, 1)
             do_CHL = (do_HCv @ heads.down_HLv.mT).transpose(0, 1).contiguous()
             dp = keys.dot(do_CHL, rows[..., :L])
-            delta_CH = (do_CHv.to(wide) * chunk.take(o)).sum(-1)
+            delta_CH = (do_CHv.to(wide) * chunk.slice_queries(o)).sum(-1)
             ds = dp.sub_(delta_CH[..., None]).mul_(p).mul_(options.scale).to(q_CHd.dtype)
             p = p.to(q_CHd.dtype)
             dq_CHl = keys.weigh(ds, rows).to(q_CHd.dtype)
             dq_HCL = dq_CHl[..., :L].transpose(0, 1)
-            chunk.take(dq)[..., :n].copy_((dq_HCL @ heads.up_HnL.mT).transpose(0, 1))
-            chunk.take(dq)[..., n:].copy_(dq_CHl[..., L:])
+            chunk.slice_queries(dq)[..., :n].copy_((dq_HCL @ heads.up_HnL.mT).transpose(0, 1))
+            chunk.slice_queries(dq)[..., n:].copy_(dq_CHl[..., L:])
             dup += multiply_in_fp32(q_CHd[..., :n].permute(1, 2, 0), dq_HCL)
             o_CHL = keys.weigh(p, rows[..., :L]).to(q_CHd.dtype)
             ddown += multiply_in_fp32(o_CHL.permute(1, 2, 0), do_HCv)

@@ -41,7 +41,7 @@ class IndexerHeads(NamedTuple):
 
 
 class KeySpans(NamedTuple):
-    """Which keys each query sees: the keys from `first_t` to `last_t`, both included."""
+    """The range of keys that each query sees: from `first_t` to `last_t`, both included."""
 
     first_t: Tensor  # int64, the first key of the query's document
     last_t: Tensor  # int64, the query's own key
@@ -58,7 +58,7 @@ class KeySpans(NamedTuple):
 
 
 class SparseOutput(NamedTuple):
-    """The result of `sparse_attention`."""
+    """Outputs of `sparse_attention`: head outputs, selected keys, and the indexer's divergences."""
 
     o_tHv: Tensor
     selected_tK: Tensor | None  # int32, ascending, -1 behind the last; None = all keys were read

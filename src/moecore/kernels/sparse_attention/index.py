@@ -107,7 +107,7 @@ def _index_scores_kernel(
     BC: tl.constexpr,
     BS: tl.constexpr,
 ):
-    """Write the scores of BC queries and BS keys."""
+    """Write the scores of BC queries and BS keys to `scores_ptr`, -inf for unseen keys."""
     rows = tl.program_id(0).to(tl.int64) * BC + tl.arange(0, BC)
     columns = tl.program_id(1).to(tl.int64) * BS + tl.arange(0, BS)
     dims = tl.arange(0, DIM)

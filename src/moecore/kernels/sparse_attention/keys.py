@@ -21,7 +21,7 @@ class Keys(Protocol):
 
     @property
     def seen_CK(self) -> Tensor:
-        """Whether each query sees each of its K keys, bool."""
+        """Bool [C, K], whether each query sees each of its K keys."""
 
     def select_rows(self, x_ND: Tensor) -> Tensor:
         """Return the keys' rows of a tensor of all N keys, as the products below expect."""
@@ -33,11 +33,11 @@ class Keys(Protocol):
         """Return sums of rows with weights p, [C, x, D], at least fp32."""
 
     def add(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
-        """Add p_CxK^T q_CxD of each pair to the first dims of the keys' rows of `total`."""
+        """Add p_CxK^T q_CxD of each pair, in place, to columns [0, D) of the keys' rows."""
 
 
 class SelectedKeys:
-    """`Keys` of which each query has its own, given by index; -1 = no key."""
+    """`Keys` with K keys for each query, given by index [C, K]; -1 = no key."""
 
     def __init__(self, selected_CK: Tensor) -> None:
         self._selected_CK = selected_CK
@@ -45,7 +45,7 @@ class SelectedKeys:
 
     @cached_property
     def seen_CK(self) -> Tensor:
-        """Return which entries are keys; -1 is none."""
+        """Return bool [C, K], which entries are keys."""
         return self._selected_CK >= 0
 
     def select_rows(self, x_ND: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class SelectedKeys:
         return multiply_in_fp32(q_CxD, rows.transpose(1, 2))
 
     def weigh(self, p_CxK: Tensor, rows: Tensor) -> Tensor:
-        """Compute one matrix product per query."""
+        """Compute one matrix product per query, [C, x, D]."""
         return multiply_in_fp32(p_CxK, rows)
 
     def add(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
@@ -74,7 +74,7 @@ class SelectedKeys:
 
 
 class SpanOfKeys:
-    """`Keys` [first, last) for all queries of a chunk; a query sees those in [first_C, last_C]."""
+    """`Keys` with one range [first, last) for all queries; a query sees its [first_C, last_C]."""
 
     def __init__(self, first: int, last: int, first_C: Tensor, last_C: Tensor) -> None:
         self.first, self.first_C, self.last_C = first, first_C, last_C
@@ -82,7 +82,7 @@ class SpanOfKeys:
 
     @cached_property
     def seen_CK(self) -> Tensor:
-        """Return whether the key is between `first_C` and `last_C` of the query."""
+        """Return bool [C, K], whether a key is between the query's `first_C` and `last_C`."""
         keys = torch.arange(self._span.start, self._span.stop, device=self.first_C.device)
         return (keys >= self.first_C[:, None]) & (keys <= self.last_C[:, None])
 
@@ -95,7 +95,7 @@ class SpanOfKeys:
         return multiply_in_fp32(q_CxD.flatten(0, 1), rows.T).unflatten(0, q_CxD.shape[:2])  # type: ignore[no-any-return]
 
     def weigh(self, p_CxK: Tensor, rows: Tensor) -> Tensor:
-        """Compute one matrix product for all queries."""
+        """Compute one matrix product for all queries, [C, x, D]."""
         return multiply_in_fp32(p_CxK.flatten(0, 1), rows).unflatten(0, p_CxK.shape[:2])  # type: ignore[no-any-return]
 
     def add(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
