@@ -134,7 +134,10 @@ def prune(root: str | os.PathLike[str], keep: Keep) -> list[Path]:
 
 
 def _remove_prunable(root: Path, keep: int) -> list[Path]:
-    """Delete the checkpoints of `find_prunable` and return them; the caller has the run's lock."""
+    """Delete the checkpoints of `find_prunable` and return them; the caller has the run's lock.
+
+    OSError if a checkpoint cannot be deleted, after all others are deleted.
+    """
     removed, problems = [], []
     for path in find_prunable(root, keep):
         try:
