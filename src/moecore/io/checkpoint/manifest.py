@@ -336,6 +336,7 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 def _dump_json(values: Mapping[str, Any]) -> str:
+    """Return the JSON text of the manifest's values, with sorted keys."""
     return json.dumps(values, sort_keys=True)
 
 

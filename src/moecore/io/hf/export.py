@@ -260,4 +260,5 @@ def _make_file_name(number: int, total: int) -> str:
 
 
 def _write_json(file: Path, value: Mapping[str, Any]) -> None:
+    """Write a new JSON file with sorted keys; FileExistsError if it exists."""
     write_new(file, json.dumps(value, indent=2, sort_keys=True) + "\n")

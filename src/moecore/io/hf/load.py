@@ -251,7 +251,7 @@ def make_load_plan(
     strict: bool,
     cast: bool,
 ) -> LoadPlan:
-    """Compare a model with files; return the plan, whose problems begin with `problems` (texts)."""
+    """Compare a model with files and plan the load; `problems` are earlier texts to include."""
     if not (files.path / CONFIG).is_file():
         raise ValueError(
             f"path ({files.path}) must be visible to every rank: use a shared file system"

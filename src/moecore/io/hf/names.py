@@ -234,7 +234,7 @@ def list_routed_pieces(
 def _list_gpt_oss_pieces(
     name: str, shape: tuple[int, ...], layout: HFLayout
 ) -> tuple[TensorPiece, ...]:
-    """Return the piece of a router or expert tensor of gpt-oss; () for other tensors."""
+    """Return the file tensor of a router or expert tensor of gpt-oss; () for other tensors."""
     layer_path, _, part = name.rpartition(".mlp.")
     if part in ("router.weight", "router.bias"):
         return (TensorPiece(name, (), shape),)
@@ -313,4 +313,5 @@ def _list_shared_pieces(
 
 
 def _get_config(model: nn.Module) -> Any:
+    """Return the model's `config`; None if it has none."""
     return getattr(model, "config", None)

@@ -282,7 +282,7 @@ class WeightStream:
             )
 
     def _compute_digests(self, sources: Mapping[str, _StreamSource]) -> dict[str, Any]:
-        """Return name -> digest and scaling factors; the digest is of local values and adapters."""
+        """Return name -> digest of local values and adapters, followed by the scaling factors."""
         digests = self._digests.compute({n: source.list_inputs() for n, source in sources.items()})
         return {n: (*digest, sources[n].list_factors()) for n, digest in digests.items()}
 

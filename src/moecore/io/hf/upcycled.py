@@ -111,7 +111,7 @@ def _find_moe_layers(model: nn.Module) -> dict[int, MoEConfig]:
 
 
 def _refuse_unknown_family(values: Mapping[str, Any], layers: Mapping[int, MoEConfig]) -> None:
-    """Raise ValueError for a dense model's config without an MoE class in transformers."""
+    """Raise ValueError for a dense config, `values`, whose family has no class with experts."""
     if any("expert" in name for name in values):
         return
     activation = next(iter(layers.values())).activation
