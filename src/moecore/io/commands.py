@@ -33,7 +33,7 @@ FITTING = {"step": ("native",), "layout": ("hf",), "max_shard_size": ("native", 
 
 
 def run_inspect(args: Any) -> int:
-    """Print the format, metadata and tensors of a checkpoint; return 0, the exit code."""
+    """Print the format, metadata and tensors of the checkpoint `args.path`; return exit code 0."""
     path, kind = _find_checkpoint(args.path)
     readers = {"native": _read_native_facts, "Hugging Face": _read_hf_facts, "DCP": _read_dcp_facts}
     facts = readers[kind](path)
@@ -122,7 +122,7 @@ def _describe_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _count_totals(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Count tensors, bytes, and elements by dtype from name -> {shape, dtype name}."""
+    """Return {"num_tensors", "num_bytes", "elements" (by dtype)} of `_describe_tensors`."""
     elements = Counter[str]()
     for entry in tensors.values():
         elements[entry["dtype"]] += math.prod(entry["shape"])
@@ -132,7 +132,11 @@ def _count_totals(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_verify(args: Any) -> int:
-    """Check a checkpoint; return 0, or 1 for broken Hugging Face files; otherwise ValueError."""
+    """Check the checkpoint `args.path`; return the exit code.
+
+    Problems of Hugging Face files are printed to stderr, with exit code 1. A damaged checkpoint of
+    another format raises ValueError.
+    """
     path, kind = _find_checkpoint(args.path)
     if kind == "native":
         from moecore.io.checkpoint.store import verify
@@ -158,7 +162,7 @@ def run_verify(args: Any) -> int:
 
 
 def run_convert(args: Any) -> int:
-    """Convert a checkpoint into another format; return 0, the exit code."""
+    """Convert `args.source` to `args.to` (default: hf from native, otherwise native); return 0."""
     path, kind = _find_checkpoint(args.source)
     to = args.to or ("hf" if kind == "native" else "native")
     if (kind == "native") == (to == "native"):
@@ -181,7 +185,7 @@ def run_convert(args: Any) -> int:
 
 
 def _convert_to_native(args: Any, path: Path, kind: str, _: str, progress: Progress | None) -> Path:
-    """Convert a "Hugging Face" or "DCP" checkpoint (`kind`); return the path of the result."""
+    """Convert `path`, whose format is `kind`, to a new run `args.target`; return its checkpoint."""
     from moecore.io.hf.convert import hf_to_native
     from moecore.io.interchange.convert import dcp_to_native
 
@@ -195,7 +199,7 @@ def _convert_to_native(args: Any, path: Path, kind: str, _: str, progress: Progr
 
 
 def _convert_from_native(args: Any, path: Path, _: str, to: str, progress: Progress | None) -> Path:
-    """Convert a native checkpoint to the format `to` (hf, megatron, ...); return the new path."""
+    """Convert a native checkpoint to the directory `args.target` in format `to`; return it."""
     from moecore.io.hf.convert import native_to_hf
     from moecore.io.interchange.convert import native_to_dcp
 
@@ -220,7 +224,7 @@ def _drop_none(**options: Any) -> dict[str, Any]:
 
 
 def run_prune(args: Any) -> int:
-    """Delete the oldest checkpoints of a run, or list them with --dry-run; return 0."""
+    """Delete, or list with --dry-run, all but the newest `args.keep` checkpoints; return 0."""
     if args.keep < 1:
         raise UsageError(f"--keep ({args.keep}) must be >= 1: the newest must stay")
     if not args.path.is_dir():
@@ -237,7 +241,7 @@ def run_prune(args: Any) -> int:
 
 
 def _find_checkpoint(path: Path) -> tuple[Path, str]:
-    """Return path and format ("native", "DCP", "Hugging Face") of a checkpoint or run's latest."""
+    """Return (path, "native" or "DCP" or "Hugging Face") of a checkpoint or of a run's latest."""
     if not path.is_dir():
         raise UsageError(f"path ({path}) must be a directory: it is not there")
     if (path / MANIFEST).is_file():
@@ -256,7 +260,7 @@ def _find_checkpoint(path: Path) -> tuple[Path, str]:
 
 
 def _format_value(value: Any) -> str:
-    """Return a metadata value as one line of text."""
+    """Return a metadata value, which may be nested, as one line of text; "-" if None or empty."""
     if isinstance(value, dict):
         entries = (f"{_truncate_text(str(k))}={_format_value(v)}" for k, v in value.items())
         return ", ".join(entries) or "-"

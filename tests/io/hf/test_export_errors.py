@@ -27,7 +27,7 @@ from tests.io.hf.test_config import TINY_JSON
 CONFIG = preset("tiny-deepseek-v3")
 EMBEDDING = "model.embed_tokens.weight"
 # Where a rank can fail: its own tensors, its part of each, memory of a tensor, its file's end.
-POINTS = ("get_local_part", "find_shard_runs", "empty", "add", "finish")
+POINTS = ("get_detached_shard", "find_shard_runs", "empty", "add", "finish")
 
 
 @contextmanager

@@ -40,7 +40,7 @@ from moecore.io.checkpoint.state import (
 
 @dataclass(slots=True)
 class Comparison:
-    """The objects that a load will set, and their differences from the checkpoint."""
+    """The result of `compare`: what a load will set, and the differences from the checkpoint."""
 
     model: set[str] = field(default_factory=set)  # the model's tensors that are loaded
     optimizers: list[Optimizer] = field(default_factory=list)
@@ -72,34 +72,35 @@ def compare(
         union: tensor names and parameter groups of all pipeline stages.
         cast: allow dtypes that differ from the saved dtypes.
     """
-    fit = Comparison()
+    comparison = Comparison()
     if missing := find_missing_fields(view.config, manifest.facts.config):
-        fit.uncompared = (
+        comparison.uncompared = (
             f"the model's config was not compared, because the checkpoint's config has no "
             f"{', '.join(missing)}: save without config=, and keep other facts in extra"
         )
-    fit.left_out += [  # first, because it explains tensors that differ
+    comparison.left_out += [  # first, because it explains tensors that differ
         f"config.{d.name} ({d.value}) must be {d.reference} as in the checkpoint"
         for d in find_saved_differences(view.config, manifest.facts.config)
     ]
-    _compare_model(fit, view, union, select_tensors("model.", manifest), cast=cast)
-    fit.optimizers = prepare_optimizers(optimizer, view)
-    if fit.optimizers:
-        _compare_optimizers(fit, view, union, manifest, cast=cast)
-    schedule = join_schedulers(scheduler, fit.optimizers)
+    _compare_model(comparison, view, union, select_tensors("model.", manifest), cast=cast)
+    comparison.optimizers = prepare_optimizers(optimizer, view)
+    if comparison.optimizers:
+        _compare_optimizers(comparison, view, union, manifest, cast=cast)
+    schedule = join_schedulers(scheduler, comparison.optimizers)
     if schedule is not None:
-        _compare_scheduler(fit, schedule, manifest)
-    return fit
+        _compare_scheduler(comparison, schedule, manifest)
+    return comparison
 
 
-def refuse_differences(fit: Comparison, path: Path, *, strict: bool) -> None:
+def refuse_differences(comparison: Comparison, path: Path, *, strict: bool) -> None:
     """Raise one ValueError that lists all differences that this load does not allow.
 
-    Without `strict`, names and shapes may differ (`fit.left_out`), but not dtypes (`fit.refused`).
+    With `strict`, these are `left_out` (names, shapes) and `refused` (dtypes), otherwise only
+    `refused`. `path`, the checkpoint, is for the message.
     """
-    problems = fit.refused + (fit.left_out if strict else [])
+    problems = comparison.refused + (comparison.left_out if strict else [])
     fix = "build them as when it was saved"
-    if strict and not fit.refused:
+    if strict and not comparison.refused:
         fix += ", or load what fits with strict=False"
     subject = (
         f"path ({path}) must fit the model, optimizer and scheduler, but {len(problems)} differ"
@@ -113,15 +114,22 @@ def select_tensors(prefix: str, manifest: Manifest) -> dict[str, StoredTensor]:
 
 
 def allocate_optimizer_target(
-    fit: Comparison, view: ModelView
+    comparison: Comparison, view: ModelView
 ) -> tuple[list[dict[Tensor, dict[str, Tensor]]], dict[str, Tensor]]:
     """Return the tensors into which a load reads optimizer state.
 
     The first result has param -> state key -> tensor for each optimizer. The second result maps the
     checkpoint's names, such as "optimizer.exp_avg.<fqn>", to views of these tensors.
     """
-    states = [allocate_optimizer_state(o, view, fit.matrices, fit.scalars) for o in fit.optimizers]
-    views = {k: v for state in states for k, v in map_state_views(state, view, fit.scalars).items()}
+    states = [
+        allocate_optimizer_state(o, view, comparison.matrices, comparison.scalars)
+        for o in comparison.optimizers
+    ]
+    views = {
+        k: v
+        for state in states
+        for k, v in map_state_views(state, view, comparison.scalars).items()
+    }
     return states, {f"optimizer.{key}": value for key, value in views.items()}
 
 
@@ -143,43 +151,49 @@ def select_rng_target(manifest: Manifest) -> dict[str, Tensor]:
 
 
 def _compare_model(
-    fit: Comparison,
+    comparison: Comparison,
     view: ModelView,
     union: StagePart,
     stored_tensors: dict[str, StoredTensor],
     *,
     cast: bool,
 ) -> None:
-    """Compare the model's tensors with the checkpoint's; add loadable names and errors to `fit`."""
+    """Compare the model with `stored_tensors`, the checkpoint's tensors by the model's names.
+
+    Adds the names to load and the error texts to `comparison`. Other arguments are as in `compare`.
+    """
     for name, tensor in sorted(view.stored_views.items()):
         if name not in stored_tensors:
-            fit.left_out.append(f"{name} of the model is not in the checkpoint")
+            comparison.left_out.append(f"{name} of the model is not in the checkpoint")
             continue
         entry, shape = stored_tensors[name], tuple(tensor.shape)
         if entry.shape != shape:
-            fit.left_out.append(f"{name} {entry.shape} must be {shape} as in the model")
+            comparison.left_out.append(f"{name} {entry.shape} must be {shape} as in the model")
         elif entry.dtype != tensor.dtype and not cast:
-            fit.refused.append(
+            comparison.refused.append(
                 f"{name} {entry.dtype} must be {tensor.dtype} as in the model, or use cast=True"
             )
         else:
-            fit.model.add(name)
+            comparison.model.add(name)
     for name in sorted(stored_tensors.keys() - union.names):
-        fit.left_out.append(f"{name} of the checkpoint is not in the model")
+        comparison.left_out.append(f"{name} of the checkpoint is not in the model")
 
 
 def _compare_optimizers(
-    fit: Comparison, view: ModelView, union: StagePart, manifest: Manifest, *, cast: bool
+    comparison: Comparison, view: ModelView, union: StagePart, manifest: Manifest, *, cast: bool
 ) -> None:
-    """Compare groups and state of the optimizers with the checkpoint; add results to `fit`."""
+    """Compare groups and state of the optimizers with the checkpoint.
+
+    Adds the state to load and the error texts to `comparison`. Other arguments are as in `compare`.
+    """
     groups, saved_class = manifest.facts.optimizer, manifest.facts.optimizer_class
     if groups is None or saved_class is None:
-        fit.left_out.append("optimizer state is not in the checkpoint")
+        comparison.left_out.append("optimizer state is not in the checkpoint")
         return
-    current_class = name_optimizer_classes(fit.optimizers)
-    present = concat_param_groups(fit.optimizers)
+    current_class = name_optimizer_classes(comparison.optimizers)
+    present = concat_param_groups(comparison.optimizers)
     if len(present) != len(union.groups):
-        fit.refused.append(
+        comparison.refused.append(
             f"optimizer.param_groups ({len(present)}) must be as many on every pipeline stage "
             f"({len(union.groups)})"
         )
@@ -196,12 +210,15 @@ def _compare_optimizers(
     else:
         problems = find_group_mismatches(named, groups)
     problems += dict.fromkeys(itertools.chain(*options.values()))
-    fit.left_out += problems
-    fit.groups = not problems
+    comparison.left_out += problems
+    comparison.groups = not problems
     kinds = set(split_class_names(current_class, len(named)))
     weights = select_tensors("model.", manifest)
     steps = {
-        view.get_name(p): o for o in fit.optimizers for g in o.param_groups for p in g["params"]
+        view.get_name(p): o
+        for o in comparison.optimizers
+        for g in o.param_groups
+        for p in g["params"]
     }
     slots: dict[str, dict[str, StoredTensor]] = {}
     for key, tensor in select_tensors("optimizer.", manifest).items():
@@ -212,24 +229,28 @@ def _compare_optimizers(
         if kind is not None and kind not in kinds:
             pass  # reported above, once for all parameters
         elif name not in owners:
-            fit.left_out.append(f"optimizer state of {name} is of no parameter of the optimizer")
+            comparison.left_out.append(
+                f"optimizer state of {name} is of no parameter of the optimizer"
+            )
         elif name in union.names and name not in view.stored_views:
             pass  # of another stage
-        elif name not in fit.model:
-            fit.left_out.append(f"optimizer state of {name} belongs to a tensor that differs")
+        elif name not in comparison.model:
+            comparison.left_out.append(
+                f"optimizer state of {name} belongs to a tensor that differs"
+            )
         elif options.get(name) or kind not in (None, owners[name][0]):
             pass  # likewise
         elif wrong := _find_shape_problem(steps[name], view, name, stored_slots):
-            fit.left_out.append(f"optimizer state {wrong} or a scalar")
+            comparison.left_out.append(f"optimizer state {wrong} or a scalar")
         else:
             # State that had its parameter's dtype keeps doing so, as in torch's own loading.
             dtype = view.stored_views[name].dtype if cast else weights[name].dtype
             for key, tensor in stored_slots.items():
                 if not tensor.shape:
-                    fit.scalars[key] = tensor.dtype
+                    comparison.scalars[key] = tensor.dtype
                 else:
                     is_parameter_dtype = tensor.dtype == weights[name].dtype
-                    fit.matrices[key] = dtype if is_parameter_dtype else tensor.dtype
+                    comparison.matrices[key] = dtype if is_parameter_dtype else tensor.dtype
 
 
 def _find_shape_problem(
@@ -255,14 +276,14 @@ def _map_params_to_groups(
     }
 
 
-def _compare_scheduler(fit: Comparison, scheduler: Scheduler, manifest: Manifest) -> None:
-    """Compare the scheduler with the saved state; set `fit.scheduler`, or add an error to `fit`."""
+def _compare_scheduler(comparison: Comparison, scheduler: Scheduler, manifest: Manifest) -> None:
+    """Set `comparison.scheduler` if the scheduler fits its saved state; otherwise add an error."""
     values = manifest.facts.scheduler
     if values is None:
-        fit.left_out.append("scheduler state is not in the checkpoint")
+        comparison.left_out.append("scheduler state is not in the checkpoint")
         return
     try:
         decode_scheduler_state(scheduler, values)
-        fit.scheduler = scheduler
+        comparison.scheduler = scheduler
     except ValueError as error:
-        fit.left_out.append(str(error))
+        comparison.left_out.append(str(error))

@@ -80,18 +80,23 @@ def find_decoder_differences(
     values = asdict(reference) if isinstance(reference, DecoderConfig) else reference
     if values is None or not values.keys() >= _NO_DEFAULT:
         return []
-    return list(_find_differences(config, values, "", skipped_fields))
+    return list(_find_dataclass_differences(config, values, "", skipped_fields))
 
 
 def list_training_fields(moe: MoEConfig | None) -> frozenset[str]:
-    """Return `TRAINING`, without moe.capacity if an MoE layer drops tokens in eval, too."""
+    """Return the config fields that only training reads, such as "moe.balance".
+
+    "moe.capacity" is one of them, unless `moe` has an eval factor and so drops tokens in eval.
+    """
     drops = moe is not None and moe.capacity is not None and moe.capacity.eval_factor is not None
     return TRAINING - {"moe.capacity"} if drops else TRAINING
 
 
 def find_moe_differences(config: MoEConfig, reference: MoEConfig) -> list[Difference]:
     """Return the fields in which two MoE configs differ and that change a layer's eval output."""
-    return list(_find_differences(config, asdict(reference), "moe.", list_training_fields(config)))
+    return list(
+        _find_dataclass_differences(config, asdict(reference), "moe.", list_training_fields(config))
+    )
 
 
 def find_hf_differences(
@@ -116,7 +121,7 @@ def find_saved_differences(
 
 
 def find_missing_fields(config: Config | None, values: Mapping[str, Any] | None) -> list[str]:
-    """Return the fields that a comparison needs and the checkpoint's config lacks; [] for None."""
+    """Return the required fields that a saved config, `values`, lacks; [] if either is None."""
     if config is None or values is None:
         return []
     names = _NO_DEFAULT if isinstance(config, DecoderConfig) else {"model_type"}
@@ -126,7 +131,7 @@ def find_missing_fields(config: Config | None, values: Mapping[str, Any] | None)
 def convert_config(config: object) -> dict[str, Any]:
     """Convert a mapping, dataclass or transformers config to nested dicts; otherwise ValueError."""
     try:
-        values = _read_values(config)
+        values = _convert_to_dicts(config)
     except RecursionError:
         raise ValueError(f"config ({type(config).__name__}) must not contain itself") from None
     if not isinstance(values, dict):
@@ -137,21 +142,25 @@ def convert_config(config: object) -> dict[str, Any]:
     return values
 
 
-def _read_values(value: object) -> Any:
-    """Convert a config to nested dicts and lists; return other values unchanged."""
+def _convert_to_dicts(value: object) -> Any:
+    """Convert mappings, dataclasses and transformers configs to dicts, recursively."""
     # Before `is_dataclass`: configs of transformers 5 are dataclasses, and `asdict` omits what is
     # no field of theirs, such as model_type.
     if callable(getattr(value, "to_dict", None)) and not isinstance(value, type):
         values = value.to_dict()  # type: ignore[attr-defined]
         if not isinstance(values, Mapping):
             return value
-        return _select_json_fields(values) if "model_type" in values else _read_values({**values})
+        return (
+            _select_json_fields(values) if "model_type" in values else _convert_to_dicts({**values})
+        )
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _read_values(getattr(value, field.name)) for field in fields(value)}
+        return {
+            field.name: _convert_to_dicts(getattr(value, field.name)) for field in fields(value)
+        }
     if isinstance(value, Mapping):
-        return {name: _read_values(entry) for name, entry in value.items()}
+        return {name: _convert_to_dicts(entry) for name, entry in value.items()}
     if type(value) in (list, tuple):
-        return [_read_values(entry) for entry in value]  # type: ignore[attr-defined]
+        return [_convert_to_dicts(entry) for entry in value]  # type: ignore[attr-defined]
     return value
 
 
@@ -254,7 +263,7 @@ def _read_rope_options(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def _normalize_rope_options(
     options: Mapping[str, Any], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return rotary options with defaults from config `values` and without unread options."""
+    """Return the rotary `options` that transformers reads, with defaults from config `values`."""
     result = {name: values.get(name) for name in (THETA, "partial_rotary_factor")}
     result |= {name: value for name, value in options.items() if value is not None}
     old = result.pop("type", None)
@@ -269,7 +278,7 @@ def _normalize_rope_options(
     return {name: value for name, value in result.items() if value is not None}
 
 
-def _find_differences(
+def _find_dataclass_differences(
     config: Any, reference: Mapping[str, Any], prefix: str, skipped_fields: Collection[str]
 ) -> Iterator[Difference]:
     """Yield the fields in which a config dataclass differs from nested values, under `prefix`."""
@@ -286,7 +295,7 @@ def _find_differences(
             value = config.normalizes
             other = config.choices_per_token > 1 if other is None else other
         if is_dataclass(value) and isinstance(other, Mapping):
-            yield from _find_differences(value, other, f"{name}.", skipped_fields)
+            yield from _find_dataclass_differences(value, other, f"{name}.", skipped_fields)
         elif _convert_tuple_to_list(value) != _convert_tuple_to_list(other):
             yield Difference(name, _format_value(value), _format_value(other))
 

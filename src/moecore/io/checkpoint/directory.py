@@ -134,7 +134,10 @@ def prune(root: str | os.PathLike[str], keep: Keep) -> list[Path]:
 
 
 def _remove_prunable(root: Path, keep: int) -> list[Path]:
-    """Delete the checkpoints of `find_prunable` and return them; the caller has the run's lock."""
+    """Delete the checkpoints of `find_prunable` and return them; the caller has the run's lock.
+
+    OSError if a checkpoint cannot be deleted, after all others are deleted.
+    """
     removed, problems = [], []
     for path in find_prunable(root, keep):
         try:
@@ -215,7 +218,7 @@ def create_draft(root: Path, step: int) -> Path:
     """Create a step's temporary directory, remove leftovers; ValueError if the step is not new."""
     root.mkdir(parents=True, exist_ok=True)
     final = make_step_path(root, step)
-    _refuse_older_step(final)
+    _require_new_step(final)
     remove_leftovers(root)
     draft = root / f".{final.name}.tmp-{uuid.uuid4().hex[:8]}"
     draft.mkdir()
@@ -227,7 +230,7 @@ def publish(draft: Path, manifest: Manifest, *, keep: int) -> None:
     root, final = draft.parent, make_step_path(draft.parent, manifest.facts.step)
     write_new(draft / MANIFEST, manifest.text)
     sync_directory(draft)
-    _refuse_older_step(final)
+    _require_new_step(final)
     _check_shard_files(draft, manifest)
     # All that needs room comes before the rename, so a full disk leaves nothing half announced.
     pointer = _write_pointer(root, final.name, manifest.text.encode("ascii"))
@@ -261,7 +264,7 @@ def _check_shard_files(draft: Path, manifest: Manifest) -> None:
             raise OSError(f"{name} must have the {file.size} bytes that were written, not {size}")
 
 
-def _refuse_older_step(final: Path) -> None:
+def _require_new_step(final: Path) -> None:
     """Raise ValueError if the run of the step directory `final` has this step or a later one."""
     step, newest = _parse_step(final) or 0, None
     try:

@@ -142,7 +142,7 @@ def find_leftovers(root: Path) -> list[Path]:
 
 
 def remove_leftovers(root: Path) -> None:
-    """Delete the leftovers of killed saves in the run `root`, except undeletable files."""
+    """Delete the leftovers of killed saves in the run `root`; undeletable files stay."""
     # Never under its own name: a stopped job could go on and publish its draft.
     for leftover in find_leftovers(root):
         with contextlib.suppress(OSError):
@@ -162,6 +162,6 @@ def join_problems(problems: Sequence[str]) -> str:
 
 
 def refuse_problems(subject: str, problems: Sequence[str], fix: str) -> None:
-    """Raise one ValueError with the subject, all problems and the fix, if there are problems."""
+    """Raise ValueError("`subject`: problems: `fix`") if `problems` is not empty."""
     if problems:
         raise ValueError(f"{subject}: {join_problems(problems)}: {fix}")

@@ -69,18 +69,22 @@ def collect_hyperparameters(
     return groups
 
 
-def find_group_mismatches(present: list[dict[str, Any]], groups: list[dict[str, Any]]) -> list[str]:
-    """Compare current groups (`present`) with saved groups; return one error text per mismatch."""
+def find_group_mismatches(
+    current_groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]
+) -> list[str]:
+    """Compare current with saved groups; return an error text per value that a load cannot set."""
     # State goes by name, so the order within a group decides about nothing.
-    if [sorted(group["params"]) for group in present] != [sorted(g["params"]) for g in groups]:
+    if [sorted(group["params"]) for group in current_groups] != [
+        sorted(g["params"]) for g in saved_groups
+    ]:
         return [
-            f"optimizer.param_groups ({len(present)}) hold other parameters, or in another order, "
-            f"than the {len(groups)} in the checkpoint"
+            f"optimizer.param_groups ({len(current_groups)}) hold other parameters, or in another "
+            f"order, than the {len(saved_groups)} in the checkpoint"
         ]
     return [
         f"optimizer hyperparameter {format_name(key)} ({quote(group.get(key))}) is {value!r:.40} "
         "in the checkpoint"
-        for group, saved_group in zip(present, groups, strict=True)
+        for group, saved_group in zip(current_groups, saved_groups, strict=True)
         for key, value in saved_group.items()
         if (key in group or key in NUMERIC_OPTIONS)
         and not _can_change_to(key, group.get(key, 0.0), value)
@@ -88,7 +92,7 @@ def find_group_mismatches(present: list[dict[str, Any]], groups: list[dict[str, 
 
 
 def find_option_mismatches(group: Mapping[str, Any], saved_group: Mapping[str, Any]) -> list[str]:
-    """Return error texts for options that decide which state tensors exist, such as amsgrad."""
+    """Return an error text per differing option that decides which state exists (amsgrad)."""
     ignored = SCHEDULER_OPTIONS | RUN_OPTIONS | {"params"}
     odd = sorted((group.keys() - ignored) ^ (saved_group.keys() - SCHEDULER_OPTIONS - {"params"}))
     problems = []
@@ -108,7 +112,7 @@ def find_option_mismatches(group: Mapping[str, Any], saved_group: Mapping[str, A
 
 
 def restore_hyperparameters(optimizers: Sequence[Optimizer], groups: list[dict[str, Any]]) -> None:
-    """Set hyperparameters in place to saved `groups` that passed `find_group_mismatches`."""
+    """Set hyperparameters, in place, to saved `groups` that passed `find_group_mismatches`."""
     for group, saved_group in zip(concat_param_groups(optimizers), groups, strict=True):
         for key, value in saved_group.items():
             current = group.get(key)
@@ -135,7 +139,7 @@ Schedulers = Scheduler | Sequence[Scheduler]
 
 
 class _JoinedScheduler:
-    """Several schedulers as one, whose state dict has keys such as "0.last_epoch"."""
+    """A scheduler made of several schedulers; its state dict has keys such as "0.last_epoch"."""
 
     def __init__(self, parts: Sequence[Scheduler]) -> None:
         self._parts = parts
@@ -159,7 +163,7 @@ class _JoinedScheduler:
 def join_schedulers(
     scheduler: Schedulers | None, optimizers: Sequence[Optimizer]
 ) -> Scheduler | None:
-    """Return a list as one scheduler; ValueError if it is empty or not in the optimizers' order."""
+    """Return a list of schedulers as one; ValueError if empty or not in the optimizers' order."""
     if not isinstance(scheduler, Sequence):
         return scheduler
     if not scheduler:
@@ -217,7 +221,7 @@ def encode_scheduler_state(scheduler: Scheduler) -> dict[str, Any]:
     """Return a scheduler's state as JSON values; raise ValueError if JSON cannot represent it."""
     state = scheduler.state_dict()
     name = _name_scheduler(scheduler)
-    numbers = _tensors_to_numbers(state)
+    numbers = _convert_tensors_to_numbers(state)
     check_json(f"scheduler {name}", numbers)
     values: dict[str, Any] = copy_json(numbers)
     if _restore_types(state, values) != state:
@@ -227,14 +231,14 @@ def encode_scheduler_state(scheduler: Scheduler) -> dict[str, Any]:
     return values
 
 
-def _tensors_to_numbers(value: Any) -> Any:
+def _convert_tensors_to_numbers(value: Any) -> Any:
     """Replace scalar tensors in nested values by numbers; waits for the device per tensor."""
     if isinstance(value, Tensor) and value.ndim == 0:
         return value.item()
     if isinstance(value, dict):
-        return {key: _tensors_to_numbers(entry) for key, entry in value.items()}
+        return {key: _convert_tensors_to_numbers(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_tensors_to_numbers(entry) for entry in value]
+        return [_convert_tensors_to_numbers(entry) for entry in value]
     return value
 
 
@@ -274,7 +278,7 @@ def check_json(label: str, values: Mapping[str, Any]) -> None:
 
 
 def _can_change_to(key: str, current: Any, value: Any) -> bool:
-    """Whether a load may replace `current`, the value of option `key`, by the saved `value`."""
+    """Whether a load may set the optimizer option `key` from `current` to the saved `value`."""
     if key == WIDTH:
         return bool(current == value)
     if current is None or value is None:

@@ -48,8 +48,10 @@ class RunLock:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._text = b""
-        self._end: weakref.finalize[..., RunLock] | None = None  # runs once, at exit at the latest
+        self._owner_text = b""
+        self._finalizer: weakref.finalize[..., RunLock] | None = (
+            None  # runs once, at exit at the latest
+        )
 
     def acquire(self) -> None:
         """Create the lock; a second call only checks that this object still has the lock.
@@ -57,8 +59,8 @@ class RunLock:
         Raises:
             OSError: if another live job has the lock, or took the lock over from this object.
         """
-        if self._end is not None:
-            if not _owner_has_text(self.root, self._text):
+        if self._finalizer is not None:
+            if not _owner_has_text(self.root, self._owner_text):
                 raise OSError(
                     f"root ({self.root}) must be written to by one job, but another one took it "
                     f"over while this one stood still for {STALE_SECONDS:.0f} s: end one of them"
@@ -81,15 +83,15 @@ class RunLock:
 
     def release(self) -> None:
         """Release the lock if this object has it."""
-        if self._end is not None:
-            self._end()
-            self._end = None
+        if self._finalizer is not None:
+            self._finalizer()
+            self._finalizer = None
 
     def _start_heartbeat(self, text: bytes) -> None:
         """Start the thread that updates the owner file's mtime; `text` is its content."""
         stop = threading.Event()
-        self._text = text
-        self._end = weakref.finalize(self, _release_lock, self.root, text, stop, os.getpid())
+        self._owner_text = text
+        self._finalizer = weakref.finalize(self, _release_lock, self.root, text, stop, os.getpid())
         args = (self.root, text, stop)  # not the object, which may end while the thread runs
         threading.Thread(
             target=_touch_owner_regularly, args=args, name="moecore-lock", daemon=True
@@ -124,7 +126,7 @@ def _release_lock(root: Path, text: bytes, stop: threading.Event, pid: int) -> N
 
 @contextlib.contextmanager
 def hold_lock(root: Path) -> Iterator[None]:
-    """Return a context with the run's lock acquired; no effect if this process has the lock."""
+    """Return a context in which this process has the run's lock; OSError if another job has it."""
     owner = _read_owner(root)[0]
     process = _describe_this_process()
     lock = RunLock(root)
@@ -137,7 +139,7 @@ def hold_lock(root: Path) -> Iterator[None]:
 
 
 def _write_draft(draft: Path, text: str) -> float:
-    """Write the owner file into a temporary lock directory; return the file's modification time."""
+    """Write the owner file `text` to the new directory `draft`; return its mtime in seconds."""
     try:
         draft.mkdir(parents=True)
         write_new(draft / OWNER, text)
@@ -169,7 +171,7 @@ def _remove_dead_lock(root: Path, current_time: float) -> None:
 
 
 def _is_owner_dead(owner: dict[str, Any], idle_seconds: float) -> bool:
-    """Whether an owner's process has ended, or on another host made no heartbeat for too long."""
+    """Whether the lock owner's process has ended, or on another host made no heartbeat too long."""
     if owner.get("machine") and owner.get("machine") == _read_machine_id():
         start_ticks = _read_start_ticks(owner.get("pid"))
         return start_ticks is None or start_ticks != owner.get("started")
@@ -177,13 +179,13 @@ def _is_owner_dead(owner: dict[str, Any], idle_seconds: float) -> bool:
 
 
 def find_dead_drafts(root: Path) -> list[Path]:
-    """Return the incomplete checkpoints of a job that died with the lock; [] if no job died."""
+    """Return the draft directories of a job that died while it had the lock; [] if no job died."""
     owner, text, touched = _read_owner(root)
     return find_leftovers(root) if text and _is_owner_dead(owner, time.time() - touched) else []
 
 
 def _try_rename(source: Path, target: Path) -> bool:
-    """Rename a directory; return False if `target` is not empty or `source` does not exist."""
+    """Rename a directory and return True; False if `target` is not empty or `source` is missing."""
     try:
         source.rename(target)
     except FileNotFoundError:

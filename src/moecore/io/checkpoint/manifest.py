@@ -292,7 +292,7 @@ def _parse_tensors(values: Any, files: Mapping[str, Any]) -> dict[str, StoredTen
 
 
 def _parse_chunk(value: Any, num_dims: int, files: Mapping[str, Any], label: str) -> ManifestChunk:
-    """Validate a chunk of a tensor with `num_dims` dims; `label` begins the error text."""
+    """Return the chunk that a JSON value describes; a ValueError's text begins with `label`."""
     _require_keys(value, {"file", "key", "offsets", "sizes"}, f"{label}: a chunk")
     file, key = value["file"], value["key"]
     _require(isinstance(file, str) and file in files, f"{label}: its file must be one of files")
@@ -336,6 +336,7 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 def _dump_json(values: Mapping[str, Any]) -> str:
+    """Return the JSON text of the manifest's values, with sorted keys."""
     return json.dumps(values, sort_keys=True)
 
 

@@ -61,7 +61,7 @@ def check_rank_agreement(snapshot: Snapshot, group: Group = None) -> None:
     firsts = range(0, len(digests), size)
     if all(digest == digests[i // size * size] for i, digest in enumerate(digests)):
         hashes = gather_objects(local_hashes if dist.get_rank() % size == 0 else {}, group)
-        _compare_stages([(rank, hashes[rank]) for rank in firsts])
+        _check_stage_agreement([(rank, hashes[rank]) for rank in firsts])
         return
     hashes = gather_objects(local_hashes, group)
     for first in firsts:
@@ -72,7 +72,7 @@ def check_rank_agreement(snapshot: Snapshot, group: Group = None) -> None:
                     _raise_disagreement(key, first, rank, is_present=is_present)
 
 
-def _compare_stages(hashes: list[tuple[int, Hashes]]) -> None:
+def _check_stage_agreement(hashes: list[tuple[int, Hashes]]) -> None:
     """Raise ValueError if stages differ; `hashes` has (rank, its hashes) for one rank per stage."""
     seen: dict[Key, tuple[int, str]] = {}
     for rank, rank_hashes in hashes:
@@ -90,7 +90,10 @@ def _compare_stages(hashes: list[tuple[int, Hashes]]) -> None:
 
 
 def _raise_disagreement(key: Key, first: int, rank: int, *, is_present: bool) -> None:
-    """Raise ValueError: the ranks' values differ, or only one rank has it (`is_present` False)."""
+    """Raise ValueError: ranks `first` and `rank` disagree on the value `key`.
+
+    `is_present` is False if only one of the two ranks has the value.
+    """
     kind, name = key
     wrong = f"of rank {rank} must equal that of rank {first}, because only one is kept"
     if not is_present:
@@ -117,7 +120,7 @@ def _hash_snapshot(snapshot: Snapshot) -> Hashes:
 
 
 def _hash_tensors(tensors: Mapping[str, Tensor]) -> Hashes:
-    """Return (kind, name) -> text of dtype, shape and a hash of the first bytes (plain tensors)."""
+    """Return (kind, name) -> text of dtype, shape and, for plain tensors, a hash of first bytes."""
     hashes: Hashes = {}
     parts: dict[Key, Tensor] = {}
     for name, tensor in tensors.items():
@@ -134,7 +137,7 @@ def _hash_tensors(tensors: Mapping[str, Tensor]) -> Hashes:
 
 
 def _view_first_bytes(tensor: Tensor, limit: int | None) -> Tensor:
-    """Return the first `limit` bytes of a tensor as uint8 on its device; None returns all bytes."""
+    """Return the first `limit` bytes (None = all) as uint8 [n]; a copy if the tensor is strided."""
     flat = tensor.detach().reshape(-1)
     flat = flat[: None if limit is None else limit // tensor.dtype.itemsize]
     if flat.stride(0) != 1:  # as of one that was expanded

@@ -225,11 +225,13 @@ class Saver:
                 raise first
 
     def _write_checkpoint(
-        self, draft: Path, snapshot: Snapshot, locals_: Mapping[str, Tensor]
+        self, draft: Path, snapshot: Snapshot, local_tensors: Mapping[str, Tensor]
     ) -> None:
-        """Write name -> local tensor into the draft and publish the checkpoint. Collective."""
+        """Write `local_tensors` (by name) into the draft and publish the checkpoint. Collective."""
         meter = Meter(self._progress)
-        write_checkpoint(draft, snapshot, locals_, keep=self._keep, meter=meter, group=self._group)
+        write_checkpoint(
+            draft, snapshot, local_tensors, keep=self._keep, meter=meter, group=self._group
+        )
 
     def _write_and_log(self, draft: Path, snapshot: Snapshot, copies: Mapping[str, Tensor]) -> None:
         """Write the checkpoint in the background thread, and log an error before raising it."""

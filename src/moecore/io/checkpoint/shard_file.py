@@ -40,7 +40,10 @@ logger = logging.getLogger("moecore.io")
 
 
 class Meter:
-    """Counts the bytes that all threads move; `progress` is called with (bytes done, expected)."""
+    """A thread-safe counter of the bytes that this rank reads or writes.
+
+    `progress` is called after each chunk with (bytes done, bytes expected).
+    """
 
     def __init__(self, progress: Progress | None = None) -> None:
         self._progress, self._lock = progress, Lock()
@@ -238,7 +241,7 @@ class ShardReader:
         self.read(key, dtype, sizes, after, out.narrow(dim, half, out.shape[dim] - half))
 
     def _read_bytes(self, target: memoryview, begin: int, meter: Meter | None = None) -> None:
-        """Fill `target` with the file's bytes from `begin` on; add their number to `meter`."""
+        """Fill `target` with the file's bytes from offset `begin` on; `meter` counts the bytes."""
         offset = 0
         while offset < len(target):
             count = os.preadv(self._fd, [target[offset : offset + CHUNK_BYTES]], begin + offset)
@@ -262,7 +265,7 @@ def _count_contiguous_elements(sizes: Sequence[int], lengths: Sequence[int]) -> 
 def find_file_problem(
     path: Path, layout: FileLayout, stored_file: StoredFile, *, full: bool, meter: Meter
 ) -> str | None:
-    """Return an error text for a damaged shard file or None; `full` also checks the SHA-256."""
+    """Return an error text if a shard file is damaged, or None; `full` also checks the SHA-256."""
     try:
         descriptor = open_regular(path)
     except FileNotFoundError:

@@ -90,7 +90,7 @@ def take_snapshot(
         ValueError: for an unfinished training step, or a value that JSON cannot store.
         NotImplementedError: for state that a checkpoint cannot store.
     """
-    _check_finished(model)
+    _check_step_finished(model)
     view = ModelView(model)
     tensors = {f"model.{name}": tensor for name, tensor in view.stored_views.items()}
     optimizers = prepare_optimizers(optimizer, view)
@@ -123,7 +123,7 @@ def take_snapshot(
 
 
 def _check_extra(values: Mapping[str, Any]) -> None:
-    """Raise ValueError for a value of `extra` that JSON does not support or would change."""
+    """Raise ValueError for a value of `extra` that JSON does not support or changes (a tuple)."""
     check_json("extra", values)
     for name, value in values.items():
         if not _is_unchanged_by_json({name: value}):
@@ -142,7 +142,7 @@ def _is_unchanged_by_json(value: Any) -> bool:
     return not isinstance(value, tuple)
 
 
-def _check_finished(model: nn.Module) -> None:
+def _check_step_finished(model: nn.Module) -> None:
     """Raise ValueError if a training step is unfinished: a save would lose its token counts."""
     for state in (v for m in model.modules() for v in vars(m).values()):
         if not isinstance(state, MoEState):
@@ -188,7 +188,7 @@ def _encode_config(config: object) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
-    """Tensor names, optimizer groups and meshes of one pipeline stage, or of all stages."""
+    """Tensor names, optimizer groups and device meshes of one pipeline stage, or of all stages."""
 
     names: frozenset[str]
     groups: list[list[str]]  # names of the parameters of each group of the optimizers
@@ -261,7 +261,10 @@ def collect_rank_state(
     *,
     scheduler: Schedulers | None = None,
 ) -> dict[str, Any]:
-    """Return this rank's training state, without a copy, to restore it by `load_rank_state`."""
+    """Return this rank's training state, without a copy, to restore it by `load_rank_state`.
+
+    The keys are "tensors" (name -> local tensor), "optimizer" and "scheduler" (JSON or None).
+    """
     snapshot = take_snapshot(0, model, optimizer, extra, scheduler=scheduler, config=None)
     facts = {"optimizer": snapshot.facts.optimizer, "scheduler": snapshot.facts.scheduler}
     return {"tensors": get_local_tensors(snapshot), **facts}
@@ -275,7 +278,7 @@ def load_rank_state(
     *,
     scheduler: Schedulers | None = None,
 ) -> dict[str, Tensor]:
-    """Set model, optimizer, scheduler and generators to `state`; return its `extra` tensors."""
+    """Restore a state of `collect_rank_state`, generators included; return its `extra` tensors."""
     drop_step(model)
     kinds = defaultdict[str, dict[str, Tensor]](dict)
     for name, tensor in state["tensors"].items():

@@ -39,7 +39,11 @@ Optimizers = Optimizer | Sequence[Optimizer]
 
 
 class ModelView:
-    """Maps names to a model's tensors (`tensors`), and to the views that a checkpoint stores."""
+    """The tensors of a model by name, and the views of these tensors that a checkpoint stores.
+
+    `tensors` has parameters and persistent buffers, `stored_views` the views. Construction raises
+    ValueError for tensors on meta or stored only in FP8.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         refuse_fp8_storage(model, "saved or loaded")
@@ -116,7 +120,7 @@ def prepare_optimizers(optimizer: Optimizers | None, model: ModelView) -> list[O
 def collect_optimizer_tensors(
     optimizers: Sequence[Optimizer], model: ModelView
 ) -> dict[str, Tensor]:
-    """Return names such as "exp_avg.norm.weight" -> view of each state tensor, without a copy."""
+    """Return "exp_avg.<fqn>" -> view of each state tensor; NotImplementedError if not storable."""
     tensors: dict[str, Tensor] = {}
     seen: set[str] = set()
     for owner, param in ((o, param) for o in optimizers for param in o.state):
@@ -206,13 +210,13 @@ def restore_optimizer_state(optimizer: Optimizer, state: dict[Tensor, dict[str, 
 
 
 def get_state_template(optimizer: Optimizer, param: Tensor, slot: str) -> Tensor:
-    """Return a tensor with the shape and placements of state `slot`, such as "exp_avg"."""
+    """Return a tensor with the shape and placements of state `slot` ("exp_avg") of `param`."""
     like: Tensor = _call_optional(optimizer, "get_state_template", param, param, slot)
     return like
 
 
 def _call_optional(optimizer: Optimizer, name: str, default: Any, *args: Any) -> Any:
-    """Call the optimizer's method `name`; return `default` if its class has no such method."""
+    """Return `optimizer.name(*args)`, or `default` if the optimizer has no such method."""
     # AdamW has get_stored_state, get_moment_dtype, get_state_device; Muon get_state_template.
     method = getattr(optimizer, name, None)
     return default if method is None else method(*args)
@@ -303,7 +307,7 @@ def restore_rng(states: Mapping[str, Tensor]) -> None:
 
 
 def _is_storable(value: Tensor, like: Tensor) -> bool:
-    """Whether optimizer state can be stored: it is a plain scalar or has the shape of `like`."""
+    """Whether optimizer state can be stored: a plain scalar, or laid out as the template `like`."""
     if value.ndim == 0:
         return not isinstance(value, DTensor)
     return value.shape == like.shape and isinstance(value, DTensor) == isinstance(like, DTensor)

@@ -81,8 +81,12 @@ class _DCPStorage:
 class Writer(_DCPStorage, StorageWriter):
     """DCP storage writer: ranks write shard files into `draft`, rank 0 makes it a checkpoint.
 
-    `draft` is the temporary directory of the save. `facts` is for the manifest, `keep` as in
-    `save`.
+    Args:
+        draft: temporary directory of the save.
+        rank: of this process, for the name of its file.
+        facts: metadata for the manifest.
+        keep: number of the newest checkpoints that stay; 0 = all.
+        meter: counts the written bytes.
     """
 
     def __init__(
@@ -95,7 +99,10 @@ class Writer(_DCPStorage, StorageWriter):
         """Do nothing: DCP requires this method, and the draft directory already exists."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's planned blocks into its shard file; return a completed future."""
+        """Write this rank's planned blocks (slices of tensors) into its shard file.
+
+        The returned future is complete; its result has the position of each block, for `finish`.
+        """
         items = _assign_keys(plan.items)
         future: Future[list[WriteResult]] = Future()
         future.set_result(self._write_shard_file(items, planner) if items else [])
@@ -129,7 +136,10 @@ class Writer(_DCPStorage, StorageWriter):
         ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Build the manifest from the results of all ranks, and publish. DCP calls it on rank 0."""
+        """Write the manifest from the results of all ranks, and publish. DCP calls it on rank 0.
+
+        `metadata` has shape and dtype of all tensors, `results` each rank's list of `write_data`.
+        """
         chunks: dict[str, list[ManifestChunk]] = {}
         files: dict[str, StoredFile] = {}
         for result in itertools.chain.from_iterable(results):
@@ -149,7 +159,7 @@ class Writer(_DCPStorage, StorageWriter):
 
 
 def _assign_keys(items: list[WriteItem]) -> dict[str, WriteItem]:
-    """Return safetensors key -> block; further blocks of tensor "a" have the keys "a#1", "a#2"."""
+    """Return safetensors key -> write item; the blocks of tensor "a" have keys "a", "a#1", ...."""
     blocks: dict[str, WriteItem] = {}
     for item in items:
         assert item.tensor_data is not None, "everything saved is a tensor"
@@ -187,20 +197,20 @@ def _find_blocks(tensor: Any) -> Blocks:
     }
 
 
-def _make_chunk(offset: torch.Size, place: tuple[slice, ...]) -> ChunkStorageMetadata:
-    """Return DCP's metadata of a block at a global offset; `place` slices the local tensor."""
+def _make_chunk_metadata(offset: torch.Size, place: tuple[slice, ...]) -> ChunkStorageMetadata:
+    """Return DCP's metadata (global offset, sizes) of a block; `place` slices the local tensor."""
     return ChunkStorageMetadata(offset, torch.Size(part.stop - part.start for part in place))
 
 
 class LocalSavePlanner(dcp.DefaultSavePlanner):
-    """DCP save planner for shards with several blocks; it writes the tensors in `locals_`.
+    """DCP save planner for shards with several blocks; it writes the tensors in `local_tensors`.
 
-    `locals_` maps names to local tensors, such as the host copies of a background save.
+    `local_tensors` maps names to local tensors, such as the host copies of a background save.
     """
 
-    def __init__(self, locals_: Mapping[str, Tensor]) -> None:
+    def __init__(self, local_tensors: Mapping[str, Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._locals = locals_
+        self._locals = local_tensors
         self._blocks: dict[str, Blocks] = {}
 
     def create_local_plan(self) -> SavePlan:
@@ -219,11 +229,11 @@ class LocalSavePlanner(dcp.DefaultSavePlanner):
             return
         for offsets, place in blocks.items():
             index = MetadataIndex(item.index.fqn, offsets)
-            data = replace(data, chunk=_make_chunk(offsets, place))
+            data = replace(data, chunk=_make_chunk_metadata(offsets, place))
             yield replace(item, index=index, tensor_data=data)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return a view of this rank's local tensor with the values of a block to write."""
+        """Return the view of this rank's local tensor that the block `index` consists of."""
         local, blocks = self._locals[index.fqn], self._blocks[index.fqn]
         return local[blocks[_get_offset(index)]] if blocks else local
 
@@ -243,13 +253,13 @@ class BlockLoadPlanner(dcp.DefaultLoadPlanner):
         items = [item for item in plan.items if item.dest_index.fqn not in self._blocks]
         for name, blocks in self._blocks.items():
             assert self.metadata is not None, "what `super` has read"
-            chunks = [_make_chunk(at, place) for at, place in blocks.items()]
+            chunks = [_make_chunk_metadata(at, place) for at, place in blocks.items()]
             entry: Any = self.metadata.state_dict_metadata[name]
             items += create_read_items_for_chunk_list(name, entry, chunks)
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Return the view of this rank's local tensor into which DCP reads a block."""
+        """Return the view of this rank's local tensor into which DCP reads the block `index`."""
         if index.fqn not in self._blocks:
             return super().lookup_tensor(index)
         place = self._blocks[index.fqn][_get_offset(index)]
@@ -257,6 +267,7 @@ class BlockLoadPlanner(dcp.DefaultLoadPlanner):
 
 
 def _get_offset(index: MetadataIndex) -> torch.Size:
+    """Return the global offset of a block, which every index of a block has."""
     assert index.offset is not None, "blocks have one"
     return index.offset
 

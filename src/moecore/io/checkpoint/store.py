@@ -199,40 +199,40 @@ def load(
     view, part = run_and_share_errors(collect_part)
     stages = find_staged_module(model)[1]
     union = join_stage_parts(part, stages)
-    fit = run_and_share_errors(
+    comparison = run_and_share_errors(
         lambda: compare(manifest, view, union, optimizer, scheduler, cast=cast)
     )
     if stages is not None:
-        fits = gather_objects((fit.left_out, fit.refused))
-        fit.left_out, fit.refused = (
+        fits = gather_objects((comparison.left_out, comparison.refused))
+        comparison.left_out, comparison.refused = (
             list(dict.fromkeys(chain.from_iterable(lines))) for lines in zip(*fits, strict=True)
         )
-    run_and_share_errors(lambda: refuse_differences(fit, path, strict=strict))
-    if fit.uncompared and is_first_rank():
-        warnings.warn(f"path ({path}): {fit.uncompared}", stacklevel=3)
+    run_and_share_errors(lambda: refuse_differences(comparison, path, strict=strict))
+    if comparison.uncompared and is_first_rank():
+        warnings.warn(f"path ({path}): {comparison.uncompared}", stacklevel=3)
     verify_files(path, manifest, verify, meter)
     drop_step(model)
     for layer in model.modules():
         if isinstance(layer, RoutedLayer) and layer.cloner is not None:
             layer.cloner.drop_plan()  # which no checkpoint holds
-    _refresh_buffers(path, model)
+    _recompute_buffers(path, model)
     amax = allocate_amax_target(model, manifest)
-    extra = _read_into_objects(path, manifest, view, fit, amax, meter, strict=strict)
+    extra = _read_into_objects(path, manifest, view, comparison, amax, meter, strict=strict)
     restore_amax(model, amax)
-    if fit.scheduler is not None:
+    if comparison.scheduler is not None:
         assert manifest.facts.scheduler is not None
-        values = decode_scheduler_state(fit.scheduler, manifest.facts.scheduler)
-        fit.scheduler.load_state_dict(values)
-    if fit.left_out and is_first_rank():
-        differences = f"{len(fit.left_out)} differ: {join_problems(fit.left_out)}"
+        values = decode_scheduler_state(comparison.scheduler, manifest.facts.scheduler)
+        comparison.scheduler.load_state_dict(values)
+    if comparison.left_out and is_first_rank():
+        differences = f"{len(comparison.left_out)} differ: {join_problems(comparison.left_out)}"
         warnings.warn(f"path ({path}): {differences}: left as it was", stacklevel=3)
     meter.log(f"loaded {path}, verify={verify}")
     return extra
 
 
 @torch.no_grad()
-def _refresh_buffers(path: Path, model: nn.Module) -> None:
-    """Recompute the transformers buffers that no checkpoint stores; warn if that is impossible."""
+def _recompute_buffers(path: Path, model: nn.Module) -> None:
+    """Recompute the buffers that no checkpoint stores; if impossible, warn with the `path`."""
     try:
         for buffer, value in compute_missing_buffers(model):
             buffer.copy_(value)
@@ -241,7 +241,7 @@ def _refresh_buffers(path: Path, model: nn.Module) -> None:
 
 
 def start_draft(lock: RunLock, step: int, group: Group = None) -> Path:
-    """Acquire the run's lock on rank 0 and create the temporary directory of a save. Collective."""
+    """Acquire the run's lock on rank 0; create and return a save's draft directory. Collective."""
 
     def lock_and_create() -> Path:
         lock.acquire()
@@ -255,7 +255,7 @@ def start_draft(lock: RunLock, step: int, group: Group = None) -> Path:
 def write_checkpoint(
     draft: Path,
     snapshot: Snapshot,
-    locals_: Mapping[str, Tensor],
+    local_tensors: Mapping[str, Tensor],
     *,
     keep: int,
     meter: Meter,
@@ -266,18 +266,18 @@ def write_checkpoint(
     After an error, rank 0 removes the draft and every rank raises OSError.
 
     Args:
-        locals_: name -> this rank's local tensor, with the contents to write.
+        local_tensors: name -> this rank's local tensor, with the contents to write.
         keep: number of the newest checkpoints that stay; 0 = all.
         group: None = the default group.
     """
-    # Of the snapshot's tensors only the layout is read; `locals_` has their contents on this rank.
+    # Of the snapshot's tensors only the layout is read; `local_tensors` has this rank's contents.
     save_snapshot = partial(
         dcp.save,
         snapshot.tensors,
         storage_writer=Writer(
             draft, get_rank_and_world()[0], snapshot.facts, keep=keep, meter=meter
         ),
-        planner=LocalSavePlanner(locals_),
+        planner=LocalSavePlanner(local_tensors),
         process_group=group,
     )
     try:
@@ -298,32 +298,32 @@ def _read_into_objects(
     path: Path,
     manifest: Manifest,
     view: ModelView,
-    fit: Comparison,
+    comparison: Comparison,
     amax: Mapping[str, Tensor],
     meter: Meter,
     *,
     strict: bool,
 ) -> dict[str, Any]:
     """Read into model, optimizers, `amax` and generators; `strict` as in `load`. Return `extra`."""
-    target = {f"model.{name}": view.stored_views[name] for name in sorted(fit.model)}
+    target = {f"model.{name}": view.stored_views[name] for name in sorted(comparison.model)}
     extra = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         for name, tensor in select_tensors("extra.", manifest).items()
     }
     target |= {f"extra.{name}": tensor for name, tensor in extra.items()}
     target |= {f"amax.{name}": steps for name, steps in amax.items()}
-    states, optimizer_tensors = allocate_optimizer_target(fit, view)
-    rng = select_rng_target(manifest) if fit.optimizers else {}
+    states, optimizer_tensors = allocate_optimizer_target(comparison, view)
+    rng = select_rng_target(manifest) if comparison.optimizers else {}
     target |= optimizer_tensors | rng
     planner = BlockLoadPlanner()
     reader = Reader(path, manifest, meter)
     run_dcp_call("read", path, lambda: dcp.load(target, storage_reader=reader, planner=planner))
     target.clear()  # so that moments which an optimizer keeps in another form are freed
     optimizer_tensors.clear()
-    if fit.groups:
+    if comparison.groups:
         assert manifest.facts.optimizer is not None
-        restore_hyperparameters(fit.optimizers, manifest.facts.optimizer)
-    for optimizer, state in zip(fit.optimizers, states, strict=True):
+        restore_hyperparameters(comparison.optimizers, manifest.facts.optimizer)
+    for optimizer, state in zip(comparison.optimizers, states, strict=True):
         if strict:
             optimizer.state.clear()
         restore_optimizer_state(optimizer, state)
@@ -355,7 +355,10 @@ def verify(
 
 
 def verify_files(path: Path, manifest: Manifest, mode: Verify, meter: Meter) -> None:
-    """Check each shard file on one rank; raise on every rank if a file is damaged. Collective."""
+    """Check each shard file on one rank, with `mode` as in `verify`. Collective.
+
+    Every rank raises ValueError if a file is damaged, OSError if a file cannot be read.
+    """
     rank, world = get_rank_and_world()
     names = sorted(manifest.files)[rank::world]
     if mode == "full":

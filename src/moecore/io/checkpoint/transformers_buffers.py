@@ -50,7 +50,7 @@ def _find_owner_model(model: nn.Module, path: str) -> Any:
 
 
 def _initialize_buffers(module: nn.Module, owner: Any) -> dict[str, Tensor | None]:
-    """Return the buffers as `owner._init_weights` sets them; NaN in buffers that it leaves out."""
+    """Return new buffers as `owner._init_weights` sets them; NaN in buffers that it leaves out."""
     shell = copy.copy(module)
     shell._parameters = {
         name: None if param is None else nn.Parameter(param.detach().to("meta"))

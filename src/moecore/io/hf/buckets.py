@@ -53,7 +53,7 @@ class WeightBucket:
     flat: Tensor
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) for each tensor; the tensors are views of `flat`."""
+        """Yield (name, tensor) for each tensor in order; the tensors are views of `flat`."""
         at = 0
         for meta in self.metas:
             part = self.flat[at : at + meta.nbytes]
@@ -128,7 +128,10 @@ class BucketCollector(ErrorKeeper):
 
     @contextmanager
     def open_pass(self) -> Iterator[None]:
-        """Return the context of one pass; it allocates and frees the message buffer. Collective."""
+        """Return the context of one pass, in which `collect` may be called. Collective on entry.
+
+        The message buffer exists during the pass. ValueError if another pass is open.
+        """
         size = self.capacity if self._owners.world > 1 else 0
 
         def allocate() -> Tensor:
@@ -206,7 +209,10 @@ class BucketCollector(ErrorKeeper):
         parts: list[list[Tensor]],
         read: Read,
     ) -> None:
-        """Send boxes in one message from `sender` to `writer`, None = to every rank. Collective."""
+        """Send boxes in a message from rank `sender` to `writer`, None = to every rank. Collective.
+
+        `parts` has the bucket's memory per item and part; it is empty on ranks that get no bucket.
+        """
         assert self._message is not None, "a pass is open"
         pieces, at = list[Tensor](), 0
         for copy in copies:
@@ -229,7 +235,7 @@ class BucketCollector(ErrorKeeper):
                 foreach_copy_([_get_copy_target(copy, parts) for copy in copies], pieces)
 
     def _list_boxes(self, item: Item, *, is_cached: bool) -> list[_SentBox]:
-        """Return the boxes to send for an item; `is_cached` stores them for the next pass."""
+        """Return the boxes to send for an item; `is_cached` stores the list for the next pass."""
         if item.name in self._boxes:
             return self._boxes[item.name]
         boxes = list(self._find_boxes(item))
@@ -288,5 +294,5 @@ def compute_bucket_size(item: Item) -> int:
 
 
 def _get_copy_target(copy: _SentCopy, parts: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Return the view of the bucket into which a box is copied."""
+    """Return the view of the bucket into which a box is copied; `parts` is by item and part."""
     return parts[copy.item][copy.box.part][copy.box.overlap.source].view(copy.box.shape)

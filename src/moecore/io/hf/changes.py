@@ -45,7 +45,10 @@ class Digests:
         self._factors: dict[tuple[int, torch.device], Tensor] = {}
 
     def compute(self, sources: Mapping[str, Sequence[Tensor]]) -> dict[str, tuple[int, int]]:
-        """Return name -> digest of the local shards of its tensors. Waits for the device."""
+        """Return name -> 128-bit digest of this rank's shards of `sources[name]`, as two integers.
+
+        It waits for the device.
+        """
         with torch.no_grad():
             digests = {
                 name: self._hash_tensors(map(list_local_storage, ts))
@@ -62,14 +65,14 @@ class Digests:
         return values
 
     def _hash_tensors(self, parts: Iterable[list[Tensor]]) -> Tensor:
-        """Return one digest, int64 [2], of all tensors in the lists."""
+        """Return the digest, int64 [2], of all tensors in the lists, on their device."""
         digests = [self._hash_bytes(_view_as_bytes(x)) for tensors in parts for x in tensors]
         if len(digests) == 1:
             return digests[0]
         return self._hash_bytes(_view_as_bytes(torch.stack(digests)), 2)
 
     def _hash_bytes(self, bits: Tensor, level: int = 0) -> Tensor:
-        """Return the digest int64 [2] of uint8 [n]; `level` chooses the random factors."""
+        """Return the digest, int64 [2], of uint8 [n]; `level` (0 = data) selects random factors."""
         words = torch.nn.functional.pad(bits, (0, -bits.numel() % 4)).view(torch.int32)
         factors = self._get_factors(level, bits.device)
         parts: tuple[Tensor, ...] = words.split(factors.shape[1])
@@ -90,12 +93,12 @@ class Digests:
 
 
 def list_local_storage(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors that store this rank's shard: local values, or FP8 blocks and scales."""
+    """Return the tensors that store this rank's shard: [local tensor], or FP8 blocks and scales."""
     blocks = get_fp8_blocks(tensor)
     return [get_local_tensor(tensor).detach()] if blocks is None else blocks.tensors()
 
 
 def _view_as_bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes as uint8 [n], aligned to 4 bytes."""
+    """Return a tensor's bytes as uint8 [n] that starts at a multiple of 4; a copy if necessary."""
     bits = tensor.contiguous().reshape(-1).view(torch.uint8)
     return bits if bits.storage_offset() % 4 == 0 else bits.clone()

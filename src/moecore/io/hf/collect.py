@@ -23,7 +23,7 @@ from moecore.io.checkpoint.manifest import Manifest, StoredTensor
 from moecore.io.checkpoint.ranks import gather_objects, run_and_share_errors
 from moecore.io.checkpoint.shard_file import CHUNK_BYTES, Meter, ShardReader, compute_layout
 from moecore.io.hf.files import Box, find_common_boxes
-from moecore.io.hf.pieces import ShardRuns, TensorPiece, find_shard_runs, get_local_part
+from moecore.io.hf.pieces import ShardRuns, TensorPiece, find_shard_runs, get_detached_shard
 from moecore.moe.param_reader import get_fp8_blocks
 from moecore.precision.stored import read_stored_values
 
@@ -60,7 +60,7 @@ class ErrorKeeper:
 
     @contextmanager
     def _keep_error(self) -> Iterator[None]:
-        """Return a context that stores an exception instead of raising it."""
+        """Return a context that stores an exception, if it is the first, instead of raising it."""
         try:
             yield
         except Exception as error:
@@ -81,7 +81,10 @@ class LocalPart(NamedTuple):
 
 
 class PartOwners:
-    """Knows which ranks have which shard of each tensor. Construction gathers it, a collective."""
+    """The ranks that have each distinct shard of each tensor. Construction is collective.
+
+    `tensors` are this rank's, by name.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         parts = run_and_share_errors(
@@ -98,7 +101,7 @@ class PartOwners:
                 self.ranks.setdefault(name, {}).setdefault(shard_runs, []).append(rank)
 
     def merge(self, other: PartOwners) -> PartOwners:
-        """Return the union of this object and another object for tensors of other names."""
+        """Return the union with `other`, which is of tensors with other names."""
         result = copy(self)
         result.shapes, result.dtypes = self.shapes | other.shapes, self.dtypes | other.dtypes
         result.ranks = self.ranks | other.ranks
@@ -106,13 +109,16 @@ class PartOwners:
 
 
 def read_local(tensor: Tensor, box: tuple[slice, ...]) -> Tensor:
-    """Return a box of this rank's shard: a view, or a dequantised copy if only FP8 is stored."""
-    local = get_local_part(tensor)
+    """Return a box (slices of the local tensor): a view, or a dequantised copy of FP8 storage."""
+    local = get_detached_shard(tensor)
     return local[box] if get_fp8_blocks(tensor) is None else read_stored_values(tensor, box)
 
 
 class StoredCollector:
-    """Reads boxes or Hugging Face tensors from a native checkpoint; `stack` closes its files."""
+    """Reads tensors of a native checkpoint, and assembles Hugging Face tensors from them.
+
+    `tensors` are the manifest's tensors to read, under any names. `stack` closes the files.
+    """
 
     def __init__(
         self, path: Path, manifest: Manifest, tensors: Mapping[str, StoredTensor], stack: ExitStack
@@ -153,7 +159,7 @@ class StoredCollector:
 
 
 def write_piece(part: Tensor, piece: TensorPiece, file_tensor: Tensor) -> None:
-    """Copy a piece's values, `part`, into the strided view `piece.view` of the file tensor."""
+    """Copy `part`, the values of a piece, into the view `piece.view` of the full file tensor."""
     assert piece.view is not None, "other pieces are file tensors"
     target = piece.view.apply(file_tensor)
     target.copy_(part.view(target.shape))

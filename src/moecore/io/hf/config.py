@@ -85,7 +85,7 @@ def decoder_config_from_hf(config: HFConfig) -> DecoderConfig:
 def _read_softmax_moe(
     fields: Fields, hidden_dim: str, normalizes: bool, coef: float, *, shared_hidden_dim: int = 0
 ) -> MoEConfig:
-    """Build a softmax router's MoEConfig; `hidden_dim` is the config.json field of that size."""
+    """Build a softmax router's MoEConfig; `hidden_dim` is a field name, `coef` the default coef."""
     return MoEConfig(
         dim=fields.need("hidden_size"),
         hidden_dim=fields.need(hidden_dim),
@@ -247,8 +247,8 @@ def _read_deepseek_v2(fields: Fields) -> DecoderConfig:
     scope = "sequence_coef" if fields.get("seq_aux", True) else "micro_batch_coef"
     coef = float(fields.get("aux_loss_alpha", 0.001))
     balance: Any = {scope: coef}
-    choice = dict(normalize_weights=False, balance=BalanceConfig(**balance), **groups)
-    return _build_first_dense(fields, read_latent_attention(fields), choice)
+    router_arguments = dict(normalize_weights=False, balance=BalanceConfig(**balance), **groups)
+    return _build_first_dense(fields, read_latent_attention(fields), router_arguments)
 
 
 def _read_glm4_moe(fields: Fields) -> DecoderConfig:
@@ -321,9 +321,9 @@ def _read_sigmoid_router(fields: Fields) -> dict[str, Any]:
 
 
 def _build_first_dense(
-    fields: Fields, attention: dict[str, Any], choice: dict[str, Any]
+    fields: Fields, attention: dict[str, Any], router_arguments: dict[str, Any]
 ) -> DecoderConfig:
-    """Build a config with dense first layers; `choice` has the router's MoEConfig arguments."""
+    """Build a config with dense first layers from arguments of DecoderConfig and of MoEConfig."""
     num_layers, first = fields.need("num_hidden_layers"), fields.need("first_k_dense_replace")
     attention |= _read_mtp(fields)
     F_, shared = fields.need("moe_intermediate_size"), fields.get("n_shared_experts", 0)
@@ -340,7 +340,7 @@ def _build_first_dense(
             top_k=fields.need("num_experts_per_tok"),
             routed_scaling_factor=float(fields.get("routed_scaling_factor", 1.0)),
             shared_hidden_dim=F_ * shared,
-            **choice,
+            **router_arguments,
         ),
     )
 

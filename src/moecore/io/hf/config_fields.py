@@ -167,7 +167,7 @@ class NativeFamily:
 
 
 class Fields:
-    """The fields of a config.json; access checks their types with `check_field_type`."""
+    """The fields of one config.json, with type checks (`check_field_type`) at each access."""
 
     def __init__(self, values: Mapping[str, Any], family: NativeFamily) -> None:
         self.values, self.family = dict(values), family
@@ -176,7 +176,10 @@ class Fields:
             self.values["num_experts"] = values.get("num_local_experts")
 
     def build_config(self) -> DecoderConfig:
-        """Build the DecoderConfig with the family's defaults; raise for unsupported values."""
+        """Build the DecoderConfig, with the family's defaults for missing fields.
+
+        NotImplementedError for values that the decoder lacks, ValueError for missing fields.
+        """
         for name, only in self.family.known_values.items():
             self.refuse(name, self.get(name, only) != only)
         self.values |= {name: self.get(name, v) for name, v in self.family.defaults.items()}
@@ -197,7 +200,10 @@ class Fields:
         return default if value is None else check_field_type(name, value)
 
     def refuse(self, name: str, wrong: bool, value: Any = None) -> None:
-        """Raise NotImplementedError if `wrong`; the text has `value` (None = the field's)."""
+        """Raise NotImplementedError if `wrong`: the native decoder lacks a value of field `name`.
+
+        `value` is the value in the message; None = the field's.
+        """
         if wrong:
             value = self.values.get(name) if value is None else value
             raise NotImplementedError(
@@ -221,7 +227,7 @@ class Fields:
 
 
 def read_grouped_attention(fields: Fields) -> dict[str, Any]:
-    """Return the DecoderConfig arguments of grouped-query attention with rotary embeddings."""
+    """Return `read_sizes` and the DecoderConfig arguments of rotary grouped-query attention."""
     heads, rope = read_sizes(fields), fields.read_rope()
     return heads | dict(
         rope_theta=float(rope["rope_theta"]),
@@ -263,10 +269,10 @@ def read_latent_attention(fields: Fields) -> dict[str, Any]:
 
 
 def find_windows(fields: Fields, pattern: Sequence[bool]) -> tuple[int, ...]:
-    """Return the attention window of each layer of a period in tokens, 0 = full attention.
+    """Return the attention window in tokens of each layer, 0 = full attention; () if there is none.
 
-    `pattern` says which layers have a window. The result is () if no layer has a window smaller
-    than max_position_embeddings.
+    `pattern` says which layers have a window. The result has one period of a repeating pattern. A
+    window that is not smaller than max_position_embeddings is none.
     """
     window, length = fields.get("sliding_window", None), fields.need("max_position_embeddings")
     if window is None or window >= length or not any(pattern):

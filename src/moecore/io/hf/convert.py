@@ -50,7 +50,12 @@ from moecore.io.checkpoint.store import verify
 from moecore.io.hf.collect import Collector, Item, StoredCollector
 from moecore.io.hf.config import compare_config, decoder_config_from_hf
 from moecore.io.hf.config_fields import HFConfig, read_config
-from moecore.io.hf.export import check_target, plan_shard_files, sort_for_file, write_directory
+from moecore.io.hf.export import (
+    check_export_target,
+    plan_shard_files,
+    sort_for_file,
+    write_directory,
+)
 from moecore.io.hf.export_plan import ExportLayout, choose_layout, finish_config, make_items
 from moecore.io.hf.files import BoxReader, HFFiles
 from moecore.io.hf.names import (
@@ -99,7 +104,7 @@ def native_to_hf(
     check_arguments(native_to_hf, locals())
     check_single_rank()
     path, out = Path(path), Path(out)
-    check_target(out, dtype)
+    check_export_target(out, dtype)
     with ExitStack() as stack:
         names = choose_layout(layout, read_config(config))
         model = open_native(path, stack, config=config, dtype=dtype, layout=names)
@@ -110,7 +115,10 @@ def native_to_hf(
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """The model of a native checkpoint, with the Hugging Face tensors that it converts to."""
+    """The model of a native checkpoint, with the Hugging Face tensors (`items`) it converts to.
+
+    `collector` reads them. `values` are the fields of config.json.
+    """
 
     values: dict[str, Any]
     items: list[Item]
@@ -189,7 +197,7 @@ def hf_to_native(
 
 
 def _find_prefix(names: Collection[str]) -> str:
-    """Return the prefix that all tensor names share, such as "hf." of a wrapper; "" if none."""
+    """Return the prefix, such as "hf.", that a wrapper gives to all tensor names; "" if none."""
     embedding = next((name for name in names if name.endswith(f".{EMBEDDING}")), EMBEDDING)
     prefix = embedding.removesuffix(EMBEDDING)
     return prefix if all(name.startswith(prefix) for name in names) else ""
@@ -204,7 +212,11 @@ def _has_decoder_names(names: Collection[str]) -> bool:
 def _plan_files(
     tensors: Mapping[str, StoredTensor], values: dict[str, Any], layout: HFLayout
 ) -> tuple[dict[str, FileRecipe], dict[str, str], nn.Module | None]:
-    """Return recipes by tensor, copy -> original, and the transformers model on meta or None."""
+    """Return how files store each tensor, copies, and the transformers model on meta.
+
+    The copies map a file tensor's name to its original's. The model is None for a native decoder or
+    an unknown class. ValueError if the tensors differ from the config's decoder.
+    """
     if not _has_decoder_names(tensors):
         tied, reader = values.get("tie_word_embeddings", False), build_meta_model(values)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
@@ -260,7 +272,7 @@ def write_native(root: Path, conversion: Conversion) -> Path:
 
 
 def _require_matching_files(conversion: Conversion) -> None:
-    """Raise ValueError if the file tensors differ from the tensors of the decoder's config."""
+    """Raise ValueError if names, shapes or dtypes of the files differ from the decoder's config."""
     sources, plan, copies = conversion.sources, conversion.plan, map_hf_copies(conversion.config)
     problems = conversion.problems + find_shape_problems(sources, map_file_shapes(plan), copies)
     if not problems:
@@ -296,7 +308,7 @@ def _find_dtype_problems(
 
 
 def _write_files(draft: Path, conversion: Conversion) -> Manifest:
-    """Write all tensors into shard files of a draft; return the manifest."""
+    """Write all tensors into safetensors files in `draft`; return the manifest."""
     items, plan, sources = list[Item](), conversion.plan, conversion.sources
     for name, recipe in plan.items():
         dtype = _choose_dtype(name, sources[recipe.pieces[0].name], conversion.dtype)
@@ -338,7 +350,7 @@ def _write_tensor(
     files: BoxReader,
     dtype: torch.dtype,
 ) -> None:
-    """Read a tensor's pieces in chunks, convert them to `dtype`, and append them to the file."""
+    """Read a tensor's pieces in chunks of rows, convert them to `dtype`, and append them."""
     for piece in recipe.pieces:
         rows = piece.shape[0] if piece.shape else 1
         step = max(1, CHUNK_BYTES // max(1, math.prod(piece.shape[1:]) * 4))

@@ -105,7 +105,7 @@ def export_hf(
     with share_errors():
         check_arguments(export_hf, arguments)
         start, path, meter = time.monotonic(), Path(path), Meter(progress)
-        check_target(path, dtype)
+        check_export_target(path, dtype)
         refuse_unmerged(model)
     plan = plan_export(model, config, dtype, layout)
     shards = plan_shard_files(plan.items, max_shard_bytes)
@@ -125,7 +125,7 @@ def export_hf(
 def write_directory(
     path: Path, shards: list[list[Item]], config: dict[str, Any], collector: Collector, meter: Meter
 ) -> None:
-    """Write the items of each shard, the index and config.json to a new directory. Collective."""
+    """Write safetensors files (a list of items each), index and config.json. Collective."""
     with open_draft(path) as draft:
         _write_shards(draft, shards, collector, meter)
         run_on_first_rank(lambda: _write_config_and_index(draft, shards, config))
@@ -158,7 +158,7 @@ def open_draft(path: Path) -> Iterator[Path]:
         raise
 
 
-def check_target(path: Path, dtype: torch.dtype | None) -> None:
+def check_export_target(path: Path, dtype: torch.dtype | None) -> None:
     """Raise ValueError if the directory exists or the dtype has fewer than 16 bits."""
     if path.exists():
         raise ValueError(f"path ({path}) must not exist yet: choose another, or remove it")
@@ -235,7 +235,7 @@ def sort_for_file(shard: Sequence[Item]) -> tuple[FileLayout, list[Item]]:
 
 
 def _write_config_and_index(draft: Path, shards: list[list[Item]], config: dict[str, Any]) -> None:
-    """Write config.json with the most frequent dtype, and the index if there are several files."""
+    """Write config.json with the dtype of most bytes, and the index if there are several files."""
     sizes: dict[torch.dtype, int] = {}
     for item in itertools.chain(*shards):
         sizes[item.dtype] = sizes.get(item.dtype, 0) + item.nbytes
@@ -260,4 +260,5 @@ def _make_file_name(number: int, total: int) -> str:
 
 
 def _write_json(file: Path, value: Mapping[str, Any]) -> None:
+    """Write a new JSON file with sorted keys; FileExistsError if it exists."""
     write_new(file, json.dumps(value, indent=2, sort_keys=True) + "\n")

@@ -43,7 +43,7 @@ from moecore.io.hf.names import (
     plan_hf_tensors,
     refuse_model,
 )
-from moecore.io.hf.pieces import FileRecipe, get_local_part
+from moecore.io.hf.pieces import FileRecipe, get_detached_shard
 from moecore.io.hf.stock import (
     Shapes,
     build_meta_model,
@@ -116,7 +116,7 @@ def plan_export(
 
 
 def collect_export_tensors(base: nn.Module, values: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return name -> tensor to write of this rank; `values` are the fields of config.json."""
+    """Return name -> tensor of this rank to write, without adapters; `values` is config.json."""
     all_tensors = collect_model_tensors(base)
     tensors = select_base_tensors(base, all_tensors) | select_trained_copies(base, all_tensors)
     return tensors | make_empty_shared_experts(base, values, tensors)
@@ -170,7 +170,7 @@ def make_items(
         dtypes, recipes: by the name of the model tensor.
         copies: name of a file tensor -> name of the file tensor with equal values.
         dtype: of float tensors; None keeps their dtypes.
-        keeps: whether the model tensor of this name keeps its dtype.
+        keeps: function of a model tensor's name; whether the tensor keeps its dtype.
     """
     items: dict[str, Item] = {}
     for name, recipe in recipes.items():
@@ -189,7 +189,10 @@ def make_items(
 
 
 def make_export_config(model: nn.Module, config: HFConfig | None) -> dict[str, Any]:
-    """Return config.json's fields without dtypes; ValueError if `config` is another model's."""
+    """Return config.json's fields without dtypes; ValueError if `config` is another model's.
+
+    `config` None is the transformers model's own config, and a ValueError for a native decoder.
+    """
     if isinstance(model, Decoder):
         return _check_decoder_config(model, config)
     model_config = getattr(model, "config", None)
@@ -201,12 +204,12 @@ def make_export_config(model: nn.Module, config: HFConfig | None) -> dict[str, A
         values = expected_values
     else:
         values = read_config(config)
-        _check_values(values, expected_values)
+        _check_config(values, expected_values)
     return finish_config(values, 0, type(model) if upcycled is None else None)
 
 
 def _check_decoder_config(model: Decoder, config: HFConfig | None) -> dict[str, Any]:
-    """Return the config.json for a native decoder after comparing it with the decoder's config."""
+    """Return config.json for a native decoder; ValueError if `config` is None or another's."""
     if config is None:
         raise ValueError(
             f"config (None) must be given for {type(model).__name__}: pass the config.json of "
@@ -215,7 +218,7 @@ def _check_decoder_config(model: Decoder, config: HFConfig | None) -> dict[str, 
     values = read_config(config)
     values = finish_config(values, model.config.num_mtp_layers)
     decoder_config_from_hf(values)  # raises where it cannot be a native decoder
-    _check_values(values, model.config, skipped_fields=list_training_fields(model.config.moe))
+    _check_config(values, model.config, skipped_fields=list_training_fields(model.config.moe))
     return values
 
 
@@ -233,7 +236,11 @@ def _refuse_wrapper(model: nn.Module) -> NoReturn:
 def finish_config(
     values: Mapping[str, Any], num_mtp: int, model_class: type | None = None
 ) -> dict[str, Any]:
-    """Return config.json with `num_mtp`, a class that loads it, and without quantisation."""
+    """Return the fields `values` completed for the written config.json.
+
+    `num_mtp` is the number of multi-token prediction modules in the files. "architectures" names
+    `model_class` or the family's class. The quantization_config is removed.
+    """
     values = {k: v for k, v in values.items() if k != "quantization_config"}
     for key in MTP_KEYS:
         if key in values:
@@ -254,13 +261,13 @@ def finish_config(
     return result
 
 
-def _check_values(
+def _check_config(
     values: Mapping[str, Any],
     model: DecoderConfig | Mapping[str, Any],
     *,
     skipped_fields: Collection[str] = TRAINING,
 ) -> None:
-    """Raise ValueError if a config.json differs from the model in a field that is not skipped."""
+    """Raise ValueError if config.json's `values` differ from the model in a compared field."""
     for problem in compare_config(values, model, skipped_fields=skipped_fields):
         raise ValueError(f"{problem}: pass the config of this model")
 
@@ -269,6 +276,8 @@ def build_checked_meta_model(
     model: nn.Module, values: Mapping[str, Any], shapes: Shapes
 ) -> nn.Module | None:
     """Build the transformers model that would load the export, on meta; None if unknown.
+
+    `values` are the fields of config.json, `shapes` those of the tensors to write.
 
     Raises:
         ValueError: if the model's names, `shapes` or routing differ from the built model's.
@@ -279,17 +288,20 @@ def build_checked_meta_model(
     if reader is not None:
         kind = type(reader)
         _check_names(model, kind, get_shapes(reader.state_dict()), rename_shapes(shapes))
-        _check_layers(model, kind, reader)
+        _check_routing(model, kind, reader)
     return reader
 
 
 def check_tied(tensors: Mapping[str, Tensor], copies: Mapping[str, str]) -> None:
-    """Raise ValueError if the config ties head and embedding and the model's values differ."""
+    """Raise ValueError if the config ties head and embedding and the model's values differ.
+
+    `copies`, from `map_model_copies`, has the head if it is tied. Compares this rank's shards.
+    """
     if HEAD not in copies or not {HEAD, EMBEDDING} <= tensors.keys():
         return
     if tensors[HEAD] is tensors[EMBEDDING]:
         return
-    head, table = get_local_part(tensors[HEAD]), get_local_part(tensors[EMBEDDING])
+    head, table = get_detached_shard(tensors[HEAD]), get_detached_shard(tensors[EMBEDDING])
     is_equal = head.shape == table.shape and head.dtype == table.dtype
     if not is_equal or not (head.is_meta or torch.equal(head, table)):
         raise ValueError(
@@ -304,7 +316,8 @@ def _check_names(model: nn.Module, kind: Any, class_shapes: Shapes, shapes: Shap
         if name not in shapes:
             raise ValueError(
                 f"model ({type(model).__name__}) must hold {format_name(name)} of {kind.__name__}, "
-                f"which reads the directory: {_get_fix(kind.__name__, name, class_shapes, shapes)}"
+                "which reads the directory: "
+                f"{_suggest_fix(kind.__name__, name, class_shapes, shapes)}"
             )
         if shapes[name] != shape:
             raise ValueError(
@@ -319,7 +332,7 @@ def _check_names(model: nn.Module, kind: Any, class_shapes: Shapes, shapes: Shap
             )
 
 
-def _check_layers(model: nn.Module, kind: Any, reader: nn.Module) -> None:
+def _check_routing(model: nn.Module, kind: Any, reader: nn.Module) -> None:
     """Raise ValueError if an MoE layer routes differently than the same layer of `reader`."""
     layers = {clean_name(n): m for n, m in model.named_modules() if isinstance(m, MoELayer)}
     for path, layer in layers.items():
@@ -334,8 +347,8 @@ def _check_layers(model: nn.Module, kind: Any, reader: nn.Module) -> None:
             )
 
 
-def _get_fix(kind_name: str, missing: str, class_shapes: Shapes, shapes: Shapes) -> str:
-    """Return the fix for the error message about the tensor `missing`, which the model lacks."""
+def _suggest_fix(kind_name: str, missing: str, class_shapes: Shapes, shapes: Shapes) -> str:
+    """Return the fix to suggest in the error about the tensor `missing`, which the model lacks."""
     if any(part in name for name in shapes for part in ADAPTERS):
         return "merge adapters first, with peft's merge_and_unload(), and pass what it returns"
     for name in shapes:

@@ -50,7 +50,10 @@ class FileTensor:
 
 
 def find_common_boxes(box: Box, chunks: Iterable[Any]) -> Iterator[tuple[Any, Box, Box]]:
-    """Yield (chunk, slices in the chunk, slices in the box) for each chunk that overlaps a box."""
+    """Yield (chunk, slices in the chunk, slices in the box) for each chunk that overlaps a box.
+
+    `box` has a slice per dim of the full tensor; a chunk has `offsets` and `sizes`.
+    """
     for chunk in chunks:
         sides = list(zip(box, chunk.offsets, chunk.sizes, strict=True))
         spans = [(max(s.start, o), min(s.stop, o + n)) for s, o, n in sides]
@@ -68,7 +71,10 @@ class BoxReader(Protocol):
 
 
 class HFFiles:
-    """Reads tensors of a Hugging Face directory and counts the bytes. A context manager."""
+    """Reads tensors of a Hugging Face directory by box, and counts the bytes. A context manager.
+
+    `tensors` are the headers from `read_headers`; None reads them.
+    """
 
     def __init__(
         self, path: str | os.PathLike[str], tensors: Mapping[str, FileTensor] | None = None
@@ -132,7 +138,10 @@ def read_headers(path: Path) -> dict[str, FileTensor]:
 
 
 def read_index(path: Path) -> dict[str, str] | None:
-    """Return tensor name -> file name from the index; None for a single file without index."""
+    """Return tensor name -> file name from the index; None for a single file without index.
+
+    ValueError if the directory has neither, only pickles, or an invalid index.
+    """
     if not (path / INDEX).is_file():
         if (path / SINGLE).is_file():
             return None

@@ -58,7 +58,7 @@ from moecore.io.hf.names import (
     map_model_copies,
     plan_hf_tensors,
 )
-from moecore.io.hf.pieces import FileRecipe, get_local_part, list_shard_boxes
+from moecore.io.hf.pieces import FileRecipe, get_detached_shard, list_shard_boxes
 from moecore.io.hf.quant import FP8, TensorSource, find_sources, list_stored_names, read_box
 from moecore.io.hf.stock import build_meta_model, compute_published_shapes, plan_stock_tensors
 from moecore.io.hf.upcycled import make_upcycled_config
@@ -174,21 +174,21 @@ def _fill_model(
 ) -> None:
     """Read this rank's shards from the files, then fill buffers and adapters' copies of modules."""
     dtypes = {name: source.dtype for name, source in sources.items()}
-    meter.expect(sum(get_local_part(target).nbytes for target in plan.targets.values()))
+    meter.expect(sum(get_detached_shard(target).nbytes for target in plan.targets.values()))
     for piece, box, part in list_shard_boxes(plan.targets, plan.recipes, dtypes, CHUNK_BYTES):
         part.copy_(read_box(files, sources, piece, box).view(part.shape))
         meter.add(part.nbytes)
     for buffer, value in plan.buffers:
         buffer.copy_(value)
     for name, copy in select_trained_copies(model, plan.tensors).items():
-        get_local_part(copy).copy_(get_local_part(plan.targets[name]))
+        get_detached_shard(copy).copy_(get_detached_shard(plan.targets[name]))
     if plan.ties_head:
         as_type(Any, model).tie_weights()
 
 
 @dataclass(slots=True)
 class LoadPlan:
-    """The tensors that `load_hf` fills, the recipes to read them, and all mismatches."""
+    """The tensors that `load_hf` fills on this rank, how files store them, and all mismatches."""
 
     tensors: dict[str, Tensor]  # of the model, with those of adapters
     targets: dict[str, Tensor]  # of the model that the files describe
@@ -219,7 +219,7 @@ def find_config_problems(
 
 
 def _normalize_config(values: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
-    """Return config.json's fields as the model's transformers config class would write them."""
+    """Return config.json's fields `values` as the model's transformers config class writes them."""
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
     if isinstance(model, Decoder) or kind is None or kind != values.get("model_type"):
@@ -251,7 +251,7 @@ def make_load_plan(
     strict: bool,
     cast: bool,
 ) -> LoadPlan:
-    """Compare the model's tensors with the files; `problems` are earlier error texts to include."""
+    """Compare a model with files and plan the load; `problems` are earlier texts to include."""
     if not (files.path / CONFIG).is_file():
         raise ValueError(
             f"path ({files.path}) must be visible to every rank: use a shared file system"
@@ -263,7 +263,7 @@ def make_load_plan(
     recipes = _plan_recipes(model, {name: tuple(t.shape) for name, t in targets.items()}, sources)
     if find_staged_module(model)[1] is not None:
         recipes = {name: recipe for name, recipe in recipes.items() if name in targets}
-    ties_head = _drop_copies(targets, recipes, copies)
+    ties_head = _drop_tied_head(targets, recipes, copies)
     piece_names = {piece.name for recipe in recipes.values() for piece in recipe.pieces}
     left_over = [name for name in sources if name not in piece_names and name not in copies]
     plan = LoadPlan(tensors, targets, {}, [], left_over, list(problems), [], ties_head)
@@ -306,10 +306,10 @@ def _plan_recipes(
     )
 
 
-def _drop_copies(
+def _drop_tied_head(
     targets: Mapping[str, Tensor], recipes: dict[str, FileRecipe], copies: Mapping[str, str]
 ) -> bool:
-    """Remove the recipe of a tied head; return whether to call the model's `tie_weights` later."""
+    """Drop or redirect a tied head's recipe; return whether to call `tie_weights` afterwards."""
     # `to_empty` makes two of them. In a sharded model the first forward, which sets all owners of
     # a parameter, makes the two one again, so the head is read from the embedding's tensor.
     if HEAD not in copies or HEAD not in targets:

@@ -37,7 +37,7 @@ from moecore.io.checkpoint.ranks import (
     run_on_first_rank,
 )
 from moecore.io.hf.files import read_json
-from moecore.io.hf.pieces import FileView, TensorPiece, get_local_part
+from moecore.io.hf.pieces import FileView, TensorPiece, get_detached_shard
 from moecore.moe.experts import Experts
 from moecore.moe.low_rank import LowRank
 from moecore.parallel.model.parallel_state import find_staged_module
@@ -55,7 +55,7 @@ class StoredAdapter:
     piece: TensorPiece
 
     def to_file(self, tensor: Tensor) -> Tensor:
-        """Convert the adapter's unsharded tensor to the file tensor."""
+        """Convert the adapter's unsharded tensor to the tensor in peft's file."""
         if self.piece.view is None:
             return tensor.reshape(self.piece.file_shape)
         file_tensor = tensor.new_empty(self.piece.file_shape)
@@ -63,14 +63,14 @@ class StoredAdapter:
         return file_tensor
 
     def from_file(self, file_tensor: Tensor) -> Tensor:
-        """Convert the file tensor to the adapter's unsharded tensor."""
+        """Convert the tensor in peft's file to the adapter's unsharded tensor."""
         view = self.piece.view
         return (file_tensor if view is None else view.apply(file_tensor)).reshape(self.tensor.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """A weight with adapters: `add` adds the active adapters of the peft `layer` to its shard."""
+    """A weight, its peft `layer`, and `add`, which adds the layer's active adapters to a shard."""
 
     weight: Tensor
     layer: Any  # of peft
@@ -178,19 +178,19 @@ def load_adapters(
     check_arguments(load_adapters, locals())
     path = Path(path)
     entries = run_and_share_errors(lambda: collect_adapter_tensors(model, adapter))
-    every = (
+    names = (
         set(entries)
         if find_staged_module(model)[1] is None
         else set().union(*gather_objects(list(entries)))
     )
-    file_tensors = run_and_share_errors(lambda: _read_adapter(model, path, adapter, entries, every))
+    file_tensors = run_and_share_errors(lambda: _read_adapter(model, path, adapter, entries, names))
     drop_step(model)
     with torch.no_grad():
         for name, entry in entries.items():
             value = _select_shard(
                 entry.from_file(file_tensors[name]), compute_global_indices(entry.tensor)
             )
-            get_local_part(entry.tensor).copy_(value)
+            get_detached_shard(entry.tensor).copy_(value)
 
 
 def _read_adapter(
@@ -198,14 +198,14 @@ def _read_adapter(
     path: Path,
     adapter: str,
     entries: dict[str, StoredAdapter],
-    every: Set[str],
+    names: Set[str],
 ) -> dict[str, Tensor]:
-    """Read an adapter file; ValueError if it does not fit. `every` has the names of all stages."""
+    """Return an adapter file's tensors; ValueError unless they fit. `names`: of all stages."""
     from safetensors.torch import load_file
 
     tensors: dict[str, Tensor] = load_file(path / WEIGHTS)
     problems = [f"{name} is missing" for name in entries if name not in tensors]
-    problems += [f"{name} is no tensor of the adapter" for name in tensors if name not in every]
+    problems += [f"{name} is no tensor of the adapter" for name in tensors if name not in names]
     config = _get_lora_configs(model)[adapter]
     file_config = read_json(path / CONFIG)
     for key in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
@@ -236,7 +236,7 @@ def _get_lora_configs(model: nn.Module) -> dict[str, Any]:
 
 
 def collect_adapter_tensors(model: nn.Module, adapter: str) -> dict[str, StoredAdapter]:
-    """Return the tensors of one adapter by their names in peft's files."""
+    """Return the tensors of one adapter by name in peft's files; ValueError for an unknown name."""
     from peft import get_peft_model_state_dict
 
     configs = _get_lora_configs(model)
@@ -285,7 +285,7 @@ def _refuse_unsaved_params(model: nn.Module) -> None:
 def _write_adapter_files(
     model: nn.Module, path: Path, adapter: str, file_tensors: dict[str, Tensor]
 ) -> None:
-    """Write adapter_config.json and the adapter's safetensors file."""
+    """Write adapter_config.json and the adapter's safetensors file to the directory `path`."""
     from safetensors.torch import save_file
 
     config: Any = copy(_get_lora_configs(model)[adapter])
@@ -299,7 +299,7 @@ def _write_adapter_files(
 
 
 def _init_layer(path: str, layer: Any, adapter: str, seed: int, *, is_normal: bool) -> None:
-    """Initialize A and B of one adapter in one layer; with `is_normal` A is normal, not uniform."""
+    """Initialize one adapter's A and B in a layer; with `is_normal` A is normal, not uniform."""
     for kind in (*layer.adapter_layer_names, *layer.other_param_names):
         owners = getattr(layer, kind)  # of parameters, or plain values such as r
         if not isinstance(owners, nn.ModuleDict | nn.ParameterDict) or adapter not in owners:
@@ -345,7 +345,7 @@ def merge_adapters(model: nn.Module) -> None:
     refuse_fp8_storage(model, "merged")
     drop_step(model)
     for merge in merges:
-        merge.add(get_local_part(merge.weight))
+        merge.add(get_detached_shard(merge.weight))
         merge.layer.merged_adapters += _list_applied_adapters(merge.layer)
     for module in model.modules():
         if isinstance(module, Experts):
@@ -427,7 +427,7 @@ def _list_applied_adapters(layer: Any) -> list[str]:
 
 
 def _add_to_dense(layer: Any, local: Tensor) -> None:
-    """Add a linear or embedding layer's adapters to `local`, this rank's shard. Collective."""
+    """Add s * B A of a linear or embedding layer to `local`, this rank's shard. Collective."""
     indices = compute_global_indices(layer.get_base_layer().weight)
     total = _widen(local)
     for adapter in _list_applied_adapters(layer):
@@ -443,7 +443,7 @@ def _add_to_dense(layer: Any, local: Tensor) -> None:
 
 
 def _add_to_experts(experts: Experts, name: str, update: Any, local: Tensor) -> None:
-    """Add adapters of the expert weight `name` to `local`, this rank's shard. Collective."""
+    """Add s * B A to `local`, this rank's shard of the expert weight `name`. Collective."""
     weight = getattr(experts, name)
     indices, *rest = compute_global_indices(weight)
     updates = [
@@ -460,7 +460,7 @@ def _add_to_experts(experts: Experts, name: str, update: Any, local: Tensor) -> 
 
 
 def _compute_delta(b: Tensor, a: Tensor, scaling: float) -> Tensor:
-    """Return scaling * B A, in at least fp32."""
+    """Return scaling * B A, the update of an unsharded weight, in at least fp32."""
     return (_widen(b) @ _widen(a)) * scaling
 
 
@@ -470,7 +470,7 @@ def _widen(tensor: Tensor) -> Tensor:
 
 
 def _select_shard(tensor: Tensor, indices: list[Tensor]) -> Tensor:
-    """Return the elements of an unsharded tensor at a shard's global indices per dim."""
+    """Return the elements of an unsharded tensor at a shard's global `indices` (1-D, per dim)."""
     for dim, index in enumerate(indices):
         if index.numel() != tensor.shape[dim]:
             tensor = tensor.index_select(dim, index.to(tensor.device))

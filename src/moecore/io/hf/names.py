@@ -89,7 +89,8 @@ def plan_hf_tensors(
 ) -> dict[str, FileRecipe]:
     """Map each tensor of `Decoder(config).state_dict()` to its Hugging Face tensors, in order.
 
-    `shapes` are the shapes of a decoder's or a pipeline stage's tensors; None = of `config`.
+    `layout` selects the names of expert tensors. `shapes` are the tensor shapes of a decoder or a
+    pipeline stage; None = of `config`.
     """
     check_arguments(plan_hf_tensors, locals())
     if shapes is None:
@@ -104,7 +105,7 @@ def plan_hf_tensors(
 
 
 def map_hf_copies(config: DecoderConfig) -> dict[str, str]:
-    """Map each copy that files may have (a tied head, MTP's embedding) to the original's name."""
+    """Map each file tensor that is a copy (a tied head, MTP's embedding) to the original's name."""
     head = EMBEDDING if config.tie_embeddings else HEAD
     copies = {HEAD: EMBEDDING} if config.tie_embeddings else {}
     for k in range(config.num_mtp_layers if not config.attention_gate else 0):
@@ -139,7 +140,7 @@ def refuse_model(model: nn.Module) -> NoReturn:
 
 
 def map_model_copies(model: nn.Module) -> dict[str, str]:
-    """Map the name of each copy that files may have (a tied head) to the original's name."""
+    """Map the name of each file tensor that is a copy (a tied head) to the tensor it copies."""
     if isinstance(model, Decoder):
         return map_hf_copies(model.config)
     if not getattr(_get_config(model), "tie_word_embeddings", False):
@@ -150,7 +151,7 @@ def map_model_copies(model: nn.Module) -> dict[str, str]:
 
 
 def find_first_ignored_layer(model: nn.Module) -> int | None:
-    """Return the index of the first MTP layer if the model ignores MTP layers; otherwise None."""
+    """Return the first MTP layer's index if the model ignores MTP layers; otherwise None."""
     family = None if isinstance(model, Decoder) else FAMILIES.get(_get_config(model).model_type)
     if family is None or not family.has_mtp:
         return None
@@ -171,7 +172,11 @@ def find_layout(names: Collection[str]) -> HFLayout:
 def _list_native_pieces(
     name: str, shape: tuple[int, ...], config: DecoderConfig, layout: HFLayout
 ) -> tuple[TensorPiece, ...]:
-    """Return the pieces of one native tensor; `_translate_name` translates their names later."""
+    """Return the file tensors (pieces) that store the native tensor `name`.
+
+    `_translate_name` translates the pieces' names later. NotImplementedError if files of the layout
+    have no name for the tensor.
+    """
     prefix, _, part = name.partition(".mlp.")
     if name.endswith(".linear_attn.in_proj.weight"):
         return _list_mamba2_pieces(name, shape, config)
@@ -229,7 +234,7 @@ def list_routed_pieces(
 def _list_gpt_oss_pieces(
     name: str, shape: tuple[int, ...], layout: HFLayout
 ) -> tuple[TensorPiece, ...]:
-    """Return the piece of a router or expert tensor of gpt-oss; () for other tensors."""
+    """Return the file tensor of a router or expert tensor of gpt-oss; () for other tensors."""
     layer_path, _, part = name.rpartition(".mlp.")
     if part in ("router.weight", "router.bias"):
         return (TensorPiece(name, (), shape),)
@@ -265,7 +270,7 @@ def _list_mamba2_pieces(
 
 
 def _translate_name(name: str, config: DecoderConfig, layout: HFLayout) -> str:
-    """Translate a native name to the family's name in files; names in MoE layers do not change."""
+    """Translate a native tensor name to the name in files, except the names of expert tensors."""
     if config.pattern:
         name = name if layout == "fused" else re.sub(r"^model\.", "backbone.", name)
         for native, hf_name in NEMOTRON_H:
@@ -291,7 +296,7 @@ def _translate_name(name: str, config: DecoderConfig, layout: HFLayout) -> str:
 def _list_shared_pieces(
     mlp_path: str, part: str, shape: tuple[int, ...], config: DecoderConfig
 ) -> tuple[TensorPiece, ...]:
-    """Return the pieces of a shared expert's tensor `part`; () for gates of several experts."""
+    """Return the file tensors of a shared expert's `part`; () for the gates of several experts."""
     moe = config.moe
     assert moe is not None, "as above"
     if moe.shared_gate and moe.num_shared_experts > 1:
@@ -308,4 +313,5 @@ def _list_shared_pieces(
 
 
 def _get_config(model: nn.Module) -> Any:
+    """Return the model's `config`; None if it has none."""
     return getattr(model, "config", None)

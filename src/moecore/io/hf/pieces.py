@@ -60,7 +60,7 @@ class TensorPiece:
         return self.shape if self.view is None else self.view.file_shape
 
     def get_box(self, shape: Sequence[int]) -> tuple[slice, ...]:
-        """Return the region as one slice per dim of a model tensor with this shape."""
+        """Return the region as one slice per dim of the model tensor, whose shape is `shape`."""
         region = (slice(r, r + 1) if isinstance(r, int) else r for r in self.region)
         return (*region, *(slice(0, n) for n in shape[len(self.region) :]))
 
@@ -91,13 +91,13 @@ class PieceOverlap:
     target: tuple[slice, ...]  # per dim of the shard
 
 
-def get_local_part(tensor: Tensor) -> Tensor:
+def get_detached_shard(tensor: Tensor) -> Tensor:
     """Return this rank's local tensor of a parameter, detached, without a copy."""
     return get_local_tensor(tensor).detach()
 
 
 class ShardBox(NamedTuple):
-    """A box (slices) of a piece to read, and the view of the local shard to fill with it."""
+    """A box (slices) of a piece to read, and the view of the local shard that it fills."""
 
     piece: TensorPiece
     box: tuple[slice, ...]
@@ -118,7 +118,7 @@ def list_shard_boxes(
     boxes = []
     for name, recipe in recipes.items():
         local, shard_runs = (
-            get_local_part(tensors[name]),
+            get_detached_shard(tensors[name]),
             find_shard_runs(compute_global_indices(tensors[name])),
         )
         for piece in recipe.pieces if local.numel() else ():
@@ -184,7 +184,10 @@ def _group_region_dims(sizes: list[int], shape: Sequence[int]) -> list[list[int]
 
 
 def _merge_runs(runs: Sequence[tuple[int, int, int]], sizes: list[int], group: list[int]) -> slice:
-    """Return the slice of a piece's dim that flattens the region dims `group`, one run per dim."""
+    """Return the slice of a piece's dim that flattens the region dims `group`.
+
+    `runs` has (start in region, start in shard, length) per region dim, `sizes` its length.
+    """
     start = 0
     for d in group:
         start = start * sizes[d] + runs[d][0]

@@ -47,7 +47,7 @@ class TensorSource:
         return (self.name,)
 
     def read(self, files: BoxReader, box: Box) -> Tensor:
-        """Read a box (slices with start and stop) and return it as a new CPU tensor."""
+        """Return a box (a slice with start and stop per dim) as a new CPU tensor."""
         return files.read(self.name, box)
 
 
@@ -65,7 +65,7 @@ class FP8Source(TensorSource):
         return self.name, self.name + SCALE
 
     def read(self, files: BoxReader, box: Box) -> Tensor:
-        """Read a box and the scales of its blocks; return the dequantised values, fp32."""
+        """Return the dequantised fp32 values of a box (row and column slices), on the CPU."""
         sides = zip(box, self.block, strict=True)
         over = tuple(slice(s.start // b, -(-s.stop // b)) for s, b in sides)
         values_rc = files.read(self.name, box)
@@ -86,7 +86,7 @@ class MXFP4Source(TensorSource):
         return f"{self.name}_blocks", f"{self.name}_scales"
 
     def read(self, files: BoxReader, box: Box) -> Tensor:
-        """Read a box (expert, input and output slices); return its dequantised bf16 values."""
+        """Return the dequantised bf16 values of a box (expert, input, output slices) on the CPU."""
         experts, inputs, outputs = box
         first, last = inputs.start // MX_GROUP, -(-inputs.stop // MX_GROUP)
         groups = (experts, outputs, slice(first, last))
@@ -105,7 +105,7 @@ class ViewedSource(TensorSource):
     view: FileView = field(kw_only=True)
 
     def read(self, files: BoxReader, box: Box) -> Tensor:
-        """Read a box of the view by the smallest box of `origin` that contains its elements."""
+        """Return a box of the view, from the smallest box of `origin` that contains it."""
         starts, dims, rest = list(self.view.starts), list[ViewDim](), list(self.view.dims)
         sizes, inner_box = list[int](), list[slice]()
         for part, n in zip(box, self.shape, strict=True):
@@ -132,7 +132,10 @@ class ViewedSource(TensorSource):
 def read_box(
     files: BoxReader, sources: Mapping[str, TensorSource], piece: TensorPiece, box: Box
 ) -> Tensor:
-    """Read a box of a piece from the file tensor `sources[piece.name]`; return new CPU values."""
+    """Read a box of `piece` and return a new CPU tensor, dequantised.
+
+    The box has one slice per dim of `piece.shape`. `sources` is from `find_sources`.
+    """
     source = sources[piece.name]
     if piece.view is not None:
         parts = (source.name, piece.shape, source.dtype, source.quantized)
@@ -154,6 +157,7 @@ def dequantize_fp8(
 ) -> Tensor:
     """Multiply FP8 values [r, c] by the scales of their blocks; return fp32 [r, c].
 
+    `block` has the rows and columns of a block. `scales` has the blocks that overlap the values.
     `first_row` and `first_col` are the position of the values in the full matrix.
     """
     # Example, block (2, 2): a matrix that starts at row 1 has its rows 0 | 1 2 in blocks 0 | 1.
@@ -208,7 +212,7 @@ def find_sources(
 
 
 def _find_fp8_problems(files: HFFiles, name: str, block: tuple[Any, ...]) -> list[str]:
-    """Return an error text if an FP8 tensor lacks one scale per `block` of rows and columns."""
+    """Return [error text] if an FP8 tensor lacks one scale per `block` (rows, columns), or []."""
     shape, scales = files.tensors[name].shape, files.tensors.get(name + SCALE)
     if scales is None:
         return [f"{name} (fp8) has no {name}{SCALE}"]
@@ -221,7 +225,7 @@ def _find_fp8_problems(files: HFFiles, name: str, block: tuple[Any, ...]) -> lis
 
 
 def _find_mxfp4_problems(files: HFFiles, name: str) -> list[str]:
-    """Return an error text if an MXFP4 tensor has no scales or a wrong shape or dtype."""
+    """Return [error text] if an MXFP4 tensor has no scales or a wrong shape or dtype, or []."""
     entry, other = files.tensors[name], name.removesuffix("blocks") + "scales"
     scales = files.tensors.get(other)
     if scales is None:

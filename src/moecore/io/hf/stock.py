@@ -170,7 +170,10 @@ def plan_stock_tensors(
 def plan_written_tensors(
     reader: nn.Module | None, shapes: Shapes, layout: str
 ) -> dict[str, FileRecipe]:
-    """Return recipes for writing: in-memory names if `layout` is "fused", or published names."""
+    """Return each model tensor's recipe for writing files.
+
+    `layout` "fused" has transformers' in-memory names; otherwise the published names are used.
+    """
     if reader is None:
         return plan_stock_tensors(None, shapes)
     files = (
@@ -184,13 +187,14 @@ def trace(
 ) -> dict[str, tuple[TensorPiece, ...] | str]:
     """Run transformers' loading rules on meta; return each tensor's pieces, or why it has none.
 
-    `files` are the shapes of the file tensors. A tensor without file tensors has no entry.
+    `files` has shapes by file tensor, `names` the model tensors to return. A tensor without file
+    tensors has no entry.
     """
     # The result has no entry for a tensor that transformers would not find in the files.
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
-    arena, model, state = _Arena(), cast(Any, reader), reader.state_dict()
+    trace_mode, model, state = _TraceMode(), cast(Any, reader), reader.state_dict()
     rules = get_model_conversion_mapping(model)
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
@@ -207,13 +211,13 @@ def trace(
         if target not in state:
             continue
         if pattern is None:
-            outcomes.setdefault(target, arena.place(files[name], name))
+            outcomes.setdefault(target, trace_mode.place(files[name], name))
         else:
             rule = rules_by_target.setdefault(target, copy.deepcopy(by_pattern[pattern]))
-            rule.add_tensor(target, name, pattern, arena.place(files[name], name))
+            rule.add_tensor(target, name, pattern, trace_mode.place(files[name], name))
     for target, rule in rules_by_target.items():
         try:
-            with arena:
+            with trace_mode:
                 values = rule.convert(target, model=model, config=model.config)
         except Exception as error:  # of any kind: the rules are not ours
             outcomes.setdefault(target, f"{type(error).__name__}: {error}")
@@ -221,21 +225,21 @@ def trace(
         for name, value in values.items():
             outcomes.setdefault(name, value[0] if isinstance(value, list) else value)
     return {
-        name: _read_pieces(arena, outcomes[name], state[name].shape, files)
+        name: _read_pieces(trace_mode, outcomes[name], state[name].shape, files)
         for name in names & outcomes.keys()
     }
 
 
 def _read_pieces(
-    arena: _Arena, outcome: Tensor | str, shape: Sequence[int], files: Shapes
+    trace_mode: _TraceMode, outcome: Tensor | str, shape: Sequence[int], files: Shapes
 ) -> tuple[TensorPiece, ...] | str:
-    """Return the pieces of one traced tensor with this `shape`, or the reason why it has none."""
+    """Return the pieces of a traced tensor (`outcome`) of this `shape`, or why it has none."""
     if isinstance(outcome, str):
         return outcome
     try:
         if outcome.shape == shape:
-            return tuple(_make_piece(link, files) for link in arena.list_links(outcome))
-        if name := arena.find_range(outcome).file:  # the loader compares the shapes
+            return tuple(_make_piece(link, files) for link in trace_mode.list_links(outcome))
+        if name := trace_mode.find_range(outcome).file:  # the loader compares the shapes
             return (TensorPiece(name, (), tuple(shape)),)
         return f"{tuple(outcome.shape)} must be {tuple(shape)}"
     except _Untraceable as error:
@@ -243,7 +247,7 @@ def _read_pieces(
 
 
 def _make_piece(link: _Link, files: Shapes) -> TensorPiece:
-    """Convert a link, one box of a traced tensor and its view of a file tensor, to a piece."""
+    """Convert a link (box of a traced tensor, view of a file tensor) to a `TensorPiece`."""
     box, name, view, offset = link
     region, file = tuple(slice(start, start + length) for start, length in box), files[name]
     if not offset and view.is_contiguous() and view.numel() == math.prod(file):
@@ -300,7 +304,7 @@ class _Untraceable(ValueError):
 
 
 class _Link(NamedTuple):
-    """A box of a traced tensor, and the `view` (from `offset` on) of the file tensor it is from."""
+    """A box of a traced tensor, and the strided view of the file tensor that has its values."""
 
     box: Box
     file: str
@@ -318,7 +322,7 @@ class _Range:
     parts: tuple[tuple[tuple[int, ...], Tensor], ...] = ()
 
 
-class _Arena(DispatchMode):
+class _TraceMode(DispatchMode):
     """Torch dispatch mode that records which file tensors have the elements of meta tensors."""
 
     def __init__(self) -> None:
@@ -327,7 +331,10 @@ class _Arena(DispatchMode):
         self._ranges, self._firsts, self._next = list[_Range](), list[int](), FIRST_ADDRESS
 
     def place(self, shape: Sequence[int], file: str = "", parts: Any = ()) -> Tensor:
-        """Return a meta tensor at new addresses, of file tensor `file` or of a copy of `parts`."""
+        """Return a meta tensor of this shape at new addresses.
+
+        It stands for the file tensor `file`, or a copy of `parts`: (offsets in the copy, tensor).
+        """
         self._ranges.append(_Range(self._next, tuple(shape), file, tuple(parts)))
         self._firsts.append(self._next)
         strides = torch.empty(shape, dtype=torch.uint8, device="meta").stride()

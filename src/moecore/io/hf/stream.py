@@ -188,7 +188,7 @@ class WeightStream:
                     "version (of another stream) must be one that this stream has returned: send "
                     "all weights once"
                 )
-            return self._begin()
+            return self._begin_pass()
 
         with explain_transport_errors(PASS):
             digests = run_and_share_errors(begin, self._control.group).digests
@@ -202,12 +202,12 @@ class WeightStream:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor), on the model's device. Collective; raises as `buckets`."""
         with self._run_pass() as run:
-            run.start()
-            while (bucket := run.take()) is not None:
+            run.launch_bucket()
+            while (bucket := run.take_bucket()) is not None:
                 tensors = bucket.tensors()
                 del bucket
                 yield next(tensors)
-                run.start()  # by now the caller has the first tensor, and no other bucket's
+                run.launch_bucket()  # by now the caller has the first tensor, and no other bucket's
                 yield from tensors
                 del tensors
 
@@ -223,17 +223,17 @@ class WeightStream:
                 weights changed during the pass. Training can continue.
         """
         with self._run_pass() as run:
-            run.start()
-            while (bucket := run.take()) is not None:
-                run.start()
+            run.launch_bucket()
+            while (bucket := run.take_bucket()) is not None:
+                run.launch_bucket()
                 yield bucket
                 del bucket
 
     @contextmanager
     def _run_pass(self) -> Iterator[_StreamPass]:
-        """Return the context of one pass; it compares digests at the end. Collective."""
+        """Return the context of a pass; RuntimeError at its end if weights changed. Collective."""
         with explain_transport_errors(PASS):
-            run = run_and_share_errors(self._begin, self._control.group)
+            run = run_and_share_errors(self._begin_pass, self._control.group)
         with self._collector.open_pass():
             try:
                 yield run
@@ -241,10 +241,10 @@ class WeightStream:
                 run.leave()
                 raise
             with explain_transport_errors(PASS):
-                run_and_share_errors(lambda: self._check_end(run), self._control.group)
+                run_and_share_errors(lambda: self._check_unchanged(run), self._control.group)
         self._version = WeightsVersion(run.digests, self._digests)
 
-    def _begin(self) -> _StreamPass:
+    def _begin_pass(self) -> _StreamPass:
         """Return a new pass with the digests of the current weights, without communication."""
         base = unwrap_peft(self._model)
         tensors = collect_export_tensors(base, self._plan.values)
@@ -270,7 +270,7 @@ class WeightStream:
             )
         return run
 
-    def _check_end(self, run: _StreamPass) -> None:
+    def _check_unchanged(self, run: _StreamPass) -> None:
         """Raise RuntimeError if tensors changed during the pass `run`. Waits for the device."""
         self._collector.check()
         names = {name for item in self._items for name, _ in item.parts} & run.sources.keys()
@@ -282,7 +282,7 @@ class WeightStream:
             )
 
     def _compute_digests(self, sources: Mapping[str, _StreamSource]) -> dict[str, Any]:
-        """Return name -> digest of each tensor's local values and adapter scaling factors."""
+        """Return name -> digest of local values and adapters, followed by the scaling factors."""
         digests = self._digests.compute({n: source.list_inputs() for n, source in sources.items()})
         return {n: (*digest, sources[n].list_factors()) for n, digest in digests.items()}
 
@@ -311,7 +311,7 @@ class _StreamPass:
         self._remaining = buckets
         self._next_bucket: tuple[WeightBucket | None, Any] | None = None
 
-    def start(self) -> None:
+    def launch_bucket(self) -> None:
         """Launch the collectives of the next bucket on the copy stream, if a bucket remains."""
         items = next(self._remaining, None)
         if items is None:
@@ -322,8 +322,8 @@ class _StreamPass:
             bucket = self._collector.collect(items, self._read)
         self._next_bucket = bucket, self._copies.mark()
 
-    def take(self) -> WeightBucket | None:
-        """Return the bucket that `start` launched after all ranks agree; None if none remains."""
+    def take_bucket(self) -> WeightBucket | None:
+        """Return the launched bucket after all ranks agree to go on; None if no bucket remains."""
         if self._next_bucket is None:
             return None
         with explain_transport_errors(PASS):
@@ -342,12 +342,12 @@ class _StreamPass:
         # A RankError: no rank is left to be told.
         with suppress(RankError, _PassExit), explain_transport_errors(PASS):
             if self._next_bucket is None:
-                self.start()  # as the others do first
+                self.launch_bucket()  # as the others do first
             self._copies.synchronize()
             run_and_share_errors(fail, self._group)
 
     def _update_merged_weights(self, names: Iterable[str]) -> None:
-        """Merge adapters into the weights `names`; free all other merged weights. Collective."""
+        """Merge adapters into copies of the weights `names`; free all other copies. Collective."""
         before, self._merged_weights = self._merged_weights, {}
         for name in names:
             source = self.sources.get(name)  # None = of another stage

@@ -104,7 +104,7 @@ def _allocate_bucket(metas: tuple[WeightMeta, ...], device: torch.device) -> Wei
 
 
 def _send_metas(group: BroadcastGroup, metas: tuple[WeightMeta, ...], device: torch.device) -> None:
-    """Broadcast a bucket's header: name, dtype and shape of each tensor, as JSON."""
+    """Broadcast a bucket's header (name, dtype, shape per tensor, JSON) by way of `device`."""
     header = [(meta.name, str(meta.dtype).removeprefix("torch."), meta.shape) for meta in metas]
     text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8).to(device)
     _broadcast(group, torch.tensor([text.numel()], device=device, dtype=torch.int64))
@@ -112,7 +112,7 @@ def _send_metas(group: BroadcastGroup, metas: tuple[WeightMeta, ...], device: to
 
 
 def _receive_metas(group: BroadcastGroup, device: torch.device) -> tuple[WeightMeta, ...]:
-    """Receive a bucket's header; return its tensors' metas, or () at the end of the pass."""
+    """Receive a bucket's header by way of `device`; return the metas, () at the end of the pass."""
     size = torch.zeros(1, dtype=torch.int64, device=device)
     _broadcast(group, size)
     num_bytes = int(size.item())
@@ -124,7 +124,7 @@ def _receive_metas(group: BroadcastGroup, device: torch.device) -> tuple[WeightM
 
 
 def _parse_metas(text: bytes) -> tuple[WeightMeta, ...]:
-    """Parse a bucket's JSON header; raise a one-line ValueError if the header is invalid."""
+    """Parse a bucket's JSON header, `text`; one-line ValueError if it is invalid or too large."""
     try:
         header = json.loads(text)
     except (ValueError, RecursionError):  # of Unicode, too
@@ -163,7 +163,7 @@ def _make_header_error(problem: str) -> ValueError:
 
 
 def _broadcast(group: BroadcastGroup, tensor: Tensor) -> None:
-    """Broadcast rank 0's tensor in place; raise a one-line RuntimeError if a rank has ended."""
+    """Broadcast rank 0's tensor, in place; one-line RuntimeError if a rank ended or timed out."""
     try:
         group.broadcast(tensor, 0).wait()
     except RuntimeError as error:

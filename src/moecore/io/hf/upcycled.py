@@ -72,7 +72,7 @@ def make_upcycled_config(model: nn.Module) -> dict[str, Any] | None:
 def make_empty_shared_experts(
     model: nn.Module, values: Mapping[str, Any], like: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return name -> empty tensor of Qwen2-MoE's shared experts; {} for other classes.
+    """Return name -> tensor of Qwen2-MoE's shared experts of hidden dim 0; {} for other classes.
 
     `values` are the fields of config.json. `like` has the model's tensors by moecore's names.
     """
@@ -111,7 +111,7 @@ def _find_moe_layers(model: nn.Module) -> dict[int, MoEConfig]:
 
 
 def _refuse_unknown_family(values: Mapping[str, Any], layers: Mapping[int, MoEConfig]) -> None:
-    """Raise ValueError for a dense model's config without an MoE class in transformers."""
+    """Raise ValueError for a dense config, `values`, whose family has no class with experts."""
     if any("expert" in name for name in values):
         return
     activation = next(iter(layers.values())).activation
@@ -126,7 +126,7 @@ def _refuse_unknown_family(values: Mapping[str, Any], layers: Mapping[int, MoECo
 def _build_moe_config(
     values: Mapping[str, Any], family: UpcycledFamily, layers: Mapping[int, MoEConfig]
 ) -> dict[str, Any]:
-    """Build the MoE class's config.json from the dense config and the layers' configs."""
+    """Build the MoE class's config.json from the dense config, `values`, and the MoE layers."""
     from transformers import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[family.model_type]

@@ -46,11 +46,13 @@ class Shaped(Protocol):
 
 def verify_hf(path: str | os.PathLike[str]) -> list[str]:
     """Check a Hugging Face directory; return one line per problem, [] if it is complete."""
-    return [format_error_line(problem, MAX_CHARS) for problem in _find_problems(Path(path))]
+    return [
+        format_error_line(problem, MAX_CHARS) for problem in _find_directory_problems(Path(path))
+    ]
 
 
-def _find_problems(path: Path) -> list[str]:
-    """Return an error text per problem of a directory's config, headers and shard files."""
+def _find_directory_problems(path: Path) -> list[str]:
+    """Return an error text per problem of a directory's config.json, headers and shard files."""
     try:
         config = read_config(path)
         with HFFiles(path) as files:
@@ -81,7 +83,10 @@ def find_content_problems(
 def find_shape_problems(
     files: Mapping[str, Shaped], shapes: Mapping[str, tuple[int, ...]], copies: Collection[str] = ()
 ) -> list[str]:
-    """Compare `files` with the expected `shapes`; return error texts. `copies` may be missing."""
+    """Compare the shapes of file tensors with the expected `shapes`; return error texts.
+
+    `copies` names additional file tensors that may exist or be missing.
+    """
     problems = [f"{name} is missing" for name in shapes if name not in files]
     problems += [
         f"{name} is not in the model that {CONFIG} describes"
@@ -101,8 +106,8 @@ def find_copy_problems(
 ) -> list[str]:
     """Return an error text per file tensor that should equal another file tensor and does not.
 
-    `copies` maps its name to the other name. Each rank compares a part of the rows, without
-    communication.
+    `copies` maps the first tensor's name to the second's. Each rank compares a part of the rows,
+    without communication.
     """
     rank, world = get_rank_and_world()
     problems = []
@@ -127,7 +132,7 @@ def find_copy_problems(
 
 
 def _find_stray_shards(path: Path, files: HFFiles) -> list[str]:
-    """Return an error text per shard file without tensors, and for a wrong size in the index."""
+    """Return an error text per shard file without tensors, and for a wrong total_size (bytes)."""
     problems = []
     shards = {entry.file for entry in files.tensors.values()}
     names = {p.name for p in path.glob("model*.safetensors")}
@@ -168,7 +173,10 @@ def _compare_with_transformers(
 
 
 def _find_missing_experts(sources: Mapping[str, Shaped], config: Mapping[str, Any]) -> list[str]:
-    """Return an error text per missing or surplus expert, by the expert count in `config`."""
+    """Return an error text per missing or surplus expert among the tensor names.
+
+    The expected number is config.json's expert count, or else the highest expert index + 1.
+    """
     counts = (config[key] for key in EXPERT_KEYS if FIELD_KINDS["num_experts"][1](config.get(key)))
     want, problems = next(counts, 0), list[str]()
     experts_by_role: dict[tuple[str, str], set[int]] = {}
@@ -186,6 +194,6 @@ def _find_missing_experts(sources: Mapping[str, Shaped], config: Mapping[str, An
 
 
 def _is_mtp_layer(layer: int, config: Mapping[str, Any]) -> bool:
-    """Whether `layer` is an index of a multi-token prediction layer, behind the last layer."""
+    """Whether layer index `layer` is a multi-token prediction layer (after the last layer)."""
     first = config.get("num_hidden_layers") or layer + 1
     return first <= layer < first + max((config.get(key) or 0 for key in MTP_KEYS), default=0)

@@ -33,7 +33,7 @@ from moecore.io.hf.convert import (
     open_native,
     write_native,
 )
-from moecore.io.hf.export import check_target, open_draft
+from moecore.io.hf.export import check_export_target, open_draft
 from moecore.io.hf.export_plan import make_items
 from moecore.io.hf.files import Box, BoxReader
 from moecore.io.hf.names import EMBEDDING, find_layout, plan_hf_tensors
@@ -126,7 +126,7 @@ def native_to_dcp(
     check_single_rank()
     path, out = Path(path), Path(out)
     layout: Literal["fused", "per_expert"] = "per_expert" if names == "megatron" else "fused"
-    check_target(out, dtype)
+    check_export_target(out, dtype)
     with ExitStack() as stack:
         model = open_native(path, stack, config=config, dtype=dtype, layout=layout)
         if names == "megatron":
@@ -153,7 +153,7 @@ def find_naming(files: DCPFiles) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SplicedSource(TensorSource):
-    """A Hugging Face tensor that is concatenated from rows of stored tensors."""
+    """A Hugging Face tensor whose rows are concatenated from ranges of rows of stored tensors."""
 
     # Stored tensor, index into its first dims, first row and row behind the last.
     spans: tuple[tuple[str, tuple[int, ...], int, int], ...] = ()
@@ -174,7 +174,7 @@ class SplicedSource(TensorSource):
 def _find_sources(
     files: DCPFiles, config: DecoderConfig
 ) -> tuple[dict[str, TensorSource], dict[str, FileRecipe], list[str]]:
-    """Return name -> file tensor, the plan that reads them, and error texts for problems."""
+    """Return name -> stored tensor, the recipes to read native tensors, and error texts."""
     kind = find_naming(files)
     if kind == "megatron":
         spliced_sources, problems = _find_megatron_sources(files, config)
@@ -195,7 +195,7 @@ def _find_sources(
 
 
 def _find_prefix(files: DCPFiles, ending: str) -> str:
-    """Return the prefix of the tensor name `ending`; ValueError if several models have it."""
+    """Return what precedes the tensor name `ending`; ValueError if several models have it."""
     candidates = find_prefixes(files, ending) or [""]
     if len(candidates) > 1 and "" not in candidates:
         raise ValueError(
@@ -208,7 +208,11 @@ def _find_prefix(files: DCPFiles, ending: str) -> str:
 def _find_megatron_sources(
     files: DCPFiles, config: DecoderConfig
 ) -> tuple[dict[str, TensorSource], list[str]]:
-    """Return Hugging Face name -> source in a Megatron-Core directory, or {} and error texts."""
+    """Return Hugging Face name -> rows in a Megatron-Core directory, and error texts.
+
+    The first result is {} if there are error texts. NotImplementedError for training options that
+    change what the model computes.
+    """
     for option, value in read_options(files.path / "common.pt", OTHER_FUNCTIONS).items():
         if value:
             raise NotImplementedError(
@@ -308,7 +312,7 @@ def _plan_native_tensors(model: StoredModel, dtype: torch.dtype | None) -> dict[
 
 
 def _make_one_chunk_tensor(item: Item, collector: Collector) -> NewTensor:
-    """Return a tensor to write whose only chunk is the full tensor."""
+    """Return a tensor to write, `item`, whose only chunk is the full tensor."""
     shape = item.shape
     chunk = NewChunk((0,) * len(shape), shape, lambda: _collect_tensor(collector, item))
     return NewTensor(shape, item.dtype, [chunk])

@@ -135,7 +135,7 @@ class _ChunkPart(io.RawIOBase):
 
 @dataclass(frozen=True, slots=True)
 class NewChunk:
-    """A block of a tensor to write, and the function that computes its values."""
+    """A block of a tensor to write, and the function `make` that computes its values."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -156,7 +156,7 @@ def write_dcp(path: Path, tensors: Mapping[str, NewTensor], meter: Meter) -> Non
     meter.expect(
         sum(math.prod(c.sizes) * t.dtype.itemsize for t in tensors.values() for c in t.chunks)
     )
-    planner, writer = _Planner(tensors, meter), dcp.FileSystemWriter(path)
+    planner, writer = _ChunkPlanner(tensors, meter), dcp.FileSystemWriter(path)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as was asked for
         try:
@@ -166,7 +166,7 @@ def write_dcp(path: Path, tensors: Mapping[str, NewTensor], meter: Meter) -> Non
             raise cause from None
 
 
-class _Planner(SavePlanner):
+class _ChunkPlanner(SavePlanner):
     """DCP save planner that computes the values of each chunk only when DCP writes the chunk."""
 
     def __init__(self, tensors: Mapping[str, NewTensor], meter: Meter) -> None:

@@ -65,7 +65,7 @@ class DCPTensor:
 
 
 class _MetadataRecord:
-    """Stands for an unpickled object of any class; stores constructor arguments and state."""
+    """A stand-in for an unpickled object of any class: constructor arguments and state."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -98,10 +98,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _refuse_large_memo(raw: bytes) -> None:
-    """Raise `_WrongError` if a pickle's memo index exceeds its size, which would take memory."""
+    """Raise `_MetadataError` if a pickle's memo index exceeds its size, which would take memory."""
     for opcode, number, _ in genops(raw):
         if opcode.name.endswith("PUT") and isinstance(number, int) and number >= len(raw):
-            raise _WrongError(f"its memo has {number} entries, more than it has bytes")
+            raise _MetadataError(f"its memo has {number} entries, more than it has bytes")
 
 
 def read_metadata(path: Path) -> dict[str, DCPTensor]:
@@ -113,7 +113,7 @@ def read_metadata(path: Path) -> dict[str, DCPTensor]:
     try:
         _refuse_large_memo(raw)
         return _parse_tensors(path, _Unpickler(io.BytesIO(raw)).load())
-    except _WrongError as error:
+    except _MetadataError as error:
         message = str(error)
     except Exception as error:  # of any kind: bytes that are no pickle raise what they like
         message = str(error) or type(error).__name__
@@ -166,19 +166,19 @@ def _read_pickles(path: Path, stream: BinaryIO) -> list[bytes]:
     return []
 
 
-class _WrongError(Exception):
+class _MetadataError(Exception):
     """Raised for invalid metadata; the text is the reason."""
 
 
 def _parse_tensors(path: Path, metadata: Any) -> dict[str, DCPTensor]:
-    """Validate unpickled metadata and return name -> tensor; raise `_WrongError` if invalid."""
+    """Validate unpickled metadata and return name -> tensor; raise `_MetadataError` if invalid."""
     entries = _require_attribute(metadata, "state_dict_metadata", dict)
     places: dict[tuple[str, tuple[int, ...]], Any] = {}
     for index, info in _require_attribute(metadata, "storage_data", dict).items():
         name, offset = index.get("fqn"), index.get("offset")
         key = name, () if offset is None else tuple(offset)
         if key in places:
-            raise _WrongError(f"{name} is stored twice at {key[1]}")
+            raise _MetadataError(f"{name} is stored twice at {key[1]}")
         places[key] = info
     tensors = {}
     for name, entry in entries.items():
@@ -192,22 +192,22 @@ def _parse_tensor(path: Path, name: str, entry: Any, places: dict[Any, Any]) -> 
     shape = _require_counts(name, entry.get("size"))
     dtype = _require_attribute(entry, "properties", _MetadataRecord).state[0]
     if not isinstance(name, str) or dtype not in DTYPE_NAMES:
-        raise _WrongError(f"{reprlib.repr(name)} has the dtype {reprlib.repr(dtype)}")
+        raise _MetadataError(f"{reprlib.repr(name)} has the dtype {reprlib.repr(dtype)}")
     chunks = []
     for chunk in _require_attribute(entry, "chunks", list):
         offsets, sizes = (_require_counts(name, chunk.get(n)) for n in ("offsets", "sizes"))
         ends = [o + n for o, n in zip(offsets, sizes, strict=True)]
         if len(offsets) != len(shape) or any(a > b for a, b in zip(ends, shape, strict=True)):
-            raise _WrongError(f"{name} {shape} has a chunk {sizes} at {offsets}")
+            raise _MetadataError(f"{name} {shape} has a chunk {sizes} at {offsets}")
         if math.prod(sizes):
             info = places.get((name, offsets))
             if not isinstance(info, _MetadataRecord):
-                raise _WrongError(f"the chunk of {name} at {offsets} is in no file")
+                raise _MetadataError(f"the chunk of {name} at {offsets} is in no file")
             chunks.append(DCPChunk(offsets, sizes, *_locate_chunk(path, name, info)))
     blocks = [(chunk.offsets, chunk.sizes) for chunk in chunks]
     count = sum(math.prod(sizes) for _, sizes in blocks)
     if count != math.prod(shape) or (count and not _is_partition(blocks, shape)):
-        raise _WrongError(f"{name} {shape} has chunks that are not all of it, each element once")
+        raise _MetadataError(f"{name} {shape} has chunks that are not all of it, each element once")
     return DCPTensor(shape, dtype, tuple(chunks))
 
 
@@ -228,31 +228,33 @@ def _is_partition(blocks: Sequence[Block], shape: tuple[int, ...], dim: int = 0)
 
 
 def _locate_chunk(path: Path, name: str, info: _MetadataRecord) -> tuple[str, int, int]:
-    """Return file, first byte and byte count of a chunk; `_WrongError` if they do not exist."""
+    """Return file, first byte and byte count of a chunk; `_MetadataError` if they do not exist."""
     file, start, length = (info.get(n) for n in ("relative_path", "offset", "length"))
     if not isinstance(file, str) or Path(file).name != file:
-        raise _WrongError(f"{name} is in {reprlib.repr(file)}, which is no file of the directory")
+        raise _MetadataError(
+            f"{name} is in {reprlib.repr(file)}, which is no file of the directory"
+        )
     if not (path / file).is_file():
-        raise _WrongError(f"{file} is missing")
+        raise _MetadataError(f"{file} is missing")
     start, length = _require_counts(name, (start, length))
     if start + length > (path / file).stat().st_size:
-        raise _WrongError(f"{file} ends before {name}")
+        raise _MetadataError(f"{file} ends before {name}")
     if info.get("transform_descriptors"):
         descriptors = reprlib.repr(info.get("transform_descriptors"))
-        raise _WrongError(f"{name} is compressed ({descriptors})")
+        raise _MetadataError(f"{name} is compressed ({descriptors})")
     return file, start, length
 
 
 def _require_attribute(record: Any, name: str, kind: type) -> Any:
-    """Return a record's attribute; raise `_WrongError` if its type is not `kind`."""
+    """Return a record's attribute `name`; raise `_MetadataError` if its type is not `kind`."""
     value = record.get(name) if isinstance(record, _MetadataRecord) else None
     if not isinstance(value, kind):
-        raise _WrongError(f"{name} ({type(value).__name__}) must be a {kind.__name__}")
+        raise _MetadataError(f"{name} ({type(value).__name__}) must be a {kind.__name__}")
     return value
 
 
 def _require_counts(name: str, values: Any) -> tuple[int, ...]:
-    """Return a tuple of sizes; raise `_WrongError` unless all values are integers >= 0."""
+    """Return a tuple of sizes; raise `_MetadataError` unless all values are integers >= 0."""
     if not isinstance(values, tuple) or not all(type(n) is int and n >= 0 for n in values):
-        raise _WrongError(f"{name} has the sizes {reprlib.repr(values)}")
+        raise _MetadataError(f"{name} has the sizes {reprlib.repr(values)}")
     return tuple(values)

@@ -212,7 +212,7 @@ def find_places(
 
 
 def find_unused(shapes: Shapes, used_keys: set[str]) -> Iterator[str]:
-    """Yield the names of stored model tensors that are not in `used_keys`."""
+    """Yield the names of stored tensors of the model that are not in `used_keys`."""
     for name in shapes:
         if name.startswith(ROOTS) and name not in used_keys and "_extra_state" not in name:
             yield name
@@ -221,7 +221,10 @@ def find_unused(shapes: Shapes, used_keys: set[str]) -> Iterator[str]:
 def _list_candidate_places(
     block: MegatronBlock, config: DecoderConfig, *, stacked: bool
 ) -> Iterator[tuple[LayerPlace, ...]]:
-    """Yield the places where a block may be stored; `stacked`: one tensor for all layers."""
+    """Yield each way in which a directory may store a block: one place, or two (gate and up).
+
+    With `stacked`, one tensor has all layers, otherwise each layer has a tensor.
+    """
     prefix = f"{block.layers}." if block.layers else ""
     index, dims = [block.layer], [config.num_layers]
     if not stacked or block.layers != LAYERS:
@@ -263,12 +266,15 @@ def _find_shape_problem(place: LayerPlace, block: MegatronBlock, shapes: Shapes)
 
 
 def _build_blocks(
-    table: Table, shapes: Shapes, prefix: str = "", hf: str = ""
+    table: Table, shapes: Shapes, prefix: str = "", hf_prefix: str = ""
 ) -> list[MegatronBlock]:
-    """Build the blocks of a name table; `prefix` and `hf` precede the names of each side."""
+    """Build the blocks of a name table for the tensors that exist in `shapes`.
+
+    `prefix` precedes the Megatron-Core names, `hf_prefix` the Hugging Face names.
+    """
     blocks = []
     for names, hf_names in table:
-        parts = [f"{hf}{name}" for name in hf_names.split()]
+        parts = [f"{hf_prefix}{name}" for name in hf_names.split()]
         if parts[0] in shapes:
             rows = tuple(TensorPart(name, 0, shapes[name][0]) for name in parts)
             shape = (sum(part.stop for part in rows), *shapes[parts[0]][1:])
@@ -277,9 +283,11 @@ def _build_blocks(
     return blocks
 
 
-def _build_layer_blocks(hf: str, config: DecoderConfig, shapes: Shapes) -> list[MegatronBlock]:
-    """Build the blocks of one transformer layer; `hf` is its Hugging Face name prefix."""
-    is_moe = f"{hf}mlp.gate.weight" in shapes
+def _build_layer_blocks(
+    hf_prefix: str, config: DecoderConfig, shapes: Shapes
+) -> list[MegatronBlock]:
+    """Build the blocks of one transformer layer; `hf_prefix` is its Hugging Face name prefix."""
+    is_moe = f"{hf_prefix}mlp.gate.weight" in shapes
     norm, q_or_qkv = "input_layernorm.weight", "linear_q_proj" if config.mla else "linear_qkv"
     norms = [norm, f"self_attention.{q_or_qkv}.layer_norm_weight"]
     mlp_norms = ["pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"]
@@ -288,24 +296,24 @@ def _build_layer_blocks(hf: str, config: DecoderConfig, shapes: Shapes) -> list[
         (" ".join(mlp_norms if is_moe else mlp_norms[::-1]), "post_attention_layernorm.weight"),
     )
     attention = MLA if config.mla else GROUPED
-    blocks = _build_blocks(table, shapes, hf=hf)
-    blocks += _build_blocks(attention, shapes, "self_attention.", f"{hf}self_attn.")
-    blocks += [] if config.mla else [_build_qkv_block(hf, config, shapes)]
+    blocks = _build_blocks(table, shapes, hf_prefix=hf_prefix)
+    blocks += _build_blocks(attention, shapes, "self_attention.", f"{hf_prefix}self_attn.")
+    blocks += [] if config.mla else [_build_qkv_block(hf_prefix, config, shapes)]
     if not is_moe:
-        return blocks + _build_blocks(MLP, shapes, "mlp.", f"{hf}mlp.")
+        return blocks + _build_blocks(MLP, shapes, "mlp.", f"{hf_prefix}mlp.")
     assert config.moe is not None, "the layer has a router"
-    blocks += _build_blocks(ROUTER, shapes, "mlp.", f"{hf}mlp.")
+    blocks += _build_blocks(ROUTER, shapes, "mlp.", f"{hf_prefix}mlp.")
     for shared in ("shared_expert", "shared_experts"):
-        blocks += _build_blocks(MLP, shapes, "mlp.shared_experts.", f"{hf}mlp.{shared}.")
+        blocks += _build_blocks(MLP, shapes, "mlp.shared_experts.", f"{hf_prefix}mlp.{shared}.")
     for e in range(config.moe.num_experts):
-        expert_blocks = _build_blocks(MLP, shapes, "mlp.experts.", f"{hf}mlp.experts.{e}.")
+        expert_blocks = _build_blocks(MLP, shapes, "mlp.experts.", f"{hf_prefix}mlp.experts.{e}.")
         blocks += [replace(block, expert=e) for block in expert_blocks]
     return blocks
 
 
-def _build_qkv_block(hf: str, config: DecoderConfig, shapes: Shapes) -> MegatronBlock:
-    """Build the block of a layer's fused QKV; `hf` is the layer's Hugging Face name prefix."""
-    q, k, v = (f"{hf}self_attn.{name}_proj.weight" for name in "qkv")
+def _build_qkv_block(hf_prefix: str, config: DecoderConfig, shapes: Shapes) -> MegatronBlock:
+    """Build the block of a layer's fused QKV; `hf_prefix` is the layer's Hugging Face prefix."""
+    q, k, v = (f"{hf_prefix}self_attn.{name}_proj.weight" for name in "qkv")
     d, groups = config.head_dim, config.num_kv_heads
     per_group = config.num_heads // groups * d
     parts = []
@@ -316,10 +324,10 @@ def _build_qkv_block(hf: str, config: DecoderConfig, shapes: Shapes) -> Megatron
     return MegatronBlock(("self_attention.linear_qkv.weight",), tuple(parts), (rows, shapes[q][1]))
 
 
-def _build_mtp_blocks(hf: str, config: DecoderConfig, shapes: Shapes) -> list[MegatronBlock]:
-    """Build the blocks of a multi-token prediction module; `hf` is its Hugging Face prefix."""
-    blocks = _build_blocks(MTP_NORMS, shapes, hf=hf)
-    for block in _build_layer_blocks(hf, config, shapes):
+def _build_mtp_blocks(hf_prefix: str, config: DecoderConfig, shapes: Shapes) -> list[MegatronBlock]:
+    """Build the blocks of a multi-token prediction module with this Hugging Face prefix."""
+    blocks = _build_blocks(MTP_NORMS, shapes, hf_prefix=hf_prefix)
+    for block in _build_layer_blocks(hf_prefix, config, shapes):
         inner = ("transformer_layer.", "mtp_model_layer.")
         names = tuple(f"{outer}{name}" for outer in inner for name in block.names)
         blocks.append(replace(block, names=names))

@@ -186,7 +186,7 @@ def upcycle_modules(
         options: number and size of the experts.
         mlps: qualified names of the MLPs, or `(name, module) -> bool`, called for every module.
             Each MLP maps [..., D] to [..., D].
-        names: child modules of an MLP.
+        names: names of the matrices in an MLP; None = the defaults of `MLPNames`.
         **moe_fields: fields of `MoEConfig` except dims, experts, top_k and the biases of the
         experts, which follow the MLP.
 
@@ -197,8 +197,8 @@ def upcycle_modules(
     check_arguments(upcycle_modules, locals())
     names = names or MLPNames()
     layers: dict[nn.Module, MoELayer] = {}
-    for name, block in _find_mlps(model, mlps).items():
-        dense = _read_mlp(name, block, names, moe_fields.get("activation", "swiglu"))
+    for name, mlp in _find_mlps(model, mlps).items():
+        dense = _read_mlp(name, mlp, names, moe_fields.get("activation", "swiglu"))
         config = options.moe_config(
             dim=dense["w2"].shape[0],
             hidden_dim=dense["w2"].shape[1],
@@ -207,11 +207,11 @@ def upcycle_modules(
             **moe_fields,
         )
         moe_tensors = upcycle_mlp(dense, config=config, options=options, key=name)
-        _check_same_output(name, block, dense, config)
+        _check_same_output(name, mlp, dense, config)
         router = _select_child_tensors(moe_tensors, "router")
         experts = _select_child_tensors(moe_tensors, "experts")
-        layers[block] = adopt(config, LayerLayout(), router=router, experts=experts)
-        layers[block].train(block.training)
+        layers[mlp] = adopt(config, LayerLayout(), router=router, experts=experts)
+        layers[mlp].train(mlp.training)
     for parent in list(model.modules()):
         for child, module in parent._modules.items():
             if module in layers:
@@ -220,14 +220,14 @@ def upcycle_modules(
 
 
 def _select_child_tensors(tensors: Mapping[str, Tensor], role: str) -> dict[str, Tensor]:
-    """Return the tensors of the child module `role`, with the child's name removed."""
+    """Return the tensors whose names start with "<role>.", under names without this prefix."""
     return {n.removeprefix(f"{role}."): t for n, t in tensors.items() if n.startswith(f"{role}.")}
 
 
 def _find_mlps(
     model: nn.Module, mlps: Collection[str] | Callable[[str, nn.Module], bool]
 ) -> dict[str, nn.Module]:
-    """Return name -> module for each MLP that `mlps` selects; ValueError if none or missing."""
+    """Return name -> module of the selected MLPs; ValueError if none, or one does not exist."""
     modules = dict(model.named_modules())
     mlp_names = [n for n, m in modules.items() if mlps(n, m)] if callable(mlps) else list(mlps)
     if not mlp_names:
@@ -243,8 +243,12 @@ def _find_mlps(
     return {name: modules[name] for name in mlp_names}
 
 
-def _read_mlp(name: str, block: nn.Module, names: MLPNames, activation: str) -> dict[str, Tensor]:
-    """Return w1, w2, b1 and b2 of an MLP in the format of `upcycle_mlp`; ValueError if unfit."""
+def _read_mlp(name: str, mlp: nn.Module, names: MLPNames, activation: str) -> dict[str, Tensor]:
+    """Return the tensors of a dense MLP as `upcycle_mlp` takes them ("w1", "w2", "b1", "b2").
+
+    Biases are left out if the MLP has none. ValueError if a matrix is missing, only one of gate and
+    up has a bias, or the MLP has dropout. `name` is the MLP's name, for error messages.
+    """
     gated = activation in GATED_ACTIVATIONS
     if names.gate is not None and not gated:
         raise ValueError(
@@ -252,8 +256,8 @@ def _read_mlp(name: str, block: nn.Module, names: MLPNames, activation: str) -> 
             f'("{activation}"), which has no gate: set gate=None or a gated activation'
         )
     children = [child for child in (names.gate, names.up) if child is not None]
-    first = [_get_linear(name, block, child) for child in children]
-    down = _get_linear(name, block, names.down)
+    first = [_get_linear(name, mlp, child) for child in children]
+    down = _get_linear(name, mlp, names.down)
     w1 = _stack_gate_up(name, [linear.weight for linear in first], gated)
     dense = {"w1": w1, "w2": down.weight.detach()}
     biases = [m.bias for m in first if m.bias is not None]
@@ -263,7 +267,7 @@ def _read_mlp(name: str, block: nn.Module, names: MLPNames, activation: str) -> 
         dense["b1"] = _stack_gate_up(name, biases, gated)
     if down.bias is not None:
         dense["b2"] = down.bias.detach()
-    for path, child in block.named_modules():
+    for path, child in mlp.named_modules():
         if isinstance(child, nn.Dropout) and child.p > 0:
             raise ValueError(
                 f"{name}.{path}.p ({child.p}) must be 0, because experts drop nothing: set it to 0"
@@ -271,19 +275,19 @@ def _read_mlp(name: str, block: nn.Module, names: MLPNames, activation: str) -> 
     return dense
 
 
-def _get_linear(name: str, block: nn.Module, child: str) -> nn.Linear:
-    """Return the `nn.Linear` `child` of the MLP `block`; ValueError, with `name`, if missing."""
-    module = dict(block.named_modules()).get(child)
+def _get_linear(name: str, mlp: nn.Module, child: str) -> nn.Linear:
+    """Return the `nn.Linear` `child` of an MLP; ValueError if missing. `name` is the MLP's name."""
+    module = dict(mlp.named_modules()).get(child)
     if not isinstance(module, nn.Linear):
         raise ValueError(
             f"{name}.{child} ({type(module).__name__}) must be an nn.Linear of "
-            f"{type(block).__name__}: name its matrices with MLPNames"
+            f"{type(mlp).__name__}: name its matrices with MLPNames"
         )
     return module
 
 
 def _stack_gate_up(name: str, parts: Sequence[Tensor], gated: bool) -> Tensor:
-    """Stack gate and up as [2, F, ...]; return the only part if the MLP is not gated."""
+    """Return [2, F, ...] from `parts` [gate, up] or [gate over up]; if not gated, `parts[0]`."""
     parts = [part.detach() for part in parts]
     if not gated:
         return parts[0]
@@ -300,9 +304,12 @@ def _stack_gate_up(name: str, parts: Sequence[Tensor], gated: bool) -> Tensor:
 
 @torch.no_grad()
 def _check_same_output(
-    name: str, block: nn.Module, dense: Mapping[str, Tensor], config: MoEConfig
+    name: str, mlp: nn.Module, dense: Mapping[str, Tensor], config: MoEConfig
 ) -> None:
-    """Run the MLP `block` on random tokens; ValueError if `dense` computes another output."""
+    """Run an MLP on random tokens; ValueError if the output is not that of its matrices.
+
+    `dense` has the matrices and biases (see `_read_mlp`), `config` the activation.
+    """
     w1, w2_DF = dense["w1"].flatten(0, -2), dense["w2"]
     b1 = dense["b1"].flatten() if "b1" in dense else None
     size, generator = (PROBE_TOKENS, config.dim), torch.Generator().manual_seed(0)
@@ -312,16 +319,16 @@ def _check_same_output(
         x_TD.dtype
     )
     target_TD = F.linear(hidden_TF, w2_DF, dense.get("b2"))
-    was_training = block.training
-    block.eval()
-    output_TD = block(x_TD)
-    block.train(was_training)
+    was_training = mlp.training
+    mlp.eval()
+    output_TD = mlp(x_TD)
+    mlp.train(was_training)
     scale = target_TD.abs().max().clamp(min=torch.finfo(target_TD.dtype).tiny)
     error = float((output_TD - target_TD).abs().max() / scale)
     bound = max(3e-5, 8 * torch.finfo(x_TD.dtype).eps)
     if not error <= bound:
         raise ValueError(
-            f'{name} ({type(block).__name__}) must compute down("{config.activation}"(up(x))) of '
+            f'{name} ({type(mlp).__name__}) must compute down("{config.activation}"(up(x))) of '
             f"the named matrices, but differs by {error:.1e} of its scale (bound {bound:.1e}): "
             "name its activation and its matrices"
         )

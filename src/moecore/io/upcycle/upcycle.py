@@ -231,7 +231,7 @@ def upcycle_mlp(
 
 
 def _split_shards(w: Tensor, dim: int, G: int) -> Tensor:
-    """Split the hidden dim and move the shards first: [2, F, D] -> [G, 2, f, D]."""
+    """Split dim `dim` (F) into G shards and move the shards first: [2, F, D] -> [G, 2, f, D]."""
     shards_G: Tensor = w.unflatten(dim, (G, -1)).movedim(dim, 0)
     return shards_G
 
@@ -244,7 +244,10 @@ def _repeat_shards(w_Gx: Tensor, X: int) -> Tensor:
 def _sample_router_rows(
     config: MoEConfig, options: UpcycleOptions, key: str, *, like: Tensor
 ) -> Tensor:
-    """Sample the router weight [E, D] on the CPU, with the dtype and device of `like`."""
+    """Return a random router weight [E, D], whose rows are equal within a virtual group.
+
+    It depends only on `key`, seed and shape. Dtype and device are of `like`.
+    """
     std = _choose_router_std(config, options)
     if std < torch.finfo(like.dtype).tiny:
         raise ValueError(
@@ -257,7 +260,7 @@ def _sample_router_rows(
 
 
 def _choose_router_std(config: MoEConfig, options: UpcycleOptions) -> float:
-    """Return the std of the router's weights; ValueError if `options` demand a larger std."""
+    """Return the router weights' std; ValueError if `options.router_std` would change outputs."""
     everyone = config.score_function == "softmax" and config.top_k == config.num_experts
     if config.normalizes or everyone:
         return ROUTER_STD if options.router_std is None else options.router_std
