@@ -91,7 +91,7 @@ def _rotary_kernel(
 def _launch_rotary(
     x: Tensor, cos_Td: Tensor, sin_Td: Tensor, neighbours: bool, backward: bool
 ) -> Tensor:
-    """Rotate x, or with `backward` its gradient by the negative angles, by the kernel."""
+    """Return x rotated by the kernel; with `backward`, x is the output's gradient, rotated back."""
     if x.stride(-1) != 1:
         x = x.contiguous()
     B, T, H, w = x.shape
