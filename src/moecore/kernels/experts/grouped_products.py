@@ -51,7 +51,10 @@ class Matmuls(Protocol):
         """Return each expert row times its expert's matrix, which `operand` selects, [R, N]."""
 
     def weight_grad(self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget) -> Tensor:
-        """Write the gradient dy^T x [e, N, K] of w1 or w2 to the target, and return it."""
+        """Return each expert's dy^T x [e, N, K], the gradient of w1 or w2 (`role`).
+
+        The result is `target.out`, overwritten or added to, or a new tensor.
+        """
 
     def drop_weights(self) -> None:
         """Free the matrices; only `weight_grad` may be called after this call."""
@@ -114,6 +117,7 @@ class GroupedProducts:
         return h if keep else None, self.recompute_activation(h)
 
     def fc2(self, a_RF: Tensor) -> Tensor:
+        """Return a @ w2^T [R, D], the output of each expert row."""
         return self._multiply(a_RF, "a")
 
     def recompute_h(self, rows: Rows) -> Rows:
@@ -121,6 +125,7 @@ class GroupedProducts:
         return Rows(self._multiply(self._gather(rows), "x"))
 
     def recompute_activation(self, h: Rows) -> Tensor:
+        """Return act(H) times the routing weight of each row, [R, F]."""
         return weighted_activation(h.values, self.weights_R, self.row_map.num_rows, self.activation)
 
     def prepare_output_grad(
@@ -149,16 +154,20 @@ class GroupedProducts:
         return self._multiply(dh_RC, "dh")
 
     def fc1_wgrad(self, rows: Rows, dh_RC: Tensor, target: GradTarget) -> Tensor:
+        """Return the gradient of w1: `target.out`, overwritten or added to, or a new tensor."""
         return self.matmuls.weight_grad(dh_RC, self._gather(rows), "w1", target)
 
     def fc2_wgrad(self, dy_RD: Tensor, a_RF: Tensor, target: GradTarget) -> Tensor:
+        """Return the gradient of w2: `target.out`, overwritten or added to, or a new tensor."""
         return self.matmuls.weight_grad(dy_RD, a_RF, "w2", target)
 
     def fc1_update_grad(self, rows: Rows, dh_RC: Tensor) -> LowRankUpdate:
+        """Return the gradients of A and B of the low-rank update of w1."""
         x = ProductSource(self._gather(rows), None)
         return self.low1.compute_update_grads(x, ProductSource(dh_RC, None, is_finite=True))
 
     def fc2_update_grad(self, dy_RD: Tensor, a_RF: Tensor) -> LowRankUpdate:
+        """Return the gradients of A and B of the low-rank update of w2."""
         a = ProductSource(a_RF, None, is_finite=True)
         return self.low2.compute_update_grads(a, ProductSource(dy_RD, None))
 
@@ -174,7 +183,7 @@ class GroupedProducts:
         return gather_rows_without_autograd(x_SD, *self.row_map)
 
     def _multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
-        """Return expert rows times the matrix for `operand`, with its low-rank update."""
+        """Return expert rows times the matrix that `operand` selects, with its low-rank update."""
         low = self.low1 if operand in ("x", "dh") else self.low2
         if low.update is None:
             return self.matmuls.multiply(rows_RK, operand)

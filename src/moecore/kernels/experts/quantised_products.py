@@ -103,12 +103,12 @@ class ScaledMatmuls(Matmuls):
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
         matrix = self.matrices.get_operand(*MATRICES[operand])
-        a = self._operand(operand, rows_RK)
+        a = self._quantise_operand(operand, rows_RK)
         return scaled_gemm(a, matrix, self.offsets_e, rows_RK.dtype)
 
     def weight_grad(self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget) -> Tensor:
-        dy = self._operand("dh" if role == "w1" else "dy", dy_RN, columns=True)
-        x = self._operand("x" if role == "w1" else "a", x_RK, columns=True)
+        dy = self._quantise_operand("dh" if role == "w1" else "dy", dy_RN, columns=True)
+        x = self._quantise_operand("x" if role == "w1" else "a", x_RK, columns=True)
         grad_eNK = scaled_wgrad(dy, x, self._padded_e, dy_RN.dtype)
         dtype = target.dtype or self.matrices.dtypes[role]
         return store_grad(grad_eNK, target.out, target.adds, dtype, target.scale)
@@ -118,15 +118,19 @@ class ScaledMatmuls(Matmuls):
 
     @cached_property
     def _padded_e(self) -> Tensor:
+        """Running sum of the experts' rows, each padded to a multiple of 16."""
         return pad_offsets(self.offsets_e)
 
-    def _operand(self, operand: Operand, rows: Tensor, *, columns: bool = False) -> Blocks:
-        """Quantise X, A, dY or dH along rows or columns; a gradient's other layout is cached."""
+    def _quantise_operand(self, operand: Operand, rows: Tensor, *, columns: bool = False) -> Blocks:
+        """Quantise X, A, dY or dH (`operand`) for sums over its columns, or over rows if `columns`.
+
+        If a later product reads a gradient's other layout, one pass makes both and caches it.
+        """
         layout = self._other_layouts.pop((operand, columns), None)
         if layout is not None:
             return layout
         is_gradient = operand in GRADIENTS
-        has_both_layouts = is_gradient and self._is_wanted(operand, not columns)
+        has_both_layouts = is_gradient and self._is_read_later(operand, not columns)
         amax = new_amax = None
         if self.magnitudes is not None:
             # Forward collects those of X and A.
@@ -154,8 +158,8 @@ class ScaledMatmuls(Matmuls):
         assert layout is not None, "this layout was requested"
         return layout
 
-    def _is_wanted(self, operand: Operand, columns: bool) -> bool:
-        """Return whether the backward will read this layout of a gradient later."""
+    def _is_read_later(self, operand: Operand, columns: bool) -> bool:
+        """Return whether the backward will read this layout of dY or dH later."""
         wants = self.wants
         if wants is None:
             return False
@@ -165,7 +169,7 @@ class ScaledMatmuls(Matmuls):
 
 
 def quantise_by_rows(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> OperandPair:
-    """Quantise matrices with one scale per row or matrix; `layouts` are `rows` and `columns`."""
+    """Quantise matrices to FP8, one scale per row or matrix; `layouts`: flags rows and columns."""
     per_row, power_of_two = recipe.scaling == "rowwise", recipe.power_of_two
     return quantise_expert_matrices(w_eNK, per_row=per_row, power_of_two=power_of_two, **layouts)
 
@@ -185,7 +189,7 @@ class EmulatedMatmuls(Matmuls):
         device, length = index.row_ids_R.device, index.row_ids_R.shape[0]
         self.has_low_rank_kernels = has_hopper_kernels(device)
         self.is_packed = has_block_scaled_kernels(device)  # operands are bytes
-        self._emulate = partial(
+        self._quantise_rows = partial(
             quantise_microscaled,
             recipe=recipe,
             num_experts=index.offsets_e.shape[0],
@@ -202,15 +206,15 @@ class EmulatedMatmuls(Matmuls):
         if not rows_RK.shape[0]:
             return rows_RK.new_empty(0, b.values.shape[1])
         expert_R, dtype = self.padded_rows.expert_R, rows_RK.dtype
-        a = self._emulate(rows_RK, expert_M=expert_R, is_gradient=is_backward)
+        a = self._quantise_rows(rows_RK, expert_M=expert_R, is_gradient=is_backward)
         if self.is_packed:
             return block_scaled_gemm(a, b, self.offsets_e, self.recipe, dtype)
         return _multiply_emulated(a, b, self.offsets_e, expert_R, dtype)
 
     def weight_grad(self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget) -> Tensor:
         dy, x = (
-            self._transpose_rows(dy_RN, is_gradient=True),
-            self._transpose_rows(x_RK, is_gradient=False),
+            self._quantise_transposed(dy_RN, is_gradient=True),
+            self._quantise_transposed(x_RK, is_gradient=False),
         )
         offsets_e, dtype = self.padded_rows.offsets_e, target.dtype or self.matrices.dtypes[role]
         if self.is_packed:
@@ -238,10 +242,10 @@ class EmulatedMatmuls(Matmuls):
         expert_P = torch.searchsorted(self.padded_rows.offsets_e, row_P.int(), right=True)
         return source_P[:-1], expert_P
 
-    def _transpose_rows(self, rows: Tensor, *, is_gradient: bool) -> Blocks:
-        """Quantise rows as the transposed operand of a weight gradient, which sums over rows."""
+    def _quantise_transposed(self, rows: Tensor, *, is_gradient: bool) -> Blocks:
+        """Quantise rows, padded per expert, to a weight gradient's operand, summed over rows."""
         source_P, expert_P = self._rows_P
-        return self._emulate(
+        return self._quantise_rows(
             rows, over_rows=True, is_gradient=is_gradient, sources_M=source_P, expert_M=expert_P
         )
 

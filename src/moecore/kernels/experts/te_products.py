@@ -88,7 +88,10 @@ class TEMatmuls(Matmuls):
         self._matrices.clear()
 
     def _make_operands(self, x: Tensor, operand: te_names.Operand, *, over_rows: bool) -> Any:
-        """Split x (expert rows, or matrices with operand "weight") by expert, and quantise it."""
+        """Split expert rows, or matrices with operand "weight", by expert; quantise with a recipe.
+
+        `over_rows`: whether the product sums over rows of x instead of columns.
+        """
         splits = [x.shape[1]] * x.shape[0] if operand == "weight" else self.splits
         x_RK = x.reshape(-1, x.shape[-1])[: sum(splits)]
         if self.recipe is None:
