@@ -30,7 +30,7 @@ from moecore.kernels.rows.scaling import OperandPair
 
 
 class Grads(NamedTuple):
-    """The gradients that a backward of the experts returns; None = not requested, or kept by a sink."""
+    """The gradients that the experts' backward returns; None = not requested, or in a sink."""
 
     x: Tensor | None = None  # [S, D], or [R, D] of expert rows if the dispatcher sums them
     w1: Tensor | None = None

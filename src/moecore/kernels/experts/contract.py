@@ -272,7 +272,7 @@ class ExpertSpec:
         )
 
     def find_torch_only_field(self) -> str | None:
-        """Return the name of a set option that only torch's grouped matmul supports; None = no option."""
+        """Return an enabled option that only torch's grouped matmul supports, by name, or None."""
         fields = {
             "MoEConfig.fc1_bias": self.fc1_bias,
             "MoEConfig.fc2_bias": self.fc2_bias,
@@ -317,7 +317,7 @@ class ExpertSpec:
         return None
 
     def find_fp8_problem(self, multiple: int) -> str | None:
-        """Return an error text if FP8 with blocks of `multiple` cannot compute these experts, or None."""
+        """Return an error text if FP8 in blocks of `multiple` cannot compute experts, or None."""
         field = self.find_torch_only_field()
         if field is not None:
             return f"{field} (True) must be False for experts in FP8: {LEAVE_OUT}"

@@ -265,7 +265,7 @@ class BlockwiseProducts:
 
 
 def quantise_weights_blockwise(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> OperandPair:
-    """Quantise matrices in blocks of 128 x 128; `layouts` are `rows` and `columns`. No autograd."""
+    """Quantise matrices in blocks of 128 x 128; `layouts`: flags `rows`, `columns`. No autograd."""
     w_eNK = w_eNK.detach().contiguous()
     return quantise_weights(w_eNK, power_of_two=recipe.power_of_two, **layouts)
 

@@ -40,7 +40,7 @@ from moecore.kernels.rows.record import Rows
 
 
 class Matmuls(Protocol):
-    """Multiplies rows in expert order by the experts' matrices, and computes weight gradients."""
+    """An implementation of the products of expert rows and matrices, and of weight gradients."""
 
     has_low_rank_kernels: bool = False  # whether this package's kernels multiply low-rank updates
     saturates: bool = False  # whether infinities become finite, so that they must be NaN before
@@ -61,13 +61,14 @@ class Matmuls(Protocol):
 
 
 class TorchMatmuls(Matmuls):
-    """`Matmuls` by torch's grouped matmul: any strides, any device."""
+    """Products of expert rows and experts' matrices by torch's grouped matmul, on any device."""
 
     def __init__(self, index: ExpertIndex, weights: ExpertWeights) -> None:
         self.w1_eCD, self.w2_eDF = weights.w1_eCD, weights.w2_eDF
         self.offsets_e = index.offsets_e
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
+        """Return each expert row times its expert's matrix, which `operand` selects, [R, N]."""
         role, is_backward = MATRICES[operand]
         w_eNK = self.w1_eCD if role == "w1" else self.w2_eDF
         b_eKN = w_eNK if is_backward else w_eNK.transpose(1, 2)
@@ -76,6 +77,7 @@ class TorchMatmuls(Matmuls):
         return grouped_mm(rows_RK, b_eKN, offs=self.offsets_e)
 
     def weight_grad(self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget) -> Tensor:
+        """Return dy^T x per expert: `target.out`, overwritten or added to, or a new tensor."""
         if x_RK.shape[0]:
             grad_eNK = grouped_mm(dy_RN.t(), x_RK, offs=self.offsets_e)
         else:
@@ -131,7 +133,7 @@ class GroupedProducts:
     def prepare_output_grad(
         self, dy: Tensor, *, unsummed: bool, wants: Wants | None = None
     ) -> Tensor:
-        """Return the gradient of the output in expert order [R, D], gathered unless `unsummed`."""
+        """Return the output's gradient [R, D]; if not `unsummed`, dy is [S, D] and is gathered."""
         self.matmuls.wants = wants
         if not unsummed:
             return self._gather(Rows(dy))

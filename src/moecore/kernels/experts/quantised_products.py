@@ -48,7 +48,7 @@ from moecore.kernels.rows.shard_blocks import transpose_values
 
 
 class QuantisedMatrices:
-    """The quantised operands of w1 and w2, which are made when a product first reads them."""
+    """A cache of the quantised operands of w1 and w2, each made when a product first reads it."""
 
     def __init__(
         self,
@@ -90,7 +90,10 @@ GRADIENTS: tuple[Operand, ...] = ("dy", "dh")
 
 
 class ScaledMatmuls(Matmuls):
-    """`Matmuls` in FP8, "rowwise" and "tensorwise": torch's products; references on a CPU."""
+    """Products of expert rows and matrices in FP8 with a scale per row or per tensor, by torch.
+
+    A CPU runs the references.
+    """
 
     def __init__(self, index: ExpertIndex, weights: ExpertWeights, recipe: Recipe) -> None:
         self.recipe, self.offsets_e = recipe, index.offsets_e
@@ -102,11 +105,13 @@ class ScaledMatmuls(Matmuls):
         self._other_layouts: dict[tuple[Operand, bool], Blocks] = {}
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
+        """Return each expert row times its expert's matrix, which `operand` selects, [R, N]."""
         matrix = self.matrices.get_operand(*MATRICES[operand])
         a = self._quantise_operand(operand, rows_RK)
         return scaled_gemm(a, matrix, self.offsets_e, rows_RK.dtype)
 
     def weight_grad(self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget) -> Tensor:
+        """Return dy^T x per expert: `target.out`, overwritten or added to, or a new tensor."""
         dy = self._quantise_operand("dh" if role == "w1" else "dy", dy_RN, columns=True)
         x = self._quantise_operand("x" if role == "w1" else "a", x_RK, columns=True)
         grad_eNK = scaled_wgrad(dy, x, self._padded_e, dy_RN.dtype)
@@ -182,7 +187,10 @@ def _unpack_fp8(matrix: Blocks, is_transposed: bool) -> Blocks:
 
 
 class EmulatedMatmuls(Matmuls):
-    """`Matmuls` in MXFP8 and NVFP4, in bf16 where the GPU has no tensor cores for the format."""
+    """Products of expert rows and matrices in MXFP8 or NVFP4.
+
+    They are emulated in bf16 where the GPU has no tensor cores for the format.
+    """
 
     def __init__(self, index: ExpertIndex, weights: ExpertWeights, recipe: Recipe) -> None:
         self.recipe, self.offsets_e = recipe, index.offsets_e
@@ -201,6 +209,7 @@ class EmulatedMatmuls(Matmuls):
         self.matrices = QuantisedMatrices(weights, quantise, unpack)
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
+        """Return each expert row times its expert's matrix, which `operand` selects, [R, N]."""
         role, is_backward = MATRICES[operand]
         b = self.matrices.get_operand(role, is_backward)
         if not rows_RK.shape[0]:
@@ -212,6 +221,7 @@ class EmulatedMatmuls(Matmuls):
         return _multiply_emulated(a, b, self.offsets_e, expert_R, dtype)
 
     def weight_grad(self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget) -> Tensor:
+        """Return dy^T x per expert: `target.out`, overwritten or added to, or a new tensor."""
         dy, x = (
             self._quantise_transposed(dy_RN, is_gradient=True),
             self._quantise_transposed(x_RK, is_gradient=False),
@@ -259,7 +269,7 @@ def quantise_emulated(
 
 
 def _unpack_blocks(recipe: Recipe, matrix: Blocks, is_transposed: bool) -> Blocks:
-    """Unpack an all-gathered NVFP4 matrix to an emulated operand."""
+    """Unpack an all-gathered NVFP4 matrix to an emulated operand, summed over N if transposed."""
     return unpack_matrices(matrix, recipe, transposed=is_transposed)
 
 
@@ -271,7 +281,7 @@ def _transpose_bytes(matrix: Blocks, is_transposed: bool) -> Blocks:
 def _multiply_emulated(
     a: Blocks, b: Blocks, offsets_e: Tensor, expert_R: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Multiply each expert row by its expert's matrix with emulated bf16 operands."""
+    """Return each expert row times its expert's matrix, from emulated operands, in `dtype`."""
     b_eKN = b.values.transpose(1, 2)
     if has_hopper_kernels(b_eKN.device):
         out_RN = grouped_gemm(a.values, b_eKN, offsets_e, dtype=torch.float32)

@@ -108,7 +108,7 @@ class TritonProducts:
     def prepare_output_grad(
         self, dy: Tensor, *, unsummed: bool, wants: Wants | None = None
     ) -> ProductSource:
-        """Return the gradient of the output as a source of products, [S, D], or gathered [R, D]."""
+        """Return the output's gradient for later products: [R, D] if `unsummed`, or [S, D] with ids."""
         return ProductSource(dy, None) if unsummed else self._choose_source(Rows(dy), "dy")
 
     def activation_bwd(self, dy: ProductSource, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,7 +166,7 @@ class TritonProducts:
         return ProductSource(rows.values, self.row_map.row_ids_R)
 
     def _multiply_fc1(self, x: ProductSource, addend: Addend | None) -> tuple[Tensor, Tensor]:
-        """Return H and the weighted activation, in one kernel if the activation is gated."""
+        """Return H [R, C] and the weighted activation [R, F], in one kernel if it is gated."""
         if self.activation.gated and self.tiles is not None and x.row_ids_R is None:
             return cooperative_activation(
                 x.rows, self.w1_eCD, self.tiles, self.weights_R, self.activation, addend=addend

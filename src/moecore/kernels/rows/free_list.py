@@ -77,7 +77,7 @@ class PagePool:
 
 
 def return_pages_ref(table: Tensor, num_entries: int, pool: PagePool) -> None:
-    """Compute `return_pages` on the host."""
+    """Move a table's first num_entries page ids to the free lists, on the host."""
     P, state, ids_N = pool.pages.shape[0], pool.state, table[:num_entries]
     for page in ids_N.tolist():
         if page >= 0:
@@ -131,6 +131,7 @@ def _lock(state_ptr):
 
 @triton.jit
 def _unlock(state_ptr):
+    """Release the lock of the free lists, which this program has."""
     tl.debug_barrier()
     tl.atomic_xchg(state_ptr + LOCK, 0, sem="release")
 

@@ -243,7 +243,7 @@ def quantise_microscaled_ref(
     num_experts: int = 0,
     pack: bool = False,
 ) -> Blocks:
-    """Compute `microscaled.quantise_microscaled` in plain PyTorch."""
+    """Quantise rows to an MXFP8 or NVFP4 operand in plain PyTorch: see `quantise_microscaled`."""
     size, is_nvfp4 = recipe.weight_multiple, recipe.scaling == "nvfp4"
     block = (size, 1) if over_rows else (1, size)
     x_MK = x_TK.float()

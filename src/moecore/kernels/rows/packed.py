@@ -35,7 +35,7 @@ def count_packed_bytes(dim: int) -> int:
 
 
 def pack_rows_ref(x_SD: Tensor) -> Tensor:
-    """Compute `pack_rows` in plain PyTorch."""
+    """Quantise rows to e4m3 and scales in bytes [S, W], in plain PyTorch: see `pack_rows`."""
     S, D = x_SD.shape
     B = cdiv(D, BLOCK)
     padded_x = torch.nn.functional.pad(x_SD.float(), (0, B * BLOCK - D))

@@ -106,7 +106,7 @@ class PageLayout:
 def take_rows_ref(
     table: Tensor, layout: PageLayout, slots_SK: Tensor | None, num_rows: Tensor | None
 ) -> None:
-    """Compute `take_rows` on the host."""
+    """Write the used rows and free page ids to `table`, on the host: see `take_rows`."""
     N = layout.num_entries
     table[N : N + 2] = 0
     if slots_SK is not None:

@@ -51,7 +51,7 @@ def split_blocks(x: Tensor) -> Tensor:
 
 
 def quantise_rows_ref(x_SD: Tensor, *, power_of_two: bool) -> Rows:
-    """Compute `quantise_rows` in plain PyTorch."""
+    """Quantise rows to FP8, one scale per 128 columns, in plain PyTorch: see `quantise_rows`."""
     values, scales = quantise_ref(split_blocks(x_SD), -1, power_of_two)
     return Rows(values.view(x_SD.shape), scales[..., 0], x_SD.dtype)
 
@@ -80,7 +80,7 @@ def gather_row_blocks_ref(rows: Rows, row_ids_R: Tensor | None) -> Blocks:
 
 
 def tile_tokens_ref(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTiles) -> Blocks:
-    """Compute `tile_tokens` in plain PyTorch; unused tiles are 0."""
+    """Transpose FP8 rows per row tile in plain PyTorch: see `tile_tokens`; unused tiles are 0."""
     values_SD, scales_SB = _get_values_and_scales(rows)
     tile = torch.arange(tiles.max_tiles, device=values_SD.device)
     _, first, end, _ = tiles.map[1:].long().unbind(1)
@@ -108,7 +108,7 @@ def _get_values_and_scales(rows: Rows | Blocks) -> tuple[Tensor, Tensor]:
 def quantise_weights_ref(
     w_eNK: Tensor, *, power_of_two: bool, rows: bool = True, columns: bool = True
 ) -> OperandPair:
-    """Compute `quantise_weights` in plain PyTorch."""
+    """Quantise matrices to FP8 per 128 x 128 in plain PyTorch: see `quantise_weights`."""
     e, N, K = w_eNK.shape
     blocks = w_eNK.view(e, N // BLOCK, BLOCK, K // BLOCK, BLOCK)
     values, scales = quantise_ref(blocks, (2, 4), power_of_two)

@@ -71,7 +71,7 @@ class MatrixShard(NamedTuple):
 
     @property
     def scales_shape(self) -> tuple[int, int]:
-        """Shape of the full matrix's scales, one per 128 x 128: columns are a multiple of 4."""
+        """Shape of the full matrix's scales, one per 128 x 128, columns padded to a multiple of 4."""
         return cdiv(self.rows, BLOCK), round_up(cdiv(self.columns, BLOCK), SCALE_COLUMNS)
 
     @property
@@ -110,7 +110,7 @@ def make_dense_operand(weight: Blocks) -> Blocks:
 
 
 def write_block_amax_ref_(part: Tensor, place: MatrixShard, amax: Tensor) -> None:
-    """Compute `write_block_amax_` in plain PyTorch."""
+    """Write the shard's amax in each 128 x 128 block in plain PyTorch: see `write_block_amax_`."""
     row, column = place.compute_indices(part)
     magnitudes = torch.zeros(place.rows, place.columns, device=part.device, dtype=torch.float32)
     magnitudes[row[:, None], column] = magnitude_ref(part.float()).view(-1, place.part_columns)
@@ -128,7 +128,7 @@ def quantise_blocks_ref_(
     *,
     power_of_two: bool,
 ) -> None:
-    """Compute `quantise_blocks_` in plain PyTorch."""
+    """Write FP8 `values` of a shard and block `scales` in plain PyTorch: see `quantise_blocks_`."""
     block_scales, inverse = compute_block_scale_ref(amax, power_of_two)
     columns = cdiv(place.columns, BLOCK)
     scales[:, :columns].copy_(block_scales[:, :columns])

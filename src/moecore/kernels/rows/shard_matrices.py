@@ -81,7 +81,7 @@ def cast_part_(
 
 
 def write_square_amax_ref_(part: Tensor, place: MatrixShard, amax: Tensor) -> None:
-    """Compute `write_square_amax_` in plain PyTorch."""
+    """Write the shard's amax in each 16 x 16 square in plain PyTorch: see `write_square_amax_`."""
     amax.zero_()
     if part.numel():
         row, column = place.compute_indices(part)
@@ -102,7 +102,7 @@ def pack_part_ref_(
     codes: Tensor,
     recipe: Recipe,
 ) -> None:
-    """Compute `pack_part_` in plain PyTorch."""
+    """Write E2M1 `codes` of a shard and E4M3 `scales` in plain PyTorch: see `pack_part_`."""
     of_rows = compute_tensor_scales(amax, recipe).repeat_interleave(
         squares.shape[0] // amax.numel()
     )
