@@ -171,7 +171,7 @@ class GradientSender(Protocol):
     ) -> None:
         """Start to send gradients of expert rows and routing weights; backward returns them, too.
 
-        `dweights_R` None = not requested. The other arguments are `RowMap`'s.
+        `dweights_R` None = not requested. The last three arguments are a `RowMap`.
         """
 
 
@@ -272,7 +272,7 @@ class ExpertSpec:
         )
 
     def find_torch_only_field(self) -> str | None:
-        """Return an enabled option that only torch's grouped matmul supports, by name, or None."""
+        """Return the name of a used option that only torch's grouped matmul supports, or None."""
         fields = {
             "MoEConfig.fc1_bias": self.fc1_bias,
             "MoEConfig.fc2_bias": self.fc2_bias,

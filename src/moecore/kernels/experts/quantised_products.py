@@ -135,7 +135,7 @@ class ScaledMatmuls(Matmuls):
         if layout is not None:
             return layout
         is_gradient = operand in GRADIENTS
-        has_both_layouts = is_gradient and self._is_read_later(operand, not columns)
+        has_both_layouts = is_gradient and self._is_read_in_backward(operand, not columns)
         amax = new_amax = None
         if self.magnitudes is not None:
             # Forward collects those of X and A.
@@ -163,7 +163,7 @@ class ScaledMatmuls(Matmuls):
         assert layout is not None, "this layout was requested"
         return layout
 
-    def _is_read_later(self, operand: Operand, columns: bool) -> bool:
+    def _is_read_in_backward(self, operand: Operand, columns: bool) -> bool:
         """Return whether the backward will read this layout of dY or dH later."""
         wants = self.wants
         if wants is None:

@@ -108,7 +108,7 @@ class TritonProducts:
     def prepare_output_grad(
         self, dy: Tensor, *, unsummed: bool, wants: Wants | None = None
     ) -> ProductSource:
-        """Return the output's gradient for later products: [R, D] if `unsummed`, or [S, D] with ids."""
+        """Return the output's gradient as rows for products: [R, D], or [S, D] with row ids."""
         return ProductSource(dy, None) if unsummed else self._choose_source(Rows(dy), "dy")
 
     def activation_bwd(self, dy: ProductSource, h: Rows) -> tuple[Tensor, Tensor, Tensor]:

@@ -147,7 +147,7 @@ def block_scaled_grouped_wgrad_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write the experts' weight gradients to out_ptr, or with ADD add them; without rows 0."""
+    """Write weight gradients to out_ptr, or with ADD add them; an expert without rows has 0."""
     num_m, num_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     total = num_experts * num_m * num_n
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0)):

@@ -237,7 +237,7 @@ def sm90_bf16_grouped_kernel(
     rank,  # summed columns of the addend; None without
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Write `cooperative_gemm`'s result to out_ptr; if CONST.ACT is set, h, and the activation."""
+    """Compute `cooperative_gemm`, or with CONST.ACT `cooperative_activation`, tile by tile."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K

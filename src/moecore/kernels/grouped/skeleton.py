@@ -228,7 +228,7 @@ def store_part(
     num_columns,
     row_stride,
 ):
-    """Store x in out_ptr at (row, column) by threads instead of TMA, without what is outside."""
+    """Store x in out_ptr at (row, column) by threads, without rows and columns outside."""
     rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
     columns = column + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
     at = out_ptr + (rows.to(gl.int64) * row_stride)[:, None] + columns[None, :]
@@ -244,7 +244,7 @@ def add_part(
     num_rows,
     num_columns,
 ):
-    """Add the fp32 block x to out_ptr in place at (row, column), without what is outside."""
+    """Add the fp32 block x to out_ptr at (row, column), without rows and columns outside."""
     rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
     columns = column + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
     at = out_ptr + (rows.to(gl.int64) * num_columns)[:, None] + columns[None, :]

@@ -258,7 +258,7 @@ def sm90_bf16_grouped_wgrad_kernel(
     scale,  # fp32, of every product
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Write `grouped_wgrad` to out_ptr, with ADD add it; GATHER reads x by row_ids_ptr."""
+    """Write the result of `grouped_wgrad` to out_ptr, or with ADD add; GATHER reads row_ids_ptr."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K

@@ -69,7 +69,7 @@ class PageLayout:
     ) -> "PageLayout":
         """Return the layout of `matrices`, each (bytes of a row, whether it has a list).
 
-        A matrix with a list has `source_rows` rows, another one `expert_rows`.
+        A matrix with a list has `source_rows` rows, another matrix `expert_rows`.
         """
         widths, has_list = zip(*matrices, strict=True)
         steps = [pool.page_bytes // width for width in widths]

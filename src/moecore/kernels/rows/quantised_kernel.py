@@ -26,7 +26,7 @@ def store_row_blocks(
     C: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
-    """Quantise 128 columns to e4m3 and store; scales are [C / 128, stride], or else [R, C / 128]."""
+    """Quantise x, 128 columns, to e4m3; store values and one scale per row (see scales_ptr)."""
     scale, inverse = compute_block_scale(tl.max(magnitude(x), axis=1), POWER_OF_TWO)
     at = rows[:, None] * C + block * 128 + tl.arange(0, 128)[None, :]
     tl.store(values_ptr + at, to_e4m3(x * inverse[:, None]), mask=row_mask[:, None])

@@ -52,7 +52,7 @@ def _map_row_tiles_kernel(
 
 
 class RowTiles(NamedTuple):
-    """The list of all experts' row tiles, on the device: each is up to 128 rows of one expert."""
+    """The row tiles of all experts, on the device. A row tile is up to 128 rows of one expert."""
 
     map: Tensor  # int32 [1 + most row tiles, MAP_FIELDS], see above
     ends_e: Tensor  # int32 running sum of the experts' row tiles

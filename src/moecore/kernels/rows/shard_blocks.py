@@ -71,7 +71,7 @@ class MatrixShard(NamedTuple):
 
     @property
     def scales_shape(self) -> tuple[int, int]:
-        """Shape of the full matrix's scales, one per 128 x 128, columns padded to a multiple of 4."""
+        """Shape of the full matrix's scales, one per 128 x 128; columns are padded to 4, 8, ..."""
         return cdiv(self.rows, BLOCK), round_up(cdiv(self.columns, BLOCK), SCALE_COLUMNS)
 
     @property

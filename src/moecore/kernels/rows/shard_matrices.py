@@ -48,7 +48,7 @@ def count_matrices(shape: torch.Size) -> int:
 
 
 def _view_as_matrices(part: Tensor, first: int, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a shard as one row per matrix, and a view of `amax` from matrix `first` for these."""
+    """Return a shard as one row per matrix, and a view of `amax` for its matrices (`first` on)."""
     rows = part.reshape(count_matrices(part.shape), -1)
     return rows, amax[first : first + rows.shape[0]]
 
@@ -144,7 +144,7 @@ def pack_squares_kernel(
     SIDE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write scales of a program's squares, and quantise the shard's values in these to E2M1."""
+    """Write the scales of a program's squares, and quantise the shard's values there to E2M1."""
     WIDE: tl.constexpr = COLUMNS // SIDE
     i, j, at, inside = locate_shard_tile(part, SIDE, COLUMNS)
     square, squares = j * WIDE + tl.arange(0, WIDE), part.columns // SIDE
