@@ -30,12 +30,12 @@ from moecore.kernels.rows.scaling import OperandPair
 
 
 class Grads(NamedTuple):
-    """The gradients of the experts' inputs, weights and updates; None = not requested."""
+    """The gradients that the experts' backward returns; None = not requested, or in a sink."""
 
-    x: Tensor | None = None
+    x: Tensor | None = None  # [S, D], or [R, D] of expert rows if the dispatcher sums them
     w1: Tensor | None = None
     w2: Tensor | None = None
-    weights: Tensor | None = None
+    weights: Tensor | None = None  # fp32 [R], of the routing weights
     update1: LowRankUpdate | None = None
     update2: LowRankUpdate | None = None
 
@@ -50,7 +50,7 @@ class SavedState:
     index: ExpertIndex  # which source row each expert row reads
 
     def list_saved_tensors(self) -> list[Tensor | None]:
-        """Return the list from which `of` rebuilds this record; quantised weights are left out."""
+        """Return the tensors from which `of` rebuilds this state, without quantised weights."""
         tensors: list[Tensor | None] = []
         for rows in (self.rows, self.h):
             tensors += (None, None) if rows is None else (rows.values, rows.scales)
@@ -65,7 +65,10 @@ class SavedState:
         quantised: tuple[OperandPair, OperandPair] | None = None,
         magnitudes: Magnitudes | None = None,
     ) -> SavedState:
-        """Return the record that `list_saved_tensors` listed; FP8 rows widen to `dtype`."""
+        """Rebuild the state from `list_saved_tensors()`; FP8 rows widen to `dtype`.
+
+        `quantised` and `magnitudes` are fields of its weights that the list leaves out.
+        """
         x, x_scales, h, h_scales, *of_weights = tensors
         w1_eCD, w2_eDF, *updates = of_weights[:6]
         weights = ExpertWeights(
@@ -94,6 +97,7 @@ def compute_gradients(
     """Return the gradients that `wants` requests, from the gradient of the experts' output.
 
     Args:
+        products: of the same index and weights as in forward; freed of weights at the end.
         record: the saved tensors; its rows may be None unless FC1 is recomputed or w1 or its update
             has a gradient.
         dy: contiguous [S, D], or [R, D] for expert rows if `unsummed`, which may be quantised. dx
@@ -138,7 +142,7 @@ def compute_gradients(
 def _compute_or_accumulate(
     sink: GradSink | None, compute: ComputeGrad, *operands: Any
 ) -> Tensor | None:
-    """Return compute(*operands, target), or without a target pass the call to the sink."""
+    """Return compute(*operands, GradTarget()), or the sink's result for this call."""
     return compute(*operands, GradTarget()) if sink is None else sink.accumulate(compute, *operands)
 
 

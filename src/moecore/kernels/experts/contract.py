@@ -70,7 +70,7 @@ class GradSink(Protocol):
 
 
 def find_sink(param: Tensor, shape: torch.Size) -> GradSink | None:
-    """Return the sink of a parameter's gradient in `shape`, or None: autograd accumulates."""
+    """Return the sink for a parameter's gradient viewed as `shape`; None = autograd accumulates."""
     if torch.compiler.is_compiling():
         return None
     make: Callable[[torch.Size], GradSink | None] | None = getattr(param, SINK, None)
@@ -85,10 +85,10 @@ class LowRankUpdate(NamedTuple):
 
 
 class RowMap(NamedTuple):
-    """Which source row (token) each expert row copies, and the expert rows of each source row."""
+    """The map between source rows (tokens) and expert rows (their copies), in both directions."""
 
-    row_ids_R: Tensor
-    slots_SK: Tensor
+    row_ids_R: Tensor  # int32, source row of each expert row
+    slots_SK: Tensor  # int32, expert row of each source row's k-th choice; -1 = none
     num_rows: Tensor  # number of expert rows in use
 
 
@@ -147,12 +147,12 @@ class ExpertWeights:
 
 
 class Wants(NamedTuple):
-    """Which gradients backward computes; x is of source rows, or of expert rows if unsummed."""
+    """One flag per gradient: whether the backward of the experts computes this gradient."""
 
-    x: bool
+    x: bool  # of source rows, or of expert rows if the dispatcher sums them
     w1: bool
     w2: bool
-    weights: bool
+    weights: bool  # routing weights
     # of A or B of each update
     update1: bool = False
     update2: bool = False
@@ -169,7 +169,10 @@ class GradientSender(Protocol):
         slots_SK: Tensor,
         num_rows: Tensor,
     ) -> None:
-        """Start to send gradients of expert rows and weights; backward returns them, too."""
+        """Start to send gradients of expert rows and routing weights; backward returns them, too.
+
+        `dweights_R` None = not requested. The last three arguments are a `RowMap`.
+        """
 
 
 class GradientReceiver(Protocol):
@@ -191,7 +194,7 @@ class Refetch:
 
 @dataclass(frozen=True, slots=True)
 class UnsummedInput:
-    """The arguments of a dispatcher that sums expert rows itself, after the experts."""
+    """The arguments that a dispatcher passes to `expert_mlp` if it sums the expert rows itself."""
 
     # [R, D], a placeholder without memory (stride 0) whose gradient is that of the expert rows
     handle_RD: Tensor
@@ -221,7 +224,7 @@ class ExpertMLPOptions(CheckedRecord):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertSpec:
-    """The properties that decide which products can compute some experts; None = not known."""
+    """The shapes, dtypes and options of experts that decide which products can compute them."""
 
     # as in `ActivationOptions`
     gated: bool
@@ -233,7 +236,7 @@ class ExpertSpec:
     fc2_bias: bool = False
     # whether the activation is a function of the model: `ActivationOptions.function`
     own_activation: bool = False
-    # D and F of this rank
+    # D and F of this rank; here and below None = not known
     dim: int | None = None
     hidden_dim: int | None = None
     # dtypes of rows and weights in the products; with a recipe, of rows
@@ -269,7 +272,7 @@ class ExpertSpec:
         )
 
     def find_torch_only_field(self) -> str | None:
-        """Return the name of a set option that only torch's grouped matmul supports, or None."""
+        """Return the name of a used option that only torch's grouped matmul supports, or None."""
         fields = {
             "MoEConfig.fc1_bias": self.fc1_bias,
             "MoEConfig.fc2_bias": self.fc2_bias,
@@ -298,13 +301,13 @@ class ExpertSpec:
                 )
         return None
 
-    def _multiplies_blocks(self) -> bool:
+    def _can_multiply_blocks(self) -> bool:
         """Return whether the device has tensor cores for an "mxfp8" or "nvfp4" recipe."""
         is_emulated = self.recipe is not None and self.recipe.is_emulated
         return self.device is not None and is_emulated and has_block_scaled_kernels(self.device)
 
     def find_fp8_size_problem(self, multiple: int) -> str | None:
-        """Return an error text if D or F is not a multiple of `multiple`, or None."""
+        """Return an error text if D or F is known and no multiple of `multiple`, otherwise None."""
         for name, size in (("dim", self.dim), ("hidden_dim / etp", self.hidden_dim)):
             if size is not None and size % multiple:
                 return (
@@ -328,7 +331,7 @@ class ExpertSpec:
                 f"dtype of the experts' rows ({names}) must be torch.bfloat16 for experts in FP8: "
                 "convert the model, or set FSDPOptions.param_dtype"
             )
-        if not (has_hopper_kernels(self.device) or self._multiplies_blocks()):
+        if not (has_hopper_kernels(self.device) or self._can_multiply_blocks()):
             return (
                 f"device of the experts ({self.device}) must be a Hopper GPU with Triton for "
                 "experts in FP8, or a Blackwell GPU with Triton 3.9 for 'mxfp8' and 'nvfp4': use "

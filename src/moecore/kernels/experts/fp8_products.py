@@ -62,7 +62,7 @@ class _OperandBlocks(NamedTuple):
 
     rows: Blocks | None  # None = quantised of `wide` where they are needed
     dtype: torch.dtype
-    wide: ProductSource | None = None  # what they were, for low-rank updates
+    wide: ProductSource | None = None  # the values before quantisation, for low-rank updates
 
 
 class _OutputGrads(NamedTuple):
@@ -70,7 +70,7 @@ class _OutputGrads(NamedTuple):
 
     rows: Rows
     is_unsummed: bool
-    wide: ProductSource | None = None  # what they were, for the low-rank update of w2
+    wide: ProductSource | None = None  # dY before quantisation, for the low-rank update of w2
 
 
 class BlockwiseProducts:
@@ -109,6 +109,7 @@ class BlockwiseProducts:
         return self._activate(h_RC, self.recipe.hidden if keep else None)
 
     def fc2(self, a: _OperandBlocks) -> Tensor:
+        """Return a @ w2^T [R, D], the output of each expert row, in the dtype of the rows."""
         y_RD = self._multiply(self._make_blocks(a), "a", a.dtype)
         return self.low2.add(y_RD, self.low2.compute_forward_addend(a.wide))
 
@@ -122,6 +123,7 @@ class BlockwiseProducts:
         )
 
     def recompute_activation(self, h: Rows) -> _OperandBlocks:
+        """Return act(H) times the routing weight of each row, in FP8."""
         return self._activate(widen_rows(h, self.row_map.num_rows), None)[1]
 
     @property
@@ -175,19 +177,23 @@ class BlockwiseProducts:
         return self.low1.add(dx_RD, self.low1.compute_backward_addend(dh.wide))
 
     def fc1_wgrad(self, rows: Rows, dh: _OperandBlocks, target: GradTarget) -> Tensor:
+        """Return the gradient of w1: `target.out`, overwritten or added to, or a new tensor."""
         x = tile_tokens(rows, self.row_map.row_ids_R, self.tiles)
         return self._weight_grad(self._make_blocks(dh), x, target, self.matrices.dtypes["w1"])
 
     def fc2_wgrad(self, dy: _OutputGrads, a: _OperandBlocks, target: GradTarget) -> Tensor:
+        """Return the gradient of w2: `target.out`, overwritten or added to, or a new tensor."""
         dy_tiles = tile_tokens(
             dy.rows, None if dy.is_unsummed else self.row_map.row_ids_R, self.tiles
         )
         return self._weight_grad(dy_tiles, self._make_blocks(a), target, self.matrices.dtypes["w2"])
 
     def fc1_update_grad(self, rows: Rows, dh: _OperandBlocks) -> LowRankUpdate:
+        """Return the gradients of A and B of the low-rank update of w1."""
         return self.low1.compute_update_grads(self._widen(rows), dh.wide)
 
     def fc2_update_grad(self, dy: _OutputGrads, a: _OperandBlocks) -> LowRankUpdate:
+        """Return the gradients of A and B of the low-rank update of w2."""
         return self.low2.compute_update_grads(a.wide, dy.wide)
 
     def drop_weights(self) -> None:
@@ -240,12 +246,12 @@ class BlockwiseProducts:
         return Rows(h_RC) if h_format == "wide" else h, _OperandBlocks(a, h_RC.dtype, wide)
 
     def _multiply(self, rows: Blocks, operand: Operand, dtype: torch.dtype) -> Tensor:
-        """Return each expert row times its expert's matrix for `operand`, in `dtype`."""
+        """Return each expert row times its expert's matrix, which `operand` selects, in `dtype`."""
         matrix = self.matrices.get_operand(*MATRICES[operand])
         return fp8_gemm(rows, matrix, self.offsets_e, self.tiles, dtype)
 
     def _weight_grad(self, x: Blocks, y: Blocks, target: GradTarget, dtype: torch.dtype) -> Tensor:
-        """Write the weight gradient x^T y to the target. Kind "tile" is tiled first."""
+        """Return x^T y per expert in `target.out`, overwritten or added to, or a new tensor."""
         x, y = (tile_tokens(z, None, self.tiles) if z.kind == "tile" else z for z in (x, y))
         return fp8_wgrad(
             x,
@@ -259,7 +265,7 @@ class BlockwiseProducts:
 
 
 def quantise_weights_blockwise(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> OperandPair:
-    """Quantise matrices in blocks of 128 x 128; `layouts` are `rows` and `columns`. No autograd."""
+    """Quantise matrices in blocks of 128 x 128; `layouts`: flags `rows`, `columns`. No autograd."""
     w_eNK = w_eNK.detach().contiguous()
     return quantise_weights(w_eNK, power_of_two=recipe.power_of_two, **layouts)
 

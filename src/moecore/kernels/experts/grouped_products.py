@@ -40,7 +40,7 @@ from moecore.kernels.rows.record import Rows
 
 
 class Matmuls(Protocol):
-    """Multiplies rows in expert order by the experts' matrices, and computes weight gradients."""
+    """An implementation of the products of expert rows and matrices, and of weight gradients."""
 
     has_low_rank_kernels: bool = False  # whether this package's kernels multiply low-rank updates
     saturates: bool = False  # whether infinities become finite, so that they must be NaN before
@@ -51,20 +51,24 @@ class Matmuls(Protocol):
         """Return each expert row times its expert's matrix, which `operand` selects, [R, N]."""
 
     def weight_grad(self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget) -> Tensor:
-        """Write the gradient dy^T x [e, N, K] of w1 or w2 to the target, and return it."""
+        """Return each expert's dy^T x [e, N, K], the gradient of w1 or w2 (`role`).
+
+        The result is `target.out`, overwritten or added to, or a new tensor.
+        """
 
     def drop_weights(self) -> None:
         """Free the matrices; only `weight_grad` may be called after this call."""
 
 
 class TorchMatmuls(Matmuls):
-    """`Matmuls` by torch's grouped matmul: any strides, any device."""
+    """Products of expert rows and experts' matrices by torch's grouped matmul, on any device."""
 
     def __init__(self, index: ExpertIndex, weights: ExpertWeights) -> None:
         self.w1_eCD, self.w2_eDF = weights.w1_eCD, weights.w2_eDF
         self.offsets_e = index.offsets_e
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
+        """Return each expert row times its expert's matrix, which `operand` selects, [R, N]."""
         role, is_backward = MATRICES[operand]
         w_eNK = self.w1_eCD if role == "w1" else self.w2_eDF
         b_eKN = w_eNK if is_backward else w_eNK.transpose(1, 2)
@@ -73,6 +77,7 @@ class TorchMatmuls(Matmuls):
         return grouped_mm(rows_RK, b_eKN, offs=self.offsets_e)
 
     def weight_grad(self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget) -> Tensor:
+        """Return dy^T x per expert: `target.out`, overwritten or added to, or a new tensor."""
         if x_RK.shape[0]:
             grad_eNK = grouped_mm(dy_RN.t(), x_RK, offs=self.offsets_e)
         else:
@@ -114,6 +119,7 @@ class GroupedProducts:
         return h if keep else None, self.recompute_activation(h)
 
     def fc2(self, a_RF: Tensor) -> Tensor:
+        """Return a @ w2^T [R, D], the output of each expert row."""
         return self._multiply(a_RF, "a")
 
     def recompute_h(self, rows: Rows) -> Rows:
@@ -121,12 +127,13 @@ class GroupedProducts:
         return Rows(self._multiply(self._gather(rows), "x"))
 
     def recompute_activation(self, h: Rows) -> Tensor:
+        """Return act(H) times the routing weight of each row, [R, F]."""
         return weighted_activation(h.values, self.weights_R, self.row_map.num_rows, self.activation)
 
     def prepare_output_grad(
         self, dy: Tensor, *, unsummed: bool, wants: Wants | None = None
     ) -> Tensor:
-        """Return the gradient of the output in expert order [R, D], gathered unless `unsummed`."""
+        """Return the output's gradient [R, D]; if not `unsummed`, dy is [S, D] and is gathered."""
         self.matmuls.wants = wants
         if not unsummed:
             return self._gather(Rows(dy))
@@ -149,16 +156,20 @@ class GroupedProducts:
         return self._multiply(dh_RC, "dh")
 
     def fc1_wgrad(self, rows: Rows, dh_RC: Tensor, target: GradTarget) -> Tensor:
+        """Return the gradient of w1: `target.out`, overwritten or added to, or a new tensor."""
         return self.matmuls.weight_grad(dh_RC, self._gather(rows), "w1", target)
 
     def fc2_wgrad(self, dy_RD: Tensor, a_RF: Tensor, target: GradTarget) -> Tensor:
+        """Return the gradient of w2: `target.out`, overwritten or added to, or a new tensor."""
         return self.matmuls.weight_grad(dy_RD, a_RF, "w2", target)
 
     def fc1_update_grad(self, rows: Rows, dh_RC: Tensor) -> LowRankUpdate:
+        """Return the gradients of A and B of the low-rank update of w1."""
         x = ProductSource(self._gather(rows), None)
         return self.low1.compute_update_grads(x, ProductSource(dh_RC, None, is_finite=True))
 
     def fc2_update_grad(self, dy_RD: Tensor, a_RF: Tensor) -> LowRankUpdate:
+        """Return the gradients of A and B of the low-rank update of w2."""
         a = ProductSource(a_RF, None, is_finite=True)
         return self.low2.compute_update_grads(a, ProductSource(dy_RD, None))
 
@@ -174,7 +185,7 @@ class GroupedProducts:
         return gather_rows_without_autograd(x_SD, *self.row_map)
 
     def _multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
-        """Return expert rows times the matrix for `operand`, with its low-rank update."""
+        """Return expert rows times the matrix that `operand` selects, with its low-rank update."""
         low = self.low1 if operand in ("x", "dh") else self.low2
         if low.update is None:
             return self.matmuls.multiply(rows_RK, operand)

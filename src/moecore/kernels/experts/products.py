@@ -60,13 +60,13 @@ class Products(Protocol):
         """Whether `dy` may be given rows packed by `pack_rows`, with equal results."""
 
     def prepare_rows(self, rows: Rows) -> Rows:
-        """Return source rows in the format that products read and forward saves."""
+        """Return source rows, quantised if these products read and save them in FP8."""
 
     def fc1(self, rows: Rows, *, keep: bool) -> tuple[Rows | None, Any]:
         """Return H [R, C] as saved for backward, None unless `keep`, and the activation."""
 
     def fc2(self, a: Any) -> Tensor:
-        """Return FC2 of the activation, y_RD, the output of each expert row."""
+        """Return a @ w2^T [R, D], the output of each expert row, from `fc1`'s activation."""
 
     def recompute_h(self, rows: Rows) -> Rows:
         """Recompute H in backward, from rows returned by `prepare_rows`."""
@@ -85,13 +85,13 @@ class Products(Protocol):
         """Return dH, dweights_R and the activation, from prepared dY and H."""
 
     def fc1_dgrad(self, dh: Any) -> Tensor:
-        """Return dx_RD, the gradient of each expert row."""
+        """Return dH @ w1 [R, D], the gradient of each expert row of X."""
 
     def fc1_wgrad(self, rows: Rows, dh: Any, target: GradTarget) -> Tensor:
-        """Write the gradient of w1 to the target and return it."""
+        """Return the gradient of w1: `target.out`, overwritten or added to, or a new tensor."""
 
     def fc2_wgrad(self, dy: Any, a: Any, target: GradTarget) -> Tensor:
-        """Write the gradient of w2 to the target and return it."""
+        """Return the gradient of w2: `target.out`, overwritten or added to, or a new tensor."""
 
     def fc1_update_grad(self, rows: Rows, dh: Any) -> LowRankUpdate:
         """Return the gradients of A and B of the low-rank update of w1."""
@@ -100,7 +100,7 @@ class Products(Protocol):
         """Return the gradients of A and B of the low-rank update of w2."""
 
     def drop_weights(self) -> None:
-        """Free the matrices. Only weight gradients may be computed after this call."""
+        """Free the matrices. Only `fc1_wgrad` and `fc2_wgrad` may be called after this call."""
 
 
 QUANTISE: dict[Scaling, Callable[..., OperandPair]] = {
@@ -138,7 +138,7 @@ def make_recipe_error(name: str, recipe: Recipe) -> str:
 
 
 def uses_te(name: str, recipe: Recipe | None) -> bool:
-    """Return whether Transformer Engine multiplies; then the host reads the rows per expert."""
+    """Return whether products `name` with this recipe run Transformer Engine, with a host sync."""
     return name == "te" or (recipe is not None and recipe.backend == "te")
 
 
@@ -164,7 +164,8 @@ def make_products(
 ) -> Products:
     """Return the products of `options.products`, a name returned by `choose_products`.
 
-    `index_cache` is that of the forward's products, for the same options and index; None = compute.
+    `index_cache` is the attribute of the forward's products, for the same options and index; None =
+    compute.
     """
     activation, recipe = options.activation, options.recipe
     matmuls: Matmuls
@@ -185,5 +186,5 @@ def make_products(
 
 
 def quantise_matrices(w_eNK: Tensor, recipe: Recipe) -> OperandPair:
-    """Return one matrix of all experts as operands of a recipe's products. No autograd."""
+    """Quantise all experts' matrices of FC1 or FC2 to the operands of a recipe. No autograd."""
     return QUANTISE[recipe.scaling](w_eNK, recipe)

@@ -48,7 +48,7 @@ from moecore.kernels.rows.shard_blocks import transpose_values
 
 
 class QuantisedMatrices:
-    """The quantised operands of w1 and w2, which are made when a product first reads them."""
+    """A cache of the quantised operands of w1 and w2, each made when a product first reads it."""
 
     def __init__(
         self,
@@ -90,7 +90,10 @@ GRADIENTS: tuple[Operand, ...] = ("dy", "dh")
 
 
 class ScaledMatmuls(Matmuls):
-    """`Matmuls` in FP8, "rowwise" and "tensorwise": torch's products; references on a CPU."""
+    """Products of expert rows and matrices in FP8 with a scale per row or per tensor, by torch.
+
+    A CPU runs the references.
+    """
 
     def __init__(self, index: ExpertIndex, weights: ExpertWeights, recipe: Recipe) -> None:
         self.recipe, self.offsets_e = recipe, index.offsets_e
@@ -102,13 +105,15 @@ class ScaledMatmuls(Matmuls):
         self._other_layouts: dict[tuple[Operand, bool], Blocks] = {}
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
+        """Return each expert row times its expert's matrix, which `operand` selects, [R, N]."""
         matrix = self.matrices.get_operand(*MATRICES[operand])
-        a = self._operand(operand, rows_RK)
+        a = self._quantise_operand(operand, rows_RK)
         return scaled_gemm(a, matrix, self.offsets_e, rows_RK.dtype)
 
     def weight_grad(self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget) -> Tensor:
-        dy = self._operand("dh" if role == "w1" else "dy", dy_RN, columns=True)
-        x = self._operand("x" if role == "w1" else "a", x_RK, columns=True)
+        """Return dy^T x per expert: `target.out`, overwritten or added to, or a new tensor."""
+        dy = self._quantise_operand("dh" if role == "w1" else "dy", dy_RN, columns=True)
+        x = self._quantise_operand("x" if role == "w1" else "a", x_RK, columns=True)
         grad_eNK = scaled_wgrad(dy, x, self._padded_e, dy_RN.dtype)
         dtype = target.dtype or self.matrices.dtypes[role]
         return store_grad(grad_eNK, target.out, target.adds, dtype, target.scale)
@@ -118,15 +123,19 @@ class ScaledMatmuls(Matmuls):
 
     @cached_property
     def _padded_e(self) -> Tensor:
+        """Running sum of the experts' rows, each padded to a multiple of 16."""
         return pad_offsets(self.offsets_e)
 
-    def _operand(self, operand: Operand, rows: Tensor, *, columns: bool = False) -> Blocks:
-        """Quantise X, A, dY or dH along rows or columns; a gradient's other layout is cached."""
+    def _quantise_operand(self, operand: Operand, rows: Tensor, *, columns: bool = False) -> Blocks:
+        """Quantise X, A, dY or dH (`operand`) for sums over its columns, or over rows if `columns`.
+
+        If a later product reads a gradient's other layout, one pass makes both and caches it.
+        """
         layout = self._other_layouts.pop((operand, columns), None)
         if layout is not None:
             return layout
         is_gradient = operand in GRADIENTS
-        has_both_layouts = is_gradient and self._is_wanted(operand, not columns)
+        has_both_layouts = is_gradient and self._is_read_in_backward(operand, not columns)
         amax = new_amax = None
         if self.magnitudes is not None:
             # Forward collects those of X and A.
@@ -154,8 +163,8 @@ class ScaledMatmuls(Matmuls):
         assert layout is not None, "this layout was requested"
         return layout
 
-    def _is_wanted(self, operand: Operand, columns: bool) -> bool:
-        """Return whether the backward will read this layout of a gradient later."""
+    def _is_read_in_backward(self, operand: Operand, columns: bool) -> bool:
+        """Return whether the backward will read this layout of dY or dH later."""
         wants = self.wants
         if wants is None:
             return False
@@ -165,7 +174,7 @@ class ScaledMatmuls(Matmuls):
 
 
 def quantise_by_rows(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> OperandPair:
-    """Quantise matrices with one scale per row or matrix; `layouts` are `rows` and `columns`."""
+    """Quantise matrices to FP8, one scale per row or matrix; `layouts`: flags rows and columns."""
     per_row, power_of_two = recipe.scaling == "rowwise", recipe.power_of_two
     return quantise_expert_matrices(w_eNK, per_row=per_row, power_of_two=power_of_two, **layouts)
 
@@ -178,14 +187,17 @@ def _unpack_fp8(matrix: Blocks, is_transposed: bool) -> Blocks:
 
 
 class EmulatedMatmuls(Matmuls):
-    """`Matmuls` in MXFP8 and NVFP4, in bf16 where the GPU has no tensor cores for the format."""
+    """Products of expert rows and matrices in MXFP8 or NVFP4.
+
+    They are emulated in bf16 where the GPU has no tensor cores for the format.
+    """
 
     def __init__(self, index: ExpertIndex, weights: ExpertWeights, recipe: Recipe) -> None:
         self.recipe, self.offsets_e = recipe, index.offsets_e
         device, length = index.row_ids_R.device, index.row_ids_R.shape[0]
         self.has_low_rank_kernels = has_hopper_kernels(device)
         self.is_packed = has_block_scaled_kernels(device)  # operands are bytes
-        self._emulate = partial(
+        self._quantise_rows = partial(
             quantise_microscaled,
             recipe=recipe,
             num_experts=index.offsets_e.shape[0],
@@ -197,20 +209,22 @@ class EmulatedMatmuls(Matmuls):
         self.matrices = QuantisedMatrices(weights, quantise, unpack)
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
+        """Return each expert row times its expert's matrix, which `operand` selects, [R, N]."""
         role, is_backward = MATRICES[operand]
         b = self.matrices.get_operand(role, is_backward)
         if not rows_RK.shape[0]:
             return rows_RK.new_empty(0, b.values.shape[1])
         expert_R, dtype = self.padded_rows.expert_R, rows_RK.dtype
-        a = self._emulate(rows_RK, expert_M=expert_R, is_gradient=is_backward)
+        a = self._quantise_rows(rows_RK, expert_M=expert_R, is_gradient=is_backward)
         if self.is_packed:
             return block_scaled_gemm(a, b, self.offsets_e, self.recipe, dtype)
         return _multiply_emulated(a, b, self.offsets_e, expert_R, dtype)
 
     def weight_grad(self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget) -> Tensor:
+        """Return dy^T x per expert: `target.out`, overwritten or added to, or a new tensor."""
         dy, x = (
-            self._transpose_rows(dy_RN, is_gradient=True),
-            self._transpose_rows(x_RK, is_gradient=False),
+            self._quantise_transposed(dy_RN, is_gradient=True),
+            self._quantise_transposed(x_RK, is_gradient=False),
         )
         offsets_e, dtype = self.padded_rows.offsets_e, target.dtype or self.matrices.dtypes[role]
         if self.is_packed:
@@ -238,10 +252,10 @@ class EmulatedMatmuls(Matmuls):
         expert_P = torch.searchsorted(self.padded_rows.offsets_e, row_P.int(), right=True)
         return source_P[:-1], expert_P
 
-    def _transpose_rows(self, rows: Tensor, *, is_gradient: bool) -> Blocks:
-        """Quantise rows as the transposed operand of a weight gradient, which sums over rows."""
+    def _quantise_transposed(self, rows: Tensor, *, is_gradient: bool) -> Blocks:
+        """Quantise rows, padded per expert, to a weight gradient's operand, summed over rows."""
         source_P, expert_P = self._rows_P
-        return self._emulate(
+        return self._quantise_rows(
             rows, over_rows=True, is_gradient=is_gradient, sources_M=source_P, expert_M=expert_P
         )
 
@@ -255,7 +269,7 @@ def quantise_emulated(
 
 
 def _unpack_blocks(recipe: Recipe, matrix: Blocks, is_transposed: bool) -> Blocks:
-    """Unpack an all-gathered NVFP4 matrix to an emulated operand."""
+    """Unpack an all-gathered NVFP4 matrix to an emulated operand, summed over N if transposed."""
     return unpack_matrices(matrix, recipe, transposed=is_transposed)
 
 
@@ -267,7 +281,7 @@ def _transpose_bytes(matrix: Blocks, is_transposed: bool) -> Blocks:
 def _multiply_emulated(
     a: Blocks, b: Blocks, offsets_e: Tensor, expert_R: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Multiply each expert row by its expert's matrix with emulated bf16 operands."""
+    """Return each expert row times its expert's matrix, from emulated operands, in `dtype`."""
     b_eKN = b.values.transpose(1, 2)
     if has_hopper_kernels(b_eKN.device):
         out_RN = grouped_gemm(a.values, b_eKN, offsets_e, dtype=torch.float32)

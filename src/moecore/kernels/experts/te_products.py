@@ -37,7 +37,7 @@ ACCUMULATED = (torch.float32, torch.bfloat16)  # dtypes in which a product adds 
 
 
 class TEMatmuls(Matmuls):
-    """`Matmuls` by Transformer Engine: in 16 bits, or in FP8 by a recipe of the backend "te"."""
+    """Products of expert rows and matrices by Transformer Engine, in 16 bits or by its recipes."""
 
     def __init__(
         self,
@@ -53,6 +53,7 @@ class TEMatmuls(Matmuls):
         self._matrices: dict[Operand, Any] = {}  # by what is multiplied by them
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
+        """Return each expert row times its expert's matrix, which `operand` selects, [R, N]."""
         role, is_backward = MATRICES[operand]
         w_eNK = self.w1_eCD if role == "w1" else self.w2_eDF
         if operand not in self._matrices:
@@ -68,6 +69,7 @@ class TEMatmuls(Matmuls):
         return out_RN
 
     def weight_grad(self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget) -> Tensor:
+        """Return dy^T x per expert: `target.out`, overwritten or added to, or a new tensor."""
         out, dtype = target.out, target.dtype or self.dtypes[role]
         is_direct = out is not None and target.scale == 1.0 and out.dtype in ACCUMULATED
         adds, shape = is_direct and target.adds, (len(self.splits), dy_RN.shape[1], x_RK.shape[1])
@@ -88,7 +90,10 @@ class TEMatmuls(Matmuls):
         self._matrices.clear()
 
     def _make_operands(self, x: Tensor, operand: te_names.Operand, *, over_rows: bool) -> Any:
-        """Split x (expert rows, or matrices with operand "weight") by expert, and quantise it."""
+        """Split expert rows, or matrices with operand "weight", by expert; quantise with a recipe.
+
+        `over_rows`: whether the product sums over rows of x instead of columns.
+        """
         splits = [x.shape[1]] * x.shape[0] if operand == "weight" else self.splits
         x_RK = x.reshape(-1, x.shape[-1])[: sum(splits)]
         if self.recipe is None:

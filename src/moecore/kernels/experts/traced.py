@@ -65,7 +65,7 @@ _BackwardInputs = _make_record_class("_BackwardInputs", _BACKWARD)
 
 
 def _make_options(args: Any) -> ExpertMLPOptions:
-    """Rebuild `ExpertMLPOptions` from the flat arguments of a custom op."""
+    """Rebuild `ExpertMLPOptions` from `args`, an `_Inputs` or `_BackwardInputs`."""
     activation = make_options(args.kind, args.limit, args.up_limit, args.alpha, args.interleaved)
     recipe = None
     if args.scaling:
@@ -104,7 +104,10 @@ def _list_updates(args: Any) -> tuple[Any, ...]:
 
 
 def _forward(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y [S, D], or [R, D] if unsummed, and H's values and scales (empty if absent)."""
+    """Run the op on `_Inputs`: return y, and H's values and scales (empty if absent).
+
+    y is [S, D], or [R, D] if unsummed.
+    """
     args = _Inputs(*flat)
     products = make_products(_make_options(args), _make_index(args), _make_weights(args))
     x = products.prepare_rows(_make_rows(args.x_SD, args.x_scales, args.dtype))
@@ -131,7 +134,10 @@ def _forward_fake(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _backward(*flat: Any) -> tuple[Tensor, ...]:
-    """Return x, w1, w2, weights and update gradients, empty tensors if not requested."""
+    """Return gradients of x, w1, w2, routing weights and updates from `_BackwardInputs`.
+
+    A gradient that is not requested is an empty tensor.
+    """
     args = _BackwardInputs(*flat)
     h_scales = args.h_scales if args.h_scales.ndim > 1 else None
     h = _make_rows(args.h_RC, h_scales, args.dtype) if args.h_RC.ndim > 1 else None
@@ -189,14 +195,14 @@ def _differentiate(ctx: Any, dy: Tensor | None, *_: None) -> Any:
     return grads._replace(**{leaf: grads_of_inputs.x})
 
 
-_bwd = Op("expert_mlp_bwd", _backward, _backward_fake, schema=_BACKWARD).custom
-_fwd = Op(
+_backward_op = Op("expert_mlp_bwd", _backward, _backward_fake, schema=_BACKWARD).custom
+_forward_op = Op(
     "expert_mlp", _forward, _forward_fake, schema=_FORWARD, save=_save, backward=_differentiate
 ).custom
 
 
-def _refuse_history(weights: ExpertWeights, recipe: Recipe | None) -> None:
-    """Raise a ValueError for delayed scaling, which the custom op does not support."""
+def _raise_if_delayed_scaling(weights: ExpertWeights, recipe: Recipe | None) -> None:
+    """Raise ValueError for delayed FP8 scaling, which the custom op does not support."""
     if weights.magnitudes is not None and recipe is not None:
         raise ValueError(
             f"Recipe.amax_history ({recipe.amax_history}) must be 0 for experts under "
@@ -207,9 +213,12 @@ def _refuse_history(weights: ExpertWeights, recipe: Recipe | None) -> None:
 def run_traced_backward(
     dy: Tensor, state: SavedState, options: ExpertMLPOptions, unsummed: bool, wants: Wants
 ) -> Grads:
-    """Compute the requested gradients by the custom op; None = not requested."""
+    """Return the gradients that `wants` requests by the custom op; None = not requested.
+
+    `dy` is [S, D], or [R, D] if `unsummed`. Raise ValueError for delayed scaling.
+    """
     weights, index = state.weights, state.index
-    _refuse_history(weights, options.recipe)
+    _raise_if_delayed_scaling(weights, options.recipe)
     rows = Rows(dy.new_empty(0)) if state.rows is None else state.rows
     h = Rows(dy.new_empty(0)) if state.h is None else state.h
     h_scales = dy.new_empty(0) if h.scales is None else h.scales
@@ -217,7 +226,7 @@ def run_traced_backward(
     places = (index.row_ids_R, index.slots_SK, index.offsets_e)
     options_flat: Any = (*_flatten_options(options, dy.dtype), unsummed, list(wants))
     rows_flat = (rows.values, rows.scales, h.values, h_scales)
-    *grads, a1, b1, a2, b2 = _bwd(
+    *grads, a1, b1, a2, b2 = _backward_op(
         *_BackwardInputs(dy, *rows_flat, *matrices, *places, *options_flat)
     )
     gradients: list[Any] = [*grads, LowRankUpdate(a1, b1), LowRankUpdate(a2, b2)]
@@ -232,14 +241,16 @@ def run_traced_expert_mlp(
     index: ExpertIndex,
     options: ExpertMLPOptions,
 ) -> Tensor:
-    """Compute `expert_mlp` by the custom op, which compilers can trace.
+    """Compute `expert_mlp` by the custom op, which compilers can trace. No delayed scaling.
 
     `handle_RD` is None unless the result has expert rows, which the dispatcher sums.
     """
-    _refuse_history(weights, options.recipe)
+    _raise_if_delayed_scaling(weights, options.recipe)
     matrices = (weights.w1_eCD, weights.w2_eDF, *weights.list_updates())
     handle = rows.handle_SD if handle_RD is None else handle_RD
     leaves = (rows.values, *matrices, index.weights_R, handle, handle_RD is not None)
     places = (index.row_ids_R, index.slots_SK, index.offsets_e)
-    y, *_ = _fwd(*_Inputs(*leaves, rows.scales, *places, *_flatten_options(options, rows.dtype)))
+    y, *_ = _forward_op(
+        *_Inputs(*leaves, rows.scales, *places, *_flatten_options(options, rows.dtype))
+    )
     return y

@@ -90,6 +90,7 @@ class TritonProducts:
         return Rows(h_RC) if keep else None, a_RF
 
     def fc2(self, a_RF: Tensor) -> Tensor:
+        """Return a @ w2^T [R, D], the output of each expert row."""
         a = ProductSource(a_RF, None)
         return self._multiply(a, self.w2_eDF.transpose(1, 2), self.low2.compute_forward_addend(a))
 
@@ -101,12 +102,13 @@ class TritonProducts:
         )
 
     def recompute_activation(self, h: Rows) -> Tensor:
+        """Return act(H) times the routing weight of each row, [R, F]."""
         return weighted_activation(h.values, self.weights_R, self.row_map.num_rows, self.activation)
 
     def prepare_output_grad(
         self, dy: Tensor, *, unsummed: bool, wants: Wants | None = None
     ) -> ProductSource:
-        """Return the gradient of the output as a source of products, [S, D], or gathered [R, D]."""
+        """Return the output's gradient as rows for products: [R, D], or [S, D] with row ids."""
         return ProductSource(dy, None) if unsummed else self._choose_source(Rows(dy), "dy")
 
     def activation_bwd(self, dy: ProductSource, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,23 +132,27 @@ class TritonProducts:
         return self._multiply(dh, self.w1_eCD, self.low1.compute_backward_addend(dh))
 
     def fc1_wgrad(self, rows: Rows, dh_RC: Tensor, target: GradTarget) -> Tensor:
+        """Return the gradient of w1: `target.out`, overwritten or added to, or a new tensor."""
         return self._weight_grad(self._choose_source(rows, "wgrad"), dh_RC, True, target)
 
     def fc2_wgrad(self, dy: ProductSource, a_RF: Tensor, target: GradTarget) -> Tensor:
+        """Return the gradient of w2: `target.out`, overwritten or added to, or a new tensor."""
         return self._weight_grad(dy, a_RF, False, target)
 
     def fc1_update_grad(self, rows: Rows, dh_RC: Tensor) -> LowRankUpdate:
+        """Return the gradients of A and B of the low-rank update of w1."""
         dh = ProductSource(dh_RC, None, is_finite=True)
         return self.low1.compute_update_grads(self._choose_source(rows, "wgrad"), dh)
 
     def fc2_update_grad(self, dy: ProductSource, a_RF: Tensor) -> LowRankUpdate:
+        """Return the gradients of A and B of the low-rank update of w2."""
         return self.low2.compute_update_grads(ProductSource(a_RF, None, is_finite=True), dy)
 
     def drop_weights(self) -> None:
         del self.w1_eCD, self.w2_eDF, self.low1, self.low2
 
     def _choose_source(self, rows: Rows, use: Use) -> ProductSource:
-        """Return source rows for kernels that gather, or gather them now if that is faster."""
+        """Return the rows for product `use`, with row ids, or gathered now if that is faster."""
         if self.tiles is None:
             return ProductSource(rows.widen(), self.row_map.row_ids_R)
         if rows.scales is not None:
@@ -160,7 +166,7 @@ class TritonProducts:
         return ProductSource(rows.values, self.row_map.row_ids_R)
 
     def _multiply_fc1(self, x: ProductSource, addend: Addend | None) -> tuple[Tensor, Tensor]:
-        """Return H and the weighted activation, in one kernel if the activation is gated."""
+        """Return H [R, C] and the weighted activation [R, F], in one kernel if it is gated."""
         if self.activation.gated and self.tiles is not None and x.row_ids_R is None:
             return cooperative_activation(
                 x.rows, self.w1_eCD, self.tiles, self.weights_R, self.activation, addend=addend
@@ -182,7 +188,7 @@ class TritonProducts:
     def _weight_grad(
         self, source: ProductSource, y_RN: Tensor, transposed: bool, target: GradTarget
     ) -> Tensor:
-        """Write the weight gradient of source and y, [e, M, N] or transposed, to the target."""
+        """Return source^T y per expert, or `transposed`, in `target.out` or a new tensor."""
         return grouped_wgrad(
             source.rows,
             y_RN,

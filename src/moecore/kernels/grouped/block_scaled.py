@@ -42,13 +42,13 @@ def _load_operand(
     values_ptr,  # [rows, K / P] e4m3, or uint8 with two e2m1
     scales_ptr,  # [rows / ROWS, K / B] uint8 with e8m0, or e4m3
     rows,  # int64
-    in_rows,
-    start,  # of K, a multiple of B
-    end,
+    in_rows,  # bool, of each row
+    start,  # first of BLOCK_K elements of K, a multiple of B
+    end,  # elements of K from there on are 0
     K,
-    P: tl.constexpr,
-    B: tl.constexpr,
-    ROWS: tl.constexpr,
+    P: tl.constexpr,  # elements of a byte
+    B: tl.constexpr,  # elements of a scale along K
+    ROWS: tl.constexpr,  # rows of a scale
     BLOCK_K: tl.constexpr,
 ):
     """Return bytes [rows, BLOCK_K / P] and scales [rows, BLOCK_K / B] from `start`; 0 outside."""
@@ -147,7 +147,7 @@ def block_scaled_grouped_wgrad_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write every expert's weight gradient, or with ADD add it; 0 for an expert without rows."""
+    """Write weight gradients to out_ptr, or with ADD add them; an expert without rows has 0."""
     num_m, num_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     total = num_experts * num_m * num_n
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0)):
@@ -178,7 +178,7 @@ def block_scaled_grouped_wgrad_kernel(
 
 
 def _make_constants(operand: Blocks, recipe: Recipe) -> dict[str, Any]:
-    """Return the compile-time arguments of both kernels; BLOCK_K is in values, 128 bytes."""
+    """Return the compile-time arguments of both kernels; BLOCK_K is 128 bytes, in elements."""
     P = 1 if operand.values.dtype == FP8 else 2
     formats = {"FORMAT": "e4m3" if P == 1 else "e2m1", "POWER_OF_TWO": recipe.power_of_two}
     return {**formats, "P": P, "B": recipe.weight_multiple, "BLOCK_K": BYTES_K * P, **PROGRAM}
@@ -235,8 +235,8 @@ def block_scaled_wgrad(
         y: columns [N, W], likewise.
         offsets_e: int32 on the device, running sum of the experts' padded rows, at most W.
         recipe: of both operands.
-        out: contiguous [e, M, N], which receives the result; None = a new tensor.
-        adds: whether the result is added to `out`, in fp32.
+        out: contiguous [e, M, N], overwritten by the result; None = a new tensor.
+        adds: whether the result is added to `out` instead, in fp32.
         dtype: of a new result, None = fp32.
         scale: factor on the fp32 sum, before it is added and rounded once.
     """

@@ -73,7 +73,7 @@ EPILOGUE_REGISTERS, PRODUCER_REGISTERS = 88, 24
 
 @gluon.jit
 def _load_step(operands, place, k, ring, slot, bar, CONST: gl.constexpr):
-    """Load the blocks of one step along K, of the product, or after its last step of the addend."""
+    """Load a step's blocks: k counts the product's columns, then the addend's."""
     if CONST.ADDEND:
         a_desc, b_desc, K, N, u_desc, m_desc, rank = operands
         first = gl.cdiv(K, CONST.BLOCK_K) * CONST.BLOCK_K
@@ -88,7 +88,7 @@ def _load_step(operands, place, k, ring, slot, bar, CONST: gl.constexpr):
 
 @gluon.jit
 def _load_blocks(a_desc, b_desc, K, N, place, k, ring, slot, bar, CONST: gl.constexpr):
-    """Load K columns k, k + 1, ... of the row tile `place` and of its expert's matrix by TMA."""
+    """Load columns k and on of tile `place` (`locate_rows`) and of its expert's matrix by TMA."""
     expert, row, _, n = place
     HALF_N: gl.constexpr = CONST.BLOCK_N // 2
     b = ring.b.index(slot)
@@ -105,15 +105,15 @@ def _load_blocks(a_desc, b_desc, K, N, place, k, ring, slot, bar, CONST: gl.cons
 
 @gluon.jit
 def _activate(
-    weights_ptr,
-    h_ptr,
-    out_ptr,
-    stage,
-    tiles,
+    weights_ptr,  # [R] fp32
+    h_ptr,  # [R, 2F], out
+    out_ptr,  # [R, F], out
+    stage,  # shared memory with gate and up of h, and barriers
+    tiles,  # RowTiling
     N,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Store the weighted activation of every tile, and h where TMA does not: in partial tiles."""
+    """Epilogue warps: store the weighted activation of every tile, and h of partial tiles."""
     N = N // 8 * 8  # as in _consume
     HALF_M: gl.constexpr = CONST.BLOCK_M // 2
     HALF_N: gl.constexpr = CONST.BLOCK_N // 2
@@ -151,18 +151,18 @@ def _activate(
 
 @gluon.jit
 def _consume(
-    GROUP: gl.constexpr,
-    h_desc,
+    GROUP: gl.constexpr,  # 0 or 1: the number of this warp group
+    h_desc,  # None without an activation
     out_ptr,
     out_desc,
-    stage,
-    ring,
-    tiles,
+    stage,  # shared memory and barriers, see above
+    ring,  # Ring
+    tiles,  # RowTiling
     K,
     N,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Multiply half GROUP of every tile's rows, and store the product, or h for the activation."""
+    """Multiplying warp group: store its half of every tile's rows, or stage h for `_activate`."""
     N = N // 8 * 8  # it is a multiple of 8 already; now the compiler knows, and stores 16 bytes
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     HALF_M: gl.constexpr = CONST.BLOCK_M // 2
@@ -237,7 +237,7 @@ def sm90_bf16_grouped_kernel(
     rank,  # summed columns of the addend; None without
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Compute `cooperative_gemm`, or `cooperative_activation` if CONST.ACT is set."""
+    """Compute `cooperative_gemm`, or with CONST.ACT `cooperative_activation`, tile by tile."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K
@@ -291,6 +291,7 @@ def sm90_bf16_grouped_kernel(
 def _make_constants(
     b_is_NK: bool, options: ActivationOptions | None, has_addend: bool
 ) -> GroupedConstants:
+    """Return the kernel's constants; `options` None = the product without an activation."""
     const = GroupedConstants(
         *(BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PRODUCER_REGISTERS),
         CONSUMER_REGISTERS=CONSUMER_REGISTERS[options is not None],

@@ -42,7 +42,7 @@ CONST = GroupedConstants(
 
 
 def fp8_gemm_ref(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute `fp8_gemm` block by block in plain PyTorch; 0 past the rows. Host sync."""
+    """Return each expert row times its expert's matrix in plain PyTorch; 0 past the rows. Syncs."""
     R, N = a.values.shape[0], b.values.shape[1]
     out_RN = torch.zeros(R, N, device=b.values.device, dtype=torch.float32)
     for i, rows in enumerate(split_by_expert(offsets_e)):
@@ -121,7 +121,10 @@ def fp8_wgrad(
         x: columns of row tiles from `tile_tokens`, [t, M, 128]; M a multiple of 128.
         y: likewise; N a multiple of 128.
         tiles: the row tiles of both.
-        out, adds, dtype, scale: as for `grouped_wgrad`; a new result is fp32 by default.
+        out: fp32 or bf16, contiguous [e, M, N], overwritten by the result; None = a new tensor.
+        adds: whether the result is added to `out` instead.
+        dtype: of a new result.
+        scale: factor on the fp32 sum, before it is added and rounded.
 
     Returns:
         [e, M, N], summed in fp32 and rounded once, or `out`. Zero (nothing added) for an expert

@@ -54,7 +54,7 @@ class LoadedScales(NamedTuple):
 
 @gluon.jit
 def _load_step(operands, place, k, ring, slot, bar, CONST: gl.constexpr):
-    """Load columns from k on of a and b for row tile `place` by TMA, and the scales of a's rows."""
+    """Load columns k and on of a and b for tile `place` (`locate_rows`), and scales of a's rows."""
     a_desc, b_desc, scales, N = operands
     expert, row, end, n = place
     tma_load(a_desc, [row, k], bar, ring.a.index(slot))
@@ -67,7 +67,7 @@ def _load_step(operands, place, k, ring, slot, bar, CONST: gl.constexpr):
 
 @gluon.jit
 def _store_rows(out_ptr, out_desc, out_smem, x, row, end, column, N):
-    """Store x by TMA through out_smem, or by threads if the expert's last row is within x."""
+    """Store x at (row, column) by TMA through out_smem, or by threads if rows end within x."""
     begin_staging(1)
     out_smem.store(x.to(out_smem.dtype))
     end_staging()
@@ -81,16 +81,16 @@ def _store_rows(out_ptr, out_desc, out_smem, x, row, end, column, N):
 
 @gluon.jit
 def _consume(
-    GROUP: gl.constexpr,
-    scales,
-    out,
-    ring,
-    tiles,
+    GROUP: gl.constexpr,  # 0 or 1: the number of this warp group
+    scales,  # LoadedScales
+    out,  # (pointer, TMA descriptor, shared memory) of the output
+    ring,  # Ring
+    tiles,  # RowTiling
     K,
     N,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Multiply and store half GROUP of every tile's columns."""
+    """Multiplying warp group: compute and store its half of the columns of every tile."""
     N = N // 8 * 8  # it is a multiple of 8 already; now the compiler knows, and stores 16 bytes
     HALF_M: gl.constexpr = CONST.BLOCK_M // 2
     HALF_N: gl.constexpr = CONST.BLOCK_N // 2
@@ -156,7 +156,7 @@ def sm90_fp8_grouped_nt_kernel(
     b_stride_k,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Compute `fp8_gemm`."""
+    """Compute `fp8_gemm`: each program writes every num_programs-th tile of out_ptr."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K

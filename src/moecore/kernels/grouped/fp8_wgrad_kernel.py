@@ -50,7 +50,7 @@ def _store_block(
     M,
     N,
 ):
-    """Store x in an expert's gradient by TMA; if out_desc is None, add x to out_ptr instead."""
+    """Store the fp32 block x in an expert's gradient by TMA; if no out_desc, add x to out_ptr."""
     if out_desc is None:
         add_part(out_ptr + expert.to(gl.int64) * M * N, x, row, column, M, N)
     else:
@@ -59,18 +59,18 @@ def _store_block(
 
 @gluon.jit
 def _consume(
-    GROUP: gl.constexpr,
-    scales,
-    out,
-    ends_ptr,
-    ring,
-    tiles,
+    GROUP: gl.constexpr,  # 0 or 1: the number of this warp group
+    scales,  # pointers to the scales of x and of y
+    out,  # (pointer, TMA descriptor, shared memory) of the gradient
+    ends_ptr,  # [e] int32, running sum of the experts' row tiles
+    ring,  # Ring
+    tiles,  # WeightTiling
     M,
     N,
-    scale,
+    scale,  # factor on the sums
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Multiply half GROUP of every tile's columns; store the result, or add it without out_desc."""
+    """Multiplying warp group: store its half of every tile's columns, or add if no out_desc."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     HALF_M: gl.constexpr = BLOCK_M // 2
     HALF_N: gl.constexpr = CONST.BLOCK_N // 2
@@ -129,7 +129,7 @@ def sm90_fp8_grouped_wgrad_kernel(
     x_scales_ptr,  # [t, M / BLOCK_M] fp32
     y_scales_ptr,  # [t, N / 128] fp32
     ends_ptr,  # [e] int32: running sum of the experts' row tiles
-    out_ptr,  # [e, M, N]
+    out_ptr,  # [e, M, N], out; in and out to add
     out_desc,  # the same as blocks [1, BLOCK_M / 2, BLOCK_N / 2]; None to add
     num_experts,
     M,
@@ -137,7 +137,7 @@ def sm90_fp8_grouped_wgrad_kernel(
     scale,  # fp32, of every product
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Compute `fp8_wgrad`."""
+    """Compute `fp8_wgrad`: each program writes, or adds, every num_programs-th tile of out_ptr."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K

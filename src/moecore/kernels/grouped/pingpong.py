@@ -85,7 +85,7 @@ def _load_tiles(
     K,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Load the blocks of a and b for every tile of this program, then those of the addend."""
+    """Loading warps: load a and b of every tile of this program, each followed by its addend."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K
@@ -133,7 +133,7 @@ def _fetch_h(
     column,
     F,
 ):
-    """Start to load the gate and up columns at (row, column) of h into slot 0 or 1 of h_smem."""
+    """Start to load the gate and up columns at (row, column) of h into `slot` 0 or 1 of h_smem."""
     bar = arrived.index(slot)
     hopper.mbarrier.expect(bar, h_smem.shape[1] * h_smem.shape[2] * 4)
     tma_load(h_desc, [row, column], bar, h_smem.index(2 * slot))
@@ -141,24 +141,24 @@ def _fetch_h(
 
 
 @gluon.jit
-def _store_tile(
-    total_MN,  # da
-    stage,
+def _store_activation_bwd(
+    total_MN,  # da of the tile, fp32
+    stage,  # shared memory of da and h, and barriers
     others_turn,  # barrier: the other group may use da_smem and h_smem
-    weights_ptr,
-    dh_ptr,
-    out_ptr,
-    dweights_ptr,  # [BLOCK_M] and on: this column tile's part
+    weights_ptr,  # [R] fp32
+    dh_ptr,  # [R, 2F], out
+    out_ptr,  # [R, F], out: the weighted activation
+    dweights_ptr,  # [R] fp32, out: this column tile's part
     row,
     end,
     column,
     F,
-    has_next,
+    has_next,  # whether the other group has a tile
     next_row,  # of the other group's tile
     next_column,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Store dh, the activation and dweights of a tile from da, while the next columns of h load."""
+    """Compute the activation's backward from da and h, and store dh, activation and dweights."""
     ACT: gl.constexpr = CONST.ACT
     da_smem, h_desc, h_smem, arrived = stage
     dtype: gl.constexpr = out_ptr.dtype.element_ty
@@ -208,18 +208,18 @@ def _store_tile(
 
 @gluon.jit
 def _consume(
-    GROUP: gl.constexpr,
-    turns,
-    stage,
-    ring,
-    tiles,
-    outputs,
+    GROUP: gl.constexpr,  # 0 or 1: the number of this warp group
+    turns,  # two barriers per group: it may multiply, it may store
+    stage,  # shared memory of da and h, and barriers
+    ring,  # Ring
+    tiles,  # RowTiling
+    outputs,  # pointers (weights, out, dh, dweights)
     R,
     K,
     N,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Compute and store every other tile: group 0 the first, group 1 the second, and so on."""
+    """Multiplying warp group: compute and store every other tile of this program."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     N = N // 8 * 8  # as above
@@ -265,7 +265,7 @@ def _consume(
         _, next_row, _, next_n = locate_rows(at, tiles, CONST.GROUP_M)
         hopper.mbarrier.wait(store_turn.index(GROUP), store_parity)
         store_parity = 1 - store_parity
-        _store_tile(
+        _store_activation_bwd(
             total_MN,
             stage,
             store_turn.index(1 - GROUP),
@@ -348,8 +348,8 @@ def _finish_bwd_kernel(
     parts_ptr,  # [PARTS, R] fp32
     offsets_ptr,  # [e] int32
     dweights_ptr,  # [R] fp32, out
-    dh_ptr,  # [R, 2F]
-    a_ptr,  # [R, F]
+    dh_ptr,  # [R, 2F], out: only cleared rows
+    a_ptr,  # [R, F], out: only cleared rows
     num_experts,
     R,
     F,
@@ -357,7 +357,7 @@ def _finish_bwd_kernel(
     CLEARED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum the column tiles' parts of dweights, and clear CLEARED rows after the last used one."""
+    """Sum parts of dweights; the first CLEARED programs each clear a row past the last used one."""
     num_rows = tl.load(offsets_ptr + num_experts - 1)
     pid = tl.program_id(0)
     if pid < CLEARED:

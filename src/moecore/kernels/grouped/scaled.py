@@ -42,7 +42,7 @@ GROUP_M = 8  # row tiles that share a matrix in L2
 
 @triton.jit
 def _load_block(values_ptr, rows, in_rows, k, end, width, BLOCK_K: tl.constexpr):
-    """Return columns k to k + BLOCK_K of rows [rows, width]; 0 from `end` on."""
+    """Return columns k to k + BLOCK_K of `rows` of [*, width]; 0 from `end` on, or not in_rows."""
     columns = k + tl.arange(0, BLOCK_K)
     inside = in_rows[:, None] & (columns < end)[None, :]
     return tl.load(values_ptr + rows[:, None] * width + columns[None, :], mask=inside, other=0.0)
@@ -67,7 +67,7 @@ def mixed_grouped_gemm_kernel(
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write FP8 expert rows times the matrices of their experts, with one scale per row of each."""
+    """Write FP8 expert rows times their experts' matrices to out_ptr, tile by tile (persistent)."""
     K = K // ALIGNED * ALIGNED  # now the compiler knows, and reads 16 bytes
     row_tiles = count_row_tiles(offsets_ptr, num_experts, E_POW2, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
@@ -132,7 +132,7 @@ def mixed_grouped_wgrad_kernel(
 
 
 def mixed_gemm(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute `scaled_gemm` by a Triton kernel; a and b may have different FP8 formats."""
+    """Compute `scaled_gemm`, rows times matrices, by a Triton kernel; FP8 formats may differ."""
     (R, K), (e, N, _) = a.values.shape, b.values.shape
     out_RN = a.values.new_empty(R, N, dtype=dtype)
     launch(
@@ -148,7 +148,7 @@ def mixed_gemm(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> T
 
 
 def mixed_wgrad(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute `scaled_wgrad` by a Triton kernel; x and y may have different FP8 formats."""
+    """Compute `scaled_wgrad`, x^T y per expert, by a Triton kernel; FP8 formats may differ."""
     (M, P), N, e = x.values.shape, y.values.shape[0], offsets_e.shape[0]
     out_eMN = x.values.new_empty(e, M, N, dtype=dtype)
     launch(
@@ -162,22 +162,22 @@ def mixed_wgrad(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> 
 
 
 def needs_reference(x: Tensor) -> bool:
-    """Return whether torch has no grouped FP8 product on this tensor's device: on a CPU."""
+    """Return whether a tensor is on a CPU, where torch has no grouped FP8 product."""
     return x.device.type == "cpu"
 
 
 def _has_mixed_formats(a: Blocks, b: Blocks) -> bool:
-    """Return whether the formats differ, which torch's grouped product does not support."""
+    """Return whether one operand is E4M3 and one E5M2, which torch's product does not support."""
     return a.values.dtype != b.values.dtype
 
 
-def _needs_reference(a: Blocks, b: Blocks) -> bool:
+def _uses_reference(a: Blocks, b: Blocks) -> bool:
     """Return whether the plain PyTorch references multiply these operands."""
     return needs_reference(b.values) and not (_has_mixed_formats(a, b) and use_kernel(b.values))
 
 
 def scaled_gemm_ref(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute `scaled_gemm` expert by expert in plain PyTorch; 0 past the rows. Host sync."""
+    """Return each expert row times its expert's matrix in plain PyTorch; 0 past the rows. Syncs."""
     out_RN = torch.zeros(
         a.values.shape[0], b.values.shape[1], device=b.values.device, dtype=torch.float32
     )
@@ -194,7 +194,7 @@ def scaled_gemm(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> 
     multiples of 16. `offsets_e` is the running sum of the experts' rows. `dtype`, of the result, is
     bf16 on a GPU. Rows past the last expert's are undefined.
     """
-    if _needs_reference(a, b):
+    if _uses_reference(a, b):
         return scaled_gemm_ref(a, b, offsets_e, dtype)
     R, b_eKN = a.values.shape[0], b.values.transpose(1, 2)
     if not R or skips_communication(b_eKN):
@@ -208,7 +208,7 @@ def scaled_gemm(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> 
 
 
 def scaled_wgrad_ref(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute `scaled_wgrad` expert by expert in plain PyTorch. Host sync."""
+    """Return each expert's weight gradient x^T y, [e, M, N], in plain PyTorch. Host sync."""
     out = []
     for i, rows in enumerate(split_by_expert(offsets_e)):
         product = x.values[:, rows].float() @ y.values[:, rows].float().T
@@ -222,7 +222,7 @@ def scaled_wgrad(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) ->
     x is [M, P] and y [N, P], the "columns" of `quantise_expert_rows`. `offsets_e` is the running
     sum of the experts' padded rows. `dtype` is bf16 on a GPU. No autograd; no host sync on a GPU.
     """
-    if _needs_reference(x, y):
+    if _uses_reference(x, y):
         return scaled_wgrad_ref(x, y, offsets_e, dtype)
     if skips_communication(x.values):
         return x.values.new_empty(*x.scales.shape, y.scales.shape[1], dtype=dtype)

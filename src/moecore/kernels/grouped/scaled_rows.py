@@ -67,7 +67,7 @@ class PaddedRows(NamedTuple):
 
 
 def pad_rows(offsets_e: Tensor, num_rows: int, multiple: int = ALIGNED) -> PaddedRows:
-    """Return the positions of expert rows after each expert's rows are padded. No host sync."""
+    """Return the positions of R = num_rows expert rows after padding per expert. No host sync."""
     # Every expert has rows there: torch's product leaves what has none uninitialised. Example,
     # experts of 3 and 17 rows in 22: offsets 16 and 48, place_R 0 to 2, 16 to 32, 64, 64.
     e = offsets_e.shape[0]
@@ -83,7 +83,7 @@ def pad_rows(offsets_e: Tensor, num_rows: int, multiple: int = ALIGNED) -> Padde
 
 
 def pad_offsets_ref(offsets_e: Tensor) -> Tensor:
-    """Compute `pad_offsets` in plain PyTorch."""
+    """Return the running sum of padded expert rows in plain PyTorch: see `pad_offsets`."""
     return pad_rows(offsets_e, 0).offsets_e
 
 
@@ -143,7 +143,7 @@ def compute_row_amax(x_RD: Tensor, offsets_e: Tensor, past: Tensor) -> Tensor:
 
 
 def _compute_column_amax(x_RD: Tensor, layout: PaddedRows) -> Tensor:
-    """Return [e + 1, D], largest magnitudes of each expert's columns, at last of unused rows."""
+    """Return fp32 [e + 1, D], the amax of each expert's columns; the last row is of unused rows."""
     expert_RD = layout.expert_R[:, None].expand_as(x_RD)
     none_eD = x_RD.new_zeros(layout.offsets_e.shape[0] + 1, x_RD.shape[1])
     return none_eD.scatter_reduce_(0, expert_RD, magnitude_ref(x_RD), "amax")
@@ -152,7 +152,7 @@ def _compute_column_amax(x_RD: Tensor, layout: PaddedRows) -> Tensor:
 def quantise_expert_matrices_ref(
     w_eND: Tensor, *, per_row: bool, power_of_two: bool, rows: bool = True, columns: bool = True
 ) -> OperandPair:
-    """Compute `quantise_expert_matrices` in plain PyTorch."""
+    """Quantise matrices to E4M3 in plain PyTorch: see `quantise_expert_matrices`."""
     operands: list[Blocks | None] = []
     for is_requested, dim in ((rows, 2), (columns, 1)):
         operand = None
@@ -187,7 +187,7 @@ def pad_offsets_kernel(
 def cast_of_experts_kernel(
     x_ptr,  # [R, D] or [e, N, D], rows `stride` apart
     offsets_ptr,  # [e] int32; None = N rows each
-    padded_ptr,  # [e] int32 of columns; None = P each
+    padded_ptr,  # [e] int32, from `pad_offsets`; None = P each
     amax_ptr,  # fp32: PARTS = 0 as in `amax_kernel`; else [PARTS], or [e, PARTS]
     seen_ptr,  # fp32 [1]: grows to the largest finite magnitude, in and out; None = it does not
     rows_ptr,  # FP8, of x's shape, out; None = not this operand
@@ -208,7 +208,7 @@ def cast_of_experts_kernel(
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,  # FP8 is stored as bytes
 ):
-    """Quantise a tile of an expert's rows or matrix along rows, columns or both (not None)."""
+    """Quantise one tile of an expert; store it in rows_ptr, and transposed in columns_ptr."""
     width = tl.cdiv(D, BLOCK)
     tile = tl.program_id(0) // width
     expert, start, end, first = locate_row_tile(tile, offsets_ptr, num_experts, N, E_POW2, BLOCK)
@@ -262,7 +262,7 @@ def cast_of_experts_kernel(
 
 
 def pad_offsets(offsets_e: Tensor) -> Tensor:
-    """Return int32 [e], the running sum of experts' rows, each padded up to 16, 32, ... rows."""
+    """Return int32 [e], the running sum of experts' rows, each padded to 16, 32, ... rows."""
     if not use_kernel(offsets_e):
         return pad_offsets_ref(offsets_e)
     padded_e, e = torch.empty_like(offsets_e), offsets_e.shape[0]
@@ -272,18 +272,18 @@ def pad_offsets(offsets_e: Tensor) -> Tensor:
 
 
 class _ScaledInput(NamedTuple):
-    """Expert rows [R, D] or matrices [e, N, D] to quantise, with their offsets and FP8 format."""
+    """Expert rows or experts' matrices to quantise, with their offsets and FP8 format."""
 
     x: Tensor  # [R, D] or [e, N, D]
-    offsets_e: Tensor | None
-    padded_e: Tensor | None
+    offsets_e: Tensor | None  # of rows; None = matrices
+    padded_e: Tensor | None  # from `pad_offsets`; None = matrices, or no columns
     num_experts: int
     per_row: bool
     power_of_two: bool
     fmt: str = "e4m3"
 
     def cast(self, out: OperandPair, amax: Tensor | None, seen: Tensor | None) -> OperandPair:
-        """Write `out` by kernels and return it; amax and seen: see `quantise_expert_rows`."""
+        """Fill `out` by kernels and return it; amax and seen are as for `quantise_expert_rows`."""
         x, offsets_e, e, formats = self.x, self.offsets_e, self.num_experts, self.formats
         outputs = [t for side in out for t in get_values_and_scales(side)]
         if INTERPRET:
@@ -318,7 +318,7 @@ class _ScaledInput(NamedTuple):
 
     @property
     def formats(self) -> dict[str, Any]:
-        """The kernels' constants for the format."""
+        """The compile-time arguments E5M2 and POWER_OF_TWO of the kernels."""
         return dict(E5M2=self.fmt == "e5m2", POWER_OF_TWO=self.power_of_two)
 
 

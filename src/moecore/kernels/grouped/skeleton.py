@@ -72,7 +72,7 @@ class RowTiling(NamedTuple):
 
 
 class WeightTiling(NamedTuple):
-    """The tiles of an output [e, M, N]: row and column tiles of one expert, and tiles of all."""
+    """The tiles of an output [e, M, N]: row and column tiles per expert, and all experts' tiles."""
 
     num_rows: Any
     num_columns: Any
@@ -93,7 +93,7 @@ def make_barriers(NUM: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def begin_stage(ring, step, BYTES: gl.constexpr):
-    """Wait until a step's stage is empty and announce BYTES of TMA; return stage and barrier."""
+    """Wait until a step's stage is empty, announce BYTES of TMA; return stage and full barrier."""
     STAGES: gl.constexpr = ring.full.shape[0]
     slot = step % STAGES
     bar = ring.full.index(slot)
@@ -124,7 +124,7 @@ def locate_rows(
     tiling,  # RowTiling
     GROUP_M: gl.constexpr,
 ):
-    """Return a tile's expert, first row, end of the expert's rows, and column tile."""
+    """Return a tile's expert, first row, end of the expert's rows, and column tile number."""
     width = GROUP_M * tiling.num_columns
     first = tile // width * GROUP_M
     size = gl.minimum(tiling.num_rows - first, GROUP_M)
@@ -139,7 +139,7 @@ def locate_weights(
     tiling,  # WeightTiling
     GROUP_M: gl.constexpr,
 ):
-    """Return the expert, row tile and column tile of an output tile of [e, M, N]."""
+    """Return expert, row tile number and column tile number of a tile of an output [e, M, N]."""
     per_expert = tiling.num_rows * tiling.num_columns
     expert = tile // per_expert
     inside = tile % per_expert
@@ -159,7 +159,7 @@ def load_range(ends_ptr, expert):
 
 @gluon.jit
 def _begin_step(ring, step, CONST: gl.constexpr):
-    """Call `begin_stage` for a step whose blocks of a and b TMA loads."""
+    """Call `begin_stage` for a step in which TMA loads one block of a and one of b."""
     BITS: gl.constexpr = ring.a.dtype.primitive_bitwidth
     return begin_stage(ring, step, (CONST.BLOCK_M + CONST.BLOCK_N) * CONST.BLOCK_K * BITS // 8)
 
@@ -167,8 +167,8 @@ def _begin_step(ring, step, CONST: gl.constexpr):
 @gluon.jit
 def load_row_tiles(
     LOAD: gl.constexpr,  # function (operands, place of the tile, k, ring, slot, barrier, CONST)
-    operands,
-    ring,
+    operands,  # tuple that LOAD reads
+    ring,  # Ring that LOAD fills
     tiling,  # RowTiling
     K,
     CONST: gl.constexpr,  # GroupedConstants
@@ -186,11 +186,11 @@ def load_row_tiles(
 @gluon.jit
 def load_weight_tiles(
     LOAD: gl.constexpr,  # function (operands, m, n, row, ring, slot, barrier, CONST)
-    operands,
-    ends_ptr,  # [e] int32, running sum of the experts' rows
-    ring,
+    operands,  # tuple that LOAD reads
+    ends_ptr,  # [e] int32, running sum of the experts' rows, or row tiles
+    ring,  # Ring that LOAD fills
     tiling,  # WeightTiling
-    ROWS: gl.constexpr,  # of a step
+    ROWS: gl.constexpr,  # rows, or row tiles, of a step
     CONST: gl.constexpr,  # GroupedConstants
 ):
     """Loading warp: call LOAD for each ROWS rows of the expert of every tile of this program."""
@@ -222,13 +222,13 @@ def end_staging():
 def store_part(
     out_ptr,
     x,  # [rows, columns]
-    row,
-    end,
-    column,
+    row,  # first row of x in out_ptr
+    end,  # rows from there on are not stored
+    column,  # first column of x in out_ptr
     num_columns,
     row_stride,
 ):
-    """Store x at (row, column) by threads, up to row `end` and column num_columns, exclusive."""
+    """Store x in out_ptr at (row, column) by threads, without rows and columns outside."""
     rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
     columns = column + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
     at = out_ptr + (rows.to(gl.int64) * row_stride)[:, None] + columns[None, :]

@@ -14,12 +14,12 @@ NO_TILE = tl.constexpr(2147483647)
 
 @triton.jit
 def count_row_tiles(
-    offsets_ptr,  # [e] int32
+    offsets_ptr,  # [e] int32, running sum of the experts' rows
     num_experts,
     E_POW2: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Return, per expert: first row, row tiles, running sum of row tiles; and their total."""
+    """Return each expert's first row, row tiles and running sum of row tiles; and the total."""
     experts = tl.arange(0, E_POW2)
     exists = experts < num_experts
     ends = tl.load(offsets_ptr + experts, mask=exists, other=0)
@@ -38,7 +38,7 @@ def locate_tile(
     BLOCK_M: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """Return expert, first row and column tile of a tile, by `row_tiles` of `count_row_tiles`."""
+    """Return the expert, first row and column tile number of output tile `tile`."""
     starts, tiles, sums, total = row_tiles
     width = GROUP_M * num_n
     first = tile // width * GROUP_M

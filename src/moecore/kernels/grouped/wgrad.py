@@ -77,7 +77,7 @@ def _gather_steps(
     M,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Loading warps: load x's rows by row_ids_ptr, and y's rows by TMA, for every tile."""
+    """Loading warps: gather x's rows by row_ids_ptr and load y's rows by TMA, for every tile."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_K: gl.constexpr = CONST.BLOCK_K
     WARPS: gl.constexpr = CONST.PRODUCER_WARPS
@@ -129,7 +129,7 @@ def _clear_rows(
     x,  # [BLOCK_K, BLOCK_M] in shared memory
     num_rows,
 ):
-    """Set the rows of a block in shared memory from num_rows on to 0."""
+    """Set rows num_rows and on of a block in shared memory to 0, in place."""
     BLOCK_K: gl.constexpr = x.shape[0]
     LANES: gl.constexpr = x.shape[1] // 8
     layout: gl.constexpr = gl.BlockedLayout(
@@ -146,8 +146,8 @@ def _clear_rows(
 def _add_block(
     out_ptr,  # one expert's [rows, num_columns], fp32 or bf16
     x,  # [*, *] fp32
-    row,
-    column,
+    row,  # first row of x in out_ptr
+    column,  # first column of x in out_ptr
     num_rows,
     num_columns,
 ):
@@ -185,18 +185,18 @@ def _add_tile(out_ptr, total_MN, m, n, M, N, TRANSPOSED: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    offsets_ptr,
-    ring,
-    tiles,
+    offsets_ptr,  # [e] int32, running sum of the experts' rows
+    ring,  # Ring
+    tiles,  # WeightTiling
     out_smem,  # [1, BLOCK_M, BLOCK_N], or transposed; None with ADD
     out_desc,  # [e, M, N] in such blocks, or transposed; None with ADD
     out_ptr,
     M,
     N,
-    scale,
+    scale,  # factor on the sums
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Multiply every tile of this program and store it by TMA, or with ADD add it to out_ptr."""
+    """Multiplying warps: store every tile of this program by TMA, or with ADD add it to out_ptr."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K
@@ -251,14 +251,14 @@ def sm90_bf16_grouped_wgrad_kernel(
     row_ids_ptr,  # [R] int32; unused without GATHER
     offsets_ptr,  # [e] int32
     out_desc,  # [e, M, N] as blocks [1, BLOCK_M, BLOCK_N], or transposed; None with ADD
-    out_ptr,  # the same in plain
+    out_ptr,  # [e, M, N] or transposed, out; in and out with ADD
     num_experts,
     M,
     N,
     scale,  # fp32, of every product
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Compute `grouped_wgrad`, with GATHER by row_ids_ptr, with ADD added to out_ptr."""
+    """Write the result of `grouped_wgrad` to out_ptr, or with ADD add; GATHER reads row_ids_ptr."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K
@@ -338,9 +338,9 @@ def grouped_wgrad(
         offsets_e: int32 on the device, running sum of the experts' rows, at most R.
         row_ids_R: int32, the row of x that each expert row reads; None = row(r) is r.
         transposed: return [e, N, M] instead of [e, M, N].
-        out: fp32 or bf16, contiguous, of the output's shape, which receives the result; None = a
+        out: fp32 or bf16, contiguous, of the output's shape, overwritten by the result; None = a
             new tensor.
-        adds: whether the result is added to `out`, in fp32, without another pass.
+        adds: whether the result is added to `out` instead, in fp32.
         dtype: of a new result, fp32 or that of x (None).
         scale: factor on the fp32 sum, before it is added and rounded.
 
@@ -352,7 +352,7 @@ def grouped_wgrad(
         x_RM = x if row_ids_R is None else x.index_select(0, row_ids_R)
         lhs, rhs = (y_RN, x_RM) if transposed else (x_RM, y_RN)
         return store_grad(grouped_mm(lhs.t(), rhs, offs=offsets_e), out, adds, dtype, scale)
-    x, y_RN = _align(x), _align(y_RN)
+    x, y_RN = _align_address(x), _align_address(y_RN)
     (M, N), e = (x.shape[1], y_RN.shape[1]), offsets_e.shape[0]
     shape = (e, N, M) if transposed else (e, M, N)
     out = x.new_empty(shape, dtype=dtype) if out is None else out
@@ -375,7 +375,7 @@ def grouped_wgrad(
     return out
 
 
-def _align(x: Tensor) -> Tensor:
+def _align_address(x: Tensor) -> Tensor:
     """Return x, or a copy if its address is not a multiple of 16 bytes."""
     return x if x.data_ptr() % 16 == 0 else x.clone()
 

@@ -82,7 +82,7 @@ class ActivationOptions(CheckedRecord):
 def make_options(
     kind: str, limit: float, up_limit: float, alpha: float, interleaved: bool
 ) -> ActivationOptions:
-    """Return the options whose property `flat` has these values. Cached."""
+    """Return the options whose property `flat` is the tuple of these values. Cached."""
     return ActivationOptions(
         kind=kind, limit=limit, up_limit=up_limit, alpha=alpha, interleaved=interleaved
     )
@@ -126,7 +126,7 @@ def _apply_ungated(h_RF: Tensor, kind: str) -> Tensor:
 
 
 def _differentiate_ungated(h_RF: Tensor, kind: str) -> Tensor:
-    """Return the elementwise derivative of an activation without a gate."""
+    """Return the elementwise derivative of the activation `kind`, which has no gate, at h_RF."""
     grad_RF = torch.ones_like(h_RF)
     if kind == "gelu":
         return torch.ops.aten.gelu_backward(grad_RF, h_RF)  # type: ignore[no-any-return]
@@ -145,7 +145,7 @@ def split_columns(h_RC: Tensor, options: ActivationOptions) -> tuple[Tensor, Ten
 
 
 def differentiate_activation(h_RC: Tensor, options: ActivationOptions) -> Tensor:
-    """Return d output / d input for each input column, like h_RC, which is fp32 or fp64."""
+    """Return d output / d input for each column of h_RC, which is fp32 or fp64, in its layout."""
     if not options.gated:
         return _differentiate_ungated(h_RC, options.kind)
     gate, up = split_columns(h_RC, options)

@@ -22,7 +22,7 @@ class ActivationConstants(NamedTuple):
 
 @cache
 def choose_column_blocks(num_columns: int, tile: int) -> dict[str, int]:
-    """Return a program's rows BLOCK_R and columns BLOCK_F, a power of two; product = `tile`."""
+    """Return a program's rows BLOCK_R and columns BLOCK_F (a power of two); product = `tile`."""
     fits = (n for n in (512, 256, 128) if -(-num_columns // n) * n * 8 <= num_columns * 9)
     block_F = next(fits, min(128, max(16, next_power_of_2(num_columns))))
     return {"BLOCK_R": tile // block_F, "BLOCK_F": block_F}
@@ -211,7 +211,7 @@ def weighted_activation_bwd_kernel(
     num_rows_ptr,  # 0-dim int32, or None for R
     dh_ptr,  # [R, C], out
     dweights_ptr,  # [R] fp32, out
-    a_ptr,  # [R, F], out, or None: not wanted
+    a_ptr,  # [R, F], out; None = not written
     num_expert_rows,  # R
     F: tl.constexpr,
     ACT: tl.constexpr,  # ActivationConstants

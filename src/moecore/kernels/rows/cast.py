@@ -80,7 +80,7 @@ Parts = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 @functools.lru_cache(4096)
 def _compute_shapes(T: int, D: int, kind: str) -> tuple[tuple[int, int], ...]:
-    """Return the shapes of values, scales, transposed values and transposed scales of [T, D]."""
+    """Return shapes of values, scales, transposed values and their scales of [T, D] in `kind`."""
     (M, K), (m, k) = compute_operand_shape(T, D, kind), compute_operand_shape(D, T, kind)
     return (M, K), compute_scales_shape(M, K, kind), (m, k), compute_scales_shape(m, k, kind)
 
@@ -88,7 +88,11 @@ def _compute_shapes(T: int, D: int, kind: str) -> tuple[tuple[int, int], ...]:
 def _launch_cast(
     x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _CastOptions
 ) -> Parts:
-    """Return values and scales of both operands of `cast`; None for an operand not requested."""
+    """Compute `cast`, by kernels if possible.
+
+    Return values, scales, transposed values and their scales; None for an operand not requested.
+    `seen` is raised in place.
+    """
     kind, fmt, power_of_two, rows, columns = options
     if not has_kernel(x) or not (rows or columns or seen is not None):
         return _cast_plain(x, amax, seen, options)
@@ -166,7 +170,7 @@ def cast_rows(
 
     `values` is FP8 or uint8. `ends_e`, the running sum of experts' rows, may be None: then `values`
     is padded to multiples of 16. Otherwise rows from ends_e[-1] on are skipped. `stride` is the row
-    stride of x.
+    stride of x, `num_experts` the length of `ends_e`, 0 for None. Without E5M2 values are E4M3.
     """
     columns = min(next_power_of_2(round_up(D, ALIGNED)), ROW_ELEMENTS)
     rows = ROW_ELEMENTS // columns
@@ -225,7 +229,7 @@ def _cast_without_none(x: Tensor, amax: Tensor | None, seen: Tensor | None, *opt
 
 
 def _count_parts(T: int, D: int, num_matrices: int) -> int:
-    """Return n of `compute_amax_parts` for matrices [T, D], a power of two."""
+    """Return into how many parts `compute_amax_parts` splits each matrix [T, D], a power of two."""
     tiles = cdiv(T, PART_ROWS) * cdiv(D, PART_COLUMNS)
     return next_power_of_2(min(tiles, max(MAX_PARTS // num_matrices, 1)))
 
@@ -236,7 +240,8 @@ def compute_amax_parts(
     """Return the largest magnitudes of n parts of a matrix, fp32 [n], by a kernel. NaN is ignored.
 
     x is [T, D], or [e, T, D] with a result [e, n]; all rows have one stride. `ends_e` is a running
-    sum of experts' rows; rows past its last entry are not read. `past` is as for `compute_amax`.
+    sum of experts' rows; rows past its last entry are not read. If `past`, fp32 [1], is not
+    0, all entries are `past` and x is not read.
     """
     (T, D), matrices = x.shape[-2:], x.shape[:-2]
     num_matrices = matrices[0] if matrices else 1
@@ -307,6 +312,7 @@ def cast(
     Args:
         x: [..., D], whose T rows are a matrix; bf16, fp16, fp32 or fp64.
         kind: elements of one scale: "tile" 1 x 128, "block" 128 x 128, "row" or "tensor".
+        fmt: "e4m3" or "e5m2".
         power_of_two: whether scales are rounded up to powers of two.
         rows: whether to make the operand [T, D] that is summed over D; False = None.
         columns: whether to make the transposed operand [D, T] that is summed over T.

@@ -38,7 +38,7 @@ def to_fp8(x, values_ptr, E5M2: tl.constexpr, INTERPRETED: tl.constexpr):  # fp3
 def amax_parts_kernel(
     x_ptr,  # [e, T, D], rows `stride` apart
     ends_ptr,  # [experts] int32 running sum of the rows in use; None = all T
-    past_ptr,  # fp32 [1]: all that is written where it is not 0, and nothing is read; or None
+    past_ptr,  # fp32 [1]: if not 0, this is written and x is not read; None = 0
     parts_ptr,  # fp32 [e, PARTS], out
     T,
     D,
@@ -48,7 +48,7 @@ def amax_parts_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write the largest magnitude of every PARTS-th tile of a matrix, or *past_ptr if not 0."""
+    """Write the largest magnitude of tiles part, part + PARTS, ... of a matrix, or *past_ptr."""
     part, matrix = tl.program_id(0), tl.program_id(1)
     num_rows = T
     if ends_ptr is not None:
@@ -162,7 +162,7 @@ def amax_kernel(
     E_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Update the largest magnitudes of an expert's columns, and with ROWS of rows, by a tile.
+    """Raise the largest magnitudes of an expert's columns, and with ROWS of rows, by one tile of x.
 
     amax_ptr has R entries for rows, only with ROWS, then D entries per expert.
     """
@@ -183,12 +183,12 @@ def amax_kernel(
 
 
 @triton.jit
-def _cast_along(
+def _store_operand_tile(
     x,  # fp32 tile
-    i,  # of the operand's rows
-    j,  # of its columns
-    tile_i,
-    tile_j,
+    i,  # [BLOCK] row indices of the operand
+    j,  # [BLOCK] column indices of the operand
+    tile_i,  # number of the row tile
+    tile_j,  # number of the column tile
     amax_ptr,  # "row": fp32, of each row; "tensor": of parts
     values_ptr,  # FP8 [M, K], out
     scales_ptr,  # out
@@ -196,14 +196,14 @@ def _cast_along(
     M,
     K,
     AXIS: tl.constexpr,  # of x that is summed: 1, or 0 for the transposed operand
-    KIND: tl.constexpr,
-    PARTS: tl.constexpr,
+    KIND: tl.constexpr,  # as in `cast_kernel`
+    PARTS: tl.constexpr,  # entries of amax_ptr of a "tensor"
     E5M2: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Quantise a tile along dim AXIS of x; store FP8 in the operand [M, K], and its scales."""
+    """Quantise a tile of x along dim AXIS; store FP8 in values_ptr and scales in scales_ptr."""
     lane = tl.arange(0, BLOCK)
     if KIND == 0:
         amax = tl.max(magnitude(x), AXIS)
@@ -279,7 +279,7 @@ def cast_kernel(
     if HAS_AMAX:  # else an infinity is its scale's
         x = tl.where(tl.abs(x) < float("inf"), x, float("nan"))
     if rows_ptr is not None:
-        _cast_along(
+        _store_operand_tile(
             x, t, d, tile_t, tile_d, amax_ptr, rows_ptr, row_scales_ptr, T, M, K,
             1, KIND, PARTS, E5M2, POWER_OF_TWO, BLOCK, INTERPRETED,
         )  # fmt: skip
@@ -287,7 +287,7 @@ def cast_kernel(
         of_columns = amax_ptr
         if KIND == 2 and rows_ptr is not None:
             of_columns += T
-        _cast_along(
+        _store_operand_tile(
             x, d, t, tile_d, tile_t, of_columns, columns_ptr, column_scales_ptr, D, m, k,
             0, KIND, PARTS, E5M2, POWER_OF_TWO, BLOCK, INTERPRETED,
         )  # fmt: skip

@@ -49,8 +49,10 @@ class PagePool:
     def make(
         cls, num_pages: int, page_bytes: int, device: torch.device, *, num_host_pages: int = 0
     ) -> "PagePool":
-        """Return a pool whose pages are all free. A CUDA graph must not capture this call."""
-        # At least one page, of a multiple of 16 bytes; host pages are pinned for a GPU.
+        """Return a pool whose pages are all free. A CUDA graph must not capture this call.
+
+        `num_pages` is at least 1, `page_bytes` a multiple of 16. Host pages are pinned for a GPU.
+        """
         pinned, num_ids = device.type == "cuda", num_pages + num_host_pages
         state = torch.zeros(NUM_WORDS, dtype=torch.int32, device="cpu")
         state[FREE_WORD], state[HOST_FREE_WORD] = num_pages, num_host_pages
@@ -75,7 +77,7 @@ class PagePool:
 
 
 def return_pages_ref(table: Tensor, num_entries: int, pool: PagePool) -> None:
-    """Compute `return_pages` on the host."""
+    """Move a table's first num_entries page ids to the free lists, on the host."""
     P, state, ids_N = pool.pages.shape[0], pool.state, table[:num_entries]
     for page in ids_N.tolist():
         if page >= 0:
@@ -88,7 +90,11 @@ def return_pages_ref(table: Tensor, num_entries: int, pool: PagePool) -> None:
 
 
 def take_pages_ref(table: Tensor, num_entries: int, need: int, pool: PagePool) -> None:
-    """Free a table's pages, then write `need` free page ids to it; MISSING if no page is free."""
+    """Compute `take_pages` on the host: free a table's pages, then write `need` page ids to it.
+
+    The page ids are the first num_entries words of `table`: MISSING if no page is free, and NONE
+    after `need` entries.
+    """
     return_pages_ref(table, num_entries, pool)
     P, state = pool.pages.shape[0], pool.state
     rings = [(HEAD_WORD, FREE_WORD, 0, P)]
@@ -125,6 +131,7 @@ def _lock(state_ptr):
 
 @triton.jit
 def _unlock(state_ptr):
+    """Release the lock of the free lists, which this program has."""
     tl.debug_barrier()
     tl.atomic_xchg(state_ptr + LOCK, 0, sem="release")
 
@@ -145,7 +152,7 @@ def _put_back(
     num_host,  # Q
     BLOCK: tl.constexpr,
 ):
-    """Free a table's pages and return the new FREE, HOST_FREE and DEMAND. Needs the lock."""
+    """Free a table's pages; return FREE, HOST_FREE and DEMAND for the caller, who has the lock."""
     head, free = _load_word(state_ptr, HEAD), _load_word(state_ptr, FREE)
     host_head, host_free = _load_word(state_ptr, HOST_HEAD), _load_word(state_ptr, HOST_FREE)
     demand = _load_word(state_ptr, DEMAND)
@@ -190,7 +197,7 @@ def put_back_pages(
 
 @triton.jit
 def take_pages(
-    table_ptr,  # [N] int32: what it names is returned, what it gets is written
+    table_ptr,  # [N] int32, in, out: its page ids are freed, then overwritten
     num_entries,  # N
     need,  # pages, at most N
     state_ptr,  # [NUM_WORDS] int32
@@ -200,7 +207,10 @@ def take_pages(
     num_host,  # Q
     BLOCK: tl.constexpr,
 ):
-    """Free a table's pages, then write `need` free page ids to it; MISSING if no page is free."""
+    """Free a table's pages, then write `need` free page ids to it; MISSING if no page is free.
+
+    Only one program may call this. It holds the lock of the free lists meanwhile.
+    """
     # A table keeps its entries from one replay to the next. `take_pages` returns what the table
     # still names before it takes anything, so a replayed forward whose backward did not run loses
     # no page.
@@ -248,7 +258,7 @@ def _return_pages_kernel(
 
 
 def return_pages(table: Tensor, num_entries: int, pool: PagePool) -> None:
-    """Move the page ids in a table's first N words to the pool's free lists. No host sync."""
+    """Move the page ids in a table's first num_entries words to the free lists. No host sync."""
     if not use_kernel(table):
         return_pages_ref(table, num_entries, pool)
     elif num_entries:

@@ -3,8 +3,7 @@
 A pair is one (source row, choice). Each pair of a local expert gets an expert row: experts in
 order, and the pairs of one expert in order of (s, k). Each expert's rows are padded to a multiple.
 
-There are four launches, or three for few pairs, with integer operations only, no atomics, and the
-same bits in every run:
+Four launches (three for few pairs), integer operations only, the same bits in every run:
 
     count   per block of pairs: the number of pairs of each expert
     scan    per expert: the number of its pairs in earlier blocks, and its total
@@ -118,7 +117,7 @@ def _build_index_fwd_scan_kernel(
     NUM_LOCAL: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """Replace one expert's counts by running sums over earlier blocks, and write its total."""
+    """Replace one expert's counts by sums over earlier blocks, in place, and write its total."""
     expert = tl.program_id(0)
     total = 0
     for start in range(0, num_blocks, BLOCK_B):
@@ -241,6 +240,7 @@ def _build_index_bwd_kernel(
     num_pairs,  # N
     BLOCK: tl.constexpr,
 ):
+    """Write the gradients of BLOCK pairs' weights, copied from their expert rows."""
     pairs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     slots = tl.load(slots_ptr + pairs, mask=pairs < num_pairs, other=-1)
     grads = tl.load(dweights_ptr + slots, mask=slots >= 0, other=0.0)
@@ -308,7 +308,7 @@ def _launch_forward(
 
 
 def _run_bwd(dweights_R: Tensor, slots_SK: Tensor) -> Tensor:
-    """Return the gradient of weights_SK, which is that of each pair's expert row, 0 without one."""
+    """Return the gradient of weights_SK: that of each pair's expert row, 0 for a slot of -1."""
     dweights_SK = torch.empty_like(slots_SK, dtype=dweights_R.dtype)
     args = (dweights_R.contiguous(), slots_SK, dweights_SK, slots_SK.numel())
     launch(_build_index_bwd_kernel, cdiv(slots_SK.numel(), 1024), *args, BLOCK=1024)

@@ -55,13 +55,16 @@ class _MicroscaleInput(NamedTuple):
 
     x_TK: Tensor
     shape: tuple[int, ...]  # of the operand before it is transposed: [M, K] or [e, N, K]
-    sources_M: Tensor | None = None
-    expert_M: Tensor | None = None
-    num_scales: int = 1
-    hadamard: bool = False
+    sources_M: Tensor | None = None  # row of x of each operand row; -1 = zeros
+    expert_M: Tensor | None = None  # expert of each operand row; None = row // N
+    num_scales: int = 1  # number of tensor scales: experts + 1, or matrices
+    hadamard: bool = False  # whether each 16 rows are transformed first
 
     def launch(self, kernel: Any, block: tuple[int, int], *tensors: Any, **constants: Any) -> None:
-        """Launch a kernel with one program per tile; `block` is rows and columns of one scale."""
+        """Launch a kernel of `microscaled_kernel.py`, one program per tile.
+
+        `block` is rows and columns of one scale. `tensors` follow x, sources and experts.
+        """
         (rows, columns), (*lead, N, K), x_TK = block, self.shape, self.x_TK
         M, below = prod(lead) * N, TILE[0] if rows == 1 else 1
         launch(
@@ -79,7 +82,7 @@ class _MicroscaleInput(NamedTuple):
         )
 
     def compute_amax(self, block: tuple[int, int]) -> Tensor:
-        """Return the largest finite magnitude of each expert's rows or of each matrix, fp32."""
+        """Return fp32 [num_scales], the largest finite magnitudes of experts' rows or matrices."""
         amax = self.x_TK.new_zeros(self.num_scales, dtype=torch.float32)
         self.launch(finite_amax_kernel, block, amax)
         return amax
@@ -96,8 +99,9 @@ class _MicroscaleInput(NamedTuple):
     ) -> Blocks:
         """Quantise to one operand with blocks of `block` rows and columns, emulated or packed.
 
-        `amax` gives the fp32 scales of "nvfp4" and is computed if None. `transposed` needs `pack`:
-        emulated values stay in x's layout. `random` = stochastic rounding.
+        `recipe` is "mxfp8" or "nvfp4". `amax`, fp32 [num_scales], gives the tensor scales of
+        "nvfp4" and is computed if None. `transposed` needs `pack`: emulated values stay in x's
+        layout. `random` = stochastic rounding.
         """
         layout = (PACKED_ROWS, PACKED_COLUMNS)[transposed] if pack else VALUES
         is_nvfp4, new = recipe.scaling == "nvfp4", self.x_TK.new_empty
@@ -153,7 +157,7 @@ def quantise_microscaled(
         recipe: "mxfp8" or "nvfp4".
         over_rows: whether the product sums over rows instead of columns. The summed dim has full
             blocks.
-        is_gradient: whether values may be stochastically rounded.
+        is_gradient: whether values are stochastically rounded if the recipe says so.
         sources_M: int64, the row of x of each row of the operand; -1 = zeros. None = row i is x's
             row i, and with `over_rows` zeros fill the last block.
         expert_M: int64, the expert of each row; e = none, and its values change no other row. All
@@ -206,9 +210,9 @@ def quantise_microscaled_matrices(
 ) -> OperandPair:
     """Quantise matrices to the operands summed over K (`rows`) and over N (`columns`). No autograd.
 
-    In "nvfp4", whose blocks are square, both operands have the same numbers. `amax_e` are given
-    largest finite magnitudes; None = of each matrix. `pack` is as for `quantise_microscaled`;
-    without `pack`, scales are fp32 [e].
+    `w_eNK` has one matrix per expert. In "nvfp4", whose blocks are square, both operands have the
+    same numbers. `amax_e`, fp32 [e], replaces the largest finite magnitude of each matrix; None =
+    computed. `pack` is as for `quantise_microscaled`; without `pack`, scales are fp32 [e].
     """
     w_eNK = w_eNK.detach().contiguous()
     make: Any = partial(quantise_microscaled_matrices_ref, w_eNK)

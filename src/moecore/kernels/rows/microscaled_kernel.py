@@ -34,16 +34,16 @@ def _apply_hadamard(x):  # 16 tensors of fp32: rows times their signs
 @triton.jit
 def _load_blocks(
     x_ptr,  # [T, K], `stride` apart
-    sources_ptr,  # [M] int64, or None: row i is x's row i
+    sources_ptr,  # [M] int64, -1 = zeros, or None: row i is x's row i
     T,
     M,
     stride,
     K: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    G: tl.constexpr,
-    B: tl.constexpr,
+    HADAMARD: tl.constexpr,  # whether each 16 rows are transformed
+    ROWS: tl.constexpr,  # of a block
+    COLUMNS: tl.constexpr,  # of a block
+    G: tl.constexpr,  # blocks of a program, one below the other
+    B: tl.constexpr,  # blocks of a program, side by side
 ):
     """Return the blocks' first rows [G], block columns [B], element columns [B, COLUMNS], and x.
 
@@ -71,7 +71,7 @@ def _load_blocks(
 
 @triton.jit
 def _find_experts(experts_ptr, first, M, rows_of_expert):
-    """Return the expert of each block of rows, by the block's first row."""
+    """Return each block's expert from its first row; without experts_ptr, row // rows_of_expert."""
     if experts_ptr is not None:
         return tl.load(experts_ptr + first, mask=first < M, other=0)
     else:
@@ -83,7 +83,7 @@ def finite_amax_kernel(
     x_ptr,  # [T, K], `stride` apart
     sources_ptr,  # [M] int64, or None
     experts_ptr,  # [M] int64, or None
-    amax_ptr,  # fp32 [experts]: at least 0 on entry, in and out
+    amax_ptr,  # fp32 [experts], in and out: at least 0 on entry
     T,
     M,
     rows_of_expert,
@@ -95,7 +95,7 @@ def finite_amax_kernel(
     G: tl.constexpr,
     B: tl.constexpr,
 ):
-    """Update amax_ptr, each expert's largest finite magnitude, with this program's blocks."""
+    """Raise each expert's entry of amax_ptr to the largest finite magnitude of G x B blocks."""
     first, _, _, x = _load_blocks(
         x_ptr, sources_ptr, T, M, stride, K, HADAMARD, ROWS, COLUMNS, G, B
     )
@@ -142,7 +142,7 @@ def _draw_uniform(x, row, columns):  # fp32 [G, B, COLUMNS], int64 [G], [B, COLU
 
 @triton.jit
 def compute_nvfp4_block_scale(amax, scale):  # fp32 of one number of dims
-    """Return blocks' E4M3 scales, as bits and as fp32, from their amax and the tensor's scale."""
+    """Return E4M3 scales of blocks, as bits and as fp32, from amax and the tensor's scale."""
     exact = tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32))
     exact = tl.div_rn(exact, tl.broadcast_to(scale, amax.shape))
     code = tl.where(amax < float("inf"), to_e4m3(tl.minimum(exact, 448.0)), 0x7F)
@@ -181,8 +181,8 @@ def quantise_microscaled_kernel(
     sources_ptr,  # [M] int64, or None
     experts_ptr,  # [M] int64, or None
     amax_ptr,  # fp32 [NUM_SCALES], or None: E4M3
-    out_ptr,  # [M, K], or what `microscaled.py` has of packed ones, out
-    block_scales_ptr,  # uint8, of packed ones, out
+    out_ptr,  # [M, K] values, or their packed bytes, out
+    block_scales_ptr,  # uint8, out; only if packed
     scales_ptr,  # fp32 [NUM_SCALES], out
     T,
     M,
@@ -193,13 +193,13 @@ def quantise_microscaled_kernel(
     LAYOUT: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     HADAMARD: tl.constexpr,
-    RANDOM: tl.constexpr,
+    RANDOM: tl.constexpr,  # stochastic rounding of E2M1
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     G: tl.constexpr,
     B: tl.constexpr,
 ):
-    """Write a program's blocks of one operand; the first program writes the tensors' scales, too.
+    """Quantise and write G x B blocks of one operand; program 0 also writes the tensors' scales.
 
     LAYOUT is VALUES (emulated, like x), PACKED_ROWS (bytes) or PACKED_COLUMNS (bytes, transposed).
     amax_ptr is None for MXFP8.

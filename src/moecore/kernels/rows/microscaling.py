@@ -68,7 +68,10 @@ def _expand_scales(scales: Tensor) -> Tensor:
 
 
 def quantise_mxfp8(x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return E4M3 like x, and fp32 powers of two [..., M / rows, K / columns], scales of blocks."""
+    """Return E4M3 values like x, and fp32 scales [..., M / rows, K / columns], powers of two.
+
+    `block` is (rows, columns) of one scale.
+    """
     values, scales = quantise_ref(_split_blocks(x, block), (-3, -1), power_of_two=True)
     return values.reshape(x.shape), scales.squeeze(-1).squeeze(-2)
 
@@ -101,7 +104,10 @@ def compute_nvfp4_scales(amax: Tensor, scale: Tensor) -> Tensor:
 
 
 def to_e2m1(x: Tensor, step: Tensor, draws: Tensor | None = None) -> Tensor:
-    """Return x / step rounded to E2M1, as fp32; 0 where step, the product of both scales, is 0."""
+    """Return x / step rounded to E2M1, as fp32; 0 where step, the product of both scales, is 0.
+
+    `draws` in [0, 1) round stochastically; None = to the nearest, ties to even.
+    """
     x = (x / step).masked_fill(step == 0, 0)
     magnitude = x.abs().clamp(max=LARGEST_E2M1)
     step = torch.where(magnitude < 4, 1.0, 2.0).masked_fill(magnitude < 2, 0.5)
@@ -135,7 +141,10 @@ def unpack_e2m1(packed_bytes: Tensor) -> Tensor:
 
 
 def unpack_matrices(weight: Blocks, recipe: Recipe, *, transposed: bool) -> Blocks:
-    """Return packed all-gathered NVFP4 matrices [e, N, K] as an emulated operand."""
+    """Return packed all-gathered NVFP4 matrices [e, N, K] as an emulated operand.
+
+    The operand is summed over K, or over N if `transposed`.
+    """
     assert weight.amax is not None, "they were gathered by it"
     wide = _dequantise(unpack_e2m1(weight.values), weight.scales, recipe.weight_block)
     scales = compute_tensor_scales(weight.amax, recipe)
@@ -143,7 +152,7 @@ def unpack_matrices(weight: Blocks, recipe: Recipe, *, transposed: bool) -> Bloc
 
 
 def transpose_matrices(weight: Blocks) -> Blocks:
-    """Return packed all-gathered matrices [e, N, K] as the packed operand that is summed over N."""
+    """Return packed NVFP4 matrices [e, N, K] as the packed operand [e, K, N] summed over N."""
     values = weight.values
     codes = torch.stack((values & 15, values >> 4), -1).flatten(-2).mT
     low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
@@ -193,7 +202,10 @@ def compute_tensor_scales(amax: Tensor, recipe: Recipe) -> Tensor:
 def _quantise_blocks(
     x: Tensor, recipe: Recipe, block: tuple[int, int], scale: Tensor, draws: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return values and block scales in the recipe's format; `scale` is of tensors (NVFP4)."""
+    """Return values and scales of blocks (rows, columns) in the recipe's format.
+
+    `scale` and `draws` are as for `quantise_nvfp4`; "mxfp8" does not read them.
+    """
     if recipe.scaling == "mxfp8":
         return quantise_mxfp8(x, block)
     return quantise_nvfp4(x, block, scale, draws)
@@ -211,7 +223,7 @@ def get_product_dtype(x: Tensor) -> torch.dtype:
 
 
 def _pack(values: Tensor, scales: Tensor, amax: Tensor, *, transposed: bool) -> Blocks:
-    """Return values and block scales as bytes, with rows innermost if `transposed`."""
+    """Return values and block scales as packed bytes, with rows innermost if `transposed`."""
     if transposed:
         values, scales = values.mT, scales.mT
     if values.dtype == FP8:
@@ -231,7 +243,7 @@ def quantise_microscaled_ref(
     num_experts: int = 0,
     pack: bool = False,
 ) -> Blocks:
-    """Compute `microscaled.quantise_microscaled` in plain PyTorch."""
+    """Quantise rows to an MXFP8 or NVFP4 operand in plain PyTorch: see `quantise_microscaled`."""
     size, is_nvfp4 = recipe.weight_multiple, recipe.scaling == "nvfp4"
     block = (size, 1) if over_rows else (1, size)
     x_MK = x_TK.float()
@@ -267,7 +279,10 @@ def quantise_microscaled_matrices_ref(
     pack: bool,
     transposed: bool,
 ) -> Blocks:
-    """Return one operand of `quantise_microscaled_matrices`; without `pack` never transposed."""
+    """Return one operand of `quantise_microscaled_matrices`; without `pack` never transposed.
+
+    `block` is (rows, columns) of one scale. `amax_e` None = the matrices' own.
+    """
     w_eNK = w_eNK.float()
     amax_e = compute_finite_magnitude(w_eNK).amax((1, 2)) if amax_e is None else amax_e
     scales = compute_tensor_scales(amax_e, recipe)

@@ -39,14 +39,14 @@ COPY_WORDS = 4096  # of 4 bytes, that a program copies at once
 def gather_rows_ref(
     x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None
 ) -> Tensor:
-    """Return x_SD[row_ids_R], and zeros in expert rows that no entry of slots_SK names."""
+    """Return x_SD[row_ids_R], and zeros in expert rows not in slots_SK. num_rows is not read."""
     if not x_SD.shape[0]:  # the empty sum keeps the graph connected
         return x_SD.new_zeros(row_ids_R.shape[0], x_SD.shape[1]) + x_SD.sum(0)
     return clear_rows_without_slot(x_SD.index_select(0, row_ids_R), slots_SK)
 
 
 def clear_rows_without_slot(x_RD: Tensor, slots_SK: Tensor) -> Tensor:
-    """Return expert rows with zeros in the rows that no entry of slots_SK names (padding)."""
+    """Return a copy of expert rows with zeros in rows that no entry of slots_SK names (padding)."""
     R = x_RD.shape[0]
     named_R = torch.zeros(R + 1, dtype=torch.bool, device=x_RD.device)
     named_R[slots_SK.flatten().remainder(R + 1)] = True  # -1 is the spare row
@@ -69,7 +69,7 @@ def sum_rows_ref(
 
 @cache
 def choose_column_block(num_columns: int, itemsize: int) -> dict[str, int]:
-    """Return BLOCK_D, the columns of one program, and num_warps, 16 bytes per thread and access."""
+    """Return BLOCK_D, a program's columns, and num_warps, for 16 bytes per thread and access."""
     # The most columns, up to 2048, that leave at most 1/8 idle.
     fits = (n for n in (2048, 1024, 512, 256) if -(-num_columns // n) * n * 8 <= num_columns * 9)
     block = next(fits, min(256, max(16, next_power_of_2(num_columns))))
@@ -93,7 +93,11 @@ def _gather_rows_fwd_kernel(
     FILL_D: tl.constexpr,
     CLEAR: tl.constexpr,  # zeros from num_rows on; else those rows stay as they are
 ):
-    """Copy one source row to its expert rows, or write zeros to 32 expert rows without a slot."""
+    """Gather rows of x to out_ptr, unchanged.
+
+    Each of the first num_fill programs writes zeros to those of FILL_R expert rows that no slot
+    names. Every other program copies BLOCK_D columns of one source row to its expert rows.
+    """
     pid = tl.program_id(0)
     if pid < num_fill:
         # Rows that no slot names: padding below num_rows, and all rows from there on.
@@ -131,7 +135,7 @@ def _gather_rows_fwd_kernel(
 
 
 @triton.jit
-def _load_choice(
+def _load_expert_row(
     y_ptr,  # [R, D]
     slots_ptr,  # [S, K] int32, -1 = none
     source,  # int64 scalar, source row
@@ -163,10 +167,10 @@ def _sum_rows_fwd_kernel(
     total = tl.zeros([BLOCK_D], dtype=tl.float32)
     for k in range(0, K, 4):
         # Four independent loads before the first add.
-        y0 = _load_choice(y_ptr, slots_ptr, source, k, columns, D, K)
-        y1 = _load_choice(y_ptr, slots_ptr, source, k + 1, columns, D, K)
-        y2 = _load_choice(y_ptr, slots_ptr, source, k + 2, columns, D, K)
-        y3 = _load_choice(y_ptr, slots_ptr, source, k + 3, columns, D, K)
+        y0 = _load_expert_row(y_ptr, slots_ptr, source, k, columns, D, K)
+        y1 = _load_expert_row(y_ptr, slots_ptr, source, k + 1, columns, D, K)
+        y2 = _load_expert_row(y_ptr, slots_ptr, source, k + 2, columns, D, K)
+        y3 = _load_expert_row(y_ptr, slots_ptr, source, k + 3, columns, D, K)
         total = total + y0
         total = total + y1
         total = total + y2
@@ -178,7 +182,7 @@ def _sum_rows_fwd_kernel(
 def _launch_gather(
     x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None, *, clear: bool
 ) -> Tensor:
-    """Launch the gather; without `clear`, rows from num_rows on are uninitialised."""
+    """Return the gathered rows; without `clear`, rows from num_rows on are uninitialised."""
     (S, D), K, R = x_SD.shape, slots_SK.shape[1], row_ids_R.shape[0]
     out_RD = x_SD.new_empty(R, D)
     if not R or not D:
@@ -313,7 +317,7 @@ def _copy_first_rows_kernel(
     PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy the first num_rows rows in words of 4 bytes; PROGRAMS programs share them."""
+    """Copy the first num_rows rows as words of 4 bytes; PROGRAMS programs share them."""
     num_words = tl.minimum(tl.load(num_rows_ptr), length).to(tl.int64) * row_words
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, num_words, PROGRAMS * BLOCK):
         i = start + tl.arange(0, BLOCK)

@@ -35,7 +35,7 @@ def count_packed_bytes(dim: int) -> int:
 
 
 def pack_rows_ref(x_SD: Tensor) -> Tensor:
-    """Compute `pack_rows` in plain PyTorch."""
+    """Quantise rows to e4m3 and scales in bytes [S, W], in plain PyTorch: see `pack_rows`."""
     S, D = x_SD.shape
     B = cdiv(D, BLOCK)
     padded_x = torch.nn.functional.pad(x_SD.float(), (0, B * BLOCK - D))
@@ -73,13 +73,13 @@ def _choose_program(dim: int) -> dict[str, int]:
 def _pack_rows_kernel(
     x_ptr,  # [S, D]
     packed_ptr,  # [S, W] uint8, out
-    scales_ptr,  # the same memory, fp32
+    scales_ptr,  # fp32, the same memory, out
     D: tl.constexpr,
     W: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Pack BLOCKS blocks of 128 columns of one row, values and scales."""
+    """Quantise BLOCKS blocks of 128 columns of one row to e4m3, and write values and scales."""
     PARTS: tl.constexpr = (D + BLOCKS * BLOCK - 1) // (BLOCKS * BLOCK)
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     blocks = tl.program_id(0) % PARTS * BLOCKS + tl.arange(0, BLOCKS)

@@ -39,9 +39,10 @@ TAKE_WARPS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PageLayout:
-    """How the used rows of one dispatch's matrices are laid out in pages of a `PagePool`.
+    """The layout of several matrices' used rows in pages of a `PagePool`: sizes, no data.
 
-    A matrix is a uint8 buffer [rows, B]. Its used rows are the rows with a slot, or the first rows.
+    A matrix is a uint8 buffer [S or R, B]. Its used rows are the source rows with a slot ("with a
+    list"), or the first expert rows.
     """
 
     pool: PagePool
@@ -66,7 +67,10 @@ class PageLayout:
         source_rows: int,
         expert_rows: int,
     ) -> "PageLayout":
-        """Return the layout of `matrices`: (B, bytes of a row; whether used rows have slots)."""
+        """Return the layout of `matrices`, each (bytes of a row, whether it has a list).
+
+        A matrix with a list has `source_rows` rows, another matrix `expert_rows`.
+        """
         widths, has_list = zip(*matrices, strict=True)
         steps = [pool.page_bytes // width for width in widths]
         lengths = [source_rows if listed else expert_rows for listed in has_list]
@@ -93,7 +97,7 @@ class PageLayout:
         )
 
     def make_table(self) -> Tensor:
-        """Return a table without pages. A captured CUDA graph would clear the table at replay."""
+        """Return an int32 table without pages. A CUDA graph must not capture this call."""
         num_listed = self.source_rows if any(self.has_list) else 0
         size = self.num_entries + 2 + num_listed
         return torch.full((size,), NONE, dtype=torch.int32, device=self.pool.pages.device)
@@ -102,7 +106,7 @@ class PageLayout:
 def take_rows_ref(
     table: Tensor, layout: PageLayout, slots_SK: Tensor | None, num_rows: Tensor | None
 ) -> None:
-    """Compute `take_rows` on the host."""
+    """Write the used rows and free page ids to `table`, on the host: see `take_rows`."""
     N = layout.num_entries
     table[N : N + 2] = 0
     if slots_SK is not None:
@@ -149,7 +153,7 @@ def copy_rows_ref(
 
 @triton.jit
 def _count_pages(num_rows, STEPS: tl.constexpr):
-    """Return the number of pages of num_rows rows of each matrix; STEPS are the rows of a page."""
+    """Return the pages that num_rows rows of all matrices take; STEPS has the rows of a page."""
     need = 0
     for m in tl.static_range(len(STEPS)):
         need += (num_rows + STEPS[m] - 1) // STEPS[m]
@@ -162,7 +166,7 @@ def _count_pages(num_rows, STEPS: tl.constexpr):
 def _take_rows_kernel(
     slots_ptr,  # [S, K] int32, negative = none; None = no matrix has a list
     num_rows_ptr,  # int32: the first so many of R; None = no matrix is without a list
-    table_ptr,  # what it names is returned, what it gets is written
+    table_ptr,  # in, out: its old pages are freed, new page ids and the list are written
     source_rows,  # S
     expert_rows,  # R
     num_entries,  # N
@@ -204,10 +208,10 @@ def _take_rows_kernel(
 
 @triton.jit
 def _copy_matrix(
-    rows_ptr,  # [S or R, B] bytes; None = not this time
-    table_ptr,  # its entries come first
-    order_ptr,  # [S] int32, the used rows; None = the first ones
-    num_rows,  # how many these are
+    rows_ptr,  # [S or R, B] bytes; None = skip this matrix
+    table_ptr,  # page ids of this matrix, then of the next ones
+    order_ptr,  # [S] int32, indices of the used rows; None = the first rows
+    num_rows,  # number of used rows
     pages_ptr,  # [P, PAGE_BYTES] bytes
     host_ptr,  # [Q, PAGE_BYTES] bytes, or None
     num_pages,  # P
@@ -218,7 +222,7 @@ def _copy_matrix(
     BLOCK_R: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Copy this program's tiles of a matrix; return the address of the next matrix's entries."""
+    """Copy this program's tiles of a matrix, unchanged; return the next matrix's table_ptr."""
     STEP: tl.constexpr = PAGE_BYTES // WIDTH
     WORD: tl.constexpr = tl.int32 if WIDTH % 4 == 0 else tl.int8
     WORD_BYTES: tl.constexpr = 4 if WIDTH % 4 == 0 else 1
@@ -260,7 +264,7 @@ def _copy_matrix(
 
 @triton.jit(do_not_specialize=["num_entries", "num_pages", "released_entries", "num_host"])
 def _copy_pages_kernel(
-    a_ptr,  # matrices: bytes, or None
+    a_ptr,  # four matrices of bytes; None = skip
     b_ptr,
     c_ptr,
     d_ptr,
@@ -269,7 +273,7 @@ def _copy_pages_kernel(
     pages_ptr,  # [P, PAGE_BYTES] bytes
     host_ptr,  # [Q, PAGE_BYTES] bytes, or None
     num_pages,  # P
-    released_ptr,  # a table whose pages go back; None = none do
+    released_ptr,  # another table, whose pages are freed; None = no table
     released_entries,  # its N
     state_ptr,  # [NUM_WORDS] int32
     free_ptr,  # [P + Q] int32

@@ -51,7 +51,7 @@ def split_blocks(x: Tensor) -> Tensor:
 
 
 def quantise_rows_ref(x_SD: Tensor, *, power_of_two: bool) -> Rows:
-    """Compute `quantise_rows` in plain PyTorch."""
+    """Quantise rows to FP8, one scale per 128 columns, in plain PyTorch: see `quantise_rows`."""
     values, scales = quantise_ref(split_blocks(x_SD), -1, power_of_two)
     return Rows(values.view(x_SD.shape), scales[..., 0], x_SD.dtype)
 
@@ -80,7 +80,7 @@ def gather_row_blocks_ref(rows: Rows, row_ids_R: Tensor | None) -> Blocks:
 
 
 def tile_tokens_ref(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTiles) -> Blocks:
-    """Compute `tile_tokens` in plain PyTorch; unused tiles are 0."""
+    """Transpose FP8 rows per row tile in plain PyTorch: see `tile_tokens`; unused tiles are 0."""
     values_SD, scales_SB = _get_values_and_scales(rows)
     tile = torch.arange(tiles.max_tiles, device=values_SD.device)
     _, first, end, _ = tiles.map[1:].long().unbind(1)
@@ -108,7 +108,7 @@ def _get_values_and_scales(rows: Rows | Blocks) -> tuple[Tensor, Tensor]:
 def quantise_weights_ref(
     w_eNK: Tensor, *, power_of_two: bool, rows: bool = True, columns: bool = True
 ) -> OperandPair:
-    """Compute `quantise_weights` in plain PyTorch."""
+    """Quantise matrices to FP8 per 128 x 128 in plain PyTorch: see `quantise_weights`."""
     e, N, K = w_eNK.shape
     blocks = w_eNK.view(e, N // BLOCK, BLOCK, K // BLOCK, BLOCK)
     values, scales = quantise_ref(blocks, (2, 4), power_of_two)
@@ -127,8 +127,8 @@ def _make_pair(
     )
 
 
-def check_columns(name: str, size: int) -> None:
-    """Raise ValueError unless a size is a multiple of 128."""
+def check_multiple_of_128(name: str, size: int) -> None:
+    """Raise ValueError, which names the size `name`, unless `size` is a multiple of 128."""
     if size % BLOCK:
         raise ValueError(
             f"{name} ({size}) must be a multiple of {BLOCK}: other columns have no whole blocks"
@@ -136,7 +136,7 @@ def check_columns(name: str, size: int) -> None:
 
 
 def make_empty_row_blocks(like: Tensor, num_rows: int, num_columns: int) -> Blocks:
-    """Return an uninitialised "tile" operand: FP8 [rows, columns], and transposed scales."""
+    """Return an uninitialised "tile" operand on like's device: FP8, and transposed scales."""
     scales_shape = (num_columns // BLOCK, round_up(num_rows, SCALE_ROWS))
     return Blocks(
         like.new_empty(num_rows, num_columns, dtype=FP8),
@@ -167,7 +167,7 @@ def quantise_rows(x_SD: Tensor, *, power_of_two: bool, num_rows: Tensor | None =
         Values float8_e4m3fn [S, D] and scales fp32 [S, D / 128].
     """
     S, D = x_SD.shape
-    check_columns("D", D)
+    check_multiple_of_128("D", D)
     if not use_kernel(x_SD):
         return quantise_rows_ref(x_SD, power_of_two=power_of_two)
     out, num_blocks = make_empty_rows(x_SD), S * D // BLOCK
@@ -203,7 +203,7 @@ def gather_row_blocks(
     """
     assert rows.scales is not None
     S, D = rows.values.shape
-    check_columns("D", D)
+    check_multiple_of_128("D", D)
     if not use_kernel(rows.values):
         return gather_row_blocks_ref(rows, row_ids_R)
     moves = row_ids_R is not None and slots_SK is not None
@@ -251,7 +251,7 @@ def tile_tokens(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTiles) 
     """
     values_SD, scales_SB = _get_values_and_scales(rows)
     S, D = values_SD.shape
-    check_columns("D", D)
+    check_multiple_of_128("D", D)
     if not use_kernel(values_SD):
         return tile_tokens_ref(rows, row_ids_R, tiles)
     out = Blocks(
@@ -284,8 +284,8 @@ def quantise_weights(
     [e, N, K], `columns` the transposed [e, K, N]; one pass writes both. No autograd, no host sync.
     """
     e, N, K = w_eNK.shape
-    check_columns("N", N)
-    check_columns("K", K)
+    check_multiple_of_128("N", N)
+    check_multiple_of_128("K", K)
     if not use_kernel(w_eNK):
         return quantise_weights_ref(w_eNK, power_of_two=power_of_two, rows=rows, columns=columns)
     values_eNK = w_eNK.new_empty(e, N, K, dtype=FP8) if rows else None

@@ -30,7 +30,7 @@ from moecore.kernels.rows.activation import (
 from moecore.kernels.rows.activation_kernel import activate, activate_with_gradients
 from moecore.kernels.rows.e4m3 import BLOCK, from_e4m3
 from moecore.kernels.rows.quantised import (
-    check_columns,
+    check_multiple_of_128,
     make_empty_row_blocks,
     make_empty_rows,
     quantise_row_blocks_ref,
@@ -82,7 +82,7 @@ def quantised_activation_bwd_ref(
 
 @triton.jit
 def load_h(h_ptr, h_scales_ptr, rows, row_mask, block, wide: tl.constexpr, C: tl.constexpr):
-    """Return 128 columns of FC1's output as fp32; FP8 (with scales) is first rounded to `wide`."""
+    """Return FC1's output, columns 128 * block and on, as fp32; FP8 is first rounded to `wide`."""
     at = rows[:, None] * C + block * 128 + tl.arange(0, 128)[None, :]
     h = tl.load(h_ptr + at, mask=row_mask[:, None], other=0)
     if h_scales_ptr is not None:
@@ -107,7 +107,7 @@ def quantised_activation_fwd_kernel(
     POWER_OF_TWO: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Write FP8 of 128 columns of the weighted activation, and of H unless h_values_ptr is None."""
+    """Quantise 128 columns of the weighted activation, and of H unless h_values_ptr is None."""
     BLOCKS: tl.constexpr = F // 128
     C: tl.constexpr = 2 * F if ACT.GATED else F
     block = tl.program_id(0) % BLOCKS
@@ -154,7 +154,7 @@ def quantised_activation_bwd_kernel(
     POWER_OF_TWO: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Write FP8 of dh and a, and dweights' sums over 128 columns of F, of BLOCK_R rows."""
+    """Write dh and a in FP8, and dweights' sums over 128 columns of F, for BLOCK_R rows."""
     BLOCKS: tl.constexpr = F // 128
     C: tl.constexpr = 2 * F if ACT.GATED else F
     block = tl.program_id(0) % BLOCKS
@@ -237,7 +237,7 @@ def quantised_activation(
     """
     R, C = h_RC.shape
     F = C // 2 if options.gated else C
-    check_columns("F", F)
+    check_multiple_of_128("F", F)
     if not use_kernel(h_RC):
         return quantised_activation_ref(
             h_RC, weights_R, options, power_of_two=power_of_two, quantise_h=quantise_h
@@ -281,7 +281,7 @@ def quantised_activation_bwd(
         output, FP8 [R, F]. Rows of dh and of the output from num_rows on are uninitialised.
     """
     (R, C), F = h.values.shape, da_RF.shape[1]
-    check_columns("F", F)
+    check_multiple_of_128("F", F)
     if not use_kernel(h.values, da_RF):
         return quantised_activation_bwd_ref(
             h, da_RF, weights_R, num_rows, options, power_of_two=power_of_two

@@ -26,7 +26,7 @@ def store_row_blocks(
     C: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
-    """Store e4m3 of 128 columns; scales are [C / 128, stride], with stride None [R, C / 128]."""
+    """Quantise x, 128 columns, to e4m3; store values and one scale per row (see scales_ptr)."""
     scale, inverse = compute_block_scale(tl.max(magnitude(x), axis=1), POWER_OF_TWO)
     at = rows[:, None] * C + block * 128 + tl.arange(0, 128)[None, :]
     tl.store(values_ptr + at, to_e4m3(x * inverse[:, None]), mask=row_mask[:, None])
@@ -80,7 +80,11 @@ def gather_row_blocks_kernel(
     SCALE_R: tl.constexpr,
     SCALE_B: tl.constexpr,
 ):
-    """Write the transposed scales of SCALE_R expert rows, or copy the values of one source row."""
+    """Gather FP8 rows to out_ptr, unchanged, and their scales, transposed.
+
+    Each of the first num_scale programs copies the scales of SCALE_R expert rows. Every other
+    program copies BLOCK_D values of one source row to its expert rows.
+    """
     pid = tl.program_id(0)
     if pid < num_scale:
         rows = pid.to(tl.int64) * SCALE_R + tl.arange(0, SCALE_R)
@@ -131,8 +135,8 @@ def _load_words(
 
 
 @triton.jit
-def _compute_factor(scale, largest):
-    """Return scale / largest as fp16 [rows, 1]."""
+def _compute_scale_ratio(scale, largest):
+    """Return scale / largest as fp16 [rows, 1], by which values change to the scale `largest`."""
     return tl.div_rn(scale, largest).to(tl.float16)[:, None]
 
 
@@ -150,7 +154,7 @@ def tile_tokens_kernel(
     SCALES_W: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """Transpose 128 columns of one row tile, and write their common scale."""
+    """Store 128 columns of one row tile, transposed and rescaled to the largest of their scales."""
     B: tl.constexpr = D // 128
     tile, block = tl.program_id(0) // B, tl.program_id(0) % B
     if tile < tl.load(map_ptr):
@@ -164,8 +168,8 @@ def tile_tokens_kernel(
         w2, s2 = _load_words(words, scales, row_ids_ptr, r + 2, end, W, SCALES_W)
         w3, s3 = _load_words(words, scales, row_ids_ptr, r + 3, end, W, SCALES_W)
         largest = tl.max(tl.maximum(tl.maximum(s0, s1), tl.maximum(s2, s3)), axis=0)
-        f0, f1 = _compute_factor(s0, largest), _compute_factor(s1, largest)
-        f2, f3 = _compute_factor(s2, largest), _compute_factor(s3, largest)
+        f0, f1 = _compute_scale_ratio(s0, largest), _compute_scale_ratio(s1, largest)
+        f2, f3 = _compute_scale_ratio(s2, largest), _compute_scale_ratio(s3, largest)
         o0, o1, o2, o3 = transpose_words(w0, w1, w2, w3, f0, f1, f2, f3)
         columns = block * 128 + 4 * tl.arange(0, 32)
         out = out_ptr + (tile.to(tl.int64) * D + columns[:, None]) * 32 + tl.arange(0, 32)[None, :]
@@ -186,7 +190,7 @@ def quantise_weights_kernel(
     K: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
-    """Quantise one block of 128 x 128; values_ptr or words_ptr (transposed) may be None."""
+    """Quantise one block of 128 x 128 to e4m3, in the layout of values_ptr, words_ptr or both."""
     BLOCKS: tl.constexpr = K // 128
     pid = tl.program_id(0)
     row_block = (pid // BLOCKS).to(tl.int64)  # of [e * N / 128]

@@ -23,7 +23,7 @@ PROGRAM = {"BLOCKS": 32, "num_warps": 4}  # scales of one program: 32 elements p
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of tokens [S, D], and their scales if the values are FP8."""
+    """A matrix [S, D] with one row per token, wide or in FP8 with one scale per 128 columns."""
 
     values: Tensor  # [S, D] bf16, fp16, fp32 or fp64; float8_e4m3fn with scales, rows maybe strided
     scales: Tensor | None = None  # None, or fp32 [S, ceil(D / 128)]: factor of each 128 columns
@@ -39,7 +39,7 @@ class Rows:
     def from_bytes(
         cls, bytes_SW: Tensor, dim: int, dtype: torch.dtype, handle_SD: Tensor | None = None
     ) -> Rows:
-        """Return the rows that `pack_rows` packed as views; `widen` converts them to `dtype`."""
+        """View the result of `pack_rows` as FP8 rows of `dim` columns; they widen to `dtype`."""
         return cls(*view_packed_rows(bytes_SW, dim), dtype, handle_SD=handle_SD)
 
     @property
@@ -93,6 +93,7 @@ def _widen_rows_kernel(
     ROW_BLOCKS: tl.constexpr,  # B
     BLOCKS: tl.constexpr,
 ):
+    """Write the wide values of BLOCKS blocks of 128 columns, except in rows from num_rows on."""
     blocks = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     inside = blocks < num_blocks
     if num_rows_ptr is not None:

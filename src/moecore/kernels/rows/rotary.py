@@ -24,7 +24,7 @@ NUM_WARPS = 4
 
 
 def rotary_ref(x_BTHw: Tensor, cos_Td: Tensor, sin_Td: Tensor, *, neighbours: bool) -> Tensor:
-    """Compute `rotary` in plain differentiable PyTorch."""
+    """Rotate the last d dims of each head in plain differentiable PyTorch: see `rotary`."""
     n = x_BTHw.shape[-1] - 2 * cos_Td.shape[-1]
     stays, turns = x_BTHw[..., :n], x_BTHw[..., n:]
     first, second = turns.chunk(2, dim=-1)
@@ -91,7 +91,7 @@ def _rotary_kernel(
 def _launch_rotary(
     x: Tensor, cos_Td: Tensor, sin_Td: Tensor, neighbours: bool, backward: bool
 ) -> Tensor:
-    """Rotate x, or with `backward` its gradient by the negative angles, by the kernel."""
+    """Return x rotated by the kernel; with `backward`, x is the output's gradient, rotated back."""
     if x.stride(-1) != 1:
         x = x.contiguous()
     B, T, H, w = x.shape

@@ -20,16 +20,16 @@ MAP_FIELDS = 4  # int32 words of a row tile: expert, first row, end of the exper
 
 @triton.jit
 def _map_row_tiles_kernel(
-    offsets_ptr,  # [e] int32
+    offsets_ptr,  # [e] int32, running sum of the experts' rows
     map_ptr,  # [1 + most row tiles, FIELDS] int32, out; word 0 is the number of row tiles
-    ends_ptr,  # [e] int32, out
+    ends_ptr,  # [e] int32, out: running sum of the experts' row tiles
     num_experts,
     E_POW2: tl.constexpr,
     BLOCK_M: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the map entries of one expert's row tiles, and its entry of ends_ptr."""
+    """One program per expert: write the map entries of its row tiles, and its entry of ends_ptr."""
     experts = tl.arange(0, E_POW2)
     exists = experts < num_experts
     ends = tl.load(offsets_ptr + experts, mask=exists, other=0)
@@ -52,7 +52,7 @@ def _map_row_tiles_kernel(
 
 
 class RowTiles(NamedTuple):
-    """All row tiles of the experts, up to 128 rows of one expert each, on the device."""
+    """The row tiles of all experts, on the device. A row tile is up to 128 rows of one expert."""
 
     map: Tensor  # int32 [1 + most row tiles, MAP_FIELDS], see above
     ends_e: Tensor  # int32 running sum of the experts' row tiles
@@ -64,7 +64,7 @@ class RowTiles(NamedTuple):
 
 
 def map_row_tiles_ref(offsets_e: Tensor, num_rows: int) -> RowTiles:
-    """Compute `map_row_tiles` in plain PyTorch; words that are not defined are 0."""
+    """Compute `map_row_tiles` in plain PyTorch; entries past the last tile are 0."""
     e = offsets_e.shape[0]
     map = offsets_e.new_zeros(1 + cdiv(num_rows, BLOCK_M) + e, MAP_FIELDS)
     counts_e = offsets_e.diff(prepend=offsets_e.new_zeros(1))
@@ -80,9 +80,10 @@ def map_row_tiles_ref(offsets_e: Tensor, num_rows: int) -> RowTiles:
 
 
 def map_row_tiles(offsets_e: Tensor, num_rows: int) -> RowTiles:
-    """Return the row tiles of all experts, which all products of one index share. No host sync.
+    """Return the row tiles of all experts, as grouped products read them. No host sync.
 
-    `offsets_e` is the running sum of the experts' rows, `num_rows` the length R of the row buffer.
+    `offsets_e` is the int32 running sum of the experts' rows, on the device. `num_rows` is the
+    length R of the row buffer, not the number of rows in use.
     """
     if not use_kernel(offsets_e):
         return map_row_tiles_ref(offsets_e, num_rows)

@@ -14,7 +14,7 @@ NUM_WARPS = 8
 
 
 def scaled_cast_ref(x: Tensor, dtype: torch.dtype, scale: float | Tensor) -> Tensor:
-    """Compute `scaled_cast` in plain PyTorch."""
+    """Return x * scale, multiplied in at least fp32, as `dtype`, in plain PyTorch."""
     return (x.to(torch.promote_types(x.dtype, torch.float32)) * scale).to(dtype)
 
 

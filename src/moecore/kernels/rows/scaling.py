@@ -81,7 +81,7 @@ class Blocks:
 
     values: Tensor  # float8, contiguous, the summed dim innermost; zero in the padding
     scales: Tensor  # fp32, of the shape that `kind` has in this file's table
-    kind: str  # of the scales
+    kind: str  # of the scales: a key of `SCALE_KINDS`, or a packed or emulated kind
     # fp32 largest magnitudes of full matrices, [e] or [1], of an all-gathered weight
     amax: Tensor | None = None
 
@@ -98,7 +98,7 @@ class OperandPair(NamedTuple):
 
 
 def get_values_and_scales(side: Blocks | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return an operand's (values, scales), or (None, None) for an operand that was not made."""
+    """Return an operand's (values, scales), or (None, None) if `side` is None."""
     return (None, None) if side is None else (side.values, side.scales)
 
 

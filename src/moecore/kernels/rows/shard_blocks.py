@@ -71,7 +71,7 @@ class MatrixShard(NamedTuple):
 
     @property
     def scales_shape(self) -> tuple[int, int]:
-        """Shape of the scales, [R / 128, C / 128 rounded up to 4], as dense products read them."""
+        """Shape of the full matrix's scales, one per 128 x 128; columns are padded to 4, 8, ..."""
         return cdiv(self.rows, BLOCK), round_up(cdiv(self.columns, BLOCK), SCALE_COLUMNS)
 
     @property
@@ -110,7 +110,7 @@ def make_dense_operand(weight: Blocks) -> Blocks:
 
 
 def write_block_amax_ref_(part: Tensor, place: MatrixShard, amax: Tensor) -> None:
-    """Compute `write_block_amax_` in plain PyTorch."""
+    """Write the shard's amax in each 128 x 128 block in plain PyTorch: see `write_block_amax_`."""
     row, column = place.compute_indices(part)
     magnitudes = torch.zeros(place.rows, place.columns, device=part.device, dtype=torch.float32)
     magnitudes[row[:, None], column] = magnitude_ref(part.float()).view(-1, place.part_columns)
@@ -128,7 +128,7 @@ def quantise_blocks_ref_(
     *,
     power_of_two: bool,
 ) -> None:
-    """Compute `quantise_blocks_` in plain PyTorch."""
+    """Write FP8 `values` of a shard and block `scales` in plain PyTorch: see `quantise_blocks_`."""
     block_scales, inverse = compute_block_scale_ref(amax, power_of_two)
     columns = cdiv(place.columns, BLOCK)
     scales[:, :columns].copy_(block_scales[:, :columns])
@@ -166,7 +166,7 @@ def block_amax_kernel(
     stride,
     BLOCK: tl.constexpr,
 ):
-    """Write the shard's largest magnitude in one block; 0 if no element is in the shard."""
+    """Write the shard's largest magnitude in one 128 x 128 block; 0 if it has no element there."""
     i, j, at, inside = locate_shard_tile(part, BLOCK, BLOCK)
     x = tl.load(part_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(amax_ptr + i * stride + j, tl.max(tl.max(magnitude(x), 1), 0))
@@ -183,7 +183,7 @@ def quantise_blocks_kernel(
     POWER_OF_TWO: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write FP8 of the shard's elements in one block, and the block's scale."""
+    """Quantise the shard's elements in one 128 x 128 block to E4M3, and write the block's scale."""
     i, j, at, inside = locate_shard_tile(part, BLOCK, BLOCK)
     scale, inverse = compute_block_scale(tl.load(amax_ptr + i * stride + j), POWER_OF_TWO)
     x = tl.load(part_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -199,7 +199,7 @@ def transpose_values_kernel(
     K: tl.constexpr,
     M: tl.constexpr,  # N rounded up
 ):
-    """Write one transposed block of 128 x 128 bytes; 0 past N."""
+    """Copy one block of 128 x 128 FP8 bytes, transposed and unchanged; 0 past N."""
     row_blocks, column_blocks = tl.cdiv(M, 128), tl.cdiv(K, 128)
     pid = tl.program_id(0)
     j, pid = pid % column_blocks, pid // column_blocks

@@ -48,7 +48,7 @@ def count_matrices(shape: torch.Size) -> int:
 
 
 def _view_as_matrices(part: Tensor, first: int, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a shard as one row per matrix, and the slice of `amax` for these matrices."""
+    """Return a shard as one row per matrix, and a view of `amax` for its matrices (`first` on)."""
     rows = part.reshape(count_matrices(part.shape), -1)
     return rows, amax[first : first + rows.shape[0]]
 
@@ -68,9 +68,10 @@ def write_matrix_amax_(part: Tensor, first: int, amax: Tensor) -> None:
 def cast_part_(
     part: Tensor, first: int, amax: Tensor, scales: Tensor, values: Tensor, *, power_of_two: bool
 ) -> None:
-    """Write a shard's E4M3 to flat uint8 `values`, and the scales of all matrices, from `amax`.
+    """Quantise a shard to flat uint8 `values` (E4M3), and write fp32 `scales` of all matrices.
 
     `amax` has the largest magnitude of each full matrix; `first` is the shard's first matrix.
+    Without `power_of_two` a scale is amax / 448.
     """
     scales.copy_(compute_block_scale_ref(amax, power_of_two)[0])
     if part.numel():
@@ -80,7 +81,7 @@ def cast_part_(
 
 
 def write_square_amax_ref_(part: Tensor, place: MatrixShard, amax: Tensor) -> None:
-    """Compute `write_square_amax_` in plain PyTorch."""
+    """Write the shard's amax in each 16 x 16 square in plain PyTorch: see `write_square_amax_`."""
     amax.zero_()
     if part.numel():
         row, column = place.compute_indices(part)
@@ -101,7 +102,7 @@ def pack_part_ref_(
     codes: Tensor,
     recipe: Recipe,
 ) -> None:
-    """Compute `pack_part_` in plain PyTorch."""
+    """Write E2M1 `codes` of a shard and E4M3 `scales` in plain PyTorch: see `pack_part_`."""
     of_rows = compute_tensor_scales(amax, recipe).repeat_interleave(
         squares.shape[0] // amax.numel()
     )
@@ -117,10 +118,10 @@ def square_amax_kernel(
     part_ptr,  # [r, c]
     amax_ptr,  # fp32 [R / SIDE, C / SIDE], out
     part,  # MatrixShard
-    SIDE: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    SIDE: tl.constexpr,  # rows and columns of a square
+    COLUMNS: tl.constexpr,  # of a program, which has SIDE rows
 ):
-    """Write the shard's largest magnitude in each of a program's 16 x 16 squares, 0 outside."""
+    """Write the shard's largest magnitude in each of a program's squares, 0 outside the shard."""
     i, j, at, inside = locate_shard_tile(part, SIDE, COLUMNS)
     size = tl.abs(tl.load(part_ptr + at, mask=inside, other=0.0).to(tl.float32))
     size = tl.where(size == size, size, float("inf"))
@@ -143,7 +144,7 @@ def pack_squares_kernel(
     SIDE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write the scales of a program's 16 x 16 squares, and E2M1 of the shard's values in them."""
+    """Write the scales of a program's squares, and quantise the shard's values there to E2M1."""
     WIDE: tl.constexpr = COLUMNS // SIDE
     i, j, at, inside = locate_shard_tile(part, SIDE, COLUMNS)
     square, squares = j * WIDE + tl.arange(0, WIDE), part.columns // SIDE
@@ -170,7 +171,8 @@ def _launch_kernel(kernel: object, place: MatrixShard, *args: object, **constant
 def write_square_amax_(part: Tensor, place: MatrixShard, amax: Tensor) -> None:
     """Write a shard's largest magnitude in each 16 x 16 square to fp32 `amax` [R / 16, C / 16].
 
-    A value that is not finite makes the entry of its square infinite. Other ranks' squares get 0.
+    `place` is the shard's position. A value that is not finite makes the entry of its square
+    infinite. Other ranks' squares get 0.
     """
     if not part.numel() or not use_kernel(part):
         write_square_amax_ref_(part, place, amax)
