@@ -340,7 +340,7 @@ class WorkRecorder(DispatchMode):
 
     @contextmanager
     def scope(self, part: str) -> Iterator[None]:
-        """Return a context that attributes allocations to `part`, unless in a part not of `OUTER`."""
+        """Return a context whose allocations count as `part`, unless in a part not of `OUTER`."""
         kind = self._open_kinds[-1]
         if len(self._open_kinds) == 1 or kind in OUTER:
             kind = f"activations: {part}"

@@ -123,7 +123,7 @@ def _list_path_names(path: str) -> list[str]:
 def read_source(
     options: SourceOptions, tokenizer: Tokenizer, *, option: str = "--data"
 ) -> CorpusSource:
-    """Return a source of tokenized documents. Errors name the flag `option`."""
+    """Return a source of documents that `tokenizer` encodes. Errors name the flag `option`."""
     try:
         documents = _open_documents(options, option)
     except ValueError as error:
@@ -187,7 +187,7 @@ class DocumentRange:
 
 
 def hold_out(sources: Sequence[CorpusSource]) -> tuple[list[CorpusSource], list[CorpusSource]]:
-    """Return the sources without the last twentieth of their documents, and these documents.
+    """Return (training, held out) sources: the last twentieth of each source is held out.
 
     Raises ValueError for a source of one document or of unknown length.
     """
@@ -206,7 +206,7 @@ def hold_out(sources: Sequence[CorpusSource]) -> tuple[list[CorpusSource], list[
 
 
 class Tokenizer:
-    """Encodes and decodes text: with the tokenizer of a model, or one token per byte."""
+    """A tokenizer of a model directory or hub name; with name "bytes" each byte is a token."""
 
     def __init__(self, name: str) -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # loaders have workers instead
@@ -243,7 +243,10 @@ class Tokenizer:
 
 @dataclass(frozen=True)
 class DocumentEncoder:
-    """Encodes a document of a source: a row with a text column, a text, or token ids."""
+    """A function from a document of a source to token ids.
+
+    A document is a mapping with a text in column `field`, a text, or token ids, which stay.
+    """
 
     tokenizer: Tokenizer
     field: str
@@ -271,10 +274,14 @@ def make_scheduled_corpus_steps(
     data_rank: int,
     workers: int,
 ) -> Steps[ScheduledBatch]:
-    """Return this data rank's steps of the same documents as `CorpusSteps`, with planned cp.
+    """Return this data rank's steps of documents, whose micro-batches have a planned cp each.
 
-    A rank has at most `max_tokens` of a micro-batch. Ranks share documents by `cost`, and `workers`
-    processes read ahead.
+    The documents of a step are those of `CorpusSteps`.
+
+    Args:
+        max_tokens: maximum tokens of a rank in a micro-batch.
+        cost: the cost of a document, by which ranks get equal shares.
+        workers: processes that read ahead; 0 = none.
     """
     loader = ScheduledLoader(
         sources,
@@ -290,7 +297,7 @@ def make_scheduled_corpus_steps(
 
 
 class CorpusSteps:
-    """Reads packed rows of a corpus, one step of this data rank at a time.
+    """A reader of packed rows of a corpus, one step of this data rank at a time.
 
     Attributes:
         sampler: its state is the position in the data, the same on every rank.

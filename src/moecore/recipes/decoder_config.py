@@ -68,7 +68,7 @@ def _make_yarn(values: Mapping[str, Any] | None) -> YarnConfig | None:
 
 
 def write_rotary(values: Mapping[str, Any], config: DecoderConfig) -> dict[str, Any]:
-    """Return `values`, a config.json, with the rotary embedding of a decoder's config."""
+    """Return a copy of `values`, fields of a config.json, with a decoder's rotary embedding."""
     result = {**values, "max_position_embeddings": config.max_seq_len}
     rope = dict(result.pop("rope_parameters", None) or result.pop("rope_scaling", None) or {})
     result["rope_theta"] = rope["rope_theta"] = config.rope_theta

@@ -118,13 +118,13 @@ def layer_names(metrics: Mapping[str, object]) -> list[str]:
 
 
 def without_experts(metrics: Metrics) -> Metrics:
-    """Return metrics without the load of each expert: thousands of numbers in large models."""
+    """Return metrics without the load of each expert; other metrics of layers stay."""
     layers = {f"expert_load/{layer}" for layer in layer_names(metrics)}
     return {name: value for name, value in metrics.items() if name.rpartition("/")[0] not in layers}
 
 
 def rank_load(loads_E: list[float], ep: int) -> float:
-    """Return the load of the busiest of ep ranks over the mean load of ranks."""
+    """Return the load of the busiest of `ep` ranks over the ranks' mean, from loads of experts."""
     num_local = len(loads_E) // ep
     ranks = [sum(loads_E[first : first + num_local]) for first in range(0, len(loads_E), num_local)]
     return max(ranks) / max(sum(ranks) / ep, 1e-9)
@@ -159,9 +159,9 @@ def compute_usage(
 
 
 def flops_of(config: DecoderConfig, tokens: int, pairs: int) -> float:
-    """Return the FLOPs of forward and backward.
+    """Return the FLOPs of forward and backward of `tokens` tokens without padding.
 
-    `tokens` and `pairs` are as in `StepBatch.count_labels_and_tokens`.
+    `pairs` is the sum of the squared lengths of documents.
     """
     linear = flops_per_token(config, 0)
     return tokens * linear + pairs * (flops_per_token(config, 1) - linear)
@@ -208,7 +208,10 @@ class Logger(NamedTuple):
 
 
 def open_loggers(config: Any, tensorboard: ModuleType | None, *, start: int) -> list[Logger]:
-    """Return the loggers of a run that has done `start` steps; None = without TensorBoard."""
+    """Return the loggers of a run that has done `start` steps.
+
+    `tensorboard` is torch.utils.tensorboard; None = not installed.
+    """
     options: LoggerOptions = config.logging
     loggers: list[Logger] = []
     if tensorboard is not None:
@@ -233,7 +236,7 @@ def _open_tensorboard(module: ModuleType, folder: str, start: int) -> Logger:
 
 
 def _open_wandb(project: str, config: Any) -> Logger:
-    """Continue the run of W&B whose id is in the run directory."""
+    """Return a logger of the W&B run whose id is in the run directory; without one a run is new."""
     file = config.run_dir / WANDB_ID
     if not file.exists():
         file.write_text(uuid.uuid4().hex)
@@ -249,7 +252,7 @@ def _open_wandb(project: str, config: Any) -> Logger:
 
 
 def _open_mlflow(experiment: str, config: Any) -> Logger:
-    """Continue the run of MLflow whose id is in the run directory."""
+    """Return a logger of the MLflow run whose id is in the run directory; without one a new run."""
     mlflow: Any = importlib.import_module("mlflow")
     mlflow.set_experiment(experiment)
     file = config.run_dir / MLFLOW_ID
@@ -263,7 +266,7 @@ def _open_mlflow(experiment: str, config: Any) -> Logger:
 
 
 def json_of(config: Any) -> dict[str, Any]:
-    """Return the options of a run, a config dataclass, as JSON values."""
+    """Return the options of a run, a config dataclass, by field name as JSON values."""
     items = [field for field in fields(config) if field.metadata.get("is_option", True)]
     options = {field.name: getattr(config, field.name) for field in items}
     values: dict[str, Any] = json.loads(json.dumps(options, default=_json_value))

@@ -219,7 +219,7 @@ def read_sources(
 
 
 def eval_shape_of(args: PretrainConfig, shape: BatchShape) -> BatchShape:
-    """Return the shape of the rows of a validation set, in full micro-batches of all ranks."""
+    """Return the shape of a validation batch: --eval-rows rounded up to full micro-batches."""
     return replace(shape, grad_accum=-(-args.eval_rows // (shape.data_ranks * shape.batch_size)))
 
 
@@ -230,7 +230,7 @@ def corpus_options(args: PretrainConfig, config: DecoderConfig, cp: int) -> Corp
 
 
 def rates_of(args: PretrainConfig, config: DecoderConfig) -> WidthRates | None:
-    """Return the factors of initialisation and learning rates by --base-width; None = not set."""
+    """Return the factors of initial weights and learning rates by --base-width; None = not set."""
     width = args.optimizer.base_width
     if width is None:
         return None
@@ -256,7 +256,7 @@ def build_model(
 
 
 def check(args: PretrainConfig, world_size: int) -> tuple[DecoderConfig, Tokenizer]:
-    """Return config and tokenizer; raise ValueError for arguments that do not fit together."""
+    """Return config and tokenizer. ValueError for options that `world_size` ranks cannot run."""
     is_random, max_tokens = args.tokens == "random", args.sharding.dynamic_cp
     if not (args.data or is_random):
         raise ValueError("--data ([]) must have at least one source: name a file")

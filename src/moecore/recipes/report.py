@@ -44,7 +44,7 @@ NORM_GROWTH, LOSS_GROWTH = 3.0, 0.3  # a factor, and nats above the lowest loss 
 
 
 class Alarms:
-    """Finds alarms, such as loss spikes and idle experts, in the metrics of each step.
+    """A detector of alarms, such as loss spikes and idle experts, in the metrics of each step.
 
     loss      it is above the median of the `WINDOW` losses before it by `FACTOR` times their median
               absolute deviation, and the loss before it was not. Neither number moves with a few
@@ -209,7 +209,7 @@ NAMES = {
 
 
 class RunReport:
-    """Writes the bar, metrics, curves and alarms of a run, on rank 0."""
+    """The writer of a run's progress bar, metrics, curves and alarms, on rank 0."""
 
     def __init__(self, args: RunConfig, *, start: int, unit: str = "byte") -> None:
         modules = {name: _import(name) for name in NAMES}
@@ -232,7 +232,7 @@ class RunReport:
         self.alarms = Alarms()
 
     def log(self, step: int, metrics: Metrics, *, expert_loads: bool = True) -> None:
-        """Write one step to all outputs, and print its alarms; `expert_loads` False omits loads."""
+        """Write a step's metrics, and print its alarms; `expert_loads` False omits expert loads."""
         for line in self.alarms.find_alarms(step, metrics):
             print(line, flush=True) if self.bar is None else self.bar.write(line)
         metrics = metrics if expert_loads else without_experts(metrics)
@@ -269,7 +269,7 @@ class RunReport:
 
 
 def pack_loads(metrics: Metrics) -> dict[str, Any]:
-    """Return metrics with the loads of a layer's experts as one list, of three decimals."""
+    """Return metrics with each layer's expert loads as one list, rounded to three decimals."""
     loads = {
         f"expert_loads/{layer}": expert_loads(metrics, layer) for layer in layer_names(metrics)
     }
@@ -299,7 +299,7 @@ def make_run_dir(path: Path) -> None:
 
 
 def cut_metrics(path: Path, step: int) -> None:
-    """Drop the lines after `step`, so that a resumed run's file equals an uninterrupted one's."""
+    """Drop the lines of metrics.jsonl after `step`, and damaged lines, before a run resumes."""
     lines, num_damaged = read_metrics(path)
     if num_damaged:
         print(f"{path}: dropped {num_damaged} damaged line(s)", flush=True)
