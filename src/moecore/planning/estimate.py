@@ -71,7 +71,7 @@ class _Seconds(NamedTuple):
 
 
 class Estimate:
-    """Estimates the bytes and step seconds of a request's layouts from dry runs of one node."""
+    """An estimator of bytes and step seconds of a request's layouts, from dry runs of one node."""
 
     def __init__(self, request: SearchRequest, table: CostTable) -> None:
         self._request, self._table = request, table
@@ -96,7 +96,7 @@ class Estimate:
         self.seconds, self.num_bytes = cache(self._time_step), cache(self._estimate_bytes)
 
     def sort_key(self, layout: Folding) -> tuple[float, ...]:
-        """Return the sort key: layouts estimated to fit are first, by seconds; others by bytes."""
+        """Return (False, estimated seconds) if a layout fits, otherwise (True, estimated bytes)."""
         options = self.choose_options(layout)
         if options is None:
             return True, self.num_bytes(layout)
@@ -235,12 +235,12 @@ class Estimate:
         )
 
     def _time_state(self, options: OptionSet) -> float:
-        """Return the seconds of the copies of the optimizer state, out and back."""
+        """Return the seconds of the copies of the offloaded optimizer state, out and back."""
         per_param = 2 * options.optimizer.offload_fraction * count_state_bytes(options.optimizer)
         return self._time_copy(per_param * self._params / self._request.num_gpus, "uint8")
 
     def _time_copy(self, num_bytes: float, dtype: str) -> float:
-        """Return the seconds of a copy to the host; 0 for no bytes."""
+        """Return the seconds of a copy to the host, of the points with `dtype`; 0 = no bytes."""
         copy = Work("copy to host", "copy", 0, round(num_bytes), (), dtype)
         return self._table.seconds(copy) if copy.num_bytes else 0.0
 
@@ -307,7 +307,7 @@ class Estimate:
         return self._table.seconds(share, node_ranks)
 
     def _time_messages(self, layout: Folding, options: OptionSet) -> Iterator[float]:
-        """Yield the seconds of a layer's messages among the ranks of tp, and of cp."""
+        """Yield the seconds of each message of a layer's pass among the ranks of tp, then of cp."""
         request, tp = self._request, "all_gather"
         slice_bytes = 2 * self._model.dim * request.seq_len // (layout.tp * layout.cp)
         is_plain = isinstance(request.model, DecoderConfig) and options.precision is None

@@ -201,7 +201,7 @@ def _describe_meshes(
 
 
 def list_table_rows(plan: ShardPlan, coordinate: Coordinate | None) -> list[TableRow]:
-    """Return one row for all parameters with equal kinds, shapes, placements and dtypes."""
+    """Return a table row per kind, shapes, placement and dtype; coordinate None = first rank."""
     rows: dict[object, TableRow] = {}
     for param in plan.params:
         *path, leaf = clean_name(param.name).split(".")
@@ -369,7 +369,7 @@ def describe_layer(layer: RoutedLayer, compute_args: ComputeArgs) -> str:
 
 
 def describe_batch(model: nn.Module, batch: Batch) -> list[str]:
-    """Return lines with the bytes that blocks save of a batch; equal blocks share a line."""
+    """Return lines: bytes per token that blocks save for backward; equal blocks share a line."""
     tokens_BT = torch.zeros(batch, dtype=torch.int64, device="cpu")
     blocks, compute_args = find_blocks(model), list_compute_args(model)
     options, attachment = None, get_parallel_state(model)

@@ -73,7 +73,7 @@ def _use_fp8(run: TrainingRun) -> TrainingRun:
 
 
 def _gather_in_fp8(run: TrainingRun) -> TrainingRun:
-    """Return the run with all-gathers of weights as FP8 if it has blockwise FP8, else the run."""
+    """Return the run with all-gathers of weights as FP8, or unchanged without blockwise FP8."""
     is_blockwise = run.precision is not None and run.precision.recipe.scaling == "blockwise"
     return _change_fsdp(run, fp8_param_gather=True) if is_blockwise else run
 

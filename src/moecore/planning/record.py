@@ -155,7 +155,7 @@ def compute_operation_work(
 
 
 def compute_kernel_work(name: str, args: Args) -> Work:
-    """Return the work of a launch of a moecore kernel, or of a torch kernel's stand-in on meta."""
+    """Return the work of a launch, with arguments `args`, of a moecore kernel or its stand-in."""
     if name in EXCHANGES:
         ranks, num_bytes = args
         return Work(name, "collective", 0, num_bytes, (ranks,), "bfloat16")

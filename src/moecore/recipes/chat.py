@@ -204,7 +204,7 @@ def _encode_chat(
 
 
 def _remove_end(tokenizer: Any, message: dict[str, Any]) -> dict[str, Any]:
-    """Return an answer without the end-of-sequence token, which the template writes behind it."""
+    """Return a message, without end-of-sequence tokens at its end if it is the assistant's."""
     end, content = tokenizer.eos_token, message.get("content")
     if message["role"] != "assistant" or not end or not isinstance(content, str):
         return message

@@ -25,7 +25,13 @@ from moecore.packing import (
 from moecore.packing.corpus.documents import describe_location
 from moecore.packing.corpus.scheduled_batch import ScheduledBatch
 from moecore.recipes.chat import Borders, find_borders
-from moecore.recipes.data import BatchShape, StepBatch, Steps, repeat_last_border, standard_library
+from moecore.recipes.data import (
+    BatchShape,
+    StepBatch,
+    Steps,
+    repeat_last_border,
+    scan_standard_library,
+)
 from moecore.recipes.files import (
     HUB,
     format_option,
@@ -143,7 +149,7 @@ def _open_documents(options: SourceOptions, option: str) -> Any:
     if options.skip_invalid and (path.suffix != ".jsonl" or options.path.startswith(HUB)):
         raise ValueError(f"{name} must be a .jsonl file to have broken lines: drop skip_invalid")
     if options.path == STDLIB:
-        return [path.read_text(errors="replace") for path in standard_library()]
+        return [path.read_text(errors="replace") for path in scan_standard_library()]
     if options.stream and not options.path.startswith(HUB):
         raise ValueError(f"{name} must be {HUB}NAME to be streamed: drop stream")
     if is_table(options.path):
@@ -298,6 +304,10 @@ def make_scheduled_corpus_steps(
 
 class CorpusSteps:
     """A reader of packed rows of a corpus, one step of this data rank at a time.
+
+    Args:
+        shape: the sizes of a step's batch over all data ranks.
+        workers: processes that read ahead; 0 = none.
 
     Attributes:
         sampler: its state is the position in the data, the same on every rank.

@@ -175,7 +175,8 @@ def make_decoder_inputs(
 ) -> list[dict[str, Any]]:
     """Return the decoder's keyword arguments of each micro-batch, from `StepBatch.tensors`.
 
-    `num_labels` is the divisor of the loss: the labels of the step over all data ranks.
+    `num_labels` is the divisor of the loss: the labels of the step over all data ranks. No document
+    is longer than `seq_len`.
     """
     tensors = tuple(tensors)
     names = ["tokens_BT", "labels_BT"]

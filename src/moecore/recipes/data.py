@@ -51,7 +51,7 @@ class BatchShape:
         return self.data_ranks * self.grad_accum * self.batch_size
 
 
-def standard_library() -> list[Path]:
+def scan_standard_library() -> list[Path]:
     """Return the paths of Python's standard library, without its tests, sorted."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files: list[Path] = []
@@ -250,7 +250,7 @@ def generator_of(key: str) -> torch.Generator:
 
 
 class Graphed:
-    """A function that runs a step's forward and backward as a CUDA graph.
+    """A function of tensors that runs `forward_backward`, a step's passes, as a CUDA graph.
 
     The graph is captured again when shapes of the inputs change, which must happen on all ranks.
     """
@@ -260,7 +260,7 @@ class Graphed:
         self._shapes: list[torch.Size] = []
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        """Return the loss of a step with these inputs."""
+        """Return the loss of a step with these inputs of `forward_backward`."""
         shapes = [tensor.shape for tensor in tensors]
         if shapes != self._shapes:
             self._graph.close()

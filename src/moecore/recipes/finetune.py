@@ -121,7 +121,7 @@ def check_objective(args: FinetuneConfig) -> None:
         raise ValueError(f"{option} must not go with --objective dpo: drop it")
 
 
-def reader_of(
+def make_step_reader(
     args: FinetuneConfig, meshes: Meshes, decoder: DecoderConfig | None, *, packs: bool
 ) -> Callable[..., Any]:
     """Return a function of (examples, shape, seed) that returns this data rank's steps.
@@ -205,7 +205,7 @@ def build_job(args: FinetuneConfig) -> FineTuning:
     if (problem := find_difference(facts, meshes.device_type)) is not None:
         raise ValueError(f"{problem} on every rank: give all hosts the same files")
     decoder = decoder_of(args.model)
-    read = reader_of(args, meshes, decoder, packs=packed_rows)
+    read = make_step_reader(args, meshes, decoder, packs=packed_rows)
     batches = read(examples, shape, seed=args.seed)
     args = replace(args, steps=args.max_steps or args.epochs * len(batches.sampler))
     return job_class(

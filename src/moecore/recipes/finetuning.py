@@ -151,7 +151,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
 
 
 def micro_batches(job: FineTuning, batch: StepBatch) -> Iterator[list[Tensor]]:
-    """Yield the tensors of each micro-batch on the device; unpacked rows lose common padding."""
+    """Yield each micro-batch's tensors on the device; unpacked rows lose padding at their ends."""
     for parts in zip(*batch.tensors(), strict=True):
         if not job.packs:  # rows end with the longest of their documents
             T = int((~parts[2]).sum(1).max().clamp(min=1))
@@ -184,7 +184,7 @@ class PreferenceTuning(FineTuning):
         """
         rollouts = self.add_reference_log_probs(batch)
         result = self.engine.forward_backward(rollouts, self.objective)
-        self._metrics = self.rewards(rollouts, result.scores.log_probs_N)
+        self._metrics = self.compute_rewards(rollouts, result.scores.log_probs_N)
         return result.loss / self.meshes.data_ranks  # every rank has the mean
 
     def add_reference_log_probs(self, batch: PreferenceBatch) -> Rollouts:
@@ -195,7 +195,7 @@ class PreferenceTuning(FineTuning):
             response_mask_N=batch.rollouts.response_mask_N.to(self.device),
         )
 
-    def rewards(self, rollouts: Rollouts, log_probs_N: Tensor) -> Metrics:
+    def compute_rewards(self, rollouts: Rollouts, log_probs_N: Tensor) -> Metrics:
         """Return means over all pairs of "rewards/" chosen, rejected, margins, accuracies."""
         rewards_i2 = self.objective.beta * self.objective.compute_log_ratios(log_probs_N, rollouts)
         margins_i = rewards_i2[:, 0] - rewards_i2[:, 1]

@@ -303,7 +303,7 @@ class Reinforcement(TrainingJob[Samples]):
             eos_token_id=sorted(self._ends),
             pad_token_id=pad_id,
         )
-        return [until_end(response, self._ends) for response in output_nT[:, T:].tolist()]
+        return [cut_after_end(response, self._ends) for response in output_nT[:, T:].tolist()]
 
     def forward_backward(self, num_labels: Tensor, batch: Samples) -> Tensor:
         """Train on the rollouts as the policy that has sampled them, so that ratios are 1.
@@ -335,7 +335,7 @@ class Reinforcement(TrainingJob[Samples]):
         print_on_rank_0(f"{target} is ready for from_pretrained")
 
 
-def until_end(response: list[int], ends: set[int]) -> list[int]:
+def cut_after_end(response: list[int], ends: set[int]) -> list[int]:
     """Return the tokens of a response up to its first token of `ends`, inclusive."""
     place = next((i for i, token in enumerate(response) if token in ends), len(response))
     return response[: place + 1]

@@ -115,11 +115,11 @@ def describe_continuation(args: RunConfig) -> str:
     except (OSError, ValueError) as error:
         return str(error)
     if newest is None:
-        return f"there is no checkpoint yet, so {command_line()} starts from the beginning"
-    return f"{command_line()} continues from {newest}"
+        return f"there is no checkpoint yet, so {format_command_line()} starts from the beginning"
+    return f"{format_command_line()} continues from {newest}"
 
 
-def command_line() -> str:
+def format_command_line() -> str:
     """Return this process's `moecore` command for a shell, or "the same command"."""
     program, *words = sys.argv
     is_moecore = program.endswith(("moecore", "moecore/__main__.py")) and words

@@ -81,13 +81,13 @@ class LaunchedStep:
 
     def read_counts(self) -> list[int]:
         """Wait for the step, and for no later step; return `counts`."""
-        with self._read():
+        with self._wait_for_step():
             counts: list[int] = self.counts.tolist()
         return counts
 
     def metrics(self) -> Metrics:
         """Wait for the step, and for no later step; return its metrics, the same on every rank."""
-        with self._read():
+        with self._wait_for_step():
             values = {"loss": self.loss.item(), **self.result.to_dict()}
         loads = {
             layer: expert_loads(values, layer) for layer in self.result.metrics.tokens_per_expert
@@ -98,7 +98,7 @@ class LaunchedStep:
         return values | self.extra
 
     @contextmanager
-    def _read(self) -> Iterator[None]:
+    def _wait_for_step(self) -> Iterator[None]:
         """Wait for the step, and return a context in which reads use the stream `reader`."""
         self.ended.wait()
         with nullcontext() if self.reader is None else torch.cuda.stream(self.reader):
@@ -246,7 +246,7 @@ def _open_wandb(project: str, config: Any) -> Logger:
         dir=config.run_dir,
         id=file.read_text(),
         resume="allow",
-        config=json_of(config),
+        config=convert_to_json(config),
     )
     return Logger(run.log, run.finish)
 
@@ -261,17 +261,17 @@ def _open_mlflow(experiment: str, config: Any) -> Logger:
     else:
         run = mlflow.start_run(run_name=config.run_dir.name)
         file.write_text(run.info.run_id)
-        mlflow.log_params(json_of(config))  # a parameter of MLflow cannot change later
+        mlflow.log_params(convert_to_json(config))  # a parameter of MLflow cannot change later
     return Logger(mlflow.log_metrics, mlflow.end_run)
 
 
-def json_of(config: Any) -> dict[str, Any]:
+def convert_to_json(config: Any) -> dict[str, Any]:
     """Return the options of a run, a config dataclass, by field name as JSON values."""
     items = [field for field in fields(config) if field.metadata.get("is_option", True)]
     options = {field.name: getattr(config, field.name) for field in items}
-    values: dict[str, Any] = json.loads(json.dumps(options, default=_json_value))
+    values: dict[str, Any] = json.loads(json.dumps(options, default=_convert_json_value))
     return values
 
 
-def _json_value(value: Any) -> Any:
+def _convert_json_value(value: Any) -> Any:
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)

@@ -112,15 +112,15 @@ def read_content(options: Sequence[CommandOption], content: Mapping[str, Any], n
     A key is `table.field`, or at the top level the name of a flag. Raises ValueError for a key that
     none of `options` has.
     """
-    by_key = {_snake(flag): option for option in options for flag in option.flags}
+    by_key = {_convert_to_snake_case(flag): option for option in options for flag in option.flags}
     by_key |= {option.key: option for option in options}
     by_key = {key: option for key, option in by_key.items() if key != FILE}
     values: Values = {}
     keys: dict[CommandOption, str] = {}
     for key, value in flatten(content):
-        option = by_key.get(_snake(key))
+        option = by_key.get(_convert_to_snake_case(key))
         if option is None:
-            hint = _suggest_name(_snake(key), by_key)
+            hint = _suggest_name(_convert_to_snake_case(key), by_key)
             raise ValueError(f"{name} must have no {shown_path(key)}, which no flag has: {hint}")
         if option in keys:
             pair = f"{keys[option]} and {key}"
@@ -281,7 +281,7 @@ def _build_record(name: str, hint: Any, default: Any, values: dict[str, Any]) ->
 
 
 def _check_and_convert(name: str, value: Any, hint: Any) -> Any:
-    """Return a value converted to the type of its field; ValueErrors begin with `name`."""
+    """Return a value converted to the field's type `hint`; ValueErrors begin with `name`."""
     try:
         converted = _convert_value(value, hint)
     except ValueError as error:
@@ -323,7 +323,7 @@ def _make_word_hint(hint: Any, default: Any = None) -> Any:
     return str if hint is torch.dtype or hasattr(hint, "from_word") else hint
 
 
-def _snake(name: str) -> str:
+def _convert_to_snake_case(name: str) -> str:
     return name.replace("-", "_")
 
 

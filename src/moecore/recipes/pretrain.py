@@ -187,7 +187,7 @@ def build_job(args: PretrainConfig) -> CorpusTraining:
         batches = RandomSteps(config.vocab_size, shape, seed=args.seed, data_rank=data_rank)
     else:
         batches = steps(sources, rows, shape, workers=args.workers)
-    eval_shape, fixed = eval_shape_of(args, shape), replace(rows, shuffle=False, partitions=1)
+    eval_shape, fixed = compute_eval_shape(args, shape), replace(rows, shuffle=False, partitions=1)
     return CorpusTraining(
         args=args,
         meshes=meshes,
@@ -218,7 +218,7 @@ def read_sources(
     return sources, list(held_out)
 
 
-def eval_shape_of(args: PretrainConfig, shape: BatchShape) -> BatchShape:
+def compute_eval_shape(args: PretrainConfig, shape: BatchShape) -> BatchShape:
     """Return the shape of a validation batch: --eval-rows rounded up to full micro-batches."""
     return replace(shape, grad_accum=-(-args.eval_rows // (shape.data_ranks * shape.batch_size)))
 
@@ -241,7 +241,7 @@ def rates_of(args: PretrainConfig, config: DecoderConfig) -> WidthRates | None:
 def build_model(
     args: PretrainConfig, config: DecoderConfig, meshes: Meshes, rates: WidthRates | None
 ) -> Decoder:
-    """Return this rank's shards of the model. The weights are the same for every layout."""
+    """Return this rank's shards of the model, with new weights, which are equal in every layout."""
     dtype = torch.bfloat16 if args.optimizer.master_remainder else torch.float32
     model = Decoder(config, device="meta", dtype=dtype)
     longest = args.sharding.dynamic_cp

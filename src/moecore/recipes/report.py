@@ -209,7 +209,10 @@ NAMES = {
 
 
 class RunReport:
-    """The writer of a run's progress bar, metrics, curves and alarms, on rank 0."""
+    """The writer of a run's progress bar, metrics, curves and alarms, on rank 0.
+
+    `start` is the last step of earlier starts. `unit` names the unit of text that a loss is of.
+    """
 
     def __init__(self, args: RunConfig, *, start: int, unit: str = "byte") -> None:
         modules = {name: _import(name) for name in NAMES}
@@ -313,12 +316,12 @@ def cut_metrics(path: Path, step: int) -> None:
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the lines of a metrics file as dicts, and the number of damaged lines."""
     content = path.read_bytes() if path.exists() else b""
-    records = [_parse(line) for line in content.removesuffix(b"\n").split(b"\n") if content]
+    records = [_parse_line(line) for line in content.removesuffix(b"\n").split(b"\n") if content]
     lines = [line for line in records if line is not None]
     return lines, len(records) - len(lines)
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def _parse_line(line: bytes) -> dict[str, Any] | None:
     """Return a line's metrics; None = the line is damaged."""
     try:
         metrics = json.loads(line)
@@ -333,7 +336,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 def draw_curves(figure: ModuleType, metrics: Path, unit: str = "byte") -> None:
     """Draw loss or reward, load and two heat maps over the steps into curves.png beside metrics.
 
-    The maps show each layer's busiest expert, and all experts of the layer that is least even.
+    The maps show layers' busiest experts, and the least even layer. `figure` is matplotlib.figure.
     """
     lines, _ = read_metrics(metrics)
     steps = [line["step"] for line in lines]
@@ -356,7 +359,7 @@ def draw_curves(figure: ModuleType, metrics: Path, unit: str = "byte") -> None:
 
 
 def _draw_maps(canvas: Any, layers: Any, experts: Any, lines: list[dict[str, Any]]) -> None:
-    """Draw the load of layers and of one layer's experts; only lines that have them all."""
+    """Draw loads of layers and of one layer's experts into two axes, from lines with all loads."""
     names = layer_names(lines[-1]) if lines else []
     full_lines = [
         line for line in lines if names and all(f"expert_load/{n}" in line for n in names)
