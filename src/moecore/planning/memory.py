@@ -237,7 +237,7 @@ def count_steady_micro_batches(run: TrainingRun) -> int:
 
 
 def _make_ranks(run: TrainingRun) -> Iterator[_Rank]:
-    """Yield the pipeline ranks of a run."""
+    """Yield each pipeline rank of a run, from the dry run of a run of few layers."""
     small, model = SmallRun.of(run), run.planned_model
     step, segments = small.step, small.memory_segments
     sizes = list_rank_bytes(small.run)
@@ -331,7 +331,7 @@ def _correct_stage_segments(
 
 
 def _sum_net_bytes(stage: Stage, micro_batch: int, segments: Segments) -> int:
-    """Return the net bytes of a stage's forward and backward of a micro-batch."""
+    """Return by how many bytes a stage's forward and backward change the allocated memory."""
     return sum(
         s.net for pass_ in PASSES for s in segments.list_stage_segments(stage, pass_, micro_batch)
     )

@@ -368,7 +368,7 @@ def _time_staged(
 
 
 def _add_network(parts: Parts, network: float) -> dict[Part, float]:
-    """Return parts whose sum is at least `network` seconds, because streams share the network."""
+    """Return parts with more network seconds, if needed for a sum of at least `network` seconds."""
     missing = max(0.0, network - sum(parts.values()))
     return {**parts, "network": parts.get("network", 0.0) + missing}
 
@@ -434,7 +434,7 @@ def _extrapolate(
 
 
 def _time_send(run: TrainingRun, table: CostTable) -> float:
-    """Return the seconds in which a pipeline stage sends activations to the next stage."""
+    """Return the seconds in which a pipeline stage sends a micro-batch to the next stage."""
     p = run.resolved
     # The values are bf16, and one direction of two is used.
     num_bytes = 2 * 2 * run.batch_size * run.seq_len // (p.cp * p.tp) * run.planned_model.dim

@@ -193,7 +193,7 @@ class DocumentRange:
 
 
 def hold_out(sources: Sequence[CorpusSource]) -> tuple[list[CorpusSource], list[CorpusSource]]:
-    """Return (training, held out) sources: the last twentieth of each source is held out.
+    """Return (training, evaluation) sources: evaluation has the last twentieth of each source.
 
     Raises ValueError for a source of one document or of unknown length.
     """

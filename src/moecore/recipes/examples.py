@@ -174,7 +174,7 @@ def _make_document(example: Example) -> dict[str, Tensor]:
 
 
 def split_examples(examples: list[Any], *, share: float, seed: int) -> tuple[list[Any], list[Any]]:
-    """Return (training, held-out) examples: a random `share` is held out, at least one example."""
+    """Return (training, evaluation) examples: evaluation has a random `share`, at least one."""
     order = torch.randperm(
         len(examples), generator=generator_of(f"{seed}/held out"), device="cpu"
     ).tolist()

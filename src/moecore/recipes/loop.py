@@ -363,7 +363,7 @@ def batch_shape(args: RunConfig, parallel: ParallelConfig) -> BatchShape:
 
 
 def describe_ranks(job: TrainingJob[Any], *notes: str) -> str:
-    """Return the number and device of the ranks, and the degrees above 1, as text."""
+    """Return the number and device of the ranks, the degrees above 1 and `notes` as text."""
     p = job.meshes.parallel
     degrees = " ".join(f"{d}={getattr(p, d)}" for d in DEGREES if getattr(p, d) > 1)
     details = ", ".join([degrees or "no sharding", *notes])
