@@ -70,7 +70,7 @@ class StepBatch:
         labels_ABT: int64, the token that should follow, -100 where none does.
         padding_ABT: bool, True = padding; None = rows are full and of one document each.
         cu_seqlens_An: int32, borders of the documents of each micro-batch, the last one repeated
-            up to a length that is the same in every step; None like `padding_ABT`.
+            up to a length that most steps share; None like `padding_ABT`.
         num_labels: int64 scalar, the number of labels other than -100.
     """
 
