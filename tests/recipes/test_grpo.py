@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from moecore.io import set_latest
 from moecore.io.checkpoint.directory import make_step_path
 from moecore.recipes.errors import RewardError
-from moecore.recipes.grpo_job import load_reward, rewards_of, until_end
+from moecore.recipes.grpo_job import load_reward, rewards_of, cut_after_end
 from moecore.recipes.tiny_model import (
     PROMPTS,
     make_digit_tokenizer,
@@ -165,4 +165,4 @@ def test_rewards_that_are_no_numbers(wanted: str) -> None:
 
 
 def test_ends_of_responses() -> None:
-    assert until_end([7, 2, 3], {2, 9}) == [7, 2] and until_end([1, 2], {9}) == [1, 2]
+    assert cut_after_end([7, 2, 3], {2, 9}) == [7, 2] and cut_after_end([1, 2], {9}) == [1, 2]

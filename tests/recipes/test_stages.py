@@ -20,7 +20,7 @@ import torch
 from moecore.io import decoder_config_from_hf, set_latest
 from moecore.io.checkpoint.manifest import read_manifest
 from moecore.models import preset
-from moecore.recipes.decoder_config import RotaryOptions, with_rotary, write_rotary
+from moecore.recipes.decoder_config import RotaryOptions, with_rotary, add_rotary_fields
 from moecore.recipes.pretrain import PretrainConfig
 from moecore.recipes.schedule import (
     BatchRamp,
@@ -156,7 +156,7 @@ def test_rotary_options_reach_a_config_and_its_export() -> None:
         num_hidden_layers=1, max_position_embeddings=32, num_experts=4, num_experts_per_tok=2
     ).to_dict()
     native = options.apply(decoder_config_from_hf(values))
-    written = write_rotary(values, native)
+    written = add_rotary_fields(values, native)
     assert decoder_config_from_hf(written) == native
     rope = transformers.Qwen3MoeConfig(**written).rope_parameters
     assert (rope["rope_type"], rope["factor"], rope["rope_theta"]) == ("yarn", 4.0, 5e5)

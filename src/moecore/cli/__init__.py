@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; argv None = sys.argv[1:]."""
     words = sys.argv[1:] if argv is None else list(argv)
     try:
-        return _run(words)
+        return _run_command(words)
     except SystemExit as stop:  # --help
         return int(stop.code or 0)
     except KeyboardInterrupt:
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
 
 
-def _run(words: Sequence[str]) -> int:
+def _run_command(words: Sequence[str]) -> int:
     """Run the command that the first words name; return its exit status."""
     name, has_help = (words[0] if words else ""), bool({*words[:2]} & {"-h", "--help"})
     commands = {name: text for group in GROUPS.values() for name, text in group.items()}
@@ -125,7 +125,7 @@ def _run(words: Sequence[str]) -> int:
         return 0
     if name in TRAINING:
         with _exit_at_interrupt():
-            run = _import(f"recipes.{name}:main")
+            run = _import_object(f"recipes.{name}:main")
         result: int = run(words[1:])
         return result
     if name not in commands:
@@ -143,16 +143,16 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _list_commands(texts: dict[str, str], group: str = "") -> str:
-    """Return a line for each command with its help text; `group` is the command before."""
+    """Return a line per command with its help; `group` is the command word before, or ""."""
     prefix = f"moecore {group} " if group else ""
     return "\n".join(f"  {prefix}{name:<11} {text}" for name, text in texts.items())
 
 
 def _raise_usage_error(label: str, name: str, names: dict[str, str]) -> NoReturn:
-    """Raise a UsageError: `label` has the unknown `name`, which must be one of `names`."""
+    """Raise a UsageError: `label`, such as "COMMAND", is `name` and must be one of `names`."""
     close = difflib.get_close_matches(name[:80], names, n=1)
     hint = f"did you mean {close[0]}?" if close else "see --help"
-    raise _import("base.fields:UsageError")(
+    raise _import_object("base.fields:UsageError")(
         f"{label} ({name[:80]!r}) must be one of {', '.join(names)}: {hint}"
     )
 
@@ -160,8 +160,8 @@ def _raise_usage_error(label: str, name: str, names: dict[str, str]) -> NoReturn
 def _run_with_options(name: str, words: Sequence[str]) -> int:
     """Run a command of `CONFIGS` with options from `words`; return its exit status."""
     with _exit_at_interrupt():
-        options, run = map(_import, CONFIGS[name])
-        parse, usage_error = map(_import, ("recipes.parser:parse", "base.fields:UsageError"))
+        options, run = map(_import_object, CONFIGS[name])
+        parse, usage_error = map(_import_object, ("recipes.parser:parse", "base.fields:UsageError"))
     try:
         config = parse(options, words, prog=f"moecore {name}")
     except ValueError as error:
@@ -170,7 +170,7 @@ def _run_with_options(name: str, words: Sequence[str]) -> int:
     return result
 
 
-def _import(path: str) -> Any:
+def _import_object(path: str) -> Any:
     """Return the object at "module:name" in moecore; imports of a command take seconds."""
     module, _, name = path.partition(":")
     return getattr(import_module(f"moecore.{module}"), name)

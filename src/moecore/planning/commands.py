@@ -58,9 +58,9 @@ def run_plan(args: PlanConfig) -> int:
     """
     refuse_unread(args)
     if args.explain is not None:
-        return _explain(args, args.explain)
+        return _explain_layout(args, args.explain)
     if not args.parallel:  # no degree
-        return _search(args)
+        return _search_layouts(args)
     run = parse_run(args)
     _write_recipe(args, run)
     if args.call:
@@ -69,7 +69,7 @@ def run_plan(args: PlanConfig) -> int:
     table, gpu, name = _load_table(args), get_gpu(select_gpu(args)), format_gpu_name(args)
     plan = plan_memory(run)
     time = find_time_refusal(run.precision, table.gpu) or plan_time(run, table)
-    _write(args, plan, time)
+    _write_files(args, plan, time)
     largest, pinned, host = plan.largest, plan.pinned_bytes(gpu), gpu.host_memory
     peak, fits = largest.num_bytes, largest.num_bytes <= gpu.memory and pinned <= host
     if args.json:
@@ -96,8 +96,11 @@ def run_plan(args: PlanConfig) -> int:
     return 0 if fits else 1
 
 
-def _explain(args: PlanConfig, folding: str) -> int:
-    """Print the plan of a layout such as "pp=8,ep=8"; return 1 if it is refused or too large."""
+def _explain_layout(args: PlanConfig, folding: str) -> int:
+    """Print the plan of the layout `folding`, a text such as "pp=8,ep=8".
+
+    Return the exit status: 1 if a rule refuses the layout or the layout is too large, otherwise 0.
+    """
     request, layout = parse_request(args), parse_layout(folding)
     plan = plan_layout(request, layout, _load_table(args))
     text = describe_outcome(request, layout, plan)
@@ -107,7 +110,11 @@ def _explain(args: PlanConfig, folding: str) -> int:
     if args.json:
         summary = {"gpu": format_gpu_name(args), "limit": request.limit}
         summary |= {"fits": fitting is not None, "text": text}
-        print(json.dumps(summary | (layout._asdict() if fitting is None else _make_row(fitting))))
+        print(
+            json.dumps(
+                summary | (layout._asdict() if fitting is None else _list_layout_fields(fitting))
+            )
+        )
     elif args.call and fitting is not None:
         print(format_calls(fitting.run))
     else:
@@ -116,7 +123,7 @@ def _explain(args: PlanConfig, folding: str) -> int:
 
 
 def _describe_measurement(args: Any, first: Folding) -> str:
-    """Return a sentence: whether layout `first` has a recorded step (`MEASURED`), and its speed."""
+    """Return a sentence: the recorded step of `MEASURED`, and whether its layout is `first`."""
     step = MEASURED.get((args.preset, format_gpu_name(args), args.gpus))
     if step is None:
         return "no benchmark has measured the first layout"
@@ -134,8 +141,8 @@ def _format_command(args: Any, run: TrainingRun) -> str:
     return shlex.join(["moecore", "plan", *model, *gpus, *format_flags(run)])
 
 
-def _search(args: Any) -> int:
-    """Print the layouts that fit, best first; return 1 if no layout fits."""
+def _search_layouts(args: Any) -> int:
+    """Print the layouts that fit, best first; return exit status 0, or 1 if no layout fits."""
     request = parse_request(args)
     result = search(
         request,
@@ -145,10 +152,10 @@ def _search(args: Any) -> int:
     )
     fitting = result.fitting
     if fitting:
-        _write(args, fitting[0].plan, fitting[0].time)
+        _write_files(args, fitting[0].plan, fitting[0].time)
         _write_recipe(args, fitting[0].run)
     if args.json:
-        rows = [_make_row(candidate) for candidate in fitting]
+        rows = [_list_layout_fields(candidate) for candidate in fitting]
         summary = {"gpu": format_gpu_name(args), "limit": request.limit, "fitting": rows}
         summary |= {"refused": result.refused, "not_planned": result.num_unplanned}
         print(json.dumps(summary | {"change": result.change}))
@@ -175,8 +182,8 @@ def _search(args: Any) -> int:
     return 0 if fitting else 1
 
 
-def _make_row(candidate: FittingCandidate) -> dict[str, Any]:
-    """Return the JSON object of a layout: degrees, options, bytes and times."""
+def _list_layout_fields(candidate: FittingCandidate) -> dict[str, Any]:
+    """Return the JSON fields of a layout: degrees, options, bytes, and times in seconds."""
     run = candidate.run
     return candidate.layout._asdict() | {
         "schedule": None if run.pipeline is None else run.pipeline.schedule,
@@ -192,7 +199,10 @@ def _make_row(candidate: FittingCandidate) -> dict[str, Any]:
 
 
 def _list_time_numbers(time: TimePlan | str) -> dict[str, Any]:
-    """Return the JSON fields of a time plan; None for all if `time` is the reason for no plan."""
+    """Return the JSON fields of a step's time plan.
+
+    If `time` is the text why there is no plan, "time_refusal" is that text and the rest is None.
+    """
     if isinstance(time, str):
         names = ("seconds", "tokens_per_second", "parts", "wall")
         return dict.fromkeys(names) | {"time_refusal": time}
@@ -234,7 +244,7 @@ def _print_time(args: Any, time: TimePlan | str, limit: int | None = None) -> No
 
 
 def _describe_slices(table: CostTable, kind: str) -> str:
-    """Return a line about the exposed share of sliced tp exchanges, on a GPU with name `kind`."""
+    """Return a line: the share of sliced tp exchanges that products do not hide, on GPU `kind`."""
     slices = table.slices
     if slices is None:
         return "collectives of tp count in full: the cost table has no share for sliced collectives"
@@ -246,17 +256,18 @@ def _describe_slices(table: CostTable, kind: str) -> str:
 
 
 def _load_table(args: Any) -> CostTable:
-    """Return the costs of `--table` or the shipped ones, for the GPU, with `--pairs-hide`."""
+    """Return the table of `--table` or the shipped one for the GPU, with `--pairs-hide` if set."""
     table = CostTable.of if args.table is None else CostTable.read(args.table).on
     hides = getattr(args, "pairs_hide", None)
     costs = table(select_gpu(args))
     return costs if hides is None else replace(costs, pairs_hide=hides)
 
 
-def _write(args: Any, plan: MemoryPlan, time: TimePlan | str) -> None:
+def _write_files(args: Any, plan: MemoryPlan, time: TimePlan | str) -> None:
     """Write the files of `--png`, `--timeline` and `--html`, if these options are set.
 
-    Raises ValueError without matplotlib, or for a timeline of a run without stages or time.
+    `time` may be the text why there is no time plan. Raises ValueError without matplotlib, or for a
+    timeline of a run without stages or time.
     """
     timeline = None if isinstance(time, str) else time.timeline
     try:
@@ -281,7 +292,10 @@ def _write_recipe(args: Any, run: TrainingRun) -> None:
 
 
 def run_dry_run(args: DryRunConfig) -> int:
-    """Print the memory and the launches of rank `args.rank`; return 1 if its peak does not fit."""
+    """Print the memory and the launches of rank `args.rank` in a dry run.
+
+    Return the exit status: 1 if the rank's peak memory does not fit the GPU, otherwise 0.
+    """
     refuse_stages(args)
     run, memory = parse_run(args), get_gpu(select_gpu(args)).memory
     step = dry_run(run, args.rank)
@@ -319,7 +333,7 @@ def run_dry_run(args: DryRunConfig) -> int:
 
 
 def _sum_launches_by_kind(step: DryRun, table: CostTable | None) -> dict[str, list[Any]]:
-    """Return number, FLOP, bytes and serial seconds by kind of launch; no table = seconds None."""
+    """Return [number, FLOP, bytes, serial seconds] by kind; seconds None without a table."""
     if table is not None:
         table = replace(table, slices=None)  # serial seconds, not the exposed share
     sums: defaultdict[str, list[Any]] = defaultdict(lambda: [0.0] * 4)
@@ -335,7 +349,7 @@ def _sum_launches_by_kind(step: DryRun, table: CostTable | None) -> dict[str, li
 
 
 def run_report(args: Any) -> int:
-    """Print the report of the profiler trace `args.trace`; return 0."""
+    """Print the report of the profiler trace `args.trace`; return 0, or raise UsageError."""
     try:
         report = report_trace(args.trace, num_steps=args.steps)
     except ValueError as error:

@@ -137,7 +137,7 @@ class CostTable(CheckedRecord):
         return _parse_table(text, os.fspath(path))
 
     def on(self, gpu: GpuName | Gpu) -> CostTable:
-        """Return this table's efficiencies with the data-sheet rates of another GPU."""
+        """Return the table with the same efficiencies and the data-sheet rates of another GPU."""
         check_arguments(CostTable.on, locals())
         return replace(self, gpu=gpu)
 
@@ -196,7 +196,7 @@ class CostTable(CheckedRecord):
             ValueError: for FP8 on a GPU without FP8, or more ranks than a domain can have.
         """
         check_arguments(CostTable.seconds, locals())
-        launch, rates = self._parts(work, node_ranks)
+        launch, rates = self._compute_rate_seconds(work, node_ranks)
         return launch + max(rates.values())
 
     def find_limiting_rate(self, work: Work, node_ranks: CountOrZero = 0) -> Wall:
@@ -205,14 +205,19 @@ class CostTable(CheckedRecord):
         `node_ranks` is an argument of `seconds`.
         """
         check_arguments(CostTable.find_limiting_rate, locals())
-        launch, rates = self._parts(work, node_ranks)
+        launch, rates = self._compute_rate_seconds(work, node_ranks)
         longest = max(rates, key=lambda wall: rates[wall])
         return longest if rates[longest] > launch else "launch"
 
-    def _parts(self, work: Work, node_ranks: int) -> tuple[float, dict[Wall, float]]:
-        """Return an operation's fixed seconds, and its seconds at each resource's achieved rate."""
-        rates = self._roofline(work, self.gpu, _count_domain_ranks(work, node_ranks, self.gpu))
-        reached, launch = self._efficiency(work), self.launch_seconds
+    def _compute_rate_seconds(self, work: Work, node_ranks: int) -> tuple[float, dict[Wall, float]]:
+        """Return an operation's fixed seconds, and its seconds at each resource's achieved rate.
+
+        `node_ranks` is an argument of `seconds`.
+        """
+        rates = self._compute_roofline(
+            work, self.gpu, _count_domain_ranks(work, node_ranks, self.gpu)
+        )
+        reached, launch = self._interpolate_efficiency(work), self.launch_seconds
         if "network" in rates:
             launch += self.network_seconds
         shares = {"network": self.efficiency["network"]}
@@ -220,8 +225,12 @@ class CostTable(CheckedRecord):
         seconds = {wall: exposed * s / shares.get(wall, reached) for wall, s in rates.items()}
         return exposed * launch, seconds
 
-    def _roofline(self, work: Work, name: GpuName | Gpu, inside: int) -> dict[Wall, float]:
-        """Return an operation's seconds at each data-sheet rate; `inside` as in `_time_links`."""
+    def _compute_roofline(self, work: Work, name: GpuName | Gpu, inside: int) -> dict[Wall, float]:
+        """Return an operation's seconds at each data-sheet rate of the GPU `name`.
+
+        `inside` is the number of a collective's ranks in one NVLink domain. Raises ValueError for
+        FP8 on a GPU without FP8.
+        """
         gpu = get_gpu(name)
         if work.kind == "copy":
             return {"pcie": work.num_bytes / gpu.pcie}
@@ -236,13 +245,13 @@ class CostTable(CheckedRecord):
             peak = gpu.fp8_flops
         return {"compute": work.flops / peak, "memory": work.num_bytes / gpu.memory_bandwidth}
 
-    def _efficiency(self, work: Work) -> float:
+    def _interpolate_efficiency(self, work: Work) -> float:
         """Return the interpolated efficiency of an operation: its share of the data-sheet rate."""
         key, sizes = (work.kind, work.name, work.dtype), _compute_log_sizes(work)
         if key not in self._efficiencies:
             self._efficiencies[key] = [
-                (_compute_log_sizes(p.work), self._log_efficiency(p))
-                for p in self._points_for(work)
+                (_compute_log_sizes(p.work), self._compute_log_efficiency(p))
+                for p in self._find_points(work)
             ]
         near = [(math.dist(sizes, other), log) for other, log in self._efficiencies[key]]
         if not near:
@@ -258,14 +267,14 @@ class CostTable(CheckedRecord):
         """Cache of (log sizes, log efficiency) of the points for each (kind, name, dtype)."""
         return {}
 
-    def _log_efficiency(self, point: Point) -> float:
-        """Return the natural logarithm of a point's efficiency."""
+    def _compute_log_efficiency(self, point: Point) -> float:
+        """Return the natural logarithm of a measured point's share of the data-sheet rate."""
         inside = _count_domain_ranks(point.work, 0, self.measured_on)
-        rates = self._roofline(point.work, self.measured_on, inside)
+        rates = self._compute_roofline(point.work, self.measured_on, inside)
         return math.log(max(rates.values()) / (point.seconds - self.launch_seconds))
 
-    def _points_for(self, work: Work) -> list[Point]:
-        """Return the points with an operation's name, or with the name that stands for its kind."""
+    def _find_points(self, work: Work) -> list[Point]:
+        """Return the measured points with an operation's name, or else those for its kind."""
         # A point's name is part of the operation's name, without case and signs: "sum_rows" is part
         # of "_sum_rows_fwd_kernel". Points with the longest such name count, and of these points
         # those with the operation's dtype if there are any.
@@ -323,9 +332,10 @@ def _count_domain_ranks(work: Work, node_ranks: int, gpu: GpuName | Gpu) -> int:
 
 
 def _time_links(work: Work, inside: int, nvlink: float, network: float) -> dict[Wall, float]:
-    """Return the seconds of a collective on NVLink and network, whose rates are bytes per second.
+    """Return the seconds of a collective on NVLink, and on the network if ranks are in two domains.
 
-    `inside` is the number of its ranks in one NVLink domain.
+    `inside` is the number of its ranks in one NVLink domain. `nvlink` and `network` are the rates
+    of a GPU in bytes per second.
     """
     ranks = work.shape[0]
     if inside == ranks:
@@ -347,7 +357,7 @@ def _read_shipped_table() -> CostTable:
 
 
 def _parse_table(text: bytes, path: str) -> CostTable:
-    """Return the table of JSON `text`; `path` is only named in the ValueError."""
+    """Return the table of JSON `text`. Raises ValueError with `path`, its file, for other text."""
     try:
         fields: dict[str, Any] = json.loads(text)
         fields["points"] = tuple(_parse_points(fields["points"]))
@@ -363,6 +373,7 @@ def _parse_table(text: bytes, path: str) -> CostTable:
 
 
 def _parse_points(points: list[dict[str, Any]]) -> Iterator[Point]:
+    """Yield a `Point` for each JSON object of a table's "points"."""
     for fields in points:
         work = fields["work"]
         yield Point(**fields | {"work": Work(**work | {"shape": tuple(work["shape"])})})

@@ -109,9 +109,10 @@ def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
 
 
 def add_even_work(run: TrainingRun, dry: Callable[[TrainingRun], DryRun]) -> DryRun:
-    """Return a dry run with the memory of nvlink's full capacity and the launches of even loads.
+    """Return a dry run of `run` with the memory of nvlink's full capacity and work of even loads.
 
-    `dry` returns the dry run of a run. Even loads need a second dry run if `run.even` differs.
+    `dry` is the function that executes the dry run of a run. The function is called a second time
+    if `run.even` differs from `run`.
     """
     capacity_step = dry(run)
     if run.even == run:
@@ -175,7 +176,10 @@ def _compute_workspace_bytes(recorder: WorkRecorder) -> int:
 
 
 def register_hooks(model: nn.Module, parts: ModuleParts, recorder: WorkRecorder) -> None:
-    """Register hooks that tell a recorder when a module begins a pass, and which part allocates."""
+    """Register hooks that call `recorder.begin_part` when a module begins its forward or backward.
+
+    Forwards of the parts of layers are wrapped in `recorder.scope`, for allocations by part.
+    """
     calls: dict[str, int] = {}
 
     def watch(module: nn.Module, part: str, last: nn.Module | None = None) -> None:
@@ -209,13 +213,13 @@ def register_hooks(model: nn.Module, parts: ModuleParts, recorder: WorkRecorder)
 
 
 def _count_optimizer_bytes(optimizer: AdamW, param: Tensor) -> int:
-    """Return the bytes of a parameter, its gradient and state that a step reads and writes."""
+    """Return the bytes of parameter, gradient and AdamW state that a step reads and writes."""
     state = [x for x in optimizer.prepare_state(param).values() if x.numel() > 1]
     return 3 * get_local_tensor(param).nbytes + 2 * sum(get_local_tensor(x).nbytes for x in state)
 
 
 def _set_adamw_bytes(queued: list[QueuedLaunch], num_bytes: int) -> Iterator[QueuedLaunch]:
-    """Yield the launches; kernels of AdamW, which get addresses, share `num_bytes` equally."""
+    """Yield the launches, with an equal share of `num_bytes` as the bytes of each AdamW kernel."""
     number = sum(operation.work.name == ADAMW for operation in queued)
     for operation in queued:
         if operation.work.name == ADAMW:

@@ -71,7 +71,7 @@ class _Seconds(NamedTuple):
 
 
 class Estimate:
-    """Estimates the bytes and step seconds of a request's layouts from dry runs of one node."""
+    """An estimator of bytes and step seconds of a request's layouts, from dry runs of one node."""
 
     def __init__(self, request: SearchRequest, table: CostTable) -> None:
         self._request, self._table = request, table
@@ -96,7 +96,7 @@ class Estimate:
         self.seconds, self.num_bytes = cache(self._time_step), cache(self._estimate_bytes)
 
     def sort_key(self, layout: Folding) -> tuple[float, ...]:
-        """Return the sort key: layouts estimated to fit are first, by seconds; others by bytes."""
+        """Return (False, estimated seconds) if a layout fits, otherwise (True, estimated bytes)."""
         options = self.choose_options(layout)
         if options is None:
             return True, self.num_bytes(layout)
@@ -116,9 +116,10 @@ class Estimate:
     def increase_bytes(
         self, layout: Folding, options: OptionSet, num_bytes: int, host: int
     ) -> None:
-        """Raise the estimates of all layouts with the same pp after a plan did not fit.
+        """Increase the estimates of all layouts with the same pp after a plan did not fit.
 
-        The plan had `num_bytes` on its largest rank, and pinned `host` bytes of a server.
+        The plan of `layout` with `options` had `num_bytes` on its largest rank, and pinned `host`
+        bytes of a server's memory.
         """
         pp, ratio = layout.pp, num_bytes / self.num_bytes(layout, options)
         self._byte_ratios[pp] = max(ratio, self._byte_ratios[pp])
@@ -127,7 +128,10 @@ class Estimate:
             self._host_ratios[pp] = max(ratio, self._host_ratios[pp])
 
     def correct_seconds(self, layout: Folding, options: OptionSet, seconds: float) -> None:
-        """Correct the estimates of all layouts with the same pp and ep by planned seconds."""
+        """Correct the estimates of all layouts with the same pp and ep.
+
+        `seconds` is the planned time of a step of `layout` with `options`.
+        """
         key, estimate = (layout.pp, layout.ep), self.seconds(layout, options)
         self._time_ratios[key] = min(
             self._time_ratios.get(key, math.inf), SPREAD * seconds / estimate
@@ -201,7 +205,7 @@ class Estimate:
         return run.num_micro_batches * busiest + fills + waits
 
     def _list_weights(self, layout: Folding) -> list[_Weights]:
-        """Return the parameters with which a rank computes: dense parameters, then experts."""
+        """Return the sizes of a rank's unsharded dense parameters, then those of its experts."""
         pp, tp, _, ep, etp, _, _ = layout
         stage, node = self._request.num_gpus // pp, self._request.domain
         dense = self._params - self._experts - self._tp_params + self._tp_params / tp
@@ -215,7 +219,7 @@ class Estimate:
         return weights
 
     def _time_gathers(self, layout: Folding, options: OptionSet) -> float:
-        """Return the seconds of a micro-batch's two all-gathers and one fp32 reduction."""
+        """Return the seconds of a micro-batch's weight all-gathers (two) and gradient reduction."""
         seconds, width = 0.0, 2 * (1 if options.fsdp.fp8_param_gather else 2) + 4
         for size, ranks, node_ranks, _ in self._list_weights(layout):
             num_bytes = round(2 * width * size * (ranks - 1) / ranks)
@@ -224,19 +228,19 @@ class Estimate:
         return seconds
 
     def _time_offload(self, layout: Folding, options: OptionSet) -> float:
-        """Return the seconds of the offload of a micro-batch's activations, out and back."""
+        """Return the seconds in which a micro-batch's activations are offloaded and copied back."""
         _, offloaded_bytes = self._saved_bytes(options)
         return self._time_copy(
             2 * offloaded_bytes * _count_rank_rows(layout) / layout.pp, "bfloat16"
         )
 
     def _time_state(self, options: OptionSet) -> float:
-        """Return the seconds of the copies of the optimizer state, out and back."""
+        """Return the seconds of the copies of the offloaded optimizer state, out and back."""
         per_param = 2 * options.optimizer.offload_fraction * count_state_bytes(options.optimizer)
         return self._time_copy(per_param * self._params / self._request.num_gpus, "uint8")
 
     def _time_copy(self, num_bytes: float, dtype: str) -> float:
-        """Return the seconds of a copy to the host; 0 for no bytes."""
+        """Return the seconds of a copy to the host, of the points with `dtype`; 0 = no bytes."""
         copy = Work("copy to host", "copy", 0, round(num_bytes), (), dtype)
         return self._table.seconds(copy) if copy.num_bytes else 0.0
 
@@ -254,12 +258,15 @@ class Estimate:
     def _time_stage(
         self, parts: Iterable[tuple[str, Pass]], layout: Folding, options: OptionSet
     ) -> _Seconds:
-        """Return the seconds of a micro-batch's passes through a stage."""
+        """Return the seconds of a micro-batch in a stage with these (part, pass) pairs."""
         seconds = [self._part(*part, layout, options) for part in parts]
         return _Seconds(*map(sum, zip(*seconds, strict=True)))
 
     def _time_part(self, part: str, pass_: Pass, layout: Folding, options: OptionSet) -> _Seconds:
-        """Return the seconds of a pass of a part such as "layer 3": host or device, the larger."""
+        """Return the seconds of a forward or backward of a model part such as "layer 3".
+
+        If the host launches more slowly than the device computes, the host's time counts.
+        """
         segments = self._segments(options)
         experts = layout.ep * layout.etp
         rows = Fraction(layout.batch_size, layout.tp * layout.cp)
@@ -277,10 +284,11 @@ class Estimate:
         return _Seconds(max(host - sum(network), sum(compute)), sum(network))
 
     def _time_share(self, work: Work, rows: Fraction, experts: int) -> float | None:
-        """Return the seconds of a rank's share of work of the node's run; None = no work.
+        """Return the seconds of a rank's share of an operation of the one-node run; None = none.
 
         Args:
-            rows: the share of the rows; below 1 if several ranks share a row.
+            work: the operation of a rank of the one-node run, with one row.
+            rows: rows of a micro-batch per rank; below 1 if several ranks share a row.
             experts: the ranks that share the experts; 0 if the work does not depend on experts.
         """
         shape = work.shape
@@ -299,7 +307,7 @@ class Estimate:
         return self._table.seconds(share, node_ranks)
 
     def _time_messages(self, layout: Folding, options: OptionSet) -> Iterator[float]:
-        """Yield the seconds of a layer's messages among the ranks of tp, and of cp."""
+        """Yield the seconds of each message of a layer's pass among the ranks of tp, then of cp."""
         request, tp = self._request, "all_gather"
         slice_bytes = 2 * self._model.dim * request.seq_len // (layout.tp * layout.cp)
         is_plain = isinstance(request.model, DecoderConfig) and options.precision is None
@@ -323,7 +331,7 @@ class Estimate:
         return sum(block.num_bytes for block in (*blocks, counts.outside)), offloaded_bytes
 
     def _make_node_run(self, options: OptionSet, num_micro_batches: int) -> TrainingRun:
-        """Return a run on one node, whose number of ranks divides the number of experts."""
+        """Return a run on ep ranks of one node, whose number divides the number of experts."""
         rows = num_micro_batches * self._ep
         request = replace(self._request, num_gpus=self._ep, global_batch=rows, nvlink=None)
         return make_run(request, Folding(ep=self._ep), options)
@@ -348,7 +356,7 @@ def count_saved_bytes_of_run(run: TrainingRun) -> ModelSavedBytes:
 
 
 def _list_choices(request: SearchRequest, sets: Sequence[OptionSet]) -> list[OptionSet]:
-    """Return the first of `sets`, and all low-overhead options with each subset of medium ones."""
+    """Return the first of `sets`, and the low-overhead options with each subset of medium ones."""
     options = sets[-1].options
     medium = [option for option in options if option.overhead == "medium"]
     subsets = chain.from_iterable(combinations(medium, n) for n in range(len(medium) + 1))

@@ -1,8 +1,4 @@
-"""explain(model): a model's `ShardPlan` as about twenty lines of text.
-
-A model that is not parallelized has a plan of its names and shapes. `explain` does not communicate
-or synchronise the host, and accepts models on meta.
-"""
+"""explain(model): a model's `ShardPlan` as about twenty lines of text."""
 
 from __future__ import annotations
 
@@ -50,7 +46,7 @@ UNITS = {"block": "blocks", "experts": "experts", "routers": "routers", "head": 
 def explain(model: nn.Module | ShardPlan, *, batch: Batch | None = None) -> str:
     """Return the sizes, meshes, placements, dispatcher, products and precision of a model as text.
 
-    Each rank describes its shards. The call is not collective.
+    Each rank describes its shards. The call does not communicate or synchronise the host.
 
         print(explain(model, batch=(2, 4096)))
         print(explain(plan_sharding(model, meshes)))
@@ -63,8 +59,7 @@ def explain(model: nn.Module | ShardPlan, *, batch: Batch | None = None) -> str:
             regions count as eager. None = only the bytes per token of MoE layers.
 
     Raises:
-        ValueError: if `model` is no module and no plan, if `batch` is not two numbers above 0, or
-            if a plan is given with a batch.
+        ValueError: for other types, a number below 1 in `batch`, or a plan with a batch.
     """
     check_arguments(explain, locals())
     if isinstance(model, ShardPlan):
@@ -132,7 +127,7 @@ def make_current_plan(model: nn.Module) -> tuple[ShardPlan, Coordinate]:
 
 
 def _list_placements(param: nn.Parameter, coordinate: dict[str, int]) -> Iterator[AxisPlacement]:
-    """Yield the axes of a parameter's mesh, and add this rank's index on them to `coordinate`."""
+    """Yield a parameter's placement per mesh axis; add this rank's index on it to `coordinate`."""
     if isinstance(param, DTensor):
         mesh = param.device_mesh
         axes = mesh.mesh_dim_names or [f"axis {i}" for i in range(mesh.ndim)]
@@ -142,6 +137,7 @@ def _list_placements(param: nn.Parameter, coordinate: dict[str, int]) -> Iterato
 
 
 def _make_layer_plan(name: str, layer: RoutedLayer) -> LayerPlan:
+    """Return the plan of an MoE layer that is not parallelized; `name` is its module name."""
     config = layer.config
     return LayerPlan(
         name=name,
@@ -158,7 +154,7 @@ def _make_layer_plan(name: str, layer: RoutedLayer) -> LayerPlan:
 def _describe_plan(
     plan: ShardPlan, coordinate: Coordinate | None, meshes: Iterable[str], products: Iterable[str]
 ) -> Iterator[str]:
-    """Yield a plan as text with lines of `meshes` and `products`; coordinate None = first rank."""
+    """Yield a plan's lines; `products` has a line per layer, coordinate None = the first rank."""
     rows = list_table_rows(plan, coordinate)
     size = format_bytes(sum(row.num_bytes for row in rows))
     holder = "this rank" if coordinate is not None else f"the first rank of {plan.world_size}"
@@ -182,6 +178,7 @@ def _describe_plan(
 
 
 def _describe_degrees(plan: ShardPlan) -> Iterator[str]:
+    """Yield a line with the degrees above 1 of the dense mesh, then one of the expert mesh."""
     for view, dims in (("dense ", DENSE_DIMS), ("expert", EXPERT_DIMS)):
         degrees = ((dim, getattr(plan.parallel, dim)) for dim in dims)
         yield f"  {view} {' '.join(f'{dim}={n}' for dim, n in degrees if n > 1) or 'one rank'}"
@@ -190,7 +187,7 @@ def _describe_degrees(plan: ShardPlan) -> Iterator[str]:
 def _describe_meshes(
     model: nn.Module, request: Request | None, coordinate: Coordinate
 ) -> Iterator[str]:
-    """Yield the meshes of a model, and the exchange of attention over cp."""
+    """Yield lines of the meshes and the exchange over cp; request None = not parallelized."""
     if request is None and coordinate:
         yield "sharded, but not what parallelize_moe returned: meshes are not known here"
     elif request is None:
@@ -204,7 +201,7 @@ def _describe_meshes(
 
 
 def list_table_rows(plan: ShardPlan, coordinate: Coordinate | None) -> list[TableRow]:
-    """Return one row for all parameters with equal kinds, shapes, placements and dtypes."""
+    """Return a table row per kind, shapes, placement and dtype; coordinate None = first rank."""
     rows: dict[object, TableRow] = {}
     for param in plan.params:
         *path, leaf = clean_name(param.name).split(".")
@@ -243,7 +240,7 @@ def _list_expert_params(plan: ShardPlan, layer: LayerPlan) -> Iterator[ParamPlan
 
 
 def _describe_rank_experts(plan: ShardPlan, layer: LayerPlan, coordinate: Coordinate | None) -> str:
-    """Return a layer's number of experts, and the experts of a rank."""
+    """Return text: the number of experts, and those of a rank; coordinate None = the first rank."""
     ranks = {axis.axis: axis.size for axis in next(_list_expert_params(plan, layer)).placements}
     num_local, etp = layer.num_experts // ranks.get("ep", 1), ranks.get("etp", 1)
     share = f"all {layer.num_experts}"
@@ -258,7 +255,7 @@ def _describe_rank_experts(plan: ShardPlan, layer: LayerPlan, coordinate: Coordi
 def _describe_products(
     layer: RoutedLayer, request: Request | None, compute_args: ComputeArgs
 ) -> str:
-    """Return the products of a layer's experts, and the bytes that the layer saves for backward."""
+    """Return text: expert backend and saved bytes of a layer; request None = not parallelized."""
     config, experts = layer.config, layer.get_part("experts")
     backend, weight = experts.backend, next(experts.parameters())
     if backend == "auto" and request is not None:
@@ -278,6 +275,7 @@ def _describe_products(
 
 
 def _describe_units(plan: ShardPlan) -> str:
+    """Return text: the number of FSDP units by kind, and which are resharded after forward."""
     units = [unit for unit in plan.units if unit.role != "root"]
     number = Counter(UNITS[unit.role] for unit in units)
     counts = ", ".join(f"{number[kind]} of {kind}" for kind in UNITS.values() if number[kind])
@@ -288,7 +286,7 @@ def _describe_units(plan: ShardPlan) -> str:
 
 
 def _describe_gather_dtypes(plan: ShardPlan) -> str:
-    """Return the all-gather dtype of the root, and the numbers of quantised parameters."""
+    """Return text: the root's all-gather dtype, and the number of parameters gathered quantised."""
     wide = plan.units[0].gather_dtype or "their own dtype"
     numbers = Counter[str]()
     for layout in (layout for unit in plan.units for layout in unit.layouts):
@@ -309,6 +307,7 @@ def _describe_fp8(plan: ShardPlan) -> str:
 
 
 def _describe_buffers(plan: ShardPlan) -> str:
+    """Return text: bytes of gradients, and of all-gather and reduce buffers, of the first rank."""
     size = rank_bytes(plan)
     return (
         f"on the first rank: gradients {format_bytes(size.gradients)}, buffers of whole parameters "
@@ -324,7 +323,7 @@ ComputeArgs = dict[str, Any]  # arguments of `count_saved_bytes`
 
 
 def list_compute_args(model: nn.Module) -> ComputeArgs:
-    """Return the arguments of `count_saved_bytes` for a model's device and dtypes; meta = a GPU."""
+    """Return keyword arguments of `count_saved_bytes`: device (meta = a GPU) and dtypes."""
     attachment = get_parallel_state(model)
     if attachment is None:
         device_type = next((p.device.type for p in model.parameters()), "meta")
@@ -370,7 +369,7 @@ def describe_layer(layer: RoutedLayer, compute_args: ComputeArgs) -> str:
 
 
 def describe_batch(model: nn.Module, batch: Batch) -> list[str]:
-    """Return lines with the bytes that blocks save of a batch; equal blocks share a line."""
+    """Return lines: bytes per token that blocks save for backward; equal blocks share a line."""
     tokens_BT = torch.zeros(batch, dtype=torch.int64, device="cpu")
     blocks, compute_args = find_blocks(model), list_compute_args(model)
     options, attachment = None, get_parallel_state(model)

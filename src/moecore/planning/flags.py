@@ -254,7 +254,7 @@ def _parse_model(args: Any) -> AnyModel:
 
 
 def _read_model(config: Path) -> AnyModel:
-    """Return the decoder of a config.json, or a class of transformers if there is none."""
+    """Return the decoder of a config.json, or if moecore has none, its class of transformers."""
     if read_config(config).get("model_type") not in FAMILIES:
         return TransformersModel.of(config)
     try:
@@ -293,6 +293,7 @@ def _parse_precision(args: Any) -> Precision | None:
 
 
 def _parse_memory(args: Any) -> MemoryOptions:
+    """Return the memory options of `--recompute`, `--offload` and `--stash`."""
     parts = MemoryOptions(recompute=args.recompute).parts
     return MemoryOptions(
         recompute="gemm_last" if args.recompute == ("gemm_last",) else parts,
@@ -302,7 +303,7 @@ def _parse_memory(args: Any) -> MemoryOptions:
 
 
 def _has_capacity(args: Any) -> bool:
-    """Return whether options set the capacity of dispatcher nvlink, which selects it."""
+    """Return whether --stash or --row-factor is set, each of which selects dispatcher nvlink."""
     return args.stash or args.row_factor is not None
 
 
@@ -349,7 +350,7 @@ def parse_run(args: PlannedConfig) -> TrainingRun:
 
 
 def _choose_nvlink(args: Any, parallel: ParallelConfig, num_peers: int) -> NVLinkOptions | None:
-    """Return the options of dispatcher nvlink for a planned run; None = all-to-all."""
+    """Return the options of dispatcher nvlink for the run of a command; None = all-to-all."""
     if _has_capacity(args):
         return NVLinkOptions(row_factor=args.row_factor)
     dispatch = DispatchOptions(name=args.dispatcher or "auto")

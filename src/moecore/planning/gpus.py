@@ -204,7 +204,11 @@ def find_bf16_flops(device_name: str) -> float | None:
 
 
 def read_bytes(path: str | os.PathLike[str], name: str, max_bytes: int, fix: str) -> bytes:
-    """Return a file's contents. A missing or larger file is a ValueError with `name` and `fix`."""
+    """Return a file's contents.
+
+    Raises ValueError if the file is missing or larger than `max_bytes`. The message begins with
+    `name` and ends with the advice `fix`.
+    """
     try:
         return read_regular(Path(path), follow=True, max_bytes=max_bytes)
     except (OSError, ValueError):
@@ -212,7 +216,7 @@ def read_bytes(path: str | os.PathLike[str], name: str, max_bytes: int, fix: str
 
 
 def read_gpu(path: str | os.PathLike[str]) -> Gpu:
-    """Return the GPU of a TOML file with fields of `Gpu`; `like` names the GPU of other fields.
+    """Return the GPU of a TOML file with fields of `Gpu`; key `like` names a GPU for other fields.
 
     Raises:
         ValueError: if the file cannot be read, or a field or value is not valid for `Gpu`.

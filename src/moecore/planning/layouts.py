@@ -65,7 +65,7 @@ class SearchRequest(CheckedRecord):
         gpu: a key of `GPUS`, or a record of another GPU.
         gpus_per_node: neighbouring ranks that NVLink connects; None = the largest number of the
             GPU's kind that divides the world.
-        seq_len: tokens of a row.
+        seq_len: tokens of a row, a packed sequence.
         global_batch: rows of a step over all data ranks; None = 8 per GPU.
         fsdp: the sharding of parameters; "any" = weights stay unsharded in a step if that fits.
         memory: recomputation and offload; "any" = as much as the memory needs.
@@ -102,7 +102,7 @@ class SearchRequest(CheckedRecord):
 
     @property
     def rows(self) -> int:
-        """The rows of a step over all data ranks."""
+        """The rows (sequences) of a step over all data ranks."""
         return self.global_batch or ROWS_PER_GPU * self.num_gpus
 
     @property
@@ -132,7 +132,7 @@ class SearchRequest(CheckedRecord):
 
 
 class Folding(NamedTuple):
-    """A parallel layout: degrees, stages per pipeline rank, and rows of a micro-batch."""
+    """Parallel layout: degrees, stages per pipeline rank, and rows (sequences) of a micro-batch."""
 
     pp: int = 1
     tp: int = 1
@@ -170,7 +170,7 @@ def enumerate_layouts(num_gpus: int) -> Iterator[Folding]:
 
 
 def find_refusal(request: SearchRequest, folding: Folding) -> Refusal | None:
-    """Check a layout against all rules; return the first violated rule, or None."""
+    """Check a layout against all rules; return the first refusal; None = no rule refuses it."""
     return next(
         chain(_find_illegal_values(request, folding), _find_slow_choices(request, folding)), None
     )
@@ -217,17 +217,19 @@ def list_option_sets(request: SearchRequest) -> tuple[OptionSet, ...]:
 
 
 def list_smaller_sets(
-    request: SearchRequest, option_set_: OptionSet, *, gains: bool
+    request: SearchRequest, full_set: OptionSet, *, gains: bool
 ) -> Iterator[OptionSet]:
-    """Yield the set without each option that changes the run; the slowest option is first.
+    """Yield copies of an option set that each lack one option, if that changes the run.
+
+    The option with the largest overhead is removed first.
 
     Args:
         gains: whether options that save time are removed too.
     """
-    for removal in (o for o in reversed(option_set_.options) if gains or not o.gains):
-        options = tuple(option for option in option_set_.options if option is not removal)
+    for removal in (o for o in reversed(full_set.options) if gains or not o.gains):
+        options = tuple(option for option in full_set.options if option is not removal)
         smaller = make_option_set(request, options)
-        if _list_changed_fields(smaller, option_set_):
+        if _list_changed_fields(smaller, full_set):
             yield smaller
 
 
@@ -237,7 +239,7 @@ def _list_changed_fields(first: OptionSet, second: OptionSet) -> list[str]:
 
 
 def make_run(request: SearchRequest, layout: Folding, options: OptionSet) -> TrainingRun:
-    """Return the run of a layout with a set of options."""
+    """Return the request's run in a layout, with a set of options that save memory."""
     pipeline, nvlink = None, None
     if layout.pp > 1:
         chunks = layout.chunks if layout.chunks > 1 else None

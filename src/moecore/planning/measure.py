@@ -56,7 +56,7 @@ CUDNN, FLASH = "aten._scaled_dot_product_cudnn_attention", "aten._flash_attentio
 
 
 class Sizes(NamedTuple):
-    """The sizes of measured operations."""
+    """The tensor sizes of the operations that a measurement times."""
 
     products: tuple[tuple[int, int, int], ...]  # M, N, K
     grouped: tuple[tuple[int, int, int, int], ...]  # E, R, D, F of an MoE layer
@@ -89,7 +89,7 @@ QUEUED = TrainingRun(model=SMALL_MODEL, num_gpus=1, seq_len=256)
 
 def run_measure(args: Any) -> int:
     """Measure, write the table to `args.out` and return 0; under torchrun the first rank writes."""
-    device = _find_device()
+    device = _select_device()
     name = torch.cuda.get_device_name(device)
     gpu = find_gpu_name(name)
     if gpu is None:
@@ -133,7 +133,7 @@ def measure_host_seconds(run: TrainingRun, device: torch.device) -> float:
 
 
 def measure_calls(calls: Iterable[tuple[Work, Call]], device: torch.device) -> Iterator[Point]:
-    """Time each call, and yield its median seconds on the slowest rank as a `Point`."""
+    """Time each call, and yield its median seconds on the slowest rank as a `Point`. Collective."""
     flush = torch.ones(
         FLUSH_BYTES // 4 if device.type == "cuda" else 1, device=device, dtype=torch.float32
     )
@@ -174,7 +174,11 @@ def list_gpu_calls(device: torch.device, sizes: Sizes) -> Iterator[tuple[Work, C
 
 
 def list_collective_calls(device: torch.device, num_bytes: int) -> Iterator[tuple[Work, Call]]:
-    """Yield collectives over all ranks of one node, in four sizes of at most `num_bytes`."""
+    """Yield collectives over all ranks of a node, each with a function that launches it.
+
+    There are four sizes of at most `num_bytes`. Raises ValueError for 1 rank, more than 8, or ranks
+    of several nodes.
+    """
     ranks, rank = dist.get_world_size(), dist.get_rank()
     if not 2 <= ranks <= NODE or read_launcher_number("LOCAL_WORLD_SIZE", ranks) != ranks:
         raise ValueError(f"ranks ({ranks}) must be 2 to {NODE} of one node: start as many there")
@@ -187,7 +191,7 @@ def list_collective_calls(device: torch.device, num_bytes: int) -> Iterator[tupl
         def work(name: str, times: int = 1, traffic: int = traffic) -> Work:
             return Work(name, "collective", 0, times * traffic, (ranks,), "bfloat16")
 
-        def shift_on(other: Tensor = other, full: Tensor = full) -> None:
+        def send_to_next_rank(other: Tensor = other, full: Tensor = full) -> None:
             to, source = (rank + 1) % ranks, (rank - 1) % ranks
             ops = [dist.P2POp(dist.isend, full, to), dist.P2POp(dist.irecv, other, source)]
             for request in dist.batch_isend_irecv(ops):
@@ -197,13 +201,19 @@ def list_collective_calls(device: torch.device, num_bytes: int) -> Iterator[tupl
         yield work("reduce_scatter"), lambda w=full, p=part: dist.reduce_scatter_tensor(p, w)  # type: ignore[misc]
         yield work("all_reduce", 2), lambda w=full: dist.all_reduce(w)  # type: ignore[misc]
         yield work("all_to_all"), lambda w=full, o=other: dist.all_to_all_single(o, w)  # type: ignore[misc]
-        yield Work("send", "collective", 0, 2 * full.nbytes, (ranks,), "bfloat16"), shift_on
+        yield (
+            Work("send", "collective", 0, 2 * full.nbytes, (ranks,), "bfloat16"),
+            send_to_next_rank,
+        )
 
 
 def _make_grouped_calls(
     device: torch.device, E: int, R: int, D: int, F: int
 ) -> Iterator[tuple[Work, Call]]:
-    """Yield grouped products of a layer with even loads, by torch and on Hopper by moecore."""
+    """Yield grouped products of a layer with even loads, by torch and on Hopper by moecore.
+
+    The layer has E experts of model dim D and hidden dim F, and R expert rows.
+    """
     ends = (torch.arange(1, E + 1, device=device) * (R // E)).int()
     x_RD, h_RC, a_RF = (_make_random_tensor(device, R, n) for n in (D, 2 * F, F))
     w1_ECD, w2_EDF = _make_random_tensor(device, E, 2 * F, D), _make_random_tensor(device, E, D, F)
@@ -253,7 +263,7 @@ def _make_grouped_calls(
 def _make_attention_calls(
     device: torch.device, B: int, H: int, T: int, d: int, v: int
 ) -> Iterator[tuple[Work, Call]]:
-    """Yield causal attention and its backward: 2 (d + v) FLOP per head and unmasked pair."""
+    """Yield causal attention and its backward, for queries and keys of d and values of v dims."""
     q, k, do, values = (_make_random_tensor(device, B, T, H, n) for n in (d, d, v, v))
     mask, scale = AttentionMask(causal=True), d**-0.5
     name = CUDNN if cudnn.find_problem(q, k, values, mask) is None else FLASH  # as on meta
@@ -313,7 +323,7 @@ def _make_memory_bound_calls(device: torch.device, sizes: Sizes) -> Iterator[tup
 
 
 def _make_random_tensor(device: torch.device, *shape: int) -> Tensor:
-    """Return bf16 values about 0: a GPU takes longer for them than for zeros."""
+    """Return bf16 normal values [shape]: a GPU takes longer for random values than for zeros."""
     if prod(shape) > 1 << 24:  # large ones by repetition, to save the time that randn takes
         return (
             torch.randn(1 << 24, device=device, dtype=torch.float32)
@@ -325,7 +335,10 @@ def _make_random_tensor(device: torch.device, *shape: int) -> Tensor:
 
 
 def _time_call(call: Call, flush: Tensor, rounds: int) -> float:
-    """Return the median seconds of `rounds` calls, or 0. A read of `flush` precedes each call."""
+    """Return the median seconds of `rounds` calls; 0 without rounds.
+
+    A read of `flush`, a tensor larger than the L2 cache, precedes each call.
+    """
     times, spans = [], []
     for _ in range(rounds):
         flush.sum()
@@ -354,8 +367,8 @@ def _max_over_ranks(seconds: float, device: torch.device) -> float:
     return float(longest)
 
 
-def _find_device() -> torch.device:
-    """Make the GPU of LOCAL_RANK the current device and return it; ValueError without a GPU."""
+def _select_device() -> torch.device:
+    """Make the GPU of LOCAL_RANK the current device and return it. ValueError without a GPU."""
     if not torch.cuda.is_available():
         raise ValueError("device (cpu) must be a GPU: run `moecore measure` where torch sees one")
     device = torch.device("cuda", read_launcher_number("LOCAL_RANK", 0, min_value=0))

@@ -53,8 +53,8 @@ class _Peak(NamedTuple):
 
     num_bytes: int
     offloaded_state: int
-    passed: int  # passes before it
-    at: int  # segments of its pass before it
+    passed: int  # passes of the pipeline rank before the segment's pass
+    at: int  # segments of the same pass before it
     segment: Segment
 
 
@@ -67,7 +67,7 @@ class _Rank:
     end: Segment
     offloaded_state: int  # bytes that are on the host between the first pass and the last one
 
-    def peaks(self) -> Iterator[_Peak]:
+    def iterate_peaks(self) -> Iterator[_Peak]:
         """Yield the peak bytes of each segment, from one module's pass to the next, in order."""
         level, offloaded, last = sum(self.resident.values()), 0, len(self.passes) - 1
         for number, (_, _, segments) in enumerate(self.passes):
@@ -79,9 +79,9 @@ class _Rank:
                 offloaded += share * (number == 0)
         yield _Peak(level - offloaded + self.end.peak, offloaded, last + 1, 0, self.end)
 
-    def peak(self) -> _Peak:
+    def find_peak(self) -> _Peak:
         """Return the largest of the segments' peaks."""
-        return max(self.peaks(), key=lambda peak: peak.num_bytes)
+        return max(self.iterate_peaks(), key=lambda peak: peak.num_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +127,7 @@ class MemoryPlan:
         return max(self.ranks, key=lambda rank: rank.num_bytes)
 
     def pinned_bytes(self, gpu: Gpu) -> int:
-        """Return the pinned host memory of a server whose ranks all need as much as the largest."""
+        """Return the pinned host bytes of a server whose ranks all need as much as the largest."""
         ranks = min(gpu.server, self.run.num_gpus)
         return ranks * max(sum(rank.host.values()) for rank in self.ranks)
 
@@ -156,7 +156,7 @@ def plan_peak(run: TrainingRun) -> tuple[int, ...]:
         ValueError, NotImplementedError: as `parallelize_moe`, for options that the model refuses.
     """
     check_arguments(plan_peak, locals())
-    return tuple(rank.peak().num_bytes for rank in _make_ranks(run))
+    return tuple(rank.find_peak().num_bytes for rank in _make_ranks(run))
 
 
 def plan_memory(run: TrainingRun) -> MemoryPlan:
@@ -177,8 +177,8 @@ def plan_memory(run: TrainingRun) -> MemoryPlan:
 def _make_rank_memory(
     run: TrainingRun, pp_rank: int, rank: _Rank, stages: Sequence[Stage], segments: Segments
 ) -> RankMemory:
-    """Sum a rank's bytes by kind at the peak of its step, and return them as `RankMemory`."""
-    peak = rank.peak()
+    """Sum a pipeline rank's bytes by kind at the peak of its step; return them as `RankMemory`."""
+    peak = rank.find_peak()
     device, in_flight = Counter(rank.resident), Counter[int]()
     for number, (stage, pass_, passed) in enumerate(rank.passes[: peak.passed + 1]):
         is_last = number == peak.passed
@@ -202,7 +202,7 @@ def _make_rank_memory(
 def _remove_negative_bytes(
     sizes: Mapping[str, int], resident_kinds: Collection[str]
 ) -> dict[str, int]:
-    """Return sizes above 0 with the same sum; `resident_kinds` are reduced last."""
+    """Return bytes by kind, all above 0, with the same sum; `resident_kinds` are reduced last."""
     # A tensor that is allocated once per step may be freed in a layer that stands for several
     # layers, so that its kind becomes negative. These bytes are subtracted from the largest kinds,
     # and from stored kinds last.
@@ -237,7 +237,7 @@ def count_steady_micro_batches(run: TrainingRun) -> int:
 
 
 def _make_ranks(run: TrainingRun) -> Iterator[_Rank]:
-    """Yield the pipeline ranks of a run."""
+    """Yield each pipeline rank of a run, from the dry run of a run of few layers."""
     small, model = SmallRun.of(run), run.planned_model
     step, segments = small.step, small.memory_segments
     sizes = list_rank_bytes(small.run)
@@ -266,7 +266,10 @@ def _make_ranks(run: TrainingRun) -> Iterator[_Rank]:
 
 
 def _order_passes(run: TrainingRun, small: SmallRun, segments: Segments) -> Iterator[list[_Pass]]:
-    """Yield each pipeline rank's forwards and backwards, in the order of its schedule."""
+    """Yield each pipeline rank's forwards and backwards, in the order of its schedule.
+
+    `small` is the run whose recorded `segments` stand for the segments of `run`.
+    """
     stages, number, pp = list_stages(run), count_steady_micro_batches(run), run.resolved.pp
     like = map_micro_batches(number, segments.num_micro_batches)
     orders: Sequence[Sequence[Item]] = [
@@ -301,6 +304,7 @@ def _correct_stage_segments(
     """Return the segments of a stage's pass, with corrected bytes at the end of a backward.
 
     Args:
+        micro_batch: the recorded micro-batch that stands for the pass.
         share: the stage's share of the gradient sums that the recorded step keeps at its ends.
     """
     stage_segments = segments.list_stage_segments(stage, pass_, micro_batch)
@@ -327,7 +331,7 @@ def _correct_stage_segments(
 
 
 def _sum_net_bytes(stage: Stage, micro_batch: int, segments: Segments) -> int:
-    """Return the net bytes of a stage's forward and backward of a micro-batch."""
+    """Return by how many bytes a stage's forward and backward change the allocated memory."""
     return sum(
         s.net for pass_ in PASSES for s in segments.list_stage_segments(stage, pass_, micro_batch)
     )

@@ -43,7 +43,7 @@ class ModelSizes(NamedTuple):
 
 
 def count_sizes(model: nn.Module, *parts: Iterable[nn.Parameter]) -> ModelSizes:
-    """Return the sizes of a model; `parts` are its expert and its tp-sharded parameters."""
+    """Return numbers of parameters of a model; `parts` are its expert and tp-sharded ones."""
     return ModelSizes(*(sum(p.numel() for p in part) for part in (model.parameters(), *parts)))
 
 
@@ -109,11 +109,11 @@ class PlannedModel(ABC):
 
     @abstractmethod
     def parts(self, model: nn.Module) -> ModuleParts:
-        """Return the embedding, layers, head and loss of a module that `build` has made."""
+        """Return the embedding, layers, MTP layers, head and loss of a module made by `build`."""
 
     @abstractmethod
     def inputs(self, tokens_BT: Tensor) -> Mapping[str, Any]:
-        """Return the keyword arguments of a forward that returns the loss of tokens."""
+        """Return the keyword arguments of a forward with loss; the tokens are labels, too."""
 
     @abstractmethod
     def sizes(self) -> ModelSizes:
@@ -241,7 +241,10 @@ def find_layer_kind(config: DecoderConfig, layer: int) -> LayerKind:
 
 
 def find_preset(config: DecoderConfig) -> tuple[str, dict[str, int]] | None:
-    """Return the preset of a config and {} or its other `max_seq_len`; None = no preset."""
+    """Return (name, changes) of the preset of a config; None = no preset.
+
+    `changes` is {}, or {"max_seq_len": number} if only this field differs from the preset.
+    """
     for name, entry in PRESETS.items():
         pairs = ((f.name, getattr(entry, f.name), getattr(config, f.name)) for f in fields(config))
         changes = {field: value for field, preset, value in pairs if value != preset}

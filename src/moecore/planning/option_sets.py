@@ -64,7 +64,7 @@ def _list_offloadable_parts(run: TrainingRun) -> tuple[Offloaded, ...]:
 
 
 def _use_fp8(run: TrainingRun) -> TrainingRun:
-    """Return the run with blockwise FP8, if it has no FP8 and its expert sizes divide by 128."""
+    """Return the run with blockwise FP8, or unchanged if it has FP8 or experts do not fit it."""
     moe = run.planned_model.moe
     has_products = moe is None or not (moe.expert_dim % 128 or moe.hidden_dim % 128)
     if run.precision is not None or not has_products:
@@ -73,13 +73,13 @@ def _use_fp8(run: TrainingRun) -> TrainingRun:
 
 
 def _gather_in_fp8(run: TrainingRun) -> TrainingRun:
-    """Return the run with all-gathers of weights as FP8, if its products are blockwise FP8."""
+    """Return the run with all-gathers of weights as FP8, or unchanged without blockwise FP8."""
     is_blockwise = run.precision is not None and run.precision.recipe.scaling == "blockwise"
     return _change_fsdp(run, fp8_param_gather=True) if is_blockwise else run
 
 
 def _double_chunks(run: TrainingRun) -> TrainingRun:
-    """Return the run with twice its stages per pipeline rank, if no layout fixes the stages."""
+    """Return the run with twice its stages per pipeline rank, or unchanged with fixed stages."""
     if run.pipeline is None or run.pipeline.layout is not None:
         return run
     chunks = 2 * (run.pipeline.chunks or 1)
@@ -91,15 +91,16 @@ class Option:
     """A change of a run that saves memory or time, with the page that explains it.
 
     Attributes:
-        name: the source that sets the option, or words.
+        name: the Python source that sets the option, or words.
         page: the page of docs and its section.
         change: returns the run with the option, or the same run if the option does not apply;
             None = no plan shows its effect.
-        overhead: the time that it costs, of an option that saves memory; None = it saves none.
-        gains: whether it may save time.
-        takes_from: the parts of a report (`report.PARTS`) that it shortens.
+        overhead: the time that the option costs; None = the option saves no memory.
+        gains: whether the option may save time.
+        takes_from: the parts of a report (`report.PARTS`) that the option shortens.
         max_share: the largest share of these parts that it saves, by bytes or arithmetic.
-        unless: matches kernels and launches of a trace in which it is set, or cannot be set.
+        unless: a regular expression that matches kernels and launches of a trace in which the
+            option is set, or cannot be set.
     """
 
     name: str

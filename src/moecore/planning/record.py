@@ -1,8 +1,5 @@
 """WorkRecorder: the launches and allocations of a rank's step, on meta in a fake world.
 
-    WorkRecorder         the host's code of a step on meta   -> allocations, QueuedLaunch
-    work_of_*            an operation, kernel or collective  -> Work, as numbers
-
 The recorder counts the storages of plain tensors. A DTensor counts by its local tensor. Sizes are
 rounded as torch's allocator rounds them.
 
@@ -158,7 +155,7 @@ def compute_operation_work(
 
 
 def compute_kernel_work(name: str, args: Args) -> Work:
-    """Return the work of a launch of a moecore kernel, or of a torch kernel's stand-in on meta."""
+    """Return the work of a launch, with arguments `args`, of a moecore kernel or its stand-in."""
     if name in EXCHANGES:
         ranks, num_bytes = args
         return Work(name, "collective", 0, num_bytes, (ranks,), "bfloat16")
@@ -196,6 +193,7 @@ def compute_collective_work(name: str, args: Args, num_ranks: int) -> Work:
 
 
 def _make_product_work(name: str, args: Args, tensors: Sequence[Tensor], kernel: str = "") -> Work:
+    """Return the work of matrix product `name` of `PRODUCTS`; `kernel` is another name for it."""
     a, b = args[PRODUCTS[name] :][:2]
     M, N, K = shape = prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
     num_bytes, dtype = _count_bytes(tensors), _name_dtype(a)
@@ -205,7 +203,7 @@ def _make_product_work(name: str, args: Args, tensors: Sequence[Tensor], kernel:
 def _make_attention_work(
     name: str, tensors: Sequence[Tensor], is_backward: bool, *, window: int = 0
 ) -> Work:
-    """Return the work of causal attention; a backward has five products where a forward has two."""
+    """Return the work of causal attention; `window` is the most keys of a query, 0 = all."""
     heads = tensors[1:] if name.endswith("backward") else tensors  # torch's begins with dO
     (B, H, T, d), v = heads[0].shape, heads[2].shape[-1]
     seen = min(T, window or T)
@@ -295,7 +293,7 @@ class Start(NamedTuple):
 
 
 class WorkRecorder(DispatchMode):
-    """Records allocations, and launches inside `record_launches_on_meta(self.record_kernel)`."""
+    """A dispatch mode that records the allocations and launches of a rank's step on meta."""
 
     def __init__(self, ranks_per_domain: int) -> None:
         super().__init__()
@@ -342,7 +340,7 @@ class WorkRecorder(DispatchMode):
 
     @contextmanager
     def scope(self, part: str) -> Iterator[None]:
-        """Attribute allocations inside the context to a part of the model (the outermost part)."""
+        """Return a context whose allocations count as `part`, unless in a part not of `OUTER`."""
         kind = self._open_kinds[-1]
         if len(self._open_kinds) == 1 or kind in OUTER:
             kind = f"activations: {part}"
@@ -368,26 +366,28 @@ class WorkRecorder(DispatchMode):
         self.peak = max(self.peak, self.level)
         if self.level > self._top:
             self._top, self._top_kinds = self.level, self.kinds.copy()
-        weakref.finalize(storage, self._free, key)
+        weakref.finalize(storage, self._free_storage, key)
         return True
 
-    def _free(self, key: int) -> None:
+    def _free_storage(self, key: int) -> None:
+        """Subtract the bytes of a storage that torch has freed."""
         size, kind = self._sizes.pop(key)
         self.level -= size
         self.kinds[kind] -= size
 
     def record_kernel(self, name: str, args: Sequence[Any]) -> None:
-        """Record the launch of a moecore kernel with its launch arguments."""
+        """Record the launch of a moecore kernel: the callback for `record_launches_on_meta`."""
         with torch.DisableTorchFunction():
-            self._queue(compute_kernel_work(name, args))
+            self._append_launch(compute_kernel_work(name, args))
 
-    def _queue(self, work: Work, node_ranks: int = 0) -> None:
+    def _append_launch(self, work: Work, node_ranks: int = 0) -> None:
+        """Append a launch of `work` to `queued`; `node_ranks` as in `QueuedLaunch`."""
         dependencies, host_dependencies = (self._since(numbers) for numbers in self.queues.launch())
         order = self.queues.current.number, dependencies, host_dependencies, node_ranks
         self.queued.append(QueuedLaunch(work, *order, list_open_marks(), get_meta_repeats()))
 
     def _since(self, numbers: frozenset[int]) -> frozenset[int]:
-        """Return launch numbers counted from `start_recording`, without earlier launches."""
+        """Renumber launches from `start_recording` on, and leave out earlier launches."""
         return frozenset(n - self._first for n in numbers if n >= self._first)
 
     def __torch_dispatch__(
@@ -396,15 +396,15 @@ class WorkRecorder(DispatchMode):
         if DTensor in types:  # DTensor calls the operation again with local tensors
             return NotImplemented
         with torch.DisableTorchFunction():  # reads of the recorder are no operations of a step
-            return self._record(func, args, kwargs or {})
+            return self._record_operation(func, args, kwargs or {})
 
-    def _record(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _record_operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a torch operation on meta, and record its allocations and its launch."""
         if func.is_view:  # half of a step's operations
             return func(*args, **kwargs)
         namespace, name, changes = _parse_operation(func)
         if namespace == "c10d":
-            return self._communicate(func, name, args, kwargs)
+            return self._record_collective(func, name, args, kwargs)
         if name == "local_scalar_dense" and args[0].is_meta:
             wait_on_host()
             return 0  # a flag that the host reads: no gradient overflows
@@ -423,16 +423,16 @@ class WorkRecorder(DispatchMode):
             if changes and (makes := _make_result_factory(func, args, out)) is not None:
                 memo += makes, work
         if work is not None and changes:
-            self._queue(work)
+            self._append_launch(work)
         return out
 
-    def _communicate(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Record the work of a collective, and return a finished result without communication."""
+    def _record_collective(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Record the work of a collective; return a completed c10d work without communication."""
         groups = [x for x in args if isinstance(x, torch.ScriptObject)]
         ranks = max((_list_group_ranks(x) for x in groups), key=len, default=[dist.get_rank()])
         domain = dist.get_rank() // self._domain
         neighbours = [rank for rank in ranks if rank // self._domain == domain]
-        self._queue(compute_collective_work(name, args, len(ranks)), len(neighbours))
+        self._append_launch(compute_collective_work(name, args, len(ranks)), len(neighbours))
         if func not in self._ended:  # one finished result stands for all
             empty = torch.empty(0, dtype=torch.float32, device="cpu")
             args, kwargs = tree_map_only(Tensor, lambda _: empty, (args, kwargs))

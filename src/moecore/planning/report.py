@@ -130,7 +130,7 @@ class Lever:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The milliseconds of a step by part, the largest first; their sum is `wall`."""
+    """The time of a step by cause: milliseconds by part, the largest first, with the sum `wall`."""
 
     num_steps: int
     wall: float
@@ -188,7 +188,10 @@ def report_trace(path: str | Path, *, num_steps: Count | None = None) -> Report:
 
 
 def make_report(trace: Trace, num_steps: int = 1) -> Report:
-    """Attribute the time of a trace to parts, and rank the options that shorten these parts."""
+    """Return the report of a trace: the milliseconds of a step by part, and options to shorten it.
+
+    The times of the trace are divided by `num_steps`.
+    """
     parts: dict[str, float] = {}
     for part, us in [*_attribute_busy_time(trace), *_attribute_idle_time(trace)]:
         parts[part] = parts.get(part, 0.0) + us * 1e-3 / num_steps
@@ -206,7 +209,7 @@ def make_report(trace: Trace, num_steps: int = 1) -> Report:
 
 @cache
 def find_category(name: str) -> str:
-    """Return the first of `CATEGORIES` whose pattern matches a kernel's name, or "other"."""
+    """Return the first of `CATEGORIES` whose pattern matches a kernel's name; "other" = none."""
     return next((c for c, pattern in CATEGORIES.items() if re.search(pattern, name)), OTHER)
 
 
@@ -239,7 +242,7 @@ def _attribute_busy_time(trace: Trace) -> Iterator[tuple[str, float]]:
 
 
 def _attribute_idle_time(trace: Trace) -> Iterator[tuple[str, float]]:
-    """Yield (cause, microseconds) of the gaps in which no kernel runs."""
+    """Yield (part, microseconds) of the gaps in which no kernel runs; the part names the cause."""
     reached = trace.kernels[0].start
     for k in trace.kernels:
         if k.start > reached:
@@ -248,7 +251,10 @@ def _attribute_idle_time(trace: Trace) -> Iterator[tuple[str, float]]:
 
 
 def _find_gap_cause(trace: Trace, since: float, kernel: Kernel) -> str:
-    """Return why the GPU is idle between `since`, in microseconds, and the start of a kernel."""
+    """Return the part, such as "allocator", for which no kernel runs from `since` to `kernel`.
+
+    `since` is a time of the trace in microseconds.
+    """
     i = bisect_right(trace.allocations, since, key=itemgetter(1))
     if i < len(trace.allocations) and trace.allocations[i][0] < kernel.start:
         return "allocator"
@@ -260,7 +266,7 @@ def _find_gap_cause(trace: Trace, since: float, kernel: Kernel) -> str:
 
 
 def _read_events(path: Path) -> list[Event]:
-    """Return the complete ("X") events of a Chrome trace; a ValueError says what it lacks."""
+    """Return the complete ("X") events of a Chrome trace. Raises ValueError for another file."""
     raw = _read_file(path)
     if len(raw) > MAX_BYTES:
         raise ValueError(f"have at most {MAX_BYTES} bytes unpacked: trace fewer steps")
@@ -312,7 +318,7 @@ def _is_valid_event(event: Event) -> bool:
 
 
 def _make_trace(events: list[Event]) -> Trace:
-    """Return kernels and host calls of events. Raises ValueError unless they are of one GPU."""
+    """Return the kernels and host calls of events. ValueError unless all kernels are of one GPU."""
     # A start may be so large that start + duration == start in floating point.
     on_device = [
         e
@@ -330,25 +336,28 @@ def _make_trace(events: list[Event]) -> Trace:
     calls = {e["args"].get("correlation"): e for e in host if LAUNCH.search(e["name"])}
     phases = _find_phases(events, calls)
 
-    def kernel(event: Event) -> Kernel:
+    def make_kernel(event: Event) -> Kernel:
         number = event["args"].get("correlation")
         launched = calls[number]["ts"] if number in calls else None
         texts = (str(event["args"].get(n) or "") for n in NCCL_ARGS)
         start, phase = event["ts"], phases.get(number, UNMARKED)
         return Kernel(event["name"], start, start + event["dur"], launched, phase, *texts)
 
-    def ranges(pattern: re.Pattern[str]) -> Sequence[tuple[float, float]]:
+    def find_spans(pattern: re.Pattern[str]) -> Sequence[tuple[float, float]]:
         spans = ((e["ts"], e["ts"] + e["dur"]) for e in host if pattern.search(e["name"]))
         return sorted(spans, key=itemgetter(1))
 
     steps = {e["name"] for e in events if str(e.get("name")).startswith("ProfilerStep#")}
     names = frozenset(e["name"] for e in calls.values())
-    kernels = sorted(map(kernel, on_device), key=lambda k: k.start)
-    return Trace(kernels, names, ranges(WAIT), ranges(ALLOCATION), len(steps) or 1)
+    kernels = sorted(map(make_kernel, on_device), key=lambda k: k.start)
+    return Trace(kernels, names, find_spans(WAIT), find_spans(ALLOCATION), len(steps) or 1)
 
 
 def _find_phases(events: list[Event], calls: Mapping[Any, Event]) -> dict[Any, str]:
-    """Return the innermost mark of moecore around each launch, by its correlation number."""
+    """Return the innermost mark of moecore around each launch, by correlation number.
+
+    `calls` has the host's launch events by correlation number.
+    """
     queues: dict[Any, list[Event]] = {}
     for e in events:
         if e.get("cat") == "user_annotation" and str(e["name"]).startswith("moecore::"):

@@ -133,9 +133,9 @@ class TrainingRun(CheckedRecord):
         if self.batch_size * self.seq_len >= 1 << 31:
             seq_len = f"with seq_len ({self.seq_len})"
             yield "batch_size", f"give fewer than 2**31 tokens {seq_len}: take fewer rows"
-        yield from self._bounds()
+        yield from self._list_size_rules()
 
-    def _bounds(self) -> Rules:
+    def _list_size_rules(self) -> Rules:
         """Yield rules for runs that are too large to be simulated."""
         if self.planned_model.num_layers > MAX_LAYERS:
             yield "planned_model.num_layers", f"be <= {MAX_LAYERS}: plan a model of so many layers"
@@ -195,7 +195,7 @@ def make_planned_model(model: AnyModel) -> PlannedModel:
 
 
 def build_model(run: TrainingRun, device_type: str) -> Any:
-    """Return a run's model, parallelized on meta; needs a default process group."""
+    """Return a run's model on meta, parallelized over meshes of a device type in the open world."""
     domain = run.ranks_per_domain if run.dispatcher == "hierarchical" else None
     with convert_errors(run.model):
         model = run.planned_model.build(run.dtype)
@@ -270,7 +270,7 @@ def enter_world(run: TrainingRun, rank: int = 0) -> Iterator[None]:
 
 @contextmanager
 def collect_by_hand() -> Iterator[None]:
-    """Return a context without automatic garbage collection; `gc.collect` frees new objects."""
+    """Return a context without automatic garbage collection; `gc.collect` skips older objects."""
     is_frozen, is_on = _has_frozen_objects(), gc.isenabled()
     if is_frozen:
         gc.collect()  # objects of earlier dry runs, before they are frozen too
@@ -329,7 +329,7 @@ def count_stored_bytes(run: TrainingRun) -> int:
 
 
 def count_resident_bytes(run: TrainingRun, size: RankBytes) -> dict[str, int]:
-    """Return a rank's resident bytes between steps by kind, with all state on the device."""
+    """Return a rank's resident bytes between steps, by kind; offloaded state counts as resident."""
     sizes = {f"parameters: {role.role}": role.parameters for role in size.roles}
     sizes |= {"gathered weights": size.weights, "sums of gradients": size.sums}
     per_element = count_state_bytes(run.optimizer)

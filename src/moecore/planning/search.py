@@ -186,7 +186,7 @@ def search(
         best = f", the best one takes {best_seconds:.3g} s" if fitting else ""
         progress(f"planning {layout}: at most {max_plans - len(candidates)} more layouts{best}")
         try:
-            candidate = _plan_estimated(request, layout, estimate)
+            candidate = _plan_estimated_options(request, layout, estimate)
             if candidate is None:
                 continue
             heappop(queue)
@@ -236,7 +236,7 @@ def _refuse_untimed(request: SearchRequest) -> None:
 def find_faster_options(
     request: SearchRequest, best: FittingCandidate, table: CostTable, estimate: Estimate
 ) -> FittingCandidate:
-    """Return a fitting layout with balanced stages and fewer options, if these are faster."""
+    """Return `best`, or if faster, its layout with balanced stages or fewer options that fits."""
     stage_layouts = (
         plan_options(request, best.layout, best.options, run)
         for run in balance_stages(best.run, table)[1:]
@@ -269,7 +269,7 @@ def find_faster_options(
 def _find_fastest_schedule(
     request: SearchRequest, candidate: Candidate, table: CostTable
 ) -> FittingCandidate:
-    """Return a candidate with the fastest schedule of its stages, with options that let it fit."""
+    """Return a fitting candidate in its fastest pipeline schedule, with more options if needed."""
     larger_sets = (
         options
         for options in list_option_sets(request)
@@ -318,7 +318,7 @@ def plan_layout(request: SearchRequest, layout: Folding, table: CostTable) -> Re
 
 
 def describe_outcome(request: SearchRequest, layout: Folding, outcome: Refusal | Candidate) -> str:
-    """Describe a refusal, a fitting layout or a too large layout in one line."""
+    """Return a line about the outcome of planning a layout: refused, fitting or too large."""
     if isinstance(outcome, Refusal):
         return f"{layout}: refused ({outcome.rule}): {outcome.reason}"
     usage = f"{format_bytes(max(outcome.peaks))} of {format_bytes(request.limit)}"
@@ -338,15 +338,15 @@ def describe_outcome(request: SearchRequest, layout: Folding, outcome: Refusal |
 
 def plan_fitting_layout(request: SearchRequest, layout: Folding, estimate: Estimate) -> Candidate:
     """Plan a layout with the fastest options that fit; if none fit, with all options."""
-    while (candidate := _plan_estimated(request, layout, estimate)) is None:
+    while (candidate := _plan_estimated_options(request, layout, estimate)) is None:
         pass
     return candidate
 
 
-def _plan_estimated(
+def _plan_estimated_options(
     request: SearchRequest, layout: Folding, estimate: Estimate
 ) -> Candidate | None:
-    """Plan the estimated options; if they do not fit, raise the estimate and return None."""
+    """Plan a layout with the estimated options; if too large, correct `estimate`, return None."""
     options = estimate.choose_options(layout)
     candidate = plan_options(request, layout, options or list_option_sets(request)[-1])
     if options is None or candidate.fits:
@@ -358,7 +358,7 @@ def _plan_estimated(
 def plan_options(
     request: SearchRequest, layout: Folding, options: OptionSet, run: TrainingRun | None = None
 ) -> Candidate:
-    """Plan the memory of a layout with a set of options; run None = the run of `make_run`."""
+    """Return the memory plan of a layout with options; run None = the run of `make_run`."""
     run = make_run(request, layout, options) if run is None else run
     pins = run.memory.offload or run.optimizer.offload_fraction
     host = plan_memory(run).pinned_bytes(get_gpu(request.gpu)) if pins else 0

@@ -81,7 +81,10 @@ class Segment(NamedTuple):
 
 
 def _make_segment(launches: range, start: Start, level: int, kinds: Mapping[str, int]) -> Segment:
-    """Return the segment from `start`, at whose end `level` bytes are allocated, by `kinds`."""
+    """Return the segment from `start`, at whose end `level` bytes are allocated.
+
+    `kinds` are these bytes by kind.
+    """
     net_kinds, peak_kinds = (
         {kind: values.get(kind, 0) - start.kinds.get(kind, 0) for kind in {**values, **start.kinds}}
         for values in (kinds, start.top_kinds)
@@ -165,24 +168,27 @@ class Segments:
         lengths: tuple[int, ...] = ()
         for launches in (segment.launches for segment in segments):
             start = len(queue)
-            copy, early = self._copy(launches, lengths)
+            copy, early = self._place_segment(launches, lengths)
             queue += copy
             for i, *numbers in early:
                 queued, *near = queue[start + i]
-                distances = (self._distances(ids, start + i, newest) for ids in numbers)
+                distances = (self._compute_far_distances(ids, start + i, newest) for ids in numbers)
                 queue[start + i] = PlacedLaunch(queued, *map(add, near, distances))
             newest[launches.start] = start
             lengths = len(launches), *lengths[:1]
         return queue
 
-    def _copy(self, launches: range, lengths: tuple[int, ...]) -> _Copy:
-        """Place a segment's launches behind two segments of `lengths`, the newest first."""
+    def _place_segment(self, launches: range, lengths: tuple[int, ...]) -> _Copy:
+        """Return a segment's launches with distances as dependencies, and its far launches.
+
+        `lengths` are the numbers of launches of the two segments before it, the newest first.
+        """
         if (launches, lengths) not in self._copies:
             queue, early = list[PlacedLaunch](), list[_FarLaunch]()
             for i in launches:
                 queued = self.queued[i]
                 distances = [
-                    {n: self._distance(n, i, launches, lengths) for n in numbers}
+                    {n: self._compute_distance(n, i, launches, lengths) for n in numbers}
                     for numbers in (queued.dependencies, queued.host_dependencies)
                 ]
                 near = (tuple(d for d in by.values() if d is not None) for by in distances)
@@ -193,8 +199,13 @@ class Segments:
             self._copies[launches, lengths] = queue, early
         return self._copies[launches, lengths]
 
-    def _distance(self, number: int, i: int, launches: range, lengths: Iterable[int]) -> int | None:
-        """Return the launches from `number` to `i`; None = `number` is over two segments before."""
+    def _compute_distance(
+        self, number: int, i: int, launches: range, lengths: Iterable[int]
+    ) -> int | None:
+        """Return how far launch `number` lies before launch `i` of `launches` in the new queue.
+
+        None = launch `number` is in none of the two segments before, whose lengths are `lengths`.
+        """
         at = i - launches.start
         start, end = 0, at
         for length in (0, *lengths):
@@ -204,7 +215,7 @@ class Segments:
             launches, end = self._before.get(launches.start, range(0)), start
         return None
 
-    def _distances(
+    def _compute_far_distances(
         self, numbers: Iterable[int], i: int, newest: Mapping[int, int]
     ) -> tuple[int, ...]:
         """Return the distances from index `i` back to the newest copies of earlier launches."""
@@ -219,17 +230,17 @@ class Segments:
 
     @cached_property
     def _starts(self) -> list[int]:
-        """The first launch of each segment that is not empty."""
+        """The number of the first launch of each segment that is not empty, ascending."""
         return sorted(launches.start for launches in self._ranges if launches)
 
     @cached_property
     def _before(self) -> dict[int, range]:
-        """First launch of each segment -> the segment before it."""
+        """First launch of each segment -> the launches of the segment before it."""
         return {launches.start: before for before, launches in pairwise(self._ranges)}
 
     @cached_property
     def _copies(self) -> dict[tuple[range, tuple[int, ...]], _Copy]:
-        """Cache of `_copy`."""
+        """Cache of `_place_segment`."""
         return {}
 
 
@@ -293,7 +304,7 @@ def make_segments(run: TrainingRun) -> Segments:
 
 
 def map_micro_batches(number: int, num_recorded: int) -> list[int]:
-    """Return for each of `number` micro-batches the index of the recorded one for it."""
+    """Return for each of `number` micro-batches the index of the recorded one in its place."""
     if number <= num_recorded:
         return [*range(number - 1), num_recorded - 1] if number > 1 else [0]
     return [0, *[num_recorded // 2] * (number - 2), num_recorded - 1]

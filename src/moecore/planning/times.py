@@ -179,7 +179,7 @@ def time_step(step: DryRun, table: CostTable) -> StepTime:
 
 
 def simulate_queue(queue: Sequence[PlacedLaunch], table: CostTable, steps: int = 1) -> Spans:
-    """Return the spans of consecutive steps. The host queues the launches of a step in order."""
+    """Return the spans of a queue that the host launches `steps` times in sequence."""
     costs = _compute_costs(queue, table)
     starts, ends = list[float](), list[float]()
     host = step_start = 0.0
@@ -202,7 +202,7 @@ def simulate_queue(queue: Sequence[PlacedLaunch], table: CostTable, steps: int =
 
 
 def _compute_costs(queue: Sequence[PlacedLaunch], table: CostTable) -> list[tuple[float, Part]]:
-    """Return (seconds, limit) of each launch, computed once for equal work."""
+    """Return (seconds, limit) of each launch of a queue, computed once for equal work."""
 
     @cache
     def cost(work: Work, node_ranks: int) -> tuple[float, Part]:
@@ -219,8 +219,7 @@ def plan_time(run: TrainingRun, table: CostTable) -> TimePlan:
     """Return the planned time of a run's step, at a table's costs. No GPU, no communication.
 
     Raises:
-        ValueError, NotImplementedError: as `parallelize_moe`, when options do not fit the model.
-        NotImplementedError: for products whose time on the table's GPU is not modelled.
+        ValueError, NotImplementedError: as `parallelize_moe`, or if a time is not modelled.
     """
     check_arguments(plan_time, locals())
     refuse_untimed(run.precision, table.gpu, MEMORY_ONLY)
@@ -313,7 +312,7 @@ def _time_state_waits(run: TrainingRun, segments: Segments, table: CostTable, me
 
 
 def find_hidden_share(run: TrainingRun, table: CostTable) -> float:
-    """Return the share of exchanges between nodes that paired passes hide; 0 = no pairs."""
+    """Return the share of exchanges between nodes that paired passes hide; 0 = no such pairs."""
     is_paired = run.pipeline is not None and run.pipeline.schedule in PAIRING
     is_across = run.resolved.ep * run.resolved.etp > run.ranks_per_domain
     return table.pairs_hide if is_paired and is_across else 0.0
@@ -327,7 +326,7 @@ def has_slices(run: TrainingRun) -> bool:
 def _time_staged(
     run: TrainingRun, segments: Segments, table: CostTable, memo: Memo
 ) -> tuple[float, Parts, Timeline]:
-    """Return the seconds of a step of a pipeline, these seconds by limit, and the timeline."""
+    """Return a pipeline step's seconds, these by limit, and the timeline; adds to `memo`."""
     assert run.pipeline is not None, "checked by the caller"
     name, pp, stages = run.pipeline.schedule, run.resolved.pp, list_stages(run)
     passes = [_time_passes_cached(stage, segments, table, memo) for stage in stages]
@@ -369,19 +368,20 @@ def _time_staged(
 
 
 def _add_network(parts: Parts, network: float) -> dict[Part, float]:
-    """Return parts whose sum is at least `network` seconds, because streams share the network."""
+    """Return parts with more network seconds, if needed for a sum of at least `network` seconds."""
     missing = max(0.0, network - sum(parts.values()))
     return {**parts, "network": parts.get("network", 0.0) + missing}
 
 
 def _hide_network(parts: Parts, share: float) -> Parts:
-    """Return parts without the network seconds, at most `share`, that a pair's parts hide."""
+    """Return parts without the hidden network seconds: `share`, or other parts' seconds if less."""
     network = parts.get("network", 0.0)
     other_seconds = sum(parts.values()) - network
     return {**parts, "network": network - min(other_seconds, share * network)}
 
 
 def _sum_parts(all_parts: Iterable[Parts]) -> dict[Part, float]:
+    """Return the sum of the seconds of each part."""
     sums: dict[Part, float] = {}
     for parts in all_parts:
         for part, seconds in parts.items():
@@ -434,7 +434,7 @@ def _extrapolate(
 
 
 def _time_send(run: TrainingRun, table: CostTable) -> float:
-    """Return the seconds in which a pipeline stage sends activations to the next stage."""
+    """Return the seconds in which a pipeline stage sends a micro-batch to the next stage."""
     p = run.resolved
     # The values are bf16, and one direction of two is used.
     num_bytes = 2 * 2 * run.batch_size * run.seq_len // (p.cp * p.tp) * run.planned_model.dim

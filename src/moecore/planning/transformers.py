@@ -107,7 +107,7 @@ class Structure(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StockModel(PlannedModel):
-    """The sizes and layers of a `TransformersModel`."""
+    """The sizes and layers of a `TransformersModel`, read from its modules on meta."""
 
     model: TransformersModel
 
@@ -219,7 +219,10 @@ def _build_structure(model: TransformersModel) -> Structure:
 
 
 def _build_model(model: TransformersModel, dtype: torch.dtype) -> Any:
-    """Build the class of transformers from its config on meta, with the selected layers."""
+    """Return the class of transformers on meta, with the selected layers.
+
+    Raises ValueError without transformers, or if transformers has no causal language model for it.
+    """
     values = json.loads(model.values)
     if find_spec("transformers") is None:
         raise ValueError(
@@ -252,7 +255,7 @@ def _keep_layers(hf: Any, names: Sequence[str], layers: Sequence[int]) -> None:
 
 
 def _shorten_config(config: Any, number: int, layers: Sequence[int]) -> None:
-    """Reduce a config with `number` layers to these indices: layer count and per-layer lists."""
+    """Reduce a config of `number` layers to the layers at these indices, in place."""
     lists = {name: [value[i] for i in layers] for name, value in _find_layer_lists(config, number)}
     # The config may count attentions, of which a layer has several.
     config.num_hidden_layers = config.num_hidden_layers * len(layers) // max(1, number)
@@ -298,7 +301,7 @@ def _describe_module(name: str, module: nn.Module) -> Hashable:
 
 
 def _has_independent_outer_params(hf: Any, blocks: Sequence[nn.Module]) -> bool:
-    """Return whether a model of fewer layers has the same parameters outside its layers."""
+    """Return whether a model with one layer less has the same parameters outside its layers."""
     config = copy.deepcopy(hf.config)
     inner = {p for block in blocks for p in block.parameters()}
     _shorten_config(config.get_text_config(), len(blocks), range(len(blocks) - 1))

@@ -51,7 +51,7 @@ class Borders:
     end: tuple[int, ...]
 
     def content(self, ids: Sequence[int]) -> slice:
-        """Return the slice of `ids` without begin and end tokens that the text itself spells.
+        """Return the slice of token ids without leading begin tokens and trailing end tokens.
 
         `Borders((1,), (2,)).content([1, 3, 4, 2, 2])` is `slice(1, 3)`.
         """
@@ -110,9 +110,10 @@ class Example:
 
 
 def encode(record: Any, tokenizer: Any, *, seq_len: int, place: str) -> list[Example]:
-    """Return the examples of a row in a form of this file; only texts are cut to `seq_len`.
+    """Return the examples of a data row, a dict in a form of this file.
 
-    `place` names the row in errors. Raises ValueError for another form or a template that fails.
+    Only rows with "text" are cut into pieces of `seq_len` tokens. `place` names the row in errors.
+    Raises ValueError for another form, or a chat template that fails.
     """
     fields = record if isinstance(record, dict) else {}
     if is_chat(fields.get("messages")):
@@ -149,7 +150,7 @@ def _describe_row(record: Any) -> str:
 
 
 def _encode_completion(tokenizer: Any, prompt: str, completion: str) -> Example:
-    """Return an example that learns a completion and its end, within the borders of a document."""
+    """Return an example of a prompt and completion that learns the completion and its end."""
     text, borders = prompt + completion, _find_borders(tokenizer)
     ids, is_answer = _tokenize_spans(tokenizer, text, [(len(prompt), len(text))])
     content = borders.content(ids)
@@ -203,7 +204,7 @@ def _encode_chat(
 
 
 def _remove_end(tokenizer: Any, message: dict[str, Any]) -> dict[str, Any]:
-    """Return an answer without the end-of-sequence token, which the template writes behind it."""
+    """Return a message, without end-of-sequence tokens at its end if it is the assistant's."""
     end, content = tokenizer.eos_token, message.get("content")
     if message["role"] != "assistant" or not end or not isinstance(content, str):
         return message
@@ -245,7 +246,7 @@ def _encode_marked_chat(tokenizer: Any, messages: list[dict[str, Any]], tools: A
 def _tokenize_marked_chat(
     tokenizer: Any, messages: list[dict[str, Any]], tools: Any
 ) -> tuple[list[int], list[bool]]:
-    """Return the tokens of a chat, and which of them the template marks."""
+    """Return the token ids of a chat, and for each whether the template marks it."""
     encoding = tokenizer.apply_chat_template(
         messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
     )
@@ -255,7 +256,7 @@ def _tokenize_marked_chat(
 def _find_answer_ends(
     tokenizer: Any, ids: list[int], is_answer: list[bool]
 ) -> list[tuple[int, int | None]]:
-    """Return the position of the last token of each run of learned tokens, and of its end.
+    """Return (last, end) of each run of learned tokens: positions of its last token and its end.
 
     The end is a special token of the run, or the first one before the next run; None = no end.
     """
@@ -272,7 +273,11 @@ def _find_answer_ends(
 def _encode_by_prefixes(
     tokenizer: Any, messages: list[dict[str, Any]], tools: Any, num_prompt: int
 ) -> list[Example]:
-    """Return examples that learn each answer, from the end of its prompt's rendering."""
+    """Return examples that learn each answer of a chat, without marks of the template.
+
+    An answer begins where the rendering of the messages before it ends. The first `num_prompt`
+    messages are not learned.
+    """
 
     def render(count: int, *, prompt: bool = False) -> str:
         text: str = tokenizer.apply_chat_template(
@@ -315,7 +320,10 @@ def count_shared(first: Sequence[Any], second: Sequence[Any]) -> int:
 
 
 def _encode_spans(tokenizer: Any, text: str, spans: list[Span]) -> Example:
-    """Return an example that learns `spans` of a text, and an end token if the text has none."""
+    """Return an example that learns `spans` of a text, and a last end token if the text has none.
+
+    A span is (start, end) in characters.
+    """
     ids, is_answer = _tokenize_spans(tokenizer, text, spans)
     if ids and is_answer[-1] and ids[-1] not in special_tokens(tokenizer):
         ids, is_answer = [*ids, _get_end_id(tokenizer)], [*is_answer, True]
@@ -331,7 +339,10 @@ def _get_end_id(tokenizer: Any) -> int:
 
 
 def _tokenize_spans(tokenizer: Any, text: str, spans: list[Span]) -> tuple[list[int], list[bool]]:
-    """Return the tokens of a text without borders, and for each whether a span has a part of it."""
+    """Return the token ids of a text, without added special tokens, and which are learned.
+
+    A token is learned if a span, (start, end) in characters, has a part of it.
+    """
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
     is_answer = [False] * len(ids)
@@ -346,7 +357,7 @@ def _tokenize_spans(tokenizer: Any, text: str, spans: list[Span]) -> tuple[list[
 def _remove_tail(
     tokenizer: Any, ids: list[int], inside: list[int], special_ids: set[int]
 ) -> list[int]:
-    """Return the positions `inside` without white space after the last special token."""
+    """Return the token positions `inside` without a tail of white space behind a special token."""
     for count in range(len(inside), 0, -1):
         token = ids[inside[count - 1]]
         if token in special_ids:
@@ -358,7 +369,7 @@ def _remove_tail(
 
 @lru_cache(maxsize=1)
 def special_tokens(tokenizer: Any) -> set[int]:
-    """Return the ids of special tokens."""
+    """Return the ids of a tokenizer's special tokens (cached)."""
     added = tokenizer.added_tokens_decoder.items()
     return {*tokenizer.all_special_ids, *(i for i, token in added if token.special)}
 

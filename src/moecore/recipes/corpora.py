@@ -25,7 +25,13 @@ from moecore.packing import (
 from moecore.packing.corpus.documents import describe_location
 from moecore.packing.corpus.scheduled_batch import ScheduledBatch
 from moecore.recipes.chat import Borders, find_borders
-from moecore.recipes.data import BatchShape, StepBatch, Steps, repeat_last_border, standard_library
+from moecore.recipes.data import (
+    BatchShape,
+    StepBatch,
+    Steps,
+    repeat_last_border,
+    scan_standard_library,
+)
 from moecore.recipes.files import (
     HUB,
     format_option,
@@ -123,7 +129,7 @@ def _list_path_names(path: str) -> list[str]:
 def read_source(
     options: SourceOptions, tokenizer: Tokenizer, *, option: str = "--data"
 ) -> CorpusSource:
-    """Return a source of tokenized documents. Errors name the flag `option`."""
+    """Return a source of documents that `tokenizer` encodes. Errors name the flag `option`."""
     try:
         documents = _open_documents(options, option)
     except ValueError as error:
@@ -143,7 +149,7 @@ def _open_documents(options: SourceOptions, option: str) -> Any:
     if options.skip_invalid and (path.suffix != ".jsonl" or options.path.startswith(HUB)):
         raise ValueError(f"{name} must be a .jsonl file to have broken lines: drop skip_invalid")
     if options.path == STDLIB:
-        return [path.read_text(errors="replace") for path in standard_library()]
+        return [path.read_text(errors="replace") for path in scan_standard_library()]
     if options.stream and not options.path.startswith(HUB):
         raise ValueError(f"{name} must be {HUB}NAME to be streamed: drop stream")
     if is_table(options.path):
@@ -187,7 +193,7 @@ class DocumentRange:
 
 
 def hold_out(sources: Sequence[CorpusSource]) -> tuple[list[CorpusSource], list[CorpusSource]]:
-    """Return the sources without the last twentieth of their documents, and these documents.
+    """Return (training, evaluation) sources: evaluation has the last twentieth of each source.
 
     Raises ValueError for a source of one document or of unknown length.
     """
@@ -206,7 +212,7 @@ def hold_out(sources: Sequence[CorpusSource]) -> tuple[list[CorpusSource], list[
 
 
 class Tokenizer:
-    """Encodes and decodes text: with the tokenizer of a model, or one token per byte."""
+    """A tokenizer of a model directory or hub name; with name "bytes" each byte is a token."""
 
     def __init__(self, name: str) -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # loaders have workers instead
@@ -243,7 +249,10 @@ class Tokenizer:
 
 @dataclass(frozen=True)
 class DocumentEncoder:
-    """Encodes a document of a source: a row with a text column, a text, or token ids."""
+    """A function from a document of a source to token ids.
+
+    A document is a mapping with a text in column `field`, a text, or token ids, which stay.
+    """
 
     tokenizer: Tokenizer
     field: str
@@ -271,10 +280,14 @@ def make_scheduled_corpus_steps(
     data_rank: int,
     workers: int,
 ) -> Steps[ScheduledBatch]:
-    """Return this data rank's steps of the same documents as `CorpusSteps`, with planned cp.
+    """Return this data rank's steps of documents, whose micro-batches have a planned cp each.
 
-    A rank has at most `max_tokens` of a micro-batch. Ranks share documents by `cost`, and `workers`
-    processes read ahead.
+    The documents of a step are those of `CorpusSteps`.
+
+    Args:
+        max_tokens: maximum tokens of a rank in a micro-batch.
+        cost: the cost of a document, by which ranks get equal shares.
+        workers: processes that read ahead; 0 = none.
     """
     loader = ScheduledLoader(
         sources,
@@ -290,7 +303,11 @@ def make_scheduled_corpus_steps(
 
 
 class CorpusSteps:
-    """Reads packed rows of a corpus, one step of this data rank at a time.
+    """A reader of packed rows of a corpus, one step of this data rank at a time.
+
+    Args:
+        shape: the sizes of a step's batch over all data ranks.
+        workers: processes that read ahead; 0 = none.
 
     Attributes:
         sampler: its state is the position in the data, the same on every rank.

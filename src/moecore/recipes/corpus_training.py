@@ -67,7 +67,7 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
         print_on_rank_0(f"training {name} {begin} to step {args.steps} on {ranks}: {data}")
 
     def next_batch(self, step: int) -> StepBatch | ScheduledBatch:
-        """Return the batch of this data rank for a step."""
+        """Return the batch of this data rank for a step; its rows grow with the [batch] ramp."""
         if isinstance(self.batches, Steps):
             return self.batches.next()
         rows = self.stage.sizes.rows(step)
@@ -89,7 +89,7 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
         return self.run_micro_batches(num_labels, *tensors)
 
     def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
-        """Return "padding_share" and, if FLOPs and peak are known, "mfu"."""
+        """Return "padding_share", and "mfu" if the device's peak is known; see `compute_usage`."""
         return compute_usage(counts, seconds, self.model.config, self.peak_tflops)
 
     @torch.no_grad()
@@ -99,12 +99,12 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
             return {}
         self.model.eval()
         sets = track(self.validation.items(), "evaluating", unit="sets", lines=True)
-        losses = {f"eval_loss/{name}": self._loss(rows) for name, rows in sets}
+        losses = {f"eval_loss/{name}": self._compute_loss(rows) for name, rows in sets}
         self.model.train()
         return {"eval_loss": sum(losses.values()) / len(losses), **losses}
 
-    def _loss(self, batch: StepBatch | ScheduledBatch) -> float:
-        """Return the mean loss per label of a validation set over all ranks. Collective."""
+    def _compute_loss(self, batch: StepBatch | ScheduledBatch) -> float:
+        """Return the mean loss per label, in nats, of a validation set on all ranks. Collective."""
         copies = dist.get_world_size() // self.meshes.data_ranks
         if isinstance(batch, ScheduledBatch):
             total = batch.compute_local_loss(self.owner.compute_losses(batch.inputs(self.device)))
@@ -175,7 +175,8 @@ def make_decoder_inputs(
 ) -> list[dict[str, Any]]:
     """Return the decoder's keyword arguments of each micro-batch, from `StepBatch.tensors`.
 
-    `num_labels` is the divisor of the loss: the labels of the step over all data ranks.
+    `num_labels` is the divisor of the loss: the labels of the step over all data ranks. No document
+    is longer than `seq_len`.
     """
     tensors = tuple(tensors)
     names = ["tokens_BT", "labels_BT"]

@@ -51,7 +51,7 @@ class BatchShape:
         return self.data_ranks * self.grad_accum * self.batch_size
 
 
-def standard_library() -> list[Path]:
+def scan_standard_library() -> list[Path]:
     """Return the paths of Python's standard library, without its tests, sorted."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files: list[Path] = []
@@ -70,7 +70,7 @@ class StepBatch:
         labels_ABT: int64, the token that should follow, -100 where none does.
         padding_ABT: bool, True = padding; None = rows are full and of one document each.
         cu_seqlens_An: int32, borders of the documents of each micro-batch, the last one repeated
-            up to a length that is the same in every step; None like `padding_ABT`.
+            up to a length that most steps share; None like `padding_ABT`.
         num_labels: int64 scalar, the number of labels other than -100.
     """
 
@@ -81,7 +81,7 @@ class StepBatch:
     num_labels: Tensor
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return tokens and labels, and also padding and borders unless these are None."""
+        """Return (tokens, labels), or (tokens, labels, padding, borders) unless these are None."""
         tensors = (self.tokens_ABT, self.labels_ABT, self.padding_ABT, self.cu_seqlens_An)
         return tuple(tensor for tensor in tensors if tensor is not None)
 
@@ -102,7 +102,7 @@ class StepBatch:
 
 
 class Steps(Generic[StepT]):
-    """An endless source of the batches of this data rank, epoch after epoch.
+    """An endless iterator of the batches of this data rank, epoch after epoch.
 
     Attributes:
         sampler: yields the argument of `collate`. Its state is the position in the data, which is
@@ -125,6 +125,7 @@ class PackedSteps(Steps[StepBatch]):
         documents: documents of all ranks, as `PackedCollator` reads them.
         lengths: tokens of each document, at most as many as a row has.
         seed: the seed of the order; None = documents in their order.
+        data_rank: the index of this rank among `shape.data_ranks`.
         packs: False = a row has one document, and its padding belongs to it.
     """
 
@@ -156,7 +157,7 @@ class PackedSteps(Steps[StepBatch]):
         super().__init__(sampler, self._build_batch)
 
     def _build_batch(self, numbers: list[int]) -> StepBatch:
-        """Return the batch of the documents with these numbers."""
+        """Return the batch of one step with the documents at these indices."""
         rows = self._collator([self._documents[number] for number in numbers])
         size = (self._shape.grad_accum, self._shape.batch_size, self._shape.seq_len)
         return StepBatch(
@@ -174,7 +175,10 @@ class PackedSteps(Steps[StepBatch]):
         return int((shortest.cumsum(0) <= tokens).sum()) + B
 
     def _find_borders(self, cu_seqlens: Tensor) -> Tensor:
-        """Return the borders of documents in each micro-batch; ends of rows are borders."""
+        """Return the document borders of each micro-batch, int32 [grad_accum, max_documents + 1].
+
+        `cu_seqlens` has the borders in all rows of the step. Ends of rows are borders.
+        """
         tokens = self._shape.batch_size * self._shape.seq_len
         of_all = []
         for number in range(self._shape.grad_accum):
@@ -185,7 +189,7 @@ class PackedSteps(Steps[StepBatch]):
 
 
 def repeat_last_border(cu_seqlens_n: Tensor, number: int) -> Tensor:
-    """Repeat the last border up to `number`, [..., number], for documents without tokens."""
+    """Pad borders of documents to [..., number] with their last one: documents without tokens."""
     num_copies = number - cu_seqlens_n.shape[-1]
     return torch.cat(
         [cu_seqlens_n, cu_seqlens_n[..., -1:].expand(*cu_seqlens_n.shape[:-1], num_copies)], -1
@@ -193,7 +197,7 @@ def repeat_last_border(cu_seqlens_n: Tensor, number: int) -> Tensor:
 
 
 class RandomSteps:
-    """Full rows of uniformly random tokens, which measure speed; the object is its own sampler."""
+    """An iterator of batches of uniformly random tokens, to measure speed; its own sampler."""
 
     def __init__(self, vocab_size: int, shape: BatchShape, *, seed: int, data_rank: int) -> None:
         self._vocab_size, self._shape = vocab_size, shape
@@ -246,14 +250,17 @@ def generator_of(key: str) -> torch.Generator:
 
 
 class Graphed:
-    """Runs a step as a CUDA graph, which is captured again if shapes change on all ranks."""
+    """A function of tensors that runs `forward_backward`, a step's passes, as a CUDA graph.
+
+    The graph is captured again when shapes of the inputs change, which must happen on all ranks.
+    """
 
     def __init__(self, forward_backward: Callable[..., Tensor], model: nn.Module) -> None:
         self._graph = GraphedForwardBackward(forward_backward, model)
         self._shapes: list[torch.Size] = []
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        """Return the loss of a step with these inputs."""
+        """Return the loss of a step with these inputs of `forward_backward`."""
         shapes = [tensor.shape for tensor in tensors]
         if shapes != self._shapes:
             self._graph.close()
@@ -263,7 +270,7 @@ class Graphed:
 
 
 def pad_borders(batch: StepBatch) -> StepBatch:
-    """Pad a batch to the largest number of borders of any rank. Collective; one host sync."""
+    """Return the batch padded to the largest number of borders of any rank. Collective, on CPU."""
     if batch.cu_seqlens_An is None:
         return batch
     num_borders = torch.tensor(batch.cu_seqlens_An.shape[1], dtype=torch.int64, device="cpu")

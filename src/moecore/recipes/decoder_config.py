@@ -67,8 +67,8 @@ def _make_yarn(values: Mapping[str, Any] | None) -> YarnConfig | None:
     return None if values is None else YarnConfig(**values)
 
 
-def write_rotary(values: Mapping[str, Any], config: DecoderConfig) -> dict[str, Any]:
-    """Return `values`, a config.json, with the rotary embedding of a decoder's config."""
+def add_rotary_fields(values: Mapping[str, Any], config: DecoderConfig) -> dict[str, Any]:
+    """Return a copy of `values`, fields of a config.json, with a decoder's rotary embedding."""
     result = {**values, "max_position_embeddings": config.max_seq_len}
     rope = dict(result.pop("rope_parameters", None) or result.pop("rope_scaling", None) or {})
     result["rope_theta"] = rope["rope_theta"] = config.rope_theta
@@ -104,7 +104,7 @@ def read_decoder_config(path: Path) -> DecoderConfig:
 def export_config(hf_config: Path, rotary: RotaryOptions, config: DecoderConfig) -> dict[str, Any]:
     """Return the config.json of an export: --hf-config with the options of [rotary]."""
     values = read_config(find_config(hf_config))
-    return dict(values) if rotary == RotaryOptions() else write_rotary(values, config)
+    return dict(values) if rotary == RotaryOptions() else add_rotary_fields(values, config)
 
 
 def default_balance(moe: MoEConfig) -> dict[str, Any]:

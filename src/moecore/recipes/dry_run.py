@@ -33,7 +33,10 @@ def make_planned_run(
     parallel: ParallelConfig,
     num_gpus: int,
 ) -> TrainingRun:
-    """Return the run of the options for `moecore.planning`, in bf16, for degrees without -1."""
+    """Return the `TrainingRun` by which `moecore.planning` plans these options, in bf16.
+
+    `parallel` has degrees without -1. `args.gpu` is the planned GPU.
+    """
     if isinstance(model, DecoderConfig):
         model = replace(model, max_seq_len=max(model.max_seq_len, args.seq_len))
     dispatch, domain = args.dispatch_options(), find_domain(args.gpu, num_gpus)
@@ -65,7 +68,7 @@ def make_planned_run(
 def print_dry_run(
     args: RunConfig, run: TrainingRun | None, print_first_batch: Callable[[], None]
 ) -> int:
-    """Print options, plan and first batch; return 0, or 1 if the plan does not fit the GPU.
+    """Print options, plan and first batch; return exit status 1 if the plan does not fit, else 0.
 
     `run` None = adapters or a reference model, for which there is no plan.
     """

@@ -47,17 +47,17 @@ def print_error(error: Exception | str, code: int = 2) -> int:
 
 
 def print_rank_error(error: Exception, rank: int) -> int:
-    """Print an error of all ranks, on rank 0 only if it ends the others; return 2.
+    """Print an error that all ranks have, if possible on rank 0 only; return exit status 2.
 
-    An OSError may be of one rank only, such as a missing file, and is printed at once.
+    An OSError, such as a missing file, may be on one rank only and is printed at once.
     """
     if not isinstance(error, OSError):
-        leave_to_rank_0(rank)
+        sleep_unless_rank_0(rank)
     return print_error(error)
 
 
-def leave_to_rank_0(rank: int) -> None:
-    """Sleep on ranks other than 0, if torchrun or `launch` ends them once rank 0 has printed."""
+def sleep_unless_rank_0(rank: int) -> None:
+    """Sleep 10 s on ranks above 0 under torchrun or `launch`, which end them once rank 0 exits."""
     if rank > 0 and "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
         time.sleep(RANK_0_PRINTS_S)
 
@@ -71,7 +71,7 @@ def print_run_error(error: Exception, args: Any, *, saves_memory: str = SAVES_ME
     rank, line = int(os.environ["RANK"]), str(error)
     restart = "start again" + (" from the last checkpoint" if args.checkpoint_every else "")
     if isinstance(error, OSError | DivergedError):
-        leave_to_rank_0(rank)
+        sleep_unless_rank_0(rank)
     if isinstance(error, OSError):
         line = (
             f"--run-dir ({args.run_dir}) must be writable, with space for checkpoints: {error}: "

@@ -51,7 +51,10 @@ def run_evaluate(args: EvaluateConfig) -> int:
 
 
 def iterate_documents(source: Any, seq_len: int, limit: int | None) -> Iterator[Tensor]:
-    """Yield the ids of each of the first `limit` documents, [1, T], with 1 < T <= seq_len."""
+    """Yield token ids, int64 [1, T], of the first `limit` documents, cut to `seq_len`; None = all.
+
+    Documents of fewer than 2 tokens are left out.
+    """
     for number, document in enumerate(track(source.documents, "evaluating", unit="documents")):
         if number == limit:
             return
@@ -62,6 +65,6 @@ def iterate_documents(source: Any, seq_len: int, limit: int | None) -> Iterator[
 
 @torch.no_grad()
 def sum_of_losses(model: Any, ids_1T: Tensor) -> float:
-    """Return the sum of a document's losses over its tokens, in nats."""
+    """Return the sum of the losses of all tokens but the first, in nats, of a document [1, T]."""
     logits_TV = model(input_ids=ids_1T, use_cache=False).logits[0, :-1].float()
     return float(torch.nn.functional.cross_entropy(logits_TV, ids_1T[0, 1:], reduction="sum"))

@@ -29,7 +29,7 @@ RowEncoder = Callable[[Row, Any, int, DatasetOptions, ColumnNames], Sequence[Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Examples:
-    """The examples of files, and counts of their rows.
+    """The training examples that the rows of data files give, and counts of these rows.
 
     Attributes:
         examples: examples of at most seq_len tokens, each with an answer.
@@ -57,14 +57,17 @@ class Examples:
 
 
 def num_tokens_of(example: Any) -> int:
-    """Return the number of tokens in all sequences of an example."""
+    """Return the number of tokens in all sequences of an `Example` or `Preference`."""
     return sum(len(part.tokens_T) for part in example.parts)
 
 
 def encode_row(
     row: Row, tokenizer: Any, seq_len: int, options: DatasetOptions, names: ColumnNames
 ) -> list[Example]:
-    """Return the examples of a chat, a completion or a text, see `chat.encode`."""
+    """Return the examples of a row with a chat, a completion or a text, see `chat.encode`.
+
+    `names` are the columns' names, and `options.format` is the row's format.
+    """
     record = convert_to_form(row.columns(names), options.format, row.place)
     return chat.encode(record, tokenizer, seq_len=seq_len, place=row.place)
 
@@ -81,8 +84,9 @@ def read_examples(
 ) -> Examples:
     """Return all examples of the files, in order, with at most `seq_len` tokens.
 
-    `encode` makes the examples of a row. Raises ValueError, with the flag `option`, if no example
-    has an answer, or a row cannot be encoded and may not be left out.
+    `encode` makes the examples of a row; `options` None and `columns` None = the defaults. Raises
+    ValueError, with the flag `option`, if no example has an answer, or if a row cannot be encoded
+    and `options.skip_invalid` is not set.
     """
     options, names = options or DatasetOptions(), columns or ColumnNames()
     examples, problems, invalid = list[Any](), list[str](), list[str]()
@@ -119,7 +123,10 @@ def read_examples(
 
 
 def refuse_invalid_rows(invalid: Sequence[str], num_rows: int, options: DatasetOptions) -> None:
-    """Raise ValueError for the errors `invalid` of rows, unless options leave such rows out."""
+    """Raise ValueError with the first error text of `invalid`, unless `options.skip_invalid`.
+
+    `num_rows` is the number of all rows.
+    """
     if invalid and not options.skip_invalid:
         raise ValueError(
             f"{invalid[0]} (broken rows: {len(invalid)} of {num_rows}): mend them, or leave them "
@@ -167,7 +174,7 @@ def _make_document(example: Example) -> dict[str, Tensor]:
 
 
 def split_examples(examples: list[Any], *, share: float, seed: int) -> tuple[list[Any], list[Any]]:
-    """Return training examples and held-out examples (`share` of all), at least one of each."""
+    """Return (training, evaluation) examples: evaluation has a random `share`, at least one."""
     order = torch.randperm(
         len(examples), generator=generator_of(f"{seed}/held out"), device="cpu"
     ).tolist()

@@ -64,7 +64,7 @@ def name_option_in_errors(option: str) -> Iterator[None]:
 
 
 def format_option(option: str, path: str | Path) -> str:
-    """Return "OPTION (PATH)", as errors begin."""
+    """Return "OPTION (PATH)", with which errors about the path of an option begin."""
     return f"{option} ({shown_path(path)})"
 
 
@@ -153,7 +153,7 @@ def load_table(
     except ImportError:
         raise ValueError(f"{name} must have datasets installed: pip install datasets") from None
     location = path.removeprefix(HUB)
-    with _loading(name):
+    with _convert_load_errors(name):
         if path.startswith(HUB):
             return datasets.load_dataset(location, config or None, split=split, streaming=stream)
         if path.endswith(".parquet"):
@@ -163,7 +163,7 @@ def load_table(
 
 
 @contextmanager
-def _loading(name: str) -> Iterator[None]:
+def _convert_load_errors(name: str) -> Iterator[None]:
     """Return a context that turns any error into a ValueError of one line about `name`."""
     try:
         yield

@@ -121,10 +121,14 @@ def check_objective(args: FinetuneConfig) -> None:
         raise ValueError(f"{option} must not go with --objective dpo: drop it")
 
 
-def reader_of(
+def make_step_reader(
     args: FinetuneConfig, meshes: Meshes, decoder: DecoderConfig | None, *, packs: bool
 ) -> Callable[..., Any]:
-    """Return a function of (examples, shape, seed) that returns this data rank's batches."""
+    """Return a function of (examples, shape, seed) that returns this data rank's steps.
+
+    `packs` is whether rows have several documents. `decoder` gives the costs of documents with
+    --dynamic-cp; None = default costs.
+    """
     if args.objective == "dpo":
         return partial(make_preference_steps, data_rank=meshes.data_rank)
     if args.sharding.dynamic_cp is None:
@@ -201,7 +205,7 @@ def build_job(args: FinetuneConfig) -> FineTuning:
     if (problem := find_difference(facts, meshes.device_type)) is not None:
         raise ValueError(f"{problem} on every rank: give all hosts the same files")
     decoder = decoder_of(args.model)
-    read = reader_of(args, meshes, decoder, packs=packed_rows)
+    read = make_step_reader(args, meshes, decoder, packs=packed_rows)
     batches = read(examples, shape, seed=args.seed)
     args = replace(args, steps=args.max_steps or args.epochs * len(batches.sampler))
     return job_class(
@@ -228,7 +232,7 @@ def build_job(args: FinetuneConfig) -> FineTuning:
 
 
 def build_reference(args: FinetuneConfig, config: Any, meshes: Meshes, shape: BatchShape) -> Any:
-    """Return the model of the directory, sharded like the policy and frozen."""
+    """Return the frozen reference model of objective "dpo", sharded like the trained model."""
     hf = build_hf(config, args.model, args.compute_dtype(torch.device(meshes.device_type)))
     return build_model(args, hf, meshes, shape, is_reference=True).requires_grad_(False).eval()
 
@@ -243,7 +247,8 @@ def build_model(
 ) -> Any:
     """Return this rank's shards of a model on meta, with the directory's weights.
 
-    A reference has the dtype of compute. Raises ValueError if rows must be packed and cannot be.
+    `is_reference` loads weights in the dtype of `model`. Raises ValueError if rows must be packed
+    and cannot be.
     """
     device = torch.device(meshes.device_type)
     has_adapters, longest = args.lora is not None, args.sharding.dynamic_cp

@@ -41,7 +41,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         data: all examples of --data with counts of rows, for messages.
         packs: whether rows have several documents.
         decoder: the config for counts of FLOPs; None = unknown.
-        read: makes steps of (examples, shape, seed).
+        read: a function of (examples, shape, seed) that returns `Steps`.
     """
 
     batches: Steps[StepBatch | ScheduledBatch]
@@ -101,7 +101,10 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         return self.graph(num_labels, *(to_device(x, self.device) for x in batch.tensors()))
 
     def train_on(self, num_labels: Tensor, of_step: Iterable[Sequence[Tensor]]) -> Tensor:
-        """Run micro-batches of tensors; return this rank's part of the loss."""
+        """Run forward and backward of micro-batches; return this rank's part of the mean loss.
+
+        Each item of `of_step` has the tensors of `StepBatch.tensors` for one micro-batch.
+        """
         inputs = [make_causal_lm_inputs(num_labels, *parts) for parts in of_step]
         return self.owner.forward_backward(inputs).sum()
 
@@ -124,7 +127,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         return {"eval_loss": total / num_tokens}
 
     def sum_of_losses(self, batch: StepBatch | ScheduledBatch) -> Tensor:
-        """Return this rank's part of the sum of losses over the answers' tokens of a batch."""
+        """Return this rank's part of the sum of losses over a batch's answer tokens, 0-dim."""
         if isinstance(batch, ScheduledBatch):
             losses = self.owner.compute_losses(batch.inputs(self.device, transformers=True))
             return batch.compute_local_loss(losses) * batch.num_labels
@@ -148,7 +151,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
 
 
 def micro_batches(job: FineTuning, batch: StepBatch) -> Iterator[list[Tensor]]:
-    """Yield the tensors of each micro-batch on the device; unpacked rows lose common padding."""
+    """Yield each micro-batch's tensors on the device; unpacked rows lose padding at their ends."""
     for parts in zip(*batch.tensors(), strict=True):
         if not job.packs:  # rows end with the longest of their documents
             T = int((~parts[2]).sum(1).max().clamp(min=1))
@@ -179,20 +182,20 @@ class PreferenceTuning(FineTuning):
 
         The sum over data ranks is the mean. `num_labels` is not used.
         """
-        rollouts = self.with_reference(batch)
+        rollouts = self.add_reference_log_probs(batch)
         result = self.engine.forward_backward(rollouts, self.objective)
-        self._metrics = self.rewards(rollouts, result.scores.log_probs_N)
+        self._metrics = self.compute_rewards(rollouts, result.scores.log_probs_N)
         return result.loss / self.meshes.data_ranks  # every rank has the mean
 
-    def with_reference(self, batch: PreferenceBatch) -> Rollouts:
-        """Return the pairs with the log-probabilities of the reference, on the device."""
+    def add_reference_log_probs(self, batch: PreferenceBatch) -> Rollouts:
+        """Return a batch's pairs with log-probabilities of the reference model, on the device."""
         scores = self.engine.reference_log_probs(batch.rollouts)
         return batch.rollouts.replace(
             ref_log_probs_N=scores.log_probs_N,
             response_mask_N=batch.rollouts.response_mask_N.to(self.device),
         )
 
-    def rewards(self, rollouts: Rollouts, log_probs_N: Tensor) -> Metrics:
+    def compute_rewards(self, rollouts: Rollouts, log_probs_N: Tensor) -> Metrics:
         """Return means over all pairs of "rewards/" chosen, rejected, margins, accuracies."""
         rewards_i2 = self.objective.beta * self.objective.compute_log_ratios(log_probs_N, rollouts)
         margins_i = rewards_i2[:, 0] - rewards_i2[:, 1]
@@ -209,8 +212,8 @@ class PreferenceTuning(FineTuning):
         return self._metrics
 
     def sum_of_losses(self, batch: Any) -> Tensor:
-        """Return the sum of the losses of this data rank's pairs."""
-        rollouts = self.with_reference(batch)
+        """Return the sum of the DPO losses of this data rank's pairs, 0-dim."""
+        rollouts = self.add_reference_log_probs(batch)
         log_probs_N = self.engine.log_probs(rollouts).log_probs_N
         log_ratios_i2 = self.objective.compute_log_ratios(log_probs_N, rollouts)
         return self.objective.compute_pair_losses(log_ratios_i2).sum()

@@ -80,7 +80,7 @@ def load_model(path: Path) -> tuple[Any, Tokenizer]:
     from transformers import AutoModelForCausalLM
 
     with TemporaryDirectory() as folder:
-        directory = find_directory(path, Path(folder) / EXPORT)
+        directory = find_or_convert_directory(path, Path(folder) / EXPORT)
         tokenizer = Tokenizer(str(directory) if has_tokenizer(directory) else BYTES)
         try:
             model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
@@ -91,11 +91,11 @@ def load_model(path: Path) -> tuple[Any, Tokenizer]:
         return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
 
 
-def find_directory(path: Path, target: Path) -> Path:
-    """Return the Hugging Face directory of a path.
+def find_or_convert_directory(path: Path, target: Path) -> Path:
+    """Return the Hugging Face directory of a path, or convert a checkpoint there into `target`.
 
-    A run without an export, its checkpoints, or one checkpoint are converted into `target`, with
-    the config.json and the tokenizer that the run's options name.
+    A run without an export, its checkpoints, or one checkpoint are converted, with the config.json
+    and the tokenizer that the run's options name. Raises ValueError if there is none of these.
     """
     for directory in (path, path / EXPORT):
         if (directory / "config.json").is_file():
@@ -119,7 +119,10 @@ def find_directory(path: Path, target: Path) -> Path:
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, *, is_chat: bool) -> list[int]:
-    """Return the token ids of a prompt, with `is_chat` in the tokenizer's chat template."""
+    """Return the token ids of a prompt; `is_chat` puts the prompt into the chat template.
+
+    Raises ValueError for no tokens, or for a chat without a template.
+    """
     ids: list[int]
     if is_chat:
         if tokenizer.hf is None or not tokenizer.hf.chat_template:
@@ -210,6 +213,6 @@ def write_samples(
 
 
 def read_samples(file: Path, *, before: int) -> list[str]:
-    """Return the lines of a samples file of steps before `before`; a run may have gone back."""
+    """Return the JSON lines of a samples file whose step is below `before`; [] = no file."""
     lines = file.read_text().splitlines() if file.exists() else []
     return [line for line in lines if json.loads(line)["step"] < before]

@@ -104,7 +104,8 @@ class GRPOConfig(RunConfig):
 def read_model(args: GRPOConfig, config: Any, meshes: Meshes, *, is_reference: bool = False) -> Any:
     """Return this rank's shards of the model, with new adapters if [lora] is set.
 
-    A reference is frozen and has the dtype of compute.
+    `is_reference`: the model is frozen and has the dtype of compute. Raises ValueError for a model
+    that cannot keep packed documents apart.
     """
     device = torch.device(meshes.device_type)
     is_frozen = is_reference or args.lora is not None
@@ -130,7 +131,7 @@ def read_model(args: GRPOConfig, config: Any, meshes: Meshes, *, is_reference: b
 
 
 def prompts_of(args: GRPOConfig, tokenizer: Any) -> list[Prompt]:
-    """Return the prompts of --data."""
+    """Return the prompts of --data. Raises as `read_prompts`."""
     return read_prompts(
         args.data,
         tokenizer,

@@ -76,7 +76,10 @@ def rewards_of(
     completions: Sequence[Any],
     columns: Mapping[str, Sequence[Any]],
 ) -> Tensor:
-    """Return the reward of each completion, fp32 [n]; RewardError unless all are finite numbers."""
+    """Return the reward of each completion, fp32 [n]; RewardError unless all are finite numbers.
+
+    `columns` are further keyword arguments of `reward`, with an item per completion.
+    """
     if not completions:
         return torch.zeros(0, dtype=torch.float32, device="cpu")
     try:
@@ -151,7 +154,7 @@ def read_prompts(
 def make_prompt_steps(
     prompts: Sequence[Prompt], *, rows: int, data_rank: int, data_ranks: int, seed: int
 ) -> Steps[list[Prompt]]:
-    """Return this data rank's steps of `rows` prompts; an epoch has each prompt once."""
+    """Return this data rank's steps of `rows` prompts; an epoch has each prompt once on a rank."""
     sampler = PackedBatchSampler(
         [1] * len(prompts), 1, rows=rows, data_rank=data_rank, data_ranks=data_ranks, seed=seed
     )
@@ -177,7 +180,7 @@ class SamplingOptions(CheckedRecord):
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The completions that a rank has sampled in a step, with advantages, and their rewards."""
+    """The completions that a rank has sampled in a step, with advantages, and rewards, fp32 [n]."""
 
     rollouts: Rollouts
     rewards_n: Tensor
@@ -248,7 +251,10 @@ class Reinforcement(TrainingJob[Samples]):
         return Samples(rollouts.replace(advantages_N=advantages_N), rewards_n)
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[list[int]]) -> Tensor:
-        """Return the reward of each completion, and store the mean over all ranks. Collective."""
+        """Return each completion's reward, fp32 [n], and store the mean over all ranks. Collective.
+
+        `responses` are the token ids of completions, one for each of `prompts`.
+        """
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         completions = [
             text if isinstance(prompt.content, str) else [{"role": "assistant", "content": text}]
@@ -268,13 +274,13 @@ class Reinforcement(TrainingJob[Samples]):
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Give the sampler the policy's weights, with its adapters added. Collective."""
+        """Copy the policy's weights, with merged adapters, into the sampler. Collective."""
         state = self.sampler.state_dict()
         for name, tensor in self.weights:
             state[name].copy_(tensor)
 
     def generate(self, prompts: Sequence[list[int]]) -> list[list[int]]:
-        """Return the token ids of a completion of each prompt, with its end if it has one."""
+        """Sample a completion of each prompt; return its token ids, up to an end token if any."""
         T = max(map(len, prompts))
         pad_id = self.tokenizer.pad_token_id
         pad_id = min(self._ends) if pad_id is None else pad_id
@@ -297,7 +303,7 @@ class Reinforcement(TrainingJob[Samples]):
             eos_token_id=sorted(self._ends),
             pad_token_id=pad_id,
         )
-        return [until_end(response, self._ends) for response in output_nT[:, T:].tolist()]
+        return [cut_after_end(response, self._ends) for response in output_nT[:, T:].tolist()]
 
     def forward_backward(self, num_labels: Tensor, batch: Samples) -> Tensor:
         """Train on the rollouts as the policy that has sampled them, so that ratios are 1.
@@ -329,7 +335,7 @@ class Reinforcement(TrainingJob[Samples]):
         print_on_rank_0(f"{target} is ready for from_pretrained")
 
 
-def until_end(response: list[int], ends: set[int]) -> list[int]:
+def cut_after_end(response: list[int], ends: set[int]) -> list[int]:
     """Return the tokens of a response up to its first token of `ends`, inclusive."""
     place = next((i for i, token in enumerate(response) if token in ends), len(response))
     return response[: place + 1]

@@ -64,7 +64,10 @@ def make_causal_lm_inputs(
 
 
 def read_config(path: Path) -> Any:
-    """Return the config of a directory. Raises ValueError unless it has routed experts."""
+    """Return the transformers config of a model directory.
+
+    Raises ValueError without a config that loads, or if the config has no routed experts.
+    """
     from transformers import AutoConfig
 
     if not (path / "config.json").is_file():
@@ -123,7 +126,7 @@ def enable_recompute(hf: Any) -> None:
 
 
 def num_experts(config: Any) -> int:
-    """Return the number of routed experts of a layer; 0 = a dense model."""
+    """Return the number of routed experts per layer in a config; 0 = a dense model."""
     fields = config.get_text_config().to_dict().items()
     return next((n for name, n in fields if EXPERT_COUNT.fullmatch(name) and n), 0)
 
@@ -163,9 +166,10 @@ def read_tokenizer(path: Path) -> Any:
 
 
 def export(hf: Any, source: Path, target: Path) -> None:
-    """Write a directory that transformers loads: weights, config, tokenizer. Collective.
+    """Write a model as a directory `target` that transformers loads. Collective.
 
-    Experts have published names one by one, in the dtype of `source`, whose config.json stays.
+    `source` is the directory of the original model, whose config.json, tokenizer and dtype are
+    copied. Experts have published names one by one.
     """
     options = {"config": source, "dtype": read_config(source).dtype}
 
@@ -233,7 +237,10 @@ class LoRAOptions(CheckedRecord):
 
 
 def add_adapters(model: nn.Module, options: LoRAOptions) -> Any:
-    """Return the PeftModel of a transformers model, before `parallelize_moe`."""
+    """Return the PeftModel of a transformers model, before `parallelize_moe`.
+
+    Raises ValueError without peft, or for a target module that the model does not have.
+    """
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:

@@ -61,7 +61,7 @@ def resume(
         saved_facts.step, saved_facts.extra.get("stage")
     )
     with (
-        rotary_of(saved_facts.config, model) if begins_stage else nullcontext(),
+        use_rotary(saved_facts.config, model) if begins_stage else nullcontext(),
         show_progress(f"loading {newest.name}", unit="B") as report,
     ):
         extra = load(newest, model, optimizer, progress=report)
@@ -89,8 +89,8 @@ def resume(
 
 
 @contextmanager
-def rotary_of(values: Mapping[str, object] | None, model: torch.nn.Module) -> Iterator[None]:
-    """Return a context in which a decoder has the rotary embedding of a saved config."""
+def use_rotary(values: Mapping[str, object] | None, model: torch.nn.Module) -> Iterator[None]:
+    """Return a context in which a `Decoder` has the rotary embedding of a saved config."""
     if values is None or not isinstance(model, Decoder):
         yield
         return
@@ -115,11 +115,11 @@ def describe_continuation(args: RunConfig) -> str:
     except (OSError, ValueError) as error:
         return str(error)
     if newest is None:
-        return f"there is no checkpoint yet, so {command_line()} starts from the beginning"
-    return f"{command_line()} continues from {newest}"
+        return f"there is no checkpoint yet, so {format_command_line()} starts from the beginning"
+    return f"{format_command_line()} continues from {newest}"
 
 
-def command_line() -> str:
+def format_command_line() -> str:
     """Return this process's `moecore` command for a shell, or "the same command"."""
     program, *words = sys.argv
     is_moecore = program.endswith(("moecore", "moecore/__main__.py")) and words
@@ -164,21 +164,21 @@ def save_config(args: RunConfig, toml: str) -> None:
 
 def list_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Return a line for each key whose value differs between two config.toml."""
-    old, new = (dict(flatten(by_stage(content))) for content in (before, after))
+    old, new = (dict(flatten(name_stages(content))) for content in (before, after))
     return [
-        f"{key}: {old.get(key)!r} -> {new.get(key)!r} ({effect_of(key)})"
+        f"{key}: {old.get(key)!r} -> {new.get(key)!r} ({describe_effect(key)})"
         for key in old | new
         if old.get(key) != new.get(key)
     ]
 
 
-def by_stage(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.toml as a dict in which each of [[stages]] is a table by its name."""
+def name_stages(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.toml's content with "stages.NAME" tables in place of its list of stages."""
     stages = {f"stages.{stage['name']}": stage for stage in content.get("stages", [])}
     return {name: value for name, value in content.items() if name != "stages"} | stages
 
 
-def effect_of(key: str) -> str:
+def describe_effect(key: str) -> str:
     """Return text about whether another value of an option changes the numbers of a run."""
     table, _, field = key.rpartition(".")
     name = field.replace("-", "_") if table.startswith("stages.") else table or field

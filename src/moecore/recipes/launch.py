@@ -22,7 +22,7 @@ def exit_at_interrupt() -> None:
 
 
 class StopRequest:
-    """Notes SIGINT and SIGTERM as `number` (0 = none), so that a rank stops between steps."""
+    """The first SIGINT or SIGTERM of a process, as `number` (0 = none), read between steps."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -36,7 +36,7 @@ class StopRequest:
 
 @contextmanager
 def note_signals() -> Iterator[StopRequest]:
-    """Return a context that notes SIGINT and SIGTERM in the main thread."""
+    """Return a context whose `StopRequest` notes SIGINT and SIGTERM, in the main thread only."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
@@ -173,6 +173,7 @@ def _raise_terminated(*_: object) -> None:
 
 
 def _start_rank(rank: int, run_rank: Callable[[Any], int], args: Any) -> None:
+    """Run `run_rank(args)` as a rank in this child process, and exit with its status."""
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     exit_rank(run_rank(args))

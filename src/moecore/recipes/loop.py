@@ -110,7 +110,7 @@ def run_command(
 
 
 def ranks_to_start(args: RunConfig) -> int:
-    """Return --ranks, the number of GPUs without it, or two without GPUs."""
+    """Return --ranks; if it is not set, the number of GPUs, or two without GPUs."""
     return int(args.ranks or torch.cuda.device_count() or CPU_RANKS)
 
 
@@ -155,7 +155,7 @@ def run_stage(
     *,
     is_last: bool,
 ) -> int:
-    """Build and train the job of a stage; finish the job of the last; return the exit code."""
+    """Build and train a stage's job, then finish the last one or close it; return the status."""
     try:
         job = build_job(args)
         args = job.args  # with the number of steps, which may depend on the data
@@ -266,7 +266,7 @@ def save(job: TrainingJob[Any], saver: Saver, step: int) -> None:
 
 
 def open_report(job: TrainingJob[Any]) -> AbstractContextManager[RunReport | None]:
-    """Return the report of rank 0, and an empty context on others; all ranks raise its errors."""
+    """Return the report on rank 0, a context of None on others; all ranks raise its errors."""
     reports: list[RunReport] = []
     run_on_first_rank(lambda: reports.append(RunReport(job.args, start=job.start, unit=job.unit)))
     return reports[0] if reports else nullcontext()
@@ -363,7 +363,7 @@ def batch_shape(args: RunConfig, parallel: ParallelConfig) -> BatchShape:
 
 
 def describe_ranks(job: TrainingJob[Any], *notes: str) -> str:
-    """Return the number and device of the ranks, and the degrees above 1, as text."""
+    """Return the number and device of the ranks, the degrees above 1 and `notes` as text."""
     p = job.meshes.parallel
     degrees = " ".join(f"{d}={getattr(p, d)}" for d in DEGREES if getattr(p, d) > 1)
     details = ", ".join([degrees or "no sharding", *notes])

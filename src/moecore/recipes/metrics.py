@@ -81,13 +81,13 @@ class LaunchedStep:
 
     def read_counts(self) -> list[int]:
         """Wait for the step, and for no later step; return `counts`."""
-        with self._read():
+        with self._wait_for_step():
             counts: list[int] = self.counts.tolist()
         return counts
 
     def metrics(self) -> Metrics:
         """Wait for the step, and for no later step; return its metrics, the same on every rank."""
-        with self._read():
+        with self._wait_for_step():
             values = {"loss": self.loss.item(), **self.result.to_dict()}
         loads = {
             layer: expert_loads(values, layer) for layer in self.result.metrics.tokens_per_expert
@@ -98,7 +98,7 @@ class LaunchedStep:
         return values | self.extra
 
     @contextmanager
-    def _read(self) -> Iterator[None]:
+    def _wait_for_step(self) -> Iterator[None]:
         """Wait for the step, and return a context in which reads use the stream `reader`."""
         self.ended.wait()
         with nullcontext() if self.reader is None else torch.cuda.stream(self.reader):
@@ -118,13 +118,13 @@ def layer_names(metrics: Mapping[str, object]) -> list[str]:
 
 
 def without_experts(metrics: Metrics) -> Metrics:
-    """Return metrics without the load of each expert: thousands of numbers in large models."""
+    """Return metrics without the load of each expert; other metrics of layers stay."""
     layers = {f"expert_load/{layer}" for layer in layer_names(metrics)}
     return {name: value for name, value in metrics.items() if name.rpartition("/")[0] not in layers}
 
 
 def rank_load(loads_E: list[float], ep: int) -> float:
-    """Return the load of the busiest of ep ranks over the mean load of ranks."""
+    """Return the load of the busiest of `ep` ranks over the ranks' mean, from loads of experts."""
     num_local = len(loads_E) // ep
     ranks = [sum(loads_E[first : first + num_local]) for first in range(0, len(loads_E), num_local)]
     return max(ranks) / max(sum(ranks) / ep, 1e-9)
@@ -159,9 +159,9 @@ def compute_usage(
 
 
 def flops_of(config: DecoderConfig, tokens: int, pairs: int) -> float:
-    """Return the FLOPs of forward and backward.
+    """Return the FLOPs of forward and backward of `tokens` tokens without padding.
 
-    `tokens` and `pairs` are as in `StepBatch.count_labels_and_tokens`.
+    `pairs` is the sum of the squared lengths of documents.
     """
     linear = flops_per_token(config, 0)
     return tokens * linear + pairs * (flops_per_token(config, 1) - linear)
@@ -208,7 +208,10 @@ class Logger(NamedTuple):
 
 
 def open_loggers(config: Any, tensorboard: ModuleType | None, *, start: int) -> list[Logger]:
-    """Return the loggers of a run that has done `start` steps; None = without TensorBoard."""
+    """Return the loggers of a run that has done `start` steps.
+
+    `tensorboard` is torch.utils.tensorboard; None = not installed.
+    """
     options: LoggerOptions = config.logging
     loggers: list[Logger] = []
     if tensorboard is not None:
@@ -233,7 +236,7 @@ def _open_tensorboard(module: ModuleType, folder: str, start: int) -> Logger:
 
 
 def _open_wandb(project: str, config: Any) -> Logger:
-    """Continue the run of W&B whose id is in the run directory."""
+    """Return a logger of the W&B run whose id is in the run directory; without one a run is new."""
     file = config.run_dir / WANDB_ID
     if not file.exists():
         file.write_text(uuid.uuid4().hex)
@@ -243,13 +246,13 @@ def _open_wandb(project: str, config: Any) -> Logger:
         dir=config.run_dir,
         id=file.read_text(),
         resume="allow",
-        config=json_of(config),
+        config=convert_to_json(config),
     )
     return Logger(run.log, run.finish)
 
 
 def _open_mlflow(experiment: str, config: Any) -> Logger:
-    """Continue the run of MLflow whose id is in the run directory."""
+    """Return a logger of the MLflow run whose id is in the run directory; without one a new run."""
     mlflow: Any = importlib.import_module("mlflow")
     mlflow.set_experiment(experiment)
     file = config.run_dir / MLFLOW_ID
@@ -258,17 +261,17 @@ def _open_mlflow(experiment: str, config: Any) -> Logger:
     else:
         run = mlflow.start_run(run_name=config.run_dir.name)
         file.write_text(run.info.run_id)
-        mlflow.log_params(json_of(config))  # a parameter of MLflow cannot change later
+        mlflow.log_params(convert_to_json(config))  # a parameter of MLflow cannot change later
     return Logger(mlflow.log_metrics, mlflow.end_run)
 
 
-def json_of(config: Any) -> dict[str, Any]:
-    """Return the options of a run, a config dataclass, as JSON values."""
+def convert_to_json(config: Any) -> dict[str, Any]:
+    """Return the options of a run, a config dataclass, by field name as JSON values."""
     items = [field for field in fields(config) if field.metadata.get("is_option", True)]
     options = {field.name: getattr(config, field.name) for field in items}
-    values: dict[str, Any] = json.loads(json.dumps(options, default=_json_value))
+    values: dict[str, Any] = json.loads(json.dumps(options, default=_convert_json_value))
     return values
 
 
-def _json_value(value: Any) -> Any:
+def _convert_json_value(value: Any) -> Any:
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)

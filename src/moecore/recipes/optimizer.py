@@ -141,7 +141,10 @@ class OptimizerConfig(CheckedRecord):
     def _split_groups(
         self, optimizer: torch.optim.Optimizer, kinds: dict[nn.Parameter, tuple[str, str]]
     ) -> None:
-        """Split a new optimizer's group by rules and weight decay; `kinds` has (name, kind)."""
+        """Split a new optimizer's only param group by rules and weight decay, in place.
+
+        `kinds` maps a parameter to its (name, kind).
+        """
         rules = [ParamGroup.of(text) for text in self.param_groups]
         rules += [ParamGroup(pattern="*"), ParamGroup(pattern="*", lr_factor=self.router_lr_factor)]
         (group,) = optimizer.param_groups

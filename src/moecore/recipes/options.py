@@ -259,7 +259,10 @@ def parallelize(
     max_tokens: int | None = None,
     **options: Any,
 ) -> None:
-    """Shard a model over the ranks by `parallelize_moe`; `max_tokens` as in `dispatch_options`."""
+    """Shard a model in place by `parallelize_moe` with the options of a run, and further `options`.
+
+    `max_tokens` is the default of nvlink's `max_tokens`.
+    """
     sharding = config.sharding
     parallelize_moe(
         model,

@@ -79,7 +79,7 @@ def parse(command: type[ConfigT], words: Sequence[str] | None = None, *, prog: s
     flags = _read_words(command, options, words, prog)
     file = next((value for option, value in flags.items() if option.key == FILE), None)
     if not has_file or file is None:
-        return _build(command, options, flags)
+        return _build_command(command, options, flags)
     content, name = read_toml(file, f"--{FILE}"), format_option(f"--{FILE}", file)
     tables: list[dict[str, Any]] = []
     if "stages" in {field.name for field in fields(command)}:  # type: ignore[arg-type]
@@ -88,36 +88,39 @@ def parse(command: type[ConfigT], words: Sequence[str] | None = None, *, prog: s
             raise ValueError("--steps must be left out with [[stages]], which have their own")
     values = read_content(options, content, name) | flags
     stages = tuple(
-        _build(command, options, values | read_content(options, options_of(table), name))
+        _build_command(command, options, values | read_content(options, options_of(table), name))
         for table in tables
     )
-    config = _build(command, options, values)
+    config = _build_command(command, options, values)
     if not stages:
         return config
     changes = {"stage_tables": tuple(tables)}
-    result: ConfigT = _with(config, stages=tuple(_with(of, **changes) for of in stages), **changes)
+    result: ConfigT = _replace_fields(
+        config, stages=tuple(_replace_fields(of, **changes) for of in stages), **changes
+    )
     return result
 
 
-def _with(record: Any, /, **changes: Any) -> Any:
+def _replace_fields(record: Any, /, **changes: Any) -> Any:
     """Return a copy of a record with changed fields."""
     return replace(record, **changes)
 
 
 def read_content(options: Sequence[CommandOption], content: Mapping[str, Any], name: str) -> Values:
-    """Return the values of a TOML file's `content`; errors begin with its `name`.
+    """Return the values of a TOML file's `content` by option; errors begin with its `name`.
 
-    A key is `table.field`, or at the top level the name of a flag.
+    A key is `table.field`, or at the top level the name of a flag. Raises ValueError for a key that
+    none of `options` has.
     """
-    by_key = {_snake(flag): option for option in options for flag in option.flags}
+    by_key = {_convert_to_snake_case(flag): option for option in options for flag in option.flags}
     by_key |= {option.key: option for option in options}
     by_key = {key: option for key, option in by_key.items() if key != FILE}
     values: Values = {}
     keys: dict[CommandOption, str] = {}
     for key, value in flatten(content):
-        option = by_key.get(_snake(key))
+        option = by_key.get(_convert_to_snake_case(key))
         if option is None:
-            hint = _suggest_name(_snake(key), by_key)
+            hint = _suggest_name(_convert_to_snake_case(key), by_key)
             raise ValueError(f"{name} must have no {shown_path(key)}, which no flag has: {hint}")
         if option in keys:
             pair = f"{keys[option]} and {key}"
@@ -176,7 +179,7 @@ def to_toml(config: Any) -> str:
 def _read_words(
     command: type, options: Sequence[CommandOption], words: Sequence[str], prog: str
 ) -> Values:
-    """Return the values of the flags of a command line."""
+    """Return the values of the flags in `words`. Raises ValueError for a flag not in `options`."""
     import tyro
 
     conf: Any = tyro.conf
@@ -224,7 +227,7 @@ def _read_words(
 
 
 def _make_flags_class(name: str, hints: dict[str, Any], record: Any) -> Any:
-    """Return a dict type with the flags that a command line may have."""
+    """Return a TypedDict of flags for tyro; `hints` are types by flag, `record` gives the help."""
     flags = Flags(name, hints, total=False)
     flags.__doc__ = inspect.cleandoc(record.__doc__ or "").partition("\n\nAttributes:")[0]
     return flags
@@ -243,8 +246,10 @@ def _format_error(text: str) -> str:
     return f"{' '.join(' '.join(lines[:end]).split()).rstrip('.')[:400]}: see --help"
 
 
-def _build(command: type[ConfigT], options: Sequence[CommandOption], values: Values) -> ConfigT:
-    """Return a command's dataclass with these values."""
+def _build_command(
+    command: type[ConfigT], options: Sequence[CommandOption], values: Values
+) -> ConfigT:
+    """Return an instance of a command's dataclass. Raises ValueError if a value is missing."""
     tables: dict[str, dict[str, Any]] = {}
     for option, value in values.items():
         tables.setdefault(option.table, {})[option.name] = value
@@ -262,13 +267,13 @@ def _build(command: type[ConfigT], options: Sequence[CommandOption], values: Val
 
 
 def _build_record(name: str, hint: Any, default: Any, values: dict[str, Any]) -> Any:
-    """Return the value of a table's field: a record, or for `Fields` the values themselves."""
+    """Return the record of table `name` with these values; for type `Fields` the values alone."""
     table = find_table(hint)
     assert table is not None and table.record is not None
     if isinstance(default, dict):
         return values
     if is_dataclass(default):
-        return _with(default, **values)
+        return _replace_fields(default, **values)
     for item in fields(table.record):
         if item.name not in values and get_default(item) is MISSING:
             raise ValueError(f"[{name}] ({values}) must have {item.name}: give it too")
@@ -276,22 +281,22 @@ def _build_record(name: str, hint: Any, default: Any, values: dict[str, Any]) ->
 
 
 def _check_and_convert(name: str, value: Any, hint: Any) -> Any:
-    """Return a value converted to the type of its field; ValueErrors begin with `name`."""
+    """Return a value converted to the field's type `hint`; ValueErrors begin with `name`."""
     try:
-        converted = _convert(value, hint)
+        converted = _convert_value(value, hint)
     except ValueError as error:
         raise ValueError(f"{name} ({quote(value)}) must be valid: {error}") from None
     check_value(name, converted, hint)
     return float(converted) if type(converted) is int and int not in list_kinds(hint) else converted
 
 
-def _convert(value: Any, hint: Any) -> Any:
+def _convert_value(value: Any, hint: Any) -> Any:
     """Return a value with paths, dtypes, tuples and records in place of strings, lists, dicts."""
     kinds = list_kinds(hint)
     items = [get_args(kind)[0] for kind in kinds if get_origin(kind) is tuple]
     if isinstance(value, list | tuple) and items:
         item_hint = reduce(or_, items)
-        converted = tuple(_convert(item, item_hint) for item in value)
+        converted = tuple(_convert_value(item, item_hint) for item in value)
         is_value = len(converted) == 1 and converted[0] in kinds  # ("gemm_last",)
         return converted[0] if is_value else converted
     for kind in kinds:
@@ -318,7 +323,7 @@ def _make_word_hint(hint: Any, default: Any = None) -> Any:
     return str if hint is torch.dtype or hasattr(hint, "from_word") else hint
 
 
-def _snake(name: str) -> str:
+def _convert_to_snake_case(name: str) -> str:
     return name.replace("-", "_")
 
 

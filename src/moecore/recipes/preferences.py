@@ -63,7 +63,10 @@ class PreferenceBatch:
 def make_preference_steps(
     pairs: Sequence[Preference], shape: BatchShape, *, seed: int | None, data_rank: int
 ) -> Steps[PreferenceBatch]:
-    """Return the steps of this data rank: each pair once per epoch, over all data ranks."""
+    """Return the steps of this data rank: each pair once per epoch, over all data ranks.
+
+    `seed` is of the order; None = pairs in their order.
+    """
     sampler = PackedBatchSampler(
         [1] * len(pairs),
         1,
@@ -93,7 +96,10 @@ def make_preference_steps(
 def encode_preference(
     row: Row, tokenizer: Any, seq_len: int, options: DatasetOptions, names: ColumnNames
 ) -> list[Preference]:
-    """Return the pair of a row, as a list of one. Raises ValueError for another form."""
+    """Return the pair of a row, as a list of one. Raises ValueError for another form.
+
+    `names` are the columns' names. `seq_len` and `options` are not used.
+    """
     columns = row.columns(names)
     prompt, *completions = (
         _as_messages(columns.get(n)) for n in ("prompt", "preferred", "rejected")
@@ -135,7 +141,7 @@ def _as_messages(value: Any) -> Any:
 
 
 def _split_shared_prompt(preferred: Any, rejected: Any) -> tuple[Any, Any, Any]:
-    """Return the prompt that both begin with, and what follows it. A space begins an answer."""
+    """Return (prompt, preferred, rejected): the common beginning of both, and the two rests."""
     count = count_shared(preferred, rejected)
     count -= count > 0 and preferred[count - 1] == " "
     return preferred[:count], preferred[count:], rejected[count:]

@@ -187,7 +187,7 @@ def build_job(args: PretrainConfig) -> CorpusTraining:
         batches = RandomSteps(config.vocab_size, shape, seed=args.seed, data_rank=data_rank)
     else:
         batches = steps(sources, rows, shape, workers=args.workers)
-    eval_shape, fixed = eval_shape_of(args, shape), replace(rows, shuffle=False, partitions=1)
+    eval_shape, fixed = compute_eval_shape(args, shape), replace(rows, shuffle=False, partitions=1)
     return CorpusTraining(
         args=args,
         meshes=meshes,
@@ -218,8 +218,8 @@ def read_sources(
     return sources, list(held_out)
 
 
-def eval_shape_of(args: PretrainConfig, shape: BatchShape) -> BatchShape:
-    """Return the shape of the rows of a validation set, in full micro-batches of all ranks."""
+def compute_eval_shape(args: PretrainConfig, shape: BatchShape) -> BatchShape:
+    """Return the shape of a validation batch: --eval-rows rounded up to full micro-batches."""
     return replace(shape, grad_accum=-(-args.eval_rows // (shape.data_ranks * shape.batch_size)))
 
 
@@ -230,7 +230,7 @@ def corpus_options(args: PretrainConfig, config: DecoderConfig, cp: int) -> Corp
 
 
 def rates_of(args: PretrainConfig, config: DecoderConfig) -> WidthRates | None:
-    """Return the factors of initialisation and learning rates by --base-width; None = not set."""
+    """Return the factors of initial weights and learning rates by --base-width; None = not set."""
     width = args.optimizer.base_width
     if width is None:
         return None
@@ -241,7 +241,7 @@ def rates_of(args: PretrainConfig, config: DecoderConfig) -> WidthRates | None:
 def build_model(
     args: PretrainConfig, config: DecoderConfig, meshes: Meshes, rates: WidthRates | None
 ) -> Decoder:
-    """Return this rank's shards of the model. The weights are the same for every layout."""
+    """Return this rank's shards of the model, with new weights, which are equal in every layout."""
     dtype = torch.bfloat16 if args.optimizer.master_remainder else torch.float32
     model = Decoder(config, device="meta", dtype=dtype)
     longest = args.sharding.dynamic_cp
@@ -256,7 +256,7 @@ def build_model(
 
 
 def check(args: PretrainConfig, world_size: int) -> tuple[DecoderConfig, Tokenizer]:
-    """Return config and tokenizer; raise ValueError for arguments that do not fit together."""
+    """Return config and tokenizer. ValueError for options that `world_size` ranks cannot run."""
     is_random, max_tokens = args.tokens == "random", args.sharding.dynamic_cp
     if not (args.data or is_random):
         raise ValueError("--data ([]) must have at least one source: name a file")

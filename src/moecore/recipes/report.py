@@ -44,7 +44,7 @@ NORM_GROWTH, LOSS_GROWTH = 3.0, 0.3  # a factor, and nats above the lowest loss 
 
 
 class Alarms:
-    """Finds alarms, such as loss spikes and idle experts, in the metrics of each step.
+    """A detector of alarms, such as loss spikes and idle experts, in the metrics of each step.
 
     loss      it is above the median of the `WINDOW` losses before it by `FACTOR` times their median
               absolute deviation, and the loss before it was not. Neither number moves with a few
@@ -209,7 +209,10 @@ NAMES = {
 
 
 class RunReport:
-    """Writes the bar, metrics, curves and alarms of a run, on rank 0."""
+    """The writer of a run's progress bar, metrics, curves and alarms, on rank 0.
+
+    `start` is the last step of earlier starts. `unit` names the unit of text that a loss is of.
+    """
 
     def __init__(self, args: RunConfig, *, start: int, unit: str = "byte") -> None:
         modules = {name: _import(name) for name in NAMES}
@@ -232,7 +235,7 @@ class RunReport:
         self.alarms = Alarms()
 
     def log(self, step: int, metrics: Metrics, *, expert_loads: bool = True) -> None:
-        """Write one step to all outputs, and print its alarms; `expert_loads` False omits loads."""
+        """Write a step's metrics, and print its alarms; `expert_loads` False omits expert loads."""
         for line in self.alarms.find_alarms(step, metrics):
             print(line, flush=True) if self.bar is None else self.bar.write(line)
         metrics = metrics if expert_loads else without_experts(metrics)
@@ -269,7 +272,7 @@ class RunReport:
 
 
 def pack_loads(metrics: Metrics) -> dict[str, Any]:
-    """Return metrics with the loads of a layer's experts as one list, of three decimals."""
+    """Return metrics with each layer's expert loads as one list, rounded to three decimals."""
     loads = {
         f"expert_loads/{layer}": expert_loads(metrics, layer) for layer in layer_names(metrics)
     }
@@ -299,7 +302,7 @@ def make_run_dir(path: Path) -> None:
 
 
 def cut_metrics(path: Path, step: int) -> None:
-    """Drop the lines after `step`, so that a resumed run's file equals an uninterrupted one's."""
+    """Drop the lines of metrics.jsonl after `step`, and damaged lines, before a run resumes."""
     lines, num_damaged = read_metrics(path)
     if num_damaged:
         print(f"{path}: dropped {num_damaged} damaged line(s)", flush=True)
@@ -313,12 +316,12 @@ def cut_metrics(path: Path, step: int) -> None:
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the lines of a metrics file as dicts, and the number of damaged lines."""
     content = path.read_bytes() if path.exists() else b""
-    records = [_parse(line) for line in content.removesuffix(b"\n").split(b"\n") if content]
+    records = [_parse_line(line) for line in content.removesuffix(b"\n").split(b"\n") if content]
     lines = [line for line in records if line is not None]
     return lines, len(records) - len(lines)
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def _parse_line(line: bytes) -> dict[str, Any] | None:
     """Return a line's metrics; None = the line is damaged."""
     try:
         metrics = json.loads(line)
@@ -333,7 +336,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 def draw_curves(figure: ModuleType, metrics: Path, unit: str = "byte") -> None:
     """Draw loss or reward, load and two heat maps over the steps into curves.png beside metrics.
 
-    The maps show each layer's busiest expert, and all experts of the layer that is least even.
+    The maps show layers' busiest experts, and the least even layer. `figure` is matplotlib.figure.
     """
     lines, _ = read_metrics(metrics)
     steps = [line["step"] for line in lines]
@@ -356,7 +359,7 @@ def draw_curves(figure: ModuleType, metrics: Path, unit: str = "byte") -> None:
 
 
 def _draw_maps(canvas: Any, layers: Any, experts: Any, lines: list[dict[str, Any]]) -> None:
-    """Draw the load of layers and of one layer's experts; only lines that have them all."""
+    """Draw loads of layers and of one layer's experts into two axes, from lines with all loads."""
     names = layer_names(lines[-1]) if lines else []
     full_lines = [
         line for line in lines if names and all(f"expert_load/{n}" in line for n in names)

@@ -122,7 +122,7 @@ class Row:
 
 
 def read_rows(files: Sequence[Path], option: str, options: DatasetOptions) -> Iterator[Row]:
-    """Yield the non-empty rows of files and data sets, in order; errors name `option`."""
+    """Yield the non-empty rows of files and data sets, in order; ValueErrors name `option`."""
     for path in files:
         name = format_option(option, path)
         if is_table(str(path)):
@@ -138,7 +138,10 @@ def read_rows(files: Sequence[Path], option: str, options: DatasetOptions) -> It
 
 
 def convert_to_form(columns: dict[str, Any], row_format: RowFormat, place: str) -> dict[str, Any]:
-    """Return columns in a form of chat.py: messages, prompt and completion, or text."""
+    """Return a row's columns in a form of chat.py: messages, prompt and completion, or text.
+
+    `place` names the row in errors. Raises ValueError for columns that do not fit `row_format`.
+    """
     formats = FORMATS if row_format == "auto" else {row_format: FORMATS[row_format]}
     kind = next((kind for kind, names in formats.items() if {*names} <= columns.keys()), None)
     if kind is None and row_format != "auto":
@@ -175,7 +178,7 @@ def _make_system_message(columns: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _make_alpaca_messages(columns: dict[str, Any], place: str) -> Iterator[dict[str, Any]]:
-    """Yield the messages of a row; instruction and input are joined by a line end."""
+    """Yield the messages of a row of format alpaca; errors begin with `place`, the row's place."""
     pairs = _as_list(columns.get("history") or [], place)
     request = "\n".join(filter(None, (columns["instruction"], columns.get("input"))))
     yield from _make_system_message(columns)
@@ -185,7 +188,7 @@ def _make_alpaca_messages(columns: dict[str, Any], place: str) -> Iterator[dict[
 
 
 def as_message(message: Any) -> Any:
-    """Return a message with role and content, whose tool calls have parsed arguments."""
+    """Return a sharegpt or chat message with role and content; tool calls have parsed arguments."""
     if not isinstance(message, dict):
         return message
     if "from" in message:

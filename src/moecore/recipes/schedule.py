@@ -171,9 +171,9 @@ class StepSizes:
 def equal_steps(
     ramp: BatchRamp, *, first: int, rows: int, seq_len: int, tokens: int
 ) -> Iterator[EqualSteps]:
-    """Yield the parts of steps whose rows grow to `rows`, from step `first` on.
+    """Yield the ranges of steps with equal rows, which grow to `rows`, from step `first` on.
 
-    `tokens` are the tokens that the run has read before that step.
+    `tokens` are the tokens that the run has read before step `first`.
     """
     if ramp.ramp_start is None or ramp.ramp_increment is None or ramp.ramp_tokens is None:
         yield EqualSteps(first, rows, seq_len)
@@ -301,7 +301,7 @@ def split_stages(content: Options) -> tuple[dict[str, Any], list[dict[str, Any]]
 
 
 def length_of(table: Options) -> StageLength:
-    """Return the name and the length of a stage's table."""
+    """Return the name and the length of a stage's TOML table. ValueError without a name."""
     names = {field.name for field in fields(StageLength)} & table.keys()
     if "name" not in names:
         raise ValueError(f"stages ({quote(dict(table))}) must have a name: give one")

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 import torch
 
 from moecore.base.command_options import POSITIONAL
-from moecore.recipes.data import standard_library
+from moecore.recipes.data import scan_standard_library
 
 CHATS, PAIRS, PROMPTS = "chats.jsonl", "pairs.jsonl", "prompts.jsonl"
 WORDS = [*"0123456789+=", "<end>"]
@@ -46,7 +46,10 @@ TEMPLATE = """\
 
 
 def write_tiny_model(out: Path, **sizes: int) -> None:
-    """Write a model, a tokenizer, chats and pairs to a new directory; `sizes` are config fields."""
+    """Write a model, a tokenizer, chats and pairs to a new directory; `sizes` are config fields.
+
+    Raises ValueError if `out` exists.
+    """
     check_new(out)
     pairs = list(islice(questions(), NUM_QUESTIONS))
     tokenizer = make_tokenizer(pairs)
@@ -67,7 +70,7 @@ def check_new(out: Path) -> None:
 def questions() -> Iterator[tuple[str, str]]:
     """Yield a question about each documented function of single-file modules, and its answer."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    for path in standard_library():
+    for path in scan_standard_library():
         if path.parent == root and not path.stem.startswith("_"):
             for node in ast.parse(path.read_bytes()).body:
                 if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
@@ -78,7 +81,7 @@ def questions() -> Iterator[tuple[str, str]]:
 
 
 def chats(pairs: list[tuple[str, str]]) -> Iterator[list[dict[str, str]]]:
-    """Yield chats of one question and of two in alternation, until each question was in one."""
+    """Yield chats of one and two (question, answer) `pairs` in alternation, until all are used."""
     first = count = 0
     while first < len(pairs):
         count = count % TURNS + 1
@@ -171,9 +174,9 @@ def make_digit_tokenizer() -> Any:
 def reward_sum(
     prompts: Sequence[str], completions: Sequence[str], sum: Sequence[int], **_: Any
 ) -> list[float]:
-    """Return the points of each completion, whose best is "7" for "3+4=".
+    """Return the reward of each completion, 0 to 1, such as 1 for "7" after "3+4=".
 
-    A correct digit is worth half a point, and so is to end after the first digit.
+    A correct first digit is worth half a point, and an end after one digit the other half.
     """
     pairs = zip(completions, sum, strict=True)
     return [
