@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from moecore.io import set_latest
 from moecore.io.checkpoint.directory import make_step_path
 from moecore.recipes.errors import RewardError
-from moecore.recipes.grpo_job import load_reward, rewards_of, cut_after_end
+from moecore.recipes.grpo_job import cut_after_end, load_reward, rewards_of
 from moecore.recipes.tiny_model import (
     PROMPTS,
     make_digit_tokenizer,

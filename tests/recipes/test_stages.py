@@ -20,7 +20,7 @@ import torch
 from moecore.io import decoder_config_from_hf, set_latest
 from moecore.io.checkpoint.manifest import read_manifest
 from moecore.models import preset
-from moecore.recipes.decoder_config import RotaryOptions, with_rotary, add_rotary_fields
+from moecore.recipes.decoder_config import RotaryOptions, add_rotary_fields, with_rotary
 from moecore.recipes.pretrain import PretrainConfig
 from moecore.recipes.schedule import (
     BatchRamp,
