@@ -119,7 +119,7 @@ class TrainStep:
         self._reruns = Reruns([get_capacity(module) for module in models], request.meshes.device)
         self._is_overlapped = getattr(request.pipeline, "schedule", None) == "overlapped"
         self._pairs = Pairs(self._engines)
-        self._is_loss_scaled = True  # the running micro-batch's loss
+        self._has_scaled_loss = True  # the running micro-batch's loss
         device = next(self.model.parameters()).device
         self._scale = None if loss_scale is None else LossScale(loss_scale, device)
         self._scale_value = None if self._scale is None else self._scale.value
@@ -224,7 +224,7 @@ class TrainStep:
 
     @contextmanager
     def _run_context(self, number: int, *, to_come: float) -> Iterator[None]:
-        """Return the context of `number` micro-batches; `to_come` forwards remain (inf = some)."""
+        """Return the context of `number` micro-batches; `to_come` forwards remain (inf: any)."""
         progress = self._progress
         progress.is_last = progress.num_done + 1 == self.num_micro_batches
         in_parts = number < to_come < math.inf
@@ -233,11 +233,11 @@ class TrainStep:
         for state in self._states:
             state.start_micro_batch(is_last=progress.is_last, in_flight=number > 1)
         progress.is_open = progress.has_failed = True
-        self._is_loss_scaled = self._scale is None
+        self._has_scaled_loss = self._scale is None
         try:
             with self._reruns.watch_shortages("skips"):
                 yield
-            if not self._is_loss_scaled:
+            if not self._has_scaled_loss:
                 raise ValueError(
                     "micro_batch() must scale its loss where a loss_scale is given: call "
                     "step.scale_loss(loss).backward(), and drop() this step"
@@ -360,7 +360,7 @@ class TrainStep:
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return `loss` times the loss scale. The caller has divided it by num_micro_batches."""
-        self._is_loss_scaled = True
+        self._has_scaled_loss = True
         return loss if self._scale_value is None else loss * self._scale_value
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -409,7 +409,7 @@ class TrainStep:
 
         Raises:
             ValueError: when micro-batches are missing, a layer with auxiliary losses ran another
-                number of them, `clip` has not run (loss scale without an optimizer), no optimizer
+                number, `clip` has not run (loss scale without an optimizer), no optimizer
                 has a parameter with a gradient, or a parameter is newer than `parallelize_moe`.
             ExchangeError: when an exchange failed on this rank and the host already sees it
                 (`check` waits). It is raised before any update or collective. Other ranks may not
@@ -492,7 +492,7 @@ class TrainStep:
             exchanges.close()
 
     def _compute_skip_flag(self) -> Tensor | None:
-        """Return a device bool: rows exceed a capacity or differ on ranks; None = no check."""
+        """Return a device bool: token rows did not fit, or shared inputs differ; None = unknown."""
         values = self._reruns.is_short(), find_argument_difference(self.model)
         flags = [flag for flag in values if flag is not None]
         return torch.stack(flags).any() if flags else None

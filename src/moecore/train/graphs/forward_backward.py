@@ -52,7 +52,7 @@ class GraphedForwardBackward:
 
     Every rank calls it for the same steps, with inputs of the same shapes. Evaluation, checkpoints
     and steps of other shapes run eagerly between these calls. The memory of all activations stays
-    reserved between steps. All steps write gradients to the same memory: clone them to save them.
+    reserved between steps. All steps write gradients to the same memory: clone to save gradients.
 
     Python runs only at capture. A value that changes from step to step must be a tensor among the
     inputs. A replay repeats the capture's numbers (such as a token count that divides the loss),
@@ -174,7 +174,7 @@ class _CapturedStep:
     num_in_step: int  # micro-batches of a `TrainStep` that the graph runs
 
     def replay(self, inputs: Inputs) -> Any:
-        """Replay the graph; set gradients, count micro-batches, and return copies of outputs."""
+        """Copy inputs, replay the graph, set `.grad` of parameters; return copies of outputs."""
         record = get_parallel_state(self.model)
         if record is not None and record.arguments is not None:  # a replay runs no model hook
             named = {f"inputs[{place}]": x for place, x in enumerate(inputs)}

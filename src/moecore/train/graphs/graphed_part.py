@@ -108,7 +108,7 @@ class GraphMemory:
         self._grads.clear()
 
     def choose_slot(self, pairs: Mapping[_GraphSlot, _GraphPair]) -> _GraphSlot:
-        """Return the slot that a part uses in this forward; `pairs` maps slots to its graphs."""
+        """Return the slot for a part in this forward; `pairs` has the part's graphs by slot."""
         pair = pairs.get(self._current)
         if pair is not None and not pair.is_free:
             free = next((slot for slot in self.slots if slot.is_free), None)
@@ -262,7 +262,7 @@ class _GraphPair:
         return self.holder is None or not _is_in_flight(self.holder)
 
     def run(self, tensors: list[Tensor], parameters: list[Tensor]) -> Any:
-        """Replay forward for `tensors`; return the result, whose backward replays backward."""
+        """Replay forward for `tensors`; return the result, differentiable in both arguments."""
         if self.backward is None:
             self.replay(tensors)
             outputs = _copy_tensors(self.outputs)

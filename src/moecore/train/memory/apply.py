@@ -124,7 +124,7 @@ def _apply_recompute(
 def _choose_offload_kinds(
     blocks: Iterable[nn.Module], options: MemoryOptions, compiled: Set[nn.Module]
 ) -> dict[nn.Module, str]:
-    """Return module -> kind of part, for modules to offload; warn about an option without one."""
+    """Return module -> kind ("mlp") of parts to offload; warn about an option that no block has."""
     kinds: dict[nn.Module, str] = {}
     for block in blocks:
         inside: set[nn.Module] = set()
@@ -161,7 +161,7 @@ def _wrap_for_recompute(part: BlockPart, use: PartUse) -> None:
 def _run_as_region(
     forward: Callable[..., Any], name: str, has_products: bool, args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """Call `forward` as a recomputed region, or plainly with a KV cache; a function for `wrap`."""
+    """Call `forward` as recomputed region `name`, or plainly if an argument is a KV cache."""
     if any(map(_is_cache, (*args, *kwargs.values()))):
         return forward(*args, **kwargs)
     return recompute(name, forward, args, kwargs, has_products=has_products)

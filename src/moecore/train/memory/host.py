@@ -86,7 +86,7 @@ class Slabs:
 
 @dataclass(frozen=True, slots=True)
 class HostPiece:
-    """A piece of a `HostPool`, uint8; `of_graph` = a CUDA graph writes it in every replay."""
+    """A piece of uint8 host memory; `of_graph` = a CUDA graph writes the piece in every replay."""
 
     memory: Tensor
     of_graph: bool
@@ -209,7 +209,7 @@ def explain_memory_errors(subject: str) -> Iterator[None]:
 
 
 def _make_row_copier(copy: HostCopy) -> Callable[[Tensor, Tensor], None] | None:
-    """Return a function (target, source) that copies only used rows; None = all bytes count."""
+    """Return a function (target, source) that copies only used first rows; None = copy all."""
     rows = copy.used_rows
     if rows is None or rows.num_rows is None or copy.data is None or copy.data.is_meta:
         return None
@@ -299,7 +299,7 @@ class MovedStorage:
 
 
 class HostCopies:
-    """Host memory for copies of tensors, by name and reused; the next `fill` overwrites it."""
+    """Reused host memory for copies of tensors, by name; the next `fill` overwrites the copies."""
 
     def __init__(self) -> None:
         self._copies: dict[str, Tensor] = {}

@@ -139,7 +139,7 @@ class Offload(SavedStorages):
                 chunk.pending_free, self._pending_free = self._pending_free, []
 
     def free(self, chunk: OffloadChunk) -> None:
-        """Free the device memory of a chunk's storages whose copies out `chunk()` left behind."""
+        """Free the device memory of storages that were copied out, but not freed, in `chunk()`."""
         with self._hold_lock():
             for group in chunk.pending_free:
                 group.free_device_memory()
@@ -272,7 +272,7 @@ def _call_unless_compiled(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call a wrapped forward; torch.compile traces the forward without the wrapper."""
+    """Call `function` with the forward; torch.compile traces the forward without `function`."""
     if torch.compiler.is_compiling():
         return forward(*args, **kwargs)
     return function(forward, *bound_args, args, kwargs)

@@ -112,7 +112,7 @@ def list_tensors(*values: Any) -> list[Tensor]:
 
 
 def _list_all_indices(x: Tensor, *, as_tuple: bool = False) -> Any:
-    """Return what `torch.nonzero` returns for `x` if no element is 0, on meta."""
+    """Return the result of `torch.nonzero` for an `x` without zeros, on meta."""
     indices = torch.empty(x.numel(), x.ndim, dtype=torch.int64, device=META)
     return indices.unbind(1) if as_tuple else indices
 

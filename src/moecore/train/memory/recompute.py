@@ -36,7 +36,7 @@ from moecore.moe.pairs import get_rng_states, set_rng_states
 SMALL = 8  # a tensor at most 1 / SMALL of the largest input is saved, not recomputed
 
 
-class _RecomputationDone(Exception):
+class _RecomputationEnd(Exception):
     """Raised to end a recomputation as soon as all dropped values have been recomputed."""
 
 
@@ -274,7 +274,7 @@ class _RunningRegion:
                 output = self.function(*args, **kwargs)
             if wants_output:
                 self._store_outputs(output)
-        except _RecomputationDone:
+        except _RecomputationEnd:
             pass
         finally:
             self._is_rerun = False
@@ -329,7 +329,7 @@ class _RunningRegion:
                 self._store_value(_ValuePlace("input", number, position), value)
         product = self.products[number]
         if not product.is_needed:
-            raise _RecomputationDone
+            raise _RecomputationEnd
         if product.numbers:  # of products only attention draws; it is left out, and its states set
             set_rng_states(product.numbers)
         output = _map_tree(_unpack_leaf, product.output)
@@ -347,7 +347,7 @@ class _RunningRegion:
         if place in self._expected_counts:
             self._values[place] = tensor.detach()
             if len(self._values) == len(self._expected_counts):
-                raise _RecomputationDone
+                raise _RecomputationEnd
 
 
 class _RegionOutput(NamedTuple):

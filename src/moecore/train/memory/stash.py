@@ -114,7 +114,7 @@ class PageStore:
         pool = self.pool or self._make_pool(copies, in_capture=in_capture)
         jobs, emptied = [], []
         for group in _group_by_dispatch(copies):
-            dispatch, mark = self._make_dispatch(pool, group, in_capture=in_capture)
+            dispatch, mark = self._make_dispatch_pages(pool, group, in_capture=in_capture)
             for index, copy in enumerate(group):
                 copy.piece = PagePlace(dispatch, index)
             data = tuple(copy.data for copy in group)
@@ -201,7 +201,7 @@ class PageStore:
                 return_pages(of.table, of.layout.num_entries, of.layout.pool)
             of.free.append((of.table, CopyMark(current)))
 
-    def _make_dispatch(
+    def _make_dispatch_pages(
         self, pool: PagePool, group: Sequence[HostCopy], *, in_capture: bool
     ) -> tuple[DispatchPages, CopyMark | None]:
         """Return the record of `group`'s matrices with an unused page table; fills no pages.

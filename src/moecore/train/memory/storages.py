@@ -285,7 +285,7 @@ class SavedStorages:
         self._advance_if_free()
 
     def _advance_if_free(self) -> None:
-        """Call `_advance`, unless another thread has the lock and will call `_advance` itself."""
+        """Call `_advance`, unless another thread has the lock and will call `_advance`."""
         while self._deleted_uses and self._lock.acquire(blocking=False):
             try:
                 self._advance(more_may_die=True)

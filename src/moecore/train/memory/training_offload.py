@@ -159,15 +159,15 @@ class TrainingOffload:
         """Register hooks that raise in forward and optimizer steps while parts are offloaded."""
 
         def refuse_forward(*_: Any) -> None:
-            self._refuse("forward", frozenset({"weights", "buffers"}))
+            self._raise_if_offloaded("forward", frozenset({"weights", "buffers"}))
 
         def refuse_step(*_: Any) -> None:
-            self._refuse("optimizer.step()", frozenset(PARTS))
+            self._raise_if_offloaded("optimizer.step()", frozenset(PARTS))
 
         self._guards.append(self._model.register_forward_pre_hook(refuse_forward, prepend=True))
         self._guards += [o.register_step_pre_hook(refuse_step) for o in self._optimizers]
 
-    def _refuse(self, verb: str, required_parts: frozenset[str]) -> None:
+    def _raise_if_offloaded(self, verb: str, required_parts: frozenset[str]) -> None:
         """Raise ValueError, which names the call `verb`, if a required part is offloaded."""
         lacks = self.offloaded_parts & required_parts
         if lacks:

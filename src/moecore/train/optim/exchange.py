@@ -47,7 +47,7 @@ class MatrixBlock(NamedTuple):
         return not any(isinstance(i, Tensor) for i in (self.batch, self.rows, self.columns))
 
     def read(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the block's values in `tensors[place]`, as a view if `is_view`, else a copy."""
+        """Return the block's values in `tensors[place]`, a view if `is_view`, otherwise a copy."""
         values = tensors[self.place]
         for dim, index in enumerate((self.batch, self.rows, self.columns)):
             if isinstance(index, Tensor):
@@ -102,7 +102,7 @@ class ExchangeRound:
         return recv_buffer
 
     def unpack(self, recv_buffer: Tensor, *, back: bool) -> Iterator[tuple[MatrixBlock, Tensor]]:
-        """Split what `exchange` returned for the same `back`; yield (block, its values)."""
+        """Split the result of `exchange` with the same `back`; yield (block, block values)."""
         blocks = list(chain.from_iterable(self.results if back else self.receives))
         sizes = [prod(block.shape) for block in blocks]
         for block, values in zip(blocks, recv_buffer.split(sizes), strict=True):

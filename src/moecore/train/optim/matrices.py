@@ -59,7 +59,7 @@ class MatrixCut(CheckedRecord):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatrixLayout(CheckedRecord):
-    """A parameter as [batch, rows, columns]; with `sections` each matrix is several in one.
+    """The view of a parameter as [batch, rows, columns]; `sections` divides each stored matrix.
 
     `transposed` means that columns, not rows, are the outputs of the linear.
     """
@@ -83,7 +83,7 @@ class MatrixLayout(CheckedRecord):
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """(rows, columns) of each part; a part is one of the matrices of `sections`, or all."""
+        """(rows, columns) of each matrix of `sections`; without `sections`, of the one matrix."""
         if self.sections is None:
             return [(self.rows, self.columns)]
         sizes = [size * self.sections.repeats for size in self.sections.sizes]
@@ -165,7 +165,7 @@ Overrides = Annotated[
 
 
 class Decision(NamedTuple):
-    """What steps a parameter: Muon if it has a layout, AdamW if None; and the reason for logs."""
+    """The choice of Muon (with a layout) or AdamW (layout None) for a parameter, and its reason."""
 
     param: nn.Parameter
     layout: MatrixLayout | None
@@ -356,7 +356,7 @@ def _make_linear_layout(
 
 
 def _find_fused_cut(parent: Any, last: str, rows: int) -> MatrixCut | None:
-    """Return the cut of a transformers module's fused queries, keys, values; None if unknown."""
+    """Return the cut of linear `last` of `parent`, fused q, k, v of `rows` rows; None = unknown."""
     if last == "qkv_proj" and hasattr(parent, "o_proj"):  # Phi-3
         queries = parent.o_proj.weight.shape[1]
         return MatrixCut(sizes=(queries, (rows - queries) // 2, (rows - queries) // 2))

@@ -172,7 +172,7 @@ class Muon(torch.optim.Optimizer):
                 self.layouts[param].make_output_layout()
 
     def get_class_options(self) -> dict[str, Any]:
-        """Return the options that are not in `param_groups`; ranks must agree on them."""
+        """Return constructor options outside of `param_groups`, name -> value, equal on ranks."""
         return {"ns_dtype": self.ns_dtype, "layouts": list(self.layouts.values())}
 
     def get_moment_dtype(self, param: Tensor) -> torch.dtype:

@@ -43,7 +43,7 @@ Fraction = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
 
 @dataclass(slots=True)
 class _StatePart:
-    """State storages that are copied together; `mark` ends their last copies on the stream."""
+    """Storages of optimizer state that are copied together; `mark` is the end of the last copy."""
 
     storages: list[MovedStorage]
     place: Literal["leaving", "away", "coming"]  # to the host, on the host, to the device
@@ -152,7 +152,7 @@ class StateOffload:
 
     @torch.compiler.disable
     def _after_block(self, number: int, _: nn.Module, __: Any, output: Any) -> None:
-        """Free parts 0 .. `number` on the device; let the block's backward fetch parts."""
+        """After the forward of block `number`, free parts 0 .. `number`; hook its backward."""
         if self._stream.is_capturing():
             return
         for part in self._parts[: number + 1]:

@@ -169,7 +169,7 @@ def _count_sides(name: str, decision: Decision) -> tuple[int, int]:
 
 
 def _compute_spectral_ratio(layout: MatrixLayout, adjust: str) -> float:
-    """Return sqrt(outputs / inputs), the target spectral norm, over the norm of Muon's update."""
+    """Return sqrt(outputs / inputs) over the norm of Muon's update with `adjust_lr_fn` `adjust`."""
     shape = layout.shapes[0]
     outputs, inputs = reversed(shape) if layout.transposed else shape
     return float((outputs / inputs) ** 0.5 / compute_lr_factor(layout, shape, adjust))
