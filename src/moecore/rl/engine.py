@@ -277,7 +277,7 @@ class Engine:
 
     @contextmanager
     def _raise_on_all_ranks(self, action: str) -> Iterator[None]:
-        """Return a context whose ValueError is raised on all ranks; `action` names it in errors."""
+        """Return a context whose ValueError is raised on all ranks; `action` names the call."""
         problem = None
         try:
             yield
@@ -310,7 +310,7 @@ class Engine:
         entropy: bool,
         routes: bool = False,
     ) -> tuple[list[RolloutRow], Totals]:
-        """Check rollouts on all ranks; return this rank's packed rows, and global totals."""
+        """Check rollouts on all ranks; return local rows and global totals. Collective."""
         with self._raise_on_all_ranks("rollouts"):
             for name in () if objective is None else objective.needs:
                 if getattr(rollouts, name) is None:

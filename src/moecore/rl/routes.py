@@ -34,7 +34,7 @@ from moecore.rl.rollouts import Rollouts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoutedLayers:
-    """The MoE layers that routes cover: all layers that affect log-probabilities.
+    """The MoE layers of a model whose expert choices ("routes") rollouts record and replay.
 
     Attributes:
         configs: of the layers of all pipeline stages, by name, in the order of the model.

@@ -141,7 +141,7 @@ class TapeReplay:
                 )
 
     def take_entry(self, name: str) -> int | None:
-        """Return the index in `records[name]` that this call of layer `name` replays, and use it.
+        """Return the index in `records[name]` for this call of layer `name`, and mark it replayed.
 
         None = the replay has ended, and the router chooses.
         """
