@@ -195,7 +195,7 @@ def _pack_windows(
 
 
 def _select_fullest_bins(bins: list[Integers], lengths: list[int]) -> list[Integers]:
-    """Return the first bin and the fullest others: half of `bins`, in their order.
+    """Return the first and the fullest bins, together half of `bins`, in their order.
 
     A bin has document indices, and `lengths[i]` is the number of tokens of document i.
     """
@@ -261,10 +261,10 @@ class PackedBatchSampler:
 
     def __len__(self) -> int:
         """Return the number of batches in the next iteration."""
-        return -(-(len(self._bins(self.epoch)) - self._first) // self._step)
+        return -(-(len(self._get_bins(self.epoch)) - self._first) // self._step)
 
     def __iter__(self) -> Iterator[list[int]]:
-        bins = self._bins(self.epoch)
+        bins = self._get_bins(self.epoch)
         self._iteration_start = (self.epoch, self._first)
         rank_offset = self._data_rank * self._rows
         for first in range(self._first, len(bins), self._step):
@@ -289,7 +289,7 @@ class PackedBatchSampler:
         check_arguments(PackedBatchSampler.state_dict, locals())
         epoch, first = self._iteration_start
         bins = self._end_bin if batches is None else first + batches * self._step
-        if bins >= len(self._bins(epoch)):
+        if bins >= len(self._get_bins(epoch)):
             epoch, bins = epoch + 1, 0
         return {"epoch": epoch, "bins": bins} | self._facts()
 
@@ -333,7 +333,7 @@ class PackedBatchSampler:
             "documents": digest,
         }
 
-    def _bins(self, epoch: int) -> Bins:
+    def _get_bins(self, epoch: int) -> Bins:
         """Return the bins of an epoch, which are packed at the first call."""
         if self._epoch_bins is None or self._epoch_bins[0] != epoch:
             self._epoch_bins = (epoch, self._pack(epoch))

@@ -212,7 +212,7 @@ def read_document(document: Document, number: int) -> Piece:
 
 
 def _read_token_values(document: Mapping[str, Any], key: str, name: str, length: int) -> Integers:
-    """Return `document[key]` as int64; ValueError, which names `name`, if not of `length`."""
+    """Return `document[key]` as int64 [length]; ValueError, with `name`, for another length."""
     numbers = _convert_to_int64(document[key], f"{name}[{key!r}]")
     if len(numbers) != length:
         raise ValueError(

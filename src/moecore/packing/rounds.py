@@ -130,7 +130,7 @@ class Documents:
     def find_first_fitting(self, cp: int, load: float, tokens: int) -> int:
         """Return the index of the longest document that fits on `cp` ranks; N = no document.
 
-        It takes at most `load` time and `tokens` tokens per rank.
+        A document fits if it takes at most `load` time and `tokens` tokens per rank.
         """
         return max(bisect_left(self._cost_up[cp], -load), bisect_left(self._tokens_up[cp], -tokens))
 

@@ -80,7 +80,7 @@ class CorpusSource(CheckedRecord):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusOptions(CheckedRecord):
-    """Options of a corpus's rows.
+    """Options that decide the rows (packed token sequences) of a corpus.
 
     Attributes:
         row_tokens: tokens of a row.
@@ -148,7 +148,10 @@ def find_first_document(ordinal: int, count: int, partitions: int) -> int:
 
 
 class IndexedDocuments:
-    """The documents of a dataset by ordinal, in a permutation per epoch; key None = in order."""
+    """The documents of an indexed dataset by ordinal, which counts documents over all epochs.
+
+    Each epoch has another permutation. `key` None = the order of the dataset.
+    """
 
     def __init__(self, documents: Any, key: int | None, *, partitions: int) -> None:
         self._documents, self._key, self.length = documents, key, len(documents)
@@ -166,7 +169,7 @@ class IndexedDocuments:
 
 
 class StreamedDocuments:
-    """The documents of an iterable by ordinal. Each ordinal can be taken once.
+    """The documents of an iterable by ordinal, which counts over epochs, each taken once.
 
     The stream is read and shuffled in blocks. Documents that are read before they are taken are
     buffered. Documents of partitions of other processes are discarded. Each epoch calls `iter`. If

@@ -139,7 +139,7 @@ class RankBatches(IterableDataset[Any]):
         )
 
     def _find_row_index(self, number: int, place: int) -> int:
-        """Return the row index in the run of row `place` in this rank's batch `number`."""
+        """Return the index in the run of row `place` of this rank's batch number `number`."""
         return self._first + (number * self.data_ranks + self.data_rank) * self.rows + place
 
     def _find_worker_partitions(self, worker: int, workers: int) -> frozenset[int]:
