@@ -93,7 +93,7 @@ class HostPiece:
 
 
 class HostPool:
-    """A `Store` that copies storages to pieces of slabs, by size class.
+    """A `Store` in host memory: copies of saved storages in pieces of slabs, by size class.
 
     A freed piece is reused for the next request of its size class.
     """
@@ -127,7 +127,7 @@ class HostPool:
         return stored_copies
 
     def copy_back(self, copies: Sequence[HostCopy], freed_pieces: Sequence[HostPiece] = ()) -> None:
-        """Start to copy storages to each copy's `data` on the device, and free `freed_pieces`."""
+        """Start to copy storages back to each record's `data`; also free `freed_pieces`."""
         self.free_pieces(freed_pieces)
         # Each storage has a mark of its own: the host's link is slow, and backward waits for the
         # storage that it reads, not for the whole group.
@@ -137,7 +137,7 @@ class HostPool:
             copy.busy = self._streams.back.start([job], copy.out)
 
     def free_pieces(self, pieces: Sequence[HostPiece]) -> None:
-        """Free pieces. The next copy into a piece runs after its last reader."""
+        """Free pieces for reuse. The next copy into a piece runs after its last reader."""
         for piece in pieces:
             self.used_bytes -= piece.memory.numel()
             self._free[piece.memory.numel(), piece.of_graph].append(piece.memory)

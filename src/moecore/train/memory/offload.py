@@ -193,7 +193,7 @@ class Offload(SavedStorages):
 
     @contextmanager
     def part(self, name: str, module: nn.Module) -> Iterator[None]:
-        """Return the context of the forward of `module`, part `name` of the running block."""
+        """Return a context that offloads `module`'s saved tensors as part `name` of the block."""
         # Weights and buffers of `module` are not offloaded. Outside of a block it does nothing.
         layer = self._layer
         if layer is None or not torch.is_grad_enabled() or is_inside_backward():

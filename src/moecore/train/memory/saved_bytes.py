@@ -121,7 +121,7 @@ class _Storage:
 
 
 class _StorageCounter:
-    """Counts each saved storage once; it is the last packer, and an observer of an offload.
+    """A packer of saved tensors that counts each saved storage once, by block and part.
 
     If a graph is freed during the forward, such as the graph of unused scores, its storages are not
     counted.
@@ -183,7 +183,7 @@ class _StorageCounter:
 def _copy_to_meta(
     model: nn.Module, dtype_of: Callable[[Tensor], torch.dtype]
 ) -> dict[nn.Module, nn.Module]:
-    """Return module -> copy on meta, with parameters of `dtype_of` and no wrappers or observers."""
+    """Return module -> copy on meta, without wrappers; parameters have dtype `dtype_of(param)`."""
 
     def compute_param(param: nn.Parameter) -> nn.Parameter:
         empty = torch.empty(_compute_shape(param), dtype=dtype_of(param), device=META)
@@ -204,7 +204,7 @@ def _copy_to_meta(
 
 
 def _compute_shape(param: Tensor) -> list[int]:
-    """Return the shape of a parameter during compute: shards of data ranks are all-gathered."""
+    """Return a parameter's shape during compute: local over ep, etp and tp, otherwise full."""
     shape = list(param.shape)
     if isinstance(param, DTensor):
         names = param.device_mesh.mesh_dim_names or ()

@@ -87,7 +87,7 @@ class _PageKind:
 
 
 class PageStore:
-    """A `Store` in pages on the device, for matrices whose used rows the device counts."""
+    """A `Store` of saved matrices in pages on the device, which hold only the used rows."""
 
     def __init__(self, streams: CopyStreams, options: StashOptions, num_layers: int) -> None:
         self._streams, self.options, self._num_layers = streams, options, num_layers
@@ -103,7 +103,7 @@ class PageStore:
         return 0 if self.pool is None else self.pool.pages.nbytes
 
     def can_store(self, rows: UsedRows | None) -> bool:
-        """Return whether the used rows are counted, and their number with even loads is known."""
+        """Return whether the used rows are known, and their number with balanced routing, too."""
         return rows is not None and rows.balanced is not None
 
     def copy_out(self, copies: Sequence[HostCopy]) -> list[HostCopy]:
@@ -126,7 +126,7 @@ class PageStore:
         return list(copies)
 
     def copy_back(self, copies: Sequence[HostCopy], freed_pieces: Sequence[PagePlace] = ()) -> None:
-        """Start to copy used rows to each copy's `data`; the same launch frees `freed_pieces`."""
+        """Start to copy used rows from pages to each record's `data`; also free `freed_pieces`."""
         in_capture = self._return_pending_pages()
         matrices: dict[DispatchPages, list[Tensor | None]] = {}
         for copy in copies:

@@ -4,12 +4,12 @@ A handle replaces each saved tensor and refers to its storage; views of one stor
 A `Store` has the copies: host memory, or pages (`stash.py`). `Offload` calls these methods when
 parts of blocks begin and end:
 
-    _pack      a tensor is saved            -> its handle, or None if the tensor is not offloaded
-    _copy_out  a part's forward has ended   -> copies of its group's storages to the store start
-    _free_copied_groups    the same part of a later     -> the device memory of the group is freed
-               layer begins
-    _fetch     a handle is unpacked         -> the storage; its copy back starts now at the latest
-    _advance   handles were deleted         -> copies of the next groups back to the device start
+    _pack                a tensor is saved           -> its handle; None = not offloaded
+    _copy_out            a part's forward has ended  -> copies of its storages to the store start
+    _free_copied_groups  the part of a later layer   -> the device memory of the group is freed
+                         begins
+    _fetch               a handle is unpacked        -> the storage, copied back now at the latest
+    _advance             handles were deleted        -> copies of the next groups back start
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _Offloaded:
         self._offset = tensor.storage_offset()
 
     def unpack(self) -> Tensor:
-        """Return the saved view; a RuntimeError if it was changed in place since forward."""
+        """Return the saved tensor; a RuntimeError if it was changed in place since forward."""
         data = self._storages._fetch(self._use, self._shape)
         view = torch.empty(0, dtype=self._dtype, device=data.device)
         return view.set_(data.untyped_storage(), self._offset, self._shape, self._stride)
@@ -268,7 +268,7 @@ class SavedStorages:
             self._store.free_pieces(freed_pieces)
 
     def _copy_back(self, copies: Sequence[HostCopy], freed_pieces: Sequence[Any] = ()) -> None:
-        """Allocate device memory for storages and start to copy them back."""
+        """Allocate `data` of storages on the device, start to copy back; free `freed_pieces`."""
         home = self._streams.current()
         for copy in copies:
             copy.data = torch.empty(copy.size, dtype=torch.uint8, device=self._streams.device)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 
 def run_closure(closure: Callable[[], Any] | None) -> Any:
-    """Run the closure of an optimizer's step, and return its result; None without a closure."""
+    """Return `closure()`, called with gradients enabled; None without a closure."""
     with torch.enable_grad():
         return None if closure is None else closure()
 
