@@ -136,7 +136,7 @@ class Documents:
 
 
 class RemainingDocuments:
-    """The documents that no round has taken, without those that the current trial has taken."""
+    """The documents that neither an earlier round nor the current trial of a round has taken."""
 
     def __init__(self, count: int) -> None:
         self._next = list(range(count + 1))

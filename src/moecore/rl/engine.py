@@ -288,7 +288,7 @@ class Engine:
                 gather_totals(self._meshes, None, problem, global_entries={}, shared={})
 
     def _use_batch_invariance(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which the model is batch invariant if the engine is."""
+        """Return a context in which `model` is batch invariant, if the engine has this option."""
         state = get_parallel_state(model)
         if state is None or not self._is_invariant:
             return nullcontext()

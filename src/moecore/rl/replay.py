@@ -274,7 +274,7 @@ def _copy_weights_to_devices(
 ) -> dict[str, list[Tensor]]:
     """Return fp32 copies of weights, on the devices of the recorded ids.
 
-    A weight is 0 at a dropped choice (id -1), and -1 in a row without an id, which the router fills.
+    A weight is 0 at a dropped choice (id -1) and -1 in a row without ids, which the router fills.
     """
     return {
         name: [

@@ -102,7 +102,7 @@ class RoutedLayers:
                 check_entry_weights(f"Rollouts.route_weights_NLK{label}", weights_NK, ids_NK)
 
     def record(self) -> AbstractContextManager[None]:
-        """Return a context that records forwards; `gather_routes` then returns their routes."""
+        """Return a context that records the expert choices of forwards, for `gather_routes`."""
         return nullcontext() if self.replay is None else self.replay.record()
 
     def gather_routes(self, rows: Sequence[RolloutRow], rollouts: Rollouts) -> Tensor:

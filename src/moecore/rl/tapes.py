@@ -117,7 +117,7 @@ class TapeReplay:
         remove_tapes(self._tapes)
 
     def make_rewind(self, name: str) -> Callable[[], None]:
-        """Return a function that makes layer `name` replay all entries since this call again."""
+        """Return a function that rewinds layer `name` to its next entry at this call."""
         calls, replayed_entries, next_entry = (
             len(self._calls[name]),
             set(self._replayed_entries[name]),
@@ -270,7 +270,7 @@ class _ReplayTape:
         """Do nothing, because the choice is recorded."""
 
     def make_rewind(self) -> Callable[[], None]:
-        """Return a function that makes the layer replay all entries since this call again."""
+        """Return a function that rewinds the layer to its next entry at this call."""
         return self.replay.make_rewind(self.name)
 
 

@@ -72,7 +72,7 @@ class RankBatches(IterableDataset[Any]):
         self._first, self._cursors, self._lengths = row, dict(cursors), dict(lengths)
 
     def get_facts(self) -> dict[str, Any]:
-        """Return the result of `collect_facts` for the sources, computed once."""
+        """Return name -> JSON value of all that decides the rows, see `collect_facts`."""
         if self._facts is None:
             self._facts = collect_facts(self.sources, self._options)
         return self._facts
