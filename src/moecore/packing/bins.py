@@ -42,7 +42,7 @@ TooLong = Literal["raise", "cut"]
 
 @dataclass(frozen=True, slots=True)
 class Bins:
-    """Documents by bin: `bins[i]` is an int64 array with the document indices of bin i.
+    """An assignment of documents to bins: `bins[i]` is int64, the document indices of bin i.
 
     Attributes:
         documents: int64 [N], the document indices of bin 0, then of bin 1, and so on.
@@ -79,7 +79,7 @@ def pack_lengths(lengths: Lengths, bin_tokens: Count) -> Bins:
     by_length = np.argsort(-lengths_N, kind="stable")
     values, counts = np.unique(-lengths_N, return_counts=True)
     max_bins = min(len(lengths_N), 2 * int(lengths_N.sum()) // bin_tokens + 1)
-    opened = _Capacities(bin_tokens, max_bins=max_bins)
+    opened = _BinCapacities(bin_tokens, max_bins=max_bins)
     bins: list[int] = []
     numbers: list[int] = []
     for length, count in zip((-values).tolist(), counts.tolist(), strict=True):
@@ -96,7 +96,7 @@ def pack_lengths(lengths: Lengths, bin_tokens: Count) -> Bins:
     return Bins(np.argsort(bin_of, kind="stable"), np.concatenate([[0], np.cumsum(sizes)]))
 
 
-class _Capacities:
+class _BinCapacities:
     """A tree of the remaining capacities of at most `max_bins` bins, in tokens."""
 
     # First fit opens a bin only for a document that no earlier bin can take. So at most one bin is
@@ -107,7 +107,7 @@ class _Capacities:
         self._largest = [bin_tokens] * (2 * self._leaves)  # of a node; children 2i and 2i + 1
 
     def find_first_bin(self, tokens: int) -> tuple[int, int]:
-        """Return the index of the first bin that can take `tokens` more, and its capacity left."""
+        """Return the first bin whose remaining capacity is >= `tokens`: (index, capacity)."""
         largest, node = self._largest, 1
         while node < self._leaves:
             node *= 2
@@ -158,7 +158,10 @@ def pack_documents(
 def _cut_long_documents(
     documents: Iterable[Document], bin_tokens: int, too_long: TooLong
 ) -> Iterator[tuple[Document, int]]:
-    """Yield each document or its pieces of at most `bin_tokens` tokens, with their lengths."""
+    """Yield (document, length), or with "cut" (piece, length) of at most `bin_tokens` tokens.
+
+    Raises a ValueError for a document without tokens, and with "raise" for a longer document.
+    """
     for number, document in enumerate(documents):
         length = length_of(document)
         if not length or (length > bin_tokens and too_long == "raise"):
@@ -177,7 +180,7 @@ def _cut_long_documents(
 def _pack_windows(
     pieces: Iterator[tuple[Document, int]], bin_tokens: int, window: int
 ) -> Iterator[list[Document]]:
-    """Pack (document, number of tokens) pairs from a buffer of `window`, and yield full bins."""
+    """Pack (document, length) pairs from a buffer of `window` pairs; yield bins of documents."""
     window_pieces = list(islice(pieces, window))
     while window_pieces:
         bins = list(pack_lengths([length for _, length in window_pieces], bin_tokens))
@@ -192,7 +195,10 @@ def _pack_windows(
 
 
 def _select_fullest_bins(bins: list[Integers], lengths: list[int]) -> list[Integers]:
-    """Return the first bin and the fullest of the other bins: half of `bins`, in their order."""
+    """Return the first and the fullest bins, together half of `bins`, in their order.
+
+    A bin has document indices, and `lengths[i]` is the number of tokens of document i.
+    """
     tokens = [sum(lengths[i] for i in bin_) for bin_ in bins]
     fullest = sorted(range(1, len(bins)), key=lambda b: (-tokens[b], b))
     return [bins[b] for b in sorted([0, *fullest[: (len(bins) - 1) // 2]])]
@@ -255,10 +261,10 @@ class PackedBatchSampler:
 
     def __len__(self) -> int:
         """Return the number of batches in the next iteration."""
-        return -(-(len(self._bins(self.epoch)) - self._first) // self._step)
+        return -(-(len(self._get_bins(self.epoch)) - self._first) // self._step)
 
     def __iter__(self) -> Iterator[list[int]]:
-        bins = self._bins(self.epoch)
+        bins = self._get_bins(self.epoch)
         self._iteration_start = (self.epoch, self._first)
         rank_offset = self._data_rank * self._rows
         for first in range(self._first, len(bins), self._step):
@@ -283,7 +289,7 @@ class PackedBatchSampler:
         check_arguments(PackedBatchSampler.state_dict, locals())
         epoch, first = self._iteration_start
         bins = self._end_bin if batches is None else first + batches * self._step
-        if bins >= len(self._bins(epoch)):
+        if bins >= len(self._get_bins(epoch)):
             epoch, bins = epoch + 1, 0
         return {"epoch": epoch, "bins": bins} | self._facts()
 
@@ -318,7 +324,7 @@ class PackedBatchSampler:
         return self._rows * self._data_ranks
 
     def _facts(self) -> dict[str, Any]:
-        """Return the values that a sampler must share with a state to have the same bins."""
+        """Return name -> value of all that decides the bins, which a loaded state must equal."""
         digest = hashlib.sha256(self._lengths.tobytes()).hexdigest()[:12]
         return {
             "seed": self._seed,
@@ -327,14 +333,14 @@ class PackedBatchSampler:
             "documents": digest,
         }
 
-    def _bins(self, epoch: int) -> Bins:
+    def _get_bins(self, epoch: int) -> Bins:
         """Return the bins of an epoch, which are packed at the first call."""
         if self._epoch_bins is None or self._epoch_bins[0] != epoch:
             self._epoch_bins = (epoch, self._pack(epoch))
         return self._epoch_bins[1]
 
     def _pack(self, epoch: int) -> Bins:
-        """Return the bins of an epoch, in the order of the batches."""
+        """Pack the documents of an epoch; return the bins in the order of the batches."""
         count = len(self._lengths)
         order = self._order("documents", epoch, count)
         bins: list[Integers] = []
@@ -346,7 +352,7 @@ class PackedBatchSampler:
         return Bins(np.concatenate(bins), np.cumsum([0, *map(len, bins)]))
 
     def _order(self, label: str, epoch: int, count: int) -> Integers:
-        """Return a permutation of 0 .. count - 1, shuffled by `label` and epoch if `shuffle`."""
+        """Return int64 0 .. count - 1, shuffled with seed, `label` and epoch if `shuffle`."""
         if not self._shuffle:
             return np.arange(count)
         generator = torch.Generator().manual_seed(hash_parts(self._seed, label, epoch) >> 1)

@@ -41,7 +41,7 @@ class PackedBatch(TypedDict):
 
 
 class Piece(NamedTuple):
-    """Consecutive tokens of one document in one row."""
+    """Consecutive tokens of one document that are in one row, with their labels."""
 
     ids: Integers
     next_id: int  # the label of the last token; -100 = ignored by the loss
@@ -118,7 +118,10 @@ class PackedCollator(CheckedRecord):
         )
 
     def _assign_to_rows(self, documents: Sequence[Document]) -> Rows:
-        """Assign documents to rows in their order, and return the pieces of each row."""
+        """Assign documents to `rows` rows in their order; return each row's list of pieces.
+
+        Raises a ValueError if the documents do not fit.
+        """
         rows, row, row_length = [list[Piece]() for _ in range(self.rows)], 0, 0
         for number, document in enumerate(documents):
             piece = read_document(document, number)
@@ -146,10 +149,10 @@ def build_batch(
     pad_id: int = 0,
     max_documents: int | None = None,
 ) -> PackedBatch:
-    """Return a batch of rows of pieces. See `PackedCollator` for the other arguments.
+    """Return the batch of these rows, each a list of pieces, on the CPU.
 
-    Args:
-        longest: the largest length of a padding document at the end of a row; None = no limit.
+    `longest` is the largest length of a padding document at the end of a row; None = no limit. The
+    other arguments are fields of `PackedCollator`.
     """
     B, T = len(rows), row_tokens
     ids_BT, labels_BT = np.full((B, T), pad_id), np.full((B, T), IGNORE_INDEX)
@@ -192,7 +195,7 @@ def build_batch(
 
 
 def read_document(document: Document, number: int) -> Piece:
-    """Return a document as one piece; ValueError, with its `number`, if a value is invalid."""
+    """Return a document as one piece; ValueError, which names `number`, for invalid values."""
     name = f"documents[{number}]"
     length = length_of(document, name)
     if not length:
@@ -209,7 +212,7 @@ def read_document(document: Document, number: int) -> Piece:
 
 
 def _read_token_values(document: Mapping[str, Any], key: str, name: str, length: int) -> Integers:
-    """Return `document[key]` as int64; ValueError unless it has one number per token."""
+    """Return `document[key]` as int64 [length]; ValueError, with `name`, for another length."""
     numbers = _convert_to_int64(document[key], f"{name}[{key!r}]")
     if len(numbers) != length:
         raise ValueError(

@@ -37,7 +37,7 @@ Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def hash_parts(*parts: object) -> int:
-    """Return a 64-bit hash of the parts' texts, equal in all processes and runs."""
+    """Return a hash of the texts of `parts`, 0 to 2^64 - 1, equal in all processes and runs."""
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
 
@@ -91,7 +91,10 @@ def cut_document(document: Document, start: int, stop: int) -> Document:
 
 
 def cut_lengths(lengths_N: Integers, max_tokens: int) -> tuple[Integers, Integers, Integers]:
-    """Cut documents; return each piece's document, start and length, three int64 [pieces]."""
+    """Cut documents of these lengths into pieces of at most `max_tokens` tokens.
+
+    Returns three int64 [pieces]: each piece's document index, first token and length.
+    """
     pieces_N = -(-lengths_N // max_tokens)
     documents = np.repeat(np.arange(len(lengths_N)), pieces_N)
     firsts = np.repeat(np.cumsum(pieces_N) - pieces_N, pieces_N)

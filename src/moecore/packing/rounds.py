@@ -36,7 +36,7 @@ ROUNDING = 1e-9  # relative error of sums of costs
 
 @dataclass(slots=True)
 class RankBlock:
-    """A group of `cp` ranks in a round; `load` is time and `tokens` is per rank."""
+    """A group of `cp` ranks in a round, with its documents, and its time and tokens per rank."""
 
     cp: int
     documents: list[int] = field(default_factory=list)  # longest first
@@ -89,8 +89,8 @@ class Documents:
     def bound_remaining_time(self, longest: int, work: float, tokens: int) -> float:
         """Return a lower bound of the time of the remaining documents.
 
-        `longest` is the index of the longest of them, `work` their total rank time, `tokens` their
-        sum.
+        `longest` is the index of the longest remaining document. `work` and `tokens` are sums over
+        the remaining documents; work is time times ranks.
         """
         if longest == len(self):
             return 0.0
@@ -112,7 +112,7 @@ class Documents:
         return low + fixed
 
     def _find_least_work(self, time: float) -> Costs:
-        """Return each document's least cp * time over all cp for which its time is <= `time`."""
+        """Return float64 [N]: each document's least cp * time of all its times <= `time`."""
         ranks_1 = np.array(self.cps)[:, None]
         costs = np.where(self._rank_costs <= time, self._rank_costs * ranks_1, np.inf)
         min_costs: Costs = costs.min(axis=0)
@@ -128,12 +128,15 @@ class Documents:
         return [self.cost[cp][index] for cp in fitting]
 
     def find_first_fitting(self, cp: int, load: float, tokens: int) -> int:
-        """Return the longest document of at most `load` time and `tokens` per rank; N = none."""
+        """Return the index of the longest document that fits on `cp` ranks; N = no document.
+
+        A document fits if it takes at most `load` time and `tokens` tokens per rank.
+        """
         return max(bisect_left(self._cost_up[cp], -load), bisect_left(self._tokens_up[cp], -tokens))
 
 
 class RemainingDocuments:
-    """The documents that no round has taken, without those that the current trial has taken."""
+    """The documents that neither an earlier round nor the current trial of a round has taken."""
 
     def __init__(self, count: int) -> None:
         self._next = list(range(count + 1))
@@ -170,15 +173,15 @@ class RemainingDocuments:
 
 def make_rounds(documents: Documents) -> list[Blocks]:
     """Return all rounds. A round is a list of blocks with all ranks, in descending cp."""
-    search = _Search(documents)
+    search = _RoundSearch(documents)
     rounds = []
     while search.remaining.find_first(0) < len(documents):
         rounds.append(sorted(search.next_round(), key=lambda block: -block.cp))
     return rounds
 
 
-class _Search:
-    """The search for rounds; each call of `next_round` takes documents."""
+class _RoundSearch:
+    """The search for the rounds of a schedule; each `next_round` takes remaining documents."""
 
     def __init__(self, documents: Documents) -> None:
         self.documents, self.remaining = documents, RemainingDocuments(len(documents))
@@ -208,11 +211,13 @@ class _Search:
         The method skips a limit that would give the same blocks as the previous limit.
         """
         limits = self._list_time_limits()
-        for fewest in self.documents.cps:
+        for min_ranks in self.documents.cps:
             min_limit = np.inf
             for limit in limits:
                 if limit <= min_limit:
-                    blocks, min_limit = _fill_blocks(self.documents, self.remaining, limit, fewest)
+                    blocks, min_limit = _fill_blocks(
+                        self.documents, self.remaining, limit, min_ranks
+                    )
                     yield blocks
 
     def _take_documents(self, indices: list[int]) -> None:
@@ -224,13 +229,13 @@ class _Search:
         self._work, self._tokens = self._work - work, self._tokens - tokens
 
     def _bound_remaining_time(self, work: float, tokens: int) -> float:
-        """Return a lower bound of the remaining time after `work` and `tokens` are removed."""
+        """Return a lower bound of the remaining time without documents of `work` and `tokens`."""
         return self.documents.bound_remaining_time(
             self.remaining.find_first(0), self._work - work, self._tokens - tokens
         )
 
     def _list_time_limits(self) -> list[float]:
-        """Return time limits in descending order, for the longest remaining document."""
+        """Return the time limits to try for the next round, in descending order."""
         documents, longest = self.documents, self.remaining.find_first(0)
         mean = self._work / (documents.ranks * documents.count_min_rounds(max(self._tokens, 1)))
         loads = documents.list_times(longest)
@@ -243,15 +248,15 @@ class _Search:
 
 
 def _fill_blocks(
-    documents: Documents, remaining: RemainingDocuments, limit: float, fewest: int
+    documents: Documents, remaining: RemainingDocuments, limit: float, min_ranks: int
 ) -> tuple[Blocks, float]:
     """Return the blocks of a trial, and the least time limit that gives the same blocks.
 
-    Each block has at least `fewest` ranks, if so many are idle, and a time of at most `limit`. Its
-    documents are taken for the trial.
+    Each block has at least `min_ranks` ranks, if so many are idle, and a time of at most `limit`.
+    The documents of the blocks are taken for the trial.
     """
     limit *= 1 + ROUNDING
-    blocks, min_limit = _open_blocks(documents, remaining, limit, fewest)
+    blocks, min_limit = _open_blocks(documents, remaining, limit, min_ranks)
     heap = [(block.load, i) for i, block in enumerate(blocks)]
     heapq.heapify(heap)
     while heap:
@@ -269,7 +274,7 @@ def _fill_blocks(
 
 
 def _open_blocks(
-    documents: Documents, remaining: RemainingDocuments, limit: float, fewest: int
+    documents: Documents, remaining: RemainingDocuments, limit: float, min_ranks: int
 ) -> tuple[Blocks, float]:
     """Open blocks for the longest documents, each with the fewest ranks below the time limit.
 
@@ -289,7 +294,7 @@ def _open_blocks(
         cp = next(
             cp
             for cp in documents.cps
-            if min(fewest, widest) <= cp
+            if min(min_ranks, widest) <= cp
             and documents.cost[cp][index] <= limit
             and documents.tokens[cp][index] <= documents.max_tokens
         )

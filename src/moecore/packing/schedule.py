@@ -128,7 +128,11 @@ def serpentine(costs: Sequence[float]) -> list[int]:
 
 
 def _make_groups(blocks: Blocks, order: list[int], labels: list[int]) -> tuple[DocumentGroup, ...]:
-    """Convert a round's blocks; `order` maps document numbers of blocks to the caller's indices."""
+    """Convert the blocks of a round to groups, whose ranks follow each other from rank 0.
+
+    `order` maps document numbers of blocks to the caller's indices. `labels[i]` is the number of
+    labels of the caller's document i.
+    """
     groups, first = [], 0
     for block in blocks:
         numbers = tuple(order[i] for i in block.documents)

@@ -46,7 +46,7 @@ def gather_totals(
     """Return the totals of the global batch. Collective over the world, with a host sync.
 
     Args:
-        meshes: of the model.
+        meshes: the meshes of the model.
         local_totals: totals of this data-parallel rank; None if `problem` is given.
         problem: the error text of this rank; None = no error.
         global_entries: values that must be equal on all ranks, by name.
@@ -94,15 +94,15 @@ def gather_totals(
 
 
 def _hash_entries(entries: Mapping[str, Any]) -> int:
-    """Return a 56-bit hash of names and values, equal for equal entries on all ranks."""
+    """Return a 56-bit hash of names and values; equal entries have equal hashes on all ranks."""
     text = repr({name: make_comparable(value) for name, value in entries.items()})
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
 
 
 def sum_over_data_ranks(value: Tensor, meshes: Meshes) -> Tensor:
-    """Return the sum over data-parallel ranks of a value that their tp, cp and pp ranks replicate.
+    """Return the sum of `value` over data-parallel ranks, on every rank. Collective over the world.
 
-    Collective over the world.
+    Ranks of one data-parallel rank (tp, cp and pp) have the same value, which counts once.
     """
     inner = (meshes.dense.get_local_rank(name) for name in ("pp", "cp", "tp"))
     total = value.clone() if not any(inner) else torch.zeros_like(value)

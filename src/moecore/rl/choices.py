@@ -27,7 +27,7 @@ EMPTY = "none"  # ends the name of a layer that never ran
 
 
 def check_choices(choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, MoELayer]) -> None:
-    """Raise ValueError for choices that these layers cannot replay. Host syncs on a GPU."""
+    """Raise ValueError for a recording that `layers` (name -> layer) cannot replay. Host syncs."""
     for name in choices:
         if name not in layers:
             raise ValueError(
@@ -45,7 +45,10 @@ def check_choices(choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, 
 
 
 def check_ids(label: str, ids_TK: Tensor, config: MoEConfig) -> None:
-    """Raise ValueError, with `label` as name, for ids that a layer cannot replay. Host syncs."""
+    """Raise ValueError if ids are invalid for a layer with `config`. `label` is the ids' name.
+
+    Ids must be integers [T, K], global expert ids or -1, without an expert twice. Host syncs.
+    """
     K, E = config.choices_per_token, config.num_candidates
     if ids_TK.ndim != 2 or ids_TK.shape[1] != K:
         raise ValueError(
@@ -78,7 +81,7 @@ def check_ids(label: str, ids_TK: Tensor, config: MoEConfig) -> None:
 def check_weights(
     weights: Mapping[str, Sequence[Tensor]], choices: Mapping[str, Sequence[Tensor]]
 ) -> None:
-    """Raise ValueError if weights do not match the checked choices. One host sync per entry."""
+    """Raise ValueError if weights do not match `choices`, entry by entry. Host syncs."""
     if {name: len(entries) for name, entries in weights.items()} != {
         name: len(entries) for name, entries in choices.items()
     }:
@@ -92,7 +95,10 @@ def check_weights(
 
 
 def check_entry_weights(label: str, weights_TK: Tensor, ids_TK: Tensor) -> None:
-    """Raise ValueError, with `label` as name, if weights are invalid or no [T, K]. Host sync."""
+    """Raise ValueError unless weights are floating [T, K] like the ids, finite and >= 0.
+
+    Weights of -1 ids are not checked. `label` is the weights' name in the error. Host sync.
+    """
     if weights_TK.shape != ids_TK.shape or not weights_TK.is_floating_point():
         raise ValueError(
             f"{label} ({weights_TK.dtype} {tuple(weights_TK.shape)}) must be floating "
@@ -155,8 +161,8 @@ def convert_from_engine_indices(
 ) -> dict[str, Tensor]:
     """Return layer name -> int32 [T, K], this rank's part of an engine's choices. No collective.
 
-    `engine_layers` has the name of each of the engine's L layers; None skips a layer. Raises a
-    ValueError for wrong shapes, ids or names.
+    `indices_BSLK` are an inference engine's expert ids of one forward. `engine_layers` names each
+    of the engine's L layers; None skips a layer. Raises ValueError for wrong shapes, ids or names.
     """
     try:
         ids_BSLK = indices_BSLK
@@ -200,7 +206,10 @@ def convert_from_engine_indices(
 def convert_to_engine_indices(
     choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, MoELayer], batch_size: int
 ) -> list[Tensor]:
-    """Return one int32 [B, S, L, K] per forward; B is `batch_size`. Collective over tp."""
+    """Return int32 [B, S, L, K] expert ids per recorded forward. Collective over tp and cp.
+
+    B is `batch_size`, S the full sequence length. Raises ValueError if layers differ in shape.
+    """
     check_choices(choices, layers)
     forwards = {name: len(choices[name]) for name in layers}
     if len(set(forwards.values())) > 1:

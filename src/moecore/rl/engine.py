@@ -223,7 +223,7 @@ class Engine:
             publish_errors("forward_backward() of rollouts"),
             self._use_batch_invariance(self.model),
         ):
-            rows, totals = self._make_rows(rollouts, objective, entropy=objective.entropy)
+            rows, totals = self._build_rows(rollouts, objective, entropy=objective.entropy)
             number = self.step.num_micro_batches = totals.num_micro_batches
             is_mean = self._request.loss == "mean"
             factor = number * self._meshes.data_ranks if is_mean else 1
@@ -263,9 +263,9 @@ class Engine:
     def _compute_scores(
         self, step: TrainStep, rollouts: Rollouts, *, entropy: bool, routes: bool = False
     ) -> TokenScores:
-        """Run the model of `step` without gradients, and return the scores. Collective."""
+        """Run the model of `step` without gradients; return scores, or routes too. Collective."""
         with publish_errors("log_probs() of rollouts"), self._use_batch_invariance(step.model):
-            rows, _ = self._make_rows(rollouts, None, entropy=entropy, routes=routes)
+            rows, _ = self._build_rows(rollouts, None, entropy=entropy, routes=routes)
             scores = self._make_empty_scores(rollouts, entropy)
             micro_batches = [self._make_inputs(row, scores, None, None) for row in rows]
             context = self._layers.record() if routes else self._replay_routes(rows, rollouts)
@@ -277,7 +277,7 @@ class Engine:
 
     @contextmanager
     def _raise_on_all_ranks(self, action: str) -> Iterator[None]:
-        """Return a context whose ValueError all ranks raise, as other ranks are in `_make_rows`."""
+        """Return a context whose ValueError is raised on all ranks; `action` names the call."""
         problem = None
         try:
             yield
@@ -288,7 +288,7 @@ class Engine:
                 gather_totals(self._meshes, None, problem, global_entries={}, shared={})
 
     def _use_batch_invariance(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which the model is batch invariant if the engine is."""
+        """Return a context in which `model` is batch invariant, if the engine has this option."""
         state = get_parallel_state(model)
         if state is None or not self._is_invariant:
             return nullcontext()
@@ -302,7 +302,7 @@ class Engine:
             return nullcontext()
         return self._layers.replay_rows(rows)
 
-    def _make_rows(
+    def _build_rows(
         self,
         rollouts: Rollouts,
         objective: Objective | None,
@@ -310,7 +310,7 @@ class Engine:
         entropy: bool,
         routes: bool = False,
     ) -> tuple[list[RolloutRow], Totals]:
-        """Check rollouts; return this rank's micro-batches, and the global totals. Collective."""
+        """Check rollouts on all ranks; return local rows and global totals. Collective."""
         with self._raise_on_all_ranks("rollouts"):
             for name in () if objective is None else objective.needs:
                 if getattr(rollouts, name) is None:
@@ -359,7 +359,7 @@ class Engine:
         objective: Objective | None,
         shares_N: Tensor | None,
     ) -> Mapping[str, Any]:
-        """Return forward arguments whose loss function fills `scores`; 0 without an objective."""
+        """Return forward arguments of a row; the loss fills `scores`, 0 without an objective."""
 
         def loss(log_probs_BT: Tensor, entropy_BT: Tensor | None) -> Tensor:
             log_probs_N = row.scatter_to_tokens(log_probs_BT)
@@ -387,7 +387,7 @@ class Engine:
         return TokenScores(log_probs_N=zeros_N, entropy_N=zeros_N.clone() if entropy else None)
 
     def _reduce_over_stages(self, scores: TokenScores) -> TokenScores:
-        """All-reduce scores over pp, because only the stage with the head computes them."""
+        """All-reduce scores over pp in place, since only the stage with the head computes them."""
         if self._pipeline is not None:
             for numbers_N in (scores.log_probs_N, scores.entropy_N):
                 if numbers_N is not None:

@@ -36,31 +36,33 @@ class RowLimits:
 
     Attributes:
         max_tokens: of a row, before cp and tp split it.
-        of_document: each sequence is padded to a multiple of this number of tokens.
-        of_row: each row is padded to a multiple of this number of tokens.
+        sequence_unit: each sequence is padded to a multiple of this number of tokens.
+        row_unit: each row is padded to a multiple of this number of tokens.
     """
 
     max_tokens: int
-    of_document: int
-    of_row: int
+    sequence_unit: int
+    row_unit: int
 
     @classmethod
     def from_parallel(cls, max_tokens: int, parallel: ParallelConfig) -> RowLimits:
         """Return the limits of a parallel layout; ValueError if tp and cp do not divide a row."""
-        of_document = get_length_multiple(parallel.cp)
+        sequence_unit = get_length_multiple(parallel.cp)
         limits = cls(
-            max_tokens=max_tokens, of_document=of_document, of_row=of_document * parallel.tp
+            max_tokens=max_tokens,
+            sequence_unit=sequence_unit,
+            row_unit=sequence_unit * parallel.tp,
         )
-        if max_tokens % limits.of_row:
+        if max_tokens % limits.row_unit:
             raise ValueError(
-                f"max_tokens ({max_tokens}) must be a multiple of {limits.of_row}, into which cp "
+                f"max_tokens ({max_tokens}) must be a multiple of {limits.row_unit}, into which cp "
                 f"({parallel.cp}) and tp ({parallel.tp}) cut a row: round it up"
             )
         return limits
 
     def compute_padded_length(self, length: int) -> int:
         """Return the number of tokens of a sequence of `length` tokens with its padding."""
-        return -(-length // self.of_document) * self.of_document
+        return -(-length // self.sequence_unit) * self.sequence_unit
 
 
 def assign_sequences(rollouts: Rollouts, limits: RowLimits, group_size: int) -> list[list[int]]:
@@ -114,12 +116,19 @@ class RolloutRow:
     local_token_idx_T: Tensor
 
     def scatter_to_tokens(self, values_BT: Tensor) -> Tensor:
-        """Move values of [1, T] positions to the tokens they predict; return [N], 0 elsewhere."""
+        """Move `values_BT` [1, T] from each position to the token that it predicts.
+
+        Returns [N], one value per token of this row's sequences; 0 if no position predicts a token.
+        """
         values_N = values_BT.new_zeros(len(self.token_idx_N))
         return values_N.index_copy(0, self.tokens_M, values_BT.flatten()[self.rows_M])
 
     def gather_at_positions(self, values_N: Tensor, padding: float) -> Tensor:
-        """Gather values of [N, ..] tokens at the positions of the row; return [T, ..]."""
+        """Return [T, ..]: for each position of the row, the value of the token there.
+
+        `values_N` [N, ..] are values of the tokens of `rollouts`, the sequences of this row.
+        Positions without a token have the value `padding`.
+        """
         values_T = values_N.new_full((len(self.local_token_idx_T), *values_N.shape[1:]), padding)
         is_token_T = self.local_token_idx_T >= 0
         values_T[is_token_T] = values_N[self.local_token_idx_T[is_token_T]]
@@ -137,8 +146,8 @@ def build_row(
         if sequences
         else 1
     )
-    row_tokens = -(-padded_tokens // limits.of_row) * limits.of_row
-    collate = PackedCollator(row_tokens=row_tokens, multiple=limits.of_document)
+    row_tokens = -(-padded_tokens // limits.row_unit) * limits.row_unit
+    collate = PackedCollator(row_tokens=row_tokens, multiple=limits.sequence_unit)
     # Of the places of tokens, not of their ids: one index finds all that is known of a token.
     batch = collate([torch.arange(a, b, device="cpu") for a, b in pairwise(borders)])
     token_idx_T = batch["input_ids"].flatten().masked_fill(batch["padding_mask"].flatten(), -1)
@@ -165,7 +174,7 @@ def build_row(
 
 
 def _move_to_device(rollouts: Rollouts, device: torch.device) -> Rollouts:
-    """Copy rollouts to `device`; token values become fp32, and 0 outside of responses."""
+    """Copy rollouts to `device`; values per token become fp32, and 0 outside of responses."""
     mask_N = rollouts.response_mask_N.to(device)
     changes = {"tokens_N": rollouts.tokens_N.to(device), "response_mask_N": mask_N}
     for name in PER_TOKEN:

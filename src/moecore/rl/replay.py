@@ -196,7 +196,7 @@ class RouterReplay:
             run.check_complete()
 
     def _share_errors(self) -> AbstractContextManager[None]:
-        """Return a context whose errors all data-parallel ranks raise, not only this rank."""
+        """Return a context whose errors are raised on all data-parallel ranks."""
         layer = next(iter(self.layers.values()))
         group = layer.tracker.groups.global_batch
         return nullcontext() if group is None else share_errors(group)
@@ -272,7 +272,10 @@ class RouterReplay:
 def _copy_weights_to_devices(
     weights: Mapping[str, Sequence[Tensor]], records: Choices
 ) -> dict[str, list[Tensor]]:
-    """Return fp32 copies of weights: 0 at dropped choices, -1 in rows that the router must fill."""
+    """Return fp32 copies of weights, on the devices of the recorded ids.
+
+    A weight is 0 at a dropped choice (id -1) and -1 in a row without ids, which the router fills.
+    """
     return {
         name: [
             weights_TK.to(ids.device, torch.float32)

@@ -169,7 +169,7 @@ class Rollouts(CheckedRecord):
         return values_n.to(self.tokens_N.device)[self.sequence_N]
 
     def sum_responses(self, values_N: Tensor) -> Tensor:
-        """Return [n], the sum over the response of each sequence; differentiable."""
+        """Return [n], the sum of `values_N` over each sequence's response; differentiable."""
         _check_length("values_N", values_N, len(self.tokens_N), "token")
         masked_N = values_N.where(self.response_mask_N, 0)
         lengths_n = self.cu_seqlens.to(values_N.device).diff().long()
@@ -181,7 +181,7 @@ class Rollouts(CheckedRecord):
         return replace(self, **changes)
 
     def take(self, sequences: Iterable[int]) -> Rollouts:
-        """Return the sequences with these indices, in this order: a mini-batch."""
+        """Return the sequences with these indices, in this order: a mini-batch. Copies tensors."""
         indices = list(sequences)
         if any(not 0 <= i < self.num_sequences for i in indices):
             raise ValueError(

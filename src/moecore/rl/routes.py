@@ -34,7 +34,7 @@ from moecore.rl.rollouts import Rollouts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoutedLayers:
-    """The MoE layers that routes cover: all layers that affect log-probabilities.
+    """The MoE layers of a model whose expert choices ("routes") rollouts record and replay.
 
     Attributes:
         configs: of the layers of all pipeline stages, by name, in the order of the model.
@@ -77,7 +77,7 @@ class RoutedLayers:
         return len(self.configs), next(iter(self.configs.values())).choices_per_token
 
     def check(self, rollouts: Rollouts) -> None:
-        """Raise ValueError for routes or weights that the layers cannot replay. Host syncs."""
+        """Raise ValueError if `rollouts.routes_NLK` or its weights do not fit. Host syncs."""
         routes_NLK, weights_NLK = rollouts.routes_NLK, rollouts.route_weights_NLK
         choices = {name: config.choices_per_token for name, config in self.configs.items()}
         if len(set(choices.values())) != 1:
@@ -102,11 +102,14 @@ class RoutedLayers:
                 check_entry_weights(f"Rollouts.route_weights_NLK{label}", weights_NK, ids_NK)
 
     def record(self) -> AbstractContextManager[None]:
-        """Return a context that records forwards; `gather_routes` then returns their routes."""
+        """Return a context that records the expert choices of forwards, for `gather_routes`."""
         return nullcontext() if self.replay is None else self.replay.record()
 
     def gather_routes(self, rows: Sequence[RolloutRow], rollouts: Rollouts) -> Tensor:
-        """Return int32 [N, L, K], the recorded routes of rows. Collective over cp, tp and pp."""
+        """Return int32 [N, L, K], the recorded expert ids. Collective over cp, tp and pp.
+
+        `rows` are the recorded forwards, of sequences of `rollouts`, whose tokens are the N tokens.
+        """
         shape = (len(rollouts.tokens_N), *self.shape)
         routes_NLK = torch.full(shape, -1, dtype=torch.int32, device=self.meshes.device)
         choices = {} if self.replay is None else self.replay.choices()
@@ -121,7 +124,7 @@ class RoutedLayers:
         return routes_NLK
 
     def replay_rows(self, rows: Sequence[RolloutRow]) -> AbstractContextManager[None]:
-        """Return a context in which one forward per row replays the row's routes."""
+        """Return a context in which forward i replays the routes of packed row `rows[i]`."""
         if self.replay is None:
             return nullcontext()
         routes = [row.rollouts.routes_NLK for row in rows]
@@ -135,7 +138,7 @@ class RoutedLayers:
     def _make_local_choices(
         self, rows: Sequence[RolloutRow], values: Sequence[Tensor | None]
     ) -> dict[str, list[Tensor]]:
-        """Return layer name -> this rank's [T, K] of each row, from the [N, L, K] of each row."""
+        """Return layer name -> this rank's [T, K] per row; `values` has [N, L, K] per row."""
         local_choices: dict[str, list[Tensor]] = {
             name: [] for name, _, _ in self._iterate_local_layers()
         }
@@ -167,7 +170,7 @@ def _find_sort_key(model: nn.Module, name: str) -> list[int]:
 
 
 def _make_row_micro_batch(row: RolloutRow, layer: MoELayer) -> MicroBatch:
-    """Return the layout by which tp and cp share the tokens of a row in a layer."""
+    """Return how tp and cp ranks share the tokens of a packed row in this layer."""
     groups = layer.tracker.groups
     micro_batch = MicroBatch(group=groups.micro_batch, cp=groups.cp)
     return replace(micro_batch, cu_seqlens=row.batch["cu_seqlens"].to(row.local_token_idx_T.device))

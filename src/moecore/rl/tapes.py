@@ -65,15 +65,15 @@ class ChoiceRecorder:
 
 
 class _TapeForward:
-    """One forward of the model. `Node.metadata[FORWARD]` of its outputs' nodes refers to it."""
+    """A mark of one forward of the model, in `metadata[FORWARD]` of the outputs' autograd nodes."""
 
 
 class TapeReplay:
-    """State of one `with replay.replay(...)`; hooks on the outputs keep it alive afterwards.
+    """The replay of recorded expert choices in one `with replay.replay(...)` context.
 
-    `routers`, `records` (expert ids) and `weights` have layer names as keys. With `fill`, routers
-    choose for rows of -1. Forwards use the entry `selected`, or the next entry if it is
-    None.
+    `routers`, `records` (a list of expert ids per layer) and `weights` (None = the routers compute
+    weights) have layer names as keys. With `fill`, routers choose for rows of -1. Forwards use
+    entry `selected` of each list; None = the next entry.
     """
 
     def __init__(
@@ -91,12 +91,14 @@ class TapeReplay:
         self.weights = weights
         self.fill = fill
         self.selected: int | None = None
-        self._tapes = {router: _Player(self, name) for name, router in routers.items()}
+        self._tapes = {router: _ReplayTape(self, name) for name, router in routers.items()}
         self._calls: dict[str, list[tuple[_TapeForward | None, int]]] = {n: [] for n in records}
         self._replayed_entries: dict[str, set[int]] = {n: set() for n in records}
         self._next: dict[str, int] = dict.fromkeys(records, 0)
         self._current_forward: _TapeForward | None = None
-        self._entered: list[Node] = []  # by the running backward, and nothing behind is marked
+        self._entered_nodes: list[
+            Node
+        ] = []  # by the running backward, and nothing behind is marked
         self._hooks: list[Any] = []
 
     def open(self) -> None:
@@ -115,7 +117,7 @@ class TapeReplay:
         remove_tapes(self._tapes)
 
     def make_rewind(self, name: str) -> Callable[[], None]:
-        """Return a function after which layer `name` replays again all entries since this call."""
+        """Return a function that rewinds layer `name` to its next entry at this call."""
         calls, replayed_entries, next_entry = (
             len(self._calls[name]),
             set(self._replayed_entries[name]),
@@ -139,7 +141,10 @@ class TapeReplay:
                 )
 
     def take_entry(self, name: str) -> int | None:
-        """Return the index in `records[name]` that this call replays; None = the router chooses."""
+        """Return the index in `records[name]` for this call of layer `name`, and mark it replayed.
+
+        None = the replay has ended, and the router chooses.
+        """
         if is_inside_backward():
             return self._find_recomputed_entry(name)
         if not self._hooks:  # a late backward failed and left the tapes behind
@@ -163,8 +168,8 @@ class TapeReplay:
 
     def _find_recomputed_entry(self, name: str) -> int:
         """Return the index that the recomputed forward has replayed: see Note [pairing]."""
-        while self._entered:
-            _mark_next_nodes(self._entered.pop())
+        while self._entered_nodes:
+            _mark_next_nodes(self._entered_nodes.pop())
         node_forward = _get_tape_forward(get_current_node())
         hits = [
             index for forward, index in self._calls[name] if forward and forward is node_forward
@@ -190,7 +195,7 @@ class TapeReplay:
                 "replay(): leave it and start again"
             )
         self._current_forward = _TapeForward()
-        self._entered.clear()  # a backward has failed
+        self._entered_nodes.clear()  # a backward has failed
 
     @torch.compiler.disable
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -206,8 +211,8 @@ class TapeReplay:
 
     def _enter_backward(self, grad: Tensor) -> None:
         """Note the node at which a backward enters a forward: see Note [late backward]."""
-        self._entered.append(get_current_node())
-        call_after_backward(self._entered.clear)
+        self._entered_nodes.append(get_current_node())
+        call_after_backward(self._entered_nodes.clear)
         if all(router.tape is tape for router, tape in self._tapes.items()):
             return
         refuse_active_tapes(self.routers)
@@ -219,8 +224,8 @@ class TapeReplay:
             router.tape = tape
 
 
-class _Player:
-    """The tape of one router: it returns the recorded choices of layer `name` to the router."""
+class _ReplayTape:
+    """The tape of the router of layer `name`, which gives recorded choices to the router."""
 
     def __init__(self, replay: TapeReplay, name: str) -> None:
         self.replay = replay
@@ -265,7 +270,7 @@ class _Player:
         """Do nothing, because the choice is recorded."""
 
     def make_rewind(self) -> Callable[[], None]:
-        """Return a function after which the layer replays again the entries since this call."""
+        """Return a function that rewinds the layer to its next entry at this call."""
         return self.replay.make_rewind(self.name)
 
 

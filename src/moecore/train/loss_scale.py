@@ -52,7 +52,10 @@ class DynamicLossScale(CheckedRecord):
 
 
 class LossScale:
-    """The loss scale, fp32 `value`, and `num_good`, steps since it changed, both on the device."""
+    """The dynamic loss scale of fp16 training: two 0-dim device tensors that change in place.
+
+    `value` is the scale, fp32. `num_good` counts steps without an overflow since the scale changed.
+    """
 
     def __init__(self, options: DynamicLossScale, device: torch.device) -> None:
         self.options = options
@@ -61,7 +64,7 @@ class LossScale:
 
     @torch.no_grad()
     def update(self, is_skipped: Tensor) -> None:
-        """Halve the scale after a skipped step; double it after `growth_interval` good steps."""
+        """Halve the scale if `is_skipped` (device bool); double after `growth_interval` steps."""
         self.num_good.add_(1).masked_fill_(is_skipped, 0)
         grows = self.num_good >= self.options.growth_interval
         factor = 1.0 + grows.float() - 0.5 * is_skipped.float()
@@ -69,7 +72,7 @@ class LossScale:
         self.num_good.masked_fill_(grows, 0)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return device copies of both as "loss_scale" and "loss_scale_num_good"."""
+        """Return copies of `value` as "loss_scale" and of `num_good` as "loss_scale_num_good"."""
         return {"loss_scale": self.value.clone(), "loss_scale_num_good": self.num_good.clone()}
 
     @torch.no_grad()
@@ -98,7 +101,11 @@ def is_fp16(model: nn.Module) -> bool:
 
 
 def check_loss_scale(model: nn.Module, loss_scale: DynamicLossScale | None) -> None:
-    """Raise ValueError for fp16 without a scale, and for fp16 weights or FP8 histories with one."""
+    """Raise ValueError if a model needs a loss scale or must not have a loss scale.
+
+    fp16 compute needs a scale, so `loss_scale` must not be None. With a scale, trained parameters
+    must not be fp16, and FP8 scales must not be delayed (`Recipe.amax_history`).
+    """
     if loss_scale is None:
         if is_fp16(model):
             raise ValueError(

@@ -12,7 +12,10 @@ from moecore.train.memory.compiled import make_inductor_options
 
 
 def compile_dense(model: nn.Module, state: ParallelState) -> None:
-    """Compile code between MoE layers in place if `DenseOptions.compile`; set `state.compiled`."""
+    """Compile code between MoE layers, if `DenseOptions.compile`.
+
+    `state.compiled` becomes the set of modules whose forwards run in compiled code.
+    """
     if not state.request.dense.compile:
         return
     blocks = state.blocks(model)
@@ -21,7 +24,7 @@ def compile_dense(model: nn.Module, state: ParallelState) -> None:
 
 
 def reduce_saved_memory(model: nn.Module, state: ParallelState) -> None:
-    """Apply `MemoryOptions` to blocks in place; set `state.offload` and `state.stash`, or None."""
+    """Apply `MemoryOptions` to blocks in place; set `state.offload`, `state.stash` (None = off)."""
     blocks, request = state.blocks(model), state.request
     device = request.meshes.device
     chunks = group_blocks_by_stage(model, blocks, state)
@@ -32,7 +35,7 @@ def reduce_saved_memory(model: nn.Module, state: ParallelState) -> None:
 
 
 def graph_dense(model: nn.Module, state: ParallelState) -> None:
-    """Replace parts of blocks by CUDA graphs in place, if `DenseOptions.graph`."""
+    """Replace attention and routers by CUDA graphs, in place, if `DenseOptions.graph`."""
     if not state.request.dense.graph:
         return
     blocks = state.blocks(model)

@@ -31,9 +31,10 @@ T = TypeVar("T")
 
 
 class Reruns:
-    """Repeats a step until all rows of experts fit into buffers of limited size ("holders").
+    """Repeats a training step with larger buffers until the token rows for the experts fit.
 
-    All ranks construct it together, with a host sync. `capacities` has one entry per model.
+    All ranks construct an instance together, with a host sync. `capacities` has one entry per
+    model. A "holder" is the owner of a buffer of limited size: an exchange or a stash.
     """
 
     def __init__(self, capacities: Sequence[Capacity], device: torch.device) -> None:
@@ -44,20 +45,22 @@ class Reruns:
         flag = torch.tensor(float(is_limited), device=device, dtype=torch.float32)
         if dist.is_initialized():
             dist.all_reduce(flag, dist.ReduceOp.MAX)
-        self._asks = bool(flag.item())
-        self._asks_early = not any(h is not None and h.is_known_late for h in self._holders)
+        self._is_limited_on_any_rank = bool(flag.item())
+        self._reduces_early = not any(h is not None and h.is_known_late for h in self._holders)
         self._is_running = False  # whether all of a step runs, perhaps again
         self._factors: ToHost | None = None  # the factor that any rank needed of each holder
 
     def run(self, run: Callable[[], T], drop: Callable[[], None], tapes: Sequence[ChoiceTape]) -> T:
-        """Call `run`, one step, until its rows fit on every rank; return the last call's result.
+        """Call `run` (forward and backward of a step) until the rows fit on every rank.
 
-        Before a repetition it calls `drop`, rewinds `tapes` (recorded router choices), restores
-        random states and enlarges buffers.
+        Returns the result of the last call. Before a repetition the method calls `drop`, rewinds
+        `tapes` (recorded router choices), restores random states and enlarges buffers.
         """
         # If any rank has a limited capacity, each run has one all-reduce, for which the host waits.
         # Layers in CUDA graphs are not rerun and do neither. Recorded choices are rewound.
-        if not self._asks or any(capacity.is_graphed for capacity in self._capacities):
+        if not self._is_limited_on_any_rank or any(
+            capacity.is_graphed for capacity in self._capacities
+        ):
             return run()
         rewinders = [tape.make_rewind() for tape in tapes]
         while True:
@@ -76,16 +79,19 @@ class Reruns:
             set_rng_states(before)
             for holder, factor in zip(self._holders, factors, strict=True):
                 if holder is not None:
-                    _enlarge(holder, factor)
+                    _enlarge_buffers(holder, factor)
 
     def end_forwards(self) -> None:
         """After the last forward in `run`, start to all-reduce needed capacities. Collective."""
-        if self._is_running and self._asks_early:
+        if self._is_running and self._reduces_early:
             self._factors = self._reduce_factors()
 
     def is_short(self) -> Tensor | None:
-        """Return a device bool: whether rows of this rank did not fit; None without any limit."""
-        return self._compute_local_factors().amax() > 0 if self._asks else None
+        """Return a 0-dim device bool: whether rows of this rank did not fit.
+
+        None = no buffer of any rank has a limited size. No host sync.
+        """
+        return self._compute_local_factors().amax() > 0 if self._is_limited_on_any_rank else None
 
     @contextmanager
     def watch_shortages(self, watch: Watch) -> Iterator[None]:
@@ -96,17 +102,18 @@ class Reruns:
             yield
 
     def poll(self, *, skips: bool) -> None:
-        """Raise errors of exchanges that have reached the host, without a host sync.
+        """Raise an ExchangeError that the host already sees, such as rows that did not fit.
 
-        With `skips`, rows that did not fit are no error: their buffers are enlarged.
+        With `skips` the device skips such a step, so rows that did not fit are no error: the
+        buffers are enlarged. No host sync.
         """
         for capacity in self._capacities:
             capacity.end_step(skips=skips)
 
     def end_step(self, is_skipped: bool | Tensor) -> None:
-        """Clear the device's row counts; store `is_skipped` for CUDA graphs. No host sync."""
+        """Clear the device's row counts; record `is_skipped` for CUDA graphs. No host sync."""
         for holder in self._holders:
-            if holder is not None and self._asks:
+            if holder is not None and self._is_limited_on_any_rank:
                 holder.clear(host=False)
         for capacity in self._capacities:
             if capacity.graph_steps is not None:
@@ -118,7 +125,7 @@ class Reruns:
             capacity.check()
 
     def _compute_local_factors(self) -> Tensor:
-        """Return float [holders]: the capacity factor that this rank needed; 0 = all rows fit."""
+        """Return fp32 [holders]: the least capacity factor for this rank; 0 = all rows fit."""
         device, zero = self._device, torch.zeros((), device=self._device, dtype=torch.float32)
         return torch.stack(
             [zero if h is None else h.compute_min_factor(device) for h in self._holders]
@@ -132,8 +139,8 @@ class Reruns:
         return ToHost(factors)
 
 
-def _enlarge(holder: BufferOwner, factor: float) -> None:
-    """Clear row counts, and enlarge buffers to the needed factor; 0 keeps their size. Host sync."""
+def _enlarge_buffers(holder: BufferOwner, factor: float) -> None:
+    """Resize a holder's buffers for `factor` (0 = keep), and clear its row counts. Host sync."""
     holder.wait()  # a backward may still run
     holder.clear()
     if not factor:

@@ -38,7 +38,7 @@ from moecore.parallel.pipeline.stages import get_loss
 from moecore.precision.apply import advance_amax, has_history
 from moecore.train.loss_scale import DynamicLossScale, LossScale
 from moecore.train.rerun import Reruns, drop_step
-from moecore.train.step_checks import check_parts, compare_steps
+from moecore.train.step_checks import check_step_arguments, compare_ranks
 from moecore.train.step_result import StepResult, merge_metrics
 
 T = TypeVar("T")
@@ -94,7 +94,7 @@ class TrainStep:
     ) -> None:
         with share_errors():
             check_arguments(TrainStep.__init__, locals())
-            models, self.optimizers = check_parts(model, optimizer, loss_scale)
+            models, self.optimizers = check_step_arguments(model, optimizer, loss_scale)
         self._max_norm = math.inf if max_norm is None else max_norm
         self._states = [get_moe_state(module) for module in models]
         records = [record for module in models for record in list_parallel_states(module)]
@@ -107,10 +107,10 @@ class TrainStep:
             "TrainStep.loss_scale": loss_scale,
             "TrainStep.optimizer is None": not self.optimizers,
         }
-        compare_steps(entries, self.model, self.optimizers, request)
+        compare_ranks(entries, self.model, self.optimizers, request)
         self._norm: GradientNorm | None = None
         self._progress = Progress()
-        self._is_delayed = has_history(self.model)
+        self._has_amax_history = has_history(self.model)
         self._exchanges = [pool for r in records for pool in r.pools]
         self._engines = [r.engine for r in records if r.engine is not None]
         self._arguments = [r.arguments for r in records if r.arguments is not None]
@@ -119,7 +119,7 @@ class TrainStep:
         self._reruns = Reruns([get_capacity(module) for module in models], request.meshes.device)
         self._is_overlapped = getattr(request.pipeline, "schedule", None) == "overlapped"
         self._pairs = Pairs(self._engines)
-        self._is_scaled = True  # the running micro-batch's loss
+        self._has_scaled_loss = True  # the running micro-batch's loss
         device = next(self.model.parameters()).device
         self._scale = None if loss_scale is None else LossScale(loss_scale, device)
         self._scale_value = None if self._scale is None else self._scale.value
@@ -224,7 +224,7 @@ class TrainStep:
 
     @contextmanager
     def _run_context(self, number: int, *, to_come: float) -> Iterator[None]:
-        """Return the context of micro-batches; `to_come` forwards are left in the step (or inf)."""
+        """Return the context of `number` micro-batches; `to_come` forwards remain (inf: any)."""
         progress = self._progress
         progress.is_last = progress.num_done + 1 == self.num_micro_batches
         in_parts = number < to_come < math.inf
@@ -233,11 +233,11 @@ class TrainStep:
         for state in self._states:
             state.start_micro_batch(is_last=progress.is_last, in_flight=number > 1)
         progress.is_open = progress.has_failed = True
-        self._is_scaled = self._scale is None
+        self._has_scaled_loss = self._scale is None
         try:
             with self._reruns.watch_shortages("skips"):
                 yield
-            if not self._is_scaled:
+            if not self._has_scaled_loss:
                 raise ValueError(
                     "micro_batch() must scale its loss where a loss_scale is given: call "
                     "step.scale_loss(loss).backward(), and drop() this step"
@@ -296,12 +296,12 @@ class TrainStep:
                     f"({self.num_micro_batches}): set TrainStep.num_micro_batches between steps"
                 )
             check_grad_mode("forward_backward()")
-            run = partial(self._run_all, micro_batches)
+            run = partial(self._run_micro_batches, micro_batches)
             tapes = [tape for state in self._states for tape in state.tapes]
             return self._reruns.run(run, self.drop, tapes)
 
-    def _run_all(self, micro_batches: Sequence[Mapping[str, Any]]) -> Tensor:
-        """Run forward and backward of all micro-batches once; return fp32 undivided losses."""
+    def _run_micro_batches(self, micro_batches: Sequence[Mapping[str, Any]]) -> Tensor:
+        """Run forward and backward of all micro-batches; return fp32 [n], the undivided losses."""
         self.announce(micro_batches)
         pipeline = self._pipeline
         if pipeline is None:
@@ -327,7 +327,7 @@ class TrainStep:
         return torch.stack([get_loss(self.model(**inputs)).float() for inputs in micro_batches])
 
     def _run_in_pairs(self, micro_batches: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-        """Run each forward with the preceding micro-batch's backward; return undivided losses."""
+        """Overlap each forward with the preceding backward; return undivided fp32 losses."""
         losses: list[Tensor] = []
 
         def forward(inputs: Mapping[str, Any]) -> Tensor:
@@ -344,6 +344,7 @@ class TrainStep:
         return losses
 
     def _run_micro_batch(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Run forward and backward of one micro-batch; return its undivided loss, 0-dim fp32."""
         with self.micro_batch():
             loss = get_loss(self.model(**inputs))
             if self._progress.is_last:
@@ -358,8 +359,8 @@ class TrainStep:
         return self.scale_loss(loss / self.num_micro_batches if is_mean else loss)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return a loss, divided by num_micro_batches, times the loss scale; 1 without a scale."""
-        self._is_scaled = True
+        """Return `loss` times the loss scale. The caller has divided it by num_micro_batches."""
+        self._has_scaled_loss = True
         return loss if self._scale_value is None else loss * self._scale_value
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -395,7 +396,7 @@ class TrainStep:
         self._progress.check_complete("clip()", self.num_micro_batches)
         with mark("moecore::clip"):
             self._norm = unscale_and_clip_(
-                self.model, self._max_norm, self._scale_value, is_wrong=self._get_skip_flag()
+                self.model, self._max_norm, self._scale_value, is_wrong=self._compute_skip_flag()
             )
         return self._norm
 
@@ -407,10 +408,9 @@ class TrainStep:
         and one with quantile balancing. No host sync with fused optimizers or without an optimizer.
 
         Raises:
-            ValueError: when micro-batches are missing; when a loss scale is given without an
-                optimizer and `clip` has not run; when a layer with auxiliary losses ran a different
-                number of micro-batches; when no optimizer has a parameter that has a gradient;
-                when a parameter was added after `parallelize_moe`.
+            ValueError: when micro-batches are missing, a layer with auxiliary losses ran another
+                number, `clip` has not run (loss scale without an optimizer), no optimizer
+                has a parameter with a gradient, or a parameter is newer than `parallelize_moe`.
             ExchangeError: when an exchange failed on this rank and the host already sees it
                 (`check` waits). It is raised before any update or collective. Other ranks may not
                 see the failure, so let the process end.
@@ -425,7 +425,7 @@ class TrainStep:
         with mark("moecore::finish"):
             for engine in self._engines:
                 engine.end_step()
-            is_wrong = self._get_skip_flag()
+            is_wrong = self._compute_skip_flag()
             self._reruns.poll(skips=bool(self.optimizers) or self._norm is not None)
             for state in self._states:
                 state.check_step()
@@ -441,7 +441,7 @@ class TrainStep:
                 optimizer.zero_grad()
             norm, self._norm = self._norm, None
             is_skipped = False if norm is None else norm.skipped
-            if self._is_delayed:
+            if self._has_amax_history:
                 advance_amax(self.model, self._request.meshes.stage_group, is_skipped=is_skipped)
             self._reruns.end_step(is_skipped)
             metrics = [state.reduce_step(skipped=is_skipped) for state in self._states]
@@ -491,8 +491,8 @@ class TrainStep:
         for exchanges in self._exchanges:
             exchanges.close()
 
-    def _get_skip_flag(self) -> Tensor | None:
-        """Return a device bool: whether rows exceed a capacity or differ on ranks, or None."""
+    def _compute_skip_flag(self) -> Tensor | None:
+        """Return a device bool: token rows did not fit, or shared inputs differ; None = unknown."""
         values = self._reruns.is_short(), find_argument_difference(self.model)
         flags = [flag for flag in values if flag is not None]
         return torch.stack(flags).any() if flags else None

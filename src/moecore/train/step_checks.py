@@ -15,12 +15,16 @@ from moecore.parallel.model.request import Request
 from moecore.train.loss_scale import DynamicLossScale, check_loss_scale
 
 
-def check_parts(
+def check_step_arguments(
     model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | Sequence[Optimizer] | None,
     loss_scale: DynamicLossScale | None,
 ) -> tuple[list[nn.Module], list[Optimizer]]:
-    """Return models and optimizers as lists; ValueError if a check of this rank alone fails."""
+    """Return the models and the optimizers of a `TrainStep` as lists. No communication.
+
+    Raises a ValueError if there is no model, a model is not parallelized, a model with an optimizer
+    is on meta, an optimizer is older than `parallelize_moe`, or `loss_scale` does not fit.
+    """
     models = [model] if isinstance(model, nn.Module) else list(model)
     if not models:
         raise ValueError("model ([]) must be at least one model: pass that of parallelize_moe")
@@ -38,16 +42,16 @@ def check_parts(
     return models, optimizers
 
 
-def compare_steps(
+def compare_ranks(
     entries: Mapping[str, Any],
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     request: Request,
 ) -> None:
-    """Raise ValueError on all ranks if they differ in `entries`, optimizers or trained parameters.
+    """Raise ValueError on all ranks if ranks differ in `entries`, optimizers or trained parameters.
 
-    Collective. `entries` maps a name for the error text to a value, compared by `repr`. `request`
-    has the model's meshes. Parameters are compared within a pipeline stage.
+    Collective. `entries` maps a name for the error text to a value that must be equal on all ranks.
+    `request` has the model's meshes. Parameters are compared within a pipeline stage.
     """
     meshes = request.meshes
     check_equal(entries, meshes.device_type)

@@ -80,7 +80,7 @@ class CorpusSource(CheckedRecord):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusOptions(CheckedRecord):
-    """Options of a corpus's rows.
+    """Options that decide the rows (packed token sequences) of a corpus.
 
     Attributes:
         row_tokens: tokens of a row.
@@ -140,12 +140,18 @@ def _hash_integer(number: int) -> int:
 
 
 def find_first_document(ordinal: int, count: int, partitions: int) -> int:
-    """Return the document, of `count`, with which an ordinal's epoch begins without a key."""
+    """Return the index of the document with which an ordinal's epoch begins without a shuffle.
+
+    `count` is the number of documents. The module docstring has an example.
+    """
     return ordinal // math.lcm(count, partitions) % math.gcd(count, partitions)
 
 
 class IndexedDocuments:
-    """The documents of a dataset by ordinal, in a permutation per epoch; key None = in order."""
+    """The documents of an indexed dataset by ordinal, which counts documents over all epochs.
+
+    Each epoch has another permutation. `key` None = the order of the dataset.
+    """
 
     def __init__(self, documents: Any, key: int | None, *, partitions: int) -> None:
         self._documents, self._key, self.length = documents, key, len(documents)
@@ -163,7 +169,7 @@ class IndexedDocuments:
 
 
 class StreamedDocuments:
-    """The documents of an iterable by ordinal. Each ordinal can be taken once.
+    """The documents of an iterable by ordinal, which counts over epochs, each taken once.
 
     The stream is read and shuffled in blocks. Documents that are read before they are taken are
     buffered. Documents of partitions of other processes are discarded. Each epoch calls `iter`. If
@@ -189,7 +195,7 @@ class StreamedDocuments:
         self._stream = self._read_from(first)
 
     def take(self, ordinal: int) -> DocumentRead:
-        """Return the index of an ordinal's document, and a function that reads the document."""
+        """Return the index of an ordinal's document, and a function that returns the document."""
         while ordinal not in self._buffer:
             stream_ordinal, number, document = next(self._stream)
             if stream_ordinal % self._partitions in self._partition_ids:
@@ -299,7 +305,7 @@ class DocumentReader:
             raise self._make_error(error) from error
 
     def refuse(self, problem: str) -> NoReturn:
-        """Raise a CorpusError with this text that names the last read document."""
+        """Raise a CorpusError with the text `problem` that names the last read document."""
         raise self._make_error(problem)
 
     def _make_error(self, problem: object) -> CorpusError:
@@ -326,7 +332,10 @@ def describe_location(documents: Any, number: int) -> str:
 
 
 def tokenize_document(source: CorpusSource, document: Any, vocab_size: int | None) -> Integers:
-    """Tokenize a document; return ids in the smallest unsigned dtype, or raise ValueError."""
+    """Tokenize a document; return its ids in the smallest unsigned dtype.
+
+    Raises a ValueError for no integers, or an id that is negative or >= `vocab_size` (None = any).
+    """
     ids = document if source.tokenize is None else source.tokenize(document)
     array = np.asarray(ids)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):

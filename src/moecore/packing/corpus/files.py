@@ -151,7 +151,7 @@ class JsonLines:
             self._raise_invalid_line(int(invalid[0]), field)
         skipped_lines = np.sort(np.concatenate([empty, invalid]))
         # The number of documents before each skipped line.
-        self._before = skipped_lines - np.arange(len(skipped_lines))
+        self._documents_before = skipped_lines - np.arange(len(skipped_lines))
         self._count = sum(counts) - len(skipped_lines)
         if not self._count:
             raise ValueError(
@@ -187,9 +187,10 @@ class JsonLines:
 
     def _find_line(self, index: int) -> int:
         """Return the line number, from 0, of document `index`, which counts no skipped lines."""
-        return index + int(np.searchsorted(self._before, index, side="right"))
+        return index + int(np.searchsorted(self._documents_before, index, side="right"))
 
     def _raise_invalid_line(self, line: int, field: str | None) -> None:
+        """Raise the ValueError for line number `line`, from 0, which is no object with `field`."""
         start, stop = self._starts[line : line + 2].tolist()
         text = self._file.read(start, min(stop - start, 200)).decode(errors="replace")
         expected_form = "a JSON object" if field is None else f"a JSON object with {quote(field)}"
@@ -211,13 +212,19 @@ class _LineRange(NamedTuple):
 
 
 def _concatenate_line_numbers(numbers: list[array[int]], firsts: list[int]) -> Integers:
-    """Return the line numbers of all parts from the start of the file, int64, part after part."""
+    """Return line numbers of the file, int64, from line numbers of its parts.
+
+    `firsts[i]` is the number of the first line of part i.
+    """
     pairs = zip(numbers, firsts, strict=True)
     return np.concatenate([np.frombuffer(part, np.int64) + first for part, first in pairs])
 
 
 def _parse_file(file: SizedFile, field: str | None) -> list[_LineRange]:
-    """Parse a file in parts of `PART` bytes in parallel processes; return the lines of each."""
+    """Parse a file in parts of `PART` bytes in parallel processes; return the lines per part.
+
+    `field` is as in `JsonLines`. Raises a ValueError if a process was killed.
+    """
     tasks = [(file, start, field) for start in range(0, file.size, PART)] or [(file, 0, field)]
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     cores = len(os.sched_getaffinity(0)) // max(1, int(ranks) if ranks.isdecimal() else 1)

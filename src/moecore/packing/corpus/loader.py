@@ -48,7 +48,7 @@ PARTITIONS_PER_ROW = 8  # with up to 8 workers per rank, no two workers read one
 
 
 class RankBatches(IterableDataset[Any]):
-    """Yields (batch, cursors after the batch, source lengths) for one data rank or its worker."""
+    """A dataset of one data rank's entries (batch, cursors after the batch, source lengths)."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class RankBatches(IterableDataset[Any]):
         self._first, self._cursors, self._lengths = row, dict(cursors), dict(lengths)
 
     def get_facts(self) -> dict[str, Any]:
-        """Return the result of `collect_facts` for the sources, computed once."""
+        """Return name -> JSON value of all that decides the rows, see `collect_facts`."""
         if self._facts is None:
             self._facts = collect_facts(self.sources, self._options)
         return self._facts
@@ -97,7 +97,7 @@ class RankBatches(IterableDataset[Any]):
             yield error, {}, {}
 
     def _read_batches(self) -> Iterator[Any]:
-        """Yield the entries of this worker: its batches are every `workers`-th of the rank."""
+        """Yield this worker's entries: worker i of n has the rank's batches i, i + n, ..."""
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         partition_ids = self._find_worker_partitions(worker, workers)
@@ -139,7 +139,7 @@ class RankBatches(IterableDataset[Any]):
         )
 
     def _find_row_index(self, number: int, place: int) -> int:
-        """Return the row index in the run of row `place` in this rank's batch `number`."""
+        """Return the index in the run of row `place` of this rank's batch number `number`."""
         return self._first + (number * self.data_ranks + self.data_rank) * self.rows + place
 
     def _find_worker_partitions(self, worker: int, workers: int) -> frozenset[int]:
@@ -153,7 +153,7 @@ class RankBatches(IterableDataset[Any]):
     def _order_documents(
         self, place: int, source: CorpusSource, partition_ids: frozenset[int]
     ) -> IndexedDocuments | StreamedDocuments:
-        """Return source number `place` as documents by ordinal, for these partitions."""
+        """Return `source`, number `place`, as documents by ordinal for these partitions."""
         options = self._options
         key = hash_parts(options.seed, "order", source.name) if options.shuffle else None
         if source.is_indexed:
@@ -381,7 +381,7 @@ def _identity(batch: Any) -> Any:
 
 
 def merge_positions(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the position of all ranks: for each partition, the cursors with most rows."""
+    """Merge `state_dict`s of ranks: each partition keeps the cursors with the most rows."""
     furthest: dict[int, list[list[float]]] = {}
     lengths: dict[str, int | None] = {}
     for state in states:

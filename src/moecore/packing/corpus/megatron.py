@@ -102,12 +102,15 @@ class MegatronDocuments:
         return f"{self._prefix}.bin document {document}"
 
     def _read_entries(self, start: int, dtype: str, first: int, count: int) -> np.ndarray[Any, Any]:
-        """Read `count` entries from entry `first` on, of the index array at byte `start`."""
+        """Return entries [first, first + count) of the array at byte `start` of PREFIX.idx."""
         width = np.dtype(dtype).itemsize
         return np.frombuffer(self._index.read(start + first * width, count * width), dtype)
 
     def _check_document_starts(self, sequences: int, borders: int, digest: Any) -> None:
-        """Raise ValueError unless documents ascend from sequence 0 to the last; feed `digest`."""
+        """Raise ValueError unless documents ascend from sequence 0 to the last; update `digest`.
+
+        `sequences` and `borders` are the numbers of sequences and of document starts.
+        """
         last = 0
         for first, count in _split_into_blocks(borders):
             block = self._read_entries(self._borders, "<i8", first, count)
@@ -123,7 +126,7 @@ class MegatronDocuments:
             )
 
     def _check_sequences(self, sequences: int, digest: Any) -> None:
-        """Raise ValueError unless each sequence is inside PREFIX.bin; add the index to `digest`."""
+        """Raise ValueError unless each sequence is inside PREFIX.bin; update `digest`."""
         stop = 0
         for first, count in _split_into_blocks(sequences):
             sizes = self._read_entries(self._sizes, "<i4", first, count)

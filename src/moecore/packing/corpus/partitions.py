@@ -40,7 +40,7 @@ class Cursor(NamedTuple):
 
 
 class RowPacker(ABC):
-    """Packs documents of one source in one partition into rows; `cursor` is the position."""
+    """Base class: packs one source's documents in one partition into rows, from `cursor` on."""
 
     def __init__(
         self, documents: DocumentReader, shape: RowShape, cursor: Cursor, *, partitions: int
@@ -53,7 +53,10 @@ class RowPacker(ABC):
         """Return the documents' pieces of the next row, and advance `cursor`."""
 
     def _check_unchanged(self, tokens: int, end: int) -> None:
-        """Raise CorpusError if a resumed document or window has other `tokens`, or is too short."""
+        """Raise CorpusError if the resumed document or window has changed.
+
+        `tokens` is its number of tokens now, and `end` is the largest possible `cursor.offset`.
+        """
         cursor = self.cursor
         if cursor.rows and (tokens != cursor.tokens or cursor.offset > end):
             self._documents.refuse(

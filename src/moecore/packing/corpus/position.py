@@ -100,7 +100,7 @@ def hash_position(cursors: Cursors, lengths: Mapping[str, int | None]) -> str:
 
 
 def check_ranks(facts_of_ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Raise CorpusError if a fact differs between ranks; the argument has each rank's facts."""
+    """Raise CorpusError if a fact differs between ranks; `facts_of_ranks[i]` is of rank i."""
     for name in facts_of_ranks[0]:
         values = [facts.get(name) for facts in facts_of_ranks]
         for rank, value in enumerate(values):
@@ -116,7 +116,10 @@ def check_ranks(facts_of_ranks: Sequence[Mapping[str, Any]]) -> None:
 def check_state(
     state: Mapping[str, Any], facts: Mapping[str, Any], sources: Sequence[CorpusSource]
 ) -> Position:
-    """Return the position in a state; ValueError unless a loader with these facts made it."""
+    """Return the position in a `state_dict`; ValueError unless a loader like this one made it.
+
+    `facts` are this loader's `collect_facts`, and `sources` are its sources.
+    """
     values = _convert_to_json(state)
     for name, annotation in FIELDS.items():
         check_value(f"state[{name!r}]", values[name], annotation)
@@ -129,7 +132,7 @@ def check_state(
         if number in cursors:
             raise ValueError(f"state['cursors'] (two of partition {number}) {_NO_STATE}")
         cursors[number] = of_sources
-    _check_rows(cursors, rows, partitions)
+    _check_row_counts(cursors, rows, partitions)
     _check_lengths(values["lengths"], sources)
     return Position(rows, partitions, cursors, values["lengths"])
 
@@ -194,8 +197,8 @@ def _parse_cursors(
     return number, cursors
 
 
-def _check_rows(cursors: Cursors, rows: int, partitions: int) -> None:
-    """Raise ValueError unless each partition has as many rows as `rows` of the run imply."""
+def _check_row_counts(cursors: Cursors, rows: int, partitions: int) -> None:
+    """Raise ValueError unless each partition has its share of the run's first `rows` rows."""
     for number in {*range(min(rows, partitions)), *cursors}:
         expected_rows = max(0, -(-(rows - number) // partitions))
         num_rows = sum(cursor.rows for cursor in cursors.get(number, []))
@@ -208,7 +211,7 @@ def _check_rows(cursors: Cursors, rows: int, partitions: int) -> None:
 
 
 def _check_lengths(lengths: Mapping[str, Any], sources: Sequence[CorpusSource]) -> None:
-    """Raise ValueError for an unknown source, or an indexed source of another length."""
+    """Raise ValueError if `lengths` (by source) has an unknown source or a wrong length."""
     source_lengths = {s.name: len(s.documents) if s.is_indexed else None for s in sources}
     for name, length in lengths.items():
         if name not in source_lengths or (

@@ -176,7 +176,10 @@ class ScheduledCollator(CheckedRecord):
         )
 
     def schedule_pieces(self, pieces: Sequence[Piece]) -> ScheduledBatch:
-        """Schedule a step's documents, the same on all ranks; return this rank's micro-batches."""
+        """Schedule the documents of a step; return this rank's batch.
+
+        `pieces` has one piece per document, the same on all ranks. Raises as `__call__`.
+        """
         lengths = [len(piece.ids) for piece in pieces]
         plan = schedule_documents(
             lengths,
@@ -205,7 +208,7 @@ class ScheduledCollator(CheckedRecord):
     def _make_micro_batch(
         self, group: DocumentGroup, pieces: Sequence[Piece], longest: int
     ) -> PackedBatch:
-        """Return a group's documents as one row; `longest` limits padding documents."""
+        """Return a group's documents as one row; padding documents have <= `longest` tokens."""
         tokens = min(self.max_tokens, max(1, -(-group.tokens // TILE)) * TILE)
         return build_batch(
             [[pieces[i] for i in group.documents]],

@@ -52,8 +52,7 @@ class GraphedForwardBackward:
 
     Every rank calls it for the same steps, with inputs of the same shapes. Evaluation, checkpoints
     and steps of other shapes run eagerly between these calls. The memory of all activations stays
-    reserved between steps. Gradients have the same memory in every step: clone a gradient to save
-    it.
+    reserved between steps. All steps write gradients to the same memory: clone to save gradients.
 
     Python runs only at capture. A value that changes from step to step must be a tensor among the
     inputs. A replay repeats the capture's numbers (such as a token count that divides the loss),
@@ -97,9 +96,9 @@ class GraphedForwardBackward:
         self._forward_backward = forward_backward
         self._model = model
         self._warm_up = warm_up
-        self._num_warm = 0
+        self._num_warm_up_calls = 0
         self._inputs: Inputs = ()  # of the last warm-up call
-        self._captured: _Captured | None = None
+        self._captured: _CapturedStep | None = None
 
     def close(self) -> None:
         """Free the graph and its memory; the next calls warm up and capture a new graph.
@@ -108,7 +107,7 @@ class GraphedForwardBackward:
         """
         if self._captured is not None:
             torch.cuda.synchronize(self._device)  # a replay may still run
-        self._num_warm, self._inputs, self._captured = 0, (), None
+        self._num_warm_up_calls, self._inputs, self._captured = 0, (), None
         self._capacity.graph_steps = None
 
     def __call__(self, *inputs: Tensor) -> Any:
@@ -128,10 +127,10 @@ class GraphedForwardBackward:
                 the state of a running step.
             ExchangeError: as in `TrainStep.finish`.
         """
-        # A replay runs no Python of the model. These lines, and `_Captured.replay`, do its work
+        # A replay runs no Python of the model. These lines, and `_CapturedStep.replay`, do its work
         # between steps: an evaluation may have left units whole, an exchange may have failed.
         reshard_units(self._model)
-        _check_start(self._model, self._state)
+        _refuse_tapes_and_gradients(self._model, self._state)
         self._capacity.poll()
         # If rows did not fit, `TrainStep.finish` has skipped the step on every rank, on the device.
         # The host sees that a step later, without a wait, and captures with larger buffers.
@@ -146,11 +145,11 @@ class GraphedForwardBackward:
     def _run_before_replay(self, inputs: Inputs) -> Any:
         """Run a warm-up call, or capture the graph and replay it; return the outputs."""
         device_inputs = tuple(x.to(self._device, non_blocking=True, copy=True) for x in inputs)
-        if self._num_warm < self._warm_up:
-            is_last = self._num_warm == self._warm_up - 1
+        if self._num_warm_up_calls < self._warm_up:
+            is_last = self._num_warm_up_calls == self._warm_up - 1
             run = self._forward_backward
             outputs = _call_without_syncs(run, device_inputs) if is_last else run(*device_inputs)
-            self._num_warm += 1
+            self._num_warm_up_calls += 1
             self._inputs = device_inputs
             return outputs
         _check_inputs(device_inputs, self._inputs)
@@ -161,7 +160,7 @@ class GraphedForwardBackward:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Captured:
+class _CapturedStep:
     """A captured CUDA graph, its input, output and gradient tensors, and `GraphFacts`."""
 
     graph: torch.cuda.CUDAGraph
@@ -175,7 +174,7 @@ class _Captured:
     num_in_step: int  # micro-batches of a `TrainStep` that the graph runs
 
     def replay(self, inputs: Inputs) -> Any:
-        """Replay the graph; set gradients, count micro-batches, and return copies of outputs."""
+        """Copy inputs, replay the graph, set `.grad` of parameters; return copies of outputs."""
         record = get_parallel_state(self.model)
         if record is not None and record.arguments is not None:  # a replay runs no model hook
             named = {f"inputs[{place}]": x for place, x in enumerate(inputs)}
@@ -197,9 +196,9 @@ class _Captured:
 
 def _capture(
     function: Callable[..., Any], model: nn.Module, state: MoEState, inputs: Inputs
-) -> _Captured:
-    """Capture a call, which computes nothing; RuntimeError on all ranks if any rank fails."""
-    _drop_copies(state)
+) -> _CapturedStep:
+    """Capture `function(*inputs)`, which computes nothing; RuntimeError if any rank fails."""
+    _drop_fp8_copies(state)
     trackers = {name: layer.tracker for name, layer in state.layers.items()}
     for tracker in trackers.values():
         tracker.num_captured = 0
@@ -220,8 +219,8 @@ def _capture(
     if progress is not None:  # the capture has computed nothing
         progress.num_done, num_in_step = before, progress.num_done - before
     reshard_units(model)  # whole and cast parameters lie in the graph's memory
-    _drop_copies(state)
-    return _Captured(
+    _drop_fp8_copies(state)
+    return _CapturedStep(
         graph=graph,
         model=model,
         state=state,
@@ -280,7 +279,7 @@ def _call_without_syncs(function: Callable[..., Any], inputs: Inputs) -> Any:
 
 
 def _find_capture_problem(waits: list[warnings.WarningMessage], outputs: Any) -> str:
-    """Return the error text for a call that waits or returns no plain tensors; "" = no error."""
+    """Return an error text if there are `waits` (host syncs) or invalid outputs; "" = no error."""
     if waits:
         return (
             f"forward_backward must not wait for the GPU in a CUDA graph, but does in "
@@ -301,8 +300,8 @@ def _find_capture_problem(waits: list[warnings.WarningMessage], outputs: Any) ->
     return ""
 
 
-def _check_start(model: nn.Module, state: MoEState) -> None:
-    """Raise if a router is recorded or replayed, or if a parameter already has a gradient."""
+def _refuse_tapes_and_gradients(model: nn.Module, state: MoEState) -> None:
+    """Raise NotImplementedError for recorded or replayed routers, ValueError if gradients exist."""
     for name, layer in state.layers.items():
         router = layer.get_part("router")
         if router is not None and router.tape is not None:
@@ -320,6 +319,7 @@ def _check_start(model: nn.Module, state: MoEState) -> None:
 
 
 def _check_inputs(inputs: Inputs, expected_inputs: Inputs) -> None:
+    """Raise ValueError unless `inputs` have the shapes and dtypes of `expected_inputs`."""
     kinds = [(tuple(x.shape), x.dtype) for x in inputs]
     expected_kinds = [(tuple(x.shape), x.dtype) for x in expected_inputs]
     if kinds != expected_kinds:
@@ -377,8 +377,8 @@ def _get_gpu(model: nn.Module) -> torch.device:
     return device
 
 
-def _drop_copies(state: MoEState) -> None:
-    """Drop the FP8 copies of expert weights, so that the next forward makes new ones."""
+def _drop_fp8_copies(state: MoEState) -> None:
+    """Drop the FP8 copies of expert weights; the next forward quantises the weights again."""
     for layer in state.layers.values():
         layer.get_part("experts").reader.drop_copies()
 

@@ -37,8 +37,8 @@ WARM_UP = 3  # calls, after which kernels are compiled and caches are filled
 T = TypeVar("T")
 
 
-class _Turn:
-    """A token for one forward whose backward is pending, until `has_ended` is True."""
+class _PendingBackward:
+    """A token of one forward of a part; `has_ended` becomes True when its backward has run."""
 
     __slots__ = ("__weakref__", "has_ended")
 
@@ -47,7 +47,7 @@ class _Turn:
 
 
 class _GraphSlot:
-    """A pool of graph memory for one forward through all parts, until its backward has run."""
+    """A pool of CUDA graph memory that a forward through all parts has until its backward ends."""
 
     # A graph may use memory that another graph of its pool has freed during capture. So graphs of a
     # pool run one forward through all parts, and its backward, before the next forward. Each slot
@@ -55,7 +55,7 @@ class _GraphSlot:
 
     def __init__(self) -> None:
         self._pool: Any = None
-        self._turns: list[weakref.ref[_Turn]] = []
+        self._turns: list[weakref.ref[_PendingBackward]] = []
 
     @property
     def pool(self) -> Any:
@@ -70,20 +70,20 @@ class _GraphSlot:
         self._turns = [turn for turn in self._turns if _is_in_flight(turn)]
         return not self._turns
 
-    def take(self) -> _Turn:
+    def take(self) -> _PendingBackward:
         """Mark the slot as in use; return the token that ends this when its backward has run."""
-        turn = _Turn()
+        turn = _PendingBackward()
         self._turns.append(weakref.ref(turn))
         return turn
 
 
-def _is_in_flight(turn_ref: weakref.ref[_Turn]) -> bool:
+def _is_in_flight(turn_ref: weakref.ref[_PendingBackward]) -> bool:
     turn = turn_ref()
     return turn is not None and not turn.has_ended
 
 
 class GraphMemory:
-    """Memory that graphs of parts share: slots, a capture stream, and gradient buffers."""
+    """Memory that the CUDA graphs of parts share: pools, a capture stream, gradient buffers."""
 
     def __init__(self) -> None:
         self.slots = [_GraphSlot()]
@@ -108,7 +108,7 @@ class GraphMemory:
         self._grads.clear()
 
     def choose_slot(self, pairs: Mapping[_GraphSlot, _GraphPair]) -> _GraphSlot:
-        """Return the slot that a part uses in this forward; `pairs` maps slots to its graphs."""
+        """Return the slot for a part in this forward; `pairs` has the part's graphs by slot."""
         pair = pairs.get(self._current)
         if pair is not None and not pair.is_free:
             free = next((slot for slot in self.slots if slot.is_free), None)
@@ -128,8 +128,8 @@ class GraphMemory:
         return [self._grads[key] for key in keys]
 
 
-class _Call(NamedTuple):
-    """The arguments and state of a call; a replay needs the same as at capture."""
+class _CallSignature(NamedTuple):
+    """Arguments and module state of a call, which must be equal at capture and at replay."""
 
     form: Any  # the arguments without their tensors (`make_form`)
     tensors: tuple[tuple[torch.Size, torch.dtype, bool], ...]  # and whether each needs a gradient
@@ -154,8 +154,8 @@ class GraphedPart:
     ) -> None:
         self._init_args = (name, function, modules, memory, may_run)
         self._name, self._function, self._modules, self._memory, self._may_run = self._init_args
-        self._call: _Call | None = None  # the call of the warm-up, then of the graphs
-        self._num_warm = 0
+        self._call: _CallSignature | None = None  # the call of the warm-up, then of the graphs
+        self._num_warm_up_calls = 0
         self._pairs: dict[_GraphSlot, _GraphPair] = {}
 
     def __reduce__(self) -> Any:
@@ -163,7 +163,7 @@ class GraphedPart:
 
     def drop(self) -> None:
         """Free the graphs and the shared memory; the part then warms up and is captured again."""
-        self._num_warm, self._call, self._pairs = 0, None, {}
+        self._num_warm_up_calls, self._call, self._pairs = 0, None, {}
         self._memory.clear()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -178,16 +178,16 @@ class GraphedPart:
         if facts is None:
             return self._function(*args, **kwargs)
         kinds = tuple((x.shape, x.dtype, x.requires_grad) for x in tensors)
-        call = _Call(form, kinds, get_autocast_dtype(tensors[0]), facts)
-        if self._num_warm < WARM_UP or self._call is None:
-            self._num_warm = self._num_warm + 1 if call == self._call else 1
+        call = _CallSignature(form, kinds, get_autocast_dtype(tensors[0]), facts)
+        if self._num_warm_up_calls < WARM_UP or self._call is None:
+            self._num_warm_up_calls = self._num_warm_up_calls + 1 if call == self._call else 1
             self._call = call
             return self._function(*args, **kwargs)
         if call != self._call:
             # A graph reads parameters at their addresses, which units keep. If an address changes,
             # the part warms up and is captured anew.
             if call.facts != self._call.facts:
-                self._num_warm, self._pairs = 0, {}
+                self._num_warm_up_calls, self._pairs = 0, {}
             return self._function(*args, **kwargs)
         slot = self._memory.choose_slot(self._pairs)
         pair = self._pairs.get(slot)
@@ -219,7 +219,7 @@ class GraphedPart:
         return facts
 
     def _capture_call(self, form: Any, tensors: list[Tensor], slot: _GraphSlot) -> _GraphPair:
-        """Capture a call with arguments like `tensors`; RuntimeError if the capture fails."""
+        """Capture a call of `form` with inputs like `tensors`; RuntimeError if capture fails."""
         inputs = [
             torch.empty(x.shape, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
             for x in tensors
@@ -252,7 +252,7 @@ class _GraphPair:
     backward: Callable[[], None] | None = None  # None if no output needs a gradient
     output_grads: list[Tensor] = field(default_factory=list)  # of outputs that need them
     grads: list[Tensor | None] = field(default_factory=list)  # of inputs and parameters
-    holder: weakref.ref[_Turn] | None = None  # of the last forward's turn
+    holder: weakref.ref[_PendingBackward] | None = None  # of the last forward
 
     @property
     def is_free(self) -> bool:
@@ -262,7 +262,7 @@ class _GraphPair:
         return self.holder is None or not _is_in_flight(self.holder)
 
     def run(self, tensors: list[Tensor], parameters: list[Tensor]) -> Any:
-        """Replay the forward for these inputs; return the result, whose backward also replays."""
+        """Replay forward for `tensors`; return the result, differentiable in both arguments."""
         if self.backward is None:
             self.replay(tensors)
             outputs = _copy_tensors(self.outputs)
@@ -271,7 +271,7 @@ class _GraphPair:
         return fill_form(self.form, outputs)
 
     def replay(self, tensors: list[Tensor]) -> None:
-        """Copy `tensors` to the static inputs of the graph, and replay the forward."""
+        """Copy `tensors` to the graph's static inputs and replay the forward graph only."""
         with torch.no_grad():
             foreach_copy_(self.inputs, tensors)
         self.forward()
@@ -318,7 +318,7 @@ def _capture(
     memory: GraphMemory,
     slot: _GraphSlot,
 ) -> _GraphPair:
-    """Capture a function's forward, and a backward for gradients of `sources`."""
+    """Capture `function()`, which reads `inputs`, and its backward to gradients of `sources`."""
     saved_tensors: list[Tensor] = []
     forward, result = _record(partial(_run_forward, function, saved_tensors), memory, slot)
     outputs: list[Tensor] = []

@@ -97,11 +97,11 @@ def drop_graphs(model: nn.Module) -> None:
 
 
 def _graph_layer(name: str, layer: RoutedLayer, memory: GraphMemory) -> None:
-    """Replace the router, the shared experts and `dispatcher.prepare` of an MoE layer by graphs."""
+    """Replace router, shared experts and `prepare_send_order` of an MoE layer by CUDA graphs."""
     router, dispatcher = layer.get_part("router"), layer.dispatcher
     if isinstance(router, Router):
         _replace_by_graph(
-            f"{name}.router", router.forward, [router], memory, partial(_is_free, router)
+            f"{name}.router", router.forward, [router], memory, partial(_can_graph_router, router)
         )
     shared = layer.get_part("shared") if isinstance(layer, MoELayer) else None
     if shared is not None:
@@ -118,18 +118,21 @@ def _replace_by_graph(
     memory: GraphMemory,
     may_run: Callable[[], bool] | None = None,
 ) -> None:
-    """Replace a bound method, which reads `modules`, by a `GraphedPart` on its object."""
+    """Replace a bound method, which reads parameters of `modules`, by a `GraphedPart`, in place.
+
+    `name` is for errors. A call uses the graphs only if `may_run()` is True; None = always.
+    """
     part = GraphedPart(name, method, modules, memory, may_run)
     bound = cast(MethodType, method)
     setattr(bound.__self__, bound.__name__, part)
 
 
-def _is_free(router: Router) -> bool:
+def _can_graph_router(router: Router) -> bool:
     """Return whether the router has no collective, no tape of choices and no forced expert ids."""
     return router.is_collective_free and router.tape is None and router.forced_ids is None
 
 
 def _can_replay(modules: Iterable[nn.Module]) -> bool:
-    """Return whether no module observes attention scores (`QKClip`) or must run eagerly."""
+    """Return whether graphs may replay: no module observes scores (`QKClip`) or is eager."""
     names = ("observe_scores", "is_eager")
     return not any(getattr(module, name, None) for module in modules for name in names)

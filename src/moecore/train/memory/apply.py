@@ -35,8 +35,8 @@ def apply_memory(
 ) -> Offload | None:
     """Apply recomputation and offload to blocks, in place; return the `Offload`, None without one.
 
-    `compiled` are modules inside of compiled code, which are left out. `stages` maps a pipeline
-    stage to its blocks, which run sequentially; None = all blocks do.
+    `compiled` are modules inside of compiled code, which are left out. `stages` maps the index of a
+    pipeline stage to its blocks, which run sequentially. None = all blocks run sequentially.
     """
     # "expert_fc1" of the options is the experts' own: see `Experts.set_backend`. In compiled code
     # the compiler recomputes (`make_inductor_options`), and nothing is offloaded.
@@ -64,7 +64,11 @@ def apply_stash(
     *,
     compiled: Set[nn.Module] = frozenset(),
 ) -> Stash | None:
-    """Store saved rows of routed experts in pages, in place; None if off or without spare rows."""
+    """Store the token rows that routed experts save for backward in pages; return the `Stash`.
+
+    Wraps the forwards of blocks and MoE layers, in place. `compiled` are modules in compiled code,
+    which are left out. Returns None if `options.stash` is None, or no layer has unused rows.
+    """
     if options.stash is None:
         return None
     modules = (module for block in blocks for module in block.modules())
@@ -83,7 +87,7 @@ def apply_stash(
 
 
 def _has_spare_rows(module: nn.Module) -> bool:
-    """Whether a module is an MoE layer whose experts save buffers with unused rows."""
+    """Whether a module is an MoE layer whose experts save padded buffers with unused rows."""
     if not isinstance(module, RoutedLayer):
         return False
     experts, capacity = module.get_part("experts"), module.config.capacity
@@ -106,7 +110,7 @@ def _apply_recompute(
             use = find_part_use(part, recompute_parts)
             used_parts |= use.parts
             if use.parts and part.module not in compiled:
-                _recompute(part, use)
+                _wrap_for_recompute(part, use)
         wrap(block, call_in_context, share_outputs)
     if recompute_parts.issuperset(GEMM_LAST):  # a block need not have all three
         recompute_parts.difference_update(GEMM_LAST)
@@ -120,7 +124,7 @@ def _apply_recompute(
 def _choose_offload_kinds(
     blocks: Iterable[nn.Module], options: MemoryOptions, compiled: Set[nn.Module]
 ) -> dict[nn.Module, str]:
-    """Return module -> part name for offloaded modules; warn about an option that no block has."""
+    """Return module -> kind ("mlp") of parts to offload; warn about an option that no block has."""
     kinds: dict[nn.Module, str] = {}
     for block in blocks:
         inside: set[nn.Module] = set()
@@ -143,7 +147,7 @@ def _choose_offload_kinds(
     return kinds
 
 
-def _recompute(part: BlockPart, use: PartUse) -> None:
+def _wrap_for_recompute(part: BlockPart, use: PartUse) -> None:
     """Wrap a part's forward: an MoE layer is checkpointed, another part becomes a region."""
     name, kind, module = part
     if kind == "moe":
@@ -157,14 +161,14 @@ def _recompute(part: BlockPart, use: PartUse) -> None:
 def _run_as_region(
     forward: Callable[..., Any], name: str, has_products: bool, args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """Call a forward as a recomputed region, or plainly with a cache of keys; for `wrap`."""
+    """Call `forward` as recomputed region `name`, or plainly if an argument is a KV cache."""
     if any(map(_is_cache, (*args, *kwargs.values()))):
         return forward(*args, **kwargs)
     return recompute(name, forward, args, kwargs, has_products=has_products)
 
 
 def _is_cache(argument: Any) -> bool:
-    """Whether an argument is transformers' cache of keys, which recomputation would fill twice."""
+    """Whether an argument is transformers' KV cache, which recomputation would fill twice."""
     return any(cls.__name__ == "Cache" for cls in type(argument).__mro__)
 
 

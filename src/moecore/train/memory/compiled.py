@@ -34,14 +34,14 @@ SCORES = re.compile(r"^_scaled_dot_product|(^|_)(bmm|baddbmm)$")  # or what they
 
 
 @dataclass(frozen=True)
-class Marks(CustomGraphPass):
-    """Inductor pass that marks recomputed operations in a joint graph of torch.compile."""
+class RecomputeMarks(CustomGraphPass):
+    """An Inductor pass that marks which nodes of a joint forward-backward graph are recomputed."""
 
     parts: frozenset[str]  # last names of the modules whose values are dropped
     products: frozenset[str]  # of those whose products run again, too
 
     @classmethod
-    def from_blocks(cls, blocks: Iterable[nn.Module], options: MemoryOptions) -> Marks:
+    def from_blocks(cls, blocks: Iterable[nn.Module], options: MemoryOptions) -> RecomputeMarks:
         """Return the pass that marks the parts of blocks that `MemoryOptions.recompute` selects."""
         parts, products = set[str](), set[str]()
         for block in blocks:
@@ -55,14 +55,14 @@ class Marks(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         """Set `node.meta["recompute"]` of the selected nodes of a joint graph, in place."""
         for node in graph.nodes:
-            if self._is_dropped(node):
+            if self._is_recomputed(node):
                 node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
 
     def uuid(self) -> str:
         """Return the key of these marks in Inductor's caches."""
         return f"moecore.train.memory.compiled 1 {list(map(sorted, (self.parts, self.products)))}"
 
-    def _is_dropped(self, node: Node) -> bool:
+    def _is_recomputed(self, node: Node) -> bool:
         """Return whether a node's value is recomputed in backward instead of saved."""
         modules = {
             _get_last_name(path) for path, _ in node.meta.get("nn_module_stack", {}).values()
@@ -85,12 +85,12 @@ class Marks(CustomGraphPass):
 
 def make_inductor_options(blocks: Iterable[nn.Module], options: MemoryOptions) -> dict[str, Any]:
     """Return `options` for torch.compile of blocks, so that Inductor recomputes selected parts."""
-    marks = Marks.from_blocks(blocks, options)
+    marks = RecomputeMarks.from_blocks(blocks, options)
     return {"joint_custom_pre_pass": marks} if marks.parts else {}
 
 
 def _get_last_name(path: str) -> str:
-    """Return the last name of a module's path, "self_attn" of "L['self'].self_attn"."""
+    """Return the last name of a module's path: "self_attn" for "L['self'].self_attn"."""
     name: str = re.findall(r"\w+", path)[-1]
     return name
 
@@ -106,6 +106,6 @@ def _is_small(node: Node) -> bool:
 
 
 def _count_bytes(x: torch.Tensor) -> int:
-    """Return the size in bytes of a fake tensor; dynamic dims have their hints."""
+    """Return the size in bytes of a fake tensor; a dynamic dim counts as its hint."""
     sizes: list[int] = [n if isinstance(n, int) else n.node.hint for n in x.shape]
     return math.prod(sizes) * x.element_size()

@@ -24,34 +24,46 @@ REST: Key = ("", 0)  # tensors that a block saves outside of parts
 
 @dataclass(slots=True)
 class HandleCounts:
-    """Counts of existing handles, and of handles that the current backward ("turn") must unpack."""
+    """Counts of the handles that replace saved tensors of one storage, or of one group.
+
+    A turn is one backward. With retain_graph a handle is unpacked in several turns.
+
+    Attributes:
+        alive: number of handles that exist.
+        remaining: number of handles that the current turn has not unpacked.
+        turn: number of the current turn, from 0.
+    """
 
     alive: int = 0
     remaining: int = 0
     turn: int = 0
 
     def add_handle(self) -> int:
-        """Count a new handle; return the turn, the number of the backward that will unpack it."""
+        """Count a new handle; return the number of the turn that will unpack the handle."""
         self.alive += 1
         self.remaining += 1
         return self.turn
 
     def count_unpack(self, turn: int) -> tuple[int, bool]:
-        """Count an unpacking; return the handle's next turn, and whether the turn has ended."""
+        """Count an unpacking of a handle whose next turn is `turn`.
+
+        Returns the handle's new next turn, and whether no handle remains in the current turn.
+        """
         if turn != self.turn:
             return turn, False
         self.remaining -= 1
-        return turn + 1, self._has_turn_ended()
+        return turn + 1, self._try_to_end_turn()
 
     def remove_handle(self, turn: int) -> bool:
-        """Count a deleted handle; return whether this ends the turn, as no handle remains in it."""
+        """Count a deleted handle whose next turn is `turn`; return whether the turn ends now."""
         self.alive -= 1
         if turn != self.turn:
             return False
         self.remaining -= 1
-        return self._has_turn_ended()
+        return self._try_to_end_turn()
 
-    def _has_turn_ended(self) -> bool:
+    def _try_to_end_turn(self) -> bool:
+        """If no handle remains in the turn, begin the next turn; return whether the turn ended."""
         if self.remaining:
             return False
         self.turn, self.remaining = self.turn + 1, self.alive
@@ -60,7 +72,7 @@ class HandleCounts:
 
 @dataclass(eq=False, slots=True)
 class HostCopy:
-    """A storage saved for backward: on the device, in a `Store` (host or pages), or both."""
+    """A storage saved for backward, and its copy in a `Store` (host memory or pages), if any."""
 
     size: int
     ref: StorageWeakRef  # to the saved storage
@@ -84,7 +96,7 @@ class HostCopy:
         )
 
     def free(self) -> None:
-        """Free the device memory, after `home` (a stream) was made to wait for a running copy."""
+        """Free the device memory; first make the stream `home` wait for a running copy."""
         if self.busy is not None:
             self.busy.make_stream_wait(self.home)
         self.data, self.busy, self.is_back = None, None, False
@@ -98,7 +110,7 @@ class HostCopy:
 
 @dataclass(eq=False, slots=True)
 class StorageGroup:
-    """The storages that one part of a layer saves in one forward."""
+    """The storages that one part of a block, such as attention, saves in one forward."""
 
     key: Key
     layer: ReferenceType[Layer]  # weak: its layer has it, and a cycle keeps counts on the device
@@ -120,7 +132,7 @@ class StorageGroup:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Layer:
-    """One forward of a block with its saved groups; without any it adopts the previous block's."""
+    """One forward of a transformer block, with a `StorageGroup` for each part of the block."""
 
     index: int
     is_last: bool
@@ -128,7 +140,10 @@ class Layer:
     groups: dict[Key, StorageGroup] = field(default_factory=dict)
 
     def link_to_previous(self, previous: Layer | None) -> None:
-        """Let the backward of each group prefetch the previous layer's group of the same key."""
+        """Let the backward of each group prefetch the previous layer's group of the same key.
+
+        A layer without groups takes over the groups of `previous`; None = no previous layer.
+        """
         self.groups = {key: group for key, group in self.groups.items() if group.handles.alive}
         previous_groups = dict(previous.groups) if previous is not None else {}
         if not self.groups:
@@ -152,7 +167,7 @@ class OffloadChunk:
 
 @dataclass(slots=True)
 class StorageUse:
-    """What a handle refers to: storage and group, with the turns in which it is unpacked next."""
+    """A handle's storage and group, each with the turn (backward) that unpacks the handle next."""
 
     copy: HostCopy
     group: StorageGroup

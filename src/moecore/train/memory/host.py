@@ -36,7 +36,7 @@ ALIGN_BYTES = 64  # a cache line; no dtype needs more
 
 @dataclass(slots=True)
 class Slab:
-    """A block of uint8 memory that is allocated from front to back, without single frees."""
+    """A block of uint8 memory from which pieces are allocated front to back and never freed."""
 
     memory: Tensor
     used_bytes: int = 0
@@ -47,7 +47,7 @@ class Slab:
         return self.memory.numel() - self.used_bytes
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return the next `num_bytes`, uint8; the caller checks that they are free."""
+        """Return a uint8 view of the next `num_bytes`; the caller checks `free_bytes`."""
         data = self.memory[self.used_bytes : self.used_bytes + num_bytes]
         self.used_bytes += round_up_to_alignment(num_bytes)
         return data
@@ -86,14 +86,14 @@ class Slabs:
 
 @dataclass(frozen=True, slots=True)
 class HostPiece:
-    """A piece of a `HostPool`, uint8; `of_graph` = a CUDA graph writes it in every replay."""
+    """A piece of uint8 host memory; `of_graph` = a CUDA graph writes the piece in every replay."""
 
     memory: Tensor
     of_graph: bool
 
 
 class HostPool:
-    """A `Store` that copies storages to pieces of slabs, by size class.
+    """A `Store` in host memory: copies of saved storages in pieces of slabs, by size class.
 
     A freed piece is reused for the next request of its size class.
     """
@@ -115,7 +115,7 @@ class HostPool:
         return True
 
     def copy_out(self, copies: Sequence[HostCopy]) -> list[HostCopy]:
-        """Start to copy storages to the host; return the copies for which there is host memory."""
+        """Start to copy storages to host memory; return the records that found host memory."""
         for copy in copies:
             copy.piece = self._allocate_piece(copy.size)
         stored_copies = [copy for copy in copies if copy.piece is not None]
@@ -127,7 +127,7 @@ class HostPool:
         return stored_copies
 
     def copy_back(self, copies: Sequence[HostCopy], freed_pieces: Sequence[HostPiece] = ()) -> None:
-        """Start to copy storages to each copy's `data` on the device, and free `freed_pieces`."""
+        """Start to copy storages back to each record's `data`; also free `freed_pieces`."""
         self.free_pieces(freed_pieces)
         # Each storage has a mark of its own: the host's link is slow, and backward waits for the
         # storage that it reads, not for the whole group.
@@ -137,7 +137,7 @@ class HostPool:
             copy.busy = self._streams.back.start([job], copy.out)
 
     def free_pieces(self, pieces: Sequence[HostPiece]) -> None:
-        """Free pieces. The next copy into a piece runs after its last reader."""
+        """Free pieces for reuse. The next copy into a piece runs after its last reader."""
         for piece in pieces:
             self.used_bytes -= piece.memory.numel()
             self._free[piece.memory.numel(), piece.of_graph].append(piece.memory)
@@ -148,7 +148,10 @@ class HostPool:
         self._slabs.clear()
 
     def _allocate_piece(self, num_bytes: int) -> HostPiece | None:
-        """Return a piece; None if `max_bytes` is reached, or a capture would have to pin memory."""
+        """Return a piece of at least `num_bytes`; None if there is no host memory for a piece.
+
+        That is so if `max_bytes` is reached, or a CUDA graph capture would have to pin memory.
+        """
         in_capture = self._streams.is_capturing()
         memory = self._find_free_piece(round_up_to_size_class(num_bytes), in_capture)
         if memory is not None:
@@ -163,17 +166,20 @@ class HostPool:
         return None
 
     def _find_free_piece(self, size: int, in_capture: bool) -> Tensor | None:
-        """Return memory of a size class, freed or new; None if there is none."""
+        """Return memory of a size class, freed or new; None if full. A capture pins no memory."""
         for of_graph in (True, False) if in_capture else (False,):
             if self._free[size, of_graph]:
                 return self._free[size, of_graph].pop()
         slab = self._slabs.find_slab(size)
         if slab is None and not in_capture:
-            slab = self._grow(size)
+            slab = self._add_slab(size)
         return None if slab is None else slab.allocate(size)
 
-    def _grow(self, size: int) -> Slab | None:
-        """Allocate a slab as large as all slabs, up to `SLAB_BYTES`, or as needed; None if full."""
+    def _add_slab(self, size: int) -> Slab | None:
+        """Allocate a slab for a piece of `size` bytes; None if `max_bytes` does not allow a slab.
+
+        The slab is as large as all slabs together, at most `SLAB_BYTES` unless `size` is larger.
+        """
         pool_bytes = self.num_bytes
         limit = float("inf") if self.max_bytes is None else self.max_bytes
         min_bytes = round_up_to_power_of_two(size)
@@ -194,7 +200,7 @@ class HostPool:
 
 @contextmanager
 def explain_memory_errors(subject: str) -> Iterator[None]:
-    """Return a context that raises memory errors as a MemoryError: `subject` must fit."""
+    """Return a context that converts errors to a MemoryError: `subject` must fit in host memory."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -203,7 +209,7 @@ def explain_memory_errors(subject: str) -> Iterator[None]:
 
 
 def _make_row_copier(copy: HostCopy) -> Callable[[Tensor, Tensor], None] | None:
-    """Return a function that copies only the used first rows; None = copy all bytes."""
+    """Return a function (target, source) that copies only used first rows; None = copy all."""
     rows = copy.used_rows
     if rows is None or rows.num_rows is None or copy.data is None or copy.data.is_meta:
         return None
@@ -258,7 +264,7 @@ class MovedStorage:
         self.free()
 
     def allocate(self) -> None:
-        """Allocate the device memory, which work of the current stream may use."""
+        """Allocate the device memory, without values, for work of the current stream."""
         if self.memory.is_meta:  # a dry run counts a storage from its first tensor to its last
             self.memory = self.memory.new_empty(self.host.numel())
             self.tensors = [(tensor, self._view(at, self.memory)) for tensor, at in self.tensors]
@@ -283,7 +289,7 @@ class MovedStorage:
         return flat.as_strided(place.shape, place.stride(), start)
 
     def move_to_device(self) -> None:
-        """Make the tensors views of device memory, into which the bytes were copied."""
+        """Make the tensors views of device memory; the caller has copied the bytes to `memory`."""
         for tensor, place in self.tensors:
             if get_storage_key(tensor) != get_storage_key(
                 self.host
@@ -293,7 +299,7 @@ class MovedStorage:
 
 
 class HostCopies:
-    """Host memory for copies of tensors, by name and reused; the next `fill` overwrites it."""
+    """Reused host memory for copies of tensors, by name; the next `fill` overwrites the copies."""
 
     def __init__(self) -> None:
         self._copies: dict[str, Tensor] = {}
@@ -301,7 +307,10 @@ class HostCopies:
         self._streams: dict[torch.device, CopyStream] = {}
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return name -> host memory like each tensor; new memory is pinned, which is slow."""
+        """Return name -> host tensor with the shape and dtype of `tensors[name]`; copies nothing.
+
+        Memory of an earlier call with the same name is reused. New memory is pinned, which is slow.
+        """
         new = [name for name in tensors if name not in self._copies]
         for name in tensors.keys() - new:
             tensor, copy = tensors[name], self._copies[name]
@@ -328,7 +337,10 @@ class HostCopies:
         return {name: self._copies[name] for name in tensors}
 
     def reserve_storages(self, groups: Mapping[str, Sequence[Tensor]]) -> list[MovedStorage]:
-        """Reserve host memory for storages; each name has the tensors that share one storage."""
+        """Reserve host memory for storages; copies nothing.
+
+        `groups` maps a storage's name to the tensors that share the storage.
+        """
         memory = {name: view_bytes(group[0].untyped_storage()) for name, group in groups.items()}
         return [
             MovedStorage(memory[name], host, [(tensor, tensor.data) for tensor in groups[name]])

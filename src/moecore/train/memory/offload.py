@@ -135,18 +135,18 @@ class Offload(SavedStorages):
             self._chunk = None
             with self._hold_lock():
                 if not is_done:
-                    self._retire(lambda group: True)
+                    self._free_copied_groups(lambda group: True)
                 chunk.pending_free, self._pending_free = self._pending_free, []
 
     def free(self, chunk: OffloadChunk) -> None:
-        """Free the device memory of the storages that a chunk's last block has copied out."""
+        """Free the device memory of storages that were copied out, but not freed, in `chunk()`."""
         with self._hold_lock():
             for group in chunk.pending_free:
                 group.free_device_memory()
             chunk.pending_free = []
 
     def bring_back(self, chunk: OffloadChunk) -> None:
-        """Start to copy back all storages of a chunk, before its backward."""
+        """Start to copy all storages of a chunk back to the device; call it before backward."""
         with self._hold_lock():
             chunk.pending_free = []  # storages that `free` has not freed yet stay on the device
             for layer in reversed(chunk.layers):
@@ -189,11 +189,11 @@ class Offload(SavedStorages):
                 if chunk is not None:
                     chunk.layers.append(layer)
                 frees_all = layer.is_last or not is_done
-                self._retire(lambda group: frees_all or group.layer() is not layer)
+                self._free_copied_groups(lambda group: frees_all or group.layer() is not layer)
 
     @contextmanager
     def part(self, name: str, module: nn.Module) -> Iterator[None]:
-        """Return the context of the forward of `module`, which has this part name in all layers."""
+        """Return a context that offloads `module`'s saved tensors as part `name` of the block."""
         # Weights and buffers of `module` are not offloaded. Outside of a block it does nothing.
         layer = self._layer
         if layer is None or not torch.is_grad_enabled() or is_inside_backward():
@@ -202,13 +202,15 @@ class Offload(SavedStorages):
         key = (name, sum(other == name for other, _ in layer.groups))
         if self._streams.current() == layer.stream:
             with self._hold_lock():
-                self._retire(lambda group: group.layer() is not layer and group.key == key)
+                self._free_copied_groups(
+                    lambda group: group.layer() is not layer and group.key == key
+                )
         with self._offload_saved_tensors(key, module):
             yield
 
     @contextmanager
     def _offload_saved_tensors(self, key: Key, module: nn.Module) -> Iterator[None]:
-        """Return a context whose saved tensors are offloaded as a group of the running layer."""
+        """Return a context whose saved tensors, not `module`'s weights, are offloaded as `key`."""
         layer = self._layer
         assert layer is not None
         group = StorageGroup(
@@ -235,7 +237,7 @@ class Offload(SavedStorages):
         return frozenset(get_storage_key(get_local_tensor(t)) for t in tensors)
 
     def _send(self, group: StorageGroup) -> None:
-        """Start to copy out the storages of a part, unless its layer is the last."""
+        """Start to copy a group's storages to the store, unless its block is the last."""
         if not group.is_last:
             self._copy_out(group)
 
@@ -270,7 +272,7 @@ def _call_unless_compiled(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call a wrapped forward; torch.compile traces the forward without the wrapper."""
+    """Call `function` with the forward; torch.compile traces the forward without `function`."""
     if torch.compiler.is_compiling():
         return forward(*args, **kwargs)
     return function(forward, *bound_args, args, kwargs)

@@ -66,7 +66,9 @@ class OnMeta(TorchFunctionMode):
             mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
             return _AttentionOnMeta.apply(*args[:3], mask)
         if func is F.rms_norm and self._is_gpu:
-            return _Norm.apply(args[0], kwargs.get("weight", args[2] if len(args) > 2 else None))
+            return _RMSNormOnMeta.apply(
+                args[0], kwargs.get("weight", args[2] if len(args) > 2 else None)
+            )
         if func in (torch.nonzero, Tensor.nonzero):
             return _list_all_indices(*args, **kwargs)
         if func is Tensor.__getitem__:
@@ -110,13 +112,13 @@ def list_tensors(*values: Any) -> list[Tensor]:
 
 
 def _list_all_indices(x: Tensor, *, as_tuple: bool = False) -> Any:
-    """Return indices of all elements, as if all were nonzero: [N, dims], or one [N] per dim."""
+    """Return the result of `torch.nonzero` for an `x` without zeros, on meta."""
     indices = torch.empty(x.numel(), x.ndim, dtype=torch.int64, device=META)
     return indices.unbind(1) if as_tuple else indices
 
 
 def _expand_masks(index: Any) -> Iterator[Any]:
-    """Yield the parts of an index, with masks replaced by the indices of all elements."""
+    """Yield the entries of a tensor index; a bool mask becomes indices of all its elements."""
     for part in index if isinstance(index, tuple) else (index,):
         is_mask = isinstance(part, Tensor) and part.dtype == torch.bool
         yield from _list_all_indices(part, as_tuple=True) if is_mask else (part,)
@@ -144,7 +146,7 @@ class _AttentionOnMeta(torch.autograd.Function):
         return *input_grads, None
 
 
-class _Norm(torch.autograd.Function):
+class _RMSNormOnMeta(torch.autograd.Function):
     """RMSNorm on meta, which saves and records the tensors of one fused GPU kernel."""
 
     @staticmethod
@@ -163,7 +165,7 @@ class _Norm(torch.autograd.Function):
         return dx, dweight
 
 
-class _GroupedProduct(torch.autograd.Function):
+class _GroupedProductOnMeta(torch.autograd.Function):
     """Grouped matrix product on meta: [R, K] and [e, K, N] -> [R, N], with its saved tensors."""
 
     @staticmethod
@@ -193,5 +195,5 @@ def _run_grouped_mm(a_RK: Tensor, b_eKN: Tensor, *, offs: Tensor, **_: Any) -> T
         dw_eMN = a_RK.new_empty(len(offs), a_RK.shape[0], b_eKN.shape[1])
         record_launch("grouped_mm", a_RK, b_eKN, dw_eMN)
         return dw_eMN
-    out: Tensor = _GroupedProduct.apply(a_RK, b_eKN, offs)
+    out: Tensor = _GroupedProductOnMeta.apply(a_RK, b_eKN, offs)
     return out

@@ -86,5 +86,5 @@ def _find_kind(name: str, module: nn.Module) -> Kind | None:
 
 
 def _is_recurrent(module: nn.Module) -> bool:
-    """Whether attention is a linear recurrence, which has a short convolution before it."""
+    """Whether an attention module is a linear recurrence, which contains a short `nn.Conv1d`."""
     return any(isinstance(child, nn.Conv1d) for child in module.modules())

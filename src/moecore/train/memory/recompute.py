@@ -36,8 +36,8 @@ from moecore.moe.pairs import get_rng_states, set_rng_states
 SMALL = 8  # a tensor at most 1 / SMALL of the largest input is saved, not recomputed
 
 
-class _Stop(Exception):
-    """Raised to end a recomputation once all dropped values are known."""
+class _RecomputationEnd(Exception):
+    """Raised to end a recomputation as soon as all dropped values have been recomputed."""
 
 
 class _View(NamedTuple):
@@ -67,7 +67,7 @@ class _ValuePlace(NamedTuple):
 
 @dataclass(slots=True)
 class _RegionProduct:
-    """A matrix product or attention of a region's forward, and its saved output."""
+    """A matrix product or attention call in a region's forward, and its saved output."""
 
     inputs: list[Any]  # until the call ends
     output: Any = None  # of the call, until the region ends; then handles
@@ -101,14 +101,11 @@ class _DroppedValue:
 
 @dataclass(eq=False)
 class _RunningRegion:
-    """The forward of a region's function, and its recomputation.
-
-    `has_products` False saves the host time of a search for products.
-    """
+    """One call of a region (a function that is recomputed in backward), and its recomputation."""
 
     name: str
     function: Callable[..., Any]
-    has_products: bool
+    has_products: bool  # False = `function` runs no product, which saves host time
     products: list[_RegionProduct] = field(default_factory=list)
     _inputs: list[Any] = field(default_factory=list)  # handles of tensors, and other leaves
     _tree: Any = None  # the structure of the arguments, a pytree spec
@@ -117,7 +114,7 @@ class _RunningRegion:
     _largest: int = 0
     _num_values: int = 0
     _num_products: int = 0
-    _open: _RegionProduct | None = None
+    _running_product: _RegionProduct | None = None
     _last: int = 0  # products before the last value that is dropped
     _expected_counts: Counter[_ValuePlace] = field(default_factory=Counter)
     _remaining_counts: Counter[_ValuePlace] = field(default_factory=Counter)
@@ -126,8 +123,8 @@ class _RunningRegion:
     # be given to a value that is looked for, and is known.
     _replayed_outputs: list[Any] = field(default_factory=list)
     _context: Any = None  # autocast of the first run
-    _numbers: Sequence[Tensor] = ()  # states of torch's generators before the first run
-    _own_numbers: dict[torch.Generator, Tensor] = field(default_factory=dict)  # of a model's own
+    _rng_states: Sequence[Tensor] = ()  # states of torch's generators before the first run
+    _own_rng_states: dict[torch.Generator, Tensor] = field(default_factory=dict)  # of a model's own
     _stream: torch.cuda.Stream | None = None  # of the second run, and its end
     _event: torch.cuda.Event | None = None
     _is_rerun: bool = False
@@ -139,7 +136,7 @@ class _RunningRegion:
         leaves, self._tree = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._start(tensors)
-        self._numbers = get_rng_states()
+        self._rng_states = get_rng_states()
         with ExitStack() as stack:
             stack.enter_context(use_packer(self._pack))
             stack.enter_context(intercept_products(self, has_products=self.has_products))
@@ -153,7 +150,7 @@ class _RunningRegion:
         ]
         for number, product in enumerate(self.products):
             product.is_needed = number < self._last
-            product.output = _map_tree(_save_output, product.output) if product.is_needed else None
+            product.output = _map_tree(_pack_leaf, product.output) if product.is_needed else None
         self._resident_keys.clear()
         return output
 
@@ -175,14 +172,14 @@ class _RunningRegion:
             )
 
     def _pack(self, tensor: Tensor) -> Handle | None:
-        """Return the handle of a dropped value; None passes the tensor to the next packer."""
+        """Return a handle if `tensor` is recomputed in backward; None = the next packer saves."""
         if self._is_saved(tensor):
             return None
-        if self._open is None:
+        if self._running_product is None:
             place = _ValuePlace("saved", self._num_values)
             self._num_values += 1
             return self._make_handle(place, tensor, tensor)
-        for position, value in enumerate(self._open.inputs):
+        for position, value in enumerate(self._running_product.inputs):
             if not isinstance(value, Tensor) or value.is_leaf:
                 continue
             if get_storage_key(value) == get_storage_key(tensor) and value.dtype == tensor.dtype:
@@ -211,7 +208,7 @@ class _RunningRegion:
     @property
     def is_multiplying(self) -> bool:
         """Whether a product is running; calls inside it belong to the product."""
-        return self._open is not None
+        return self._running_product is not None
 
     def multiply(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a product and return its output; in the recomputation, return the saved output."""
@@ -221,11 +218,11 @@ class _RunningRegion:
             return self._rerun_product(number, inputs)
         product = _RegionProduct(inputs)
         self.products.append(product)
-        self._open = product
+        self._running_product = product
         try:
             output = function(*args, **kwargs)
         finally:
-            self._open, product.inputs = None, []
+            self._running_product, product.inputs = None, []
         product.output, product.versions = output, _list_versions(_list_tensors(output))
         if function is F.scaled_dot_product_attention:
             product.numbers = get_rng_states()
@@ -236,7 +233,7 @@ class _RunningRegion:
     def save_generator(self, generator: torch.Generator) -> None:
         """Save the state of a model's own random generator, before the function draws from it."""
         if not self._is_rerun:
-            self._own_numbers.setdefault(generator, generator.get_state())
+            self._own_rng_states.setdefault(generator, generator.get_state())
 
     # The second run.
 
@@ -244,7 +241,7 @@ class _RunningRegion:
         self._expected_counts[place] += 1
 
     def get_value(self, place: _ValuePlace) -> Tensor:
-        """Return a value; its first use reruns the region, and its last handle frees the value."""
+        """Return a dropped value; the first call of a backward recomputes the region."""
         if place not in self._values:
             self._rerun()
         value = self._values[place]
@@ -259,8 +256,8 @@ class _RunningRegion:
         return value
 
     def _rerun(self) -> None:
-        """Recompute all values that have handles."""
-        leaves = [_rerun_leaf(leaf) for leaf in self._inputs]
+        """Run the function again with saved inputs, and store all values that have handles."""
+        leaves = [_unpack_leaf(leaf) for leaf in self._inputs]
         args, kwargs = tree_unflatten(leaves, self._tree)
         self._start([leaf for leaf in leaves if isinstance(leaf, Tensor)])
         self._remaining_counts, self._values = Counter(self._expected_counts), {}
@@ -277,7 +274,7 @@ class _RunningRegion:
                 output = self.function(*args, **kwargs)
             if wants_output:
                 self._store_outputs(output)
-        except _Stop:
+        except _RecomputationEnd:
             pass
         finally:
             self._is_rerun = False
@@ -298,9 +295,9 @@ class _RunningRegion:
     @contextmanager
     def _restore_generators(self) -> Iterator[None]:
         """Return a context with the random states of the forward; restore the current ones."""
-        before, own_states = get_rng_states(), {g: g.get_state() for g in self._own_numbers}
-        set_rng_states(self._numbers)
-        for generator, state in self._own_numbers.items():
+        before, own_states = get_rng_states(), {g: g.get_state() for g in self._own_rng_states}
+        set_rng_states(self._rng_states)
+        for generator, state in self._own_rng_states.items():
             generator.set_state(state)
         try:
             yield
@@ -325,17 +322,17 @@ class _RunningRegion:
             self._store_value(place, tensor)
 
     def _rerun_product(self, number: int, inputs: list[Any]) -> Any:
-        """Store wanted inputs of a product, and return its saved output instead of running it."""
+        """Store inputs of product `number` that have handles; return the product's saved output."""
         self._num_products += 1
         for position, value in enumerate(inputs):
             if isinstance(value, Tensor):
                 self._store_value(_ValuePlace("input", number, position), value)
         product = self.products[number]
         if not product.is_needed:
-            raise _Stop
+            raise _RecomputationEnd
         if product.numbers:  # of products only attention draws; it is left out, and its states set
             set_rng_states(product.numbers)
-        output = _map_tree(_rerun_leaf, product.output)
+        output = _map_tree(_unpack_leaf, product.output)
         self._replayed_outputs.append(output)
         self._resident_keys |= {get_storage_key(t) for t in _list_tensors(output)}
         return output
@@ -346,10 +343,11 @@ class _RunningRegion:
                 self._store_value(_ValuePlace("output", number), leaf)
 
     def _store_value(self, place: _ValuePlace, tensor: Tensor) -> None:
+        """Store a recomputed value that has handles; stop the second run after the last one."""
         if place in self._expected_counts:
             self._values[place] = tensor.detach()
             if len(self._values) == len(self._expected_counts):
-                raise _Stop
+                raise _RecomputationEnd
 
 
 class _RegionOutput(NamedTuple):
@@ -380,9 +378,10 @@ def recompute(
     *,
     has_products: bool = True,
 ) -> Any:
-    """Run a function as a region, which saves only its inputs and its products' outputs."""
-    # Arguments may nest tensors and other values. has_products=False saves host time; the function
-    # must then run no product and use only torch's default generators.
+    """Return `function(*args, **kwargs)`, of which only inputs and product outputs are saved.
+
+    If `has_products` is False, the function must use only torch's default random generators.
+    """
     kwargs = dict(kwargs or {})
     if is_in_region() or not _thread_regions.is_sharing or not is_packing():
         return function(*args, **kwargs)
@@ -393,7 +392,7 @@ def recompute(
 
 @contextmanager
 def share_outputs() -> Iterator[None]:
-    """Return a block's context, in which consumers of a region's output save its handle."""
+    """Return the context of a block, in which modules that save a region's output save a handle."""
     regions = _thread_regions
     if regions.is_sharing or not torch.is_grad_enabled() or not is_plain_eager():
         yield
@@ -408,6 +407,7 @@ def share_outputs() -> Iterator[None]:
 
 
 def _pack_output(tensor: Tensor) -> Handle | None:
+    """Return a handle if `tensor` is an unchanged output of a region of this thread, or None."""
     output = _thread_regions.outputs.get(get_storage_key(tensor)) if _is_plain(tensor) else None
     if (
         output is None
@@ -427,12 +427,12 @@ def _get_autocast(tensors: list[Tensor]) -> Any:
     return None if dtype is None else torch.autocast(tensors[0].device.type, dtype)
 
 
-def _save_output(leaf: Any) -> Any:
+def _pack_leaf(leaf: Any) -> Any:
     return (pack_tensor(leaf.detach()), leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
-def _rerun_leaf(leaf: Any) -> Any:
-    """Return a saved leaf: a (handle, requires_grad) pair as a detached tensor, others as is."""
+def _unpack_leaf(leaf: Any) -> Any:
+    """Return a detached tensor for a (handle, requires_grad) pair, any other leaf unchanged."""
     if not isinstance(leaf, tuple):
         return leaf
     handle, requires_grad = leaf
@@ -461,7 +461,7 @@ def _list_versions(tensors: list[Tensor]) -> tuple[int, ...]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor has memory of its own, unlike a DTensor."""
+    """Whether a tensor is a plain tensor or parameter, not a subclass such as DTensor."""
     return type(tensor) in (Tensor, torch.nn.Parameter)
 
 

@@ -40,7 +40,11 @@ Parts = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class SavedBytes:
-    """Bytes that one block's forward saves, by part name; shared bytes count for the first part."""
+    """Bytes that the forward of one block saves for backward, on the device and in host memory.
+
+    Both dicts have the name of a part of the block as key, such as "attention". A storage that
+    several parts save counts for the first part.
+    """
 
     device: Parts
     host: Parts
@@ -117,7 +121,7 @@ class _Storage:
 
 
 class _StorageCounter:
-    """Counts each saved storage once; it is the last packer, and an observer of an offload.
+    """A packer of saved tensors that counts each saved storage once, by block and part.
 
     If a graph is freed during the forward, such as the graph of unused scores, its storages are not
     counted.
@@ -131,6 +135,7 @@ class _StorageCounter:
         self._place: tuple[int, str] = (-1, "")
 
     def __call__(self, tensor: Tensor) -> None:
+        """Count the storage of a saved tensor for the running block and part, unless a weight's."""
         rows = None if self.stash is None else find_used_rows(tensor)
         tensor, (block, part) = self.move(tensor), self._place
         if get_storage_key(tensor) in self.weights:
@@ -146,13 +151,13 @@ class _StorageCounter:
         self.storages[ref.cdata].blocks.append(block)
 
     def wrap(self, module: nn.Module, block: int, part: str) -> None:
-        """Wrap a module's forward so that its saved tensors count for a part of `block`."""
+        """Wrap a module's forward: its saved tensors count for `part` of block number `block`."""
         module.forward = partial(self._forward_in_part, module.forward, (block, part))
 
     def _forward_in_part(
         self, forward: Callable[..., Any], place: tuple[int, str], *args: Any, **kwargs: Any
     ) -> Any:
-        """Call a forward whose saved tensors count for `place`, a block and a part."""
+        """Call a forward; its saved tensors count for `place` (block index, part name)."""
         if self._place[1] not in OUTER:
             return forward(*args, **kwargs)
         before, self._place = self._place, place
@@ -162,7 +167,7 @@ class _StorageCounter:
             self._place = before
 
     def sum_by_block(self, num_blocks: int, host_keys: Set[int]) -> ModelSavedBytes:
-        """Sum bytes by block and part; storages in `host_keys` count as host memory."""
+        """Return the bytes by block and part; storages in `host_keys` count as host memory."""
         sums: list[tuple[Counter[str], Counter[str]]]
         sums = [(Counter(), Counter()) for _ in range(num_blocks + 1)]
         for address, storage in self.storages.items():
@@ -178,7 +183,7 @@ class _StorageCounter:
 def _copy_to_meta(
     model: nn.Module, dtype_of: Callable[[Tensor], torch.dtype]
 ) -> dict[nn.Module, nn.Module]:
-    """Return module -> copy on meta, with parameters of `dtype_of` and no wrappers or observers."""
+    """Return module -> copy on meta, without wrappers; parameters have dtype `dtype_of(param)`."""
 
     def compute_param(param: nn.Parameter) -> nn.Parameter:
         empty = torch.empty(_compute_shape(param), dtype=dtype_of(param), device=META)
@@ -199,7 +204,7 @@ def _copy_to_meta(
 
 
 def _compute_shape(param: Tensor) -> list[int]:
-    """Return the shape of a parameter during compute: shards of data ranks are all-gathered."""
+    """Return a parameter's shape during compute: local over ep, etp and tp, otherwise full."""
     shape = list(param.shape)
     if isinstance(param, DTensor):
         names = param.device_mesh.mesh_dim_names or ()

@@ -40,7 +40,7 @@ PAGE_ALIGNMENT = 16  # bytes that a thread copies at once
 
 @dataclass(eq=False, slots=True)
 class DispatchPages:
-    """Saved matrices of one dispatch whose used rows are in pages of one page table."""
+    """The saved matrices of one MoE dispatch, whose used rows are in pages of one page table."""
 
     table: Tensor
     layout: PageLayout
@@ -57,9 +57,16 @@ class DispatchPages:
         take_rows(self.table, self.layout, self.slots, self.num_rows)
         copy_rows(matrices, self.table, self.layout, stash=True)
 
-    def read(self, matrices: Sequence[Tensor | None], over: DispatchPages | None) -> None:
-        """Copy used rows to `matrices` (None = skip), and free the pages of `over`."""
-        freed_table = None if over is None else (over.table, over.layout.num_entries)
+    def read(self, matrices: Sequence[Tensor | None], expired_pages: DispatchPages | None) -> None:
+        """Copy used rows from pages to `matrices` on the device; None = skip this matrix.
+
+        The same launch frees the pages of `expired_pages`; None = frees no pages.
+        """
+        freed_table = (
+            None
+            if expired_pages is None
+            else (expired_pages.table, expired_pages.layout.num_entries)
+        )
         copy_rows(matrices, self.table, self.layout, stash=False, released_table=freed_table)
 
 
@@ -80,7 +87,7 @@ class _PageKind:
 
 
 class PageStore:
-    """A `Store` in pages on the device, for matrices whose used rows the device counts."""
+    """A `Store` of saved matrices in pages on the device, which hold only the used rows."""
 
     def __init__(self, streams: CopyStreams, options: StashOptions, num_layers: int) -> None:
         self._streams, self.options, self._num_layers = streams, options, num_layers
@@ -96,7 +103,7 @@ class PageStore:
         return 0 if self.pool is None else self.pool.pages.nbytes
 
     def can_store(self, rows: UsedRows | None) -> bool:
-        """Return whether the used rows are counted, and their number with even loads is known."""
+        """Return whether the used rows are known, and their number with balanced routing, too."""
         return rows is not None and rows.balanced is not None
 
     def copy_out(self, copies: Sequence[HostCopy]) -> list[HostCopy]:
@@ -107,7 +114,7 @@ class PageStore:
         pool = self.pool or self._make_pool(copies, in_capture=in_capture)
         jobs, emptied = [], []
         for group in _group_by_dispatch(copies):
-            dispatch, mark = self._make_dispatch(pool, group, in_capture=in_capture)
+            dispatch, mark = self._make_dispatch_pages(pool, group, in_capture=in_capture)
             for index, copy in enumerate(group):
                 copy.piece = PagePlace(dispatch, index)
             data = tuple(copy.data for copy in group)
@@ -119,18 +126,26 @@ class PageStore:
         return list(copies)
 
     def copy_back(self, copies: Sequence[HostCopy], freed_pieces: Sequence[PagePlace] = ()) -> None:
-        """Start to copy used rows to each copy's `data`; the same launch frees `freed_pieces`."""
+        """Start to copy used rows from pages to each record's `data`; also free `freed_pieces`."""
         in_capture = self._return_pending_pages()
         matrices: dict[DispatchPages, list[Tensor | None]] = {}
         for copy in copies:
             of, index = copy.piece
             matrices.setdefault(of, [None] * len(of.layout.widths))[index] = copy.data
-        over, jobs, emptied = _release_places(freed_pieces), list[Job](), list[DispatchPages]()
+        expired_pages, jobs, emptied = (
+            _release_places(freed_pieces),
+            list[Job](),
+            list[DispatchPages](),
+        )
         for of, tensors in matrices.items():
             # Only copies back read these pages, and they come earlier in the same stream.
-            goes_along = over and over[-1].back is not None and over[-1].of_graph == in_capture
-            emptied += [over.pop()] if goes_along else []
-            read = partial(_read, emptied[-1] if goes_along else None)
+            goes_along = (
+                expired_pages
+                and expired_pages[-1].back is not None
+                and expired_pages[-1].of_graph == in_capture
+            )
+            emptied += [expired_pages.pop()] if goes_along else []
+            read = partial(_read_and_free, emptied[-1] if goes_along else None)
             jobs.append(Job(tuple(tensors), of, read))
         back = self._streams.back.start(jobs, *(of.out for of in matrices if of.out is not None))
         for of in matrices:
@@ -139,7 +154,7 @@ class PageStore:
             of.free.append((of.table, back))
         for copy in copies:
             copy.busy = back
-        self._return_pages(over, in_capture=in_capture)
+        self._return_pages(expired_pages, in_capture=in_capture)
 
     def free_pieces(self, pieces: Sequence[PagePlace]) -> None:
         """Return the pages of these matrices to the pool, after their last read."""
@@ -167,9 +182,12 @@ class PageStore:
             self._return_pages(pending, in_capture=False)
         return in_capture
 
-    def _return_pages(self, over: Sequence[DispatchPages], *, in_capture: bool) -> None:
-        """Return pages to the pool, after all launched work that reads them."""
-        for of in over:
+    def _return_pages(self, expired_pages: Sequence[DispatchPages], *, in_capture: bool) -> None:
+        """Return the pages of these dispatches to the pool, after launched work that reads pages.
+
+        `in_capture` = a CUDA graph is captured, which postpones pages of eager code.
+        """
+        for of in expired_pages:
             # Captured, the return of eager code's pages would be repeated by each replay.
             if in_capture and not of.of_graph:
                 self._pending_returns.append(of)
@@ -183,10 +201,13 @@ class PageStore:
                 return_pages(of.table, of.layout.num_entries, of.layout.pool)
             of.free.append((of.table, CopyMark(current)))
 
-    def _make_dispatch(
+    def _make_dispatch_pages(
         self, pool: PagePool, group: Sequence[HostCopy], *, in_capture: bool
     ) -> tuple[DispatchPages, CopyMark | None]:
-        """Return a dispatch with an unused table, and the end of its last use or None if new."""
+        """Return the record of `group`'s matrices with an unused page table; fills no pages.
+
+        Also returns the mark of the table's last use; None = the table is new.
+        """
         rows = {r.slots is not None: r for copy in group if (r := copy.used_rows) is not None}
         listed, first = rows.get(True), rows.get(False)
         key = tuple(_get_row_format(copy) for copy in group)
@@ -223,7 +244,7 @@ class PageStore:
             )
 
     def _make_pool(self, copies: Sequence[HostCopy], *, in_capture: bool) -> PagePool:
-        """Allocate the pool that all MoE layers share, sized by the rows of the first layer."""
+        """Allocate the pool of all MoE layers, sized by the first layer's `copies`."""
         if in_capture:
             raise RuntimeError(
                 "pages of MemoryOptions.stash must be made before a CUDA graph is captured: run "
@@ -251,10 +272,11 @@ class PageStore:
         return self.pool
 
 
-def _read(
-    over: DispatchPages | None, matrices: Sequence[Tensor | None], source: DispatchPages
+def _read_and_free(
+    expired_pages: DispatchPages | None, matrices: Sequence[Tensor | None], source: DispatchPages
 ) -> None:
-    source.read(matrices, over)
+    """Copy rows of `source` to `matrices`, and free `expired_pages`; a `run` of a `Job`."""
+    source.read(matrices, expired_pages)
 
 
 def _get_row_format(copy: HostCopy) -> tuple[int, bool]:
@@ -279,7 +301,7 @@ def _group_by_dispatch(copies: Sequence[HostCopy]) -> list[list[HostCopy]]:
 
 
 def _release_places(pieces: Sequence[PagePlace]) -> list[DispatchPages]:
-    """Count matrices that backward no longer needs; return dispatches without needed matrices."""
+    """Count matrices that backward no longer needs; return the dispatches that need no pages."""
     dispatches = []
     for of, _ in pieces:
         of.remaining -= 1

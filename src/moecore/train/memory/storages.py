@@ -4,12 +4,12 @@ A handle replaces each saved tensor and refers to its storage; views of one stor
 A `Store` has the copies: host memory, or pages (`stash.py`). `Offload` calls these methods when
 parts of blocks begin and end:
 
-    _pack      a tensor is saved            -> its handle, or None if the tensor is not offloaded
-    _copy_out  a part's forward has ended   -> copies of its group's storages to the store start
-    _retire    the same part of a later     -> the device memory of the group is freed
-               layer begins
-    _fetch     a handle is unpacked         -> the storage; its copy back starts now at the latest
-    _advance   handles were deleted         -> copies of the next groups back to the device start
+    _pack                a tensor is saved           -> its handle; None = not offloaded
+    _copy_out            a part's forward has ended  -> copies of its storages to the store start
+    _free_copied_groups  the part of a later layer   -> the device memory of the group is freed
+                         begins
+    _fetch               a handle is unpacked        -> the storage, copied back now at the latest
+    _advance             handles were deleted        -> copies of the next groups back start
 """
 
 from __future__ import annotations
@@ -76,19 +76,19 @@ class _Offloaded:
         self._offset = tensor.storage_offset()
 
     def unpack(self) -> Tensor:
-        """Return the saved view; a RuntimeError if it was changed in place since forward."""
+        """Return the saved tensor; a RuntimeError if it was changed in place since forward."""
         data = self._storages._fetch(self._use, self._shape)
         view = torch.empty(0, dtype=self._dtype, device=data.device)
         return view.set_(data.untyped_storage(), self._offset, self._shape, self._stride)
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
-            self._storages._dead.append(self._use)
+            self._storages._deleted_uses.append(self._use)
             self._storages._advance_if_free()
 
 
 class SavedStorages:
-    """Storages that a model's blocks save for backward, on the device or in a store."""
+    """The storages that a model's blocks save for backward, and their copies in a `Store`."""
 
     def __init__(
         self, device: torch.device, fraction: float, min_bytes: int, max_host_bytes: int | None
@@ -111,8 +111,8 @@ class SavedStorages:
         self._copies: dict[int, HostCopy] = {}
         self._staying: dict[int, StorageWeakRef] = {}  # beyond the fraction, or a `resident_input`
         self._finished_groups: list[StorageGroup] = []  # groups whose backward has just run
-        self._offered = self._offload_bytes = 0  # bytes of this forward
-        self._dead: deque[StorageUse] = deque()
+        self._forward_bytes = self._offload_bytes = 0  # bytes of this forward
+        self._deleted_uses: deque[StorageUse] = deque()
         # Forward, autograd's thread and the thread that frees a graph of autograd call this object.
         self._lock = threading.Lock()
 
@@ -136,14 +136,14 @@ class SavedStorages:
     def _start_forward(self, share: float) -> None:
         """Begin a forward that offloads at most this share of saved bytes; drop old records."""
         self._share = share
-        self._offered = self._offload_bytes = 0
+        self._forward_bytes = self._offload_bytes = 0
         with self._hold_lock():
             items = self._copies.items()
             self._copies = {a: c for a, c in items if c.handles.alive or not c.ref.expired()}
             self._staying = {a: ref for a, ref in self._staying.items() if not ref.expired()}
 
     def _pack(self, group: StorageGroup, tensor: Tensor) -> Handle | None:
-        """Return a handle for a tensor that autograd saves; None passes it to the next packer."""
+        """Return the handle that replaces a tensor saved by `group`; None = not offloaded."""
         if type(tensor) is not Tensor or tensor.layout != torch.strided:
             return None
         rows = find_used_rows(tensor)
@@ -159,8 +159,8 @@ class SavedStorages:
         with self._lock:  # handles that die meanwhile are counted by the next call
             ref = StorageWeakRef(storage)
             copy = self._copies.get(ref.cdata)
-            # A storage that exists after `_retire` freed it has another owner, such as a rotary
-            # table has: an offload would free no memory, so it stays.
+            # A storage that exists after `_free_copied_groups` freed it has another owner, as a
+            # rotary table has: an offload would free no memory, so it stays.
             outlives = copy is not None and not copy.ref.expired()
             if copy is None or not outlives or not copy.has_storage_of(tensor):
                 if outlives or not (group.is_last or self._is_within_share(ref, storage.nbytes())):
@@ -176,9 +176,9 @@ class SavedStorages:
         stays = self._staying.get(ref.cdata)
         if stays is not None and not stays.expired():
             return False
-        self._offered += size
+        self._forward_bytes += size
         self.candidate_bytes += size
-        if self._offload_bytes + size <= self._share * self._offered:
+        if self._offload_bytes + size <= self._share * self._forward_bytes:
             self._offload_bytes += size
             return True
         self._staying[ref.cdata] = ref
@@ -187,7 +187,7 @@ class SavedStorages:
     def _add_copy(
         self, tensor: Tensor, ref: StorageWeakRef, group: StorageGroup, rows: UsedRows | None
     ) -> HostCopy:
-        """Create the record of a tensor's storage, first saved by this group."""
+        """Create the record of a tensor's storage, first saved by `group`; `rows` = used rows."""
         storage = tensor.untyped_storage()
         counter = tensor.detach()
         if not tensor.is_inference():
@@ -214,7 +214,7 @@ class SavedStorages:
             self.out_bytes += sum(copy.size for copy in stored_copies)
             self._pending_free.append(group)
 
-    def _retire(self, is_due: Callable[[StorageGroup], bool]) -> None:
+    def _free_copied_groups(self, is_due: Callable[[StorageGroup], bool]) -> None:
         """Free the device memory of copied groups for which `is_due` is true."""
         for group in self._pending_free:
             if is_due(group):
@@ -224,7 +224,10 @@ class SavedStorages:
     # Backward.
 
     def _fetch(self, use: StorageUse, shape: torch.Size) -> Tensor:
-        """Return a storage's bytes on the device; RuntimeError if changed since forward."""
+        """Return a storage's bytes, uint8 on the device, and count the unpacking of a handle.
+
+        Raises a RuntimeError, which names `shape`, if a saved tensor was changed in place.
+        """
         copy, group = use.copy, use.group
         with self._hold_lock():
             if sum_versions(copy.counter) != copy.version:
@@ -255,7 +258,7 @@ class SavedStorages:
     def _copy_groups_back(
         self, groups: Iterable[StorageGroup], freed_pieces: Sequence[Any] = ()
     ) -> None:
-        """Start to copy groups to the device, in the order of backward; free `freed_pieces`."""
+        """Start to copy groups to the device in order; free store memory `freed_pieces`."""
         for group in groups:
             copies = [c for c in reversed(group.new_copies) if c.handles.alive and c.data is None]
             if copies:
@@ -265,7 +268,7 @@ class SavedStorages:
             self._store.free_pieces(freed_pieces)
 
     def _copy_back(self, copies: Sequence[HostCopy], freed_pieces: Sequence[Any] = ()) -> None:
-        """Allocate device memory for storages and start to copy them back."""
+        """Allocate `data` of storages on the device, start to copy back; free `freed_pieces`."""
         home = self._streams.current()
         for copy in copies:
             copy.data = torch.empty(copy.size, dtype=torch.uint8, device=self._streams.device)
@@ -282,24 +285,27 @@ class SavedStorages:
         self._advance_if_free()
 
     def _advance_if_free(self) -> None:
-        """Count deleted handles, unless another thread has the lock, which counts them then."""
-        while self._dead and self._lock.acquire(blocking=False):
+        """Call `_advance`, unless another thread has the lock and will call `_advance`."""
+        while self._deleted_uses and self._lock.acquire(blocking=False):
             try:
                 self._advance(more_may_die=True)
             finally:
                 self._lock.release()
 
     def _advance(self, *, more_may_die: bool = False) -> None:
-        """Start to copy back the next groups, and free copies without handles."""
+        """Count deleted handles, free their copies, and start to copy back the next groups.
+
+        `more_may_die` = other handles of the same graph may be deleted right after this call.
+        """
         # Backward of a part has run when each of its handles was unpacked or has died. The copy
         # back of the next part starts when all of them have died, or at the next unpacking, which
         # is after the launch of the part's last operation. With `more_may_die` it waits
         # for all: they die one by one, and one launch of the store then returns their pieces.
-        if not self._dead and not self._finished_groups:
+        if not self._deleted_uses and not self._finished_groups:
             return
         freed_pieces = []
-        while self._dead:
-            use = self._dead.popleft()
+        while self._deleted_uses:
+            use = self._deleted_uses.popleft()
             copy, group = use.copy, use.group
             is_over = copy.handles.remove_handle(use.copy_turn)
             if not copy.handles.alive or (is_over and copy.piece is not None):

@@ -20,7 +20,7 @@ PIECE_BYTES = 8 * 2**20  # 150 us
 
 
 class Job(NamedTuple):
-    """A copy for a `CopyStream`, which calls `run(target, source)`; None = copy all bytes."""
+    """A copy to launch on a `CopyStream`: `run(target, source)`; None = copy all bytes."""
 
     target: Any
     source: Any
@@ -36,7 +36,10 @@ class Job(NamedTuple):
 
 
 class CopyMark:
-    """A point on a stream: waiting for it waits for all earlier work of the stream. CPU: no-op."""
+    """A recorded event on a stream, after all work launched so far; on a CPU a no-op.
+
+    `in_capture` = the event was recorded in a CUDA graph capture; None = query the stream.
+    """
 
     __slots__ = ("_event", "_passed", "in_capture")
 

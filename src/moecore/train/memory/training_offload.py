@@ -159,16 +159,16 @@ class TrainingOffload:
         """Register hooks that raise in forward and optimizer steps while parts are offloaded."""
 
         def refuse_forward(*_: Any) -> None:
-            self._refuse("forward", frozenset({"weights", "buffers"}))
+            self._raise_if_offloaded("forward", frozenset({"weights", "buffers"}))
 
         def refuse_step(*_: Any) -> None:
-            self._refuse("optimizer.step()", frozenset(PARTS))
+            self._raise_if_offloaded("optimizer.step()", frozenset(PARTS))
 
         self._guards.append(self._model.register_forward_pre_hook(refuse_forward, prepend=True))
         self._guards += [o.register_step_pre_hook(refuse_step) for o in self._optimizers]
 
-    def _refuse(self, verb: str, required_parts: frozenset[str]) -> None:
-        """Raise ValueError for the call `verb` if one of the parts is offloaded."""
+    def _raise_if_offloaded(self, verb: str, required_parts: frozenset[str]) -> None:
+        """Raise ValueError, which names the call `verb`, if a required part is offloaded."""
         lacks = self.offloaded_parts & required_parts
         if lacks:
             raise ValueError(
@@ -177,7 +177,7 @@ class TrainingOffload:
             )
 
     def _send(self, part: Part) -> list[MovedStorage]:
-        """Copy the storages of a part to the host, free their device memory, and return records."""
+        """Copy a part's storages to the host, free their device memory, and return the storages."""
         groups: dict[int, list[Tensor]] = {}
         for tensor in {id(x): x for x in map(get_stored_local, self._list_values(part))}.values():
             if tensor.device == self._device and tensor.untyped_storage().nbytes():
@@ -198,7 +198,7 @@ class TrainingOffload:
         return storages
 
     def _list_values(self, part: Part) -> Iterator[Tensor]:
-        """Yield the tensors of a part; none for "buffers"."""
+        """Yield the tensors of a part; "buffers" has no tensors."""
         params = list(self._model.parameters())
         if part == "weights":
             yield from params

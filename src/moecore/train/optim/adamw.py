@@ -102,7 +102,7 @@ class AdamW(torch.optim.AdamW):
         self._step_supports_amp_scaling = True
 
     def get_class_options(self) -> dict[str, Any]:
-        """Return the options that are not in `param_groups`; ranks must agree on them."""
+        """Return constructor options outside of `param_groups`, name -> value, equal on ranks."""
         return {"moment_dtype": self.moment_dtype, "master_remainder": self.master_remainder}
 
     def get_moment_dtype(self, param: Tensor) -> torch.dtype:
@@ -207,7 +207,7 @@ class AdamW(torch.optim.AdamW):
         return loss
 
     def _launch_update(self, tensors: AdamWTensors, options: AdamWOptions) -> None:
-        """Increment step counts and run one kernel; with `found_inf` > 0 nothing changes."""
+        """Increment step counts and update one launch's shards; `found_inf` > 0 changes nothing."""
         grad_scale, found_inf = get_scale_signals(self, tensors.weights[0].device)
         steps = list(tensors.steps)
         if found_inf is None:
@@ -218,7 +218,10 @@ class AdamW(torch.optim.AdamW):
         adamw_(tensors, options, grad_scale=grad_scale, found_inf=found_inf)
 
     def _collect_tensors(self, group: dict[str, Any], first: int) -> list[AdamWTensors]:
-        """Collect shards with gradients per launch; `first` numbers the group's first parameter."""
+        """Return the local shards that have gradients, as one record per kernel launch.
+
+        `first` is the number of the group's first parameter among the optimizer's parameters.
+        """
         rows: dict[Any, list[tuple[Any, ...]]] = {}
         for number, param in enumerate(group["params"], first):
             if param.grad is None or (self.host_params and param in self.host_params):
@@ -294,7 +297,10 @@ def _read_options(group: dict[str, Any]) -> AdamWOptions:
 
 
 def _encode_moments(param: Tensor, moments: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Convert both moments to FP8, rounded to nearest: state name -> uint8 codes or exponents."""
+    """Quantise both moments of `param` to FP8, rounded to nearest.
+
+    Returns state name -> uint8: codes in the parameter's shape, and "exponents" [blocks, 2].
+    """
     m, v = (get_local_tensor(moment).to(param.device).reshape(-1) for moment in moments)
     codes = [torch.empty(m.numel(), dtype=torch.uint8, device=param.device) for _ in MOMENTS]
     exponents = [codes[0].new_empty(0, 2)]
@@ -311,7 +317,7 @@ def _encode_moments(param: Tensor, moments: Sequence[Tensor]) -> dict[str, Tenso
 def _decode_moments(
     param: Tensor, moments: Sequence[Tensor], exponents: Tensor
 ) -> dict[str, Tensor]:
-    """Convert the FP8 codes and exponents of both moments: state name -> bf16 moment."""
+    """Dequantise both moments from uint8 codes and exponents; return state name -> bf16 moment."""
     m, v = (get_local_tensor(moment).reshape(-1) for moment in moments)
     flat = [torch.empty(m.numel(), dtype=torch.bfloat16, device=m.device) for _ in MOMENTS]
     for start in range(0, m.numel(), CHUNK):

@@ -32,7 +32,7 @@ Index = slice | Tensor
 
 
 class MatrixBlock(NamedTuple):
-    """Where pieces of matrices are in a [batch, rows, columns] tensor: an index per dim."""
+    """A block of matrices in one of several [batch, rows, columns] tensors: an index per dim."""
 
     place: int  # index of the tensor in a list of tensors
     batch: Index
@@ -47,7 +47,7 @@ class MatrixBlock(NamedTuple):
         return not any(isinstance(i, Tensor) for i in (self.batch, self.rows, self.columns))
 
     def read(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the block's values in `tensors[place]`, as a view if `is_view`, else a copy."""
+        """Return the block's values in `tensors[place]`, a view if `is_view`, otherwise a copy."""
         values = tensors[self.place]
         for dim, index in enumerate((self.batch, self.rows, self.columns)):
             if isinstance(index, Tensor):
@@ -57,7 +57,7 @@ class MatrixBlock(NamedTuple):
         return values
 
     def write(self, tensors: Sequence[Tensor], values: Tensor) -> None:
-        """Copy values of the block's shape to its indices in `tensors[place]`."""
+        """Copy `values`, which have the block's shape, into the block of `tensors[place]`."""
         target = tensors[self.place]
         indices = (self.batch, self.rows, self.columns)
         if self.is_view:
@@ -87,10 +87,11 @@ class ExchangeRound:
     def exchange(
         self, like: Tensor, sources: Sequence[Tensor], *, back: bool, group: dist.ProcessGroup
     ) -> Tensor:
-        """Run an all-to-all of pieces of `sources`; return the received values, flat. Collective.
+        """Run an all-to-all of blocks of `sources`; return the received values, 1D. Collective.
 
-        To owners, sources are the updates of all parameters. With `back`, sources are the results
-        for `owned`. `like` has the dtype and device of the buffer.
+        Without `back` the blocks are sent to owners, and sources are the updates of all parameters.
+        With `back` owners return blocks, and sources are the results for `owned`. `like` has the
+        dtype and device of the buffers.
         """
         out, into = (self.returns, self.results) if back else (self.sends, self.receives)
         pieces = [block.read(sources).reshape(-1) for blocks in out for block in blocks]
@@ -101,7 +102,7 @@ class ExchangeRound:
         return recv_buffer
 
     def unpack(self, recv_buffer: Tensor, *, back: bool) -> Iterator[tuple[MatrixBlock, Tensor]]:
-        """Split a buffer of `exchange` with the same `back`; yield each block with its values."""
+        """Split the result of `exchange` with the same `back`; yield (block, block values)."""
         blocks = list(chain.from_iterable(self.results if back else self.receives))
         sizes = [prod(block.shape) for block in blocks]
         for block, values in zip(blocks, recv_buffer.split(sizes), strict=True):
@@ -125,11 +126,12 @@ def make_plan(
 ) -> MatrixPlan:
     """Return this rank's plan of a Muon step, without communication.
 
-    `group_of` returns the process group of global ranks. `outputs` are the tensors of
-    `make_output_means`, exchanged with their matrices; None without `beta2`.
+    `layouts[i]` is the matrix layout of `params[i]`. `group_of` returns the process group of global
+    ranks. `outputs` are the tensors of `make_output_means`, which are exchanged with their
+    matrices; None without NorMuon's `beta2`.
     """
     members = _list_members(params, layouts)
-    shared: dict[tuple[int, ...], list[_Member]] = {}
+    shared: dict[tuple[int, ...], list[_PlannedTensor]] = {}
     for member in members:
         if not member.shards.is_local:
             shared.setdefault(member.shards.ranks, []).append(member)
@@ -141,7 +143,7 @@ def make_plan(
         for round_members in group_by_size(group_members, lambda m: m.shards.numel, max_numel):
             rounds.append((group, [member.place for member in round_members], (owners, rank)))
 
-    def make_rank_plan(tensor_members: list[_Member]) -> MatrixPlan:
+    def make_rank_plan(tensor_members: list[_PlannedTensor]) -> MatrixPlan:
         local_blocks = {
             m.place: tensor_members[m.place].list_local_blocks()
             for m in members
@@ -159,7 +161,10 @@ def make_plan(
     return replace(make_rank_plan(members), outputs=make_rank_plan(output_members))
 
 
-def _list_members(tensors: Sequence[Tensor], layouts: Sequence[MatrixLayout]) -> list[_Member]:
+def _list_members(
+    tensors: Sequence[Tensor], layouts: Sequence[MatrixLayout]
+) -> list[_PlannedTensor]:
+    """Return the planned tensor of each tensor; `layouts[i]` is the layout of `tensors[i]`."""
     shards_by_layout: dict[object, _MatrixShards] = {}  # tensors of one layout share theirs
     members = []
     for place, (tensor, layout) in enumerate(zip(tensors, layouts, strict=True)):
@@ -168,7 +173,7 @@ def _list_members(tensors: Sequence[Tensor], layouts: Sequence[MatrixLayout]) ->
             key = (key, tensor.device_mesh, tensor.placements)
         if key not in shards_by_layout:
             shards_by_layout[key] = _MatrixShards(tensor, layout)
-        members.append(_Member(place, shards_by_layout[key], tensor.device))
+        members.append(_PlannedTensor(place, shards_by_layout[key], tensor.device))
     return members
 
 
@@ -214,7 +219,7 @@ class _MatrixShards:
         return mask
 
 
-class _Member(NamedTuple):
+class _PlannedTensor(NamedTuple):
     """A tensor of a plan: its index in the list of tensors, its shards, and its device."""
 
     place: int
@@ -222,7 +227,7 @@ class _Member(NamedTuple):
     device: torch.device
 
     def block(self, part: MatrixPart, number: int, mask: Tensor) -> MatrixBlock | None:
-        """Return the block of local matrices in `mask` (bool) of part `number`; None if empty."""
+        """Return the block of matrices where `mask` is True, in part `number`; None if empty."""
         (batch,) = mask.nonzero(as_tuple=True)
         return _make_block(self.place, batch, part.rows, part.columns, number, self.device)
 
@@ -237,6 +242,7 @@ class _Member(NamedTuple):
 def _make_block(
     place: int, batch: Tensor, rows: Tensor, columns: Tensor, part: int, device: torch.device
 ) -> MatrixBlock | None:
+    """Return the block with these int64 indices in tensor `place`; None if a dim is empty."""
     shape = (batch.numel(), rows.numel(), columns.numel())
     if 0 in shape:
         return None
@@ -247,8 +253,11 @@ def _make_block(
 Owners = dict[tuple[int, int], Tensor]  # (place of the parameter, part) -> int64 [batch]
 
 
-def _assign_owners(members: list[_Member], num_ranks: int) -> Owners:
-    """Choose the owner of each matrix by cost, identically on all ranks, as an index of a rank."""
+def _assign_owners(members: list[_PlannedTensor], num_ranks: int) -> Owners:
+    """Choose the rank that orthogonalises each matrix, balanced by cost; equal on all ranks.
+
+    Returns (tensor index, part) -> int64 [batch], indices in the group of `num_ranks` ranks.
+    """
     loads = [0] * num_ranks
     owners: Owners = {}
     every = list(range(num_ranks))
@@ -270,8 +279,8 @@ def _assign_owners(members: list[_Member], num_ranks: int) -> Owners:
     return owners
 
 
-def _make_round(members: list[_Member], owners: Owners, rank: int) -> ExchangeRound:
-    """Return the exchange of these members' matrices as rank `rank` of the group runs it."""
+def _make_round(members: list[_PlannedTensor], owners: Owners, rank: int) -> ExchangeRound:
+    """Return the exchange of these tensors' matrices as rank `rank` of the group runs it."""
     num_ranks = len(members[0].shards.ranks)
     lists: Iterator[list[list[MatrixBlock]]] = ([[] for _ in range(num_ranks)] for _ in range(4))
     sends, receives, returns, results = lists

@@ -11,13 +11,16 @@ from torch.distributed.tensor import DTensor
 
 
 def run_closure(closure: Callable[[], Any] | None) -> Any:
-    """Run the closure of an optimizer's step, and return its result; None without a closure."""
+    """Return `closure()`, called with gradients enabled; None without a closure."""
     with torch.enable_grad():
         return None if closure is None else closure()
 
 
 def get_grad(param: Tensor) -> Tensor:
-    """Return a gradient with its parameter's placements; ValueError if it is sparse or complex."""
+    """Return `param.grad`, redistributed to the parameter's placements if they differ.
+
+    Raises a ValueError if the gradient is sparse or complex.
+    """
     grad = param.grad
     assert grad is not None, "the caller skips parameters without one"
     if grad.is_sparse or not param.is_floating_point():

@@ -77,7 +77,7 @@ class HostAdamW(AdamW):
         super().__init__(params, lr, betas, eps, weight_decay, moment_dtype=moment_dtype)
 
     def get_class_options(self) -> dict[str, Any]:
-        """Return the options that are not in `param_groups`; ranks must agree on them."""
+        """Return constructor options outside of `param_groups`, name -> value, equal on ranks."""
         return {**super().get_class_options(), "host_fraction": self.host_fraction}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -91,7 +91,7 @@ class HostAdamW(AdamW):
         self._choose_host_params()
 
     def get_state_device(self, param: Tensor) -> torch.device:
-        """Return the device of a parameter's state."""
+        """Return the device of a parameter's state: the CPU if the host steps the parameter."""
         return torch.device("cpu") if param in self.host_params else param.device
 
     def restore_state(self, param: Tensor, saved_state: dict[str, Tensor]) -> None:
@@ -161,7 +161,10 @@ class HostAdamW(AdamW):
         )
 
     def _collect_rows(self, group: dict[str, Any]) -> list[list[Row]]:
-        """Return a row for each shard that the host steps; rows of a list have equal dtypes."""
+        """Return a `Row` for each shard of a param group that the host steps.
+
+        A row is (weight, gradient, exp_avg, exp_avg_sq, step). Rows of one list have equal dtypes.
+        """
         rows: dict[Any, list[Row]] = {}
         for param in group["params"]:
             if param not in self.host_params or param.grad is None:
@@ -216,7 +219,11 @@ class HostAdamW(AdamW):
 
 
 def cut_into_chunks(rows: Iterable[Row], max_elements: int, multiple: int) -> Iterator[list[Row]]:
-    """Yield lists of rows of at most `max_elements` elements, cut at multiples of `multiple`."""
+    """Yield chunks: lists of rows whose lengths add up to at most `max_elements`.
+
+    A row has flat tensors of one length, and a scalar. A row that does not fit the remainder of a
+    chunk is divided at a multiple of `multiple` elements.
+    """
     chunk, room = list[Row](), max_elements
     for *tensors, scalar in rows:
         start, end = 0, tensors[0].numel()
@@ -240,7 +247,7 @@ class HostSlots:
         self._slabs = Slabs(stream.device.type)
 
     def reserve(self, chunks: Iterable[Columns]) -> None:
-        """Allocate memory for the largest chunk in each slot, unless the slots are large enough."""
+        """Allocate slots for the largest of `chunks`, unless the slots are large enough."""
         num_bytes = max(map(_compute_slot_bytes, chunks), default=0)
         if self._slabs.num_bytes < num_bytes * self._num_slots:
             self._slabs.clear()
@@ -280,7 +287,7 @@ class HostSlots:
 
 
 def _compute_slot_bytes(columns: Columns) -> int:
-    """Return the bytes that a chunk needs in a slot, which columns divide into equal parts."""
+    """Return the bytes of a slot for a chunk, in which each column has an equally large part."""
     sizes = (sum(tensor.nbytes for tensor in column) for column in columns)
     return len(columns) * round_up_to_alignment(max(sizes))
 

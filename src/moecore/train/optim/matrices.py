@@ -59,7 +59,7 @@ class MatrixCut(CheckedRecord):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatrixLayout(CheckedRecord):
-    """A parameter as [batch, rows, columns]; with `sections` each matrix is several in one.
+    """The view of a parameter as [batch, rows, columns]; `sections` divides each stored matrix.
 
     `transposed` means that columns, not rows, are the outputs of the linear.
     """
@@ -83,7 +83,7 @@ class MatrixLayout(CheckedRecord):
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """(rows, columns) of each part; a part is one of the matrices of `sections`, or all."""
+        """(rows, columns) of each matrix of `sections`; without `sections`, of the one matrix."""
         if self.sections is None:
             return [(self.rows, self.columns)]
         sizes = [size * self.sections.repeats for size in self.sections.sizes]
@@ -112,7 +112,10 @@ class MatrixLayout(CheckedRecord):
     def list_parts(
         self, param: Tensor, coordinate: Sequence[int] | None = None
     ) -> list[MatrixPart]:
-        """Return the shard's indices in each part, for a mesh coordinate; None = this rank."""
+        """Return the indices of a shard of `param` in each part of the layout.
+
+        `coordinate` is the mesh coordinate of the rank that has the shard; None = this rank.
+        """
         indices = compute_global_indices(param, coordinate)
         if len(indices) == 2:
             indices = [torch.arange(1, device="cpu"), *indices]
@@ -142,7 +145,10 @@ class MatrixPart(NamedTuple):
 
 
 def _list_pieces(sections: MatrixCut, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield for each piece its positions in `index`, and their indices in the piece's matrix."""
+    """Yield for each matrix of a cut (positions in `index`, indices in the matrix), both int64.
+
+    `index` has the indices of a shard's rows or columns in the stored matrix.
+    """
     run, place = index // sum(sections.sizes), index % sum(sections.sizes)
     start = 0
     for size in sections.sizes:
@@ -159,7 +165,7 @@ Overrides = Annotated[
 
 
 class Decision(NamedTuple):
-    """What steps a parameter: Muon if it has a layout, AdamW if None; and the reason for logs."""
+    """The choice of Muon (with a layout) or AdamW (layout None) for a parameter, and its reason."""
 
     param: nn.Parameter
     layout: MatrixLayout | None
@@ -215,7 +221,7 @@ def assign_matrices(model: nn.Module, overrides: Overrides = ()) -> MatrixAssign
     for name, param in model.named_parameters():
         if param.requires_grad:
             clean = clean_name(name)
-            choices = [_decide(*owner) for owner in owners[param]]
+            choices = [_choose_layout(*owner) for owner in owners[param]]
             # One use that AdamW steps (an embedding, tied to a head) decides for all.
             layout, reason = min(choices, key=lambda choice: choice[0] is not None)
             override = next((c for pattern, c in overrides if fnmatchcase(clean, pattern)), None)
@@ -249,7 +255,7 @@ def _find_owners(model: nn.Module) -> dict[nn.Parameter, list[_Owner]]:
 
 
 def _apply_override(name: str, decision: Decision, override: Choice | MatrixCut | None) -> Decision:
-    """Return the decision that an override asks for; ValueError if the parameter is no matrix."""
+    """Return the decision after `override` (None = unchanged); ValueError if it needs a matrix."""
     param, layout, _ = decision
     if override is None or (override == "muon" and layout is not None):
         return decision
@@ -265,10 +271,13 @@ def _apply_override(name: str, decision: Decision, override: Choice | MatrixCut 
     return Decision(param, replace(full_layout, sections=sections), "overridden")
 
 
-def _decide(
+def _choose_layout(
     path: str, module: nn.Module, parent: nn.Module, leaf: str
 ) -> tuple[MatrixLayout | None, str]:
-    """Return the layout of a parameter of a module (None = AdamW), and the reason; see `_Owner`."""
+    """Return a parameter's matrix layout (None = AdamW steps it) and the reason, a text for logs.
+
+    The arguments are the fields of an `_Owner`.
+    """
     param, last = getattr(module, leaf), path.rpartition(".")[2]
     if isinstance(module, Experts):
         return _make_expert_layout(module, leaf)
@@ -303,7 +312,7 @@ def _make_full_layout(param: Tensor) -> MatrixLayout | None:
 
 
 def _make_expert_layout(experts: Experts, leaf: str) -> tuple[MatrixLayout | None, str]:
-    """Return an expert weight's layout, one matrix per expert (None for a bias), and a reason."""
+    """Return the layout of weight `leaf` of routed experts (None for a bias), and the reason."""
     layout, config, param = experts.layout, experts.config, getattr(experts, leaf)
     if leaf not in (layout.w1, layout.w2, layout.w3):
         return None, BIAS
@@ -324,7 +333,7 @@ def _make_expert_layout(experts: Experts, leaf: str) -> tuple[MatrixLayout | Non
 
 
 def _make_shared_layout(shared: SharedExpert, leaf: str) -> tuple[MatrixLayout | None, str]:
-    """Return the layout of a shared-expert weight, a single MLP per layer, and a reason."""
+    """Return the layout of weight `leaf` of shared experts (None for a gate), and the reason."""
     if leaf == "gate":
         return None, "gates of shared experts"
     rows, columns = getattr(shared, leaf).shape
@@ -336,7 +345,7 @@ def _make_shared_layout(shared: SharedExpert, leaf: str) -> tuple[MatrixLayout |
 def _make_linear_layout(
     linear: nn.Linear, parent: nn.Module, last: str
 ) -> tuple[MatrixLayout | None, str]:
-    """Return a linear's layout (None = unknown fused order), and a reason; `last`: its name."""
+    """Return the layout of `parent`'s linear named `last` (None = unknown order), and a reason."""
     rows, columns = linear.weight.shape
     sections = MatrixCut(sizes=(rows // 2, rows // 2)) if last == "gate_up_proj" else None
     if any(word in last for word in FUSED):
@@ -347,7 +356,7 @@ def _make_linear_layout(
 
 
 def _find_fused_cut(parent: Any, last: str, rows: int) -> MatrixCut | None:
-    """Return the cut of a transformers module's fused queries, keys, values; None if unknown."""
+    """Return the cut of linear `last` of `parent`, fused q, k, v of `rows` rows; None = unknown."""
     if last == "qkv_proj" and hasattr(parent, "o_proj"):  # Phi-3
         queries = parent.o_proj.weight.shape[1]
         return MatrixCut(sizes=(queries, (rows - queries) // 2, (rows - queries) // 2))
@@ -361,7 +370,10 @@ def _find_fused_cut(parent: Any, last: str, rows: int) -> MatrixCut | None:
 
 
 def compute_lr_factor(layout: MatrixLayout, shape: tuple[int, int], adjust: str) -> float:
-    """Return the factor on lr of one part of this shape; `adjust` is `Muon`'s `adjust_lr_fn`."""
+    """Return Muon's factor on lr for a matrix of `shape` (rows, columns), a part of `layout`.
+
+    `adjust` is `Muon`'s `adjust_lr_fn`.
+    """
     if adjust == "match_rms_adamw":
         return float(0.2 * max(shape) ** 0.5)
     outputs, inputs = reversed(shape) if layout.transposed else shape

@@ -172,7 +172,7 @@ class Muon(torch.optim.Optimizer):
                 self.layouts[param].make_output_layout()
 
     def get_class_options(self) -> dict[str, Any]:
-        """Return the options that are not in `param_groups`; ranks must agree on them."""
+        """Return constructor options outside of `param_groups`, name -> value, equal on ranks."""
         return {"ns_dtype": self.ns_dtype, "layouts": list(self.layouts.values())}
 
     def get_moment_dtype(self, param: Tensor) -> torch.dtype:
@@ -209,7 +209,7 @@ class Muon(torch.optim.Optimizer):
         for group, options in zip(self.param_groups, group_options, strict=True):
             params = [p for p in group["params"] if p.grad is not None]
             if params:
-                step = _Step(self, options, params)
+                step = _MuonStep(self, options, params)
                 step.run(self._get_plan(params, has_means=options.beta2 is not None))
         return loss
 
@@ -248,8 +248,8 @@ class _MatrixViews(NamedTuple):
         return _MatrixViews(weight[batch], grad[batch], momentum[batch], means)
 
 
-class _Step:
-    """One `Muon.step` of the parameters of one param group; prepares state and options."""
+class _MuonStep:
+    """One `Muon.step` of the parameters of one param group, with their state and options."""
 
     def __init__(self, optimizer: Muon, options: MuonOptions, params: list[nn.Parameter]) -> None:
         self.options, self.dtype = options, optimizer.ns_dtype
@@ -299,7 +299,7 @@ class _Step:
     def _step_local_matrices(
         self, chunk: list[tuple[int, slice, list[MatrixBlock]]], outputs: MatrixPlan | None
     ) -> None:
-        """Update a chunk of unsharded matrices; `outputs` is the plan of their means, or None."""
+        """Update a chunk of unsharded matrices; `outputs` plans NorMuon's means (None = off)."""
         targets, matrices = [], []
         for place, batch, blocks in chunk:
             views = self.views[place].slice_matrices(batch)
@@ -324,7 +324,7 @@ class _Step:
     def _step_round(
         self, matrix_round: ExchangeRound, of_means: ExchangeRound | None, group: dist.ProcessGroup
     ) -> None:
-        """Orthogonalise matrices on their owners; `of_means` is the exchange of means, or None."""
+        """Update sharded matrices through owner ranks; `of_means` exchanges means (None = off)."""
         views = self.views
         updates: list[Any] = [None] * len(views)
         for place in matrix_round.params:
@@ -337,15 +337,15 @@ class _Step:
         del updates, recv_buffer
         orthogonal = orthogonalize_all(owned, **self.ns_options)
         if of_means is not None:
-            self._divide_round(orthogonal, of_means, group)
+            self._divide_owned_by_means(orthogonal, of_means, group)
         recv_buffer = matrix_round.exchange(like, orthogonal, back=True, group=group)
         for block, values in matrix_round.unpack(recv_buffer, back=True):
             self._apply_update(views[block.place].weight, block, values, self.layouts[block.place])
 
-    def _divide_round(
+    def _divide_owned_by_means(
         self, orthogonal: list[Tensor], of_means: ExchangeRound, group: dist.ProcessGroup
     ) -> None:
-        """Send means to their owners, divide the owned matrices in place, return the means."""
+        """Send means to owners, which update means, divide `orthogonal` in place, return means."""
         means: list[Any] = [view.means for view in self.views]
         like = means[of_means.params[0]]
         recv_buffer = of_means.exchange(like, means, back=False, group=group)
@@ -364,7 +364,7 @@ class _Step:
         divide_by_means_(values, means, beta2=beta2, found_inf=self.found_inf)
 
     def _update_momentum(self, grad: Tensor, momentum: Tensor) -> Tensor:
-        """Update momentum with a gradient, in place; return the update to orthogonalise."""
+        """Update `momentum` in place with `grad`; return the update before orthogonalisation."""
         return momentum_(
             grad,
             momentum,
@@ -378,7 +378,7 @@ class _Step:
     def _apply_update(
         self, weight: Tensor, block: MatrixBlock, values: Tensor, layout: MatrixLayout
     ) -> None:
-        """Apply weight decay and an orthogonalised update, `values`, to a block of `weight`."""
+        """Apply weight decay to a block of `weight` in place, and subtract its lr * `values`."""
         factor = compute_lr_factor(layout, layout.shapes[block.part], self.options.adjust_lr_fn)
         local_block = block._replace(place=0)
         old = local_block.read([weight])
@@ -418,12 +418,12 @@ def orthogonalize(
     coefficients: Sequence[float] = COEFFICIENTS,
     eps: float = 1e-7,
 ) -> Tensor:
-    """Return matrices with x's singular vectors and singular values of about 1; 0 stays 0."""
-    # Newton-Schulz turns a matrix U S V^T into about U V^T with matrix products only. Each step is
-    # X <- a X + (b A + c A A) X with A = X X^T, a square of the shorter side. The usual
-    # coefficients are chosen for the steepest start, so singular values end between 0.7 and 1.2,
-    # not at 1. A step takes 2 m^2 (2 l + m) flops, m the shorter side, l the longer. Products add
-    # in fp32 and round to the dtype of x; eps is the least norm by which a matrix is divided.
+    """Return matrices with x's singular vectors and singular values of about 1; 0 stays 0.
+
+    Newton-Schulz has `steps` steps with `coefficients` a, b, c. `eps` is the least norm divided by.
+    """
+    # A step X <- a X + (b A + c A A) X with A = X X^T, sides m <= l, takes 2 m^2 (2 l + m) flops.
+    # The usual coefficients give the steepest start: singular values end between 0.7 and 1.2.
     a, b, c = coefficients
     is_tall = x_nRC.shape[1] > x_nRC.shape[2]
     x = x_nRC.mT if is_tall else x_nRC
@@ -437,7 +437,7 @@ def orthogonalize(
 
 
 def orthogonalize_all(matrices: Sequence[Tensor], **options: object) -> list[Tensor]:
-    """Orthogonalise tensors [n, R, C], batched by shape; `options` go to `orthogonalize`."""
+    """Return each tensor [n, R, C] orthogonalised; `options` are those of `orthogonalize`."""
     of_shape: dict[torch.Size, list[int]] = {}
     for i, x in enumerate(matrices):
         of_shape.setdefault(x.shape[1:], []).append(i)

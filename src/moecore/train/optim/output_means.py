@@ -25,7 +25,10 @@ PART_NUMEL = 1 << 26  # elements that are fp32 at once
 
 
 def make_output_means(param: Tensor, layout: MatrixLayout, dtype: torch.dtype) -> Tensor:
-    """Return zeros with one number per output: the parameter's shape and layout, inputs size 1."""
+    """Return zeros of `dtype`, one per output: the parameter's shape with 1 for the inputs.
+
+    The result is a DTensor if `param` is; ranks with other inputs of an output have replicas.
+    """
     dim = param.ndim - 2 if layout.transposed else param.ndim - 1
     local = get_local_tensor(param.detach())
     means = torch.zeros(_reduce_shape(local.shape, dim), dtype=dtype, device=local.device)

@@ -49,10 +49,10 @@ def _update_max(
     padding_BS: Tensor | None,
     scale: float,
 ) -> None:
-    """Update `max_H` in place with the largest scaled logit of each head.
+    """Update `max_H` in place with the largest attention logit q k * `scale` of each head.
 
-    `places_T` are the positions of local queries in the full row; None = 0 .. T - 1. Padding, later
-    keys and keys of other documents do not count.
+    `places_T` are the positions of local queries in the full row; None = 0 .. T - 1. Padding (True
+    in `padding_BS`), later keys and keys of other documents (`cu_seqlens`) do not count.
     """
     document_S = None
     if cu_seqlens is not None:  # documents are packed over all rows
@@ -93,7 +93,10 @@ _update_max_op = Op(
 
 @torch.compiler.disable
 def _gather_keys(q_BtHd: Tensor, k: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
-    """All-gather keys over cp; return them and int64 positions of local queries. Collective."""
+    """All-gather the keys `k` over cp, unless they are already gathered. Collective.
+
+    Returns keys [B, T, h, d], and the int64 [t] positions of the local queries in the full row.
+    """
     local_tokens = sequence.local_tokens
     assert local_tokens is not None, "asked for only with tokens on several ranks"
     k_BThd = k if k.shape[1] > q_BtHd.shape[1] else local_tokens.gather_values(k)
@@ -202,7 +205,8 @@ class _Projection(NamedTuple):
 class _ScoreWatcher:
     """Records the maximum logit of each local head of an attention module, in `max_H`.
 
-    `num_heads` counts the heads of all tp ranks. `queries` and `keys` name the module's linears.
+    `num_heads` counts the heads of all tp ranks. `queries` and `keys` are the names of the linears
+    in `module` that compute queries and keys.
     """
 
     def __init__(self, name: str, module: Any, num_heads: int, queries: str, keys: str) -> None:
@@ -251,9 +255,12 @@ class _ScoreWatcher:
     def __call__(self, q_BTHd: Tensor, k_BThd: Tensor, sequence: Sequence, scale: float) -> None:
         """Update the maximum with a training forward; in eval or without gradients do nothing."""
         if self.module.training and torch.is_grad_enabled():
-            run_and_save(self._update, q_BTHd.detach(), k_BThd.detach(), sequence, scale)
+            run_and_save(self._update_max_logits, q_BTHd.detach(), k_BThd.detach(), sequence, scale)
 
-    def _update(self, q_BTHd: Tensor, k_BThd: Tensor, sequence: Sequence, scale: float) -> None:
+    def _update_max_logits(
+        self, q_BTHd: Tensor, k_BThd: Tensor, sequence: Sequence, scale: float
+    ) -> None:
+        """Update `max_H` with local queries and keys; may be collective over tp and cp."""
         places_T, padding_BT, tp = None, sequence.padding_mask_BT, self.module.tp
         if padding_BT is not None and tp is not None:
             padding_BT = tp.gather(padding_BT)
@@ -271,13 +278,13 @@ class _ScoreWatcher:
         return all(param.requires_grad for param in params)
 
     def get_full_max(self) -> Tensor:
-        """Return fp32 [H], with -inf for the heads of other tp ranks."""
+        """Return the maximum logit of each head, fp32 [H]; -inf for heads of other tp ranks."""
         full_max_H = self.max_H.new_full((self.num_heads,), -torch.inf)
         full_max_H[self.first : self.first + self.max_H.numel()] = self.max_H
         return full_max_H
 
     def scale(self, gamma_H: Tensor) -> None:
-        """Multiply each head's logits by its gamma, by scaling the projections."""
+        """Multiply the logits of head h by `gamma_H[h]`: scale its projections in place."""
         if isinstance(self.module, LatentAttention):
             mla, root_H1 = self.module.mla, gamma_H.sqrt()[:, None]
             n, r, v = mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim

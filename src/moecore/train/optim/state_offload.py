@@ -43,7 +43,7 @@ Fraction = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
 
 @dataclass(slots=True)
 class _StatePart:
-    """State storages that are copied together; `mark` ends their last copies on the stream."""
+    """Storages of optimizer state that are copied together; `mark` is the end of the last copy."""
 
     storages: list[MovedStorage]
     place: Literal["leaving", "away", "coming"]  # to the host, on the host, to the device
@@ -128,6 +128,7 @@ class StateOffload:
         self._copies.clear()
 
     def _before_step(self) -> None:
+        """Bring all state back before `optimizer.step()`; ValueError in a CUDA graph capture."""
         if self._stream.is_capturing():
             raise ValueError(
                 "step() must not be captured, because state moves between steps: capture forward "
@@ -151,7 +152,7 @@ class StateOffload:
 
     @torch.compiler.disable
     def _after_block(self, number: int, _: nn.Module, __: Any, output: Any) -> None:
-        """Free parts 0 .. `number` on the device; let the block's backward fetch parts."""
+        """After the forward of block `number`, free parts 0 .. `number`; hook its backward."""
         if self._stream.is_capturing():
             return
         for part in self._parts[: number + 1]:
@@ -162,7 +163,10 @@ class StateOffload:
             first.register_hook(lambda _: self._before_backward_of(number))
 
     def _before_backward_of(self, number: int) -> None:
-        """In the last micro-batch, fetch a part per block after its backward; all at block 0's."""
+        """Start to copy back the parts that are due when the backward of block `number` begins.
+
+        In the last micro-batch one more part is due at each block, and all parts at block 0.
+        """
         progress = next((p for p in (r.progress() for r in self._engines) if p is not None), None)
         if self._stream.is_capturing() or (progress is not None and not progress.is_last):
             return
@@ -173,8 +177,8 @@ class StateOffload:
 
     @torch.no_grad()
     def _send(self) -> None:
-        """Choose state tensors, reserve host memory, and start their copies to the host."""
-        movable = _find_movable(self._optimizer, self._device)
+        """Choose state tensors by `fraction`, and start copies of them to pinned host memory."""
+        movable = _find_movable_storages(self._optimizer, self._device)
         nbytes = {name: tensors[0].untyped_storage().nbytes() for name, tensors in movable.items()}
         selection = select_largest(self._fraction, nbytes)
         sizes = {name: size for name, size in nbytes.items() if name in selection}
@@ -194,7 +198,7 @@ class StateOffload:
             self._parts.append(_StatePart(part, "leaving", mark))
 
     def _free(self, part: _StatePart) -> None:
-        """Free a part's device memory, if it is being copied to the host."""
+        """Free the device memory of a part whose copy to the host has started."""
         if part.place == "leaving":
             # The model's stream waits for a copy out before it frees the source, and for a copy
             # back before `step`. So memory is freed and reused in the order of one stream, and the
@@ -205,7 +209,7 @@ class StateOffload:
             part.place = "away"
 
     def _fetch(self, part: _StatePart) -> None:
-        """Allocate a part on the device and start its copy, if it is on the host."""
+        """If a part is on the host, allocate its device memory and start the copy back."""
         if part.place != "away":
             return
         try:
@@ -221,8 +225,11 @@ class StateOffload:
 
 
 @torch.no_grad()
-def _find_movable(optimizer: Optimizer, device: torch.device) -> dict[str, list[Tensor]]:
-    """Return name -> local state tensors that share a storage, if the storage can be freed."""
+def _find_movable_storages(optimizer: Optimizer, device: torch.device) -> dict[str, list[Tensor]]:
+    """Return the state tensors on `device` whose storages can be freed, grouped by storage.
+
+    A key is the name of a storage, "<parameter number>.<state name>" of its first tensor.
+    """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     storages: dict[int, dict[str, Tensor]] = {}
     for number, param in enumerate(params):
@@ -244,7 +251,7 @@ def _is_movable(tensors: list[Tensor], device: torch.device) -> bool:
 
 
 def select_largest(fraction: float, sizes: dict[Key, int]) -> set[Key]:
-    """Return the keys of the largest sizes that fit in `fraction` of the total, largest first."""
+    """Return the keys of the largest sizes that together are at most `fraction` of the total."""
     room, keys = fraction * sum(sizes.values()), set()
     for key in sorted(sizes, key=lambda key: -sizes[key]):
         if sizes[key] <= room:

@@ -59,7 +59,7 @@ class WidthRates:
                 get_local_tensor(param).mul_(rate.std)
 
     def regroup(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-        """Split each group of a new optimizer by factor, in place.
+        """Split each param group of a new optimizer by the factor of its parameters, in place.
 
         A group's lr is multiplied and its weight_decay divided by the factor, `width_factor`, so a
         step decays weights equally at every width. Schedulers of torch keep the factor; a loop that
@@ -140,7 +140,7 @@ def width_rates(model: nn.Module, base: nn.Module) -> WidthRates:
 
 
 def _compute_rate(name: str, decision: Decision, base: Decision) -> WidthRate:
-    """Return the factors of a parameter of the model, whose base model has `base`."""
+    """Return the factors of parameter `name`, from its decisions in the model and in the base."""
     inputs, outputs = (
         a / b for a, b in zip(_count_sides(name, decision), _count_sides(name, base), strict=True)
     )
@@ -155,7 +155,7 @@ def _compute_rate(name: str, decision: Decision, base: Decision) -> WidthRate:
 
 
 def _count_sides(name: str, decision: Decision) -> tuple[int, int]:
-    """Return (inputs, outputs) of a parameter; a vector or bias has one input."""
+    """Return (inputs, outputs) of a parameter, (1, size) of a vector; ValueError if unknown."""
     param, layout, reason = decision
     if layout is not None:
         sides = layout.columns, layout.rows
@@ -169,7 +169,7 @@ def _count_sides(name: str, decision: Decision) -> tuple[int, int]:
 
 
 def _compute_spectral_ratio(layout: MatrixLayout, adjust: str) -> float:
-    """Return sqrt(outputs / inputs), the target spectral norm, over the norm of Muon's update."""
+    """Return sqrt(outputs / inputs) over the norm of Muon's update with `adjust_lr_fn` `adjust`."""
     shape = layout.shapes[0]
     outputs, inputs = reversed(shape) if layout.transposed else shape
     return float((outputs / inputs) ** 0.5 / compute_lr_factor(layout, shape, adjust))
