@@ -22,6 +22,8 @@ Fields = Mapping[str, Any]  # the fields of a record that are set
 class Table:
     """Metadata of an `Annotated` field: how the fields of a nested record become options.
 
+    A record is a dataclass; in TOML files its options form a table.
+
     Attributes:
         record: class of the nested record; None = the annotated type.
         without: fields that are no options.
@@ -152,7 +154,7 @@ def read_field_texts(record: type) -> dict[str, str]:
 
 
 def find_table(hint: Any) -> Table | None:
-    """Return the `Table` of an annotation, with its record; None if the field is no record."""
+    """Return the `Table` of a field's annotation, with its record; None for a plain option."""
     notes: tuple[Any, ...] = ()
     if get_origin(hint) is Annotated:
         hint, *notes = get_args(hint)  # type: ignore[assignment]
@@ -165,7 +167,7 @@ def find_table(hint: Any) -> Table | None:
 
 
 def list_hint_members(hint: Any) -> list[Any]:
-    """Return the members of a union or Literal annotation, or a list of the annotation itself."""
+    """Return the members of a union or Literal annotation, otherwise the annotation in a list."""
     if get_origin(hint) is Annotated:
         return list_hint_members(get_args(hint)[0])
     if get_origin(hint) in (Union, types.UnionType):
@@ -174,6 +176,7 @@ def list_hint_members(hint: Any) -> list[Any]:
 
 
 def _has_record(hint: Any) -> bool:
+    """Whether an annotation is a dataclass or contains one."""
     return is_dataclass(hint) or any(_has_record(part) for part in get_args(hint))
 
 

@@ -205,7 +205,7 @@ def _is_dense_router_block(module: nn.Module) -> bool:
 
 
 def _has_experts(modules: list[nn.Module], num_experts: int, dim: int, *, stacked: bool) -> bool:
-    """Whether `num_experts` equal MLPs of size `dim` are in a list or, if `stacked`, 3-D weights."""
+    """Whether `num_experts` MLPs of size `dim` are in a list or, if `stacked`, in 3-D weights."""
     if num_experts < 2:
         return False
     for experts in modules:
