@@ -73,7 +73,7 @@ def show_progress(label: str, *, unit: str = "", lines: bool = False) -> Iterato
     """
     tqdm = None if lines or not sys.stderr.isatty() else import_tqdm()
     if not is_shown():
-        yield _ignore
+        yield _ignore_report
     elif tqdm is None:
         yield ProgressLines(label, unit).report
     else:
@@ -126,5 +126,5 @@ def import_tqdm() -> ModuleType | None:
     return module
 
 
-def _ignore(count: int, total: int) -> None:
+def _ignore_report(count: int, total: int) -> None:
     pass

@@ -76,10 +76,10 @@ def _choose_a2a_ranks(cp: int, num_heads: int, kv_heads: int) -> int:
     # h heads on cp / A - 1 times in forward and in backward, and so their gradients, which are
     # twice as wide.
 
-    def numbers(A: int) -> float:
+    def count_sent_heads(A: int) -> float:
         return (A - 1) / A * (num_heads + kv_heads) + 2 * (cp // A - 1) * kv_heads
 
-    return min((A for A in range(1, max_ranks + 1) if max_ranks % A == 0), key=numbers)
+    return min((A for A in range(1, max_ranks + 1) if max_ranks % A == 0), key=count_sent_heads)
 
 
 def _find_ring_a2a_problems(cp: int, kv_heads: int, ranks: int) -> Iterator[str]:

@@ -87,7 +87,7 @@ class Logits(Tensor):
 
     @staticmethod
     def make_lazy(source: LogitsSource, shape: torch.Size, dtype: torch.dtype) -> Logits:
-        """Return logits of a shape [..., V] and dtype whose values come from `source` on use."""
+        """Return logits of a shape [..., V] and dtype that `source` computes on first use."""
         # Code that bypasses __torch_function__ reads NaN.
         memory = source.hidden.new_full((), math.nan, dtype=dtype, requires_grad=False)
         logits = memory.expand(shape).as_subclass(Logits)

@@ -36,8 +36,8 @@ def find_linear_layers(model: nn.Module) -> list[nn.Module]:
 
 def find_linear_rule(module: nn.Module) -> str | None:
     """Return the recurrence (key of `RULES`) that a module's forward calls, None if it has none."""
-    called = find_names_in_forward(module)
-    return next((rule for rule in RULES if rule in called), None) if CONVOLUTION in called else None
+    call = find_names_in_forward(module)
+    return next((rule for rule in RULES if rule in call), None) if CONVOLUTION in call else None
 
 
 def accept_sequences(model: nn.Module) -> None:
@@ -63,14 +63,14 @@ def _make_replacement(stock: Function, function: Function) -> Function:
     """Return a wrapper: `function` for calls with documents or cp ranks, otherwise `stock`."""
 
     @wraps(stock)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         sequence: Sequence | None = kwargs.pop(SEQUENCE, None)
         if sequence is None or (sequence.cu_seqlens is None and sequence.local_tokens is None):
             return stock(*args, **kwargs)
         return function(sequence, *args, **kwargs)
 
-    called.stands_before = stock  # type: ignore[attr-defined]
-    return called
+    call.stands_before = stock  # type: ignore[attr-defined]
+    return call
 
 
 def _convolve_sequence(

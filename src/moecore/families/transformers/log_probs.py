@@ -74,12 +74,12 @@ def _restore_loss_function(model: Any, _args: Any, _output: Any) -> None:
     """Forward hook: restore the loss function that the model had before this forward."""
     if not hasattr(model, IS_SCORED):
         return
-    before = getattr(model, IS_SCORED)
+    earlier_function = getattr(model, IS_SCORED)
     delattr(model, IS_SCORED)
-    if before is None:
+    if earlier_function is None:
         delattr(model, OWN_LOSS)
     else:
-        model.loss_function = before
+        model.loss_function = earlier_function
 
 
 def _make_loss_function(loss: LogProbLoss) -> Callable[..., Tensor]:

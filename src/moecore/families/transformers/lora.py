@@ -80,7 +80,7 @@ def unwrap_experts(model: nn.Module) -> Iterator[list[_WrappedExperts]]:
 def adapt_experts(wrapped: list[_WrappedExperts], layers: Mapping[str, RoutedLayer]) -> None:
     """Move LoRA matrices of peft's wrappers to `Experts.lora` of the MoE layers.
 
-    `wrapped` comes from `unwrap_experts`; `layers` are by qualified name. Raise ValueError or
+    `wrapped` is the result of `unwrap_experts`; `layers` are by qualified name. Raise ValueError or
     NotImplementedError for LoRA that no layer can hold.
     """
     places = {f"{name}.{m.get_part_name('experts')}".rstrip("."): m for name, m in layers.items()}

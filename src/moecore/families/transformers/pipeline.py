@@ -88,11 +88,11 @@ class StagedCausal:
         """Return the shape of a stage's input: [B, T / cp, D], or [B, T / cp, ..] after layers."""
         cp = None if self._reader is None else self._reader.select_ranks(inputs.get("cp"))
         B, T = inputs["input_ids"].shape
-        sizes = (self._width,) if 0 in stage.layers else getattr(self.model, SIZES)
+        sizes = (self._hidden_size,) if 0 in stage.layers else getattr(self.model, SIZES)
         return B, T // (1 if cp is None else cp.size), *sizes
 
     @property
-    def _width(self) -> int:
+    def _hidden_size(self) -> int:
         width: int = self.model.config.get_text_config().hidden_size
         return width
 
@@ -161,7 +161,7 @@ class StagedCausal:
             for i in stage.layers:
                 hook(layers[i], self._check_output)
             if hidden is not None:
-                nothing = hidden.new_zeros(()).expand(*hidden.shape[:2], self._width)
+                nothing = hidden.new_zeros(()).expand(*hidden.shape[:2], self._hidden_size)
                 instead: Any = get(parts.embedding)
                 instead.weight = nothing  # models read its device
                 ends.callback(delattr, instead, "weight")

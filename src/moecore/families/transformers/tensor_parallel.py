@@ -122,8 +122,8 @@ def _hook_module(tp: TensorParallel, module: Any, module_cut: ModuleCut) -> None
         row.__class__, row.tp = RowParallelLinear, tp
     for name in module_cut.norms:
         norm = module.get_submodule(name)
-        norm.register_forward_pre_hook(partial(_gather_columns, tp))
-        norm.register_forward_hook(partial(_slice_columns, tp))
+        norm.register_forward_pre_hook(partial(_gather_input, tp))
+        norm.register_forward_hook(partial(_slice_output, tp))
     for name, head_dim in (module_cut.shared or {}).items():
         linear = module.get_submodule(name)
         head = tp.rank * (linear.out_features // head_dim) // tp.size
@@ -154,7 +154,7 @@ def _hook_module(tp: TensorParallel, module: Any, module_cut: ModuleCut) -> None
     if module_cut.buffers:
         _replace_attributes(
             module,
-            {n: partial(_slice_local_part, tp, n, dim) for n, dim in module_cut.buffers.items()},
+            {n: partial(_slice_buffer, tp, n, dim) for n, dim in module_cut.buffers.items()},
         )
 
 
@@ -166,7 +166,7 @@ def _replace_attributes(
     module.__class__ = type(base.__name__, (base,), properties | {"__module__": base.__module__})
 
 
-def _slice_local_part(tp: TensorParallel, name: str, dim: int, module: nn.Module) -> Tensor:
+def _slice_buffer(tp: TensorParallel, name: str, dim: int, module: nn.Module) -> Tensor:
     buffer = module._buffers[name]
     assert buffer is not None, "it has a number per head"
     return buffer.chunk(tp.size, dim)[tp.rank]
@@ -295,12 +295,12 @@ def _all_reduce_output(tp: TensorParallel, _linear: nn.Module, _args: Any, y: Te
     return tp.all_reduce(y)
 
 
-def _gather_columns(tp: TensorParallel, _norm: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _gather_input(tp: TensorParallel, _norm: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     x, *rest = args
     return tp.gather_last_dim(x), *rest
 
 
-def _slice_columns(tp: TensorParallel, _norm: nn.Module, _args: Any, y: Tensor) -> Tensor:
+def _slice_output(tp: TensorParallel, _norm: nn.Module, _args: Any, y: Tensor) -> Tensor:
     # Not `chunk`: autograd refuses an in-place write to one of its several views.
     size = y.shape[-1] // tp.size
     return y.narrow(-1, tp.rank * size, size)
