@@ -182,7 +182,7 @@ def _is_norm_over_all_heads(module: nn.Module, name: str, linears: Mapping[str, 
 
 
 def _find_cut_problem(module: nn.Module, known_names: set[str], num_heads: int) -> str | None:
-    """Return why attention cannot be sharded by heads, or None; children `known_names` can be."""
+    """Return why attention cannot be sharded by heads, or None; `known_names`: known children."""
     for child, part in module.named_children():
         is_norm = "Norm" in type(part).__name__ and not list(part.children())
         if not (child in known_names or is_norm) and next(part.parameters(), None) is not None:

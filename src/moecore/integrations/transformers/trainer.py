@@ -362,7 +362,7 @@ class ShardedAccelerator(Accelerator):
         super().backward(self.owner.scale_loss(loss), **kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> float:
-        """Clip by the TrainStep's max_norm; return the norm before. Arguments are not used."""
+        """Clip by the TrainStep's max_norm; return the norm before it. No argument is used."""
         return self.owner.clip().total
 
 
