@@ -4,5 +4,5 @@ __version__ = "0.2.0"
 
 
 def get_install_command(extra: str, options: str = "") -> str:
-    """Return the command that installs an extra of moecore, which error messages name."""
+    """Return the pip command that installs an extra of moecore; pip's `options` end in a blank."""
     return f"pip install {options}'.[{extra}]' in a clone of moecore"

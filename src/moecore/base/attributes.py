@@ -50,9 +50,10 @@ ATOMS: tuple[Any, ...] = (bool, int, float, complex, str, bytes)
 
 
 def list_attribute_entries(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Any]:
-    """Return path -> description of each non-parameter attribute of (path, module) pairs.
+    """Return path -> description of each attribute that can change a module's results.
 
-    A config object or dataclass has one entry per field. Descriptions can be compared by `repr`.
+    `modules` are (path, module) pairs. A config object or dataclass has one entry per field.
+    Descriptions are equal between ranks if their `repr` is equal.
     """
     entries: dict[str, Any] = {}
     records: dict[int, dict[str, Any]] = {}  # modules of one model share their config
@@ -60,18 +61,18 @@ def list_attribute_entries(modules: Iterable[tuple[str, nn.Module]]) -> dict[str
         prefix = f"{path}." if path else ""
         entries[prefix + CLASS] = _get_class_name(type(module))
         for name, value in vars(module).items():
-            if name in INTERNAL or not _decides_numbers(name, value):
+            if name in INTERNAL or not _can_change_results(name, value):
                 continue
             if _read_fields(value) is None:
-                entries |= _flatten(prefix + name, value, 0)
+                entries |= _flatten_value(prefix + name, value, 0)
                 continue
             if id(value) not in records:
-                records[id(value)] = dict(_flatten("", value, 0))
+                records[id(value)] = dict(_flatten_value("", value, 0))
             entries |= {f"{prefix}{name}{rest}": v for rest, v in records[id(value)].items()}
     return entries
 
 
-def _decides_numbers(name: str, value: Any) -> bool:
+def _can_change_results(name: str, value: Any) -> bool:
     """Whether an attribute can change results; a private one must be a plain value or a config."""
     if name in UNCOMPARED or OF_ONE_RANK.search(name):
         return False
@@ -79,19 +80,19 @@ def _decides_numbers(name: str, value: Any) -> bool:
     return not name.startswith("_") or is_plain or _read_fields(value) is not None
 
 
-def _flatten(path: str, value: Any, depth: int) -> dict[str, Any]:
+def _flatten_value(path: str, value: Any, depth: int) -> dict[str, Any]:
     """Return {path: description} of a value; mappings and configs have a path per field.
 
     `depth` is the number of mappings and configs around the value.
     """
     values = value if isinstance(value, Mapping) else _read_fields(value)
     if values is None or depth > MAX_DEPTH:
-        return {path: _describe(value, depth)}
+        return {path: _describe_value(value, depth)}
     descriptions = {f"{path}.{CLASS}": _get_class_name(type(value))}
     for key, item in values.items():
-        name = key if isinstance(key, str) else repr(_describe(key, depth + 1))
-        if _decides_numbers(name, item):
-            descriptions |= _flatten(f"{path}.{name}", item, depth + 1)
+        name = key if isinstance(key, str) else repr(_describe_value(key, depth + 1))
+        if _can_change_results(name, item):
+            descriptions |= _flatten_value(f"{path}.{name}", item, depth + 1)
     return descriptions
 
 
@@ -120,8 +121,11 @@ def _read_field(record: Any, name: str) -> Any:
         return None
 
 
-def _describe(value: Any, depth: int = 0) -> Any:
-    """Return a description of the value whose `repr` is equal on all ranks that have that value."""
+def _describe_value(value: Any, depth: int = 0) -> Any:
+    """Return a description of a value whose `repr` is equal on all ranks that have the value.
+
+    `depth` is the number of mappings, lists and configs around the value.
+    """
     if isinstance(value, str) and DEVICE.fullmatch(value):
         return Verbatim("a device")
     if value is None or type(value) in ATOMS or isinstance(value, torch.dtype):
@@ -136,16 +140,20 @@ def _describe(value: Any, depth: int = 0) -> Any:
     if isinstance(value, Tensor):
         return make_comparable(value)
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
-        return _describe(value.tolist(), depth + 1)
+        return _describe_value(value.tolist(), depth + 1)
     if isinstance(value, list | tuple):
-        items = [_describe(item, depth + 1) for item in value]
+        items = [_describe_value(item, depth + 1) for item in value]
         return items if isinstance(value, list) else tuple(items)
     if isinstance(value, AbstractSet):
-        return Verbatim(f"{{{', '.join(sorted(repr(_describe(x, depth + 1)) for x in value))}}}")
+        return Verbatim(
+            f"{{{', '.join(sorted(repr(_describe_value(x, depth + 1)) for x in value))}}}"
+        )
     if isinstance(value, Mapping) or _read_fields(value) is not None:
-        return dict(sorted(_flatten("", value, depth + 1).items()))
+        return dict(sorted(_flatten_value("", value, depth + 1).items()))
     if isinstance(value, partial):
-        return tuple(_describe(x, depth + 1) for x in (value.func, value.args, value.keywords))
+        return tuple(
+            _describe_value(x, depth + 1) for x in (value.func, value.args, value.keywords)
+        )
     return _describe_function(value, depth) if callable(value) else _get_class_name(type(value))
 
 
@@ -174,14 +182,14 @@ def _describe_function(value: Callable[..., Any], depth: int) -> Verbatim:
 
 def _list_constants(function: FunctionType, depth: int) -> Iterator[Any]:
     """Yield descriptions of a function's default arguments and its closure variables."""
-    yield _describe([function.__defaults__, function.__kwdefaults__], depth + 1)
+    yield _describe_value([function.__defaults__, function.__kwdefaults__], depth + 1)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             value = cell.cell_contents
         except ValueError:  # a variable that has no value yet
             continue
-        if _decides_numbers(name, value):
-            yield _describe(value, depth + 1)
+        if _can_change_results(name, value):
+            yield _describe_value(value, depth + 1)
 
 
 def _list_code(code: CodeType) -> Iterator[Any]:
@@ -190,4 +198,4 @@ def _list_code(code: CodeType) -> Iterator[Any]:
     yield code.co_names
     for constant in code.co_consts:
         is_code = isinstance(constant, CodeType)
-        yield list(_list_code(constant)) if is_code else _describe(constant)
+        yield list(_list_code(constant)) if is_code else _describe_value(constant)

@@ -22,6 +22,8 @@ Fields = Mapping[str, Any]  # the fields of a record that are set
 class Table:
     """Metadata of an `Annotated` field: how the fields of a nested record become options.
 
+    A record is a dataclass; in TOML files its options form a table.
+
     Attributes:
         record: class of the nested record; None = the annotated type.
         without: fields that are no options.
@@ -80,7 +82,7 @@ class CommandOption(NamedTuple):
     def flags(self) -> tuple[str, ...]:
         """The flag and its alias, if there is an alias, without hyphens in front."""
         alias = self.spelling.alias
-        return (self.flag,) if alias is None else (self.flag, make_flag(alias))
+        return (self.flag,) if alias is None else (self.flag, make_flag_name(alias))
 
     @property
     def key(self) -> str:
@@ -107,7 +109,7 @@ def list_options(command: Any) -> tuple[CommandOption, ...]:
     tables = {field.name: find_table(hints[field.name]) for field in items}
     for item in items:
         if tables[item.name] is None:
-            flag, is_saved = make_flag(item.name), item.metadata.get("is_saved", True)
+            flag, is_saved = make_flag_name(item.name), item.metadata.get("is_saved", True)
             text = texts.get(item.name, "")
             options.append(
                 CommandOption(
@@ -128,13 +130,13 @@ def list_options(command: Any) -> tuple[CommandOption, ...]:
                 continue
             value = getattr(default, part.name) if is_dataclass(default) else get_default(part)
             value = MISSING if isinstance(default, dict) else value  # depends on other options
-            flag = make_flag(f"{item.name}_{part.name}" if table.prefix else part.name)
+            flag = make_flag_name(f"{item.name}_{part.name}" if table.prefix else part.name)
             is_saved = item.metadata.get("is_saved", True)
             hint, text = hints_of[part.name], texts.get(part.name, "")
             options.append(CommandOption(item.name, part.name, flag, hint, value, text, is_saved))
     number = Counter(option.flag for option in options)
     return tuple(
-        option._replace(flag=make_flag(f"{option.table}_{option.name}"))
+        option._replace(flag=make_flag_name(f"{option.table}_{option.name}"))
         if option.table and number[option.flag] > 1
         else option
         for option in options
@@ -152,28 +154,29 @@ def read_field_texts(record: type) -> dict[str, str]:
 
 
 def find_table(hint: Any) -> Table | None:
-    """Return the `Table` of an annotation, with its record; None if the field is no record."""
+    """Return the `Table` of a field's annotation, with its record; None for a plain option."""
     notes: tuple[Any, ...] = ()
     if get_origin(hint) is Annotated:
         hint, *notes = get_args(hint)  # type: ignore[assignment]
     table = next((note for note in notes if isinstance(note, Table)), Table())
     if table.record is not None:
         return table
-    records: list[Any] = [kind for kind in list_kinds(hint) if is_dataclass(kind)]
+    records: list[Any] = [kind for kind in list_hint_members(hint) if is_dataclass(kind)]
     is_record = records and not hasattr(records[0], "from_word")
     return replace(table, record=records[0]) if is_record else None
 
 
-def list_kinds(hint: Any) -> list[Any]:
-    """Return the members of a union or Literal annotation, or a list of the annotation itself."""
+def list_hint_members(hint: Any) -> list[Any]:
+    """Return the members of a union or Literal annotation, otherwise the annotation in a list."""
     if get_origin(hint) is Annotated:
-        return list_kinds(get_args(hint)[0])
+        return list_hint_members(get_args(hint)[0])
     if get_origin(hint) in (Union, types.UnionType):
-        return [kind for member in get_args(hint) for kind in list_kinds(member)]
+        return [kind for member in get_args(hint) for kind in list_hint_members(member)]
     return list(get_args(hint)) if get_origin(hint) is Literal else [hint]
 
 
 def _has_record(hint: Any) -> bool:
+    """Whether an annotation is a dataclass or contains one."""
     return is_dataclass(hint) or any(_has_record(part) for part in get_args(hint))
 
 
@@ -184,6 +187,6 @@ def get_default(item: dataclasses.Field[Any]) -> Any:
     return item.default
 
 
-def make_flag(name: str) -> str:
+def make_flag_name(name: str) -> str:
     """Return a field's name with hyphens for underscores, without hyphens in front."""
     return name.replace("_", "-")

@@ -64,11 +64,14 @@ def make_meta_parameter(param: nn.Parameter) -> nn.Parameter:
 def make_dtensor(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], *, of: Tensor
 ) -> DTensor:
-    """Return a DTensor with local shard `local` and the global shape of `of`; differentiable."""
+    """Return a DTensor with local shard `local`, placements, and the global shape of `of`.
+
+    No communication; differentiable.
+    """
     sizes: Any = dict(shape=of.shape, stride=of.stride())
     return DTensor.from_local(local, mesh, placements, run_check=False, **sizes)
 
 
 def _overrides_method(module: Any, name: str) -> bool:
-    """Whether an attribute of the module overrides a method of its class."""
+    """Whether the attribute `name` of a module is a callable that hides a method of its class."""
     return callable(vars(module)[name]) and callable(getattr(type(module), name, None))

@@ -46,9 +46,10 @@ class RankError(RuntimeError):
 def publish_errors(activity: str, *, is_written: bool = True) -> Iterator[None]:
     """Return a context that writes an error of its body to the store, where other ranks read it.
 
-    A transport error (gloo, NCCL, the store) becomes a `RankError` that quotes the errors of other
-    ranks. With `is_written` False only transport errors are handled. `activity` describes the body
-    in errors, such as "micro-batch 2 of 4".
+    The store is that of the default process group. A transport error (gloo, NCCL, the store)
+    becomes a `RankError` that quotes the errors of other ranks. With `is_written` False only
+    transport errors are handled. `activity` describes the body in errors, such as "micro-batch 2 of
+    4".
     """
     try:
         yield
@@ -182,7 +183,7 @@ def explain_transport_error(activity: str, error: Exception) -> str:
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:
-    """Return text such as "one of ranks 1, 3"; without numbers if there are many ranks."""
+    """Return text such as "one of ranks 1, 3"; without numbers above `MAX_NAMED` ranks."""
     if len(ranks) > MAX_NAMED:
         return f"one of {len(ranks)} ranks"
     return f"{'one of ranks ' if len(ranks) > 1 else 'rank '}{', '.join(map(str, ranks))}"
@@ -229,7 +230,10 @@ def _write_record(activity: str, error: Exception, *, waits: bool) -> None:
 
 
 def _read_records() -> list[dict[str, Any]]:
-    """Return the error records of other ranks, with the records of transport errors last."""
+    """Return the error records of other ranks, with the records of transport errors last.
+
+    Keys: rank, activity, error (text) and waits, as `_write_record` writes them.
+    """
     store = _get_store()
     assert store is not None, "callers have asked"
     texts = [store.get(f"{KEY}/{n}") for n in range(1, store.add(KEY, 0) + 1)]

@@ -111,7 +111,7 @@ MaxNorm = Annotated[float, Bound(">", 0), Bound("<=", math.inf), "use None to on
 class _ValueCheck(NamedTuple):
     """The check for one annotation: predicate, noun of valid values in errors, fix, conversion."""
 
-    takes: Callable[[Any], bool]
+    allows: Callable[[Any], bool]
     name: Callable[[Any], str]
     fix: str
     convert: Callable[[Any], Any] = lambda value: value  # returns the value that a record stores
@@ -128,7 +128,7 @@ class CheckedRecord:
         record_class: Any = type(self)
         for name, kind in _list_field_checks(record_class):
             value = getattr(self, name)
-            if not kind.takes(value):
+            if not kind.allows(value):
                 _raise_field_error(self, name, f"be {kind.name(value)}: {kind.fix}")
             converted = kind.convert(value)
             if converted is not value:
@@ -171,8 +171,8 @@ def format_name(name: object) -> str:
 
 
 def _raise_if_invalid(name: str, value: object, kind: _ValueCheck) -> None:
-    """Raise a ValueError if an argument's value does not pass the check."""
-    if not kind.takes(value):
+    """Raise a ValueError if the value of argument `name` does not pass the check `kind`."""
+    if not kind.allows(value):
         raise ValueError(f"{name} ({quote(value)}) must be {kind.name(value)}: {kind.fix}")
 
 
@@ -207,7 +207,7 @@ def _make_check(hint: Any) -> _ValueCheck:
         if isinstance(note, OneOf):
             kind = _make_choice_check(note.choices)
         if isinstance(note, Passes):
-            kind = kind._replace(takes=note.check, name=partial(lambda noun, _: noun, note.noun))
+            kind = kind._replace(allows=note.check, name=partial(lambda noun, _: noun, note.noun))
     for note in notes:
         if isinstance(note, str):
             kind = kind._replace(fix=note)
@@ -247,7 +247,7 @@ def _make_plain_check(hint: Any, bounds: list[Bound]) -> _ValueCheck:
 
 
 def _name_class(cls: type) -> tuple[str, str]:
-    """Return a noun and a fix for the error that requires an instance of a class."""
+    """Return (noun, fix) for the error that requires an instance of a class."""
     article = "an" if cls.__name__[0] in "AEIOU" else "a"
     return NAMES.get(cls, (f"{article} {cls.__name__}", f"pass {article} {cls.__name__}"))
 
@@ -268,7 +268,7 @@ def _make_generic_check(origin: type, args: tuple[Any, ...]) -> _ValueCheck:
         return _ValueCheck(
             lambda value: (
                 isinstance(value, origin)
-                and all(keys.takes(k) and values.takes(v) for k, v in value.items())
+                and all(keys.allows(k) and values.allows(v) for k, v in value.items())
             ),
             lambda value: f"{name} of {keys.name(None)} to {values.name(None)}",
             fix,
@@ -279,7 +279,7 @@ def _make_generic_check(origin: type, args: tuple[Any, ...]) -> _ValueCheck:
             lambda value: (
                 isinstance(value, origin)
                 and not isinstance(value, str | bytes | torch.Tensor)
-                and (not isinstance(value, Collection) or all(items.takes(item) for item in value))
+                and (not isinstance(value, Collection) or all(items.allows(item) for item in value))
             ),
             lambda value: f"a list, each {items.name(None)}",
             "pass a list",
@@ -309,7 +309,7 @@ def _make_number_check(base: type, bounds: list[Bound]) -> _ValueCheck:
     def is_exact(value: Any) -> bool:
         return base is int or isinstance(value, float) or abs(value) <= EXACT
 
-    def takes(value: Any) -> bool:  # no NaN; Python compares an int of any length with a float
+    def allows(value: Any) -> bool:  # no NaN; Python compares an int of any length with a float
         return is_number(value) and is_exact(value) and low <= value <= high
 
     def name(value: Any) -> str:
@@ -322,8 +322,8 @@ def _make_number_check(base: type, bounds: list[Bound]) -> _ValueCheck:
         return f"{noun} {limits}".rstrip()
 
     if base is float:
-        return _ValueCheck(takes, name, "pass a float", float)  # a float is returned unchanged
-    return _ValueCheck(takes, name, "pass an int")
+        return _ValueCheck(allows, name, "pass a float", float)  # a float is returned unchanged
+    return _ValueCheck(allows, name, "pass an int")
 
 
 def _find_inclusive_limit(bound: Bound, base: type) -> float:
@@ -352,10 +352,10 @@ def _make_union_check(kinds: list[_ValueCheck]) -> _ValueCheck:
     """Return the check for a union: a value must pass one of the checks `kinds`."""
 
     def convert(value: Any) -> Any:
-        return next(kind for kind in kinds if kind.takes(value)).convert(value)
+        return next(kind for kind in kinds if kind.allows(value)).convert(value)
 
     return _ValueCheck(
-        lambda value: any(kind.takes(value) for kind in kinds),
+        lambda value: any(kind.allows(value) for kind in kinds),
         lambda value: " or ".join(kind.name(value) for kind in kinds),
         kinds[0].fix,
         convert,
@@ -363,9 +363,9 @@ def _make_union_check(kinds: list[_ValueCheck]) -> _ValueCheck:
 
 
 def _refuse_line_breaks(kind: _ValueCheck) -> _ValueCheck:
-    """Return the check for a path, which also rejects line breaks, because errors show paths."""
+    """Return the check `kind` of a path, which also rejects line breaks; errors show paths."""
     return _ValueCheck(
-        lambda value: kind.takes(value) and (value is None or not set("\r\n") & set(str(value))),
+        lambda value: kind.allows(value) and (value is None or not set("\r\n") & set(str(value))),
         lambda value: f"{kind.name(value)}, without line breaks",
         kind.fix,
     )
@@ -376,11 +376,11 @@ def _make_tuple_check(args: tuple[Any, ...]) -> _ValueCheck:
     kinds = [_make_check(arg) for arg in args if arg is not Ellipsis]
     is_open = Ellipsis in args
 
-    def takes(value: Any) -> bool:
+    def allows(value: Any) -> bool:
         if not isinstance(value, tuple) or not (is_open or len(value) == len(kinds)):
             return False
         item_kinds = kinds * len(value) if is_open else kinds
-        return all(kind.takes(item) for kind, item in zip(item_kinds, value, strict=True))
+        return all(kind.allows(item) for kind, item in zip(item_kinds, value, strict=True))
 
     def name(value: Any) -> str:
         items = kinds[0].name(None)
@@ -391,7 +391,7 @@ def _make_tuple_check(args: tuple[Any, ...]) -> _ValueCheck:
         pairs = [(item, kind.convert(item)) for kind, item in zip(item_kinds, value, strict=True)]
         return value if all(a is b for a, b in pairs) else tuple(b for _, b in pairs)
 
-    return _ValueCheck(takes, name, "pass a tuple", convert)
+    return _ValueCheck(allows, name, "pass a tuple", convert)
 
 
 class UsageError(Exception):

@@ -38,7 +38,8 @@ def clean_name(name: str) -> str:
 def get_local_param(param: Tensor, *, reads: bool = True) -> Tensor:
     """Return this rank's local tensor of a parameter; differentiable.
 
-    `reads` False: the caller reads only `get_fp8_blocks`, so a parameter without values is allowed.
+    `reads` False: the caller reads only the parameter's FP8 blocks (`get_fp8_blocks`), so a
+    parameter without values is allowed. Otherwise it raises a NotImplementedError.
     """
     local = param
     if isinstance(param, DTensor) and torch.compiler.is_compiling():
@@ -71,7 +72,7 @@ class _ToLocal(torch.autograd.Function):
 
 
 def has_values(local: Tensor) -> bool:
-    """Whether a local tensor has memory for its values; a parameter in FP8 blocks has not."""
+    """Whether a local tensor has memory for its values; False for a parameter in FP8 blocks."""
     return local.numel() < 2 or any(local.stride())
 
 
@@ -95,7 +96,8 @@ def make_grad_placements(placements: Sequence[Placement]) -> tuple[Placement, ..
 def init_normal_(param: Tensor, *, std: float, key: str, seed: int = 0) -> None:
     """Fill a parameter in place with N(0, std^2) values that do not depend on its sharding.
 
-    No communication. `key`, usually the parameter's name, and `seed` determine the values.
+    No communication. The values depend only on `key`, usually the parameter's name, on `seed` and
+    on the device type.
     """
     # The global tensor is split along dim 0 into blocks of about `BLOCK_NUMEL` values. A generator
     # seeded by (seed, key, block) draws each block, and a rank draws only the blocks of its shard.
@@ -112,7 +114,10 @@ def init_uniform_(param: Tensor, *, bound: float, key: str, seed: int = 0) -> No
 def _fill_shard(
     param: Tensor, key: str, seed: int, fill_: Callable[[Tensor, torch.Generator], Tensor]
 ) -> None:
-    """Fill a shard with its part of global values; `fill_` draws a block by a seeded generator."""
+    """Fill a shard in place with its part of global values; `key`, `seed`: see `init_normal_`.
+
+    `fill_` fills an fp32 tensor, a block of global rows, by the generator that it receives.
+    """
     local = get_local_tensor(param)
     if local.numel() == 0:
         return
@@ -175,13 +180,16 @@ def compute_global_indices(param: Tensor, coordinate: Sequence[int] | None = Non
 
 
 def _take_chunk(index: Tensor, size: int, rank: int) -> Tensor:
-    """Return a rank's contiguous chunk of an index, as `torch.chunk` splits it to `size` ranks."""
+    """Return rank `rank`'s chunk of an index, as `torch.chunk` splits it to `size` ranks."""
     step = -(-index.numel() // size)
     return index[rank * step : (rank + 1) * step]
 
 
 def _take_interleaved_chunks(index: Tensor, parts: int, size: int, rank: int) -> Tensor:
-    """Return the concatenation of a rank's chunks of `parts` equal sections of an index."""
+    """Return a rank's chunk of each of `parts` equal sections of an index, concatenated.
+
+    Each section is split to `size` ranks.
+    """
     return index.view(parts, size, -1)[:, rank].reshape(-1)
 
 
@@ -193,7 +201,7 @@ def find_runs(index: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def derive_seed(seed: int, key: str, block: int = 0) -> int:
-    """Hash seed, key and block number into the seed of the generator that fills the block."""
+    """Hash seed, key and block number to a generator's seed, 0 <= seed < 2^63."""
     digest = hashlib.sha256(f"{seed}/{key}/{block}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
@@ -206,9 +214,10 @@ def shard_parameter(
     *,
     reads_plain: bool = False,
 ) -> None:
-    """Replace a module's unsharded parameter by a DTensor of this rank's shard.
+    """Replace a module's unsharded parameter `name` by a DTensor of this rank's shard.
 
-    No communication. `reads_plain`: the module computes with the local tensor, not the DTensor.
+    No communication: each rank must have equal values. `reads_plain`: the module computes with the
+    local tensor, not the DTensor.
     """
     # With `reads_plain` the module's unit registers the local tensor, not a DTensor, and its
     # gradient has `make_grad_placements`.

@@ -30,7 +30,10 @@ Report = Callable[[int, int], None]  # (number done, total); total 0 = unknown
 
 
 class ProgressLines:
-    """Prints an operation's progress every `INTERVAL_S` seconds, first after `DELAY_S` seconds."""
+    """Prints an operation's progress every `INTERVAL_S` seconds, first after `DELAY_S` seconds.
+
+    Each line begins with `label`. `unit` is the unit of the numbers; "B" = bytes.
+    """
 
     def __init__(self, label: str, unit: str) -> None:
         self._label, self._unit = label, unit
@@ -70,7 +73,7 @@ def show_progress(label: str, *, unit: str = "", lines: bool = False) -> Iterato
     """
     tqdm = None if lines or not sys.stderr.isatty() else import_tqdm()
     if not is_shown():
-        yield _ignore
+        yield _ignore_report
     elif tqdm is None:
         yield ProgressLines(label, unit).report
     else:
@@ -88,7 +91,7 @@ def show_progress(label: str, *, unit: str = "", lines: bool = False) -> Iterato
 def track(
     items: Iterable[T], label: str, *, total: int = 0, unit: str = "", lines: bool = False
 ) -> Iterator[T]:
-    """Yield the items and show the number of processed items; total 0 = `len(items)`."""
+    """Yield the items and show the number done, see `show_progress`; total 0 = `len(items)`."""
     total = total or (len(items) if isinstance(items, Sized) else 0)
     with show_progress(label, unit=unit, lines=lines) as report:
         report(0, total)
@@ -123,5 +126,5 @@ def import_tqdm() -> ModuleType | None:
     return module
 
 
-def _ignore(count: int, total: int) -> None:
+def _ignore_report(count: int, total: int) -> None:
     pass

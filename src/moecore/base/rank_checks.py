@@ -60,9 +60,9 @@ def find_difference(
 ) -> str | None:
     """Compare entries between ranks and return an error text for the first difference, or None.
 
-    The text has the value of this rank and of the first rank with a different value.
-    Collective over `group`, with a host sync. With several groups, a rank without a difference in
-    its groups returns the text of another rank.
+    `entries` are as in `check_equal`. The text has the value of this rank and of the first rank
+    with a different value. Collective over `group`, with a host sync. With several groups, a rank
+    without a difference in its groups returns the text of another rank.
     """
     if not isinstance(group, tuple):
         return _find_group_difference(entries, device_type, group)
@@ -92,7 +92,7 @@ def _find_group_difference(
 
 
 def _format_both_values(value: Any, group: Group) -> str:
-    """Return text with this rank's value and the first different value of a rank. Collective."""
+    """Return this rank's value and the first different value of a rank as text. Collective."""
     texts = gather_objects(" ".join(_format_value(value).split())[:MAX_TEXT], group)
     ranks, local = dist.get_process_group_ranks(group or dist.group.WORLD), dist.get_rank(group)
     other = next((i for i, text in enumerate(texts) if text != texts[local]), local)
@@ -108,19 +108,23 @@ def _format_both_values(value: Any, group: Group) -> str:
 
 def check_headers(
     op: str,
-    notes: Sequence[Sequence[int]],
+    numbers_of_ranks: Sequence[Sequence[int]],
     formats: Mapping[str, Callable[[int], str]],
     group: dist.ProcessGroup,
 ) -> None:
     """Raise a ValueError if the ranks of a group called a collective with different numbers.
 
+    No communication: the caller has gathered the numbers.
+
     Args:
         op: name of the collective in the error.
-        notes: for each rank, one number per entry of `formats`.
-        formats: name of each number, and the function that formats it for the error.
-        group: the group whose ranks are named.
+        numbers_of_ranks: for each rank in group order, one number per entry of `formats`.
+        formats: name of each number -> function that formats the number for the error.
+        group: the group whose ranks are named in the error.
     """
-    for (name, show), values in zip(formats.items(), zip(*notes, strict=True), strict=True):
+    for (name, show), values in zip(
+        formats.items(), zip(*numbers_of_ranks, strict=True), strict=True
+    ):
         other = next((place for place, value in enumerate(values) if value != values[0]), None)
         if other is not None:
             ranks = dist.get_process_group_ranks(group)
@@ -188,7 +192,10 @@ def make_comparable(leaf: Any) -> Any:
 def check_equal_weights(
     tensors: Mapping[str, Tensor], device_type: str, *, group: Group = None
 ) -> None:
-    """Raise a ValueError on every rank if weights differ between ranks. Collective."""
+    """Raise a ValueError on every rank if weights differ between ranks. Collective.
+
+    DTensors are not compared. `tensors` are by name, and checksums are compared on `device_type`.
+    """
     # DTensors are left out: each tp rank has a different shard.
     plain_tensors = {n: t for n, t in tensors.items() if not isinstance(t, DTensor)}
     different, problem = find_differing_tensors(plain_tensors, device_type, group=group), None
@@ -217,8 +224,8 @@ def find_differing_tensors(
 def raise_on_all(problem: str | None, device_type: str, *, group: Group = None) -> None:
     """Raise a ValueError with the text `problem` on every rank if any rank has a problem.
 
-    Collective over the world if `group` is smaller than the world. Otherwise every rank must
-    already have the same problem.
+    Collective over the world if `group` is smaller than the world. Otherwise no rank communicates,
+    and every rank must already have the same problem (None = no problem).
     """
     if dist.is_initialized() and dist.get_world_size(group) < dist.get_world_size():
         raise_on_world(problem, device_type)

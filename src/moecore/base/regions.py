@@ -34,7 +34,7 @@ class Region(Protocol):
         """Whether `multiply` of this region is running its function."""
 
     def multiply(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a function and save its result; in recomputation, return the saved result."""
+        """Return function(*args, **kwargs) and save it; recomputation returns the saved result."""
 
     def save_generator(self, generator: torch.Generator) -> None:
         """Record that the region draws random numbers from this generator."""
@@ -83,9 +83,9 @@ class _InterceptProducts(TorchFunctionMode):
 
 
 def run_product(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a matrix product and save its result in the active region, see `run_and_save`.
+    """Return function(*args, **kwargs), a matrix product, and save it in the active region.
 
-    Inside `recompute_products` the result is not saved.
+    See `run_and_save`. Inside `recompute_products` the result is not saved.
     """
     if _state.is_recomputing:
         return function(*args, **kwargs)
@@ -93,7 +93,7 @@ def run_product(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def run_and_save(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function and save its result in the active region, such as a collective.
+    """Return function(*args, **kwargs) and save it in the active region; for collectives, too.
 
     Recomputation in backward returns the saved result. Without a region this is a plain call.
     """

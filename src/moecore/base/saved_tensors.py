@@ -98,7 +98,9 @@ _packers = _Packers()
 def use_packer(
     packer: Packer, *, is_first: bool = False, only_rows: bool = False
 ) -> Iterator[None]:
-    """Return a context in which a packer is called for each tensor that an operation saves.
+    """Return a context in which a packer is called for each tensor that autograd saves.
+
+    Under saved_tensors_hooks of the caller the context does nothing.
 
     Args:
         packer: returns a handle, or None if it does not accept the tensor.
@@ -143,7 +145,7 @@ def _install_pack_hook() -> AbstractContextManager[Any]:
     """
     if get_saved_tensor_hooks() is not None or not is_packing():
         return nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(pack_tensor, _unpack)
+    return torch.autograd.graph.saved_tensors_hooks(pack_tensor, _unpack_tensor)
 
 
 def find_used_rows(tensor: Tensor) -> UsedRows | None:
@@ -169,6 +171,6 @@ def pack_tensor(tensor: Tensor) -> Handle:
     return TensorHandle(tensor)
 
 
-def _unpack(handle: Handle) -> Tensor:
+def _unpack_tensor(handle: Handle) -> Tensor:
     """Autograd's unpack hook: return the tensor of a handle."""
     return handle.unpack()

@@ -37,7 +37,10 @@ class Stream(Protocol):
 
 
 class DryStream:
-    """A stream of a dry run (a step on meta tensors): the numbers of operations to wait for."""
+    """A stream of a dry run (a step on meta tensors): the numbers of operations to wait for.
+
+    Operations are numbered in the order of their launches.
+    """
 
     def __init__(self, queues: DryQueues) -> None:
         self._queues = queues
@@ -77,7 +80,7 @@ class DryEvent:
 
 
 class DryQueues:
-    """All streams of a dry run (a step on meta tensors), and its number of operations."""
+    """All streams of a dry run (a step on meta tensors), and its number of launched operations."""
 
     def __init__(self) -> None:
         self.num_streams = 0
@@ -88,8 +91,8 @@ class DryQueues:
     def launch(self) -> tuple[frozenset[int], frozenset[int]]:
         """Launch an operation on the current stream and return its dependencies.
 
-        Returns two sets of operation numbers: operations that the stream waits for, and operations
-        that the host waited for before the launch.
+        The result is two sets of operation numbers: operations that the stream waits for, and
+        operations that the host waited for since the last launch.
         """
         dependencies = self.current.dependencies, self.host_dependencies
         self.current.dependencies, self.host_dependencies = frozenset({self.length}), frozenset()
@@ -189,7 +192,10 @@ def copy_to_device(x: Tensor, device: torch.device | str) -> Tensor:
 
 
 class ToHost:
-    """An asynchronous copy of a tensor to the host, launched on the current stream."""
+    """An asynchronous copy of a tensor to the host, launched on the current stream.
+
+    The construction launches the copy, and `read` waits for it.
+    """
 
     def __init__(self, numbers: Tensor) -> None:
         self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=numbers.is_cuda)
@@ -215,6 +221,7 @@ def start_reads(values: Mapping[Key, Any]) -> Callable[[], dict[Key, Any]]:
     """Start copying one-element GPU tensors to the host; return a function that waits for them.
 
     The function returns a dict of all `values`, in which Python floats replace the GPU tensors.
+    Other values are unchanged.
     """
     on_gpu = {key: x for key, x in values.items() if isinstance(x, Tensor) and x.is_cuda}
     if not on_gpu:

@@ -15,7 +15,7 @@ UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 @dataclass(slots=True, eq=False)
 class TableRow:
-    """One row of a table: parameters of equal kind, global and local shape and placement."""
+    """One row of the parameter table: parameters of equal kind, shapes and placement."""
 
     kind: str  # attention, router, experts and so on
     shapes: tuple[Shape, Shape]  # global shape, and shape of this rank's shard
@@ -36,7 +36,7 @@ class TableRow:
 def format_axes(axes: Iterable[tuple[str, int | None]]) -> str:
     """Return text such as "ep: dim 0, tp: replicated" for (mesh axis, sharded dim) pairs.
 
-    A dim of None means replicated.
+    A dim of None means replicated. Without pairs the text is "whole".
     """
     texts = (f"{axis}: {'replicated' if dim is None else f'dim {dim}'}" for axis, dim in axes)
     return ", ".join(texts) or "whole"

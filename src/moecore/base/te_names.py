@@ -111,14 +111,15 @@ def quantise(
 ) -> Any:
     """Return Transformer Engine's record of a quantised operand.
 
-    The product sums over the operand's rows if `over_rows`, otherwise over its columns.
+    The product sums over the operand's rows if `over_rows`, otherwise over its columns. `operand`
+    decides the FP8 format and the blocks.
     """
     with torch.no_grad():
         if scale is not None:
             dtype = _get_fp8_dtype(recipe, operand)
             seen = torch.zeros_like(scale) if seen is None else seen
             usage: Any = dict(rowwise=True, columnwise=over_rows)
-            return _make_internal(
+            return _use_plain_records(
                 load_names().pytorch.Float8Quantizer(scale, seen, dtype, **usage)
             )(x_RK)
         (quantizer,) = _make_quantizers(recipe, operand, over_rows, 1, x_RK.device)
@@ -130,7 +131,7 @@ def quantise_experts(
 ) -> list[Any]:
     """Quantise each expert's rows and return one operand per expert, see `quantise`.
 
-    `splits` has the number of rows of each expert.
+    `splits` has the number of rows of each expert, in order; `x_RK` has the rows of all experts.
     """
     quantizers = _make_quantizers(recipe, operand, over_rows, len(splits), x_RK.device)
     with torch.no_grad():
@@ -142,7 +143,10 @@ def quantise_experts(
 
 
 def multiply(a: Any, b: Any, layout: Layout, dtype: torch.dtype) -> Tensor:
-    """Multiply quantised operands, summed in fp32; `layout` "TN" = b @ a^T, see `Layout`."""
+    """Return the product of quantised operands in `dtype`, summed in fp32.
+
+    `layout` "TN" = b @ a^T, see `Layout`. The operands come from `quantise`.
+    """
     gemm_options: Any = dict(layout=layout, grad=layout != "TN", use_split_accumulator=True)
     return load_names().products.general_gemm(a, b, out_dtype=dtype, **gemm_options)[0]  # type: ignore[no-any-return]
 
@@ -195,7 +199,7 @@ def _make_quantizers(
     )
     options: Any = dict(columnwise=over_rows, force_pow_2_scales=recipe.power_of_two)
     return [
-        _make_internal(make(dtype, device, scale=scale, amax=amax, **options))
+        _use_plain_records(make(dtype, device, scale=scale, amax=amax, **options))
         for scale, amax in zip(buffers[0].split(1), buffers[1].split(1), strict=True)
     ]
 
@@ -210,15 +214,15 @@ def _make_block_quantizer(
     usage: Any = dict(rowwise=is_weight or not over_rows, columnwise=over_rows)
     if recipe.scaling == "blockwise":
         usage |= dict(force_pow_2_scales=recipe.power_of_two, block_scaling_dim=1 + is_weight)
-        return _make_internal(te.Float8BlockQuantizer(_get_fp8_dtype(recipe, operand), **usage))
+        return _use_plain_records(te.Float8BlockQuantizer(_get_fp8_dtype(recipe, operand), **usage))
     if recipe.scaling == "mxfp8":
-        return _make_internal(te.MXFP8Quantizer(_get_fp8_dtype(recipe, operand), **usage))
+        return _use_plain_records(te.MXFP8Quantizer(_get_fp8_dtype(recipe, operand), **usage))
     transforms = recipe.hadamard and not is_weight
     usage |= dict(
         with_rht=transforms, with_post_rht_amax=transforms, with_2d_quantization=is_weight
     )
     rounds = recipe.stochastic_rounding and operand == "gradient"
-    return _make_internal(te.NVFP4Quantizer(stochastic_rounding=rounds, **usage))
+    return _use_plain_records(te.NVFP4Quantizer(stochastic_rounding=rounds, **usage))
 
 
 def _get_fp8_dtype(recipe: Recipe, operand: Operand) -> Any:
@@ -228,7 +232,7 @@ def _get_fp8_dtype(recipe: Recipe, operand: Operand) -> Any:
     return dtypes.kFloat8E5M2 if is_e5m2 else dtypes.kFloat8E4M3
 
 
-def _make_internal(quantizer: Any) -> Any:
+def _use_plain_records(quantizer: Any) -> Any:
     """Set a quantizer to return plain records instead of tensor subclasses, and return it."""
     quantizer.internal = True
     return quantizer

@@ -81,7 +81,7 @@ tree_unflatten = _pytree.tree_unflatten
 
 # Names of the hook dictionaries of a module, and of those with forward and backward hooks.
 HOOKS = frozenset(n for n, value in vars(nn.Module()).items() if "hook" in n and value == {})
-_AROUND = tuple(n for n in HOOKS if n.endswith("hooks") and ("forward" in n or "backward" in n))
+_CALL_HOOKS = tuple(n for n in HOOKS if n.endswith("hooks") and ("forward" in n or "backward" in n))
 
 StridedShard = _StridedShard
 
@@ -126,12 +126,12 @@ class _DryRunState(threading.local):
     phases: tuple[str, ...] = ()
 
 
-_seen = _DryRunState()
+_dry = _DryRunState()
 
 
 @contextmanager
 def patch_attributes(target: Any, **values: Any) -> Iterator[None]:
-    """Return a context that sets attributes of an object and restores them at its end."""
+    """Return a context that sets attributes of an object, `values` by name, and restores them."""
     before = {name: getattr(target, name) for name in values}
     try:
         for name, value in values.items():
@@ -148,44 +148,44 @@ def enter_custom_ops() -> AbstractContextManager[None]:
     Outside of this context a mode intercepts one operation per custom op of moecore. The context
     applies to meta tensors too.
     """
-    return patch_attributes(_seen, inside=True)
+    return patch_attributes(_dry, inside=True)
 
 
 def is_inside_custom_ops() -> bool:
     """Whether this thread runs in the context `enter_custom_ops`."""
-    return _seen.inside
+    return _dry.inside
 
 
 def allocate_as_host_memory() -> AbstractContextManager[None]:
     """Return a context in which allocations on the meta device count as host memory."""
-    return patch_attributes(_seen, on_host=True)
+    return patch_attributes(_dry, on_host=True)
 
 
 def is_host_memory() -> bool:
     """Whether this thread runs in the context `allocate_as_host_memory`."""
-    return _seen.on_host
+    return _dry.on_host
 
 
 def list_open_marks() -> tuple[str, ...]:
-    """Return names of the thread's open `mark` contexts, outermost first, for a dry run."""
-    return _seen.phases
+    """Return names of this thread's open `mark` contexts, outermost first; () outside dry runs."""
+    return _dry.phases
 
 
 def skips_communication(x: Tensor) -> bool:
     """Whether collectives skip this tensor, because it is on meta outside of a dry run."""
-    return x.is_meta and not _seen.inside
+    return x.is_meta and not _dry.inside
 
 
 def disable_dispatch_modes() -> AbstractContextManager[Any]:
     """Return a context that disables dispatch modes, except inside `enter_custom_ops`."""
-    return nullcontext() if _seen.inside else _disable_current_modes()
+    return nullcontext() if _dry.inside else _disable_current_modes()
 
 
 def is_plain_eager() -> bool:
     """Whether no compiler, dispatch mode, transform or tracer is active, or in a dry run."""
     if torch.compiler.is_compiling():
         return False
-    return (_keys().raw_repr() in _PLAIN_KEYS and not is_in_forward_mode()) or _seen.inside
+    return (_keys().raw_repr() in _PLAIN_KEYS and not is_in_forward_mode()) or _dry.inside
 
 
 def is_in_forward_mode() -> bool:
@@ -199,11 +199,11 @@ def has_tangents(*tensors: Tensor) -> bool:
 
 
 def mark(name: str) -> AbstractContextManager[Any]:
-    """Return a context that profilers show by this name, and a dry run by `list_open_marks`."""
+    """Return a context that a profiler, and in a dry run `list_open_marks`, shows by this name."""
     if torch.compiler.is_compiling():
         return NOTHING
-    if _seen.inside:
-        return patch_attributes(_seen, phases=(*_seen.phases, name))
+    if _dry.inside:
+        return patch_attributes(_dry, phases=(*_dry.phases, name))
     if not torch.autograd._profiler_enabled():
         return NOTHING
     return torch.profiler.record_function(name)
@@ -268,7 +268,7 @@ def get_saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | 
 def list_module_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     """Return all forward and backward hooks that are registered on a module."""
     kinds = vars(module)
-    return [hook for name in _AROUND for hook in kinds[name].values()]
+    return [hook for name in _CALL_HOOKS for hook in kinds[name].values()]
 
 
 def count_gradient_hooks(param: Tensor) -> int:
@@ -397,7 +397,7 @@ def wrap_like(local: Tensor, like: Tensor) -> Tensor:
 
 
 def zeros_like(tensor: Tensor, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-    """Return zeros with shape and placements of a tensor, faster than torch's DTensor operation."""
+    """Return zeros with shape and placements of a tensor; faster than torch's DTensor operation."""
     is_moved = device not in (None, tensor.device)
     if not isinstance(tensor, DTensor) or dtype != tensor.dtype or is_moved:
         return torch.zeros_like(tensor, dtype=dtype, device=device)

@@ -29,26 +29,26 @@ RECORDING = "transformers.utils.output_capturing"  # `record_logits` keeps hooks
 MAX_NAMES = 6  # of the tensors in one error
 # Operators that read a tensor's shape, dtype and device but not its values.
 SHAPE_READERS = ("_like", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
-HOST_READS = ("_local_scalar_dense", "equal", "is_nonzero")  # their result is no tensor
+VALUE_READERS = ("_local_scalar_dense", "equal", "is_nonzero")  # their result is no tensor
 
-AdapterOf = Callable[[nn.Module], Adapter | None]
-WhyRefused = Callable[[nn.Module], str | None]
+FindAdapter = Callable[[nn.Module], Adapter | None]
+GetRefusalReason = Callable[[nn.Module], str | None]
 
 
 def replace_blocks(
     model: nn.Module,
     adapters: Mapping[type, Adapter],
-    adapter_of: AdapterOf,
-    get_refusal_reason: WhyRefused,
+    find_adapter: FindAdapter,
+    get_refusal_reason: GetRefusalReason,
 ) -> dict[str, RoutedLayer]:
     """Replace each MoE block in place by its adapter's layer; return all MoE layers by name.
 
-    `adapters` maps a block's exact class to the user's adapter. `adapter_of` returns moecore's own
-    adapter of any other module, or None. `get_refusal_reason` returns why a known block is not
-    supported, or None. An unsupported or unknown MoE block raises an error.
+    `adapters` maps a block's exact class to the user's adapter. `find_adapter` returns moecore's
+    own adapter of any other module, or None. `get_refusal_reason` returns why a known block is not
+    supported (NotImplementedError), or None. An unknown MoE block raises a ValueError.
     """
     adapters_of = _find_blocks(
-        model, lambda block: adapters.get(type(block)) or adapter_of(block), get_refusal_reason
+        model, lambda block: adapters.get(type(block)) or find_adapter(block), get_refusal_reason
     )
     adapted_types = {type(model.get_submodule(name)) for name in adapters_of}
     for cls in adapters:
@@ -69,23 +69,23 @@ def replace_blocks(
 
 
 def _find_blocks(
-    model: nn.Module, adapter_of: AdapterOf, get_refusal_reason: WhyRefused
+    model: nn.Module, find_adapter: FindAdapter, get_refusal_reason: GetRefusalReason
 ) -> dict[str, Adapter]:
-    """Return the adapter of each MoE block by qualified name; raise or warn for unknown blocks."""
+    """Return name -> adapter of each MoE block; raise or warn for unknown blocks."""
     adapters_of: dict[str, Adapter] = {}
     unknown: dict[str, str] = {}  # name -> class
     dense: dict[str, str] = {}
-    inside: list[str] = []
+    adapted_prefixes: list[str] = []
 
     for name, module in model.named_modules():
-        if any(name.startswith(outer) for outer in inside):
+        if any(name.startswith(outer) for outer in adapted_prefixes):
             continue
-        adapter = adapter_of(module)
+        adapter = find_adapter(module)
         if isinstance(module, RoutedLayer) or adapter:
-            inside.append(f"{name}." if name else "")
+            adapted_prefixes.append(f"{name}." if name else "")
             if adapter:
                 adapters_of[name] = adapter
-        elif any(isinstance(m, RoutedLayer) or adapter_of(m) for m in module.children()):
+        elif any(isinstance(m, RoutedLayer) or find_adapter(m) for m in module.children()):
             continue  # a block whose experts are swapped alone
         elif get_refusal_reason(module) is not None:
             raise NotImplementedError(
@@ -103,7 +103,7 @@ def _find_blocks(
             f"adapters={{{next(iter(unknown.values()))}: fn(block, model) -> MoELayer}}), "
             "see docs/extending.md"
         )
-    _refuse_unknown_siblings(dense, inside)
+    _refuse_unknown_siblings(dense, adapted_prefixes)
     if dense:
         verb = "looks" if len(dense) == 1 else "look"
         warnings.warn(
@@ -120,9 +120,12 @@ def _find_blocks(
     return adapters_of
 
 
-def _refuse_unknown_siblings(dense: Mapping[str, str], inside: Sequence[str]) -> None:
-    """Raise ValueError if a list of layers has adapted blocks (`inside`) and blocks of `dense`."""
-    paths = [name.rstrip(".").split(".") for name in inside]
+def _refuse_unknown_siblings(dense: Mapping[str, str], adapted_prefixes: Sequence[str]) -> None:
+    """Raise ValueError if a list of layers has adapted blocks and blocks of `dense` {name: class}.
+
+    `adapted_prefixes` are the names of adapted blocks and layers, each with a dot at its end.
+    """
+    paths = [name.rstrip(".").split(".") for name in adapted_prefixes]
     for name, class_name in dense.items():
         path = name.split(".")
         # The outermost entry of a list that holds the look-alike and no known block.
@@ -138,7 +141,10 @@ def _refuse_unknown_siblings(dense: Mapping[str, str], inside: Sequence[str]) ->
 
 
 def _make_layer(name: str, model: nn.Module, adapter: Adapter) -> RoutedLayer:
-    """Return the MoE layer that will replace a block; the model is unchanged."""
+    """Return the adapter's layer for the block `name`; the model is unchanged.
+
+    Raise ValueError for a result of another class, and for tensors or hooks that the layer lacks.
+    """
     block = model.get_submodule(name)
     state = _get_state_tensors(block)
     recorder = OriginRecorder(state)
@@ -160,12 +166,12 @@ def _make_layer(name: str, model: nn.Module, adapter: Adapter) -> RoutedLayer:
         )
     _refuse_hooks(name, block, layer)
     layer.train(block.training)
-    _keep_order(layer, block)
+    _order_children(layer, block)
     return layer
 
 
 def _refuse_hooks(name: str, block: nn.Module, layer: RoutedLayer) -> None:
-    """Raise for hooks on modules of the block that the layer lacks: they would never run."""
+    """Raise ValueError for hooks on modules of block `name` that `layer` lacks: they never run."""
     layer_modules = set(layer.modules())
     for path, module in block.named_modules(prefix=name):
         hooks = [] if module in layer_modules else list_module_hooks(module)
@@ -176,7 +182,7 @@ def _refuse_hooks(name: str, block: nn.Module, layer: RoutedLayer) -> None:
             )
 
 
-def _keep_order(layer: RoutedLayer, block: nn.Module) -> None:
+def _order_children(layer: RoutedLayer, block: nn.Module) -> None:
     """Order the layer's children as in the block, because optimizer state dicts are positional."""
     order = [name for name in block._modules if name in layer._modules]
     for name in [*order, *(n for n in layer._modules if n not in order)]:
@@ -199,7 +205,7 @@ def _is_dense_router_block(module: nn.Module) -> bool:
 
 
 def _has_experts(modules: list[nn.Module], num_experts: int, dim: int, *, stacked: bool) -> bool:
-    """Whether modules are a list of `num_experts` equal MLPs or, if `stacked`, have 3-D weights."""
+    """Whether `num_experts` MLPs of size `dim` are in a list or, if `stacked`, in 3-D weights."""
     if num_experts < 2:
         return False
     for experts in modules:
@@ -212,23 +218,24 @@ def _has_experts(modules: list[nn.Module], num_experts: int, dim: int, *, stacke
 
 
 def _is_feed_forward(matrices: Sequence[Any], dim: int) -> bool:
-    """Whether the first [out, in] shape reads `dim` and the last of at least two writes it."""
+    """Whether at least two [out, in] shapes begin with in = `dim` and end with out = `dim`."""
     return len(matrices) > 1 and matrices[0][1] == dim == matrices[-1][0]
 
 
 def _list_shapes(module: nn.Module, ndim: int) -> list[tuple[int, ...]]:
-    """Return the shapes of a module's parameters that have `ndim` dims."""
+    """Return the shapes of a module's parameters that have `ndim` dims, in registration order."""
     return [tuple(p.shape) for p in module.parameters() if p.ndim == ndim]
 
 
 def _format_blocks(classes: Mapping[str, str]) -> str:
-    """Return text with the first block's name and class and the number of further blocks."""
+    """Return text such as "blocks a.mlp (Moe) and 3 more" for {block name: class name}."""
     name, class_name = next(iter(classes.items()))
     word = "block" if len(classes) == 1 else "blocks"
     return f"{word} {name} ({class_name}){_format_remaining(list(classes))}"
 
 
 def _format_remaining(names: list[str], num_listed: int = 1) -> str:
+    """Return " and n more" for the names after the first `num_listed`; "" if there are none."""
     return f" and {len(names) - num_listed} more" if len(names) > num_listed else ""
 
 
@@ -245,7 +252,7 @@ class OriginRecorder(DispatchMode):
     """A torch dispatch mode that records from which block tensors each new tensor is computed.
 
     An adapter may hand over a block's parameter itself, a view of the parameter, or a new tensor,
-    such as a stack of the matrices of all experts.
+    such as a stack of the matrices of all experts. `tensors` maps names to the block's tensors.
 
     Attributes:
         host_reads: names of the block tensors whose values Python has read, such as by `item()`.
@@ -278,7 +285,7 @@ class OriginRecorder(DispatchMode):
         if operator.endswith(SHAPE_READERS):
             return result
         if names := self.find_origins((args, keywords)):
-            if operator in HOST_READS:
+            if operator in VALUE_READERS:
                 self.host_reads |= names
             # Operators on lists write to their first argument and return nothing.
             changed = args[0] if operator.endswith("_") else ()
@@ -314,9 +321,9 @@ def _list_unused_tensors(
 ) -> list[str]:
     """Return the names of block tensors from which no tensor of the layer was computed.
 
-    `state` has the block's parameters and persistent buffers, `recorder` observed the adapter.
-    Empty tensors are excluded. So are buffers whose values Python has read, such as a factor that
-    the adapter wrote into the layer's config.
+    `state` has the block's parameters and persistent buffers by name; `recorder` was active while
+    the adapter ran. Empty tensors are excluded. So are buffers whose values Python has read, such
+    as a factor that the adapter wrote into the layer's config.
     """
     placed = recorder.find_origins([*layer.parameters(), *layer.buffers()])
     layer_tensors = {id(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
@@ -329,6 +336,7 @@ def _list_unused_tensors(
 
 
 def _iterate_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a pytree."""
     return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 

@@ -104,7 +104,7 @@ def adopt_experts(
 
 
 def _check_table(name: str, table_VK: Tensor, num_experts: int) -> None:
-    """Raise ValueError if a row of the table token id -> experts has repeated or unknown ids."""
+    """Raise ValueError if a row of table `name` (token id -> experts) has wrong or equal ids."""
     sorted_VK = table_VK.sort(dim=1).values
     wrong_V = (sorted_VK[:, 1:] == sorted_VK[:, :-1]).any(1)
     wrong_V |= (table_VK < 0).any(1) | (table_VK >= num_experts).any(1)
@@ -121,7 +121,7 @@ def _get_class_name(module: nn.Module | None) -> str:
 
 
 def _assign_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Replace a `Router`'s or `Experts`' parameters and buffers by `tensors`, of equal shapes."""
+    """Replace a `Router`'s or `Experts`' tensors by `tensors`, of equal names and shapes."""
     assert isinstance(module, Router | Experts)
     slots = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers())
     if slots.keys() != tensors.keys():

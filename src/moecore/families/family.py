@@ -58,28 +58,29 @@ from moecore.parallel.pipeline.stages import StagedModel
 
 
 class ProtocolFamily(Family):
-    """The family of models that implement moecore's protocols, such as moecore's decoder."""
+    """The functions of `parallelize_moe` for models of moecore's protocols, such as its decoder."""
 
     @override
     def swap_blocks(
         self, model: nn.Module, adapters: Mapping[type, Adapter]
     ) -> dict[str, RoutedLayer]:
-        """Replace MoE blocks in place by the adapters of their classes; return layers by name."""
+        """Replace blocks in place by the adapters of their classes; return MoE layers by name."""
         return replace_blocks(model, adapters, lambda _: None, lambda _: None)
 
     @override
     def set_dtypes(self, model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
+        """Cast tensors in place to `dtype` or fp32; return the names that stay fp32."""
         return set_dtypes(model, dtype)
 
     @override
     def get_head_shapes(self, model: nn.Module) -> Sequence[tuple[int, int]]:
-        """Return the shape [V, D] of each `Head`."""
+        """Return [vocab_size, dim] of each output projection (`Head`)."""
         configs = (m.config for m in model.modules() if isinstance(m, Head))
         return [(config.vocab_size, config.dim) for config in configs]
 
     @override
     def fuse_loss(self, model: nn.Module, recipe: Recipe | None) -> None:
-        """Set the FP8 recipe of the loss of each `Head`; None = no FP8."""
+        """Set the FP8 recipe of the loss of each `Head`; None = the weight's dtype."""
         for module in model.modules():
             if isinstance(module, Head):
                 module.loss_recipe = recipe
@@ -92,7 +93,7 @@ class ProtocolFamily(Family):
 
 
 class TransformersFamily(ProtocolFamily):
-    """The family of models that contain transformers modules, with or without peft adapters."""
+    """The functions of `parallelize_moe` for models with transformers modules, maybe with peft."""
 
     @override
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -103,7 +104,7 @@ class TransformersFamily(ProtocolFamily):
     def swap_blocks(
         self, model: nn.Module, adapters: Mapping[type, Adapter]
     ) -> dict[str, RoutedLayer]:
-        """Replace MoE blocks in place and move peft's expert LoRA; return layers by name."""
+        """Replace MoE blocks in place and move peft's expert LoRA; return MoE layers by name."""
         with unwrap_experts(model) as wrapped:
             layers = replace_blocks(model, adapters, find_hf_adapter, get_refusal_reason)
             adapt_experts(wrapped, layers)
@@ -140,6 +141,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def get_vocab_size(self, model: nn.Module) -> int | None:
+        """Return the text config's `vocab_size`; see `Family` for other configs."""
         config: Any = getattr(self.unwrap(model), "config", None)
         if not hasattr(config, "get_text_config"):
             return super().get_vocab_size(model)
@@ -167,7 +169,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def check_tensor_parallel(self, model: nn.Module, tp: int) -> None:
-        """Raise if the model needs a `CutTransformer` that cannot shard it over `tp` ranks."""
+        """Raise, see `CutTransformer.check`, if the model cannot be sharded over `tp` ranks."""
         owner = self.make_tensor_parallel_model(model)
         if isinstance(owner, CutTransformer):
             owner.check(tp)
@@ -183,18 +185,19 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def find_indexers(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Return the sparse attention layers that have an indexer."""
         return [layer for layer in find_sparse_layers(model) if layer.indexer is not None]
 
     @override
     def add_indexer_losses(self, model: nn.Module, config: IndexerConfig) -> None:
-        """Switch to causal attention and add the auxiliary loss that trains the indexers."""
+        """Switch to causal attention and add the loss that trains the indexers, in place."""
         for outer in find_outermost_models(model):
             use_causal_attention(outer)
         add_indexer_losses(model, config)
 
     @override
     def get_head_shapes(self, model: nn.Module) -> Sequence[tuple[int, int]]:
-        """Return the shape [V, D] of each head that is a linear without bias."""
+        """Return [vocab_size, dim] of each head that is a linear without bias."""
         return [(head.out_features, head.in_features) for _, head in find_plain_heads(model)]
 
     @override
@@ -203,7 +206,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def finish(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
-        """Install guards for methods that fail on shards; `drops_cache` = warn of caches."""
+        """Make methods that fail on shards raise; `drops_cache`: warn of caches in training."""
         super().finish(model, wrapper=wrapper, drops_cache=drops_cache)
         refuse_save_pretrained(model)
         sync_generation(model)
@@ -219,5 +222,5 @@ def find_family(model: nn.Module) -> Family:
 
 
 def swap_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str, RoutedLayer]:
-    """Replace MoE blocks in place by adapters of their classes; return MoE layers by name."""
+    """Replace MoE blocks in place by `adapters` of their classes; return MoE layers by name."""
     return find_family(model).swap_blocks(model, adapters)

@@ -26,7 +26,7 @@ from moecore.families.transformers.stock import find_outermost_models, is_hf
 SELECTION_BIASES = ("e_score_correction_bias", "expert_bias")
 
 
-HALF = (torch.float16, torch.bfloat16)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def is_selection_bias(name: str) -> bool:
@@ -37,14 +37,14 @@ def is_selection_bias(name: str) -> bool:
 def make_fp32_predicate(
     model: nn.Module | None, dtype: torch.dtype | None
 ) -> Callable[[str], bool]:
-    """Return a predicate on tensor names: whether the tensor stays fp32.
+    """Return a predicate on tensor names: whether the tensor stays fp32 in 16-bit training.
 
     `model` is a transformers model without adapters; None = only selection biases stay fp32.
     `dtype` is the compute dtype; None = the dtype of the first fp16 or bf16 parameter.
     """
     half = None if model is None else _find_half_dtype(model, dtype)
     stocks = list(_make_stock_dtypes(model, half).values()) if model is not None and half else []
-    return lambda name: is_selection_bias(name) or any(s.keeps(name) for s in stocks)
+    return lambda name: is_selection_bias(name) or any(s.is_fp32(name) for s in stocks)
 
 
 def set_dtypes(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
@@ -61,7 +61,7 @@ def set_dtypes(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
     stocks = _make_stock_dtypes(model, half)
     fp32_names = _find_fp32_names(model, stocks)
     for name, tensor in _get_named_tensors(model).items():
-        if name in fp32_names and tensor.dtype in HALF:
+        if name in fp32_names and tensor.dtype in HALF_DTYPES:
             tensor.data = tensor.data.float()
     for hf, stock in stocks.items():
         for prefix, module in hf.named_modules():
@@ -69,12 +69,12 @@ def set_dtypes(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
                 n for n, b in module._buffers.items() if b is not None and b.dtype != half
             ]
             if cast := [n for n in buffer_names if f"{prefix}.{n}" in stock.half]:
-                _cast_in_forward(module, cast, half)
+                _cast_buffers_in_forward(module, cast, half)
     return fp32_names
 
 
-def _cast_in_forward(module: nn.Module, names: Sequence[str], dtype: torch.dtype) -> None:
-    """Wrap a module's forward so that the named buffers have `dtype` while it runs."""
+def _cast_buffers_in_forward(module: nn.Module, names: Sequence[str], dtype: torch.dtype) -> None:
+    """Wrap a module's forward so that the buffers `names` have `dtype` only while it runs."""
     # A method, because recomputation calls only the forward and no hooks, and because copies of a
     # module (`copy_modules`) have its methods and no wrappers.
     forward: Any = module.forward
@@ -99,8 +99,8 @@ def _cast_in_forward(module: nn.Module, names: Sequence[str], dtype: torch.dtype
     module.forward = MethodType(forward_with_cast, module)
 
 
-def _find_fp32_names(model: nn.Module, stocks: Mapping[Any, _Stock]) -> frozenset[str]:
-    """Return the names of selection biases and of the tensors that `stocks` keep in fp32."""
+def _find_fp32_names(model: nn.Module, stocks: Mapping[Any, _StockDtypes]) -> frozenset[str]:
+    """Return the names of selection biases and of tensors that `stocks` (by model) keep in fp32."""
     tensors = _get_named_tensors(model)
     fp32_ids = {id(t) for n, t in tensors.items() if is_selection_bias(n)}
     for hf, stock in stocks.items():
@@ -109,15 +109,15 @@ def _find_fp32_names(model: nn.Module, stocks: Mapping[Any, _Stock]) -> frozense
             select_base_tensors(hf, hf_tensors),
             select_trained_copies(hf, hf_tensors),
         ):
-            fp32_ids |= {id(t) for n, t in originals.items() if stock.keeps(n)}
+            fp32_ids |= {id(t) for n, t in originals.items() if stock.is_fp32(n)}
     return frozenset(n for n, t in tensors.items() if id(t) in fp32_ids)
 
 
 def _find_half_dtype(model: nn.Module, dtype: torch.dtype | None) -> torch.dtype | None:
     """Return the compute dtype if it is fp16 or bf16, otherwise None; see `set_dtypes`."""
     if dtype is None:
-        dtype = next((p.dtype for p in model.parameters() if p.dtype in HALF), None)
-    return dtype if dtype in HALF else None
+        dtype = next((p.dtype for p in model.parameters() if p.dtype in HALF_DTYPES), None)
+    return dtype if dtype in HALF_DTYPES else None
 
 
 def _get_named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -127,31 +127,31 @@ def _get_named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @dataclass(frozen=True)
-class _Stock:
-    """The tensors that `from_pretrained(dtype=...)` keeps in fp32 for one model."""
+class _StockDtypes:
+    """Names of one model's tensors that `from_pretrained(dtype=...)` keeps in fp32 or casts."""
 
     pattern: str  # regular expression of tensor names that stay fp32
     fp32: frozenset[str]  # parameters and saved buffers that the class creates in fp32
     half: frozenset[str]  # buffers that the class creates in the 16-bit dtype
 
-    def keeps(self, name: str) -> bool:
+    def is_fp32(self, name: str) -> bool:
         """Whether the tensor with this name in the transformers model stays fp32."""
         return name in self.fp32 or bool(self.pattern and re.search(self.pattern, name))
 
 
-def _make_stock_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[Any, _Stock]:
-    """Return outermost transformers model -> its tensors that stay fp32 with compute in `dtype`."""
+def _make_stock_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[Any, _StockDtypes]:
+    """Return outermost transformers model -> its names by dtype, for the compute dtype `dtype`."""
     return {hf: _make_stock_dtypes_of_model(hf, dtype) for hf in find_outermost_models(model)}
 
 
-def _make_stock_dtypes_of_model(hf: Any, dtype: torch.dtype) -> _Stock:
-    """Return the tensors that one transformers model keeps in fp32 with compute in `dtype`."""
+def _make_stock_dtypes_of_model(hf: Any, dtype: torch.dtype) -> _StockDtypes:
+    """Return one transformers model's names by dtype, for the compute dtype `dtype`."""
     # As transformers.core_model_loading.build_glob_alternation reads them.
     pattern = "|".join(f"(?:{p.replace('*', '.*')})" for p in hf._get_dtype_plan(dtype))
     if not is_hf(hf):
-        return _Stock(pattern, frozenset(), frozenset())
+        return _StockDtypes(pattern, frozenset(), frozenset())
     with torch.device("meta"):
         twin = type(hf)._from_config(copy.deepcopy(hf.config), dtype=dtype)
     fp32 = {n for n, t in twin.state_dict().items() if t.dtype == torch.float32}
     half = {n for n, b in twin.named_buffers() if b.dtype == dtype}
-    return _Stock(pattern, frozenset(fp32), frozenset(half))
+    return _StockDtypes(pattern, frozenset(fp32), frozenset(half))

@@ -125,7 +125,7 @@ class Replicas:
             [secrets.randbits(LINEAGE_BITS)], device=self._device, dtype=torch.int64
         )
         dist.broadcast(local_name, 0)
-        self._name = int(local_name)  # identifies this start of the replica
+        self._start_id = int(local_name)  # identifies this start of the replica
         self._lineage = self._compute_first_lineage(first_step)
         self._place: ReplicaPlace | None = None
         timeout = timedelta(seconds=timeout_s)
@@ -164,7 +164,7 @@ class Replicas:
         self._manager.start_quorum()
         replica = self._manager.participating_rank()
         assert replica is not None, "replicas that have been healed take part"
-        self._check_peers()
+        self._check_rank_lineages()
         self._place = ReplicaPlace(self.step, replica, self._manager.num_participants())
         return self._place
 
@@ -178,7 +178,7 @@ class Replicas:
         self._reduce_counts()
         # Over NCCL a replica that left fails no call; the aborted group reports it after a sync.
         failed = self._manager.errored() or self._group.errored()
-        is_lost = not failed and self._report_strays(lineages)
+        is_lost = not failed and self._report_strayed_replicas(lineages)
         if not self._manager.should_commit():
             self._step.drop()
             if is_lost:
@@ -200,12 +200,16 @@ class Replicas:
         return collect_rank_state(self._model, self._optimizer, extra, scheduler=self._scheduler)
 
     def _load_state(self, state: dict[str, Any]) -> None:
+        """Load a peer's state from `_make_state` into model, optimizer, step and lineage."""
         extra = load_rank_state(state, self._model, self._optimizer, scheduler=self._scheduler)
         self._step.load_state_dict(extra)
         self._lineage = int(extra["lineage"])
 
     def _compute_first_lineage(self, first_step: int) -> int:
-        """Return a hash of `first_step` and of the weights on all ranks of this replica."""
+        """Return a hash of `first_step` and of the weights on all ranks of this replica.
+
+        A lineage is a hash of the first weights and of the replicas that took part in each step.
+        """
         tensors = [get_local_tensor(x.detach()) for x in self._model.state_dict().values()]
         sums = torch.stack([x.double().sum() for x in tensors]).cpu()
         digest = hashlib.sha256(bytes(sums.view(torch.uint8).tolist())).digest()
@@ -214,7 +218,7 @@ class Replicas:
         dist.all_reduce(total)
         return hash((first_step, int(total))) % (1 << LINEAGE_BITS)
 
-    def _check_peers(self) -> None:
+    def _check_rank_lineages(self) -> None:
         """Raise RuntimeError if ranks of this replica received states of different lineages."""
         local_lineage = torch.tensor(
             [self._lineage, -self._lineage], device=self._device, dtype=torch.int64
@@ -225,18 +229,21 @@ class Replicas:
             raise RuntimeError(STRAY)
 
     def _gather_lineages(self) -> tuple[list[int], list[int]]:
-        """All-gather the step's lineages and names of replicas; return the two lists by index."""
+        """Return lineages and start ids of the step's replicas, two lists by index. Collective.
+
+        A start id is a random number that identifies one start of a replica's processes.
+        """
         assert self._place is not None, "begin() comes before finish()"
         seen_2R = torch.zeros(2, self._place.num_replicas, dtype=torch.int64, device=self._device)
         local_entry = torch.tensor(
-            [self._lineage, self._name], device=self._device, dtype=torch.int64
+            [self._lineage, self._start_id], device=self._device, dtype=torch.int64
         )
         seen_2R[:, self._place.replica] = local_entry
         self._all_reduce([seen_2R], dist.ReduceOp.SUM)
         lineages, names = seen_2R.tolist()
         return lineages, names
 
-    def _report_strays(self, lineages: list[int]) -> bool:
+    def _report_strayed_replicas(self, lineages: list[int]) -> bool:
         """Make the vote fail if lineages differ; return whether this replica is in the minority."""
         if len(set(lineages)) == 1:
             return False
@@ -255,11 +262,11 @@ class Replicas:
             if number and param.grad is None:
                 param.grad = torch.zeros_like(param)
         grads = [get_local_tensor(param.grad) for param in params if param.grad is not None]
-        self._mark_shortage([grad for grad in grads if grad.numel()])
+        self._mark_capacity_shortage([grad for grad in grads if grad.numel()])
         self._all_reduce(grads, dist.ReduceOp.AVG)
 
-    def _mark_shortage(self, grads: list[Tensor]) -> None:
-        """Write NaN to the first gradient if rows exceed a capacity; all replicas skip the step."""
+    def _mark_capacity_shortage(self, grads: list[Tensor]) -> None:
+        """Write NaN to the first gradient if rows exceed a capacity: all replicas skip the step."""
         capacities = [record.capacity for record in self._records if record.capacity is not None]
         holders = [
             holder for record in capacities for holder in record.holders if holder is not None

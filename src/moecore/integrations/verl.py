@@ -125,7 +125,7 @@ class MoECoreEngine(BaseEngine):
                 optimizer_config.override_optimizer_config or {}
             )
             self.optimizer = AdamW(self.module.parameters(), **rates)
-            self.lr_scheduler = self._make_schedule(self.optimizer)
+            self.lr_scheduler = self._make_lr_schedule(self.optimizer)
         max_norm = self.optimizer_config.clip_grad if self.optimizer else None
         self._step = TrainStep(self.module, self.optimizer, max_norm=max_norm)
         self._offload = TrainingOffload(self.module, self.optimizer)
@@ -133,7 +133,7 @@ class MoECoreEngine(BaseEngine):
         model, optimizer = self.is_param_offload_enabled, self.is_optimizer_offload_enabled
         self.to("cpu", model=model, optimizer=optimizer, grad=model)
 
-    def _make_schedule(self, optimizer: AdamW) -> LRScheduler:
+    def _make_lr_schedule(self, optimizer: AdamW) -> LRScheduler:
         """Return verl's learning rate schedule for the optimizer config."""
         config = self.optimizer_config
         steps = config.lr_warmup_steps or 0
@@ -152,20 +152,21 @@ class MoECoreEngine(BaseEngine):
         )
         return result
 
-    def train_mode(self, **options: Any) -> _Mode:
+    def train_mode(self, **options: Any) -> _ModeContext:
         """Return a context with model and optimizer on the device, in training mode."""
-        return _Mode(self, "train", **options)
+        return _ModeContext(self, "train", **options)
 
-    def eval_mode(self, **options: Any) -> _Mode:
+    def eval_mode(self, **options: Any) -> _ModeContext:
         """Return a context with the model on the device, in eval mode."""
-        return _Mode(self, "eval", **options)
+        return _ModeContext(self, "eval", **options)
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Loss | None, forward_only: bool = False
     ) -> Any:
         """Run micro-batches, with backward unless `forward_only`; return verl's output dict.
 
-        Without `loss_function` the loss is zero, and the output has only log-probabilities.
+        `data` has verl's batch of this rank, and `loss_function` is verl's. Without `loss_function`
+        the loss is zero, and the output has only log-probabilities.
         """
         group = self.get_data_parallel_group()
         num_tokens = data["loss_mask"].sum().to(self._meshes.device)
@@ -193,7 +194,7 @@ class MoECoreEngine(BaseEngine):
         outputs: list[dict[str, Any]],
         number: int,
     ) -> dict[str, Any]:
-        """Return model arguments of a micro-batch, one of `number`; its loss fills `outputs`."""
+        """Return a micro-batch's model arguments; its loss, one of `number`, fills `outputs`."""
         data = data.to(self._meshes.device)
         tokens_N, cu_seqlens = data["input_ids"].values(), data["input_ids"].offsets()
         labels_N = tokens_N.roll(-1)
@@ -307,8 +308,8 @@ class MoECoreEngine(BaseEngine):
         load(newest, self.module, self.optimizer, scheduler=self.lr_scheduler)
 
 
-class _Mode(BaseEngineCtx):
-    """Context in which the model is on the device in training or eval mode."""
+class _ModeContext(BaseEngineCtx):
+    """Context in which an engine's model is on the device, in mode "train" or "eval"."""
 
     def __init__(self, engine: MoECoreEngine, mode: str, **options: Any) -> None:
         super().__init__(engine=engine, mode=mode, **options)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from moecore.base.command_options import Fields, Table, make_flag
+from moecore.base.command_options import Fields, Table, make_flag_name
 from moecore.base.fields import UsageError, quote
 from moecore.base.options.dispatch import DispatchOptions, NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions
@@ -110,7 +110,7 @@ class PlannedConfig:
     def __post_init__(self) -> None:
         for names in (("preset", "config"), ("gpu", "gpu_spec")):
             first, second = (getattr(self, name) for name in names)
-            flags = " and ".join(f"--{make_flag(name)}" for name in names)
+            flags = " and ".join(f"--{make_flag_name(name)}" for name in names)
             if first is not None and second is not None:
                 raise ValueError(f"{flags} must not both be set: drop one")
             if first is None and second is None and names[0] == "preset":

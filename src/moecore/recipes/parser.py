@@ -44,9 +44,9 @@ from moecore.base.command_options import (
     CommandOption,
     find_table,
     get_default,
-    list_kinds,
+    list_hint_members,
     list_options,
-    make_flag,
+    make_flag_name,
 )
 from moecore.base.fields import check_value, quote
 from moecore.recipes.files import format_option, read_text, shown_path
@@ -183,7 +183,9 @@ def _read_words(
     import tyro
 
     conf: Any = tyro.conf
-    names = {make_flag(word.partition("=")[0].lstrip("-")) for word in words if word[:2] == "--"}
+    names = {
+        make_flag_name(word.partition("=")[0].lstrip("-")) for word in words if word[:2] == "--"
+    }
     flags = {name for option in options for flag in option.flags for name in (flag, f"no-{flag}")}
     for name in sorted(names - flags - {"help"}):
         hint = _suggest_name(name, flags, "--")
@@ -261,7 +263,7 @@ def _build_command(
             arguments[item.name] = _build_record(item.name, hints[item.name], default, table)
         elif item.name not in arguments and default is MISSING:
             names = [option.name.upper() for option in options if option.spelling.is_positional]
-            name = names[0] if item.name.upper() in names else f"--{make_flag(item.name)}"
+            name = names[0] if item.name.upper() in names else f"--{make_flag_name(item.name)}"
             raise ValueError(f"{name} must be set: give it")
     return command(**arguments)
 
@@ -287,12 +289,16 @@ def _check_and_convert(name: str, value: Any, hint: Any) -> Any:
     except ValueError as error:
         raise ValueError(f"{name} ({quote(value)}) must be valid: {error}") from None
     check_value(name, converted, hint)
-    return float(converted) if type(converted) is int and int not in list_kinds(hint) else converted
+    return (
+        float(converted)
+        if type(converted) is int and int not in list_hint_members(hint)
+        else converted
+    )
 
 
 def _convert_value(value: Any, hint: Any) -> Any:
     """Return a value with paths, dtypes, tuples and records in place of strings, lists, dicts."""
-    kinds = list_kinds(hint)
+    kinds = list_hint_members(hint)
     items = [get_args(kind)[0] for kind in kinds if get_origin(kind) is tuple]
     if isinstance(value, list | tuple) and items:
         item_hint = reduce(or_, items)

@@ -31,7 +31,7 @@ class ContextOptions(CheckedRecord):
     dynamic: bool = False
 
     def _rules(self) -> Rules:
-        """Yield broken relations between fields, see `CheckedRecord`."""
+        """Yield (field, "relation: fix") of each broken relation; see `CheckedRecord`."""
         if self.a2a_ranks is not None and self.way != "a2a+p2p":
             yield "a2a_ranks", f"be None with way ({self.way!r}): only 'a2a+p2p' reads it"
 
@@ -67,7 +67,8 @@ class ContextOptions(CheckedRecord):
 def _choose_a2a_ranks(cp: int, num_heads: int, kv_heads: int) -> int:
     """Return the number of all-to-all ranks with the least communication.
 
-    The number divides cp and `kv_heads`; the remaining factor of cp is a ring.
+    The number divides `cp` and `kv_heads`, and cp / number ranks form a ring. The heads are those
+    of one tp rank.
     """
     max_ranks = math.gcd(cp, kv_heads)
     # With H query and h key/value heads an all-to-all of A ranks sends (A - 1) / A of H + h heads
@@ -75,14 +76,14 @@ def _choose_a2a_ranks(cp: int, num_heads: int, kv_heads: int) -> int:
     # h heads on cp / A - 1 times in forward and in backward, and so their gradients, which are
     # twice as wide.
 
-    def numbers(A: int) -> float:
+    def count_sent_heads(A: int) -> float:
         return (A - 1) / A * (num_heads + kv_heads) + 2 * (cp // A - 1) * kv_heads
 
-    return min((A for A in range(1, max_ranks + 1) if max_ranks % A == 0), key=numbers)
+    return min((A for A in range(1, max_ranks + 1) if max_ranks % A == 0), key=count_sent_heads)
 
 
 def _find_ring_a2a_problems(cp: int, kv_heads: int, ranks: int) -> Iterator[str]:
-    """Yield the conditions that an all-to-all over `ranks` ranks inside a ring breaks."""
+    """Yield what `ranks` all-to-all ranks inside a ring of cp ranks must be, but are not."""
     if ranks in (1, cp):
         yield f"be more than 1 and less than cp ({cp}): use 'p2p' or 'a2a', or another cp"
     if cp % ranks:

@@ -54,7 +54,7 @@ class NVLinkOptions(CheckedRecord):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloneOptions(CheckedRecord):
-    """Clones of hot experts on other ranks.
+    """Clones of hot experts on other ranks: a copy of an expert computes a part of its tokens.
 
     Attributes:
         per_rank: maximum number of clones on a rank in one layer; one clone costs the transfer of
@@ -90,7 +90,7 @@ class DispatchOptions(CheckedRecord):
     clones: CloneOptions | None = None
 
     def _rules(self) -> Rules:
-        """Yield broken relations between fields, see `CheckedRecord`."""
+        """Yield (field, "relation: fix") of each broken relation; see `CheckedRecord`."""
         if self.nvlink is not None and self.name not in ("auto", "nvlink", "hierarchical"):
             yield (
                 "nvlink",

@@ -86,7 +86,7 @@ class BalanceConfig(CheckedRecord):
     bias_per_micro_batch: bool = False
 
     def _rules(self) -> Rules:
-        """Yield broken relations between fields, see `CheckedRecord`."""
+        """Yield (field, "relation: fix") of each broken relation; see `CheckedRecord`."""
         if self.bias_update == "quantile" and not 0 < self.bias_update_rate <= 1:
             yield (
                 "bias_update_rate",
@@ -236,7 +236,7 @@ class MoEConfig(CheckedRecord):
     balance: Balance = field(default_factory=BalanceConfig)
 
     def _rules(self) -> Rules:
-        """Yield broken relations between fields, see `CheckedRecord`."""
+        """Yield (field, "relation: fix") of each broken relation; see `CheckedRecord`."""
         yield from self._group_rules()
         yield from self._score_rules()
         yield from self._expert_rules()
@@ -426,7 +426,7 @@ class MoEConfig(CheckedRecord):
 
     @property
     def _candidates(self) -> str:
-        """The text with which an error names the number of experts that a token can choose."""
+        """Text for errors with the number of experts that a token can choose."""
         zero_term = " + zero_experts" if self.zero_experts else ""
         return f"num_experts{zero_term} ({self.num_candidates})"
 
@@ -450,7 +450,7 @@ class MoEConfig(CheckedRecord):
 
     @property
     def choices_per_token(self) -> int:
-        """Number of expert ids per token in the router's output; all experts for expert choice."""
+        """Experts per token in the router's output: top_k, or all for "expert_choice"."""
         return self.num_experts if self.assignment == "expert_choice" else self.top_k
 
 

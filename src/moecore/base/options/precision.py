@@ -86,7 +86,7 @@ class Recipe(CheckedRecord):
     backend: RecipeBackend = "moecore"
 
     def _rules(self) -> Rules:
-        """Yield broken relations between fields, see `CheckedRecord`."""
+        """Yield (field, "relation: fix") of each broken relation; see `CheckedRecord`."""
         rule = f"scaling ({self.scaling!r})"
         if self.scaling == "mxfp8" and not self.power_of_two:
             yield "power_of_two", f"be True with {rule}, whose scales are E8M0: drop it"
@@ -117,7 +117,7 @@ class Recipe(CheckedRecord):
             yield from self._te_rules(rule)
 
     def _te_rules(self, rule: str) -> Rules:
-        """Yield fields that Transformer Engine does not support; `rule` describes the scaling."""
+        """Yield fields that Transformer Engine does not support; `rule` is the scaling as text."""
         if self.scaling not in TE_ROWS:
             yield "backend", f"be 'moecore' with {rule}, which Transformer Engine has not: drop it"
         if self.scaling == "nvfp4" and self.power_of_two:
@@ -160,7 +160,7 @@ class Recipe(CheckedRecord):
 
     @property
     def row_multiple(self) -> int:
-        """The multiple to which each expert's number of rows is padded with zero rows."""
+        """The multiple to which each expert's number of token rows is padded with zero rows."""
         return TE_ROWS[self.scaling] if self.backend == "te" else 1
 
     @property
@@ -247,7 +247,7 @@ class Precision(CheckedRecord):
     fp8_head: bool = False
 
     def _rules(self) -> Rules:
-        """Yield broken relations between fields, see `CheckedRecord`."""
+        """Yield (field, "relation: fix") of each broken relation; see `CheckedRecord`."""
         if self.fp8_head and not self.recipe.reads_blocks:
             yield (
                 "fp8_head",
@@ -325,5 +325,5 @@ def register_precision(name: str, precision: Precision) -> None:
 
 
 def find_fp8_exclusion(part: str) -> str | None:
-    """Return why a module with this name never runs in FP8; None = the module can run in FP8."""
+    """Return why a module named `part` (last part of its name) never runs in FP8; None = it can."""
     return next((reason for word, reason in NEVER.items() if word in part.lower()), None)

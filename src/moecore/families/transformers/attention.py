@@ -25,7 +25,7 @@ from moecore.families.transformers.rows import READER, RowReader
 from moecore.families.transformers.sparse_attention import refuse_earlier_keys, use_sparse_attention
 
 CAUSAL = "moecore_causal"  # transformers makes masks for the names that it knows
-UNKNOWN = ("position_bias", "dropout")  # what `attend` does not compute
+UNSUPPORTED_ARGUMENTS = ("position_bias", "dropout")  # what `attend` does not compute
 
 
 def use_causal_attention(model: nn.Module) -> None:
@@ -78,7 +78,11 @@ def _attend_causally(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function of transformers: q, k, v [B, H, T, d] -> ([B, T, H, d], None)."""
+    """Attention function of transformers: q, k, v [B, H, T, d] -> ([B, T, H, d], None).
+
+    `kwargs` are transformers' options, and a `Sequence` with documents and cp ranks. Options that
+    are not supported raise a ValueError.
+    """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     refuse_earlier_keys(query.shape[2], key.shape[2])
@@ -100,7 +104,7 @@ def _attend_causally(
         return result
     if attention_mask is not None:
         raise _make_unsupported_error("attention_mask", tuple(attention_mask.shape))
-    for name in UNKNOWN:
+    for name in UNSUPPORTED_ARGUMENTS:
         if kwargs.get(name) not in (None, 0.0):
             raise _make_unsupported_error(name, kwargs[name])
     scaling = kwargs.get("scaling")
@@ -117,6 +121,7 @@ def _attend_causally(
 
 
 def _make_unsupported_error(name: str, value: Any) -> ValueError:
+    """Return the error for an attention option `name` that causal attention does not compute."""
     return ValueError(
         f"{name} ({value}) must be None for use_causal_attention, which does not compute it with "
         "documents, windows or sinks: leave the model's own attention"

@@ -112,7 +112,7 @@ def _adopt_deepseek_v4(block: Any, model: nn.Module) -> MoELayer:
     function = type(gate.score_fn).__name__
     routing |= {"top_k": gate.top_k, "score_function": SCORES.get(function, function)}
     routing |= {"normalize_weights": True, "routed_scaling_factor": gate.routed_scaling_factor}
-    return _adopt_stacked(block, DEEPSEEK_V4, layer_class=_WithTokens, **routing)
+    return _adopt_stacked(block, DEEPSEEK_V4, layer_class=_TokenIdLayer, **routing)
 
 
 def _adopt_gpt_oss(block: Any, model: nn.Module) -> MoELayer:
@@ -120,17 +120,17 @@ def _adopt_gpt_oss(block: Any, model: nn.Module) -> MoELayer:
     refuse_customised(block, GPT_OSS)
     routing = {"top_k": block.router.top_k, "score_order": "post", "router_bias": True}
     routing["normalize_weights"] = True  # also where K = 1
-    return _adopt_stacked(block, GPT_OSS, layer_class=_WithScores, **routing)
+    return _adopt_stacked(block, GPT_OSS, layer_class=_PairOutputLayer, **routing)
 
 
 def _adopt_llama4(block: Any, model: nn.Module) -> MoELayer:
     """Convert a Llama 4 block: the sigmoid of the top-1 logit scales the input; a shared expert."""
     refuse_customised(block, LLAMA4)
     routing = {"top_k": block.router.top_k, "score_function": "sigmoid", "weights_on_input": True}
-    return _adopt_stacked(block, LLAMA4, layer_class=_WithScores, **routing)
+    return _adopt_stacked(block, LLAMA4, layer_class=_PairOutputLayer, **routing)
 
 
-class _WithScores(MoELayer):
+class _PairOutputLayer(MoELayer):
     """An MoELayer that returns (output, None), as decoder layers of gpt-oss and Llama 4 expect."""
 
     def forward(  # type: ignore[override]
@@ -139,7 +139,7 @@ class _WithScores(MoELayer):
         return super().forward(x, *args, **kwargs), None
 
 
-class _WithTokens(MoELayer):
+class _TokenIdLayer(MoELayer):
     """An MoELayer that accepts token ids with the argument name of DeepSeek-V4's layers."""
 
     def forward(  # type: ignore[override]
@@ -151,7 +151,7 @@ class _WithTokens(MoELayer):
 def _adopt_stacked(
     block: Any, layout: LayerLayout, layer_class: type[MoELayer] = MoELayer, **routing: Any
 ) -> MoELayer:
-    """Return an MoELayer with a block's parameters; `routing` has fields of `MoEConfig`."""
+    """Return a `layer_class` with a block's parameters; `routing`: router fields of `MoEConfig`."""
     router, experts = (block.get_submodule(n) for n in (layout.router, layout.experts))
     read = read_experts(experts, layout.expert_layout)
     layer = adopt(
@@ -168,6 +168,7 @@ def _adopt_stacked(
 
 
 def _get_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's own parameters and buffers by name, without those of submodules."""
     return dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
 
 
@@ -183,7 +184,7 @@ def _adopt_deepseek_v2(block: Any, model: nn.Module) -> MoELayer:
 
 
 # Adapter -> classes of blocks whose code, including the router, is equal up to names.
-_FORMS: dict[Callable[[Any, nn.Module], MoELayer], tuple[str, ...]] = {
+_BLOCK_CLASSES: dict[Callable[[Any, nn.Module], MoELayer], tuple[str, ...]] = {
     _adopt_softmax_block: (
         "FlexOlmoSparseMoeBlock",
         "MellumSparseMoeBlock",
@@ -222,4 +223,4 @@ _FORMS: dict[Callable[[Any, nn.Module], MoELayer], tuple[str, ...]] = {
     _adopt_gpt_oss: ("GptOssMLP",),
     _adopt_llama4: ("Llama4TextMoe",),
 }
-_ADAPTERS = {name: adapter for adapter, names in _FORMS.items() for name in names}
+_ADAPTERS = {name: adapter for adapter, names in _BLOCK_CLASSES.items() for name in names}

@@ -39,15 +39,16 @@ KEYS_TRAVEL = ("p2p", "a2a+p2p")  # ways without windows
 
 
 class CausalContext:
-    """Context parallelism, static or dynamic, of one causal language model of transformers."""
+    """Context parallelism of a transformers causal language model, as a `ContextParallelModel`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
 
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
-        """Return `options` with the method of context-parallel attention chosen for this model.
+        """Return `options` with the communication method of attention chosen for `cp`, `tp` ranks.
 
-        See `ContextOptions.resolve`. An unsupported model or `way` raises an error.
+        See `ContextOptions.resolve`. Raise NotImplementedError for a model that cannot shard rows,
+        and ValueError for a `way` that does not fit its attention.
         """
         name, other = type(self.model).__name__, find_packing_problem(self.model)
         problem = None if other is None else f"{other} needs whole rows on a rank"
@@ -82,25 +83,25 @@ class CausalContext:
         return resolved
 
     def apply_context_parallel(self, cp: ContextParallel) -> None:
-        """Make later forwards accept full rows and compute only this cp rank's tokens."""
-        self._take_rows().cp = cp
+        """Make later forwards accept full rows and compute only this rank's tokens."""
+        self._install_row_reader().cp = cp
 
     def apply_context_groups(self, groups: Mapping[int, ContextParallel]) -> None:
-        """Register groups by cp size. A forward's argument `cp` selects one of the groups."""
-        self._take_rows().groups = groups
+        """Register {cp size: ranks}. A forward's argument `cp` selects one of the groups."""
+        self._install_row_reader().groups = groups
 
-    def _take_rows(self) -> RowReader:
+    def _install_row_reader(self) -> RowReader:
         """Switch to causal attention, add the cp hooks and return the model's `RowReader`."""
         use_causal_attention(self.model)
-        self.model.register_forward_pre_hook(self._enter, with_kwargs=True)
-        self.model.register_forward_hook(self._leave, with_kwargs=True)
+        self.model.register_forward_pre_hook(self._shift_labels, with_kwargs=True)
+        self.model.register_forward_hook(self._all_reduce_loss, with_kwargs=True)
         reader: RowReader = getattr(self.model, READER)
         return reader
 
-    def _enter(
+    def _shift_labels(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Forward pre-hook: replace the labels by the shifted labels of this rank's tokens."""
+        """Forward pre-hook: build the `Sequence`; slice shifted labels to this rank's tokens."""
         _refuse_router_logits(kwargs.get("output_router_logits"))
         for field in ("logits_to_keep", "inputs_embeds"):
             if kwargs.get(field) is not None:
@@ -110,7 +111,7 @@ class CausalContext:
                 )
         reader: RowReader = getattr(self.model, READER)
         tokens = get_tokens(args, kwargs)
-        _refuse_tensors_of_rows(kwargs, tokens)
+        _refuse_unsliced_tensors(kwargs, tokens)
         sequence = reader.build_sequence(tokens, kwargs)
         kwargs = {n: value for n, value in kwargs.items() if n != "cp"} | {SEQUENCE: sequence}
         if kwargs.get("labels") is None:
@@ -127,7 +128,7 @@ class CausalContext:
         local_labels_BT = sequence.slice_local(shifted_BT)
         return args, kwargs | {"labels": local_labels_BT, "shift_labels": local_labels_BT}
 
-    def _leave(
+    def _all_reduce_loss(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
         """Forward hook: all-reduce the loss over the cp ranks."""
@@ -154,7 +155,7 @@ def _find_loss_problem(model: Any) -> str | None:
     return None
 
 
-def _refuse_tensors_of_rows(inputs: Mapping[str, Any], tokens: Tensor) -> None:
+def _refuse_unsliced_tensors(inputs: Mapping[str, Any], tokens: Tensor) -> None:
     """Raise ValueError for an input [B, T, ..] with the B, T of `tokens` that cp does not slice."""
     for name, value in inputs.items():
         is_of_rows = isinstance(value, Tensor) and value.shape[:2] == tokens.shape[:2]
@@ -167,6 +168,7 @@ def _refuse_tensors_of_rows(inputs: Mapping[str, Any], tokens: Tensor) -> None:
 
 
 def _refuse_router_logits(output_router_logits: Any) -> None:
+    """Raise ValueError if router logits are requested, because cp ranks see only their tokens."""
     if output_router_logits:
         raise ValueError(
             "output_router_logits (True) must be False under context parallelism, where that "

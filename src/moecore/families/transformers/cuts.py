@@ -80,12 +80,13 @@ def find_cuts(model: nn.Module, tp: int) -> tuple[dict[nn.Module, ModuleCut], li
 def cut_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
     """Return how an attention module is sharded by heads, or the reason why it is replicated.
 
-    `name` is for errors. Heads that `tp` ranks can neither divide nor share raise a ValueError.
+    `name` is the module's name in errors. Heads that `tp` ranks can neither divide nor share raise
+    a ValueError.
     """
     if type(module).__name__ in FUSED_BY_HEAD:
-        return _cut_heads(name, module, tp)
+        return _cut_qkv_by_head(name, module, tp)
     if type(module).__name__ in STACKED:
-        return _cut_stack(name, module, tp)
+        return _cut_stacked_qkv(name, module, tp)
     linears = get_named_linears(module)
     value_dim = getattr(module, "v_head_dim", None) or getattr(module, "head_dim", None)
     key_dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
@@ -95,7 +96,7 @@ def cut_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
     H = linears[row].in_features // value_dim
     kv_heads = linears["k_proj"].out_features // key_dim if "k_proj" in linears else H
     sizes: dict[str, tuple[int, ...]] = {
-        "q_proj": (H * key_dim, *_get_gated_query_sizes(module, H * key_dim)),
+        "q_proj": (H * key_dim, *_list_gated_query_rows(module, H * key_dim)),
         "q_b_proj": (H * key_dim,),
         "kv_b_proj": (H * (getattr(module, "qk_nope_head_dim", 0) + value_dim),),
         "gate_proj": (H, H * value_dim),
@@ -107,7 +108,7 @@ def cut_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
         if child in sizes and linear.out_features not in sizes[child]:
             return f"{child} ({linear.out_features} outputs) is not {H} heads"
     norms = tuple(n for n in ("q_norm", "k_norm") if _is_norm_over_all_heads(module, n, linears))
-    problem = _find_unknown_part(module, {*sizes, *OF_ALL_HEADS, row}, H)
+    problem = _find_cut_problem(module, {*sizes, *OF_ALL_HEADS, row}, H)
     if problem is None and linears[row].bias is not None and row in list_lora_adapters(module):
         problem = f"{row} has a bias and adapters"
     if problem is None and not linears.keys() & {"q_proj", "q_b_proj"}:
@@ -138,8 +139,8 @@ def _check_heads(name: str, heads: int, kv_heads: int, tp: int) -> None:
         )
 
 
-def _cut_heads(name: str, module: Any, tp: int) -> ModuleCut | str:
-    """Shard a linear with rows q, k, v of one head after the other; see `cut_attention`."""
+def _cut_qkv_by_head(name: str, module: Any, tp: int) -> ModuleCut | str:
+    """Shard attention whose one linear has q, k, v rows head by head; see `cut_attention`."""
     fused_cut = FUSED_BY_HEAD[type(module).__name__]
     if not {*fused_cut.columns, fused_cut.row} <= get_named_linears(module).keys():
         return "linears are not plain"
@@ -148,8 +149,8 @@ def _cut_heads(name: str, module: Any, tp: int) -> ModuleCut | str:
     return replace(fused_cut, counts={"num_attention_heads": H // tp})
 
 
-def _cut_stack(name: str, module: Any, tp: int) -> ModuleCut | str:
-    """Shard a linear with the rows of all q, then all k, then all v; see `cut_attention`."""
+def _cut_stacked_qkv(name: str, module: Any, tp: int) -> ModuleCut | str:
+    """Shard attention whose one linear has all q rows, then all k, all v; see `cut_attention`."""
     linears, d, kv_heads = get_named_linears(module), module.head_dim, module.num_key_value_heads
     if linears.keys() != {"qkv_proj", "o_proj"}:
         return "linears are not plain"
@@ -161,8 +162,12 @@ def _cut_stack(name: str, module: Any, tp: int) -> ModuleCut | str:
     return ModuleCut((), "o_proj", counts=counts, stacks=stacks, num_shared=num_shared)
 
 
-def _get_gated_query_sizes(module: Any, size: int) -> tuple[int, ...]:
-    """Return (2 * size,) if transformers' tp plan shards a gated `q_proj` by heads, else ()."""
+def _list_gated_query_rows(module: Any, size: int) -> tuple[int, ...]:
+    """Return the row number that a `q_proj` with gates may have: (2 * size,), or () for none.
+
+    `size` is the number of query rows without gates. Gates are allowed if transformers' tp plan
+    shards `q_proj` by heads.
+    """
     # The size does not show the order of gates, so transformers' tp plan must shard them by heads.
     plan = getattr(getattr(module, "config", None), "base_model_tp_plan", None) or {}
     is_by_head = any(n.endswith(".q_proj") and style == "colwise" for n, style in plan.items())
@@ -170,14 +175,14 @@ def _get_gated_query_sizes(module: Any, size: int) -> tuple[int, ...]:
 
 
 def _is_norm_over_all_heads(module: nn.Module, name: str, linears: Mapping[str, nn.Linear]) -> bool:
-    """Whether `q_norm` or `k_norm` (`name`) has a weight for each element of all heads."""
+    """Whether the norm "q_norm" or "k_norm" (`name`) has a weight per element of all heads."""
     norm, linear = getattr(module, name, None), linears.get(f"{name[0]}_proj")
     weight = getattr(norm, "weight", None)
     return linear is not None and weight is not None and weight.numel() == linear.out_features
 
 
-def _find_unknown_part(module: nn.Module, known_names: set[str], num_heads: int) -> str | None:
-    """Return why attention cannot be sharded by heads, or None; `known_names` are its children."""
+def _find_cut_problem(module: nn.Module, known_names: set[str], num_heads: int) -> str | None:
+    """Return why attention cannot be sharded by heads, or None; `known_names`: known children."""
     for child, part in module.named_children():
         is_norm = "Norm" in type(part).__name__ and not list(part.children())
         if not (child in known_names or is_norm) and next(part.parameters(), None) is not None:
@@ -202,7 +207,7 @@ def cut_mlp(name: str, module: nn.Module, tp: int) -> ModuleCut | None:
     *columns, row = names
     halves = tuple(columns) if names in FUSED_MLPS else ()
     linears = get_named_linears(module)
-    if linears.keys() != parts.keys() or not all(_has_halves(module, n) for n in halves):
+    if linears.keys() != parts.keys() or not all(_can_shard_halves(module, n) for n in halves):
         return None
     if linears[row].bias is not None and row in list_lora_adapters(module):
         return None
@@ -217,8 +222,8 @@ def cut_mlp(name: str, module: nn.Module, tp: int) -> ModuleCut | None:
     return ModuleCut(tuple(columns), row, halves)
 
 
-def _has_halves(module: Any, name: str) -> bool:
-    """Whether an MLP splits a linear's output into two halves, each of which can be sharded."""
+def _can_shard_halves(module: Any, name: str) -> bool:
+    """Whether an MLP splits the output of linear `name` into halves that can be sharded."""
     # Alternating columns (gate, up, gate, ..) are not halves. FSDP shards dim 1 of such a weight. A
     # bias has no dim 1, and the dim 1 of a LoRA factor is small.
     linear = module.get_submodule(name)

@@ -40,20 +40,20 @@ SLOPES, LIMITS = ("alpha", "swiglu_alpha"), ("limit", "swiglu_limit")
 
 @dataclass(frozen=True, slots=True)
 class ExpertsDescription:
-    """Sizes and activation of an experts module of transformers."""
+    """Sizes and activation of an experts module of transformers, in moecore's options."""
 
     fields: dict[str, Any]  # of `MoEConfig`: sizes, activation and biases
     own_activation: OwnActivation | None  # the module's, if no activation of moecore equals it
 
 
 def find_experts_adapter(module: nn.Module) -> Callable[[Any, nn.Module], RoutedExperts] | None:
-    """Return `route_experts` for an experts module with the common interface, otherwise None."""
+    """Return `route_experts` for an experts module with transformers' interface, otherwise None."""
     is_known = all(hasattr(module, flag) for flag in FLAGS) or type(module).__name__ in UNFLAGGED
     return route_experts if is_hf(module) and is_known else None
 
 
 def route_experts(experts: Any, model: nn.Module) -> RoutedExperts:
-    """Convert a transformers experts module to RoutedExperts; raise if it is customised."""
+    """Convert a transformers experts module to RoutedExperts; NotImplementedError if customised."""
     refuse_customised_experts(experts, children=(ACTIVATION, "identity_expert"))
     layout = read_layout(experts)
     read = read_experts(experts, layout)
@@ -89,7 +89,7 @@ def get_used_parameters(experts: Any) -> dict[str, nn.Parameter]:
 
 
 def read_experts(experts: Any, layout: ExpertLayout) -> ExpertsDescription:
-    """Return sizes, activation and biases of an experts module with the given layout."""
+    """Return sizes and activation of experts; NotImplementedError if it is not elementwise."""
     num_experts, sizes = len(getattr(experts, layout.w2)), getattr(experts, layout.w1).shape[1:]
     fc1_dim, dim = reversed(sizes) if layout.transposed else sizes
     options = read_activation(experts, layout)
@@ -115,7 +115,7 @@ def read_experts(experts: Any, layout: ExpertLayout) -> ExpertsDescription:
 
 
 def read_activation(experts: Any, layout: ExpertLayout) -> ActivationOptions:
-    """Return the moecore activation with equal values, otherwise the module's own function."""
+    """Return a moecore activation with equal values on samples, otherwise the module's own."""
     gated, interleaved = getattr(experts, "has_gate", True), layout.gate_up == "interleaved"
     activation = _get_stock_activation(experts, gated=gated)
     options = _match_activation_options(activation, experts, gated, interleaved)
@@ -199,12 +199,12 @@ def has_vision_experts(block: nn.Module) -> bool:
 def get_image_mask(
     block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Tensor | None:
-    """Return the forward's argument [B, T], nonzero for image tokens; None = no images."""
+    """Return the forward's argument [B, T] that is nonzero for image tokens; None = no images."""
     return bind_arguments(block, args, kwargs).get("moe_mm_token_type_ids")
 
 
 def hook_vision_experts(model: nn.Module) -> None:
-    """Add hooks that run image experts without images, too, because all ranks join all-to-alls."""
+    """Make image experts also run without images, because all ranks join all-to-alls."""
     for block in model.modules():
         if has_vision_experts(block):
             block.register_forward_hook(_run_vision_experts_on_text, with_kwargs=True)
@@ -213,7 +213,7 @@ def hook_vision_experts(model: nn.Module) -> None:
 def _run_vision_experts_on_text(
     block: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """Forward hook: if no token is an image, run the image experts on zero tokens."""
+    """Forward hook: if no token is an image, run image experts on zero tokens; add 0 to output."""
     hidden_BTD: Tensor = bind_arguments(block, args, kwargs)["hidden_states"]
     kinds_BT = get_image_mask(block, args, kwargs)
     layers = (m for m in block.vision_moe.modules() if isinstance(m, RoutedLayer))

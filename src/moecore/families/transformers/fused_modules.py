@@ -45,7 +45,7 @@ SIZES = (1.0, 1e-3)  # magnitudes of the test elements; eps matters only at the 
 
 
 def fuse_norms(model: nn.Module) -> None:
-    """Replace the forward of a model's RMS norms by one that uses the fused kernel on GPUs."""
+    """Replace in place the forward of RMS norms by one that uses the fused kernel on GPUs."""
     for module in model.modules():
         if "RMSNorm" in type(module).__name__ and is_rms_norm(module):
             module.forward = MethodType(_apply_rms_norm, module)
@@ -73,6 +73,7 @@ def is_rms_norm(module: nn.Module) -> bool:
 
 
 def _get_eps(module: nn.Module) -> float | None:
+    """Return the eps of a norm, or None if it has no float attribute of a known name."""
     return next(
         (value for name in EPS if isinstance(value := getattr(module, name, None), float)), None
     )
@@ -101,7 +102,7 @@ def fuse_hyper_connections(layers: Iterable[Any]) -> None:
 def _run_layer(
     layer: Any, hidden_states: Tensor, input_ids: Tensor | None = None, **kwargs: Any
 ) -> Tensor:
-    """Replacement forward of a decoder layer; hidden_states are [B, T, N, D]."""
+    """Replacement forward of a DeepSeek-V4 layer; N streams [B, T, N, D] -> [B, T, N, D]."""
     if torch.compiler.is_compiling() or get_autocast_dtype(hidden_states) is not None:
         out: Tensor = type(layer).forward(layer, hidden_states, input_ids=input_ids, **kwargs)
         return out
@@ -118,7 +119,7 @@ def _run_layer(
 def _run_fused_layer(
     layer: Any, hidden_states: Tensor, *, input_ids: Tensor | None, **kwargs: Any
 ) -> Tensor:
-    """Compute a DeepSeek-V4 layer's forward by fused kernels; hidden_states are [B, T, N, D]."""
+    """Compute a DeepSeek-V4 layer's forward by fused kernels; [B, T, N, D] -> [B, T, N, D]."""
     x_BTD, collapsed = layer.attn_hc(hidden_states, fused=True)
     y_BTD, _ = layer.self_attn(layer.input_layernorm(x_BTD), **kwargs)
     hidden_states = _expand_streams(y_BTD, collapsed)
@@ -130,7 +131,11 @@ def _run_fused_layer(
 def _collapse_streams(
     connection: Any, hidden_streams: Tensor, *, fused: bool = False
 ) -> tuple[Tensor, CollapsedStreams] | tuple[Tensor, Tensor, Tensor]:
-    """Return a sublayer's input and the collapsed streams; without `fused`, the stock outputs."""
+    """Replacement forward of a hyper-connection: mix N streams to the input of a sublayer.
+
+    With `fused`, return the input [B, T, D] and the state for `_expand_streams`, otherwise the
+    outputs of the class's forward.
+    """
     if not fused:
         parts: tuple[Tensor, Tensor, Tensor] = type(connection).forward(connection, hidden_streams)
         return parts

@@ -75,11 +75,11 @@ def refuse_native_names(model: nn.Module) -> None:
     """Make forwards raise for arguments of moecore's decoder, which transformers would ignore."""
     for module in model.modules():
         if is_pretrained(module):
-            module.register_forward_pre_hook(_check_names, with_kwargs=True)
+            module.register_forward_pre_hook(_refuse_decoder_arguments, with_kwargs=True)
 
 
-def _check_names(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook that raises for an argument of moecore's decoder."""
+def _refuse_decoder_arguments(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook: raise ValueError for an argument of moecore's decoder."""
     unknown = NATIVE.keys() - get_forward_parameters(type(module).forward).keys()
     for name in sorted(kwargs.keys() & unknown):
         raise ValueError(
@@ -94,11 +94,11 @@ def warn_about_cache(model: nn.Module) -> None:
     # layers run in eager mode. Activations that the cache references are not recomputed.
     for module in model.modules():
         if is_hf(module) and getattr(module, "base_model", None) is module:
-            module.register_forward_pre_hook(_check_cache, with_kwargs=True)
+            module.register_forward_pre_hook(_warn_of_cache, with_kwargs=True)
 
 
-def _check_cache(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of a base model that warns of a cache in training."""
+def _warn_of_cache(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of a base model: warn if it trains with a key/value cache."""
     use_cache = bind_arguments(module, args, kwargs).get("use_cache")
     use_cache = getattr(module.config, "use_cache", False) if use_cache is None else use_cache
     if use_cache and module.training and torch.is_grad_enabled():
@@ -112,10 +112,10 @@ def _check_cache(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
 
 class ShardedDeviceMap(Mapping[str, str]):
-    """A device map whose length raises, so that accelerate and Trainer do not wrap the model.
+    """An empty device map whose length raises, so that accelerate and Trainer refuse a model.
 
-    accelerate calls `len(model.hf_device_map)` before it wraps a model. Other readers, such as
-    `generate`, find an empty map.
+    accelerate calls `len(model.hf_device_map)` before it wraps a model, and gets a ValueError with
+    the class `name`. Other readers, such as `generate`, find an empty map.
     """
 
     def __init__(self, name: str) -> None:

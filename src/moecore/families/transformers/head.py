@@ -39,7 +39,7 @@ from moecore.models.tensor_parallel import TensorParallel
 from moecore.moe.dispatch.collectives import exchange_with_grad
 
 # Functions that read no values.
-ABOUT = frozenset(
+METADATA_FUNCTIONS = frozenset(
     [getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "layout")]
     + [getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf")]
     + [getattr(Tensor, name).__get__ for name in ("is_cuda", "is_meta")]
@@ -87,7 +87,7 @@ class Logits(Tensor):
 
     @staticmethod
     def make_lazy(source: LogitsSource, shape: torch.Size, dtype: torch.dtype) -> Logits:
-        """Return logits of a shape [..., V] and dtype without values."""
+        """Return logits of a shape [..., V] and dtype that `source` computes on first use."""
         # Code that bypasses __torch_function__ reads NaN.
         memory = source.hidden.new_full((), math.nan, dtype=dtype, requires_grad=False)
         logits = memory.expand(shape).as_subclass(Logits)
@@ -133,7 +133,7 @@ class Logits(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in ABOUT:
+        if func in METADATA_FUNCTIONS:
             with torch.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if (
@@ -149,11 +149,12 @@ class Logits(Tensor):
 
 
 def _convert_to_float(logits: Logits) -> Logits:
+    """`Tensor.float` of lazy logits: return lazy fp32 logits."""
     return Logits.make_lazy(logits.source, logits.shape, torch.float32)
 
 
 def _view_as_rows(logits: Logits, *shape: Any) -> Logits | None:
-    """Return fp32 logits viewed as [-1, V] without values; None = another view needs values."""
+    """Return lazy fp32 logits viewed as [-1, V]; None = values are needed for this view."""
     vocabulary = logits.shape[-1]
     is_flat = shape == (-1, vocabulary) and logits.dtype == torch.float32
     flat = torch.Size((logits.numel() // vocabulary, vocabulary))
@@ -233,7 +234,7 @@ class RunningForward:
 
 
 def _get_running_forwards() -> list[RunningForward]:
-    """Return the running forwards of this thread, outermost first."""
+    """Return the list of running forwards of this thread, outermost first; callers change it."""
     if not hasattr(_STATE, "forwards"):
         _STATE.forwards = []
     forwards: list[RunningForward] = _STATE.forwards
@@ -252,16 +253,16 @@ def find_plain_heads(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Linear]]:
 def fuse_loss(model: nn.Module, recipe: Recipe | None) -> None:
     """Make transformers models in a module compute their training loss in chunks of tokens.
 
-    `recipe` is the FP8 recipe of the head's products; None = the dtype of its weight.
+    `recipe` is the FP8 recipe of the head's products in the loss; None = the dtype of its weight.
     """
     for outer, head in find_plain_heads(model):
         head.__class__ = HeadWithoutLogits
         head.loss_recipe = recipe  # type: ignore[assignment]
-        outer.register_forward_pre_hook(_enter, with_kwargs=True)
-        outer.register_forward_hook(_leave, always_call=True)
+        outer.register_forward_pre_hook(_begin_forward, with_kwargs=True)
+        outer.register_forward_hook(_end_forward, always_call=True)
 
 
-def _enter(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _begin_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook: the head returns lazy logits if this forward has labels and trains."""
     has_labels = bind_arguments(model, args, kwargs).get("labels") is not None
     trains = model.training and torch.is_grad_enabled()
@@ -271,8 +272,8 @@ def _enter(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     )
 
 
-def _leave(model: nn.Module, _args: Any, _output: Any) -> None:
-    """Forward hook: mark the forward's logits as ended, so that they need no gradient."""
+def _end_forward(model: nn.Module, _args: Any, _output: Any) -> None:
+    """Forward hook: mark the forward's logits as ended, after which they have no gradient."""
     forwards = _get_running_forwards()
     if not forwards or forwards[-1].model is not model:
         return  # another hook has refused the arguments
@@ -281,7 +282,7 @@ def _leave(model: nn.Module, _args: Any, _output: Any) -> None:
 
 
 def hook_vocabulary(model: nn.Module, tp: TensorParallel) -> list[nn.Module]:
-    """Register tp collectives of embeddings and heads; return the modules to shard by vocabulary.
+    """Add tp collectives to embeddings and heads; return the modules to shard by vocabulary.
 
     Both stay replicated if tp does not divide the vocabulary or their class is not plain.
     """
@@ -304,6 +305,7 @@ def hook_vocabulary(model: nn.Module, tp: TensorParallel) -> list[nn.Module]:
 
 
 def _is_plain(module: Any) -> bool:
+    """Whether a module is an embedding or bias-free linear without options that tp breaks."""
     if isinstance(module, nn.Embedding):
         return module.max_norm is None and not module.scale_grad_by_freq
     return type(module) is nn.Linear and module.bias is None
@@ -315,10 +317,10 @@ class VocabularyHooks:
     def __init__(self, tp: TensorParallel, embedding: nn.Embedding) -> None:
         self._tp, self._state = tp, threading.local()
         self._rows = embedding.num_embeddings // tp.size
-        embedding.register_forward_pre_hook(self._enter)
-        embedding.register_forward_hook(self._leave)
+        embedding.register_forward_pre_hook(self._localize_ids)
+        embedding.register_forward_hook(self._reduce_embeddings)
 
-    def _enter(self, embedding: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _localize_ids(self, embedding: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Forward pre-hook: map ids to local rows, and the padding index to a local row or None."""
         ids, *rest = args
         local_ids, self._state.is_other = self._tp.find_local_rows(ids, self._rows)
@@ -328,14 +330,14 @@ class VocabularyHooks:
             embedding.padding_idx = padding if 0 <= padding < self._rows else None
         return local_ids, *rest
 
-    def _leave(self, embedding: Any, _args: Any, x: Tensor) -> Tensor:
-        """Forward hook: set rows of other ranks' ids to 0 and all-reduce the embeddings."""
+    def _reduce_embeddings(self, embedding: Any, _args: Any, x: Tensor) -> Tensor:
+        """Forward hook: set embeddings of other ranks' ids to 0, then all-reduce."""
         embedding.padding_idx = self._state.padding_idx
         return self._tp.all_reduce(x.masked_fill(self._state.is_other[..., None], 0))
 
 
 def _gather_logits(head: Any, _args: Any, logits: Tensor) -> Tensor:
-    """All-gather logits over the vocabulary; `Logits` are returned as is and gather on use."""
+    """Forward hook of a head: all-gather logits over the vocabulary; `Logits` gather on use."""
     if isinstance(logits, Logits):
         return logits
     tp: TensorParallel = getattr(head, TP)

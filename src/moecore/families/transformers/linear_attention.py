@@ -30,14 +30,14 @@ Function = Callable[..., Any]
 
 
 def find_linear_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules whose forward calls a supported convolution and delta rule."""
+    """Return the linear attention modules: their forward calls a known convolution and rule."""
     return [module for module in model.modules() if find_linear_rule(module)]
 
 
 def find_linear_rule(module: nn.Module) -> str | None:
-    """Return the key of `RULES` whose function a module's forward calls, None if it calls none."""
-    called = find_names_in_forward(module)
-    return next((rule for rule in RULES if rule in called), None) if CONVOLUTION in called else None
+    """Return the recurrence (key of `RULES`) that a module's forward calls, None if it has none."""
+    call = find_names_in_forward(module)
+    return next((rule for rule in RULES if rule in call), None) if CONVOLUTION in call else None
 
 
 def accept_sequences(model: nn.Module) -> None:
@@ -63,14 +63,14 @@ def _make_replacement(stock: Function, function: Function) -> Function:
     """Return a wrapper: `function` for calls with documents or cp ranks, otherwise `stock`."""
 
     @wraps(stock)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         sequence: Sequence | None = kwargs.pop(SEQUENCE, None)
         if sequence is None or (sequence.cu_seqlens is None and sequence.local_tokens is None):
             return stock(*args, **kwargs)
         return function(sequence, *args, **kwargs)
 
-    called.stands_before = stock  # type: ignore[attr-defined]
-    return called
+    call.stands_before = stock  # type: ignore[attr-defined]
+    return call
 
 
 def _convolve_sequence(
@@ -137,7 +137,10 @@ def _scan_state_space(
     return_final_states: bool = False,
     **_: Any,
 ) -> Tensor:
-    """Replacement of `mamba2_chunk_scan`: time steps determine decays and scale values."""
+    """Replacement of `mamba2_chunk_scan`: returns [B, T, heads, dims]; ValueError for a cache.
+
+    The time steps `dt` [B, T, heads] determine decays and scale values.
+    """
     _refuse_cache(initial_states is not None or return_final_states)
     step_BTH = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     step_BTH = (F.softplus(step_BTH) if dt_softplus else step_BTH).clamp(*dt_limit)
@@ -149,6 +152,7 @@ def _skip_fused_layer(*_args: Any, **_: Any) -> None:
 
 
 def _refuse_cache(has_cache: bool) -> None:
+    """Raise ValueError if a call passes or requests a recurrent state."""
     if has_cache:
         raise ValueError(
             "use_cache (True) must be False for linear attention with documents or over cp ranks, "

@@ -45,14 +45,15 @@ class _LinearHeads:
     params_by_head: Mapping[str, Stack]  # parameters that are sharded by heads
     counts: Mapping[str, int]  # attributes -> their value on a rank
     replicated: tuple[str, ...]  # modules and parameters without heads
-    kinds: tuple[str, ...] = ()  # columns ordered by section, not by heads
+    by_section: tuple[str, ...] = ()  # columns ordered by section, not by heads
     groups: Mapping[str, int] = field(default_factory=dict)  # norms of groups over several ranks
 
 
 def cut_linear_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
-    """Return how a layer is sharded by heads, or the reason why it is replicated.
+    """Return how a linear attention layer is sharded by heads, or why it is replicated.
 
-    `name` is for errors. Heads that `tp` ranks can neither divide nor share raise a ValueError.
+    `name` is the layer's name in errors. Heads that `tp` ranks can neither divide nor share raise a
+    ValueError.
     """
     layer = LAYERS[find_linear_rule(module) or ""](module, tp)
     groups = [heads for heads, _ in layer.channels]
@@ -62,11 +63,11 @@ def cut_linear_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
             f"{name}: heads of linear attention ({numbers}) must be multiples of "
             f"ParallelConfig.tp ({tp}): lower tp"
         )
-    problem = _find_unknown_part(module, layer)
+    problem = _find_cut_problem(module, layer)
     if problem is not None:
         return problem
     linears = get_named_linears(module)
-    head_exchanges = {n: layer.columns[n] for n in layer.kinds if n in linears}
+    head_exchanges = {n: layer.columns[n] for n in layer.by_section if n in linears}
     for child in head_exchanges:
         if linears[child].out_features % tp:
             raise ValueError(
@@ -86,8 +87,8 @@ def cut_linear_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
     )
 
 
-def _find_unknown_part(module: Any, layer: _LinearHeads) -> str | None:
-    """Return the reason why a layer cannot be sharded by heads, None if it can be sharded."""
+def _find_cut_problem(module: Any, layer: _LinearHeads) -> str | None:
+    """Return why a layer cannot be sharded as `layer` describes it, None if it can be sharded."""
     linears, params = get_named_linears(module), dict(module.named_parameters())
     sizes = {n: _count_rows(stack) for n, stack in layer.columns.items()}
     for child, linear in linears.items():
@@ -119,16 +120,17 @@ def _find_unknown_part(module: Any, layer: _LinearHeads) -> str | None:
 
 
 def _count_rows(stack: Stack) -> int:
+    """Return the number of matrix rows in all sections of a stack."""
     return sum(heads * size for heads, size in stack)
 
 
 def _count_local_rows(stack: Stack, tp: int) -> int:
-    """Return the number of rows of one tp rank's heads."""
+    """Return the number of matrix rows of one tp rank's heads."""
     return sum(rows.stop - rows.start for rows in iterate_local_rows(stack, 0, tp))
 
 
 def _read_delta_net_heads(module: Any, tp: int) -> _LinearHeads:
-    """Read a gated delta net (Qwen3-Next); `counts` are the values of one of `tp` ranks."""
+    """Describe a gated delta net (Qwen3-Next); `counts` are the values on one of `tp` ranks."""
     k, v = (module.num_k_heads, module.head_k_dim), (module.num_v_heads, module.head_v_dim)
     per_head = (module.num_v_heads, 1)
     counts = ("num_k_heads", "num_v_heads", "key_dim", "value_dim")
@@ -142,7 +144,7 @@ def _read_delta_net_heads(module: Any, tp: int) -> _LinearHeads:
             "in_proj_b": (per_head,),
             "in_proj_a": (per_head,),
         },
-        kinds=("in_proj_qkv",),
+        by_section=("in_proj_qkv",),
         row="out_proj",
         values=(v,),
         channels=(k, k, v),
@@ -153,7 +155,7 @@ def _read_delta_net_heads(module: Any, tp: int) -> _LinearHeads:
 
 
 def _read_kimi_delta_heads(module: Any, tp: int) -> _LinearHeads:
-    """Read a Kimi delta attention; `counts` are the values of one of `tp` ranks."""
+    """Describe a Kimi delta attention; `counts` are the values on one of `tp` ranks."""
     x, per_head = (module.num_heads, module.head_dim), (module.num_heads, 1)
     counts = {n: getattr(module, n) // tp for n in ("num_heads", "qkv_dim")}
     linears = ("q_proj", "k_proj", "v_proj", "g_proj", "g_b_proj")
@@ -171,7 +173,7 @@ def _read_kimi_delta_heads(module: Any, tp: int) -> _LinearHeads:
 
 
 def _read_mamba2_heads(module: Any, tp: int) -> _LinearHeads:
-    """Read a Mamba-2 mixer; `counts` are the values of one of `tp` ranks."""
+    """Describe a Mamba-2 mixer; `counts` are the values on one of `tp` ranks."""
     x, per_head = (module.num_heads, module.head_dim), (module.num_heads, 1)
     group = (module.n_groups, module.ssm_state_size)  # of B, as of C
     channels = (x, group, group)
@@ -179,7 +181,7 @@ def _read_mamba2_heads(module: Any, tp: int) -> _LinearHeads:
     return _LinearHeads(
         heads=(module.num_heads,),
         columns={"in_proj": (x, *channels, per_head)},  # gates first
-        kinds=("in_proj",),
+        by_section=("in_proj",),
         row="out_proj",
         values=(x,),
         channels=channels,
@@ -208,7 +210,7 @@ LAYERS = {
 
 
 def _is_gated_norm(norm: Any, size: int) -> bool:
-    """Whether a norm of groups of `size` computes what `apply_gated_norm` does."""
+    """Whether a norm over groups of `size` elements equals `apply_gated_norm` on samples."""
     eps = getattr(norm, "variance_epsilon", None)
     if eps is None or getattr(norm, "group_size", None) != size:
         return False
@@ -229,6 +231,9 @@ def _is_gated_norm(norm: Any, size: int) -> bool:
 def apply_gated_norm(
     x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, mean: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return weight * h / sqrt(mean(h^2) + eps), h = x * silu(gate); `mean` is over a group."""
+    """Return weight * h / sqrt(mean(h^2) + eps), h = x * silu(gate), in the dtype of x.
+
+    `mean` maps fp32 squares to their mean over each element's group. Without `gate`, h is x.
+    """
     h = x.float() if gate is None else x.float() * F.silu(gate.float())
     return weight * (h * torch.rsqrt(mean(h.pow(2)) + eps)).to(x.dtype)

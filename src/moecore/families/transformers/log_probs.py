@@ -33,14 +33,14 @@ OWN_LOSS = "_loss_function"  # attribute of a model whose loss function was set
 
 
 def accept_log_prob_losses(model: nn.Module) -> None:
-    """Make forwards of transformers models in a module accept an argument `log_prob_loss`."""
+    """Make forwards of transformers models accept a `LogProbLoss` as argument `log_prob_loss`."""
     for outer in find_outermost_models(model):
         if hasattr(outer, "get_output_embeddings"):
-            outer.register_forward_pre_hook(_enter, with_kwargs=True)
-            outer.register_forward_hook(_leave, always_call=True)
+            outer.register_forward_pre_hook(_set_loss_function, with_kwargs=True)
+            outer.register_forward_hook(_restore_loss_function, always_call=True)
 
 
-def _enter(
+def _set_loss_function(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Forward pre-hook: set labels and loss function of the `log_prob_loss` argument, if given."""
@@ -70,22 +70,22 @@ def _enter(
     return args, kwargs
 
 
-def _leave(model: Any, _args: Any, _output: Any) -> None:
-    """Forward hook: restore the model's loss function."""
+def _restore_loss_function(model: Any, _args: Any, _output: Any) -> None:
+    """Forward hook: restore the loss function that the model had before this forward."""
     if not hasattr(model, IS_SCORED):
         return
-    before = getattr(model, IS_SCORED)
+    earlier_function = getattr(model, IS_SCORED)
     delattr(model, IS_SCORED)
-    if before is None:
+    if earlier_function is None:
         delattr(model, OWN_LOSS)
     else:
-        model.loss_function = before
+        model.loss_function = earlier_function
 
 
 def _make_loss_function(loss: LogProbLoss) -> Callable[..., Tensor]:
-    """Return a transformers `loss_function` that computes `loss`; cp ranks return equal shares."""
+    """Return a transformers `loss_function` that computes `loss`; cp ranks return loss / cp."""
 
-    def of(logits: Tensor, labels: Tensor, *_: Any, **keywords: Any) -> Tensor:
+    def compute_loss(logits: Tensor, labels: Tensor, *_: Any, **keywords: Any) -> Tensor:
         if isinstance(logits, DTensor):
             raise NotImplementedError(
                 "log_prob_loss must be of a model whose head is whole: use tp with a Decoder"
@@ -105,4 +105,4 @@ def _make_loss_function(loss: LogProbLoss) -> Callable[..., Tensor]:
             log_probs = loss.compute_from_logits(logits, labels, gather)
         return log_probs if local_tokens is None else log_probs / local_tokens.cp.size
 
-    return of
+    return compute_loss

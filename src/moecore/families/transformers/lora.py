@@ -49,7 +49,7 @@ MERGE_METHODS = dict.fromkeys(
 
 
 @dataclass(frozen=True, slots=True)
-class _Wrapped:
+class _WrappedExperts:
     """An experts module of a MoE block that peft has wrapped to add LoRA to its matrices."""
 
     block: str  # name of the MoE block
@@ -60,8 +60,12 @@ class _Wrapped:
 
 
 @contextmanager
-def unwrap_experts(model: nn.Module) -> Iterator[list[_Wrapped]]:
-    """Replace peft's wrappers of experts by the experts, yield the wrappers, undo on exceptions."""
+def unwrap_experts(model: nn.Module) -> Iterator[list[_WrappedExperts]]:
+    """Return a context that replaces peft's wrappers of experts by the experts themselves.
+
+    Yield the wrappers' records. If the body raises, the wrappers are put back; otherwise they stay
+    removed.
+    """
     wrappers = list(_find_wrapped_experts(model)) if "peft" in sys.modules else []
     for wrapper in wrappers:
         wrapper.parent._modules[wrapper.child] = wrapper.experts
@@ -73,8 +77,12 @@ def unwrap_experts(model: nn.Module) -> Iterator[list[_Wrapped]]:
         raise
 
 
-def adapt_experts(wrapped: list[_Wrapped], layers: Mapping[str, RoutedLayer]) -> None:
-    """Move LoRA matrices of peft's wrappers to `Experts.lora` of `layers`, by qualified name."""
+def adapt_experts(wrapped: list[_WrappedExperts], layers: Mapping[str, RoutedLayer]) -> None:
+    """Move LoRA matrices of peft's wrappers to `Experts.lora` of the MoE layers.
+
+    `wrapped` is the result of `unwrap_experts`; `layers` are by qualified name. Raise ValueError or
+    NotImplementedError for LoRA that no layer can hold.
+    """
     places = {f"{name}.{m.get_part_name('experts')}".rstrip("."): m for name, m in layers.items()}
     for wrap in wrapped:
         layer = places.get(f"{wrap.block}.{wrap.child}")
@@ -106,21 +114,21 @@ def adapt_experts(wrapped: list[_Wrapped], layers: Mapping[str, RoutedLayer]) ->
 
 
 def refuse_peft_methods(model: nn.Module) -> None:
-    """Replace peft's methods that need full parameters by functions that raise an error."""
+    """Make peft's methods that need full parameters, and late adapters, raise an error."""
     _replace_methods(model, REPLACED, "on a parallelized model, whose tensors are shards")
     # Users call get_peft_model on the outermost transformers model.
     outermost = next((m for m in model.modules() if is_pretrained(m)), None)
     if outermost is not None and not hasattr(outermost, "peft_config"):
-        outermost.register_forward_pre_hook(_refuse_late)
+        outermost.register_forward_pre_hook(_refuse_late_adapters)
 
 
 def refuse_unmerging(model: nn.Module) -> None:
-    """Replace peft's methods that would unmerge adapters by functions that raise an error."""
+    """Make peft's methods that would unmerge adapters raise NotImplementedError."""
     _replace_methods(model, MERGE_METHODS, "after merge_adapters")
 
 
 def _replace_methods(model: nn.Module, replaced: Mapping[str, str], context: str) -> None:
-    """Replace methods of a PeftModel and its tuner; `replaced` maps a name to the alternative."""
+    """Make methods of a PeftModel and its tuner raise; `replaced`: name -> the alternative."""
     for module in model.modules():
         if is_pretrained(module):
             return  # its children are layers
@@ -131,10 +139,11 @@ def _replace_methods(model: nn.Module, replaced: Mapping[str, str], context: str
 
 
 def _refuse_method(name: str, context: str, instead: str, *args: Any, **kwargs: Any) -> None:
+    """Raise the NotImplementedError of `_replace_methods` for a method of peft."""
     raise NotImplementedError(f"{name} of peft must not be called {context}: use {instead}")
 
 
-def _refuse_late(module: nn.Module, args: Any) -> None:
+def _refuse_late_adapters(module: nn.Module, args: Any) -> None:
     """Forward pre-hook that raises if adapters were added after `parallelize_moe`."""
     if hasattr(module, "peft_config"):
         raise ValueError(
@@ -168,14 +177,14 @@ def disable_adapters(model: Any) -> Iterator[None]:
 
 def select_base_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return `tensors` without those of adapters, under the names of the model before peft."""
-    holders, homes = _list_peft_prefixes(model)
-    base_tensors = {n: t for n, t in tensors.items() if not n.startswith(holders)}
-    return {_rename_without_peft(n, homes): t for n, t in base_tensors.items()}
+    added_prefixes, moved_prefixes = _list_peft_prefixes(model)
+    base_tensors = {n: t for n, t in tensors.items() if not n.startswith(added_prefixes)}
+    return {_rename_without_peft(n, moved_prefixes): t for n, t in base_tensors.items()}
 
 
 def select_trained_copies(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the active copies of `modules_to_save` modules, by names of the original modules."""
-    _, homes = _list_peft_prefixes(model)
+    """Return the active copies in `modules_to_save`, under the names of the original tensors."""
+    _, moved_prefixes = _list_peft_prefixes(model)
     copy_of = {}
     for path, module in model.named_modules():
         copies = getattr(module, "modules_to_save", None)
@@ -185,35 +194,37 @@ def select_trained_copies(model: nn.Module, tensors: Mapping[str, Tensor]) -> di
         active = f"{path}.modules_to_save.{module.active_adapters[0]}"
         for name, tensor in tensors.items():
             if name.startswith(f"{active}."):
-                copy_of[_rename_without_peft(path + name.removeprefix(active), homes)] = tensor
+                copy_of[_rename_without_peft(path + name.removeprefix(active), moved_prefixes)] = (
+                    tensor
+                )
     return copy_of
 
 
 def _list_peft_prefixes(model: nn.Module) -> tuple[tuple[str, ...], list[str]]:
-    """Return prefixes of tensors that peft added, and prefixes under which peft moved modules."""
-    holders, homes = [], []
+    """Return name prefixes of tensors that peft added, and of modules that peft moved."""
+    added_prefixes, moved_prefixes = [], []
     for path, module in model.named_modules():
         path = clean_name(path)
         if is_tuner_layer(module):
             names = (*module.adapter_layer_names, *module.other_param_names)
-            holders += [f"{path}.{name}." for name in names]
-            homes += [f"{path}.base_layer."] if "base_layer" in module._modules else []
+            added_prefixes += [f"{path}.{name}." for name in names]
+            moved_prefixes += [f"{path}.base_layer."] if "base_layer" in module._modules else []
         elif "modules_to_save" in module._modules and "original_module" in module._modules:
-            holders.append(f"{path}.modules_to_save.")
-            homes.append(f"{path}.original_module.")
-    return tuple(holders), sorted(homes, key=len, reverse=True)
+            added_prefixes.append(f"{path}.modules_to_save.")
+            moved_prefixes.append(f"{path}.original_module.")
+    return tuple(added_prefixes), sorted(moved_prefixes, key=len, reverse=True)
 
 
-def _rename_without_peft(name: str, homes: list[str]) -> str:
-    """Remove peft's level, such as "base_layer", of each prefix in `homes` from a name."""
-    for home in homes:  # sorted: the longest prefix first
+def _rename_without_peft(name: str, moved_prefixes: list[str]) -> str:
+    """Remove peft's level, such as "base_layer", of each prefix in `moved_prefixes` from a name."""
+    for home in moved_prefixes:  # sorted: the longest prefix first
         if name.startswith(home):
             name = home[:-1].rpartition(".")[0] + name[len(home) - 1 :]
     return name
 
 
-def _find_wrapped_experts(model: nn.Module) -> Iterator[_Wrapped]:
-    """Yield each experts module inside peft's `ParamWrapper`s; raise for unsupported wrappers."""
+def _find_wrapped_experts(model: nn.Module) -> Iterator[_WrappedExperts]:
+    """Yield experts modules inside peft's `ParamWrapper`s; NotImplementedError for other LoRA."""
     from peft.tuners.lora.layer import ParamWrapper
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -229,7 +240,7 @@ def _find_wrapped_experts(model: nn.Module) -> Iterator[_Wrapped]:
                 wrapper = wrapper.base_layer
             if wrappers and wrapper is not None:
                 _check_stacked(f"{name}.{child}", wrappers)
-                yield _Wrapped(name, child, parent, tuple(wrappers), wrapper)
+                yield _WrappedExperts(name, child, parent, tuple(wrappers), wrapper)
 
 
 def _check_stacked(name: str, wrappers: list[Any]) -> None:
@@ -245,11 +256,13 @@ def _check_stacked(name: str, wrappers: list[Any]) -> None:
 
 
 def _refuse_block_copy(name: str, wrapper: Any, model: nn.Module) -> None:
-    """Raise for a trainable copy of a MoE block or its parts, which a MoELayer would replace."""
+    """Raise NotImplementedError for peft's trainable copy `wrapper` of a MoE block or its parts."""
     block = model.get_submodule(name.rpartition(".")[0])
     siblings = [m for m in block.children() if m is not wrapper]
     parts = [*wrapper.modules(), *(p for m in siblings for p in (m, getattr(m, "base_layer", m)))]
-    if not hasattr(wrapper, "modules_to_save") or any(_is_stack(part) for part in parts):
+    if not hasattr(wrapper, "modules_to_save") or any(
+        _has_stacked_parameters(part) for part in parts
+    ):
         raise NotImplementedError(
             f"{name} ({type(wrapper).__name__}) must not be of a MoE block or a part of one, nor "
             "of single tokens: take it out of LoraConfig.modules_to_save and "
@@ -257,7 +270,7 @@ def _refuse_block_copy(name: str, wrapper: Any, model: nn.Module) -> None:
         )
 
 
-def _is_stack(module: nn.Module) -> bool:
+def _has_stacked_parameters(module: nn.Module) -> bool:
     """Whether a module, without peft's wrappers, has parameters with 3 or more dims."""
     while is_tuner_layer(module) and "base_layer" in module._modules:
         module = module.base_layer  # type: ignore[assignment]

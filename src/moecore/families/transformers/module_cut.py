@@ -77,19 +77,19 @@ def get_named_linears(module: nn.Module) -> dict[str, nn.Linear]:
 
 
 def list_output_linears(module: nn.Module) -> list[Any]:
-    """Return [linear]; for a peft LoRA layer, its base linear and the B of each adapter."""
+    """Return [module], or of a LoRA layer the base linear and each adapter's B."""
     base = find_lora_base(module)
     return [module] if base is None else [base, *(b for _, b in list_lora_pairs(module))]
 
 
 def list_lora_adapters(module: nn.Module) -> dict[str, list[tuple[nn.Linear, nn.Linear]]]:
-    """Return linear name -> (A, B) of each LoRA adapter, for linears that have adapters."""
+    """Return the linears with LoRA by name, each with (A, B) of its adapters."""
     layers = {name: module.get_submodule(name) for name in get_named_linears(module)}
     return {n: list_lora_pairs(m) for n, m in layers.items() if find_lora_base(m) is not None}
 
 
 def find_owner(module: nn.Module, name: str) -> tuple[Any, str]:
-    """Return the submodule that has a dotted attribute, and the last part of the name."""
+    """Return the submodule that has the attribute with a dotted name, and the attribute's name."""
     path, _, attribute = name.rpartition(".")
     return module.get_submodule(path), attribute
 
@@ -97,7 +97,7 @@ def find_owner(module: nn.Module, name: str) -> tuple[Any, str]:
 def list_cut_placements(
     module: nn.Module, module_cut: ModuleCut
 ) -> Iterator[tuple[tuple[nn.Module, str], Placement]]:
-    """Yield ((owner, parameter name), placement) of each parameter that tp shards."""
+    """Yield ((submodule, parameter name), placement) of each parameter that tp shards."""
     linears, adapted = get_named_linears(module), list_lora_adapters(module)
     halves = StridedShard(0, split_factor=2)
     columns = {

@@ -28,7 +28,7 @@ def refuse_lost_outputs(model: nn.Module) -> None:
         refusal = _find_version_problem()
         if refusal is not None and getattr(module.config, OPTION, False):
             raise NotImplementedError(refusal)
-        module.register_forward_hook(partial(_check_recorded, refusal), with_kwargs=True)
+        module.register_forward_hook(partial(_check_router_logits, refusal), with_kwargs=True)
 
 
 def _find_version_problem() -> str | None:
@@ -42,7 +42,7 @@ def _find_version_problem() -> str | None:
     )
 
 
-def _check_recorded(
+def _check_router_logits(
     refusal: str | None, module: Any, args: Any, kwargs: dict[str, Any], output: Any
 ) -> None:
     """Forward hook: if logits are requested, raise if `refusal` is given or a layer has none."""
@@ -84,7 +84,7 @@ class _LogitRecorder(nn.Module):
 
 
 def record_logits(layer: MoELayer, router: nn.Module) -> MoELayer:
-    """Make transformers record `layer`'s logits through the hooks of the old `router`."""
+    """Make transformers' hooks on the old `router` record `layer`'s logits; return the layer."""
     recorder = type(f"{type(router).__name__}Recorder", (_LogitRecorder, type(router)), {})()
     for name in HOOKS:
         if "forward_hooks" in name:  # the hooks, and flags of their arguments
@@ -96,4 +96,5 @@ def record_logits(layer: MoELayer, router: nn.Module) -> MoELayer:
 
 
 def _pass_to_recorder(router: Any, args: tuple[Tensor], routing: Routing) -> None:
+    """Forward hook of a router: call its recorder, whose hooks belong to transformers."""
     router.recorder(args[0], routing)

@@ -24,7 +24,7 @@ POSITIONS = "position_ids"  # argument of a rotary embedding
 
 
 def find_longest_position_readers(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
-    """Yield name, rope type and module of each rotary embedding that reads the longest position."""
+    """Yield (name, rope type, module) of rotary embeddings that depend on the longest position."""
     for name, module in model.named_modules():
         kind = getattr(module, "rope_type", None)
         types = kind.values() if isinstance(kind, dict) else [kind]
@@ -57,7 +57,7 @@ class LongestPosition:
     def _append_position(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Forward pre-hook: append position T - 1 if rows are sharded."""
+        """Forward pre-hook: append position T - 1 of the full rows if rows are sharded."""
         if self._num_tokens is None:
             return None
         positions: Tensor = kwargs[POSITIONS] if POSITIONS in kwargs else args[1]
@@ -125,8 +125,8 @@ def find_one_document_problem(model: nn.Module) -> str | None:
 def find_unsupported_layer(text: Any, row_layers: Mapping[str, int] | None = None) -> str | None:
     """Return the first of a config's `layer_types` that moecore does not support, or None.
 
-    `row_layers` has the number of supported layers of further kinds. Such a kind is supported if
-    this is the number of all its layers in the config.
+    `row_layers` maps further kinds to the number of their supported layers. Such a kind is
+    supported if this is the number of all its layers in the config.
     """
     kinds = getattr(text, "layer_types", None) or ()
     row_kinds = (kind for kind, number in (row_layers or {}).items() if number == kinds.count(kind))

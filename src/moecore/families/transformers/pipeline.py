@@ -53,7 +53,10 @@ REFUSED = (
 
 
 class StagedCausal:
-    """Runs pipeline stages of a transformers causal language model, as a `StagedModel`."""
+    """A transformers causal language model that can run one of its stages: a `StagedModel`.
+
+    The first construction runs a copy of the model without its layers to check it.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
@@ -62,7 +65,7 @@ class StagedCausal:
             setattr(model, PARTS, parts)
             setattr(model, SIZES, sizes)
         self._reader: RowReader | None = getattr(model, READER, None)
-        self._elsewhere: dict[str, AbsentModule] = {}  # replacements of this rank's other stages
+        self._placeholders: dict[str, AbsentModule] = {}  # replacements of this rank's other stages
 
     def get_submodule(self, target: str) -> nn.Module:
         """Return a module of the model by its name."""
@@ -85,11 +88,11 @@ class StagedCausal:
         """Return the shape of a stage's input: [B, T / cp, D], or [B, T / cp, ..] after layers."""
         cp = None if self._reader is None else self._reader.select_ranks(inputs.get("cp"))
         B, T = inputs["input_ids"].shape
-        sizes = (self._width,) if 0 in stage.layers else getattr(self.model, SIZES)
+        sizes = (self._hidden_size,) if 0 in stage.layers else getattr(self.model, SIZES)
         return B, T // (1 if cp is None else cp.size), *sizes
 
     @property
-    def _width(self) -> int:
+    def _hidden_size(self) -> int:
         width: int = self.model.config.get_text_config().hidden_size
         return width
 
@@ -133,7 +136,8 @@ class StagedCausal:
     def _replace_other_stages(self, stage: Stage, hidden: Tensor | None) -> Iterator[list[Tensor]]:
         """Return a context in which `AbsentModule` replaces the parts of other stages.
 
-        Hooks feed `hidden` to the stage's first part and append the output to the yielded list.
+        Hooks feed `hidden` to the stage's first part and append the stage's output to the yielded
+        list.
         """
         parts, get = self.stage_parts(), self.get_submodule
         layers = _list_layer_names(self, parts)
@@ -151,13 +155,13 @@ class StagedCausal:
                 module = get(name)
                 if name not in stage_names and not isinstance(module, AbsentModule):
                     ends.callback(self.model.set_submodule, name, module)
-                    if name not in self._elsewhere:
-                        self._elsewhere[name] = parts.make_placeholder(name, module)
-                    self.model.set_submodule(name, self._elsewhere[name])
+                    if name not in self._placeholders:
+                        self._placeholders[name] = parts.make_placeholder(name, module)
+                    self.model.set_submodule(name, self._placeholders[name])
             for i in stage.layers:
                 hook(layers[i], self._check_output)
             if hidden is not None:
-                nothing = hidden.new_zeros(()).expand(*hidden.shape[:2], self._width)
+                nothing = hidden.new_zeros(()).expand(*hidden.shape[:2], self._hidden_size)
                 instead: Any = get(parts.embedding)
                 instead.weight = nothing  # models read its device
                 ends.callback(delattr, instead, "weight")
@@ -173,39 +177,39 @@ class StagedCausal:
             yield outputs
 
     def _check_output(self, layer: nn.Module, _args: Any, output: Any) -> None:
-        """Raise for a layer that returns results which are not sent to the next stage."""
+        """Forward hook: raise NotImplementedError if a layer returns more results than are sent."""
         if (1 if isinstance(output, Tensor) else len(output)) != self.stage_parts().results:
             problem = f"{type(layer).__name__} returns more than hidden states"
             raise _make_refusal(self.model, problem)
 
 
 @dataclass
-class _Shell:
+class _CallTrace:
     """Record of a test run of a model whose parts were all replaced by `AbsentModule`."""
 
-    embedded: Tensor  # zeros [1, T, D], the embedding's output
+    embedding_output: Tensor  # zeros [1, T, D], the embedding's output
     # (name, first argument, version of the first argument) of each call of a part, in order
-    entered: list[tuple[str, Any, int]] = field(default_factory=list)
-    failed: Exception | None = None
+    calls: list[tuple[str, Any, int]] = field(default_factory=list)
+    error: Exception | None = None
 
     @property
     def names(self) -> list[str]:
         """Names of the parts that ran, in order."""
-        return [name for name, *_ in self.entered]
+        return [name for name, *_ in self.calls]
 
-    def enter(self, name: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
+    def record_call(self, name: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
         """Forward pre-hook of the part `name`: record the call."""
         x = args[0] if args and isinstance(args[0], Tensor) else None
-        self.entered.append((name, x, 0 if x is None else sum_versions(x)))
+        self.calls.append((name, x, 0 if x is None else sum_versions(x)))
 
 
-def _run_shell(model: Any, parts: StageParts) -> _Shell:
+def _trace_calls(model: Any, parts: StageParts) -> _CallTrace:
     """Run a CPU copy of a model with `AbsentModule` for all parts; return the record of calls."""
     shell: Any = copy_modules(model, make_meta_parameter, unwrapped=True)[model]
     config, dtype = model.config.get_text_config(), model.get_input_embeddings().weight.dtype
     # One row, so that code which unpacks hidden states as several tensors raises.
     ids = torch.zeros(1, 8, dtype=torch.int64, device="cpu")
-    stage_shell = _Shell(torch.zeros(1, 8, config.hidden_size, dtype=dtype, device="cpu"))
+    stage_shell = _CallTrace(torch.zeros(1, 8, config.hidden_size, dtype=dtype, device="cpu"))
     line = [*_list_layer_names(shell, parts), *parts.final_modules, parts.head]
     for name in (parts.embedding, *line):
         shell.set_submodule(name, parts.make_placeholder(name, shell.get_submodule(name)))
@@ -213,10 +217,12 @@ def _run_shell(model: Any, parts: StageParts) -> _Shell:
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = torch.zeros_like(buffer, device="cpu")
     for name in line:
-        shell.get_submodule(name).register_forward_pre_hook(partial(stage_shell.enter, name))
+        shell.get_submodule(name).register_forward_pre_hook(partial(stage_shell.record_call, name))
     for name in (parts.embedding, parts.head):  # models read its device, or its dtype
-        shell.get_submodule(name).weight = stage_shell.embedded
-    shell.get_submodule(parts.embedding).register_forward_hook(lambda *_: stage_shell.embedded)
+        shell.get_submodule(name).weight = stage_shell.embedding_output
+    shell.get_submodule(parts.embedding).register_forward_hook(
+        lambda *_: stage_shell.embedding_output
+    )
     keywords = {"use_cache": False, "return_dict": True}
     if hasattr(config, "output_router_logits"):  # else `check_inputs` refuses it
         keywords["output_router_logits"] = False
@@ -224,12 +230,12 @@ def _run_shell(model: Any, parts: StageParts) -> _Shell:
         with torch.no_grad():
             shell(ids, **keywords)
     except Exception as error:  # of any kind: the model's own code
-        stage_shell.failed = error
+        stage_shell.error = error
     return stage_shell
 
 
 def _trace_parts(model: Any, parts: StageParts) -> tuple[StageParts, tuple[int, ...]]:
-    """Run a model without its parts to check it for pipelining; return its parts in call order.
+    """Run a model without its parts to check it for pipelining; return `parts` in call order.
 
     The second result is the shape of the layers' input after [B, T], such as (D,).
 
@@ -237,41 +243,44 @@ def _trace_parts(model: Any, parts: StageParts) -> tuple[StageParts, tuple[int, 
         NotImplementedError: if the model computes anything between layers, or passes more than
             hidden states between layers.
     """
-    shell, layers = _run_shell(model, parts), _list_layer_names(model, parts)
+    shell, layers = _trace_calls(model, parts), _list_layer_names(model, parts)
     names, num_layers = shell.names, len(layers)
     early = next((name for name in names[:num_layers] if name not in layers), None)
     if early is not None:
         raise _make_refusal(model, f"it runs {early} in front of a layer")
-    if shell.failed is not None:
+    if shell.error is not None:
         location = (
             f"where {names[-1]} returns hidden states alone" if names else "without its layers"
         )
-        reason = " ".join(str(shell.failed).split())
-        raise _make_refusal(model, f"its forward fails {location} ({reason})") from shell.failed
+        reason = " ".join(str(shell.error).split())
+        raise _make_refusal(model, f"its forward fails {location} ({reason})") from shell.error
     line = [*layers, *parts.final_modules, parts.head]
     if names[:num_layers] != layers or names[-1] != parts.head or sorted(names) != sorted(line):
         raise _make_refusal(model, "it does not run its layers in turn, once each")
-    _, hidden, outputs = shell.entered[0]
-    if hidden is None or hidden.shape[:2] != shell.embedded.shape[:2]:
+    _, hidden, outputs = shell.calls[0]
+    if hidden is None or hidden.shape[:2] != shell.embedding_output.shape[:2]:
         raise _make_refusal(model, f"no hidden states enter {layers[0]}")
-    for name, x, _ in shell.entered[: num_layers + 1]:
+    for name, x, _ in shell.calls[: num_layers + 1]:
         if x is None or x.shape != hidden.shape or x.data_ptr() != hidden.data_ptr():
             raise _make_refusal(model, f"it changes hidden states in front of {name}")
-    if sum_versions(shell.embedded) or sum_versions(hidden) != outputs:
+    if sum_versions(shell.embedding_output) or sum_versions(hidden) != outputs:
         raise _make_refusal(model, "it changes hidden states in place")
     return replace(parts, final_modules=tuple(names[num_layers:-1])), tuple(hidden.shape[2:])
 
 
 def _get_first(results: Any) -> Tensor:
+    """Return a layer's result, or the first if the layer returns a tuple."""
     first: Tensor = results if isinstance(results, Tensor) else results[0]
     return first
 
 
 def _replace_first(results: Any, first: Tensor) -> Any:
+    """Return a layer's results with the first replaced; a single result is not in a tuple."""
     return first if isinstance(results, Tensor) else (first, *results[1:])
 
 
 def _list_layer_names(model: Any, parts: StageParts) -> list[str]:
+    """Return the qualified names of the decoder layers, first to last."""
     return [f"{parts.layers}.{i}" for i in range(len(model.get_submodule(parts.layers)))]
 
 
@@ -311,6 +320,7 @@ def _find_parts(model: Any) -> StageParts:
 
 
 def _make_refusal(model: nn.Module, problem: str) -> NotImplementedError:
+    """Return the error for a model that cannot be cut to stages because of `problem`."""
     return NotImplementedError(
         f"model ({type(model).__name__}) must be embedding, layers, norm and head alone to be cut "
         f"to pipeline stages, but {problem}"

@@ -62,7 +62,7 @@ Choose = Callable[[Tensor], Tensor]  # selects a layer's tokens: [B, T] -> [N]
 
 
 class RowReader:
-    """Hooks after `use_causal_attention` that replace document and padding arguments."""
+    """Hooks that turn a forward's packing and padding arguments into a `Sequence` for attention."""
 
     def __init__(self, model: nn.Module) -> None:
         self.cp: ContextParallel | None = None  # cp ranks; None = this rank has full rows
@@ -71,11 +71,11 @@ class RowReader:
         base: Any = model.base_model
         self._longest = LongestPosition(base)
         model.register_forward_pre_hook(_pass_divisor, with_kwargs=True)
-        base.register_forward_pre_hook(self._enter, with_kwargs=True)
-        self.attach(model)
+        base.register_forward_pre_hook(self._pass_sequence, with_kwargs=True)
+        self.hook_layers(model)
 
-    def attach(self, model: Any) -> None:
-        """Add hooks to the model's MoE layers that give the layers documents and padding."""
+    def hook_layers(self, model: Any) -> None:
+        """Add hooks that give the model's MoE layers document boundaries and padding mask."""
         choices = _make_token_selectors(model.base_model)
         for block in _list_entries(model.base_model):
             layers = [m for m in block.modules() if isinstance(m, RoutedLayer)]
@@ -126,10 +126,10 @@ class RowReader:
         """Return the ranks of a forward with argument `cp` (None = default); None = no cp."""
         return select_cp_ranks(cp, self.cp, self.groups)
 
-    def _enter(
+    def _pass_sequence(
         self, base: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
     ) -> tuple[tuple[Any, ...], Kwargs]:
-        """Forward pre-hook: replace row arguments by a `Sequence`, and slice tokens over cp."""
+        """Forward pre-hook: replace arguments by a `Sequence`, and slice tokens over cp."""
         tokens = get_tokens(args, kwargs)
         sequence = kwargs.get(SEQUENCE) or self.build_sequence(tokens, kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in READ}
@@ -150,14 +150,14 @@ class RowReader:
 
 
 class MaskReader:
-    """Hooks that give padding and documents to MoE layers in a model with stock attention."""
+    """Hooks that give MoE layers padding mask and documents; attention is transformers' own."""
 
     def __init__(self, model: Any) -> None:
         self._model, self._state, self._has_warned = model, threading.local(), False
         base: Any = model.base_model
         model.register_forward_pre_hook(_pass_divisor, with_kwargs=True)
-        base.register_forward_pre_hook(self._enter, with_kwargs=True)
-        base.register_forward_hook(self._leave)
+        base.register_forward_pre_hook(self._read_row_inputs, with_kwargs=True)
+        base.register_forward_hook(self._hook_backward)
         choices = _make_token_selectors(base)
         for layer in base.modules():
             if isinstance(layer, RoutedLayer):
@@ -202,7 +202,7 @@ class MaskReader:
                 "call use_causal_attention(model) before parallelize_moe"
             )
 
-    def _enter(
+    def _read_row_inputs(
         self, base: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
     ) -> tuple[tuple[Any, ...], Kwargs] | None:
         """Forward pre-hook: store the forward's `Sequence` and remove arguments of moecore."""
@@ -264,20 +264,20 @@ class MaskReader:
             stacklevel=2,
         )
 
-    def _leave(self, base: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _hook_backward(self, base: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook: set the `Sequence` again while backward recomputes MoE layers."""
         sequence, self._state.sequence = getattr(self._state, "sequence", None), None
         if sequence is None or (sequence.padding_mask_BT is None and sequence.cu_seqlens is None):
             return
         hidden = output if isinstance(output, Tensor) else output[0]
         if hidden.requires_grad:
-            hidden.register_hook(lambda _: self._begin_backward(sequence))
+            hidden.register_hook(lambda _: self._restore_sequence(sequence))
 
-    def _begin_backward(self, sequence: Sequence) -> None:
+    def _restore_sequence(self, sequence: Sequence) -> None:
         self._state.sequence = sequence
-        call_after_backward(self._clear)
+        call_after_backward(self._clear_sequence)
 
-    def _clear(self) -> None:
+    def _clear_sequence(self) -> None:
         self._state.sequence = None
 
     def _pass_rows(
@@ -302,9 +302,9 @@ class ModalityHooks:
 
     def __init__(self, block: nn.Module) -> None:
         self._state = threading.local()
-        block.register_forward_pre_hook(self._enter, with_kwargs=True)
+        block.register_forward_pre_hook(self._store_image_mask, with_kwargs=True)
 
-    def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> None:
+    def _store_image_mask(self, block: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> None:
         self._state.kinds_BT = get_image_mask(block, args, kwargs)
 
     def select_text(self, x_BT: Tensor) -> Tensor:
@@ -378,7 +378,7 @@ def get_shifted_labels(inputs: Kwargs) -> Tensor:
 
 
 def get_tokens(args: tuple[Any, ...], kwargs: Kwargs) -> Tensor:
-    """Return a forward's token ids or embeddings; raise for a mask or 2 positional arguments."""
+    """Return a forward's token ids or embeddings; ValueError for a mask or more than 1 `args`."""
     if kwargs.get("attention_mask") is not None:
         raise ValueError(
             "attention_mask must be None after use_causal_attention, which would ignore it: give "
@@ -414,7 +414,7 @@ def _list_entries(module: nn.Module) -> Iterator[nn.Module]:
 def _store_sequence(
     layers: list[RoutedLayer], reader: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
 ) -> None:
-    """Forward pre-hook: store a block's `Sequence` argument on the MoE layers of the block."""
+    """Forward pre-hook: store the `Sequence` argument of a block on the MoE `layers` in it."""
     if SEQUENCE in kwargs:
         for layer in layers:
             setattr(layer, SEQUENCE, kwargs[SEQUENCE])
@@ -451,6 +451,6 @@ def hook_moe_layers(model: nn.Module) -> None:
     for module in list(model.modules()):
         reader: RowReader | None = getattr(module, READER, None)
         if reader is not None:
-            reader.attach(module)
+            reader.hook_layers(module)
     for module in find_outermost_models(model):
         MaskReader(module)

@@ -34,12 +34,12 @@ BY_PAIRS, BY_HALVES = "apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb"
 
 
 def find_sparse_layers(model: nn.Module) -> list[nn.Module]:
-    """Return a model's attention modules whose class is one of `CLASSES`."""
+    """Return a model's DeepSeek sparse attention modules, whose class is one of `CLASSES`."""
     return [m for m in model.modules() if is_hf(m) and type(m).__name__ in CLASSES]
 
 
 def use_sparse_attention(model: nn.Module) -> None:
-    """Replace the forward of sparse attention layers; the new one reads a `Sequence` argument."""
+    """Replace the forward of sparse attention layers by one that reads a `Sequence` argument."""
     for module in find_sparse_layers(model):
         module.forward = MethodType(_run_sparse_attention, module)
 
@@ -131,15 +131,15 @@ def _choose_keys(layer: Any, selected_BTK: Tensor | None) -> KeyChoice:
 
 
 def _compute_indexer_heads(
-    indexer: Any, x_BTD: Tensor, q_a_BTA: Tensor, turns: tuple[Tensor, Tensor]
+    indexer: Any, x_BTD: Tensor, q_a_BTA: Tensor, cos_sin: tuple[Tensor, Tensor]
 ) -> IndexerHeads:
-    """Return an indexer's queries, keys and head weights; `turns` = rotary cos and sin."""
+    """Return an indexer's queries, keys and head weights from x and compressed queries."""
     is_by_pairs = BY_PAIRS in find_names_in_forward(indexer)
     turn = _get_module_function(indexer, BY_PAIRS if is_by_pairs else BY_HALVES)
     r = indexer.qk_rope_head_dim
     q_BThi = indexer.wq_b(q_a_BTA).unflatten(-1, (indexer.n_heads, indexer.head_dim))
     k_BT1i = indexer.k_norm(indexer.wk(x_BTD)).unsqueeze(2)
-    q_turned, k_turned = turn(q_BThi[..., :r], k_BT1i[..., :r], *turns, unsqueeze_dim=2)
+    q_turned, k_turned = turn(q_BThi[..., :r], k_BT1i[..., :r], *cos_sin, unsqueeze_dim=2)
     w_BTh = indexer.weights_proj(x_BTD.to(indexer.weights_proj.weight.dtype)).float()
     return IndexerHeads(
         torch.cat((q_turned, q_BThi[..., r:]), dim=-1),
@@ -149,7 +149,7 @@ def _compute_indexer_heads(
 
 
 def _split_kv_weight(layer: Any) -> tuple[Tensor, Tensor]:
-    """Return the weights of `kv_b_proj`: key part [H, n, L] and value part [H, L, v]."""
+    """Return the weight of `kv_b_proj` per head: key part [H, n, L] and value part [H, L, v]."""
     # A product with the identity includes adapters, FP8 and tp.
     linear, L = layer.kv_b_proj, layer.kv_lora_rank
     dtype = layer.kv_a_layernorm.weight.dtype
@@ -162,7 +162,7 @@ def _split_kv_weight(layer: Any) -> tuple[Tensor, Tensor]:
 def _update_cache(
     layer: Any, cache: Any, latent_BTL: Tensor, turned_BT1r: Tensor, index: IndexerHeads | None
 ) -> tuple[Tensor, Tensor, IndexerHeads | None]:
-    """Write keys to a cache and return them; raise if the cache has keys of earlier forwards."""
+    """Write keys to a cache and return them; ValueError if it has keys of earlier forwards."""
     number = layer.layer_idx
     latents, turned = cache.update(latent_BTL.unsqueeze(1), turned_BT1r.transpose(1, 2), number)
     refuse_earlier_keys(latent_BTL.shape[1], latents.shape[2])

@@ -96,18 +96,20 @@ def refuse_customised(block: nn.Module, layout: LayerLayout) -> None:
     home = (type(block).__module__,)
     kind = type(block).__name__
     parts = (layout.router, layout.experts, layout.shared, layout.shared_gate)
-    _check_part(block, kind, home, children=parts)
+    _refuse_custom_code(block, kind, home, children=parts)
     for name, tensor in {**block._parameters, **block._buffers}.items():
         if tensor is not None:
             _refuse_extra(kind, name)
     for path in (layout.router, layout.experts):
         part = block.get_submodule(path)
         function = "act_fn" if path == layout.experts else "score_fn"
-        _check_part(part, f"{path} ({type(part).__name__}) of {kind}", home, children=(function,))
+        _refuse_custom_code(
+            part, f"{path} ({type(part).__name__}) of {kind}", home, children=(function,)
+        )
         if (replacement := part._modules.get(function)) is not None:
             name = f"{path}.{function} ({type(replacement).__name__}) of {kind}"
-            _check_part(replacement, name, ACTIVATION_MODULES)
-    _check_implementation(block.get_submodule(layout.experts), kind)
+            _refuse_custom_code(replacement, name, ACTIVATION_MODULES)
+    _refuse_custom_implementation(block.get_submodule(layout.experts), kind)
 
 
 def refuse_customised_experts(experts: nn.Module, children: tuple[str, ...]) -> None:
@@ -118,14 +120,18 @@ def refuse_customised_experts(experts: nn.Module, children: tuple[str, ...]) -> 
             f"has_post_expert_norm (True) of {kind} must be False: moecore weights rows before "
             "FC2, and a norm of each expert's output is not built yet"
         )
-    _check_part(experts, kind, (type(experts).__module__,), children=children)
-    _check_implementation(experts, kind)
+    _refuse_custom_code(experts, kind, (type(experts).__module__,), children=children)
+    _refuse_custom_implementation(experts, kind)
 
 
-def _check_part(
+def _refuse_custom_code(
     part: nn.Module, name: str, homes: tuple[str, ...], children: tuple[str, ...] = ()
 ) -> None:
-    """Raise unless a part's class is of a module in `homes`, unpatched, with known children."""
+    """Raise NotImplementedError unless a part's class is transformers' own and unpatched.
+
+    `name` names the part in errors. `homes` are the allowed Python modules of its class, `children`
+    the allowed names of child modules.
+    """
     cls = type(part)
     if cls.__module__ not in homes:
         raise NotImplementedError(
@@ -146,6 +152,7 @@ def _check_part(
 
 
 def _refuse_extra(name: str, extra: str) -> None:
+    """Raise NotImplementedError: `name` has a tensor or child `extra` that would be lost."""
     raise NotImplementedError(
         f"{extra} of {name} must not exist, because moecore's layer would not run it: remove it, "
         f"{WAY_OUT}"
@@ -153,7 +160,7 @@ def _refuse_extra(name: str, extra: str) -> None:
 
 
 def list_overridden_methods(cls: type) -> Iterator[str]:
-    """Yield the names of methods that a class or its bases define on top of `nn.Module`."""
+    """Yield names of methods, except __init__, that a class or a base below `nn.Module` defines."""
     for base in cls.__mro__:
         if base is nn.Module:
             return
@@ -172,8 +179,8 @@ def is_stock(function: Any) -> bool:
     return True
 
 
-def _check_implementation(experts: nn.Module, kind: str) -> None:
-    """Raise if the config selects an experts function that the user has registered."""
+def _refuse_custom_implementation(experts: nn.Module, kind: str) -> None:
+    """Raise NotImplementedError if the config selects an experts function of the user."""
     name = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     module = sys.modules.get("transformers.integrations.moe")
     function = getattr(module, "ALL_EXPERTS_FUNCTIONS", {}).get(name)

@@ -77,7 +77,7 @@ class CutTransformer:
         for layer in self.model.modules():
             if isinstance(layer, RoutedLayer):
                 TokenSliceHooks(tp, layer)
-        _shard(self.model, tp_mesh, places)
+        _shard_parameters(self.model, tp_mesh, places)
         for module, module_cut in cuts.items():
             _hook_module(tp, module, module_cut)
         GradientShareHooks(tp, self.model)
@@ -114,16 +114,16 @@ def _check_dropout(model: nn.Module, tp: int) -> None:
 
 
 def _hook_module(tp: TensorParallel, module: Any, module_cut: ModuleCut) -> None:
-    """Add the hooks and attributes by which a module runs on its shards, after `_shard`."""
+    """Add the hooks by which a module runs on its shards, after `_shard_parameters`."""
     row: Any = module.get_submodule(module_cut.row)
     if row.bias is None:
         row.register_forward_hook(partial(_all_reduce_output, tp))
     else:
-        row.__class__, row.tp = BiasedRow, tp
+        row.__class__, row.tp = RowParallelLinear, tp
     for name in module_cut.norms:
         norm = module.get_submodule(name)
-        norm.register_forward_pre_hook(partial(_gather_columns, tp))
-        norm.register_forward_hook(partial(_slice_columns, tp))
+        norm.register_forward_pre_hook(partial(_gather_input, tp))
+        norm.register_forward_hook(partial(_slice_output, tp))
     for name, head_dim in (module_cut.shared or {}).items():
         linear = module.get_submodule(name)
         head = tp.rank * (linear.out_features // head_dim) // tp.size
@@ -154,7 +154,7 @@ def _hook_module(tp: TensorParallel, module: Any, module_cut: ModuleCut) -> None
     if module_cut.buffers:
         _replace_attributes(
             module,
-            {n: partial(_slice_local_part, tp, n, dim) for n, dim in module_cut.buffers.items()},
+            {n: partial(_slice_buffer, tp, n, dim) for n, dim in module_cut.buffers.items()},
         )
 
 
@@ -166,7 +166,7 @@ def _replace_attributes(
     module.__class__ = type(base.__name__, (base,), properties | {"__module__": base.__module__})
 
 
-def _slice_local_part(tp: TensorParallel, name: str, dim: int, module: nn.Module) -> Tensor:
+def _slice_buffer(tp: TensorParallel, name: str, dim: int, module: nn.Module) -> Tensor:
     buffer = module._buffers[name]
     assert buffer is not None, "it has a number per head"
     return buffer.chunk(tp.size, dim)[tp.rank]
@@ -281,7 +281,7 @@ def _apply_group_norm(
     return apply_gated_norm(hidden_states, gate, norm.weight, norm.variance_epsilon, mean)
 
 
-class BiasedRow(nn.Linear):
+class RowParallelLinear(nn.Linear):
     """A row-parallel linear: y = all-reduce(x @ weight^T) + bias."""
 
     tp: TensorParallel
@@ -295,12 +295,12 @@ def _all_reduce_output(tp: TensorParallel, _linear: nn.Module, _args: Any, y: Te
     return tp.all_reduce(y)
 
 
-def _gather_columns(tp: TensorParallel, _norm: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _gather_input(tp: TensorParallel, _norm: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     x, *rest = args
     return tp.gather_last_dim(x), *rest
 
 
-def _slice_columns(tp: TensorParallel, _norm: nn.Module, _args: Any, y: Tensor) -> Tensor:
+def _slice_output(tp: TensorParallel, _norm: nn.Module, _args: Any, y: Tensor) -> Tensor:
     # Not `chunk`: autograd refuses an in-place write to one of its several views.
     size = y.shape[-1] // tp.size
     return y.narrow(-1, tp.rank * size, size)
@@ -310,7 +310,7 @@ def _slice_head(head: int, head_dim: int, _linear: nn.Module, _args: Any, y: Ten
     return y.narrow(-1, head * head_dim, head_dim)
 
 
-def _shard(
+def _shard_parameters(
     model: nn.Module, tp_mesh: DeviceMesh, places: Mapping[tuple[nn.Module, str], Placement]
 ) -> None:
     """Replace parameters, except routed experts', by DTensors; replicated if not in `places`."""
@@ -337,13 +337,13 @@ class TokenSliceHooks:
 
     def __init__(self, tp: TensorParallel, layer: RoutedLayer) -> None:
         self._tp, self._state = tp, threading.local()
-        layer.register_forward_pre_hook(self._enter, with_kwargs=True)
-        layer.register_forward_hook(self._leave)
+        layer.register_forward_pre_hook(self._slice_inputs, with_kwargs=True)
+        layer.register_forward_hook(self._gather_output)
         router: Any = layer.get_part("router")
         if hasattr(router, "recorder"):  # before transformers' hooks read the logits
             router.recorder.register_forward_hook(self._gather_logits, prepend=True)
 
-    def _enter(
+    def _slice_inputs(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         inputs = bind_arguments(layer, args, kwargs)
@@ -385,7 +385,7 @@ class TokenSliceHooks:
         y_BTD = self._tp.gather(y_BtD)[:, :T]
         return y_BTD.reshape(*B, T, -1)
 
-    def _leave(self, layer: nn.Module, _args: Any, output: Any) -> Any:
+    def _gather_output(self, layer: nn.Module, _args: Any, output: Any) -> Any:
         if isinstance(output, tuple):
             return (self._gather_rows(output[0]), *output[1:])
         return self._gather_rows(output)
@@ -398,20 +398,20 @@ class TokenSliceHooks:
 
 
 class GradientShareHooks:
-    """Hooks that divide the gradient of a model's outputs by the number of tp ranks."""
+    """Hooks by which each tp rank starts backward with 1 / tp of the output's gradient."""
 
     def __init__(self, tp: TensorParallel, model: nn.Module) -> None:
         self._size, self._state = tp.size, threading.local()
-        model.register_forward_pre_hook(self._enter)
-        model.register_forward_hook(self._leave, always_call=True)
+        model.register_forward_pre_hook(self._increase_depth)
+        model.register_forward_hook(self._divide_output_grads, always_call=True)
         for outer in find_outermost_models(model):
             if outer is not model or outer.base_model is not model:
                 outer.base_model.register_forward_pre_hook(self._refuse_base_call)
 
-    def _enter(self, _model: nn.Module, _args: Any) -> None:
+    def _increase_depth(self, _model: nn.Module, _args: Any) -> None:
         self._state.depth = self._depth + 1
 
-    def _leave(self, model: nn.Module, _args: Any, output: Any) -> Any:
+    def _divide_output_grads(self, model: nn.Module, _args: Any, output: Any) -> Any:
         self._state.depth = max(self._depth - 1, 0)  # an earlier hook may have raised
         head = getattr(model, "get_output_embeddings", lambda: None)()
         if isinstance(head, AbsentModule):  # a pipeline stage whose gradient is received

@@ -51,15 +51,15 @@ class TitanLayer(MoELayer):
         return result
 
     @property
-    def _bias(self) -> str:
+    def _bias_name(self) -> str:
         """Name of the selection bias buffer."""
         return self.layout.expert_bias
 
     def _apply(self, fn: Any, recurse: bool = True) -> TitanLayer:
         """Apply `fn` as nn.Module; the selection bias stays fp32, and router and layer share it."""
         super()._apply(fn, recurse)
-        if self._bias in self._buffers:
-            self._buffers[self._bias] = self._router._buffers[self._bias]
+        if self._bias_name in self._buffers:
+            self._buffers[self._bias_name] = self._router._buffers[self._bias_name]
         return self
 
     def forward(  # type: ignore[override]  # a forward of torchtitan has no cp of its own
@@ -70,7 +70,11 @@ class TitanLayer(MoELayer):
 
     @torch.no_grad()
     def fill(self, fills: Fills, fill_shared: Callable[[Any], Any]) -> None:
-        """Initialise parameters by `fills` (role -> name -> function), then the shared experts."""
+        """Initialise parameters by `fills`, then shared experts, and set the selection bias to 0.
+
+        `fills` maps a part ("experts", "router") to {parameter name: function that fills in place}.
+        `fill_shared` receives the shared experts' module.
+        """
         for role, by_name in fills.items():
             for name, fill in by_name.items():
                 if (param := getattr(self.get_part(role), name)) is not None:
@@ -123,7 +127,10 @@ def adopt_titan_block(
 
 
 def _make_config(block: Any, shape: torch.Size, *, update_bias: bool) -> MoEConfig:
-    """Return the config of a torchtitan MoE block whose w1 has `shape` [E, F, D]."""
+    """Return the config of a torchtitan MoE block whose w1 has `shape` [E, F, D].
+
+    Without `update_bias` the selection bias, if the block has one, stays constant.
+    """
     (num_experts, hidden_dim, dim), router = shape, block.router
     weights_on_input = getattr(block, "score_before_experts", False)  # 0.3 has none
     if weights_on_input and router.top_k > 1:

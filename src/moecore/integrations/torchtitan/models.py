@@ -202,7 +202,10 @@ class HFModel(nn.Module):
 def _fill_parameters(
     model: nn.Module, owner: nn.Module, hf_weights: str | None, from_seed: Callable[[int], Any]
 ) -> None:
-    """Load `hf_weights` into `model`; None = call `from_seed` with one seed for all ranks."""
+    """Load `hf_weights` into `model`; None = call `from_seed` with one seed for all ranks.
+
+    `owner` is the module that `parallelize_moe` received, whose meshes give the group of the seed.
+    """
     if hf_weights is None:
         seed = torch.tensor(torch.initial_seed() % 2**63, dtype=torch.int64, device="cpu")
         request = get_request(owner)

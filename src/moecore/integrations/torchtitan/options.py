@@ -176,7 +176,10 @@ NEEDS = {
 
 
 def make_import_error(error: ModuleNotFoundError, module: str) -> ImportError:
-    """Return the error that says which torchtitan `module` ("v02.specs" or "v03.jobs") needs."""
+    """Return the error that says which torchtitan `module` ("v02.specs" or "v03.jobs") needs.
+
+    `error` is the error of the import that failed.
+    """
     if (error.name or "").partition(".")[0] == "triton":
         return ImportError(
             "triton (None) must be installed for torchtitan, which imports it; CPU builds of torch "

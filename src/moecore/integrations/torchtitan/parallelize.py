@@ -62,7 +62,10 @@ def parallelize_titan_model(
     update_bias: bool,
     **_: Any,
 ) -> nn.Module:
-    """Replace a torchtitan model's MoE blocks and shard it; `update_bias` = steps update biases."""
+    """Replace a torchtitan model's MoE blocks and shard it: a parallelize_fn.
+
+    `job` is torchtitan's config. With `update_bias` optimizer steps update the selection biases.
+    """
     check_job(job, parallel_dims, version, own_loss=False)
     weights = get_moecore_options(job).hf_weights
     if weights is not None:
@@ -90,7 +93,9 @@ def parallelize_own_loss_model(
 def check_job(job: Any, parallel_dims: ParallelDims, version: Version, *, own_loss: bool) -> None:
     """Raise NotImplementedError for unsupported options; `own_loss` = forward returns a loss."""
     tp, rules = parallel_dims.tp, version.rules(job, parallel_dims, own_loss)
-    rules += _make_rules(job, parallel_dims) + _make_common_rules(job, parallel_dims, own_loss)
+    rules += _list_titan_rules(job, parallel_dims) + _list_common_rules(
+        job, parallel_dims, own_loss
+    )
     for field, value, refused, requirement in rules:
         if refused:
             raise NotImplementedError(
@@ -105,7 +110,7 @@ def check_job(job: Any, parallel_dims: ParallelDims, version: Version, *, own_lo
         )
 
 
-def _make_rules(job: Any, d: ParallelDims) -> list[Rule]:
+def _list_titan_rules(job: Any, d: ParallelDims) -> list[Rule]:
     """Return rules for torchtitan options that do not work because moecore has its own options."""
     training, seq_len = job.training, job.training.seq_len
     offload, length = training.enable_cpu_offload, f"a multiple of tensor parallelism ({d.tp})"
@@ -133,7 +138,7 @@ def _make_rules(job: Any, d: ParallelDims) -> list[Rule]:
     return rules
 
 
-def _make_common_rules(job: Any, d: ParallelDims, own_loss: bool) -> list[Rule]:
+def _list_common_rules(job: Any, d: ParallelDims, own_loss: bool) -> list[Rule]:
     """Return rules for moecore's options next to torchtitan's, and for options without effect."""
     options, ac, degrees = get_moecore_options(job), job.activation_checkpoint, job.parallelism
     reshard, backend = degrees.fsdp_reshard_after_forward, job.compile.backend

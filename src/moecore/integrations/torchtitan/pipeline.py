@@ -23,13 +23,16 @@ from moecore.train.step import TrainStep
 
 
 class StageSchedule:
-    """A schedule for torchtitan's Trainer: forward and backward of a step's micro-batches."""
+    """A pipeline schedule for torchtitan's Trainer: runs a step's micro-batches with backward."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def run(self, micro_batches: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-        """Train a step on decoder arguments; return each micro-batch's loss / num_tokens / cp."""
+        """Train a step on arguments of `Decoder.forward`; return each micro-batch's loss / cp.
+
+        A loss is the sum over labels divided by the argument `num_tokens`.
+        """
         step = getattr(self.model, STEP, None)
         if step is None:  # after the weights are there
             step = TrainStep(self.model, num_micro_batches=len(micro_batches))
@@ -58,7 +61,11 @@ class RowSchedule(StageSchedule):
         cu_seqlens: Tensor | None = None,
         **_: Any,
     ) -> None:
-        """Run a step and append each micro-batch's summed loss; `tokens` = full rows under cp."""
+        """Run a step and append each micro-batch's summed loss to `losses`.
+
+        `rows_BT` are this data rank's tokens; under cp they are slices, and `tokens` has the full
+        rows.
+        """
         all_rows_BT = rows_BT if tokens is None else tokens
         num_tokens = count_labels(labels)
         if self.data_group is not None:

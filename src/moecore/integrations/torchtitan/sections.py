@@ -40,40 +40,40 @@ def make_section(
         if parameter.kind is Parameter.KEYWORD_ONLY and name not in without:
             fields[name] = (_get_field_type(hints[name]), parameter.default)
     entries = [
-        (name, kind, _get_default(kind, value))
-        for name, (kind, value) in (fields | instead).items()
+        (name, kind, _make_field(kind, value)) for name, (kind, value) in (fields | instead).items()
     ]
     names = {"__doc__": source.__doc__, SOURCE: (source, hints), "__module__": __name__}
     return make_dataclass(f"{source.__name__}Section", entries, kw_only=True, namespace=names)
 
 
-def call_section(job: Any, path: str) -> Any:
+def call_section(section: Any, path: str) -> Any:
     """Call the function that a section stands for, with the section's fields as arguments.
 
-    `job` is the section, `path` its name in errors, such as "moecore.memory".
+    `section` is the section, `path` its name in errors, such as "moecore.memory".
     """
-    source = getattr(job, SOURCE)[0]
-    keywords = read_arguments(job, path)
+    source = getattr(section, SOURCE)[0]
+    keywords = read_arguments(section, path)
     return rename_in_errors(lambda: source(**keywords), source, path)
 
 
 def rename_in_errors(make: Callable[[], Any], source: Any, path: str) -> Any:
-    """Call `make`; in a ValueError replace `source`'s class name by `path`, the job's section."""
+    """Return make(); in its ValueError replace `source`'s class name by the section name `path`."""
     try:
         return make()
     except ValueError as error:
         raise ValueError(str(error).replace(f"{source.__name__}.", f"{path}.")) from error
 
 
-def read_arguments(job: Any, path: str, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
+def read_arguments(section: Any, path: str, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return a section's fields as keyword arguments of its call; nested sections are called.
 
-    A nested section whose `enable` is False is None; its other fields must have their defaults.
+    `path` is the section's name in errors; fields in `without` are left out. A nested section whose
+    `enable` is False is None; its other fields must have their defaults.
     """
-    hints = getattr(job, SOURCE)[1]
+    hints = getattr(section, SOURCE)[1]
     values = {}
-    for name in (f.name for f in fields(job) if f.name in hints and f.name not in without):
-        value, field_path = getattr(job, name), f"{path}.{name}"
+    for name in (f.name for f in fields(section) if f.name in hints and f.name not in without):
+        value, field_path = getattr(section, name), f"{path}.{name}"
         if is_dataclass(value):
             values[name] = None if is_off(value, field_path) else call_section(value, field_path)
         else:
@@ -81,17 +81,17 @@ def read_arguments(job: Any, path: str, *, without: tuple[str, ...] = ()) -> dic
     return values
 
 
-def read_changed_arguments(job: Any, path: str) -> dict[str, Any]:
+def read_changed_arguments(section: Any, path: str) -> dict[str, Any]:
     """Return the arguments of a section that differ from their defaults, converted for its call."""
-    names = {name.partition(".")[0] for name in list_changed_fields(job)}
-    return {name: value for name, value in read_arguments(job, path).items() if name in names}
+    names = {name.partition(".")[0] for name in list_changed_fields(section)}
+    return {name: value for name, value in read_arguments(section, path).items() if name in names}
 
 
-def list_changed_fields(job: Any) -> list[str]:
+def list_changed_fields(section: Any) -> list[str]:
     """Return the fields of a section that differ from their defaults, as dotted names."""
-    names, plain = [], type(job)()
-    for name in (f.name for f in fields(job)):
-        value = getattr(job, name)
+    names, plain = [], type(section)()
+    for name in (f.name for f in fields(section)):
+        value = getattr(section, name)
         if is_dataclass(value):
             names += [f"{name}.{inner}" for inner in list_changed_fields(value)]
         elif value != getattr(plain, name):
@@ -99,11 +99,11 @@ def list_changed_fields(job: Any) -> list[str]:
     return names
 
 
-def is_off(job: Any, path: str) -> bool:
+def is_off(section: Any, path: str) -> bool:
     """Whether a section has `enable` = False; ValueError if other fields of it are set."""
-    if getattr(job, "enable", True):
+    if getattr(section, "enable", True):
         return False
-    if names := list_changed_fields(job):
+    if names := list_changed_fields(section):
         raise ValueError(
             f"{path}.{names[0]} must go with {path}.enable (False) = True: set it, or drop it"
         )
@@ -132,7 +132,7 @@ def _get_union_members(hint: Any) -> list[Any]:
     return list(get_args(hint)) if is_union else [hint]
 
 
-def _get_default(kind: Any, value: Any) -> Any:
+def _make_field(kind: Any, value: Any) -> Any:
     """Return a dataclass field of type `kind` whose default is `value` in a job config's types."""
     if is_dataclass(kind):
         return field(default_factory=cast(Any, kind))
@@ -162,7 +162,7 @@ def _read_argument(value: Any, hint: Any, path: str) -> Any:
 
 
 def _is_accepted(hint: Any, value: Any) -> bool:
-    """Whether `hint` is a Literal that contains `value`, or int or float for a number."""
+    """Whether `hint` is a Literal that contains `value`, or int or float and `value` a number."""
     if get_origin(hint) is Literal:
         return value in get_args(hint)
     return hint in (int, float) and isinstance(value, int | float)

@@ -23,7 +23,10 @@ STEP = "moecore_step"  # attribute of a model with stages: its TrainStep, which 
 
 
 def finish_at_step(optimizers: Any, model_parts: list[nn.Module], *_: Any) -> None:
-    """Register optimizer hooks that update biases, metrics and delayed scales in each step."""
+    """Register optimizer hooks that update biases, metrics and delayed scales in each step.
+
+    `optimizers` is torchtitan's container. Further arguments are torchtitan's and not used.
+    """
     delayed = [part for part in model_parts if has_history(part)]
 
     def before_step(*_: Any) -> None:
@@ -36,7 +39,7 @@ def finish_at_step(optimizers: Any, model_parts: list[nn.Module], *_: Any) -> No
             if step is not None:
                 getattr(optimizers, METRICS).append(step.finish().metrics)
             elif part in delayed:  # reads the new weights
-                advance_amax(part, _get_group(part))
+                advance_amax(part, _get_stage_group(part))
 
     optimizers.register_step_pre_hook(before_step)
     optimizers.register_step_post_hook(after_step)
@@ -45,7 +48,10 @@ def finish_at_step(optimizers: Any, model_parts: list[nn.Module], *_: Any) -> No
 
 
 def save_histories(optimizers: Any, parts: list[nn.Module]) -> None:
-    """Add amax histories of delayed scaling to the state dict of torchtitan's optimizers."""
+    """Add amax histories of delayed scaling to the state dict of torchtitan's `optimizers`.
+
+    `parts` are model parts with histories.
+    """
     save, load = optimizers.state_dict, optimizers.load_state_dict
     histories = {n: h for part in parts for n, h in list_amax_histories(part).items()}
     device = next(parts[0].parameters()).device
@@ -73,7 +79,7 @@ def save_histories(optimizers: Any, parts: list[nn.Module]) -> None:
 
 
 def _get_degrees(model: nn.Module) -> Tensor:
-    """Return int64 [data ranks, cp, tp], on which gradients' magnitudes depend."""
+    """Return int64 [3]: data ranks, cp and tp of a model, on which gradients' magnitudes depend."""
     request = get_request(model)
     assert request is not None, "delayed scaling comes from a call of parallelize_moe"
     meshes = request.meshes
@@ -82,7 +88,7 @@ def _get_degrees(model: nn.Module) -> Tensor:
     )
 
 
-def _get_group(model: nn.Module) -> dist.ProcessGroup | None:
+def _get_stage_group(model: nn.Module) -> dist.ProcessGroup | None:
     """Return the group of a pipeline stage that reduces amax; None = not parallelized."""
     request = get_request(model)
     return None if request is None else request.meshes.stage_group

@@ -36,7 +36,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class ExpertsPlan(NamedTuple):
-    """The layout and activation of an experts module, read in its first forward."""
+    """The layout and activation of a transformers experts module, read in its first forward."""
 
     layout: ExpertLayout
     activation: ActivationOptions
@@ -82,7 +82,7 @@ def experts_forward(
     """
     _ensure_plan(experts)
     plan: ExpertsPlan = getattr(experts, PLAN)
-    x_TD, weights = _operands(experts, plan.layout, hidden_states)
+    x_TD, weights = _cast_operands(experts, plan.layout, hidden_states)
     if not getattr(experts, "has_post_expert_norm", False):
         sum_TD = _compute(x_TD, top_k_index, top_k_weights, weights, plan.activation)
         return sum_TD.to(hidden_states.dtype)
@@ -101,16 +101,18 @@ def experts_forward(
 
 @torch.compiler.assume_constant_result  # runs while torch.compile traces
 def _ensure_plan(experts: Any) -> None:
-    """Read layout and activation of an experts module once, and store them in the module."""
+    """Store an experts module's layout and activation in it; raise for quantised experts."""
     if PLAN in vars(experts):
         return
     layout = read_layout(experts)
     if getattr(experts, layout.w2).dtype not in DTYPES:
-        raise NotImplementedError(_quantised_error(type(experts)))
+        raise NotImplementedError(_format_quantised_error(type(experts)))
     setattr(experts, PLAN, ExpertsPlan(layout, read_activation(experts, layout)))
 
 
-def _operands(experts: Any, layout: ExpertLayout, x_TD: Tensor) -> tuple[Tensor, ExpertWeights]:
+def _cast_operands(
+    experts: Any, layout: ExpertLayout, x_TD: Tensor
+) -> tuple[Tensor, ExpertWeights]:
     """Return x_TD and the experts' local weights in one dtype: autocast's or the parameters'."""
     w1, w2 = (get_local_param(getattr(experts, name)) for name in (layout.w1, layout.w2))
     dtype = get_autocast_dtype(x_TD) or w2.dtype
@@ -131,7 +133,7 @@ def _compute(
     weights: ExpertWeights,
     activation: ActivationOptions,
 ) -> Tensor:
-    """Return the weighted sum over each row's experts, [S, D]; `weights_SK` are routing weights."""
+    """Return each row's weighted sum over its experts, [S, D]; `weights_SK` are routing weights."""
     rows = Rows(x_SD)
     index = build_index(
         ids_SK.to(torch.int32),
@@ -141,7 +143,7 @@ def _compute(
     )
     spec = ExpertSpec.of(rows, weights, activation)
     is_compiling = torch.compiler.is_compiling()
-    choose = _choose.__wrapped__ if is_compiling else _choose
+    choose = _choose_computation.__wrapped__ if is_compiling else _choose_computation
     computation = choose(spec, activation)
     if isinstance(computation, ExpertMLPOptions):
         return expert_mlp(rows, weights, index, computation)
@@ -151,6 +153,7 @@ def _compute(
 
 
 def _run(computation: Computation, *arguments: Any) -> Tensor:
+    """Call a computation; `_run_eager` does the same outside of torch.compile."""
     return computation(*arguments)
 
 
@@ -158,7 +161,9 @@ _run_eager = torch.compiler.disable(_run)
 
 
 @lru_cache
-def _choose(spec: ExpertSpec, activation: ActivationOptions) -> ExpertMLPOptions | Computation:
+def _choose_computation(
+    spec: ExpertSpec, activation: ActivationOptions
+) -> ExpertMLPOptions | Computation:
     """Return the options of `expert_mlp`, or a function that replaces it for these experts."""
     has_extras = spec.fc1_bias or spec.fc2_bias or spec.own_activation
     computation = find_separate_computation("auto", spec, has_extras=has_extras)
@@ -176,13 +181,14 @@ def _refuse_construction(cls: type[nn.Module]) -> None:
     @wraps(construct)
     def refuse_or_construct(self: nn.Module, config: Any) -> None:
         if getattr(config, "_experts_implementation", None) == NAME:
-            raise NotImplementedError(_quantised_error(cls))
+            raise NotImplementedError(_format_quantised_error(cls))
         construct(self, config)
 
     cls.__init__ = refuse_or_construct  # type: ignore[method-assign]
 
 
-def _quantised_error(cls: type) -> str:
+def _format_quantised_error(cls: type) -> str:
+    """Return the error text for experts of a quantised class `cls`."""
     return (
         f"experts_implementation ({NAME!r}) must not go with quantised experts ({cls.__name__}): "
         "load the model with dequantize=True in its quantization config"

@@ -36,6 +36,7 @@ def find_checkpoint(
 
     `resume` is a directory, True = the newest in `root`, None or False = a new run. ValueError for
     True without checkpoints, and for a new run that `saves` while `root` has checkpoints.
+    Collective.
     """
     newest = run_on_first_rank(lambda: latest(root))
     if resume is None or resume is False:
@@ -53,7 +54,7 @@ def find_checkpoint(
 
 
 def encode_state(state: TrainerState) -> str:
-    """Return rank 0's state as the text of trainer_state.json. Collective."""
+    """Return rank 0's Trainer state as the text of trainer_state.json on every rank. Collective."""
     return run_on_first_rank(lambda: json.dumps(asdict(state)))
 
 

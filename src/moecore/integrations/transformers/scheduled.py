@@ -34,7 +34,9 @@ def is_dynamic(model: nn.Module) -> bool:
 
 
 class ScheduledSteps:
-    """Runs `ScheduledBatch`es, each a full optimizer step. Construct it on every rank; collective.
+    """Runs `ScheduledBatch`es, each a full optimizer step, for a Trainer with dynamic cp.
+
+    The construction is collective: each rank constructs one.
 
     Raises:
         ValueError: if the trainer's collator or arguments do not fit `ContextOptions.dynamic`.
@@ -43,7 +45,7 @@ class ScheduledSteps:
     def __init__(self, trainer: Trainer) -> None:
         request = get_request(trainer.model)
         assert request is not None, "the trainer has checked it"
-        _check(trainer, request.meshes.data_rank, request.meshes.data_ranks)
+        _check_trainer(trainer, request.meshes.data_rank, request.meshes.data_ranks)
         self._device = request.meshes.device
         self._is_hf = isinstance(request.family, TransformersFamily)
         self._copies = dist.get_world_size() // request.meshes.data_ranks  # ranks per data rank
@@ -52,28 +54,36 @@ class ScheduledSteps:
             self._group = dist.new_group(backend="gloo")  # hosts compare without a GPU sync
 
     def train(self, batch: ScheduledBatch, owner: TrainStep) -> Tensor:
-        """Run forward and backward of a step; return the mean loss over all ranks' labels."""
+        """Run forward and backward of a step; return the mean loss over all ranks' labels.
+
+        `owner` is the model's TrainStep; the caller runs the optimizer.
+        """
         owner.model.train()
-        self._compare(batch)
+        self._check_equal_batches(batch)
         owner.num_micro_batches = len(batch.cps)
-        return self._loss(batch, owner.forward_backward)
+        return self._compute_mean_loss(batch, owner.forward_backward)
 
     @torch.no_grad()
     def evaluate(self, batch: ScheduledBatch, model: nn.Module) -> Tensor:
         """Return the mean loss over all ranks' labels of a step, without gradients."""
-        self._compare(batch)
-        return self._loss(
+        self._check_equal_batches(batch)
+        return self._compute_mean_loss(
             batch,
             lambda batches: torch.stack([get_loss(model(**batch_)).float() for batch_ in batches]),
         )
 
-    def _loss(self, batch: ScheduledBatch, run: Callable[[list[dict[str, Any]]], Tensor]) -> Tensor:
-        """Return the step's mean loss; `run` maps micro-batches' arguments to their losses."""
+    def _compute_mean_loss(
+        self, batch: ScheduledBatch, run: Callable[[list[dict[str, Any]]], Tensor]
+    ) -> Tensor:
+        """Return the mean loss over the step's labels of all ranks. Collective.
+
+        `run` maps the keyword arguments of the micro-batches to their losses.
+        """
         loss = batch.compute_local_loss(run(batch.inputs(self._device, transformers=self._is_hf)))
         dist.all_reduce(loss)
         return loss / self._copies
 
-    def _compare(self, batch: ScheduledBatch) -> None:
+    def _check_equal_batches(self, batch: ScheduledBatch) -> None:
         """Raise ValueError if data ranks have different documents or schedules. Collective."""
         if self._group is None:
             return
@@ -85,8 +95,11 @@ class ScheduledSteps:
             )
 
 
-def _check(trainer: Trainer, data_rank: int, data_ranks: int) -> None:
-    """Raise ValueError if the trainer's collator or arguments do not fit scheduled batches."""
+def _check_trainer(trainer: Trainer, data_rank: int, data_ranks: int) -> None:
+    """Raise ValueError if the trainer's collator or arguments do not fit scheduled batches.
+
+    `data_rank` and `data_ranks` are the index and number of data ranks in the model's meshes.
+    """
     args, collator = trainer.args, trainer.data_collator
     if not isinstance(collator, ScheduledCollator):
         raise ValueError(

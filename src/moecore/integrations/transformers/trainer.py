@@ -106,10 +106,10 @@ class MoETrainer(Trainer):
             self._steps = ScheduledSteps(self) if is_dynamic(self.model) else None
         self._root = Path(self.args.output_dir) / CHECKPOINTS
         self._saver: Saver | None = None
-        self.add_callback(_StepOwner(self))
+        self.add_callback(_RunCallback(self))
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Check model and arguments, then create the Accelerator."""
+        """Check model and arguments (ValueError), then create the Accelerator."""
         with share_errors():
             check_arguments(self.args)
             check_model(self.model, self.args)
@@ -138,12 +138,12 @@ class MoETrainer(Trainer):
         saves = self.args.save_strategy != SaveStrategy.NO
         self._checkpoint = find_checkpoint(resume_from_checkpoint, self._root, saves=saves)
         with ExitStack() as self._open:
-            self._resumed = None
+            self._resume_directory = None
             if self._checkpoint is not None:
-                self._resumed = self._open.enter_context(TemporaryDirectory())
+                self._resume_directory = self._open.enter_context(TemporaryDirectory())
                 text = read_state_text(self._checkpoint)
-                (Path(self._resumed) / "trainer_state.json").write_text(text)
-            return super().train(self._resumed, *args, **kwargs)
+                (Path(self._resume_directory) / "trainer_state.json").write_text(text)
+            return super().train(self._resume_directory, *args, **kwargs)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -213,13 +213,13 @@ class MoETrainer(Trainer):
         )
         owner.drop()  # an earlier call of `train` may have ended within a step
         self.accelerator.owner = owner
-        if self._checkpoint is not None and self._resumed is not None:
+        if self._checkpoint is not None and self._resume_directory is not None:
             extra = load(self._checkpoint, self.model, self.optimizer, scheduler=self.lr_scheduler)
             owner.load_state_dict(extra)
             if args.process_index < len(extra[GENERATORS]):
                 set_host_generators(extra[GENERATORS][args.process_index])
             # Trainer sets all generators from there when it has skipped the batches.
-            self._save_rng_state(self._resumed)
+            self._save_rng_state(self._resume_directory)
         if args.save_strategy != SaveStrategy.NO:
             saver = Saver(
                 self._root,
@@ -291,7 +291,7 @@ def _get_callback_states(callbacks: list[Any]) -> dict[str, Any]:
     return {name: states if len(states) > 1 else states[0] for name, states in states.items()}
 
 
-class _StepOwner(TrainerCallback):
+class _RunCallback(TrainerCallback):
     """A callback that calls the trainer at the begin and end of a run and after each step."""
 
     def __init__(self, trainer: MoETrainer) -> None:
@@ -308,7 +308,7 @@ class _StepOwner(TrainerCallback):
 
 
 class ShardedAccelerator(Accelerator):
-    """An Accelerator that wraps no model and no optimizer, and clips through a `TrainStep`."""
+    """An Accelerator that wraps neither model nor optimizer, and clips through a `TrainStep`."""
 
     owner: TrainStep  # set before the first step
     copies: int = 1  # ranks with the same data, neighbours: of cp and tp
@@ -358,11 +358,11 @@ class ShardedAccelerator(Accelerator):
         return optimizer
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run backward of a micro-batch's loss, multiplied by the fp16 loss scale, if any."""
+        """Run backward of a micro-batch's loss times the fp16 loss scale, if there is a scale."""
         super().backward(self.owner.scale_loss(loss), **kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> float:
-        """Clip by the TrainStep's max_norm; return the global norm. Arguments are not used."""
+        """Clip by the TrainStep's max_norm; return the norm before it. No argument is used."""
         return self.owner.clip().total
 
 
@@ -374,11 +374,11 @@ def export_into(model: nn.Module, folder: Path) -> None:
     draft = folder / ".export"
     run_on_first_rank(lambda: shutil.rmtree(draft, ignore_errors=True))  # a kill may have left one
     export_hf(model, draft)
-    run_on_first_rank(lambda: _publish(draft, folder))
+    run_on_first_rank(lambda: _replace_export(draft, folder))
 
 
-def _publish(draft: Path, folder: Path) -> None:
-    """Move an export's files to its parent; config.json is last, because loading requires it."""
+def _replace_export(draft: Path, folder: Path) -> None:
+    """Move an export from `draft` to `folder`; config.json last, because loading requires it."""
     config = folder / "config.json"
     config.unlink(missing_ok=True)
     for old in folder.glob("model*.safetensors*"):

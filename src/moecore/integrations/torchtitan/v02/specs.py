@@ -92,8 +92,13 @@ class TitanHFArgs(models.HFArgs, BaseModelArgs):
     assets = "model.hf_assets_path"
 
 
-def _rules(job: Any, parallel_dims: ParallelDims, own_loss: bool) -> list[parallelize.Rule]:
-    """Return the rules for options of 0.2; see `parallelize.Version`."""
+def _list_version_rules(
+    job: Any, parallel_dims: ParallelDims, own_loss: bool
+) -> list[parallelize.Rule]:
+    """Return the rules for options of 0.2, see `parallelize.Version`.
+
+    `own_loss`: the model's forward returns its loss.
+    """
     degrees, checkpoint, mode = job.parallelism, job.checkpoint, job.activation_checkpoint.mode
     backend, async_tp = degrees.expert_parallel_comm_backend, degrees.enable_async_tensor_parallel
     converters, replicas = job.model.converters, parallel_dims.dp_replicate
@@ -125,7 +130,7 @@ def _rules(job: Any, parallel_dims: ParallelDims, own_loss: bool) -> list[parall
     ]
 
 
-def _cut(model: Any, _: ParallelDims, meshes: Meshes, job: Any) -> Meshes:
+def _shard_over_tp(model: Any, _: ParallelDims, meshes: Meshes, job: Any) -> Meshes:
     """Shard a torchtitan model over tp, in place; return `meshes` unchanged."""
     tp_mesh = meshes.dense["tp"]
     dense_tp = next(
@@ -142,7 +147,7 @@ def _cut(model: Any, _: ParallelDims, meshes: Meshes, job: Any) -> Meshes:
     return meshes
 
 
-def _checkpoint(model: nn.Module, job: Any) -> None:
+def _apply_checkpointing(model: nn.Module, job: Any) -> None:
     """Apply the job's activation checkpointing; selective mode saves the router's product."""
     ac, field = job.activation_checkpoint, "per_op_sac_force_recompute_mm_shapes_by_fqns"
     if ac.mode != "none":
@@ -152,7 +157,11 @@ def _checkpoint(model: nn.Module, job: Any) -> None:
 
 titan_moe = partial(adopt_titan_block, TitanMoE)
 V02 = parallelize.Version(
-    rules=_rules, block=MoE, adapter=titan_moe, apply_tp=_cut, checkpoint=_checkpoint
+    rules=_list_version_rules,
+    block=MoE,
+    adapter=titan_moe,
+    apply_tp=_shard_over_tp,
+    checkpoint=_apply_checkpointing,
 )
 
 
@@ -266,7 +275,7 @@ def hf_spec(
 def _make_own_loss_spec(
     model_cls: type[Any], args: Mapping[str, Any], parallelize_fn: Callable[..., nn.Module]
 ) -> TrainSpec:
-    """Return the TrainSpec of a model whose forward returns its loss; `args` is by flavor."""
+    """Return the TrainSpec of a model whose forward returns its loss; `args`: flavor -> config."""
     return TrainSpec(
         model_cls=model_cls,
         model_args=args,
@@ -299,7 +308,7 @@ class MuonContainer(titan_optimizer.OptimizersContainer):
 
 
 def _make_adamw_options(config: Any, options: Any) -> dict[str, Any]:
-    """Return keyword arguments of `AdamW` from torchtitan's `config` and `moecore.adamw`."""
+    """Return keyword arguments of `AdamW` from torchtitan's `config` and the section `moecore`."""
     betas, keywords = (config.beta1, config.beta2), read_arguments(options.adamw, "moecore.adamw")
     return dict(
         lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay, **keywords

@@ -134,7 +134,10 @@ def hf_job(
 def _make_own_loss_job(
     flavor: str, model: BaseModel.Config, parallelize: Callable[..., nn.Module], *, seq_len: int
 ) -> OwnLossTrainer.Config:
-    """Return the job of a model whose forward returns its loss; `seq_len` is at most 4096."""
+    """Return the job of a model whose forward returns its loss; `seq_len` is cut to 4096.
+
+    `flavor` is the model's name in logs, `parallelize` a parallelize_fn that also takes `version`.
+    """
     spec = ModelSpec(
         name="moecore",
         flavor=flavor,
@@ -157,6 +160,7 @@ def _make_own_loss_job(
 
 
 def _make_accelerated_job(make: Callable[[], Trainer.Config]) -> MoETrainer.Config:
+    """Return `accelerated` of the job that `make` returns."""
     return accelerated(make())
 
 

@@ -49,7 +49,7 @@ from moecore.parallel.mesh import Meshes
 
 
 class MoETrainer(Trainer):
-    """torchtitan's trainer with a section `moecore`; parallelize_fn also receives the full job."""
+    """torchtitan's trainer with a job section `moecore`; parallelize_fn also gets the full job."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
@@ -192,8 +192,11 @@ def titan_moe(block: Any, model: nn.Module, *, update_bias: bool = True) -> Tita
     return layer
 
 
-def _rules(job: Any, parallel_dims: ParallelDims, own_loss: bool) -> list[Rule]:
-    """Return the rules for options of 0.3; see `parallelize.Version`."""
+def _list_version_rules(job: Any, parallel_dims: ParallelDims, own_loss: bool) -> list[Rule]:
+    """Return the rules for options of 0.3, see `parallelize.Version`.
+
+    `own_loss`: the model's forward returns its loss.
+    """
     degrees, ac = job.parallelism, job.activation_checkpoint
     backend, sequence = degrees.spmd_backend, degrees.enable_sequence_parallel
     known_ac = ac is None or isinstance(ac, SelectiveAC.Config | FullAC.Config)
@@ -233,7 +236,9 @@ def pipelining(
     return MicroBatchSchedule(model), [model], True, True
 
 
-def _cut(model: nn.Module, parallel_dims: ParallelDims, meshes: Meshes, job: Any) -> Meshes:
+def _shard_over_tp(
+    model: nn.Module, parallel_dims: ParallelDims, meshes: Meshes, job: Any
+) -> Meshes:
     """Shard a model over tp by torchtitan's plan; return `meshes` with torchtitan's FSDP mesh."""
     cast(Any, model).parallelize(parallel_dims)
     # Units want one root mesh above its own and that of the tensors which torchtitan has cut.
@@ -241,7 +246,7 @@ def _cut(model: nn.Module, parallel_dims: ParallelDims, meshes: Meshes, job: Any
     return replace(meshes, dense_fsdp=parallel_dims.get_mesh(names))
 
 
-def _checkpoint(model: nn.Module, job: Any) -> None:
+def _apply_checkpointing(model: nn.Module, job: Any) -> None:
     """Apply the job's activation checkpointing; selective mode saves router and expert products."""
     ac = job.activation_checkpoint
     if type(ac) is SelectiveAC.Config:
@@ -251,4 +256,10 @@ def _checkpoint(model: nn.Module, job: Any) -> None:
         ac.build(dump_folder=job.dump_folder).apply(model)
 
 
-V03 = Version(rules=_rules, block=MoE, adapter=titan_moe, apply_tp=_cut, checkpoint=_checkpoint)
+V03 = Version(
+    rules=_list_version_rules,
+    block=MoE,
+    adapter=titan_moe,
+    apply_tp=_shard_over_tp,
+    checkpoint=_apply_checkpointing,
+)
