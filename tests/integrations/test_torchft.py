@@ -230,7 +230,9 @@ def test_rows_that_do_not_fit_skip_the_step_of_all(
     """Else their replica alone would skip it, and the others step by its gradients."""
     from moecore.integrations.torchft import Replicas
 
-    capacity = SimpleNamespace(holders=[None, SimpleNamespace(needed=lambda: torch.tensor(needed))])
+    capacity = SimpleNamespace(
+        holders=[None, SimpleNamespace(compute_min_factor=lambda _: torch.tensor(needed))]
+    )
     here, sent = object.__new__(Replicas), list[torch.Tensor]()
     here._records = [SimpleNamespace(capacity=None), SimpleNamespace(capacity=capacity)]
     here._model, here._device = nn.Linear(2, 2), torch.device("cpu")

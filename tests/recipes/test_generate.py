@@ -6,7 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ import torch
 
 from moecore.cli import main
 from moecore.io.hf.convert import hf_to_native
-from moecore.recipes import generate, tiny_model
+from moecore.recipes import evaluate, generate, tiny_model
 
 transformers = pytest.importorskip("transformers", minversion="5", reason="the commands use it")
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "head_dim": 8, "moe_intermediate_size": 16}
@@ -62,6 +62,15 @@ def test_a_run_its_checkpoints_and_one_checkpoint_are_the_model(
         assert main(["generate", str(path), "--prompt", "What is", "--max-new-tokens", "6"]) == 0
         texts.add(capsys.readouterr().out)
     assert len(texts) == 1
+
+
+def test_documents_are_cut_and_limited() -> None:
+    source = SimpleNamespace(documents=["abcd", "a", "ab", "abc"], tokenize=str.encode)
+    assert [ids.tolist() for ids in evaluate.iterate_documents(source, 3, 3)] == [
+        [[97, 98, 99]],
+        [[97, 98]],
+    ]
+    assert len(list(evaluate.iterate_documents(source, 3, None))) == 3
 
 
 @torch.no_grad()

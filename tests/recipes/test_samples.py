@@ -18,7 +18,7 @@ PROMPTS = ("one two", "three")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("degrees", ["--ep 2", "--cp 2 --batch-size 6", "--tp 2 --batch-size 6"])
+@pytest.mark.parametrize("degrees", ["--ep 2", "--cp 2 --batch-size 6"])
 def test_two_ranks_generate_what_transformers_does(
     degrees: str, corpus: Path, tmp_path: Path
 ) -> None:
