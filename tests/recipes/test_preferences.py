@@ -210,6 +210,11 @@ def test_the_tokens_are_trls(runs: tuple[Path, dict[str, Tensor]], tmp_path: Pat
 BAD_ROWS = {
     "{}": "must have chosen and rejected, both texts or both messages",
     '{"chosen": "a", "rejected": [{"role": "assistant", "content": "b"}]}': "must have chosen and",
+    '{"prompt": "q", "chosen": [{"role": "assistant", "content": "a"}], '
+    '"rejected": [{"role": "assistant", "content": "b"}]}': "must have prompt in the form of",
+    '{"prompt": [{"role": "user", "content": "q"}], "chosen": "q a", "rejected": "q b"}': (
+        "must have prompt in the form of its completions"
+    ),
     '{"chosen": "a", "rejected": "b"}': "must have a prompt before both completions: add one",
 }
 

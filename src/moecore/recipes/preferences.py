@@ -111,6 +111,12 @@ def encode_preference(
             "messages: correct the row or [columns]"
         )
     if type(prompt) is not type(completions[0]):
+        starts = [] if is_text else [messages[0]["role"] for messages in completions]
+        if prompt is not None and (is_text or "assistant" in starts):
+            raise ValueError(
+                f"{row.place} must have {names.prompt} in the form of its completions, text or "
+                "messages, or completions that begin with the prompt: correct the row"
+            )
         prompt, *completions = _split_shared_prompt(*completions)
     try:
         if is_text:
