@@ -116,7 +116,7 @@ def select_tensors(prefix: str, manifest: Manifest) -> dict[str, StoredTensor]:
 def allocate_optimizer_target(
     comparison: Comparison, view: ModelView
 ) -> tuple[list[dict[Tensor, dict[str, Tensor]]], dict[str, Tensor]]:
-    """Return the tensors into which a load reads optimizer state.
+    """Return the tensors into which a load reads optimizer state, reused or uninitialized.
 
     The first result has param -> state key -> tensor for each optimizer. The second result maps the
     checkpoint's names, such as "optimizer.exp_avg.<fqn>", to views of these tensors.
@@ -256,7 +256,10 @@ def _compare_optimizers(
 def _find_shape_problem(
     optimizer: Optimizer, view: ModelView, name: str, stored_slots: dict[str, StoredTensor]
 ) -> str | None:
-    """Return an error text if stored state of parameter `name` has a wrong shape, or None."""
+    """Return an error text if stored state of parameter `name` has a wrong shape, or None.
+
+    `stored_slots` has the state by "<state key>.<fqn>". `optimizer` is the parameter's.
+    """
     for key, tensor in stored_slots.items():
         like = get_state_template(optimizer, view.tensors[name], key.partition(".")[0])
         shape = tuple(view.view(name, like).shape)

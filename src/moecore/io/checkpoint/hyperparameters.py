@@ -72,7 +72,11 @@ def collect_hyperparameters(
 def find_group_mismatches(
     current_groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]
 ) -> list[str]:
-    """Compare current with saved groups; return an error text per value that a load cannot set."""
+    """Return an error text per saved hyperparameter that a load cannot set, [] if there is none.
+
+    Both lists have the form of `collect_hyperparameters`. If the groups have different parameters,
+    the only text says so.
+    """
     # State goes by name, so the order within a group decides about nothing.
     if [sorted(group["params"]) for group in current_groups] != [
         sorted(g["params"]) for g in saved_groups
@@ -92,7 +96,7 @@ def find_group_mismatches(
 
 
 def find_option_mismatches(group: Mapping[str, Any], saved_group: Mapping[str, Any]) -> list[str]:
-    """Return an error text per differing option that decides which state exists (amsgrad)."""
+    """Return an error text per option of two groups that differs and affects state (amsgrad)."""
     ignored = SCHEDULER_OPTIONS | RUN_OPTIONS | {"params"}
     odd = sorted((group.keys() - ignored) ^ (saved_group.keys() - SCHEDULER_OPTIONS - {"params"}))
     problems = []
@@ -163,7 +167,10 @@ class _JoinedScheduler:
 def join_schedulers(
     scheduler: Schedulers | None, optimizers: Sequence[Optimizer]
 ) -> Scheduler | None:
-    """Return a list of schedulers as one; ValueError if empty or not in the optimizers' order."""
+    """Return a list of schedulers as one; a single scheduler, or None, is returned unchanged.
+
+    ValueError if the list is empty, or not in the order of the optimizers.
+    """
     if not isinstance(scheduler, Sequence):
         return scheduler
     if not scheduler:

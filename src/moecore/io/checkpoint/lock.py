@@ -151,7 +151,11 @@ def _write_draft(draft: Path, text: str) -> float:
 
 
 def _remove_dead_lock(root: Path, current_time: float) -> None:
-    """Rename the lock if its owner is dead at `current_time` (file system); OSError if alive."""
+    """Take the lock away from a dead owner and delete its leftovers; OSError if it is alive.
+
+    Without a lock, nothing changes. `current_time` is the mtime in seconds of a new file under
+    `root`, because an owner on another host is judged by the age of its file.
+    """
     owner, text, touched = _read_owner(root)
     if not text:
         return  # released meanwhile
@@ -171,7 +175,10 @@ def _remove_dead_lock(root: Path, current_time: float) -> None:
 
 
 def _is_owner_dead(owner: dict[str, Any], idle_seconds: float) -> bool:
-    """Whether the lock owner's process has ended, or on another host made no heartbeat too long."""
+    """Whether the lock's owner (its JSON) has ended, or is on another host and idle too long.
+
+    `idle_seconds` is the time since its last heartbeat; above `STALE_SECONDS` is too long.
+    """
     if owner.get("machine") and owner.get("machine") == _read_machine_id():
         start_ticks = _read_start_ticks(owner.get("pid"))
         return start_ticks is None or start_ticks != owner.get("started")
@@ -179,7 +186,10 @@ def _is_owner_dead(owner: dict[str, Any], idle_seconds: float) -> bool:
 
 
 def find_dead_drafts(root: Path) -> list[Path]:
-    """Return the draft directories of a job that died while it had the lock; [] if no job died."""
+    """Return the leftovers (see `find_leftovers`) of a job that died while it had the lock.
+
+    The list is empty if the lock is free or its owner is alive.
+    """
     owner, text, touched = _read_owner(root)
     return find_leftovers(root) if text and _is_owner_dead(owner, time.time() - touched) else []
 

@@ -73,7 +73,10 @@ def check_rank_agreement(snapshot: Snapshot, group: Group = None) -> None:
 
 
 def _check_stage_agreement(hashes: list[tuple[int, Hashes]]) -> None:
-    """Raise ValueError if stages differ; `hashes` has (rank, its hashes) for one rank per stage."""
+    """Raise ValueError if pipeline stages disagree, or one lacks a value that all must have.
+
+    `hashes` has (rank, its result of `_hash_snapshot`) for the first rank of each stage.
+    """
     seen: dict[Key, tuple[int, str]] = {}
     for rank, rank_hashes in hashes:
         for key, value in rank_hashes.items():
@@ -92,7 +95,8 @@ def _check_stage_agreement(hashes: list[tuple[int, Hashes]]) -> None:
 def _raise_disagreement(key: Key, first: int, rank: int, *, is_present: bool) -> None:
     """Raise ValueError: ranks `first` and `rank` disagree on the value `key`.
 
-    `is_present` is False if only one of the two ranks has the value.
+    `key` is (kind of `FIXES`, name). `is_present` is False if only one of the two ranks has the
+    value.
     """
     kind, name = key
     wrong = f"of rank {rank} must equal that of rank {first}, because only one is kept"
@@ -102,7 +106,10 @@ def _raise_disagreement(key: Key, first: int, rank: int, *, is_present: bool) ->
 
 
 def _hash_snapshot(snapshot: Snapshot) -> Hashes:
-    """Return (kind, name) -> hash of each value and tensor that ranks must agree on."""
+    """Return (kind, name) -> text that is equal on two ranks if the value or tensor is equal.
+
+    The kind is a key of `FIXES`, such as "scheduler". It has all values that ranks must agree on.
+    """
     facts = snapshot.facts
     values: dict[Key, Any] = {
         ("save", "step"): facts.step,
@@ -120,7 +127,12 @@ def _hash_snapshot(snapshot: Snapshot) -> Hashes:
 
 
 def _hash_tensors(tensors: Mapping[str, Tensor]) -> Hashes:
-    """Return (kind, name) -> text of dtype, shape and, for plain tensors, a hash of first bytes."""
+    """Return (kind, name) -> text of a tensor's dtype, global shape and, unless a DTensor, hash.
+
+    The kind is the first part of the name, such as "model". The hash is a SHA-256 of all bytes of a
+    tensor of `extra`, and of the first `HASHED_BYTES` of others. Generator states are left out.
+    Waits for the device.
+    """
     hashes: Hashes = {}
     parts: dict[Key, Tensor] = {}
     for name, tensor in tensors.items():

@@ -81,7 +81,7 @@ def run_on_first_rank(action: Callable[[], T], group: Group = None) -> T:
 
 
 def check_same_path(path: Path) -> None:
-    """Raise ValueError on every rank if ranks pass other names, or only some see the directory."""
+    """Raise ValueError on every rank if `path`'s name or existence differs by rank. Collective."""
     answers = gather_objects((path.name, path.is_dir()))
     if len({name for name, _ in answers}) > 1:
         raise ValueError(
@@ -97,7 +97,7 @@ def check_same_path(path: Path) -> None:
 
 
 def check_visible(draft: Path, group: Group = None) -> None:
-    """Raise ValueError on every rank if a rank does not see the directory that rank 0 created."""
+    """Raise ValueError on every rank if a rank does not see rank 0's new directory. Collective."""
     seen = gather_objects(draft.is_dir(), group)
     if not all(seen):
         raise ValueError(

@@ -265,7 +265,11 @@ def _count_contiguous_elements(sizes: Sequence[int], lengths: Sequence[int]) -> 
 def find_file_problem(
     path: Path, layout: FileLayout, stored_file: StoredFile, *, full: bool, meter: Meter
 ) -> str | None:
-    """Return an error text if a shard file is damaged, or None; `full` also checks the SHA-256."""
+    """Return an error text if a shard file's size or header is wrong, or None.
+
+    `layout` and `stored_file` are the manifest's. `full` also reads all bytes, which `meter`
+    counts, and checks their SHA-256.
+    """
     try:
         descriptor = open_regular(path)
     except FileNotFoundError:

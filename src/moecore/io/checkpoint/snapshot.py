@@ -86,6 +86,8 @@ def take_snapshot(
 ) -> Snapshot:
     """Collect the tensors (without a copy) and the metadata that `save` writes.
 
+    Arguments are as in `save`. Generator states and FP8 moments (as bf16) are copies.
+
     Raises:
         ValueError: for an unfinished training step, or a value that JSON cannot store.
         NotImplementedError: for state that a checkpoint cannot store.
@@ -196,14 +198,19 @@ class StagePart:
 
 
 def join_stage_parts(part: StagePart, stages: AllStages | None, group: Group = None) -> StagePart:
-    """Return the union of all stages' parts. Collective, except if `stages` is None (one stage)."""
+    """Return the union of the names, groups and meshes of all pipeline stages. Collective.
+
+    `part` is of this rank's stage. If `stages` is None (one stage), the result is `part`, without
+    communication.
+    """
     return part if stages is None else _merge_parts(_gather_parts(part, stages, group))
 
 
 def join_stages(snapshot: Snapshot, group: Group = None) -> Snapshot:
-    """Drop tensors that an earlier pipeline stage writes, and merge the facts. Collective.
+    """Return the snapshot without tensors that an earlier pipeline stage writes. Collective.
 
-    Without several stages, it returns the snapshot without communication.
+    The parameter groups and meshes of its facts are those of all stages. Without several stages, it
+    returns the snapshot unchanged and without communication.
     """
     stages, facts = snapshot.stages, snapshot.facts
     if stages is None:
@@ -278,7 +285,11 @@ def load_rank_state(
     *,
     scheduler: Schedulers | None = None,
 ) -> dict[str, Tensor]:
-    """Restore a state of `collect_rank_state`, generators included; return its `extra` tensors."""
+    """Copy a state of `collect_rank_state` into model, optimizer, scheduler and generators.
+
+    Optimizer state is replaced by new tensors. Gradients and counts of an unfinished step are
+    dropped. Returns the `extra` tensors, by name, which are those of `state`.
+    """
     drop_step(model)
     kinds = defaultdict[str, dict[str, Tensor]](dict)
     for name, tensor in state["tensors"].items():

@@ -152,7 +152,8 @@ def allocate_optimizer_state(
 ) -> dict[Tensor, dict[str, Tensor]]:
     """Return param -> state key ("exp_avg") -> tensor into which a load reads the saved state.
 
-    Existing state tensors with the right layout are reused.
+    Existing state tensors with the right layout, dtype and device are reused; others are new and
+    uninitialized. The optimizer does not change.
 
     Args:
         matrices: "<state key>.<fqn>" -> saved dtype of state that has the parameter's layout.
@@ -210,7 +211,10 @@ def restore_optimizer_state(optimizer: Optimizer, state: dict[Tensor, dict[str, 
 
 
 def get_state_template(optimizer: Optimizer, param: Tensor, slot: str) -> Tensor:
-    """Return a tensor with the shape and placements of state `slot` ("exp_avg") of `param`."""
+    """Return a tensor with the shape and placements of state `slot` ("exp_avg") of `param`.
+
+    Its values and dtype mean nothing; it is `param` itself unless the optimizer says otherwise.
+    """
     like: Tensor = _call_optional(optimizer, "get_state_template", param, param, slot)
     return like
 
@@ -238,7 +242,7 @@ def _choose_moment_dtype(
 def _reuse_or_allocate(
     current: object, like: Tensor, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return `current` if it has this dtype, device and `like`'s layout, otherwise a new tensor."""
+    """Return `current` if it has this dtype, device and `like`'s layout, else a new empty one."""
     if (
         isinstance(current, Tensor)
         and (current.shape, current.dtype, current.device) == (like.shape, dtype, device)

@@ -304,7 +304,11 @@ def _read_into_objects(
     *,
     strict: bool,
 ) -> dict[str, Any]:
-    """Read into model, optimizers, `amax` and generators; `strict` as in `load`. Return `extra`."""
+    """Read saved tensors into model, optimizers, generators and `amax`, in place. Collective.
+
+    `comparison` says which. With `strict`, optimizer state that the checkpoint lacks is dropped.
+    Returns `extra` of the save, with new CPU tensors. `meter` counts this rank's bytes.
+    """
     target = {f"model.{name}": view.stored_views[name] for name in sorted(comparison.model)}
     extra = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 def compute_missing_buffers(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Return (buffer, value) for each transformers buffer that no checkpoint stores.
 
-    The values, such as rotary frequencies, are computed from the module's config.
+    `buffer` is the model's own tensor, which does not change. `value` is a new CPU tensor, computed
+    from the module's config or by its model's `_init_weights`.
 
     Raises:
         NotImplementedError: if the values of a buffer cannot be computed.
