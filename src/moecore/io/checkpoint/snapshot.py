@@ -209,8 +209,8 @@ def join_stage_parts(part: StagePart, stages: AllStages | None, group: Group = N
 def join_stages(snapshot: Snapshot, group: Group = None) -> Snapshot:
     """Return the snapshot without tensors that an earlier pipeline stage writes. Collective.
 
-    The parameter groups and meshes of its facts are those of all stages. Without several stages, it
-    returns the snapshot unchanged and without communication.
+    Its facts have the parameter groups and meshes of all stages. Without several stages, it returns
+    the snapshot unchanged and without communication.
     """
     stages, facts = snapshot.stages, snapshot.facts
     if stages is None:
@@ -288,7 +288,7 @@ def load_rank_state(
     """Copy a state of `collect_rank_state` into model, optimizer, scheduler and generators.
 
     Optimizer state is replaced by new tensors. Gradients and counts of an unfinished step are
-    dropped. Returns the `extra` tensors, by name, which are those of `state`.
+    dropped. Returns the `extra` tensors of `state` by name, without a copy.
     """
     drop_step(model)
     kinds = defaultdict[str, dict[str, Tensor]](dict)

@@ -273,7 +273,10 @@ def _get_offset(index: MetadataIndex) -> torch.Size:
 
 
 class Reader(_DCPStorage, StorageReader):
-    """DCP storage reader: reads slices of the shard files in the checkpoint directory `path`."""
+    """DCP storage reader: reads slices of the shard files in the checkpoint directory `path`.
+
+    `manifest` is the directory's. `meter` counts the bytes of the requested slices.
+    """
 
     def __init__(self, path: Path, manifest: Manifest, meter: Meter) -> None:
         self._path, self._manifest, self._meter = path, manifest, meter
