@@ -287,7 +287,11 @@ def _get_linear(name: str, mlp: nn.Module, child: str) -> nn.Linear:
 
 
 def _stack_gate_up(name: str, parts: Sequence[Tensor], gated: bool) -> Tensor:
-    """Return [2, F, ...] from `parts` [gate, up] or [gate over up]; if not gated, `parts[0]`."""
+    """Return the gate's and up's weights or biases stacked as [2, F, ...], detached.
+
+    `parts` has two tensors [F, ...] (gate, up), or one [2F, ...] (gate, then up), of which the
+    result is a view. If not `gated`, `parts[0]` is returned. `name` is the MLP's, for errors.
+    """
     parts = [part.detach() for part in parts]
     if not gated:
         return parts[0]
