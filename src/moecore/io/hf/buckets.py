@@ -104,6 +104,9 @@ class _SentCopy(NamedTuple):
 class BucketCollector(ErrorKeeper):
     """Assembles buckets of items (Hugging Face tensors) on every rank, or on one rank, the writer.
 
+    Boxes of tensors are sent through one buffer on `device`. It has `message_bytes`, or more if a
+    row (one index of dim 0) of an item needs more.
+
     Every rank calls it for the same items in the same order. A rank with an error, such as out of
     memory, must still send and receive, because other ranks wait for it. The message buffer is
     therefore allocated in advance, and `check` raises the error.

@@ -83,7 +83,8 @@ class LocalPart(NamedTuple):
 class PartOwners:
     """The ranks that have each distinct shard of each tensor. Construction is collective.
 
-    `tensors` are this rank's, by name.
+    `tensors` are this rank's, by name. The attributes `shapes` and `dtypes` have the full tensors
+    of all ranks.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:

@@ -85,7 +85,7 @@ def decoder_config_from_hf(config: HFConfig) -> DecoderConfig:
 def _read_softmax_moe(
     fields: Fields, hidden_dim: str, normalizes: bool, coef: float, *, shared_hidden_dim: int = 0
 ) -> MoEConfig:
-    """Build a softmax router's MoEConfig; `hidden_dim` is a field name, `coef` the default coef."""
+    """Build a softmax router's MoEConfig; `hidden_dim`: field name, `coef`: default loss coef."""
     return MoEConfig(
         dim=fields.need("hidden_size"),
         hidden_dim=fields.need(hidden_dim),

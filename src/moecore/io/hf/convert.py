@@ -133,7 +133,7 @@ def open_native(
 ) -> StoredModel:
     """Verify a native checkpoint, compare it with config.json, and return its model.
 
-    `stack` closes the files. `dtype` is as in `native_to_hf`, `layout` determines the file names.
+    `stack` closes the files. `dtype` is as in `native_to_hf`, `layout` selects Hugging Face names.
     ValueError lists all differences from `config`.
     """
     manifest = verify(path)
@@ -350,7 +350,7 @@ def _write_tensor(
     files: BoxReader,
     dtype: torch.dtype,
 ) -> None:
-    """Read a tensor's pieces in chunks of rows, convert them to `dtype`, and append them."""
+    """Read a tensor's pieces in chunks of dim 0, convert to `dtype`, append them to `writer`."""
     for piece in recipe.pieces:
         rows = piece.shape[0] if piece.shape else 1
         step = max(1, CHUNK_BYTES // max(1, math.prod(piece.shape[1:]) * 4))

@@ -79,7 +79,8 @@ def export_hf(
 
     transformers' `from_pretrained` and `load_hf` read it. Tokenizer files are not written. All
     pipeline stages write one directory. Experts that are only stored in FP8 are written as
-    dequantised values in the dtype of their products.
+    dequantised values in the dtype of their matrix
+    products.
 
     Args:
         model: a `moecore.models.Decoder`, a transformers model, or a PeftModel of one with merged
@@ -182,7 +183,10 @@ def plan_shard_files(items: Sequence[Item], max_shard_bytes: int) -> list[list[I
 def _write_shards(
     draft: Path, shards: list[list[Item]], collector: Collector, meter: Meter
 ) -> None:
-    """Write this rank's files; send parts to the ranks that write other files. Collective."""
+    """Write this rank's files; send its shards to the ranks that write other files. Collective.
+
+    `shards` has the items of each file. Every rank raises if one rank had an error.
+    """
     rank, world = get_rank_and_world()
     for first in range(0, len(shards), world):  # as many shards as ranks grow at once
         wave = [sort_for_file(shard) for shard in shards[first : first + world]]
@@ -235,7 +239,10 @@ def sort_for_file(shard: Sequence[Item]) -> tuple[FileLayout, list[Item]]:
 
 
 def _write_config_and_index(draft: Path, shards: list[list[Item]], config: dict[str, Any]) -> None:
-    """Write config.json with the dtype of most bytes, and the index if there are several files."""
+    """Write config.json, and the index if there are several files.
+
+    "dtype" in `config` is set, in place, to the dtype with the most bytes.
+    """
     sizes: dict[torch.dtype, int] = {}
     for item in itertools.chain(*shards):
         sizes[item.dtype] = sizes.get(item.dtype, 0) + item.nbytes

@@ -82,7 +82,7 @@ def plan_export(
     *,
     needs_config: bool = True,
 ) -> ExportPlan:
-    """Plan the Hugging Face tensors of a model without its adapters. Collective.
+    """Plan the Hugging Face tensors of a model without its LoRA adapters. Collective.
 
     `config`, `dtype` and `layout` are as in `export_hf`. If `needs_config` is False, a native
     decoder may have config None. Its tensors then have the names that all families except Mixtral
@@ -116,7 +116,11 @@ def plan_export(
 
 
 def collect_export_tensors(base: nn.Module, values: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return name -> tensor of this rank to write, without adapters; `values` is config.json."""
+    """Return name -> tensor of this rank to write, without a copy and without LoRA adapters.
+
+    Trained copies of modules (peft's `modules_to_save`) replace the originals. `values` are the
+    fields of config.json.
+    """
     all_tensors = collect_model_tensors(base)
     tensors = select_base_tensors(base, all_tensors) | select_trained_copies(base, all_tensors)
     return tensors | make_empty_shared_experts(base, values, tensors)
@@ -125,7 +129,11 @@ def collect_export_tensors(base: nn.Module, values: Mapping[str, Any]) -> dict[s
 def _plan_recipes(
     model: nn.Module, values: Mapping[str, Any], shapes: Shapes, layout: HFLayout
 ) -> dict[str, FileRecipe]:
-    """Return name -> recipe of each model tensor; raise if files could not restore the model."""
+    """Return name -> recipe (the file tensors to write) of each model tensor, in model order.
+
+    `values` are config.json's fields, `shapes` those of the model tensors of all stages. ValueError
+    if the files could not restore the model, NotImplementedError if a tensor has no file name.
+    """
     if isinstance(model, Decoder):
         recipes = plan_hf_tensors(model.config, layout)
         for name in recipes.keys() - shapes.keys():

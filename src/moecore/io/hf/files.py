@@ -115,7 +115,7 @@ class HFFiles:
 
 
 def read_headers(path: Path) -> dict[str, FileTensor]:
-    """Return name -> tensor of all safetensors headers; ValueError if files or index disagree."""
+    """Return name -> file, dtype and shape per tensor; ValueError if files or index disagree."""
     if not path.is_dir():
         raise ValueError(f"path ({path}) must be a Hugging Face directory: it is not there")
     weight_map = read_index(path)

@@ -294,7 +294,7 @@ def _drop_zero_experts(
 def _plan_recipes(
     model: nn.Module, shapes: Mapping[str, tuple[int, ...]], sources: Mapping[str, TensorSource]
 ) -> dict[str, FileRecipe]:
-    """Return the recipe of each model tensor; a recipe may name tensors that the files lack."""
+    """Return how files store each model tensor; a recipe may name tensors that the files lack."""
     if isinstance(model, Decoder):
         return plan_hf_tensors(model.config, find_layout(sources), shapes)
     reader = build_meta_model(
@@ -309,7 +309,7 @@ def _plan_recipes(
 def _drop_tied_head(
     targets: Mapping[str, Tensor], recipes: dict[str, FileRecipe], copies: Mapping[str, str]
 ) -> bool:
-    """Drop or redirect a tied head's recipe; return whether to call `tie_weights` afterwards."""
+    """Drop a tied head in `recipes`, or give it the embedding's; return whether to tie later."""
     # `to_empty` makes two of them. In a sharded model the first forward, which sets all owners of
     # a parameter, makes the two one again, so the head is read from the embedding's tensor.
     if HEAD not in copies or HEAD not in targets:

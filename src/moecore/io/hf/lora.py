@@ -70,7 +70,7 @@ class StoredAdapter:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """A weight, its peft `layer`, and `add`, which adds the layer's active adapters to a shard."""
+    """A weight, its peft `layer`, and `add`, which adds the active LoRA adapters to a shard."""
 
     weight: Tensor
     layer: Any  # of peft
@@ -200,7 +200,7 @@ def _read_adapter(
     entries: dict[str, StoredAdapter],
     names: Set[str],
 ) -> dict[str, Tensor]:
-    """Return an adapter file's tensors; ValueError unless they fit. `names`: of all stages."""
+    """Return a file's tensors; ValueError if `names` (all stages'), shapes or config differ."""
     from safetensors.torch import load_file
 
     tensors: dict[str, Tensor] = load_file(path / WEIGHTS)
@@ -264,6 +264,7 @@ def collect_adapter_tensors(model: nn.Module, adapter: str) -> dict[str, StoredA
 
 
 def _make_stored_adapter(name: str, tensor: Tensor, shape: Sequence[int]) -> StoredAdapter:
+    """Pair `tensor` with the file tensor `name` that has its elements, reshaped to `shape`."""
     return StoredAdapter(tensor, TensorPiece(name, (), tuple(shape)))
 
 
@@ -327,10 +328,9 @@ def _init_layer(path: str, layer: Any, adapter: str, seed: int, *, is_normal: bo
 def merge_adapters(model: nn.Module) -> None:
     """Add the active adapters to the weights of a PeftModel, in place. Collective.
 
-    As peft's `merge_adapter`, on shards. The sum of W and s B A of all active adapters is computed
-    in fp32 and rounded to the weight's dtype once, so outputs change only by this rounding. Forward
-    then ignores the adapters. They keep their values, but peft can no longer disable or switch
-    them. Gradients and counts of an unfinished step are dropped (`TrainStep.drop`).
+    As peft's `merge_adapter`, on shards. W + s B A of all active adapters is computed in fp32, then
+    rounded to the weight's dtype once. Forward ignores the adapters, whose values stay, and peft
+    cannot disable or switch them. Gradients and counts of an unfinished step are dropped.
 
     Args:
         model: a PeftModel, plain or parallelized, with storage.

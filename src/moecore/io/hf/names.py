@@ -296,7 +296,11 @@ def _translate_name(name: str, config: DecoderConfig, layout: HFLayout) -> str:
 def _list_shared_pieces(
     mlp_path: str, part: str, shape: tuple[int, ...], config: DecoderConfig
 ) -> tuple[TensorPiece, ...]:
-    """Return the file tensors of a shared expert's `part`; () for the gates of several experts."""
+    """Return the file tensors of a shared expert's tensor; () for the gates of several experts.
+
+    `part` is its native name in the MLP, such as "shared.w1", and `shape` its native shape.
+    `mlp_path` is the MLP's name in files.
+    """
     moe = config.moe
     assert moe is not None, "as above"
     if moe.shared_gate and moe.num_shared_experts > 1:

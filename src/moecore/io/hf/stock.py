@@ -54,6 +54,8 @@ def build_meta_model(
     """Build the transformers model of a config.json on meta; None for an unknown class.
 
     config.json names the class, unless `model` has the same model_type. Then its class is used.
+    `values` are the fields of config.json, `dtype` the dtype of the parameters. ValueError if
+    transformers cannot build the model.
     """
     # config.json names the class, unless `model` has the same model_type: then its class is used.
     import transformers
@@ -260,7 +262,7 @@ def _make_piece(link: _Link, files: Shapes) -> TensorPiece:
 def _locate_view(
     view: Tensor, offset: int, shape: Sequence[int]
 ) -> tuple[list[int], list[ViewDim]]:
-    """Return start and dims (see `FileView`) of a strided view of a tensor with this `shape`."""
+    """Return the `FileView` starts and dims of a view at element `offset` of a tensor `shape`."""
     # Example: [3, 4] transposed has sizes (4, 3), strides (1, 4): [0, 0], [(1, 4, 1), (0, 3, 1)].
     rows = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     starts = [offset // row % max(1, n) for row, n in zip(rows, shape, strict=True)]

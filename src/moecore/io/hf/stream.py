@@ -97,7 +97,7 @@ def stream_weights(
 def _add_adapter_items(
     model: nn.Module, plan: ExportPlan, dtype: torch.dtype | None, lora: LoRA
 ) -> ExportPlan:
-    """With lora="apart", return the plan with the active adapter's tensors added. Collective."""
+    """With lora="apart", return the plan with the active LoRA adapter's tensors. Collective."""
     local_tensors = run_and_share_errors(lambda: _find_adapter(model, lora))
     pieces: dict[str, TensorPiece] = {}
     for of_rank in gather_objects({name: piece for name, (_, piece) in local_tensors.items()}):
@@ -111,7 +111,10 @@ def _add_adapter_items(
 
 
 def _find_adapter(model: nn.Module, lora: LoRA) -> dict[str, tuple[Tensor, TensorPiece]]:
-    """Return peft name -> (tensor, piece) of the active adapter if lora="apart"; otherwise {}."""
+    """Return peft name -> (tensor, its piece in peft's file) of the active LoRA adapter.
+
+    The result is {} with lora="merged", or for a model without peft.
+    """
     if lora == "merged" or unwrap_peft(model) is model:
         return {}
     names: list[str] = cast(Any, model).active_adapters
@@ -295,7 +298,10 @@ class _PassExit(RuntimeError):
 
 
 class _StreamPass:
-    """One iteration over all buckets of a stream, with the merged weights that it needs."""
+    """One iteration over all buckets of a stream, with the merged weights that it needs.
+
+    `sources` has this rank's tensors by name, `buckets` the items of each bucket.
+    """
 
     def __init__(
         self,
@@ -347,7 +353,7 @@ class _StreamPass:
             run_and_share_errors(fail, self._group)
 
     def _update_merged_weights(self, names: Iterable[str]) -> None:
-        """Merge adapters into copies of the weights `names`; free all other copies. Collective."""
+        """Add LoRA adapters to copies of the weights `names`; free all other copies. Collective."""
         before, self._merged_weights = self._merged_weights, {}
         for name in names:
             source = self.sources.get(name)  # None = of another stage
@@ -364,7 +370,7 @@ class _StreamPass:
 
 @dataclass(frozen=True, slots=True)
 class _StreamSource:
-    """A tensor of the model, and the adapters to add to it when it is streamed."""
+    """A tensor of the model, and the LoRA adapters to add to a copy of it (None = no adapter)."""
 
     tensor: Tensor
     merge: Merge | None

@@ -74,7 +74,8 @@ def make_empty_shared_experts(
 ) -> dict[str, Tensor]:
     """Return name -> tensor of Qwen2-MoE's shared experts of hidden dim 0; {} for other classes.
 
-    `values` are the fields of config.json. `like` has the model's tensors by moecore's names.
+    `values` are the fields of config.json. `like` has the model's tensors by moecore's names, of
+    which the routers give prefix, dtype and device. Matrices have 0 elements, gates [1, D] are 0.
     """
     if isinstance(model, Decoder) or values.get("model_type") != "qwen2_moe":
         return {}

@@ -106,8 +106,8 @@ def find_copy_problems(
 ) -> list[str]:
     """Return an error text per file tensor that should equal another file tensor and does not.
 
-    `copies` maps the first tensor's name to the second's. Each rank compares a part of the rows,
-    without communication.
+    `copies` maps the first tensor's name to the second's. Each rank compares its share of dim 0,
+    without communication, and returns only the differences that it finds.
     """
     rank, world = get_rank_and_world()
     problems = []
