@@ -208,7 +208,7 @@ def _find_prefix(files: DCPFiles, ending: str) -> str:
 def _find_megatron_sources(
     files: DCPFiles, config: DecoderConfig
 ) -> tuple[dict[str, TensorSource], list[str]]:
-    """Return Hugging Face name -> rows in a Megatron-Core directory, and error texts.
+    """Return Hugging Face name -> where a Megatron-Core directory stores its rows, and error texts.
 
     The first result is {} if there are error texts. NotImplementedError for training options that
     change what the model computes.
@@ -251,7 +251,7 @@ def _find_megatron_sources(
 def _pair_parts_with_places(
     block: MegatronBlock, places: tuple[LayerPlace, ...]
 ) -> Iterator[tuple[TensorPart, tuple[LayerPlace, int]]]:
-    """Yield (part of a block, (its stored place, its first row there)) for each part."""
+    """Yield (Hugging Face rows, (place that stores the rows, first row there)) of a block."""
     at = 0
     for part in block.parts if places else ():
         row, begin = at, 0

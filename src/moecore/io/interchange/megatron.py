@@ -200,7 +200,11 @@ def get_written_place(block: MegatronBlock, config: DecoderConfig) -> LayerPlace
 def find_places(
     block: MegatronBlock, shapes: Shapes, config: DecoderConfig
 ) -> tuple[tuple[LayerPlace, ...], list[str]]:
-    """Return where a directory stores a block's rows (() if nowhere), and error texts."""
+    """Return where a directory stores a block's rows, and error texts.
+
+    `shapes` are the shapes of its tensors. The places are one, or two if gate and up are separate
+    tensors, or () if the block is missing.
+    """
     for stacked in (True, False):
         for places in _list_candidate_places(block, config, stacked=stacked):
             num_dims = [(shapes.get(place.key), len(place.index)) for place in places]
