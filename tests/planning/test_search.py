@@ -365,7 +365,7 @@ def test_what_is_printed_is_read_back(capsys: pytest.CaptureFixture[str]) -> Non
     small = [*same, "--seq-len", "32"]
     assert main([*small, "--top", "1"]) == 0
     out, err = capsys.readouterr()
-    assert err.startswith("moecore: planning ") and "host of a node" in out
+    assert err.startswith("moecore: planning ") and "host memory" in out
     assert out.splitlines()[1].startswith("1") and "layouts are invalid" in out
     command = shlex.split(out.splitlines()[-1].partition(": ")[2])
     assert command[0] == "moecore" and main(command[1:]) == 0

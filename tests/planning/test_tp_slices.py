@@ -236,12 +236,12 @@ def test_the_share_and_its_source_are_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = ["plan", "--preset", "tiny", "--gpus", "2", "--gpu", "h200-141", "--tp", "2"]
-    line = f"count 29% of themselves, as measured on h200-141 (tp/{RECORD.name})"
+    line = f"count 29% of their time, as measured on h200-141 (tp/{RECORD.name})"
     for seq_len, least in ((72, tp_products.MIN_SLICE_BYTES), (80, 0)):
         monkeypatch.setattr(tp_products, "MIN_SLICE_BYTES", least)
         assert main([*call, "--seq-len", str(seq_len)]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert (f"exchanges of tp beside products {line}" in lines) == (least == 0)
+        assert (f"sliced collectives of tp {line}" in lines) == (least == 0)
     on_b200 = _describe_slices(H200.on("b200-180"), "b200-180")
     assert on_b200.endswith(f"{line}; no run on b200-180 has shown it")
-    assert "count whole" in _describe_slices(replace(H200, slices=None), "h200-141")
+    assert "count in full" in _describe_slices(replace(H200, slices=None), "h200-141")

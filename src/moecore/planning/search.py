@@ -200,7 +200,7 @@ def search(
     fitting = sorted((c for c in candidates if isinstance(c, FittingCandidate)), key=rank_by)
     for i, candidate in enumerate(fitting[:num_results]):
         number = min(num_results, len(fitting)) - i
-        progress(f"reducing memory options of {candidate.layout}: {number} layouts remain")
+        progress(f"reducing memory options of {candidate.layout}: {number} more to go")
         fitting[i] = find_faster_options(request, candidate, table, estimate)
     if not fitting:
         progress("nothing fits: looking for the smallest change")
