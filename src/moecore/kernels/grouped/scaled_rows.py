@@ -99,7 +99,7 @@ def quantise_expert_rows_ref(
     amax: Tensor | None = None,
     seen: Tensor | None = None,
 ) -> OperandPair:
-    """Compute `quantise_expert_rows` in plain PyTorch; rows past the last expert's are zeros."""
+    """Quantise expert rows in plain PyTorch: see `quantise_expert_rows`; unused rows are zeros."""
     R, D = x_RD.shape
     layout = pad_rows(offsets_e, R)
     is_used = layout.expert_R < offsets_e.shape[0]
