@@ -70,7 +70,7 @@ def _expand_scales(scales: Tensor) -> Tensor:
 def quantise_mxfp8(x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Return float8_e4m3fn of x's shape, and fp32 scales [..., M / rows, K / columns].
 
-    `block` is (rows, columns) of one scale, a power of two.
+    `block` is (rows, columns) of one scale. Scales are powers of two.
     """
     values, scales = quantise_ref(_split_blocks(x, block), (-3, -1), power_of_two=True)
     return values.reshape(x.shape), scales.squeeze(-1).squeeze(-2)
@@ -144,7 +144,7 @@ def unpack_matrices(weight: Blocks, recipe: Recipe, *, transposed: bool) -> Bloc
     """Unpack all-gathered NVFP4 matrices [e, N, K] to values times block scales, in bf16.
 
     On a CPU in fp32. The operand is summed over K, or over N if `transposed` (a view [e, K, N]).
-    Its scales are those of tensors, fp32 [e].
+    Its scales are one per matrix, fp32 [e].
     """
     assert weight.amax is not None, "they were gathered by it"
     wide = _dequantise(unpack_e2m1(weight.values), weight.scales, recipe.weight_block)
@@ -219,7 +219,7 @@ def _dequantise(values: Tensor, scales: Tensor, block: Any) -> Tensor:
 
 
 def get_product_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of emulated matmul operands on x's device: fp32 on a CPU, else bf16."""
+    """Return the dtype of emulated matmul operands on x's device: fp32 on a CPU, or bf16."""
     return torch.float32 if x.device.type == "cpu" else torch.bfloat16
 
 

@@ -69,8 +69,8 @@ class PageLayout:
     ) -> "PageLayout":
         """Return the layout of `matrices`, each (bytes of a row, whether it has a list).
 
-        A matrix with a list has `source_rows` rows, of which those with a slot are used. Another
-        matrix has `expert_rows` rows, of which the first are used.
+        A matrix with a list has `source_rows` rows and uses the rows with a slot. Another matrix
+        has `expert_rows` rows and uses the first rows.
         """
         widths, has_list = zip(*matrices, strict=True)
         steps = [pool.page_bytes // width for width in widths]

@@ -53,7 +53,7 @@ class Rows:
     def widen(self) -> Tensor:
         """Return [S, D] in `dtype`: `values` itself without scales, otherwise values * scales.
 
-        With scales, the gradient goes to `handle_SD`.
+        With scales, `handle_SD` receives the gradient.
         """
         if self.scales is None:
             return self.values
