@@ -158,7 +158,7 @@ def _store_activation_bwd(
     next_column,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Compute the activation's backward from da and h, and store dh, activation and dweights."""
+    """Store dh, act(h) * weight and a sum of dweights for a tile from da and h; fetch next h."""
     ACT: gl.constexpr = CONST.ACT
     da_smem, h_desc, h_smem, arrived = stage
     dtype: gl.constexpr = out_ptr.dtype.element_ty
@@ -357,7 +357,7 @@ def _finish_bwd_kernel(
     CLEARED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum parts of dweights; the first CLEARED programs each clear a row past the last used one."""
+    """Sum parts_ptr to dweights; the first CLEARED programs each zero an unused row of dh and a."""
     num_rows = tl.load(offsets_ptr + num_experts - 1)
     pid = tl.program_id(0)
     if pid < CLEARED:

@@ -164,7 +164,7 @@ def _add_block(
 
 @gluon.jit
 def _add_tile(out_ptr, total_MN, m, n, M, N, TRANSPOSED: gl.constexpr):
-    """Add tile (m, n) to an expert's gradient [M, N], or to [N, M] if TRANSPOSED, in four parts."""
+    """Add tile (m, n) to an expert's gradient [M, N], or to [N, M] if TRANSPOSED, in quarters."""
     PART: gl.constexpr = total_MN.shape[1] // 4
     lower, upper = split_halves(total_MN)
     part0, part1 = split_halves(lower)

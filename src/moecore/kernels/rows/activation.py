@@ -118,6 +118,7 @@ def _apply_softcap(x: Tensor, limit: float) -> Tensor:
 
 
 def _apply_ungated(h_RF: Tensor, kind: str) -> Tensor:
+    """Return the elementwise activation `kind`, which has no gate, of h_RF."""
     if kind == "gelu":
         return F.gelu(h_RF)
     if kind == "silu":
@@ -177,7 +178,7 @@ def differentiate_activation(h_RC: Tensor, options: ActivationOptions) -> Tensor
 def weighted_activation_ref(
     h_RC: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, options: ActivationOptions
 ) -> Tensor:
-    """Compute `weighted_activation` in plain PyTorch: act(h) * weight of the row."""
+    """Return act(h) * weight of each row, 0 from num_rows on (None = R rows), in plain PyTorch."""
     mask_R1 = _make_row_mask(h_RC, num_rows)
     if mask_R1 is not None:
         # On both sides: 0 * NaN would reach the gradient of unused rows.
@@ -196,7 +197,7 @@ def weighted_activation_bwd_ref(
     num_rows: Tensor | None,
     options: ActivationOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `weighted_activation_bwd` in plain PyTorch: dh_RC, dweights_R and a_RF."""
+    """Return dh_RC, dweights_R and a_RF in plain PyTorch: see `weighted_activation_bwd`."""
     dtype = torch.promote_types(h_RC.dtype, torch.float32)
     mask_R1 = _make_row_mask(h_RC, num_rows)
     if mask_R1 is not None:

@@ -229,7 +229,7 @@ def _cast_without_none(x: Tensor, amax: Tensor | None, seen: Tensor | None, *opt
 
 
 def _count_parts(T: int, D: int, num_matrices: int) -> int:
-    """Return into how many parts `compute_amax_parts` splits each matrix [T, D], a power of two."""
+    """Return the n of `compute_amax_parts` for matrices [T, D]: a power of two."""
     tiles = cdiv(T, PART_ROWS) * cdiv(D, PART_COLUMNS)
     return next_power_of_2(min(tiles, max(MAX_PARTS // num_matrices, 1)))
 

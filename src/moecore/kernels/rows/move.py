@@ -304,7 +304,7 @@ def sum_rows(
 
 
 def copy_first_rows_ref(target_RB: Tensor, source_RB: Tensor, num_rows: Tensor) -> None:
-    """Compute `copy_first_rows` in plain PyTorch. Host sync."""
+    """Copy the first num_rows rows in place in plain PyTorch: see `copy_first_rows`. Host sync."""
     count = min(int(num_rows), source_RB.shape[0])
     target_RB[:count].copy_(source_RB[:count])
 

@@ -125,7 +125,7 @@ def take_rows_ref(
 def copy_rows_ref(
     matrices: Sequence[Tensor | None], table: Tensor, layout: PageLayout, *, stash: bool
 ) -> None:
-    """Compute `copy_rows` on the host: rows to pages if `stash`, otherwise pages to rows."""
+    """Copy used rows to their pages if `stash`, otherwise back, on the host: see `copy_rows`."""
     pool, N, entry = layout.pool, layout.num_entries, 0
     P = pool.pages.shape[0]
     for matrix, width, listed in zip(matrices, layout.widths, layout.has_list, strict=True):

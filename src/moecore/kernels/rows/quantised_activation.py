@@ -53,7 +53,7 @@ def quantised_activation_ref(
     power_of_two: bool,
     quantise_h: bool = False,
 ) -> tuple[Blocks, Rows | None]:
-    """Compute `quantised_activation` in plain PyTorch: FP8 act(h) * weight, and FP8 H or None."""
+    """Return FP8 act(h) * weight, and with `quantise_h` FP8 H, otherwise None, in plain PyTorch."""
     h = quantise_rows_ref(h_RC, power_of_two=power_of_two) if quantise_h else None
     a_RF = activate_rows(h_RC, options)
     if weights_R is not None:
