@@ -70,7 +70,7 @@ class GradSink(Protocol):
 
 
 def find_sink(param: Tensor, shape: torch.Size) -> GradSink | None:
-    """Return the sink for a parameter's gradient viewed as `shape`; None = autograd accumulates."""
+    """Return the sink for a gradient viewed as `shape`; None (always in compilation) = autograd."""
     if torch.compiler.is_compiling():
         return None
     make: Callable[[torch.Size], GradSink | None] | None = getattr(param, SINK, None)
@@ -94,7 +94,7 @@ class RowMap(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ProductSource:
-    """The rows that a grouped product reads: source rows with row ids, or rows in expert order."""
+    """The rows that a grouped matmul reads: source rows with row ids, or rows in expert order."""
 
     rows: Tensor
     row_ids_R: Tensor | None  # None = the rows are in expert order

@@ -69,7 +69,7 @@ class _ExpertMLP(torch.autograd.Function):
         unsummed: UnsummedInput | None,
         receiver: GradientReceiver | None,
     ) -> Tensor:
-        """Return the output of `expert_mlp`; arguments before `rows` may have gradients."""
+        """Return [S, D], or with `unsummed` [R, D]; arguments before `rows` may have gradients."""
         products = make_products(options, index, weights)
         ctx.index_cache = products.index_cache  # a few kB, so saved-tensor hooks may ignore it
         x = products.prepare_rows(rows)

@@ -104,7 +104,7 @@ class BlockwiseProducts:
         return rows if rows.scales is not None else self._quantise(rows.values)
 
     def fc1(self, rows: Rows, *, keep: bool) -> tuple[Rows | None, _OperandBlocks]:
-        """Return H as saved for backward (None unless `keep`), and the FP8 activation."""
+        """Return H [R, C] as saved for backward, None unless `keep`, and the FP8 activation."""
         h_RC = self._multiply_fc1(rows)
         return self._activate(h_RC, self.recipe.hidden if keep else None)
 
@@ -144,7 +144,10 @@ class BlockwiseProducts:
     def activation_bwd(
         self, dy: _OutputGrads, h: Rows
     ) -> tuple[_OperandBlocks, Tensor, _OperandBlocks]:
-        """Return dH, dweights_R and the recomputed activation, from dY and H."""
+        """Return dH in FP8, gradients of routing weights (fp32 [R]) and act(H) * weight in FP8.
+
+        With a low-rank update, dH is also kept in the dtype of the rows, the last result only so.
+        """
         row_ids_R, slots_SK, num_rows = self.row_map
         if dy.is_unsummed:
             dy_rows = gather_row_blocks(dy.rows, None, None, num_rows)
@@ -197,6 +200,7 @@ class BlockwiseProducts:
         return self.low2.compute_update_grads(a.wide, dy.wide)
 
     def drop_weights(self) -> None:
+        """Free matrices and low-rank updates; only `fc1_wgrad` and `fc2_wgrad` may run after."""
         del self.low1, self.low2
         self.matrices.drop()
 

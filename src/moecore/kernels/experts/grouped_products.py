@@ -48,7 +48,7 @@ class Matmuls(Protocol):
     wants: Wants | None = None  # the gradients that the running backward computes
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
-        """Return each expert row times its expert's matrix, which `operand` selects, [R, N]."""
+        """Return X @ w1^T, A @ w2^T, dY @ w2 or dH @ w1 per expert, [R, N], as `operand` says."""
 
     def weight_grad(self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget) -> Tensor:
         """Return each expert's dy^T x [e, N, K], the gradient of w1 or w2 (`role`).
@@ -68,7 +68,7 @@ class TorchMatmuls(Matmuls):
         self.offsets_e = index.offsets_e
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
-        """Return each expert row times its expert's matrix, which `operand` selects, [R, N]."""
+        """Return X @ w1^T, A @ w2^T, dY @ w2 or dH @ w1 per expert, [R, N], as `operand` says."""
         role, is_backward = MATRICES[operand]
         w_eNK = self.w1_eCD if role == "w1" else self.w2_eDF
         b_eKN = w_eNK if is_backward else w_eNK.transpose(1, 2)
@@ -111,6 +111,7 @@ class GroupedProducts:
         self.low2 = LowRankProducts(weights.update2, offsets_e, has_kernels=has_kernels)
 
     def prepare_rows(self, rows: Rows) -> Rows:
+        """Return source rows unchanged; they are saved for backward in this format."""
         return rows
 
     def fc1(self, rows: Rows, *, keep: bool) -> tuple[Rows | None, Tensor]:
@@ -123,7 +124,7 @@ class GroupedProducts:
         return self._multiply(a_RF, "a")
 
     def recompute_h(self, rows: Rows) -> Rows:
-        """Compute H, FC1's output, from source rows."""
+        """Return H [R, C], FC1's output with its low-rank update, from source rows."""
         return Rows(self._multiply(self._gather(rows), "x"))
 
     def recompute_activation(self, h: Rows) -> Tensor:
@@ -133,7 +134,10 @@ class GroupedProducts:
     def prepare_output_grad(
         self, dy: Tensor, *, unsummed: bool, wants: Wants | None = None
     ) -> Tensor:
-        """Return the output's gradient [R, D]; if not `unsummed`, dy is [S, D] and is gathered."""
+        """Return the output's gradient [R, D]; if not `unsummed`, dy is [S, D] and is gathered.
+
+        `wants` has the gradients that this backward computes, for `matmuls`.
+        """
         self.matmuls.wants = wants
         if not unsummed:
             return self._gather(Rows(dy))
@@ -142,7 +146,7 @@ class GroupedProducts:
         return dy
 
     def activation_bwd(self, dy_RD: Tensor, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dH, dweights_R and the recomputed activation, from dY in expert order and H."""
+        """Return dH [R, C], gradients of routing weights (fp32 [R]) and act(H) * weight [R, F]."""
         return weighted_activation_bwd(
             h.values,
             self._multiply(dy_RD, "dy"),
@@ -174,6 +178,7 @@ class GroupedProducts:
         return self.low2.compute_update_grads(a, ProductSource(dy_RD, None))
 
     def drop_weights(self) -> None:
+        """Free matrices and low-rank updates; only `fc1_wgrad` and `fc2_wgrad` may run after."""
         del self.low1, self.low2
         self.matmuls.drop_weights()
 

@@ -69,7 +69,7 @@ class Products(Protocol):
         """Return a @ w2^T [R, D], the output of each expert row, from `fc1`'s activation."""
 
     def recompute_h(self, rows: Rows) -> Rows:
-        """Recompute H in backward, from rows returned by `prepare_rows`."""
+        """Recompute H [R, C] in backward, from rows returned by `prepare_rows`."""
 
     def recompute_activation(self, h: Rows) -> Any:
         """Return the activation of H in the format of `activation_bwd`, without its gradients."""
@@ -82,7 +82,7 @@ class Products(Protocol):
         """
 
     def activation_bwd(self, dy: Any, h: Rows) -> tuple[Any, Tensor, Any]:
-        """Return dH, dweights_R and the activation, from prepared dY and H."""
+        """Return dH, gradients of routing weights (fp32 [R]) and the activation; dy is prepared."""
 
     def fc1_dgrad(self, dh: Any) -> Tensor:
         """Return dH @ w1 [R, D], the gradient of each expert row of X."""
@@ -162,7 +162,7 @@ def make_products(
     weights: ExpertWeights,
     index_cache: Any = None,
 ) -> Products:
-    """Return the products of `options.products`, a name returned by `choose_products`.
+    """Return a `Products` object for `options.products`, a name returned by `choose_products`.
 
     `index_cache` is the attribute of the forward's products, for the same options and index; None =
     compute.
@@ -186,5 +186,5 @@ def make_products(
 
 
 def quantise_matrices(w_eNK: Tensor, recipe: Recipe) -> OperandPair:
-    """Quantise all experts' matrices of FC1 or FC2 to the operands of a recipe. No autograd."""
+    """Quantise all experts' matrices of FC1 or FC2 for sums over K and over N. No autograd."""
     return QUANTISE[recipe.scaling](w_eNK, recipe)

@@ -105,7 +105,7 @@ class ScaledMatmuls(Matmuls):
         self._other_layouts: dict[tuple[Operand, bool], Blocks] = {}
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
-        """Return each expert row times its expert's matrix, which `operand` selects, [R, N]."""
+        """Return X @ w1^T, A @ w2^T, dY @ w2 or dH @ w1 per expert, [R, N], as `operand` says."""
         matrix = self.matrices.get_operand(*MATRICES[operand])
         a = self._quantise_operand(operand, rows_RK)
         return scaled_gemm(a, matrix, self.offsets_e, rows_RK.dtype)
@@ -164,7 +164,7 @@ class ScaledMatmuls(Matmuls):
         return layout
 
     def _is_read_in_backward(self, operand: Operand, columns: bool) -> bool:
-        """Return whether the backward will read this layout of dY or dH later."""
+        """Return whether backward reads dY or dH for sums over rows (`columns`) or over columns."""
         wants = self.wants
         if wants is None:
             return False
@@ -180,7 +180,7 @@ def quantise_by_rows(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> OperandP
 
 
 def _unpack_fp8(matrix: Blocks, is_transposed: bool) -> Blocks:
-    """Return an all-gathered matrix, which has one scale per expert, as an operand."""
+    """Return all-gathered matrices, one scale each, as an operand, copied if is_transposed."""
     values = transpose_values(matrix.values) if is_transposed else matrix.values
     scales = matrix.scales[:, None].expand(values.shape[:2])
     return Blocks(values, scales.contiguous(), "row")
@@ -209,7 +209,7 @@ class EmulatedMatmuls(Matmuls):
         self.matrices = QuantisedMatrices(weights, quantise, unpack)
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
-        """Return each expert row times its expert's matrix, which `operand` selects, [R, N]."""
+        """Return X @ w1^T, A @ w2^T, dY @ w2 or dH @ w1 per expert, [R, N], as `operand` says."""
         role, is_backward = MATRICES[operand]
         b = self.matrices.get_operand(role, is_backward)
         if not rows_RK.shape[0]:
@@ -263,7 +263,10 @@ class EmulatedMatmuls(Matmuls):
 def quantise_emulated(
     w_eNK: Tensor, recipe: Recipe, *, rows: bool = True, columns: bool = True
 ) -> OperandPair:
-    """Quantise matrices to the requested MXFP8 or NVFP4 operands for their device. No autograd."""
+    """Quantise matrices to MXFP8 or NVFP4 for sums over K (`rows`) and N (`columns`). No autograd.
+
+    Operands are packed bytes if the device multiplies such bytes, otherwise emulated.
+    """
     is_packed = has_block_scaled_kernels(w_eNK.device)
     return quantise_microscaled_matrices(w_eNK, recipe, rows=rows, columns=columns, pack=is_packed)
 

@@ -122,7 +122,7 @@ def _forward(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _forward_fake(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return empty outputs of `_forward`, for tracing."""
+    """Return uninitialised y, values of H and scales of H for tracing; [0] where absent."""
     args = _Inputs(*flat)
     (S, D), R, C = args.x_SD.shape, args.weights_R.shape[0], args.w1_eCD.shape[1]
     empty = partial(args.x_SD.new_empty, dtype=args.dtype)
@@ -152,7 +152,7 @@ def _backward(*flat: Any) -> tuple[Tensor, ...]:
 
 
 def _backward_fake(*flat: Any) -> tuple[Tensor, ...]:
-    """Return empty outputs of `_backward`, for tracing."""
+    """Return uninitialised gradients as `_backward` orders them, [0] where not requested."""
     args = _BackwardInputs(*flat)
     likes = (args.dy, args.w1_eCD, args.w2_eDF, args.weights_R, *_list_updates(args))
     wants = [*args.wants[:4], *(want for want in args.wants[4:] for _ in range(2))]
@@ -241,9 +241,10 @@ def run_traced_expert_mlp(
     index: ExpertIndex,
     options: ExpertMLPOptions,
 ) -> Tensor:
-    """Compute `expert_mlp` by the custom op, which compilers can trace. No delayed scaling.
+    """Return the experts' output by the custom op, which compilers can trace.
 
-    `handle_RD` is None unless the result has expert rows, which the dispatcher sums.
+    It is [S, D], or [R, D] with `handle_RD`, which is None unless the dispatcher sums expert rows.
+    Raise ValueError for delayed scaling.
     """
     _raise_if_delayed_scaling(weights, options.recipe)
     matrices = (weights.w1_eCD, weights.w2_eDF, *weights.list_updates())

@@ -81,6 +81,7 @@ class TritonProducts:
         self.low2 = LowRankProducts(weights.update2, index.offsets_e, has_kernels=True)
 
     def prepare_rows(self, rows: Rows) -> Rows:
+        """Return source rows unchanged; they are saved for backward in this format."""
         return rows
 
     def fc1(self, rows: Rows, *, keep: bool) -> tuple[Rows | None, Tensor]:
@@ -95,7 +96,7 @@ class TritonProducts:
         return self._multiply(a, self.w2_eDF.transpose(1, 2), self.low2.compute_forward_addend(a))
 
     def recompute_h(self, rows: Rows) -> Rows:
-        """Compute H, FC1's output, from source rows."""
+        """Return H [R, C], FC1's output with its low-rank update, from source rows."""
         x = self._choose_source(rows, "recompute")
         return Rows(
             self._multiply(x, self.w1_eCD.transpose(1, 2), self.low1.compute_forward_addend(x))
@@ -108,11 +109,14 @@ class TritonProducts:
     def prepare_output_grad(
         self, dy: Tensor, *, unsummed: bool, wants: Wants | None = None
     ) -> ProductSource:
-        """Return the output's gradient as rows for products: [R, D], or [S, D] with row ids."""
+        """Return dY as rows for matmuls: `dy` [R, D] if `unsummed`, otherwise [S, D] with row ids.
+
+        The latter may be gathered to [R, D] now. `wants` is not read.
+        """
         return ProductSource(dy, None) if unsummed else self._choose_source(Rows(dy), "dy")
 
     def activation_bwd(self, dy: ProductSource, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dH, dweights_R and the recomputed activation, from dY and H."""
+        """Return dH [R, C], gradients of routing weights (fp32 [R]) and act(H) * weight [R, F]."""
         addend = self.low2.compute_backward_addend(dy)
         if self.tiles is not None and self.activation.gated and dy.rows.shape[0]:
             w2_eDF, tiles, weights_R, ids_R = self.w2_eDF, self.tiles, self.weights_R, dy.row_ids_R
@@ -149,10 +153,11 @@ class TritonProducts:
         return self.low2.compute_update_grads(ProductSource(a_RF, None, is_finite=True), dy)
 
     def drop_weights(self) -> None:
+        """Free matrices and low-rank updates; only `fc1_wgrad` and `fc2_wgrad` may run after."""
         del self.w1_eCD, self.w2_eDF, self.low1, self.low2
 
     def _choose_source(self, rows: Rows, use: Use) -> ProductSource:
-        """Return the rows for product `use`, with row ids, or gathered now if that is faster."""
+        """Return source rows for matmul `use`, with row ids, or gathered now if that is faster."""
         if self.tiles is None:
             return ProductSource(rows.widen(), self.row_map.row_ids_R)
         if rows.scales is not None:
@@ -188,7 +193,7 @@ class TritonProducts:
     def _weight_grad(
         self, source: ProductSource, y_RN: Tensor, transposed: bool, target: GradTarget
     ) -> Tensor:
-        """Return source^T y per expert, or `transposed`, in `target.out` or a new tensor."""
+        """Return source^T y per expert, or y^T source if `transposed`, in `target.out` or new."""
         return grouped_wgrad(
             source.rows,
             y_RN,

@@ -73,7 +73,7 @@ EPILOGUE_REGISTERS, PRODUCER_REGISTERS = 88, 24
 
 @gluon.jit
 def _load_step(operands, place, k, ring, slot, bar, CONST: gl.constexpr):
-    """Load a step's blocks: k counts the product's columns, then the addend's."""
+    """Load a step's blocks of `operands` by TMA: k counts a's columns, then the addend's."""
     if CONST.ADDEND:
         a_desc, b_desc, K, N, u_desc, m_desc, rank = operands
         first = gl.cdiv(K, CONST.BLOCK_K) * CONST.BLOCK_K
@@ -237,7 +237,7 @@ def sm90_bf16_grouped_kernel(
     rank,  # summed columns of the addend; None without
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Compute `cooperative_gemm`, or with CONST.ACT `cooperative_activation`, tile by tile."""
+    """Write a @ b of each expert to out_ptr, or with CONST.ACT act(h) * weight, and h to h_ptr."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K
@@ -377,7 +377,7 @@ def cooperative_activation(
     """Return FC1's output and its weighted activation. No autograd, no host sync.
 
     Args:
-        x_RD: rows in expert order, bf16 or fp16, contiguous.
+        x_RD: rows in expert order, bf16 or fp16, contiguous; `tiles` is their `map_row_tiles`.
         w1_eCD: [e, 2F, D] gate rows then up rows, contiguous; D and F multiples of 8.
         weights_R: fp32 routing weight of each expert row.
         options: a gated activation, not interleaved.

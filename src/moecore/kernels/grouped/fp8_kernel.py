@@ -54,7 +54,11 @@ class LoadedScales(NamedTuple):
 
 @gluon.jit
 def _load_step(operands, place, k, ring, slot, bar, CONST: gl.constexpr):
-    """Load columns k and on of a and b for tile `place` (`locate_rows`), and scales of a's rows."""
+    """Load columns k and on of a and b for tile `place` (`locate_rows`), and scales of a's rows.
+
+    `operands` are the descriptors of a and b, `LoadedScales` and N. The data go to stage `slot` of
+    the ring, whose full barrier is `bar`.
+    """
     a_desc, b_desc, scales, N = operands
     expert, row, end, n = place
     tma_load(a_desc, [row, k], bar, ring.a.index(slot))
@@ -67,7 +71,7 @@ def _load_step(operands, place, k, ring, slot, bar, CONST: gl.constexpr):
 
 @gluon.jit
 def _store_rows(out_ptr, out_desc, out_smem, x, row, end, column, N):
-    """Store x at (row, column) by TMA through out_smem, or by threads if rows end within x."""
+    """Store x at (row, column) by TMA through out_smem, or by threads if x goes past row `end`."""
     begin_staging(1)
     out_smem.store(x.to(out_smem.dtype))
     end_staging()
@@ -156,7 +160,7 @@ def sm90_fp8_grouped_nt_kernel(
     b_stride_k,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Compute `fp8_gemm`: each program writes every num_programs-th tile of out_ptr."""
+    """Multiply a's rows by their experts' b^T; a program writes every num_programs-th tile."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K

@@ -32,7 +32,10 @@ from moecore.kernels.grouped.skeleton import (
 
 @gluon.jit
 def _load_step(operands, m, n, t, ring, slot, bar, CONST: gl.constexpr):
-    """Load column tile m of x and n of y for row tile t by TMA, into stage `slot` of the ring."""
+    """Load column tile m of x and n of y for row tile t by TMA, into stage `slot` of the ring.
+
+    `operands` are the descriptors of x and y, M and N; `bar` is the stage's full barrier.
+    """
     x_desc, y_desc, M, N = operands
     tma_load(x_desc, [t * M + m * CONST.BLOCK_M, 0], bar, ring.a.index(slot))
     tma_load(y_desc, [t * N + n * CONST.BLOCK_N, 0], bar, ring.b.index(slot))
@@ -137,7 +140,7 @@ def sm90_fp8_grouped_wgrad_kernel(
     scale,  # fp32, of every product
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Compute `fp8_wgrad`: each program writes, or adds, every num_programs-th tile of out_ptr."""
+    """Compute x^T y per expert: a program writes, or adds, every num_programs-th tile."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K

@@ -38,7 +38,7 @@ from moecore.kernels.rows.activation_kernel import activate
 def grouped_gemm_ref(
     a: Tensor, b: Tensor, offsets_e: Tensor, *, row_ids_R: Tensor | None = None
 ) -> Tensor:
-    """Compute `grouped_gemm` by expert, summed in fp32; 0 past the rows. Host sync."""
+    """Return each expert row times its expert's matrix, summed in fp32; 0 past the rows. Syncs."""
     rows_R = a if row_ids_R is None else a.index_select(0, row_ids_R)
     dtype = torch.promote_types(a.dtype, torch.float32)
     out = torch.zeros(rows_R.shape[0], b.shape[2], dtype=dtype, device=a.device)
@@ -55,7 +55,7 @@ def grouped_gemm_activation_ref(
     offsets_e: Tensor,
     options: ActivationOptions,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `grouped_gemm_activation` by expert in plain PyTorch: h_RC, a_RF. Host sync."""
+    """Return h = x @ w1^T [R, C] and act(h) * weight [R, F] in plain PyTorch. Host sync."""
     h_RC = grouped_gemm_ref(x_SD, w1_eCD.transpose(1, 2), offsets_e, row_ids_R=row_ids_R)
     return h_RC, weighted_activation_ref(h_RC, weights_R, offsets_e[-1], options)
 
@@ -134,7 +134,7 @@ def _grouped_gemm_fwd_kernel(
     FLATTEN: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Compute `grouped_gemm`: GATHER reads rows by row_ids_ptr, ADD adds to out_ptr."""
+    """Write a's rows times their experts' b to out_ptr; GATHER reads a by row_ids_ptr, ADD adds."""
     N = N // 8 * 8  # they are multiples of 8 already; now the compiler knows, and uses 16 bytes
     K = K // 8 * 8
     row_tiles = count_row_tiles(offsets_ptr, num_experts, E_POW2, BLOCK_M)
@@ -195,7 +195,7 @@ def _grouped_gemm_activation_fwd_kernel(
     GROUP_M: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Compute `grouped_gemm_activation`: write h and the weighted activation."""
+    """Write h = x @ w1^T of gathered rows of x, and act(h) * weight, tile by tile."""
     F = F // 8 * 8  # as above
     D = D // 8 * 8
     row_tiles = count_row_tiles(offsets_ptr, num_experts, E_POW2, BLOCK_M)
@@ -244,8 +244,10 @@ def grouped_gemm(
         b: [e, K, N], the dtype of `a`; contiguous, or the transpose of a contiguous [e, N, K]. K
             and N are multiples of 8 (16 bytes, for TMA).
         offsets_e: int32 on the device, running sum of the experts' rows, at most R.
-        row_ids_R: int32, the row of `a` that each expert row reads; rows are gathered while loaded.
-        out: [R, N], dtype of `a`, contiguous, to which the result is added in place.
+        row_ids_R: int32, the row of `a` that each expert row reads, gathered while loaded; None =
+            `a` is in expert order.
+        out: [R, N], dtype of `a`, contiguous, to which the result is added in place; None = a new
+            tensor.
         dtype: of the result, that of `a` (None) or fp32.
 
     Returns:
@@ -288,7 +290,7 @@ def grouped_gemm_activation(
     offsets_e: Tensor,
     options: ActivationOptions,
 ) -> tuple[Tensor, Tensor]:
-    """Return FC1's output and its weighted activation, in one pass. No autograd, no host sync.
+    """Return FC1's output and act(h) * weight of it, in one pass. No autograd, no host sync.
 
     Args:
         x_SD: source rows, bf16 or fp16, contiguous.

@@ -85,7 +85,7 @@ def _load_tiles(
     K,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Loading warps: load a and b of every tile of this program, each followed by its addend."""
+    """Loading warps: fill the ring with a and b of each tile of this program, then its addend."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K
@@ -158,7 +158,7 @@ def _store_activation_bwd(
     next_column,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Compute the activation's backward from da and h, and store dh, activation and dweights."""
+    """Store dh, act(h) * weight and a sum of dweights for a tile from da and h; fetch next h."""
     ACT: gl.constexpr = CONST.ACT
     da_smem, h_desc, h_smem, arrived = stage
     dtype: gl.constexpr = out_ptr.dtype.element_ty
@@ -219,7 +219,7 @@ def _consume(
     N,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Multiplying warp group: compute and store every other tile of this program."""
+    """Multiply every other tile, store dh, act(h) * weight and dweights; `turns` orders groups."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     N = N // 8 * 8  # as above
@@ -304,7 +304,7 @@ def sm90_bf16_grouped_nn_act_bwd_kernel(
     N,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Compute `pingpong_activation_bwd`, with dweights as parts, one per column tile."""
+    """Write dh and act(h) * weight from da = a @ b and h, and dweights' sum per column tile."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K
@@ -357,7 +357,7 @@ def _finish_bwd_kernel(
     CLEARED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum parts of dweights; the first CLEARED programs each clear a row past the last used one."""
+    """Sum parts_ptr to dweights; the first CLEARED programs each zero an unused row of dh and a."""
     num_rows = tl.load(offsets_ptr + num_experts - 1)
     pid = tl.program_id(0)
     if pid < CLEARED:
@@ -407,7 +407,7 @@ def pingpong_activation_bwd(
     row_ids_R: Tensor | None = None,
     addend: Addend | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of h and of the weights, and the recomputed activation.
+    """Return the gradients of h and of the routing weights, and act(h) * weight recomputed.
 
     No autograd, no host sync. da = dy @ w2 stays on the chip, rounded to the dtype of dy.
 
@@ -416,7 +416,7 @@ def pingpong_activation_bwd(
             contiguous.
         w2_eDF: contiguous; D and F multiples of 8.
         tiles: from `map_row_tiles` of `offsets_e`, the running sum of the experts' rows.
-        h_RC: [R, 2F] FC1's output, contiguous.
+        h_RC, weights_R: FC1's output [R, 2F], contiguous; fp32 routing weight of each row.
         options: a gated activation, not interleaved.
         addend: dtype of dy; added to da before it is rounded.
 

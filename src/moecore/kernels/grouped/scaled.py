@@ -132,7 +132,10 @@ def mixed_grouped_wgrad_kernel(
 
 
 def mixed_gemm(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute `scaled_gemm`, rows times matrices, by a Triton kernel; FP8 formats may differ."""
+    """Return each expert row times its expert's matrix, [R, N], by a Triton kernel.
+
+    The FP8 formats of `a` and `b` may differ. Rows past the last expert's are uninitialised.
+    """
     (R, K), (e, N, _) = a.values.shape, b.values.shape
     out_RN = a.values.new_empty(R, N, dtype=dtype)
     launch(
@@ -148,7 +151,7 @@ def mixed_gemm(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> T
 
 
 def mixed_wgrad(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute `scaled_wgrad`, x^T y per expert, by a Triton kernel; FP8 formats may differ."""
+    """Return x^T y per expert, [e, M, N], by a Triton kernel; FP8 formats may differ."""
     (M, P), N, e = x.values.shape, y.values.shape[0], offsets_e.shape[0]
     out_eMN = x.values.new_empty(e, M, N, dtype=dtype)
     launch(
@@ -162,12 +165,12 @@ def mixed_wgrad(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> 
 
 
 def needs_reference(x: Tensor) -> bool:
-    """Return whether a tensor is on a CPU, where torch has no grouped FP8 product."""
+    """Return whether a tensor is on a CPU, where torch has no grouped FP8 matmul."""
     return x.device.type == "cpu"
 
 
 def _has_mixed_formats(a: Blocks, b: Blocks) -> bool:
-    """Return whether one operand is E4M3 and one E5M2, which torch's product does not support."""
+    """Return whether one operand is E4M3 and one E5M2, which torch's matmul does not support."""
     return a.values.dtype != b.values.dtype
 
 

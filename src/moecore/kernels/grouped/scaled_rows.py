@@ -67,7 +67,7 @@ class PaddedRows(NamedTuple):
 
 
 def pad_rows(offsets_e: Tensor, num_rows: int, multiple: int = ALIGNED) -> PaddedRows:
-    """Return the positions of R = num_rows expert rows after padding per expert. No host sync."""
+    """Return positions of R = num_rows expert rows, each expert's padded to `multiple`. No sync."""
     # Every expert has rows there: torch's product leaves what has none uninitialised. Example,
     # experts of 3 and 17 rows in 22: offsets 16 and 48, place_R 0 to 2, 16 to 32, 64, 64.
     e = offsets_e.shape[0]
@@ -99,7 +99,7 @@ def quantise_expert_rows_ref(
     amax: Tensor | None = None,
     seen: Tensor | None = None,
 ) -> OperandPair:
-    """Compute `quantise_expert_rows` in plain PyTorch; rows past the last expert's are zeros."""
+    """Quantise expert rows in plain PyTorch: see `quantise_expert_rows`; unused rows are zeros."""
     R, D = x_RD.shape
     layout = pad_rows(offsets_e, R)
     is_used = layout.expert_R < offsets_e.shape[0]

@@ -159,7 +159,7 @@ def load_range(ends_ptr, expert):
 
 @gluon.jit
 def _begin_step(ring, step, CONST: gl.constexpr):
-    """Call `begin_stage` for a step in which TMA loads one block of a and one of b."""
+    """Begin a stage for TMA of a block of a and a block of b; return stage and full barrier."""
     BITS: gl.constexpr = ring.a.dtype.primitive_bitwidth
     return begin_stage(ring, step, (CONST.BLOCK_M + CONST.BLOCK_N) * CONST.BLOCK_K * BITS // 8)
 

@@ -77,7 +77,7 @@ def _gather_steps(
     M,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Loading warps: gather x's rows by row_ids_ptr and load y's rows by TMA, for every tile."""
+    """Loading warps: fill the ring with x's rows by row_ids_ptr and y's by TMA, for every tile."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_K: gl.constexpr = CONST.BLOCK_K
     WARPS: gl.constexpr = CONST.PRODUCER_WARPS
@@ -118,7 +118,10 @@ def _gather_steps(
 
 @gluon.jit
 def _load_step(operands, m, n, row, ring, slot, bar, CONST: gl.constexpr):
-    """Load BLOCK_K contiguous rows of x and y, columns of tile (m, n), into stage `slot` by TMA."""
+    """Load rows of x and y (descriptors `operands`) for tile (m, n) into stage `slot` by TMA.
+
+    `row` is the first of BLOCK_K contiguous rows, and `bar` the full barrier of the stage.
+    """
     x_desc, y_desc = operands
     tma_load(x_desc, [row, m * CONST.BLOCK_M], bar, ring.a.index(slot))
     tma_load(y_desc, [row, n * CONST.BLOCK_N], bar, ring.b.index(slot))
@@ -161,7 +164,7 @@ def _add_block(
 
 @gluon.jit
 def _add_tile(out_ptr, total_MN, m, n, M, N, TRANSPOSED: gl.constexpr):
-    """Add tile (m, n) to an expert's gradient [M, N], or to [N, M] if TRANSPOSED, in four parts."""
+    """Add tile (m, n) to an expert's gradient [M, N], or to [N, M] if TRANSPOSED, in quarters."""
     PART: gl.constexpr = total_MN.shape[1] // 4
     lower, upper = split_halves(total_MN)
     part0, part1 = split_halves(lower)
@@ -196,7 +199,7 @@ def _consume(
     scale,  # factor on the sums
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Multiplying warps: store every tile of this program by TMA, or with ADD add it to out_ptr."""
+    """Multiplying warps: compute x^T y of every tile; store it by TMA, or with ADD add it."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K
@@ -258,7 +261,7 @@ def sm90_bf16_grouped_wgrad_kernel(
     scale,  # fp32, of every product
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Write the result of `grouped_wgrad` to out_ptr, or with ADD add; GATHER reads row_ids_ptr."""
+    """Write x^T y of each expert to out_ptr, or with ADD add; GATHER reads x by row_ids_ptr."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K

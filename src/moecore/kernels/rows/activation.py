@@ -118,6 +118,7 @@ def _apply_softcap(x: Tensor, limit: float) -> Tensor:
 
 
 def _apply_ungated(h_RF: Tensor, kind: str) -> Tensor:
+    """Return the elementwise activation `kind`, which has no gate, of h_RF."""
     if kind == "gelu":
         return F.gelu(h_RF)
     if kind == "silu":
@@ -177,7 +178,7 @@ def differentiate_activation(h_RC: Tensor, options: ActivationOptions) -> Tensor
 def weighted_activation_ref(
     h_RC: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, options: ActivationOptions
 ) -> Tensor:
-    """Compute `weighted_activation` in plain PyTorch: act(h) * weight of the row."""
+    """Return act(h) * weight of each row, 0 from num_rows on (None = R rows), in plain PyTorch."""
     mask_R1 = _make_row_mask(h_RC, num_rows)
     if mask_R1 is not None:
         # On both sides: 0 * NaN would reach the gradient of unused rows.
@@ -196,7 +197,7 @@ def weighted_activation_bwd_ref(
     num_rows: Tensor | None,
     options: ActivationOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `weighted_activation_bwd` in plain PyTorch: dh_RC, dweights_R and a_RF."""
+    """Return dh_RC, dweights_R and a_RF in plain PyTorch: see `weighted_activation_bwd`."""
     dtype = torch.promote_types(h_RC.dtype, torch.float32)
     mask_R1 = _make_row_mask(h_RC, num_rows)
     if mask_R1 is not None:
@@ -222,7 +223,7 @@ def _make_row_mask(h_RC: Tensor, num_rows: Tensor | None) -> Tensor | None:
 def _launch_forward(
     h_RC: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, *flat: Any
 ) -> Tensor:
-    """Compute `weighted_activation` by the kernel; `flat` is `ActivationOptions.flat`."""
+    """Return act(h) * weight, [R, F], by the kernel; `flat` is `ActivationOptions.flat`."""
     options = make_options(*flat)
     a_RF = _make_empty_output(h_RC, options.kind)
     R, F_ = a_RF.shape
@@ -245,7 +246,10 @@ def _launch_forward(
 def _launch_backward(
     h_RC: Tensor, da_RF: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, *flat: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `weighted_activation_bwd` by the kernel; the last of `flat` is whether to write a."""
+    """Return gradients of h and weights, and act(h) * weight, by the kernel.
+
+    `flat` is `ActivationOptions.flat`, and whether to compute the last output.
+    """
     options, with_output = make_options(*flat[:-1]), flat[-1]
     dh_RC, dweights_R, a_RF = _make_empty_gradients(h_RC, options.kind, with_output)
     R, F_ = da_RF.shape
@@ -291,6 +295,7 @@ _weighted_activation_bwd = Op(
 
 
 def _weighted_activation_backward(ctx: Any, da_RF: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of all inputs; None for those that need none or are no tensors."""
     h_RC, *rest = ctx.saved_tensors
     dh_RC, dweights_R, _ = _weighted_activation_bwd(h_RC, da_RF, *rest, *ctx.others, False)
     needs_grad = ctx.needs_input_grad

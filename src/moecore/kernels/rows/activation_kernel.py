@@ -151,7 +151,10 @@ def _load_gate_and_up(
     GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Return gate and up of a column block in fp32, 0 where masked; twice gate without a gate."""
+    """Return gate and up of a column block in fp32, 0 where masked; twice gate if not GATED.
+
+    INTERLEAVED: gate and up columns alternate; otherwise all gate columns come first.
+    """
     columns = block * BLOCK_F + tl.arange(0, BLOCK_F)
     if INTERLEAVED:
         h_columns = block * (2 * BLOCK_F) + tl.arange(0, 2 * BLOCK_F)
@@ -181,7 +184,7 @@ def weighted_activation_fwd_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """Write `weighted_activation` of BLOCK_R rows and BLOCK_F output columns to a_ptr."""
+    """Write act(h) * weight of BLOCK_R rows and BLOCK_F columns; 0 in rows from num_rows on."""
     BLOCKS: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
     C: tl.constexpr = 2 * F if ACT.GATED else F
     pid = tl.program_id(0)
@@ -219,7 +222,7 @@ def weighted_activation_bwd_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """Write dh, dweights and, unless a_ptr is None, the weighted activation of BLOCK_R rows."""
+    """Write gradients of h and weights, and unless a_ptr is None act(h) * weight; BLOCK_R rows."""
     BLOCKS: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
     C: tl.constexpr = 2 * F if ACT.GATED else F
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)

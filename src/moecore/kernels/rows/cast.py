@@ -88,7 +88,7 @@ def _compute_shapes(T: int, D: int, kind: str) -> tuple[tuple[int, int], ...]:
 def _launch_cast(
     x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _CastOptions
 ) -> Parts:
-    """Compute `cast`, by kernels if possible.
+    """Quantise a matrix as `cast` does, by kernels if possible, with the same `amax` and `seen`.
 
     Return values, scales, transposed values and their scales; None for an operand not requested.
     `seen` is raised in place.
@@ -196,7 +196,7 @@ def has_kernel(x: Tensor) -> bool:
 def _cast_plain(
     x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _CastOptions
 ) -> Parts:
-    """Compute `_launch_cast` in plain PyTorch."""
+    """Return the outputs of `_launch_cast`, in plain PyTorch; `seen` is raised in place."""
     kind, fmt, power_of_two, rows, columns = options
     x_TD = x.detach().reshape(-1, x.shape[-1])
     if seen is not None:
@@ -211,7 +211,7 @@ def _cast_plain(
 def _make_fake(
     x: Tensor, _: Any, __: Any, kind: str, fmt: str, ___: bool, rows: bool, columns: bool
 ) -> tuple[Tensor, ...]:
-    """Return empty outputs of the custom op `fp8_cast`; [0] for operands that are not requested."""
+    """Return uninitialised values, scales, transposed values, scales; [0] where not requested."""
     T, D, outputs = math.prod(x.shape[:-1]), x.shape[-1], []
     for is_needed, shape in ((rows, (T, D)), (columns, (D, T))):
         M, K = compute_operand_shape(*shape, kind)
@@ -229,7 +229,7 @@ def _cast_without_none(x: Tensor, amax: Tensor | None, seen: Tensor | None, *opt
 
 
 def _count_parts(T: int, D: int, num_matrices: int) -> int:
-    """Return into how many parts `compute_amax_parts` splits each matrix [T, D], a power of two."""
+    """Return the n of `compute_amax_parts` for matrices [T, D]: a power of two."""
     tiles = cdiv(T, PART_ROWS) * cdiv(D, PART_COLUMNS)
     return next_power_of_2(min(tiles, max(MAX_PARTS // num_matrices, 1)))
 
@@ -237,11 +237,11 @@ def _count_parts(T: int, D: int, num_matrices: int) -> int:
 def compute_amax_parts(
     x: Tensor, ends_e: Tensor | None = None, past: Tensor | None = None
 ) -> Tensor:
-    """Return the largest magnitudes of n parts of a matrix, fp32 [n], by a kernel. NaN is ignored.
+    """Return the largest magnitudes of n disjoint sets of tiles of a matrix, fp32 [n], by a kernel.
 
-    x is [T, D], or [e, T, D] with a result [e, n]; all rows have one stride. `ends_e` is a running
-    sum of experts' rows; rows past its last entry are not read. If `past`, fp32 [1], is not
-    0, all entries are `past` and x is not read.
+    NaN is ignored. x is [T, D], or [e, T, D] with a result [e, n]; all rows have one stride.
+    `ends_e` is a running sum of experts' rows; rows past its last entry are not read. If `past`,
+    fp32 [1], is not 0, all entries are `past` and x is not read.
     """
     (T, D), matrices = x.shape[-2:], x.shape[:-2]
     num_matrices = matrices[0] if matrices else 1
@@ -261,7 +261,7 @@ def compute_amax_parts(
 
 
 def _launch_amax(x: Tensor, past: Tensor | None) -> Tensor:
-    """Compute `compute_amax`; without a kernel, return one entry for all of x."""
+    """Return largest magnitudes as `compute_amax` does; without a kernel, one for all of x."""
     x_TD = x if x.ndim == 2 else x.detach().reshape(-1, x.shape[-1])
     if has_kernel(x):
         return compute_amax_parts(_make_contiguous(x_TD), None, past)
@@ -307,7 +307,7 @@ def cast(
     amax: Tensor | None = None,
     seen: Tensor | None = None,
 ) -> OperandPair:
-    """Quantise a matrix to the operands of FP8 products. Not differentiable, no host sync.
+    """Quantise a matrix to the operands of FP8 matmuls. Not differentiable, no host sync.
 
     Args:
         x: [..., D], whose T rows are a matrix; bf16, fp16, fp32 or fp64.
@@ -333,7 +333,7 @@ def cast(
 
 
 def compute_amax(x: Tensor, past: Tensor | None = None) -> Tensor:
-    """Return the largest magnitudes of n parts of x, fp32 [n]; their maximum is the amax of x.
+    """Return the largest magnitudes of n disjoint parts of x, fp32 [n]; their maximum is x's.
 
     If `past`, fp32 [1], is not 0, all entries are `past` and x is not read. No autograd, no host
     sync.

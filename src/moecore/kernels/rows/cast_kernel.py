@@ -48,7 +48,7 @@ def amax_parts_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write the largest magnitude of tiles part, part + PARTS, ... of a matrix, or *past_ptr."""
+    """Write the largest magnitude of every PARTS-th tile of one matrix, or *past_ptr if not 0."""
     part, matrix = tl.program_id(0), tl.program_id(1)
     num_rows = T
     if ends_ptr is not None:

@@ -77,7 +77,7 @@ class PagePool:
 
 
 def return_pages_ref(table: Tensor, num_entries: int, pool: PagePool) -> None:
-    """Move a table's first num_entries page ids to the free lists, on the host."""
+    """Move a table's first num_entries page ids to the free lists, on the host; leave NONE."""
     P, state, ids_N = pool.pages.shape[0], pool.state, table[:num_entries]
     for page in ids_N.tolist():
         if page >= 0:
@@ -152,7 +152,10 @@ def _put_back(
     num_host,  # Q
     BLOCK: tl.constexpr,
 ):
-    """Free a table's pages; return FREE, HOST_FREE and DEMAND for the caller, who has the lock."""
+    """Free a table's pages; return the new FREE, HOST_FREE and DEMAND.
+
+    The caller has the lock, and stores the three words in the state.
+    """
     head, free = _load_word(state_ptr, HEAD), _load_word(state_ptr, FREE)
     host_head, host_free = _load_word(state_ptr, HOST_HEAD), _load_word(state_ptr, HOST_FREE)
     demand = _load_word(state_ptr, DEMAND)
@@ -258,7 +261,7 @@ def _return_pages_kernel(
 
 
 def return_pages(table: Tensor, num_entries: int, pool: PagePool) -> None:
-    """Move the page ids in a table's first num_entries words to the free lists. No host sync."""
+    """Move a table's first num_entries page ids to the free lists; leave NONE. No host sync."""
     if not use_kernel(table):
         return_pages_ref(table, num_entries, pool)
     elif num_entries:

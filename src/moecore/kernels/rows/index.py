@@ -62,7 +62,7 @@ def compute_max_padded_length(num_rows: int, num_experts: int, multiple: int) ->
 def build_index_ref(
     ids_SK: Tensor, weights_SK: Tensor, *, first: int, num_local: int, multiple: int, length: int
 ) -> ExpertIndex:
-    """Compute `build_index` by a stable sort of the pairs, into R = `length` expert rows."""
+    """Sort pairs by local expert in plain PyTorch: see `build_index`; `length` is R."""
     N, device = ids_SK.numel(), ids_SK.device
     local_N = ids_SK.flatten().long() - first
     local_N = torch.where((local_N < 0) | (local_N >= num_local), num_local, local_N)
@@ -250,7 +250,7 @@ def _build_index_bwd_kernel(
 def _launch_forward(
     ids_SK: Tensor, weights_SK: Tensor, first: int, num_local: int, multiple: int, length: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch the kernels; return row_ids_R, weights_R, slots_SK and offsets_e."""
+    """Return row_ids_R, weights_R, slots_SK and offsets_e, by kernels; `length` is R."""
     N, R, device = ids_SK.numel(), length, ids_SK.device
     row_ids_R, weights_R, slots_SK, offsets_e = _make_empty(ids_SK, weights_SK, num_local, R)
     B = cdiv(N, BLOCK_N)

@@ -63,7 +63,8 @@ class _MicroscaleInput(NamedTuple):
     def launch(self, kernel: Any, block: tuple[int, int], *tensors: Any, **constants: Any) -> None:
         """Launch a kernel of `microscaled_kernel.py`, one program per tile.
 
-        `block` is rows and columns of one scale. `tensors` follow x, sources and experts.
+        `block` is rows and columns of one scale. `tensors` are the arguments of the kernel after
+        x, sources and experts; outputs among them are written.
         """
         (rows, columns), (*lead, N, K), x_TK = block, self.shape, self.x_TK
         M, below = prod(lead) * N, TILE[0] if rows == 1 else 1
@@ -82,7 +83,10 @@ class _MicroscaleInput(NamedTuple):
         )
 
     def compute_amax(self, block: tuple[int, int]) -> Tensor:
-        """Return fp32 [num_scales], the largest finite magnitudes of experts' rows or matrices."""
+        """Return fp32 [num_scales]: largest finite magnitude of each expert's rows, or each matrix.
+
+        `block`, rows and columns of one scale, decides the tile of a program alone.
+        """
         amax = self.x_TK.new_zeros(self.num_scales, dtype=torch.float32)
         self.launch(finite_amax_kernel, block, amax)
         return amax
@@ -147,7 +151,7 @@ def quantise_microscaled(
     num_experts: int = 0,
     pack: bool = False,
 ) -> Blocks:
-    """Quantise rows in MXFP8 or NVFP4 to one operand [M, K], or [K, M] with `over_rows` and `pack`.
+    """Quantise x's rows in MXFP8 or NVFP4 to an operand [M, K]; [K, M] with `over_rows` and `pack`.
 
     Without `pack`, values are multiplied by the scales of their blocks, in bf16 (fp32 on CPUs).
     Then the result has the scales of tensors, fp32 [e + 1]. No autograd, no host sync.
@@ -155,7 +159,7 @@ def quantise_microscaled(
     Args:
         x_TK: any floating dtype.
         recipe: "mxfp8" or "nvfp4".
-        over_rows: whether the product sums over rows instead of columns. The summed dim has full
+        over_rows: whether the matmul sums over rows instead of columns. The summed dim has full
             blocks.
         is_gradient: whether values are stochastically rounded if the recipe says so.
         sources_M: int64, the row of x of each row of the operand; -1 = zeros. None = row i is x's

@@ -125,7 +125,7 @@ def compute_nvfp4_tensor_scale(amax, POWER_OF_TWO: tl.constexpr):  # fp32, finit
 
 @triton.jit
 def _hash(x):  # uint32
-    """Compute `microscaling._hash` on uint32."""
+    """Return MurmurHash3's finalizer of uint32, with the bits of `microscaling._hash`."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     return x ^ (x >> 16)

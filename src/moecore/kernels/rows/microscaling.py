@@ -63,14 +63,14 @@ def _split_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def _expand_scales(scales: Tensor) -> Tensor:
-    """Return scales that broadcast with the blocks of `_split_blocks`."""
+    """Return a view [..., m, 1, k, 1] of scales [..., m, k], to broadcast with split blocks."""
     return scales[..., :, None, :, None]
 
 
 def quantise_mxfp8(x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return E4M3 values like x, and fp32 scales [..., M / rows, K / columns], powers of two.
+    """Return float8_e4m3fn of x's shape, and fp32 scales [..., M / rows, K / columns].
 
-    `block` is (rows, columns) of one scale.
+    `block` is (rows, columns) of one scale. Scales are powers of two.
     """
     values, scales = quantise_ref(_split_blocks(x, block), (-3, -1), power_of_two=True)
     return values.reshape(x.shape), scales.squeeze(-1).squeeze(-2)
@@ -132,7 +132,7 @@ def pack_e2m1(values: Tensor) -> Tensor:
 
 
 def unpack_e2m1(packed_bytes: Tensor) -> Tensor:
-    """Return the fp32 values of bytes that `pack_e2m1` made."""
+    """Return fp32 values [..., 2n] of bytes [..., n] that `pack_e2m1` made."""
     codes = torch.stack((packed_bytes & 15, packed_bytes >> 4), -1).flatten(-2)
     bits = (codes & 7).float()
     large = torch.where(bits < 6, bits - 2, bits * 2 - 8)
@@ -141,9 +141,10 @@ def unpack_e2m1(packed_bytes: Tensor) -> Tensor:
 
 
 def unpack_matrices(weight: Blocks, recipe: Recipe, *, transposed: bool) -> Blocks:
-    """Return packed all-gathered NVFP4 matrices [e, N, K] as an emulated operand.
+    """Unpack all-gathered NVFP4 matrices [e, N, K] to values times block scales, in bf16.
 
-    The operand is summed over K, or over N if `transposed`.
+    On a CPU in fp32. The operand is summed over K, or over N if `transposed` (a view [e, K, N]).
+    Its scales are one per matrix, fp32 [e].
     """
     assert weight.amax is not None, "they were gathered by it"
     wide = _dequantise(unpack_e2m1(weight.values), weight.scales, recipe.weight_block)
@@ -212,18 +213,21 @@ def _quantise_blocks(
 
 
 def _dequantise(values: Tensor, scales: Tensor, block: Any) -> Tensor:
-    """Return values times the scales of their blocks, in the dtype in which products multiply."""
+    """Return values times the scales of their blocks (rows, columns), bf16, or fp32 on a CPU."""
     wide = _split_blocks(values.float(), block) * _expand_scales(scales.float())
     return wide.reshape(values.shape).to(get_product_dtype(values))
 
 
 def get_product_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of emulated operands on x's device: fp32 on a CPU, otherwise bf16."""
+    """Return the dtype of emulated matmul operands on x's device: fp32 on a CPU, or bf16."""
     return torch.float32 if x.device.type == "cpu" else torch.bfloat16
 
 
 def _pack(values: Tensor, scales: Tensor, amax: Tensor, *, transposed: bool) -> Blocks:
-    """Return values and block scales as packed bytes, with rows innermost if `transposed`."""
+    """Return values and block scales as packed bytes, with rows innermost if `transposed`.
+
+    `amax`, the largest magnitudes of tensors, is kept for NVFP4 alone.
+    """
     if transposed:
         values, scales = values.mT, scales.mT
     if values.dtype == FP8:

@@ -206,6 +206,7 @@ def _launch_gather(
 
 
 def _launch_sum(y_RD: Tensor, slots_SK: Tensor) -> Tensor:
+    """Return [S, D], the sum of each source row's expert rows, by the kernel."""
     (S, K), D = slots_SK.shape, y_RD.shape[1]
     out_SD = y_RD.new_empty(S, D)
     block = choose_column_block(D, y_RD.element_size())
@@ -220,7 +221,7 @@ def _launch_sum(y_RD: Tensor, slots_SK: Tensor) -> Tensor:
 def gather_rows_without_autograd(
     x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None
 ) -> Tensor:
-    """Compute `gather_rows` without autograd, for use inside other operations."""
+    """Return the source row of each expert row: `gather_rows` without autograd, in other ops."""
     if x_SD.dtype in KERNEL_DTYPES and x_SD.shape[0] and use_kernel(x_SD, slots_SK):
         return _launch_gather(x_SD, row_ids_R, slots_SK, num_rows, clear=True)
     return gather_rows_ref(x_SD, row_ids_R, slots_SK, num_rows)
@@ -229,7 +230,7 @@ def gather_rows_without_autograd(
 def sum_rows_without_autograd(
     y_RD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None
 ) -> Tensor:
-    """Compute `sum_rows` without autograd, for use inside other operations."""
+    """Return the sum of each source row's expert rows: `sum_rows` without autograd, in ops."""
     if y_RD.dtype in KERNEL_DTYPES and use_kernel(y_RD, slots_SK):
         return _launch_sum(y_RD, slots_SK)
     return sum_rows_ref(y_RD, row_ids_R, slots_SK, num_rows)
@@ -272,9 +273,10 @@ def gather_rows(
 
 
 def gather_used_rows(x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor) -> Tensor:
-    """Compute `gather_rows` with uninitialised rows from num_rows on. No autograd, no host sync.
+    """Return the source row of each expert row, [R, D]. No autograd, no host sync.
 
-    x_SD has at least one row, and is bf16, fp16 or fp32 on a GPU.
+    Arguments are as for `gather_rows`, but rows from num_rows on are uninitialised. x_SD has at
+    least one row, and is bf16, fp16 or fp32 on a GPU.
     """
     return _launch_gather(x_SD, row_ids_R, slots_SK, num_rows, clear=False)
 
@@ -302,7 +304,7 @@ def sum_rows(
 
 
 def copy_first_rows_ref(target_RB: Tensor, source_RB: Tensor, num_rows: Tensor) -> None:
-    """Compute `copy_first_rows` in plain PyTorch. Host sync."""
+    """Copy the first num_rows rows in place in plain PyTorch: see `copy_first_rows`. Host sync."""
     count = min(int(num_rows), source_RB.shape[0])
     target_RB[:count].copy_(source_RB[:count])
 

@@ -124,6 +124,7 @@ def _gather_packed_rows_kernel(
 
 
 def _launch_pack(x_SD: Tensor) -> Tensor:
+    """Quantise rows to bytes [S, W] by the kernel, or on a CPU in plain PyTorch."""
     if not use_kernel(x_SD):
         return pack_rows_ref(x_SD)
     (S, D), program = x_SD.shape, _choose_program(x_SD.shape[1])

@@ -69,7 +69,8 @@ class PageLayout:
     ) -> "PageLayout":
         """Return the layout of `matrices`, each (bytes of a row, whether it has a list).
 
-        A matrix with a list has `source_rows` rows, another matrix `expert_rows`.
+        A matrix with a list has `source_rows` rows and uses the rows with a slot. Another matrix
+        has `expert_rows` rows and uses the first rows.
         """
         widths, has_list = zip(*matrices, strict=True)
         steps = [pool.page_bytes // width for width in widths]
@@ -97,7 +98,7 @@ class PageLayout:
         )
 
     def make_table(self) -> Tensor:
-        """Return an int32 table without pages. A CUDA graph must not capture this call."""
+        """Return an int32 table of NONE for `take_rows`. CUDA graphs must not capture this call."""
         num_listed = self.source_rows if any(self.has_list) else 0
         size = self.num_entries + 2 + num_listed
         return torch.full((size,), NONE, dtype=torch.int32, device=self.pool.pages.device)
@@ -124,7 +125,7 @@ def take_rows_ref(
 def copy_rows_ref(
     matrices: Sequence[Tensor | None], table: Tensor, layout: PageLayout, *, stash: bool
 ) -> None:
-    """Compute `copy_rows` on the host: rows to pages if `stash`, otherwise pages to rows."""
+    """Copy used rows to their pages if `stash`, otherwise back, on the host: see `copy_rows`."""
     pool, N, entry = layout.pool, layout.num_entries, 0
     P = pool.pages.shape[0]
     for matrix, width, listed in zip(matrices, layout.widths, layout.has_list, strict=True):
@@ -320,7 +321,7 @@ def take_rows(
     """Take pages for the used rows, and write the list of these rows to the table. No host sync.
 
     Args:
-        table: from `layout.make_table()`; its earlier pages are returned to the pool first.
+        table: from `layout.make_table()`, changed in place; its earlier pages are freed first.
         slots_SK: int32. A source row is used if one of its slots is not negative. None if no matrix
             has a list.
         num_rows: 0-dim int32. The first num_rows of R rows are used, at most R. None if all

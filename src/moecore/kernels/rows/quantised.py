@@ -57,7 +57,7 @@ def quantise_rows_ref(x_SD: Tensor, *, power_of_two: bool) -> Rows:
 
 
 def quantise_row_blocks_ref(x_RK: Tensor, power_of_two: bool) -> Blocks:
-    """Quantise rows per 1 x 128; return the layout of `gather_row_blocks`, in plain PyTorch."""
+    """Return FP8 [R, K] and fp32 scales [K / 128, R padded to 4] of 1 x 128, in plain PyTorch."""
     rows = quantise_rows_ref(x_RK, power_of_two=power_of_two)
     assert rows.scales is not None
     return Blocks(rows.values, _transpose_scales(rows.scales), "tile")
@@ -70,7 +70,7 @@ def _transpose_scales(scales_RB: Tensor) -> Tensor:
 
 
 def gather_row_blocks_ref(rows: Rows, row_ids_R: Tensor | None) -> Blocks:
-    """Compute `gather_row_blocks` in plain PyTorch, without zeros in padding rows."""
+    """Return FP8 rows[row_ids_R] (None = all rows) with transposed scales, in plain PyTorch."""
     assert rows.scales is not None
     values, scales = rows.values, rows.scales
     if row_ids_R is not None:
@@ -136,7 +136,10 @@ def check_multiple_of_128(name: str, size: int) -> None:
 
 
 def make_empty_row_blocks(like: Tensor, num_rows: int, num_columns: int) -> Blocks:
-    """Return an uninitialised "tile" operand on like's device: FP8, and transposed scales."""
+    """Return an uninitialised "tile" operand on like's device, FP8 [num_rows, num_columns].
+
+    Its scales are fp32 [num_columns / 128, num_rows rounded up to 4].
+    """
     scales_shape = (num_columns // BLOCK, round_up(num_rows, SCALE_ROWS))
     return Blocks(
         like.new_empty(num_rows, num_columns, dtype=FP8),
@@ -247,7 +250,8 @@ def tile_tokens(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTiles) 
         tiles: from `map_row_tiles` of the R expert rows.
 
     Returns:
-        FP8 [tiles, D, 128] with one scale per 128 rows and 128 columns, [tiles, D / 128].
+        FP8 [tiles, D, 128] with one scale per 128 rows and 128 columns, [tiles, D / 128]. Unused
+        tiles of the map are uninitialised.
     """
     values_SD, scales_SB = _get_values_and_scales(rows)
     S, D = values_SD.shape
@@ -278,7 +282,7 @@ def tile_tokens(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTiles) 
 def quantise_weights(
     w_eNK: Tensor, *, power_of_two: bool, rows: bool = True, columns: bool = True
 ) -> OperandPair:
-    """Quantise matrices to FP8, one scale per 128 x 128 block, to both operands of FP8 products.
+    """Quantise matrices to FP8, one scale per 128 x 128 block, to both operands of FP8 matmuls.
 
     w_eNK is bf16, fp16 or fp32, contiguous; N and K are multiples of 128. `rows` requests values
     [e, N, K], `columns` the transposed [e, K, N]; one pass writes both. No autograd, no host sync.

@@ -53,7 +53,7 @@ def quantised_activation_ref(
     power_of_two: bool,
     quantise_h: bool = False,
 ) -> tuple[Blocks, Rows | None]:
-    """Compute `quantised_activation` in plain PyTorch: FP8 act(h) * weight, and FP8 H or None."""
+    """Return FP8 act(h) * weight, and with `quantise_h` FP8 H, otherwise None, in plain PyTorch."""
     h = quantise_rows_ref(h_RC, power_of_two=power_of_two) if quantise_h else None
     a_RF = activate_rows(h_RC, options)
     if weights_R is not None:
@@ -70,7 +70,7 @@ def quantised_activation_bwd_ref(
     *,
     power_of_two: bool,
 ) -> tuple[Blocks, Tensor, Blocks]:
-    """Compute `quantised_activation_bwd` in plain PyTorch: dh, dweights_R and the activation."""
+    """Return FP8 dh, fp32 dweights_R and FP8 act(h) * weight: see `quantised_activation_bwd`."""
     wide = h.widen().float(), da_RF.float()  # in which nothing is rounded before it is quantised
     dh_RC, dweights_R, a_RF = weighted_activation_bwd_ref(*wide, weights_R, num_rows, options)
     return (
@@ -82,7 +82,10 @@ def quantised_activation_bwd_ref(
 
 @triton.jit
 def load_h(h_ptr, h_scales_ptr, rows, row_mask, block, wide: tl.constexpr, C: tl.constexpr):
-    """Return FC1's output, columns 128 * block and on, as fp32; FP8 is first rounded to `wide`."""
+    """Return FC1's output, columns 128 * block and on, as fp32; 0 where masked.
+
+    With h_scales_ptr it is FP8, which is first rounded to `wide`.
+    """
     at = rows[:, None] * C + block * 128 + tl.arange(0, 128)[None, :]
     h = tl.load(h_ptr + at, mask=row_mask[:, None], other=0)
     if h_scales_ptr is not None:
@@ -222,7 +225,7 @@ def quantised_activation(
     power_of_two: bool,
     quantise_h: bool = False,
 ) -> tuple[Blocks, Rows | None]:
-    """Return act(h) times the weight of each row, quantised from fp32. No autograd, no host sync.
+    """Return act(h) * weight of each row in FP8, quantised from fp32. No autograd, no host sync.
 
     Args:
         h_RC: FC1's output, bf16, fp16 or fp32, contiguous: [R, 2F] with gate columns first for
@@ -271,10 +274,10 @@ def quantised_activation_bwd(
     *,
     power_of_two: bool,
 ) -> tuple[Blocks, Tensor, Blocks]:
-    """Return dh, dweights and the recomputed weighted activation. No autograd, no host sync.
+    """Return gradients of h and weights, and act(h) * weight recomputed. No autograd, no host sync.
 
-    The same bits in every run. h is H as saved for backward, contiguous, FP8 or not. da_RF, the
-    gradient of the output, is contiguous and in the dtype of H. Other arguments are the forward's.
+    The same bits in every run. h is FC1's output, contiguous, FP8 or not. da_RF, the
+    gradient of the output, is contiguous and in the dtype of h. Other arguments are the forward's.
 
     Returns:
         dh, FP8 [R, C] from fp32 values; dweights_R fp32, zero from num_rows on; the forward's

@@ -39,7 +39,10 @@ class Rows:
     def from_bytes(
         cls, bytes_SW: Tensor, dim: int, dtype: torch.dtype, handle_SD: Tensor | None = None
     ) -> Rows:
-        """View the result of `pack_rows` as FP8 rows of `dim` columns; they widen to `dtype`."""
+        """View the result of `pack_rows` as FP8 rows of `dim` columns; they widen to `dtype`.
+
+        `handle_SD` is the tensor that gets the gradient of the widened rows; None = no gradient.
+        """
         return cls(*view_packed_rows(bytes_SW, dim), dtype, handle_SD=handle_SD)
 
     @property
@@ -48,7 +51,10 @@ class Rows:
         return self.values.dtype if self.wide_dtype is None else self.wide_dtype
 
     def widen(self) -> Tensor:
-        """Return [S, D] in `dtype`, differentiable in the values, or with scales in the handle."""
+        """Return [S, D] in `dtype`: `values` itself without scales, otherwise values * scales.
+
+        With scales, `handle_SD` receives the gradient.
+        """
         if self.scales is None:
             return self.values
         if self.handle_SD is None:
@@ -106,10 +112,11 @@ def _widen_rows_kernel(
 
 
 def widen_rows(rows: Rows, num_rows: Tensor | None = None) -> Tensor:
-    """Return rows in their wide dtype, by a kernel on a GPU. No autograd, no host sync.
+    """Return FP8 rows [R, C] in their wide dtype, by a kernel on a GPU. No autograd, no host sync.
 
-    Rows and scales are contiguous, C a multiple of 128. num_rows is 0-dim int32 on the device, at
-    most R: rows from num_rows on are not read, and are uninitialised in the result. None means R.
+    Without scales, return `rows.values` itself. Rows and scales are contiguous, C a multiple of
+    128. num_rows is 0-dim int32 on the device, at most R: rows from num_rows on are not read, and
+    are uninitialised in the result. None means R.
     """
     if rows.scales is None or not use_kernel(rows.values):
         return rows.widen()

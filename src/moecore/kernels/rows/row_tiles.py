@@ -59,12 +59,12 @@ class RowTiles(NamedTuple):
 
     @property
     def max_tiles(self) -> int:
-        """The number of row tiles that fit the map; map[0, 0] is the number in use."""
+        """Length of the map in row tiles; map[0, 0], on the device, is the number in use."""
         return self.map.shape[0] - 1
 
 
 def map_row_tiles_ref(offsets_e: Tensor, num_rows: int) -> RowTiles:
-    """Compute `map_row_tiles` in plain PyTorch; entries past the last tile are 0."""
+    """Return the map of row tiles in plain PyTorch: see `map_row_tiles`; unused entries are 0."""
     e = offsets_e.shape[0]
     map = offsets_e.new_zeros(1 + cdiv(num_rows, BLOCK_M) + e, MAP_FIELDS)
     counts_e = offsets_e.diff(prepend=offsets_e.new_zeros(1))
@@ -80,10 +80,10 @@ def map_row_tiles_ref(offsets_e: Tensor, num_rows: int) -> RowTiles:
 
 
 def map_row_tiles(offsets_e: Tensor, num_rows: int) -> RowTiles:
-    """Return the row tiles of all experts, as grouped products read them. No host sync.
+    """Return the row tiles of all experts, as grouped matrix products read them. No host sync.
 
     `offsets_e` is the int32 running sum of the experts' rows, on the device. `num_rows` is the
-    length R of the row buffer, not the number of rows in use.
+    length R of the row buffer, not the number of rows in use. Unused entries are uninitialised.
     """
     if not use_kernel(offsets_e):
         return map_row_tiles_ref(offsets_e, num_rows)

@@ -117,7 +117,7 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def compute_operand_shape(rows: int, columns: int, kind: str) -> tuple[int, int]:
-    """Return [rows, columns] padded to the (M, K) that FP8 products of this `kind` support."""
+    """Return [rows, columns] padded to the (M, K) that FP8 matmuls of this `kind` support."""
     return round_up(rows, ALIGNED), round_up(columns, SCALE_KINDS[kind].multiple)
 
 
@@ -193,7 +193,7 @@ def cast_ref(x_TD: Tensor, amax: Tensor | None, kind: str, fmt: str, power_of_tw
 
 
 def multiply_ref(a: Blocks, b: Blocks) -> Tensor:
-    """Return a @ b^T in fp32, as tensor cores sum it: by 128 of K where scales change along K."""
+    """Return a [M, K] @ b [N, K]^T in fp32, summed by 128 of K where scales change along K."""
     a_MK, b_NK = a.values.float(), b.values.float()
     (M, K), N = a_MK.shape, b_NK.shape[0]
     a_scales = _expand_scales(_view_scales_by_rows(a), a.kind, M, K)

@@ -60,7 +60,8 @@ class MatrixShard(NamedTuple):
     def of(cls, shape: torch.Size, dim: int, start: int, size: int) -> MatrixShard:
         """Return the position of a parameter's slice `start` to `start + size` of dim `dim`.
 
-        The matrix has the last dim of `shape` as its columns, and all other dims as its rows.
+        `shape` is the full parameter's. The matrix has its last dim as columns, and all other dims
+        as rows.
         """
         rows, columns = shape[:-1].numel(), shape[-1]
         if dim == len(shape) - 1:

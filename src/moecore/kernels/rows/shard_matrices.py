@@ -56,8 +56,8 @@ def _view_as_matrices(part: Tensor, first: int, amax: Tensor) -> tuple[Tensor, T
 def write_matrix_amax_(part: Tensor, first: int, amax: Tensor) -> None:
     """Write a shard's largest magnitude in each matrix to `amax`, fp32, one entry per matrix.
 
-    `first` is the number of the shard's first matrix. Matrices without an element in the shard get
-    0. NaN is ignored.
+    `first` is the index of the shard's first matrix. Matrices without an element in the shard get
+    0. NaN is ignored. Ranks do not communicate.
     """
     amax.zero_()
     if part.numel():
@@ -172,7 +172,7 @@ def write_square_amax_(part: Tensor, place: MatrixShard, amax: Tensor) -> None:
     """Write a shard's largest magnitude in each 16 x 16 square to fp32 `amax` [R / 16, C / 16].
 
     `place` is the shard's position. A value that is not finite makes the entry of its square
-    infinite. Other ranks' squares get 0.
+    infinite. Other ranks' squares get 0. Ranks do not communicate.
     """
     if not part.numel() or not use_kernel(part):
         write_square_amax_ref_(part, place, amax)
@@ -201,7 +201,7 @@ def pack_part_(
     codes: Tensor,
     recipe: Recipe,
 ) -> None:
-    """Write a shard's E2M1, two values in a byte, and all block scales. No autograd, no host sync.
+    """Quantise a shard to E2M1 `codes`, and write all block `scales`. No autograd, no host sync.
 
     Args:
         part: the shard [r, c], contiguous, maybe without elements; c and its first column are even.
@@ -209,7 +209,7 @@ def pack_part_(
         squares: fp32 [R / 16, C / 16], largest magnitudes of the full weight's 16 x 16 squares.
         amax: fp32, largest finite magnitude of each matrix.
         scales: e4m3 [R / 16, C / 16], out.
-        codes: uint8 [r * c / 2], out.
+        codes: uint8 [r * c / 2], out, two values in a byte.
         recipe: an "nvfp4" recipe.
     """
     if not use_kernel(scales):
