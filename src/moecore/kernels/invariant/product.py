@@ -164,7 +164,7 @@ def invariant_product(
         b: [K, N] or [B, K, N], the dtype of a.
         addend: what broadcasts to the result; None, or beta 0, = nothing.
         dtype: of the result; None = that of a.
-        multiply: on a CPU, the product of one row of a and of b.
+        multiply: on a CPU, the matmul of one row [1, K] and b [K, N], both widened to fp32 or fp64.
 
     Returns:
         [M, N] or [B, M, N], contiguous.
