@@ -265,7 +265,7 @@ def _receive_grads_kernel(
 
 
 def split_pieces(layout: CloneLayout, rows: Tensor, num_clones: int) -> Iterator[ClonePiece]:
-    """Yield the pieces of rows [rows, W] that fit a slot; each piece is one operation."""
+    """Yield the column ranges of rows [experts, W] to send one by one, each at most one slot."""
     width, max_width = rows.shape[1], layout.slot_bytes(num_clones) // rows.itemsize
     for start in range(0, width, max_width):
         yield ClonePiece(width, start, min(max_width, width - start))
