@@ -61,7 +61,7 @@ class CloneLayout:
         return 2 * self.set_bytes + 2 * self.num_ranks * self.num_programs * 4
 
     def locate_regions(self, base: int) -> list[int]:
-        """Return the addresses of slots and flags, as `ExchangeLayout.locate_regions` does."""
+        """Return [slots, 0, 0, flags], addresses in the buffer at address `base`; 0 = no region."""
         return [base, 0, 0, base + 2 * self.set_bytes]
 
     def slot_bytes(self, num_clones: int) -> int:
