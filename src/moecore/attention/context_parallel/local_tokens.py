@@ -98,7 +98,7 @@ class ChunkLayout:
             self.select_half(x_BtX, half, dim).copy_(values_BCX)
 
     def select_first_chunks(self, x_BTX: Tensor, num_chunks: int) -> Tensor:
-        """Return each document's first `num_chunks` of 2 * G chunks. x: `flatten_rows` of full rows."""
+        """Return each document's first `num_chunks` of 2 * G chunks; x: flattened full rows."""
         if self._cu_seqlens is None:
             return x_BTX[:, : num_chunks * (x_BTX.shape[1] // (2 * self.size))]
         return x_BTX[:, self._find_first_chunks(num_chunks)]

@@ -153,14 +153,14 @@ class _LocalQueries(NamedTuple):
 
 
 def _add_half(layout: ChunkLayout, total: Tensor, half: Half, part: Tensor) -> None:
-    """Add `part` to a half of the tokens of `total`, in place."""
+    """Add `part`, which has the tokens of `half` alone, to these tokens of `total`, in place."""
     layout.write_half(total, half, layout.select_half(total, half) + part)
 
 
 def _add_kv_grads(
     layout: ChunkLayout, totals: tuple[Tensor, Tensor], half: Half, parts: list[Tensor]
 ) -> None:
-    """Add gradients of k and v to a half of the tokens of `totals`, in place."""
+    """Add `parts`, dk and dv of the tokens of `half`, to these tokens of `totals`, in place."""
     for total, part in zip(totals, parts, strict=True):
         _add_half(layout, total, half, part)
 

@@ -84,7 +84,7 @@ def _split_block(
 
 
 def _merge_parts(parts: Iterable[Tensor], like: Tensor) -> Tensor:
-    """Concatenate parts [1, tokens, ...] to [B, T, ...], with B and T of `like`."""
+    """Concatenate results [1, tokens, ...] of `_list_parts` to [B, T, ...], B and T of `like`."""
     return torch.cat(list(parts), dim=1).unflatten(1, like.shape[:2])[0]  # type: ignore[no-any-return]
 
 

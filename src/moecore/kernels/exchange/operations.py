@@ -81,7 +81,7 @@ class SpreadChoices(NamedTuple):
 
 
 class Ptrs(NamedTuple):
-    """The row tensors of a spread or reduce kernel. A spread copies rows as words of 4 bytes."""
+    """Row tensors of a spread (dispatch) or reduce kernel. A spread copies rows as 4-byte words."""
 
     rows: Any  # [T, D] to spread, [R, D] to add
     peers: Any  # [T] int64 ranks by bit

@@ -89,7 +89,7 @@ def _call_for_floats(
 
 
 def _mm(torch_kernels: _TorchKernels, keys: Any, a: Tensor, b: Tensor) -> Tensor:
-    """Replace `aten::mm` and `aten::bmm` by an invariant product; `keys` are dispatch keys."""
+    """Replace `aten::mm` and `aten::bmm` by `invariant_product`; `keys` are dispatch keys."""
     return torch_kernels.compute_product(keys, a, b)
 
 

@@ -102,7 +102,7 @@ def _invariant_product_kernel(
     GROUP_M: tl.constexpr,  # row tiles that share columns of b in L2
     WIDEN: tl.constexpr,
 ):
-    """Write one [BM, BN] tile of alpha * a @ b + beta * c, for one of the B products."""
+    """Write one [BM, BN] tile of alpha * a @ b + beta * c, for one of the B matrices."""
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     width = GROUP_M * tiles_n
     first = tl.program_id(0) // width * GROUP_M
