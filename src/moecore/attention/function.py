@@ -143,7 +143,10 @@ def _forward(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return contiguous o and lse, with sinks, of causal attention; `cu_seqlens` None = by row."""
+    """Return contiguous o_BTHv and lse_BHT of causal attention, both with sinks.
+
+    `sinks` None = no sinks, `window` None = all keys, `cu_seqlens` None = a row is one document.
+    """
     mask = Sequence(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen).mask(window)
     o, lse = attention_forward(q, k, v, mask, scale)
     if sinks is not None:

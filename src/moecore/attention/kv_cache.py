@@ -81,7 +81,7 @@ def _attend_with_sinks(
     scale: float,
     sinks_H: Tensor,
 ) -> Tensor:
-    """Return attention [B, H, N, v] whose softmax, in fp32, has a further score for each head."""
+    """Return attention [B, H, N, v] with sinks_H as a further score of each head's fp32 softmax."""
     H, h = q_BHNd.shape[1], k_BhSd.shape[1]
     k_BHSd, v_BHSv = (x.repeat_interleave(H // h, dim=1) for x in (k_BhSd, v_BhSv))
     scores_BHNS = (q_BHNd.float() @ k_BHSd.float().mT * scale).masked_fill(~mask_NS, -torch.inf)

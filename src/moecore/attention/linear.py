@@ -77,7 +77,8 @@ def convolve(
 ) -> Tensor:
     """Return y_BTD: a causal depthwise convolution within documents, then SiLU if `silu` is True.
 
-    `bias_D` None = no bias. With cp > 1 x has only this rank's tokens, and the call is collective.
+    The last of the W taps is for the token itself. `bias_D` None = no bias. With cp > 1 x has only
+    this rank's tokens, and the call is collective.
     """
     filters = weight_DW, bias_D
     x = x_BTD.flatten(0, 1)

@@ -150,7 +150,7 @@ def _decode_moments_ref(row: ParamRow, wide: torch.dtype) -> tuple[Tensor, Tenso
 def _encode_state_ref(
     row: ParamRow, number: int, w: Tensor, m: Tensor, v: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return (tensor, new value) pairs in the stored dtypes; `number` seeds stochastic rounding."""
+    """Return (tensor of `row`, new value) pairs from new w, m and v; `number` seeds rounding."""
     if row.remainder is None:
         pairs = [(row.weight, w.to(row.weight.dtype))]
     else:
@@ -190,7 +190,7 @@ def _update_block(
     SPLIT: tl.constexpr,
     MOMENT_BLOCK: tl.constexpr,
 ):
-    """Update blocks of a tensor in place; SPLIT: weights are bf16 bits and int16 remainders."""
+    """Update blocks in place; MASKED: may pass numel; SPLIT: bf16 bits and int16 remainders."""
     i = row[:, None] * MOMENT_BLOCK + tl.arange(0, MOMENT_BLOCK)[None, :]
     mask = i < numel if MASKED else None
     FP8: tl.constexpr = exp_avg_ptr.dtype.element_ty == tl.uint8
@@ -421,7 +421,7 @@ def _update_with_torch_(
 
 
 def _make_table(tensors: AdamWTensors) -> tuple[Tensor, int]:
-    """Return `_adamw_kernel`'s table on the device, and the number of programs of all tensors."""
+    """Return int64 [P, COLUMNS] on the device, see `_adamw_kernel`, and the number of programs."""
     rows, num_programs = [], 0
     for number, row in zip(tensors.rounding_seeds, tensors.to_rows(), strict=True):
         numel = row.weight.numel()

@@ -75,7 +75,7 @@ def _multiply_uint32(x: Tensor, factor: int) -> Tensor:
 
 
 def round_stochastically_ref(x: Tensor, noise: Tensor) -> Tensor:
-    """Round x to bf16 stochastically with the low 16 bits of `noise`; return fp32."""
+    """Round x to bf16 stochastically; return fp32. `noise` is int64 below 2^16, one per element."""
     bits = (x.float().contiguous().view(torch.int32).long() & 0xFFFFFFFF) + noise.view(x.shape)
     bits = bits & 0xFFFF0000
     bits = torch.where(bits >= 1 << 31, bits - (1 << 32), bits)
@@ -179,7 +179,7 @@ def round_stochastically(x, noise):  # fp32; uint32 of 16 bits
 
 @triton.jit
 def _compute_exponents(x, BIAS: tl.constexpr):  # fp32 [ROWS, MOMENT_BLOCK]
-    """Return the exponent of each row's scale, int32 [ROWS]."""
+    """Return each row's scale as int32 [ROWS], the exponent + 127; BIAS is of the stored format."""
     size = tl.abs(x)
     bits = tl.max(tl.where(size < float("inf"), size, 0.0), 1).to(tl.int32, bitcast=True)
     return tl.maximum((bits + 0x001FFFFF >> 23) - (BIAS + 1), BIAS + 3)
@@ -199,7 +199,7 @@ def _encode(
     UNITS: tl.constexpr,
     NAN: tl.constexpr,
 ):
-    """Round scaled x >= 0 to int32 codes of a format whose least value is 1 / UNITS."""
+    """Round scaled x >= 0 to int32 codes: 1 / UNITS is the least value, NAN encodes NaN and inf."""
     noise = noise.to(tl.int32)
     normal = (x.to(tl.int32, bitcast=True) + (noise << 4) >> 20) - ((127 - BIAS) << 3)
     small = (x * UNITS + noise.to(tl.float32) * 1.52587890625e-05).to(tl.int32)  # 2^-16
@@ -209,7 +209,10 @@ def _encode(
 
 @triton.jit
 def encode_moments(m, v, noise):  # fp32 [ROWS, MOMENT_BLOCK] twice; uint32
-    """Return uint8 codes of m and of v, and int16 [ROWS] with m's exponent in its low byte."""
+    """Return uint8 codes of m and of v, and int16 [ROWS] exponents: m's low byte, v's high byte.
+
+    Noise has 16 random bits for m in its low half, and for v in its high half.
+    """
     first = _compute_exponents(m, _FIRST)
     inverse = _compute_power(254 - first)[:, None]
     min_value = _compute_power(first)[:, None] / _FIRST_UNITS

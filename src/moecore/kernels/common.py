@@ -180,7 +180,7 @@ def warn_on_fallback(x: Tensor, operation: str) -> None:
 
 
 def can_skip_masks(num_rows: Tensor, length: int) -> bool:
-    """Return whether the CPU scalar `num_rows` is >= `length`, so that no row needs a mask.
+    """Return whether the CPU scalar `num_rows` of used rows is >= `length`, all rows of a tensor.
 
     False for a tensor on another device, where reading would synchronise, and under compilation.
     """
@@ -249,7 +249,7 @@ def disable_autocast(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def split_by_expert(offsets_e: Tensor) -> Iterator[slice]:
-    """Yield each expert's slice of rows, from the cumulative row counts. Host sync."""
+    """Yield each expert's slice of rows sorted by expert; offsets_e are running sums. Host sync."""
     start = 0
     for stop in offsets_e.tolist():
         yield slice(start, stop)

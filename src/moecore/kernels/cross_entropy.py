@@ -280,7 +280,7 @@ def _cross_entropy(
     in_place: bool,
     power_of_two: bool,
 ) -> Tensor:
-    """Return the losses [C]; write the gradient to d_logits, or over the logits if in_place."""
+    """Return losses [C]; write gradients to d_logits, in_place to logits; FP8 with `scales`."""
     C, V = logits_CV.shape
     losses_C = logits_CV.new_empty(C, dtype=torch.float32)
     # A 16-bit gradient could lie in the memory of its fp32 logits. That would take a barrier per
@@ -475,7 +475,7 @@ def softmax_gradient_(
 def softmax_gradient_blocks(
     logits_CV: Tensor, labels_C: Tensor, highs_C: Tensor, sums_C: Tensor, *, power_of_two: bool
 ) -> Blocks:
-    """Compute `softmax_gradient_` in the FP8 format of `cross_entropy_blocks`."""
+    """Return the gradient of `softmax_gradient_` in FP8, with a scale per 128 columns of a row."""
     numbers = (labels_C, highs_C, sums_C)
     if not use_kernel(logits_CV):
         d_logits_CV = softmax_gradient_ref_(logits_CV.float(), *numbers, torch.float32)

@@ -65,7 +65,10 @@ class CollapsedStreams:
 def collapse_streams_ref(
     streams_TND: Tensor, fn_MC: Tensor, base_M: Tensor, scale_3: Tensor, options: SinkhornOptions
 ) -> tuple[Tensor, Tensor]:
-    """Compute `collapse_streams` in plain PyTorch; return x_TD and weights_TW, fp32 or fp64."""
+    """Compute `collapse_streams` in plain PyTorch, in fp32 (fp64 for fp64 streams).
+
+    Return x_TD in the streams' dtype, and unrounded weights_TW: post [N], then comb [N * N].
+    """
     (T, N, _), eps = streams_TND.shape, options.eps
     wide_TND = streams_TND.to(torch.promote_types(streams_TND.dtype, torch.float32))
     flat_TC, sizes = wide_TND.flatten(1), (N, N, N * N)
@@ -92,7 +95,7 @@ def expand_streams_ref(streams_TND: Tensor, y_TD: Tensor, weights_TW: Tensor) ->
 
 
 def _make_constants(streams_TND: Tensor) -> dict[str, Any]:
-    """Return the constants of the kernels that have one program per token."""
+    """Return N, D, N as a power of two and BLOCK_D, for kernels with one program per token."""
     _, N, D = streams_TND.shape
     return dict(N=N, D=D, NP=next_power_of_2(N), BLOCK_D=min(BLOCK_D, next_power_of_2(D)))
 
@@ -101,7 +104,11 @@ Collapsed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _make_empty_collapsed(streams_TND: Tensor, fn_MC: Tensor, *_: Any) -> Collapsed:
-    """Return uninitialised x_TD, weights_TW, raw_TM, r_T and link_TND, of which r is 1 / RMS."""
+    """Allocate the outputs of `_collapse_forward`, uninitialised.
+
+    x_TD and link_TND, one element expanded, have the streams' dtype. The others are fp32: weights
+    [T, N + N * N], raw mixes [T, M] with M = N * (2 + N), and 1 / RMS [T].
+    """
     (T, N, D), M = streams_TND.shape, len(fn_MC)
     weights, raw, r = (
         streams_TND.new_empty(shape, dtype=torch.float32) for shape in ((T, M - N), (T, M), (T,))
@@ -118,7 +125,10 @@ def _collapse_forward(
     eps: float,
     norm_eps: float,
 ) -> Collapsed:
-    """Launch the forward; return x_TD, weights_TW, raw mixes, 1 / RMS of tokens, and the link."""
+    """Launch the forward kernel; return tensors as `_make_empty_collapsed` describes.
+
+    Raw mixes are not yet divided by the RMS. The link has no values, it only receives a gradient.
+    """
     x_TD, weights_TW, _, r_T, link_TND = _make_empty_collapsed(streams_TND, fn_MC)
     raw_TM = router_logits(streams_TND.flatten(1), fn_MC)
     args = (streams_TND, raw_TM, base_M, scale_3, x_TD, weights_TW, r_T, norm_eps, eps, iterations)
@@ -157,7 +167,10 @@ def _collapse_backward(
     eps: float,
     need_dfn: bool,
 ) -> Gradients:
-    """Return the gradients of streams, fn, base and scale; `need_dfn` False: fn's is undefined."""
+    """Return the gradients of streams, fn, base and scale; `need_dfn` False: fn's is undefined.
+
+    `dlink_TND` is the gradient of the streams from `expand_streams`, which is added.
+    """
     (T, N, D), M, new = streams_TND.shape, len(fn_MC), raw_TM.new_empty
     pre_TN, draw_TM, factor_T, sums_T2M = new(T, N), new(T, M), new(T), new(T, 2, M)
     inputs = (streams_TND, raw_TM, r_T, base_M, scale_3, dx_TD, dweights_TW)
@@ -214,7 +227,10 @@ _collapse = Op(
 def _expand_forward(
     streams_TND: Tensor, link_TND: Tensor, y_TD: Tensor, weights_TW: Tensor
 ) -> Tensor:
-    """Launch the forward; `link_TND` is not read, it only receives the gradient of streams."""
+    """Launch the forward kernel; return the streams [T, N, D] after the sublayer.
+
+    `link_TND` is not read. It only receives the gradient of streams.
+    """
     out_TND = torch.empty_like(streams_TND)
     args = (streams_TND, y_TD, weights_TW, out_TND)
     launch(expand_streams_fwd_kernel, len(y_TD), *args, **_make_constants(streams_TND))
@@ -257,7 +273,7 @@ _expand = Op(
 def collapse_streams(
     streams_TND: Tensor, fn_MC: Tensor, base_M: Tensor, scale_3: Tensor, options: SinkhornOptions
 ) -> tuple[Tensor, CollapsedStreams]:
-    """Return a sublayer's input, and the record that `expand_streams` reads after it.
+    """Return a sublayer's input, and streams and weights for `expand_streams` after the sublayer.
 
     Computed in fp32, rounded once. The kernels are differentiable once, plain PyTorch (CPUs, fp64)
     any number of times. No host sync; the same bits in every run.
@@ -268,7 +284,7 @@ def collapse_streams(
         scale_3: factors of pre, post and comb, any float dtype.
 
     Returns:
-        x_TD in the dtype of streams, and the record.
+        x_TD in the dtype of streams, and the streams with their weights of post and comb.
     """
     plain = torch.compiler.is_compiling() or not use_kernel(streams_TND, fn_MC)
     if plain or streams_TND.dtype not in KERNEL_DTYPES:

@@ -25,7 +25,7 @@ def _compute_logits(raw_ptr, base_ptr, scale_ptr, cells, real, r, GROUP: tl.cons
 
 @triton.jit
 def _compute_softmax(logits, n, N: tl.constexpr):
-    """Return the softmax of rows, over their first N columns."""
+    """Return the softmax of rows, over their first N columns; `n` has the column indices."""
     logits = tl.where(n[None, :] < N, logits, float("-inf"))
     e = tl.exp(logits - tl.max(logits, 1, keep_dims=True))
     return e / tl.sum(e, 1, keep_dims=True)
@@ -81,7 +81,10 @@ def collapse_streams_fwd_kernel(
 def _differentiate_mixes(
     dlogits, raw_ptr, scale_ptr, draw_ptr, sums_ptr, cells, real, r, M, GROUP: tl.constexpr
 ):
-    """Store a group's gradients of raw mixes, base and scale; return its gradient of r."""
+    """Store gradients of raw mixes to draw_ptr, of base and scale to sums_ptr; return that of r.
+
+    `dlogits` are the gradients of a group's logits. GROUP: 0 pre, 1 post, 2 comb.
+    """
     raw = tl.load(raw_ptr + cells, mask=real, other=0.0)
     dmixes = dlogits * tl.load(scale_ptr + GROUP)
     tl.store(draw_ptr + cells, dmixes * r, mask=real)
@@ -216,7 +219,7 @@ def expand_streams_fwd_kernel(
     NP: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Write one token's expanded streams."""
+    """Write one token's streams after a sublayer: post * y plus comb^T @ streams."""
     t = tl.program_id(0).to(tl.int64)
     n, d = tl.arange(0, NP), tl.arange(0, BLOCK_D)
     row = t * (N * D) + d

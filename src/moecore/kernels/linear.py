@@ -59,16 +59,17 @@ class LinearProducts(ABC):
 def linear(
     inputs: tuple[Any, ...], products: type[LinearProducts], sink: GradSink | None
 ) -> Tensor:
-    """Return x @ weight^T + bias; `inputs` is (x, weight, bias, *others of `products`).
+    """Return x @ weight^T + bias by the static methods of `products`, as one autograd node.
 
-    A sink may compute the weight's gradient later. None = autograd computes the gradient.
+    `inputs` is (x, weight, bias, *other arguments of `products.forward`). `sink` may compute the
+    weight's gradient after backward. None = backward returns the gradient to autograd.
     """
     y: Tensor = _LinearFunction.apply(*inputs, products, sink)
     return y
 
 
 def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of `_LinearFunction`'s inputs; the weight's is None if deferred."""
+    """Return dx, dweight (None if deferred), dbias and Nones from `grads` = (dy,), for autograd."""
     products, sink = ctx.products, ctx.sink
     dx, operands, dbias_N = products.gradients(ctx, *grads)
     dweight_NK = None
@@ -115,7 +116,7 @@ _LinearFunction.__name__ = "moecore::linear"  # in profiles
 
 
 class PlainProducts(LinearProducts):
-    """The products of a linear layer in the dtype of its weight, with the bits of `F.linear`."""
+    """Matrix products of a linear layer in the dtype of its weight, with the bits of `F.linear`."""
 
     differentiable_twice = True
 

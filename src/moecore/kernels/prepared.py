@@ -194,7 +194,10 @@ def _is_plain(kernel: Any) -> bool:
 
 
 def _generate_functions(kernel: Any, args: tuple[Any, ...]) -> tuple[Any, Any] | None:
-    """Return `_Site.read` and `_Site.launch` for these types of arguments; None = unknown type."""
+    """Generate `_Site.read`, which computes cache keys, and `_Site.launch` for types of arguments.
+
+    Return None for an unknown type, a constexpr or annotated parameter, or without a tensor.
+    """
     reads, key, values, device = [], [], [], None
     for i, (arg, param) in enumerate(zip(args, kernel.params, strict=False)):
         name, kind = f"a{i}", type(arg)

@@ -62,7 +62,7 @@ def _gather_kv(local_tokens: LocalTokens, k: Tensor, v: Tensor) -> tuple[Tensor,
 def _reduce_kv_grads(
     local_tokens: LocalTokens, dk: Tensor, dv: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Reduce-scatter dk and dv of full rows to gradients in the shapes of local k and v."""
+    """Sum dk and dv of full rows over cp ranks; return this rank's, in the shapes of k and v."""
     B, T = k.shape[0], k.shape[1] * local_tokens.cp.size
     dkv = torch.cat((dk.flatten(2), dv.flatten(2)), dim=-1).view(B, T, -1)
     dk, dv = local_tokens.reduce_scatter_values(dkv).split(

@@ -73,7 +73,7 @@ def _run_all_to_alls(
 def _exchange_heads(
     tensors: tuple[Tensor, ...], group: dist.ProcessGroup, layout: ChunkLayout, to_tokens: bool
 ) -> tuple[Tensor, ...]:
-    """Return all tokens of some heads if `to_tokens`, otherwise all heads of the local tokens."""
+    """Return [B, T, H / G, d] of [B, t, H, d] if `to_tokens`, otherwise the inverse. Collective."""
 
     def split_heads(x_BtHd: Tensor) -> Tensor:
         G = group.size()

@@ -53,7 +53,7 @@ class ChunkLayout:
         self._first_chunk_ids: dict[int, Tensor] = {}
 
     def split(self, x_BTX: Tensor) -> Tensor:
-        """Return [G, B, T / G, ...], the tokens of each rank, from full rows [B, T, ...]."""
+        """Return [G, B, T / G, ...], the tokens of each cp rank, from full rows [B, T, ...]."""
         G, (B, T) = self.size, x_BTX.shape[:2]
         if self._cu_seqlens is not None:
             return x_BTX.flatten(0, 1)[self._token_ids.flatten()].view(
@@ -64,7 +64,7 @@ class ChunkLayout:
         return halves.flatten(2, 3).transpose(0, 1)
 
     def join(self, x_GBtX: Tensor) -> Tensor:
-        """Return full rows [B, T, ...] from each rank's tokens [G, B, T / G, ...]."""
+        """Return full rows [B, T, ...] from each cp rank's tokens [G, B, T / G, ...]."""
         G, B, t = x_GBtX.shape[:3]
         if self._cu_seqlens is not None:
             return x_GBtX.flatten(0, 2)[self._inverse_token_ids].view(B, G * t, *x_GBtX.shape[3:])
@@ -98,7 +98,7 @@ class ChunkLayout:
             self.select_half(x_BtX, half, dim).copy_(values_BCX)
 
     def select_first_chunks(self, x_BTX: Tensor, num_chunks: int) -> Tensor:
-        """Return each document's first `num_chunks` of 2 * G chunks of `flatten_rows` full rows."""
+        """Return each document's first `num_chunks` of 2 * G chunks; x: flattened full rows."""
         if self._cu_seqlens is None:
             return x_BTX[:, : num_chunks * (x_BTX.shape[1] // (2 * self.size))]
         return x_BTX[:, self._find_first_chunks(num_chunks)]
@@ -220,7 +220,7 @@ def select_cp_ranks(
 class LocalTokens:
     """This cp rank's share of the tokens of one forward, with collectives over the cp ranks.
 
-    It is a plain class for the reason of `RotaryTable`.
+    It is a plain class because FSDP's mixed precision casts tensors in tuples and dataclasses.
 
     Args:
         cp: groups of this rank.
@@ -283,7 +283,10 @@ class LocalTokens:
         return x_BTX
 
     def gather_replicated(self, x_BtX: Tensor) -> Tensor:
-        """Return full rows, all-gathered. Backward slices a gradient that all cp ranks have."""
+        """Return full rows, all-gathered. Backward slices a gradient that all cp ranks have.
+
+        Forward is collective, backward is not.
+        """
         x_BTX: Tensor = run_and_save(
             exchange_with_grad, x_BtX, self.gather_values, self.slice_local
         )

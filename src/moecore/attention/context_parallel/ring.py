@@ -49,7 +49,7 @@ class _RingBlock(NamedTuple):
 
 
 def select_block(layout: ChunkLayout, rank: int, source: int) -> _RingBlock:
-    """Return the halves that rank `rank` multiplies when it has the keys of rank `source`."""
+    """Return which halves of queries and keys `rank` multiplies with the keys of rank `source`."""
     if source == rank:
         return _RingBlock("all", "all", layout.mask(2, 2))
     if source < rank:
@@ -110,7 +110,7 @@ def _send_to_next(x: Tensor, group: dist.ProcessGroup) -> _RingTransfer:
 
 
 def _iterate_ring(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
-    """Yield (rank, its keys and values as sent) for all ranks, this rank first. Collective."""
+    """Yield (rank, its keys and values, flat like `kv`) of all ranks, own first. Collective."""
     G, rank = group.size(), group.rank()
     for step in range(G):
         travelling = _send_to_next(kv, group) if step < G - 1 else None
@@ -120,7 +120,7 @@ def _iterate_ring(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, T
 
 
 def _pack_kv(k: Tensor, v: Tensor) -> Tensor:
-    """Return keys and values in one flat tensor."""
+    """Return a copy of keys, then values, in one flat tensor."""
     return torch.cat((k.reshape(-1), v.reshape(-1)))
 
 
@@ -153,14 +153,14 @@ class _LocalQueries(NamedTuple):
 
 
 def _add_half(layout: ChunkLayout, total: Tensor, half: Half, part: Tensor) -> None:
-    """Add `part` to a half of the tokens of `total`, in place."""
+    """Add `part`, which has the tokens of `half` alone, to these tokens of `total`, in place."""
     layout.write_half(total, half, layout.select_half(total, half) + part)
 
 
 def _add_kv_grads(
     layout: ChunkLayout, totals: tuple[Tensor, Tensor], half: Half, parts: list[Tensor]
 ) -> None:
-    """Add gradients of k and v to a half of the tokens of `totals`, in place."""
+    """Add `parts`, dk and dv of the tokens of `half`, to these tokens of `totals`, in place."""
     for total, part in zip(totals, parts, strict=True):
         _add_half(layout, total, half, part)
 

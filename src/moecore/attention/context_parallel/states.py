@@ -119,7 +119,7 @@ class LocalPieces:
 
 
 def run_rule_over_ranks(rule: DeltaRule, pieces: LocalPieces) -> Tensor:
-    """Return `gated_delta_rule`'s o_tHv for this rank's tokens of full documents. Collective."""
+    """Return outputs o_tHv of a delta rule, whose tensors have local tokens. Collective."""
     v_tHv, k = rule.v_THv, rule.k_Thk.shape[-1]
     (_, H, v), num = v_tHv.shape, len(pieces.borders) - 1
     dtype = torch.promote_types(v_tHv.dtype, torch.float32)
@@ -134,9 +134,10 @@ def run_rule_over_ranks(rule: DeltaRule, pieces: LocalPieces) -> Tensor:
 
 
 def _apply_initial_states(r_tHk: Tensor, states_PHkv: Tensor, borders: Tensor) -> Tensor:
-    """Return [t, H, v], the product S^T r of each token and head.
+    """Return [t, H, v], the matrix-vector product S^T r of each token and head.
 
-    S is the state before the token's piece; `borders` is `LocalPieces.borders`.
+    r is the output for the extra columns, whose initial state is the identity. S is the state
+    before the token's piece; `borders` is `LocalPieces.borders`.
     """
     (t, H, k), num, v = r_tHk.shape, len(states_PHkv), states_PHkv.shape[-1]
     multiple = 16 // r_tHk.element_size()  # strides of grouped_mm are multiples of 16 bytes
@@ -158,6 +159,6 @@ def _apply_initial_states(r_tHk: Tensor, states_PHkv: Tensor, borders: Tensor) -
 def convolve_over_ranks(
     x_tD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, pieces: LocalPieces, *, silu: bool
 ) -> Tensor:
-    """Return `causal_convolution`'s y_tD for this rank's tokens of full documents. Collective."""
+    """Return the causal convolution y_tD of local tokens x within full documents. Collective."""
     before = pieces.gather_previous_tokens(x_tD, weight_DW.shape[1] - 1)
     return causal_convolution(x_tD, weight_DW, bias_D, pieces.borders, before_nwD=before, silu=silu)

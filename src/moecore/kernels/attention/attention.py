@@ -44,11 +44,11 @@ def attention_forward(
         q_BTHd: any float dtype, any strides; T may be 0.
         k_BShd, v_BShv: likewise, h a divisor of H; S may be 0.
         mask: which keys a query sees.
-        scale: factor on the products of queries and keys.
+        scale: factor on the dot products of queries and keys.
 
     Returns:
-        o_BTHv in the dtype of q, and lse_BHT, fp32 (fp64 for fp64), natural logarithm: see the note
-        "nothing seen". Strides are the implementation's.
+        o_BTHv in the dtype of q, and lse_BHT, fp32 (fp64 for fp64), the log-sum-exp of each query's
+        scores: see the note "nothing seen". Strides are the implementation's.
     """
     _check_shapes(q_BTHd, k_BShd, v_BShv, mask)
     with disable_autocast(q_BTHd):
@@ -75,8 +75,8 @@ def attention_backward(
         mask, scale: as for `attention_forward`.
 
     Returns:
-        dq, dk and dv in the shapes and dtypes of q, k and v. They contain only the part of this
-        block's keys, so the caller sums dq over blocks.
+        dq, dk and dv in the shapes and dtypes of q, k and v. They are of this block's keys
+        alone, so the caller sums dq over blocks.
     """
     _check_shapes(q_BTHd, k_BShd, v_BShv, mask)
     with disable_autocast(q_BTHd):

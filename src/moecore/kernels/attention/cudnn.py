@@ -38,7 +38,7 @@ def find_problem(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | 
 
 
 def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
-    """Return o and lse: see `attention.attention_forward`."""
+    """Return outputs o_BTHv and log-sum-exps lse_BHT: see `attention.attention_forward`."""
     q, k, v, mask, scale = block
     # Its causal mask is aligned at the top left, ours at the bottom right. T queries that are the
     # last of S > T keys are two calls, of which each multiplies what its queries see and nothing
@@ -56,7 +56,7 @@ def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
 def backward(
     block: AttentionBlock, do: Tensor, o: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv: see `attention.attention_backward`."""
+    """Return dq, dk and dv from the final o and lse: see `attention.attention_backward`."""
     q, k, v, mask, scale = block
     do, o, lse = _copy_as_output(do, q), _copy_as_output(o, q), lse.contiguous()
     before = k.shape[1] - q.shape[1]

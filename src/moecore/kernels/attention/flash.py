@@ -29,7 +29,7 @@ def find_problem(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | 
 
 
 def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
-    """Return o and lse: see `attention.attention_forward`."""
+    """Return outputs o_BTHv and log-sum-exps lse_BHT: see `attention.attention_forward`."""
     q, k, v, mask, scale = block
     dim = max(q.shape[-1], v.shape[-1])
     o, lse, *_ = flash_attention(
@@ -50,7 +50,7 @@ def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
 def backward(
     block: AttentionBlock, do: Tensor, o: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv: see `attention.attention_backward`."""
+    """Return dq, dk and dv from the final o and lse: see `attention.attention_backward`."""
     q, k, v, mask, scale = block
     dim = max(q.shape[-1], v.shape[-1])
     lse = lse.masked_fill(lse == -math.inf, math.inf)

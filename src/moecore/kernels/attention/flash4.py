@@ -63,7 +63,7 @@ def warn_if_missing(device: torch.device) -> None:
 
 
 def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
-    """Return o and lse: see `attention.attention_forward`."""
+    """Return outputs o_BTHv and log-sum-exps lse_BHT: see `attention.attention_forward`."""
     q, k, v, mask, scale = block
     heads = _flatten_packed_rows(mask, q, k, v)
     o, lse, *_ = _import_functions().forward(
@@ -77,7 +77,7 @@ def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
 def backward(
     block: AttentionBlock, do: Tensor, o: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv: see `attention.attention_backward`."""
+    """Return dq, dk and dv from the final o and lse: see `attention.attention_backward`."""
     q, k, v, mask, scale = block
     lse = lse.masked_fill(lse == -math.inf, math.inf)  # exp(s - lse) of a row that sees no key is 0
     if mask.is_packed:

@@ -55,7 +55,7 @@ def make_mask(mask: AttentionMask, T: int, S: int, device: torch.device) -> Tens
 def _list_parts(
     mask: AttentionMask, q: Tensor, k: Tensor
 ) -> list[tuple[int, AttentionMask]] | None:
-    """Return (number of tokens, mask) of parts to compute one by one; None = do not split."""
+    """Return (number of tokens, mask) of rows or documents to compute singly; None = together."""
     (B, T), cu_q, cu_k = q.shape[:2], mask.cu_seqlens_q, mask.cu_seqlens_k
     if cu_q is None or cu_k is None or k.shape[1] != T or not B * T:
         return None
@@ -76,7 +76,7 @@ def _list_parts(
 def _split_block(
     block: AttentionBlock, parts: list[tuple[int, AttentionMask]], *tensors: Tensor
 ) -> Iterator[Any]:
-    """Yield the `AttentionBlock` of each part, followed by the part's slice of other tensors."""
+    """Yield the `AttentionBlock` of each of `_list_parts`, then its tokens of the other tensors."""
     lengths, masks = zip(*parts, strict=True)
     tokens = [x.flatten(0, 1)[None].split(lengths, dim=1) for x in (*block[:3], *tensors)]
     for mask, q, k, v, *rest in zip(masks, *tokens, strict=True):
@@ -84,7 +84,7 @@ def _split_block(
 
 
 def _merge_parts(parts: Iterable[Tensor], like: Tensor) -> Tensor:
-    """Concatenate parts [1, tokens, ...] to [B, T, ...], with B and T of `like`."""
+    """Concatenate results [1, tokens, ...] of `_list_parts` to [B, T, ...], B and T of `like`."""
     return torch.cat(list(parts), dim=1).unflatten(1, like.shape[:2])[0]  # type: ignore[no-any-return]
 
 
@@ -106,7 +106,7 @@ def _group_heads(x_BTHx: Tensor, h: int, mask: AttentionMask) -> Tensor:
 
 
 def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
-    """Return o and lse: see `attention.attention_forward`."""
+    """Return outputs o_BTHv and log-sum-exps lse_BHT: see `attention.attention_forward`."""
     q, k, v, mask, scale = block
     parts = _list_parts(mask, q, k)
     if parts is not None:
@@ -133,7 +133,7 @@ def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
 def backward(
     block: AttentionBlock, do: Tensor, o: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv: see `attention.attention_backward`."""
+    """Return dq, dk and dv from the final o and lse: see `attention.attention_backward`."""
     q, k, v, mask, scale = block
     parts = _list_parts(mask, q, k)
     if parts is not None:

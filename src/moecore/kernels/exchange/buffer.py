@@ -80,7 +80,7 @@ class ExchangeLayout:
         return at_rows, at_ids, at_weights, at_flags
 
     def view_sums(self, memory: Tensor, rank: int) -> Tensor:
-        """View the part of a peer's `memory` to which `rank` copies sums, uint8 [C * row_bytes]."""
+        """View bytes of a peer's `memory` to which `rank` copies sums, uint8 [C * row_bytes]."""
         num_bytes = self.max_tokens * self.row_bytes
         return memory[SUMS_SLOT.value * self.slot_bytes :].narrow(0, rank * num_bytes, num_bytes)
 

@@ -61,7 +61,7 @@ class CloneLayout:
         return 2 * self.set_bytes + 2 * self.num_ranks * self.num_programs * 4
 
     def locate_regions(self, base: int) -> list[int]:
-        """Return the addresses of slots and flags, as `ExchangeLayout.locate_regions` does."""
+        """Return [slots, 0, 0, flags], addresses in the buffer at address `base`; 0 = no region."""
         return [base, 0, 0, base + 2 * self.set_bytes]
 
     def slot_bytes(self, num_clones: int) -> int:
@@ -265,7 +265,7 @@ def _receive_grads_kernel(
 
 
 def split_pieces(layout: CloneLayout, rows: Tensor, num_clones: int) -> Iterator[ClonePiece]:
-    """Yield the pieces of rows [rows, W] that fit a slot; each piece is one operation."""
+    """Yield the column ranges of rows [experts, W] to send one by one, each at most one slot."""
     width, max_width = rows.shape[1], layout.slot_bytes(num_clones) // rows.itemsize
     for start in range(0, width, max_width):
         yield ClonePiece(width, start, min(max_width, width - start))

@@ -81,7 +81,7 @@ class SpreadChoices(NamedTuple):
 
 
 class Ptrs(NamedTuple):
-    """The row tensors of a spread or reduce kernel. A spread copies rows as words of 4 bytes."""
+    """Row tensors of a spread (dispatch) or reduce kernel. A spread copies rows as 4-byte words."""
 
     rows: Any  # [T, D] to spread, [R, D] to add
     peers: Any  # [T] int64 ranks by bit
@@ -275,9 +275,9 @@ def spread_rows(
     *,
     half: Half = "both",
 ) -> Tensor:
-    """Send each token's row to its ranks; return [num_rows, D] with a copy per slot. No host sync.
+    """Collective: send tokens' rows to the ranks in peers_T; return [num_rows, D], a row per slot.
 
-    peers_T, places_S and `half` are as in `spread_rows_and_choices`. slots_SN, int32, contiguous,
+    peers_T and places_S are of `SpreadChoices`, `half` is as above. slots_SN, int32, contiguous,
     has each source row's indices in the result, -1 = none. Other rows are uninitialised.
     """
     out_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
@@ -319,7 +319,7 @@ def reduce_rows(
     has_sums: bool = False,
     half: Half = "both",
 ) -> tuple[Tensor, Tensor | None]:
-    """Collective: return each token's sum over ranks of its source rows' rows, in fp32 by rank.
+    """Collective: return each token's sum of its rows on all ranks, added in fp32 in rank order.
 
     Args:
         y_RD: contiguous rows of `row_bytes`, one of `SUM_DTYPES`. Rows without a slot are not read.

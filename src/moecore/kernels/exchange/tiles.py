@@ -68,7 +68,11 @@ def count_tiles(layout: ExchangeLayout, columns: Columns) -> int:
 def choose_move_tile(
     layout: ExchangeLayout, columns: Columns, max_rows: int, min_rows: int = 1
 ) -> tuple[int, int]:
-    """Return (rows, columns) of a copy's tile, of which a program loads `count_tiles` at once."""
+    """Return (rows, columns) of a copy's tile, of which a program loads `count_tiles` at once.
+
+    A tile has at most `max_rows` rows, rounded up to a power of two. Its columns leave bytes for
+    `min_rows` rows.
+    """
     # Example, 3584 words, one tile: 32 rows of 512 of many rows, 8 of 2048 of eight. Four tiles: 64
     # rows of 128.
     size = layout.num_warps * TILE_BYTES_PER_WARP
@@ -104,7 +108,7 @@ def compute_list_size(layout: ExchangeLayout, num_slots: int) -> int:
 def make_constants(
     layout: ExchangeLayout, columns: Columns, num_slots: int, *, reduce: bool, etp: int = 1
 ) -> ExchangeConstants:
-    """Return the constants of a reduce if `reduce`, otherwise of a spread.
+    """Return the constants of a reduce (combine) if `reduce`, otherwise of a spread (dispatch).
 
     `num_slots` is N, the slots per source row, and `etp` ranks share each expert.
     """

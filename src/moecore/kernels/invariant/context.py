@@ -39,7 +39,7 @@ def is_batch_invariant() -> bool:
 
 @contextmanager
 def batch_invariant(device_type: str) -> Iterator[None]:
-    """Return a context in which each row of a product has bits that do not depend on other rows.
+    """Return a context in which the bits of a row of a matrix product do not depend on other rows.
 
     `device_type` is "cpu" or "cuda". A nested context changes nothing. The context holds for all
     threads of the process. Modules that were compiled by torch.compile or captured in CUDA graphs
@@ -75,7 +75,7 @@ class _TorchKernels(NamedTuple):
     mm: Kernel
 
     def compute_product(self, keys: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Return `invariant_product`, on a CPU by `mm`; `keys` are the call's dispatch keys."""
+        """Return invariant_product(*args, **kwargs), on a CPU by `mm`; `keys` are dispatch keys."""
         return invariant_product(*args, **kwargs, multiply=partial(self.mm, keys))
 
 
@@ -89,7 +89,7 @@ def _call_for_floats(
 
 
 def _mm(torch_kernels: _TorchKernels, keys: Any, a: Tensor, b: Tensor) -> Tensor:
-    """Replace `aten::mm` and `aten::bmm` by an invariant product; `keys` are dispatch keys."""
+    """Replace `aten::mm` and `aten::bmm` by `invariant_product`; `keys` are dispatch keys."""
     return torch_kernels.compute_product(keys, a, b)
 
 
@@ -135,7 +135,10 @@ def _grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Multiply each group by `invariant_product`; a product that sums over rows is unchanged."""
+    """Replace `aten::_grouped_mm`: multiply each group's rows of a, [rows, K], by its matrix of b.
+
+    Torch's kernel computes 3-dim a, 2-dim b (a sum over rows, as for weights) and `offs` None.
+    """
     if a.ndim == 3 or b.ndim == 2 or offs is None:
         return torch_kernels.kernel(keys, a, b, offs, bias, out_dtype)  # type: ignore[no-any-return]
     if has_hopper_kernels(a.device) and a.dtype != torch.float32:
@@ -156,7 +159,10 @@ def _sum(
     dtype: torch.dtype | None = None,
     share: float = 1.0,
 ) -> Tensor:
-    """Return row sums times `share` by a product with ones; torch sums fp64 and other dims."""
+    """Return sums over the last dim, times `share`, by a matrix product with ones.
+
+    The replaced kernel, sum or mean, computes other dims, tensors of one dim or empty, and fp64.
+    """
     is_of_rows = x.ndim > 1 and dim is not None and list(dim) in ([-1], [x.ndim - 1])
     is_wide = x.dtype not in KERNEL_DTYPES or dtype not in (None, *KERNEL_DTYPES)
     if not is_of_rows or not x.numel() or is_wide:
@@ -177,7 +183,7 @@ def _mean(torch_kernels: _TorchKernels, keys: Any, x: Tensor, *args: Any, **kwar
 def _compute_by_vectors(
     torch_kernels: _TorchKernels, keys: Any, x: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Return an elementwise function of x, padded so that all elements use SIMD vectors."""
+    """Return the replaced elementwise function of x, padded so that all elements are in vectors."""
     n = x.numel()
     vector = F.pad(x.flatten(), (0, -n % VECTORS), value=1.0)
     parts = [torch_kernels.kernel(keys, part, *args, **kwargs) for part in vector.split(SERIAL)]

@@ -102,7 +102,7 @@ def _invariant_product_kernel(
     GROUP_M: tl.constexpr,  # row tiles that share columns of b in L2
     WIDEN: tl.constexpr,
 ):
-    """Write one [BM, BN] tile of alpha * a @ b + beta * c, for one of the B products."""
+    """Write one [BM, BN] tile of alpha * a @ b + beta * c, for one of the B matrices."""
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     width = GROUP_M * tiles_n
     first = tl.program_id(0) // width * GROUP_M
@@ -164,7 +164,7 @@ def invariant_product(
         b: [K, N] or [B, K, N], the dtype of a.
         addend: what broadcasts to the result; None, or beta 0, = nothing.
         dtype: of the result; None = that of a.
-        multiply: on a CPU, the product of one row of a and of b.
+        multiply: on a CPU, the matmul of one row [1, K] and b [K, N], both widened to fp32 or fp64.
 
     Returns:
         [M, N] or [B, M, N], contiguous.

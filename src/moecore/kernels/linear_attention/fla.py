@@ -56,7 +56,7 @@ def find_convolution_problem(x_TD: Tensor) -> str | None:
 def gated_delta_rule(
     rule: DeltaRule, cu_seqlens: Tensor, initial_nHkv: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return o_THv and states_nHkv: see `gated_delta.gated_delta_rule`."""
+    """Return outputs o_THv and documents' last states: see `gated_delta.gated_delta_rule`."""
     q, k, v, g, beta = rule[:5]
     rate_kwargs: dict[str, Any] = {}
     if beta is None:  # that function has a key head for each value head
@@ -85,7 +85,7 @@ def causal_convolution(
     before_nwD: Tensor | None,
     silu: bool,
 ) -> Tensor:
-    """Return y_TD: see `convolution.causal_convolution`."""
+    """Return the convolved tokens y_TD: arguments as of `convolution.causal_convolution`."""
     if x_TD.is_meta:
         return fla_on_meta.causal_convolution(x_TD, weight_DW, bias_D, before_nwD)
     state_nDW = None if before_nwD is None else F.pad(before_nwD.mT, (1, 0))

@@ -64,6 +64,7 @@ class _Scan:
     """The sizes T, H, k and v of one delta rule on meta, and its number of chunks.
 
     The methods allocate the tensors of the rule's kernels, and record the launches with FLOPs.
+    `sums` are the running sums of the decays' logarithms g within chunks.
     """
 
     def __init__(self, k_Thk: Tensor, v_THv: Tensor, num_documents: int) -> None:
@@ -81,7 +82,10 @@ class _Scan:
     def recompute_w_u(
         self, k: Tensor, v: Tensor, beta: Tensor, sums: Tensor, A: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return w_THk and u_THv of `gated_delta.py`; A has the inverse triangular systems."""
+        """Return w_THk (what keys remove from a chunk's first state) and u_THv (updates of zeros).
+
+        `A` has the inverse triangular systems.
+        """
         w, u = k.new_empty(self.T, self.H, self.k), torch.empty_like(v)
         tensors = k, v, beta, w, u, A, sums
         self.record_with_flops("recompute_w_u_fwd_kernel", *tensors, chunks=self.k + self.v)
@@ -109,7 +113,10 @@ class _Scan:
 
 
 class _RuleOnMeta(torch.autograd.Function):
-    """Records the launches of a rule with learning rates, forward and backward."""
+    """Records the launches of a rule with learning rates, forward and backward.
+
+    apply(q, k, v, g, beta, initial states or None, number of documents) -> outputs, last states.
+    """
 
     @staticmethod
     def forward(
@@ -191,7 +198,10 @@ def _compute_gradients(
 
 
 class _RuleWithoutRatesOnMeta(torch.autograd.Function):
-    """Records the launches of a rule without learning rates, forward and backward."""
+    """Records the launches of a rule without learning rates, forward and backward.
+
+    apply(q, k, v, g, initial states or None, number of documents) -> outputs, last states.
+    """
 
     @staticmethod
     def forward(
@@ -241,28 +251,31 @@ class _RuleWithoutRatesOnMeta(torch.autograd.Function):
 
 
 def _normalise(x_Thk: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x divided by its length, and 1 / length [T, h], and record the launch."""
+    """Allocate x divided by its length, and 1 / length, fp32 [T, h]; record the launch."""
     out, rstd = torch.empty_like(x_Thk), x_Thk.new_empty(x_Thk.shape[:2], dtype=torch.float32)
     record_launch("l2norm_fwd_kernel", x_Thk, out, rstd)
     return out, rstd
 
 
 def _differentiate_norm(x_Thk: Tensor, rstd: Tensor, grad: Tensor) -> Tensor:
-    """Return the gradient of x in `_normalise`, and record the launch."""
+    """Allocate the gradient of `_normalise`'s x, where `grad` is that of its result; record it."""
     out = torch.empty_like(x_Thk)
     record_launch("l2norm_bwd_kernel", x_Thk, rstd, grad, out)
     return out
 
 
 def _sum_over_value_heads(grad_THk: Tensor, x_Thk: Tensor) -> Tensor:
-    """Return [T, h, k]: sums over the value heads of each key head of x."""
+    """Return [T, h, k], grad summed over the value heads of each of the h key heads of x."""
     if grad_THk.shape == x_Thk.shape:
         return grad_THk
     return grad_THk.unflatten(1, (x_Thk.shape[1], -1)).sum(2)  # type: ignore[no-any-return]
 
 
 class _ConvolutionOnMeta(torch.autograd.Function):
-    """Records the launches of the package's short convolution, forward and backward."""
+    """Records the launches of the package's short convolution, forward and backward.
+
+    apply(x, weight, bias or None, tokens before documents or None) -> y.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Any, before: Any) -> Tensor:

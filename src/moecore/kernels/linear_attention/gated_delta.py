@@ -59,7 +59,7 @@ def gated_delta_rule_ref(
     between = between.masked_fill(future_mask, -torch.inf).exp()
 
     def paired(x: Tensor) -> Tensor:
-        """Return the decayed product of each token's x with the keys before it in its chunk."""
+        """Return decayed dot products [m, H, C, C] of tokens' x and keys so far in the chunk."""
         if decay.shape[-1] == 1:
             return (x @ k.mT) * between[..., 0]
         return (x[..., None, :] * k[..., None, :, :] * between).sum(-1)

@@ -221,7 +221,7 @@ def _choose_tile(num_experts: int) -> tuple[int, int]:
 def _launch_forward(
     logits_TE: Tensor, padding_mask_T: Tensor | None, num_sequences: int, score_function: str
 ) -> tuple[Tensor, Tensor]:
-    """Launch the forward kernels; return score_sums_BE and z_sum."""
+    """Launch the forward kernels; return fp32 score_sums_BE of each sequence and 0-dim z_sum."""
     (T, E), B = logits_TE.shape, num_sequences
     if not T:
         return logits_TE.new_zeros(B, E), logits_TE.new_zeros(())
@@ -310,7 +310,7 @@ def balance_statistics(
     padding_mask_T: Tensor | None = None,
     sequences_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sums over tokens of which the balance losses and the z-loss are made.
+    """Return each expert's scores summed by sequence, and the sum of squared logsumexps.
 
     Differentiable in the logits. Two kernels forward, one backward; saves the logits and the mask.
 

@@ -169,7 +169,7 @@ def _launch_forward(
     global_counts_E: Tensor | None,
     factors: list[float],
 ) -> Tensor:
-    """Launch the forward kernel; return the four losses."""
+    """Launch the forward kernel; return [4], the losses of `balance_loss` times their factors."""
     B, E = score_sums_BE.shape
     if not B:
         return z_sum.new_zeros(4)
@@ -234,7 +234,7 @@ def balance_loss(
         z_sum/T
 
     where divisors of 0 become 1. Counts that cover the tokens of more ranks than the sums give this
-    rank's part of the loss. Differentiable in both sums, one kernel each way.
+    rank's share of the loss. Differentiable in both sums, one kernel each way.
 
     Args:
         score_sums_BE, z_sum: fp32 or fp64, [B, E] and 0-dim, from `balance_statistics`.

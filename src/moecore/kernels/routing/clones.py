@@ -32,7 +32,10 @@ BLOCK = 1024  # choices of one program
 
 
 class ClonePlan(NamedTuple):
-    """The expert and token range of each place for a clone; place n is on rank n // c."""
+    """The clones: copies of busy experts on other ranks, which compute a range of their tokens.
+
+    Each rank has c places for clones, and place n is on rank n // c.
+    """
 
     experts_N: Tensor  # int32, the expert; -1 = the place is empty
     starts_N: Tensor  # int32, the first of the expert's tokens that it computes

@@ -115,7 +115,7 @@ _add_expert_counts = Op(
 def add_expert_counts(counts_BE: Tensor, ids_TK: Tensor) -> None:
     """Add each expert's number of choices to `counts_BE`, int64, contiguous; one kernel.
 
-    ids_TK are int32, -1 = dropped, not counted. T is a multiple of B.
+    ids_TK are int32, -1 = dropped, not counted. Row b of counts is of the b-th T / B tokens.
     """
     E = counts_BE.shape[1]
     if use_kernel(ids_TK) and E <= MAX_EXPERTS:

@@ -86,7 +86,8 @@ def add_entropy_(
     Example, one token, softmax of two equal logits: total_2 gains [round(log(2) * 2^24), 1].
 
     total_2 is int64, contiguous: units of 2^-24 nats, and tokens. padding_mask_T is True where a
-    token is not counted; None = no padding.
+    token is not counted; None = no padding. logits_TE have any float dtype. `score_function` is
+    "softmax", or "sigmoid" or "sqrtsoftplus", whose scores are divided by their sum.
     """
     if not use_kernel(logits_TE) or logits_TE.dtype != torch.float32:
         wide_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))

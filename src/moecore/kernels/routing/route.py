@@ -125,7 +125,10 @@ def _unflatten_options(flat: tuple[Any, ...]) -> RouteOptions:
 
 
 def run_forward(logits_TE: Tensor, bias_E: Tensor | None, *flat: Any) -> tuple[Tensor, Tensor]:
-    """Compute `route` by the kernel, without autograd; `flat` is `flatten_options(options)`."""
+    """Return `route`'s ids and weights by its kernel, without autograd.
+
+    `flat` is `flatten_options(options)`. Weights have the dtype of the logits, fp32.
+    """
     logits_TE = logits_TE.contiguous()
     ids_TK, weights_TK = _make_empty_choice(logits_TE, bias_E, *flat)
     bias_E = None if bias_E is None else bias_E.float().contiguous()

@@ -220,7 +220,7 @@ def _sum_splits_kernel(
 
 
 def _split_into_parts(v: Tensor, parts: tuple[int, ...], *, side_by_side: bool) -> Tensor:
-    """Return the listed bf16 parts of v (0 hi, 1 mid, 2 lo) in one tensor, as columns or rows."""
+    """Return bf16 `parts` of v (0 hi, 1 mid, 2 lo), joined as columns if side_by_side, or rows."""
     # Each part is padded with zeros to a multiple of 8 in the stacked dim.
     rows, columns = v.shape
     out_rows, out_columns = rows, columns
@@ -273,7 +273,7 @@ def _make_product_constants(
 
 
 def run_forward(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
-    """Compute `router_logits` by the kernel, without autograd."""
+    """Return logits [T, E], fp32, by the kernel of `router_logits`, without autograd."""
     x_TD, weight_ED = x_TD.contiguous(), weight_ED.contiguous()
     (T, D), E = x_TD.shape, weight_ED.shape[0]
     logits_TE = x_TD.new_empty((T, E), dtype=torch.float32)
@@ -422,7 +422,7 @@ def has_kernel(x_TD: Tensor, weight_ED: Tensor) -> bool:
 
 
 def router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
-    """Return x @ weight.T + bias in fp32, with the error of an fp32 product.
+    """Return x @ weight.T + bias in fp32, with the error of an fp32 matmul.
 
     bf16 tokens with a bf16 or fp32 weight run on tensor cores, and no setting of torch changes
     their precision. Any other dtype, and any CPU tensor, is widened to fp32 and multiplied by torch

@@ -24,7 +24,7 @@ SELECTING = 4  # numbers per pair that the selection from scores makes beside th
 
 
 def compute_index_scores(index: IndexerHeads, keys: Keys) -> Tensor:
-    """Return the indexer's scores [C, K], in at least fp32; -inf for keys a query does not see."""
+    """Return indexer scores [C, K] of C queries and their keys, at least fp32; -inf if unseen."""
     dots_ChK = keys.dot(index.q_thi, keys.select_rows(index.k_Ni)).relu_()
     scores_CK = torch.einsum("chk,ch->ck", dots_ChK, index.w_th.to(dots_ChK.dtype))
     return scores_CK.masked_fill_(~keys.seen_CK, -torch.inf)
@@ -61,7 +61,7 @@ def compute_divergence(p_CK: Tensor, scores_CK: Tensor) -> Tensor:
 def differentiate_divergence(
     dkl_C: Tensor, p_CK: Tensor, index: IndexerHeads, keys: Keys, dk_Ni: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the indexer's queries and weights; add the keys' gradient to dk_Ni.
+    """Return gradients of indexer queries [C, h, i] and weights [C, h]; add the keys' to dk_Ni.
 
     `dkl_C` is the gradient of `compute_divergence`, and `p_CK` the attention's mean probabilities.
     """
@@ -144,7 +144,7 @@ def _index_scores_kernel(
 
 
 def compute_span_scores(index: IndexerHeads, span: SpanOfKeys) -> Tensor:
-    """Return the indexer's scores [C, S] of a span, -inf for unseen keys. No host sync."""
+    """Return indexer scores [C, S] of C queries and a span's keys, -inf if unseen. No host sync."""
     if not _has_kernel(index):
         return compute_index_scores(index, span)
     q_Chi, k_Si = index.q_thi.contiguous(), span.select_rows(index.k_Ni).contiguous()

@@ -17,23 +17,26 @@ from moecore.kernels.common import is_gpu
 
 
 class Keys(Protocol):
-    """The keys that a chunk of queries reads, and the products of queries with them."""
+    """The keys that a chunk of queries reads, and the matrix products with them.
+
+    A key's row is its vector in a tensor of all N keys, such as latents or indexer keys.
+    """
 
     @property
     def seen_CK(self) -> Tensor:
         """Bool [C, K], whether each query sees each of its K keys."""
 
     def select_rows(self, x_ND: Tensor) -> Tensor:
-        """Return the keys' rows of a tensor of all N keys, as the products below expect."""
+        """Return the keys' rows of x, [C, K, D] if each query has its own keys, else [K, D]."""
 
     def dot(self, q_CxD: Tensor, rows: Tensor) -> Tensor:
-        """Return the products of queries and rows from `select_rows`, [C, x, K], at least fp32."""
+        """Return dot products of queries and rows from `select_rows`, [C, x, K], at least fp32."""
 
     def weigh(self, p_CxK: Tensor, rows: Tensor) -> Tensor:
-        """Return sums of rows with weights p, [C, x, D], at least fp32."""
+        """Return each query's sum over its K keys of p * row, [C, x, D], at least fp32."""
 
     def add(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
-        """Add p_CxK^T q_CxD of each pair, in place, to columns [0, D) of the keys' rows."""
+        """Add p_CxK^T q_CxD of each pair, in place, to columns [0, D) of total_ND's key rows."""
 
 
 class SelectedKeys:
@@ -53,15 +56,15 @@ class SelectedKeys:
         return x_ND.index_select(0, self._places).view(*self._selected_CK.shape, -1)
 
     def dot(self, q_CxD: Tensor, rows: Tensor) -> Tensor:
-        """Compute one matrix product per query, [C, x, K]."""
+        """Return queries times their own rows, [C, x, K], by one matrix product per query."""
         return multiply_in_fp32(q_CxD, rows.transpose(1, 2))
 
     def weigh(self, p_CxK: Tensor, rows: Tensor) -> Tensor:
-        """Compute one matrix product per query, [C, x, D]."""
+        """Return weighted sums of each query's rows, [C, x, D], by one matrix product per query."""
         return multiply_in_fp32(p_CxK, rows)
 
     def add(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
-        """Add p^T q to the selected rows; on GPUs the order is not fixed by default."""
+        """Add p^T q to the selected rows of total; on GPUs the order is not fixed by default."""
         rows = None
         for p_CxK, q_CxD in pairs:
             part = multiply_in_fp32(p_CxK.transpose(1, 2), q_CxD)
@@ -91,15 +94,15 @@ class SpanOfKeys:
         return x_ND[self._span]
 
     def dot(self, q_CxD: Tensor, rows: Tensor) -> Tensor:
-        """Compute one matrix product for all queries, [C, x, K]."""
+        """Return queries times the span's rows, [C, x, K], by one matrix product for all."""
         return multiply_in_fp32(q_CxD.flatten(0, 1), rows.T).unflatten(0, q_CxD.shape[:2])  # type: ignore[no-any-return]
 
     def weigh(self, p_CxK: Tensor, rows: Tensor) -> Tensor:
-        """Compute one matrix product for all queries, [C, x, D]."""
+        """Return weighted sums of the span's rows, [C, x, D], by one matrix product for all."""
         return multiply_in_fp32(p_CxK.flatten(0, 1), rows).unflatten(0, p_CxK.shape[:2])  # type: ignore[no-any-return]
 
     def add(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
-        """Add the sum over queries, p^T q, to the rows of the span."""
+        """Add the sum over queries, p^T q, to the span's rows of total."""
         for p_CxK, q_CxD in pairs:
             rows = multiply_in_fp32(p_CxK.flatten(0, 1).T, q_CxD.flatten(0, 1))
             total_ND[self._span, : rows.shape[-1]] += rows
