@@ -91,7 +91,7 @@ def make_key_choice(config: IndexerConfig | None, layer: nn.Module, top_k: int) 
 
 
 def compute_mean_divergence(divergence_BT: Tensor, sequence: Sequence) -> Tensor:
-    """Return this rank's sum of the indexer's divergence over the tokens of all cp ranks, a scalar.
+    """Sum `divergence_BT` over this rank's tokens, divided by the tokens of all cp ranks, 0-dim.
 
     Padding counts in neither number. `divergence_BT` has the KL divergence of the indexer's choice
     from attention for each token of this cp rank.
