@@ -72,7 +72,7 @@ class AmaxHistory:
         return self.seen
 
     def allocate_current_amax(self, device: torch.device) -> None:
-        """Allocate the tensors of the current step's amax, `seen`, unless they exist."""
+        """Allocate `seen`, the current step's amax of each operand, as zeros unless it exists."""
         if not self.seen:
             self.seen |= {
                 operand: torch.zeros(1, device=device, dtype=torch.float32)
@@ -85,7 +85,7 @@ class AmaxHistory:
             seen.zero_()
 
     def allocate_steps(self, device: torch.device) -> None:
-        """Allocate the tensors of the recorded amax, `steps`, unless they exist."""
+        """Allocate `steps`, the recorded amax of each operand, as zeros unless it exists."""
         if not self.steps:
             for operand in self.operands:
                 self.steps[operand] = torch.zeros(

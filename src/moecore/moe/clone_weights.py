@@ -145,7 +145,10 @@ class _CloneGradSink:
         return is_home
 
     def accumulate(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
-        """Add the clones' gradients in fp32, then call `GradSink.accumulate`. Collective."""
+        """Add the clones' gradients in fp32, then call `GradSink.accumulate`. Collective.
+
+        Returns [e + n, ...] with zeros for the clones, or None if the sink keeps the gradient.
+        """
         wide = torch.promote_types(self._dtype, torch.float32)
         (home,) = self._clones.add_clone_grads_([compute(*operands, GradTarget(dtype=wide))])
         self._is_home = True

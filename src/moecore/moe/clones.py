@@ -252,9 +252,10 @@ class Clones:
     def _exchange_rows(
         self, tensors: Sequence[Tensor], number: int, *, is_home: bool
     ) -> list[Tensor]:
-        """Exchange rows by all-to-all, and return `number` received rows for each tensor.
+        """Exchange rows, each one expert's weights or gradient, by all-to-all.
 
-        `is_home` = from clones to the experts' ranks, otherwise from experts to clones.
+        Returns `number` received rows for each tensor. `is_home` = from clones to the experts'
+        ranks, otherwise from experts to clones.
         """
         splits = [list(self.receive_splits), list(self.send_splits)]
         receive, send = reversed(splits) if is_home else splits
@@ -335,7 +336,7 @@ class PeriodicPlan:
             self._plan.experts_N.fill_(-1)
 
     def divide_choices(self, ids_TK: Tensor) -> ClonePlan:
-        """Divide this rank's choices between experts and clones by the shares of the plan."""
+        """Return the plan with ranges of this rank's choices, divided by the plan's shares."""
         # No communication, no host sync. Example: expert 0 had nine tokens, and its clone has
         # tokens 6 to 9. Of three choices on this rank, the last is sent to the clone.
         plan, loads_N = self._get_tensors(ids_TK.device)

@@ -53,7 +53,8 @@ class MicroBatch:
     ) -> MicroBatch:
         """Return the micro-batch of a layer's input x [T, D] or [B, T, D].
 
-        The other arguments are the fields. The mask and `token_ids` have the shape of x without D.
+        `group` and `cp` are the ranks that share the rows, see the fields. The mask (True =
+        padding) and `token_ids` have the shape of x without D. `cu_seqlens` bounds sequences.
         Raises ValueError for a wrong shape or dtype of the mask or `cu_seqlens`.
         """
         if padding_mask is not None:

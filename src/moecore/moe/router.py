@@ -304,7 +304,10 @@ class Router(nn.Module):
 def compute_micro_batch_bias(
     logits_TE: Tensor, bias_E: Tensor, config: MoEConfig, micro_batch: MicroBatch
 ) -> Tensor:
-    """Return a bias, fp32 [E], with even loads in this micro-batch, from `bias_E`. Collective."""
+    """Return a bias, fp32 [E], with which this micro-batch would have even loads. Collective.
+
+    Margins are counted from `bias_E`, which does not change. No host sync.
+    """
     # The margins are counted from the layer's own bias (`kernels/routing/margins.py`). One
     # all-reduce of their histogram where ranks share the micro-batch; no host sync.
     histogram_EX = logits_TE.new_zeros(config.num_candidates, NUM_BINS, dtype=torch.int64)

@@ -47,7 +47,7 @@ class AllGatherDispatcher(Dispatcher):
         self.attendance = Attendance(placement.group, placement.layer)
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """All-gather the tokens with 4 collectives. One host sync; with `routing.pad` only once."""
+        """All-gather tokens: 4 collectives, one host sync (`routing.pad`: at the first call)."""
         p, T = self.placement, x_TD.shape[0]
         if routing.pad:
             self._sizes.check_num_tokens(T, x_TD.device)

@@ -187,7 +187,7 @@ class AllToAllDispatcher(Dispatcher):
         return pads
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Send tokens to experts' ranks: 3 collectives, one host sync, with `pad` only once."""
+        """Send tokens to experts' ranks: 3 collectives, one host sync (`pad`: at first only)."""
         p, (T, K) = self.placement, routing.expert_ids_TK.shape
         self._exchange.wire.check_dim(x_TD.shape[1])
         if routing.pad:
@@ -223,7 +223,7 @@ class AllToAllDispatcher(Dispatcher):
         return ExpertInput(*parts, balanced=balanced, receiver=received_rows.plan.receiver)
 
     def prepare_send_order(self, ids_TK: Tensor, note: int) -> SendOrder:
-        """Return the rows to send, by physical ids. `note` (`encode_number`) joins the counts."""
+        """Return the rows to send, by physical ids. `note` (`Attendance`) is sent with counts."""
         p, (T, K) = self.placement, ids_TK.shape
         owned_PTK = self._is_owned(ids_TK)
         return build_send_order(owned_PTK, T * min(p.ep, K) * p.etp, note, repeats=p.etp)
@@ -244,7 +244,7 @@ def is_owned(ids_TK: Tensor, num_experts: int, num_blocks: int) -> Tensor:
 
 
 def build_send_order(owned_PTK: Tensor, num_rows: int, note: int, *, repeats: int = 1) -> SendOrder:
-    """Return the rows to send, at most `num_rows`, to P blocks (`is_owned`) of `repeats` ranks."""
+    """Return at most `num_rows` rows to send to P blocks of `repeats` ranks. Counts get `note`."""
     needs_GT = owned_PTK.any(-1).repeat_interleave(repeats, 0)
     choices_G = owned_PTK.sum((1, 2)).repeat_interleave(repeats)
     order = compute_send_order(needs_GT, num_rows)
@@ -318,7 +318,7 @@ def _all_to_all(
     *,
     may_overlap: bool = False,
 ) -> list[Any]:
-    """Exchange the first rows of each tensor concurrently; return `length` rows for each."""
+    """All-to-all of each tensor's first rows; return `length` rows, the rest uninitialised."""
     # Returned rows after the received rows are uninitialised. See `exchange` for `may_overlap`.
     may_overlap = may_overlap and pairs is not None and pairs.open_pair is not None
     with pairs.launch_early() if may_overlap and pairs is not None else nullcontext():

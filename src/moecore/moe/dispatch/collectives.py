@@ -200,7 +200,7 @@ def _sum_over_ranks(
 
 
 def _sum_parts(x_S: Tensor, num_parts: int) -> Tensor:
-    """Split dim 0 into `num_parts` parts and return their sum, in order and in fp32."""
+    """Return the sum of `num_parts` equal blocks of dim 0, in order and in fp32, in x's dtype."""
     parts_GC = x_S.unflatten(0, (num_parts, x_S.shape[0] // num_parts))
     result: Tensor = parts_GC.sum(0, dtype=torch.promote_types(x_S.dtype, torch.float32)).to(
         x_S.dtype

@@ -103,7 +103,10 @@ class Exchange:
     def spread_choices(
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, num_local: int, etp: int
     ) -> kernels.SpreadChoices:
-        """Send tokens and choices to the ranks of their experts, and return the source rows."""
+        """Send tokens and choices to the ranks of their experts, and return the source rows.
+
+        `ids_TK` are physical ids, of which each block of `etp` ranks owns `num_local`.
+        """
         tensors = (x_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous())
         self._enter(SlotEvent.OPERATION)
         return kernels.spread_rows_and_choices(self.buffer, *tensors, num_local=num_local, etp=etp)
@@ -185,7 +188,7 @@ class Exchange:
         return kernels.reduce_rows(self.buffer, sums_SD, *row_map, choices, has_sums=True)
 
     def limit_rows(self, offsets_e: Tensor, num_rows: int) -> Tensor:
-        """Clamp the offsets to `num_rows`, and record larger offsets as a shortage."""
+        """Return each expert's end of rows, clamped to `num_rows`; record a shortage if clamped."""
         return kernels.limit_rows(offsets_e, num_rows, self.buffer.state, self.buffer.report)
 
     @property
@@ -284,7 +287,10 @@ class CloneExchange:
         return rows_GE
 
     def fetch(self, tensors: Sequence[Tensor], places: Places) -> list[Tensor]:
-        """Send weights [e, ...] to clones; return this rank's [c, ...], zeros for empty places."""
+        """Send weights [e, ...] to clones; return this rank's [c, ...], zeros for empty places.
+
+        `places` has the expert of each clone of all ranks.
+        """
         return [clone_kernels.fetch_clones(self.buffer, tensor, places) for tensor in tensors]
 
     def add_clone_grads_(self, grads: Sequence[Tensor], places: Places) -> list[Tensor]:

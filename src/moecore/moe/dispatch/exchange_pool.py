@@ -325,7 +325,7 @@ def _raise_if_capturing() -> None:
 
 
 def choose_program_split(programs: int) -> dict[str, int]:
-    """Divide a launch's programs into senders and receivers, as fields of `ExchangeLayout`."""
+    """Divide programs into `num_push` and `num_receive`; return both and `rounds`, by name."""
     is_small = programs < FEW_PROGRAMS
     push = max(1, programs * 5 // 12) if is_small else programs // 2
     return dict(num_push=push, num_receive=programs - push, rounds=16 if is_small else 8)

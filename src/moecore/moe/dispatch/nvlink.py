@@ -253,7 +253,9 @@ class _GradSender:
     def finish_sending(
         self, grads: tuple[Tensor | None, Tensor | None], row_map: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Wait for the copies; return gradients of tokens [T, D] and weights [T, K], None without.
+        """Wait for the copies; return gradients of tokens [T, D] and weights [T, K].
+
+        None = `start_sending` started no copies.
 
         `row_map` is (peers_T, places_S, slots_SK) of the dispatch. Raises RuntimeError if `grads`
         are not the unchanged gradients that `start_sending` got.
