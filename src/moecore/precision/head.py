@@ -102,6 +102,7 @@ class BlockwiseHeadProducts(HeadProducts):
 
     @override
     def compute_logits(self, hidden_CD: Tensor) -> Tensor:
+        """Return a chunk's logits [C, V] in its dtype. Keeps quantised hidden states."""
         self.dtype, C = hidden_CD.dtype, hidden_CD.shape[0]
         self.ends_1 = torch.full((1,), C, dtype=torch.int32, device=hidden_CD.device)
         self.tiles: RowTiles = map_row_tiles(self.ends_1, C)

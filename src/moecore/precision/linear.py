@@ -46,7 +46,7 @@ def flatten_rows(x: Tensor) -> Tensor:
 
 
 def restore_dims(y_MN: Tensor, x: Tensor) -> Tensor:
-    """Reshape y_MN to [..., N] with the leading dims of x [..., K], without rows of padding."""
+    """Reshape y_MN to [..., N] with the leading dims of x [..., K], without padding."""
     # No view, as in `nn.Linear`: the caller may change the output in place.
     T = x.numel() // x.shape[-1]
     if y_MN.shape[0] != T:
@@ -279,7 +279,7 @@ def make_quantised_op(name: str, products: type[QuantisedProducts]) -> Op:
 
 
 class Fp8Products(QuantisedProducts):
-    """Computes y, dx and dw of one linear by moecore's cast kernels and torch's scaled product.
+    """Computes y, dx and dw of one linear by moecore's cast kernels and torch's scaled matmul.
 
     N and K are multiples of 16. Linears of the same input share `inputs`. The cast of the forward
     also makes the operand of the weight gradient, which is saved for backward instead of x.
