@@ -155,7 +155,7 @@ class Backbone(nn.Module):
         return not is_compiled and all(block.mixer != "linear" for block in blocks)
 
     def select_cp_ranks(self, cp: int | None) -> ContextParallel | None:
-        """Return the cp group of a forward over `cp` ranks (None = the mesh's), None = no cp."""
+        """Return the group of a forward over `cp` ranks (None = the mesh's), or None without cp."""
         return select_cp_ranks(cp, self.cp, self.context_groups)
 
     def embed(self, tokens_BT: Tensor, sequence: Sequence) -> Tensor:

@@ -89,7 +89,7 @@ def linear_cross_entropy(
 
 
 def find_product_dtype(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> torch.dtype:
-    """Return the dtype of the head's matmuls. Raise ValueError if shapes or dtypes do not fit."""
+    """Return the dtype of the head's matmuls. Raise ValueError for a wrong shape or dtype."""
     if labels_N.shape != hidden_ND.shape[:1]:
         raise ValueError(
             f"labels_N {tuple(labels_N.shape)} must have one label for each row of "

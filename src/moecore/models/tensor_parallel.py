@@ -183,7 +183,7 @@ def _find_lora_shard_dims(model: nn.Module, tp: int) -> dict[nn.Module, int | No
     """Return the modules A and B of peft's LoRA with the dim that tp shards, None = replicated.
 
     Raises:
-        NotImplementedError: for adapters that read the full weight.
+        NotImplementedError: for peft adapters other than LoRA of linears without DoRA and biases.
         ValueError: for dropout, for which each rank would draw a new mask for identical tokens.
     """
     dims = dict[nn.Module, int | None]()
