@@ -36,7 +36,7 @@ LINEAR_OPERANDS: tuple[OperandName, ...] = ("input", "weight", "gradient")
 
 
 class AmaxHistory:
-    """Records the amax (largest magnitude) of a product's operands in the last optimizer steps.
+    """Records the amax (largest magnitude) of a matmul's operands in the last optimizer steps.
 
     Delayed FP8 scaling computes scales from this record.
     """
@@ -210,6 +210,6 @@ def _update_has_all_amax(histories: Sequence[AmaxHistory]) -> None:
 
 
 def get_amax_history(module: nn.Module) -> AmaxHistory | None:
-    """Return the amax history of a linear's products, or None without delayed scaling."""
+    """Return the amax history of a linear's matmuls, or None without delayed scaling."""
     history: AmaxHistory | None = getattr(getattr(module, "products", None), "history", None)
     return history

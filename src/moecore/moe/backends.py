@@ -53,7 +53,7 @@ def register_expert_backend(name: str, computation: Computation) -> None:
 
     Args:
         name: a new name.
-        computation: called with the rows of this rank's experts, their matrices and the activation;
+        computation: called with the tokens of this rank's experts, their matrices and activation;
             returns y_SD. Autograd computes its backward. It may synchronise with the host, so CUDA
             graphs do not capture it. It supports neither FP8 nor recomputation of FC1.
 

@@ -35,7 +35,8 @@ from moecore.moe.clones import AnyClones, view_as_sendable_dtype
 def concatenate_clones(weights: ExpertWeights, clones: AnyClones) -> Iterator[ExpertWeights]:
     """Yield the weights of the local experts, followed by those of the local clones. Collective.
 
-    In this context, saved tensors of the concatenated weights are stored as their two parts.
+    In this context, saved tensors of the concatenated weights are stored as two tensors, those of
+    experts and of clones.
     """
     memory = _CloneConcatenator(clones)
     extended = _append_clone_weights(weights, memory)
@@ -44,7 +45,7 @@ def concatenate_clones(weights: ExpertWeights, clones: AnyClones) -> Iterator[Ex
 
 
 class _CloneConcatenator:
-    """Concatenates weights of experts and clones, and packs saved results as their two parts."""
+    """Concatenates weights of experts and clones, and packs saved results as these two."""
 
     def __init__(self, clones: AnyClones) -> None:
         self.clones = clones
@@ -75,7 +76,7 @@ class _ConcatenationHandle:
         self._view = tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def unpack(self) -> Tensor:
-        """Concatenate the parts, and return the view of the copy."""
+        """Concatenate experts' and clones' weights again, and return the saved view of the copy."""
         return _concatenate(*self._parts).as_strided(*self._view)
 
 

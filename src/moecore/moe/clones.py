@@ -103,7 +103,7 @@ class Cloner:
         """Plan a forward's clones. Return the routing with physical ids, and the clones.
 
         The clones are None if no expert is cloned. Only forwards in `training` are counted. `pairs`
-        runs another micro-batch during collectives, see `Dispatcher`.
+        runs another micro-batch during collectives. Collective, except with a `PeriodicPlan`.
         """
         p, ids_TK = self._placement, routing.expert_ids_TK
         if ids_TK.is_meta:  # loads are even, so there are no clones
@@ -189,7 +189,7 @@ class Clones:
         group: dist.ProcessGroup,
         pairs: Pairs | None = None,
     ) -> Clones:
-        """Return this rank's part of a plan. `experts` = expert of each place, or -1 if empty."""
+        """Return this rank's sends and receives. `experts` has each place's expert, -1 = empty."""
         # Example, three ranks of two experts and two places each, experts [4, 3, -1, -1, 2, 0]:
         # rank 0 sends its expert 0 to rank 2. Rank 0 gets 3 of rank 1 and then 4 of rank 2: its
         # order is [1, 0].

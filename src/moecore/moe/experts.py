@@ -290,7 +290,7 @@ class Experts(nn.Module):
 
     @property
     def rows_multiple(self) -> int:
-        """The number to whose multiple the row count of each expert must be padded."""
+        """The number to whose multiple each expert's number of token rows must be padded."""
         return 1 if self.recipe is None else self.recipe.row_multiple
 
     @property
@@ -392,7 +392,7 @@ class Experts(nn.Module):
         )
 
     def _slice_lora_b(self, b_eCr: Tensor) -> Tensor:
-        """Return this etp rank's rows of FC1's LoRA B, in the order of its slice of w1."""
+        """Return this etp rank's output rows of FC1's LoRA B, in the order of its slice of w1."""
         halves = 1 + (self.config.gated and not self._is_interleaved)
         by_half = b_eCr.unflatten(1, (halves, self.etp_size, -1))
         result: Tensor = by_half[:, :, self.etp_rank].flatten(1, 2)

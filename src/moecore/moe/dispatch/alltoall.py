@@ -55,7 +55,7 @@ class AllToAllPlan:
 
 
 class SendOrder(NamedTuple):
-    """The rows that a rank sends, as in `AllToAllPlan`, and their counts."""
+    """The token rows that a rank sends, as in `AllToAllPlan`, and their counts."""
 
     token_ids_M: Tensor  # M is the most rows that could be sent
     slots_TG: Tensor
@@ -142,7 +142,7 @@ class TokenExchange:
     def _send_rows(
         self, send_rows: _RowsToSend, plan: AllToAllPlan, pairs: Pairs | None, *, may_overlap: bool
     ) -> ReceivedRows:
-        """Send gathered rows by all-to-all, and return the received rows."""
+        """Send gathered rows by all-to-all; return received rows. `may_overlap`: see `exchange`."""
         leaf_SD, ids_SK, weights_SK, words_SW = _SendRowsAndIds.apply(
             *send_rows, plan, self.group, pairs, may_overlap
         )
@@ -260,7 +260,7 @@ def compute_send_order(needs_GT: Tensor, num_rows: int) -> tuple[Tensor, Tensor]
 
 
 def compute_static_send_order(needs_GT: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As `compute_send_order`, with `num_slots` rows per rank, and a mask of used rows, [M]."""
+    """Return `compute_send_order` with `num_slots` rows per rank, and bool [M], used rows."""
     # M is G * num_sent, token_ids_M is 0 where unused, and used_M is bool. Example, three tokens,
     # two ranks, 2 rows each, needs [[1, 0, 1], [0, 1, 0]]: token_ids_M [0, 2, 1, 0], slots_TG [[0,
     # -1], [-1, 2], [1, -1]], used_M [1, 1, 1, 0].

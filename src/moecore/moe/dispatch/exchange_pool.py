@@ -76,7 +76,7 @@ class ExchangePool(BufferOwner):
 
     @property
     def shortages(self) -> tuple[ShortageCounters, ...]:
-        """The shortage counters of all allocated exchanges of rows."""
+        """The shortage counters of all allocated exchanges of token rows, not of clones."""
         return tuple(exchange.shortage for exchange in self.entries)
 
     def resize(self, factor: float) -> None:
@@ -132,7 +132,7 @@ class ExchangePool(BufferOwner):
 
     @property
     def entries(self) -> tuple[Exchange, ...]:
-        """All allocated exchanges of rows."""
+        """All allocated exchanges of token rows, not of clones."""
         return tuple(self._entries.values())
 
     @property
@@ -289,7 +289,7 @@ class TokenCapacity(BufferOwner):
         return True
 
     def resize(self, factor: float) -> None:
-        """Free the buffers, so that the next forward allocates larger buffers; collective."""
+        """Free the buffers; the next forward allocates them for `factor` tokens. Collective."""
         self._pool.options = replace(self._pool.options, max_tokens=math.ceil(factor))
         self._pool.free()
 

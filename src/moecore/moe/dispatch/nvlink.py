@@ -139,7 +139,7 @@ class NVLinkDispatcher(Dispatcher):
         return pool.factor is not None and watch is None
 
     def _count_balanced_rows(self, exchange: Exchange) -> BalancedRows:
-        """Return the used rows at even loads. `expert` is None if R is exact."""
+        """Return the used source and expert rows at even loads. `expert` is None if R is exact."""
         layout = exchange.layout
         source = self.placement.compute_balanced_tokens(layout.max_tokens, layout.top_k)
         expert = None if self.has_row_count_sync else exchange.balanced_rows
