@@ -35,8 +35,8 @@ from moecore.moe.clones import AnyClones, view_as_sendable_dtype
 def concatenate_clones(weights: ExpertWeights, clones: AnyClones) -> Iterator[ExpertWeights]:
     """Yield the weights of the local experts, followed by those of the local clones. Collective.
 
-    In this context, saved tensors of the concatenated weights are stored as two tensors, those of
-    experts and of clones.
+    In this context, saved tensors of the concatenated weights are stored as two tensors: the
+    experts' weights and the clones' weights.
     """
     memory = _CloneConcatenator(clones)
     extended = _append_clone_weights(weights, memory)
