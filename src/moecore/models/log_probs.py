@@ -88,7 +88,8 @@ class LogProbLoss(CheckedRecord):
     ) -> Tensor:
         """Compute the loss from full-vocabulary logits, which a model may change after its head.
 
-        `labels_Bt` and `to_full_rows` are as in `compute_from_hidden`.
+        `labels_Bt` has the labels of this rank's tokens, -100 = none. `to_full_rows` gathers local
+        tokens [B, t, X] to full rows [B, T, X].
         """
         x_NV = logits_BtV.flatten(0, 1)
         x_NV = x_NV.to(torch.promote_types(x_NV.dtype, torch.float32)) / self.temperature
@@ -110,7 +111,10 @@ class LogProbLoss(CheckedRecord):
         labels_Bt: Tensor,
         to_full_rows: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Gather `numbers` (log-probabilities, entropies or None, [N]) and call `function`."""
+        """Return `function` of `numbers`, gathered to full rows by `to_full_rows`.
+
+        `numbers` are log-probabilities and entropies (or None) of this rank's tokens, [N].
+        """
         local_numbers = [x_N.view_as(labels_Bt) for x_N in numbers if x_N is not None]
         rows_BTX = to_full_rows(torch.stack(local_numbers, dim=-1))
         if rows_BTX.shape[:2] != self.labels_BT.shape:

@@ -129,7 +129,7 @@ SYMMETRIC_MEMORY = SlicedExchange(gather_and_consume, produce_and_send)
 def apply_column_linears(
     x_BtD: Tensor, linears: Sequence[nn.Linear], tp: TensorParallel | None
 ) -> list[Tensor]:
-    """All-gather tokens over tp, and return y_BTN of each linear, sharded by output features."""
+    """All-gather tokens over tp (None = off); return each linear's y_BTN, sharded by features."""
     if tp is None:
         return [linear(x_BtD) for linear in linears]
     exchange = find_exchange(tp, x_BtD, x_BtD.shape[1], x_BtD.shape[2], linears)
@@ -143,7 +143,7 @@ def apply_column_linears(
 
 
 def apply_row_linear(x_BTN: Tensor, linear: nn.Linear, tp: TensorParallel | None) -> Tensor:
-    """Apply a linear that is sharded by input features, and reduce-scatter tokens to y_BtD."""
+    """Apply a linear, sharded by input features over tp (None = off); reduce-scatter to y_BtD."""
     if tp is None:
         y_BTD: Tensor = linear(x_BTN)
         return y_BTD

@@ -182,7 +182,7 @@ def multiply(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def add_product_(out: Tensor, a: Tensor, b: Tensor, *, beta: int) -> None:
-    """Write out * beta + a @ b to out, in the dtype of out. beta 0 does not read out."""
+    """Write out * beta + a @ b to out, in the dtype of out. beta 0 overwrites out."""
     if a.dtype != out.dtype and is_gpu(a):
         torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, beta=beta, out=out)
     else:
