@@ -101,7 +101,7 @@ def find_separate_computation(
 def _compute_under_autograd(
     inp: ExpertInput, weights: ExpertWeights, options: ActivationOptions
 ) -> Tensor:
-    """Return y_SD by torch's grouped_mm under autograd, which saves more than X and H."""
+    """Return y_SD by grouped_mm under autograd, for biases or the model's own activation."""
     inp = convert_to_summed_input(inp)
     rows_SD, index = inp.rows.values, inp.index
     check_backend("torch", ExpertSpec.of(inp.rows, weights, options))
@@ -219,7 +219,7 @@ class _SumRows(torch.autograd.Function):
 
 
 def _add_rows(y_RD: Tensor, ids_R: Tensor, num_rows: int) -> Tensor:
-    """Sum row r of y into row ids_R[r] of `num_rows`, in fp32, rounded once to y's dtype."""
+    """Return `num_rows` sums: row r of y is added to sum ids_R[r], in fp32, rounded once."""
     dtype = torch.promote_types(y_RD.dtype, torch.float32)
     out = torch.zeros(num_rows, *y_RD.shape[1:], dtype=dtype, device=y_RD.device)
     return out.index_add_(0, ids_R, y_RD.to(dtype)).to(y_RD.dtype)

@@ -245,7 +245,7 @@ class LoadTracker(LossFactors):
         return prior_E
 
     def _check_recompute(self) -> None:
-        """Count forwards in flight; raise if this recomputation would read changed counts."""
+        """Count forwards in flight. NotImplementedError if a recomputation reads other counts."""
         # Activation checkpointing repeats a forward inside backward. "global_batch" reads the
         # counts so far, which are those of its first run only if no micro-batch came in between.
         if not is_inside_backward():

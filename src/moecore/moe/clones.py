@@ -189,7 +189,7 @@ class Clones:
         group: dist.ProcessGroup,
         pairs: Pairs | None = None,
     ) -> Clones:
-        """Return this rank's sends and receives. `experts` has each place's expert, -1 = empty."""
+        """Return this rank's sends and receives. `experts` has all ranks' clones, -1 = empty."""
         # Example, three ranks of two experts and two places each, experts [4, 3, -1, -1, 2, 0]:
         # rank 0 sends its expert 0 to rank 2. Rank 0 gets 3 of rank 1 and then 4 of rank 2: its
         # order is [1, 0].
@@ -289,12 +289,15 @@ class PeerClones:
         return self.places.num_clones
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return [n, ...] of each [e, ...] as `Clones.fetch`; an empty place gets zeros."""
+        """Send weights [e, ...] of experts to clones; return [n, ...], zeros for empty places."""
         return self.exchange.fetch(tensors, self.places)
 
     @torch.no_grad()
     def add_clone_grads_(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Return [e, ...] as `Clones.add_clone_grads_`; in place only for contiguous gradients."""
+        """Send clones' gradients to their experts' ranks, add them there, and return [e, ...].
+
+        Gradients [e + n, ...] end with the clones'. In place only for contiguous gradients.
+        """
         return self.exchange.add_clone_grads_(grads, self.places)
 
 

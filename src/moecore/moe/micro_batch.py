@@ -169,7 +169,7 @@ def sort_by_position(
 def _sort_documents_by_position(
     num_tokens: int, cu_seqlens: Tensor, padding_mask_N: Tensor | None
 ) -> Tensor:
-    """Compute `sort_by_position` for sequences that `cu_seqlens` bounds."""
+    """Return token indices [N] by position in the documents that `cu_seqlens` bounds, int64."""
     real_N = torch.ones(num_tokens, dtype=torch.bool, device=cu_seqlens.device)
     if padding_mask_N is not None:
         real_N = ~padding_mask_N

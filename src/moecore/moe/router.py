@@ -82,7 +82,7 @@ class Router(nn.Module):
 
     @property
     def selection_bias(self) -> Tensor | None:
-        """The fp32 [E] buffer that is added to the scores for the choice, or None."""
+        """The fp32 [E] buffer added to scores for the choice. None without `config.expert_bias`."""
         return self._buffers.get(self.expert_bias_name)
 
     @property
@@ -191,7 +191,7 @@ class Router(nn.Module):
     def _choose_or_replay(
         self, logits_TE: Tensor, micro_batch: MicroBatch
     ) -> tuple[Tensor, Tensor]:
-        """Return int32 ids and fp32 weights [T, K], recorded by the tape or chosen now."""
+        """Return int32 ids and fp32 weights [T, K], recorded by the `ChoiceTape` or chosen now."""
         if self.tape is not None:
             T, device = logits_TE.shape[0], logits_TE.device
             logits = logits_TE.detach()

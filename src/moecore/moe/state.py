@@ -125,7 +125,7 @@ class MoEState:
     def start_micro_batch(self, *, is_last: bool, in_flight: bool = False) -> None:
         """Prepare all layers for a micro-batch, or with `in_flight` for several before a backward.
 
-        Micro-batches of a step share cast weights until `is_last`.
+        Micro-batches of a step share quantised weights until `is_last`.
         """
         for layer in self.layers.values():
             layer.get_part("experts").reader.start_micro_batch(is_last=is_last)

@@ -238,7 +238,7 @@ class AllToAllDispatcher(Dispatcher):
 
 
 def is_owned(ids_TK: Tensor, num_experts: int, num_blocks: int) -> Tensor:
-    """Return bool [P, T, K]: whether expert block p, of `num_experts` experts, has the choice."""
+    """Return bool [P, T, K]: whether block p, of `num_experts` experts, has the chosen expert."""
     block_TK = torch.div(ids_TK, num_experts, rounding_mode="floor")
     return block_TK == torch.arange(num_blocks, device=ids_TK.device)[:, None, None]
 

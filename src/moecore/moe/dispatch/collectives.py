@@ -211,7 +211,10 @@ def _sum_parts(x_S: Tensor, num_parts: int) -> Tensor:
 def all_gather_tensors(
     xs_C: Sequence[Tensor], group: dist.ProcessGroup, pairs: Pairs | None = None
 ) -> tuple[Tensor, ...]:
-    """All-gather each [C, ...] to [G * C, ...] by concurrent collectives, differentiably."""
+    """All-gather each [C, ...] to [G * C, ...] by concurrent collectives, differentiably.
+
+    `pairs` runs another micro-batch meanwhile, None = no pair.
+    """
     result: tuple[Tensor, ...] = _GatherRanks.apply(group, pairs, *xs_C)
     return result
 
@@ -224,7 +227,10 @@ def all_gather_rows(x_C: Tensor, group: dist.ProcessGroup) -> Tensor:
 def reduce_scatter_rows(
     y_S: Tensor, group: dist.ProcessGroup, pairs: Pairs | None = None
 ) -> Tensor:
-    """Reduce-scatter blocks of C rows: rank g receives the sum of block g. Backward all-gathers."""
+    """Reduce-scatter blocks of C rows: rank g receives the sum of block g. Backward all-gathers.
+
+    Sums are in fp32 and in rank order. `pairs` runs another micro-batch meanwhile, None = no pair.
+    """
     # Summed in fp32 and in rank order. An all-to-all sends as many bytes as a reduce-scatter, which
     # would round after every addition of a 16-bit dtype. Collective; in a pair the other side runs.
     result: Tensor = _SumRanks.apply(group, pairs, y_S)[0]

@@ -147,7 +147,7 @@ class Exchange:
         return self.layout.sums_slot and SlotEvent.COPY in copies.TRANSITIONS[self._slot]
 
     def _enter(self, event: SlotEvent) -> None:
-        """Change the state of the slot for sums. Raise KeyError if it does not allow `event`."""
+        """Change the state of the buffer's slot for sums. KeyError if it does not allow `event`."""
         self._slot = copies.TRANSITIONS[self._slot][event]
 
     def start_copies(self, sums_SD: Tensor) -> None:
@@ -160,7 +160,7 @@ class Exchange:
     def finish_copies(
         self, sums_SD: Tensor, peers_T: Tensor, places_S: Tensor, choices: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        """Make the current stream wait for all ranks' copies; return `reduce` of these sums."""
+        """Make the stream wait for all copies; return sums [T, D] and weight gradients [T, K]."""
         self._wait_for_stream(sums_SD)
         self._enter(SlotEvent.READ)
         return self._reduce_copies(sums_SD, peers_T, places_S, choices)
@@ -183,7 +183,7 @@ class Exchange:
     def _reduce_copies(
         self, sums_SD: Tensor, peers_T: Tensor, places_S: Tensor, choices: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return `reduce` of the sums that all ranks have copied."""
+        """Return sums of all ranks' copies [T, D], and gradients of routing weights [T, K]."""
         row_map = (peers_T, places_S, places_S[:, None])
         return kernels.reduce_rows(self.buffer, sums_SD, *row_map, choices, has_sums=True)
 

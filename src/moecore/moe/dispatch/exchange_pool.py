@@ -228,7 +228,7 @@ class ExchangePool(BufferOwner):
         return layout.source_rows * layout.top_k // self.ep
 
     def _compare_options(self, x_TD: Tensor, top_k: int, programs: int) -> int:
-        """Return the maximum tokens of any rank; raise if options differ. Collective, host sync."""
+        """Return the most tokens of any rank. ValueError if options differ. Collective, syncs."""
         options, (T, D) = self.options, x_TD.shape
         choices = (options.overlap_weight_grads, options.keep_rows, self.wire.fp8)
         sizes = (options.max_tokens or T, D, top_k, SUM_DTYPES.index(x_TD.dtype), programs)

@@ -115,7 +115,7 @@ class HierarchicalDispatcher(Dispatcher):
     def _dispatch_inside(
         self, rows_AD: Tensor, received_rows: ReceivedRows, routing: Routing
     ) -> ExpertInput:
-        """Dispatch the received rows within this domain."""
+        """Return the received rows, dispatched in this domain with the capacity of `routing`."""
         H, inside, outer = self._across.group.size(), self._inside, self._across.attendance
         weights_AK = received_rows.weights_SK
         ids_AK = self.domain.convert_to_domain_ids(

@@ -120,7 +120,10 @@ class NVLinkDispatcher(Dispatcher):
         )
 
     def _is_sent_by_alltoall(self, x_TD: Tensor, routing: Routing) -> bool:
-        """Whether the all-to-all dispatcher sends these tokens. Identical on all ranks."""
+        """Whether the all-to-all dispatcher sends these tokens. Identical on all ranks.
+
+        Raises ValueError if stores cannot send them and `ExchangePool.is_required` is True.
+        """
         # With `ExchangePool.is_required` they go by all-to-all if the capacity is limited and no
         # step reads shortages. Without it they go by all-to-all if stores cannot carry the rows, or
         # if the forward is part of no step that is rerun and of no CUDA graph.
@@ -196,7 +199,7 @@ def _build_index(
 
 
 def _count_rows(exchange: Exchange, ids_SK: Tensor, *, first: int, num_local: int) -> int:
-    """Return the number of choices of experts [first, first + num_local). One host sync."""
+    """Return the number of choices of experts [first, first + num_local). Host sync, no graph."""
     if ids_SK.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "NVLinkOptions.row_factor ('exact') must be a number while a CUDA graph is captured"
@@ -240,7 +243,7 @@ class _GradSender:
         slots_SK: Tensor,
         num_rows: Tensor,
     ) -> None:
-        """Sum each source row's gradients over its expert rows; start to copy sums to tokens."""
+        """Sum each source row's gradients, and start to copy sums to tokens, if `can_copy`."""
         # If `Exchange.can_copy` is False, it does nothing, and the dispatch's backward sends all.
         self._stored_rows = None
         if self._exchange.can_copy():
