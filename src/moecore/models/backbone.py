@@ -100,9 +100,12 @@ class Backbone(nn.Module):
         max_seqlen: int | None = None,
         cp: int | None = None,
     ) -> Sequence:
-        """Build the `Sequence` that blocks read: document boundaries, padding and rotary table.
+        """Build the record that blocks read: document bounds, padding mask and rotary table.
 
-        The arguments are explained in `Decoder.forward`.
+        `tokens_BT` and the bool mask (True = padding) have full rows, of which the record has this
+        rank's tokens. `cu_seqlens`, int32 [n + 1], bounds packed documents of at most `max_seqlen`
+        tokens, None = each row is a document. `cp` None = the mesh's. Raises ValueError for
+        documents longer than `max_seq_len`.
         """
         ranks = self.select_cp_ranks(cp)
         (B, T), device = tokens_BT.shape, tokens_BT.device
@@ -152,7 +155,7 @@ class Backbone(nn.Module):
         return not is_compiled and all(block.mixer != "linear" for block in blocks)
 
     def select_cp_ranks(self, cp: int | None) -> ContextParallel | None:
-        """Return the cp group of a forward over `cp` ranks (None = the mesh's), None = no cp."""
+        """Return the group of a forward over `cp` ranks (None = the mesh's), or None without cp."""
         return select_cp_ranks(cp, self.cp, self.context_groups)
 
     def embed(self, tokens_BT: Tensor, sequence: Sequence) -> Tensor:

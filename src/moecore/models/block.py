@@ -58,7 +58,10 @@ class Block(nn.Module):
             self.mlp = MoELayer(_select_moe_config(config, layer_idx), dtype=dtype, runs=runs)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Return this rank's residual stream x_BTD after the layer. Experts skip padding."""
+        """Return this rank's residual stream x_BTD after the layer. Experts skip padding.
+
+        `sequence` has the forward's document bounds, padding mask and rotary table.
+        """
         if self.mixer is not None:
             x_BTD = self.attend(x_BTD, sequence)
         if self.feedforward is None:

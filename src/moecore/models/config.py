@@ -171,7 +171,7 @@ class LinearAttentionConfig(CheckedRecord):
 
     @property
     def state_flops(self) -> int:
-        """Forward FLOPs per token of the products with the states of all heads."""
+        """Forward FLOPs per token of the matrix products with the states of all heads."""
         return 2 * self.state_passes * self.num_v_heads * self.head_k_dim * self.head_v_dim
 
 

@@ -196,7 +196,7 @@ class Decoder(nn.Module):
         self.model.cp = cp
 
     def apply_context_groups(self, groups: Mapping[int, ContextParallel]) -> None:
-        """Register the groups with which a forward's `cp` argument selects its cp ranks.
+        """Register groups by their number of ranks, which a forward's `cp` argument selects.
 
         `parallelize_moe` calls this method.
         """
@@ -383,7 +383,7 @@ class Decoder(nn.Module):
         return labels_BT is not None and self.training and len(self.mtp) > 0
 
     def _count_input_states(self, stage: Stage, *, predicts: bool) -> int:
-        """Count the normed states in a stage's input. 0 = the input is the residual stream."""
+        """Count normed states in a stage's input, with MTP if `predicts`. 0 = a residual stream."""
         modules_before = len(self.mtp) if stage.loss else 0
         if stage.mtp:
             modules_before = stage.mtp[0]
@@ -486,7 +486,7 @@ class Decoder(nn.Module):
 
 
 def _list_residual_weights(layer: MoELayer) -> list[nn.Parameter]:
-    """Return the weights whose products are an MoE layer's output: w2 or the latent's w_up."""
+    """Return an MoE layer's last matrices: w2 or the latent's w_up, and the shared expert's w2."""
     w2 = getattr(layer.get_part("experts"), layer.layout.expert_layout.w2)
     weights = [layer.latent.w_up if layer.config.latent_dim else w2]
     if layer.config.shared_hidden_dim:

@@ -43,9 +43,10 @@ class Head(nn.Module):
         *,
         is_detached: bool = False,
     ) -> Tensor:
-        """Return the loss, or the logits without labels: see `Decoder.forward`.
+        """Return the fp32 loss, divided by `num_tokens`, or without labels the logits [B, T, V].
 
-        `log_prob_loss` replaces the cross-entropy. `is_detached` = the weight gets no gradient.
+        Both are equal on all cp and tp ranks. Labels have full rows. `log_prob_loss` replaces the
+        cross-entropy and has its own labels. `is_detached` = the weight gets no gradient.
         """
         weight = tied_weight if self.weight is None else self.weight
         assert weight is not None, "a tied head is called with the embedding table"
@@ -84,6 +85,6 @@ class Head(nn.Module):
 
 
 def _gather_over_cp(x_BTX: Tensor, sequence: Sequence) -> Tensor:
-    """All-gather the tokens of full rows over cp; return a tensor that cp ranks replicate."""
+    """All-gather tokens over cp to full rows, which cp ranks replicate. Without cp unchanged."""
     local_tokens = sequence.local_tokens
     return x_BTX if local_tokens is None else local_tokens.gather_replicated(x_BTX)

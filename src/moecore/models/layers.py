@@ -62,7 +62,10 @@ class RMSNorm(nn.Module):
         over_tp: bool = False,
         dtype: torch.dtype | None = None,
     ) -> RMSNorm:
-        """Return an RMSNorm with a decoder's epsilon and centering; `dim` None = the model dim."""
+        """Return an RMSNorm with a decoder's epsilon and centering; `dim` None = the model dim.
+
+        `over_tp` = the normed dim, of global size `dim`, is sharded over tp.
+        """
         return cls(
             dim or config.dim,
             config.norm_eps,
@@ -135,7 +138,10 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm.from_config(config, k_norm_dim, over_tp=over_tp, dtype=dtype)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Return the attention output of this rank's normed tokens, in the shape of x."""
+        """Return the attention output of this rank's normed tokens, in the shape of x.
+
+        `sequence` has the document bounds, the rotary table and a cache of keys and values.
+        """
         q_BTHd, k_BThd, v_BThd, gate_BTHd = self._project(x_BTD)
         if sequence.rotary is not None:
             q_BTHd, k_BThd = sequence.rotary.rotate(q_BTHd), sequence.rotary.rotate(k_BThd)

@@ -219,7 +219,7 @@ class GatedGroupNorm(RMSNorm):
         self.group_dim = dim // num_groups
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
-        """Return the gated and normed x of this rank's heads, in x's dtype or a wider dtype."""
+        """Return gated, normed x of this rank's heads, in the promoted dtype of x and weight."""
         weight = get_local_param(self.weight)
         if self.tp is not None:
             weight = weight.chunk(self.tp.size)[self.tp.rank]

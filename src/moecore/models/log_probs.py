@@ -88,7 +88,8 @@ class LogProbLoss(CheckedRecord):
     ) -> Tensor:
         """Compute the loss from full-vocabulary logits, which a model may change after its head.
 
-        `labels_Bt` and `to_full_rows` are as in `compute_from_hidden`.
+        `labels_Bt` has the labels of this rank's tokens, -100 = none. `to_full_rows` gathers local
+        tokens [B, t, X] to full rows [B, T, X].
         """
         x_NV = logits_BtV.flatten(0, 1)
         x_NV = x_NV.to(torch.promote_types(x_NV.dtype, torch.float32)) / self.temperature
@@ -110,7 +111,10 @@ class LogProbLoss(CheckedRecord):
         labels_Bt: Tensor,
         to_full_rows: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Gather log-probabilities and entropies [N] to full rows, and call `function`."""
+        """Return `function` of `numbers`, gathered to full rows by `to_full_rows`.
+
+        `numbers` are log-probabilities and entropies (or None) of this rank's tokens, [N].
+        """
         local_numbers = [x_N.view_as(labels_Bt) for x_N in numbers if x_N is not None]
         rows_BTX = to_full_rows(torch.stack(local_numbers, dim=-1))
         if rows_BTX.shape[:2] != self.labels_BT.shape:
@@ -239,7 +243,7 @@ def _compute_logits(hidden_CD: Tensor, weight_VD: Tensor, temperature: float) ->
 
 
 def _compute_entropy_(x_CV: Tensor, rows: RowStatistics, group: dist.ProcessGroup | None) -> Tensor:
-    """Compute each token's entropy [C] over the full vocabulary. Overwrites x_CV. Collective."""
+    """Return each token's entropy [C] in nats over `group`'s vocabulary. Overwrites x_CV."""
     x_CV.sub_(rows.highs_C[:, None])
     weighted_C = x_CV.exp().mul_(x_CV).sum(1)
     if group is not None:
@@ -256,7 +260,7 @@ def _compute_logits_grad_(
     sums_C: Tensor,
     *numbers: Tensor,  # [C]: gradients of log p; or H, and gradients of log p and H
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of a chunk's logits in `dtype`, and a factor for each of its rows."""
+    """Return a chunk's gradient of logits in `dtype`, and a factor [C, 1] still to apply to it."""
     if len(numbers) == 1:
         return softmax_gradient_(x_CV, local_labels_C, highs_C, sums_C, dtype), -numbers[0][:, None]
     entropy_C1, d_log_probs_C1, d_entropy_C1 = (x_C[:, None] for x_C in numbers)

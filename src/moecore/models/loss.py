@@ -89,7 +89,7 @@ def linear_cross_entropy(
 
 
 def find_product_dtype(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> torch.dtype:
-    """Return the dtype of the head's matmuls. Raise ValueError if shapes or dtypes do not fit."""
+    """Return the dtype of the head's matmuls. Raise ValueError for a wrong shape or dtype."""
     if labels_N.shape != hidden_ND.shape[:1]:
         raise ValueError(
             f"labels_N {tuple(labels_N.shape)} must have one label for each row of "
@@ -176,7 +176,10 @@ def _add_chunk_(
     first: bool,
     group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """Return the chunk's summed loss, write d_hidden, add to d_weight (overwrite if `first`)."""
+    """Return the chunk's summed loss, write d_hidden, add to d_weight (overwrite if `first`).
+
+    A gradient tensor that is None is not computed. `group` shards the vocabulary.
+    """
     # What is as large as the logits is gone when this returns, before the next chunk's are made.
     want = d_hidden_CD is not None or d_weight_VD is not None
     logits_CV = products.compute_logits(hidden_CD)
@@ -215,7 +218,7 @@ def combine_row_statistics(
 ) -> RowStatistics:
     """Return softmax statistics of logits [C, V] of one vocabulary shard. Collective over `group`.
 
-    `labels_C` are global ids or -100. None = the logits have the full vocabulary.
+    `labels_C` are global ids or -100. `group` None = the logits have the full vocabulary.
     """
     V, rank, size = logits_CV.shape[1], 0, 1
     if group is not None:

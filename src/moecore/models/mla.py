@@ -91,7 +91,7 @@ def make_key_choice(config: IndexerConfig | None, layer: nn.Module, top_k: int) 
 
 
 def compute_mean_divergence(divergence_BT: Tensor, sequence: Sequence) -> Tensor:
-    """Return this rank's sum of the indexer's divergence over the tokens of all cp ranks, a scalar.
+    """Sum `divergence_BT` over this rank's tokens, divided by the tokens of all cp ranks, 0-dim.
 
     Padding counts in neither number. `divergence_BT` has the KL divergence of the indexer's choice
     from attention for each token of this cp rank.
@@ -134,9 +134,9 @@ class LatentAttention(nn.Module):
         self.indexer = None if mla.sparse is None else Indexer(config, dtype=dtype)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Map this rank's normed tokens to their attention output, as `Attention.forward`.
+        """Return the attention output of this rank's normed tokens, in the shape of x.
 
-        The rotary table has `qk_rope_head_dim` dims.
+        The rotary table of `sequence` has `qk_rope_head_dim` dims.
         """
         q_BTQ, c_BTC, k_BTr = self._compute_latents(x_BTD)
         if self.indexer is not None:

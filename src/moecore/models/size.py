@@ -77,6 +77,7 @@ def document_cost(config: DecoderConfig, *, link_gb_per_s: Positive = 200.0) -> 
         linear = units per token outside of attention: flops_per_token(config, 0) FLOPs at 400
             TFLOP/s, where attention runs at 600
         exchange = units in the time to send a token's bf16 keys and values (or latents)
+        fixed = 1000 * linear, the constant units of a micro-batch
 
     Args:
         config: config of the decoder.

@@ -83,7 +83,7 @@ class TensorParallel:
         return x_BTD
 
     def gather_last_dim(self, x_BTv: Tensor) -> Tensor:
-        """All-gather along the last dim, for any leading dims. Backward reduce-scatters."""
+        """All-gather [..., v] along the last dim to [..., G * v]. Backward reduce-scatters."""
         parts_GNv = self.gather(x_BTv.reshape(1, 1, -1, x_BTv.shape[-1]))[0]
         return parts_GNv.transpose(0, 1).reshape(*x_BTv.shape[:-1], -1)
 
@@ -115,13 +115,13 @@ class TensorParallel:
         return y_BtD
 
     def gather_replicated(self, x_BtD: Tensor) -> Tensor:
-        """All-gather along T a result that all ranks use identically. Backward slices."""
+        """All-gather x_BtD to x_BTD, which all ranks must use identically. Backward slices."""
         gather = partial(_all_gather, group=self.group)
         x_BTD: Tensor = run_and_save(exchange_with_grad, x_BtD, gather, self.slice_local)
         return x_BTD
 
     def gather_columns(self, x_BTv: Tensor) -> Tensor:
-        """All-gather along the last dim a result that all ranks use identically, [B, T, V]."""
+        """All-gather x_BTv to [B, T, V], which all ranks must use identically. Backward slices."""
         return self.gather_replicated(x_BTv.transpose(1, 2)).transpose(1, 2).contiguous()
 
     def _check_divisible(self, x_BT: Tensor) -> None:
@@ -133,21 +133,25 @@ class TensorParallel:
             )
 
     def all_reduce(self, value: Tensor) -> Tensor:
-        """Sum a value over ranks that use the sum differently. Backward all-reduces gradients."""
+        """Return the sum over ranks, which use it differently. Backward all-reduces gradients."""
         add = partial(_all_reduce, group=self.group)
         total: Tensor = run_and_save(exchange_with_grad, value, add, add)
         return total
 
 
 def sum_value(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-reduce a value, whose sum all ranks use identically. Backward is the identity."""
+    """Return the sum over `group`, which all ranks use identically. Backward is the identity."""
     add = partial(_all_reduce, group=group)
     total: Tensor = run_and_save(exchange_with_grad, value, add, lambda grad: grad)
     return total
 
 
 def apply_tensor_parallel(model: nn.Module, config: DecoderConfig, tp_mesh: DeviceMesh) -> None:
-    """Shard the dense parameters of a decoder over tp in place. No communication."""
+    """Shard the dense parameters of a decoder over tp in place. No communication.
+
+    Routed experts do not change. `tp_mesh` has one dim; with one rank nothing changes. Raises
+    ValueError if tp does not divide heads or dims, or for parameters that are DTensors already.
+    """
     # A module that names its cut (`tp_shard_dim`) has its weight sharded on that dim, and a bias
     # with the weight's rows, and factors of peft's LoRA as their linear; every other parameter
     # becomes a replicated DTensor, except those of routed experts, which live on the expert mesh.
@@ -176,10 +180,10 @@ def apply_tensor_parallel(model: nn.Module, config: DecoderConfig, tp_mesh: Devi
 
 
 def _find_lora_shard_dims(model: nn.Module, tp: int) -> dict[nn.Module, int | None]:
-    """Return the modules A and B of peft's LoRA with the dim along which each is sharded.
+    """Return the modules A and B of peft's LoRA with the dim that tp shards, None = replicated.
 
     Raises:
-        NotImplementedError: for adapters that read the full weight.
+        NotImplementedError: for peft adapters other than LoRA of linears without DoRA and biases.
         ValueError: for dropout, for which each rank would draw a new mask for identical tokens.
     """
     dims = dict[nn.Module, int | None]()

@@ -95,14 +95,17 @@ WORKSPACE_SLICES = {GATHER_SLICES: 1, SEND_SLICES: 2}
 
 
 def compute_workspace_bytes(name: str, num_ranks: int, num_bytes: int) -> int:
-    """Return the bytes of torch's workspace of launch `name`, with `num_bytes` in and out."""
+    """Return the bytes of torch's symmetric workspace for a sliced exchange on one rank.
+
+    `name` is GATHER_SLICES or SEND_SLICES, and `num_bytes` are sent plus received bytes of a rank.
+    """
     return WORKSPACE_SLICES[name] * num_bytes // (2 * (num_ranks - 1))
 
 
 def _gather_on_meta(
     x_tD: Tensor, consume: Callable[[Tensor, int], None], x_TD: Tensor, group: dist.ProcessGroup
 ) -> None:
-    """`SlicedExchange.gather` on meta: record the exchange and send nothing."""
+    """`SlicedExchange.gather` on meta: report a launch (`record_launch`), then call `consume`."""
     record_launch(GATHER_SLICES, group.size(), 2 * (x_TD.nbytes - x_tD.nbytes))
     for rank, slice_tD in enumerate(x_TD.chunk(group.size())):
         consume(slice_tD, rank)
@@ -111,7 +114,7 @@ def _gather_on_meta(
 def _send_on_meta(
     produce: Callable[[int, Tensor], None], parts_TD: Tensor, group: dist.ProcessGroup
 ) -> None:
-    """`SlicedExchange.send` on meta: record the exchange and send nothing."""
+    """`SlicedExchange.send` on meta: call `produce`, then report a launch (`record_launch`)."""
     slices = parts_TD.chunk(group.size())
     for rank, slice_tD in enumerate(slices):
         produce(rank, slice_tD)
@@ -126,7 +129,7 @@ SYMMETRIC_MEMORY = SlicedExchange(gather_and_consume, produce_and_send)
 def apply_column_linears(
     x_BtD: Tensor, linears: Sequence[nn.Linear], tp: TensorParallel | None
 ) -> list[Tensor]:
-    """All-gather tokens over tp, and return y_BTN of each linear, sharded by output features."""
+    """All-gather tokens over tp (None = off); return each linear's y_BTN, sharded by features."""
     if tp is None:
         return [linear(x_BtD) for linear in linears]
     exchange = find_exchange(tp, x_BtD, x_BtD.shape[1], x_BtD.shape[2], linears)
@@ -140,7 +143,7 @@ def apply_column_linears(
 
 
 def apply_row_linear(x_BTN: Tensor, linear: nn.Linear, tp: TensorParallel | None) -> Tensor:
-    """Apply a linear that is sharded by input features, and reduce-scatter tokens to y_BtD."""
+    """Apply a linear, sharded by input features over tp (None = off); reduce-scatter to y_BtD."""
     if tp is None:
         y_BTD: Tensor = linear(x_BTN)
         return y_BTD
@@ -208,7 +211,7 @@ def _apply_sliced(
     x: Tensor,
     linears: Sequence[nn.Linear],
 ) -> Any:
-    """Apply `_ColumnProducts` or `_RowProduct` to x and the local weights of the linears."""
+    """Apply `function`, `_ColumnProducts` or `_RowProduct`, to x and the local weights."""
     weights = [get_local_param(linear.weight) for linear in linears]
     sinks = [
         find_sink(linear.weight, weight.shape)
@@ -220,7 +223,7 @@ def _apply_sliced(
 
 
 class _SlicedProducts(NamedTuple):
-    """The exchange, group and gradient sinks of one fused product, without its tensors."""
+    """The exchange, group and gradient sinks of one fused exchange and matmul, without tensors."""
 
     exchange: SlicedExchange
     group: dist.ProcessGroup
@@ -243,7 +246,7 @@ class _SlicedProducts(NamedTuple):
     def multiply_and_scatter(
         self, xs_BTN: Sequence[Tensor], weights_ND: Sequence[Tensor]
     ) -> Tensor:
-        """Multiply each x by its weight and reduce-scatter the sum of the products to y_BtD."""
+        """Reduce-scatter the sum of x @ weight over all pairs of x and weight to y_BtD."""
         (B, T, _), G = xs_BTN[0].shape, self.group.size()
         parts_BTD = xs_BTN[0].new_empty(B, T, weights_ND[0].shape[1])
         for b in range(B):
@@ -254,7 +257,7 @@ class _SlicedProducts(NamedTuple):
         return y_BtD
 
     def weight_grad(self, number: int, dy: Tensor, x: Tensor) -> Tensor | None:
-        """Return dy^T @ x for weight `number`. None = the weight's `GradSink` computes it later."""
+        """Return dy^T @ x, the gradient of weight `number`. None = its sink computes it later."""
         sink, operands = self.sinks[number], (dy.flatten(0, 1), x.flatten(0, 1))
         if sink is not None and sink.defer(PlainProducts.weight_grad, *operands):
             return None

@@ -36,7 +36,7 @@ LINEAR_OPERANDS: tuple[OperandName, ...] = ("input", "weight", "gradient")
 
 
 class AmaxHistory:
-    """Records the amax (largest magnitude) of a product's operands in the last optimizer steps.
+    """Records the amax (largest magnitude) of a matmul's operands in the last optimizer steps.
 
     Delayed FP8 scaling computes scales from this record.
     """
@@ -72,7 +72,7 @@ class AmaxHistory:
         return self.seen
 
     def allocate_current_amax(self, device: torch.device) -> None:
-        """Allocate the tensors of the current step's amax, `seen`, unless they exist."""
+        """Allocate `seen`, the current step's amax of each operand, as zeros unless it exists."""
         if not self.seen:
             self.seen |= {
                 operand: torch.zeros(1, device=device, dtype=torch.float32)
@@ -85,7 +85,7 @@ class AmaxHistory:
             seen.zero_()
 
     def allocate_steps(self, device: torch.device) -> None:
-        """Allocate the tensors of the recorded amax, `steps`, unless they exist."""
+        """Allocate `steps`, the recorded amax of each operand, as zeros unless it exists."""
         if not self.steps:
             for operand in self.operands:
                 self.steps[operand] = torch.zeros(
@@ -210,6 +210,6 @@ def _update_has_all_amax(histories: Sequence[AmaxHistory]) -> None:
 
 
 def get_amax_history(module: nn.Module) -> AmaxHistory | None:
-    """Return the amax history of a linear's products, or None without delayed scaling."""
+    """Return the amax history of a linear's matmuls, or None without delayed scaling."""
     history: AmaxHistory | None = getattr(getattr(module, "products", None), "history", None)
     return history

@@ -38,7 +38,10 @@ def register_assignment(name: str, rule: AssignmentRule) -> None:
 
 
 def choose_by_sinkhorn(logits_NE: Tensor, top_k: int, padding_mask_N: Tensor | None) -> Tensor:
-    """Return int64 [N, K]: each token's best experts by the scores after Sinkhorn's iterations."""
+    """Return int64 [N, K]: each token's best experts by the scores after Sinkhorn's iterations.
+
+    Padding (True in the mask, None = no padding) changes no other token's experts. It gets ids too.
+    """
     # The scores are the matrix exp(logits) with alternately scaled rows and columns, so that every
     # row sums to 1 and every column to N / E: BASE layers (arXiv:2103.16716), with Sinkhorn's
     # iterations (arXiv:2202.01169). The sums of columns exclude padding. A single token has equal
@@ -60,7 +63,7 @@ def choose_tokens_by_expert(
     """Return int64 [N, E]: column e contains e if expert e chose the token, otherwise -1.
 
     Expert choice routing (arXiv:2202.09368): each expert chooses the `capacity` tokens with its
-    best scores. No expert chooses padding (True in the mask).
+    best scores. No expert chooses padding (True in the mask, None = no padding).
     """
     # Example, capacity 1: scores [[.9, .4], [.8, .6]] give [[0, -1], [-1, 1]].
     N, E = scores_NE.shape

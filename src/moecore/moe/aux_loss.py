@@ -28,11 +28,17 @@ class LossFactors:
         self.token_weight: Tensor | None = None
 
     def apply_token_weight(self, losses: Tensor) -> Tensor:
-        """Multiply losses by `token_weight`, so that micro-batches without tokens do not count."""
+        """Return losses times `token_weight`, so that micro-batches without tokens do not count.
+
+        The weight is the step's micro-batches of all data ranks over those with tokens, None = 1.
+        """
         return losses if self.token_weight is None else losses * self.token_weight
 
     def compute_losses_grad(self, losses: Tensor) -> Tensor:
-        """Return the gradient of the step's loss with respect to `losses`, fp32. No host sync."""
+        """Return the gradient of the step's loss with respect to `losses`, in its shape and dtype.
+
+        It is `gradient_scale` times the loss scale, if one is set. No host sync.
+        """
         grad = torch.full_like(losses, self.gradient_scale)
         scale = None if self.loss_scale is None else self.loss_scale()
         return grad if scale is None else grad * scale
@@ -56,7 +62,11 @@ class AuxLoss(LossFactors):
 
     @torch.compiler.disable  # its backward counts on the host
     def attach(self, y: Tensor, loss: Tensor) -> Tensor:
-        """Return y, whose backward gives `loss`, a scalar of this rank's tokens, its gradient."""
+        """Return y, whose backward gives `loss`, a scalar of this rank's tokens, its gradient.
+
+        That backward also adds the loss to `total`. Raises ValueError for fp16 without a loss
+        scale.
+        """
         self.check_loss_scale(y)
         return _AttachLoss.apply(y, self.apply_token_weight(loss), self)  # type: ignore[no-any-return]
 

@@ -53,7 +53,7 @@ def register_expert_backend(name: str, computation: Computation) -> None:
 
     Args:
         name: a new name.
-        computation: called with the rows of this rank's experts, their matrices and the activation;
+        computation: called with the tokens of this rank's experts, their matrices and activation;
             returns y_SD. Autograd computes its backward. It may synchronise with the host, so CUDA
             graphs do not capture it. It supports neither FP8 nor recomputation of FC1.
 
@@ -86,7 +86,8 @@ def find_separate_computation(
 ) -> Computation | None:
     """Return the function of backend `name` that replaces `expert_mlp`. None = `expert_mlp` runs.
 
-    `has_extras` is `Experts.has_extras`. May warn that experts are multiplied one by one.
+    `has_extras` = experts have biases or the model's own activation. May warn that experts are
+    multiplied one by one.
     """
     # `has_extras`: they have biases or an activation of the model's own.
     is_floating = all(dtype.is_floating_point for dtype in spec.dtypes or ())
@@ -100,7 +101,7 @@ def find_separate_computation(
 def _compute_under_autograd(
     inp: ExpertInput, weights: ExpertWeights, options: ActivationOptions
 ) -> Tensor:
-    """Return y_SD by torch's grouped_mm under autograd, which saves more than X and H."""
+    """Return y_SD by grouped_mm under autograd, for biases or the model's own activation."""
     inp = convert_to_summed_input(inp)
     rows_SD, index = inp.rows.values, inp.index
     check_backend("torch", ExpertSpec.of(inp.rows, weights, options))
@@ -135,7 +136,7 @@ def _compute_under_autograd(
 def _multiply_grouped(
     x_RI: Tensor, w_eOI: Tensor, update: LowRankUpdate | None, offs: Tensor
 ) -> Tensor:
-    """Return x @ (w + b @ a)^T per expert, whose rows end at `offs`. Unused rows are undefined."""
+    """Return x @ (w + b @ a)^T per expert. Its rows end at `offs`; later rows are undefined."""
     y_RO = grouped_mm(x_RI, w_eOI.transpose(1, 2), offs=offs)
     if update is None:
         return y_RO
@@ -146,7 +147,7 @@ def _multiply_grouped(
 def _compute_expert_by_expert(
     inp: ExpertInput, weights: ExpertWeights, options: ActivationOptions
 ) -> Tensor:
-    """Return y_SD by one product per expert and matrix, the reference. One host sync."""
+    """Return y_SD by one matmul per expert and matrix, the reference. One host sync."""
     inp = convert_to_summed_input(inp)
     rows_SD, index = inp.rows.values, inp.index
     stops = _read_row_ends(index)
@@ -218,14 +219,14 @@ class _SumRows(torch.autograd.Function):
 
 
 def _add_rows(y_RD: Tensor, ids_R: Tensor, num_rows: int) -> Tensor:
-    """Sum row r of y into row ids_R[r] of the result, in fp32, rounded once."""
+    """Return `num_rows` sums: row r of y is added to sum ids_R[r], in fp32, rounded once."""
     dtype = torch.promote_types(y_RD.dtype, torch.float32)
     out = torch.zeros(num_rows, *y_RD.shape[1:], dtype=dtype, device=y_RD.device)
     return out.index_add_(0, ids_R, y_RD.to(dtype)).to(y_RD.dtype)
 
 
 def gather_rows_by_index(x_SD: Tensor, ids_R: Tensor) -> Tensor:
-    """Return x_SD[ids_R]; its backward sums in fp32."""
+    """Return a copy of the rows x_SD[ids_R]; backward sums their gradients in fp32."""
     result: Tensor = _GatherRows.apply(x_SD, ids_R)
     return result
 

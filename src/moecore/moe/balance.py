@@ -245,7 +245,7 @@ class LoadTracker(LossFactors):
         return prior_E
 
     def _check_recompute(self) -> None:
-        """Count forwards in flight; raise if this recomputation would read changed counts."""
+        """Count forwards in flight. NotImplementedError if a recomputation reads other counts."""
         # Activation checkpointing repeats a forward inside backward. "global_batch" reads the
         # counts so far, which are those of its first run only if no micro-batch came in between.
         if not is_inside_backward():
@@ -288,7 +288,7 @@ class LoadTracker(LossFactors):
     def commit_counts(
         self, losses: Tensor | None, seen_E: Tensor | None, observed: tuple[Any, ...]
     ) -> None:
-        """Add a micro-batch to the counts, in backward. `_attach_losses` made the arguments."""
+        """Add a micro-batch's losses, and counts of the `observed` ids, to the step's counts."""
         ids_TK, capacity_ids_TK, best_TK, logits_TE, bias_E, padding_mask_T = observed
         self.num_in_flight = max(0, self.num_in_flight - 1)
         self._end_forward_in_flight(seen_E)
@@ -383,12 +383,12 @@ def compute_balance_losses(
     token_weight: Tensor | None = None,
     ranks_with_tokens: list[Tensor] | None = None,
 ) -> Tensor:
-    """Return this rank's parts of the auxiliary losses, fp32 [4] in the order of `LOSS_NAMES`.
+    """Return this rank's summands of the auxiliary losses, fp32 [4] in order of `LOSS_NAMES`.
 
-    The sum over the ranks of `groups.micro_batch` is the loss, coefficients included. Collective.
-    `ids_TK` are the choices or best scores to count, `prior_counts_E` this rank's earlier counts.
-    `sequences_T` None = sequences of equal length. Without `token_weight`, an all-reduce counts the
-    ranks with tokens, and appends this number to `ranks_with_tokens`.
+    The losses, with coefficients, are their sum over `groups.micro_batch`. Collective. `ids_TK` has
+    the expert ids to count, `prior_counts_E` this rank's counts before. `sequences_T`, each token's
+    sequence, None = of equal length. `token_weight` is a factor, None = all ranks over ranks with
+    tokens. The list `ranks_with_tokens` then gets that number, an int64 scalar.
     """
     assert routing.logits_TE is not None, "balance losses are moecore's routers' alone"
     balance, E, K = config.balance, config.num_candidates, config.top_k

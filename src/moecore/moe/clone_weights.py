@@ -35,7 +35,8 @@ from moecore.moe.clones import AnyClones, view_as_sendable_dtype
 def concatenate_clones(weights: ExpertWeights, clones: AnyClones) -> Iterator[ExpertWeights]:
     """Yield the weights of the local experts, followed by those of the local clones. Collective.
 
-    In this context, saved tensors of the concatenated weights are stored as their two parts.
+    In this context, saved tensors of the concatenated weights are stored as two tensors: the
+    experts' weights and the clones' weights.
     """
     memory = _CloneConcatenator(clones)
     extended = _append_clone_weights(weights, memory)
@@ -44,7 +45,7 @@ def concatenate_clones(weights: ExpertWeights, clones: AnyClones) -> Iterator[Ex
 
 
 class _CloneConcatenator:
-    """Concatenates weights of experts and clones, and packs saved results as their two parts."""
+    """Concatenates weights of experts and clones, and packs saved results as these two."""
 
     def __init__(self, clones: AnyClones) -> None:
         self.clones = clones
@@ -75,7 +76,7 @@ class _ConcatenationHandle:
         self._view = tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def unpack(self) -> Tensor:
-        """Concatenate the parts, and return the view of the copy."""
+        """Concatenate experts' and clones' weights again, and return the saved view of the copy."""
         return _concatenate(*self._parts).as_strided(*self._view)
 
 
@@ -145,7 +146,10 @@ class _CloneGradSink:
         return is_home
 
     def accumulate(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
-        """Add the clones' gradients in fp32, then call `GradSink.accumulate`. Collective."""
+        """Add the clones' gradients in fp32, then call `GradSink.accumulate`. Collective.
+
+        Returns [e + n, ...] with zeros for the clones, or None if the sink keeps the gradient.
+        """
         wide = torch.promote_types(self._dtype, torch.float32)
         (home,) = self._clones.add_clone_grads_([compute(*operands, GradTarget(dtype=wide))])
         self._is_home = True

@@ -103,7 +103,7 @@ class Cloner:
         """Plan a forward's clones. Return the routing with physical ids, and the clones.
 
         The clones are None if no expert is cloned. Only forwards in `training` are counted. `pairs`
-        runs another micro-batch during collectives, see `Dispatcher`.
+        runs another micro-batch during collectives. Collective, except with a `PeriodicPlan`.
         """
         p, ids_TK = self._placement, routing.expert_ids_TK
         if ids_TK.is_meta:  # loads are even, so there are no clones
@@ -189,7 +189,7 @@ class Clones:
         group: dist.ProcessGroup,
         pairs: Pairs | None = None,
     ) -> Clones:
-        """Return this rank's part of a plan. `experts` = expert of each place, or -1 if empty."""
+        """Return this rank's sends and receives. `experts` has all ranks' clones, -1 = empty."""
         # Example, three ranks of two experts and two places each, experts [4, 3, -1, -1, 2, 0]:
         # rank 0 sends its expert 0 to rank 2. Rank 0 gets 3 of rank 1 and then 4 of rank 2: its
         # order is [1, 0].
@@ -252,9 +252,10 @@ class Clones:
     def _exchange_rows(
         self, tensors: Sequence[Tensor], number: int, *, is_home: bool
     ) -> list[Tensor]:
-        """Exchange rows by all-to-all, and return `number` received rows for each tensor.
+        """Exchange rows, each one expert's weights or gradient, by all-to-all.
 
-        `is_home` = from clones to the experts' ranks, otherwise from experts to clones.
+        Returns `number` received rows for each tensor. `is_home` = from clones to the experts'
+        ranks, otherwise from experts to clones.
         """
         splits = [list(self.receive_splits), list(self.send_splits)]
         receive, send = reversed(splits) if is_home else splits
@@ -288,12 +289,15 @@ class PeerClones:
         return self.places.num_clones
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return [n, ...] of each [e, ...] as `Clones.fetch`; an empty place gets zeros."""
+        """Send weights [e, ...] of experts to clones; return [n, ...], zeros for empty places."""
         return self.exchange.fetch(tensors, self.places)
 
     @torch.no_grad()
     def add_clone_grads_(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Return [e, ...] as `Clones.add_clone_grads_`; in place only for contiguous gradients."""
+        """Send clones' gradients to their experts' ranks, add them there, and return [e, ...].
+
+        Gradients [e + n, ...] end with the clones'. In place only for contiguous gradients.
+        """
         return self.exchange.add_clone_grads_(grads, self.places)
 
 
@@ -335,7 +339,7 @@ class PeriodicPlan:
             self._plan.experts_N.fill_(-1)
 
     def divide_choices(self, ids_TK: Tensor) -> ClonePlan:
-        """Divide this rank's choices between experts and clones by the shares of the plan."""
+        """Return the plan with ranges of this rank's choices, divided by the plan's shares."""
         # No communication, no host sync. Example: expert 0 had nine tokens, and its clone has
         # tokens 6 to 9. Of three choices on this rank, the last is sent to the clone.
         plan, loads_N = self._get_tensors(ids_TK.device)

@@ -142,7 +142,7 @@ class Experts(nn.Module):
         self.lora[name] = update
 
     def shard(self, mesh: DeviceMesh) -> None:
-        """Replace parameters by DTensors, sharded over ep and etp. No communication."""
+        """Replace parameters by DTensors on `mesh`, with dims "ep" and "etp". No communication."""
         # ep cuts the expert dim; etp cuts the hidden dim of both matrices, so that the output of
         # FC2 is a partial sum. b2 is cut along D instead, so that the sum over etp counts it once.
         # A dim of size 1 leaves no trace in the placements, except "ep" where both are of size 1.
@@ -215,7 +215,7 @@ class Experts(nn.Module):
         )
 
     def forward(self, inp: ExpertInput) -> Tensor | UnsummedRows:
-        """Return y_SD, the sum over local experts, partial under ep and etp, or `UnsummedRows`."""
+        """Return y_SD, the sum over local experts only; `UnsummedRows` if `inp.unsummed` is set."""
         # In the dtype of `inp.rows`, added in fp32 and rounded once; not added if `inp.unsummed`.
         with self.reader.exclude_from_activations():
             weights = self._prepare_weights(inp.rows.dtype)
@@ -290,7 +290,7 @@ class Experts(nn.Module):
 
     @property
     def rows_multiple(self) -> int:
-        """The number to whose multiple the row count of each expert must be padded."""
+        """The number to whose multiple each expert's number of token rows must be padded."""
         return 1 if self.recipe is None else self.recipe.row_multiple
 
     @property
@@ -392,7 +392,7 @@ class Experts(nn.Module):
         )
 
     def _slice_lora_b(self, b_eCr: Tensor) -> Tensor:
-        """Return this etp rank's rows of FC1's LoRA B, in the order of its slice of w1."""
+        """Return this etp rank's output rows of FC1's LoRA B, in the order of its slice of w1."""
         halves = 1 + (self.config.gated and not self._is_interleaved)
         by_half = b_eCr.unflatten(1, (halves, self.etp_size, -1))
         result: Tensor = by_half[:, :, self.etp_rank].flatten(1, 2)
@@ -436,7 +436,7 @@ def make_activation_options(
     interleaved: bool = False,
     function: Callable[[Tensor], Tensor] | None = None,
 ) -> ActivationOptions:
-    """Make a layer's activation options. `interleaved` = gate and up alternate in FC1's columns."""
+    """Make options. `interleaved` = gate and up alternate. `function` None = config.activation."""
     return ActivationOptions(
         kind=config.activation,
         limit=config.activation_limit,

@@ -95,7 +95,7 @@ def make_ids_from_shares(
 
 
 def make_even_ids(num_tokens: int, num_experts: int, top_k: int, device: torch.device) -> Tensor:
-    """Return int32 ids [T, K]: choice j, counted over all tokens, is `j * step % E`."""
+    """Return int32 ids [T, K]: choice j of T * K is j * step % E, for a step coprime to E."""
     # The step is the first number from 2E / 3K on that has no divisor in common with E. A token's
     # experts then span two thirds of all, so it goes to about as many ranks as one with random
     # choices: E=128, K=8, 8 ranks: 5.5 and 5.3; 4 ranks: 3.4 and 3.6.

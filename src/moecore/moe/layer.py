@@ -373,6 +373,6 @@ def _warn_of_eval(_: Tensor) -> None:
 
 
 def cast_to_autocast(x: Tensor) -> Tensor:
-    """Cast x to autocast's dtype, for dispatch and experts; the router reads x without the cast."""
+    """Cast x to autocast's dtype, if autocast is on, for dispatch and experts, not the router."""
     dtype = get_autocast_dtype(x)
     return x if dtype is None else x.to(dtype)

@@ -36,13 +36,13 @@ class LowRank(nn.Module):
 
     @property
     def in_use(self) -> list[str]:
-        """Names of the adapters that forward adds, in order."""
+        """Names of the LoRA adapters that forward adds, in order."""
         return list(self.lora_A)
 
     def make_update(
         self, read: Read, *, inputs: SlicePart, outputs: SlicePart
     ) -> LowRankUpdate | None:
-        """Return the update that forward adds on this rank. None = no adapter.
+        """Return the update that forward adds on this rank. None = no LoRA adapter.
 
         `read` returns this rank's part of a parameter. `inputs` slices this rank's part of I from
         [e, r, I], and `outputs` its part of O from [e, O, r]. All are differentiable.

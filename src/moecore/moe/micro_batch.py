@@ -53,7 +53,8 @@ class MicroBatch:
     ) -> MicroBatch:
         """Return the micro-batch of a layer's input x [T, D] or [B, T, D].
 
-        The other arguments are the fields. The mask and `token_ids` have the shape of x without D.
+        `group` and `cp` are the ranks that share the rows, see the fields. The mask (True =
+        padding) and `token_ids` have the shape of x without D. `cu_seqlens` bounds sequences.
         Raises ValueError for a wrong shape or dtype of the mask or `cu_seqlens`.
         """
         if padding_mask is not None:
@@ -168,7 +169,7 @@ def sort_by_position(
 def _sort_documents_by_position(
     num_tokens: int, cu_seqlens: Tensor, padding_mask_N: Tensor | None
 ) -> Tensor:
-    """Compute `sort_by_position` for sequences that `cu_seqlens` bounds."""
+    """Return token indices [N] by position in the documents that `cu_seqlens` bounds, int64."""
     real_N = torch.ones(num_tokens, dtype=torch.bool, device=cu_seqlens.device)
     if padding_mask_N is not None:
         real_N = ~padding_mask_N

@@ -62,7 +62,7 @@ class Pairs:
         return None if torch.compiler.is_compiling() else self._pair
 
     def run(self, forward: Callable[[], T], backward: Callable[[], None]) -> T:
-        """Run both sides, and return the forward's value. Raise the first error of either side."""
+        """Run both alternately. Return the forward's value, or raise the first error of a side."""
         # The forward starts first, in this thread. The backward runs in a second thread, without
         # contexts of this thread such as autocast. An exception ends the other side at its next
         # exchange. In a dry run or without exchanges, the backward runs after the forward. The
@@ -244,7 +244,11 @@ def exchange(
 
 
 def read_numbers(start: Callable[..., Any], numbers: Tensor, pairs: Pairs | None = None) -> Any:
-    """Run collective `start`, and return `numbers`, which it fills, as a list. Host sync."""
+    """Run collective `start`, and return `numbers`, which it fills, as a list. Host sync.
+
+    In a pair (`pairs` None = no pair) the other side runs until the host has the numbers. `start`
+    is called with async_op=True then.
+    """
     # See `exchange` for `start`. In a pair the other side runs until the host has the numbers.
     pair = None if pairs is None else pairs.open_pair
     if pairs is None or pair is None:

@@ -41,7 +41,7 @@ def _make_value_key(param: Tensor) -> tuple[int, ...]:
 
 
 class ParamReader:
-    """Reads the local part of a module's parameters, and caches quantised copies of them.
+    """Reads the local shards of a module's parameters, and caches quantised copies of them.
 
     The announced micro-batches of a step share a copy, and the last micro-batch drops it. Outside
     of a step every forward makes a new copy. No copy may outlive a step, because fused optimizers,
@@ -60,7 +60,7 @@ class ParamReader:
         self._packs = False  # whether `_pack` is called for saved tensors
 
     def read(self, param: nn.Parameter, *, cast: bool = True) -> Tensor:
-        """Return the local part of a parameter, differentiable.
+        """Return the local shard of a parameter (all of a plain one), differentiable.
 
         `cast` = the caller reads its values in the compute dtype. Pass False for any other use.
         """

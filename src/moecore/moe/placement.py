@@ -138,7 +138,7 @@ class DomainPlacement(ExpertPlacement):
 def make_domain_placement(
     placement: ExpertPlacement, inside: dist.ProcessGroup, num_domains: int
 ) -> DomainPlacement:
-    """Return the placement of this rank's domain, one of `num_domains`, with group `inside`."""
+    """Return the placement of this rank's domain, one of `num_domains`, with ranks `inside`."""
     return DomainPlacement(
         group=inside,
         num_experts=placement.num_experts // num_domains,

@@ -181,7 +181,7 @@ class Dispatcher(Protocol):
         return False
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Send every token once to each rank that owns one of its experts. Return local rows."""
+        """Send each token once to every rank that owns its experts. Return local experts' input."""
 
     def combine(self, y_SD: Any, plan: Any) -> Tensor:
         """Send partial sums to their tokens' ranks. Return their sum per token, y_TD.

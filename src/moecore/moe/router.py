@@ -82,7 +82,7 @@ class Router(nn.Module):
 
     @property
     def selection_bias(self) -> Tensor | None:
-        """The fp32 [E] buffer that is added to the scores for the choice, or None."""
+        """The fp32 [E] buffer added to scores for the choice. None without `config.expert_bias`."""
         return self._buffers.get(self.expert_bias_name)
 
     @property
@@ -191,7 +191,7 @@ class Router(nn.Module):
     def _choose_or_replay(
         self, logits_TE: Tensor, micro_batch: MicroBatch
     ) -> tuple[Tensor, Tensor]:
-        """Return int32 ids and fp32 weights [T, K], recorded by the tape or chosen now."""
+        """Return int32 ids and fp32 weights [T, K], recorded by the `ChoiceTape` or chosen now."""
         if self.tape is not None:
             T, device = logits_TE.shape[0], logits_TE.device
             logits = logits_TE.detach()
@@ -304,7 +304,10 @@ class Router(nn.Module):
 def compute_micro_batch_bias(
     logits_TE: Tensor, bias_E: Tensor, config: MoEConfig, micro_batch: MicroBatch
 ) -> Tensor:
-    """Return a bias, fp32 [E], with even loads in this micro-batch, from `bias_E`. Collective."""
+    """Return a bias, fp32 [E], with which this micro-batch would have even loads. Collective.
+
+    Margins are counted from `bias_E`, which does not change. No host sync.
+    """
     # The margins are counted from the layer's own bias (`kernels/routing/margins.py`). One
     # all-reduce of their histogram where ranks share the micro-batch; no host sync.
     histogram_EX = logits_TE.new_zeros(config.num_candidates, NUM_BINS, dtype=torch.int64)

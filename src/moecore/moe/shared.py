@@ -34,7 +34,7 @@ class _MatrixModule(nn.Module):
 class SharedExpert(_MatrixModule):
     """The sum of n MLPs w2 @ act(w1 @ x), each optionally times sigmoid(gate @ x).
 
-    The matrices of the n MLPs are concatenated and multiplied in one product. Expert i owns hidden
+    The matrices of the n MLPs are concatenated and multiplied in one matmul. Expert i owns hidden
     columns [i * F / n, (i + 1) * F / n). With a gated activation all n gates precede all n ups.
 
     Parameters: `w1` [2F or F, D], `w2` [D, F], and `gate` [n, D] with `config.shared_gate`; F is
@@ -61,7 +61,7 @@ class SharedExpert(_MatrixModule):
         self.products: tuple[LinearProducts, LinearProducts] = (PlainProducts(), PlainProducts())
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """Return y_TD in the dtype of x_TD."""
+        """Return the sum of the n experts' (gated) outputs, y_TD, in the dtype of x_TD."""
         by_w1, by_w2 = self.products
         h_TF = by_w1(x_TD, self.w1)
         a_TF = weighted_activation(h_TF, None, None, make_activation_options(self.config))

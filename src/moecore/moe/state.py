@@ -115,7 +115,7 @@ class MoEState:
             other.loss_scale = self._loss_scale
 
     def finish_step(self, *, skipped: bool | Tensor = False) -> MoEMetrics:
-        """Check the step, reduce its counts, update the expert biases, and clear the counts.
+        """Check the step, all-reduce its counts, update the expert biases, and clear the counts.
 
         If the step was `skipped` (bool or a scalar on the device), biases do not move.
         """
@@ -125,7 +125,7 @@ class MoEState:
     def start_micro_batch(self, *, is_last: bool, in_flight: bool = False) -> None:
         """Prepare all layers for a micro-batch, or with `in_flight` for several before a backward.
 
-        Micro-batches of a step share cast weights until `is_last`.
+        Micro-batches of a step share quantised weights until `is_last`.
         """
         for layer in self.layers.values():
             layer.get_part("experts").reader.start_micro_batch(is_last=is_last)
@@ -296,7 +296,7 @@ class MoEState:
 
 
 def _split_by_names(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Split `flat` along dim 0 into a part per name, as long as the name's tensor in `like`."""
+    """Split `flat` along dim 0 into views by name, each as long as the name's tensor in `like`."""
     return dict(zip(like, flat.split([len(t) for t in like.values()]), strict=True))
 
 

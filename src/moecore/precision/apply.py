@@ -48,7 +48,7 @@ class LinearPrecision(NamedTuple):
 
 
 def find_role(name: str) -> Role | None:
-    """Return the role of a linear by its qualified name. None = the linear is never quantised."""
+    """Return a linear's role, such as "mlp", by its qualified name. None = never quantised."""
     *parents, leaf = name.split(".")
     if leaf in ATTENTION:
         return "attention"
@@ -90,7 +90,7 @@ def apply_precision(model: nn.Module, precision: Precision) -> dict[str, LinearP
 
 
 def check_precision(model: nn.Module, precision: Precision) -> dict[str, LinearPrecision]:
-    """Return or raise what `apply_precision` would. The model does not change."""
+    """Return each linear's decision by name, or raise, as `apply_precision`. Nothing is changed."""
     table = {
         name: _decide_linear(name, module, precision)
         for name, module in _list_linears(model).items()
@@ -109,10 +109,11 @@ def _list_linears(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def defer_linears(model: nn.Module) -> None:
-    """Let the weight's gradient sink compute dw of linears and shared experts later, in place.
+    """Let each weight's `GradSink` compute the weight's gradient later. Changes modules in place.
 
-    Call it after `apply_precision`, and before `shard_model`, `compile_blocks` and `apply_memory`.
-    Linears whose class overrides forward do not change.
+    The modules are linears, except those whose class overrides forward, and shared experts. Weights
+    without a sink have gradients as before. Call it after `apply_precision`, and before
+    `shard_model`, `compile_blocks` and `apply_memory`.
     """
     for module in model.modules():
         if isinstance(module, nn.Linear) and type(module).forward in PLAIN_FORWARDS:
@@ -125,7 +126,7 @@ def defer_linears(model: nn.Module) -> None:
 
 
 def list_quantised_linears(model: nn.Module) -> Iterator[tuple[nn.Linear, QuantisedProducts]]:
-    """Yield each linear that a recipe quantises (also "mxfp8" and "nvfp4"), and its products."""
+    """Yield each linear that any recipe quantises, and the object that computes its matmuls."""
     for module in model.modules():
         if isinstance(module, ProductLinear) and isinstance(module.products, QuantisedProducts):
             yield module, module.products
@@ -191,7 +192,10 @@ def _decide_linear(name: str, module: nn.Linear, precision: Precision) -> Linear
 def _check_overrides(
     model: nn.Module, precision: Precision, table: dict[str, LinearPrecision]
 ) -> None:
-    """Raise ValueError for an override whose pattern matches no module that can use its recipe."""
+    """Raise ValueError for an override whose pattern matches no module that can use its recipe.
+
+    `table` has the decision for each linear by name.
+    """
     modules = {clean_name(name): module for name, module in model.named_modules()}
     experts = {n for n, m in modules.items() if isinstance(m, Experts | SharedExpert)}
     quantised = {name for name, decided in table.items() if decided.recipe is not None}

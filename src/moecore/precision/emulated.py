@@ -48,9 +48,10 @@ from moecore.precision.linear import (
 def _quantise_operand(
     x_TK: Tensor, recipe: Recipe, *, over_rows: bool = False, is_gradient: bool = False
 ) -> Blocks:
-    """Quantise x for a product that sums over K, or over T with `over_rows`.
+    """Quantise x for a matmul that sums over K, or over T with `over_rows`.
 
-    `is_gradient` = x is dy, which "nvfp4" rounds stochastically.
+    `is_gradient` = x is dy, which "nvfp4" rounds stochastically. Values are packed on GPUs with
+    tensor cores for block scales, elsewhere rounded numbers.
     """
     is_packed = has_block_scaled_kernels(x_TK.device)
     return quantise_microscaled(
@@ -99,7 +100,10 @@ class EmulatedLinearProducts(QuantisedProducts):
 
     @override
     def prepare(self, x: Tensor, weight: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
-        """Return a `LinearCall` with the weight's gathered blocks, or the amax that scales it."""
+        """Return a `LinearCall` with the weight's blocks if FSDP gathered it packed.
+
+        Otherwise it has the weight's amax, MAX over its shards, or None for power-of-two scales.
+        """
         recipe = self.recipe
         with torch.no_grad():
             if not has_values(weight_NK):

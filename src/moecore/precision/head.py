@@ -41,9 +41,10 @@ from moecore.kernels.rows.scaling import Blocks
 
 
 class HeadProducts:
-    """The output head's three products for one chunk of tokens at a time, in the inputs' dtype.
+    """Computes the output head's three matmuls for one chunk of tokens at a time.
 
-    `compute_logits` selects the chunk of the other methods. `training` = backward follows.
+    They are logits, and the gradients of hidden states and of the weight. `compute_logits` selects
+    the chunk of the other methods. `training` = backward follows.
     """
 
     chunks = 1  # chunks of tokens whose logits need the memory of one chunk of fp32 logits
@@ -52,7 +53,7 @@ class HeadProducts:
         self.weight_VD = weight_VD
 
     def compute_logits(self, hidden_CD: Tensor) -> Tensor:
-        """Return the logits [C, V] of a chunk, and store its hidden states for other methods."""
+        """Return a chunk's logits [C, V], fp32 or fp64. Keeps its hidden states for gradients."""
         self.hidden_CD = hidden_CD
         dtype = torch.promote_types(hidden_CD.dtype, torch.float32)
         return multiply(hidden_CD, self.weight_VD.t(), dtype)
@@ -60,10 +61,10 @@ class HeadProducts:
     def compute_cross_entropy(
         self, logits_CV: Tensor, labels_C: Tensor, *, wants: bool
     ) -> tuple[Tensor, Any]:
-        """Return the chunk's summed loss and the gradient of the logits, None if not `wants`.
+        """Return the chunk's summed loss, 0-dim, and the gradient of logits, None if not `wants`.
 
-        The logits are overwritten. The gradient has the format that `write_d_hidden` reads. Rows
-        with label -100 are ignored.
+        The logits are overwritten. The gradient is a tensor or `Blocks`, for `write_d_hidden` and
+        `add_d_weight`. Tokens with label -100 are ignored.
         """
         return cross_entropy_(logits_CV, labels_C, self.hidden_CD.dtype if wants else None)
 
@@ -72,16 +73,17 @@ class HeadProducts:
     ) -> Any:
         """Return softmax(logits) - one_hot(labels), for `write_d_hidden`. Overwrites the logits.
 
-        `highs_C` and `sums_C` are the maximum and the sum of exp(x - maximum) of full rows.
+        Logits have this rank's vocabulary, and `labels_C` its columns or -1. `highs_C` and `sums_C`
+        are the maximum and the sum of exp(x - maximum) over the full vocabulary.
         """
         return softmax_gradient_(logits_CV, labels_C, highs_C, sums_C, self.hidden_CD.dtype)
 
     def write_d_hidden(self, d_logits: Any, out_CD: Tensor) -> None:
-        """Write the gradient of the chunk's hidden states to `out_CD`."""
+        """Write d_logits @ weight, the gradient of the chunk's hidden states, to `out_CD`."""
         torch.mm(d_logits, self.weight_VD, out=out_CD)
 
     def add_d_weight(self, d_logits: Any, out_VD: Tensor, *, first: bool) -> None:
-        """Add the chunk's gradient of the weight to `out_VD`, or overwrite `out_VD` if `first`."""
+        """Add d_logits^T @ hidden, the weight's gradient, to `out_VD`. `first` = overwrite it."""
         add_product_(out_VD, d_logits.t(), self.hidden_CD, beta=0 if first else 1)
 
 
@@ -100,6 +102,7 @@ class BlockwiseHeadProducts(HeadProducts):
 
     @override
     def compute_logits(self, hidden_CD: Tensor) -> Tensor:
+        """Return a chunk's logits [C, V] in its dtype. Keeps quantised hidden states."""
         self.dtype, C = hidden_CD.dtype, hidden_CD.shape[0]
         self.ends_1 = torch.full((1,), C, dtype=torch.int32, device=hidden_CD.device)
         self.tiles: RowTiles = map_row_tiles(self.ends_1, C)
@@ -157,7 +160,7 @@ def find_fp8_head_problem(
 
 
 def make_head_products(weight_VD: Tensor, recipe: Recipe | None, *, training: bool) -> HeadProducts:
-    """Create the products of a head's local weight by `recipe` (None = the weight's dtype).
+    """Create the object for the matmuls of a head's local weight; `recipe` None = its dtype.
 
     Raises ValueError if the recipe cannot multiply it. `training` = backward follows.
     """
@@ -179,7 +182,7 @@ def multiply(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def add_product_(out: Tensor, a: Tensor, b: Tensor, *, beta: int) -> None:
-    """Write out * beta + a @ b to out, in the dtype of out. beta 0 does not read out."""
+    """Write out * beta + a @ b to out, in the dtype of out. beta 0 overwrites out."""
     if a.dtype != out.dtype and is_gpu(a):
         torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, beta=beta, out=out)
     else:

@@ -46,7 +46,7 @@ def flatten_rows(x: Tensor) -> Tensor:
 
 
 def restore_dims(y_MN: Tensor, x: Tensor) -> Tensor:
-    """Reshape y_MN to [..., N] with the leading dims of x [..., K], without rows of padding."""
+    """Reshape y_MN to [..., N] with the leading dims of x [..., K], without padding."""
     # No view, as in `nn.Linear`: the caller may change the output in place.
     T = x.numel() // x.shape[-1]
     if y_MN.shape[0] != T:
@@ -70,7 +70,7 @@ class InputCastCache:
         return InputCastCache, ()
 
     def get(self, x: Tensor, user: object, recipe: Recipe, columns: bool) -> OperandPair:
-        """Return `cast_input` of x, cached for several linears; a second read by `user` recasts."""
+        """Return x quantised by `cast_input`, cached until x changes or `user` reads it again."""
         operands = self._operands
         is_hit = self._input is not None and self._input() is x and self._version == sum_versions(x)
         is_hit = is_hit and not x.is_inference()  # has no version
@@ -101,7 +101,7 @@ def cast_input(
 ) -> OperandPair:
     """Quantise x [..., K] for y and, with `columns`, for dw, which sums over tokens.
 
-    `amax`, fp32 [n], gives the scale. None = x's own. `seen`, fp32 [1], is raised to x's amax.
+    `amax`, fp32 [n], gives the scale, None = x's own. `seen`, fp32 [1], is raised to it in place.
     """
     kind, power_of_two = KINDS[recipe.activation_block], recipe.power_of_two
     return cast(x, kind, power_of_two=power_of_two, columns=columns, amax=amax, seen=seen)
@@ -180,7 +180,7 @@ class QuantisedProducts(LinearProducts):
 
     @abstractmethod
     def prepare(self, x: Tensor, weight: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
-        """Return this forward's `LinearCall`. `weight_NK` is the local part of `weight`."""
+        """Return a forward's operands or amax. `weight_NK` is local, `training` records amax."""
 
     @staticmethod
     @abstractmethod
@@ -279,7 +279,7 @@ def make_quantised_op(name: str, products: type[QuantisedProducts]) -> Op:
 
 
 class Fp8Products(QuantisedProducts):
-    """Computes y, dx and dw of one linear by moecore's cast kernels and torch's scaled product.
+    """Computes y, dx and dw of one linear by moecore's cast kernels and torch's scaled matmul.
 
     N and K are multiples of 16. Linears of the same input share `inputs`. The cast of the forward
     also makes the operand of the weight gradient, which is saved for backward instead of x.
@@ -309,7 +309,7 @@ class Fp8Products(QuantisedProducts):
     def _cast_weight(
         self, weight: Tensor, weight_NK: Tensor, seen: Tensor | None
     ) -> tuple[Blocks | None, Tensor | None]:
-        """Return the weight as operand of y, and the amax or None that scales it in backward."""
+        """Quantise the weight for y, and raise `seen`; also return the amax for backward."""
         # No copy is cached: all-gathers and fused optimizers write values without a new version.
         kind = KINDS[self.recipe.weight_block]
         if not has_values(weight_NK):
@@ -395,7 +395,7 @@ def choose_scaling_amax(past: Tensor | None, x: Tensor, *, has_all_amax: bool) -
 
 
 def all_reduce_max(value: Tensor, weight: Tensor) -> Tensor:
-    """All-reduce `value` with MAX over each mesh dim that shards the DTensor `weight`."""
+    """Return `value`, reduced by MAX over the mesh dims, if any, that shard `weight`."""
     if isinstance(weight, DTensor):
         for mesh_dim, placement in enumerate(weight.placements):
             if not placement.is_replicate():
@@ -450,7 +450,7 @@ def read_gathered_blocks(kind: str | None, weight: Tensor, weight_NK: Tensor) ->
 def _read_gathered_rows(
     weight: Tensor, weight_NK: Tensor, kind: str, seen: Tensor | None
 ) -> Blocks:
-    """Return a weight's all-gathered blocks as operand of y, and update `seen` by their amax."""
+    """Return a weight's all-gathered blocks as operand of y, and raise `seen` in place to amax."""
     blocks = read_gathered_blocks(kind, weight, weight_NK)
     if seen is not None and blocks.amax is not None:
         with torch.no_grad():

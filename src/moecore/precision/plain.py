@@ -37,7 +37,7 @@ class Linear(nn.Linear):
 
 
 class ProductLinear(nn.Linear):
-    """An `nn.Linear` that calls `products` to multiply. Its state dict equals an `nn.Linear`'s."""
+    """An `nn.Linear` whose matmuls `products` computes. Its state dict is an `nn.Linear`'s."""
 
     products: LinearProducts
 
@@ -46,7 +46,7 @@ class ProductLinear(nn.Linear):
         return self.products(input, self.weight, self.bias, training=self.training)
 
     def extra_repr(self) -> str:
-        """Return the linear's sizes and a description of its products."""
+        """Return the linear's sizes and a description of its matmuls."""
         return f"{super().extra_repr()}, {self.products}"
 
 
@@ -54,7 +54,7 @@ PLAIN_FORWARDS = (nn.Linear.forward, Linear.forward)
 
 
 def set_products(linear: nn.Linear, products: LinearProducts) -> None:
-    """Make a linear call `products` to multiply, in place, by changing its class to a subclass."""
+    """Let `products` compute a linear's matmuls. Changes its class to a subclass, in place."""
     if not isinstance(linear, ProductLinear):
         plain: Any = type(linear)
         linear.__class__ = _make_product_class(plain)

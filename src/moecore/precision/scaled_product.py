@@ -37,7 +37,7 @@ def _find_product_support(device: torch.device, kind: str) -> bool:
 
 
 def _multiply_with_torch(a: Blocks, b: Blocks, dtype: torch.dtype) -> Tensor:
-    """Return a @ b^T, by torch's scaled product if the GPU supports it, otherwise dequantised."""
+    """Return a @ b^T, by torch's scaled matmul if the GPU supports it, otherwise dequantised."""
     (M, K), N = a.values.shape, b.values.shape[0]
     if not M * N * K or not _has_scaled_product(a.values.device, a.kind):
         with disable_autocast(a.values):

@@ -69,7 +69,7 @@ def refuse_fp8_storage(model: nn.Module, verb: str) -> None:
 
 
 def read_stored_values(param: Tensor, box: tuple[slice, ...]) -> Tensor:
-    """Dequantise `box`, a slice per dim of the local shard, of a parameter stored in FP8."""
+    """Return `box`, a slice per dim of the local shard, dequantised to the parameter's dtype."""
     blocks = get_fp8_blocks(param)
     assert blocks is not None, "the parameter is not stored in FP8"
     shape = get_local_tensor(param).shape

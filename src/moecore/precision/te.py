@@ -50,8 +50,8 @@ def _quantise_operand(
 ) -> Any:
     """Quantise a matrix with the scale of `past_amax`, or of its own amax if that is None or 0.
 
-    The product sums over columns, or over rows with `over_rows`. `seen`, fp32 [1], is raised in
-    place to the matrix's amax.
+    The matmul sums over columns, or over rows with `over_rows`. `seen`, fp32 [1], is raised in
+    place to the matrix's amax. An `operand` other than "weight" gets padding rows of zeros.
     """
     x_RC = te_names.replace_infinities(x_RC.detach().contiguous())
     if operand != "weight":  # rows of zeros change no scale

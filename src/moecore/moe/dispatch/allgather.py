@@ -47,7 +47,10 @@ class AllGatherDispatcher(Dispatcher):
         self.attendance = Attendance(placement.group, placement.layer)
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """All-gather the tokens with 4 collectives. One host sync; with `routing.pad` only once."""
+        """Return the tokens of all ranks, padded to the maximum of any rank, as source rows.
+
+        Four collectives and one host sync. With `routing.pad` only the first call syncs.
+        """
         p, T = self.placement, x_TD.shape[0]
         if routing.pad:
             self._sizes.check_num_tokens(T, x_TD.device)

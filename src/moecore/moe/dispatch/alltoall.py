@@ -55,7 +55,7 @@ class AllToAllPlan:
 
 
 class SendOrder(NamedTuple):
-    """The rows that a rank sends, as in `AllToAllPlan`, and their counts."""
+    """The token rows that a rank sends, as in `AllToAllPlan`, and their counts."""
 
     token_ids_M: Tensor  # M is the most rows that could be sent
     slots_TG: Tensor
@@ -142,7 +142,7 @@ class TokenExchange:
     def _send_rows(
         self, send_rows: _RowsToSend, plan: AllToAllPlan, pairs: Pairs | None, *, may_overlap: bool
     ) -> ReceivedRows:
-        """Send gathered rows by all-to-all, and return the received rows."""
+        """Send gathered rows by all-to-all; return received rows. `may_overlap`: see `exchange`."""
         leaf_SD, ids_SK, weights_SK, words_SW = _SendRowsAndIds.apply(
             *send_rows, plan, self.group, pairs, may_overlap
         )
@@ -187,7 +187,7 @@ class AllToAllDispatcher(Dispatcher):
         return pads
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Send tokens to experts' ranks: 3 collectives, one host sync, with `pad` only once."""
+        """Send tokens to experts' ranks: 3 collectives, one host sync (`pad`: at first only)."""
         p, (T, K) = self.placement, routing.expert_ids_TK.shape
         self._exchange.wire.check_dim(x_TD.shape[1])
         if routing.pad:
@@ -223,7 +223,7 @@ class AllToAllDispatcher(Dispatcher):
         return ExpertInput(*parts, balanced=balanced, receiver=received_rows.plan.receiver)
 
     def prepare_send_order(self, ids_TK: Tensor, note: int) -> SendOrder:
-        """Return the rows to send, by physical ids. `note` (`encode_number`) joins the counts."""
+        """Return the rows to send, by physical ids. `note` (`Attendance`) is sent with counts."""
         p, (T, K) = self.placement, ids_TK.shape
         owned_PTK = self._is_owned(ids_TK)
         return build_send_order(owned_PTK, T * min(p.ep, K) * p.etp, note, repeats=p.etp)
@@ -238,13 +238,13 @@ class AllToAllDispatcher(Dispatcher):
 
 
 def is_owned(ids_TK: Tensor, num_experts: int, num_blocks: int) -> Tensor:
-    """Return bool [P, T, K]: whether expert block p, of `num_experts` experts, has the choice."""
+    """Return bool [P, T, K]: whether block p, of `num_experts` experts, has the chosen expert."""
     block_TK = torch.div(ids_TK, num_experts, rounding_mode="floor")
     return block_TK == torch.arange(num_blocks, device=ids_TK.device)[:, None, None]
 
 
 def build_send_order(owned_PTK: Tensor, num_rows: int, note: int, *, repeats: int = 1) -> SendOrder:
-    """Return the rows to send, at most `num_rows`, to P blocks (`is_owned`) of `repeats` ranks."""
+    """Return at most `num_rows` rows to send to P blocks of `repeats` ranks. Counts get `note`."""
     needs_GT = owned_PTK.any(-1).repeat_interleave(repeats, 0)
     choices_G = owned_PTK.sum((1, 2)).repeat_interleave(repeats)
     order = compute_send_order(needs_GT, num_rows)
@@ -260,7 +260,7 @@ def compute_send_order(needs_GT: Tensor, num_rows: int) -> tuple[Tensor, Tensor]
 
 
 def compute_static_send_order(needs_GT: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As `compute_send_order`, with `num_slots` rows per rank, and a mask of used rows, [M]."""
+    """Return `compute_send_order` with `num_slots` rows per rank, and bool [M], used rows."""
     # M is G * num_sent, token_ids_M is 0 where unused, and used_M is bool. Example, three tokens,
     # two ranks, 2 rows each, needs [[1, 0, 1], [0, 1, 0]]: token_ids_M [0, 2, 1, 0], slots_TG [[0,
     # -1], [-1, 2], [1, -1]], used_M [1, 1, 1, 0].
@@ -318,7 +318,7 @@ def _all_to_all(
     *,
     may_overlap: bool = False,
 ) -> list[Any]:
-    """Exchange the first rows of each tensor concurrently; return `length` rows for each."""
+    """All-to-all of each tensor's first rows; return `length` rows, the rest uninitialised."""
     # Returned rows after the received rows are uninitialised. See `exchange` for `may_overlap`.
     may_overlap = may_overlap and pairs is not None and pairs.open_pair is not None
     with pairs.launch_early() if may_overlap and pairs is not None else nullcontext():

@@ -200,7 +200,7 @@ def _sum_over_ranks(
 
 
 def _sum_parts(x_S: Tensor, num_parts: int) -> Tensor:
-    """Split dim 0 into `num_parts` parts and return their sum, in order and in fp32."""
+    """Return the sum of `num_parts` equal blocks of dim 0, in order and in fp32, in x's dtype."""
     parts_GC = x_S.unflatten(0, (num_parts, x_S.shape[0] // num_parts))
     result: Tensor = parts_GC.sum(0, dtype=torch.promote_types(x_S.dtype, torch.float32)).to(
         x_S.dtype
@@ -211,7 +211,10 @@ def _sum_parts(x_S: Tensor, num_parts: int) -> Tensor:
 def all_gather_tensors(
     xs_C: Sequence[Tensor], group: dist.ProcessGroup, pairs: Pairs | None = None
 ) -> tuple[Tensor, ...]:
-    """All-gather each [C, ...] to [G * C, ...] by concurrent collectives, differentiably."""
+    """All-gather each [C, ...] to [G * C, ...] by concurrent collectives, differentiably.
+
+    `pairs` runs another micro-batch meanwhile, None = no pair.
+    """
     result: tuple[Tensor, ...] = _GatherRanks.apply(group, pairs, *xs_C)
     return result
 
@@ -224,7 +227,10 @@ def all_gather_rows(x_C: Tensor, group: dist.ProcessGroup) -> Tensor:
 def reduce_scatter_rows(
     y_S: Tensor, group: dist.ProcessGroup, pairs: Pairs | None = None
 ) -> Tensor:
-    """Reduce-scatter blocks of C rows: rank g receives the sum of block g. Backward all-gathers."""
+    """Reduce-scatter blocks of C rows: rank g receives the sum of block g. Backward all-gathers.
+
+    Sums are in fp32 and in rank order. `pairs` runs another micro-batch meanwhile, None = no pair.
+    """
     # Summed in fp32 and in rank order. An all-to-all sends as many bytes as a reduce-scatter, which
     # would round after every addition of a 16-bit dtype. Collective; in a pair the other side runs.
     result: Tensor = _SumRanks.apply(group, pairs, y_S)[0]

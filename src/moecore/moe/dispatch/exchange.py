@@ -103,7 +103,10 @@ class Exchange:
     def spread_choices(
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, num_local: int, etp: int
     ) -> kernels.SpreadChoices:
-        """Send tokens and choices to the ranks of their experts, and return the source rows."""
+        """Send tokens and choices to the ranks of their experts, and return the source rows.
+
+        `ids_TK` are physical ids, of which each block of `etp` ranks owns `num_local`.
+        """
         tensors = (x_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous())
         self._enter(SlotEvent.OPERATION)
         return kernels.spread_rows_and_choices(self.buffer, *tensors, num_local=num_local, etp=etp)
@@ -144,7 +147,7 @@ class Exchange:
         return self.layout.sums_slot and SlotEvent.COPY in copies.TRANSITIONS[self._slot]
 
     def _enter(self, event: SlotEvent) -> None:
-        """Change the state of the slot for sums. Raise KeyError if it does not allow `event`."""
+        """Change the state of the buffer's slot for sums. KeyError if it does not allow `event`."""
         self._slot = copies.TRANSITIONS[self._slot][event]
 
     def start_copies(self, sums_SD: Tensor) -> None:
@@ -157,7 +160,7 @@ class Exchange:
     def finish_copies(
         self, sums_SD: Tensor, peers_T: Tensor, places_S: Tensor, choices: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        """Make the current stream wait for all ranks' copies; return `reduce` of these sums."""
+        """Make the stream wait for all copies; return sums [T, D] and weight gradients [T, K]."""
         self._wait_for_stream(sums_SD)
         self._enter(SlotEvent.READ)
         return self._reduce_copies(sums_SD, peers_T, places_S, choices)
@@ -180,12 +183,12 @@ class Exchange:
     def _reduce_copies(
         self, sums_SD: Tensor, peers_T: Tensor, places_S: Tensor, choices: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return `reduce` of the sums that all ranks have copied."""
+        """Return sums of all ranks' copies [T, D], and gradients of routing weights [T, K]."""
         row_map = (peers_T, places_S, places_S[:, None])
         return kernels.reduce_rows(self.buffer, sums_SD, *row_map, choices, has_sums=True)
 
     def limit_rows(self, offsets_e: Tensor, num_rows: int) -> Tensor:
-        """Clamp the offsets to `num_rows`, and record larger offsets as a shortage."""
+        """Return each expert's end of rows, clamped to `num_rows`; record a shortage if clamped."""
         return kernels.limit_rows(offsets_e, num_rows, self.buffer.state, self.buffer.report)
 
     @property
@@ -284,7 +287,10 @@ class CloneExchange:
         return rows_GE
 
     def fetch(self, tensors: Sequence[Tensor], places: Places) -> list[Tensor]:
-        """Send weights [e, ...] to clones; return this rank's [c, ...], zeros for empty places."""
+        """Send weights [e, ...] to clones; return this rank's [c, ...], zeros for empty places.
+
+        `places` has the expert of each clone of all ranks.
+        """
         return [clone_kernels.fetch_clones(self.buffer, tensor, places) for tensor in tensors]
 
     def add_clone_grads_(self, grads: Sequence[Tensor], places: Places) -> list[Tensor]:

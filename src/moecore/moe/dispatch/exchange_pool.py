@@ -76,7 +76,7 @@ class ExchangePool(BufferOwner):
 
     @property
     def shortages(self) -> tuple[ShortageCounters, ...]:
-        """The shortage counters of all allocated exchanges of rows."""
+        """The shortage counters of all allocated exchanges of token rows, not of clones."""
         return tuple(exchange.shortage for exchange in self.entries)
 
     def resize(self, factor: float) -> None:
@@ -132,7 +132,7 @@ class ExchangePool(BufferOwner):
 
     @property
     def entries(self) -> tuple[Exchange, ...]:
-        """All allocated exchanges of rows."""
+        """All allocated exchanges of token rows, not of clones."""
         return tuple(self._entries.values())
 
     @property
@@ -228,7 +228,7 @@ class ExchangePool(BufferOwner):
         return layout.source_rows * layout.top_k // self.ep
 
     def _compare_options(self, x_TD: Tensor, top_k: int, programs: int) -> int:
-        """Return the maximum tokens of any rank; raise if options differ. Collective, host sync."""
+        """Return the most tokens of any rank. ValueError if options differ. Collective, syncs."""
         options, (T, D) = self.options, x_TD.shape
         choices = (options.overlap_weight_grads, options.keep_rows, self.wire.fp8)
         sizes = (options.max_tokens or T, D, top_k, SUM_DTYPES.index(x_TD.dtype), programs)
@@ -289,7 +289,7 @@ class TokenCapacity(BufferOwner):
         return True
 
     def resize(self, factor: float) -> None:
-        """Free the buffers, so that the next forward allocates larger buffers; collective."""
+        """Free the buffers; the next forward allocates them for `factor` tokens. Collective."""
         self._pool.options = replace(self._pool.options, max_tokens=math.ceil(factor))
         self._pool.free()
 
@@ -325,7 +325,7 @@ def _raise_if_capturing() -> None:
 
 
 def choose_program_split(programs: int) -> dict[str, int]:
-    """Divide a launch's programs into senders and receivers, as fields of `ExchangeLayout`."""
+    """Divide programs into `num_push` and `num_receive`; return both and `rounds`, by name."""
     is_small = programs < FEW_PROGRAMS
     push = max(1, programs * 5 // 12) if is_small else programs // 2
     return dict(num_push=push, num_receive=programs - push, rounds=16 if is_small else 8)

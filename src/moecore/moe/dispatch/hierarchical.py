@@ -81,7 +81,7 @@ class HierarchicalDispatcher(Dispatcher):
         return self._inside.has_spare_rows(pads=pads)
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Send tokens to domains (3 collectives, one host sync, with `pad` once), then inside."""
+        """Send tokens to domains, then inside: 3 collectives, one host sync (`pad`: at first)."""
         (T, K), ids_TK = routing.expert_ids_TK.shape, routing.destinations_TK
         num_experts, H = self.domain.num_in_domain, self._across.group.size()
         self._across.wire.check_dim(x_TD.shape[1])
@@ -108,14 +108,14 @@ class HierarchicalDispatcher(Dispatcher):
         return ExpertInput(*parts, receiver=inp.receiver)
 
     def prepare_send_order(self, ids_TK: Tensor, note: int) -> SendOrder:
-        """Return the rows to send to domains, by physical ids. `note` joins the counts."""
+        """Return the rows to send to domains, by physical ids. `note` is sent with the counts."""
         (T, K), H = ids_TK.shape, self._across.group.size()
         return build_send_order(is_owned(ids_TK, self.domain.num_in_domain, H), T * min(H, K), note)
 
     def _dispatch_inside(
         self, rows_AD: Tensor, received_rows: ReceivedRows, routing: Routing
     ) -> ExpertInput:
-        """Dispatch the received rows within this domain."""
+        """Return the received rows, dispatched in this domain with the capacity of `routing`."""
         H, inside, outer = self._across.group.size(), self._inside, self._across.attendance
         weights_AK = received_rows.weights_SK
         ids_AK = self.domain.convert_to_domain_ids(
@@ -146,6 +146,6 @@ class HierarchicalDispatcher(Dispatcher):
         return inp
 
     def combine(self, y_SD: Any, plan: HierarchicalPlan) -> Tensor:
-        """Sum y_SD within each domain, send sums to tokens' ranks, and return y_TD in fp32 sums."""
+        """Sum y_SD in each domain, send sums to tokens' ranks, and return y_TD, summed in fp32."""
         y_AD = self._inside.combine(y_SD, plan.inside)[: plan.num_arrived]
         return self._across.return_sums(y_AD, plan.across, self.pairs)

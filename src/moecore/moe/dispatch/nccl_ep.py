@@ -100,7 +100,10 @@ class EPGroups:
         self._groups: dict[tuple[int, int, int], EPGroup] = {}
 
     def get_group(self, num_experts: int, row_bytes: int, max_tokens: int) -> EPGroup:
-        """Return the NCCL EP group for these sizes; `row_bytes` of one token. Collective."""
+        """Return the NCCL EP group for the experts of all ranks and bytes of one token.
+
+        It is created collectively at first use. `max_tokens` is the maximum tokens of any rank.
+        """
         # Powers of two, so that few groups are made where the number of tokens changes.
         num_tokens = min(MAX_TOKENS, max(MIN_TOKENS, 1 << (max_tokens - 1).bit_length()))
         key = (num_experts, row_bytes, num_tokens)

@@ -120,7 +120,10 @@ class NVLinkDispatcher(Dispatcher):
         )
 
     def _is_sent_by_alltoall(self, x_TD: Tensor, routing: Routing) -> bool:
-        """Whether the all-to-all dispatcher sends these tokens. Identical on all ranks."""
+        """Whether the all-to-all dispatcher sends these tokens. Identical on all ranks.
+
+        Raises ValueError if stores cannot send them and `ExchangePool.is_required` is True.
+        """
         # With `ExchangePool.is_required` they go by all-to-all if the capacity is limited and no
         # step reads shortages. Without it they go by all-to-all if stores cannot carry the rows, or
         # if the forward is part of no step that is rerun and of no CUDA graph.
@@ -139,7 +142,7 @@ class NVLinkDispatcher(Dispatcher):
         return pool.factor is not None and watch is None
 
     def _count_balanced_rows(self, exchange: Exchange) -> BalancedRows:
-        """Return the used rows at even loads. `expert` is None if R is exact."""
+        """Return the used source and expert rows at even loads. `expert` is None if R is exact."""
         layout = exchange.layout
         source = self.placement.compute_balanced_tokens(layout.max_tokens, layout.top_k)
         expert = None if self.has_row_count_sync else exchange.balanced_rows
@@ -196,7 +199,7 @@ def _build_index(
 
 
 def _count_rows(exchange: Exchange, ids_SK: Tensor, *, first: int, num_local: int) -> int:
-    """Return the number of choices of experts [first, first + num_local). One host sync."""
+    """Return the number of choices of experts [first, first + num_local). Host sync, no graph."""
     if ids_SK.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "NVLinkOptions.row_factor ('exact') must be a number while a CUDA graph is captured"
@@ -240,7 +243,7 @@ class _GradSender:
         slots_SK: Tensor,
         num_rows: Tensor,
     ) -> None:
-        """Sum each source row's gradients over its expert rows; start to copy sums to tokens."""
+        """Sum each source row's gradients, and start to copy sums to tokens, if `can_copy`."""
         # If `Exchange.can_copy` is False, it does nothing, and the dispatch's backward sends all.
         self._stored_rows = None
         if self._exchange.can_copy():
@@ -253,7 +256,9 @@ class _GradSender:
     def finish_sending(
         self, grads: tuple[Tensor | None, Tensor | None], row_map: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Wait for the copies; return gradients of tokens [T, D] and weights [T, K], None without.
+        """Wait for the copies; return gradients of tokens [T, D] and weights [T, K].
+
+        None = `start_sending` started no copies.
 
         `row_map` is (peers_T, places_S, slots_SK) of the dispatch. Raises RuntimeError if `grads`
         are not the unchanged gradients that `start_sending` got.

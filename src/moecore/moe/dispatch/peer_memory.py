@@ -21,7 +21,7 @@ from moecore.kernels.exchange.clones import CloneBuffer, CloneLayout
 def make_buffer(
     layout: ExchangeLayout, group: dist.ProcessGroup, device: torch.device, timeout_s: float
 ) -> SymmetricBuffer:
-    """Allocate this rank's buffer of an exchange of rows. Collective."""
+    """Allocate this rank's zeroed buffer to exchange rows. `timeout_s` limits waits. Collective."""
     peers, handles = _allocate_peer_memory(layout, group, device, timeout_s)
     slots = tuple(
         layout.view_sums(peer, handles["rank"]) for peer in (peers if layout.sums_slot else [])
@@ -32,7 +32,7 @@ def make_buffer(
 def make_clone_buffer(
     group: dist.ProcessGroup, device: torch.device, timeout_s: float
 ) -> CloneBuffer:
-    """Allocate this rank's slots for clones. Collective."""
+    """Allocate this rank's zeroed slots for clones. `timeout_s` limits waits. Collective."""
     layout = CloneLayout(num_ranks=group.size())
     _, handles = _allocate_peer_memory(layout, group, device, timeout_s)
     return CloneBuffer(layout=layout, **handles)
@@ -81,7 +81,7 @@ def find_known_problem(num_ranks: int, device_type: str) -> str | None:
 
 
 def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
-    """Return why tokens of a group cannot be sent by stores, or None = they can. Collective."""
+    """Return why stores to peers' memory are impossible in a group. None = possible. Collective."""
     # "relation: fix" of an error in one line, the same on all ranks. Collective, with host syncs.
     problem = find_known_problem(group.size(), device_type)
     if problem is not None or meta_is_gpu():

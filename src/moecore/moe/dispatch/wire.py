@@ -75,7 +75,7 @@ def make_handle(like: Tensor, num_rows: int) -> Tensor:
 
 
 def gather_fp8_rows(words_TW: Tensor, token_ids_M: Tensor, slots_TG: Tensor) -> Tensor:
-    """Copy the packed FP8 rows (bytes [T, W]) of M tokens to [M, W], without unpacking."""
+    """Copy packed rows [T, W] of tokens `token_ids_M` (inverse: `slots_TG`) to bytes [M, W]."""
     words_TN = words_TW.view(torch.float32)  # which the kernel moves bit by bit
     return gather_rows(words_TN, token_ids_M, slots_TG).view(PACKED_DTYPE)
 
