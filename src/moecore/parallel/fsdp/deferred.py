@@ -32,7 +32,7 @@ class WeightProduct(NamedTuple):
     def of(
         cls, number: int, shape: torch.Size, compute: ComputeGrad, operands: tuple[Any, ...]
     ) -> WeightProduct:
-        """Create a product, which records the current stream, on which the operands were computed.
+        """Create a deferred matrix product; record the current stream, which made the operands.
 
         `number` is the parameter's index in its unit, and `shape` the shape of its gradient.
         `compute(*operands, target)` computes the gradient, into a `GradTarget`.
@@ -53,7 +53,7 @@ class WeightProduct(NamedTuple):
 
 
 class WeightGradients:
-    """Weight-gradient products of one micro-batch and pipeline stage, deferred by its backward.
+    """Weight-gradient matmuls of one micro-batch and pipeline stage, deferred by its backward.
 
     After `run` the object can be used for another backward.
     """
@@ -74,7 +74,7 @@ class WeightGradients:
         return sum(storages.values())
 
     def run(self) -> None:
-        """Compute the stored products and reduce the gradients of their units. Collective.
+        """Compute the stored matrix products and reduce the gradients of their units. Collective.
 
         All ranks must call `run` in the same order of micro-batches and stages, between forwards
         and backwards, within the micro-batches of the model's `TrainStep`.
@@ -82,11 +82,11 @@ class WeightGradients:
         self._run()
 
     def drop(self) -> None:
-        """Discard the stored products. No communication."""
+        """Discard the stored matrix products and their operands. No communication."""
         self._products.clear()
 
     def bind(self, run: Callable[[], None]) -> None:
-        """Set the function that `run` calls; the engine passes it."""
+        """Set the function that `run` calls: the engine's, which computes and reduces gradients."""
         self._run = run
 
     def store(self, unit: object, product: WeightProduct) -> None:

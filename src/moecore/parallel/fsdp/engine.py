@@ -175,7 +175,7 @@ class UnitEngine:
 
     @contextmanager
     def defer_weight_gradients(self, deferred: WeightGradients) -> Iterator[None]:
-        """Return a context in which backwards store their weight-gradient products in `deferred`.
+        """Return a context in which backwards store their weight-gradient matmuls in `deferred`.
 
         The backwards must be called without `inputs`. Use `deferred` with this engine only.
         """
@@ -191,13 +191,13 @@ class UnitEngine:
                 unit.gradients.deferred = None
 
     def _compute_deferred_in_step(self, deferred: WeightGradients) -> None:
-        """Run deferred products once; raise a ValueError outside of a TrainStep's micro-batch."""
+        """Compute deferred matmuls once; raise a ValueError outside a TrainStep's micro-batch."""
         if deferred in self._deferred:
             self._check_open("WeightGradients.run()")
             self._compute_deferred(deferred)
 
     def _compute_deferred(self, deferred: WeightGradients) -> None:
-        """Compute deferred products and reduce their units, last unit first. Collective."""
+        """Compute deferred matmuls and reduce their gradients, last unit first. Collective."""
         self._check_no_failed_backward()
         self._in_backward = True
         for unit in reversed(self.units):
@@ -351,7 +351,7 @@ class UnitEngine:
                 other.unshard()
 
     def _get_grad_boundary(self, leaf: Tensor) -> GradBoundary:
-        """Return the `GradBoundary` hook of an activation; register one if its version is new."""
+        """Return an activation's `GradBoundary` hook; register one if none has its version."""
         boundary: GradBoundary | None = getattr(leaf, GRAD_BOUNDARY, None)
         version = sum_versions(leaf)
         if boundary is None or boundary.version != version or boundary.engine is not self:
@@ -489,7 +489,7 @@ def _list_leaves(value: Any) -> list[Any]:
 
 
 def _cast_floats(value: Any, dtype: torch.dtype | None) -> Any:
-    """Cast the floating point tensors in nested containers to a dtype; None = no cast."""
+    """Return nested containers with floating point tensors cast to a dtype; None = no cast."""
     if dtype is None or not any(_needs_cast(leaf, dtype) for leaf in _list_leaves(value)):
         return value
     return tree_map_only(Tensor, lambda x: x.to(dtype) if _needs_cast(x, dtype) else x, value)

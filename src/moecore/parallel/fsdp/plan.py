@@ -232,7 +232,7 @@ class ShardPlan:
 
     @property
     def is_in_fp8(self) -> bool:
-        """Whether any product is in FP8."""
+        """Whether any matrix product, of experts or linears, is in FP8."""
         recipes = [recipe for layer in self.layers for _, recipe in layer.recipes]
         return bool(self.linears) or any(recipe is not None for recipe in recipes)
 

@@ -31,7 +31,10 @@ class ExchangeLayer(Protocol):
 
 
 class ModuleNode:
-    """A module with the engine's hooks, as a node in the tree of all such modules of a model."""
+    """A module with the engine's hooks, as a node in the tree of all such modules of a model.
+
+    `units` are the units whose hooks the module has, `parent` the next enclosing such module.
+    """
 
     __slots__ = ("children", "index", "is_cut", "layer", "module", "parent", "units")
 
@@ -72,8 +75,8 @@ class Output(NamedTuple):
 class ForwardVisit:
     """The record of one forward of a module with hooks, also if this rank skipped the module.
 
-    `outer` is the record of the enclosing module's forward; None = the outermost module. `forward`
-    is the number of the model's forward.
+    `node` is the module. `outer` is the record of the enclosing module's forward; None = the
+    outermost module. `forward` is the number of the model's forward.
     """
 
     __slots__ = (
