@@ -97,7 +97,7 @@ def run_pipeline(
     scale: Callable[[Tensor], Tensor],
     side_by_side: SideBySide,
 ) -> Tensor:
-    """Run forward and backward of all micro-batches; return their losses, fp32 [n].
+    """Run forward and backward of all micro-batches; return their unscaled losses, fp32 [n].
 
     Collective over the pipeline ranks.
 
@@ -220,7 +220,7 @@ class _ScheduleRun:
         return [(item.forward, output), (item.backward, gradient[0])]
 
     def reduce_losses(self) -> Tensor:
-        """All-reduce the losses over the pipeline ranks and return them. Collective."""
+        """Return the unscaled losses of all micro-batches, fp32 [n], on all ranks. Collective."""
         dist.all_reduce(self._losses, group=self._pipeline.groups[0])  # zeros on other ranks
         return self._losses
 
@@ -275,6 +275,6 @@ class _ScheduleRun:
             return self._run_backward(action)
 
     def _get_input_shape(self, stage: int, micro_batch: int) -> tuple[int, ...]:
-        """Return the shape of a stage's input; an empty stage passes it to the next stage."""
+        """Return the shape of a stage's input; an empty stage has that of the next filled stage."""
         next_stage = next(s for s in self._stages[stage:] if s.layers or s.mtp or s.loss)
         return get_hidden_shape(self._pipeline.model, next_stage, self._micro_batches[micro_batch])

@@ -45,10 +45,10 @@ class AllStages:
         return self.num_holders[clean_name(name)] * (dist.get_world_size() // self.pp)
 
     def scatter_values(self, names: list[str], values: Tensor) -> Tensor:
-        """Scatter this stage's values into a vector with an element per parameter of all stages.
+        """Return a new vector with an element per parameter of all stages, and this stage's values.
 
         `values[i]` belongs to `names[i]`. Parameters of other stages have the value 0. The order is
-        that of `num_holders`.
+        that of `num_holders`. No communication.
         """
         order = {name: i for i, name in enumerate(self.num_holders)}
         index = torch.tensor(
