@@ -195,7 +195,7 @@ def _can_skip(optimizer: torch.optim.Optimizer) -> bool:
 def _check_optimizers(
     optimizers: Sequence[torch.optim.Optimizer], params: list[tuple[str, nn.Parameter]]
 ) -> None:
-    """Raise a ValueError if a named parameter in `params` has a gradient and no optimizer."""
+    """Raise a ValueError if one of `params` (name, parameter) has a gradient and no optimizer."""
     optimizer_params = {
         p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
     }
@@ -239,7 +239,8 @@ def _sum_squares(
 ) -> Tensor:
     """Sum each gradient's squared norm over all ranks; return fp64 [parameters of all stages].
 
-    If `is_wrong` is True on any rank, the first sum is nan on every rank. Collective.
+    `names[i]` is the name of `params[i]`, `stages` None = no pipeline. If `is_wrong` is True on any
+    rank, the first sum is nan on every rank. Collective.
     """
     if stages is None and not params:
         return torch.zeros(0, dtype=torch.float64, device="cpu")
