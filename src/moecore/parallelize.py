@@ -255,7 +255,7 @@ def _add_indexer_losses(model: nn.Module, state: ParallelState) -> None:
 
 
 def _defer_weight_gradients(model: nn.Module, state: ParallelState) -> None:
-    """Set linears and shared experts to defer dw, in place, if the pipeline schedule has W."""
+    """Make linears and shared experts defer weight gradients, if the pipeline schedule has W."""
     pipeline = state.request.pipeline
     if state.layout is not None and pipeline is not None and pipeline.defers:
         defer_linears(model)

@@ -166,9 +166,9 @@ class SharedArguments:
     """Raises a ValueError if ranks that process the same sequences receive different arguments.
 
     Args:
-        groups: context parallel degree -> process groups, one or two, of ranks that process the
-            same sequences. Entry 0 is used by forwards without the argument `cp`, and by forwards
-            whose degree has no entry.
+        groups: context parallel degree -> process groups on the model's device. All-reduces over
+            one group after the other reach all ranks with the same sequences. Entry 0 is used by
+            forwards without the argument `cp`, and by forwards whose degree has no entry.
         device_type: the device type of the model.
     """
 

@@ -457,7 +457,7 @@ def _flatten_group(view: DeviceMesh, names: tuple[str, str]) -> dist.ProcessGrou
 def _make_stage_groups(
     world: DeviceMesh, dense: DeviceMesh, p: ParallelConfig
 ) -> tuple[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup] | None]:
-    """Return the group of this stage's ranks, and two of its pp ranks (pp 1: world, None)."""
+    """Return this stage's group, and two groups over pp (pp 1: world and None). Collective."""
     if p.pp == 1:
         return world.get_group(), None
     view = _make_mesh(world.device_type, (p.pp, world.size() // p.pp), ("pp", "stage"))

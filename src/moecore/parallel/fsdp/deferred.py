@@ -1,8 +1,8 @@
-"""`WeightGradients`: weight-gradient products that a backward stores and `run` computes.
+"""`WeightGradients`: weight-gradient matmuls that a backward stores and `run` computes.
 
-with engine.defer_weight_gradients(deferred):  computes input gradients; sinks store products
+with engine.defer_weight_gradients(deferred):  computes input gradients; sinks store matmuls
     torch.autograd.backward(...)
-deferred.run()                       computes the products and reduces their units
+deferred.run()                       computes the matmuls and reduces the gradients
 """
 
 from __future__ import annotations
@@ -90,15 +90,15 @@ class WeightGradients:
         self._run = run
 
     def store(self, unit: object, product: WeightProduct) -> None:
-        """Append a product to the products of a unit; `unit` is a key, the unit's `Gradients`."""
+        """Append a matmul to those stored for `unit`, which is a key (the unit's `Gradients`)."""
         self._products.setdefault(unit, deque()).append(product)
 
     def has_products(self, unit: object) -> bool:
-        """Whether products are stored for `unit`, the key given to `store`."""
+        """Whether matmuls are stored for `unit`, the key given to `store`."""
         return unit in self._products
 
     def pop_products(self, unit: object) -> deque[WeightProduct]:
-        """Remove the products stored for `unit` and return them in order; empty if none exist."""
+        """Remove the matmuls stored for `unit` and return these in order; empty if none exist."""
         return self._products.pop(unit, deque())
 
 

@@ -20,13 +20,13 @@ when both counts are 0, or at the end of the micro-batches. A unit that accumula
 reduced at that point, any other resident unit by each backward. A forward that is not announced is
 a separate step with new all-gathers, whose backward reduces and reshards all units.
 
-`defer_weight_gradients` splits a backward in two parts:
+`defer_weight_gradients` splits a backward in two:
 
     D    backward: gradients of inputs, and the weight gradients that autograd computes
-    W    `WeightGradients.run`: the deferred products, unit by unit from the last to the first
+    W    `WeightGradients.run`: the deferred matmuls, unit by unit from the last to the first
 
 D and W each reduce the gradients that they compute. A unit that accumulates is reduced once, after
-its last product. W reads no weight, so D reshards a unit as any backward does.
+its last matmul. W reads no weight, so D reshards a unit as any backward does.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class UnitEngine:
         self._in_step, self._pending_forwards, self._in_parts = True, pending_forwards, in_parts
 
     def end_micro_batches(self) -> None:
-        """End a step's micro-batches: run deferred products, reduce, reshard units. Collective."""
+        """End a step's micro-batches: run deferred matmuls, reduce, reshard units. Collective."""
         self._pending_forwards, self._in_parts = 0, False
         for deferred in self._deferred.copy():
             self._compute_deferred(deferred)
@@ -161,7 +161,7 @@ class UnitEngine:
         self.reshard()
 
     def drop_step(self) -> None:
-        """Discard the step: reshard all units; drop unreduced gradients and deferred products."""
+        """Discard the step: reshard all units; drop unreduced gradients and deferred matmuls."""
         self._in_step, self._pending_forwards, self._in_parts = False, 0, False
         progress = self.progress()
         if progress is not None:
@@ -373,7 +373,7 @@ class UnitEngine:
         return tree_map_only(Tensor, as_output, output)
 
     def pre_backward(self, run: ForwardRun) -> None:
-        """Unshard a unit for the backward of a forward, when the first output gradient arrives."""
+        """Unshard a forward's unit for its backward, when the first output gradient arrives."""
         if torch.is_grad_enabled() and has_next_node():
             raise NotImplementedError(
                 "create_graph (True) must be False for a model of parallelize_moe, whose gathered "

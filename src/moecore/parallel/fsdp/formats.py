@@ -293,7 +293,7 @@ class _ShardScaling:
         matrices: amax of each matrix, 1-D and empty if matrices have no scales.
         scales: scales of the blocks, or of the matrices if `blocks` is empty.
 
-    `first` is the index of the shard's first matrix, `history` the linear's amax history or None.
+    `first` is the index of the shard's first matrix, `history` the module's amax history or None.
     """
 
     def __init__(

@@ -103,8 +103,8 @@ class Gradients:
     ) -> Tensor | None:
         """Add gradient `index`, `compute(*operands, target)`, to the sums, or defer the call.
 
-        `shape` is the view of the gradient that `compute` returns and writes. Returns the gradient
-        for autograd if the sums cannot be written, otherwise None.
+        `compute` makes the gradient in this `shape`. Returns the gradient for autograd if the sums
+        cannot be written, otherwise None.
         """
         if self.defer(index, shape, compute, *operands):
             return None

@@ -126,9 +126,10 @@ class ForwardVisit:
         return self.node.is_cut and self.outer is not None and not self.inputs
 
     def cut_inputs(self, value: Any) -> Any:
-        """Return forward arguments in which views replace the tensors that require a gradient.
+        """Return forward arguments in which views replace the activations that require a gradient.
 
-        A backward of only this forward can stop at the views, whose graph edges are recorded.
+        A backward of only this forward can stop at the views, whose graph edges are recorded in
+        `inputs`. Parameters are not replaced.
         """
 
         def cut(x: Tensor) -> Tensor:
@@ -141,7 +142,10 @@ class ForwardVisit:
         return tree_map_only(Tensor, cut, value)
 
     def keep_output(self, x: Tensor) -> None:
-        """Record the graph edge of an output `x`, at which this forward's backward can start."""
+        """Set `needs_grad`, and record an output's graph edge, at which a backward can start.
+
+        The edge is recorded in `outputs` only if `node.is_cut` and the module is not the outermost.
+        """
         self.needs_grad = True
         if self.node.is_cut and self.outer is not None:
             self.outputs.append(Output(get_gradient_edge(x), x.shape, x.dtype, x.device))

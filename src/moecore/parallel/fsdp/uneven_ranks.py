@@ -162,7 +162,7 @@ class UnevenRanks:
             visit.runs.remove(run)
 
     def list_parent_runs(self, visit: ForwardVisit) -> list[ForwardRun]:
-        """Return the runs of the enclosing module, or [] if its backward has begun."""
+        """Return the runs of the enclosing module; [] without one, or if its backward has begun."""
         outer = visit.outer
         return [] if outer is None or outer.is_in_backward else outer.runs.copy()
 

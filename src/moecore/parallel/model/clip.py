@@ -269,7 +269,7 @@ def _sum_squares(
 
 
 def _compute_local_norms(params: list[nn.Parameter]) -> list[Tensor]:
-    """Return each local gradient's L2 norm, 0-dim, all fp32 or all fp64; 0 without a gradient."""
+    """Return each local shard's gradient norm (L2), 0-dim, all fp32 or fp64; 0 without `.grad`."""
     zero = torch.zeros((), dtype=torch.float32, device=get_local_tensor(params[0]).device)
     norms = [zero] * len(params)
     of_dtype: dict[torch.dtype, dict[int, Tensor]] = {}

@@ -132,7 +132,7 @@ class Family(Protocol):
         )
 
     def get_head_shapes(self, model: nn.Module) -> Sequence[tuple[int, int]]:
-        """Return the weight shape (vocabulary, dim) of each head whose loss is made in chunks."""
+        """Return [vocabulary, dim] of each head whose loss is computed in chunks of tokens."""
 
     def fuse_loss(self, model: nn.Module, recipe: Recipe | None) -> None:
         """Make the model compute head and loss in chunks of tokens.

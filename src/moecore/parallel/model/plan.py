@@ -95,7 +95,7 @@ def has_unsharded_experts(meshes: Meshes) -> bool:
 
 
 def _make_layer_plan(name: str, layer: RoutedLayer, request: Request) -> LayerPlan:
-    """Return the `LayerPlan` of the MoE layer `name`."""
+    """Return the sizes and FP8 recipes of the MoE layer `name`; `num_local` is that of a rank."""
     config = layer.config
     return LayerPlan(
         name=name,

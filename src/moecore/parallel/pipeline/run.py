@@ -2,8 +2,8 @@
 
     F   receive hidden states -> forward of the stage -> send its output; store input and graph
     B   receive the gradient of that output -> backward -> send the gradient of the input
-    D   B, with deferred products of weight gradients
-    W   the deferred products
+    D   B, with deferred matmuls of weight gradients
+    W   the deferred matmuls
 
 An `Overlap` is a pair of a forward and a backward (`TrainStep.side_by_side`). With offload, the
 saved tensors of the next item's backward start to return before an item runs. Device memory of a
@@ -46,7 +46,8 @@ class StageOffload(Protocol):
     ) -> AbstractContextManager[Any]:
         """Return a context that offloads a forward's saved tensors and yields their chunk.
 
-        The tensor `resident_input` is not offloaded. `offloads_last` includes the last block.
+        `offloads_last`: whether the tensors of the stage's last block are offloaded too.
+        `resident_input`, the input of the stage, is not offloaded; None = tokens.
         """
 
     def bring_back(self, chunk: Any) -> None:

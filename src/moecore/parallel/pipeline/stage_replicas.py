@@ -45,7 +45,7 @@ class AllStages:
         return self.num_holders[clean_name(name)] * (dist.get_world_size() // self.pp)
 
     def scatter_values(self, names: list[str], values: Tensor) -> Tensor:
-        """Return a new vector with an element per parameter of all stages, and this stage's values.
+        """Return a new vector with an element per parameter of all stages, filled from `values`.
 
         `values[i]` belongs to `names[i]`. Parameters of other stages have the value 0. The order is
         that of `num_holders`. No communication.

@@ -45,7 +45,10 @@ class Timeline:
 
     @classmethod
     def from_spans(cls, spans: Iterable[tuple[int, Item, float, float]]) -> Timeline:
-        """Build a timeline from (rank, item, start, end) tuples in any order, with any origin."""
+        """Build a timeline from (rank, item, start, end) tuples in any order, with any origin.
+
+        Raises a ValueError if there is no tuple, or if items of a rank overlap.
+        """
         of_ranks = ((rank, Span(start, end, item)) for rank, item, start, end in spans)
         pair = sorted(of_ranks, key=lambda pair: (pair[0], *pair[1][:2]))
         if not pair:
