@@ -1,7 +1,7 @@
 """`AllStages`: the parameters of all pipeline stages, and which stages share a parameter.
 
     parallelize_moe -> make_all_stages(model, meshes) -> AllStages, stored on the model
-    last micro-batch -> sum_copies(model) -> clip, with one entry per parameter of all stages
+    last micro-batch -> all_reduce_stage_copies(model) -> clip, over all stages
 
 Parameter names are the names in the full model. If several stages have one name, the stages have
 copies of one parameter: an embedding table that the first stage, multi-token prediction and a tied
