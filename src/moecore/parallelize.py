@@ -119,7 +119,10 @@ def parallelize_moe(
 
 
 def _attach_state(model: nn.Module, root: nn.Module, state: ParallelState) -> None:
-    """Store the `ParallelState` on `root`; make copies and state dicts of `model` work."""
+    """Store the `ParallelState` on `root`; make copies and state dicts of `model` work.
+
+    `root` is the sharded module: `model`, or the base model in a peft wrapper `model`.
+    """
     setattr(root, PARALLEL_STATE, state)
     memory = state.request.memory
     drops_cache = bool(state.request.dense.compile or memory.parts or memory.offload)
@@ -151,7 +154,7 @@ def _with_arguments_of(other: Callable[P, Any]) -> Callable[[Callable[..., T]], 
 def plan_sharding(arguments: Mapping[str, Any]) -> ShardPlan:
     """Return the sharding plan that `parallelize_moe` makes from the same arguments.
 
-    The model is not changed: adapters and `apply_tensor_parallel` receive a copy on the meta
+    The model is not changed: block adapters and `apply_tensor_parallel` receive a copy on the meta
     device. With `meshes` the function does not communicate, so the world may be larger than this
     machine. Without `meshes` it is collective. It raises the errors of `parallelize_moe`, except
     for comparisons of ranks and checks that need the GPUs of all ranks. `explain` prints a plan.
@@ -167,7 +170,10 @@ def plan_sharding(arguments: Mapping[str, Any]) -> ShardPlan:
 
 
 def _choose_meshes(arguments: Mapping[str, Any]) -> Meshes:
-    """Build the default meshes for a call without the argument `meshes`. Collective."""
+    """Build the default meshes for a call of `parallelize_moe` without `meshes`. Collective.
+
+    `arguments` maps each argument's name to its value.
+    """
     start_default_group()  # in which ranks share errors
     with share_errors():
         check_arguments(parallelize_moe, arguments)
@@ -178,7 +184,7 @@ def _choose_meshes(arguments: Mapping[str, Any]) -> Meshes:
 
 
 def _make_request(arguments: Mapping[str, Any]) -> Request:
-    """Return a call's arguments as a `Request`, with default options in place of None."""
+    """Return arguments of `parallelize_moe`, by name, as a `Request` with defaults for None."""
     return Request(
         family=find_family(arguments["model"]),
         meshes=arguments["meshes"],
@@ -197,9 +203,10 @@ def _make_request(arguments: Mapping[str, Any]) -> Request:
 
 
 def _set_dtypes(model: nn.Module, layers: Layers, request: Request) -> frozenset[str]:
-    """Set parameter dtypes, and call `check_layers`, which raises errors.
+    """Cast tensors in place for compute in `FSDPOptions.param_dtype`, and check the MoE layers.
 
-    Returns the names of tensors that stay in fp32.
+    Returns the names of tensors that stay in fp32. Raises a ValueError or NotImplementedError if
+    one of `layers`, the MoE layers by name, cannot be sharded.
     """
     fp32 = request.family.set_dtypes(model, request.fsdp.param_dtype)
     check_layers(model, layers, request)
@@ -227,36 +234,43 @@ def _make_state(
 
 
 def _shard_over_tp_and_ep(model: nn.Module, state: ParallelState) -> None:
-    """Replace parameters by this rank's shards over ep, etp and tp."""
+    """Replace parameters by DTensors with this rank's shards over ep, etp and tp, in place."""
     apply_ep_tp(model, state.layers, state.request)
 
 
 def _quantise(model: nn.Module, state: ParallelState) -> None:
-    """Let the modules that `precision` selects multiply in FP8."""
+    """Set FP8 matrix products on the linears that `Precision` selects by role, in place.
+
+    Parameters do not change. `apply_layers` does the same for routed and shared experts. Nothing
+    happens if the argument `precision` is None.
+    """
     if state.request.precision is not None:
         apply_precision(model, state.request.precision)
 
 
 def _add_indexer_losses(model: nn.Module, state: ParallelState) -> None:
-    """Add the losses that train the indexers of sparse attention."""
+    """Add losses that train the indexers of sparse attention, in place, if `indexer` is given."""
     if state.request.indexer is not None:
         state.request.family.add_indexer_losses(model, state.request.indexer)
 
 
 def _defer_weight_gradients(model: nn.Module, state: ParallelState) -> None:
-    """Let linears defer weight gradients, if the pipeline schedule computes them later."""
+    """Make linears and shared experts defer weight gradients, if the pipeline schedule has W."""
     pipeline = state.request.pipeline
     if state.layout is not None and pipeline is not None and pipeline.defers:
         defer_linears(model)
 
 
 def _shard_over_data_ranks(model: nn.Module, state: ParallelState) -> None:
-    """Shard the parameters over data ranks, and store the engine that unshards them."""
+    """Shard parameters over data ranks, in place; store the engine that all-gathers them."""
     state.engine = shard_model(model, state.plan, state.request.meshes)
 
 
 def _fuse_loss(model: nn.Module, state: ParallelState) -> None:
-    """Let the model compute head and loss in chunks of tokens, if `MemoryOptions.fused_loss`."""
+    """Make the model compute head and loss by chunks of tokens, if `MemoryOptions.fused_loss`.
+
+    The head's matrix products are in FP8 if `Precision.fp8_head` is set.
+    """
     precision = state.request.precision
     if state.request.memory.fused_loss:
         recipe = precision.recipe if precision is not None and precision.fp8_head else None

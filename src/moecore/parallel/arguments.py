@@ -53,7 +53,7 @@ class _ContentsCheck:
     copy: ToHost | None = None
 
     def start_copy(self) -> None:
-        """Launch the copy of the result to the host, once; the stream waits for the all-reduce."""
+        """Launch the copy of `bounds` to the host, once; the stream waits for the all-reduce."""
         if self.work is not None:
             self.work.wait()
             self.work, self.copy = None, ToHost(self.bounds)
@@ -86,8 +86,9 @@ class ContentComparer:
     def compare(self, tensors: Mapping[str, Tensor], groups: Sequence[dist.ProcessGroup]) -> None:
         """Launch a comparison of tensors by name, as one all-reduce of checksums over each group.
 
-        Collective over `groups`. Their product must be all ranks to compare; () = no comparison.
-        All ranks must pass the same names. A CUDA graph capture compares nothing.
+        Collective over `groups`. All-reduces over one group after the other must reach all ranks to
+        compare; () = no comparison. All ranks must pass the same names. A CUDA graph capture
+        compares nothing.
         """
         if not groups or _is_capturing(tensors):  # a replay would compare with nobody
             return
@@ -103,7 +104,10 @@ class ContentComparer:
             self._checks_of_step.append(comparison)
 
     def has_difference(self) -> bool:
-        """Return whether a result that has reached the host shows a difference. No host sync."""
+        """Return whether a result that is already on the host shows a difference. No host sync.
+
+        In a CUDA graph capture the method returns False.
+        """
         if _is_capturing({str(i): check.bounds for i, check in enumerate(self._unread_checks)}):
             return False
         for check in self._unread_checks:
@@ -162,8 +166,9 @@ class SharedArguments:
     """Raises a ValueError if ranks that process the same sequences receive different arguments.
 
     Args:
-        groups: cp degree -> process groups for the model's device. Entry 0 is used by forwards
-            without the argument `cp`, and by forwards whose cp degree has no entry.
+        groups: context parallel degree -> process groups on the model's device. All-reduces over
+            one group after the other reach all ranks with the same sequences. Entry 0 is used by
+            forwards without the argument `cp`, and by forwards whose degree has no entry.
         device_type: the device type of the model.
     """
 
@@ -179,9 +184,10 @@ class SharedArguments:
     def check(self, arguments: Mapping[str, Any], cp: int | None) -> None:
         """Raise a ValueError if arguments, by name, differ between ranks with the same sequences.
 
-        Contents of device tensors are reported by a later check. `cp` is the forward's argument cp,
-        or None. Collective over these ranks. The first check with gradients is collective over the
-        world, so that all ranks raise an error, and synchronises the host.
+        Contents of device tensors are reported by a later check. `cp` is the context parallel
+        degree that the forward received; None = entry 0 of the groups. Collective over these ranks.
+        The first check with gradients is collective over the world, so that all ranks raise an
+        error, and synchronises the host.
         """
         if is_inside_custom_ops():
             return

@@ -478,6 +478,6 @@ def _measure_rates(hosts: Sequence[str], device_type: str) -> dict[str, float]:
 
 
 def _group_by_local_index(by_host: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return, for each local index i, the i-th rank of each host that has such a rank."""
+    """Transpose lists of ranks by host: entry i has the i-th rank of each host with > i ranks."""
     num_rows = max(map(len, by_host))
     return [[ranks[i] for ranks in by_host if i < len(ranks)] for i in range(num_rows)]

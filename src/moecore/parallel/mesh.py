@@ -431,7 +431,7 @@ def _select_fsdp_axes(mesh: DeviceMesh, replicate: str, shard: str) -> DeviceMes
 
 
 def _make_dense_fsdp(dense: DeviceMesh, p: ParallelConfig) -> DeviceMesh:
-    """Return `Meshes.dense_fsdp`, whose sharding axis joins dp_shard and cp."""
+    """Return the mesh (dp_replicate, dp_shard x cp), see `Meshes`. Collective if cp > 1."""
     if p.cp == 1:
         return _select_fsdp_axes(dense, "dp_replicate", "dp_shard")
     names = ("pp", "dp_replicate", "dp_shard_cp", "tp")
@@ -457,7 +457,7 @@ def _flatten_group(view: DeviceMesh, names: tuple[str, str]) -> dist.ProcessGrou
 def _make_stage_groups(
     world: DeviceMesh, dense: DeviceMesh, p: ParallelConfig
 ) -> tuple[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup] | None]:
-    """Return `Meshes.stage_group` and `Meshes.pipeline_groups`; with pp 1, the world and None."""
+    """Return this stage's group, and two groups over pp (pp 1: world and None). Collective."""
     if p.pp == 1:
         return world.get_group(), None
     view = _make_mesh(world.device_type, (p.pp, world.size() // p.pp), ("pp", "stage"))
@@ -468,5 +468,5 @@ def _make_stage_groups(
 
 
 def _get_axis_size(mesh: DeviceMesh, name: str) -> int:
-    """Return the size of a mesh axis."""
+    """Return the number of ranks along the axis `name` of a mesh."""
     return mesh.size((mesh.mesh_dim_names or ()).index(name))

@@ -94,7 +94,7 @@ def _distribute_layouts(
 ) -> Iterator[BufferPlan]:
     """Assign layouts round-robin to at most `number` buffers, and yield the plan of each buffer.
 
-    `layouts` has (unit, index in its layouts). `holds` and `dtype` are fields of the plans.
+    `layouts` has (unit, index in its layouts). `holds` and `dtype` are those of each `BufferPlan`.
     """
     for first in range(min(number, len(layouts))):
         users = layouts[first::number]

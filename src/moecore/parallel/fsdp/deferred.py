@@ -1,8 +1,8 @@
-"""`WeightGradients`: weight-gradient products that a backward stores and `run` computes.
+"""`WeightGradients`: weight-gradient matmuls that a backward stores and `run` computes.
 
-with engine.defer_weight_gradients(deferred):  computes input gradients; sinks store products
+with engine.defer_weight_gradients(deferred):  computes input gradients; sinks store matmuls
     torch.autograd.backward(...)
-deferred.run()                       computes the products and reduces their units
+deferred.run()                       computes the matmuls and reduces the gradients
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class WeightProduct(NamedTuple):
     def of(
         cls, number: int, shape: torch.Size, compute: ComputeGrad, operands: tuple[Any, ...]
     ) -> WeightProduct:
-        """Create a product, which records the current stream, on which the operands were computed.
+        """Create a deferred matrix product; record the current stream, which made the operands.
 
         `number` is the parameter's index in its unit, and `shape` the shape of its gradient.
         `compute(*operands, target)` computes the gradient, into a `GradTarget`.
@@ -53,7 +53,7 @@ class WeightProduct(NamedTuple):
 
 
 class WeightGradients:
-    """Weight-gradient products of one micro-batch and pipeline stage, deferred by its backward.
+    """Weight-gradient matmuls of one micro-batch and pipeline stage, deferred by its backward.
 
     After `run` the object can be used for another backward.
     """
@@ -74,7 +74,7 @@ class WeightGradients:
         return sum(storages.values())
 
     def run(self) -> None:
-        """Compute the stored products and reduce the gradients of their units. Collective.
+        """Compute the stored matrix products and reduce the gradients of their units. Collective.
 
         All ranks must call `run` in the same order of micro-batches and stages, between forwards
         and backwards, within the micro-batches of the model's `TrainStep`.
@@ -82,23 +82,23 @@ class WeightGradients:
         self._run()
 
     def drop(self) -> None:
-        """Discard the stored products. No communication."""
+        """Discard the stored matrix products and their operands. No communication."""
         self._products.clear()
 
     def bind(self, run: Callable[[], None]) -> None:
-        """Set the function that `run` calls; the engine passes it."""
+        """Set the function that `run` calls: the engine's, which computes and reduces gradients."""
         self._run = run
 
     def store(self, unit: object, product: WeightProduct) -> None:
-        """Append a product to the products of a unit; `unit` is a key, the unit's `Gradients`."""
+        """Append a matmul to those stored for `unit`, which is a key (the unit's `Gradients`)."""
         self._products.setdefault(unit, deque()).append(product)
 
     def has_products(self, unit: object) -> bool:
-        """Whether products are stored for `unit`, the key given to `store`."""
+        """Whether matmuls are stored for `unit`, the key given to `store`."""
         return unit in self._products
 
     def pop_products(self, unit: object) -> deque[WeightProduct]:
-        """Remove the products stored for `unit` and return them in order; empty if none exist."""
+        """Remove the matmuls stored for `unit` and return these in order; empty if none exist."""
         return self._products.pop(unit, deque())
 
 

@@ -20,13 +20,13 @@ when both counts are 0, or at the end of the micro-batches. A unit that accumula
 reduced at that point, any other resident unit by each backward. A forward that is not announced is
 a separate step with new all-gathers, whose backward reduces and reshards all units.
 
-`defer_weight_gradients` splits a backward in two parts:
+`defer_weight_gradients` splits a backward in two:
 
     D    backward: gradients of inputs, and the weight gradients that autograd computes
-    W    `WeightGradients.run`: the deferred products, unit by unit from the last to the first
+    W    `WeightGradients.run`: the deferred matmuls, unit by unit from the last to the first
 
 D and W each reduce the gradients that they compute. A unit that accumulates is reduced once, after
-its last product. W reads no weight, so D reshards a unit as any backward does.
+its last matmul. W reads no weight, so D reshards a unit as any backward does.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class UnitEngine:
         self._in_step, self._pending_forwards, self._in_parts = True, pending_forwards, in_parts
 
     def end_micro_batches(self) -> None:
-        """End a step's micro-batches: run deferred products, reduce, reshard units. Collective."""
+        """End a step's micro-batches: run deferred matmuls, reduce, reshard units. Collective."""
         self._pending_forwards, self._in_parts = 0, False
         for deferred in self._deferred.copy():
             self._compute_deferred(deferred)
@@ -161,7 +161,7 @@ class UnitEngine:
         self.reshard()
 
     def drop_step(self) -> None:
-        """Discard the step: reshard all units; drop unreduced gradients and deferred products."""
+        """Discard the step: reshard all units; drop unreduced gradients and deferred matmuls."""
         self._in_step, self._pending_forwards, self._in_parts = False, 0, False
         progress = self.progress()
         if progress is not None:
@@ -175,7 +175,7 @@ class UnitEngine:
 
     @contextmanager
     def defer_weight_gradients(self, deferred: WeightGradients) -> Iterator[None]:
-        """Return a context in which backwards store their weight-gradient products in `deferred`.
+        """Return a context in which backwards store their weight-gradient matmuls in `deferred`.
 
         The backwards must be called without `inputs`. Use `deferred` with this engine only.
         """
@@ -191,13 +191,13 @@ class UnitEngine:
                 unit.gradients.deferred = None
 
     def _compute_deferred_in_step(self, deferred: WeightGradients) -> None:
-        """Run deferred products once; raise a ValueError outside of a TrainStep's micro-batch."""
+        """Compute deferred matmuls once; raise a ValueError outside a TrainStep's micro-batch."""
         if deferred in self._deferred:
             self._check_open("WeightGradients.run()")
             self._compute_deferred(deferred)
 
     def _compute_deferred(self, deferred: WeightGradients) -> None:
-        """Compute deferred products and reduce their units, last unit first. Collective."""
+        """Compute deferred matmuls and reduce their gradients, last unit first. Collective."""
         self._check_no_failed_backward()
         self._in_backward = True
         for unit in reversed(self.units):
@@ -351,7 +351,7 @@ class UnitEngine:
                 other.unshard()
 
     def _get_grad_boundary(self, leaf: Tensor) -> GradBoundary:
-        """Return the `GradBoundary` hook of an activation; register one if its version is new."""
+        """Return an activation's `GradBoundary` hook; register one if none has its version."""
         boundary: GradBoundary | None = getattr(leaf, GRAD_BOUNDARY, None)
         version = sum_versions(leaf)
         if boundary is None or boundary.version != version or boundary.engine is not self:
@@ -373,7 +373,7 @@ class UnitEngine:
         return tree_map_only(Tensor, as_output, output)
 
     def pre_backward(self, run: ForwardRun) -> None:
-        """Unshard a unit for the backward of a forward, when the first output gradient arrives."""
+        """Unshard a forward's unit for its backward, when the first output gradient arrives."""
         if torch.is_grad_enabled() and has_next_node():
             raise NotImplementedError(
                 "create_graph (True) must be False for a model of parallelize_moe, whose gathered "
@@ -489,7 +489,7 @@ def _list_leaves(value: Any) -> list[Any]:
 
 
 def _cast_floats(value: Any, dtype: torch.dtype | None) -> Any:
-    """Cast the floating point tensors in nested containers to a dtype; None = no cast."""
+    """Return nested containers with floating point tensors cast to a dtype; None = no cast."""
     if dtype is None or not any(_needs_cast(leaf, dtype) for leaf in _list_leaves(value)):
         return value
     return tree_map_only(Tensor, lambda x: x.to(dtype) if _needs_cast(x, dtype) else x, value)

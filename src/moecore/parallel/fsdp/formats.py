@@ -53,9 +53,10 @@ class Format(Protocol):
     dtype: torch.dtype  # dtype of the unit's buffer
 
     def make_unsharded(self, params: Sequence[UnitParam], data: Sequence[Tensor]) -> list[Tensor]:
-        """Create the unsharded parameters; `data[i]` is the buffer's view for `params[i]`.
+        """Set `params[i].unsharded` to a new parameter, whose values are or will be in `data[i]`.
 
-        Returns the tensors whose version counters autograd checks.
+        `data[i]` is a view of the unit's buffer, or the shard of a unit without a buffer. Returns
+        the tensors whose version counters autograd checks.
         """
 
     def fill(self, params: Sequence[UnitParam], local_views: Sequence[Tensor]) -> None:
@@ -72,14 +73,14 @@ class CastFormat:
         self.dtype = dtype
 
     def make_unsharded(self, params: Sequence[UnitParam], data: Sequence[Tensor]) -> list[Tensor]:
-        """Create unsharded parameters that are views of the buffer, see `Format`."""
+        """Set `params[i].unsharded` to a view of `data[i]`; return tensors as in `Format`."""
         counters = [
             param.make_unsharded(memory) for param, memory in zip(params, data, strict=True)
         ]
         return [tensor for tensors in counters for tensor in tensors]
 
     def fill(self, params: Sequence[UnitParam], local_views: Sequence[Tensor]) -> None:
-        """Cast this rank's shards into the buffer, see `Format`."""
+        """Copy the shard of `params[i]` to `local_views[i]` with a cast. No communication."""
         copy_all(local_views, [param.shard.reshape(-1) for param in params])
 
 
@@ -103,7 +104,10 @@ class QuantisedFormat(ABC):
         self._shard_scalings: list[_ShardScaling] = []
 
     def make_unsharded(self, params: Sequence[UnitParam], data: Sequence[Tensor]) -> list[Tensor]:
-        """Create unsharded parameters without values, whose FP8 operands read `data` (`Format`)."""
+        """Set `params[i].unsharded` to one expanded NaN, with `Blocks` whose memory is `data[i]`.
+
+        Returns the tensors whose version counters autograd checks.
+        """
         self._shard_scalings = self._make_shard_scalings(params)
         counting = list[Tensor]()
         for param, memory, scaling in zip(params, data, self._shard_scalings, strict=True):
@@ -144,7 +148,7 @@ class QuantisedFormat(ABC):
         return parts
 
     def _count_matrices(self, shape: torch.Size) -> int:
-        """Return the number of scales per full matrix of a parameter with this unsharded shape."""
+        """Return how many matrices of a parameter have an amax: its experts, or 1 if it is 2-D."""
         return count_matrices(shape)
 
     @abstractmethod
@@ -156,7 +160,7 @@ class QuantisedFormat(ABC):
 
     @abstractmethod
     def _make_blocks(self, memory: Tensor, scaling: _ShardScaling) -> Blocks:
-        """Return a parameter as an operand of products, with the scales of `scaling`.
+        """Return a parameter as an operand of matrix products, with the scales of `scaling`.
 
         `memory` is the parameter's view of the unit's buffer, into which values are all-gathered.
         """
@@ -175,7 +179,7 @@ class BlockFormat(QuantisedFormat):
 
     @override
     def _count_matrices(self, shape: torch.Size) -> int:
-        """Return 0: each block has a scale, and no full matrix."""
+        """Return 0: each 128 x 128 block has an amax, and no full matrix."""
         return 0
 
     @override
@@ -190,7 +194,7 @@ class BlockFormat(QuantisedFormat):
 
     @override
     def _write_amax(self, shard: Tensor, scaling: _ShardScaling) -> None:
-        """Write the amax of each block of the shard to `scaling`."""
+        """Write the amax of each 128 x 128 block of the shard to `scaling.of_blocks`."""
         write_block_amax_(shard, scaling.place, scaling.of_blocks)
 
     @override
@@ -223,7 +227,7 @@ class MatrixFormat(QuantisedFormat):
 
     @override
     def _write_amax(self, shard: Tensor, scaling: _ShardScaling) -> None:
-        """Write the amax of each matrix of the shard to `scaling`."""
+        """Write the amax of each matrix of the shard to `scaling.of_matrices`."""
         write_matrix_amax_(shard, scaling.first, scaling.of_matrices)
 
     @override
@@ -254,7 +258,7 @@ class PackedFormat(QuantisedFormat):
 
     @override
     def _write_amax(self, shard: Tensor, scaling: _ShardScaling) -> None:
-        """Write the amax of each 16 x 16 block and of each matrix of the shard to `scaling`."""
+        """Write the shard's amax by 16 x 16 block and by matrix, in place, to `scaling`."""
         write_square_amax_(shard, scaling.place, scaling.of_blocks)
         write_finite_amax_(shard, scaling.first, scaling.of_matrices)
 
@@ -288,6 +292,8 @@ class _ShardScaling:
         blocks: amax of each block, 2-D and empty if blocks have no scales.
         matrices: amax of each matrix, 1-D and empty if matrices have no scales.
         scales: scales of the blocks, or of the matrices if `blocks` is empty.
+
+    `first` is the index of the shard's first matrix, `history` the module's amax history or None.
     """
 
     def __init__(

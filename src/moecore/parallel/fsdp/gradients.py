@@ -41,7 +41,8 @@ MAX_EXACT_COUNT = 256  # largest number of ranks that bf16 counts exactly
 class Gradients:
     """Sums the gradients of a unit (FSDP2's parameter group) and reduces the sums to the shards.
 
-    `Unit` describes the arguments. `transport` None = the unit is not sharded.
+    The sums have `dtype` and are divided by `divisor`. `transport` None = the unit is not sharded.
+    `replicas` are groups of the all-reduce; `accumulates` = one reduction per step.
     """
 
     def __init__(
@@ -102,7 +103,8 @@ class Gradients:
     ) -> Tensor | None:
         """Add gradient `index`, `compute(*operands, target)`, to the sums, or defer the call.
 
-        Returns the gradient for autograd if the sums cannot be written, otherwise None.
+        `compute` makes the gradient in this `shape`. Returns the gradient for autograd if the sums
+        cannot be written, otherwise None.
         """
         if self.defer(index, shape, compute, *operands):
             return None
@@ -115,7 +117,7 @@ class Gradients:
         return None
 
     def defer(self, index: int, shape: torch.Size, compute: ComputeGrad, *operands: Any) -> bool:
-        """Store compute(*operands) for later; return False if this backward defers no products."""
+        """Store compute(*operands) for later; return False if this backward defers no matmuls."""
         if self.deferred is None:
             return False
         self.deferred.store(self, WeightProduct.of(index, shape, compute, operands))
@@ -124,7 +126,7 @@ class Gradients:
 
     @torch.no_grad()
     def compute(self, products: deque[WeightProduct]) -> None:
-        """Compute the gradients of deferred products and empty `products`. May communicate."""
+        """Compute the deferred weight-gradient matmuls and empty `products`. May communicate."""
         if not self._accumulates:
             self._deferred_grads = self._list_trained().difference(
                 product.number for product in products
@@ -181,10 +183,7 @@ class Gradients:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Add the backward's gradients to the sums; if `reduces`, reduce the sums to the shards.
-
-        Collective.
-        """
+        """Add the backward's gradients to the sums; if `reduces`, reduce to `.grad`. Collective."""
         grads = dict[int, Tensor]()
         for i, param in enumerate(self._params):
             if param.unsharded is not None and param.unsharded.grad is not None:
@@ -251,7 +250,7 @@ class Gradients:
         return self._sums
 
     def _allocate_sums(self) -> UnitViews:
-        """Allocate memory for the sums and return its views."""
+        """Allocate an uninitialised flat tensor of sums; return each parameter's views of it."""
         numel = self._layout.buffer_numel + self._num_flags
         return self._make_sum_views(torch.empty(numel, dtype=self.dtype, device=self._device))
 
@@ -350,7 +349,7 @@ class Gradients:
             )
 
     def _make_flags(self) -> Tensor:
-        """Return 3 flags (0 or 1) per parameter, see `_reduce_sums`, repeated for each rank."""
+        """Return flat flags [ranks * 3 * params], 0 or 1: filled, divided, trained parameters."""
         key = frozenset(self._filled), frozenset(self._divided), frozenset(self._list_trained())
         if key not in self._flags:
             ranks = 1 if self._transport is None else self._layout.ranks
@@ -374,7 +373,7 @@ class Gradients:
             self.buffer.holder = None
 
     def _accumulate_local(self, grads: dict[int, Tensor], kernel_grads: set[int]) -> None:
-        """Add {parameter index: gradient} to `.grad`; call hooks of the kernels' gradients."""
+        """Add {parameter index: gradient} to `.grad`; call hooks of parameters `kernel_grads`."""
         for i in kernel_grads.difference(grads):
             call_accumulate_hooks(self._params[i].sharded)
         if not grads:

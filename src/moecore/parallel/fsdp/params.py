@@ -173,7 +173,7 @@ class UnitParam:
         return make_dtensor(grad, mesh, make_grad_placements(placements), of=self.sharded)
 
     def accumulate_with_hooks(self, grad: Tensor) -> None:
-        """Call `accumulate` with a local gradient, then the post-accumulate-grad hooks."""
+        """Add a local gradient to `.grad` (`accumulate`); call the post-accumulate-grad hooks."""
         self.accumulate(grad)
         call_accumulate_hooks(self.sharded)
 

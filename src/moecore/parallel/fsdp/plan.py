@@ -107,12 +107,12 @@ class FlatLayout:
         flat unsharded    | a: rank 0 | a: rank 1 |..| b: rank 0 | b: rank 1 |..|
 
     Parameters are sharded as by FSDP2, so checkpoints and DTensors do not depend on the engine:
-    with n = ceil(rows / ranks), rank r has rows r * n to (r + 1) * n of dim 0. An all-gather has
-    one region per parameter, so an unsharded parameter is a view of its region, followed by
-    padding. A parameter that is sharded along another dim is copied from its region.
+    with n = ceil(size of dim 0 / ranks), rank r has the indices r * n to (r + 1) * n of dim 0. An
+    all-gather has one region per parameter, so an unsharded parameter is a view of its region,
+    followed by padding. A parameter that is sharded along another dim is copied from its region.
 
-    Example, 4 ranks, a [600, 2] and b [3]: a shard of a has 150 rows and 300 elements, a shard of b
-    1 row and 1 element. Shard offsets are 0 and 384, unsharded offsets 0 and 1536. The flat shard
+    Example, 4 ranks, a [600, 2] and b [3]: a shard of a is [150, 2], 300 elements, a shard of b is
+    [1], 1 element. Shard offsets are 0 and 384, unsharded offsets 0 and 1536. The flat shard
     has 512 elements, the unsharded buffer 2048.
     """
 
@@ -232,7 +232,7 @@ class ShardPlan:
 
     @property
     def is_in_fp8(self) -> bool:
-        """Whether any product is in FP8."""
+        """Whether any matrix product, of experts or linears, is in FP8."""
         recipes = [recipe for layer in self.layers for _, recipe in layer.recipes]
         return bool(self.linears) or any(recipe is not None for recipe in recipes)
 

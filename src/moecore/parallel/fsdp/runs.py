@@ -31,7 +31,10 @@ class ExchangeLayer(Protocol):
 
 
 class ModuleNode:
-    """A module with the engine's hooks, as a node in the tree of all such modules of a model."""
+    """A module with the engine's hooks, as a node in the tree of all such modules of a model.
+
+    `units` are the units whose hooks the module has, `parent` the next enclosing such module.
+    """
 
     __slots__ = ("children", "index", "is_cut", "layer", "module", "parent", "units")
 
@@ -72,8 +75,8 @@ class Output(NamedTuple):
 class ForwardVisit:
     """The record of one forward of a module with hooks, also if this rank skipped the module.
 
-    `outer` is the record of the enclosing module's forward; None = the outermost module. `forward`
-    is the number of the model's forward.
+    `node` is the module. `outer` is the record of the enclosing module's forward; None = the
+    outermost module. `forward` is the number of the model's forward.
     """
 
     __slots__ = (
@@ -123,9 +126,10 @@ class ForwardVisit:
         return self.node.is_cut and self.outer is not None and not self.inputs
 
     def cut_inputs(self, value: Any) -> Any:
-        """Return forward arguments in which views replace the tensors that require a gradient.
+        """Return forward arguments in which views replace the activations that require a gradient.
 
-        A backward of only this forward can stop at the views, whose graph edges are recorded.
+        A backward of only this forward can stop at the views, whose graph edges are recorded in
+        `inputs`. Parameters are not replaced.
         """
 
         def cut(x: Tensor) -> Tensor:
@@ -138,7 +142,10 @@ class ForwardVisit:
         return tree_map_only(Tensor, cut, value)
 
     def keep_output(self, x: Tensor) -> None:
-        """Record the graph edge of an output `x`, at which this forward's backward can start."""
+        """Set `needs_grad`, and record an output's graph edge, at which a backward can start.
+
+        The edge is recorded in `outputs` only if `node.is_cut` and the module is not the outermost.
+        """
         self.needs_grad = True
         if self.node.is_cut and self.outer is not None:
             self.outputs.append(Output(get_gradient_edge(x), x.shape, x.dtype, x.device))

@@ -189,7 +189,10 @@ class UnitStreams:
             self._order_after_current(self._gather)
 
     def use_gather_stream(self) -> AbstractContextManager[Any]:
-        """Return a context whose operations run on the all-gather stream, which does not wait."""
+        """Return a context whose operations run on the all-gather stream.
+
+        The stream does not first wait for the current stream (`sync_gather_stream`).
+        """
         return use_stream(self._gather)
 
     def use_reduce_stream(self) -> AbstractContextManager[Any]:

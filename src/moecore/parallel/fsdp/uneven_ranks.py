@@ -52,7 +52,8 @@ from moecore.parallel.fsdp.unit import Unit
 class UnevenRanks:
     """Issues the collectives of modules that this rank skips. A visit records a module's forward.
 
-    `exchanges` maps MoE layers to experts. Runs and functions are those of `UnitEngine`.
+    `exchanges` maps MoE layers to experts. `active`, the engine's list, has the runs in backward.
+    The functions unshard a unit, reshard a unit without further use, and end a run's backward.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class UnevenRanks:
             visit.runs.remove(run)
 
     def list_parent_runs(self, visit: ForwardVisit) -> list[ForwardRun]:
-        """Return the runs of the enclosing module, or [] if its backward has begun."""
+        """Return the runs of the enclosing module; [] without one, or if its backward has begun."""
         outer = visit.outer
         return [] if outer is None or outer.is_in_backward else outer.runs.copy()
 
@@ -295,7 +296,7 @@ class UnevenRanks:
             self._reshard_if_unused(unit, visit.forward)
 
     def _run_empty(self, layer: ExchangeLayer, experts: Unit) -> EmptyRun:
-        """Run a skipped MoE layer with zero tokens; `experts` gives their dtype and device."""
+        """Run a skipped MoE layer on zero tokens of the dtype and device of the unit `experts`."""
         needs_grad = self._has_trained_predecessor(layer)
         shape = 0, layer.config.dim
         x_0D = torch.zeros(shape, dtype=experts.dtype, device=experts.device)
@@ -351,7 +352,7 @@ class UnevenRanks:
     def _run_backward(
         self, ends: Sequence[Any], zeros: Sequence[Tensor], inputs: Sequence[Any]
     ) -> None:
-        """Run a nested backward of `ends` with gradients `zeros`; end the runs that begin in it."""
+        """Run a nested backward from `ends` with gradients `zeros` to `inputs`; end its runs."""
         outside = len(self._active)
         # The graph is retained, because a later backward of the same forward may need it.
         torch.autograd.backward(ends, zeros, retain_graph=True, inputs=inputs)

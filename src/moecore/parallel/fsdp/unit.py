@@ -353,7 +353,7 @@ class CollectiveHeader:
         ]
 
     def of(self, unit: Unit) -> list[int]:
-        """Return this rank's header for a unit's all-gather: numbers that ranks compare."""
+        """Return a unit's header: its index, numbers of `start`, a checksum of requires_grad."""
         trained = bytes(param.sharded.requires_grad for param in unit.params)
         return [
             self._index[unit],

@@ -257,7 +257,8 @@ def _list_first_modules(blocks: list[nn.Module], first_routers: set[nn.Module]) 
 def make_kind_lookup(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> Callable[[str], str]:
     """Return a function that maps a parameter name to its kind, such as "attention".
 
-    `layers` maps names to the model's MoE layers. Names have no prefixes of wrappers.
+    `layers` maps names to the model's MoE layers. All names, also those given to the returned
+    function, have no prefixes of wrappers. The kind "other" stands for unknown kinds.
     """
     roles: dict[str, str] = {}
     for name, layer in layers.items():
@@ -289,7 +290,10 @@ def make_kind_lookup(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> Cal
 
 
 def _find_kind(module: nn.Module | None, name: str) -> str | None:
-    """Return the kind of a module's parameters, such as "norms", by class or name, or None."""
+    """Return the kind of a module's parameters, such as "norms", by its class or name.
+
+    None = neither the class nor the name is known.
+    """
     class_name = type(module).__name__.lower()
     if getattr(module, "is_fsdp_head", False) or name.endswith("lm_head"):
         return "head"

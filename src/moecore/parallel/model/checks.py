@@ -42,7 +42,7 @@ WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, DataParallel)
 
 
 def check_request(model: nn.Module, request: Request) -> None:
-    """Raise a ValueError or NotImplementedError if options, meshes or model do not fit."""
+    """Raise a ValueError or NotImplementedError if options, meshes or model are incompatible."""
     _check_arguments(request)
     _check_model_is_plain(model)
     _check_degrees(model, request)
@@ -84,7 +84,7 @@ def check_stages(
 
 
 def check_layers(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request) -> None:
-    """Raise a ValueError or NotImplementedError if MoE layers or tp parts cannot be sharded."""
+    """Raise a ValueError or NotImplementedError if MoE layers, or tp, cannot be sharded."""
     if request.meshes.parallel.tp > 1 and not is_tp_sharded(model):
         request.family.check_tensor_parallel(model, request.meshes.parallel.tp)
     if not layers:
@@ -204,7 +204,7 @@ def _check_model_is_plain(model: nn.Module) -> None:
 
 
 def _check_degrees(model: nn.Module, request: Request) -> None:
-    """Raise a ValueError if options do not fit the degrees; NotImplementedError without tp code."""
+    """Raise a ValueError if options contradict pp or tp; NotImplementedError without tp code."""
     p = request.meshes.parallel
     if p.pp > 1 and request.pipeline is None:
         raise ValueError(

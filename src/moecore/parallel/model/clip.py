@@ -195,7 +195,7 @@ def _can_skip(optimizer: torch.optim.Optimizer) -> bool:
 def _check_optimizers(
     optimizers: Sequence[torch.optim.Optimizer], params: list[tuple[str, nn.Parameter]]
 ) -> None:
-    """Raise a ValueError if a named parameter in `params` has a gradient and no optimizer."""
+    """Raise a ValueError if one of `params` (name, parameter) has a gradient and no optimizer."""
     optimizer_params = {
         p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
     }
@@ -239,7 +239,8 @@ def _sum_squares(
 ) -> Tensor:
     """Sum each gradient's squared norm over all ranks; return fp64 [parameters of all stages].
 
-    If `is_wrong` is True on any rank, the first sum is nan on every rank. Collective.
+    `names[i]` is the name of `params[i]`, `stages` None = no pipeline. If `is_wrong` is True on any
+    rank, the first sum is nan on every rank. Collective.
     """
     if stages is None and not params:
         return torch.zeros(0, dtype=torch.float64, device="cpu")
@@ -268,7 +269,7 @@ def _sum_squares(
 
 
 def _compute_local_norms(params: list[nn.Parameter]) -> list[Tensor]:
-    """Return each local gradient's L2 norm, 0-dim, all fp32 or all fp64; 0 without a gradient."""
+    """Return each local shard's gradient norm (L2), 0-dim, all fp32 or fp64; 0 without `.grad`."""
     zero = torch.zeros((), dtype=torch.float32, device=get_local_tensor(params[0]).device)
     norms = [zero] * len(params)
     of_dtype: dict[torch.dtype, dict[int, Tensor]] = {}

@@ -41,7 +41,8 @@ class Family(Protocol):
     ) -> dict[str, RoutedLayer]:
         """Replace MoE blocks by MoE layers in place; return {qualified name: MoE layer}.
 
-        `adapters` maps a class of MoE blocks to a function (block, model) -> MoE layer.
+        `adapters` maps a class of MoE blocks to a block adapter: a function (block, model) -> MoE
+        layer, which converts a block.
         """
 
     def copy_with_layers(
@@ -49,7 +50,7 @@ class Family(Protocol):
     ) -> tuple[nn.Module, dict[str, RoutedLayer]]:
         """Copy a model to the meta device, replace its MoE blocks, and return copy and MoE layers.
 
-        The MoE layers are returned by qualified name.
+        The MoE layers are returned by qualified name; `adapters` as in `swap_blocks`.
         """
         copy = copy_modules(model, make_meta_parameter)[model]
         return copy, self.swap_blocks(copy, adapters)
@@ -61,7 +62,7 @@ class Family(Protocol):
     def set_dtypes(self, model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
         """Cast a model in place for compute in `dtype`; return names of tensors that stay in fp32.
 
-        `dtype` None = the model's own dtype.
+        `dtype` None = the model's own dtype. The names are qualified names.
         """
 
     def make_staged_model(self, model: nn.Module) -> StagedModel:
@@ -124,14 +125,14 @@ class Family(Protocol):
         return size if isinstance(size, int) else None
 
     def disable_adapters(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which adapters are disabled; raise a ValueError without adapters."""
+        """Return a context in which peft's LoRA adapters are disabled; ValueError without these."""
         raise ValueError(
             f"model ({type(model).__name__}) must have adapters of peft to be its own reference: "
             "pass a reference model"
         )
 
     def get_head_shapes(self, model: nn.Module) -> Sequence[tuple[int, int]]:
-        """Return the shapes [V, D] of the heads whose loss is computed in chunks of tokens."""
+        """Return [vocabulary, dim] of each head whose loss is computed in chunks of tokens."""
 
     def fuse_loss(self, model: nn.Module, recipe: Recipe | None) -> None:
         """Make the model compute head and loss in chunks of tokens.
@@ -168,7 +169,7 @@ class ContextParallelModel(Protocol):
     """A model that supports context parallelism (cp > 1).
 
     Its MoE layers receive the zigzag slice of tokens (`kernels/zigzag.py`), and `cu_seqlens` of the
-    full rows.
+    full sequences.
     """
 
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
@@ -178,7 +179,10 @@ class ContextParallelModel(Protocol):
         """
 
     def apply_context_parallel(self, cp: ContextParallel) -> None:
-        """Make forwards receive full sequences and compute this rank's slice of the tokens."""
+        """Make forwards receive full sequences and compute this rank's slice of the tokens.
+
+        `cp` has this rank's process groups for attention.
+        """
 
 
 @runtime_checkable

@@ -122,7 +122,10 @@ def register_forward_method(model: nn.Module, name: str) -> None:
 def _run_as_forward(
     module: nn.Module, method: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a method through `module(...)`, so that the module's forward hooks run."""
+    """Call a method through `module(...)`, so that the module's forward hooks run.
+
+    `method` replaces the module's forward until it begins. Returns the method's result.
+    """
     attributes = vars(module)  # a wrapped forward is an attribute of the module
     before = {"forward": attributes["forward"]} if "forward" in attributes else {}
 
@@ -207,7 +210,11 @@ def _make_empty_parameter(param: nn.Parameter) -> nn.Parameter:
 
 
 def _take_shard(values: Tensor, of: Tensor) -> Tensor:
-    """Return this rank's shard of unsharded `values`, with the placements of the parameter `of`."""
+    """Return this rank's shard of unsharded `values`, sharded as the parameter `of`.
+
+    The result is a DTensor on the device of `of`, or `values` if `of` is no DTensor. No
+    communication.
+    """
     if not isinstance(of, DTensor):
         return values
     for dim, index in enumerate(compute_global_indices(of)):

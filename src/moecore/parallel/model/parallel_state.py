@@ -114,20 +114,20 @@ def get_moe_state(model: nn.Module) -> MoEState:
 
 
 def get_capacity(model: nn.Module) -> Capacity:
-    """Return the `Capacity` of a parallelized model's token buffers."""
+    """Return the record of a parallelized model's capacity-limited buffers (exchange, stash)."""
     state = get_parallel_state(model)
     assert state is not None and state.capacity is not None, "its balance record was found"
     return state.capacity
 
 
 def reshard_units(model: nn.Module) -> None:
-    """Reshard all units of a model; a plain model has none, so nothing happens."""
+    """Reshard all units (FSDP parameter groups) of a model; a plain model does not change."""
     for engine in list_engines(model):
         engine.reshard()
 
 
 def get_progress(model: nn.Module) -> Progress | None:
-    """Return the `Progress` of a model's `TrainStep`; None without a `TrainStep`."""
+    """Return the counts of micro-batches of a model's `TrainStep`; None without a `TrainStep`."""
     records = (engine.progress() for engine in list_engines(model))
     return next((progress for progress in records if progress is not None), None)
 

@@ -129,9 +129,10 @@ def _has_nvlink_request(request: Request) -> bool:
 
 
 def apply_layers(model: nn.Module, state: ParallelState) -> None:
-    """Set configuration, expert backend, dispatcher and clones of each MoE layer.
+    """Set configuration, expert backend, FP8 recipes, dispatcher and clones of each MoE layer.
 
-    No communication.
+    The layers change in place. `state.exchanges` is set if ranks write to each other's memory. No
+    communication.
     """
     request, meshes = state.request, state.request.meshes
     if state.stores_in is not None:
@@ -168,7 +169,11 @@ def apply_layers(model: nn.Module, state: ParallelState) -> None:
 def _scale_nvlink_options(
     options: NVLinkOptions | None, domains: DomainGroups | None
 ) -> NVLinkOptions | None:
-    """Return the options with `max_tokens` times the number of domains; None = no change."""
+    """Return options for the dispatch inside a domain, which also carries other domains' tokens.
+
+    `max_tokens` is multiplied by the number of domains. `options` None = the defaults. `domains`
+    None = no hierarchical dispatch, which returns `options` unchanged.
+    """
     if domains is None:
         return options
     options, num_domains = options or NVLinkOptions(), domains.across.size()
@@ -269,7 +274,7 @@ def _make_context(
 
 
 def apply_balance(model: nn.Module, state: ParallelState) -> None:
-    """Create the `MoEState`, which balances the MoE layers, and the record of buffer capacities."""
+    """Set `state.state`, which balances the MoE layers, and `state.capacity`, a buffer record."""
     meshes = state.request.meshes
     groups = BalanceGroups(
         micro_batch=meshes.micro_batch_group,
@@ -292,7 +297,7 @@ def apply_balance(model: nn.Module, state: ParallelState) -> None:
 def install_argument_checks(model: nn.Module, state: ParallelState) -> None:
     """Install the forward hook that compares arguments of ranks with the same sequences.
 
-    Collective.
+    With pipeline stages there is no hook: `run_pipeline` uses `state.arguments`. Collective.
     """
     meshes = state.request.meshes
     stages = () if meshes.pipeline_groups is None else meshes.pipeline_groups[:1]

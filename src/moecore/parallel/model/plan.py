@@ -95,7 +95,7 @@ def has_unsharded_experts(meshes: Meshes) -> bool:
 
 
 def _make_layer_plan(name: str, layer: RoutedLayer, request: Request) -> LayerPlan:
-    """Return the `LayerPlan` of the MoE layer `name`."""
+    """Return the sizes and FP8 recipes of the MoE layer `name`; `num_local` is that of a rank."""
     config = layer.config
     return LayerPlan(
         name=name,
@@ -110,7 +110,10 @@ def _make_layer_plan(name: str, layer: RoutedLayer, request: Request) -> LayerPl
 
 
 class _PlanBuilder:
-    """Builds the `UnitPlan`s and `ParamPlan`s from a model that is sharded over tp, ep and etp."""
+    """Builds the `UnitPlan`s and `ParamPlan`s from a model that is sharded over tp, ep and etp.
+
+    `recipes` maps names of parameters to recipes of their FP8 all-gather, see `make_plan`.
+    """
 
     def __init__(
         self,
@@ -328,10 +331,7 @@ def get_dtype_name(dtype: torch.dtype) -> str:
 def _plan_prefetch(
     model: nn.Module, model_units: Units, options: FSDPOptions, unsharded: Set[nn.Module]
 ) -> tuple[Prefetch, Prefetch]:
-    """Return the prefetched units of each unit in forward and in backward.
-
-    Experts in `unsharded` are not prefetched.
-    """
+    """Map units to the units prefetched in forward, and in backward, without `unsharded`."""
     if not options.prefetch_blocks:
         return {}, {}
     unit_groups = [
@@ -389,7 +389,7 @@ def _find_fp8_parameters(
     linears: Mapping[str, Recipe],
     request: Request,
 ) -> Iterator[tuple[nn.Parameter, Recipe]]:
-    """Yield (parameter, recipe) for weights that only FP8 products with this recipe read."""
+    """Yield (parameter, recipe) for weights that only FP8 matmuls with this recipe read."""
     p = request.meshes.parallel
     for name, layer in layers.items():
         recipe = _select_gatherable(request.find_recipe(name, layer, "experts"))

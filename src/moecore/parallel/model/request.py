@@ -100,7 +100,10 @@ class Request:
         return {cp: owner.context_options(options, cp, p.tp) for cp in sizes}
 
     def make_config(self, layer: RoutedLayer) -> MoEConfig:
-        """Return a copy of a layer's config in which the argument `moe` replaces fields."""
+        """Return a copy of a layer's config in which the argument `moe` replaces fields.
+
+        A layer that selects experts by a hash of token ids keeps its `balance`.
+        """
         config, moe = layer.config, self.moe
         if config.assignment == "hash":  # a selection by token id cannot be balanced
             moe = {**moe, "balance": config.balance}
@@ -182,7 +185,7 @@ def _list_model_entries(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> 
 
 
 def list_roles(layer: RoutedLayer) -> tuple[Role, ...]:
-    """Return the roles of the layer's expert products that moecore computes."""
+    """Return ("experts",), with "shared_experts" if the shared experts are a `SharedExpert`."""
     is_native = isinstance(layer.get_part("shared"), SharedExpert)
     return ("experts", "shared_experts") if is_native else ("experts",)
 

@@ -36,7 +36,8 @@ NOTHING = make_flat_layout("float32", "float32", "float32", None, (), 1)
 def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> UnitEngine:
     """Shard a model's parameters over data ranks in place, and return the engine of its units.
 
-    The parameters must already be sharded over tp, ep and etp.
+    The parameters must already be sharded over tp, ep and etp. They become DTensors over the data
+    ranks too, and the units' modules get the engine's forward hooks.
     """
     streams, owners = UnitStreams(meshes.device_type), _find_owners(model)
     join = cache(concatenate_meshes)  # a mesh takes milliseconds; parameters share a few meshes
@@ -142,7 +143,7 @@ def _make_format(
 ) -> Format:
     """Create the format of a unit's all-gather: a cast, or FP8 if the layout has a recipe.
 
-    `group` has the ranks with the unit's other shards.
+    `group` has the ranks with the unit's shards; None = the unit is not sharded.
     """
     if layout.recipe is None:
         return CastFormat(getattr(torch, layout.gathers))

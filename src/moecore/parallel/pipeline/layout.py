@@ -117,7 +117,7 @@ class LayoutCosts(CheckedRecord):
             yield "bound", f"be of layers 1 to {len(self.layers) - 1}: leave the others out"
 
     def sum_stages(self, layout: PipelineLayout) -> tuple[float, ...]:
-        """Return the cost of each stage of a layout, in the unit of the fields."""
+        """Return the summed cost of each stage of a layout, in the unit of the fields."""
         return tuple(
             self.embedding * stage.embedding
             + sum(self.layers[layer] for layer in stage.layers)

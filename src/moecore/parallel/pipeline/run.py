@@ -2,8 +2,8 @@
 
     F   receive hidden states -> forward of the stage -> send its output; store input and graph
     B   receive the gradient of that output -> backward -> send the gradient of the input
-    D   B, with deferred products of weight gradients
-    W   the deferred products
+    D   B, with deferred matmuls of weight gradients
+    W   the deferred matmuls
 
 An `Overlap` is a pair of a forward and a backward (`TrainStep.side_by_side`). With offload, the
 saved tensors of the next item's backward start to return before an item runs. Device memory of a
@@ -46,7 +46,8 @@ class StageOffload(Protocol):
     ) -> AbstractContextManager[Any]:
         """Return a context that offloads a forward's saved tensors and yields their chunk.
 
-        The tensor `resident_input` is not offloaded. `offloads_last` includes the last block.
+        `offloads_last`: whether the tensors of the stage's last block are offloaded too.
+        `resident_input`, the input of the stage, is not offloaded; None = tokens.
         """
 
     def bring_back(self, chunk: Any) -> None:
@@ -97,7 +98,7 @@ def run_pipeline(
     scale: Callable[[Tensor], Tensor],
     side_by_side: SideBySide,
 ) -> Tensor:
-    """Run forward and backward of all micro-batches; return their losses, fp32 [n].
+    """Run forward and backward of all micro-batches; return their unscaled losses, fp32 [n].
 
     Collective over the pipeline ranks.
 
@@ -220,7 +221,7 @@ class _ScheduleRun:
         return [(item.forward, output), (item.backward, gradient[0])]
 
     def reduce_losses(self) -> Tensor:
-        """All-reduce the losses over the pipeline ranks and return them. Collective."""
+        """Return the unscaled losses of all micro-batches, fp32 [n], on all ranks. Collective."""
         dist.all_reduce(self._losses, group=self._pipeline.groups[0])  # zeros on other ranks
         return self._losses
 
@@ -275,6 +276,6 @@ class _ScheduleRun:
             return self._run_backward(action)
 
     def _get_input_shape(self, stage: int, micro_batch: int) -> tuple[int, ...]:
-        """Return the shape of a stage's input; an empty stage passes it to the next stage."""
+        """Return the shape of a stage's input; an empty stage has that of the next filled stage."""
         next_stage = next(s for s in self._stages[stage:] if s.layers or s.mtp or s.loss)
         return get_hidden_shape(self._pipeline.model, next_stage, self._micro_batches[micro_batch])

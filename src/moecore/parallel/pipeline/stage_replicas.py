@@ -1,7 +1,7 @@
 """`AllStages`: the parameters of all pipeline stages, and which stages share a parameter.
 
     parallelize_moe -> make_all_stages(model, meshes) -> AllStages, stored on the model
-    last micro-batch -> sum_copies(model) -> clip, with one entry per parameter of all stages
+    last micro-batch -> all_reduce_stage_copies(model) -> clip, over all stages
 
 Parameter names are the names in the full model. If several stages have one name, the stages have
 copies of one parameter: an embedding table that the first stage, multi-token prediction and a tied
@@ -45,10 +45,10 @@ class AllStages:
         return self.num_holders[clean_name(name)] * (dist.get_world_size() // self.pp)
 
     def scatter_values(self, names: list[str], values: Tensor) -> Tensor:
-        """Scatter this stage's values into a vector with an element per parameter of all stages.
+        """Return a new vector with an element per parameter of all stages, filled from `values`.
 
         `values[i]` belongs to `names[i]`. Parameters of other stages have the value 0. The order is
-        that of `num_holders`.
+        that of `num_holders`. No communication.
         """
         order = {name: i for i, name in enumerate(self.num_holders)}
         index = torch.tensor(

@@ -127,7 +127,8 @@ def get_hidden_shape(
 ) -> tuple[int, ...]:
     """Return the shape of a stage's input hidden states on this rank.
 
-    Raises a ValueError for the first stage and for empty stages. No communication.
+    `inputs` has the keyword arguments of the micro-batch's forward. Raises a ValueError for the
+    first stage and for empty stages. No communication.
     """
     if stage.embedding or not (stage.layers or stage.mtp or stage.loss):
         raise ValueError(

@@ -45,7 +45,10 @@ class Timeline:
 
     @classmethod
     def from_spans(cls, spans: Iterable[tuple[int, Item, float, float]]) -> Timeline:
-        """Build a timeline from (rank, item, start, end) tuples in any order, with any origin."""
+        """Build a timeline from (rank, item, start, end) tuples in any order, with any origin.
+
+        Raises a ValueError if there is no tuple, or if items of a rank overlap.
+        """
         of_ranks = ((rank, Span(start, end, item)) for rank, item, start, end in spans)
         pair = sorted(of_ranks, key=lambda pair: (pair[0], *pair[1][:2]))
         if not pair:
@@ -80,12 +83,12 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """Time from the first start to the last end."""
+        """Time from the first start to the last end over all ranks, in the unit of the spans."""
         return max(span.end for spans in self.spans for span in spans)
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Busy time of each rank."""
+        """Sum of the durations of each rank's items, in the unit of the spans."""
         return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
 
     @property
@@ -232,7 +235,7 @@ class Costs(CheckedRecord):
         )
 
     def of(self, action: Action) -> tuple[float, float]:
-        """Return (compute time, exposed communication time) of one F, B, D or W."""
+        """Return (compute time, exposed communication time) of one F, B, D or W on its stage."""
         stage, compute = action.stage, 0.0
         if action.kind == "F":
             exchange = self.forward_exchange[stage] if self.forward_exchange else 0.0
