@@ -48,7 +48,11 @@ Blocks = list[RankBlock]
 
 
 class Documents:
-    """The documents of a global batch, longest first, and their times on 1, 2, 4, ... ranks."""
+    """The documents of a global batch, longest first, and their times on 1, 2, 4, ... ranks.
+
+    `lengths_N` has the caller's order. `max_tokens` limits a rank's micro-batch. Raises a
+    ValueError if a document exceeds this limit on the most ranks.
+    """
 
     def __init__(self, lengths_N: Integers, ranks: int, max_tokens: int, cost: Cost) -> None:
         self.ranks, self.max_tokens, self.fixed = ranks, max_tokens, cost.fixed
@@ -130,7 +134,8 @@ class Documents:
     def find_first_fitting(self, cp: int, load: float, tokens: int) -> int:
         """Return the index of the longest document that fits on `cp` ranks; N = no document.
 
-        A document fits if it takes at most `load` time and `tokens` tokens per rank.
+        A document fits if it takes at most `load` time and `tokens` tokens per rank. Documents that
+        are already taken count too.
         """
         return max(bisect_left(self._cost_up[cp], -load), bisect_left(self._tokens_up[cp], -tokens))
 
@@ -229,7 +234,10 @@ class _RoundSearch:
         self._work, self._tokens = self._work - work, self._tokens - tokens
 
     def _bound_remaining_time(self, work: float, tokens: int) -> float:
-        """Return a lower bound of the remaining time without documents of `work` and `tokens`."""
+        """Return a lower bound of the remaining time.
+
+        `work` and `tokens` are totals of documents taken by the current trial, which do not count.
+        """
         return self.documents.bound_remaining_time(
             self.remaining.find_first(0), self._work - work, self._tokens - tokens
         )
