@@ -51,8 +51,7 @@ class TokenScores:
 
     Attributes:
         log_probs_N: fp32 [N], of each response token given the tokens before it; 0 elsewhere.
-        entropy_N: fp32 [N], of the distribution of each response token, in nats; None = not
-            requested.
+        entropy_N: fp32 [N], of each response token's distribution, in nats; None = not requested.
         routes_NLK: int32 [N, L, K], the experts of each token; None = not requested.
     """
 
@@ -87,8 +86,7 @@ class Engine:
         step: the model's `TrainStep`. `forward_backward` sets its `num_micro_batches`, and the
             caller ends each step with `step.finish()`.
         max_tokens: of a micro-batch's row with padding, before cp and tp split the row.
-        reference: the reference model, parallelized on the same meshes; None = the model without
-            its adapters.
+        reference: a model parallelized on the same meshes; None = `model` without peft adapters.
         batch_invariant: whether a token's log-probability has the same bits for all other tokens in
             its row or micro-batch, and for all dp, ep and pp. Slower. While the engine runs, other
             threads of the process use the same kernels.
@@ -160,8 +158,7 @@ class Engine:
     ) -> TokenScores:
         """Return the model's log-probabilities of response tokens, without gradients.
 
-        The model runs in its current training or eval mode. Collective over the world, with host
-        syncs before the forwards.
+        Keeps training or eval mode. Collective over the world; host syncs before the forwards.
 
         Args:
             rollouts: of this data-parallel rank.
@@ -359,7 +356,10 @@ class Engine:
         objective: Objective | None,
         shares_N: Tensor | None,
     ) -> Mapping[str, Any]:
-        """Return forward arguments of a row; the loss fills `scores`, 0 without an objective."""
+        """Return forward arguments of a row, with a loss function that writes to `scores`.
+
+        `shares_N` are the factors of the losses of the row's tokens; None = the loss is 0.
+        """
 
         def loss(log_probs_BT: Tensor, entropy_BT: Tensor | None) -> Tensor:
             log_probs_N = row.scatter_to_tokens(log_probs_BT)
