@@ -87,7 +87,7 @@ class Reruns:
             self._factors = self._reduce_factors()
 
     def is_short(self) -> Tensor | None:
-        """Return a 0-dim device bool: whether rows of this rank did not fit.
+        """Return a 0-dim device bool: whether token rows of this rank exceeded a buffer's capacity.
 
         None = no buffer of any rank has a limited size. No host sync.
         """
@@ -120,7 +120,7 @@ class Reruns:
                 capacity.graph_steps.record_step(is_skipped)
 
     def check(self) -> None:
-        """Raise an ExchangeError if rows did not fit. Host sync."""
+        """Raise an ExchangeError if token rows exceeded a buffer's capacity. Host sync."""
         for capacity in self._capacities:
             capacity.check()
 

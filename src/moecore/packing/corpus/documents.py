@@ -296,7 +296,7 @@ class DocumentReader:
         self._empty = 0  # documents without tokens since the last one with tokens
 
     def __call__(self, ordinal: int) -> Integers:
-        """Return the token ids of an ordinal's document, unsigned [N]; CorpusError if unreadable."""
+        """Return the token ids of an ordinal's document, unsigned; CorpusError if unreadable."""
         self._number = None
         try:
             self._number, read = self.documents.take(ordinal)

@@ -87,7 +87,10 @@ class _PageKind:
 
 
 class PageStore:
-    """A `Store` of saved matrices in pages on the device, which hold only the used rows."""
+    """A `Store` of saved matrices in pages on the device, which hold only the used rows.
+
+    The pool has pages for `num_layers` runs of MoE layers.
+    """
 
     def __init__(self, streams: CopyStreams, options: StashOptions, num_layers: int) -> None:
         self._streams, self.options, self._num_layers = streams, options, num_layers
