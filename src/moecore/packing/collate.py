@@ -104,8 +104,8 @@ class PackedCollator(CheckedRecord):
 
         Raises:
             ValueError: for an object that is no document, a document without tokens, a number of
-                labels that differs from the number of tokens, or documents that do not fit `rows`
-                rows or exceed `max_documents`.
+                labels that differs from the number of tokens, or documents that need more than
+                `rows` rows or exceed `max_documents`.
         """
         check_arguments(PackedCollator.__call__, locals())
         return build_batch(
@@ -120,7 +120,7 @@ class PackedCollator(CheckedRecord):
     def _assign_to_rows(self, documents: Sequence[Document]) -> Rows:
         """Assign documents to `rows` rows in their order; return each row's list of pieces.
 
-        Raises a ValueError if the documents do not fit.
+        Raises a ValueError if a document has more than `row_tokens`, or more rows are needed.
         """
         rows, row, row_length = [list[Piece]() for _ in range(self.rows)], 0, 0
         for number, document in enumerate(documents):

@@ -127,7 +127,7 @@ class Documents:
         return sum(self.work[i] for i in indices), sum(self.lengths[i] for i in indices)
 
     def list_times(self, index: int) -> list[float]:
-        """Return the times of a document for each cp on which it fits `max_tokens`."""
+        """Return a document's time for each cp on which no rank exceeds `max_tokens`."""
         fitting = (cp for cp in self.cps if self.tokens[cp][index] <= self.max_tokens)
         return [self.cost[cp][index] for cp in fitting]
 
@@ -141,7 +141,10 @@ class Documents:
 
 
 class RemainingDocuments:
-    """The documents that neither an earlier round nor the current trial of a round has taken."""
+    """The documents that neither an earlier round nor the current trial of a round has taken.
+
+    A document is its index in `Documents`, longest first; `count` is the number of documents.
+    """
 
     def __init__(self, count: int) -> None:
         self._next = list(range(count + 1))
@@ -286,6 +289,7 @@ def _open_blocks(
 ) -> tuple[Blocks, float]:
     """Open blocks for the longest documents, each with the fewest ranks below the time limit.
 
+    Each block has at least `min_ranks` ranks, if so many are free. Documents are taken.
     Returns the blocks, and the least limit that admits the same documents: each document's time on
     the most ranks that were free when its block was opened.
     """

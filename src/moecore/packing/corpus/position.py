@@ -84,7 +84,7 @@ def _collect_source_facts(source: CorpusSource) -> dict[str, Any]:
 
 
 def _hash_sampled_tokens(source: CorpusSource) -> str:
-    """Return a digest of the tokens of up to 16 documents, spread over an indexed source."""
+    """Return a digest of the tokens of up to 16 evenly spaced documents of an indexed source."""
     digest, count = hashlib.sha256(), 0
     numbers = np.linspace(0, len(source.documents) - 1, SAMPLED).astype(int)
     for number in np.unique(numbers).tolist():
