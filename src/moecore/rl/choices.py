@@ -212,7 +212,8 @@ def convert_to_engine_indices(
 ) -> list[Tensor]:
     """Return int32 [B, S, L, K] expert ids per recorded forward. Collective over tp and cp.
 
-    B is `batch_size`, S the full sequence length. Raises ValueError if layers differ in shape.
+    `choices` maps a layer's name to this rank's ids [T, K] per forward. B is `batch_size`, and S
+    the full sequence length. Raises ValueError if layers differ in shape.
     """
     check_choices(choices, layers)
     forwards = {name: len(choices[name]) for name in layers}

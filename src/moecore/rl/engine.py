@@ -92,8 +92,8 @@ class Engine:
             threads of the process use the same kernels.
 
     Raises:
-        ValueError: for a model that is not parallelized, a `max_tokens` that does not fit the
-            layout, or a model that cannot be batch invariant.
+        ValueError: for a model that is not parallelized, a `max_tokens` that cp and tp do
+            not divide, or a model that cannot be batch invariant.
         NotImplementedError: for dynamic context parallelism.
 
     Example:
@@ -166,7 +166,7 @@ class Engine:
             routes: whether the experts of each token are recorded, for `Rollouts.routes_NLK`.
 
         Raises:
-            ValueError: on every rank, if the rollouts of one rank do not fit, or if ranks that
+            ValueError: on every rank, if rollouts of a rank are not valid, or if ranks that
                 share rows have different rollouts.
         """
         arguments = locals()
@@ -260,7 +260,7 @@ class Engine:
     def _compute_scores(
         self, step: TrainStep, rollouts: Rollouts, *, entropy: bool, routes: bool = False
     ) -> TokenScores:
-        """Run the model of `step` without gradients; return scores, or routes too. Collective."""
+        """Return scores without gradients by the model of `step`; record routes too. Collective."""
         with publish_errors("log_probs() of rollouts"), self._use_batch_invariance(step.model):
             rows, _ = self._build_rows(rollouts, None, entropy=entropy, routes=routes)
             scores = self._make_empty_scores(rollouts, entropy)
@@ -307,7 +307,7 @@ class Engine:
         entropy: bool,
         routes: bool = False,
     ) -> tuple[list[RolloutRow], Totals]:
-        """Check rollouts on all ranks; return local rows and global totals. Collective."""
+        """Check rollouts; return this rank's packed rows and the global totals. Collective."""
         with self._raise_on_all_ranks("rollouts"):
             for name in () if objective is None else objective.needs:
                 if getattr(rollouts, name) is None:
@@ -413,7 +413,7 @@ def _check_ids(tokens_N: Tensor, vocab_size: int | None) -> None:
 
 
 def _check_losses(name: str, loss_N: object, log_probs_N: Tensor) -> None:
-    """Raise ValueError unless an objective returned one differentiable loss per token."""
+    """Raise ValueError unless objective `name` returned one differentiable loss per token."""
     if not isinstance(loss_N, Tensor):
         raise ValueError(
             f"{name} returned {quote(loss_N)}, which must be a tensor: return one loss per token"

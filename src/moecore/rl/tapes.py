@@ -167,7 +167,11 @@ class TapeReplay:
         return index
 
     def _find_recomputed_entry(self, name: str) -> int:
-        """Return the index that the recomputed forward has replayed: see Note [pairing]."""
+        """Return the index in `records[name]` that the recomputed forward has replayed.
+
+        See Note [pairing]. Raises NotImplementedError if the forward is ambiguous or unknown, and
+        no entry is selected.
+        """
         while self._entered_nodes:
             _mark_next_nodes(self._entered_nodes.pop())
         node_forward = _get_tape_forward(get_current_node())
