@@ -273,7 +273,7 @@ def _call_unless_compiled(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call `function` with the forward; torch.compile traces the forward without `function`."""
+    """Return `function(forward, *bound_args, args, kwargs)`; in torch.compile call the forward."""
     if torch.compiler.is_compiling():
         return forward(*args, **kwargs)
     return function(forward, *bound_args, args, kwargs)

@@ -58,7 +58,7 @@ class _View(NamedTuple):
 
 
 class _ValuePlace(NamedTuple):
-    """Identifies a value of a region: kind "saved", "input" of product `number`, or "output"."""
+    """Names a region's value: "saved", "input" of matmul or attention `number`, or "output"."""
 
     kind: str
     number: int
@@ -161,7 +161,7 @@ class _RunningRegion:
         self._num_values = self._num_products = 0
 
     def _check_unchanged(self, inputs: list[Tensor]) -> None:
-        """Raise NotImplementedError if the function changed inputs or product outputs in place."""
+        """Raise NotImplementedError if the function changed inputs or saved outputs in place."""
         has_same_inputs = self._versions == _list_versions(inputs)
         if not has_same_inputs or any(
             p.versions != _list_versions(_list_tensors(p.output)) for p in self.products
@@ -378,7 +378,7 @@ def recompute(
     *,
     has_products: bool = True,
 ) -> Any:
-    """Return `function(*args, **kwargs)`; save only inputs and outputs of matmuls and attention.
+    """Return `function(*args, **kwargs)`; save its inputs, and outputs of matmuls and attention.
 
     `name` is for errors. Unless `has_products`, `function` runs no matmul and uses torch's RNGs.
     """

@@ -80,7 +80,7 @@ def count_saved_bytes(
     decides.
 
     The model is plain or parallelized, on any device; its current recomputation and offload are
-    ignored. `blocks` are as in `apply_memory`. `run` calls a copy of the model on meta, and may
+    ignored. `blocks` are its transformer blocks. `run` calls a copy of the model on meta, and may
     pass real tensors. `dtype_of` returns the compute dtype of a parameter. `device_type` is the
     device whose kernels save tensors ("cuda" or "cpu"). `compiled` are modules in compiled code, to
     which `options` do not apply.

@@ -199,7 +199,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient; collective if matrices are sharded.
+        """Update parameters with gradients; return `closure()`. Collective for sharded matrices.
 
         Raises:
             ValueError: before any update, when a group's option has a wrong type or range.
