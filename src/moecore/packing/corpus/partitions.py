@@ -172,7 +172,8 @@ class Partition:
     The next row is from the source with the largest credit: its share of the rows minus its rows.
     So a source of share w has about n * w of n rows; the difference is less than the number of
     sources. Initial credits are pseudo-random, so partitions do not change sources all at once.
-    `number` is the index of the partition among `partitions`, and `rule` is "split" or "whole".
+    `number` is the index of the partition among `partitions`, and `rule` selects the packing as
+    `CorpusOptions.documents`.
     """
 
     def __init__(

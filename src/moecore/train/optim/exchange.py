@@ -181,7 +181,7 @@ class _MatrixShards:
     """Which elements of a parameter's matrices each rank of its mesh stores.
 
     `ranks` are global ranks, (0,) for a plain tensor, and lists have their order. `is_local` =
-    each matrix is whole on one rank, and no other rank has a piece.
+    one rank has each full matrix, and no other rank has a piece.
     """
 
     def __init__(self, param: Tensor, layout: MatrixLayout) -> None:
