@@ -180,7 +180,7 @@ def _cut_long_documents(
 def _pack_windows(
     pieces: Iterator[tuple[Document, int]], bin_tokens: int, window: int
 ) -> Iterator[list[Document]]:
-    """Pack (document, length) pairs from a buffer of `window` pairs; yield bins of documents."""
+    """Pack (document, length) pairs from a buffer of `window` pairs; yield each bin as a list."""
     window_pieces = list(islice(pieces, window))
     while window_pieces:
         bins = list(pack_lengths([length for _, length in window_pieces], bin_tokens))
@@ -282,6 +282,9 @@ class PackedBatchSampler:
     def state_dict(self, batches: CountOrZero | None = None) -> dict[str, Any]:
         """Return the position as a dict of JSON values, identical on every rank.
 
+        Entries are "epoch", "bins" (trained bins of the epoch, of all ranks) and the settings that
+        decide the bins. Not collective.
+
         Args:
             batches: number of batches that this rank has trained on since its latest `iter`. None =
                 all yielded batches, which are too many if a DataLoader's workers prefetch.
@@ -324,7 +327,7 @@ class PackedBatchSampler:
         return self._rows * self._data_ranks
 
     def _facts(self) -> dict[str, Any]:
-        """Return name -> value of all that decides the bins, which a loaded state must equal."""
+        """Return seed, shuffle, bin_tokens and a hash of the lengths, by name, to compare."""
         digest = hashlib.sha256(self._lengths.tobytes()).hexdigest()[:12]
         return {
             "seed": self._seed,
@@ -352,7 +355,10 @@ class PackedBatchSampler:
         return Bins(np.concatenate(bins), np.cumsum([0, *map(len, bins)]))
 
     def _order(self, label: str, epoch: int, count: int) -> Integers:
-        """Return int64 0 .. count - 1, shuffled with seed, `label` and epoch if `shuffle`."""
+        """Return int64 0 .. count - 1, shuffled if `shuffle` is set.
+
+        The seed of the shuffle is a hash of seed, epoch and `label` ("documents" or "bins").
+        """
         if not self._shuffle:
             return np.arange(count)
         generator = torch.Generator().manual_seed(hash_parts(self._seed, label, epoch) >> 1)

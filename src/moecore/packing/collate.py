@@ -104,8 +104,8 @@ class PackedCollator(CheckedRecord):
 
         Raises:
             ValueError: for an object that is no document, a document without tokens, a number of
-                labels that differs from the number of tokens, or documents that do not fit `rows`
-                rows or exceed `max_documents`.
+                labels that differs from the number of tokens, or documents that need more than
+                `rows` rows or exceed `max_documents`.
         """
         check_arguments(PackedCollator.__call__, locals())
         return build_batch(
@@ -120,7 +120,7 @@ class PackedCollator(CheckedRecord):
     def _assign_to_rows(self, documents: Sequence[Document]) -> Rows:
         """Assign documents to `rows` rows in their order; return each row's list of pieces.
 
-        Raises a ValueError if the documents do not fit.
+        Raises a ValueError if a document has more than `row_tokens`, or more rows are needed.
         """
         rows, row, row_length = [list[Piece]() for _ in range(self.rows)], 0, 0
         for number, document in enumerate(documents):
@@ -149,10 +149,11 @@ def build_batch(
     pad_id: int = 0,
     max_documents: int | None = None,
 ) -> PackedBatch:
-    """Return the batch of these rows, each a list of pieces, on the CPU.
+    """Return the batch of these rows, each a list of pieces of documents, on the CPU.
 
     `longest` is the largest length of a padding document at the end of a row; None = no limit. The
-    other arguments are fields of `PackedCollator`.
+    other arguments are fields of `PackedCollator`. Raises a ValueError if the documents and padding
+    documents exceed `max_documents`.
     """
     B, T = len(rows), row_tokens
     ids_BT, labels_BT = np.full((B, T), pad_id), np.full((B, T), IGNORE_INDEX)
@@ -195,7 +196,10 @@ def build_batch(
 
 
 def read_document(document: Document, number: int) -> Piece:
-    """Return a document as one piece; ValueError, which names `number`, for invalid values."""
+    """Return a document's ids and labels as one `Piece`, whose arrays may share its memory.
+
+    Raises a ValueError, which names the document's index `number`, for invalid values.
+    """
     name = f"documents[{number}]"
     length = length_of(document, name)
     if not length:
@@ -223,7 +227,10 @@ def _read_token_values(document: Mapping[str, Any], key: str, name: str, length:
 
 
 def _convert_to_int64(numbers: Any, name: str) -> Integers:
-    """Return a list, array or tensor of integers as int64; ValueError, with `name`, for others."""
+    """Return a list, array or tensor of integers as a numpy int64 array; it may share memory.
+
+    Raises a ValueError, which calls the object `name`, for other objects.
+    """
     try:
         tensor = torch.as_tensor(
             np.asarray(numbers) if isinstance(numbers, list) else numbers, device="cpu"
@@ -321,7 +328,7 @@ def split_batch(batch: PackedBatch, cp: Count, rank: CountOrZero) -> PackedBatch
 
 
 def _split_tokens_over_ranks(cu_seqlens: Tensor, cp: int) -> Tensor:
-    """Check `cu_seqlens`; return the token indices of each rank, int64 [cp, t / cp]."""
+    """Return the token indices of each rank, int64 [cp, t / cp]; ValueError for bad borders."""
     lengths_n = cu_seqlens.long().diff() if cu_seqlens.ndim == 1 else None
     if lengths_n is None or cu_seqlens.is_floating_point() or not len(lengths_n):
         raise ValueError(

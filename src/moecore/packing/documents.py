@@ -43,7 +43,10 @@ def hash_parts(*parts: object) -> int:
 
 
 def as_lengths(lengths: Lengths, name: str = "lengths", minimum: int = 1) -> Integers:
-    """Return lengths as int64 [N]; ValueError unless they are integers >= `minimum`, < 2**31."""
+    """Return lengths as int64 [N], a copy; ValueError unless integers >= `minimum`, < 2**31.
+
+    `name` is the name of the argument in the error.
+    """
     numbers = lengths
     if isinstance(numbers, Tensor):
         numbers = numbers.numpy(force=True)
@@ -84,7 +87,10 @@ def length_of(document: Document, name: str = "documents") -> int:
 
 
 def cut_document(document: Document, start: int, stop: int) -> Document:
-    """Return tokens [start, stop) of a document; a mapping keeps its labels and masks."""
+    """Return tokens [start, stop) of a document, a slice of ids.
+
+    For a mapping it is a dict of slices of `input_ids`, `labels` and `assistant_masks`.
+    """
     if not isinstance(document, Mapping):
         return document[start:stop]
     return {key: document[key][start:stop] for key in KEYS if key in document}

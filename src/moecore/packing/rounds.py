@@ -48,7 +48,11 @@ Blocks = list[RankBlock]
 
 
 class Documents:
-    """The documents of a global batch, longest first, and their times on 1, 2, 4, ... ranks."""
+    """The documents of a global batch, longest first, and their times on 1, 2, 4, ... ranks.
+
+    `lengths_N` has the caller's order. `max_tokens` limits a rank's micro-batch. Raises a
+    ValueError if a document exceeds this limit on the most ranks.
+    """
 
     def __init__(self, lengths_N: Integers, ranks: int, max_tokens: int, cost: Cost) -> None:
         self.ranks, self.max_tokens, self.fixed = ranks, max_tokens, cost.fixed
@@ -123,20 +127,24 @@ class Documents:
         return sum(self.work[i] for i in indices), sum(self.lengths[i] for i in indices)
 
     def list_times(self, index: int) -> list[float]:
-        """Return the times of a document for each cp on which it fits `max_tokens`."""
+        """Return a document's time for each cp on which no rank exceeds `max_tokens`."""
         fitting = (cp for cp in self.cps if self.tokens[cp][index] <= self.max_tokens)
         return [self.cost[cp][index] for cp in fitting]
 
     def find_first_fitting(self, cp: int, load: float, tokens: int) -> int:
         """Return the index of the longest document that fits on `cp` ranks; N = no document.
 
-        A document fits if it takes at most `load` time and `tokens` tokens per rank.
+        A document fits if it takes at most `load` time and `tokens` tokens per rank. Documents that
+        are already taken count too.
         """
         return max(bisect_left(self._cost_up[cp], -load), bisect_left(self._tokens_up[cp], -tokens))
 
 
 class RemainingDocuments:
-    """The documents that neither an earlier round nor the current trial of a round has taken."""
+    """The documents that neither an earlier round nor the current trial of a round has taken.
+
+    A document is its index in `Documents`, longest first; `count` is the number of documents.
+    """
 
     def __init__(self, count: int) -> None:
         self._next = list(range(count + 1))
@@ -229,7 +237,10 @@ class _RoundSearch:
         self._work, self._tokens = self._work - work, self._tokens - tokens
 
     def _bound_remaining_time(self, work: float, tokens: int) -> float:
-        """Return a lower bound of the remaining time without documents of `work` and `tokens`."""
+        """Return a lower bound of the remaining time.
+
+        `work` and `tokens` are totals of documents taken by the current trial, which do not count.
+        """
         return self.documents.bound_remaining_time(
             self.remaining.find_first(0), self._work - work, self._tokens - tokens
         )
@@ -278,6 +289,7 @@ def _open_blocks(
 ) -> tuple[Blocks, float]:
     """Open blocks for the longest documents, each with the fewest ranks below the time limit.
 
+    Each block has at least `min_ranks` ranks, if so many are free. Documents are taken.
     Returns the blocks, and the least limit that admits the same documents: each document's time on
     the most ranks that were free when its block was opened.
     """

@@ -80,7 +80,7 @@ def schedule_documents(
 
     Each document is in one micro-batch, and each rank has one micro-batch per round. The function
     is deterministic and does not communicate: every rank computes the same schedule. Rounds are
-    ordered by time as in `serpentine`.
+    ordered so that their times first rise and then fall.
 
     Args:
         lengths: tokens of each document [N].

@@ -81,7 +81,10 @@ def check_ids(label: str, ids_TK: Tensor, config: MoEConfig) -> None:
 def check_weights(
     weights: Mapping[str, Sequence[Tensor]], choices: Mapping[str, Sequence[Tensor]]
 ) -> None:
-    """Raise ValueError if weights do not match `choices`, entry by entry. Host syncs."""
+    """Raise ValueError if weights do not match `choices`, entry by entry. Host syncs.
+
+    Both map layer names to one tensor [T, K] per forward. Weights are floating, finite and >= 0.
+    """
     if {name: len(entries) for name, entries in weights.items()} != {
         name: len(entries) for name, entries in choices.items()
     }:
@@ -159,10 +162,11 @@ def choices_from_tensors(tensors: Mapping[str, Tensor]) -> Choices:
 def convert_from_engine_indices(
     indices_BSLK: Any, layers: Mapping[str, MoELayer], engine_layers: Sequence[str | None]
 ) -> dict[str, Tensor]:
-    """Return layer name -> int32 [T, K], this rank's part of an engine's choices. No collective.
+    """Return layer name -> int32 [T, K], the engine's choices for this rank's T tokens, as copies.
 
-    `indices_BSLK` are an inference engine's expert ids of one forward. `engine_layers` names each
-    of the engine's L layers; None skips a layer. Raises ValueError for wrong shapes, ids or names.
+    `indices_BSLK` are an inference engine's expert ids [B, S, L, K] of one forward.
+    `engine_layers` names each of the engine's L layers; None skips a layer. No collective. Raises
+    ValueError for wrong shapes, ids or names.
     """
     try:
         ids_BSLK = indices_BSLK
@@ -208,7 +212,8 @@ def convert_to_engine_indices(
 ) -> list[Tensor]:
     """Return int32 [B, S, L, K] expert ids per recorded forward. Collective over tp and cp.
 
-    B is `batch_size`, S the full sequence length. Raises ValueError if layers differ in shape.
+    `choices` maps a layer's name to this rank's ids [T, K] per forward. B is `batch_size`, and S
+    the full sequence length. Raises ValueError if layers differ in shape.
     """
     check_choices(choices, layers)
     forwards = {name: len(choices[name]) for name in layers}

@@ -51,8 +51,7 @@ class TokenScores:
 
     Attributes:
         log_probs_N: fp32 [N], of each response token given the tokens before it; 0 elsewhere.
-        entropy_N: fp32 [N], of the distribution of each response token, in nats; None = not
-            requested.
+        entropy_N: fp32 [N], of each response token's distribution, in nats; None = not requested.
         routes_NLK: int32 [N, L, K], the experts of each token; None = not requested.
     """
 
@@ -87,15 +86,14 @@ class Engine:
         step: the model's `TrainStep`. `forward_backward` sets its `num_micro_batches`, and the
             caller ends each step with `step.finish()`.
         max_tokens: of a micro-batch's row with padding, before cp and tp split the row.
-        reference: the reference model, parallelized on the same meshes; None = the model without
-            its adapters.
+        reference: a model parallelized on the same meshes; None = `model` without peft adapters.
         batch_invariant: whether a token's log-probability has the same bits for all other tokens in
             its row or micro-batch, and for all dp, ep and pp. Slower. While the engine runs, other
             threads of the process use the same kernels.
 
     Raises:
-        ValueError: for a model that is not parallelized, a `max_tokens` that does not fit the
-            layout, or a model that cannot be batch invariant.
+        ValueError: for a model that is not parallelized, a `max_tokens` that cp and tp do
+            not divide, or a model that cannot be batch invariant.
         NotImplementedError: for dynamic context parallelism.
 
     Example:
@@ -160,8 +158,7 @@ class Engine:
     ) -> TokenScores:
         """Return the model's log-probabilities of response tokens, without gradients.
 
-        The model runs in its current training or eval mode. Collective over the world, with host
-        syncs before the forwards.
+        Keeps training or eval mode. Collective over the world; host syncs before the forwards.
 
         Args:
             rollouts: of this data-parallel rank.
@@ -169,7 +166,7 @@ class Engine:
             routes: whether the experts of each token are recorded, for `Rollouts.routes_NLK`.
 
         Raises:
-            ValueError: on every rank, if the rollouts of one rank do not fit, or if ranks that
+            ValueError: on every rank, if rollouts of a rank are not valid, or if ranks that
                 share rows have different rollouts.
         """
         arguments = locals()
@@ -263,7 +260,7 @@ class Engine:
     def _compute_scores(
         self, step: TrainStep, rollouts: Rollouts, *, entropy: bool, routes: bool = False
     ) -> TokenScores:
-        """Run the model of `step` without gradients; return scores, or routes too. Collective."""
+        """Return scores without gradients by the model of `step`; record routes too. Collective."""
         with publish_errors("log_probs() of rollouts"), self._use_batch_invariance(step.model):
             rows, _ = self._build_rows(rollouts, None, entropy=entropy, routes=routes)
             scores = self._make_empty_scores(rollouts, entropy)
@@ -310,7 +307,7 @@ class Engine:
         entropy: bool,
         routes: bool = False,
     ) -> tuple[list[RolloutRow], Totals]:
-        """Check rollouts on all ranks; return local rows and global totals. Collective."""
+        """Check rollouts; return this rank's packed rows and the global totals. Collective."""
         with self._raise_on_all_ranks("rollouts"):
             for name in () if objective is None else objective.needs:
                 if getattr(rollouts, name) is None:
@@ -359,7 +356,10 @@ class Engine:
         objective: Objective | None,
         shares_N: Tensor | None,
     ) -> Mapping[str, Any]:
-        """Return forward arguments of a row; the loss fills `scores`, 0 without an objective."""
+        """Return forward arguments of a row, with a loss function that writes to `scores`.
+
+        `shares_N` are the factors of the losses of the row's tokens; None = the loss is 0.
+        """
 
         def loss(log_probs_BT: Tensor, entropy_BT: Tensor | None) -> Tensor:
             log_probs_N = row.scatter_to_tokens(log_probs_BT)
@@ -413,7 +413,7 @@ def _check_ids(tokens_N: Tensor, vocab_size: int | None) -> None:
 
 
 def _check_losses(name: str, loss_N: object, log_probs_N: Tensor) -> None:
-    """Raise ValueError unless an objective returned one differentiable loss per token."""
+    """Raise ValueError unless objective `name` returned one differentiable loss per token."""
     if not isinstance(loss_N, Tensor):
         raise ValueError(
             f"{name} returned {quote(loss_N)}, which must be a tensor: return one loss per token"

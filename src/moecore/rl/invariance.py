@@ -25,7 +25,10 @@ SAME_ORDER = 2  # choices: their sum is the same in either order
 
 @contextmanager
 def use_batch_invariance(layers: Mapping[str, RoutedLayer], device_type: str) -> Iterator[None]:
-    """Return a context in which forwards with these MoE layers (by name) are batch invariant."""
+    """Return a context in which forwards with these MoE layers (by name) are batch invariant.
+
+    Kernels of `device_type` ("cuda") and dispatchers of the layers are replaced until it ends.
+    """
     with ExitStack() as undo:
         undo.enter_context(batch_invariant(device_type))
         for layer in layers.values():

@@ -60,7 +60,10 @@ class Objective(Protocol):
         """Number of consecutive sequences that must be in one micro-batch."""
 
     def __call__(self, log_probs_N: Tensor, entropy_N: Tensor | None, rollouts: Rollouts) -> Tensor:
-        """Return the loss of each token, fp32 [N]; values outside of responses are ignored."""
+        """Return the loss of each token, fp32 [N]; values outside of responses are ignored.
+
+        `log_probs_N` have gradients. `entropy_N` are in nats, with gradients; None = not computed.
+        """
 
 
 def estimate_kl(
@@ -132,7 +135,7 @@ class PPO(CheckedRecord):
         return log_probs_N - (log_probs_N.detach() if old_N is None else old_N)
 
     def __call__(self, log_probs_N: Tensor, entropy_N: Tensor | None, rollouts: Rollouts) -> Tensor:
-        """Return the loss of each token, fp32 [N]."""
+        """Return the loss of each token, fp32 [N]; `entropy_N` None = no entropy term."""
         assert rollouts.advantages_N is not None, "the engine has looked"
         ratio_N = self.compute_log_ratio(log_probs_N, rollouts).clamp(max=MAX_LOG_RATIO).exp()
         high = self.clip if self.clip_high is None else self.clip_high

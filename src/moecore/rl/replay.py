@@ -163,7 +163,7 @@ class RouterReplay:
             strict: whether an unused entry is an error at the end.
 
         Raises:
-            ValueError: if choices do not fit the layers, or weights do not fit choices, on every
+            ValueError: if choices are not valid for the layers, or weights for choices, on every
                 rank if on one; if a router is already recorded or replayed; in the context, if a
                 forward has no entry, or an entry with another number of tokens.
             RuntimeError: if entries are unused at the end, unless another exception is raised; in
@@ -253,7 +253,7 @@ class RouterReplay:
             batch_size: sequences of this data-parallel rank in each forward.
 
         Raises:
-            ValueError: for choices that do not fit the layers, or if layers ran different numbers
+            ValueError: for choices not valid for the layers, or if layers ran different numbers
                 of times, on different tokens, or with different K.
         """
         check_arguments(RouterReplay.to_engine, locals())

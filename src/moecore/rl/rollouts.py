@@ -208,7 +208,7 @@ class Rollouts(CheckedRecord):
 
 
 def _check_length(name: str, values: Tensor, number: int, of: str) -> None:
-    """Raise ValueError unless `values` is [number], one value per `of`."""
+    """Raise ValueError unless `values` is [number]; `name` and `of` (whose values) are for it."""
     if values.shape != (number,):
         raise ValueError(
             f"{name} {tuple(values.shape)} must be one number per {of} ({number}): pass [{number}]"

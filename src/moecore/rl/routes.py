@@ -77,7 +77,7 @@ class RoutedLayers:
         return len(self.configs), next(iter(self.configs.values())).choices_per_token
 
     def check(self, rollouts: Rollouts) -> None:
-        """Raise ValueError if `rollouts.routes_NLK` or its weights do not fit. Host syncs."""
+        """Raise ValueError for routes or their weights of wrong shapes or values. Host syncs."""
         routes_NLK, weights_NLK = rollouts.routes_NLK, rollouts.route_weights_NLK
         choices = {name: config.choices_per_token for name, config in self.configs.items()}
         if len(set(choices.values())) != 1:

@@ -117,7 +117,7 @@ class TapeReplay:
         remove_tapes(self._tapes)
 
     def make_rewind(self, name: str) -> Callable[[], None]:
-        """Return a function that rewinds layer `name` to its next entry at this call."""
+        """Return a function that resets layer `name` to its replay position at this call."""
         calls, replayed_entries, next_entry = (
             len(self._calls[name]),
             set(self._replayed_entries[name]),
@@ -167,7 +167,11 @@ class TapeReplay:
         return index
 
     def _find_recomputed_entry(self, name: str) -> int:
-        """Return the index that the recomputed forward has replayed: see Note [pairing]."""
+        """Return the index in `records[name]` that the recomputed forward has replayed.
+
+        See Note [pairing]. Raises NotImplementedError if the forward is ambiguous or unknown, and
+        no entry is selected.
+        """
         while self._entered_nodes:
             _mark_next_nodes(self._entered_nodes.pop())
         node_forward = _get_tape_forward(get_current_node())
@@ -210,7 +214,7 @@ class TapeReplay:
         self._current_forward = None
 
     def _enter_backward(self, grad: Tensor) -> None:
-        """Note the node at which a backward enters a forward: see Note [late backward]."""
+        """Note the node at which a backward enters a forward; set tapes that `close` removed."""
         self._entered_nodes.append(get_current_node())
         call_after_backward(self._entered_nodes.clear)
         if all(router.tape is tape for router, tape in self._tapes.items()):
@@ -235,9 +239,11 @@ class _ReplayTape:
     def get_recorded_choice(
         self, num_tokens: int, device: torch.device, choose: Callable[[], Tensor]
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Return the ids and weights of this call's entry: see `ChoiceTape.get_recorded_choice`.
+        """Return this call's recorded ids int32 [T, K] and weights fp32 [T, K] on `device`.
 
-        After the replay it returns None, and the router chooses.
+        Weights are None if the replay has none. `choose` returns the router's own ids, for rows of
+        -1 with `fill`. After the replay the result is None, and the router chooses. Raises a
+        ValueError if no entry is left or T is not `num_tokens`.
         """
         _refuse_capture(device)
         index = self.replay.take_entry(self.name)
@@ -270,7 +276,7 @@ class _ReplayTape:
         """Do nothing, because the choice is recorded."""
 
     def make_rewind(self) -> Callable[[], None]:
-        """Return a function that rewinds the layer to its next entry at this call."""
+        """Return a function that resets the layer to its replay position at this call."""
         return self.replay.make_rewind(self.name)
 
 

@@ -51,7 +51,7 @@ class Reruns:
         self._factors: ToHost | None = None  # the factor that any rank needed of each holder
 
     def run(self, run: Callable[[], T], drop: Callable[[], None], tapes: Sequence[ChoiceTape]) -> T:
-        """Call `run` (forward and backward of a step) until the rows fit on every rank.
+        """Call `run` (forward and backward) until token rows fit in the buffers of every rank.
 
         Returns the result of the last call. Before a repetition the method calls `drop`, rewinds
         `tapes` (recorded router choices), restores random states and enlarges buffers.
@@ -87,7 +87,7 @@ class Reruns:
             self._factors = self._reduce_factors()
 
     def is_short(self) -> Tensor | None:
-        """Return a 0-dim device bool: whether rows of this rank did not fit.
+        """Return a 0-dim device bool: whether token rows of this rank exceeded a buffer's capacity.
 
         None = no buffer of any rank has a limited size. No host sync.
         """
@@ -95,17 +95,17 @@ class Reruns:
 
     @contextmanager
     def watch_shortages(self, watch: Watch) -> Iterator[None]:
-        """Return a context whose steps repeat ("reruns") or skip ("skips") if rows do not fit."""
+        """Return a context whose steps repeat ("reruns") or skip ("skips") on too many rows."""
         with ExitStack() as stack:
             for capacity in self._capacities:
                 stack.enter_context(capacity.watch_shortages(watch))
             yield
 
     def poll(self, *, skips: bool) -> None:
-        """Raise an ExchangeError that the host already sees, such as rows that did not fit.
+        """Raise an ExchangeError that the host already sees, such as rows beyond a buffer's size.
 
-        With `skips` the device skips such a step, so rows that did not fit are no error: the
-        buffers are enlarged. No host sync.
+        With `skips` the device skips such a step, so too many rows are no error: the buffers are
+        enlarged. No host sync.
         """
         for capacity in self._capacities:
             capacity.end_step(skips=skips)
@@ -120,12 +120,12 @@ class Reruns:
                 capacity.graph_steps.record_step(is_skipped)
 
     def check(self) -> None:
-        """Raise an ExchangeError if rows did not fit. Host sync."""
+        """Raise an ExchangeError if token rows exceeded a buffer's capacity. Host sync."""
         for capacity in self._capacities:
             capacity.check()
 
     def _compute_local_factors(self) -> Tensor:
-        """Return fp32 [holders]: the least capacity factor for this rank; 0 = all rows fit."""
+        """Return fp32 [holders]: each buffer's least factor for this rank; 0 = large enough."""
         device, zero = self._device, torch.zeros((), device=self._device, dtype=torch.float32)
         return torch.stack(
             [zero if h is None else h.compute_min_factor(device) for h in self._holders]

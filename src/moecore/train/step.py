@@ -319,7 +319,7 @@ class TrainStep:
     def compute_losses(self, micro_batches: Sequence[Mapping[str, Any]]) -> Tensor:
         """Return the losses of any number of micro-batches without gradients, between steps.
 
-        The result is as in `forward_backward`. The model's mode (train or eval) does not change.
+        Returns fp32 [n] as `forward_backward` does. The train or eval mode does not change.
         """
         self._progress.check_closed("compute_losses()")
         if self._pipeline is not None:
@@ -492,7 +492,7 @@ class TrainStep:
             exchanges.close()
 
     def _compute_skip_flag(self) -> Tensor | None:
-        """Return a device bool: token rows did not fit, or shared inputs differ; None = unknown."""
+        """Return a 0-dim device bool: rows exceed a buffer or inputs differ; None = no check."""
         values = self._reruns.is_short(), find_argument_difference(self.model)
         flags = [flag for flag in values if flag is not None]
         return torch.stack(flags).any() if flags else None

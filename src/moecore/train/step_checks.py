@@ -23,7 +23,8 @@ def check_step_arguments(
     """Return the models and the optimizers of a `TrainStep` as lists. No communication.
 
     Raises a ValueError if there is no model, a model is not parallelized, a model with an optimizer
-    is on meta, an optimizer is older than `parallelize_moe`, or `loss_scale` does not fit.
+    is on meta, an optimizer is older than `parallelize_moe`, or a loss scale is missing or must not
+    be given.
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
     if not models:

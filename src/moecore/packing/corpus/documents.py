@@ -142,7 +142,8 @@ def _hash_integer(number: int) -> int:
 def find_first_document(ordinal: int, count: int, partitions: int) -> int:
     """Return the index of the document with which an ordinal's epoch begins without a shuffle.
 
-    `count` is the number of documents. The module docstring has an example.
+    `ordinal` counts documents over all epochs, `count` is the number of documents, and `partitions`
+    the number of partitions. The module docstring has an example.
     """
     return ordinal // math.lcm(count, partitions) % math.gcd(count, partitions)
 
@@ -150,7 +151,8 @@ def find_first_document(ordinal: int, count: int, partitions: int) -> int:
 class IndexedDocuments:
     """The documents of an indexed dataset by ordinal, which counts documents over all epochs.
 
-    Each epoch has another permutation. `key` None = the order of the dataset.
+    Each epoch has another permutation, which the seed `key` selects; None = the dataset's order.
+    `partitions` is the number of partitions, which decides the first document of unshuffled epochs.
     """
 
     def __init__(self, documents: Any, key: int | None, *, partitions: int) -> None:
@@ -204,7 +206,10 @@ class StreamedDocuments:
         return number, lambda: document
 
     def _read_from(self, ordinal: int) -> Iterator[tuple[int, int, Any]]:
-        """Yield (ordinal, index in the stream, document) without end, from this ordinal on."""
+        """Yield (ordinal, index in the stream, document) without end, from this ordinal on.
+
+        Raises a ValueError if an epoch has no documents or another number than the first epoch.
+        """
         while True:
             epoch, inside = divmod(ordinal, self.length) if self.length else (0, ordinal)
             begin, read = ordinal - inside, inside - inside % self._block
@@ -255,6 +260,7 @@ class StreamedDocuments:
 
 
 def _make_length_error(expected_length: int, count: str) -> ValueError:
+    """Return the error for a stream of `count` documents (a number, or "more")."""
     return ValueError(
         f"the stream ({count} documents) must have {expected_length}, as when it was read before: "
         "do not change the data of a run"
@@ -273,6 +279,7 @@ def _read_examples(dataset: Any) -> Iterator[dict[str, Any]]:
 class DocumentReader:
     """Reads and tokenizes a source's documents: `reader(ordinal)` returns token ids.
 
+    `documents` finds documents by ordinal. Ids must be below `vocab_size`; None = any id.
     If several partitions read one document at a time, the reader tokenizes the document once.
     """
 
@@ -289,7 +296,7 @@ class DocumentReader:
         self._empty = 0  # documents without tokens since the last one with tokens
 
     def __call__(self, ordinal: int) -> Integers:
-        """Return the token ids of an ordinal's document; CorpusError if it cannot be read."""
+        """Return the token ids of an ordinal's document, unsigned; CorpusError if unreadable."""
         self._number = None
         try:
             self._number, read = self.documents.take(ordinal)
@@ -309,7 +316,7 @@ class DocumentReader:
         raise self._make_error(problem)
 
     def _make_error(self, problem: object) -> CorpusError:
-        """Return a CorpusError with the text of `problem`, the source and the document."""
+        """Return a CorpusError that names source and document; `problem` is a text or exception."""
         name, line = shorten_text(self._source.name), shorten_text(problem)
         if not isinstance(problem, str | ValueError):  # a KeyError's text is the key
             line = f"{type(problem).__name__}: {line}"
@@ -326,13 +333,13 @@ class DocumentReader:
 
 
 def describe_location(documents: Any, number: int) -> str:
-    """Return the text by which errors name a document: `documents.location`, or its number."""
+    """Return `documents.location(number)`, or "document <number>" without such a method."""
     location = getattr(documents, "location", None)
     return location(number) if callable(location) else f"document {number}"
 
 
 def tokenize_document(source: CorpusSource, document: Any, vocab_size: int | None) -> Integers:
-    """Tokenize a document; return its ids in the smallest unsigned dtype.
+    """Tokenize a document; return a 1-D array of the smallest unsigned dtype that holds its ids.
 
     Raises a ValueError for no integers, or an id that is negative or >= `vocab_size` (None = any).
     """

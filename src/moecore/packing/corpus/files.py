@@ -212,18 +212,19 @@ class _LineRange(NamedTuple):
 
 
 def _concatenate_line_numbers(numbers: list[array[int]], firsts: list[int]) -> Integers:
-    """Return line numbers of the file, int64, from line numbers of its parts.
+    """Return line numbers of the file, int64, from line numbers inside each byte range of it.
 
-    `firsts[i]` is the number of the first line of part i.
+    `firsts[i]` is the number of the first line that begins in range i.
     """
     pairs = zip(numbers, firsts, strict=True)
     return np.concatenate([np.frombuffer(part, np.int64) + first for part, first in pairs])
 
 
 def _parse_file(file: SizedFile, field: str | None) -> list[_LineRange]:
-    """Parse a file in parts of `PART` bytes in parallel processes; return the lines per part.
+    """Parse ranges of `PART` bytes of a file in processes; return each range's lines, in order.
 
-    `field` is as in `JsonLines`. Raises a ValueError if a process was killed.
+    `field` is the field that each object must have; None = any object. Raises a ValueError if a
+    process was killed.
     """
     tasks = [(file, start, field) for start in range(0, file.size, PART)] or [(file, 0, field)]
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")

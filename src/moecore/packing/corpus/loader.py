@@ -72,13 +72,13 @@ class RankBatches(IterableDataset[Any]):
         self._first, self._cursors, self._lengths = row, dict(cursors), dict(lengths)
 
     def get_facts(self) -> dict[str, Any]:
-        """Return name -> JSON value of all that decides the rows, see `collect_facts`."""
+        """Return the options and source descriptions that decide the rows: name -> JSON value."""
         if self._facts is None:
             self._facts = collect_facts(self.sources, self._options)
         return self._facts
 
     def collect_rank_facts(self) -> dict[str, Any]:
-        """Return name -> value for everything that must be equal on all data ranks."""
+        """Return `get_facts`, weights, sizes and position, by name: equal on all data ranks."""
         return {
             **self.get_facts(),
             **{f"weight of {s.name}": s.weight for s in self.sources},
@@ -126,6 +126,7 @@ class RankBatches(IterableDataset[Any]):
             yield self._collate(rows), cursors, lengths
 
     def _make_partition(self, number: int, readers: Mapping[str, DocumentReader]) -> Partition:
+        """Return partition `number` at its set position; `readers` are by the name of a source."""
         options = self._options
         return Partition(
             number,
@@ -153,7 +154,7 @@ class RankBatches(IterableDataset[Any]):
     def _order_documents(
         self, place: int, source: CorpusSource, partition_ids: frozenset[int]
     ) -> IndexedDocuments | StreamedDocuments:
-        """Return `source`, number `place`, as documents by ordinal for these partitions."""
+        """Return `source` (`sources[place]`) as documents by ordinal, for these partitions."""
         options = self._options
         key = hash_parts(options.seed, "order", source.name) if options.shuffle else None
         if source.is_indexed:
@@ -261,7 +262,7 @@ class PositionedLoader(Generic[Batch]):
         self._batch_iterator = None
 
     def get_epochs(self) -> dict[str, int]:
-        """Return the epoch of each source in the last batch; 0 until a stream has ended once."""
+        """Return source name -> epoch in the last batch; 0 until a stream has ended once."""
         return {
             name: max((of[i].ordinal for of in self._last.values()), default=0)
             // (self._lengths.get(name) or 2**62)
@@ -269,7 +270,7 @@ class PositionedLoader(Generic[Batch]):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the JSON position after the last batch, equal on ranks. Collective over ranks."""
+        """Return the JSON position after the last batch, equal on ranks. Collective over world."""
         local_state = self._make_state(self._cursors)
         states = gather_objects(local_state) if self._batches.data_ranks > 1 else [local_state]
         check_ranks([{**state["facts"], "rows taken": state["rows"]} for state in states])
@@ -278,8 +279,7 @@ class PositionedLoader(Generic[Batch]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of a loader with the same sources and options.
 
-        The numbers of ranks, rows and workers and the weights of sources may differ. New weights
-        apply to the following rows.
+        Numbers of ranks, rows and workers may differ, and weights, which apply to later rows.
 
         Raises:
             ValueError: if the state has other sources or options, or is no `state_dict()`.
@@ -351,7 +351,7 @@ class CorpusLoader(PositionedLoader[PackedBatch]):
 
 
 def check_sources(sources: Sequence[CorpusSource], data_rank: int, data_ranks: int) -> None:
-    """Raise a ValueError if source names are not unique or `data_rank` >= `data_ranks`."""
+    """Raise ValueError if there is no source, names repeat, or `data_rank` >= `data_ranks`."""
     names = [source.name for source in sources]
     if not names or len(set(names)) < len(names):
         raise ValueError(

@@ -40,7 +40,10 @@ class Cursor(NamedTuple):
 
 
 class RowPacker(ABC):
-    """Base class: packs one source's documents in one partition into rows, from `cursor` on."""
+    """Base class: packs one source's documents in one partition into rows, from `cursor` on.
+
+    `partitions` is the number of partitions, the step between ordinals of a partition's documents.
+    """
 
     def __init__(
         self, documents: DocumentReader, shape: RowShape, cursor: Cursor, *, partitions: int
@@ -146,7 +149,7 @@ class _Window:
 
 
 class RowShape(NamedTuple):
-    """The fields of `CorpusOptions` that decide a row."""
+    """Tokens of a row, the multiple to which documents are padded, and documents of a window."""
 
     tokens: int
     multiple: int
@@ -158,7 +161,7 @@ class RowShape(NamedTuple):
 
 
 def cut_piece(document: Integers, start: int, stop: int) -> Piece:
-    """Return tokens [start, stop) of a document; the label of the last is the token after it."""
+    """Return tokens [start, stop) of a document, a view; the last label is the token after it."""
     after = int(document[stop]) if stop < len(document) else IGNORE_INDEX
     return Piece(document[start:stop], after)
 
@@ -169,6 +172,8 @@ class Partition:
     The next row is from the source with the largest credit: its share of the rows minus its rows.
     So a source of share w has about n * w of n rows; the difference is less than the number of
     sources. Initial credits are pseudo-random, so partitions do not change sources all at once.
+    `number` is the index of the partition among `partitions`, and `rule` selects the packing as
+    `CorpusOptions.documents`.
     """
 
     def __init__(

@@ -45,7 +45,11 @@ FIELDS: dict[str, Any] = {
 
 
 class Position(NamedTuple):
-    """The position of a loader, from a `state_dict` that `check_state` has validated."""
+    """The validated position of a loader, over all data ranks.
+
+    It has the rows that the run has received, the number of partitions, the cursors by partition,
+    and the documents of an epoch by source name (None = unknown).
+    """
 
     rows: int
     partitions: int
@@ -54,7 +58,7 @@ class Position(NamedTuple):
 
 
 def collect_facts(sources: Sequence[CorpusSource], options: CorpusOptions) -> dict[str, Any]:
-    """Return fact name -> JSON value for all that decides a loader's rows, in fixed order."""
+    """Return name -> JSON value for options and sources that decide a loader's rows, in order."""
     facts: dict[str, Any] = {"number of sources": len(sources)}
     facts |= {f"name of source {i}": source.name for i, source in enumerate(sources)}
     facts |= {name: getattr(options, name) for name in ROW_OPTIONS}
@@ -65,7 +69,10 @@ def collect_facts(sources: Sequence[CorpusSource], options: CorpusOptions) -> di
 
 
 def _collect_source_facts(source: CorpusSource) -> dict[str, Any]:
-    """Return a source's number of documents, its fingerprint and a digest of sampled tokens."""
+    """Return a source's number of documents, fingerprint and digest of sampled tokens, by name.
+
+    An entry is None if the source does not have it; a stream has a fingerprint at most.
+    """
     documents = source.documents
     # Not `_fingerprint` of Hugging Face data sets: it is random where a `map` cannot be hashed.
     fingerprint = getattr(documents, "fingerprint", None)
@@ -77,7 +84,7 @@ def _collect_source_facts(source: CorpusSource) -> dict[str, Any]:
 
 
 def _hash_sampled_tokens(source: CorpusSource) -> str:
-    """Return a digest of the tokens of up to 16 documents, spread over an indexed source."""
+    """Return a digest of the tokens of up to 16 evenly spaced documents of an indexed source."""
     digest, count = hashlib.sha256(), 0
     numbers = np.linspace(0, len(source.documents) - 1, SAMPLED).astype(int)
     for number in np.unique(numbers).tolist():
@@ -175,7 +182,8 @@ def _parse_cursors(
 ) -> tuple[int, list[Cursor]]:
     """Parse and validate an entry of state["cursors"]; return the partition and its cursors.
 
-    Ordinals in a partition grow by `step`. Raises a ValueError for other forms or values.
+    `partitions` is the number of partitions. Ordinals in a partition grow by `step`. Raises a
+    ValueError for other forms or values.
     """
     credit = Annotated[float, Bound(">=", -num_sources - 1), Bound("<=", num_sources + 1)]
     kinds: tuple[Any, ...] = (Number, Number, Number, credit, Number)

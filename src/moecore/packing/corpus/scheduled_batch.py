@@ -116,7 +116,7 @@ class ScheduledBatch:
         """Return this rank's part of the mean loss; the sum over data ranks is the step's loss.
 
         Args:
-            losses: the losses of the micro-batches, as `TrainStep.forward_backward` returns them.
+            losses: fp32 [rounds], a loss per micro-batch, as `TrainStep.forward_backward` returns.
         """
         cps = torch.tensor(self.cps, dtype=torch.int64, device="cpu")
         return (losses / copy_to_device(cps, losses.device)).sum()

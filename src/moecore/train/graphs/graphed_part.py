@@ -119,7 +119,7 @@ class GraphMemory:
         return self._current
 
     def get_grads(self, outputs: list[Tensor]) -> list[Tensor]:
-        """Return a buffer for the gradient of each output, shared by parts with equal shapes."""
+        """Return an uninitialised gradient buffer per output, shared by parts of equal shapes."""
         # A backward copies gradients in and reads them before the backward of another part.
         keys = [(i, x.shape, x.dtype, x.device) for i, x in enumerate(outputs)]
         for key, x in zip(keys, outputs, strict=True):
@@ -141,7 +141,7 @@ class GraphedPart:
     """Callable that replaces a method; after a warm-up it replays CUDA graphs of both passes.
 
     The method reads parameters of `modules`, and only the first module may have hooks. A call uses
-    the graphs only if `may_run` returns True.
+    the graphs only if `may_run()` is True; None = always. `name` is for errors.
     """
 
     def __init__(

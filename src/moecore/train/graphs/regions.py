@@ -97,7 +97,10 @@ def drop_graphs(model: nn.Module) -> None:
 
 
 def _graph_layer(name: str, layer: RoutedLayer, memory: GraphMemory) -> None:
-    """Replace router, shared experts and `prepare_send_order` of an MoE layer by CUDA graphs."""
+    """Replace router, shared experts and `prepare_send_order` of an MoE layer by CUDA graphs.
+
+    `name` is the layer's name for errors, and `memory` is shared with the graphs of other parts.
+    """
     router, dispatcher = layer.get_part("router"), layer.dispatcher
     if isinstance(router, Router):
         _replace_by_graph(

@@ -161,7 +161,10 @@ def _wrap_for_recompute(part: BlockPart, use: PartUse) -> None:
 def _run_as_region(
     forward: Callable[..., Any], name: str, has_products: bool, args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """Call `forward` as recomputed region `name`, or plainly if an argument is a KV cache."""
+    """Call `forward` as recomputed region `name`, or plainly if an argument is a KV cache.
+
+    `has_products` = it runs matmuls or attention, whose outputs are saved instead of recomputed.
+    """
     if any(map(_is_cache, (*args, *kwargs.values()))):
         return forward(*args, **kwargs)
     return recompute(name, forward, args, kwargs, has_products=has_products)

@@ -72,7 +72,7 @@ class HandleCounts:
 
 @dataclass(eq=False, slots=True)
 class HostCopy:
-    """A storage saved for backward, and its copy in a `Store` (host memory or pages), if any."""
+    """A saved storage of `size` bytes, and its copy in host memory or device pages, if any."""
 
     size: int
     ref: StorageWeakRef  # to the saved storage
@@ -132,7 +132,10 @@ class StorageGroup:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Layer:
-    """One forward of a transformer block, with a `StorageGroup` for each part of the block."""
+    """One forward of a transformer block, with a `StorageGroup` for each part of the block.
+
+    `index` is the block's place in its stage, and `stream` the current stream (None on a CPU).
+    """
 
     index: int
     is_last: bool

@@ -47,14 +47,17 @@ class Slab:
         return self.memory.numel() - self.used_bytes
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return a uint8 view of the next `num_bytes`; the caller checks `free_bytes`."""
+        """Return an uninitialised uint8 view of `num_bytes`; the caller checks `free_bytes`."""
         data = self.memory[self.used_bytes : self.used_bytes + num_bytes]
         self.used_bytes += round_up_to_alignment(num_bytes)
         return data
 
 
 class Slabs:
-    """A growing list of slabs in host memory, pinned for a GPU; on meta without memory."""
+    """A growing list of slabs in host memory for copies of tensors of a `device_type`.
+
+    The memory is pinned for "cuda". For "meta" it is on meta, without bytes.
+    """
 
     def __init__(self, device_type: str) -> None:
         self._is_pinned = device_type == "cuda"

@@ -47,7 +47,8 @@ class Offload(SavedStorages):
     """Offloads saved tensors of a model's blocks to host memory. Gradients have the same bits.
 
     A deep copy of an `Offload`, or of a model with an `Offload`, has the same options and no
-    copies. Only tensors on the model's device are offloaded. On meta, bytes are only counted.
+    copies. Only storages on `device` of at least `min_bytes` are offloaded. On meta, bytes are only
+    counted.
     `fraction` is the maximum share of the saved bytes that is offloaded, in the order in which
     parts end, without the last layer. Copies that compute does not hide make steps slower. At most
     `max_host_bytes` of pinned memory are used; None = no limit.
@@ -272,7 +273,7 @@ def _call_unless_compiled(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call `function` with the forward; torch.compile traces the forward without `function`."""
+    """Return `function(forward, *bound_args, args, kwargs)`; in torch.compile call the forward."""
     if torch.compiler.is_compiling():
         return forward(*args, **kwargs)
     return function(forward, *bound_args, args, kwargs)

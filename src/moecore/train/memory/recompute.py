@@ -58,7 +58,7 @@ class _View(NamedTuple):
 
 
 class _ValuePlace(NamedTuple):
-    """Identifies a value of a region: kind "saved", "input" of product `number`, or "output"."""
+    """Names a region's value: "saved", "input" of matmul or attention `number`, or "output"."""
 
     kind: str
     number: int
@@ -161,7 +161,7 @@ class _RunningRegion:
         self._num_values = self._num_products = 0
 
     def _check_unchanged(self, inputs: list[Tensor]) -> None:
-        """Raise NotImplementedError if the function changed inputs or product outputs in place."""
+        """Raise NotImplementedError if the function changed inputs or saved outputs in place."""
         has_same_inputs = self._versions == _list_versions(inputs)
         if not has_same_inputs or any(
             p.versions != _list_versions(_list_tensors(p.output)) for p in self.products
@@ -207,11 +207,11 @@ class _RunningRegion:
 
     @property
     def is_multiplying(self) -> bool:
-        """Whether a product is running; calls inside it belong to the product."""
+        """Whether a matmul or attention call is running; calls inside of it belong to the call."""
         return self._running_product is not None
 
     def multiply(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a product and return its output; in the recomputation, return the saved output."""
+        """Run a matmul or attention call and return its output; in the rerun, the saved output."""
         number = self._num_products
         inputs = tree_flatten((args, kwargs))[0]
         if self._is_rerun:
@@ -322,7 +322,7 @@ class _RunningRegion:
             self._store_value(place, tensor)
 
     def _rerun_product(self, number: int, inputs: list[Any]) -> Any:
-        """Store inputs of product `number` that have handles; return the product's saved output."""
+        """Store inputs with handles of matmul or attention call `number`; return its output."""
         self._num_products += 1
         for position, value in enumerate(inputs):
             if isinstance(value, Tensor):
@@ -378,9 +378,9 @@ def recompute(
     *,
     has_products: bool = True,
 ) -> Any:
-    """Return `function(*args, **kwargs)`, of which only inputs and product outputs are saved.
+    """Return `function(*args, **kwargs)`; save its inputs, and outputs of matmuls and attention.
 
-    If `has_products` is False, the function must use only torch's default random generators.
+    `name` is for errors. Unless `has_products`, `function` runs no matmul and uses torch's RNGs.
     """
     kwargs = dict(kwargs or {})
     if is_in_region() or not _thread_regions.is_sharing or not is_packing():

@@ -80,8 +80,10 @@ def count_saved_bytes(
     decides.
 
     The model is plain or parallelized, on any device; its current recomputation and offload are
-    ignored. `blocks` are as in `apply_memory`. `run` calls a copy of the model on meta, and may
-    pass real tensors. `dtype_of` returns the compute dtype of a parameter.
+    ignored. `blocks` are its transformer blocks. `run` calls a copy of the model on meta, and may
+    pass real tensors. `dtype_of` returns the compute dtype of a parameter. `device_type` is the
+    device whose kernels save tensors ("cuda" or "cpu"). `compiled` are modules in compiled code, to
+    which `options` do not apply.
     """
     copies = _copy_to_meta(model, dtype_of)
     inner = [copies[block] for block in blocks]
@@ -124,7 +126,8 @@ class _StorageCounter:
     """A packer of saved tensors that counts each saved storage once, by block and part.
 
     If a graph is freed during the forward, such as the graph of unused scores, its storages are not
-    counted.
+    counted. Storages with keys in `weights` do not count. `move` returns a meta tensor for a real
+    one. With `stash`, used rows of experts count as pages; None = all rows count.
     """
 
     def __init__(

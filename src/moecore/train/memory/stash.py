@@ -87,7 +87,10 @@ class _PageKind:
 
 
 class PageStore:
-    """A `Store` of saved matrices in pages on the device, which hold only the used rows."""
+    """A `Store` of saved matrices in pages on the device, which hold only the used rows.
+
+    The pool has pages for `num_layers` runs of MoE layers.
+    """
 
     def __init__(self, streams: CopyStreams, options: StashOptions, num_layers: int) -> None:
         self._streams, self.options, self._num_layers = streams, options, num_layers
@@ -206,6 +209,7 @@ class PageStore:
     ) -> tuple[DispatchPages, CopyMark | None]:
         """Return the record of `group`'s matrices with an unused page table; fills no pages.
 
+        `in_capture` = a CUDA graph is captured, which keeps a table of its own.
         Also returns the mark of the table's last use; None = the table is new.
         """
         rows = {r.slots is not None: r for copy in group if (r := copy.used_rows) is not None}
@@ -244,7 +248,10 @@ class PageStore:
             )
 
     def _make_pool(self, copies: Sequence[HostCopy], *, in_capture: bool) -> PagePool:
-        """Allocate the pool of all MoE layers, sized by the first layer's `copies`."""
+        """Allocate the pool of all MoE layers, sized by the first layer's `copies`.
+
+        Raises a RuntimeError if `in_capture`: a CUDA graph is being captured.
+        """
         if in_capture:
             raise RuntimeError(
                 "pages of MemoryOptions.stash must be made before a CUDA graph is captured: run "
@@ -338,7 +345,10 @@ class Stash(Offload, BufferOwner):
         super()._send(group)
 
     def _start_forward(self, share: float) -> None:
-        """Begin a forward; copy out groups of last layers that still wait for their backward."""
+        """Begin a forward; copy out groups of last layers that still wait for their backward.
+
+        `share` is the maximum share of saved bytes that this forward copies out.
+        """
         super()._start_forward(share)
         with self._hold_lock():
             in_capture, resting, self._resting = self._streams.is_capturing(), self._resting, []

@@ -88,7 +88,11 @@ class _Offloaded:
 
 
 class SavedStorages:
-    """The storages that a model's blocks save for backward, and their copies in a `Store`."""
+    """The storages that a model's blocks save for backward, and their copies in a `Store`.
+
+    `fraction` is the maximum share of saved bytes that is copied, `min_bytes` the size of the
+    smallest copied storage, and `max_host_bytes` the limit of pinned memory (None = no limit).
+    """
 
     def __init__(
         self, device: torch.device, fraction: float, min_bytes: int, max_host_bytes: int | None

@@ -186,7 +186,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient.
+        """Update all parameters that have a gradient; return `closure()`, None without a closure.
 
         Raises:
             ValueError: when a group has `amsgrad`, `maximize` or an option of a wrong type or range
@@ -268,7 +268,10 @@ class AdamW(torch.optim.AdamW):
 def find_state_dtypes(
     dtype: torch.dtype, moment_dtype: torch.dtype, master_remainder: bool
 ) -> Mapping[str, torch.dtype]:
-    """Return state name -> dtype for a parameter of dtype `dtype`; FP8 moments are uint8 codes."""
+    """Return state name -> dtype for a parameter of dtype `dtype`; FP8 moments are uint8 codes.
+
+    With `master_remainder` the state of a bf16 parameter has an int16 "remainder".
+    """
     is_fp8 = moment_dtype == FP8 and dtype != torch.float64
     moments = torch.float64 if dtype == torch.float64 else moment_dtype
     dtypes = dict.fromkeys(MOMENTS, torch.uint8 if is_fp8 else moments)  # torch pickles no FP8

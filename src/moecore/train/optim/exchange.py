@@ -178,7 +178,11 @@ def _list_members(
 
 
 class _MatrixShards:
-    """The indices of a parameter's matrices on each mesh rank; lists have the order of `ranks`."""
+    """Which elements of a parameter's matrices each rank of its mesh stores.
+
+    `ranks` are global ranks, (0,) for a plain tensor, and lists have their order. `is_local` =
+    one rank has each full matrix, and no other rank has a piece.
+    """
 
     def __init__(self, param: Tensor, layout: MatrixLayout) -> None:
         self.layout, self.numel = layout, param.numel()
@@ -227,7 +231,11 @@ class _PlannedTensor(NamedTuple):
     device: torch.device
 
     def block(self, part: MatrixPart, number: int, mask: Tensor) -> MatrixBlock | None:
-        """Return the block of matrices where `mask` is True, in part `number`; None if empty."""
+        """Return the block of the matrices that `mask` selects; None if empty.
+
+        `part` has a shard's indices in section `number` of the layout; `mask` is bool like
+        `part.batch`.
+        """
         (batch,) = mask.nonzero(as_tuple=True)
         return _make_block(self.place, batch, part.rows, part.columns, number, self.device)
 
@@ -280,7 +288,10 @@ def _assign_owners(members: list[_PlannedTensor], num_ranks: int) -> Owners:
 
 
 def _make_round(members: list[_PlannedTensor], owners: Owners, rank: int) -> ExchangeRound:
-    """Return the exchange of these tensors' matrices as rank `rank` of the group runs it."""
+    """Return the exchange of these tensors' matrices as rank `rank` of the group runs it.
+
+    `owners[tensor index, section]` is int64 [batch], the owner of each matrix as a group rank.
+    """
     num_ranks = len(members[0].shards.ranks)
     lists: Iterator[list[list[MatrixBlock]]] = ([[] for _ in range(num_ranks)] for _ in range(4))
     sends, receives, returns, results = lists

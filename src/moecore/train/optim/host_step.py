@@ -105,7 +105,7 @@ class HostAdamW(AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient.
+        """Update all parameters that have a gradient; return `closure()`, None without a closure.
 
         Raises:
             ValueError: for the reasons of `AdamW.step`.

@@ -112,7 +112,7 @@ class MatrixLayout(CheckedRecord):
     def list_parts(
         self, param: Tensor, coordinate: Sequence[int] | None = None
     ) -> list[MatrixPart]:
-        """Return the indices of a shard of `param` in each part of the layout.
+        """Return the indices of a shard of `param` in each of `shapes`, the matrices of a layout.
 
         `coordinate` is the mesh coordinate of the rank that has the shard; None = this rank.
         """
@@ -135,7 +135,7 @@ class MatrixLayout(CheckedRecord):
 
 
 class MatrixPart(NamedTuple):
-    """Which elements of one part's matrices a rank's shard has, as int64 indices per dim."""
+    """Which elements of one section of the matrices a rank's shard has: int64 indices per dim."""
 
     batch: Tensor  # which matrices, in local order
     rows: Tensor  # indices in the rank's local tensor
@@ -370,9 +370,10 @@ def _find_fused_cut(parent: Any, last: str, rows: int) -> MatrixCut | None:
 
 
 def compute_lr_factor(layout: MatrixLayout, shape: tuple[int, int], adjust: str) -> float:
-    """Return Muon's factor on lr for a matrix of `shape` (rows, columns), a part of `layout`.
+    """Return Muon's factor on lr for a matrix of `shape` (rows, columns), a section of `layout`.
 
-    `adjust` is `Muon`'s `adjust_lr_fn`.
+    It is 0.2 * sqrt(longer side) if `adjust` is "match_rms_adamw"; otherwise sqrt(outputs /
+    inputs), at least 1.
     """
     if adjust == "match_rms_adamw":
         return float(0.2 * max(shape) ** 0.5)

@@ -180,7 +180,7 @@ class Muon(torch.optim.Optimizer):
         return torch.promote_types(param.dtype, torch.float32)
 
     def get_state_template(self, param: nn.Parameter, slot: str) -> Tensor:
-        """Return a tensor with the shape and placements of a parameter's state named `slot`."""
+        """Return a tensor, of any values, with the shape and placements of a state named `slot`."""
         if slot == MEANS:
             return make_output_means(param, self.layouts[param], self.get_moment_dtype(param))
         return param
@@ -199,7 +199,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient; collective if matrices are sharded.
+        """Update parameters with gradients; return `closure()`. Collective for sharded matrices.
 
         Raises:
             ValueError: before any update, when a group's option has a wrong type or range.
@@ -364,7 +364,7 @@ class _MuonStep:
         divide_by_means_(values, means, beta2=beta2, found_inf=self.found_inf)
 
     def _update_momentum(self, grad: Tensor, momentum: Tensor) -> Tensor:
-        """Update `momentum` in place with `grad`; return the update before orthogonalisation."""
+        """Update `momentum` in place with `grad`; return the update to orthogonalise, a copy."""
         return momentum_(
             grad,
             momentum,

@@ -95,7 +95,8 @@ _update_max_op = Op(
 def _gather_keys(q_BtHd: Tensor, k: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
     """All-gather the keys `k` over cp, unless they are already gathered. Collective.
 
-    Returns keys [B, T, h, d], and the int64 [t] positions of the local queries in the full row.
+    `sequence` knows which tokens of the full row this rank has. Returns keys [B, T, h, d], and the
+    int64 [t] positions of the local queries in the full row.
     """
     local_tokens = sequence.local_tokens
     assert local_tokens is not None, "asked for only with tokens on several ranks"
@@ -253,7 +254,10 @@ class _ScoreWatcher:
         return cls(name, module, module.config.num_heads, "q_proj", "k_proj")
 
     def __call__(self, q_BTHd: Tensor, k_BThd: Tensor, sequence: Sequence, scale: float) -> None:
-        """Update the maximum with a training forward; in eval or without gradients do nothing."""
+        """Update the maximum with a training forward; in eval or without gradients do nothing.
+
+        `scale` multiplies q k. `sequence` has documents, padding and the local tokens.
+        """
         if self.module.training and torch.is_grad_enabled():
             run_and_save(self._update_max_logits, q_BTHd.detach(), k_BThd.detach(), sequence, scale)
 
