@@ -331,7 +331,7 @@ class Estimate:
         return sum(block.num_bytes for block in (*blocks, counts.outside)), offloaded_bytes
 
     def _make_node_run(self, options: OptionSet, num_micro_batches: int) -> TrainingRun:
-        """Return a run on ep ranks of one node, whose number divides the number of experts."""
+        """Return a run of one-sequence micro-batches on a node's ep ranks, which divide experts."""
         rows = num_micro_batches * self._ep
         request = replace(self._request, num_gpus=self._ep, global_batch=rows, nvlink=None)
         return make_run(request, Folding(ep=self._ep), options)

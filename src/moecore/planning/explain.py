@@ -343,7 +343,7 @@ def list_compute_args(model: nn.Module) -> ComputeArgs:
 
 
 def describe_layer(layer: RoutedLayer, compute_args: ComputeArgs) -> str:
-    """Return text: bytes per token saved for backward; `compute_args` are device and dtypes."""
+    """Return text: bytes per token and part saved for backward; `compute_args`: device, dtypes."""
     config, experts = layer.config, layer.get_part("experts")
     options = MemoryOptions(recompute=("expert_fc1",) if experts.recompute_fc1 else ())
     weight = next(experts.parameters())
@@ -369,7 +369,7 @@ def describe_layer(layer: RoutedLayer, compute_args: ComputeArgs) -> str:
 
 
 def describe_batch(model: nn.Module, batch: Batch) -> list[str]:
-    """Return lines: bytes per token that blocks save; `batch` is (sequences, tokens of each)."""
+    """Return lines of bytes per token that blocks save; `batch` is (sequences, tokens of each)."""
     tokens_BT = torch.zeros(batch, dtype=torch.int64, device="cpu")
     blocks, compute_args = find_blocks(model), list_compute_args(model)
     options, attachment = None, get_parallel_state(model)

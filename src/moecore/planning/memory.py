@@ -60,7 +60,7 @@ class _Peak(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rank:
-    """A pipeline rank: resident bytes by kind, passes in order, and clipping with AdamW, `end`."""
+    """A pipeline rank: resident bytes by kind, passes in order, and `end`: clipping and AdamW."""
 
     resident: Mapping[str, int]
     passes: Sequence[_Pass]

@@ -203,7 +203,7 @@ def _make_product_work(name: str, args: Args, tensors: Sequence[Tensor], kernel:
 def _make_attention_work(
     name: str, tensors: Sequence[Tensor], is_backward: bool, *, window: int = 0
 ) -> Work:
-    """Return the work of causal attention; `window` is the most keys of a query, 0 = all."""
+    """Return causal attention's work on q, k, v, ..; `window` is a query's most keys, 0 = all."""
     heads = tensors[1:] if name.endswith("backward") else tensors  # torch's begins with dO
     (B, H, T, d), v = heads[0].shape, heads[2].shape[-1]
     seen = min(T, window or T)
@@ -340,7 +340,7 @@ class WorkRecorder(DispatchMode):
 
     @contextmanager
     def scope(self, part: str) -> Iterator[None]:
-        """Return a context whose allocations count as `part`, unless in a part not of `OUTER`."""
+        """Return a context whose allocations count as `part`, unless in one without subparts."""
         kind = self._open_kinds[-1]
         if len(self._open_kinds) == 1 or kind in OUTER:
             kind = f"activations: {part}"

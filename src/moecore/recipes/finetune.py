@@ -274,7 +274,7 @@ def build_model(
 
 
 def check(args: FinetuneConfig, world_size: int) -> tuple[FinetuneConfig, Any]:
-    """Return the options, with a directory as `model`, and the config of the model.
+    """Return the options, with a directory as `model`, and the model's transformers config.
 
     Raises ValueError for options that `world_size` ranks cannot run.
     """

@@ -193,7 +193,7 @@ def build_job(args: GRPOConfig) -> Reinforcement:
 
 
 def check(args: GRPOConfig, world_size: int) -> tuple[GRPOConfig, Any]:
-    """Return the options, with a directory as `model`, and the config of the model.
+    """Return the options, with a directory as `model`, and the model's transformers config.
 
     Raises ValueError for options that `world_size` ranks cannot run.
     """

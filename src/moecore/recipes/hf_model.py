@@ -90,7 +90,7 @@ def read_config(path: Path) -> Any:
 
 
 def build_hf(config: Any, path: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return the model of a config on meta, with parameters of `dtype`; errors name `path`."""
+    """Return the model of a transformers config on meta, in `dtype`; ValueErrors name `path`."""
     from transformers import AutoModelForCausalLM
 
     try:
