@@ -123,7 +123,7 @@ def _explain_layout(args: PlanConfig, folding: str) -> int:
 
 
 def _describe_measurement(args: Any, first: Folding) -> str:
-    """Return a sentence: the recorded step of `MEASURED`, and whether its layout is `first`."""
+    """Return a sentence: the speed measured for model and GPUs, and if its layout is `first`."""
     step = MEASURED.get((args.preset, format_gpu_name(args), args.gpus))
     if step is None:
         return "no benchmark has measured the first layout"
@@ -199,7 +199,7 @@ def _list_layout_fields(candidate: FittingCandidate) -> dict[str, Any]:
 
 
 def _list_time_numbers(time: TimePlan | str) -> dict[str, Any]:
-    """Return the JSON fields of a step's time plan.
+    """Return seconds, tokens_per_second (of a GPU), parts (seconds by limit), and wall (limit).
 
     If `time` is the text why there is no plan, "time_refusal" is that text and the rest is None.
     """
@@ -244,7 +244,7 @@ def _print_time(args: Any, time: TimePlan | str, limit: int | None = None) -> No
 
 
 def _describe_slices(table: CostTable, kind: str) -> str:
-    """Return a line: the share of sliced tp exchanges that products do not hide, on GPU `kind`."""
+    """Return a line: the share of sliced tp exchanges that matmuls do not hide, on GPU `kind`."""
     slices = table.slices
     if slices is None:
         return "collectives of tp count in full: the cost table has no share for sliced collectives"
@@ -333,7 +333,7 @@ def run_dry_run(args: DryRunConfig) -> int:
 
 
 def _sum_launches_by_kind(step: DryRun, table: CostTable | None) -> dict[str, list[Any]]:
-    """Return [number, FLOP, bytes, serial seconds] by kind; seconds None without a table."""
+    """Return [number, FLOP, bytes, serial seconds] by kind of operation; no table: seconds None."""
     if table is not None:
         table = replace(table, slices=None)  # serial seconds, not the exposed share
     sums: defaultdict[str, list[Any]] = defaultdict(lambda: [0.0] * 4)
@@ -349,7 +349,7 @@ def _sum_launches_by_kind(step: DryRun, table: CostTable | None) -> dict[str, li
 
 
 def run_report(args: Any) -> int:
-    """Print the report of the profiler trace `args.trace`; return 0, or raise UsageError."""
+    """Print the report of profiler trace `args.trace`, return 0; UsageError for another file."""
     try:
         report = report_trace(args.trace, num_steps=args.steps)
     except ValueError as error:

@@ -65,7 +65,7 @@ class Point(CheckedRecord):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExposedShare(CheckedRecord):
-    """The measured share of the time of sliced tp exchanges that products do not hide."""
+    """The measured share of the time of sliced tp exchanges that matmuls do not hide."""
 
     share: ShareOrZero  # of the seconds of the same exchanges without overlap
     gpu: GpuName  # the measured GPU
@@ -89,7 +89,7 @@ class CostTable(CheckedRecord):
         pairs_hide: the share of exchanges between nodes that overlaps with computation when a
             forward is paired with a backward, in schedules "overlapped" and "dualpipe-v".
             Exchanges within a node do not overlap, because dispatcher "nvlink" has no pairs.
-        slices: the exposed time of exchanges that overlap with products of tp ranks; None = not
+        slices: the exposed time of exchanges that overlap with matmuls of tp ranks; None = not
             measured, and all of their time counts.
         assumed: sentences about numbers that were not measured.
     """
@@ -202,7 +202,7 @@ class CostTable(CheckedRecord):
     def find_limiting_rate(self, work: Work, node_ranks: CountOrZero = 0) -> Wall:
         """Return the rate that limits an operation, or "launch" if its fixed time is longer.
 
-        `node_ranks` is an argument of `seconds`.
+        `node_ranks` is the number of a collective's ranks in one NVLink domain; 0 = the maximum.
         """
         check_arguments(CostTable.find_limiting_rate, locals())
         launch, rates = self._compute_rate_seconds(work, node_ranks)
@@ -212,7 +212,7 @@ class CostTable(CheckedRecord):
     def _compute_rate_seconds(self, work: Work, node_ranks: int) -> tuple[float, dict[Wall, float]]:
         """Return an operation's fixed seconds, and its seconds at each resource's achieved rate.
 
-        `node_ranks` is an argument of `seconds`.
+        `node_ranks` is the number of a collective's ranks in one NVLink domain; 0 = the maximum.
         """
         rates = self._compute_roofline(
             work, self.gpu, _count_domain_ranks(work, node_ranks, self.gpu)
@@ -228,8 +228,9 @@ class CostTable(CheckedRecord):
     def _compute_roofline(self, work: Work, name: GpuName | Gpu, inside: int) -> dict[Wall, float]:
         """Return an operation's seconds at each data-sheet rate of the GPU `name`.
 
-        `inside` is the number of a collective's ranks in one NVLink domain. Raises ValueError for
-        FP8 on a GPU without FP8.
+        The keys are "compute" and "memory", or the links of a copy or a collective. `inside` is the
+        number of a collective's ranks in one NVLink domain. Raises ValueError for FP8 on a GPU
+        without FP8.
         """
         gpu = get_gpu(name)
         if work.kind == "copy":

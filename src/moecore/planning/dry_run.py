@@ -176,7 +176,7 @@ def _compute_workspace_bytes(recorder: WorkRecorder) -> int:
 
 
 def register_hooks(model: nn.Module, parts: ModuleParts, recorder: WorkRecorder) -> None:
-    """Register hooks that call `recorder.begin_part` when a module begins its forward or backward.
+    """Register hooks that call `recorder.begin_part` when a module of `parts` begins a pass.
 
     Forwards of the parts of layers are wrapped in `recorder.scope`, for allocations by part.
     """
@@ -213,7 +213,7 @@ def register_hooks(model: nn.Module, parts: ModuleParts, recorder: WorkRecorder)
 
 
 def _count_optimizer_bytes(optimizer: AdamW, param: Tensor) -> int:
-    """Return the bytes of parameter, gradient and AdamW state that a step reads and writes."""
+    """Return bytes that a step reads and writes: local shard of `param`, its gradient and state."""
     state = [x for x in optimizer.prepare_state(param).values() if x.numel() > 1]
     return 3 * get_local_tensor(param).nbytes + 2 * sum(get_local_tensor(x).nbytes for x in state)
 

@@ -247,7 +247,7 @@ class Estimate:
     def _list_stage_parts(
         self, layout: Folding, options: OptionSet
     ) -> list[tuple[tuple[str, Pass], ...]]:
-        """Return, for each pipeline stage, the (part, pass) pairs of a micro-batch."""
+        """Return the pairs, such as ("layer 3", "F"), that a micro-batch runs in each stage."""
         segments = self._segments(options)
         stages = list_stages(make_run(self._request, layout, options))
         return [
@@ -331,7 +331,7 @@ class Estimate:
         return sum(block.num_bytes for block in (*blocks, counts.outside)), offloaded_bytes
 
     def _make_node_run(self, options: OptionSet, num_micro_batches: int) -> TrainingRun:
-        """Return a run on ep ranks of one node, whose number divides the number of experts."""
+        """Return a run of one-sequence micro-batches on a node's ep ranks, which divide experts."""
         rows = num_micro_batches * self._ep
         request = replace(self._request, num_gpus=self._ep, global_batch=rows, nvlink=None)
         return make_run(request, Folding(ep=self._ep), options)
@@ -339,7 +339,7 @@ class Estimate:
 
 @lru_cache(maxsize=256)
 def count_saved_bytes_of_run(run: TrainingRun) -> ModelSavedBytes:
-    """Return the bytes that a forward of one micro-batch saves, in a tenth of a dry run's time."""
+    """Return the bytes by block that a micro-batch saves for backward; faster than a dry run."""
     model = run.planned_model.build(run.dtype)
     inputs = run.planned_model.inputs(run.tokens())
     with enter_world(run), treat_meta_as("cuda"):
@@ -356,7 +356,7 @@ def count_saved_bytes_of_run(run: TrainingRun) -> ModelSavedBytes:
 
 
 def _list_choices(request: SearchRequest, sets: Sequence[OptionSet]) -> list[OptionSet]:
-    """Return the first of `sets`, and the low-overhead options with each subset of medium ones."""
+    """Return the first of `sets`, then the last's low-overhead options with subsets of medium."""
     options = sets[-1].options
     medium = [option for option in options if option.overhead == "medium"]
     subsets = chain.from_iterable(combinations(medium, n) for n in range(len(medium) + 1))

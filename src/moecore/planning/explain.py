@@ -44,7 +44,7 @@ UNITS = {"block": "blocks", "experts": "experts", "routers": "routers", "head": 
 
 @torch.no_grad()
 def explain(model: nn.Module | ShardPlan, *, batch: Batch | None = None) -> str:
-    """Return the sizes, meshes, placements, dispatcher, products and precision of a model as text.
+    """Return the sizes, meshes, placements, dispatcher, matmuls and precision of a model as text.
 
     Each rank describes its shards. The call does not communicate or synchronise the host.
 
@@ -154,7 +154,7 @@ def _make_layer_plan(name: str, layer: RoutedLayer) -> LayerPlan:
 def _describe_plan(
     plan: ShardPlan, coordinate: Coordinate | None, meshes: Iterable[str], products: Iterable[str]
 ) -> Iterator[str]:
-    """Yield a plan's lines; `products` has a line per layer, coordinate None = the first rank."""
+    """Yield lines of a plan, `meshes` and `products` (one per layer); coordinate None = rank 0."""
     rows = list_table_rows(plan, coordinate)
     size = format_bytes(sum(row.num_bytes for row in rows))
     holder = "this rank" if coordinate is not None else f"the first rank of {plan.world_size}"
@@ -343,7 +343,7 @@ def list_compute_args(model: nn.Module) -> ComputeArgs:
 
 
 def describe_layer(layer: RoutedLayer, compute_args: ComputeArgs) -> str:
-    """Return text with the bytes per token that an MoE layer saves for backward, by part."""
+    """Return text: bytes per token and part saved for backward; `compute_args`: device, dtypes."""
     config, experts = layer.config, layer.get_part("experts")
     options = MemoryOptions(recompute=("expert_fc1",) if experts.recompute_fc1 else ())
     weight = next(experts.parameters())
@@ -369,7 +369,7 @@ def describe_layer(layer: RoutedLayer, compute_args: ComputeArgs) -> str:
 
 
 def describe_batch(model: nn.Module, batch: Batch) -> list[str]:
-    """Return lines: bytes per token that blocks save for backward; equal blocks share a line."""
+    """Return lines of bytes per token that blocks save; `batch` is (sequences, tokens of each)."""
     tokens_BT = torch.zeros(batch, dtype=torch.int64, device="cpu")
     blocks, compute_args = find_blocks(model), list_compute_args(model)
     options, attachment = None, get_parallel_state(model)

@@ -350,7 +350,10 @@ def parse_run(args: PlannedConfig) -> TrainingRun:
 
 
 def _choose_nvlink(args: Any, parallel: ParallelConfig, num_peers: int) -> NVLinkOptions | None:
-    """Return the options of dispatcher nvlink for the run of a command; None = all-to-all."""
+    """Return the options of dispatcher nvlink for the run of a command; None = all-to-all.
+
+    `num_peers` is the number of neighbouring ranks that reach the memory of each other.
+    """
     if _has_capacity(args):
         return NVLinkOptions(row_factor=args.row_factor)
     dispatch = DispatchOptions(name=args.dispatcher or "auto")

@@ -248,7 +248,7 @@ def read_gpu(path: str | os.PathLike[str]) -> Gpu:
 
 
 def find_time_refusal(precision: Precision | None, gpu: GpuName | Gpu) -> str | None:
-    """Return why the time of a precision's products is not modelled on a GPU; None = it is."""
+    """Return why the time of a precision's matmuls is not modelled on a GPU; None = it is."""
     # A dry run of these formats records their emulation, whose time differs from the time of
     # products on tensor cores. For GPUs without has_blockwise moecore has no FP8 kernel.
     for recipe in () if precision is None else precision.recipes:

@@ -69,7 +69,7 @@ class SearchRequest(CheckedRecord):
         global_batch: rows of a step over all data ranks; None = 8 per GPU.
         fsdp: the sharding of parameters; "any" = weights stay unsharded in a step if that fits.
         memory: recomputation and offload; "any" = as much as the memory needs.
-        precision: the products in FP8; "any" = FP8 if the memory needs it or it saves time.
+        precision: the matmuls in FP8; "any" = FP8 if the memory needs it or it saves time.
         optimizer: the optimizer's state; "any" = the largest that fits.
         nvlink: the capacity of dispatcher "nvlink" for layouts whose expert ranks are in one node;
             "any" = twice the rows of even loads; None = dispatcher "alltoall".

@@ -88,7 +88,7 @@ QUEUED = TrainingRun(model=SMALL_MODEL, num_gpus=1, seq_len=256)
 
 
 def run_measure(args: Any) -> int:
-    """Measure, write the table to `args.out` and return 0; under torchrun the first rank writes."""
+    """Time operations, write a `CostTable` to `args.out`, return 0; only the first rank writes."""
     device = _select_device()
     name = torch.cuda.get_device_name(device)
     gpu = find_gpu_name(name)
@@ -111,7 +111,7 @@ def run_measure(args: Any) -> int:
 
 
 def measure_host_seconds(run: TrainingRun, device: torch.device) -> float:
-    """Run training steps of a small model; return the host's median seconds per launch."""
+    """Train `run` with random weights on `device`; return the host's median seconds per launch."""
     times = []
     with enter_world(run):
         model = build_model(run, device.type)
@@ -210,9 +210,10 @@ def list_collective_calls(device: torch.device, num_bytes: int) -> Iterator[tupl
 def _make_grouped_calls(
     device: torch.device, E: int, R: int, D: int, F: int
 ) -> Iterator[tuple[Work, Call]]:
-    """Yield grouped products of a layer with even loads, by torch and on Hopper by moecore.
+    """Yield grouped matmuls of a layer with even loads, each with a function that launches it.
 
-    The layer has E experts of model dim D and hidden dim F, and R expert rows.
+    The layer has E experts of model dim D and hidden dim F, and R expert rows. The kernels are
+    torch's, and on Hopper also moecore's.
     """
     ends = (torch.arange(1, E + 1, device=device) * (R // E)).int()
     x_RD, h_RC, a_RF = (_make_random_tensor(device, R, n) for n in (D, 2 * F, F))
@@ -263,7 +264,10 @@ def _make_grouped_calls(
 def _make_attention_calls(
     device: torch.device, B: int, H: int, T: int, d: int, v: int
 ) -> Iterator[tuple[Work, Call]]:
-    """Yield causal attention and its backward, for queries and keys of d and values of v dims."""
+    """Yield causal attention and its backward, each with a function that launches it.
+
+    There are B rows of T tokens with H heads. Queries and keys have d dims, and values v.
+    """
     q, k, do, values = (_make_random_tensor(device, B, T, H, n) for n in (d, d, v, v))
     mask, scale = AttentionMask(causal=True), d**-0.5
     name = CUDNN if cudnn.find_problem(q, k, values, mask) is None else FLASH  # as on meta
@@ -278,7 +282,10 @@ def _make_attention_calls(
 
 
 def _make_memory_bound_calls(device: torch.device, sizes: Sizes) -> Iterator[tuple[Work, Call]]:
-    """Yield memory-bound operations: copies, moves of expert rows, activation, optimizer."""
+    """Yield copies, moves of expert rows, norms, loss and AdamW, each with a launching function.
+
+    The largest tensor of each has about `sizes.num_bytes` bytes.
+    """
 
     def work(name: str, num_bytes: int, dtype: str = "bfloat16") -> Work:
         return Work(name, "rows", 0, num_bytes, (), dtype)
@@ -337,7 +344,8 @@ def _make_random_tensor(device: torch.device, *shape: int) -> Tensor:
 def _time_call(call: Call, flush: Tensor, rounds: int) -> float:
     """Return the median seconds of `rounds` calls; 0 without rounds.
 
-    A read of `flush`, a tensor larger than the L2 cache, precedes each call.
+    A read of `flush`, a tensor larger than the L2 cache, precedes each call. The host waits for
+    the last call.
     """
     times, spans = [], []
     for _ in range(rounds):

@@ -60,7 +60,7 @@ class _Peak(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rank:
-    """A pipeline rank: its resident bytes between steps by kind, and its passes in order."""
+    """A pipeline rank: resident bytes by kind, passes in order, and `end`: clipping and AdamW."""
 
     resident: Mapping[str, int]
     passes: Sequence[_Pass]
@@ -331,7 +331,7 @@ def _correct_stage_segments(
 
 
 def _sum_net_bytes(stage: Stage, micro_batch: int, segments: Segments) -> int:
-    """Return by how many bytes a stage's forward and backward change the allocated memory."""
+    """Return by how many bytes a stage's passes of a recorded micro-batch change the memory."""
     return sum(
         s.net for pass_ in PASSES for s in segments.list_stage_segments(stage, pass_, micro_batch)
     )

@@ -64,7 +64,7 @@ def _list_offloadable_parts(run: TrainingRun) -> tuple[Offloaded, ...]:
 
 
 def _use_fp8(run: TrainingRun) -> TrainingRun:
-    """Return the run with blockwise FP8, or unchanged if it has FP8 or experts do not fit it."""
+    """Return the run with blockwise FP8; unchanged with FP8 or expert dims not divisible by 128."""
     moe = run.planned_model.moe
     has_products = moe is None or not (moe.expert_dim % 128 or moe.hidden_dim % 128)
     if run.precision is not None or not has_products:

@@ -243,7 +243,7 @@ def _choose_dispatcher_name(run: TrainingRun) -> str:
 
 
 def _make_table(record: Any) -> dict[str, Any]:
-    """Return a record's changed fields, without fields that another line of a TOML sets."""
+    """Return a record's changed fields but those that another line of a TOML sets; {} for None."""
     return {n: v for n, v in _find_changed_fields(record).items() if n not in OTHER_LINES}
 
 
@@ -285,7 +285,7 @@ def format_page(plan: MemoryPlan, time: TimePlan | str, title: str, memory: NumB
 
 
 def _draw_step(time: TimePlan, num_ranks: int) -> list[str]:
-    """Return the HTML of a step's parts, and of the timeline of stages."""
+    """Return the HTML of a step's parts, and of the timeline of `num_ranks` pipeline ranks."""
     parts: dict[str, float] = {part: s for part, s in time.parts.items() if s}
     colours = _assign_colours(parts)
     step = [("step", _stack_parts(parts, colours, lambda s: f"{s * 1e3:.1f} ms"))]
@@ -305,7 +305,7 @@ def _assign_colours(names: Iterable[str]) -> dict[str, str]:
 def _stack_parts(
     sizes: Mapping[str, Any], colours: Mapping[str, str], text_of: Callable[[Any], str]
 ) -> list[Part]:
-    """Place sizes above 0 next to each other, and return one coloured part for each size."""
+    """Return (start, size, colour, title) of sizes above 0 in a row; `text_of` formats a size."""
     parts, start = list[Part](), 0.0
     for name, size in ((name, size) for name, size in sizes.items() if size > 0):
         parts.append((start, size, colours[name], f"{name}: {text_of(size)}"))
@@ -314,7 +314,7 @@ def _stack_parts(
 
 
 def _list_action_parts(timeline: Timeline, rank: int) -> list[Part]:
-    """Return the actions of a rank; two concurrent actions have half of their time each."""
+    """Return (start, length, colour, title) of a rank's actions; two at once have half the time."""
     parts = list[Part]()
     for start, end, item in timeline.spans[rank]:
         actions = list_actions(item)
@@ -330,7 +330,11 @@ def _list_action_parts(timeline: Timeline, rank: int) -> list[Part]:
 def _draw_bars(
     rows: Sequence[tuple[str, list[Part]]], longest: float, line: float | None = None
 ) -> str:
-    """Return an SVG of labelled rows; `longest` has the full width, and `line` is a dashed line."""
+    """Return an SVG with a bar for each of `rows`, a label and its coloured parts.
+
+    `longest` is the value with the full width. `line` is a value that is drawn as a dashed line;
+    None = no line.
+    """
     height = ROW * len(rows)
     svg = [f'<svg width="{LABEL + WIDTH}" height="{height}" role="img">']
     for i, (label, parts) in enumerate(rows):

@@ -103,7 +103,7 @@ class PlacedLaunch(NamedTuple):
 
 
 def place_launches(queued: Iterable[QueuedLaunch]) -> list[PlacedLaunch]:
-    """Return the recorded queue with distances in place of launch numbers."""
+    """Return launches whose dependencies are distances back in the queue, not launch numbers."""
     return [
         PlacedLaunch(
             item,
@@ -193,7 +193,7 @@ def compute_collective_work(name: str, args: Args, num_ranks: int) -> Work:
 
 
 def _make_product_work(name: str, args: Args, tensors: Sequence[Tensor], kernel: str = "") -> Work:
-    """Return the work of matrix product `name` of `PRODUCTS`; `kernel` is another name for it."""
+    """Return the work of matmul `name` on `tensors`; a `kernel` replaces the name in the result."""
     a, b = args[PRODUCTS[name] :][:2]
     M, N, K = shape = prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
     num_bytes, dtype = _count_bytes(tensors), _name_dtype(a)
@@ -203,7 +203,7 @@ def _make_product_work(name: str, args: Args, tensors: Sequence[Tensor], kernel:
 def _make_attention_work(
     name: str, tensors: Sequence[Tensor], is_backward: bool, *, window: int = 0
 ) -> Work:
-    """Return the work of causal attention; `window` is the most keys of a query, 0 = all."""
+    """Return causal attention's work on q, k, v, ..; `window` is a query's most keys, 0 = all."""
     heads = tensors[1:] if name.endswith("backward") else tensors  # torch's begins with dO
     (B, H, T, d), v = heads[0].shape, heads[2].shape[-1]
     seen = min(T, window or T)
@@ -340,7 +340,7 @@ class WorkRecorder(DispatchMode):
 
     @contextmanager
     def scope(self, part: str) -> Iterator[None]:
-        """Return a context whose allocations count as `part`, unless in a part not of `OUTER`."""
+        """Return a context whose allocations count as `part`, unless in one without subparts."""
         kind = self._open_kinds[-1]
         if len(self._open_kinds) == 1 or kind in OUTER:
             kind = f"activations: {part}"
@@ -381,7 +381,7 @@ class WorkRecorder(DispatchMode):
             self._append_launch(compute_kernel_work(name, args))
 
     def _append_launch(self, work: Work, node_ranks: int = 0) -> None:
-        """Append a launch of `work` to `queued`; `node_ranks` as in `QueuedLaunch`."""
+        """Append a launch of `work`; `node_ranks` are a collective's ranks in this domain."""
         dependencies, host_dependencies = (self._since(numbers) for numbers in self.queues.launch())
         order = self.queues.current.number, dependencies, host_dependencies, node_ranks
         self.queued.append(QueuedLaunch(work, *order, list_open_marks(), get_meta_repeats()))
@@ -399,7 +399,7 @@ class WorkRecorder(DispatchMode):
             return self._record_operation(func, args, kwargs or {})
 
     def _record_operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Call a torch operation on meta, and record its allocations and its launch."""
+        """Call a torch operation on meta, record its allocations and launch, return its result."""
         if func.is_view:  # half of a step's operations
             return func(*args, **kwargs)
         namespace, name, changes = _parse_operation(func)

@@ -120,7 +120,10 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Lever:
-    """An option to try, its page of docs, and the largest share of the step that it can save."""
+    """An option to try, its page of docs, its limit, such as "host", and the most it can save.
+
+    `share` is that part of the step, from 0 to 1.
+    """
 
     lever: str
     page: str

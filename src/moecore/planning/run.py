@@ -89,7 +89,7 @@ class TrainingRun(CheckedRecord):
         pipeline: the stages; None = no pipeline.
         fsdp: options of sharding.
         memory: options of recompute, offload and pages.
-        precision: the products in FP8; None = no FP8.
+        precision: the matmuls in FP8; None = no FP8.
         optimizer: options of AdamW.
         nvlink: the capacity of dispatcher "nvlink", which stores tokens into the memory of GPUs of
             one node; None = dispatcher "alltoall".
@@ -329,7 +329,7 @@ def count_stored_bytes(run: TrainingRun) -> int:
 
 
 def count_resident_bytes(run: TrainingRun, size: RankBytes) -> dict[str, int]:
-    """Return a rank's resident bytes between steps, by kind; offloaded state counts as resident."""
+    """Return bytes between steps by kind, from a rank's `size`; offloaded state counts, too."""
     sizes = {f"parameters: {role.role}": role.parameters for role in size.roles}
     sizes |= {"gathered weights": size.weights, "sums of gradients": size.sums}
     per_element = count_state_bytes(run.optimizer)

@@ -93,7 +93,7 @@ def _make_segment(launches: range, start: Start, level: int, kinds: Mapping[str,
 
 
 class _FarLaunch(NamedTuple):
-    """A launch with dependencies far before it: its index in its segment, and their numbers."""
+    """A launch by its index in its segment, with the numbers of launches far before it to await."""
 
     at: int
     dependencies: list[int]
@@ -218,7 +218,11 @@ class Segments:
     def _compute_far_distances(
         self, numbers: Iterable[int], i: int, newest: Mapping[int, int]
     ) -> tuple[int, ...]:
-        """Return the distances from index `i` back to the newest copies of earlier launches."""
+        """Return the distances from index `i` back to the newest copies of launches `numbers`.
+
+        `newest` has the queue index of a segment's newest copy by its first launch. A launch of a
+        segment without a copy has no distance.
+        """
         starts = ((n, self._starts[bisect_right(self._starts, n) - 1]) for n in numbers)
         return tuple(i - (newest[start] + n - start) for n, start in starts if start in newest)
 

@@ -294,7 +294,7 @@ def _time_unstaged(run: TrainingRun, segments: Segments, table: CostTable) -> tu
 
 
 def _time_state_waits(run: TrainingRun, segments: Segments, table: CostTable, memo: Memo) -> float:
-    """Return the seconds in which a step waits for the offload of its optimizer's state."""
+    """Return the seconds that a step waits for offloaded optimizer state; adds to cache `memo`."""
     # The copy to the host overlaps with the blocks of the first forward. The copy back overlaps
     # with the blocks of the last backward, except the first of them. In a pipeline these are the
     # blocks of the first rank.
@@ -326,7 +326,7 @@ def has_slices(run: TrainingRun) -> bool:
 def _time_staged(
     run: TrainingRun, segments: Segments, table: CostTable, memo: Memo
 ) -> tuple[float, Parts, Timeline]:
-    """Return a pipeline step's seconds, these by limit, and the timeline; adds to `memo`."""
+    """Return a pipeline step's seconds, these by limit, and timeline; adds to cache `memo`."""
     assert run.pipeline is not None, "checked by the caller"
     name, pp, stages = run.pipeline.schedule, run.resolved.pp, list_stages(run)
     passes = [_time_passes_cached(stage, segments, table, memo) for stage in stages]
@@ -392,7 +392,7 @@ def _sum_parts(all_parts: Iterable[Parts]) -> dict[Part, float]:
 def _time_passes_cached(
     stage: Stage, segments: Segments, table: CostTable, memo: Memo
 ) -> StagePasses:
-    """Return `_time_passes` of a stage, computed once for stages with equal segments."""
+    """Return the seconds of a stage's passes; `memo` keeps them for stages with equal segments."""
     key = tuple(segment.launches.start for segment in segments.list_stage_segments(stage, "F", 0))
     if key not in memo:
         memo[key] = _time_passes(stage, segments, table)
@@ -400,7 +400,7 @@ def _time_passes_cached(
 
 
 def _time_passes(stage: Stage, segments: Segments, table: CostTable) -> StagePasses:
-    """Return seconds by limit of a stage's passes, where forwards and backwards alternate."""
+    """Return seconds by limit of alternating passes of a stage, by (pass, recorded micro-batch)."""
     passes: StagePasses = {}
     queue: list[Segment] = []
     lengths: list[tuple[tuple[Pass, int], int]] = []

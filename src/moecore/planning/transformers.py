@@ -76,7 +76,7 @@ class TransformersModel(CheckedRecord):
 
 @contextmanager
 def convert_errors(model: object) -> Iterator[None]:
-    """Return a context that turns errors of a class of transformers into one-line ValueErrors."""
+    """Return a context that turns errors of a `TransformersModel` into one-line ValueErrors."""
     # A config.json may have any values, and the code of the class that reads them is not moecore's.
     try:
         yield
@@ -244,7 +244,7 @@ def _build_model(model: TransformersModel, dtype: torch.dtype) -> Any:
 
 
 def _keep_layers(hf: Any, names: Sequence[str], layers: Sequence[int]) -> None:
-    """Remove all layers of a model but `layers`; `names` are the names of all its layers."""
+    """Remove a model's layers in place, except at indices `layers`; `names` are of all layers."""
     blocks = [hf.get_submodule(names[i]) for i in layers]
     holders = dict.fromkeys(hf.get_submodule(name.rpartition(".")[0]) for name in names)
     for holder in holders:
@@ -271,7 +271,7 @@ def _shorten_config(config: Any, number: int, layers: Sequence[int]) -> None:
 
 
 def _find_layer_lists(config: Any, number: int) -> Iterator[tuple[str, Sequence[Any]]]:
-    """Yield fields of a config with a value for each layer, except lists of layer indices."""
+    """Yield (name, value) of fields with an item for each of `number` layers; no index lists."""
     names = (n for n, x in inspect.getmembers(type(config)) if isinstance(x, property))
     for name, value in {**{n: getattr(config, n, None) for n in names}, **vars(config)}.items():
         is_listed = isinstance(value, list | tuple) and len(value) == number

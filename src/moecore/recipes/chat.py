@@ -185,7 +185,8 @@ def _encode_chat(
 ) -> list[Example]:
     """Return a chat as one example, or one per answer: see Note "turns that change".
 
-    The first `num_prompt` messages are not learned.
+    The first `num_prompt` messages are not learned. `tools` are JSON schemas for the template; None
+    = no tools. `place` names the row in errors.
     """
     if tokenizer.chat_template is None:
         raise ValueError(

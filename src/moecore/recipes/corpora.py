@@ -144,7 +144,7 @@ def read_source(
 
 
 def _open_documents(options: SourceOptions, option: str) -> Any:
-    """Return the documents at a source's path. Errors name the flag `option`."""
+    """Return the texts, dicts or token ids at a source's path. Errors name the flag `option`."""
     path, name = Path(options.path), format_option(option, options.path)
     if options.skip_invalid and (path.suffix != ".jsonl" or options.path.startswith(HUB)):
         raise ValueError(f"{name} must be a .jsonl file to have broken lines: drop skip_invalid")
@@ -287,6 +287,7 @@ def make_scheduled_corpus_steps(
     Args:
         max_tokens: maximum tokens of a rank in a micro-batch.
         cost: the cost of a document, by which ranks get equal shares.
+        data_rank: the index of this rank among `shape.data_ranks`.
         workers: processes that read ahead; 0 = none.
     """
     loader = ScheduledLoader(
@@ -307,6 +308,7 @@ class CorpusSteps:
 
     Args:
         shape: the sizes of a step's batch over all data ranks.
+        data_rank: the index of this rank among `shape.data_ranks`.
         workers: processes that read ahead; 0 = none.
 
     Attributes:

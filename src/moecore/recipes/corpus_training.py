@@ -89,12 +89,19 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
         return self.run_micro_batches(num_labels, *tensors)
 
     def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
-        """Return "padding_share", and "mfu" if the device's peak is known; see `compute_usage`."""
+        """Return "padding_share", and "mfu" if the device's peak is known; see `compute_usage`.
+
+        `counts` are the `count_labels_and_tokens` of batches, summed over data ranks, and `seconds`
+        the time of the step.
+        """
         return compute_usage(counts, seconds, self.model.config, self.peak_tflops)
 
     @torch.no_grad()
     def evaluate(self) -> Metrics:
-        """Return "eval_loss/NAME" of each validation set, and "eval_loss", their mean."""
+        """Return "eval_loss/NAME" of each validation set and their mean "eval_loss"; {} = no sets.
+
+        A loss is in nats per label over all ranks. Collective.
+        """
         if not self.validation:
             return {}
         self.model.eval()
@@ -147,7 +154,10 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
         super().close()
 
     def finish(self) -> None:
-        """End the workers and export a directory that `from_pretrained` loads."""
+        """End the workers, and with --hf-config export a directory for `from_pretrained`.
+
+        Collective.
+        """
         self.batches.sampler.close()
         target = self.args.run_dir / EXPORT
         if not self.args.hf_config:

@@ -260,7 +260,7 @@ class Graphed:
         self._shapes: list[torch.Size] = []
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        """Return the loss of a step with these inputs of `forward_backward`."""
+        """Return a copy of the loss of a step with these inputs of `forward_backward`."""
         shapes = [tensor.shape for tensor in tensors]
         if shapes != self._shapes:
             self._graph.close()

@@ -70,7 +70,7 @@ def print_dry_run(
 ) -> int:
     """Print options, plan and first batch; return exit status 1 if the plan does not fit, else 0.
 
-    `run` None = adapters or a reference model, for which there is no plan.
+    `run` None = LoRA adapters or a reference model, for which there is no plan.
     """
     print(to_toml(args))
     fits = True

@@ -136,7 +136,7 @@ def check_graph(args: RunConfig, dynamic_cp: int | None = None) -> None:
 
 
 def check_dynamic_cp(args: RunConfig, max_tokens: int, parallel: ParallelConfig) -> None:
-    """Raise ValueError for options that do not fit --dynamic-cp, which is `max_tokens`."""
+    """Raise ValueError for options that --dynamic-cp, whose value is `max_tokens`, excludes."""
     name, p = f"--dynamic-cp ({max_tokens})", parallel
     if p.cp > 1:
         raise ValueError(

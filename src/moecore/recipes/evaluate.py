@@ -53,7 +53,7 @@ def run_evaluate(args: EvaluateConfig) -> int:
 def iterate_documents(source: Any, seq_len: int, limit: int | None) -> Iterator[Tensor]:
     """Yield token ids, int64 [1, T], of the first `limit` documents, cut to `seq_len`; None = all.
 
-    Documents of fewer than 2 tokens are left out.
+    `source` is a `CorpusSource`. Documents of fewer than 2 tokens are left out.
     """
     for number, document in enumerate(track(source.documents, "evaluating", unit="documents")):
         if number == limit:

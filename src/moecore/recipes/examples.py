@@ -66,7 +66,8 @@ def encode_row(
 ) -> list[Example]:
     """Return the examples of a row with a chat, a completion or a text, see `chat.encode`.
 
-    `names` are the columns' names, and `options.format` is the row's format.
+    `names` are the columns' names, and `options.format` is the row's format. Only rows with a text
+    are cut into pieces of `seq_len` tokens.
     """
     record = convert_to_form(row.columns(names), options.format, row.place)
     return chat.encode(record, tokenizer, seq_len=seq_len, place=row.place)
@@ -84,9 +85,9 @@ def read_examples(
 ) -> Examples:
     """Return all examples of the files, in order, with at most `seq_len` tokens.
 
-    `encode` makes the examples of a row; `options` None and `columns` None = the defaults. Raises
-    ValueError, with the flag `option`, if no example has an answer, or if a row cannot be encoded
-    and `options.skip_invalid` is not set.
+    `encode` makes the examples of a row from (row, tokenizer, seq_len, options, columns). `options`
+    None and `columns` None = the defaults. Raises ValueError, with the flag `option`, if no example
+    has an answer, or if a row cannot be encoded and `options.skip_invalid` is not set.
     """
     options, names = options or DatasetOptions(), columns or ColumnNames()
     examples, problems, invalid = list[Any](), list[str](), list[str]()
@@ -145,7 +146,10 @@ def make_packed_steps(
     data_rank: int,
     packs: bool,
 ) -> PackedSteps:
-    """Return the steps of packed examples, whose answers are learned; see `PackedSteps`."""
+    """Return this data rank's steps of examples, whose answers are learned; see `PackedSteps`.
+
+    `packs` False = a packed sequence has one example. `seed` None = examples in their order.
+    """
     documents = [_make_document(example) for example in examples]
     lengths = [len(example.tokens_T) for example in examples]
     return PackedSteps(documents, lengths, shape, seed=seed, data_rank=data_rank, packs=packs)
@@ -158,7 +162,11 @@ def make_scheduled_steps(
     seed: int | None,
     collator: ScheduledCollator,
 ) -> Steps[ScheduledBatch]:
-    """Return the steps of examples whose micro-batches have a cp each, from `collator`."""
+    """Return the steps of examples whose micro-batches have a cp each.
+
+    `collator` makes this data rank's batch from the examples of a step. `seed` None = examples in
+    their order.
+    """
     documents = [_make_document(example) for example in examples]
     lengths = [len(example.tokens_T) for example in examples]
     sampler = PackedBatchSampler(

@@ -86,7 +86,8 @@ UNUSED_FILES = ("original/*", "metal/*", "*.pth", "*.gguf", "*.onnx")  # weights
 def find_config(path: Path, option: str = "--hf-config") -> Path:
     """Return an existing path as it is, and for a name of the hub the config.json in the cache.
 
-    transformers downloads the file if the cache lacks it. Raises ValueError if that fails.
+    transformers downloads the file if the cache lacks it. Raises ValueError with the flag `option`
+    if that fails.
     """
     if path.exists() or not HUB_ID.fullmatch(str(path)):
         return path
@@ -105,6 +106,7 @@ def model_directory(path: Path, option: str = "--model") -> Path:
     """Return an existing path as it is, and for a name of the hub the directory in the cache.
 
     The first process of a host downloads files that the cache lacks. Other processes wait for it.
+    Raises ValueError with the flag `option` if that fails.
     """
     if path.exists() or not HUB_ID.fullmatch(str(path)):
         return path

@@ -245,10 +245,10 @@ def build_model(
     *,
     is_reference: bool = False,
 ) -> Any:
-    """Return this rank's shards of a model on meta, with the directory's weights.
+    """Shard a model on meta in place, load the weights of --model, and return it. Collective.
 
-    `is_reference` loads weights in the dtype of `model`. Raises ValueError if rows must be packed
-    and cannot be.
+    `is_reference` loads weights in the dtype of `model`. Raises ValueError if options need packed
+    sequences, which the model cannot take.
     """
     device = torch.device(meshes.device_type)
     has_adapters, longest = args.lora is not None, args.sharding.dynamic_cp
@@ -274,7 +274,7 @@ def build_model(
 
 
 def check(args: FinetuneConfig, world_size: int) -> tuple[FinetuneConfig, Any]:
-    """Return the options, with a directory as `model`, and the config of the model.
+    """Return the options, with a directory as `model`, and the model's transformers config.
 
     Raises ValueError for options that `world_size` ranks cannot run.
     """
@@ -302,7 +302,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> FinetuneConfig:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Start the ranks, or be a rank under torchrun; return the exit status."""
+    """Start the ranks, or be a rank under torchrun; return the status. `words` None = sys.argv."""
     return run_command(parse_arguments, words, run_rank=run_rank, check=check, dry_run=dry_run)
 
 

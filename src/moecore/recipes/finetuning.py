@@ -110,7 +110,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
 
     @torch.no_grad()
     def evaluate(self) -> Metrics:
-        """Return "eval_loss", the mean over answers' tokens of held-out examples; {} = none."""
+        """Return "eval_loss", nats per answer token of held-out examples; {} = none. Collective."""
         if not self.held_out:
             return {}
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -136,12 +136,16 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         return self.owner.compute_losses(inputs).sum()
 
     def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
-        """Return "answer_tokens", "padding_share" and, if FLOPs and peak are known, "mfu"."""
+        """Return "answer_tokens", "padding_share" and, if FLOPs and peak are known, "mfu".
+
+        `counts` are the `count_labels_and_tokens` of batches, summed over data ranks, and `seconds`
+        the time of the step.
+        """
         shares = compute_usage(counts, seconds, self.decoder, self.peak_tflops)
         return {"answer_tokens": counts[0], **shares}
 
     def finish(self) -> None:
-        """Export a directory that `from_pretrained` loads."""
+        """Merge LoRA adapters, if any, and export a directory for `from_pretrained`. Collective."""
         target = self.args.run_dir / EXPORT
         if self.start < self.args.steps or not target.exists():
             if self.args.lora is not None:
@@ -151,7 +155,10 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
 
 
 def micro_batches(job: FineTuning, batch: StepBatch) -> Iterator[list[Tensor]]:
-    """Yield each micro-batch's tensors on the device; unpacked rows lose padding at their ends."""
+    """Yield [tokens, labels, padding, borders] of each micro-batch on the device.
+
+    If `job.packs` is False, rows (sequences) lose padding at their ends, and borders are left out.
+    """
     for parts in zip(*batch.tensors(), strict=True):
         if not job.packs:  # rows end with the longest of their documents
             T = int((~parts[2]).sum(1).max().clamp(min=1))
@@ -161,7 +168,7 @@ def micro_batches(job: FineTuning, batch: StepBatch) -> Iterator[list[Tensor]]:
 
 @dataclass(kw_only=True)
 class PreferenceTuning(FineTuning):
-    """The job of objective "dpo"; `reference` None = the model without its adapters."""
+    """The job of objective "dpo"; `reference` None = the model without LoRA adapters."""
 
     reference: Any
 
@@ -196,7 +203,10 @@ class PreferenceTuning(FineTuning):
         )
 
     def compute_rewards(self, rollouts: Rollouts, log_probs_N: Tensor) -> Metrics:
-        """Return means over all pairs of "rewards/" chosen, rejected, margins, accuracies."""
+        """Return means over all pairs of "rewards/" chosen, rejected, margins, accuracies.
+
+        `log_probs_N` are the policy's. The call is collective and waits for the device.
+        """
         rewards_i2 = self.objective.beta * self.objective.compute_log_ratios(log_probs_N, rollouts)
         margins_i = rewards_i2[:, 0] - rewards_i2[:, 1]
         sums = torch.stack([*rewards_i2.sum(0), margins_i.sum(), (margins_i > 0).sum()])

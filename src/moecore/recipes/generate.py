@@ -159,7 +159,7 @@ class SampleOptions(CheckedRecord):
             yield "sample_every", "be 0 without sample_prompts: give a prompt"
 
     def prompts(self, tokenizer: Tokenizer, config: DecoderConfig) -> dict[str, list[int]]:
-        """Return the token ids of each prompt; raise ValueError if the model cannot take them."""
+        """Return {text: token ids}; {} = no samples. ValueError if the model cannot take them."""
         if not self.sample_every:
             return {}
         prompts = {text: prompt_ids(tokenizer, text, is_chat=False) for text in self.sample_prompts}

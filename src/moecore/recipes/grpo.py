@@ -102,7 +102,7 @@ class GRPOConfig(RunConfig):
 
 
 def read_model(args: GRPOConfig, config: Any, meshes: Meshes, *, is_reference: bool = False) -> Any:
-    """Return this rank's shards of the model, with new adapters if [lora] is set.
+    """Return this rank's shards of the model, with new LoRA adapters if [lora] is set.
 
     `is_reference`: the model is frozen and has the dtype of compute. Raises ValueError for a model
     that cannot keep packed documents apart.
@@ -193,7 +193,7 @@ def build_job(args: GRPOConfig) -> Reinforcement:
 
 
 def check(args: GRPOConfig, world_size: int) -> tuple[GRPOConfig, Any]:
-    """Return the options, with a directory as `model`, and the config of the model.
+    """Return the options, with a directory as `model`, and the model's transformers config.
 
     Raises ValueError for options that `world_size` ranks cannot run.
     """
@@ -210,7 +210,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> GRPOConfig:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Start the ranks, or be a rank under torchrun; return the exit status."""
+    """Start the ranks, or be a rank under torchrun; return the status. `words` None = sys.argv."""
     return run_command(parse_arguments, words, run_rank=run_rank, check=check, dry_run=dry_run)
 
 

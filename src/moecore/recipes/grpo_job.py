@@ -116,7 +116,8 @@ def read_prompts(
 ) -> list[Prompt]:
     """Return the prompts of the files, in order; messages are rendered for an answer.
 
-    Raises ValueError for a row without a prompt, or with more than `max_tokens`.
+    `options` None and `columns` None = the defaults. Raises ValueError for a row without a prompt,
+    or with more than `max_tokens`.
     """
     names, prompts = columns or ColumnNames(), list[Prompt]()
     rows = read_rows(files, "--data", options or DatasetOptions())
@@ -199,7 +200,8 @@ class Samples:
 class Reinforcement(TrainingJob[Samples]):
     """The job of `moecore grpo`: a policy on prompts, and its sampler, a full copy of the model.
 
-    `reference` is the model of the KL penalty; None = no penalty, or the policy without adapters.
+    `reference` is the model of the KL penalty; None = no penalty, or the policy without its LoRA
+    adapters.
     """
 
     batches: Steps[list[Prompt]]
@@ -274,7 +276,7 @@ class Reinforcement(TrainingJob[Samples]):
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Copy the policy's weights, with merged adapters, into the sampler. Collective."""
+        """Copy the policy's weights, with merged LoRA adapters, into the sampler. Collective."""
         state = self.sampler.state_dict()
         for name, tensor in self.weights:
             state[name].copy_(tensor)
@@ -322,11 +324,14 @@ class Reinforcement(TrainingJob[Samples]):
         return self._metrics
 
     def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
-        """Return "response_tokens", the mean length of completions."""
+        """Return "response_tokens", the mean length of completions.
+
+        `counts` are `Samples.count_labels_and_tokens`, summed over data ranks.
+        """
         return {"response_tokens": counts[0] / counts[2]}
 
     def finish(self) -> None:
-        """Export a directory that `from_pretrained` loads."""
+        """Merge LoRA adapters, if any, and export a directory for `from_pretrained`. Collective."""
         target = self.args.run_dir / EXPORT
         if self.start < self.args.steps or not target.exists():
             if self.args.lora is not None:

@@ -90,7 +90,7 @@ def read_config(path: Path) -> Any:
 
 
 def build_hf(config: Any, path: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return the model of a config on meta, with parameters of `dtype`; errors name `path`."""
+    """Return the model of a transformers config on meta, in `dtype`; ValueErrors name `path`."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -168,8 +168,9 @@ def read_tokenizer(path: Path) -> Any:
 def export(hf: Any, source: Path, target: Path) -> None:
     """Write a model as a directory `target` that transformers loads. Collective.
 
-    `source` is the directory of the original model, whose config.json, tokenizer and dtype are
-    copied. Experts have published names one by one.
+    `hf` is the trained model of transformers. `source` is the directory of the original model,
+    whose config.json, tokenizer and dtype are copied. Each expert has tensors of its own with
+    published names, except in gpt-oss, whose published tensors have all experts.
     """
     options = {"config": source, "dtype": read_config(source).dtype}
 
@@ -208,7 +209,7 @@ def write_export(
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """Copy tokenizer, chat templates and generation config of a Hugging Face directory."""
+    """Copy tokenizer, chat templates and generation config from directory `source` to `target`."""
     for name in COPIED_FILES:
         for path in source.glob(name):
             copy = shutil.copytree if path.is_dir() else shutil.copy2
@@ -237,7 +238,7 @@ class LoRAOptions(CheckedRecord):
 
 
 def add_adapters(model: nn.Module, options: LoRAOptions) -> Any:
-    """Return the PeftModel of a transformers model, before `parallelize_moe`.
+    """Add LoRA adapters to a model in place, before `parallelize_moe`; return its PeftModel.
 
     Raises ValueError without peft, or for a target module that the model does not have.
     """
@@ -272,6 +273,6 @@ def add_adapters(model: nn.Module, options: LoRAOptions) -> Any:
 
 
 def finish_adapters(model: nn.Module, run_dir: Path) -> None:
-    """Write the adapters of a trained model and add them to its weights. Collective."""
+    """Write LoRA adapters to RUN_DIR/adapters and add them to the weights in place. Collective."""
     save_adapters(model, run_dir / ADAPTERS)
     merge_adapters(model)

@@ -20,7 +20,10 @@ SYSTEM = Path("/sys")
 
 
 def bind_to_gpu(system: Path = SYSTEM) -> set[int] | None:
-    """Run this process on the CPUs of its GPU's NUMA node and return them; None = unknown."""
+    """Run this process on the CPUs of its GPU's NUMA node and return them; None = unknown.
+
+    `system` is the directory of sysfs.
+    """
     if not torch.cuda.is_available():
         return None
     gpu: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -33,7 +36,10 @@ def bind_to_gpu(system: Path = SYSTEM) -> set[int] | None:
 
 
 def cpus_beside(place: str, system: Path = SYSTEM) -> set[int]:
-    """Return the CPUs of the NUMA node of a PCI device such as "0000:1b:00.0"; empty = unknown."""
+    """Return the CPUs of the NUMA node of a PCI device such as "0000:1b:00.0"; empty = unknown.
+
+    `system` is the directory of sysfs.
+    """
     try:
         node = int((system / "bus/pci/devices" / place / "numa_node").read_text())
         ranges = (system / f"devices/system/node/node{node}/cpulist").read_text().strip()

@@ -46,11 +46,12 @@ def resume(
     stage: TrainingStage | None = None,
     chosen_by: str = "--data",
 ) -> int:
-    """Load the newest checkpoint of the run and return how many steps it has done; 0 = none.
+    """Load a run's newest checkpoint into model and optimizer; return the steps done, 0 = none.
 
     `facts` are values that must equal the checkpoint's, and `chosen_by` names the options that its
     rows depend on. `owner` and `sampler` get their states. If the checkpoint is of the stage before
-    `stage`, the data and positions may differ. Raises ValueError for another run's checkpoint.
+    `stage`, the data and the rotary embedding may differ. Raises ValueError for another run's
+    checkpoint. Collective.
     """
     # On one rank: a slow file system may show another one, or none, to another rank.
     newest = run_on_first_rank(lambda: latest(checkpoint_dir(args)))
@@ -90,7 +91,7 @@ def resume(
 
 @contextmanager
 def use_rotary(values: Mapping[str, object] | None, model: torch.nn.Module) -> Iterator[None]:
-    """Return a context in which a `Decoder` has the rotary embedding of a saved config."""
+    """Return a context in which a `Decoder` has the rotary embedding of config `values`, if any."""
     if values is None or not isinstance(model, Decoder):
         yield
         return
@@ -293,5 +294,9 @@ class TrainingJob(ABC, Generic[BatchT]):
         return {}
 
     def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
-        """Return a recipe's metrics of a step; `counts` are sums over all data ranks."""
+        """Return a recipe's metrics of a step.
+
+        `counts` are the batches' `count_labels_and_tokens`, summed over all data ranks, and
+        `seconds` the time of the step.
+        """
         return {}

@@ -322,7 +322,8 @@ def report_steps(
 ) -> None:
     """Wait for all but the newest `keep` steps, and report their metrics. Every rank waits.
 
-    Raises DivergedError after ten steps in sequence without a finite loss.
+    The reported steps leave `queue`. `report` is None on ranks above 0. Raises DivergedError after
+    ten steps in sequence without a finite loss.
     """
     while len(queue) > keep:
         launched = queue.popleft()

@@ -60,7 +60,8 @@ class LaunchedStep:
             the step is complete.
         loss: mean over ranks, on the device.
         result: the step's norms and loads of experts, on the device.
-        counts: of the step's batch over all data ranks, on the device.
+        counts: int64 [5] on the device: `count_labels_and_tokens` of the batch, and the number of
+            ranks that stop, over all data ranks.
         ep: ranks that share a layer's experts.
         expert_loads: whether the load of each expert is among those that are logged.
         reader: the stream that the host reads on, see `TrainingJob`.
@@ -86,7 +87,10 @@ class LaunchedStep:
         return counts
 
     def metrics(self) -> Metrics:
-        """Wait for the step, and for no later step; return its metrics, the same on every rank."""
+        """Wait for the step, and for no later step; return its metrics, the same on every rank.
+
+        They include "loss", the gradient's norm, loads of experts and `extra`.
+        """
         with self._wait_for_step():
             values = {"loss": self.loss.item(), **self.result.to_dict()}
         loads = {
@@ -131,7 +135,7 @@ def rank_load(loads_E: list[float], ep: int) -> float:
 
 
 def memory_gib(device: torch.device) -> Metrics:
-    """Return the peak memory of this rank so far, without waiting for the device."""
+    """Return this rank's peak memory so far in GiB by name, without waiting for the device."""
     if device.type == "cuda":
         return {
             "memory_allocated_gib": torch.cuda.max_memory_allocated(device) / 2**30,
@@ -210,7 +214,8 @@ class Logger(NamedTuple):
 def open_loggers(config: Any, tensorboard: ModuleType | None, *, start: int) -> list[Logger]:
     """Return the loggers of a run that has done `start` steps.
 
-    `tensorboard` is torch.utils.tensorboard; None = not installed.
+    `config` has the options of the run. `tensorboard` is torch.utils.tensorboard; None = not
+    installed.
     """
     options: LoggerOptions = config.logging
     loggers: list[Logger] = []

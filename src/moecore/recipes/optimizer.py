@@ -104,8 +104,8 @@ class OptimizerConfig(CheckedRecord):
     ) -> list[torch.optim.Optimizer]:
         """Return the optimizers of all trained parameters of a parallelized model.
 
-        `rates` scales learning rates by width. Every rank returns the same groups; groups without
-        parameters on this rank are empty.
+        `rates` scales learning rates by width; None = no scaling. Every rank returns the same
+        groups; groups without parameters on this rank are empty.
         """
         assignment = assign_matrices(model)
         is_muon = self.optimizer == "muon"

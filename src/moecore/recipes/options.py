@@ -241,7 +241,7 @@ class ShardedConfig(RunConfig):
         )
 
     def check_sharding(self) -> None:
-        """Raise ValueError for options of records that do not fit together."""
+        """Raise ValueError for options of records that exclude each other."""
         self.memory_options(), self.pipeline_options(), self.context_options()
         self.precision_options(), self.dispatch_options()
         if self.deterministic and self.sharding.dispatcher == "nccl_ep":

@@ -269,7 +269,10 @@ def _build_command(
 
 
 def _build_record(name: str, hint: Any, default: Any, values: dict[str, Any]) -> Any:
-    """Return the record of table `name` with these values; for type `Fields` the values alone."""
+    """Return the record of table `name` with these values; for type `Fields` the values alone.
+
+    Other fields are those of `default`, or the record's defaults if `default` is no record.
+    """
     table = find_table(hint)
     assert table is not None and table.record is not None
     if isinstance(default, dict):

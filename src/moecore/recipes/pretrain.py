@@ -241,7 +241,10 @@ def rates_of(args: PretrainConfig, config: DecoderConfig) -> WidthRates | None:
 def build_model(
     args: PretrainConfig, config: DecoderConfig, meshes: Meshes, rates: WidthRates | None
 ) -> Decoder:
-    """Return this rank's shards of the model, with new weights, which are equal in every layout."""
+    """Return this rank's shards of the model, with new weights, which are equal in every layout.
+
+    `rates` scales the weights by width; None = no scaling.
+    """
     dtype = torch.bfloat16 if args.optimizer.master_remainder else torch.float32
     model = Decoder(config, device="meta", dtype=dtype)
     longest = args.sharding.dynamic_cp
@@ -306,7 +309,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> PretrainConfig:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Start the ranks, or be a rank under torchrun; return the exit status."""
+    """Start the ranks, or be a rank under torchrun; return the status. `words` None = sys.argv."""
     return run_command(
         parse_arguments, words, run_rank=run_rank, check=check_stages, dry_run=dry_run_stages
     )

@@ -384,7 +384,7 @@ def _draw_maps(canvas: Any, layers: Any, experts: Any, lines: list[dict[str, Any
 def _draw_map(
     canvas: Any, axes: Any, lines: list[dict[str, Any]], rows: list[list[float]], **style: Any
 ) -> None:
-    """Draw one row of colors per layer or expert; a map of one column would have no width."""
+    """Draw `rows`, values of a layer or expert at each line, as a map; nothing for one line."""
     if len(lines) < 2:
         return
     steps = [line["step"] for line in lines]

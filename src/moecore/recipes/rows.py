@@ -140,7 +140,7 @@ def read_rows(files: Sequence[Path], option: str, options: DatasetOptions) -> It
 def convert_to_form(columns: dict[str, Any], row_format: RowFormat, place: str) -> dict[str, Any]:
     """Return a row's columns in a form of chat.py: messages, prompt and completion, or text.
 
-    `place` names the row in errors. Raises ValueError for columns that do not fit `row_format`.
+    `place` names the row in errors. Raises ValueError if columns of `row_format` are missing.
     """
     formats = FORMATS if row_format == "auto" else {row_format: FORMATS[row_format]}
     kind = next((kind for kind, names in formats.items() if {*names} <= columns.keys()), None)

@@ -349,7 +349,8 @@ def plan_stage(
 ) -> TrainingStage:
     """Return a stage behind step `begin`; `sizes` are those of the steps before it.
 
-    `table` is the stage's table of the TOML; {} = the run has no stages.
+    `table` is the stage's table of the TOML; {} = the run has no stages. `rows` are the sequences
+    of a step after `ramp`.
     """
     tokens = sizes.tokens_through(begin)
     parts = equal_steps(ramp, first=begin + 1, rows=rows, seq_len=args.seq_len, tokens=tokens)

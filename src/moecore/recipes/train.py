@@ -62,7 +62,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> TrainConfig:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Start the ranks, or be a rank under torchrun; return the exit status."""
+    """Start the ranks, or be a rank under torchrun; return the status. `words` None = sys.argv."""
     return run_command(
         parse_arguments, words, run_rank=run_rank, check=check_stages, dry_run=dry_run_stages
     )
