@@ -64,12 +64,18 @@ class ProtocolFamily(Family):
     def swap_blocks(
         self, model: nn.Module, adapters: Mapping[type, Adapter]
     ) -> dict[str, RoutedLayer]:
-        """Replace blocks in place by the adapters of their classes; return MoE layers by name."""
+        """Replace MoE blocks in place by MoE layers; return {qualified name: MoE layer}.
+
+        `adapters` maps a class of blocks to a function (block, model) -> MoE layer.
+        """
         return replace_blocks(model, adapters, lambda _: None, lambda _: None)
 
     @override
     def set_dtypes(self, model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
-        """Cast tensors in place to `dtype` or fp32; return the names that stay fp32."""
+        """Cast tensors that must stay fp32 in 16-bit compute to fp32, in place; return their names.
+
+        `dtype` is the compute dtype; None = the dtype of the first fp16 or bf16 parameter.
+        """
         return set_dtypes(model, dtype)
 
     @override
@@ -87,7 +93,10 @@ class ProtocolFamily(Family):
 
     @override
     def finish(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
-        """Make Trainer, accelerate and peft methods that need full parameters raise."""
+        """Make Trainer, accelerate and peft methods that need full parameters raise.
+
+        `wrapper` is the model that the caller passed, such as a `PeftModel` around `model`.
+        """
         refuse_accelerate(model)
         refuse_peft_methods(wrapper)
 
@@ -104,7 +113,10 @@ class TransformersFamily(ProtocolFamily):
     def swap_blocks(
         self, model: nn.Module, adapters: Mapping[type, Adapter]
     ) -> dict[str, RoutedLayer]:
-        """Replace MoE blocks in place and move peft's expert LoRA; return MoE layers by name."""
+        """Replace MoE blocks in place by MoE layers, which receive peft's LoRA of the experts.
+
+        Return {qualified name: MoE layer}. `adapters` override moecore's conversion by class.
+        """
         with unwrap_experts(model) as wrapped:
             layers = replace_blocks(model, adapters, find_hf_adapter, get_refusal_reason)
             adapt_experts(wrapped, layers)
@@ -112,7 +124,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def prepare(self, model: nn.Module) -> None:
-        """Hook MoE layers for padding and documents, and fuse norms and hyper-connections."""
+        """Add, in place, hooks that pass padding and document bounds to MoE layers; fuse norms."""
         refuse_lost_outputs(model)
         hook_moe_layers(model)
         hook_vision_experts(model)
@@ -122,7 +134,10 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:
-        """Whether a mask leaves any token, or without masks, whether no given input is empty."""
+        """Whether a mask leaves any token, or without masks, whether no given input is empty.
+
+        With a mask the result is a 0-dim bool tensor.
+        """
         mask_BT = inputs.get("padding_mask")
         if mask_BT is not None:
             result: bool | Tensor = ~mask_BT.all()
@@ -150,6 +165,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def disable_adapters(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which LoRA adapters are disabled; ValueError without peft."""
         return (
             disable_adapters(model)
             if unwrap_peft(model) is not model
@@ -169,7 +185,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def check_tensor_parallel(self, model: nn.Module, tp: int) -> None:
-        """Raise, see `CutTransformer.check`, if the model cannot be sharded over `tp` ranks."""
+        """Raise ValueError or NotImplementedError if `tp` ranks cannot shard the full model."""
         owner = self.make_tensor_parallel_model(model)
         if isinstance(owner, CutTransformer):
             owner.check(tp)
@@ -206,7 +222,10 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def finish(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
-        """Make methods that fail on shards raise; `drops_cache`: warn of caches in training."""
+        """Make methods that fail on shards raise; see `ProtocolFamily.finish`.
+
+        With `drops_cache` a forward in training warns if it uses a key/value cache.
+        """
         super().finish(model, wrapper=wrapper, drops_cache=drops_cache)
         refuse_save_pretrained(model)
         sync_generation(model)
@@ -222,5 +241,8 @@ def find_family(model: nn.Module) -> Family:
 
 
 def swap_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str, RoutedLayer]:
-    """Replace MoE blocks in place by `adapters` of their classes; return MoE layers by name."""
+    """Replace MoE blocks in place by MoE layers; return {qualified name: MoE layer}.
+
+    `adapters` maps a class of blocks to a function (block, model) -> MoE layer.
+    """
     return find_family(model).swap_blocks(model, adapters)

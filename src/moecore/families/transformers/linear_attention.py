@@ -41,7 +41,10 @@ def find_linear_rule(module: nn.Module) -> str | None:
 
 
 def accept_sequences(model: nn.Module) -> None:
-    """Make linear attention layers use the argument `SEQUENCE`, for all models of their files."""
+    """Make linear attention layers use the argument `SEQUENCE`, for all models of their files.
+
+    This replaces global functions of the layers' Python modules.
+    """
     for module in find_linear_layers(model):
         of_file = inspect.unwrap(type(module).forward).__globals__
         for name in find_names_in_forward(module) & FUNCTIONS.keys():
@@ -60,7 +63,10 @@ def disable_fused_layer(module: nn.Module) -> None:
 
 
 def _make_replacement(stock: Function, function: Function) -> Function:
-    """Return a wrapper: `function` for calls with documents or cp ranks, otherwise `stock`."""
+    """Return a wrapper: `function` for calls with documents or cp ranks, otherwise `stock`.
+
+    `function` receives the call's `Sequence` before the arguments of `stock`.
+    """
 
     @wraps(stock)
     def call(*args: Any, **kwargs: Any) -> Any:

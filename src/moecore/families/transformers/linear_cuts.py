@@ -88,7 +88,7 @@ def cut_linear_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
 
 
 def _find_cut_problem(module: Any, layer: _LinearHeads) -> str | None:
-    """Return why a layer cannot be sharded as `layer` describes it, None if it can be sharded."""
+    """Return why `module` cannot be sharded by heads as `layer` describes; None = it can."""
     linears, params = get_named_linears(module), dict(module.named_parameters())
     sizes = {n: _count_rows(stack) for n, stack in layer.columns.items()}
     for child, linear in linears.items():
@@ -120,12 +120,12 @@ def _find_cut_problem(module: Any, layer: _LinearHeads) -> str | None:
 
 
 def _count_rows(stack: Stack) -> int:
-    """Return the number of matrix rows in all sections of a stack."""
+    """Return the number of matrix rows of all sections, (heads, rows per head) each."""
     return sum(heads * size for heads, size in stack)
 
 
 def _count_local_rows(stack: Stack, tp: int) -> int:
-    """Return the number of matrix rows of one tp rank's heads."""
+    """Return the number of matrix rows of one tp rank's heads; `stack` as for `_count_rows`."""
     return sum(rows.stop - rows.start for rows in iterate_local_rows(stack, 0, tp))
 
 

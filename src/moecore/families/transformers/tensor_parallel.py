@@ -313,7 +313,7 @@ def _slice_head(head: int, head_dim: int, _linear: nn.Module, _args: Any, y: Ten
 def _shard_parameters(
     model: nn.Module, tp_mesh: DeviceMesh, places: Mapping[tuple[nn.Module, str], Placement]
 ) -> None:
-    """Replace parameters, except routed experts', by DTensors; replicated if not in `places`."""
+    """Replace parameters, except routed experts', by DTensors in place, by default replicated."""
     layers = [m for m in model.modules() if isinstance(m, RoutedLayer)]
     expert_modules = {m for layer in layers for m in layer.get_part("experts").modules()}
     sharded_of = dict[nn.Parameter, nn.Parameter]()
