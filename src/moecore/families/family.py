@@ -134,10 +134,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:
-        """Whether a mask leaves any token, or without masks, whether no given input is empty.
-
-        With a mask the result is a 0-dim bool tensor.
-        """
+        """Whether a mask leaves a token (a 0-dim tensor), or without masks, no input is empty."""
         mask_BT = inputs.get("padding_mask")
         if mask_BT is not None:
             result: bool | Tensor = ~mask_BT.all()
@@ -222,10 +219,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def finish(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
-        """Make methods that fail on shards raise; see `ProtocolFamily.finish`.
-
-        With `drops_cache` a forward in training warns if it uses a key/value cache.
-        """
+        """Make methods that fail on shards raise; `drops_cache`: warn of caches in training."""
         super().finish(model, wrapper=wrapper, drops_cache=drops_cache)
         refuse_save_pretrained(model)
         sync_generation(model)

@@ -155,10 +155,7 @@ class _TokenIdLayer(MoELayer):
 def _adopt_stacked(
     block: Any, layout: LayerLayout, layer_class: type[MoELayer] = MoELayer, **routing: Any
 ) -> MoELayer:
-    """Return a `layer_class` with a block's parameters; `routing`: router fields of `MoEConfig`.
-
-    `layout` has the names of the block's router, experts and shared experts.
-    """
+    """Convert a block with children named by `layout`; `routing`: router fields of `MoEConfig`."""
     router, experts = (block.get_submodule(n) for n in (layout.router, layout.experts))
     read = read_experts(experts, layout.expert_layout)
     layer = adopt(

@@ -53,10 +53,7 @@ def find_experts_adapter(module: nn.Module) -> Callable[[Any, nn.Module], Routed
 
 
 def route_experts(experts: Any, model: nn.Module) -> RoutedExperts:
-    """Convert a transformers experts module to RoutedExperts; NotImplementedError if customised.
-
-    `model`, the module's model, is not used.
-    """
+    """Convert an experts module (`model` is unused); NotImplementedError if it is customised."""
     refuse_customised_experts(experts, children=(ACTIVATION, "identity_expert"))
     layout = read_layout(experts)
     read = read_experts(experts, layout)

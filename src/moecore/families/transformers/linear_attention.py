@@ -112,7 +112,10 @@ def _attend_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Replacement of a chunked delta rule for documents and cp ranks; returns (output, None)."""
+    """Replacement of a chunked delta rule for documents and cp ranks; ValueError for a cache.
+
+    Return (output [B, T, heads, dims], None). `g` has log decays, `beta` learning rates.
+    """
     _refuse_cache(initial_state is not None or output_final_state)
     out = attend_linear(
         query,

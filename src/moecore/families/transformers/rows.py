@@ -8,8 +8,7 @@
     attention                  reads the record (`families/transformers/attention.py`)
     MoE layers                 receive documents and padding, also when backward recomputes them
 
-Under context parallelism every cp rank receives the same full rows. The model receives this rank's
-tokens and their positions.
+Under context parallelism cp ranks receive equal full rows; the model gets this rank's tokens.
 """
 
 from __future__ import annotations
@@ -283,6 +282,7 @@ class MaskReader:
     def _pass_rows(
         self, choose: Choose, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
     ) -> tuple[Any, Kwargs] | None:
+        """Forward pre-hook of a MoE layer: pass documents and padding of the running forward."""
         sequence = getattr(self._state, "sequence", None)
         return (
             None if sequence is None else _add_row_arguments(sequence, choose, layer, args, kwargs)
