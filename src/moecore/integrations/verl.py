@@ -194,7 +194,10 @@ class MoECoreEngine(BaseEngine):
         outputs: list[dict[str, Any]],
         number: int,
     ) -> dict[str, Any]:
-        """Return a micro-batch's model arguments; its loss, one of `number`, fills `outputs`."""
+        """Return a micro-batch's model arguments, whose loss appends verl's output to `outputs`.
+
+        The loss is multiplied by `number`, the number of micro-batches, because TrainStep averages.
+        """
         data = data.to(self._meshes.device)
         tokens_N, cu_seqlens = data["input_ids"].values(), data["input_ids"].offsets()
         labels_N = tokens_N.roll(-1)
@@ -271,7 +274,10 @@ class MoECoreEngine(BaseEngine):
     def to(
         self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True
     ) -> None:
-        """Move the selected parts to the host ("cpu") or to the GPU (any other device)."""
+        """Move the selected tensors to the host ("cpu") or to the GPU (any other device).
+
+        `model` selects weights and buffers, `optimizer` its state, `grad` the gradients.
+        """
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)
         moves_of: dict[Part, bool] = {"weights": model, "buffers": model}
         moves_of |= {"optimizer": optimizer, "grads": grad}
