@@ -256,7 +256,7 @@ class Replicas:
         return self._lineage != majority
 
     def _average_gradients(self) -> None:
-        """Average gradients over replicas, in place; missing gradients count as zeros. Host sync."""
+        """Average gradients over replicas in place; missing gradients count as zeros. Host sync."""
         params = [param for param in self._model.parameters() if param.requires_grad]
         have = [param.grad is not None for param in params]
         have_P = torch.tensor(have, dtype=torch.int32, device=self._device)
