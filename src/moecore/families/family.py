@@ -146,7 +146,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def make_arguments(self, batch: PackedBatch) -> dict[str, Any]:
-        """Convert a packed batch to arguments of a transformers forward, without labels."""
+        """Return a packed batch's arguments of a transformers forward: no labels and no cache."""
         names = ("input_ids", "position_ids", "padding_mask", "cu_seqlens", "max_seqlen")
         inputs: dict[str, Any] = {n: batch[n] for n in names}  # type: ignore[literal-required]
         return inputs | {"use_cache": False}

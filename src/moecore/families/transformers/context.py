@@ -134,7 +134,7 @@ class CausalContext:
     def _all_reduce_loss(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        """Forward hook: all-reduce the loss over the cp ranks."""
+        """Forward hook: replace the output's loss by its sum over the cp ranks. Collective."""
         sequence: Sequence = kwargs[SEQUENCE]
         if sequence.local_tokens is None or kwargs.get("labels") is None:
             return output

@@ -308,7 +308,7 @@ def hook_vocabulary(model: nn.Module, tp: TensorParallel) -> list[nn.Module]:
 
 
 def _is_plain(module: Any) -> bool:
-    """Whether a module is an embedding or bias-free linear without options that tp breaks."""
+    """Whether a module is a linear without bias, or an embedding without max_norm and scaling."""
     if isinstance(module, nn.Embedding):
         return module.max_norm is None and not module.scale_grad_by_freq
     return type(module) is nn.Linear and module.bias is None

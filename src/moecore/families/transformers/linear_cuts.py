@@ -130,7 +130,7 @@ def _count_local_rows(stack: Stack, tp: int) -> int:
 
 
 def _read_delta_net_heads(module: Any, tp: int) -> _LinearHeads:
-    """Describe a gated delta net (Qwen3-Next); `counts` are the values on one of `tp` ranks."""
+    """Return the tensors by heads of a gated delta net (Qwen3-Next); `counts` are per tp rank."""
     k, v = (module.num_k_heads, module.head_k_dim), (module.num_v_heads, module.head_v_dim)
     per_head = (module.num_v_heads, 1)
     counts = ("num_k_heads", "num_v_heads", "key_dim", "value_dim")
@@ -155,7 +155,7 @@ def _read_delta_net_heads(module: Any, tp: int) -> _LinearHeads:
 
 
 def _read_kimi_delta_heads(module: Any, tp: int) -> _LinearHeads:
-    """Describe a Kimi delta attention; `counts` are the values on one of `tp` ranks."""
+    """Return the tensors by heads of a Kimi delta attention; `counts` are per tp rank."""
     x, per_head = (module.num_heads, module.head_dim), (module.num_heads, 1)
     counts = {n: getattr(module, n) // tp for n in ("num_heads", "qkv_dim")}
     linears = ("q_proj", "k_proj", "v_proj", "g_proj", "g_b_proj")
@@ -173,7 +173,7 @@ def _read_kimi_delta_heads(module: Any, tp: int) -> _LinearHeads:
 
 
 def _read_mamba2_heads(module: Any, tp: int) -> _LinearHeads:
-    """Describe a Mamba-2 mixer; `counts` are the values on one of `tp` ranks."""
+    """Return the tensors by heads of a Mamba-2 mixer; `counts` are per tp rank."""
     x, per_head = (module.num_heads, module.head_dim), (module.num_heads, 1)
     group = (module.n_groups, module.ssm_state_size)  # of B, as of C
     channels = (x, group, group)

@@ -65,6 +65,7 @@ def _run_sparse_attention(
 ) -> tuple[Any, ...]:
     """Replacement forward of the classes in `CLASSES`; `hidden_states` are [B, T, D].
 
+    `position_embeddings` are (cos, sin). `attention_mask` and `position_ids` are not used.
     `prev_topk_indices` [B, T, K] are the keys of an earlier layer, for layers without indexer.
     Return (output, None) and, if the class shares keys, the selected keys.
     """

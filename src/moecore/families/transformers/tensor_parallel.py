@@ -158,7 +158,7 @@ def _hook_module(tp: TensorParallel, module: Any, module_cut: ModuleCut) -> None
 def _replace_attributes(
     module: nn.Module, getters: Mapping[str, Callable[[nn.Module], Any]]
 ) -> None:
-    """Replace attributes of a module by properties that call `getters`."""
+    """Replace attributes of a module by properties; `getters`: name -> function of the module."""
     base, properties = type(module), {name: property(getter) for name, getter in getters.items()}
     module.__class__ = type(base.__name__, (base,), properties | {"__module__": base.__module__})
 
