@@ -240,7 +240,7 @@ class MoECoreEngine(BaseEngine):
         self._step.drop()
 
     def optimizer_step(self) -> float:
-        """Run the optimizer step; return the gradient norm before clipping."""
+        """Run the optimizer step; return the gradient norm before clipping. Host sync."""
         norm = self._step.finish().norm
         assert norm is not None, "an engine that trains"
         return float(norm.total)
@@ -307,7 +307,7 @@ class MoECoreEngine(BaseEngine):
         )
 
     def load_checkpoint(self, local_path: str, *_: Any, **__: Any) -> None:
-        """Load the newest checkpoint in `local_path`, saved with any parallel layout."""
+        """Load the newest checkpoint in `local_path`, of any layout; ValueError if it has none."""
         newest = latest(local_path)
         if newest is None:
             raise ValueError(f"local_path ({local_path}) must have a checkpoint: save one there")

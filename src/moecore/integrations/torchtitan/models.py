@@ -166,7 +166,7 @@ class HFModel(nn.Module):
         return result
 
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
-        """Return `options` with a chosen `way`; see `ContextParallelModel.context_options`."""
+        """Return `options` with the communication of attention chosen for `cp` and `tp` ranks."""
         return CausalContext(self.hf).context_options(options, cp, tp)
 
     def apply_context_parallel(self, cp: ContextParallel) -> None:

@@ -115,7 +115,7 @@ class SavingAC(SelectiveAC):
         """torchtitan's fields."""
 
     def get_save_ops(self) -> set[Any]:
-        """Return the operations whose results are saved for backward."""
+        """Return torchtitan's operations whose results are saved for backward, and grouped_mm."""
         result: set[Any] = super().get_save_ops() | {grouped_mm_overload}
         return result
 
@@ -185,7 +185,10 @@ class TitanMoE(TitanLayer, Module):
 
 
 def titan_moe(block: Any, model: nn.Module, *, update_bias: bool = True) -> TitanMoE:
-    """Return a TitanMoE with the parameters of a torchtitan block; see `adopt_titan_block`."""
+    """Return a TitanMoE with the parameters of a torchtitan block; `model` is not used.
+
+    `update_bias`: optimizer steps update the selection bias, if the block has one.
+    """
     layer = adopt_titan_block(TitanMoE, block, model, update_bias=update_bias)
     parts = {"experts": block.routed_experts.inner_experts, "router": block.router.gate}
     layer.fills = {
