@@ -102,7 +102,7 @@ def make_unsaved_field(default: Any) -> Any:
 
 @cache
 def list_options(command: Any) -> tuple[CommandOption, ...]:
-    """Return the options of a command's dataclass, followed by the options of its tables."""
+    """Return the options of a command's dataclass, then the options of its nested dataclasses."""
     options: list[CommandOption] = []
     texts, hints = read_field_texts(command), get_type_hints(command, include_extras=True)
     items = [field for field in fields(command) if field.metadata.get("is_option", True)]

@@ -52,7 +52,7 @@ def get_local_param(param: Tensor, *, reads: bool = True) -> Tensor:
 
 
 class _ToLocal(torch.autograd.Function):
-    """`DTensor.to_local` whose backward accepts None, if a `GradSink` received the gradient."""
+    """`DTensor.to_local` whose backward accepts None, if the gradient was stored elsewhere."""
 
     @staticmethod
     def forward(ctx: Any, param: DTensor) -> Tensor:
@@ -143,9 +143,10 @@ def _fill_shard(
 
 
 def compute_global_indices(param: Tensor, coordinate: Sequence[int] | None = None) -> list[Tensor]:
-    """Return, for each dim of a parameter, the global indices of a rank's shard: sorted int64.
+    """Return, for each dim of a parameter, the global indices of a rank's shard.
 
-    `coordinate` is the rank's position in the device mesh; None = this rank.
+    The indices are sorted, int64 and on the CPU. `coordinate` is the rank's position in the device
+    mesh; None = this rank.
     """
     # Example: [8] over (edp_shard=2, ep=2) with placements (_StridedShard(0, split_factor=2),
     # Shard(0)): ep splits first, so rank (edp 1, ep 0) holds [2, 3].

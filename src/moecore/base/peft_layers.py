@@ -12,7 +12,7 @@ from torch import nn
 
 
 def is_tuner_layer(module: nn.Module) -> bool:
-    """Whether a module is a peft tuner layer, which wraps a base layer and its adapters."""
+    """Whether a module is a peft tuner layer: a base layer with adapters, such as LoRA's."""
     if "peft" not in sys.modules:
         return False
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -36,5 +36,5 @@ def find_lora_base(module: Any) -> nn.Module | None:
 
 
 def list_lora_pairs(module: Any) -> list[tuple[nn.Linear, nn.Linear]]:
-    """Return (A, B), two linear layers, of each adapter in a LoRA module."""
+    """Return (A, B), two linear layers, of each LoRA adapter, active or not, of a LoRA module."""
     return [(module.lora_A[name], module.lora_B[name]) for name in module.lora_A]

@@ -75,7 +75,7 @@ class _InterceptProducts(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call `func` through the region if it is a product; report generators to the region."""
+        """Call `func`; pass matmuls, attention and random generators to the region."""
         kwargs = kwargs or {}
         if kwargs.get("generator") is not None and _state.region is not None:
             _state.region.save_generator(kwargs["generator"])
@@ -104,10 +104,10 @@ def run_and_save(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 def is_recomputing() -> bool:
-    """Whether this thread runs inside `recompute_products`, so regions save no products."""
+    """Whether this thread runs inside `recompute_products`, so regions save no matrix products."""
     return _state.is_recomputing
 
 
 def recompute_products() -> AbstractContextManager[None]:
-    """Return a context in which regions recompute products and do not save their results."""
+    """Return a context in which backward recomputes matrix products that regions otherwise save."""
     return patch_attributes(_state, is_recomputing=True)

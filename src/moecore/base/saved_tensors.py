@@ -126,7 +126,7 @@ def use_packer(
 
 @contextmanager
 def mark_used_rows(*rows: UsedRows) -> Iterator[None]:
-    """Return a context in which `find_used_rows` finds these records for saved matrices.
+    """Return a context in which packers know which rows of padded, saved matrices have data.
 
     The records replace those of an outer context. The first record that matches is used.
     """

@@ -184,7 +184,7 @@ def use_stream(stream: Stream | None) -> AbstractContextManager[Any]:
 
 
 def copy_to_device(x: Tensor, device: torch.device | str) -> Tensor:
-    """Copy a tensor to a device without a host-device synchronisation."""
+    """Copy a tensor to a device without a host sync; a tensor on this device is not copied."""
     # A copy from pageable memory blocks the host until earlier work of the stream is complete.
     if torch.device(device).type == "cuda" and x.device.type == "cpu":
         x = x.pin_memory()

@@ -43,7 +43,7 @@ def format_axes(axes: Iterable[tuple[str, int | None]]) -> str:
 
 
 def merge_rows(rows: Iterable[TableRow]) -> list[TableRow]:
-    """Group rows by kind; of a kind with more than `MAX_ROWS` rows, merge the smallest to one."""
+    """Return table rows grouped by kind; above `MAX_ROWS` of a kind, merge the smallest to one."""
     of_kind: dict[str, list[TableRow]] = {}
     for row in rows:
         of_kind.setdefault(row.kind, []).append(row)

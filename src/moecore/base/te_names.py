@@ -109,9 +109,9 @@ def quantise(
     scale: Tensor | None = None,  # for "tensorwise": fp32 [1] factor; None = 448 / amax
     seen: Tensor | None = None,  # with `scale`: fp32 [1], updated to the maximum of |x_RK|
 ) -> Any:
-    """Return Transformer Engine's record of a quantised operand.
+    """Return Transformer Engine's record of a quantised operand: FP8 or FP4 values and scales.
 
-    The product sums over the operand's rows if `over_rows`, otherwise over its columns. `operand`
+    The matmul sums over the operand's rows if `over_rows`, otherwise over its columns. `operand`
     decides the FP8 format and the blocks.
     """
     with torch.no_grad():
@@ -129,7 +129,7 @@ def quantise(
 def quantise_experts(
     x_RK: Tensor, splits: list[int], recipe: Recipe, operand: Operand, *, over_rows: bool
 ) -> list[Any]:
-    """Quantise each expert's rows and return one operand per expert, see `quantise`.
+    """Quantise each expert's rows and return one `quantise` result per expert.
 
     `splits` has the number of rows of each expert, in order; `x_RK` has the rows of all experts.
     """
@@ -143,7 +143,7 @@ def quantise_experts(
 
 
 def multiply(a: Any, b: Any, layout: Layout, dtype: torch.dtype) -> Tensor:
-    """Return the product of quantised operands in `dtype`, summed in fp32.
+    """Return the matrix product of two quantised operands in `dtype`, summed in fp32.
 
     `layout` "TN" = b @ a^T, see `Layout`. The operands come from `quantise`.
     """
@@ -160,7 +160,7 @@ def multiply_experts(
     *,
     adds: bool = False,  # add to `out`
 ) -> None:
-    """Multiply the operands of each expert and write the products to `out`; see `Layout`.
+    """Write each expert's matmul to `out`, or with `adds` add it to `out`; see `Layout`.
 
     `out` is one [R, N] tensor, or for "NT" one [M, N] tensor per expert.
     """
@@ -188,7 +188,10 @@ def _cast_for_quantizer(x_RK: Tensor, recipe: Recipe) -> Tensor:
 def _make_quantizers(
     recipe: Recipe, operand: Operand, over_rows: bool, num: int, device: torch.device
 ) -> list[Any]:
-    """Return a quantizer for each of `num` experts; with a stateless recipe they are one object."""
+    """Return a quantizer for each of `num` experts; with a stateless recipe they are one object.
+
+    `over_rows`: the matmul sums over the operand's rows.
+    """
     if recipe.scaling != "tensorwise":
         return [_make_block_quantizer(recipe, operand, over_rows, device)] * num
     # Each quantizer has its own buffers for scale and amax.

@@ -152,7 +152,7 @@ def enter_custom_ops() -> AbstractContextManager[None]:
 
 
 def is_inside_custom_ops() -> bool:
-    """Whether this thread runs in the context `enter_custom_ops`."""
+    """Whether this thread's dispatch modes intercept operations in custom ops (a dry run)."""
     return _dry.inside
 
 
@@ -162,7 +162,7 @@ def allocate_as_host_memory() -> AbstractContextManager[None]:
 
 
 def is_host_memory() -> bool:
-    """Whether this thread runs in the context `allocate_as_host_memory`."""
+    """Whether this thread's meta allocations count as host memory."""
     return _dry.on_host
 
 
@@ -370,7 +370,7 @@ def _get_backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def get_local_tensor(tensor: Tensor) -> Tensor:
-    """Return the local tensor of a DTensor; any other tensor is returned unchanged."""
+    """Return the local tensor of a DTensor, not differentiable; other tensors are unchanged."""
     if not isinstance(tensor, DTensor):
         return tensor
     if not torch.is_grad_enabled():  # 0.3 us of a host, else 1.5 us
@@ -397,7 +397,7 @@ def wrap_like(local: Tensor, like: Tensor) -> Tensor:
 
 
 def zeros_like(tensor: Tensor, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-    """Return zeros with shape and placements of a tensor; faster than torch's DTensor operation."""
+    """Return zeros with shape and placements of a tensor; `device` None = the tensor's device."""
     is_moved = device not in (None, tensor.device)
     if not isinstance(tensor, DTensor) or dtype != tensor.dtype or is_moved:
         return torch.zeros_like(tensor, dtype=dtype, device=device)
@@ -432,7 +432,7 @@ def allocate_symmetric_memory(
 ) -> tuple[Tensor, Any]:
     """Allocate symmetric memory on each rank of a group; return it with its rendezvous handle.
 
-    Collective.
+    The memory is uint8 [num_bytes]. Collective.
     """
     from torch.distributed import _symmetric_memory
 

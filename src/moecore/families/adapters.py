@@ -43,9 +43,10 @@ def replace_blocks(
 ) -> dict[str, RoutedLayer]:
     """Replace each MoE block in place by its adapter's layer; return all MoE layers by name.
 
-    `adapters` maps a block's exact class to the user's adapter. `find_adapter` returns moecore's
-    own adapter of any other module, or None. `get_refusal_reason` returns why a known block is not
-    supported (NotImplementedError), or None. An unknown MoE block raises a ValueError.
+    A block adapter is a function (block, model) -> MoE layer. `adapters` maps a block's exact class
+    to the user's adapter. `find_adapter` returns moecore's adapter of any other module, or None.
+    `get_refusal_reason` returns why a known block is not supported (NotImplementedError), or None.
+    An unknown MoE block raises a ValueError.
     """
     adapters_of = _find_blocks(
         model, lambda block: adapters.get(type(block)) or find_adapter(block), get_refusal_reason
@@ -71,7 +72,11 @@ def replace_blocks(
 def _find_blocks(
     model: nn.Module, find_adapter: FindAdapter, get_refusal_reason: GetRefusalReason
 ) -> dict[str, Adapter]:
-    """Return name -> adapter of each MoE block; raise or warn for unknown blocks."""
+    """Return qualified name -> block adapter of each MoE block; see `replace_blocks`.
+
+    Raise for an unknown block with a child "experts"; warn for a module that looks like a router
+    with experts.
+    """
     adapters_of: dict[str, Adapter] = {}
     unknown: dict[str, str] = {}  # name -> class
     dense: dict[str, str] = {}
@@ -123,6 +128,7 @@ def _find_blocks(
 def _refuse_unknown_siblings(dense: Mapping[str, str], adapted_prefixes: Sequence[str]) -> None:
     """Raise ValueError if a list of layers has adapted blocks and blocks of `dense` {name: class}.
 
+    `dense` has blocks without an adapter that look like a router and its experts.
     `adapted_prefixes` are the names of adapted blocks and layers, each with a dot at its end.
     """
     paths = [name.rstrip(".").split(".") for name in adapted_prefixes]
@@ -141,7 +147,7 @@ def _refuse_unknown_siblings(dense: Mapping[str, str], adapted_prefixes: Sequenc
 
 
 def _make_layer(name: str, model: nn.Module, adapter: Adapter) -> RoutedLayer:
-    """Return the adapter's layer for the block `name`; the model is unchanged.
+    """Return the MoE layer to which `adapter` converts the block `name`; the model is unchanged.
 
     Raise ValueError for a result of another class, and for tensors or hooks that the layer lacks.
     """

@@ -121,7 +121,7 @@ def _get_class_name(module: nn.Module | None) -> str:
 
 
 def _assign_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Replace a `Router`'s or `Experts`' tensors by `tensors`, of equal names and shapes."""
+    """Replace a module's tensors by `tensors`, not copied; ValueError for other names or shapes."""
     assert isinstance(module, Router | Experts)
     slots = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers())
     if slots.keys() != tensors.keys():

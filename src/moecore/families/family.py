@@ -64,12 +64,18 @@ class ProtocolFamily(Family):
     def swap_blocks(
         self, model: nn.Module, adapters: Mapping[type, Adapter]
     ) -> dict[str, RoutedLayer]:
-        """Replace blocks in place by the adapters of their classes; return MoE layers by name."""
+        """Replace MoE blocks in place by MoE layers; return {qualified name: MoE layer}.
+
+        `adapters` maps a class of blocks to a function (block, model) -> MoE layer.
+        """
         return replace_blocks(model, adapters, lambda _: None, lambda _: None)
 
     @override
     def set_dtypes(self, model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
-        """Cast tensors in place to `dtype` or fp32; return the names that stay fp32."""
+        """Cast tensors that must stay fp32 in 16-bit compute to fp32, in place; return their names.
+
+        `dtype` is the compute dtype; None = the dtype of the first fp16 or bf16 parameter.
+        """
         return set_dtypes(model, dtype)
 
     @override
@@ -87,7 +93,10 @@ class ProtocolFamily(Family):
 
     @override
     def finish(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
-        """Make Trainer, accelerate and peft methods that need full parameters raise."""
+        """Make Trainer, accelerate and peft methods that need full parameters raise.
+
+        `wrapper` is the model that the caller passed, such as a `PeftModel` around `model`.
+        """
         refuse_accelerate(model)
         refuse_peft_methods(wrapper)
 
@@ -104,7 +113,10 @@ class TransformersFamily(ProtocolFamily):
     def swap_blocks(
         self, model: nn.Module, adapters: Mapping[type, Adapter]
     ) -> dict[str, RoutedLayer]:
-        """Replace MoE blocks in place and move peft's expert LoRA; return MoE layers by name."""
+        """Replace MoE blocks in place by MoE layers, which receive peft's LoRA of the experts.
+
+        Return {qualified name: MoE layer}. `adapters` override moecore's conversion by class.
+        """
         with unwrap_experts(model) as wrapped:
             layers = replace_blocks(model, adapters, find_hf_adapter, get_refusal_reason)
             adapt_experts(wrapped, layers)
@@ -112,7 +124,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def prepare(self, model: nn.Module) -> None:
-        """Hook MoE layers for padding and documents, and fuse norms and hyper-connections."""
+        """Add, in place, hooks that pass padding and document bounds to MoE layers; fuse norms."""
         refuse_lost_outputs(model)
         hook_moe_layers(model)
         hook_vision_experts(model)
@@ -122,7 +134,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:
-        """Whether a mask leaves any token, or without masks, whether no given input is empty."""
+        """Whether a mask leaves a token (a 0-dim tensor), or without masks, no input is empty."""
         mask_BT = inputs.get("padding_mask")
         if mask_BT is not None:
             result: bool | Tensor = ~mask_BT.all()
@@ -134,7 +146,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def make_arguments(self, batch: PackedBatch) -> dict[str, Any]:
-        """Convert a packed batch to arguments of a transformers forward, without labels."""
+        """Return a packed batch's arguments of a transformers forward: no labels and no cache."""
         names = ("input_ids", "position_ids", "padding_mask", "cu_seqlens", "max_seqlen")
         inputs: dict[str, Any] = {n: batch[n] for n in names}  # type: ignore[literal-required]
         return inputs | {"use_cache": False}
@@ -150,6 +162,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def disable_adapters(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which LoRA adapters are disabled; ValueError without peft."""
         return (
             disable_adapters(model)
             if unwrap_peft(model) is not model
@@ -169,7 +182,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def check_tensor_parallel(self, model: nn.Module, tp: int) -> None:
-        """Raise, see `CutTransformer.check`, if the model cannot be sharded over `tp` ranks."""
+        """Raise ValueError or NotImplementedError if `tp` ranks cannot shard the full model."""
         owner = self.make_tensor_parallel_model(model)
         if isinstance(owner, CutTransformer):
             owner.check(tp)
@@ -222,5 +235,8 @@ def find_family(model: nn.Module) -> Family:
 
 
 def swap_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str, RoutedLayer]:
-    """Replace MoE blocks in place by `adapters` of their classes; return MoE layers by name."""
+    """Replace MoE blocks in place by MoE layers; return {qualified name: MoE layer}.
+
+    `adapters` maps a class of blocks to a function (block, model) -> MoE layer.
+    """
     return find_family(model).swap_blocks(model, adapters)

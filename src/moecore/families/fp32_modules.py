@@ -48,7 +48,7 @@ def make_fp32_predicate(
 
 
 def set_dtypes(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
-    """Cast a 16-bit model's tensors in place to the dtypes that `from_pretrained` would give them.
+    """Cast tensors that `from_pretrained` keeps in fp32 from 16 bits to fp32, in place.
 
     Return the names of the tensors that stay fp32; none if the compute dtype is not fp16 or bf16.
     `dtype` is the compute dtype; None = the dtype of the model's first fp16 or bf16 parameter.
@@ -100,7 +100,7 @@ def _cast_buffers_in_forward(module: nn.Module, names: Sequence[str], dtype: tor
 
 
 def _find_fp32_names(model: nn.Module, stocks: Mapping[Any, _StockDtypes]) -> frozenset[str]:
-    """Return the names of selection biases and of tensors that `stocks` (by model) keep in fp32."""
+    """Return names in `model` of selection biases and of tensors that `stocks` keep in fp32."""
     tensors = _get_named_tensors(model)
     fp32_ids = {id(t) for n, t in tensors.items() if is_selection_bias(n)}
     for hf, stock in stocks.items():
@@ -140,12 +140,12 @@ class _StockDtypes:
 
 
 def _make_stock_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[Any, _StockDtypes]:
-    """Return outermost transformers model -> its names by dtype, for the compute dtype `dtype`."""
+    """Return, per outermost transformers model, which tensors stay fp32 in 16-bit `dtype`."""
     return {hf: _make_stock_dtypes_of_model(hf, dtype) for hf in find_outermost_models(model)}
 
 
 def _make_stock_dtypes_of_model(hf: Any, dtype: torch.dtype) -> _StockDtypes:
-    """Return one transformers model's names by dtype, for the compute dtype `dtype`."""
+    """Return which tensors of one transformers model stay fp32 when it computes in `dtype`."""
     # As transformers.core_model_loading.build_glob_alternation reads them.
     pattern = "|".join(f"(?:{p.replace('*', '.*')})" for p in hf._get_dtype_plan(dtype))
     if not is_hf(hf):

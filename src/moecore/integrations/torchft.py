@@ -171,7 +171,7 @@ class Replicas:
     def finish(self) -> StepResult | None:
         """Reduce gradients over replicas and run the optimizer step, if all ranks vote for it.
 
-        Return None if the vote failed: the gradients are dropped, and `begin` repeats the step.
+        Collective. None = the vote failed: the gradients are dropped, and `begin` repeats the step.
         """
         lineages, names = self._gather_lineages()
         self._average_gradients()
@@ -219,7 +219,10 @@ class Replicas:
         return hash((first_step, int(total))) % (1 << LINEAGE_BITS)
 
     def _check_rank_lineages(self) -> None:
-        """Raise RuntimeError if ranks of this replica received states of different lineages."""
+        """Raise RuntimeError if this replica's ranks have unequal lineages, hashes of past steps.
+
+        One all-reduce over the replica's ranks, with a host sync.
+        """
         local_lineage = torch.tensor(
             [self._lineage, -self._lineage], device=self._device, dtype=torch.int64
         )
@@ -231,7 +234,8 @@ class Replicas:
     def _gather_lineages(self) -> tuple[list[int], list[int]]:
         """Return lineages and start ids of the step's replicas, two lists by index. Collective.
 
-        A start id is a random number that identifies one start of a replica's processes.
+        A lineage is a hash of the first weights and past steps, a start id a random number that
+        identifies one start of a replica's processes.
         """
         assert self._place is not None, "begin() comes before finish()"
         seen_2R = torch.zeros(2, self._place.num_replicas, dtype=torch.int64, device=self._device)
@@ -244,7 +248,7 @@ class Replicas:
         return lineages, names
 
     def _report_strayed_replicas(self, lineages: list[int]) -> bool:
-        """Make the vote fail if lineages differ; return whether this replica is in the minority."""
+        """Make the vote fail if `lineages` differ; return whether this replica is in a minority."""
         if len(set(lineages)) == 1:
             return False
         self._manager.report_error(RuntimeError(STRAY))
@@ -252,7 +256,7 @@ class Replicas:
         return self._lineage != majority
 
     def _average_gradients(self) -> None:
-        """Average gradients over replicas, in place; a missing gradient counts as zeros."""
+        """Average gradients over replicas in place; missing gradients count as zeros. Host sync."""
         params = [param for param in self._model.parameters() if param.requires_grad]
         have = [param.grad is not None for param in params]
         have_P = torch.tensor(have, dtype=torch.int32, device=self._device)
@@ -266,7 +270,7 @@ class Replicas:
         self._all_reduce(grads, dist.ReduceOp.AVG)
 
     def _mark_capacity_shortage(self, grads: list[Tensor]) -> None:
-        """Write NaN to the first gradient if rows exceed a capacity: all replicas skip the step."""
+        """Write NaN to `grads[0]` if token rows exceed a buffer, so that all replicas skip it."""
         capacities = [record.capacity for record in self._records if record.capacity is not None]
         holders = [
             holder for record in capacities for holder in record.holders if holder is not None

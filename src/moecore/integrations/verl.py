@@ -194,7 +194,10 @@ class MoECoreEngine(BaseEngine):
         outputs: list[dict[str, Any]],
         number: int,
     ) -> dict[str, Any]:
-        """Return a micro-batch's model arguments; its loss, one of `number`, fills `outputs`."""
+        """Return a micro-batch's model arguments, whose loss appends verl's output to `outputs`.
+
+        The loss is multiplied by `number`, the number of micro-batches, because TrainStep averages.
+        """
         data = data.to(self._meshes.device)
         tokens_N, cu_seqlens = data["input_ids"].values(), data["input_ids"].offsets()
         labels_N = tokens_N.roll(-1)
@@ -237,7 +240,7 @@ class MoECoreEngine(BaseEngine):
         self._step.drop()
 
     def optimizer_step(self) -> float:
-        """Run the optimizer step; return the gradient norm before clipping."""
+        """Run the optimizer step; return the gradient norm before clipping. Host sync."""
         norm = self._step.finish().norm
         assert norm is not None, "an engine that trains"
         return float(norm.total)
@@ -271,7 +274,10 @@ class MoECoreEngine(BaseEngine):
     def to(
         self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True
     ) -> None:
-        """Move the selected parts to the host ("cpu") or to the GPU (any other device)."""
+        """Move the selected tensors to the host ("cpu") or to the GPU (any other device).
+
+        `model` selects weights and buffers, `optimizer` its state, `grad` the gradients.
+        """
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)
         moves_of: dict[Part, bool] = {"weights": model, "buffers": model}
         moves_of |= {"optimizer": optimizer, "grads": grad}
@@ -301,7 +307,7 @@ class MoECoreEngine(BaseEngine):
         )
 
     def load_checkpoint(self, local_path: str, *_: Any, **__: Any) -> None:
-        """Load the newest checkpoint in `local_path`, saved with any parallel layout."""
+        """Load the newest checkpoint in `local_path`, of any layout; ValueError if it has none."""
         newest = latest(local_path)
         if newest is None:
             raise ValueError(f"local_path ({local_path}) must have a checkpoint: save one there")

@@ -142,12 +142,12 @@ class Recipe(CheckedRecord):
 
     @property
     def reads_blocks(self) -> bool:
-        """Whether products can read weights that are stored in FP8 blocks of 128."""
+        """Whether matmuls can read weights that are stored in FP8 blocks of 128 x 128."""
         return self.scaling == "blockwise" and self.backend == "moecore"
 
     @property
     def can_gather_weights(self) -> bool:
-        """Whether weights can be all-gathered in FP8: all products read one quantised copy."""
+        """Whether weights can be all-gathered in FP8: all matmuls read one quantised copy."""
         scalings = ("blockwise", "tensorwise", "nvfp4")
         return self.scaling in scalings and self.backend == "moecore"
 
@@ -167,13 +167,13 @@ class Recipe(CheckedRecord):
     def activation_block(self) -> Block:
         """Rows and columns of an activation or gradient that share a scale; None = all.
 
-        The product sums over columns.
+        The matmul sums over columns.
         """
         return ACTIVATION_BLOCKS[self.scaling]
 
     @property
     def weight_block(self) -> Block:
-        """Rows and columns of a weight that share a scale; the product sums over columns."""
+        """Rows and columns of a weight that share a scale; the matmul sums over columns."""
         return WEIGHT_BLOCKS[self.scaling]
 
     def describe(self) -> str:

@@ -59,7 +59,11 @@ REFUSED = {
 
 
 def find_hf_adapter(module: nn.Module) -> Callable[[Any, nn.Module], RoutedLayer] | None:
-    """Return the adapter of a transformers MoE block or experts module, None for other modules."""
+    """Return the function that converts a transformers MoE block to a MoE layer, or None.
+
+    `module` may be a block or its experts module; None = it is neither. The function has arguments
+    (module, model) and returns a `RoutedLayer` with the module's parameters.
+    """
     registered = _ADAPTERS.get(type(module).__name__) if is_hf(module) else None
     if registered is not None and not getattr(module, "jitter_noise", 0):
         return registered
@@ -151,7 +155,7 @@ class _TokenIdLayer(MoELayer):
 def _adopt_stacked(
     block: Any, layout: LayerLayout, layer_class: type[MoELayer] = MoELayer, **routing: Any
 ) -> MoELayer:
-    """Return a `layer_class` with a block's parameters; `routing`: router fields of `MoEConfig`."""
+    """Convert a block with children named by `layout`; `routing`: router fields of `MoEConfig`."""
     router, experts = (block.get_submodule(n) for n in (layout.router, layout.experts))
     read = read_experts(experts, layout.expert_layout)
     layer = adopt(

@@ -91,7 +91,10 @@ class CausalContext:
         self._install_row_reader().groups = groups
 
     def _install_row_reader(self) -> RowReader:
-        """Switch to causal attention, add the cp hooks and return the model's `RowReader`."""
+        """Replace masked attention by causal attention and add the cp hooks, in place.
+
+        Return the hooks that pass documents and padding to attention, and slice tokens over cp.
+        """
         use_causal_attention(self.model)
         self.model.register_forward_pre_hook(self._shift_labels, with_kwargs=True)
         self.model.register_forward_hook(self._all_reduce_loss, with_kwargs=True)
@@ -131,7 +134,7 @@ class CausalContext:
     def _all_reduce_loss(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        """Forward hook: all-reduce the loss over the cp ranks."""
+        """Forward hook: replace the output's loss by its sum over the cp ranks. Collective."""
         sequence: Sequence = kwargs[SEQUENCE]
         if sequence.local_tokens is None or kwargs.get("labels") is None:
             return output

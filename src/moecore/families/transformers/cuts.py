@@ -56,7 +56,7 @@ FUSED_BY_HEAD = {
 
 
 def find_cuts(model: nn.Module, tp: int) -> tuple[dict[nn.Module, ModuleCut], list[str]]:
-    """Return the `ModuleCut` of each supported module, and a text per class that is replicated."""
+    """Return how each supported module is sharded, and a text per class that is replicated."""
     cuts, uncut_types = dict[nn.Module, ModuleCut](), dict[type, str]()
     names = {module: name for name, module in model.named_modules()}
     layers = [m for m in model.modules() if isinstance(m, MoELayer)]
@@ -199,7 +199,10 @@ def _find_cut_problem(module: nn.Module, known_names: set[str], num_heads: int) 
 
 
 def cut_mlp(name: str, module: nn.Module, tp: int) -> ModuleCut | None:
-    """Return how an MLP's hidden dim is sharded (ValueError if tp does not divide it), or None."""
+    """Return how an MLP's hidden dim is sharded; None = it is replicated.
+
+    A hidden dim that tp does not divide raises a ValueError, in which `name` is the MLP's name.
+    """
     parts = {n: m for n, m in module.named_children() if next(m.parameters(), None) is not None}
     names = next((names for names in (*MLPS, *FUSED_MLPS) if set(names) == parts.keys()), None)
     if names is None or any(p is not None for p in module._parameters.values()):

@@ -53,7 +53,7 @@ def find_experts_adapter(module: nn.Module) -> Callable[[Any, nn.Module], Routed
 
 
 def route_experts(experts: Any, model: nn.Module) -> RoutedExperts:
-    """Convert a transformers experts module to RoutedExperts; NotImplementedError if customised."""
+    """Convert an experts module (`model` is unused); NotImplementedError if it is customised."""
     refuse_customised_experts(experts, children=(ACTIVATION, "identity_expert"))
     layout = read_layout(experts)
     read = read_experts(experts, layout)
@@ -78,7 +78,10 @@ def read_layout(experts: Any) -> ExpertLayout:
 
 
 def get_used_parameters(experts: Any) -> dict[str, nn.Parameter]:
-    """Return an experts module's parameters by name, without the rows of LongCat's zero experts."""
+    """Return an experts module's parameters by name, without experts that return their input.
+
+    The parameters are copied only if such experts (LongCat) are left out.
+    """
     # LongCat-Flash's FC1 has rows for experts that return their input, but its checkpoints do not.
     tensors = dict(experts.named_parameters(recurse=False))
     if getattr(experts, "zero_expert_num", 0):
@@ -89,7 +92,10 @@ def get_used_parameters(experts: Any) -> dict[str, nn.Parameter]:
 
 
 def read_experts(experts: Any, layout: ExpertLayout) -> ExpertsDescription:
-    """Return sizes and activation of experts; NotImplementedError if it is not elementwise."""
+    """Return sizes and activation of experts; `layout` is the result of `read_layout`.
+
+    An activation that mixes columns raises a NotImplementedError.
+    """
     num_experts, sizes = len(getattr(experts, layout.w2)), getattr(experts, layout.w1).shape[1:]
     fc1_dim, dim = reversed(sizes) if layout.transposed else sizes
     options = read_activation(experts, layout)
@@ -115,7 +121,10 @@ def read_experts(experts: Any, layout: ExpertLayout) -> ExpertsDescription:
 
 
 def read_activation(experts: Any, layout: ExpertLayout) -> ActivationOptions:
-    """Return a moecore activation with equal values on samples, otherwise the module's own."""
+    """Return a moecore activation with equal values on samples, otherwise the module's own.
+
+    `layout` gives the order of FC1's gate and up columns.
+    """
     gated, interleaved = getattr(experts, "has_gate", True), layout.gate_up == "interleaved"
     activation = _get_stock_activation(experts, gated=gated)
     options = _match_activation_options(activation, experts, gated, interleaved)
@@ -152,7 +161,10 @@ def _apply_gated_activation(act_fn: Callable[[Tensor], Tensor], h_RC: Tensor) ->
 def _match_activation_options(
     stock_activation: Callable[[Tensor], Tensor], experts: Any, gated: bool, interleaved: bool
 ) -> ActivationOptions | None:
-    """Return the first moecore activation that equals `stock_activation` on samples, or None."""
+    """Return the first moecore activation that equals `stock_activation` on samples, or None.
+
+    `interleaved`: gate and up columns alternate.
+    """
     h_RC = _make_samples(gated)
     reference = stock_activation(h_RC)
     limit, alpha = (_find_number(experts, names) for names in (LIMITS, SLOPES))

@@ -171,7 +171,10 @@ def _compute_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """Return the loss of [N, V] logits computed in chunks; None if an option needs the values."""
+    """Return the mean or summed loss of [N, V] logits, computed in chunks of tokens.
+
+    `F.cross_entropy` calls it for lazy logits. None = an option needs the logits' values.
+    """
     unsupported = (weight, size_average, reduce)
     is_plain = all(other is None for other in unsupported) and label_smoothing == 0.0
     is_known = reduction in ("mean", "sum") and ignore_index == IGNORE_INDEX
@@ -253,7 +256,7 @@ def find_plain_heads(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Linear]]:
 def fuse_loss(model: nn.Module, recipe: Recipe | None) -> None:
     """Make transformers models in a module compute their training loss in chunks of tokens.
 
-    `recipe` is the FP8 recipe of the head's products in the loss; None = the dtype of its weight.
+    `recipe` is the FP8 recipe of the head's matmuls in the loss; None = the dtype of its weight.
     """
     for outer, head in find_plain_heads(model):
         head.__class__ = HeadWithoutLogits
@@ -305,7 +308,7 @@ def hook_vocabulary(model: nn.Module, tp: TensorParallel) -> list[nn.Module]:
 
 
 def _is_plain(module: Any) -> bool:
-    """Whether a module is an embedding or bias-free linear without options that tp breaks."""
+    """Whether a module is a linear without bias, or an embedding without max_norm and scaling."""
     if isinstance(module, nn.Embedding):
         return module.max_norm is None and not module.scale_grad_by_freq
     return type(module) is nn.Linear and module.bias is None

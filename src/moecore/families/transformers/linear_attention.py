@@ -41,7 +41,10 @@ def find_linear_rule(module: nn.Module) -> str | None:
 
 
 def accept_sequences(model: nn.Module) -> None:
-    """Make linear attention layers use the argument `SEQUENCE`, for all models of their files."""
+    """Make linear attention layers use the argument `SEQUENCE`, for all models of their files.
+
+    This replaces global functions of the layers' Python modules.
+    """
     for module in find_linear_layers(model):
         of_file = inspect.unwrap(type(module).forward).__globals__
         for name in find_names_in_forward(module) & FUNCTIONS.keys():
@@ -60,7 +63,10 @@ def disable_fused_layer(module: nn.Module) -> None:
 
 
 def _make_replacement(stock: Function, function: Function) -> Function:
-    """Return a wrapper: `function` for calls with documents or cp ranks, otherwise `stock`."""
+    """Return a wrapper: `function` for calls with documents or cp ranks, otherwise `stock`.
+
+    `function` receives the call's `Sequence` before the arguments of `stock`.
+    """
 
     @wraps(stock)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -106,7 +112,10 @@ def _attend_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Replacement of a chunked delta rule for documents and cp ranks; returns (output, None)."""
+    """Replacement of a chunked delta rule for documents and cp ranks; ValueError for a cache.
+
+    Return (output [B, T, heads, dims], None). `g` has log decays, `beta` learning rates.
+    """
     _refuse_cache(initial_state is not None or output_final_state)
     out = attend_linear(
         query,

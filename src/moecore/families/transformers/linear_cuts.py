@@ -88,7 +88,7 @@ def cut_linear_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
 
 
 def _find_cut_problem(module: Any, layer: _LinearHeads) -> str | None:
-    """Return why a layer cannot be sharded as `layer` describes it, None if it can be sharded."""
+    """Return why `module` cannot be sharded by heads as `layer` describes; None = it can."""
     linears, params = get_named_linears(module), dict(module.named_parameters())
     sizes = {n: _count_rows(stack) for n, stack in layer.columns.items()}
     for child, linear in linears.items():
@@ -120,17 +120,17 @@ def _find_cut_problem(module: Any, layer: _LinearHeads) -> str | None:
 
 
 def _count_rows(stack: Stack) -> int:
-    """Return the number of matrix rows in all sections of a stack."""
+    """Return the number of matrix rows of all sections, (heads, rows per head) each."""
     return sum(heads * size for heads, size in stack)
 
 
 def _count_local_rows(stack: Stack, tp: int) -> int:
-    """Return the number of matrix rows of one tp rank's heads."""
+    """Return the number of matrix rows of one tp rank's heads; `stack` as for `_count_rows`."""
     return sum(rows.stop - rows.start for rows in iterate_local_rows(stack, 0, tp))
 
 
 def _read_delta_net_heads(module: Any, tp: int) -> _LinearHeads:
-    """Describe a gated delta net (Qwen3-Next); `counts` are the values on one of `tp` ranks."""
+    """Return the tensors by heads of a gated delta net (Qwen3-Next); `counts` are per tp rank."""
     k, v = (module.num_k_heads, module.head_k_dim), (module.num_v_heads, module.head_v_dim)
     per_head = (module.num_v_heads, 1)
     counts = ("num_k_heads", "num_v_heads", "key_dim", "value_dim")
@@ -155,7 +155,7 @@ def _read_delta_net_heads(module: Any, tp: int) -> _LinearHeads:
 
 
 def _read_kimi_delta_heads(module: Any, tp: int) -> _LinearHeads:
-    """Describe a Kimi delta attention; `counts` are the values on one of `tp` ranks."""
+    """Return the tensors by heads of a Kimi delta attention; `counts` are per tp rank."""
     x, per_head = (module.num_heads, module.head_dim), (module.num_heads, 1)
     counts = {n: getattr(module, n) // tp for n in ("num_heads", "qkv_dim")}
     linears = ("q_proj", "k_proj", "v_proj", "g_proj", "g_b_proj")
@@ -173,7 +173,7 @@ def _read_kimi_delta_heads(module: Any, tp: int) -> _LinearHeads:
 
 
 def _read_mamba2_heads(module: Any, tp: int) -> _LinearHeads:
-    """Describe a Mamba-2 mixer; `counts` are the values on one of `tp` ranks."""
+    """Return the tensors by heads of a Mamba-2 mixer; `counts` are per tp rank."""
     x, per_head = (module.num_heads, module.head_dim), (module.num_heads, 1)
     group = (module.n_groups, module.ssm_state_size)  # of B, as of C
     channels = (x, group, group)

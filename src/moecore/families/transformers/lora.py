@@ -63,8 +63,8 @@ class _WrappedExperts:
 def unwrap_experts(model: nn.Module) -> Iterator[list[_WrappedExperts]]:
     """Return a context that replaces peft's wrappers of experts by the experts themselves.
 
-    Yield the wrappers' records. If the body raises, the wrappers are put back; otherwise they stay
-    removed.
+    Yield a record of each wrapped experts module. If the body raises, the wrappers are put back;
+    otherwise they stay removed.
     """
     wrappers = list(_find_wrapped_experts(model)) if "peft" in sys.modules else []
     for wrapper in wrappers:
@@ -176,14 +176,17 @@ def disable_adapters(model: Any) -> Iterator[None]:
 
 
 def select_base_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return `tensors` without those of adapters, under the names of the model before peft."""
+    """Return `tensors` (by name in `model`) without LoRA's, under their names before peft."""
     added_prefixes, moved_prefixes = _list_peft_prefixes(model)
     base_tensors = {n: t for n, t in tensors.items() if not n.startswith(added_prefixes)}
     return {_rename_without_peft(n, moved_prefixes): t for n, t in base_tensors.items()}
 
 
 def select_trained_copies(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the active copies in `modules_to_save`, under the names of the original tensors."""
+    """Return tensors of peft's active trained copies of modules, under the originals' names.
+
+    The copies are those of `LoraConfig.modules_to_save`. `tensors` are by name in `model`.
+    """
     _, moved_prefixes = _list_peft_prefixes(model)
     copy_of = {}
     for path, module in model.named_modules():

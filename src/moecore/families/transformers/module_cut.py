@@ -17,7 +17,10 @@ Stack = tuple[tuple[int, int], ...]
 
 
 def iterate_local_rows(stack: Stack, rank: int, tp: int) -> Iterator[slice]:
-    """Yield the rows of a rank's heads in each section of a matrix; ranks may share a head."""
+    """Yield the slice of matrix rows of a rank's heads in each section; ranks may share a head.
+
+    `stack` has (heads, rows per head) of each section.
+    """
     # Example: 4 heads of 8 rows, then 1 head of 8 rows. Rank 1 of 2 has rows 16:32 and 32:40.
     start = 0
     for heads, size in stack:
@@ -77,13 +80,13 @@ def get_named_linears(module: nn.Module) -> dict[str, nn.Linear]:
 
 
 def list_output_linears(module: nn.Module) -> list[Any]:
-    """Return [module], or of a LoRA layer the base linear and each adapter's B."""
+    """Return [module], or for a LoRA layer its base linear and the B of each LoRA adapter."""
     base = find_lora_base(module)
     return [module] if base is None else [base, *(b for _, b in list_lora_pairs(module))]
 
 
 def list_lora_adapters(module: nn.Module) -> dict[str, list[tuple[nn.Linear, nn.Linear]]]:
-    """Return the linears with LoRA by name, each with (A, B) of its adapters."""
+    """Return the linears with LoRA by name, each with (A, B) of its LoRA adapters."""
     layers = {name: module.get_submodule(name) for name in get_named_linears(module)}
     return {n: list_lora_pairs(m) for n, m in layers.items() if find_lora_base(m) is not None}
 

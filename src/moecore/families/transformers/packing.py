@@ -123,7 +123,7 @@ def find_one_document_problem(model: nn.Module) -> str | None:
 
 
 def find_unsupported_layer(text: Any, row_layers: Mapping[str, int] | None = None) -> str | None:
-    """Return the first of a config's `layer_types` that moecore does not support, or None.
+    """Return text naming the first unsupported layer in `layer_types` of a text config, or None.
 
     `row_layers` maps further kinds to the number of their supported layers. Such a kind is
     supported if this is the number of all its layers in the config.

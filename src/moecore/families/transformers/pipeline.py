@@ -235,7 +235,7 @@ def _trace_calls(model: Any, parts: StageParts) -> _CallTrace:
 
 
 def _trace_parts(model: Any, parts: StageParts) -> tuple[StageParts, tuple[int, ...]]:
-    """Run a model without its parts to check it for pipelining; return `parts` in call order.
+    """Run a copy without embedding, layers and head to check it; return `parts` in call order.
 
     The second result is the shape of the layers' input after [B, T], such as (D,).
 

@@ -8,8 +8,7 @@
     attention                  reads the record (`families/transformers/attention.py`)
     MoE layers                 receive documents and padding, also when backward recomputes them
 
-Under context parallelism every cp rank receives the same full rows. The model receives this rank's
-tokens and their positions.
+Under context parallelism cp ranks receive equal full rows; the model gets this rank's tokens.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ Choose = Callable[[Tensor], Tensor]  # selects a layer's tokens: [B, T] -> [N]
 
 
 class RowReader:
-    """Hooks that turn a forward's packing and padding arguments into a `Sequence` for attention."""
+    """Hooks that pass a forward's document bounds and padding to attention, as one `Sequence`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.cp: ContextParallel | None = None  # cp ranks; None = this rank has full rows
@@ -89,7 +88,7 @@ class RowReader:
                 layer.register_forward_pre_hook(tell, with_kwargs=True, prepend=True)
 
     def build_sequence(self, tokens: Tensor, inputs: Kwargs) -> Sequence:
-        """Return the `Sequence` of a forward's arguments; `tokens` are full rows [B, T, ...]."""
+        """Return documents, padding and cp slice; `tokens`: ids or embeddings of full rows."""
         shape, device = (tokens.shape[0], tokens.shape[1]), tokens.device
         cu_seqlens, longest = (
             _get_first_argument(inputs, DOCUMENTS),
@@ -129,7 +128,7 @@ class RowReader:
     def _pass_sequence(
         self, base: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
     ) -> tuple[tuple[Any, ...], Kwargs]:
-        """Forward pre-hook: replace arguments by a `Sequence`, and slice tokens over cp."""
+        """Forward pre-hook: replace packing arguments by a `Sequence`; slice tokens over cp."""
         tokens = get_tokens(args, kwargs)
         sequence = kwargs.get(SEQUENCE) or self.build_sequence(tokens, kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in READ}
@@ -216,7 +215,7 @@ class MaskReader:
         return args, {name: value for name, value in kwargs.items() if name not in ROW_INPUTS}
 
     def _build_sequence(self, tokens: Tensor, inputs: Kwargs) -> Sequence:
-        """Return documents and padding of a forward's arguments; raise for unfit documents."""
+        """Return documents, padding (`tokens`: ids or embeddings); ValueError if documents mix."""
         cu_seqlens, mask_BT = inputs.get("cu_seqlens"), inputs.get("padding_mask")
         if cu_seqlens is not None:
             of_documents = find_one_document_problem(self._model)
@@ -283,6 +282,7 @@ class MaskReader:
     def _pass_rows(
         self, choose: Choose, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
     ) -> tuple[Any, Kwargs] | None:
+        """Forward pre-hook of a MoE layer: pass documents and padding of the running forward."""
         sequence = getattr(self._state, "sequence", None)
         return (
             None if sequence is None else _add_row_arguments(sequence, choose, layer, args, kwargs)
@@ -308,18 +308,18 @@ class ModalityHooks:
         self._state.kinds_BT = get_image_mask(block, args, kwargs)
 
     def select_text(self, x_BT: Tensor) -> Tensor:
-        """Return a value per text token, [N], from one per token of the block, [B, T]."""
+        """Return the values [N] of text tokens in [B, T]. Host sync if the forward has images."""
         kinds_BT = self._state.kinds_BT
         return x_BT.flatten() if kinds_BT is None else x_BT[kinds_BT == 0]  # host sync
 
     def select_images(self, x_BT: Tensor) -> Tensor:
-        """Return a value per image token, [N], from one per token of the block, [B, T]."""
+        """Return the values [N] of image tokens in [B, T]. Host sync if the forward has images."""
         kinds_BT = self._state.kinds_BT
         return x_BT.flatten()[:0] if kinds_BT is None else x_BT[kinds_BT != 0]
 
 
 def _make_token_selectors(base: nn.Module) -> dict[nn.Module, Choose]:
-    """Return MoE layer -> function that selects its tokens, for text and image experts."""
+    """Return MoE layer -> function [B, T] -> [N] that selects its text or image tokens."""
     choose_of = dict[nn.Module, Choose]()
     blocks: list[Any] = [block for block in base.modules() if has_vision_experts(block)]
     for block in blocks:
@@ -430,7 +430,7 @@ def _pass_rows(
 def _add_row_arguments(
     sequence: Sequence, choose: Choose, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
 ) -> tuple[Any, Kwargs] | None:
-    """Return a MoE layer's arguments with documents and padding added; None = no change."""
+    """Add documents and padding to arguments; `choose`: the layer's tokens; None = no change."""
     mask_BT = sequence.padding_mask_BT
     if isinstance(layer, MoELayer):
         keywords: Kwargs = {"cu_seqlens": sequence.cu_seqlens}

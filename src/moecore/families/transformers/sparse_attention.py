@@ -45,7 +45,7 @@ def use_sparse_attention(model: nn.Module) -> None:
 
 
 def add_indexer_losses(model: nn.Module, config: IndexerConfig) -> None:
-    """Add to each indexer of a model an auxiliary loss, as `config` sets its stage and factor."""
+    """Add to each indexer of a model, in place, the auxiliary loss that `config` describes."""
     layers: list[Any] = find_sparse_layers(model)
     for layer in layers:
         setattr(layer, CONFIG, config)
@@ -65,6 +65,7 @@ def _run_sparse_attention(
 ) -> tuple[Any, ...]:
     """Replacement forward of the classes in `CLASSES`; `hidden_states` are [B, T, D].
 
+    `position_embeddings` are (cos, sin). `attention_mask` and `position_ids` are not used.
     `prev_topk_indices` [B, T, K] are the keys of an earlier layer, for layers without indexer.
     Return (output, None) and, if the class shares keys, the selected keys.
     """
@@ -162,7 +163,10 @@ def _split_kv_weight(layer: Any) -> tuple[Tensor, Tensor]:
 def _update_cache(
     layer: Any, cache: Any, latent_BTL: Tensor, turned_BT1r: Tensor, index: IndexerHeads | None
 ) -> tuple[Tensor, Tensor, IndexerHeads | None]:
-    """Write keys to a cache and return them; ValueError if it has keys of earlier forwards."""
+    """Write keys to a cache; return latents [B, T, L], rotated keys [B, T, 1, r] and `index`.
+
+    `index` has the indexer's keys, or is None. Keys of earlier forwards raise a ValueError.
+    """
     number = layer.layer_idx
     latents, turned = cache.update(latent_BTL.unsqueeze(1), turned_BT1r.transpose(1, 2), number)
     refuse_earlier_keys(latent_BTL.shape[1], latents.shape[2])

@@ -11,8 +11,6 @@ All ranks therefore have equal activations. A rank's gradient is the gradient of
 ranks' losses with respect to the rank's tensors. Gradients of replicated weights are partial sums
 over tp, as in the native decoder (`moecore.base.params.make_grad_placements`).
 
-`cuts.py` and, for linear attention, `linear_cuts.py` find the modules that can be sharded.
-
 Legend: B rows, T tokens of a row, G tp ranks, D model dim, H heads, E experts.
 """
 
@@ -86,8 +84,7 @@ class CutTransformer:
         """Raise for a full model that tp cannot shard; a pipeline stage may have nothing to shard.
 
         Raises:
-            ValueError: for heads or hidden dims that tp does not divide, and for dropout or jitter,
-                because each rank would draw different random numbers for the same tokens.
+            ValueError: for heads or hidden dims that tp does not divide, and for dropout or jitter.
             NotImplementedError: for a model without any module that can be sharded.
         """
         _check_dropout(self.model, tp)
@@ -161,7 +158,7 @@ def _hook_module(tp: TensorParallel, module: Any, module_cut: ModuleCut) -> None
 def _replace_attributes(
     module: nn.Module, getters: Mapping[str, Callable[[nn.Module], Any]]
 ) -> None:
-    """Replace attributes of a module by properties that call `getters`."""
+    """Replace attributes of a module by properties; `getters`: name -> function of the module."""
     base, properties = type(module), {name: property(getter) for name, getter in getters.items()}
     module.__class__ = type(base.__name__, (base,), properties | {"__module__": base.__module__})
 
@@ -313,7 +310,7 @@ def _slice_head(head: int, head_dim: int, _linear: nn.Module, _args: Any, y: Ten
 def _shard_parameters(
     model: nn.Module, tp_mesh: DeviceMesh, places: Mapping[tuple[nn.Module, str], Placement]
 ) -> None:
-    """Replace parameters, except routed experts', by DTensors; replicated if not in `places`."""
+    """Replace parameters, except routed experts', by DTensors in place, by default replicated."""
     layers = [m for m in model.modules() if isinstance(m, RoutedLayer)]
     expert_modules = {m for layer in layers for m in layer.get_part("experts").modules()}
     sharded_of = dict[nn.Parameter, nn.Parameter]()
@@ -346,6 +343,7 @@ class TokenSliceHooks:
     def _slice_inputs(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Forward pre-hook: pad all per-token arguments and slice them to this tp rank's tokens."""
         inputs = bind_arguments(layer, args, kwargs)
         x = inputs.pop("x" if isinstance(layer, MoELayer) else "hidden_states")
         self._state.shape = shape = x.shape[:-1]
@@ -373,13 +371,13 @@ class TokenSliceHooks:
         return (self._slice_rows(x, padding),), local_inputs
 
     def _slice_rows(self, x_TD: Tensor, padding: int, fill: float = 0) -> Tensor:
-        """Append `padding` rows of `fill` to dim -2 and return this rank's slice of that dim."""
+        """Append `padding` tokens of `fill` to dim -2; return this rank's slice of that dim."""
         x_TD = F.pad(x_TD, (0, 0, 0, padding), value=fill) if padding else x_TD
         size = x_TD.shape[-2] // self._tp.size
         return x_TD.narrow(-2, self._tp.rank * size, size).contiguous()
 
     def _gather_rows(self, y_tD: Tensor) -> Tensor:
-        """All-gather the slices, and return them without padding in the shape of the input."""
+        """All-gather tp slices of dim -2; return [B, T, ..] or [T, ..] as the input, unpadded."""
         *B, T = self._state.shape
         y_BtD = y_tD.view(*B, -1, y_tD.shape[-1]) if B else y_tD[None]
         y_BTD = self._tp.gather(y_BtD)[:, :T]
@@ -412,6 +410,7 @@ class GradientShareHooks:
         self._state.depth = self._depth + 1
 
     def _divide_output_grads(self, model: nn.Module, _args: Any, output: Any) -> Any:
+        """Forward hook: divide the output's gradient by tp, except in a stage without the head."""
         self._state.depth = max(self._depth - 1, 0)  # an earlier hook may have raised
         head = getattr(model, "get_output_embeddings", lambda: None)()
         if isinstance(head, AbsentModule):  # a pipeline stage whose gradient is received
@@ -423,6 +422,7 @@ class GradientShareHooks:
         return getattr(self._state, "depth", 0)
 
     def _refuse_base_call(self, base: nn.Module, _args: Any) -> None:
+        """Forward pre-hook: ValueError, with gradients enabled, outside of the model's forward."""
         if not self._depth and torch.is_grad_enabled():
             raise ValueError(
                 f"{type(base).__name__} must be called by its whole model under tensor "

@@ -65,7 +65,10 @@ class TitanLayer(MoELayer):
     def forward(  # type: ignore[override]  # a forward of torchtitan has no cp of its own
         self, x: Tensor, padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> Tensor:
-        """Return this rank's plain output [B, t, D]; `x` is plain or a DTensor sharded over t."""
+        """Return this rank's plain output [B, t, D]; `x` is plain or a DTensor sharded over t.
+
+        `padding_mask` is True for padding. `cu_seqlens` is not used.
+        """
         return super().forward(x.to_local() if isinstance(x, DTensor) else x, padding_mask)
 
     @torch.no_grad()

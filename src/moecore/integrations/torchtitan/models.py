@@ -166,7 +166,7 @@ class HFModel(nn.Module):
         return result
 
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
-        """Return `options` with a chosen `way`; see `ContextParallelModel.context_options`."""
+        """Return `options` with the communication of attention chosen for `cp` and `tp` ranks."""
         return CausalContext(self.hf).context_options(options, cp, tp)
 
     def apply_context_parallel(self, cp: ContextParallel) -> None:
@@ -252,7 +252,10 @@ def parallelize_hf_model(
     balance: BalanceConfig | None,
     **_: Any,
 ) -> nn.Module:
-    """Replace an HFModel's MoE blocks, set their `balance` (None = unchanged) and shard it."""
+    """Replace an HFModel's MoE blocks, set their `balance` and shard it: a parallelize_fn.
+
+    `balance` None leaves the config of each block unchanged. `job` is torchtitan's config.
+    """
     if parallel_dims.tp > 1:
         raise NotImplementedError(
             f"parallelism.tensor_parallel_degree ({parallel_dims.tp}) must be 1 for a Hugging Face "
@@ -267,7 +270,10 @@ def parallelize_hf_model(
 
 
 def _read_config(source: Source, field: str) -> Any:
-    """Return a copy of a config, or the config in the directory of the job's `field`."""
+    """Return a copy of the config `source`, or read the config in the directory `source`.
+
+    `field` names the job's field in errors.
+    """
     from transformers import AutoConfig, PreTrainedConfig
 
     if isinstance(source, PreTrainedConfig):

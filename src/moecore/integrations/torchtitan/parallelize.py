@@ -111,7 +111,7 @@ def check_job(job: Any, parallel_dims: ParallelDims, version: Version, *, own_lo
 
 
 def _list_titan_rules(job: Any, d: ParallelDims) -> list[Rule]:
-    """Return rules for torchtitan options that do not work because moecore has its own options."""
+    """Return (field, value, is refused, what it must be) for options that moecore replaces."""
     training, seq_len = job.training, job.training.seq_len
     offload, length = training.enable_cpu_offload, f"a multiple of tensor parallelism ({d.tp})"
     rules = [
@@ -139,7 +139,10 @@ def _list_titan_rules(job: Any, d: ParallelDims) -> list[Rule]:
 
 
 def _list_common_rules(job: Any, d: ParallelDims, own_loss: bool) -> list[Rule]:
-    """Return rules for moecore's options next to torchtitan's, and for options without effect."""
+    """Return (field, value, is refused, what it must be) for options that conflict or do nothing.
+
+    `own_loss`: the model's forward returns its loss.
+    """
     options, ac, degrees = get_moecore_options(job), job.activation_checkpoint, job.parallelism
     reshard, backend = degrees.fsdp_reshard_after_forward, job.compile.backend
     recomputes = _is_compiled_by_moecore(options, d.pp)

@@ -42,7 +42,11 @@ class StageSchedule:
 
 
 class RowSchedule(StageSchedule):
-    """Schedule for torchtitan 0.2, which receives the rows of a step and makes micro-batches."""
+    """Schedule for torchtitan 0.2, which cuts the sequences of a step into micro-batches.
+
+    `data_group` has the data ranks (None = one), and `micro_batch_rows` is the number of sequences
+    of a micro-batch.
+    """
 
     def __init__(
         self, model: nn.Module, data_group: dist.ProcessGroup | None, *, micro_batch_rows: int
@@ -95,7 +99,11 @@ class MicroBatchSchedule(StageSchedule):
         arg_mbs: list[tuple[Tensor]],
         **_: Any,
     ) -> None:
-        """Run a step and append each micro-batch's loss / global number of labels to `losses`."""
+        """Run a step and append each micro-batch's loss / global number of labels to `losses`.
+
+        `arg_mbs` and `kwarg_mbs` have (tokens,) and forward arguments of each micro-batch, and
+        `loss_kwargs` the global number of labels.
+        """
         num_tokens = loss_kwargs["global_valid_tokens"].long()
         micro_batches = []
         for (rows_BT,), keywords in zip(arg_mbs, kwarg_mbs, strict=True):

@@ -140,7 +140,12 @@ class MoEMetricsProcessor(MetricsProcessor):
 
 
 def compute_load_metrics(metrics: MoEMetrics) -> dict[str, float]:
-    """Return the values that `MoEMetricsProcessor` logs, by name; empty for a dense model."""
+    """Return "moe/load_max_over_mean", "..._avg", "moe/aux_loss" and "moe/drop_rate" of a step.
+
+    A layer's load is its most loaded expert's tokens over the mean. The values are its maximum and
+    mean over layers, the sum of auxiliary losses, and the mean share of dropped choices. The last
+    value needs a capacity, and a dense model has none of them. Host syncs.
+    """
     loads = list(metrics.compute_load_max_over_mean().values())
     if not loads:  # a dense model
         return {}

@@ -133,7 +133,10 @@ def _compute(
     weights: ExpertWeights,
     activation: ActivationOptions,
 ) -> Tensor:
-    """Return each row's weighted sum over its experts, [S, D]; `weights_SK` are routing weights."""
+    """Return each row's weighted sum over its experts, [S, D] in the experts' dtype.
+
+    `ids_SK` and `weights_SK` are the router's, `weights` the local experts' matrices and biases.
+    """
     rows = Rows(x_SD)
     index = build_index(
         ids_SK.to(torch.int32),

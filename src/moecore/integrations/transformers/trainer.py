@@ -148,7 +148,7 @@ class MoETrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | int | None]:
-        """Return a step's batches (fewer at an epoch's end) and the tokens of all ranks or None."""
+        """Return a step's batches, fewer at an epoch's end, and Trainer's label count or None."""
         if self._steps is not None:
             return list(islice(epoch_iterator, num_batches)), None
         samples = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -326,12 +326,12 @@ class ShardedAccelerator(Accelerator):
         return result
 
     def gather(self, tensor: Any) -> Any:
-        """All-gather along dim 0, with one copy of rows that cp and tp ranks share. Collective."""
+        """All-gather along dim 0, with one copy of data that cp and tp ranks share. Collective."""
         rows = super().gather(tensor)
         return recursively_apply(self._select_data_ranks, rows) if self.copies > 1 else rows
 
     def _select_data_ranks(self, rows: Tensor) -> Tensor:
-        """Keep the rows of the first of each `copies` neighbouring ranks."""
+        """Return the entries of dim 0 that the first of each `copies` neighbouring ranks sent."""
         result: Tensor = rows.unflatten(0, (self.num_processes, self.copies, -1))[:, 0].flatten(
             0, 1
         )

@@ -95,7 +95,7 @@ class TitanHFArgs(models.HFArgs, BaseModelArgs):
 def _list_version_rules(
     job: Any, parallel_dims: ParallelDims, own_loss: bool
 ) -> list[parallelize.Rule]:
-    """Return the rules for options of 0.2, see `parallelize.Version`.
+    """Return (field, value, is refused, what it must be) for options of a 0.2 job.
 
     `own_loss`: the model's forward returns its loss.
     """
@@ -148,7 +148,7 @@ def _shard_over_tp(model: Any, _: ParallelDims, meshes: Meshes, job: Any) -> Mes
 
 
 def _apply_checkpointing(model: nn.Module, job: Any) -> None:
-    """Apply the job's activation checkpointing; selective mode saves the router's product."""
+    """Apply the job's activation checkpointing in place; selective mode saves router matmuls."""
     ac, field = job.activation_checkpoint, "per_op_sac_force_recompute_mm_shapes_by_fqns"
     if ac.mode != "none":
         ac = replace(ac, **{field: parallelize.exclude_router(getattr(ac, field))})
@@ -353,7 +353,7 @@ def _is_fused_adamw(config: Any) -> bool:
 def build_metrics_processor(
     job_config: Any, parallel_dims: Any, model_args: Any = None, tag: str | None = None
 ) -> MoEMetricsProcessor:
-    """Return the metrics processor; the signature is torchtitan's."""
+    """Return the metrics processor of a job; `tag` prefixes the names of its metrics."""
     return MoEMetricsProcessor(job_config, parallel_dims, tag)
 
 

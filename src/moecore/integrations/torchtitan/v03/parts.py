@@ -80,7 +80,7 @@ class OwnLossTrainer(MoETrainer):
     def post_dataloading_process(
         self, input_dict: dict[str, Tensor], labels: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Return torchtitan's inputs, labels, and arguments with labels and full rows (cp)."""
+        """Return inputs, labels, and forward arguments: labels, and under cp the uncut tokens."""
         model_inputs = {models.LABELS: labels, TOKENS: input_dict["input"]}
         inputs, labels, extra = super().post_dataloading_process(input_dict, labels)
         if self.parallel_dims.cp == 1:
@@ -115,7 +115,7 @@ class SavingAC(SelectiveAC):
         """torchtitan's fields."""
 
     def get_save_ops(self) -> set[Any]:
-        """Return the operations whose results are saved for backward."""
+        """Return torchtitan's operations whose results are saved for backward, and grouped_mm."""
         result: set[Any] = super().get_save_ops() | {grouped_mm_overload}
         return result
 
@@ -170,7 +170,10 @@ class TitanMoE(TitanLayer, Module):
     def forward(  # type: ignore[override]  # a forward of torchtitan has no cp of its own
         self, x: Tensor, padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> Tensor:
-        """Return the block's output, a DTensor with the placements of `x` if `x` is a DTensor."""
+        """Return the block's output, a DTensor with the placements of `x` if `x` is a DTensor.
+
+        `padding_mask` is True for padding. `cu_seqlens` is not used.
+        """
         y_BtD = super().forward(x, padding_mask, cu_seqlens)
         if not isinstance(x, DTensor):
             return y_BtD
@@ -182,7 +185,10 @@ class TitanMoE(TitanLayer, Module):
 
 
 def titan_moe(block: Any, model: nn.Module, *, update_bias: bool = True) -> TitanMoE:
-    """Return a TitanMoE with the parameters of a torchtitan block; see `adopt_titan_block`."""
+    """Return a TitanMoE with the parameters of a torchtitan block; `model` is not used.
+
+    `update_bias`: optimizer steps update the selection bias, if the block has one.
+    """
     layer = adopt_titan_block(TitanMoE, block, model, update_bias=update_bias)
     parts = {"experts": block.routed_experts.inner_experts, "router": block.router.gate}
     layer.fills = {
@@ -193,7 +199,7 @@ def titan_moe(block: Any, model: nn.Module, *, update_bias: bool = True) -> Tita
 
 
 def _list_version_rules(job: Any, parallel_dims: ParallelDims, own_loss: bool) -> list[Rule]:
-    """Return the rules for options of 0.3, see `parallelize.Version`.
+    """Return (field, value, is refused, what it must be) for options of a 0.3 job.
 
     `own_loss`: the model's forward returns its loss.
     """
@@ -247,7 +253,7 @@ def _shard_over_tp(
 
 
 def _apply_checkpointing(model: nn.Module, job: Any) -> None:
-    """Apply the job's activation checkpointing; selective mode saves router and expert products."""
+    """Apply the job's activation checkpointing; selective mode saves router and expert matmuls."""
     ac = job.activation_checkpoint
     if type(ac) is SelectiveAC.Config:
         names = exclude_router(ac.force_recompute_mm_shapes_by_fqns)
