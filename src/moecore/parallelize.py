@@ -238,7 +238,7 @@ def _shard_over_tp_and_ep(model: nn.Module, state: ParallelState) -> None:
     apply_ep_tp(model, state.layers, state.request)
 
 
-def _quantise(model: nn.Module, state: ParallelState) -> None:
+def _enable_fp8(model: nn.Module, state: ParallelState) -> None:
     """Set FP8 matrix products on the linears that `Precision` selects by role, in place.
 
     Parameters do not change. `apply_layers` does the same for routed and shared experts. Nothing
@@ -282,14 +282,14 @@ PHASES: tuple[Callable[[nn.Module, ParallelState], None], ...] = (
     _shard_over_tp_and_ep,  # ep, etp and tp: layers and units read the local shapes
     apply_context,  # before balance, whose groups it makes
     _add_indexer_losses,  # before balance, which sets the factors of their losses
-    _quantise,  # before `_defer_weight_gradients`, which looks for linears in FP8
+    _enable_fp8,  # before `_defer_weight_gradients`, which looks for linears in FP8
     apply_layers,  # after `_shard_over_tp_and_ep`, because products are chosen by local shapes
     _defer_weight_gradients,  # before sharding, because units look for linears that defer
     _shard_over_data_ranks,  # after changes of classes and parameters, before wrappers of forwards
     compile_dense,  # inside the hooks of units
     reduce_saved_memory,  # around compiled modules
     graph_dense,  # around recomputation and offload
-    _fuse_loss,  # after `_quantise`, which changes heads
+    _fuse_loss,  # after `_enable_fp8`, which changes heads
     apply_balance,  # after exchanges and stash, whose capacities it checks
     install_argument_checks,  # its hook runs before all other forward hooks
     apply_pipeline,  # last: stages compare their shared parameters as sharded

@@ -278,6 +278,16 @@ def test_kernel_reads_strided_input(device: str) -> None:
         assert ours is not None and theirs is not None and torch.equal(ours, theirs)
 
 
+def test_plain_blocks_do_not_change_fp32_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moecore.kernels.cross_entropy.use_kernel", lambda _: False)
+    x, labels = inputs(6, 128, device="cpu")
+    before = x.clone()
+    cross_entropy_blocks(x, labels, power_of_two=True)
+    high, total, _ = row_statistics(x, labels).unbind(1)
+    softmax_gradient_blocks(x, labels, high, total, power_of_two=True)
+    assert torch.equal(x, before)
+
+
 @pytest.mark.parametrize("power_of_two", [True, False])
 @pytest.mark.parametrize("V", [128, 1152, 16512])  # one step of a row, several
 def test_blocks_are_the_gradient_rounded_once(device: str, V: int, power_of_two: bool) -> None:

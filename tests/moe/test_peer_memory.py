@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.distributed import _symmetric_memory
 
-from moecore.base.fabric import read_fabric
+from moecore.base.fabric import read_nvlink_domain_id
 from moecore.kernels.common import record_launches_on_meta
 from moecore.moe.dispatch.peer_memory import find_known_problem
 
@@ -75,11 +75,11 @@ def test_a_fabric_between_hosts_is_named(
 ) -> None:
     nvml = FakeNVML(**info)
     monkeypatch.setattr(ctypes, "CDLL", lambda path: nvml)
-    assert read_fabric(uuid) == name
+    assert read_nvlink_domain_id(uuid) == name
     assert nvml.open == 0
 
 
 def test_drivers_that_know_no_fabric_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert read_fabric("1b4e") is None  # no driver here, or no such GPU
+    assert read_nvlink_domain_id("1b4e") is None  # no driver here, or no such GPU
     monkeypatch.setattr(ctypes, "CDLL", lambda path: object())
-    assert read_fabric("1b4e") is None
+    assert read_nvlink_domain_id("1b4e") is None

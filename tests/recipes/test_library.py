@@ -15,6 +15,7 @@ from moecore.models import DecoderConfig, preset
 from moecore.planning import plan_memory, plan_time
 from moecore.planning.costs import CostTable
 from moecore.planning.gpus import get_gpu
+from moecore.planning.memory import MemoryPlan
 from moecore.recipes import finetune, grpo, pretrain
 from moecore.recipes.dry_run import make_planned_run
 from moecore.recipes.library import CONFIGS, ShippedRecipe, list_recipe_names
@@ -90,6 +91,10 @@ def test_a_copy_trains_and_replaces_nothing(
     printed = capsys.readouterr().out
     assert "[optimizer]" in printed and "peak memory" in printed
     assert "first batch of rank 0: 1 micro-batch(es) of 4 row(s) of 256 tokens" in printed
+    monkeypatch.setattr(MemoryPlan, "pinned_bytes", lambda _, gpu: gpu.host_memory + 1)
+    assert main(["pretrain", "tiny.toml", "--dry-run", "--gpu", "h100-80"]) == 1
+    assert "pinned host memory of a server: " in (printed := capsys.readouterr().out)
+    assert ": does not fit: moecore plan" in printed
     assert not (tmp_path / "runs").exists()
 
 

@@ -294,7 +294,7 @@ def test_numbers_of_other_sequences_are_refused() -> None:
             rollouts.take(sequences)
     for number in (3, 9):
         with pytest.raises(ValueError, match=rf"\({number},\) must be one number per sequence"):
-            rollouts.spread(torch.ones(number))
+            rollouts.expand_to_tokens(torch.ones(number))
         with pytest.raises(ValueError, match=rf"\({number},\) must be one number per token"):
             rollouts.sum_responses(torch.ones(number))
 

@@ -20,12 +20,14 @@ class _FabricInfo(ctypes.Structure):
     )
 
 
-def read_local_fabric() -> str | None:
+def read_local_nvlink_domain_id() -> str | None:
     """Return the id of the multi-host NVLink domain of this rank's GPU; None = no such domain."""
-    return read_fabric(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
+    return read_nvlink_domain_id(
+        str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    )
 
 
-def read_fabric(uuid: str) -> str | None:
+def read_nvlink_domain_id(uuid: str) -> str | None:
     """Return the id of the multi-host NVLink domain of the GPU with this UUID; None = no domain."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")

@@ -168,7 +168,7 @@ def list_training_entries(
     }
 
 
-def list_optimizer_entries(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+def describe_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
     """Return optimizer classes and defaults, as entries that all pipeline stages compare."""
     entries: dict[str, Any] = {"classes of optimizers": [type(o).__name__ for o in optimizers]}
     for place, optimizer in enumerate(optimizers):

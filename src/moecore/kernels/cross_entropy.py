@@ -358,7 +358,7 @@ def cross_entropy_blocks(
         power_of_two: whether scales are powers of two.
     """
     if not use_kernel(logits_CV):
-        loss, d_logits_CV = cross_entropy_ref_(logits_CV.float(), labels_C, torch.float32)
+        loss, d_logits_CV = cross_entropy_ref_(logits_CV.float().clone(), labels_C, torch.float32)
         assert d_logits_CV is not None
         return loss, quantise_row_blocks_ref(d_logits_CV, power_of_two)
     d = make_empty_row_blocks(logits_CV, *logits_CV.shape)
@@ -478,7 +478,7 @@ def softmax_gradient_blocks(
     """Return the gradient of `softmax_gradient_` in FP8, with a scale per 128 columns of a row."""
     numbers = (labels_C, highs_C, sums_C)
     if not use_kernel(logits_CV):
-        d_logits_CV = softmax_gradient_ref_(logits_CV.float(), *numbers, torch.float32)
+        d_logits_CV = softmax_gradient_ref_(logits_CV.float().clone(), *numbers, torch.float32)
         return quantise_row_blocks_ref(d_logits_CV, power_of_two)
     d = make_empty_row_blocks(logits_CV, *logits_CV.shape)
     out = (d.values.view(torch.uint8), d.scales, power_of_two)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from moecore.base.fabric import read_local_fabric
+from moecore.base.fabric import read_local_nvlink_domain_id
 from moecore.base.failures import share_errors
 from moecore.base.rank_checks import gather_objects
 from moecore.parallel.mesh import (
@@ -64,7 +64,11 @@ def _find_domain() -> tuple[int, str]:
         return world_size, "the world"
     with share_errors():
         local_size = read_launcher_number("LOCAL_WORLD_SIZE", world_size)
-    fabrics = count_ranks_per_fabric(read_local_fabric()) if _get_device_type() == "cuda" else None
+    fabrics = (
+        count_ranks_per_fabric(read_local_nvlink_domain_id())
+        if _get_device_type() == "cuda"
+        else None
+    )
     if fabrics is not None:
         return fabrics, "an NVLink domain"
     # Hosts of 8 and of 4 ranks have neighbours by 4: then no group crosses from host to host.

@@ -83,14 +83,17 @@ def print_dry_run(
 
 
 def print_plan(args: RunConfig, run: TrainingRun) -> bool:
-    """Print memory by kind and the time of a step; return whether the run fits the GPU."""
+    """Print memory by kind and the time of a step; return whether it fits GPU and host."""
     plan, gpu = plan_memory(run), get_gpu(args.gpu)
     peak, memory = plan.largest.num_bytes, gpu.memory
+    pinned, host = plan.pinned_bytes(gpu), gpu.host_memory
     print(f"plan for {run.num_gpus} {args.gpu}:")
     print(plan.table())
     time = find_time_refusal(run.precision, args.gpu) or plan_time(run, CostTable.of(args.gpu)).line
     print(time)
-    fits = peak <= memory
+    fits = peak <= memory and pinned <= host
+    if pinned:
+        print(f"pinned host memory of a server: {format_bytes(pinned)} of {format_bytes(host)}")
     verdict = "fits" if fits else "does not fit: moecore plan finds options that do"
     print(f"peak memory {format_bytes(peak)} of {format_bytes(memory)}: {verdict}")
     return fits

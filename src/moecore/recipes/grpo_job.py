@@ -38,7 +38,7 @@ from moecore.io.hf.stream import WeightStream
 from moecore.packing import PackedBatchSampler
 from moecore.packing.corpus.files import shorten_text
 from moecore.recipes.chat import is_chat
-from moecore.recipes.data import Steps
+from moecore.recipes.data import Steps, generator_of
 from moecore.recipes.errors import RewardError
 from moecore.recipes.hf_model import export, finish_adapters
 from moecore.recipes.job import TrainingJob
@@ -237,8 +237,8 @@ class Reinforcement(TrainingJob[Samples]):
 
     def next_batch(self, step: int) -> Samples:
         """Sample completions and score them; random numbers depend on step, seed and rank."""
-        data_ranks = self.meshes.data_ranks
-        torch.manual_seed((self.args.seed + step) * data_ranks + self.meshes.data_rank)
+        key = f"{self.args.seed}/{step}/{self.meshes.data_rank}"
+        torch.manual_seed(generator_of(key).initial_seed())
         prompts = [p for p in self.batches.next() for _ in range(self.sampling.group)]
         self.sync()
         self.engine.offload("all")
@@ -249,7 +249,7 @@ class Reinforcement(TrainingJob[Samples]):
             [p.ids for p in prompts], responses, temperature=self.sampling.temperature
         )
         groups_n = torch.arange(len(prompts), device="cpu") // self.sampling.group
-        advantages_N = rollouts.spread(group_advantages(rewards_n, groups_n))
+        advantages_N = rollouts.expand_to_tokens(group_advantages(rewards_n, groups_n))
         return Samples(rollouts.replace(advantages_N=advantages_N), rewards_n)
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[list[int]]) -> Tensor:

@@ -102,7 +102,7 @@ class Engine:
         rollouts = rollouts.replace(
             old_log_probs_N=old.log_probs_N,
             ref_log_probs_N=engine.reference_log_probs(rollouts).log_probs_N,
-            advantages_N=rollouts.spread(group_advantages(rewards_n, groups_n)),
+            advantages_N=rollouts.expand_to_tokens(group_advantages(rewards_n, groups_n)),
         )
         for mini_batch in (range(0, 32), range(32, 64)):
             engine.forward_backward(rollouts.take(mini_batch), GRPO())

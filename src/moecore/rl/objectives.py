@@ -173,7 +173,9 @@ class GSPO(PPO):
         """Return for each token the mean of log(p / p_old) over its sequence's response, [N]."""
         of_tokens_N = PPO.compute_log_ratio(self, log_probs_N, rollouts)
         counts_n = rollouts.sum_responses(torch.ones_like(log_probs_N))
-        return rollouts.spread(rollouts.sum_responses(of_tokens_N) / counts_n.clamp(min=1))
+        return rollouts.expand_to_tokens(
+            rollouts.sum_responses(of_tokens_N) / counts_n.clamp(min=1)
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,7 +200,7 @@ class DPO(CheckedRecord):
     def __call__(self, log_probs_N: Tensor, entropy_N: Tensor | None, rollouts: Rollouts) -> Tensor:
         """Return for each token the loss of its pair of sequences, [N]."""
         loss_i = self.compute_pair_losses(self.compute_log_ratios(log_probs_N, rollouts))
-        return rollouts.spread(loss_i.repeat_interleave(2))
+        return rollouts.expand_to_tokens(loss_i.repeat_interleave(2))
 
     def compute_log_ratios(self, log_probs_N: Tensor, rollouts: Rollouts) -> Tensor:
         """Return log p / p_ref of each response, fp32 [pairs, 2], the chosen one first."""

@@ -163,7 +163,7 @@ class Rollouts(CheckedRecord):
         lengths = self.cu_seqlens.to(self.tokens_N.device).long().diff()
         return numbers.repeat_interleave(lengths, output_size=len(self.tokens_N))
 
-    def spread(self, values_n: Tensor) -> Tensor:
+    def expand_to_tokens(self, values_n: Tensor) -> Tensor:
         """Repeat one value per sequence for each of its tokens; return [N]."""
         _check_length("values_n", values_n, self.num_sequences, "sequence")
         return values_n.to(self.tokens_N.device)[self.sequence_N]

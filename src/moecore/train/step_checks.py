@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from moecore.base.rank_checks import check_equal, list_optimizer_entries, list_training_entries
+from moecore.base.rank_checks import check_equal, describe_optimizers, list_training_entries
 from moecore.parallel.model.parallel_state import get_moe_state, list_parallel_states
 from moecore.parallel.model.parameter_guards import refuse_earlier_optimizer, refuse_on_meta
 from moecore.parallel.model.request import Request
@@ -59,4 +59,4 @@ def compare_ranks(
     trained = list_training_entries(model, optimizers)
     check_equal(trained, meshes.device_type, group=meshes.stage_group)
     if meshes.parallel.pp > 1:
-        check_equal(list_optimizer_entries(optimizers), meshes.device_type)
+        check_equal(describe_optimizers(optimizers), meshes.device_type)

@@ -84,13 +84,13 @@ class CausalContext:
 
     def apply_context_parallel(self, cp: ContextParallel) -> None:
         """Make later forwards accept full rows and compute only this rank's tokens."""
-        self._install_row_reader().cp = cp
+        self._prepare_model().cp = cp
 
     def apply_context_groups(self, groups: Mapping[int, ContextParallel]) -> None:
         """Register {cp size: ranks}. A forward's argument `cp` selects one of the groups."""
-        self._install_row_reader().groups = groups
+        self._prepare_model().groups = groups
 
-    def _install_row_reader(self) -> RowReader:
+    def _prepare_model(self) -> RowReader:
         """Replace masked attention by causal attention and add the cp hooks, in place.
 
         Return the hooks that pass documents and padding to attention, and slice tokens over cp.

@@ -123,10 +123,10 @@ def _hash_snapshot(snapshot: Snapshot) -> Hashes:
     for name, value in facts.extra.items():
         values["extra", f"extra {name}"] = value
     hashes = {key: _hash_json(value) for key, value in values.items()}
-    return hashes | _hash_tensors(snapshot.tensors)
+    return hashes | _fingerprint_tensors(snapshot.tensors)
 
 
-def _hash_tensors(tensors: Mapping[str, Tensor]) -> Hashes:
+def _fingerprint_tensors(tensors: Mapping[str, Tensor]) -> Hashes:
     """Return (kind, name) -> text of a tensor's dtype, global shape and, unless a DTensor, hash.
 
     The kind is the first part of the name, such as "model". The hash is a SHA-256 of all bytes of a

@@ -51,7 +51,7 @@ class Digests:
         """
         with torch.no_grad():
             digests = {
-                name: self._hash_tensors(map(list_local_storage, ts))
+                name: self._fingerprint_tensors(map(list_local_storage, ts))
                 for name, ts in sources.items()
             }
         self._factors.clear()
@@ -64,7 +64,7 @@ class Digests:
             values |= {name: (a, b) for name, (a, b) in zip(names, rows, strict=True)}
         return values
 
-    def _hash_tensors(self, parts: Iterable[list[Tensor]]) -> Tensor:
+    def _fingerprint_tensors(self, parts: Iterable[list[Tensor]]) -> Tensor:
         """Return the digest, int64 [2], of all tensors in the lists, on their device."""
         digests = [self._hash_bytes(_view_as_bytes(x)) for tensors in parts for x in tensors]
         if len(digests) == 1:

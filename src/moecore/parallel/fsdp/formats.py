@@ -136,7 +136,7 @@ class QuantisedFormat(ABC):
         """Allocate amax and scales of all parameters, and return a `_ShardScaling` for each."""
         places = [_find_shard(param) for param in params]
         shapes = [self._get_blocks_shape(place) for place in places]
-        numbers = [self._count_matrices(param.shape) for param in params]
+        numbers = [self._count_matrix_scales(param.shape) for param in params]
         sizes = [*map(math.prod, shapes), *numbers]
         self._amax = torch.zeros(sum(sizes), device=params[0].shard.device, dtype=torch.float32)
         self._matrix_amax = self._amax[sum(sizes[: len(params)]) :]
@@ -147,7 +147,7 @@ class QuantisedFormat(ABC):
             parts.append(_ShardScaling(param, place, blocks, matrices, scales.to(self._scales)))
         return parts
 
-    def _count_matrices(self, shape: torch.Size) -> int:
+    def _count_matrix_scales(self, shape: torch.Size) -> int:
         """Return how many matrices of a parameter have an amax: its experts, or 1 if it is 2-D."""
         return count_matrices(shape)
 
@@ -178,7 +178,7 @@ class BlockFormat(QuantisedFormat):
     """FP8 with a scale per block of 128 x 128; columns are the last dim of a parameter."""
 
     @override
-    def _count_matrices(self, shape: torch.Size) -> int:
+    def _count_matrix_scales(self, shape: torch.Size) -> int:
         """Return 0: each 128 x 128 block has an amax, and no full matrix."""
         return 0
 
