@@ -242,7 +242,7 @@ def is_dry() -> bool:
     return _dry.queues is not None
 
 
-def wait_on_host() -> None:
+def record_host_wait() -> None:
     """In a dry run, record that the host waits for the current stream; otherwise do nothing."""
     if _dry.queues is not None:
         _dry.queues.current.synchronize()

@@ -177,7 +177,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def make_tensor_parallel_model(self, model: nn.Module) -> Any:
-        """Return a `CutTransformer`, or the model if it has `apply_tensor_parallel` itself."""
+        """Return an object with `apply_tensor_parallel`: the model, or a wrapper that shards it."""
         return model if hasattr(model, "apply_tensor_parallel") else CutTransformer(model)
 
     @override

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore.base.streams import wait_on_host
+from moecore.base.streams import record_host_wait
 from moecore.base.torch_private import foreach_copy_
 
 OperandName = Literal["input", "weight", "gradient"]
@@ -108,7 +108,7 @@ class AmaxHistory:
             steps[: len(newest)] = newest
             # in place, where a CUDA graph reads it
             self._past[operand].copy_(steps.amax())
-        wait_on_host()
+        record_host_wait()
         self.has_all_amax, self._pending_check = (
             all(steps.any() for steps in self.steps.values()),
             None,

@@ -34,7 +34,7 @@ from torch.nn.functional import grouped_mm
 
 from moecore.base.fields import OneOf, check_arguments
 from moecore.base.registry import Registry
-from moecore.base.streams import wait_on_host
+from moecore.base.streams import record_host_wait
 from moecore.kernels.common import warn_on_fallback
 from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights, LowRankUpdate, ProductsName
 from moecore.kernels.experts.products import find_products_problem, make_recipe_error
@@ -181,7 +181,7 @@ def _read_row_ends(index: ExpertIndex) -> list[int]:
     e, R = index.offsets_e.shape[0], index.row_ids_R.shape[0]
     if not index.offsets_e.is_meta:
         return index.offsets_e.tolist()
-    wait_on_host()
+    record_host_wait()
     return [R * i // e for i in range(1, e + 1)]
 
 

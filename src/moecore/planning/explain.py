@@ -343,7 +343,7 @@ def list_compute_args(model: nn.Module) -> ComputeArgs:
 
 
 def describe_layer(layer: RoutedLayer, compute_args: ComputeArgs) -> str:
-    """Return text: bytes per token and part saved for backward; `compute_args`: device, dtypes."""
+    """Return text with the bytes per token that each part of the layer saves for backward."""
     config, experts = layer.config, layer.get_part("experts")
     options = MemoryOptions(recompute=("expert_fc1",) if experts.recompute_fc1 else ())
     weight = next(experts.parameters())

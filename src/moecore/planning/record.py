@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import Bound, CheckedRecord, CountOrZero, Rules
-from moecore.base.streams import DryQueues, wait_on_host
+from moecore.base.streams import DryQueues, record_host_wait
 from moecore.base.torch_private import (
     DispatchMode,
     get_local_tensor,
@@ -406,7 +406,7 @@ class WorkRecorder(DispatchMode):
         if namespace == "c10d":
             return self._record_collective(func, name, args, kwargs)
         if name == "local_scalar_dense" and args[0].is_meta:
-            wait_on_host()
+            record_host_wait()
             return 0  # a flag that the host reads: no gradient overflows
         is_foreach = changes and name.startswith(FOREACH)  # whose form on meta reads values
         try:

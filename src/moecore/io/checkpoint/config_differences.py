@@ -112,7 +112,10 @@ def find_hf_differences(
 def find_saved_differences(
     config: Config | None, values: Mapping[str, Any] | None
 ) -> list[Difference]:
-    """Return the fields in which a model's and a saved config differ; [] if one is incomplete."""
+    """Return the fields in which a model's config and the saved `values` differ.
+
+    The list is empty if either is None, or if the saved values lack fields of the config.
+    """
     if config is None or values is None or find_missing_fields(config, values):
         return []
     if isinstance(config, DecoderConfig):

@@ -82,7 +82,11 @@ def push_rows(
     REDUCE: tl.constexpr,
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Copy a chunk's rows to peers' buffers, one row per (token, peer) pair that has a row."""
+    """Copy a chunk's rows to peers' buffers, at most one row per token and peer.
+
+    A peer receives a token's row if `marks_ptr` has its bit. With REDUCE, `rows_ptr` has sums, and
+    a token is sent to a peer if `marks_ptr` has a slot >= 0 for the pair.
+    """
     element = rows_ptr.dtype.element_ty
     D: tl.constexpr = CONST.D
     for start in range(0, CONST.CHUNK * CONST.G, CONST.PAIRS):

@@ -153,8 +153,9 @@ def quantise_microscaled(
 ) -> Blocks:
     """Quantise x's rows in MXFP8 or NVFP4 to an operand [M, K]; [K, M] with `over_rows` and `pack`.
 
-    Without `pack`, values are multiplied by the scales of their blocks, in bf16 (fp32 on CPUs).
-    Then the result has the scales of tensors, fp32 [e + 1]. No autograd, no host sync.
+    With `pack`, the result has bytes of values and of block scales. Without `pack`, it has values
+    already multiplied by their block scales, in bf16 (fp32 on CPUs), and the outer scale of each
+    expert's tensor, fp32 [e + 1]. No autograd, no host sync.
 
     Args:
         x_TK: any floating dtype.

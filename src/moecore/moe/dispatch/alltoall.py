@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base.streams import wait_on_host
+from moecore.base.streams import record_host_wait
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.kernels.rows.record import Rows
@@ -100,7 +100,7 @@ class TokenExchange:
         if x_TD.is_meta:
             send_splits = receive_splits = [even[0]] * self.group.size()
             num_choices = even[1]
-            wait_on_host()
+            record_host_wait()
         else:
             splits = _exchange_counts(counts_G3, self.group, self.attendance, pairs)
             send_splits, receive_splits, num_choices = splits

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from moecore.base import get_install_command
 from moecore.base.rank_checks import gather_objects
-from moecore.base.streams import wait_on_host
+from moecore.base.streams import record_host_wait
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
 from moecore.moe.dispatch.collectives import Attendance, all_gather_rows, exchange_with_grad
@@ -285,7 +285,7 @@ class NCCLEPDispatcher(Dispatcher):
             forward_handles = ForwardHandles(None, [T], K)
             forward_handles.rows.append(p.group.size() * p.compute_balanced_tokens(T, K))
             forward_handles.num_choices = p.compute_balanced_rows(T, K)
-            wait_on_host()
+            record_host_wait()
         else:
             local_numbers = torch.tensor(
                 [[T, self.attendance.encode_number(x_TD)]],

@@ -178,7 +178,7 @@ class PageStore:
         return ShortageCounters(*words, self._balanced_pages)
 
     def _return_pending_pages(self) -> bool:
-        """Return pages whose return a capture postponed; return whether a capture runs now."""
+        """Free pages that a CUDA graph capture kept, unless one runs now; whether one runs."""
         in_capture = self._streams.is_capturing()
         if self._pending_returns and not in_capture:
             pending, self._pending_returns = self._pending_returns, []
