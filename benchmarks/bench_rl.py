@@ -208,7 +208,7 @@ def rollouts_of(args: argparse.Namespace, engine: Engine, device: torch.device) 
         response_mask_N=made.response_mask_N.to(device),
         old_log_probs_N=found_N + noise_N,
         ref_log_probs_N=found_N - noise_N,
-        advantages_N=made.spread(torch.randn(args.sequences, generator=g)).to(device),
+        advantages_N=made.expand_to_tokens(torch.randn(args.sequences, generator=g)).to(device),
     )
 
 

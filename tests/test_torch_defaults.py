@@ -219,7 +219,7 @@ def train_policy(default: str) -> Values:
         scores = engine.log_probs(rollouts, entropy=True)
         values |= {"log p": scores.log_probs_N, "entropy": scores.entropy_N}
         rollouts = rollouts.replace(
-            advantages_N=rollouts.spread(group_advantages(rewards_n, groups_n)) + noise_3N[0],
+            advantages_N=rollouts.expand_to_tokens(group_advantages(rewards_n, groups_n)) + noise_3N[0],
             old_log_probs_N=scores.log_probs_N + noise_3N[1],
             ref_log_probs_N=scores.log_probs_N + noise_3N[2],
         )
