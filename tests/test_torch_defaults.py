@@ -218,8 +218,9 @@ def train_policy(default: str) -> Values:
         rollouts = Rollouts.of(prompts, responses, temperature=0.9)
         scores = engine.log_probs(rollouts, entropy=True)
         values |= {"log p": scores.log_probs_N, "entropy": scores.entropy_N}
+        advantages_N = rollouts.expand_to_tokens(group_advantages(rewards_n, groups_n))
         rollouts = rollouts.replace(
-            advantages_N=rollouts.expand_to_tokens(group_advantages(rewards_n, groups_n)) + noise_3N[0],
+            advantages_N=advantages_N + noise_3N[0],
             old_log_probs_N=scores.log_probs_N + noise_3N[1],
             ref_log_probs_N=scores.log_probs_N + noise_3N[2],
         )
