@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from moecore.base.failures import run_and_share_errors
 from moecore.io.checkpoint.config_differences import find_missing_fields, find_saved_differences
 from moecore.io.checkpoint.files import refuse_problems
 from moecore.io.checkpoint.hyperparameters import (
@@ -25,7 +26,8 @@ from moecore.io.checkpoint.hyperparameters import (
     split_class_names,
 )
 from moecore.io.checkpoint.manifest import Manifest, StoredTensor
-from moecore.io.checkpoint.snapshot import StagePart
+from moecore.io.checkpoint.ranks import gather_objects
+from moecore.io.checkpoint.snapshot import StagePart, join_stage_parts
 from moecore.io.checkpoint.state import (
     ModelView,
     Optimizers,
@@ -36,11 +38,12 @@ from moecore.io.checkpoint.state import (
     map_state_views,
     prepare_optimizers,
 )
+from moecore.parallel.model.parallel_state import find_staged_module
 
 
 @dataclass(slots=True)
 class Comparison:
-    """The result of `compare`: what a load will set, and the differences from the checkpoint."""
+    """The state that a load will set, and the differences from the checkpoint."""
 
     model: set[str] = field(default_factory=set)  # the model's tensors that are loaded
     optimizers: list[Optimizer] = field(default_factory=list)
@@ -52,6 +55,40 @@ class Comparison:
     left_out: list[str] = field(default_factory=list)  # differences; errors only with `strict`
     refused: list[str] = field(default_factory=list)  # differences that are always errors
     uncompared: str = ""  # why the model's config could not be compared, for a warning
+
+
+def compare_model(
+    manifest: Manifest,
+    model: nn.Module,
+    optimizer: Optimizers | None,
+    scheduler: Schedulers | None,
+    *,
+    cast: bool,
+) -> tuple[ModelView, Comparison]:
+    """Return the model's tensors by name, and their comparison with a manifest. Collective.
+
+    With pipeline stages, the comparison has the differences of all stages.
+    """
+
+    def collect_part() -> tuple[ModelView, StagePart]:
+        view = ModelView(model)
+        listed = concat_param_groups(prepare_optimizers(optimizer, view))
+        names = [[view.get_name(param) for param in group["params"]] for group in listed]
+        return view, StagePart(frozenset(view.stored_views), names, [])
+
+    view, part = run_and_share_errors(collect_part)
+    stages = find_staged_module(model)[1]
+    union = join_stage_parts(part, stages)
+    comparison = run_and_share_errors(
+        lambda: compare(manifest, view, union, optimizer, scheduler, cast=cast)
+    )
+    if stages is not None:
+        differences = gather_objects((comparison.left_out, comparison.refused))
+        comparison.left_out, comparison.refused = (
+            list(dict.fromkeys(itertools.chain.from_iterable(lines)))
+            for lines in zip(*differences, strict=True)
+        )
+    return view, comparison
 
 
 def compare(

@@ -242,7 +242,7 @@ def _choose_moment_dtype(
 def _reuse_or_allocate(
     current: object, like: Tensor, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return `current` if it has this dtype, device and `like`'s layout, else a new empty one."""
+    """Return `current` if it has this dtype, device and `like`'s layout, otherwise a new one."""
     if (
         isinstance(current, Tensor)
         and (current.shape, current.dtype, current.device) == (like.shape, dtype, device)

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +25,7 @@ from moecore.io.checkpoint.comparison import (
     Comparison,
     allocate_amax_target,
     allocate_optimizer_target,
-    compare,
+    compare_model,
     refuse_differences,
     select_rng_target,
     select_tensors,
@@ -35,7 +34,6 @@ from moecore.io.checkpoint.directory import Step, create_draft, is_published, ma
 from moecore.io.checkpoint.files import join_problems
 from moecore.io.checkpoint.hyperparameters import (
     Schedulers,
-    concat_param_groups,
     decode_scheduler_state,
     restore_hyperparameters,
 )
@@ -54,16 +52,13 @@ from moecore.io.checkpoint.ranks import (
 from moecore.io.checkpoint.shard_file import Meter, Progress, compute_layout, find_file_problem
 from moecore.io.checkpoint.snapshot import (
     Snapshot,
-    StagePart,
     get_local_tensors,
-    join_stage_parts,
     join_stages,
     take_snapshot,
 )
 from moecore.io.checkpoint.state import (
     ModelView,
     Optimizers,
-    prepare_optimizers,
     restore_amax,
     restore_optimizer_state,
     restore_rng,
@@ -77,7 +72,6 @@ from moecore.io.checkpoint.storage import (
 )
 from moecore.io.checkpoint.transformers_buffers import compute_missing_buffers
 from moecore.moe.layer import RoutedLayer
-from moecore.parallel.model.parallel_state import find_staged_module
 from moecore.train.rerun import drop_step
 
 Verify = Literal["full", "sizes"]
@@ -189,24 +183,7 @@ def load(
     path, meter = Path(path), Meter(progress)
     check_same_path(path)
     manifest = run_on_first_rank(lambda: read_manifest(path))
-
-    def collect_part() -> tuple[ModelView, StagePart]:
-        view = ModelView(model)
-        listed = concat_param_groups(prepare_optimizers(optimizer, view))
-        names = [[view.get_name(param) for param in group["params"]] for group in listed]
-        return view, StagePart(frozenset(view.stored_views), names, [])
-
-    view, part = run_and_share_errors(collect_part)
-    stages = find_staged_module(model)[1]
-    union = join_stage_parts(part, stages)
-    comparison = run_and_share_errors(
-        lambda: compare(manifest, view, union, optimizer, scheduler, cast=cast)
-    )
-    if stages is not None:
-        fits = gather_objects((comparison.left_out, comparison.refused))
-        comparison.left_out, comparison.refused = (
-            list(dict.fromkeys(chain.from_iterable(lines))) for lines in zip(*fits, strict=True)
-        )
+    view, comparison = compare_model(manifest, model, optimizer, scheduler, cast=cast)
     run_and_share_errors(lambda: refuse_differences(comparison, path, strict=strict))
     if comparison.uncompared and is_first_rank():
         warnings.warn(f"path ({path}): {comparison.uncompared}", stacklevel=3)

@@ -131,7 +131,7 @@ def _plan_recipes(
 ) -> dict[str, FileRecipe]:
     """Return name -> recipe (the file tensors to write) of each model tensor, in model order.
 
-    `values` are config.json's fields, `shapes` those of the model tensors of all stages. ValueError
+    `values` are config.json's fields, `shapes` the shapes of all stages' tensors. ValueError
     if the files could not restore the model, NotImplementedError if a tensor has no file name.
     """
     if isinstance(model, Decoder):
@@ -285,7 +285,7 @@ def build_checked_meta_model(
 ) -> nn.Module | None:
     """Build the transformers model that would load the export, on meta; None if unknown.
 
-    `values` are the fields of config.json, `shapes` those of the tensors to write.
+    `values` are the fields of config.json, `shapes` the shapes of the tensors to write.
 
     Raises:
         ValueError: if the model's names, `shapes` or routing differ from the built model's.

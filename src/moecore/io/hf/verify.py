@@ -175,7 +175,7 @@ def _compare_with_transformers(
 def _find_missing_experts(sources: Mapping[str, Shaped], config: Mapping[str, Any]) -> list[str]:
     """Return an error text per missing or surplus expert among the tensor names.
 
-    The expected number is config.json's expert count, or else the highest expert index + 1.
+    The expected number is config.json's expert count, otherwise the highest expert index + 1.
     """
     counts = (config[key] for key in EXPERT_KEYS if FIELD_KINDS["num_experts"][1](config.get(key)))
     want, problems = next(counts, 0), list[str]()

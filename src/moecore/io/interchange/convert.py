@@ -195,7 +195,7 @@ def _find_sources(
 
 
 def _find_prefix(files: DCPFiles, ending: str) -> str:
-    """Return what precedes the tensor name `ending`; ValueError if several models have it."""
+    """Return the prefix before the name `ending`; ValueError if several models have it."""
     candidates = find_prefixes(files, ending) or [""]
     if len(candidates) > 1 and "" not in candidates:
         raise ValueError(

@@ -310,7 +310,7 @@ def _stack_gate_up(name: str, parts: Sequence[Tensor], gated: bool) -> Tensor:
 def _check_same_output(
     name: str, mlp: nn.Module, dense: Mapping[str, Tensor], config: MoEConfig
 ) -> None:
-    """Run an MLP on random tokens; ValueError if the output is not that of its matrices.
+    """Run an MLP on random tokens; ValueError if its matrices give another output.
 
     `dense` has the matrices and biases (see `_read_mlp`), `config` the activation.
     """
