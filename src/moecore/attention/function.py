@@ -118,7 +118,7 @@ def _attend_over_ranks(
 def _check_heads_and_keys(local_tokens: LocalTokens, q: Tensor, k: Tensor) -> None:
     """Raise a ValueError if the all-to-all cannot split k's heads, or k has a wrong token count.
 
-    k must have as many tokens as q, or with an all-gather those of full rows.
+    k must have the tokens of q, or with an all-gather the tokens of full rows.
     """
     cp, heads = local_tokens.cp, k.shape[2]
     if cp.a2a is not None and heads % cp.a2a.size():

@@ -14,7 +14,7 @@ from torch import Tensor
 class KVCache:
     """Keys and values of all tokens so far by attention layer, for generation from unpacked rows.
 
-    The layers are told apart by their order in the forward. The class is plain because FSDP's mixed
+    A layer is identified by its position in the forward. The class is plain because FSDP's mixed
     precision casts the tensors of tuples and dataclasses.
 
     Attributes:

@@ -44,7 +44,7 @@ TILE_WARPS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SinkhornOptions:
-    """Constants of a hyper-connection: its Sinkhorn iterations, and what is added to divisors."""
+    """Constants of a hyper-connection: Sinkhorn iterations, and the number added to divisors."""
 
     iterations: int  # of columns, >= 1; rows are divided once less
     eps: float

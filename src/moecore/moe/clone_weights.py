@@ -33,7 +33,7 @@ from moecore.moe.clones import AnyClones, view_as_sendable_dtype
 
 @contextmanager
 def concatenate_clones(weights: ExpertWeights, clones: AnyClones) -> Iterator[ExpertWeights]:
-    """Yield the weights of the local experts, followed by those of the local clones. Collective.
+    """Yield the local experts' weights followed by the local clones' weights. Collective.
 
     In this context, saved tensors of the concatenated weights are stored as two tensors: the
     experts' weights and the clones' weights.

@@ -29,7 +29,7 @@ from moecore.moe.records import ExpertInput, Routing
 class RoutedExperts(RoutedLayer, Experts):
     """The routed experts of a model that has its own router, with dispatch and combine.
 
-    The arguments of the constructor are those of `Experts`.
+    The constructor has the arguments of `Experts`.
     """
 
     def __init__(

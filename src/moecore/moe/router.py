@@ -111,7 +111,7 @@ class Router(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
-        """Draw the weight from N(0, std^2), zero the biases, and fill the hash table at random.
+        """Draw the weight from N(0, std^2), zero the biases, and draw the hash table uniformly.
 
         The values depend only on `key` and `seed`, not on the parallel layout.
         """

@@ -54,7 +54,7 @@ def _get_device_type() -> str:
 
 
 def _find_domain() -> tuple[int, str]:
-    """Return the number of consecutive ranks with fast links, and what they share. Collective.
+    """Return the number of consecutive ranks with fast links, and the link's name. Collective.
 
     They share "an NVLink domain" if every GPU is in a domain across hosts, "the world" if
     LOCAL_WORLD_SIZE is not set, otherwise "a host".

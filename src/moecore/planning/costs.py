@@ -275,7 +275,7 @@ class CostTable(CheckedRecord):
         return math.log(max(rates.values()) / (point.seconds - self.launch_seconds))
 
     def _find_points(self, work: Work) -> list[Point]:
-        """Return the measured points with an operation's name, or else those for its kind."""
+        """Return the measured points with an operation's name; if none, the points for its kind."""
         # A point's name is part of the operation's name, without case and signs: "sum_rows" is part
         # of "_sum_rows_fwd_kernel". Points with the longest such name count, and of these points
         # those with the operation's dtype if there are any.

@@ -205,7 +205,7 @@ class Estimate:
         return run.num_micro_batches * busiest + fills + waits
 
     def _list_weights(self, layout: Folding) -> list[_Weights]:
-        """Return the sizes of a rank's unsharded dense parameters, then those of its experts."""
+        """Return the sizes of a rank's unsharded dense and expert parameters, in this order."""
         pp, tp, _, ep, etp, _, _ = layout
         stage, node = self._request.num_gpus // pp, self._request.domain
         dense = self._params - self._experts - self._tp_params + self._tp_params / tp

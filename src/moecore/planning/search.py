@@ -337,7 +337,7 @@ def describe_outcome(request: SearchRequest, layout: Folding, outcome: Refusal |
 
 
 def plan_fitting_layout(request: SearchRequest, layout: Folding, estimate: Estimate) -> Candidate:
-    """Plan a layout with the fastest options that fit, else with all; corrects `estimate`."""
+    """Plan a layout with the fastest options that fit, otherwise all; corrects `estimate`."""
     while (candidate := _plan_estimated_options(request, layout, estimate)) is None:
         pass
     return candidate

@@ -282,7 +282,7 @@ def make_scheduled_corpus_steps(
 ) -> Steps[ScheduledBatch]:
     """Return this data rank's steps of documents, whose micro-batches have a planned cp each.
 
-    The documents of a step are those of `CorpusSteps`.
+    A step has the documents that `CorpusSteps` gives it.
 
     Args:
         max_tokens: maximum tokens of a rank in a micro-batch.

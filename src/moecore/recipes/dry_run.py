@@ -68,7 +68,7 @@ def make_planned_run(
 def print_dry_run(
     args: RunConfig, run: TrainingRun | None, print_first_batch: Callable[[], None]
 ) -> int:
-    """Print options, plan and first batch; return exit status 1 if the plan does not fit, else 0.
+    """Print options, plan and first batch; return exit status 0, or 1 if the plan does not fit.
 
     `run` None = LoRA adapters or a reference model, for which there is no plan.
     """

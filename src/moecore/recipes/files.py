@@ -36,7 +36,7 @@ def read_file(path: Path, option: str, *, max_bytes: int | None = None) -> bytes
 
 
 def read_text(path: Path, option: str, *, max_bytes: int | None = None) -> str:
-    """Return the text of a regular file in UTF-8; limits and errors are those of `read_file`."""
+    """Return the text of a regular file in UTF-8; limits and errors as in `read_file`."""
     content = read_file(path, option, max_bytes=max_bytes)
     try:
         return content.decode()

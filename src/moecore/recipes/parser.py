@@ -269,9 +269,9 @@ def _build_command(
 
 
 def _build_record(name: str, hint: Any, default: Any, values: dict[str, Any]) -> Any:
-    """Return the record of table `name` with these values; for type `Fields` the values alone.
+    """Return the record of table `name` with these values; for type `Fields` only the values.
 
-    Other fields are those of `default`, or the record's defaults if `default` is no record.
+    Other fields are read from `default`, or are defaults if `default` is no record.
     """
     table = find_table(hint)
     assert table is not None and table.record is not None

@@ -153,7 +153,7 @@ class _LocalQueries(NamedTuple):
 
 
 def _add_half(layout: ChunkLayout, total: Tensor, half: Half, part: Tensor) -> None:
-    """Add `part`, which has the tokens of `half` alone, to these tokens of `total`, in place."""
+    """Add `part`, which has only the tokens of `half`, to these tokens of `total`, in place."""
     layout.write_half(total, half, layout.select_half(total, half) + part)
 
 

@@ -83,7 +83,7 @@ def _choose_a2a_ranks(cp: int, num_heads: int, kv_heads: int) -> int:
 
 
 def _find_ring_a2a_problems(cp: int, kv_heads: int, ranks: int) -> Iterator[str]:
-    """Yield what `ranks` all-to-all ranks inside a ring of cp ranks must be, but are not."""
+    """Yield each rule that `ranks` all-to-all ranks inside a ring of cp ranks break."""
     if ranks in (1, cp):
         yield f"be more than 1 and less than cp ({cp}): use 'p2p' or 'a2a', or another cp"
     if cp % ranks:

@@ -172,7 +172,7 @@ def _adopt_stacked(
 
 
 def _get_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's own parameters and buffers by name, without those of submodules."""
+    """Return a module's parameters and buffers by name, without its submodules' tensors."""
     return dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
 
 

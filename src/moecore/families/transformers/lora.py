@@ -185,7 +185,7 @@ def select_base_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict
 def select_trained_copies(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors of peft's active trained copies of modules, under the originals' names.
 
-    The copies are those of `LoraConfig.modules_to_save`. `tensors` are by name in `model`.
+    The copies are named by `LoraConfig.modules_to_save`. `tensors` are by name in `model`.
     """
     _, moved_prefixes = _list_peft_prefixes(model)
     copy_of = {}

@@ -111,7 +111,7 @@ def check_job(job: Any, parallel_dims: ParallelDims, version: Version, *, own_lo
 
 
 def _list_titan_rules(job: Any, d: ParallelDims) -> list[Rule]:
-    """Return (field, value, is refused, what it must be) for options that moecore replaces."""
+    """Return (field, value, is refused, required value) for options that moecore replaces."""
     training, seq_len = job.training, job.training.seq_len
     offload, length = training.enable_cpu_offload, f"a multiple of tensor parallelism ({d.tp})"
     rules = [
@@ -139,7 +139,7 @@ def _list_titan_rules(job: Any, d: ParallelDims) -> list[Rule]:
 
 
 def _list_common_rules(job: Any, d: ParallelDims, own_loss: bool) -> list[Rule]:
-    """Return (field, value, is refused, what it must be) for options that conflict or do nothing.
+    """Return (field, value, is refused, required value) for options that conflict or do nothing.
 
     `own_loss`: the model's forward returns its loss.
     """

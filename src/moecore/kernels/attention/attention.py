@@ -75,8 +75,8 @@ def attention_backward(
         mask, scale: as for `attention_forward`.
 
     Returns:
-        dq, dk and dv in the shapes and dtypes of q, k and v. They are of this block's keys
-        alone, so the caller sums dq over blocks.
+        dq, dk and dv in the shapes and dtypes of q, k and v. They include only this block's
+        keys, so the caller sums dq over blocks.
     """
     _check_shapes(q_BTHd, k_BShd, v_BShv, mask)
     with disable_autocast(q_BTHd):

@@ -123,7 +123,7 @@ def wait_for_flags(
     COUNT: tl.constexpr,  # ranks to wait for
     CONST: tl.constexpr,  # G, THREADS and SPIN
 ):
-    """Return whether a chunk's flags of COUNT ranks arrive in time; else record a late rank."""
+    """Return whether a chunk's flags of COUNT ranks arrive in time; if not, record a late rank."""
     ranks = first + tl.arange(0, CONST.THREADS) % COUNT
     flags = (operation % 2 * CONST.G + ranks).to(tl.int64) * num_chunks + chunk
     addresses = tl.load(buffer.bases + AT_FLAGS * CONST.G + rank) + flags * 4

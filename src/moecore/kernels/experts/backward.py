@@ -142,7 +142,7 @@ def compute_gradients(
 def _compute_or_accumulate(
     sink: GradSink | None, compute: ComputeGrad, *operands: Any
 ) -> Tensor | None:
-    """Return compute(*operands, GradTarget()), or the result of the sink (None if kept there)."""
+    """Return compute(*operands, GradTarget()), or the sink's result (None if it stores it)."""
     return compute(*operands, GradTarget()) if sink is None else sink.accumulate(compute, *operands)
 
 

@@ -71,7 +71,7 @@ def _load_step(operands, place, k, ring, slot, bar, CONST: gl.constexpr):
 
 @gluon.jit
 def _store_rows(out_ptr, out_desc, out_smem, x, row, end, column, N):
-    """Store x at (row, column) by TMA through out_smem, or by threads if x goes past row `end`."""
+    """Store x at (row, column) by TMA through out_smem, or by threads if x exceeds row `end`."""
     begin_staging(1)
     out_smem.store(x.to(out_smem.dtype))
     end_staging()

@@ -72,7 +72,7 @@ def route_tokens(
     """Return the router logits [T, E], and the expert ids and weights [T, K] from `route`.
 
     `bias_E` is added to the logits. `selection_E` is `route`'s bias, which only affects the choice.
-    None = no such bias. Dtypes and shapes are those of `router_logits` and `route`.
+    None = no such bias. Dtypes and shapes as in `router_logits` and `route`.
     """
     tensors = [t for t in (x_TD, weight_ED, bias_E, selection_E) if t is not None]
     can_fuse = (

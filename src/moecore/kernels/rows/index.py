@@ -308,7 +308,7 @@ def _launch_forward(
 
 
 def _run_bwd(dweights_R: Tensor, slots_SK: Tensor) -> Tensor:
-    """Return the gradient of weights_SK: that of each pair's expert row, 0 for a slot of -1."""
+    """Return weights_SK's gradient: the value of each pair's expert row, 0 for a slot of -1."""
     dweights_SK = torch.empty_like(slots_SK, dtype=dweights_R.dtype)
     args = (dweights_R.contiguous(), slots_SK, dweights_SK, slots_SK.numel())
     launch(_build_index_bwd_kernel, cdiv(slots_SK.numel(), 1024), *args, BLOCK=1024)

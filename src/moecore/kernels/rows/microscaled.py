@@ -85,7 +85,7 @@ class _MicroscaleInput(NamedTuple):
     def compute_amax(self, block: tuple[int, int]) -> Tensor:
         """Return fp32 [num_scales]: largest finite magnitude of each expert's rows, or each matrix.
 
-        `block`, rows and columns of one scale, decides the tile of a program alone.
+        Only `block`, rows and columns of one scale, decides the tile of a program.
         """
         amax = self.x_TK.new_zeros(self.num_scales, dtype=torch.float32)
         self.launch(finite_amax_kernel, block, amax)

@@ -226,7 +226,7 @@ def get_product_dtype(x: Tensor) -> torch.dtype:
 def _pack(values: Tensor, scales: Tensor, amax: Tensor, *, transposed: bool) -> Blocks:
     """Return values and block scales as packed bytes, with rows innermost if `transposed`.
 
-    `amax`, the largest magnitudes of tensors, is kept for NVFP4 alone.
+    `amax`, the largest magnitudes of tensors, is stored only for NVFP4.
     """
     if transposed:
         values, scales = values.mT, scales.mT

@@ -162,9 +162,10 @@ def encode_ref(x: Tensor, inverse: Tensor, fmt: str) -> Tensor:
     return values.to(DTYPES[fmt])
 
 
-def update_amax_ref_(x: Tensor, seen: Tensor) -> None:
-    """Set `seen`, fp32 [1], in place to the maximum of `seen` and the finite magnitudes of x."""
-    seen.copy_(torch.maximum(seen, compute_amax_ref(torch.where(x.isinf(), 0, x))))
+def update_amax_ref_(x: Tensor, running_amax: Tensor) -> None:
+    """Set `running_amax`, fp32 [1], to the maximum of itself and the finite magnitudes of x."""
+    new_amax = compute_amax_ref(torch.where(x.isinf(), 0, x))
+    running_amax.copy_(torch.maximum(running_amax, new_amax))
 
 
 def cast_ref(x_TD: Tensor, amax: Tensor | None, kind: str, fmt: str, power_of_two: bool) -> Blocks:

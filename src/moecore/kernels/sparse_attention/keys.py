@@ -27,7 +27,7 @@ class Keys(Protocol):
         """Bool [C, K], whether each query sees each of its K keys."""
 
     def select_rows(self, x_ND: Tensor) -> Tensor:
-        """Return the keys' rows of x, [C, K, D] if each query has its own keys, else [K, D]."""
+        """Return the keys' rows of x, [K, D], or [C, K, D] if each query has other keys."""
 
     def dot(self, q_CxD: Tensor, rows: Tensor) -> Tensor:
         """Return dot products of queries and rows from `select_rows`, [C, x, K], at least fp32."""

@@ -222,8 +222,8 @@ class MatrixFormat(QuantisedFormat):
     @override
     def _make_blocks(self, memory: Tensor, scaling: _ShardScaling) -> Blocks:
         """Return FP8 values in `memory` of the buffer, scales, and amax if there is a history."""
-        seen = None if scaling.history is None else scaling.of_matrices.data
-        return Blocks(memory.view(FP8), scaling.scales.data, "tensor", seen)
+        amax = None if scaling.history is None else scaling.of_matrices.data
+        return Blocks(memory.view(FP8), scaling.scales.data, "tensor", amax)
 
     @override
     def _write_amax(self, shard: Tensor, scaling: _ShardScaling) -> None:

@@ -95,7 +95,7 @@ def has_unsharded_experts(meshes: Meshes) -> bool:
 
 
 def _make_layer_plan(name: str, layer: RoutedLayer, request: Request) -> LayerPlan:
-    """Return the sizes and FP8 recipes of the MoE layer `name`; `num_local` is that of a rank."""
+    """Return the sizes and FP8 recipes of the MoE layer `name`; a rank has `num_local` experts."""
     config = layer.config
     return LayerPlan(
         name=name,

@@ -132,7 +132,7 @@ class _RunningRegion:
     # The first run.
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the region's function and return its result; save what the recomputation reads."""
+        """Run the region's function and return its result; save the inputs of the recomputation."""
         leaves, self._tree = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._start(tensors)

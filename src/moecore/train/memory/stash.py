@@ -178,7 +178,7 @@ class PageStore:
         return ShortageCounters(*words, self._balanced_pages)
 
     def _return_pending_pages(self) -> bool:
-        """Free pages that a CUDA graph capture kept, unless one runs now; whether one runs."""
+        """Free pages that a capture postponed, unless it runs; return whether a capture runs."""
         in_capture = self._streams.is_capturing()
         if self._pending_returns and not in_capture:
             pending, self._pending_returns = self._pending_returns, []

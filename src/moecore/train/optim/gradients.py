@@ -1,4 +1,4 @@
-"""What the steps of optimizers read: the closure, gradients, and the scale of gradients."""
+"""The closure, the gradients and the gradients' scale, which optimizer steps read."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ class HostAdamW(AdamW):
 
 
 def cut_into_chunks(rows: Iterable[Row], max_elements: int, multiple: int) -> Iterator[list[Row]]:
-    """Yield chunks: lists of rows whose lengths add up to at most `max_elements`.
+    """Yield chunks: lists of rows with at most `max_elements` elements in total.
 
     A row has flat tensors of one length, and a scalar. A row that does not fit the remainder of a
     chunk is divided at a multiple of `multiple` elements.

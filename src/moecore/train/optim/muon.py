@@ -437,7 +437,7 @@ def orthogonalize(
 
 
 def orthogonalize_all(matrices: Sequence[Tensor], **options: object) -> list[Tensor]:
-    """Return each tensor [n, R, C] orthogonalised; `options` are those of `orthogonalize`."""
+    """Return each tensor [n, R, C] orthogonalised; `options` as in `orthogonalize`."""
     of_shape: dict[torch.Size, list[int]] = {}
     for i, x in enumerate(matrices):
         of_shape.setdefault(x.shape[1:], []).append(i)

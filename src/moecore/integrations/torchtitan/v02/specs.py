@@ -95,7 +95,7 @@ class TitanHFArgs(models.HFArgs, BaseModelArgs):
 def _list_version_rules(
     job: Any, parallel_dims: ParallelDims, own_loss: bool
 ) -> list[parallelize.Rule]:
-    """Return (field, value, is refused, what it must be) for options of a 0.2 job.
+    """Return (field, value, is refused, required value) for options of a 0.2 job.
 
     `own_loss`: the model's forward returns its loss.
     """

@@ -199,7 +199,7 @@ def titan_moe(block: Any, model: nn.Module, *, update_bias: bool = True) -> Tita
 
 
 def _list_version_rules(job: Any, parallel_dims: ParallelDims, own_loss: bool) -> list[Rule]:
-    """Return (field, value, is refused, what it must be) for options of a 0.3 job.
+    """Return (field, value, is refused, required value) for options of a 0.3 job.
 
     `own_loss`: the model's forward returns its loss.
     """
