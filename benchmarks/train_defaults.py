@@ -64,6 +64,10 @@ RECIPES: dict[str, Variant] = {
     "sign-0.01": Variant(moe=BIAS, balance={"bias_update_rate": 1e-2}),
     "router-rate-1": Variant(optimizer={}),
     **{f"loss-{c}": Variant(balance={"global_batch_coef": c}) for c in (0.01, 0.1, 0.2)},
+    "bias-loss": Variant(
+        moe=BIAS,
+        balance={"bias_update": "quantile", "bias_update_rate": 1.0, "global_batch_coef": 0.05},
+    ),
     "embedding-0.02": Variant(embedding_std=0.02),
     "rate-6e-4": Variant(optimizer={"lr": 6e-4, "router_lr_factor": 0.1}),
     "warmup-15": Variant(schedule={"warmup_steps": 15}),

@@ -23,7 +23,7 @@ SIZES = dict(hidden_size=128, num_hidden_layers=2, head_dim=32, moe_intermediate
 
 def script_of(name: str) -> Any:
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    return importlib.import_module(name)
+    return importlib.import_module(f"moecore.recipes.{name}")
 
 
 def rank_of(rank: int, device: torch.device, name: str, words: list[str]) -> int:
