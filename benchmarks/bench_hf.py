@@ -9,7 +9,7 @@ r"""A transformers model in an FSDP2 loop, as it is and after parallelize_moe: t
     moecore+loss    the same, head and loss in chunks: the default
     ...+auto        the same with that precision: products of routed experts in FP8
     ...+blockwise   the same, those of attention too
-    ...+auto+head   "auto", and the head's products of the loss in FP8
+    ...+head        the head's products of the loss in FP8, too
     ...+graph       the same, forward and backward as one CUDA graph, with `use_causal_attention`;
                     GPUs only
 
@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.records import append_rows, results_path
+from benchmarks.trace import row_of_trace, trace
 from moecore import (
     DenseOptions,
     DispatchOptions,
@@ -95,6 +96,7 @@ def parse() -> argparse.Namespace:
     add("--seq-len", type=int, default=4096)
     add("--warm-up", type=int, default=4, help="steps that do not count")
     add("--timed", type=int, default=8, help="steps that do")
+    add("--trace", action="store_true", help="profile one more step of moecore's variants")
     add("--lr", type=float, default=1e-5)
     add("--row-factor", type=float, default=2.0, help="of nvlink, on GPUs")
     add("--variants", nargs="+", default=DEFAULT_VARIANTS, choices=VARIANTS)
@@ -184,6 +186,7 @@ def build_parallel(
 
 
 AUTO_AND_HEAD = dataclasses.replace(Precision.of("auto"), fp8_head=True)
+BLOCKWISE_AND_HEAD = dataclasses.replace(Precision.of("blockwise"), fp8_head=True)
 Build = Callable[[argparse.Namespace, Any, Meshes], Any]
 VARIANTS: dict[str, Build] = {
     "transformers": build_plain,
@@ -192,6 +195,9 @@ VARIANTS: dict[str, Build] = {
     "moecore+loss+auto": partial(build_parallel, chunked=True, precision="auto"),
     "moecore+loss+blockwise": partial(build_parallel, chunked=True, precision="blockwise"),
     "moecore+loss+auto+head": partial(build_parallel, chunked=True, precision=AUTO_AND_HEAD),
+    "moecore+loss+blockwise+head": partial(
+        build_parallel, chunked=True, precision=BLOCKWISE_AND_HEAD
+    ),
     "moecore+graph": partial(build_parallel, chunked=False, causal=True),
     "moecore+loss+graph": partial(build_parallel, chunked=True, causal=True),
 }
@@ -238,8 +244,8 @@ def train(name: str, args: argparse.Namespace, meshes: Meshes) -> Row:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     generator = torch.Generator().manual_seed(dist.get_rank())
-    moments, losses = [], []
-    for _ in range(args.warm_up + args.timed):
+
+    def train_step() -> Tensor:
         shape = (args.batch_size, args.seq_len)
         tokens_BT = torch.randint(0, model.config.vocab_size, shape, generator=generator)
         if device.type == "cuda":
@@ -251,12 +257,19 @@ def train(name: str, args: argparse.Namespace, meshes: Meshes) -> Row:
             optimizer.zero_grad()
         else:
             step.finish()
-        losses.append(loss)
+        return loss
+
+    moments, losses = [], []
+    for _ in range(args.warm_up + args.timed):
+        losses.append(train_step())
         moments.append(Moment(device))
     moments[-1].wait()
+    row = summary(args, moments, torch.stack(losses), device)
+    if args.trace and device.type == "cuda":
+        row |= row_of_trace(trace(train_step))
     if step is not None:
         step.close()
-    return summary(args, moments, torch.stack(losses), device)
+    return row
 
 
 def make_forward_backward(

@@ -42,7 +42,7 @@ import torch.distributed as dist
 
 from benchmarks.power import PowerLog
 from benchmarks.records import RESULTS, Environment, append_row, results_path
-from benchmarks.trace import Breakdown, table, trace
+from benchmarks.trace import Breakdown, row_of_trace, table, trace
 from moecore.base.options.dispatch import NVLinkOptions
 from moecore.models import DecoderConfig
 from moecore.models.size import active_params, flops_per_token, num_params
@@ -323,17 +323,7 @@ def shown_options(args: TrainConfig, config: DecoderConfig, routing: str) -> Row
 def traced(job: CorpusTraining, *, first_step: int) -> Row:
     """Return the breakdown of one more step on rank 0; every rank steps."""
     dist.barrier()
-    found = trace(lambda: train_step(job, first_step).metrics())
-    return {
-        "trace_wall_ms": found.wall,
-        "trace_ms": found.categories,
-        "exposed_ms": found.exposed,
-        "idle_ms": found.idle,
-        "exposed_share": found.exposed / found.wall,
-        "kernels": found.kernels,
-        "longest": [[name[:120], *times] for name, times in found.longest.items()],
-        "gaps": [[name, *times] for name, times in found.gaps.items()],
-    }
+    return row_of_trace(trace(lambda: train_step(job, first_step).metrics()))
 
 
 def ceiling(device: torch.device) -> float:

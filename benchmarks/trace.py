@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -108,6 +109,20 @@ def table(found: Breakdown) -> list[str]:
     lines = ["| what | ms | share of the step |", "|---|---|---|"]
     rows = [*found.categories.items(), ("only communication", found.exposed), ("idle", found.idle)]
     return [*lines, *(f"| {n} | {ms:.1f} | {ms / found.wall:.1%} |" for n, ms in rows)]
+
+
+def row_of_trace(breakdown: Breakdown) -> dict[str, Any]:
+    """Return the fields of a breakdown in a record."""
+    return {
+        "trace_wall_ms": breakdown.wall,
+        "trace_ms": breakdown.categories,
+        "exposed_ms": breakdown.exposed,
+        "idle_ms": breakdown.idle,
+        "exposed_share": breakdown.exposed / breakdown.wall,
+        "kernels": breakdown.kernels,
+        "longest": [[name[:120], *times] for name, times in breakdown.longest.items()],
+        "gaps": [[name, *times] for name, times in breakdown.gaps.items()],
+    }
 
 
 def trace(step: Callable[[], object], *, num_steps: int = 1) -> Breakdown:
