@@ -135,7 +135,7 @@ class FirstColumn(torch.autograd.Function):
         with torch.enable_grad():
             found = torch.autograd.grad(first_column(*leaves), leaves, dy_RD)
         if inp.unsummed.sender is not None:
-            inp.unsummed.sender.start(
+            inp.unsummed.sender.start_sending(
                 *found, inp.index.row_ids_R, inp.index.slots_SK, inp.index.num_rows
             )
         return None, *found
