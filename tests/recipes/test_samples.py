@@ -18,7 +18,7 @@ PROMPTS = ("one two", "three")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("degrees", ["--ep 2", "--cp 2 --batch-size 6"])
+@pytest.mark.parametrize("degrees", ["--ep 2", "--cp 2 --batch-size 6", "--tp 2"])
 def test_two_ranks_generate_what_transformers_does(
     degrees: str, corpus: Path, tmp_path: Path
 ) -> None:
@@ -26,6 +26,9 @@ def test_two_ranks_generate_what_transformers_does(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     words = test_pretrain.words(corpus, tmp_path, f"{degrees} --sample-every 3 --sample-tokens 6")
+    config = json.loads((corpus / "config.json").read_text()) | {"vocab_size": 274}  # tp divides it
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words[words.index("--hf-config") + 1] = str(tmp_path)
     said = test_pretrain.run_in_forks([*words, "--sample-prompts", *PROMPTS])
     assert "exporting" not in said  # it takes less than five seconds
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
