@@ -43,6 +43,7 @@ from moecore.base.options.indexer import IndexerConfig
 from moecore.base.options.layer import CapacityConfig
 from moecore.base.options.memory import MemoryOptions, StashOptions
 from moecore.base.options.precision import Precision, Recipe
+from moecore.families.transformers.lora_options import LoRAOptions
 from moecore.io.upcycle.models import MLPNames
 from moecore.io.upcycle.upcycle import UpcycleOptions
 from moecore.kernels.adamw import AdamWOptions
@@ -86,7 +87,6 @@ from moecore.recipes.corpora import SourceOptions
 from moecore.recipes.decoder_config import RotaryOptions
 from moecore.recipes.generate import SampleOptions
 from moecore.recipes.grpo import SamplingOptions
-from moecore.recipes.hf_model import LoRAOptions
 from moecore.recipes.metrics import LoggerOptions
 from moecore.recipes.optimizer import OptimizerConfig, ParamGroup
 from moecore.recipes.rows import ColumnNames, DatasetOptions

@@ -27,6 +27,7 @@ from moecore.base.fields import Bound, Count, CountOrZero
 from moecore.base.options.layer import BalanceConfig, MoEOverrides
 from moecore.base.progress import show_progress
 from moecore.base.rank_checks import find_difference
+from moecore.families.transformers.lora_options import LoRAOptions, add_adapters
 from moecore.families.transformers.packing import find_packing_problem
 from moecore.io import init_adapters, load_hf
 from moecore.models import DecoderConfig, document_cost
@@ -48,8 +49,6 @@ from moecore.recipes.examples import (
 from moecore.recipes.files import model_directory, name_option_in_errors
 from moecore.recipes.finetuning import FineTuning, PreferenceTuning
 from moecore.recipes.hf_model import (
-    LoRAOptions,
-    add_adapters,
     build_hf,
     can_pack,
     decoder_of,

@@ -8,14 +8,12 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moecore.base.fields import CheckedRecord, Count
 from moecore.base.progress import Report, show_progress
 from moecore.families import use_causal_attention
 from moecore.families.transformers.packing import find_packing_problem
@@ -24,7 +22,6 @@ from moecore.io.checkpoint.ranks import run_on_first_rank
 from moecore.models import DecoderConfig
 from moecore.packing.corpus.files import shorten_text
 from moecore.recipes.files import format_option
-from moecore.train.optim.matrices import HEADS, ROUTERS
 
 EXPERT_COUNT = re.compile(r"(moe_)?(n|num)_(local_|routed_)?experts")  # its names in configs
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model")  # one of these at least
@@ -217,59 +214,6 @@ def copy_files(source: Path, target: Path) -> None:
 
 
 ADAPTERS = "adapters"  # folder of a run
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoRAOptions(CheckedRecord):
-    """Low-rank adapters of peft in place of a change of all weights.
-
-    Attributes:
-        rank: columns of A and rows of B.
-        alpha: the update B A is multiplied by alpha / rank.
-        target_modules: last parts of the names of linear layers with adapters; () = all linear
-            layers except the head and routers.
-        experts: whether the stacked matrices of experts have adapters.
-    """
-
-    rank: Count = 16
-    alpha: Count = 32
-    target_modules: tuple[str, ...] = ()
-    experts: bool = True
-
-
-def add_adapters(model: nn.Module, options: LoRAOptions) -> Any:
-    """Add LoRA adapters to a model in place, before `parallelize_moe`; return its PeftModel.
-
-    Raises ValueError without peft, or for a target module that the model does not have.
-    """
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError:
-        raise ValueError("[lora] must have peft installed: pip install peft") from None
-    linears = {
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-    } - (HEADS | ROUTERS)
-    for name in options.target_modules:
-        if name not in linears:
-            raise ValueError(
-                f"LoRAOptions.target_modules ({name!r}) must be linear layers of the model "
-                f"({', '.join(sorted(linears))}): correct it"
-            )
-    experts = {
-        ".".join(name.split(".")[-3:])
-        for name, param in model.named_parameters()
-        if param.ndim == 3 and ".experts." in name
-    }
-    config = LoraConfig(
-        r=options.rank,
-        lora_alpha=options.alpha,
-        target_modules=sorted(options.target_modules or linears),
-        target_parameters=sorted(experts) if options.experts else None,
-        task_type="CAUSAL_LM",
-    )
-    return get_peft_model(model, config)
 
 
 def finish_adapters(model: nn.Module, run_dir: Path) -> None:
