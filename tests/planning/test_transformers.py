@@ -20,6 +20,7 @@ from moecore.cli import main
 from moecore.families import use_causal_attention
 from moecore.families.family import find_family, swap_blocks
 from moecore.families.transformers.experts import find_experts_adapter, get_used_parameters
+from moecore.families.transformers.lora_options import LoRAOptions
 from moecore.families.transformers.packing import find_packing_problem
 from moecore.io import decoder_config_from_hf
 from moecore.models import flops_per_token
@@ -324,3 +325,31 @@ def test_a_call_is_of_the_class(tmp_path: Path) -> None:
     with fake_world(1):
         exec(format_calls(replace(run, num_gpus=1)), found)
     assert type(found["model"]) is model_class("qwen3_moe")
+
+
+def test_adapters_and_recompute_are_planned() -> None:
+    """Frozen weights have bf16, adapters fp32 and two moments; recompute saves layers' inputs."""
+    peft = pytest.importorskip("peft")
+    plain = model_of("qwen3_moe")
+    model = replace(plain, lora=LoRAOptions(rank=4))
+    run = TrainingRun(model=model, num_gpus=1, seq_len=64)
+    stored = count_resident_bytes(run, list_rank_bytes(run)[0])
+    module = tiny_model("qwen3_moe").bfloat16()
+    weights = sum(p.numel() for p in module.parameters())
+    lora = peft.LoraConfig(
+        r=4,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    )
+    trained = [p for p in peft.get_peft_model(module, lora).parameters() if p.requires_grad]
+    adapters = sum(p.numel() for p in trained)
+    assert {p.dtype for p in trained} == {torch.float32}
+    parameters = sum(n for kind, n in stored.items() if kind.startswith("parameters"))
+    assert parameters == 2 * weights + 4 * adapters
+    assert stored["optimizer state"] == 8 * adapters
+    kept, recomputed = (
+        plan_memory(replace(run, model=replace(model, recompute=is_on), seq_len=512)).largest
+        for is_on in (False, True)
+    )
+    assert recomputed.num_bytes < kept.num_bytes
+    assert recomputed.activations < 0.6 * kept.activations

@@ -11,19 +11,53 @@ from typing import Any
 import pytest
 
 from moecore.cli import main
-from moecore.models import DecoderConfig, preset
 from moecore.planning import plan_memory, plan_time
 from moecore.planning.costs import CostTable
 from moecore.planning.gpus import get_gpu
 from moecore.planning.memory import MemoryPlan
 from moecore.recipes import finetune, grpo, pretrain
 from moecore.recipes.dry_run import make_planned_run
+from moecore.recipes.hf_model import num_experts
 from moecore.recipes.library import CONFIGS, ShippedRecipe, list_recipe_names
 from moecore.recipes.options import moe_of
 
 COMMANDS = {"moecore pretrain": pretrain, "moecore finetune": finetune, "moecore grpo": grpo}
-# The native decoder has the sizes of the Hugging Face model, whose files are not here.
-PRESETS = {"qwen3": "qwen3-30b-a3b", "moonlight": "moonlight-16b-a3b", "gpt-oss": "gpt-oss-20b"}
+# What config.json of the published models has where the class of transformers has another default.
+CONFIGS_OF_HUB: dict[str, dict[str, Any]] = {
+    "qwen3": {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "head_dim": 128,
+        "norm_topk_prob": True,
+    },
+    "gpt-oss": {
+        "model_type": "gpt_oss",
+        "architectures": ["GptOssForCausalLM"],
+        "num_hidden_layers": 24,
+        "num_local_experts": 32,
+    },
+    "moonlight": {
+        "model_type": "deepseek_v3",
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "hidden_size": 2048,
+        "intermediate_size": 11264,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": None,
+        "vocab_size": 163840,
+        "max_position_embeddings": 8192,
+    },
+}
 LARGE = re.compile(r"(256|1024)x|next|gpt-oss|qwen3-30b")  # plans of over ten seconds
 PLANNED = [
     pytest.param(name, marks=pytest.mark.nightly if LARGE.search(name) else [])
@@ -50,10 +84,15 @@ def test_recipes_are_of_all_commands_and_families() -> None:
     } == COMMANDS.keys()
 
 
-def model_of(name: str, command: object, args: Any) -> DecoderConfig:
+def model_of(name: str, command: object, args: Any) -> tuple[Any, int]:
+    """Return the model that the command plans, and its number of experts."""
     if command is pretrain:
-        return args.model_config()
-    return preset(next(of for family, of in PRESETS.items() if name.startswith(family)))
+        config = args.model_config()
+        return config, moe_of(config).num_experts
+    transformers = pytest.importorskip("transformers", minversion="5")
+    values = next(v for family, v in CONFIGS_OF_HUB.items() if name.startswith(family))
+    model = finetune.make_planned_model(args, values)
+    return model, num_experts(transformers.AutoConfig.for_model(**values))
 
 
 @pytest.mark.parametrize("name", PLANNED)
@@ -61,9 +100,9 @@ def test_a_plan_is_that_of_the_comment(name: str) -> None:
     recipe = ShippedRecipe.read(name)
     command = COMMANDS[recipe.facts["command"]]
     args = command.parse_arguments([str(CONFIGS / f"{name}.toml")])
-    config = model_of(name, command, args)
-    parallel = args.parallel_config(args.gpus, num_experts=moe_of(config).num_experts)
-    run = make_planned_run(args, config, parallel, args.gpus)
+    model, experts = model_of(name, command, args)
+    parallel = args.parallel_config(args.gpus, num_experts=experts)
+    run = make_planned_run(args, model, parallel, args.gpus)
     peak = plan_memory(run).largest.num_bytes
     assert peak <= get_gpu(args.gpu).memory
     told = recipe.facts["result"]

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from moecore.base.fields import CountOrZero, check_arguments
 from moecore.base.options.precision import Precision
 from moecore.base.streams import use_dry_streams
-from moecore.base.torch_private import get_local_tensor
+from moecore.base.torch_private import get_local_tensor, is_inside_backward
 from moecore.kernels.common import record_launches_on_meta
 from moecore.models.tp_products import compute_workspace_bytes
 from moecore.parallel.model.parallel_state import get_parallel_state
@@ -154,7 +154,8 @@ def record_step(run: TrainingRun, rank: int = 0) -> DryRun:
         record = get_parallel_state(model)
         assert record is not None
         exchanges, stash = record.exchanges, record.stash
-        optimizer_bytes = sum(_count_optimizer_bytes(optimizer, p) for p in model.parameters())
+        trained = (p for p in model.parameters() if p.requires_grad)
+        optimizer_bytes = sum(_count_optimizer_bytes(optimizer, p) for p in trained)
         return DryRun(
             rank=rank,
             resident_bytes=recorder.level,
@@ -184,12 +185,14 @@ def register_hooks(model: nn.Module, parts: ModuleParts, recorder: WorkRecorder)
 
     def watch(module: nn.Module, part: str, last: nn.Module | None = None) -> None:
         def begin_forward(*_: Any) -> None:
+            if is_inside_backward():  # a recomputed forward is a part of the backward
+                return
             calls[part] = calls.get(part, 0) + 1
             recorder.begin_part("F", name())
 
         def watch_output(_module: nn.Module, _inputs: Any, output: Any) -> None:
             tensor = list_tensors(getattr(output, "loss", output))[0]
-            if tensor.requires_grad:
+            if tensor.requires_grad and not is_inside_backward():
                 part_name = name()
                 tensor.register_hook(lambda _: recorder.begin_part("B", part_name))
 

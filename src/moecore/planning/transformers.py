@@ -29,7 +29,9 @@ from moecore.base.fields import CheckedRecord, check_arguments, quote
 from moecore.base.options.context import ContextOptions
 from moecore.families import use_causal_attention
 from moecore.families.family import find_family, swap_blocks
+from moecore.families.transformers.lora_options import LoRAOptions, add_adapters
 from moecore.families.transformers.packing import find_packing_problem
+from moecore.families.transformers.stock import enable_recompute
 from moecore.families.transformers.tensor_parallel import find_cuts
 from moecore.io.hf.config_fields import HFConfig, read_config
 from moecore.io.hf.files import format_with_source
@@ -51,11 +53,15 @@ class TransformersModel(CheckedRecord):
         values: config.json, as JSON with sorted keys.
         source: the path of config.json.
         layers: the indices of the layers that the model has; None = all.
+        recompute: whether transformers recomputes each layer in backward.
+        lora: the adapters, with which all other weights are frozen and in bf16; None = no adapters.
     """
 
     values: str
     source: str
     layers: tuple[int, ...] | None = None
+    recompute: bool = False
+    lora: LoRAOptions | None = None
 
     @classmethod
     def of(cls, config: HFConfig) -> TransformersModel:
@@ -144,9 +150,14 @@ class StockModel(PlannedModel):
 
     @override
     def build(self, dtype: torch.dtype) -> nn.Module:
-        model: nn.Module = _build_model(self.model, dtype)
+        lora = self.model.lora
+        model: nn.Module = _build_model(self.model, dtype if lora is None else torch.bfloat16)
         if find_packing_problem(model) is None:
             use_causal_attention(model)
+        if self.model.recompute:
+            enable_recompute(model)
+        if lora is not None:
+            model = add_adapters(model, lora)
         return model.train()
 
     @override

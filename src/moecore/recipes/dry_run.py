@@ -70,12 +70,12 @@ def print_dry_run(
 ) -> int:
     """Print options, plan and first batch; return exit status 0, or 1 if the plan does not fit.
 
-    `run` None = LoRA adapters or a reference model, for which there is no plan.
+    `run` None = a reference model, with which there is no plan.
     """
     print(to_toml(args))
     fits = True
     if run is None:
-        print("no plan: moecore.planning does not model adapters and reference models yet")
+        print("no plan: moecore.planning does not model reference models yet")
     else:
         fits = print_plan(args, run)
     print_first_batch()

@@ -29,7 +29,9 @@ from moecore.base.progress import show_progress
 from moecore.base.rank_checks import find_difference
 from moecore.families.transformers.lora_options import LoRAOptions, add_adapters
 from moecore.families.transformers.packing import find_packing_problem
+from moecore.families.transformers.stock import enable_recompute
 from moecore.io import init_adapters, load_hf
+from moecore.io.hf.config_fields import HFConfig
 from moecore.models import DecoderConfig, document_cost
 from moecore.packing import DocumentCost, ScheduledCollator
 from moecore.parallel.mesh import Meshes, build_meshes
@@ -52,7 +54,6 @@ from moecore.recipes.hf_model import (
     build_hf,
     can_pack,
     decoder_of,
-    enable_recompute,
     num_experts,
     read_config,
     read_tokenizer,
@@ -311,8 +312,8 @@ def dry_run(args: FinetuneConfig) -> int:
     args, config = check(args, world_size)
     parallel = args.parallel_config(world_size, num_experts=num_experts(config))
     training_run = None
-    if args.objective == "sft" and args.lora is None:
-        model = TransformersModel.of(args.model)
+    if args.objective == "sft":
+        model = make_planned_model(args, args.model)
         training_run = make_planned_run(args, model, parallel, world_size)
 
     def print_first_batch() -> None:
@@ -324,6 +325,12 @@ def dry_run(args: FinetuneConfig) -> int:
         print_batch(steps.next(), read_tokenizer(args.model).decode)
 
     return print_dry_run(args, training_run, print_first_batch)
+
+
+def make_planned_model(args: FinetuneConfig, config: HFConfig) -> TransformersModel:
+    """Return the model by which `moecore.planning` plans these options; `config`: config.json."""
+    model = TransformersModel.of(config)
+    return replace(model, recompute=args.recompute, lora=args.lora)
 
 
 def run_rank(args: FinetuneConfig) -> int:

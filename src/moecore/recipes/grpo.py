@@ -221,7 +221,7 @@ def dry_run(args: GRPOConfig) -> int:
     world_size = args.gpus or ranks_to_start(args)
     args, config = check(args, world_size)
     training_run = None
-    if args.lora is None and not args.grpo.kl_coef:
+    if args.lora is not None or not args.grpo.kl_coef:
         training = ShardedConfig(
             run_dir=args.run_dir,
             batch_size=1,
@@ -230,7 +230,7 @@ def dry_run(args: GRPOConfig) -> int:
             gpu=args.gpu,
         )
         parallel = args.parallel_config(world_size, num_experts=num_experts(config))
-        model = TransformersModel.of(args.model)
+        model = replace(TransformersModel.of(args.model), lora=args.lora)
         training_run = make_planned_run(training, model, parallel, world_size)
 
     def print_first_batch() -> None:

@@ -116,12 +116,6 @@ def decoder_of(path: Path) -> DecoderConfig | None:
         return None
 
 
-def enable_recompute(hf: Any) -> None:
-    """Enable activation checkpointing of a transformers model."""
-    new = getattr(hf, "activation_checkpointing_enable", None)
-    (new or hf.gradient_checkpointing_enable)()
-
-
 def num_experts(config: Any) -> int:
     """Return the number of routed experts per layer in a config; 0 = a dense model."""
     fields = config.get_text_config().to_dict().items()

@@ -191,3 +191,9 @@ def _refuse_custom_implementation(experts: nn.Module, kind: str) -> None:
             "transformers' own, whose maths its adapter knows: call "
             f'set_experts_implementation("eager"), {WAY_OUT}'
         )
+
+
+def enable_recompute(hf: Any) -> None:
+    """Enable activation checkpointing of a transformers model."""
+    new = getattr(hf, "activation_checkpointing_enable", None)
+    (new or hf.gradient_checkpointing_enable)()
