@@ -34,6 +34,7 @@ _NAMES = {
     "parallelize": "parallelize_moe plan_sharding",
     "planning.explain": "explain",
     "train.loss_scale": "DynamicLossScale",
+    "train.spikes": "SpikeOptions",
     "train.step": "TrainStep",
     "train.step_result": "StepResult",
 }
@@ -80,6 +81,7 @@ if TYPE_CHECKING:
     from moecore.parallelize import plan_sharding as plan_sharding
     from moecore.planning.explain import explain as explain
     from moecore.train.loss_scale import DynamicLossScale as DynamicLossScale
+    from moecore.train.spikes import SpikeOptions as SpikeOptions
     from moecore.train.step import TrainStep as TrainStep
     from moecore.train.step_result import StepResult as StepResult
 else:  # type checkers would take any name for granted

@@ -25,6 +25,7 @@ from moecore import (
     MoELayer,
     ParallelConfig,
     PipelineConfig,
+    SpikeOptions,
 )
 from moecore.base.fields import (
     Bound,
@@ -245,6 +246,7 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (ParallelConfig, {}),
     (FSDPOptions, {}),
     (DynamicLossScale, {}),
+    (SpikeOptions, {}),
     (CloneOptions, {}),
     (DenseOptions, {}),
     (DispatchOptions, {}),

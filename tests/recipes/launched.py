@@ -22,7 +22,11 @@ import torch.multiprocessing as mp
 from moecore.recipes.launch import launch
 from tests.helpers.ranks import forks, run_ranks
 
-MEASURED = ("tokens_per_second", "memory_rss_gib", "data_wait_share")  # other numbers in every run
+# Other numbers in every run.
+MEASURED = (
+    *("tokens_per_second", "step_seconds", "goodput"),
+    *("memory_rss_gib", "data_wait_share"),
+)
 
 
 @contextmanager

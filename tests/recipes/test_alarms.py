@@ -23,7 +23,7 @@ RUN = (
 
 @pytest.fixture
 def alarms(train: ModuleType) -> ModuleType:
-    from moecore.recipes import report as alarms
+    from moecore.recipes import alarms
 
     return alarms
 
@@ -88,6 +88,9 @@ def test_a_gradient_that_is_not_finite_was_skipped(alarms: ModuleType) -> None:
     }
     assert lines_of(alarms, steps) == wanted
     assert lines_of(alarms, [{**one, "loss_scale": 2.0} for one in steps]) == {}
+    spikes = [{"loss": 1.0, "grad_norm": 7.0, "skipped": float(n == 2)} for n in (1, 2, 3)]
+    line = "grad_norm (7) is above the limit of [skip_spikes], so the step was skipped"
+    assert lines_of(alarms, spikes) == {2: [f"alarm at step 2: {line}"]}
 
 
 def loads_of(shares: dict[str, list[float]]) -> dict[str, float]:
@@ -154,8 +157,8 @@ def test_a_run_is_traced_and_warned_of(
     train: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """A learning rate that breaks the model, and experts that are idle after one step."""
+    from moecore.recipes import alarms
     from moecore.recipes import host as profiling
-    from moecore.recipes import report as alarms
 
     monkeypatch.setattr(alarms, "IDLE_STEPS", 1)
     monkeypatch.setattr(profiling, "SETTLING", 2)

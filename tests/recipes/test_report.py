@@ -290,13 +290,14 @@ def test_without_a_bar_the_first_step_is_printed_at_once(
 
     monkeypatch.setattr(report, "_import", lambda name: None)
     times = iter([0.0, 4.9, 5.0, 5.0])
-    monkeypatch.setattr(report.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(report, "time", SimpleNamespace(monotonic=lambda: next(times)))
     args = TrainConfig(run_dir=tmp_path, steps=50)
     measured = {"loss": 1.0, "tokens_per_second": 2.0, "expert_load_max_over_mean": 1.5}
     with report.RunReport(args, start=7) as shown:
         for step in (8, 9, 20):
             shown.log(step, {**measured, "eval_loss": 3.25})
-    lines = capsys.readouterr().out.splitlines()[1:]
+    _, *lines, goodput = capsys.readouterr().out.splitlines()
+    assert goodput.startswith("goodput ")
     numbers = "of 50: loss 1.000, tok/s 2, load 1.50, eval 3.250"
     assert lines == [f"step 8 {numbers}", f"step 20 {numbers}"]
 

@@ -247,6 +247,7 @@ class TrainingJob(ABC, Generic[BatchT]):
             max_norm=args.optimizer.max_norm,
             num_micro_batches=args.grad_accum,
             loss_scale=args.loss_scale(self.device),
+            skip_spikes=args.skip_spikes,
         )
         sampler = self.batches.sampler if self.batches else None
         restored = self.model, self.optimizers, self.facts, self.owner, sampler

@@ -221,9 +221,11 @@ def train(job: TrainingJob[Any]) -> int:
             try:
                 queue.append(train_step(job, step, stops=bool(request.number)))
                 if is_due(step, every=args.eval_every, steps=args.steps):
-                    metrics = queue[-1].extra | job.evaluate()
+                    with measure(report, "evaluate"):
+                        metrics = queue[-1].extra | job.evaluate()
                     queue[-1] = replace(queue[-1], extra=metrics)
-                job.sample(step)
+                with measure(report, "sample"):
+                    job.sample(step)
             except RUN_ERRORS:
                 report_steps(job, queue, report)
                 raise
@@ -234,7 +236,8 @@ def train(job: TrainingJob[Any]) -> int:
                 report_steps(job, queue, report)
             saver.check()  # a save that failed in the background ends the run here
             if is_checkpoint or (job.is_stopping and args.checkpoint_every):
-                save(job, saver, step)
+                with measure(report, "save"):
+                    save(job, saver, step)
             collect_garbage(step)
             end_of_step()
             if job.is_stopping:
@@ -270,6 +273,11 @@ def open_report(job: TrainingJob[Any]) -> AbstractContextManager[RunReport | Non
     reports: list[RunReport] = []
     run_on_first_rank(lambda: reports.append(RunReport(job.args, start=job.start, unit=job.unit)))
     return reports[0] if reports else nullcontext()
+
+
+def measure(report: RunReport | None, use: str) -> AbstractContextManager[None]:
+    """Return a context whose duration rank 0 adds to a use of the run's wall time."""
+    return nullcontext() if report is None else report.wall_time.measure(use)
 
 
 def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> LaunchedStep:
@@ -332,7 +340,8 @@ def report_steps(
         *counts, num_stops = launched.read_counts()
         job.is_stopping |= num_stops > 0
         seconds = launched.began.seconds_until(launched.ended)
-        metrics |= {"tokens_per_second": counts[1] / seconds, **memory_gib(job.device)}
+        metrics |= {"step_seconds": seconds, "tokens_per_second": counts[1] / seconds}
+        metrics |= memory_gib(job.device)
         metrics["data_wait_share"] = launched.began.seconds_until(launched.fetched) / seconds
         metrics |= job.more_metrics(counts, seconds)
         if report:

@@ -34,6 +34,7 @@ from moecore.recipes.metrics import LoggerOptions
 from moecore.recipes.optimizer import OptimizerConfig
 from moecore.recipes.schedule import LearningRateSchedule, TrainingStage
 from moecore.train.loss_scale import DynamicLossScale
+from moecore.train.spikes import SpikeOptions
 
 DEGREES = tuple(field.name for field in fields(ParallelConfig))
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -70,6 +71,7 @@ class RunConfig:
         parallel: degrees; ep not set = the largest of 1, 2, 4 and 8 that fits.
         optimizer: the optimizers.
         schedule: the learning rate over the steps.
+        skip_spikes: skip steps with a gradient norm far above those before; None = skip none.
         logging: loggers.
         stage: the stage whose options these are; None = the run has no stages yet.
         run: the options of the run that the stage belongs to; None = these options.
@@ -100,6 +102,7 @@ class RunConfig:
     parallel: Annotated[Fields, Table(record=ParallelConfig)] = field(default_factory=dict)
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: LearningRateSchedule = LearningRateSchedule()
+    skip_spikes: Annotated[SpikeOptions | None, Table(prefix=True)] = None
     logging: LoggerOptions = LoggerOptions()
     stage: TrainingStage | None = make_internal_field(None)
     run: RunConfig | None = make_internal_field(None)

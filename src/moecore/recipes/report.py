@@ -13,14 +13,14 @@ import os
 import sys
 import threading
 import time
-from collections import deque
 from pathlib import Path
-from statistics import median
 from types import ModuleType
 from typing import Any
 
 from moecore.io.checkpoint.directory import CHECKPOINTS
+from moecore.recipes.alarms import Alarms
 from moecore.recipes.files import format_option
+from moecore.recipes.goodput import STEPS, WALL_TIME, WallTime
 from moecore.recipes.metrics import (
     MLFLOW_ID,
     WANDB_ID,
@@ -32,162 +32,14 @@ from moecore.recipes.metrics import (
 )
 from moecore.recipes.options import RunConfig
 
-WINDOW, FEWEST = 128, 32  # losses before a step: the most that count, and the least
-FACTOR = 10.0  # 6.7 standard deviations of normal noise
-IDLE_STEPS = 100
-MOST_NAMED = 8  # experts of a line
-BLOCK_STEPS = 20  # steps whose loads are averaged: few tokens of one step are uneven by chance
-COLLAPSED_SHARE = 0.5  # of the experts, as the effective number of experts has it
-FIRST_STEPS = 20  # of a run
-FIRST_NORM = 100.0  # decoders with matrices of N(0, 0.02^2) begin at 1 to 20
-NORM_GROWTH, LOSS_GROWTH = 3.0, 0.3  # a factor, and nats above the lowest loss before
-
-
-class Alarms:
-    """A detector of alarms, such as loss spikes and idle experts, in the metrics of each step.
-
-    loss      it is above the median of the `WINDOW` losses before it by `FACTOR` times their median
-              absolute deviation, and the loss before it was not. Neither number moves with a few
-              spikes. Only without a reward: losses of a policy measure nothing.
-    experts   no token has chosen them for `IDLE_STEPS` steps; once until one does.
-    collapse  over `BLOCK_STEPS` steps the loads of a layer are as uneven as if at most half of its
-              experts shared all tokens: 1 / sum(share^2) <= E / 2. Once until no layer is.
-    gradient  its norm is nan or inf, so the step was skipped. Not with a loss scale, which finds
-              its value by such steps.
-    first steps  the norm of the first gradient is above `FIRST_NORM`; or two of the first steps in
-              turn have losses that have risen by `LOSS_GROWTH`, and one of them has a norm that is
-              `NORM_GROWTH` times the first. Each once. Without a reward only.
-    """
-
-    def __init__(self) -> None:
-        self._block: dict[str, list[float]] = {}  # layer -> sum of the loads of a block
-        self._block_steps = 0
-        self._has_collapsed = False
-        self._first_norm, self._lowest_loss = math.inf, math.inf
-        self._rising_norms: list[float] = []  # of the steps in turn whose losses have risen
-        self._has_grown = False
-        self._losses = deque[float](maxlen=WINDOW)
-        self._is_high = False
-        self._idle: dict[tuple[str, int], int] = {}  # layer and expert -> steps without a token
-
-    def find_alarms(self, step: int, metrics: Metrics) -> list[str]:
-        """Return the alarms of a step, one line each; `metrics` has the load of each expert."""
-        lines = [
-            *self._check_loss(metrics),
-            *self._check_experts(metrics),
-            *self._check_collapse(metrics),
-        ]
-        lines += [*self._check_gradient(metrics), *self._check_first_steps(step, metrics)]
-        return [f"alarm at step {step}: {line}" for line in lines]
-
-    def _check_loss(self, metrics: Metrics) -> list[str]:
-        """Return the alarm about a loss far above the losses before, or []."""
-        loss, before, was_high = metrics["loss"], [*self._losses], self._is_high
-        if not math.isfinite(loss) or "reward" in metrics:
-            return []
-        self._losses.append(loss)
-        if len(before) < FEWEST:
-            return []
-        middle = median(before)
-        spread = median(abs(value - middle) for value in before)
-        self._is_high = loss > middle + FACTOR * spread
-        if not self._is_high or was_high:
-            return []
-        return [
-            f"loss ({loss:.4g}) is more than {FACTOR:g} median absolute deviations ({spread:.2g}) "
-            f"above {middle:.4g}, the median of the {len(before)} before it"
-        ]
-
-    def _check_experts(self, metrics: Metrics) -> list[str]:
-        """Return a line for each layer whose experts have had no token for `IDLE_STEPS` steps."""
-        lines = []
-        for layer in layer_names(metrics):
-            new = []
-            for e, load in enumerate(expert_loads(metrics, layer)):
-                idle = self._idle[layer, e] = 0 if load else self._idle.get((layer, e), 0) + 1
-                new += [e] if idle == IDLE_STEPS else []
-            if new:
-                names = ", ".join(map(str, new[:MOST_NAMED]))
-                names += f" and {len(new) - MOST_NAMED} more" if len(new) > MOST_NAMED else ""
-                lines.append(
-                    f"no token of {IDLE_STEPS} steps has chosen experts {names} of {layer}"
-                )
-        return lines
-
-    def _check_gradient(self, metrics: Metrics) -> list[str]:
-        """Return the alarm about a gradient that is not finite, or []."""
-        norm = metrics.get("grad_norm", 0.0)
-        if math.isfinite(norm) or "loss_scale" in metrics:
-            return []
-        return [f"grad_norm ({norm}) is not finite, so the step was skipped"]
-
-    def _check_collapse(self, metrics: Metrics) -> list[str]:
-        """Return the alarm about layers whose loads have become uneven over a block, or []."""
-        for layer in layer_names(metrics):
-            loads_E = expert_loads(metrics, layer)
-            if not loads_E:
-                continue
-            sums_E = self._block.setdefault(layer, [0.0] * len(loads_E))
-            self._block[layer] = [a + b for a, b in zip(sums_E, loads_E, strict=True)]
-        self._block_steps += 1
-        if self._block_steps < BLOCK_STEPS:
-            return []
-        uneven = {layer: _share_of_experts(sums_E) for layer, sums_E in self._block.items()}
-        uneven = {layer: share for layer, share in uneven.items() if share <= COLLAPSED_SHARE}
-        block, self._block, self._block_steps = self._block, {}, 0
-        is_new, self._has_collapsed = bool(uneven) and not self._has_collapsed, bool(uneven)
-        if not is_new:
-            return []
-        layer = min(uneven, key=lambda name: uneven[name])
-        sums_E = block[layer]
-        busiest = max(range(len(sums_E)), key=lambda e: sums_E[e])
-        share = sums_E[busiest] / sum(sums_E)
-        layers = layer if len(uneven) == 1 else f"{len(uneven)} layers, most of all {layer},"
-        return [
-            f"loads of {layers} have collapsed: expert {busiest} has {share:.1%} of the "
-            f"choices of {BLOCK_STEPS} steps, {share * len(sums_E):.1f} times the mean: raise "
-            "[balance] global_batch_coef, lower --lr or lengthen the warm-up"
-        ]
-
-    def _check_first_steps(self, step: int, metrics: Metrics) -> list[str]:
-        """Return the alarm about large gradients or rising losses in the first steps, or []."""
-        norm, loss = metrics.get("grad_norm", math.nan), metrics["loss"]
-        if step > FIRST_STEPS or "reward" in metrics or not math.isfinite(norm + loss):
-            return []
-        rise, self._lowest_loss = loss - self._lowest_loss, min(loss, self._lowest_loss)
-        norms = self._rising_norms = [*self._rising_norms, norm] if rise > LOSS_GROWTH else []
-        if step == 1:
-            self._first_norm = norm
-            if norm <= FIRST_NORM:
-                return []
-            return [
-                f"grad_norm ({norm:.4g}) of the first step is above {FIRST_NORM:g}: check the "
-                "initialisation of the weights, or the weights that the run starts from"
-            ]
-        growth = max(norms, default=0.0) / max(self._first_norm, 1e-30)
-        if len(norms) < 2 or growth < NORM_GROWTH or self._has_grown:
-            return []
-        self._has_grown = True
-        return [
-            f"grad_norm ({max(norms):.4g}) is {growth:.1f} times that of the first step and the "
-            f"loss ({loss:.4g}) has risen by {rise:.2g}: lower --lr or lengthen the warm-up"
-        ]
-
-
-def _share_of_experts(loads_E: list[float]) -> float:
-    """Return the effective number of experts over all: 1 for even loads, 1/E for one expert.
-
-    `_share_of_experts([2, 2, 0, 0])` is 0.5. Without tokens it is 1.
-    """
-    squares = sum(load * load for load in loads_E)
-    return sum(loads_E) ** 2 / squares / len(loads_E) if squares else 1.0
-
-
 METRICS, CURVES = "metrics.jsonl", "curves.png"
 SAMPLES = "samples.jsonl"
 CONFIG, EXPORT = "config.toml", "export"
-# Files of a run; metrics.tmp is a draft of METRICS.
-FILES = (METRICS, CURVES, CONFIG, SAMPLES, WANDB_ID, MLFLOW_ID, "metrics.tmp")
+# Files of a run, and drafts of METRICS and WALL_TIME.
+FILES = (
+    *(METRICS, CURVES, CONFIG, SAMPLES, WALL_TIME, WANDB_ID, MLFLOW_ID),
+    *("metrics.tmp", "wall_time.tmp"),
+)
 FOLDERS = (CHECKPOINTS, EXPORT, f".{EXPORT}.draft", "tensorboard")
 LOAD = "expert_load_max_over_mean"  # of models, and stages, with MoE layers
 LINES_S = 5.0  # between lines where stderr is no terminal
@@ -222,7 +74,8 @@ class RunReport:
         self.path, self.steps, self.unit = args.run_dir / METRICS, args.steps, unit
         self.printed = {start + 1, self.steps}  # steps whose lines do not wait
         self._next_line = 0.0
-        cut_metrics(self.path, start)
+        lost_seconds = cut_metrics(self.path, start)
+        self.wall_time = WallTime(args.run_dir / WALL_TIME, lost_seconds=lost_seconds)
         self.file = self.path.open("ab", buffering=0)
         tqdm, tensorboard = modules["tqdm"], modules["torch.utils.tensorboard"]
         self.figure = modules["matplotlib.figure"]
@@ -239,6 +92,9 @@ class RunReport:
         for line in self.alarms.find_alarms(step, metrics):
             print(line, flush=True) if self.bar is None else self.bar.write(line)
         metrics = metrics if expert_loads else without_experts(metrics)
+        self.wall_time.add(STEPS, metrics.get("step_seconds", 0.0))
+        metrics["goodput"] = self.wall_time.compute_goodput()
+        self.wall_time.save(is_due=step == self.steps)
         self.file.write(json.dumps({"step": step, **pack_loads(metrics)}).encode() + b"\n")
         for logger in self.loggers:
             logger.log(metrics, step)
@@ -262,8 +118,10 @@ class RunReport:
         """Finish the files and draw the curves; after an error only the bar's line ends."""
         if self.bar is not None:
             self.bar.close()
+        self.wall_time.save()
         if error is not None:
             return
+        print(self.wall_time.format(), flush=True)
         self.file.close()
         for logger in self.loggers:
             logger.close()
@@ -301,8 +159,11 @@ def make_run_dir(path: Path) -> None:
         raise ValueError(f"{name} must have a directory as {EXPORT}, not a link: move it away")
 
 
-def cut_metrics(path: Path, step: int) -> None:
-    """Drop the lines of metrics.jsonl after `step`, and damaged lines, before a run resumes."""
+def cut_metrics(path: Path, step: int) -> float:
+    """Drop the lines of metrics.jsonl after `step`, and damaged lines, before a run resumes.
+
+    Return the seconds of the dropped steps.
+    """
     lines, num_damaged = read_metrics(path)
     if num_damaged:
         print(f"{path}: dropped {num_damaged} damaged line(s)", flush=True)
@@ -311,6 +172,7 @@ def cut_metrics(path: Path, step: int) -> None:
     with draft.open("x") as file:  # never through a link
         file.writelines(json.dumps(line) + "\n" for line in lines if line["step"] <= step)
     draft.replace(path)
+    return sum(float(line.get("step_seconds", 0.0)) for line in lines if line["step"] > step)
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:

@@ -38,7 +38,15 @@ from moecore.parallel.pipeline.stages import get_loss
 from moecore.precision.apply import advance_amax, has_history
 from moecore.train.loss_scale import DynamicLossScale, LossScale
 from moecore.train.rerun import Reruns, drop_step
-from moecore.train.step_checks import check_step_arguments, compare_ranks
+from moecore.train.spikes import SpikeLimit, SpikeOptions
+from moecore.train.step_checks import (
+    check_micro_batch,
+    check_micro_batches,
+    check_new_number,
+    check_pair,
+    check_step_arguments,
+    compare_ranks,
+)
 from moecore.train.step_result import StepResult, merge_metrics
 
 T = TypeVar("T")
@@ -62,6 +70,7 @@ class TrainStep:
         loss_scale: options of the loss scale, which fp16 needs. The caller's backward is
             `scale_loss(loss).backward()`; auxiliary losses are scaled here, and clipping divides
             gradients by the scale.
+        skip_spikes: skip a step whose gradient norm is far above the norms before; None = do not.
 
     Attributes:
         model: the model, or a ModuleList of several models.
@@ -91,6 +100,7 @@ class TrainStep:
         max_norm: MaxNorm | None = None,
         num_micro_batches: NumMicroBatches = 1,
         loss_scale: DynamicLossScale | None = None,
+        skip_spikes: SpikeOptions | None = None,
     ) -> None:
         with share_errors():
             check_arguments(TrainStep.__init__, locals())
@@ -105,6 +115,7 @@ class TrainStep:
             "TrainStep.max_norm": float(self._max_norm),
             "TrainStep.num_micro_batches": num_micro_batches,
             "TrainStep.loss_scale": loss_scale,
+            "TrainStep.skip_spikes": skip_spikes,
             "TrainStep.optimizer is None": not self.optimizers,
         }
         compare_ranks(entries, self.model, self.optimizers, request)
@@ -122,6 +133,7 @@ class TrainStep:
         self._has_scaled_loss = True  # the running micro-batch's loss
         device = next(self.model.parameters()).device
         self._scale = None if loss_scale is None else LossScale(loss_scale, device)
+        self._spikes = None if skip_spikes is None else SpikeLimit(skip_spikes, device)
         self._scale_value = None if self._scale is None else self._scale.value
         for state in self._states:
             state.set_loss_scale(self._scale_value)
@@ -134,12 +146,7 @@ class TrainStep:
 
     @num_micro_batches.setter
     def num_micro_batches(self, number: int) -> None:
-        self._progress.check_between("num_micro_batches")
-        if self._progress.num_done:
-            raise ValueError(
-                f"num_micro_batches ({number}) must be set between steps, because losses are "
-                f"divided by it: {self._progress.num_done} micro-batches of this step are done"
-            )
+        check_new_number(self._progress, number)
         for state in self._states:
             state.set_num_micro_batches(number)
         self._progress.number = number
@@ -149,16 +156,7 @@ class TrainStep:
         """Return the context in which the caller runs forward and backward of one micro-batch."""
         number = self._progress.num_done + 1
         with publish_errors(f"micro-batch {number} of {self.num_micro_batches}"):
-            self._progress.check_between("micro_batch()")
-            if self._pipeline is not None:
-                raise ValueError(
-                    "micro_batch() must not run a pipeline's stages: call forward_backward()"
-                )
-            if self._progress.num_done >= self.num_micro_batches:
-                raise ValueError(
-                    f"micro_batch() must come at most num_micro_batches ({self.num_micro_batches}) "
-                    "times in a step: call finish()"
-                )
+            check_micro_batch(self._progress, has_stages=self._pipeline is not None)
             with self._run_context(1, to_come=0 if number == self.num_micro_batches else math.inf):
                 yield
 
@@ -182,12 +180,7 @@ class TrainStep:
             ValueError: when a micro_batch() of this step has run.
         """
         check_arguments(TrainStep.micro_batches, locals())
-        self._progress.check_between("micro_batches()")
-        if self._progress.num_done:
-            raise ValueError(
-                f"micro_batches() must be all of a step, but {self._progress.num_done} "
-                "micro-batches of this step are done: call finish()"
-            )
+        check_micro_batches(self._progress)
         layers = [layer for state in self._states for layer in state.layers.values()]
         for layer in layers:
             layer.dispatcher.pairs = (
@@ -216,10 +209,7 @@ class TrainStep:
             RuntimeError: when it is called within another pair, or after a backward has failed.
             Exception: the exception of the forward or of the backward; it ends both.
         """
-        if not (self._progress.is_open and self._progress.is_several):
-            raise ValueError(
-                "side_by_side() must be within micro_batches(): open it around the step"
-            )
+        check_pair(self._progress)
         return self._pairs.run(forward, backward)
 
     @contextmanager
@@ -364,11 +354,12 @@ class TrainStep:
         return loss if self._scale_value is None else loss * self._scale_value
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return copies of the loss scale and its step count, for a checkpoint; {} without one."""
-        return {} if self._scale is None else self._scale.state_dict()
+        """Return copies of the state of `loss_scale` and of `skip_spikes`, for a checkpoint."""
+        parts = [part for part in (self._scale, self._spikes) if part is not None]
+        return {name: value for part in parts for name, value in part.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the loss scale of `state_dict`, in place, between steps; other entries are ignored.
+        """Load a `state_dict` in place, between steps; other entries are ignored.
 
         Raises:
             ValueError: when `state` has no loss scale, or a micro-batch is running.
@@ -376,6 +367,8 @@ class TrainStep:
         self._progress.check_closed("load_state_dict()")
         if self._scale is not None:
             self._scale.load_state_dict(state)
+        if self._spikes is not None:
+            self._spikes.load_state_dict(state)
 
     @publish_errors("clip()")
     def clip(self) -> GradientNorm:
@@ -396,7 +389,11 @@ class TrainStep:
         self._progress.check_complete("clip()", self.num_micro_batches)
         with mark("moecore::clip"):
             self._norm = unscale_and_clip_(
-                self.model, self._max_norm, self._scale_value, is_wrong=self._compute_skip_flag()
+                self.model,
+                self._max_norm,
+                self._scale_value,
+                is_wrong=self._compute_skip_flag(),
+                limit=None if self._spikes is None else self._spikes.compute(),
             )
         return self._norm
 
@@ -436,6 +433,7 @@ class TrainStep:
                     self.optimizers,
                     loss_scale=self._scale_value,
                     is_wrong=is_wrong,
+                    limit=None if self._spikes is None else self._spikes.compute(),
                 )
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
@@ -448,7 +446,9 @@ class TrainStep:
             loss_scale = None
             if self._scale is not None and norm is not None:
                 loss_scale = self._scale.value.clone()
-                self._scale.update(norm.skipped)
+                self._scale.update(norm.overflowed)
+            if self._spikes is not None and norm is not None:
+                self._spikes.record(norm.total_on_device)
         self._progress.restart()
         if norm is not None and norm.is_read and not norm.finite:
             for arguments in self._arguments:  # the host has waited: it can name the reason

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from moecore.base.rank_checks import check_equal, describe_optimizers, list_training_entries
+from moecore.parallel.fsdp.progress import Progress
 from moecore.parallel.model.parallel_state import get_moe_state, list_parallel_states
 from moecore.parallel.model.parameter_guards import refuse_earlier_optimizer, refuse_on_meta
 from moecore.parallel.model.request import Request
@@ -60,3 +61,41 @@ def compare_ranks(
     check_equal(trained, meshes.device_type, group=meshes.stage_group)
     if meshes.parallel.pp > 1:
         check_equal(describe_optimizers(optimizers), meshes.device_type)
+
+
+def check_new_number(progress: Progress, number: int) -> None:
+    """Raise ValueError if a step that has begun would get another number of micro-batches."""
+    progress.check_between("num_micro_batches")
+    if progress.num_done:
+        raise ValueError(
+            f"num_micro_batches ({number}) must be set between steps, because losses are "
+            f"divided by it: {progress.num_done} micro-batches of this step are done"
+        )
+
+
+def check_micro_batch(progress: Progress, *, has_stages: bool) -> None:
+    """Raise ValueError if `micro_batch()` must not begin: with stages, or after the last one."""
+    progress.check_between("micro_batch()")
+    if has_stages:
+        raise ValueError("micro_batch() must not run a pipeline's stages: call forward_backward()")
+    if progress.num_done >= progress.number:
+        raise ValueError(
+            f"micro_batch() must come at most num_micro_batches ({progress.number}) times in a "
+            "step: call finish()"
+        )
+
+
+def check_micro_batches(progress: Progress) -> None:
+    """Raise ValueError if `micro_batches()` must not begin, because a micro-batch has run."""
+    progress.check_between("micro_batches()")
+    if progress.num_done:
+        raise ValueError(
+            f"micro_batches() must be all of a step, but {progress.num_done} micro-batches of "
+            "this step are done: call finish()"
+        )
+
+
+def check_pair(progress: Progress) -> None:
+    """Raise ValueError if `side_by_side()` is called outside of `micro_batches()`."""
+    if not (progress.is_open and progress.is_several):
+        raise ValueError("side_by_side() must be within micro_batches(): open it around the step")

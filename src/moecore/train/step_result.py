@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -19,9 +18,9 @@ class StepResult:
     Attributes:
         norm: the gradient's norm before clipping, without the loss scale; None if the step had no
             optimizer and no `clip()`.
-        is_skipped: whether the step was skipped, because the gradient was not finite or rows
-            exceeded a capacity. No weight, optimizer state or expert bias has changed then. A
-            device bool, or False if `norm` is None.
+        is_skipped: whether the step was skipped, because the gradient was not finite, its norm was
+            above the limit of `SpikeOptions`, or rows exceeded a capacity. No weight, optimizer
+            state or expert bias has changed then. A device bool, or False if `norm` is None.
         metrics: loads and auxiliary losses of the MoE layers.
         lr: the step's learning rate of the first optimizer's first group; None without an
             optimizer.
@@ -42,8 +41,7 @@ class StepResult:
         """
         numbers = self.metrics.to_dict(per_expert=per_expert)
         if self.norm is not None:
-            total = self.norm.total
-            numbers |= {"grad_norm": total, "skipped": float(not math.isfinite(total))}
+            numbers |= {"grad_norm": self.norm.total, "skipped": float(self.norm.is_skipped)}
         scalars = {"lr": self.lr, "loss_scale": self.loss_scale}
         return numbers | {name: float(x) for name, x in scalars.items() if x is not None}
 

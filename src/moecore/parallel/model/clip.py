@@ -35,15 +35,26 @@ class GradientNorm:
         names: names of the parameters of all pipeline stages.
         squares: fp64 [parameters] on the device: squared norm of each gradient over all ranks,
             without the loss scale.
+        limit: scalar on the device: a step with a larger norm is skipped; None = no limit.
 
     Attributes:
-        skipped: bool scalar on the device: the gradient is not finite, so the step is dropped.
+        total_on_device: the L2 norm, an fp64 scalar.
+        overflowed: bool scalar on the device: the gradient is not finite.
+        skipped: bool scalar on the device: `overflowed`, or the norm is above the limit. The
+            optimizer does not change a parameter then.
     """
 
-    def __init__(self, names: tuple[str, ...], squares: Tensor) -> None:
+    def __init__(
+        self, names: tuple[str, ...], squares: Tensor, limit: Tensor | None = None
+    ) -> None:
         self._names = names
         self._squares = squares
-        self.skipped = ~squares.sum().isfinite()
+        self._limit = limit
+        self.total_on_device = squares.sum().sqrt()
+        self.overflowed = ~self.total_on_device.isfinite()
+        self.skipped = self.overflowed
+        if limit is not None:
+            self.skipped = self.overflowed | (self.total_on_device > limit)
 
     @cached_property
     def _host_squares(self) -> list[float]:
@@ -67,9 +78,14 @@ class GradientNorm:
         named = zip(self._names, self._host_squares, strict=True)
         return tuple(name for name, value in named if not math.isfinite(value))
 
+    @property
+    def is_skipped(self) -> bool:
+        """`skipped` on the host. Host sync at the first access, and one more with a limit."""
+        return bool(self.non_finite if self._limit is None else self.skipped)
+
     def divisor(self, max_norm: float) -> Tensor:
         """Return the divisor of gradients, max(1, (norm + 1e-6) / max_norm): device fp32, 0-dim."""
-        return ((self._squares.sum().sqrt() + 1e-6) / max_norm).clamp(min=1.0).float()
+        return ((self.total_on_device + 1e-6) / max_norm).clamp(min=1.0).float()
 
     @property
     def finite(self) -> bool:
@@ -125,7 +141,12 @@ def clip_grad_norm_(model: nn.Module, max_norm: MaxNorm | None) -> GradientNorm:
 
 @torch.no_grad()
 def unscale_and_clip_(
-    model: nn.Module, max_norm: float, loss_scale: Tensor | None, *, is_wrong: Tensor | None = None
+    model: nn.Module,
+    max_norm: float,
+    loss_scale: Tensor | None,
+    *,
+    is_wrong: Tensor | None = None,
+    limit: Tensor | None = None,
 ) -> GradientNorm:
     """Divide gradients by the loss scale, clip them in place, and return the norm before clipping.
 
@@ -136,11 +157,12 @@ def unscale_and_clip_(
             norm is that of unscaled gradients.
         is_wrong: device bool, True if this rank's gradients must not be used. If it is True on any
             rank, the norm is nan on every rank.
+        limit: scalar on the device: gradients with a larger norm become None; None = no limit.
     """
     refuse_added(model)
     owner, stages = find_staged_module(model)
     params = _list_trained(owner)
-    norm = _measure_norm(params, stages, loss_scale, is_wrong)
+    norm = _measure_norm(params, stages, loss_scale, is_wrong, limit)
     _scale_gradients(params, norm, max_norm, loss_scale)
     return norm
 
@@ -153,18 +175,19 @@ def step_clipped(
     *,
     loss_scale: Tensor | None = None,
     is_wrong: Tensor | None = None,
+    limit: Tensor | None = None,
 ) -> GradientNorm:
     """Unscale and clip gradients, step the optimizers, and return the norm before clipping.
 
-    A non-finite gradient skips the step. `unscale_and_clip_` describes the arguments. No host sync
-    if all optimizers are fused.
+    A non-finite gradient, or a norm above `limit`, skips the step. `unscale_and_clip_` describes
+    the arguments. No host sync if all optimizers are fused.
     """
     signals: dict[str, Tensor] = {}
     with mark("moecore::clip"):
         owner, stages = find_staged_module(model)
         params = _list_trained(owner)
         _check_optimizers(optimizers, params)
-        norm = _measure_norm(params, stages, loss_scale, is_wrong)
+        norm = _measure_norm(params, stages, loss_scale, is_wrong, limit)
         if all(map(_can_skip, optimizers)):
             signals["found_inf"] = norm.skipped.float()  # 1 = the optimizers skip the step
             divisors = [] if loss_scale is None else [loss_scale]
@@ -220,10 +243,12 @@ def _measure_norm(
     stages: AllStages | None,
     loss_scale: Tensor | None,
     is_wrong: Tensor | None,
+    limit: Tensor | None,
 ) -> GradientNorm:
     """Measure the norm of all gradients over all ranks, without the loss scale. Collective.
 
     `is_wrong` is a device bool; True on any rank makes the norm nan. `stages` None = no pipeline.
+    `limit` is that of `GradientNorm`.
     """
     for _, param in params:
         redistribute_grad(param)
@@ -231,7 +256,7 @@ def _measure_norm(
     squares = _sum_squares(names, [p for _, p in params], stages, is_wrong)
     if loss_scale is not None:
         squares = squares / loss_scale.double().square()
-    return GradientNorm(tuple(names if stages is None else stages.num_holders), squares)
+    return GradientNorm(tuple(names if stages is None else stages.num_holders), squares, limit)
 
 
 def _sum_squares(
@@ -302,12 +327,12 @@ def _scale_gradients(
     max_norm: float,
     loss_scale: Tensor | None,
 ) -> None:
-    """Clip and unscale all gradients in place, or set all to None if one is not finite.
+    """Clip and unscale all gradients in place, or set all to None if the step is skipped.
 
     `loss_scale` None = 1, and a warning names the gradients that are not finite. Host sync.
     """
-    if norm.non_finite:
-        if loss_scale is None:
+    if norm.is_skipped:
+        if norm.non_finite and loss_scale is None:
             names = ", ".join(norm.non_finite[:5]) + (" and more" * (len(norm.non_finite) > 5))
             warnings.warn(f"step skipped: non-finite gradient in {names}", stacklevel=3)
         for _, param in params:

@@ -1,0 +1,106 @@
+"""Goodput: the share of a run's wall time that became steps, over all starts of the run.
+
+RUN_DIR/wall_time.json has the seconds by use:
+
+    steps        optimizer steps that the weights have now
+    lost steps   steps after the checkpoint from which a start continued
+    start        from the start of the process to the first step: imports, data, model, checkpoint
+    evaluate, sample, save    between steps; a save in the background takes only its first part
+    down         from the last entry of one start to the process of the next
+
+On GPUs, a step and the host's work after it may overlap, so the uses may exceed the wall time by at
+most one step for each evaluation or save.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+WALL_TIME = "wall_time.json"
+MAX_BYTES = 1 << 16
+SAVE_S = 5.0  # between writes of the file
+STEPS, LOST_STEPS, START, DOWN = "steps", "lost steps", "start", "down"
+
+
+class WallTime:
+    """The seconds of a run by use, which rank 0 adds up and writes to a file.
+
+    `began` is the time at which the first start of the run began, in seconds since the epoch.
+    `seconds` maps each use to its seconds.
+    """
+
+    def __init__(self, path: Path, *, lost_seconds: float = 0.0) -> None:
+        """Continue the file at `path` if it exists; `lost_seconds`: of steps that are repeated."""
+        process_start, start_end = find_process_start(), time.time()
+        self.path, self._next_save = path, 0.0
+        self.began, ended, self.seconds = _read(path) or (process_start, process_start, {})
+        self.add(DOWN, max(0.0, process_start - ended))
+        self.add(START, max(0.0, start_end - max(process_start, ended)))
+        lost_seconds = min(lost_seconds, self.seconds.get(STEPS, 0.0))
+        self.add(STEPS, -lost_seconds)
+        self.add(LOST_STEPS, lost_seconds)
+
+    def add(self, use: str, seconds: float) -> None:
+        """Add seconds to a use."""
+        self.seconds[use] = self.seconds.get(use, 0.0) + seconds
+
+    @contextmanager
+    def measure(self, use: str) -> Iterator[None]:
+        """Return a context whose duration is added to a use."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(use, time.perf_counter() - begin)
+
+    def compute_goodput(self) -> float:
+        """Return the share of the wall time since `began` that is in steps; at most 1."""
+        total = max(time.time() - self.began, 1e-9)
+        return min(1.0, self.seconds.get(STEPS, 0.0) / total)
+
+    def save(self, *, is_due: bool = True) -> None:
+        """Write the file; with `is_due` False only if the last write is five seconds old."""
+        if not is_due and time.monotonic() < self._next_save:
+            return
+        self._next_save = time.monotonic() + SAVE_S
+        draft = self.path.with_suffix(".tmp")
+        content = {"began": self.began, "ended": time.time(), "seconds": self.seconds}
+        draft.write_text(json.dumps(content) + "\n")
+        draft.replace(self.path)
+
+    def format(self) -> str:
+        """Return goodput, wall time and the seconds of each use as one line of text."""
+        total = time.time() - self.began
+        other = max(0.0, total - sum(self.seconds.values()))
+        uses = sorted((self.seconds | {"other": other}).items(), key=lambda item: -item[1])
+        parts = ", ".join(f"{use} {seconds:,.1f} s" for use, seconds in uses if seconds >= 0.05)
+        return f"goodput {self.compute_goodput():.1%} of {total:,.0f} s: {parts}"
+
+
+def _read(path: Path) -> tuple[float, float, dict[str, float]] | None:
+    """Return began, ended and the seconds by use of a file; None = no file, or a damaged one."""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            return None
+        content = json.loads(path.read_bytes())
+        seconds = {str(use): float(value) for use, value in content["seconds"].items()}
+        return float(content["began"]), float(content["ended"]), seconds
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+@cache
+def find_process_start() -> float:
+    """Return when this process started, in seconds since the epoch; elsewhere than Linux now."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)
+    except (OSError, ValueError, IndexError, AttributeError):
+        return time.time()

@@ -1,0 +1,85 @@
+"""SpikeLimit: skips an optimizer step whose gradient norm is far above the norms before it.
+
+    limit = median + factor * 1.4826 * (median absolute deviation)   of the last `window` norms
+
+Both numbers hardly change with a few outliers. 1.4826 times the deviation is the standard deviation
+of normally distributed norms. A skipped step's norm is recorded too, so that a lasting change of
+the norm raises the limit. The limit and the norms are tensors on the device, and the host never
+waits for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from moecore.base.fields import Bound, CheckedRecord
+
+FEWEST = 16  # norms before there is a limit
+NORMAL = 1.4826  # standard deviation over median absolute deviation of a normal distribution
+NORMS = "spike_norms"  # entry of a state
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpikeOptions(CheckedRecord):
+    """When a `TrainStep` skips a step because of its gradient norm.
+
+    Attributes:
+        window: number of norms before the step that the limit is computed from.
+        factor: robust standard deviations of these norms above their median.
+    """
+
+    window: Annotated[int, Bound(">=", FEWEST), Bound("<=", 4096)] = 128
+    factor: Annotated[float, Bound(">", 0)] = 10.0
+
+
+class SpikeLimit:
+    """The limit of the next step's gradient norm, from the norms of the steps before.
+
+    `norms` is fp64 [window] on the device, oldest first; nan = no step yet.
+    """
+
+    def __init__(self, options: SpikeOptions, device: torch.device) -> None:
+        self.options = options
+        self.norms = torch.full((options.window,), torch.nan, device=device, dtype=torch.float64)
+
+    @torch.no_grad()
+    def compute(self) -> Tensor:
+        """Return the limit, 0-dim fp64; inf after fewer than 16 steps."""
+        number = self.norms.isfinite().sum()
+        median = _compute_median(self.norms, number)
+        deviation = _compute_median((self.norms - median).abs(), number)
+        limit = median + self.options.factor * NORMAL * deviation
+        return torch.where(number >= FEWEST, limit, torch.inf)
+
+    @torch.no_grad()
+    def record(self, norm: Tensor) -> None:
+        """Append a step's norm (0-dim) in place, unless it is nan or inf."""
+        shifted = torch.cat([self.norms[1:], norm.to(self.norms.dtype).reshape(1)])
+        self.norms.copy_(torch.where(norm.isfinite(), shifted, self.norms))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return a copy of the norms as "spike_norms"."""
+        return {NORMS: self.norms.clone()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the newest norms of a `state_dict` in place; without the entry, start with none."""
+        norms = state.get(NORMS)
+        self.norms.fill_(torch.nan)
+        if isinstance(norms, Tensor):
+            newest = norms.flatten()[-len(self.norms) :]
+            self.norms[len(self.norms) - len(newest) :].copy_(newest)
+
+
+def _compute_median(values: Tensor, number: Tensor) -> Tensor:
+    """Return the lower median of the `number` values that are not nan; `number` is on the device.
+
+    Example: the median of [3, nan, 1, 2, nan, 9] with number 4 is 2.
+    """
+    middle = (number - 1).clamp(min=0) // 2
+    return values.sort().values.index_select(0, middle.reshape(1)).squeeze(0)
