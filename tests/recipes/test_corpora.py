@@ -12,6 +12,10 @@ import pytest
 import torch
 
 from moecore.recipes.corpora import SourceOptions
+from moecore.recipes.generate import prompt_ids
+from moecore.recipes.grpo_job import read_prompts
+from moecore.recipes.preferences import encode_preference
+from moecore.recipes.rows import ColumnNames, DatasetOptions, Row
 from tests.packing.test_corpus_files import BIN, IDX, written
 
 source_of = SourceOptions.from_word
@@ -188,6 +192,16 @@ def test_documents_begin_and_end_once(kind: str, pretrain: ModuleType, tmp_path:
             assert found.tokens_T.tolist() == ids, text
             wanted = [False] * (len(begin) + 2 - learned) + [True] * (learned + len(end))
             assert found.is_answer_T.tolist() == wanted, text
+        pair = Row("row", {"prompt": first, "chosen": f" b{second}", "rejected": f" a{second}"})
+        (preference,) = encode_preference(pair, hf, 99, DatasetOptions(), ColumnNames())
+        tokens = [part.tokens_T.tolist() for part in preference.parts]
+        assert tokens == [ids, [*begin, 3, 3, *end]], text
+        answers = [part.is_answer_T.tolist() for part in preference.parts]
+        assert answers == [wanted, wanted], text
+        prompts = tmp_path / "prompts.jsonl"
+        prompts.write_text(json.dumps({"prompt": text}) + "\n")
+        (prompt,) = read_prompts([prompts], hf, options=None, columns=None, max_tokens=99)
+        assert prompt.ids == prompt_ids(tokenizer, text, is_chat=False) == [*begin, 3, 4], text
     assert tokenizer("a </s> <m> b") == [*begin, 3, 2, 5, 4, *end]  # a border inside is a token
     assert tokenizer("") == []
 

@@ -65,7 +65,16 @@ class Borders:
                 stop -= n
         return slice(start, stop)
 
+    def make_document(self, ids: Sequence[int]) -> list[int]:
+        """Return the token ids with the begin tokens once and the end tokens once."""
+        return [*self.begin, *ids[self.content(ids)], *self.end]
 
+    def make_prompt(self, ids: Sequence[int]) -> list[int]:
+        """Return the token ids with the begin tokens once and without end tokens."""
+        return [*self.begin, *ids[self.content(ids)]]
+
+
+@lru_cache(maxsize=1)
 def find_borders(tokenizer: Any) -> Borders:
     """Return the special tokens that a transformers tokenizer adds around a document.
 
@@ -151,19 +160,13 @@ def _describe_row(record: Any) -> str:
 
 def _encode_completion(tokenizer: Any, prompt: str, completion: str) -> Example:
     """Return an example of a prompt and completion that learns the completion and its end."""
-    text, borders = prompt + completion, _find_borders(tokenizer)
+    text, borders = prompt + completion, find_borders(tokenizer)
     ids, is_answer = _tokenize_spans(tokenizer, text, [(len(prompt), len(text))])
     content = borders.content(ids)
     return _make_example(
         [*borders.begin, *ids[content], *borders.end],
         [False] * len(borders.begin) + is_answer[content] + [True] * len(borders.end),
     )
-
-
-@lru_cache(maxsize=1)
-def _find_borders(tokenizer: Any) -> Borders:
-    """Return `find_borders`, cached."""
-    return find_borders(tokenizer)
 
 
 def _cut_into_pieces(example: Example, seq_len: int) -> list[Example]:

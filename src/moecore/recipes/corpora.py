@@ -244,7 +244,7 @@ class Tokenizer:
         ids: list[int] = self.hf(text, add_special_tokens=False, verbose=False)["input_ids"]
         if not ids:
             return []
-        return [*self.borders.begin, *ids[self.borders.content(ids)], *self.borders.end]
+        return self.borders.make_document(ids)
 
 
 @dataclass(frozen=True)

@@ -130,8 +130,11 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, *, is_chat: bool) -> list[int]
         chat = [{"role": "user", "content": prompt}]
         text = tokenizer.hf.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         ids = tokenizer.hf(text, add_special_tokens=False)["input_ids"]
+    elif tokenizer.borders is None:
+        ids = list(prompt.encode())
     else:
-        ids = list(prompt.encode()) if tokenizer.hf is None else tokenizer.hf(prompt)["input_ids"]
+        ids = tokenizer.hf(prompt, add_special_tokens=False)["input_ids"]
+        ids = tokenizer.borders.make_prompt(ids)
     if not ids:
         raise ValueError("--prompt must have at least one token: give some text")
     return ids

@@ -37,7 +37,7 @@ from moecore.base.progress import track
 from moecore.io.hf.stream import WeightStream
 from moecore.packing import PackedBatchSampler
 from moecore.packing.corpus.files import shorten_text
-from moecore.recipes.chat import is_chat
+from moecore.recipes.chat import find_borders, is_chat
 from moecore.recipes.data import Steps, generator_of
 from moecore.recipes.errors import RewardError
 from moecore.recipes.hf_model import export, finish_adapters
@@ -131,7 +131,8 @@ def read_prompts(
             )
         try:
             if isinstance(prompt, str):
-                ids = tokenizer(prompt)["input_ids"]
+                ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+                ids = find_borders(tokenizer).make_prompt(ids)
             else:
                 tools = parse_tools(names.rename(content))
                 ids = tokenizer.apply_chat_template(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moecore.packing import PackedBatchSampler
 from moecore.packing.corpus.files import shorten_text
-from moecore.recipes.chat import Example, count_shared, is_chat
+from moecore.recipes.chat import Example, count_shared, find_borders, is_chat
 from moecore.recipes.data import BatchShape, Steps
 from moecore.recipes.rows import ColumnNames, DatasetOptions, Row, as_message, parse_tools
 from moecore.rl import Rollouts
@@ -155,10 +155,13 @@ def _split_shared_prompt(preferred: Any, rejected: Any) -> tuple[Any, Any, Any]:
 
 def _tokenize_texts(tokenizer: Any, prompt: str, completions: Sequence[str]) -> Iterator[list[int]]:
     """Yield the tokens of the prompt, and of the prompt with each completion and its end."""
-    end = tokenizer.eos_token or ""
-    texts = [prompt + c if c.endswith(end) else prompt + c + end for c in completions]
-    for text in (prompt, *texts):
-        yield tokenizer(text)["input_ids"]
+    borders = find_borders(tokenizer)
+    prompt_ids, *ids = (
+        tokenizer(text, add_special_tokens=False)["input_ids"]
+        for text in (prompt, *(prompt + completion for completion in completions))
+    )
+    yield borders.make_prompt(prompt_ids)
+    yield from map(borders.make_document, ids)
 
 
 def _tokenize_chats(
