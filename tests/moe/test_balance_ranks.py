@@ -103,12 +103,12 @@ def found_of(rank: int, name: str, case: list[tuple[bool, ...]], how: str, loss:
     return float(step.finish().metrics.aux_losses["layer"][LOSS_NAMES.index(name)]), grad
 
 
-def refusal_of_a_loop() -> str:
-    """Return the error of a step whose micro-batches differ and were not announced."""
+def refusal_of_a_loop(numbers: tuple[int, int]) -> str:
+    """Return the error of a step whose micro-batches have these rows and were not announced."""
     model: Any = Model(make_layer(replace(BASE, balance=only("z", COEF))))
     parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"))
     step = TrainStep(model, num_micro_batches=2)
-    for place, number in enumerate((2, 0)):
+    for place, number in enumerate(numbers):
         with step.micro_batch():
             model(tokens(0, place)[:number]).backward()
     try:
@@ -121,9 +121,12 @@ def refusal_of_a_loop() -> str:
 
 def worker(rank: int, _device: torch.device) -> Any:
     wrong: list[Any] = []
-    refusal = refusal_of_a_loop()
-    if not refusal.startswith("micro-batches (with tokens on [3, 0] ranks) must be announced"):
-        wrong.append(refusal)
+    for numbers, ranks in (((2, 0), "[3, 0]"), ((2, min(rank, 1)), "[3, 2]")):
+        refusal = refusal_of_a_loop(numbers)
+        if not refusal.startswith(
+            f"micro-batches (with tokens on {ranks} ranks) must be announced"
+        ):
+            wrong.append(refusal)
     for name in LOSS_NAMES:
         for label, case in CASES.items():
             value, grad = expected(name, case)

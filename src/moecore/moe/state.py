@@ -149,12 +149,17 @@ class MoEState:
                     "MoELayer(runs=2)"
                 )
         # Numbers of all ranks, so all ranks raise. A layer that serves one modality may be empty.
+        # With dynamic context parallelism, micro-batches have tokens on other numbers of ranks.
         counts = [[int(ranks) for ranks in t.ranks_with_tokens] for t in seen.values()]
-        if counts and all(0 in of_layer and any(of_layer) for of_layer in counts):
+        differ = (
+            0 in of_layer and any(of_layer) if self.groups.by_cp else len({*of_layer}) > 1
+            for of_layer in counts
+        )
+        if counts and all(differ):
             raise ValueError(
                 f"micro-batches (with tokens on {quote(counts[0])} ranks) must be announced where "
-                "one has no tokens, because an auxiliary loss is the mean over those with tokens: "
-                "drop() this step, and call TrainStep.announce(micro_batches) before it begins"
+                "they differ, because an auxiliary loss is the mean over those with tokens: drop() "
+                "this step, and call TrainStep.announce(micro_batches) before it begins"
             )
 
     @torch.no_grad()
