@@ -380,8 +380,9 @@ class TokenSliceHooks:
         """All-gather tp slices of dim -2; return [B, T, ..] or [T, ..] as the input, unpadded."""
         *B, T = self._state.shape
         y_BtD = y_tD.view(*B, -1, y_tD.shape[-1]) if B else y_tD[None]
-        y_BTD = self._tp.gather(y_BtD)[:, :T]
-        return y_BTD.reshape(*B, T, -1)
+        y_BTD = self._tp.gather(y_BtD)[:, :T].reshape(*B, T, -1)
+        # No view: an in-place write by the model's code would drop the hook of its FSDP unit.
+        return exchange_with_grad(y_BTD, lambda x: x, lambda grad: grad)
 
     def _gather_output(self, layer: nn.Module, _args: Any, output: Any) -> Any:
         if isinstance(output, tuple):
