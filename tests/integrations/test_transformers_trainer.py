@@ -153,12 +153,25 @@ class ReadsLogits(MoETrainer):
         return super().compute_loss(*args, **kwargs)
 
 
+class Predicts(MoETrainer):
+    """A trainer with a prediction of its own."""
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return None, model(**inputs).logits, None
+
+
 def test_logits_of_a_plan_are_refused(one_process: None, tmp_path: Path) -> None:
     model = sharded(loss="sum", context=ContextOptions(dynamic=True))
     given = {"data_collator": PLANNED, "train_dataset": rows(2)}
     with pytest.raises(ValueError, match=r"compute_loss of ReadsLogits must be that of Trainer"):
         ReadsLogits(model, arguments(tmp_path), **given)
+    with pytest.raises(ValueError, match=r"prediction_step of Predicts must be that of MoETrainer"):
+        Predicts(model, arguments(tmp_path), **given)
     trainer = MoETrainer(model, arguments(tmp_path), **given)
+    trainer.compute_loss_func = lambda outputs, labels, **kwargs: outputs.logits.mean()
+    with pytest.raises(ValueError, match=r"compute_loss_func \(.*\) must be None with"):
+        trainer.train()
+    trainer.compute_loss_func = None
     with pytest.raises(ValueError, match=r"prediction_loss_only \(False\) must be True with"):
         trainer.predict(rows(2))
     assert trainer.evaluate(rows(2))["eval_loss"] > 0

@@ -101,12 +101,17 @@ class MoETrainer(Trainer):
         super().__init__(*args, **kwargs)
         with share_errors():
             refuse_earlier_optimizer(self.model, self.optimizer)
-            if has_parts_of_rows(self.model):
-                check_logits(self)
+            self._check_logits()
             self._steps = ScheduledSteps(self) if is_dynamic(self.model) else None
         self._root = Path(self.args.output_dir) / CHECKPOINTS
         self._saver: Saver | None = None
         self.add_callback(_RunCallback(self))
+
+    def _check_logits(self) -> None:
+        """Raise ValueError for an option or an override that reads logits while cp shards rows."""
+        if has_parts_of_rows(self.model):
+            has_own = type(self).prediction_step is not MoETrainer.prediction_step
+            check_logits(self, has_own_prediction=has_own)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Check model and arguments (ValueError), then create the Accelerator."""
@@ -204,6 +209,8 @@ class MoETrainer(Trainer):
 
     def _begin_run(self) -> None:
         """Create the TrainStep and the Saver, and load the checkpoint to resume from."""
+        with share_errors():
+            self._check_logits()  # options may be set after the constructor
         args = self.args
         owner = TrainStep(
             self.model,
