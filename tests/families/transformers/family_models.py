@@ -19,6 +19,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moecore.families.transformers.towers import get_text_decoder
+
 transformers = pytest.importorskip("transformers", minversion="5")
 
 MODELS = Path(transformers.__file__).parent / "models"
@@ -258,6 +260,14 @@ def freeze_indexers(model: nn.Module) -> None:
     """Freeze what a model's own loss has no gradient for."""
     for name, param in model.named_parameters():
         if ".indexer." in name:
+            param.requires_grad_(False)
+
+
+def freeze_towers(model: Any) -> None:
+    """Freeze what text-only rows have no gradient for: towers, and experts of image tokens."""
+    text = {*get_text_decoder(model).parameters(), *model.get_output_embeddings().parameters()}
+    for name, param in model.named_parameters():
+        if param not in text or ".vision_moe." in name:
             param.requires_grad_(False)
 
 

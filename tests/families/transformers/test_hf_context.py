@@ -32,7 +32,7 @@ from moecore.base.options.memory import MemoryOptions
 from moecore.base.torch_private import HAS_SEPARATE_PIECES
 from moecore.families import use_causal_attention
 from moecore.families.family import swap_blocks
-from tests.families.transformers.family_models import freeze_indexers, tiny_model
+from tests.families.transformers.family_models import freeze_indexers, freeze_towers, tiny_model
 from tests.families.transformers.hf_models import (
     enable_checkpointing,
     random_model,
@@ -49,6 +49,8 @@ CUTS, PADDING = [0, 8, 32, 48, 64], 8
 TINY = (  # of `tiny_model`: linear or sparse attention, and experts behind a router
     *("qwen3_next", "qwen3_5_moe", "kimi_linear", "granitemoehybrid", "nemotron_h"),
     *("minimax_m2", "deepseek_v32", "glm_moe_dsa"),
+    *("qwen3_vl_moe", "glm4v_moe", "qwen3_omni_moe", "ernie4_5_vl_moe"),
+    *("deepseek_ocr2", "step3p7"),
 )
 CALM = 0.005  # a rate at whose second step stock transformers is near fp64, too
 BALANCED = BalanceConfig(sequence_coef=0.3)
@@ -218,6 +220,28 @@ CASES = {
         rate=CALM,
         cps=(2, 1, 1),
     ),
+    "text of qwen3_vl_moe, packed": Case(
+        family="qwen3_vl_moe", parallel=dict(cp=2, ep=4), packed=True, loss="sum", rate=CALM
+    ),
+    "text of glm4v_moe, packed": Case(
+        family="glm4v_moe", parallel=dict(cp=2, tp=2, ep=4), packed=True, rate=CALM
+    ),
+    "text of qwen3_omni_moe, rows": Case(
+        family="qwen3_omni_moe", parallel=dict(cp=4, ep=4), rate=CALM
+    ),
+    "text of ernie4_5_vl_moe, packed": Case(
+        family="ernie4_5_vl_moe",
+        parallel=dict(cp=2, ep=4),
+        packed=True,
+        loss="sum",
+        rate=CALM,
+    ),
+    "text of deepseek_ocr2, packed": Case(
+        family="deepseek_ocr2", parallel=dict(cp=2, ep=4), packed=True, rate=CALM
+    ),
+    "text of step3p7, packed": Case(
+        family="step3p7", parallel=dict(cp=2, ep=4), packed=True, loss="sum", rate=CALM
+    ),
     "own routers, tp, padded": Case(
         family="minimax_m2",
         parallel=dict(cp=2, tp=2, ep=4),
@@ -251,6 +275,10 @@ NIGHTLY = (
     "gpt-oss, a cp for each group",
     "gated delta, a cp for each group",
     "sparse, a cp for each group",
+    "text of qwen3_omni_moe, rows",
+    "text of ernie4_5_vl_moe, packed",
+    "text of deepseek_ocr2, packed",
+    "text of step3p7, packed",
 )
 TAMPERED = {
     f"tampered {name}": Case(
@@ -281,6 +309,7 @@ def make(case: Case) -> nn.Module:
         model: nn.Module = tiny_model(case.family)
         if case.indexer is None:
             freeze_indexers(model)
+        freeze_towers(model)
     else:
         model = random_model(case.family, **case.options)
     if case.checkpointing:
@@ -423,6 +452,8 @@ def refuse() -> None:
     ring = {"context": ContextOptions(way="p2p")}
     refused("gpt-oss", ValueError, r"way \('p2p'\) must be 'a2a' or 'allgather'", options=ring)
     refused("deepseek_v32", ValueError, r"way \('p2p'\) must be 'allgather' or", options=ring)
+    pixels = r"pixel_values must be None for Qwen3VLMoeModel with packed documents or context"
+    refused("qwen3_vl_moe", ValueError, pixels, pixel_values=torch.ones(4, 8))
     learns = {"indexer": IndexerConfig()}
     refused("qwen3-moe", ValueError, r"must be None for Qwen3MoeForCausalLM", options=learns)
     heads = {"context": ContextOptions(way="a2a")}

@@ -23,6 +23,7 @@ from moecore.base.fields import check_arguments
 from moecore.families.transformers.linear_attention import SEQUENCE, accept_sequences
 from moecore.families.transformers.rows import READER, RowReader
 from moecore.families.transformers.sparse_attention import refuse_earlier_keys, use_sparse_attention
+from moecore.families.transformers.towers import get_text_decoder
 
 CAUSAL = "moecore_causal"  # transformers makes masks for the names that it knows
 UNSUPPORTED_ARGUMENTS = ("position_bias", "dropout")  # what `attend` does not compute
@@ -63,7 +64,7 @@ def use_causal_attention(model: nn.Module) -> None:
             "use_causal_attention, whose attention has no chunks: leave the model's own"
         )
     AttentionInterface.register(CAUSAL, _attend_causally)
-    hf.set_attn_implementation(CAUSAL)
+    get_text_decoder(hf).set_attn_implementation(CAUSAL)
     accept_sequences(hf)
     use_sparse_attention(hf)
     if not hasattr(hf, READER):

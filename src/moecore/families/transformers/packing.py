@@ -19,6 +19,7 @@ from moecore.families.adapters import CONVOLUTIONS
 from moecore.families.transformers.linear_attention import find_linear_layers
 from moecore.families.transformers.sparse_attention import find_sparse_layers
 from moecore.families.transformers.stock import CAUSAL_LOSS, find_names_in_forward, get_loss_name
+from moecore.families.transformers.towers import find_tower_modules
 
 POSITIONS = "position_ids"  # argument of a rotary embedding
 
@@ -89,7 +90,8 @@ def find_packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> st
     """Return text naming the part of a model that forbids packed documents and cp, or None.
 
     `has_row_inputs`: whether `use_causal_attention` was called, after which linear and sparse
-    attention support packed documents.
+    attention support packed documents. Towers are then ignored, because `RowReader` refuses their
+    inputs.
     """
     config: Any = model.config
     text = config.get_text_config()
@@ -105,7 +107,10 @@ def find_packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> st
         if getattr(owner, field, None):
             return f"{field} ({getattr(owner, field)})"
     linear_modules = {part for layer in linear for part in layer.modules()}
+    towers = find_tower_modules(model) if has_row_inputs else set()
     for name, module in model.named_modules():
+        if module in towers:
+            continue
         is_convolution = isinstance(module, CONVOLUTIONS) and module not in linear_modules
         if is_convolution or getattr(module, "is_causal", True) is False:
             return f"{name} ({type(module).__name__})"
