@@ -49,6 +49,7 @@ CUTS, PADDING = [0, 8, 32, 48, 64], 8
 TINY = (  # of `tiny_model`: linear or sparse attention, and experts behind a router
     *("qwen3_next", "qwen3_5_moe", "kimi_linear", "granitemoehybrid", "nemotron_h"),
     *("minimax_m2", "deepseek_v32", "glm_moe_dsa"),
+    "lfm2_moe",
     *("qwen3_vl_moe", "glm4v_moe", "qwen3_omni_moe", "ernie4_5_vl_moe"),
     *("deepseek_ocr2", "step3p7"),
 )
@@ -220,6 +221,12 @@ CASES = {
         rate=CALM,
         cps=(2, 1, 1),
     ),
+    "short convolution, packed": Case(
+        family="lfm2_moe", parallel=dict(cp=4, ep=4), packed=True, checkpointing=True, rate=CALM
+    ),
+    "short convolution, tp, rows": Case(
+        family="lfm2_moe", parallel=dict(cp=2, tp=2, ep=4), loss="sum", rate=CALM
+    ),
     "text of qwen3_vl_moe, packed": Case(
         family="qwen3_vl_moe", parallel=dict(cp=2, ep=4), packed=True, loss="sum", rate=CALM
     ),
@@ -275,6 +282,7 @@ NIGHTLY = (
     "gpt-oss, a cp for each group",
     "gated delta, a cp for each group",
     "sparse, a cp for each group",
+    "short convolution, tp, rows",
     "text of qwen3_omni_moe, rows",
     "text of ernie4_5_vl_moe, packed",
     "text of deepseek_ocr2, packed",

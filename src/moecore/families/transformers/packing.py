@@ -16,7 +16,10 @@ from torch import Tensor, nn
 
 from moecore.base.torch_private import tree_map_only
 from moecore.families.adapters import CONVOLUTIONS
-from moecore.families.transformers.linear_attention import find_linear_layers
+from moecore.families.transformers.linear_attention import (
+    find_linear_layers,
+    find_short_convolutions,
+)
 from moecore.families.transformers.sparse_attention import find_sparse_layers
 from moecore.families.transformers.stock import CAUSAL_LOSS, find_names_in_forward, get_loss_name
 from moecore.families.transformers.towers import find_tower_modules
@@ -82,22 +85,24 @@ TOKEN_LOSSES = (CAUSAL_LOSS, "ForTokenClassification", "ForMaskedLMLoss")
 UNSUPPORTED_FIELDS = ("attention_dropout", "attn_logit_softcapping")
 # Kinds of layers in which only softmax attention mixes tokens.
 KINDS = ("full_attention", "sliding_attention", "mlp", "moe")
-LINEAR = "linear_attention"
+LINEAR, CONVOLUTION = "linear_attention", "conv"
 SPARSE = ("indexed_attention", "deepseek_sparse_attention")  # the second: transformers < 5.18
 
 
 def find_packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> str | None:
     """Return text naming the part of a model that forbids packed documents and cp, or None.
 
-    `has_row_inputs`: whether `use_causal_attention` was called, after which linear and sparse
-    attention support packed documents. Towers are then ignored, because `RowReader` refuses their
-    inputs.
+    `has_row_inputs`: whether `use_causal_attention` was called, after which linear attention,
+    sparse attention and short convolutions support packed documents. Towers are then ignored,
+    because `RowReader` refuses their inputs.
     """
     config: Any = model.config
     text = config.get_text_config()
     linear = find_linear_layers(model) if has_row_inputs else []
     num_sparse = len(find_sparse_layers(model)) if has_row_inputs else 0
-    row_layers = {LINEAR: len(linear)} | dict.fromkeys(SPARSE, num_sparse)
+    convolutions = find_short_convolutions(model) if has_row_inputs else []
+    row_layers = {LINEAR: len(linear), CONVOLUTION: len(convolutions)}
+    row_layers |= dict.fromkeys(SPARSE, num_sparse)
     if (other := find_unsupported_layer(text, row_layers)) is not None:
         return other
     for owner, field in [
@@ -106,7 +111,7 @@ def find_packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> st
     ]:
         if getattr(owner, field, None):
             return f"{field} ({getattr(owner, field)})"
-    linear_modules = {part for layer in linear for part in layer.modules()}
+    linear_modules = {part for layer in (*linear, *convolutions) for part in layer.modules()}
     towers = find_tower_modules(model) if has_row_inputs else set()
     for name, module in model.named_modules():
         if module in towers:
