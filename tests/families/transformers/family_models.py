@@ -159,7 +159,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "llama4": {"num_experts_per_tok": 1},
+    "llama4": {
+        "num_experts_per_tok": 1,
+        "attention_chunk_size": 4,
+        "no_rope_layers": [1, 0],
+        "floor_scale": 3,
+    },
     "longcat_flash": {"num_layers": 2, "zero_expert_num": 3},
     "mistral4": {"head_dim": 16},
     "muse_spark": {"audio_config": {"num_hidden_layers": 4, "out_hidden_size": 32}},

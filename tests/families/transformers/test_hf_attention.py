@@ -192,11 +192,12 @@ def test_documents_windows_and_sinks_are_those_of_transformers(name: str) -> Non
 
 LINEAR = ["qwen3_next", "qwen3_5_moe", "kimi_linear", "granitemoehybrid", "lfm2_moe"]
 SPARSE = ["deepseek_v32", "glm_moe_dsa"]
+CHUNKED = ["llama4"]
 TOWERS = ["qwen3_vl_moe", "glm4v_moe", "qwen3_omni_moe", "ernie4_5_vl_moe"]
 TOWERS += ["deepseek_ocr2", "step3p7"]
 
 
-@pytest.mark.parametrize("family", [*LINEAR, *SPARSE, *TOWERS])
+@pytest.mark.parametrize("family", [*LINEAR, *SPARSE, *CHUNKED, *TOWERS])
 def test_documents_of_other_attention_are_those_of_transformers(family: str) -> None:
     """Against the stock model, each document in a row of its own."""
     stock, model = tiny_model(family), tiny_model(family)

@@ -49,7 +49,7 @@ CUTS, PADDING = [0, 8, 32, 48, 64], 8
 TINY = (  # of `tiny_model`: linear or sparse attention, and experts behind a router
     *("qwen3_next", "qwen3_5_moe", "kimi_linear", "granitemoehybrid", "nemotron_h"),
     *("minimax_m2", "deepseek_v32", "glm_moe_dsa"),
-    "lfm2_moe",
+    *("lfm2_moe", "llama4"),
     *("qwen3_vl_moe", "glm4v_moe", "qwen3_omni_moe", "ernie4_5_vl_moe"),
     *("deepseek_ocr2", "step3p7"),
 )
@@ -227,6 +227,12 @@ CASES = {
     "short convolution, tp, rows": Case(
         family="lfm2_moe", parallel=dict(cp=2, tp=2, ep=4), loss="sum", rate=CALM
     ),
+    "chunks and temperatures, packed": Case(
+        family="llama4", parallel=dict(cp=2, ep=4), packed=True, checkpointing=True, rate=CALM
+    ),
+    "chunks and temperatures, rows": Case(
+        family="llama4", parallel=dict(cp=2, ep=2), loss="sum", rate=CALM
+    ),
     "text of qwen3_vl_moe, packed": Case(
         family="qwen3_vl_moe", parallel=dict(cp=2, ep=4), packed=True, loss="sum", rate=CALM
     ),
@@ -283,6 +289,7 @@ NIGHTLY = (
     "gated delta, a cp for each group",
     "sparse, a cp for each group",
     "short convolution, tp, rows",
+    "chunks and temperatures, rows",
     "text of qwen3_omni_moe, rows",
     "text of ernie4_5_vl_moe, packed",
     "text of deepseek_ocr2, packed",
@@ -462,6 +469,7 @@ def refuse() -> None:
     refused("deepseek_v32", ValueError, r"way \('p2p'\) must be 'allgather' or", options=ring)
     pixels = r"pixel_values must be None for Qwen3VLMoeModel with packed documents or context"
     refused("qwen3_vl_moe", ValueError, pixels, pixel_values=torch.ones(4, 8))
+    refused("llama4", ValueError, r"way \('p2p'\) must be 'a2a' or 'auto' for", options=ring)
     learns = {"indexer": IndexerConfig()}
     refused("qwen3-moe", ValueError, r"must be None for Qwen3MoeForCausalLM", options=learns)
     heads = {"context": ContextOptions(way="a2a")}

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from moecore.base.torch_private import tree_map_only
 from moecore.families.adapters import CONVOLUTIONS
+from moecore.families.transformers.chunked_attention import CHUNKED, find_chunked_layers
 from moecore.families.transformers.linear_attention import (
     find_linear_layers,
     find_short_convolutions,
@@ -92,8 +93,8 @@ SPARSE = ("indexed_attention", "deepseek_sparse_attention")  # the second: trans
 def find_packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> str | None:
     """Return text naming the part of a model that forbids packed documents and cp, or None.
 
-    `has_row_inputs`: whether `use_causal_attention` was called, after which linear attention,
-    sparse attention and short convolutions support packed documents. Towers are then ignored,
+    `has_row_inputs`: whether `use_causal_attention` was called, after which linear, sparse and
+    chunked attention and short convolutions support packed documents. Towers are then ignored,
     because `RowReader` refuses their inputs.
     """
     config: Any = model.config
@@ -102,6 +103,7 @@ def find_packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> st
     num_sparse = len(find_sparse_layers(model)) if has_row_inputs else 0
     convolutions = find_short_convolutions(model) if has_row_inputs else []
     row_layers = {LINEAR: len(linear), CONVOLUTION: len(convolutions)}
+    row_layers |= {CHUNKED: len(find_chunked_layers(model)) if has_row_inputs else 0}
     row_layers |= dict.fromkeys(SPARSE, num_sparse)
     if (other := find_unsupported_layer(text, row_layers)) is not None:
         return other

@@ -42,6 +42,7 @@ from moecore.families.transformers.packing import (
 from moecore.families.transformers.stock import (
     bind_arguments,
     find_outermost_models,
+    get_base_model,
     get_forward_parameters,
     has_causal_loss,
 )
@@ -67,7 +68,7 @@ class RowReader:
     def __init__(self, model: Any) -> None:
         self.cp: ContextParallel | None = None  # cp ranks; None = this rank has full rows
         self.groups: Mapping[int, ContextParallel] = {}  # cp of a forward -> its ranks
-        self._model, base = model, model.base_model
+        self._model, base = model, get_base_model(model)
         self._other = find_packing_problem(model) or find_one_document_problem(model)
         self._longest = LongestPosition(base)
         model.register_forward_pre_hook(_pass_divisor, with_kwargs=True)

@@ -12,17 +12,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moecore.families.transformers.stock import get_forward_parameters
+from moecore.families.transformers.stock import get_base_model, get_forward_parameters
 
 
 def get_text_decoder(model: Any) -> Any:
     """Return the module with a model's decoder layers: the base model if it has no towers."""
-    return model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+    base = get_base_model(model)
+    return base.get_decoder() if hasattr(base, "get_decoder") else base
 
 
 def find_tower_modules(model: Any) -> set[nn.Module]:
     """Return the modules of a model's base that are outside of its text decoder."""
-    base, decoder = model.base_model, get_text_decoder(model)
+    base, decoder = get_base_model(model), get_text_decoder(model)
     if decoder is base:
         return set()
     return {*base.modules()} - {base, *decoder.modules()}
@@ -33,7 +34,7 @@ def refuse_tower_inputs(model: Any, inputs: Mapping[str, Any]) -> None:
 
     Multi-dimensional `position_ids` are refused too, because they describe images.
     """
-    base, decoder = model.base_model, get_text_decoder(model)
+    base, decoder = get_base_model(model), get_text_decoder(model)
     if decoder is base:
         return
     positions = inputs.get("position_ids")
