@@ -135,6 +135,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
     "dots3_note": {
+        "index_n_heads": 16,
         "swa_num_attention_heads": 4,
         "swa_num_key_value_heads": 4,
         "swa_q_lora_rank": 16,
@@ -149,6 +150,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v3": {"first_k_dense_replace": 1},
     # Of few heads many scores are 0, and which of equal ones topk takes is open.
+    "axk2": {"index_n_heads": 16},
     "deepseek_v32": {"index_n_heads": 16},
     "glm_moe_dsa": {"index_n_heads": 16, "indexer_types": ["full", "shared"]},
     "flint": {"mlp_only_layers": [0]},
@@ -156,6 +158,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4v_moe": {"text_config": {"rope_parameters": MROPE | {"mrope_section": [1, 1, 0]}}},
     "glm5_next": {"text_config": {"index_kpool": 2, "qk_rope_head_dim": 0}},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "hy_v4": {"index_n_heads": 16, "indexer_types": ["full", "shared"]},
     "hunyuan_v1_moe": {"head_dim": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},

@@ -191,7 +191,7 @@ def test_documents_windows_and_sinks_are_those_of_transformers(name: str) -> Non
 
 
 LINEAR = ["qwen3_next", "qwen3_5_moe", "kimi_linear", "granitemoehybrid", "lfm2_moe"]
-SPARSE = ["deepseek_v32", "glm_moe_dsa"]
+SPARSE = ["deepseek_v32", "glm_moe_dsa", "axk2", "dots3_note", "hy_v4"]
 CHUNKED = ["llama4"]
 TOWERS = ["qwen3_vl_moe", "glm4v_moe", "qwen3_omni_moe", "ernie4_5_vl_moe"]
 TOWERS += ["deepseek_ocr2", "step3p7"]

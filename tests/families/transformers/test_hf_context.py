@@ -49,7 +49,7 @@ CUTS, PADDING = [0, 8, 32, 48, 64], 8
 TINY = (  # of `tiny_model`: linear or sparse attention, and experts behind a router
     *("qwen3_next", "qwen3_5_moe", "kimi_linear", "granitemoehybrid", "nemotron_h"),
     *("minimax_m2", "deepseek_v32", "glm_moe_dsa"),
-    *("lfm2_moe", "llama4"),
+    *("axk2", "dots3_note", "hy_v4", "lfm2_moe", "llama4"),
     *("qwen3_vl_moe", "glm4v_moe", "qwen3_omni_moe", "ernie4_5_vl_moe"),
     *("deepseek_ocr2", "step3p7"),
 )
@@ -197,6 +197,22 @@ CASES = {
     "sparse, shared indexer, tp, packed": Case(
         family="glm_moe_dsa", parallel=dict(cp=2, tp=2, ep=4), packed=True, loss="sum", rate=CALM
     ),
+    "sparse, gates, packed": Case(
+        family="axk2",
+        parallel=dict(cp=2, ep=4),
+        packed=True,
+        indexer=IndexerConfig(loss_coef=0.5),
+        rate=CALM,
+    ),
+    "sparse and windows, tp, packed": Case(
+        family="dots3_note", parallel=dict(cp=2, tp=2, ep=4), packed=True, rate=CALM
+    ),
+    # At a second step, and of rows of one data rank, gradients of stock's hyper-connections in fp32
+    # are 1e-5 and 4e-4 away from fp64.
+    "sparse, sinks, tp, packed": Case(
+        family="hy_v4", parallel=dict(cp=2, tp=2, ep=4), packed=True, loss="sum", rate=CALM
+    ),
+    "sparse, sinks, rows": Case(family="hy_v4", parallel=dict(cp=2, ep=2), rate=CALM),
     "gated delta, tp, rows": Case(family="qwen3_next", parallel=dict(cp=2, tp=2, ep=4), rate=CALM),
     "qwen3, a cp for each group": Case(
         family="qwen3-moe",
@@ -288,6 +304,8 @@ NIGHTLY = (
     "gpt-oss, a cp for each group",
     "gated delta, a cp for each group",
     "sparse, a cp for each group",
+    "sparse, gates, packed",
+    "sparse, sinks, rows",
     "short convolution, tp, rows",
     "chunks and temperatures, rows",
     "text of qwen3_omni_moe, rows",
@@ -471,6 +489,7 @@ def refuse() -> None:
     refused("qwen3_vl_moe", ValueError, pixels, pixel_values=torch.ones(4, 8))
     refused("llama4", ValueError, r"way \('p2p'\) must be 'a2a' or 'auto' for", options=ring)
     learns = {"indexer": IndexerConfig()}
+    refused("hy_v4", ValueError, r"must be None for HYV4ForCausalLM", options=learns)
     refused("qwen3-moe", ValueError, r"must be None for Qwen3MoeForCausalLM", options=learns)
     heads = {"context": ContextOptions(way="a2a")}
     refused("qwen3-moe", ValueError, r"key/value heads .* divide by cp \(4\)", options=heads)
