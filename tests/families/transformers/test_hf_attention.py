@@ -190,11 +190,11 @@ def test_documents_windows_and_sinks_are_those_of_transformers(name: str) -> Non
     assert (found[0][0] - found[3][0]).abs().max() > 0.1
 
 
-LINEAR = ["qwen3_next", "qwen3_5_moe", "kimi_linear", "granitemoehybrid", "lfm2_moe"]
+LINEAR = ["qwen3_next", "qwen3_5_moe", "kimi_linear", "granitemoehybrid", "lfm2_moe", "minimax"]
 SPARSE = ["deepseek_v32", "glm_moe_dsa", "axk2", "dots3_note", "hy_v4"]
 CHUNKED = ["llama4"]
 TOWERS = ["qwen3_vl_moe", "glm4v_moe", "qwen3_omni_moe", "ernie4_5_vl_moe"]
-TOWERS += ["deepseek_ocr2", "step3p7"]
+TOWERS += ["deepseek_ocr2", "step3p7", "unlimited_ocr"]
 
 
 @pytest.mark.parametrize("family", [*LINEAR, *SPARSE, *CHUNKED, *TOWERS])

@@ -51,7 +51,7 @@ TINY = (  # of `tiny_model`: linear or sparse attention, and experts behind a ro
     *("minimax_m2", "deepseek_v32", "glm_moe_dsa"),
     *("axk2", "dots3_note", "hy_v4", "lfm2_moe", "llama4"),
     *("qwen3_vl_moe", "glm4v_moe", "qwen3_omni_moe", "ernie4_5_vl_moe"),
-    *("deepseek_ocr2", "step3p7"),
+    *("deepseek_ocr2", "step3p7", "unlimited_ocr", "minimax"),
 )
 CALM = 0.005  # a rate at whose second step stock transformers is near fp64, too
 BALANCED = BalanceConfig(sequence_coef=0.3)
@@ -249,6 +249,19 @@ CASES = {
     "chunks and temperatures, rows": Case(
         family="llama4", parallel=dict(cp=2, ep=2), loss="sum", rate=CALM
     ),
+    "lightning, tp, packed": Case(
+        family="minimax",
+        parallel=dict(cp=2, tp=2, ep=4),
+        packed=True,
+        checkpointing=True,
+        rate=CALM,
+    ),
+    "lightning, rows": Case(
+        family="minimax", parallel=dict(cp=4, ep=4), loss="sum", recompute="gemm_last", rate=CALM
+    ),
+    "text of unlimited_ocr, packed": Case(
+        family="unlimited_ocr", parallel=dict(cp=2, ep=4), packed=True, rate=CALM
+    ),
     "text of qwen3_vl_moe, packed": Case(
         family="qwen3_vl_moe", parallel=dict(cp=2, ep=4), packed=True, loss="sum", rate=CALM
     ),
@@ -308,6 +321,8 @@ NIGHTLY = (
     "sparse, sinks, rows",
     "short convolution, tp, rows",
     "chunks and temperatures, rows",
+    "lightning, rows",
+    "text of unlimited_ocr, packed",
     "text of qwen3_omni_moe, rows",
     "text of ernie4_5_vl_moe, packed",
     "text of deepseek_ocr2, packed",

@@ -22,7 +22,12 @@ from moecore.families.transformers.linear_attention import (
     find_short_convolutions,
 )
 from moecore.families.transformers.sparse_attention import find_sparse_layers
-from moecore.families.transformers.stock import CAUSAL_LOSS, find_names_in_forward, get_loss_name
+from moecore.families.transformers.stock import (
+    CAUSAL_LOSS,
+    find_names_in_forward,
+    get_loss_name,
+    is_hf,
+)
 from moecore.families.transformers.towers import find_tower_modules
 
 POSITIONS = "position_ids"  # argument of a rotary embedding
@@ -87,6 +92,8 @@ UNSUPPORTED_FIELDS = ("attention_dropout", "attn_logit_softcapping")
 # Kinds of layers in which only softmax attention mixes tokens.
 KINDS = ("full_attention", "sliding_attention", "mlp", "moe")
 LINEAR, CONVOLUTION = "linear_attention", "conv"
+# Without a cache all keys are reference keys, so this attention is causal.
+REFERENCE, REFERENCE_CLASS = "reference_sliding_attention", "UnlimitedOcrTextAttention"
 SPARSE = ("indexed_attention", "deepseek_sparse_attention")  # the second: transformers < 5.18
 
 
@@ -104,6 +111,8 @@ def find_packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> st
     convolutions = find_short_convolutions(model) if has_row_inputs else []
     row_layers = {LINEAR: len(linear), CONVOLUTION: len(convolutions)}
     row_layers |= {CHUNKED: len(find_chunked_layers(model)) if has_row_inputs else 0}
+    references = [m for m in model.modules() if type(m).__name__ == REFERENCE_CLASS and is_hf(m)]
+    row_layers |= {REFERENCE: len(references) if has_row_inputs else 0}
     row_layers |= dict.fromkeys(SPARSE, num_sparse)
     if (other := find_unsupported_layer(text, row_layers)) is not None:
         return other
