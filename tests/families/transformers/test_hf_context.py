@@ -495,7 +495,7 @@ def refused(family: str, kind: type[Exception], message: str, **given: Any) -> N
 
 def refuse() -> None:
     """Raise unless what cp ranks cannot compute is refused, in words."""
-    mixes = r"because layer_types\[0\] \('linear_attention'\) needs whole rows on a rank"
+    mixes = r"layer_types\[0\] \('linear_attention', JambaMambaMixer\) needs whole rows on a rank"
     refused("jamba", NotImplementedError, mixes)
     ring = {"context": ContextOptions(way="p2p")}
     refused("gpt-oss", ValueError, r"way \('p2p'\) must be 'a2a' or 'allgather'", options=ring)

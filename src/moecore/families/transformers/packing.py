@@ -28,7 +28,7 @@ from moecore.families.transformers.stock import (
     get_loss_name,
     is_hf,
 )
-from moecore.families.transformers.towers import find_tower_modules
+from moecore.families.transformers.towers import find_tower_modules, get_text_decoder
 
 POSITIONS = "position_ids"  # argument of a rotary embedding
 
@@ -91,6 +91,7 @@ TOKEN_LOSSES = (CAUSAL_LOSS, "ForTokenClassification", "ForMaskedLMLoss")
 UNSUPPORTED_FIELDS = ("attention_dropout", "attn_logit_softcapping")
 # Kinds of layers in which only softmax attention mixes tokens.
 KINDS = ("full_attention", "sliding_attention", "mlp", "moe")
+MIXERS = ("Attention", "Mixer", "Conv")  # ends of the class names of modules that mix tokens
 LINEAR, CONVOLUTION = "linear_attention", "conv"
 # Without a cache all keys are reference keys, so this attention is causal.
 REFERENCE, REFERENCE_CLASS = "reference_sliding_attention", "UnlimitedOcrTextAttention"
@@ -114,7 +115,7 @@ def find_packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> st
     references = [m for m in model.modules() if type(m).__name__ == REFERENCE_CLASS and is_hf(m)]
     row_layers |= {REFERENCE: len(references) if has_row_inputs else 0}
     row_layers |= dict.fromkeys(SPARSE, num_sparse)
-    if (other := find_unsupported_layer(text, row_layers)) is not None:
+    if (other := find_unsupported_layer(model, row_layers)) is not None:
         return other
     for owner, field in [
         (config, "is_encoder_decoder"),
@@ -143,15 +144,24 @@ def find_one_document_problem(model: nn.Module) -> str | None:
     return None
 
 
-def find_unsupported_layer(text: Any, row_layers: Mapping[str, int] | None = None) -> str | None:
-    """Return text naming the first unsupported layer in `layer_types` of a text config, or None.
+def find_unsupported_layer(
+    model: nn.Module, row_layers: Mapping[str, int] | None = None
+) -> str | None:
+    """Return text naming the first unsupported layer in a model's `layer_types`, or None.
 
-    `row_layers` maps further kinds to the number of their supported layers. Such a kind is
-    supported if this is the number of all its layers in the config.
+    The text has the kind and the class that mixes tokens. `row_layers` maps further kinds to the
+    number of their supported layers. Such a kind is supported if this is the number of all its
+    layers in the config.
     """
-    kinds = getattr(text, "layer_types", None) or ()
+    hf: Any = model
+    kinds = getattr(hf.config.get_text_config(), "layer_types", None) or ()
     row_kinds = (kind for kind, number in (row_layers or {}).items() if number == kinds.count(kind))
     known_kinds = (*KINDS, *row_kinds)
-    return next(
-        (f"layer_types[{i}] ({k!r})" for i, k in enumerate(kinds) if k not in known_kinds), None
-    )
+    for i, kind in enumerate(kinds):
+        if kind not in known_kinds:
+            layers = getattr(get_text_decoder(hf), "layers", None)
+            parts = layers[i].modules() if isinstance(layers, nn.ModuleList) else ()
+            names = (type(part).__name__ for part in parts)
+            mixer = next((f", {name}" for name in names if name.endswith(MIXERS)), "")
+            return f"layer_types[{i}] ({kind!r}{mixer})"
+    return None

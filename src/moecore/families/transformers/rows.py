@@ -184,7 +184,8 @@ class MaskReader:
             return
         begins = (positions_BT[:, 1:] == 0).nonzero().tolist()  # (row, token before a document)
         text = self._model.config.get_text_config()
-        other, of_documents = find_unsupported_layer(text), find_one_document_problem(self._model)
+        other = find_unsupported_layer(self._model)
+        of_documents = find_one_document_problem(self._model)
         if begins and of_documents is not None:
             raise ValueError(
                 f"position_ids must be of rows of one sequence each for a model with "
