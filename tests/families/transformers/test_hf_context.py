@@ -221,6 +221,9 @@ def refuse() -> None:
     pixels = r"pixel_values must be None for Qwen3VLMoeModel with packed documents or context"
     refused("qwen3_vl_moe", ValueError, pixels, pixel_values=torch.ones(4, 8))
     refused("llama4", ValueError, r"way \('p2p'\) must be 'a2a' or 'auto' for", options=ring)
+    refused(
+        "llama4", ValueError, r"and cp \(4\) must divide the key/value heads of a tp rank \(2\)"
+    )
     learns = {"indexer": IndexerConfig()}
     refused("hy_v4", ValueError, r"must be None for HYV4ForCausalLM", options=learns)
     refused("qwen3-moe", ValueError, r"must be None for Qwen3MoeForCausalLM", options=learns)

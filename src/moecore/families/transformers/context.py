@@ -69,10 +69,11 @@ class CausalContext:
             bool(find_sparse_layers(self.model)),
         )
         if find_chunked_layers(self.model):
-            if options.way not in ("auto", "a2a"):
+            if options.way not in ("auto", "a2a") or local_heads[1] % cp:
                 raise ValueError(
                     f"ContextOptions.way ({options.way!r}) must be 'a2a' or 'auto' for {name}, "
-                    "whose chunks of attention are not those of cp ranks"
+                    f"whose attention has chunks, and cp ({cp}) must divide the key/value heads of "
+                    f"a tp rank ({local_heads[1]}): lower cp"
                 )
             options = replace(options, way="a2a")
         resolved = options.resolve(cp, *local_heads, has_latents=is_sparse)
