@@ -38,6 +38,7 @@ from moecore.planning import (
 )
 from moecore.planning.estimate import count_saved_bytes_of_run
 from moecore.planning.layouts import Folding
+from moecore.planning.record import compute_operation_work
 from moecore.planning.search import find_refusal
 from moecore.planning.segments import SmallRun
 from moecore.train.memory.saved_bytes import count_saved_bytes
@@ -121,6 +122,18 @@ def test_flops_of_linear_attention(model: DecoderConfig) -> None:
     more = 3 * (T * H * products - T * linear.state_flops * 3)
     flops = T * flops_per_token(model, T) + more
     assert sum(w.flops for w in works) == pytest.approx(flops, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["flash_attention_forward", "flash_attention_backward"])
+def test_flops_of_packed_documents_are_those_of_rows(name: str) -> None:
+    works = []
+    for shape, longest in (((4, 16, 2, 8), 16), ((64, 2, 8), 16), ((61, 2, 8), 16)):
+        num_heads, like = 5 if "backward" in name else 3, dict(dtype=torch.bfloat16, device="meta")
+        *heads, out = (torch.empty(shape, **like) for _ in range(num_heads + 1))
+        cu_seqlens = torch.empty(5, device="meta")
+        args = (*heads, cu_seqlens, cu_seqlens, longest, longest, 0.0, True, False)
+        works.append(compute_operation_work(name, args, {}, [out], changes=True))
+    assert works[0] is not None and works == works[:1] * 3
 
 
 @pytest.mark.parametrize("T", [512, 4096])

@@ -302,8 +302,8 @@ def test_what_a_class_refuses_is_refused_before_it_is_planned() -> None:
     assert find_refusal(request, Folding(ep=8, batch_size=1)) is None
     for folding, reason in ((Folding(tp=64), "tp"), (Folding(pp=16), "num_layers")):
         assert reason in find_refusal(request, folding).reason
-    whole = SearchRequest(model=model_of("llama4"), num_gpus=2, seq_len=64)
-    assert "chunked_attention" in find_refusal(whole, Folding(cp=2)).reason
+    whole = SearchRequest(model=model_of("jamba"), num_gpus=2, seq_len=64)
+    assert "JambaMambaMixer" in find_refusal(whole, Folding(cp=2)).reason
     towers = SearchRequest(model=model_of("qwen3_vl_moe"), num_gpus=2, seq_len=64)
     assert "beside its layers" in find_refusal(towers, Folding(pp=2)).reason
 

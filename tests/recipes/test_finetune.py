@@ -475,11 +475,11 @@ def test_the_loss_is_the_models_own(finetune: ModuleType) -> None:
     assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2", "llama4"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2", "llama4", "jamba"])
 def test_padding_is_routed_in_no_kind_of_layer(family: str, finetune: ModuleType) -> None:
     """A MoELayer, experts behind a router of transformers, and those of a block of its own.
 
-    Documents meet in rows of the first two. Attention of the third has chunks.
+    Documents meet in rows of all but the last, whose Mamba layers read rows.
     """
     from moecore.recipes.chat import Example
     from moecore.recipes.data import BatchShape
@@ -487,7 +487,7 @@ def test_padding_is_routed_in_no_kind_of_layer(family: str, finetune: ModuleType
 
     model = tiny_model(family)
     packs = finetune.can_pack(model)
-    assert packs == (family != "llama4")
+    assert packs == (family != "jamba")
     if packs:
         use_causal_attention(model)
     parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), loss="sum")
@@ -550,8 +550,8 @@ def edit(model: Path, **fields: Any) -> None:
     (model / "config.json").write_text(json.dumps(config | fields))
 
 
-def chunked(model: Path) -> None:
-    config = tiny_model("llama4").config
+def with_mamba(model: Path) -> None:
+    config = tiny_model("jamba").config
     config.vocab_size, config.max_position_embeddings = 3000, 256
     config.save_pretrained(model)
 
@@ -598,8 +598,16 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str, str]] = {
         "must have a token to learn: none of its 40 example(s)",
     ),
     "held out": (as_it_is, "--eval-data no.txt", "--eval-data (no.txt) must be a readable file"),
-    "not packed": (chunked, "--dynamic-cp 96", "--dynamic-cp (96) must be left out for Llama4For"),
-    "rows of other lengths": (chunked, "--cuda-graph", "--cuda-graph must be left out for Llama4"),
+    "not packed": (
+        with_mamba,
+        "--dynamic-cp 96",
+        "--dynamic-cp (96) must be left out for JambaFor",
+    ),
+    "rows of other lengths": (
+        with_mamba,
+        "--cuda-graph",
+        "--cuda-graph must be left out for Jamba",
+    ),
     "two shapes": (as_it_is, "--cuda-graph --dynamic-cp 96", "must not go with --dynamic-cp 96"),
     "short": (
         as_it_is,

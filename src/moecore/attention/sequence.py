@@ -13,10 +13,11 @@ documents of zero tokens, so that its length is identical in every step (CUDA gr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.attention.context_parallel.local_tokens import LocalTokens
@@ -155,6 +156,34 @@ def make_packed_sequence(
         cu_seqlens=cu_seqlens,
         max_seqlen=num_tokens if max_seqlen is None else max_seqlen,
         positions_BT=find_positions(cu_seqlens, num_tokens).view(shape),
+    )
+
+
+def split_documents(
+    sequence: Sequence, shape: tuple[int, int], max_length: int, device: torch.device
+) -> Sequence:
+    """Return the `Sequence` whose documents are chunks of at most `max_length` tokens.
+
+    Each document is cut from its first token. `shape` is (B, T) of the full rows. `positions_BT`
+    and `local_tokens` still describe the uncut documents. No host sync.
+    """
+    # Example: cu_seqlens [0, 5, 8] by 2 gives [0, 2, 4, 5, 7, 8].
+    (B, T), num_tokens = shape, shape[0] * shape[1]
+    if (sequence.max_seqlen or T) <= max_length:
+        return sequence
+    positions_BT = sequence.positions_BT
+    num_documents = B if sequence.cu_seqlens is None else len(sequence.cu_seqlens) - 1
+    if positions_BT is None:
+        positions_BT = torch.arange(T, device=device).expand(B, T)
+    positions = positions_BT.flatten()
+    tokens = torch.arange(num_tokens, device=device, dtype=torch.int32)
+    starts = tokens.masked_fill(positions % max_length != 0, num_tokens).sort().values
+    # A document of n tokens has at most n // max_length + 1 chunks; the others are empty.
+    num_chunks = min(num_documents + num_tokens // max_length, num_tokens)
+    return replace(
+        sequence,
+        cu_seqlens=F.pad(starts[:num_chunks], (0, 1), value=num_tokens),
+        max_seqlen=max_length,
     )
 
 

@@ -43,13 +43,15 @@ def attend_sparse(
     choice: KeyChoice,
     *,
     scale: float,
+    sinks_H: Tensor | None = None,
 ) -> SparseOutput:
     """Return o_BTHv, the selected keys and the indexer's divergences for this rank's tokens.
 
     All tensors are [B, T, ...] of this rank's tokens. Selected keys are int32 [B, T, K], indices
     into the tokens of all full rows; -1 fills unused entries. `index` None = `choice` neither
-    selects keys nor diverges. With cp > 1 the call is collective: forward all-gathers keys, and
-    backward reduces their gradients over the cp ranks.
+    selects keys nor diverges. `sinks_H` has the score of each head's sink; None = no sinks. With
+    cp > 1 the call is collective: forward all-gathers keys, and backward reduces their gradients
+    over the cp ranks.
     """
     dtype = get_autocast_dtype(heads.q_tHd)
     if dtype is not None:  # as products do
@@ -67,6 +69,7 @@ def attend_sparse(
         flat,
         _make_key_spans(sequence, B, T, heads.q_tHd.device),
         scale=scale,
+        sinks_H=sinks_H,
         index=index,
         top_k=choice.top_k,
         selected_tK=None if selected_BTK is None else selected_BTK.flatten(0, 1),

@@ -198,8 +198,9 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def find_indexers(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Return the sparse attention layers that have an indexer."""
-        return [layer for layer in find_sparse_layers(model) if layer.indexer is not None]
+        """Return the sparse attention layers whose indexer can be trained: layers without sinks."""
+        layers = [layer for layer in find_sparse_layers(model) if layer.indexer is not None]
+        return [layer for layer in layers if not hasattr(layer, "sinks")]
 
     @override
     def add_indexer_losses(self, model: nn.Module, config: IndexerConfig) -> None:

@@ -147,8 +147,8 @@ def compute_operation_work(
         return _make_grouped_work(name, (e, R, N, K), tensors)
     if "attention" in name:
         heads = [t for t in tensors if t.ndim == 4]
-        if name.startswith("flash_attention"):  # [B, T, H, d]
-            heads = [t.transpose(1, 2) for t in heads]
+        if name.startswith("flash_attention"):  # [B, T, H, d], or packed documents [B * T, H, d]
+            heads = [t.transpose(1, 2) for t in heads or _unpack_heads(tensors, args)]
         lookback = kwargs.get("window_size_left", -1)
         return _make_attention_work(name, heads, "backward" in name, window=lookback + 1)
     return Work(name, "rows", 0, _count_bytes(tensors), (), _name_dtype(tensors[0]))
@@ -198,6 +198,13 @@ def _make_product_work(name: str, args: Args, tensors: Sequence[Tensor], kernel:
     M, N, K = shape = prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
     num_bytes, dtype = _count_bytes(tensors), _name_dtype(a)
     return Work(kernel or name, "product", 2 * M * N * K, num_bytes, shape, dtype)
+
+
+def _unpack_heads(tensors: Sequence[Tensor], args: Args) -> list[Tensor]:
+    """Return packed heads [N, H, d] as documents [n, T, H, d] on meta, T of the longest."""
+    T = max(arg for arg in args if type(arg) is int)
+    heads = [t for t in tensors if t.ndim == 3]
+    return [t.new_empty(-(-len(t) // T), T, *t.shape[1:], device="meta") for t in heads]
 
 
 def _make_attention_work(

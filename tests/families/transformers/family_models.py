@@ -19,6 +19,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moecore.families.transformers.towers import get_text_decoder
+
 transformers = pytest.importorskip("transformers", minversion="5")
 
 MODELS = Path(transformers.__file__).parent / "models"
@@ -133,6 +135,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
     "dots3_note": {
+        "index_n_heads": 16,
         "swa_num_attention_heads": 4,
         "swa_num_key_value_heads": 4,
         "swa_q_lora_rank": 16,
@@ -147,6 +150,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v3": {"first_k_dense_replace": 1},
     # Of few heads many scores are 0, and which of equal ones topk takes is open.
+    "axk2": {"index_n_heads": 16},
     "deepseek_v32": {"index_n_heads": 16},
     "glm_moe_dsa": {"index_n_heads": 16, "indexer_types": ["full", "shared"]},
     "flint": {"mlp_only_layers": [0]},
@@ -154,10 +158,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4v_moe": {"text_config": {"rope_parameters": MROPE | {"mrope_section": [1, 1, 0]}}},
     "glm5_next": {"text_config": {"index_kpool": 2, "qk_rope_head_dim": 0}},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "hy_v4": {"index_n_heads": 16, "indexer_types": ["full", "shared"]},
     "hunyuan_v1_moe": {"head_dim": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "llama4": {"num_experts_per_tok": 1},
+    "llama4": {
+        "num_experts_per_tok": 1,
+        "attention_chunk_size": 4,
+        "no_rope_layers": [1, 0],
+        "floor_scale": 3,
+    },
     "longcat_flash": {"num_layers": 2, "zero_expert_num": 3},
     "mistral4": {"head_dim": 16},
     "muse_spark": {"audio_config": {"num_hidden_layers": 4, "out_hidden_size": 32}},
@@ -258,6 +268,14 @@ def freeze_indexers(model: nn.Module) -> None:
     """Freeze what a model's own loss has no gradient for."""
     for name, param in model.named_parameters():
         if ".indexer." in name:
+            param.requires_grad_(False)
+
+
+def freeze_towers(model: Any) -> None:
+    """Freeze what text-only rows have no gradient for: towers, and experts of image tokens."""
+    text = {*get_text_decoder(model).parameters(), *model.get_output_embeddings().parameters()}
+    for name, param in model.named_parameters():
+        if param not in text or ".vision_moe." in name:
             param.requires_grad_(False)
 
 

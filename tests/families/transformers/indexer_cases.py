@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from moecore.families.transformers.sparse_attention import BY_PAIRS
 
 
 def divergence_BT(indexer: Any, given: dict[str, Any], p_BHTS: Tensor) -> Tensor:
@@ -17,7 +20,7 @@ def divergence_BT(indexer: Any, given: dict[str, Any], p_BHTS: Tensor) -> Tensor
     B, T, h, r = *x.shape[:2], indexer.n_heads, indexer.qk_rope_head_dim
     q = indexer.wq_b(q_a).view(B, T, h, indexer.head_dim)
     k = indexer.k_norm(indexer.wk(x))
-    by_pairs = "interleave" in type(indexer).__doc__ or type(indexer).__name__.startswith("Glm")
+    by_pairs = BY_PAIRS in inspect.unwrap(type(indexer).forward).__code__.co_names
     q = torch.cat((turned(q[..., :r], cos[:, :, None], sin[:, :, None], by_pairs), q[..., r:]), -1)
     k = torch.cat((turned(k[..., :r], cos, sin, by_pairs), k[..., r:]), -1)
     dots = torch.einsum("bthi,bsi->bths", q, k) * indexer.head_dim**-0.5

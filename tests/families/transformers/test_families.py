@@ -39,6 +39,7 @@ from moecore.families.fp32_modules import SELECTION_BIASES, set_dtypes
 from moecore.families.transformers.context import CausalContext
 from moecore.families.transformers.cuts import OUTPUTS, find_cuts
 from moecore.families.transformers.packing import find_packing_problem
+from moecore.families.transformers.towers import find_tower_modules
 from moecore.io import Saver, export_hf, load, load_hf
 from moecore.parallel.model.parallel_state import get_moe_state
 from tests.families.transformers.family_cases import (
@@ -261,7 +262,8 @@ def described(model: nn.Module) -> list[str]:
     }
     name = type(model).__name__
     other = find_packing_problem(model)
-    parts = "yes" if other is None else f"no, {other}"
+    rows = "yes, of text" if find_tower_modules(model) else "yes"
+    parts = rows if other is None else f"no, {other}"
     kept = {n.removesuffix(".weight").split(".")[-1] for n in set_dtypes(model, torch.bfloat16)}
     kept -= {*SELECTION_BIASES, "inv_freq", "original_inv_freq"}  # which are fp32 in each
     bf16 = f"yes; fp32: {', '.join(sorted(kept))}" if kept else "yes"

@@ -28,7 +28,12 @@ from moecore.families.transformers.attention import _attend_causally
 from moecore.families.transformers.context import CausalContext
 from moecore.families.transformers.linear_attention import SEQUENCE, find_linear_layers
 from moecore.packing import PackedCollator
-from tests.families.transformers.family_models import freeze_indexers, tiny_model
+from tests.families.transformers.family_models import (
+    batch,
+    freeze_indexers,
+    freeze_towers,
+    tiny_model,
+)
 from tests.families.transformers.hf_models import (
     assert_equal_numbers,
     enable_checkpointing,
@@ -185,18 +190,22 @@ def test_documents_windows_and_sinks_are_those_of_transformers(name: str) -> Non
     assert (found[0][0] - found[3][0]).abs().max() > 0.1
 
 
-LINEAR = ["qwen3_next", "qwen3_5_moe", "kimi_linear", "granitemoehybrid"]
-SPARSE = ["deepseek_v32", "glm_moe_dsa"]
+LINEAR = ["qwen3_next", "qwen3_5_moe", "kimi_linear", "granitemoehybrid", "lfm2_moe", "minimax"]
+SPARSE = ["deepseek_v32", "glm_moe_dsa", "axk2", "dots3_note", "hy_v4"]
+CHUNKED = ["llama4"]
+TOWERS = ["qwen3_vl_moe", "glm4v_moe", "qwen3_omni_moe", "ernie4_5_vl_moe"]
+TOWERS += ["deepseek_ocr2", "step3p7", "unlimited_ocr"]
 
 
-@pytest.mark.parametrize("family", [*LINEAR, *SPARSE])
+@pytest.mark.parametrize("family", [*LINEAR, *SPARSE, *CHUNKED, *TOWERS])
 def test_documents_of_other_attention_are_those_of_transformers(family: str) -> None:
     """Against the stock model, each document in a row of its own."""
     stock, model = tiny_model(family), tiny_model(family)
     for one in (stock, model):
         freeze_indexers(one)
+        freeze_towers(one)
     use_causal_attention(model)
-    cuts, ids = [0, 1, 3, 16, 16, 32], TOKENS % 61
+    cuts, ids = [0, 1, 3, 16, 16, 32], 52 + TOKENS % 9
     want = torch.cat(
         [stock(ids.flatten()[None, a:b]).logits for a, b in pairwise(cuts) if b > a], 1
     )
@@ -209,7 +218,7 @@ def test_documents_of_other_attention_are_those_of_transformers(family: str) -> 
     with torch.no_grad():
         assert (stock(ids.view(1, -1)).logits - want).abs().max() > 0.1
         torch.testing.assert_close(stock(ids).logits, model(ids).logits)
-        if family in SPARSE:
+        if family not in LINEAR:
             return
         with pytest.raises(ValueError, match=r"use_cache \(True\) must be False for linear"):
             model(ids, cu_seq_lens_q=torch.tensor(cuts), use_cache=True)
@@ -291,6 +300,32 @@ def test_documents_of_a_model_that_mixes_otherwise_are_refused() -> None:
     model(input_ids=ids)
     with pytest.raises(ValueError, match=r"cu_seqlens must be None for a model with layer_types"):
         model(input_ids=ids, cu_seqlens=torch.tensor([0, 16, 32]))
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "ernie4_5_vl_moe"])
+def test_images_are_refused_with_documents_and_are_stock_without(family: str) -> None:
+    stock, model = tiny_model(family), tiny_model(family)
+    use_causal_attention(model)
+    given = batch(model, 0)
+    want, got = stock(**given), model(**given)
+    torch.testing.assert_close(got.logits, want.logits)
+    got.logits.square().sum().backward()
+    want.logits.square().sum().backward()
+    pairs = zip(model.named_parameters(), stock.parameters(), strict=True)
+    grads = {n: (p.grad, q.grad) for (n, p), q in pairs if q.grad is not None}
+    assert any(".patch_embed." in name for name in grads)
+    for a, b in grads.values():
+        torch.testing.assert_close(a, b, atol=1e-4 * float(b.abs().max()), rtol=0)
+    cuts = torch.tensor([0, 9, 18])
+    with pytest.raises(ValueError, match=r"image_grid_thw must be None for .* its towers need"):
+        model(**given, cu_seqlens=cuts)
+    grids = torch.arange(9).expand(3, 2, 9)
+    with pytest.raises(ValueError, match=r"position_ids \(3, 2, 9\) must be \[B, T\] with packed"):
+        model(input_ids=given["input_ids"], cu_seqlens=cuts, position_ids=grids)
+    other = rf"a model with model\..*\({type(model).__name__[:5]}.*|Conv3d\).*"
+    parallelize_moe(stock, build_meshes(ParallelConfig(), "cpu"))
+    with pytest.raises(ValueError, match=other + r": call use_causal_attention\(model\)"):
+        stock(**given, cu_seqlens=cuts)
 
 
 HEADS_OF_CLASSES = {

@@ -193,7 +193,7 @@ def test_a_shared_indexer_needs_one_before_it() -> None:
 
 
 @pytest.mark.parametrize("stage", ["sparse", "warm_up"])
-@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "axk2", "dots3_note"])
 def test_indexers_learn_the_probabilities_of_attention(family: str, stage: Any) -> None:
     config = IndexerConfig(stage=stage, loss_coef=0.7)
     want = by_hand(make(family, stage), batch(), 0.7)

@@ -13,6 +13,7 @@ def sparse_attention_ref(
     spans: KeySpans,
     *,
     scale: float,
+    sinks_H: Tensor | None = None,
     index: IndexerHeads | None = None,
     top_k: int | None = None,
     selected_tK: Tensor | None = None,
@@ -38,9 +39,10 @@ def sparse_attention_ref(
             seen = [s for s in selected_tK[i].tolist() if s >= 0]
         chosen.append(seen)
         row, mean_p = [], torch.zeros(len(seen), dtype=q_tHd.dtype)
-        for q_d, up_nL, down_Lv in zip(q_Hd, up_HnL, down_HLv, strict=True):
+        sinks = [q_Hd.new_tensor(-torch.inf)] * len(q_Hd) if sinks_H is None else sinks_H
+        for q_d, up_nL, down_Lv, sink in zip(q_Hd, up_HnL, down_HLv, sinks, strict=True):
             keys = torch.cat((latents[seen] @ up_nL.T, turned[seen]), dim=-1)
-            p = (scale * (keys @ q_d)).softmax(0)
+            p = torch.cat((scale * (keys @ q_d), sink[None])).softmax(0)[:-1]
             row.append(p @ (latents[seen] @ down_Lv))
             mean_p = mean_p + p.detach() / len(q_Hd)
         outputs.append(torch.stack(row))

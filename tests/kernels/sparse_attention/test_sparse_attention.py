@@ -54,6 +54,8 @@ def found_by(
     if out.divergence_t is not None:
         weights = torch.rand(len(out.divergence_t), generator=g).to(out.divergence_t)
         loss = loss + (out.divergence_t * weights).sum()
+    if "sinks_H" in how:
+        loss.backward(inputs=[how["sinks_H"]], retain_graph=True)
     grads = torch.autograd.grad(loss, own, allow_unused=True)
     return {**dict(zip(LEAVES, grads, strict=True)), **out._asdict()}
 
@@ -91,6 +93,19 @@ def test_equals_the_definition(name: str, numbers: int, monkeypatch: pytest.Monk
     assert_close(got, want, 1e-12)
     has_gradient = how.get("diverges", False)
     assert all((got[leaf] is not None) == has_gradient for leaf in LEAVES[4:])
+
+
+@pytest.mark.parametrize("numbers", [1, 400, 2**27])
+def test_sinks_equal_the_definition(numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "CHUNK_NUMBERS", numbers)
+    leaves, grads = leaves_of(DOCUMENTS[-1]), {}
+    for function in (sparse_attention_ref, sparse_attention):
+        sinks_H = torch.tensor([-1.0, 0.5, 3.0], dtype=torch.float64, requires_grad=True)
+        grads[function] = found_by(function, DOCUMENTS, leaves, top_k=4, sinks_H=sinks_H)
+        grads[function]["sinks"] = sinks_H.grad
+    assert_close(grads[sparse_attention], grads[sparse_attention_ref], 1e-12)
+    without = found_by(sparse_attention, DOCUMENTS, leaves, top_k=4)["o_tHv"]
+    assert (without - grads[sparse_attention]["o_tHv"]).abs().max() > 0.1
 
 
 def test_documents_are_as_apart() -> None:

@@ -7,6 +7,7 @@ arguments of a call replace the mask:
     packed documents               cu_seq_lens_q, as transformers' FlashAttention takes it
     rows over cp ranks             the tokens of this rank
     sliding windows, sinks         attributes of the layer
+    chunks of Llama 4              documents inside of documents
 
 `families/transformers/rows.py` reads the arguments of a forward.
 """
@@ -20,9 +21,17 @@ from torch import Tensor, nn
 from moecore.attention.function import attend
 from moecore.attention.sequence import Sequence
 from moecore.base.fields import check_arguments
+from moecore.families.transformers.chunked_attention import (
+    CHUNKED,
+    cut_chunks,
+    find_chunked_layers,
+    scale_queries,
+    use_chunked_attention,
+)
 from moecore.families.transformers.linear_attention import SEQUENCE, accept_sequences
 from moecore.families.transformers.rows import READER, RowReader
 from moecore.families.transformers.sparse_attention import refuse_earlier_keys, use_sparse_attention
+from moecore.families.transformers.towers import get_text_decoder
 
 CAUSAL = "moecore_causal"  # transformers makes masks for the names that it knows
 UNSUPPORTED_ARGUMENTS = ("position_bias", "dropout")  # what `attend` does not compute
@@ -46,25 +55,26 @@ def use_causal_attention(model: nn.Module) -> None:
         model: a causal language model of transformers, before or after `parallelize_moe`.
 
     Raises:
-        ValueError: when the model has attention in chunks; later, when a forward gets a mask,
-            positions without documents, documents that do not fit the tokens, keys of an earlier
-            forward, or documents for a model that also mixes tokens outside of its attention; when
-            a layer's attention has a soft cap, or has a position bias or dropout together with
-            documents, a window or sinks.
+        ValueError: when a model that is not Llama 4 has attention in chunks; later, when a forward
+            gets a mask, positions without documents, documents that do not fit the tokens, keys of
+            an earlier forward, or documents for a model that also mixes tokens outside of its
+            attention; when a layer's attention has a soft cap, or has a position bias or dropout
+            together with documents, a window or sinks.
     """
     check_arguments(use_causal_attention, locals())
     from transformers import AttentionInterface
 
     hf: Any = model
     layer_types = getattr(hf.config.get_text_config(), "layer_types", None) or ()
-    if "chunked_attention" in layer_types:
+    if CHUNKED in layer_types and not find_chunked_layers(hf):
         raise ValueError(
-            "layer_types ('chunked_attention') must not be in the config of a model for "
-            "use_causal_attention, whose attention has no chunks: leave the model's own"
+            f"layer_types ({CHUNKED!r}) must not be in the config of {type(hf).__name__} for "
+            "use_causal_attention, which has chunks only for Llama 4: leave the model's own"
         )
     AttentionInterface.register(CAUSAL, _attend_causally)
-    hf.set_attn_implementation(CAUSAL)
+    get_text_decoder(hf).set_attn_implementation(CAUSAL)
     accept_sequences(hf)
+    use_chunked_attention(hf)
     use_sparse_attention(hf)
     if not hasattr(hf, READER):
         setattr(hf, READER, RowReader(hf))
@@ -87,6 +97,8 @@ def _attend_causally(
 
     refuse_earlier_keys(query.shape[2], key.shape[2])
     sequence: Sequence = kwargs.get(SEQUENCE) or Sequence()
+    query = scale_queries(module, sequence, query)
+    sequence = cut_chunks(module, sequence, query)
     window, sinks_H, local_tokens = (
         kwargs.get("sliding_window"),
         kwargs.get("s_aux"),

@@ -19,6 +19,7 @@ from moecore.attention.sequence import Sequence
 from moecore.base.fields import quote
 from moecore.base.options.context import ContextOptions
 from moecore.families.transformers.attention import use_causal_attention
+from moecore.families.transformers.chunked_attention import find_chunked_layers
 from moecore.families.transformers.head import IS_SCORED
 from moecore.families.transformers.linear_attention import SEQUENCE
 from moecore.families.transformers.packing import find_packing_problem
@@ -67,6 +68,14 @@ class CausalContext:
             (num_heads // tp, max(kv_heads // tp, 1)),
             bool(find_sparse_layers(self.model)),
         )
+        if find_chunked_layers(self.model):
+            if options.way not in ("auto", "a2a") or local_heads[1] % cp:
+                raise ValueError(
+                    f"ContextOptions.way ({options.way!r}) must be 'a2a' or 'auto' for {name}, "
+                    f"whose attention has chunks, and cp ({cp}) must divide the key/value heads of "
+                    f"a tp rank ({local_heads[1]}): lower cp"
+                )
+            options = replace(options, way="a2a")
         resolved = options.resolve(cp, *local_heads, has_latents=is_sparse)
         if is_sparse and resolved.way != "allgather":
             raise ValueError(

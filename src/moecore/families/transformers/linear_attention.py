@@ -1,9 +1,10 @@
-"""Packed documents and context parallelism for linear attention layers of transformers.
+"""Packed documents and context parallelism for linear attention and short convolution layers.
 
-A layer is recognised by the functions that its forward calls: a short convolution and a delta rule,
-which are globals of the model's file. moecore replaces these globals, once for all models of the
-file. A call without a `Sequence`, or with one sequence per row and one cp rank, runs the original
-function.
+A linear attention layer is recognised by the functions that its forward calls: a short convolution
+and a delta rule, which are globals of the model's file. A short convolution layer (LFM2) is
+recognised by its class. moecore replaces these globals, once for all models of the file. Lightning
+attention (MiniMax) has no such functions, so moecore replaces the forward of each layer. A call
+without a `Sequence`, or with one sequence per row and one cp rank, runs the original function.
 
 The layer's projections, gates, norms and their order are unchanged.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import wraps
+from types import MethodType
 from typing import Any
 
 import torch.nn.functional as F
@@ -20,18 +22,21 @@ from torch import Tensor, nn
 
 from moecore.attention.linear import attend_linear, convolve, scan_states
 from moecore.attention.sequence import Sequence
-from moecore.families.transformers.stock import find_names_in_forward
+from moecore.families.transformers.stock import find_names_in_forward, is_hf
 
 SEQUENCE = "moecore_sequence"  # argument of decoder layers and of attention
 CONVOLUTION = "causal_conv1d_fn"
+# Classes that mix tokens only by a gated short convolution.
+SHORT_CONVOLUTIONS = ("Lfm2ShortConv", "Lfm2MoeShortConv")
+LIGHTNING = "MiniMaxLightningAttention"
 SHORTCUT = "mamba2_split_conv1d_scan_combined"
 SILU = ("silu", "swish")
 Function = Callable[..., Any]
 
 
 def find_linear_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the linear attention modules: their forward calls a known convolution and rule."""
-    return [module for module in model.modules() if find_linear_rule(module)]
+    """Return linear attention modules: lightning attention, and forwards that call a known rule."""
+    return [m for m in model.modules() if find_linear_rule(m) or _is_lightning(m)]
 
 
 def find_linear_rule(module: nn.Module) -> str | None:
@@ -40,12 +45,23 @@ def find_linear_rule(module: nn.Module) -> str | None:
     return next((rule for rule in RULES if rule in call), None) if CONVOLUTION in call else None
 
 
+def find_short_convolutions(model: nn.Module) -> list[nn.Module]:
+    """Return the layers whose class is one of `SHORT_CONVOLUTIONS`."""
+    return [m for m in model.modules() if is_hf(m) and type(m).__name__ in SHORT_CONVOLUTIONS]
+
+
 def accept_sequences(model: nn.Module) -> None:
     """Make linear attention layers use the argument `SEQUENCE`, for all models of their files.
 
-    This replaces global functions of the layers' Python modules.
+    Short convolution layers use it too. This replaces global functions of the layers' Python
+    modules.
     """
-    for module in find_linear_layers(model):
+    convolutions = find_short_convolutions(model)
+    for layer in convolutions:
+        layer.register_forward_pre_hook(_refuse_cache_of_layer, with_kwargs=True)
+    for layer in filter(_is_lightning, model.modules()):
+        layer.forward = MethodType(_run_lightning_attention, layer)
+    for module in (*find_linear_layers(model), *convolutions):
         of_file = inspect.unwrap(type(module).forward).__globals__
         for name in find_names_in_forward(module) & FUNCTIONS.keys():
             if not hasattr(of_file[name], "stands_before"):
@@ -71,7 +87,7 @@ def _make_replacement(stock: Function, function: Function) -> Function:
     @wraps(stock)
     def call(*args: Any, **kwargs: Any) -> Any:
         sequence: Sequence | None = kwargs.pop(SEQUENCE, None)
-        if sequence is None or (sequence.cu_seqlens is None and sequence.local_tokens is None):
+        if not _has_documents_or_ranks(sequence):
             return stock(*args, **kwargs)
         return function(sequence, *args, **kwargs)
 
@@ -130,6 +146,31 @@ def _attend_delta_rule(
     return out, None
 
 
+def _is_lightning(module: nn.Module) -> bool:
+    """Whether a module is MiniMax's lightning attention."""
+    return is_hf(module) and type(module).__name__ == LIGHTNING
+
+
+def _run_lightning_attention(
+    layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Any]:
+    """Replacement forward of lightning attention for documents and cp ranks.
+
+    The state decays by exp(-slope) per token, and a token adds its key times its value.
+    """
+    sequence: Sequence | None = kwargs.get(SEQUENCE)
+    if sequence is None or not _has_documents_or_ranks(sequence):
+        result: tuple[Tensor, Any] = type(layer).forward(layer, hidden_states, *args, **kwargs)
+        return result
+    _refuse_cache(kwargs.get("past_key_values") is not None)
+    of_heads = layer.act_fn(layer.qkv_proj(hidden_states)).unflatten(-1, (-1, 3 * layer.head_dim))
+    q, k, v = of_heads.split(layer.head_dim, dim=-1)
+    g_BTH = -layer.slope_rate.flatten().float().expand(q.shape[:3])
+    o_BTHv = attend_linear(q, k, v, g_BTH, None, sequence, scale=1.0, norm_qk=False)
+    gate_BTD = layer.output_gate(hidden_states).sigmoid()
+    return layer.out_proj(gate_BTD * layer.norm(o_BTHv.flatten(2))), None
+
+
 def _scan_state_space(
     sequence: Sequence,
     hidden_states: Tensor,  # [B, T, heads, dims]
@@ -158,6 +199,19 @@ def _scan_state_space(
 
 def _skip_fused_layer(*_args: Any, **_: Any) -> None:
     """Replacement of a full-layer kernel; None makes the caller run the separate parts."""
+
+
+def _has_documents_or_ranks(sequence: Sequence | None) -> bool:
+    """Whether a call has packed documents or cp ranks, which stock functions do not compute."""
+    return sequence is not None and (
+        sequence.cu_seqlens is not None or sequence.local_tokens is not None
+    )
+
+
+def _refuse_cache_of_layer(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of a short convolution layer: ValueError for documents with a cache."""
+    has_cache = kwargs.get("past_key_values") is not None
+    _refuse_cache(has_cache and _has_documents_or_ranks(kwargs.get(SEQUENCE)))
 
 
 def _refuse_cache(has_cache: bool) -> None:

@@ -16,9 +16,19 @@ from torch import Tensor, nn
 
 from moecore.base.torch_private import tree_map_only
 from moecore.families.adapters import CONVOLUTIONS
-from moecore.families.transformers.linear_attention import find_linear_layers
+from moecore.families.transformers.chunked_attention import CHUNKED, find_chunked_layers
+from moecore.families.transformers.linear_attention import (
+    find_linear_layers,
+    find_short_convolutions,
+)
 from moecore.families.transformers.sparse_attention import find_sparse_layers
-from moecore.families.transformers.stock import CAUSAL_LOSS, find_names_in_forward, get_loss_name
+from moecore.families.transformers.stock import (
+    CAUSAL_LOSS,
+    find_names_in_forward,
+    get_loss_name,
+    is_hf,
+)
+from moecore.families.transformers.towers import find_tower_modules, get_text_decoder
 
 POSITIONS = "position_ids"  # argument of a rotary embedding
 
@@ -81,22 +91,31 @@ TOKEN_LOSSES = (CAUSAL_LOSS, "ForTokenClassification", "ForMaskedLMLoss")
 UNSUPPORTED_FIELDS = ("attention_dropout", "attn_logit_softcapping")
 # Kinds of layers in which only softmax attention mixes tokens.
 KINDS = ("full_attention", "sliding_attention", "mlp", "moe")
-LINEAR = "linear_attention"
+MIXERS = ("Attention", "Mixer", "Conv")  # ends of the class names of modules that mix tokens
+LINEAR, CONVOLUTION = "linear_attention", "conv"
+# Without a cache all keys are reference keys, so this attention is causal.
+REFERENCE, REFERENCE_CLASS = "reference_sliding_attention", "UnlimitedOcrTextAttention"
 SPARSE = ("indexed_attention", "deepseek_sparse_attention")  # the second: transformers < 5.18
 
 
 def find_packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> str | None:
     """Return text naming the part of a model that forbids packed documents and cp, or None.
 
-    `has_row_inputs`: whether `use_causal_attention` was called, after which linear and sparse
-    attention support packed documents.
+    `has_row_inputs`: whether `use_causal_attention` was called, after which linear, sparse and
+    chunked attention and short convolutions support packed documents. Towers are then ignored,
+    because `RowReader` refuses their inputs.
     """
     config: Any = model.config
     text = config.get_text_config()
     linear = find_linear_layers(model) if has_row_inputs else []
     num_sparse = len(find_sparse_layers(model)) if has_row_inputs else 0
-    row_layers = {LINEAR: len(linear)} | dict.fromkeys(SPARSE, num_sparse)
-    if (other := find_unsupported_layer(text, row_layers)) is not None:
+    convolutions = find_short_convolutions(model) if has_row_inputs else []
+    row_layers = {LINEAR: len(linear), CONVOLUTION: len(convolutions)}
+    row_layers |= {CHUNKED: len(find_chunked_layers(model)) if has_row_inputs else 0}
+    references = [m for m in model.modules() if type(m).__name__ == REFERENCE_CLASS and is_hf(m)]
+    row_layers |= {REFERENCE: len(references) if has_row_inputs else 0}
+    row_layers |= dict.fromkeys(SPARSE, num_sparse)
+    if (other := find_unsupported_layer(model, row_layers)) is not None:
         return other
     for owner, field in [
         (config, "is_encoder_decoder"),
@@ -104,8 +123,11 @@ def find_packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> st
     ]:
         if getattr(owner, field, None):
             return f"{field} ({getattr(owner, field)})"
-    linear_modules = {part for layer in linear for part in layer.modules()}
+    linear_modules = {part for layer in (*linear, *convolutions) for part in layer.modules()}
+    towers = find_tower_modules(model) if has_row_inputs else set()
     for name, module in model.named_modules():
+        if module in towers:
+            continue
         is_convolution = isinstance(module, CONVOLUTIONS) and module not in linear_modules
         if is_convolution or getattr(module, "is_causal", True) is False:
             return f"{name} ({type(module).__name__})"
@@ -122,15 +144,24 @@ def find_one_document_problem(model: nn.Module) -> str | None:
     return None
 
 
-def find_unsupported_layer(text: Any, row_layers: Mapping[str, int] | None = None) -> str | None:
-    """Return text naming the first unsupported layer in `layer_types` of a text config, or None.
+def find_unsupported_layer(
+    model: nn.Module, row_layers: Mapping[str, int] | None = None
+) -> str | None:
+    """Return text naming the first unsupported layer in a model's `layer_types`, or None.
 
-    `row_layers` maps further kinds to the number of their supported layers. Such a kind is
-    supported if this is the number of all its layers in the config.
+    The text has the kind and the class that mixes tokens. `row_layers` maps further kinds to the
+    number of their supported layers. Such a kind is supported if this is the number of all its
+    layers in the config.
     """
-    kinds = getattr(text, "layer_types", None) or ()
+    hf: Any = model
+    kinds = getattr(hf.config.get_text_config(), "layer_types", None) or ()
     row_kinds = (kind for kind, number in (row_layers or {}).items() if number == kinds.count(kind))
     known_kinds = (*KINDS, *row_kinds)
-    return next(
-        (f"layer_types[{i}] ({k!r})" for i, k in enumerate(kinds) if k not in known_kinds), None
-    )
+    for i, kind in enumerate(kinds):
+        if kind not in known_kinds:
+            layers = getattr(get_text_decoder(hf), "layers", None)
+            parts = layers[i].modules() if isinstance(layers, nn.ModuleList) else ()
+            names = (type(part).__name__ for part in parts)
+            mixer = next((f", {name}" for name in names if name.endswith(MIXERS)), "")
+            return f"layer_types[{i}] ({kind!r}{mixer})"
+    return None

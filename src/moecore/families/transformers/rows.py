@@ -42,9 +42,11 @@ from moecore.families.transformers.packing import (
 from moecore.families.transformers.stock import (
     bind_arguments,
     find_outermost_models,
+    get_base_model,
     get_forward_parameters,
     has_causal_loss,
 )
+from moecore.families.transformers.towers import refuse_tower_inputs
 from moecore.models.loss import IGNORE_INDEX, count_labels
 from moecore.moe.layer import MoELayer, RoutedLayer
 
@@ -63,11 +65,11 @@ Choose = Callable[[Tensor], Tensor]  # selects a layer's tokens: [B, T] -> [N]
 class RowReader:
     """Hooks that pass a forward's document bounds and padding to attention, as one `Sequence`."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self.cp: ContextParallel | None = None  # cp ranks; None = this rank has full rows
         self.groups: Mapping[int, ContextParallel] = {}  # cp of a forward -> its ranks
+        self._model, base = model, get_base_model(model)
         self._other = find_packing_problem(model) or find_one_document_problem(model)
-        base: Any = model.base_model
         self._longest = LongestPosition(base)
         model.register_forward_pre_hook(_pass_divisor, with_kwargs=True)
         base.register_forward_pre_hook(self._pass_sequence, with_kwargs=True)
@@ -112,6 +114,8 @@ class RowReader:
                 "because documents are not looked for in them: pass both, or rows of one sequence "
                 "each"
             )
+        if cu_seqlens is not None or ranks is not None:
+            refuse_tower_inputs(self._model, inputs)
         if ranks is not None:
             if cu_seqlens is not None:
                 check_documents(cu_seqlens, ranks.size)
@@ -180,7 +184,8 @@ class MaskReader:
             return
         begins = (positions_BT[:, 1:] == 0).nonzero().tolist()  # (row, token before a document)
         text = self._model.config.get_text_config()
-        other, of_documents = find_unsupported_layer(text), find_one_document_problem(self._model)
+        other = find_unsupported_layer(self._model)
+        of_documents = find_one_document_problem(self._model)
         if begins and of_documents is not None:
             raise ValueError(
                 f"position_ids must be of rows of one sequence each for a model with "

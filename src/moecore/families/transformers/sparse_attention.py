@@ -1,4 +1,10 @@
-"""Sparse attention layers of transformers whose indexer selects keys: DeepSeek-V3.2 and GLM-5.
+"""Sparse attention layers of transformers whose indexer selects keys, as in DeepSeek-V3.2.
+
+    class                    differs from DeepSeek-V3.2 in
+    GlmMoeDsaAttention       layers that share the keys of an earlier layer
+    AXK2Attention            gates on outputs, which one linear computes together with queries
+    Dots3NoteTextAttention   factors on latents, a norm of rotary keys, one gate per head
+    HYV4Attention            shared keys, gates, sinks, rotary dims as two halves
 
 The stock forwards allocate scores and masks of all pairs of tokens. The replacement forward calls
 the layer's own projections, norms, rotary embeddings and indexer modules in the same order. It
@@ -26,16 +32,24 @@ from moecore.kernels.sparse_attention import IndexerHeads, LatentHeads
 from moecore.models.mla import compute_mean_divergence, make_key_choice
 from moecore.moe.aux_loss import AuxLoss
 
-# Classes whose forward `_run_sparse_attention` replaces. Other classes with an indexer have
-# gates, sinks or pools.
-CLASSES = ("DeepseekV32Attention", "GlmMoeDsaAttention")
+# Classes whose forward `_run_sparse_attention` replaces. The indexers of other classes pool keys,
+# or their layers share keys and values.
+CLASSES = (
+    *("DeepseekV32Attention", "GlmMoeDsaAttention", "AXK2Attention"),
+    *("Dots3NoteTextAttention", "HYV4Attention"),
+)
+LAST_DIMS = ("HYV4Indexer",)  # indexers that rotate the last dims of queries and keys
 CONFIG = "_moecore_indexer"  # attribute of layers whose indexers are trained
 BY_PAIRS, BY_HALVES = "apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb"
 
 
 def find_sparse_layers(model: nn.Module) -> list[nn.Module]:
-    """Return a model's DeepSeek sparse attention modules, whose class is one of `CLASSES`."""
-    return [m for m in model.modules() if is_hf(m) and type(m).__name__ in CLASSES]
+    """Return a model's modules of `CLASSES` that read selected keys.
+
+    Layers of dots3_note with a sliding window have no indexer, and keep their forward.
+    """
+    layers: list[Any] = [m for m in model.modules() if is_hf(m) and type(m).__name__ in CLASSES]
+    return [layer for layer in layers if layer.indexer is not None or hasattr(layer, "skip_topk")]
 
 
 def use_sparse_attention(model: nn.Module) -> None:
@@ -75,13 +89,16 @@ def _run_sparse_attention(
             "which does not compute it in sparse attention: leave the model's own attention"
         )
     x_BTD, n, r = hidden_states, layer.qk_nope_head_dim, layer.qk_rope_head_dim
-    q_a_BTA = layer.q_a_layernorm(layer.q_a_proj(x_BTD))
-    q_BTHd = layer.q_b_proj(q_a_BTA).unflatten(-1, (-1, n + r))
-    latent_BTL, turned_BTr = layer.kv_a_proj_with_mqa(x_BTD).split((layer.kv_lora_rank, r), dim=-1)
+    q_BTHd, q_a_BTA, gate_BTHv = _project_queries(layer, x_BTD)
+    latent_BTL, k_BTr = layer.kv_a_proj_with_mqa(x_BTD).split((layer.kv_lora_rank, r), dim=-1)
     latent_BTL = layer.kv_a_layernorm(latent_BTL)
-    q_turned, turned_BT1r = _get_module_function(layer, BY_PAIRS)(
-        q_BTHd[..., n:], turned_BTr.unsqueeze(2), *position_embeddings, unsqueeze_dim=2
+    if hasattr(layer, "kv_lora_scale"):
+        latent_BTL = latent_BTL * layer.kv_lora_scale
+        k_BTr = layer.k_rope_only_layernorm(k_BTr)
+    q_turned, turned_BT1r = _get_rotary_function(layer)(
+        q_BTHd[..., n:], k_BTr.unsqueeze(2), *position_embeddings, unsqueeze_dim=2
     )
+    q_turned, turned_BT1r = q_turned.to(q_BTHd.dtype), turned_BT1r.to(k_BTr.dtype)
     sequence, choice = kwargs.get(SEQUENCE) or Sequence(), _choose_keys(layer, prev_topk_indices)
     index = None
     if layer.indexer is not None:
@@ -104,6 +121,7 @@ def _run_sparse_attention(
         sequence,
         choice,
         scale=layer.scaling,
+        sinks_H=getattr(layer, "sinks", None),
     )
     o_BTHv = out.o_tHv
     if out.divergence_t is not None:
@@ -111,9 +129,33 @@ def _run_sparse_attention(
             out.divergence_t, sequence
         )
         o_BTHv = layer.aux_loss.attach(o_BTHv, loss)
+    if gate_BTHv is not None:
+        o_BTHv = (o_BTHv * gate_BTHv).to(o_BTHv.dtype)
     selected = prev_topk_indices if out.selected_tK is None else out.selected_tK
     y_BTD = layer.o_proj(o_BTHv.flatten(2))
     return (y_BTD, None, selected) if hasattr(layer, "skip_topk") else (y_BTD, None)
+
+
+def _project_queries(layer: Any, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return queries [B, T, H, n + r], compressed queries, and the factors of outputs.
+
+    The factors are [B, T, H, v or 1], or None if the layer has no gate.
+    """
+    d, v = layer.qk_nope_head_dim + layer.qk_rope_head_dim, layer.v_head_dim
+    compressed_BTA = layer.q_a_proj(x_BTD)
+    q_a_BTA = layer.q_a_layernorm(compressed_BTA)
+    if hasattr(layer, "q_gate_proj"):
+        of_heads = layer.q_gate_proj(torch.cat((q_a_BTA, compressed_BTA), dim=-1))
+        q_BTHd, gate_BTHv = of_heads.unflatten(-1, (-1, d + v)).split((d, v), dim=-1)
+        return q_BTHd, q_a_BTA, gate_BTHv.float().sigmoid()
+    if hasattr(layer, "q_lora_scale"):
+        q_a_BTA = q_a_BTA * layer.q_lora_scale
+    q_BTHd = layer.q_b_proj(q_a_BTA).unflatten(-1, (-1, d))
+    if hasattr(layer, "g_proj"):
+        return q_BTHd, q_a_BTA, layer.g_proj(x_BTD).unsqueeze(-1).sigmoid()
+    if hasattr(layer, "gate_proj"):
+        return q_BTHd, q_a_BTA, layer.gate_proj(x_BTD).unflatten(-1, (-1, v)).sigmoid()
+    return q_BTHd, q_a_BTA, None
 
 
 def _choose_keys(layer: Any, selected_BTK: Tensor | None) -> KeyChoice:
@@ -135,16 +177,20 @@ def _compute_indexer_heads(
     indexer: Any, x_BTD: Tensor, q_a_BTA: Tensor, cos_sin: tuple[Tensor, Tensor]
 ) -> IndexerHeads:
     """Return an indexer's queries, keys and head weights from x and compressed queries."""
-    is_by_pairs = BY_PAIRS in find_names_in_forward(indexer)
-    turn = _get_module_function(indexer, BY_PAIRS if is_by_pairs else BY_HALVES)
-    r = indexer.qk_rope_head_dim
-    q_BThi = indexer.wq_b(q_a_BTA).unflatten(-1, (indexer.n_heads, indexer.head_dim))
-    k_BT1i = indexer.k_norm(indexer.wk(x_BTD)).unsqueeze(2)
-    q_turned, k_turned = turn(q_BThi[..., :r], k_BT1i[..., :r], *cos_sin, unsqueeze_dim=2)
+    r, i = indexer.qk_rope_head_dim, indexer.head_dim
+    q_BThi = indexer.wq_b(q_a_BTA).unflatten(-1, (indexer.n_heads, i))
+    k_BT1i = indexer.k_norm(indexer.wk(x_BTD).to(indexer.k_norm.weight.dtype)).unsqueeze(2)
+    k_BT1i = k_BT1i.to(x_BTD.dtype)
+    begin = i - r if type(indexer).__name__ in LAST_DIMS else 0
+    q_turned, k_turned = _get_rotary_function(indexer)(
+        *(x[..., begin : begin + r] for x in (q_BThi, k_BT1i)), *cos_sin, unsqueeze_dim=2
+    )
+    # Scores do not depend on the order of dims that queries and keys have in common.
+    rest = slice(0, begin) if begin else slice(r, i)
     w_BTh = indexer.weights_proj(x_BTD.to(indexer.weights_proj.weight.dtype)).float()
     return IndexerHeads(
-        torch.cat((q_turned, q_BThi[..., r:]), dim=-1),
-        torch.cat((k_turned, k_BT1i[..., r:]), dim=-1).squeeze(2),
+        torch.cat((q_turned, q_BThi[..., rest]), dim=-1),
+        torch.cat((k_turned, k_BT1i[..., rest]), dim=-1).squeeze(2),
         w_BTh * (indexer.n_heads**-0.5 * indexer.softmax_scale),
     )
 
@@ -185,6 +231,7 @@ def refuse_earlier_keys(num_tokens: int, num_keys: int) -> None:
         )
 
 
-def _get_module_function(module: Any, name: str) -> Any:
-    """Return a global function of the Python module that defines a module's class."""
+def _get_rotary_function(module: Any) -> Any:
+    """Return the global function by which a module's stock forward rotates queries and keys."""
+    name = BY_PAIRS if BY_PAIRS in find_names_in_forward(module) else BY_HALVES
     return inspect.unwrap(type(module).forward).__globals__[name]

@@ -42,6 +42,13 @@ def find_outermost_models(module: nn.Module) -> Iterator[Any]:
         yield from find_outermost_models(child)
 
 
+def get_base_model(model: Any) -> Any:
+    """Return the module below a model's head, or the model if it has no head."""
+    # `base_model` of Llama4ForCausalLM is the model itself.
+    base, inner = model.base_model, getattr(model, "model", None)
+    return inner if base is model and inner is not None and is_pretrained(inner) else base
+
+
 @cache
 def get_forward_parameters(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """Return the parameters of an unbound forward by name, in order, without self."""

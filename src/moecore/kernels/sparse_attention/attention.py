@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moecore.kernels.attention import compute_sinks_gradient
 from moecore.kernels.common import cdiv, repeat_on_meta
 from moecore.kernels.sparse_attention.contract import (
     IndexerHeads,
@@ -46,6 +47,7 @@ def sparse_attention(
     spans: KeySpans,
     *,
     scale: float,
+    sinks_H: Tensor | None = None,
     index: IndexerHeads | None = None,
     top_k: int | None = None,
     selected_tK: Tensor | None = None,
@@ -57,15 +59,17 @@ def sparse_attention(
         heads: queries, latent keys and projections of attention.
         spans: which keys each query sees, at least one.
         scale: factor on the scores of attention.
+        sinks_H: score of a key of zero value in each head, which divergences do not support.
         index: the indexer's queries, keys and weights, for `top_k` and `diverges`.
         top_k: how many keys `index` selects; None = those of `selected_tK`, or all.
         selected_tK: keys that were selected before, such as in another layer.
         diverges: return divergences too, which have gradients only for `index`.
     """
+    assert sinks_H is None or not diverges
     places = index or _make_empty_indexer(heads.q_tHd)
     width = None if top_k is None else min(top_k, spans.longest)
     options = _SparseOptions(scale, width, diverges)
-    o, selected, kl = _SparseAttention.apply(*heads, *places, selected_tK, spans, options)
+    o, selected, kl = _SparseAttention.apply(*heads, *places, selected_tK, sinks_H, spans, options)
     return SparseOutput(o, selected, kl)
 
 
@@ -141,7 +145,7 @@ def _compute_scores(q_CHl: Tensor, rows: Tensor, keys: Keys, scale: float) -> Te
 class _SparseAttention(torch.autograd.Function):
     """The autograd node of `sparse_attention`.
 
-    apply(*LatentHeads, *IndexerHeads, selected, spans, options) -> *SparseOutput.
+    apply(*LatentHeads, *IndexerHeads, selected, sinks, spans, options) -> *SparseOutput.
     """
 
     @staticmethod
@@ -155,6 +159,7 @@ class _SparseAttention(torch.autograd.Function):
         k_Ni: Tensor,
         w_th: Tensor,
         selected: Tensor | None,
+        sinks: Tensor | None,
         spans: KeySpans,
         options: _SparseOptions,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -179,6 +184,8 @@ class _SparseAttention(torch.autograd.Function):
             rows = keys.select_rows(keys_Nl)
             p = _compute_scores(_compute_latent_queries(chunk.heads), rows, keys, options.scale)
             lse_CH = p.logsumexp(-1)
+            if sinks is not None:
+                lse_CH = torch.logaddexp(lse_CH, sinks.to(wide))
             p = p.sub_(lse_CH[..., None]).exp_()
             o_CHL = keys.weigh(p.to(q.dtype), rows[..., :L]).to(q.dtype)
             chunk.slice_queries(o).copy_((o_CHL.transpose(0, 1) @ down).transpose(0, 1))
@@ -191,7 +198,7 @@ class _SparseAttention(torch.autograd.Function):
         of_index = (
             index if options.diverges else _make_empty_indexer(q)
         )  # a choice needs none of it again
-        ctx.save_for_backward(*heads, *of_index, selected, o, lse)
+        ctx.save_for_backward(*heads, *of_index, selected, sinks, o, lse)
         ctx.set_materialize_grads(False)
         if new_width is None:
             return o, None, kl
@@ -201,7 +208,7 @@ class _SparseAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         do, _, dkl = grads
-        *tensors, selected, o, lse = ctx.saved_tensors
+        *tensors, selected, sinks, o, lse = ctx.saved_tensors
         heads, index = LatentHeads(*tensors[:4]), IndexerHeads(*tensors[4:])
         options, wide = ctx.options, lse.dtype
         if do is None:
@@ -248,4 +255,7 @@ class _SparseAttention(torch.autograd.Function):
         of_index: Any = (None, None, None)
         if dindex is not None:
             of_index = (d.to(x.dtype) for d, x in zip(dindex, index, strict=True))
-        return *of_heads, *of_index, None, None, None
+        dsinks = None
+        if sinks is not None:
+            dsinks = compute_sinks_gradient(do[None], o[None], lse.T[None], sinks)
+        return *of_heads, *of_index, None, dsinks, None, None
