@@ -24,7 +24,7 @@ from moecore.packing import (
     schedule_documents,
     split_batch,
 )
-from moecore.packing.schedule import DocumentSchedule, serpentine
+from moecore.packing.schedule import DocumentSchedule, order_by_rise_and_fall
 
 K = 1024
 SQUARES = DocumentCost(quadratic=1.0, linear=0.0, exchange=0.0, fixed=0.0)  # L^2 / cp
@@ -193,10 +193,10 @@ def test_gradients_are_those_of_the_whole_batch() -> None:
 
 
 def test_serpentine() -> None:
-    assert serpentine([4, 1, 3, 2]) == [1, 2, 0, 3]
-    assert serpentine([]) == [] and serpentine([7.0]) == [0]
+    assert order_by_rise_and_fall([4, 1, 3, 2]) == [1, 2, 0, 3]
+    assert order_by_rise_and_fall([]) == [] and order_by_rise_and_fall([7.0]) == [0]
     costs = np.random.default_rng(0).random(9).tolist()
-    run = [costs[i] for i in serpentine(costs)]
+    run = [costs[i] for i in order_by_rise_and_fall(costs)]
     top = run.index(max(run))
     assert sorted(run) == sorted(costs) and 0 < top < 8
     assert run[: top + 1] == sorted(run[: top + 1]) and run[top:] == sorted(run[top:])[::-1]

@@ -32,7 +32,7 @@ from moecore.planning import (
     TrainingRun,
     dry_run,
     plan_memory,
-    plan_peak,
+    plan_peak_memory,
     plan_time,
     time_step,
 )
@@ -94,7 +94,7 @@ def test_few_layers_stand_for_all(case: str) -> None:
     run, error = CASES[case]
     assert SmallRun.of(run).run.planned_model.num_layers <= min(9, run.planned_model.num_layers - 1)
     step = dry_run(run)
-    assert plan_peak(run) == pytest.approx((step.peak,), rel=error)
+    assert plan_peak_memory(run) == pytest.approx((step.peak,), rel=error)
     exact, found = time_step(step, TABLE), plan_time(run, TABLE)
     assert found.seconds == pytest.approx(exact.seconds, rel=0.04)
 
@@ -104,7 +104,7 @@ def test_ranks_of_a_pipeline(model: DecoderConfig) -> None:
     stages = dict(parallel=ParallelConfig(pp=2, ep=4), pipeline=PipelineConfig())
     run = replace(DEEP, model=model, num_micro_batches=3, **stages)
     exact = [dry_run(run, rank).peak for rank in (0, 4)]
-    assert plan_peak(run) == pytest.approx(exact, rel=0.005)
+    assert plan_peak_memory(run) == pytest.approx(exact, rel=0.005)
 
 
 @pytest.mark.parametrize("model", [of_layers(4), of_pattern("MEMEM*E")])

@@ -35,7 +35,7 @@ from moecore.planning import (
     TrainingRun,
     dry_run,
     plan_memory,
-    plan_peak,
+    plan_peak_memory,
     plan_time,
     time_step,
 )
@@ -165,7 +165,7 @@ def test_tokens_travel_by_stores_into_peers_memory() -> None:
         ]
         == wide.buffers
     )
-    most = max(plan_peak(replace(NEAR, nvlink=NVLinkOptions(row_factor=3.0))))
+    most = max(plan_peak_memory(replace(NEAR, nvlink=NVLinkOptions(row_factor=3.0))))
     assert most == pytest.approx(wide.peak + wide.buffers, rel=0.01)
     behind = sum(len(one.host_dependencies) for one in tight.queued)
     assert behind < sum(len(one.host_dependencies) for one in found(NEAR).queued), (
@@ -192,7 +192,7 @@ def test_pages_of_rows_are_planned_for_all_layers() -> None:
         for of in (room, pages)
     ]
     assert kept[1] < kept[0] / 2
-    assert max(plan_peak(paged)) == pytest.approx(pages.peak + pages.buffers, rel=0.001)
+    assert max(plan_peak_memory(paged)) == pytest.approx(pages.peak + pages.buffers, rel=0.001)
 
 
 def test_a_module_of_prediction_counts_as_often_as_it_runs() -> None:
@@ -207,7 +207,7 @@ def test_a_module_of_prediction_counts_as_often_as_it_runs() -> None:
     last, step = runs[1], steps[1]
     assert step.resident_bytes == pytest.approx(steps[0].resident_bytes, rel=1e-3)
     assert last.planned_model.sizes().params == runs[0].planned_model.sizes().params
-    assert max(plan_peak(last)) == pytest.approx(step.peak, rel=0.01)
+    assert max(plan_peak_memory(last)) == pytest.approx(step.peak, rel=0.01)
     assert plan_time(last, TABLE).seconds == pytest.approx(time_step(step, TABLE).seconds, rel=0.02)
     stages: Any = dict(parallel=ParallelConfig(pp=2, ep=4), pipeline=PipelineConfig())
     stash = MemoryOptions(stash=StashOptions())
@@ -325,7 +325,9 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     first, second, third, time, header, *rows = capsys.readouterr().out.splitlines()
     assert " ms a step, of which ms by what limits: " in time
     assert first.startswith("rank 0 of 2 holds ") and "of 149 GB (h200-141)" in second
-    plan = max(plan_peak(TrainingRun(model=preset("tiny"), num_gpus=2, seq_len=64, fsdp=BF16)))
+    plan = max(
+        plan_peak_memory(TrainingRun(model=preset("tiny"), num_gpus=2, seq_len=64, fsdp=BF16))
+    )
     assert third == f"{format_bytes(plan)} by the plan, from few layers"
     assert header.split()[0] == "what" and {row.split("  ")[0] for row in rows} >= {"optimizer"}
     assert main([*command, "h100-80", "--json", "--rank", "1"]) == 0
@@ -349,7 +351,7 @@ def test_the_command_prints_the_plan_of_its_pipeline_rank(
     printed = json.loads(capsys.readouterr().out)
     stages = PipelineConfig(layout="Ett|L")
     run = replace(TINY, model=preset("tiny-qwen3"), parallel=ParallelConfig(pp=2), pipeline=stages)
-    first, last = plan_peak(run)
+    first, last = plan_peak_memory(run)
     assert printed["plan"] == last != first
 
 

@@ -29,7 +29,7 @@ from moecore.planning import (
     fake_world,
     memory,
     plan_memory,
-    plan_peak,
+    plan_peak_memory,
 )
 from moecore.planning.gpus import GPUS
 from moecore.planning.run import _compute_rank_size, list_rank_bytes
@@ -165,7 +165,7 @@ def test_kinds_are_positive_and_add_up(
     assert all(n > 0 for rank in ranks for n in (*rank.device.values(), *rank.host.values()))
     # Only a few small tensors have no kind: counters, tables of positions.
     assert all(rank.device.get("other", 0) < 2**24 for rank in ranks)
-    assert tuple(sum(rank.device.values()) for rank in ranks) == plan_peak(run)
+    assert tuple(sum(rank.device.values()) for rank in ranks) == plan_peak_memory(run)
 
 
 def test_bytes_that_a_kind_lacks_are_taken_from_others() -> None:

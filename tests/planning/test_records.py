@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from benchmarks.bench_plan import CASES
 
-from moecore.planning import CostTable, dry_run, plan_peak, plan_time
+from moecore.planning import CostTable, dry_run, plan_peak_memory, plan_time
 from moecore.planning.segments import SmallRun
 from moecore.planning.times import TimePlan
 
@@ -43,7 +43,12 @@ def planned(case: str) -> tuple[int, int, int, TimePlan]:
     run, table = CASES[case], CostTable.of(GPUS[RECORDS[case]["gpu"]])
     is_small = SmallRun.of(run).run == replace(run, parallel=run.resolved)
     step = SmallRun.of(run).step if is_small else dry_run(run)  # the same, made once
-    return step.resident_bytes, step.peak, max(plan_peak(run)) - step.buffers, plan_time(run, table)
+    return (
+        step.resident_bytes,
+        step.peak,
+        max(plan_peak_memory(run)) - step.buffers,
+        plan_time(run, table),
+    )
 
 
 def test_there_are_enough() -> None:

@@ -24,7 +24,7 @@ from moecore.planning import (
     SearchRequest,
     TrainingRun,
     fake_world,
-    plan_peak,
+    plan_peak_memory,
     plan_time,
     search,
 )
@@ -119,7 +119,7 @@ def test_all_levers_need_less_memory_than_none() -> None:
     request = replace(LARGE, model=replace(DEEPSEEK, num_layers=16))
     first, *_, last = list_option_sets(request)
     runs = (make_run(request, Folding(pp=2, ep=8, chunks=2), rung) for rung in (first, last))
-    whole, least = (max(plan_peak(run)) for run in runs)
+    whole, least = (max(plan_peak_memory(run)) for run in runs)
     # One rung needs more: where weights stay whole, "blockwise" adds FP8 copies of the experts'.
     assert least < 0.5 * whole
 
@@ -138,7 +138,7 @@ def test_a_stage_without_weights_in_fp8_gathers_none() -> None:
     request = replace(LARGE, model=replace(DEEPSEEK, num_layers=4), num_gpus=64)
     run = make_run(request, Folding(pp=2, tp=4, ep=8), list_option_sets(request)[-1])
     assert run.fsdp.fp8_param_gather
-    assert min(plan_peak(replace(run, pipeline=PipelineConfig(layout="Et*4m|L")))) > 0
+    assert min(plan_peak_memory(replace(run, pipeline=PipelineConfig(layout="Et*4m|L")))) > 0
 
 
 def test_the_fastest_order_and_levers_are_found() -> None:
@@ -150,7 +150,7 @@ def test_the_fastest_order_and_levers_are_found() -> None:
         table = replace(CostTable.of(request.gpu), pairs_hide=share)
         best = plan_layout(request, folding, table)
         assert isinstance(best, FittingCandidate) and best.run.pipeline is not None
-        assert best.time == plan_time(best.run, table) and best.peaks == plan_peak(best.run)
+        assert best.time == plan_time(best.run, table) and best.peaks == plan_peak_memory(best.run)
         orders = (plan_time(run, table).seconds for run in list_schedules(best.run))
         assert best.run.precision is not None and best.time.seconds <= min(orders)
         names.append(best.run.pipeline.schedule)
@@ -223,7 +223,7 @@ def test_fp8_moments_and_remainders_fit_what_needed_another_gpu() -> None:
     assert "moecore.train.AdamW(moment_dtype=torch.float8_e4m3fn)" in names
     assert "moecore.train.AdamW(master_remainder=True)" in names
     run = make_run(request, Folding(), list_option_sets(request)[-1])
-    assert run.optimizer.master_remainder and max(plan_peak(run)) <= request.limit
+    assert run.optimizer.master_remainder and max(plan_peak_memory(run)) <= request.limit
 
 
 def test_advice_does_not_lead_in_circles() -> None:

@@ -22,7 +22,7 @@ from moecore.planning import (
     TrainingRun,
     dry_run,
     next_change,
-    plan_peak,
+    plan_peak_memory,
     plan_time,
     time_step,
 )
@@ -77,7 +77,7 @@ def test_few_layers_stand_for_all(case: str) -> None:
     run = CASES[case]
     step = dry_run(run)
     peak_error = 0.01 if run.model is DEEPSEEK else 0.002
-    assert plan_peak(run) == pytest.approx((step.peak + step.buffers,), rel=peak_error)
+    assert plan_peak_memory(run) == pytest.approx((step.peak + step.buffers,), rel=peak_error)
     exact, found = time_step(step, TABLE), plan_time(run, TABLE)
     assert found.seconds == pytest.approx(exact.seconds, rel=0.04)
     assert sum(found.parts.values()) == pytest.approx(found.seconds)
@@ -260,7 +260,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("case", PEAK_CASES)
 def test_peaks_of_few_layers_stand_for_all(case: str) -> None:
     run, error = PEAK_CASES[case]
-    (found,) = plan_peak(run)
+    (found,) = plan_peak_memory(run)
     assert found == pytest.approx(dry_run(run).peak, rel=error)
 
 
@@ -269,8 +269,8 @@ def test_ranks_of_a_pipeline(name: str) -> None:
     pipeline, error = SCHEDULES[name]
     run = replace(SHORT, **STAGES, pipeline=pipeline)
     exact = [dry_run(run, rank).peak for rank in (0, 4)]
-    assert plan_peak(run) == pytest.approx(exact, rel=error)
-    assert plan_peak(replace(run, num_micro_batches=16)) == plan_peak(run)
+    assert plan_peak_memory(run) == pytest.approx(exact, rel=error)
+    assert plan_peak_memory(replace(run, num_micro_batches=16)) == plan_peak_memory(run)
 
 
 @pytest.mark.parametrize("name", beside(SCHEDULES, ["interleaved", "zero-bubble"]))

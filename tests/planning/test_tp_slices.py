@@ -29,7 +29,7 @@ from moecore.planning import (
     dry_run,
     fake_world,
     plan_memory,
-    plan_peak,
+    plan_peak_memory,
     time_step,
 )
 from moecore.planning.commands import _describe_slices, _sum_launches_by_kind
@@ -160,7 +160,9 @@ def test_the_workspace_is_in_the_plan() -> None:
     assert known(SHORT).buffers == 0
     (rank,) = plan_memory(LONG).ranks
     assert rank.device["exchange buffers"] == known(LONG).buffers
-    assert plan_peak(LONG) == pytest.approx((known(LONG).peak + known(LONG).buffers,), rel=0.002)
+    assert plan_peak_memory(LONG) == pytest.approx(
+        (known(LONG).peak + known(LONG).buffers,), rel=0.002
+    )
 
 
 CASES = {

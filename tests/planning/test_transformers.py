@@ -33,7 +33,7 @@ from moecore.planning import (
     dry_run,
     fake_world,
     plan_memory,
-    plan_peak,
+    plan_peak_memory,
 )
 from moecore.planning import transformers as planned_transformers
 from moecore.planning.estimate import count_saved_bytes_of_run
@@ -174,7 +174,7 @@ def test_few_layers_stand_for_all(family: str) -> None:
     seq_len = 32 if family == "jamba" else 256  # whose scan is one of Python
     run = TrainingRun(model=model, num_gpus=4, seq_len=seq_len, parallel=ParallelConfig(ep=2))
     assert SmallRun.of(run).run.planned_model.num_layers < run.planned_model.num_layers
-    assert max(plan_peak(run)) == pytest.approx(dry_run(run).peak, rel=0.003)
+    assert max(plan_peak_memory(run)) == pytest.approx(dry_run(run).peak, rel=0.003)
     params = sum(param.numel() for param in run.planned_model.build(torch.float32).parameters())
     assert params == run.planned_model.sizes().params
 
@@ -185,7 +185,7 @@ def test_a_scan_that_loops_over_tokens_is_refused() -> None:
         model=model_of("jamba"), num_gpus=2, seq_len=65, parallel=ParallelConfig(ep=2)
     )
     with pytest.raises(ValueError, match=r"^seq_len \(65\) must be at most 64 for .*JambaMamba"):
-        plan_peak(run)
+        plan_peak_memory(run)
 
 
 SMALL = ("gemma4", "glm5_next", "nemotron_h", "qwen4_exp", "zaya")
@@ -195,7 +195,7 @@ SMALL = ("gemma4", "glm5_next", "nemotron_h", "qwen4_exp", "zaya")
 def test_a_family_is_dry_run(family: str) -> None:
     """Two layers: the pieces are the whole step."""
     run = TrainingRun(model=model_of(family), num_gpus=2, seq_len=64, parallel=ParallelConfig(ep=2))
-    assert plan_peak(run) == (dry_run(run).peak,)
+    assert plan_peak_memory(run) == (dry_run(run).peak,)
 
 
 @pytest.mark.parametrize(("family", "gate"), [("aria", 1), ("nemotron_h", 0)])
@@ -220,7 +220,7 @@ def test_stages_of_a_class_of_transformers() -> None:
         num_micro_batches=4,
         seq_len=256,
     )
-    first, last = plan_peak(run)
+    first, last = plan_peak_memory(run)
     # The first stage is planned with a root unit that has the head too.
     head = 2 * run.planned_model.vocab_size * run.planned_model.dim
     assert 0 <= first - dry_run(run).peak <= head

@@ -104,10 +104,10 @@ def run_and_save(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 def is_recomputing() -> bool:
-    """Whether this thread runs inside `recompute_products`, so regions save no matrix products."""
+    """Whether `recompute_products` is active in this thread, so that forwards save no products."""
     return _state.is_recomputing
 
 
 def recompute_products() -> AbstractContextManager[None]:
-    """Return a context in which backward recomputes matrix products that regions otherwise save."""
+    """Return a context whose forwards save no matrix products; backward computes them again."""
     return patch_attributes(_state, is_recomputing=True)

@@ -74,7 +74,10 @@ class ShortageCounters:
 
 
 class BufferOwner(ABC):
-    """Base class of an owner of buffers whose capacity factor is an option, named `option`."""
+    """Base class of an owner of buffers whose capacity factor is a user's option.
+
+    `option` is the name of that option.
+    """
 
     option: str
     is_known_late = False  # whether a backward may also record a shortage
@@ -88,7 +91,7 @@ class BufferOwner(ABC):
     @property
     @abstractmethod
     def shortages(self) -> Sequence[ShortageCounters]:
-        """The counters of all allocated buffers, also of buffers without a shortage."""
+        """The shortage counters of all allocated buffers; a counter may be 0."""
 
     @abstractmethod
     def resize(self, factor: float) -> None:

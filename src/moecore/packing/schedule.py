@@ -108,21 +108,23 @@ def schedule_documents(
     rounds = make_rounds(documents)
     times = [max(block.load for block in blocks) + cost.fixed for blocks in rounds]
     return DocumentSchedule(
-        rounds=tuple(_make_groups(rounds[i], documents.order, labels) for i in serpentine(times)),
+        rounds=tuple(
+            _make_groups(rounds[i], documents.order, labels) for i in order_by_rise_and_fall(times)
+        ),
         num_labels=int(labels_N.sum()),
         time=sum(times),
         lower_bound=documents.bound_step_time(),
     )
 
 
-def serpentine(costs: Sequence[float]) -> list[int]:
+def order_by_rise_and_fall(costs: Sequence[float]) -> list[int]:
     """Return an order of micro-batches whose costs first rise to the largest and then fall.
 
     Consecutive micro-batches then have similar costs. The cheapest micro-batches are at both ends,
     in the warm-up and cool-down of a pipeline. Costs are finite numbers, such as sums of squared
     lengths. Example: [4, 1, 3, 2] gives [1, 2, 0, 3].
     """
-    check_arguments(serpentine, locals())
+    check_arguments(order_by_rise_and_fall, locals())
     rising = sorted(range(len(costs)), key=lambda i: (costs[i], i))
     return rising[0::2] + rising[1::2][::-1]
 

@@ -6,7 +6,7 @@ from moecore.planning.costs import CostTable
 from moecore.planning.dry_run import dry_run
 from moecore.planning.gpus import Gpu
 from moecore.planning.layouts import SearchRequest
-from moecore.planning.memory import plan_memory, plan_peak
+from moecore.planning.memory import plan_memory, plan_peak_memory
 from moecore.planning.option_sets import next_change
 from moecore.planning.run import OptimizerOptions, TrainingRun, fake_world
 from moecore.planning.search import search
@@ -24,7 +24,7 @@ __all__ = [
     "fake_world",
     "next_change",
     "plan_memory",
-    "plan_peak",
+    "plan_peak_memory",
     "plan_time",
     "search",
     "time_step",

@@ -30,7 +30,7 @@ from moecore.planning.flags import (
 )
 from moecore.planning.gpus import find_time_refusal, get_gpu
 from moecore.planning.layouts import Folding
-from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak
+from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak_memory
 from moecore.planning.option_sets import next_change
 from moecore.planning.recipe import format_calls, format_flags, format_page, format_recipe
 from moecore.planning.report import report_trace
@@ -299,7 +299,7 @@ def run_dry_run(args: DryRunConfig) -> int:
     refuse_stages(args)
     run, memory = parse_run(args), get_gpu(select_gpu(args)).memory
     step = dry_run(run, args.rank)
-    plan = plan_peak(run)[args.rank * run.resolved.pp // run.num_gpus]
+    plan = plan_peak_memory(run)[args.rank * run.resolved.pp // run.num_gpus]
     table, fits = CostTable.of(select_gpu(args)), step.peak + step.buffers <= memory
     refusal = find_time_refusal(run.precision, table.gpu)
     rows = _sum_launches_by_kind(step, None if refusal else table)

@@ -105,7 +105,7 @@ class RankMemory:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all kinds in the GPU's memory: equal to `plan_peak`."""
+        """The bytes of all kinds in the GPU's memory: equal to `plan_peak_memory`."""
         return sum(self.device.values())
 
     @property
@@ -147,7 +147,7 @@ class MemoryPlan:
         return "\n".join(format_columns([(name, *cells) for name, cells in rows]))
 
 
-def plan_peak(run: TrainingRun) -> tuple[int, ...]:
+def plan_peak_memory(run: TrainingRun) -> tuple[int, ...]:
     """Return the peak bytes of each pipeline rank, as `torch.cuda.max_memory_allocated` counts.
 
     Buffers of dispatcher "nvlink" are added, which torch's allocator does not count.
@@ -155,7 +155,7 @@ def plan_peak(run: TrainingRun) -> tuple[int, ...]:
     Raises:
         ValueError, NotImplementedError: as `parallelize_moe`, for options that the model refuses.
     """
-    check_arguments(plan_peak, locals())
+    check_arguments(plan_peak_memory, locals())
     return tuple(rank.find_peak().num_bytes for rank in _make_ranks(run))
 
 

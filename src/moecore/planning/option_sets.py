@@ -27,7 +27,7 @@ from moecore.base.options.precision import Precision
 from moecore.parallel.pipeline.schedule import PipelineConfig
 from moecore.planning.costs import CostTable
 from moecore.planning.gpus import Gpu, get_gpu
-from moecore.planning.memory import plan_peak
+from moecore.planning.memory import plan_peak_memory
 from moecore.planning.run import TrainingRun
 from moecore.planning.times import TimePlan, plan_time
 
@@ -338,7 +338,7 @@ def next_change(plan: TimePlan, table: CostTable, limit: NumBytes | None = None)
     for option in OPTIONS:
         changed = option.apply(run, plan.gpu) if option.gains else run
         try:
-            if changed != run and max(plan_peak(changed)) <= limit:
+            if changed != run and max(plan_peak_memory(changed)) <= limit:
                 add(option.name, plan_time(changed, table))
         except (ValueError, NotImplementedError):  # other options of the run exclude this one
             continue

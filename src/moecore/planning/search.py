@@ -38,7 +38,7 @@ from moecore.planning.layouts import (
     list_smaller_sets,
     make_run,
 )
-from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak
+from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak_memory
 from moecore.planning.option_sets import MIN_GAIN
 from moecore.planning.recipe import format_option_flags
 from moecore.planning.run import MAX_GPUS, TrainingRun
@@ -362,7 +362,7 @@ def plan_options(
     run = make_run(request, layout, options) if run is None else run
     pins = run.memory.offload or run.optimizer.offload_fraction
     host = plan_memory(run).pinned_bytes(get_gpu(request.gpu)) if pins else 0
-    peaks = plan_peak(run)
+    peaks = plan_peak_memory(run)
     return Candidate(
         layout=layout,
         run=run,

@@ -269,7 +269,10 @@ def save(job: TrainingJob[Any], saver: Saver, step: int) -> None:
 
 
 def open_report(job: TrainingJob[Any]) -> AbstractContextManager[RunReport | None]:
-    """Return the report on rank 0, a context of None on others; all ranks raise its errors."""
+    """Return a context with the report on rank 0 and with None on other ranks.
+
+    If rank 0 cannot open the report, all ranks raise its error.
+    """
     reports: list[RunReport] = []
     run_on_first_rank(lambda: reports.append(RunReport(job.args, start=job.start, unit=job.unit)))
     return reports[0] if reports else nullcontext()

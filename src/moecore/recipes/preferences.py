@@ -19,7 +19,7 @@ from moecore.packing import PackedBatchSampler
 from moecore.packing.corpus.files import shorten_text
 from moecore.recipes.chat import Example, count_shared, find_borders, is_chat
 from moecore.recipes.data import BatchShape, Steps
-from moecore.recipes.rows import ColumnNames, DatasetOptions, Row, as_message, parse_tools
+from moecore.recipes.rows import ColumnNames, DatasetOptions, Row, normalize_message, parse_tools
 from moecore.rl import Rollouts
 
 
@@ -143,7 +143,11 @@ def encode_preference(
 def _as_messages(value: Any) -> Any:
     """Return a message or a list of messages as a list, and a text as it is."""
     messages = [value] if isinstance(value, dict) else value
-    return [as_message(message) for message in messages] if isinstance(messages, list) else value
+    return (
+        [normalize_message(message) for message in messages]
+        if isinstance(messages, list)
+        else value
+    )
 
 
 def _split_shared_prompt(preferred: Any, rejected: Any) -> tuple[Any, Any, Any]:

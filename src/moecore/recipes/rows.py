@@ -151,11 +151,11 @@ def convert_to_form(columns: dict[str, Any], row_format: RowFormat, place: str) 
         )
     if kind == "sharegpt":
         messages = [*_make_system_message(columns), *_as_list(columns["conversations"], place)]
-        return {"messages": [as_message(m) for m in messages], "tools": parse_tools(columns)}
+        return {"messages": [normalize_message(m) for m in messages], "tools": parse_tools(columns)}
     if kind == "alpaca":
         return {"messages": list(_make_alpaca_messages(columns, place))}
     if kind == "messages" and isinstance(columns["messages"], list):
-        messages = [as_message(m) for m in columns["messages"]]
+        messages = [normalize_message(m) for m in columns["messages"]]
         return {"messages": messages, "tools": parse_tools(columns)}
     if kind == "completion":
         return {name: columns[name] for name in ("prompt", "completion")} | {
@@ -187,8 +187,8 @@ def _make_alpaca_messages(columns: dict[str, Any], place: str) -> Iterator[dict[
         yield {"role": "assistant", "content": answer}
 
 
-def as_message(message: Any) -> Any:
-    """Return a sharegpt or chat message with role and content; tool calls have parsed arguments."""
+def normalize_message(message: Any) -> Any:
+    """Convert a sharegpt or chat message to a dict of role, content and parsed tool calls."""
     if not isinstance(message, dict):
         return message
     if "from" in message:

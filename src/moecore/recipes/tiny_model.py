@@ -160,7 +160,7 @@ def make_sums(out: Path) -> None:
 
 
 def make_digit_tokenizer() -> Any:
-    """Return a tokenizer whose tokens are digits, signs and the end."""
+    """Return a tokenizer with a token per digit, for +, for = and for the end of a sequence."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -23,7 +23,7 @@ from moecore.base.fields import Count, MaxNorm, check_arguments
 from moecore.base.torch_private import mark
 from moecore.moe.pairs import Pairs
 from moecore.moe.state import NumMicroBatches
-from moecore.parallel.fsdp.progress import Progress, check_grad_mode, check_trains
+from moecore.parallel.fsdp.progress import Progress, check_grad_mode, check_requires_grad
 from moecore.parallel.model.clip import GradientNorm, step_clipped, unscale_and_clip_
 from moecore.parallel.model.parallel_state import (
     all_reduce_stage_copies,
@@ -344,7 +344,7 @@ class TrainStep:
 
     def _normalize_loss(self, loss: Tensor) -> Tensor:
         """Divide a "mean" loss by num_micro_batches, multiply by the loss scale, and return it."""
-        check_trains(loss)
+        check_requires_grad(loss)
         is_mean = self._states[0].loss == "mean"
         return self.scale_loss(loss / self.num_micro_batches if is_mean else loss)
 

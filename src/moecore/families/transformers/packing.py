@@ -21,7 +21,7 @@ from moecore.families.transformers.linear_attention import (
     find_linear_layers,
     find_short_convolutions,
 )
-from moecore.families.transformers.sparse_attention import find_sparse_layers
+from moecore.families.transformers.sparse_attention import find_sparse_attention
 from moecore.families.transformers.stock import (
     CAUSAL_LOSS,
     find_names_in_forward,
@@ -108,7 +108,7 @@ def find_packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> st
     config: Any = model.config
     text = config.get_text_config()
     linear = find_linear_layers(model) if has_row_inputs else []
-    num_sparse = len(find_sparse_layers(model)) if has_row_inputs else 0
+    num_sparse = len(find_sparse_attention(model)) if has_row_inputs else 0
     convolutions = find_short_convolutions(model) if has_row_inputs else []
     row_layers = {LINEAR: len(linear), CONVOLUTION: len(convolutions)}
     row_layers |= {CHUNKED: len(find_chunked_layers(model)) if has_row_inputs else 0}
@@ -147,11 +147,11 @@ def find_one_document_problem(model: nn.Module) -> str | None:
 def find_unsupported_layer(
     model: nn.Module, row_layers: Mapping[str, int] | None = None
 ) -> str | None:
-    """Return text naming the first unsupported layer in a model's `layer_types`, or None.
+    """Describe the first layer in `layer_types` of a config that packing does not support, or None.
 
-    The text has the kind and the class that mixes tokens. `row_layers` maps further kinds to the
-    number of their supported layers. Such a kind is supported if this is the number of all its
-    layers in the config.
+    The description has the layer's kind and the class that mixes tokens. `row_layers` maps further
+    kinds to the number of layers with moecore's attention. Such a kind is supported if all its
+    layers have it.
     """
     hf: Any = model
     kinds = getattr(hf.config.get_text_config(), "layer_types", None) or ()

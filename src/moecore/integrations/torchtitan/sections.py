@@ -111,7 +111,7 @@ def is_off(section: Any, path: str) -> bool:
 
 
 def _get_field_type(hint: Any) -> Any:
-    """Return the type of a job's field for an argument with the annotation `hint`."""
+    """Return the type of the JobConfig field that sets an argument annotated with `hint`."""
     if hint is torch.dtype:
         return str
     if get_origin(hint) is tuple:

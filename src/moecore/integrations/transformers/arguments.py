@@ -101,10 +101,10 @@ def has_parts_of_rows(model: nn.Module) -> bool:
     return is_dynamic(model) or get_moe_state(model).groups.cp > 1
 
 
-def check_logits(trainer: Trainer, *, has_own_prediction: bool) -> None:
+def check_logits(trainer: Trainer, *, overrides_prediction: bool) -> None:
     """Raise ValueError if a trainer option reads the logits of full rows, which cp ranks lack.
 
-    `has_own_prediction`: whether the trainer's class overrides `prediction_step`.
+    `overrides_prediction`: whether the trainer's class overrides `prediction_step`.
     """
     args, cp = trainer.args, get_moe_state(trainer.model).groups.cp
     function, smoothing = trainer.compute_loss_func, args.label_smoothing_factor
@@ -115,7 +115,7 @@ def check_logits(trainer: Trainer, *, has_own_prediction: bool) -> None:
         (f"label_smoothing_factor ({smoothing})", not smoothing, "0"),
         (f"compute_loss_func ({quote(function)})", function is None, "None"),
         (f"compute_loss of {class_name}", own_loss is Trainer.compute_loss, "that of Trainer"),
-        (f"prediction_step of {class_name}", not has_own_prediction, "that of MoETrainer"),
+        (f"prediction_step of {class_name}", not overrides_prediction, "that of MoETrainer"),
     )
     for name, is_met, requirement in requirements:
         if not is_met:

@@ -110,8 +110,8 @@ class MoETrainer(Trainer):
     def _check_logits(self) -> None:
         """Raise ValueError for an option or an override that reads logits while cp shards rows."""
         if has_parts_of_rows(self.model):
-            has_own = type(self).prediction_step is not MoETrainer.prediction_step
-            check_logits(self, has_own_prediction=has_own)
+            is_overridden = type(self).prediction_step is not MoETrainer.prediction_step
+            check_logits(self, overrides_prediction=is_overridden)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Check model and arguments (ValueError), then create the Accelerator."""

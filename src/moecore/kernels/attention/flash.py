@@ -74,7 +74,7 @@ def backward(
 
 
 def _pad_and_flatten(mask: AttentionMask, head_dim: int, *tensors: Tensor) -> list[Tensor]:
-    """Pad the head dim with zeros, and flatten packed rows to [B * T, H, head_dim]; in order."""
+    """Return the tensors, with head dims padded by zeros; packed rows are [B * T, H, head_dim]."""
     wide = [
         x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1])) for x in tensors
     ]

@@ -57,7 +57,7 @@ class CloneLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one rank's buffer: two sets of slots, and flags."""
+        """Bytes of one rank's buffer: two sets of slots, one slot per cloned expert, and flags."""
         return 2 * self.set_bytes + 2 * self.num_ranks * self.num_programs * 4
 
     def locate_regions(self, base: int) -> list[int]:

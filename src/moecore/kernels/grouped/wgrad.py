@@ -261,7 +261,7 @@ def sm90_bf16_grouped_wgrad_kernel(
     scale,  # fp32, of every product
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Write x^T y of each expert to out_ptr, or with ADD add; GATHER reads x by row_ids_ptr."""
+    """Write x^T y of each expert; CONST.ADD adds it, CONST.GATHER selects x's rows by id."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K

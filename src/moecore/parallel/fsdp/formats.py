@@ -119,9 +119,10 @@ class QuantisedFormat(ABC):
         return counting
 
     def fill(self, params: Sequence[UnitParam], local_views: Sequence[Tensor]) -> None:
-        """Quantise this rank's shards into the buffer with scales from all ranks' amax.
+        """Quantise this rank's shards into `local_views`, with scales from the amax of all ranks.
 
-        One all-reduce of 4 bytes per block and matrix; a second one if tp shards a matrix.
+        An all-reduce has an fp32 amax for each block and matrix. If tp shards a matrix, a second
+        all-reduce follows.
         """
         shards = [param.shard.contiguous() for param in params]
         for shard, scaling in zip(shards, self._shard_scalings, strict=True):

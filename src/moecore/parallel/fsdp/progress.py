@@ -57,7 +57,7 @@ def check_grad_mode(call: str) -> None:
         )
 
 
-def check_trains(loss: Tensor) -> None:
+def check_requires_grad(loss: Tensor) -> None:
     """Raise a ValueError if a loss does not require a gradient."""
     if not loss.requires_grad:
         raise ValueError(

@@ -83,7 +83,10 @@ def _is_in_flight(turn_ref: weakref.ref[_PendingBackward]) -> bool:
 
 
 class GraphMemory:
-    """Memory that the CUDA graphs of parts share: pools, a capture stream, gradient buffers."""
+    """Memory that the CUDA graphs of parts share: a capture stream, gradient buffers, and slots.
+
+    A slot is a memory pool of the graphs of one micro-batch in flight.
+    """
 
     def __init__(self) -> None:
         self.slots = [_GraphSlot()]

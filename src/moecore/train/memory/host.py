@@ -185,8 +185,8 @@ class HostPool:
         """
         pool_bytes = self.num_bytes
         limit = float("inf") if self.max_bytes is None else self.max_bytes
-        min_bytes = round_up_to_power_of_two(size)
-        doubled_bytes = max(min_bytes, min(round_up_to_power_of_two(pool_bytes), SLAB_BYTES))
+        min_bytes = compute_pinned_size(size)
+        doubled_bytes = max(min_bytes, min(compute_pinned_size(pool_bytes), SLAB_BYTES))
         for num_bytes in (doubled_bytes, min_bytes):
             if pool_bytes + num_bytes > limit:
                 continue
@@ -230,7 +230,7 @@ def _get_host_memory(copy: HostCopy) -> Tensor:
 
 def round_up_to_size_class(num_bytes: int) -> int:
     """Return the size class in bytes: 1000 -> 1024, 1025 -> 1152, 1153 -> 1280; 1 -> 64."""
-    step = max(ALIGN_BYTES, round_up_to_power_of_two(num_bytes) // 16)
+    step = max(ALIGN_BYTES, compute_pinned_size(num_bytes) // 16)
     return -(-max(num_bytes, 1) // step) * step
 
 
@@ -239,7 +239,7 @@ def round_up_to_alignment(num_bytes: int) -> int:
     return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def round_up_to_power_of_two(num_bytes: int) -> int:
+def compute_pinned_size(num_bytes: int) -> int:
     """Round a number of bytes up to a power of two."""
     return 1 << max(num_bytes - 1, 0).bit_length()
 
@@ -334,7 +334,7 @@ class HostCopies:
             slabs, size = self._slabs[device_type], round_up_to_alignment(like.nbytes)
             slab_bytes = max(size, min(remaining_bytes[device_type], SLAB_BYTES))
             slab = slabs.find_slab(size)
-            slab = slab or slabs.allocate_slab(round_up_to_power_of_two(slab_bytes))
+            slab = slab or slabs.allocate_slab(compute_pinned_size(slab_bytes))
             self._copies[name] = slab.allocate(like.nbytes).view(like.dtype).view(like.shape)
             remaining_bytes[device_type] -= size
         return {name: self._copies[name] for name in tensors}
