@@ -119,7 +119,8 @@ def refuse_customised(
         _refuse_custom_code(part, name, homes[path], children=(*names, *inner))
         if (replacement := part._modules.get(names[0])) is not None:
             name = f"{path}.{names[0]} ({type(replacement).__name__}) of {kind}"
-            _refuse_custom_code(replacement, name, (*ACTIVATION_MODULES, *home))
+            for m in replacement.modules():  # Inkling's activation has a child
+                _refuse_custom_code(m, name, (*ACTIVATION_MODULES, *home), tuple(m._modules))
     _refuse_custom_implementation(block.get_submodule(layout.experts), kind)
 
 
