@@ -180,7 +180,6 @@ def test_the_bias_is_fp32_and_of_its_own_copy(family: str) -> None:
         ("minimax_m2", {"router_jitter_noise": 0.1}),
         ("ernie4_5_moe", {"moe_norm_min": 0.1}),
         ("axk2", {"n_routed_experts": 8, "n_group": 4, "topk_group": 2}),
-        ("cohere2_moe", {"expert_selection_fn": "sigmoid"}),
     ],
 )
 def test_options_that_moecore_lacks_leave_the_router(family: str, options: dict[str, Any]) -> None:
@@ -199,11 +198,28 @@ def test_a_linear_with_adapters_leaves_the_router() -> None:
     assert layers and all(isinstance(layer, RoutedExperts) for layer in layers.values())
 
 
-def test_latent_projections_may_be_absent() -> None:
-    model = tiny_model("nemotron_h", moe_latent_size=None)
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("nemotron_h", {"moe_latent_size": None}),
+        ("cohere2_moe", {"expert_selection_fn": "sigmoid"}),
+        ("cohere2_moe", {"expert_selection_fn": "sigmoid", "norm_topk_prob": False}),
+        ("cohere2_moe", {"norm_topk_prob": False, "num_shared_experts": 0}),
+        ("cohere2_moe", {"shared_expert_combination_strategy": "sum"}),
+        ("laguna", {"moe_routed_scaling_factor": 2.5}),
+        ("mistral4", {"n_routed_experts": 8, "n_group": 4, "topk_group": 2}),
+        ("kolibri1", {"norm_topk_prob": False}),
+    ],
+)
+def test_options_of_blocks(family: str, options: dict[str, Any]) -> None:
+    model = tiny_model(family, **options)
     stock = copy.deepcopy(model)
     assert all(isinstance(layer, MoELayer) for layer in swap_blocks(model, {}).values())
     torch.testing.assert_close(run(model), run(stock))
+    grads = {n: p.grad for n, p in stock.named_parameters() if p.requires_grad}
+    for name, param in model.named_parameters():
+        scale = float(grads[name].abs().max())
+        torch.testing.assert_close(param.grad, grads[name], rtol=0, atol=1e-5 * scale, msg=name)
 
 
 def test_classes_exist() -> None:

@@ -47,8 +47,9 @@ class RouterRecord:
 
     Attributes:
         layout: names of the block's parts, except those inside its experts module.
-        score_function: function of the logits; None = the module `score_fn` of the router.
-        score_order: "post" applies the score function to the K chosen logits.
+        score_function: function of the logits, unless the router has `expert_selection_fn`; None =
+            the module `score_fn` of the router.
+        score_order: as of `MoEConfig`.
         normalize: whether a token's weights are divided by their sum, or the option that says so.
         scale: option with a factor on the weights or on the routed output; "" = 1.
         ranks_groups: whether groups of experts are ranked by the sum of their two best scores.
@@ -115,7 +116,7 @@ RECORDS: dict[str, RouterRecord] = {
         scale="route_scale",
     ),
     "AriaTextMoELayer": GRANITE,
-    "Cohere2MoeSparseMoeBlock": RouterRecord(score_order="post"),
+    "Cohere2MoeSparseMoeBlock": RouterRecord(score_order="post", normalize="norm_topk_prob"),
     "Ernie4_5_MoeSparseMoeBlock": RouterRecord(
         layout=replace(STACKED, bias_owner="gate.moe_statics")
     ),
@@ -132,6 +133,9 @@ RECORDS: dict[str, RouterRecord] = {
     ),
     "Inkling2SparseMoeBlock": RouterRecord(score_function=None, scale="routed_scaling_factor"),
     "JambaSparseMoeBlock": RouterRecord(layout=STACKED_ROUTER, normalize=False),
+    "Kolibri1SparseMoeBlock": RouterRecord(
+        score_function="sigmoid", score_order="post", normalize="norm_topk_prob"
+    ),
     "LongcatFlashMoE": RouterRecord(
         layout=replace(STACKED, router="router.classifier", bias_owner="router"),
         normalize=False,
@@ -152,7 +156,6 @@ OWN_ROUTERS = {
     "Ernie4_5_VLMoeMoeTopKRouter": "text and images have experts of their own",
     "Gemma4TextRouter": "a norm of the input, a trained factor per expert",
     "InklingTopkRouter": "weights of routed and shared experts have one sum",
-    "Kolibri1TopKRouter": "the bias is added to logits, not to scores",
     "Lfm2MoeTopKRouter": "1e-6 is added to the sum of weights",
     "PhimoeTopKRouter": "softmax over other experts for each choice (sparsemixer)",
     "ZayaRouter": "an MLP that reads the logits of the layer before",
@@ -183,17 +186,18 @@ def read_routing(block: Any, record: RouterRecord) -> dict[str, Any] | None:
     linear = block.get_submodule(record.layout.router)
     if linear is not router and type(linear) is not nn.Linear:  # such as one with LoRA
         return None
-    function, order = _read_scores(router, record)
+    function = _read_score_function(router, record)
     if function is None:
         return None
-    normalize = record.normalize
+    is_choice_softmax = (record.score_order, function) == ("post", "softmax")  # its sum is 1
+    normalize: Any = record.normalize
+    if isinstance(normalize, str):
+        normalize = is_choice_softmax or get_option(owners, normalize)
     routing: dict[str, Any] = {
         "top_k": get_option(owners, "top_k", "num_experts_per_tok"),
         "score_function": function,
-        "score_order": order,
-        "normalize_weights": get_option(owners, normalize)
-        if isinstance(normalize, str)
-        else normalize,
+        "score_order": record.score_order,
+        "normalize_weights": normalize,
         "routed_scaling_factor": get_option(owners, record.scale) if record.scale else 1.0,
     }
     num_groups = get_option(owners, "num_group", "n_group") or 1
@@ -209,10 +213,9 @@ def get_layer_class(block: Any, record: RouterRecord) -> type[MoELayer]:
     return MeanOutputLayer if is_mean and hasattr(block, "shared_experts") else record.layer_class
 
 
-def _read_scores(router: Any, record: RouterRecord) -> tuple[str | None, str]:
-    """Return a router's score function, None if moecore lacks it, and its order."""
+def _read_score_function(router: Any, record: RouterRecord) -> str | None:
+    """Return a router's score function in moecore's words; None if moecore lacks it."""
     if record.score_function is None:
-        return SCORES.get(type(router.score_fn).__name__), record.score_order
-    # Cohere ranks logits, also under a sigmoid, which is 1.0 for several large logits.
-    chosen = getattr(router, "expert_selection_fn", record.score_function)
-    return record.score_function if chosen == record.score_function else None, record.score_order
+        return SCORES.get(type(router.score_fn).__name__)
+    function: str = getattr(router, "expert_selection_fn", record.score_function)
+    return function
