@@ -32,10 +32,9 @@ from moecore.families.transformers.router_records import (
     STACKED,
     RouterRecord,
     get_layer_class,
-    get_router,
     read_routing,
 )
-from moecore.families.transformers.stock import is_hf, refuse_customised
+from moecore.families.transformers.stock import get_router, is_hf, refuse_customised
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout, MoELayer, RoutedLayer
 from moecore.moe.selection_bias import add_part

@@ -23,6 +23,7 @@ from moecore.families.transformers.block_layers import (
     NormedOutputLayer,
     PairOutputLayer,
 )
+from moecore.families.transformers.stock import get_router
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout, MoELayer
 
@@ -153,19 +154,13 @@ RECORDS: dict[str, RouterRecord] = {
 
 # A router's class -> why moecore's router cannot replace it.
 OWN_ROUTERS = {
-    "Ernie4_5_VLMoeMoeTopKRouter": "text and images have experts of their own",
-    "Gemma4TextRouter": "a norm of the input, a trained factor per expert",
-    "InklingTopkRouter": "weights of routed and shared experts have one sum",
-    "Lfm2MoeTopKRouter": "1e-6 is added to the sum of weights",
-    "PhimoeTopKRouter": "softmax over other experts for each choice (sparsemixer)",
-    "ZayaRouter": "an MLP that reads the logits of the layer before",
+    "Ernie4_5_VLMoeMoeTopKRouter": "other experts for images",
+    "Gemma4TextRouter": "trained factors of experts",
+    "InklingTopkRouter": "shared experts are weighted, too",
+    "Lfm2MoeTopKRouter": "1e-6 in the sum of weights",
+    "PhimoeTopKRouter": "sparsemixer",
+    "ZayaRouter": "an MLP across layers",
 }
-
-
-def get_router(block: nn.Module, layout: LayerLayout) -> Any:
-    """Return the module of a block whose forward chooses experts."""
-    # Where its matrix is a linear's, `layout.router` is that linear.
-    return block.get_submodule(layout.router.partition(".")[0])
 
 
 def get_option(owners: tuple[Any, ...], *names: str) -> Any:

@@ -92,6 +92,12 @@ def is_stock_forward(module: nn.Module, name: str) -> bool:
     return is_class and "forward" not in vars(module) and is_stock(type(module).forward)
 
 
+def get_router(block: nn.Module, layout: LayerLayout) -> Any:
+    """Return the module of a block whose forward chooses experts."""
+    # Where its matrix is a linear's, `layout.router` is that linear.
+    return block.get_submodule(layout.router.partition(".")[0])
+
+
 def refuse_customised(
     block: nn.Module, layout: LayerLayout, children: tuple[str, ...] = ()
 ) -> None:
