@@ -69,7 +69,7 @@ def test_a_selection_bias_may_be_a_parameter(dtype: torch.dtype) -> None:
     assert (layer.get_part("router")(torch.randn(5, 32)).expert_ids_TK == 3).all()
 
 
-def test_latent_experts_have_no_argument_yet() -> None:
+def test_latent_experts_need_their_projections() -> None:
     router, experts = tensors()
     with pytest.raises(
         NotImplementedError, match=r"MoEConfig.latent_dim \(16\) must be 0 in adopt"

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moecore import MoEConfig, MoELayer, place_experts, reorder_experts
+from moecore.moe.layer import LayerLayout
 
 CONFIG = MoEConfig(
     dim=16,
@@ -36,12 +37,19 @@ def test_ranks_become_even(E: int, P: int) -> None:
     assert busiest <= 0.75 * loads_E.view(P, -1).sum(1).max()
 
 
-@pytest.mark.parametrize("zero_experts", [0, 3])
-def test_a_layer_in_another_order_computes_the_same(zero_experts: int) -> None:
+@pytest.mark.parametrize(
+    ("zero_experts", "bias_owner"), [(0, None), (3, None), (0, ""), (0, "router.statics")]
+)
+def test_a_layer_in_another_order_computes_the_same(
+    zero_experts: int, bias_owner: str | None
+) -> None:
     torch.manual_seed(0)
-    layer, x = MoELayer(replace(CONFIG, zero_experts=zero_experts)), torch.randn(40, 16)
+    layout = LayerLayout(bias_owner=bias_owner)
+    layer = MoELayer(replace(CONFIG, zero_experts=zero_experts), layout=layout)
+    x, bias_E = torch.randn(40, 16), layer.router.selection_bias
+    assert bias_E is not None
     with torch.no_grad():
-        for tensor in (*layer.parameters(), layer.router.expert_bias):
+        for tensor in (*layer.parameters(), bias_E):
             tensor.copy_(torch.randn_like(tensor))
     before, loads_E = layer(x), torch.zeros(6 + zero_experts)
     loads_E.index_add_(0, layer.router(x).expert_ids_TK.flatten().long(), torch.ones(80))

@@ -21,6 +21,7 @@ CONFIGS = {
     "softmax": BASE,
     "softmax-raw": replace(BASE, normalize_weights=False),
     "softmax-post": replace(BASE, score_order="post"),
+    "sigmoid-post": replace(BASE, score_order="post", score_function="sigmoid", expert_bias=True),
     "softmax-post-bias": replace(BASE, score_order="post", router_bias=True, expert_bias=True),
     "softmax-bias": replace(BASE, expert_bias=True),
     "sigmoid": replace(BASE, score_function="sigmoid"),
@@ -86,7 +87,7 @@ def route_by_hand(router: Router, x_D: list[float]) -> tuple[list[int], list[flo
     if config.top_groups == config.num_groups:
         allowed = list(range(config.num_experts))
     ids = sorted(allowed, key=lambda e: -ranked[e])[: config.top_k]
-    if config.score_order == "post":
+    if config.score_order == "post" and config.score_function == "softmax":
         weights = [exps[e] / sum(exps[i] for i in ids) for e in ids]
     else:
         weights = [scores[e] for e in ids]
@@ -255,7 +256,7 @@ def test_gradient_of_the_weights_against_fp64(name: str) -> None:
     if router.bias is not None:
         logits = logits + router.bias.detach().double()
     ids = routing.expert_ids_TK.long()
-    if config.score_order == "post":
+    if config.score_order == "post" and config.score_function == "softmax":
         weights = logits.gather(1, ids).softmax(-1)
     else:
         scores = logits.sigmoid() if config.score_function == "sigmoid" else logits.softmax(-1)

@@ -24,7 +24,8 @@ def copy_modules(
     """Copy every module of a model and return {module: copy}; `new_parameter` copies a parameter.
 
     A copy shares all attribute values with its module, except submodules, parameters and hooks. A
-    bound method that is an attribute of a module is bound to the copy. `unwrapped` removes hooks
+    bound method that is an attribute of a module is bound to the copy, and modules in an attribute
+    that is a tuple are replaced by their copies. `unwrapped` removes hooks
     and wrappers of methods, including compiled methods. It also maps a `torch.compile` wrapper to
     the copy of its original module.
     """
@@ -43,6 +44,8 @@ def copy_modules(
                 is_left_out &= method.__func__ is getattr(type(module), name, None)
             if is_left_out:
                 del state[name]
+            elif isinstance(value, tuple) and any(isinstance(v, nn.Module) for v in value):
+                state[name] = tuple(copies.get(v, v) for v in value)
         for name in HOOKS & state.keys():
             state[name] = type(state[name])(() if unwrapped else state[name])
         state["_buffers"] = dict(module._buffers)

@@ -13,9 +13,10 @@ from moecore.base.fields import check_arguments
 from moecore.base.options.layer import MoEConfig
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.experts import Experts, OwnActivation
-from moecore.moe.layer import LayerLayout, MoELayer, add_part
+from moecore.moe.layer import LayerLayout, MoELayer
 from moecore.moe.routed import RoutedExperts
 from moecore.moe.router import Router
+from moecore.moe.selection_bias import add_part
 
 
 def adopt(
@@ -26,6 +27,7 @@ def adopt(
     experts: Mapping[str, Tensor],
     shared: nn.Module | None = None,
     shared_gate: nn.Module | None = None,
+    latent: tuple[nn.Module, nn.Module] | None = None,
     own_activation: OwnActivation | None = None,
     layer_class: type[MoELayer] = MoELayer,
 ) -> MoELayer:
@@ -35,12 +37,15 @@ def adopt(
         config: config of the layer; `shared_hidden_dim` must be 0 if `shared` is given.
         layout: names of the block's parts in the model.
         router: "weight" [E, D]. If the config has them, also "bias" [E], the selection bias buffer
-            and the table of experts by token id.
+            ([E] or [1, E], also if `layout.bias_owner` names another module for it) and the table
+            of experts by token id.
         experts: stacked tensors by parameter name, with the shapes of
             `compute_expert_shapes(config, layout)`.
         shared: module that maps [T, D] to [T, D], used unchanged.
         shared_gate: module that maps [T, D] to [T, 1], used unchanged under the name
             `layout.shared_gate`. The sigmoid of its output multiplies the shared output.
+        latent: modules that map [T, D] to [T, L] and back, for a config with a latent dim. They are
+            used unchanged under the names `layout.latent_down` and `layout.latent_up`.
         own_activation: differentiable function from FC1's output [R, C] to [R, F] that replaces
             `config.activation`; see `Experts`. None = `config.activation`.
         layer_class: subclass of MoELayer whose forward has the signature of the block's forward.
@@ -48,7 +53,7 @@ def adopt(
     Raises:
         ValueError: if a tensor is missing or its shape does not fit the config; if only one of
             `shared_gate` and `layout.shared_gate` is given; or for a gate without `shared`.
-        NotImplementedError: for latent experts.
+        NotImplementedError: for latent experts without `latent`.
     """
     check_arguments(adopt, locals())
     if bool(layout.shared_gate) != (shared_gate is not None):
@@ -61,10 +66,10 @@ def adopt(
             f"shared_gate ({_get_class_name(shared_gate)}) must come with shared (None) in adopt: "
             "pass the block's shared module"
         )
-    if config.latent_dim:
+    if bool(config.latent_dim) != (latent is not None and bool(layout.latent_down)):
         raise NotImplementedError(
-            f"MoEConfig.latent_dim ({config.latent_dim}) must be 0 in adopt: its two matrices have "
-            "no argument yet"
+            f"MoEConfig.latent_dim ({config.latent_dim}) must be 0 in adopt unless latent and "
+            "LayerLayout.latent_down name the two projections: pass all or none"
         )
     layer = layer_class(config, layout=layout, device="meta")
     if config.shared_hidden_dim and shared is None:
@@ -75,6 +80,9 @@ def adopt(
     layer.get_part("experts").own_activation = own_activation
     _assign_parameters(layer.get_part("router"), router)
     _assign_parameters(layer.get_part("experts"), experts)
+    if latent is not None:
+        for name, module in zip((layout.latent_down, layout.latent_up), latent, strict=True):
+            add_part(layer, name, module)
     if shared is not None:
         add_part(layer, layout.shared, shared)
     if shared_gate is not None:
@@ -123,14 +131,19 @@ def _get_class_name(module: nn.Module | None) -> str:
 def _assign_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Replace a module's tensors by `tensors`, not copied; ValueError for other names or shapes."""
     assert isinstance(module, Router | Experts)
-    slots = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers())
+    # A layout may name another module for the router's selection bias.
+    bias_owner = module.bias_owner if isinstance(module, Router) else module
+    slots = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+    if bias_owner is not module:
+        slots |= dict(bias_owner.named_buffers(recurse=False))
     if slots.keys() != tensors.keys():
         raise ValueError(
             f"{type(module).__name__} tensors {sorted(tensors)} must be {sorted(slots)}: "
             "match the adapter's config and layout to the block"
         )
     for name, tensor in tensors.items():
-        if tensor.shape != slots[name].shape:
+        has_bias_shape = name in bias_owner._buffers and tensor.shape == (1, len(slots[name]))
+        if tensor.shape != slots[name].shape and not has_bias_shape:  # ERNIE: [1, E]
             raise ValueError(
                 f"{type(module).__name__} {name} {tuple(tensor.shape)} must have the shape "
                 f"{tuple(slots[name].shape)} that the adapter's config gives"
@@ -141,7 +154,8 @@ def _assign_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> None
             is_bias = tensor.is_floating_point()
             if not (is_bias or tensor.is_meta):
                 _check_table(name, tensor, module.config.num_experts)
-            setattr(module, name, tensor.detach().float() if is_bias else tensor.detach())
+            owner = bias_owner if is_bias else module
+            setattr(owner, name, tensor.detach().float() if is_bias else tensor.detach())
             continue
         # Registered anew, so that the block's order stays.
         parameter = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor.detach())

@@ -41,6 +41,7 @@ from moecore.moe.experts import Experts
 from moecore.moe.micro_batch import MicroBatch
 from moecore.moe.records import Dispatcher, ExpertInput, Routing, split_zero_experts
 from moecore.moe.router import Router
+from moecore.moe.selection_bias import BiasOwner, add_part, get_bias_owner
 from moecore.moe.shared import Latent, SharedExpert, SharedRun
 
 
@@ -54,7 +55,11 @@ class LayerLayout(CheckedRecord):
         shared_gate: name of a child that maps [T, D] to the shared expert's gate logits [T, 1];
             "" = none (moecore's own shared expert contains its gate).
         expert_bias: name of the router's selection bias buffer.
+        bias_owner: name of the module that has this buffer, below the layer; "" = the layer itself,
+            None = the router.
         token_experts: name of the router's table of experts by token id.
+        latent_down, latent_up: names of children that project [T, D] to [T, L] before dispatch and
+            back after combine; "" = moecore's own `latent`, if the config has a latent dim.
         expert_layout: names and order inside the experts module.
     """
 
@@ -63,7 +68,10 @@ class LayerLayout(CheckedRecord):
     shared: str = "shared"
     shared_gate: str = ""
     expert_bias: str = "expert_bias"
+    bias_owner: str | None = None
     token_experts: str = "token_experts"
+    latent_down: str = ""
+    latent_up: str = ""
     expert_layout: ExpertLayout = field(default_factory=ExpertLayout)
 
 
@@ -170,7 +178,7 @@ class RoutedLayer(nn.Module):
         return self.tracker.attach_losses(y, routing, micro_batch, bias_E)
 
 
-class MoELayer(RoutedLayer):
+class MoELayer(RoutedLayer, BiasOwner):
     """A Mixture-of-Experts layer; a plain module in one process, CPU or GPU.
 
     The steps of a forward:
@@ -225,7 +233,9 @@ class MoELayer(RoutedLayer):
         experts = Experts(config, layout=names.expert_layout, **factory_kwargs)
         add_part(self, names.router, router)
         add_part(self, names.experts, experts)
-        if config.latent_dim:
+        if config.expert_bias and names.bias_owner is not None:
+            router.move_bias(get_bias_owner(self, names.bias_owner))
+        if config.latent_dim and not names.latent_down:
             self.latent = Latent(config, **factory_kwargs)
         if config.shared_hidden_dim:
             add_part(self, names.shared, SharedExpert(config, **factory_kwargs))
@@ -316,7 +326,7 @@ class MoELayer(RoutedLayer):
         rows_TL, routing = self._make_routed_rows(cast_to_autocast(tokens_TD), routing)
         is_saved_elsewhere = rows_TL is tokens_TD and router.weight.requires_grad
         y_TL = self._run_routed_experts(rows_TL, routing, is_saved_elsewhere=is_saved_elsewhere)
-        y_TD = self.latent.project_up(y_TL) if self.config.latent_dim else y_TL
+        y_TD = self._project_up(y_TL) if self.config.latent_dim else y_TL
         if shared.y_TD is not None:
             y_TD = y_TD + shared.wait()
         y = y_TD.to(x.dtype)
@@ -325,12 +335,24 @@ class MoELayer(RoutedLayer):
 
     def _make_routed_rows(self, rows_TD: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
         """Return the rows to dispatch, [T, L], and the routing whose weights the experts apply."""
-        rows_TL = self.latent.project_down(rows_TD) if self.config.latent_dim else rows_TD
+        rows_TL = self._project_down(rows_TD) if self.config.latent_dim else rows_TD
         if not self.config.weights_on_input:
             return rows_TL, routing
         weights_T1 = routing.weights_TK  # one per token; those of the experts' outputs become 1
         rows_TL = (rows_TL * weights_T1).to(rows_TL.dtype)
         return rows_TL, replace(routing, weights_TK=torch.ones_like(weights_T1))
+
+    def _project_down(self, x_TD: Tensor) -> Tensor:
+        """Return the rows that routed experts read, [T, L], in a layer with a latent dim."""
+        name = self.layout.latent_down
+        y_TL: Tensor = self.get_submodule(name)(x_TD) if name else self.latent.project_down(x_TD)
+        return y_TL
+
+    def _project_up(self, y_TL: Tensor) -> Tensor:
+        """Return the routed experts' sums as [T, D], in a layer with a latent dim."""
+        name = self.layout.latent_up
+        y_TD: Tensor = self.get_submodule(name)(y_TL) if name else self.latent.project_up(y_TL)
+        return y_TD
 
     def _run_shared_experts(self, x_TD: Tensor) -> Tensor | None:
         """Return the shared expert's output, [T, D]; None without a shared expert."""
@@ -344,20 +366,10 @@ class MoELayer(RoutedLayer):
         return (y_TD * gate_T1).to(y_TD.dtype)
 
 
-def add_part(layer: nn.Module, path: str, part: nn.Module) -> None:
-    """Add a module under a name; for a dotted name, create missing parents as empty modules."""
-    *holders, name = path.split(".")
-    for holder in holders:
-        if holder not in layer._modules:
-            layer.add_module(holder, nn.Module())
-        layer = layer.get_submodule(holder)
-    layer.add_module(name, part)
-
-
 def _iterate_parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield (dotted name, module) of a layer's parts, also of parts below plain `nn.Module`s."""
+    """Yield (dotted name, module) of a layer's parts, also of parts below empty modules."""
     for name, child in module.named_children():
-        if type(child) is nn.Module:
+        if type(child) is BiasOwner:  # an empty module of a dotted name
             yield from _iterate_parts(child, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", child

@@ -96,7 +96,10 @@ def reorder_experts(
     # All have one entry per expert in dim 0, routers also for those that return their input.
     candidates = torch.arange(E, layer.config.num_candidates, device="cpu")
     order_E = torch.cat([order_E, candidates.to(order_E)])
-    tensors = [t for module in (router, experts) for t in (*module.parameters(), *module.buffers())]
+    tensors = [t for module in (router, experts) for t in module.parameters()]
+    tensors += [*router.buffers(recurse=False), *experts.buffers()]
+    if router.bias_owner is not router:
+        tensors.append(router.selection_bias)
     if any(isinstance(tensor, DTensor) for tensor in tensors):
         raise ValueError(
             "layer (MoELayer) must be whole for another order of its experts: call "

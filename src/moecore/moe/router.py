@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,17 +35,19 @@ from moecore.moe.assignment import (
 )
 from moecore.moe.micro_batch import MicroBatch, compute_capacity, sort_by_position
 from moecore.moe.records import ChoiceTape, Routing
+from moecore.moe.selection_bias import BiasOwner
 
 TABLE_ROWS = 8192  # of token ids that are given experts at once
 
 
-class Router(nn.Module):
+class Router(BiasOwner):
     """Chooses K experts for each token, and the weight of each choice, from logits x @ weight^T.
 
     Parameters and buffers:
         weight: [E, D].
         bias: [E], with `config.router_bias`.
         expert_bias: buffer, fp32 [E], with `config.expert_bias`. Its name is `expert_bias_name`.
+            `move_bias` gives it to another module.
         token_experts: buffer, int64 [hash_vocab_size, K], with assignment "hash". Each row has
             distinct ids. Its name is `token_experts_name`.
     """
@@ -64,6 +65,8 @@ class Router(nn.Module):
         self.config = config
         self.options = _make_route_options(config)  # `set_config` changes no field of it
         self.expert_bias_name = expert_bias_name
+        # In a tuple, because an attribute that is a module would become a child.
+        self._bias_owner: tuple[BiasOwner] | None = None  # None = the router itself
         self.token_experts_name = token_experts_name
         self.tape: ChoiceTape | None = None
         # (T, E, K, device) -> int32 ids [T, K] for any scores; see moe/forced.py.
@@ -74,7 +77,7 @@ class Router(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias)
         if config.expert_bias:
             buffer = torch.zeros(E, device=device, dtype=torch.float32)
-            self.register_buffer(expert_bias_name, buffer)
+            self.register_bias(expert_bias_name, buffer)
         if config.assignment == "hash":
             shape = config.hash_vocab_size, config.top_k
             table = torch.empty(shape, device=device, dtype=torch.int64)
@@ -83,7 +86,20 @@ class Router(nn.Module):
     @property
     def selection_bias(self) -> Tensor | None:
         """The fp32 [E] buffer added to scores for the choice. None without `config.expert_bias`."""
-        return self._buffers.get(self.expert_bias_name)
+        bias_E = self.bias_owner._buffers.get(self.expert_bias_name)
+        return bias_E if bias_E is None or bias_E.ndim == 1 else bias_E.view(-1)  # ERNIE: [1, E]
+
+    @property
+    def bias_owner(self) -> BiasOwner:
+        """The module whose buffer is the selection bias: the router, unless a layout names it."""
+        return self if self._bias_owner is None else self._bias_owner[0]
+
+    def move_bias(self, owner: BiasOwner) -> None:
+        """Make the selection bias a buffer of `owner`, under the name that it has here."""
+        bias_E = self._buffers.pop(self.expert_bias_name)
+        assert bias_E is not None
+        self.bias_name, self._bias_owner = "", (owner,)
+        owner.register_bias(self.expert_bias_name, bias_E)
 
     @property
     def is_collective_free(self) -> bool:
@@ -93,22 +109,6 @@ class Router(nn.Module):
             "hash",
         )
         return is_local and not (self.training and self.config.balance.bias_per_micro_batch)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Router:
-        """Apply `fn` as any module does; the selection bias stays fp32 for its small steps."""
-        bias = self.selection_bias
-        super()._apply(fn, recurse)
-        new_bias = self.selection_bias
-        if bias is not None and new_bias is not None and new_bias.dtype != bias.dtype:
-            self._buffers[self.expert_bias_name] = bias.to(new_bias.device)
-        return self
-
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        """Load as any module does, but keep the selection bias in fp32, also with assign=True."""
-        key = prefix + self.expert_bias_name
-        if key in state_dict:
-            state_dict[key] = state_dict[key].float()
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
         """Draw the weight from N(0, std^2), zero the biases, and draw the hash table uniformly.

@@ -50,10 +50,6 @@ RELATIONS: list[tuple[dict[str, Any], list[str]]] = [
     ({"num_groups": 4, "top_groups": 5}, ["top_groups (5)", "num_groups (4)"]),
     ({"num_groups": 8, "top_groups": 4}, ["num_groups (8)", "num_experts (8)", "2"]),
     ({"num_groups": 4, "top_groups": 1, "top_k": 3}, ["top_k (3)", "top_groups (1 x 2)"]),
-    (
-        {"score_function": "sigmoid", "score_order": "post"},
-        ["score_order ('post')", "score_function ('sigmoid')"],
-    ),
     ({"routed_scaling_factor": 0.0}, ["routed_scaling_factor (0.0)", "> 0"]),
     ({"routed_scaling_factor": -1.0}, ["routed_scaling_factor (-1.0)", "> 0"]),
     ({"routed_scaling_factor": float("nan")}, ["routed_scaling_factor (nan)", "> 0"]),

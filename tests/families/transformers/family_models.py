@@ -250,10 +250,10 @@ def tiny_config(kind: type, overrides: Mapping[str, Any], sizes: Mapping[str, An
     return kind(**{n: v for n, v in kwargs.items() if v is not None})
 
 
-def tiny_model(family: str, *, vocab_size: int = SIZES["vocab_size"]) -> Any:
-    """Return a model of a family with large weights, in training."""
+def tiny_model(family: str, *, vocab_size: int = SIZES["vocab_size"], **options: Any) -> Any:
+    """Return a model of a family with large weights, in training; `options` of its config."""
     kind, sizes = model_class(family), SIZES | {"vocab_size": vocab_size}
-    config = tiny_config(kind.config_class, FAMILIES.get(family, {}), sizes)
+    config = tiny_config(kind.config_class, FAMILIES.get(family, {}) | options, sizes)
     config._attn_implementation = "eager"
     config.use_cache = False
     torch.manual_seed(0)

@@ -39,6 +39,7 @@ from moecore.families.fp32_modules import SELECTION_BIASES, set_dtypes
 from moecore.families.transformers.context import CausalContext
 from moecore.families.transformers.cuts import OUTPUTS, find_cuts
 from moecore.families.transformers.packing import find_packing_problem
+from moecore.families.transformers.router_records import OWN_ROUTERS
 from moecore.families.transformers.towers import find_tower_modules
 from moecore.io import Saver, export_hf, load, load_hf
 from moecore.parallel.model.parallel_state import get_moe_state
@@ -69,7 +70,7 @@ REFUSED = {
     "nllb_moe": "experts are a dict of modules",
     "switch_transformers": "experts are a dict of modules",
 }
-NOT_CUT = ("inkling", "inkling2", "zaya")  # refused with tp > 1
+NOT_CUT = ("inkling", "zaya")  # refused with tp > 1
 ROOT = Path(__file__).parents[3]
 BEGIN, END = "<!-- families -->", "<!-- end of families -->"
 FOLDINGS = (dict(ep=2), dict(edp_shard=2), dict(etp=2))[: 2 + HAS_SEPARATE_PIECES]
@@ -95,7 +96,8 @@ WITH_TP = {
     "qwen3_5_moe": "its queries, keys and values one below the other, in one linear",
     "kimi_linear": "decays of channels, of a gate within linear attention",
     "granitemoehybrid": "a state space model whose ranks share its group of keys and queries",
-    "afmoe": "gates, and a MoE block that stays transformers' own",
+    "afmoe": "gates; a router's matrix below the router",
+    "lfm2_moe": "a MoE block that stays transformers' own",
     "qwen3_vl_moe": "a tower",
     "granitemoeshared": "gate and up of a dense MLP in one matrix",
     "minimax": "queries, keys and values in one linear, head after head",
@@ -117,6 +119,7 @@ TP_BY_DAY = (  # linears of several kinds are in test_tensor_parallel.py
     "gpt_oss",
     "qwen3_next",
     "granitemoehybrid",
+    "lfm2_moe",
 )
 # With those above, every path of the package that a family takes on two ranks.
 BY_DAY = (
@@ -135,7 +138,7 @@ BY_DAY = (
 DEGREES = ("--ep", "2")
 PLANNED = {
     "minimax": "linear attention",
-    "granitemoe": "a router of its own",
+    "lfm2_moe": "a router of its own",
     "longcat_flash": "two attentions in a layer",
     "deepseek_v32": "a config that the native decoder cannot express",
     "gemma4": "a config whose layers differ",
@@ -255,7 +258,7 @@ def described(model: nn.Module) -> list[str]:
     fp32 where the rest is bf16, which test_bf16.py compares with stock for every family.
     """
     layers = list(get_moe_state(model).layers.values())
-    routers = {"moecore's" if layer.get_part("router") else "its own" for layer in layers}
+    routers = {"moecore's" if layer.get_part("router") else own_router(model) for layer in layers}
     experts = {
         "its own" if layer.get_part("experts").own_activation else layer.config.activation
         for layer in layers
@@ -268,6 +271,12 @@ def described(model: nn.Module) -> list[str]:
     kept -= {*SELECTION_BIASES, "inv_freq", "original_inv_freq"}  # which are fp32 in each
     bf16 = f"yes; fp32: {', '.join(sorted(kept))}" if kept else "yes"
     return [name, " ".join(sorted(routers)), " ".join(sorted(experts)), cut_of(model), parts, bf16]
+
+
+def own_router(model: nn.Module) -> str:
+    """Return why a model keeps its router, which the record of its class says."""
+    (reason,) = {OWN_ROUTERS[n] for m in model.modules() if (n := type(m).__name__) in OWN_ROUTERS}
+    return f"its own: {reason}"
 
 
 def cut_of(model: nn.Module) -> str:

@@ -26,7 +26,7 @@ from moecore.families import use_causal_attention
 from moecore.families.family import swap_blocks
 from moecore.families.transformers.attention import _attend_causally
 from moecore.families.transformers.context import CausalContext
-from moecore.families.transformers.linear_attention import SEQUENCE, find_linear_layers
+from moecore.families.transformers.linear_attention import find_linear_layers
 from moecore.packing import PackedCollator
 from tests.families.transformers.family_models import (
     batch,
@@ -251,12 +251,12 @@ def test_a_moe_layer_whose_block_has_no_attention_is_told_of_documents_and_paddi
     (layer,) = swap_blocks(model, {}).values()
     use_causal_attention(model)
     padding = torch.arange(32).view(2, 16) >= 20
-    ids_TK: list[Tensor] = []
-    layer.register_forward_pre_hook(lambda _, args: ids_TK.append(args[1]))
+    inputs: list[dict[str, Any]] = []
+    layer.register_forward_pre_hook(lambda *args: inputs.append(args[2]), with_kwargs=True)
     with torch.no_grad():
         model(input_ids=TOKENS % 61, cu_seqlens=cuts, padding_mask=padding, use_cache=False)
-    assert torch.equal((ids_TK[0] == -1).all(1), padding.flatten())
-    assert torch.equal(getattr(layer, SEQUENCE).cu_seqlens, cuts)
+    assert torch.equal(inputs[0]["padding_mask"], padding)
+    assert torch.equal(inputs[0]["cu_seqlens"], cuts)
 
 
 def found_in(name: str, batches: list[dict[str, Any]], *, checkpointing: bool) -> dict[str, Tensor]:

@@ -39,6 +39,8 @@ CASES = {
     "sigmoid-raw": (13, replace(SIGMOID, normalize=False), False),
     "post": (12, POST, False),
     "post-bias-groups": (12, replace(POST, num_groups=3, top_groups=1, scale=1.5), True),
+    "post-sigmoid": (12, replace(POST, score_function="sigmoid", scale=1.5), True),
+    "post-sigmoid-raw": (13, replace(POST, score_function="sigmoid", normalize=False), False),
     "deepseek": (160, replace(SIGMOID, top_k=6, num_groups=8, top_groups=3, scale=2.5), True),
     "groups-of-two": (16, replace(BASE, top_k=4, num_groups=8, top_groups=4), False),
     "all-groups": (12, replace(BASE, num_groups=4, top_groups=4), True),

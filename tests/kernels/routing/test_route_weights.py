@@ -17,6 +17,7 @@ OPTIONS = {
     "sigmoid": replace(SIGMOID, scale=2.5),
     "sqrtsoftplus": SQRT,
     "post": POST,
+    "post-sigmoid": replace(POST, score_function="sigmoid"),
 }
 
 
@@ -73,7 +74,7 @@ def test_missing_choices_have_no_part(name: str, num_columns: int, device: str) 
     for t in range(11):
         here = [int(e) for e in ids[t] if e >= 0]
         row = logits[t].double()
-        if options.score_order == "post":
+        if options.is_choice_softmax:
             by_hand = row[here].softmax(0)
         else:
             scores = {"softmax": row.softmax(0), "sigmoid": row.sigmoid()}.get(

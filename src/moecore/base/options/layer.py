@@ -155,8 +155,9 @@ class MoEConfig(CheckedRecord):
             from E to E + Z - 1 are neither dispatched nor multiplied. Balancing counts them.
         score_function: function from logits to scores; "sqrtsoftplus" is
             sqrt(log(1 + exp(logit))).
-        score_order: "pre" scores all experts and selects by score; "post" applies the score
-            function to the K chosen logits.
+        score_order: "pre" scores all experts and selects by score; "post" selects by logit and
+            applies the score function to the K chosen logits. With "sigmoid", "post" adds the
+            expert bias to logits, and separates logits above 17, whose scores are all 1.
         normalize_weights: divide a token's K weights by their sum; None = if K > 1. With True and
             K = 1 the weight is always 1, so only balance losses train the router.
         routed_scaling_factor: factor on the routing weights, after normalisation.
@@ -283,19 +284,24 @@ class MoEConfig(CheckedRecord):
             )
 
     def _score_rules(self) -> Rules:
-        if self.score_order == "post" and self.score_function != "softmax":
+        """Yield fields that do not fit score_order "post"."""
+        if self.score_order != "post":
+            return
+        if self.score_function == "sqrtsoftplus":
             yield (
                 "score_order",
-                f"be 'pre' with score_function ({self.score_function!r}), whose scores do not "
-                "depend on the other experts: use score_order='pre'",
+                f"be 'pre' with score_function ({self.score_function!r}), which ranks scores: use "
+                "score_order='pre'",
             )
-        if self.score_order == "post" and self.normalize_weights is False:
+        if self.score_function != "softmax":
+            return
+        if self.normalize_weights is False:
             yield (
                 "normalize_weights",
                 "be True with score_order ('post'), whose softmax over the chosen logits always "
                 "sums to 1: drop it",
             )
-        if self.score_order == "post" and not self.normalizes:
+        if not self.normalizes:
             yield (
                 "top_k",
                 "be > 1 with score_order ('post') and normalize_weights "
@@ -382,6 +388,7 @@ class MoEConfig(CheckedRecord):
             return
         for name, value, allowed in (
             ("score_function", self.score_function, "sigmoid"),
+            ("score_order", self.score_order, "pre"),
             ("top_groups", self.top_groups, self.num_groups),
         ):
             if value != allowed:

@@ -18,18 +18,27 @@ from torch import Tensor, nn
 
 from moecore.base.options.layer import MoEConfig
 from moecore.families.adopt import adopt
-from moecore.families.transformers.experts import find_experts_adapter, read_experts
+from moecore.families.transformers.block_layers import PairOutputLayer, TokenIdLayer
+from moecore.families.transformers.experts import (
+    find_experts_adapter,
+    get_used_parameters,
+    read_experts,
+    read_layout,
+)
 from moecore.families.transformers.outputs import record_logits
-from moecore.families.transformers.stock import is_hf, refuse_customised
+from moecore.families.transformers.router_records import (
+    RECORDS,
+    SCORES,
+    STACKED,
+    RouterRecord,
+    get_layer_class,
+    read_routing,
+)
+from moecore.families.transformers.stock import get_router, is_hf, refuse_customised
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout, MoELayer, RoutedLayer
+from moecore.moe.selection_bias import add_part
 
-STACKED = LayerLayout(
-    router="gate",
-    shared="shared_experts",
-    expert_bias="e_score_correction_bias",
-    expert_layout=ExpertLayout(w1="gate_up_proj", w2="down_proj", gate_up="concatenated"),
-)
 DEEPSEEK_V4 = replace(STACKED, token_experts="tid2eid")
 QWEN2_MOE = replace(STACKED, shared="shared_expert", shared_gate="shared_expert_gate")
 GPT_OSS = LayerLayout(
@@ -48,7 +57,6 @@ LLAMA4 = LayerLayout(
         w1="gate_up_proj", w2="down_proj", transposed=True, gate_up="concatenated"
     ),
 )
-SCORES = {"SqrtSoftplusActivation": "sqrtsoftplus", "Sigmoid": "sigmoid"}
 REFUSED = {
     "DbrxFFN": "the matrices of all experts are one of two dims",
     "JetMoeAttention": "experts are parts of attention",
@@ -64,9 +72,12 @@ def find_hf_adapter(module: nn.Module) -> Callable[[Any, nn.Module], RoutedLayer
     `module` may be a block or its experts module; None = it is neither. The function has arguments
     (module, model) and returns a `RoutedLayer` with the module's parameters.
     """
-    registered = _ADAPTERS.get(type(module).__name__) if is_hf(module) else None
-    if registered is not None and not getattr(module, "jitter_noise", 0):
-        return registered
+    name = type(module).__name__ if is_hf(module) else ""
+    record = RECORDS.get(name)
+    if record is not None and read_routing(module, record) is not None:
+        return partial(_adopt_recorded, record=record)
+    if name in _ADAPTERS and not getattr(module, "jitter_noise", 0):
+        return _ADAPTERS[name]
     return find_experts_adapter(module)
 
 
@@ -82,93 +93,89 @@ def _adopt_softmax_block(block: Any, model: nn.Module, layout: LayerLayout = STA
     return _adopt_stacked(block, layout, top_k=block.gate.top_k, normalize_weights=normalize)
 
 
-def _adopt_deepseek_v3(block: Any, model: nn.Module) -> MoELayer:
-    """Convert a DeepSeek-V3 block: sigmoid, selection bias, group-limited top-k, shared experts."""
-    refuse_customised(block, STACKED)
-    return _adopt_stacked(
-        block,
-        STACKED,
-        top_k=_get_option(block, "top_k", "num_experts_per_tok"),
-        score_function="sigmoid",
-        expert_bias=True,
-        normalize_weights=_get_option(block, "norm_topk_prob"),
-        routed_scaling_factor=_get_option(block, "routed_scaling_factor"),
-        num_groups=_get_option(block, "num_group", "n_group"),
-        top_groups=_get_option(block, "topk_group"),
-    )
-
-
-def _get_option(block: Any, *names: str) -> Any:
-    """Return the first named attribute that the block's gate, the block or its config has."""
-    # Forward reads the router's attribute, or the block's in early releases of 5. Both are copies
-    # of the config's value.
-    owners = (block.gate, block, block.config)
-    return next(getattr(o, n) for o in owners for n in names if hasattr(o, n))
+def _adopt_recorded(block: Any, model: nn.Module, record: RouterRecord) -> MoELayer:
+    """Convert a block by the record of its class; `read_routing` has returned fields for it."""
+    experts = block.get_submodule(record.layout.experts)
+    layout = replace(record.layout, expert_layout=read_layout(experts))
+    refuse_customised(block, layout, children=record.children)
+    routing = read_routing(block, record)
+    assert routing is not None
+    layer = _adopt_stacked(block, layout, layer_class=get_layer_class(block, record), **routing)
+    for name in record.children:
+        add_part(layer, name, block.get_submodule(name))
+    return layer
 
 
 def _adopt_deepseek_v4(block: Any, model: nn.Module) -> MoELayer:
     """Convert a DeepSeek-V4 block: a selection bias, or in the first layers experts by token id."""
     refuse_customised(block, DEEPSEEK_V4)
     gate = block.gate
-    routing: dict[str, Any] = {"expert_bias": True}
+    routing: dict[str, Any] = {}
     if block.is_hash:
         routing = {"assignment": "hash", "hash_vocab_size": len(gate.tid2eid)}
     function = type(gate.score_fn).__name__
     routing |= {"top_k": gate.top_k, "score_function": SCORES.get(function, function)}
     routing |= {"normalize_weights": True, "routed_scaling_factor": gate.routed_scaling_factor}
-    return _adopt_stacked(block, DEEPSEEK_V4, layer_class=_TokenIdLayer, **routing)
+    return _adopt_stacked(block, DEEPSEEK_V4, layer_class=TokenIdLayer, **routing)
 
 
 def _adopt_gpt_oss(block: Any, model: nn.Module) -> MoELayer:
     """Convert a gpt-oss block: softmax over K chosen logits, biases, interleaved gate and up."""
     refuse_customised(block, GPT_OSS)
-    routing = {"top_k": block.router.top_k, "score_order": "post", "router_bias": True}
+    routing = {"top_k": block.router.top_k, "score_order": "post"}
     routing["normalize_weights"] = True  # also where K = 1
-    return _adopt_stacked(block, GPT_OSS, layer_class=_PairOutputLayer, **routing)
+    return _adopt_stacked(block, GPT_OSS, layer_class=PairOutputLayer, **routing)
 
 
 def _adopt_llama4(block: Any, model: nn.Module) -> MoELayer:
     """Convert a Llama 4 block: the sigmoid of the top-1 logit scales the input; a shared expert."""
     refuse_customised(block, LLAMA4)
     routing = {"top_k": block.router.top_k, "score_function": "sigmoid", "weights_on_input": True}
-    return _adopt_stacked(block, LLAMA4, layer_class=_PairOutputLayer, **routing)
-
-
-class _PairOutputLayer(MoELayer):
-    """An MoELayer that returns (output, None), as decoder layers of gpt-oss and Llama 4 expect."""
-
-    def forward(  # type: ignore[override]
-        self, x: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, None]:
-        return super().forward(x, *args, **kwargs), None
-
-
-class _TokenIdLayer(MoELayer):
-    """An MoELayer that accepts token ids with the argument name of DeepSeek-V4's layers."""
-
-    def forward(  # type: ignore[override]
-        self, x: Tensor, input_ids: Tensor | None = None, **kwargs: Any
-    ) -> Tensor:
-        return super().forward(x, token_ids=input_ids, **kwargs)
+    return _adopt_stacked(block, LLAMA4, layer_class=PairOutputLayer, **routing)
 
 
 def _adopt_stacked(
     block: Any, layout: LayerLayout, layer_class: type[MoELayer] = MoELayer, **routing: Any
 ) -> MoELayer:
     """Convert a block with children named by `layout`; `routing`: router fields of `MoEConfig`."""
-    router, experts = (block.get_submodule(n) for n in (layout.router, layout.experts))
+    experts = block.get_submodule(layout.experts)
     read = read_experts(experts, layout.expert_layout)
+    router_tensors = _get_router_tensors(block, layout)
+    fields = read.fields | {"dim": router_tensors["weight"].shape[1], **routing}
+    fields["expert_bias"] = layout.expert_bias in router_tensors
+    fields["router_bias"] = "bias" in router_tensors
+    latent = _get_latent(block, layout)
+    if latent is not None:
+        fields["latent_dim"] = read.fields["dim"]
     layer = adopt(
-        MoEConfig(**read.fields, **routing),
+        MoEConfig(**fields),
         layout,
-        router=_get_tensors(router),
-        experts=_get_tensors(experts),
+        router=router_tensors,
+        experts=get_used_parameters(experts) | dict(experts.named_buffers(recurse=False)),
+        latent=latent,
         shared=getattr(block, layout.shared, None),
         shared_gate=getattr(block, layout.shared_gate) if layout.shared_gate else None,
         own_activation=read.own_activation,
         layer_class=layer_class,
     )
-    return record_logits(layer, router)
+    return record_logits(layer, get_router(block, layout))
+
+
+def _get_router_tensors(block: nn.Module, layout: LayerLayout) -> dict[str, Tensor]:
+    """Return the tensors of a block's router by name, with the selection bias wherever it is."""
+    tensors = _get_tensors(block.get_submodule(layout.router))
+    if layout.bias_owner is not None:
+        of_owner = _get_tensors(block.get_submodule(layout.bias_owner))
+        tensors |= {n: t for n, t in of_owner.items() if n == layout.expert_bias}
+    return tensors
+
+
+def _get_latent(block: Any, layout: LayerLayout) -> tuple[nn.Module, nn.Module] | None:
+    """Return the projections to and from the experts' dim; None if a block has none."""
+    if not layout.latent_down:
+        return None
+    down, up = (block.get_submodule(n) for n in (layout.latent_down, layout.latent_up))
+    return None if isinstance(down, nn.Identity) else (down, up)
 
 
 def _get_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -208,21 +215,6 @@ _BLOCK_CLASSES: dict[Callable[[Any, nn.Module], MoELayer], tuple[str, ...]] = {
         "Qwen4ExpTextSparseMoeBlock",
     ),
     _adopt_deepseek_v2: ("DeepseekOcr2TextMoe", "DeepseekV2Moe", "UnlimitedOcrTextMoe"),
-    _adopt_deepseek_v3: (
-        "BailingHybridMoE",
-        "DeepseekV32MoE",
-        "DeepseekV3MoE",
-        "Dots1MoE",
-        "Dots3NoteTextMoE",
-        "Glm4MoeLiteMoE",
-        "Glm4MoeMoE",
-        "Glm4vMoeTextMoE",
-        "Glm5NextTextMoE",
-        "GlmMoeDsaMoE",
-        "HYV4MoE",
-        "KimiLinearMoE",
-        "SolarOpenMoE",
-    ),
     _adopt_deepseek_v4: ("DeepseekV4SparseMoeBlock",),
     _adopt_gpt_oss: ("GptOssMLP",),
     _adopt_llama4: ("Llama4TextMoe",),

@@ -20,6 +20,7 @@ from moecore.moe.layer import LayerLayout
 OWNERS = ("transformers", "torch")
 WAY_OUT = "or pass an adapter of yours, see docs/extending.md"
 CAUSAL_LOSS = "ForCausalLMLoss"  # transformers' function of the loss of a causal language model
+LINEAR_MODULE = ("torch.nn.modules.linear",)
 ACTIVATION_MODULES = ("transformers.activations", "torch.nn.modules.activation")
 
 
@@ -98,24 +99,41 @@ def is_stock_forward(module: nn.Module, name: str) -> bool:
     return is_class and "forward" not in vars(module) and is_stock(type(module).forward)
 
 
-def refuse_customised(block: nn.Module, layout: LayerLayout) -> None:
-    """Raise NotImplementedError if a block or its parts (`layout`) are not transformers' code."""
+def get_router(block: nn.Module, layout: LayerLayout) -> Any:
+    """Return the module of a block whose forward chooses experts."""
+    # Where its matrix is a linear's, `layout.router` is that linear.
+    return block.get_submodule(layout.router.partition(".")[0])
+
+
+def refuse_customised(
+    block: nn.Module, layout: LayerLayout, children: tuple[str, ...] = ()
+) -> None:
+    """Raise NotImplementedError if a block or its parts (`layout`) are not transformers' code.
+
+    `children` are the names of further children that the block's layer runs.
+    """
     home = (type(block).__module__,)
     kind = type(block).__name__
-    parts = (layout.router, layout.experts, layout.shared, layout.shared_gate)
-    _refuse_custom_code(block, kind, home, children=parts)
+    holder, _, linear = layout.router.rpartition(".")
+    parts = (holder or linear, layout.experts, layout.shared, layout.shared_gate)
+    latent = (layout.latent_down, layout.latent_up)
+    _refuse_custom_code(block, kind, home, children=(*parts, *latent, *children))
     for name, tensor in {**block._parameters, **block._buffers}.items():
-        if tensor is not None:
+        if tensor is not None and (layout.bias_owner, layout.expert_bias) != ("", name):
             _refuse_extra(kind, name)
-    for path in (layout.router, layout.experts):
+    homes = dict.fromkeys((layout.router, layout.experts, layout.bias_owner or ""), home)
+    if holder:
+        homes = {holder: home, **homes, layout.router: LINEAR_MODULE}
+    for path in filter(None, homes):
         part = block.get_submodule(path)
-        function = "act_fn" if path == layout.experts else "score_fn"
-        _refuse_custom_code(
-            part, f"{path} ({type(part).__name__}) of {kind}", home, children=(function,)
-        )
-        if (replacement := part._modules.get(function)) is not None:
-            name = f"{path}.{function} ({type(replacement).__name__}) of {kind}"
-            _refuse_custom_code(replacement, name, ACTIVATION_MODULES)
+        names = ("act_fn", "identity_expert") if path == layout.experts else ("score_fn",)
+        inner = [p.rpartition(".")[2] for p in homes if p.rpartition(".")[0] == path]
+        name = f"{path} ({type(part).__name__}) of {kind}"
+        _refuse_custom_code(part, name, homes[path], children=(*names, *inner))
+        if (replacement := part._modules.get(names[0])) is not None:
+            name = f"{path}.{names[0]} ({type(replacement).__name__}) of {kind}"
+            for m in replacement.modules():  # Inkling's activation has a child
+                _refuse_custom_code(m, name, (*ACTIVATION_MODULES, *home), tuple(m._modules))
     _refuse_custom_implementation(block.get_submodule(layout.experts), kind)
 
 

@@ -64,7 +64,7 @@ from moecore.io.hf.stock import build_meta_model, compute_published_shapes, plan
 from moecore.io.hf.upcycled import make_upcycled_config
 from moecore.io.hf.verify import LAYER, find_copy_problems
 from moecore.models.decoder import Decoder
-from moecore.moe.routed import RoutedExperts
+from moecore.moe.experts import Experts
 from moecore.parallel.model.parallel_state import find_staged_module
 from moecore.train.rerun import drop_step
 
@@ -284,7 +284,7 @@ def _drop_zero_experts(
     model: nn.Module, sources: Mapping[str, TensorSource]
 ) -> dict[str, TensorSource]:
     """Return the sources without tensors of LongCat-Flash's zero-computation experts."""
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, RoutedExperts)}
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, Experts)}
     E = {clean_name(n): m.config.num_experts for n, m in layers.items() if m.config.zero_experts}
     matches = {name: EXPERT.fullmatch(name) for name in sources if E}
     unused = {n for n, m in matches.items() if m and int(m[2]) >= E.get(m[1], inf)}

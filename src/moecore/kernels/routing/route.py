@@ -37,13 +37,13 @@ class RouteOptions:
     """Options that map router logits to expert ids and weights; `MoEConfig` checks combinations."""
 
     top_k: int  # experts per token K
-    # "softmax" over the experts; "sigmoid" or "sqrtsoftplus", sqrt(log(1 + exp(x))), of each logit;
-    # not read with "post"
+    # "softmax" over the experts; "sigmoid" or "sqrtsoftplus", sqrt(log(1 + exp(x))), of each logit
     score_function: str
-    # "pre" scores all experts and keeps the scores of the chosen; "post" ranks the logits, and its
-    # weights are a softmax over the K chosen logits
+    # "pre" ranks the scores of all experts; "post" ranks the logits. The weights are the scores of
+    # the chosen experts, but "post" and "softmax" give a softmax over the K chosen logits
     score_order: str
-    normalize: bool  # divide the K weights of a token by their sum (+ 1e-20); "pre" only
+    # divide the K weights of a token by their sum (+ 1e-20); not read with "post" and "softmax"
+    normalize: bool
     scale: float  # factor on the weights
     num_groups: int  # experts are split into this many equal groups
     # groups that a token may choose from, ranked by the sum of their `group_experts` best selection
@@ -53,6 +53,11 @@ class RouteOptions:
     # Megatron-Core's
     group_experts: int = 2
 
+    @property
+    def is_choice_softmax(self) -> bool:
+        """Whether the weights are a softmax over the K chosen logits."""
+        return self.score_order == "post" and self.score_function == "softmax"
+
 
 def route_ref(
     logits_TE: Tensor, bias_E: Tensor | None, options: RouteOptions
@@ -61,12 +66,13 @@ def route_ref(
     # Example, E=4, two groups, top_groups=1, K=2: scores [.1 .6 .5 .4] have group sums .7 and .9,
     # so the ids are [2, 3] although expert 1 has the best score.
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
-    if options.score_order == "post":
+    if options.is_choice_softmax:
         ids_TK = _select_experts(logits_TE.detach(), bias_E, options)
         weights_TK = logits_TE.gather(1, ids_TK).softmax(-1)
     else:
         scores_TE = compute_scores_ref(logits_TE, options.score_function)
-        ids_TK = _select_experts(scores_TE.detach(), bias_E, options)
+        ranked_TE = scores_TE if options.score_order == "pre" else logits_TE
+        ids_TK = _select_experts(ranked_TE.detach(), bias_E, options)
         weights_TK = scores_TE.gather(1, ids_TK)
         if options.normalize:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
@@ -302,7 +308,7 @@ def route_weights_ref(logits_TE: Tensor, ids_TK: Tensor, options: RouteOptions) 
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     is_choice_TK = ids_TK >= 0
     ids_TK = ids_TK.long().clamp(min=0)
-    if options.score_order == "post":
+    if options.is_choice_softmax:
         logits_TK = logits_TE.gather(1, ids_TK)
         # A row without a choice would be a softmax of nothing, NaN.
         out_TK = ~is_choice_TK & is_choice_TK.any(-1, keepdim=True)

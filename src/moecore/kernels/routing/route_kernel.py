@@ -136,7 +136,7 @@ def route_fwd_kernel(
     x = tl.load(logits + rows * E + experts, mask=row_mask & real, other=0.0)
     x = tl.where(real, x, float("-inf"))
     if POST:
-        ranked = x
+        ranked, top, factor = x, 0.0, 0.0  # scores of single logits, or a softmax of the chosen
     else:
         ranked, top, factor = compute_row_scores(x, FUNCTION)
     in_k = row_mask & (slots < K)
@@ -152,7 +152,7 @@ def route_fwd_kernel(
         choices = _choose_experts(keys, K, S, BT, KP, GP, SP)
     # The chosen logits are read again, from cache: cheaper than a reduction per choice.
     choice_logits = tl.load(logits + rows * E + choices, mask=in_k, other=0.0)
-    if POST:
+    if POST and FUNCTION == "softmax":
         w = _compute_choice_softmax(choice_logits, in_k)
     else:
         w, _ = compute_scores(choice_logits, top, factor, FUNCTION)
@@ -192,7 +192,7 @@ def route_bwd_kernel(
     dw = tl.load(dweights + rows * K + slots, mask=in_k, other=0.0) * scale
     choice_logits = tl.load(logits + rows * E + choices, mask=in_k, other=0.0)
     background = tl.zeros([BT, EP], dtype=tl.float32)
-    if POST:
+    if POST and FUNCTION == "softmax":
         p = _compute_choice_softmax(choice_logits, in_k)
         dpicked = p * (dw - tl.sum(p * dw, axis=1, keep_dims=True))
     else:

@@ -269,9 +269,10 @@ def make_kind_lookup(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> Cal
             if layer.get_part(r) is not None
         }
         if isinstance(layer, MoELayer):
-            parts["latent"] = "latent"
-            if layer.layout.shared_gate:
-                parts[layer.layout.shared_gate] = "shared experts"
+            names = layer.layout
+            parts |= dict.fromkeys(("latent", names.latent_down, names.latent_up), "latent")
+            parts[names.shared_gate] = "shared experts"
+            parts.pop("", None)  # of parts that the layout does not have
         roles |= {f"{name}.{part}".strip("."): kind for part, kind in parts.items()}
     modules = {clean_name(name): module for name, module in model.named_modules()}
 

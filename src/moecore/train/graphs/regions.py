@@ -103,8 +103,9 @@ def _graph_layer(name: str, layer: RoutedLayer, memory: GraphMemory) -> None:
     """
     router, dispatcher = layer.get_part("router"), layer.dispatcher
     if isinstance(router, Router):
+        modules = list(dict.fromkeys((router, router.bias_owner)))
         _replace_by_graph(
-            f"{name}.router", router.forward, [router], memory, partial(_can_graph_router, router)
+            f"{name}.router", router.forward, modules, memory, partial(_can_graph_router, router)
         )
     shared = layer.get_part("shared") if isinstance(layer, MoELayer) else None
     if shared is not None:

@@ -1,0 +1,216 @@
+"""How transformers' MoE blocks choose experts, one record per class of blocks.
+
+    RECORDS        class of a block -> `RouterRecord`, for routing rules that `MoEConfig` expresses
+    OWN_ROUTERS    class of a router -> why its model keeps it
+    read_routing   block, record -> router fields of `MoEConfig`; None = the block keeps its router
+
+Records name the options that a block's forward reads. moecore computes logits and weights in fp32,
+also where a class rounds them to bf16. moecore adds 1e-20 to the sum by which it divides weights;
+for classes that add nothing, or that divide by at least 1e-12 (ERNIE), the quotient is the same
+unless all chosen scores of a token are below 1e-12.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from moecore.base.options.layer import ScoreFunction, ScoreOrder
+from moecore.families.transformers.block_layers import (
+    MeanOutputLayer,
+    NormedOutputLayer,
+    PairOutputLayer,
+)
+from moecore.families.transformers.stock import get_router
+from moecore.moe.expert_layout import ExpertLayout
+from moecore.moe.layer import LayerLayout, MoELayer
+
+STACKED = LayerLayout(
+    router="gate",
+    shared="shared_experts",
+    expert_bias="e_score_correction_bias",
+    expert_layout=ExpertLayout(w1="gate_up_proj", w2="down_proj", gate_up="concatenated"),
+)
+STACKED_ROUTER = replace(STACKED, router="router")
+BIAS_OF_BLOCK = replace(STACKED, bias_owner="")
+SCORES = {"SqrtSoftplusActivation": "sqrtsoftplus", "Sigmoid": "sigmoid"}
+# Options that must be 0, False or absent, because moecore's router has no such step, or because the
+# class ignores the parameter that it makes (router_bias).
+UNSUPPORTED = ("jitter_noise", "router_logit_softcapping", "router_bias")
+MAX_NORM_MIN = 1e-12  # a larger bound of the sum of weights would change weights
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterRecord:
+    """The routing rule of a class of blocks. An option is an attribute of the router or block.
+
+    Attributes:
+        layout: names of the block's parts, except those inside its experts module.
+        score_function: function of the logits, unless the router has `expert_selection_fn`; None =
+            the module `score_fn` of the router.
+        score_order: as of `MoEConfig`.
+        normalize: whether a token's weights are divided by their sum, or the option that says so.
+        scale: option with a factor on the weights or on the routed output; "" = 1.
+        ranks_groups: whether groups of experts are ranked by the sum of their two best scores.
+        layer_class: class of the layer, for blocks with another forward.
+        children: names of children that `layer_class` runs, beside the parts of `layout`.
+    """
+
+    layout: LayerLayout = STACKED
+    score_function: ScoreFunction | None = "softmax"
+    score_order: ScoreOrder = "pre"
+    normalize: bool | str = True
+    scale: str = ""
+    ranks_groups: bool = False
+    layer_class: type[MoELayer] = MoELayer
+    children: tuple[str, ...] = ()
+
+
+DEEPSEEK_V3 = RouterRecord(
+    score_function="sigmoid",
+    normalize="norm_topk_prob",
+    scale="routed_scaling_factor",
+    ranks_groups=True,
+)
+GRANITE = RouterRecord(layout=STACKED_ROUTER, score_order="post")
+MINIMAX_M3 = RouterRecord(score_function="sigmoid", scale="routed_scaling_factor")
+MISTRAL_4 = replace(DEEPSEEK_V3, score_function="softmax")
+
+RECORDS: dict[str, RouterRecord] = {
+    **dict.fromkeys(
+        (
+            "BailingHybridMoE",
+            "BeamMoE",
+            "DeepseekV32MoE",
+            "DeepseekV3MoE",
+            "Dots1MoE",
+            "Dots3NoteTextMoE",
+            "ExaoneMoeSparseMoEBlock",
+            "Glm4MoeLiteMoE",
+            "Glm4MoeMoE",
+            "Glm4vMoeTextMoE",
+            "Glm5NextTextMoE",
+            "GlmMoeDsaMoE",
+            "HYV4MoE",
+            "KimiLinearMoE",
+            "MiMoV2FlashMoE",
+            "SolarOpenMoE",
+        ),
+        DEEPSEEK_V3,
+    ),
+    **dict.fromkeys(
+        ("GraniteMoeMoE", "GraniteMoeHybridMoE", "GraniteMoeSWAMoE", "GraniteMoeSharedMoE"), GRANITE
+    ),
+    **dict.fromkeys(
+        ("LagunaSparseMoeBlock", "MiniMaxM3VLSparseMoeBlock", "Step3p7SparseMoeBlock"), MINIMAX_M3
+    ),
+    "AXK1MoE": replace(
+        DEEPSEEK_V3, layer_class=NormedOutputLayer, children=("post_mlp_layernorm",)
+    ),
+    # It gives experts of other groups the score 0, which may be the best below a negative bias.
+    "AXK2MoE": replace(DEEPSEEK_V3, ranks_groups=False),
+    "AfmoeSparseMoeBlock": RouterRecord(
+        layout=replace(BIAS_OF_BLOCK, router="router.gate", expert_bias="expert_bias"),
+        score_function="sigmoid",
+        scale="route_scale",
+    ),
+    "AriaTextMoELayer": GRANITE,
+    "Cohere2MoeSparseMoeBlock": RouterRecord(score_order="post", normalize="norm_topk_prob"),
+    "Ernie4_5_MoeSparseMoeBlock": RouterRecord(
+        layout=replace(STACKED, bias_owner="gate.moe_statics")
+    ),
+    "FlintSparseMoeBlock": RouterRecord(
+        layout=replace(STACKED, shared="shared_expert"),
+        score_function="sigmoid",
+        normalize="norm_topk_prob",
+    ),
+    "HYV3MoE": RouterRecord(
+        layout=BIAS_OF_BLOCK, score_function="sigmoid", scale="router_scaling_factor"
+    ),
+    "HunYuanMoEV1Moe": RouterRecord(
+        layout=replace(STACKED, router="gate.wg", shared="shared_mlp"),
+    ),
+    "Inkling2SparseMoeBlock": RouterRecord(score_function=None, scale="routed_scaling_factor"),
+    "JambaSparseMoeBlock": RouterRecord(layout=STACKED_ROUTER, normalize=False),
+    "Kolibri1SparseMoeBlock": RouterRecord(
+        score_function="sigmoid", score_order="post", normalize="norm_topk_prob"
+    ),
+    "LongcatFlashMoE": RouterRecord(
+        layout=replace(STACKED, router="router.classifier", bias_owner="router"),
+        normalize=False,
+        scale="routed_scaling_factor",
+    ),
+    "MiniMaxM2SparseMoeBlock": RouterRecord(layout=BIAS_OF_BLOCK, score_function="sigmoid"),
+    "Mistral4MoE": MISTRAL_4,
+    "MistralLarge4TextMoE": replace(MISTRAL_4, normalize=True),
+    "NemotronHMoE": replace(
+        DEEPSEEK_V3,
+        layout=replace(STACKED, latent_down="fc1_latent_proj", latent_up="fc2_latent_proj"),
+    ),
+    "OpenAIPrivacyFilterMLP": replace(GRANITE, layer_class=PairOutputLayer),
+}
+
+# A router's class -> why moecore's router cannot replace it.
+OWN_ROUTERS = {
+    "Ernie4_5_VLMoeMoeTopKRouter": "other experts for images",
+    "Gemma4TextRouter": "trained factors of experts",
+    "InklingTopkRouter": "shared experts are weighted, too",
+    "Lfm2MoeTopKRouter": "1e-6 in the sum of weights",
+    "PhimoeTopKRouter": "sparsemixer",
+    "ZayaRouter": "an MLP across layers",
+}
+
+
+def get_option(owners: tuple[Any, ...], *names: str) -> Any:
+    """Return the first named attribute that one of the owners has; None if none has any."""
+    return next((getattr(o, n) for o in owners for n in names if hasattr(o, n)), None)
+
+
+def read_routing(block: Any, record: RouterRecord) -> dict[str, Any] | None:
+    """Return router fields of `MoEConfig` for a block; None if its options are not expressible."""
+    router = get_router(block, record.layout)
+    # Forward reads the router's attribute, or the block's in early releases of 5. Both are copies
+    # of the config's value.
+    owners = (router, block, getattr(block, "config", None))
+    if any(getattr(o, name, None) for o in owners[:2] for name in UNSUPPORTED):
+        return None
+    if (getattr(router, "norm_min", 0.0) or 0.0) > MAX_NORM_MIN:
+        return None
+    linear = block.get_submodule(record.layout.router)
+    if linear is not router and type(linear) is not nn.Linear:  # such as one with LoRA
+        return None
+    function = _read_score_function(router, record)
+    if function is None:
+        return None
+    is_choice_softmax = (record.score_order, function) == ("post", "softmax")  # its sum is 1
+    normalize: Any = record.normalize
+    if isinstance(normalize, str):
+        normalize = is_choice_softmax or get_option(owners, normalize)
+    routing: dict[str, Any] = {
+        "top_k": get_option(owners, "top_k", "num_experts_per_tok"),
+        "score_function": function,
+        "score_order": record.score_order,
+        "normalize_weights": normalize,
+        "routed_scaling_factor": get_option(owners, record.scale) if record.scale else 1.0,
+    }
+    num_groups = get_option(owners, "num_group", "n_group") or 1
+    top_groups = get_option(owners, "topk_group") or num_groups
+    if record.ranks_groups:
+        return routing | {"num_groups": num_groups, "top_groups": top_groups}
+    return None if top_groups < num_groups else routing
+
+
+def get_layer_class(block: Any, record: RouterRecord) -> type[MoELayer]:
+    """Return the class of a block's layer: the record's, or one that averages outputs (Cohere)."""
+    is_mean = getattr(block, "shared_expert_combination_strategy", "") == "average"
+    return MeanOutputLayer if is_mean and hasattr(block, "shared_experts") else record.layer_class
+
+
+def _read_score_function(router: Any, record: RouterRecord) -> str | None:
+    """Return a router's score function in moecore's words; None if moecore lacks it."""
+    if record.score_function is None:
+        return SCORES.get(type(router.score_fn).__name__)
+    function: str = getattr(router, "expert_selection_fn", record.score_function)
+    return function
