@@ -89,7 +89,10 @@ def train_stock(folder: Path, examples: list[Any]) -> tuple[list[float], Any]:
     return losses, model
 
 
-def test_two_ranks_equal_peft(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "more", ["", pytest.param("rslora = true", marks=pytest.mark.nightly, id="rslora")]
+)
+def test_two_ranks_equal_peft(more: str, tmp_path: Path) -> None:
     from moecore.recipes.examples import read_examples
 
     tiny, data = tmp_path / "tiny", tmp_path / "some.jsonl"
@@ -99,7 +102,8 @@ def test_two_ranks_equal_peft(tmp_path: Path) -> None:
     data.write_text("\n".join((tiny / "chats.jsonl").read_text().splitlines()[:40]))
     paths = {"model": str(tiny), "data": [str(data)], "run_dir": str(tmp_path / "run")}
     lines = [f"{name} = {json.dumps(value)}\n" for name, value in paths.items()]
-    (tmp_path / "lora.toml").write_text("".join(lines) + FILE)
+    file = FILE.replace("alpha = 24\n", f"alpha = 24\n{more}\n")
+    (tmp_path / "lora.toml").write_text("".join(lines) + file)
     run_ranks(2, on_two_ranks, tmp_path, over_gloo=True)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
     examples = read_examples([data], tokenizer, seq_len=TOKENS).examples

@@ -20,7 +20,8 @@ class LoRAOptions(CheckedRecord):
 
     Attributes:
         rank: columns of A and rows of B.
-        alpha: the update B A is multiplied by alpha / rank.
+        alpha: the update B A is multiplied by alpha / rank, or with `rslora` by alpha / sqrt(rank).
+        rslora: whether the scale is rank-stabilised (arXiv:2312.03732).
         target_modules: last parts of the names of linear layers with adapters; () = all linear
             layers except the head and routers.
         experts: whether the stacked matrices of experts have adapters.
@@ -28,6 +29,7 @@ class LoRAOptions(CheckedRecord):
 
     rank: Count = 16
     alpha: Count = 32
+    rslora: bool = False
     target_modules: tuple[str, ...] = ()
     experts: bool = True
 
@@ -60,6 +62,7 @@ def add_adapters(model: nn.Module, options: LoRAOptions) -> Any:
     config = LoraConfig(
         r=options.rank,
         lora_alpha=options.alpha,
+        use_rslora=options.rslora,
         target_modules=sorted(options.target_modules or linears),
         target_parameters=sorted(experts) if options.experts else None,
         task_type="CAUSAL_LM",
