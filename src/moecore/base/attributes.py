@@ -35,6 +35,7 @@ UNCOMPARED = frozenset(
     {
         *("ce_chunk_tokens",),  # decides how much memory the loss needs
         *("_is_hf_initialized", "_commit_hash", "_auto_class", "generation_config"),
+        "_weight_conversions",  # only `from_pretrained` sets it
         *("transformers_version", "architectures", "auto_map", "id2label", "label2id"),
     }
 )
@@ -47,6 +48,7 @@ DEVICE = re.compile(r"(cpu|cuda|xpu|hpu|mps|npu|xla)(:\d+)?")
 RECORD_MARKS = ("__dataclass_fields__", "__attrs_attrs__", "__pydantic_fields__")
 RECORD_NAMES = ("config", "namespace", "args", "arguments", "options", "hparams")
 ATOMS: tuple[Any, ...] = (bool, int, float, complex, str, bytes)
+CONTAINERS: tuple[Any, ...] = (tuple, list, Mapping, AbstractSet)
 
 
 def list_attribute_entries(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Any]:
@@ -73,11 +75,17 @@ def list_attribute_entries(modules: Iterable[tuple[str, nn.Module]]) -> dict[str
 
 
 def _can_change_results(name: str, value: Any) -> bool:
-    """Whether an attribute can change results; a private one must be a plain value or a config."""
+    """Whether an attribute can change results; a private one is a value, container or config."""
     if name in UNCOMPARED or OF_ONE_RANK.search(name):
         return False
-    is_plain = isinstance(value, (*ATOMS, tuple, Enum, torch.dtype, partial)) or callable(value)
-    return not name.startswith("_") or is_plain or _read_fields(value) is not None
+    is_value = isinstance(value, (*ATOMS, *CONTAINERS, Tensor, Enum, torch.dtype, partial))
+    is_value = is_value or _is_of_numpy(value) or callable(value)
+    return not name.startswith("_") or is_value or _read_fields(value) is not None
+
+
+def _is_of_numpy(value: Any) -> bool:
+    """Whether a value is an array or a number of numpy."""
+    return type(value).__module__ == "numpy" and hasattr(value, "tolist")
 
 
 def _flatten_value(path: str, value: Any, depth: int) -> dict[str, Any]:
@@ -139,7 +147,7 @@ def _describe_value(value: Any, depth: int = 0) -> Any:
         return _get_class_name(type(value))
     if isinstance(value, Tensor):
         return make_comparable(value)
-    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+    if _is_of_numpy(value):
         return _describe_value(value.tolist(), depth + 1)
     if isinstance(value, list | tuple):
         items = [_describe_value(item, depth + 1) for item in value]
