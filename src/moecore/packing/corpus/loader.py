@@ -41,6 +41,7 @@ from moecore.packing.corpus.position import (
     check_state,
     collect_facts,
     hash_position,
+    merge_positions,
 )
 from moecore.packing.documents import hash_parts
 
@@ -378,23 +379,3 @@ def _restore_sigchld_handler() -> Iterator[None]:
 
 def _identity(batch: Any) -> Any:
     return batch
-
-
-def merge_positions(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge `state_dict`s of ranks: each partition keeps the cursors with the most rows."""
-    furthest: dict[int, list[list[float]]] = {}
-    lengths: dict[str, int | None] = {}
-    for state in states:
-        for partition, cursors in state["cursors"]:
-            if partition not in furthest or _count_rows(cursors) > _count_rows(furthest[partition]):
-                furthest[partition] = cursors
-        lengths |= {name: n for name, n in state["lengths"].items() if n or name not in lengths}
-    return {
-        **states[0],
-        "cursors": [[n, furthest[n]] for n in sorted(furthest)],
-        "lengths": lengths,
-    }
-
-
-def _count_rows(cursors: Sequence[Sequence[float]]) -> float:
-    return sum(cursor[0] for cursor in cursors)

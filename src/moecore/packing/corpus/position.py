@@ -120,6 +120,26 @@ def check_ranks(facts_of_ranks: Sequence[Mapping[str, Any]]) -> None:
                 )
 
 
+def merge_positions(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Merge `state_dict`s of ranks: each partition keeps the cursors with the most rows."""
+    furthest: dict[int, list[list[float]]] = {}
+    lengths: dict[str, int | None] = {}
+    for state in states:
+        for partition, cursors in state["cursors"]:
+            if partition not in furthest or _count_rows(cursors) > _count_rows(furthest[partition]):
+                furthest[partition] = cursors
+        lengths |= {name: n for name, n in state["lengths"].items() if n or name not in lengths}
+    return {
+        **states[0],
+        "cursors": [[n, furthest[n]] for n in sorted(furthest)],
+        "lengths": lengths,
+    }
+
+
+def _count_rows(cursors: Sequence[Sequence[float]]) -> float:
+    return sum(cursor[0] for cursor in cursors)
+
+
 def check_state(
     state: Mapping[str, Any], facts: Mapping[str, Any], sources: Sequence[CorpusSource]
 ) -> Position:
