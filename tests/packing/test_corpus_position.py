@@ -310,6 +310,13 @@ def compared(rank: int, device: torch.device) -> Any:
     if rank:
         next(ahead)
     found["state_dict"] = [_error_of(ahead.state_dict)]
+    for name, lengths in {"streams": (3, 4), "equal streams": (3, 3), "ends": (3, 90)}.items():
+        streams = loader(
+            Stream([[1] * 50] * lengths[rank]), partitions=16, data_rank=rank, data_ranks=2
+        )
+        for _ in range(60):
+            next(streams)
+        found[name] = [_error_of(streams.state_dict)]
     sources = [CorpusSource(name="web", documents=DOCUMENTS[rank:])]
     options = CorpusOptions(row_tokens=8, partitions=4)
     scheduled = ScheduledLoader(
@@ -333,6 +340,10 @@ def test_data_ranks_that_differ_are_one_line_on_each() -> None:
             assert error.startswith(message) and "\n" not in error, (name, error)
     assert first["state_dict"] == second["state_dict"]
     assert first["state_dict"][0].startswith("rows taken (2 on rank 0, 4 on rank 1) must be the")
+    assert first["streams"] == second["streams"]
+    assert first["streams"][0].startswith("web (3 documents on rank 0, 4 on rank 1) must be the")
+    assert first["equal streams"] == ["no error"]
+    assert first["ends"] == ["no error"]  # rank 1 has not read an epoch yet
     assert first["scheduled"] == second["scheduled"]
     assert first["scheduled"][0].startswith("number of documents of web (30 on rank 0, 29 on")
     assert first["alike"] == second["alike"]

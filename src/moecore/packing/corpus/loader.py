@@ -39,6 +39,7 @@ from moecore.packing.corpus.position import (
     Cursors,
     check_ranks,
     check_state,
+    check_stream_lengths,
     collect_facts,
     hash_position,
     merge_positions,
@@ -271,10 +272,16 @@ class PositionedLoader(Generic[Batch]):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the JSON position after the last batch, equal on ranks. Collective over world."""
+        """Return the JSON position after the last batch, equal on ranks. Collective over world.
+
+        Raises:
+            CorpusError: if ranks have different options or numbers of batches, or a stream has
+                another number of documents on another rank.
+        """
         local_state = self._make_state(self._cursors)
         states = gather_objects(local_state) if self._batches.data_ranks > 1 else [local_state]
         check_ranks([{**state["facts"], "rows taken": state["rows"]} for state in states])
+        check_stream_lengths([state["lengths"] for state in states])
         return merge_positions([self._make_state(self._loaded), *states])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -120,6 +120,25 @@ def check_ranks(facts_of_ranks: Sequence[Mapping[str, Any]]) -> None:
                 )
 
 
+def check_stream_lengths(lengths_of_ranks: Sequence[Mapping[str, int | None]]) -> None:
+    """Raise CorpusError if two ranks know different numbers of documents of one source.
+
+    `lengths_of_ranks[i]` has rank i's number by the source's name; None = not known yet.
+    """
+    known: dict[str, tuple[int, int]] = {}  # rank and length by name
+    for rank, lengths in enumerate(lengths_of_ranks):
+        for name, length in lengths.items():
+            if length is None:
+                continue
+            first, expected_length = known.setdefault(name, (rank, length))
+            if length != expected_length:
+                raise CorpusError(
+                    f"{shorten_text(name)} ({expected_length} documents on rank {first}, {length} "
+                    f"on rank {rank}) must be the same on all data ranks: give every rank the same "
+                    "stream"
+                )
+
+
 def merge_positions(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Merge `state_dict`s of ranks: each partition keeps the cursors with the most rows."""
     furthest: dict[int, list[list[float]]] = {}
