@@ -25,6 +25,7 @@ from moecore.packing import (
     JsonLines,
     ScheduledLoader,
 )
+from moecore.packing.corpus.partitions import Cursor
 from tests.helpers.ranks import run_ranks
 
 DOCUMENTS = [[i] * (1 + i % 9) for i in range(30)]
@@ -116,6 +117,27 @@ def test_a_state_of_other_rows_is_refused_at_once(key: str, value: int) -> None:
         next(one)
     with pytest.raises(ValueError, match=r"^state\['(cursors|partitions)'\]"):
         loader().load_state_dict(one.state_dict() | {key: value})
+
+
+@pytest.mark.parametrize("rule", ["split", "whole"])
+@pytest.mark.parametrize(("field", "value"), [("ordinal", 2), ("offset", 200), ("tokens", 200)])
+def test_a_source_without_rows_is_at_its_start(rule: str, field: str, value: int) -> None:
+    """Else a packer reads on from an offset behind the end of a document."""
+    sources = {f"s{i}": [[i + 1] * 50, [i + 2] * 50] for i in (0, 1)}
+    how: dict[str, Any] = {"partitions": 1, "shuffle": False, "documents": rule, "window": 2}
+    one = loader(sources, **how)
+    next(one)
+    state = one.state_dict()
+    place = Cursor._fields.index(field)
+    for cursor in state["cursors"][0][1]:
+        if not cursor[0]:
+            cursor[place] = value
+            cursor[4] = max(cursor[2], cursor[4])
+    with pytest.raises(
+        ValueError, match=r"^state\['cursors'\] \(.*\) must be that of a state_dict"
+    ):
+        loader(sources, **how).load_state_dict(state)
+    loader(sources, **how).load_state_dict(one.state_dict())
 
 
 SHORTER = [[1] * 5, *DOCUMENTS[1:]]

@@ -238,6 +238,9 @@ def _parse_cursors(
     is_valid = len(cursors) == num_sources and number < partitions
     for cursor in cursors:
         is_place = cursor.ordinal >= number and (cursor.ordinal - number) % step == 0
+        # A source without rows is at its start. A packer compares tokens of other sources only.
+        is_start = (cursor.ordinal, cursor.offset, cursor.tokens) == (number, 0, 0)
+        is_place = is_place and (cursor.rows > 0 or is_start)
         is_valid = is_valid and is_place and cursor.offset <= cursor.tokens
     if not is_valid:
         raise ValueError(f"state['cursors'] ({quote(entry)}) {_NO_STATE}")
