@@ -125,12 +125,12 @@ def check_stream_lengths(lengths_of_ranks: Sequence[Mapping[str, int | None]]) -
 
     `lengths_of_ranks[i]` has rank i's number by the source's name; None = not known yet.
     """
-    known: dict[str, tuple[int, int]] = {}  # rank and length by name
+    firsts: dict[str, tuple[int, int]] = {}  # rank and length by name
     for rank, lengths in enumerate(lengths_of_ranks):
         for name, length in lengths.items():
             if length is None:
                 continue
-            first, expected_length = known.setdefault(name, (rank, length))
+            first, expected_length = firsts.setdefault(name, (rank, length))
             if length != expected_length:
                 raise CorpusError(
                     f"{shorten_text(name)} ({expected_length} documents on rank {first}, {length} "
