@@ -27,6 +27,7 @@ from moecore.io.checkpoint.manifest import MANIFEST
 from moecore.io.checkpoint.ranks import is_first_rank
 from moecore.io.hf.convert import native_to_hf
 from moecore.models import Decoder, DecoderConfig
+from moecore.packing.corpus.files import shorten_text
 from moecore.recipes.corpora import BYTES, Tokenizer
 from moecore.recipes.files import find_config
 from moecore.recipes.hf_model import copy_files, has_tokenizer
@@ -121,19 +122,33 @@ def find_or_convert_directory(path: Path, target: Path) -> Path:
 def prompt_ids(tokenizer: Tokenizer, prompt: str, *, is_chat: bool) -> list[int]:
     """Return the token ids of a prompt; `is_chat` puts the prompt into the chat template.
 
-    Raises ValueError for no tokens, or for a chat without a template.
+    Raises ValueError for no tokens, for a chat without a template, or if the tokenizer fails.
     """
+    if is_chat and (tokenizer.hf is None or not tokenizer.hf.chat_template):
+        raise ValueError("--chat must go with a tokenizer that has a chat template: drop it")
+    try:
+        ids = _encode_prompt(tokenizer, prompt, is_chat=is_chat)
+    except Exception as error:  # of any kind: a template is code
+        part = "chat template" if is_chat else "tokenizer"
+        raise ValueError(
+            f"--prompt must fit the {part} of PATH: {shorten_text(error)}: change the prompt"
+        ) from None
+    if not ids:
+        raise ValueError("--prompt must have at least one token: give some text")
+    return ids
+
+
+def _encode_prompt(tokenizer: Tokenizer, prompt: str, *, is_chat: bool) -> list[int]:
+    """Return the token ids of a prompt, in the chat template with `is_chat`."""
+    if tokenizer.hf is None:
+        return list(prompt.encode())
     ids: list[int]
     if is_chat:
-        if tokenizer.hf is None or not tokenizer.hf.chat_template:
-            raise ValueError("--chat must go with a tokenizer that has a chat template: drop it")
         chat = [{"role": "user", "content": prompt}]
         text = tokenizer.hf.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         ids = tokenizer.hf(text, add_special_tokens=False)["input_ids"]
     else:
-        ids = list(prompt.encode()) if tokenizer.hf is None else tokenizer.hf(prompt)["input_ids"]
-    if not ids:
-        raise ValueError("--prompt must have at least one token: give some text")
+        ids = tokenizer.hf(prompt)["input_ids"]
     return ids
 
 
