@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,7 +30,7 @@ from moecore.io.hf.convert import native_to_hf
 from moecore.models import Decoder, DecoderConfig
 from moecore.packing.corpus.files import shorten_text
 from moecore.recipes.corpora import BYTES, Tokenizer
-from moecore.recipes.files import find_config
+from moecore.recipes.files import find_config, read_lines
 from moecore.recipes.hf_model import copy_files, has_tokenizer
 from moecore.recipes.parser import read_toml
 from moecore.recipes.report import CONFIG, EXPORT
@@ -228,6 +229,17 @@ def write_samples(
 
 
 def read_samples(file: Path, *, before: int) -> list[str]:
-    """Return the JSON lines of a samples file whose step is below `before`; [] = no file."""
-    lines = file.read_text().splitlines() if file.exists() else []
-    return [line for line in lines if json.loads(line)["step"] < before]
+    """Return the JSON lines of a samples file whose step is below `before`; [] = no file.
+
+    Damaged lines are left out.
+    """
+    return [line.decode() for line in read_lines(file) if _parse_step(line) < before]
+
+
+def _parse_step(line: bytes) -> float:
+    """Return the step of a line of samples; inf = the line is damaged."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return math.inf
+    return step if type(step) is int else math.inf
