@@ -24,7 +24,7 @@ ROOMS = (
     *("planning", "integrations", "recipes", "cli", "__main__"),
 )
 # The packages and files of `parallel`, likewise.
-PARALLEL = ("mesh", "arguments choice doctor", "fsdp", "pipeline", "model")
+PARALLEL = ("rendezvous", "mesh", "arguments choice doctor", "fsdp", "pipeline", "model")
 FILES = {
     ".".join(("moecore", *path.relative_to(SRC).with_suffix("").parts)).removesuffix(
         ".__init__"

@@ -243,6 +243,36 @@ OTHER_MODELS: dict[str, tuple[ParallelConfig, Make, Make, str]] = {
         lambda: scaled(scale=torch.tensor(2.0)),
         "value of 1.scale (0.5 on rank 3, 2.0 on rank 0) must",
     ),
+    "a private list": (
+        FOLDED,
+        lambda: scaled(_w=[1.0, 2.5]),
+        lambda: scaled(_w=[1.0, 2.0]),
+        "value of 1._w ([1.0, 2.5] on rank 3, [1.0, 2.0] on rank 0) must",
+    ),
+    "a private dict": (
+        FOLDED,
+        lambda: scaled(_w={"beta": 0.1}),
+        lambda: scaled(_w={"beta": 0.2}),
+        "value of 1._w.beta (0.1 on rank 3, 0.2 on rank 0) must",
+    ),
+    "a private set": (
+        FOLDED,
+        lambda: scaled(_w={1, 2}),
+        lambda: scaled(_w={1, 3}),
+        "value of 1._w ({1, 2} on rank 3, {1, 3} on rank 0) must",
+    ),
+    "a private tensor": (
+        FOLDED,
+        lambda: scaled(_w=torch.tensor(0.5)),
+        lambda: scaled(_w=torch.tensor(2.0)),
+        "value of 1._w (0.5 on rank 3, 2.0 on rank 0) must",
+    ),
+    "a private array": (
+        FOLDED,
+        lambda: scaled(_w=torch.tensor([0.5]).numpy()),
+        lambda: scaled(_w=torch.tensor([2.0]).numpy()),
+        "value of 1._w ([0.5] on rank 3, [2.0] on rank 0) must",
+    ),
     "a record in a record": (
         FOLDED,
         lambda: scaled(config={"inner": SimpleNamespace(beta=0.1)}),
@@ -292,7 +322,7 @@ class Named(nn.Module):
         self.rank = self.local_rank = rank
         self.device, self.generator = torch.device("cpu"), torch.Generator().manual_seed(rank)
         self.group = dist.group.WORLD
-        self.kv_cache = {rank: torch.ones(rank)}
+        self.kv_cache, self._weight_conversions = {rank: torch.ones(rank)}, [rank]
         self.kinds = {f"kind {i}" for i in range(9)}  # ranks hash strings differently
         self.act, self.partial = (lambda x: 2 * x), multiplied_by(2.0)
         self.owner, self.function = object(), nn.functional.gelu

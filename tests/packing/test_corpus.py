@@ -14,7 +14,7 @@ import torch
 
 from moecore.packing import CorpusError, CorpusLoader, CorpusOptions, CorpusSource
 from moecore.packing.corpus.documents import EMPTY_IN_TURN, permute_index
-from moecore.packing.corpus.loader import merge_positions
+from moecore.packing.corpus.position import merge_positions
 
 BY_HAND = [[1, 2, 3], [4, 5, 6, 7, 8]]
 

@@ -25,6 +25,7 @@ from moecore.packing import (
     JsonLines,
     ScheduledLoader,
 )
+from moecore.packing.corpus.partitions import Cursor
 from tests.helpers.ranks import run_ranks
 
 DOCUMENTS = [[i] * (1 + i % 9) for i in range(30)]
@@ -116,6 +117,27 @@ def test_a_state_of_other_rows_is_refused_at_once(key: str, value: int) -> None:
         next(one)
     with pytest.raises(ValueError, match=r"^state\['(cursors|partitions)'\]"):
         loader().load_state_dict(one.state_dict() | {key: value})
+
+
+@pytest.mark.parametrize("rule", ["split", "whole"])
+@pytest.mark.parametrize(("field", "value"), [("ordinal", 2), ("offset", 200), ("tokens", 200)])
+def test_a_source_without_rows_is_at_its_start(rule: str, field: str, value: int) -> None:
+    """Else a packer reads on from an offset behind the end of a document."""
+    sources = {f"s{i}": [[i + 1] * 50, [i + 2] * 50] for i in (0, 1)}
+    how: dict[str, Any] = {"partitions": 1, "shuffle": False, "documents": rule, "window": 2}
+    one = loader(sources, **how)
+    next(one)
+    state = one.state_dict()
+    place = Cursor._fields.index(field)
+    for cursor in state["cursors"][0][1]:
+        if not cursor[0]:
+            cursor[place] = value
+            cursor[4] = max(cursor[2], cursor[4])
+    with pytest.raises(
+        ValueError, match=r"^state\['cursors'\] \(.*\) must be that of a state_dict"
+    ):
+        loader(sources, **how).load_state_dict(state)
+    loader(sources, **how).load_state_dict(one.state_dict())
 
 
 SHORTER = [[1] * 5, *DOCUMENTS[1:]]
@@ -310,6 +332,13 @@ def compared(rank: int, device: torch.device) -> Any:
     if rank:
         next(ahead)
     found["state_dict"] = [_error_of(ahead.state_dict)]
+    for name, lengths in {"streams": (3, 4), "equal streams": (3, 3), "ends": (3, 90)}.items():
+        streams = loader(
+            Stream([[1] * 50] * lengths[rank]), partitions=16, data_rank=rank, data_ranks=2
+        )
+        for _ in range(60):
+            next(streams)
+        found[name] = [_error_of(streams.state_dict)]
     sources = [CorpusSource(name="web", documents=DOCUMENTS[rank:])]
     options = CorpusOptions(row_tokens=8, partitions=4)
     scheduled = ScheduledLoader(
@@ -333,6 +362,10 @@ def test_data_ranks_that_differ_are_one_line_on_each() -> None:
             assert error.startswith(message) and "\n" not in error, (name, error)
     assert first["state_dict"] == second["state_dict"]
     assert first["state_dict"][0].startswith("rows taken (2 on rank 0, 4 on rank 1) must be the")
+    assert first["streams"] == second["streams"]
+    assert first["streams"][0].startswith("web (3 documents on rank 0, 4 on rank 1) must be the")
+    assert first["equal streams"] == ["no error"]
+    assert first["ends"] == ["no error"]  # rank 1 has not read an epoch yet
     assert first["scheduled"] == second["scheduled"]
     assert first["scheduled"][0].startswith("number of documents of web (30 on rank 0, 29 on")
     assert first["alike"] == second["alike"]

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -262,6 +267,31 @@ def test_what_a_rank_is_told_before_it_has_peers(
     assert cli.main(["doctor", *arguments]) == (2 if "--timeout (" in line else 1)
     printed, errors = capfd.readouterr()
     assert printed == "" and errors.startswith(f"moecore: {line}") and errors.count("\n") == 1
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2)])
+def test_ranks_with_other_world_sizes_end_within_the_timeout(sizes: tuple[int, int]) -> None:
+    """Rank 0 waits for as many ranks as it has been told; gloo would wait for minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    started = time.monotonic()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "moecore", "doctor", "--timeout", "15"],
+            env=os.environ
+            | {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
+            | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, size in enumerate(sizes)
+    ]
+    errors = [process.communicate(timeout=300)[1] for process in processes]
+    assert time.monotonic() - started < 45  # also on a slow machine, of which 15 s wait
+    assert all(error.startswith("moecore: ") and error.count("\n") == 1 for error in errors)
+    line = "moecore: WORLD_SIZE (3 on rank 1, 2 on rank 0) must be the same on all ranks: start"
+    if sizes[0] == 2:
+        assert all(error.startswith(line) for error in errors)
 
 
 def test_the_command(no_group_left: None, capfd: pytest.CaptureFixture[str]) -> None:

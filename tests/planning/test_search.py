@@ -17,7 +17,7 @@ import pytest
 from moecore import MemoryOptions, NVLinkOptions, ParallelConfig, PipelineConfig, Precision, Recipe
 from moecore.base.options.names import GpuName, PresetName
 from moecore.cli import main
-from moecore.models import PRESETS, num_params, preset
+from moecore.models import PRESETS, loss, num_params, preset
 from moecore.planning import (
     CostTable,
     OptimizerOptions,
@@ -30,11 +30,12 @@ from moecore.planning import (
 )
 from moecore.planning.commands import MEASURED, _describe_measurement
 from moecore.planning.dry_run import MAX_MICRO_BATCHES
-from moecore.planning.estimate import Estimate
+from moecore.planning.estimate import Estimate, count_saved_bytes_of_run
 from moecore.planning.flags import PlanConfig, parse_run
 from moecore.planning.gpus import GPUS
 from moecore.planning.layouts import (
     BATCH_SIZES,
+    MAX_SEARCH_TOKENS,
     Folding,
     count_data_ranks,
     enumerate_layouts,
@@ -461,6 +462,27 @@ def test_a_run_that_no_plan_ends_with_is_refused(changes: dict[str, Any], error:
         )
 
 
+def test_an_estimate_takes_no_longer_for_more_chunks_of_the_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And counts equal bytes."""
+    chunks: list[int] = []
+    add_chunk = loss._add_chunk_
+
+    def counted(hidden_CD: Any, *args: Any) -> Any:
+        chunks.append(len(hidden_CD))
+        return add_chunk(hidden_CD, *args)
+
+    monkeypatch.setattr(loss, "_add_chunk_", counted)
+    model = replace(preset("tiny"), ce_chunk_tokens=8)
+    run = TrainingRun(model=model, num_gpus=2, parallel=ParallelConfig(ep=2), seq_len=64)
+    merged = count_saved_bytes_of_run.__wrapped__(run)
+    assert chunks == [64]
+    monkeypatch.setattr(type(run.planned_model), "merge_loss_chunks", lambda *_: None)
+    assert count_saved_bytes_of_run.__wrapped__(run) == merged
+    assert chunks == [64, *[8] * 8]
+
+
 def test_the_page_has_the_bounds() -> None:
     """The numbers that the tests here and in test_gpus.py refuse beyond, in the table's order."""
     page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
@@ -472,6 +494,7 @@ def test_the_page_has_the_bounds() -> None:
         MAX_LAYERS,
         MAX_STAGES,
         2**24,
+        MAX_SEARCH_TOKENS,
         2**16,
         MAX_IN_FLIGHT,
         MAX_MICRO_BATCHES,
@@ -485,7 +508,8 @@ def test_large_numbers_end_in_one_line(capsys: pytest.CaptureFixture[str]) -> No
         ("TrainingRun.num_gpus (1048576) must be", ["1048576", "--ep", "2"]),
         ("SearchRequest.num_gpus (2147483647) must be", ["2147483647"]),
         ("num_gpus (55440) must have at most 64 divisors", ["55440"]),
-        ("SearchRequest.seq_len (16777217) must be", ["4", "--seq-len", "16777217"]),
+        ("SearchRequest.seq_len (1048577) must be", ["4", "--seq-len", "1048577"]),
+        ("TrainingRun.seq_len (16777217) must be", ["4", "--ep", "2", "--seq-len", "16777217"]),
         ("SearchRequest.gpus_per_node (65537) must be", ["4", "--gpus-per-node", "65537"]),
     ):
         assert main([*call, *numbers]) == 1

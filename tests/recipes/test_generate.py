@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -50,6 +51,29 @@ def test_greedy_tokens_are_those_of_transformers(is_chat: bool, tiny: Path, caps
     out = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
     answer = tokenizer.decode(out)
     assert printed == ("" if is_chat else "What is ast?") + answer + "\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--chat", "--prompt", "a"], "--prompt must fit the chat template of PATH: only tools"),
+        (["--prompt", "\ud800"], "--prompt must fit the tokenizer of PATH: "),
+    ],
+    ids=["template", "surrogate"],
+)
+def test_a_prompt_that_cannot_be_encoded_is_one_line(
+    words: list[str], message: str, tiny: Path, tmp_path: Path, capsys: Any
+) -> None:
+    shutil.copytree(tiny, tmp_path / "model")
+    template = "{{ raise_exception('only tools\nare allowed') }}"
+    for file in (tmp_path / "model").glob("*.jinja"):
+        file.unlink()
+    config = tmp_path / "model" / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": template}))
+    assert main(["generate", str(tmp_path / "model"), *words]) == 1
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+    assert len([line for line in error.splitlines() if line.startswith("moecore: ")]) == 1
 
 
 def test_a_run_its_checkpoints_and_one_checkpoint_are_the_model(

@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from moecore.models import flops_per_token
+from moecore.recipes import report
+from moecore.recipes.generate import read_samples
 from moecore.recipes.report import pack_loads
 from moecore.recipes.train import TrainConfig
 
@@ -140,8 +142,6 @@ def test_maps_have_the_loads_of_layers_and_of_the_least_even(
 ) -> None:
     """Step by layer, and step by expert of layer 3; or no map where there is nothing to draw."""
     figure = pytest.importorskip("matplotlib.figure")
-    from moecore.recipes import report
-
     lines = []
     for step in range(1, 7):
         line = {"step": step, "loss": 3.0 / step, "expert_load_max_over_mean": 2.0}
@@ -225,12 +225,22 @@ def test_damaged_lines_go_and_no_draft_is_written_through_a_link(
     (tmp_path / "metrics.tmp").symlink_to(precious)
     damage = b'{"step": 7, "lo\n\n\0\0\0\n\xff\xfe\n{"step": 1}\n[1]\n' + b"[" * 100_000  # 7 lines
     path.write_bytes(b'{"step": 1, "loss": 2.0, "expert_load_max_over_mean": 1.0}\n' + damage)
-    from moecore.recipes import report
-
     report.cut_metrics(path, 1)
     assert capsys.readouterr().out == f"{path}: dropped 7 damaged line(s)\n"
     assert precious.read_text() == "mine" and not path.is_symlink()
     assert [line["step"] for line in report.read_metrics(path)[0]] == [1]
+
+
+def test_a_file_with_a_hole_is_read_by_line(tmp_path: Path) -> None:
+    """It has 40 GB of zeros behind its lines, as a crash may leave."""
+    metrics, samples = tmp_path / "metrics.jsonl", tmp_path / "samples.jsonl"
+    metrics.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n')
+    samples.write_text('{"step": 1, "text": "a"}\n{"step"\n[1]\n')
+    for path in (metrics, samples):
+        os.truncate(path, 40 << 30)
+    lines, num_damaged = report.read_metrics(metrics)
+    assert [line["step"] for line in lines] == [1, 2] and num_damaged == 1
+    assert read_samples(samples, before=2) == ['{"step": 1, "text": "a"}']
 
 
 @pytest.mark.parametrize(
@@ -286,8 +296,6 @@ def test_without_a_bar_the_first_step_is_printed_at_once(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from moecore.recipes import report
-
     monkeypatch.setattr(report, "_import", lambda name: None)
     times = iter([0.0, 4.9, 5.0, 5.0])
     monkeypatch.setattr(report, "time", SimpleNamespace(monotonic=lambda: next(times)))

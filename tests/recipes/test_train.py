@@ -262,10 +262,16 @@ def test_a_folding_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
 
 
 def test_too_little_memory_gives_advice(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    from moecore.recipes.errors import print_run_error
+    from moecore.recipes.errors import RUN_ERRORS, print_run_error
 
     monkeypatch.setenv("RANK", "3")
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has")
     assert print_run_error(error, SimpleNamespace(checkpoint_every=0)) == 2
     printed = capsys.readouterr().err
     assert printed.startswith("moecore: error: rank 3: CUDA out of memory: lower --batch-size")
+    assert MemoryError in RUN_ERRORS
+    assert print_run_error(MemoryError(), SimpleNamespace(checkpoint_every=0)) == 2
+    printed = capsys.readouterr().err
+    assert printed == (
+        "moecore: error: rank 3: this machine has too little memory for it (MemoryError)\n"
+    )

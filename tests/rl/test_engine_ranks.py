@@ -24,7 +24,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.families import use_causal_attention
-from moecore.rl import PPO, Engine, Rollouts
+from moecore.rl import PPO, Engine, OwnObjective, Rollouts
 from tests.families.transformers.hf_models import random_model
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks
@@ -175,6 +175,24 @@ def made_routes(rollouts: Rollouts) -> Tensor:
     return torch.arange(shape[0] * 6).view(shape) % 6
 
 
+def of_first(log_probs_N: Tensor, entropy_N: Tensor | None, rollouts: Rollouts) -> Tensor:
+    return -log_probs_N
+
+
+def of_second(log_probs_N: Tensor, entropy_N: Tensor | None, rollouts: Rollouts) -> Tensor:
+    return -2 * log_probs_N
+
+
+def of_reinforce(factor: float, metrics: list[int]) -> OwnObjective:
+    """Return an objective whose closure has a number and a list."""
+
+    def compute_loss(log_probs_N: Tensor, entropy_N: Tensor | None, rollouts: Rollouts) -> Tensor:
+        metrics.append(len(log_probs_N))
+        return -factor * log_probs_N
+
+    return OwnObjective(compute_loss)
+
+
 def refusals() -> dict[str, str]:
     """What this rank raises where another one has wrong rollouts."""
     meshes = build_meshes(ParallelConfig(dp_shard=3, tp=2, ep=3), "cpu")
@@ -202,6 +220,18 @@ def refusals() -> dict[str, str]:
     for name, rollouts in given.items():
         try:
             engine.forward_backward(rollouts, PPO())  # type: ignore[arg-type]
+        except ValueError as error:
+            found[name] = str(error)
+    objectives = {
+        "function": OwnObjective((of_first, of_second)[last]),
+        "factor": of_reinforce(1.0 + last, []),
+        "metrics": of_reinforce(1.0, [dist.get_rank()]),
+    }
+    for name, objective in objectives.items():
+        try:
+            engine.forward_backward(good, objective)
+            found[name] = ""
+            engine.step.drop()
         except ValueError as error:
             found[name] = str(error)
     try:
@@ -251,4 +281,7 @@ def test_wrong_rollouts_of_one_rank_are_an_error_of_all(results: Any) -> None:
     assert found["tp ranks"].startswith("rollouts of data rank 2 must be the same on the ranks")
     for name in ("old_log_probs_N", "ref_log_probs_N", "weights_N"):
         assert f"whether {name} is None" in found[f"{name} of some"]
+    assert found["metrics"] == ""
+    for name in ("function", "factor"):
+        assert "OwnObjective.function" in found[name] and "must be the same" in found[name]
     assert found["temperature"].startswith("the objective, entropy, PPO.clip")

@@ -35,6 +35,7 @@ UNCOMPARED = frozenset(
     {
         *("ce_chunk_tokens",),  # decides how much memory the loss needs
         *("_is_hf_initialized", "_commit_hash", "_auto_class", "generation_config"),
+        "_weight_conversions",  # only `from_pretrained` sets it
         *("transformers_version", "architectures", "auto_map", "id2label", "label2id"),
     }
 )
@@ -47,6 +48,7 @@ DEVICE = re.compile(r"(cpu|cuda|xpu|hpu|mps|npu|xla)(:\d+)?")
 RECORD_MARKS = ("__dataclass_fields__", "__attrs_attrs__", "__pydantic_fields__")
 RECORD_NAMES = ("config", "namespace", "args", "arguments", "options", "hparams")
 ATOMS: tuple[Any, ...] = (bool, int, float, complex, str, bytes)
+CONTAINERS: tuple[Any, ...] = (tuple, list, Mapping, AbstractSet)
 
 
 def list_attribute_entries(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Any]:
@@ -73,11 +75,17 @@ def list_attribute_entries(modules: Iterable[tuple[str, nn.Module]]) -> dict[str
 
 
 def _can_change_results(name: str, value: Any) -> bool:
-    """Whether an attribute can change results; a private one must be a plain value or a config."""
+    """Whether an attribute can change results; a private one is a value, container or config."""
     if name in UNCOMPARED or OF_ONE_RANK.search(name):
         return False
-    is_plain = isinstance(value, (*ATOMS, tuple, Enum, torch.dtype, partial)) or callable(value)
-    return not name.startswith("_") or is_plain or _read_fields(value) is not None
+    is_value = isinstance(value, (*ATOMS, *CONTAINERS, Tensor, Enum, torch.dtype, partial))
+    is_value = is_value or _is_of_numpy(value) or callable(value)
+    return not name.startswith("_") or is_value or _read_fields(value) is not None
+
+
+def _is_of_numpy(value: Any) -> bool:
+    """Whether a value is an array or a number of numpy."""
+    return type(value).__module__ == "numpy" and hasattr(value, "tolist")
 
 
 def _flatten_value(path: str, value: Any, depth: int) -> dict[str, Any]:
@@ -87,10 +95,10 @@ def _flatten_value(path: str, value: Any, depth: int) -> dict[str, Any]:
     """
     values = value if isinstance(value, Mapping) else _read_fields(value)
     if values is None or depth > MAX_DEPTH:
-        return {path: _describe_value(value, depth)}
+        return {path: describe_value(value, depth)}
     descriptions = {f"{path}.{CLASS}": _get_class_name(type(value))}
     for key, item in values.items():
-        name = key if isinstance(key, str) else repr(_describe_value(key, depth + 1))
+        name = key if isinstance(key, str) else repr(describe_value(key, depth + 1))
         if _can_change_results(name, item):
             descriptions |= _flatten_value(f"{path}.{name}", item, depth + 1)
     return descriptions
@@ -121,7 +129,7 @@ def _read_field(record: Any, name: str) -> Any:
         return None
 
 
-def _describe_value(value: Any, depth: int = 0) -> Any:
+def describe_value(value: Any, depth: int = 0) -> Any:
     """Return a description of a value whose `repr` is equal on all ranks that have the value.
 
     `depth` is the number of mappings, lists and configs around the value.
@@ -139,22 +147,20 @@ def _describe_value(value: Any, depth: int = 0) -> Any:
         return _get_class_name(type(value))
     if isinstance(value, Tensor):
         return make_comparable(value)
-    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
-        return _describe_value(value.tolist(), depth + 1)
+    if _is_of_numpy(value):
+        return describe_value(value.tolist(), depth + 1)
     if isinstance(value, list | tuple):
-        items = [_describe_value(item, depth + 1) for item in value]
+        items = [describe_value(item, depth + 1) for item in value]
         return items if isinstance(value, list) else tuple(items)
     if isinstance(value, AbstractSet):
         return Verbatim(
-            f"{{{', '.join(sorted(repr(_describe_value(x, depth + 1)) for x in value))}}}"
+            f"{{{', '.join(sorted(repr(describe_value(x, depth + 1)) for x in value))}}}"
         )
     if isinstance(value, Mapping) or _read_fields(value) is not None:
         return dict(sorted(_flatten_value("", value, depth + 1).items()))
     if isinstance(value, partial):
-        return tuple(
-            _describe_value(x, depth + 1) for x in (value.func, value.args, value.keywords)
-        )
-    return _describe_function(value, depth) if callable(value) else _get_class_name(type(value))
+        return tuple(describe_value(x, depth + 1) for x in (value.func, value.args, value.keywords))
+    return describe_function(value, depth) if callable(value) else _get_class_name(type(value))
 
 
 def _get_class_name(cls: type) -> Verbatim:
@@ -162,10 +168,13 @@ def _get_class_name(cls: type) -> Verbatim:
     return Verbatim(f"{cls.__module__}.{cls.__qualname__}")
 
 
-def _describe_function(value: Callable[..., Any], depth: int) -> Verbatim:
+def describe_function(
+    value: Callable[..., Any], depth: int = 0, *, reads_data: bool = True
+) -> Verbatim:
     """Return a callable's qualified name, with a hash of its code if it is a nested function.
 
-    A callable object without a name is described by the name of its class.
+    A callable object without a name is described by the name of its class. Tensors, lists, sets and
+    mappings in a closure are part of the hash if `reads_data`.
     """
     name = getattr(value, "__qualname__", None)
     if not isinstance(name, str):
@@ -175,21 +184,23 @@ def _describe_function(value: Callable[..., Any], depth: int) -> Verbatim:
     function = value.__func__ if isinstance(value, MethodType) else value
     if isinstance(function, FunctionType) and "<" in name:
         # Lambdas and functions in functions: a name stands for code with other constants.
-        text = repr([*_list_code(function.__code__), *_list_constants(function, depth)])
+        constants = _list_constants(function, depth, reads_data=reads_data)
+        text = repr([*_list_code(function.__code__), *constants])
         description += f" {sha256(text.encode(errors='backslashreplace')).hexdigest()[:8]}"
     return Verbatim(description)
 
 
-def _list_constants(function: FunctionType, depth: int) -> Iterator[Any]:
+def _list_constants(function: FunctionType, depth: int, *, reads_data: bool) -> Iterator[Any]:
     """Yield descriptions of a function's default arguments and its closure variables."""
-    yield _describe_value([function.__defaults__, function.__kwdefaults__], depth + 1)
+    yield describe_value([function.__defaults__, function.__kwdefaults__], depth + 1)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             value = cell.cell_contents
         except ValueError:  # a variable that has no value yet
             continue
-        if _can_change_results(name, value):
-            yield _describe_value(value, depth + 1)
+        is_data = isinstance(value, (Tensor, list, AbstractSet, Mapping))
+        if _can_change_results(name, value) and (reads_data or not is_data):
+            yield describe_value(value, depth + 1)
 
 
 def _list_code(code: CodeType) -> Iterator[Any]:
@@ -198,4 +209,4 @@ def _list_code(code: CodeType) -> Iterator[Any]:
     yield code.co_names
     for constant in code.co_consts:
         is_code = isinstance(constant, CodeType)
-        yield list(_list_code(constant)) if is_code else _describe_value(constant)
+        yield list(_list_code(constant)) if is_code else describe_value(constant)

@@ -26,6 +26,7 @@ Group = dist.ProcessGroup | None  # None = all ranks
 Groups = Group | tuple[dist.ProcessGroup, ...]  # several = the ranks of their product
 T = TypeVar("T")
 MAX_TEXT = 10_000  # characters of a value that a rank sends to the others
+OF_PARAMETERS = ("params", "param_names", "layouts")  # optimizer options: one item per parameter
 DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)  # as numbers in notes
 
 
@@ -150,15 +151,7 @@ def list_training_entries(
     """
     params = dict(model.named_parameters())
     names = {param: name for name, param in params.items()}
-    options: dict[str, Any] = {}
-    for place, optimizer in enumerate(optimizers):
-        prefix = f"optimizer {place}" if len(optimizers) > 1 else "optimizer"
-        get_options: Callable[[], dict[str, Any]] = getattr(optimizer, "get_class_options", dict)
-        options |= {f"{prefix}.{key}": value for key, value in get_options().items()}
-        for number, group in enumerate(optimizer.param_groups):
-            plain = {**group, "params": [names.get(p) for p in group["params"]]}
-            plain = tree_map_only(object, make_comparable, plain)
-            options |= {f"{prefix}.param_groups[{number}].{k}": v for k, v in plain.items()}
+    options = _list_optimizer_options(optimizers, names)
     return {
         "names of parameters": list(params),
         "requires_grad": {name: param.requires_grad for name, param in params.items()},
@@ -169,13 +162,34 @@ def list_training_entries(
 
 
 def describe_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Return optimizer classes and defaults, as entries that all pipeline stages compare."""
-    entries: dict[str, Any] = {"classes of optimizers": [type(o).__name__ for o in optimizers]}
+    """Return optimizer classes and options, as entries that all pipeline stages compare."""
+    options = _list_optimizer_options(optimizers, None)
+    return {
+        "classes of optimizers": [type(optimizer).__name__ for optimizer in optimizers],
+        "names of optimizers' options": list(options),
+        "value": options,
+    }
+
+
+def _list_optimizer_options(
+    optimizers: Sequence[torch.optim.Optimizer], names: Mapping[nn.Parameter, str] | None
+) -> dict[str, Any]:
+    """Return path -> value of the options of optimizers and of their param groups.
+
+    `names` maps parameters to names. If it is None, values of single parameters are left out.
+    """
+    options: dict[str, Any] = {}
     for place, optimizer in enumerate(optimizers):
         prefix = f"optimizer {place}" if len(optimizers) > 1 else "optimizer"
-        defaults = {name: make_comparable(value) for name, value in optimizer.defaults.items()}
-        entries[f"defaults of {prefix}"] = sorted(defaults.items())
-    return entries
+        get_options: Callable[[], dict[str, Any]] = getattr(optimizer, "get_class_options", dict)
+        records = {"": get_options()}
+        for number, group in enumerate(optimizer.param_groups):
+            plain = {**group, "params": [names.get(p) for p in group["params"]] if names else []}
+            records[f"param_groups[{number}]."] = tree_map_only(object, make_comparable, plain)
+        for path, record in records.items():
+            keys = [key for key in record if names is not None or key not in OF_PARAMETERS]
+            options |= {f"{prefix}.{path}{key}": record[key] for key in keys}
+    return options
 
 
 def make_comparable(leaf: Any) -> Any:

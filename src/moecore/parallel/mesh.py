@@ -36,6 +36,7 @@ from moecore.base.torch_private import (
     inherit_timeout,
     is_inside_custom_ops,
 )
+from moecore.parallel.rendezvous import join_store
 
 DENSE_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_DIMS = ("pp", "edp_replicate", "edp_shard", "ep", "etp")
@@ -390,7 +391,8 @@ def start_process_group(device_type: str, timeout: timedelta | None = None) -> N
     "cuda" also makes GPU LOCAL_RANK the current device. `timeout` None = torch's default.
 
     Raises:
-        ValueError: if an environment variable of the launcher is not a number in its range.
+        ValueError: if an environment variable of the launcher is not a number in its range, or if
+            ranks have different values of WORLD_SIZE.
     """
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     if device_type == "cuda":
@@ -402,7 +404,10 @@ def start_process_group(device_type: str, timeout: timedelta | None = None) -> N
         world_size = read_launcher_number("WORLD_SIZE", 1)
         read_launcher_number("RANK", 0, min_value=0, max_value=world_size - 1)
         read_launcher_number("MASTER_PORT", 29500, min_value=0, max_value=65535)
-        dist.init_process_group(backend, timeout=timeout)
+        store, rank, world_size = join_store(timeout)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+        )
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 

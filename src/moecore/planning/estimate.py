@@ -341,6 +341,7 @@ class Estimate:
 def count_saved_bytes_of_run(run: TrainingRun) -> ModelSavedBytes:
     """Return the bytes by block that a micro-batch saves for backward; faster than a dry run."""
     model = run.planned_model.build(run.dtype)
+    run.planned_model.merge_loss_chunks(model, run.batch_size * run.seq_len)
     inputs = run.planned_model.inputs(run.tokens())
     with enter_world(run), treat_meta_as("cuda"):
         meshes = build_meshes(run.parallel, "cpu")

@@ -35,7 +35,6 @@ from moecore.planning.run import (
     AnyModel,
     NumGpus,
     OptimizerOptions,
-    SeqLen,
     TrainingRun,
     make_planned_model,
 )
@@ -46,6 +45,11 @@ LONG, CP_TOKENS = 8192, 4096  # tokens of a row from which cp pays, and those of
 ROWS_PER_GPU = 8  # of a step, where nobody gives its rows
 ANY: Literal["any"] = "any"
 LAYOUT_FIELDS = ("pp", "tp", "cp", "ep", "etp", "chunks", "batch_size")
+# A search makes dozens of dry runs, each with every chunk of the loss: a minute for longer rows.
+MAX_SEARCH_TOKENS = 2**20
+SearchSeqLen = Annotated[
+    int, Bound(">=", 1), Bound("<=", MAX_SEARCH_TOKENS), "give degrees such as --cp 8"
+]
 # The fields of a run that decide its memory, without any option.
 DEFAULTS: Mapping[str, Any] = {
     "fsdp": PLAIN_FSDP,
@@ -81,7 +85,7 @@ class SearchRequest(CheckedRecord):
     num_gpus: NumGpus
     gpu: GpuName | Gpu = "h100-80"
     gpus_per_node: NumNeighbours | None = None
-    seq_len: SeqLen = 4096
+    seq_len: SearchSeqLen = 4096
     global_batch: Count | None = None
     fsdp: FSDPOptions | Literal["any"] = ANY
     memory: MemoryOptions | Literal["any"] = ANY

@@ -108,6 +108,13 @@ class PlannedModel(ABC):
         """Return the module on meta, with parameters of `dtype`."""
 
     @abstractmethod
+    def merge_loss_chunks(self, model: nn.Module, num_tokens: int) -> None:
+        """Let a module made by `build` compute the loss of up to `num_tokens` tokens in one chunk.
+
+        The forward saves equal bytes, and its time on meta does not depend on the tokens.
+        """
+
+    @abstractmethod
     def parts(self, model: nn.Module) -> ModuleParts:
         """Return the embedding, layers, MTP layers, head and loss of a module made by `build`."""
 
@@ -177,6 +184,10 @@ class NativeModel(PlannedModel):
     @override
     def build(self, dtype: torch.dtype) -> nn.Module:
         return Decoder(self.config, device="meta", dtype=dtype)
+
+    @override
+    def merge_loss_chunks(self, model: Any, num_tokens: int) -> None:
+        model.lm_head.config = replace(self.config, ce_chunk_tokens=num_tokens)
 
     @override
     def parts(self, model: Any) -> ModuleParts:

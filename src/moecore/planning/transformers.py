@@ -161,6 +161,10 @@ class StockModel(PlannedModel):
         return model.train()
 
     @override
+    def merge_loss_chunks(self, model: nn.Module, num_tokens: int) -> None:
+        """Change nothing: the loss of transformers models has chunks of a constant size."""
+
+    @override
     def parts(self, model: Any) -> ModuleParts:
         head = model.get_output_embeddings() or list(model.children())[-1]
         return ModuleParts(model.get_input_embeddings(), find_blocks(model), (), head, model)

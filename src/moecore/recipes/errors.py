@@ -33,7 +33,7 @@ class RewardError(RuntimeError):
 
 
 RUN_ERRORS = (
-    *(torch.OutOfMemoryError, ExchangeError, OSError),
+    *(torch.OutOfMemoryError, MemoryError, ExchangeError, OSError),
     *(CorpusError, DivergedError, RewardError),
 )
 RANK_0_PRINTS_S = 10
@@ -91,7 +91,10 @@ def print_run_error(error: Exception, args: Any, *, saves_memory: str = SAVES_ME
             f"rank {rank}: {line.partition('. ')[0]}: lower --batch-size (and raise --grad-accum), "
             f"{saves_memory}, or use more GPUs"
         )
-    return print_error(line, 2 if isinstance(error, torch.OutOfMemoryError) else 1)
+    elif isinstance(error, MemoryError):
+        line = f"rank {rank}: this machine has too little memory for it ({line or 'MemoryError'})"
+    is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return print_error(line, 2 if is_memory else 1)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typing import Any
 from moecore.io.checkpoint.files import open_regular
 from moecore.packing.corpus.files import shorten_text
 
+MAX_LINE_BYTES = 16 << 20  # a line of metrics has 1 MB for 50,000 experts
 SIZELESS_BYTES = 1 << 20  # read of a file that reports a size of 0, such as those of /proc
 
 
@@ -33,6 +34,20 @@ def read_file(path: Path, option: str, *, max_bytes: int | None = None) -> bytes
     if size > limit:
         raise ValueError(f"{name} must have <= {limit} bytes, not {size}: use a smaller file")
     return content or b""
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file without line ends; no line if the file does not exist.
+
+    A line of more than `MAX_LINE_BYTES` is cut, and nothing after it is read.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        while line := file.readline(MAX_LINE_BYTES):
+            yield line.removesuffix(b"\n")
+            if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+                return  # a file that a crash has filled up with zeros may have many gigabytes
 
 
 def read_text(path: Path, option: str, *, max_bytes: int | None = None) -> str:

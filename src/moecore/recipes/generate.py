@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,8 +28,9 @@ from moecore.io.checkpoint.manifest import MANIFEST
 from moecore.io.checkpoint.ranks import is_first_rank
 from moecore.io.hf.convert import native_to_hf
 from moecore.models import Decoder, DecoderConfig
+from moecore.packing.corpus.files import shorten_text
 from moecore.recipes.corpora import BYTES, Tokenizer
-from moecore.recipes.files import find_config
+from moecore.recipes.files import find_config, read_lines
 from moecore.recipes.hf_model import copy_files, has_tokenizer
 from moecore.recipes.parser import read_toml
 from moecore.recipes.report import CONFIG, EXPORT
@@ -121,22 +123,34 @@ def find_or_convert_directory(path: Path, target: Path) -> Path:
 def prompt_ids(tokenizer: Tokenizer, prompt: str, *, is_chat: bool) -> list[int]:
     """Return the token ids of a prompt; `is_chat` puts the prompt into the chat template.
 
-    Raises ValueError for no tokens, or for a chat without a template.
+    Raises ValueError for no tokens, for a chat without a template, or if the tokenizer fails.
     """
+    if is_chat and (tokenizer.hf is None or not tokenizer.hf.chat_template):
+        raise ValueError("--chat must go with a tokenizer that has a chat template: drop it")
+    try:
+        ids = _encode_prompt(tokenizer, prompt, is_chat=is_chat)
+    except Exception as error:  # of any kind: a template is code
+        part = "chat template" if is_chat else "tokenizer"
+        raise ValueError(
+            f"--prompt must fit the {part} of PATH: {shorten_text(error)}: change the prompt"
+        ) from None
+    if not ids:
+        raise ValueError("--prompt must have at least one token: give some text")
+    return ids
+
+
+def _encode_prompt(tokenizer: Tokenizer, prompt: str, *, is_chat: bool) -> list[int]:
+    """Return the token ids of a prompt, in the chat template with `is_chat`."""
+    if tokenizer.borders is None:  # tokens are bytes
+        return list(prompt.encode())
     ids: list[int]
     if is_chat:
-        if tokenizer.hf is None or not tokenizer.hf.chat_template:
-            raise ValueError("--chat must go with a tokenizer that has a chat template: drop it")
         chat = [{"role": "user", "content": prompt}]
         text = tokenizer.hf.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         ids = tokenizer.hf(text, add_special_tokens=False)["input_ids"]
-    elif tokenizer.borders is None:
-        ids = list(prompt.encode())
     else:
         ids = tokenizer.hf(prompt, add_special_tokens=False)["input_ids"]
         ids = tokenizer.borders.make_prompt(ids)
-    if not ids:
-        raise ValueError("--prompt must have at least one token: give some text")
     return ids
 
 
@@ -216,6 +230,17 @@ def write_samples(
 
 
 def read_samples(file: Path, *, before: int) -> list[str]:
-    """Return the JSON lines of a samples file whose step is below `before`; [] = no file."""
-    lines = file.read_text().splitlines() if file.exists() else []
-    return [line for line in lines if json.loads(line)["step"] < before]
+    """Return the JSON lines of a samples file whose step is below `before`; [] = no file.
+
+    Damaged lines are left out.
+    """
+    return [line.decode() for line in read_lines(file) if _parse_step(line) < before]
+
+
+def _parse_step(line: bytes) -> float:
+    """Return the step of a line of samples; inf = the line is damaged."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return math.inf
+    return step if type(step) is int else math.inf

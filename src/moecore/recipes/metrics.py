@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from moecore.base.fields import CheckedRecord
 from moecore.models import DecoderConfig, flops_per_token
 from moecore.planning.gpus import TERA, find_bf16_flops
+from moecore.recipes.files import read_lines
 from moecore.train.step_result import StepResult
 
 Metrics = dict[str, float]
@@ -249,7 +251,7 @@ def _open_wandb(project: str, config: Any) -> Logger:
         project=project,
         name=config.run_dir.name,
         dir=config.run_dir,
-        id=file.read_text(),
+        id=_read_id(file),
         resume="allow",
         config=convert_to_json(config),
     )
@@ -262,12 +264,17 @@ def _open_mlflow(experiment: str, config: Any) -> Logger:
     mlflow.set_experiment(experiment)
     file = config.run_dir / MLFLOW_ID
     if file.exists():
-        mlflow.start_run(run_id=file.read_text())
+        mlflow.start_run(run_id=_read_id(file))
     else:
         run = mlflow.start_run(run_name=config.run_dir.name)
         file.write_text(run.info.run_id)
         mlflow.log_params(convert_to_json(config))  # a parameter of MLflow cannot change later
     return Logger(mlflow.log_metrics, mlflow.end_run)
+
+
+def _read_id(file: Path) -> str:
+    """Return the id of a logger's run from the first line of a file."""
+    return next(read_lines(file), b"").decode()
 
 
 def convert_to_json(config: Any) -> dict[str, Any]:

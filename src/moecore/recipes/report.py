@@ -19,7 +19,7 @@ from typing import Any
 
 from moecore.io.checkpoint.directory import CHECKPOINTS
 from moecore.recipes.alarms import Alarms
-from moecore.recipes.files import format_option
+from moecore.recipes.files import format_option, read_lines
 from moecore.recipes.goodput import STEPS, WALL_TIME, WallTime
 from moecore.recipes.metrics import (
     MLFLOW_ID,
@@ -177,8 +177,7 @@ def cut_metrics(path: Path, step: int) -> float:
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the lines of a metrics file as dicts, and the number of damaged lines."""
-    content = path.read_bytes() if path.exists() else b""
-    records = [_parse_line(line) for line in content.removesuffix(b"\n").split(b"\n") if content]
+    records = [_parse_line(line) for line in read_lines(path)]
     lines = [line for line in records if line is not None]
     return lines, len(records) - len(lines)
 

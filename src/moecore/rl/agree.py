@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base.rank_checks import gather_objects, make_comparable
+from moecore.base.attributes import describe_function, describe_value
+from moecore.base.rank_checks import gather_objects
 from moecore.base.torch_private import all_gather_single
 from moecore.parallel.mesh import Meshes
 
@@ -95,7 +96,15 @@ def gather_totals(
 
 def _hash_entries(entries: Mapping[str, Any]) -> int:
     """Return a 56-bit hash of names and values; equal entries have equal hashes on all ranks."""
-    text = repr({name: make_comparable(value) for name, value in entries.items()})
+    # The closure of an objective may have data of one rank, such as a list of metrics.
+    text = repr(
+        {
+            name: describe_function(value, reads_data=False)
+            if callable(value)
+            else describe_value(value)
+            for name, value in entries.items()
+        }
+    )
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
 
 

@@ -224,7 +224,8 @@ class OwnObjective(CheckedRecord):
 
     Attributes:
         function: receives fp32 log-probabilities [N], entropies [N] or None, and the `Rollouts` of
-            a micro-batch's complete sequences; returns the loss of each token, [N].
+            a micro-batch's complete sequences; returns the loss of each token, [N]. Ranks must have
+            the same function; tensors and containers of its closure may differ.
         mean: over tokens, or over sequences.
         needs: fields of `Rollouts` that must not be None.
         entropy: whether the function reads entropies.

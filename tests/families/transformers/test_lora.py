@@ -260,6 +260,13 @@ def test_several_adapters(meshes: Meshes, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"must fit adapter \('default'\): r \(2\) must be 4") as e:
         load_adapters(model, tmp_path / "second")
     assert_one_line(e)
+    weights = tmp_path / "second" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    with pytest.raises(
+        ValueError, match=r"must be a whole safetensors file: .*: copy it again"
+    ) as e:
+        load_adapters(model, tmp_path / "second", adapter="second")
+    assert_one_line(e)
     merge_adapters(model)  # only what is active
     assert worst({"": logits(model)}, {"": seen[1]})[0] < 1e-5
     export_hf(model, tmp_path / "merged")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import pickle
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -320,6 +323,53 @@ def test_a_file_that_changes_while_it_is_read(tmp_path):
         (tmp_path / "model.safetensors").write_bytes(b"short")
         with pytest.raises(OSError, match="must be as its header said"):
             files.read("b", (slice(0, 2), slice(0, 4)))
+
+
+SHORTENED = """
+import os, sys
+from pathlib import Path
+from moecore.io.hf.files import HFFiles
+path = Path(sys.argv[1])
+box = (slice(0, 1), slice(0, 1024))
+with HFFiles(path) as files:
+    first = files.read("a", box)
+    os.truncate(path / "model.safetensors", 10_000)
+    try:
+        print(files.read("a", (slice(1000, 1024), slice(0, 1024))).sum())
+    except OSError as error:
+        print(error)
+    print(first.sum().item())
+"""
+
+
+def test_a_file_that_becomes_shorter_between_two_reads(tmp_path):
+    """In a process of its own, which SIGBUS would end if the file were mapped into memory."""
+    write_directory(tmp_path, {"a": torch.ones(1024, 1024)}, {})
+    command = [sys.executable, "-c", SHORTENED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    error, total = done.stdout.splitlines()
+    assert error.endswith(
+        "must be as its header said: it has become shorter: it has changed meanwhile"
+    )
+    assert float(total) == 1024
+
+
+@pytest.mark.parametrize("block_bytes", [1, 16, 100, 1 << 20])
+def test_boxes_equal_slices_for_every_block_size(block_bytes, tmp_path, monkeypatch):
+    monkeypatch.setattr("moecore.io.hf.files.BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr("moecore.io.hf.files.RUN_BYTES", block_bytes)
+    state = {"x": torch.arange(5 * 3 * 4 * 2).view(5, 3, 4, 2).short(), "y": torch.arange(7.0)}
+    write_directory(tmp_path, state, {})
+    parts = [slice(0, 2), slice(1, 2), slice(1, 3), slice(2, 2)]
+    boxes = [
+        (first, *rest)
+        for first in (slice(1, 4), slice(0, 5))
+        for rest in product(parts[:3], parts, parts[:1])
+    ]
+    with HFFiles(tmp_path) as files:
+        for box in boxes:
+            assert torch.equal(files.read("x", box), state["x"][box])
+        assert torch.equal(files.read("y", (slice(2, 5),)), state["y"][2:5])
 
 
 def test_long_lists_are_cut():

@@ -14,10 +14,11 @@ import json
 import math
 import os
 import traceback
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,13 +26,21 @@ from torch import Tensor
 
 from moecore.base.fields import format_name, quote
 from moecore.base.tables import format_error_line
-from moecore.io.checkpoint.files import MAX_CONFIG, MAX_TABLE, read_regular, refuse_problems
+from moecore.io.checkpoint.files import (
+    MAX_CONFIG,
+    MAX_TABLE,
+    open_regular,
+    read_regular,
+    refuse_problems,
+)
 from moecore.io.checkpoint.manifest import DTYPES, MAX_DEPTH, is_nested_deeper
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+BLOCK_BYTES = 16 << 20  # of a read that also reads values outside of a box
+RUN_BYTES = 1 << 16  # neighbours of this size in a box are read by themselves
 Box = tuple[slice, ...]
 
 
@@ -82,24 +91,14 @@ class HFFiles:
         self.path = Path(path)
         self.tensors = dict(read_headers(self.path) if tensors is None else tensors)
         self.bytes_read = 0
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, _TensorFile] = {}
 
     def read(self, name: str, box: Box) -> Tensor:
         """Read a box (a slice with start and stop per dim) of a tensor as a new CPU tensor."""
         entry = self.tensors[name]
-        try:
-            if entry.file not in self._open:
-                file = self.path / entry.file
-                self._open[entry.file] = safe_open(file, framework="pt", device="cpu")
-            # A scalar has no slice; and a copy, because the file may be mapped into memory.
-            shard = self._open[entry.file]
-            with torch.device("cpu"):  # safetensors creates a slice on the default device
-                value: Tensor = shard.get_slice(name)[box] if box else shard.get_tensor(name)
-        except SafetensorError as error:
-            raise OSError(
-                f"path ({self.path / entry.file}) must be as its header said: "
-                f"{format_one_line(error)}: it has changed meanwhile"
-            ) from None
+        if entry.file not in self._open:
+            self._open[entry.file] = _TensorFile(self.path / entry.file)
+        value = self._open[entry.file].read(name, entry, box)
         self.bytes_read += value.numel() * value.element_size()
         return value
 
@@ -114,6 +113,78 @@ class HFFiles:
         self._open.clear()
 
 
+class _TensorFile:
+    """A safetensors file that is read with `preadv`; OSError if the file has changed.
+
+    If another process truncated a memory-mapped file, SIGBUS would end this process.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = open_regular(path, follow=True)
+        weakref.finalize(self, os.close, self._descriptor)
+        size = torch.zeros(1, dtype=torch.int64, device="cpu")
+        self._read_into(size, 0)
+        self._data_start = 8 + int(size)
+        if not 0 <= size <= MAX_TABLE:
+            self._refuse("its header has another length")
+        header = torch.empty(int(size), dtype=torch.uint8, device="cpu")
+        self._read_into(header, 8)
+        try:
+            self._entries = dict(json.loads(bytes(header.numpy())))
+        except (ValueError, TypeError, RecursionError):
+            self._refuse("its header is no JSON object")
+
+    def read(self, name: str, template: FileTensor, box: Box) -> Tensor:
+        """Read a box of a tensor with the dtype and shape of `template` as a new CPU tensor."""
+        try:
+            entry = self._entries[name]
+            start, stop = entry["data_offsets"]
+            actual = DTYPES[entry["dtype"]], tuple(entry["shape"]), stop - start
+        except (KeyError, TypeError, ValueError):
+            self._refuse(f"it has no {format_name(name)}")
+        if actual != (template.dtype, template.shape, template.nbytes):
+            self._refuse(f"{format_name(name)} is another tensor")
+        sizes = [part.stop - part.start for part in box]
+        value = torch.empty(sizes, dtype=template.dtype, device="cpu")
+        if value.numel():
+            self._read_box(value, self._data_start + start, template.shape, box)
+        return value
+
+    def _read_box(self, out: Tensor, start: int, shape: tuple[int, ...], box: Box) -> None:
+        """Read a box of the tensor of a shape whose bytes begin at `start` into `out`."""
+        inner = [slice(0, size) for size in shape[1:]]
+        row_bytes = math.prod(shape[1:]) * out.itemsize
+        first = box[0].start if box else 0
+        if list(box[1:]) == inner:
+            self._read_into(out, start + first * row_bytes)
+        elif row_bytes > BLOCK_BYTES or (list(box[2:]) == inner[1:] and out[0].nbytes >= RUN_BYTES):
+            for i, row in enumerate(out, first):
+                self._read_box(row, start + i * row_bytes, shape[1:], box[1:])
+        else:
+            for part in out.split(BLOCK_BYTES // row_bytes):
+                rows = part.new_empty(len(part), *shape[1:])
+                self._read_into(rows, start + first * row_bytes)
+                part.copy_(rows[(slice(None), *box[1:])])
+                first += len(part)
+
+    def _read_into(self, out: Tensor, start: int) -> None:
+        """Fill a contiguous tensor with the bytes of the file from `start` on."""
+        array: Any = out.view(-1).view(torch.uint8).numpy()
+        buffer = memoryview(array)
+        while buffer:
+            count = os.preadv(self._descriptor, [buffer], start)
+            if not count:
+                self._refuse("it has become shorter")
+            buffer, start = buffer[count:], start + count
+
+    def _refuse(self, reason: str) -> NoReturn:
+        """Raise an OSError with the reason why the file is not the file of the headers."""
+        raise OSError(
+            f"path ({self._path}) must be as its header said: {reason}: it has changed meanwhile"
+        )
+
+
 def read_headers(path: Path) -> dict[str, FileTensor]:
     """Return name -> file, dtype and shape per tensor; ValueError if files or index disagree."""
     if not path.is_dir():
@@ -124,7 +195,7 @@ def read_headers(path: Path) -> dict[str, FileTensor]:
     problems = [f"{shard} is missing" for shard in shards if not (path / shard).is_file()]
     refuse_problems(f"path ({path}) must hold every shard", problems, "copy it again")
     for shard in shards:
-        for name, entry in _read_header(path / shard).items():
+        for name, entry in read_file_header(path / shard).items():
             if name in tensors:
                 problems.append(f"{name} is in {tensors[name].file} and in {shard}")
             tensors[name] = entry
@@ -183,7 +254,7 @@ def read_json(file: Path, *, max_bytes: int = MAX_CONFIG) -> dict[str, Any]:
     return value
 
 
-def _read_header(file: Path) -> dict[str, FileTensor]:
+def read_file_header(file: Path) -> dict[str, FileTensor]:
     """Return name -> `FileTensor` from the header of one safetensors file, or raise ValueError."""
     try:
         shard = safe_open(file, framework="pt", device="cpu")

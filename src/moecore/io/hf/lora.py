@@ -36,7 +36,7 @@ from moecore.io.checkpoint.ranks import (
     run_and_share_errors,
     run_on_first_rank,
 )
-from moecore.io.hf.files import read_json
+from moecore.io.hf.files import HFFiles, read_file_header, read_json
 from moecore.io.hf.pieces import FileView, TensorPiece, get_detached_shard
 from moecore.moe.experts import Experts
 from moecore.moe.low_rank import LowRank
@@ -201,9 +201,11 @@ def _read_adapter(
     names: Set[str],
 ) -> dict[str, Tensor]:
     """Return a file's tensors; ValueError if `names` (all stages'), shapes or config differ."""
-    from safetensors.torch import load_file
-
-    tensors: dict[str, Tensor] = load_file(path / WEIGHTS)
+    with HFFiles(path, read_file_header(path / WEIGHTS)) as files:
+        tensors = {
+            name: files.read(name, tuple(slice(0, size) for size in entry.shape))
+            for name, entry in files.tensors.items()
+        }
     problems = [f"{name} is missing" for name in entries if name not in tensors]
     problems += [f"{name} is no tensor of the adapter" for name in tensors if name not in names]
     config = _get_lora_configs(model)[adapter]

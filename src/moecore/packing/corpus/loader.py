@@ -39,8 +39,10 @@ from moecore.packing.corpus.position import (
     Cursors,
     check_ranks,
     check_state,
+    check_stream_lengths,
     collect_facts,
     hash_position,
+    merge_positions,
 )
 from moecore.packing.documents import hash_parts
 
@@ -270,10 +272,16 @@ class PositionedLoader(Generic[Batch]):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the JSON position after the last batch, equal on ranks. Collective over world."""
+        """Return the JSON position after the last batch, equal on ranks. Collective over world.
+
+        Raises:
+            CorpusError: if ranks have different options or numbers of batches, or a stream has
+                another number of documents on another rank.
+        """
         local_state = self._make_state(self._cursors)
         states = gather_objects(local_state) if self._batches.data_ranks > 1 else [local_state]
         check_ranks([{**state["facts"], "rows taken": state["rows"]} for state in states])
+        check_stream_lengths([state["lengths"] for state in states])
         return merge_positions([self._make_state(self._loaded), *states])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -378,23 +386,3 @@ def _restore_sigchld_handler() -> Iterator[None]:
 
 def _identity(batch: Any) -> Any:
     return batch
-
-
-def merge_positions(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge `state_dict`s of ranks: each partition keeps the cursors with the most rows."""
-    furthest: dict[int, list[list[float]]] = {}
-    lengths: dict[str, int | None] = {}
-    for state in states:
-        for partition, cursors in state["cursors"]:
-            if partition not in furthest or _count_rows(cursors) > _count_rows(furthest[partition]):
-                furthest[partition] = cursors
-        lengths |= {name: n for name, n in state["lengths"].items() if n or name not in lengths}
-    return {
-        **states[0],
-        "cursors": [[n, furthest[n]] for n in sorted(furthest)],
-        "lengths": lengths,
-    }
-
-
-def _count_rows(cursors: Sequence[Sequence[float]]) -> float:
-    return sum(cursor[0] for cursor in cursors)

@@ -83,7 +83,7 @@ class SplitPacker(RowPacker):
         pieces: list[Piece] = []
         remaining = self._shape.tokens
         while remaining:
-            if offset == len(document):
+            if offset >= len(document):
                 ordinal, offset = ordinal + self._partitions, 0
                 document = self._documents(ordinal)
                 continue
@@ -108,7 +108,7 @@ class WholePacker(RowPacker):
         if window is None:
             window = self._read_window(ordinal)
             self._check_unchanged(window.tokens, len(window))
-        while offset == len(window):
+        while offset >= len(window):
             ordinal, offset = ordinal + self._partitions * self._shape.window, 0
             self._window = None  # frees the window before the next window is read
             window = self._read_window(ordinal)

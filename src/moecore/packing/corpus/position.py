@@ -120,6 +120,45 @@ def check_ranks(facts_of_ranks: Sequence[Mapping[str, Any]]) -> None:
                 )
 
 
+def check_stream_lengths(lengths_of_ranks: Sequence[Mapping[str, int | None]]) -> None:
+    """Raise CorpusError if two ranks know different numbers of documents of one source.
+
+    `lengths_of_ranks[i]` has rank i's number by the source's name; None = not known yet.
+    """
+    firsts: dict[str, tuple[int, int]] = {}  # rank and length by name
+    for rank, lengths in enumerate(lengths_of_ranks):
+        for name, length in lengths.items():
+            if length is None:
+                continue
+            first, expected_length = firsts.setdefault(name, (rank, length))
+            if length != expected_length:
+                raise CorpusError(
+                    f"{shorten_text(name)} ({expected_length} documents on rank {first}, {length} "
+                    f"on rank {rank}) must be the same on all data ranks: give every rank the same "
+                    "stream"
+                )
+
+
+def merge_positions(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Merge `state_dict`s of ranks: each partition keeps the cursors with the most rows."""
+    furthest: dict[int, list[list[float]]] = {}
+    lengths: dict[str, int | None] = {}
+    for state in states:
+        for partition, cursors in state["cursors"]:
+            if partition not in furthest or _count_rows(cursors) > _count_rows(furthest[partition]):
+                furthest[partition] = cursors
+        lengths |= {name: n for name, n in state["lengths"].items() if n or name not in lengths}
+    return {
+        **states[0],
+        "cursors": [[n, furthest[n]] for n in sorted(furthest)],
+        "lengths": lengths,
+    }
+
+
+def _count_rows(cursors: Sequence[Sequence[float]]) -> float:
+    return sum(cursor[0] for cursor in cursors)
+
+
 def check_state(
     state: Mapping[str, Any], facts: Mapping[str, Any], sources: Sequence[CorpusSource]
 ) -> Position:
@@ -199,6 +238,9 @@ def _parse_cursors(
     is_valid = len(cursors) == num_sources and number < partitions
     for cursor in cursors:
         is_place = cursor.ordinal >= number and (cursor.ordinal - number) % step == 0
+        # A source without rows is at its start. A packer compares tokens of other sources only.
+        is_start = (cursor.ordinal, cursor.offset, cursor.tokens) == (number, 0, 0)
+        is_place = is_place and (cursor.rows > 0 or is_start)
         is_valid = is_valid and is_place and cursor.offset <= cursor.tokens
     if not is_valid:
         raise ValueError(f"state['cursors'] ({quote(entry)}) {_NO_STATE}")

@@ -1,0 +1,57 @@
+"""The store through which the ranks of a launcher find each other, with equal world sizes.
+
+Backends connect ranks in pairs. If ranks have different values of WORLD_SIZE, gloo repeats this
+for longer than its timeout, and NCCL waits. The store needs no peers, so it compares the values.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+
+def join_store(timeout: timedelta | None) -> tuple[dist.Store, int, int]:
+    """Return the launcher's store as `init_process_group` makes it, the rank and the world size.
+
+    `timeout` None = torch's default.
+
+    Raises:
+        ValueError: on every rank, if a rank has another world size than rank 0.
+    """
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    store: dist.Store
+    store, rank, world_size = next(dist.rendezvous("env://", **options))
+    if timeout is not None:
+        store.set_timeout(timeout)
+    _check_world_size(dist.PrefixStore("moecore", store), rank, world_size)
+    return dist.PrefixStore("default_pg", store), rank, world_size
+
+
+def _check_world_size(store: dist.Store, rank: int, world_size: int) -> None:
+    """Raise a ValueError on every rank if a rank has another world size than rank 0."""
+    if rank == 0:
+        store.set("world size", str(world_size))
+    first = int(store.get("world size"))
+    if world_size != first:
+        store.set(
+            "problem",
+            f"WORLD_SIZE ({world_size} on rank {rank}, {first} on rank 0) must be the same on all "
+            "ranks: start ranks with torchrun, which sets this variable",
+        )
+    _wait_for_ranks(store, "comparison", first)
+    if store.check(["problem"]):
+        problem = store.get("problem").decode()
+        with suppress(dist.DistError):  # rank 0 has the store, so it ends last
+            _wait_for_ranks(store, "end", first)
+        raise ValueError(problem)
+
+
+def _wait_for_ranks(store: dist.Store, name: str, num_ranks: int) -> None:
+    """Wait until `num_ranks` ranks have called this function with this name."""
+    # A store that outlives its process group counts on.
+    if store.add(f"ranks of {name}", 1) % num_ranks == 0:
+        store.set(name, "")
+    store.wait([name])
