@@ -287,7 +287,7 @@ def test_ranks_with_other_world_sizes_end_within_the_timeout(sizes: tuple[int, i
         for rank, size in enumerate(sizes)
     ]
     errors = [process.communicate(timeout=300)[1] for process in processes]
-    assert time.monotonic() - started < 45  # also on a slow machine, of which 15 s wait
+    assert time.monotonic() - started < 80  # gloo takes 97 s; imports take long on a busy machine
     assert all(error.startswith("moecore: ") and error.count("\n") == 1 for error in errors)
     line = "moecore: WORLD_SIZE (3 on rank 1, 2 on rank 0) must be the same on all ranks: start"
     if sizes[0] == 2:

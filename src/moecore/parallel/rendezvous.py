@@ -12,6 +12,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+# Keys of the store: rank 0's world size, the error text, and what ranks have done.
+SIZE, PROBLEM = "world size", "problem"
+COMPARISON, DEPARTURES, END = "comparison", "departures", "end"
+
 
 def join_store(timeout: timedelta | None) -> tuple[dist.Store, int, int]:
     """Return the launcher's store as `init_process_group` makes it, the rank and the world size.
@@ -33,25 +37,33 @@ def join_store(timeout: timedelta | None) -> tuple[dist.Store, int, int]:
 def _check_world_size(store: dist.Store, rank: int, world_size: int) -> None:
     """Raise a ValueError on every rank if a rank has another world size than rank 0."""
     if rank == 0:
-        store.set("world size", str(world_size))
-    first = int(store.get("world size"))
+        store.set(SIZE, str(world_size))
+    first = int(store.get(SIZE))
     if world_size != first:
         store.set(
-            "problem",
+            PROBLEM,
             f"WORLD_SIZE ({world_size} on rank {rank}, {first} on rank 0) must be the same on all "
             "ranks: start ranks with torchrun, which sets this variable",
         )
-    _wait_for_ranks(store, "comparison", first)
-    if store.check(["problem"]):
-        problem = store.get("problem").decode()
+    _wait_for_ranks(store, COMPARISON, first)
+    if store.check([PROBLEM]):
+        problem = store.get(PROBLEM).decode()
         with suppress(dist.DistError):  # rank 0 has the store, so it ends last
-            _wait_for_ranks(store, "end", first)
+            _wait_for_ranks(store, END, first)
         raise ValueError(problem)
+    # A launcher's store may serve the next start of ranks, whose number may be another one.
+    if store.add(DEPARTURES, 1) == first:
+        for key in (SIZE, COMPARISON, _counter_of(COMPARISON), DEPARTURES):
+            store.delete_key(key)
 
 
-def _wait_for_ranks(store: dist.Store, name: str, num_ranks: int) -> None:
-    """Wait until `num_ranks` ranks have called this function with this name."""
-    # A store that outlives its process group counts on.
-    if store.add(f"ranks of {name}", 1) % num_ranks == 0:
-        store.set(name, "")
-    store.wait([name])
+def _wait_for_ranks(store: dist.Store, key: str, num_ranks: int) -> None:
+    """Wait until `num_ranks` ranks have called this function with this key."""
+    if store.add(_counter_of(key), 1) == num_ranks:
+        store.set(key, "")
+    store.wait([key])
+
+
+def _counter_of(key: str) -> str:
+    """Return the key of the number of ranks that wait for `key`."""
+    return f"{key} ranks"
