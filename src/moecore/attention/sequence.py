@@ -164,8 +164,8 @@ def split_documents(
 ) -> Sequence:
     """Return the `Sequence` whose documents are chunks of at most `max_length` tokens.
 
-    Each document is cut from its first token. `shape` is (B, T) of the full rows. `positions_BT`
-    and `local_tokens` still describe the uncut documents. No host sync.
+    Chunks are counted from the first token of each document. `shape` is (B, T) of the full rows.
+    `positions_BT` and `local_tokens` still describe the uncut documents. No host sync.
     """
     # Example: cu_seqlens [0, 5, 8] by 2 gives [0, 2, 4, 5, 7, 8].
     (B, T), num_tokens = shape, shape[0] * shape[1]

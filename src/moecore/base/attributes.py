@@ -79,12 +79,12 @@ def _can_change_results(name: str, value: Any) -> bool:
     if name in UNCOMPARED or OF_ONE_RANK.search(name):
         return False
     is_value = isinstance(value, (*ATOMS, *CONTAINERS, Tensor, Enum, torch.dtype, partial))
-    is_value = is_value or _is_of_numpy(value) or callable(value)
+    is_value = is_value or _is_numpy_value(value) or callable(value)
     return not name.startswith("_") or is_value or _read_fields(value) is not None
 
 
-def _is_of_numpy(value: Any) -> bool:
-    """Whether a value is an array or a number of numpy."""
+def _is_numpy_value(value: Any) -> bool:
+    """Whether a value is a NumPy array or scalar."""
     return type(value).__module__ == "numpy" and hasattr(value, "tolist")
 
 
@@ -130,7 +130,7 @@ def _read_field(record: Any, name: str) -> Any:
 
 
 def describe_value(value: Any, depth: int = 0) -> Any:
-    """Return a description of a value whose `repr` is equal on all ranks that have the value.
+    """Return a description of a value; equal values of ranks have descriptions of equal `repr`.
 
     `depth` is the number of mappings, lists and configs around the value.
     """
@@ -147,7 +147,7 @@ def describe_value(value: Any, depth: int = 0) -> Any:
         return _get_class_name(type(value))
     if isinstance(value, Tensor):
         return make_comparable(value)
-    if _is_of_numpy(value):
+    if _is_numpy_value(value):
         return describe_value(value.tolist(), depth + 1)
     if isinstance(value, list | tuple):
         items = [describe_value(item, depth + 1) for item in value]

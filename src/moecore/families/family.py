@@ -42,7 +42,10 @@ from moecore.families.transformers.lora import (
 from moecore.families.transformers.outputs import refuse_lost_outputs
 from moecore.families.transformers.pipeline import StagedCausal
 from moecore.families.transformers.rows import hook_moe_layers
-from moecore.families.transformers.sparse_attention import add_indexer_losses, find_sparse_attention
+from moecore.families.transformers.sparse_attention import (
+    add_indexer_losses,
+    find_sparse_attention_modules,
+)
 from moecore.families.transformers.stock import (
     find_outermost_models,
     is_hf,
@@ -199,7 +202,9 @@ class TransformersFamily(ProtocolFamily):
     @override
     def find_indexers(self, model: nn.Module) -> Sequence[nn.Module]:
         """Return the sparse attention layers whose indexer can be trained: layers without sinks."""
-        layers = [layer for layer in find_sparse_attention(model) if layer.indexer is not None]
+        layers = [
+            layer for layer in find_sparse_attention_modules(model) if layer.indexer is not None
+        ]
         return [layer for layer in layers if not hasattr(layer, "sinks")]
 
     @override

@@ -41,7 +41,7 @@ from moecore.moe.experts import Experts
 from moecore.moe.micro_batch import MicroBatch
 from moecore.moe.records import Dispatcher, ExpertInput, Routing, split_zero_experts
 from moecore.moe.router import Router
-from moecore.moe.selection_bias import BiasOwner, add_part, get_bias_owner
+from moecore.moe.selection_bias import BiasOwner, add_part, get_or_create_bias_owner
 from moecore.moe.shared import Latent, SharedExpert, SharedRun
 
 
@@ -234,7 +234,7 @@ class MoELayer(RoutedLayer, BiasOwner):
         add_part(self, names.router, router)
         add_part(self, names.experts, experts)
         if config.expert_bias and names.bias_owner is not None:
-            router.move_bias(get_bias_owner(self, names.bias_owner))
+            router.move_bias(get_or_create_bias_owner(self, names.bias_owner))
         if config.latent_dim and not names.latent_down:
             self.latent = Latent(config, **factory_kwargs)
         if config.shared_hidden_dim:

@@ -53,7 +53,7 @@ def add_part(layer: nn.Module, path: str, part: nn.Module) -> None:
     layer.add_module(name, part)
 
 
-def get_bias_owner(layer: nn.Module, path: str) -> BiasOwner:
+def get_or_create_bias_owner(layer: nn.Module, path: str) -> BiasOwner:
     """Return the module `path` of a layer for its selection bias; "" = the layer. May create it."""
     try:
         owner = layer.get_submodule(path)

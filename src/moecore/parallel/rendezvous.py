@@ -53,17 +53,17 @@ def _check_world_size(store: dist.Store, rank: int, world_size: int) -> None:
         raise ValueError(problem)
     # A launcher's store may serve the next start of ranks, whose number may be another one.
     if store.add(DEPARTURES, 1) == first:
-        for key in (SIZE, COMPARISON, _counter_of(COMPARISON), DEPARTURES):
+        for key in (SIZE, COMPARISON, _make_counter_key(COMPARISON), DEPARTURES):
             store.delete_key(key)
 
 
 def _wait_for_ranks(store: dist.Store, key: str, num_ranks: int) -> None:
     """Wait until `num_ranks` ranks have called this function with this key."""
-    if store.add(_counter_of(key), 1) == num_ranks:
+    if store.add(_make_counter_key(key), 1) == num_ranks:
         store.set(key, "")
     store.wait([key])
 
 
-def _counter_of(key: str) -> str:
-    """Return the key of the number of ranks that wait for `key`."""
+def _make_counter_key(key: str) -> str:
+    """Return the store's key of the counter of ranks that wait for `key`."""
     return f"{key} ranks"

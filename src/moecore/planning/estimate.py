@@ -162,7 +162,7 @@ class Estimate:
         return (
             unsharded_bytes
             + sharded_bytes / num_gpus
-            + _compute_in_flight_per_rank(layout) * saved_bytes * _count_rank_rows(layout)
+            + _compute_in_flight_over_pp(layout) * saved_bytes * _count_rank_rows(layout)
         )
 
     def host_bytes(self, layout: Folding, options: OptionSet) -> float:
@@ -170,7 +170,7 @@ class Estimate:
         _, offloaded_bytes = self._saved_bytes(options)
         num_gpus = self._request.num_gpus
         state = options.optimizer.offload_fraction * count_state_bytes(options.optimizer)
-        rows = _compute_in_flight_per_rank(layout) * _count_rank_rows(layout)
+        rows = _compute_in_flight_over_pp(layout) * _count_rank_rows(layout)
         ranks = min(get_gpu(self._request.gpu).server, num_gpus)
         return ranks * (rows * offloaded_bytes + state * self._params / num_gpus)
 
@@ -372,7 +372,7 @@ def _count_rank_rows(layout: Folding) -> float:
     return layout.batch_size / (layout.tp * layout.cp)
 
 
-def _compute_in_flight_per_rank(layout: Folding) -> float:
+def _compute_in_flight_over_pp(layout: Folding) -> float:
     """Return the micro-batches in flight on the first pipeline rank, divided by pp."""
     return 1 + 1 / layout.chunks if layout.chunks > 1 else 1
 

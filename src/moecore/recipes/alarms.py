@@ -91,7 +91,7 @@ class Alarms:
         return lines
 
     def _check_gradient(self, metrics: Metrics) -> list[str]:
-        """Return the alarm about a step that its gradient's norm skips, or []."""
+        """Return the alarm about a step that was skipped because of its gradient norm, or []."""
         norm = metrics.get("grad_norm", 0.0)
         if math.isfinite(norm):
             is_spike = metrics.get("skipped", 0.0) > 0
@@ -102,7 +102,7 @@ class Alarms:
         return [f"grad_norm ({norm}) is not finite, so the step was skipped"]
 
     def _check_collapse(self, metrics: Metrics) -> list[str]:
-        """Return the alarm about layers whose loads have become uneven over a block, or []."""
+        """Return the alarm about layers with uneven loads over `BLOCK_STEPS` steps, or []."""
         for layer in layer_names(metrics):
             loads_E = expert_loads(metrics, layer)
             if not loads_E:
@@ -112,7 +112,10 @@ class Alarms:
         self._block_steps += 1
         if self._block_steps < BLOCK_STEPS:
             return []
-        uneven = {layer: _share_of_experts(sums_E) for layer, sums_E in self._block.items()}
+        uneven = {
+            layer: _compute_effective_expert_fraction(sums_E)
+            for layer, sums_E in self._block.items()
+        }
         uneven = {layer: share for layer, share in uneven.items() if share <= COLLAPSED_SHARE}
         block, self._block, self._block_steps = self._block, {}, 0
         is_new, self._has_collapsed = bool(uneven) and not self._has_collapsed, bool(uneven)
@@ -154,10 +157,10 @@ class Alarms:
         ]
 
 
-def _share_of_experts(loads_E: list[float]) -> float:
-    """Return the effective number of experts over all: 1 for even loads, 1/E for one expert.
+def _compute_effective_expert_fraction(loads_E: list[float]) -> float:
+    """Return the effective number of experts divided by E: 1 for even loads, 1/E for one expert.
 
-    `_share_of_experts([2, 2, 0, 0])` is 0.5. Without tokens it is 1.
+    `_compute_effective_expert_fraction([2, 2, 0, 0])` is 0.5. Without tokens it is 1.
     """
     squares = sum(load * load for load in loads_E)
     return sum(loads_E) ** 2 / squares / len(loads_E) if squares else 1.0

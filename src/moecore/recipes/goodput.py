@@ -1,6 +1,6 @@
 """Goodput: the share of a run's wall time that became steps, over all starts of the run.
 
-RUN_DIR/wall_time.json has the seconds by use:
+RUN_DIR/wall_time.json has the seconds by category:
 
     steps        optimizer steps that the weights have now
     lost steps   steps after the checkpoint from which a start continued
@@ -8,8 +8,8 @@ RUN_DIR/wall_time.json has the seconds by use:
     evaluate, sample, save    between steps; a save in the background takes only its first part
     down         from the last entry of one start to the process of the next
 
-On GPUs, a step and the host's work after it may overlap, so the uses may exceed the wall time by at
-most one step for each evaluation or save.
+On GPUs, a step and the host's work after it may overlap. The sum of the categories then exceeds the
+wall time, by at most one step for each evaluation or save.
 """
 
 from __future__ import annotations
@@ -29,44 +29,44 @@ STEPS, LOST_STEPS, START, DOWN = "steps", "lost steps", "start", "down"
 
 
 class WallTime:
-    """The seconds of a run by use, which rank 0 adds up and writes to a file.
+    """The seconds of a run by category, which rank 0 adds up and writes to a file.
 
     `began` is the time at which the first start of the run began, in seconds since the epoch.
-    `seconds` maps each use to its seconds.
+    `seconds` maps each category to its seconds.
     """
 
     def __init__(self, path: Path, *, lost_seconds: float = 0.0) -> None:
         """Continue the file at `path` if it exists; `lost_seconds`: of steps that are repeated."""
         process_start, start_end = find_process_start(), time.time()
         self.path, self._next_save = path, 0.0
-        self.began, ended, self.seconds = _read(path) or (process_start, process_start, {})
+        self.began, ended, self.seconds = _read_file(path) or (process_start, process_start, {})
         self.add(DOWN, max(0.0, process_start - ended))
         self.add(START, max(0.0, start_end - max(process_start, ended)))
         lost_seconds = min(lost_seconds, self.seconds.get(STEPS, 0.0))
         self.add(STEPS, -lost_seconds)
         self.add(LOST_STEPS, lost_seconds)
 
-    def add(self, use: str, seconds: float) -> None:
-        """Add seconds to a use."""
-        self.seconds[use] = self.seconds.get(use, 0.0) + seconds
+    def add(self, category: str, seconds: float) -> None:
+        """Add seconds to a category such as "steps" or "save"."""
+        self.seconds[category] = self.seconds.get(category, 0.0) + seconds
 
     @contextmanager
-    def measure(self, use: str) -> Iterator[None]:
-        """Return a context whose duration is added to a use."""
+    def measure(self, category: str) -> Iterator[None]:
+        """Return a context whose duration is added to a category."""
         begin = time.perf_counter()
         try:
             yield
         finally:
-            self.add(use, time.perf_counter() - begin)
+            self.add(category, time.perf_counter() - begin)
 
     def compute_goodput(self) -> float:
         """Return the share of the wall time since `began` that is in steps; at most 1."""
         total = max(time.time() - self.began, 1e-9)
         return min(1.0, self.seconds.get(STEPS, 0.0) / total)
 
-    def save(self, *, is_due: bool = True) -> None:
-        """Write the file; with `is_due` False only if the last write is five seconds old."""
-        if not is_due and time.monotonic() < self._next_save:
+    def save(self, *, is_forced: bool = True) -> None:
+        """Write the file; with `is_forced` False only if the last write was five seconds ago."""
+        if not is_forced and time.monotonic() < self._next_save:
             return
         self._next_save = time.monotonic() + SAVE_S
         draft = self.path.with_suffix(".tmp")
@@ -75,16 +75,16 @@ class WallTime:
         draft.replace(self.path)
 
     def format(self) -> str:
-        """Return goodput, wall time and the seconds of each use as one line of text."""
+        """Return goodput, wall time and the seconds of each category as one line of text."""
         total = time.time() - self.began
         other = max(0.0, total - sum(self.seconds.values()))
-        uses = sorted((self.seconds | {"other": other}).items(), key=lambda item: -item[1])
-        parts = ", ".join(f"{use} {seconds:,.1f} s" for use, seconds in uses if seconds >= 0.05)
+        categories = sorted((self.seconds | {"other": other}).items(), key=lambda item: -item[1])
+        parts = ", ".join(f"{name} {value:,.1f} s" for name, value in categories if value >= 0.05)
         return f"goodput {self.compute_goodput():.1%} of {total:,.0f} s: {parts}"
 
 
-def _read(path: Path) -> tuple[float, float, dict[str, float]] | None:
-    """Return began, ended and the seconds by use of a file; None = no file, or a damaged one."""
+def _read_file(path: Path) -> tuple[float, float, dict[str, float]] | None:
+    """Return began, ended and the seconds by category; None = no file, or a damaged file."""
     try:
         if path.stat().st_size > MAX_BYTES:
             return None
@@ -97,7 +97,7 @@ def _read(path: Path) -> tuple[float, float, dict[str, float]] | None:
 
 @cache
 def find_process_start() -> float:
-    """Return when this process started, in seconds since the epoch; elsewhere than Linux now."""
+    """Return when this process started, in seconds since the epoch; without /proc, now."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")

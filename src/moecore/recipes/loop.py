@@ -221,10 +221,10 @@ def train(job: TrainingJob[Any]) -> int:
             try:
                 queue.append(train_step(job, step, stops=bool(request.number)))
                 if is_due(step, every=args.eval_every, steps=args.steps):
-                    with measure(report, "evaluate"):
+                    with measure_wall_time(report, "evaluate"):
                         metrics = queue[-1].extra | job.evaluate()
                     queue[-1] = replace(queue[-1], extra=metrics)
-                with measure(report, "sample"):
+                with measure_wall_time(report, "sample"):
                     job.sample(step)
             except RUN_ERRORS:
                 report_steps(job, queue, report)
@@ -236,7 +236,7 @@ def train(job: TrainingJob[Any]) -> int:
                 report_steps(job, queue, report)
             saver.check()  # a save that failed in the background ends the run here
             if is_checkpoint or (job.is_stopping and args.checkpoint_every):
-                with measure(report, "save"):
+                with measure_wall_time(report, "save"):
                     save(job, saver, step)
             collect_garbage(step)
             end_of_step()
@@ -278,9 +278,9 @@ def open_report(job: TrainingJob[Any]) -> AbstractContextManager[RunReport | Non
     return reports[0] if reports else nullcontext()
 
 
-def measure(report: RunReport | None, use: str) -> AbstractContextManager[None]:
-    """Return a context whose duration rank 0 adds to a use of the run's wall time."""
-    return nullcontext() if report is None else report.wall_time.measure(use)
+def measure_wall_time(report: RunReport | None, category: str) -> AbstractContextManager[None]:
+    """Return a context whose duration rank 0 adds to a category of the run's wall time."""
+    return nullcontext() if report is None else report.wall_time.measure(category)
 
 
 def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> LaunchedStep:

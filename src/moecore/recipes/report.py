@@ -94,7 +94,7 @@ class RunReport:
         metrics = metrics if expert_loads else without_experts(metrics)
         self.wall_time.add(STEPS, metrics.get("step_seconds", 0.0))
         metrics["goodput"] = self.wall_time.compute_goodput()
-        self.wall_time.save(is_due=step == self.steps)
+        self.wall_time.save(is_forced=step == self.steps)
         self.file.write(json.dumps({"step": step, **pack_loads(metrics)}).encode() + b"\n")
         for logger in self.loggers:
             logger.log(metrics, step)

@@ -42,8 +42,8 @@ from moecore.train.spikes import SpikeLimit, SpikeOptions
 from moecore.train.step_checks import (
     check_micro_batch,
     check_micro_batches,
-    check_new_number,
-    check_pair,
+    check_number_is_unchanged,
+    check_side_by_side,
     check_step_arguments,
     compare_ranks,
 )
@@ -146,7 +146,7 @@ class TrainStep:
 
     @num_micro_batches.setter
     def num_micro_batches(self, number: int) -> None:
-        check_new_number(self._progress, number)
+        check_number_is_unchanged(self._progress, number)
         for state in self._states:
             state.set_num_micro_batches(number)
         self._progress.number = number
@@ -209,7 +209,7 @@ class TrainStep:
             RuntimeError: when it is called within another pair, or after a backward has failed.
             Exception: the exception of the forward or of the backward; it ends both.
         """
-        check_pair(self._progress)
+        check_side_by_side(self._progress)
         return self._pairs.run(forward, backward)
 
     @contextmanager

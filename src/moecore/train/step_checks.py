@@ -63,7 +63,7 @@ def compare_ranks(
         check_equal(describe_optimizers(optimizers), meshes.device_type)
 
 
-def check_new_number(progress: Progress, number: int) -> None:
+def check_number_is_unchanged(progress: Progress, number: int) -> None:
     """Raise ValueError if a step that has begun would get another number of micro-batches."""
     progress.check_between("num_micro_batches")
     if progress.num_done:
@@ -95,7 +95,7 @@ def check_micro_batches(progress: Progress) -> None:
         )
 
 
-def check_pair(progress: Progress) -> None:
+def check_side_by_side(progress: Progress) -> None:
     """Raise ValueError if `side_by_side()` is called outside of `micro_batches()`."""
     if not (progress.is_open and progress.is_several):
         raise ValueError("side_by_side() must be within micro_batches(): open it around the step")

@@ -74,7 +74,7 @@ def test_missing_choices_have_no_part(name: str, num_columns: int, device: str) 
     for t in range(11):
         here = [int(e) for e in ids[t] if e >= 0]
         row = logits[t].double()
-        if options.is_choice_softmax:
+        if options.is_softmax_after_choice:
             by_hand = row[here].softmax(0)
         else:
             scores = {"softmax": row.softmax(0), "sigmoid": row.sigmoid()}.get(

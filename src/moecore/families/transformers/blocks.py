@@ -75,7 +75,7 @@ def find_hf_adapter(module: nn.Module) -> Callable[[Any, nn.Module], RoutedLayer
     name = type(module).__name__ if is_hf(module) else ""
     record = RECORDS.get(name)
     if record is not None and read_routing(module, record) is not None:
-        return partial(_adopt_recorded, record=record)
+        return partial(_adopt_with_record, record=record)
     if name in _ADAPTERS and not getattr(module, "jitter_noise", 0):
         return _ADAPTERS[name]
     return find_experts_adapter(module)
@@ -93,7 +93,7 @@ def _adopt_softmax_block(block: Any, model: nn.Module, layout: LayerLayout = STA
     return _adopt_stacked(block, layout, top_k=block.gate.top_k, normalize_weights=normalize)
 
 
-def _adopt_recorded(block: Any, model: nn.Module, record: RouterRecord) -> MoELayer:
+def _adopt_with_record(block: Any, model: nn.Module, record: RouterRecord) -> MoELayer:
     """Convert a block by the record of its class; `read_routing` has returned fields for it."""
     experts = block.get_submodule(record.layout.experts)
     layout = replace(record.layout, expert_layout=read_layout(experts))
@@ -144,7 +144,7 @@ def _adopt_stacked(
     fields = read.fields | {"dim": router_tensors["weight"].shape[1], **routing}
     fields["expert_bias"] = layout.expert_bias in router_tensors
     fields["router_bias"] = "bias" in router_tensors
-    latent = _get_latent(block, layout)
+    latent = _get_latent_projections(block, layout)
     if latent is not None:
         fields["latent_dim"] = read.fields["dim"]
     layer = adopt(
@@ -170,7 +170,7 @@ def _get_router_tensors(block: nn.Module, layout: LayerLayout) -> dict[str, Tens
     return tensors
 
 
-def _get_latent(block: Any, layout: LayerLayout) -> tuple[nn.Module, nn.Module] | None:
+def _get_latent_projections(block: Any, layout: LayerLayout) -> tuple[nn.Module, nn.Module] | None:
     """Return the projections to and from the experts' dim; None if a block has none."""
     if not layout.latent_down:
         return None

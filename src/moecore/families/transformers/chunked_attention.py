@@ -26,12 +26,15 @@ CHUNK_SIZE, HAS_TEMPERATURE = "_moecore_chunk_size", "_moecore_has_temperature"
 
 def find_chunked_layers(model: nn.Module) -> list[Any]:
     """Return a model's Llama 4 attention modules whose attention is chunked."""
-    return [layer for layer in _find_layers(model) if _is_chunked(layer)]
+    return [layer for layer in _find_attention_modules(model) if _is_chunked(layer)]
 
 
 def use_chunked_attention(model: nn.Module) -> None:
-    """Make `cut_chunks` and `scale_queries` replace what Llama 4's stock layers do, in place."""
-    for layer in _find_layers(model):
+    """Replace chunk masks and query temperatures of Llama 4's layers, in place.
+
+    `cut_chunks` and `scale_queries` compute them instead.
+    """
+    for layer in _find_attention_modules(model):
         if _is_chunked(layer):
             setattr(layer, CHUNK_SIZE, layer.config.attention_chunk_size)
         if layer.attn_temperature_tuning and not layer.use_rope:
@@ -49,7 +52,10 @@ def cut_chunks(layer: nn.Module, sequence: Sequence, q_BHTd: Tensor) -> Sequence
 
 
 def scale_queries(layer: Any, sequence: Sequence, q_BHTd: Tensor) -> Tensor:
-    """Return a layer's queries times the factors of their positions, if the layer has factors."""
+    """Return queries times Llama 4's attention temperatures, which depend on positions.
+
+    Queries of a layer without temperatures are unchanged.
+    """
     if not hasattr(layer, HAS_TEMPERATURE):
         return q_BHTd
     positions_BT = sequence.positions_BT
@@ -63,7 +69,7 @@ def scale_queries(layer: Any, sequence: Sequence, q_BHTd: Tensor) -> Tensor:
     return (q_BHTd * factors_BT[:, None, :, None]).to(q_BHTd.dtype)
 
 
-def _find_layers(model: nn.Module) -> list[Any]:
+def _find_attention_modules(model: nn.Module) -> list[Any]:
     """Return a model's Llama 4 attention modules."""
     return [m for m in model.modules() if is_hf(m) and type(m).__name__ == CLASS]
 

@@ -24,7 +24,7 @@ from moecore.families.transformers.head import IS_SCORED
 from moecore.families.transformers.linear_attention import SEQUENCE
 from moecore.families.transformers.packing import find_packing_problem
 from moecore.families.transformers.rows import READER, RowReader, get_shifted_labels, get_tokens
-from moecore.families.transformers.sparse_attention import find_sparse_attention
+from moecore.families.transformers.sparse_attention import find_sparse_attention_modules
 from moecore.families.transformers.stock import (
     CAUSAL_LOSS,
     get_loss_name,
@@ -66,7 +66,7 @@ class CausalContext:
             kv_heads = num_heads
         local_heads, is_sparse = (
             (num_heads // tp, max(kv_heads // tp, 1)),
-            bool(find_sparse_attention(self.model)),
+            bool(find_sparse_attention_modules(self.model)),
         )
         if find_chunked_layers(self.model):
             if options.way not in ("auto", "a2a") or local_heads[1] % cp:

@@ -21,7 +21,7 @@ from moecore.families.transformers.linear_attention import (
     find_linear_layers,
     find_short_convolutions,
 )
-from moecore.families.transformers.sparse_attention import find_sparse_attention
+from moecore.families.transformers.sparse_attention import find_sparse_attention_modules
 from moecore.families.transformers.stock import (
     CAUSAL_LOSS,
     find_names_in_forward,
@@ -108,7 +108,7 @@ def find_packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> st
     config: Any = model.config
     text = config.get_text_config()
     linear = find_linear_layers(model) if has_row_inputs else []
-    num_sparse = len(find_sparse_attention(model)) if has_row_inputs else 0
+    num_sparse = len(find_sparse_attention_modules(model)) if has_row_inputs else 0
     convolutions = find_short_convolutions(model) if has_row_inputs else []
     row_layers = {LINEAR: len(linear), CONVOLUTION: len(convolutions)}
     row_layers |= {CHUNKED: len(find_chunked_layers(model)) if has_row_inputs else 0}

@@ -184,10 +184,10 @@ def read_routing(block: Any, record: RouterRecord) -> dict[str, Any] | None:
     function = _read_score_function(router, record)
     if function is None:
         return None
-    is_choice_softmax = (record.score_order, function) == ("post", "softmax")  # its sum is 1
+    is_softmax_after_choice = (record.score_order, function) == ("post", "softmax")  # its sum is 1
     normalize: Any = record.normalize
     if isinstance(normalize, str):
-        normalize = is_choice_softmax or get_option(owners, normalize)
+        normalize = is_softmax_after_choice or get_option(owners, normalize)
     routing: dict[str, Any] = {
         "top_k": get_option(owners, "top_k", "num_experts_per_tok"),
         "score_function": function,

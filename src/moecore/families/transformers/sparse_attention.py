@@ -43,7 +43,7 @@ CONFIG = "_moecore_indexer"  # attribute of layers whose indexers are trained
 BY_PAIRS, BY_HALVES = "apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb"
 
 
-def find_sparse_attention(model: nn.Module) -> list[nn.Module]:
+def find_sparse_attention_modules(model: nn.Module) -> list[nn.Module]:
     """Return a model's modules of `CLASSES` that read selected keys.
 
     Layers of dots3_note with a sliding window have no indexer, and keep their forward.
@@ -54,13 +54,13 @@ def find_sparse_attention(model: nn.Module) -> list[nn.Module]:
 
 def use_sparse_attention(model: nn.Module) -> None:
     """Replace the forward of sparse attention layers by one that reads a `Sequence` argument."""
-    for module in find_sparse_attention(model):
+    for module in find_sparse_attention_modules(model):
         module.forward = MethodType(_run_sparse_attention, module)
 
 
 def add_indexer_losses(model: nn.Module, config: IndexerConfig) -> None:
     """Add to each indexer of a model, in place, the auxiliary loss that `config` describes."""
-    layers: list[Any] = find_sparse_attention(model)
+    layers: list[Any] = find_sparse_attention_modules(model)
     for layer in layers:
         setattr(layer, CONFIG, config)
         if layer.indexer is not None:
@@ -137,9 +137,9 @@ def _run_sparse_attention(
 
 
 def _project_queries(layer: Any, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return queries [B, T, H, n + r], compressed queries, and the factors of outputs.
+    """Return queries [B, T, H, n + r], compressed queries, and the gate of the output.
 
-    The factors are [B, T, H, v or 1], or None if the layer has no gate.
+    The gate is [B, T, H, v or 1], or None if the layer has none.
     """
     d, v = layer.qk_nope_head_dim + layer.qk_rope_head_dim, layer.v_head_dim
     compressed_BTA = layer.q_a_proj(x_BTD)

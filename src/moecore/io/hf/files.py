@@ -136,7 +136,10 @@ class _TensorFile:
             self._refuse("its header is no JSON object")
 
     def read(self, name: str, template: FileTensor, box: Box) -> Tensor:
-        """Read a box of a tensor with the dtype and shape of `template` as a new CPU tensor."""
+        """Read the slice `box` of a tensor as a new CPU tensor.
+
+        `template` has the dtype and the full shape that the tensor must have.
+        """
         try:
             entry = self._entries[name]
             start, stop = entry["data_offsets"]
@@ -152,7 +155,10 @@ class _TensorFile:
         return value
 
     def _read_box(self, out: Tensor, start: int, shape: tuple[int, ...], box: Box) -> None:
-        """Read a box of the tensor of a shape whose bytes begin at `start` into `out`."""
+        """Read the slice `box` of a tensor into `out`.
+
+        The full tensor has the shape `shape`, and its bytes begin at `start` in the file.
+        """
         inner = [slice(0, size) for size in shape[1:]]
         row_bytes = math.prod(shape[1:]) * out.itemsize
         first = box[0].start if box else 0
@@ -179,7 +185,7 @@ class _TensorFile:
             buffer, start = buffer[count:], start + count
 
     def _refuse(self, reason: str) -> NoReturn:
-        """Raise an OSError with the reason why the file is not the file of the headers."""
+        """Raise an OSError: the file has changed since its header was read, for this reason."""
         raise OSError(
             f"path ({self._path}) must be as its header said: {reason}: it has changed meanwhile"
         )

@@ -54,7 +54,7 @@ class RouteOptions:
     group_experts: int = 2
 
     @property
-    def is_choice_softmax(self) -> bool:
+    def is_softmax_after_choice(self) -> bool:
         """Whether the weights are a softmax over the K chosen logits."""
         return self.score_order == "post" and self.score_function == "softmax"
 
@@ -66,7 +66,7 @@ def route_ref(
     # Example, E=4, two groups, top_groups=1, K=2: scores [.1 .6 .5 .4] have group sums .7 and .9,
     # so the ids are [2, 3] although expert 1 has the best score.
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
-    if options.is_choice_softmax:
+    if options.is_softmax_after_choice:
         ids_TK = _select_experts(logits_TE.detach(), bias_E, options)
         weights_TK = logits_TE.gather(1, ids_TK).softmax(-1)
     else:
@@ -308,7 +308,7 @@ def route_weights_ref(logits_TE: Tensor, ids_TK: Tensor, options: RouteOptions) 
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     is_choice_TK = ids_TK >= 0
     ids_TK = ids_TK.long().clamp(min=0)
-    if options.is_choice_softmax:
+    if options.is_softmax_after_choice:
         logits_TK = logits_TE.gather(1, ids_TK)
         # A row without a choice would be a softmax of nothing, NaN.
         out_TK = ~is_choice_TK & is_choice_TK.any(-1, keepdim=True)

@@ -39,7 +39,7 @@ from moecore.packing.corpus.position import (
     Cursors,
     check_ranks,
     check_state,
-    check_stream_lengths,
+    check_stream_document_counts,
     collect_facts,
     hash_position,
     merge_positions,
@@ -281,7 +281,7 @@ class PositionedLoader(Generic[Batch]):
         local_state = self._make_state(self._cursors)
         states = gather_objects(local_state) if self._batches.data_ranks > 1 else [local_state]
         check_ranks([{**state["facts"], "rows taken": state["rows"]} for state in states])
-        check_stream_lengths([state["lengths"] for state in states])
+        check_stream_document_counts([state["lengths"] for state in states])
         return merge_positions([self._make_state(self._loaded), *states])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

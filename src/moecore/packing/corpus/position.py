@@ -120,7 +120,7 @@ def check_ranks(facts_of_ranks: Sequence[Mapping[str, Any]]) -> None:
                 )
 
 
-def check_stream_lengths(lengths_of_ranks: Sequence[Mapping[str, int | None]]) -> None:
+def check_stream_document_counts(lengths_of_ranks: Sequence[Mapping[str, int | None]]) -> None:
     """Raise CorpusError if two ranks know different numbers of documents of one source.
 
     `lengths_of_ranks[i]` has rank i's number by the source's name; None = not known yet.

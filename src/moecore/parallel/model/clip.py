@@ -80,7 +80,7 @@ class GradientNorm:
 
     @property
     def is_skipped(self) -> bool:
-        """`skipped` on the host. Host sync at the first access, and one more with a limit."""
+        """`skipped` as a bool. The first access syncs the host, with a limit twice."""
         return bool(self.non_finite if self._limit is None else self.skipped)
 
     def divisor(self, max_norm: float) -> Tensor:
