@@ -12,6 +12,8 @@ import pytest
 
 from moecore.recipes import goodput
 from moecore.recipes.goodput import WALL_TIME, WallTime
+from moecore.recipes.report import RunReport
+from moecore.recipes.train import TrainConfig
 from tests.recipes import test_pretrain
 
 corpus = test_pretrain.corpus
@@ -75,3 +77,17 @@ def test_a_run_and_its_continuation_have_one_wall_time(corpus: Path, tmp_path: P
     assert continued["began"] == saved["began"]
     assert continued["seconds"]["steps"] > saved["seconds"]["steps"]
     assert continued["seconds"]["lost steps"] == 0
+
+
+def test_the_error_that_ends_a_run_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk may end the run and refuse the file of the wall time, too."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("no space left")
+
+    with pytest.raises(RuntimeError, match="the step failed"):
+        with RunReport(TrainConfig(run_dir=tmp_path), start=0):
+            monkeypatch.setattr(WallTime, "save", refuse)
+            raise RuntimeError("the step failed")

@@ -89,7 +89,8 @@ def model_of(name: str, command: object, args: Any) -> tuple[Any, int]:
     if command is pretrain:
         config = args.model_config()
         return config, moe_of(config).num_experts
-    transformers = pytest.importorskip("transformers", minversion="5")
+    reason = "plans of fine-tuning read its classes"
+    transformers = pytest.importorskip("transformers", minversion="5", reason=reason)
     values = next(v for family, v in CONFIGS_OF_HUB.items() if name.startswith(family))
     model = finetune.make_planned_model(args, values)
     return model, num_experts(transformers.AutoConfig.for_model(**values))

@@ -46,7 +46,7 @@ class RankError(RuntimeError):
 def publish_errors(activity: str, *, is_written: bool = True) -> Iterator[None]:
     """Return a context that writes an error of its body to the store, where other ranks read it.
 
-    The store is that of the default process group. A transport error (gloo, NCCL, the store)
+    The store belongs to the default process group. A transport error (gloo, NCCL, the store)
     becomes a `RankError` that quotes the errors of other ranks. With `is_written` False only
     transport errors are handled. `activity` describes the body in errors, such as "micro-batch 2 of
     4".

@@ -145,7 +145,7 @@ def quantise_experts(
 def multiply(a: Any, b: Any, layout: Layout, dtype: torch.dtype) -> Tensor:
     """Return the matrix product of two quantised operands in `dtype`, summed in fp32.
 
-    `layout` "TN" = b @ a^T, see `Layout`. The operands come from `quantise`.
+    `layout` "TN" = b @ a^T, see `Layout`. `quantise` makes the operands.
     """
     gemm_options: Any = dict(layout=layout, grad=layout != "TN", use_split_accumulator=True)
     return load_names().products.general_gemm(a, b, out_dtype=dtype, **gemm_options)[0]  # type: ignore[no-any-return]

@@ -81,7 +81,7 @@ def collapse_streams_fwd_kernel(
 def _differentiate_mixes(
     dlogits, raw_ptr, scale_ptr, draw_ptr, sums_ptr, cells, real, r, M, GROUP: tl.constexpr
 ):
-    """Store gradients of raw mixes to draw_ptr, of base and scale to sums_ptr; return that of r.
+    """Store gradients of raw mixes to draw_ptr, of base and scale to sums_ptr; return r's gradient.
 
     `dlogits` are the gradients of a group's logits. GROUP: 0 pre, 1 post, 2 comb.
     """

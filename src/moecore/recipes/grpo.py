@@ -104,7 +104,7 @@ def read_model(args: GRPOConfig, config: Any, meshes: Meshes, *, is_reference: b
     """Return this rank's shards of the model, with new LoRA adapters if [lora] is set.
 
     `is_reference`: the model is frozen and has the dtype of compute. Raises ValueError for a model
-    that cannot keep packed documents apart.
+    that cannot separate packed documents.
     """
     device = torch.device(meshes.device_type)
     is_frozen = is_reference or args.lora is not None

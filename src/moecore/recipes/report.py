@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -118,9 +119,11 @@ class RunReport:
         """Finish the files and draw the curves; after an error only the bar's line ends."""
         if self.bar is not None:
             self.bar.close()
-        self.wall_time.save()
         if error is not None:
+            with suppress(OSError):  # the error that ends the run is reported, not this one
+                self.wall_time.save()
             return
+        self.wall_time.save()
         print(self.wall_time.format(), flush=True)
         self.file.close()
         for logger in self.loggers:

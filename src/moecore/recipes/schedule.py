@@ -347,7 +347,7 @@ def plan_stage(
     rows: int,
     ramp: BatchRamp = NO_RAMP,
 ) -> TrainingStage:
-    """Return a stage behind step `begin`; `sizes` are the sizes of earlier steps.
+    """Return a stage after step `begin`; `sizes` are the sizes of earlier steps.
 
     `table` is the stage's table of the TOML; {} = the run has no stages. `rows` are the sequences
     of a step after `ramp`.

@@ -59,7 +59,7 @@ class SpikeLimit:
     @torch.no_grad()
     def record(self, norm: Tensor) -> None:
         """Append a step's norm (0-dim) in place, unless it is nan or inf."""
-        shifted = torch.cat([self.norms[1:], norm.to(self.norms.dtype).reshape(1)])
+        shifted = torch.cat([self.norms[1:], norm.to(self.norms).reshape(1)])
         self.norms.copy_(torch.where(norm.isfinite(), shifted, self.norms))
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -191,7 +191,7 @@ def test_options_that_moecore_lacks_leave_the_router(family: str, options: dict[
 
 
 def test_a_linear_with_adapters_leaves_the_router() -> None:
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="the adapters are those of peft")
     model = tiny_model("hunyuan_v1_moe")
     peft.get_peft_model(model, peft.LoraConfig(target_modules=["wg"]))
     layers = swap_blocks(model, {})

@@ -211,7 +211,7 @@ def _find_megatron_sources(
     """Return Hugging Face name -> where a Megatron-Core directory stores its rows, and error texts.
 
     The first result is {} if there are error texts. NotImplementedError for training options that
-    change what the model computes.
+    change the model's results.
     """
     for option, value in read_options(files.path / "common.pt", OTHER_FUNCTIONS).items():
         if value:

@@ -153,7 +153,7 @@ def _load_gate_and_up(
 ):
     """Return gate and up of a column block in fp32, 0 where masked; twice gate if not GATED.
 
-    INTERLEAVED: gate and up columns alternate; otherwise all gate columns come first.
+    INTERLEAVED: gate and up columns alternate; otherwise up columns follow all gate columns.
     """
     columns = block * BLOCK_F + tl.arange(0, BLOCK_F)
     if INTERLEAVED:

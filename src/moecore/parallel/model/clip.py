@@ -154,7 +154,7 @@ def unscale_and_clip_(
         model: a parallelized or plain model, the same on every rank.
         max_norm: a positive number; `math.inf` = only measure.
         loss_scale: fp32 scalar on the device; None = 1. With a scale no warning is printed. The
-            norm is that of unscaled gradients.
+            norm is measured on unscaled gradients.
         is_wrong: device bool, True if this rank's gradients must not be used. If it is True on any
             rank, the norm is nan on every rank.
         limit: scalar on the device: gradients with a larger norm become None; None = no limit.
@@ -248,7 +248,7 @@ def _measure_norm(
     """Measure the norm of all gradients over all ranks, without the loss scale. Collective.
 
     `is_wrong` is a device bool; True on any rank makes the norm nan. `stages` None = no pipeline.
-    `limit` is that of `GradientNorm`.
+    `limit` is passed to `GradientNorm`.
     """
     for _, param in params:
         redistribute_grad(param)

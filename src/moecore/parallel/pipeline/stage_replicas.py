@@ -47,8 +47,8 @@ class AllStages:
     def scatter_values(self, names: list[str], values: Tensor) -> Tensor:
         """Return a new vector with an element per parameter of all stages, filled from `values`.
 
-        `values[i]` belongs to `names[i]`. Parameters of other stages have the value 0. The order is
-        that of `num_holders`. No communication.
+        `values[i]` belongs to `names[i]`. Parameters of other stages have the value 0. The
+        elements have the order of `num_holders`. No communication.
         """
         order = {name: i for i, name in enumerate(self.num_holders)}
         index = torch.tensor(
