@@ -87,7 +87,7 @@ def test_the_error_that_ends_a_run_is_not_replaced(
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError("no space left")
 
-    with pytest.raises(RuntimeError, match="the step failed"):
-        with RunReport(TrainConfig(run_dir=tmp_path), start=0):
-            monkeypatch.setattr(WallTime, "save", refuse)
-            raise RuntimeError("the step failed")
+    report = RunReport(TrainConfig(run_dir=tmp_path), start=0)
+    monkeypatch.setattr(WallTime, "save", refuse)
+    with pytest.raises(RuntimeError, match="the step failed"), report:
+        raise RuntimeError("the step failed")
