@@ -25,7 +25,8 @@ from moecore import (
 )
 from moecore.base.saved_tensors import use_packer
 from moecore.models import Decoder, DecoderConfig, preset
-from moecore.train.graphs.regions import _can_replay, compile_blocks
+from moecore.train.graphs.graphed_part import GraphedPart
+from moecore.train.graphs.regions import _can_replay, compile_blocks, graph_blocks
 from tests.helpers.parts import on_parts
 from tests.helpers.ranks import run_ranks
 
@@ -48,6 +49,15 @@ class OtherBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(self.moe(self.norm(x)))
+
+
+def test_graphs_replace_a_compiled_region() -> None:
+    """torch 2.11 compiles a bound method into a `functools.partial`, which has no `__self__`."""
+    block = Decoder(preset("tiny"), device="meta").layers[0]
+    (region,) = block.compile_regions
+    setattr(block, region, partial(getattr(block, region)))
+    graph_blocks({"layers.0": block})
+    assert isinstance(getattr(block, region), GraphedPart)
 
 
 def test_linear_attention_is_in_no_cuda_graph() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -81,8 +80,7 @@ def graph_blocks(blocks: Mapping[str, nn.Module]) -> None:
             for method in getattr(module, "compile_regions", ()):
                 inside = _list_inner_modules(module)
                 may_run = partial(_can_replay, inside)
-                full_method = f"{full_name}.{method}"
-                _replace_by_graph(full_method, getattr(module, method), inside, memory, may_run)
+                _replace_by_graph(f"{full_name}.{method}", module, method, inside, memory, may_run)
             if isinstance(module, RoutedLayer):
                 _graph_layer(full_name, module, memory)
 
@@ -104,31 +102,31 @@ def _graph_layer(name: str, layer: RoutedLayer, memory: GraphMemory) -> None:
     router, dispatcher = layer.get_part("router"), layer.dispatcher
     if isinstance(router, Router):
         modules = list(dict.fromkeys((router, router.bias_owner)))
-        _replace_by_graph(
-            f"{name}.router", router.forward, modules, memory, partial(_can_graph_router, router)
-        )
+        may_run = partial(_can_graph_router, router)
+        _replace_by_graph(f"{name}.router", router, "forward", modules, memory, may_run)
     shared = layer.get_part("shared") if isinstance(layer, MoELayer) else None
     if shared is not None:
         shared_memory = GraphMemory() if layer.shared_stream is not None else memory
-        _replace_by_graph(f"{name}.shared", shared.forward, list(shared.modules()), shared_memory)
+        _replace_by_graph(
+            f"{name}.shared", shared, "forward", list(shared.modules()), shared_memory
+        )
     if isinstance(dispatcher, (AllToAllDispatcher, HierarchicalDispatcher)):
-        _replace_by_graph(f"{name}.dispatcher", dispatcher.prepare_send_order, [], memory)
+        _replace_by_graph(f"{name}.dispatcher", dispatcher, "prepare_send_order", [], memory)
 
 
 def _replace_by_graph(
     name: str,
-    method: Callable[..., Any],
+    owner: object,
+    method: str,
     modules: Sequence[nn.Module],
     memory: GraphMemory,
     may_run: Callable[[], bool] | None = None,
 ) -> None:
-    """Replace a bound method, which reads parameters of `modules`, by a `GraphedPart`, in place.
+    """Replace a method of `owner`, which reads parameters of `modules`, by a `GraphedPart`.
 
     `name` is for errors. A call uses the graphs only if `may_run()` is True; None = always.
     """
-    part = GraphedPart(name, method, modules, memory, may_run)
-    bound = cast(MethodType, method)
-    setattr(bound.__self__, bound.__name__, part)
+    setattr(owner, method, GraphedPart(name, getattr(owner, method), modules, memory, may_run))
 
 
 def _can_graph_router(router: Router) -> bool:
