@@ -70,10 +70,13 @@ def main() -> int:
     if "WORLD_SIZE" not in os.environ:
         print("bench_hf: error: start it with torchrun --nproc-per-node N -m", file=sys.stderr)
         return 2
+    if args.tp > 1 and "transformers" in args.variants:
+        print("bench_hf: error: --tp > 1 needs --variants of moecore", file=sys.stderr)
+        return 2
     config = preset(args.preset)
     if args.layers is not None:
         config = dataclasses.replace(config, num_layers=args.layers)
-    meshes = build_meshes(ParallelConfig(ep=int(os.environ["WORLD_SIZE"])))
+    meshes = build_meshes(ParallelConfig(tp=args.tp, ep=int(os.environ["WORLD_SIZE"])))
     rows = []
     for name in args.variants:
         row = {"op": "hf", "variant": name} | describe(args, config) | run(name, args, meshes)
@@ -92,7 +95,8 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--preset", default="qwen3-30b-a3b", help="a Qwen3-MoE one, whose sizes the model has")
     add("--layers", type=int, help="cut it to so many (None = all)")
-    add("--batch-size", type=int, default=2, help="sequences per rank")
+    add("--batch-size", type=int, default=2, help="sequences per data rank")
+    add("--tp", type=int, default=1, help="tensor parallel ranks; not of variant transformers")
     add("--seq-len", type=int, default=4096)
     add("--warm-up", type=int, default=4, help="steps that do not count")
     add("--timed", type=int, default=8, help="steps that do")
@@ -110,6 +114,7 @@ def describe(args: argparse.Namespace, config: DecoderConfig) -> Row:
         "preset": args.preset,
         "layers": config.num_layers,
         "num_gpus": dist.get_world_size(),
+        "tp": args.tp,
         "batch_size": args.batch_size,
         "seq_len": args.seq_len,
         "row_factor": args.row_factor,
@@ -243,7 +248,7 @@ def train(name: str, args: argparse.Namespace, meshes: Meshes) -> Row:
     forward_backward = make_forward_backward(name, model, step)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    generator = torch.Generator().manual_seed(dist.get_rank())
+    generator = torch.Generator().manual_seed(meshes.data_rank)
 
     def train_step() -> Tensor:
         shape = (args.batch_size, args.seq_len)
@@ -300,7 +305,7 @@ def summary(
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     return {
         "step_ms": step_s * 1e3,
-        "tokens_per_second_per_gpu": args.batch_size * args.seq_len / step_s,
+        "tokens_per_second_per_gpu": args.batch_size * args.seq_len / args.tp / step_s,
         "peak_gib": peak,
         "losses": [round(x, 5) for x in (losses / dist.get_world_size()).tolist()],
     }
