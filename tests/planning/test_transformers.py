@@ -309,7 +309,7 @@ def test_what_a_class_refuses_is_refused_before_it_is_planned() -> None:
         assert reason in find_refusal(request, folding).reason
     whole = SearchRequest(model=model_of("jamba"), num_gpus=2, seq_len=64)
     assert "JambaMambaMixer" in find_refusal(whole, Folding(cp=2)).reason
-    towers = SearchRequest(model=model_of("qwen3_vl_moe"), num_gpus=2, seq_len=64)
+    towers = SearchRequest(model=model_of("deepseek_ocr2"), num_gpus=2, seq_len=64)
     assert "beside its layers" in find_refusal(towers, Folding(pp=2)).reason
 
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore import Meshes, PipelineConfig, TrainStep, parallelize_moe
 from moecore.cli import main
+from moecore.families.transformers.towers import list_towers
 from tests.families.transformers.family_models import batch, config_values, loss_of, tiny_model
 from tests.helpers.parts import on_parts
 from tests.parallel.pipeline.emulated import staged
@@ -29,7 +30,7 @@ Found = dict[str, Tensor]
 Case = tuple[str, Found, Found]  # the cell, numbers of two ranks, numbers of stock
 # What the refusal of stages has -> the cell.
 NO_STAGES = {
-    "not in one list": "no, layers of a tower",
+    "it changes hidden states": "no, operations between its layers",
     "in front of a layer": "no, modules in front of its layers",
     "beside its layers": "no, parameters beside its layers",
     "no embedding, or no head": "no, no embedding or head",
@@ -60,11 +61,10 @@ def gathered(mine: Found) -> Found:
 def over_stages(family: str, meshes: Meshes) -> Case:
     """Two micro-batches over two stages: losses, gradients, their norm."""
     stock = tiny_model(family)
-    given = [batch(stock, seed) for seed in range(2)]
     cell = cell_of_stages(stock)
-    if cell != "yes":
+    if not cell.startswith("yes"):
         return cell, {}, {}
-    given = [one | {"labels": one["input_ids"]} for one in given]
+    given = [text_rows(stock, seed) for seed in range(2)]
     model = parallelize_moe(tiny_model(family), meshes, pipeline=PipelineConfig())
     optimizer = on_parts(torch.optim.SGD)(model.parameters(), lr=0.1)
     step = TrainStep(model, optimizer, num_micro_batches=2)
@@ -81,13 +81,22 @@ def over_stages(family: str, meshes: Meshes) -> Case:
     return cell, found | {"norm": torch.tensor(norm.total)}, expected
 
 
+def text_rows(model: nn.Module, seed: int) -> dict[str, Tensor]:
+    """Return ids and labels of a batch, without images."""
+    ids_BT = batch(model, seed)["input_ids"]
+    if list_towers(model):
+        generator = torch.Generator().manual_seed(seed)
+        ids_BT = torch.randint(52, 61, ids_BT.shape, generator=generator)
+    return {"input_ids": ids_BT, "labels": ids_BT}
+
+
 def cell_of_stages(model: nn.Module) -> str:
     """Return the first reason why a model is not cut, or "yes"."""
     try:
         staged(model)
     except NotImplementedError as error:
         return next(cell for part, cell in NO_STAGES.items() if part in str(error))
-    return "yes"
+    return "yes, of text" if list_towers(model) else "yes"
 
 
 @cache

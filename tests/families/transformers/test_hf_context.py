@@ -218,7 +218,7 @@ def refuse() -> None:
     ring = {"context": ContextOptions(way="p2p")}
     refused("gpt-oss", ValueError, r"way \('p2p'\) must be 'a2a' or 'allgather'", options=ring)
     refused("deepseek_v32", ValueError, r"way \('p2p'\) must be 'allgather' or", options=ring)
-    pixels = r"pixel_values must be None for Qwen3VLMoeModel with packed documents or context"
+    pixels = r"pixel_values must be None for Qwen3VLMoeModel with packed documents"
     refused("qwen3_vl_moe", ValueError, pixels, pixel_values=torch.ones(4, 8))
     refused("llama4", ValueError, r"way \('p2p'\) must be 'a2a' or 'auto' for", options=ring)
     refused(

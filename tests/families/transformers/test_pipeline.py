@@ -96,6 +96,7 @@ FAMILIES = {
     "the dtype of a head is read": lambda: with_indexers("hy_v4", indexer_types=["full"] * 2),
     "factors of embeddings": lambda: tiny_model("granitemoe"),
     "factors in front of the head": lambda: tiny_model("inkling"),
+    "a tower": lambda: tiny_model("qwen3_vl_moe"),
     "streams, side by side": lambda: tiny_model("qwen4_exp"),
     "streams, stacked, and choices by token id": lambda: tiny_model("deepseek_v4"),
 }
@@ -117,7 +118,7 @@ def inputs_of(kind: str = "rows") -> dict[str, Any]:
 
 
 def with_all_layers(layout: str, model: nn.Module) -> str:
-    extra = "t" * (model.config.num_hidden_layers - 2)
+    extra = "t" * (model.config.get_text_config().num_hidden_layers - 2)
     return layout.replace("t", f"t{extra}", 1)
 
 
@@ -216,7 +217,8 @@ def test_values_are_those_of_the_whole_model(family):
 
 REFUSED = {
     "switch_transformers": "has an encoder",
-    "qwen3_vl_moe": "has its layers in",
+    "glm5_next": "it changes hidden states in front of model.language_model.norm",
+    "deepseek_ocr2": "has model.view_separator beside its layers",
     "gemma4": "it runs model.embed_tokens_per_layer in front of a layer",
     "zaya": "has model.input_hidden_states_scale beside its layers",
     "openai_privacy_filter": "has no embedding, or no head",
@@ -312,6 +314,25 @@ def test_micro_batches_that_no_stages_run(changed, message):
     with pytest.raises(ValueError) as error:
         staged(FAMILIES["qwen3-moe"]()).check_inputs(inputs_of() | changed)
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
+
+
+def test_images_are_refused():
+    """Towers do not run in stages, whatever the stage."""
+    inputs = inputs_of() | {"pixel_values": torch.ones(2)}
+    with pytest.raises(ValueError, match="pixel_values must be None for Qwen3VLMoeModel with pipe"):
+        staged(FAMILIES["a tower"]()).check_inputs(inputs)
+
+
+def test_towers_are_with_the_embedding():
+    model = FAMILIES["a tower"]()
+    take_stages(staged(model), stages_of("E|tt|L")[:1])
+    assert {name.split(".")[1] for name, _ in model.named_parameters()} == {
+        "visual",
+        "language_model",
+    }
+    model = FAMILIES["a tower"]()
+    take_stages(staged(model), stages_of("E|tt|L")[1:])
+    assert not any("visual" in name for name, _ in model.named_parameters())
 
 
 def test_router_logits_of_a_config_are_refused():

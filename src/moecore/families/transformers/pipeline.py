@@ -9,7 +9,8 @@ The model therefore computes masks, positions and rotary embeddings in every sta
 keeps its index. Operations before the first layer, such as an embedding's factor, take effect in
 the stage of that layer, and operations after the last layer in the stage of the head. Operations
 between layers are not supported. A run of the model without its parts, on the CPU of every rank,
-checks this before the model is split into stages.
+checks this before the model is split into stages. Towers of multimodal models have no inputs in
+stages: their parameters are on the ranks with the embedding, without gradients.
 """
 
 from __future__ import annotations
@@ -27,6 +28,11 @@ from torch import Tensor, nn
 from moecore.base.copies import copy_modules, make_meta_parameter
 from moecore.base.torch_private import sum_versions
 from moecore.families.transformers.rows import READER, RowReader
+from moecore.families.transformers.towers import (
+    get_text_decoder,
+    list_towers,
+    refuse_tower_inputs,
+)
 from moecore.parallel.fsdp.units import find_blocks
 from moecore.parallel.pipeline.layout import Stage
 from moecore.parallel.pipeline.stages import (
@@ -106,6 +112,7 @@ class StagedCausal:
                 f"{name} must be left out of a pipeline stage, which has a part of the layers: "
                 "pass input_ids, and balance experts by parallelize_moe(moe={'balance': ...})"
             )
+        refuse_tower_inputs(self.model, inputs, "pipeline stages")
         require_arguments(inputs, "input_ids", "labels or log_prob_loss")
 
     def __call__(self, *, hidden: Tensor | None, stage: Stage, **inputs: Any) -> Tensor:
@@ -291,7 +298,7 @@ def _find_parts(model: Any) -> StageParts:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding is None or head is None:
         raise _make_refusal(model, "has no embedding, or no head")
-    blocks = find_blocks(model)
+    blocks = find_blocks(get_text_decoder(model))
     name_of = {module: name for name, module in model.named_modules()}
     owners = {name_of[block].rpartition(".")[0] for block in blocks}
     lists = [name for name in owners if isinstance(model.get_submodule(name), nn.ModuleList)]
@@ -304,6 +311,7 @@ def _find_parts(model: Any) -> StageParts:
     kinds = model.config.get_text_config().indexer_types if hand_on else ()
     parts = StageParts(
         embedding=name_of[embedding],
+        towers=tuple(list_towers(model)),
         layers=lists[0],
         results=2 if hand_on else 1,
         bound=frozenset(i for i, kind in enumerate(kinds) if kind == "shared"),
@@ -311,7 +319,7 @@ def _find_parts(model: Any) -> StageParts:
         head=name_of[head],
         tied=any(p is q for p in head.parameters() for q in embedding.parameters()),
     )
-    names = (parts.embedding, parts.layers, *parts.final_modules, parts.head)
+    names = (parts.embedding, *parts.towers, parts.layers, *parts.final_modules, parts.head)
     prefixes = tuple(f"{name}." for name in names)
     for name, _ in model.named_parameters():
         if not name.startswith(prefixes):

@@ -115,7 +115,9 @@ class RowReader:
                 "each"
             )
         if cu_seqlens is not None or ranks is not None:
-            refuse_tower_inputs(self._model, inputs)
+            refuse_tower_inputs(
+                self._model, inputs, "packed documents (cu_seqlens) and context parallelism (cp)"
+            )
         if ranks is not None:
             if cu_seqlens is not None:
                 check_documents(cu_seqlens, ranks.size)

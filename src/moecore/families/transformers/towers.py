@@ -2,7 +2,8 @@
 
 A tower is any part of the base model outside of the text decoder: vision and audio encoders,
 projectors and resamplers. Towers keep transformers' attention. A forward without images, audio and
-video does not run them, so packed documents and context parallelism support text-only rows.
+video does not run them, so packed documents, context parallelism and pipeline stages support
+text-only rows.
 """
 
 from __future__ import annotations
@@ -29,10 +30,30 @@ def find_tower_modules(model: Any) -> set[nn.Module]:
     return {*base.modules()} - {base, *decoder.modules()}
 
 
-def refuse_tower_inputs(model: Any, inputs: Mapping[str, Any]) -> None:
+def list_towers(model: Any) -> list[str]:
+    """Return the qualified names of a model's towers, outermost modules with parameters only."""
+    base, decoder = get_base_model(model), get_text_decoder(model)
+    names = {module: name for name, module in model.named_modules()}
+    towers: list[str] = []
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            if decoder in child.modules():
+                if child is not decoder:
+                    visit(child)
+            elif next(child.parameters(), None) is not None:
+                towers.append(names[child])
+
+    if decoder is not base:
+        visit(base)
+    return towers
+
+
+def refuse_tower_inputs(model: Any, inputs: Mapping[str, Any], user: str) -> None:
     """Raise ValueError for an argument of a forward that only a model's towers use.
 
-    Multi-dimensional `position_ids` are refused too, because they describe images.
+    Multi-dimensional `position_ids` are refused too, because they describe images. `user` names the
+    options that need text-only rows, for the error.
     """
     base, decoder = get_base_model(model), get_text_decoder(model)
     if decoder is base:
@@ -40,8 +61,8 @@ def refuse_tower_inputs(model: Any, inputs: Mapping[str, Any]) -> None:
     positions = inputs.get("position_ids")
     if positions is not None and positions.ndim != 2:
         raise ValueError(
-            f"position_ids {tuple(positions.shape)} must be [B, T] with packed documents or "
-            "context parallelism, where rows have only text: leave them out"
+            f"position_ids {tuple(positions.shape)} must be [B, T] with {user}, where rows have "
+            "only text: leave them out"
         )
     of_towers = get_forward_parameters(type(base).forward).keys() - get_forward_parameters(
         type(decoder).forward
@@ -49,7 +70,6 @@ def refuse_tower_inputs(model: Any, inputs: Mapping[str, Any]) -> None:
     for name in sorted(of_towers & inputs.keys()):
         if isinstance(inputs[name], Tensor | Mapping):
             raise ValueError(
-                f"{name} must be None for {type(base).__name__} with packed documents or context "
-                "parallelism, because its towers need whole rows: pass text-only rows, or leave "
-                "out cu_seqlens and cp"
+                f"{name} must be None for {type(base).__name__} with {user}, which do not run its "
+                "towers: pass text-only rows, or leave these options out"
             )

@@ -53,6 +53,7 @@ class StageParts:
     """The names of the modules that a model's stages contain."""
 
     embedding: str
+    towers: tuple[str, ...] = ()  # encoders of images and audio, in the stage of the embedding
     layers: str  # the ModuleList of transformer layers
     final_modules: tuple[str, ...]  # modules between the last layer and the head, norm last
     head: str
@@ -117,7 +118,7 @@ def take_stages(model: StagedModel, stages: Sequence[Stage]) -> None:
             )
     lists = [name for name in (parts.layers, parts.mtp) if name is not None]
     entries = [f"{name}.{i}" for name in lists for i in range(_count_entries(model, name))]
-    for name in (parts.embedding, *entries, *parts.final_modules, parts.head):
+    for name in (parts.embedding, *parts.towers, *entries, *parts.final_modules, parts.head):
         if name not in local_modules:
             model.set_submodule(name, parts.make_placeholder(name, model.get_submodule(name)))
 
@@ -212,6 +213,8 @@ def _list_needed_modules(
     """Yield (name, module) of what a stage runs or reads; `num_mtp` = MTP modules of the model."""
     if stage.embedding or stage.mtp or (stage.loss and parts.tied):
         yield parts.embedding, model.get_submodule(parts.embedding)
+    if stage.embedding:
+        yield from ((name, model.get_submodule(name)) for name in parts.towers)
     for name, indices in ((parts.layers, stage.layers), (parts.mtp, stage.mtp)):
         if name is not None and indices:
             entries = list(cast(nn.ModuleList, model.get_submodule(name)))
