@@ -218,9 +218,10 @@ def test_who_has_tensor_cores_for_blocks(
     monkeypatch.setattr(common, "INTERPRET", False)
     monkeypatch.setattr(common, "TRITON", version)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    decide = common.has_block_scaled_kernels.__wrapped__
+    decide = common._is_blackwell.__wrapped__
     assert decide(torch.device("cuda")) == has_them
-    assert not decide(torch.device("cpu")) and not decide(torch.device("meta"))
+    assert not decide(torch.device("cpu"))
+    assert not common.has_block_scaled_kernels(torch.device("meta"))
 
 
 def test_one_place_decides(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,11 +18,11 @@ from moecore.base.options.precision import Precision
 from moecore.models.presets import PRESETS
 from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.schedule import PipelineConfig
+from moecore.planning.gpus import count_peers, find_domain, get_gpu
 from moecore.planning.option_sets import PLAIN_FSDP
 from moecore.planning.run import OptimizerOptions, TrainingRun
 
 GB200, GB300 = "gb200-186", "gb300-279"
-NO_MXFP8 = "MXFP8: emulated here, without its tensor cores"
 UP_MLP: tuple[Recomputed, ...] = ("mla_up_proj", "mlp")
 CHEAP: tuple[Recomputed, ...] = ("activation", "norm")
 
@@ -62,6 +62,7 @@ def make_run(recipe: Recipe) -> TrainingRun:
     tp, pp, cp, ep = recipe.degrees
     model = PRESETS[recipe.preset]
     chunks = None if recipe.layout else recipe.chunks
+    gpu, domain = get_gpu(recipe.gpu), find_domain(recipe.gpu, recipe.num_gpus)
     return TrainingRun(
         model=replace(model, max_seq_len=max(model.max_seq_len, recipe.seq_len)),
         num_gpus=recipe.num_gpus,
@@ -72,7 +73,10 @@ def make_run(recipe: Recipe) -> TrainingRun:
         pipeline=PipelineConfig(layout=recipe.layout, chunks=chunks, schedule=_schedule(recipe)),
         fsdp=PLAIN_FSDP,
         memory=MemoryOptions(recompute=recipe.recompute),
-        precision=Precision.of("blockwise" if recipe.precision == "blockwise" else None),
+        precision=None if recipe.precision == "bf16" else Precision.of(recipe.precision),
+        ranks_per_domain=domain,
+        num_peers=count_peers(gpu, domain),
+        has_block_scales=gpu.has_block_scales,
         optimizer=OptimizerOptions(
             moment_dtype="bfloat16" if recipe.bf16_moments else "float32",
             offload_fraction=recipe.offload_fraction,
@@ -99,12 +103,12 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "deepseek-v3-gb300-256": _deepseek(
             GB300, 256, 1233, "table 20", degrees=(1, 4, 1, 64), rows=8192, precision="mxfp8",
             overlaps=True,
-            without=(NO_MXFP8,),
+
         ),
         "deepseek-v3-gb200-256": _deepseek(
             GB200, 256, 1048, "tables 17, 18, 20", degrees=(1, 4, 1, 64), rows=8192,
             layout="Et*4|(tttt|)*14tmL", precision="mxfp8", recompute=("mlp",),
-            offload_fraction=1.0, without=(NO_MXFP8,),
+            offload_fraction=1.0,
         ),
         "deepseek-v3-gb200-256-bf16": _deepseek(
             GB200, 256, 857, "table 20", degrees=(1, 8, 1, 32), rows=4096, recompute=("mlp",),
@@ -122,11 +126,11 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         ),
         "qwen3-235b-gb300-256": _qwen(
             GB300, 256, 974, degrees=(1, 4, 1, 64), chunks=6, batch_size=2, rows=3072,
-            precision="mxfp8", without=(NO_MXFP8,),
+            precision="mxfp8",
         ),
         "qwen3-235b-gb200-256": _qwen(
             GB200, 256, 919, degrees=(1, 4, 1, 64), chunks=6, batch_size=3, rows=3072,
-            precision="mxfp8", recompute=CHEAP, overlaps=True, without=(NO_MXFP8,),
+            precision="mxfp8", recompute=CHEAP, overlaps=True,
         ),
         "qwen3-235b-gb200-256-bf16": _qwen(
             GB200, 256, 750, degrees=(1, 4, 1, 32), chunks=12, rows=8192, recompute=CHEAP,
@@ -138,7 +142,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         ),
         "qwen3-235b-gb300-128-128k": _qwen(
             GB300, 128, 1150, degrees=(4, 4, 4, 32), chunks=12, rows=1024, seq_len=131_072,
-            precision="mxfp8", without=(NO_MXFP8,),
+            precision="mxfp8",
         ),
     }
 )  # fmt: skip

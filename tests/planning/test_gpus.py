@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moecore import NVLinkOptions
+from moecore import NVLinkOptions, ParallelConfig
 from moecore.base.options.precision import Precision, Recipe
 from moecore.cli import main
 from moecore.models import preset
@@ -145,9 +145,9 @@ def test_page_has_what_the_plan_has(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 # What no GPU of these has run: formats that are emulated on Hopper, and FP8 elsewhere.
 UNTIMED = [
-    ("gb200-186", "mxfp8"),
-    ("b200-180", "nvfp4"),
+    ("gb200-186", "blockwise"),
     ("h200-141", "mxfp8"),
+    ("h100-80", "nvfp4"),
     ("rtx5090-32", "tensorwise"),
     ("a100-80", "auto"),
 ]
@@ -185,17 +185,42 @@ def test_a_dry_run_has_no_time_that_is_not_modelled(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["dry-run", *MODEL, "--precision", "mxfp8", "--ep", "2"]
-    assert main([*command, "--gpu", "gb200-186"]) == 0
+    assert main([*command, "--gpu", "h200-141"]) == 0
     out = capsys.readouterr().out
-    line = UNTIMED_LINE.format("mxfp8", "gb200-186")
+    line = UNTIMED_LINE.format("mxfp8", "h200-141")
     assert line in out.splitlines() and "ms a step" not in out
     file = tmp_path / "gpu.toml"
-    file.write_text('like = "gb200-186"')
+    file.write_text('like = "h200-141"')
     assert main([*command, "--gpu-spec", str(file), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["time_refusal"] == UNTIMED_LINE.format("mxfp8", "this GPU")
     assert found["seconds"] is None and found["peak"] > 0
     assert all(row[3] is None for row in found["works"].values())
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("mxfp8", "float8_e4m3fn"), ("nvfp4", "float4")])
+def test_blackwell_formats_have_the_time_of_their_tensor_cores(precision: str, dtype: str) -> None:
+    """A dry run for a Blackwell GPU has packed operands and no product of their emulation."""
+    run = TrainingRun(
+        model=preset("tiny-deepseek-v3"),
+        num_gpus=2,
+        seq_len=128,
+        parallel=ParallelConfig(ep=2),
+        precision=Precision.of(precision),
+        has_block_scales=True,
+    )
+    works = [launch.work for launch in dry_run(run).queued if "block_scaled" in launch.work.name]
+    assert len({work.name for work in works}) >= 2
+    assert all(work.dtype.startswith(dtype) and work.flops > 0 for work in works)
+    emulated = dry_run(replace(run, has_block_scales=False)).queued
+    assert not any("block_scaled" in launch.work.name for launch in emulated)
+    large = max(works, key=lambda work: work.flops)
+    large = replace(large, flops=large.flops * 10**6)
+    slow, fast = (CostTable.of(gpu).seconds(large) for gpu in ("b200-180", "gb200-186"))
+    assert slow > fast
+    if precision == "nvfp4":
+        with pytest.raises(ValueError, match="it has no FP4"):
+            CostTable.of("h200-141").seconds(large)
 
 
 def test_the_time_of_a_part_in_mxfp8_is_refused() -> None:
@@ -211,3 +236,5 @@ def test_the_time_of_a_part_in_mxfp8_is_refused() -> None:
         search(replace(request, precision=first))
     assert find_time_refusal(Precision.of("blockwise"), "h100-80") is None
     assert find_time_refusal(None, "gb200-186") is None
+    assert find_time_refusal(first, "gb200-186") == UNTIMED_LINE.format("blockwise", "gb200-186")
+    assert find_time_refusal(Precision.of("nvfp4"), "b200-180") is None

@@ -75,6 +75,7 @@ class _Meta(threading.local):
     is_gpu = False
     launched: Launched | None = None
     num_peers = 1
+    has_block_scales = False
     times = 1
 
 
@@ -97,20 +98,24 @@ def meta_is_gpu() -> bool:
 
 
 @contextmanager
-def record_launches_on_meta(launched: Launched, num_peers: int = 1) -> Iterator[None]:
+def record_launches_on_meta(
+    launched: Launched, num_peers: int = 1, *, has_block_scales: bool = False
+) -> Iterator[None]:
     """Return a context in which kernels are passed to `launched` (name, arguments), not run.
 
-    Meta counts as a Hopper GPU. `num_peers` neighbouring ranks can access each other's memory.
+    Meta counts as a Hopper GPU, with `has_block_scales` as a GPU that also multiplies block-scaled
+    operands (Blackwell). `num_peers` neighbouring ranks can access each other's memory.
     """
     # Modes see what operations allocate, as if each were its kernels. `launched` is called in place
     # of each kernel of this package. So many neighbouring ranks reach each other's memory.
-    before = _meta.launched, _meta.num_peers
+    before = _meta.launched, _meta.num_peers, _meta.has_block_scales
     _meta.launched, _meta.num_peers = launched, num_peers
+    _meta.has_block_scales = has_block_scales
     with treat_meta_as("cuda"), enter_custom_ops(), _record_launches():
         try:
             yield
         finally:
-            _meta.launched, _meta.num_peers = before
+            _meta.launched, _meta.num_peers, _meta.has_block_scales = before
 
 
 def get_num_meta_peers() -> int:
@@ -207,14 +212,17 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
-@functools.cache
 def has_block_scaled_kernels(device: torch.device) -> bool:
-    """Return whether Triton has block-scaled matrix instructions on a device (Blackwell)."""
+    """Return whether block-scaled kernels can run on a device, or are recorded on meta."""
+    return _meta.has_block_scales if device.type == "meta" else _is_blackwell(device)
+
+
+@functools.cache
+def _is_blackwell(device: torch.device) -> bool:
+    """Return whether Triton has block-scaled matrix instructions on a device."""
     if not HAS_TRITON or INTERPRET or device.type != "cuda":
         return False
-    return (
-        TRITON >= BLOCK_SCALED_TRITON and torch.cuda.get_device_capability(device)[0] >= 10
-    )  # Blackwell
+    return TRITON >= BLOCK_SCALED_TRITON and torch.cuda.get_device_capability(device)[0] >= 10
 
 
 _NO_CONTEXT = nullcontext()

@@ -237,13 +237,15 @@ class CostTable(CheckedRecord):
             return {"pcie": work.num_bytes / gpu.pcie}
         if work.kind == "collective":
             return _time_links(work, inside, gpu.nvlink, gpu.network)
+        peak: float | None
         peak = gpu.fp32_flops if work.dtype in ("float32", "float64") else gpu.bf16_flops
-        if work.dtype.startswith("float8") and work.flops:
-            if gpu.fp8_flops is None:
+        if work.dtype.startswith(("float8", "float4")) and work.flops:
+            bits = work.dtype[5]
+            peak = gpu.fp8_flops if bits == "8" else gpu.fp4_flops
+            if peak is None:
                 raise ValueError(
-                    f"dtype ({work.dtype}) must be of 16 bits on {name}: it has no FP8"
+                    f"dtype ({work.dtype}) must be of 16 bits on {name}: it has no FP{bits}"
                 )
-            peak = gpu.fp8_flops
         return {"compute": work.flops / peak, "memory": work.num_bytes / gpu.memory_bandwidth}
 
     def _interpolate_efficiency(self, work: Work) -> float:

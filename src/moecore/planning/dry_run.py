@@ -129,7 +129,9 @@ def record_step(run: TrainingRun, rank: int = 0) -> DryRun:
     Memory and launches are for the full capacity of dispatcher "nvlink"; see `add_even_work`.
     """
     recorder = WorkRecorder(run.ranks_per_domain)
-    launches = record_launches_on_meta(recorder.record_kernel, run.num_peers)
+    launches = record_launches_on_meta(
+        recorder.record_kernel, run.num_peers, has_block_scales=run.has_block_scales
+    )
     with enter_world(run, rank), collect_by_hand(), launches, use_dry_streams(recorder.queues):
         model = build_model(run, "cpu")
         for tensor in (*model.parameters(), *model.buffers()):

@@ -36,7 +36,7 @@ from moecore.io.hf.config_fields import read_config
 from moecore.models import PRESETS
 from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.schedule import PipelineConfig
-from moecore.planning.gpus import Gpu, are_peers, count_peers, find_domain, read_gpu
+from moecore.planning.gpus import Gpu, are_peers, count_peers, find_domain, get_gpu, read_gpu
 from moecore.planning.layouts import ANY, LAYOUT_FIELDS, Folding, SearchRequest
 from moecore.planning.run import AnyModel, OptimizerOptions, TrainingRun, list_stages
 from moecore.planning.transformers import TransformersModel
@@ -345,6 +345,7 @@ def parse_run(args: PlannedConfig) -> TrainingRun:
         dispatcher=args.dispatcher or "auto",
         ranks_per_domain=domain,
         num_peers=num_peers,
+        has_block_scales=get_gpu(select_gpu(args)).has_block_scales,
         fp8_dispatch=args.fp8_dispatch,
     )
 

@@ -17,7 +17,7 @@ from typing import Annotated
 
 from moecore.base.fields import Bound, CheckedRecord, NumBytes, quote
 from moecore.base.options.names import GpuName
-from moecore.base.options.precision import EMULATED, Precision
+from moecore.base.options.precision import Precision
 from moecore.io.checkpoint.files import read_regular
 
 GIB = 1 << 30
@@ -37,6 +37,7 @@ class Gpu(CheckedRecord):
         memory: bytes that a process can allocate.
         bf16_flops: FLOP/s of dense bf16 and fp16 products.
         fp8_flops: FLOP/s of dense FP8 products; None = the GPU has no FP8.
+        fp4_flops: FLOP/s of dense FP4 products; None = the GPU has no FP4.
         fp32_flops: FLOP/s of fp32.
         memory_bandwidth: bytes/s of memory, reads and writes together.
         nvlink: bytes/s of NVLink, both directions together; bytes/s of PCIe on GPUs without NVLink.
@@ -46,6 +47,7 @@ class Gpu(CheckedRecord):
         server: GPUs of a server.
         domain: GPUs that NVLink connects.
         has_blockwise: whether moecore has blockwise FP8 kernels for the GPU.
+        has_block_scales: whether the GPU's tensor cores multiply MXFP8 and NVFP4.
         has_peer_access: whether GPUs of a server access each other's memory.
         measured: whether plans of moecore were compared with runs on the GPU.
     """
@@ -61,7 +63,9 @@ class Gpu(CheckedRecord):
     host_memory: NumBytes = 2048 * GIB
     server: NumNeighbours = NODE
     domain: NumNeighbours = NODE
+    fp4_flops: Rate | None = None
     has_blockwise: bool = False
+    has_block_scales: bool = False
     has_peer_access: bool = True
     measured: bool = False
 
@@ -82,17 +86,20 @@ B200 = Gpu(
     memory=178 * GIB,
     bf16_flops=2250 * TERA,
     fp8_flops=4500 * TERA,
+    fp4_flops=9e15,
     fp32_flops=75 * TERA,
     memory_bandwidth=8000 * GIGA,
     nvlink=1800 * GIGA,
     pcie=64 * GIGA,
     network=100 * GIGA,
+    has_block_scales=True,
 )
 GB200 = replace(  # a 72nd of GB200 NVL72
     B200,
     memory=184 * GIB,  # torch reports 2 GB less than the data sheet on other GPUs
     bf16_flops=2500 * TERA,
     fp8_flops=5000 * TERA,
+    fp4_flops=10e15,
     fp32_flops=80 * TERA,
     pcie=225 * GIGA,  # NVLink-C2C: 450 GB/s each way of a Grace, which two GPUs share
     host_memory=960 * GIGA,  # of two Graces, 480 GB of LPDDR5X each
@@ -147,9 +154,11 @@ GPUS: Mapping[GpuName, Gpu] = MappingProxyType(
             measured=False,
         ),
         "b200-180": B200,
-        "b300-262": replace(B200, memory=260 * GIB, network=200 * GIGA),  # ConnectX-8
+        "b300-262": replace(  # ConnectX-8
+            B200, memory=260 * GIB, fp4_flops=13.5e15, network=200 * GIGA
+        ),
         "gb200-186": GB200,
-        "gb300-279": replace(GB200, memory=276 * GIB, network=200 * GIGA),
+        "gb300-279": replace(GB200, memory=276 * GIB, fp4_flops=15e15, network=200 * GIGA),
         "l40s-48": L40S,
         "rtx4090-24": RTX4090,
         "rtx5090-32": replace(
@@ -249,10 +258,12 @@ def read_gpu(path: str | os.PathLike[str]) -> Gpu:
 
 def find_time_refusal(precision: Precision | None, gpu: GpuName | Gpu) -> str | None:
     """Return why the time of a precision's matmuls is not modelled on a GPU; None = it is."""
-    # A dry run of these formats records their emulation, whose time differs from the time of
-    # products on tensor cores. For GPUs without has_blockwise moecore has no FP8 kernel.
+    # On other GPUs a dry run of MXFP8 and NVFP4 records their emulation, whose time differs from
+    # the time of products on tensor cores. Without has_blockwise moecore has no FP8 kernel.
+    record = get_gpu(gpu)
     for recipe in () if precision is None else precision.recipes:
-        if recipe.scaling in EMULATED or not get_gpu(gpu).has_blockwise:
+        is_timed = record.has_block_scales if recipe.is_emulated else record.has_blockwise
+        if not is_timed:
             name = gpu if isinstance(gpu, str) else "this GPU"
             return (
                 f"time: not modelled for {recipe.scaling} on {name}: no kernel of it has been "

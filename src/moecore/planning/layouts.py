@@ -264,6 +264,7 @@ def make_run(request: SearchRequest, layout: Folding, options: OptionSet) -> Tra
         nvlink=nvlink,
         ranks_per_domain=request.domain,
         num_peers=request.peers,
+        has_block_scales=get_gpu(request.gpu).has_block_scales,
         **{name: getattr(options, name) for name in DEFAULTS},
     )
 

@@ -224,6 +224,8 @@ def _make_grouped_work(
 ) -> Work:
     """Return the work of a grouped product of (e, R, N, K); fp32 sums add a suffix to its name."""
     flops, dtype = 2 * prod(shape[1:]), _name_dtype(tensors[0])
+    if dtype == "uint8":  # two FP4 values in a byte
+        dtype = "float4_e2m1fn"
     if any(t.dtype == torch.float32 and t.ndim == 3 for t in tensors):
         name += SUMS
     return Work(name, "grouped product", flops, _count_bytes(tensors), shape, dtype)
@@ -248,6 +250,12 @@ def _find_grouped_shape(name: str, args: Args) -> tuple[int, int, int, int] | No
         case "sm90_fp8_grouped_wgrad_kernel":
             x, (e, M, N) = args[0], args[7:10]
             return e, prod(x.shape) // M, N, M
+        case "block_scaled_grouped_gemm_kernel":
+            out_RN, (e, N, K) = args[7], args[8:11]
+            return e, out_RN.shape[0], N, K
+        case "block_scaled_grouped_wgrad_kernel":
+            e, M, N, W = args[8:12]
+            return e, W, N, M
         case "mixed_grouped_wgrad_kernel":
             e, M, N, P = args[6:10]
             return e, P, N, M

@@ -97,6 +97,7 @@ class TrainingRun(CheckedRecord):
             domain; "auto" = one level.
         ranks_per_domain: neighbouring ranks that NVLink connects.
         num_peers: neighbouring ranks of a server that access each other's memory; 1 = none.
+        has_block_scales: whether the GPU's tensor cores multiply MXFP8 and NVFP4 (Blackwell).
         fp8_dispatch: whether tokens are dispatched and saved as FP8.
     """
 
@@ -115,6 +116,7 @@ class TrainingRun(CheckedRecord):
     dispatcher: PlannedDispatcher = "auto"
     ranks_per_domain: Count = NODE
     num_peers: Count = NODE
+    has_block_scales: bool = False
     fp8_dispatch: bool = False
 
     def _rules(self) -> Rules:

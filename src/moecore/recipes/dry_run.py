@@ -61,6 +61,7 @@ def make_planned_run(
         dispatcher="hierarchical" if dispatch.name == "hierarchical" else "auto",
         ranks_per_domain=domain,
         num_peers=peers,
+        has_block_scales=get_gpu(args.gpu).has_block_scales,
         fp8_dispatch=dispatch.fp8,
     )
 
