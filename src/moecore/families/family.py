@@ -39,8 +39,8 @@ from moecore.families.transformers.lora import (
     unwrap_experts,
     unwrap_peft,
 )
-from moecore.families.transformers.outputs import refuse_lost_outputs
 from moecore.families.transformers.pipeline import StagedCausal
+from moecore.families.transformers.router_logits import refuse_lost_outputs
 from moecore.families.transformers.rows import hook_moe_layers
 from moecore.families.transformers.sparse_attention import (
     add_indexer_losses,

@@ -27,7 +27,7 @@ from moecore.base.fields import Bound, Count, CountOrZero
 from moecore.base.options.layer import BalanceConfig, MoEOverrides
 from moecore.base.progress import show_progress
 from moecore.base.rank_checks import find_difference
-from moecore.families.transformers.lora_options import LoRAOptions, add_adapters
+from moecore.families.transformers.lora import LoRAOptions, add_adapters
 from moecore.families.transformers.packing import find_packing_problem
 from moecore.families.transformers.stock import enable_recompute
 from moecore.io import init_adapters, load_hf

@@ -25,7 +25,7 @@ from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.layer import BalanceConfig, MoEOverrides
 from moecore.base.progress import show_progress
 from moecore.base.rank_checks import find_difference
-from moecore.families.transformers.lora_options import LoRAOptions, add_adapters
+from moecore.families.transformers.lora import LoRAOptions, add_adapters
 from moecore.io import init_adapters, load_hf
 from moecore.parallel.mesh import Meshes, ParallelConfig, build_meshes
 from moecore.parallelize import parallelize_moe

@@ -37,10 +37,10 @@ from moecore.families import use_causal_attention
 from moecore.families.family import swap_blocks
 from moecore.families.fp32_modules import SELECTION_BIASES, set_dtypes
 from moecore.families.transformers.context import CausalContext
-from moecore.families.transformers.cuts import OUTPUTS, find_cuts
 from moecore.families.transformers.packing import find_packing_problem
 from moecore.families.transformers.router_records import OWN_ROUTERS
-from moecore.families.transformers.towers import find_tower_modules
+from moecore.families.transformers.stock import find_tower_modules
+from moecore.families.transformers.tp_plans import OUTPUTS, find_cuts
 from moecore.io import Saver, export_hf, load, load_hf
 from moecore.parallel.model.parallel_state import get_moe_state
 from tests.families.transformers.family_cases import (

@@ -24,9 +24,9 @@ from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.params import shard_parameter
 from moecore.base.torch_private import StridedShard, get_local_tensor
 from moecore.families import use_causal_attention
-from moecore.families.transformers.cuts import find_cuts
-from moecore.families.transformers.linear_cuts import cut_linear_attention
-from moecore.families.transformers.module_cut import list_cut_placements
+from moecore.families.transformers.linear_tp_plans import cut_linear_attention
+from moecore.families.transformers.module_plan import list_cut_placements
+from moecore.families.transformers.tp_plans import find_cuts
 from moecore.io import Saver, load, stream_weights
 from moecore.planning import fake_world
 from moecore.precision.linear import find_weight_problem

@@ -31,7 +31,7 @@ from moecore.families.transformers.chunked_attention import (
 from moecore.families.transformers.linear_attention import SEQUENCE, accept_sequences
 from moecore.families.transformers.rows import READER, RowReader
 from moecore.families.transformers.sparse_attention import refuse_earlier_keys, use_sparse_attention
-from moecore.families.transformers.towers import get_text_decoder
+from moecore.families.transformers.stock import get_text_decoder
 
 CAUSAL = "moecore_causal"  # transformers makes masks for the names that it knows
 UNSUPPORTED_ARGUMENTS = ("position_bias", "dropout")  # what `attend` does not compute

@@ -18,19 +18,20 @@ from torch import Tensor, nn
 
 from moecore.base.options.layer import MoEConfig
 from moecore.families.adopt import adopt
-from moecore.families.transformers.block_layers import PairOutputLayer, TokenIdLayer
 from moecore.families.transformers.experts import (
     find_experts_adapter,
     get_used_parameters,
     read_experts,
     read_layout,
 )
-from moecore.families.transformers.outputs import record_logits
+from moecore.families.transformers.router_logits import record_logits
 from moecore.families.transformers.router_records import (
     RECORDS,
     SCORES,
     STACKED,
+    PairOutputLayer,
     RouterRecord,
+    TokenIdLayer,
     get_layer_class,
     read_routing,
 )

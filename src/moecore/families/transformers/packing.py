@@ -25,10 +25,11 @@ from moecore.families.transformers.sparse_attention import find_sparse_attention
 from moecore.families.transformers.stock import (
     CAUSAL_LOSS,
     find_names_in_forward,
+    find_tower_modules,
     get_loss_name,
+    get_text_decoder,
     is_hf,
 )
-from moecore.families.transformers.towers import find_tower_modules, get_text_decoder
 
 POSITIONS = "position_ids"  # argument of a rotary embedding
 

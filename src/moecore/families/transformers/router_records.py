@@ -15,17 +15,50 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from moecore.base.options.layer import ScoreFunction, ScoreOrder
-from moecore.families.transformers.block_layers import (
-    MeanOutputLayer,
-    NormedOutputLayer,
-    PairOutputLayer,
-)
 from moecore.families.transformers.stock import get_router
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout, MoELayer
+
+
+class PairOutputLayer(MoELayer):
+    """An MoELayer that returns (output, None), as decoder layers of gpt-oss and Llama 4 expect."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """Return the output of `MoELayer.forward`, and None."""
+        return super().forward(x, *args, **kwargs), None
+
+
+class TokenIdLayer(MoELayer):
+    """An MoELayer that accepts token ids with the argument name of DeepSeek-V4's layers."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, input_ids: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        """Return the output of `MoELayer.forward` for tokens with ids `input_ids`."""
+        return super().forward(x, token_ids=input_ids, **kwargs)
+
+
+class NormedOutputLayer(MoELayer):
+    """An MoELayer whose output is normalised by the child `post_mlp_layernorm` (A.X K1)."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the norm of the output of `MoELayer.forward`."""
+        y: Tensor = self.get_submodule("post_mlp_layernorm")(super().forward(x, *args, **kwargs))
+        return y
+
+
+class MeanOutputLayer(MoELayer):
+    """An MoELayer that returns the mean of the routed output and the shared output (Cohere)."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return half the output of `MoELayer.forward`, which is the sum of both."""
+        return super().forward(x, *args, **kwargs) / 2
+
 
 STACKED = LayerLayout(
     router="gate",

@@ -45,8 +45,8 @@ from moecore.families.transformers.stock import (
     get_base_model,
     get_forward_parameters,
     has_causal_loss,
+    refuse_tower_inputs,
 )
-from moecore.families.transformers.towers import refuse_tower_inputs
 from moecore.models.loss import IGNORE_INDEX, count_labels
 from moecore.moe.layer import MoELayer, RoutedLayer
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from moecore.moe.layer import LayerLayout
 
@@ -222,3 +222,43 @@ def enable_recompute(hf: Any) -> None:
     """Enable activation checkpointing of a transformers model."""
     new = getattr(hf, "activation_checkpointing_enable", None)
     (new or hf.gradient_checkpointing_enable)()
+
+
+def get_text_decoder(model: Any) -> Any:
+    """Return the module with a model's decoder layers: the base model if it has no towers."""
+    base = get_base_model(model)
+    return base.get_decoder() if hasattr(base, "get_decoder") else base
+
+
+def find_tower_modules(model: Any) -> set[nn.Module]:
+    """Return the modules of a model's base that are outside of its text decoder."""
+    base, decoder = get_base_model(model), get_text_decoder(model)
+    if decoder is base:
+        return set()
+    return {*base.modules()} - {base, *decoder.modules()}
+
+
+def refuse_tower_inputs(model: Any, inputs: Mapping[str, Any]) -> None:
+    """Raise ValueError for an argument of a forward that only a model's towers use.
+
+    Multi-dimensional `position_ids` are refused too, because they describe images.
+    """
+    base, decoder = get_base_model(model), get_text_decoder(model)
+    if decoder is base:
+        return
+    positions = inputs.get("position_ids")
+    if positions is not None and positions.ndim != 2:
+        raise ValueError(
+            f"position_ids {tuple(positions.shape)} must be [B, T] with packed documents or "
+            "context parallelism, where rows have only text: leave them out"
+        )
+    of_towers = get_forward_parameters(type(base).forward).keys() - get_forward_parameters(
+        type(decoder).forward
+    )
+    for name in sorted(of_towers & inputs.keys()):
+        if isinstance(inputs[name], Tensor | Mapping):
+            raise ValueError(
+                f"{name} must be None for {type(base).__name__} with packed documents or context "
+                "parallelism, because its towers need whole rows: pass text-only rows, or leave "
+                "out cu_seqlens and cp"
+            )

@@ -33,11 +33,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from moecore.base.params import shard_parameter
 from moecore.base.regions import run_and_save
 from moecore.base.torch_private import skips_communication, tree_map_only
-from moecore.families.transformers.cuts import find_cuts
 from moecore.families.transformers.head import hook_vocabulary
 from moecore.families.transformers.linear_attention import disable_fused_layer
-from moecore.families.transformers.linear_cuts import apply_gated_norm
-from moecore.families.transformers.module_cut import (
+from moecore.families.transformers.linear_tp_plans import apply_gated_norm
+from moecore.families.transformers.module_plan import (
     ModuleCut,
     Stack,
     find_owner,
@@ -46,6 +45,7 @@ from moecore.families.transformers.module_cut import (
     list_output_linears,
 )
 from moecore.families.transformers.stock import bind_arguments, find_outermost_models
+from moecore.families.transformers.tp_plans import find_cuts
 from moecore.models.tensor_parallel import TensorParallel
 from moecore.moe.dispatch.collectives import exchange_with_grad
 from moecore.moe.layer import MoELayer, RoutedLayer

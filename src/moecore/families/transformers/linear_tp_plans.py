@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from moecore.families.transformers.linear_attention import find_linear_rule
-from moecore.families.transformers.module_cut import (
+from moecore.families.transformers.module_plan import (
     ModuleCut,
     Stack,
     get_named_linears,

@@ -18,8 +18,8 @@ from torch import nn
 
 from moecore.base.torch_private import HAS_SEPARATE_PIECES
 from moecore.families.transformers.linear_attention import find_linear_rule
-from moecore.families.transformers.linear_cuts import cut_linear_attention
-from moecore.families.transformers.module_cut import (
+from moecore.families.transformers.linear_tp_plans import cut_linear_attention
+from moecore.families.transformers.module_plan import (
     ModuleCut,
     get_named_linears,
     list_lora_adapters,
