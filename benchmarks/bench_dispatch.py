@@ -164,10 +164,7 @@ def _busiest_rows(place: ExpertPlacement, routing: Routing) -> int:
 def make_layer(shape: Shape, meshes: Meshes) -> MoELayer:
     """Return this rank's shard of a bf16 layer with random weights; the router is the same."""
     config = MoEConfig(
-        dim=shape.dim,
-        hidden_dim=shape.hidden_dim,
-        num_experts=shape.num_experts,
-        top_k=shape.top_k,
+        dim=shape.dim, hidden_dim=shape.hidden_dim, num_experts=shape.num_experts, top_k=shape.top_k
     )
     layer = MoELayer(config, device="meta", dtype=torch.bfloat16)
     layer.get_part("experts").shard(meshes.expert["ep", "etp"])
@@ -186,13 +183,7 @@ def _local_weights(layer: MoELayer) -> list[Tensor]:
 
 
 def bench_layer(
-    shape: Shape,
-    meshes: Meshes,
-    factor: float,
-    rounds: int,
-    *,
-    without_overlap: bool,
-    fp8: bool,
+    shape: Shape, meshes: Meshes, factor: float, rounds: int, *, without_overlap: bool, fp8: bool
 ) -> Iterator[dict[str, Any]]:
     """Yield rows of the whole layer and of its experts alone, forward and backward."""
     place, layer = place_of(shape, meshes), make_layer(shape, meshes)

@@ -54,9 +54,7 @@ VARIANTS = {
     "plain": Variant(),
     "state": Variant(weights=torch.bfloat16, optimizer=LEAST_STATE),
     "levers": Variant(
-        weights=torch.bfloat16,
-        optimizer=LEAST_STATE,
-        memory=MemoryOptions(recompute=RECOMPUTE),
+        weights=torch.bfloat16, optimizer=LEAST_STATE, memory=MemoryOptions(recompute=RECOMPUTE)
     ),
 }
 

@@ -155,9 +155,7 @@ def measure(
     device = contender.x.device
     contender.prepare()
     saved = harness.measure_saved(
-        contender.forward,
-        parameters=contender.there_before(),
-        inputs=[contender.x],
+        contender.forward, parameters=contender.there_before(), inputs=[contender.x]
     )
     for op, suffix, baseline, call, flops in (
         ("layer_fwd", "fwd", "two", contender.forward, shape.forward_flops),

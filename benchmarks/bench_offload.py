@@ -215,10 +215,7 @@ def measure(
 ) -> list[Row]:
     """Return a row per variant."""
     timings = harness.time_variants(
-        dict.fromkeys(variants, call),
-        device=bench.device,
-        effort=effort,
-        prepare=bench.prepare,
+        dict.fromkeys(variants, call), device=bench.device, effort=effort, prepare=bench.prepare
     )
     rows = []
     for name in variants:

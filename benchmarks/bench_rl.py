@@ -276,10 +276,7 @@ def weights_rows(engine: Engine, device: torch.device) -> list[Row]:
             place[: p.nbytes].view(p.dtype).view(p.shape).copy_(p)
 
     sizes = [tensor.nbytes for _, tensor in stream]
-    calls: dict[str, Callable[[], Any]] = {
-        "moecore": lambda: [None for _ in stream],
-        "copy": copy,
-    }
+    calls: dict[str, Callable[[], Any]] = {"moecore": lambda: [None for _ in stream], "copy": copy}
     timings = harness.time_variants(calls, device=device, effort=effort_of(device))
     row = moved_row("rl_weights", sum(sizes), timings["moecore"].ms)
     copied = sum(p.nbytes for p in params)

@@ -242,8 +242,8 @@ def run_steps(job: CorpusTraining, steps: range) -> tuple[list[Moment], list[Met
     metrics = []
     for step in steps:
         launched.append(train_step(job, step))
-        metrics += [done.metrics() for done in launched[-2:-1]]
-    metrics += [done.metrics() for done in launched[-1:]]
+        metrics += [done.read_metrics() for done in launched[-2:-1]]
+    metrics += [done.read_metrics() for done in launched[-1:]]
     return [done.ended for done in launched], metrics
 
 
@@ -323,7 +323,7 @@ def shown_options(args: TrainConfig, config: DecoderConfig, routing: str) -> Row
 def traced(job: CorpusTraining, *, first_step: int) -> Row:
     """Return the breakdown of one more step on rank 0; every rank steps."""
     dist.barrier()
-    return row_of_trace(trace(lambda: train_step(job, first_step).metrics()))
+    return row_of_trace(trace(lambda: train_step(job, first_step).read_metrics()))
 
 
 def ceiling(device: torch.device) -> float:

@@ -54,7 +54,7 @@ from benchmarks.records import append_rows, results_path
 from moecore.base.torch_private import get_local_tensor
 from moecore.models.size import num_params
 from moecore.recipes import finetune, loop, tiny_model, train
-from moecore.recipes.corpus_training import dispatcher_of
+from moecore.recipes.corpus_training import get_dispatcher_name
 from moecore.recipes.determinism import use_deterministic_algorithms
 from moecore.recipes.finetune import FinetuneConfig
 from moecore.recipes.generate import SampleOptions
@@ -298,7 +298,7 @@ def time_steps(run: Run, blocks: int) -> Row:
         for _ in range(WARM_UP + TIMED):
             step += 1
             launched.append(loop.train_step(job, step))
-        launched[-1].metrics()  # waits
+        launched[-1].read_metrics()  # waits
         pairs = pairwise(done.ended for done in launched[WARM_UP - 1 :])
         times[mode] += [before.seconds_until(end) * 1e3 for before, end in pairs]
     slow, fast = (statistics.median(times[mode]) for mode in (True, False))
@@ -307,7 +307,7 @@ def time_steps(run: Run, blocks: int) -> Row:
         "case": run.case,
         "parameters": num_params(job.model.config),
         "tokens_per_step": job.shape.rows * job.shape.seq_len,
-        "dispatcher": dispatcher_of(job.model),
+        "dispatcher": get_dispatcher_name(job.model),
         "blocks": blocks,
         "deterministic_ms": slow,
         "step_ms": fast,

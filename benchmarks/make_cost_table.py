@@ -52,10 +52,7 @@ PRODUCTS: dict[str, tuple[str, Callable[[int, int], tuple[int, int]]]] = {  # ke
     "fc2_wgrad": (WGRAD, lambda D, F: (D, F)),
 }
 FP8_PRODUCTS = {  # op: kernel, the products of its time
-    "fp8_four_products": (
-        "sm90_fp8_grouped_nt_kernel",
-        ("fc1", "fc2", "fc2_dgrad", "fc1_dgrad"),
-    ),
+    "fp8_four_products": ("sm90_fp8_grouped_nt_kernel", ("fc1", "fc2", "fc2_dgrad", "fc1_dgrad")),
     "fp8_two_wgrads": ("sm90_fp8_grouped_wgrad_kernel", ("fc1_wgrad", "fc2_wgrad")),
 }
 ROWS = {  # op: part of the kernel's name, dtype

@@ -70,12 +70,7 @@ class Shape:
 
 def _shape(name: str, tokens: int, dim: int, hidden_dim: int, experts: int, top_k: int) -> Shape:
     return Shape(
-        name=name,
-        tokens=tokens,
-        dim=dim,
-        hidden_dim=hidden_dim,
-        num_experts=experts,
-        top_k=top_k,
+        name=name, tokens=tokens, dim=dim, hidden_dim=hidden_dim, num_experts=experts, top_k=top_k
     )
 
 

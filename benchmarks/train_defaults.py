@@ -30,7 +30,7 @@ from benchmarks.text import installed_folders, read_text
 from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.base.options.layer import BalanceConfig, MoEConfig
 from moecore.models import Decoder, DecoderConfig
-from moecore.recipes.decoder_config import default_balance
+from moecore.recipes.decoder_config import choose_balance
 from moecore.recipes.optimizer import OptimizerConfig
 from moecore.recipes.schedule import LearningRateSchedule
 
@@ -162,7 +162,7 @@ class NativeRun:
         moe = size.config.moe
         assert moe is not None
         moe = replace(moe, **variant.moe)
-        balance = BalanceConfig(**(variant.balance or default_balance(moe)))
+        balance = BalanceConfig(**(variant.balance or choose_balance(moe)))
         moe = replace(moe, balance=balance)
         model = Decoder(replace(size.config, moe=moe), device="meta")
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -246,7 +246,7 @@ def train(
     losses, norms, loads, least = [], [], [], []
     begin = time.perf_counter()
     for step, batch in enumerate(batches(tokens_N, size, steps=steps, seed=seed), 1):
-        factor = schedule.factor(step, steps=steps, count_steps=int)
+        factor = schedule.compute_factor(step, steps=steps, count_steps=int)
         for optimizer, rates in zip(run.optimizers, peaks, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * factor * group.get("lr_factor", 1.0)

@@ -358,7 +358,9 @@ def train(seed: int, variant: str, text: Text, args: argparse.Namespace, meshes:
     schedule = LearningRateSchedule(warmup_steps=max(1, round(0.05 * args.steps)))
     for step in range(args.steps):
         for group in optimizer.param_groups:
-            group["lr"] = args.lr * schedule.factor(step + 1, steps=args.steps, count_steps=int)
+            group["lr"] = args.lr * schedule.compute_factor(
+                step + 1, steps=args.steps, count_steps=int
+            )
         tokens_BT, labels_BT = batches.at(step)
         is_probed = probe is not None and step % args.probe_every == 0
         with probe.recording() if is_probed else nullcontext(), owner.micro_batch():

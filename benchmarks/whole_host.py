@@ -78,10 +78,7 @@ class Run:
 
 def step(name: str, arguments: str, seconds: int = 90, tiny: str = "") -> Run:
     return Run(
-        name=name,
-        command=f"{STEP} {arguments}",
-        seconds=seconds,
-        tiny=f"{TINY_STEP} {tiny}",
+        name=name, command=f"{STEP} {arguments}", seconds=seconds, tiny=f"{TINY_STEP} {tiny}"
     )
 
 

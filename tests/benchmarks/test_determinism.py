@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from benchmarks.determinism import DIGESTS, STEPS, Run, comparison
 
-REPO = Path(__file__).parents[2]
+from tests.benchmarks.forks import run_command
 
 
 def write(run: Run, losses: list[float], digests: dict[str, str]) -> None:
@@ -40,16 +37,6 @@ def test_a_comparison_counts_differences(tmp_path: Path) -> None:
 @pytest.mark.nightly  # tests/recipes/test_determinism.py compares the same runs in fewer processes
 def test_runs_are_compared_and_timed() -> None:
     words = "-m benchmarks.determinism --size tiny --cases bf16 finetune --blocks 1"
-    here = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    here |= {"PYTHONPATH": os.pathsep.join([str(REPO / "src"), str(REPO)])}
-    done = subprocess.run(
-        [sys.executable, *words.split()],
-        env=os.environ | here,
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    *compared, times = done.stdout.splitlines()
+    *compared, times = run_command(words).splitlines()
     assert len(compared) == 6 and all("differing_tensors 0" in line for line in compared)
     assert times.startswith("op determinism_cost, case bf16")

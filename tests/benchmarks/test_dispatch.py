@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def test_a_sweep_tries_each_division_once_and_the_usual_one_first(programs: int)
     assert len({t.chunk for t in tried}) >= 2
 
 
-def test_the_recorded_command_names_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recorded_command_names_no_folder(monkeypatch: Any) -> None:
     for out in (["--out", "/tmp/x"], ["--out=/tmp/x"]):
         monkeypatch.setattr("sys.argv", ["bench_dispatch.py", "--ep", "8", *out, "--no-layer"])
         found = bench_dispatch._command(Path("/tmp/x"), 8)

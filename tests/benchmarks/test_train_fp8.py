@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,11 +43,6 @@ def test_batches_follow_from_the_seed_and_labels_are_the_next_bytes() -> None:
     spread = batches(None, steps=2)
     assert int(spread.starts_SB[0, 0]) == 0
     assert int(spread.starts_SB[-1, -1]) == 4096 - SIZE.seq_len - 1
-
-
-def test_text_that_is_too_short_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"text \(20 bytes\) must be longer than a sequence \(32"):
-        train_fp8.Batches(torch.zeros(20).byte(), SIZE, steps=1, seed=0, device=torch.device("cpu"))
 
 
 def test_kinds_of_parameters() -> None:
@@ -92,10 +88,7 @@ def test_moved_is_the_share_of_choices_that_another_router_lacks() -> None:
 
 
 def test_a_run_end_to_end(
-    no_group_left: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    no_group_left: None, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.setattr(train_fp8, "read_text", lambda folders, most_bytes: some_text())
     monkeypatch.setitem(train_fp8.SIZES, "cpu", SIZE)
@@ -169,7 +162,7 @@ def test_ratios_are_to_bf16_of_the_same_seed() -> None:
     assert " loss x1.0000 (0.9900 to 1.0100)" in lines[4]
 
 
-def test_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot(tmp_path: Path, monkeypatch: Any) -> None:
     pytest.importorskip("matplotlib")
     other = made(0, "blockwise", 1.01)
     other.cosines, other.probe_steps = {"layers.0.experts": [0.9, 0.99]}, [0, 50]
@@ -179,9 +172,3 @@ def test_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["fp8_runs", str(path), str(tmp_path / "plot.png")])
     assert fp8_runs.main() == 0
     assert (tmp_path / "plot.png").stat().st_size > 1000
-
-
-@pytest.mark.parametrize("name", ["--steps", "--batch-size"])
-def test_numbers_out_of_range(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train_fp8.main([name, "0"]) == 2
-    assert f"{name} (0) must be >= 1" in capsys.readouterr().err

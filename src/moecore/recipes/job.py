@@ -1,4 +1,4 @@
-"""TrainingJob: model, data, loss and results of a recipe, which continues from a checkpoint."""
+"""`TrainingJob`: model, data, loss and results of one rank's part of a run."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from moecore.io.checkpoint.ranks import run_on_first_rank
 from moecore.models import Decoder
 from moecore.parallel.mesh import Meshes
 from moecore.recipes.data import BatchShape
-from moecore.recipes.decoder_config import with_rotary
+from moecore.recipes.decoder_config import replace_rotary
 from moecore.recipes.errors import SAVES_MEMORY
-from moecore.recipes.metrics import Metrics, peak_tflops
+from moecore.recipes.metrics import Metrics, find_peak_tflops
 from moecore.recipes.options import DEGREES, RunConfig
 from moecore.recipes.parser import flatten, read_toml, to_toml
 from moecore.recipes.report import CONFIG
@@ -46,19 +46,25 @@ def resume(
     stage: TrainingStage | None = None,
     chosen_by: str = "--data",
 ) -> int:
-    """Load a run's newest checkpoint into model and optimizer; return the steps done, 0 = none.
+    """Load a run's newest checkpoint into model and optimizer; return its step, 0 = no checkpoint.
 
-    `facts` are values that must equal the checkpoint's, and `chosen_by` names the options that its
-    rows depend on. `owner` and `sampler` get their states. If the checkpoint is of the stage before
-    `stage`, the data and the rotary embedding may differ. Raises ValueError for another run's
-    checkpoint. Collective.
+    The call is collective. If the checkpoint is of the stage before `stage`, the data and the
+    rotary embedding may differ.
+
+    Args:
+        facts: values that must equal the checkpoint's values.
+        owner, sampler: objects whose state is loaded too.
+        chosen_by: names of the options that determine the rows, for errors.
+
+    Raises:
+        ValueError: for a checkpoint of another run.
     """
     # On one rank: a slow file system may show another one, or none, to another rank.
-    newest = run_on_first_rank(lambda: latest(checkpoint_dir(args)))
+    newest = run_on_first_rank(lambda: latest(get_checkpoint_dir(args)))
     if newest is None:
         return 0
     saved_facts = run_on_first_rank(lambda: read_manifest(newest).facts)
-    begins_stage = stage is not None and stage.begins_at(
+    begins_stage = stage is not None and stage.is_previous_stage(
         saved_facts.step, saved_facts.extra.get("stage")
     )
     with (
@@ -96,23 +102,23 @@ def use_rotary(values: Mapping[str, object] | None, model: torch.nn.Module) -> I
         yield
         return
     config = model.config
-    model.config = with_rotary(config, values)
+    model.config = replace_rotary(config, values)
     try:
         yield
     finally:
         model.config = config
 
 
-def latest_step(args: RunConfig) -> int:
-    """Return the step of the newest checkpoint of a run; 0 = it has none."""
-    newest = latest(checkpoint_dir(args))
+def read_latest_step(args: RunConfig) -> int:
+    """Return the step of a run's newest checkpoint; 0 = no checkpoint."""
+    newest = latest(get_checkpoint_dir(args))
     return 0 if newest is None else read_manifest(newest).facts.step
 
 
 def describe_continuation(args: RunConfig) -> str:
-    """Return a sentence about the checkpoint from which the same command would continue."""
+    """Return a sentence that names the checkpoint from which the same command would continue."""
     try:
-        newest = latest(checkpoint_dir(args))
+        newest = latest(get_checkpoint_dir(args))
     except (OSError, ValueError) as error:
         return str(error)
     if newest is None:
@@ -127,8 +133,8 @@ def format_command_line() -> str:
     return shlex.join(["moecore", *words]) if is_moecore else "the same command"
 
 
-def checkpoint_dir(args: RunConfig) -> Path:
-    """Return the directory of the checkpoints of a run."""
+def get_checkpoint_dir(args: RunConfig) -> Path:
+    """Return the directory of a run's checkpoints."""
     return Path(args.run_dir, CHECKPOINTS)
 
 
@@ -142,11 +148,11 @@ SAME_NUMBERS = LAYOUT | {
 
 
 def print_changes(args: RunConfig, toml: str) -> None:
-    """Print options in `toml` that differ from the values at the last start. Collective."""
+    """Print the options in `toml` whose values have changed since the last start. Collective."""
     path = args.run_dir / CONFIG
 
     def compare() -> None:
-        if not path.exists() or latest(checkpoint_dir(args)) is None:
+        if not path.exists() or latest(get_checkpoint_dir(args)) is None:
             return
         try:
             lines = list_changes(read_toml(path, "--run-dir"), tomllib.loads(toml))
@@ -159,12 +165,12 @@ def print_changes(args: RunConfig, toml: str) -> None:
 
 
 def save_config(args: RunConfig, toml: str) -> None:
-    """Write the options of a run to its directory, as --config reads them. Collective."""
+    """Write a run's options to RUN_DIR/config.toml. Collective."""
     run_on_first_rank(lambda: (args.run_dir / CONFIG).write_text(toml, errors="surrogateescape"))
 
 
 def list_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return a line for each key whose value differs between two config.toml."""
+    """Return a line for each key whose value differs between two contents of config.toml."""
     old, new = (dict(flatten(name_stages(content))) for content in (before, after))
     return [
         f"{key}: {old.get(key)!r} -> {new.get(key)!r} ({describe_effect(key)})"
@@ -174,13 +180,13 @@ def list_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[st
 
 
 def name_stages(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.toml's content with "stages.NAME" tables in place of its list of stages."""
+    """Return config.toml's content with "stages.NAME" tables in place of its list of stages."""
     stages = {f"stages.{stage['name']}": stage for stage in content.get("stages", [])}
     return {name: value for name, value in content.items() if name != "stages"} | stages
 
 
 def describe_effect(key: str) -> str:
-    """Return text about whether another value of an option changes the numbers of a run."""
+    """Return text that says whether a new value of an option changes the numbers of a run."""
     table, _, field = key.rpartition(".")
     name = field.replace("-", "_") if table.startswith("stages.") else table or field
     if name not in SAME_NUMBERS:
@@ -193,7 +199,7 @@ class StepData(Protocol):
     """The batch of one data rank and one step."""
 
     def count_labels_and_tokens(self) -> Tensor:
-        """Return int64 [4]: labels that the mean loss counts, tokens, and two more counts."""
+        """Return int64 [4]: labels that the loss counts, tokens, and two counts of the class."""
 
 
 BatchT = TypeVar("BatchT", bound=StepData)
@@ -201,21 +207,21 @@ BatchT = TypeVar("BatchT", bound=StepData)
 
 @dataclass(kw_only=True)
 class TrainingJob(ABC, Generic[BatchT]):
-    """One rank's part of a run that is ready to train; loads the last checkpoint, if there is one.
+    """One rank's part of a run, which loads the last checkpoint if there is one.
 
     Attributes:
-        args: the options, of a class that derives from `RunConfig`.
-        model: parallelized, with weights.
+        args: the options, of a subclass of `RunConfig`.
+        model: the parallelized model with its weights.
         optimizers: the optimizers of the model's trained parameters.
         shape: the shape of a step's batch over all data ranks.
         config: the config of the model, for its checkpoints.
-        facts: values that a resumed run must have in common with this one, see `resume`.
-        batches: the data, as steps read it; None = it has no position.
+        facts: values that must equal the values in a checkpoint that is loaded.
+        batches: the reader of the data.
         owner: the `TrainStep` of the optimizer steps.
-        toml: the options of the run, as RUN_DIR/config.toml has them.
-        start: steps that the loaded checkpoint has done; 0 = none was there.
-        reader: the CUDA stream that copies metrics to the host, so that the copies do not wait for
-            kernels of later steps. None on other devices.
+        toml: the options of the run as TOML.
+        start: the step of the loaded checkpoint; 0 = no checkpoint.
+        reader: a CUDA stream that copies metrics to the host, so that the copies do not wait
+            for kernels of later steps. None on other devices.
     """
 
     args: Any
@@ -227,11 +233,11 @@ class TrainingJob(ABC, Generic[BatchT]):
     facts: Mapping[str, object]
     batches: Any
 
-    unit = "token"  # of text, which the mean loss is of
+    unit = "token"  # the loss is a mean over these units of text
     saves_memory = SAVES_MEMORY  # options that lower the memory of a step
     chosen_by = "--data, --seq-len, --eval-every and --tokens"  # options that rows depend on
     finish_note = ""  # work after the last step, for the message of a finished run
-    num_nan = 0  # steps in turn
+    num_nan = 0  # consecutive steps whose loss is not finite
     is_stopping = False  # a signal has reached a rank
 
     def __post_init__(self) -> None:
@@ -246,17 +252,16 @@ class TrainingJob(ABC, Generic[BatchT]):
             self.optimizers,
             max_norm=args.optimizer.max_norm,
             num_micro_batches=args.grad_accum,
-            loss_scale=args.loss_scale(self.device),
+            loss_scale=args.make_loss_scale(self.device),
             skip_spikes=args.skip_spikes,
         )
-        sampler = self.batches.sampler if self.batches else None
-        restored = self.model, self.optimizers, self.facts, self.owner, sampler
+        restored = self.model, self.optimizers, self.facts, self.owner, self.batches.sampler
         self.toml = to_toml((args.run or args).resolve())
         print_changes(args, self.toml)
         self.start = resume(args, *restored, stage=self.stage, chosen_by=self.chosen_by)
         self.reader = torch.cuda.Stream(priority=-1) if self.device.type == "cuda" else None
-        dtype = args.compute_dtype(self.device)
-        self.peak_tflops = args.peak_tflops or peak_tflops(self.device, dtype)
+        dtype = args.get_compute_dtype(self.device)
+        self.peak_tflops = args.peak_tflops or find_peak_tflops(self.device, dtype)
 
     @abstractmethod
     def print_start(self) -> None:
@@ -264,18 +269,18 @@ class TrainingJob(ABC, Generic[BatchT]):
 
     @abstractmethod
     def next_batch(self, step: int) -> BatchT:
-        """Return the batch of this data rank for a step, whose number begins at 1."""
+        """Return this data rank's batch for a step; the first step is 1."""
 
     @abstractmethod
     def forward_backward(self, num_labels: Tensor, batch: BatchT) -> Tensor:
         """Run forward and backward of a step; return this rank's part of the mean loss.
 
-        The mean is the sum over all ranks, divided by the number of ranks with the same batch.
+        The mean is the sum of all ranks' parts, divided by the number of ranks with the same batch.
         `num_labels` is the first of the step's counts over all data ranks, at least 1.
         """
 
     def evaluate(self) -> Metrics:
-        """Return metrics of held-out data, such as "eval_loss". Waits for the device."""
+        """Return metrics of evaluation data, such as "eval_loss". Waits for the device."""
         return {}
 
     def close(self) -> None:
@@ -284,20 +289,18 @@ class TrainingJob(ABC, Generic[BatchT]):
 
     def sample(self, step: int) -> None:
         """Write samples of the model if they are due. Waits for the device."""
-        return
 
     @abstractmethod
     def finish(self) -> None:
         """Write the result of the run after its last step."""
 
     def get_data_metrics(self) -> Metrics:
-        """Return metrics of the data up to the batch that was last read."""
+        """Return metrics of the last batch that was read."""
         return {}
 
-    def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
-        """Return a recipe's metrics of a step.
+    def compute_metrics(self, counts: list[int], seconds: float) -> Metrics:
+        """Return further metrics of a step that took `seconds`.
 
-        `counts` are the batches' `count_labels_and_tokens`, summed over all data ranks, and
-        `seconds` the time of the step.
+        `counts` is the sum of the batches' `count_labels_and_tokens` over all data ranks.
         """
         return {}
