@@ -1,8 +1,9 @@
-"""peft's LoRA in a parallelized transformers model: adapters on experts, names, refusals.
+"""peft's LoRA in a transformers model: options, adapters on experts, names, refusals.
 
-peft replaces a dense layer by a wrapper module, which is sharded with its block. peft parametrizes
-stacked expert matrices in forward, which sharded parameters do not allow. This module removes these
-wrappers and moves their A and B to `Experts.lora` (`moe/low_rank.py`).
+`add_adapters` adds LoRA before `parallelize_moe`. peft replaces a dense layer by a wrapper module,
+which is sharded with its block. peft parametrizes stacked expert matrices in forward, which sharded
+parameters do not allow. This module removes these wrappers and moves their A and B to
+`Experts.lora` (`moe/low_rank.py`).
 
     peft's, in mlp.experts                           here, in mlp.experts
     base_layer.lora_A.default.weight [E * r, D]      lora.gate_up_proj.lora_A.default [E, r, D]
@@ -63,10 +64,9 @@ class _WrappedExperts:
 
 @contextmanager
 def unwrap_experts(model: nn.Module) -> Iterator[list[_WrappedExperts]]:
-    """Return a context that replaces peft's wrappers of experts by the experts themselves.
+    """Return a context in which the experts replace peft's wrappers of experts, in place.
 
-    Yield a record of each wrapped experts module. If the body raises, the wrappers are put back;
-    otherwise they stay removed.
+    Yields a record of each wrapped experts module. If the body raises, the wrappers are put back.
     """
     wrappers = list(_find_wrapped_experts(model)) if "peft" in sys.modules else []
     for wrapper in wrappers:
@@ -82,8 +82,8 @@ def unwrap_experts(model: nn.Module) -> Iterator[list[_WrappedExperts]]:
 def adapt_experts(wrapped: list[_WrappedExperts], layers: Mapping[str, RoutedLayer]) -> None:
     """Move LoRA matrices of peft's wrappers to `Experts.lora` of the MoE layers.
 
-    `wrapped` is the result of `unwrap_experts`; `layers` are by qualified name. Raise ValueError or
-    NotImplementedError for LoRA that no layer can hold.
+    `wrapped` is the result of `unwrap_experts`. Raises ValueError or NotImplementedError for LoRA
+    that no layer supports.
     """
     places = {f"{name}.{m.get_part_name('experts')}".rstrip("."): m for name, m in layers.items()}
     for wrap in wrapped:
@@ -116,7 +116,7 @@ def adapt_experts(wrapped: list[_WrappedExperts], layers: Mapping[str, RoutedLay
 
 
 def refuse_peft_methods(model: nn.Module) -> None:
-    """Make peft's methods that need full parameters, and late adapters, raise an error."""
+    """Make peft's methods that need full parameters raise, and adapters that are added later."""
     _replace_methods(model, REPLACED, "on a parallelized model, whose tensors are shards")
     # Users call get_peft_model on the outermost transformers model.
     outermost = next((m for m in model.modules() if is_pretrained(m)), None)
@@ -185,10 +185,7 @@ def select_base_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict
 
 
 def select_trained_copies(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of peft's active trained copies of modules, under the originals' names.
-
-    The copies are named by `LoraConfig.modules_to_save`. `tensors` are by name in `model`.
-    """
+    """Return tensors of peft's active trained copies of modules, under the originals' names."""
     _, moved_prefixes = _list_peft_prefixes(model)
     copy_of = {}
     for path, module in model.named_modules():
@@ -221,7 +218,7 @@ def _list_peft_prefixes(model: nn.Module) -> tuple[tuple[str, ...], list[str]]:
 
 
 def _rename_without_peft(name: str, moved_prefixes: list[str]) -> str:
-    """Remove peft's level, such as "base_layer", of each prefix in `moved_prefixes` from a name."""
+    """Remove peft's level of a module name, such as "base_layer", from a tensor's name."""
     for home in moved_prefixes:  # sorted: the longest prefix first
         if name.startswith(home):
             name = home[:-1].rpartition(".")[0] + name[len(home) - 1 :]
@@ -327,7 +324,7 @@ class LoRAOptions(CheckedRecord):
 
     Attributes:
         rank: columns of A and rows of B.
-        alpha: the update B A is multiplied by alpha / rank, or with `rslora` by alpha / sqrt(rank).
+        alpha: numerator of the scale of B A: alpha / rank, or with `rslora` alpha / sqrt(rank).
         rslora: whether the scale is rank-stabilised (arXiv:2312.03732).
         target_modules: last parts of the names of linear layers with adapters; () = all linear
             layers except the head and routers.
@@ -342,10 +339,7 @@ class LoRAOptions(CheckedRecord):
 
 
 def add_adapters(model: nn.Module, options: LoRAOptions) -> Any:
-    """Add LoRA adapters to a model in place, before `parallelize_moe`; return its PeftModel.
-
-    Raises ValueError without peft, or for a target module that the model does not have.
-    """
+    """Add LoRA adapters to a model in place, before `parallelize_moe`; return its PeftModel."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:

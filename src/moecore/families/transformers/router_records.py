@@ -1,13 +1,17 @@
-"""How transformers' MoE blocks choose experts, one record per class of blocks.
+"""How transformers' MoE blocks select experts, one record per class of blocks.
 
     RECORDS        class of a block -> `RouterRecord`, for routing rules that `MoEConfig` expresses
     OWN_ROUTERS    class of a router -> why its model keeps it
     read_routing   block, record -> router fields of `MoEConfig`; None = the block keeps its router
 
 Records name the options that a block's forward reads. moecore computes logits and weights in fp32,
-also where a class rounds them to bf16. moecore adds 1e-20 to the sum by which it divides weights;
-for classes that add nothing, or that divide by at least 1e-12 (ERNIE), the quotient is the same
-unless all chosen scores of a token are below 1e-12.
+also where a class rounds them to bf16. moecore adds 1e-20 to the sum by which it divides weights.
+For classes that add nothing, or that divide by at least 1e-12 (ERNIE), the quotient is equal unless
+all chosen scores of a token are below 1e-12.
+
+The layer classes have the forward's arguments or results of transformers' blocks.
+
+Legend: T tokens, D model dim.
 """
 
 from __future__ import annotations
@@ -162,9 +166,7 @@ RECORDS: dict[str, RouterRecord] = {
     "HYV3MoE": RouterRecord(
         layout=BIAS_OF_BLOCK, score_function="sigmoid", scale="router_scaling_factor"
     ),
-    "HunYuanMoEV1Moe": RouterRecord(
-        layout=replace(STACKED, router="gate.wg", shared="shared_mlp"),
-    ),
+    "HunYuanMoEV1Moe": RouterRecord(layout=replace(STACKED, router="gate.wg", shared="shared_mlp")),
     "Inkling2SparseMoeBlock": RouterRecord(score_function=None, scale="routed_scaling_factor"),
     "JambaSparseMoeBlock": RouterRecord(layout=STACKED_ROUTER, normalize=False),
     "Kolibri1SparseMoeBlock": RouterRecord(

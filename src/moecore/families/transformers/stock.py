@@ -1,8 +1,12 @@
-"""Functions that inspect transformers' classes, and checks that a MoE block is not customised.
+"""Inspection of transformers' classes: forwards, losses, routers, towers, customised blocks.
 
 An adapter's layer has a block's tensors and computes the same function as transformers' class. It
 would silently drop changes by a subclass, a wrapper, a patched method or an additional child, so
 `refuse_customised` raises for such a block.
+
+A tower is any part of a multimodal base model outside of the text decoder: vision and audio
+encoders, projectors and resamplers. A forward without images, audio and video does not run towers,
+so packed documents and context parallelism support text-only rows.
 """
 
 from __future__ import annotations
@@ -60,7 +64,7 @@ def get_forward_parameters(forward: Callable[..., Any]) -> Mapping[str, inspect.
 def bind_arguments(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Bind a forward's positional and keyword arguments to names; defaults are left out."""
+    """Return a forward's positional and keyword arguments by name, without defaults."""
     return dict(zip(get_forward_parameters(type(module).forward), args, strict=False)) | dict(
         kwargs
     )
@@ -73,7 +77,7 @@ def find_names_in_forward(module: nn.Module) -> frozenset[str]:
 
 
 def get_loss_name(model: Any) -> str | None:
-    """Return the function name of the loss for a model's `loss_type`; None if forward has no loss.
+    """Return the name of a model's loss by its `loss_type`; None if its forward has no loss.
 
     A `loss_function` that was set on the model is ignored.
     """
@@ -100,7 +104,7 @@ def is_stock_forward(module: nn.Module, name: str) -> bool:
 
 
 def get_router(block: nn.Module, layout: LayerLayout) -> Any:
-    """Return the module of a block whose forward chooses experts."""
+    """Return the module of a block whose forward selects experts."""
     # Where its matrix is a linear's, `layout.router` is that linear.
     return block.get_submodule(layout.router.partition(".")[0])
 
@@ -154,8 +158,7 @@ def _refuse_custom_code(
 ) -> None:
     """Raise NotImplementedError unless a part's class is transformers' own and unpatched.
 
-    `name` names the part in errors. `homes` are the allowed Python modules of its class, `children`
-    the allowed names of child modules.
+    `name` names the part in errors. `homes` are the allowed Python modules of its class.
     """
     cls = type(part)
     if cls.__module__ not in homes:
@@ -230,7 +233,7 @@ def get_text_decoder(model: Any) -> Any:
     return base.get_decoder() if hasattr(base, "get_decoder") else base
 
 
-def find_tower_modules(model: Any) -> set[nn.Module]:
+def list_tower_modules(model: Any) -> set[nn.Module]:
     """Return the modules of a model's base that are outside of its text decoder."""
     base, decoder = get_base_model(model), get_text_decoder(model)
     if decoder is base:
