@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.bench_train import committed, parse_own, runs_of, train
+from benchmarks.bench_train import find_committed, list_runs, split_arguments, train
 
 from tests.benchmarks.forks import REPO, rows_of, run, run_command
 
@@ -55,9 +55,9 @@ def test_a_wrong_argument_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("more", ["", "--fp8-head", "--fp8-param-gather --fp8-dispatch --fp8-head"])
 def test_the_baseline_in_bf16_has_no_products_in_fp8(more: str) -> None:
     """A head in FP8 has no precision to take its recipe from there, and was refused."""
-    own, rest = parse_own(f"--precision blockwise --against-bf16 {more}".split())
+    own, rest = split_arguments(f"--precision blockwise --against-bf16 {more}".split())
     args = train.parse_arguments(rest)
-    bf16, run = runs_of(own, args)
+    bf16, run = list_runs(own, args)
     assert bf16.make_precision() is None
     precision = run.make_precision()
     assert precision is not None and precision.fp8_head == ("--fp8-head" in more)
@@ -65,10 +65,10 @@ def test_the_baseline_in_bf16_has_no_products_in_fp8(more: str) -> None:
 
 
 def test_a_row_from_before_an_option_is_one_without_it() -> None:
-    """The newest committed row with other options, and none of a run that had the new one."""
+    """The newest find_committed row with other options, and none of a run that had the new one."""
     path = sorted((REPO / "benchmarks/results/train").glob("*.jsonl"))[0]
     row = json.loads(path.read_text().splitlines()[0])
     assert "bias_per_micro_batch" not in row
-    found = committed(row | {"bias_per_micro_batch": False, "fp8_dispatch": False})
+    found = find_committed(row | {"bias_per_micro_batch": False, "fp8_dispatch": False})
     assert found is not None and found["batch_size"] == row["batch_size"]
-    assert committed(row | {"bias_per_micro_batch": True}) is None
+    assert find_committed(row | {"bias_per_micro_batch": True}) is None

@@ -1,4 +1,4 @@
-"""The comparison of runs with and without --deterministic."""
+"""Comparison of runs with and without --deterministic."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from benchmarks.determinism import DIGESTS, STEPS, Run, comparison
+from benchmarks.determinism import DIGESTS, STEPS, Run, compare_runs
 
 from tests.benchmarks.forks import run_command
 
@@ -25,10 +25,10 @@ def test_a_comparison_counts_differences(tmp_path: Path) -> None:
     losses = [3.0 - i / 8 for i in range(STEPS["tiny"])]
     write(first, losses, {"a": "1", "b": "2", "c": "3"})
     write(again, [*losses[:4], 2.5 + 2**-51, 1.0], {"a": "1", "b": "4", "c": "5"})
-    row = comparison(again, first)
+    row = compare_runs(again, first)
     assert (row["differing_losses"], row["first_difference"]) == (2, 5)
     assert (row["differing_tensors"], row["tensors"]) == (2, 3)
-    row = comparison(first, first)
+    row = compare_runs(first, first)
     assert (row["differing_losses"], row["differing_tensors"]) == (0, 0)
     assert row["first_difference"] is None
 

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.power import PowerLog, parse
+from benchmarks.power import PowerLog, parse_samples
 
 PRINTED = "690.10, 700.00, 1500\n[N/A], 700.00, 1500\n650.00, 700.00, 1600\n700.0"
 
 
 def test_lines_that_are_no_samples_are_left_out() -> None:
-    assert parse(PRINTED) == [(690.1, 700.0, 1500.0), (650.0, 700.0, 1600.0)]
-    assert parse("") == []
+    assert parse_samples(PRINTED) == [(690.1, 700.0, 1500.0), (650.0, 700.0, 1600.0)]
+    assert parse_samples("") == []
 
 
 def test_means_of_what_is_printed_meanwhile(tmp_path: Path, monkeypatch: Any) -> None:

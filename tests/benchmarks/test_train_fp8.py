@@ -15,7 +15,7 @@ from benchmarks.text import Text
 
 from moecore import Meshes, ParallelConfig, TrainStep, build_meshes
 
-SIZE = train_fp8.size_of(128, 128, 4, 2, 1, batch_size=2, seq_len=32)
+SIZE = train_fp8.make_size(128, 128, 4, 2, 1, batch_size=2, seq_len=32)
 
 
 @pytest.fixture
@@ -46,12 +46,12 @@ def test_batches_follow_from_the_seed_and_labels_are_the_next_bytes() -> None:
 
 
 def test_kinds_of_parameters() -> None:
-    key_of = train_fp8.key_of
-    assert key_of("model.layers.3.mlp.experts.w1") == "layers.3.experts"
-    assert key_of("model.layers.12.mlp.router.weight") == "layers.12.router"
-    assert key_of("model.layers.0.self_attn.q_proj.weight") == "layers.0.attention"
-    assert key_of("model.layers.0.input_layernorm.weight") == "layers.0.norms"
-    assert key_of("lm_head.weight") == key_of("model.norm.weight") == "ends"
+    get_key = train_fp8.get_key
+    assert get_key("model.layers.3.mlp.experts.w1") == "layers.3.experts"
+    assert get_key("model.layers.12.mlp.router.weight") == "layers.12.router"
+    assert get_key("model.layers.0.self_attn.q_proj.weight") == "layers.0.attention"
+    assert get_key("model.layers.0.input_layernorm.weight") == "layers.0.norms"
+    assert get_key("lm_head.weight") == get_key("model.norm.weight") == "ends"
 
 
 @pytest.mark.parametrize("variant", ["bf16", "blockwise"])
@@ -68,7 +68,7 @@ def test_a_twin_follows_the_weights_and_the_choices(meshes: Meshes, variant: str
         owner.drop()
         with torch.no_grad():
             for param in model.parameters():
-                train_fp8.local(param).mul_(1.5)
+                train_fp8.get_local(param).mul_(1.5)
     cosines = torch.stack(probe.cosines)
     assert cosines.shape == (2, len(probe.names)) and probe.steps == [0, 1]
     if variant == "bf16":
@@ -83,8 +83,8 @@ def test_a_twin_follows_the_weights_and_the_choices(meshes: Meshes, variant: str
 def test_moved_is_the_share_of_choices_that_another_router_lacks() -> None:
     ours = {"a": [torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)]}
     others = {"a": [torch.tensor([[1, 0], [2, 1]], dtype=torch.int32)]}
-    assert float(train_fp8.moved(ours, others, SIZE.config)) == 0.25
-    assert float(train_fp8.moved(ours, ours, SIZE.config)) == 0.0
+    assert float(train_fp8.compute_moved(ours, others, SIZE.config)) == 0.25
+    assert float(train_fp8.compute_moved(ours, ours, SIZE.config)) == 0.0
 
 
 def test_a_run_end_to_end(
@@ -153,7 +153,7 @@ def test_ratios_are_to_bf16_of_the_same_seed() -> None:
     other = made(1, "blockwise", 1.01)
     other.cosines, other.moved = {"ends": [0.9, 0.99], "layers.0.experts": [0.8, 0.9]}, [0.1, 0.02]
     runs = [made(0, "bf16", 2.0), made(1, "bf16", 1.0), other, made(0, "blockwise", 1.98)]
-    lines = fp8_runs.summary(runs)
+    lines = fp8_runs.summarize(runs)
     assert len(lines) == 5 and not any("/ bf16" in line for line in (lines[0], lines[2]))
     assert "loss x0.9900 held out x0.9900" in lines[1]
     assert "loss x1.0100 held out x1.0100 load x1.000" in lines[3]
