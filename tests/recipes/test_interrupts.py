@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from moecore.io import latest
-from moecore.recipes.job import describe_continuation
 from moecore.recipes.launch import StopRequest, launch, note_signals
+from moecore.recipes.resume import describe_continuation
 from tests.recipes.launched import MEASURED, forked_ranks, launched
 
 RUN = (

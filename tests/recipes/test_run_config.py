@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from moecore.io import set_latest
-from moecore.recipes.job import list_changes
+from moecore.recipes.resume import list_changes
 from tests.recipes.launched import metrics
 
 BEFORE = """

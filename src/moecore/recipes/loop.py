@@ -48,14 +48,7 @@ from moecore.recipes.host import (
     disable_garbage_collection,
     trace_steps,
 )
-from moecore.recipes.job import (
-    KEPT_CHECKPOINTS,
-    TrainingJob,
-    describe_continuation,
-    get_checkpoint_dir,
-    read_latest_step,
-    save_config,
-)
+from moecore.recipes.job import TrainingJob
 from moecore.recipes.launch import (
     check_environment,
     exit_at_interrupt,
@@ -66,9 +59,16 @@ from moecore.recipes.launch import (
 from moecore.recipes.metrics import LaunchedStep, Moment, measure_peak_memory
 from moecore.recipes.options import DEGREES, RunConfig
 from moecore.recipes.report import RunReport, make_run_dir
+from moecore.recipes.resume import (
+    describe_continuation,
+    get_checkpoint_dir,
+    read_latest_step,
+    save_config,
+)
 from moecore.recipes.schedule import is_due
 
 CPU_RANKS = 2
+KEPT_CHECKPOINTS = 2
 ConfigT = TypeVar("ConfigT", bound=RunConfig)
 MOST_NAN = 10  # steps in turn without a finite loss; each is skipped, so weights stay
 
