@@ -81,11 +81,9 @@ def test_attention(session: Session, ceilings: Ceilings, name: str, packed: bool
         def make(num_heads: int, dim: int, T: int = T) -> Tensor:
             return torch.randn(1, T, num_heads, dim, device=device, dtype=dtype, requires_grad=True)
 
-        q, k, v = (
-            make(shape.queries, shape.dim),
-            make(shape.keys, shape.dim),
-            make(shape.keys, shape.value_dim),
-        )
+        q = make(shape.queries, shape.dim)
+        k = make(shape.keys, shape.dim)
+        v = make(shape.keys, shape.value_dim)
         do = torch.randn(1, T, shape.queries, shape.value_dim, device=device, dtype=dtype)
         sequence = Sequence()
         if packed:

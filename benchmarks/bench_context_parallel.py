@@ -200,17 +200,18 @@ def make_context(cp: int, way: str) -> ContextParallel:
     """Return the group of `cp` neighbouring ranks with this rank; collective over all ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     firsts = range(0, world, cp)
-    group = _take_local([range(first, first + cp) for first in firsts], rank)
+    group = _make_group([range(first, first + cp) for first in firsts], rank)
     if way != "a2a+p2p":
         return ContextParallel(
             group, **{"a2a": dict(a2a=group), "p2p": dict(ring=group)}.get(way, {})
         )
-    pairs = _take_local([range(i, i + 2) for i in range(0, world, 2)], rank)
+    pairs = _make_group([range(i, i + 2) for i in range(0, world, 2)], rank)
     rings = [range(first + i, first + cp, 2) for first in firsts for i in range(2)]
-    return ContextParallel(group, a2a=pairs, ring=_take_local(rings, rank))
+    return ContextParallel(group, a2a=pairs, ring=_make_group(rings, rank))
 
 
-def _take_local(parts: list[range], rank: int) -> dist.ProcessGroup:
+def _make_group(parts: list[range], rank: int) -> dist.ProcessGroup:
+    """Create a process group per part and return the one with `rank`; collective over all ranks."""
     groups = [dist.new_group(list(part)) for part in parts]
     return next(g for g, part in zip(groups, parts, strict=True) if rank in part)
 
@@ -318,11 +319,9 @@ class Transfers:
 def record_transfers(call: Call) -> Transfers:
     """Run the call once and return its transfers; collective."""
     travel = Transfers()
-    exchange, gather, send_on = (
-        dist.all_to_all_single,
-        held_tokens.all_gather_single,
-        ring._send_to_next,
-    )
+    exchange = dist.all_to_all_single
+    gather = held_tokens.all_gather_single
+    send_on = ring._send_to_next
 
     def exchanged(out: Tensor, x: Tensor, **options: Any) -> Any:
         again, group = (torch.empty_like(out), x.detach().clone()), options["group"]

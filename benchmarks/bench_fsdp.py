@@ -106,7 +106,7 @@ class Run:
         """Clear the losses and the peak."""
         self.losses, self.peak = [], 0
 
-    def turn(self, *, batch_size: int, steps: int) -> float:
+    def run_turn(self, *, batch_size: int, steps: int) -> float:
         """Return seconds per step on this rank."""
         before = _get_allocated(self.device)
         if self.device.type == "cuda":

@@ -177,10 +177,8 @@ def fc1_wgrad_gather(inputs: Inputs) -> Work:
     return _fc1_wgrad(inputs, gather=True)
 
 
-GEMM, WGRAD = (
-    "tests/kernels/grouped/test_grouped_gemm.py",
-    "tests/kernels/grouped/test_grouped_wgrad.py",
-)
+GEMM = "tests/kernels/grouped/test_grouped_gemm.py"
+WGRAD = "tests/kernels/grouped/test_grouped_wgrad.py"
 COOPERATIVE, PINGPONG = GEMM, GEMM
 if torch.cuda.is_available():
     COOPERATIVE, PINGPONG = (

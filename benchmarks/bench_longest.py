@@ -119,7 +119,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def find_longest(peak: Callable[..., int | None], args: argparse.Namespace, began: float) -> Row:
-    """Return the longest length that fits; if the time runs out, without a true step of it."""
+    """Return the row of the longest length that fits; if the time runs out, it is not verified."""
     fits, fails = 0, args.most + args.granule
     tokens = args.least
     while fails - fits > args.granule and tokens >= args.granule:

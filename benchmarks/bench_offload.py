@@ -188,7 +188,7 @@ def describe_difference(bench: Bench, variants: list[str]) -> str | None:
     """Return why gradients of variants differ from "none", or None if they agree.
 
     On a GPU two runs of "none" may differ, because sums have no fixed order: variants may differ by
-    as much.
+    twice as much.
     """
     bench.prepare(NONE)
     want = [grad.clone() for grad in bench.gradients()]

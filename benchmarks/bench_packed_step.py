@@ -81,7 +81,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def make_documents(args: argparse.Namespace, vocab_size: int) -> Callable[[int], list[Tensor]]:
-    """Return a source that draws documents, the same ones in every source."""
+    """Return a function that draws documents; all such functions draw the same ones."""
     lengths = np.random.default_rng(0)
     ids = torch.Generator().manual_seed(0)
 

@@ -280,7 +280,9 @@ def measure_weights(engine: Engine, device: torch.device) -> list[Row]:
     timings = harness.time_variants(calls, device=device, effort=choose_effort(device))
     row = make_move_row("rl_weights", sum(sizes), timings["moecore"].ms)
     copied = sum(p.nbytes for p in params)
-    return [row | add_copy_rate(row, copied / timings["copy"].ms / 1e6) | {"tensors": len(sizes)}]
+    return [
+        row | make_copy_fields(row, copied / timings["copy"].ms / 1e6) | {"tensors": len(sizes)}
+    ]
 
 
 def measure_offload(engine: Engine, device: torch.device) -> list[Row]:
@@ -300,7 +302,7 @@ def measure_offload(engine: Engine, device: torch.device) -> list[Row]:
     for i, op in enumerate(("rl_offload", "rl_onload")):
         row = make_move_row(op, num_bytes, 1e3 * sorted(t[i] for t in times[1:])[REPEATS // 2])
         copy_s = min(time_call(copies[i], device) for _ in range(1 + REPEATS))
-        row |= add_copy_rate(row, COPY_BYTES / copy_s / 1e9)
+        row |= make_copy_fields(row, COPY_BYTES / copy_s / 1e9)
         if op == "rl_offload":
             row |= {"first_ms": 1e3 * times[0][0], "before_bytes": before, "left_bytes": left}
         rows.append(row)
@@ -314,8 +316,8 @@ def make_move_row(op: str, num_bytes: int, ms: float) -> Row:
     }
 
 
-def add_copy_rate(row: Row, copy_gbps: float) -> Row:
-    """Return the row with the rate of plain copies and its share of that rate."""
+def make_copy_fields(row: Row, copy_gbps: float) -> Row:
+    """Return the fields for the rate of plain copies and the row's share of that rate."""
     return {"copy_gbps": copy_gbps, "share": row["gbps"] / copy_gbps}
 
 

@@ -334,7 +334,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run_times(cases: list[str], base: Run, blocks: int) -> list[Row]:
-    """Return the rows of step times, measured in separate processes."""
+    """Return the rows of step times, measured in a separate process."""
     runs = [asdict(replace(base, case=c, name=TIMES)) for c in cases if c != FINETUNE]
     words = ["-m", "benchmarks.determinism", "--times", json.dumps(runs), "--blocks", str(blocks)]
     done = subprocess.run(

@@ -91,7 +91,7 @@ def read_text(folders: Iterable[Path], *, most_bytes: int) -> Text:
 
 
 def sort_files(folders: Iterable[Path]) -> Iterator[Path]:
-    """Yield the files that may be text, sorted by a digest of their path."""
+    """Yield the files that may be text, sorted by a digest of their relative path."""
     found: dict[Path, str] = {}
     for folder in folders:
         for path in folder.rglob("*"):

@@ -443,10 +443,8 @@ def test_hooks_of_a_module_that_the_layer_keeps() -> None:
 
     def adapter(block: nn.Module, model: nn.Module) -> MoELayer:
         parts = stacked_adapter(block, model)
-        router, experts = (
-            dict(parts.gate.named_parameters()),
-            dict(parts.experts.named_parameters()),
-        )
+        router = dict(parts.gate.named_parameters())
+        experts = dict(parts.experts.named_parameters())
         return adopt(CONFIG, LAYOUT, router=router, experts=experts, shared=block.always)
 
     block, calls = Stacked(), []

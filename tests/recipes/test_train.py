@@ -146,11 +146,9 @@ def rank_without_agent(
     """Be a rank that srun has started; write what it prints, and fail where it waits."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-    script, errors, said = (
-        importlib.import_module("moecore.recipes.train"),
-        sys.modules["moecore.recipes.errors"],
-        StringIO(),
-    )
+    script = importlib.import_module("moecore.recipes.train")
+    errors = sys.modules["moecore.recipes.errors"]
+    said = StringIO()
     waits = patch.object(errors.time, "sleep", side_effect=AssertionError("a rank waits"))
     report = patch.object(
         sys.modules["moecore.recipes.loop"],

@@ -121,7 +121,7 @@ def encode(record: Any, tokenizer: Any, *, seq_len: int, place: str) -> list[Exa
     Only rows with "text" are split into pieces of `seq_len` tokens. `place` names the row in
     errors.
     """
-    fields = record if isinstance(record, dict) else {}
+    fields: Any = record if isinstance(record, dict) else {}
     messages, num_prompt = fields.get("messages"), 0
     prompt, completion, text = (fields.get(name) for name in ("prompt", "completion", "text"))
     if not is_chat(messages) and is_chat(prompt) and is_chat(completion):

@@ -248,7 +248,8 @@ class Graphed:
         if shapes != self._shapes:
             self._graph.close()
             self._shapes = shapes
-        return self._graph(*tensors)
+        loss: Tensor = self._graph(*tensors)
+        return loss
 
 
 def pad_borders(batch: StepBatch) -> StepBatch:

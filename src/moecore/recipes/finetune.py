@@ -289,10 +289,8 @@ def dry_run(args: FinetuneConfig) -> int:
     def print_first_batch() -> None:
         data, examples, _ = read_data(args, vocab_size=config.get_text_config().vocab_size)
         print(f"data: {data.report}")
-        packed_rows, shape = (
-            can_pack(build_hf(config, args.model)),
-            make_batch_shape(args, parallel),
-        )
+        packed_rows = can_pack(build_hf(config, args.model))
+        shape = make_batch_shape(args, parallel)
         parts = [part for example in examples for part in example.parts]
         steps = make_packed_steps(parts, shape, seed=args.seed, data_rank=0, packs=packed_rows)
         print_batch(steps.next(), read_tokenizer(args.model).decode)

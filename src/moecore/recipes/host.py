@@ -25,9 +25,8 @@ def bind_to_gpu(system: Path = SYSTEM) -> set[int] | None:
         return None
     gpu: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
     place = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-    cpus = find_numa_cpus(place, system) & os.sched_getaffinity(
-        0
-    )  # a scheduler may have given fewer
+    # A scheduler may have given this process fewer CPUs.
+    cpus = find_numa_cpus(place, system) & os.sched_getaffinity(0)
     if not cpus:
         return None
     os.sched_setaffinity(0, cpus)

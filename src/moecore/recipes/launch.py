@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from multiprocessing import connection
 from types import FrameType
@@ -46,14 +46,14 @@ def note_signals() -> Iterator[StopRequest]:
 
 
 @contextmanager
-def _handle_signals(handlers: dict[signal.Signals, Callable[..., Any]]) -> Iterator[None]:
+def _handle_signals(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
     """Return a context with these signal handlers; an ignored SIGINT stays ignored."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a background job
-        handlers.pop(signal.SIGINT)
     before = {number: signal.getsignal(number) for number in handlers}
+    if before[signal.SIGINT] is signal.SIG_IGN:  # of a background job
+        before.pop(signal.SIGINT)
     try:  # a signal may arrive as soon as the first handler is set
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for number in before:
+            signal.signal(number, handlers[number])
         yield
     finally:
         for number, old_handler in before.items():

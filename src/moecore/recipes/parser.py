@@ -89,7 +89,8 @@ def parse(command: type[ConfigT], words: Sequence[str] | None = None, *, prog: s
         return config
     records: Any = (config, *stages)
     run, *stages = (replace(record, stage_tables=tuple(tables)) for record in records)
-    return replace(run, stages=tuple(stages))
+    result: ConfigT = replace(run, stages=tuple(stages))
+    return result
 
 
 def read_content(options: Sequence[CommandOption], content: Mapping[str, Any], name: str) -> Values:

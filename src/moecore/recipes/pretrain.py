@@ -39,7 +39,7 @@ from moecore.recipes.corpora import (
     read_source,
 )
 from moecore.recipes.corpus_training import CorpusTraining
-from moecore.recipes.data import BatchShape, RandomSteps
+from moecore.recipes.data import RandomSteps
 from moecore.recipes.decoder_config import (
     RotaryOptions,
     choose_balance,
@@ -137,10 +137,8 @@ class PretrainConfig(ShardedConfig):
             moe = replace(get_moe_config(config), **self.moe, dim=config.dim, capacity=capacity)
             config = replace(config, moe=moe)
         coef = {} if self.aux_loss is None else {"micro_batch_coef": self.aux_loss}
-        moe, values = (
-            get_moe_config(config),
-            {**self.balance, **coef} or self.choose_balance(config),
-        )
+        moe = get_moe_config(config)
+        values = {**self.balance, **coef} or self.choose_balance(config)
         config = replace(config, moe=replace(moe, balance=replace(moe.balance, **values)))
         return self.rotary.apply(config)
 
@@ -151,10 +149,8 @@ class PretrainConfig(ShardedConfig):
     def resolve(self) -> Self:
         """Return the options with all fields of [corpus], and of the model without --hf-config."""
         config = self.make_decoder_config()
-        moe, run = (
-            get_moe_config(config),
-            replace(self, corpus=asdict(make_corpus_options(self, config, 1))),
-        )
+        moe = get_moe_config(config)
+        run = replace(self, corpus=asdict(make_corpus_options(self, config, 1)))
         if self.hf_config:
             return run
         return replace(
@@ -190,7 +186,9 @@ def build_job(args: PretrainConfig) -> CorpusTraining:
         batches = RandomSteps(config.vocab_size, shape, seed=args.seed, data_rank=data_rank)
     else:
         batches = steps(sources, rows, shape, workers=args.workers)
-    eval_shape, fixed = compute_eval_shape(args, shape), replace(rows, shuffle=False, partitions=1)
+    eval_micro_batches = -(-args.eval_rows // (shape.data_ranks * shape.batch_size))
+    eval_shape = replace(shape, grad_accum=eval_micro_batches)
+    fixed = replace(rows, shuffle=False, partitions=1)
     return CorpusTraining(
         args=args,
         meshes=meshes,
@@ -219,11 +217,6 @@ def read_sources(
         return hold_out(sources)
     held_out = (read_source(of, tokenizer, option="--validation") for of in args.validation)
     return sources, list(held_out)
-
-
-def compute_eval_shape(args: PretrainConfig, shape: BatchShape) -> BatchShape:
-    """Return the shape of a validation batch: --eval-rows rounded up to full micro-batches."""
-    return replace(shape, grad_accum=-(-args.eval_rows // (shape.data_ranks * shape.batch_size)))
 
 
 def make_corpus_options(args: PretrainConfig, config: DecoderConfig, cp: int) -> CorpusOptions:
@@ -350,10 +343,8 @@ def dry_run(args: PretrainConfig) -> int:
     parallel = args.make_parallel_config(world_size, num_experts=get_moe_config(config).num_experts)
 
     def print_first_batch() -> None:
-        rows, shape = (
-            make_corpus_options(args, config, parallel.cp),
-            make_batch_shape(args, parallel),
-        )
+        rows = make_corpus_options(args, config, parallel.cp)
+        shape = make_batch_shape(args, parallel)
         if args.tokens == "random":
             batch = RandomSteps(config.vocab_size, shape, seed=args.seed, data_rank=0).next()
         else:

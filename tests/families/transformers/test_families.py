@@ -212,10 +212,8 @@ def parallel(family: str, meshes: Meshes, folder: Path, to: int) -> tuple[Found,
         Numbers on rank `to`, and the family's row of the table.
     """
     memory = MemoryOptions(recompute="gemm_last")
-    model, found = (
-        parallelize_moe(tiny_model(family, vocab_size=VOCABULARY), meshes, memory=memory),
-        {},
-    )
+    model = parallelize_moe(tiny_model(family, vocab_size=VOCABULARY), meshes, memory=memory)
+    found = {}
     optimizer, num = on_parts(torch.optim.SGD)(model.parameters(), lr=RATE), 2 // meshes.data_ranks
     step = TrainStep(model, optimizer, num_micro_batches=num)
     for i in steps_of(family):

@@ -182,7 +182,7 @@ def _compute_cross_entropy(
     if not (is_plain and is_known and is_logits and labels_N.dtype == torch.int64):
         return None
     source = logits.source
-    loss = linear_cross_entropy(
+    loss: Tensor = linear_cross_entropy(
         source.hidden.flatten(0, -2),
         source.weight,
         labels_N,

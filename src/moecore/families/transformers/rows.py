@@ -92,10 +92,8 @@ class RowReader:
     def build_sequence(self, tokens: Tensor, inputs: Kwargs) -> Sequence:
         """Return documents, padding and cp slice; `tokens`: ids or embeddings of full rows."""
         shape, device = (tokens.shape[0], tokens.shape[1]), tokens.device
-        cu_seqlens, longest = (
-            _get_first_argument(inputs, DOCUMENTS),
-            _get_first_argument(inputs, LONGEST),
-        )
+        cu_seqlens = _get_first_argument(inputs, DOCUMENTS)
+        longest = _get_first_argument(inputs, LONGEST)
         sequence, mask_BT = Sequence(), inputs.get("padding_mask")
         ranks = self.select_ranks(inputs.get("cp"))
         _refuse_lost_labels(inputs)

@@ -269,7 +269,8 @@ def _apply_group_norm(
     def mean(squares: Tensor) -> Tensor:
         ranks = size // squares.shape[-1]
         sums = tp.gather_last_dim(squares.sum(-1, keepdim=True)).unflatten(-1, (-1, ranks))
-        return sums[..., tp.rank // ranks, :].sum(-1, True) / size
+        means: Tensor = sums[..., tp.rank // ranks, :].sum(-1, True) / size
+        return means
 
     return apply_gated_norm(hidden_states, gate, norm.weight, norm.variance_epsilon, mean)
 
