@@ -1,22 +1,22 @@
-"""How far a layer in FP8 may be from the same layer in bf16, by its format alone.
+"""Bound on the error of a layer in FP8 against the same layer in bf16, derived from the format.
 
-A value of E4M3 has 3 bits of mantissa: it rounds by at most 2^-4 of its power of two, and by
-2^-4 / sqrt(3) in the root mean square. Mantissas spread evenly over [1, 2) have a root mean square
-of sqrt(7 / 3). So one quantised operand is off by u = 2^-4 / sqrt(7) = 2.4%, in the norm.
-Roundings are independent, so a sum over many of them keeps that share, and n operands on the way
-to a result make it u * sqrt(n):
+A value of E4M3 has 3 bits of mantissa. Rounding changes it by at most 2^-4 of its power of two, and
+by 2^-4 / sqrt(3) in the root mean square. Mantissas spread evenly over [1, 2) have a root mean
+square of sqrt(7 / 3). So the norm of one quantised operand is off by u = 2^-4 / sqrt(7) = 2.4%.
+Roundings are independent: a sum over many of them has the same relative error, and a result
+computed from n quantised operands is off by u * sqrt(n):
 
     output     X and W1, each twice, through gate and up; A; W2                         n = 6
     dx         dY and W2; X and W1 twice, through the activation's derivative; dH; W1   n = 8
     dW1        the same with X as the last                                              n = 8
     dW2        dY; X and W1 twice; A                                                    n = 6
 
-A kept H that is quantised is two more, through gate and up, for all but the output. In E5M2 a value
-has a bit less, so it rounds by 2 u and counts as 4: dx and dW1 have dY and dH, dW2 has dY.
+If the saved H is quantised, it counts as two more (gate and up) for each gradient. A value in E5M2
+rounds by a little less than 2 u and counts as 4: dY and dH for dx and dW1, dY for dW2.
 
-Blocks of 128 leave few values so small that they have fewer bits. `ROOM` is for that, and for what
-an activation makes of an error. What is off by less than u did not multiply in FP8. A row in a
-wrong place is off by more than its own norm, so the worst row is held to `ROW_ROOM` times the
+In blocks of 128 few values are so small that they have fewer bits. `ROOM` covers this, and the
+effect of the activation on an error. An error below u shows that nothing was multiplied in FP8. A
+misplaced row is off by more than its norm, so the worst row must be within `ROW_ROOM` times the
 bound.
 """
 
@@ -34,8 +34,8 @@ GRADIENTS = {"y": 0, "x": 2, "w1": 2, "w2": 1}  # of these, operands that are gr
 ROOM, ROW_ROOM = 1.5, 2.0
 
 
-def roundings_of(recipe: Recipe) -> dict[str, int]:
-    """Return the operands on the way to the output "y" and to each gradient."""
+def count_roundings(recipe: Recipe) -> dict[str, int]:
+    """Return the number of quantised operands behind the output "y" and behind each gradient."""
     kept, in_e5m2 = 2 * (recipe.hidden == "fp8"), 3 * (recipe.grad_format == "e5m2")
     return {
         name: n + (kept if name != "y" else 0) + in_e5m2 * GRADIENTS[name]
@@ -43,16 +43,16 @@ def roundings_of(recipe: Recipe) -> dict[str, int]:
     }
 
 
-def disagreement(
+def describe_error(
     found: Tensor, right: Tensor, roundings: int, *, by_row: bool = True
 ) -> str | None:
-    """Return why a result is not that of so many E4M3 roundings; None = it may be.
+    """Return why an error is not explained by `roundings` roundings to E4M3, or None if it is.
 
     Args:
-        found: [T, ...]: rows are tokens, or experts, whose gradients may be zero.
+        found: [T, ...]: one row per token, or per expert, whose gradients may be zero.
         right: the same in bf16.
-        roundings: operands on the way to it.
-        by_row: hold the worst row to a bound too.
+        roundings: number of quantised operands behind the result.
+        by_row: also check the error of the worst row.
     """
     found, right = found.flatten(1).float(), right.flatten(1).float()
     error_T, norm_T = (found - right).norm(dim=1), right.norm(dim=1)

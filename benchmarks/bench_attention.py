@@ -1,12 +1,13 @@
-"""Attention through `attend`, forward and backward, beside torch's bare kernels on the same heads.
+"""Attention through `attend`, forward and backward, against torch's kernels on the same heads.
 
-    rows    one document per row; baseline: F.scaled_dot_product_attention, which takes cuDNN
-    ring    what one of 8 context parallel ranks computes, without what travels; baseline: one call
-            of as many FLOP
+    rows    one document per row; baseline: F.scaled_dot_product_attention, which uses cuDNN
+    ring    the computation of one of 8 context parallel ranks without communication; baseline: one
+            call with as many FLOP
     packed  documents of skewed lengths in one row; baseline: torch's FlashAttention of the same
-            documents, called by its operations without a check of ours
+            documents, called directly, without the checks of moecore
 
-TFLOP/s count 2 (d + v) per head and pair of tokens that see each other, 2.5 times that backward.
+TFLOP/s count 2 (d + v) per head and pair of tokens that attend to each other, and 2.5 times that
+for the backward.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ RING, RANK = 8, 3
 
 @dataclass(frozen=True)
 class Heads:
-    """Query heads, key/value heads, dims of a query and of a value head: Qwen3-30B, DeepSeek-V3."""
+    """Numbers of query and key/value heads, and the dims of a query and of a value."""
 
     queries: int
     keys: int
@@ -47,8 +48,8 @@ class Heads:
 HEADS = {"grouped": Heads(32, 4, 128, 128), "latent": Heads(32, 32, 192, 128)}
 
 
-def lengths_of(num_tokens: int) -> list[int]:
-    """Return lengths of documents: lognormal, the same in every run, that add up."""
+def make_lengths(num_tokens: int) -> list[int]:
+    """Return document lengths that sum to `num_tokens`: lognormal, the same in every run."""
     g = torch.Generator().manual_seed(0)
     shares = torch.randn(NUM_DOCUMENTS, generator=g).exp()
     lengths = (shares / shares.sum() * (num_tokens - NUM_DOCUMENTS)).int() + 1
@@ -56,10 +57,10 @@ def lengths_of(num_tokens: int) -> list[int]:
     return [int(n) for n in lengths]
 
 
-def forward_backward(
+def make_call(
     attention: Callable[..., Tensor], heads: tuple[Tensor, ...], do: Tensor
 ) -> Callable[[], None]:
-    """Return the call that is timed."""
+    """Return a call that runs forward and backward of `attention`."""
 
     def call() -> None:
         torch.autograd.grad(attention(*heads), heads, do)
@@ -75,27 +76,25 @@ def test_attention(session: Session, ceilings: Ceilings, name: str, packed: bool
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     scale = shape.dim**-0.5
     for T in NUM_TOKENS[device.type]:
-        lengths = lengths_of(T) if packed else [T]
+        lengths = make_lengths(T) if packed else [T]
 
         def make(num_heads: int, dim: int, T: int = T) -> Tensor:
             return torch.randn(1, T, num_heads, dim, device=device, dtype=dtype, requires_grad=True)
 
-        q, k, v = (
-            make(shape.queries, shape.dim),
-            make(shape.keys, shape.dim),
-            make(shape.keys, shape.value_dim),
-        )
+        q = make(shape.queries, shape.dim)
+        k = make(shape.keys, shape.dim)
+        v = make(shape.keys, shape.value_dim)
         do = torch.randn(1, T, shape.queries, shape.value_dim, device=device, dtype=dtype)
         sequence = Sequence()
         if packed:
             ends = torch.tensor([0, *lengths]).cumsum(0).int()
             sequence = make_packed_sequence(ends, None, (1, T), device)
-        bare = bare_of(sequence, scale)
+        bare = make_torch_attention(sequence, scale)
         calls = {
-            "attend": forward_backward(
+            "attend": make_call(
                 lambda q, k, v, s=sequence: attend(q, k, v, s, scale=scale), (q, k, v), do
             ),
-            "bare": forward_backward(bare, (q, k, v), do),
+            "bare": make_call(bare, (q, k, v), do),
         }
         timings = harness.time_variants(calls, device=device, effort=session.effort)
         ms = timings["attend"].ms
@@ -107,7 +106,7 @@ def test_attention(session: Session, ceilings: Ceilings, name: str, packed: bool
                 shape=f"{name}, {T} tokens",
                 routing="-",
                 backend="attend",
-                **records.timing_fields(timings["attend"]),
+                **records.make_timing_fields(timings["attend"]),
                 baseline="torch's kernels",
                 baseline_ms=timings["bare"].ms,
                 ratio=ms / timings["bare"].ms,
@@ -121,8 +120,8 @@ def test_attention(session: Session, ceilings: Ceilings, name: str, packed: bool
         assert math.isfinite(tflops)
 
 
-def bare_of(sequence: Sequence, scale: float) -> Callable[..., Tensor]:
-    """Return torch's own attention of such documents."""
+def make_torch_attention(sequence: Sequence, scale: float) -> Callable[..., Tensor]:
+    """Return torch's attention of the sequence's documents."""
     cu_seqlens = sequence.cu_seqlens
     if cu_seqlens is None or not cu_seqlens.is_cuda:
         return lambda q, k, v: F.scaled_dot_product_attention(
@@ -135,7 +134,7 @@ def bare_of(sequence: Sequence, scale: float) -> Callable[..., Tensor]:
         ).transpose(1, 2)
 
     def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Values are padded to the dim of queries, as anybody must."""
+        """FlashAttention; values are padded to the dim of queries, which the operation requires."""
         v_padded = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
         longest = sequence.max_seqlen
         where = cu_seqlens, cu_seqlens, longest, longest
@@ -147,15 +146,15 @@ def bare_of(sequence: Sequence, scale: float) -> Callable[..., Tensor]:
     return flash
 
 
-class Alone:
-    """Stands for the group of a ring whose other ranks are not there."""
+class FakeRing:
+    """Process group of a ring in which only this rank exists."""
 
     def size(self) -> int:
-        """Return how many ranks it would have."""
+        """Return the number of ranks."""
         return RING
 
     def rank(self) -> int:
-        """Return this one."""
+        """Return the number of this rank."""
         return RANK
 
 
@@ -175,8 +174,8 @@ def test_ring(session: Session, ceilings: Ceilings, monkeypatch: pytest.MonkeyPa
     q, do = make(own, shape.queries, shape.dim), make(own, shape.queries, shape.value_dim)
     dims = (shape.dim, shape.value_dim)
     heads = (q.clone(), *(make(own, shape.keys, dim) for dim in dims))
-    where = None, ChunkLayout(RING, T), Alone(), scale
-    of_ring = forward_backward(
+    where = None, ChunkLayout(RING, T), FakeRing(), scale
+    of_ring = make_call(
         lambda *qkv: ring.RingAttention.apply(*qkv, *where),
         tuple(x.requires_grad_() for x in heads),
         do,
@@ -198,7 +197,7 @@ def test_ring(session: Session, ceilings: Ceilings, monkeypatch: pytest.MonkeyPa
             shape=f"grouped, {T} tokens, cp {RING}",
             routing="-",
             backend="p2p",
-            **records.timing_fields(timings["ring"]),
+            **records.make_timing_fields(timings["ring"]),
             baseline="one call",
             baseline_ms=timings["one call"].ms,
             ratio=ms / timings["one call"].ms,

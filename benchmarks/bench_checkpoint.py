@@ -1,15 +1,15 @@
-"""Saving and loading through moecore.io against torch.distributed.checkpoint as it is.
+"""Saving and loading through moecore.io against torch.distributed.checkpoint (DCP).
 
     python -m benchmarks.bench_checkpoint --gigabytes 1.5 --folder /dev/shm --folder /tmp
 
-The same tensors (a model, its AdamW moments) on one CPU process; rates are bytes of tensors over
-seconds, best of the repeats, variants in turn within each. Both savers fsync. moecore's hash every
-byte with SHA-256; `load full` also hashes every byte first, `load sizes` does not. Files stay in
-the page cache, so loads compare software, not disks; saves to a disk are bound by it.
+The same tensors (a model and its AdamW moments) on one CPU process. Rates are bytes of tensors per
+second, best of the repeats; the variants alternate within each repeat. Both savers fsync. moecore's
+also hash every byte with SHA-256; `load full` hashes every byte first, `load sizes` does not. Files
+stay in the page cache, so loads compare software, not disks; saves to a disk are bound by the disk.
 
-`--blocking` measures something else, on a GPU: how long a background save blocks; see blocking.py.
+`--blocking` instead measures, on a GPU, how long a background save blocks; see blocking.py.
 
-`pytest benchmarks` runs both with a few megabytes, as a smoke test.
+`pytest benchmarks` runs both with a few megabytes as a smoke test.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ VARIANTS = ("dcp save", "save", "background save blocks", "dcp load", "load full
 
 
 def build(num_bytes: int) -> Model:
-    """Matrices of at most 64 MB and as many vectors, three fp32 copies of each."""
+    """Return a model of matrices (at most 64 MB each) and vectors with filled AdamW moments."""
     side = min(4096, int((num_bytes / 12 / 2) ** 0.5))
     count = max(1, round(num_bytes / 12 / side**2))
     model = nn.Sequential(*(nn.Linear(side, side) for _ in range(count)))
@@ -55,7 +55,8 @@ def build(num_bytes: int) -> Model:
     return model, optimizer
 
 
-def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def name_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return all parameters and moments by name."""
     found = {name: param.detach() for name, param in model.named_parameters()}
     for name, param in model.named_parameters():
         found |= {f"{slot}.{name}": value for slot, value in optimizer.state[param].items()}
@@ -63,9 +64,9 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def measure(folder: Path, num_bytes: int, repeats: int) -> dict[str, float]:
-    """Return variant -> best seconds, and "bytes" -> bytes of the tensors."""
+    """Return the best seconds of each variant, and the bytes of the tensors as "bytes"."""
     model, optimizer = build(num_bytes)
-    tensors = tensors_of(model, optimizer)
+    tensors = name_tensors(model, optimizer)
     total = sum(tensor.nbytes for tensor in tensors.values())
     best = dict.fromkeys(VARIANTS, float("inf")) | {"bytes": float(total)}
     saver = Saver(folder / "background", model, optimizer, keep=1)
@@ -95,8 +96,8 @@ def measure(folder: Path, num_bytes: int, repeats: int) -> dict[str, float]:
     return best
 
 
-def table(best: dict[str, float]) -> list[str]:
-    """One line per variant: seconds, GB/s, time over that of plain DCP."""
+def format_table(best: dict[str, float]) -> list[str]:
+    """Return a Markdown table: seconds, GB/s and time relative to DCP of each variant."""
     lines = ["| what | s | GB/s | time / plain DCP |", "|---|---|---|---|"]
     for name in VARIANTS:
         plain = best["dcp load" if "load" in name else "dcp save"]
@@ -107,14 +108,14 @@ def table(best: dict[str, float]) -> list[str]:
 
 def test_checkpoint_bandwidth(tmp_path: Path) -> None:
     best = measure(tmp_path, 6_000_000, repeats=1)
-    print("\n".join(table(best)))
+    print("\n".join(format_table(best)))
     assert 5e6 < best["bytes"] < 7e6 and all(0 < best[name] < 60 for name in VARIANTS)
 
 
 @pytest.mark.parametrize("optimizer", [False, True])
 def test_checkpoint_blocking(tmp_path: Path, optimizer: bool) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, adam = blocking.build(6_000_000, device, optimizer=optimizer)
+    model, adam = blocking.build_layers(6_000_000, device, optimizer=optimizer)
     run = blocking.Blocking(tmp_path / "files", model, adam)
     rows = list(blocking.measure(run, repeats=2, seconds=60, prepare=True, with_dcp=True))
     print("\n".join(map(blocking.describe, rows)))
@@ -137,7 +138,8 @@ def test_checkpoint_blocking(tmp_path: Path, optimizer: bool) -> None:
     assert list((tmp_path / "files" / "run").glob("step-*")) == []
 
 
-def parse() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
+    """Return the command-line arguments."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--gigabytes", type=float, default=1.5)
@@ -156,7 +158,8 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    args = parse()
+    """Measure what the command line selects, and print it."""
+    args = parse_arguments()
     logging.basicConfig(level=logging.WARNING)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     if args.blocking:
@@ -170,7 +173,7 @@ def main() -> None:
             f"{folder}: {best['bytes'] / 1e9:.2f} GB, torch {torch.__version__}, "
             f"{os.cpu_count()} cores, {threads} threads, best of {args.repeats}"
         )
-        print("\n".join(table(best)), flush=True)
+        print("\n".join(format_table(best)), flush=True)
 
 
 if __name__ == "__main__":

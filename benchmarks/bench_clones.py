@@ -1,14 +1,15 @@
-r"""A layer with hot experts over many ranks, with and without clones, from parts of one GPU.
+"""A layer with hot experts over many ranks, with and without clones, computed in parts on one GPU.
 
     python -m benchmarks.bench_clones --shapes qwen3-30b --ranks 8 --results
 
-Routers of all ranks have the same hot experts, the hottest five times the mean. A layer lasts as
-long as its busiest rank: this GPU computes that rank's rows, forward and backward, with as many
-experts and clones as it has. To clones are added the kernels of their plan, measured, and what
-their weights and fp32 gradients take over a link, as bytes by `--link-gbps`; nothing is hidden.
-Tokens travel in all variants and are left out. `even` deals the same number of rows out in turn.
+The routers of all ranks prefer the same experts; the hottest has five times the mean load. A layer
+takes as long as its busiest rank: this GPU computes the rows of that rank, forward and backward,
+with its number of experts and clones. To variants with clones are added the measured kernels of
+their plan, and the transfer of their weights and fp32 gradients at `--link-gbps`, without overlap.
+The exchange of tokens is the same in all variants and left out. `even` routes the same number of
+rows evenly.
 
-Letters: P ranks, E experts, e experts of a rank, c clones of a rank at most, T tokens of a rank.
+Letters: P ranks, E experts, e experts per rank, c clones per rank at most, T tokens per rank.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import FULL, SMOKE, time_variants
-from benchmarks.layers import skewed_bias
+from benchmarks.layers import compute_skewed_bias
 from benchmarks.records import RESULTS, append_rows, results_path
 from benchmarks.shapes import SHAPES, Shape
 from moecore.kernels.routing.clones import ClonePlan, assign_physical_ids, plan_clones
@@ -35,13 +36,13 @@ from moecore.moe.records import ExpertInput
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Busiest:
-    """What the rank with the most rows computes.
+class BusiestRank:
+    """Load of the rank with the most rows.
 
     Attributes:
-        ids_SK: int32, its experts of its source rows, numbered from 0; -1 = another rank's.
-        num_experts: its own and its clones.
-        over_mean: its rows over the mean of ranks.
+        ids_SK: int32: its local expert ids of its source rows; -1 = an expert of another rank.
+        num_experts: number of its experts and clones.
+        over_mean: its rows over the mean of all ranks.
     """
 
     ids_SK: Tensor
@@ -51,7 +52,7 @@ class Busiest:
 
 def main() -> None:
     """Print and record a row per shape and number of clones."""
-    args = _arguments()
+    args = _parse_arguments()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for name in args.shapes:
         rows = measure(SHAPES[name], args, device)
@@ -61,12 +62,14 @@ def main() -> None:
 
 
 def measure(shape: Shape, args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    """Return the rows of one shape: without clones, and with each number of them."""
+    """Return the rows of one shape: without clones, and with each number of clones."""
     P, e = args.ranks, shape.num_experts // args.ranks
-    chosen = chosen_ids(shape, P, args.tokens, args.skew, device)
+    chosen = draw_ids(shape, P, args.tokens, args.skew, device)
     counts_PE = torch.stack([torch.bincount(ids.flatten(), minlength=P * e) for ids in chosen])
-    found = {"even": busiest([make_even_ids(len(i), P * e, i.shape[1], device) for i in chosen], e)}
-    found["no clones"] = busiest(chosen, e)
+    found = {
+        "even": find_busiest([make_even_ids(len(i), P * e, i.shape[1], device) for i in chosen], e)
+    }
+    found["no clones"] = find_busiest(chosen, e)
     plans: dict[str, ClonePlan] = {}
     for c in args.clones:
         make = partial(plan_clones, num_ranks=P, num_clones=c, min_share=args.least)
@@ -75,40 +78,40 @@ def measure(shape: Shape, args: argparse.Namespace, device: torch.device) -> lis
             assign_physical_ids(ids, before, plan, num_local=e, num_clones=c)
             for ids, before in zip(chosen, _before(counts_PE), strict=True)
         ]
-        found[name], plans[name] = busiest(moved, e + c), plan
+        found[name], plans[name] = find_busiest(moved, e + c), plan
     effort = SMOKE if device.type == "cpu" else FULL
-    calls = {name: _layer_call(shape, one, device) for name, one in found.items()}
+    calls = {name: _make_call(shape, one, device) for name, one in found.items()}
     ms = {name: t.ms for name, t in time_variants(calls, device=device, effort=effort).items()}
     loads_E = counts_PE.sum(0, dtype=torch.int32)
     planned = {
-        name: partial(_plan, loads_E, chosen[0], P, len(plan.experts_N) // P, args.least)
+        name: partial(_plan_clones, loads_E, chosen[0], P, len(plan.experts_N) // P, args.least)
         for name, plan in plans.items()
     }
     plan_ms = time_variants(planned, device=device, effort=effort, lead_ms=2.0)  # not its launches
     return [
-        _row(shape, args, name, one, ms, plans.get(name), plan_ms.get(name))
+        _make_row(shape, args, name, one, ms, plans.get(name), plan_ms.get(name))
         for name, one in found.items()
     ]
 
 
-def chosen_ids(shape: Shape, P: int, T: int, skew: float, device: torch.device) -> list[Tensor]:
-    """Return each rank's ids, int32 [T, K], of one skewed router."""
+def draw_ids(shape: Shape, P: int, T: int, skew: float, device: torch.device) -> list[Tensor]:
+    """Return the expert ids of each rank, int32 [T, K], chosen by one skewed router."""
     torch.manual_seed(0)
     E = shape.num_experts
     logits_NE = torch.randn(P * T, E, device=device)
-    biased = logits_NE + skewed_bias(logits_NE, shape.top_k, min(skew, shape.skew))
+    biased = logits_NE + compute_skewed_bias(logits_NE, shape.top_k, min(skew, shape.skew))
     return list(biased.topk(shape.top_k).indices.int().split(T))
 
 
-def busiest(ids: list[Tensor], num_local: int) -> Busiest:
-    """Return what the rank with the most rows computes of all ranks' physical ids."""
+def find_busiest(ids: list[Tensor], num_local: int) -> BusiestRank:
+    """Return the load of the busiest rank, given the physical ids of all ranks."""
     blocks = torch.cat([torch.div(i, num_local, rounding_mode="floor").flatten() for i in ids])
     rows_P = torch.bincount(blocks)
     rank = int(rows_P.argmax())
     ids_NK = torch.cat(ids) - rank * num_local
     is_here_NK = (ids_NK >= 0) & (ids_NK < num_local)
     ids_SK = ids_NK.where(is_here_NK, -1)[is_here_NK.any(1)]
-    return Busiest(
+    return BusiestRank(
         ids_SK=ids_SK,
         num_experts=num_local,
         over_mean=float(rows_P.max() / (rows_P.sum() / len(ids))),
@@ -119,8 +122,8 @@ def _before(counts_PE: Tensor) -> Tensor:
     return (counts_PE.cumsum(0) - counts_PE).int()
 
 
-def _layer_call(shape: Shape, one: Busiest, device: torch.device) -> Any:
-    """Return a forward and backward of the experts of a rank."""
+def _make_call(shape: Shape, one: BusiestRank, device: torch.device) -> Any:
+    """Return a call that runs forward and backward of a rank's experts."""
     torch.manual_seed(0)
     config = shape.config("learned")
     sizes = {"num_experts": one.num_experts, "top_k": min(shape.top_k, one.num_experts)}
@@ -145,22 +148,22 @@ def _layer_call(shape: Shape, one: Busiest, device: torch.device) -> Any:
     return call
 
 
-def _plan(loads_E: Tensor, ids_TK: Tensor, P: int, c: int, least: float) -> None:
+def _plan_clones(loads_E: Tensor, ids_TK: Tensor, P: int, c: int, least: float) -> None:
     plan = plan_clones(loads_E, num_ranks=P, num_clones=c, min_share=least)
     sizes = dict(num_local=len(loads_E) // P, num_clones=c)
     assign_physical_ids(ids_TK, torch.zeros_like(loads_E), plan, **sizes)
 
 
-def _row(
+def _make_row(
     shape: Shape,
     args: argparse.Namespace,
     name: str,
-    one: Busiest,
+    one: BusiestRank,
     ms: dict[str, float],
     plan: ClonePlan | None,
     plan_time: Any,
 ) -> dict[str, Any]:
-    """Return what is printed: times in ms, and the layer's over that of even loads."""
+    """Return a record: times in ms, and the layer's time over that with even loads."""
     number = most = 0
     if plan is not None:
         taken_PC = (plan.experts_N >= 0).view(args.ranks, -1)
@@ -174,7 +177,7 @@ def _row(
         "ranks": args.ranks,
         "tokens": args.tokens,
         "variant": name,
-        "busiest over mean": round(one.over_mean, 4),
+        "find_busiest over mean": round(one.over_mean, 4),
         "clones": number,
         "experts ms": round(ms[name], 4),
         "plan ms": round(plan_ms, 4),
@@ -183,7 +186,7 @@ def _row(
     }
 
 
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["qwen3-30b"])
     parser.add_argument("--ranks", type=int, default=8)

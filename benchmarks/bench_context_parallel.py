@@ -1,23 +1,23 @@
-r"""Attention and training steps over context parallel ranks: time, and what of it is communication.
+"""Attention and training steps over context parallel ranks: time, and the share of communication.
 
     torchrun --nproc-per-node 2 -m benchmarks.bench_context_parallel --part attention
     torchrun --nproc-per-node 2 -m benchmarks.bench_context_parallel --part step
     torchrun --nproc-per-node 1 -m benchmarks.bench_context_parallel --part step
 
-"attention": forward and backward of one layer's attention, each way, beside
+"attention": forward and backward of one layer's attention, for each exchange, against
 
-    compute   the same call on the same rank, with keys from its own memory in place of what travels
-    travel    what travelled in the call, in the same order, alone
+    compute   the same call on the same rank, with local memory instead of received tensors
+    travel    the transfers of the call alone, in the same order
     alone     all tokens on one GPU
 
     lost      call - compute, of the same rounds
-    covered   1 - time in which nothing but communication runs / travel, by a trace of the call, on
-              the rank where it is least: others wait for that one
+    covered   1 - (time in which only communication runs) / travel, from a trace of the call, on the
+              rank where it is least: others wait for that one
 
-Calls take turns. A time is that of the slowest rank, medians over rounds. `covered` needs no
-difference of long times; `lost` counts what communication slows down as well.
+Calls alternate. A time is the slowest rank's, the median over rounds. `covered` needs no difference
+of long times; `lost` also counts the slowdown of kernels by communication.
 
-"step": a step of a few layers with AdamW, all ranks cp ranks, experts cut over them too.
+"step": a step of a few layers with AdamW; all ranks are cp ranks and also share the experts.
 `benchmarks.bench_longest` finds the longest context of one GPU.
 """
 
@@ -43,7 +43,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.records import append_rows, results_path
-from benchmarks.trace import break_down, kernels_of
+from benchmarks.trace import break_down, trace_kernels
 from moecore import (
     DispatchOptions,
     FSDPOptions,
@@ -72,14 +72,14 @@ LEAD_CYCLES = 10_000_000  # about 5 ms in which the host queues a call
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heads:
-    """What attention gets of a token; with latents keys and values are made of those.
+    """Sizes of an attention layer's heads, with or without key/value latents.
 
     Attributes:
-        queries, keys: heads.
-        dim, value_dim: of a head.
-        latent_dim: numbers of a key/value latent; 0 = none.
-        rotary_dim: of a key, shared by all heads, beside the latent.
-        ways: that it goes.
+        queries, keys: numbers of heads.
+        dim, value_dim: dims of a head.
+        latent_dim: dim of a key/value latent; 0 = no latents.
+        rotary_dim: dim of a latent layer's rotary key, shared by all heads.
+        ways: exchanges to measure.
     """
 
     queries: int
@@ -107,14 +107,14 @@ HEADS = {
 
 def main() -> int:
     """Measure and report."""
-    args = parse()
+    args = parse_arguments()
     rank, world = (int(os.environ.get(name, d)) for name, d in (("RANK", "0"), ("WORLD_SIZE", "1")))
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     meshes = build_meshes(ParallelConfig(cp=world, ep=world), args.device)
-    for row in {"attention": attention_rows, "step": step_rows}[args.part](args, meshes):
+    for row in {"attention": measure_all_attention, "step": measure_steps}[args.part](args, meshes):
         if rank == 0:
-            print("  ".join(f"{name} {_short(value)}" for name, value in row.items()), flush=True)
+            print("  ".join(f"{name} {_round(value)}" for name, value in row.items()), flush=True)
         if rank == 0 and args.results is not None:
             append_rows(args.results, MODULE, [row], num_gpus=world)
     dist.barrier()
@@ -122,8 +122,8 @@ def main() -> int:
     return 0
 
 
-def parse() -> argparse.Namespace:
-    """Return the arguments."""
+def parse_arguments() -> argparse.Namespace:
+    """Return the command-line arguments."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--part", choices=("attention", "step"), required=True)
@@ -142,14 +142,14 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def _short(value: Any) -> Any:
+def _round(value: Any) -> Any:
     return f"{value:.4g}" if isinstance(value, float) else value
 
 
-def attention_rows(args: argparse.Namespace, _: Meshes) -> Iterator[Row]:
-    """Yield a row per number of tokens, kind of heads, cp and way; collective."""
+def measure_all_attention(args: argparse.Namespace, _: Meshes) -> Iterator[Row]:
+    """Yield a row per number of tokens, kind of heads, cp and exchange; collective."""
     contexts = {
-        (cp, way): context_of(cp, way)
+        (cp, way): make_context(cp, way)
         for cp, way in itertools.product((2, 4, 8), ("p2p", "allgather", "a2a", "a2a+p2p"))
         if cp <= dist.get_world_size() and (cp > 2 or way != "a2a+p2p")
     }
@@ -165,17 +165,17 @@ def measure_attention(
     tokens: int,
     contexts: dict[tuple[int, str], ContextParallel],
 ) -> list[Row]:
-    """Return a row per cp and way that the heads go; all calls take turns."""
+    """Return a row per cp and exchange of the heads; their calls alternate."""
     ours = {
         (cp, way): context
         for (cp, way), context in contexts.items()
         if way in heads.ways and (way != "a2a" or heads.keys % cp == 0)
     }
     own = {key: attention(heads, tokens, cp, args.device) for key, cp in ours.items()}
-    travels = {key: travelling(call) for key, call in own.items()}
+    travels = {key: record_transfers(call) for key, call in own.items()}
     calls: dict[Any, Call] = {"alone": attention(heads, tokens, None, args.device)}
     for key, call in own.items():
-        calls |= {(*key, "call"): call, (*key, "compute"): silenced(call)}
+        calls |= {(*key, "call"): call, (*key, "compute"): without_exchanges(call)}
         calls[(*key, "travel")] = travels[key].run
     times = time_in_turn(calls, args)
     ms = {key: statistics.median(values) for key, values in times.items()}
@@ -186,37 +186,38 @@ def measure_attention(
         here, travel_ms = (cp, way), ms[cp, way, "travel"]
         pairs = zip(times[*here, "call"], times[*here, "compute"], strict=True)
         lost = statistics.median(a - b for a, b in pairs)
-        exposed = exposed_ms(call, args, num_steps=3 if ms[*here, "call"] < 500 else 1)
+        exposed = measure_exposed(call, args, num_steps=3 if ms[*here, "call"] < 500 else 1)
         row: Row = {"cp": cp, "way": way, "ms": ms[*here, "call"], "alone_ms": ms["alone"]}
         row |= {"compute_ms": ms[*here, "compute"], "travel_ms": travel_ms, "lost_ms": lost}
-        row |= {"exposed_ms": exposed, "sent_bytes": travels[here].sent_bytes}
+        row |= {"measure_exposed": exposed, "sent_bytes": travels[here].sent_bytes}
         row["speedup"] = row["alone_ms"] / row["ms"]
         row["covered"] = None if exposed is None else 1 - exposed / travel_ms
         rows.append(row | {"rounds": len(times["alone"])})
     return rows
 
 
-def context_of(cp: int, way: str) -> ContextParallel:
-    """Return this rank's place among neighbours; collective over all ranks."""
+def make_context(cp: int, way: str) -> ContextParallel:
+    """Return the group of `cp` neighbouring ranks with this rank; collective over all ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     firsts = range(0, world, cp)
-    group = _mine([range(first, first + cp) for first in firsts], rank)
+    group = _make_group([range(first, first + cp) for first in firsts], rank)
     if way != "a2a+p2p":
         return ContextParallel(
             group, **{"a2a": dict(a2a=group), "p2p": dict(ring=group)}.get(way, {})
         )
-    pairs = _mine([range(i, i + 2) for i in range(0, world, 2)], rank)
+    pairs = _make_group([range(i, i + 2) for i in range(0, world, 2)], rank)
     rings = [range(first + i, first + cp, 2) for first in firsts for i in range(2)]
-    return ContextParallel(group, a2a=pairs, ring=_mine(rings, rank))
+    return ContextParallel(group, a2a=pairs, ring=_make_group(rings, rank))
 
 
-def _mine(parts: list[range], rank: int) -> dist.ProcessGroup:
+def _make_group(parts: list[range], rank: int) -> dist.ProcessGroup:
+    """Create a process group per part and return the one with `rank`; collective over all ranks."""
     groups = [dist.new_group(list(part)) for part in parts]
     return next(g for g, part in zip(groups, parts, strict=True) if rank in part)
 
 
 def attention(heads: Heads, tokens: int, cp: ContextParallel | None, device: str) -> Call:
-    """Return forward and backward of this rank's tokens, or of all without cp."""
+    """Return a call: forward and backward of this rank's tokens, or without cp of all tokens."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     own = tokens if cp is None else tokens // cp.size
     held = None if cp is None else LocalTokens(cp, (1, tokens))
@@ -246,7 +247,7 @@ def attention(heads: Heads, tokens: int, cp: ContextParallel | None, device: str
 def _from_latents(
     heads: Heads, held: LocalTokens | None, latents: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As `models/mla.py`: keys and values of whole rows out of gathered latents."""
+    """Return keys and values of all tokens from gathered latents, like `models/mla.py`."""
     whole = latents if held is None else held.gather(latents)
     c, k_shared = whole.split((heads.latent_dim, heads.rotary_dim), dim=-1)
     kept = heads.dim - heads.rotary_dim
@@ -257,8 +258,8 @@ def _from_latents(
 
 
 @contextmanager
-def patched(exchange: Call, gather: Call, send_on: Call) -> Iterator[None]:
-    """Replace what the ways of attention communicate by."""
+def replace_exchanges(exchange: Call, gather: Call, send_on: Call) -> Iterator[None]:
+    """Return a context in which attention communicates through the given functions."""
     with (
         patch.object(dist, "all_to_all_single", exchange),
         patch.object(held_tokens, "all_gather_single", gather),
@@ -268,61 +269,59 @@ def patched(exchange: Call, gather: Call, send_on: Call) -> Iterator[None]:
 
 
 class _Done:
-    """Work that has ended."""
+    """Handle of a communication that has finished."""
 
     def wait(self) -> None:
         pass
 
 
 @cache
-def _arrived(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _make_buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.randn(shape, dtype=dtype, device=device)
 
 
-def silenced(call: Call) -> Call:
-    """Return the call with numbers from this rank's memory in place of what travels."""
+def without_exchanges(call: Call) -> Call:
+    """Return the call with local memory instead of received tensors."""
 
     def receive(out: Tensor, _: Tensor, **__: Any) -> _Done:
-        out.set_(_arrived(tuple(out.shape), out.dtype, out.device))
+        out.set_(_make_buffer(tuple(out.shape), out.dtype, out.device))
         return _Done()
 
     def silent() -> None:
-        with patched(receive, receive, lambda x, _: ring._RingTransfer(x, x, [])):
+        with replace_exchanges(receive, receive, lambda x, _: ring._RingTransfer(x, x, [])):
             call()
 
     return silent
 
 
-class Travel:
-    """What travelled in a call, to be sent again."""
+class Transfers:
+    """Recorded transfers of a call, which can be run again."""
 
     def __init__(self) -> None:
         self.sends: list[Call] = []
         self.sent_bytes = 0
 
     def run(self) -> None:
-        """Send all of it, one after the other."""
+        """Run all transfers, one after the other."""
         for send in self.sends:
             send()
 
     def num_bytes(self) -> int:
-        """Return what one rank sent to others."""
+        """Return the bytes that this rank sent."""
         return self.sent_bytes
 
     def add(self, send: Call, num_bytes: int, group: dist.ProcessGroup | None = None) -> None:
-        """Remember what is sent, so many bytes to each other rank of the group, or to one."""
+        """Record a transfer of `num_bytes` to each other rank of `group`, or to one rank."""
         self.sends.append(send)
         self.sent_bytes += num_bytes * (1 if group is None else group.size() - 1)
 
 
-def travelling(call: Call) -> Travel:
-    """Run the call once, and return what travelled; collective."""
-    travel = Travel()
-    exchange, gather, send_on = (
-        dist.all_to_all_single,
-        held_tokens.all_gather_single,
-        ring._send_to_next,
-    )
+def record_transfers(call: Call) -> Transfers:
+    """Run the call once and return its transfers; collective."""
+    travel = Transfers()
+    exchange = dist.all_to_all_single
+    gather = held_tokens.all_gather_single
+    send_on = ring._send_to_next
 
     def exchanged(out: Tensor, x: Tensor, **options: Any) -> Any:
         again, group = (torch.empty_like(out), x.detach().clone()), options["group"]
@@ -339,18 +338,18 @@ def travelling(call: Call) -> Travel:
         travel.add(lambda: send_on(again, group).wait(), x.nbytes)
         return send_on(x, group)
 
-    with patched(exchanged, gathered, sent_on):
+    with replace_exchanges(exchanged, gathered, sent_on):
         call()
     return travel
 
 
 def time_in_turn(calls: dict[Any, Call], args: argparse.Namespace) -> dict[Any, list[float]]:
-    """Return milliseconds by call and round, of the slowest rank; as many rounds as fit."""
+    """Return the slowest rank's milliseconds by call and round, for as many rounds as fit."""
     rounds = torch.zeros((), device=args.device)
     for _ in range(2):  # the first one may build kernels
         began = time.perf_counter()
         for call in calls.values():
-            timed(call, args.device)
+            time_call(call, args.device)
         rounds.fill_(args.seconds / (time.perf_counter() - began))
         dist.all_reduce(rounds, op=dist.ReduceOp.MIN)
         if rounds < 3:
@@ -358,14 +357,14 @@ def time_in_turn(calls: dict[Any, Call], args: argparse.Namespace) -> dict[Any, 
     spans: dict[Any, list[float]] = {name: [] for name in calls}
     for _ in range(min(max(int(rounds), 2), 15)):
         for name, call in calls.items():
-            spans[name].append(timed(call, args.device))
+            spans[name].append(time_call(call, args.device))
     times = torch.tensor(list(spans.values()), device=args.device)
     dist.all_reduce(times, op=dist.ReduceOp.MAX)
     return dict(zip(calls, times.tolist(), strict=True))
 
 
-def timed(call: Call, device: str) -> float:
-    """Return the milliseconds of a call that all ranks begin together."""
+def time_call(call: Call, device: str) -> float:
+    """Return the milliseconds of a call that all ranks start together."""
     token = torch.zeros(1, device=device)
     if device != "cuda":
         dist.all_reduce(token)
@@ -382,8 +381,8 @@ def timed(call: Call, device: str) -> float:
     return begin.elapsed_time(end)
 
 
-def exposed_ms(call: Call, args: argparse.Namespace, *, num_steps: int) -> float | None:
-    """Return the time of a call in which only communication runs, the least of all ranks."""
+def measure_exposed(call: Call, args: argparse.Namespace, *, num_steps: int) -> float | None:
+    """Return the milliseconds of a call in which only communication runs, least of all ranks."""
     if args.device != "cuda":
         return None
     token = torch.zeros(1, device=args.device)
@@ -393,7 +392,7 @@ def exposed_ms(call: Call, args: argparse.Namespace, *, num_steps: int) -> float
         call()
 
     dist.barrier()
-    kernels = kernels_of(aligned, num_steps=num_steps)
+    kernels = trace_kernels(aligned, num_steps=num_steps)
     ours = [k for k in kernels if "AllReduce" not in k.name]  # which wait for the other ranks
     found = break_down(ours, num_steps=num_steps)
     least = torch.tensor(found.exposed, device=args.device)
@@ -401,7 +400,7 @@ def exposed_ms(call: Call, args: argparse.Namespace, *, num_steps: int) -> float
     return float(least)
 
 
-def step_rows(args: argparse.Namespace, meshes: Meshes) -> Iterator[Row]:
+def measure_steps(args: argparse.Namespace, meshes: Meshes) -> Iterator[Row]:
     """Yield a row per number of tokens; collective."""
     on_gpu, world = args.device == "cuda", dist.get_world_size()
     config = preset(args.preset)
@@ -423,7 +422,7 @@ def step_rows(args: argparse.Namespace, meshes: Meshes) -> Iterator[Row]:
     for tokens in sorted(args.tokens):
         row = {"op": "context_parallel_step", "preset": args.preset, "layers": args.layers}
         row |= {"tokens": tokens, "cp": world, "ep": world, "way": args.way}
-        fits = nullcontext() if world > 1 else out_of_memory(row)
+        fits = nullcontext() if world > 1 else record_out_of_memory(row)
         with fits:
             row |= measure_step(args, step, model, tokens)
         yield row
@@ -431,8 +430,8 @@ def step_rows(args: argparse.Namespace, meshes: Meshes) -> Iterator[Row]:
 
 
 @contextmanager
-def out_of_memory(row: Row) -> Iterator[None]:
-    """Note a step that does not fit; of one rank alone, since others would wait."""
+def record_out_of_memory(row: Row) -> Iterator[None]:
+    """Return a context that records in `row` that a step ran out of memory; for one rank."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -440,7 +439,7 @@ def out_of_memory(row: Row) -> Iterator[None]:
 
 
 def measure_step(args: argparse.Namespace, step: TrainStep, model: Decoder, tokens: int) -> Row:
-    """Return what steps of one row of so many tokens take."""
+    """Return the times and the memory of steps with one row of `tokens` tokens."""
     g = torch.Generator().manual_seed(0)
     row = torch.randint(0, model.config.vocab_size, (1, tokens), generator=g).to(args.device)
     labels, on_gpu = row.roll(-1, 1), args.device == "cuda"

@@ -3,30 +3,29 @@
     torchrun --nproc-per-node 8 -m benchmarks.bench_dispatch --out DIR
     torchrun --nproc-per-node 8 -m benchmarks.bench_dispatch --sweep
 
-Rows of one expert-parallel degree each; the first of `--ep` in full, the others short (even routing
-and all SMs, the first shape):
+Rows for each expert-parallel degree; all of them for the first of `--ep`, and for the others only
+even routing, all SMs and the first shape:
 
-    dispatch          tokens in, ExpertInput ready; per number of SMs. Baseline `nccl`: one
+    dispatch          from tokens to ExpertInput; per number of SMs. Baseline `nccl`: one
     combine           all_to_all_single of the expanded rows (one per token and choice, already
                       sorted), in the same rounds
     ep_sum_combine    combine that also adds the expert rows of each source row, as in the layer;
                       against `combine` of the same dispatcher, which gets the sums
-    ep_layer_fwd_bwd  the whole layer; nvlink against the same layer with alltoall. nvlink-none has
-                      no overlap_weight_grads; nvlink-fp8 and alltoall-fp8 have DispatchOptions.fp8
-    ep_experts_fwd_bwd  its experts alone, on the rows that they received; without the sums over
-                      expert rows and their adjoints where the dispatcher has them
-    ep_exposed        the first less the second, round by round: all that is not experts, which is
-                      communication that nothing hides, index, router and balance
+    ep_layer_fwd_bwd  the whole layer; nvlink against alltoall. nvlink-none has no
+                      overlap_weight_grads; nvlink-fp8 and alltoall-fp8 have DispatchOptions.fp8
+    ep_experts_fwd_bwd  its experts alone, on the received rows; without the sums over expert rows
+                      and their adjoints if the dispatcher computes them
+    ep_exposed        the first less the second, round by round: exposed communication, index,
+                      router and balance
 
-Before each timed call a tiny all-reduce lets all ranks start at once; of each round the slowest
-rank counts. `gbps` is of what the busiest rank sends or gets. `peak` is above
-weights, input and the exchange's own buffers, which all layers share and which are printed.
+A tiny all-reduce before each timed call lets all ranks start together; the slowest rank of each
+round counts. `gbps` counts the bytes that the busiest rank sends or receives. `peak` is memory
+above weights, input and the exchange's buffers, which all layers share; the buffers are printed.
 
-With `--fp8-dispatch` all tokens are such that FP8 carries them as they are: every dispatcher must
-give the same. Bits that are zero cost a product less power, so these shapes have a name of their
-own.
+With `--fp8-dispatch` FP8 represents all tokens exactly, and every dispatcher must return the same.
+Zero bits lower the power of products, so these shapes have separate names.
 
-`--sweep` tries how the programs are divided instead, on the first shape (`dispatch_sweep.py`).
+`--sweep` instead tries divisions of the programs, on the first shape (`dispatch_sweep.py`).
 """
 
 from __future__ import annotations
@@ -51,15 +50,15 @@ from benchmarks.dispatch_cases import (
     SHAPES,
     Call,
     Shape,
-    compile_ahead,
-    layout_of,
-    nccl_call,
-    nvlink_of,
-    place_of,
-    poisoned,
-    routing_of,
+    compile_kernels,
+    fill_holes,
+    make_layout,
+    make_nccl_call,
+    make_nvlink,
+    make_placement,
+    make_routing,
+    summarize_times,
     time_in_turn,
-    timing_of,
 )
 from benchmarks.dispatch_sweep import sweep
 from benchmarks.records import Environment, Row
@@ -88,69 +87,69 @@ def bench_moves(
     sums: bool,
     fp8: bool,
 ) -> Iterator[dict[str, Any]]:
-    """Yield rows of dispatch and combine alone; with `sums` also of `ep_sum_combine`."""
-    place, routing = place_of(shape, meshes), routing_of(shape, skewed=skewed)
+    """Yield rows of dispatch and combine alone, and with `sums` of `ep_sum_combine`."""
+    place, routing = make_placement(shape, meshes), make_routing(shape, skewed=skewed)
     x_TD = torch.randn(shape.tokens, shape.dim, device="cuda", dtype=torch.bfloat16)
-    x_TD = rounded(x_TD) if fp8 else x_TD
+    x_TD = round_tokens(x_TD) if fp8 else x_TD
     tokens = (x_TD, routing)
-    calls: dict[str, Call] = {"nccl": nccl_call(place, routing, x_TD)}
+    calls: dict[str, Call] = {"nccl": make_nccl_call(place, routing, x_TD)}
     others = {"alltoall": AllToAllDispatcher(place)}
     nvlinks = {
-        f"nvlink-{n}" if n else "nvlink": nvlink_of(place, programs=n or None) for n in num_sms
+        f"nvlink-{n}" if n else "nvlink": make_nvlink(place, programs=n or None) for n in num_sms
     }
     if fp8:
-        nvlinks["nvlink-fp8"] = nvlink_of(place, fp8=True)
+        nvlinks["nvlink-fp8"] = make_nvlink(place, fp8=True)
         others["alltoall-fp8"] = AllToAllDispatcher(place, fp8=True)
     gathered: dict[str, Tensor] = {}
     for name, dispatcher in (others | nvlinks).items():
         inp = dispatcher.dispatch(x_TD, routing)
-        home_TD = dispatcher.combine(poisoned(inp.rows.widen(), inp.index.slots_SK), inp.plan)
+        home_TD = dispatcher.combine(fill_holes(inp.rows.widen(), inp.index.slots_SK), inp.plan)
         gathered[name] = home_TD.clone()
         calls[f"dispatch {name}"] = lambda d=dispatcher: d.dispatch(x_TD, routing)
         calls[f"combine {name}"] = lambda d=dispatcher, i=inp: d.combine(i.rows.widen(), i.plan)
     for name, home_TD in gathered.items():
         assert torch.equal(home_TD, gathered["alltoall"]), f"{name} differs: no numbers"
     if sums:
-        calls["ep_sum_combine nvlink"] = sum_combine_call(
+        calls["ep_sum_combine nvlink"] = make_sum_combine(
             nvlinks["nvlink"], others["alltoall"], tokens
         )
-    timings = {name: timing_of(times) for name, times in time_in_turn(calls, rounds).items()}
-    moved = _busiest_rows(place, routing) * shape.dim * x_TD.element_size()
+    timings = {name: summarize_times(times) for name, times in time_in_turn(calls, rounds).items()}
+    moved = _count_busiest_rows(place, routing) * shape.dim * x_TD.element_size()
     for key, timing in timings.items():
         op, _, name = key.partition(" ")
         if name.startswith(("nvlink", "alltoall")):
             syncs = harness.count_syncs(calls[key], device=x_TD.device)
             baseline = f"combine {name}" if op == "ep_sum_combine" else "nccl"
             ms = timings[baseline].ms
-            fields = records.timing_fields(timing, baseline=baseline.split()[0], ms=ms)
+            fields = records.make_timing_fields(timing, baseline=baseline.split()[0], ms=ms)
             yield fields | dict(op=op, backend=name, gbps=moved / timing.ms / 1e6, syncs=syncs)
     for dispatcher in nvlinks.values():
         dispatcher.exchanges.close()
 
 
-def rounded(x_TD: Tensor) -> Tensor:
-    """Return tokens that travel as FP8 without another rounding."""
+def round_tokens(x_TD: Tensor) -> Tensor:
+    """Return the tokens rounded to values that FP8 represents exactly."""
     return Rows.from_bytes(pack_rows(x_TD), x_TD.shape[1], x_TD.dtype).widen()
 
 
-def sum_combine_call(
+def make_sum_combine(
     nvlink: Dispatcher, alltoall: Dispatcher, tokens: tuple[Tensor, Routing]
 ) -> Call:
-    """Return a combine of expert rows, whose result is checked."""
+    """Return a call of combine on expert rows, after a check of its result."""
     inp, other = nvlink.dispatch(*tokens), alltoall.dispatch(*tokens)
-    sums = sum_rows(gather_rows(other.rows.widen(), *_where(other)), *_where(other))
-    rows = UnsummedRows(gather_rows(inp.rows.values, *_where(inp)))
+    sums = sum_rows(gather_rows(other.rows.widen(), *_get_index(other)), *_get_index(other))
+    rows = UnsummedRows(gather_rows(inp.rows.values, *_get_index(inp)))
     home_TD = nvlink.combine(rows, inp.plan)
     assert torch.equal(home_TD, alltoall.combine(sums, other.plan)), "sums differ: no numbers"
     return lambda: nvlink.combine(rows, inp.plan)
 
 
-def _where(inp: ExpertInput) -> tuple[Tensor, Tensor, Tensor]:
+def _get_index(inp: ExpertInput) -> tuple[Tensor, Tensor, Tensor]:
     return inp.index.row_ids_R, inp.index.slots_SK, inp.index.num_rows
 
 
-def _busiest_rows(place: ExpertPlacement, routing: Routing) -> int:
-    """Return the most rows that one rank sends to others, or gets from them."""
+def _count_busiest_rows(place: ExpertPlacement, routing: Routing) -> int:
+    """Return the most rows that one rank sends to, or receives from, other ranks."""
     owner_TK = routing.expert_ids_TK // place.num_local
     blocks = torch.arange(place.ep, device=owner_TK.device)
     sent_P = (owner_TK[:, :, None] == blocks).any(1).sum(0)
@@ -162,12 +161,9 @@ def _busiest_rows(place: ExpertPlacement, routing: Routing) -> int:
 
 
 def make_layer(shape: Shape, meshes: Meshes) -> MoELayer:
-    """Return this rank's shard of a bf16 layer with random weights; the router is the same."""
+    """Return this rank's shard of a bf16 layer with random weights and a replicated router."""
     config = MoEConfig(
-        dim=shape.dim,
-        hidden_dim=shape.hidden_dim,
-        num_experts=shape.num_experts,
-        top_k=shape.top_k,
+        dim=shape.dim, hidden_dim=shape.hidden_dim, num_experts=shape.num_experts, top_k=shape.top_k
     )
     layer = MoELayer(config, device="meta", dtype=torch.bfloat16)
     layer.get_part("experts").shard(meshes.expert["ep", "etp"])
@@ -181,33 +177,27 @@ def make_layer(shape: Shape, meshes: Meshes) -> MoELayer:
 
 
 def _local_weights(layer: MoELayer) -> list[Tensor]:
-    """Return this rank's parts of all parameters."""
+    """Return this rank's shards of all parameters."""
     return [p.to_local() if isinstance(p, DTensor) else p for p in layer.parameters()]
 
 
 def bench_layer(
-    shape: Shape,
-    meshes: Meshes,
-    factor: float,
-    rounds: int,
-    *,
-    without_overlap: bool,
-    fp8: bool,
+    shape: Shape, meshes: Meshes, factor: float, rounds: int, *, without_overlap: bool, fp8: bool
 ) -> Iterator[dict[str, Any]]:
     """Yield rows of the whole layer and of its experts alone, forward and backward."""
-    place, layer = place_of(shape, meshes), make_layer(shape, meshes)
+    place, layer = make_placement(shape, meshes), make_layer(shape, meshes)
     generator = torch.Generator("cuda").manual_seed(dist.get_rank())
     tokens = dict(generator=generator, device="cuda", dtype=torch.bfloat16)
     x_TD = torch.randn(shape.tokens, shape.dim, **tokens)
-    x_TD = (rounded(x_TD) if fp8 else x_TD).requires_grad_()
+    x_TD = (round_tokens(x_TD) if fp8 else x_TD).requires_grad_()
     dy_TD = torch.randn(shape.tokens, shape.dim, **tokens)
-    nvlinks = {"nvlink": nvlink_of(place, NVLinkOptions(row_factor=factor))}
+    nvlinks = {"nvlink": make_nvlink(place, NVLinkOptions(row_factor=factor))}
     if without_overlap:
         options = NVLinkOptions(overlap_weight_grads=False, row_factor=factor)
-        nvlinks["nvlink-none"] = nvlink_of(place, options)
+        nvlinks["nvlink-none"] = make_nvlink(place, options)
     if fp8:
         options = NVLinkOptions(row_factor=factor)
-        nvlinks["nvlink-fp8"] = nvlink_of(place, options, fp8=True)
+        nvlinks["nvlink-fp8"] = make_nvlink(place, options, fp8=True)
     dispatchers: dict[str, Dispatcher] = {**nvlinks, "alltoall": AllToAllDispatcher(place)}
     if fp8:
         dispatchers["alltoall-fp8"] = AllToAllDispatcher(place, fp8=True)
@@ -228,22 +218,25 @@ def bench_layer(
             assert error < AGREEMENT, f"{name} differs from alltoall by {error:.3g}: no numbers"
     del found
     calls: dict[str, Call] = {name: lambda n=name: step(n) for name in dispatchers}
-    alone = {f"experts {n}": experts_call(layer, d, x_TD) for n, d in dispatchers.items()}
+    alone = {f"experts {n}": make_experts_call(layer, d, x_TD) for n, d in dispatchers.items()}
     times = time_in_turn(calls | alone, rounds)
     del alone
     for name, call in calls.items():
         layer.dispatcher = dispatchers[name]
-        memory = memory_fields(layer, call, x_TD)
-        yield from layer_rows(shape, times, name, memory)
+        memory = measure_memory(layer, call, x_TD)
+        yield from make_layer_rows(shape, times, name, memory)
     for name, nvlink in nvlinks.items():
         buffers = nvlink.exchanges.get_exchange(x_TD, shape.top_k).layout.num_bytes
         if dist.get_rank() == 0:
-            print(f"buffers of {name}, shared by all layers: {records.size(buffers)}", flush=True)
+            print(
+                f"buffers of {name}, shared by all layers: {records.format_bytes(buffers)}",
+                flush=True,
+            )
         nvlink.exchanges.close()
 
 
-def experts_call(layer: MoELayer, dispatcher: Dispatcher, x_TD: Tensor) -> Call:
-    """Return forward and backward of the experts on the rows that the dispatcher brings."""
+def make_experts_call(layer: MoELayer, dispatcher: Dispatcher, x_TD: Tensor) -> Call:
+    """Return a call: forward and backward of the experts on rows from the dispatcher."""
     experts = layer.get_part("experts")
     with torch.no_grad():
         inp = dispatcher.dispatch(x_TD.detach(), layer.get_part("router")(x_TD, MicroBatch()))
@@ -265,8 +258,8 @@ def experts_call(layer: MoELayer, dispatcher: Dispatcher, x_TD: Tensor) -> Call:
     return call
 
 
-def memory_fields(layer: MoELayer, step: Call, x_TD: Tensor) -> dict[str, Any]:
-    """Return syncs and bytes of a step, and what its forward keeps."""
+def measure_memory(layer: MoELayer, step: Call, x_TD: Tensor) -> dict[str, Any]:
+    """Return the syncs and bytes of a step, and the bytes that its forward saves."""
     fields = dict(
         syncs=harness.count_syncs(step, device=x_TD.device),
         peak_bytes=harness.measure_peak(step, device=x_TD.device),
@@ -276,29 +269,29 @@ def memory_fields(layer: MoELayer, step: Call, x_TD: Tensor) -> dict[str, Any]:
     return fields | dict(saved_bytes=saved.hook_bytes)
 
 
-def layer_rows(
+def make_layer_rows(
     shape: Shape, times: dict[str, list[float]], name: str, memory: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of one dispatcher."""
-    whole, experts = timing_of(times[name]), timing_of(times[f"experts {name}"])
-    other = timing_of(times["alltoall"])
-    timing = records.timing_fields(whole, baseline="alltoall", ms=other.ms)
+    whole, experts = summarize_times(times[name]), summarize_times(times[f"experts {name}"])
+    other = summarize_times(times["alltoall"])
+    timing = records.make_timing_fields(whole, baseline="alltoall", ms=other.ms)
     yield (
         timing
         | memory
         | dict(op="ep_layer_fwd_bwd", backend=name, tflops=shape.flops / whole.ms / 1e9)
     )
-    yield records.timing_fields(experts) | dict(
+    yield records.make_timing_fields(experts) | dict(
         op="ep_experts_fwd_bwd", backend=name, tflops=shape.flops / experts.ms / 1e9
     )
     pairs = zip(times[name], times[f"experts {name}"], strict=True)
-    exposed = timing_of([a - b for a, b in pairs])
-    timing = records.timing_fields(exposed, baseline="layer", ms=whole.ms)
+    exposed = summarize_times([a - b for a, b in pairs])
+    timing = records.make_timing_fields(exposed, baseline="layer", ms=whole.ms)
     yield timing | dict(op="ep_exposed", backend=name)
 
 
 def report(args: argparse.Namespace, rows: Iterator[dict[str, Any]], **fields: Any) -> None:
-    """Print and write what rank 0 sees; every rank has run it."""
+    """Run all measurements on every rank; print and write the rows on rank 0."""
     for row in rows:
         made = Row(**(fields | row))
         if dist.get_rank() == 0:
@@ -312,9 +305,9 @@ def bench_degree(args: argparse.Namespace, ep: int, *, short: bool) -> None:
     shapes = [SHAPES[name] for name in (args.shapes[:1] if short else args.shapes)]
     num_sms, routings = ([0], ["even"]) if short else (args.num_sms, args.routings)
     layer, fp8 = not args.no_layer, args.fp8_dispatch and not short
-    compile_ahead(
+    compile_kernels(
         (
-            dataclasses.replace(layout_of(s, ep, n), sums_slot=not n),
+            dataclasses.replace(make_layout(s, ep, n), sums_slot=not n),
             s.num_experts // ep,
             layer and not n,
         )
@@ -334,15 +327,15 @@ def bench_degree(args: argparse.Namespace, ep: int, *, short: bool) -> None:
             report(args, rows, shape=label, routing="learned")
 
 
-def _command(out: Path | None, world: int) -> str:
-    """Return what was typed, without where the records go."""
+def _format_command(out: Path | None, world: int) -> str:
+    """Return the command line without the folder of the records."""
     typed = [word for word in sys.argv[1:] if word not in ("--out", str(out), f"--out={out}")]
     module = ["-m", "benchmarks.bench_dispatch"]
     return shlex.join(["torchrun", "--nproc-per-node", str(world), *module, *typed])
 
 
 def main() -> None:
-    """Run what was asked for on the ranks of torchrun."""
+    """Run the selected measurements on the ranks of torchrun."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--out", type=records.results_path, help="folder of the records; not with --sweep"
@@ -366,7 +359,7 @@ def main() -> None:
     build_meshes(ParallelConfig(), "cuda")  # starts the process group
     world = dist.get_world_size()
     here = Environment.here()
-    gpus, command = f"{world} x {here.gpu}", _command(args.out, world)
+    gpus, command = f"{world} x {here.gpu}", _format_command(args.out, world)
     args.environment = dataclasses.replace(here, gpu=gpus, command=command)
     degrees = args.ep or [world]
     if args.sweep:

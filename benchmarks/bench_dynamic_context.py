@@ -1,19 +1,19 @@
-r"""Training steps with a cp for each micro-batch beside one cp for all: tokens per second.
+r"""Training steps with one cp per micro-batch against a fixed cp: tokens per second.
 
     torchrun --nproc-per-node 2 -m benchmarks.bench_dynamic_context \
         --results benchmarks/results/sequences
     torchrun --nproc-per-node 2 -m benchmarks.bench_dynamic_context \
         --preset tiny-qwen3 --device cpu --layers 1 --row-tokens 256 --rows 2 --steps 1
 
-"static" takes the rows of a `CorpusLoader`, one a micro-batch, over all ranks. "dynamic" takes the
-documents of rows of the same corpus from a `ScheduledLoader`, and a rank holds at most as many
-tokens of a micro-batch. Documents are as long as the text files of this Python installation, a
-token for four bytes, or drawn (`--lengths`); their ids are random and routing is even. A worker
-reads ahead.
+"static" computes the rows of a `CorpusLoader`, one per micro-batch, over all ranks. "dynamic" gets
+the documents of rows of the same corpus from a `ScheduledLoader`, with at most as many tokens per
+rank and micro-batch. Documents are as long as the text files of this Python installation, with four
+bytes per token, or their lengths are drawn (`--lengths`); token ids are random and routing is even.
+A worker reads ahead.
 
-Both models train at once and take turns. Tokens are those of documents, without padding; a time is
-that of the slowest rank, from the batch's arrival to the end of the optimizer. `wait_ms` is what a
-step waits for its batch.
+Both models exist at once, and their steps alternate. Tokens do not count padding. A time is the
+slowest rank's, from the arrival of the batch to the end of the optimizer; `wait_ms` is the wait of
+a step for its batch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from benchmarks.packing_baselines import DISTRIBUTIONS, lengths_of
 from benchmarks.records import append_rows, results_path
-from benchmarks.text import installed_folders, sorted_files
+from benchmarks.text import list_installed_folders, sort_files
 from moecore import (
     ContextOptions,
     DispatchOptions,
@@ -48,13 +48,7 @@ from moecore import (
 )
 from moecore.models import Decoder, DecoderConfig, document_cost, preset
 from moecore.moe.forced import force_even_load
-from moecore.packing import (
-    CorpusLoader,
-    CorpusOptions,
-    CorpusSource,
-    PackedBatch,
-    ScheduledLoader,
-)
+from moecore.packing import CorpusLoader, CorpusOptions, CorpusSource, PackedBatch, ScheduledLoader
 from moecore.packing.collate import get_length_multiple
 from moecore.train import AdamW
 
@@ -64,13 +58,13 @@ BYTES_PER_TOKEN = 4
 
 
 class Inputs(NamedTuple):
-    """What a rank computes of a step.
+    """A rank's inputs of one step.
 
     Attributes:
-        micro_batches: of the decoder.
-        cps: of each.
-        tokens: of documents, this rank's share.
-        held: tokens with padding, likewise.
+        micro_batches: inputs of the decoder.
+        cps: cp of each micro-batch.
+        tokens: this rank's share of the documents' tokens.
+        held: this rank's share of all tokens with padding.
     """
 
     micro_batches: list[Row]
@@ -80,7 +74,7 @@ class Inputs(NamedTuple):
 
 
 class Documents:
-    """Ids of documents by number, made when they are asked for."""
+    """Random token ids of documents by number, drawn on access."""
 
     def __init__(self, lengths: Any, vocab_size: int) -> None:
         self.lengths, self.vocab_size = lengths, vocab_size
@@ -95,7 +89,7 @@ class Documents:
 
 def main() -> int:
     """Measure and report."""
-    args = parse()
+    args = parse_arguments()
     rank, world = (int(os.environ.get(name, d)) for name, d in (("RANK", "0"), ("WORLD_SIZE", "1")))
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -114,8 +108,8 @@ def main() -> int:
     return 0
 
 
-def parse() -> argparse.Namespace:
-    """Return the arguments."""
+def parse_arguments() -> argparse.Namespace:
+    """Return the command-line arguments."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--preset", default="qwen3-30b-a3b")
@@ -131,21 +125,23 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def lengths(args: argparse.Namespace) -> Any:
+def make_lengths(args: argparse.Namespace) -> Any:
     """Return the lengths of documents."""
     if args.lengths != "files":
         return lengths_of(args.lengths, 20_000)
-    sizes = (path.stat().st_size // BYTES_PER_TOKEN for path in sorted_files(installed_folders()))
+    sizes = (
+        path.stat().st_size // BYTES_PER_TOKEN for path in sort_files(list_installed_folders())
+    )
     return [size for size in sizes if size]
 
 
 class Variant(ABC):
-    """A model that trains on its loader.
+    """A model that trains on the batches of its loader.
 
     Args:
-        args: of the benchmark.
+        args: of the command line.
         parallel: degrees.
-        context: options of attention.
+        context: options of context parallelism.
     """
 
     def __init__(
@@ -170,7 +166,9 @@ class Variant(ABC):
         adamw = AdamW(model.parameters(), lr=1e-6)
         self.step = TrainStep(model, adamw, max_norm=1.0, num_micro_batches=args.rows)
         self.loader: Any = self.make_loader(
-            CorpusSource(name="all", documents=Documents(lengths(args), self.config.vocab_size)),
+            CorpusSource(
+                name="all", documents=Documents(make_lengths(args), self.config.vocab_size)
+            ),
             CorpusOptions(
                 row_tokens=args.row_tokens,
                 documents=args.documents,
@@ -180,14 +178,14 @@ class Variant(ABC):
 
     @abstractmethod
     def make_loader(self, source: CorpusSource, options: CorpusOptions) -> Any:
-        """Return what gives batches."""
+        """Return an iterator of batches."""
 
     @abstractmethod
     def next(self) -> Inputs:
-        """Return the next step."""
+        """Return the inputs of the next step."""
 
     def run(self, inputs: Inputs) -> float:
-        """Train a step; return this rank's part of the loss."""
+        """Run a training step and return this rank's part of the loss."""
         self.step.num_micro_batches = len(inputs.cps)
         losses = self.step.forward_backward(inputs.micro_batches)
         self.step.finish()
@@ -195,7 +193,7 @@ class Variant(ABC):
 
 
 class Static(Variant):
-    """All ranks share each row."""
+    """All ranks together compute each row."""
 
     def __init__(self, args: argparse.Namespace, world: int) -> None:
         super().__init__(args, ParallelConfig(cp=world, ep=world), ContextOptions(way=args.way))
@@ -219,7 +217,7 @@ class Static(Variant):
 
 
 class Dynamic(Variant):
-    """Each micro-batch has a cp of its own."""
+    """Each micro-batch has its own cp."""
 
     def __init__(self, args: argparse.Namespace, world: int) -> None:
         context = ContextOptions(way=args.way, dynamic=True)
@@ -259,7 +257,7 @@ def measure(args: argparse.Namespace, variants: dict[str, Variant]) -> list[Row]
             asked = time.perf_counter()
             inputs = variant.next()
             wait = time.perf_counter() - asked
-            seconds, loss = timed(variant, inputs)
+            seconds, loss = time_step(variant, inputs)
             sums = torch.tensor([inputs.tokens, inputs.held, loss], dtype=torch.float64)
             most = torch.tensor([seconds, wait], dtype=torch.float64)
             sums, most = sums.to(args.device), most.to(args.device)
@@ -283,8 +281,8 @@ def measure(args: argparse.Namespace, variants: dict[str, Variant]) -> list[Row]
     return rows
 
 
-def timed(variant: Variant, inputs: Inputs) -> tuple[float, float]:
-    """Run a step; return its seconds and this rank's part of its loss."""
+def time_step(variant: Variant, inputs: Inputs) -> tuple[float, float]:
+    """Run a step and return its seconds and this rank's part of its loss."""
     on_gpu = variant.args.device == "cuda"
     dist.barrier()
     if on_gpu:

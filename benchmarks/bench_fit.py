@@ -1,15 +1,15 @@
-r"""How many layers of a decoder train on one GPU, by what its state and activations take.
+"""The number of layers of a decoder that fit on one GPU, by options for state and activations.
 
     python -m benchmarks.bench_fit --results benchmarks/results/memory
     python -m benchmarks.bench_fit --preset tiny-qwen3 --seq-len 32 --most 3 --device cpu
 
-    plain     fp32 weights, gradients and moments, bf16 compute, every activation kept
+    plain     fp32 weights, gradients and moments, bf16 compute, every activation saved
     state     bf16 weights and gradients, AdamW with remainders and FP8 moments
-    levers    the same, and `MemoryOptions` of `RECOMPUTE`
+    levers    the same with `MemoryOptions` of `RECOMPUTE`
 
-A number of layers fits when two whole steps of it run: the second has all state and gradients.
-Two small models give bytes per layer; then numbers from what that predicts are tried, up or down,
-until one fits and the next does not.
+A number of layers fits if two steps of it run: the second one has all state and gradients. Two
+small models give the bytes per layer and a first guess, which is then raised or lowered until a
+number fits and the next one does not.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SMALL = (2, 4)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """How a run keeps weights, state and activations."""
+    """Options for the weights, the optimizer state and the activations."""
 
     weights: torch.dtype = torch.float32
     optimizer: dict[str, Any] = field(default_factory=dict)
@@ -54,16 +54,14 @@ VARIANTS = {
     "plain": Variant(),
     "state": Variant(weights=torch.bfloat16, optimizer=LEAST_STATE),
     "levers": Variant(
-        weights=torch.bfloat16,
-        optimizer=LEAST_STATE,
-        memory=MemoryOptions(recompute=RECOMPUTE),
+        weights=torch.bfloat16, optimizer=LEAST_STATE, memory=MemoryOptions(recompute=RECOMPUTE)
     ),
 }
 
 
 def main() -> int:
     """Measure and report."""
-    args = parse()
+    args = parse_arguments()
     backend = "nccl" if args.device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     meshes = build_meshes(ParallelConfig(), args.device)
@@ -71,7 +69,7 @@ def main() -> int:
     for name in args.variants:
         row = {"op": "fit", "variant": name, "preset": args.preset}
         row |= {"batch_size": args.batch_size, "seq_len": args.seq_len}
-        rows.append(row | most_layers(VARIANTS[name], args, meshes))
+        rows.append(row | find_max_layers(VARIANTS[name], args, meshes))
         ratio = rows[-1]["layers"] / rows[0]["layers"]
         print(
             f"{name:<8}{rows[-1]['layers']:>4} layers, {ratio:.2f} of {rows[0]['variant']}'s; "
@@ -83,7 +81,7 @@ def main() -> int:
     return 0
 
 
-def parse() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     """Return the arguments."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
@@ -97,9 +95,9 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def most_layers(variant: Variant, args: argparse.Namespace, meshes: Meshes) -> Row:
-    """Return how many layers fit, and what a layer takes of the peak."""
-    peaks = [peak_of(variant, n, args, meshes) for n in SMALL]
+def find_max_layers(variant: Variant, args: argparse.Namespace, meshes: Meshes) -> Row:
+    """Return the largest number of layers that fits, and the bytes of a layer at the peak."""
+    peaks = [measure_peak(variant, n, args, meshes) for n in SMALL]
     if None in peaks:
         raise SystemExit(f"bench_fit: error: {SMALL[-1]} layers do not fit")
     per_layer = max((peaks[1] - peaks[0]) / (SMALL[1] - SMALL[0]), 1)
@@ -110,7 +108,7 @@ def most_layers(variant: Variant, args: argparse.Namespace, meshes: Meshes) -> R
 
     def does_fit(number: int) -> bool:
         if number not in fits:
-            fits[number] = peak_of(variant, number, args, meshes) is not None
+            fits[number] = measure_peak(variant, number, args, meshes) is not None
         return fits[number]
 
     while not does_fit(number):
@@ -121,18 +119,18 @@ def most_layers(variant: Variant, args: argparse.Namespace, meshes: Meshes) -> R
 
 
 def is_gpu(args: argparse.Namespace) -> bool:
-    """Whether the model runs on a GPU."""
+    """Return whether the model runs on a GPU."""
     return bool(args.device == "cuda")
 
 
-def peak_of(
+def measure_peak(
     variant: Variant,
     num_layers: int,
     args: argparse.Namespace,
     meshes: Meshes,
     lengths: Sequence[int] = (),
 ) -> int | None:
-    """Return the peak of the steps of `train`; None when they do not fit."""
+    """Return the peak memory of the steps of `train`, or None if they run out of memory."""
     if is_gpu(args):
         torch.cuda.reset_peak_memory_stats()
     try:
@@ -153,7 +151,7 @@ def train(
     meshes: Meshes,
     lengths: Sequence[int] = (),
 ) -> None:
-    """Run steps of rows of such lengths; without any two of `args.seq_len`."""
+    """Run a step for each of `lengths`, or two steps of `args.seq_len` tokens."""
     lengths = lengths or (args.seq_len, args.seq_len)
     config = dataclasses.replace(
         preset(args.preset), num_layers=num_layers, max_seq_len=max(lengths)

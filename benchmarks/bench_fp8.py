@@ -1,13 +1,13 @@
-"""FP8 operations alone: products and linears against bf16's, quantisers against plain torch.
+"""FP8 operations alone: products and linears against bf16, quantisers against plain torch.
 
-Products take operands that are quantised already, so `fp8_four_products` (of a layer's forward and
-its input gradients) and `fp8_two_wgrads` are what FP8 leaves of the time of bf16's products. A
-linear is forward and backward with all its casts, from D to D features, as projections around
-attention are. Quantisers count the fewest bytes that they must move: b is 2 bytes (bf16), a value
-in FP8 has 1, and each 128 of them a scale of 4.
+Operands of products are quantised in advance, so `fp8_four_products` (a layer's forward and input
+gradients) and `fp8_two_wgrads` give the part of a bf16 layer's product time that remains in FP8. A
+linear is forward and backward with all its casts, from D to D features, like attention's
+projections. Quantisers count the fewest bytes that they must move: b is 2 bytes (bf16), an FP8
+value has 1 byte, and 128 values have a scale of 4 bytes.
 
-Legend: T tokens, D model dim, F expert hidden dim, E experts, K experts per token, R = T * K,
-C = 2F columns of FC1, t row tiles.
+Legend: T tokens, D model dim, F expert hidden dim, E experts, K experts per token, R = T * K, C =
+2F columns of FC1, t row tiles.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.nn.functional import grouped_mm
 
 from benchmarks.harness import Call
 from benchmarks.layers import FP8_TESTS
-from benchmarks.ops import Inputs, Op, Work, params, run_op
+from benchmarks.ops import Inputs, Op, Work, make_params, run_op
 from benchmarks.session import Ceilings, Session
 from benchmarks.shapes import Shape
 from moecore.base.options.precision import Recipe, Scaling
@@ -47,7 +47,7 @@ BYTES = 1 + 4 / q.BLOCK  # bytes of a value and its part of a scale
 
 
 class Operands:
-    """One layer's rows and weights, in bf16 and quantised, made when asked for."""
+    """Rows and weights of one layer, in bf16 and quantised, computed on access."""
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs, self.shape = inputs, inputs.shape
@@ -89,15 +89,15 @@ class Operands:
         return 0.02 * self.inputs.random(s.num_experts, s.dim, s.hidden_dim)
 
     def rows(self, x_RN: Tensor) -> Blocks:
-        """Return expert rows as the forward and the input gradients multiply them."""
+        """Return expert rows quantised for the forward and for input gradients."""
         return q.gather_row_blocks(q.quantise_rows(x_RN, **HOW), None, None, self.num_rows)
 
     def columns(self, x_RN: Tensor) -> Blocks:
-        """Return expert rows as weight gradients multiply them."""
+        """Return expert rows quantised for weight gradients."""
         return q.tile_tokens(self.rows(x_RN), None, self.tiles)
 
     def times_transposed(self, x_RK: Tensor, w_ENK: Tensor) -> tuple[Call, Call]:
-        """Return a product of the forward in FP8 and in bf16."""
+        """Return a product of the forward as calls in FP8 and in bf16."""
         rows, w = self.rows(x_RK), q.quantise_weights(w_ENK, **HOW).rows
         assert w is not None
         where = (self.offsets_E, self.tiles, torch.bfloat16)
@@ -107,7 +107,7 @@ class Operands:
         )
 
     def times(self, dy_RN: Tensor, w_ENK: Tensor) -> tuple[Call, Call]:
-        """Return an input gradient's product in FP8 and in bf16."""
+        """Return an input gradient's product as calls in FP8 and in bf16."""
         rows, w = self.rows(dy_RN), q.quantise_weights(w_ENK, **HOW).columns
         assert w is not None
         where = (self.offsets_E, self.tiles, torch.bfloat16)
@@ -117,7 +117,7 @@ class Operands:
         )
 
     def outer(self, x_RM: Tensor, y_RN: Tensor) -> tuple[Call, Call]:
-        """Return a weight gradient's product in FP8, summed in fp32, and in bf16."""
+        """Return a weight gradient's product as calls in FP8 with fp32 sums and in bf16."""
         x, y = self.columns(x_RM), self.columns(y_RN)
         return (
             lambda: fp8_wgrad(x, y, self.tiles),
@@ -126,7 +126,7 @@ class Operands:
 
 
 def _work(o: Operands, *pairs: tuple[Call, Call], columns: int) -> Work:
-    """Products one after the other: R rows and matrices of D x `columns` elements in all."""
+    """Return work that runs the pairs in sequence, on R rows and D x `columns` elements in all."""
 
     def each(which: int) -> Call:
         calls = [pair[which] for pair in pairs]
@@ -278,7 +278,7 @@ def quantised_activation_bwd(inputs: Inputs) -> Work:
 
 
 def _scaled_rows(inputs: Inputs, *, per_row: bool, delayed: bool = False) -> Work:
-    """Expert rows of D columns as both operands, as of dY and dH."""
+    """Return work that quantises expert rows of D columns as both operands, like dY and dH."""
     x_RD, offsets_E = Operands(inputs).dy_RD, inputs.offsets_E
     how: dict[str, Any] = dict(per_row=per_row, **HOW)
     if delayed:
@@ -317,6 +317,7 @@ def scaled_rows_alone(inputs: Inputs) -> Work:
 
 
 def _scaled_matrices(inputs: Inputs, *, per_row: bool) -> Work:
+    """Return work that quantises FC1's weights in both layouts."""
     w1_ECD, how = Operands(inputs).w1_ECD, dict(per_row=per_row, **HOW)
     return _both(
         lambda: sr.quantise_expert_matrices(w1_ECD, **how),
@@ -336,7 +337,7 @@ def scaled_matrices_tensorwise(inputs: Inputs) -> Work:
 
 
 def _cast(inputs: Inputs, kind: str, num_bytes: int, **more: Any) -> Work:
-    """T rows of D columns as both operands, as of a dense linear's dY."""
+    """Return work that quantises T rows of D columns as both operands, like a dense linear's dY."""
     x_TD, amax = inputs.x_TD, more.get("amax")
     return _both(
         lambda: cast(x_TD, kind, **HOW, **more),
@@ -361,13 +362,13 @@ def cast_tensorwise(inputs: Inputs) -> Work:
 
 
 def cast_delayed(inputs: Inputs) -> Work:
-    """T D b read; the values written in both layouts. The baseline finds no new amax."""
+    """T D b read; the values written in both layouts. The baseline computes no new amax."""
     amax, seen = (inputs.x_TD.new_ones(1).float() for _ in range(2))
     return _cast(inputs, "tensor", 4, amax=amax, seen=seen)
 
 
 def _linear(inputs: Inputs, scaling: Scaling, amax_history: int = 0) -> Work:
-    """Forward, input and weight gradients of one dense linear."""
+    """Return work of one dense linear: forward, input gradient and weight gradient."""
     s, products = inputs.shape, Fp8Products(Recipe(scaling=scaling, amax_history=amax_history))
     x_TD = inputs.x_TD.detach().requires_grad_()
     w_DD = (0.02 * inputs.random(s.dim, s.dim)).requires_grad_()
@@ -443,6 +444,6 @@ OPS = (
 )
 
 
-@pytest.mark.parametrize("op", params(OPS))
+@pytest.mark.parametrize("op", make_params(OPS))
 def test_fp8(op: Op, shape: Shape, routing: str, session: Session, ceilings: Ceilings) -> None:
     run_op(op, shape, routing, session, ceilings)

@@ -1,18 +1,18 @@
-r"""A step of training under FSDP2, moecore's units and Megatron-FSDP, taking turns in one run.
+"""A step of training under FSDP2, moecore's units and Megatron-FSDP, alternating in one run.
 
     torchrun --nproc-per-node 2 -m benchmarks.bench_fsdp --model qwen3-8b --layers 8 --results
     torchrun --nproc-per-node 2 -m benchmarks.bench_fsdp --model qwen3-30b-a3b --layers 3 --results
 
 All variants compute in bf16, keep fp32 weights, reduce gradients in fp32, free blocks between
 forward and backward, and step with torch's fused AdamW without weight decay. They start with the
-same weights (Megatron-FSDP's rounded to bf16) and see the same tokens. Megatron-FSDP shards the
-plain model, with blocks as its units and routers in fp32; it needs the package `megatron-fsdp`,
-NCCL and ep 1.
+same weights (rounded to bf16 for Megatron-FSDP) and get the same tokens. Megatron-FSDP shards the
+plain model with blocks as units and routers in fp32; it needs the package `megatron-fsdp`, NCCL and
+ep 1.
 
-Every round gives each variant a turn of some steps, in another order. A step is forward, backward
-and optimizer; its time is that of the slowest rank, over the steps of a turn, the median of all
-rounds. All models live at once: `peak_gib` is what a variant holds between steps and its most in
-one, without the others, on the rank with the most.
+In every round each variant runs some steps, in another order. A step is forward, backward and
+optimizer. Its time is the slowest rank's mean over the steps of a round, the median of all rounds.
+All models exist at once: `peak_gib` is a variant's memory between steps plus its peak in a step,
+without the other variants, on the rank with the most.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from tests.parallel.fsdp.fsdp2 import parallelize_with_fsdp2
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.bench_pairs import start_group
+from benchmarks.harness import synchronize
 from benchmarks.records import RESULTS, append_rows, results_path
 from moecore import FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
 from moecore.models import Decoder, DecoderConfig, preset
@@ -61,19 +63,19 @@ DENSE = {
 
 def main() -> int:
     """Print and record a row per batch size and variant; on each rank of torchrun."""
-    args = _arguments()
+    args = _parse_arguments()
     try:
-        _check(args)
+        _check_arguments(args)
     except ValueError as error:
         print(f"bench_fsdp: error: {error}", file=sys.stderr)
         return 2
-    device = _start()
+    device = start_group()
     runs = [Run(name, args, device) for name in args.variants]
     for batch_size in args.batch_sizes:
         times = measure(runs, batch_size, args)
         rows = [describe(run, batch_size, times[run.name], args) for run in runs]
         if dist.get_rank() == 0:
-            print("\n".join(_line(row, rows[0]) for row in rows), flush=True)
+            print("\n".join(_format_row(row, rows[0]) for row in rows), flush=True)
             if args.results is not None:
                 world = dist.get_world_size()
                 append_rows(args.results, "benchmarks.bench_fsdp", rows, num_gpus=world)
@@ -85,36 +87,36 @@ class Run:
     """A sharded model with its optimizer.
 
     Attributes:
-        held: bytes of it between steps.
-        peak: most bytes of it since the last reset.
-        losses: of this rank, since the last reset.
+        held: its bytes between steps.
+        peak: its most bytes since the last reset.
+        losses: of this rank since the last reset.
     """
 
     def __init__(self, name: str, args: argparse.Namespace, device: torch.device) -> None:
-        before = _allocated(device)
+        before = _get_allocated(device)
         self.name, self.device, self.held, self.peak = name, device, 0, 0
         self.model, self.optimizer = MAKERS[name](args, device)
         self.losses: list[Tensor] = []
-        self.vocab_size, self.seq_len, self.number = config_of(args).vocab_size, args.seq_len, 0
-        self.turn(batch_size=1, steps=1)  # makes the optimizer's state
+        self.vocab_size, self.seq_len, self.number = make_config(args).vocab_size, args.seq_len, 0
+        self.run_turn(batch_size=1, steps=1)  # makes the optimizer's state
         gc.collect()  # of the model before it was sharded
-        self.held = _allocated(device) - before
+        self.held = _get_allocated(device) - before
 
     def reset(self) -> None:
-        """Forget losses and peak."""
+        """Clear the losses and the peak."""
         self.losses, self.peak = [], 0
 
-    def turn(self, *, batch_size: int, steps: int) -> float:
+    def run_turn(self, *, batch_size: int, steps: int) -> float:
         """Return seconds per step on this rank."""
-        before = _allocated(self.device)
+        before = _get_allocated(self.device)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        _wait(self.device)
+        synchronize(self.device)
         dist.barrier()
         start = time.perf_counter()
         for _ in range(steps):
             self.losses.append(self._step(batch_size))
-        _wait(self.device)
+        synchronize(self.device)
         seconds = (time.perf_counter() - start) / steps
         if self.device.type == "cuda":
             most = torch.cuda.max_memory_allocated() - before + self.held
@@ -134,36 +136,41 @@ class Run:
         return loss.detach()
 
 
-def config_of(args: argparse.Namespace) -> DecoderConfig:
-    """Return the decoder that is measured."""
+def make_config(args: argparse.Namespace) -> DecoderConfig:
+    """Return the decoder's config."""
     config = DENSE.get(args.model) or preset(args.model)
     layers = args.layers or config.num_layers
     return replace(config, num_layers=layers)
 
 
-def _units(build: Callable[..., nn.Module]) -> Callable[[argparse.Namespace, torch.device], Made]:
+def _make_maker(
+    build: Callable[..., nn.Module],
+) -> Callable[[argparse.Namespace, torch.device], Made]:
+    """Return a function that makes a model sharded by `build` and its optimizer."""
+
     def make(args: argparse.Namespace, device: torch.device) -> Made:
-        model = Decoder(config_of(args), device="meta")
+        model = Decoder(make_config(args), device="meta")
         meshes = build_meshes(ParallelConfig(ep=args.ep), device.type)
         build(model, meshes, fsdp=FSDPOptions(param_dtype=torch.bfloat16))
         model.to_empty(device=device)
         model.init_weights()
-        return model, _adamw(model, args.lr)
+        return model, _make_adamw(model, args.lr)
 
     return make
 
 
 def _megatron(args: argparse.Namespace, device: torch.device) -> Made:
+    """Return the model sharded by Megatron-FSDP and its optimizer."""
     from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 
-    model = Decoder(config_of(args), device=device).bfloat16()  # its dtype is that of compute
+    model = Decoder(make_config(args), device=device).bfloat16()  # its dtype is that of compute
     for module in model.modules():
         if isinstance(module, Router):
             module.float()
     mesh = init_device_mesh(device.type, (dist.get_world_size(), 1), mesh_dim_names=("shard", "tp"))
     sharded, optimizer = fully_shard(
         model,
-        _adamw(model, args.lr),
+        _make_adamw(model, args.lr),
         device_mesh=mesh,
         expt_device_mesh=mesh,  # parameters with ".experts." in their names
         dp_shard_dim="shard",
@@ -184,27 +191,27 @@ def _megatron(args: argparse.Namespace, device: torch.device) -> Made:
 
 
 MAKERS: dict[str, Callable[[argparse.Namespace, torch.device], Made]] = {
-    "fsdp2": _units(parallelize_with_fsdp2),
-    "moecore": _units(parallelize_moe),
+    "fsdp2": _make_maker(parallelize_with_fsdp2),
+    "moecore": _make_maker(parallelize_moe),
     "megatron-fsdp": _megatron,
 }
 
 
-def _adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+def _make_adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0, fused=True)
 
 
 def measure(runs: list[Run], batch_size: int, args: argparse.Namespace) -> dict[str, list[float]]:
-    """Return seconds per step of the slowest rank, of each variant's turns."""
+    """Return the slowest rank's seconds per step in each round, per variant."""
     for run in runs:
         run.reset()
-        run.turn(batch_size=batch_size, steps=args.warm_up)
+        run.run_turn(batch_size=batch_size, steps=args.warm_up)
     times: dict[str, list[float]] = {run.name: [] for run in runs}
     for n in range(args.rounds):
         first = n % len(runs)
         for run in runs[first:] + runs[:first]:
-            seconds = run.turn(batch_size=batch_size, steps=args.steps)
-            times[run.name].append(_most(seconds, run.device))
+            seconds = run.run_turn(batch_size=batch_size, steps=args.steps)
+            times[run.name].append(_reduce_max(seconds, run.device))
     return times
 
 
@@ -217,7 +224,7 @@ def describe(
         "op": "fsdp_step",
         "provider": run.name,
         "model": args.model,
-        "layers": config_of(args).num_layers,
+        "layers": make_config(args).num_layers,
         "ep": args.ep,
         "ranks": dist.get_world_size(),
         "batch_size": batch_size,
@@ -227,32 +234,21 @@ def describe(
         "fastest_ms": min(seconds) * 1e3,
         "slowest_ms": max(seconds) * 1e3,
         "tokens_per_second_per_gpu": batch_size * args.seq_len / step,
-        "peak_gib": _most(run.peak, run.device) / 2**30,
-        "held_gib": _most(run.held, run.device) / 2**30,
+        "peak_gib": _reduce_max(run.peak, run.device) / 2**30,
+        "held_gib": _reduce_max(run.held, run.device) / 2**30,
         "first_loss": run.losses[0].item(),
         "last_loss": run.losses[-1].item(),
     }
 
 
-def _line(row: dict[str, Any], base: dict[str, Any]) -> str:
+def _format_row(row: dict[str, Any], base: dict[str, Any]) -> str:
     short = {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
     ratio = row["step_ms"] / base["step_ms"]
     return f"{json.dumps(short)}\n    {ratio:.3f} of the time of {base['provider']}"
 
 
-def _start() -> torch.device:
-    """Start the process group of torchrun."""
-    if not torch.cuda.is_available():
-        dist.init_process_group("gloo")
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl")
-    return device
-
-
-def _check(args: argparse.Namespace) -> None:
-    """Raise ValueError for options that do not go together."""
+def _check_arguments(args: argparse.Namespace) -> None:
+    """Raise ValueError for arguments that cannot be combined."""
     if "megatron-fsdp" in args.variants and (args.ep != 1 or not torch.cuda.is_available()):
         raise ValueError(
             f"--variants (megatron-fsdp) must run on GPUs, with --ep ({args.ep}) 1: "
@@ -260,28 +256,23 @@ def _check(args: argparse.Namespace) -> None:
         )
     if "WORLD_SIZE" not in os.environ:
         raise ValueError("WORLD_SIZE must be set: start it with torchrun --nproc-per-node N -m")
-    config = config_of(args)
+    config = make_config(args)
     if args.seq_len > config.max_seq_len:
         raise ValueError(f"--seq-len ({args.seq_len}) must be <= {config.max_seq_len}: shorten it")
 
 
-def _most(number: float, device: torch.device) -> float:
-    """Return the largest of all ranks."""
+def _reduce_max(number: float, device: torch.device) -> float:
+    """Return the maximum over all ranks."""
     found = torch.tensor(number, dtype=torch.float64, device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return found.item()
 
 
-def _allocated(device: torch.device) -> int:
+def _get_allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated() if device.type == "cuda" else 0
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--variants", nargs="+", default=list(MAKERS), choices=list(MAKERS))

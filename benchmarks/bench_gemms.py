@@ -1,10 +1,10 @@
-"""Each grouped product of a layer alone, against `torch`'s on rows that already lie gathered.
+"""Each grouped product of a layer alone, against `torch`'s product of gathered rows.
 
-So a ratio of 1 means that what the op does besides (a gather, the activation, its backward) costs
-nothing. Every product is 2 R M N FLOP; `fraction` is of a large dense product's rate.
+A ratio of 1 means that the additional work of the op (a gather, the activation, its backward) costs
+no time. Every product has 2 R M N FLOP; `fraction` is the share of a large dense product's rate.
 
-Legend: T tokens, D model dim, F expert hidden dim, E experts, K experts per token, R = T * K,
-C = 2F columns of FC1.
+Legend: T tokens, D model dim, F expert hidden dim, E experts, K experts per token, R = T * K, C =
+2F columns of FC1.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from benchmarks.harness import Call
-from benchmarks.ops import Inputs, Op, Work, params, run_op
+from benchmarks.ops import Inputs, Op, Work, make_params, run_op
 from benchmarks.session import Ceilings, Session
 from benchmarks.shapes import Shape
 from moecore.kernels.common import has_hopper_kernels
@@ -29,7 +29,7 @@ SWIGLU = activation.ActivationOptions(kind="swiglu")
 
 
 class Operands:
-    """Rows and weights of one layer's products, and the products; references without Hopper."""
+    """Rows and weights of one layer and its products; reference products without Hopper."""
 
     def __init__(self, inputs: Inputs) -> None:
         s = inputs.shape
@@ -44,13 +44,13 @@ class Operands:
             self.tiles = row_tiles.map_row_tiles(self.offsets_E, s.rows)
 
     def rows(self, a: Tensor, b: Tensor) -> Call:
-        """Expert rows times matrices."""
+        """Return expert rows times matrices, as a call."""
         if self.has_kernels:
             return lambda: cooperative.cooperative_gemm(a, b, self.tiles)
         return lambda: grouped_gemm.grouped_gemm_ref(a, b, self.offsets_E)
 
     def fc1(self, gather: bool) -> Call:
-        """FC1 and the weighted activation."""
+        """Return FC1 with the weighted activation, as a call."""
         where = (self.row_ids_R, self.weights_R, self.offsets_E, SWIGLU)
         if not self.has_kernels:
             return lambda: grouped_gemm.grouped_gemm_activation_ref(self.x_TD, self.w1_ECD, *where)
@@ -60,7 +60,7 @@ class Operands:
         return lambda: cooperative.cooperative_activation(*args)
 
     def fc2_bwd(self, gather: bool) -> Call:
-        """FC2's input gradient and the activation's backward."""
+        """Return FC2's input gradient with the activation's backward, as a call."""
         row_ids_R = self.row_ids_R if gather else None
         dy = self.x_TD if gather else self.x_RD
         if self.has_kernels:
@@ -80,12 +80,12 @@ class Operands:
         return plain
 
     def bare(self, a: Tensor, b: Tensor) -> Call:
-        """The bare product of torch."""
+        """Return torch's product alone, as a call."""
         return lambda: grouped_mm(a, b, offs=self.offsets_E)
 
 
 def _work(run: Call, plain: Call, shape: Shape, columns: int) -> Work:
-    """R rows and matrices of D x `columns` elements."""
+    """Return work of R rows and matrices of D x `columns` elements."""
     flops = 2 * shape.rows * shape.dim * columns
     return Work(run, plain, num_flops=flops, baseline="bare grouped_mm")
 
@@ -138,6 +138,7 @@ def fc1_dgrad(inputs: Inputs) -> Work:
 
 
 def _fc2_wgrad(inputs: Inputs, gather: bool) -> Work:
+    """Return work of FC2's weight gradient, with or without gathering rows while loading."""
     o = Operands(inputs)
     dy, row_ids_R = (o.x_TD, o.row_ids_R) if gather else (o.x_RD, None)
     args = (dy, o.a_RF, o.offsets_E)
@@ -156,6 +157,7 @@ def fc2_wgrad_gather(inputs: Inputs) -> Work:
 
 
 def _fc1_wgrad(inputs: Inputs, gather: bool) -> Work:
+    """Return work of FC1's weight gradient, with or without gathering rows while loading."""
     o = Operands(inputs)
     x, row_ids_R = (o.x_TD, o.row_ids_R) if gather else (o.x_RD, None)
     args = (x, o.h_RC, o.offsets_E)
@@ -175,10 +177,8 @@ def fc1_wgrad_gather(inputs: Inputs) -> Work:
     return _fc1_wgrad(inputs, gather=True)
 
 
-GEMM, WGRAD = (
-    "tests/kernels/grouped/test_grouped_gemm.py",
-    "tests/kernels/grouped/test_grouped_wgrad.py",
-)
+GEMM = "tests/kernels/grouped/test_grouped_gemm.py"
+WGRAD = "tests/kernels/grouped/test_grouped_wgrad.py"
 COOPERATIVE, PINGPONG = GEMM, GEMM
 if torch.cuda.is_available():
     COOPERATIVE, PINGPONG = (
@@ -198,6 +198,6 @@ OPS = (
 )
 
 
-@pytest.mark.parametrize("op", params(OPS))
+@pytest.mark.parametrize("op", make_params(OPS))
 def test_gemm(op: Op, shape: Shape, routing: str, session: Session, ceilings: Ceilings) -> None:
     run_op(op, shape, routing, session, ceilings)

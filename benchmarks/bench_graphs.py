@@ -1,20 +1,20 @@
-r"""Forward and backward where the host is the limit: eager, as graphs of parts, as one graph.
+"""Forward and backward limited by the host: eager, as graphs of parts, as one graph.
 
     python -m benchmarks.bench_graphs --results
     torchrun --nproc-per-node 4 -m benchmarks.bench_graphs --experts 128 --results
 
-Ranks exchange tokens by "alltoall" over NCCL, whose sizes the host waits for. On one GPU that is a
-group of one rank: the same work and waits, and all experts are there. Variants are models with
-equal weights that take turns:
+Ranks exchange tokens by "alltoall" over NCCL, and the host waits for the sizes. On one GPU the
+group has one rank with all experts: the same work and waits. Variants are models with equal weights
+that alternate:
 
-    eager             as it is
-    parts             `DenseOptions.graph`: graphs of attention, router and what is sent, per block
+    eager             without changes
+    parts             `DenseOptions.graph`: graphs of attention, router and sent rows, per block
     compiled          `DenseOptions.compile`
     compiled parts    both
-    padded            each expert has a capacity, so no size is waited for
-    padded graph      that as one graph (`GraphedForwardBackward`)
+    padded            each expert has a capacity, so the host waits for no size
+    padded graph      the same as one graph (`GraphedForwardBackward`)
 
-`host_ms` is the time until an idle GPU has all work.
+`host_ms` is the time until an idle GPU has been given all work.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ WARM_UP = 5  # calls, of which graphs need four
 
 
 class Job:
-    """A model, and its forward and backward."""
+    """A model with a call that runs its forward and backward."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Job:
             self._run = GraphedForwardBackward(self._forward_backward, self.model)
 
     def run(self) -> Tensor:
-        """Return the loss of a forward and backward, whose gradients are dropped."""
+        """Run forward and backward, drop the gradients, and return the loss."""
         loss = self._run(self.tokens_BT)
         self.step.drop()
         return loss
@@ -121,7 +121,7 @@ class Job:
 
 def main() -> int:
     """Measure, print and record a row per variant."""
-    args = _arguments()
+    args = _parse_arguments()
     is_gpu = torch.cuda.is_available()
     device = (
         torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -162,7 +162,7 @@ def main() -> int:
     return 0
 
 
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, default=12)

@@ -1,4 +1,4 @@
-r"""A transformers model in an FSDP2 loop, as it is and after parallelize_moe: the same weights.
+r"""A transformers model in an FSDP2 loop, before and after parallelize_moe, with the same weights.
 
     torchrun --nproc-per-node 4 -m benchmarks.bench_hf --preset qwen3-30b-a3b --layers 24 \
         --batch-size 2 --seq-len 4096 --row-factor 2
@@ -8,16 +8,17 @@ r"""A transformers model in an FSDP2 loop, as it is and after parallelize_moe: t
                     with the model's own head and loss
     moecore+loss    the same, head and loss in chunks: the default
     ...+auto        the same with that precision: products of routed experts in FP8
-    ...+blockwise   the same, those of attention too
-    ...+head        the head's products of the loss in FP8, too
+    ...+blockwise   the same, products of attention in FP8 too
+    ...+head        the same, products of the head in FP8 too
     ...+graph       the same, forward and backward as one CUDA graph, with `use_causal_attention`;
                     GPUs only
 
-All of them train a Qwen3-MoE model of the preset's sizes on random tokens, with AdamW, fp32 weights
-and bf16 compute (fp32 on CPUs), one after the other in one run. Routing is what fresh routers do. A
-step's time is from the end of the one before to its own, on the slowest rank; the median counts. A
-variant that runs out of memory ends the run. Losses of one step must agree: the weights are equal.
-Rank 0 prints a table; `--results` appends a row per variant to <folder>/<day>-<gpu>.jsonl.
+All variants train a Qwen3-MoE model of the preset's sizes on random tokens, with AdamW, fp32
+weights and bf16 compute (fp32 on CPUs), one after the other in one run, with randomly initialised
+routers. A step lasts from the end of the step before to its own end, on the slowest rank; the
+median counts. A variant that runs out of memory ends the run. The losses of one step must agree,
+because the weights are equal. Rank 0 prints a table; `--results` appends a row per variant to
+<folder>/<day>-<gpu>.jsonl.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.records import append_rows, results_path
-from benchmarks.trace import row_of_trace, trace
+from benchmarks.trace import make_trace_fields, trace
 from moecore import (
     DenseOptions,
     DispatchOptions,
@@ -65,8 +66,8 @@ MAX_NORM = 1.0
 
 
 def main() -> int:
-    """Run the variants and report on this rank of torchrun."""
-    args = parse()
+    """Run the variants on the ranks of torchrun, and report."""
+    args = parse_arguments()
     if "WORLD_SIZE" not in os.environ:
         print("bench_hf: error: start it with torchrun --nproc-per-node N -m", file=sys.stderr)
         return 2
@@ -82,15 +83,15 @@ def main() -> int:
         row = {"op": "hf", "variant": name} | describe(args, config) | run(name, args, meshes)
         rows.append(row)
         if dist.get_rank() == 0:
-            print(line_of(row, rows[0]), flush=True)
+            print(format_row(row, rows[0]), flush=True)
     if dist.get_rank() == 0 and args.results is not None:
         append_rows(args.results, "benchmarks.bench_hf", rows)
     dist.barrier()
     return 0
 
 
-def parse() -> argparse.Namespace:
-    """Return the arguments."""
+def parse_arguments() -> argparse.Namespace:
+    """Return the command-line arguments."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--preset", default="qwen3-30b-a3b", help="a Qwen3-MoE one, whose sizes the model has")
@@ -109,7 +110,7 @@ def parse() -> argparse.Namespace:
 
 
 def describe(args: argparse.Namespace, config: DecoderConfig) -> Row:
-    """Return what distinguishes two rows beside the variant."""
+    """Return the fields that distinguish two rows, besides the variant."""
     return {
         "preset": args.preset,
         "layers": config.num_layers,
@@ -122,8 +123,8 @@ def describe(args: argparse.Namespace, config: DecoderConfig) -> Row:
     }
 
 
-def qwen3_config(args: argparse.Namespace) -> Any:
-    """Return transformers' config of the preset's sizes."""
+def make_qwen3_config(args: argparse.Namespace) -> Any:
+    """Return a transformers config with the sizes of the preset."""
     from transformers import Qwen3MoeConfig
 
     config = preset(args.preset)
@@ -149,9 +150,9 @@ def qwen3_config(args: argparse.Namespace) -> Any:
 
 
 def build_plain(args: argparse.Namespace, config: Any, meshes: Meshes) -> Any:
-    """Return the model as transformers has it, each layer compiled and an FSDP2 unit."""
-    model = on_meta(config)
-    policy = MixedPrecisionPolicy(compute_dtype(meshes), torch.float32)
+    """Return the transformers model with compiled layers as FSDP2 units."""
+    model = make_meta_model(config)
+    policy = MixedPrecisionPolicy(get_compute_dtype(meshes), torch.float32)
     for layer in model.base_model.layers:
         layer.compile(dynamic=False)
         fully_shard(layer, mesh=meshes.dense_fsdp, mp_policy=policy)
@@ -168,8 +169,8 @@ def build_parallel(
     causal: bool = False,
     precision: Precision | PrecisionName | None = None,
 ) -> Any:
-    """Return the model after parallelize_moe."""
-    model = on_meta(config)
+    """Return the transformers model after parallelize_moe."""
+    model = make_meta_model(config)
     if causal:
         use_causal_attention(model)
     parallelize_moe(
@@ -182,7 +183,7 @@ def build_parallel(
         precision=precision,
         memory=MemoryOptions(fused_loss=chunked),
         fsdp=FSDPOptions(
-            param_dtype=compute_dtype(meshes),
+            param_dtype=get_compute_dtype(meshes),
             dense_strategy="optim",
             experts_strategy="optim_grads_params",
         ),
@@ -209,20 +210,20 @@ VARIANTS: dict[str, Build] = {
 DEFAULT_VARIANTS = ["transformers", "moecore", "moecore+loss"]
 
 
-def on_meta(config: Any) -> Any:
-    """Return the transformers model, fp32."""
+def make_meta_model(config: Any) -> Any:
+    """Return the transformers model in fp32 on the meta device."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def compute_dtype(meshes: Meshes) -> torch.dtype:
+def get_compute_dtype(meshes: Meshes) -> torch.dtype:
     return torch.bfloat16 if meshes.device_type == "cuda" else torch.float32
 
 
 def run(name: str, args: argparse.Namespace, meshes: Meshes) -> Row:
-    """Build one variant, time its steps and let it go; collective."""
+    """Build a variant, time its steps and free it; collective."""
     try:
         return train(name, args, meshes)
     except torch.OutOfMemoryError as error:
@@ -235,9 +236,9 @@ def run(name: str, args: argparse.Namespace, meshes: Meshes) -> Row:
 
 
 def train(name: str, args: argparse.Namespace, meshes: Meshes) -> Row:
-    """Return losses and times of one variant."""
+    """Return the losses and times of one variant."""
     device = torch.device(meshes.device_type)
-    model = VARIANTS[name](args, qwen3_config(args), meshes)
+    model = VARIANTS[name](args, make_qwen3_config(args), meshes)
     model.to_empty(device=device)
     init_hf(model)
     model.train()
@@ -269,9 +270,9 @@ def train(name: str, args: argparse.Namespace, meshes: Meshes) -> Row:
         losses.append(train_step())
         moments.append(Moment(device))
     moments[-1].wait()
-    row = summary(args, moments, torch.stack(losses), device)
+    row = make_row(args, moments, torch.stack(losses), device)
     if args.trace and device.type == "cuda":
-        row |= row_of_trace(trace(train_step))
+        row |= make_trace_fields(trace(train_step))
     if step is not None:
         step.close()
     return row
@@ -280,7 +281,7 @@ def train(name: str, args: argparse.Namespace, meshes: Meshes) -> Row:
 def make_forward_backward(
     name: str, model: nn.Module, step: TrainStep | None
 ) -> Callable[[Tensor], Tensor]:
-    """Return what runs forward and backward of a variant: its loss."""
+    """Return a call that runs forward and backward and returns the loss."""
 
     def forward_backward(tokens_BT: Tensor) -> Tensor:
         with step.micro_batch() if step is not None else nullcontext():
@@ -293,10 +294,10 @@ def make_forward_backward(
     return forward_backward
 
 
-def summary(
+def make_row(
     args: argparse.Namespace, moments: list[Moment], losses: Tensor, device: torch.device
 ) -> Row:
-    """Return the row of one run; collective."""
+    """Return the record of one variant; collective."""
     times = [before.seconds_until(end) for before, end in pairwise(moments)][-args.timed :]
     slowest = torch.tensor(times, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
@@ -311,8 +312,8 @@ def summary(
     }
 
 
-def line_of(row: Row, first: Row) -> str:
-    """Return a row as it is printed, beside the first variant."""
+def format_row(row: Row, first: Row) -> str:
+    """Return a line with the row and its times relative to the first variant."""
     rate = row["tokens_per_second_per_gpu"]
     tflops = rate * row["flops_per_token"] / 1e12
     times = rate / first["tokens_per_second_per_gpu"]

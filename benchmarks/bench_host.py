@@ -1,13 +1,13 @@
-r"""Host time of a step's forward and backward: moecore's units against FSDP2's.
+"""Host time of a step's forward and backward: moecore's units against FSDP2.
 
     python -m benchmarks.bench_host --layers 48 --tokens 64
     torchrun --nproc-per-node 2 -m benchmarks.bench_host --preset tiny --layers 48 --tokens 16
 
-One process is rank 0 of a fake group of 8, or as many as torchrun starts are a group over NCCL. The
-fake one queues 8 copies for each tensor of a collective, which NCCL does not: FSDP2 has one tensor
-per unit there, moecore one per parameter. Both models live in one process, and their steps take
-turns. `host_ms` is until backward returns, on an idle GPU; `step_ms` is until the GPU is done.
-Nothing is trained.
+One process is rank 0 of a fake group of 8; the processes of torchrun form a group over NCCL. The
+fake group queues 8 copies for each tensor of a collective, which NCCL does not: FSDP2 has one
+tensor per unit there, moecore one per parameter. Both models exist in one process, and their steps
+alternate. `host_ms` ends when backward returns, on an idle GPU; `step_ms` ends with the GPU's work.
+Weights are not updated.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from tests.parallel.fsdp.fsdp2 import parallelize_with_fsdp2
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.harness import synchronize
 from benchmarks.records import RESULTS, append_rows, results_path
 from moecore import FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
 from moecore.models import Decoder, preset
@@ -39,7 +40,7 @@ VARIANTS: dict[str, Build] = {"fsdp2": parallelize_with_fsdp2, "moecore": parall
 
 def main() -> None:
     """Print one row per variant and their ratio."""
-    args = _arguments()
+    args = _parse_arguments()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if "LOCAL_RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -83,7 +84,7 @@ def main() -> None:
 
 
 class _Run:
-    """A model and its step."""
+    """A model with its training step."""
 
     def __init__(self, build: Build, args: argparse.Namespace, device: str) -> None:
         config = replace(preset(args.preset), num_layers=args.layers)
@@ -98,15 +99,15 @@ class _Run:
         self.tokens_BT = torch.zeros((1, args.tokens), dtype=torch.int64, device=device)
 
     def step(self) -> tuple[float, float]:
-        """Return seconds until backward returns, and until the GPU is done."""
+        """Return the seconds until backward returns, and until the GPU has finished."""
         gc.collect()
-        _wait(self.device)
+        synchronize(self.device)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         self.model(self.tokens_BT, self.tokens_BT).backward()
         host = time.perf_counter() - start
-        _wait(self.device)
+        synchronize(self.device)
         total = time.perf_counter() - start
         if self.device.type == "cuda":
             self.peak_bytes = torch.cuda.max_memory_allocated()
@@ -115,12 +116,7 @@ class _Run:
         return host, total
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--preset", default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, default=48)

@@ -1,8 +1,8 @@
 """Each op of kernels/ alone, against its plain PyTorch reference and the machine's ceiling.
 
 GB/s count the fewest bytes that the op must move (every input read once, every output written
-once), so `fraction` of the copy's bandwidth is the op's distance from the floor, re-reads
-included. The formulas stand beside the ops below; b is 2 bytes (bf16), indices and logits have 4.
+once). So `fraction`, the share of the copy's bandwidth, compares the op with the minimum, including
+repeated reads. Each op's docstring gives its bytes; b is 2 bytes (bf16), indices and logits have 4.
 
 Legend: T tokens, D model dim, F expert hidden dim, E experts, K experts per token, R = T * K.
 """
@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.ops import Inputs, Op, Work, backward, params, run_op
+from benchmarks.ops import Inputs, Op, Work, backward, make_params, run_op
 from benchmarks.session import Ceilings, Session
 from benchmarks.shapes import Shape
 
@@ -189,7 +189,7 @@ def balance_statistics_bwd(inputs: Inputs) -> Work:
 
 
 def _streams(inputs: Inputs) -> tuple[Callable[..., Any], Callable[..., Any], list[Tensor]]:
-    """Return the mix of four streams around a sublayer, transformers' own, and their inputs."""
+    """Return four-stream mixing around a sublayer, transformers' own mixing, and their inputs."""
     from moecore.kernels import hyper_connections as module
 
     modeling = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
@@ -232,6 +232,7 @@ def hyper_connection_bwd(inputs: Inputs) -> Work:
 
 
 def _adamw(inputs: Inputs, moment_dtype: torch.dtype, *, split: bool = False) -> Work:
+    """Return work of a fused AdamW step, with torch's fused AdamW as the baseline."""
     from moecore.kernels import adamw as module
     from moecore.kernels.adamw_formats import count_moment_blocks
 
@@ -328,6 +329,6 @@ OPS = (
 )
 
 
-@pytest.mark.parametrize("op", params(OPS))
+@pytest.mark.parametrize("op", make_params(OPS))
 def test_kernel(op: Op, shape: Shape, routing: str, session: Session, ceilings: Ceilings) -> None:
     run_op(op, shape, routing, session, ceilings)

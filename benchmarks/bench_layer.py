@@ -1,10 +1,10 @@
 """The whole MoELayer, forward and forward + backward, against its matrix products alone.
 
 Rows `layer_fwd` (baseline: the two grouped matmuls of a forward) and `layer_fwd_bwd` (baseline: all
-six), per backend, in the same rounds as the baseline. Each backend has rounds of its own: one that
-leaves the GPU idle would cool it, and raise the clocks of all others. Routing happens inside the
-layer; gradients of input, weights and router are computed into fresh tensors. Forward means a
-training forward, which keeps what backward needs.
+six), per backend, in the same rounds as the baseline. Backends have separate rounds: a backend that
+leaves the GPU idle would cool it, and raise the clocks of the others. Routing happens inside the
+layer; gradients of input, weights and router are computed into new tensors. A forward is a training
+forward, which saves tensors for the backward.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COMPETITOR, TRANSFORMER_ENGINE = "transformers", "te"
 
 
 class Contender:
-    """One way to run the layer.
+    """The layer with one backend.
 
     Args:
         layer: the layer; all contenders share its weights.
@@ -47,19 +47,19 @@ class Contender:
         self.experts = layer.get_part("experts")
         self.x, self.dy = x_TD, dy_TD
         if backend == COMPETITOR:
-            self.module = layers.transformers_block(layer)
+            self.module = layers.make_transformers_block(layer)
             self.x, self.dy = x_TD.detach()[None].requires_grad_(), dy_TD[None]
 
     def prepare(self) -> None:
-        """Put the experts into the layer, choose their backend and drop all gradients."""
+        """Put the experts into the layer, set their backend and drop all gradients."""
         self.layer.experts = self.experts
         if self.backend != COMPETITOR:
             self.experts.set_backend(self.backend)
         for tensor in (self.x, *self.module.parameters()):
             tensor.grad = None
 
-    def there_before(self) -> list[Tensor]:
-        """Return what a forward finds and does not make, but for its input."""
+    def list_existing(self) -> list[Tensor]:
+        """Return the tensors, except the input, that exist before a forward."""
         return [*self.module.parameters(), *self.module.buffers()]
 
     def forward(self) -> Tensor:
@@ -77,8 +77,8 @@ class Contender:
         return y.detach(), self.x.grad
 
 
-def backends_here(device: torch.device) -> Iterator[str]:
-    """Yield what can run on this machine."""
+def list_backends(device: torch.device) -> Iterator[str]:
+    """Yield the backends that can run on this machine."""
     if has_hopper_kernels(device):
         yield "triton"
     yield "torch"
@@ -95,13 +95,13 @@ def test_layer(shape: Shape, routing: str, session: Session, ceilings: Ceilings)
     with torch.no_grad():
         ids_TK = layer.get_part("router")(x_TD).expert_ids_TK
         six = layers.SixProducts(layer, x_TD, ids_TK)
-    reached = layers.hottest(ids_TK, shape.num_experts)
+    reached = layers.compute_hottest(ids_TK, shape.num_experts)
     if routing == "skewed" and abs(reached / shape.skew - 1) > layers.SKEW_TOLERANCE:
         pytest.fail(f"skewed routing reached {reached:.2f} times the mean, not {shape.skew:.2f}")
     x_TD.requires_grad_()
     contenders = {
         name: Contender(layer, name, x_TD, dy_TD)
-        for name in backends_here(session.device)
+        for name in list_backends(session.device)
         if (not session.backends or name in session.backends)
         and (routing == "learned" or name not in (COMPETITOR, TRANSFORMER_ENGINE))
     }
@@ -109,13 +109,13 @@ def test_layer(shape: Shape, routing: str, session: Session, ceilings: Ceilings)
         pytest.skip(f"no backend of {', '.join(session.backends)} runs here with this routing")
     check_agreement(contenders)
     for contender in contenders.values():
-        timings = time_all(contender, six, session)
+        timings = time_calls(contender, six, session)
         for fields in measure(contender, timings, shape, ceilings.tflops):
             session.add(Row(shape=shape.name, routing=routing, hottest=reached, **fields))
 
 
 def check_agreement(contenders: dict[str, Contender]) -> None:
-    """Fail when a backend's output or input gradient is not that of "torch"."""
+    """Fail if a backend's output or input gradient differs from "torch"."""
     if "torch" not in contenders:
         return
     expected = contenders["torch"].result()
@@ -128,10 +128,10 @@ def check_agreement(contenders: dict[str, Contender]) -> None:
                 pytest.fail(f"{name} differs from torch by {error:.3g} in {tensor}: no numbers")
 
 
-def time_all(
+def time_calls(
     contender: Contender, six: layers.SixProducts, session: Session
 ) -> dict[str, harness.Timing]:
-    """Time "two" and "six", the baselines, and the contender's "fwd" and "fwd+bwd"."""
+    """Time the baselines "two" and "six", and the contender's "fwd" and "fwd+bwd"."""
     calls: dict[str, harness.Call] = {
         "two": six.forward,
         "six": six.all,
@@ -155,9 +155,7 @@ def measure(
     device = contender.x.device
     contender.prepare()
     saved = harness.measure_saved(
-        contender.forward,
-        parameters=contender.there_before(),
-        inputs=[contender.x],
+        contender.forward, parameters=contender.list_existing(), inputs=[contender.x]
     )
     for op, suffix, baseline, call, flops in (
         ("layer_fwd", "fwd", "two", contender.forward, shape.forward_flops),
@@ -174,7 +172,9 @@ def measure(
         ):
             contender.prepare()
             found[name] = count(call, device=device)
-        yield records.timing_fields(timing, baseline=f"{baseline} grouped_mm", ms=baseline_ms) | {
+        yield records.make_timing_fields(
+            timing, baseline=f"{baseline} grouped_mm", ms=baseline_ms
+        ) | {
             "op": op,
             "backend": contender.backend,
             "tflops": tflops,

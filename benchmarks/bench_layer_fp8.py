@@ -1,17 +1,17 @@
-"""The whole MoELayer in FP8 beside itself in bf16, in the same rounds.
+"""The whole MoELayer in FP8 against the layer in bf16, in the same rounds.
 
 Rows `layer_fwd` and `layer_fwd_bwd` as in `bench_layer.py`, with moecore's bf16 in `bf16_ms`:
 
-    blockwise           weights quantised before, as the micro-batches of a step share them
-    blockwise+weights   weights quantised in every forward, and kept for its backward
-    blockwise-wide      the first, with FC1's output kept in bf16
-    rowwise, tensorwise measured where --backend names them; their products are torch's
-    tensorwise-e5m2     likewise, with gradients in E5M2, whose products are moecore's
-    te-blockwise        Transformer Engine's products, which quantise weights too, in backward again
+    blockwise           weights quantised in advance, as for the later micro-batches of a step
+    blockwise+weights   weights quantised in every forward, and saved for its backward
+    blockwise-wide      the first, with FC1's output saved in bf16
+    rowwise, tensorwise only if selected by --backend; torch's products
+    tensorwise-e5m2     the same, with gradients in E5M2 and moecore's products
+    te-blockwise        Transformer Engine's products, which quantise weights again in backward
 
-Quantised weights count as saved where a forward makes them.
+Quantised weights count as saved if a forward creates them.
 
-A way whose error against bf16 is not that of FP8 (`rank_checks.py`) has no numbers.
+A variant whose error against bf16 exceeds that of FP8 (`agreement.py`) gets no row.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import harness, layers
-from benchmarks.agreement import disagreement, roundings_of
+from benchmarks.agreement import count_roundings, describe_error
 from benchmarks.bench_layer import Contender, measure
 from benchmarks.records import Row
 from benchmarks.session import Ceilings, Session
@@ -45,13 +45,13 @@ BF16 = "bf16"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Way:
-    """One way to run the layer in FP8.
+class FP8Variant:
+    """A variant of the layer in FP8.
 
     Attributes:
         recipe: of the experts.
         shares: whether forwards share the quantised weights.
-        by_name: measured only where --backend names it.
+        by_name: only if selected by --backend.
     """
 
     recipe: Recipe
@@ -62,19 +62,19 @@ class Way:
 TENSORWISE = Recipe(scaling="tensorwise", backend="te")
 HYBRID = Recipe(scaling="tensorwise", grad_format="e5m2")
 WAYS = {
-    "blockwise": Way(recipe=Recipe(), shares=True),
-    "blockwise+weights": Way(recipe=Recipe(), shares=False),
-    "blockwise-wide": Way(recipe=Recipe(keep_hidden="wide"), shares=True),
-    "rowwise": Way(recipe=Recipe(scaling="rowwise"), shares=True, by_name=True),
-    "tensorwise": Way(recipe=Recipe(scaling="tensorwise"), shares=True, by_name=True),
-    "tensorwise-e5m2": Way(recipe=HYBRID, shares=True, by_name=True),
-    "te-blockwise": Way(recipe=Recipe(backend="te"), shares=False),
-    "te-tensorwise": Way(recipe=TENSORWISE, shares=False, by_name=True),
+    "blockwise": FP8Variant(recipe=Recipe(), shares=True),
+    "blockwise+weights": FP8Variant(recipe=Recipe(), shares=False),
+    "blockwise-wide": FP8Variant(recipe=Recipe(keep_hidden="wide"), shares=True),
+    "rowwise": FP8Variant(recipe=Recipe(scaling="rowwise"), shares=True, by_name=True),
+    "tensorwise": FP8Variant(recipe=Recipe(scaling="tensorwise"), shares=True, by_name=True),
+    "tensorwise-e5m2": FP8Variant(recipe=HYBRID, shares=True, by_name=True),
+    "te-blockwise": FP8Variant(recipe=Recipe(backend="te"), shares=False),
+    "te-tensorwise": FP8Variant(recipe=TENSORWISE, shares=False, by_name=True),
 }
 
 
 class Fp8Contender(Contender):
-    """The layer with experts in FP8, which have the weights of the layer's own.
+    """The layer with experts in FP8 and the layer's own weights.
 
     Args:
         layer: the layer.
@@ -92,7 +92,7 @@ class Fp8Contender(Contender):
         self.experts.set_backend("auto", recipe=self.way.recipe)
 
     def prepare(self) -> None:
-        """Put the experts into the layer, drop all gradients, and weights that are not shared."""
+        """Put the experts into the layer; drop gradients and unshared quantised weights."""
         self.layer.experts = self.experts
         if self.way.shares:
             self.experts.reader.start_micro_batch(is_last=False)
@@ -101,9 +101,9 @@ class Fp8Contender(Contender):
         for tensor in (self.x, *self.module.parameters()):
             tensor.grad = None
 
-    def there_before(self) -> list[Tensor]:
-        """Return parameters and buffers, and quantised weights that forwards share."""
-        found = super().there_before()
+    def list_existing(self) -> list[Tensor]:
+        """Return parameters, buffers and shared quantised weights."""
+        found = super().list_existing()
         if self.way.shares:
             weights = self.experts._prepare_weights(self.x.dtype)
             assert weights.quantised is not None
@@ -118,14 +118,14 @@ def test_layer_fp8(shape: Shape, routing: str, session: Session, ceilings: Ceili
     with torch.no_grad():
         ids_TK = layer.get_part("router")(x_TD).expert_ids_TK
         six = layers.SixProducts(layer, x_TD, ids_TK)
-    reached = layers.hottest(ids_TK, shape.num_experts)
+    reached = layers.compute_hottest(ids_TK, shape.num_experts)
     x_TD.requires_grad_()
-    plain = Contender(layer, bf16_backend(session.device), x_TD, dy_TD)
+    plain = Contender(layer, choose_bf16_backend(session.device), x_TD, dy_TD)
     chosen = session.backends or [name for name, way in WAYS.items() if not way.by_name]
     ways = {
         name: Fp8Contender(layer, name, x_TD, dy_TD)
         for name, way in WAYS.items()
-        if name in chosen and runs_here(way.recipe, session.device, routing)
+        if name in chosen and is_supported(way.recipe, session.device, routing)
     }
     if not ways:
         pytest.skip(f"no backend of {', '.join(session.backends)} runs here with this routing")
@@ -138,44 +138,44 @@ def test_layer_fp8(shape: Shape, routing: str, session: Session, ceilings: Ceili
         for fields in measure(contender, own, shape, ceilings.tflops):
             row = Row(shape=shape.name, routing=routing, hottest=reached, **fields)
             base = beside.get(row.op) if name != BF16 else None
-            session.add(row if base is None else compared(row, base))
+            session.add(row if base is None else add_bf16(row, base))
             if name == BF16:
                 beside[row.op] = row
 
 
-def runs_here(recipe: Recipe, device: torch.device, routing: str) -> bool:
-    """Whether this machine multiplies by a recipe, of Transformer Engine with learned routing."""
+def is_supported(recipe: Recipe, device: torch.device, routing: str) -> bool:
+    """Return whether this machine supports a recipe (Transformer Engine: learned routing only)."""
     if recipe.backend == "moecore":
         return True
     return routing == "learned" and te_names.find_recipe_problem(recipe, device) is None
 
 
-def bf16_backend(device: torch.device) -> str:
-    """Return the products that "auto" takes for a layer in bf16."""
+def choose_bf16_backend(device: torch.device) -> str:
+    """Return the backend that "auto" chooses for a layer in bf16."""
     return "triton" if has_hopper_kernels(device) else "torch"
 
 
 def check_agreement(plain: Contender, contenders: dict[str, Fp8Contender]) -> None:
-    """Fail when a contender's error against bf16 is not that of FP8.
+    """Fail if a contender's error against bf16 exceeds that of FP8.
 
-    A token's gradient through its weights is that of K numbers, which may cancel, so its error has
-    no bound in a row: rows are compared without it.
+    A token's gradient through its K routing weights is a sum that may cancel, so the error of a row
+    has no bound: rows are compared without this gradient.
     """
     for by_row in (False, True):
-        with constant_weights(plain.layer) if by_row else nullcontext():
-            expected = results(plain)
+        with without_weight_grads(plain.layer) if by_row else nullcontext():
+            expected = compute_results(plain)
             for name, contender in contenders.items():
-                found = results(contender)
-                for tensor, roundings in roundings_of(contender.way.recipe).items():
+                found = compute_results(contender)
+                for tensor, roundings in count_roundings(contender.way.recipe).items():
                     pair = found[tensor], expected[tensor]
-                    problem = disagreement(*pair, roundings, by_row=by_row)
+                    problem = describe_error(*pair, roundings, by_row=by_row)
                     if problem is not None:
                         pytest.fail(f"{name} in {tensor}: {problem}: no numbers")
 
 
 @contextmanager
-def constant_weights(layer: MoELayer) -> Iterator[None]:
-    """Keep gradients from the weights of a layer's choices."""
+def without_weight_grads(layer: MoELayer) -> Iterator[None]:
+    """Return a context in which a layer's routing weights get no gradient."""
 
     def detach(router: nn.Module, args: object, routing: Routing) -> Routing:
         return replace(routing, weights_TK=routing.weights_TK.detach())
@@ -184,7 +184,7 @@ def constant_weights(layer: MoELayer) -> Iterator[None]:
         yield
 
 
-def results(contender: Contender) -> dict[str, Tensor]:
+def compute_results(contender: Contender) -> dict[str, Tensor]:
     """Return the output "y" and the gradients of "x", "w1" and "w2"."""
     y, dx = contender.result()
     found = {name: p.grad for name, p in contender.experts.named_parameters()}
@@ -195,7 +195,7 @@ def results(contender: Contender) -> dict[str, Tensor]:
 def time_together(
     group: dict[str, Contender], six: layers.SixProducts, session: Session
 ) -> dict[str, harness.Timing]:
-    """Time "two" and "six", the baselines, and "<name> fwd" and "<name> fwd+bwd" of each."""
+    """Time the baselines "two" and "six", and "<name> fwd" and "<name> fwd+bwd" of contenders."""
     calls: dict[str, harness.Call] = {"two": six.forward, "six": six.all}
     for name, contender in group.items():
         calls[f"{name} fwd"] = contender.forward
@@ -211,8 +211,8 @@ def time_together(
     )
 
 
-def compared(row: Row, base: Row) -> Row:
-    """Return a row with what bf16 took in the same rounds, and kept."""
+def add_bf16(row: Row, base: Row) -> Row:
+    """Return the row with the time and the saved bytes of bf16 in the same rounds."""
     assert row.saved_bytes is not None and base.saved_bytes
     return replace(
         row,

@@ -1,11 +1,12 @@
-r"""Host time of one layer's forward and backward, by part, and what the host does in it.
+"""Host time of one layer's forward and backward, by part, and counts of the host's work.
 
     python -m benchmarks.bench_layer_host --shape small --shape fine-7b
 
-`warm` is a call among calls without a wait, `cold` the first one behind a wait for the GPU, when
-the host's caches hold other things. Parts are those of a warm call: a part's own time, and of
-backward each autograd node. Counts are of the same layer on meta, where the host's code runs and
-kernels' names are recorded; a machine without a GPU prints these alone, and the Python calls.
+`warm` is a call in a sequence of calls without a wait; `cold` is the first call after a wait for
+the GPU, during which the host's caches lose their content. Parts are of a warm call: the time of a
+part without its children, and of each autograd node in backward. Counts are of the same layer on
+the meta device, where the host's code runs and the names of kernels are recorded. A machine without
+a GPU prints only the counts and the Python calls.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ CALLS = 8  # behind each other: what they queue fits, so that the host never wai
 ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided", "zeros", "full_like")
 
 
-class Case:
+class LayerStep:
     """A layer, its tokens, and the gradient of its output."""
 
     def __init__(self, shape: Shape, device: str) -> None:
@@ -50,11 +51,11 @@ class Case:
         self.dy_TD = torch.randn(shape.tokens, shape.dim, **how)
 
     def step(self) -> None:
-        """Run a forward and a backward."""
+        """Run forward and backward."""
         self.layer(self.x_TD).backward(self.dy_TD)
-        self.forget()
+        self.drop_gradients()
 
-    def forget(self) -> None:
+    def drop_gradients(self) -> None:
         """Drop the gradients."""
         self.x_TD.grad = None
         for param in self.layer.parameters():
@@ -62,25 +63,25 @@ class Case:
 
 
 def main() -> None:
-    """Print one row per shape, and its parts."""
-    args = _arguments()
+    """Print a row and the parts of each shape."""
+    args = _parse_arguments()
     rows = []
     for name in args.shape or ["small", "fine-7b"]:
         shape = KNOWN[name]
         row: dict[str, Any] = {"op": "layer_host", "shape": name, "tokens": shape.tokens}
-        row |= counts(shape)
+        row |= count_host_work(shape)
         if torch.cuda.is_available():
-            case = Case(shape, "cuda")
-            row |= times(case, args.rounds)
-            row |= {f"us_{part}": us for part, us in parts(case, args.rounds).items()}
+            case = LayerStep(shape, "cuda")
+            row |= measure_times(case, args.rounds)
+            row |= {f"us_{part}": us for part, us in measure_parts(case, args.rounds).items()}
         rows.append(row)
         print(json.dumps(row))
     if args.results is not None:
         append_rows(args.results, "benchmarks.bench_layer_host", rows)
 
 
-def times(case: Case, rounds: int) -> dict[str, float]:
-    """Return microseconds of a warm and of a cold call, medians."""
+def measure_times(case: LayerStep, rounds: int) -> dict[str, float]:
+    """Return the median microseconds of a warm call and of a cold call."""
     cold, warm = [], []
     for number in range(rounds + 3):
         torch.cuda.synchronize()
@@ -95,8 +96,8 @@ def times(case: Case, rounds: int) -> dict[str, float]:
     return {"us_warm": statistics.median(warm) * 1e6, "us_cold": statistics.median(cold) * 1e6}
 
 
-def parts(case: Case, rounds: int) -> dict[str, float]:
-    """Return microseconds of each part of a warm call, medians."""
+def measure_parts(case: LayerStep, rounds: int) -> dict[str, float]:
+    """Return the median microseconds of each part of a warm call."""
     found: defaultdict[str, list[float]] = defaultdict(list)
     layer = case.layer
     owners = {
@@ -107,27 +108,27 @@ def parts(case: Case, rounds: int) -> dict[str, float]:
         "balance": (layer.tracker, "attach"),
     }
     for part, (owner, name) in owners.items():
-        setattr(owner, name, partial(_timed, found[part], getattr(owner, name)))
+        setattr(owner, name, partial(_run_timed, found[part], getattr(owner, name)))
     for _ in range(rounds):
         torch.cuda.synchronize()
         for _ in range(3):
             start = time.perf_counter()
             y_TD = layer(case.x_TD)
             found["forward"].append(time.perf_counter() - start)
-            for node in nodes(y_TD):
+            for node in list_nodes(y_TD):
                 _time_node(node, found[f"backward_{node.name()}"])
             start = time.perf_counter()
             y_TD.backward(case.dy_TD)
             found["backward"].append(time.perf_counter() - start)
-            case.forget()
+            case.drop_gradients()
     for owner, name in owners.values():
         delattr(owner, name)
     return {part: statistics.median(seconds) * 1e6 for part, seconds in found.items()}
 
 
-def counts(shape: Shape) -> dict[str, Any]:
-    """Return how many kernels, allocations, nodes and Python calls a forward and backward has."""
-    kernels, allocated, case = Counter[str](), _Allocations(), Case(shape, "meta")
+def count_host_work(shape: Shape) -> dict[str, Any]:
+    """Return numbers of kernels, allocations, nodes and Python calls per forward and backward."""
+    kernels, allocated, case = Counter[str](), _AllocationCounter(), LayerStep(shape, "meta")
     descriptors = 0
 
     def launched(name: str, args: Sequence[Any]) -> None:
@@ -141,9 +142,9 @@ def counts(shape: Shape) -> dict[str, Any]:
         descriptors = 0
         with allocated:
             y_TD = case.layer(case.x_TD)
-            num_nodes = len(nodes(y_TD))
+            num_nodes = len(list_nodes(y_TD))
             y_TD.backward(case.dy_TD)
-        case.forget()
+        case.drop_gradients()
         found = {
             "kernels": sum(kernels.values()),
             "descriptors": descriptors,
@@ -159,8 +160,8 @@ def counts(shape: Shape) -> dict[str, Any]:
     return found | {"python_calls": sum(own)}
 
 
-def nodes(y: Tensor) -> list[Any]:
-    """Return the autograd nodes behind a tensor."""
+def list_nodes(y: Tensor) -> list[Any]:
+    """Return the autograd nodes that lead to a tensor."""
     found: dict[Any, None] = {}
     waiting = [y.grad_fn]
     while waiting:
@@ -171,8 +172,8 @@ def nodes(y: Tensor) -> list[Any]:
     return list(found)
 
 
-class _Allocations(DispatchMode):
-    """Counts operations that allocate."""
+class _AllocationCounter(DispatchMode):
+    """Dispatch mode that counts operations that allocate."""
 
     count = 0
 
@@ -183,7 +184,10 @@ class _Allocations(DispatchMode):
         return func(*args, **kwargs or {})
 
 
-def _timed(seconds: list[float], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_timed(
+    seconds: list[float], function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Run a function and append its seconds to a list."""
     start = time.perf_counter()
     try:
         return function(*args, **kwargs)
@@ -197,7 +201,7 @@ def _time_node(node: Any, seconds: list[float]) -> None:
     node.register_hook(lambda *_: seconds.append(time.perf_counter() - started.pop()))
 
 
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", action="append", choices=sorted(KNOWN))
     parser.add_argument("--rounds", type=int, default=40)

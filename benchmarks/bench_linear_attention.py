@@ -1,21 +1,21 @@
-r"""A linear attention layer, forward and backward: a gated delta net of Qwen3-Next's size.
+"""A linear attention layer, forward and backward: a gated delta net with the sizes of Qwen3-Next.
 
     python -m benchmarks.bench_linear_attention
     torchrun --nproc-per-node 2 -m benchmarks.bench_linear_attention
 
 The layer is transformers' own. In one process:
 
-    rows, eager      one sequence, by transformers' functions of plain PyTorch
-    rows, package    the same, by what transformers calls where packages are installed
+    rows, eager      one sequence, with transformers' functions of plain PyTorch
+    rows, package    the same with the packages that transformers calls if they are installed
     documents        packed documents of skewed lengths, after `use_causal_attention`
-    one by one       the same documents, each in a call of its own by "rows, package"
+    one by one       the same documents, one call of "rows, package" per document
 
-On several ranks, each of which holds its part of one sequence:
+On several ranks, each with a part of one sequence:
 
-    over ranks       states go from piece to piece
-    alone            the whole sequence on one GPU, by "rows, package"
+    over ranks       states are passed from part to part
+    alone            the whole sequence on one GPU, with "rows, package"
 
-Calls take turns. A time is that of the slowest rank, the median over rounds, in milliseconds.
+Calls alternate. A time is the slowest rank's, the median over rounds, in milliseconds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.bench_attention import lengths_of
+from benchmarks.bench_attention import make_lengths
 from benchmarks.records import append_rows, results_path
 from moecore.attention.context_parallel.local_tokens import ContextParallel, LocalTokens
 from moecore.attention.sequence import Sequence, make_packed_sequence
@@ -48,7 +48,7 @@ Call = Callable[[], Any]
 
 def main() -> int:
     """Measure and report."""
-    args = parse()
+    args = parse_arguments()
     world = int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.device(args.device, int(os.environ.get("LOCAL_RANK", "0")))
     if device.type == "cuda":
@@ -58,7 +58,9 @@ def main() -> int:
     layer = make_layer(args.small).to(device, torch.bfloat16 if device.type == "cuda" else None)
     accept_sequences(layer)
     for T in args.tokens:
-        calls = alone_calls(layer, T, device) if world == 1 else rank_calls(layer, T, device)
+        calls = (
+            make_alone_calls(layer, T, device) if world == 1 else make_rank_calls(layer, T, device)
+        )
         for name, ms in time_calls(calls, args.rounds, device).items():
             row = dict(op="gated_delta_net", shape=f"{T} tokens", backend=name, ms=round(ms, 3))
             if not dist.is_initialized() or dist.get_rank() == 0:
@@ -70,8 +72,8 @@ def main() -> int:
     return 0
 
 
-def parse() -> argparse.Namespace:
-    """Return the arguments."""
+def parse_arguments() -> argparse.Namespace:
+    """Return the command-line arguments."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--tokens", type=int, nargs="+", default=[4096, 16384, 65536], help="of the row")
@@ -83,7 +85,7 @@ def parse() -> argparse.Namespace:
 
 
 def make_layer(small: bool) -> nn.Module:
-    """Return a layer with the sizes of Qwen3-Next-80B-A3B, random."""
+    """Return a layer with random weights and the sizes of Qwen3-Next-80B-A3B."""
     from transformers import Qwen3NextConfig
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
@@ -92,14 +94,14 @@ def make_layer(small: bool) -> nn.Module:
     return Qwen3NextGatedDeltaNet(Qwen3NextConfig(**heads), 0)
 
 
-def inputs(layer: Any, num_tokens: int, device: torch.device) -> Tensor:
+def make_inputs(layer: Any, num_tokens: int, device: torch.device) -> Tensor:
     g = torch.Generator(device).manual_seed(1)
     x = torch.randn(1, num_tokens, layer.hidden_size, generator=g, device=device)
     return x.to(layer.out_proj.weight.dtype)
 
 
-def call_of(layer: nn.Module, x_1TD: Tensor, sequence: Sequence) -> Call:
-    """Return a forward and backward of the layer."""
+def make_call(layer: nn.Module, x_1TD: Tensor, sequence: Sequence) -> Call:
+    """Return a call that runs forward and backward of the layer."""
 
     def call() -> None:
         leaf = x_1TD.detach().requires_grad_()
@@ -109,56 +111,58 @@ def call_of(layer: nn.Module, x_1TD: Tensor, sequence: Sequence) -> Call:
     return call
 
 
-def alone_calls(layer: nn.Module, T: int, device: torch.device) -> dict[str, Call]:
-    """Return the calls of one process."""
-    x = inputs(layer, T, device)
-    borders = torch.tensor([0, *lengths_of(T)]).cumsum(0).int()
+def make_alone_calls(layer: nn.Module, T: int, device: torch.device) -> dict[str, Call]:
+    """Return the calls of a single process by name."""
+    x = make_inputs(layer, T, device)
+    borders = torch.tensor([0, *make_lengths(T)]).cumsum(0).int()
     documents = make_packed_sequence(borders, None, (1, T), device)
     single = [
-        call_of(layer, x[:, a:b].contiguous(), Sequence()) for a, b in pairwise(borders.tolist())
+        make_call(layer, x[:, a:b].contiguous(), Sequence()) for a, b in pairwise(borders.tolist())
     ]
 
     def eager() -> None:
-        with plain_functions(layer):
-            call_of(layer, x, Sequence())()
+        with use_plain_functions(layer):
+            make_call(layer, x, Sequence())()
 
     return {
         "rows, eager": eager,
-        "rows, package": call_of(layer, x, Sequence()),
-        "documents": call_of(layer, x, documents),
+        "rows, package": make_call(layer, x, Sequence()),
+        "documents": make_call(layer, x, documents),
         "one by one": lambda: [call() for call in single],
     }
 
 
-def rank_calls(layer: nn.Module, T: int, device: torch.device) -> dict[str, Call]:
-    """Return the calls of several ranks; collective."""
+def make_rank_calls(layer: nn.Module, T: int, device: torch.device) -> dict[str, Call]:
+    """Return the calls of several ranks by name; collective."""
     assert dist.group.WORLD is not None
-    x = inputs(layer, T, device)
+    x = make_inputs(layer, T, device)
     held = LocalTokens(ContextParallel(dist.group.WORLD), (1, T))
     return {
-        "over ranks": call_of(layer, held.slice_local(x), Sequence(local_tokens=held)),
-        "alone": call_of(layer, x, Sequence()),
+        "over ranks": make_call(layer, held.slice_local(x), Sequence(local_tokens=held)),
+        "alone": make_call(layer, x, Sequence()),
     }
 
 
 @contextmanager
-def plain_functions(layer: nn.Module) -> Iterator[None]:
-    """Within, the layer calls transformers' functions of plain PyTorch."""
+def use_plain_functions(layer: nn.Module) -> Iterator[None]:
+    """Return a context in which the layer calls transformers' functions of plain PyTorch."""
     of_file = inspect.unwrap(type(layer).forward).__globals__
     with patch.dict(of_file, {name: inspect.unwrap(of_file[name]) for name in PLAIN}):
         yield
 
 
-def time_calls(calls: dict[str, Call], rounds: int, device: torch.device) -> dict[str, float]:
-    """Return milliseconds of each call; they take turns, after two rounds that do not count."""
+def time_calls(
+    calls: dict[str, Call], rounds: int, device: torch.device, *, warm_up: int = 2
+) -> dict[str, float]:
+    """Return the milliseconds of each call; the calls alternate, after `warm_up` rounds."""
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(2 + rounds):
+    for turn in range(warm_up + rounds):
         for name, call in calls.items():
             wait(device)
             start = time.perf_counter()
             call()
             wait(device, ranks=False)
-            if turn >= 2:
+            if turn >= warm_up:
                 times[name].append(1e3 * (time.perf_counter() - start))
     found = torch.tensor([statistics.median(values) for values in times.values()], device=device)
     if dist.is_initialized():
@@ -167,7 +171,7 @@ def time_calls(calls: dict[str, Call], rounds: int, device: torch.device) -> dic
 
 
 def wait(device: torch.device, ranks: bool = True) -> None:
-    """Wait for the device and, by default, for the other ranks."""
+    """Wait for the device and, if `ranks`, for the other ranks."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     if ranks and dist.is_initialized():

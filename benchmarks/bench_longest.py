@@ -1,17 +1,17 @@
-r"""The longest row of tokens that a few layers train on one GPU, and the time of its step.
+r"""The longest row of tokens that a few layers can train on one GPU, and the time of its step.
 
     python -m benchmarks.bench_longest --results benchmarks/results/sequences
     python -m benchmarks.bench_longest --preset tiny-qwen3 --layers 2 --least 32 --most 128 \
         --granule 32 --device cpu
 
-    plain     every activation is kept
-    levers    `MemoryOptions` of `LEVERS`: MoE layers, norms and projections computed again, and
-              what attention and blocks keep in host memory
+    plain     every activation is saved
+    levers    `MemoryOptions` of `LEVERS`: MoE layers, norms and projections computed again;
+              tensors saved by attention and blocks in host memory
 
-Both with bf16 weights and gradients, AdamW with remainders and FP8 moments. Lengths double until
-one does not fit; bisection follows. A search needs memory alone, so its attention allocates what
-cuDNN's does and multiplies nothing; then a step with true attention shows that the length fits, or
-one of a granule less. A step of a short row comes before each, so that all state is there.
+Both have bf16 weights and gradients, AdamW with remainders and FP8 moments. Lengths double until
+one does not fit; bisection follows. The search needs only memory, so its attention allocates like
+cuDNN's and multiplies nothing. Then a step with true attention verifies the length, or the next one
+below. A step of a short row comes before each, so that all state exists.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ VARIANTS = {
 }
 
 
-class OnlyMemory(torch.autograd.Function):
-    """apply(q_BHTd, k_BhTd, v_BhTd) -> o_BHTd: allocates what attention does."""
+class MemoryOnlyAttention(torch.autograd.Function):
+    """apply(q_BHTd, k_BhTd, v_BhTd) -> o_BHTd: allocates like attention, without products."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return q, as wide as o."""
+        """Return q, which has the shape of o."""
         o = q.clone()
         lse = q.new_zeros(q.shape[:3], dtype=torch.float32)
         ctx.save_for_backward(q, k, v, o, lse)
@@ -61,7 +61,7 @@ class OnlyMemory(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Return small gradients; dq is added up in fp32 meanwhile."""
+        """Return gradients, after an allocation of the fp32 sum of dq."""
         q, k, v, *_ = ctx.saved_tensors
         summed = torch.empty_like(q, dtype=torch.float32)
         found = tuple(torch.zeros_like(x) for x in (q, k, v))
@@ -69,14 +69,14 @@ class OnlyMemory(torch.autograd.Function):
         return found
 
 
-def only_memory(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
-    """Stand for `F.scaled_dot_product_attention`."""
-    return OnlyMemory.apply(q, k, v)  # type: ignore[no-any-return]
+def allocate_attention(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+    """Replacement of `F.scaled_dot_product_attention` by `MemoryOnlyAttention`."""
+    return MemoryOnlyAttention.apply(q, k, v)  # type: ignore[no-any-return]
 
 
 def main() -> int:
     """Measure and report."""
-    args = parse()
+    args = parse_arguments()
     began = time.monotonic()
     backend = "nccl" if args.device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -84,24 +84,24 @@ def main() -> int:
     for name in args.variants:
 
         def peak(tokens: int, *, true: bool = False, name: str = name) -> int | None:
-            stub = patch.object(F, "scaled_dot_product_attention", only_memory)
+            stub = patch.object(F, "scaled_dot_product_attention", allocate_attention)
             lengths = (args.least // 16, tokens)
             with nullcontext() if true else stub:
-                found = bench_fit.peak_of(VARIANTS[name], args.layers, args, meshes, lengths)
+                found = bench_fit.measure_peak(VARIANTS[name], args.layers, args, meshes, lengths)
             gib = "does not fit" if found is None else f"{found / 2**30:.1f} GiB"
             print(f"{name} {tokens} tokens{' with attention' * true}: {gib}", flush=True)
             return found
 
         row = {"op": "longest", "variant": name, "preset": args.preset, "layers": args.layers}
-        row |= longest(peak, args, began)
+        row |= find_longest(peak, args, began)
         print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
         if args.results is not None:
             append_rows(args.results, "benchmarks.bench_longest", [row])
     return 0
 
 
-def parse() -> argparse.Namespace:
-    """Return the arguments."""
+def parse_arguments() -> argparse.Namespace:
+    """Return the command-line arguments."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--preset", default="qwen3-30b-a3b")
@@ -118,8 +118,8 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def longest(peak: Callable[..., int | None], args: argparse.Namespace, began: float) -> Row:
-    """Return the longest length that fits; without a step of it when the time is over."""
+def find_longest(peak: Callable[..., int | None], args: argparse.Namespace, began: float) -> Row:
+    """Return the row of the longest length that fits; if the time runs out, it is not verified."""
     fits, fails = 0, args.most + args.granule
     tokens = args.least
     while fails - fits > args.granule and tokens >= args.granule:

@@ -1,13 +1,13 @@
-r"""LoRA on a transformers Qwen3-MoE model with frozen weights: how fast, and in how much memory.
+"""LoRA on a transformers Qwen3-MoE model with frozen weights: time and memory of a step.
 
     torchrun --nproc-per-node 1 -m benchmarks.bench_lora --preset qwen3-30b-a3b --batch-size 2
     torchrun --nproc-per-node 2 -m benchmarks.bench_lora --precision blockwise --fp8-base
 
-The model has the preset's sizes, random weights in bf16 (fp32 on CPUs) and peft's adapters on the
-projections of attention and on both matrices of all experts, which AdamW trains in fp32. Experts
-are over all ranks. Every step has the same random tokens, so that its loss falls. A step's time is
-from the end of the one before to its own, on the slowest rank; the median counts. Rank 0 prints a
-line; `--results` appends a row to <folder>/<day>-<gpu>.jsonl.
+The model has the preset's sizes, random weights in bf16 (fp32 on CPUs) and peft adapters on the
+projections of attention and on both matrices of all experts, which AdamW trains in fp32. All ranks
+share the experts. Every step has the same random tokens, so the loss falls. A step lasts from the
+end of the step before to its own end, on the slowest rank; the median counts. Rank 0 prints a line;
+`--results` appends a row to <folder>/<day>-<gpu>.jsonl.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 
-from benchmarks.bench_hf import MAX_NORM, compute_dtype, qwen3_config, summary
+from benchmarks.bench_hf import MAX_NORM, get_compute_dtype, make_qwen3_config, make_row
 from benchmarks.records import append_rows, results_path
 from moecore import (
     DenseOptions,
@@ -47,8 +47,8 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def main() -> int:
-    """Train, and report on this rank of torchrun."""
-    args = parse()
+    """Train on the ranks of torchrun, and report."""
+    args = parse_arguments()
     if "WORLD_SIZE" not in os.environ:
         print("bench_lora: error: start it with torchrun --nproc-per-node N -m", file=sys.stderr)
         return 2
@@ -58,15 +58,15 @@ def main() -> int:
     except torch.OutOfMemoryError as error:
         raise SystemExit(f"bench_lora: {str(error).partition('. ')[0]}") from None
     if dist.get_rank() == 0:
-        print(line_of(row), flush=True)
+        print(format_row(row), flush=True)
         if args.results is not None:
             append_rows(args.results, "benchmarks.bench_lora", [row])
     dist.barrier()
     return 0
 
 
-def parse() -> argparse.Namespace:
-    """Return the arguments."""
+def parse_arguments() -> argparse.Namespace:
+    """Return the command-line arguments."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--preset", default="qwen3-30b-a3b", help="a Qwen3-MoE one, whose sizes the model has")
@@ -87,7 +87,7 @@ def parse() -> argparse.Namespace:
 
 
 def describe(args: argparse.Namespace) -> Row:
-    """Return what distinguishes two rows."""
+    """Return the fields that distinguish two rows."""
     names = ("preset", "batch_size", "seq_len", "rank", "precision", "fp8_base")
     return {
         "op": "lora",
@@ -100,13 +100,13 @@ def describe(args: argparse.Namespace) -> Row:
 
 
 def build(args: argparse.Namespace, meshes: Meshes) -> Any:
-    """Return the parallelized model with adapters, filled."""
+    """Return the parallelized model with adapters and random weights."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        dtype = compute_dtype(meshes)
-        base = AutoModelForCausalLM.from_config(qwen3_config(args), dtype=dtype)
+        dtype = get_compute_dtype(meshes)
+        base = AutoModelForCausalLM.from_config(make_qwen3_config(args), dtype=dtype)
     config = LoraConfig(
         r=args.rank,
         lora_alpha=2 * args.rank,
@@ -125,7 +125,7 @@ def build(args: argparse.Namespace, meshes: Meshes) -> Any:
         dense=DenseOptions(compile=True),
         memory=MemoryOptions(recompute=tuple(args.recompute)),
         fsdp=FSDPOptions(
-            param_dtype=compute_dtype(meshes),
+            param_dtype=get_compute_dtype(meshes),
             dense_strategy="optim",
             experts_strategy=args.experts_strategy,
         ),
@@ -141,7 +141,7 @@ def build(args: argparse.Namespace, meshes: Meshes) -> Any:
 
 
 def train(args: argparse.Namespace, meshes: Meshes) -> Row:
-    """Return losses and times."""
+    """Return the losses and times of the steps."""
     device = torch.device(meshes.device_type)
     model = build(args, meshes)
     model.train()
@@ -164,11 +164,11 @@ def train(args: argparse.Namespace, meshes: Meshes) -> Row:
     moments[-1].wait()
     step.close()
     numbers = {"trained": sum(param.numel() for param in trained)}
-    return numbers | summary(args, moments, torch.stack(losses), device)
+    return numbers | make_row(args, moments, torch.stack(losses), device)
 
 
-def line_of(row: Row) -> str:
-    """Return a row as it is printed."""
+def format_row(row: Row) -> str:
+    """Return the row as a line."""
     return (
         f"{row['layers']} layers, rank {row['rank']}, {row['precision'] or 'no FP8'}: "
         f"{row['tokens_per_second_per_gpu']:.0f} tokens/s/GPU, {row['step_ms']:.1f} ms, "

@@ -1,13 +1,13 @@
-r"""What a forward keeps for backward, and forward and backward's time, by memory options.
+r"""Memory saved by a forward, and the time of forward and backward, by memory options.
 
     python -m benchmarks.bench_memory --preset qwen3-30b-a3b --layers 6 --seq-len 4096 \
         --results benchmarks/results/memory
 
 One process runs a decoder on random tokens: fp32 weights, bf16 compute on a GPU, no optimizer. All
-options run on the same model, in turns, or one after the other with --compile, and each counts by
-its median. Two numbers of sequences give the bytes that a layer keeps per token: the difference of
-what the blocks' forwards leave allocated. Losses and norms of gradients must agree with those of
-the first option.
+options run on the same model, alternating, or one after the other with --compile, and the median of
+each counts. Two numbers of sequences give the bytes that a layer saves per token, from the
+difference of the memory after the blocks' forwards. Losses and gradient norms must agree with the
+first option.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ OPTIONS: dict[str, tuple[str, ...] | str] = {
 
 def main() -> int:
     """Run the options and report."""
-    args = parse()
+    args = parse_arguments()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         torch.cuda.set_device(0)
@@ -59,14 +59,14 @@ def main() -> int:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     rows = measure(args, build(args, device), device)
     for row in rows:
-        print(line_of(row, rows[0]), flush=True)
+        print(format_row(row, rows[0]), flush=True)
     if args.results is not None:
         append_rows(args.results, "benchmarks.bench_memory", rows)
     return 0
 
 
-def parse() -> argparse.Namespace:
-    """Return the arguments."""
+def parse_arguments() -> argparse.Namespace:
+    """Return the command-line arguments."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--preset", default="qwen3-30b-a3b")
@@ -83,7 +83,7 @@ def parse() -> argparse.Namespace:
 
 
 def config_of(args: argparse.Namespace) -> DecoderConfig:
-    """Return the preset, cut as asked."""
+    """Return the preset's config with the selected number of layers."""
     config = dataclasses.replace(preset(args.preset), num_mtp_layers=0, mtp_loss_coef=0.0)
     if args.layers is not None:
         dense = tuple(i for i in config.dense_layers if i < args.layers)
@@ -97,7 +97,7 @@ def config_of(args: argparse.Namespace) -> DecoderConfig:
 
 
 def build(args: argparse.Namespace, device: torch.device) -> Decoder:
-    """Return the model, filled."""
+    """Return the model with random weights."""
     model = Decoder(config_of(args), device="meta")
     dtype = torch.bfloat16 if device.type == "cuda" else None
     meshes = build_meshes(ParallelConfig(), device.type)
@@ -123,10 +123,10 @@ def measure(args: argparse.Namespace, model: Decoder, device: torch.device) -> l
     for i, name in turns:
         row = rows[name]
         if i == 0 or not args.compile:
-            choose(model, OPTIONS[name], is_compiled=args.compile)
+            set_options(model, OPTIONS[name], is_compiled=args.compile)
         if i == 0:
             torch.compiler.reset()
-            row["kept_bytes_per_token_and_layer"] = kept_per_token(model, tokens_BT)
+            row["kept_bytes_per_token_and_layer"] = measure_saved(model, tokens_BT)
         found = forward_backward(model, tokens_BT)
         row |= {key: found[key] for key in ("loss", "grad_norm", "peak_gib")}
         if i:
@@ -137,13 +137,13 @@ def measure(args: argparse.Namespace, model: Decoder, device: torch.device) -> l
 
 
 def describe(args: argparse.Namespace) -> Row:
-    """Return what distinguishes two rows beside the variant."""
+    """Return the fields that distinguish two rows, besides the option."""
     names = ("preset", "layers", "num_experts", "dense_layers", "batch_size", "seq_len", "compile")
     return {name: getattr(args, name) for name in names}
 
 
-def choose(model: Decoder, parts: Any, *, is_compiled: bool) -> None:
-    """Let the model keep what an option leaves it, whatever it kept before."""
+def set_options(model: Decoder, parts: Any, *, is_compiled: bool) -> None:
+    """Set the memory options of the model, after removing the previous ones."""
     for module in model.modules():
         for name in ("forward", "attend"):
             vars(module).pop(name, None)
@@ -157,13 +157,13 @@ def choose(model: Decoder, parts: Any, *, is_compiled: bool) -> None:
     apply_memory(blocks, memory, model.lm_head.weight.device, compiled=compiled)
 
 
-def kept_per_token(model: Decoder, tokens_BT: Tensor) -> float:
-    """Return the bytes that a layer keeps per token: see above."""
+def measure_saved(model: Decoder, tokens_BT: Tensor) -> float:
+    """Return the bytes that a layer saves per token (see the module's docstring)."""
     found: list[int] = []
-    hook = model.lm_head.register_forward_pre_hook(lambda *_: found.append(allocated()))
+    hook = model.lm_head.register_forward_pre_hook(lambda *_: found.append(get_allocated()))
     for num in (len(tokens_BT) // 2, len(tokens_BT)):
         reshard_units(model)  # no backward has
-        before = allocated()
+        before = get_allocated()
         model(tokens_BT[:num], tokens_BT[:num])
         found[-1] -= before
     hook.remove()
@@ -172,7 +172,7 @@ def kept_per_token(model: Decoder, tokens_BT: Tensor) -> float:
 
 
 def forward_backward(model: Decoder, tokens_BT: Tensor) -> Row:
-    """Return loss, norm of the gradient, peak memory and time of one forward and backward."""
+    """Return loss, gradient norm, peak memory and time of one forward and backward."""
     for param in model.parameters():
         param.grad = None
     is_gpu = tokens_BT.is_cuda
@@ -194,13 +194,13 @@ def forward_backward(model: Decoder, tokens_BT: Tensor) -> Row:
     }
 
 
-def allocated() -> int:
-    """Return the bytes that are allocated; 0 on a CPU, which does not count them."""
+def get_allocated() -> int:
+    """Return the allocated bytes; 0 on a CPU."""
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
-def line_of(row: Row, first: Row) -> str:
-    """Return a row as it is printed, beside the first option."""
+def format_row(row: Row, first: Row) -> str:
+    """Return a line with the row and its ratios to the first option."""
     kept, base = row["kept_bytes_per_token_and_layer"], first["kept_bytes_per_token_and_layer"]
     return (
         f"{row['variant']:<20}{kept:>9.0f} B/token/layer {kept / max(base, 1):>6.3f}  "

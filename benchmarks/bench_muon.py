@@ -1,13 +1,13 @@
-"""A step of Muon over a whole model beside one of AdamW, and beside torch's Muon matrix by matrix.
+"""A step of Muon over a whole model, against AdamW and against torch's Muon matrix by matrix.
 
     muon         moecore.train.Muon for the matrices, moecore.train.AdamW for the rest
     adamw        moecore.train.AdamW for all
-    torch_muon   torch.optim.Muon, each expert's gate, up and down a parameter; torch's fused AdamW
-                 for the rest
+    torch_muon   torch.optim.Muon, with gate, up and down of each expert as parameters; torch's
+                 fused AdamW for the rest
 
-All of them step the same fp32 weights by the same fp32 gradients, of 6 layers of Qwen3-30B-A3B on a
-GPU, in the same rounds. TFLOP/s count Newton-Schulz: 2 m^2 (2 l + m) per step and matrix, m its
-shorter side and l its longer. `peak_bytes` is what a step allocates and frees.
+All of them step the same fp32 weights with the same fp32 gradients, of 6 layers of Qwen3-30B-A3B on
+a GPU, in the same rounds. TFLOP/s count Newton-Schulz: 2 m^2 (2 l + m) per step and matrix, with
+shorter side m and longer side l. `peak_bytes` is memory allocated during a step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Step = Callable[[], None]
 
 
 def make_model(session: Session) -> tuple[str, Decoder]:
-    """Return the model's name and the model, with gradients."""
+    """Return the name of the model, and the model with gradients."""
     kind = session.device.type
     config: DecoderConfig = replace(preset(PRESET[kind]), num_layers=LAYERS[kind])
     model = Decoder(config, device=session.device)
@@ -43,8 +43,8 @@ def make_model(session: Session) -> tuple[str, Decoder]:
     return f"{PRESET[kind]}-{LAYERS[kind]}-layers", model
 
 
-def matrices_of(param: Tensor, layout: MatrixLayout) -> Iterable[nn.Parameter]:
-    """Yield the matrices of a parameter as parameters of two dims, which share its memory."""
+def split_matrices(param: Tensor, layout: MatrixLayout) -> Iterable[nn.Parameter]:
+    """Yield the matrices of a parameter as parameters with two dims that share its memory."""
     assert param.grad is not None
     values, grads = layout.view(param.detach()), layout.view(param.grad)
     for part in layout.list_parts(param):
@@ -57,8 +57,8 @@ def matrices_of(param: Tensor, layout: MatrixLayout) -> Iterable[nn.Parameter]:
 
 
 def make_steps(model: Decoder, assignment: MatrixAssignment) -> dict[str, Step]:
-    """Return the step of each way."""
-    matrices = [m for p, layout in assignment.matrices.items() for m in matrices_of(p, layout)]
+    """Return the step of each optimizer by name."""
+    matrices = [m for p, layout in assignment.matrices.items() for m in split_matrices(p, layout)]
     torch_muon = torch.optim.Muon(
         matrices, lr=LR, ns_steps=NS_STEPS, adjust_lr_fn="match_rms_adamw"
     )
@@ -78,8 +78,8 @@ def make_steps(model: Decoder, assignment: MatrixAssignment) -> dict[str, Step]:
     return {name: step_of(optimizers) for name, optimizers in ways.items()}
 
 
-def newton_schulz_flops(assignment: MatrixAssignment) -> int:
-    """Return the FLOP of one step."""
+def count_newton_schulz_flops(assignment: MatrixAssignment) -> int:
+    """Return the FLOP of Newton-Schulz in one step."""
     total = 0
     for layout in assignment.matrices.values():
         for shape in layout.shapes:
@@ -97,7 +97,7 @@ def test_muon_step(session: Session, ceilings: Ceilings) -> None:
         step()  # makes state
     timings = harness.time_variants(steps, device=session.device, effort=session.effort)
     base = timings["torch_muon"]
-    flops = newton_schulz_flops(assignment)
+    flops = count_newton_schulz_flops(assignment)
     for way, step in steps.items():
         has_matrices = way != "adamw"
         tflops = flops / timings[way].ms / 1e9 if has_matrices else None
@@ -106,7 +106,7 @@ def test_muon_step(session: Session, ceilings: Ceilings) -> None:
             shape=name,
             routing="-",
             backend=way,
-            **records.timing_fields(timings[way]),
+            **records.make_timing_fields(timings[way]),
             baseline="torch.optim.Muon",
             baseline_ms=base.ms,
             ratio=timings[way].ms / base.ms,

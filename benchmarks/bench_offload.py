@@ -1,20 +1,20 @@
-r"""Steps of a decoder that offloads a fraction of what it keeps for backward: time and peak memory.
+"""Steps of a decoder that offloads a fraction of its saved tensors: time and peak memory.
 
     python -m benchmarks.bench_offload --results benchmarks/results/memory
     python -m benchmarks.bench_offload --preset tiny-qwen3 --layers 3 --seq-len 32 --device cpu
 
-One native decoder on one device, bf16 compute on fp32 weights, random tokens, a fresh router's
-choice. "none" is the step without any offload, and each other variant offloads a fraction of what
-norms, attention, dense MLPs, shared experts, experts and the rest of a block keep, in all layers
-but the last. Variants take turns within every round, so clocks drift for all alike. Two ops:
-forward and backward, and these with clipping and AdamW ("step").
+One native decoder on one device: bf16 compute on fp32 weights, random tokens, randomly initialised
+routers. "none" is the step without offload. Each other variant offloads a fraction of the tensors
+saved by norms, attention, dense MLPs, shared experts, experts and the rest of a block, in all
+layers but the last. Variants alternate within every round, so clock drift affects all of them. Two
+ops: forward and backward, and these with clipping and AdamW ("step").
 
     kept     bytes that blocks save for backward, storages from --min-bytes up, without weights
-    moved    bytes that go out in a step; as many come back
-    late     bytes that backward had to wait for: asked for before a copy was under way
-    freed    peak of "none" minus own peak
+    moved    bytes copied to the host in a step; as many are copied back
+    late     bytes that backward waited for: needed before their copy had started
+    freed    peak of "none" minus the variant's peak
 
-Required of 20% of the kept bytes: a step of at most 1.015 of "none"'s time.
+Requirement for 20% of the kept bytes: a step of at most 1.015 times "none"'s.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ OPS = ("fwd_bwd", "step")
 
 
 class Bench:
-    """A model, its optimizer, its batch, and its offload, which variants attach and detach.
+    """A model with its optimizer and batch; variants attach and detach its offload.
 
     Args:
         args: of the command line.
@@ -92,7 +92,7 @@ class Bench:
         self.names |= dict.fromkeys(blocks, "rest")
 
     def prepare(self, variant: str) -> None:
-        """Offload as the variant does, and drop gradients."""
+        """Set the offload of a variant, and drop gradients."""
         self.offload.detach()
         if variant != NONE:
             self.offload.fraction = float(variant)
@@ -101,7 +101,7 @@ class Bench:
         self.step.drop()
 
     def loss(self) -> Tensor:
-        """Return the loss of a forward."""
+        """Run a forward and return its loss."""
         return self.model(self.tokens_BT, self.labels_BT)
 
     def fwd_bwd(self) -> Tensor:
@@ -112,12 +112,12 @@ class Bench:
         return loss.detach()
 
     def whole_step(self) -> None:
-        """Run a step."""
+        """Run forward, backward and the optimizer."""
         self.fwd_bwd()
         self.step.finish()
 
     def kept_bytes(self) -> int:
-        """Return what the blocks of a forward keep, the last one too."""
+        """Return the bytes saved by a forward of all blocks, including the last."""
         self.prepare(NONE)
         self.offload.fraction, before = 0.0, self.offload.candidate_bytes
         self.offload.attach([*self.model.layers, nn.Identity()], self.names.get)
@@ -125,18 +125,18 @@ class Bench:
         return self.offload.candidate_bytes - before
 
     def gradients(self) -> list[Tensor]:
-        """Return gradients and the loss, of a forward and backward."""
+        """Return the gradients and the loss of a forward and backward."""
         loss = self.fwd_bwd()
         return [loss, *(p.grad for p in self.model.parameters() if p.grad is not None)]
 
 
 def main() -> int:
     """Measure, print and record."""
-    args = parse()
+    args = parse_arguments()
     config = dataclasses.replace(preset(args.preset), num_layers=args.layers)
     bench = Bench(args, config, build_meshes(ParallelConfig(), args.device))
     variants = [NONE, *map(str, args.fractions)]
-    problem = disagreement(bench, variants)
+    problem = describe_difference(bench, variants)
     if problem:
         print(f"bench_offload: error: {problem}: no numbers", file=sys.stderr)
         return 1
@@ -147,15 +147,15 @@ def main() -> int:
     for op in args.ops:
         for row in measure(bench, calls[op], variants, effort):
             rows.append({"op": f"offload_{op}"} | common | row)
-            print(line_of(rows[-1]), flush=True)
+            print(format_row(rows[-1]), flush=True)
     if args.results is not None:
         append_rows(args.results, "benchmarks.bench_offload", rows)
     bench.step.close()
     return 0
 
 
-def parse() -> argparse.Namespace:
-    """Return the arguments."""
+def parse_arguments() -> argparse.Namespace:
+    """Return the command-line arguments."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--preset", default="qwen3-30b-a3b")
@@ -173,7 +173,7 @@ def parse() -> argparse.Namespace:
 
 
 def describe(args: argparse.Namespace, config: DecoderConfig) -> Row:
-    """Return what distinguishes two records beside the variant."""
+    """Return the fields that distinguish two records, besides the variant."""
     return {
         "preset": args.preset,
         "layers": config.num_layers,
@@ -184,19 +184,20 @@ def describe(args: argparse.Namespace, config: DecoderConfig) -> Row:
     }
 
 
-def disagreement(bench: Bench, variants: list[str]) -> str | None:
-    """Return why a variant computes other gradients; None = all of them agree.
+def describe_difference(bench: Bench, variants: list[str]) -> str | None:
+    """Return why gradients of variants differ from "none", or None if they agree.
 
-    On a GPU two runs without offload may differ (sums in no fixed order): by as much may variants.
+    On a GPU two runs of "none" may differ, because sums have no fixed order: variants may differ by
+    twice as much.
     """
     bench.prepare(NONE)
     want = [grad.clone() for grad in bench.gradients()]
     bench.prepare(NONE)
-    limit = 2 * distance(bench.gradients(), want)
+    limit = 2 * compute_distance(bench.gradients(), want)
     apart = {}
     for name in variants[1:]:
         bench.prepare(name)
-        apart[name] = distance(bench.gradients(), want)
+        apart[name] = compute_distance(bench.gradients(), want)
     bench.prepare(NONE)
     worst = max(apart, key=lambda name: apart[name])
     if apart[worst] > limit:
@@ -204,8 +205,8 @@ def disagreement(bench: Bench, variants: list[str]) -> str | None:
     return None
 
 
-def distance(grads: list[Tensor], want: list[Tensor]) -> float:
-    """Return the largest difference of two lists of gradients, over the largest of each."""
+def compute_distance(grads: list[Tensor], want: list[Tensor]) -> float:
+    """Return the largest difference of two lists of gradients, relative to their maxima."""
     pairs = zip(grads, want, strict=True)
     return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in pairs)
 
@@ -215,10 +216,7 @@ def measure(
 ) -> list[Row]:
     """Return a row per variant."""
     timings = harness.time_variants(
-        dict.fromkeys(variants, call),
-        device=bench.device,
-        effort=effort,
-        prepare=bench.prepare,
+        dict.fromkeys(variants, call), device=bench.device, effort=effort, prepare=bench.prepare
     )
     rows = []
     for name in variants:
@@ -226,13 +224,13 @@ def measure(
         rows.append(
             dataclasses.asdict(timing)
             | {"variant": name, "ratio": timing.ms / timings[NONE].ms}
-            | bytes_of(bench, call, name)
+            | measure_bytes(bench, call, name)
         )
     return rows
 
 
-def bytes_of(bench: Bench, call: Callable[[], Any], variant: str) -> Row:
-    """Return what a call of a variant moves and holds."""
+def measure_bytes(bench: Bench, call: Callable[[], Any], variant: str) -> Row:
+    """Return the bytes that a call of a variant moves, and its peak."""
     offload = bench.offload
     bench.prepare(variant)
     names = ("out_bytes", "back_bytes", "late_bytes")
@@ -244,8 +242,8 @@ def bytes_of(bench: Bench, call: Callable[[], Any], variant: str) -> Row:
     return moved | {"peak_bytes": peak, "host_bytes": offload.host_bytes}
 
 
-def line_of(row: Row) -> str:
-    """Return a row as it is printed."""
+def format_row(row: Row) -> str:
+    """Return the row as a line."""
     share = row["out_bytes"] / row["kept_bytes"]
     rate = (row["out_bytes"] + row["back_bytes"]) / row["ms"] / 1e6
     peak = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.2f} GiB"

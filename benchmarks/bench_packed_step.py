@@ -1,12 +1,12 @@
-r"""A training step of packed documents beside one of padded rows: real tokens per second.
+"""A training step of packed documents against one of padded rows: real tokens per second.
 
     python -m benchmarks.bench_packed_step --results benchmarks/results/sequences
     python -m benchmarks.bench_packed_step --preset tiny-qwen3 --row-tokens 64 --device cpu
 
-Documents of lognormal lengths, the same for both. "padded" puts as many rows side by side as the
-packed batch has tokens for, each padded to the longest among them; "packed" lays documents end to
-end in rows. Both mask padding for the experts and give no label to it, and a step ends with AdamW.
-Variants take turns; each batch is another draw.
+Documents of lognormal lengths, the same for both. "padded" has one document per row, each padded to
+the longest, and as many rows as fit the tokens of the packed batch; "packed" concatenates documents
+in rows. Both mask padding for the experts and give it no label, and a step ends with AdamW.
+Variants alternate; each batch is drawn anew.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Batch = dict[str, Any]
 
 def main() -> int:
     """Measure and report."""
-    args = parse()
+    args = parse_arguments()
     on_gpu = args.device == "cuda"
     if on_gpu:
         torch.cuda.set_device(0)
@@ -50,8 +50,8 @@ def main() -> int:
     model.to_empty(device=args.device)
     model.init_weights()
     step = TrainStep(model, AdamW(model.parameters(), lr=1e-6), max_norm=1.0)
-    batches = {"padded": padded_batches(args, config.vocab_size)}
-    batches["packed"] = packed_batches(args, config.vocab_size)
+    batches = {"padded": make_padded_batches(args, config.vocab_size)}
+    batches["packed"] = make_packed_batches(args, config.vocab_size)
     rows = measure(args, step, model, batches)
     for row in rows:
         print(
@@ -64,8 +64,8 @@ def main() -> int:
     return 0
 
 
-def parse() -> argparse.Namespace:
-    """Return the arguments."""
+def parse_arguments() -> argparse.Namespace:
+    """Return the command-line arguments."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--preset", default="qwen3-30b-a3b")
@@ -80,8 +80,8 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def documents_of(args: argparse.Namespace, vocab_size: int) -> Callable[[int], list[Tensor]]:
-    """Return what draws so many documents; two sources draw the same ones."""
+def make_documents(args: argparse.Namespace, vocab_size: int) -> Callable[[int], list[Tensor]]:
+    """Return a function that draws documents; all such functions draw the same ones."""
     lengths = np.random.default_rng(0)
     ids = torch.Generator().manual_seed(0)
 
@@ -95,9 +95,9 @@ def documents_of(args: argparse.Namespace, vocab_size: int) -> Callable[[int], l
     return draw
 
 
-def packed_batches(args: argparse.Namespace, vocab_size: int) -> Callable[[], Batch]:
-    """Return what makes the next packed batch: the fullest bins of a draw."""
-    draw = documents_of(args, vocab_size)
+def make_packed_batches(args: argparse.Namespace, vocab_size: int) -> Callable[[], Batch]:
+    """Return a function that makes the next packed batch, of the fullest bins of a draw."""
+    draw = make_documents(args, vocab_size)
     collate = PackedCollator(row_tokens=args.row_tokens, rows=args.rows)
 
     def make() -> Batch:
@@ -108,9 +108,9 @@ def packed_batches(args: argparse.Namespace, vocab_size: int) -> Callable[[], Ba
     return make
 
 
-def padded_batches(args: argparse.Namespace, vocab_size: int) -> Callable[[], Batch]:
-    """Return what makes the next batch of rows of one document, as many as have room."""
-    draw = documents_of(args, vocab_size)
+def make_padded_batches(args: argparse.Namespace, vocab_size: int) -> Callable[[], Batch]:
+    """Return a function that makes the next padded batch, with as many rows as fit."""
+    draw = make_documents(args, vocab_size)
 
     def make() -> Batch:
         documents = draw(8 * args.rows)
@@ -147,7 +147,7 @@ def measure(
             batch = {
                 key: x.to(args.device) if isinstance(x, Tensor) else x for key, x in make().items()
             }
-            seconds, loss = timed(step, model, batch)
+            seconds, loss = time_step(step, model, batch)
             real = int((~batch["padding_mask"]).sum())
             if number >= 2:
                 rates[name].append(real / seconds)
@@ -161,8 +161,8 @@ def measure(
     return list(rows.values())
 
 
-def timed(step: TrainStep, model: Decoder, batch: Batch) -> tuple[float, float]:
-    """Run a step; return its seconds and its loss."""
+def time_step(step: TrainStep, model: Decoder, batch: Batch) -> tuple[float, float]:
+    """Run a step and return its seconds and its loss."""
     documents = {key: batch[key] for key in ("cu_seqlens", "max_seqlen") if key in batch}
     if torch.cuda.is_available():
         torch.cuda.synchronize()

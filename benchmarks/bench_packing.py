@@ -1,9 +1,9 @@
-"""Bins, and simulated steps of dynamic context parallelism against one cp for all.
+"""Bin packing, and simulated steps of dynamic context parallelism against a fixed cp.
 
     python -m benchmarks.bench_packing
 
-Prints the tables of docs/sequences.md. Everything runs on one CPU core; times of steps are
-simulated, in the unit of `DocumentCost`, and the same costs hold for all schedulers.
+Prints the tables of docs/sequences.md. Everything runs on one CPU core. Times of steps are
+simulated, in the unit of `DocumentCost`, with the same costs for all schedulers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.packing_baselines import (
     FAR,
     NEAR,
     balanced_time,
-    fewest_ranks,
+    count_ranks,
     lengths_of,
     static_time,
 )
@@ -35,6 +35,7 @@ BATCHES = (  # lengths, documents, ranks, tokens of a rank, bandwidth, costs
 
 
 def print_bins() -> None:
+    """Print how full bins and streams are, and the time of packing."""
     print("| documents | bin | fill of bins | fill of a stream, window 4096 | padded rows | s |")
     print("| --- | --- | --- | --- | --- | --- |")
     for mean, bin_tokens in ((6.0, 4 * K), (7.0, 8 * K), (7.5, 32 * K)):
@@ -55,6 +56,7 @@ def print_bins() -> None:
 
 
 def print_steps() -> None:
+    """Print simulated times of other schedulers relative to dynamic context parallelism."""
     print(
         "| lengths | documents | ranks | cp of all | random bins | sorted bins | balanced | bound |"
     )
@@ -75,7 +77,7 @@ def print_steps() -> None:
                     ours.time / ours.lower_bound,
                 )
             )
-            cps.add(fewest_ranks(int(lengths.max()), ranks, max_tokens))
+            cps.add(count_ranks(int(lengths.max()), ranks, max_tokens))
         cells = [f"{np.mean(c):.2f} ({np.min(c):.2f})" for c in zip(*found, strict=True)][:3]
         bound = max(ratio for *_, ratio in found)
         one_cp = " or ".join(map(str, sorted(cps)))
@@ -86,6 +88,7 @@ def print_steps() -> None:
 
 
 def print_time() -> None:
+    """Print the time of scheduling 10,000 documents."""
     lengths = lengths_of("lognormal (7, 1.5)", 10_000, 0)
     for ranks in (8, 64, 256):
         begin = time.process_time()

@@ -1,23 +1,23 @@
-r"""A step whose forwards run beside backwards, with and without pairs, taking turns in one run.
+"""A step whose forwards run beside backwards, with and without pairs, alternating in one run.
 
     torchrun --nproc-per-node 2 -m benchmarks.bench_pairs --results
     python -m benchmarks.bench_pairs --link-gbps 25 --results    one GPU, delayed copies
 
-All variants run the same micro-batches of one model in the same order, each forward one ahead of
-its backward. There is no optimizer. A step's time is that of the slowest rank, over the steps of a
-turn, the median of all rounds. Dispatchers take turns in one model. Variants:
+All variants run the same micro-batches of one model in the same order, each forward before the
+backward of the micro-batch before it. There is no optimizer. A step's time is the slowest rank's
+mean over some steps, the median of all rounds. Dispatchers alternate in one model. Variants:
 
     in turn           the forward and then the backward
     pairs             both layer by layer
-    shared apart      in turn, shared experts on a stream of their own (`overlap_shared`)
+    shared apart      in turn, with shared experts on a separate stream (`overlap_shared`)
 
-"shared apart" runs with `--shared-model`, beside "in turn". A step of `PROFILED` micro-batches is
+"shared apart" runs with `--shared-model`, against "in turn". A step of `PROFILED` micro-batches is
 profiled between its first forward and its last backward: `exchange_ms` sums the kernels that move
-tokens between ranks there, `beside` is the part of their time in which a kernel that computes runs
-too, on this rank.
+tokens between ranks, and `beside` is the share of their time in which a computing kernel runs too,
+on this rank.
 
-On one GPU an exchange is a copy of the same bytes on a stream of its own, and a kernel that waits
-as long as a link of that bandwidth would take.
+On one GPU an exchange is a copy of the same bytes on a separate stream, and a kernel that waits as
+long as a link of that bandwidth would take.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.harness import synchronize
 from benchmarks.records import RESULTS, append_rows, results_path
-from benchmarks.trace import COMMUNICATION, break_down, covered, kernels_of
+from benchmarks.trace import COMMUNICATION, break_down, measure_covered, trace_kernels
 from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.models import Decoder, preset
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
@@ -58,11 +59,11 @@ Around = Callable[[Callable[[], None]], Any]
 
 def main() -> int:
     """Print and record a row per batch size, dispatcher and variant; on each rank of torchrun."""
-    args = _arguments()
+    args = _parse_arguments()
     if "WORLD_SIZE" not in os.environ and args.link_gbps is None:
         print("bench_pairs: error: start it with torchrun --nproc-per-node 2 -m", file=sys.stderr)
         return 2
-    device = start()
+    device = start_group()
     most = args.batch_sizes[-1:]
     _measure_model(args, args.model, args.layers, args.batch_sizes, device)
     if args.shared_model != "none":
@@ -80,30 +81,31 @@ def _measure_model(
     *,
     shares: bool = False,
 ) -> None:
+    """Print and record the rows of one model, per batch size, dispatcher and variant."""
     gc.collect()  # the model before
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    model = _model(args, name, num_layers, device)
-    dispatchers = _dispatchers(model, args)
+    model = _make_model(args, name, num_layers, device)
+    dispatchers = _list_dispatchers(model, args)
     step = TrainStep(model, num_micro_batches=args.micro_batches)
     for batch_size in batch_sizes:
-        tokens = _tokens(args, name, batch_size, device)
+        tokens = _make_tokens(args, name, batch_size, device)
         for dispatcher, by_layer in dispatchers.items():
             for layer, one in zip(get_moe_state(model).layers.values(), by_layer, strict=True):
                 layer.dispatcher = one
-            variants = _variants(device, shares=shares)
+            variants = _make_variants(device, shares=shares)
             what = {"model": name, "layers": num_layers, "dispatcher": dispatcher}
             rows = [what | row for row in measure(step, model, tokens, variants, args)]
             if dist.get_rank() == 0:
                 print("\n".join(json.dumps(row) for row in rows), flush=True)
-                print(*_table(rows), sep="\n", flush=True)
+                print(*_format_rows(rows), sep="\n", flush=True)
                 if args.results is not None:
                     world = dist.get_world_size()
                     append_rows(args.results, "benchmarks.bench_pairs", rows, num_gpus=world)
         step.close()  # the next batch size makes buffers of its own
 
 
-def _table(rows: list[dict[str, Any]]) -> list[str]:
+def _format_rows(rows: list[dict[str, Any]]) -> list[str]:
     """Return a line per row."""
     first = rows[0]
     lines = [f"{first['model']}, {first['dispatcher']}, batch {first['batch_size']}"]
@@ -116,7 +118,7 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 class DelayedLink:
-    """Stands for `dist.all_to_all_single` on one GPU; the exchanges of a group wait in line.
+    """Replacement of `dist.all_to_all_single` on one GPU; the exchanges of a group run in sequence.
 
     Args:
         gbps: 1e9 bytes per second.
@@ -149,7 +151,7 @@ class DelayedLink:
         return None
 
     def connect(self, model: nn.Module) -> None:
-        """Let tokens of each layer travel from this rank to itself, for the rest of the process."""
+        """Make each layer send its tokens from this rank to itself, for the rest of the process."""
         dist.all_to_all_single = self
         world = dist.group.WORLD
         assert world is not None
@@ -159,16 +161,17 @@ class DelayedLink:
             layer.dispatcher = AllToAllDispatcher(place)
 
 
-def _in_turn(
+def _run_in_turn(
     _step: TrainStep, forward: Callable[[], Tensor], backward: Callable[[], None]
 ) -> Tensor:
+    """Run a forward and then a backward; return the forward's loss."""
     found = forward()
     backward()
     return found
 
 
 class Variant:
-    """How a step runs: its pairs, and the stream of shared experts."""
+    """A way to run a step: its pairs of forward and backward, and the stream of shared experts."""
 
     def __init__(self, pair: Pair, stream: torch.cuda.Stream | None = None) -> None:
         self._pair, self._stream = pair, stream
@@ -180,13 +183,13 @@ class Variant:
         tokens: list[Tensor],
         around: Around = lambda pairs: pairs(),
     ) -> Tensor:
-        """Run all micro-batches and drop the step; return the sum of their losses.
+        """Run all micro-batches, drop the step, and return the sum of their losses.
 
-        `around` runs all but the first forward and the last backward.
+        `around` runs everything except the first forward and the last backward.
         """
         for layer in get_moe_state(model).layers.values():
             layer.shared_stream = self._stream
-        forwards = [partial(_loss, model, batch, len(tokens)) for batch in tokens]
+        forwards = [partial(_compute_loss, model, batch, len(tokens)) for batch in tokens]
         losses: list[Tensor] = []
 
         def pairs() -> None:
@@ -201,15 +204,16 @@ class Variant:
         return torch.stack([loss.detach() for loss in losses]).sum()
 
 
-def _variants(device: torch.device, *, shares: bool) -> dict[str, Variant]:
-    found = {"in turn": Variant(_in_turn)}
+def _make_variants(device: torch.device, *, shares: bool) -> dict[str, Variant]:
+    """Return the variants by name; with `shares` those of shared experts."""
+    found = {"in turn": Variant(_run_in_turn)}
     if not shares:
         return found | {"pairs": Variant(TrainStep.side_by_side)}
     stream = torch.cuda.Stream() if device.type == "cuda" else None
-    return found | {"shared apart": Variant(_in_turn, stream)}
+    return found | {"shared apart": Variant(_run_in_turn, stream)}
 
 
-def _loss(model: nn.Module, tokens_BT: Tensor, number: int) -> Tensor:
+def _compute_loss(model: nn.Module, tokens_BT: Tensor, number: int) -> Tensor:
     loss: Tensor = model(tokens_BT[:, :-1].contiguous(), tokens_BT[:, 1:].contiguous())
     return loss / number
 
@@ -227,7 +231,7 @@ def measure(
     times: dict[str, list[float]] = {name: [] for name in steps}
     for n in range(args.rounds):
         for name in list(steps)[:: 1 if n % 2 else -1]:
-            times[name].append(seconds_per_step(steps[name], args.steps, tokens[0].device))
+            times[name].append(time_steps(steps[name], args.steps, tokens[0].device))
     return [
         {
             "op": "pairs_step",
@@ -242,57 +246,60 @@ def measure(
             "slowest_ms": max(times[name]) * 1e3,
             "loss": losses[name],
         }
-        | _traced(partial(one.run, step, model, tokens[:PROFILED]), tokens[0].device)
+        | _trace(partial(one.run, step, model, tokens[:PROFILED]), tokens[0].device)
         for name, one in variants.items()
     ]
 
 
-def seconds_per_step(one: Callable[[], Any], number: int, device: torch.device) -> float:
-    """Return seconds per step of the slowest rank."""
-    _wait(device)
+def time_steps(one: Callable[[], Any], number: int, device: torch.device) -> float:
+    """Return the seconds per step of the slowest rank."""
+    synchronize(device)
     dist.barrier()
     start = time.perf_counter()
     for _ in range(number):
         one()
-    _wait(device)
+    synchronize(device)
     took = torch.tensor((time.perf_counter() - start) / number, device=device)
     dist.all_reduce(took, op=dist.ReduceOp.MAX)
     return took.item()
 
 
-def _traced(one: Callable[..., Tensor], device: torch.device) -> dict[str, float]:
-    """Return where exchanges of a step's pairs are, and its most memory."""
+def _trace(one: Callable[..., Tensor], device: torch.device) -> dict[str, float]:
+    """Return the overlap of the exchanges in a step's pairs, and the peak memory of the step."""
     if device.type != "cuda":
         one()
         return {}
     torch.cuda.reset_peak_memory_stats()
     kernels: list[Kernel] = []
-    one(around=lambda pairs: kernels.extend(kernels_of(pairs)))
+    one(around=lambda pairs: kernels.extend(trace_kernels(pairs)))
     kernels = [replace(k, name="nccl " + ALL_TO_ALL) if WAITING in k.name else k for k in kernels]
     found = break_down(kernels)
     exchanges = [k for k in kernels if ALL_TO_ALL in k.name or find_category(k.name) in EXCHANGES]
     computing = [k for k in kernels if find_category(k.name) not in COMMUNICATION]
     return {
         "wall_ms": found.wall,
-        "exchange_ms": covered(exchanges) / 1e3,
-        "beside": beside(exchanges, computing),
+        "exchange_ms": measure_covered(exchanges) / 1e3,
+        "beside": compute_overlap(exchanges, computing),
         "exposed_ms": found.exposed,
         "idle_ms": found.idle,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
     }
 
 
-def beside(exchanges: list[Kernel], computing: list[Kernel]) -> float:
-    """Return the share of the time of exchanges in which something computes.
+def compute_overlap(exchanges: list[Kernel], computing: list[Kernel]) -> float:
+    """Return the share of the time of exchanges in which a computing kernel runs.
 
     Example, us: an exchange from 2 to 6, products from 0 to 3 and from 5 to 8: 0.5.
     """
-    whole = covered(exchanges)
-    both = whole + covered(computing) - covered([*exchanges, *computing])
+    whole = measure_covered(exchanges)
+    both = whole + measure_covered(computing) - measure_covered([*exchanges, *computing])
     return both / whole if whole else 0.0
 
 
-def _model(args: argparse.Namespace, name: str, num_layers: int, device: torch.device) -> nn.Module:
+def _make_model(
+    args: argparse.Namespace, name: str, num_layers: int, device: torch.device
+) -> nn.Module:
+    """Return the parallelized model, with delayed exchanges if `--link-gbps` is set."""
     config = replace(preset(name), num_layers=num_layers)
     model = Decoder(config, device="meta")
     meshes = build_meshes(ParallelConfig(ep=args.ep), device.type)
@@ -306,24 +313,25 @@ def _model(args: argparse.Namespace, name: str, num_layers: int, device: torch.d
     return model
 
 
-def _dispatchers(model: nn.Module, args: argparse.Namespace) -> dict[str, list[Dispatcher]]:
-    """Return the dispatchers of all layers by name: the model's own, and all-to-all beside them."""
+def _list_dispatchers(model: nn.Module, args: argparse.Namespace) -> dict[str, list[Dispatcher]]:
+    """Return the dispatchers of all layers by name: the model's own, and all-to-all."""
     own = [layer.dispatcher for layer in get_moe_state(model).layers.values()]
     if len(args.dispatchers) == 1:
         return {args.dispatchers[0]: own}
     return {"alltoall": [AllToAllDispatcher(one.placement) for one in own], "nvlink": own}
 
 
-def _tokens(
+def _make_tokens(
     args: argparse.Namespace, name: str, batch_size: int, device: torch.device
 ) -> list[Tensor]:
+    """Return the random tokens of each micro-batch of this rank."""
     g = torch.Generator().manual_seed(dist.get_rank())
     size = (args.micro_batches, batch_size, args.seq_len + 1)
     tokens = torch.randint(0, preset(name).vocab_size, size, generator=g)
     return list(tokens.to(device))
 
 
-def start() -> torch.device:
+def start_group() -> torch.device:
     """Start the process group of torchrun."""
     if not torch.cuda.is_available():
         dist.init_process_group("gloo")
@@ -335,12 +343,7 @@ def start() -> torch.device:
     return device
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--model", default="qwen3-30b-a3b", help="a preset")

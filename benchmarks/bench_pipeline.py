@@ -1,12 +1,12 @@
-r"""A step over two pipeline ranks beside the same step over data ranks, taking turns in one run.
+r"""A step over two pipeline ranks against the same step over data ranks, alternating in one run.
 
     torchrun --nproc-per-node 2 -m benchmarks.bench_pipeline --layers 4 --layouts "Et*3|tL"
     torchrun --nproc-per-node 2 -m benchmarks.bench_pipeline --trace traces \
         --layers 6 --layouts "Et*4|ttL" "Ett|tt|tt|L" --schedules 1f1b interleaved
 
-The baseline shards every layer over all ranks, and each computes all micro-batches of its own
-tokens. A pipeline's ranks compute the same micro-batches, so its step has 1 / pp of the tokens.
-Tokens per second and GPU are compared: the loss is bubble, messages and uneven stages.
+The baseline shards every layer over all ranks, and each rank computes all micro-batches of its
+tokens. The ranks of a pipeline compute the same micro-batches, so its step has 1 / pp of the
+tokens. Tokens per second and GPU are compared: bubbles, messages and uneven stages lower them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.harness import synchronize
 from benchmarks.records import RESULTS, append_rows, results_path
 from moecore import (
     FSDPOptions,
@@ -42,7 +43,7 @@ Step = Callable[[], None]
 
 def main() -> None:
     """Print and record a row per variant; on each rank of torchrun."""
-    args = _arguments()
+    args = _parse_arguments()
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     variants = {BASE: make(None, args)}
@@ -52,7 +53,7 @@ def main() -> None:
     times: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(args.turns + 1):
         for name, step in variants.items():
-            seconds = timed(step, args)
+            seconds = time_step(step, args)
             if turn:  # the first one warms up
                 times[name].append(seconds)
     world = dist.get_world_size()
@@ -81,12 +82,12 @@ def main() -> None:
         if args.results is not None:
             append_rows(args.results, "benchmarks.bench_pipeline", rows, num_gpus=world)
     if args.trace is not None:
-        trace(list(variants.items())[-1], args)
+        write_trace(list(variants.items())[-1], args)
     dist.destroy_process_group()
 
 
 def make(pipeline: PipelineConfig | None, args: argparse.Namespace) -> Step:
-    """Return a step of a model of its own."""
+    """Return the training step of a new model."""
     pp = -1 if pipeline is None else int(os.environ["WORLD_SIZE"])
     parallel = ParallelConfig() if pipeline is None else ParallelConfig(pp=pp)
     meshes = build_meshes(parallel, args.device)
@@ -114,34 +115,29 @@ def make(pipeline: PipelineConfig | None, args: argparse.Namespace) -> Step:
     return step
 
 
-def timed(step: Step, args: argparse.Namespace) -> float:
-    """Return the seconds of a step on the slowest rank, the mean of a turn."""
-    _wait(args)
+def time_step(step: Step, args: argparse.Namespace) -> float:
+    """Return the slowest rank's seconds per step, the mean of a turn."""
+    synchronize(args.device)
     dist.barrier()
     start = time.perf_counter()
     for _ in range(args.steps):
         step()
-    _wait(args)
+    synchronize(args.device)
     seconds = torch.tensor((time.perf_counter() - start) / args.steps, device=args.device)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     return float(seconds)
 
 
-def trace(variant: tuple[str, Step], args: argparse.Namespace) -> None:
-    """Write the trace of one step on each rank: `Timeline.from_traces` reads them."""
+def write_trace(variant: tuple[str, Step], args: argparse.Namespace) -> None:
+    """Write the trace of one step on each rank, in the format of `Timeline.from_traces`."""
     args.trace.mkdir(parents=True, exist_ok=True)
     with torch.profiler.profile() as profile:
         variant[1]()
-        _wait(args)
+        synchronize(args.device)
     profile.export_chrome_trace(str(args.trace / f"{dist.get_rank()}.json"))
 
 
-def _wait(args: argparse.Namespace) -> None:
-    if args.device == "cuda":
-        torch.cuda.synchronize()
-
-
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--preset", default="qwen3-30b-a3b")

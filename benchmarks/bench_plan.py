@@ -1,13 +1,13 @@
-r"""What steps of many runs hold and take, as records that plans must match.
+"""Memory and time of the steps of many runs, as records that plans must match.
 
     python -m benchmarks.bench_plan --results benchmarks/results/planning
     torchrun --nproc-per-node 2 -m benchmarks.bench_plan --results benchmarks/results/planning
     python -m benchmarks.bench_plan --only tiny
 
-Each case is a `TrainingRun` (`CASES`), built as a dry run builds it; loads are even. `held_gib` is
-there between steps, `peak_gib` at most in one, `step_ms` is the median from the end of one step to
-that of the next, with the host ahead. `host_ms` is what the host takes to queue a step while the
-GPU has nothing else to do. `tests/planning/test_records.py` plans the same runs.
+Each case is a `TrainingRun` (`CASES`), built as in a dry run, with even loads. `held_gib` is the
+memory between steps, `peak_gib` the most in a step. `step_ms` is the median from the end of one
+step to the end of the next, with the host ahead. `host_ms` is the time in which the host queues a
+step for an idle GPU. `tests/planning/test_records.py` plans the same runs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ GIB = 2**30
 Row = dict[str, Any]
 
 
-def _cases() -> Iterator[tuple[str, TrainingRun]]:
+def _make_cases() -> Iterator[tuple[str, TrainingRun]]:
     tiny = preset("tiny-qwen3")
     yield "tiny", TrainingRun(model=tiny, num_gpus=1, seq_len=32, batch_size=2)
     qwen = TrainingRun(model=replace(preset("qwen3-30b-a3b"), num_layers=3), num_gpus=1)
@@ -103,12 +103,12 @@ def _cases() -> Iterator[tuple[str, TrainingRun]]:
     )
 
 
-CASES = dict(_cases())
+CASES = dict(_make_cases())
 
 
 def main() -> int:
     """Measure and report."""
-    args = parse()
+    args = parse_arguments()
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device(args.device, int(os.environ.get("LOCAL_RANK", 0)))
     if device.type == "cuda":
@@ -133,8 +133,8 @@ def main() -> int:
     return 0
 
 
-def parse() -> argparse.Namespace:
-    """Return the arguments."""
+def parse_arguments() -> argparse.Namespace:
+    """Return the command-line arguments."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", help="how a case's name begins")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -143,14 +143,14 @@ def parse() -> argparse.Namespace:
 
 
 def start_group(device: torch.device, ranks: int) -> None:
-    """Make the default group: torchrun's, or one of a rank alone."""
+    """Create the default group: torchrun's, or a group of one rank."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     how: dict[str, Any] = {} if ranks > 1 else dict(store=dist.HashStore(), rank=0, world_size=1)
     dist.init_process_group(backend, **how)
 
 
 def measure(run: TrainingRun, device: torch.device) -> Row:
-    """Return what a step of a run holds and takes, the most over ranks; collective."""
+    """Return the memory and times of a run's steps, the most over ranks; collective."""
     free_memory(device)
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     model = build_model(run, device.type)
@@ -162,21 +162,21 @@ def measure(run: TrainingRun, device: torch.device) -> Row:
     sizes = (run.batch_size, run.seq_len)
     tokens_BT = torch.randint(0, run.model.vocab_size, sizes, device=device)
     inputs = [{"tokens_BT": tokens_BT, "labels_BT": tokens_BT.roll(-1, 1)}] * run.num_micro_batches
-    host = [seconds_of_step(step, inputs, device) for _ in range(WARM_UP)][-1]
+    host = [measure_host_time(step, inputs, device) for _ in range(WARM_UP)][-1]
     gc.collect()
     held = peak = 0
     if device.type == "cuda":
         held = torch.cuda.memory_allocated() - before
         torch.cuda.reset_peak_memory_stats()
-    ends = [mark(device)]
+    ends = [record_time(device)]
     for _ in range(TIMED):
         step.forward_backward(inputs)
         step.finish()
-        ends.append(mark(device))
+        ends.append(record_time(device))
     if device.type == "cuda":
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
-    step_ms = statistics.median(between(a, b) for a, b in pairwise(ends))
+    step_ms = statistics.median(compute_milliseconds(a, b) for a, b in pairwise(ends))
     step.close()
     numbers = torch.tensor([held / GIB, peak / GIB, step_ms, host * 1e3], dtype=torch.float64)
     numbers = numbers.to(device)
@@ -185,8 +185,8 @@ def measure(run: TrainingRun, device: torch.device) -> Row:
     return dict(zip(names, (round(x, 3) for x in numbers.tolist()), strict=True))
 
 
-def seconds_of_step(step: TrainStep, inputs: list[Row], device: torch.device) -> float:
-    """Return how long the host takes for a step of an idle GPU."""
+def measure_host_time(step: TrainStep, inputs: list[Row], device: torch.device) -> float:
+    """Return the seconds in which the host queues a step for an idle device."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -195,8 +195,8 @@ def seconds_of_step(step: TrainStep, inputs: list[Row], device: torch.device) ->
     return time.perf_counter() - start
 
 
-def mark(device: torch.device) -> Any:
-    """Return this time of a device."""
+def record_time(device: torch.device) -> Any:
+    """Return the current time of the device: an event, or seconds."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -204,13 +204,13 @@ def mark(device: torch.device) -> Any:
     return event
 
 
-def between(start: Any, end: Any) -> float:
-    """Return the milliseconds between two of them."""
+def compute_milliseconds(start: Any, end: Any) -> float:
+    """Return the milliseconds between two times of `record_time`."""
     return (end - start) * 1e3 if isinstance(end, float) else float(start.elapsed_time(end))
 
 
 def free_memory(device: torch.device) -> None:
-    """Free what the case before has left."""
+    """Free the memory of the case before."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize()

@@ -1,29 +1,29 @@
-r"""Reinforcement learning on one GPU: log-probabilities, GRPO, weights and room for who samples.
+r"""Reinforcement learning on one GPU: log-probabilities, GRPO, weight export and offload.
 
     python -m benchmarks.bench_rl --results benchmarks/results/rl
     python -m benchmarks.bench_rl --preset tiny-qwen3 --layers 2 --sequences 4 --seq-len 32 \
         --prompt 4 --max-tokens 64 --plain-tokens 64 --device cpu
 
 A transformers Qwen3-MoE model of the preset's sizes with random weights, in bf16 (fp32 on CPUs),
-and rollouts of random tokens. All sequences have one length, so that neither side has padding.
+and rollouts of random tokens. All sequences have one length, so neither variant has padding.
 
     moecore             `Engine`: sequences packed into rows of at most --max-tokens
     moecore+invariant   the same with batch_invariant=True
-    transformers        its own model with the same weights, SDPA without masks (causal, the flash
+    transformers        the stock model with the same weights, SDPA without masks (causal, the flash
                         kernel on GPUs) and grouped_mm experts: log_softmax of fp32 logits and a
                         gather, rows of [sequences, tokens] in micro-batches of at most
                         --plain-tokens, whose logits must fit
 
-None is compiled. They take turns within every round. "rl_log_probs" is a forward without
-gradients, "rl_grpo" forward and backward of GRPO. Log-probabilities and losses of the two must
-agree, else there are no numbers. Then, of moecore alone, after a step of AdamW (bf16 moments):
+None is compiled. They alternate within every round. "rl_log_probs" is a forward without gradients,
+"rl_grpo" forward and backward of GRPO. Log-probabilities and losses of the two must agree, else no
+row is written. Then, only for moecore, after a step of AdamW (bf16 moments):
 
     rl_weights      a pass of `Engine.weights`; the baseline copies all parameters on the device
     rl_offload      `Engine.offload("all")`; the baseline copies to pinned host memory
     rl_onload       `Engine.onload("all")`; the baseline copies from it
 
-"left" is the device memory in use by the driver's count while all is away, which includes the CUDA
-context and other programs.
+"left" is the device memory that the driver counts while everything is offloaded, which includes the
+CUDA context and other programs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import harness
-from benchmarks.bench_hf import qwen3_config
+from benchmarks.bench_hf import make_qwen3_config
 from benchmarks.records import append_rows, results_path
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.base.torch_private import get_local_tensor
@@ -58,26 +58,26 @@ REPEATS = 3  # of offload and onload
 KL_COEF = 0.04  # of GRPO()
 
 
-class Plain:
-    """The stock model, and GRPO by hand.
+class StockModel:
+    """The transformers model, with log-probabilities and GRPO in plain PyTorch.
 
     Args:
         args: of the command line.
-        rollouts: with the numbers that GRPO reads.
+        rollouts: with all fields that GRPO needs.
     """
 
     def __init__(self, args: argparse.Namespace, rollouts: Rollouts) -> None:
-        self.model = filled(args)
+        self.model = make_stock_model(args)
         self.rows = max(1, args.plain_tokens // args.seq_len)
         self.rollouts = rollouts
 
     def log_probs(self) -> Tensor:
-        """Return those of all tokens but the first of each sequence, [n, T - 1]."""
+        """Return log-probabilities of all tokens except each sequence's first, [n, T - 1]."""
         with torch.no_grad():
             return torch.cat([self._of(slice(i, i + self.rows)) for i in self._starts()])
 
     def grpo(self) -> Tensor:
-        """Run forward and backward; return the loss."""
+        """Run forward and backward of GRPO and return the loss."""
         loss = torch.zeros((), device=self.rollouts.tokens_N.device)
         for start in self._starts():
             part = slice(start, start + self.rows)
@@ -117,32 +117,32 @@ class Plain:
 
 def main() -> int:
     """Measure, print and record."""
-    args = parse()
+    args = parse_arguments()
     device = torch.device(args.device)
     engine = build(args, device)
-    rollouts = rollouts_of(args, engine, device)
-    plain = Plain(args, rollouts)
-    problem = disagreement(engine, plain, rollouts)
+    rollouts = make_rollouts(args, engine, device)
+    plain = StockModel(args, rollouts)
+    problem = describe_difference(engine, plain, rollouts)
     if problem:
         print(f"bench_rl: error: {problem}: no numbers", file=sys.stderr)
         return 1
-    rows = beside_transformers(args, engine, plain, rollouts)
+    rows = measure_algorithms(args, engine, plain, rollouts)
     del plain
     release(device)
     engine.forward_backward(rollouts, GRPO())
     engine.step.finish()
-    rows += [*weights_rows(engine, device), *room_rows(engine, device)]
+    rows += [*measure_weights(engine, device), *measure_offload(engine, device)]
     rows = [describe(args) | row for row in rows]
     for row in rows:
-        print(line_of(row), flush=True)
+        print(format_row(row), flush=True)
     if args.results is not None:
         append_rows(args.results, "benchmarks.bench_rl", rows)
     engine.step.close()
     return 0
 
 
-def parse() -> argparse.Namespace:
-    """Return the arguments."""
+def parse_arguments() -> argparse.Namespace:
+    """Return the command-line arguments."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--preset", default="qwen3-30b-a3b", help="a Qwen3-MoE one, whose sizes the model has")
@@ -158,45 +158,45 @@ def parse() -> argparse.Namespace:
 
 
 def describe(args: argparse.Namespace) -> Row:
-    """Return what distinguishes two runs."""
+    """Return the fields that distinguish two runs."""
     names = ("preset", "layers", "sequences", "seq_len", "prompt", "max_tokens", "plain_tokens")
     return {name: getattr(args, name) for name in names}
 
 
-def filled(args: argparse.Namespace) -> Any:
-    """Return the stock model with random weights, the same in every call."""
+def make_stock_model(args: argparse.Namespace) -> Any:
+    """Return the transformers model with random weights, the same in every call."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            qwen3_config(args), dtype=dtype_of(args), attn_implementation="sdpa"
+            make_qwen3_config(args), dtype=choose_dtype(args), attn_implementation="sdpa"
         )
     model.to_empty(device=args.device)
     init_hf(model)
     return model.train()
 
 
-def dtype_of(args: argparse.Namespace) -> torch.dtype:
+def choose_dtype(args: argparse.Namespace) -> torch.dtype:
     """Return the dtype of weights and products."""
     return torch.float32 if args.device == "cpu" else torch.bfloat16
 
 
 def build(args: argparse.Namespace, device: torch.device) -> Engine:
     """Return an engine of the model after parallelize_moe."""
-    model = filled(args)
+    model = make_stock_model(args)
     use_causal_attention(model)
     parallelize_moe(model, build_meshes(ParallelConfig(), device.type))
     optimizer = AdamW(
         model.parameters(),
         lr=1e-6,
         moment_dtype=torch.bfloat16,
-        master_remainder=dtype_of(args) == torch.bfloat16,
+        master_remainder=choose_dtype(args) == torch.bfloat16,
     )
     return Engine(model, TrainStep(model, optimizer, max_norm=1.0), max_tokens=args.max_tokens)
 
 
-def rollouts_of(args: argparse.Namespace, engine: Engine, device: torch.device) -> Rollouts:
-    """Return random rollouts; old and reference numbers are near those of the policy."""
+def make_rollouts(args: argparse.Namespace, engine: Engine, device: torch.device) -> Rollouts:
+    """Return random rollouts with old and reference log-probabilities near the policy's."""
     g = torch.Generator().manual_seed(0)
     vocabulary = preset(args.preset).vocab_size
     ids = torch.randint(0, vocabulary, (args.sequences, args.seq_len), generator=g)
@@ -212,8 +212,8 @@ def rollouts_of(args: argparse.Namespace, engine: Engine, device: torch.device) 
     )
 
 
-def disagreement(engine: Engine, plain: Plain, rollouts: Rollouts) -> str | None:
-    """Return why the two compute other numbers; None = they agree."""
+def describe_difference(engine: Engine, plain: StockModel, rollouts: Rollouts) -> str | None:
+    """Return why log-probabilities or losses of the two differ, or None if they agree."""
     mask_N = rollouts.response_mask_N
     mine_N = engine.log_probs(rollouts).log_probs_N[mask_N]
     theirs_N = F.pad(plain.log_probs(), (1, 0)).flatten()[mask_N]
@@ -227,8 +227,8 @@ def disagreement(engine: Engine, plain: Plain, rollouts: Rollouts) -> str | None
     return None
 
 
-def beside_transformers(
-    args: argparse.Namespace, engine: Engine, plain: Plain, rollouts: Rollouts
+def measure_algorithms(
+    args: argparse.Namespace, engine: Engine, plain: StockModel, rollouts: Rollouts
 ) -> list[Row]:
     """Return a row per op and variant."""
     invariant = Engine(engine.model, engine.step, max_tokens=args.max_tokens, batch_invariant=True)
@@ -252,7 +252,7 @@ def beside_transformers(
     device, rows = torch.device(args.device), []
     for op, variants in calls.items():
         timings = harness.time_variants(
-            variants, device=device, effort=effort_of(device), prepare=prepare
+            variants, device=device, effort=choose_effort(device), prepare=prepare
         )
         for name, timing in timings.items():
             prepare(name)
@@ -265,8 +265,8 @@ def beside_transformers(
     return rows
 
 
-def weights_rows(engine: Engine, device: torch.device) -> list[Row]:
-    """Return a row of a pass of the stream beside copies of all parameters."""
+def measure_weights(engine: Engine, device: torch.device) -> list[Row]:
+    """Return the row of a pass of `Engine.weights`, against copies of all parameters."""
     stream = engine.weights()
     params = [get_local_tensor(p.detach()) for p in engine.model.parameters()]
     place = torch.empty(max(p.nbytes for p in params), dtype=torch.uint8, device=device)
@@ -276,69 +276,62 @@ def weights_rows(engine: Engine, device: torch.device) -> list[Row]:
             place[: p.nbytes].view(p.dtype).view(p.shape).copy_(p)
 
     sizes = [tensor.nbytes for _, tensor in stream]
-    calls: dict[str, Callable[[], Any]] = {
-        "moecore": lambda: [None for _ in stream],
-        "copy": copy,
-    }
-    timings = harness.time_variants(calls, device=device, effort=effort_of(device))
-    row = moved_row("rl_weights", sum(sizes), timings["moecore"].ms)
+    calls: dict[str, Callable[[], Any]] = {"moecore": lambda: [None for _ in stream], "copy": copy}
+    timings = harness.time_variants(calls, device=device, effort=choose_effort(device))
+    row = make_move_row("rl_weights", sum(sizes), timings["moecore"].ms)
     copied = sum(p.nbytes for p in params)
-    return [row | against(row, copied / timings["copy"].ms / 1e6) | {"tensors": len(sizes)}]
+    return [
+        row | make_copy_fields(row, copied / timings["copy"].ms / 1e6) | {"tensors": len(sizes)}
+    ]
 
 
-def room_rows(engine: Engine, device: torch.device) -> list[Row]:
-    """Return rows of offload and onload beside copies of pinned memory."""
+def measure_offload(engine: Engine, device: torch.device) -> list[Row]:
+    """Return the rows of offload and onload, against copies of pinned memory."""
     states = [s for o in engine.step.optimizers for s in o.state.values()]
     tensors = [*engine.model.parameters(), *(t for s in states for t in s.values())]
     num_bytes = sum(t.nbytes for t in tensors if isinstance(t, Tensor))
-    before, times = in_use(device), []
+    before, times = get_used_memory(device), []
     for _ in range(1 + REPEATS):  # the first one pins host memory
-        off = seconds(lambda: engine.offload("all"), device)
-        left = in_use(device)
-        times.append((off, seconds(lambda: engine.onload("all"), device)))
+        off = time_call(lambda: engine.offload("all"), device)
+        left = get_used_memory(device)
+        times.append((off, time_call(lambda: engine.onload("all"), device)))
     on_host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
     on_device = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
     copies = (lambda: on_host.copy_(on_device), lambda: on_device.copy_(on_host))
     rows = []
     for i, op in enumerate(("rl_offload", "rl_onload")):
-        row = moved_row(op, num_bytes, 1e3 * sorted(t[i] for t in times[1:])[REPEATS // 2])
-        copy_s = min(seconds(copies[i], device) for _ in range(1 + REPEATS))
-        row |= against(row, COPY_BYTES / copy_s / 1e9)
+        row = make_move_row(op, num_bytes, 1e3 * sorted(t[i] for t in times[1:])[REPEATS // 2])
+        copy_s = min(time_call(copies[i], device) for _ in range(1 + REPEATS))
+        row |= make_copy_fields(row, COPY_BYTES / copy_s / 1e9)
         if op == "rl_offload":
             row |= {"first_ms": 1e3 * times[0][0], "before_bytes": before, "left_bytes": left}
         rows.append(row)
     return rows
 
 
-def moved_row(op: str, num_bytes: int, ms: float) -> Row:
-    """Return a row of bytes that moved."""
+def make_move_row(op: str, num_bytes: int, ms: float) -> Row:
+    """Return the row of a move of `num_bytes` bytes."""
     return {"op": op, "variant": "moecore", "ms": ms, "bytes": num_bytes} | {
         "gbps": num_bytes / ms / 1e6
     }
 
 
-def against(row: Row, copy_gbps: float) -> Row:
-    """Return the rate of plain copies, and what share of it a row has."""
+def make_copy_fields(row: Row, copy_gbps: float) -> Row:
+    """Return the fields for the rate of plain copies and the row's share of that rate."""
     return {"copy_gbps": copy_gbps, "share": row["gbps"] / copy_gbps}
 
 
-def seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Return how long a call takes, with its work on the device."""
-    wait(device)
+def time_call(call: Callable[[], Any], device: torch.device) -> float:
+    """Return the seconds of a call, including its work on the device."""
+    harness.synchronize(device)
     start = time.perf_counter()
     call()
-    wait(device)
+    harness.synchronize(device)
     return time.perf_counter() - start
 
 
-def wait(device: torch.device) -> None:
-    """Wait for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def in_use(device: torch.device) -> int | None:
-    """Return the device memory in use by the driver's count; None on a CPU."""
+def get_used_memory(device: torch.device) -> int | None:
+    """Return the device memory in use, as counted by the driver; None on a CPU."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
@@ -346,19 +339,19 @@ def in_use(device: torch.device) -> int | None:
 
 
 def release(device: torch.device) -> None:
-    """Give unused memory back to the device."""
+    """Return cached memory to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def effort_of(device: torch.device) -> harness.Effort:
-    """Return how long to measure."""
+def choose_effort(device: torch.device) -> harness.Effort:
+    """Return the effort of measurements on the device."""
     return harness.QUICK if device.type == "cuda" else harness.SMOKE
 
 
-def line_of(row: Row) -> str:
-    """Return a row as it is printed."""
+def format_row(row: Row) -> str:
+    """Return the row as a line."""
     start = f"{row['op']:<13} {row['variant']:<18}{row['ms']:>9.1f} ms"
     if "tokens_per_second" in row:
         peak = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.2f} GiB"

@@ -1,29 +1,29 @@
-r"""A sparse attention layer of DeepSeek-V3.2's size, forward and backward, in milliseconds and GiB.
+"""A sparse attention layer of DeepSeek-V3.2's sizes, forward and backward, in milliseconds and GiB.
 
     python -m benchmarks.bench_sparse_attention
 
-    sparse             after `use_causal_attention`: chunks of queries, and keys selected for each
+    sparse             after `use_causal_attention`: queries in chunks, each with selected keys
     sparse, learning   the same with the loss of its indexer
     all, learning      the warm-up of the indexer: attention to all keys, in chunks
     eager              transformers' own, with scores and a mask of all pairs
     dense              DeepSeek-V3's layer, which has no indexer, by torch's fused attention
 
-One row of one document. Calls take turns. A time is the median over rounds; a peak is what a call
-allocates beside weights and inputs. A variant that does not fit is measured at half the tokens, and
-so on, and its row says at how many.
+One row of one document. Calls alternate. A time is the median over rounds; a peak is a call's
+memory besides weights and inputs. A variant that does not fit is measured with half the tokens, or
+a quarter and so on, and its row has the number of tokens.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.bench_linear_attention import time_calls
+from benchmarks.harness import synchronize
 from benchmarks.records import append_rows, results_path
 from moecore.base.options.indexer import IndexerConfig
 from moecore.families.transformers.sparse_attention import add_indexer_losses, use_sparse_attention
@@ -46,26 +46,29 @@ Call = Callable[[], Any]
 
 def main() -> int:
     """Measure and report."""
-    args = parse()
+    args = parse_arguments()
     device = torch.device(args.device)
     layers = {name: make_layer(name, args.small).to(device) for name in args.variants}
     if device.type == "cuda":
         layers = {name: layer.bfloat16() for name, layer in layers.items()}
     for tokens in args.tokens:
-        calls = {name: fitting(layer, name, tokens, device) for name, layer in layers.items()}
-        times = time_calls({name: call for name, (_, call) in calls.items()}, args.rounds, device)
+        calls = {
+            name: find_fitting_call(layer, name, tokens, device) for name, layer in layers.items()
+        }
+        timed = {name: call for name, (_, call) in calls.items()}
+        times = time_calls(timed, args.rounds, device, warm_up=1)
         rows = []
         for name, (fits, call) in calls.items():
             row = dict(op="sparse_attention", shape=f"{fits} tokens", backend=name)
-            rows.append(row | dict(ms=round(times[name], 3), gib=peak_of(call, device)))
+            rows.append(row | dict(ms=round(times[name], 3), gib=measure_memory(call, device)))
             print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
         if args.results is not None:
             append_rows(args.results, MODULE, rows, num_gpus=1)
     return 0
 
 
-def parse() -> argparse.Namespace:
-    """Return the arguments."""
+def parse_arguments() -> argparse.Namespace:
+    """Return the command-line arguments."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--tokens", type=int, nargs="+", default=[8192, 32768], help="of the row")
@@ -78,7 +81,7 @@ def parse() -> argparse.Namespace:
 
 
 def make_layer(name: str, small: bool) -> nn.Module:
-    """Return the layer of a variant, random."""
+    """Return the layer of a variant with random weights."""
     from transformers import DeepseekV3Config, DeepseekV32Config
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
     from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention
@@ -100,10 +103,12 @@ def make_layer(name: str, small: bool) -> nn.Module:
     return layer
 
 
-def fitting(layer: nn.Module, name: str, tokens: int, device: torch.device) -> tuple[int, Call]:
-    """Return the largest of `tokens`, a half, a quarter, ... whose call fits, and the call."""
+def find_fitting_call(
+    layer: nn.Module, name: str, tokens: int, device: torch.device
+) -> tuple[int, Call]:
+    """Return the largest of `tokens`, `tokens` / 2, ... whose call fits in memory, and the call."""
     while True:
-        call = call_of(layer, name, tokens, device)
+        call = make_call(layer, name, tokens, device)
         try:
             call()
             return tokens, call
@@ -115,8 +120,8 @@ def fitting(layer: nn.Module, name: str, tokens: int, device: torch.device) -> t
         tokens //= 2
 
 
-def call_of(layer: Any, name: str, tokens: int, device: torch.device) -> Call:
-    """Return a forward and backward of a layer."""
+def make_call(layer: Any, name: str, tokens: int, device: torch.device) -> Call:
+    """Return a call that runs forward and backward of the layer."""
     dtype = layer.o_proj.weight.dtype
     g = torch.Generator(device).manual_seed(1)
     x = torch.randn(1, tokens, layer.o_proj.out_features, generator=g, device=device).to(dtype)
@@ -129,13 +134,13 @@ def call_of(layer: Any, name: str, tokens: int, device: torch.device) -> Call:
 
     def call() -> None:
         leaf = x.detach().requires_grad_()
-        y = layer(leaf, position_embeddings=turns, attention_mask=mask_of(name, leaf))[0]
+        y = layer(leaf, position_embeddings=turns, attention_mask=make_mask(name, leaf))[0]
         torch.autograd.grad(y, [leaf, *weights], x, allow_unused=True)
 
     return call
 
 
-def mask_of(name: str, x_1TD: Tensor) -> Tensor | None:
+def make_mask(name: str, x_1TD: Tensor) -> Tensor | None:
     """Return the mask that transformers makes for its own attention."""
     if name != "eager":
         return None
@@ -144,36 +149,16 @@ def mask_of(name: str, x_1TD: Tensor) -> Tensor | None:
     return x_1TD.new_full((tokens, tokens), least).triu_(1)[None, None]
 
 
-def time_calls(calls: dict[str, Call], rounds: int, device: torch.device) -> dict[str, float]:
-    """Return milliseconds of each call; they take turns, after a round that does not count."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(1 + rounds):
-        for name, call in calls.items():
-            wait(device)
-            start = time.perf_counter()
-            call()
-            wait(device)
-            if turn:
-                times[name].append(1e3 * (time.perf_counter() - start))
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def peak_of(call: Call, device: torch.device) -> float | None:
-    """Return the GiB that a call allocates at most; None on a CPU."""
+def measure_memory(call: Call, device: torch.device) -> float | None:
+    """Return the peak memory of a call in GiB; None on a CPU."""
     if device.type != "cuda":
         return None
-    wait(device)
+    synchronize(device)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     call()
-    wait(device)
+    synchronize(device)
     return round((torch.cuda.max_memory_allocated() - before) / 2**30, 3)
-
-
-def wait(device: torch.device) -> None:
-    """Wait for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-r"""Rows of experts in pages against room for a skewed load in every layer: bytes kept, and time.
+"""Saved rows of experts in pages, against room for a skewed load in every layer: memory and time.
 
     python -m benchmarks.bench_stash --results
 
-One GPU runs a decoder whose layers have room for `--room` times the rows that come, as a rank has
-whose factor holds a load of that skew; all rows lie where their tokens are, so a rank's load is the
-mean. Variants take turns on one model: "room" keeps what there is room for, "pages" only the rows
-that came (`MemoryOptions.stash`), "factor" has room for `--row-factor` times these, as a rank whose
-steps are repeated when more come, "exact" has no room beyond them, as a dispatcher that waits for
-counts. No step is repeated here: one that is takes another step's time, and leaves a larger factor.
-`kept` is what a forward and backward of it takes: memory between forward and backward,
-pools of pages included, less what there was before; `peak` likewise, at most. `host ms` is how long
-the host takes to launch a forward and backward while the GPU has nothing else to do.
+One GPU runs a decoder whose layers have room for `--room` times the routed rows, like a rank whose
+factor allows for a load of that skew. All rows stay on the rank, so its load is the mean. The
+variants alternate on one model: "room" saves all rows that there is room for, "pages" only the
+routed rows (`MemoryOptions.stash`). "factor" has room for `--row-factor` times the routed rows,
+like a rank that repeats steps with more rows. "exact" has no further room, like a dispatcher that
+waits for counts. No step is repeated here: a repeat would take the time of another step and leave a
+larger factor. `kept` is the memory between forward and backward, including pools of pages, less the
+memory before; `peak` is the most memory, likewise. `host ms` is the time in which the host launches
+a forward and backward on an idle GPU.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ VARIANTS = ("room", "pages", "factor", "exact")
 
 
 class Bench:
-    """A model whose rows are kept as a variant does."""
+    """A model that saves rows as a variant says."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -70,7 +70,7 @@ class Bench:
         self.stash = Stash(self.device, sizes, len(self.layers))
 
     def prepare(self, variant: str) -> None:
-        """Keep rows as a variant does."""
+        """Set how rows are saved."""
         self.stash.detach()
         rooms = {"exact": 1, "factor": self.args.row_factor}
         for layer in self.layers:
@@ -80,10 +80,10 @@ class Bench:
         self.step.drop()
 
     def loss(self) -> Tensor:
-        """Return the loss of a forward."""
+        """Run a forward and return its loss."""
         return self.model(self.tokens_BT, self.tokens_BT.roll(-1, 1))
 
-    def fwd_bwd(self) -> Tensor:
+    def forward_backward(self) -> Tensor:
         """Run forward and backward."""
         with self.step.micro_batch():
             loss = self.loss()
@@ -92,23 +92,23 @@ class Bench:
         return loss.detach()
 
     def host_ms(self, variant: str) -> float:
-        """Return the host's time of a forward and backward, the median of several."""
+        """Return the median host time of a forward and backward in milliseconds."""
         self.prepare(variant)
         found = []
         for _ in range(7):
             self._settle()
             start = time.perf_counter()
-            self.fwd_bwd()
+            self.forward_backward()
             found.append(1e3 * (time.perf_counter() - start))
         return statistics.median(found)
 
     def sizes(self, variant: str) -> dict[str, int]:
-        """Return bytes kept and at the peak, of a second forward and backward."""
+        """Return the saved and the peak bytes of a second forward and backward."""
         self.stash.close()
         self._settle()
         before = torch.cuda.memory_allocated() if self.is_gpu else 0
         self.prepare(variant)
-        self.fwd_bwd()
+        self.forward_backward()
         self._settle()
         if not self.is_gpu:
             return {"kept": 0, "peak": 0}
@@ -130,18 +130,18 @@ class Bench:
 
 def main() -> int:
     """Measure, print and record a row per variant."""
-    args = _arguments()
+    args = _parse_arguments()
     bench = Bench(args)
     losses = set()
     sizes = {}
     for variant in VARIANTS:
         sizes[variant] = bench.sizes(variant)
-        losses.add(bench.fwd_bwd().item())
+        losses.add(bench.forward_backward().item())
     if len(losses) > 1:
         print(f"bench_stash: error: losses differ ({losses}): no numbers", file=sys.stderr)
         return 1
     effort = FULL if bench.is_gpu else SMOKE
-    calls = dict.fromkeys(VARIANTS, bench.fwd_bwd)
+    calls = dict.fromkeys(VARIANTS, bench.forward_backward)
     how: dict[str, Any] = dict(device=bench.device, effort=effort, prepare=bench.prepare)
     timings = time_variants(calls, **how)
     host_ms = {variant: bench.host_ms(variant) for variant in VARIANTS}
@@ -163,7 +163,7 @@ def main() -> int:
     return 0
 
 
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, default=24)

@@ -1,20 +1,20 @@
-r"""Optimizer state in host memory, and steps on the host: what a training step takes and holds.
+r"""Optimizer state in host memory, and optimizer steps on the host: time and memory of a step.
 
     torchrun --nproc-per-node 1 -m benchmarks.bench_state_offload --preset qwen3-30b-a3b \
         --layers 6 --batch-size 16 --seq-len 4096 --micro-batches 4 --gigabytes 16
 
     plain           AdamW on the GPU
-    away            the same, `--gigabytes` of its state away between steps (StateOffload): copies
-                    run beside forward and backward
-    host            HostAdamW, `--host-fraction` of the parameters' bytes
+    away            the same with `--gigabytes` of its state on the host between steps
+                    (StateOffload): copies run beside forward and backward
+    host            HostAdamW for `--host-fraction` of the parameters' bytes
     host, away      both
-    plain again     the first once more: how far the clocks have drifted
+    plain again     the first once more, which shows the drift of the clocks
 
 All train the native decoder on random tokens from the same weights, with fp32 weights and moments
-and bf16 compute (fp32 on CPUs), one after the other in one run. A step's time is from the end of
-the one before to its own, on the slowest rank; the median counts. The peak is that of the timed
+and bf16 compute (fp32 on CPUs), one after the other in one run. A step lasts from the end of the
+step before to its own end, on the slowest rank; the median counts. The peak is that of the timed
 steps. Losses of one step must agree. With several ranks set OMP_NUM_THREADS to the cores of a rank,
-for the host's steps. Rank 0 prints a table; `--results` appends a row per variant to
+for steps on the host. Rank 0 prints a table; `--results` appends a row per variant to
 <folder>/<day>-<gpu>.jsonl.
 """
 
@@ -55,11 +55,11 @@ BYTES_OF_STATE = 8  # per parameter
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """How a run keeps and steps its state.
+    """Where a run keeps and steps its optimizer state.
 
     Attributes:
-        on_host: by HostAdamW.
-        away: in host memory between steps.
+        on_host: whether HostAdamW steps parameters.
+        away: whether state is in host memory between steps.
     """
 
     on_host: bool = False
@@ -76,8 +76,8 @@ VARIANTS = {
 
 
 def main() -> int:
-    """Run the variants and report on this rank of torchrun."""
-    args = parse()
+    """Run the variants on the ranks of torchrun, and report."""
+    args = parse_arguments()
     if "WORLD_SIZE" not in os.environ:
         print("bench_state_offload: error: start it with torchrun -m", file=sys.stderr)
         return 2
@@ -90,15 +90,15 @@ def main() -> int:
         row = {"op": "state_offload", "variant": name} | describe(args, config)
         rows.append(row | run(VARIANTS[name], args, config, meshes))
         if dist.get_rank() == 0:
-            print(line_of(rows[-1], rows[0]), flush=True)
+            print(format_row(rows[-1], rows[0]), flush=True)
     if dist.get_rank() == 0 and args.results is not None:
         append_rows(args.results, "benchmarks.bench_state_offload", rows)
     dist.barrier()
     return 0
 
 
-def parse() -> argparse.Namespace:
-    """Return the arguments."""
+def parse_arguments() -> argparse.Namespace:
+    """Return the command-line arguments."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--preset", default="qwen3-30b-a3b")
@@ -117,7 +117,7 @@ def parse() -> argparse.Namespace:
 
 
 def describe(args: argparse.Namespace, config: DecoderConfig) -> Row:
-    """Return what distinguishes two rows beside the variant."""
+    """Return the fields that distinguish two rows, besides the variant."""
     return {
         "preset": args.preset,
         "layers": config.num_layers,
@@ -131,7 +131,7 @@ def describe(args: argparse.Namespace, config: DecoderConfig) -> Row:
 
 
 def build(config: DecoderConfig, meshes: Meshes) -> Decoder:
-    """Return the model, the same in every variant."""
+    """Return the model, the same for every variant."""
     on_gpu = meshes.device_type == "cuda"
     model = Decoder(config, device="meta")
     parallelize_moe(
@@ -146,7 +146,7 @@ def build(config: DecoderConfig, meshes: Meshes) -> Decoder:
 
 
 def run(variant: Variant, args: argparse.Namespace, config: DecoderConfig, meshes: Meshes) -> Row:
-    """Train by one variant and free what it held; collective."""
+    """Train one variant and free its memory; collective."""
     try:
         return train(variant, args, config, meshes)
     finally:
@@ -165,7 +165,7 @@ def train(variant: Variant, args: argparse.Namespace, config: DecoderConfig, mes
         optimizer = HostAdamW(model.parameters(), lr=args.lr, host_fraction=fraction)
     else:
         optimizer = AdamW(model.parameters(), lr=args.lr)
-    num_params = sum(_local(p).numel() for p in model.parameters())
+    num_params = sum(_get_local(p).numel() for p in model.parameters())
     moved = min(args.gigabytes * 1e9 / (BYTES_OF_STATE * num_params), 1.0)
     offload = None
     if variant.away:
@@ -188,8 +188,8 @@ def train(variant: Variant, args: argparse.Namespace, config: DecoderConfig, mes
     if offload is not None:
         offload.close()
     step.close()
-    return times_of(moments, args, device) | {
-        "losses": mean_losses(torch.stack(losses)),
+    return summarize_times(moments, args, device) | {
+        "losses": reduce_losses(torch.stack(losses)),
         "params": num_params,
         "peak_gib": peak / 2**30,
         "pinned_gib": held / 2**30,
@@ -198,7 +198,7 @@ def train(variant: Variant, args: argparse.Namespace, config: DecoderConfig, mes
 
 
 def forward_backward(model: Decoder, step: TrainStep, tokens: Tensor) -> Tensor:
-    """Run the micro-batches of a step; return its loss."""
+    """Run the micro-batches of a step and return its loss."""
     total = torch.zeros((), device=tokens.device)
     for tokens_BT in tokens:
         with step.micro_batch():
@@ -208,8 +208,8 @@ def forward_backward(model: Decoder, step: TrainStep, tokens: Tensor) -> Tensor:
     return total
 
 
-def times_of(moments: list[Moment], args: argparse.Namespace, device: torch.device) -> Row:
-    """Return the median and the extremes of the timed steps, on the slowest rank; collective."""
+def summarize_times(moments: list[Moment], args: argparse.Namespace, device: torch.device) -> Row:
+    """Return median, minimum and maximum of the slowest rank's step times; collective."""
     times = [before.seconds_until(end) for before, end in pairwise(moments)][-args.timed :]
     slowest = torch.tensor(times, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
@@ -217,14 +217,14 @@ def times_of(moments: list[Moment], args: argparse.Namespace, device: torch.devi
     return {"step_ms": statistics.median(found), "least_ms": min(found), "most_ms": max(found)}
 
 
-def mean_losses(losses: Tensor) -> list[float]:
-    """Return the loss of each step over all ranks; collective."""
+def reduce_losses(losses: Tensor) -> list[float]:
+    """Return the mean loss of each step over all ranks; collective."""
     dist.all_reduce(losses)
     return [round(x, 5) for x in (losses / dist.get_world_size()).tolist()]
 
 
-def line_of(row: Row, first: Row) -> str:
-    """Return a row as it is printed, beside the first variant."""
+def format_row(row: Row, first: Row) -> str:
+    """Return a line with the row and its ratios to the first variant."""
     apart = max(abs(a - b) for a, b in zip(row["losses"], first["losses"], strict=True))
     added = (row["step_ms"] - first["step_ms"]) / 1e3
     return (
@@ -235,7 +235,7 @@ def line_of(row: Row, first: Row) -> str:
     )
 
 
-def _local(tensor: Any) -> Tensor:
+def _get_local(tensor: Any) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 

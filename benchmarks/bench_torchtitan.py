@@ -1,14 +1,14 @@
-r"""A step in torchtitan 0.2.2: its own Qwen3, that with moecore's layers, moecore's decoder.
+"""A step in torchtitan 0.2.2: stock Qwen3, Qwen3 with moecore's layers, or moecore's decoder.
 
     torchrun --nproc-per-node 8 -m benchmarks.bench_torchtitan --variant stock --batch-size 2
     torchrun --nproc-per-node 8 -m benchmarks.bench_torchtitan --variant decoder --batch-size 4
     torchrun --nproc-per-node 2 -m benchmarks.bench_torchtitan --variant layers --layers 12
 
 A run has one variant, because torchtitan's Trainer ends the process group. Tokens are random,
-routers fresh, EP is over all ranks, blocks are compiled and nothing is recomputed. tokens/s are the
-median of torchtitan's own, each of `WINDOW` steps. `pip install '.[titan]' 'torch<2.14'` brings
-torchtitan. CPU ranks run `--tiny`, more than one of them with moecore's layers alone, since gloo
-has no sum that FSDP2 takes.
+routers randomly initialised, EP is over all ranks, blocks are compiled and nothing is recomputed.
+tokens/s is the median of torchtitan's values, each over `WINDOW` steps. Install torchtitan with
+`pip install '.[titan]' 'torch<2.14'`. CPU ranks need `--tiny`; several CPU ranks only run moecore's
+layers, since gloo lacks the sum that FSDP2 uses.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ TINY = {"dim": 64, "hidden_dim": 64, "moe_inter_dim": 32, "vocab_size": 512}
 
 
 def main() -> None:
-    """Train, and append what rank 0 has found."""
-    args = _arguments()
+    """Train, and append the row on rank 0."""
+    args = _parse_arguments()
     if not torch.cuda.is_available():
         from examples.torchtitan import cpu
 
@@ -47,7 +47,7 @@ def main() -> None:
 
     register(args)
     with TemporaryDirectory() as folder:
-        trainer = Trainer(ConfigManager().parse_args(words(args, folder)))
+        trainer = Trainer(ConfigManager().parse_args(make_command_line(args, folder)))
         log, found = trainer.metrics_processor.logger.log, []
 
         def keep(metrics: dict[str, Any], step: int) -> None:
@@ -63,7 +63,7 @@ def main() -> None:
         "op": "torchtitan",
         **{name: getattr(args, name) for name in ("variant", "layers", "batch_size", "seq_len")},
         "tokens_per_second_per_gpu": tokens,
-        "tflops_per_gpu": tokens * flops_per_token(config_of(args), args.seq_len) / 1e12,
+        "tflops_per_gpu": tokens * flops_per_token(make_config(args), args.seq_len) / 1e12,
         "peak_gib": max(m["memory/max_active(GiB)"] for m in found),
         "losses": [m["loss_metrics/global_avg_loss"] for m in found],
     }
@@ -74,13 +74,13 @@ def main() -> None:
             append_rows(args.results, "benchmarks.bench_torchtitan", [row], num_gpus=world)
 
 
-def config_of(args: argparse.Namespace) -> DecoderConfig:
-    """Return the model as moecore's decoder."""
+def make_config(args: argparse.Namespace) -> DecoderConfig:
+    """Return the config of the model as moecore's decoder."""
     return replace(preset("tiny-qwen3" if args.tiny else PRESET), num_layers=args.layers)
 
 
 def register(args: argparse.Namespace) -> None:
-    """Register the model of a variant under its name."""
+    """Register the model of a variant in torchtitan by name."""
     from torchtitan.models import qwen3
     from torchtitan.protocols.train_spec import register_train_spec
 
@@ -89,20 +89,20 @@ def register(args: argparse.Namespace) -> None:
     stock = qwen3.get_train_spec()
     sizes: dict[str, Any] = {"n_layers": args.layers, **(TINY if args.tiny else {})}
     flavor = replace(stock.model_args[FLAVOR], **sizes)
-    config = config_of(args)
+    config = make_config(args)
     if args.variant == "decoder":
-        batches = specs.add_labels(partial(random_batches, vocab_size=config.vocab_size))
+        batches = specs.add_labels(partial(make_random_batches, vocab_size=config.vocab_size))
         spec = replace(specs.decoder_spec({FLAVOR: config}), build_dataloader_fn=batches)
     else:
-        batches = partial(random_batches, vocab_size=flavor.vocab_size)
+        batches = partial(make_random_batches, vocab_size=flavor.vocab_size)
         stock = replace(stock, model_args={FLAVOR: flavor}, build_dataloader_fn=batches)
         spec = specs.accelerated(stock) if args.variant == "layers" else stock
     spec = replace(spec, build_tokenizer_fn=None, build_validator_fn=None)
     register_train_spec(f"bench_{args.variant}", spec)
 
 
-def words(args: argparse.Namespace, folder: str) -> list[str]:
-    """Return the command line of `torchtitan.train`."""
+def make_command_line(args: argparse.Namespace, folder: str) -> list[str]:
+    """Return the arguments of `torchtitan.train`."""
     world, is_gpu = os.environ["WORLD_SIZE"], torch.cuda.is_available()
     settings: dict[str, Any] = {
         "job.dump_folder": folder,
@@ -126,7 +126,7 @@ def words(args: argparse.Namespace, folder: str) -> list[str]:
 
 
 class RandomBatches:
-    """Rows of random tokens, others on each data rank."""
+    """Rows of random tokens, different on each data rank."""
 
     def __init__(self, dp_rank: int, job_config: Any, vocab_size: int) -> None:
         training = job_config.training
@@ -140,19 +140,21 @@ class RandomBatches:
             yield {"input": rows[:, :-1].contiguous()}, rows[:, 1:].contiguous()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: a benchmark goes on from no checkpoint."""
+        """Return no state: a benchmark does not resume."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on as it is."""
+        """Ignore the state."""
 
 
-def random_batches(*, vocab_size: int, dp_rank: int, job_config: Any, **_: Any) -> RandomBatches:
-    """Return batches of a data rank; the signature is torchtitan's but for the first."""
+def make_random_batches(
+    *, vocab_size: int, dp_rank: int, job_config: Any, **_: Any
+) -> RandomBatches:
+    """Return the batches of a data rank, with torchtitan's signature."""
     return RandomBatches(dp_rank, job_config, vocab_size)
 
 
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--variant", choices=VARIANTS, default="stock")

@@ -1,19 +1,19 @@
-"""A decoder layer over tensor parallel ranks: forward and backward, and what exchanges add to them.
+"""A decoder layer over tensor parallel ranks: forward and backward, and the cost of exchanges.
 
     torchrun --nproc-per-node 2 -m benchmarks.bench_tp --results
     torchrun --nproc-per-node 2 -m benchmarks.bench_tp --seq-lens 1024 2048 4096 8192
 
-All ranks are tp ranks of one native decoder layer. Variants take turns in one run:
+All ranks are tp ranks of one native decoder layer. The variants alternate in one run:
 
     in turn     exchanges before and after products: `TensorParallel.gather`, `reduce_scatter`
-    sliced      exchanges as parts of products, whatever the size of a slice (`tp_products.py`)
-    alone       no exchange: numbers of the same shapes from this rank's memory in their place
+    sliced      exchanges as parts of products, for slices of any size (`tp_products.py`)
+    alone       no exchange: tensors of the same shapes from this rank's memory
 
-A step's time is that of the slowest rank, over the steps of a turn, the median of all rounds.
-`exposed` is a step's time above that of "alone". Before anything is timed, outputs and gradients of
-sliced exchanges are compared: of few tokens with fp32, where they are at most twice as wrong as
-exchanges in turn, and of all tokens with exchanges in turn. `chosen` is what runs without this
-benchmark: a sliced exchange where a slice has `MIN_SLICE_BYTES`.
+A step's time is the slowest rank's mean over some steps, the median of all rounds. `exposed` is a
+step's time above that of "alone". Before the measurements, outputs and gradients of sliced
+exchanges are checked: for few tokens their error against fp32 is at most twice that of exchanges in
+turn, and for all tokens they are compared with exchanges in turn. `chosen` is the default without
+this benchmark: a sliced exchange if a slice has `MIN_SLICE_BYTES`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.bench_pairs import seconds_per_step, start
+from benchmarks.bench_pairs import start_group, time_steps
 from benchmarks.records import RESULTS, append_rows, results_path
 from moecore.attention.sequence import Sequence
 from moecore.base.torch_private import get_local_tensor
@@ -69,21 +69,21 @@ CHECKED_TOKENS = 1024  # of a sequence, in fp32
 TIMES_ERROR, MOST_DIFFERENCE = 2.0, 0.02
 
 
-class Alone(TensorParallel):
-    """A tp rank that exchanges nothing: what came before from other ranks stays where it was."""
+class WithoutExchange(TensorParallel):
+    """A tp rank without exchanges: its memory keeps previous values in place of received ones."""
 
     def gather(self, x_BtD: Tensor) -> Tensor:
-        """Return x_BTD of a buffer; its gradient is this rank's slice."""
-        return exchange_with_grad(x_BtD, self._whole, self._slice)
+        """Return x_BTD from a buffer; its gradient is this rank's slice."""
+        return exchange_with_grad(x_BtD, self._get_buffer, self._slice)
 
     def reduce_scatter(self, y_BTD: Tensor) -> Tensor:
         """Return this rank's slice; its gradient is a buffer."""
-        return exchange_with_grad(y_BTD, self._slice, self._whole)
+        return exchange_with_grad(y_BTD, self._slice, self._get_buffer)
 
     def _slice(self, x_BTD: Tensor) -> Tensor:
         return x_BTD.chunk(self.size, dim=1)[self.rank]
 
-    def _whole(self, x_BtD: Tensor) -> Tensor:
+    def _get_buffer(self, x_BtD: Tensor) -> Tensor:
         B, t, D = x_BtD.shape
         buffers = vars(self).setdefault("buffers", {})
         key = (B, t * self.size, D)
@@ -94,7 +94,7 @@ class Alone(TensorParallel):
 
 
 class Layer:
-    """This rank's part of a layer, and what it computes; the same weights in each dtype."""
+    """This rank's part of a layer, with the same weights in each dtype."""
 
     def __init__(self, name: str, dtype: torch.dtype, device: torch.device) -> None:
         config = LAYERS[name]
@@ -115,10 +115,10 @@ class Layer:
             if not (self.is_attention and n.startswith(("mlp", "post_attention")))
         ]
         self.tp = TensorParallel(mesh.get_group(), mesh.get_local_rank(), mesh.size())
-        self.alone = Alone(self.tp.group, self.tp.rank, self.tp.size)
+        self.alone = WithoutExchange(self.tp.group, self.tp.rank, self.tp.size)
 
     def inputs(self, batch_size: int, seq_len: int, dtype: torch.dtype) -> list[Tensor]:
-        """Return x_BtD and the gradient of what comes out."""
+        """Return x_BtD and the gradient of the output."""
         g = torch.Generator(self.device).manual_seed(100 + dist.get_rank())
         size = (2, batch_size, seq_len // self.tp.size, self.config.dim)
         both = torch.randn(size, generator=g, device=self.device).bfloat16()
@@ -132,15 +132,15 @@ class Layer:
         grads = torch.autograd.grad(y_BtD, [x_BtD, *self.params], dy_BtD)
         return [y_BtD.detach(), *(get_local_tensor(grad) for grad in grads)]
 
-    def sequence_of(self, seq_len: int) -> Sequence:
-        """Return one document in each row."""
+    def make_sequence(self, seq_len: int) -> Sequence:
+        """Return a sequence with one document per row."""
         return Sequence(
             rotary=build_rotary_table(self.config, torch.arange(seq_len, device=self.device))
         )
 
     @contextmanager
     def variant(self, name: str) -> Iterator[None]:
-        """Within, exchange as a variant does."""
+        """Return a context in which the layer exchanges as a variant does."""
         least, exchange_of = 0 if name == "sliced" else 1 << 62, tp_products.select_exchange
         if self.device.type == "cpu":
             exchange_of = lambda *_: REFERENCE  # noqa: E731
@@ -156,11 +156,11 @@ class Layer:
 
 def main() -> int:
     """Print and record a row per layer, batch size, length and variant; on ranks of torchrun."""
-    args = _arguments()
+    args = _parse_arguments()
     if "WORLD_SIZE" not in os.environ:
         print("bench_tp: error: start it with torchrun --nproc-per-node 2 -m", file=sys.stderr)
         return 2
-    device = start()
+    device = start_group()
     for name in args.layers:
         if LAYERS[name].num_kv_heads % dist.get_world_size():
             if dist.get_rank() == 0:
@@ -168,14 +168,14 @@ def main() -> int:
                     f"{name}: left out, its heads of keys are too few for these ranks", flush=True
                 )
             continue
-        errors = check_errors(name, min(CHECKED_TOKENS, *args.seq_lens), device)
+        errors = measure_errors(name, min(CHECKED_TOKENS, *args.seq_lens), device)
         for seq_len in args.seq_lens:
             for batch_size in args.batch_sizes:
                 rows = measure(name, batch_size, seq_len, device, args)
                 rows = [row | errors for row in rows]
                 if dist.get_rank() == 0:
                     print("\n".join(json.dumps(row) for row in rows), flush=True)
-                    print(*_table(rows), sep="\n", flush=True)
+                    print(*_format_rows(rows), sep="\n", flush=True)
                     if args.results is not None:
                         world = dist.get_world_size()
                         append_rows(args.results, "benchmarks.bench_tp", rows, num_gpus=world)
@@ -183,20 +183,20 @@ def main() -> int:
     return 0
 
 
-def check_errors(name: str, seq_len: int, device: torch.device) -> dict[str, float]:
-    """Return the worst errors against fp32 of any tensor; raise where sliced ones are too large.
+def measure_errors(name: str, seq_len: int, device: torch.device) -> dict[str, float]:
+    """Return the worst errors of any tensor against fp32; raise for too large sliced ones.
 
     Collective.
     """
     exact, layer = (Layer(name, dtype, device) for dtype in (torch.float32, torch.bfloat16))
-    sequence = layer.sequence_of(seq_len)
+    sequence = layer.make_sequence(seq_len)
     with exact.variant("in turn"):
         truth = exact.step(*exact.inputs(2, seq_len, torch.float32), sequence)
     errors = []
     for variant in ("in turn", "sliced"):
         with layer.variant(variant):
             found = layer.step(*layer.inputs(2, seq_len, torch.bfloat16), sequence)
-        errors.append([_difference(a, b) for a, b in zip(found, truth, strict=True)])
+        errors.append([_compute_difference(a, b) for a, b in zip(found, truth, strict=True)])
     worst = max(b / a for a, b in zip(*errors, strict=True))
     if worst > TIMES_ERROR:
         raise RuntimeError(
@@ -205,15 +205,15 @@ def check_errors(name: str, seq_len: int, device: torch.device) -> dict[str, flo
     return {"error": max(errors[1]), "times_error": worst}
 
 
-def _difference(got: Tensor, want: Tensor) -> float:
-    """Return the norm of the difference over that of `want`, the largest of all ranks."""
+def _compute_difference(got: Tensor, want: Tensor) -> float:
+    """Return the norm of the difference over the norm of `want`, the largest of all ranks."""
     found = (got.float() - want.float()).norm() / want.float().norm()
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return found.item()
 
 
 def check_exchange(layer: Layer, x_BtD: Tensor) -> None:
-    """Raise where the variant of this name would exchange in turn. Collective."""
+    """Raise if the sliced variant does not use sliced exchanges. Collective."""
     linears = [layer.block.get_submodule("self_attn.q_proj")]
     with layer.variant("sliced"):
         if find_exchange(layer.tp, x_BtD, *x_BtD.shape[1:], linears) is None:
@@ -225,7 +225,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Return a row per variant; collective."""
     layer = Layer(name, torch.bfloat16, device)
-    inputs = *layer.inputs(batch_size, seq_len, torch.bfloat16), layer.sequence_of(seq_len)
+    inputs = *layer.inputs(batch_size, seq_len, torch.bfloat16), layer.make_sequence(seq_len)
     check_exchange(layer, inputs[0])
     step, results = partial(layer.step, *inputs), {}
     for variant in VARIANTS:
@@ -233,7 +233,7 @@ def measure(
             for _ in range(args.warm_up):
                 results[variant] = step()
     pairs = zip(results["sliced"], results["in turn"], strict=True)
-    difference = max(_difference(a, b) for a, b in pairs)
+    difference = max(_compute_difference(a, b) for a, b in pairs)
     if not difference <= MOST_DIFFERENCE:
         raise RuntimeError(
             f"sliced exchanges compute something else: {difference} of a tensor's norm"
@@ -243,7 +243,7 @@ def measure(
     for n in range(args.rounds):
         for variant in VARIANTS[:: 1 if n % 2 else -1]:
             with layer.variant(variant):
-                times[variant].append(seconds_per_step(step, args.steps, device) * 1e3)
+                times[variant].append(time_steps(step, args.steps, device) * 1e3)
     ms = {variant: statistics.median(values) for variant, values in times.items()}
     slice_bytes = inputs[0][0].nbytes
     is_long = slice_bytes >= tp_products.MIN_SLICE_BYTES
@@ -268,8 +268,8 @@ def measure(
     ]
 
 
-def _table(rows: list[dict[str, Any]]) -> list[str]:
-    """Return a line per row; shares are of "in turn"."""
+def _format_rows(rows: list[dict[str, Any]]) -> list[str]:
+    """Return a line per row, with times relative to "in turn"."""
     first = rows[0]
     where = f"batch {first['batch_size']} x {first['seq_len']}, slices {first['slice_mib']:.1f} MiB"
     lines = [f"{first['layer']}, tp {first['tp']}, {where}"]
@@ -283,7 +283,7 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add: Callable[..., Any] = parser.add_argument
     defaults = [name for name in LAYERS if name != "tiny"]

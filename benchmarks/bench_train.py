@@ -42,7 +42,7 @@ import torch.distributed as dist
 
 from benchmarks.power import PowerLog
 from benchmarks.records import RESULTS, Environment, append_row, results_path
-from benchmarks.trace import Breakdown, row_of_trace, table, trace
+from benchmarks.trace import Breakdown, format_table, make_trace_fields, trace
 from moecore.base.options.dispatch import NVLinkOptions
 from moecore.models import DecoderConfig
 from moecore.models.size import active_params, flops_per_token, num_params
@@ -110,8 +110,8 @@ PRINTED = (
 
 
 def main() -> int:
-    """Train, measure and report on this rank of torchrun."""
-    own, rest = parse_own(sys.argv[1:])
+    """Train, measure and report on the ranks of torchrun."""
+    own, rest = split_arguments(sys.argv[1:])
     if "WORLD_SIZE" not in os.environ:
         print("bench_train: error: start it with torchrun --nproc-per-node N -m", file=sys.stderr)
         return 2
@@ -121,14 +121,14 @@ def main() -> int:
         return print_rank_error(error, int(os.environ["RANK"]))
     args = dataclasses.replace(args, steps=max(args.steps, own.warm_up + own.timed))
     rows: list[Row] = []
-    for run in runs_of(own, args):
+    for run in list_runs(own, args):
         try:
-            check_own(own, args)
+            check_arguments(own, args)
             job = train.build_job(run)
             if own.routing == "balanced":
                 force_even_load(job.model)
             elif own.routing != "learned":
-                force_expert_loads(job.model, shares_of(own.routing))
+                force_expert_loads(job.model, parse_shares(own.routing))
             if not run.plain_host:
                 bind_to_gpu()
         except ARGUMENT_ERRORS as error:
@@ -137,7 +137,7 @@ def main() -> int:
             row = measure(job, own)
         except RUN_ERRORS as error:
             return print_run_error(error, run)
-        row["ceiling_tflops"] = ceiling(job.device)
+        row["ceiling_tflops"] = measure_ceiling(job.device)
         row["mfu"] = row["tflops_per_gpu"] / row["ceiling_tflops"]
         rows.append(row)
         if len(rows) == 2:
@@ -151,7 +151,7 @@ def main() -> int:
 
 
 def free_memory() -> None:
-    """Free what only cycles hold; `time_steps` has hidden them from the collector."""
+    """Free objects in cycles, which `time_steps` hides from the collector."""
     gc.enable()
     gc.unfreeze()
     gc.collect()
@@ -159,14 +159,14 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def runs_of(own: argparse.Namespace, args: TrainConfig) -> list[TrainConfig]:
-    """Return the arguments of each run: with --against-bf16 that without FP8 products is first."""
+def list_runs(own: argparse.Namespace, args: TrainConfig) -> list[TrainConfig]:
+    """Return the arguments of each run; with --against-bf16 a run without FP8 is first."""
     bf16 = dataclasses.replace(args, precision=None, fp8={})
     return [bf16, args] if own.against_bf16 else [args]
 
 
-def check_own(own: argparse.Namespace, args: TrainConfig) -> None:
-    """Raise ValueError for this script's options where they do not go with the others."""
+def check_arguments(own: argparse.Namespace, args: TrainConfig) -> None:
+    """Raise ValueError for this script's options that cannot be combined with the others."""
     if args.cuda_graph and own.warm_up < GRAPH_WARM_UP:
         raise ValueError(
             f"--warm-up ({own.warm_up}) must be >= {GRAPH_WARM_UP} with --cuda-graph, whose "
@@ -176,8 +176,8 @@ def check_own(own: argparse.Namespace, args: TrainConfig) -> None:
         raise ValueError("--precision (None) must be set with --against-bf16: use blockwise")
 
 
-def shares_of(routing: str) -> dict[int, float]:
-    """Return expert id -> share of "0:0.05,7:0.02"."""
+def parse_shares(routing: str) -> dict[int, float]:
+    """Return the share of each expert id in a text like "0:0.05,7:0.02"."""
     try:
         pairs = [pair.split(":") for pair in routing.split(",")]
         return {int(expert): float(share) for expert, share in pairs}
@@ -187,8 +187,8 @@ def shares_of(routing: str) -> dict[int, float]:
         ) from None
 
 
-def parse_own(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return this script's arguments and those of moecore train."""
+def split_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return this script's arguments and the arguments of `moecore train`."""
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0],
         epilog="All other options are those of moecore train: see its --help.",
@@ -210,7 +210,7 @@ def measure(job: CorpusTraining, own: argparse.Namespace) -> Row:
     seconds, metrics, power = time_steps(job, warm_up=own.warm_up, timed=own.timed)
     row = describe_run(job, seconds, metrics, own.routing) | power
     if own.trace and job.device.type == "cuda":
-        row |= traced(job, first_step=own.warm_up + own.timed + 1)
+        row |= break_down_step(job, first_step=own.warm_up + own.timed + 1)
     job.owner.check()  # no row of steps whose tokens got lost
     return row
 
@@ -237,13 +237,13 @@ def time_steps(
 
 
 def run_steps(job: CorpusTraining, steps: range) -> tuple[list[Moment], list[Metrics]]:
-    """Return the end of each step and its metrics; all have ended."""
+    """Run steps to their end; return the end of each and its metrics."""
     launched: list[LaunchedStep] = []
     metrics = []
     for step in steps:
         launched.append(train_step(job, step))
-        metrics += [done.metrics() for done in launched[-2:-1]]
-    metrics += [done.metrics() for done in launched[-1:]]
+        metrics += [done.read_metrics() for done in launched[-2:-1]]
+    metrics += [done.read_metrics() for done in launched[-1:]]
     return [done.ended for done in launched], metrics
 
 
@@ -255,7 +255,7 @@ def describe_run(
     slowest = torch.tensor(seconds, dtype=torch.float64, device=job.device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     step_s = statistics.median(slowest.tolist())
-    rate = _tokens(job.shape) / step_s / world
+    rate = _count_tokens(job.shape) / step_s / world
     flops = flops_per_token(config, job.shape.seq_len)
     peak = torch.zeros(2, dtype=torch.float64, device=job.device)
     if job.device.type == "cuda":
@@ -269,11 +269,11 @@ def describe_run(
         "num_gpus": world,
         "parameters": num_params(config),
         "active_parameters": active_params(config),
-        **shown_options(job.args, config, routing),
+        **list_options(job.args, config, routing),
         "optimizer": optimizer.optimizer,
         "moment_dtype": optimizer.moment_dtype,
         "ep": job.meshes.parallel.ep,
-        "tokens_per_step": _tokens(job.shape),
+        "tokens_per_step": _count_tokens(job.shape),
         "step_ms": step_s * 1e3,
         "slowest_step_ms": max(slowest.tolist()) * 1e3,
         RATE: rate,
@@ -287,8 +287,8 @@ def describe_run(
     }
 
 
-def shown_options(args: TrainConfig, config: DecoderConfig, routing: str) -> Row:
-    """Return the options that distinguish two runs, under their names in the records."""
+def list_options(args: TrainConfig, config: DecoderConfig, routing: str) -> Row:
+    """Return the options that distinguish two runs, by their names in the records."""
     sharding, fsdp, nvlink = args.sharding, args.fsdp, args.nvlink or NVLinkOptions()
     assert config.moe is not None
     values = {name: getattr(args, name) for name in SHOWN if hasattr(args, name)}
@@ -320,14 +320,14 @@ def shown_options(args: TrainConfig, config: DecoderConfig, routing: str) -> Row
     return {name: values[name] for name in SHOWN}
 
 
-def traced(job: CorpusTraining, *, first_step: int) -> Row:
-    """Return the breakdown of one more step on rank 0; every rank steps."""
+def break_down_step(job: CorpusTraining, *, first_step: int) -> Row:
+    """Run one more step on every rank, and return its breakdown on rank 0."""
     dist.barrier()
-    return row_of_trace(trace(lambda: train_step(job, first_step).metrics()))
+    return make_trace_fields(trace(lambda: train_step(job, first_step).read_metrics()))
 
 
-def ceiling(device: torch.device) -> float:
-    """Return the TFLOP/s of a large square bf16 product, at the clocks of a busy GPU."""
+def measure_ceiling(device: torch.device) -> float:
+    """Return the TFLOP/s of a large square bf16 product at the clocks of a busy GPU."""
     n = CEILING_SIDE if device.type == "cuda" else 256
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
     count, stop = 0, time.perf_counter() + (CEILING_SECONDS if device.type == "cuda" else 0.01)
@@ -342,8 +342,8 @@ def ceiling(device: torch.device) -> float:
 
 
 def report(row: Row, folder: Path | None) -> None:
-    """Print the row, a committed one with the same arguments beside it, and append it."""
-    ours = committed(row)
+    """Print the row and a committed row of the same arguments, and append the row."""
+    ours = find_committed(row)
     for name in (f for f in PRINTED if f in row):
         beside = f"   committed {ours[name]:.4g}" if ours and name in ours else ""
         print(f"{name:<28}{row[name]:.4g}{beside}")
@@ -360,17 +360,17 @@ def report(row: Row, folder: Path | None) -> None:
             longest={},
             gaps={name: (ms, count) for name, ms, count in row["gaps"]},
         )
-        print("\n".join(table(found)))
+        print("\n".join(format_table(found)))
         for name, (ms, count) in list(found.gaps.items())[:12]:
             print(f"idle {ms:.2f} ms, {count} times: {name}", flush=True)
     if folder is None:
         return
     command = shlex.join(["-m", "benchmarks.bench_train", *sys.argv[1:]])
     environment = dataclasses.replace(Environment.here(), command=command)
-    append_row(folder, environment, {k: _short(v) for k, v in row.items()})
+    append_row(folder, environment, {k: _round(v) for k, v in row.items()})
 
 
-def committed(row: Row) -> Row | None:
+def find_committed(row: Row) -> Row | None:
     """Return the newest committed row of the same case, or None."""
     same = ("op", "preset", "num_gpus", *SHOWN)
     rows = []
@@ -381,17 +381,17 @@ def committed(row: Row) -> Row | None:
     return found[-1] if found else None
 
 
-def _tokens(shape: BatchShape) -> int:
+def _count_tokens(shape: BatchShape) -> int:
     """Return the tokens of a step; rows have no padding here."""
     return shape.data_ranks * shape.grad_accum * shape.batch_size * shape.seq_len
 
 
-def _short(value: Any) -> Any:
+def _round(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, list):
-        return [_short(v) for v in value]
-    return {k: _short(v) for k, v in value.items()} if isinstance(value, dict) else value
+        return [_round(v) for v in value]
+    return {k: _round(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 if __name__ == "__main__":

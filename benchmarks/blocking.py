@@ -1,13 +1,13 @@
-"""How long a background save keeps a training step waiting, against the copy alone and torch's DCP.
+"""How long a background save blocks a training step, against a plain copy and torch's DCP.
 
     python -m benchmarks.bench_checkpoint --blocking --gib 8 [--optimizer] [--prepare] [--no-dcp]
 
-One GPU holds bf16 tensors of the sizes that a rank of Qwen3-30B-A3B has with ep=8, as many layers
-as make `--gib` GiB; `--optimizer` adds fp32 moments, four times as much. Before each save the
-tensors are overwritten and the device is idle. The clock runs while the call blocks; what is
-written meanwhile is waited for outside it and removed.
+One GPU has bf16 tensors of the sizes that a rank of Qwen3-30B-A3B has with ep=8, with as many
+layers as give `--gib` GiB; `--optimizer` adds fp32 moments, four times as much. Before each save
+the tensors are overwritten and the device is idle. The time is that of the blocking call;
+afterwards the writes are awaited and their files removed.
 
-The plain copy brings the same tensors into pinned memory in one go and waits once. Its memory is a
+The plain copy transfers the same tensors to pinned memory in one go and waits once. Its memory is a
 ring of 2 GiB, larger than any cache, so that it needs no second set of host copies.
 
 Rows go to benchmarks/results/checkpoint/<day>-<gpu>.jsonl; without a GPU to no file by default.
@@ -55,12 +55,12 @@ RING_BYTES = 2 << 30
 Row = dict[str, Any]
 
 
-def build(
+def build_layers(
     num_bytes: int, device: torch.device, *, optimizer: bool
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
-    """Return bf16 layers of so many bytes, and AdamW with fp32 moments if asked.
+    """Return bf16 layers of `num_bytes` bytes, and optionally AdamW with fp32 moments.
 
-    Fewer bytes than a layer has make one layer with narrower tensors.
+    If `num_bytes` is less than a layer, one layer with narrower tensors is made.
     """
     layers = max(1, round(num_bytes / LAYER_BYTES))
     scale = min(1.0, num_bytes / LAYER_BYTES)
@@ -83,7 +83,7 @@ def build(
     return model, adam
 
 
-def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+def name_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
     """Return all tensors by name, sharing their memory."""
     found = {name: param.detach() for name, param in model.named_parameters()}
     if optimizer is not None:
@@ -93,10 +93,10 @@ def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
 
 
 class Blocking:
-    """The measurements of one run; each returns milliseconds.
+    """The measurements of one run, in milliseconds.
 
     Args:
-        folder: for checkpoints; one at a time lies there.
+        folder: for checkpoints; it has one at a time.
         model: on the device.
         optimizer: of the model; None = none.
     """
@@ -105,7 +105,7 @@ class Blocking:
         self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> None:
         self.folder, self.model, self.optimizer = folder, model, optimizer
-        self.tensors = named_tensors(model, optimizer)
+        self.tensors = name_tensors(model, optimizer)
         self.num_bytes = sum(tensor.nbytes for tensor in self.tensors.values())
         self.cuda = any(tensor.is_cuda for tensor in self.tensors.values())
 
@@ -122,7 +122,7 @@ class Blocking:
         if self.cuda:
             torch.cuda.synchronize()
 
-    def copies(self, repeats: int) -> list[float]:
+    def time_copies(self, repeats: int) -> list[float]:
         """Time the plain copy of all tensors to pinned memory."""
         largest = max(tensor.nbytes for tensor in self.tensors.values())
         total = min(RING_BYTES, self.num_bytes)
@@ -142,7 +142,7 @@ class Blocking:
         return [self.time(copy) for _ in range(repeats + 1)][1:]
 
     def saves(self, saver: Saver) -> Iterator[float]:
-        """Yield the time that each background save blocks; the first one makes host memory."""
+        """Yield the blocking time of each background save; the first one allocates host memory."""
         step = 0
         while True:
             paths: list[Path] = []
@@ -157,10 +157,10 @@ class Blocking:
             yield milliseconds
 
     def dcp_saves(self, *, cached: bool) -> Iterator[float]:
-        """Yield the time that each `async_save` of torch's DCP blocks.
+        """Yield the blocking time of each `async_save` of torch's DCP.
 
         Args:
-            cached: with its stager that keeps pinned copies; else with its default.
+            cached: use its stager that keeps pinned copies; else its default.
         """
         stager = BlockingAsyncStager(cache_staged_state_dict=True) if cached else None
         while True:
@@ -181,29 +181,29 @@ class Blocking:
 def measure(
     run: Blocking, *, repeats: int, seconds: float, prepare: bool, with_dcp: bool
 ) -> Iterator[Row]:
-    """Yield one row per operation as it is measured; what no time is left for is missing.
+    """Yield a row per operation once it is measured, as long as the time allows.
 
     Args:
-        run: what to measure.
+        run: the measurements.
         repeats: of the copy, and of saves after the first.
-        seconds: no save starts that would not end by then, if it took as long as the one before.
-        prepare: make host memory with `Saver.prepare`, which is timed, before the first save.
+        seconds: no save starts that would end later if it took as long as the one before.
+        prepare: before the first save, time `Saver.prepare`, which allocates host memory.
         with_dcp: measure torch's DCP too.
     """
     deadline = time.monotonic() + seconds
-    plain = run.copies(repeats)
+    plain = run.time_copies(repeats)
     baseline = statistics.median(plain)
-    yield _row(run, "device_to_host_copy", plain, None)
+    yield _make_row(run, "device_to_host_copy", plain, None)
     with Saver(run.folder / "run", run.model, run.optimizer) as saver:
         if prepare:
-            yield _row(run, "saver_prepare", [run.time(saver.prepare)], baseline)
-        times = _while_time(run.saves(saver), 1 + repeats, deadline)
+            yield _make_row(run, "saver_prepare", [run.time(saver.prepare)], baseline)
+        times = _take_until(run.saves(saver), 1 + repeats, deadline)
     yield from _first_and_later(run, "save_blocks", times, baseline)
     for cached in (False, True) if with_dcp else ():
         if cached and not run.cuda:
             continue
-        _give_pinned_memory_back()
-        times = _while_time(run.dcp_saves(cached=cached), 2, deadline)
+        _free_pinned_memory()
+        times = _take_until(run.dcp_saves(cached=cached), 2, deadline)
         name = "dcp_async_save_pinned" if cached else "dcp_async_save"
         yield from _first_and_later(run, name, times, baseline)
 
@@ -211,13 +211,14 @@ def measure(
 def _first_and_later(
     run: Blocking, name: str, times: list[float], baseline_ms: float
 ) -> Iterator[Row]:
+    """Yield a row of the first time and a row of the later times, if there are any."""
     for when, some in (("first", times[:1]), ("later", times[1:])):
         if some:
-            yield _row(run, f"{name}_{when}", some, baseline_ms)
+            yield _make_row(run, f"{name}_{when}", some, baseline_ms)
 
 
-def _while_time(times: Iterator[float], count: int, deadline: float) -> list[float]:
-    """Return the first times, fewer where the deadline comes between."""
+def _take_until(times: Iterator[float], count: int, deadline: float) -> list[float]:
+    """Return the first `count` times, or fewer if the deadline comes first."""
     found: list[float] = []
     took = 0.0
     while len(found) < count and time.monotonic() + took < deadline:
@@ -227,13 +228,13 @@ def _while_time(times: Iterator[float], count: int, deadline: float) -> list[flo
     return found
 
 
-def _give_pinned_memory_back() -> None:
+def _free_pinned_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch._C._host_emptyCache()
 
 
-def _row(run: Blocking, op: str, times: list[float], baseline_ms: float | None) -> Row:
+def _make_row(run: Blocking, op: str, times: list[float], baseline_ms: float | None) -> Row:
     ms = statistics.median(times)
     return {
         "op": op,
@@ -251,26 +252,26 @@ def _row(run: Blocking, op: str, times: list[float], baseline_ms: float | None) 
 
 
 def describe(row: Row) -> str:
-    """Return a row as one line for a terminal."""
+    """Return the row as a line."""
     line = f"{row['op']:<28} {row['ms']:10.1f} ms (worst {row['worst_ms']:.1f} of {row['repeats']})"
     line += f" {row['gbps']:7.2f} GB/s"
     return line if row["ratio"] is None else f"{line}  x{row['ratio']:.3f} of the copy"
 
 
 def append(folder: Path, environment: Environment, row: Row) -> None:
-    """Add a row with its environment to this day's file."""
+    """Append a row with its environment to the file of the day."""
     short = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items()}
     append_row(folder, environment, short)
 
 
 def main(args: argparse.Namespace) -> None:
-    """Measure, print and record; see the options of bench_checkpoint."""
+    """Measure, print and record, with the arguments of bench_checkpoint."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     results = args.results or (RESULTS / "checkpoint" if cuda else None)
     command = shlex.join(["python", "-m", "benchmarks.bench_checkpoint", *sys.argv[1:]])
     environment = dataclasses.replace(Environment.here(), command=command)
-    model, optimizer = build(int(args.gib * 2**30), device, optimizer=args.optimizer)
+    model, optimizer = build_layers(int(args.gib * 2**30), device, optimizer=args.optimizer)
     parent = (args.folder or [Path(tempfile.gettempdir())])[0]
     with tempfile.TemporaryDirectory(dir=parent) as name:
         run = Blocking(Path(name), model, optimizer)

@@ -1,11 +1,11 @@
-r"""A card: one run that a figure was published of, by its file in `benchmarks/cards`.
+"""Runs a card: the run of a published figure, defined by a file in `benchmarks/cards`.
 
     make card CARD=qwen3-30b-a3b-1gpu
     python -m benchmarks.card moonlight-16b-a3b-2gpus --record
 
-It runs 50 steps of `benchmarks.bench_train` under torchrun, the last ten timed, and prints what it
-found beside what the card has: figures that others published of the same model, and those measured
-here before. `--record` adds what it found to the card, with GPU, versions, commit and day.
+It runs 50 steps of `benchmarks.bench_train` under torchrun, the last ten timed, and prints the
+result with the figures in the card: those published by others for the same model, and those
+measured here before. `--record` adds the result to the card, with GPU, versions, commit and day.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Card = dict[str, Any]
 
 
 def main() -> int:
-    """Run a card, print it, and record it if asked."""
+    """Run a card, print its result, and optionally record it."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("card", choices=sorted(path.stem for path in CARDS.glob("*.toml")))
     parser.add_argument("--record", action="store_true", help="add what was found to the card")
@@ -47,37 +47,37 @@ def main() -> int:
     card = tomllib.loads(path.read_text())
     with tempfile.TemporaryDirectory() as folder:
         trial = {} if args.record else {TRIALS: folder}
-        typed = command(card, folder)
+        typed = format_command(card, folder)
         code = subprocess.run(typed, cwd=ROOT, env=os.environ | trial, check=False).returncode
         if code:
             return code
         (line,) = (
             text for file in Path(folder).glob("*") for text in file.read_text().split("\n")[:-1]
         )
-    found = measured(json.loads(line))
+    found = select_fields(json.loads(line))
     print("\n".join(table(card, found)))
     if args.record:
-        path.write_text(path.read_text() + "\n".join(["", "[[measured]]", *lines(found), ""]))
+        path.write_text(path.read_text() + "\n".join(["", "[[measured]]", *format_toml(found), ""]))
     return 0
 
 
-def command(card: Card, folder: str) -> list[str]:
-    """Return what is typed for a card; its row goes into a folder."""
+def format_command(card: Card, folder: str) -> list[str]:
+    """Return the command of a card, which writes its row into `folder`."""
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     steps = ["--warm-up", str(WARM_UP), "--timed", str(TIMED), "--results", folder]
     of_ranks = ["--nproc-per-node", str(card["gpus"]), "-m", "benchmarks.bench_train"]
     return [*start, *of_ranks, *shlex.split(card["arguments"]), *steps]
 
 
-def measured(row: dict[str, Any]) -> Card:
-    """Return what a card keeps of a row of `bench_train`."""
+def select_fields(row: dict[str, Any]) -> Card:
+    """Return the fields of a row of `bench_train` that a card records."""
     losses = row["losses"]
     found = row | {"loss_step_1": losses[0], "loss_step_50": losses[-1], "day": row["date"][:10]}
     return {name: found[name] for name in ("gpu", "day", "commit", "torch", "triton", *FIGURES)}
 
 
 def table(card: Card, found: Card) -> list[str]:
-    """Return what was found, what was measured before and what others published, as Markdown."""
+    """Return the new result, earlier results and published figures as a Markdown table."""
     rows = [("found", found)]
     rows += [(f"{r['gpu']}, {r['day']}, {r['commit']}", r) for r in card.get("measured", ())]
     rows += [(f"published: {r['who']}", r) for r in card.get("published", ())]
@@ -85,17 +85,20 @@ def table(card: Card, found: Card) -> list[str]:
     head += [f"| | {' | '.join(FIGURES.values())} |", "|---" * (len(FIGURES) + 1) + "|"]
     return [
         *head,
-        *(f"| {who} | {' | '.join(_shown(r.get(n)) for n in FIGURES)} |" for who, r in rows),
+        *(
+            f"| {who} | {' | '.join(_format_number(r.get(n)) for n in FIGURES)} |"
+            for who, r in rows
+        ),
     ]
 
 
-def lines(found: Card) -> list[str]:
-    """Return a record as TOML."""
+def format_toml(found: Card) -> list[str]:
+    """Return the result as TOML."""
     shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in found.items()}
     return [f"{name} = {json.dumps(value)}" for name, value in shown.items() if value is not None]
 
 
-def _shown(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 

@@ -1,7 +1,7 @@
-"""How `pytest benchmarks` chooses what to run, where rows go, and who may report.
+"""Selection of benchmarks, destination of rows, and the check that tests pass.
 
 On a GPU: all shapes, rows appended to benchmarks/results. Without one: the tiny shape, as a smoke
-test whose rows go to a temporary folder; the tests that prove them are left to `make test`.
+test whose rows go to a temporary folder; the tests of its ops are left to `make test`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ CEILING_SIDE = {"cuda": 8192, "cpu": 256}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of `pytest benchmarks`."""
     group = parser.getgroup("benchmarks")
     add = group.addoption
     add("--shape", action="append", default=[], help="only this shape (may be repeated)")
@@ -35,6 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker `proven_by`."""
     config.addinivalue_line("markers", "proven_by(*files): tests that must be green to report")
 
 
@@ -51,6 +53,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _chosen(config: pytest.Config, option: str, known: Iterable[str]) -> list[str]:
+    """Return the values of an option; raise UsageError for an unknown value."""
     chosen = config.getoption(f"--{option}")
     for name in set(chosen) - set(known):
         raise pytest.UsageError(f"--{option} ({name}) must be one of {', '.join(known)}")
@@ -59,6 +62,7 @@ def _chosen(config: pytest.Config, option: str, known: Iterable[str]) -> list[st
 
 @pytest.fixture(scope="session")
 def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Session:
+    """Return the session that all benchmarks share."""
     config = request.config
     has_gpu = torch.cuda.is_available()
     folder = config.getoption("--results") or os.environ.get("MOECORE_RESULTS")
@@ -77,15 +81,15 @@ def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         os.environ.setdefault(records.TRIALS, str(made.folder))
     if not has_gpu:  # a smoke test: on a busy host, threads mostly wait for each other
         torch.set_num_threads(1)
-    made.print(f"records: {records.file_of(made.folder, made.environment)}")
+    made.print(f"records: {records.find_file(made.folder, made.environment)}")
     return made
 
 
 @pytest.fixture(scope="session")
 def gate(request: pytest.FixtureRequest, session: Session) -> Gate | None:
-    """The gate, with the tests of everything that this session will run already run.
+    """Return the gate, after running the tests of all selected benchmarks.
 
-    None for a smoke test, whose rows nobody keeps.
+    None for a smoke test, whose rows are not kept.
     """
     if not session.keeps_rows:
         return None
@@ -101,19 +105,19 @@ def gate(request: pytest.FixtureRequest, session: Session) -> Gate | None:
 
 @pytest.fixture(autouse=True)
 def only_with_green_tests(request: pytest.FixtureRequest, gate: Gate | None) -> None:
-    """Refuse the benchmark when tests of its op are not green here, or when it names none."""
+    """Fail the benchmark if the tests of its op fail, or if it names none."""
     mark = request.node.get_closest_marker("proven_by")
     if mark is None:
         pytest.fail("a benchmark must say what proves its op: mark it proven_by(test file)")
     missing = [file for file in mark.args if not (ROOT / file).is_file()]
-    refusal = f"{missing[0]} does not exist" if missing else gate and gate.refusal(mark.args)
-    if refusal:
-        pytest.fail(refusal, pytrace=False)
+    failure = f"{missing[0]} does not exist" if missing else gate and gate.find_failure(mark.args)
+    if failure:
+        pytest.fail(failure, pytrace=False)
 
 
 @pytest.fixture(autouse=True)
 def free_memory() -> Iterator[None]:
-    """Leave the GPU empty for the next shape."""
+    """Free the GPU's memory for the next shape."""
     yield
     if torch.cuda.is_available():
         gc.collect()
@@ -139,6 +143,6 @@ def ceilings(session: Session, gate: Gate | None) -> Ceilings:
         ("ceiling_copy", f"{source.nbytes >> 20} MiB", {"gbps": gbps}),
         ("ceiling_dense", f"{n}^3", {"tflops": tflops}),
     ):
-        fields = records.timing_fields(timings[op.removeprefix("ceiling_")])
+        fields = records.make_timing_fields(timings[op.removeprefix("ceiling_")])
         session.add(Row(op=op, shape=shape, routing="-", backend="torch", **fields, **rate))
     return Ceilings(gbps, tflops)

@@ -4,8 +4,8 @@ r"""Compares the bits of runs with and without --deterministic, and measures the
     python -m benchmarks.determinism --cases compiled dense auto --ranks 2
     CUDA_VISIBLE_DEVICES= python -m benchmarks.determinism --size tiny --cases bf16 --blocks 0
 
-A case is a model and its options (`options_of`); its runs are processes that execute what a rank of
-`moecore train` or `moecore finetune` executes. With --ranks the command's launcher starts the
+A case is a model and its options (`make_options`); its runs are processes that execute a rank of
+`moecore train` or `moecore finetune`. With --ranks the command's launcher starts the
 ranks. The runs of a case:
 
     first, again      with the option, from the same options
@@ -54,7 +54,7 @@ from benchmarks.records import append_rows, results_path
 from moecore.base.torch_private import get_local_tensor
 from moecore.models.size import num_params
 from moecore.recipes import finetune, loop, tiny_model, train
-from moecore.recipes.corpus_training import dispatcher_of
+from moecore.recipes.corpus_training import get_dispatcher_name
 from moecore.recipes.determinism import use_deterministic_algorithms
 from moecore.recipes.finetune import FinetuneConfig
 from moecore.recipes.generate import SampleOptions
@@ -113,7 +113,7 @@ ONE_RANK = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """A run, which another process reads as JSON.
+    """A training run, which is passed to another process as JSON.
 
     Attributes:
         case: see `CASES`.
@@ -135,12 +135,12 @@ class Run:
 
     @property
     def run_dir(self) -> Path:
-        """The directory of the run."""
+        """The run directory."""
         return Path(self.folder, self.case, self.name.replace(" ", "-"))
 
 
-def options_of(run: Run) -> TrainConfig | FinetuneConfig:
-    """Return the options of the command."""
+def make_options(run: Run) -> TrainConfig | FinetuneConfig:
+    """Return the command-line options of a run."""
     steps = STEPS[run.size]
     options: dict[str, Any] = {
         "run_dir": run.run_dir,
@@ -170,24 +170,24 @@ def options_of(run: Run) -> TrainConfig | FinetuneConfig:
     )
 
 
-def recipe_of(run: Run) -> ModuleType:
-    """Return the module of the command."""
+def import_recipe(run: Run) -> ModuleType:
+    """Return the module of the run's recipe."""
     return finetune if run.case == FINETUNE else train
 
 
 def run_rank(run: Run) -> int:
-    """Be a rank of a run: train, and write the digests of all state after the last step."""
+    """Train as one rank, and write the digests of all state after the last step."""
     jobs: list[Any] = []
 
     def build_job(args: Any) -> Any:
-        jobs.append(recipe_of(run).build_job(args))
+        jobs.append(import_recipe(run).build_job(args))
         return jobs[-1]
 
     if run.kill_at:
         loop.collect_garbage = lambda step: kill_rank(run, step)  # called at the end of each step
-    code = loop.run(options_of(run), build_job)
+    code = loop.run(make_options(run), build_job)
     if code == 0:
-        digests = dict(digests_of(jobs[-1]))
+        digests = dict(compute_digests(jobs[-1]))
         rank = dist.get_rank()
         (run.run_dir / f"{rank}-{DIGESTS}").write_text(json.dumps(digests))
         dist.barrier()
@@ -202,8 +202,8 @@ def kill_rank(run: Run, step: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def digests_of(job: Any) -> Iterator[tuple[str, str]]:
-    """Yield each local tensor of model and optimizers with its SHA-256."""
+def compute_digests(job: Any) -> Iterator[tuple[str, str]]:
+    """Yield the name of each local tensor of model and optimizers and its SHA-256."""
     tensors = dict(job.model.named_parameters()) | dict(job.model.named_buffers())
     for number, optimizer in enumerate(job.optimizers):
         for index, state in optimizer.state_dict()["state"].items():
@@ -215,10 +215,10 @@ def digests_of(job: Any) -> Iterator[tuple[str, str]]:
 
 
 def start(run: Run) -> None:
-    """Start a run in a process of its own and wait for it.
+    """Run in a new process and wait for it.
 
     Raises:
-        RuntimeError: for a run that ends in another way than it should.
+        RuntimeError: if the process ends differently than expected.
     """
     here = ONE_RANK if run.ranks == 1 else {}
     command = [sys.executable, "-m", "benchmarks.determinism", "--run", json.dumps(asdict(run))]
@@ -227,8 +227,8 @@ def start(run: Run) -> None:
         raise RuntimeError(f"{run}: code {done.returncode}: {done.stdout}{done.stderr}")
 
 
-def trace_of(run: Run) -> dict[str, Any]:
-    """Return name -> value of all that two runs are compared by."""
+def read_trace(run: Run) -> dict[str, Any]:
+    """Return the values by which two runs are compared, by name."""
     found: dict[str, Any] = {}
     for line in map(json.loads, (run.run_dir / "metrics.jsonl").read_text().splitlines()):
         found |= {f"{name} {line['step']:04d}": line[name] for name in ("loss", "grad_norm")}
@@ -237,9 +237,9 @@ def trace_of(run: Run) -> dict[str, Any]:
     return found
 
 
-def comparison(run: Run, with_run: Run) -> Row:
-    """Return a row that says which values of two runs differ."""
-    ours, theirs = trace_of(run), trace_of(with_run)
+def compare_runs(run: Run, with_run: Run) -> Row:
+    """Return a row with the values in which two runs differ."""
+    ours, theirs = read_trace(run), read_trace(with_run)
     assert ours.keys() == theirs.keys(), (ours.keys() ^ theirs.keys(), run)
     losses = [name for name in ours if name.startswith("loss ")]
     state = [name for name in ours if DIGESTS in name]
@@ -282,13 +282,13 @@ def compare(cases: list[str], base: Run) -> Iterator[Row]:
         list(pool.map(start, killed))
     for first, again, resumed, plain, plain_2 in runs.values():
         for run, other in ((again, first), (resumed, first), (plain_2, plain)):
-            yield comparison(run, other)
+            yield compare_runs(run, other)
 
 
 def time_steps(run: Run, blocks: int) -> Row:
-    """Return a row of step times with and without the option; on the only rank."""
+    """Return a row of step times with and without the option, of a single rank."""
     use_deterministic_algorithms()
-    job = train.build_job(options_of(run))
+    job = train.build_job(make_options(run))
     times: dict[bool, list[float]] = {True: [], False: []}
     step = 0
     for block in range(2 * blocks):
@@ -298,7 +298,7 @@ def time_steps(run: Run, blocks: int) -> Row:
         for _ in range(WARM_UP + TIMED):
             step += 1
             launched.append(loop.train_step(job, step))
-        launched[-1].metrics()  # waits
+        launched[-1].read_metrics()  # waits
         pairs = pairwise(done.ended for done in launched[WARM_UP - 1 :])
         times[mode] += [before.seconds_until(end) * 1e3 for before, end in pairs]
     slow, fast = (statistics.median(times[mode]) for mode in (True, False))
@@ -307,7 +307,7 @@ def time_steps(run: Run, blocks: int) -> Row:
         "case": run.case,
         "parameters": num_params(job.model.config),
         "tokens_per_step": job.shape.rows * job.shape.seq_len,
-        "dispatcher": dispatcher_of(job.model),
+        "dispatcher": get_dispatcher_name(job.model),
         "blocks": blocks,
         "deterministic_ms": slow,
         "step_ms": fast,
@@ -319,8 +319,8 @@ def time_steps(run: Run, blocks: int) -> Row:
     return row
 
 
-def parse() -> argparse.Namespace:
-    """Return the arguments."""
+def parse_arguments() -> argparse.Namespace:
+    """Return the command-line arguments."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--cases", nargs="+", choices=CASES, default=DEFAULT_CASES)
@@ -334,7 +334,7 @@ def parse() -> argparse.Namespace:
 
 
 def run_times(cases: list[str], base: Run, blocks: int) -> list[Row]:
-    """Return the rows of step times, measured in a process of their own."""
+    """Return the rows of step times, measured in a separate process."""
     runs = [asdict(replace(base, case=c, name=TIMES)) for c in cases if c != FINETUNE]
     words = ["-m", "benchmarks.determinism", "--times", json.dumps(runs), "--blocks", str(blocks)]
     done = subprocess.run(
@@ -346,8 +346,8 @@ def run_times(cases: list[str], base: Run, blocks: int) -> list[Row]:
     return rows
 
 
-def be_child(args: argparse.Namespace) -> None:
-    """Be a process that `start` or `run_times` has started."""
+def run_child(args: argparse.Namespace) -> None:
+    """Run what `start` or `run_times` has started this process for."""
     if args.run:
         run = Run(**json.loads(args.run))
         exit_rank(run_rank(run) if run.ranks == 1 else launch(run_rank, run, run.ranks))
@@ -359,9 +359,9 @@ def be_child(args: argparse.Namespace) -> None:
 
 def main() -> int:
     """Compare, measure, print and record; return 1 if runs with the option differ."""
-    args = parse()
+    args = parse_arguments()
     if args.run or args.times:
-        be_child(args)
+        run_child(args)
     folder = Path(tempfile.mkdtemp(prefix="determinism-"))
     rows: list[Row] = []
     try:

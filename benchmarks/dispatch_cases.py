@@ -1,6 +1,6 @@
-"""What the benchmarks of expert parallelism share: shapes, routings, clock, kernels made ahead.
+"""Shapes, routings, timing and precompiled kernels for the benchmarks of expert parallelism.
 
-All of it runs on every rank of torchrun, each with one GPU.
+All functions run on every rank of torchrun, with one GPU per rank.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Shape:
 
     @property
     def flops(self) -> int:
-        """Forward + backward of one rank's tokens."""
+        """FLOP of forward and backward of one rank's tokens."""
         return 18 * self.tokens * self.top_k * self.dim * self.hidden_dim
 
 
@@ -60,8 +60,8 @@ SHAPES = {
 }
 
 
-def place_of(shape: Shape, meshes: Meshes) -> ExpertPlacement:
-    """Return which rank owns which experts."""
+def make_placement(shape: Shape, meshes: Meshes) -> ExpertPlacement:
+    """Return the placement of experts on ranks."""
     assert meshes.dispatch_group is not None
     ep, etp = meshes.parallel.ep, meshes.parallel.etp
     return ExpertPlacement(
@@ -69,14 +69,14 @@ def place_of(shape: Shape, meshes: Meshes) -> ExpertPlacement:
     )
 
 
-def nvlink_of(
+def make_nvlink(
     place: ExpertPlacement,
     options: NVLinkOptions | None = None,
     *,
     programs: int | None = None,
     fp8: bool = False,
 ) -> NVLinkDispatcher:
-    """Return a dispatcher with exchanges of its own."""
+    """Return an nvlink dispatcher with new exchange buffers."""
     options = options or NVLinkOptions(row_factor=None)
     how: dict[str, Any] = dict(options=options, programs=programs, fp8=fp8)
     exchanges = ExchangePool(place.group, ep=place.ep, **how)
@@ -84,8 +84,8 @@ def nvlink_of(
     return NVLinkDispatcher(place, exchanges)
 
 
-def layout_of(shape: Shape, num_ranks: int, programs: int) -> ExchangeLayout:
-    """Return the layout that `nvlink_of` gets for bf16 tokens; 0 programs = one per SM."""
+def make_layout(shape: Shape, num_ranks: int, programs: int) -> ExchangeLayout:
+    """Return the layout of `make_nvlink` for bf16 tokens; 0 programs = one per SM."""
     programs = programs or count_sms(torch.device("cuda"))
     return ExchangeLayout(
         num_ranks=num_ranks,
@@ -96,8 +96,8 @@ def layout_of(shape: Shape, num_ranks: int, programs: int) -> ExchangeLayout:
     )
 
 
-def routing_of(shape: Shape, *, skewed: bool = False) -> Routing:
-    """Random choices; skewed ones prefer the first experts."""
+def make_routing(shape: Shape, *, skewed: bool = False) -> Routing:
+    """Return random choices of experts; skewed choices prefer the first experts."""
     generator = torch.Generator("cuda").manual_seed(dist.get_rank())
     scores_TE = torch.rand(shape.tokens, shape.num_experts, generator=generator, device="cuda")
     if skewed:
@@ -109,13 +109,13 @@ def routing_of(shape: Shape, *, skewed: bool = False) -> Routing:
     )
 
 
-def poisoned(rows_SD: Tensor, slots_SK: Tensor) -> Tensor:
-    """NaN in holes, which must not be read."""
+def fill_holes(rows_SD: Tensor, slots_SK: Tensor) -> Tensor:
+    """Return the rows with NaN in holes, which must not be read."""
     return rows_SD.masked_fill((slots_SK < 0).all(1, keepdim=True), float("nan"))
 
 
-def nccl_call(place: ExpertPlacement, routing: Routing, x_TD: Tensor) -> Call:
-    """One all-to-all of a row per choice, with the splits known and the rows sorted before."""
+def make_nccl_call(place: ExpertPlacement, routing: Routing, x_TD: Tensor) -> Call:
+    """Return a call: an all-to-all of one row per choice, with known splits and sorted rows."""
     owner_N = routing.expert_ids_TK.flatten() // place.num_local
     sent_P = torch.bincount(owner_N, minlength=place.ep)
     received_P = torch.empty_like(sent_P)
@@ -127,10 +127,10 @@ def nccl_call(place: ExpertPlacement, routing: Routing, x_TD: Tensor) -> Call:
 
 
 def time_in_turn(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
-    """Return milliseconds by call and round, of the slowest rank; calls run in turn.
+    """Return the slowest rank's milliseconds by call and round; calls alternate.
 
-    Time of the device: it sleeps for twice as long as the host took to queue the call in the rounds
-    that do not count, so that no call waits for the host.
+    Times are of the device: it sleeps for twice the time that the host took to queue the call in
+    the warm-up rounds, so that no call waits for the host.
     """
     flush = torch.ones(harness.FLUSH_BYTES // 4, device="cuda")
     token = torch.zeros(1, device="cuda")
@@ -156,26 +156,26 @@ def time_in_turn(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
     return dict(zip(calls, times.tolist(), strict=True))
 
 
-def timing_of(times: Sequence[float]) -> harness.Timing:
+def summarize_times(times: Sequence[float]) -> harness.Timing:
     """Return median and percentiles."""
     ms, p20, p80 = (harness.percentile(times, share) for share in (0.5, 0.2, 0.8))
     return harness.Timing(ms=ms, p20=p20, p80=p80, repeats=len(times))
 
 
-def compile_ahead(layouts: Iterable[tuple[ExchangeLayout, int, bool]]) -> None:
+def compile_kernels(layouts: Iterable[tuple[ExchangeLayout, int, bool]]) -> None:
     """Compile the exchange's kernels, each on one rank, into the cache that all ranks share.
 
     Args:
         layouts: with the number of experts per rank, and whether a whole layer uses them.
     """
-    jobs = [job for layout, e, layer in layouts for job in _jobs(layout, e, layer)]
-    with _only_compiling():
+    jobs = [job for layout, e, layer in layouts for job in _list_kernel_calls(layout, e, layer)]
+    with _compile_only():
         for job in jobs[dist.get_rank() :: dist.get_world_size()]:
             job()
     dist.barrier()
 
 
-def _jobs(layout: ExchangeLayout, num_local: int, layer: bool) -> list[Call]:
+def _list_kernel_calls(layout: ExchangeLayout, num_local: int, layer: bool) -> list[Call]:
     """Return one call per kernel of an exchange. Compiling reads no value of the tensors."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -210,8 +210,8 @@ def _jobs(layout: ExchangeLayout, num_local: int, layer: bool) -> list[Call]:
 
 
 @contextmanager
-def _only_compiling() -> Iterator[None]:
-    """Launches compile, and launch nothing."""
+def _compile_only() -> Iterator[None]:
+    """Return a context in which launches only compile."""
     from triton.runtime.jit import JITFunction
 
     launch = JITFunction.run

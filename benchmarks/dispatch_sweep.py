@@ -1,6 +1,7 @@
-"""How an exchange's programs are best divided: `bench_dispatch --sweep`, a table and no records.
+"""Search of the best division of an exchange's programs: `bench_dispatch --sweep`.
 
-Every division runs in the same rounds, over one buffer: regions and state do not depend on it.
+It prints a table and writes no records. All divisions run in the same rounds over one buffer, whose
+regions and state do not depend on them.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from torch import Tensor
 from benchmarks.dispatch_cases import (
     Call,
     Shape,
-    compile_ahead,
-    layout_of,
-    nccl_call,
-    place_of,
-    poisoned,
-    routing_of,
+    compile_kernels,
+    fill_holes,
+    make_layout,
+    make_nccl_call,
+    make_placement,
+    make_routing,
+    summarize_times,
     time_in_turn,
-    timing_of,
 )
 from moecore.base.options.dispatch import NVLinkOptions
 from moecore.kernels.exchange.buffer import ExchangeLayout, SymmetricBuffer
@@ -39,8 +40,8 @@ NUM_WARPS = (16,)
 OPS = ("dispatch", "combine")
 
 
-def divisions(usual: ExchangeLayout) -> list[ExchangeLayout]:
-    """Return the usual layout and others of as many programs, no two of them the same in effect."""
+def list_divisions(usual: ExchangeLayout) -> list[ExchangeLayout]:
+    """Return the default layout and distinct others with as many programs."""
     programs, found = usual.num_push + usual.num_receive, [usual]
     seen = {(usual.num_push, usual.chunk, usual.num_warps)}
     for share, rounds, warps in itertools.product(SHARES, ROUNDS, NUM_WARPS):
@@ -55,7 +56,7 @@ def divisions(usual: ExchangeLayout) -> list[ExchangeLayout]:
 
 
 class FixedExchangePool(ExchangePool):
-    """Gives one exchange, whatever the tokens."""
+    """A pool that returns the same exchange for all tokens."""
 
     exchange: Exchange
 
@@ -67,30 +68,33 @@ def sweep(shape: Shape, meshes: Meshes, programs: tuple[int, ...], rounds: int) 
     """Yield the lines of the table; `*` marks the dispatcher's default.
 
     Args:
-        shape: the tokens.
-        meshes: give the ranks.
-        programs: numbers of SMs, 0 = all; "of all" compares with the usual division of the first.
+        shape: sizes of the layer and of a rank's tokens.
+        meshes: of all ranks.
+        programs: numbers of SMs, 0 = all; "of all" compares with the default division of the
+            first.
         rounds: timed rounds.
     """
-    place, routing = place_of(shape, meshes), routing_of(shape)
-    usual = {n: layout_of(shape, place.group.size(), n) for n in programs}
-    tried = [(n, layout) for n, first in usual.items() for layout in divisions(first)]
-    compile_ahead([(layout, place.num_local, False) for _, layout in tried])
+    place, routing = make_placement(shape, meshes), make_routing(shape)
+    usual = {n: make_layout(shape, place.group.size(), n) for n in programs}
+    tried = [(n, layout) for n, first in usual.items() for layout in list_divisions(first)]
+    compile_kernels([(layout, place.num_local, False) for _, layout in tried])
     x_TD = torch.randn(shape.tokens, shape.dim, device="cuda", dtype=torch.bfloat16)
     largest = max((layout for _, layout in tried), key=lambda layout: layout.num_bytes)
     buffer = make_buffer(largest, place.group, x_TD.device, NVLinkOptions().timeout_s)
 
-    calls: dict[str, Call] = {"nccl": nccl_call(place, routing, x_TD)}
+    calls: dict[str, Call] = {"nccl": make_nccl_call(place, routing, x_TD)}
     homes, used = [], []
     for i, (_, layout) in enumerate(tried):
         dispatcher = _dispatcher(layout, buffer, meshes, shape)
         inp = dispatcher.dispatch(x_TD, routing)
-        homes.append(dispatcher.combine(poisoned(inp.rows.values, inp.index.slots_SK), inp.plan))
+        homes.append(dispatcher.combine(fill_holes(inp.rows.values, inp.index.slots_SK), inp.plan))
         used.append(int(inp.num_rows))
         assert torch.equal(homes[0], homes[-1]) and used[0] == used[-1], f"{layout} differs"
         calls[f"dispatch {i}"] = lambda d=dispatcher: d.dispatch(x_TD, routing)
         calls[f"combine {i}"] = lambda d=dispatcher, n=inp: d.combine(n.rows.values, n.plan)
-    times = {name: timing_of(values).ms for name, values in time_in_turn(calls, rounds).items()}
+    times = {
+        name: summarize_times(values).ms for name, values in time_in_turn(calls, rounds).items()
+    }
     dist.barrier(place.group)  # no rank frees what another one still writes
 
     yield f"{shape.name}, EP{place.ep}: ms and ratio to NCCL ({times['nccl']:.3f} ms)"
@@ -107,8 +111,8 @@ def sweep(shape: Shape, meshes: Meshes, programs: tuple[int, ...], rounds: int) 
 def _dispatcher(
     layout: ExchangeLayout, buffer: SymmetricBuffer, meshes: Meshes, shape: Shape
 ) -> NVLinkDispatcher:
-    """Return a dispatcher over the buffer's memory whose programs are divided like `layout`."""
-    place, options = place_of(shape, meshes), NVLinkOptions(row_factor=None)
+    """Return a dispatcher over the buffer with the layout's division of programs."""
+    place, options = make_placement(shape, meshes), NVLinkOptions(row_factor=None)
     owner = FixedExchangePool(place.group, ep=place.ep, options=options)
     balanced = layout.source_rows * layout.top_k // place.ep
     part = replace(buffer, layout=layout)

@@ -1,16 +1,16 @@
-r"""A transformers Qwen3-MoE model in a stock loop on one GPU, by `experts_implementation`.
+"""A transformers Qwen3-MoE model in a stock loop on one GPU, by `experts_implementation`.
 
     python -m benchmarks.experts_implementation --preset qwen3-30b-a3b --layers 4
 
-One model with random weights in bf16 (fp32 on CPUs) trains on random tokens as `Trainer` does:
-forward with labels, backward, clipping, fused AdamW. Only `set_experts_implementation` differs
-between steps. The implementations take turns, so that they share weights, routing and clocks. A
-step's time is between two events around it; the median of the timed steps counts, and the largest
-peak of memory. An implementation that cannot run is printed with its error and left out.
+One model with random weights in bf16 (fp32 on CPUs) trains on random tokens like `Trainer`: forward
+with labels, backward, clipping, fused AdamW. Only `set_experts_implementation` differs between
+steps. The implementations alternate, so they share weights, routing and clocks. A step's time is
+between two events around it; the median of the timed steps counts, and the largest peak of memory.
+An implementation that cannot run is printed with its error and left out.
 
-Before the steps, the first experts module computes output and gradients of the same tokens by each
-implementation. Their errors beside "eager" in fp32 must be at most 1.5 times those of the first
-implementation that runs. `--results` appends a row per implementation and batch size.
+Before the steps, the first experts module computes output and gradients of the same tokens with
+each implementation. Their errors against "eager" in fp32 must be at most 1.5 times those of the
+first implementation that runs. `--results` appends a row per implementation and batch size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.bench_hf import MAX_NORM, qwen3_config
+from benchmarks.bench_hf import MAX_NORM, make_qwen3_config
 from benchmarks.records import append_rows, results_path
 from moecore.integrations.transformers import register_experts
 from moecore.recipes.metrics import Moment
@@ -38,7 +38,7 @@ CHECKED_TOKENS = 512
 
 def main() -> int:
     """Check gradients, time all implementations, and report."""
-    args = parse()
+    args = parse_arguments()
     register_experts()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build(args, device)
@@ -48,14 +48,14 @@ def main() -> int:
     for batch_size in args.batch_sizes:
         for row in time_steps(model, optimizer, names, batch_size, args):
             rows.append(row)
-            print(line_of(row), flush=True)
+            print(format_row(row), flush=True)
     if args.results is not None:
         append_rows(args.results, "benchmarks.experts_implementation", rows)
     return 0
 
 
-def parse() -> argparse.Namespace:
-    """Return the arguments."""
+def parse_arguments() -> argparse.Namespace:
+    """Return the command-line arguments."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--preset", default="qwen3-30b-a3b", help="a Qwen3-MoE one, whose sizes the model has")
@@ -71,29 +71,29 @@ def parse() -> argparse.Namespace:
 
 
 def build(args: argparse.Namespace, device: torch.device) -> Any:
-    """Return the model with transformers' initial weights, in training."""
+    """Return the model with transformers' initial weights, in training mode."""
     from transformers import AutoModelForCausalLM
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
     with device:
-        model = AutoModelForCausalLM.from_config(qwen3_config(args), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(make_qwen3_config(args), dtype=dtype)
     return model.train()
 
 
 def check_gradients(model: Any, names: list[str], device: torch.device) -> list[str]:
-    """Return the implementations that run; raise ValueError for one that is too far off."""
+    """Return the implementations that run; raise ValueError for a too large error."""
     experts = model.model.layers[0].mlp.experts
-    reference = experts_numbers(copy.deepcopy(experts).float(), "eager", experts.down_proj.dtype)
+    reference = compute_experts(copy.deepcopy(experts).float(), "eager", experts.down_proj.dtype)
     limits: dict[str, float] = {}
     runnable = []
     for name in names:
         try:
-            numbers = experts_numbers(experts, name, experts.down_proj.dtype)
+            numbers = compute_experts(experts, name, experts.down_proj.dtype)
         except Exception as error:
             if name == "moecore":
                 raise
-            print(f"{name:<12}left out: {first_line(error)}", flush=True)
+            print(f"{name:<12}left out: {get_first_line(error)}", flush=True)
             continue
         errors = {
             key: float((numbers[key].float() - right).norm() / right.norm())
@@ -111,7 +111,7 @@ def check_gradients(model: Any, names: list[str], device: torch.device) -> list[
     return runnable
 
 
-def experts_numbers(experts: Any, name: str, dtype: torch.dtype) -> dict[str, Tensor]:
+def compute_experts(experts: Any, name: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return output and gradients of an experts module, for tokens rounded to `dtype`."""
     weight = experts.down_proj
     generator = torch.Generator(weight.device).manual_seed(1)
@@ -142,7 +142,7 @@ def time_steps(
     batch_size: int,
     args: argparse.Namespace,
 ) -> list[Row]:
-    """Return a row per implementation; they take turns."""
+    """Return a row per implementation; their steps alternate."""
     device = model.device
     seconds: dict[str, list[float]] = {name: [] for name in names}
     peaks: dict[str, float] = dict.fromkeys(names, 0.0)
@@ -156,7 +156,7 @@ def time_steps(
             try:
                 duration, peak, losses[name] = run_step(model, optimizer, tokens_BT)
             except torch.OutOfMemoryError as error:
-                print(f"{name:<12}left out: {first_line(error)}", flush=True)
+                print(f"{name:<12}left out: {get_first_line(error)}", flush=True)
                 del seconds[name]
             else:
                 seconds[name].append(duration)
@@ -186,7 +186,7 @@ def time_steps(
 def run_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, tokens_BT: Tensor
 ) -> tuple[float, float, float]:
-    """Return seconds, peak memory in GiB and loss of one training step."""
+    """Run a training step; return its seconds, peak memory in GiB and loss."""
     device = tokens_BT.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -203,20 +203,20 @@ def run_step(
 
 
 def free(model: nn.Module, device: torch.device) -> None:
-    """Free gradients and cached memory of an implementation that did not finish."""
+    """Free gradients and cached memory of an implementation that failed."""
     model.zero_grad()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def first_line(error: Exception) -> str:
-    """Return the beginning of an error's message."""
+def get_first_line(error: Exception) -> str:
+    """Return the first line of an error's message."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:150]}"
 
 
-def line_of(row: Row) -> str:
-    """Return a row as it is printed."""
+def format_row(row: Row) -> str:
+    """Return the row as a line."""
     return (
         f"{row['variant']:<12}batch {row['batch_size']:>2} {row['step_ms']:>9.1f} ms "
         f"{row['tokens_per_second']:>9.0f} tokens/s {row['peak_gib']:>6.1f} GiB "

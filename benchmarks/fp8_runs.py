@@ -1,4 +1,4 @@
-"""Curves of `benchmarks/train_fp8.py`: one JSON file, how its runs compare, and their plot.
+"""Curves of `benchmarks/train_fp8.py`: a JSON file, comparisons of its runs, and their plot.
 
 python -m benchmarks.fp8_runs benchmarks/results/fp8/training.json precision.png
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records import Environment, destination
+from benchmarks.records import Environment, find_destination
 
 BASE = "bf16"
 GATHERED = "-gathered"  # ends variants that differ from another one in what is gathered
@@ -23,17 +23,19 @@ LAST = 5  # points that the final training loss is the mean of
 
 @dataclass(kw_only=True, slots=True)
 class Run:
-    """What one run gave, as it goes into the file.
+    """Results of one run, as stored in the file.
 
     Attributes:
         losses: of training, by point: means of `POINT` steps.
         loads: busiest expert over the mean, of the worst layer, by point.
         mean_loads: the same, mean over layers.
-        held_out: [step, loss on held-out text] now and then, and after the last step.
-        held_out_in_bf16: the last one, computed in bf16 with the same weights; None without probes.
+        held_out: pairs of a step and the loss on held-out text, the last one after the last
+            step.
+        held_out_in_bf16: the last one, computed in bf16 with the same weights; None without
+            probes.
         probe_steps: steps before which gradients were compared; 0 is the first.
         cosines: "layers.3.experts" -> cosine of its gradient to bf16's, by probe.
-        moved: share of the choices of experts that bf16 would not have made, by probe.
+        moved: share of the expert choices that differ in bf16, by probe.
         skipped: steps whose gradient was not finite.
         bytes_per_parameter: of "weights", "gradients" and the optimizer's "state".
     """
@@ -54,27 +56,27 @@ class Run:
     @property
     def last_loss(self) -> float:
         """Mean training loss of the last points."""
-        return mean(self.losses[-LAST:])
+        return compute_mean(self.losses[-LAST:])
 
     @property
     def last_load(self) -> float:
         """Mean load of the worst layer over the last points."""
-        return mean(self.loads[-LAST:])
+        return compute_mean(self.loads[-LAST:])
 
 
-def mean(values: list[float]) -> float:
+def compute_mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ratios:
-    """One run over that of its seed in bf16, or over the variant that gathers bf16.
+    """Results of a run over those of its base with the same seed, bf16 or gathered bf16.
 
     Attributes:
-        curve: mean over all points of the training loss.
-        loss: of the last ones.
-        held_out: of the last one.
-        load: of the last points.
+        curve: mean training loss of all points.
+        loss: training loss of the last points.
+        held_out: last held-out loss.
+        load: load of the last points.
     """
 
     curve: float
@@ -84,50 +86,50 @@ class Ratios:
 
     @classmethod
     def of(cls, run: Run, runs: list[Run]) -> Ratios | None:
-        """Return them; None = there is no such run, or the run is it."""
-        wanted = run.seed, base_of(run.variant)
+        """Return the ratios; None if there is no base run, or the run is it."""
+        wanted = run.seed, find_base(run.variant)
         base = next((other for other in runs if (other.seed, other.variant) == wanted), None)
         if base is None or base is run or len(base.losses) != len(run.losses):
             return None
         return cls(
-            curve=mean([a / b for a, b in zip(run.losses, base.losses, strict=True)]),
+            curve=compute_mean([a / b for a, b in zip(run.losses, base.losses, strict=True)]),
             loss=run.last_loss / base.last_loss,
             held_out=run.held_out[-1][1] / base.held_out[-1][1],
             load=run.last_load / base.last_load,
         )
 
 
-def base_of(variant: str) -> str:
-    """Return the variant that another one is compared with."""
+def find_base(variant: str) -> str:
+    """Return the variant with which a variant is compared."""
     return variant.removesuffix(GATHERED) if variant.endswith(GATHERED) else BASE
 
 
-def summary(runs: list[Run]) -> list[str]:
+def summarize(runs: list[Run]) -> list[str]:
     """Return one line per run, and one per variant over its seeds."""
     lines = []
     found: dict[str, list[Ratios]] = {}
     for run in sorted(runs, key=lambda run: (run.seed, run.variant)):
         ratios = Ratios.of(run, runs)
-        lines.append(line_of(run, ratios))
+        lines.append(format_row(run, ratios))
         if ratios is not None:
             found.setdefault(run.variant, []).append(ratios)
     for variant, of_seeds in found.items():
-        line = f"{variant} over {len(of_seeds)} seeds, / {base_of(variant)}:"
+        line = f"{variant} over {len(of_seeds)} seeds, / {find_base(variant)}:"
         for name in ("curve", "loss", "held_out", "load"):
             values = [getattr(ratios, name) for ratios in of_seeds]
-            line += f" {name} x{mean(values):.4f} ({min(values):.4f} to {max(values):.4f})"
+            line += f" {name} x{compute_mean(values):.4f} ({min(values):.4f} to {max(values):.4f})"
         lines.append(line)
     return lines
 
 
-def line_of(run: Run, ratios: Ratios | None) -> str:
-    """Return a run as one line."""
+def format_row(run: Run, ratios: Ratios | None) -> str:
+    """Return the run as a line."""
     line = f"seed {run.seed} {run.variant:<20} loss {run.last_loss:.4f}"
     line += f" load {run.last_load:.2f} held out {run.held_out[-1][1]:.4f}"
     if run.held_out_in_bf16 is not None:
         line += f" (in bf16 {run.held_out_in_bf16:.4f})"
     if ratios is not None:
-        line += f" | / {base_of(run.variant)}: curve x{ratios.curve:.4f}"
+        line += f" | / {find_base(run.variant)}: curve x{ratios.curve:.4f}"
         line += f" loss x{ratios.loss:.4f} held out x{ratios.held_out:.4f}"
         line += f" load x{ratios.load:.3f}"
     if run.cosines:
@@ -140,10 +142,10 @@ def line_of(run: Run, ratios: Ratios | None) -> str:
 
 
 def load_runs(path: Path, common: dict[str, Any]) -> list[Run]:
-    """Return the runs of a file; none when there is no file.
+    """Return the runs of a file; an absent file has none.
 
     Raises:
-        ValueError: when its runs cannot be compared with those of these settings.
+        ValueError: if its runs cannot be compared with runs of these settings.
     """
     if not path.exists():
         return []
@@ -163,13 +165,13 @@ def write(path: Path, common: dict[str, Any], runs: list[Run]) -> None:
     environment = dataclasses.replace(Environment.here(), command=command)
     listed = [rounded(dataclasses.asdict(run)) for run in runs]
     content = {"environment": dataclasses.asdict(environment), "settings": common, "runs": listed}
-    path = destination(path, environment.commit)
+    path = find_destination(path, environment.commit)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content) + "\n")
 
 
 def rounded(value: Any) -> Any:
-    """Return a value with floats of six digits."""
+    """Return a value with floats rounded to six digits."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, list):
@@ -205,9 +207,9 @@ def draw(runs: list[Run], path: Path) -> None:
     figure.savefig(path, dpi=110, metadata={"Software": None})
 
 
-def points(values: list[float]) -> list[float]:
+def average_points(values: list[float]) -> list[float]:
     """Return means of `POINT` neighbours."""
-    return [mean(values[i : i + POINT]) for i in range(0, len(values), POINT)]
+    return [compute_mean(values[i : i + POINT]) for i in range(0, len(values), POINT)]
 
 
 def point_steps(run: Run) -> list[int]:
@@ -221,7 +223,7 @@ def main() -> int:
         return 2
     runs = [Run(**run) for run in json.loads(Path(sys.argv[1]).read_text())["runs"]]
     draw(runs, Path(sys.argv[2]))
-    print("\n".join(summary(runs)))
+    print("\n".join(summarize(runs)))
     return 0
 
 

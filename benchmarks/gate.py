@@ -1,8 +1,8 @@
-"""No number without green tests: runs the test files of an op and names what failed.
+"""Runs the test files of an op; a benchmark reports only if they pass.
 
-All files that a session needs run once, before its first benchmark, in processes of their own, so
-that a crash takes no benchmark with it. Green files are remembered under a key of everything that
-the outcome depends on (sources and tests, torch, Triton, GPU); red ones run again each time.
+All files that a session needs run once, before its first benchmark, in separate processes, so that
+a crash does not end a benchmark. Passing files are cached under a key of everything that the
+outcome depends on (sources and tests, torch, Triton, GPU); failing ones run again each time.
 """
 
 from __future__ import annotations
@@ -26,51 +26,52 @@ GPU_PROCESSES = 6  # each may fill 20 GB
 
 
 class Cache(Protocol):
-    """The part of pytest's cache that the gate uses."""
+    """The interface of pytest's cache that the gate uses."""
 
     def get(self, key: str, default: object) -> object:
-        """Return what was set, or the default."""
+        """Return the stored value, or the default."""
 
     def set(self, key: str, value: object) -> None:
-        """Keep a JSON value."""
+        """Store a JSON value."""
 
 
 class Gate:
-    """Which test files are green in this environment.
+    """Outcomes of test files in this environment.
 
     Args:
         root: the repository.
-        cache: remembers green files between sessions; None forgets them.
-        gpu: run the tests marked `gpu`, and them alone; else those for the CPU.
+        cache: stores passing files between sessions; None = no storage.
+        gpu: run only the tests marked `gpu`; else the tests for the CPU.
     """
 
     def __init__(self, root: Path, cache: Cache | None, *, gpu: bool) -> None:
         self.root, self.cache, self.gpu = root, cache, gpu
-        self.key = f"moecore/green-{environment_key(root)}"
+        self.key = f"moecore/green-{compute_key(root)}"
         green: Any = cache.get(self.key, []) if cache else []
         self.failures: dict[str, str | None] = dict.fromkeys(green)  # None = green
 
     def run(self, files: Iterable[str]) -> None:
-        """Run those of the test files whose outcome is not known yet."""
+        """Run the test files whose outcome is unknown."""
         unknown = [f for f in dict.fromkeys(files) if f not in self.failures]
         for file in [f for f in unknown if not (self.root / f).is_file()]:
             self.failures[file] = f"{file} does not exist, and an op without tests has no numbers"
             unknown.remove(file)
         groups = [[file] for file in unknown] if self.gpu else [unknown]
         with ThreadPoolExecutor(GPU_PROCESSES) as pool:
-            for found in pool.map(self._outcomes, filter(None, groups)):
+            for found in pool.map(self._run_files, filter(None, groups)):
                 self.failures.update(found)
         if self.cache and unknown:
             green = [f for f, failure in self.failures.items() if failure is None]
             self.cache.set(self.key, sorted(green))
 
-    def refusal(self, files: Sequence[str]) -> str | None:
-        """Return why a benchmark that needs these files must not report; None when it may."""
+    def find_failure(self, files: Sequence[str]) -> str | None:
+        """Return why a benchmark of these files must not report, or None if all pass."""
         self.run(files)
         failed = [self.failures[f] for f in files if self.failures[f]]
         return f"no numbers while tests are not green: {failed[0]}" if failed else None
 
-    def _outcomes(self, files: Sequence[str]) -> dict[str, str | None]:
+    def _run_files(self, files: Sequence[str]) -> dict[str, str | None]:
+        """Run pytest on the files; return the first failure of each file, or None."""
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "report.xml"
             command = [
@@ -106,7 +107,7 @@ class Gate:
 
 
 def read_report(text: str, files: Sequence[str]) -> dict[str, str | None]:
-    """Return file -> its first failure, or None when at least one test passed and none failed.
+    """Return the first failure of each file; None if a test passed and none failed.
 
     Args:
         text: a JUnit report of pytest, which names a file by its module ("tests.moe.test_x").
@@ -127,32 +128,34 @@ def read_report(text: str, files: Sequence[str]) -> dict[str, str | None]:
         )
         if problem is not None:
             failed.add(file)
-            found[file] = f"{file}::{case.get('name')} ({_reason(problem)})"
+            found[file] = f"{file}::{case.get('name')} ({_describe_problem(problem)})"
         elif case.find("skipped") is None:
             found[file] = None
     return found
 
 
-def _reason(problem: ElementTree.Element) -> str:
-    """The first line of the message; of a file that cannot be imported, the last of its text."""
+def _describe_problem(problem: ElementTree.Element) -> str:
+    """Return the first line of the message; for a file that cannot be imported, the last line."""
     lines = (problem.get("message") or "").strip().splitlines()
     if lines == ["collection failure"]:
         lines = (problem.text or "").strip().splitlines()[-1:]
     return lines[0].strip() if lines else "no message"
 
 
-def environment_key(root: Path) -> str:
-    """Return a hash of sources, tests, versions and GPU: what the tests' outcome depends on."""
+def compute_key(root: Path) -> str:
+    """Return a hash of sources, tests, versions and GPU, on which outcomes depend."""
     digest = hashlib.sha256()
     for path in sorted([*(root / "src").rglob("*.py"), *(root / "tests").rglob("*.py")]):
         digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    digest.update(f"{torch.__version__} {triton_version()} {gpu} {sys.version_info[:2]}".encode())
+    digest.update(
+        f"{torch.__version__} {get_triton_version()} {gpu} {sys.version_info[:2]}".encode()
+    )
     return digest.hexdigest()[:16]
 
 
-def triton_version() -> str | None:
-    """Return Triton's version; None where it is not installed."""
+def get_triton_version() -> str | None:
+    """Return the version of Triton, or None if it is not installed."""
     try:
         import triton
     except ImportError:

@@ -26,6 +26,7 @@ Row = dict[str, Any]
 
 
 def main() -> int:
+    """Run the tests, print and record a row per file, and return pytest's exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("tests", nargs="+", help="folders, files or tests of pytest")
     parser.add_argument("--results", type=results_path, help="folder of the record")
@@ -36,7 +37,7 @@ def main() -> int:
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
         command += ["-n", str(WORKERS), "--dist", "loadfile", f"--junitxml={report}", *args.tests]
         code = _run(command, args.seconds)
-        rows = outcomes(report.read_text())
+        rows = count_outcomes(report.read_text())
     for row in rows:
         print(row["file"], *(f"{row[name]} {name}" for name in ("passed", "failed", "skipped")))
     if args.results is not None:
@@ -45,7 +46,7 @@ def main() -> int:
 
 
 def _run(command: list[str], seconds: int | None) -> int:
-    """Return pytest's exit status; an interrupted run reports the tests that have ended."""
+    """Run pytest; return its exit status. An interrupted run reports the tests that have ended."""
     process = subprocess.Popen(command, cwd=ROOT)
     try:
         return process.wait(seconds)
@@ -54,8 +55,8 @@ def _run(command: list[str], seconds: int | None) -> int:
         return process.wait()
 
 
-def outcomes(report: str) -> list[Row]:
-    """Return a row for each file of a JUnit report of pytest."""
+def count_outcomes(report: str) -> list[Row]:
+    """Return a row for each file in a JUnit report of pytest."""
     files: dict[str, Row] = defaultdict(
         lambda: {
             "op": "tests",

@@ -1,12 +1,11 @@
-"""Times, kept and peak bytes, kernel launches and host syncs of a call: how every row is measured.
+"""Measurement of a call: times, saved and peak bytes, kernel launches and host syncs.
 
-Every round runs each variant once, in an order of its own: a drift of the clocks hits all of them
-alike, and so does what ran before (a GPU at its power limit is slower after a hot variant than
-after a cool one). The median counts, with the 20th and 80th percentile beside it. On a GPU each
-call is timed by two CUDA events, and nothing waits for the device between calls: the host runs
-ahead as it does in training. Before each call a buffer larger than the L2 is read, so that no
-variant finds its inputs there (reading, because a written buffer would still be on its way to
-memory while the clock runs).
+Every round runs each variant once, in a new order: clock drift affects all of them equally, and so
+does the variant before (a GPU at its power limit is slower after a hot variant than after a cool
+one). The median counts, with the 20th and 80th percentile. On a GPU each call is timed by two CUDA
+events, and nothing waits for the device between calls: the host runs ahead as in training. Before
+each call a buffer larger than the L2 is read, so that no variant finds its inputs there. (The
+writes of a written buffer would overlap the timed call.)
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ CYCLES_PER_MS = 2_000_000  # of a GPU at about 2 GHz; only the length of a pause
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effort:
-    """How long to measure.
+    """Limits on the duration of a measurement.
 
     Attributes:
-        seconds: for all rounds of one group of variants.
+        seconds: for all rounds of a group of variants.
         least: fewest rounds.
         most: most rounds.
         warm_up_s: seconds before the first round that counts.
@@ -63,7 +62,7 @@ class Timing:
         ms: median.
         p20, p80: percentiles.
         repeats: number of timed calls.
-        host_ms: least time in which the host hands the call to an idle GPU; None on a CPU.
+        host_ms: least host time of the call with an idle GPU; None on a CPU.
     """
 
     ms: float
@@ -74,12 +73,12 @@ class Timing:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value below which `share` (0 to 1) of the values lie, linearly interpolated.
+    """Return the value below which `share` (0 to 1) of the values are, linearly interpolated.
 
     Example: of [10, 20, 40], share 0.5 is 20 and share 0.75 is 30.
 
     Raises:
-        ValueError: when there are no values.
+        ValueError: if there are no values.
     """
     if not values:
         raise ValueError("values ([]) must not be empty: time at least one call")
@@ -98,15 +97,15 @@ def time_variants(
     prepare: Callable[[str], Any] = lambda name: None,
     lead_ms: float = 0.0,
 ) -> dict[str, Timing]:
-    """Time the variants, each once a round, in orders that are the same in every run.
+    """Time the variants, each once per round, in orders that are the same in every run.
 
     Args:
         variants: name -> call.
-        device: where they run.
-        effort: how long to measure.
-        prepare: gets the variant's name before each of its calls; not timed.
-        lead_ms: the GPU pauses this long before each call, so that the launches of a call that is
-            shorter than its launches queue up and its kernels run back to back.
+        device: of the calls.
+        effort: limits on the duration.
+        prepare: called with the variant's name before each of its calls; not timed.
+        lead_ms: the GPU pauses for this time before each call, so that the launches of a short
+            call queue up and its kernels run back to back.
 
     Returns:
         Name -> timing, over the same number of rounds.
@@ -129,7 +128,7 @@ def time_variants(
             p20=percentile(times, 0.2),
             p80=percentile(times, 0.8),
             repeats=len(times),
-            host_ms=_host_ms(partial(prepare, name), call, clock),
+            host_ms=_measure_host_ms(partial(prepare, name), call, clock),
         )
     return timings
 
@@ -151,7 +150,8 @@ def _warm_up(
     return min(max(fitting, effort.least), effort.most)
 
 
-def _host_ms(prepare: Call, call: Call, clock: Any) -> float | None:
+def _measure_host_ms(prepare: Call, call: Call, clock: Any) -> float | None:
+    """Return the least host time of a call with an idle GPU; None on a CPU."""
     if isinstance(clock, _HostClock):
         return None
     times = []
@@ -166,7 +166,7 @@ def _host_ms(prepare: Call, call: Call, clock: Any) -> float | None:
 
 
 class _GpuClock:
-    """CUDA events around a call, behind a flush of the L2 and an optional pause."""
+    """CUDA events around a call, after a flush of the L2 and an optional pause."""
 
     def __init__(self, device: torch.device, lead_ms: float) -> None:
         self.flush = torch.ones(FLUSH_BYTES // 4, device=device)
@@ -190,7 +190,7 @@ class _GpuClock:
 
 
 class _HostClock:
-    """The host's own clock: CPU calls return when they are done."""
+    """The host's clock, for CPU calls, which return when they are done."""
 
     def span(self, call: Call) -> float:
         start = time.perf_counter()
@@ -206,20 +206,20 @@ class _HostClock:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a forward keeps for its backward.
+    """Bytes that a forward saves for its backward.
 
     Attributes:
-        hook_bytes: storages handed to autograd, each counted once and whole.
-        allocated_bytes: the same by the allocator, which also sees what autograd is not told of;
-            None on a CPU.
+        hook_bytes: storages saved by autograd, each counted once and in full.
+        allocated_bytes: the same by the allocator, which includes memory that autograd does not
+            know of; None on a CPU.
     """
 
     hook_bytes: int
     allocated_bytes: int | None
 
 
-class _Kept:
-    """A tensor in the hands of autograd; gone when no graph needs it."""
+class _SavedTensor:
+    """A tensor saved by autograd; freed when no graph needs it."""
 
     __slots__ = ("__weakref__", "tensor")
 
@@ -230,55 +230,61 @@ class _Kept:
 def measure_saved(
     forward: Callable[[], Tensor], *, parameters: Iterable[Tensor], inputs: Iterable[Tensor]
 ) -> Saved:
-    """Count what a forward keeps for backward: its inputs too, its parameters not.
+    """Count the bytes that a forward saves for backward, with its inputs, without its parameters.
 
-    The allocator's figure is what the call left behind, without the output where only the caller
-    holds it, plus the inputs that were kept (they were there before).
+    The allocator's count is the memory left by the call, minus the output if only the caller holds
+    it, plus the saved inputs, which existed before.
 
     Args:
         forward: returns the output, with its graph; called once.
-        parameters: tensors that are there anyway; views of them do not count either.
-        inputs: tensors that exist before and count when they are kept.
+        parameters: tensors that are not counted, nor are their views.
+        inputs: tensors that exist before, and count if they are saved.
     """
-    refs: list[weakref.ref[_Kept]] = []
+    refs: list[weakref.ref[_SavedTensor]] = []
 
-    def pack(tensor: Tensor) -> _Kept:
-        kept = _Kept(tensor)
+    def pack(tensor: Tensor) -> _SavedTensor:
+        kept = _SavedTensor(tensor)
         refs.append(weakref.ref(kept))
         return kept
 
     gc.collect()
-    before = _allocated()
+    before = _get_allocated()
     with saved_tensors_hooks(pack, lambda kept: kept.tensor):
         y = forward()
     gc.collect()
-    after = _allocated()
+    after = _get_allocated()
 
-    owned = {_address(p) for p in parameters}
+    owned = {_get_storage_address(p) for p in parameters}
     sizes = {}
     for kept in filter(None, (ref() for ref in refs)):
-        sizes[_address(kept.tensor)] = kept.tensor.untyped_storage().nbytes()
+        sizes[_get_storage_address(kept.tensor)] = kept.tensor.untyped_storage().nbytes()
     sizes = {address: size for address, size in sizes.items() if address not in owned}
     if before is None or after is None:
         return Saved(sum(sizes.values()), None)
-    earlier = sum(sizes.get(address, 0) for address in {_address(x) for x in inputs})
-    output = 0 if _address(y) in sizes else y.untyped_storage().nbytes()
+    earlier = sum(sizes.get(address, 0) for address in {_get_storage_address(x) for x in inputs})
+    output = 0 if _get_storage_address(y) in sizes else y.untyped_storage().nbytes()
     return Saved(sum(sizes.values()), after - before - output + earlier)
 
 
-def _address(tensor: Tensor) -> int:
+def _get_storage_address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _allocated() -> int | None:
+def _get_allocated() -> int | None:
     if not torch.cuda.is_available():
         return None
     torch.cuda.synchronize()
     return torch.cuda.memory_allocated()
 
 
+def synchronize(device: torch.device | str) -> None:
+    """Wait for the device; a CPU has no work left."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def measure_peak(call: Call, *, device: torch.device) -> int | None:
-    """Return the most bytes that a call had allocated above what was there; None on a CPU."""
+    """Return the most bytes that a call allocates; None on a CPU."""
     if device.type != "cuda":
         return None
     gc.collect()
@@ -291,9 +297,9 @@ def measure_peak(call: Call, *, device: torch.device) -> int | None:
 
 
 def count_launches(call: Call, *, device: torch.device) -> int | None:
-    """Return the kernels that a call launches, without copies and fills by the copy engine.
+    """Return the number of kernels that a call launches, without the copy engine's operations.
 
-    None on a CPU, and where the profiler sees no kernel at all.
+    None on a CPU, or if the profiler records no kernel.
     """
     if device.type != "cuda":
         return None
@@ -309,8 +315,7 @@ def count_launches(call: Call, *, device: torch.device) -> int | None:
 def count_syncs(call: Call, *, device: torch.device) -> int | None:
     """Return how often a call makes the host wait for the device; None on a CPU.
 
-    Zero means that the call ran through with syncs forbidden. Otherwise a second run counts the
-    warnings.
+    The call first runs with syncs forbidden; if it raises, a second run counts the warnings.
     """
     if device.type != "cuda":
         return None

@@ -1,4 +1,4 @@
-"""What the layer benchmark runs: a layer under a given routing, its yardstick, a competitor.
+"""Layers with a given routing, their matrix products, and transformers' block.
 
 Legend: T tokens, D model dim, F expert hidden dim, E experts, K experts per token, R = T * K.
 """
@@ -20,8 +20,8 @@ from moecore.moe.forced import force_even_load
 SKEW_TOLERANCE = 0.1
 
 
-def kernel_tests(names: dict[str, str]) -> list[str]:
-    """Return the test files of kernels: wing -> names."""
+def list_kernel_tests(names: dict[str, str]) -> list[str]:
+    """Return the test files of kernels, given names by subfolder."""
     return [f"tests/kernels/{w}/test_{n}.py" for w, ns in names.items() for n in ns.split()]
 
 
@@ -32,10 +32,10 @@ KERNELS = {
     "routing": "balance_kernels counts route router_logits",
     "rows": "activation index row_tiles rows",
 }
-GPU_TESTS = [*kernel_tests(KERNELS), "tests/moe/test_layer_gpu.py"]
+GPU_TESTS = [*list_kernel_tests(KERNELS), "tests/moe/test_layer_gpu.py"]
 CPU_TESTS = ["tests/moe/test_layer.py", "tests/moe/test_experts.py"]
 FP8_KERNELS = {"grouped": "fp8", "rows": "quantised quantised_activation"}
-FP8_GPU_TESTS = kernel_tests(FP8_KERNELS)
+FP8_GPU_TESTS = list_kernel_tests(FP8_KERNELS)
 FP8_CPU_TESTS = ["tests/kernels/experts/test_fp8_products.py", *FP8_GPU_TESTS[1:]]
 HAS_TE = (
     torch.cuda.is_available() and te_names.find_recipe_problem(None, torch.device("cuda")) is None
@@ -45,13 +45,13 @@ FP8_TESTS = FP8_GPU_TESTS if torch.cuda.is_available() else FP8_CPU_TESTS
 
 
 def make_layer(shape: Shape, routing: str, *, device: torch.device) -> tuple[MoELayer, Tensor]:
-    """Return a bf16 layer with random weights and its tokens x_TD, random too.
+    """Return a bf16 layer with random weights, and random tokens x_TD.
 
     Args:
-        shape: the layer.
+        shape: of the layer.
         routing: one of `ROUTINGS`: "learned" is the layer's own router; "skewed" adds a router
-            bias (`skewed_bias`); "even" deals the tokens out in turn.
-        device: where both are made.
+            bias (`compute_skewed_bias`); "even" assigns tokens to experts round-robin.
+        device: of both.
     """
     torch.manual_seed(0)
     layer = MoELayer(shape.config(routing), device=device, dtype=torch.bfloat16)
@@ -62,15 +62,15 @@ def make_layer(shape: Shape, routing: str, *, device: torch.device) -> tuple[MoE
         router = layer.get_part("router")
         with torch.no_grad():
             logits_TE = F.linear(x_TD.float(), router.weight.float())
-            router.bias.copy_(skewed_bias(logits_TE, shape.top_k, shape.skew))
+            router.bias.copy_(compute_skewed_bias(logits_TE, shape.top_k, shape.skew))
     return layer, x_TD
 
 
-def skewed_bias(logits_TE: Tensor, top_k: int, skew: float) -> Tensor:
+def compute_skewed_bias(logits_TE: Tensor, top_k: int, skew: float) -> Tensor:
     """Return the bias [E] on the logits that gives the hottest expert `skew` times the mean load.
 
-    Experts fall off as -s * log(1 + rank), ranks in random order, so that some are hot, many cool
-    and a few nearly idle, as an unbalanced router has them; s is found by bisection.
+    Biases decrease as -s * log(1 + rank), with ranks in random order, so that some experts are hot,
+    many cool and a few nearly idle, like those of an unbalanced router; bisection finds s.
     """
     E = logits_TE.shape[1]
     generator = torch.Generator().manual_seed(0)
@@ -79,28 +79,28 @@ def skewed_bias(logits_TE: Tensor, top_k: int, skew: float) -> Tensor:
     for _ in range(20):
         middle = (low + high) / 2
         ids_TK = (logits_TE + middle * profile_E).topk(top_k, dim=-1).indices
-        low, high = (middle, high) if hottest(ids_TK, E) < skew else (low, middle)
+        low, high = (middle, high) if compute_hottest(ids_TK, E) < skew else (low, middle)
     return low * profile_E
 
 
-def hottest(ids_TK: Tensor, num_experts: int) -> float:
+def compute_hottest(ids_TK: Tensor, num_experts: int) -> float:
     """Return the load of the hottest expert over the mean; one host sync."""
     counts_E = torch.bincount(ids_TK.flatten(), minlength=num_experts)
     return float(counts_E.max() / counts_E.float().mean())
 
 
 class SixProducts:
-    """The yardstick: the six grouped matmuls of a gated layer, bare, on the layer's own routing.
+    """The baseline: the six grouped matmuls of a gated layer alone, with the layer's routing.
 
-    FC1 [R, D] x [E, D, 2F] and FC2 [R, F] x [E, F, D]; their input gradients [R, D] x [E, D, F]
-    and [R, 2F] x [E, 2F, D]; their weight gradients [D, R] x [R, F] and [2F, R] x [R, D] by expert.
-    Rows lie gathered and sorted before the clock starts; weights are the layer's own, read through
-    the same transposed views.
+    FC1 [R, D] x [E, D, 2F] and FC2 [R, F] x [E, F, D]; their input gradients [R, D] x [E, D, F] and
+    [R, 2F] x [E, 2F, D]; their weight gradients [D, R] x [R, F] and [2F, R] x [R, D] by expert.
+    Rows are gathered and sorted in advance; weights are the layer's, read through the same
+    transposed views.
 
     Args:
-        layer: gives weights and routing.
+        layer: with the weights and the routing.
         x_TD: its tokens.
-        ids_TK: its expert choice.
+        ids_TK: its expert ids.
     """
 
     def __init__(self, layer: MoELayer, x_TD: Tensor, ids_TK: Tensor) -> None:
@@ -121,12 +121,12 @@ class SixProducts:
         return grouped_mm(self.x_RD, self.w1_EFD.transpose(1, 2), offs=self.offsets_E)
 
     def forward(self) -> None:
-        """The two products of a forward."""
+        """Run the two products of a forward."""
         self._fc1()
         grouped_mm(self.a_RF, self.w2_EDF.transpose(1, 2), offs=self.offsets_E)
 
     def all(self) -> None:
-        """All six."""
+        """Run all six products."""
         self.forward()
         grouped_mm(self.dy_RD, self.w2_EDF, offs=self.offsets_E)
         grouped_mm(self.dy_RD.T, self.a_RF, offs=self.offsets_E)
@@ -136,7 +136,7 @@ class SixProducts:
 
 @functools.cache
 def has_transformers() -> bool:
-    """Whether transformers has MoE blocks that run on grouped matmuls."""
+    """Return whether transformers has MoE blocks that run on grouped matmuls."""
     try:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
         from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401
@@ -145,10 +145,10 @@ def has_transformers() -> bool:
     return "grouped_mm" in ALL_EXPERTS_FUNCTIONS
 
 
-def transformers_block(layer: MoELayer) -> nn.Module:
-    """Return transformers' Qwen3-MoE block over the layer's weights: same storage, own gradients.
+def make_transformers_block(layer: MoELayer) -> nn.Module:
+    """Return transformers' Qwen3-MoE block with the layer's weights and separate gradients.
 
-    Its router rounds logits to bf16, so a few tokens near a tie go elsewhere.
+    Its router rounds logits to bf16, so a few tokens near a tie get other experts.
     """
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock

@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.bench_plan import CASES
 from benchmarks.dispatch_cases import SHAPES as EP_SHAPES
 from benchmarks.gate import ROOT
-from benchmarks.records import RESULTS, latest, load
+from benchmarks.records import RESULTS, find_latest, load
 from benchmarks.shapes import SHAPES
 from moecore import NVLinkOptions, ParallelConfig
 from moecore.base.options.precision import Precision
@@ -52,10 +52,7 @@ PRODUCTS: dict[str, tuple[str, Callable[[int, int], tuple[int, int]]]] = {  # ke
     "fc2_wgrad": (WGRAD, lambda D, F: (D, F)),
 }
 FP8_PRODUCTS = {  # op: kernel, the products of its time
-    "fp8_four_products": (
-        "sm90_fp8_grouped_nt_kernel",
-        ("fc1", "fc2", "fc2_dgrad", "fc1_dgrad"),
-    ),
+    "fp8_four_products": ("sm90_fp8_grouped_nt_kernel", ("fc1", "fc2", "fc2_dgrad", "fc1_dgrad")),
     "fp8_two_wgrads": ("sm90_fp8_grouped_wgrad_kernel", ("fc1_wgrad", "fc2_wgrad")),
 }
 ROWS = {  # op: part of the kernel's name, dtype
@@ -114,21 +111,21 @@ Record = dict[str, Any]
 def make_table(results: Path = RESULTS) -> CostTable:
     """Return the table of the records in a folder."""
     records: list[Record] = load(results)  # type: ignore[assignment]
-    newest: list[Record] = latest(records)  # type: ignore[arg-type]
+    newest: list[Record] = find_latest(records)  # type: ignore[arg-type]
     alone = [r for r in newest if r["gpu"] == "NVIDIA H200"]
     points = [
-        *_ceilings(records),
-        *_grouped(alone),
-        *_fp8(alone),
-        *_linears(results / LINEARS_PAGE),
-        *_attention(results / ATTENTION_PAGE),
-        *_rows(alone),
-        *_host_copies(results / "checkpoint"),
-        *_moves(newest),
-        *_travels(results / "sequences"),
-        *_reductions(results / "train"),
-        *_of_plans(results / "planning"),
-        *_of_steps(results / "train"),
+        *_read_ceilings(records),
+        *_read_grouped_products(alone),
+        *_read_fp8_products(alone),
+        *_read_linears(results / LINEARS_PAGE),
+        *_read_attention(results / ATTENTION_PAGE),
+        *_read_row_moves(alone),
+        *_read_host_copies(results / "checkpoint"),
+        *_read_dispatch(newest),
+        *_read_cp_transfers(results / "sequences"),
+        *_read_reductions(results / "train"),
+        *_read_plan_traces(results / "planning"),
+        *_read_step_traces(results / "train"),
     ]
     return CostTable(
         gpu="h200-141",
@@ -155,32 +152,32 @@ def make_table(results: Path = RESULTS) -> CostTable:
             "network": 0.9,
         },
         network_seconds=20e-6,
-        slices=_slices(max((results / "tp").glob("*-2-x-nvidia-h200.jsonl"))),
+        slices=_read_slices(max((results / "tp").glob("*-2-x-nvidia-h200.jsonl"))),
         assumed=ASSUMED,
     )
 
 
-def _of_plans(folder: Path) -> Iterator[Point]:
-    """Yield kernels of a traced step of `bench_plan`.
+def _read_plan_traces(folder: Path) -> Iterator[Point]:
+    """Yield the kernels of traced steps of `bench_plan`.
 
-    A kernel of a traced step counts as the mean of its calls, products by their FLOP.
+    A kernel counts as the mean of its calls; the time of products is divided by FLOP.
     """
     traced = json.loads(max(folder.glob("traced-*.json")).read_text())
     ran = [queued.work for queued in dry_run(CASES[traced["case"]]).queued]
     for name, ms in traced["ms"].items():
         works = [work for work in ran if work.name == name]
         flops, moved = sum(w.flops for w in works), sum(w.num_bytes for w in works)
-        yield from _calls_of(traced, works, ms, flops, moved, len(works))
+        yield from _split_time(traced, works, ms, flops, moved, len(works))
 
 
-def _of_steps(folder: Path) -> Iterator[Point]:
+def _read_step_traces(folder: Path) -> Iterator[Point]:
     """Yield kernels of traced steps of whole models as CUDA graphs with even loads."""
-    for r in _lines(folder):
+    for r in _read_lines(folder):
         if "longest" not in r or r["layers"] or not r.get("cuda_graph"):
             continue
         if r["routing"] != "balanced":
             continue
-        few, more = ([q.work for q in dry_run(_run_of(r, n)).queued] for n in (FEW, FEW + 1))
+        few, more = ([q.work for q in dry_run(_make_run(r, n)).queued] for n in (FEW, FEW + 1))
         left = preset(r["preset"]).num_layers - FEW
         for name, part in IN_STEPS.items():
             ms = sum(ms for kernel, ms, _ in r["longest"] if part in kernel)
@@ -191,19 +188,19 @@ def _of_steps(folder: Path) -> Iterator[Point]:
                 sum(map(size, of_few)) * (1 - left) + sum(map(size, of_more)) * left
                 for size in (attrgetter("flops"), attrgetter("num_bytes"), lambda _: 1)
             )
-            yield from _calls_of(r, of_more, ms, flops, moved, calls)
+            yield from _split_time(r, of_more, ms, flops, moved, calls)
 
 
-def _calls_of(
+def _split_time(
     record: Record, works: list[Work], ms: float, flops: int, moved: int, calls: int
 ) -> Iterator[Point]:
-    """Yield calls that took `ms` together: products each by its FLOP, of all others their mean."""
+    """Yield calls that took `ms` together: products by their FLOP, other calls as their mean."""
     for work in dict.fromkeys(works) if flops else [replace(works[0], num_bytes=moved // calls)]:
-        yield _point_of(record, work, ms * (work.flops / flops if flops else 1 / calls))
+        yield _make_work_point(record, work, ms * (work.flops / flops if flops else 1 / calls))
 
 
-def _run_of(r: Record, num_layers: int) -> TrainingRun:
-    """Return the run of a record of `bench_train`, of so many layers."""
+def _make_run(r: Record, num_layers: int) -> TrainingRun:
+    """Return the run of a record of `bench_train`, with `num_layers` layers."""
     has_head = bool(r.get("fp8_head"))
     precision = r["precision"] and replace(Precision.of(r["precision"]), fp8_head=has_head)
     return TrainingRun(
@@ -219,7 +216,7 @@ def _run_of(r: Record, num_layers: int) -> TrainingRun:
     )
 
 
-def point(
+def make_point(
     record: Record, name: str, kind: Any, ms: float, shape: Iterable[int], dtype: str, **sizes: int
 ) -> Point:
     """Return a measured operation."""
@@ -231,17 +228,17 @@ def point(
         shape=tuple(shape),
         dtype=dtype,
     )
-    return _point_of(record, work, ms)
+    return _make_work_point(record, work, ms)
 
 
-def _point_of(record: Record, work: Work, ms: float) -> Point:
-    """Return a measured operation; seconds have six digits, as records have."""
+def _make_work_point(record: Record, work: Work, ms: float) -> Point:
+    """Return a measured operation with seconds of six digits, like records."""
     seconds = float(f"{ms / 1e3:.6g}")
     return Point(work=work, seconds=seconds, commit=record["commit"], date=record["date"][:10])
 
 
-def _ceilings(records: list[Record]) -> Iterator[Point]:
-    """Yield a dense product of n^3 and a copy of so many bytes."""
+def _read_ceilings(records: list[Record]) -> Iterator[Point]:
+    """Yield a dense product of n^3 and a copy."""
     for op in ("ceiling_dense", "ceiling_copy"):
         found = [r for r in records if r["op"] == op and r["gpu"] == "NVIDIA H200"]
         ms = median_low(r["ms"] for r in found)
@@ -249,34 +246,37 @@ def _ceilings(records: list[Record]) -> Iterator[Point]:
         number = int(re.split(r"\D", record["shape"])[0])
         if op == "ceiling_dense":
             sizes = dict(flops=2 * number**3, num_bytes=6 * number**2)
-            yield point(record, "aten.mm", "product", ms, [number] * 3, "bfloat16", **sizes)
+            yield make_point(record, "aten.mm", "product", ms, [number] * 3, "bfloat16", **sizes)
         else:
             num_bytes = 2 * number << 20  # read and written
-            yield point(record, "aten.copy_", "rows", ms, (), "bfloat16", num_bytes=num_bytes)
+            yield make_point(record, "aten.copy_", "rows", ms, (), "bfloat16", num_bytes=num_bytes)
 
 
-def _grouped(records: list[Record]) -> Iterator[Point]:
-    """Yield moecore's products in bf16, and torch's of the same rows, which lie gathered."""
+def _read_grouped_products(records: list[Record]) -> Iterator[Point]:
+    """Yield moecore's products in bf16, and torch's products of the same gathered rows."""
     for r in records:
         if r["op"] in PRODUCTS and r["backend"] == "triton":
             kernel = PRODUCTS[r["op"]][0]
-            yield _product(r, r["op"], kernel, r["ms"])
+            yield _make_product(r, r["op"], kernel, r["ms"])
             if kernel != WGRAD:
-                yield _product(r, r["op"], "aten._grouped_mm", r["baseline_ms"])
+                yield _make_product(r, r["op"], "aten._grouped_mm", r["baseline_ms"])
 
 
-def _fp8(records: list[Record]) -> Iterator[Point]:
-    """Yield products in FP8, each with its share of the time of several, by FLOP."""
+def _read_fp8_products(records: list[Record]) -> Iterator[Point]:
+    """Yield products in FP8, which share the time of several by FLOP."""
     for r in records:
         if r["op"] in FP8_PRODUCTS:
             kernel, ops = FP8_PRODUCTS[r["op"]]
-            flops = [_product(r, op, kernel, r["ms"], "float8_e4m3fn").work.flops for op in ops]
+            flops = [
+                _make_product(r, op, kernel, r["ms"], "float8_e4m3fn").work.flops for op in ops
+            ]
             for op, share in zip(ops, flops, strict=True):
                 ms = r["ms"] * share / sum(flops)
-                yield _product(r, op, kernel, ms, "float8_e4m3fn")
+                yield _make_product(r, op, kernel, ms, "float8_e4m3fn")
 
 
-def _product(r: Record, op: str, kernel: str, ms: float, dtype: str = "bfloat16") -> Point:
+def _make_product(r: Record, op: str, kernel: str, ms: float, dtype: str = "bfloat16") -> Point:
+    """Return a measured grouped product with its FLOP and its fewest bytes."""
     s = SHAPES[r["shape"]]
     N, K = PRODUCTS[op][1](s.dim, s.hidden_dim)
     size = 1 if dtype.startswith("float8") else 2
@@ -286,23 +286,23 @@ def _product(r: Record, op: str, kernel: str, ms: float, dtype: str = "bfloat16"
     else:
         num_bytes = size * (R * K + E * N * K) + 2 * R * N
     sizes = dict(flops=2 * R * N * K, num_bytes=num_bytes)
-    return point(r, kernel, "grouped product", ms, (E, R, N, K), dtype, **sizes)
+    return make_point(r, kernel, "grouped product", ms, (E, R, N, K), dtype, **sizes)
 
 
-def _linears(path: Path) -> Iterator[Point]:
-    """Yield the forward and the weight's gradient of linears, of three products of one size."""
+def _read_linears(path: Path) -> Iterator[Point]:
+    """Yield forward and weight gradient of linears, measured as three products of one size."""
     record = dict(commit="unknown", date=path.name[:10])
     for line in path.read_text().splitlines():
         if found := LINEARS.search(line):
             T, K, N = map(int, found.groups()[:3])
             ms = float(found[4]) / 3
             sizes = dict(flops=2 * T * K * N, num_bytes=2 * (T * K + K * N + T * N))
-            yield point(record, "aten.mm", "product", ms, (T, N, K), "bfloat16", **sizes)
-            yield point(record, "aten.mm", "product", ms, (N, K, T), "bfloat16", **sizes)
+            yield make_point(record, "aten.mm", "product", ms, (T, N, K), "bfloat16", **sizes)
+            yield make_point(record, "aten.mm", "product", ms, (N, K, T), "bfloat16", **sizes)
 
 
-def _attention(path: Path) -> Iterator[Point]:
-    """Yield causal attention: 2 (d + v) FLOP per head and pair that sees each other."""
+def _read_attention(path: Path) -> Iterator[Point]:
+    """Yield causal attention: 2 (d + v) FLOP per head and pair of tokens that attend."""
     text = path.read_text()
     record = dict(commit=re.findall(r"commit (\w+)", text)[0], date=path.name[:10])
     for line in text.splitlines():
@@ -312,55 +312,57 @@ def _attention(path: Path) -> Iterator[Point]:
         flops, num_bytes = B * H * T * T * (d + v), 2 * B * T * (H + G) * (d + v)
         name, shape = ATTENTION_NAMES[found[2]], (B, H, T, d, v)
         sizes = dict(flops=flops, num_bytes=num_bytes)
-        yield point(record, name, "attention", float(found[3]), shape, "bfloat16", **sizes)
+        yield make_point(record, name, "attention", float(found[3]), shape, "bfloat16", **sizes)
         sizes = dict(flops=flops * 5 // 2, num_bytes=2 * num_bytes)
         backward, ms = f"{name}_backward", float(found[4])
-        yield point(record, backward, "attention", ms, shape, "bfloat16", **sizes)
+        yield make_point(record, backward, "attention", ms, shape, "bfloat16", **sizes)
 
 
-def _rows(records: list[Record]) -> Iterator[Point]:
-    """Yield operations that move rows: the fewest bytes that each must move."""
+def _read_row_moves(records: list[Record]) -> Iterator[Point]:
+    """Yield operations that move rows, with the fewest bytes that each must move."""
     for r in records:
         if r["op"] in ROWS:
             name, dtype = ROWS[r["op"]]
             num_bytes = round(r["gbps"] * r["ms"] * 1e6)
-            yield point(r, name, "rows", r["ms"], (), dtype, num_bytes=num_bytes)
+            yield make_point(r, name, "rows", r["ms"], (), dtype, num_bytes=num_bytes)
 
 
-def _host_copies(folder: Path) -> Iterator[Point]:
+def _read_host_copies(folder: Path) -> Iterator[Point]:
     """Yield the last copy to pinned host memory."""
-    found = [r for r in _lines(folder) if r["op"] == "device_to_host_copy"]
+    found = [r for r in _read_lines(folder) if r["op"] == "device_to_host_copy"]
     r = found[-1]
-    yield point(r, "copy to host", "copy", r["ms"], (), "bfloat16", num_bytes=r["bytes"])
+    yield make_point(r, "copy to host", "copy", r["ms"], (), "bfloat16", num_bytes=r["bytes"])
 
 
-def _moves(records: list[Record]) -> Iterator[Point]:
-    """Yield the kernels of dispatcher nvlink, and NCCL's all-to-all of a row per choice."""
+def _read_dispatch(records: list[Record]) -> Iterator[Point]:
+    """Yield the kernels of dispatcher nvlink, and NCCL's all-to-all of one row per choice."""
     for r in records:
         found = re.fullmatch(r"(.+)-ep(\d+)", r["shape"])
         if r["op"] in MOVES and r["backend"] == "nvlink" and r["routing"] == "even" and found:
             ranks = int(found[2])
-            yield _collective(r, MOVES[r["op"]], r["ms"], ranks, round(r["gbps"] * r["ms"] * 1e6))
+            yield _make_collective(
+                r, MOVES[r["op"]], r["ms"], ranks, round(r["gbps"] * r["ms"] * 1e6)
+            )
             if r["op"] == "dispatch":
                 s = EP_SHAPES[found[1]]
                 rows = s.tokens * s.top_k * (ranks - 1) // ranks
-                yield _collective(r, "all_to_all", r["baseline_ms"], ranks, 2 * rows * s.dim)
+                yield _make_collective(r, "all_to_all", r["baseline_ms"], ranks, 2 * rows * s.dim)
 
 
-def _travels(folder: Path) -> Iterator[Point]:
-    """Yield what context parallel ranks send, alone: as many bytes come as go."""
-    for r in _lines(folder):
+def _read_cp_transfers(folder: Path) -> Iterator[Point]:
+    """Yield the transfers of context parallel ranks alone; each sends as much as it receives."""
+    for r in _read_lines(folder):
         if r["op"] == "context_parallel" and r["way"] in WAYS:
-            yield _collective(r, WAYS[r["way"]], r["travel_ms"], r["cp"], r["sent_bytes"])
+            yield _make_collective(r, WAYS[r["way"]], r["travel_ms"], r["cp"], r["sent_bytes"])
 
 
-def _reductions(folder: Path) -> Iterator[Point]:
-    """Yield NCCL's reduce-scatter of gradients, a mean of its calls, by the number of ranks.
+def _read_reductions(folder: Path) -> Iterator[Point]:
+    """Yield NCCL's reduce-scatter of gradients, the mean of its calls, by the number of ranks.
 
-    Of the traced steps whose experts have one owner each the one with the shortest: least waits.
+    Of the traced steps with one owner per expert the shortest counts, because it waits least.
     """
     found = dict[int, Point]()
-    for r in _lines(folder):
+    for r in _read_lines(folder):
         for name, ms, calls in r.get("longest", ()):
             if "ReduceScatter_Sum_f32" in name and r["ep"] == r["num_gpus"]:
                 config, ranks = preset(r["preset"]), r["ep"]
@@ -368,14 +370,14 @@ def _reductions(folder: Path) -> Iterator[Point]:
                 matrix = config.dim * config.moe.hidden_dim * config.moe.num_experts
                 numel = r["parameters"] - 3 * (r["layers"] or config.num_layers) * matrix
                 sent = 4 * numel * (ranks - 1) // ranks // calls
-                one = _collective(r, "reduce_scatter", ms / calls, ranks, sent)
+                one = _make_collective(r, "reduce_scatter", ms / calls, ranks, sent)
                 one = replace(one, work=replace(one.work, dtype="float32"))
                 found[ranks] = min(found.get(ranks, one), one, key=attrgetter("seconds"))
     yield from found.values()
 
 
-def _slices(path: Path) -> ExposedShare:
-    """Return what is exposed of exchanges of the sizes that a run slices, over that in turn."""
+def _read_slices(path: Path) -> ExposedShare:
+    """Return the exposed time of sliced exchanges over that of exchanges in turn."""
     rows = map(json.loads, path.read_text().splitlines())
     newest = {(r["layer"], r["batch_size"], r["seq_len"], r["provider"]): r for r in rows}
     sliced = [case for case, r in newest.items() if r["chosen"] and r["provider"] == "sliced"]
@@ -387,12 +389,12 @@ def _slices(path: Path) -> ExposedShare:
     return ExposedShare(share=share, gpu="h200-141", record=f"{path.parent.name}/{path.name}")
 
 
-def _collective(r: Record, name: str, ms: float, ranks: int, sent: int) -> Point:
-    """Return a collective in which each rank gets as many bytes as it sends."""
-    return point(r, name, "collective", ms, [ranks], "bfloat16", num_bytes=2 * sent)
+def _make_collective(r: Record, name: str, ms: float, ranks: int, sent: int) -> Point:
+    """Return a collective in which each rank receives as many bytes as it sends."""
+    return make_point(r, name, "collective", ms, [ranks], "bfloat16", num_bytes=2 * sent)
 
 
-def _lines(folder: Path) -> Iterator[Record]:
+def _read_lines(folder: Path) -> Iterator[Record]:
     for path in sorted(folder.glob("*h200.jsonl")):
         yield from map(json.loads, path.read_text().splitlines())
 

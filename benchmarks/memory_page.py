@@ -1,4 +1,4 @@
-"""The tables of benchmarks/results/memory/README.md, from the records: the last of each variant."""
+"""Tables of benchmarks/results/memory/README.md, from the last record of each variant."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Row = dict[str, Any]
 
 
 def write_tables() -> None:
-    """Put the tables between their marks."""
-    PAGE.write_text(with_tables(PAGE.read_text()))
+    """Write the tables between their markers."""
+    PAGE.write_text(fill_tables(PAGE.read_text()))
 
 
-def with_tables(page: str) -> str:
-    """Return the page with the tables of now."""
+def fill_tables(page: str) -> str:
+    """Return the page with current tables."""
     for name, table in TABLES.items():
         begin, end = f"<!-- records: {name} -->\n", "<!-- end of records -->"
         head, found, rest = page.partition(begin)
@@ -36,15 +36,15 @@ def with_tables(page: str) -> str:
 def recompute_table() -> str:
     """Return a row per model and option, relative to a run without recomputation."""
     header = ("model", "recompute", "saved bytes", "relative", "relative time")
-    models = _last(MODEL, ("memory",))
-    return _markdown(header, (row for model in models for row in _rows(model)))
+    models = _find_last(MODEL, ("memory",))
+    return _markdown(header, (row for model in models for row in _format_model(model)))
 
 
 def offload_table() -> str:
-    """Return what a step takes by how much of the kept bytes is away."""
+    """Return time and memory of a step by the offloaded share of saved bytes."""
     header = ("share of saved bytes offloaded", "GB", "forward and backward", "step")
-    (found,) = _last(("preset", "layers", "batch_size", "seq_len"), ("offload_fwd_bwd",))
-    (steps,) = _last(("preset", "layers", "batch_size", "seq_len"), ("offload_step",))
+    (found,) = _find_last(("preset", "layers", "batch_size", "seq_len"), ("offload_fwd_bwd",))
+    (steps,) = _find_last(("preset", "layers", "batch_size", "seq_len"), ("offload_step",))
     away = {row["out_bytes"]: row for row in found.values()}
     rows = (
         (
@@ -60,11 +60,11 @@ def offload_table() -> str:
 
 
 def state_table() -> str:
-    """Return what steps take with state or work on the host."""
+    """Return time and memory of a step with state or optimizer steps on the host."""
     header = ("tokens per step", "state", "step, s", "relative", "added, s", "peak, GiB")
     names = {"away": "`StateOffload`, 16 GB", "host": "`HostAdamW`, half"}
     rows = []
-    for model in _last(STEP, ("state_offload",)):
+    for model in _find_last(STEP, ("state_offload",)):
         plain = model["plain"]
         tokens = plain["batch_size"] * plain["seq_len"] * plain["micro_batches"]
         shape = f"{tokens:,} in {plain['micro_batches']}"
@@ -84,9 +84,9 @@ def state_table() -> str:
 
 
 def fit_table() -> str:
-    """Return how many layers fit by what state and activations take."""
+    """Return the number of layers that fit, by options for state and activations."""
     header = ("run", "layers", "relative")
-    (found,) = _last(("preset", "batch_size", "seq_len"), ("fit",))
+    (found,) = _find_last(("preset", "batch_size", "seq_len"), ("fit",))
     plain = found["plain"]["layers"]
     return _markdown(
         header,
@@ -102,8 +102,8 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def _last(keys: tuple[str, ...], ops: tuple[str, ...]) -> list[dict[str, Row]]:
-    """Return the last record of each variant, those of equal keys together."""
+def _find_last(keys: tuple[str, ...], ops: tuple[str, ...]) -> list[dict[str, Row]]:
+    """Return the last record of each variant, grouped by `keys`."""
     lines = [json.loads(line) for f in sorted(RECORDS.glob("*.jsonl")) for line in f.open()]
     found: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in lines:
@@ -121,7 +121,8 @@ def _markdown(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     )
 
 
-def _rows(of_model: dict[str, Row]) -> Iterable[tuple[str, ...]]:
+def _format_model(of_model: dict[str, Row]) -> Iterable[tuple[str, ...]]:
+    """Yield the cells of a model's rows, relative to its row without recomputation."""
     first = of_model["nothing"]
     kept = "kept_bytes_per_token_and_layer"
     experts = f", {first['num_experts']} experts" if first["num_experts"] else ""

@@ -1,7 +1,7 @@
-"""One op of kernels/ on random inputs of a layer's size, measured against the same in torch.
+"""One op of kernels/ on random inputs of a layer's size, measured against torch.
 
-Legend: T tokens, D model dim, F expert hidden dim, E experts, K experts per token, R = T * K,
-C = 2F columns of FC1. In formulas b is the 2 bytes of bf16.
+Legend: T tokens, D model dim, F expert hidden dim, E experts, K experts per token, R = T * K, C =
+2F columns of FC1. In formulas b is the 2 bytes of bf16.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ LEAD_MS = 1.0  # these ops are shorter than their launches
 
 
 class Inputs:
-    """Random inputs of one layer's kernels, made when asked for; plain PyTorch throughout.
+    """Random inputs of one layer's kernels, computed on access by plain PyTorch.
 
     Args:
-        shape: the layer.
-        device: where they lie.
+        shape: of the layer.
+        device: of the inputs.
     """
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
@@ -45,7 +45,7 @@ class Inputs:
 
     @cached_property
     def linear(self) -> tuple[Tensor, Tensor]:
-        """x_TD and a router's weight [E, D] as it is initialised."""
+        """x_TD and a router's initial weight [E, D]."""
         return self.x_TD, 0.02 * self.random(self.shape.num_experts, self.shape.dim)
 
     @cached_property
@@ -88,14 +88,14 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One op on its inputs.
+    """An op on its inputs.
 
     Attributes:
         run: the op.
         plain: the baseline.
-        num_bytes: the fewest that must move, or None where arithmetic is the limit.
-        num_flops: floating-point operations, where they are the limit.
-        baseline: what `plain` is.
+        num_bytes: the fewest bytes to move, or None if arithmetic is the limit.
+        num_flops: number of floating-point operations if they are the limit.
+        baseline: name of `plain`.
     """
 
     run: harness.Call
@@ -107,7 +107,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """How to set an op up, and the test file that must be green before it gets a number."""
+    """The setup of an op, and the test file that must pass before it is measured."""
 
     build: Callable[[Inputs], Work]
     file: str
@@ -118,13 +118,13 @@ class Op:
         return self.build.__name__
 
 
-def params(ops: tuple[Op, ...]) -> list[Any]:
+def make_params(ops: tuple[Op, ...]) -> list[Any]:
     """Return the ops as parameters of a benchmark that is proven by their test files."""
     return [pytest.param(op, id=op.name, marks=pytest.mark.proven_by(op.file)) for op in ops]
 
 
 def backward(op: Callable[..., Tensor | tuple[Tensor, ...]], *inputs: Tensor) -> harness.Call:
-    """Return a call that computes gradients of the inputs alone; the forward runs here, once."""
+    """Return a call that computes gradients of the inputs; the forward runs here, once."""
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in inputs]
         found = op(*leaves)
@@ -135,7 +135,7 @@ def backward(op: Callable[..., Tensor | tuple[Tensor, ...]], *inputs: Tensor) ->
 
 @torch.no_grad()
 def run_op(op: Op, shape: Shape, routing: str, session: Session, ceilings: Ceilings) -> None:
-    """Measure the op and its baseline in turn, and report the op's row."""
+    """Measure the op and its baseline in alternation, and report the op's row."""
     device = session.device
     backend = "triton" if device.type == "cuda" else "reference"
     if session.backends and backend not in session.backends:
@@ -165,6 +165,6 @@ def run_op(op: Op, shape: Shape, routing: str, session: Session, ceilings: Ceili
             launches=harness.count_launches(work.run, device=device),
             syncs=harness.count_syncs(work.run, device=device),
             **rates,
-            **records.timing_fields(timings["run"], baseline=work.baseline, ms=baseline_ms),
+            **records.make_timing_fields(timings["run"], baseline=work.baseline, ms=baseline_ms),
         )
     )

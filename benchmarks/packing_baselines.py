@@ -1,8 +1,8 @@
-"""What `schedule_documents` is compared with: one cp for all, and Megatron-Core's scheduler.
+"""Baselines of `schedule_documents`: one cp for all, and Megatron-Core's scheduler.
 
-Legend: M tokens that a rank holds.
+Legend: M tokens per rank at most.
 
-Both get the same costs, and simulated times are of the same unit.
+All have the same costs, and simulated times have the same unit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DISTRIBUTIONS: dict[str, Draw] = {
 
 
 def lengths_of(distribution: str, number: int, seed: int = 0) -> Integers:
-    """Return lengths of documents, int64, 16 tokens to 128K."""
+    """Return document lengths, int64, 16 tokens to 128K."""
     drawn = DISTRIBUTIONS[distribution](np.random.default_rng(seed), number)
     return np.clip(drawn, 16, LONGEST).astype(np.int64)
 
@@ -41,20 +41,20 @@ def lengths_of(distribution: str, number: int, seed: int = 0) -> Integers:
 def static_time(
     lengths: Integers, *, ranks: int, max_tokens: int, cost: Cost, seed: int | None
 ) -> float:
-    """Return the time of a step with the fewest ranks per document that hold the longest.
+    """Return the time of a step with the fewest ranks per document that fit the longest.
 
-    Documents are packed to bins of cp * M tokens, a bin per group of cp ranks and micro-batch.
-    All groups meet in every micro-batch, because experts exchange tokens there.
+    Documents are packed to bins of cp * M tokens, one per group of cp ranks and micro-batch. All
+    groups synchronise in every micro-batch, because experts exchange tokens there.
 
     Args:
         lengths: of the documents.
         ranks: dp x cp.
         max_tokens: M.
         cost: of a document.
-        seed: bins in random order, as a shuffled dataset gives them; None = by their cost, which
-            is the best order.
+        seed: for bins in random order, like a shuffled dataset; None = sorted by cost, the best
+            order.
     """
-    cp = fewest_ranks(int(lengths.max()), ranks, max_tokens)
+    cp = count_ranks(int(lengths.max()), ranks, max_tokens)
     padded = padded_lengths(lengths, cp)
     costs = cost.estimate(lengths, cp)
     bins = np.array([costs[bin_].sum() for bin_ in pack_lengths(padded, cp * max_tokens)])
@@ -64,8 +64,8 @@ def static_time(
     return float(sum(r.max() for r in rounds)) + cost.fixed * len(rounds)
 
 
-def fewest_ranks(length: int, ranks: int, max_tokens: int) -> int:
-    """Return the least power of two of ranks that holds a document."""
+def count_ranks(length: int, ranks: int, max_tokens: int) -> int:
+    """Return the smallest power of two of ranks that a document fits."""
     cp = 1
     while padded_lengths([length], cp)[0] > cp * max_tokens:
         cp *= 2
@@ -75,12 +75,12 @@ def fewest_ranks(length: int, ranks: int, max_tokens: int) -> int:
 
 @dataclass
 class Column:
-    """A group of ranks, and what it computes one after the other.
+    """A group of ranks and the documents that it computes in sequence.
 
     Attributes:
-        cp: ranks.
-        documents: in this order, each a forward of its own.
-        time: of all.
+        cp: number of ranks.
+        documents: each is a separate forward.
+        time: of all documents.
     """
 
     cp: int
@@ -91,35 +91,35 @@ class Column:
 def balanced_time(
     lengths: Integers, *, ranks: int, max_tokens: int, cost: Cost
 ) -> tuple[float, list[list[Column]]]:
-    """Return the time and the rounds of a BalancedCPScheduler, as its description has it.
+    """Return the time and the rounds of a BalancedCPScheduler, as described by its authors.
 
-    A document is a forward of its own, so M bounds a document, not a micro-batch. Ranks meet at the
-    end of a round alone, however many forwards each had: without expert parallelism.
+    A document is a separate forward, so M limits a document, not a micro-batch. Ranks synchronise
+    only at the end of a round, with any number of forwards: without expert parallelism.
 
     Source: "Megatron CP, HCP and DCP" (2026): bucket by ranks, largest first; fill the lighter
     column; stop when even; trim; double the smallest group until no rank is idle.
     """
     order = sorted(range(len(lengths)), key=lambda i: -int(lengths[i]))
-    needs = [fewest_ranks(int(length), ranks, max_tokens) for length in lengths]
-    costs = {cp: cost.estimate(lengths, cp) + cost.fixed for cp in set(_powers(ranks))}
+    needs = [count_ranks(int(length), ranks, max_tokens) for length in lengths]
+    costs = {cp: cost.estimate(lengths, cp) + cost.fixed for cp in set(_list_powers(ranks))}
     rounds, left = [], order
     while left:
-        columns, left = _balanced_round(left, needs, costs, ranks)
+        columns, left = _make_round(left, needs, costs, ranks)
         rounds.append(columns)
     return sum(max(c.time for c in columns) for columns in rounds), rounds
 
 
-def _powers(ranks: int) -> list[int]:
+def _list_powers(ranks: int) -> list[int]:
     return [1 << i for i in range((ranks & -ranks).bit_length())]
 
 
-def _balanced_round(
+def _make_round(
     left: list[int], needs: list[int], costs: dict[int, np.ndarray], ranks: int
 ) -> tuple[list[Column], list[int]]:
-    """Return the columns of a round and the documents that stay.
+    """Return the columns of a round and the documents left over.
 
-    When no rank is idle, documents that would overshoot the tallest column stay, where the
-    description trims them afterwards: no round gets longer by that.
+    If no rank is idle, documents that would exceed the tallest column are left over at once, where
+    the description trims them afterwards: no round gets longer by that.
     """
     columns: list[Column] = []
     rest: list[int] = []

@@ -1,7 +1,7 @@
-"""What a GPU draws and how fast it clocks while something runs, as nvidia-smi samples it.
+"""Power and clock of a GPU during a call, sampled by nvidia-smi.
 
-A step that draws its GPU's limit all the time is bound by energy: work that overlaps makes it no
-faster, less work does.
+A step that always runs at the GPU's power limit is bound by energy: overlapping work does not make
+it faster, less work does.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ FIELDS = ("power.draw", "power.limit", "clocks.sm")  # W, W, MHz
 
 
 class PowerLog:
-    """Samples one GPU from `with` to its end; has no samples where there is no nvidia-smi.
+    """Samples one GPU within a `with` block; without nvidia-smi there are no samples.
 
     Args:
-        device: the GPU; another device is not sampled.
+        device: the GPU; other devices are not sampled.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,7 +29,7 @@ class PowerLog:
         self._samples: list[tuple[float, ...]] = []
 
     def __enter__(self) -> PowerLog:
-        """Start to sample."""
+        """Start sampling."""
         if self._device.type == "cuda":
             uuid = torch.cuda.get_device_properties(self._device).uuid
             self._start(f"GPU-{uuid}")
@@ -41,14 +41,15 @@ class PowerLog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Stop."""
+        """Stop sampling."""
         if self._process is None:
             return
         self._process.terminate()
         out, _ = self._process.communicate()
-        self._samples = parse(out)
+        self._samples = parse_samples(out)
 
     def _start(self, gpu: str) -> None:
+        """Start nvidia-smi if it exists."""
         query = f"--query-gpu={','.join(FIELDS)}"
         how = ("--format=csv,noheader,nounits", f"--id={gpu}", f"--loop-ms={PERIOD_MS}")
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -58,7 +59,7 @@ class PowerLog:
             return
 
     def summary(self) -> dict[str, float]:
-        """Return means: watts, the limit in watts, MHz of the multiprocessors; {} = no sample."""
+        """Return mean power and power limit in watts and mean clock in MHz; {} = no samples."""
         if not self._samples:
             return {}
         watts, limits, mhz = (
@@ -67,8 +68,8 @@ class PowerLog:
         return {"power_watts": watts, "power_limit_watts": limits, "sm_mhz": mhz}
 
 
-def parse(text: str) -> list[tuple[float, ...]]:
-    """Return the samples; a line that was cut off, or says [N/A], is none."""
+def parse_samples(text: str) -> list[tuple[float, ...]]:
+    """Return the samples of complete lines with numbers only."""
     found = []
     for line in text.splitlines():
         try:

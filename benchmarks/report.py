@@ -2,7 +2,7 @@
 
     python -m benchmarks.report
 
-The same records always give the same text. The plot carries a digest of what it shows, because its
+The same records always give the same text. The plot contains a digest of its data, because its
 bytes also depend on matplotlib and its fonts.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.gate import ROOT
 from benchmarks.memory_page import write_tables
-from benchmarks.records import RESULTS, latest, load
+from benchmarks.records import RESULTS, find_latest, load
 from benchmarks.shapes import ROUTINGS, SHAPES, SKEW, SKEW_ROOM
 
 PAGE = RESULTS / "README.md"
@@ -68,22 +68,22 @@ SHAPE_HEADER = ("shape", "T", "D", "F", "E", "K")
 
 
 def make_page(records: list[Record]) -> str:
-    """Return the page; the last record of each (gpu, op, shape, routing, backend) counts."""
+    """Return the page, from the last record of each (gpu, op, shape, routing, backend)."""
     rows = [[s.name, s.tokens, s.dim, s.hidden_dim, s.num_experts, s.top_k] for s in _gpu_shapes()]
     parts = [HEAD, table(SHAPE_HEADER, rows)]
-    current = latest(records)
+    current = find_latest(records)
     if not current:
         parts.append("No records yet.\n")
     for gpu in dict.fromkeys(r["gpu"] for r in current):
         here = [r for r in current if r["gpu"] == gpu]
         parts.append(f"## {gpu}\n")
-        if _bars(here):
+        if _make_bars(here):
             parts.append("![fwd+bwd time over six grouped_mm](benchmarks.png)\n")
         for title, make in SECTIONS:
             text = make(here)
             if text:
                 parts.append(f"### {title}\n\n{text}")
-        parts.append(_provenance(here))
+        parts.append(_list_runs(here))
     return "\n".join(parts)
 
 
@@ -99,8 +99,8 @@ def _gpu_shapes() -> list[Any]:
     return [shape for shape in SHAPES.values() if shape.name != "tiny"]
 
 
-def _position(record: Record) -> list[int]:
-    """Shapes, routings and backends in the order of their lists, unknown ones last."""
+def _get_sort_key(record: Record) -> list[int]:
+    """Return the positions of shape, routing and backend in their lists; unknown ones are last."""
     known = {"shape": list(SHAPES), "routing": list(ROUTINGS), "backend": list(BACKENDS)}
     return [[*v, record[k]].index(record[k]) for k, v in known.items()]
 
@@ -109,29 +109,30 @@ def _find(records: list[Record], **fields: str) -> Record | None:
     return next((r for r in records if all(r.get(k) == v for k, v in fields.items())), None)
 
 
-def _number(value: float | None, form: str, unit: str = "") -> str | None:
+def _format_number(value: float | None, form: str, unit: str = "") -> str | None:
     return None if value is None else f"{value:{form}}{unit}"
 
 
-def _layers(records: list[Record]) -> str:
+def _make_layer_table(records: list[Record]) -> str:
+    """Return the table of layers in bf16."""
     header = ("shape", "routing", "backend", "fwd ms", "/ two", "fwd+bwd ms (p20-p80)", "/ six")
     header += ("six ms", "TFLOP/s", "saved GiB", "/ least", "peak GiB", "launches", "syncs")
     rows = []
-    for both in sorted(filter(_is_bf16_layer, records), key=_position):
+    for both in sorted(filter(_is_bf16_layer, records), key=_get_sort_key):
         names = {k: both[k] for k in ("shape", "routing", "backend")}
         forward = _find(records, op="layer_fwd", date=both["date"], **names) or {}
         rows.append(
             [
                 *names.values(),
-                _number(forward.get("ms"), ".2f"),
-                _number(forward.get("ratio"), ".3f"),
+                _format_number(forward.get("ms"), ".2f"),
+                _format_number(forward.get("ratio"), ".3f"),
                 f"{both['ms']:.2f} ({both['p20']:.2f}-{both['p80']:.2f})",
-                _number(both.get("ratio"), ".3f"),
-                _number(both.get("baseline_ms"), ".2f"),
-                _number(both.get("tflops"), ".0f"),
-                _gib(both.get("saved_bytes")),
-                _number(both.get("saved_ratio"), ".3f"),
-                _gib(both.get("peak_bytes")),
+                _format_number(both.get("ratio"), ".3f"),
+                _format_number(both.get("baseline_ms"), ".2f"),
+                _format_number(both.get("tflops"), ".0f"),
+                _format_gib(both.get("saved_bytes")),
+                _format_number(both.get("saved_ratio"), ".3f"),
+                _format_gib(both.get("peak_bytes")),
                 forward.get("launches"),
                 both.get("syncs"),
             ]
@@ -143,13 +144,13 @@ def _is_bf16_layer(record: Record) -> bool:
     return record["op"] == "layer_fwd_bwd" and record["backend"] not in FP8_BACKENDS
 
 
-def _fp8(records: list[Record]) -> str:
-    """Layers in FP8, only beside what one run measured."""
+def _make_fp8_table(records: list[Record]) -> str:
+    """Return the table of layers in FP8, with comparisons within one run."""
     header = ("shape", "routing", "FP8", "fwd+bwd ms (p20-p80)", "bf16 ms", "bf16 / FP8")
     header += ("of blockwise", "TFLOP/s", "saved GiB", "/ bf16's", "peak GiB", "launches", "syncs")
     found = [r for r in records if r["op"] == "layer_fwd_bwd" and r["backend"] in FP8_BACKENDS]
     rows = []
-    for both in sorted(found, key=_position):
+    for both in sorted(found, key=_get_sort_key):
         same = {k: both[k] for k in ("op", "shape", "routing", "date")}
         blockwise = _find(records, backend="blockwise", **same) or {}
         names = {k: both[k] for k in ("shape", "routing", "backend", "date")}
@@ -158,13 +159,13 @@ def _fp8(records: list[Record]) -> str:
             [
                 *(both[k] for k in ("shape", "routing", "backend")),
                 f"{both['ms']:.2f} ({both['p20']:.2f}-{both['p80']:.2f})",
-                _number(both.get("bf16_ms"), ".2f"),
-                _number(both.get("speedup"), ".3f"),
-                _quotient(both["ms"], blockwise.get("ms")),
-                _number(both.get("tflops"), ".0f"),
-                _gib(both.get("saved_bytes")),
-                _number(both.get("saved_over_bf16"), ".3f"),
-                _gib(both.get("peak_bytes")),
+                _format_number(both.get("bf16_ms"), ".2f"),
+                _format_number(both.get("speedup"), ".3f"),
+                _format_ratio(both["ms"], blockwise.get("ms")),
+                _format_number(both.get("tflops"), ".0f"),
+                _format_gib(both.get("saved_bytes")),
+                _format_number(both.get("saved_over_bf16"), ".3f"),
+                _format_gib(both.get("peak_bytes")),
                 forward.get("launches"),
                 both.get("syncs"),
             ]
@@ -176,16 +177,16 @@ def _fp8(records: list[Record]) -> str:
     return note + table(header, rows) if rows else ""
 
 
-def _gib(num_bytes: int | None) -> str | None:
-    return _number(None if num_bytes is None else num_bytes / 2**30, ".2f")
+def _format_gib(num_bytes: int | None) -> str | None:
+    return _format_number(None if num_bytes is None else num_bytes / 2**30, ".2f")
 
 
-def _skew(records: list[Record]) -> str:
-    """Skewed over even, only where one run measured both."""
+def _make_skew_table(records: list[Record]) -> str:
+    """Return the table of skewed over even routing, if one run measured both."""
     header = ("shape", "backend", "hottest (learned)", "hottest (skewed)", "learned / even")
     header += ("skewed / even", "skewed / even, six grouped_mm alone")
     rows = []
-    for even in sorted(filter(_is_bf16_layer, records), key=_position):
+    for even in sorted(filter(_is_bf16_layer, records), key=_get_sort_key):
         if even["routing"] != "even":
             continue
         same = dict(op="layer_fwd_bwd", shape=even["shape"], backend=even["backend"])
@@ -197,22 +198,23 @@ def _skew(records: list[Record]) -> str:
             [
                 even["shape"],
                 even["backend"],
-                _number(learned.get("hottest"), ".2f"),
-                _number(skewed.get("hottest"), ".2f"),
-                _quotient(learned.get("ms"), even["ms"]),
-                _quotient(skewed.get("ms"), even["ms"]),
-                _quotient(skewed.get("baseline_ms"), even.get("baseline_ms")),
+                _format_number(learned.get("hottest"), ".2f"),
+                _format_number(skewed.get("hottest"), ".2f"),
+                _format_ratio(learned.get("ms"), even["ms"]),
+                _format_ratio(skewed.get("ms"), even["ms"]),
+                _format_ratio(skewed.get("baseline_ms"), even.get("baseline_ms")),
             ]
         )
     note = "`-`: learned and even routing were not measured in one run.\n\n"
     return note + table(header, rows) if rows else ""
 
 
-def _quotient(a: float | None, b: float | None) -> str | None:
+def _format_ratio(a: float | None, b: float | None) -> str | None:
     return f"{a / b:.3f}" if a and b else None
 
 
-def _kernels(records: list[Record]) -> str:
+def _make_kernel_table(records: list[Record]) -> str:
+    """Return the table of single ops."""
     header = ("op", "shape", "us", "GB/s", "TFLOP/s", "of ceiling", "plain torch us", "speedup")
     header += ("launches",)
     others = ("layer_", "ceiling_", "ep_", *MOVES)
@@ -223,14 +225,14 @@ def _kernels(records: list[Record]) -> str:
             r["op"],
             r["shape"],
             f"{r['ms'] * 1e3:.0f}",
-            _number(r.get("gbps"), ".0f"),
-            _number(r.get("tflops"), ".0f"),
-            _number(r.get("fraction"), ".0%"),
-            _number(r["baseline_ms"] * 1e3 if r.get("baseline_ms") else None, ".0f"),
-            _quotient(r.get("baseline_ms"), r["ms"]),
+            _format_number(r.get("gbps"), ".0f"),
+            _format_number(r.get("tflops"), ".0f"),
+            _format_number(r.get("fraction"), ".0%"),
+            _format_number(r["baseline_ms"] * 1e3 if r.get("baseline_ms") else None, ".0f"),
+            _format_ratio(r.get("baseline_ms"), r["ms"]),
             r.get("launches"),
         ]
-        for r in sorted(found, key=lambda r: (order.index(r["op"]), _position(r)))
+        for r in sorted(found, key=lambda r: (order.index(r["op"]), _get_sort_key(r)))
     ]
     note = (
         "GB/s count the fewest bytes that the op must move; the formulas are in "
@@ -241,8 +243,8 @@ def _kernels(records: list[Record]) -> str:
     return note + table(header, rows) if rows else ""
 
 
-def _expert_parallel(records: list[Record]) -> str:
-    """Moves of tokens between ranks, and layers whose experts lie on several."""
+def _make_parallel_table(records: list[Record]) -> str:
+    """Return the table of exchanges between ranks, and of layers with experts on several ranks."""
     header = ("shape", "routing", "op", "backend", "ms (p20-p80)", "GB/s", "TFLOP/s", "against")
     header += ("its ms", "ratio", "saved GiB", "peak GiB", "syncs")
     found = [r for r in records if r["op"] in MOVES or r["op"].startswith("ep_")]
@@ -252,13 +254,13 @@ def _expert_parallel(records: list[Record]) -> str:
         [
             *(r[k] for k in ("shape", "routing", "op", "backend")),
             f"{r['ms']:.3f} ({r['p20']:.3f}-{r['p80']:.3f})",
-            _number(r.get("gbps"), ".0f"),
-            _number(r.get("tflops"), ".0f"),
+            _format_number(r.get("gbps"), ".0f"),
+            _format_number(r.get("tflops"), ".0f"),
             r.get("baseline"),
-            _number(r.get("baseline_ms"), ".3f"),
-            _number(r.get("ratio"), ".3f"),
-            _gib(r.get("saved_bytes")),
-            _gib(r.get("peak_bytes")),
+            _format_number(r.get("baseline_ms"), ".3f"),
+            _format_number(r.get("ratio"), ".3f"),
+            _format_gib(r.get("saved_bytes")),
+            _format_gib(r.get("peak_bytes")),
             r.get("syncs"),
         ]
         for r in sorted(found, key=lambda r: order.index(r["shape"]))
@@ -272,23 +274,24 @@ def _expert_parallel(records: list[Record]) -> str:
     return note + table(header, rows) if rows else ""
 
 
-def _ceilings(records: list[Record]) -> str:
+def _make_ceiling_table(records: list[Record]) -> str:
+    """Return the table of measured ceilings."""
     rows = [
-        [r["op"].removeprefix("ceiling_"), r["shape"], _rate(r), r["date"][:10]]
+        [r["op"].removeprefix("ceiling_"), r["shape"], _format_rate(r), r["date"][:10]]
         for r in records
         if r["op"].startswith("ceiling_")
     ]
     return table(("what", "size", "reached", "day"), rows) if rows else ""
 
 
-def _rate(record: Record) -> str:
+def _format_rate(record: Record) -> str:
     if record.get("tflops"):
         return f"{record['tflops']:.0f} TFLOP/s"
     return f"{record['gbps']:.0f} GB/s"
 
 
-def _provenance(records: list[Record]) -> str:
-    """One line per run that a row on this page comes from."""
+def _list_runs(records: list[Record]) -> str:
+    """Return a line per run with a row on the page."""
     lines = ["Measured:\n\n"]
     for date in sorted({r["date"] for r in records}):
         r = _find(records, date=date) or {}
@@ -300,40 +303,42 @@ def _provenance(records: list[Record]) -> str:
 
 
 SECTIONS: tuple[tuple[str, Callable[[list[Record]], str]], ...] = (
-    ("Whole layer", _layers),
-    ("Whole layer in FP8", _fp8),
-    ("Skew", _skew),
-    ("Kernels", _kernels),
-    ("Expert parallelism", _expert_parallel),
-    ("Ceilings of the machine", _ceilings),
+    ("Whole layer", _make_layer_table),
+    ("Whole layer in FP8", _make_fp8_table),
+    ("Skew", _make_skew_table),
+    ("Kernels", _make_kernel_table),
+    ("Expert parallelism", _make_parallel_table),
+    ("Ceilings of the machine", _make_ceiling_table),
 )
 
 
-def _bars(records: list[Record]) -> dict[str, dict[str, float]]:
-    """Return backend -> shape -> fwd+bwd time over six grouped_mm, learned routing."""
+def _make_bars(records: list[Record]) -> dict[str, dict[str, float]]:
+    """Return backend -> shape -> fwd+bwd time over six grouped_mm, with learned routing."""
     found: dict[str, dict[str, float]] = {}
-    for r in sorted(records, key=_position):
+    for r in sorted(records, key=_get_sort_key):
         if _is_bf16_layer(r) and r["routing"] == "learned" and r.get("ratio"):
             found.setdefault(r["backend"], {})[r["shape"]] = r["ratio"]
     return found
 
 
-def plot_digest(records: list[Record]) -> str:
-    """Return a digest of what the plot shows."""
-    current = latest(records)
-    shown = {gpu: _bars([r for r in current if r["gpu"] == gpu]) for gpu in _plotted(current)}
+def compute_plot_digest(records: list[Record]) -> str:
+    """Return a digest of the plot's data."""
+    current = find_latest(records)
+    shown = {
+        gpu: _make_bars([r for r in current if r["gpu"] == gpu]) for gpu in _list_plotted(current)
+    }
     return hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()
 
 
-def _plotted(current: list[Record]) -> list[str]:
+def _list_plotted(current: list[Record]) -> list[str]:
     gpus = dict.fromkeys(r["gpu"] for r in current)
-    return [gpu for gpu in gpus if _bars([r for r in current if r["gpu"] == gpu])]
+    return [gpu for gpu in gpus if _make_bars([r for r in current if r["gpu"] == gpu])]
 
 
 def draw(records: list[Record], path: Path) -> None:
-    """Draw one panel of grouped bars per GPU; no file when there is nothing to draw."""
-    current = latest(records)
-    gpus = _plotted(current)
+    """Draw one panel of grouped bars per GPU; no file without data."""
+    current = find_latest(records)
+    gpus = _list_plotted(current)
     if not gpus:
         path.unlink(missing_ok=True)
         return
@@ -342,7 +347,7 @@ def draw(records: list[Record], path: Path) -> None:
     figure = Figure(figsize=(9, 3.6 * len(gpus)), layout="constrained")
     for panel, gpu in enumerate(gpus):
         axes = figure.add_subplot(len(gpus), 1, panel + 1)
-        bars = _bars([r for r in current if r["gpu"] == gpu])
+        bars = _make_bars([r for r in current if r["gpu"] == gpu])
         shapes = list(dict.fromkeys(shape for ratios in bars.values() for shape in ratios))
         width = 0.8 / len(bars)
         for i, (backend, ratios) in enumerate(bars.items()):
@@ -354,11 +359,13 @@ def draw(records: list[Record], path: Path) -> None:
         axes.set_ylabel("fwd+bwd time / six grouped_mm")
         axes.set_title(f"{gpu}, bf16, learned routing (lower is better)")
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    figure.savefig(path, dpi=110, metadata={"Software": None, "Description": plot_digest(records)})
+    figure.savefig(
+        path, dpi=110, metadata={"Software": None, "Description": compute_plot_digest(records)}
+    )
 
 
 def main() -> None:
-    """Write page and plot."""
+    """Write the page and the plot."""
     records = load(RESULTS)
     PAGE.write_text(make_page(records))
     draw(records, PLOT)

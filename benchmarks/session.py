@@ -1,4 +1,4 @@
-"""What all benchmarks of one `pytest benchmarks` share; conftest.py makes it."""
+"""State that all benchmarks of one `pytest benchmarks` share; conftest.py creates it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from benchmarks.records import Environment, Row
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Session:
-    """What all benchmarks of one run share.
+    """State that all benchmarks of a run share.
 
     Attributes:
-        device: where they run.
-        effort: how long each group of variants is measured.
+        device: of the benchmarks.
+        effort: of each group of variants.
         environment: the same in all records.
-        folder: where records go.
+        folder: of the records.
         keeps_rows: whether the folder outlives the run.
         backends: chosen by --backend; empty = all.
-        config: pytest's, to print past its capture.
+        config: pytest's, to print despite its capture.
     """
 
     device: torch.device
@@ -40,7 +40,7 @@ class Session:
         records.append(self.folder, self.environment, row)
 
     def print(self, line: str) -> None:
-        """Write a line to the terminal now, also while output is captured."""
+        """Write a line to the terminal at once, even while pytest captures output."""
         writer = self.config.get_terminal_writer()
         capture = self.config.pluginmanager.get_plugin("capturemanager")
         with capture.global_and_fixture_disabled():
@@ -52,7 +52,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What the machine reached in this session: GB/s of a copy, TFLOP/s of a dense product."""
+    """Rates measured in this session: GB/s of a copy, TFLOP/s of a dense product."""
 
     gbps: float
     tflops: float

@@ -1,4 +1,4 @@
-"""The layers that are measured, named after real models, and the formulas that rows are held to.
+"""The measured layers, named after models, and the formulas that their rows must satisfy.
 
 Legend: T tokens, D model dim, F expert hidden dim, E experts, K experts per token, R = T * K.
 
@@ -44,7 +44,7 @@ class Shape:
 
     @property
     def total_flops(self) -> int:
-        """FLOP of forward and backward: each matrix again for its input's and its own gradient."""
+        """FLOP of forward and backward: two gradients per matrix product."""
         return 3 * self.forward_flops
 
     @property
@@ -54,11 +54,11 @@ class Shape:
 
     @property
     def skew(self) -> float:
-        """Hottest expert over the mean that "skewed" routing aims at."""
+        """Load of the hottest expert over the mean in "skewed" routing."""
         return min(SKEW, SKEW_ROOM * self.num_experts / self.top_k)
 
     def config(self, routing: str) -> MoEConfig:
-        """Return the layer's config under one of `ROUTINGS`; "skewed" has a bias to be set."""
+        """Return the layer's config for one of `ROUTINGS`; the bias of "skewed" is set later."""
         return MoEConfig(
             dim=self.dim,
             hidden_dim=self.hidden_dim,
@@ -70,12 +70,7 @@ class Shape:
 
 def _shape(name: str, tokens: int, dim: int, hidden_dim: int, experts: int, top_k: int) -> Shape:
     return Shape(
-        name=name,
-        tokens=tokens,
-        dim=dim,
-        hidden_dim=hidden_dim,
-        num_experts=experts,
-        top_k=top_k,
+        name=name, tokens=tokens, dim=dim, hidden_dim=hidden_dim, num_experts=experts, top_k=top_k
     )
 
 

@@ -1,7 +1,7 @@
-"""Text that a machine without a network has: sources and pages of its Python installation.
+"""Text that exists without a network: sources and pages of the Python installation.
 
 The standard library and every installed package, so mostly code and the English of its docstrings
-and pages. What is read depends on what is installed: `Text.digest` names it.
+and pages. The text depends on the installed packages: `Text.digest` identifies it.
 
 Legend: N bytes.
 """
@@ -31,12 +31,12 @@ HELD_OUT = 32  # one file of so many is held out
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Text:
-    """Text to train on, and text of other files.
+    """Text for training, and held-out text of other files.
 
     Attributes:
         train_N: uint8.
         held_out_N: uint8.
-        num_files: both together.
+        num_files: of both.
         digest: of the files' digests in their order.
     """
 
@@ -46,7 +46,7 @@ class Text:
     digest: str
 
 
-def installed_folders() -> list[Path]:
+def list_installed_folders() -> list[Path]:
     """Return the folders of the standard library and of installed packages, each once."""
     paths = sysconfig.get_paths()
     found = [Path(paths[name]) for name in ("stdlib", "purelib", "platlib")]
@@ -55,19 +55,19 @@ def installed_folders() -> list[Path]:
 
 
 def read_text(folders: Iterable[Path], *, most_bytes: int) -> Text:
-    """Return the text of all files below the folders, up to a number of bytes.
+    """Return the text of all files in the folders, at most `most_bytes`.
 
-    Files come in the order of a digest of their path below the folder, so neighbours are of
-    different packages. Copies are left out. Whether a file is held out depends on its content.
+    Files are sorted by a digest of their relative path, so neighbours are from different packages.
+    Copies are left out. The content of a file determines whether it is held out.
 
     Raises:
-        ValueError: when there is no text to train on or none to hold out.
+        ValueError: if there is no text for training or none to hold out.
     """
     seen: set[bytes] = set()
     parts: dict[bool, list[bytes]] = {False: [], True: []}
     total, order = 0, hashlib.sha256()
-    for path in sorted_files(folders):
-        content = readable(path)
+    for path in sort_files(folders):
+        content = read_if_text(path)
         digest = hashlib.sha256(content).digest() if content else b""
         if not content or digest in seen:
             continue
@@ -83,15 +83,15 @@ def read_text(folders: Iterable[Path], *, most_bytes: int) -> Text:
             "give folders with more"
         )
     return Text(
-        train_N=_joined(parts[False]),
-        held_out_N=_joined(parts[True]),
+        train_N=_join(parts[False]),
+        held_out_N=_join(parts[True]),
         num_files=len(seen),
         digest=order.hexdigest()[:16],
     )
 
 
-def sorted_files(folders: Iterable[Path]) -> Iterator[Path]:
-    """Yield the files that may be text, in the order of a digest of their path."""
+def sort_files(folders: Iterable[Path]) -> Iterator[Path]:
+    """Yield the files that may be text, sorted by a digest of their relative path."""
     found: dict[Path, str] = {}
     for folder in folders:
         for path in folder.rglob("*"):
@@ -101,8 +101,8 @@ def sorted_files(folders: Iterable[Path]) -> Iterator[Path]:
     yield from sorted(found, key=lambda path: (found[path], path))
 
 
-def readable(path: Path) -> bytes | None:
-    """Return a file's bytes where they are text of a usual length and width, else None."""
+def read_if_text(path: Path) -> bytes | None:
+    """Return a file's bytes if they are text of a usual length and width, else None."""
     try:
         if not LEAST_BYTES <= path.stat().st_size <= MOST_BYTES:
             return None
@@ -116,5 +116,5 @@ def readable(path: Path) -> bytes | None:
     return content
 
 
-def _joined(parts: list[bytes]) -> Tensor:
+def _join(parts: list[bytes]) -> Tensor:
     return torch.frombuffer(bytearray(b"\n".join(parts)), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""What runs on this rank's GPU in some steps: kernels by category, exposed communication.
+"""Kernels of some steps on this rank's GPU, by category, with exposed communication.
 
 Kernels of several streams overlap; so besides the sum of each category there are three shares of
 the wall time: some kernel other than communication runs ("compute"), only communication runs
@@ -24,12 +24,12 @@ class Breakdown:
     """Milliseconds of one step.
 
     Attributes:
-        wall: from the first kernel's start to the last one's end, over the steps.
+        wall: from the first kernel's start to the last one's end, over the number of steps.
         categories: name -> sum of its kernels' times, longest first.
-        exposed: only communication ran.
-        idle: nothing ran.
-        kernels: launches.
-        longest: name -> (sum of times, launches) of the kernels that took longest in all.
+        exposed: time in which only communication runs.
+        idle: time in which nothing runs.
+        kernels: number of launches.
+        longest: name -> (sum of times, launches) of the kernels with the longest sums.
         gaps: "kernel before -> kernel after" -> the same of the idle times between them.
     """
 
@@ -45,7 +45,7 @@ class Breakdown:
 def break_down(
     kernels: Iterable[Kernel], *, num_steps: int = 1, num_longest: int = 40
 ) -> Breakdown:
-    """Sum up kernels; see `Breakdown`.
+    """Return the breakdown of kernels.
 
     Example, us: a product from 0 to 3, nccl from 2 to 6, a product from 7 to 8: wall 8, exposed 3,
     idle 1.
@@ -59,8 +59,8 @@ def break_down(
         category = find_category(kernel.name)
         sums[category] = sums.get(category, 0.0) + (kernel.end - kernel.start) * scale
     wall = max(k.end for k in kernels) - min(k.start for k in kernels)
-    busy = covered(kernels)
-    computing = covered(k for k in kernels if find_category(k.name) not in COMMUNICATION)
+    busy = measure_covered(kernels)
+    computing = measure_covered(k for k in kernels if find_category(k.name) not in COMMUNICATION)
     times = ((k.name, k.end - k.start) for k in kernels)
     return Breakdown(
         wall=wall * scale,
@@ -68,15 +68,15 @@ def break_down(
         exposed=(busy - computing) * scale,
         idle=(wall - busy) * scale,
         kernels=len(kernels) // num_steps,
-        longest=_longest(times, scale, num_longest),
-        gaps=_longest(gaps_of(kernels), scale, num_longest),
+        longest=_find_longest(times, scale, num_longest),
+        gaps=_find_longest(list_gaps(kernels), scale, num_longest),
     )
 
 
-def _longest(
+def _find_longest(
     times: Iterable[tuple[str, float]], scale: float, most: int
 ) -> dict[str, tuple[float, int]]:
-    """Return sum and number of the times by name, the largest sums first."""
+    """Return the sum and number of times by name, the largest sums first."""
     names: dict[str, tuple[float, int]] = {}
     for name, took in times:
         total, count = names.get(name, (0.0, 0))
@@ -84,8 +84,8 @@ def _longest(
     return dict(sorted(names.items(), key=lambda item: -item[1][0])[:most])
 
 
-def gaps_of(kernels: Iterable[Kernel]) -> Iterator[tuple[str, float]]:
-    """Yield each time in which nothing runs, with what ran before and after it."""
+def list_gaps(kernels: Iterable[Kernel]) -> Iterator[tuple[str, float]]:
+    """Yield each idle time, with the kernels before and after it."""
     last: Kernel | None = None
     for kernel in sorted(kernels, key=lambda k: k.start):
         if last is not None and kernel.start > last.end:
@@ -94,25 +94,25 @@ def gaps_of(kernels: Iterable[Kernel]) -> Iterator[tuple[str, float]]:
             last = kernel
 
 
-def covered(kernels: Iterable[Kernel]) -> float:
+def measure_covered(kernels: Iterable[Kernel]) -> float:
     """Return the microseconds in which at least one of the kernels runs."""
-    covered, reached = 0.0, float("-inf")
+    measure_covered, reached = 0.0, float("-inf")
     for kernel in sorted(kernels, key=lambda k: k.start):
         if kernel.end > reached:
-            covered += kernel.end - max(kernel.start, reached)
+            measure_covered += kernel.end - max(kernel.start, reached)
             reached = kernel.end
-    return covered
+    return measure_covered
 
 
-def table(found: Breakdown) -> list[str]:
+def format_table(found: Breakdown) -> list[str]:
     """Return the categories as a Markdown table."""
     lines = ["| what | ms | share of the step |", "|---|---|---|"]
     rows = [*found.categories.items(), ("only communication", found.exposed), ("idle", found.idle)]
     return [*lines, *(f"| {n} | {ms:.1f} | {ms / found.wall:.1%} |" for n, ms in rows)]
 
 
-def row_of_trace(breakdown: Breakdown) -> dict[str, Any]:
-    """Return the fields of a breakdown in a record."""
+def make_trace_fields(breakdown: Breakdown) -> dict[str, Any]:
+    """Return the fields of a record from a breakdown."""
     return {
         "trace_wall_ms": breakdown.wall,
         "trace_ms": breakdown.categories,
@@ -126,12 +126,12 @@ def row_of_trace(breakdown: Breakdown) -> dict[str, Any]:
 
 
 def trace(step: Callable[[], object], *, num_steps: int = 1) -> Breakdown:
-    """Profile some steps on this rank's GPU."""
-    return break_down(kernels_of(step, num_steps=num_steps), num_steps=num_steps)
+    """Return the breakdown of some steps on this rank's GPU."""
+    return break_down(trace_kernels(step, num_steps=num_steps), num_steps=num_steps)
 
 
-def kernels_of(step: Callable[[], object], *, num_steps: int = 1) -> list[Kernel]:
-    """Return what ran on this rank's GPU in some steps."""
+def trace_kernels(step: Callable[[], object], *, num_steps: int = 1) -> list[Kernel]:
+    """Return the kernels of some steps on this rank's GPU."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as prof:
         for _ in range(num_steps):

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.records import Environment, results_path
-from benchmarks.text import installed_folders, read_text
+from benchmarks.text import list_installed_folders, read_text
 from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.base.options.layer import BalanceConfig, MoEConfig
 from moecore.models import Decoder, DecoderConfig
-from moecore.recipes.decoder_config import default_balance
+from moecore.recipes.decoder_config import choose_balance
 from moecore.recipes.optimizer import OptimizerConfig
 from moecore.recipes.schedule import LearningRateSchedule
 
@@ -39,7 +39,7 @@ STOCK = "transformers"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """What a run does; what is not given is the default of `moecore pretrain`.
+    """Options of a run; by default those of `moecore pretrain`.
 
     Attributes:
         embedding_std: of the initial embeddings.
@@ -87,7 +87,7 @@ STOCK_LOSS = 1e-3  # router_aux_loss_coef of Qwen3-MoE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """The decoder, the batch, the tokens of a piece of text, and the bytes of all text."""
+    """Sizes of the decoder, of the batch, of a piece of text, and of all text in bytes."""
 
     config: DecoderConfig
     batch_size: int
@@ -96,7 +96,7 @@ class Size:
     text_bytes: int
 
 
-def size_of(vocab_size: int, dim: int, hidden_dim: int, head_dim: int, **fields: Any) -> Size:
+def make_size(vocab_size: int, dim: int, hidden_dim: int, head_dim: int, **fields: Any) -> Size:
     layers, experts, top_k = (fields.pop(name) for name in ("layers", "experts", "top_k"))
     moe = MoEConfig(dim=dim, hidden_dim=hidden_dim, num_experts=experts, top_k=top_k)
     heads = dim // head_dim
@@ -114,12 +114,12 @@ def size_of(vocab_size: int, dim: int, hidden_dim: int, head_dim: int, **fields:
 
 
 SIZES = {
-    "cuda": size_of(
+    "cuda": make_size(
         32768, 2048, 768, 128, layers=8, experts=32, top_k=8,
         batch_size=8, seq_len=2048,
         piece=64, text_bytes=24 << 20,
     ),
-    "cpu": size_of(
+    "cpu": make_size(
         512, 64, 32, 16, layers=2, experts=8, top_k=2,
         batch_size=4, seq_len=64,
         piece=16, text_bytes=2 << 20,
@@ -127,11 +127,11 @@ SIZES = {
 }  # fmt: skip
 
 
-def tokens_of(size: Size) -> Tensor:
-    """Return the tokens of the text; int32 [N]."""
+def encode_text(size: Size) -> Tensor:
+    """Return the token ids of the text; int32 [N]."""
     from tokenizers import ByteLevelBPETokenizer
 
-    text = read_text(installed_folders(), most_bytes=size.text_bytes).train_N
+    text = read_text(list_installed_folders(), most_bytes=size.text_bytes).train_N
     words = bytes(text.tolist()).decode(errors="replace")
     pieces = [words[i : i + 20000] for i in range(0, len(words), 20000)]
     tokenizer = ByteLevelBPETokenizer()
@@ -141,10 +141,10 @@ def tokens_of(size: Size) -> Tensor:
     return torch.tensor(ids, dtype=torch.int32)
 
 
-def batches(
+def iterate_batches(
     tokens_N: Tensor, size: Size, *, steps: int, seed: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield tokens_BT and labels_BT of each step; a row is pieces from many places of the text."""
+    """Yield tokens_BT and labels_BT of each step; a row has pieces from many places in the text."""
     generator = torch.Generator().manual_seed(seed)
     places = torch.arange(size.piece)
     num_pieces = -(-(size.seq_len + 1) // size.piece)
@@ -162,7 +162,7 @@ class NativeRun:
         moe = size.config.moe
         assert moe is not None
         moe = replace(moe, **variant.moe)
-        balance = BalanceConfig(**(variant.balance or default_balance(moe)))
+        balance = BalanceConfig(**(variant.balance or choose_balance(moe)))
         moe = replace(moe, balance=balance)
         model = Decoder(replace(size.config, moe=moe), device="meta")
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -174,7 +174,7 @@ class NativeRun:
         self.model, self.owner = model, TrainStep(model, self.optimizers, max_norm=1.0)
 
     def step(self, tokens_BT: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return loss, gradient norm and tokens of each expert [L, E]."""
+        """Run a step; return loss, gradient norm and tokens of each expert [L, E]."""
         with self.owner.micro_batch():
             loss = self.model(tokens_BT, labels_BT)
             loss.backward()
@@ -184,7 +184,7 @@ class NativeRun:
 
 
 class StockRun:
-    """The class of transformers with torch's AdamW."""
+    """transformers' model with torch's AdamW."""
 
     def __init__(self, size: Size, variant: Variant, seed: int, device: str) -> None:
         from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -221,7 +221,7 @@ class StockRun:
         ]
 
     def step(self, tokens_BT: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return loss, gradient norm and tokens of each expert [L, E]."""
+        """Run a step; return loss, gradient norm and tokens of each expert [L, E]."""
         with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
             out = self.model(tokens_BT, labels=labels_BT, shift_labels=labels_BT)
         out.loss.backward()
@@ -245,15 +245,15 @@ def train(
     peaks = [[group["lr"] for group in o.param_groups] for o in run.optimizers]
     losses, norms, loads, least = [], [], [], []
     begin = time.perf_counter()
-    for step, batch in enumerate(batches(tokens_N, size, steps=steps, seed=seed), 1):
-        factor = schedule.factor(step, steps=steps, count_steps=int)
+    for step, batch in enumerate(iterate_batches(tokens_N, size, steps=steps, seed=seed), 1):
+        factor = schedule.compute_factor(step, steps=steps, count_steps=int)
         for optimizer, rates in zip(run.optimizers, peaks, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * factor * group.get("lr_factor", 1.0)
         loss, norm, counts_LE = run.step(*batch)
         losses.append(loss.float())
         norms.append(norm.float())
-        loads.append(loads_of_counts(counts_LE))
+        loads.append(compute_loads(counts_LE))
         least.append(counts_LE.amin())
     curves = {
         "losses": torch.stack(losses).tolist(),
@@ -265,14 +265,14 @@ def train(
     return {"recipe": name, "seed": seed, "seconds": time.perf_counter() - begin, **curves}
 
 
-def loads_of_counts(counts_LE: Tensor) -> Tensor:
-    """Return the busiest expert over the mean: of the worst layer, and the mean over layers."""
+def compute_loads(counts_LE: Tensor) -> Tensor:
+    """Return the busiest expert's load over the mean: of the worst layer, and mean over layers."""
     loads_L = counts_LE.double().amax(1) / counts_LE.double().mean(1).clamp(min=1e-9)
     return torch.stack([loads_L.max(), loads_L.mean()])
 
 
-def summary(run: dict[str, Any]) -> str:
-    """Return a line with what the defaults must hold."""
+def summarize(run: dict[str, Any]) -> str:
+    """Return a line with the values that defaults are judged by."""
     losses, loads = run["losses"], run["worst_load"]
     jump = max((b - min(losses[:i]) for i, b in enumerate(losses) if i >= 5), default=0.0)
     window = losses[-20:]
@@ -297,14 +297,14 @@ def main() -> None:
     parser.add_argument("--json", type=results_path, help="file of the curves")
     args = parser.parse_args()
     size = SIZES[args.device]
-    tokens_N = tokens_of(size).to(args.device)
+    tokens_N = encode_text(size).to(args.device)
     print(f"{len(tokens_N)} tokens", flush=True)
     runs = []
     for seed in args.seeds:
         for name in args.recipes:
             steps = {"steps": args.steps, "seed": seed, "device": args.device}
             runs.append(train(name, size, tokens_N, **steps))
-            print(summary(runs[-1]), flush=True)
+            print(summarize(runs[-1]), flush=True)
             gc.collect()
             if args.device == "cuda":
                 torch.cuda.empty_cache()

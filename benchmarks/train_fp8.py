@@ -49,9 +49,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from benchmarks.fp8_runs import BASE, GATHERED, Run, load_runs, points, summary, write
+from benchmarks.fp8_runs import BASE, GATHERED, Run, average_points, load_runs, summarize, write
 from benchmarks.records import results_path
-from benchmarks.text import Text, installed_folders, read_text
+from benchmarks.text import Text, list_installed_folders, read_text
 from moecore import (
     BalanceConfig,
     FSDPOptions,
@@ -77,7 +77,7 @@ WIDE_HIDDEN = Precision(recipe=Recipe(keep_hidden="wide"), roles=("experts",))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """What a run does otherwise: arguments of parallelize_moe and AdamW, dtype of weights."""
+    """Options of a run: arguments of parallelize_moe and AdamW, dtype of weights."""
 
     parallelize: dict[str, Any] = field(default_factory=dict)
     fsdp: dict[str, Any] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class Variant:
     weights: torch.dtype = torch.float32
 
 
-def in_fp8(precision: str | Precision | Recipe, **fsdp: Any) -> Variant:
+def make_fp8_variant(precision: str | Precision | Recipe, **fsdp: Any) -> Variant:
     return Variant(parallelize={"precision": precision}, fsdp=fsdp)
 
 
@@ -94,17 +94,17 @@ SPLIT = {"master_remainder": True}
 VARIANTS: dict[str, Variant] = {
     BASE: Variant(),
     "bf16-torch": Variant(parallelize={"expert_backend": "torch"}),
-    "auto": in_fp8("auto"),
-    "blockwise": in_fp8("blockwise"),
-    f"blockwise{GATHERED}": in_fp8("blockwise", fp8_param_gather=True),
-    "blockwise-fp8-head": in_fp8(Precision(recipe=Recipe(), fp8_head=True)),
-    "auto-wide-hidden": in_fp8(WIDE_HIDDEN),
-    "rowwise": in_fp8("rowwise"),
-    "tensorwise": in_fp8("tensorwise"),
-    "mxfp8": in_fp8("mxfp8"),
-    "nvfp4": in_fp8("nvfp4"),
-    "nvfp4-untransformed": in_fp8(Recipe(scaling="nvfp4", hadamard=False)),
-    "nvfp4-nearest": in_fp8(Recipe(scaling="nvfp4", stochastic_rounding=False)),
+    "auto": make_fp8_variant("auto"),
+    "blockwise": make_fp8_variant("blockwise"),
+    f"blockwise{GATHERED}": make_fp8_variant("blockwise", fp8_param_gather=True),
+    "blockwise-fp8-head": make_fp8_variant(Precision(recipe=Recipe(), fp8_head=True)),
+    "auto-wide-hidden": make_fp8_variant(WIDE_HIDDEN),
+    "rowwise": make_fp8_variant("rowwise"),
+    "tensorwise": make_fp8_variant("tensorwise"),
+    "mxfp8": make_fp8_variant("mxfp8"),
+    "nvfp4": make_fp8_variant("nvfp4"),
+    "nvfp4-untransformed": make_fp8_variant(Recipe(scaling="nvfp4", hadamard=False)),
+    "nvfp4-nearest": make_fp8_variant(Recipe(scaling="nvfp4", stochastic_rounding=False)),
     "bf16-moments": Variant(optimizer=HALF_MOMENTS),
     "fp8-moments": Variant(optimizer=FP8_MOMENTS),
     "bf16-weights": Variant(weights=torch.bfloat16),
@@ -117,7 +117,7 @@ EVAL_EVERY, EVAL_BATCHES = 100, 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """A decoder and what its steps read."""
+    """A decoder and the sizes of its batches."""
 
     config: DecoderConfig
     batch_size: int
@@ -125,8 +125,10 @@ class Size:
     bytes_per_token: int = 1
 
 
-def size_of(dim: int, hidden_dim: int, experts: int, top_k: int, layers: int, **reads: int) -> Size:
-    """Return a decoder of MoE layers whose products all have FP8 forms."""
+def make_size(
+    dim: int, hidden_dim: int, experts: int, top_k: int, layers: int, **reads: int
+) -> Size:
+    """Return a decoder of MoE layers whose products can all run in FP8."""
     head_dim = min(dim, 128)
     moe = MoEConfig(
         dim=dim,
@@ -149,8 +151,8 @@ def size_of(dim: int, hidden_dim: int, experts: int, top_k: int, layers: int, **
 
 
 SIZES = {
-    "cuda": size_of(1536, 768, 32, 4, 4, batch_size=32, seq_len=512),
-    "cpu": size_of(128, 128, 4, 2, 2, batch_size=4, seq_len=32),
+    "cuda": make_size(1536, 768, 32, 4, 4, batch_size=32, seq_len=512),
+    "cpu": make_size(128, 128, 4, 2, 2, batch_size=4, seq_len=32),
 }
 
 
@@ -159,11 +161,11 @@ class Batches:
 
     Args:
         bytes_N: uint8.
-        size: how many a batch has.
-        steps: how many batches there are.
-        seed: of the places that they begin at; None = spread evenly.
-        device: where they are read.
-        part: which part of each batch, of how many.
+        size: of the batches.
+        steps: number of batches.
+        seed: of the places of the rows in the text; None = spread evenly.
+        device: of the batches.
+        part: index of this rank's part of each batch, and the number of parts.
     """
 
     def __init__(
@@ -203,7 +205,7 @@ class Batches:
 
 
 def build_model(size: Size, variant: str, seed: int, meshes: Meshes) -> Decoder:
-    """Return a model that computes as the variant does; equal seeds give equal weights, rounded."""
+    """Return a model with the variant's options; equal seeds give equal weights, up to rounding."""
     model, how = Decoder(size.config, device="meta"), VARIANTS[variant]
     model.to(how.weights)
     for module in model.modules():
@@ -219,27 +221,27 @@ def build_model(size: Size, variant: str, seed: int, meshes: Meshes) -> Decoder:
         wide.init_weights(seed)
         with torch.no_grad():
             for param, given in zip(model.parameters(), wide.parameters(), strict=True):
-                local(param).copy_(given)
+                get_local(param).copy_(given)
     return model
 
 
-def bytes_per_parameter(params: Sequence[Tensor], tensors: Iterable[Tensor]) -> float:
+def count_bytes_per_parameter(params: Sequence[Tensor], tensors: Iterable[Tensor]) -> float:
     """Return the bytes of this rank's parts of tensors over the number of parameters."""
-    return sum(local(t).nbytes for t in tensors) / sum(local(p).numel() for p in params)
+    return sum(get_local(t).nbytes for t in tensors) / sum(get_local(p).numel() for p in params)
 
 
 class Probe:
-    """Compares a run with a twin in bf16 that has the same weights.
+    """Compares a run with a bf16 twin that has the same weights.
 
     Args:
-        model: whose gradients and choices of experts are compared.
+        model: the trained model.
         twin: computes in bf16.
     """
 
     def __init__(self, model: Decoder, twin: Decoder) -> None:
         self.model, self.twin, self.owner = model, twin, TrainStep(twin)
         self.own, self.others = RouterReplay(model), RouterReplay(twin)
-        self.names = sorted({key_of(name) for name, _ in model.named_parameters()})
+        self.names = sorted({get_key(name) for name, _ in model.named_parameters()})
         self.steps: list[int] = []
         self.cosines: list[Tensor] = []
         self.moved: list[Tensor] = []
@@ -249,44 +251,44 @@ class Probe:
         return self.own.record()
 
     def compare(self, step: int, tokens_BT: Tensor, labels_BT: Tensor) -> None:
-        """Keep what the recorded forward and backward differ in from the twin's on this batch."""
+        """Compare the recorded forward and backward with the twin's on the same batch."""
         choices = self.own.choices()
         self._copy_weights()
         with torch.no_grad(), self.others.record():
             self.twin(tokens_BT, labels_BT)
-        self.moved.append(moved(choices, self.others.choices(), self.model.config))
+        self.moved.append(compute_moved(choices, self.others.choices(), self.model.config))
         with self.others.replay(choices), self.owner.micro_batch():
             self.twin(tokens_BT, labels_BT).backward()
         self.cosines.append(self._cosines())
         self.steps.append(step)
         self.owner.drop()
 
-    def held_out_loss(self, batches: Batches) -> Tensor:
+    def compute_held_out_loss(self, batches: Batches) -> Tensor:
         """Return the twin's loss with the model's weights; fp64 on the device."""
         self._copy_weights()
-        return held_out_loss(self.twin, batches)
+        return compute_held_out_loss(self.twin, batches)
 
     @torch.no_grad()
     def _copy_weights(self) -> None:
         tensors = (*self.model.parameters(), *self.model.buffers())
         copies = (*self.twin.parameters(), *self.twin.buffers())
         for tensor, copy in zip(tensors, copies, strict=True):
-            local(copy).copy_(local(tensor))
+            get_local(copy).copy_(get_local(tensor))
 
     @torch.no_grad()
     def _cosines(self) -> Tensor:
-        """Return fp64 [names]; nothing waits for the device."""
+        """Return the cosines of the gradients, fp64 [names], without a sync."""
         sums = {name: [] for name in self.names}
         others = dict(self.twin.named_parameters())
         for name, param in self.model.named_parameters():
-            a, b = (local(p.grad).flatten().float() for p in (param, others[name]))
-            sums[key_of(name)].append(torch.stack([a @ b, a @ a, b @ b]).double())
+            a, b = (get_local(p.grad).flatten().float() for p in (param, others[name]))
+            sums[get_key(name)].append(torch.stack([a @ b, a @ a, b @ b]).double())
         dots = torch.stack([torch.stack(sums[name]).sum(0) for name in self.names])
         return dots[:, 0] / (dots[:, 1] * dots[:, 2]).sqrt()
 
 
-def moved(ours: Choices, others: Choices, config: DecoderConfig) -> Tensor:
-    """Return the share of our choices that the others do not have; fp64 on the device."""
+def compute_moved(ours: Choices, others: Choices, config: DecoderConfig) -> Tensor:
+    """Return the share of our expert choices that the others lack; fp64 on the device."""
     assert config.moe is not None
     shares = []
     for name, (ids_TK,) in ours.items():
@@ -296,7 +298,7 @@ def moved(ours: Choices, others: Choices, config: DecoderConfig) -> Tensor:
     return torch.stack(shares).mean()
 
 
-def key_of(name: str) -> str:
+def get_key(name: str) -> str:
     """Return layer and kind of a parameter.
 
     Example: "model.layers.3.mlp.experts.w1" -> "layers.3.experts", "lm_head.weight" -> "ends".
@@ -310,29 +312,29 @@ def key_of(name: str) -> str:
     return f"layers.{found[1]}.{kind}"
 
 
-def local(tensor: Tensor | None) -> Tensor:
+def get_local(tensor: Tensor | None) -> Tensor:
     assert tensor is not None, "every parameter has a gradient"
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def loads_of(metrics: MoEMetrics) -> Tensor:
-    """Return the busiest expert over the mean: worst layer, and mean over layers; fp64 [2]."""
+def compute_loads(metrics: MoEMetrics) -> Tensor:
+    """Return the busiest expert's load over the mean, worst layer and mean of layers; fp64 [2]."""
     counts_LE = torch.stack(list(metrics.tokens_per_expert.values())).double()
     loads_L = counts_LE.amax(1) / counts_LE.mean(1).clamp(min=1e-9)
     return torch.stack([loads_L.max(), loads_L.mean()])
 
 
 @torch.no_grad()
-def held_out_loss(model: Decoder, batches: Batches) -> Tensor:
-    """Return the mean over all batches, fp64 on the device."""
+def compute_held_out_loss(model: Decoder, batches: Batches) -> Tensor:
+    """Return the mean loss of all batches, fp64 on the device."""
     model.eval()
     losses = [model(*batches.at(i)).double() for i in range(len(batches))]
     model.train()
-    return over_ranks(torch.stack(losses).mean())
+    return reduce_mean(torch.stack(losses).mean())
 
 
-def over_ranks(values: Tensor) -> Tensor:
-    """Return the mean of all ranks' values."""
+def reduce_mean(values: Tensor) -> Tensor:
+    """Return the mean over all ranks."""
     dist.all_reduce(values)
     return values / dist.get_world_size()
 
@@ -358,7 +360,9 @@ def train(seed: int, variant: str, text: Text, args: argparse.Namespace, meshes:
     schedule = LearningRateSchedule(warmup_steps=max(1, round(0.05 * args.steps)))
     for step in range(args.steps):
         for group in optimizer.param_groups:
-            group["lr"] = args.lr * schedule.factor(step + 1, steps=args.steps, count_steps=int)
+            group["lr"] = args.lr * schedule.compute_factor(
+                step + 1, steps=args.steps, count_steps=int
+            )
         tokens_BT, labels_BT = batches.at(step)
         is_probed = probe is not None and step % args.probe_every == 0
         with probe.recording() if is_probed else nullcontext(), owner.micro_batch():
@@ -366,28 +370,28 @@ def train(seed: int, variant: str, text: Text, args: argparse.Namespace, meshes:
             loss.backward()
         if is_probed:
             probe.compare(step, tokens_BT, labels_BT)
-        grads = [local(p.grad).to("meta") for p in params] if step == 0 else grads
+        grads = [get_local(p.grad).to("meta") for p in params] if step == 0 else grads
         done = owner.finish()
         values[step, 0] = loss.detach()
-        values[step, 1:3] = loads_of(done.metrics)
+        values[step, 1:3] = compute_loads(done.metrics)
         values[step, 3] = done.is_skipped
         if (step + 1) % EVAL_EVERY == 0 or step + 1 == args.steps:
-            held_out.append((step + 1, held_out_loss(model, unseen)))
+            held_out.append((step + 1, compute_held_out_loss(model, unseen)))
     run = Run(seed=seed, variant=variant)
     state = [t for slots in optimizer.state.values() for t in slots.values()]
     for name, tensors in (("weights", params), ("gradients", grads), ("state", state)):
-        run.bytes_per_parameter[name] = bytes_per_parameter(params, tensors)
+        run.bytes_per_parameter[name] = count_bytes_per_parameter(params, tensors)
     if probe is not None:
-        run.held_out_in_bf16 = float(probe.held_out_loss(unseen))
-    return collect(run, over_ranks(values), held_out, probe)
+        run.held_out_in_bf16 = float(probe.compute_held_out_loss(unseen))
+    return collect(run, reduce_mean(values), held_out, probe)
 
 
 def collect(
     run: Run, values: Tensor, held_out: list[tuple[int, Tensor]], probe: Probe | None
 ) -> Run:
-    """Fill a run from what lies on the device."""
+    """Fill a run's results from the values on the device."""
     losses, loads, mean_loads, skipped = values.T.tolist()
-    run.losses, run.loads, run.mean_loads = map(points, (losses, loads, mean_loads))
+    run.losses, run.loads, run.mean_loads = map(average_points, (losses, loads, mean_loads))
     run.skipped = int(sum(skipped))
     run.held_out = [[step, float(loss)] for step, loss in held_out]
     if probe is not None:
@@ -399,7 +403,7 @@ def collect(
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    """Return the arguments, with `size` beside them.
+    """Return the arguments, with `size` added.
 
     Raises:
         ValueError: for a number that is out of range.
@@ -429,8 +433,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     return args
 
 
-def settings(args: argparse.Namespace, text: Text) -> dict[str, Any]:
-    """Return what runs must have in common to be compared."""
+def get_settings(args: argparse.Namespace, text: Text) -> dict[str, Any]:
+    """Return the settings that runs must share to be compared."""
     config, folder = args.size.config, dataclasses.asdict(args.size.config)
     return {
         "parameters": num_params(config),
@@ -449,11 +453,11 @@ def settings(args: argparse.Namespace, text: Text) -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> int:
-    """Run every seed in every variant, and print how they compare."""
+    """Run every seed in every variant, and print comparisons."""
     try:
         args = parse_arguments(arguments)
-        text = read_text(installed_folders(), most_bytes=TEXT_BYTES[args.device])
-        common = settings(args, text)
+        text = read_text(list_installed_folders(), most_bytes=TEXT_BYTES[args.device])
+        common = get_settings(args, text)
         runs = load_runs(args.json, common) if args.json else []
     except ValueError as error:
         print(f"train_fp8: error: {error}", file=sys.stderr)
@@ -468,13 +472,13 @@ def main(arguments: list[str]) -> int:
         for variant in args.variants:
             runs = [run for run in runs if (run.seed, run.variant) != (seed, variant)]
             runs.append(train(seed, variant, text, args, meshes))
-            show(summary(runs[-1:])[0])
+            show(summarize(runs[-1:])[0])
             if args.json and dist.get_rank() == 0:
                 write(args.json, common, runs)
             gc.collect()
             if args.device == "cuda":
                 torch.cuda.empty_cache()
-    show("\n".join(["all runs:", *summary(runs)]))
+    show("\n".join(["all runs:", *summarize(runs)]))
     return 0
 
 

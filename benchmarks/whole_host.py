@@ -1,14 +1,14 @@
-r"""Runs on a whole host, one call of at most ten minutes each: checks first, then what they time.
+"""Runs on a whole host, in calls of at most ten minutes: checks first, then measurements.
 
     python -m benchmarks.whole_host qwen3 --out runs/qwen3           # 8 GPUs
     python -m benchmarks.whole_host tensor --gpus 2 --out runs/tensor
     python -m benchmarks.whole_host qwen3 --gpus 2 --tiny --out x    # sizes for CPU ranks
     python -m benchmarks.whole_host --predict                        # the table of plans
 
-`--only` takes the runs whose names are given. A run that fails or takes longer than its share does
-not end the call. Each one's output is OUT/<number>-<name>.txt, records are in OUT/records. What
-`moecore plan` predicts of the steps is in results/planning/whole-host.txt, made before any of them
-has run.
+`--only` selects runs by name. A run that fails or exceeds its time does not end the call. The
+output of each run is OUT/<number>-<name>.txt; records are in OUT/records.
+results/planning/whole-host.txt has the predictions of `moecore plan` for the steps, made before
+their first run.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class Run:
 
     Attributes:
         name: of its output.
-        command: what torchrun starts on each GPU, or a command of its own after "!".
-        seconds: after which it is ended.
+        command: module and arguments for torchrun on each GPU, or after "!" a command.
+        seconds: its time limit.
         tiny: the same in sizes for CPU ranks; None = it needs GPUs.
-        ranks: how many of the GPUs it takes; None = all.
+        ranks: number of GPUs; None = all.
     """
 
     name: str
@@ -76,35 +76,32 @@ class Run:
     ranks: int | None = None
 
 
-def step(name: str, arguments: str, seconds: int = 90, tiny: str = "") -> Run:
+def make_step(name: str, arguments: str, seconds: int = 90, tiny: str = "") -> Run:
     return Run(
-        name=name,
-        command=f"{STEP} {arguments}",
-        seconds=seconds,
-        tiny=f"{TINY_STEP} {tiny}",
+        name=name, command=f"{STEP} {arguments}", seconds=seconds, tiny=f"{TINY_STEP} {tiny}"
     )
 
 
-def steps_of(preset: str, rows: int, kinds: Iterable[str]) -> tuple[Run, ...]:
-    """Return whole steps of a model over all GPUs."""
+def make_steps(preset: str, rows: int, kinds: Iterable[str]) -> tuple[Run, ...]:
+    """Return steps of a whole model over all GPUs."""
     runs = []
     for name in kinds:
         kind, _, precision = name.partition("-")
         more = PRECISIONS[precision]
         arguments = f"--preset {preset} --ep {{gpus}} --batch-size {rows} {KINDS[kind]} {more}"
-        runs.append(step(name, arguments, 115, f"--ep {{gpus}} {more.replace(PACKED, '')}"))
+        runs.append(make_step(name, arguments, 115, f"--ep {{gpus}} {more.replace(PACKED, '')}"))
     return tuple(runs)
 
 
-def scaled(ranks: int) -> Run:
+def make_scaled_step(ranks: int) -> Run:
     """Return a step of 6 layers on some of the GPUs."""
     ep = f"--ep {ranks}" if ranks > 1 else "--dispatcher auto"
     arguments = f"--preset qwen3-30b-a3b --num-layers 6 --batch-size 4 {EVEN} {GRAPH} {ep}"
-    return replace(step(f"{ranks}-ranks", arguments, 60, f"--ep {ranks}"), ranks=ranks)
+    return replace(make_step(f"{ranks}-ranks", arguments, 60, f"--ep {ranks}"), ranks=ranks)
 
 
-def in_torchtitan(variant: str, rows: int) -> Run:
-    """Return a model in torchtitan, which `pip install '.[titan]' 'torch<2.14'` brings."""
+def make_torchtitan_run(variant: str, rows: int) -> Run:
+    """Return a run in torchtitan, installed by `pip install '.[titan]' 'torch<2.14'`."""
     command = f"-m benchmarks.bench_torchtitan --variant {variant}"
     is_stock = variant == "stock"  # gloo has no sum that its FSDP2 takes
     return Run(
@@ -115,8 +112,8 @@ def in_torchtitan(variant: str, rows: int) -> Run:
     )
 
 
-def staged(ranks: int) -> Iterator[Run]:
-    """Yield steps of stages over some of the GPUs, each schedule beside data ranks."""
+def make_staged_steps(ranks: int) -> Iterator[Run]:
+    """Yield steps of pipeline stages over some of the GPUs, each schedule against data ranks."""
     one = f"Ett|{'tt|' * (ranks - 2)}tL"
     two = f"Et|{'t|' * (2 * ranks - 2)}L"
     for layout, schedules in (
@@ -141,12 +138,12 @@ TINY_HF = "--preset tiny-qwen3 --layers 2 --batch-size 1 --seq-len 32 --warm-up 
 PARITY = "!{python} -m pytest -q -m gpu tests/test_parity.py -k '{gpus}r or 2r'"
 PAIRS = "-m benchmarks.bench_pairs --ep {gpus} --batch-sizes 1 2 --layers 6 --results {records}"
 CALLS: dict[str, tuple[Run, ...]] = {
-    "qwen3": steps_of("qwen3-30b-a3b", 2, FORCED),
-    "qwen3-learned": steps_of("qwen3-30b-a3b", 2, LEARNED),
-    "qwen3-batch-3": steps_of("qwen3-30b-a3b", 3, FORCED),
-    "qwen3-batch-4": steps_of("qwen3-30b-a3b", 4, FORCED),
-    "moonlight": steps_of("moonlight-16b-a3b", 4, FORCED),
-    "moonlight-learned": steps_of("moonlight-16b-a3b", 4, LEARNED),
+    "qwen3": make_steps("qwen3-30b-a3b", 2, FORCED),
+    "qwen3-learned": make_steps("qwen3-30b-a3b", 2, LEARNED),
+    "qwen3-batch-3": make_steps("qwen3-30b-a3b", 3, FORCED),
+    "qwen3-batch-4": make_steps("qwen3-30b-a3b", 4, FORCED),
+    "moonlight": make_steps("moonlight-16b-a3b", 4, FORCED),
+    "moonlight-learned": make_steps("moonlight-16b-a3b", 4, LEARNED),
     "finetune": (
         Run(
             name="transformers",
@@ -162,11 +159,11 @@ CALLS: dict[str, tuple[Run, ...]] = {
         ),
     ),
     "torchtitan": tuple(
-        in_torchtitan(*case) for case in (("stock", 2), ("layers", 4), ("decoder", 4))
+        make_torchtitan_run(*case) for case in (("stock", 2), ("layers", 4), ("decoder", 4))
     ),
     "pairs": (Run(name="pairs", command=PAIRS, seconds=300),),
-    "pipelines-2": tuple(staged(2)),
-    "pipelines-4": tuple(staged(4)),
+    "pipelines-2": tuple(make_staged_steps(2)),
+    "pipelines-4": tuple(make_staged_steps(4)),
     "dispatch": (
         Run(
             name="dispatch",
@@ -198,7 +195,7 @@ CALLS: dict[str, tuple[Run, ...]] = {
         ),
     ),
     "foldings": (Run(name="parity", command=PARITY, seconds=590),),
-    "scaling": (scaled(1), scaled(2), scaled(4), scaled(8)),
+    "scaling": (make_scaled_step(1), make_scaled_step(2), make_scaled_step(4), make_scaled_step(8)),
 }
 PLANS = (  # preset, options of a plan; of every GPU that is lent
     ("qwen3-30b-a3b", "--batch-size 2"),
@@ -215,7 +212,7 @@ PLAN = (
 
 
 def main() -> int:
-    """Run a call, or print what is predicted."""
+    """Run a call, or print the predictions."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("call", nargs="?", choices=CALLS)
     parser.add_argument("--gpus", type=int, default=8)
@@ -236,14 +233,14 @@ def main() -> int:
     for number, (name, run) in enumerate(runs.items()):
         if args.only and name not in args.only:
             continue
-        typed = typed_for(run, args.gpus, args.out / "records", tiny=args.tiny)
+        typed = make_command(run, args.gpus, args.out / "records", tiny=args.tiny)
         if typed is not None:
             codes.append(start(typed, run, args.out / f"{number}-{run.name}.txt"))
     return max(codes, default=0)
 
 
-def typed_for(run: Run, gpus: int, records: Path, *, tiny: bool) -> list[str] | None:
-    """Return what is typed for a run; None = it has no tiny one, or takes more GPUs."""
+def make_command(run: Run, gpus: int, records: Path, *, tiny: bool) -> list[str] | None:
+    """Return the command of a run; None = no tiny variant, or too few GPUs."""
     command = run.tiny if tiny else run.command
     if command is None or (run.ranks or gpus) > gpus:
         return None
@@ -255,7 +252,7 @@ def typed_for(run: Run, gpus: int, records: Path, *, tiny: bool) -> list[str] | 
 
 
 def start(typed: list[str], run: Run, output: Path) -> int:
-    """Run a command within its time; return its exit code, 124 where the time was over."""
+    """Run a command within its time limit; return its exit code, or 124 after a timeout."""
     began = time.monotonic()
     with output.open("w") as file:
         file.write(shlex.join(typed) + "\n")
@@ -283,7 +280,7 @@ def start(typed: list[str], run: Run, output: Path) -> int:
 
 
 def predict(gpus: int) -> int:
-    """Print a line for each step that a plan knows."""
+    """Print a line for each step that a plan supports."""
     for gpu in ("h200-141", "h100-80"):
         for preset, options in PLANS:
             typed = [sys.executable, "-m", "moecore", "plan", "--preset", preset, "--gpu", gpu]

@@ -1,9 +1,9 @@
-"""Compares ways to keep experts balanced: trains one small model with each and shows their loads.
+"""Compares ways to balance experts: trains one small model with each and prints their loads.
 
     python examples/balancing.py --steps 300 --plot docs/balancing.png
 
-On a CPU, in one process, in about a minute and a half. The table of docs/balancing.md is what it
-prints.
+The script runs on a CPU, in one process, in about a minute and a half. docs/balancing.md has the
+table that it prints.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from moecore import BalanceConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.models import Decoder, DecoderConfig, preset
-from moecore.recipes.data import generator_of, scan_standard_library
+from moecore.recipes.data import make_generator, scan_standard_library
 
 BATCH_SIZE, SEQ_LEN = 8, 64
 LAST = 50  # steps that the table's means are over
@@ -26,13 +26,14 @@ EVAL_BATCHES = 50
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to balance.
+    """One way to balance experts.
 
     Attributes:
-        name: in table and plot.
+        name: name in table and plot.
         balance: losses and bias.
-        expert_bias: whether the router has one.
-        score_function: quantile balancing needs scores in [0, 1] that do not depend on each other.
+        expert_bias: whether the router has a selection bias.
+        score_function: the router's function of logits. Quantile balancing needs scores in [0,
+            1] that do not depend on each other.
     """
 
     name: str
@@ -43,20 +44,20 @@ class Way:
 
 @dataclass(slots=True)
 class Curve:
-    """What a run gave per step: training loss, most loaded expert over the mean (worst layer).
+    """Results of a run: losses, and loads as the most loaded expert over the mean (worst layer).
 
     Attributes:
-        losses: of the training batches.
-        loads: counted in training.
-        eval_loss: in eval mode after the last step, on text drawn anew.
+        losses: training loss of each step.
+        loads: load of each step, counted in training.
+        eval_loss: loss in eval mode after the last step, on other text.
     """
 
     losses: list[float] = field(default_factory=list)
     loads: list[float] = field(default_factory=list)
     eval_loss: float = float("nan")
 
-    def means(self) -> tuple[float, float]:
-        """Return both over the last steps."""
+    def compute_means(self) -> tuple[float, float]:
+        """Return the mean loss and the mean load of the last steps."""
         last = min(LAST, len(self.losses))
         return sum(self.losses[-last:]) / last, sum(self.loads[-last:]) / last
 
@@ -81,8 +82,8 @@ WAYS = (
 )
 
 
-def model_config(way: Way) -> DecoderConfig:
-    """Return a decoder of two MoE layers with 16 experts each, top 2."""
+def make_config(way: Way) -> DecoderConfig:
+    """Return the config of a decoder with two MoE layers of 16 experts each, top 2."""
     base = preset("tiny")
     assert base.moe is not None
     moe = replace(
@@ -108,8 +109,8 @@ def read_corpus() -> torch.Tensor:
 def read_batch(
     corpus_N: torch.Tensor, key: str, batch_size: int = BATCH_SIZE
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens and labels, [B, T], of windows that a key draws from the corpus."""
-    starts_B = torch.randint(len(corpus_N) - SEQ_LEN, (batch_size,), generator=generator_of(key))
+    """Return tokens and labels [B, T] of random windows of the corpus; `key` is the seed's text."""
+    starts_B = torch.randint(len(corpus_N) - SEQ_LEN, (batch_size,), generator=make_generator(key))
     rows_BT = corpus_N[starts_B[:, None] + torch.arange(SEQ_LEN + 1)].long()
     return rows_BT[:, :-1], rows_BT[:, 1:]
 
@@ -117,8 +118,8 @@ def read_batch(
 def train(
     way: Way, corpus: torch.Tensor, *, steps: int, seed: int, batch_size: int = BATCH_SIZE
 ) -> Curve:
-    """Return the curves of one run; every way starts from the same weights and reads the same."""
-    model = Decoder(model_config(way))
+    """Train a model with one way and return its curve; all ways have equal weights and batches."""
+    model = Decoder(make_config(way))
     model.init_weights(seed=seed)
     parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
@@ -132,13 +133,13 @@ def train(
         metrics = owner.finish().metrics
         curve.losses.append(float(loss.detach()))
         curve.loads.append(max(metrics.compute_load_max_over_mean().values()))
-    curve.eval_loss = eval_loss(model, corpus, seed=seed + 1)
+    curve.eval_loss = compute_eval_loss(model, corpus, seed=seed + 1)
     return curve
 
 
 @torch.no_grad()
-def eval_loss(model: Decoder, corpus: torch.Tensor, *, seed: int) -> float:
-    """Return the mean over `EVAL_BATCHES` batches, with the experts that inference would choose."""
+def compute_eval_loss(model: Decoder, corpus: torch.Tensor, *, seed: int) -> float:
+    """Return the mean loss over `EVAL_BATCHES` batches in eval mode."""
     model.eval()
     total = 0.0
     for step in range(EVAL_BATCHES):
@@ -147,20 +148,20 @@ def eval_loss(model: Decoder, corpus: torch.Tensor, *, seed: int) -> float:
     return total / EVAL_BATCHES
 
 
-def table(curves: dict[str, Curve]) -> str:
-    """Return the means over the last steps, and the loss in eval mode, as a Markdown table."""
+def format_table(curves: dict[str, Curve]) -> str:
+    """Return a Markdown table of the means over the last steps and the loss in eval mode."""
     lines = [
         "| balancing | training loss | eval loss | hottest expert / mean |",
         "| --- | --- | --- | --- |",
     ]
     for name, curve in curves.items():
-        loss, load = curve.means()
+        loss, load = curve.compute_means()
         lines.append(f"| {name} | {loss:.3f} | {curve.eval_loss:.3f} | {load:.2f} |")
     return "\n".join(lines)
 
 
 def plot(curves: dict[str, Curve], path: Path) -> None:
-    """Draw both curves of every run, each point the mean of ten steps."""
+    """Draw loads and losses of every run; each point is the mean of ten steps."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -179,8 +180,8 @@ def plot(curves: dict[str, Curve], path: Path) -> None:
     plt.close(figure)
 
 
-def plot_problem(path: Path) -> str | None:
-    """Return why no plot can be written to a path; None = it can be."""
+def find_plot_problem(path: Path) -> str | None:
+    """Return why no plot can be written to a path, as the end of an error; None = it can."""
     if importlib.util.find_spec("matplotlib") is None:
         return "go with matplotlib: pip install matplotlib"
     from matplotlib.backend_bases import FigureCanvasBase
@@ -195,21 +196,21 @@ def plot_problem(path: Path) -> str | None:
 
 
 def main() -> None:
-    """Train with every way, print the table, and draw the plot if asked to."""
+    """Train with every way, print the table, and draw the plot if --plot is set."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps of each run")
     parser.add_argument("--batch-size", type=int, default=BATCH_SIZE, help="of 64 bytes each")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data")
     parser.add_argument("--plot", type=Path, help="file to draw the curves into")
     args = parser.parse_args()
-    if args.plot and (problem := plot_problem(args.plot)):
+    if args.plot and (problem := find_plot_problem(args.plot)):
         parser.error(f"--plot ({args.plot}) must {problem}")
     corpus = read_corpus()
     size = args.batch_size
     curves = {
         w.name: train(w, corpus, steps=args.steps, seed=args.seed, batch_size=size) for w in WAYS
     }
-    print(table(curves))
+    print(format_table(curves))
     if args.plot:
         plot(curves, args.plot)
 

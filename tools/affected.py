@@ -1,13 +1,13 @@
-"""Which tests a change needs.
+"""Selects the tests that a change needs.
 
     python -m tools.affected tests src/moecore/mesh.py  # test files that import it, however far
-    python -m tools.affected leave-out                  # what `make test` leaves out
+    python -m tools.affected leave-out                  # test folders that `make test` leaves out
 
-A file needs what it imports, read from its source; of a package's `__init__`, the names it takes.
-Scripts run as processes of their own, so what benchmarks and examples need is a table.
+The imports of a file are read from its source; of a package's `__init__`, only the imported names
+count. Benchmarks and examples run as scripts, so a table lists their files.
 
-The changes are those since the landing's parent: the commit in MOECORE_BASE, else where this branch
-left main. Where neither is known, nothing is left out.
+A change is compared with the commit in MOECORE_BASE, or with the commit at which this branch left
+main. If neither is known, no test is left out.
 """
 
 from __future__ import annotations
@@ -43,10 +43,7 @@ ONLY_AFTER = {
         *RUNS,
     ),
     "tests/examples": (r"(tests/)?examples/.*", *RUNS),
-    "tests/recipes": (
-        *(r"(src/moecore|tests)/recipes/.*", r"examples/cluster(/.*)?"),
-        *RUNS,
-    ),
+    "tests/recipes": (*(r"(src/moecore|tests)/recipes/.*", r"examples/cluster(/.*)?"), *RUNS),
     "tests/integrations": (r"(src/moecore|tests)/(integrations|families)/.*", *RUNS),
     "tests/kernels/test_compile.py": COMPILED,
     "tests/kernels/exchange/test_exchange_compile.py": COMPILED,
@@ -54,7 +51,7 @@ ONLY_AFTER = {
 
 
 def leave_out(changed: list[str] | None) -> list[str]:
-    """Return folders and files of tests that no change concerns; None: changes unknown."""
+    """Return folders and files of tests that no change concerns; [] for `changed` None."""
     if changed is None:
         return []
     return [
@@ -65,7 +62,7 @@ def leave_out(changed: list[str] | None) -> list[str]:
 
 
 def changes() -> list[str] | None:
-    """Return the paths that differ from the landing's parent, or None where that is unknown."""
+    """Return the paths that differ from the base commit, or None if the base is unknown."""
     base = _base()
     if base is None or _commit(base) is None:  # a shallow clone may lack it
         return None
@@ -95,7 +92,7 @@ def _git(*words: str) -> list[str]:
 
 
 def tests_for(path: str) -> list[str]:
-    """Return the test files whose imports end at a file, and folders that the table gives to it."""
+    """Return the test files that import a file, and the test folders that the table lists."""
     file = (ROOT / path).resolve()
     tests = sorted((ROOT / "tests").rglob("test_*.py"))
     found = [str(test.relative_to(ROOT)) for test in tests if file in closure(test)]
@@ -104,7 +101,7 @@ def tests_for(path: str) -> list[str]:
 
 
 def closure(file: Path) -> set[Path]:
-    """Return the files of this project that a test imports, however far; conftest files, too."""
+    """Return the project's files that a test imports, directly or not, and its conftest files."""
     found: set[Path] = set()
     waiting = [file, *(up / "conftest.py" for up in file.parents if ROOT in (up, *up.parents))]
     while waiting:
@@ -117,7 +114,7 @@ def closure(file: Path) -> set[Path]:
 
 @cache
 def imports(file: Path) -> frozenset[Path]:
-    """Return the files that one imports."""
+    """Return the project's files that a file imports directly."""
     found: set[Path] = set()
     for module, name in _imported(file):
         found |= _defined_in(module, name)
@@ -126,7 +123,7 @@ def imports(file: Path) -> frozenset[Path]:
 
 @cache
 def _imported(file: Path) -> frozenset[tuple[str, str]]:
-    """Return pairs of a module and a name in it, "" for the module itself."""
+    """Return pairs of an imported module and a name in it, "" for the module itself."""
 
     def walk() -> Iterator[tuple[str, str]]:
         for node in ast.walk(ast.parse(file.read_text())):
@@ -139,7 +136,7 @@ def _imported(file: Path) -> frozenset[tuple[str, str]]:
 
 
 def _defined_in(module: str, name: str) -> frozenset[Path]:
-    """Return where a name comes from: through the `__init__` of a package to the file behind it."""
+    """Return the files that define a name, behind the `__init__` of its package."""
     if name and (submodule := _file(f"{module}.{name}")):
         return frozenset({submodule})
     file = _file(module)

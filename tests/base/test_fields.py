@@ -44,7 +44,7 @@ from moecore.base.options.indexer import IndexerConfig
 from moecore.base.options.layer import CapacityConfig
 from moecore.base.options.memory import MemoryOptions, StashOptions
 from moecore.base.options.precision import Precision, Recipe
-from moecore.families.transformers.lora_options import LoRAOptions
+from moecore.families.transformers.lora import LoRAOptions
 from moecore.io.upcycle.models import MLPNames
 from moecore.io.upcycle.upcycle import UpcycleOptions
 from moecore.kernels.adamw import AdamWOptions

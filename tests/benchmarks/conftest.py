@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def commit_of_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+def commit_of_tests(monkeypatch: Any) -> None:
     monkeypatch.setenv("MOECORE_COMMIT", "0" * 12)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
@@ -19,6 +20,8 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.ranks import run_ranks
+
+REPO = Path(__file__).parents[2]
 
 
 def run(name: str, words: list[str], *, num_ranks: int, code: int = 0) -> str:
@@ -42,10 +45,17 @@ def rank_of_script(
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
     sys.argv = [name, *words]
     said = StringIO()
-    with (
-        patch.object(dist, "init_process_group"),
-        redirect_stdout(said),
-        redirect_stderr(said),
-    ):
+    with patch.object(dist, "init_process_group"), redirect_stdout(said), redirect_stderr(said):
         code = importlib.import_module(f"benchmarks.{name}").main()
     return code, said.getvalue()
+
+
+def run_command(words: str, *, num_ranks: int = 0) -> str:
+    """Run Python, or torchrun with `num_ranks`, on CPUs as users do; return what it prints."""
+    launcher = f"-m torch.distributed.run --standalone --nproc-per-node {num_ranks} "
+    command = [sys.executable, *f"{launcher * (num_ranks > 0)}{words}".split()]
+    here = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    here |= {"PYTHONPATH": os.pathsep.join([str(REPO / "src"), str(REPO)])}
+    done = subprocess.run(command, env=os.environ | here, cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

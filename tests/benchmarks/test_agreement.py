@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from benchmarks.agreement import ROUNDING, ROUNDINGS, disagreement, roundings_of
+from benchmarks.agreement import ROUNDING, ROUNDINGS, count_roundings, describe_error
 from torch import Tensor
 
 from moecore import MoEConfig, MoELayer
@@ -63,9 +63,9 @@ def results() -> dict[str, dict[str, Tensor]]:
 def test_a_layer_in_fp8_is_let_through(results: dict[str, dict[str, Tensor]], name: str) -> None:
     recipe = RECIPES[name]
     assert recipe is not None
-    for tensor, roundings in roundings_of(recipe).items():
+    for tensor, roundings in count_roundings(recipe).items():
         found, right = results[name][tensor], results["bf16"][tensor]
-        assert disagreement(found, right, roundings) is None, tensor
+        assert describe_error(found, right, roundings) is None, tensor
         error = float((found.float() - right.float()).norm() / right.float().norm())
         assert error == pytest.approx(ROUNDING * math.sqrt(roundings), rel=0.25), tensor
 
@@ -73,16 +73,16 @@ def test_a_layer_in_fp8_is_let_through(results: dict[str, dict[str, Tensor]], na
 def test_an_expert_without_tokens_has_no_error(results: dict[str, dict[str, Tensor]]) -> None:
     found, right = (results[name]["w2"].clone() for name in ("blockwise", "bf16"))
     found[1] = right[1] = 0
-    assert disagreement(found, right, ROUNDINGS["w2"]) is None
+    assert describe_error(found, right, ROUNDINGS["w2"]) is None
     found[1, 0, 0] = 1
-    assert "a row differs" in (disagreement(found, right, ROUNDINGS["w2"]) or "")
+    assert "a row differs" in (describe_error(found, right, ROUNDINGS["w2"]) or "")
 
 
 def test_what_is_not_fp8_or_wrong_is_not(results: dict[str, dict[str, Tensor]]) -> None:
     found, right = results["blockwise"]["y"], results["bf16"]["y"]
 
     def problem(found: Tensor) -> str:
-        return disagreement(found, right, ROUNDINGS["y"]) or ""
+        return describe_error(found, right, ROUNDINGS["y"]) or ""
 
     assert "less than one rounding" in problem(right), "it was bf16"
     assert "more than" in problem(found * 2), "a scale off by a power of two"

@@ -20,7 +20,7 @@ def ranks(rank: int, device: torch.device) -> Any:
 
     words = f"bench {ARGUMENTS} {ROWS} --lengths".split()
     with patch.object(sys, "argv", [*words, "lognormal (7, 1.5)"]):
-        args = bench.parse()
+        args = bench.parse_arguments()
     return bench.measure(args, {name: make(args, 2) for name, make in bench.VARIANTS.items()})
 
 

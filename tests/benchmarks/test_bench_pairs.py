@@ -6,7 +6,7 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
-from benchmarks.bench_pairs import beside
+from benchmarks.bench_pairs import compute_overlap
 
 from moecore.planning.report import Kernel
 from tests.benchmarks.forks import rows_of
@@ -23,10 +23,10 @@ def kernel(start: float, end: float) -> Kernel:
 
 def test_the_share_beside_compute() -> None:
     products = [kernel(0, 3), kernel(5, 8)]
-    assert beside([kernel(2, 6)], products) == 0.5
-    assert beside([kernel(3, 5)], products) == 0
-    assert beside([kernel(0, 1), kernel(6, 7)], products) == 1
-    assert beside([], products) == 0
+    assert compute_overlap([kernel(2, 6)], products) == 0.5
+    assert compute_overlap([kernel(3, 5)], products) == 0
+    assert compute_overlap([kernel(0, 1), kernel(6, 7)], products) == 1
+    assert compute_overlap([], products) == 0
 
 
 @pytest.mark.slow

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.bench_train import committed, parse_own, runs_of, train
+from benchmarks.bench_train import find_committed, list_runs, split_arguments, train
 
-from tests.benchmarks.forks import rows_of, run
+from tests.benchmarks.forks import REPO, rows_of, run, run_command
 
-REPO = Path(__file__).parents[2]
 ARGUMENTS = (
     "--preset tiny-qwen3 --tokens random --routing balanced --seq-len 32 --batch-size 2"
     " --warm-up 1 --timed 2"
@@ -32,21 +28,11 @@ def test_a_run_prints_and_records_its_row(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.nightly  # its ranks do as above
 def test_torchrun_starts_it(tmp_path: Path) -> None:
-    command = "-m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.bench_train"
     where = f"--run-dir {tmp_path / 'run'} --results {tmp_path / 'results'}"
-    here = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    here |= {"PYTHONPATH": os.pathsep.join([str(REPO / "src"), str(REPO)])}
-    done = subprocess.run(
-        [sys.executable, *f"{command} {ARGUMENTS} {where}".split()],
-        env=os.environ | here,
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    said = run_command(f"-m benchmarks.bench_train {ARGUMENTS} {where}", num_ranks=2)
     (file,) = (tmp_path / "results").iterdir()
     (row,) = [json.loads(line) for line in file.read_text().splitlines()]
-    check(row, done.stdout)
+    check(row, said)
 
 
 def check(row: dict[str, Any], said: str) -> None:
@@ -69,20 +55,20 @@ def test_a_wrong_argument_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("more", ["", "--fp8-head", "--fp8-param-gather --fp8-dispatch --fp8-head"])
 def test_the_baseline_in_bf16_has_no_products_in_fp8(more: str) -> None:
     """A head in FP8 has no precision to take its recipe from there, and was refused."""
-    own, rest = parse_own(f"--precision blockwise --against-bf16 {more}".split())
+    own, rest = split_arguments(f"--precision blockwise --against-bf16 {more}".split())
     args = train.parse_arguments(rest)
-    bf16, run = runs_of(own, args)
-    assert bf16.precision_options() is None
-    precision = run.precision_options()
+    bf16, run = list_runs(own, args)
+    assert bf16.make_precision() is None
+    precision = run.make_precision()
     assert precision is not None and precision.fp8_head == ("--fp8-head" in more)
     assert bf16 == replace(run, precision=None, fp8={}), "nothing else differs"
 
 
 def test_a_row_from_before_an_option_is_one_without_it() -> None:
-    """The newest committed row with other options, and none of a run that had the new one."""
+    """The newest find_committed row with other options, and none of a run that had the new one."""
     path = sorted((REPO / "benchmarks/results/train").glob("*.jsonl"))[0]
     row = json.loads(path.read_text().splitlines()[0])
     assert "bias_per_micro_batch" not in row
-    found = committed(row | {"bias_per_micro_batch": False, "fp8_dispatch": False})
+    found = find_committed(row | {"bias_per_micro_batch": False, "fp8_dispatch": False})
     assert found is not None and found["batch_size"] == row["batch_size"]
-    assert committed(row | {"bias_per_micro_batch": True}) is None
+    assert find_committed(row | {"bias_per_micro_batch": True}) is None

@@ -1,18 +1,15 @@
-"""The comparison of runs with and without --deterministic."""
+"""Comparison of runs with and without --deterministic."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from benchmarks.determinism import DIGESTS, STEPS, Run, comparison
+from benchmarks.determinism import DIGESTS, STEPS, Run, compare_runs
 
-REPO = Path(__file__).parents[2]
+from tests.benchmarks.forks import run_command
 
 
 def write(run: Run, losses: list[float], digests: dict[str, str]) -> None:
@@ -28,10 +25,10 @@ def test_a_comparison_counts_differences(tmp_path: Path) -> None:
     losses = [3.0 - i / 8 for i in range(STEPS["tiny"])]
     write(first, losses, {"a": "1", "b": "2", "c": "3"})
     write(again, [*losses[:4], 2.5 + 2**-51, 1.0], {"a": "1", "b": "4", "c": "5"})
-    row = comparison(again, first)
+    row = compare_runs(again, first)
     assert (row["differing_losses"], row["first_difference"]) == (2, 5)
     assert (row["differing_tensors"], row["tensors"]) == (2, 3)
-    row = comparison(first, first)
+    row = compare_runs(first, first)
     assert (row["differing_losses"], row["differing_tensors"]) == (0, 0)
     assert row["first_difference"] is None
 
@@ -40,16 +37,6 @@ def test_a_comparison_counts_differences(tmp_path: Path) -> None:
 @pytest.mark.nightly  # tests/recipes/test_determinism.py compares the same runs in fewer processes
 def test_runs_are_compared_and_timed() -> None:
     words = "-m benchmarks.determinism --size tiny --cases bf16 finetune --blocks 1"
-    here = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    here |= {"PYTHONPATH": os.pathsep.join([str(REPO / "src"), str(REPO)])}
-    done = subprocess.run(
-        [sys.executable, *words.split()],
-        env=os.environ | here,
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    *compared, times = done.stdout.splitlines()
+    *compared, times = run_command(words).splitlines()
     assert len(compared) == 6 and all("differing_tensors 0" in line for line in compared)
     assert times.startswith("op determinism_cost, case bf16")

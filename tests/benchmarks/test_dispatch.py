@@ -1,13 +1,14 @@
-"""The benchmark of dispatchers without GPUs: which divisions its sweep tries, what records say."""
+"""The benchmark of dispatchers without GPUs: divisions of its sweep, records."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from benchmarks import bench_dispatch
-from benchmarks.dispatch_sweep import divisions
+from benchmarks.dispatch_sweep import list_divisions
 
 from moecore import MoEConfig, MoELayer, ParallelConfig, build_meshes
 from moecore.kernels.exchange.buffer import ExchangeLayout
@@ -26,7 +27,7 @@ def test_a_sweep_tries_each_division_once_and_the_usual_one_first(programs: int)
         num_push=programs // 2,
         num_receive=programs // 2,
     )
-    tried = divisions(usual)
+    tried = list_divisions(usual)
     assert tried[0] == usual
     assert {t.num_push + t.num_receive for t in tried} == {programs}
     assert {t.num_push * 12 // programs for t in tried} == {4, 5, 6}
@@ -35,10 +36,10 @@ def test_a_sweep_tries_each_division_once_and_the_usual_one_first(programs: int)
     assert len({t.chunk for t in tried}) >= 2
 
 
-def test_the_recorded_command_names_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recorded_command_names_no_folder(monkeypatch: Any) -> None:
     for out in (["--out", "/tmp/x"], ["--out=/tmp/x"]):
         monkeypatch.setattr("sys.argv", ["bench_dispatch.py", "--ep", "8", *out, "--no-layer"])
-        found = bench_dispatch._command(Path("/tmp/x"), 8)
+        found = bench_dispatch._format_command(Path("/tmp/x"), 8)
         expected = "torchrun --nproc-per-node 8 -m benchmarks.bench_dispatch --ep 8 --no-layer"
         assert found == expected
 
@@ -54,5 +55,5 @@ def experts_of_fp8_rows(rank: int, device: torch.device) -> None:
     assert meshes.dispatch_group is not None
     place = ExpertPlacement(group=meshes.dispatch_group, num_experts=4, ep=2, etp=1)
     dispatcher = AllToAllDispatcher(place, fp8=True)
-    bench_dispatch.experts_call(layer, dispatcher, torch.randn(16, 128))()
+    bench_dispatch.make_experts_call(layer, dispatcher, torch.randn(16, 128))()
     assert all(p.grad is not None for p in layer.get_part("experts").parameters())

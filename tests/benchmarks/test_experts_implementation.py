@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,9 +20,7 @@ ARGUMENTS = (
 
 
 @pytest.mark.slow
-def test_implementations_take_turns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_implementations_take_turns(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     words = [*ARGUMENTS.split(), "--results", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["experts_implementation", *words])
     assert experts_implementation.main() == 0

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.gate import ROOT, Gate, environment_key, read_report
+from benchmarks.gate import ROOT, Gate, compute_key, read_report
 
 GREEN, RED = "tests/kernels/test_green.py", "tests/kernels/test_red.py"
 EMPTY, MISSING = "tests/kernels/test_empty.py", "tests/kernels/test_missing.py"
@@ -44,51 +44,51 @@ def repository(tmp_path: Path) -> Path:
 def test_red_empty_and_missing_tests_refuse(repository: Path) -> None:
     gate = Gate(repository, None, gpu=False)
     gate.run([GREEN, RED, EMPTY, MISSING])
-    assert gate.refusal([GREEN]) is None
-    refusal = gate.refusal([GREEN, RED])
-    assert refusal is not None and "test_red.py::test_c" in refusal and "wrong row" in refusal
-    assert "no test in tests/kernels/test_empty.py ran" in str(gate.refusal([EMPTY]))
-    assert "does not exist" in str(gate.refusal([MISSING]))
+    assert gate.find_failure([GREEN]) is None
+    failure = gate.find_failure([GREEN, RED])
+    assert failure is not None and "test_red.py::test_c" in failure and "wrong row" in failure
+    assert "no test in tests/kernels/test_empty.py ran" in str(gate.find_failure([EMPTY]))
+    assert "does not exist" in str(gate.find_failure([MISSING]))
     assert (repository / "trace").read_text() == "x", "one run for all questions"
 
 
 def test_green_is_remembered_until_a_source_changes(repository: Path) -> None:
     memory = Memory()
     for _ in range(2):
-        assert Gate(repository, memory, gpu=False).refusal([GREEN]) is None
+        assert Gate(repository, memory, gpu=False).find_failure([GREEN]) is None
     assert (repository / "trace").read_text() == "x"
     (repository / "src").mkdir()
     (repository / "src" / "op.py").write_text("")
-    assert Gate(repository, memory, gpu=False).refusal([GREEN]) is None
+    assert Gate(repository, memory, gpu=False).find_failure([GREEN]) is None
     assert (repository / "trace").read_text() == "xx"
 
 
 def test_red_is_not_remembered(repository: Path) -> None:
     memory = Memory()
-    assert Gate(repository, memory, gpu=False).refusal([RED]) is not None
+    assert Gate(repository, memory, gpu=False).find_failure([RED]) is not None
     (repository / RED).write_text("def test_c():\n    pass\n")
-    assert Gate(repository, memory, gpu=False).refusal([RED]) is None
+    assert Gate(repository, memory, gpu=False).find_failure([RED]) is None
 
 
 def test_a_file_that_cannot_be_imported_leaves_the_others(repository: Path) -> None:
     (repository / RED).write_text("import does_not_exist\n")
     gate = Gate(repository, None, gpu=False)
     gate.run([RED, GREEN])
-    assert gate.refusal([GREEN]) is None
-    assert "does_not_exist" in str(gate.refusal([RED]))
+    assert gate.find_failure([GREEN]) is None
+    assert "does_not_exist" in str(gate.find_failure([RED]))
 
 
 def test_a_crash_refuses_with_its_last_words(repository: Path) -> None:
     (repository / GREEN).write_text("import os\nprint('last words', flush=True)\nos._exit(3)\n")
-    refusal = Gate(repository, None, gpu=False).refusal([GREEN])
-    assert refusal is not None and "ended with 3" in refusal
+    find_failure = Gate(repository, None, gpu=False).find_failure([GREEN])
+    assert find_failure is not None and "ended with 3" in find_failure
 
 
 def test_key_depends_on_tests_and_sources(repository: Path) -> None:
-    first = environment_key(repository)
-    assert first == environment_key(repository)
+    first = compute_key(repository)
+    assert first == compute_key(repository)
     (repository / GREEN).write_text("def test_a():\n    pass\n")
-    assert environment_key(repository) != first
+    assert compute_key(repository) != first
 
 
 def test_a_report_of_skips_and_errors() -> None:

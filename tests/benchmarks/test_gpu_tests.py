@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.gpu_tests import outcomes
+from benchmarks.gpu_tests import count_outcomes
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.moe.test_a" name="one" time="1.5" />
@@ -14,7 +14,7 @@ REPORT = """<testsuites><testsuite>
 
 
 def test_each_file_has_a_row() -> None:
-    first, second = outcomes(REPORT)
+    first, second = count_outcomes(REPORT)
     assert first == {
         "file": "tests/moe/test_a.py",
         "op": "tests",

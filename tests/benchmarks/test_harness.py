@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ def test_every_round_runs_each_variant_once_in_an_order_of_its_own() -> None:
     assert logs[0] == logs[1], "the orders are the same in every run"
 
 
-def test_a_timing_is_median_and_percentiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timing_is_median_and_percentiles(monkeypatch: Any) -> None:
     # The first two of each are warm-up.
     times = {"a": iter([1.0, 9.0, 3.0, 1.0, 2.0]), "b": iter([1.0, 9.0, 30.0, 10.0, 20.0])}
     monkeypatch.setattr(harness._HostClock, "span", lambda self, call: next(times[call()]))

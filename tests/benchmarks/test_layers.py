@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -21,26 +22,26 @@ def choice(routing: str) -> torch.Tensor:
 
 def test_hottest_by_hand() -> None:
     ids = torch.tensor([[0, 1], [0, 2], [0, 3], [0, 1]], dtype=torch.int32)
-    assert layers.hottest(ids, 4) == 2.0  # 4 choices of 8, on 4 experts: mean 2
+    assert layers.compute_hottest(ids, 4) == 2.0  # 4 choices of 8, on 4 experts: mean 2
 
 
 def test_even_routing_is_even_and_skewed_routing_reaches_its_skew() -> None:
-    assert layers.hottest(choice("even"), TINY.num_experts) == 1.0
-    found = layers.hottest(choice("skewed"), TINY.num_experts)
+    assert layers.compute_hottest(choice("even"), TINY.num_experts) == 1.0
+    found = layers.compute_hottest(choice("skewed"), TINY.num_experts)
     assert found == pytest.approx(TINY.skew, rel=layers.SKEW_TOLERANCE)
-    assert 1.0 < layers.hottest(choice("learned"), TINY.num_experts) < 2.0
+    assert 1.0 < layers.compute_hottest(choice("learned"), TINY.num_experts) < 2.0
 
 
 def test_skewed_bias_has_hot_and_cool_experts() -> None:
     logits = torch.randn(4096, 64, generator=torch.Generator().manual_seed(0))
-    bias = layers.skewed_bias(logits, 4, 5.0)
+    bias = layers.compute_skewed_bias(logits, 4, 5.0)
     counts = torch.bincount((logits + bias).topk(4).indices.flatten(), minlength=64)
     mean = counts.float().mean()
     assert float(counts.max() / mean) == pytest.approx(5.0, rel=0.02)
     assert int((counts < 0.7 * mean).sum()) > 64 / 4, "the others are not simply even"
 
 
-def test_six_products_are_those_of_a_loop_over_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_six_products_are_those_of_a_loop_over_experts(monkeypatch: Any) -> None:
     layer, x_TD = layers.make_layer(TINY, "learned", device=CPU)
     with torch.no_grad():
         ids_TK = layer.router(x_TD).expert_ids_TK
@@ -67,20 +68,10 @@ def test_six_products_are_those_of_a_loop_over_experts(monkeypatch: pytest.Monke
         torch.testing.assert_close(result, expected[i].detach(), rtol=2e-2, atol=2e-2)
 
 
-def test_rows_are_gathered_in_the_order_of_their_experts() -> None:
-    layer, x_TD = layers.make_layer(TINY, "even", device=CPU)
-    with torch.no_grad():
-        six = layers.SixProducts(layer, x_TD, layer.router(x_TD).expert_ids_TK)
-    # Tokens are dealt out in turn, two experts each: expert 0 has tokens 0, 8, 16, ...
-    per_expert = TINY.rows // TINY.num_experts
-    assert six.offsets_E.tolist() == [per_expert * (e + 1) for e in range(TINY.num_experts)]
-    assert torch.equal(six.x_RD[:per_expert], x_TD[:: TINY.num_experts // TINY.top_k])
-
-
 @pytest.mark.skipif(not layers.has_transformers(), reason="transformers is not installed")
 def test_the_competitor_computes_the_same_layer() -> None:
     layer, x_TD = layers.make_layer(TINY, "learned", device=CPU)
-    block = layers.transformers_block(layer)
+    block = layers.make_transformers_block(layer)
     with torch.no_grad():
         y, theirs = layer(x_TD), block(x_TD[None])[0]
     # Its router rounds logits to bf16, so a token near a tie may go to another expert.

@@ -69,7 +69,7 @@ def test_what_is_no_text_is_left_out(tmp_path: Path, name: str, content: bytes) 
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(content)
-    assert [p for p in text.sorted_files([tmp_path]) if text.readable(p)] == []
+    assert [p for p in text.sort_files([tmp_path]) if text.read_if_text(p)] == []
 
 
 def test_a_folder_without_text_is_an_error(tmp_path: Path) -> None:
@@ -78,5 +78,5 @@ def test_a_folder_without_text_is_an_error(tmp_path: Path) -> None:
 
 
 def test_python_has_text() -> None:
-    found = text.read_text(text.installed_folders()[:1], most_bytes=1 << 19)
+    found = text.read_text(text.list_installed_folders()[:1], most_bytes=1 << 19)
     assert found.train_N.numel() > 1 << 18 and found.held_out_N.numel() > 1 << 10

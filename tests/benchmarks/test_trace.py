@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.trace import break_down, table
+from benchmarks.trace import break_down, format_table
 
 from moecore.planning.report import OTHER, Kernel, find_category
 from tests.kernels.every_kernel import OF_SEVERAL_RANKS, every_kernel
@@ -22,7 +22,7 @@ def test_the_worked_example() -> None:
     assert found.categories == pytest.approx({"dense products": 4 * US, "nccl": 4 * US})
     assert found.kernels == 3 and found.longest["gemm"] == (pytest.approx(4 * US), 2)
     assert found.gaps == {"ncclAllReduce -> gemm": (pytest.approx(1 * US), 1)}
-    assert table(found)[-1].endswith("| 0.0 | 12.5% |")
+    assert format_table(found)[-1].endswith("| 0.0 | 12.5% |")
 
 
 def test_two_communications_at_once_are_exposed_once() -> None:

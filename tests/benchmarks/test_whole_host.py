@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.bench_train import parse_own
-from benchmarks.whole_host import CALLS, LIMIT, Run, start, typed_for
+from benchmarks.bench_train import split_arguments
+from benchmarks.whole_host import CALLS, LIMIT, Run, make_command, start
 
 from moecore.recipes.train import parse_arguments
 
@@ -20,14 +20,14 @@ def test_a_call_fits_its_time_and_its_steps_exist(name: str) -> None:
     assert sum(run.seconds for run in runs) <= LIMIT
     assert len({run.name for run in runs}) == len(runs), "outputs would be overwritten"
     for run, tiny in [(run, tiny) for run in runs for tiny in (False, True)]:
-        typed = typed_for(run, 8, Path("records"), tiny=tiny)
+        typed = make_command(run, 8, Path("records"), tiny=tiny)
         if typed is not None and TRAIN in typed:
-            _, rest = parse_own(typed[typed.index(TRAIN) + 1 :])
+            _, rest = split_arguments(typed[typed.index(TRAIN) + 1 :])
             parse_arguments([*rest, "--checkpoint-every", "0", "--sample-every", "0"])
 
 
 def test_what_takes_more_gpus_is_left_out() -> None:
-    found = [typed_for(run, 2, Path("records"), tiny=False) for run in CALLS["scaling"]]
+    found = [make_command(run, 2, Path("records"), tiny=False) for run in CALLS["scaling"]]
     ranks = [typed[typed.index("--nproc-per-node") + 1] for typed in found if typed is not None]
     assert ranks == ["1", "2"]
 

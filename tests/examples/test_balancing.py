@@ -42,10 +42,10 @@ def test_every_way_evens_the_load(balancing: ModuleType, tmp_path: Path) -> None
     ways = [w for w in balancing.WAYS if w.name in names]
     curves = {w.name: balancing.train(w, corpus, steps=STEPS, seed=0) for w in ways}
     assert set(curves) == set(names)
-    none_loss, none_load = curves.pop("none").means()
+    none_loss, none_load = curves.pop("none").compute_means()
     assert none_load > 6, "without balancing one expert takes nearly all tokens"
     for name, curve in curves.items():
-        loss, load = curve.means()
+        loss, load = curve.compute_means()
         assert load < 0.75 * none_load, f"{name}: {load} against {none_load}"
         assert curve.loads[-1] < curve.loads[0], f"{name}: the load falls"
         assert abs(loss - none_loss) < 0.1, f"{name}: {loss} against {none_loss}"
@@ -54,7 +54,7 @@ def test_every_way_evens_the_load(balancing: ModuleType, tmp_path: Path) -> None
     assert all(curve.eval_loss < 3 for curve in curves.values())
     balancing.plot(curves, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
-    assert balancing.table(curves).count("\n") == 1 + len(curves)
+    assert balancing.format_table(curves).count("\n") == 1 + len(curves)
 
 
 @pytest.mark.parametrize(
@@ -71,4 +71,4 @@ def test_a_plot_that_cannot_be_written_is_refused_before_the_runs(
 ) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "folder.png").mkdir()
-    assert balancing.plot_problem(tmp_path / name) == wanted
+    assert balancing.find_plot_problem(tmp_path / name) == wanted

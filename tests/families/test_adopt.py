@@ -144,6 +144,7 @@ def test_missing_and_unknown_names() -> None:
     assert "'expert_bias'" in message
     message = error_of(CONFIG, router | {"bias": random(8)}, experts)
     assert "['bias', 'weight'] must be ['weight']" in message
+    assert "shared" in error_of(replace(CONFIG, shared_hidden_dim=16), router, experts)
 
 
 def test_wrong_shapes() -> None:
@@ -154,13 +155,6 @@ def test_wrong_shapes() -> None:
     assert "Router weight (8, 32) must have the shape (4, 32)" in message
     message = error_of(replace(CONFIG, activation="relu2"), router, experts)
     assert "Experts up (8, 32, 32) must have the shape (8, 16, 32)" in message
-
-
-def test_a_config_with_shared_expert_needs_the_module() -> None:
-    """Otherwise the layer would hold a shared expert on the meta device."""
-    router, experts = tensors()
-    message = error_of(replace(CONFIG, shared_hidden_dim=16), router, experts)
-    assert "shared" in message
 
 
 # --------------------------------------------------------------------------- swap_blocks
@@ -449,10 +443,8 @@ def test_hooks_of_a_module_that_the_layer_keeps() -> None:
 
     def adapter(block: nn.Module, model: nn.Module) -> MoELayer:
         parts = stacked_adapter(block, model)
-        router, experts = (
-            dict(parts.gate.named_parameters()),
-            dict(parts.experts.named_parameters()),
-        )
+        router = dict(parts.gate.named_parameters())
+        experts = dict(parts.experts.named_parameters())
         return adopt(CONFIG, LAYOUT, router=router, experts=experts, shared=block.always)
 
     block, calls = Stacked(), []
@@ -474,28 +466,6 @@ def test_a_block_at_two_places_is_swapped_at_both() -> None:
 
 
 # --------------------------------------------------------------------------- models of other shapes
-
-
-def test_a_container_that_holds_the_list_of_blocks() -> None:
-    """nanoGPT: transformer = ModuleDict(wte=..., h=ModuleList(blocks), ln_f=...)."""
-
-    class Nano(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            blocks = nn.ModuleList(MoELayer(CONFIG) for _ in range(2))
-            self.transformer = nn.ModuleDict({"wte": nn.Embedding(9, 32), "h": blocks})
-
-        def forward(self, ids: Tensor) -> Tensor:
-            x = self.transformer["wte"](ids)
-            for block in self.transformer["h"]:
-                x = x + block(x)
-            return x
-
-    model = Nano()
-    ids = torch.randint(0, 9, (2, 5))
-    expected = model(ids)
-    parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"))
-    torch.testing.assert_close(model(ids), expected)
 
 
 def test_the_examples_of_the_documentation_run() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -15,32 +17,23 @@ ONE_RANK = {
 }
 
 
-@pytest.fixture
-def train(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script, whose rank is this process alone."""
-    from moecore.recipes import train
+def make_script_fixture(name: str) -> Any:
+    """Return a fixture that is a script, whose only rank is this process."""
 
-    return train
+    @pytest.fixture(name=name)
+    def script(one_rank: None) -> ModuleType:
+        return importlib.import_module(f"moecore.recipes.{name}")
 
-
-@pytest.fixture
-def finetune(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script, whose rank is this process alone."""
-    from moecore.recipes import finetune
-
-    return finetune
+    return script
 
 
-@pytest.fixture
-def pretrain(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script, whose rank is this process alone."""
-    from moecore.recipes import pretrain
-
-    return pretrain
+train, pretrain, finetune, grpo = map(
+    make_script_fixture, ("train", "pretrain", "finetune", "grpo")
+)
 
 
 @pytest.fixture
-def one_rank(no_group_left: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def one_rank(no_group_left: None, monkeypatch: Any) -> None:
     """Make this process the only rank of a script."""
     for name, value in ONE_RANK.items():
         monkeypatch.setenv(name, value)

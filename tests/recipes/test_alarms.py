@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from moecore.planning.report import report_trace
+from moecore.recipes import alarms, host
 
 LAYER = "model.layers.0.mlp"
 RUN = (
@@ -21,14 +22,7 @@ RUN = (
 )
 
 
-@pytest.fixture
-def alarms(train: ModuleType) -> ModuleType:
-    from moecore.recipes import alarms
-
-    return alarms
-
-
-def lines_of(alarms: ModuleType, metrics: list[dict[str, float]]) -> dict[int, list[str]]:
+def lines_of(metrics: list[dict[str, float]]) -> dict[int, list[str]]:
     """Return the lines by step, of steps with any."""
     watched = alarms.Alarms()
     found = {step: watched.find_alarms(step, one) for step, one in enumerate(metrics, start=1)}
@@ -40,29 +34,29 @@ def falling(count: int) -> list[float]:
     return [2 + 3 / (1 + step / 20) + noise.gauss(0, 0.05) for step in range(count)]
 
 
-def test_a_spike_of_the_loss_is_one_line(alarms: ModuleType) -> None:
+def test_a_spike_of_the_loss_is_one_line() -> None:
     """By hand: the median of 1, 2, 3, 4, ... 40 is 20.5, and that of distances from it is 10."""
     losses = [float(n) for n in range(1, 41)]
     below, above = ({"loss": loss} for loss in (20.5 + 100, 20.5 + 100.01))
     rising = [{"loss": loss} for loss in losses]
-    assert lines_of(alarms, [*rising, below]) == {}
-    assert lines_of(alarms, [*rising, above, above]) == {
+    assert lines_of([*rising, below]) == {}
+    assert lines_of([*rising, above, above]) == {
         41: [
             "alarm at step 41: loss (120.5) is more than 10 median absolute deviations (10) above "
             "20.5, the median of the 40 before it"
         ]
     }
-    assert lines_of(alarms, [{**one, "reward": 1.0} for one in [*rising, above]]) == {}
+    assert lines_of([{**one, "reward": 1.0} for one in [*rising, above]]) == {}
 
 
-def test_losses_that_fall_raise_no_alarm(alarms: ModuleType) -> None:
+def test_losses_that_fall_raise_no_alarm() -> None:
     losses = falling(2000)
-    assert lines_of(alarms, [{"loss": loss} for loss in losses]) == {}
+    assert lines_of([{"loss": loss} for loss in losses]) == {}
     losses[700:703], losses[900], losses[20] = [4.0] * 3, math.nan, 60.0  # 20: too few before it
-    assert [*lines_of(alarms, [{"loss": loss} for loss in losses])] == [701]
+    assert [*lines_of([{"loss": loss} for loss in losses])] == [701]
 
 
-def test_experts_without_tokens_are_named_once(alarms: ModuleType) -> None:
+def test_experts_without_tokens_are_named_once() -> None:
     def loads(step: int) -> dict[str, float]:
         idle = {f"expert_load/b/{e}": float(step in (150, 160)) for e in range(12)}
         return {
@@ -72,13 +66,13 @@ def test_experts_without_tokens_are_named_once(alarms: ModuleType) -> None:
             "expert_load/b": 9.0,
         } | idle
 
-    found = lines_of(alarms, [loads(step) for step in range(1, 300)])
+    found = lines_of([loads(step) for step in range(1, 300)])
     names = "0, 1, 2, 3, 4, 5, 6, 7 and 4 more of b"
     line = f"no token of 100 steps has chosen experts {names}"
     assert found == {n: [f"alarm at step {n}: {line}"] for n in (100, 260)}
 
 
-def test_a_gradient_that_is_not_finite_was_skipped(alarms: ModuleType) -> None:
+def test_a_gradient_that_is_not_finite_was_skipped() -> None:
     steps: list[dict[str, float]] = [
         {"loss": 1.0, "grad_norm": norm} for norm in (1.0, math.inf, math.nan)
     ]
@@ -86,11 +80,11 @@ def test_a_gradient_that_is_not_finite_was_skipped(alarms: ModuleType) -> None:
     wanted = {
         n: [f"alarm at step {n}: grad_norm ({what}) {line}"] for n, what in ((2, "inf"), (3, "nan"))
     }
-    assert lines_of(alarms, steps) == wanted
-    assert lines_of(alarms, [{**one, "loss_scale": 2.0} for one in steps]) == {}
+    assert lines_of(steps) == wanted
+    assert lines_of([{**one, "loss_scale": 2.0} for one in steps]) == {}
     spikes = [{"loss": 1.0, "grad_norm": 7.0, "skipped": float(n == 2)} for n in (1, 2, 3)]
     line = "grad_norm (7) is above the limit of [skip_spikes], so the step was skipped"
-    assert lines_of(alarms, spikes) == {2: [f"alarm at step 2: {line}"]}
+    assert lines_of(spikes) == {2: [f"alarm at step 2: {line}"]}
 
 
 def loads_of(shares: dict[str, list[float]]) -> dict[str, float]:
@@ -103,7 +97,7 @@ def loads_of(shares: dict[str, list[float]]) -> dict[str, float]:
     return metrics
 
 
-def test_loads_that_collapse_are_one_line(alarms: ModuleType) -> None:
+def test_loads_that_collapse_are_one_line() -> None:
     """8 of 32 experts have all tokens in layer b, half of them in layer a; then loads are even."""
     uneven = {"a": [1 / 16] * 16 + [0.0] * 16, "b": [0.1, 0.15] * 4 + [0.0] * 24}
     steps = [loads_of(uneven)] * 60 + [loads_of({"a": [1 / 32] * 32, "b": [1 / 32] * 32})] * 40
@@ -112,16 +106,14 @@ def test_loads_that_collapse_are_one_line(alarms: ModuleType) -> None:
         "expert 1 has 15.0% of the choices of 20 steps, 4.8 times the mean: raise [balance] "
         "global_batch_coef, lower --lr or lengthen the warm-up"
     )
-    assert lines_of(alarms, steps) == {
+    assert lines_of(steps) == {
         20: [f"alarm at step 20: loads of 2 layers, most of all b, have collapsed: {line}"],
         120: [f"alarm at step 120: loads of b have collapsed: {line}"],
     }
 
 
 @pytest.mark.parametrize(("num_choices", "sigma"), [(32, 0.0), (4096, 0.7)])
-def test_loads_of_a_run_that_trains_raise_no_alarm(
-    num_choices: int, sigma: float, alarms: ModuleType
-) -> None:
+def test_loads_of_a_run_that_trains_raise_no_alarm(num_choices: int, sigma: float) -> None:
     """32 choices of 64 experts are uneven by chance; 4,096 with busiest / mean near 4."""
     noise = random.Random(0)
     weights = [math.exp(noise.gauss(0, sigma)) for _ in range(64)]
@@ -131,10 +123,10 @@ def test_loads_of_a_run_that_trains_raise_no_alarm(
         steps.append(loads_of({"a": [chosen.count(e) / num_choices for e in range(64)]}))
     busiest = max(step["expert_load/a"] for step in steps)
     assert busiest > 3
-    assert lines_of(alarms, steps) == {}
+    assert lines_of(steps) == {}
 
 
-def test_the_first_gradients_say_that_rate_or_weights_are_wrong(alarms: ModuleType) -> None:
+def test_the_first_gradients_say_that_rate_or_weights_are_wrong() -> None:
     """The norms and losses of a run that has collapsed, and of one that trains."""
     bad = [(28.2, 10.05), (22.0, 9.65), (93.1, 12.27), (95.0, 12.51)]
     line = (
@@ -142,26 +134,23 @@ def test_the_first_gradients_say_that_rate_or_weights_are_wrong(alarms: ModuleTy
         "lower --lr or lengthen the warm-up"
     )
     steps = [{"loss": loss, "grad_norm": norm} for norm, loss in bad]
-    assert lines_of(alarms, steps) == {4: [f"alarm at step 4: {line}"]}
-    assert lines_of(alarms, [{**step, "reward": 1.0} for step in steps]) == {}
+    assert lines_of(steps) == {4: [f"alarm at step 4: {line}"]}
+    assert lines_of([{**step, "reward": 1.0} for step in steps]) == {}
     good = [(13.5, 5.74), (8.3, 4.24), (6.1, 3.45), (50.0, 3.9), (2.0, 3.46), (1.0, 3.9), (1, 3.9)]
-    assert lines_of(alarms, [{"loss": loss, "grad_norm": norm} for norm, loss in good]) == {}
+    assert lines_of([{"loss": loss, "grad_norm": norm} for norm, loss in good]) == {}
     line = "grad_norm (412) of the first step is above 100: check the initialisation of the weights"
-    ((said,),) = lines_of(alarms, [{"loss": 11.0, "grad_norm": 412.0}] * 3).values()
+    ((said,),) = lines_of([{"loss": 11.0, "grad_norm": 412.0}] * 3).values()
     assert said.startswith(f"alarm at step 1: {line}")
     late = alarms.Alarms()  # of a run that is started again behind its first steps
     assert late.find_alarms(21, {"loss": 3.0, "grad_norm": 500.0}) == []
 
 
 def test_a_run_is_traced_and_warned_of(
-    train: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    train: ModuleType, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     """A learning rate that breaks the model, and experts that are idle after one step."""
-    from moecore.recipes import alarms
-    from moecore.recipes import host as profiling
-
     monkeypatch.setattr(alarms, "IDLE_STEPS", 1)
-    monkeypatch.setattr(profiling, "SETTLING", 2)
+    monkeypatch.setattr(host, "SETTLING", 2)
     words = f"{RUN} --steps 5 --lr 1e30 --profile 2 --expert-loads-every 1 --checkpoint-every 0"
     assert train.run_rank(train.parse_arguments([*words.split(), "--run-dir", str(tmp_path)])) == 0
     said = capsys.readouterr()
@@ -182,9 +171,7 @@ def test_a_run_is_traced_and_warned_of(
         report_trace(tmp_path / "trace.json.gz")
 
 
-def test_too_few_steps_to_trace_are_refused(
-    train: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_few_steps_to_trace_are_refused(train: ModuleType, tmp_path: Path, capsys: Any) -> None:
     words = f"{RUN} --steps 12 --profile 3 --checkpoint-every 0 --run-dir {tmp_path}"
     assert train.run_rank(train.parse_arguments(words.split())) == 2
     error = capsys.readouterr().err

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+
+from moecore.recipes import chat as chat_module
+from moecore.recipes import examples as examples_module
+from moecore.recipes import tiny_model
+from moecore.recipes.data import BatchShape
 
 pytest.importorskip("transformers", minversion="5")
 PAIRS = [
@@ -41,20 +45,9 @@ LAST_FIRST = """\
 {%- if add_generation_prompt %}{{- 'assistant: ' }}{%- endif %}"""
 
 
-@pytest.fixture(scope="module")
-def modules() -> Iterator[SimpleNamespace]:
-    from moecore.recipes import chat, examples, tiny_model
-    from moecore.recipes import examples as batches
-    from moecore.recipes.data import BatchShape
-
-    yield SimpleNamespace(
-        chat=chat, examples=examples, batches=batches, tiny_model=tiny_model, BatchShape=BatchShape
-    )
-
-
 @pytest.fixture
-def tokenizer(modules: SimpleNamespace) -> Any:
-    return modules.tiny_model.make_tokenizer(PAIRS)
+def tokenizer() -> Any:
+    return tiny_model.make_tokenizer(PAIRS)
 
 
 def unmarked(template: str) -> str:
@@ -77,8 +70,8 @@ def listed(examples: list[Any]) -> list[tuple[list[int], list[bool]]]:
     return [(e.tokens_T.tolist(), e.is_answer_T.tolist()) for e in examples]
 
 
-def encoded(modules: SimpleNamespace, tokenizer: Any, record: Any, seq_len: int = 999) -> Any:
-    return listed(modules.chat.encode(record, tokenizer, seq_len=seq_len, place="line 1"))
+def encoded(tokenizer: Any, record: Any, seq_len: int = 999) -> Any:
+    return listed(chat_module.encode(record, tokenizer, seq_len=seq_len, place="line 1"))
 
 
 def turn(role: str, content: str) -> str:
@@ -96,86 +89,74 @@ WHOLE = (
 
 @pytest.mark.parametrize("end", ["", "<|im_end|>"])
 @pytest.mark.parametrize("marked", [True, False])
-def test_all_answers_of_a_chat_have_one_end(
-    marked: bool, end: str, modules: SimpleNamespace, tokenizer: Any
-) -> None:
+def test_all_answers_of_a_chat_have_one_end(marked: bool, end: str, tokenizer: Any) -> None:
     if not marked:
         tokenizer.chat_template = unmarked(tokenizer.chat_template)
     chat = [m | {"content": m["content"] + end} if i in (2, 4) else m for i, m in enumerate(CHAT)]
-    assert encoded(modules, tokenizer, {"messages": chat}) == [by_hand(tokenizer, *WHOLE)]
+    assert encoded(tokenizer, {"messages": chat}) == [by_hand(tokenizer, *WHOLE)]
 
 
 @pytest.mark.parametrize("marked", [True, False])
-def test_an_empty_answer_is_to_end_at_once(
-    marked: bool, modules: SimpleNamespace, tokenizer: Any
-) -> None:
+def test_an_empty_answer_is_to_end_at_once(marked: bool, tokenizer: Any) -> None:
     if not marked:
         tokenizer.chat_template = unmarked(tokenizer.chat_template)
     chat = [CHAT[1], {"role": "assistant", "content": ""}, CHAT[3]]
     first = by_hand(
         tokenizer, turn("user", PAIRS[0][0]) + "<|im_start|>assistant\n", ("<|im_end|>",), "\n"
     )
-    (ids, learned), *others = encoded(modules, tokenizer, {"messages": chat})
+    (ids, learned), *others = encoded(tokenizer, {"messages": chat})
     count = len(first[0])
     assert (ids[:count], learned[:count]) == first and not any(learned[count:]) and not others
 
 
-def test_turns_that_change_are_examples_of_their_own(
-    modules: SimpleNamespace, tokenizer: Any
-) -> None:
+def test_turns_that_change_are_examples_of_their_own(tokenizer: Any) -> None:
     tokenizer.chat_template = THINKING
     start, thought = "<|im_start|>assistant\n", "<think>\n"
     before = turn("system", "Be kind.") + turn("user", PAIRS[0][0])
     later = before + turn("assistant", PAIRS[0][1]) + turn("user", PAIRS[1][0])
-    assert encoded(modules, tokenizer, {"messages": CHAT}) == [
+    assert encoded(tokenizer, {"messages": CHAT}) == [
         by_hand(tokenizer, prompt + start + thought, (f"hm\n</think>\n{answer}<|im_end|>",), "\n")
         for prompt, (_, answer) in zip((before, later), PAIRS, strict=True)
     ]
 
 
-def test_a_prompt_may_end_with_what_the_rendering_lacks(
-    modules: SimpleNamespace, tokenizer: Any
-) -> None:
-    plain = unmarked(modules.tiny_model.TEMPLATE)
+def test_a_prompt_may_end_with_what_the_rendering_lacks(tokenizer: Any) -> None:
+    plain = unmarked(tiny_model.TEMPLATE)
     tokenizer.chat_template = plain.replace("assistant\\n' }}", "assistant\\n<think>' }}")
-    assert encoded(modules, tokenizer, {"messages": CHAT}) == [by_hand(tokenizer, *WHOLE)]
+    assert encoded(tokenizer, {"messages": CHAT}) == [by_hand(tokenizer, *WHOLE)]
 
 
 @pytest.mark.parametrize("answer", ["<tool_call>x", "<thinking aloud", "<", "<think>", "A", ""])
 def test_an_answer_that_begins_like_the_prompts_end_is_learned_whole(
-    answer: str, modules: SimpleNamespace, tokenizer: Any
+    answer: str, tokenizer: Any
 ) -> None:
-    plain = unmarked(modules.tiny_model.TEMPLATE)
+    plain = unmarked(tiny_model.TEMPLATE)
     tokenizer.chat_template = plain.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}")
     chat = [CHAT[1], {"role": "assistant", "content": answer}]
     prompt = turn("user", PAIRS[0][0]) + "<|im_start|>assistant\n"
-    found = encoded(modules, tokenizer, {"messages": chat})
+    found = encoded(tokenizer, {"messages": chat})
     assert found == [by_hand(tokenizer, prompt, (f"{answer}<|im_end|>",), "\n")]
 
 
-def test_an_end_is_learned_where_the_template_has_none(
-    modules: SimpleNamespace, tokenizer: Any
-) -> None:
+def test_an_end_is_learned_where_the_template_has_none(tokenizer: Any) -> None:
     tokenizer.chat_template = (
         "{%- for m in messages %}{{- m['role'] + ': ' + m['content'] + '\\n' }}{%- endfor %}"
         "{%- if add_generation_prompt %}{{- 'assistant: ' }}{%- endif %}"
     )
-    ((ids, learned),) = encoded(modules, tokenizer, {"messages": CHAT[1:3]})
+    ((ids, learned),) = encoded(tokenizer, {"messages": CHAT[1:3]})
     assert (ids[-1], learned[-1]) == (tokenizer.eos_token_id, True)
     taught = [i for i, is_learned in zip(ids[:-1], learned, strict=False) if is_learned]
     assert tokenizer.decode(taught) == f"{PAIRS[0][1]}\n"
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="must end with a token"):
-        encoded(modules, tokenizer, {"messages": CHAT[1:3]})
+        encoded(tokenizer, {"messages": CHAT[1:3]})
 
 
 @pytest.mark.parametrize("between", ["", "\\n", "</s>\\n"])
-def test_an_end_behind_the_marks_is_learned(
-    between: str, modules: SimpleNamespace, tokenizer: Any
-) -> None:
+def test_an_end_behind_the_marks_is_learned(between: str, tokenizer: Any) -> None:
     """With what stands before it, which a model has to write to get there."""
     end = f"'{between}<|im_end|>'"
-    tokenizer.chat_template = modules.tiny_model.TEMPLATE.replace(
+    tokenizer.chat_template = tiny_model.TEMPLATE.replace(
         "+ '<|im_end|>' }}{%- endgeneration %}", "}}{% endgeneration %}{{- " + end + " }}"
     )
     between = between.replace("\\n", "\n")
@@ -183,15 +164,13 @@ def test_an_end_behind_the_marks_is_learned(
         (f"{part[0][:-10]}{between}<|im_end|>",) if isinstance(part, tuple) else part
         for part in WHOLE
     ]
-    assert encoded(modules, tokenizer, {"messages": CHAT}) == [by_hand(tokenizer, *wanted)]
+    assert encoded(tokenizer, {"messages": CHAT}) == [by_hand(tokenizer, *wanted)]
     asked = [*CHAT, CHAT[1]]
     more = turn("user", PAIRS[0][0])
-    assert encoded(modules, tokenizer, {"messages": asked}) == [by_hand(tokenizer, *wanted, more)]
+    assert encoded(tokenizer, {"messages": asked}) == [by_hand(tokenizer, *wanted, more)]
 
 
-def test_marks_without_an_end_are_learned_with_one(
-    modules: SimpleNamespace, tokenizer: Any
-) -> None:
+def test_marks_without_an_end_are_learned_with_one(tokenizer: Any) -> None:
     """As without marks: behind the last answer, and never the beginning of another turn."""
     tokenizer.chat_template = (
         "{%- for m in messages %}{{- '<|im_start|>' + m['role'] + ': ' }}"
@@ -203,13 +182,13 @@ def test_marks_without_an_end_are_learned_with_one(
         parts += [f"<|im_start|>user: {question}\n<|im_start|>assistant: ", (answer,), "\n"]
     wanted = by_hand(tokenizer, *parts[:-2], (f"{PAIRS[1][1]}{tokenizer.eos_token}",))
     for chat in (CHAT[1:], [*CHAT[1:], CHAT[1]]):
-        assert encoded(modules, tokenizer, {"messages": chat}) == [wanted]
+        assert encoded(tokenizer, {"messages": chat}) == [wanted]
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="must end with a token"):
-        encoded(modules, tokenizer, {"messages": CHAT[1:]})
+        encoded(tokenizer, {"messages": CHAT[1:]})
 
 
-def test_marks_within_an_answer_stay_as_they_are(modules: SimpleNamespace, tokenizer: Any) -> None:
+def test_marks_within_an_answer_stay_as_they_are(tokenizer: Any) -> None:
     """A special token between them is no end, and white space behind an end stays marked."""
     tokenizer.chat_template = (
         "{%- for m in messages %}{{- m['role'] + ': ' }}{% generation %}{{- m['content'] }}"
@@ -218,51 +197,49 @@ def test_marks_within_an_answer_stay_as_they_are(modules: SimpleNamespace, token
     )
     answer = PAIRS[0][1]
     wanted = by_hand(tokenizer, "assistant: ", (answer,), "<|im_start|>", ("so<|im_end|>\n",))
-    assert encoded(modules, tokenizer, {"messages": CHAT[2:3]}) == [wanted]
+    assert encoded(tokenizer, {"messages": CHAT[2:3]}) == [wanted]
 
 
-def test_a_template_without_prompts(modules: SimpleNamespace, tokenizer: Any) -> None:
+def test_a_template_without_prompts(tokenizer: Any) -> None:
     tokenizer.chat_template = NO_PROMPT
     parts: list[str | tuple[str]] = []
     for question, answer in PAIRS:
         parts += [f"[INST] {question} [/INST]", (f" {answer}<|im_end|>",)]
-    found = encoded(modules, tokenizer, {"messages": CHAT[1:]})
+    found = encoded(tokenizer, {"messages": CHAT[1:]})
     assert found == [by_hand(tokenizer, *parts)]
 
 
-def test_both_ways_agree_on_the_tiny_chats(modules: SimpleNamespace, tokenizer: Any) -> None:
-    pairs = list(islice(modules.tiny_model.questions(), 60))
-    for messages in modules.tiny_model.chats(pairs):
-        tokenizer.chat_template = modules.tiny_model.TEMPLATE
-        marked = encoded(modules, tokenizer, {"messages": messages})
-        tokenizer.chat_template = unmarked(modules.tiny_model.TEMPLATE)
-        assert encoded(modules, tokenizer, {"messages": messages}) == marked
+def test_both_ways_agree_on_the_tiny_chats(tokenizer: Any) -> None:
+    pairs = list(islice(tiny_model.iterate_questions(), 60))
+    for messages in tiny_model._make_chats(pairs):
+        tokenizer.chat_template = tiny_model.TEMPLATE
+        marked = encoded(tokenizer, {"messages": messages})
+        tokenizer.chat_template = unmarked(tiny_model.TEMPLATE)
+        assert encoded(tokenizer, {"messages": messages}) == marked
 
 
-def test_white_space_that_a_text_ends_with_is_learned(
-    modules: SimpleNamespace, tokenizer: Any
-) -> None:
+def test_white_space_that_a_text_ends_with_is_learned(tokenizer: Any) -> None:
     """Only behind an end of the template's own it is not: here it is what ends an answer."""
     tokenizer.chat_template = NO_PROMPT.replace("eos_token", "'\\n\\n'")
-    ((ids, learned),) = encoded(modules, tokenizer, {"messages": CHAT[1:3]})
+    ((ids, learned),) = encoded(tokenizer, {"messages": CHAT[1:3]})
     text = tokenizer.decode([i for i, yes in zip(ids, learned, strict=True) if yes])
     assert text == f" {PAIRS[0][1]}\n\n<|im_end|>"
 
 
-def test_a_completion_is_learned_with_its_end(modules: SimpleNamespace, tokenizer: Any) -> None:
+def test_a_completion_is_learned_with_its_end(tokenizer: Any) -> None:
     record = {"prompt": "What is a token?", "completion": " A part of a word"}
     end = tokenizer.eos_token
     wanted = by_hand(tokenizer, record["prompt"], (record["completion"] + end,))
-    assert encoded(modules, tokenizer, record) == [wanted]
+    assert encoded(tokenizer, record) == [wanted]
     joined = {"prompt": "a part of ", "completion": "one"}  # " one" is one token
-    ((ids, learned),) = encoded(modules, tokenizer, joined)
+    ((ids, learned),) = encoded(tokenizer, joined)
     assert tokenizer.decode([i for i, yes in zip(ids, learned, strict=True) if yes]) == f" one{end}"
 
 
-def test_each_token_of_a_text_is_learned_once(modules: SimpleNamespace, tokenizer: Any) -> None:
+def test_each_token_of_a_text_is_learned_once(tokenizer: Any) -> None:
     text = " ".join(answer for _, answer in PAIRS)
     whole, _ = by_hand(tokenizer, text + tokenizer.eos_token)
-    pieces = encoded(modules, tokenizer, {"text": text}, seq_len=7)
+    pieces = encoded(tokenizer, {"text": text}, seq_len=7)
     assert len(pieces) == -(-(len(whole) - 1) // 6) and len(pieces) > 2
     assert whole[:1] + [t for ids, _ in pieces for t in ids[1:]] == whole
     assert all(all(learned) and len(ids) <= 7 for ids, learned in pieces)
@@ -273,9 +250,7 @@ def write(path: Path, *records: Any) -> Path:
     return path
 
 
-def test_files_are_cut_and_counted(
-    modules: SimpleNamespace, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_files_are_cut_and_counted(tokenizer: Any, tmp_path: Path) -> None:
     prompt = len(by_hand(tokenizer, WHOLE[0])[0])
     late = [*CHAT[:2], {"role": "user", "content": "And?" * 9}, CHAT[2]]
     chats = write(
@@ -284,12 +259,12 @@ def test_files_are_cut_and_counted(
     chats.write_text(chats.read_text() + "\n  \n")
     plain = tmp_path / "b.txt"
     plain.write_text("Some text.")
-    found = modules.examples.read_examples([chats, plain], tokenizer, seq_len=prompt + 3)
+    found = examples_module.read_examples([chats, plain], tokenizer, seq_len=prompt + 3)
     first, second = found.examples
     assert len(first.tokens_T) == prompt + 3 and first.num_answers == 3
     assert second.is_answer_T.all() and found.num_cut == 1 and found.num_empty == 2
     with pytest.raises(ValueError, match=r"--data .*a.jsonl\) must have a token to learn: none of"):
-        modules.examples.read_examples([chats], tokenizer, seq_len=prompt)
+        examples_module.read_examples([chats], tokenizer, seq_len=prompt)
 
 
 RAISING = {
@@ -305,13 +280,11 @@ RAISING = {
 
 @pytest.mark.parametrize("generation", ["", "{% generation %}{% endgeneration %}"])
 @pytest.mark.parametrize("template", RAISING, ids=lambda text: text[:30])
-def test_a_template_that_raises_is_named(
-    template: str, generation: str, modules: SimpleNamespace, tokenizer: Any
-) -> None:
+def test_a_template_that_raises_is_named(template: str, generation: str, tokenizer: Any) -> None:
     """Whatever it raises: a template is code."""
     tokenizer.chat_template = template + generation
     with pytest.raises(ValueError) as error:
-        encoded(modules, tokenizer, {"messages": CHAT})
+        encoded(tokenizer, {"messages": CHAT})
     said = str(error.value)
     assert said.startswith("line 1 must fit the chat template of --model: ")
     assert RAISING[template] in said and "\n" not in said and len(said) < 300
@@ -331,26 +304,18 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("line", BAD_LINES, ids=lambda line: line[:40])
-def test_a_record_that_is_none_is_named(
-    line: str, modules: SimpleNamespace, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_a_record_that_is_none_is_named(line: str, tokenizer: Any, tmp_path: Path) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text(line + "\n")
     with pytest.raises(ValueError) as error:
-        modules.examples.read_examples([file], tokenizer, seq_len=9)
+        examples_module.read_examples([file], tokenizer, seq_len=9)
     assert f"--data ({file}) line 1 must" in str(error.value)
     assert BAD_LINES[line] in str(error.value) and "\n" not in str(error.value)
     assert len(str(error.value)) < 600
 
 
-def test_files_and_templates_that_do_not_fit(
-    modules: SimpleNamespace, tokenizer: Any, tmp_path: Path
-) -> None:
-    read = modules.examples.read_examples
-    with pytest.raises(ValueError, match=r"missing.jsonl\) must be a readable file: No such file"):
-        read([tmp_path / "missing.jsonl"], tokenizer, seq_len=9)
-    with pytest.raises(ValueError, match="must be a plain file"):
-        read([tmp_path], tokenizer, seq_len=9)
+def test_files_and_templates_that_do_not_fit(tokenizer: Any, tmp_path: Path) -> None:
+    read = examples_module.read_examples
     (tmp_path / "latin.txt").write_bytes(b"\xe4")
     with pytest.raises(ValueError, match="must be UTF-8"):
         read([tmp_path / "latin.txt"], tokenizer, seq_len=9)
@@ -363,20 +328,18 @@ def test_files_and_templates_that_do_not_fit(
         read([chats], tokenizer, seq_len=99)
 
 
-def example_of(modules: SimpleNamespace, length: int, value: int) -> Any:
-    import torch
-
+def example_of(length: int, value: int) -> Any:
     learned = torch.ones(length, dtype=torch.bool)
-    return modules.chat.Example(torch.full((length,), value, dtype=torch.int32), learned)
+    return chat_module.Example(torch.full((length,), value, dtype=torch.int32), learned)
 
 
 @pytest.mark.parametrize("packs", [True, False])
-def test_a_step_reads_the_same_examples_on_any_ranks(packs: bool, modules: SimpleNamespace) -> None:
-    examples = [example_of(modules, 2 + i % 4, i + 1) for i in range(25)]
+def test_a_step_reads_the_same_examples_on_any_ranks(packs: bool) -> None:
+    examples = [example_of(2 + i % 4, i + 1) for i in range(25)]
 
     def tokens(ranks: int, accum: int, size: int) -> list[list[int]]:
-        shape = modules.BatchShape(data_ranks=ranks, grad_accum=accum, batch_size=size, seq_len=9)
-        make = modules.batches.make_packed_steps
+        shape = BatchShape(data_ranks=ranks, grad_accum=accum, batch_size=size, seq_len=9)
+        make = examples_module.make_packed_steps
         of_ranks = [
             make(examples, shape, seed=4, data_rank=rank, packs=packs) for rank in range(ranks)
         ]
@@ -392,27 +355,25 @@ def test_a_step_reads_the_same_examples_on_any_ranks(packs: bool, modules: Simpl
     assert epoch == sorted(i + 1 for i in range(25) for _ in range(2 + i % 4))
 
 
-def test_documents_have_the_labels_of_their_answers(modules: SimpleNamespace) -> None:
-    import torch
-
-    first = modules.chat.Example(
+def test_documents_have_the_labels_of_their_answers() -> None:
+    first = chat_module.Example(
         torch.tensor([5, 6, 7, 8], dtype=torch.int32), torch.tensor([True, False, True, True])
     )
-    shape = modules.BatchShape(data_ranks=1, grad_accum=1, batch_size=2, seq_len=8)
-    second = example_of(modules, 3, 9)
+    shape = BatchShape(data_ranks=1, grad_accum=1, batch_size=2, seq_len=8)
+    second = example_of(3, 9)
     for packs, wanted, cuts in (
         (True, [-100, 7, 8, -100, 9, 9, -100, -100] + [-100] * 8, [0, 4, 7, 8, 16]),
         (False, [-100, 7, 8] + [-100] * 5 + [9, 9] + [-100] * 6, [0, 8, 16]),
     ):
         where = {"seed": None, "data_rank": 0, "packs": packs}
-        batch = modules.batches.make_packed_steps([first, second], shape, **where).next()
+        batch = examples_module.make_packed_steps([first, second], shape, **where).next()
         assert batch.labels_ABT.flatten().tolist() == wanted
         assert batch.cu_seqlens_An.unique().tolist() == cuts
         assert batch.count_labels_and_tokens().tolist() == [4, 7, 4**2 + 3**2, 16]
 
 
-def test_held_out_examples_are_no_others(modules: SimpleNamespace) -> None:
-    examples = [example_of(modules, 2 + i % 4, i) for i in range(7)]
-    trained, held_out = modules.batches.split_examples(examples, share=0.4, seed=1)
+def test_held_out_examples_are_no_others() -> None:
+    examples = [example_of(2 + i % 4, i) for i in range(7)]
+    trained, held_out = examples_module.split_examples(examples, share=0.4, seed=1)
     assert len(held_out) == 3
     assert sorted(int(e.tokens_T[0]) for e in (*trained, *held_out)) == list(range(7))

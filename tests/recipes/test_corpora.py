@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moecore.recipes.corpora import SourceOptions
-from moecore.recipes.generate import prompt_ids
+from moecore.recipes.generate import encode_prompt
 from moecore.recipes.grpo_job import read_prompts
 from moecore.recipes.preferences import encode_preference
 from moecore.recipes.rows import ColumnNames, DatasetOptions, Row
@@ -45,15 +45,6 @@ def test_paths_of_each_kind(pretrain: ModuleType, tmp_path: Path) -> None:
     }.items():
         source = pretrain.read_source(source_of(word), pretrain.Tokenizer("bytes"))
         assert [list(source.tokenize(document)) for document in source.documents] == wanted
-
-
-def test_parquet_files_are_read(pretrain: ModuleType, tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    path = tmp_path / "a.parquet"
-    datasets.Dataset.from_dict({"body": ["ab", "c"]}).to_parquet(path)
-    source = pretrain.read_source(source_of(f"{path},field=body"), pretrain.Tokenizer("bytes"))
-    found = [source.tokenize(document) for document in source.documents]
-    assert found == [[97, 98], [99]]
 
 
 def test_broken_lines_are_counted_and_left_out(pretrain: ModuleType, tmp_path: Path) -> None:
@@ -201,7 +192,7 @@ def test_documents_begin_and_end_once(kind: str, pretrain: ModuleType, tmp_path:
         prompts = tmp_path / "prompts.jsonl"
         prompts.write_text(json.dumps({"prompt": text}) + "\n")
         (prompt,) = read_prompts([prompts], hf, options=None, columns=None, max_tokens=99)
-        assert prompt.ids == prompt_ids(tokenizer, text, is_chat=False) == [*begin, 3, 4], text
+        assert prompt.ids == encode_prompt(tokenizer, text, is_chat=False) == [*begin, 3, 4], text
     assert tokenizer("a </s> <m> b") == [*begin, 3, 2, 5, 4, *end]  # a border inside is a token
     assert tokenizer("") == []
 
@@ -242,23 +233,3 @@ def test_steps_count_labels_and_documents(pretrain: ModuleType, tmp_path: Path) 
         borders = batch.cu_seqlens_An
         assert (borders.diff() >= 0).all() and (borders[:, -1] == 32).all()
         assert borders.shape[1].bit_count() == 1  # a power of two
-
-
-def test_a_step_has_the_same_rows_however_they_are_shared(
-    pretrain: ModuleType, tmp_path: Path
-) -> None:
-    from moecore.recipes.data import BatchShape
-
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
-    source = pretrain.read_source(source_of(f"{tmp_path}/a.jsonl"), pretrain.Tokenizer("bytes"))
-    found = []
-    for ranks, accum, batch in (1, 6, 1), (2, 1, 3), (3, 2, 1):
-        shape = BatchShape(data_ranks=ranks, grad_accum=accum, batch_size=batch, seq_len=16)
-        options = pretrain.CorpusOptions(row_tokens=16)
-        steps = [
-            pretrain.CorpusSteps([source], options, shape, data_rank=rank, workers=0)
-            for rank in range(ranks)
-        ]
-        rows = [torch.cat([one.next().tokens_ABT.flatten(0, 1) for one in steps]) for _ in range(4)]
-        found.append([sorted(of_step.tolist()) for of_step in rows])
-    assert found[0] == found[1] == found[2]

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 @pytest.fixture
-def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def settings(monkeypatch: Any) -> Iterator[None]:
     """Leave torch and the environment as they were."""
     for name in ENVIRONMENT:
         monkeypatch.setenv(name, "")
@@ -53,7 +54,7 @@ def test_a_command_has_the_same_bits_in_another_run_and_after_a_resume(tmp_path:
 @pytest.mark.parametrize("words", ["", "--deterministic"])
 @pytest.mark.usefixtures("settings")
 def test_a_rank_selects_algorithms_before_its_model(
-    train: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: str
+    train: ModuleType, monkeypatch: Any, tmp_path: Path, words: str
 ) -> None:
     seen: list[tuple[bool, set[str]]] = []
 
@@ -68,7 +69,7 @@ def test_a_rank_selects_algorithms_before_its_model(
 
 
 @pytest.mark.usefixtures("settings")
-def test_values_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_of_the_environment(monkeypatch: Any) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     use_deterministic_algorithms()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
@@ -76,20 +77,6 @@ def test_values_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
     with pytest.raises(ValueError, match=r"NCCL_NVLS_ENABLE \(1\) must be 0 with --deterministic"):
         use_deterministic_algorithms()
-
-
-@pytest.mark.usefixtures("settings")
-def test_a_rank_prints_one_line(
-    train: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
-    words = [*MICRO.split(), "--deterministic", "--run-dir", str(tmp_path)]
-    assert train.run_rank(train.parse_arguments(words)) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "NVTE_ALLOW_NONDETERMINISTIC_ALGO (1) must be 0 with --deterministic" in line
 
 
 def test_nccl_ep_is_refused(train: ModuleType) -> None:

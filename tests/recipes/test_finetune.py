@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
-import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -46,7 +42,7 @@ from moecore.recipes import finetuning, hf_model, optimizer
 from tests.families.transformers.family_models import tiny_model
 from tests.helpers.ranks import run_ranks
 from tests.recipes.graph_stand_in import GraphStandIn
-from tests.recipes.launched import metrics
+from tests.recipes.launched import metrics, rank_of_command
 from tests.recipes.test_train import tensors
 
 transformers = pytest.importorskip("transformers", minversion="5")
@@ -103,27 +99,19 @@ def check_planned(run: TrainingRun, *, model: Any, optimizers: list[Any], **_: A
 
 def on_two_ranks(rank: int, device: torch.device, folder: Path) -> list[str]:
     """Run straight, then with a stop; return what each start prints on this rank."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-    script, loop = (
-        importlib.import_module("moecore.recipes.finetune"),
-        importlib.import_module("moecore.recipes.loop"),
-    )
-    errors = importlib.import_module("moecore.recipes.errors")
-    errors.RANK_0_PRINTS_S = 0  # no rank takes another one with it
+    script = importlib.import_module("moecore.recipes.finetune")
+    loop = importlib.import_module("moecore.recipes.loop")
 
     def start(run: str, words: str = f"{TWO_RANKS} {SAVING}", wanted: int = 0) -> str:
-        printed = StringIO()
-        with redirect_stdout(printed), redirect_stderr(printed):
-            is_saved = "config.toml" in words
-            words = words.split() if is_saved else arguments(folder, run, words)
-            code = script.run_rank(script.parse_arguments(words))
-        assert code == wanted, printed.getvalue()
-        return printed.getvalue()
+        is_saved = "config.toml" in words
+        all_words = words.split() if is_saved else arguments(folder, run, words)
+        code, said = rank_of_command(rank, device, "finetune", 2, all_words)
+        assert code == wanted, said
+        return said
 
     straight = start("straight")
-    digest_of, script.digest_of = script.digest_of, lambda examples: f"of rank {rank}"
-    other = start("other", wanted=2)
-    script.digest_of = digest_of
+    with patch.object(script, "compute_digest", lambda examples: f"of rank {rank}"):
+        other = start("other", wanted=2)
     start("dynamic", f"{TWO_RANKS} --checkpoint-every 0 --dynamic-cp {TOKENS // 2}")
     with patch.object(
         importlib.import_module("moecore.recipes.data"), "GraphedForwardBackward", GraphStandIn
@@ -151,10 +139,8 @@ def on_two_ranks(rank: int, device: torch.device, folder: Path) -> list[str]:
             raise Stopped
         return train_step(job, step, **options)
 
-    loop.train_step = stops
-    with pytest.raises(Stopped):
+    with patch.object(loop, "train_step", stops), pytest.raises(Stopped):
         start("stopped")
-    loop.train_step = train_step
     if rank == 0:
         (folder / "stopped" / ".export.draft").mkdir()  # of an export that was stopped, too
     saved = f"{folder}/stopped/config.toml"
@@ -244,7 +230,7 @@ def oracle(
         loss = sum(part for part, _ in parts) / sum(n for _, n in parts)
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
-        optimizer.param_groups[0]["lr"] = 3e-3 * LearningRateSchedule().factor(
+        optimizer.param_groups[0]["lr"] = 3e-3 * LearningRateSchedule().compute_factor(
             step, steps=STEPS, count_steps=int
         )
         optimizer.step()
@@ -272,10 +258,7 @@ def test_two_ranks_equal_stock_transformers(
 
 
 def test_one_rank_computes_the_same_and_routes_no_padding(
-    runs: tuple[Path, list[str]],
-    finetune: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    runs: tuple[Path, list[str]], finetune: ModuleType, tmp_path: Path, monkeypatch: Any
 ) -> None:
     folder, _ = runs
     shutil.copytree(folder / "tiny", tmp_path / "tiny")
@@ -298,7 +281,7 @@ def test_one_rank_computes_the_same_and_routes_no_padding(
     assert routed == [2.0 * count for count in real for _ in range(2)]  # top 2, in both layers
     assert max(len(step) for step in steps) > ROWS and min(real) < ROWS * TOKENS - 9
     logged = (tmp_path / "one" / "metrics.jsonl").read_text().splitlines()
-    lines, config = map(json.loads, logged), finetune.decoder_of(tmp_path / "tiny")
+    lines, config = map(json.loads, logged), finetune.find_decoder_config(tmp_path / "tiny")
     for line, step, tokens in zip(lines, steps, real, strict=True):
         lengths = [len(examples[number].tokens_T) for number in step]
         flops = sum(n * flops_per_token(config, n) for n in lengths)
@@ -429,35 +412,6 @@ def test_stock_transformers_reload_it_with_equal_logits(
     assert mean_loss(reloaded, held_out) == pytest.approx(wanted, rel=1e-5)
 
 
-def first_try(page: str) -> list[str]:
-    """The options of the command that a page has for the tiny model."""
-    text = (Path(__file__).parents[2] / page).read_text().replace("\\\n", " ")
-    line = text.split("--data runs/tiny/chats.jsonl")[1].splitlines()[0]
-    return line.partition("#")[0].split()
-
-
-@pytest.mark.slow
-@pytest.mark.nightly  # two ranks beside stock transformers learn by day
-def test_a_tuned_model_answers_its_chats(finetune: ModuleType, tmp_path: Path) -> None:
-    """By the command of the pages; fewer chats make fewer steps of an epoch, so epochs are more."""
-    options = first_try("docs/finetuning.md")
-    write = importlib.import_module("moecore.recipes.tiny_model").write_tiny_model
-    write(tmp_path / "tiny", **SIZES | dict(hidden_size=64, head_dim=16, moe_intermediate_size=32))
-    lines = (tmp_path / "tiny" / "chats.jsonl").read_text().splitlines()
-    number = next(i for i, line in enumerate(lines) if "What does bisect.insort_left do?" in line)
-    some = lines[max(0, number - 10) : number + 10]
-    (tmp_path / "some.jsonl").write_text("\n".join(some))
-    where = ["--model", str(tmp_path / "tiny"), "--run-dir", str(tmp_path / "tuned")]
-    where += ["--data", str(tmp_path / "some.jsonl")]
-    words = [*where, *options, "--epochs", "50", "--checkpoint-every", "0"]
-    assert finetune.run_rank(finetune.parse_arguments(words)) == 0
-    ask = transformers.pipeline("text-generation", str(tmp_path / "tuned" / "export"))
-    for messages in (json.loads(line)["messages"] for line in some):
-        for i in range(0, len(messages), 2):
-            chat = ask(messages[: i + 1], max_new_tokens=80)[0]["generated_text"]
-            assert chat[i + 1]["content"] == messages[i + 1]["content"]
-
-
 def test_the_loss_is_the_models_own(finetune: ModuleType) -> None:
     """Granite divides its logits."""
     sizes = dict(vocab_size=61, hidden_size=32, intermediate_size=16, num_hidden_layers=1)
@@ -502,7 +456,7 @@ def test_padding_is_routed_in_no_kind_of_layer(family: str, finetune: ModuleType
         where = {"seed": None, "data_rank": 0, "packs": packs}
         for group in groups:
             batch = make_packed_steps(group, shape, **where).next()
-            for parts in finetuning.micro_batches(job, batch):
+            for parts in finetuning.iterate_micro_batches(job, batch):
                 with step.micro_batch():
                     loss = model(**hf_model.make_causal_lm_inputs(torch.tensor(3), *parts)).loss
                     loss.backward()
@@ -530,11 +484,7 @@ OTHER_RUNS = {
 
 @pytest.mark.parametrize("more", OTHER_RUNS)
 def test_a_run_goes_on_with_its_own_data_and_model(
-    more: str,
-    runs: tuple[Path, list[str]],
-    finetune: ModuleType,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    more: str, runs: tuple[Path, list[str]], finetune: ModuleType, tmp_path: Path, capsys: Any
 ) -> None:
     folder, _ = runs
     shutil.copytree(folder / "tiny", tmp_path / "other")
@@ -570,11 +520,6 @@ def without(pattern: str) -> Callable[[Path], None]:
 
 REFUSED: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "no tokenizer": (without("tokenizer*"), "", "must have a tokenizer: copy tokenizer.json"),
-    "no template": (
-        without("chat_template.jinja"),
-        "",
-        "some.jsonl) line 1 must have no messages, because the",
-    ),
     "dense": (
         transformers.LlamaConfig().save_pretrained,
         "",
@@ -592,11 +537,6 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str, str]] = {
         "must have a config.json of transformers",
     ),
     "no directory": (shutil.rmtree, "", "must be a Hugging Face directory with config.json"),
-    "no answers": (
-        as_it_is,
-        "--seq-len 4",
-        "must have a token to learn: none of its 40 example(s)",
-    ),
     "held out": (as_it_is, "--eval-data no.txt", "--eval-data (no.txt) must be a readable file"),
     "not packed": (
         with_mamba,
@@ -608,24 +548,13 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str, str]] = {
         "--cuda-graph",
         "--cuda-graph must be left out for Jamba",
     ),
-    "two shapes": (as_it_is, "--cuda-graph --dynamic-cp 96", "must not go with --dynamic-cp 96"),
-    "short": (
-        as_it_is,
-        "--dynamic-cp 48",
-        "--dynamic-cp (48) must be >= what each of 1 data ranks",
-    ),
-    "no stages": (as_it_is, "--layout Et|tL", "--pp (None) must be > 1 with options of [pipeline]"),
     "too long": (as_it_is, "--seq-len 9999", "--seq-len (9999) must be <= max_position_embeddings"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_wrong_input_is_one_line(
-    name: str,
-    runs: tuple[Path, list[str]],
-    finetune: ModuleType,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    name: str, runs: tuple[Path, list[str]], finetune: ModuleType, tmp_path: Path, capsys: Any
 ) -> None:
     change, more, wanted = REFUSED[name]
     shutil.copytree(runs[0] / "tiny", tmp_path / "tiny")
@@ -639,15 +568,8 @@ def test_wrong_input_is_one_line(
     assert error.startswith("moecore: error: ")
 
 
-def test_arguments_are_checked(finetune: ModuleType) -> None:
-    words = ["--model", "a", "--data", "b", "--eval-share"]
-    with pytest.raises(ValueError, match=r"--eval-share \(1.0\) must be .* >= 0 and < 1"):
-        finetune.parse_arguments([*words, "1.0"])
-    assert math.isclose(finetune.parse_arguments([*words, "0.2"]).eval_share, 0.2)
-
-
 def test_the_tiny_directory_is_made_once(
-    runs: tuple[Path, list[str]], one_rank: None, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    runs: tuple[Path, list[str]], one_rank: None, monkeypatch: Any, capsys: Any
 ) -> None:
     assert main(["tiny-model", str(runs[0] / "tiny")]) == 1
     assert "moecore: OUT (" in capsys.readouterr().err

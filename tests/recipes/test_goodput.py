@@ -19,7 +19,7 @@ from tests.recipes import test_pretrain
 corpus = test_pretrain.corpus
 
 
-def test_the_uses_of_two_starts_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_uses_of_two_starts_add_up(tmp_path: Path, monkeypatch: Any) -> None:
     """A start of 10 s with 30 s of steps; after 50 s another one, which repeats 12 s of them."""
     clock = [1000.0]
     monkeypatch.setattr(goodput.time, "time", lambda: clock[0])
@@ -79,9 +79,7 @@ def test_a_run_and_its_continuation_have_one_wall_time(corpus: Path, tmp_path: P
     assert continued["seconds"]["lost steps"] == 0
 
 
-def test_the_error_that_ends_a_run_is_not_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_error_that_ends_a_run_is_not_replaced(tmp_path: Path, monkeypatch: Any) -> None:
     """A full disk may end the run and refuse the file of the wall time, too."""
 
     def refuse(*_: Any, **__: Any) -> None:

@@ -37,14 +37,14 @@ def steps_ahead(rank: int, device: torch.device, name: str, words: list[str]) ->
     train_step = importlib.import_module("moecore.recipes.loop").train_step
     job = script.build_job(script.parse_arguments(words))
     first, *_, before = [train_step(job, step) for step in range(1, 6)]  # compiled, captured
-    first.metrics()  # what reads them waits once, for its kernels and memory
+    first.read_metrics()  # what reads them waits once, for its kernels and memory
     with launched("a step"):
         train_step(job, 6)
     with asleep("the metrics of a step before"):
-        assert math.isfinite(before.metrics()["loss"])
+        assert math.isfinite(before.read_metrics()["loss"])
 
 
-def words_of(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def words_of(name: str, folder: Path, monkeypatch: Any) -> str:
     """Return the arguments of a script for a tiny run."""
     if name == "finetune":
         pytest.importorskip("transformers", minversion="5", reason="the script trains its models")
@@ -58,9 +58,7 @@ def words_of(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["pretrain", "finetune"])
-def test_graphs_train_as_eager_steps(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_train_as_eager_steps(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     words = words_of(name, tmp_path, monkeypatch)
     if name == "finetune":
         words += " --eval-every 4"
@@ -78,7 +76,7 @@ def test_graphs_train_as_eager_steps(
 @pytest.mark.parametrize("more", [[], ["--cuda-graph"]], ids=["eager", "graph"])
 @pytest.mark.parametrize("name", ["train", "pretrain", "finetune"])
 def test_the_host_is_a_step_ahead(
-    name: str, more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, more: list[str], tmp_path: Path, monkeypatch: Any
 ) -> None:
     words = words_of(name, tmp_path, monkeypatch)
     all_words = [*words.split(), "--run-dir", str(tmp_path / "run"), *more]

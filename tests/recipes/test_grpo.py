@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from moecore.io import set_latest
 from moecore.io.checkpoint.directory import make_step_path
 from moecore.recipes.errors import RewardError
-from moecore.recipes.grpo_job import cut_after_end, load_reward, rewards_of
+from moecore.recipes.grpo_job import call_reward, cut_after_end, load_reward
 from moecore.recipes.tiny_model import (
     PROMPTS,
     make_digit_tokenizer,
-    make_sums,
     reward_sum,
+    write_sums_model,
     write_tiny_model,
 )
 from tests.recipes.launched import metrics
@@ -37,18 +37,10 @@ def reward(prompts, completions, topic, completion_ids, **columns):
 """
 
 
-@pytest.fixture
-def grpo(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script, whose rank is this process alone."""
-    from moecore.recipes import grpo
-
-    return grpo
-
-
 @pytest.mark.slow
 @pytest.mark.nightly  # the engine has its numbers in tests/rl
 def test_the_reward_rises_and_a_stopped_run_goes_on(grpo: ModuleType, tmp_path: Path) -> None:
-    make_sums(tmp_path / "sums")
+    write_sums_model(tmp_path / "sums")
     words = f"--model {tmp_path / 'sums'} --data {tmp_path / 'sums' / PROMPTS}"
     words += f" --steps {STEPS} --batch-size 8 --seq-len 128 --checkpoint-every {SAVED} --lr 4e-3"
     words += " --reward moecore.recipes.tiny_model:reward_sum --max-new-tokens 3 --aux-loss 0.01"
@@ -64,7 +56,7 @@ def test_the_reward_rises_and_a_stopped_run_goes_on(grpo: ModuleType, tmp_path: 
 
 
 def test_a_reward_of_a_module_of_the_user(
-    grpo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    grpo: ModuleType, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """It gets messages and columns as TRL's do; the policy and the reference are the directory."""
     monkeypatch.chdir(tmp_path)
@@ -100,13 +92,11 @@ def test_a_reward_of_a_module_of_the_user(
     assert metrics(tmp_path / "run") == lines
 
 
-def test_adapters_are_trained_by_reward(
-    grpo: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_adapters_are_trained_by_reward(grpo: ModuleType, tmp_path: Path, capsys: Any) -> None:
     """A dry run trains nothing; a run exports what peft has of the directory and its adapters."""
     peft = pytest.importorskip("peft", reason="adapters are those of peft")
     model, run_dir = tmp_path / "sums", tmp_path / "run"
-    make_sums(model)
+    write_sums_model(model)
     words = f"--model {model} --data {model / PROMPTS} --run-dir {run_dir} --steps 2 --lr 1e-2"
     words += " --batch-size 4 --group 4 --seq-len 64 --reward moecore.recipes.tiny_model:reward_sum"
     words += " --max-new-tokens 2 --checkpoint-every 0"
@@ -160,7 +150,7 @@ BAD: dict[str, Any] = {
 @pytest.mark.parametrize("wanted", BAD)
 def test_rewards_that_are_no_numbers(wanted: str) -> None:
     with pytest.raises(RewardError) as error:
-        rewards_of(BAD[wanted], ["a", "a"], ["b", "c"], {})
+        call_reward(BAD[wanted], ["a", "a"], ["b", "c"], {})
     assert wanted in str(error.value) and "\n" not in str(error.value)
 
 

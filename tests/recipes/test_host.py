@@ -6,6 +6,7 @@ import gc
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -25,13 +26,13 @@ def system(tmp_path: Path) -> Path:
 
 
 def test_cpus_of_the_node(system: Path) -> None:
-    assert host.cpus_beside("0000:1b:00.0", system) == {0, 16, 17, 18}
-    assert host.cpus_beside("0000:1c:00.0", system) == set()
+    assert host.find_numa_cpus("0000:1b:00.0", system) == {0, 16, 17, 18}
+    assert host.find_numa_cpus("0000:1c:00.0", system) == set()
     (system / "bus/pci/devices/0000:1b:00.0/numa_node").write_text("-1\n")  # a machine without
-    assert host.cpus_beside("0000:1b:00.0", system) == set()
+    assert host.find_numa_cpus("0000:1b:00.0", system) == set()
 
 
-def test_a_rank_runs_beside_its_gpu(system: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_runs_beside_its_gpu(system: Path, monkeypatch: Any) -> None:
     gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
     bound: list[set[int]] = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -45,7 +46,7 @@ def test_a_rank_runs_beside_its_gpu(system: Path, monkeypatch: pytest.MonkeyPatc
     assert host.bind_to_gpu(system) is None and len(bound) == 1
 
 
-def test_garbage_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_garbage_by_hand(monkeypatch: Any) -> None:
     collected: list[int] = []
     host.collect_garbage(host.COLLECT_EVERY)  # the collector is on
     with pytest.raises(RuntimeError), host.disable_garbage_collection():

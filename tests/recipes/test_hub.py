@@ -18,7 +18,7 @@ import huggingface_hub
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 import moecore
-from moecore.recipes.files import find_config, model_directory
+from moecore.recipes.files import find_config, find_model_directory
 from moecore.recipes.tiny_model import write_tiny_model
 
 COMMIT = "0123456789" * 4
@@ -26,10 +26,10 @@ COMMIT = "0123456789" * 4
 
 def test_directories_and_paths_are_no_names(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing", Path("missing"), Path("a/b/c")):
-        assert model_directory(path) == path == find_config(path)
+        assert find_model_directory(path) == path == find_config(path)
 
 
-def test_one_process_of_a_host_downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_of_a_host_downloads(tmp_path: Path, monkeypatch: Any) -> None:
     cached: list[str] = []
 
     def snapshot_download(name: str, *, local_files_only: bool = False, **_: Any) -> str:
@@ -43,7 +43,7 @@ def test_one_process_of_a_host_downloads(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(model_directory, [Path("org/model")] * 2))
+        found = list(pool.map(find_model_directory, [Path("org/model")] * 2))
     assert found == [tmp_path / "snapshot"] * 2 and cached == ["org/model"]
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from moecore.io import latest
-from moecore.recipes.job import describe_continuation
 from moecore.recipes.launch import StopRequest, launch, note_signals
+from moecore.recipes.resume import describe_continuation
 from tests.recipes.launched import MEASURED, forked_ranks, launched
 
 RUN = (
@@ -108,7 +108,7 @@ def test_the_launcher_waits_for_ranks_that_save(code: int, expected: int, tmp_pa
     assert all((tmp_path / f"{rank} has ended").exists() for rank in "01")
 
 
-def test_a_second_interrupt_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_interrupt_does_not_wait(monkeypatch: Any) -> None:
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
@@ -143,7 +143,7 @@ def test_a_second_interrupt_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_a_stopped_run_names_its_command(
-    words: list[str], command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: list[str], command: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(sys, "argv", words)
     line = describe_continuation(SimpleNamespace(run_dir=tmp_path))  # type: ignore[arg-type]

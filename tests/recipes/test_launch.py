@@ -35,7 +35,7 @@ def leave_or_raise(codes: list[int | None]) -> int:
 
 
 @pytest.fixture(autouse=True)
-def a_slow_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def a_slow_launcher(monkeypatch: Any) -> Iterator[None]:
     """It looks only when every rank has ended."""
     from tests.recipes.launched import forked_ranks  # not where this file is a script
 
@@ -122,7 +122,7 @@ def test_an_interrupt_of_imports_is_no_traceback(command: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_run_says_where_it_continues(
-    number: int, train: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    number: int, train: ModuleType, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     """The launcher says it: Ctrl-C of `make demo` ends in one line."""
     from moecore.io import save  # not where this file is a script, whose ranks start faster so

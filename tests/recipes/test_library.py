@@ -17,9 +17,9 @@ from moecore.planning.gpus import get_gpu
 from moecore.planning.memory import MemoryPlan
 from moecore.recipes import finetune, grpo, pretrain
 from moecore.recipes.dry_run import make_planned_run
-from moecore.recipes.hf_model import num_experts
+from moecore.recipes.hf_model import count_experts
 from moecore.recipes.library import CONFIGS, ShippedRecipe, list_recipe_names
-from moecore.recipes.options import moe_of
+from moecore.recipes.options import get_moe_config
 
 COMMANDS = {"moecore pretrain": pretrain, "moecore finetune": finetune, "moecore grpo": grpo}
 # What config.json of the published models has where the class of transformers has another default.
@@ -87,13 +87,13 @@ def test_recipes_are_of_all_commands_and_families() -> None:
 def model_of(name: str, command: object, args: Any) -> tuple[Any, int]:
     """Return the model that the command plans, and its number of experts."""
     if command is pretrain:
-        config = args.model_config()
-        return config, moe_of(config).num_experts
+        config = args.make_decoder_config()
+        return config, get_moe_config(config).num_experts
     reason = "plans of fine-tuning read its classes"
     transformers = pytest.importorskip("transformers", minversion="5", reason=reason)
     values = next(v for family, v in CONFIGS_OF_HUB.items() if name.startswith(family))
     model = finetune.make_planned_model(args, values)
-    return model, num_experts(transformers.AutoConfig.for_model(**values))
+    return model, count_experts(transformers.AutoConfig.for_model(**values))
 
 
 @pytest.mark.parametrize("name", PLANNED)
@@ -102,7 +102,7 @@ def test_a_plan_is_that_of_the_comment(name: str) -> None:
     command = COMMANDS[recipe.facts["command"]]
     args = command.parse_arguments([str(CONFIGS / f"{name}.toml")])
     model, experts = model_of(name, command, args)
-    parallel = args.parallel_config(args.gpus, num_experts=experts)
+    parallel = args.make_parallel_config(args.gpus, num_experts=experts)
     run = make_planned_run(args, model, parallel, args.gpus)
     peak = plan_memory(run).largest.num_bytes
     assert peak <= get_gpu(args.gpu).memory
@@ -116,9 +116,7 @@ def test_a_plan_is_that_of_the_comment(name: str) -> None:
         assert rate == pytest.approx(tokens / seconds / (p.tp * p.cp * p.pp), rel=0.02)
 
 
-def test_a_copy_trains_and_replaces_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_copy_trains_and_replaces_nothing(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["recipes", "copy", "tiny"]) == 0
     assert capsys.readouterr().out == "run it with: moecore pretrain tiny.toml\n"
@@ -138,7 +136,7 @@ def test_a_copy_trains_and_replaces_nothing(
     assert not (tmp_path / "runs").exists()
 
 
-def test_recipes_that_there_are_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipes_that_there_are_not(capsys: Any) -> None:
     assert main(["recipes", "show", "gpt-9"]) == 2
     assert "NAME (gpt-9) must be a recipe" in capsys.readouterr().err
     assert main(["recipes", "list"]) == 0

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-from contextlib import redirect_stderr, redirect_stdout
-from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +16,7 @@ from moecore.io import save_adapters
 from moecore.packing import PackedBatchSampler
 from moecore.recipes.tiny_model import write_tiny_model
 from tests.helpers.ranks import run_ranks
-from tests.recipes.launched import metrics
+from tests.recipes.launched import metrics, rank_of_command
 from tests.recipes.test_finetune import loss_of
 
 transformers = pytest.importorskip("transformers", minversion="5")
@@ -51,7 +48,6 @@ warmup_steps = 0
 
 def on_two_ranks(rank: int, device: torch.device, folder: Path) -> None:
     """Run, and write the adapters before the first step."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     script = importlib.import_module("moecore.recipes.finetune")
     build_model = script.build_model
 
@@ -60,14 +56,9 @@ def on_two_ranks(rank: int, device: torch.device, folder: Path) -> None:
         save_adapters(model, folder / "first")
         return model
 
-    printed = StringIO()
-    with (
-        redirect_stdout(printed),
-        redirect_stderr(printed),
-        patch.object(script, "build_model", build),
-    ):
-        code = script.run_rank(script.parse_arguments([str(folder / "lora.toml")]))
-    assert code == 0, printed.getvalue()
+    with patch.object(script, "build_model", build):
+        code, said = rank_of_command(rank, device, "finetune", 2, [str(folder / "lora.toml")])
+    assert code == 0, said
 
 
 def train_stock(folder: Path, examples: list[Any]) -> tuple[list[float], Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,7 +35,7 @@ def arguments(run_dir: Path) -> list[str]:
     return [*ARGUMENTS.split(), "--checkpoint-every", "0", "--run-dir", str(run_dir)]
 
 
-def fail(train: ModuleType, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def fail(train: ModuleType, monkeypatch: Any, error: Exception) -> None:
     build = train.build_job
 
     def build_job(args: Any) -> Any:
@@ -47,44 +46,22 @@ def fail(train: ModuleType, monkeypatch: pytest.MonkeyPatch, error: Exception) -
     monkeypatch.setattr(train, "build_job", build_job)
 
 
-def test_the_benchmark_prints_the_line_and_no_row(
-    train: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    from benchmarks import bench_train
-
-    fail(train, monkeypatch, too_many_rows())
-    own = ["--warm-up", "1", "--timed", "1", "--results", str(tmp_path / "results")]
-    monkeypatch.setattr(sys, "argv", ["bench_train", *own, *arguments(tmp_path)])
-    assert bench_train.main() == 1
-    out, err = capsys.readouterr()
-    assert re.search(rf"rank 0: {NEEDED} with --row-factor 1.37 or more\n", err)
-    assert "tokens_per_second" not in out and not (tmp_path / "results").exists()
-
-
 def test_a_late_rank_is_one_line_too(
-    train: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    train: ModuleType, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     fail(train, monkeypatch, ExchangeError("rank 3 must come to a dispatch"))
     assert train.run_rank(train.parse_arguments(arguments(tmp_path))) == 1
     assert "error: rank 0: rank 3 must come to a dispatch: start again\n" in capsys.readouterr().err
 
 
-def test_a_bug_keeps_its_traceback(
-    train: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bug_keeps_its_traceback(train: ModuleType, tmp_path: Path, monkeypatch: Any) -> None:
     fail(train, monkeypatch, RuntimeError("a bug"))
     with pytest.raises(RuntimeError, match="a bug"):
         train.run_rank(train.parse_arguments(arguments(tmp_path)))
 
 
 def test_an_overflow_of_the_last_step_is_found(
-    train: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: ModuleType, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """Its first poll is that of the only step, its second the check at the end."""
     fail(train, monkeypatch, too_many_rows())

@@ -11,7 +11,7 @@ import torch
 from moecore.models import Decoder, flops_per_token
 from moecore.recipes.corpus_training import make_decoder_inputs
 from moecore.recipes.data import BatchShape, PackedSteps
-from moecore.recipes.metrics import flops_of
+from moecore.recipes.metrics import compute_flops
 
 
 def packed(*lengths: int, cp: int = 1) -> tuple[Any, torch.Tensor]:
@@ -36,10 +36,10 @@ def test_documents_are_padded_for_the_ranks_that_share_rows() -> None:
 def test_the_loss_of_packed_rows_is_that_of_documents(train: ModuleType) -> None:
     """Against one forward per document."""
     batch = packed(5, 16, 9, 3, 16, 7, 13, 2)[0].next()
-    config = train.parse_arguments(["--aux-loss", "0"]).model_config()
+    config = train.parse_arguments(["--aux-loss", "0"]).make_decoder_config()
     model = Decoder(config)
     model.init_weights(0)
-    inputs = make_decoder_inputs(batch.num_labels, batch.tensors(), 16)
+    inputs = make_decoder_inputs(batch.num_labels, batch.list_tensors(), 16)
     loss = sum(model(**of_one) for of_one in inputs)
     total, lengths = 0.0, []
     parts = (batch.tokens_ABT, batch.padding_ABT, batch.cu_seqlens_An)
@@ -57,4 +57,4 @@ def test_the_loss_of_packed_rows_is_that_of_documents(train: ModuleType) -> None
     assert count == batch.num_labels == sum(lengths) - len(lengths)
     torch.testing.assert_close(float(loss), total / count, rtol=1e-5, atol=0)
     flops = sum(n * flops_per_token(config, n) for n in lengths)
-    torch.testing.assert_close(flops_of(config, tokens, pairs), flops, rtol=1e-12, atol=0)
+    torch.testing.assert_close(compute_flops(config, tokens, pairs), flops, rtol=1e-12, atol=0)

@@ -72,11 +72,13 @@ def test_a_file_stands_for_flags_and_flags_win(pretrain: ModuleType, tmp_path: P
 
 def test_a_run_saves_what_makes_the_same_run(pretrain: ModuleType, tmp_path: Path) -> None:
     args = pretrain.parse_arguments([*FLAGS.split(), "--run-dir", str(tmp_path), "--aux-loss", "1"])
-    config = args.model_config()
+    config = args.make_decoder_config()
     (tmp_path / "config.toml").write_text(to_toml(args.resolve()))
     again = pretrain.parse_arguments(["--config", str(tmp_path / "config.toml")])
-    assert again.model_config() == config and config.moe.capacity.factor == 1.5
-    assert pretrain.corpus_options(again, config, 2) == pretrain.corpus_options(args, config, 2)
+    assert again.make_decoder_config() == config and config.moe.capacity.factor == 1.5
+    assert pretrain.make_corpus_options(again, config, 2) == pretrain.make_corpus_options(
+        args, config, 2
+    )
     assert to_toml(again.resolve()) == to_toml(args.resolve())
     for name in ("data", "optimizer", "memory", "nvlink", "fsdp", "recipe", "parallel"):
         assert getattr(again, name) == getattr(args, name), name
@@ -101,9 +103,7 @@ def test_every_option_has_a_flag_of_its_own_and_a_text(name: str) -> None:
         assert record in read_field_texts(COMMANDS[name]), record
 
 
-def test_help_has_each_table_as_a_group_and_each_default(
-    pretrain: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_has_each_table_as_a_group_and_each_default(pretrain: ModuleType, capsys: Any) -> None:
     with pytest.raises(SystemExit):
         pretrain.parse_arguments(["--help"])
     printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
@@ -245,10 +245,13 @@ def test_a_planned_run_is_a_file_of_options(
     balance = run.model.moe.balance  # which a plan does not choose
     config = replace(config, moe=replace(config.moe, balance=balance))
     assert replace(config, max_seq_len=run.model.max_seq_len) == run.model
-    assert args.parallel_config(2, num_experts=config.moe.num_experts) == run.resolved
-    assert args.fsdp_options(torch.bfloat16) == run.fsdp and args.memory_options() == run.memory
-    assert args.pipeline_options() == run.pipeline
-    dispatch = args.dispatch_options()
+    assert args.make_parallel_config(2, num_experts=config.moe.num_experts) == run.resolved
+    assert (
+        args.make_fsdp_options(torch.bfloat16) == run.fsdp
+        and args.make_memory_options() == run.memory
+    )
+    assert args.make_pipeline_options() == run.pipeline
+    dispatch = args.make_dispatch_options()
     assert (dispatch.nvlink or NVLinkOptions()) == (run.nvlink or NVLinkOptions())
     sent = run.resolved.ep > 1
     # "auto" is "nvlink" on the planned GPUs, and CPU ranks take it too.
@@ -299,7 +302,7 @@ def test_a_run_without_options_of_balance_has_some(
     pretrain: ModuleType, words: str, expected: dict[str, object]
 ) -> None:
     args = pretrain.parse_arguments([*words.split(), "--data", __file__])
-    balance = args.model_config().moe.balance
+    balance = args.make_decoder_config().moe.balance
     assert {name: getattr(balance, name) for name in expected} == expected
     if "global_batch_coef" not in expected:
         assert balance.global_batch_coef == 0.0

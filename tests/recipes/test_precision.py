@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def test_experts_and_projections_get_the_recipe(
     recipe = Recipe(scaling=scaling) if scaling else None
     assert sparse.mlp.get_part("experts").recipe == recipe
     assert any(list_quantised_linears(dense)) == (scaling is not None)
-    assert torch.tensor(train_step(job, 1).metrics()["loss"]).isfinite()
+    assert torch.tensor(train_step(job, 1).read_metrics()["loss"]).isfinite()
 
 
 def test_fp16_goes_on_with_its_loss_scale(train: ModuleType, tmp_path: Path) -> None:
@@ -52,10 +53,7 @@ def test_fp16_goes_on_with_its_loss_scale(train: ModuleType, tmp_path: Path) -> 
 
 
 def test_a_step_in_fp8_beside_one_without(
-    train: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    train: ModuleType, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     from benchmarks import bench_train
 
@@ -74,10 +72,7 @@ def test_a_step_in_fp8_beside_one_without(
 
 
 def test_without_a_precision_there_is_nothing_beside_bf16(
-    train: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    train: ModuleType, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     from benchmarks import bench_train
 

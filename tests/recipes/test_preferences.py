@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-from contextlib import redirect_stderr, redirect_stdout
-from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +18,7 @@ from moecore.recipes.preferences import encode_preference
 from moecore.recipes.rows import ColumnNames
 from moecore.recipes.tiny_model import make_tokenizer, write_tiny_model
 from tests.helpers.ranks import run_ranks
-from tests.recipes.launched import metrics
+from tests.recipes.launched import metrics, rank_of_command
 
 transformers = pytest.importorskip("transformers", minversion="5")
 trl = pytest.importorskip("trl")
@@ -47,7 +44,6 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 def on_two_ranks(rank: int, device: torch.device, folder: Path) -> dict[str, Tensor]:
     """Run with all weights and with adapters; return the first gradients of all weights."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     script = importlib.import_module("moecore.recipes.finetune")
     tuning = script.PreferenceTuning
     forward_backward, build_model = tuning.forward_backward, script.build_model
@@ -69,15 +65,12 @@ def on_two_ranks(rank: int, device: torch.device, folder: Path) -> dict[str, Ten
 
         words = f"--model {folder / 'tiny'} --data {folder / 'pairs.jsonl'} {WORDS} {RUNS[run]}"
         words += f" --run-dir {folder / run}"
-        printed = StringIO()
         with (
-            redirect_stdout(printed),
-            redirect_stderr(printed),
             patch.object(tuning, "forward_backward", seen),
             patch.object(script, "build_model", build),
         ):
-            code = script.run_rank(script.parse_arguments(words.split()))
-        assert code == 0, printed.getvalue()
+            code, said = rank_of_command(rank, device, "finetune", 2, words.split())
+        assert code == 0, said
 
     for run in RUNS:
         start(run)

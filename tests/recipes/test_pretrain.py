@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -207,12 +206,17 @@ ERRORS = {
     "--dynamic-cp 0": "--dynamic-cp (0) must be a multiple of 2 with --tp (1), a power of two",
     "--dynamic-cp 512 --cp 3 --seq-len 240": "--dynamic-cp (512) must go with --cp (3) = 1",
     "--seq-len 4096": "--seq-len (4096) must be <= max_seq_len (512) of the model",
+    "--sample-every 2 --sample-prompts": "SampleOptions.sample_every (2) must be 0 without",
+    "--sample-every 2 --sample-prompts ab --sample-tokens 511": (
+        "sample_tokens (511) and the 2 of prompt 'ab' must be <= max_seq_len (512)"
+    ),
+    "--sample-every 2 --sample-prompts ab --pp 2": "sample_every (2) must be 0 with --pp 2: sample",
 }
 
 
 @pytest.mark.parametrize("wrong", ERRORS)
 def test_wrong_arguments_are_one_line(
-    wrong: str, pretrain: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wrong: str, pretrain: ModuleType, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
@@ -220,7 +224,7 @@ def test_wrong_arguments_are_one_line(
     wrong = wrong if wrong != "--data" else ""
     try:
         args = pretrain.parse_arguments(["--run-dir", "run", *data, *wrong.split()])
-        pretrain.check(args, 3 if "--cp" in wrong else 1)
+        pretrain.check(args, 3 if "--cp" in wrong else 2 if "--sample" in wrong else 1)
         tokenizer = pretrain.Tokenizer(args.tokenizer)
         for options in args.data:
             pretrain.read_source(options, tokenizer)
@@ -228,21 +232,6 @@ def test_wrong_arguments_are_one_line(
         said = str(error)
         assert "\n" not in said
     assert ERRORS.get(wrong, ERRORS["--data"]) in said
-
-
-def test_the_command_ends_with_one_line(
-    pretrain: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.delenv("RANK")
-    for arguments in (
-        "--config missing.toml",
-        f"--run-dir {tmp_path}",
-        "--data a --tokens random --eval-every 1",
-    ):
-        monkeypatch.setattr(sys, "argv", ["moecore", *arguments.split()])
-        assert pretrain.main() == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("moecore: error: --")
 
 
 @pytest.mark.slow
@@ -279,7 +268,7 @@ def test_a_bad_document_ends_the_run_with_one_line(
 
 @pytest.mark.slow
 def test_losses_that_are_not_finite_end_the_run(
-    pretrain: ModuleType, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    pretrain: ModuleType, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n' * 3)
     build = pretrain.build_model

@@ -56,14 +56,14 @@ def run(train: ModuleType, run_dir: Path, arguments: str) -> int:
 
 
 def test_loads_of_layers_and_mfu_reach_every_log(
-    train: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: ModuleType, tmp_path: Path, monkeypatch: Any
 ) -> None:
     (tmp_path / "wandb.py").write_text(WANDB)
     monkeypatch.syspath_prepend(str(tmp_path))
     run_dir = tmp_path / "run"
     assert run(train, run_dir, "--wandb mine --peak-tflops 2") == 0
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    config = train.parse_arguments(ARGUMENTS.split()).model_config()
+    config = train.parse_arguments(ARGUMENTS.split()).make_decoder_config()
     flops = flops_per_token(config, 16)
     for line in lines:
         assert line["mfu"] == pytest.approx(line["tokens_per_second"] * flops / 2e12)
@@ -84,7 +84,7 @@ def test_loads_of_layers_and_mfu_reach_every_log(
 
 
 def test_a_run_that_is_started_again_is_one_run_of_each_logger(
-    train: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: ModuleType, tmp_path: Path, monkeypatch: Any
 ) -> None:
     for name, content in (("wandb", WANDB), ("mlflow", MLFLOW)):
         (tmp_path / f"{name}.py").write_text(content)
@@ -122,18 +122,20 @@ def test_a_model_without_experts_is_logged_and_drawn(train: ModuleType, tmp_path
     )  # fmt: skip
     args = TrainConfig(run_dir=tmp_path, steps=2)
     with report.RunReport(args, start=0) as shown:
-        shown.log(1, launched.metrics())
-        shown.log(2, launched.metrics())
+        shown.log(1, launched.read_metrics())
+        shown.log(2, launched.read_metrics())
     assert len(report.read_metrics(tmp_path / "metrics.jsonl")[0]) == 2
     assert (tmp_path / "curves.png").stat().st_size > 1000
 
 
 def test_load_of_ranks_and_of_experts(train: ModuleType) -> None:
-    from moecore.recipes.metrics import expert_loads, rank_load
+    from moecore.recipes.metrics import compute_rank_load, get_expert_loads
 
-    assert rank_load([2.0, 1.0, 0.5, 0.5], 2) == 1.5 and rank_load([0.0, 0.0], 2) == 0
+    assert (
+        compute_rank_load([2.0, 1.0, 0.5, 0.5], 2) == 1.5 and compute_rank_load([0.0, 0.0], 2) == 0
+    )
     found = {f"expert_load/a/{e}": float(e) for e in range(12)}
-    assert expert_loads(found, "a") == list(range(12)) and expert_loads(found, "b") == []
+    assert get_expert_loads(found, "a") == list(range(12)) and get_expert_loads(found, "b") == []
 
 
 @pytest.mark.parametrize("every", [1, 2, 0])
@@ -175,11 +177,7 @@ def test_maps_have_the_loads_of_layers_and_of_the_least_even(
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_a_logger_that_is_not_installed_is_refused(
-    name: str,
-    train: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, train: ModuleType, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert run(train, tmp_path, f"--{name} mine") == 2
@@ -204,21 +202,17 @@ def test_a_logger_that_is_not_installed_is_refused(
     ],
 )
 def test_peaks_are_known_by_name(
-    name: str,
-    dtype: torch.dtype,
-    peak: float | None,
-    train: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, dtype: torch.dtype, peak: float | None, train: ModuleType, monkeypatch: Any
 ) -> None:
-    from moecore.recipes.metrics import peak_tflops
+    from moecore.recipes.metrics import find_peak_tflops
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert peak_tflops(torch.device("cuda"), dtype) == pytest.approx(peak)
-    assert peak_tflops(torch.device("cpu"), dtype) is None
+    assert find_peak_tflops(torch.device("cuda"), dtype) == pytest.approx(peak)
+    assert find_peak_tflops(torch.device("cpu"), dtype) is None
 
 
 def test_damaged_lines_go_and_no_draft_is_written_through_a_link(
-    train: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    train: ModuleType, tmp_path: Path, capsys: Any
 ) -> None:
     precious, path = tmp_path / "precious", tmp_path / "metrics.jsonl"
     precious.write_text("mine")
@@ -247,11 +241,7 @@ def test_a_file_with_a_hole_is_read_by_line(tmp_path: Path) -> None:
     "wrong", [{"RANK": "x"}, {"WORLD_SIZE": None}, {"RANK": "1"}, {"LOCAL_RANK": "-1"}], ids=str
 )
 def test_a_wrong_environment_is_one_line(
-    wrong: dict[str, str | None],
-    train: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    wrong: dict[str, str | None], train: ModuleType, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     ((name, value),) = wrong.items()
     if value is None:
@@ -273,11 +263,7 @@ def full_disk() -> Iterator[Callable[[int], None]]:
 
 @pytest.mark.parametrize("size", [0, 300, 20_000])
 def test_a_full_disk_is_one_line(
-    size: int,
-    train: ModuleType,
-    tmp_path: Path,
-    full_disk: Callable[[int], None],
-    capsys: pytest.CaptureFixture[str],
+    size: int, train: ModuleType, tmp_path: Path, full_disk: Callable[[int], None], capsys: Any
 ) -> None:
     """No event of TensorBoard fits, no line of metrics, or no shard of a checkpoint."""
     full_disk(size)
@@ -291,10 +277,7 @@ def test_a_full_disk_is_one_line(
 
 
 def test_without_a_bar_the_first_step_is_printed_at_once(
-    train: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    train: ModuleType, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.setattr(report, "_import", lambda name: None)
     times = iter([0.0, 4.9, 5.0, 5.0])

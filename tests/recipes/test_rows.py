@@ -154,9 +154,7 @@ def test_data_sets_are_read(form: str, tokenizer: Any, tmp_path: Path, monkeypat
     assert [e.tokens_T.tolist() for e in found.examples] == [rendered(tokenizer, c) for c in chats]
 
 
-def test_without_datasets_it_is_one_line(
-    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_datasets_it_is_one_line(tokenizer: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"^--data \(hf:a/b\) must have datasets installed: pip"):
         read(tokenizer, Path("hf:a/b"))

@@ -6,11 +6,10 @@ import shutil
 import tomllib
 from pathlib import Path
 from types import ModuleType
-
-import pytest
+from typing import Any
 
 from moecore.io import set_latest
-from moecore.recipes.job import list_changes
+from moecore.recipes.resume import list_changes
 from tests.recipes.launched import metrics
 
 BEFORE = """
@@ -58,7 +57,7 @@ def test_changes_say_whether_numbers_change() -> None:
 
 
 def test_a_training_continues_by_its_own_file(
-    train: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    train: ModuleType, tmp_path: Path, capsys: Any
 ) -> None:
     run_dir = tmp_path / "run"
     file, steps = run_dir / "config.toml", run_dir / "checkpoints"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -51,26 +50,3 @@ def test_samples_of_later_steps_are_dropped(tmp_path: Path) -> None:
     lines = [json.dumps({"step": step, "text": "a"}) for step in (1, 2, 3, 4)]
     file.write_text("\n".join(lines) + "\n")
     assert read_samples(file, before=3) == lines[:2]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--sample-every 2", "SampleOptions.sample_every (2) must be 0 without sample_prompts"),
-        ("--sample-every 2 --sample-prompts", "SampleOptions.sample_every (2) must be 0 without"),
-        (
-            "--sample-every 2 --sample-prompts ab --sample-tokens 511",
-            "sample_tokens (511) and the 2 of prompt 'ab' must be <= max_seq_len (512)",
-        ),
-        (
-            "--sample-every 2 --sample-prompts ab --pp 2",
-            "sample_every (2) must be 0 with --pp 2: sample from the checkpoint",
-        ),
-    ],
-)
-def test_samples_that_cannot_be_made_are_refused(
-    words: str, message: str, pretrain: ModuleType
-) -> None:
-    with pytest.raises(ValueError) as error:
-        pretrain.check(pretrain.parse_arguments(["--data", "python:", *words.split()]), 2)
-    assert str(error.value).startswith(message), error.value

@@ -20,17 +20,17 @@ import torch
 from moecore.io import decoder_config_from_hf, set_latest
 from moecore.io.checkpoint.manifest import read_manifest
 from moecore.models import preset
-from moecore.recipes.decoder_config import RotaryOptions, add_rotary_fields, with_rotary
+from moecore.recipes.decoder_config import RotaryOptions, add_rotary_fields, replace_rotary
 from moecore.recipes.pretrain import PretrainConfig
 from moecore.recipes.schedule import (
     BatchRamp,
     EqualSteps,
     LearningRateSchedule,
     StepSizes,
-    equal_steps,
-    length_of,
-    options_of,
+    get_stage_options,
+    iterate_equal_steps,
     plan_stages,
+    read_stage_length,
     split_stages,
 )
 from tests.helpers.ranks import run_ranks
@@ -43,23 +43,23 @@ RAMP = BatchRamp(ramp_start=2, ramp_increment=2, ramp_tokens=80)
 
 def test_sizes_of_steps_by_hand() -> None:
     sizes = StepSizes([EqualSteps(1, 2, 8), EqualSteps(4, 4, 8)])
-    assert [sizes.rows(step) for step in range(1, 6)] == [2, 2, 2, 4, 4]
-    assert [sizes.tokens_through(step) for step in range(6)] == [0, 16, 32, 48, 80, 112]
+    assert [sizes.get_rows(step) for step in range(1, 6)] == [2, 2, 2, 4, 4]
+    assert [sizes.count_tokens_through(step) for step in range(6)] == [0, 16, 32, 48, 80, 112]
     assert [sizes.count_steps(n) for n in (0, 1, 16, 48, 49, 80, 81)] == [0, 1, 1, 3, 4, 4, 5]
 
 
 def test_a_ramp_by_hand() -> None:
     """From 2 to 6 rows of 8 tokens over 80 tokens: 2 rows more from token 40 on, and from 80."""
-    parts = list(equal_steps(RAMP, first=1, rows=6, seq_len=8, tokens=0))
+    parts = list(iterate_equal_steps(RAMP, first=1, rows=6, seq_len=8, tokens=0))
     # 3 steps of 16 tokens end at 48, the first end of a step that is >= 40; one of 32 ends at 80.
     assert parts == [(1, 2, 8), (4, 4, 8), (5, 6, 8)]
     total = 0
     for step in range(1, 9):  # the definition, step by step
         rows = min(6, 2 + 2 * (total * 2 // 80))
-        assert StepSizes(parts).rows(step) == rows
+        assert StepSizes(parts).get_rows(step) == rows
         total += 8 * rows
-        assert StepSizes(parts).tokens_through(step) == total
-    later = list(equal_steps(RAMP, first=5, rows=6, seq_len=16, tokens=80))
+        assert StepSizes(parts).count_tokens_through(step) == total
+    later = list(iterate_equal_steps(RAMP, first=5, rows=6, seq_len=16, tokens=80))
     assert later == [(5, 6, 16)]
 
 
@@ -83,7 +83,9 @@ def test_ramps_that_do_not_fit(values: dict[str, int], message: str) -> None:
 def planned(tables: list[dict[str, Any]], **options: Any) -> list[PretrainConfig]:
     """Return stages of 4 rows of 8 tokens, or as their tables say."""
     common = {"steps": 10, "seq_len": 8, "batch_size": 4, "checkpoint_every": 5, **options}
-    values = [{k: v for k, v in options_of(table).items() if k != "schedule"} for table in tables]
+    values = [
+        {k: v for k, v in get_stage_options(table).items() if k != "schedule"} for table in tables
+    ]
     stages = tuple(PretrainConfig(**common | value) for value in values)
     args = PretrainConfig(**common, stages=stages, stage_tables=tuple(tables))
     return plan_stages(args, lambda options: (options.batch_size, 2, BatchRamp()))
@@ -99,18 +101,22 @@ def test_stages_by_hand() -> None:
     )
     assert (first.steps, first.stage.begin, first.stage.last) == (4, 0, 6)
     assert (second.steps, second.stage.begin, second.stage.has_schedule) == (6, 4, True)
-    assert second.stage.sizes.tokens_through(6) == 4 * 32 + 2 * 64
+    assert second.stage.sizes.count_tokens_through(6) == 4 * 32 + 2 * 64
     cosine = LearningRateSchedule(warmup_tokens=64, min_lr_ratio=0.0)  # 2 steps, then 4 to 0
-    rates = [first.stage.rate_factor(cosine, step) for step in (1, 2, 3, 4)]
+    rates = [first.stage.compute_rate_factor(cosine, step) for step in (1, 2, 3, 4)]
     expected = [0.5, 1.0, *(0.5 * (1 + math.cos(math.pi * n / 4)) for n in (1, 2))]
     assert rates == pytest.approx(expected)
     linear = LearningRateSchedule(lr_schedule="linear", warmup_tokens=64, min_lr_ratio=0.5)
-    assert [second.stage.rate_factor(linear, step) for step in (5, 6)] == [1.0, 0.5]
-    assert second.stage.begins_at(4, "a") and not second.stage.begins_at(5, "b")
+    assert [second.stage.compute_rate_factor(linear, step) for step in (5, 6)] == [1.0, 0.5]
+    assert second.stage.is_previous_stage(4, "a") and not second.stage.is_previous_stage(5, "b")
     with pytest.raises(ValueError, match=r"\[\[stages\]\] must have stage 'a' end at or after ste"):
-        second.stage.begins_at(3, "a")
+        second.stage.is_previous_stage(3, "a")
     (plain,) = planned([])
-    assert (plain.steps, plain.stage.name, plain.stage.begins_at(3, None)) == (10, "", False)
+    assert (plain.steps, plain.stage.name, plain.stage.is_previous_stage(3, None)) == (
+        10,
+        "",
+        False,
+    )
 
 
 ERRORS = {
@@ -121,10 +127,7 @@ ERRORS = {
         "stages": [{"name": "a", "steps": 2, "tokens": 9}]
     },
     "must have names that differ": {"stages": [{"name": "a", "steps": 1}] * 2},
-    "steps (3) must be in each of [[stages]]": {
-        "steps": 3,
-        "stages": [{"name": "a", "steps": 2}],
-    },
+    "steps (3) must be in each of [[stages]]": {"steps": 3, "stages": [{"name": "a", "steps": 2}]},
     "stage 'a' must not have run_dir": {"stages": [{"name": "a", "steps": 2, "run-dir": "b"}]},
 }
 
@@ -139,7 +142,9 @@ def test_stages_that_are_wrong(message: str) -> None:
 def test_stages_need_checkpoints() -> None:
     with pytest.raises(ValueError, match=r"--checkpoint-every \(0\) must be > 0 with"):
         planned([{"name": "a", "steps": 1}], checkpoint_every=0)
-    assert length_of({"name": "a", "tokens": 10**13}).tokens == 10**13  # more than int32 holds
+    assert (
+        read_stage_length({"name": "a", "tokens": 10**13}).tokens == 10**13
+    )  # more than int32 holds
     assert LearningRateSchedule(warmup_tokens=10**11).warmup_tokens == 10**11
 
 
@@ -161,7 +166,7 @@ def test_rotary_options_reach_a_config_and_its_export() -> None:
     rope = transformers.Qwen3MoeConfig(**written).rope_parameters
     assert (rope["rope_type"], rope["factor"], rope["rope_theta"]) == ("yarn", 4.0, 5e5)
     plain = decoder_config_from_hf(values)
-    assert with_rotary(native, {"rope_theta": plain.rope_theta, "max_seq_len": 32}) == plain
+    assert replace_rotary(native, {"rope_theta": plain.rope_theta, "max_seq_len": 32}) == plain
     with pytest.raises(ValueError, match=r"RotaryOptions.yarn_factor \(2.0\) must be given with"):
         RotaryOptions(yarn_factor=2.0)
 
@@ -281,4 +286,4 @@ def test_stages_of_other_models_are_refused(
         pretrain.check_stages(args, 2)
     with pytest.raises(ValueError, match="--steps must be left out with"):
         pretrain.parse_arguments([str(file), "--steps", "4"])
-    assert torch.cuda.is_available() or pretrain.ranks_to_start(args) == 2
+    assert torch.cuda.is_available() or pretrain.count_ranks(args) == 2

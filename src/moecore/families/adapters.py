@@ -1,4 +1,4 @@
-"""replace_blocks: replaces each MoE block of a model by a MoELayer with the same parameters.
+"""Replaces each MoE block of a model by a MoELayer with the same parameters.
 
 An adapter is a function `(block, model) -> MoELayer`. moecore has adapters of Hugging Face models;
 `parallelize_moe(..., adapters={MyBlock: my_adapter})` adds one for a user's own block. Adapters
@@ -43,10 +43,9 @@ def replace_blocks(
 ) -> dict[str, RoutedLayer]:
     """Replace each MoE block in place by its adapter's layer; return all MoE layers by name.
 
-    A block adapter is a function (block, model) -> MoE layer. `adapters` maps a block's exact class
-    to the user's adapter. `find_adapter` returns moecore's adapter of any other module, or None.
-    `get_refusal_reason` returns why a known block is not supported (NotImplementedError), or None.
-    An unknown MoE block raises a ValueError.
+    `adapters` maps a block's exact class to the user's adapter. `find_adapter` returns moecore's
+    adapter of any other module, or None. `get_refusal_reason` returns why a known block is not
+    supported (NotImplementedError), or None. An unknown MoE block raises a ValueError.
     """
     adapters_of = _find_blocks(
         model, lambda block: adapters.get(type(block)) or find_adapter(block), get_refusal_reason
@@ -72,10 +71,10 @@ def replace_blocks(
 def _find_blocks(
     model: nn.Module, find_adapter: FindAdapter, get_refusal_reason: GetRefusalReason
 ) -> dict[str, Adapter]:
-    """Return qualified name -> block adapter of each MoE block; see `replace_blocks`.
+    """Return qualified name -> adapter of each MoE block.
 
-    Raise for an unknown block with a child "experts"; warn for a module that looks like a router
-    with experts.
+    Raises errors for unsupported or unknown blocks with experts, see `replace_blocks`. Warns about
+    modules that look like a router with experts.
     """
     adapters_of: dict[str, Adapter] = {}
     unknown: dict[str, str] = {}  # name -> class
@@ -126,9 +125,9 @@ def _find_blocks(
 
 
 def _refuse_unknown_siblings(dense: Mapping[str, str], adapted_prefixes: Sequence[str]) -> None:
-    """Raise ValueError if a list of layers has adapted blocks and blocks of `dense` {name: class}.
+    """Raise ValueError if adapted blocks and blocks of `dense` are in one list of layers.
 
-    `dense` has blocks without an adapter that look like a router and its experts.
+    `dense` maps names of blocks that look like MoE blocks, but have no adapter, to their classes.
     `adapted_prefixes` are the names of adapted blocks and layers, each with a dot at its end.
     """
     paths = [name.rstrip(".").split(".") for name in adapted_prefixes]
@@ -149,7 +148,7 @@ def _refuse_unknown_siblings(dense: Mapping[str, str], adapted_prefixes: Sequenc
 def _make_layer(name: str, model: nn.Module, adapter: Adapter) -> RoutedLayer:
     """Return the MoE layer to which `adapter` converts the block `name`; the model is unchanged.
 
-    Raise ValueError for a result of another class, and for tensors or hooks that the layer lacks.
+    Raises ValueError for a result of another class, and for tensors or hooks that the layer lacks.
     """
     block = model.get_submodule(name)
     state = _get_state_tensors(block)
@@ -211,7 +210,7 @@ def _is_dense_router_block(module: nn.Module) -> bool:
 
 
 def _has_experts(modules: list[nn.Module], num_experts: int, dim: int, *, stacked: bool) -> bool:
-    """Whether `num_experts` MLPs of size `dim` are in a list or, if `stacked`, in 3-D weights."""
+    """Whether a list or, if `stacked`, 3-D weights have `num_experts` MLPs of input size `dim`."""
     if num_experts < 2:
         return False
     for experts in modules:
@@ -257,11 +256,9 @@ class _TensorRange:
 class OriginRecorder(DispatchMode):
     """A torch dispatch mode that records from which block tensors each new tensor is computed.
 
-    An adapter may hand over a block's parameter itself, a view of the parameter, or a new tensor,
-    such as a stack of the matrices of all experts. `tensors` maps names to the block's tensors.
-
-    Attributes:
-        host_reads: names of the block tensors whose values Python has read, such as by `item()`.
+    An adapter may return a block's parameter itself, a view of the parameter, or a new tensor, such
+    as a stack of the matrices of all experts. `tensors` maps names to the block's tensors.
+    `host_reads` has the names of block tensors whose values Python has read, such as by `item()`.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -325,11 +322,10 @@ def _get_state_tensors(block: nn.Module) -> dict[str, Tensor]:
 def _list_unused_tensors(
     block: nn.Module, layer: nn.Module, state: Mapping[str, Tensor], recorder: OriginRecorder
 ) -> list[str]:
-    """Return the names of block tensors from which no tensor of the layer was computed.
+    """Return the names of block tensors (`state`) from which no tensor of the layer was computed.
 
-    `state` has the block's parameters and persistent buffers by name; `recorder` was active while
-    the adapter ran. Empty tensors are excluded. So are buffers whose values Python has read, such
-    as a factor that the adapter wrote into the layer's config.
+    Empty tensors are excluded. Buffers whose values Python has read are excluded too, such as a
+    factor that the adapter wrote into the layer's config.
     """
     placed = recorder.find_origins([*layer.parameters(), *layer.buffers()])
     layer_tensors = {id(tensor) for tensor in (*layer.parameters(), *layer.buffers())}

@@ -1,4 +1,4 @@
-"""Builds MoE layers around existing parameters; every adapter calls these functions.
+"""Builds MoE layers around existing parameters; adapters call these functions.
 
 `adopt` builds a MoELayer for a block, `adopt_experts` builds RoutedExperts for an experts module.
 """
@@ -100,10 +100,7 @@ def adopt_experts(
     """Return RoutedExperts whose parameters are the given tensors and not copies.
 
     The arguments are explained in `adopt`. Only the sizes, activation and biases of `config` are
-    used.
-
-    Raises:
-        ValueError: if a tensor is missing or its shape does not fit the config.
+    used. Raises ValueError if a tensor is missing or its shape does not fit the config.
     """
     check_arguments(adopt_experts, locals())
     module = RoutedExperts(config, layout=layout, own_activation=own_activation, device="meta")
@@ -112,7 +109,7 @@ def adopt_experts(
 
 
 def _check_table(name: str, table_VK: Tensor, num_experts: int) -> None:
-    """Raise ValueError if a row of table `name` (token id -> experts) has wrong or equal ids."""
+    """Raise ValueError if a row of table `name` (token id -> experts) has invalid or equal ids."""
     sorted_VK = table_VK.sort(dim=1).values
     wrong_V = (sorted_VK[:, 1:] == sorted_VK[:, :-1]).any(1)
     wrong_V |= (table_VK < 0).any(1) | (table_VK >= num_experts).any(1)
@@ -129,7 +126,7 @@ def _get_class_name(module: nn.Module | None) -> str:
 
 
 def _assign_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Replace a module's tensors by `tensors`, not copied; ValueError for other names or shapes."""
+    """Replace a module's tensors by `tensors`, not copied; ValueError for names or shapes."""
     assert isinstance(module, Router | Experts)
     # A layout may name another module for the router's selection bias.
     bias_owner = module.bias_owner if isinstance(module, Router) else module

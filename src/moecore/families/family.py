@@ -1,4 +1,4 @@
-"""The family of a model: `find_family` finds its record, `swap_blocks` replaces its MoE blocks."""
+"""Model families: `find_family` returns the functions by which models are parallelized."""
 
 from __future__ import annotations
 
@@ -18,16 +18,10 @@ from moecore.families.transformers.attention import use_causal_attention
 from moecore.families.transformers.blocks import find_hf_adapter, get_refusal_reason
 from moecore.families.transformers.context import CausalContext
 from moecore.families.transformers.experts import hook_vision_experts
-from moecore.families.transformers.fused_modules import (
-    LAYER,
-    fuse_hyper_connections,
-    fuse_norms,
-)
+from moecore.families.transformers.fused_modules import LAYER, fuse_hyper_connections, fuse_norms
 from moecore.families.transformers.guards import (
+    guard_pretrained_models,
     refuse_accelerate,
-    refuse_native_names,
-    refuse_save_pretrained,
-    sync_generation,
     warn_about_cache,
 )
 from moecore.families.transformers.head import find_plain_heads, fuse_loss
@@ -39,8 +33,8 @@ from moecore.families.transformers.lora import (
     unwrap_experts,
     unwrap_peft,
 )
-from moecore.families.transformers.outputs import refuse_lost_outputs
 from moecore.families.transformers.pipeline import StagedCausal
+from moecore.families.transformers.router_logits import refuse_lost_router_logits
 from moecore.families.transformers.rows import hook_moe_layers
 from moecore.families.transformers.sparse_attention import (
     add_indexer_losses,
@@ -52,7 +46,7 @@ from moecore.families.transformers.stock import (
     is_pretrained,
     is_stock_forward,
 )
-from moecore.families.transformers.tensor_parallel import CutTransformer
+from moecore.families.transformers.tensor_parallel import TensorParallelTransformer
 from moecore.models.head import Head
 from moecore.moe.layer import RoutedLayer
 from moecore.packing.collate import PackedBatch
@@ -67,18 +61,12 @@ class ProtocolFamily(Family):
     def swap_blocks(
         self, model: nn.Module, adapters: Mapping[type, Adapter]
     ) -> dict[str, RoutedLayer]:
-        """Replace MoE blocks in place by MoE layers; return {qualified name: MoE layer}.
-
-        `adapters` maps a class of blocks to a function (block, model) -> MoE layer.
-        """
+        """Replace MoE blocks in place by MoE layers; return {qualified name: MoE layer}."""
         return replace_blocks(model, adapters, lambda _: None, lambda _: None)
 
     @override
     def set_dtypes(self, model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
-        """Cast tensors that must stay fp32 in 16-bit compute to fp32, in place; return their names.
-
-        `dtype` is the compute dtype; None = the dtype of the first fp16 or bf16 parameter.
-        """
+        """Cast tensors that must stay fp32 in 16-bit compute, in place; return their names."""
         return set_dtypes(model, dtype)
 
     @override
@@ -96,10 +84,7 @@ class ProtocolFamily(Family):
 
     @override
     def finish(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
-        """Make Trainer, accelerate and peft methods that need full parameters raise.
-
-        `wrapper` is the model that the caller passed, such as a `PeftModel` around `model`.
-        """
+        """Make methods of accelerate, Trainer and peft raise that need full parameters."""
         refuse_accelerate(model)
         refuse_peft_methods(wrapper)
 
@@ -116,10 +101,7 @@ class TransformersFamily(ProtocolFamily):
     def swap_blocks(
         self, model: nn.Module, adapters: Mapping[type, Adapter]
     ) -> dict[str, RoutedLayer]:
-        """Replace MoE blocks in place by MoE layers, which receive peft's LoRA of the experts.
-
-        Return {qualified name: MoE layer}. `adapters` override moecore's conversion by class.
-        """
+        """Replace MoE blocks in place by MoE layers, which get peft's LoRA of the experts."""
         with unwrap_experts(model) as wrapped:
             layers = replace_blocks(model, adapters, find_hf_adapter, get_refusal_reason)
             adapt_experts(wrapped, layers)
@@ -127,8 +109,8 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def prepare(self, model: nn.Module) -> None:
-        """Add, in place, hooks that pass padding and document bounds to MoE layers; fuse norms."""
-        refuse_lost_outputs(model)
+        """Add hooks that pass padding and documents to MoE layers, and fuse norms, in place."""
+        refuse_lost_router_logits(model)
         hook_moe_layers(model)
         hook_vision_experts(model)
         accept_log_prob_losses(model)
@@ -137,7 +119,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:
-        """Whether a mask leaves a token (a 0-dim tensor), or without masks, no input is empty."""
+        """Whether a mask leaves a token (a 0-dim tensor) or, without masks, no input is empty."""
         mask_BT = inputs.get("padding_mask")
         if mask_BT is not None:
             result: bool | Tensor = ~mask_BT.all()
@@ -149,7 +131,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def make_arguments(self, batch: PackedBatch) -> dict[str, Any]:
-        """Return a packed batch's arguments of a transformers forward: no labels and no cache."""
+        """Return a transformers forward's arguments for a packed batch: no labels and no cache."""
         names = ("input_ids", "position_ids", "padding_mask", "cu_seqlens", "max_seqlen")
         inputs: dict[str, Any] = {n: batch[n] for n in names}  # type: ignore[literal-required]
         return inputs | {"use_cache": False}
@@ -181,13 +163,15 @@ class TransformersFamily(ProtocolFamily):
     @override
     def make_tensor_parallel_model(self, model: nn.Module) -> Any:
         """Return an object with `apply_tensor_parallel`: the model, or a wrapper that shards it."""
-        return model if hasattr(model, "apply_tensor_parallel") else CutTransformer(model)
+        return (
+            model if hasattr(model, "apply_tensor_parallel") else TensorParallelTransformer(model)
+        )
 
     @override
     def check_tensor_parallel(self, model: nn.Module, tp: int) -> None:
         """Raise ValueError or NotImplementedError if `tp` ranks cannot shard the full model."""
         owner = self.make_tensor_parallel_model(model)
-        if isinstance(owner, CutTransformer):
+        if isinstance(owner, TensorParallelTransformer):
             owner.check(tp)
 
     @override
@@ -201,7 +185,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def find_indexers(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Return the sparse attention layers whose indexer can be trained: layers without sinks."""
+        """Return the sparse attention layers whose indexer can be trained: those without sinks."""
         layers = [
             layer for layer in find_sparse_attention_modules(model) if layer.indexer is not None
         ]
@@ -227,9 +211,7 @@ class TransformersFamily(ProtocolFamily):
     def finish(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
         """Make methods that fail on shards raise; `drops_cache`: warn of caches in training."""
         super().finish(model, wrapper=wrapper, drops_cache=drops_cache)
-        refuse_save_pretrained(model)
-        sync_generation(model)
-        refuse_native_names(model)
+        guard_pretrained_models(model)
         if drops_cache:
             warn_about_cache(model)
 

@@ -24,8 +24,6 @@ from moecore.families.transformers.lora import select_base_tensors, select_train
 from moecore.families.transformers.stock import find_outermost_models, is_hf
 
 SELECTION_BIASES = ("e_score_correction_bias", "expert_bias")
-
-
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -39,8 +37,8 @@ def make_fp32_predicate(
 ) -> Callable[[str], bool]:
     """Return a predicate on tensor names: whether the tensor stays fp32 in 16-bit training.
 
-    `model` is a transformers model without adapters; None = only selection biases stay fp32.
-    `dtype` is the compute dtype; None = the dtype of the first fp16 or bf16 parameter.
+    `model` is a transformers model without adapters, or None for any other model. `dtype` is the
+    compute dtype; None = the dtype of the first fp16 or bf16 parameter.
     """
     half = None if model is None else _find_half_dtype(model, dtype)
     stocks = list(_make_stock_dtypes(model, half).values()) if model is not None and half else []
@@ -48,10 +46,10 @@ def make_fp32_predicate(
 
 
 def set_dtypes(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
-    """Cast tensors that `from_pretrained` keeps in fp32 from 16 bits to fp32, in place.
+    """Cast tensors that `from_pretrained` keeps in fp32 to fp32, in place; return their names.
 
-    Return the names of the tensors that stay fp32; none if the compute dtype is not fp16 or bf16.
-    `dtype` is the compute dtype; None = the dtype of the model's first fp16 or bf16 parameter.
+    The result is empty unless the compute dtype `dtype` is fp16 or bf16. None = the dtype of the
+    model's first fp16 or bf16 parameter.
     """
     # Buffers that transformers casts to the compute dtype, such as tables of decay rates, are cast
     # while their module runs. They are saved without the cast.
@@ -128,7 +126,7 @@ def _get_named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class _StockDtypes:
-    """Names of one model's tensors that `from_pretrained(dtype=...)` keeps in fp32 or casts."""
+    """Names of a model's tensors that `from_pretrained(dtype=...)` keeps in fp32 or casts."""
 
     pattern: str  # regular expression of tensor names that stay fp32
     fp32: frozenset[str]  # parameters and saved buffers that the class creates in fp32
@@ -140,18 +138,16 @@ class _StockDtypes:
 
 
 def _make_stock_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[Any, _StockDtypes]:
-    """Return, per outermost transformers model, which tensors stay fp32 in 16-bit `dtype`."""
-    return {hf: _make_stock_dtypes_of_model(hf, dtype) for hf in find_outermost_models(model)}
-
-
-def _make_stock_dtypes_of_model(hf: Any, dtype: torch.dtype) -> _StockDtypes:
-    """Return which tensors of one transformers model stay fp32 when it computes in `dtype`."""
-    # As transformers.core_model_loading.build_glob_alternation reads them.
-    pattern = "|".join(f"(?:{p.replace('*', '.*')})" for p in hf._get_dtype_plan(dtype))
-    if not is_hf(hf):
-        return _StockDtypes(pattern, frozenset(), frozenset())
-    with torch.device("meta"):
-        twin = type(hf)._from_config(copy.deepcopy(hf.config), dtype=dtype)
-    fp32 = {n for n, t in twin.state_dict().items() if t.dtype == torch.float32}
-    half = {n for n, b in twin.named_buffers() if b.dtype == dtype}
-    return _StockDtypes(pattern, frozenset(fp32), frozenset(half))
+    """Return for each outermost transformers model the tensors that stay fp32 in 16-bit `dtype`."""
+    stocks = {}
+    for hf in find_outermost_models(model):
+        # As transformers.core_model_loading.build_glob_alternation reads them.
+        pattern = "|".join(f"(?:{p.replace('*', '.*')})" for p in hf._get_dtype_plan(dtype))
+        fp32, half = frozenset[str](), frozenset[str]()
+        if is_hf(hf):
+            with torch.device("meta"):
+                twin = type(hf)._from_config(copy.deepcopy(hf.config), dtype=dtype)
+            fp32 = frozenset(n for n, t in twin.state_dict().items() if t.dtype == torch.float32)
+            half = frozenset(n for n, b in twin.named_buffers() if b.dtype == dtype)
+        stocks[hf] = _StockDtypes(pattern, fp32, half)
+    return stocks

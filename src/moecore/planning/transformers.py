@@ -29,10 +29,10 @@ from moecore.base.fields import CheckedRecord, check_arguments, quote
 from moecore.base.options.context import ContextOptions
 from moecore.families import use_causal_attention
 from moecore.families.family import find_family, swap_blocks
-from moecore.families.transformers.lora_options import LoRAOptions, add_adapters
+from moecore.families.transformers.lora import LoRAOptions, add_adapters
 from moecore.families.transformers.packing import find_packing_problem
 from moecore.families.transformers.stock import enable_recompute
-from moecore.families.transformers.tensor_parallel import find_cuts
+from moecore.families.transformers.tensor_parallel import plan_modules
 from moecore.io.hf.config_fields import HFConfig, read_config
 from moecore.io.hf.files import format_with_source
 from moecore.io.hf.stock import build_meta_model
@@ -188,7 +188,7 @@ class StockModel(PlannedModel):
     def sizes(self) -> ModelSizes:
         hf, _, layers = _build_structure(self.model)
         experts = {p for layer in layers for p in layer.get_part("experts").parameters()}
-        cuts = ((m, (*split.columns, split.row)) for m, split in find_cuts(hf, 1)[0].items())
+        cuts = ((m, (*split.columns, split.row)) for m, split in plan_modules(hf, 1)[0].items())
         tp_params = {p for m, names in cuts for n in names for p in m.get_submodule(n).parameters()}
         return count_sizes(hf, experts, tp_params)
 

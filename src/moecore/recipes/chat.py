@@ -1,17 +1,17 @@
-"""Chats, prompts and texts as tokens, and which of them a model learns to write.
+"""Tokenizes chats, prompts and texts, and marks the tokens that the loss counts.
 
-rows.py reads files and data sets, and makes one of three forms of each row:
+rows.py reads files and data sets, and converts each row to one of three forms:
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
-    {"prompt": "...", "completion": "..."}       text as it is, without a chat template; or messages
-    {"text": "..."}                              learned in full, in pieces of --seq-len
+    {"prompt": "...", "completion": "..."}       text without a chat template, or messages
+    {"text": "..."}                              all tokens are learned, in pieces of --seq-len
 
 The loss counts the assistant's messages of a chat. A template may mark these tokens with {%
 generation %}. Without marks, an answer begins at the end of the prompt that the model will see, and
-ends with the template's last special token. The last answer ends with the end-of-sequence token. A
-mark that ends earlier is extended to that token, because the model must learn to end an answer. If
+ends with the template's last special token. The last answer ends with the end-of-sequence token. If
+a mark ends earlier, it is extended to that token, because the model must learn to end an answer. If
 a prompt contains the beginning of an answer, such as reasoning, and the answer repeats it in full,
-it belongs to the prompt.
+the beginning belongs to the prompt.
 
 Note "turns that change": some templates render a message differently when other messages follow,
 for example without the reasoning of earlier turns. Such a chat becomes one example per answer: the
@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.recipes.files import shown_path
+from moecore.recipes.files import format_path
 from moecore.recipes.rows import FORMS
 
 PROBES = ("a", "0", ".")  # a vocabulary of text has an id for one of them
@@ -40,7 +40,7 @@ PROBES = ("a", "0", ".")  # a vocabulary of text has an id for one of them
 
 @dataclass(frozen=True, slots=True)
 class Borders:
-    """The special tokens before and after the tokens of a document.
+    """The special tokens before and after the text of a document.
 
     Attributes:
         begin: tokens that the tokenizer adds before a text, such as `<s>` of Llama and Gemma.
@@ -50,10 +50,10 @@ class Borders:
     begin: tuple[int, ...]
     end: tuple[int, ...]
 
-    def content(self, ids: Sequence[int]) -> slice:
-        """Return the slice of token ids without leading begin tokens and trailing end tokens.
+    def find_content(self, ids: Sequence[int]) -> slice:
+        """Return the slice of token ids without the begin tokens and end tokens around the text.
 
-        `Borders((1,), (2,)).content([1, 3, 4, 2, 2])` is `slice(1, 3)`.
+        `Borders((1,), (2,)).find_content([1, 3, 4, 2, 2])` is `slice(1, 3)`.
         """
         start, stop = 0, len(ids)
         n = len(self.begin)
@@ -66,20 +66,17 @@ class Borders:
         return slice(start, stop)
 
     def make_document(self, ids: Sequence[int]) -> list[int]:
-        """Return the token ids with the begin tokens once and the end tokens once."""
-        return [*self.begin, *ids[self.content(ids)], *self.end]
+        """Return token ids with the begin tokens once before and the end tokens once after them."""
+        return [*self.begin, *ids[self.find_content(ids)], *self.end]
 
     def make_prompt(self, ids: Sequence[int]) -> list[int]:
-        """Return the token ids with the begin tokens once and without end tokens."""
-        return [*self.begin, *ids[self.content(ids)]]
+        """Return token ids with the begin tokens once before them and without end tokens."""
+        return [*self.begin, *ids[self.find_content(ids)]]
 
 
 @lru_cache(maxsize=1)
 def find_borders(tokenizer: Any) -> Borders:
-    """Return the special tokens that a transformers tokenizer adds around a document.
-
-    Raises ValueError for a tokenizer that changes the tokens of the text itself.
-    """
+    """Return the special tokens that a tokenizer adds; ValueError if it changes a text's tokens."""
     last = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     for probe in PROBES:
         plain, full = (
@@ -98,19 +95,19 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One training sequence: token ids, int32, and a bool mask of tokens that the loss counts."""
+    """A training sequence: int32 token ids, and a bool mask of the tokens that are learned."""
 
     tokens_T: Tensor
     is_answer_T: Tensor
 
     @property
     def parts(self) -> tuple[Example, ...]:
-        """The only sequence of the example; a `Preference` has two."""
+        """The example itself in a tuple, as `Preference.parts` has two sequences."""
         return (self,)
 
     @property
     def num_answers(self) -> int:
-        """The number of tokens that the loss counts; the first token is no label."""
+        """The number of labels that the loss counts; the first token is not predicted."""
         return int(self.is_answer_T[1:].sum())
 
     def cut(self, seq_len: int) -> Example:
@@ -119,23 +116,23 @@ class Example:
 
 
 def encode(record: Any, tokenizer: Any, *, seq_len: int, place: str) -> list[Example]:
-    """Return the examples of a data row, a dict in a form of this file.
+    """Return the examples of a data row, a dict in one of the three forms of this file.
 
-    Only rows with "text" are cut into pieces of `seq_len` tokens. `place` names the row in errors.
-    Raises ValueError for another form, or a chat template that fails.
+    Only rows with "text" are split into pieces of `seq_len` tokens. `place` names the row in
+    errors.
     """
-    fields = record if isinstance(record, dict) else {}
-    if is_chat(fields.get("messages")):
-        return _encode_chat(tokenizer, fields["messages"], fields.get("tools"), place)
-    if is_chat(fields.get("prompt")) and is_chat(fields.get("completion")):
-        messages = [*fields["prompt"], *fields["completion"]]
-        tools, num_prompt = fields.get("tools"), len(fields["prompt"])
-        return _encode_chat(tokenizer, messages, tools, place, num_prompt=num_prompt)
+    fields: Any = record if isinstance(record, dict) else {}
+    messages, num_prompt = fields.get("messages"), 0
+    prompt, completion, text = (fields.get(name) for name in ("prompt", "completion", "text"))
+    if not is_chat(messages) and is_chat(prompt) and is_chat(completion):
+        messages, num_prompt = [*prompt, *completion], len(prompt)
+    if is_chat(messages):
+        return _encode_chat(tokenizer, messages, fields.get("tools"), place, num_prompt=num_prompt)
     try:
-        if isinstance(fields.get("prompt"), str) and isinstance(fields.get("completion"), str):
-            return [_encode_completion(tokenizer, fields["prompt"], fields["completion"])]
-        if isinstance(fields.get("text"), str):
-            return _cut_into_pieces(_encode_completion(tokenizer, "", fields["text"]), seq_len)
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return [_encode_completion(tokenizer, prompt, completion)]
+        if isinstance(text, str):
+            return _cut_into_pieces(_encode_completion(tokenizer, "", text), seq_len)
     except Exception as error:  # of any kind, such as for half of a surrogate pair
         raise ValueError(
             f"{place} must be text that the tokenizer of --model encodes: {_describe_error(error)}"
@@ -151,18 +148,18 @@ def is_chat(messages: Any) -> bool:
 
 
 def _describe_row(record: Any) -> str:
-    """Return the columns or the type of a row of a wrong form, for an error."""
+    """Return error text with the column names of a row, or its type if the row is not a dict."""
     if isinstance(record, dict):
-        names = shown_path(", ".join(sorted(map(str, record))) or "nothing")
+        names = format_path(", ".join(sorted(map(str, record))) or "nothing")
         return f"it has {names}, of other types or names"
     return f"it is of type {type(record).__name__}"
 
 
 def _encode_completion(tokenizer: Any, prompt: str, completion: str) -> Example:
-    """Return an example of a prompt and completion that learns the completion and its end."""
+    """Return an example of a prompt and a completion; the completion and its end are learned."""
     text, borders = prompt + completion, find_borders(tokenizer)
     ids, is_answer = _tokenize_spans(tokenizer, text, [(len(prompt), len(text))])
-    content = borders.content(ids)
+    content = borders.find_content(ids)
     return _make_example(
         [*borders.begin, *ids[content], *borders.end],
         [False] * len(borders.begin) + is_answer[content] + [True] * len(borders.end),
@@ -170,26 +167,18 @@ def _encode_completion(tokenizer: Any, prompt: str, completion: str) -> Example:
 
 
 def _cut_into_pieces(example: Example, seq_len: int) -> list[Example]:
-    """Cut an example to `seq_len`; pieces share a token, so each but the first is learned once."""
-    starts = range(0, max(1, len(example.tokens_T) - 1), max(1, seq_len - 1))
-    return [
-        Example(example.tokens_T[s : s + seq_len], example.is_answer_T[s : s + seq_len])
-        for s in starts
-    ]
+    """Split an example into pieces of `seq_len` tokens; adjacent pieces share one token."""
+    tokens_T, is_answer_T = example.tokens_T, example.is_answer_T
+    starts = range(0, max(1, len(tokens_T) - 1), max(1, seq_len - 1))
+    return [Example(tokens_T[s : s + seq_len], is_answer_T[s : s + seq_len]) for s in starts]
 
 
 def _encode_chat(
-    tokenizer: Any,
-    messages: list[dict[str, Any]],
-    tools: Any,
-    place: str,
-    *,
-    num_prompt: int = 0,
+    tokenizer: Any, messages: list[dict[str, Any]], tools: Any, place: str, *, num_prompt: int = 0
 ) -> list[Example]:
-    """Return a chat as one example, or one per answer: see Note "turns that change".
+    """Return the examples of a chat: one, or one per answer (Note "turns that change").
 
-    The first `num_prompt` messages are not learned. `tools` are JSON schemas for the template; None
-    = no tools. `place` names the row in errors.
+    The first `num_prompt` messages are not learned. `tools` are JSON schemas for the chat template.
     """
     if tokenizer.chat_template is None:
         raise ValueError(
@@ -208,7 +197,7 @@ def _encode_chat(
 
 
 def _remove_end(tokenizer: Any, message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message, without end-of-sequence tokens at its end if it is the assistant's."""
+    """Return a message; remove end-of-sequence texts at the end of an assistant's message."""
     end, content = tokenizer.eos_token, message.get("content")
     if message["role"] != "assistant" or not end or not isinstance(content, str):
         return message
@@ -225,7 +214,7 @@ def _describe_error(error: Exception) -> str:
 
 
 def _encode_marked_chat(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> Example:
-    """Return an example that learns the tokens that a template marks, and the last answer's end."""
+    """Return an example; tokens that the template marks and the last answer's end are learned."""
     ids, is_answer = _tokenize_marked_chat(tokenizer, messages, tools)
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     prefix_ids, is_prefix_answer = ids, is_answer
@@ -250,7 +239,7 @@ def _encode_marked_chat(tokenizer: Any, messages: list[dict[str, Any]], tools: A
 def _tokenize_marked_chat(
     tokenizer: Any, messages: list[dict[str, Any]], tools: Any
 ) -> tuple[list[int], list[bool]]:
-    """Return the token ids of a chat, and for each whether the template marks it."""
+    """Return the token ids of a chat, and for each token whether the chat template marks it."""
     encoding = tokenizer.apply_chat_template(
         messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
     )
@@ -260,11 +249,12 @@ def _tokenize_marked_chat(
 def _find_answer_ends(
     tokenizer: Any, ids: list[int], is_answer: list[bool]
 ) -> list[tuple[int, int | None]]:
-    """Return (last, end) of each run of learned tokens: positions of its last token and its end.
+    """Return for each run of learned tokens the position of its last token and of its end token.
 
-    The end is a special token of the run, or the first one before the next run; None = no end.
+    The end token is a special token at the end of the run, or the first special token before the
+    next run. Its position is None if there is no such token.
     """
-    special_ids, ends = special_tokens(tokenizer), list[tuple[int, int | None]]()
+    special_ids, ends = get_special_ids(tokenizer), list[tuple[int, int | None]]()
     groups = groupby(range(len(ids)), key=lambda t: is_answer[t])
     runs = [list(run) for learned, run in groups if learned]
     for run, after in zip(runs, [*runs[1:], [len(ids)]], strict=True):
@@ -277,65 +267,53 @@ def _find_answer_ends(
 def _encode_by_prefixes(
     tokenizer: Any, messages: list[dict[str, Any]], tools: Any, num_prompt: int
 ) -> list[Example]:
-    """Return examples that learn each answer of a chat, without marks of the template.
+    """Return the examples of a chat by comparing renderings of its first messages."""
 
-    An answer begins where the rendering of the messages before it ends. The first `num_prompt`
-    messages are not learned.
-    """
-
-    def render(count: int, *, prompt: bool = False) -> str:
+    def render(turns: list[dict[str, Any]], *, prompt: bool = False) -> str:
         text: str = tokenizer.apply_chat_template(
-            messages[:count], tools=tools, tokenize=False, add_generation_prompt=prompt
+            turns, tools=tools, tokenize=False, add_generation_prompt=prompt
         )
-        return text
-
-    def render_answer(count: int, content: str) -> str:
-        """Render with another content of the last message."""
-        changed = [*messages[:count], {**messages[count], "content": content}]
-        text: str = tokenizer.apply_chat_template(changed, tools=tools, tokenize=False)
         return text
 
     turns = []
     for i, message in enumerate(messages):
         if i >= num_prompt and message["role"] == "assistant":
-            text, prompt = render(i + 1), render(i, prompt=True)
+            earlier = messages[:i]
+            text, prompt = render([*earlier, message]), render(earlier, prompt=True)
             start = len(prompt)
             if not text.startswith(prompt):
-                lengths = [count_shared(text, render_answer(i, letter)) for letter in "AB"]
-                start = min(count_shared(text, prompt), *lengths)
-                if not text.startswith(render(i)):
+                variants = [render([*earlier, {**message, "content": letter}]) for letter in "AB"]
+                start = min(count_common_prefix(text, other) for other in (prompt, *variants))
+                if not text.startswith(render(earlier)):
                     raise ValueError(
                         "an assistant's message must be added behind those before it: mark it in "
                         "the template with {% generation %}"
                     )
             turns.append((text, (start, len(text))))
     if not turns:
-        return [_encode_spans(tokenizer, render(len(messages)), [])]
+        return [_encode_spans(tokenizer, render(messages), [])]
     full_text = turns[-1][0]
     if all(full_text.startswith(text) for text, _ in turns):
         return [_encode_spans(tokenizer, full_text, [span for _, span in turns])]
     return [_encode_spans(tokenizer, text, [span]) for text, span in turns]
 
 
-def count_shared(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Return the number of items with which both sequences begin."""
+def count_common_prefix(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return the length of the longest common prefix of two sequences."""
     pairs = zip(first, second, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _encode_spans(tokenizer: Any, text: str, spans: list[Span]) -> Example:
-    """Return an example that learns `spans` of a text, and a last end token if the text has none.
-
-    A span is (start, end) in characters.
-    """
+    """Return an example in which only `spans`, (start, end) in characters, are learned."""
     ids, is_answer = _tokenize_spans(tokenizer, text, spans)
-    if ids and is_answer[-1] and ids[-1] not in special_tokens(tokenizer):
+    if ids and is_answer[-1] and ids[-1] not in get_special_ids(tokenizer):
         ids, is_answer = [*ids, _get_end_id(tokenizer)], [*is_answer, True]
     return _make_example(ids, is_answer)
 
 
 def _get_end_id(tokenizer: Any) -> int:
-    """Return the end-of-sequence token. Raises ValueError if the tokenizer has none."""
+    """Return the end-of-sequence id; ValueError if the tokenizer has none."""
     end: int | None = tokenizer.eos_token_id
     if end is None:
         raise ValueError("an answer must end with a token, and the tokenizer has no eos_token")
@@ -343,14 +321,11 @@ def _get_end_id(tokenizer: Any) -> int:
 
 
 def _tokenize_spans(tokenizer: Any, text: str, spans: list[Span]) -> tuple[list[int], list[bool]]:
-    """Return the token ids of a text, without added special tokens, and which are learned.
-
-    A token is learned if a span, (start, end) in characters, has a part of it.
-    """
+    """Return the token ids of a text, and for each whether it overlaps a span of characters."""
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
     is_answer = [False] * len(ids)
-    special_ids = special_tokens(tokenizer)
+    special_ids = get_special_ids(tokenizer)
     for start, end in spans:
         inside = [t for t, (a, b) in enumerate(offsets) if a < end and b > start and b > a]
         for t in _remove_tail(tokenizer, ids, inside, special_ids):
@@ -361,7 +336,7 @@ def _tokenize_spans(tokenizer: Any, text: str, spans: list[Span]) -> tuple[list[
 def _remove_tail(
     tokenizer: Any, ids: list[int], inside: list[int], special_ids: set[int]
 ) -> list[int]:
-    """Return the token positions `inside` without a tail of white space behind a special token."""
+    """Return the token positions `inside` without white space after the last special token."""
     for count in range(len(inside), 0, -1):
         token = ids[inside[count - 1]]
         if token in special_ids:
@@ -372,7 +347,7 @@ def _remove_tail(
 
 
 @lru_cache(maxsize=1)
-def special_tokens(tokenizer: Any) -> set[int]:
+def get_special_ids(tokenizer: Any) -> set[int]:
     """Return the ids of a tokenizer's special tokens (cached)."""
     added = tokenizer.added_tokens_decoder.items()
     return {*tokenizer.all_special_ids, *(i for i, token in added if token.special)}

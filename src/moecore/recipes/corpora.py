@@ -1,8 +1,9 @@
-"""Where a corpus lies, what makes tokens of it, and the steps of its rows."""
+"""Opens the documents of a corpus, tokenizes them, and reads the steps of packed rows."""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -32,13 +33,7 @@ from moecore.recipes.data import (
     repeat_last_border,
     scan_standard_library,
 )
-from moecore.recipes.files import (
-    HUB,
-    format_option,
-    is_table,
-    load_table,
-    read_text,
-)
+from moecore.recipes.files import HUB, format_option, is_dataset, open_dataset, read_text
 from moecore.recipes.hf_model import load_tokenizer
 
 BYTES = "bytes"
@@ -52,18 +47,18 @@ class SourceOptions(CheckedRecord):
     """A source of documents: PATH,key=value,... or a table of a TOML file.
 
     Attributes:
-        path: a .jsonl file; the prefix of Megatron's .bin and .idx; a .parquet file; a directory of
-            `save_to_disk`; hf:NAME, a data set of the Hugging Face hub or of another directory;
-            python:, the sources of the Python standard library, to try a command; or any other
-            file, which is one document.
-        weight: of the rows, over the sum of all weights.
-        name: in metrics, errors and positions; "" = see `name_sources`.
-        field: of a row or line, which has the text or the token ids.
-        split: of a Hugging Face data set.
-        config: of a Hugging Face data set that has several; "" = its only one.
+        path: a .jsonl file; the prefix of Megatron's .bin and .idx; a .parquet file; a
+            directory of `save_to_disk`; hf:NAME, a data set of the Hugging Face hub or of
+            another directory; python:, the sources of the Python standard library, to try a
+            command; or any other file, which is one document.
+        weight: share of the rows, relative to the sum of all weights.
+        name: name in metrics, errors and positions; "" = see `name_sources`.
+        field: column of a row, or key of a line, with the text or the token ids.
+        split: split of a Hugging Face data set.
+        config: configuration of a Hugging Face data set that has several; "" = its only one.
         stream: read hf:NAME without storing it.
-        skip_invalid: leave out lines of a .jsonl file that are not objects with the field. Metrics
-            count these lines as bad_lines.
+        skip_invalid: leave out lines of a .jsonl file that are not objects with the field.
+            Metrics count these lines as bad_lines.
     """
 
     path: str
@@ -77,7 +72,7 @@ class SourceOptions(CheckedRecord):
 
     @classmethod
     def from_word(cls, word: str) -> SourceOptions:
-        """Return the options of a word such as "code.jsonl,weight=0.3,field=content"."""
+        """Return the source of a word such as "code.jsonl,weight=0.3,field=content"."""
         path, *pairs = word.split(",")
         values: dict[str, Any] = {}
         for key, _, text in (pair.partition("=") for pair in pairs):
@@ -91,7 +86,7 @@ class SourceOptions(CheckedRecord):
 
     @classmethod
     def from_table(cls, values: Mapping[str, Any]) -> SourceOptions:
-        """Return the options of a TOML table; ValueError for another key or without a path."""
+        """Return the source of a TOML table; ValueError for an unknown key or without a path."""
         names = [field.name for field in fields(cls)]
         for key in values:
             if key not in names:
@@ -102,25 +97,19 @@ class SourceOptions(CheckedRecord):
 
 
 def name_sources(sources: Sequence[SourceOptions]) -> tuple[SourceOptions, ...]:
-    """Return the sources, each with a name.
+    """Return the sources with a name each.
 
     A source without a name gets the name of its file, without the suffix. If other sources have the
     same name, folders are added in front: a/web.jsonl and b/web.jsonl become "a/web" and "b/web".
     """
     tails = [[source.name] if source.name else _list_path_names(source.path) for source in sources]
-
-    def is_free(index: int, tail: str) -> bool:
-        other_tails = (of for other, of in enumerate(tails) if other != index)
-        return not any(tail in of for of in other_tails)
-
-    return tuple(
-        replace(source, name=next((tail for tail in tails[i] if is_free(i, tail)), tails[i][-1]))
-        for i, source in enumerate(sources)
-    )
+    count = Counter(tail for names in tails for tail in set(names))
+    unique = (next((tail for tail in names if count[tail] == 1), names[-1]) for names in tails)
+    return tuple(replace(source, name=name) for source, name in zip(sources, unique, strict=True))
 
 
 def _list_path_names(path: str) -> list[str]:
-    """Return names of a path, from the shortest: of a/b.jsonl "b", "a/b" and "a/b.jsonl"."""
+    """Return possible names of a path, shortest first: "b", "a/b" and "a/b.jsonl" for a/b.jsonl."""
     plain = Path(path.removeprefix(HUB))
     parts = (plain.with_suffix("") if plain.suffix in (".jsonl", ".bin", ".idx") else plain).parts
     return [*("/".join(parts[-n:]) for n in range(1, len(parts) + 1)), path]
@@ -129,7 +118,7 @@ def _list_path_names(path: str) -> list[str]:
 def read_source(
     options: SourceOptions, tokenizer: Tokenizer, *, option: str = "--data"
 ) -> CorpusSource:
-    """Return a source of documents that `tokenizer` encodes. Errors name the flag `option`."""
+    """Open a source; return its documents with their tokenizer. Errors name the flag `option`."""
     try:
         documents = _open_documents(options, option)
     except ValueError as error:
@@ -144,7 +133,7 @@ def read_source(
 
 
 def _open_documents(options: SourceOptions, option: str) -> Any:
-    """Return the texts, dicts or token ids at a source's path. Errors name the flag `option`."""
+    """Return a source's documents (texts, dicts or token ids); errors name the flag `option`."""
     path, name = Path(options.path), format_option(option, options.path)
     if options.skip_invalid and (path.suffix != ".jsonl" or options.path.startswith(HUB)):
         raise ValueError(f"{name} must be a .jsonl file to have broken lines: drop skip_invalid")
@@ -152,9 +141,9 @@ def _open_documents(options: SourceOptions, option: str) -> Any:
         return [path.read_text(errors="replace") for path in scan_standard_library()]
     if options.stream and not options.path.startswith(HUB):
         raise ValueError(f"{name} must be {HUB}NAME to be streamed: drop stream")
-    if is_table(options.path):
+    if is_dataset(options.path):
         selection = {"split": options.split, "config": options.config}
-        return load_table(options.path, option, **selection, stream=options.stream)
+        return open_dataset(options.path, option, **selection, stream=options.stream)
     if path.suffix == ".jsonl":
         return JsonLines(path, options.field, skip_invalid=options.skip_invalid)
     if os.path.exists(f"{path.with_suffix('')}.idx") and path.suffix in (".bin", ".idx"):
@@ -171,7 +160,7 @@ def _open_documents(options: SourceOptions, option: str) -> Any:
 
 @dataclass(frozen=True)
 class DocumentRange:
-    """The documents of a data set with the indices of a range."""
+    """The documents of a data set whose indices are in a range."""
 
     documents: Any
     indices: range
@@ -183,20 +172,17 @@ class DocumentRange:
         return self.documents[self.indices[index]]
 
     def location(self, index: int) -> str:
-        """Return the text by which errors name a document."""
+        """Return the text that names a document in errors."""
         return describe_location(self.documents, self.indices[index])
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of the data set, with the range."""
+        """The fingerprint of the data set and the range."""
         return f"{getattr(self.documents, 'fingerprint', '')}{self.indices}"
 
 
 def hold_out(sources: Sequence[CorpusSource]) -> tuple[list[CorpusSource], list[CorpusSource]]:
-    """Return (training, evaluation) sources: evaluation has the last twentieth of each source.
-
-    Raises ValueError for a source of one document or of unknown length.
-    """
+    """Return training sources, and evaluation sources with the last twentieth of each source."""
     parts: tuple[list[CorpusSource], list[CorpusSource]] = ([], [])
     for source in sources:
         number = len(source.documents) if source.is_indexed else 0
@@ -234,40 +220,32 @@ class Tokenizer:
         return text
 
     def __call__(self, text: str) -> list[int]:
-        """Return the ids of a document.
-
-        The tokens that the tokenizer adds before a text begin the document once. Those that it adds
-        after a text, and its end-of-sequence token, end the document once. A text may spell them.
-        """
+        """Return the token ids of a document, with its begin and end tokens once each."""
         if self.borders is None:
             return list(text.encode())
         ids: list[int] = self.hf(text, add_special_tokens=False, verbose=False)["input_ids"]
-        if not ids:
-            return []
-        return self.borders.make_document(ids)
+        return self.borders.make_document(ids) if ids else []
 
 
 @dataclass(frozen=True)
 class DocumentEncoder:
     """A function from a document of a source to token ids.
 
-    A document is a mapping with a text in column `field`, a text, or token ids, which stay.
+    A document is a mapping with column `field`, a text, or token ids, which are returned unchanged.
     """
 
     tokenizer: Tokenizer
     field: str
 
     def __call__(self, document: Any) -> Any:
-        """Return the token ids of a document. Raises ValueError for a row without the field."""
+        """Return the token ids of a document; ValueError for a row without the column."""
         if isinstance(document, Mapping):
             if self.field not in document:
                 raise ValueError(
                     f"a row with {quote(list(document))} must have {quote(self.field)}: set field"
                 )
             document = document[self.field]
-        if not isinstance(document, str):
-            return document
-        return self.tokenizer(document)
+        return self.tokenizer(document) if isinstance(document, str) else document
 
 
 def make_scheduled_corpus_steps(
@@ -280,15 +258,10 @@ def make_scheduled_corpus_steps(
     data_rank: int,
     workers: int,
 ) -> Steps[ScheduledBatch]:
-    """Return this data rank's steps of documents, whose micro-batches have a planned cp each.
+    """Return this data rank's steps of documents for --dynamic-cp: each micro-batch has its own cp.
 
-    A step has the documents that `CorpusSteps` gives it.
-
-    Args:
-        max_tokens: maximum tokens of a rank in a micro-batch.
-        cost: the cost of a document, by which ranks get equal shares.
-        data_rank: the index of this rank among `shape.data_ranks`.
-        workers: processes that read ahead; 0 = none.
+    `max_tokens` is the maximum of a rank in a micro-batch. `cost` balances documents over ranks.
+    `workers` processes read ahead. A step has the same documents as a step of `CorpusSteps`.
     """
     loader = ScheduledLoader(
         sources,
@@ -306,13 +279,8 @@ def make_scheduled_corpus_steps(
 class CorpusSteps:
     """A reader of packed rows of a corpus, one step of this data rank at a time.
 
-    Args:
-        shape: the sizes of a step's batch over all data ranks.
-        data_rank: the index of this rank among `shape.data_ranks`.
-        workers: processes that read ahead; 0 = none.
-
-    Attributes:
-        sampler: its state is the position in the data, the same on every rank.
+    `workers` processes read ahead. The state of `sampler`, the loader, is the position in the data,
+    which is identical on all ranks.
     """
 
     def __init__(
@@ -338,7 +306,7 @@ class CorpusSteps:
         self._num_borders = 1  # borders of a micro-batch so far
 
     def next(self, num_micro_batches: int | None = None) -> StepBatch:
-        """Return the next step with `num_micro_batches` micro-batches; None = grad_accum."""
+        """Return the next batch with `num_micro_batches` micro-batches; None = `grad_accum`."""
         count = num_micro_batches or self._shape.grad_accum
         batches: list[PackedBatch] = [next(self.sampler) for _ in range(count)]
         num_borders = max(len(batch["cu_seqlens"]) for batch in batches)

@@ -1,4 +1,4 @@
-"""The native decoder on the ranks, and its training on a corpus.
+"""The job of `moecore pretrain` and `moecore train`: training of the native decoder on a corpus.
 
 Legend: B rows, T tokens of a row.
 """
@@ -33,12 +33,12 @@ from moecore.recipes.schedule import is_due
 
 @dataclass(kw_only=True)
 class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
-    """The job of `moecore pretrain` and `train`: a `Decoder` on a corpus.
+    """The job of `moecore pretrain` and `moecore train`: a `Decoder` on a corpus.
 
     Attributes:
-        batches: the training data; `Steps` with --dynamic-cp, a cp for each micro-batch.
+        batches: the reader of the training data; `Steps` with --dynamic-cp.
         validation: this data rank's batch of each validation set, by name.
-        bad_lines: lines of the sources that are left out.
+        bad_lines: number of lines that the sources leave out.
     """
 
     batches: CorpusSteps | RandomSteps | Steps[ScheduledBatch]
@@ -60,40 +60,32 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
             self.run_micro_batches = Graphed(run_micro_batches, self.model)
 
     def print_start(self) -> None:
-        """Print model, data and ranks."""
-        args, ranks = self.args, describe_ranks(self, dispatcher_of(self.model))
+        """Print the model, the ranks and the data of the run."""
+        args, ranks = self.args, describe_ranks(self, get_dispatcher_name(self.model))
         begin, name = describe_start(self, "from scratch"), args.hf_config or args.preset
         data = "random tokens" if args.tokens == "random" else f"{len(args.data)} source(s)"
         print_on_rank_0(f"training {name} {begin} to step {args.steps} on {ranks}: {data}")
 
     def next_batch(self, step: int) -> StepBatch | ScheduledBatch:
-        """Return the batch of this data rank for a step; its rows grow with the [batch] ramp."""
+        """Return this data rank's batch for a step; its number of rows follows the [batch] ramp."""
         if isinstance(self.batches, Steps):
             return self.batches.next()
-        rows = self.stage.sizes.rows(step)
+        rows = self.stage.sizes.get_rows(step)
         batch = self.batches.next(rows // (self.shape.data_ranks * self.shape.batch_size))
         return pad_borders(batch) if self.args.cuda_graph else batch
 
     def forward_backward(self, num_labels: Tensor, batch: StepBatch | ScheduledBatch) -> Tensor:
-        """Run the micro-batches; return this rank's part of the mean loss over all labels.
-
-        `num_labels` is the number of labels of the step over all data ranks. The mean is the sum
-        of all ranks' parts, divided by the number of ranks with the same batch.
-        """
+        """Run the micro-batches; return this rank's part of the mean loss, see `TrainingJob`."""
         if isinstance(batch, ScheduledBatch):
             self.owner.num_micro_batches = len(batch.cps)
             return batch.compute_local_loss(self.owner.forward_backward(batch.inputs(self.device)))
         if self.owner.num_micro_batches != len(batch.tokens_ABT):
             self.owner.num_micro_batches = len(batch.tokens_ABT)
-        tensors = (to_device(tensor, self.device) for tensor in batch.tensors())
+        tensors = (to_device(tensor, self.device) for tensor in batch.list_tensors())
         return self.run_micro_batches(num_labels, *tensors)
 
-    def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
-        """Return "padding_share", and "mfu" if the device's peak is known; see `compute_usage`.
-
-        `counts` are the `count_labels_and_tokens` of batches, summed over data ranks, and `seconds`
-        the time of the step.
-        """
+    def compute_metrics(self, counts: list[int], seconds: float) -> Metrics:
+        """Return "padding_share", and "mfu" if the device's peak is known; see `compute_usage`."""
         return compute_usage(counts, seconds, self.model.config, self.peak_tflops)
 
     @torch.no_grad()
@@ -111,29 +103,26 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
         return {"eval_loss": sum(losses.values()) / len(losses), **losses}
 
     def _compute_loss(self, batch: StepBatch | ScheduledBatch) -> float:
-        """Return the mean loss per label, in nats, of a validation set on all ranks. Collective."""
+        """Return a validation set's mean loss per label over all ranks, in nats. Collective."""
         copies = dist.get_world_size() // self.meshes.data_ranks
         if isinstance(batch, ScheduledBatch):
             total = batch.compute_local_loss(self.owner.compute_losses(batch.inputs(self.device)))
-            dist.all_reduce(total)
-            return float(total) / copies
-        num_labels = to_device(batch.num_labels.clone(), self.device)
-        dist.all_reduce(num_labels)
-        tensors = (to_device(tensor, self.device) for tensor in batch.tensors())
-        inputs = make_decoder_inputs(
-            (num_labels // copies).clamp(min=1), tensors, self.args.seq_len
-        )
-        total = self.owner.compute_losses(inputs).sum()
+        else:
+            dist.all_reduce(num_labels := to_device(batch.num_labels.clone(), self.device))
+            divisor = (num_labels // copies).clamp(min=1)
+            tensors = (to_device(tensor, self.device) for tensor in batch.list_tensors())
+            inputs = make_decoder_inputs(divisor, tensors, self.args.seq_len)
+            total = self.owner.compute_losses(inputs).sum()
         dist.all_reduce(total)
         return float(total) / copies
 
     def sample(self, step: int) -> None:
-        """Continue the prompts of [samples] and write the texts, if they are due."""
+        """If samples are due, continue the prompts of [samples], and write and print the texts."""
         options = self.args.samples
         if is_due(step, every=options.sample_every, steps=self.args.steps):
             texts = write_samples(
                 self.model,
-                options.prompts(self.tokenizer, self.model.config),
+                options.encode_prompts(self.tokenizer, self.model.config),
                 self.tokenizer,
                 self.args.run_dir / SAMPLES,
                 step=step,
@@ -143,27 +132,24 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
                 print_on_rank_0(f"sample of step {step}: {text!r}")
 
     def get_data_metrics(self) -> Metrics:
-        """Return the epoch of each source, and "bad_lines" if lines are left out."""
+        """Return the epoch of each source, and "bad_lines" if the sources leave out lines."""
         epochs = self.batches.sampler.get_epochs()
         metrics = {f"epoch/{name}": float(epoch) for name, epoch in epochs.items()}
         return metrics | ({"bad_lines": float(self.bad_lines)} if self.bad_lines else {})
 
     def close(self) -> None:
-        """End the workers, and free what the next stage makes anew."""
+        """End the reader's processes and free objects that the next stage builds. Collective."""
         self.batches.sampler.close()
         super().close()
 
     def finish(self) -> None:
-        """End the workers, and with --hf-config export a directory for `from_pretrained`.
-
-        Collective.
-        """
+        """End the reader's processes; with --hf-config export a Hugging Face model. Collective."""
         self.batches.sampler.close()
         target = self.args.run_dir / EXPORT
         if not self.args.hf_config:
             return
         if self.start < self.args.steps or not target.exists():
-            options: Any = {"dtype": self.args.compute_dtype(self.device)}
+            options: Any = {"dtype": self.args.get_compute_dtype(self.device)}
             options["config"] = export_config(
                 self.args.hf_config, self.args.rotary, self.model.config
             )
@@ -183,10 +169,9 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
 def make_decoder_inputs(
     num_labels: Tensor, tensors: Iterable[Tensor], seq_len: int
 ) -> list[dict[str, Any]]:
-    """Return the decoder's keyword arguments of each micro-batch, from `StepBatch.tensors`.
+    """Return the decoder's arguments of each micro-batch, from tensors of `StepBatch.list_tensors`.
 
-    `num_labels` is the divisor of the loss: the labels of the step over all data ranks. No document
-    is longer than `seq_len`.
+    `num_labels` is the divisor of the loss. No document is longer than `seq_len`.
     """
     tensors = tuple(tensors)
     names = ["tokens_BT", "labels_BT"]
@@ -197,7 +182,7 @@ def make_decoder_inputs(
     return [dict(zip(names, row, strict=True)) | of_all for row in zip(*tensors, strict=True)]
 
 
-def dispatcher_of(model: Decoder) -> str:
-    """Return the name of a model's dispatcher; "dense" = the model has no MoE layers."""
+def get_dispatcher_name(model: Decoder) -> str:
+    """Return the name of a model's dispatcher, or "dense" if the model has no MoE layers."""
     names = {type(m.dispatcher).__name__ for m in model.modules() if isinstance(m, MoELayer)}
     return "".join(names).removesuffix("Dispatcher").lower() or "dense"

@@ -1,4 +1,4 @@
-"""The batches of steps: packed rows of documents, or random tokens; and CUDA graphs of steps.
+"""Batches of optimizer steps: packed rows of documents, or random tokens; CUDA graphs of steps.
 
 Legend: n documents, A micro-batches of a step, B rows of one micro-batch, T tokens of a row.
 """
@@ -47,12 +47,12 @@ class BatchShape:
 
     @property
     def rows(self) -> int:
-        """Rows of a step over all data ranks."""
+        """The rows of a step over all data ranks."""
         return self.data_ranks * self.grad_accum * self.batch_size
 
 
 def scan_standard_library() -> list[Path]:
-    """Return the paths of Python's standard library, without its tests, sorted."""
+    """Return the sorted paths of the Python files of the standard library, without its tests."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files: list[Path] = []
     for folder, inner, names in os.walk(root):
@@ -63,14 +63,14 @@ def scan_standard_library() -> list[Path]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBatch:
-    """The batch of one data rank and step, on the CPU.
+    """The batch of one data rank and one step, on the CPU.
 
     Attributes:
         tokens_ABT: int64 ids.
-        labels_ABT: int64, the token that should follow, -100 where none does.
-        padding_ABT: bool, True = padding; None = rows are full and of one document each.
-        cu_seqlens_An: int32, borders of the documents of each micro-batch, the last one repeated
-            up to a length that most steps share; None like `padding_ABT`.
+        labels_ABT: int64; a label is the next token, or -100 if the loss does not count it.
+        padding_ABT: bool, True = padding; None = each row is one document without padding.
+        cu_seqlens_An: int32, document bounds of each micro-batch. The last bound is repeated up
+            to a length that most steps share. None if `padding_ABT` is None.
         num_labels: int64 scalar, the number of labels other than -100.
     """
 
@@ -80,15 +80,15 @@ class StepBatch:
     cu_seqlens_An: Tensor | None = None
     num_labels: Tensor
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Return (tokens, labels), or (tokens, labels, padding, borders) unless these are None."""
+    def list_tensors(self) -> tuple[Tensor, ...]:
+        """Return tokens and labels, and padding and document bounds unless they are None."""
         tensors = (self.tokens_ABT, self.labels_ABT, self.padding_ABT, self.cu_seqlens_An)
         return tuple(tensor for tensor in tensors if tensor is not None)
 
     def count_labels_and_tokens(self) -> Tensor:
-        """Return labels that count, tokens without padding, pairs, tokens with padding: int64 [4].
+        """Return int64 [4]: labels, tokens without padding, token pairs, and tokens with padding.
 
-        Pairs are the sum of the squared lengths of documents, twice what causal attention computes.
+        The number of token pairs is the sum of the squared lengths of documents.
         """
         if self.padding_ABT is None or self.cu_seqlens_An is None:
             lengths = torch.full(
@@ -102,11 +102,9 @@ class StepBatch:
 
 
 class Steps(Generic[StepT]):
-    """An endless iterator of the batches of this data rank, epoch after epoch.
+    """An endless reader of this data rank's batches, epoch after epoch.
 
-    Attributes:
-        sampler: yields the argument of `collate`. Its state is the position in the data, which is
-            the same on every rank.
+    `sampler` yields the arguments of `collate`. Its state is the position in the data.
     """
 
     def __init__(self, sampler: Any, collate: Callable[[Any], StepT]) -> None:
@@ -119,14 +117,13 @@ class Steps(Generic[StepT]):
 
 
 class PackedSteps(Steps[StepBatch]):
-    """Steps of packed documents, each document once per epoch over all data ranks.
+    """A reader of packed documents; an epoch has each document once over all data ranks.
 
     Args:
         documents: documents of all ranks, as `PackedCollator` reads them.
         lengths: tokens of each document, at most as many as a row has.
-        seed: the seed of the order; None = documents in their order.
-        data_rank: the index of this rank among `shape.data_ranks`.
-        packs: False = a row has one document, and its padding belongs to it.
+        seed: the seed of the order; None = the order of `documents`.
+        packs: False = a row has one document, and its padding belongs to that document.
     """
 
     def __init__(
@@ -153,11 +150,14 @@ class PackedSteps(Steps[StepBatch]):
             shuffle=seed is not None,
         )
         self._collator = PackedCollator(row_tokens=T, rows=rows, multiple=multiple)
-        self._max_documents = self._count_max_documents()
+        # At most so many of the shortest documents fit, and each row may end with padding.
+        tokens = shape.batch_size * T
+        shortest = self._lengths.sort().values[:tokens].cumsum(0)
+        self._max_documents = int((shortest <= tokens).sum()) + shape.batch_size
         super().__init__(sampler, self._build_batch)
 
     def _build_batch(self, numbers: list[int]) -> StepBatch:
-        """Return the batch of one step with the documents at these indices."""
+        """Return the batch of one step from the documents at the indices `numbers`."""
         rows = self._collator([self._documents[number] for number in numbers])
         size = (self._shape.grad_accum, self._shape.batch_size, self._shape.seq_len)
         return StepBatch(
@@ -168,28 +168,16 @@ class PackedSteps(Steps[StepBatch]):
             num_labels=rows["num_tokens"],
         )
 
-    def _count_max_documents(self) -> int:
-        """Return the maximum number of documents of a micro-batch, with documents of padding."""
-        B, tokens = self._shape.batch_size, self._shape.batch_size * self._shape.seq_len
-        shortest = self._lengths.sort().values[:tokens]
-        return int((shortest.cumsum(0) <= tokens).sum()) + B
-
     def _find_borders(self, cu_seqlens: Tensor) -> Tensor:
-        """Return the document borders of each micro-batch, int32 [grad_accum, max_documents + 1].
-
-        `cu_seqlens` has the borders in all rows of the step. Ends of rows are borders.
-        """
-        tokens = self._shape.batch_size * self._shape.seq_len
-        of_all = []
-        for number in range(self._shape.grad_accum):
-            borders = cu_seqlens - number * tokens
-            borders = borders[(borders >= 0) & (borders <= tokens)]
-            of_all.append(repeat_last_border(borders, self._max_documents + 1))
-        return torch.stack(of_all).int()
+        """Return the document bounds of each micro-batch, int32 [grad_accum, max_documents + 1]."""
+        tokens, number = self._shape.batch_size * self._shape.seq_len, self._max_documents + 1
+        shifted = (cu_seqlens - i * tokens for i in range(self._shape.grad_accum))
+        parts = (borders[(borders >= 0) & (borders <= tokens)] for borders in shifted)
+        return torch.stack([repeat_last_border(borders, number) for borders in parts]).int()
 
 
 def repeat_last_border(cu_seqlens_n: Tensor, number: int) -> Tensor:
-    """Pad borders of documents to [..., number] with their last one: documents without tokens."""
+    """Repeat the last document bound up to shape [..., number]: documents without tokens."""
     num_copies = number - cu_seqlens_n.shape[-1]
     return torch.cat(
         [cu_seqlens_n, cu_seqlens_n[..., -1:].expand(*cu_seqlens_n.shape[:-1], num_copies)], -1
@@ -197,7 +185,7 @@ def repeat_last_border(cu_seqlens_n: Tensor, number: int) -> Tensor:
 
 
 class RandomSteps:
-    """An iterator of batches of uniformly random tokens, to measure speed; its own sampler."""
+    """A reader of uniformly random tokens, to measure speed. It is its own `sampler`."""
 
     def __init__(self, vocab_size: int, shape: BatchShape, *, seed: int, data_rank: int) -> None:
         self._vocab_size, self._shape = vocab_size, shape
@@ -206,61 +194,56 @@ class RandomSteps:
         self.sampler = self
 
     def next(self, num_micro_batches: int | None = None) -> StepBatch:
-        """Return the next step; None = `grad_accum` micro-batches."""
+        """Return the next batch with `num_micro_batches` micro-batches; None = `grad_accum`."""
         self._step += 1
-        generator = generator_of(f"{self._seed}/{self._step}/{self._data_rank}")
+        generator = make_generator(f"{self._seed}/{self._step}/{self._data_rank}")
         count = num_micro_batches or self._shape.grad_accum
         size = (count, self._shape.batch_size, self._shape.seq_len + 1)
         rows_ABT = torch.randint(self._vocab_size, size, generator=generator, device="cpu")
-        labels_ABT = rows_ABT[..., 1:]
+        x_ABT, labels_ABT = rows_ABT[..., :-1], rows_ABT[..., 1:]
         num_labels = torch.tensor(labels_ABT.numel(), dtype=torch.int64, device="cpu")
-        return StepBatch(
-            tokens_ABT=rows_ABT[..., :-1], labels_ABT=labels_ABT, num_labels=num_labels
-        )
+        return StepBatch(tokens_ABT=x_ABT, labels_ABT=labels_ABT, num_labels=num_labels)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps and the seed."""
         return {"step": self._step, "seed": self._seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the steps of `state`; raise ValueError for another seed."""
+        """Continue after the steps of `state`; ValueError for another seed."""
         if state.get("seed") != self._seed:
             raise ValueError(f"random tokens of seed {state.get('seed')}, not {self._seed}")
         self._step = state["step"]
 
     def get_epochs(self) -> dict[str, float]:
-        """Return {}: there are no sources."""
+        """Return {}, because there are no sources."""
         return {}
 
     def close(self) -> None:
-        """Do nothing: there are no workers."""
+        """Do nothing, because there are no processes."""
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Return a copy on a device, for which the host does not wait, through pinned memory."""
+    """Copy a CPU tensor to a device through pinned memory, so that the host does not wait."""
     if device.type == "cuda":
         x = x.pin_memory()
     return x.to(device, non_blocking=True)
 
 
-def generator_of(key: str) -> torch.Generator:
-    """Return a CPU generator whose seed is a hash of `key`."""
+def make_generator(key: str) -> torch.Generator:
+    """Return a CPU generator whose seed is a hash of the text `key`."""
     digest = hashlib.sha256(key.encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 class Graphed:
-    """A function of tensors that runs `forward_backward`, a step's passes, as a CUDA graph.
-
-    The graph is captured again when shapes of the inputs change, which must happen on all ranks.
-    """
+    """A CUDA graph of `forward_backward`; it is captured again when input shapes change."""
 
     def __init__(self, forward_backward: Callable[..., Tensor], model: nn.Module) -> None:
         self._graph = GraphedForwardBackward(forward_backward, model)
         self._shapes: list[torch.Size] = []
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        """Return a copy of the loss of a step with these inputs of `forward_backward`."""
+        """Replay the graph with copies of `tensors`; return a copy of the loss."""
         shapes = [tensor.shape for tensor in tensors]
         if shapes != self._shapes:
             self._graph.close()
@@ -270,7 +253,7 @@ class Graphed:
 
 
 def pad_borders(batch: StepBatch) -> StepBatch:
-    """Return the batch padded to the largest number of borders of any rank. Collective, on CPU."""
+    """Pad the document bounds to the largest number on any rank. Collective, on the CPU."""
     if batch.cu_seqlens_An is None:
         return batch
     num_borders = torch.tensor(batch.cu_seqlens_An.shape[1], dtype=torch.int64, device="cpu")

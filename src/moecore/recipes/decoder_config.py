@@ -1,9 +1,9 @@
-"""The native decoder of `moecore train` and `pretrain`, and the tables of its options."""
+"""The native decoder of `moecore train` and `moecore pretrain`, and options that change it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,9 +23,9 @@ class RotaryOptions(CheckedRecord):
 
     Attributes:
         theta: the base of the rotary frequencies.
-        yarn_factor: YaRN: how many times longer sequences are than `yarn_length`.
-        yarn_length: YaRN: the longest sequence before this change, in tokens.
-        max_length: the longest sequence of the model, in tokens.
+        yarn_factor: YaRN's factor: the new maximum sequence length divided by `yarn_length`.
+        yarn_length: YaRN's original maximum sequence length, in tokens.
+        max_length: the maximum sequence length of the model, in tokens.
     """
 
     theta: Positive | None = None
@@ -38,7 +38,7 @@ class RotaryOptions(CheckedRecord):
             yield "yarn_factor", f"be given with yarn_length ({self.yarn_length}): give both"
 
     def apply(self, config: DecoderConfig) -> DecoderConfig:
-        """Return the config with these rotary options."""
+        """Return a copy of a decoder config with these options."""
         values: dict[str, Any] = {}
         if self.theta is not None:
             values["rope_theta"] = self.theta
@@ -51,24 +51,22 @@ class RotaryOptions(CheckedRecord):
         return replace(config, **values) if values else config
 
 
-def with_rotary(config: DecoderConfig, values: Mapping[str, Any]) -> DecoderConfig:
+def replace_rotary(config: DecoderConfig, values: Mapping[str, Any]) -> DecoderConfig:
     """Return a config with the rotary embedding of `values`, another decoder config as a dict."""
     changes: dict[str, Any] = {
         name: values[name] for name in ("rope_theta", "max_seq_len") if name in values
     }
     if config.mla is None:
-        changes["yarn"] = _make_yarn(values.get("yarn"))
+        yarn = values.get("yarn")
+        changes["yarn"] = yarn and YarnConfig(**yarn)
     else:
-        changes["mla"] = replace(config.mla, yarn=_make_yarn((values.get("mla") or {}).get("yarn")))
+        yarn = (values.get("mla") or {}).get("yarn")
+        changes["mla"] = replace(config.mla, yarn=yarn and YarnConfig(**yarn))
     return replace(config, **changes)
 
 
-def _make_yarn(values: Mapping[str, Any] | None) -> YarnConfig | None:
-    return None if values is None else YarnConfig(**values)
-
-
 def add_rotary_fields(values: Mapping[str, Any], config: DecoderConfig) -> dict[str, Any]:
-    """Return a copy of `values`, fields of a config.json, with a decoder's rotary embedding."""
+    """Return fields of a config.json (`values`) with a decoder's rotary embedding."""
     result = {**values, "max_position_embeddings": config.max_seq_len}
     rope = dict(result.pop("rope_parameters", None) or result.pop("rope_scaling", None) or {})
     result["rope_theta"] = rope["rope_theta"] = config.rope_theta
@@ -76,22 +74,21 @@ def add_rotary_fields(values: Mapping[str, Any], config: DecoderConfig) -> dict[
     rope = {k: v for k, v in rope.items() if k in ("rope_theta", "partial_rotary_factor")}
     if yarn is None:
         return {**result, "rope_parameters": {"rope_type": "default", **rope}}
-    values_of_yarn = asdict(yarn)
     rope |= {"rope_type": "yarn", "factor": yarn.factor, "truncate": yarn.truncate}
-    rope |= {name: values_of_yarn[name] for name in ("beta_fast", "beta_slow")}
+    rope |= {"beta_fast": yarn.beta_fast, "beta_slow": yarn.beta_slow}
     rope["original_max_position_embeddings"] = yarn.original_max_seq_len
     if yarn.mscale_all_dim:
         rope |= {"mscale": yarn.mscale, "mscale_all_dim": yarn.mscale_all_dim}
     return {**result, "rope_parameters": rope}
 
 
-def values_of(record: Any) -> dict[str, Any]:
-    """Return the fields of a record by name; records inside stay records."""
+def get_fields(record: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass instance by name, without converting nested instances."""
     return {item.name: getattr(record, item.name) for item in fields(record)}
 
 
 def read_decoder_config(path: Path) -> DecoderConfig:
-    """Return the decoder of --hf-config. Raises ValueError without a config.json there."""
+    """Return the decoder of --hf-config; ValueError if there is no config.json."""
     path = find_config(path)
     if not path.exists():
         raise ValueError(
@@ -102,15 +99,16 @@ def read_decoder_config(path: Path) -> DecoderConfig:
 
 
 def export_config(hf_config: Path, rotary: RotaryOptions, config: DecoderConfig) -> dict[str, Any]:
-    """Return the config.json of an export: --hf-config with the options of [rotary]."""
+    """Return the config.json of an export: the fields of --hf-config with the [rotary] options."""
     values = read_config(find_config(hf_config))
     return dict(values) if rotary == RotaryOptions() else add_rotary_fields(values, config)
 
 
-def default_balance(moe: MoEConfig) -> dict[str, Any]:
-    """Return the fields of [balance] of a run that sets none.
+def choose_balance(moe: MoEConfig) -> dict[str, Any]:
+    """Return the default fields of [balance] for a model's MoE config.
 
-    A model without an expert bias gets the global-batch loss. Quantiles solve a sigmoid bias.
+    A model without an expert bias gets the global-batch loss. A model with a sigmoid bias gets the
+    quantile update.
     """
     if not moe.expert_bias:
         return {"micro_batch_coef": 0.0, "global_batch_coef": 0.05}

@@ -1,8 +1,8 @@
-"""--deterministic: a command computes the same bits in every run on the same machine.
+"""--deterministic: a command computes identical bits in every run on the same machine.
 
-moecore's kernels add in an order that depends on shapes only. The option selects such algorithms of
-other libraries: cuBLAS, NCCL and Transformer Engine read the environment, and torch, Inductor and
-FlashAttention read torch's setting.
+The sums of moecore's kernels have an order that depends only on shapes. The option selects such
+algorithms in other libraries: cuBLAS, NCCL and Transformer Engine read the environment, and torch,
+Inductor and FlashAttention read torch's setting.
 """
 
 from __future__ import annotations
@@ -22,11 +22,7 @@ ENVIRONMENT = {  # variable -> the values that the option accepts; the first is 
 
 
 def use_deterministic_algorithms() -> None:
-    """Select deterministic algorithms in this process, before it uses a GPU.
-
-    Raises:
-        ValueError: for a variable of the environment with another value.
-    """
+    """Select deterministic algorithms in this process; ValueError if a variable forbids this."""
     for name, values in ENVIRONMENT.items():
         value = os.environ.setdefault(name, values[0])
         if value not in values:
@@ -36,7 +32,7 @@ def use_deterministic_algorithms() -> None:
 
 
 def check_deterministic(model: Any, device: torch.device) -> None:
-    """Raise ValueError for a model whose kernels have no deterministic algorithm on the device."""
+    """Raise ValueError for a model whose kernels are not deterministic on the device."""
     is_linear = getattr(model.config, "linear_attention", None) or find_linear_layers(model)
     if device.type == "cuda" and is_linear:
         raise ValueError(

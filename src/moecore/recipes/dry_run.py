@@ -1,4 +1,4 @@
-"""--dry-run: the resolved options, the plan of memory and time and the first batch of a run."""
+"""--dry-run: prints a run's resolved options, its plan of memory and time, and its first batch."""
 
 from __future__ import annotations
 
@@ -33,13 +33,10 @@ def make_planned_run(
     parallel: ParallelConfig,
     num_gpus: int,
 ) -> TrainingRun:
-    """Return the `TrainingRun` by which `moecore.planning` plans these options, in bf16.
-
-    `parallel` has degrees without -1. `args.gpu` is the planned GPU.
-    """
+    """Return the `TrainingRun` by which `moecore.planning` plans a run in bf16 on `args.gpu`."""
     if isinstance(model, DecoderConfig):
         model = replace(model, max_seq_len=max(model.max_seq_len, args.seq_len))
-    dispatch, domain = args.dispatch_options(), find_domain(args.gpu, num_gpus)
+    dispatch, domain = args.make_dispatch_options(), find_domain(args.gpu, num_gpus)
     peers = count_peers(args.gpu, domain)
     return TrainingRun(
         model=model,
@@ -48,10 +45,10 @@ def make_planned_run(
         seq_len=args.seq_len,
         batch_size=args.batch_size,
         num_micro_batches=args.grad_accum,
-        pipeline=args.pipeline_options(),
-        fsdp=args.fsdp_options(torch.bfloat16),
-        memory=args.memory_options(),
-        precision=args.precision_options(),
+        pipeline=args.make_pipeline_options(),
+        fsdp=args.make_fsdp_options(torch.bfloat16),
+        memory=args.make_memory_options(),
+        precision=args.make_precision(),
         optimizer=OptimizerOptions(
             moment_dtype=args.optimizer.moment_dtype,
             master_remainder=args.optimizer.master_remainder,
@@ -69,22 +66,17 @@ def make_planned_run(
 def print_dry_run(
     args: RunConfig, run: TrainingRun | None, print_first_batch: Callable[[], None]
 ) -> int:
-    """Print options, plan and first batch; return exit status 0, or 1 if the plan does not fit.
-
-    `run` None = a reference model, with which there is no plan.
-    """
+    """Print options, the plan of `run` and the first batch; return 0 if the plan fits, else 1."""
     print(to_toml(args))
-    fits = True
     if run is None:
         print("no plan: moecore.planning does not model reference models yet")
-    else:
-        fits = print_plan(args, run)
+    fits = run is None or print_plan(args, run)
     print_first_batch()
     return 0 if fits else 1
 
 
 def print_plan(args: RunConfig, run: TrainingRun) -> bool:
-    """Print memory by kind and the time of a step; return whether it fits GPU and host."""
+    """Print memory by kind and the time of a step; return whether GPU and host memory suffice."""
     plan, gpu = plan_memory(run), get_gpu(args.gpu)
     peak, memory = plan.largest.num_bytes, gpu.memory
     pinned, host = plan.pinned_bytes(gpu), gpu.host_memory
@@ -101,7 +93,7 @@ def print_plan(args: RunConfig, run: TrainingRun) -> bool:
 
 
 def print_batch(batch: StepBatch, decode: Callable[[list[int]], str]) -> None:
-    """Print the shape of rank 0's first batch and its first row; `decode` makes text of ids."""
+    """Print the shape and the first row of rank 0's first batch; `decode` converts ids to text."""
     micro_batches, rows, tokens = batch.tokens_ABT.shape
     labels, real, _, total = batch.count_labels_and_tokens().tolist()
     print(

@@ -1,4 +1,4 @@
-"""`moecore evaluate`: the loss of a trained model on documents, in one process, by transformers."""
+"""`moecore evaluate`: the loss of a trained model on documents, by transformers in one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class EvaluateConfig:
     """Measure the loss of a run, a checkpoint or a Hugging Face directory on documents.
 
     Attributes:
-        path: a run (its export or latest checkpoint), a checkpoint, or a Hugging Face directory.
+        path: a run (its export or latest checkpoint), a checkpoint, or a Hugging Face
+            directory.
         data: sources, as of moecore pretrain.
         seq_len: maximum tokens of a document; longer documents are cut.
         max_documents: maximum documents of each source; None = all.
@@ -36,12 +37,12 @@ class EvaluateConfig:
 
 
 def run_evaluate(args: EvaluateConfig) -> int:
-    """Print the mean loss per token (nats) of each source's documents; return 0."""
+    """Print the mean loss per token, in nats, of each source's documents; return 0."""
     model, tokenizer = load_model(args.path)
     for source in [read_source(options, tokenizer) for options in args.data]:
         total, count = 0.0, 0
         for ids_1T in iterate_documents(source, args.seq_len, args.max_documents):
-            total += sum_of_losses(model, ids_1T.to(model.device))
+            total += sum_losses(model, ids_1T.to(model.device))
             count += ids_1T.shape[1] - 1
         if not count:
             raise ValueError(f"--data ({source.name}) must have a document of 2 tokens: add it")
@@ -51,10 +52,7 @@ def run_evaluate(args: EvaluateConfig) -> int:
 
 
 def iterate_documents(source: Any, seq_len: int, limit: int | None) -> Iterator[Tensor]:
-    """Yield token ids, int64 [1, T], of the first `limit` documents, cut to `seq_len`; None = all.
-
-    `source` is a `CorpusSource`. Documents of fewer than 2 tokens are left out.
-    """
+    """Yield int64 ids [1, T] of the first `limit` documents with two tokens, cut to `seq_len`."""
     for number, document in enumerate(track(source.documents, "evaluating", unit="documents")):
         if number == limit:
             return
@@ -64,7 +62,7 @@ def iterate_documents(source: Any, seq_len: int, limit: int | None) -> Iterator[
 
 
 @torch.no_grad()
-def sum_of_losses(model: Any, ids_1T: Tensor) -> float:
-    """Return the sum of the losses of all tokens but the first, in nats, of a document [1, T]."""
+def sum_losses(model: Any, ids_1T: Tensor) -> float:
+    """Return the sum of a document's losses in nats, of all tokens [1, T] but the first."""
     logits_TV = model(input_ids=ids_1T, use_cache=False).logits[0, :-1].float()
     return float(torch.nn.functional.cross_entropy(logits_TV, ids_1T[0, 1:], reduction="sum"))

@@ -1,4 +1,4 @@
-"""The examples of files and data sets: tokens, and which of them are learned."""
+"""Training examples from files and data sets, and the steps that read them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moecore.packing import PackedBatchSampler, ScheduledCollator
 from moecore.packing.corpus.scheduled_batch import ScheduledBatch
 from moecore.recipes import chat
 from moecore.recipes.chat import Example
-from moecore.recipes.data import BatchShape, PackedSteps, Steps, generator_of
+from moecore.recipes.data import BatchShape, PackedSteps, Steps, make_generator
 from moecore.recipes.files import format_option
 from moecore.recipes.rows import ColumnNames, DatasetOptions, Row, convert_to_form, read_rows
 
@@ -29,13 +29,13 @@ RowEncoder = Callable[[Row, Any, int, DatasetOptions, ColumnNames], Sequence[Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Examples:
-    """The training examples that the rows of data files give, and counts of these rows.
+    """The training examples of data files, and counts of rows and of examples that are left out.
 
     Attributes:
         examples: examples of at most seq_len tokens, each with an answer.
-        num_rows: rows of the files, those that are left out included.
-        num_cut: how many of the examples were longer.
-        num_empty: examples without a token to learn, or without one before the cut.
+        num_rows: number of rows of the files, with rows that are left out.
+        num_cut: number of examples that were cut to seq_len tokens.
+        num_empty: number of examples without a learned token among the first seq_len tokens.
         problems: why rows or examples are left out, each with its place.
     """
 
@@ -47,8 +47,8 @@ class Examples:
 
     @property
     def report(self) -> str:
-        """Counts of rows and tokens, and the rows that are left out, in a line each."""
-        num_tokens = sum(num_tokens_of(example) for example in self.examples)
+        """Text with counts of rows and tokens, and one line for each of the first left-out rows."""
+        num_tokens = sum(count_tokens(example) for example in self.examples)
         lines = [f"{self.num_rows} rows, {num_tokens} tokens in {len(self.examples)} examples"]
         lines += [f"left out: {problem}" for problem in self.problems[:MAX_PLACES]]
         if (num_further := len(self.problems) - MAX_PLACES) > 0:
@@ -56,7 +56,7 @@ class Examples:
         return "\n".join(lines)
 
 
-def num_tokens_of(example: Any) -> int:
+def count_tokens(example: Any) -> int:
     """Return the number of tokens in all sequences of an `Example` or `Preference`."""
     return sum(len(part.tokens_T) for part in example.parts)
 
@@ -64,11 +64,7 @@ def num_tokens_of(example: Any) -> int:
 def encode_row(
     row: Row, tokenizer: Any, seq_len: int, options: DatasetOptions, names: ColumnNames
 ) -> list[Example]:
-    """Return the examples of a row with a chat, a completion or a text, see `chat.encode`.
-
-    `names` are the columns' names, and `options.format` is the row's format. Only rows with a text
-    are cut into pieces of `seq_len` tokens.
-    """
+    """Return the examples of a row with a chat, a completion or a text; see `chat.encode`."""
     record = convert_to_form(row.columns(names), options.format, row.place)
     return chat.encode(record, tokenizer, seq_len=seq_len, place=row.place)
 
@@ -83,11 +79,11 @@ def read_examples(
     columns: ColumnNames | None = None,
     encode: RowEncoder = encode_row,
 ) -> Examples:
-    """Return all examples of the files, in order, with at most `seq_len` tokens.
+    """Return the examples of the files, in order, cut to at most `seq_len` tokens.
 
-    `encode` makes the examples of a row from (row, tokenizer, seq_len, options, columns). `options`
-    None and `columns` None = the defaults. Raises ValueError, with the flag `option`, if no example
-    has an answer, or if a row cannot be encoded and `options.skip_invalid` is not set.
+    `encode` converts a row to examples. `options` None and `columns` None = the defaults. Raises
+    ValueError, with the flag `option`, if no example has an answer, or if a row cannot be encoded
+    and `options.skip_invalid` is not set.
     """
     options, names = options or DatasetOptions(), columns or ColumnNames()
     examples, problems, invalid = list[Any](), list[str](), list[str]()
@@ -103,11 +99,15 @@ def read_examples(
             piece = example.cut(seq_len)
             if piece.num_answers:
                 examples.append(piece)
-                num_cut += num_tokens_of(example) > num_tokens_of(piece)
+                num_cut += count_tokens(example) > count_tokens(piece)
             else:
                 problems.append(f"{row.place} has no answer among the first {seq_len} tokens")
                 num_empty += 1
-    refuse_invalid_rows(invalid, num_rows, options)
+    if invalid and not options.skip_invalid:
+        raise ValueError(
+            f"{invalid[0]} (broken rows: {len(invalid)} of {num_rows}): mend them, or leave them "
+            "out with --dataset-skip-invalid"
+        )
     if not examples:
         raise ValueError(
             f"{format_option(option, ' '.join(map(str, files)))} must have a token to learn: none "
@@ -123,78 +123,50 @@ def read_examples(
     )
 
 
-def refuse_invalid_rows(invalid: Sequence[str], num_rows: int, options: DatasetOptions) -> None:
-    """Raise ValueError with the first error text of `invalid`, unless `options.skip_invalid`.
-
-    `num_rows` is the number of all rows.
-    """
-    if invalid and not options.skip_invalid:
-        raise ValueError(
-            f"{invalid[0]} (broken rows: {len(invalid)} of {num_rows}): mend them, or leave them "
-            "out with --dataset-skip-invalid"
-        )
-
-
 IGNORED = -100  # label of a token that is not learned
 
 
 def make_packed_steps(
-    examples: Sequence[Example],
-    shape: BatchShape,
-    *,
-    seed: int | None,
-    data_rank: int,
-    packs: bool,
+    examples: Sequence[Example], shape: BatchShape, *, seed: int | None, data_rank: int, packs: bool
 ) -> PackedSteps:
-    """Return this data rank's steps of examples, whose answers are learned; see `PackedSteps`.
-
-    `packs` False = a packed sequence has one example. `seed` None = examples in their order.
-    """
-    documents = [_make_document(example) for example in examples]
-    lengths = [len(example.tokens_T) for example in examples]
+    """Return this data rank's steps of examples; `packs` and `seed` as in `PackedSteps`."""
+    documents, lengths = _make_documents(examples)
     return PackedSteps(documents, lengths, shape, seed=seed, data_rank=data_rank, packs=packs)
 
 
 def make_scheduled_steps(
-    examples: Sequence[Example],
-    shape: BatchShape,
-    *,
-    seed: int | None,
-    collator: ScheduledCollator,
+    examples: Sequence[Example], shape: BatchShape, *, seed: int | None, collator: ScheduledCollator
 ) -> Steps[ScheduledBatch]:
-    """Return the steps of examples whose micro-batches have a cp each.
-
-    `collator` makes this data rank's batch from the examples of a step. `seed` None = examples in
-    their order.
-    """
-    documents = [_make_document(example) for example in examples]
-    lengths = [len(example.tokens_T) for example in examples]
+    """Return steps for --dynamic-cp, whose batches `collator` makes from the examples of a step."""
+    documents, lengths = _make_documents(examples)
     sampler = PackedBatchSampler(
         lengths, shape.seq_len, rows=shape.rows, seed=seed or 0, shuffle=seed is not None
     )
     return Steps(sampler, lambda numbers: collator([documents[number] for number in numbers]))
 
 
-def _make_document(example: Example) -> dict[str, Tensor]:
-    """Return an example as int64 `input_ids` and `labels`, with -100 for tokens not learned."""
-    ids_T = example.tokens_T.long()
-    return {"input_ids": ids_T, "labels": ids_T.where(example.is_answer_T, IGNORED)}
+def _make_documents(examples: Sequence[Example]) -> tuple[list[dict[str, Tensor]], list[int]]:
+    """Return `input_ids` and `labels` (-100 = not learned) of each example, and their lengths."""
+    documents = []
+    for example in examples:
+        ids_T = example.tokens_T.long()
+        labels_T = ids_T.where(example.is_answer_T, IGNORED)
+        documents.append({"input_ids": ids_T, "labels": labels_T})
+    return documents, [len(example.tokens_T) for example in examples]
 
 
 def split_examples(examples: list[Any], *, share: float, seed: int) -> tuple[list[Any], list[Any]]:
-    """Return (training, evaluation) examples: evaluation has a random `share`, at least one."""
+    """Split examples into training examples and a random `share`, at least one, for evaluation."""
     order = torch.randperm(
-        len(examples), generator=generator_of(f"{seed}/held out"), device="cpu"
+        len(examples), generator=make_generator(f"{seed}/held out"), device="cpu"
     ).tolist()
     count = min(max(1, round(share * len(examples))), len(examples) - 1)
-    held_out = set(order[:count])
-    return [e for i, e in enumerate(examples) if i not in held_out], [
-        examples[i] for i in sorted(held_out)
-    ]
+    evaluated, trained = sorted(order[:count]), sorted(order[count:])
+    return [examples[i] for i in trained], [examples[i] for i in evaluated]
 
 
-def digest_of(examples: Sequence[Any]) -> str:
-    """Return 12 hex digits of the SHA-256 of the examples' tokens and answers in order."""
+def compute_digest(examples: Sequence[Any]) -> str:
+    """Return 12 hex digits of the SHA-256 of the examples' tokens and answer masks, in order."""
     digest = hashlib.sha256()
     for part in (part for example in examples for part in example.parts):
         digest.update(len(part.tokens_T).to_bytes(8, "little"))

@@ -1,4 +1,4 @@
-"""Files, models of the hub and data sets that a user names: each error has option and path."""
+"""Reads files, models of the hub and data sets that a user names; errors name option and path."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ MAX_LINE_BYTES = 16 << 20  # a line of metrics has 1 MB for 50,000 experts
 SIZELESS_BYTES = 1 << 20  # read of a file that reports a size of 0, such as those of /proc
 
 
-def read_file(path: Path, option: str, *, max_bytes: int | None = None) -> bytes:
-    """Return the bytes of a regular file of at most `max_bytes`; None = the host's memory.
+def read_text(path: Path, option: str, *, max_bytes: int | None = None) -> str:
+    """Return the UTF-8 text of a regular file; ValueErrors name the flag `option` and the path.
 
-    Raises ValueError with the flag `option` and the path. Waits for no FIFO or device.
+    `max_bytes` None = the host's memory. A FIFO or device is refused.
     """
     name = format_option(option, path)
-    limit = host_bytes() if max_bytes is None else max_bytes
+    host_memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = host_memory if max_bytes is None else max_bytes
     try:
         with open(open_regular(path, follow=True), "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -33,14 +34,16 @@ def read_file(path: Path, option: str, *, max_bytes: int | None = None) -> bytes
         raise ValueError(f"{name} must be a plain file: write its text into one") from None
     if size > limit:
         raise ValueError(f"{name} must have <= {limit} bytes, not {size}: use a smaller file")
-    return content or b""
+    try:
+        return (content or b"").decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{name} must be UTF-8: {error.reason} at byte {error.start}: convert it"
+        ) from None
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file without line ends; no line if the file does not exist.
-
-    A line of more than `MAX_LINE_BYTES` is cut, and nothing after it is read.
-    """
+    """Yield the lines of a file, if it exists; stop after a line that is longer than 16 MiB."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -50,21 +53,9 @@ def read_lines(path: Path) -> Iterator[bytes]:
                 return  # a file that a crash has filled up with zeros may have many gigabytes
 
 
-def read_text(path: Path, option: str, *, max_bytes: int | None = None) -> str:
-    """Return the text of a regular file in UTF-8; limits and errors as in `read_file`."""
-    content = read_file(path, option, max_bytes=max_bytes)
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{format_option(option, path)} must be UTF-8: {error.reason} at byte {error.start}: "
-            "convert it"
-        ) from None
-
-
 @contextmanager
 def name_option_in_errors(option: str) -> Iterator[None]:
-    """Return a context in which errors about a path name the flag `option` and are ValueErrors."""
+    """Return a context in which errors about a path are ValueErrors that name the flag `option`."""
     try:
         yield
     except OSError as error:
@@ -80,18 +71,13 @@ def name_option_in_errors(option: str) -> Iterator[None]:
 
 def format_option(option: str, path: str | Path) -> str:
     """Return "OPTION (PATH)", with which errors about the path of an option begin."""
-    return f"{option} ({shown_path(path)})"
+    return f"{option} ({format_path(path)})"
 
 
-def shown_path(path: str | Path) -> str:
+def format_path(path: str | Path) -> str:
     """Return a path in one line of at most 200 characters."""
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(path))
     return text if len(text) <= 200 else f"{text[:98]}...{text[-99:]}"
-
-
-def host_bytes() -> int:
-    """Return the bytes of this host's memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -99,11 +85,7 @@ UNUSED_FILES = ("original/*", "metal/*", "*.pth", "*.gguf", "*.onnx")  # weights
 
 
 def find_config(path: Path, option: str = "--hf-config") -> Path:
-    """Return an existing path as it is, and for a name of the hub the config.json in the cache.
-
-    transformers downloads the file if the cache lacks it. Raises ValueError with the flag `option`
-    if that fails.
-    """
+    """Return an existing path, or for a name of the hub its config.json, which is downloaded."""
     if path.exists() or not HUB_ID.fullmatch(str(path)):
         return path
     from transformers.utils import cached_file
@@ -117,11 +99,10 @@ def find_config(path: Path, option: str = "--hf-config") -> Path:
         ) from None
 
 
-def model_directory(path: Path, option: str = "--model") -> Path:
-    """Return an existing path as it is, and for a name of the hub the directory in the cache.
+def find_model_directory(path: Path, option: str = "--model") -> Path:
+    """Return an existing path, or for a name of the hub its directory, which is downloaded.
 
-    The first process of a host downloads files that the cache lacks. Other processes wait for it.
-    Raises ValueError with the flag `option` if that fails.
+    The first process of a host downloads files; other processes wait.
     """
     if path.exists() or not HUB_ID.fullmatch(str(path)):
         return path
@@ -151,38 +132,28 @@ HUB = "hf:"
 DIRECTORY_FILES = ("state.json", "dataset_dict.json")  # of save_to_disk
 
 
-def is_table(path: str) -> bool:
-    """Return whether the package `datasets` reads the path."""
+def is_dataset(path: str) -> bool:
+    """Return whether a path is read by the package `datasets`."""
     is_directory = any(os.path.lexists(Path(path) / file) for file in DIRECTORY_FILES)
     return path.startswith(HUB) or path.endswith(".parquet") or is_directory
 
 
-def load_table(
+def open_dataset(
     path: str, option: str, *, split: str = "train", config: str = "", stream: bool = False
 ) -> Any:
-    """Return a data set of `datasets`; `split` and `config` select a part of it.
-
-    `stream` reads a data set of the hub without storing it. Raises ValueError with `option`.
-    """
+    """Return a part (`split`, `config`) of a data set; `stream` reads the hub without storing."""
     name = format_option(option, path)
     try:
         import datasets
     except ImportError:
         raise ValueError(f"{name} must have datasets installed: pip install datasets") from None
     location = path.removeprefix(HUB)
-    with _convert_load_errors(name):
+    try:
         if path.startswith(HUB):
             return datasets.load_dataset(location, config or None, split=split, streaming=stream)
         if path.endswith(".parquet"):
             return datasets.load_dataset("parquet", data_files=path, split="train")
         dataset = datasets.load_from_disk(path)
         return dataset[split] if isinstance(dataset, datasets.DatasetDict) else dataset
-
-
-@contextmanager
-def _convert_load_errors(name: str) -> Iterator[None]:
-    """Return a context that turns any error into a ValueError of one line about `name`."""
-    try:
-        yield
     except Exception as error:
         raise ValueError(f"{name} must be a data set that loads: {shorten_text(error)}") from None

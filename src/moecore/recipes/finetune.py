@@ -7,8 +7,8 @@ r"""Fine-tune a Hugging Face Mixture-of-Experts model: one command to a director
         --data chats.jsonl --run-dir runs/mine --recompute
 
 See docs/finetuning.md. The loss of a step is the mean over the answers' tokens of all ranks and
-micro-batches: each micro-batch gives a sum, divided by the step's number of tokens. examples.py and
-chat.py make the examples, finetuning.py has the job, and loop.py the steps.
+micro-batches: the sum over each micro-batch is divided by the step's number of tokens. examples.py
+and chat.py make the examples, finetuning.py has the job, and loop.py the steps.
 """
 
 from __future__ import annotations
@@ -24,13 +24,10 @@ import torch
 
 from moecore.base.command_options import Spelling, Table, make_internal_field
 from moecore.base.fields import Bound, Count, CountOrZero
-from moecore.base.options.layer import BalanceConfig, MoEOverrides
-from moecore.base.progress import show_progress
 from moecore.base.rank_checks import find_difference
-from moecore.families.transformers.lora_options import LoRAOptions, add_adapters
+from moecore.families.transformers.lora import LoRAOptions, add_adapters
 from moecore.families.transformers.packing import find_packing_problem
 from moecore.families.transformers.stock import enable_recompute
-from moecore.io import init_adapters, load_hf
 from moecore.io.hf.config_fields import HFConfig
 from moecore.models import DecoderConfig, document_cost
 from moecore.packing import DocumentCost, ScheduledCollator
@@ -38,27 +35,27 @@ from moecore.parallel.mesh import Meshes, build_meshes
 from moecore.planning import TransformersModel
 from moecore.recipes.data import BatchShape
 from moecore.recipes.dry_run import make_planned_run, print_batch, print_dry_run
-from moecore.recipes.errors import check_dynamic_cp, check_graph, check_seq_len
 from moecore.recipes.examples import (
     Examples,
-    digest_of,
+    compute_digest,
     encode_row,
     make_packed_steps,
     make_scheduled_steps,
     read_examples,
     split_examples,
 )
-from moecore.recipes.files import model_directory, name_option_in_errors
+from moecore.recipes.files import find_model_directory
 from moecore.recipes.finetuning import FineTuning, PreferenceTuning
 from moecore.recipes.hf_model import (
     build_hf,
     can_pack,
-    decoder_of,
-    num_experts,
+    count_experts,
+    find_decoder_config,
+    load_weights,
     read_config,
     read_tokenizer,
 )
-from moecore.recipes.loop import batch_shape, ranks_to_start, run, run_command
+from moecore.recipes.loop import count_ranks, make_batch_shape, run, run_command
 from moecore.recipes.optimizer import OptimizerConfig
 from moecore.recipes.options import ShardedConfig, parallelize
 from moecore.recipes.parser import parse
@@ -111,7 +108,7 @@ class FinetuneConfig(ShardedConfig):
 
 
 def check_objective(args: FinetuneConfig) -> None:
-    """Raise ValueError for options that the objective does not take."""
+    """Raise ValueError for options that do not apply to the objective."""
     if args.objective == "sft":
         if args.dpo is not None:
             raise ValueError(f"--objective (sft) must be dpo with options of [dpo]: {args.dpo}")
@@ -124,11 +121,7 @@ def check_objective(args: FinetuneConfig) -> None:
 def make_step_reader(
     args: FinetuneConfig, meshes: Meshes, decoder: DecoderConfig | None, *, packs: bool
 ) -> Callable[..., Any]:
-    """Return a function of (examples, shape, seed) that returns this data rank's steps.
-
-    `packs` is whether rows have several documents. `decoder` gives the costs of documents with
-    --dynamic-cp; None = default costs.
-    """
+    """Return a function of (examples, shape, seed) that returns this data rank's steps."""
     if args.objective == "dpo":
         return partial(make_preference_steps, data_rank=meshes.data_rank)
     if args.sharding.dynamic_cp is None:
@@ -143,10 +136,7 @@ def make_step_reader(
 
 
 def read_data(args: FinetuneConfig, *, vocab_size: int) -> tuple[Examples, list[Any], list[Any]]:
-    """Return the examples of --data with counts, the training and the held-out examples.
-
-    Raises ValueError for a token id that is not below `vocab_size`.
-    """
+    """Return the examples of --data with counts, and training and evaluation examples."""
     read = partial(
         read_examples,
         encode=encode_row if args.objective == "sft" else encode_preference,
@@ -172,16 +162,17 @@ def read_data(args: FinetuneConfig, *, vocab_size: int) -> tuple[Examples, list[
 
 
 def build_job(args: FinetuneConfig) -> FineTuning:
-    """Read the data, shard the model, load the last checkpoint if one exists; return the job."""
+    """Read the data, shard the model and load the last checkpoint, if any; return the job."""
     world_size = int(os.environ["WORLD_SIZE"])
     args, config = check(args, world_size)
     make_run_dir(args.run_dir)
     data, examples, held_out = read_data(args, vocab_size=config.get_text_config().vocab_size)
-    meshes = build_meshes(args.parallel_config(world_size, num_experts=num_experts(config)))
-    shape = batch_shape(args, meshes.parallel)
+    meshes = build_meshes(args.make_parallel_config(world_size, num_experts=count_experts(config)))
+    shape = make_batch_shape(args, meshes.parallel)
     dtype = torch.bfloat16 if args.optimizer.master_remainder else torch.float32
+    device = torch.device(meshes.device_type)
     if args.lora is not None:  # frozen weights need no fp32
-        dtype = args.compute_dtype(torch.device(meshes.device_type))
+        dtype = args.get_compute_dtype(device)
     hf = build_hf(config, args.model, dtype)
     packed_rows = can_pack(hf)  # of the whole model, of which a stage has a part
     if args.objective == "dpo" and not packed_rows:
@@ -194,33 +185,30 @@ def build_job(args: FinetuneConfig) -> FineTuning:
     if args.lora is not None:
         hf = add_adapters(hf, args.lora)
     model = build_model(args, hf, meshes, shape)
-    job_class: type[FineTuning] = FineTuning
-    references: dict[str, Any] = {}
+    job_class: Callable[..., FineTuning] = FineTuning
     if args.objective == "dpo":
-        job_class, references = PreferenceTuning, {"reference": None}
+        reference = None
         if args.lora is None:
-            references = {"reference": build_reference(args, config, meshes, shape)}
-    data_facts = f"{len(examples)} examples, digest {digest_of(examples)}"
+            hf = build_hf(config, args.model, args.get_compute_dtype(device))
+            reference = build_model(args, hf, meshes, shape, is_reference=True)
+            reference.requires_grad_(False).eval()
+        job_class = partial(PreferenceTuning, reference=reference)
+    data_facts = f"{len(examples)} examples, digest {compute_digest(examples)}"
     facts = {"--model": args.model.resolve().name, "--data": data_facts}
     if (problem := find_difference(facts, meshes.device_type)) is not None:
         raise ValueError(f"{problem} on every rank: give all hosts the same files")
-    decoder = decoder_of(args.model)
+    decoder = find_decoder_config(args.model)
     read = make_step_reader(args, meshes, decoder, packs=packed_rows)
     batches = read(examples, shape, seed=args.seed)
     args = replace(args, steps=args.max_steps or args.epochs * len(batches.sampler))
     return job_class(
-        **references,
         args=args,
         meshes=meshes,
         model=model,
         optimizers=args.optimizer.build(model),
         shape=shape,
         config=model.config.to_dict(),
-        facts={
-            "--seed": args.seed,
-            "rows per step": shape.data_ranks * shape.grad_accum * shape.batch_size,
-            **facts,
-        },
+        facts={"--seed": args.seed, "rows per step": shape.rows, **facts},
         batches=batches,
         examples=examples,
         held_out=held_out,
@@ -229,12 +217,6 @@ def build_job(args: FinetuneConfig) -> FineTuning:
         decoder=decoder,
         read=read,
     )
-
-
-def build_reference(args: FinetuneConfig, config: Any, meshes: Meshes, shape: BatchShape) -> Any:
-    """Return the frozen reference model of objective "dpo", sharded like the trained model."""
-    hf = build_hf(config, args.model, args.compute_dtype(torch.device(meshes.device_type)))
-    return build_model(args, hf, meshes, shape, is_reference=True).requires_grad_(False).eval()
 
 
 def build_model(
@@ -247,11 +229,9 @@ def build_model(
 ) -> Any:
     """Shard a model on meta in place, load the weights of --model, and return it. Collective.
 
-    `is_reference` loads weights in the dtype of `model`. Raises ValueError if options need packed
-    sequences, which the model cannot take.
+    Raises ValueError if options need packed sequences, which the model does not support.
     """
-    device = torch.device(meshes.device_type)
-    has_adapters, longest = args.lora is not None, args.sharding.dynamic_cp
+    longest = args.sharding.dynamic_cp
     needs_packing = longest is not None or args.cuda_graph
     if needs_packing and (other := find_packing_problem(model)) is not None:
         option = "--cuda-graph" if longest is None else f"--dynamic-cp ({longest})"
@@ -261,32 +241,19 @@ def build_model(
         )
     num_rows = shape.batch_size * (2 if args.objective == "dpo" else 1)
     max_tokens = (longest or num_rows * shape.seq_len // shape.cp) // meshes.parallel.tp
-    moe = MoEOverrides()
-    if args.aux_loss:
-        moe["balance"] = BalanceConfig(micro_batch_coef=args.aux_loss)
-    parallelize(model, meshes, args, max_tokens=max_tokens, moe=moe)
-    model.to_empty(device=device)
-    with name_option_in_errors("--model"), show_progress("loading weights", unit="B") as report:
-        load_hf(args.model, model, cast=has_adapters or is_reference, progress=report)
-    if has_adapters:
-        init_adapters(model, args.seed)
+    parallelize(model, meshes, args, max_tokens=max_tokens, moe=args.make_moe_overrides())
+    load_weights(args, model, meshes.device_type, cast=args.lora is not None or is_reference)
     return model
 
 
 def check(args: FinetuneConfig, world_size: int) -> tuple[FinetuneConfig, Any]:
-    """Return the options, with a directory as `model`, and the model's transformers config.
-
-    Raises ValueError for options that `world_size` ranks cannot run.
-    """
-    args = replace(args, model=model_directory(args.model))
+    """Check options for `world_size` ranks; return them with a local `model`, and its config."""
+    args = replace(args, model=find_model_directory(args.model))
     config = read_config(args.model)
-    parallel = args.parallel_config(world_size, num_experts=num_experts(config))
+    parallel = args.make_parallel_config(world_size, num_experts=count_experts(config))
     args.check_sharding()
-    check_graph(args, args.sharding.dynamic_cp)
     check_objective(args)
-    if args.sharding.dynamic_cp is not None:
-        check_dynamic_cp(args, args.sharding.dynamic_cp, parallel)
-    check_seq_len(args, parallel)
+    args.check_seq_len(parallel)
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_len > longest:
         raise ValueError(
@@ -296,21 +263,24 @@ def check(args: FinetuneConfig, world_size: int) -> tuple[FinetuneConfig, Any]:
     return args, config
 
 
-def parse_arguments(words: Sequence[str] | None = None) -> FinetuneConfig:
-    """Return the options of a run; None = sys.argv."""
-    return parse(FinetuneConfig, words, prog="moecore finetune")
+parse_arguments = partial(parse, FinetuneConfig, prog="moecore finetune")
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Start the ranks, or be a rank under torchrun; return the status. `words` None = sys.argv."""
+    """Run `moecore finetune` with the words of a command line; return the exit status."""
     return run_command(parse_arguments, words, run_rank=run_rank, check=check, dry_run=dry_run)
 
 
+def run_rank(args: FinetuneConfig) -> int:
+    """Train and export on this rank; return the exit status."""
+    return run(args, build_job)
+
+
 def dry_run(args: FinetuneConfig) -> int:
-    """Print options, plan and first batch; return 0 if the plan fits the GPU, else 1."""
-    world_size = args.gpus or ranks_to_start(args)
+    """Print options, plan and first batch; return 0 if the plan fits the GPU, otherwise 1."""
+    world_size = args.gpus or count_ranks(args)
     args, config = check(args, world_size)
-    parallel = args.parallel_config(world_size, num_experts=num_experts(config))
+    parallel = args.make_parallel_config(world_size, num_experts=count_experts(config))
     training_run = None
     if args.objective == "sft":
         model = make_planned_model(args, args.model)
@@ -319,7 +289,8 @@ def dry_run(args: FinetuneConfig) -> int:
     def print_first_batch() -> None:
         data, examples, _ = read_data(args, vocab_size=config.get_text_config().vocab_size)
         print(f"data: {data.report}")
-        packed_rows, shape = can_pack(build_hf(config, args.model)), batch_shape(args, parallel)
+        packed_rows = can_pack(build_hf(config, args.model))
+        shape = make_batch_shape(args, parallel)
         parts = [part for example in examples for part in example.parts]
         steps = make_packed_steps(parts, shape, seed=args.seed, data_rank=0, packs=packed_rows)
         print_batch(steps.next(), read_tokenizer(args.model).decode)
@@ -328,11 +299,6 @@ def dry_run(args: FinetuneConfig) -> int:
 
 
 def make_planned_model(args: FinetuneConfig, config: HFConfig) -> TransformersModel:
-    """Return the model by which `moecore.planning` plans these options; `config`: config.json."""
+    """Return the model that `moecore.planning` plans for these options and a config.json."""
     model = TransformersModel.of(config)
     return replace(model, recompute=args.recompute, lora=args.lora)
-
-
-def run_rank(args: FinetuneConfig) -> int:
-    """Build, train, save and export on this rank; return the exit status."""
-    return run(args, build_job)

@@ -1,4 +1,4 @@
-"""FineTuning: one rank's part of `moecore finetune`, and of its objective "dpo"."""
+"""One rank's part of `moecore finetune`: the jobs of the objectives "sft" and "dpo"."""
 
 from __future__ import annotations
 
@@ -15,20 +15,11 @@ from moecore.models import DecoderConfig
 from moecore.packing.corpus.scheduled_batch import ScheduledBatch
 from moecore.recipes.data import Graphed, StepBatch, Steps, to_device
 from moecore.recipes.examples import Examples
-from moecore.recipes.hf_model import (
-    export,
-    finish_adapters,
-    make_causal_lm_inputs,
-)
+from moecore.recipes.hf_model import export_run, make_causal_lm_inputs
 from moecore.recipes.job import TrainingJob
-from moecore.recipes.loop import (
-    describe_ranks,
-    describe_start,
-    print_on_rank_0,
-)
+from moecore.recipes.loop import describe_ranks, describe_start, print_on_rank_0
 from moecore.recipes.metrics import Metrics, compute_usage
 from moecore.recipes.preferences import PreferenceBatch
-from moecore.recipes.report import EXPORT
 from moecore.rl import DPO, Engine, Rollouts
 
 
@@ -37,7 +28,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
     """The job of `moecore finetune`: a model of a Hugging Face directory on chats.
 
     Attributes:
-        examples, held_out: the examples to train on, and those to evaluate.
+        examples, held_out: the training examples and the evaluation examples.
         data: all examples of --data with counts of rows, for messages.
         packs: whether rows have several documents.
         decoder: the config for counts of FLOPs; None = unknown.
@@ -64,7 +55,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         self.graph = Graphed(train_on, self.model) if self.args.cuda_graph else None
 
     def print_start(self) -> None:
-        """Print model, data and ranks, and the evaluation loss before the first step."""
+        """Print data, model and ranks, and the evaluation loss before the first step."""
         args, begin = self.args, describe_start(self, "from its weights")
         data = f"{len(self.examples)} examples" + ("" if self.packs else ", not packed")
         notes = {
@@ -83,29 +74,22 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
             print_on_rank_0(f"eval loss {before['eval_loss']:.3f} before the first step")
 
     def next_batch(self, step: int) -> StepBatch | ScheduledBatch:
-        """Return the batch of this data rank for a step."""
+        """Return this data rank's batch for a step."""
         return self.batches.next()
 
     def forward_backward(self, num_labels: Tensor, batch: StepBatch | ScheduledBatch) -> Tensor:
-        """Run the micro-batches; return this rank's part of the mean loss over answers' tokens.
-
-        `num_labels` is the number of these tokens in the step over all data ranks. The mean is the
-        sum of all ranks' parts, divided by the number of ranks with the same batch.
-        """
+        """Run the micro-batches; return this rank's part of the mean loss, see `TrainingJob`."""
         if isinstance(batch, ScheduledBatch):
             self.owner.num_micro_batches = len(batch.cps)
             inputs = batch.inputs(self.device, transformers=True)
             return batch.compute_local_loss(self.owner.forward_backward(inputs))
         if self.graph is None:
-            return self.train_on(num_labels, micro_batches(self, batch))
-        return self.graph(num_labels, *(to_device(x, self.device) for x in batch.tensors()))
+            return self.train_on(num_labels, iterate_micro_batches(self, batch))
+        return self.graph(num_labels, *(to_device(x, self.device) for x in batch.list_tensors()))
 
-    def train_on(self, num_labels: Tensor, of_step: Iterable[Sequence[Tensor]]) -> Tensor:
-        """Run forward and backward of micro-batches; return this rank's part of the mean loss.
-
-        Each item of `of_step` has the tensors of `StepBatch.tensors` for one micro-batch.
-        """
-        inputs = [make_causal_lm_inputs(num_labels, *parts) for parts in of_step]
+    def train_on(self, num_labels: Tensor, micro_batches: Iterable[Sequence[Tensor]]) -> Tensor:
+        """Run micro-batches of tensors; return this rank's part of the mean loss."""
+        inputs = [make_causal_lm_inputs(num_labels, *parts) for parts in micro_batches]
         return self.owner.forward_backward(inputs).sum()
 
     @torch.no_grad()
@@ -119,47 +103,37 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         numbers = range(len(steps.sampler))
         for _ in track(numbers, "evaluating", unit="batches", lines=True):
             batch = steps.next()
-            sums[0] += self.sum_of_losses(batch)
+            sums[0] += self.sum_losses(batch)
             sums[1] += to_device(batch.count_labels_and_tokens()[0], self.device)
         self.model.train()
         dist.all_reduce(sums)
         total, num_tokens = sums.tolist()
         return {"eval_loss": total / num_tokens}
 
-    def sum_of_losses(self, batch: StepBatch | ScheduledBatch) -> Tensor:
+    def sum_losses(self, batch: StepBatch | ScheduledBatch) -> Tensor:
         """Return this rank's part of the sum of losses over a batch's answer tokens, 0-dim."""
         if isinstance(batch, ScheduledBatch):
             losses = self.owner.compute_losses(batch.inputs(self.device, transformers=True))
             return batch.compute_local_loss(losses) * batch.num_labels
         divisor = torch.ones((), dtype=torch.int64, device=self.device)
-        inputs = [make_causal_lm_inputs(divisor, *parts) for parts in micro_batches(self, batch)]
+        inputs = [
+            make_causal_lm_inputs(divisor, *parts) for parts in iterate_micro_batches(self, batch)
+        ]
         return self.owner.compute_losses(inputs).sum()
 
-    def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
-        """Return "answer_tokens", "padding_share" and, if FLOPs and peak are known, "mfu".
-
-        `counts` are the `count_labels_and_tokens` of batches, summed over data ranks, and `seconds`
-        the time of the step.
-        """
+    def compute_metrics(self, counts: list[int], seconds: float) -> Metrics:
+        """Return "answer_tokens", "padding_share" and, if FLOPs and peak are known, "mfu"."""
         shares = compute_usage(counts, seconds, self.decoder, self.peak_tflops)
         return {"answer_tokens": counts[0], **shares}
 
     def finish(self) -> None:
-        """Merge LoRA adapters, if any, and export a directory for `from_pretrained`. Collective."""
-        target = self.args.run_dir / EXPORT
-        if self.start < self.args.steps or not target.exists():
-            if self.args.lora is not None:
-                finish_adapters(self.model, self.args.run_dir)
-            export(self.model, self.args.model, target)
-        print_on_rank_0(f"{target} is ready for from_pretrained")
+        """Export the trained model to RUN_DIR/export. Collective."""
+        export_run(self)
 
 
-def micro_batches(job: FineTuning, batch: StepBatch) -> Iterator[list[Tensor]]:
-    """Yield [tokens, labels, padding, borders] of each micro-batch on the device.
-
-    If `job.packs` is False, rows (sequences) lose padding at their ends, and borders are left out.
-    """
-    for parts in zip(*batch.tensors(), strict=True):
+def iterate_micro_batches(job: FineTuning, batch: StepBatch) -> Iterator[list[Tensor]]:
+    """Yield the tensors of each micro-batch on the device; without packing, rows lose padding."""
+    for parts in zip(*batch.list_tensors(), strict=True):
         if not job.packs:  # rows end with the longest of their documents
             T = int((~parts[2]).sum(1).max().clamp(min=1))
             parts = tuple(part[:, :T].contiguous() for part in parts[:3])
@@ -168,7 +142,7 @@ def micro_batches(job: FineTuning, batch: StepBatch) -> Iterator[list[Tensor]]:
 
 @dataclass(kw_only=True)
 class PreferenceTuning(FineTuning):
-    """The job of objective "dpo"; `reference` None = the model without LoRA adapters."""
+    """The job of objective "dpo"; `reference` None = the model without its LoRA adapters."""
 
     reference: Any
 
@@ -185,17 +159,14 @@ class PreferenceTuning(FineTuning):
         self._metrics: Metrics = {}
 
     def forward_backward(self, num_labels: Tensor, batch: Any) -> Tensor:
-        """Run forward and backward; return this rank's part of the mean loss over pairs.
-
-        The sum over data ranks is the mean. `num_labels` is not used.
-        """
+        """Run forward and backward; return the mean loss over pairs divided by the data ranks."""
         rollouts = self.add_reference_log_probs(batch)
         result = self.engine.forward_backward(rollouts, self.objective)
         self._metrics = self.compute_rewards(rollouts, result.scores.log_probs_N)
         return result.loss / self.meshes.data_ranks  # every rank has the mean
 
     def add_reference_log_probs(self, batch: PreferenceBatch) -> Rollouts:
-        """Return a batch's pairs with log-probabilities of the reference model, on the device."""
+        """Return a batch's pairs, on the device, with log-probabilities of the reference model."""
         scores = self.engine.reference_log_probs(batch.rollouts)
         return batch.rollouts.replace(
             ref_log_probs_N=scores.log_probs_N,
@@ -203,10 +174,7 @@ class PreferenceTuning(FineTuning):
         )
 
     def compute_rewards(self, rollouts: Rollouts, log_probs_N: Tensor) -> Metrics:
-        """Return means over all pairs of "rewards/" chosen, rejected, margins, accuracies.
-
-        `log_probs_N` are the policy's. The call is collective and waits for the device.
-        """
+        """Return the means over all pairs of TRL's "rewards/" metrics. Collective."""
         rewards_i2 = self.objective.beta * self.objective.compute_log_ratios(log_probs_N, rollouts)
         margins_i = rewards_i2[:, 0] - rewards_i2[:, 1]
         sums = torch.stack([*rewards_i2.sum(0), margins_i.sum(), (margins_i > 0).sum()])
@@ -221,13 +189,13 @@ class PreferenceTuning(FineTuning):
         """Return the rewards of the last step's pairs."""
         return self._metrics
 
-    def sum_of_losses(self, batch: Any) -> Tensor:
+    def sum_losses(self, batch: Any) -> Tensor:
         """Return the sum of the DPO losses of this data rank's pairs, 0-dim."""
         rollouts = self.add_reference_log_probs(batch)
         log_probs_N = self.engine.log_probs(rollouts).log_probs_N
         log_ratios_i2 = self.objective.compute_log_ratios(log_probs_N, rollouts)
         return self.objective.compute_pair_losses(log_ratios_i2).sum()
 
-    def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
-        """Return "answer_tokens", the tokens of completions."""
+    def compute_metrics(self, counts: list[int], seconds: float) -> Metrics:
+        """Return "answer_tokens", the number of tokens of completions."""
         return {"answer_tokens": counts[2]}

@@ -1,4 +1,4 @@
-"""`moecore generate`: a trained model in one process, by transformers; and samples of a run."""
+"""`moecore generate`: continues a prompt with a trained model, by transformers in one process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class GenerateConfig:
     """Continue a prompt with a run, a checkpoint or a Hugging Face directory.
 
     Attributes:
-        path: a run (its export or latest checkpoint), a checkpoint, or a Hugging Face directory.
+        path: a run (its export or latest checkpoint), a checkpoint, or a Hugging Face
+            directory.
         prompt: the text to continue, or the user's message with `chat`.
         chat: put the prompt into the tokenizer's chat template.
         max_new_tokens: maximum number of tokens.
@@ -60,7 +61,7 @@ class GenerateConfig:
 def run_generate(args: GenerateConfig) -> int:
     """Print a prompt and its continuation; return 0."""
     model, tokenizer = load_model(args.path)
-    ids = prompt_ids(tokenizer, args.prompt, is_chat=args.chat)
+    ids = encode_prompt(tokenizer, args.prompt, is_chat=args.chat)
     torch.manual_seed(args.seed)
     options: dict[str, Any] = {"do_sample": False}
     if args.temperature > 0:
@@ -94,10 +95,9 @@ def load_model(path: Path) -> tuple[Any, Tokenizer]:
 
 
 def find_or_convert_directory(path: Path, target: Path) -> Path:
-    """Return the Hugging Face directory of a path, or convert a checkpoint there into `target`.
+    """Return the Hugging Face directory of a path, or convert the path's checkpoint to `target`.
 
-    A run without an export, its checkpoints, or one checkpoint are converted, with the config.json
-    and the tokenizer that the run's options name. Raises ValueError if there is none of these.
+    config.json and tokenizer are those that the run's options name.
     """
     for directory in (path, path / EXPORT):
         if (directory / "config.json").is_file():
@@ -120,15 +120,21 @@ def find_or_convert_directory(path: Path, target: Path) -> Path:
     return target
 
 
-def prompt_ids(tokenizer: Tokenizer, prompt: str, *, is_chat: bool) -> list[int]:
-    """Return the token ids of a prompt; `is_chat` puts the prompt into the chat template.
-
-    Raises ValueError for no tokens, for a chat without a template, or if the tokenizer fails.
-    """
+def encode_prompt(tokenizer: Tokenizer, prompt: str, *, is_chat: bool) -> list[int]:
+    """Return the token ids of a prompt; `is_chat` puts the prompt into the chat template."""
     if is_chat and (tokenizer.hf is None or not tokenizer.hf.chat_template):
         raise ValueError("--chat must go with a tokenizer that has a chat template: drop it")
     try:
-        ids = _encode_prompt(tokenizer, prompt, is_chat=is_chat)
+        if tokenizer.borders is None:  # tokens are bytes
+            ids = list(prompt.encode())
+        elif is_chat:
+            chat = [{"role": "user", "content": prompt}]
+            hf = tokenizer.hf
+            text = hf.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            ids = hf(text, add_special_tokens=False)["input_ids"]
+        else:
+            ids = tokenizer.hf(prompt, add_special_tokens=False)["input_ids"]
+            ids = tokenizer.borders.make_prompt(ids)
     except Exception as error:  # of any kind: a template is code
         part = "chat template" if is_chat else "tokenizer"
         raise ValueError(
@@ -139,32 +145,18 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, *, is_chat: bool) -> list[int]
     return ids
 
 
-def _encode_prompt(tokenizer: Tokenizer, prompt: str, *, is_chat: bool) -> list[int]:
-    """Return the token ids of a prompt, in the chat template with `is_chat`."""
-    if tokenizer.borders is None:  # tokens are bytes
-        return list(prompt.encode())
-    ids: list[int]
-    if is_chat:
-        chat = [{"role": "user", "content": prompt}]
-        text = tokenizer.hf.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        ids = tokenizer.hf(text, add_special_tokens=False)["input_ids"]
-    else:
-        ids = tokenizer.hf(prompt, add_special_tokens=False)["input_ids"]
-        ids = tokenizer.borders.make_prompt(ids)
-    return ids
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleOptions(CheckedRecord):
     """Samples of the model during the training, written to RUN_DIR/samples.jsonl.
 
-    All ranks generate together, token by token, so the model stays sharded. The tokens are the most
-    likely ones: those of transformers' greedy `generate` on the export.
+    All ranks generate together, token by token, so the model stays sharded. Generation is greedy:
+    the tokens equal those of transformers' greedy `generate` on the export.
 
     Attributes:
         sample_prompts: the texts that the model continues.
         sample_every: steps between samples; 0 = none. The last step has samples too.
-        sample_tokens: tokens of a continuation at most; it ends with the end-of-sequence token.
+        sample_tokens: maximum tokens of a continuation, which ends with the end-of-sequence
+            token.
     """
 
     sample_prompts: tuple[str, ...] = ()
@@ -175,11 +167,13 @@ class SampleOptions(CheckedRecord):
         if self.sample_every and not self.sample_prompts:
             yield "sample_every", "be 0 without sample_prompts: give a prompt"
 
-    def prompts(self, tokenizer: Tokenizer, config: DecoderConfig) -> dict[str, list[int]]:
-        """Return {text: token ids}; {} = no samples. ValueError if the model cannot take them."""
+    def encode_prompts(self, tokenizer: Tokenizer, config: DecoderConfig) -> dict[str, list[int]]:
+        """Return {prompt: token ids}; {} = no samples. ValueError for unsupported prompts."""
         if not self.sample_every:
             return {}
-        prompts = {text: prompt_ids(tokenizer, text, is_chat=False) for text in self.sample_prompts}
+        prompts = {
+            text: encode_prompt(tokenizer, text, is_chat=False) for text in self.sample_prompts
+        }
         for text, ids in prompts.items():
             if len(ids) + self.sample_tokens > config.max_seq_len:
                 raise ValueError(
@@ -204,9 +198,9 @@ def write_samples(
     step: int,
     num_tokens: int,
 ) -> list[str]:
-    """Continue each prompt, append the texts to a file, and return them; rank 0 writes. Collective.
+    """Continue each prompt, append the texts to a file on rank 0, and return them. Collective.
 
-    `prompts` has the token ids of each text. Lines of `step` and later steps are replaced.
+    Lines of `step` and later steps are replaced.
     """
     texts = []
     device = next(model.parameters()).device
@@ -230,10 +224,7 @@ def write_samples(
 
 
 def read_samples(file: Path, *, before: int) -> list[str]:
-    """Return the JSON lines of a samples file whose step is below `before`; [] = no file.
-
-    Damaged lines are left out.
-    """
+    """Return the undamaged lines of a samples file whose step is below `before`; [] = no file."""
     return [line.decode() for line in read_lines(file) if _parse_step(line) < before]
 
 

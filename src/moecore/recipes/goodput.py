@@ -1,8 +1,8 @@
-"""Goodput: the share of a run's wall time that became steps, over all starts of the run.
+"""Goodput: the share of a run's wall time that is spent in steps, over all starts of the run.
 
 RUN_DIR/wall_time.json has the seconds by category:
 
-    steps        optimizer steps that the weights have now
+    steps        optimizer steps whose updates the weights have
     lost steps   steps after the checkpoint from which a start continued
     start        from the start of the process to the first step: imports, data, model, checkpoint
     evaluate, sample, save    between steps; a save in the background takes only its first part
@@ -29,14 +29,14 @@ STEPS, LOST_STEPS, START, DOWN = "steps", "lost steps", "start", "down"
 
 
 class WallTime:
-    """The seconds of a run by category, which rank 0 adds up and writes to a file.
+    """The seconds of a run by category, which rank 0 measures and writes to a file.
 
     `began` is the time at which the first start of the run began, in seconds since the epoch.
     `seconds` maps each category to its seconds.
     """
 
     def __init__(self, path: Path, *, lost_seconds: float = 0.0) -> None:
-        """Continue the file at `path` if it exists; `lost_seconds`: of steps that are repeated."""
+        """Continue the file at `path`, if it exists; `lost_seconds` are those of repeated steps."""
         process_start, start_end = find_process_start(), time.time()
         self.path, self._next_save = path, 0.0
         self.began, ended, self.seconds = _read_file(path) or (process_start, process_start, {})
@@ -60,12 +60,12 @@ class WallTime:
             self.add(category, time.perf_counter() - begin)
 
     def compute_goodput(self) -> float:
-        """Return the share of the wall time since `began` that is in steps; at most 1."""
+        """Return the share of the wall time since `began` that is in steps, at most 1."""
         total = max(time.time() - self.began, 1e-9)
         return min(1.0, self.seconds.get(STEPS, 0.0) / total)
 
     def save(self, *, is_forced: bool = True) -> None:
-        """Write the file; with `is_forced` False only if the last write was five seconds ago."""
+        """Write the file; if `is_forced` is False, only if the last write was five seconds ago."""
         if not is_forced and time.monotonic() < self._next_save:
             return
         self._next_save = time.monotonic() + SAVE_S
@@ -84,7 +84,7 @@ class WallTime:
 
 
 def _read_file(path: Path) -> tuple[float, float, dict[str, float]] | None:
-    """Return began, ended and the seconds by category; None = no file, or a damaged file."""
+    """Return began, ended and seconds by category of a file; None = no file, or a damaged file."""
     try:
         if path.stat().st_size > MAX_BYTES:
             return None
@@ -97,7 +97,7 @@ def _read_file(path: Path) -> tuple[float, float, dict[str, float]] | None:
 
 @cache
 def find_process_start() -> float:
-    """Return when this process started, in seconds since the epoch; without /proc, now."""
+    """Return the start time of this process in seconds since the epoch; without /proc, now."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")

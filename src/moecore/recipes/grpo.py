@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,16 +23,13 @@ import torch
 from moecore.base.command_options import Fields, Table, make_internal_field
 from moecore.base.fields import Count
 from moecore.base.options.fsdp import FSDPOptions
-from moecore.base.options.layer import BalanceConfig, MoEOverrides
-from moecore.base.progress import show_progress
 from moecore.base.rank_checks import find_difference
-from moecore.families.transformers.lora_options import LoRAOptions, add_adapters
-from moecore.io import init_adapters, load_hf
+from moecore.families.transformers.lora import LoRAOptions, add_adapters
 from moecore.parallel.mesh import Meshes, ParallelConfig, build_meshes
 from moecore.parallelize import parallelize_moe
 from moecore.planning import TransformersModel
 from moecore.recipes.dry_run import MAX_TOKENS, make_planned_run, print_dry_run
-from moecore.recipes.files import model_directory, name_option_in_errors
+from moecore.recipes.files import find_model_directory
 from moecore.recipes.grpo_job import (
     Prompt,
     Reinforcement,
@@ -43,11 +41,12 @@ from moecore.recipes.grpo_job import (
 from moecore.recipes.hf_model import (
     build_hf,
     can_pack,
-    num_experts,
+    count_experts,
+    load_weights,
     read_config,
     read_tokenizer,
 )
-from moecore.recipes.loop import batch_shape, ranks_to_start, run, run_command
+from moecore.recipes.loop import count_ranks, make_batch_shape, run, run_command
 from moecore.recipes.optimizer import OptimizerConfig
 from moecore.recipes.options import RunConfig, ShardedConfig
 from moecore.recipes.parser import parse
@@ -101,14 +100,12 @@ class GRPOConfig(RunConfig):
 
 
 def read_model(args: GRPOConfig, config: Any, meshes: Meshes, *, is_reference: bool = False) -> Any:
-    """Return this rank's shards of the model, with new LoRA adapters if [lora] is set.
-
-    `is_reference`: the model is frozen and has the dtype of compute. Raises ValueError for a model
-    that cannot separate packed documents.
-    """
+    """Return this rank's shards of the policy, or if `is_reference` of the frozen reference."""
     device = torch.device(meshes.device_type)
     is_frozen = is_reference or args.lora is not None
-    model = build_hf(config, args.model, args.compute_dtype(device) if is_frozen else torch.float32)
+    model = build_hf(
+        config, args.model, args.get_compute_dtype(device) if is_frozen else torch.float32
+    )
     if not can_pack(model):
         raise ValueError(
             f"--model ({args.model}) must keep documents of a row apart, which "
@@ -116,21 +113,14 @@ def read_model(args: GRPOConfig, config: Any, meshes: Meshes, *, is_reference: b
         )
     if args.lora is not None:
         model = add_adapters(model, args.lora)
-    moe = MoEOverrides()
-    if args.aux_loss:
-        moe["balance"] = BalanceConfig(micro_batch_coef=args.aux_loss)
-    fsdp = FSDPOptions(param_dtype=args.compute_dtype(device))
-    parallelize_moe(model, meshes, moe=moe, fsdp=fsdp)
-    model.to_empty(device=device)
-    with name_option_in_errors("--model"), show_progress("loading weights", unit="B") as report:
-        load_hf(args.model, model, cast=is_frozen, progress=report)
-    if args.lora is not None:
-        init_adapters(model, args.seed)
+    fsdp = FSDPOptions(param_dtype=args.get_compute_dtype(device))
+    parallelize_moe(model, meshes, moe=args.make_moe_overrides(), fsdp=fsdp)
+    load_weights(args, model, meshes.device_type, cast=is_frozen)
     return model.requires_grad_(False).eval() if is_reference else model
 
 
-def prompts_of(args: GRPOConfig, tokenizer: Any) -> list[Prompt]:
-    """Return the prompts of --data. Raises as `read_prompts`."""
+def read_run_prompts(args: GRPOConfig, tokenizer: Any) -> list[Prompt]:
+    """Return the prompts of --data; raises ValueError like `read_prompts`."""
     return read_prompts(
         args.data,
         tokenizer,
@@ -141,7 +131,7 @@ def prompts_of(args: GRPOConfig, tokenizer: Any) -> list[Prompt]:
 
 
 def build_job(args: GRPOConfig) -> Reinforcement:
-    """Put policy and sampler on the ranks, load a checkpoint if one exists; return the job."""
+    """Build policy and sampler, load the last checkpoint, if one exists; return the job."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -151,8 +141,8 @@ def build_job(args: GRPOConfig) -> Reinforcement:
     reward = load_reward(sampling.reward)
     make_run_dir(args.run_dir)
     tokenizer = read_tokenizer(args.model)
-    prompts = prompts_of(args, tokenizer)
-    meshes = build_meshes(args.parallel_config(world_size, num_experts=num_experts(config)))
+    prompts = read_run_prompts(args, tokenizer)
+    meshes = build_meshes(args.make_parallel_config(world_size, num_experts=count_experts(config)))
     facts = {"--model": args.model.resolve().name, "prompts": len(prompts)}
     if (problem := find_difference(facts, meshes.device_type)) is not None:
         raise ValueError(f"{problem} on every rank: give all hosts the same files")
@@ -160,7 +150,7 @@ def build_job(args: GRPOConfig) -> Reinforcement:
     reference = None
     if args.grpo.kl_coef and args.lora is None:  # the policy without its adapters is one
         reference = read_model(args, config, meshes, is_reference=True)
-    dtype = args.compute_dtype(torch.device(meshes.device_type))
+    dtype = args.get_compute_dtype(torch.device(meshes.device_type))
     logging.disable_progress_bar()  # each rank would draw one
     sampler = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
     return Reinforcement(
@@ -168,7 +158,7 @@ def build_job(args: GRPOConfig) -> Reinforcement:
         meshes=meshes,
         model=policy,
         optimizers=args.optimizer.build(policy),
-        shape=batch_shape(args, meshes.parallel),
+        shape=make_batch_shape(args, meshes.parallel),
         config=config.to_dict(),
         facts={
             "--seed": args.seed,
@@ -192,33 +182,30 @@ def build_job(args: GRPOConfig) -> Reinforcement:
 
 
 def check(args: GRPOConfig, world_size: int) -> tuple[GRPOConfig, Any]:
-    """Return the options, with a directory as `model`, and the model's transformers config.
-
-    Raises ValueError for options that `world_size` ranks cannot run.
-    """
-    args = replace(args, model=model_directory(args.model))
+    """Check options for `world_size` ranks; return them with a local `model`, and its config."""
+    args = replace(args, model=find_model_directory(args.model))
     config = read_config(args.model)
-    args.parallel_config(world_size, num_experts=num_experts(config))
+    args.make_parallel_config(world_size, num_experts=count_experts(config))
     load_reward(args.sampling.reward)
     return args, config
 
 
-def parse_arguments(words: Sequence[str] | None = None) -> GRPOConfig:
-    """Return the options of a run; None = sys.argv."""
-    return parse(GRPOConfig, words, prog="moecore grpo")
+parse_arguments = partial(parse, GRPOConfig, prog="moecore grpo")
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Start the ranks, or be a rank under torchrun; return the status. `words` None = sys.argv."""
+    """Run `moecore grpo` with the words of a command line; return the exit status."""
     return run_command(parse_arguments, words, run_rank=run_rank, check=check, dry_run=dry_run)
 
 
-def dry_run(args: GRPOConfig) -> int:
-    """Print options, plan and first prompts; return 0 if the plan fits the GPU and 1 if not.
+def run_rank(args: GRPOConfig) -> int:
+    """Train and export on this rank; return the exit status."""
+    return run(args, build_job)
 
-    The plan is for the training of the policy: a micro-batch is a row of `seq_len` tokens.
-    """
-    world_size = args.gpus or ranks_to_start(args)
+
+def dry_run(args: GRPOConfig) -> int:
+    """Print options, the plan of training, and first prompts; return 0 if it fits, else 1."""
+    world_size = args.gpus or count_ranks(args)
     args, config = check(args, world_size)
     training_run = None
     if args.lora is not None or not args.grpo.kl_coef:
@@ -229,12 +216,12 @@ def dry_run(args: GRPOConfig) -> int:
             optimizer=args.optimizer,
             gpu=args.gpu,
         )
-        parallel = args.parallel_config(world_size, num_experts=num_experts(config))
+        parallel = args.make_parallel_config(world_size, num_experts=count_experts(config))
         model = replace(TransformersModel.of(args.model), lora=args.lora)
         training_run = make_planned_run(training, model, parallel, world_size)
 
     def print_first_batch() -> None:
-        prompts = prompts_of(args, read_tokenizer(args.model))
+        prompts = read_run_prompts(args, read_tokenizer(args.model))
         group = args.sampling.group
         if training_run is not None:
             print("the plan is without the sampler, a full copy of the model on each rank")
@@ -244,8 +231,3 @@ def dry_run(args: GRPOConfig) -> int:
         print(f"first prompt: {prompts[0].content!r}, tokens {prompts[0].ids[:MAX_TOKENS]}")
 
     return print_dry_run(args, training_run, print_first_batch)
-
-
-def run_rank(args: GRPOConfig) -> int:
-    """Build, train and export on this rank; return the exit status."""
-    return run(args, build_job)

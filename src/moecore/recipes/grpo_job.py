@@ -1,17 +1,17 @@
-"""Reinforcement: the job of `moecore grpo`, its reward functions and its prompts.
+"""The job of `moecore grpo`, its reward functions and its prompts.
 
     def reward(prompts, completions, **columns) -> list[float]
 
 `prompts` has the prompt of each completion, a text or a list of messages. `completions` has texts,
-or for prompts of messages lists of one assistant's message. `columns` has a list for each other
+or for prompts of messages lists with one assistant's message. `columns` has a list for each other
 column of --data, and completion_ids, the tokens. The result is one number per completion.
 
-Two models share each device. `parallelize_moe` has sharded the policy over all ranks. Each
-rank has a full copy of the sampler, a transformers model with `generate`. A step is
+Two models share each device. `parallelize_moe` has sharded the policy over all ranks. Each rank has
+a full copy of the sampler, a transformers model with `generate`. The parts of a step are
 
     sync      `Engine.weights` streams the policy's weights into the sampler
-    sample    a group of completions of each of the rank's prompts, the training off the device
-    score     the reward function; advantages are those within a group
+    sample    a group of completions of each of the rank's prompts; training state is offloaded
+    score     the reward function; advantages are relative to the group
     train     forward and backward of GRPO's loss, and `TrainStep.finish`
 
 Legend: P prompts of a rank, G completions of each, n = P * G.
@@ -38,13 +38,12 @@ from moecore.io.hf.stream import WeightStream
 from moecore.packing import PackedBatchSampler
 from moecore.packing.corpus.files import shorten_text
 from moecore.recipes.chat import find_borders, is_chat
-from moecore.recipes.data import Steps, generator_of
+from moecore.recipes.data import Steps, make_generator
 from moecore.recipes.errors import RewardError
-from moecore.recipes.hf_model import export, finish_adapters
+from moecore.recipes.hf_model import export_run
 from moecore.recipes.job import TrainingJob
 from moecore.recipes.loop import describe_ranks, describe_start, print_on_rank_0
 from moecore.recipes.metrics import Metrics
-from moecore.recipes.report import EXPORT
 from moecore.recipes.rows import ColumnNames, DatasetOptions, parse_tools, read_rows
 from moecore.rl import GRPO, Engine, Rollouts, group_advantages
 
@@ -52,10 +51,7 @@ Reward = Callable[..., Sequence[float]]
 
 
 def load_reward(path: str) -> Reward:
-    """Return the function of MODULE:FUNCTION, also from the working directory.
-
-    Raises ValueError if the module cannot be imported or has no such function.
-    """
+    """Import and return the function MODULE:FUNCTION, also from the working directory."""
     module_name, _, name = path.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -70,13 +66,13 @@ def load_reward(path: str) -> Reward:
     return function
 
 
-def rewards_of(
+def call_reward(
     reward: Reward,
     prompts: Sequence[Any],
     completions: Sequence[Any],
     columns: Mapping[str, Sequence[Any]],
 ) -> Tensor:
-    """Return the reward of each completion, fp32 [n]; RewardError unless all are finite numbers.
+    """Return the reward of each completion, fp32 [n]; RewardError unless all are finite.
 
     `columns` are further keyword arguments of `reward`, with an item per completion.
     """
@@ -114,11 +110,7 @@ def read_prompts(
     columns: ColumnNames | None,
     max_tokens: int,
 ) -> list[Prompt]:
-    """Return the prompts of the files, in order; messages are rendered for an answer.
-
-    `options` None and `columns` None = the defaults. Raises ValueError for a row without a prompt,
-    or with more than `max_tokens`.
-    """
+    """Return the prompts of the files, in order; ValueError for a row of more than `max_tokens`."""
     names, prompts = columns or ColumnNames(), list[Prompt]()
     rows = read_rows(files, "--data", options or DatasetOptions())
     for row in track(rows, "tokenizing", unit="prompts"):
@@ -156,7 +148,7 @@ def read_prompts(
 def make_prompt_steps(
     prompts: Sequence[Prompt], *, rows: int, data_rank: int, data_ranks: int, seed: int
 ) -> Steps[list[Prompt]]:
-    """Return this data rank's steps of `rows` prompts; an epoch has each prompt once on a rank."""
+    """Return this data rank's steps of `rows` prompts; an epoch has each prompt on one rank."""
     sampler = PackedBatchSampler(
         [1] * len(prompts), 1, rows=rows, data_rank=data_rank, data_ranks=data_ranks, seed=seed
     )
@@ -168,10 +160,11 @@ class SamplingOptions(CheckedRecord):
     """Completions of prompts, and their rewards.
 
     Attributes:
-        reward: MODULE:FUNCTION of (prompts, completions, **columns) -> list of numbers, as TRL's.
+        reward: MODULE:FUNCTION of (prompts, completions, **columns) -> list of numbers, as
+            TRL's.
         group: completions of a prompt.
-        max_new_tokens: tokens of a completion.
-        temperature: logits are divided by it.
+        max_new_tokens: maximum tokens of a completion.
+        temperature: divisor of the logits.
     """
 
     reward: str
@@ -182,27 +175,24 @@ class SamplingOptions(CheckedRecord):
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The completions that a rank has sampled in a step, with advantages, and rewards, fp32 [n]."""
+    """A rank's completions of a step, with advantages, and their rewards, fp32 [n]."""
 
     rollouts: Rollouts
     rewards_n: Tensor
 
     def count_labels_and_tokens(self) -> Tensor:
-        """Return tokens of completions, tokens, completions and 0: int64 [4]."""
+        """Return int64 [4]: tokens of completions, tokens, completions and 0."""
         num_new = int(self.rollouts.response_mask_N.sum())
-        return torch.tensor(
-            [num_new, len(self.rollouts.tokens_N), len(self.rewards_n), 0],
-            dtype=torch.int64,
-            device="cpu",
-        )
+        counts = [num_new, len(self.rollouts.tokens_N), len(self.rewards_n), 0]
+        return torch.tensor(counts, dtype=torch.int64, device="cpu")
 
 
 @dataclass(kw_only=True)
 class Reinforcement(TrainingJob[Samples]):
     """The job of `moecore grpo`: a policy on prompts, and its sampler, a full copy of the model.
 
-    `reference` is the model of the KL penalty; None = no penalty, or the policy without its LoRA
-    adapters.
+    `reference` is the model of the KL penalty. None = there is no penalty, or the reference is the
+    policy without its LoRA adapters.
     """
 
     batches: Steps[list[Prompt]]
@@ -239,7 +229,7 @@ class Reinforcement(TrainingJob[Samples]):
     def next_batch(self, step: int) -> Samples:
         """Sample completions and score them; random numbers depend on step, seed and rank."""
         key = f"{self.args.seed}/{step}/{self.meshes.data_rank}"
-        torch.manual_seed(generator_of(key).initial_seed())
+        torch.manual_seed(make_generator(key).initial_seed())
         prompts = [p for p in self.batches.next() for _ in range(self.sampling.group)]
         self.sync()
         self.engine.offload("all")
@@ -254,10 +244,7 @@ class Reinforcement(TrainingJob[Samples]):
         return Samples(rollouts.replace(advantages_N=advantages_N), rewards_n)
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[list[int]]) -> Tensor:
-        """Return each completion's reward, fp32 [n], and store the mean over all ranks. Collective.
-
-        `responses` are the token ids of completions, one for each of `prompts`.
-        """
+        """Return each completion's reward, fp32 [n]; store the mean over all ranks. Collective."""
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         completions = [
             text if isinstance(prompt.content, str) else [{"role": "assistant", "content": text}]
@@ -266,7 +253,7 @@ class Reinforcement(TrainingJob[Samples]):
         names = {name for prompt in prompts for name in prompt.columns}
         columns = {name: [p.columns.get(name) for p in prompts] for name in sorted(names)}
         columns["completion_ids"] = list(responses)
-        rewards_n = rewards_of(self.reward, [p.content for p in prompts], completions, columns)
+        rewards_n = call_reward(self.reward, [p.content for p in prompts], completions, columns)
         moments = torch.stack([rewards_n.sum(), rewards_n.square().sum()]).double()
         moments = torch.cat([moments, moments.new_full((1,), len(rewards_n))]).to(self.device)
         dist.all_reduce(moments)
@@ -277,24 +264,19 @@ class Reinforcement(TrainingJob[Samples]):
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Copy the policy's weights, with merged LoRA adapters, into the sampler. Collective."""
+        """Copy the policy's weights, with merged LoRA adapters, to the sampler. Collective."""
         state = self.sampler.state_dict()
         for name, tensor in self.weights:
             state[name].copy_(tensor)
 
     def generate(self, prompts: Sequence[list[int]]) -> list[list[int]]:
-        """Sample a completion of each prompt; return its token ids, up to an end token if any."""
+        """Sample a completion of each prompt; return its token ids up to an end token, if any."""
         T = max(map(len, prompts))
         pad_id = self.tokenizer.pad_token_id
         pad_id = min(self._ends) if pad_id is None else pad_id
-        ids_nT = torch.tensor(
-            [[pad_id] * (T - len(ids)) + ids for ids in prompts], dtype=torch.int64, device="cpu"
-        )
-        mask_nT = torch.tensor(
-            [[0] * (T - len(ids)) + [1] * len(ids) for ids in prompts],
-            dtype=torch.int64,
-            device="cpu",
-        )
+        tokens = [[pad_id] * (T - len(ids)) + ids for ids in prompts]
+        masks = [[0] * (T - len(ids)) + [1] * len(ids) for ids in prompts]
+        ids_nT, mask_nT = torch.tensor([tokens, masks], dtype=torch.int64, device="cpu")
         output_nT = self.sampler.generate(
             ids_nT.to(self.device),
             attention_mask=mask_nT.to(self.device),
@@ -309,10 +291,7 @@ class Reinforcement(TrainingJob[Samples]):
         return [cut_after_end(response, self._ends) for response in output_nT[:, T:].tolist()]
 
     def forward_backward(self, num_labels: Tensor, batch: Samples) -> Tensor:
-        """Train on the rollouts as the policy that has sampled them, so that ratios are 1.
-
-        Return the mean loss divided by the number of data ranks. `num_labels` is not used.
-        """
+        """Run forward and backward on new rollouts; return the mean loss / data ranks."""
         rollouts = batch.rollouts
         if self.objective.kl_coef:
             scores = self.engine.reference_log_probs(rollouts)
@@ -324,24 +303,16 @@ class Reinforcement(TrainingJob[Samples]):
         """Return "reward" and "reward_std" of the last step."""
         return self._metrics
 
-    def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
-        """Return "response_tokens", the mean length of completions.
-
-        `counts` are `Samples.count_labels_and_tokens`, summed over data ranks.
-        """
+    def compute_metrics(self, counts: list[int], seconds: float) -> Metrics:
+        """Return "response_tokens", the mean length of completions, from the samples' counts."""
         return {"response_tokens": counts[0] / counts[2]}
 
     def finish(self) -> None:
-        """Merge LoRA adapters, if any, and export a directory for `from_pretrained`. Collective."""
-        target = self.args.run_dir / EXPORT
-        if self.start < self.args.steps or not target.exists():
-            if self.args.lora is not None:
-                finish_adapters(self.model, self.args.run_dir)
-            export(self.model, self.args.model, target)
-        print_on_rank_0(f"{target} is ready for from_pretrained")
+        """Export the trained model to RUN_DIR/export. Collective."""
+        export_run(self)
 
 
 def cut_after_end(response: list[int], ends: set[int]) -> list[int]:
-    """Return the tokens of a response up to its first token of `ends`, inclusive."""
+    """Return the tokens of a response up to and including its first token of `ends`."""
     place = next((i for i, token in enumerate(response) if token in ends), len(response))
     return response[: place + 1]

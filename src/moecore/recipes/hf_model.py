@@ -1,4 +1,4 @@
-"""A Hugging Face directory in and out: its tokenizer, the model, its loss, what is exported.
+"""Transformers models of a run: config, tokenizer, inputs, weights and export.
 
 Legend: B sequences, T tokens of each.
 """
@@ -17,12 +17,23 @@ from torch import Tensor, nn
 from moecore.base.progress import Report, show_progress
 from moecore.families import use_causal_attention
 from moecore.families.transformers.packing import find_packing_problem
-from moecore.io import decoder_config_from_hf, export_hf, merge_adapters, save_adapters
+from moecore.io import (
+    decoder_config_from_hf,
+    export_hf,
+    init_adapters,
+    load_hf,
+    merge_adapters,
+    save_adapters,
+)
 from moecore.io.checkpoint.ranks import run_on_first_rank
 from moecore.models import DecoderConfig
 from moecore.packing.corpus.files import shorten_text
-from moecore.recipes.files import format_option
+from moecore.recipes.files import format_option, name_option_in_errors
+from moecore.recipes.job import TrainingJob
+from moecore.recipes.loop import print_on_rank_0
+from moecore.recipes.report import EXPORT
 
+ADAPTERS = "adapters"  # folder of a run
 EXPERT_COUNT = re.compile(r"(moe_)?(n|num)_(local_|routed_)?experts")  # its names in configs
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model")  # one of these at least
 COPIED_FILES = (
@@ -43,15 +54,15 @@ def make_causal_lm_inputs(
     padding_BT: Tensor,
     cu_seqlens: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Return the inputs of a micro-batch for a causal language model after `parallelize_moe`.
+    """Return the forward arguments of a causal language model for one micro-batch.
 
-    Its loss is the sum of the cross-entropy over labels, divided by `num_tokens`.
+    The loss is the sum of the cross-entropy over labels, divided by `num_tokens`.
 
     Args:
         num_tokens: int64 scalar, the labels of the step over all data ranks.
-        tokens_BT, labels_BT: int64; a label is the token that should follow, or -100.
+        tokens_BT, labels_BT: int64; a label is the next token, or -100.
         padding_BT: bool, True = padding, which is not routed; causal attention needs no mask.
-        cu_seqlens: borders of documents; None = every row is one.
+        cu_seqlens: document bounds; None = each row is one document.
     """
     inputs: dict[str, Any] = {"input_ids": tokens_BT, "labels": labels_BT}
     inputs |= {"shift_labels": labels_BT, "padding_mask": padding_BT, "num_tokens": num_tokens}
@@ -61,10 +72,7 @@ def make_causal_lm_inputs(
 
 
 def read_config(path: Path) -> Any:
-    """Return the transformers config of a model directory.
-
-    Raises ValueError without a config that loads, or if the config has no routed experts.
-    """
+    """Return the transformers config of a model directory; ValueError if it has no experts."""
     from transformers import AutoConfig
 
     if not (path / "config.json").is_file():
@@ -78,12 +86,25 @@ def read_config(path: Path) -> Any:
         raise ValueError(
             f"--model ({path}) must have a config.json of transformers: {shorten_text(error)}"
         ) from None
-    if num_experts(config) == 0:
+    if count_experts(config) == 0:
         raise ValueError(
             f"--model ({path}) must have routed experts: {config.model_type} has none, see "
             "docs/huggingface.md for the families"
         )
     return config
+
+
+def load_weights(args: Any, model: nn.Module, device: str, *, cast: bool) -> None:
+    """Allocate a sharded model on `device`, load --model, and initialize LoRA. Collective.
+
+    `args` are options with `model`, `lora` and `seed`. `cast` converts weights to the model's
+    dtype.
+    """
+    model.to_empty(device=device)
+    with name_option_in_errors("--model"), show_progress("loading weights", unit="B") as report:
+        load_hf(args.model, model, cast=cast, progress=report)
+    if args.lora is not None:
+        init_adapters(model, args.seed)
 
 
 def build_hf(config: Any, path: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -104,19 +125,19 @@ def build_hf(config: Any, path: Path, dtype: torch.dtype = torch.float32) -> nn.
 
 
 def can_pack(hf: nn.Module) -> bool:
-    """Return whether a model keeps several documents of a row apart."""
+    """Return whether a model can keep several documents of a row separate."""
     return find_packing_problem(hf) is None
 
 
-def decoder_of(path: Path) -> DecoderConfig | None:
-    """Return the decoder config of a directory, for FLOPs; None = a family without a decoder."""
+def find_decoder_config(path: Path) -> DecoderConfig | None:
+    """Return the decoder config of a directory, for FLOPs; None = no decoder for this family."""
     try:
         return decoder_config_from_hf(path)
     except (ValueError, NotImplementedError):  # a family, or a field of one, without
         return None
 
 
-def num_experts(config: Any) -> int:
+def count_experts(config: Any) -> int:
     """Return the number of routed experts per layer in a config; 0 = a dense model."""
     fields = config.get_text_config().to_dict().items()
     return next((n for name, n in fields if EXPERT_COUNT.fullmatch(name) and n), 0)
@@ -141,12 +162,12 @@ def load_tokenizer(name: str | Path, option: str) -> Any:
 
 
 def has_tokenizer(path: Path) -> bool:
-    """Return whether a directory has one of the files of a tokenizer."""
+    """Return whether a directory has a file of a tokenizer."""
     return any(file.is_file() for name in TOKENIZER_FILES for file in path.glob(name))
 
 
 def read_tokenizer(path: Path) -> Any:
-    """Return the tokenizer of --model. Raises ValueError for one without character offsets."""
+    """Return the tokenizer of --model; ValueError if it has no character offsets."""
     tokenizer = load_tokenizer(path, "--model")
     if not tokenizer.is_fast:
         raise ValueError(
@@ -156,12 +177,23 @@ def read_tokenizer(path: Path) -> Any:
     return tokenizer
 
 
-def export(hf: Any, source: Path, target: Path) -> None:
-    """Write a model as a directory `target` that transformers loads. Collective.
+def export_run(job: TrainingJob[Any]) -> None:
+    """Export a run's transformers model to RUN_DIR/export, unless this is done. Collective."""
+    args, target = job.args, job.args.run_dir / EXPORT
+    if job.start < args.steps or not target.exists():
+        if args.lora is not None:
+            save_adapters(job.model, args.run_dir / ADAPTERS)
+            merge_adapters(job.model)
+        export_model(job.model, args.model, target)
+    print_on_rank_0(f"{target} is ready for from_pretrained")
 
-    `hf` is the trained model of transformers. `source` is the directory of the original model,
-    whose config.json, tokenizer and dtype are copied. Each expert has tensors of its own with
-    published names, except in gpt-oss, whose published tensors have all experts.
+
+def export_model(hf: Any, source: Path, target: Path) -> None:
+    """Write a trained transformers model to a directory that transformers loads. Collective.
+
+    config.json, tokenizer and dtype are those of `source`, the directory of the original model.
+    Each expert has separate tensors with published names, except in gpt-oss, whose published
+    tensors are stacks of all experts.
     """
     options = {"config": source, "dtype": read_config(source).dtype}
 
@@ -182,9 +214,9 @@ def export(hf: Any, source: Path, target: Path) -> None:
 def write_export(
     target: Path, write: Callable[[Path, Report], object], complete: Callable[[Path], None]
 ) -> None:
-    """Write a draft, which takes the place of `target` when all files are there. Collective.
+    """Call `write` on all ranks, then `complete` on rank 0; replace `target` by the draft.
 
-    All ranks call `write` with the draft's path and a progress report, then rank 0 `complete`.
+    Both receive the draft's path; `write` also a progress report. Collective.
     """
     draft = target.with_name(f".{target.name}.draft")
     run_on_first_rank(lambda: shutil.rmtree(draft, ignore_errors=True))
@@ -205,12 +237,3 @@ def copy_files(source: Path, target: Path) -> None:
         for path in source.glob(name):
             copy = shutil.copytree if path.is_dir() else shutil.copy2
             copy(path, target / path.name)
-
-
-ADAPTERS = "adapters"  # folder of a run
-
-
-def finish_adapters(model: nn.Module, run_dir: Path) -> None:
-    """Write LoRA adapters to RUN_DIR/adapters and add them to the weights in place. Collective."""
-    save_adapters(model, run_dir / ADAPTERS)
-    merge_adapters(model)

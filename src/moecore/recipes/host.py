@@ -1,4 +1,4 @@
-"""CPU affinity of a rank, garbage collection between steps, and the trace of the profiler."""
+"""CPU affinity of a rank, garbage collection between steps, and the profiler's trace."""
 
 from __future__ import annotations
 
@@ -20,26 +20,21 @@ SYSTEM = Path("/sys")
 
 
 def bind_to_gpu(system: Path = SYSTEM) -> set[int] | None:
-    """Run this process on the CPUs of its GPU's NUMA node and return them; None = unknown.
-
-    `system` is the directory of sysfs.
-    """
+    """Bind this process to the CPUs of its GPU's NUMA node and return them; None = unknown."""
     if not torch.cuda.is_available():
         return None
     gpu: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
     place = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-    cpus = cpus_beside(place, system) & os.sched_getaffinity(0)  # a scheduler may have given fewer
+    # A scheduler may have given this process fewer CPUs.
+    cpus = find_numa_cpus(place, system) & os.sched_getaffinity(0)
     if not cpus:
         return None
     os.sched_setaffinity(0, cpus)
     return cpus
 
 
-def cpus_beside(place: str, system: Path = SYSTEM) -> set[int]:
-    """Return the CPUs of the NUMA node of a PCI device such as "0000:1b:00.0"; empty = unknown.
-
-    `system` is the directory of sysfs.
-    """
+def find_numa_cpus(place: str, system: Path = SYSTEM) -> set[int]:
+    """Return the CPUs of the NUMA node of a PCI device, such as "0000:1b:00.0"; empty = unknown."""
     try:
         node = int((system / "bus/pci/devices" / place / "numa_node").read_text())
         ranges = (system / f"devices/system/node/node{node}/cpulist").read_text().strip()
@@ -54,7 +49,7 @@ def cpus_beside(place: str, system: Path = SYSTEM) -> set[int]:
 
 @contextmanager
 def disable_garbage_collection() -> Iterator[None]:
-    """Return a context in which Python collects garbage only in `collect_garbage`."""
+    """Return a context in which only `collect_garbage` collects garbage."""
     is_enabled, is_frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()  # later collections skip the objects that exist now
@@ -69,7 +64,7 @@ def disable_garbage_collection() -> Iterator[None]:
 
 
 def collect_garbage(step: int) -> None:
-    """Collect garbage every 100 steps, if the automatic collector is off."""
+    """Collect garbage every 100 steps, if the automatic collector is disabled."""
     if step % COLLECT_EVERY == 0 and not gc.isenabled():
         gc.collect()
 
@@ -79,7 +74,7 @@ SETTLING = 10  # steps of a start that compile, allocate and warm caches
 
 
 def check_profile(args: RunConfig, start: int) -> None:
-    """Raise ValueError if a run from step `start` has fewer steps to trace than --profile."""
+    """Raise ValueError if a run from step `start` has too few steps for --profile."""
     num_steps = args.steps - start - SETTLING
     if args.profile and start < args.steps and args.profile > num_steps:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Start the ranks of a job on this host, as torchrun would, and end them by signals."""
+"""Starts the ranks of a job on this host, as torchrun would, and ends them by signals."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from multiprocessing import connection
 from types import FrameType
 from typing import Any, NoReturn
 
 
 def exit_at_interrupt() -> None:
-    """Exit this process at SIGINT, unless the signal is ignored, as in a shell's background."""
+    """Make SIGINT end this process, unless SIGINT is ignored, as in a shell's background."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
 
 class StopRequest:
-    """The first SIGINT or SIGTERM of a process, as `number` (0 = none), read between steps."""
+    """The first SIGINT or SIGTERM of a process as `number` (0 = none), read between steps."""
 
     def __init__(self) -> None:
         self.number = 0
 
     def note(self, number: int, _: FrameType | None = None) -> None:
-        """Note a signal, or exit at a second SIGINT."""
+        """Store a signal, or exit at a second SIGINT."""
         if self.number and number == signal.SIGINT:
             os._exit(128 + number)
         self.number = self.number or number
@@ -36,20 +36,28 @@ class StopRequest:
 
 @contextmanager
 def note_signals() -> Iterator[StopRequest]:
-    """Return a context whose `StopRequest` notes SIGINT and SIGTERM, in the main thread only."""
+    """Return a context whose `StopRequest` stores SIGINT and SIGTERM, in the main thread only."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    numbers = [signal.SIGTERM, signal.SIGINT]
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a background job
-        numbers.remove(signal.SIGINT)
-    before = {number: signal.signal(number, request.note) for number in numbers}
-    try:
+    with _handle_signals({signal.SIGTERM: request.note, signal.SIGINT: request.note}):
         yield request
+
+
+@contextmanager
+def _handle_signals(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
+    """Return a context with these signal handlers; an ignored SIGINT stays ignored."""
+    before = {number: signal.getsignal(number) for number in handlers}
+    if before[signal.SIGINT] is signal.SIG_IGN:  # of a background job
+        before.pop(signal.SIGINT)
+    try:  # a signal may arrive as soon as the first handler is set
+        for number in before:
+            signal.signal(number, handlers[number])
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, old_handler in before.items():
+            signal.signal(number, old_handler)
 
 
 if multiprocessing.parent_process() is not None:
@@ -70,9 +78,9 @@ class Terminated(BaseException):
 def launch(run_rank: Callable[[Any], int], args: Any, world_size: int) -> int:
     """Run `run_rank(args)` in `world_size` processes in torchrun's environment; wait for them.
 
-    No rank outlives this process, whatever ends it: SIGTERM and Ctrl-C reach the ranks first. Ranks
-    that train save a checkpoint then, which a second signal does not wait for. `run_rank` is a
-    function at the top of a module, which returns an exit code. `args` must pickle.
+    No rank outlives this process, whatever ends the process: SIGTERM and Ctrl-C reach the ranks
+    first. Ranks that train then save a checkpoint; a second signal does not wait for it. `run_rank`
+    is a function at the top of a module, which returns an exit code. `args` must pickle.
 
     Returns:
         0, the first exit code of a rank that is not 0, or 128 + the signal.
@@ -89,24 +97,16 @@ def launch(run_rank: Callable[[Any], int], args: Any, world_size: int) -> int:
     ranks = torch.multiprocessing.spawn(
         _start_rank, (run_rank, args), nprocs=world_size, join=False
     )
-    handlers: dict[signal.Signals, Callable[[int, FrameType | None], Any]]
     handlers = {signal.SIGTERM: _raise_terminated, signal.SIGINT: signal.default_int_handler}
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a background job
-        del handlers[signal.SIGINT]
-    before: dict[signal.Signals, Any] = {}
-    try:  # a signal may come as soon as the first handler is there
-        before |= {number: signal.getsignal(number) for number in handlers}
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        return _wait_for_ranks(ranks)
-    except KeyboardInterrupt:
-        return _stop_ranks(ranks, signal.SIGINT)
-    except Terminated:
-        return _stop_ranks(ranks, signal.SIGTERM)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        _end_ranks(ranks)
+    with ExitStack() as ends:
+        ends.callback(_end_ranks, ranks)
+        try:
+            ends.enter_context(_handle_signals(handlers))
+            return _wait_for_ranks(ranks)
+        except KeyboardInterrupt:
+            return _stop_ranks(ranks, signal.SIGINT)
+        except Terminated:
+            return _stop_ranks(ranks, signal.SIGTERM)
 
 
 def _wait_for_ranks(ranks: ProcessContext) -> int:
@@ -138,7 +138,7 @@ def _wait_for_ranks(ranks: ProcessContext) -> int:
 
 
 def _stop_ranks(ranks: ProcessContext, number: int) -> int:
-    """Let ranks that train end their step and save, unless a second signal arrives.
+    """Wait until ranks that train have ended their step and saved, or a second signal arrives.
 
     Return 128 + `number`, the signal, or 0 if all ranks have finished their work.
     """
@@ -159,7 +159,7 @@ def _stop_ranks(ranks: ProcessContext, number: int) -> int:
 
 
 def _end_ranks(ranks: ProcessContext) -> None:
-    """Terminate all ranks, and kill them 10 seconds later."""
+    """Terminate all ranks, and kill ranks that still run 10 seconds later."""
     for process in ranks.processes:
         process.terminate()
     for process in ranks.processes:
@@ -180,7 +180,8 @@ def _start_rank(rank: int, run_rank: Callable[[Any], int], args: Any) -> None:
 
 
 def _end_with_launcher() -> None:
-    """End this rank when the launcher has: torch's own SIGINT for that may be ignored."""
+    """Wait until the launcher has ended, then end this rank."""
+    # torch ends ranks by SIGINT, which may be ignored.
     launcher = multiprocessing.parent_process()
     assert launcher is not None, "ranks are children"
     connection.wait([launcher.sentinel])
@@ -188,7 +189,7 @@ def _end_with_launcher() -> None:
 
 
 def check_environment() -> None:
-    """Raise ValueError unless the environment is that of a rank, such as torchrun makes."""
+    """Raise ValueError unless the environment has a rank's variables, as torchrun sets them."""
     for name, default in (("RANK", ""), ("WORLD_SIZE", ""), ("LOCAL_RANK", "0")):
         value = os.environ.get(name, default)
         if not value.isdecimal():

@@ -1,7 +1,7 @@
-"""`moecore recipes`: the configs that ship with moecore.
+"""`moecore recipes`: lists, prints and copies the configs that are part of moecore.
 
 A recipe begins with comment lines: its title, then `key: value` of command, machine, data and
-result. A model's config of the same name (NAME.json) belongs to it.
+result. A model's config with the recipe's name (NAME.json) belongs to the recipe.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CONFIGS = Path(__file__).parent / "configs"
 
 @dataclass(frozen=True, slots=True)
 class ShippedRecipe:
-    """A config that ships with moecore: its name, title and `key: value` comments."""
+    """A config that is part of moecore: its name, title and `key: value` comments."""
 
     name: str
     title: str
@@ -28,7 +28,7 @@ class ShippedRecipe:
 
     @classmethod
     def read(cls, name: str) -> ShippedRecipe:
-        """Return a recipe by name. Raises UsageError for an unknown name."""
+        """Return a recipe by name; UsageError for an unknown name."""
         if name not in list_recipe_names():
             raise UsageError(f"NAME ({name}) must be a recipe: moecore recipes list prints them")
         comments = []

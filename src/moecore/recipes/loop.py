@@ -1,12 +1,12 @@
-"""The loop of all recipes: ranks, steps, metrics, checkpoints and errors.
+"""The training loop of all recipes: ranks, steps, metrics, checkpoints and errors.
 
 `run_command` starts the ranks. Each rank executes `run`, which calls the loop `train`, which calls
 `train_step` for each optimizer step. A recipe's `TrainingJob` has its data, loss and results.
 
-Note "a step ahead": a GPU stays busy over the end of a step when the next one is launched already.
-So the host waits for nothing in a step, and reads a step's metrics when it has launched the one
-after it, or before a checkpoint. An overflow may be noticed a step later for that; it never gets
-into a checkpoint.
+Note "a step ahead": a GPU stays busy at the end of a step if the next step is launched already. The
+host therefore waits for nothing in a step. It reads a step's metrics after it has launched the next
+step, or before a checkpoint. An overflow may be noticed one step later, but is never in a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -48,14 +48,7 @@ from moecore.recipes.host import (
     disable_garbage_collection,
     trace_steps,
 )
-from moecore.recipes.job import (
-    KEPT_CHECKPOINTS,
-    TrainingJob,
-    checkpoint_dir,
-    describe_continuation,
-    latest_step,
-    save_config,
-)
+from moecore.recipes.job import TrainingJob
 from moecore.recipes.launch import (
     check_environment,
     exit_at_interrupt,
@@ -63,12 +56,19 @@ from moecore.recipes.launch import (
     launch,
     note_signals,
 )
-from moecore.recipes.metrics import LaunchedStep, Moment, memory_gib
+from moecore.recipes.metrics import LaunchedStep, Moment, measure_peak_memory
 from moecore.recipes.options import DEGREES, RunConfig
 from moecore.recipes.report import RunReport, make_run_dir
+from moecore.recipes.resume import (
+    describe_continuation,
+    get_checkpoint_dir,
+    read_latest_step,
+    save_config,
+)
 from moecore.recipes.schedule import is_due
 
 CPU_RANKS = 2
+KEPT_CHECKPOINTS = 2
 ConfigT = TypeVar("ConfigT", bound=RunConfig)
 MOST_NAN = 10  # steps in turn without a finite loss; each is skipped, so weights stay
 
@@ -81,18 +81,17 @@ def run_command(
     check: Callable[[ConfigT, int], object],
     dry_run: Callable[[ConfigT], int],
 ) -> int:
-    """Start the ranks of a command and return the exit code, or be one of them under torchrun.
+    """Start the ranks of a command, or run one rank under torchrun; return the exit status.
 
-    `words` are the command line; None = sys.argv. `run_rank` is a function at the top of a module,
-    which calls `run`. `check` raises ValueError for options that a number of ranks cannot run,
-    before any rank starts. `dry_run` runs --dry-run and returns the exit code.
+    `run_rank` is a function at the top of a module, which calls `run`. `check` raises ValueError
+    for options that a number of ranks cannot run, before any rank starts. `dry_run` runs --dry-run.
     """
     is_rank = "RANK" in os.environ
     try:
         args = parse_arguments(words)
         if args.dry_run:
             return dry_run(args)
-        gpus, world_size = torch.cuda.device_count(), ranks_to_start(args)
+        gpus, world_size = torch.cuda.device_count(), count_ranks(args)
         if not is_rank:
             if gpus and world_size > gpus:
                 raise ValueError(f"--ranks ({world_size}) must be <= the number of GPUs ({gpus})")
@@ -109,7 +108,7 @@ def run_command(
     return code
 
 
-def ranks_to_start(args: RunConfig) -> int:
+def count_ranks(args: RunConfig) -> int:
     """Return --ranks; if it is not set, the number of GPUs, or two without GPUs."""
     return int(args.ranks or torch.cuda.device_count() or CPU_RANKS)
 
@@ -119,7 +118,7 @@ def run(
     build_job: Callable[[ConfigT], TrainingJob[Any]],
     plan: Callable[[ConfigT], list[ConfigT]] = lambda args: [args],
 ) -> int:
-    """Build, train and finish a job, or a job per stage of `plan`; return the exit code."""
+    """Build, train and finish a job, or one job per stage of `plan`; return the exit status."""
     try:
         check_environment()
     except ARGUMENT_ERRORS as error:
@@ -127,8 +126,11 @@ def run(
     try:
         if args.deterministic:
             use_deterministic_algorithms()
-        check_ranks(args)
-        stages = remaining_stages(plan(args))
+        if args.ranks not in (None, world_size := int(os.environ["WORLD_SIZE"])):
+            raise ValueError(
+                f"--ranks ({args.ranks}) must equal torchrun's ({world_size}): drop it"
+            )
+        stages = list_remaining_stages(plan(args))
     except ARGUMENT_ERRORS as error:
         return print_rank_error(error, int(os.environ["RANK"]))
     for stage_args in stages:
@@ -139,23 +141,20 @@ def run(
     return 0
 
 
-def remaining_stages(stages: list[ConfigT]) -> list[ConfigT]:
-    """Return the stages that the newest checkpoint has not completed, but at least the last."""
+def list_remaining_stages(stages: list[ConfigT]) -> list[ConfigT]:
+    """Return the stages that the newest checkpoint has not completed, at least the last stage."""
     if len(stages) == 1:
         return stages
     if not dist.is_initialized():  # one rank reads the directory for all
         start_process_group("cuda" if torch.cuda.is_available() else "cpu")
-    step = run_on_first_rank(lambda: latest_step(stages[0]))
+    step = run_on_first_rank(lambda: read_latest_step(stages[0]))
     return [stage for stage in stages[:-1] if stage.steps > step] + stages[-1:]
 
 
 def run_stage(
-    args: ConfigT,
-    build_job: Callable[[ConfigT], TrainingJob[Any]],
-    *,
-    is_last: bool,
+    args: ConfigT, build_job: Callable[[ConfigT], TrainingJob[Any]], *, is_last: bool
 ) -> int:
-    """Build and train a stage's job, then finish the last one or close it; return the status."""
+    """Build and train a stage's job; finish the last stage's job or close it; return the status."""
     try:
         job = build_job(args)
         args = job.args  # with the number of steps, which may depend on the data
@@ -188,26 +187,22 @@ def run_stage(
             job.close()
     except RUN_ERRORS as error:
         return print_run_error(error, args, saves_memory=job.saves_memory)
-    if not is_last:
-        del job  # before the next stage's model is made
+    if not is_last:  # before the next stage's model is made
+        del job
         gc.collect()
         torch.cuda.empty_cache()
     return 0
 
 
 def train(job: TrainingJob[Any]) -> int:
-    """Train to the last step, with metrics, evaluations and checkpoints on the way.
-
-    Returns:
-        0, or 128 + the signal that has stopped the run before its last step.
-    """
+    """Train to the last step; return 0, or 128 + the signal that has stopped the run before."""
     args, queue = job.args, deque[LaunchedStep]()
     with (
         note_signals() as request,  # until the last save is whole
         open_report(job) as report,
         show_progress("saving", unit="B", lines=True) as saving,
         Saver(
-            checkpoint_dir(args),
+            get_checkpoint_dir(args),
             job.model,
             job.optimizers,
             keep=KEPT_CHECKPOINTS,
@@ -243,28 +238,21 @@ def train(job: TrainingJob[Any]) -> int:
             if job.is_stopping:
                 break
         job.owner.check()  # the last step's
-        # A signal during the last step of a stage, which no step has read.
-        is_stopping = job.is_stopping or is_on_any_rank(request.number > 0, job.device)
+        # A signal may arrive during the last step of a stage, which no step has read.
+        has_signal = torch.tensor(request.number > 0, dtype=torch.int64, device=job.device)
+        dist.all_reduce(has_signal, op=dist.ReduceOp.MAX)
+        is_stopping = job.is_stopping or bool(has_signal)
     if not is_stopping or step == job.stage.last:
         return 0
     return 128 + (request.number or signal.SIGINT)
 
 
-def is_on_any_rank(value: bool, device: torch.device) -> bool:
-    """Return whether a value is True on any rank. Collective, waits for the device."""
-    flag = torch.tensor(value, dtype=torch.int64, device=device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag)
-
-
 def save(job: TrainingJob[Any], saver: Saver, step: int) -> None:
-    """Save a checkpoint of a step in the background, with the position in the data."""
+    """Save a checkpoint of a step, with the position in the data, in the background."""
     job.owner.check()  # no checkpoint of a step whose tokens got lost
     extra = {"step": step, **job.facts, **job.owner.state_dict()}
-    if job.stage.name:
-        extra["stage"] = job.stage.name
-    if job.batches is not None:
-        extra["data"] = job.batches.sampler.state_dict()
+    extra |= {"stage": job.stage.name} if job.stage.name else {}
+    extra["data"] = job.batches.sampler.state_dict()
     saver.save(step, extra, wait=False)
 
 
@@ -286,20 +274,16 @@ def measure_wall_time(report: RunReport | None, category: str) -> AbstractContex
 def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> LaunchedStep:
     """Launch one optimizer step, without waiting for a GPU; metrics are read from the result.
 
-    If `stops` is true on any rank, every rank reads it with the step's counts, and the run stops.
+    All ranks receive `stops`, the request to end the run, with the counts of the step.
     """
-    args, began, lr = job.args, Moment(job.device), learning_rate(job, step)
+    args, began = job.args, Moment(job.device)
+    lr = args.optimizer.lr * job.stage.compute_rate_factor(args.schedule, step)
     for group in (group for optimizer in job.optimizers for group in optimizer.param_groups):
         group["lr"] = lr * group["lr_factor"] * group.get("width_factor", 1.0)
     batch = job.next_batch(step)
     copies = dist.get_world_size() // job.meshes.data_ranks  # of equal data: cp and tp ranks
-    counts = torch.cat(
-        [
-            batch.count_labels_and_tokens(),
-            torch.tensor([copies * stops], dtype=torch.int64, device="cpu"),
-        ]
-    )
-    counts = to_device(counts, job.device)
+    num_stops = torch.tensor([copies * stops], dtype=torch.int64, device="cpu")
+    counts = to_device(torch.cat([batch.count_labels_and_tokens(), num_stops]), job.device)
     dist.all_reduce(counts)
     fetched = Moment(job.device)  # when the last rank has its data
     counts //= copies
@@ -318,35 +302,29 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
         ep=job.meshes.parallel.ep,
         expert_loads=is_due(step, every=args.expert_loads_every, steps=args.steps),
         reader=job.reader,
-        extra=job.get_data_metrics() | job.stage.metrics(step),
+        extra=job.get_data_metrics() | job.stage.get_metrics(step),
     )
-
-
-def learning_rate(job: TrainingJob[Any], step: int) -> float:
-    """Return the learning rate of a step, without the factors of param groups."""
-    args: RunConfig = job.args
-    return args.optimizer.lr * job.stage.rate_factor(args.schedule, step)
 
 
 def report_steps(
     job: TrainingJob[Any], queue: deque[LaunchedStep], report: RunReport | None, *, keep: int = 0
 ) -> None:
-    """Wait for all but the newest `keep` steps, and report their metrics. Every rank waits.
+    """Wait for all but the newest `keep` steps of `queue`, remove them, and report their metrics.
 
-    The reported steps leave `queue`. `report` is None on ranks above 0. Raises DivergedError after
-    ten steps in sequence without a finite loss.
+    `report` is None on ranks above 0. Raises DivergedError after ten consecutive steps without a
+    finite loss.
     """
     while len(queue) > keep:
         launched = queue.popleft()
         step = launched.step
-        metrics = launched.metrics()
+        metrics = launched.read_metrics()
         *counts, num_stops = launched.read_counts()
         job.is_stopping |= num_stops > 0
         seconds = launched.began.seconds_until(launched.ended)
         metrics |= {"step_seconds": seconds, "tokens_per_second": counts[1] / seconds}
-        metrics |= memory_gib(job.device)
+        metrics |= measure_peak_memory(job.device)
         metrics["data_wait_share"] = launched.began.seconds_until(launched.fetched) / seconds
-        metrics |= job.more_metrics(counts, seconds)
+        metrics |= job.compute_metrics(counts, seconds)
         if report:
             report.log(step, metrics, expert_loads=launched.expert_loads)
         job.num_nan = 0 if math.isfinite(metrics["loss"]) else job.num_nan + 1
@@ -357,15 +335,8 @@ def report_steps(
             )
 
 
-def check_ranks(args: RunConfig) -> None:
-    """Raise ValueError if torchrun has started another number of ranks than --ranks."""
-    world_size = int(os.environ["WORLD_SIZE"])
-    if args.ranks not in (None, world_size):
-        raise ValueError(f"--ranks ({args.ranks}) must equal torchrun's ({world_size}): drop it")
-
-
-def batch_shape(args: RunConfig, parallel: ParallelConfig) -> BatchShape:
-    """Return the shape of a step's batch over all ranks, for degrees without -1."""
+def make_batch_shape(args: RunConfig, parallel: ParallelConfig) -> BatchShape:
+    """Return the shape of a step's batch over all ranks; `parallel` has degrees without -1."""
     return BatchShape(
         data_ranks=parallel.dp_replicate * parallel.dp_shard,
         grad_accum=args.grad_accum,
@@ -376,7 +347,7 @@ def batch_shape(args: RunConfig, parallel: ParallelConfig) -> BatchShape:
 
 
 def describe_ranks(job: TrainingJob[Any], *notes: str) -> str:
-    """Return the number and device of the ranks, the degrees above 1 and `notes` as text."""
+    """Return text with the number and device of the ranks, the degrees above 1, and `notes`."""
     p = job.meshes.parallel
     degrees = " ".join(f"{d}={getattr(p, d)}" for d in DEGREES if getattr(p, d) > 1)
     details = ", ".join([degrees or "no sharding", *notes])
@@ -384,7 +355,7 @@ def describe_ranks(job: TrainingJob[Any], *notes: str) -> str:
 
 
 def describe_start(job: TrainingJob[Any], otherwise: str) -> str:
-    """Return the step from which a run continues, or `otherwise` for a new one."""
+    """Return the step from which a run continues as text, or `otherwise` for a new run."""
     return f"from step {job.start}" if job.start else otherwise
 
 

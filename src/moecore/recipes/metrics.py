@@ -1,4 +1,4 @@
-"""Metrics of a step, and loggers: TensorBoard, Weights & Biases and MLflow."""
+"""Metrics of a step, and loggers of metrics: TensorBoard, Weights & Biases and MLflow."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Moment:
             self.event.synchronize()
 
     def seconds_until(self, end: Moment) -> float:
-        """Return the seconds from this moment to `end`; a GPU must have reached both."""
+        """Return the seconds from this moment to `end`; a GPU must have reached both moments."""
         if self.event is None or end.event is None:
             return end.time - self.time
         milliseconds: float = self.event.elapsed_time(end.event)
@@ -58,16 +58,16 @@ class LaunchedStep:
     """An optimizer step whose kernels a GPU may still execute.
 
     Attributes:
-        began, fetched, ended: when the host requests the data, when all ranks have theirs, and when
-            the step is complete.
+        began, fetched, ended: when the host requests the data, when all ranks have their data,
+            and when the step is complete.
         loss: mean over ranks, on the device.
-        result: the step's norms and loads of experts, on the device.
-        counts: int64 [5] on the device: `count_labels_and_tokens` of the batch, and the number of
-            ranks that stop, over all data ranks.
-        ep: ranks that share a layer's experts.
-        expert_loads: whether the load of each expert is among those that are logged.
-        reader: the stream that the host reads on, see `TrainingJob`.
-        extra: metrics that are known already: of the data, and of an evaluation after the step.
+        result: the step's norms and expert loads, on the device.
+        counts: int64 [5] on the device, sums over all data ranks: `count_labels_and_tokens` of
+            the batch, and the number of ranks that stop.
+        ep: number of ranks that share a layer's experts.
+        expert_loads: whether the load of each expert is logged.
+        reader: the stream on which the host reads, see `TrainingJob`.
+        extra: further metrics, such as those of an evaluation after the step.
     """
 
     step: int
@@ -83,61 +83,59 @@ class LaunchedStep:
     extra: Metrics = field(default_factory=dict)
 
     def read_counts(self) -> list[int]:
-        """Wait for the step, and for no later step; return `counts`."""
+        """Wait for this step, not for later steps; return `counts`."""
         with self._wait_for_step():
             counts: list[int] = self.counts.tolist()
         return counts
 
-    def metrics(self) -> Metrics:
-        """Wait for the step, and for no later step; return its metrics, the same on every rank.
-
-        They include "loss", the gradient's norm, loads of experts and `extra`.
-        """
+    def read_metrics(self) -> Metrics:
+        """Wait for this step, not for later steps; return its metrics, identical on all ranks."""
         with self._wait_for_step():
             values = {"loss": self.loss.item(), **self.result.to_dict()}
         loads = {
-            layer: expert_loads(values, layer) for layer in self.result.metrics.tokens_per_expert
+            layer: get_expert_loads(values, layer)
+            for layer in self.result.metrics.tokens_per_expert
         }
         if loads:  # else a dense model, or a pipeline stage without MoE layers
-            of_ranks = [rank_load(of_E, self.ep) for of_E in loads.values()]
-            values["rank_load_max_over_mean"] = sum(of_ranks) / len(of_ranks)
+            rank_loads = [compute_rank_load(of_E, self.ep) for of_E in loads.values()]
+            values["rank_load_max_over_mean"] = sum(rank_loads) / len(rank_loads)
         return values | self.extra
 
     @contextmanager
     def _wait_for_step(self) -> Iterator[None]:
-        """Wait for the step, and return a context in which reads use the stream `reader`."""
+        """Wait for the step; return a context in which reads use the stream `reader`."""
         self.ended.wait()
         with nullcontext() if self.reader is None else torch.cuda.stream(self.reader):
             yield
 
 
-def expert_loads(metrics: Metrics, layer: str) -> list[float]:
-    """Return each expert's load over the layer's mean; [] = the layer is not among the metrics."""
+def get_expert_loads(metrics: Metrics, layer: str) -> list[float]:
+    """Return each expert's load divided by the layer's mean; [] = the metrics lack the layer."""
     names = (f"expert_load/{layer}/{e}" for e in itertools.count())
     return [metrics[name] for name in itertools.takewhile(metrics.__contains__, names)]
 
 
-def layer_names(metrics: Mapping[str, object]) -> list[str]:
-    """Return the names of the MoE layers with loads among the metrics."""
+def list_moe_layers(metrics: Mapping[str, object]) -> list[str]:
+    """Return the names of the MoE layers whose loads are among the metrics."""
     names = (name.split("/") for name in metrics)
     return [parts[1] for parts in names if parts[0] == "expert_load" and len(parts) == 2]
 
 
-def without_experts(metrics: Metrics) -> Metrics:
-    """Return metrics without the load of each expert; other metrics of layers stay."""
-    layers = {f"expert_load/{layer}" for layer in layer_names(metrics)}
+def drop_expert_loads(metrics: Metrics) -> Metrics:
+    """Return metrics without the load of each expert; other metrics of layers remain."""
+    layers = {f"expert_load/{layer}" for layer in list_moe_layers(metrics)}
     return {name: value for name, value in metrics.items() if name.rpartition("/")[0] not in layers}
 
 
-def rank_load(loads_E: list[float], ep: int) -> float:
-    """Return the load of the busiest of `ep` ranks over the ranks' mean, from loads of experts."""
+def compute_rank_load(loads_E: list[float], ep: int) -> float:
+    """Return the maximum load of `ep` ranks divided by the mean, from the loads of experts."""
     num_local = len(loads_E) // ep
     ranks = [sum(loads_E[first : first + num_local]) for first in range(0, len(loads_E), num_local)]
     return max(ranks) / max(sum(ranks) / ep, 1e-9)
 
 
-def memory_gib(device: torch.device) -> Metrics:
-    """Return this rank's peak memory so far in GiB by name, without waiting for the device."""
+def measure_peak_memory(device: torch.device) -> Metrics:
+    """Return metrics with this rank's peak memory so far, in GiB, without a device sync."""
     if device.type == "cuda":
         return {
             "memory_allocated_gib": torch.cuda.max_memory_allocated(device) / 2**30,
@@ -150,31 +148,26 @@ def memory_gib(device: torch.device) -> Metrics:
 def compute_usage(
     counts: list[int], seconds: float, config: DecoderConfig | None, peak: float | None
 ) -> Metrics:
-    """Return "padding_share", and "mfu" if the FLOPs of the model and the peak are known.
+    """Return "padding_share" and, if the model's FLOPs and the peak TFLOP/s are known, "mfu".
 
-    `counts` are those of `StepBatch.count_labels_and_tokens` over all data ranks, and `seconds`
-    those of the step. `config` None = unknown FLOPs. `peak` is the dense TFLOP/s of one device;
-    None = unknown.
+    `counts` is `StepBatch.count_labels_and_tokens` over all data ranks of a step of `seconds`.
     """
     _, tokens, pairs, size = counts
     metrics = {"padding_share": 1 - tokens / size}
     if config is not None and peak:
-        of_all = dist.get_world_size() * peak * 1e12
-        metrics["mfu"] = flops_of(config, tokens, pairs) / seconds / of_all
+        total_peak = dist.get_world_size() * peak * 1e12
+        metrics["mfu"] = compute_flops(config, tokens, pairs) / seconds / total_peak
     return metrics
 
 
-def flops_of(config: DecoderConfig, tokens: int, pairs: int) -> float:
-    """Return the FLOPs of forward and backward of `tokens` tokens without padding.
-
-    `pairs` is the sum of the squared lengths of documents.
-    """
+def compute_flops(config: DecoderConfig, tokens: int, pairs: int) -> float:
+    """Return the FLOPs of forward and backward; `pairs` is the sum of squared document lengths."""
     linear = flops_per_token(config, 0)
     return tokens * linear + pairs * (flops_per_token(config, 1) - linear)
 
 
-def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the dense TFLOP/s of a GPU in bf16; None = another dtype or an unknown device."""
+def find_peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Return a GPU's dense bf16 TFLOP/s; None = another dtype or an unknown device."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
     flops = find_bf16_flops(torch.cuda.get_device_name(device))
@@ -186,7 +179,7 @@ WANDB_ID, MLFLOW_ID = "wandb.id", "mlflow.id"  # files of a run directory
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoggerOptions(CheckedRecord):
-    """Where metrics are logged, besides metrics.jsonl and TensorBoard.
+    """Loggers of metrics besides metrics.jsonl and TensorBoard.
 
     Attributes:
         wandb: the project of Weights & Biases; None = off.
@@ -197,7 +190,7 @@ class LoggerOptions(CheckedRecord):
     mlflow: str | None = None
 
     def check(self) -> None:
-        """Raise ValueError for a logger whose package is missing."""
+        """Raise ValueError for a logger whose package is not installed."""
         for name in ("wandb", "mlflow"):
             value = getattr(self, name)
             if value and importlib.util.find_spec(name) is None:
@@ -207,23 +200,18 @@ class LoggerOptions(CheckedRecord):
 
 
 class Logger(NamedTuple):
-    """Where metrics are logged: `log(metrics, step)` for each step, then `close()`."""
+    """A logger of metrics: `log(metrics, step)` for each step, then `close()`."""
 
     log: Callable[[Metrics, int], object]
     close: Callable[[], object]
 
 
 def open_loggers(config: Any, tensorboard: ModuleType | None, *, start: int) -> list[Logger]:
-    """Return the loggers of a run that has done `start` steps.
-
-    `config` has the options of the run. `tensorboard` is torch.utils.tensorboard; None = not
-    installed.
-    """
+    """Return the loggers of a run that has completed `start` steps; `config` has its options."""
     options: LoggerOptions = config.logging
     loggers: list[Logger] = []
     if tensorboard is not None:
-        folder = str(config.run_dir / "tensorboard")
-        loggers.append(_open_tensorboard(tensorboard, folder, start))
+        loggers.append(_open_tensorboard(tensorboard, str(config.run_dir / "tensorboard"), start))
     if options.wandb:
         loggers.append(_open_wandb(options.wandb, config))
     if options.mlflow:
@@ -232,7 +220,7 @@ def open_loggers(config: Any, tensorboard: ModuleType | None, *, start: int) -> 
 
 
 def _open_tensorboard(module: ModuleType, folder: str, start: int) -> Logger:
-    """Return a TensorBoard logger, which drops an earlier start's events after step `start`."""
+    """Return a TensorBoard logger; it drops events after step `start` of an earlier start."""
     writer = module.SummaryWriter(folder, purge_step=start + 1)
 
     def log(metrics: Metrics, step: int) -> None:
@@ -243,7 +231,7 @@ def _open_tensorboard(module: ModuleType, folder: str, start: int) -> Logger:
 
 
 def _open_wandb(project: str, config: Any) -> Logger:
-    """Return a logger of the W&B run whose id is in the run directory; without one a run is new."""
+    """Return a logger of the W&B run whose id is in the run directory, or of a new W&B run."""
     file = config.run_dir / WANDB_ID
     if not file.exists():
         file.write_text(uuid.uuid4().hex)
@@ -259,7 +247,7 @@ def _open_wandb(project: str, config: Any) -> Logger:
 
 
 def _open_mlflow(experiment: str, config: Any) -> Logger:
-    """Return a logger of the MLflow run whose id is in the run directory; without one a new run."""
+    """Return a logger of the MLflow run whose id is in the run directory, or of a new run."""
     mlflow: Any = importlib.import_module("mlflow")
     mlflow.set_experiment(experiment)
     file = config.run_dir / MLFLOW_ID

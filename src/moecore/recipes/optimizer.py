@@ -1,4 +1,4 @@
-"""OptimizerConfig: the optimizers of a run and their options by parameter."""
+"""`OptimizerConfig`: the optimizers of a run and their options by parameter."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ NOT_DECAYED = (VECTOR, BIAS, EMBEDDING)  # kinds of parameters
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamGroup(CheckedRecord):
-    """A rule of options for the parameters whose names match a pattern.
+    """Options for the parameters whose names match a pattern.
 
     Attributes:
-        pattern: of parameter names, as `fnmatch` reads it, such as "*.router.*".
-        lr_factor: their learning rate over `OptimizerConfig.lr`.
-        weight_decay: None = as without the group.
+        pattern: pattern of parameter names, as `fnmatch` reads it, such as "*.router.*".
+        lr_factor: factor on `OptimizerConfig.lr`.
+        weight_decay: decoupled weight decay; None = `OptimizerConfig.weight_decay`.
     """
 
     pattern: str
@@ -36,7 +36,7 @@ class ParamGroup(CheckedRecord):
 
     @classmethod
     def of(cls, text: str) -> ParamGroup:
-        """Return the rule of a text such as "*.router.*,lr_factor=0.1,weight_decay=0"."""
+        """Return the options of a text such as "*.router.*,lr_factor=0.1,weight_decay=0"."""
         pattern, *pairs = text.split(",")
         try:
             values = {name: float(value) for name, value in (pair.split("=") for pair in pairs)}
@@ -104,8 +104,8 @@ class OptimizerConfig(CheckedRecord):
     ) -> list[torch.optim.Optimizer]:
         """Return the optimizers of all trained parameters of a parallelized model.
 
-        `rates` scales learning rates by width; None = no scaling. Every rank returns the same
-        groups; groups without parameters on this rank are empty.
+        `rates` scales learning rates by width; None = no scaling. All ranks return the same groups,
+        of which some have no parameters.
         """
         assignment = assign_matrices(model)
         is_muon = self.optimizer == "muon"
@@ -141,10 +141,7 @@ class OptimizerConfig(CheckedRecord):
     def _split_groups(
         self, optimizer: torch.optim.Optimizer, kinds: dict[nn.Parameter, tuple[str, str]]
     ) -> None:
-        """Split a new optimizer's only param group by rules and weight decay, in place.
-
-        `kinds` maps a parameter to its (name, kind).
-        """
+        """Split an optimizer's param group by rules; `kinds` maps a parameter to (name, kind)."""
         rules = [ParamGroup.of(text) for text in self.param_groups]
         rules += [ParamGroup(pattern="*"), ParamGroup(pattern="*", lr_factor=self.router_lr_factor)]
         (group,) = optimizer.param_groups

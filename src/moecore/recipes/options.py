@@ -1,4 +1,4 @@
-"""The options that all trainings share, and how a run shards its model."""
+"""The options that all trainings share, the options of sharding, and checks of both."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from moecore.base.options.dispatch import (
     NVLinkOptions,
 )
 from moecore.base.options.fsdp import FSDPOptions
-from moecore.base.options.layer import MoEConfig
+from moecore.base.options.layer import BalanceConfig, MoEConfig, MoEOverrides
 from moecore.base.options.memory import MemoryOptions, StashOptions
 from moecore.base.options.names import GpuName, PrecisionName
 from moecore.base.options.precision import Precision, Recipe
 from moecore.models import DecoderConfig
 from moecore.moe.backends import ExpertBackend
+from moecore.packing.collate import get_length_multiple
+from moecore.packing.corpus.scheduled_batch import TILE
 from moecore.parallel.mesh import Meshes, ParallelConfig
 from moecore.parallel.pipeline.schedule import PipelineConfig
 from moecore.parallelize import parallelize_moe
@@ -111,30 +113,36 @@ class RunConfig:
         """Return the options with the defaults that depend on other options, for config.toml."""
         return self
 
-    def degree(self, name: str) -> int:
-        """Return a parallel degree such as "pp"; 1 = it is not set or -1."""
+    def get_degree(self, name: str) -> int:
+        """Return a parallel degree such as "pp", or 1 if the degree is not set or -1."""
         return max(1, int(self.parallel.get(name, 1)))
 
-    def parallel_config(self, world_size: int, *, num_experts: int) -> ParallelConfig:
+    def make_parallel_config(self, world_size: int, *, num_experts: int) -> ParallelConfig:
         """Return the degrees for `world_size` ranks; an unset ep is the largest that fits."""
         degrees: dict[str, Any] = dict(self.parallel)
         if "ep" not in degrees:
-            product = math.prod(map(self.degree, ("pp", "etp", "edp_shard", "edp_replicate")))
+            product = math.prod(map(self.get_degree, ("pp", "etp", "edp_shard", "edp_replicate")))
             fits = [n for n in (1, 2, 4, 8) if world_size % (n * product) == 0]
             degrees["ep"] = max((n for n in fits if num_experts % n == 0), default=1)
         return ParallelConfig(**degrees).resolve(world_size)
 
-    def compute_dtype(self, device: torch.device) -> torch.dtype:
-        """Return the dtype of activations."""
+    def make_moe_overrides(self) -> MoEOverrides:
+        """Return the changes of a transformers model's MoE config: the coefficient --aux-loss."""
+        if not self.aux_loss:
+            return MoEOverrides()
+        return MoEOverrides(balance=BalanceConfig(micro_batch_coef=self.aux_loss))
+
+    def get_compute_dtype(self, device: torch.device) -> torch.dtype:
+        """Return the dtype of activations on a device."""
         return DTYPES[self.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
 
-    def loss_scale(self, device: torch.device) -> DynamicLossScale | None:
+    def make_loss_scale(self, device: torch.device) -> DynamicLossScale | None:
         """Return the loss scale of fp16, and None for other dtypes."""
-        return DynamicLossScale() if self.compute_dtype(device) == torch.float16 else None
+        return DynamicLossScale() if self.get_compute_dtype(device) == torch.float16 else None
 
 
-def moe_of(config: DecoderConfig) -> MoEConfig:
-    """Return the config of a decoder's MoE layers. Raises ValueError for a dense decoder."""
+def get_moe_config(config: DecoderConfig) -> MoEConfig:
+    """Return the config of a decoder's MoE layers; ValueError for a dense decoder."""
     if config.moe is None:
         raise ValueError("the model must have MoE layers: choose another --preset or --hf-config")
     return config.moe
@@ -142,7 +150,7 @@ def moe_of(config: DecoderConfig) -> MoEConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """Options of `parallelize_moe` outside its records, and switches of records.
+    """Options of `parallelize_moe` that are not in tables, and switches of tables.
 
     Attributes:
         dispatcher: how tokens are dispatched; "auto" selects by the hardware.
@@ -170,10 +178,10 @@ class Sharding:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedConfig(RunConfig):
-    """Options of a training whose model `parallelize_moe` shards as the options say.
+    """Options of a training whose model is sharded by `parallelize_moe` with these options.
 
     Attributes:
-        sharding: options outside the records of `parallelize_moe`.
+        sharding: options of `parallelize_moe` that are not in tables.
         fsdp: parameter sharding.
         memory: recomputation and offload.
         stash: pages of saved expert rows.
@@ -196,28 +204,31 @@ class ShardedConfig(RunConfig):
     fp8: Annotated[Fields, Table(record=Precision)] = field(default_factory=dict)
     recipe: Recipe | None = None
 
-    def memory_options(self) -> MemoryOptions:
+    def make_memory_options(self) -> MemoryOptions:
         """Return the options of table [memory], with the pages of [stash]."""
         stash = self.stash or (StashOptions() if self.sharding.stash else None)
         return replace(self.memory, stash=stash)
 
-    def pipeline_options(self) -> PipelineConfig | None:
-        """Return the pipeline stages; None = --pp is 1, and [pipeline] must not be set then."""
+    def make_pipeline_options(self) -> PipelineConfig | None:
+        """Return the options of pipeline stages; None = --pp is 1.
+
+        Raises ValueError for options of [pipeline] without stages.
+        """
         pp = self.parallel.get("pp")
-        if self.degree("pp") > 1:
+        if self.get_degree("pp") > 1:
             return self.pipeline or PipelineConfig()
         if self.pipeline is not None:
             raise ValueError(f"--pp ({pp}) must be > 1 with options of [pipeline]: drop those")
         return None
 
-    def context_options(self) -> ContextOptions | None:
-        """Return the options of table [context], with dynamic cp if --dynamic-cp is set."""
+    def make_context_options(self) -> ContextOptions | None:
+        """Return the options of table [context]; --dynamic-cp sets `dynamic`."""
         if self.sharding.dynamic_cp is None:
             return self.context
         return replace(self.context or ContextOptions(), dynamic=True)
 
-    def precision_options(self) -> Precision | None:
-        """Return the recipe of FP8 products; None = no FP8. Raises ValueError for two recipes."""
+    def make_precision(self) -> Precision | None:
+        """Return the recipe of FP8 products, or None without FP8; ValueError for two recipes."""
         if self.recipe is not None and self.precision is not None:
             raise ValueError(
                 f"--precision ({self.precision}) must not go with options of [recipe], which is "
@@ -228,12 +239,12 @@ class ShardedConfig(RunConfig):
         named = Precision.of(self.precision)
         return named and replace(named, **self.fp8)
 
-    def fsdp_options(self, dtype: torch.dtype) -> FSDPOptions:
+    def make_fsdp_options(self, dtype: torch.dtype) -> FSDPOptions:
         """Return the options of table [fsdp], with `dtype` for all-gathered parameters."""
         return replace(self.fsdp, param_dtype=dtype)
 
-    def dispatch_options(self, max_tokens: int | None = None) -> DispatchOptions:
-        """Return the options of dispatch; `max_tokens` is the default of nvlink's `max_tokens`."""
+    def make_dispatch_options(self, max_tokens: int | None = None) -> DispatchOptions:
+        """Return the options of dispatch; `max_tokens` is the default of `NVLinkOptions`."""
         nvlink, name = self.nvlink, self.sharding.dispatcher
         if max_tokens is not None and (nvlink or name in ("auto", "nvlink", "hierarchical")):
             nvlink = nvlink or NVLinkOptions()
@@ -244,13 +255,60 @@ class ShardedConfig(RunConfig):
         )
 
     def check_sharding(self) -> None:
-        """Raise ValueError for options of records that exclude each other."""
-        self.memory_options(), self.pipeline_options(), self.context_options()
-        self.precision_options(), self.dispatch_options()
+        """Raise ValueError for options that exclude each other."""
+        self.make_memory_options(), self.make_pipeline_options(), self.make_context_options()
+        self.make_precision(), self.make_dispatch_options()
         if self.deterministic and self.sharding.dispatcher == "nccl_ep":
             raise ValueError(
                 "--dispatcher (nccl_ep) must be another one with --deterministic, because NCCL EP "
                 "promises no order of its sums: use nvlink or alltoall"
+            )
+        pp, dynamic_cp = self.get_degree("pp"), self.sharding.dynamic_cp
+        for name, other, reason in (
+            (f"--pp {pp}", pp > 1, "wait for other ranks"),
+            (f"--dynamic-cp {dynamic_cp}", dynamic_cp is not None, "have shapes of their own"),
+        ):
+            if self.cuda_graph and other:
+                raise ValueError(
+                    f"--cuda-graph must not go with {name}, whose micro-batches {reason}: drop it"
+                )
+
+    def check_seq_len(self, parallel: ParallelConfig) -> None:
+        """Raise ValueError for a --seq-len or --dynamic-cp that does not fit the degrees."""
+        if self.sharding.dynamic_cp is not None:
+            self._check_dynamic_cp(self.sharding.dynamic_cp, parallel)
+        cp, tp = parallel.cp, parallel.tp
+        multiple = cp * math.lcm(2, tp) if cp > 1 else tp
+        if self.seq_len % multiple:
+            raise ValueError(
+                f"--seq-len ({self.seq_len}) must be a multiple of {multiple} with --cp {cp} and "
+                f"--tp {tp}: use {-(-self.seq_len // multiple) * multiple}"
+            )
+
+    def _check_dynamic_cp(self, max_tokens: int, parallel: ParallelConfig) -> None:
+        """Raise ValueError for degrees or a --seq-len that --dynamic-cp `max_tokens` excludes."""
+        name, p = f"--dynamic-cp ({max_tokens})", parallel
+        if p.cp > 1:
+            raise ValueError(
+                f"{name} must go with --cp ({p.cp}) = 1, because each micro-batch has its own cp: "
+                "drop one of them"
+            )
+        multiple, ranks = math.lcm(2, p.tp), p.dp_replicate * p.dp_shard
+        if TILE % p.tp or max_tokens < 1 or max_tokens % multiple:
+            raise ValueError(
+                f"{name} must be a multiple of {multiple} with --tp ({p.tp}), a power of two: "
+                "round it"
+            )
+        largest = ranks & -ranks
+        if self.seq_len % get_length_multiple(largest):
+            raise ValueError(
+                f"--seq-len ({self.seq_len}) must be a multiple of {get_length_multiple(largest)}, "
+                f"two chunks of each of {largest} data ranks, with {name}: round it up"
+            )
+        if self.seq_len > largest * max_tokens:
+            raise ValueError(
+                f"{name} must be >= what each of {largest} data ranks holds of --seq-len "
+                f"({self.seq_len}): raise it, or lower --seq-len"
             )
 
 
@@ -262,26 +320,23 @@ def parallelize(
     max_tokens: int | None = None,
     **options: Any,
 ) -> None:
-    """Shard a model in place by `parallelize_moe` with the options of a run, and further `options`.
-
-    `max_tokens` is the default of nvlink's `max_tokens`.
-    """
+    """Shard a model in place by `parallelize_moe` with the options of a run and `options`."""
     sharding = config.sharding
     parallelize_moe(
         model,
         meshes,
-        dispatch=config.dispatch_options(max_tokens),
+        dispatch=config.make_dispatch_options(max_tokens),
         expert_backend=sharding.expert_backend,
         dense=DenseOptions(
             overlap_shared=sharding.overlap_shared,
             compile=sharding.compile_dense,
             graph=sharding.graph_dense,
         ),
-        precision=config.precision_options(),
+        precision=config.make_precision(),
         loss="sum",
-        memory=config.memory_options(),
-        context=config.context_options(),
-        pipeline=config.pipeline_options(),
-        fsdp=config.fsdp_options(config.compute_dtype(torch.device(meshes.device_type))),
+        memory=config.make_memory_options(),
+        context=config.make_context_options(),
+        pipeline=config.make_pipeline_options(),
+        fsdp=config.make_fsdp_options(config.get_compute_dtype(torch.device(meshes.device_type))),
         **options,
     )

@@ -2,7 +2,7 @@
 
 A command has one dataclass. A plain field is a flag and a top-level key of the file. A field whose
 type is a record of options is a table: the record's fields are flags and keys of the table. tyro
-reads the flags and prints the help. Flags win over the file.
+reads the flags and prints the help. Flags take precedence over the file.
 
     batch_size: Count = 8                       --batch-size 4      batch_size = 4
     optimizer: OptimizerConfig                  --lr 1e-3           [optimizer] lr = 1e-3
@@ -27,16 +27,7 @@ from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import reduce
 from operator import or_
 from pathlib import Path
-from typing import (
-    Annotated,
-    Any,
-    TypedDict,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, TypedDict, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -49,8 +40,8 @@ from moecore.base.command_options import (
     make_flag_name,
 )
 from moecore.base.fields import check_value, quote
-from moecore.recipes.files import format_option, read_text, shown_path
-from moecore.recipes.schedule import options_of, split_stages
+from moecore.recipes.files import format_option, format_path, read_text
+from moecore.recipes.schedule import get_stage_options, split_stages
 
 MAX_CONFIG_BYTES = 1 << 24
 FILE = "config"  # the field with the path of the TOML file; `make_unsaved_field` in such a command
@@ -62,13 +53,15 @@ Values = dict[CommandOption, Any]
 
 
 def parse(command: type[ConfigT], words: Sequence[str] | None = None, *, prog: str) -> ConfigT:
-    """Return the options of a command.
+    """Return the options of a command from its command line and TOML file.
 
     Args:
-        command: its dataclass. A field `stages` takes [[stages]] of the file: a tuple with one more
-            instance per stage, whose values are the table's and otherwise those of the run.
-        words: of the command line; None = sys.argv. A first word that is no flag is the TOML file.
-        prog: the command, for help.
+        command: the dataclass of the command. If it has a field `stages`, [[stages]] of the
+            file become a tuple with one instance per stage: values of the stage's table,
+            otherwise of the run.
+        words: the words of the command line; None = sys.argv. If the first word is no flag, it
+            is the path of the TOML file.
+        prog: the name of the command, for help.
     """
     command_class: Any = command
     options = list_options(command_class)
@@ -87,31 +80,21 @@ def parse(command: type[ConfigT], words: Sequence[str] | None = None, *, prog: s
         if tables and any(option.key == "steps" for option in flags):
             raise ValueError("--steps must be left out with [[stages]], which have their own")
     values = read_content(options, content, name) | flags
-    stages = tuple(
-        _build_command(command, options, values | read_content(options, options_of(table), name))
-        for table in tables
-    )
+    stages = [
+        _build_command(command, options, values | read_content(options, stage_options, name))
+        for stage_options in map(get_stage_options, tables)
+    ]
     config = _build_command(command, options, values)
     if not stages:
         return config
-    changes = {"stage_tables": tuple(tables)}
-    result: ConfigT = _replace_fields(
-        config, stages=tuple(_replace_fields(of, **changes) for of in stages), **changes
-    )
+    records: Any = (config, *stages)
+    run, *stages = (replace(record, stage_tables=tuple(tables)) for record in records)
+    result: ConfigT = replace(run, stages=tuple(stages))
     return result
 
 
-def _replace_fields(record: Any, /, **changes: Any) -> Any:
-    """Return a copy of a record with changed fields."""
-    return replace(record, **changes)
-
-
 def read_content(options: Sequence[CommandOption], content: Mapping[str, Any], name: str) -> Values:
-    """Return the values of a TOML file's `content` by option; errors begin with its `name`.
-
-    A key is `table.field`, or at the top level the name of a flag. Raises ValueError for a key that
-    none of `options` has.
-    """
+    """Return the values of a TOML file's `content` by option; ValueErrors begin with `name`."""
     by_key = {_convert_to_snake_case(flag): option for option in options for flag in option.flags}
     by_key |= {option.key: option for option in options}
     by_key = {key: option for key, option in by_key.items() if key != FILE}
@@ -121,7 +104,7 @@ def read_content(options: Sequence[CommandOption], content: Mapping[str, Any], n
         option = by_key.get(_convert_to_snake_case(key))
         if option is None:
             hint = _suggest_name(_convert_to_snake_case(key), by_key)
-            raise ValueError(f"{name} must have no {shown_path(key)}, which no flag has: {hint}")
+            raise ValueError(f"{name} must have no {format_path(key)}, which no flag has: {hint}")
         if option in keys:
             pair = f"{keys[option]} and {key}"
             raise ValueError(f"{name} must have one of {pair}, which are one option: remove one")
@@ -146,7 +129,7 @@ def read_toml(file: Path, option: str) -> dict[str, Any]:
 
 
 def flatten(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a TOML file by key; `table.field` is the key of a table's field."""
+    """Yield the keys and values of a TOML file; the key of a table's field is `table.field`."""
     for name, value in content.items():
         if isinstance(value, dict):
             yield from ((f"{name}.{key}", item) for key, item in value.items())
@@ -155,7 +138,7 @@ def flatten(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def to_toml(config: Any) -> str:
-    """Return the options of a command as a TOML file, which `parse` reads; None has no line."""
+    """Return the options of a command as TOML that `parse` reads; options of None are left out."""
     lines: dict[str, list[str]] = {"": []}
     config_class: Any = type(config)
     for option in list_options(config_class):
@@ -179,7 +162,7 @@ def to_toml(config: Any) -> str:
 def _read_words(
     command: type, options: Sequence[CommandOption], words: Sequence[str], prog: str
 ) -> Values:
-    """Return the values of the flags in `words`. Raises ValueError for a flag not in `options`."""
+    """Return the values of the flags in `words`; ValueError for a flag that is not in `options`."""
     import tyro
 
     conf: Any = tyro.conf
@@ -189,7 +172,7 @@ def _read_words(
     flags = {name for option in options for flag in option.flags for name in (flag, f"no-{flag}")}
     for name in sorted(names - flags - {"help"}):
         hint = _suggest_name(name, flags, "--")
-        raise ValueError(f"--{shown_path(name)} must be a flag of {prog}: {hint}")
+        raise ValueError(f"--{format_path(name)} must be a flag of {prog}: {hint}")
     if not {"-h", "--help"} & set(words):  # tyro takes 10 ms per option
         options = [
             o for o in options if {*o.flags, f"no-{o.flag}"} & names or o.spelling.is_positional
@@ -229,7 +212,7 @@ def _read_words(
 
 
 def _make_flags_class(name: str, hints: dict[str, Any], record: Any) -> Any:
-    """Return a TypedDict of flags for tyro; `hints` are types by flag, `record` gives the help."""
+    """Return a TypedDict from which tyro makes flags; `record` has the docstring for help."""
     flags = Flags(name, hints, total=False)
     flags.__doc__ = inspect.cleandoc(record.__doc__ or "").partition("\n\nAttributes:")[0]
     return flags
@@ -242,7 +225,7 @@ def _suggest_name(name: str, names: Iterable[str], prefix: str = "") -> str:
 
 
 def _format_error(text: str) -> str:
-    """Return the message of a box of tyro as one line."""
+    """Return the message in a box of tyro as one line."""
     lines = [line.strip("│ ") for line in text.splitlines()[1:]]
     end = next((i for i, line in enumerate(lines) if line.startswith(("─", "╰"))), len(lines))
     return f"{' '.join(' '.join(lines[:end]).split()).rstrip('.')[:400]}: see --help"
@@ -251,7 +234,7 @@ def _format_error(text: str) -> str:
 def _build_command(
     command: type[ConfigT], options: Sequence[CommandOption], values: Values
 ) -> ConfigT:
-    """Return an instance of a command's dataclass. Raises ValueError if a value is missing."""
+    """Return an instance of a command's dataclass; ValueError if a value is missing."""
     tables: dict[str, dict[str, Any]] = {}
     for option, value in values.items():
         tables.setdefault(option.table, {})[option.name] = value
@@ -269,16 +252,14 @@ def _build_command(
 
 
 def _build_record(name: str, hint: Any, default: Any, values: dict[str, Any]) -> Any:
-    """Return the record of table `name` with these values; for type `Fields` only the values.
-
-    Other fields are read from `default`, or are defaults if `default` is no record.
-    """
+    """Return the record of table `name`: these values, otherwise those of `default`."""
     table = find_table(hint)
     assert table is not None and table.record is not None
     if isinstance(default, dict):
         return values
     if is_dataclass(default):
-        return _replace_fields(default, **values)
+        record: Any = default
+        return replace(record, **values)
     for item in fields(table.record):
         if item.name not in values and get_default(item) is MISSING:
             raise ValueError(f"[{name}] ({values}) must have {item.name}: give it too")
@@ -286,7 +267,7 @@ def _build_record(name: str, hint: Any, default: Any, values: dict[str, Any]) ->
 
 
 def _check_and_convert(name: str, value: Any, hint: Any) -> Any:
-    """Return a value converted to the field's type `hint`; ValueErrors begin with `name`."""
+    """Return a value converted to the type `hint` of its field; ValueErrors begin with `name`."""
     try:
         converted = _convert_value(value, hint)
     except ValueError as error:
@@ -300,7 +281,7 @@ def _check_and_convert(name: str, value: Any, hint: Any) -> Any:
 
 
 def _convert_value(value: Any, hint: Any) -> Any:
-    """Return a value with paths, dtypes, tuples and records in place of strings, lists, dicts."""
+    """Convert strings, lists and dicts to paths, dtypes, tuples and records by a type `hint`."""
     kinds = list_hint_members(hint)
     items = [get_args(kind)[0] for kind in kinds if get_origin(kind) is tuple]
     if isinstance(value, list | tuple) and items:
@@ -319,7 +300,7 @@ def _convert_value(value: Any, hint: Any) -> Any:
 
 
 def _make_word_hint(hint: Any, default: Any = None) -> Any:
-    """Return the annotation that tyro reads; a default of None needs no None in the annotation."""
+    """Return the annotation that tyro reads; it has no None if the default is None."""
     if get_origin(hint) is Annotated:
         return _make_word_hint(get_args(hint)[0], default)
     if get_origin(hint) in (Union, types.UnionType):
@@ -337,14 +318,14 @@ def _convert_to_snake_case(name: str) -> str:
 
 
 def _format_default(value: Any) -> str:
-    """Return a default value for help."""
+    """Return a default value as text for the help."""
     if isinstance(value, list | tuple):
         return " ".join(map(_format_default, value)) or "none"
     return str(value).removeprefix("torch.")
 
 
 def _format_toml(value: Any) -> str:
-    """Return a value as TOML; records become inline tables."""
+    """Return a value as TOML; a record becomes an inline table."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int | float):

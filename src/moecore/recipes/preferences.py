@@ -1,9 +1,9 @@
 """Pairs of a preferred and a rejected completion of one prompt, and the steps that read them.
 
 A row has chosen and rejected, each a text, a message or a list of messages. The prompt is a text or
-a list of messages. Without a prompt the messages or characters that both begin with are the prompt.
-The tokens equal TRL's DPOTrainer's: a completion is the text after the longest common prefix of
-the tokens of the prompt and of the prompt with each completion.
+a list of messages. Without a prompt, the common first messages or characters of both are the
+prompt. The tokens equal those of TRL's DPOTrainer: a completion is the text after the longest
+common prefix of the tokens of the prompt and of the prompt with each completion.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moecore.packing import PackedBatchSampler
 from moecore.packing.corpus.files import shorten_text
-from moecore.recipes.chat import Example, count_shared, find_borders, is_chat
+from moecore.recipes.chat import Example, count_common_prefix, find_borders, is_chat
 from moecore.recipes.data import BatchShape, Steps
 from moecore.recipes.rows import ColumnNames, DatasetOptions, Row, normalize_message, parse_tools
 from moecore.rl import Rollouts
@@ -25,7 +25,7 @@ from moecore.rl import Rollouts
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Two sequences with the same prompt, of which one is preferred; completions are learned."""
+    """Two sequences with the same prompt, one preferred; the tokens of completions are learned."""
 
     preferred: Example
     rejected: Example
@@ -47,12 +47,12 @@ class Preference:
 
 @dataclass(frozen=True, slots=True)
 class PreferenceBatch:
-    """The pairs that one data rank reads in a step, as sequences 2i and 2i + 1."""
+    """The pairs that one data rank reads in a step; pair i has the sequences 2i and 2i + 1."""
 
     rollouts: Rollouts
 
     def count_labels_and_tokens(self) -> Tensor:
-        """Return pairs, tokens, tokens of completions, and 0: int64 [4]."""
+        """Return int64 [4]: pairs, tokens, tokens of completions, and 0."""
         rollouts = self.rollouts
         num_pairs, num_answers = rollouts.num_sequences // 2, int(rollouts.response_mask_N.sum())
         return torch.tensor(
@@ -63,10 +63,7 @@ class PreferenceBatch:
 def make_preference_steps(
     pairs: Sequence[Preference], shape: BatchShape, *, seed: int | None, data_rank: int
 ) -> Steps[PreferenceBatch]:
-    """Return the steps of this data rank: each pair once per epoch, over all data ranks.
-
-    `seed` is of the order; None = pairs in their order.
-    """
+    """Return this data rank's steps of pairs; `seed` None = pairs in their order."""
     sampler = PackedBatchSampler(
         [1] * len(pairs),
         1,
@@ -96,10 +93,7 @@ def make_preference_steps(
 def encode_preference(
     row: Row, tokenizer: Any, seq_len: int, options: DatasetOptions, names: ColumnNames
 ) -> list[Preference]:
-    """Return the pair of a row, as a list of one. Raises ValueError for another form.
-
-    `names` are the columns' names. `seq_len` and `options` are not used.
-    """
+    """Return a list with the pair of a row; `seq_len` and `options` are not used."""
     columns = row.columns(names)
     prompt, *completions = (
         _as_messages(columns.get(n)) for n in ("prompt", "preferred", "rejected")
@@ -127,7 +121,7 @@ def encode_preference(
         raise ValueError(
             f"{row.place} must fit the chat template of --model: {shorten_text(error)}"
         ) from None
-    num_prompt = min(count_shared(prompt_ids, tokens) for tokens in ids)
+    num_prompt = min(count_common_prefix(prompt_ids, tokens) for tokens in ids)
     if not num_prompt:
         raise ValueError(f"{row.place} must have a prompt before both completions: add one")
     preferred, rejected = (
@@ -141,24 +135,20 @@ def encode_preference(
 
 
 def _as_messages(value: Any) -> Any:
-    """Return a message or a list of messages as a list, and a text as it is."""
+    """Return a message or a list of messages as a list, and a text unchanged."""
     messages = [value] if isinstance(value, dict) else value
-    return (
-        [normalize_message(message) for message in messages]
-        if isinstance(messages, list)
-        else value
-    )
+    return list(map(normalize_message, messages)) if isinstance(messages, list) else value
 
 
 def _split_shared_prompt(preferred: Any, rejected: Any) -> tuple[Any, Any, Any]:
-    """Return (prompt, preferred, rejected): the common beginning of both, and the two rests."""
-    count = count_shared(preferred, rejected)
+    """Return the common prefix of two completions, and the rest of each."""
+    count = count_common_prefix(preferred, rejected)
     count -= count > 0 and preferred[count - 1] == " "
     return preferred[:count], preferred[count:], rejected[count:]
 
 
 def _tokenize_texts(tokenizer: Any, prompt: str, completions: Sequence[str]) -> Iterator[list[int]]:
-    """Yield the tokens of the prompt, and of the prompt with each completion and its end."""
+    """Yield the token ids of the prompt, and of the prompt with each completion and its end."""
     borders = find_borders(tokenizer)
     prompt_ids, *ids = (
         tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -171,7 +161,7 @@ def _tokenize_texts(tokenizer: Any, prompt: str, completions: Sequence[str]) -> 
 def _tokenize_chats(
     tokenizer: Any, prompt: list[Any], completions: Sequence[list[Any]], tools: Any
 ) -> Iterator[list[int]]:
-    """Yield the tokens of the prompt for an answer, and of the prompt with each completion."""
+    """Yield the token ids of the prompt for an answer, and of the prompt with each completion."""
 
     def render(messages: list[Any], *, is_prompt: bool = False) -> list[int]:
         ids: list[int] = tokenizer.apply_chat_template(

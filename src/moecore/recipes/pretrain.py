@@ -39,24 +39,19 @@ from moecore.recipes.corpora import (
     read_source,
 )
 from moecore.recipes.corpus_training import CorpusTraining
-from moecore.recipes.data import BatchShape, RandomSteps
+from moecore.recipes.data import RandomSteps
 from moecore.recipes.decoder_config import (
     RotaryOptions,
-    default_balance,
+    choose_balance,
+    get_fields,
     read_decoder_config,
-    values_of,
-    with_rotary,
+    replace_rotary,
 )
 from moecore.recipes.dry_run import make_planned_run, print_batch, print_dry_run
-from moecore.recipes.errors import (
-    check_dynamic_cp,
-    check_graph,
-    check_seq_len,
-)
 from moecore.recipes.generate import SampleOptions
-from moecore.recipes.loop import batch_shape, ranks_to_start, run, run_command
+from moecore.recipes.loop import count_ranks, make_batch_shape, run, run_command
 from moecore.recipes.optimizer import OptimizerConfig
-from moecore.recipes.options import ShardedConfig, moe_of, parallelize
+from moecore.recipes.options import ShardedConfig, get_moe_config, parallelize
 from moecore.recipes.parser import parse
 from moecore.recipes.report import make_run_dir
 from moecore.recipes.schedule import BatchRamp, LearningRateSchedule, plan_stages
@@ -125,7 +120,7 @@ class PretrainConfig(ShardedConfig):
         for name in ("data", "validation"):
             object.__setattr__(self, name, name_sources(getattr(self, name)))
 
-    def model_config(self) -> DecoderConfig:
+    def make_decoder_config(self) -> DecoderConfig:
         """Return the decoder of config.json, or the preset with the fields that are set."""
         tables = {"model": self.model, "moe": self.moe, "capacity": self.capacity}
         set_tables = [table for table, values in tables.items() if values]
@@ -138,46 +133,50 @@ class PretrainConfig(ShardedConfig):
             config = read_decoder_config(self.hf_config)
         else:
             config = replace(preset(self.preset), **self.model)
-            capacity = self.capacity or moe_of(config).capacity
-            moe = replace(moe_of(config), **self.moe, dim=config.dim, capacity=capacity)
+            capacity = self.capacity or get_moe_config(config).capacity
+            moe = replace(get_moe_config(config), **self.moe, dim=config.dim, capacity=capacity)
             config = replace(config, moe=moe)
         coef = {} if self.aux_loss is None else {"micro_batch_coef": self.aux_loss}
-        moe, values = moe_of(config), {**self.balance, **coef} or self.default_balance(config)
+        moe = get_moe_config(config)
+        values = {**self.balance, **coef} or self.choose_balance(config)
         config = replace(config, moe=replace(moe, balance=replace(moe.balance, **values)))
         return self.rotary.apply(config)
 
-    def default_balance(self, config: DecoderConfig) -> dict[str, Any]:
-        """Return the fields of [balance] of a run that sets none."""
-        return default_balance(moe_of(config))
+    def choose_balance(self, config: DecoderConfig) -> dict[str, Any]:
+        """Return the fields of [balance] of a run that sets none of them."""
+        return choose_balance(get_moe_config(config))
 
     def resolve(self) -> Self:
-        """Return the options with all fields of [corpus] and of a model without config.json."""
-        config = self.model_config()
-        moe, run = moe_of(config), replace(self, corpus=asdict(corpus_options(self, config, 1)))
+        """Return the options with all fields of [corpus], and of the model without --hf-config."""
+        config = self.make_decoder_config()
+        moe = get_moe_config(config)
+        run = replace(self, corpus=asdict(make_corpus_options(self, config, 1)))
         if self.hf_config:
             return run
         return replace(
             run,
             aux_loss=moe.balance.micro_batch_coef,
-            model=values_of(config),
-            moe=values_of(moe),
+            model=get_fields(config),
+            moe=get_fields(moe),
             capacity=moe.capacity,
-            balance=values_of(moe.balance),
+            balance=get_fields(moe.balance),
         )
 
 
 def build_job(args: PretrainConfig) -> CorpusTraining:
-    """Open the corpus, shard the model, load a checkpoint if one exists; return the job."""
+    """Open the corpus, shard the model, and load the last checkpoint, if any; return the job."""
     world_size = int(os.environ["WORLD_SIZE"])
     config, tokenizer = check(args, world_size)
     make_run_dir(args.run_dir)
     sources, held_out = read_sources(args, tokenizer)
-    meshes = build_meshes(args.parallel_config(world_size, num_experts=moe_of(config).num_experts))
-    rows = corpus_options(args, config, meshes.parallel.cp)
+    meshes = build_meshes(
+        args.make_parallel_config(world_size, num_experts=get_moe_config(config).num_experts)
+    )
+    rows = make_corpus_options(args, config, meshes.parallel.cp)
     max_tokens = args.sharding.dynamic_cp
-    rates = rates_of(args, config)
+    rates = compute_width_rates(args, config)
     model = build_model(args, config, meshes, rates)
-    shape = batch_shape(args, meshes.parallel)
+    shape = make_batch_shape(args, meshes.parallel)
     data_rank = meshes.data_rank
     steps: Any = partial(CorpusSteps, data_rank=data_rank)
     if max_tokens is not None:
@@ -187,7 +186,9 @@ def build_job(args: PretrainConfig) -> CorpusTraining:
         batches = RandomSteps(config.vocab_size, shape, seed=args.seed, data_rank=data_rank)
     else:
         batches = steps(sources, rows, shape, workers=args.workers)
-    eval_shape, fixed = compute_eval_shape(args, shape), replace(rows, shuffle=False, partitions=1)
+    eval_micro_batches = -(-args.eval_rows // (shape.data_ranks * shape.batch_size))
+    eval_shape = replace(shape, grad_accum=eval_micro_batches)
+    fixed = replace(rows, shuffle=False, partitions=1)
     return CorpusTraining(
         args=args,
         meshes=meshes,
@@ -208,7 +209,7 @@ def build_job(args: PretrainConfig) -> CorpusTraining:
 def read_sources(
     args: PretrainConfig, tokenizer: Tokenizer
 ) -> tuple[list[CorpusSource], list[CorpusSource]]:
-    """Return the sources to train on and to evaluate on; no sources for random tokens."""
+    """Return the training and the evaluation sources; no sources for random tokens."""
     if args.tokens == "random":
         return [], []
     sources = [read_source(options, tokenizer) for options in args.data]
@@ -218,18 +219,13 @@ def read_sources(
     return sources, list(held_out)
 
 
-def compute_eval_shape(args: PretrainConfig, shape: BatchShape) -> BatchShape:
-    """Return the shape of a validation batch: --eval-rows rounded up to full micro-batches."""
-    return replace(shape, grad_accum=-(-args.eval_rows // (shape.data_ranks * shape.batch_size)))
-
-
-def corpus_options(args: PretrainConfig, config: DecoderConfig, cp: int) -> CorpusOptions:
-    """Return the options of [corpus], completed by the options of the run, for degree `cp`."""
+def make_corpus_options(args: PretrainConfig, config: DecoderConfig, cp: int) -> CorpusOptions:
+    """Return the options of [corpus] and of the run, for `cp` context parallel ranks."""
     of_run: Any = {"row_tokens": args.seq_len, "vocab_size": config.vocab_size, "seed": args.seed}
     return CorpusOptions(**of_run, multiple=get_length_multiple(cp), **args.corpus)
 
 
-def rates_of(args: PretrainConfig, config: DecoderConfig) -> WidthRates | None:
+def compute_width_rates(args: PretrainConfig, config: DecoderConfig) -> WidthRates | None:
     """Return the factors of initial weights and learning rates by --base-width; None = not set."""
     width = args.optimizer.base_width
     if width is None:
@@ -241,10 +237,7 @@ def rates_of(args: PretrainConfig, config: DecoderConfig) -> WidthRates | None:
 def build_model(
     args: PretrainConfig, config: DecoderConfig, meshes: Meshes, rates: WidthRates | None
 ) -> Decoder:
-    """Return this rank's shards of the model, with new weights, which are equal in every layout.
-
-    `rates` scales the weights by width; None = no scaling.
-    """
+    """Return this rank's shards of the model, with new weights that are equal in every layout."""
     dtype = torch.bfloat16 if args.optimizer.master_remainder else torch.float32
     model = Decoder(config, device="meta", dtype=dtype)
     longest = args.sharding.dynamic_cp
@@ -259,7 +252,7 @@ def build_model(
 
 
 def check(args: PretrainConfig, world_size: int) -> tuple[DecoderConfig, Tokenizer]:
-    """Return config and tokenizer. ValueError for options that `world_size` ranks cannot run."""
+    """Return config and tokenizer; ValueError for options that `world_size` ranks cannot run."""
     is_random, max_tokens = args.tokens == "random", args.sharding.dynamic_cp
     if not (args.data or is_random):
         raise ValueError("--data ([]) must have at least one source: name a file")
@@ -269,8 +262,7 @@ def check(args: PretrainConfig, world_size: int) -> tuple[DecoderConfig, Tokeniz
             "documents: drop them"
         )
     args.check_sharding()
-    check_graph(args, max_tokens)
-    config, tokenizer = args.model_config(), Tokenizer(args.tokenizer)
+    config, tokenizer = args.make_decoder_config(), Tokenizer(args.tokenizer)
     if args.optimizer.base_width is not None:
         at_width(config, args.optimizer.base_width)
     if args.seq_len > config.max_seq_len:
@@ -283,18 +275,16 @@ def check(args: PretrainConfig, world_size: int) -> tuple[DecoderConfig, Tokeniz
             f"({config.vocab_size}) of the model: take the model's own, raise vocab_size, or "
             "use --tokens random"
         )
-    parallel = args.parallel_config(world_size, num_experts=moe_of(config).num_experts)
-    check_seq_len(args, parallel)
+    parallel = args.make_parallel_config(world_size, num_experts=get_moe_config(config).num_experts)
+    args.check_seq_len(parallel)
     if max_tokens is not None and args.batch != BatchRamp():
         raise ValueError(
             f"--dynamic-cp ({max_tokens}) must not go with options of [batch], whose steps have "
             "whole micro-batches: drop one of them"
         )
-    if max_tokens is not None:
-        check_dynamic_cp(args, max_tokens, parallel)
     args.logging.check()
-    samples, pp = args.samples, args.degree("pp")
-    samples.prompts(tokenizer, config)
+    samples, pp = args.samples, args.get_degree("pp")
+    samples.encode_prompts(tokenizer, config)
     if samples.sample_every and pp > 1:
         raise ValueError(
             f"sample_every ({samples.sample_every}) must be 0 with --pp {pp}: sample from the "
@@ -303,13 +293,11 @@ def check(args: PretrainConfig, world_size: int) -> tuple[DecoderConfig, Tokeniz
     return config, tokenizer
 
 
-def parse_arguments(words: Sequence[str] | None = None) -> PretrainConfig:
-    """Return the options of a run; None = sys.argv."""
-    return parse(PretrainConfig, words, prog="moecore pretrain")
+parse_arguments = partial(parse, PretrainConfig, prog="moecore pretrain")
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Start the ranks, or be a rank under torchrun; return the status. `words` None = sys.argv."""
+    """Run `moecore pretrain` with the words of a command line; return the exit status."""
     return run_command(
         parse_arguments, words, run_rank=run_rank, check=check_stages, dry_run=dry_run_stages
     )
@@ -320,18 +308,22 @@ def resolve_stages(args: PretrainConfig, world_size: int | None = None) -> list[
     num_ranks = world_size or int(os.environ["WORLD_SIZE"])
 
     def batch_of(options: PretrainConfig) -> tuple[int, int, BatchRamp]:
-        num_experts = moe_of(options.model_config()).num_experts
-        shape = batch_shape(options, options.parallel_config(num_ranks, num_experts=num_experts))
+        num_experts = get_moe_config(options.make_decoder_config()).num_experts
+        shape = make_batch_shape(
+            options, options.make_parallel_config(num_ranks, num_experts=num_experts)
+        )
         return shape.rows, shape.data_ranks * shape.batch_size, options.batch
 
     return plan_stages(args, batch_of)
 
 
 def check_stages(args: PretrainConfig, world_size: int) -> None:
-    """Raise ValueError for options that do not fit together, or stages of different models."""
+    """Raise ValueError for options that exclude each other, or stages with different models."""
     configs = [check(options, world_size)[0] for options in args.stages or [args]]
     for config, table in zip(configs, args.stage_tables, strict=False):
-        if changes := find_decoder_differences(with_rotary(config, asdict(configs[0])), configs[0]):
+        if changes := find_decoder_differences(
+            replace_rotary(config, asdict(configs[0])), configs[0]
+        ):
             raise ValueError(
                 f"{changes[0].name} ({changes[0].value}) of stage {table['name']!r} must be "
                 f"{changes[0].reference}, as in the first stage: stages may differ in [rotary]"
@@ -340,18 +332,19 @@ def check_stages(args: PretrainConfig, world_size: int) -> None:
 
 
 def dry_run_stages(args: PretrainConfig) -> int:
-    """Print options, plan and first batch of each stage; return 0 if all plans fit, else 1."""
+    """Print options, plan and first batch of each stage; return 0 if all plans fit, otherwise 1."""
     return max(map(dry_run, args.stages or [args]))
 
 
 def dry_run(args: PretrainConfig) -> int:
-    """Print options, plan and first batch; return 0 if the plan fits the GPU, else 1."""
-    world_size = args.gpus or ranks_to_start(args)
+    """Print options, plan and first batch; return 0 if the plan fits the GPU, otherwise 1."""
+    world_size = args.gpus or count_ranks(args)
     config, tokenizer = check(args, world_size)
-    parallel = args.parallel_config(world_size, num_experts=moe_of(config).num_experts)
+    parallel = args.make_parallel_config(world_size, num_experts=get_moe_config(config).num_experts)
 
     def print_first_batch() -> None:
-        rows, shape = corpus_options(args, config, parallel.cp), batch_shape(args, parallel)
+        rows = make_corpus_options(args, config, parallel.cp)
+        shape = make_batch_shape(args, parallel)
         if args.tokens == "random":
             batch = RandomSteps(config.vocab_size, shape, seed=args.seed, data_rank=0).next()
         else:
@@ -364,5 +357,5 @@ def dry_run(args: PretrainConfig) -> int:
 
 
 def run_rank(args: PretrainConfig) -> int:
-    """Build, train, save and export on this rank; return the exit status."""
+    """Train and export on this rank; return the exit status."""
     return run(args, build_job, resolve_stages)

@@ -1,7 +1,7 @@
-"""The bar, metrics.jsonl, loggers, curves.png and alarms of a run.
+"""The report of a run: progress bar, metrics.jsonl, loggers, curves.png and alarms.
 
-tqdm, TensorBoard and matplotlib are optional: a missing package is named once. W&B and
-MLflow are options.
+tqdm, TensorBoard and matplotlib are optional: the names of missing packages are printed once. W&B
+and MLflow are options.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,10 +26,10 @@ from moecore.recipes.metrics import (
     MLFLOW_ID,
     WANDB_ID,
     Metrics,
-    expert_loads,
-    layer_names,
+    drop_expert_loads,
+    get_expert_loads,
+    list_moe_layers,
     open_loggers,
-    without_experts,
 )
 from moecore.recipes.options import RunConfig
 
@@ -64,7 +64,8 @@ NAMES = {
 class RunReport:
     """The writer of a run's progress bar, metrics, curves and alarms, on rank 0.
 
-    `start` is the last step of earlier starts. `unit` names the unit of text that a loss is of.
+    `start` is the last step of earlier starts. `unit` names the unit of text of which losses are
+    means.
     """
 
     def __init__(self, args: RunConfig, *, start: int, unit: str = "byte") -> None:
@@ -89,10 +90,10 @@ class RunReport:
         self.alarms = Alarms()
 
     def log(self, step: int, metrics: Metrics, *, expert_loads: bool = True) -> None:
-        """Write a step's metrics, and print its alarms; `expert_loads` False omits expert loads."""
+        """Write a step's metrics and print its alarms; `expert_loads` False omits expert loads."""
         for line in self.alarms.find_alarms(step, metrics):
             print(line, flush=True) if self.bar is None else self.bar.write(line)
-        metrics = metrics if expert_loads else without_experts(metrics)
+        metrics = metrics if expert_loads else drop_expert_loads(metrics)
         self.wall_time.add(STEPS, metrics.get("step_seconds", 0.0))
         metrics["goodput"] = self.wall_time.compute_goodput()
         self.wall_time.save(is_forced=step == self.steps)
@@ -116,14 +117,13 @@ class RunReport:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        """Finish the files and draw the curves; after an error only the bar's line ends."""
+        """Close the files and draw the curves; after an error, only close the bar."""
         if self.bar is not None:
             self.bar.close()
+        with suppress(OSError) if error else nullcontext():  # the first error is reported
+            self.wall_time.save()
         if error is not None:
-            with suppress(OSError):  # the error that ends the run is reported, not this one
-                self.wall_time.save()
             return
-        self.wall_time.save()
         print(self.wall_time.format(), flush=True)
         self.file.close()
         for logger in self.loggers:
@@ -135,14 +135,17 @@ class RunReport:
 def pack_loads(metrics: Metrics) -> dict[str, Any]:
     """Return metrics with each layer's expert loads as one list, rounded to three decimals."""
     loads = {
-        f"expert_loads/{layer}": expert_loads(metrics, layer) for layer in layer_names(metrics)
+        f"expert_loads/{layer}": get_expert_loads(metrics, layer)
+        for layer in list_moe_layers(metrics)
     }
-    lists = {name: [round(load, 3) for load in of_E] for name, of_E in loads.items() if of_E}
-    return without_experts(metrics) | lists
+    lists = {
+        name: [round(load, 3) for load in loads_E] for name, loads_E in loads.items() if loads_E
+    }
+    return drop_expert_loads(metrics) | lists
 
 
 def make_run_dir(path: Path) -> None:
-    """Make the directory of a run. Raises ValueError unless a run can write all its files there."""
+    """Make a run's directory; ValueError if a run could not write all its files there."""
     name = format_option("--run-dir", path)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -152,21 +155,18 @@ def make_run_dir(path: Path) -> None:
         raise ValueError(f"{name} must be a directory to write: {reason}") from None
     if not may_write:
         raise ValueError(f"{name} must be a directory to write: Permission denied")
-    for part in FILES:
-        if os.path.lexists(path / part) and not (path / part).is_file():
-            raise ValueError(f"{name} must have a plain file as {part}: move it away")
-    for part in FOLDERS:
-        if os.path.lexists(path / part) and not (path / part).is_dir():
-            raise ValueError(f"{name} must have a directory as {part}: move it away")
+    for part in (*FILES, *FOLDERS):
+        kind, is_kind = (
+            ("plain file", Path.is_file) if part in FILES else ("directory", Path.is_dir)
+        )
+        if os.path.lexists(path / part) and not is_kind(path / part):
+            raise ValueError(f"{name} must have a {kind} as {part}: move it away")
     if (path / EXPORT).is_symlink():  # an export replaces the one before it
         raise ValueError(f"{name} must have a directory as {EXPORT}, not a link: move it away")
 
 
 def cut_metrics(path: Path, step: int) -> float:
-    """Drop the lines of metrics.jsonl after `step`, and damaged lines, before a run resumes.
-
-    Return the seconds of the dropped steps.
-    """
+    """Drop damaged lines and lines after `step` from metrics.jsonl; return the steps' seconds."""
     lines, num_damaged = read_metrics(path)
     if num_damaged:
         print(f"{path}: dropped {num_damaged} damaged line(s)", flush=True)
@@ -186,7 +186,7 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _parse_line(line: bytes) -> dict[str, Any] | None:
-    """Return a line's metrics; None = the line is damaged."""
+    """Return the metrics of a line; None = the line is damaged."""
     try:
         metrics = json.loads(line)
     except (ValueError, RecursionError):
@@ -198,9 +198,10 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def draw_curves(figure: ModuleType, metrics: Path, unit: str = "byte") -> None:
-    """Draw loss or reward, load and two heat maps over the steps into curves.png beside metrics.
+    """Draw loss or reward, load and two heat maps over the steps into curves.png.
 
-    The maps show layers' busiest experts, and the least even layer. `figure` is matplotlib.figure.
+    The file `metrics` is read, and curves.png is written to its folder. One map shows the busiest
+    expert of each layer, the other the least even layer. `figure` is matplotlib.figure.
     """
     lines, _ = read_metrics(metrics)
     steps = [line["step"] for line in lines]
@@ -223,8 +224,8 @@ def draw_curves(figure: ModuleType, metrics: Path, unit: str = "byte") -> None:
 
 
 def _draw_maps(canvas: Any, layers: Any, experts: Any, lines: list[dict[str, Any]]) -> None:
-    """Draw loads of layers and of one layer's experts into two axes, from lines with all loads."""
-    names = layer_names(lines[-1]) if lines else []
+    """Draw the loads of layers, and of one layer's experts, into two axes of `canvas`."""
+    names = list_moe_layers(lines[-1]) if lines else []
     full_lines = [
         line for line in lines if names and all(f"expert_load/{n}" in line for n in names)
     ]
@@ -248,7 +249,7 @@ def _draw_maps(canvas: Any, layers: Any, experts: Any, lines: list[dict[str, Any
 def _draw_map(
     canvas: Any, axes: Any, lines: list[dict[str, Any]], rows: list[list[float]], **style: Any
 ) -> None:
-    """Draw `rows`, values of a layer or expert at each line, as a map; nothing for one line."""
+    """Draw one row of values per layer or expert as a heat map; nothing for one line."""
     if len(lines) < 2:
         return
     steps = [line["step"] for line in lines]

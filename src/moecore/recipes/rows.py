@@ -1,4 +1,4 @@
-"""Rows of files and data sets, in one of the forms that chat.py encodes.
+"""Rows of files and data sets, converted to one of the forms that chat.py encodes.
 
 A .jsonl file has a JSON object per line. A data set of `datasets` has rows. Any other file is one
 text. A column may have another name, see `ColumnNames`. These forms become messages:
@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from moecore.base.fields import CheckedRecord
 from moecore.packing.corpus.files import strip_line
-from moecore.recipes.files import format_option, is_table, load_table, read_text
+from moecore.recipes.files import format_option, is_dataset, open_dataset, read_text
 
 RowFormat = Literal["auto", "messages", "sharegpt", "alpaca", "completion", "text"]
 # What a row of each format must have; the first one that a row has is its format.
@@ -41,9 +41,9 @@ class DatasetOptions(CheckedRecord):
     """The format of the rows of --data, and the part of a data set that is read.
 
     Attributes:
-        format: "auto" takes each row's format from its columns.
-        split: of a data set with splits.
-        config: of a data set of the hub that has several; "" = its only one.
+        format: the format of rows; "auto" selects each row's format by its columns.
+        split: the split of a data set with splits.
+        config: the configuration of a hub's data set that has several; "" = its only one.
         skip_invalid: leave out rows that cannot be encoded. The first lines of a run name them.
     """
 
@@ -55,7 +55,7 @@ class DatasetOptions(CheckedRecord):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ColumnNames(CheckedRecord):
-    """The names that columns of --data have there.
+    """The names of the columns of --data.
 
     Attributes:
         messages: a chat as a list of objects with role and content.
@@ -68,7 +68,7 @@ class ColumnNames(CheckedRecord):
         history: earlier pairs of request and answer of format alpaca.
         prompt: a text, or a chat.
         completion: a text that follows the prompt, or messages that follow it.
-        text: a text that is learned as a whole.
+        text: a text of which all tokens are learned.
         preferred: the better completion of objective dpo, which published data call chosen.
         rejected: the worse completion of objective dpo.
     """
@@ -88,20 +88,20 @@ class ColumnNames(CheckedRecord):
     rejected: str = "rejected"
 
     def rename(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the columns of a row that have a name here, by field."""
+        """Return the columns of a row that these names select, by field name."""
         names = ((field, getattr(self, field)) for field in self.__dataclass_fields__)
         return {field: row[name] for field, name in names if name in row}
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of a file or data set: its place, for errors, and its columns or the line of JSON."""
+    """A row of a file or data set: its place, for errors, and its columns or line of JSON."""
 
     place: str
     content: Mapping[str, Any] | str
 
     def parse(self) -> Mapping[str, Any]:
-        """Return the columns. Raises ValueError for a line that is no JSON object."""
+        """Return the columns; ValueError for a line that is no JSON object."""
         content: Any = self.content
         if isinstance(content, str):
             try:
@@ -116,7 +116,7 @@ class Row:
         return content
 
     def columns(self, names: ColumnNames) -> dict[str, Any]:
-        """Return the columns with a name in `names`, by its fields; all columns if none has."""
+        """Return the columns that `names` select, by field name; all columns if none match."""
         content = self.parse()
         return names.rename(content) or dict(content)
 
@@ -125,8 +125,8 @@ def read_rows(files: Sequence[Path], option: str, options: DatasetOptions) -> It
     """Yield the non-empty rows of files and data sets, in order; ValueErrors name `option`."""
     for path in files:
         name = format_option(option, path)
-        if is_table(str(path)):
-            table = load_table(str(path), option, split=options.split, config=options.config)
+        if is_dataset(str(path)):
+            table = open_dataset(str(path), option, split=options.split, config=options.config)
             for number, row in enumerate(table):
                 yield Row(f"{name} row {number}", _remove_none(row))
         elif path.suffix == ".jsonl":
@@ -138,10 +138,7 @@ def read_rows(files: Sequence[Path], option: str, options: DatasetOptions) -> It
 
 
 def convert_to_form(columns: dict[str, Any], row_format: RowFormat, place: str) -> dict[str, Any]:
-    """Return a row's columns in a form of chat.py: messages, prompt and completion, or text.
-
-    `place` names the row in errors. Raises ValueError if columns of `row_format` are missing.
-    """
+    """Convert a row's columns to a form of chat.py; errors begin with `place`, the row's place."""
     formats = FORMATS if row_format == "auto" else {row_format: FORMATS[row_format]}
     kind = next((kind for kind, names in formats.items() if {*names} <= columns.keys()), None)
     if kind is None and row_format != "auto":
@@ -165,20 +162,20 @@ def convert_to_form(columns: dict[str, Any], row_format: RowFormat, place: str) 
 
 
 def _as_list(value: Any, place: str) -> list[Any]:
-    """Return a list of messages; a ValueError for another type begins with `place`."""
+    """Return a value that must be a list of messages; ValueErrors begin with `place`."""
     if not isinstance(value, list):
         raise ValueError(f"{place} must have a list of messages: correct it")
     return value
 
 
 def _make_system_message(columns: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the system message of a row in a list, or []."""
+    """Return a list with the system message of a row, or an empty list."""
     system = columns.get("system")
     return [{"role": "system", "content": system}] if system else []
 
 
 def _make_alpaca_messages(columns: dict[str, Any], place: str) -> Iterator[dict[str, Any]]:
-    """Yield the messages of a row of format alpaca; errors begin with `place`, the row's place."""
+    """Yield the messages of a row of format alpaca; errors begin with `place`."""
     pairs = _as_list(columns.get("history") or [], place)
     request = "\n".join(filter(None, (columns["instruction"], columns.get("input"))))
     yield from _make_system_message(columns)
@@ -204,7 +201,7 @@ def normalize_message(message: Any) -> Any:
 
 
 def _parse_tool_call(call: Any) -> Any:
-    """Return a tool call whose arguments are an object: templates write the JSON of it."""
+    """Return a tool call with its arguments parsed from JSON, as chat templates expect."""
     if not isinstance(call, dict):
         return call
     if isinstance(call.get("function"), dict):
@@ -213,7 +210,7 @@ def _parse_tool_call(call: Any) -> Any:
 
 
 def parse_tools(columns: dict[str, Any]) -> Any:
-    """Return the JSON schemas in column "tools" of a row; None = no tools."""
+    """Return the JSON schemas in column "tools" of a row, or None without tools."""
     return _parse_json(columns.get("tools")) or None
 
 
@@ -227,7 +224,7 @@ def _parse_json(value: Any) -> Any:
 
 
 def _remove_none(value: Any) -> Any:
-    """Return a value without keys of None: a column of Arrow gives all objects the same keys."""
+    """Remove keys with value None, which Arrow adds so that all objects have the same keys."""
     if isinstance(value, dict):
         return {name: _remove_none(of) for name, of in value.items() if of is not None}
     return [_remove_none(of) for of in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""LearningRateSchedule: the learning rate of a step, and when periodic events are due."""
+"""Learning rate schedule, batch ramp, and the stages of a run with their steps."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ class LearningRateSchedule(CheckedRecord):
     """The learning rate over the steps of a run: linear warm-up, then constant, then decay.
 
     Attributes:
-        lr_schedule: "cosine" and "linear" decay from the end of the warm-up to the last step; "wsd"
-            (warm-up, stable, decay) decays over the last `decay_steps` steps; "constant" never.
-        warmup_steps: steps of the warm-up; None = `warmup_tokens` if set, or 5% of the schedule.
-        min_warmup_steps: the fewest steps of a warm-up of 5%, but at most a third of the schedule.
+        lr_schedule: "cosine" and "linear" decay from the end of the warm-up to the last step;
+            "wsd" (warm-up, stable, decay) decays over the last `decay_steps` steps; "constant"
+            never decays.
+        warmup_steps: steps of the warm-up; None = `warmup_tokens` if set, or 5% of the
+            schedule.
+        min_warmup_steps: minimum steps of a warm-up of 5%, but at most a third of the schedule.
         warmup_tokens: tokens of the warm-up, rounded up to full steps.
         schedule_steps: the step at which the decay ends; None = the last step of the run.
         decay_steps: steps of the decay of "wsd"; None = 10% of the schedule.
         decay_shape: the curve of the decay of "wsd".
-        min_lr_ratio: the rate after the decay, as a share of the peak.
+        min_lr_ratio: the rate after the decay, divided by the peak.
     """
 
     lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
@@ -51,11 +53,8 @@ class LearningRateSchedule(CheckedRecord):
         if self.decay_steps is not None and self.lr_schedule != "wsd":
             yield "decay_steps", f"be None with lr_schedule ({self.lr_schedule!r}): use 'wsd'"
 
-    def factor(self, step: int, *, steps: int, count_steps: Callable[[int], int]) -> float:
-        """Return the learning rate of a step as a share of the peak.
-
-        `steps` is the number of steps of the run or stage. `count_steps` converts tokens to steps.
-        """
+    def compute_factor(self, step: int, *, steps: int, count_steps: Callable[[int], int]) -> float:
+        """Return the learning rate of a step / the peak; `count_steps` converts tokens to steps."""
         total = self.schedule_steps or steps
         warmup = self._count_warmup_steps(total, count_steps)
         if step <= warmup:
@@ -79,7 +78,7 @@ class LearningRateSchedule(CheckedRecord):
 
 
 def is_due(step: int, *, every: int, steps: int) -> bool:
-    """Return whether an event every `every` steps and at the last step is due; 0 = never."""
+    """Return whether an event is due: each `every` steps and at the last step; 0 = never."""
     return every > 0 and (step % every == 0 or step == steps)
 
 
@@ -87,13 +86,13 @@ def is_due(step: int, *, every: int, steps: int) -> bool:
 class BatchRamp(CheckedRecord):
     """The growth of the batch at the beginning of a run.
 
-    The first steps have `ramp_start` rows. Each equal part of `ramp_tokens` adds `ramp_increment`
-    rows, until a step has all rows: batch_size x grad_accum x data ranks. The number of rows is a
-    function of the tokens that the run has read, padding included.
+    The first steps have `ramp_start` rows. After each equal part of `ramp_tokens`, a step has
+    `ramp_increment` more rows, until it has all rows: batch_size x grad_accum x data ranks. The
+    number of rows is a function of the tokens that the run has read, including padding.
 
     Attributes:
         ramp_start: rows of the first step over all ranks; None = all steps have all rows.
-        ramp_increment: rows that are added at once: full micro-batches of all data ranks.
+        ramp_increment: rows of one increment: full micro-batches of all data ranks.
         ramp_tokens: tokens after which a step has all rows.
     """
 
@@ -112,7 +111,7 @@ class BatchRamp(CheckedRecord):
             )
 
     def check(self, *, rows: int, micro_batch_rows: int) -> None:
-        """Raise ValueError unless micro-batches divide the ramp, whose end is `rows`."""
+        """Raise ValueError unless micro-batches divide the ramp, which ends with `rows` rows."""
         if self.ramp_start is None or self.ramp_increment is None:
             return
         for name in ("ramp_start", "ramp_increment"):
@@ -129,7 +128,7 @@ class BatchRamp(CheckedRecord):
 
 
 class EqualSteps(NamedTuple):
-    """A run of steps with equal sizes: the first step, the rows of a step, and tokens of a row."""
+    """Consecutive steps of equal size: the first step, rows of a step, and tokens of a row."""
 
     first: int
     rows: int
@@ -137,21 +136,21 @@ class EqualSteps(NamedTuple):
 
 
 class StepSizes:
-    """The rows and tokens of each step; steps count from 1.
+    """The rows and tokens of each step; the first step is 1.
 
     `StepSizes([EqualSteps(1, 2, 8), EqualSteps(4, 4, 8)])` has 16 tokens in steps 1, 2 and 3, and
-    32 in each later one: `tokens_through(5)` is 112, and `count_steps(49)` is 4.
+    32 in each later step: `count_tokens_through(5)` is 112, and `count_steps(49)` is 4.
     """
 
     def __init__(self, parts: Sequence[EqualSteps]) -> None:
         self.parts = tuple(parts)
 
-    def rows(self, step: int) -> int:
+    def get_rows(self, step: int) -> int:
         """Return the rows of a step over all data ranks."""
         return max(part for part in self.parts if part.first <= max(step, 1)).rows
 
-    def tokens_through(self, step: int) -> int:
-        """Return the tokens of a step and of all before it, padding included."""
+    def count_tokens_through(self, step: int) -> int:
+        """Return the tokens of a step and of all earlier steps, including padding."""
         ends = [*(part.first for part in self.parts), step + 1][1:]
         return sum(
             max(0, min(end, step + 1) - part.first) * part.rows * part.seq_len
@@ -159,22 +158,19 @@ class StepSizes:
         )
 
     def count_steps(self, tokens: int) -> int:
-        """Return the smallest number of steps that read `tokens` tokens."""
+        """Return the smallest number of steps that read at least `tokens` tokens."""
         for number, part in enumerate(self.parts):
-            remaining = tokens - self.tokens_through(part.first - 1)
+            remaining = tokens - self.count_tokens_through(part.first - 1)
             step = part.first - 1 + -(-remaining // (part.rows * part.seq_len))
             if number + 1 == len(self.parts) or step < self.parts[number + 1].first:
                 return max(step, 0)
         raise AssertionError("the last part has no end")
 
 
-def equal_steps(
+def iterate_equal_steps(
     ramp: BatchRamp, *, first: int, rows: int, seq_len: int, tokens: int
 ) -> Iterator[EqualSteps]:
-    """Yield the ranges of steps with equal rows, which grow to `rows`, from step `first` on.
-
-    `tokens` are the tokens that the run has read before step `first`.
-    """
+    """Yield ranges of steps with equal rows from step `first` on, after `tokens` tokens."""
     if ramp.ramp_start is None or ramp.ramp_increment is None or ramp.ramp_tokens is None:
         yield EqualSteps(first, rows, seq_len)
         return
@@ -202,9 +198,9 @@ class StageLength(CheckedRecord):
     """The name and the length of a stage.
 
     Attributes:
-        name: in checkpoints and messages.
+        name: name in checkpoints and messages.
         steps: optimizer steps; None = `tokens`.
-        tokens: tokens of all ranks, padding included, rounded up to full steps.
+        tokens: tokens of all ranks, including padding, rounded up to full steps.
     """
 
     name: str
@@ -221,13 +217,13 @@ class TrainingStage:
     """A stage of a run, with its range of steps and their sizes.
 
     Attributes:
-        name: of the stage; "" = the run has no stages.
-        begin: steps of the stages before it.
+        name: name of the stage; "" = the run has no stages.
+        begin: number of steps of the stages before this stage.
         end: the number of its last step.
         last: the number of the run's last step.
-        has_schedule: whether the learning rate follows a schedule over the steps of this stage; if
-            not, the run's schedule covers all steps of the run.
-        sizes: rows and tokens of the steps of the run up to this stage's end.
+        has_schedule: True = the learning rate follows a schedule over the steps of this stage;
+            False = the run's schedule covers all steps of the run.
+        sizes: rows and tokens of the run's steps up to this stage's end.
     """
 
     name: str
@@ -237,31 +233,30 @@ class TrainingStage:
     has_schedule: bool
     sizes: StepSizes
 
-    def rate_factor(self, schedule: LearningRateSchedule, step: int) -> float:
-        """Return the learning rate of a step as a share of the peak."""
+    def compute_rate_factor(self, schedule: LearningRateSchedule, step: int) -> float:
+        """Return the learning rate of a step divided by the peak."""
         if not self.has_schedule:
-            return schedule.factor(step, steps=self.last, count_steps=self.sizes.count_steps)
-        before = self.sizes.tokens_through(self.begin)
-        return schedule.factor(
+            return schedule.compute_factor(
+                step, steps=self.last, count_steps=self.sizes.count_steps
+            )
+        before = self.sizes.count_tokens_through(self.begin)
+        return schedule.compute_factor(
             step - self.begin,
             steps=self.end - self.begin,
             count_steps=lambda tokens: self.sizes.count_steps(before + tokens) - self.begin,
         )
 
-    def metrics(self, step: int) -> dict[str, float]:
+    def get_metrics(self, step: int) -> dict[str, float]:
         """Return "rows" of a step and "tokens" of the run up to it; {} if all steps are equal."""
         if len(self.sizes.parts) == 1:
             return {}
         return {
-            "rows": float(self.sizes.rows(step)),
-            "tokens": float(self.sizes.tokens_through(step)),
+            "rows": float(self.sizes.get_rows(step)),
+            "tokens": float(self.sizes.count_tokens_through(step)),
         }
 
-    def begins_at(self, step: int, saved_name: str | None) -> bool:
-        """Return whether a checkpoint of `step` and stage `saved_name` is of the previous stage.
-
-        Raises ValueError for another stage's checkpoint at a step where this stage does not begin.
-        """
+    def is_previous_stage(self, step: int, saved_name: str | None) -> bool:
+        """Return whether a checkpoint is of the previous stage; ValueError for any other stage."""
         if (saved_name or "") == self.name:
             return False
         if step != self.begin:
@@ -274,14 +269,14 @@ class TrainingStage:
 
 
 def split_stages(content: Options) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the options of a TOML file without its stages, and the tables of the stages."""
+    """Split a TOML file's content into the options of the run and the tables of its stages."""
     options, tables = dict(content), content.get("stages")
     options.pop("stages", None)
     if tables is None:
         return options, []
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise ValueError("stages must be tables: write [[stages]] above each of them")
-    lengths = [length_of(table) for table in tables]
+    lengths = [read_stage_length(table) for table in tables]
     names = [length.name for length in lengths]
     if len(set(names)) < len(names) or "" in names:
         raise ValueError(f"stages ({quote(names)}) must have names that differ: rename one")
@@ -300,26 +295,26 @@ def split_stages(content: Options) -> tuple[dict[str, Any], list[dict[str, Any]]
     return options, tables
 
 
-def length_of(table: Options) -> StageLength:
-    """Return the name and the length of a stage's TOML table. ValueError without a name."""
+def read_stage_length(table: Options) -> StageLength:
+    """Return the name and length of a stage's TOML table; ValueError without a name."""
     names = {field.name for field in fields(StageLength)} & table.keys()
     if "name" not in names:
         raise ValueError(f"stages ({quote(dict(table))}) must have a name: give one")
     return StageLength(**{name: table[name] for name in names})
 
 
-def options_of(table: Options) -> dict[str, Any]:
+def get_stage_options(table: Options) -> dict[str, Any]:
     """Return the options of a stage's table without its name and length."""
     names = {field.name for field in fields(StageLength)}
     return {key: value for key, value in table.items() if key not in names}
 
 
 def plan_stages(args: Any, batch_of: Callable[[Any], tuple[int, int, BatchRamp]]) -> list[Any]:
-    """Return the options of each stage, or the run's options if it has no stages.
+    """Return the options of each stage, or the run's options if the run has no stages.
 
-    The fields `stage` and `run` are set, and `steps` is the number of the stage's last step.
-    `batch_of` returns for a stage's options the rows of a step after the ramp, the rows of a
-    micro-batch of all data ranks, and the ramp.
+    The fields `stage` and `run` are set, and `steps` is the number of the stage's last step. For a
+    stage's options, `batch_of` returns the rows of a step after the ramp, the rows of a micro-batch
+    of all data ranks, and the ramp.
     """
     tables: Sequence[Options] = args.stage_tables or [{}]
     plans: list[Any] = []
@@ -339,25 +334,20 @@ def plan_stages(args: Any, batch_of: Callable[[Any], tuple[int, int, BatchRamp]]
 
 
 def plan_stage(
-    args: Any,
-    table: Options,
-    sizes: StepSizes,
-    begin: int,
-    *,
-    rows: int,
-    ramp: BatchRamp = NO_RAMP,
+    args: Any, table: Options, sizes: StepSizes, begin: int, *, rows: int, ramp: BatchRamp = NO_RAMP
 ) -> TrainingStage:
-    """Return a stage after step `begin`; `sizes` are the sizes of earlier steps.
+    """Return the stage that begins after step `begin`; `sizes` are the sizes of earlier steps.
 
-    `table` is the stage's table of the TOML; {} = the run has no stages. `rows` are the sequences
-    of a step after `ramp`.
+    `table` is the stage's TOML table, {} for a run without stages. `rows` is the size after `ramp`.
     """
-    tokens = sizes.tokens_through(begin)
-    parts = equal_steps(ramp, first=begin + 1, rows=rows, seq_len=args.seq_len, tokens=tokens)
+    tokens = sizes.count_tokens_through(begin)
+    parts = iterate_equal_steps(
+        ramp, first=begin + 1, rows=rows, seq_len=args.seq_len, tokens=tokens
+    )
     before = (part for part in sizes.parts if part.first <= begin)
     sizes, name, end = StepSizes([*before, *parts]), "", args.steps
     if table:
-        length = length_of(table)
+        length = read_stage_length(table)
         name, end = length.name, begin + (length.steps or 0)
         if length.tokens is not None:
             end = sizes.count_steps(tokens + length.tokens)

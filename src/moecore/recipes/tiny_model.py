@@ -1,9 +1,9 @@
-"""Make a tiny Qwen3-MoE with random weights, a tokenizer of its own and data to train it on.
+"""`moecore tiny-model`: makes a tiny random Qwen3-MoE, a tokenizer and data to train the model on.
 
-The chat template marks answers with {% generation %}. In chats.jsonl are questions about functions
-of Python's standard library, and what their docstrings answer. pairs.jsonl has each question with
-its answer, chosen, and the reversed words of the answer, rejected. `--task sums` is for
-`moecore grpo`: sums of two digits, learned by reward.
+The chat template marks answers with {% generation %}. chats.jsonl has questions about functions of
+Python's standard library, answered by their docstrings. pairs.jsonl has each question with its
+answer (chosen) and the reversed words of the answer (rejected). `--task sums` is for `moecore
+grpo`: sums of two digits, learned by reward.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import ast
 import json
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -46,19 +46,19 @@ TEMPLATE = """\
 
 
 def write_tiny_model(out: Path, **sizes: int) -> None:
-    """Write a model, a tokenizer, chats and pairs to a new directory; `sizes` are config fields.
-
-    Raises ValueError if `out` exists.
-    """
+    """Write a model, a tokenizer, chats and pairs to a new directory; `sizes`: config fields."""
     check_new(out)
-    pairs = list(islice(questions(), NUM_QUESTIONS))
+    pairs = list(islice(iterate_questions(), NUM_QUESTIONS))
     tokenizer = make_tokenizer(pairs)
     make_model(tokenizer, **sizes).save_pretrained(out)
     tokenizer.save_pretrained(out)
-    with (out / CHATS).open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps({"messages": chat}) + "\n" for chat in chats(pairs))
-    with (out / PAIRS).open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(pair) + "\n" for pair in preferences(pairs))
+    _write_lines(out / CHATS, ({"messages": chat} for chat in _make_chats(pairs)))
+    _write_lines(out / PAIRS, _make_preferences(pairs))
+
+
+def _write_lines(file: Path, rows: Iterable[object]) -> None:
+    """Write a JSON line for each row."""
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
 
 def check_new(out: Path) -> None:
@@ -67,7 +67,7 @@ def check_new(out: Path) -> None:
         raise ValueError(f"OUT ({out}) must not exist yet: choose another, or remove it")
 
 
-def questions() -> Iterator[tuple[str, str]]:
+def iterate_questions() -> Iterator[tuple[str, str]]:
     """Yield a question about each documented function of single-file modules, and its answer."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in scan_standard_library():
@@ -80,8 +80,8 @@ def questions() -> Iterator[tuple[str, str]]:
                         yield question, " ".join(answer.split())
 
 
-def chats(pairs: list[tuple[str, str]]) -> Iterator[list[dict[str, str]]]:
-    """Yield chats of one and two (question, answer) `pairs` in alternation, until all are used."""
+def _make_chats(pairs: list[tuple[str, str]]) -> Iterator[list[dict[str, str]]]:
+    """Yield chats of one and two (question, answer) `pairs` alternately, until all are used."""
     first = count = 0
     while first < len(pairs):
         count = count % TURNS + 1
@@ -93,8 +93,8 @@ def chats(pairs: list[tuple[str, str]]) -> Iterator[list[dict[str, str]]]:
         first += count
 
 
-def preferences(pairs: list[tuple[str, str]]) -> Iterator[dict[str, list[dict[str, str]]]]:
-    """Yield for each question its answer, chosen, and the reversed words of it, rejected."""
+def _make_preferences(pairs: list[tuple[str, str]]) -> Iterator[dict[str, list[dict[str, str]]]]:
+    """Yield a pair for each question: its answer, chosen, and the answer's reversed words."""
     for question, answer in pairs:
         yield {
             "prompt": [{"role": "user", "content": question}],
@@ -126,7 +126,7 @@ def make_tokenizer(pairs: list[tuple[str, str]]) -> Any:
 
 
 def make_model(tokenizer: Any, **sizes: int) -> Any:
-    """Return a random Qwen3-MoE, equal in each call; `sizes` change fields of its config."""
+    """Return a Qwen3-MoE with the same random weights in each call; `sizes` are config fields."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     tiny = dict(
@@ -148,19 +148,18 @@ def make_model(tokenizer: Any, **sizes: int) -> Any:
     )
 
 
-def make_sums(out: Path) -> None:
+def write_sums_model(out: Path) -> None:
     """Write a model, a tokenizer and prompts of sums of two digits, such as "3+4="."""
     tokenizer = make_digit_tokenizer()
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_key_value_heads": 4, "head_dim": 16}
     make_model(tokenizer, **sizes, max_position_embeddings=256).save_pretrained(out)
     tokenizer.save_pretrained(out)
     rows = [{"prompt": f"{a}+{b}=", "sum": a + b} for a in range(5) for b in range(5)]
-    text = "".join(f"{json.dumps(row)}\n" for row in rows * COPIES)
-    (out / PROMPTS).write_text(text)
+    _write_lines(out / PROMPTS, rows * COPIES)
 
 
 def make_digit_tokenizer() -> Any:
-    """Return a tokenizer with a token per digit, for +, for = and for the end of a sequence."""
+    """Return a tokenizer with one token each for digits, "+", "=" and the end of a sequence."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -176,7 +175,7 @@ def reward_sum(
 ) -> list[float]:
     """Return the reward of each completion, 0 to 1, such as 1 for "7" after "3+4=".
 
-    A correct first digit is worth half a point, and an end after one digit the other half.
+    A correct first digit has the reward 0.5, and an end after one digit another 0.5.
     """
     pairs = zip(completions, sum, strict=True)
     return [
@@ -203,7 +202,7 @@ def run_tiny_model(args: TinyModelConfig) -> int:
     out = args.out
     check_new(out)
     if args.task == "sums":
-        make_sums(out)
+        write_sums_model(out)
         print(f"{out} has a tiny Qwen3-MoE, {out / PROMPTS} sums to train it on")
     else:
         write_tiny_model(out)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,23 +52,21 @@ class TrainConfig(PretrainConfig):
         sample_prompts=("def ",), sample_every=1000, sample_tokens=64
     )
 
-    def default_balance(self, config: DecoderConfig) -> dict[str, Any]:
-        """Return {}: the balance of the preset."""
+    def choose_balance(self, config: DecoderConfig) -> dict[str, Any]:
+        """Return {}, so that the preset's balance is not changed."""
         return {}
 
 
-def parse_arguments(words: Sequence[str] | None = None) -> TrainConfig:
-    """Return the options of a run; None = sys.argv."""
-    return parse(TrainConfig, words, prog="moecore train")
+parse_arguments = partial(parse, TrainConfig, prog="moecore train")
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Start the ranks, or be a rank under torchrun; return the status. `words` None = sys.argv."""
+    """Run `moecore train` with the words of a command line; return the exit status."""
     return run_command(
         parse_arguments, words, run_rank=run_rank, check=check_stages, dry_run=dry_run_stages
     )
 
 
 def run_rank(args: PretrainConfig) -> int:
-    """Build, train and save on this rank; return the exit status."""
+    """Train and save on this rank; return the exit status."""
     return run(args, build_job, resolve_stages)

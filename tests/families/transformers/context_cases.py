@@ -236,11 +236,7 @@ CASES = {
         family="qwen3_omni_moe", parallel=dict(cp=4, ep=4), rate=CALM
     ),
     "text of ernie4_5_vl_moe, packed": Case(
-        family="ernie4_5_vl_moe",
-        parallel=dict(cp=2, ep=4),
-        packed=True,
-        loss="sum",
-        rate=CALM,
+        family="ernie4_5_vl_moe", parallel=dict(cp=2, ep=4), packed=True, loss="sum", rate=CALM
     ),
     "text of deepseek_ocr2, packed": Case(
         family="deepseek_ocr2", parallel=dict(cp=2, ep=4), packed=True, rate=CALM

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore import Meshes, PipelineConfig, TrainStep, parallelize_moe
 from moecore.cli import main
-from moecore.families.transformers.towers import list_towers
+from moecore.families.transformers.stock import list_towers
 from tests.families.transformers.family_models import batch, config_values, loss_of, tiny_model
 from tests.helpers.parts import on_parts
 from tests.parallel.pipeline.emulated import staged

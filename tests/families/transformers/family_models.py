@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moecore.families.transformers.towers import get_text_decoder
+from moecore.families.transformers.stock import get_text_decoder
 
 transformers = pytest.importorskip("transformers", minversion="5")
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -23,80 +26,49 @@ COMMON: dict[str, Any] = dict(
 )
 
 
-def qwen2_moe(**kwargs: Any) -> nn.Module:
-    sizes = dict(
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=24,
-        num_experts=8,
-        num_experts_per_tok=3,
-    )
-    return transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**COMMON | sizes | kwargs))
+def build(prefix: str, sizes: dict[str, Any], **kwargs: Any) -> nn.Module:
+    """Return transformers' causal language model of a class prefix, such as "Qwen3Moe"."""
+    config = getattr(transformers, f"{prefix}Config")(**COMMON | sizes | kwargs)
+    model: nn.Module = getattr(transformers, f"{prefix}ForCausalLM")(config)
+    return model
 
 
-def qwen3_moe(**kwargs: Any) -> nn.Module:
-    sizes = dict(head_dim=8, moe_intermediate_size=16, num_experts=8, num_experts_per_tok=2)
-    options = COMMON | sizes | dict(intermediate_size=48, norm_topk_prob=True) | kwargs
-    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**options))
-
-
-def mixtral(**kwargs: Any) -> nn.Module:
-    sizes = dict(intermediate_size=16, num_local_experts=8, num_experts_per_tok=2)
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**COMMON | sizes | kwargs))
-
-
-def olmoe(**kwargs: Any) -> nn.Module:
-    sizes = dict(intermediate_size=16, num_experts=8, num_experts_per_tok=3)
-    return transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**COMMON | sizes | kwargs))
-
-
-def deepseek_v3(**kwargs: Any) -> nn.Module:
-    sizes = dict(
-        num_key_value_heads=4,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        n_routed_experts=8,
-        num_experts_per_tok=3,
-        n_shared_experts=1,
-        n_group=4,
-        topk_group=2,
-        first_k_dense_replace=1,
-        num_hidden_layers=3,
-        kv_lora_rank=16,
-        q_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=8,
-    )
-    config = transformers.DeepseekV3Config(**COMMON | sizes | kwargs)
-    return transformers.DeepseekV3ForCausalLM(config)
-
-
-def gpt_oss(**kwargs: Any) -> nn.Module:
-    sizes = dict(
-        head_dim=8,
-        intermediate_size=16,
-        num_local_experts=8,
-        num_experts_per_tok=2,
-        sliding_window=4,
-        swiglu_limit=0.5,
-    )
-    return transformers.GptOssForCausalLM(transformers.GptOssConfig(**COMMON | sizes | kwargs))
+EIGHT_OF_TWO = dict(num_experts_per_tok=2, num_local_experts=8, intermediate_size=16)
+DEEPSEEK_V3 = dict(
+    **dict(num_key_value_heads=4, intermediate_size=48, moe_intermediate_size=16, v_head_dim=8),
+    **dict(n_routed_experts=8, num_experts_per_tok=3, n_shared_experts=1, n_group=4, topk_group=2),
+    **dict(first_k_dense_replace=1, num_hidden_layers=3, kv_lora_rank=16, q_lora_rank=16),
+    **dict(qk_rope_head_dim=8, qk_nope_head_dim=8),
+)
+QWEN2_MOE = dict(
+    **dict(intermediate_size=48, moe_intermediate_size=16, shared_expert_intermediate_size=24),
+    **dict(num_experts=8, num_experts_per_tok=3),
+)
+QWEN3_MOE = dict(
+    **dict(head_dim=8, moe_intermediate_size=16, num_experts=8, num_experts_per_tok=2),
+    **dict(intermediate_size=48, norm_topk_prob=True),
+)
+qwen2_moe = partial(build, "Qwen2Moe", QWEN2_MOE)
+qwen3_moe = partial(build, "Qwen3Moe", QWEN3_MOE)
+mixtral = partial(build, "Mixtral", EIGHT_OF_TWO)
+olmoe = partial(build, "Olmoe", dict(intermediate_size=16, num_experts=8, num_experts_per_tok=3))
+deepseek_v3 = partial(build, "DeepseekV3", DEEPSEEK_V3)
+gpt_oss = partial(
+    build, "GptOss", EIGHT_OF_TWO | dict(head_dim=8, sliding_window=4, swiglu_limit=0.5)
+)
 
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "qwen2-moe": qwen2_moe,
-    "qwen2-moe-normalized": lambda **kw: qwen2_moe(norm_topk_prob=True, **kw),
+    "qwen2-moe-normalized": partial(qwen2_moe, norm_topk_prob=True),
     "qwen3-moe": qwen3_moe,
-    "qwen3-moe-raw": lambda **kw: qwen3_moe(norm_topk_prob=False, **kw),
-    "qwen3-moe-sparse-step": lambda **kw: qwen3_moe(
-        decoder_sparse_step=2, num_hidden_layers=4, **kw
-    ),
+    "qwen3-moe-raw": partial(qwen3_moe, norm_topk_prob=False),
+    "qwen3-moe-sparse-step": partial(qwen3_moe, decoder_sparse_step=2, num_hidden_layers=4),
     "mixtral": mixtral,
     "olmoe": olmoe,
-    "olmoe-normalized": lambda **kw: olmoe(norm_topk_prob=True, **kw),
+    "olmoe-normalized": partial(olmoe, norm_topk_prob=True),
     "deepseek-v3": deepseek_v3,
-    "deepseek-v3-raw": lambda **kw: deepseek_v3(norm_topk_prob=False, n_shared_experts=2, **kw),
+    "deepseek-v3-raw": partial(deepseek_v3, norm_topk_prob=False, n_shared_experts=2),
     "gpt-oss": gpt_oss,
 }
 ARCHITECTURES = ["qwen2-moe", "qwen3-moe", "mixtral", "olmoe", "deepseek-v3", "gpt-oss"]
@@ -192,3 +164,15 @@ def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float,
 def assert_equal_numbers(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     error, name = worst(found, expected)
     assert error <= 1e-5, f"{name}: {error}"
+
+
+class LargestStorage(TorchDispatchMode):
+    """Records the bytes of the largest storage that an operation returns."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        self.num_bytes = max([self.num_bytes, *(t.untyped_storage().nbytes() for t in tensors)])
+        return out

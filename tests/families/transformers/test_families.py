@@ -37,10 +37,10 @@ from moecore.families import use_causal_attention
 from moecore.families.family import swap_blocks
 from moecore.families.fp32_modules import SELECTION_BIASES, set_dtypes
 from moecore.families.transformers.context import CausalContext
-from moecore.families.transformers.cuts import OUTPUTS, find_cuts
 from moecore.families.transformers.packing import find_packing_problem
 from moecore.families.transformers.router_records import OWN_ROUTERS
-from moecore.families.transformers.towers import find_tower_modules
+from moecore.families.transformers.stock import list_tower_modules
+from moecore.families.transformers.tp_plans import OUTPUTS, plan_modules
 from moecore.io import Saver, export_hf, load, load_hf
 from moecore.parallel.model.parallel_state import get_moe_state
 from tests.families.transformers.family_cases import (
@@ -49,12 +49,7 @@ from tests.families.transformers.family_cases import (
     over_stages,
     with_adapters,
 )
-from tests.families.transformers.family_models import (
-    batch,
-    family_names,
-    loss_of,
-    tiny_model,
-)
+from tests.families.transformers.family_models import batch, family_names, loss_of, tiny_model
 from tests.helpers.grids import beside
 from tests.helpers.parts import on_parts
 from tests.helpers.ranks import run_ranks
@@ -217,10 +212,8 @@ def parallel(family: str, meshes: Meshes, folder: Path, to: int) -> tuple[Found,
         Numbers on rank `to`, and the family's row of the table.
     """
     memory = MemoryOptions(recompute="gemm_last")
-    model, found = (
-        parallelize_moe(tiny_model(family, vocab_size=VOCABULARY), meshes, memory=memory),
-        {},
-    )
+    model = parallelize_moe(tiny_model(family, vocab_size=VOCABULARY), meshes, memory=memory)
+    found = {}
     optimizer, num = on_parts(torch.optim.SGD)(model.parameters(), lr=RATE), 2 // meshes.data_ranks
     step = TrainStep(model, optimizer, num_micro_batches=num)
     for i in steps_of(family):
@@ -265,7 +258,7 @@ def described(model: nn.Module) -> list[str]:
     }
     name = type(model).__name__
     other = find_packing_problem(model)
-    rows = "yes, of text" if find_tower_modules(model) else "yes"
+    rows = "yes, of text" if list_tower_modules(model) else "yes"
     parts = rows if other is None else f"no, {other}"
     kept = {n.removesuffix(".weight").split(".")[-1] for n in set_dtypes(model, torch.bfloat16)}
     kept -= {*SELECTION_BIASES, "inv_freq", "original_inv_freq"}  # which are fp32 in each
@@ -281,7 +274,7 @@ def own_router(model: nn.Module) -> str:
 
 def cut_of(model: nn.Module) -> str:
     """Return what tp ranks have parts of, and what of the attention stays whole."""
-    cuts, whole = find_cuts(model, 2)
+    cuts, whole = plan_modules(model, 2)
     kinds = {"attention" if cut.row in OUTPUTS else "MLPs" for cut in cuts.values()}
     if not kinds:
         layers = [m for m in model.modules() if isinstance(m, MoELayer)]
@@ -484,7 +477,7 @@ def test_what_tp_cannot_cut(family: str) -> None:
     with torch.device("meta"):
         model = tiny_model(family)
     swap_blocks(model, {})
-    assert find_cuts(model, 2)[0] == {}
+    assert plan_modules(model, 2)[0] == {}
 
 
 @pytest.mark.nightly  # it has every family

@@ -11,14 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from moecore import (
-    BalanceConfig,
-    Meshes,
-    ParallelConfig,
-    TrainStep,
-    build_meshes,
-    parallelize_moe,
-)
+from moecore import BalanceConfig, Meshes, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.rl import RouterReplay
 from tests.families.transformers.family_models import batch, loss_of, tiny_model
 

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moecore import FSDPOptions, Meshes, ParallelConfig, build_meshes, parallelize_moe
 from moecore.base.options.memory import MemoryOptions
 from moecore.families.transformers.head import HeadWithoutLogits, Logits
 from tests.families.transformers.family_models import tiny_model
 from tests.families.transformers.hf_models import (
+    LargestStorage,
     assert_equal_numbers,
     batch,
     random_model,
@@ -39,21 +39,6 @@ LINE = (
 @pytest.fixture(scope="module")
 def meshes() -> Meshes:
     return build_meshes(ParallelConfig(), device_type="cpu")
-
-
-class Largest(TorchDispatchMode):
-    """The most memory of a tensor that any operation makes."""
-
-    num_bytes = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **kwargs or {})
-        for leaf in torch.utils._pytree.tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self.num_bytes = max(self.num_bytes, leaf.untyped_storage().nbytes())
-        return out
 
 
 def step(model: nn.Module, *args: Any, **given: Any) -> dict[str, Tensor]:
@@ -135,7 +120,7 @@ def test_logits_of_all_tokens_are_never_made(fused: bool, meshes: Meshes) -> Non
     stock = random_model("qwen3-moe", vocab_size=5000, hidden_size=8)
     model = parallelize_moe(stock, meshes, memory=MemoryOptions(fused_loss=fused))
     ids = torch.arange(4500).view(90, 50)
-    with Largest() as largest:
+    with LargestStorage() as largest:
         model(input_ids=ids, labels=ids, use_cache=False, attention_mask=None).loss.backward()
     logits = ids.numel() * 5000 * 4
     assert largest.num_bytes >= logits if not fused else largest.num_bytes <= logits / 2

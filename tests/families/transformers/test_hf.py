@@ -30,7 +30,6 @@ from tests.families.transformers.hf_models import (
     assert_equal_numbers,
     batch,
     mixtral,
-    qwen3_moe,
     random_model,
     run,
     transformers,
@@ -147,22 +146,6 @@ def test_deepseek_bias_follows_the_load(meshes: Meshes) -> None:
         torch.testing.assert_close(step, 0.125 * torch.sign(load.mean() - load))
 
 
-def test_deepseek_v3_of_real_sizes_parallelizes_on_meta(meshes: Meshes) -> None:
-    # The defaults of DeepseekV3Config are those of DeepSeek-V3; 2 of its 61 layers are MoE here.
-    with torch.device("meta"):
-        model: Any = transformers.DeepseekV3ForCausalLM(
-            transformers.DeepseekV3Config(num_hidden_layers=5)
-        )
-    before = shapes(model.state_dict().items())
-    parallelize_moe(model, meshes)
-    assert shapes(model.state_dict().items()) == before
-    assert all(p.is_meta and isinstance(p, DTensor) for p in model.parameters())
-    config, _ = [m.config for m in model.modules() if isinstance(m, MoELayer)]
-    assert (config.dim, config.hidden_dim, config.num_experts, config.top_k) == (7168, 2048, 256, 8)
-    assert (config.score_function, config.num_groups, config.top_groups) == ("sigmoid", 8, 4)
-    assert config.routed_scaling_factor == 2.5 and config.normalize_weights and config.expert_bias
-
-
 @pytest.mark.parametrize(
     ("option", "value"),
     [
@@ -202,18 +185,6 @@ def test_unknown_architecture_is_named_with_its_class(meshes: Meshes) -> None:
     assert not any(isinstance(m, MoELayer) for m in model.modules())
 
 
-def test_mixtral_jitter(meshes: Meshes) -> None:
-    """The block keeps its router, and with it the noise on the input of router and experts."""
-    model = random_model("mixtral", router_jitter_noise=0.1)
-    plain = copy.deepcopy(model)
-    parallelize_moe(model, meshes)
-    found = []
-    for one in (model, plain):
-        torch.manual_seed(3)
-        found.append(run(one))
-    assert_equal_numbers(*found)
-
-
 @pytest.mark.parametrize("act", ["relu", "gelu", "quick_gelu"])
 def test_other_activations(meshes: Meshes, act: str) -> None:
     model = random_model("qwen3-moe", hidden_act=act)
@@ -247,14 +218,8 @@ def test_save_pretrained_of_a_parallelized_model(meshes: Meshes, tmp_path: Path)
     assert all(torch.equal(again.state_dict()[name], whole[name]) for name in whole)
 
 
-def test_twice(meshes: Meshes) -> None:
-    model = parallelize_moe(qwen3_moe(), meshes)
-    with pytest.raises(ValueError, match="must not be parallelized already"):
-        parallelize_moe(model, meshes)
-
-
 def test_compiled_layers_share_their_code_unless_there_is_a_cache(
-    meshes: Meshes, monkeypatch: pytest.MonkeyPatch
+    meshes: Meshes, monkeypatch: Any
 ) -> None:
     # What graphs there are is the question, not what Inductor makes of them: tests/train/graphs.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
@@ -273,8 +238,3 @@ def test_compiled_layers_share_their_code_unless_there_is_a_cache(
     assert graphs == 2, "up to the MoE layer, and from there on"
     with pytest.warns(UserWarning, match=r"use_cache \(True\) of Qwen3MoeModel must be False"):
         model.train()(input_ids=ids)
-
-
-def test_moe_state_of_a_plain_model() -> None:
-    with pytest.raises(ValueError, match=r"Qwen3MoeForCausalLM.*call parallelize_moe"):
-        get_moe_state(qwen3_moe())

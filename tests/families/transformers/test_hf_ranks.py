@@ -13,12 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore import (
-    DenseOptions,
-    ParallelConfig,
-    build_meshes,
-    parallelize_moe,
-)
+from moecore import DenseOptions, ParallelConfig, build_meshes, parallelize_moe
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.torch_private import HAS_SEPARATE_PIECES
 from moecore.parallel.model.parallel_state import get_capacity
@@ -195,11 +190,7 @@ def worker(
             if key not in expected:
                 expected[key] = run_plain(plain, variant)
             errors[name_of(case)] = worst(found, expected[key])
-    return {
-        "fp32": errors,
-        "bf16": mixed_precision_errors(device),
-        "generated": generated(device),
-    }
+    return {"fp32": errors, "bf16": mixed_precision_errors(device), "generated": generated(device)}
 
 
 @pytest.fixture(scope="module")

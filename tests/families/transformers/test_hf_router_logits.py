@@ -10,14 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moecore import (
-    Meshes,
-    MoEConfig,
-    MoELayer,
-    ParallelConfig,
-    build_meshes,
-    parallelize_moe,
-)
+from moecore import Meshes, MoEConfig, MoELayer, ParallelConfig, build_meshes, parallelize_moe
 from moecore.families import adopt
 from moecore.families.family import swap_blocks
 from moecore.families.transformers.blocks import STACKED
@@ -116,22 +109,6 @@ def test_inference(meshes: Meshes) -> None:
     assert getattr(model(ids), "router_logits", None) is None, "recorded only where asked for"
 
 
-def test_a_model_inside_a_module(meshes: Meshes) -> None:
-    class Wrapped(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, **kwargs: Any) -> Any:
-            return self.inner(**kwargs)
-
-    model, plain = pair("mixtral")
-    wrapped = Wrapped(model)
-    parallelize_moe(wrapped, meshes)
-    found, expected = run(wrapped, **ASKED), run(Wrapped(plain), **ASKED)
-    assert_equal_numbers(found, expected)
-
-
 def test_a_copied_layer_records_for_the_copy() -> None:
     """Adapted and copied, not parallelized: each model collects its own logits."""
     model, plain = pair("olmoe")
@@ -217,9 +194,7 @@ def test_hidden_states_and_attentions_are_recorded(is_base: bool, meshes: Meshes
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_transformers_that_record_probabilities(
-    meshes: Meshes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transformers_that_record_probabilities(meshes: Meshes, monkeypatch: Any) -> None:
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.5.4")
     refused = r"must be False with transformers \(5.5.4\), .*: use transformers >= 5.6"
     with pytest.raises(NotImplementedError, match=refused):

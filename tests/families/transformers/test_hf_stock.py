@@ -130,9 +130,7 @@ def test_a_changed_block_is_refused(name: str, change: str) -> None:
 
 @pytest.mark.parametrize("part", ["", "experts", "gate", "experts.act_fn"])
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_a_patched_class_is_refused(
-    part: str, wrapped: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_patched_class_is_refused(part: str, wrapped: bool, monkeypatch: Any) -> None:
     """`functools.wraps` gives a patch the name and module of what it replaces."""
     model = random_model("olmoe")
     cls = type(moe_blocks(model)[0].get_submodule(part))

@@ -42,7 +42,7 @@ def padded(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def calls(monkeypatch: Any) -> list[int]:
     """The tokens of each call of moecore's function."""
     found: list[int] = []
     collapse = fused_modules.collapse_streams
@@ -114,24 +114,3 @@ def test_gradient_checkpointing_recomputes_them(stock: Any, calls: list[int]) ->
     for name, tensor in want.items():
         apart = (found[name] - tensor).abs().max()
         assert apart <= 1e-5 * tensor.abs().max(), name
-
-
-def test_transformers_keeps_four_times_the_bytes(stock: Any) -> None:
-    """tests/kernels/test_hyper_connections.py has what kernels keep."""
-    connection, (T, N, D) = stock.model.layers[0].attn_hc, (6, 4, 32)
-    streams = torch.randn(1, T, N, D).bfloat16().requires_grad_()
-    y = torch.randn(1, T, D).bfloat16().requires_grad_()
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        kept[storage.data_ptr()] = storage
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        post, comb, _ = connection(streams)
-        mixed = comb.to(streams.dtype).transpose(-1, -2) @ streams
-        _ = post.to(streams.dtype).unsqueeze(-1) * y.unsqueeze(-2) + mixed
-    num_bytes = sum(s.nbytes() for s in kept.values())
-    num_bytes -= sum(p.nbytes for p in connection.parameters())
-    assert num_bytes >= 4 * T * (2 * N * D + 2 * D + 4 * (24 + 20 + 1))

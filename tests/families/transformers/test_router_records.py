@@ -178,6 +178,7 @@ def test_the_bias_is_fp32_and_of_its_own_copy(family: str) -> None:
         ("laguna", {"moe_router_logit_softcapping": 30.0}),
         ("longcat_flash", {"router_bias": True}),
         ("minimax_m2", {"router_jitter_noise": 0.1}),
+        ("mixtral", {"router_jitter_noise": 0.1}),
         ("ernie4_5_moe", {"moe_norm_min": 0.1}),
         ("axk2", {"n_routed_experts": 8, "n_group": 4, "topk_group": 2}),
     ],

@@ -112,7 +112,7 @@ def test_indexers_without_a_config_learn_nothing() -> None:
     assert {n for n, grad in grads.items() if grad is None} == {n for n in grads if "indexer" in n}
 
 
-def test_a_model_makes_no_tensor_of_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_makes_no_tensor_of_all_pairs(monkeypatch: Any) -> None:
     monkeypatch.setattr(attention, "CHUNK_NUMBERS", 2**12)
     tokens, largest = 320, {}
     ids = torch.arange(tokens)[None] % 61
@@ -128,7 +128,7 @@ def test_a_model_makes_no_tensor_of_all_pairs(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("how", ["checkpointing", "region"])
-def test_the_same_keys_are_selected_again(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_keys_are_selected_again(how: str, monkeypatch: Any) -> None:
     selected: list[Tensor] = []
 
     def noted(*args: Any) -> Tensor:

@@ -24,9 +24,9 @@ from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.params import shard_parameter
 from moecore.base.torch_private import StridedShard, get_local_tensor
 from moecore.families import use_causal_attention
-from moecore.families.transformers.cuts import find_cuts
-from moecore.families.transformers.linear_cuts import cut_linear_attention
-from moecore.families.transformers.module_cut import list_cut_placements
+from moecore.families.transformers.linear_tp_plans import plan_linear_attention
+from moecore.families.transformers.module_plan import list_placements
+from moecore.families.transformers.tp_plans import plan_modules
 from moecore.io import Saver, load, stream_weights
 from moecore.planning import fake_world
 from moecore.precision.linear import find_weight_problem
@@ -121,7 +121,7 @@ def refused(meshes: dict[int, Meshes]) -> None:
     lightning = next(m for m in three.modules() if type(m).__name__ == "MiniMaxLightningAttention")
     lightning.num_attention_heads = 3
     with pytest.raises(ValueError, match=r"heads \(3\) and .* must be multiples of Para"):
-        find_cuts(three, 2)
+        plan_modules(three, 2)
     with pytest.raises(NotImplementedError, match=r"no module can be cut: .*qkv_proj .* all heads"):
         parallelize_moe(tiny_model("zaya"), meshes[2])
 
@@ -141,10 +141,10 @@ def test_heads_of_linear_attention_that_ranks_cannot_share(family: str) -> None:
     layer = next(m for m in model.modules() if hasattr(m, "conv1d"))
     vars(layer).update(numbers)
     with pytest.raises(ValueError, match=message):
-        cut_linear_attention("layer", layer, tp)
+        plan_linear_attention("layer", layer, tp)
 
 
-def test_a_kernel_of_a_whole_layer_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_of_a_whole_layer_is_not_run(monkeypatch: Any) -> None:
     """It has the projection of outputs, which a rank has a part of."""
     with torch.device("meta"):
         model = tiny_model("nemotron_h", vocab_size=64)
@@ -161,7 +161,7 @@ def cuts_with_adapters(
 ) -> tuple[dict[nn.Module, Any], list[str]]:
     peft = pytest.importorskip("peft", reason="adapters are its own")
     config = peft.LoraConfig(target_modules=target, **options)
-    return find_cuts(peft.get_peft_model(model, config), 2)
+    return plan_modules(peft.get_peft_model(model, config), 2)
 
 
 def test_ranks_that_shard_gate_above_up_divide_its_inputs() -> None:
@@ -189,7 +189,7 @@ def test_adapters_are_cut_as_their_linears() -> None:
     assert not whole
     attention, mlp, *_ = cuts
     for module, column, row in (attention, "q_proj", "o_proj"), (mlp, "gate_proj", "down_proj"):
-        places = dict(list_cut_placements(module, cuts[module]))
+        places = dict(list_placements(module, cuts[module]))
         outer, inner = module.get_submodule(column), module.get_submodule(row)
         found = {
             (name, kind): places.get((linear.get_submodule(kind), "weight"))
@@ -214,7 +214,7 @@ def test_adapters_that_read_all_of_a_weight_leave_it_whole() -> None:
     assert not cuts
     assert reason.endswith("(GptOssAttention), whose o_proj has a bias and adapters")
     model = tiny_model("granitemoeshared")
-    assert any(cut.halves for cut in find_cuts(model, 2)[0].values())
+    assert any(cut.halves for cut in plan_modules(model, 2)[0].values())
     cuts, _ = cuts_with_adapters(model, target=r".*\.input_linear")
     assert cuts and not any(cut.halves for cut in cuts.values())
 
@@ -230,23 +230,8 @@ def only_whole(meshes: Meshes) -> None:
         ValueError, match=r"rows of documents \(11 tokens\) must be multiples of tp"
     ):
         model(
-            input_ids=ids,
-            position_ids=places,
-            cu_seqlens=torch.tensor([0, 11, 22]),
-            max_seqlen=11,
+            input_ids=ids, position_ids=places, cu_seqlens=torch.tensor([0, 11, 22]), max_seqlen=11
         )
-
-
-def granite() -> nn.Module:
-    return tiny_model("granitemoeshared", vocab_size=64)
-
-
-def minimax() -> nn.Module:
-    return tiny_model("minimax", vocab_size=64)
-
-
-def nemotron() -> nn.Module:
-    return tiny_model("nemotron_h", vocab_size=64)
 
 
 def phi3(num_key_value_heads: int) -> nn.Module:
@@ -282,14 +267,6 @@ def clipped() -> nn.Module:
     return model
 
 
-def linear_attention() -> nn.Module:
-    return tiny_model("qwen3_next", vocab_size=64)
-
-
-def own_router() -> nn.Module:
-    return tiny_model("phimoe", vocab_size=64)
-
-
 def halve_in_place(module: nn.Module, _args: Any, output: Any) -> None:
     first = output[0] if isinstance(output, tuple) else output
     if isinstance(first, Tensor):  # else the record that a whole model returns
@@ -321,7 +298,7 @@ def written_in_place(make: Callable[[], nn.Module], **degrees: int) -> bool:
 
 def fused(folder: Path) -> bool:
     """An MLP with gate and up in one matrix, and its files on other tp sizes."""
-    model, near = with_gradients(granite, tp=2, ep=2)
+    model, near = with_gradients(tiny("granitemoeshared"), tp=2, ep=2)
     optimizer = optimizer_of(model)
     optimizer.step()
     (weight,) = {p.placements for n, p in model.named_parameters() if "input_linear" in n}
@@ -330,7 +307,7 @@ def fused(folder: Path) -> bool:
         saved = saver.save(1, wait=True)
     before, equal = tensors(model, optimizer), []
     for parallel in (dict(tp=4, ep=2), dict(ep=4)):
-        other = granite()
+        other = tiny("granitemoeshared")()
         parallelize_moe(other, build_meshes(ParallelConfig(**parallel), "cpu"))
         again = optimizer_of(other)
         load(saved, other, again)
@@ -383,8 +360,9 @@ def scores(meshes: Meshes) -> bool:
     return bool(is_near and worst(whole_gradients(model), grads)[0] <= 2e-5)
 
 
-def stages(meshes: Meshes, schedule: Any, layout: str, *, tied: bool = False) -> bool:
+def stages(schedule: Any, layout: str, *, tied: bool = False) -> bool:
     """Gradients of two stages of two tp ranks, and their norm."""
+    meshes = build_meshes(ParallelConfig(pp=2, tp=2, ep=2), "cpu")
     options = dict(vocab_size=64, tie_word_embeddings=tied)
     plain, model = (random_model("qwen3-moe", **options) for _ in range(2))
     parallelize_moe(model, meshes, pipeline=PipelineConfig(layout=layout, schedule=schedule))
@@ -430,31 +408,44 @@ def vocabulary_bytes(meshes: Meshes) -> int:
     return peaks[1] - peaks[0]
 
 
+def tiny(family: str) -> Callable[[], nn.Module]:
+    return partial(tiny_model, family, vocab_size=64)
+
+
+def saves_memory(meshes: dict[int, Meshes]) -> bool:
+    alone = vocabulary_bytes(build_meshes(ParallelConfig(), "cpu"))
+    return abs(2 * vocabulary_bytes(meshes[2]) / alone - 1) <= 0.05
+
+
+# What each case computes from the meshes by tp and a folder.
+CASES: dict[str, Callable[[dict[int, Meshes], Path], bool]] = {
+    "memory": lambda meshes, _: saves_memory(meshes),
+    "checkpoints": lambda _, folder: checkpoints(folder),
+    "fused": lambda _, folder: fused(folder),
+    "heads in one linear": lambda *_: with_gradients(tiny("minimax"), tp=2, ep=2)[1],
+    "groups of two ranks": lambda *_: with_gradients(tiny("nemotron_h"), tp=4, ep=2)[1],
+    "clipped in place": lambda *_: with_gradients(clipped, tp=2, ep=2)[1],
+    "written in place": lambda *_: written_in_place(clipped, tp=2, ep=2),
+    "linear attention written in place": lambda *_: written_in_place(
+        tiny("qwen3_next"), tp=2, ep=2
+    ),
+    "experts written in place": lambda *_: written_in_place(tiny("phimoe"), tp=2, ep=2),
+    "kinds in one linear": lambda *_: with_gradients(partial(phi3, 2), tp=2)[1],
+    "fewer key heads in one linear": lambda *_: with_gradients(partial(phi3, 2), tp=4)[1],
+    "frozen": lambda meshes, _: frozen(meshes[4]),
+    "padded": lambda meshes, _: padded(meshes[4]),
+    "scores": lambda meshes, _: scores(meshes[2]),
+    "stages": lambda *_: stages("1f1b", "Et|tL", tied=True),
+    "a stage without attention": lambda *_: stages("1f1b", "Ett|L"),
+    "deferred": lambda *_: stages("zero-bubble", "Et|tL"),
+}
+
+
 def worker(rank: int, device: torch.device, folder: str) -> dict[str, bool]:
     meshes = {tp: build_meshes(ParallelConfig(tp=tp), "cpu") for tp in (2, 4)}
-    cut = build_meshes(ParallelConfig(pp=2, tp=2, ep=2), "cpu")
     refused(meshes)
     only_whole(meshes[2])
-    alone = vocabulary_bytes(build_meshes(ParallelConfig(), "cpu"))
-    own = {
-        "memory": abs(2 * vocabulary_bytes(meshes[2]) / alone - 1) <= 0.05,
-        "checkpoints": checkpoints(Path(folder)),
-        "fused": fused(Path(folder)),
-        "heads in one linear": with_gradients(minimax, tp=2, ep=2)[1],
-        "groups of two ranks": with_gradients(nemotron, tp=4, ep=2)[1],
-        "clipped in place": with_gradients(clipped, tp=2, ep=2)[1],
-        "written in place": written_in_place(clipped, tp=2, ep=2),
-        "linear attention written in place": written_in_place(linear_attention, tp=2, ep=2),
-        "experts written in place": written_in_place(own_router, tp=2, ep=2),
-        "kinds in one linear": with_gradients(partial(phi3, 2), tp=2)[1],
-        "fewer key heads in one linear": with_gradients(partial(phi3, 2), tp=4)[1],
-        "frozen": frozen(meshes[4]),
-        "padded": padded(meshes[4]),
-        "scores": scores(meshes[2]),
-        "stages": stages(cut, "1f1b", "Et|tL", tied=True),
-        "a stage without attention": stages(cut, "1f1b", "Ett|L"),
-        "deferred": stages(cut, "zero-bubble", "Et|tL"),
-    }
+    own = {name: case(meshes, Path(folder)) for name, case in CASES.items()}
     every: list[Any] = [None] * 4
     dist.all_gather_object(every, own)
     return {name: all(found[name] for found in every) for name in own}
@@ -466,27 +457,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bool]:
     return ran
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "checkpoints",
-        "fused",
-        "heads in one linear",
-        "groups of two ranks",
-        "clipped in place",
-        "written in place",
-        "linear attention written in place",
-        "experts written in place",
-        "kinds in one linear",
-        "fewer key heads in one linear",
-        "frozen",
-        "padded",
-        "scores",
-        "stages",
-        "a stage without attention",
-        "deferred",
-        "memory",
-    ],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_over_tp(name: str, found: dict[str, bool]) -> None:
     assert found[name]

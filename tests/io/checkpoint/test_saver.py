@@ -357,7 +357,7 @@ def unlike_values(root: Path, rank: int, model: torch.nn.Module) -> Iterator[tup
 def resumed(root: Path, rank: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """The example looks for the newest checkpoint on rank 0 only; its error reaches all."""
     sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
-    from moecore.recipes import job as resume
+    from moecore.recipes import resume
 
     (root / "checkpoints").mkdir(parents=True, exist_ok=True)
     dist.barrier()

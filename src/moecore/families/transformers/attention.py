@@ -23,15 +23,15 @@ from moecore.attention.sequence import Sequence
 from moecore.base.fields import check_arguments
 from moecore.families.transformers.chunked_attention import (
     CHUNKED,
-    cut_chunks,
     find_chunked_layers,
     scale_queries,
+    split_into_chunks,
     use_chunked_attention,
 )
 from moecore.families.transformers.linear_attention import SEQUENCE, accept_sequences
 from moecore.families.transformers.rows import READER, RowReader
-from moecore.families.transformers.sparse_attention import refuse_earlier_keys, use_sparse_attention
-from moecore.families.transformers.towers import get_text_decoder
+from moecore.families.transformers.sparse_attention import refuse_cached_keys, use_sparse_attention
+from moecore.families.transformers.stock import get_text_decoder
 
 CAUSAL = "moecore_causal"  # transformers makes masks for the names that it knows
 UNSUPPORTED_ARGUMENTS = ("position_bias", "dropout")  # what `attend` does not compute
@@ -90,20 +90,17 @@ def _attend_causally(
 ) -> tuple[Tensor, None]:
     """Attention function of transformers: q, k, v [B, H, T, d] -> ([B, T, H, d], None).
 
-    `kwargs` are transformers' options, and a `Sequence` with documents and cp ranks. Options that
-    are not supported raise a ValueError.
+    `kwargs` are transformers' options, and a `Sequence` with documents and cp ranks. Raises
+    ValueError for options that are not supported.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    refuse_earlier_keys(query.shape[2], key.shape[2])
+    refuse_cached_keys(query.shape[2], key.shape[2])
     sequence: Sequence = kwargs.get(SEQUENCE) or Sequence()
     query = scale_queries(module, sequence, query)
-    sequence = cut_chunks(module, sequence, query)
-    window, sinks_H, local_tokens = (
-        kwargs.get("sliding_window"),
-        kwargs.get("s_aux"),
-        sequence.local_tokens,
-    )
+    sequence = split_into_chunks(module, sequence, query)
+    window, sinks_H = kwargs.get("sliding_window"), kwargs.get("s_aux")
+    local_tokens = sequence.local_tokens
     num_tokens = query.shape[2] * (1 if local_tokens is None else local_tokens.cp.size)
     if window is not None and window >= (sequence.max_seqlen or num_tokens):
         window = None

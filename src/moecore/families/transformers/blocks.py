@@ -18,19 +18,20 @@ from torch import Tensor, nn
 
 from moecore.base.options.layer import MoEConfig
 from moecore.families.adopt import adopt
-from moecore.families.transformers.block_layers import PairOutputLayer, TokenIdLayer
 from moecore.families.transformers.experts import (
     find_experts_adapter,
     get_used_parameters,
     read_experts,
     read_layout,
 )
-from moecore.families.transformers.outputs import record_logits
+from moecore.families.transformers.router_logits import record_logits
 from moecore.families.transformers.router_records import (
     RECORDS,
     SCORES,
     STACKED,
+    PairOutputLayer,
     RouterRecord,
+    TokenIdLayer,
     get_layer_class,
     read_routing,
 )
@@ -69,8 +70,8 @@ REFUSED = {
 def find_hf_adapter(module: nn.Module) -> Callable[[Any, nn.Module], RoutedLayer] | None:
     """Return the function that converts a transformers MoE block to a MoE layer, or None.
 
-    `module` may be a block or its experts module; None = it is neither. The function has arguments
-    (module, model) and returns a `RoutedLayer` with the module's parameters.
+    `module` may be a block or its experts module; None = it is neither. The function has the
+    arguments (module, model).
     """
     name = type(module).__name__ if is_hf(module) else ""
     record = RECORDS.get(name)
@@ -94,7 +95,7 @@ def _adopt_softmax_block(block: Any, model: nn.Module, layout: LayerLayout = STA
 
 
 def _adopt_with_record(block: Any, model: nn.Module, record: RouterRecord) -> MoELayer:
-    """Convert a block by the record of its class; `read_routing` has returned fields for it."""
+    """Convert a block by the `RouterRecord` of its class."""
     experts = block.get_submodule(record.layout.experts)
     layout = replace(record.layout, expert_layout=read_layout(experts))
     refuse_customised(block, layout, children=record.children)
@@ -162,7 +163,7 @@ def _adopt_stacked(
 
 
 def _get_router_tensors(block: nn.Module, layout: LayerLayout) -> dict[str, Tensor]:
-    """Return the tensors of a block's router by name, with the selection bias wherever it is."""
+    """Return a router's tensors by name, with the selection bias of another module."""
     tensors = _get_tensors(block.get_submodule(layout.router))
     if layout.bias_owner is not None:
         of_owner = _get_tensors(block.get_submodule(layout.bias_owner))

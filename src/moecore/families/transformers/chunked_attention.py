@@ -30,9 +30,9 @@ def find_chunked_layers(model: nn.Module) -> list[Any]:
 
 
 def use_chunked_attention(model: nn.Module) -> None:
-    """Replace chunk masks and query temperatures of Llama 4's layers, in place.
+    """Disable chunk masks and query temperatures of Llama 4's layers, in place.
 
-    `cut_chunks` and `scale_queries` compute them instead.
+    `split_into_chunks` and `scale_queries` compute them instead.
     """
     for layer in _find_attention_modules(model):
         if _is_chunked(layer):
@@ -42,7 +42,7 @@ def use_chunked_attention(model: nn.Module) -> None:
             layer.attn_temperature_tuning = False
 
 
-def cut_chunks(layer: nn.Module, sequence: Sequence, q_BHTd: Tensor) -> Sequence:
+def split_into_chunks(layer: nn.Module, sequence: Sequence, q_BHTd: Tensor) -> Sequence:
     """Return the `Sequence` of a layer's chunks; `sequence` if the layer is not chunked."""
     size: int | None = getattr(layer, CHUNK_SIZE, None)
     if size is None:
@@ -52,17 +52,13 @@ def cut_chunks(layer: nn.Module, sequence: Sequence, q_BHTd: Tensor) -> Sequence
 
 
 def scale_queries(layer: Any, sequence: Sequence, q_BHTd: Tensor) -> Tensor:
-    """Return queries times Llama 4's attention temperatures, which depend on positions.
-
-    Queries of a layer without temperatures are unchanged.
-    """
+    """Return queries times Llama 4's attention temperatures; unchanged for other layers."""
     if not hasattr(layer, HAS_TEMPERATURE):
         return q_BHTd
     positions_BT = sequence.positions_BT
     if positions_BT is None:
-        T = q_BHTd.shape[2] * (
-            1 if sequence.local_tokens is None else sequence.local_tokens.cp.size
-        )
+        cp = 1 if sequence.local_tokens is None else sequence.local_tokens.cp.size
+        T = q_BHTd.shape[2] * cp
         positions_BT = torch.arange(T, device=q_BHTd.device).expand(len(q_BHTd), T)
     steps_BT = torch.floor((sequence.slice_local(positions_BT).float() + 1.0) / layer.floor_scale)
     factors_BT: Tensor = torch.log1p(steps_BT) * layer.attn_scale + 1.0

@@ -46,13 +46,13 @@ class CausalContext:
         self.model: Any = model
 
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
-        """Return `options` with the communication method of attention chosen for `cp`, `tp` ranks.
+        """Return `options` with the communication method of attention for `cp`, `tp` ranks.
 
-        See `ContextOptions.resolve`. Raise NotImplementedError for a model that cannot shard rows,
+        See `ContextOptions.resolve`. Raises NotImplementedError for a model that cannot shard rows,
         and ValueError for a `way` that does not fit its attention.
         """
-        name, other = type(self.model).__name__, find_packing_problem(self.model)
-        problem = None if other is None else f"{other} needs whole rows on a rank"
+        name, part = type(self.model).__name__, find_packing_problem(self.model)
+        problem = None if part is None else f"{part} needs whole rows on a rank"
         if (problem := problem or _find_loss_problem(self.model)) is not None:
             raise NotImplementedError(
                 f"cp ({cp}) must be 1 for {name}, because {problem}: leave out "
@@ -64,10 +64,8 @@ class CausalContext:
         kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
         if getattr(config, "kv_lora_rank", None):  # keys of all heads are made before attention
             kv_heads = num_heads
-        local_heads, is_sparse = (
-            (num_heads // tp, max(kv_heads // tp, 1)),
-            bool(find_sparse_attention_modules(self.model)),
-        )
+        local_heads = num_heads // tp, max(kv_heads // tp, 1)
+        is_sparse = bool(find_sparse_attention_modules(self.model))
         if find_chunked_layers(self.model):
             if options.way not in ("auto", "a2a") or local_heads[1] % cp:
                 raise ValueError(
@@ -96,14 +94,11 @@ class CausalContext:
         self._prepare_model().cp = cp
 
     def apply_context_groups(self, groups: Mapping[int, ContextParallel]) -> None:
-        """Register {cp size: ranks}. A forward's argument `cp` selects one of the groups."""
+        """Register {cp size: ranks}; a forward's argument `cp` selects one of the groups."""
         self._prepare_model().groups = groups
 
     def _prepare_model(self) -> RowReader:
-        """Replace masked attention by causal attention and add the cp hooks, in place.
-
-        Return the hooks that pass documents and padding to attention, and slice tokens over cp.
-        """
+        """Use causal attention and add the cp hooks, in place; return the model's `RowReader`."""
         use_causal_attention(self.model)
         self.model.register_forward_pre_hook(self._shift_labels, with_kwargs=True)
         self.model.register_forward_hook(self._all_reduce_loss, with_kwargs=True)

@@ -1,4 +1,4 @@
-"""Adapters of transformers' experts modules: any class with its common experts interface.
+"""Adapters of transformers' experts modules: any class with the common experts interface.
 
     find_experts_adapter    experts module -> route_experts, or None
     route_experts           experts module -> RoutedExperts with its parameters
@@ -66,22 +66,19 @@ def route_experts(experts: Any, model: nn.Module) -> RoutedExperts:
 def read_layout(experts: Any) -> ExpertLayout:
     """Return the parameter names, order of dims and order of gate and up of an experts module."""
     w1 = "gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj"
-    concatenated = getattr(experts, "is_concatenated", True)
+    is_concatenated = getattr(experts, "is_concatenated", True)
     return ExpertLayout(
         w1=w1,
         w2="down_proj",
         b1=f"{w1}_bias",
         b2="down_proj_bias",
         transposed=getattr(experts, "is_transposed", False),
-        gate_up="concatenated" if concatenated else "interleaved",
+        gate_up="concatenated" if is_concatenated else "interleaved",
     )
 
 
 def get_used_parameters(experts: Any) -> dict[str, nn.Parameter]:
-    """Return an experts module's parameters by name, without experts that return their input.
-
-    The parameters are copied only if such experts (LongCat) are left out.
-    """
+    """Return an experts module's parameters by name, without experts that return their input."""
     # LongCat-Flash's FC1 has rows for experts that return their input, but its checkpoints do not.
     tensors = dict(experts.named_parameters(recurse=False))
     if getattr(experts, "zero_expert_num", 0):
@@ -92,10 +89,7 @@ def get_used_parameters(experts: Any) -> dict[str, nn.Parameter]:
 
 
 def read_experts(experts: Any, layout: ExpertLayout) -> ExpertsDescription:
-    """Return sizes and activation of experts; `layout` is the result of `read_layout`.
-
-    An activation that mixes columns raises a NotImplementedError.
-    """
+    """Return sizes and activation of experts; NotImplementedError if activations mix columns."""
     num_experts, sizes = len(getattr(experts, layout.w2)), getattr(experts, layout.w1).shape[1:]
     fc1_dim, dim = reversed(sizes) if layout.transposed else sizes
     options = read_activation(experts, layout)
@@ -121,10 +115,7 @@ def read_experts(experts: Any, layout: ExpertLayout) -> ExpertsDescription:
 
 
 def read_activation(experts: Any, layout: ExpertLayout) -> ActivationOptions:
-    """Return a moecore activation with equal values on samples, otherwise the module's own.
-
-    `layout` gives the order of FC1's gate and up columns.
-    """
+    """Return a moecore activation with equal values on samples, otherwise the module's own."""
     gated, interleaved = getattr(experts, "has_gate", True), layout.gate_up == "interleaved"
     activation = _get_stock_activation(experts, gated=gated)
     options = _match_activation_options(activation, experts, gated, interleaved)
@@ -161,10 +152,7 @@ def _apply_gated_activation(act_fn: Callable[[Tensor], Tensor], h_RC: Tensor) ->
 def _match_activation_options(
     stock_activation: Callable[[Tensor], Tensor], experts: Any, gated: bool, interleaved: bool
 ) -> ActivationOptions | None:
-    """Return the first moecore activation that equals `stock_activation` on samples, or None.
-
-    `interleaved`: gate and up columns alternate.
-    """
+    """Return the first moecore activation that equals `stock_activation` on samples, or None."""
     h_RC = _make_samples(gated)
     reference = stock_activation(h_RC)
     limit, alpha = (_find_number(experts, names) for names in (LIMITS, SLOPES))

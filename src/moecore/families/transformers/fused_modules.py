@@ -133,8 +133,7 @@ def _collapse_streams(
 ) -> tuple[Tensor, CollapsedStreams] | tuple[Tensor, Tensor, Tensor]:
     """Replacement forward of a hyper-connection: mix N streams to the input of a sublayer.
 
-    With `fused`, return the input [B, T, D] and the state for `_expand_streams`, otherwise the
-    outputs of the class's forward.
+    With `fused`, return the input [B, T, D] and the state for `_expand_streams`.
     """
     if not fused:
         parts: tuple[Tensor, Tensor, Tensor] = type(connection).forward(connection, hidden_streams)

@@ -30,13 +30,19 @@ NATIVE = {
 }
 
 
-def refuse_save_pretrained(model: nn.Module) -> None:
-    """Make `save_pretrained` raise on every rank, because it would save shards as full tensors."""
-    # A `state_dict` of full tensors and transformers' distributed checkpoints are still supported.
+def guard_pretrained_models(model: nn.Module) -> None:
+    """Guard `save_pretrained`, `generate` and `forward` of transformers models, in place.
+
+    `save_pretrained` raises instead of saving shards as full tensors. `generate` runs until all
+    ranks have finished, because ranks share experts. Forwards raise for arguments of `Decoder`.
+    """
     for module in model.modules():
         if is_pretrained(module):
             hf: Any = module
             hf.save_pretrained = partial(_save_pretrained, hf.save_pretrained)
+            if hasattr(hf, "generate"):
+                hf.generate = partial(_run_generate, hf.generate)
+            hf.register_forward_pre_hook(_refuse_decoder_arguments, with_kwargs=True)
 
 
 def _save_pretrained(
@@ -57,25 +63,10 @@ def _save_pretrained(
     return save(save_directory, is_main_process, state_dict, *args, **kwargs)
 
 
-def sync_generation(model: nn.Module) -> None:
-    """Make `generate` run until all ranks have finished, because the ranks share experts."""
-    for module in model.modules():
-        if is_pretrained(module) and hasattr(module, "generate"):
-            hf: Any = module
-            hf.generate = partial(_run_generate, hf.generate)
-
-
 def _run_generate(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `generate`, the model's method, with `synced_gpus` if there are several ranks."""
     kwargs.setdefault("synced_gpus", dist.is_initialized() and dist.get_world_size() > 1)
     return generate(*args, **kwargs)
-
-
-def refuse_native_names(model: nn.Module) -> None:
-    """Make forwards raise for arguments of moecore's decoder, which transformers would ignore."""
-    for module in model.modules():
-        if is_pretrained(module):
-            module.register_forward_pre_hook(_refuse_decoder_arguments, with_kwargs=True)
 
 
 def _refuse_decoder_arguments(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -89,7 +80,7 @@ def _refuse_decoder_arguments(module: nn.Module, args: Any, kwargs: dict[str, An
 
 
 def warn_about_cache(model: nn.Module) -> None:
-    """Make forwards warn in training if they use a key/value cache."""
+    """Make base models warn if they use a key/value cache in training."""
     # torch.compile recompiles a layer for each index in the cache, up to a limit of 8; further
     # layers run in eager mode. Activations that the cache references are not recomputed.
     for module in model.modules():
@@ -114,8 +105,8 @@ def _warn_of_cache(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
 class ShardedDeviceMap(Mapping[str, str]):
     """An empty device map whose length raises, so that accelerate and Trainer refuse a model.
 
-    accelerate calls `len(model.hf_device_map)` before it wraps a model, and gets a ValueError with
-    the class `name`. Other readers, such as `generate`, find an empty map.
+    accelerate calls `len(model.hf_device_map)` before it wraps a model. `generate` and other
+    readers find an empty map. `name` is the model's class in the error.
     """
 
     def __init__(self, name: str) -> None:

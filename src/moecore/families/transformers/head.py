@@ -3,14 +3,14 @@
 In a training forward with labels the head returns `Logits`, a tensor subclass that references the
 hidden states and the head's weight and has no values. `F.cross_entropy`, which transformers' loss
 calls, computes the loss in chunks (`models/loss.py`). Any other operation, such as a model's scale
-or cap on logits, computes the values first, so results are those of the stock model.
+or cap on logits, computes the values first, so results equal those of the stock model.
 
 Under tensor parallelism each tp rank has some rows of the vocabulary:
 
-    ids_BT -> local rows, else 0 -> all-reduced -> x_BTD
+    ids_BT -> local rows, otherwise 0 -> all-reduced -> x_BTD
     x_BTD -> logits of the local rows -> all-gathered -> logits_BTV
 
-A loss that reads no logits is computed from the local parts and exchanges three numbers per token.
+A loss that reads no logits is computed from the local logits and exchanges three numbers per token.
 
 Legend: B rows, T tokens of a row, D model dim, V vocabulary.
 """
@@ -39,10 +39,12 @@ from moecore.models.tensor_parallel import TensorParallel
 from moecore.moe.dispatch.collectives import exchange_with_grad
 
 # Functions that read no values.
+_PROPERTIES = (
+    *("shape", "ndim", "dtype", "device", "layout"),
+    *("requires_grad", "grad_fn", "is_leaf", "is_cuda", "is_meta"),
+)
 METADATA_FUNCTIONS = frozenset(
-    [getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "layout")]
-    + [getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf")]
-    + [getattr(Tensor, name).__get__ for name in ("is_cuda", "is_meta")]
+    [getattr(Tensor, name).__get__ for name in _PROPERTIES]
     + [getattr(Tensor, name) for name in ("size", "dim", "numel", "is_floating_point", "__len__")]
 )
 _STATE = threading.local()
@@ -97,9 +99,8 @@ class Logits(Tensor):
     def compute(self) -> Tensor:
         """Return the values, a plain tensor; during the model's forward they are differentiable.
 
-        Raises:
-            ValueError: after the forward, if gradients are enabled, the weight has changed or the
-                loss's backward has begun.
+        Raises ValueError after the forward, if gradients are enabled, the weight has changed or the
+        loss's backward has begun.
         """
         source = self.source
         is_gone = source.is_over or sum_versions(source.weight) != source.version
@@ -136,11 +137,9 @@ class Logits(Tensor):
         if func in METADATA_FUNCTIONS:
             with torch.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if (
-            func in WITHOUT_VALUES
-            and (shape_only := WITHOUT_VALUES[func](*args, **kwargs)) is not None
-        ):
-            return shape_only
+        convert = WITHOUT_VALUES.get(func)
+        if convert is not None and (lazy := convert(*args, **kwargs)) is not None:
+            return lazy
         if func is Tensor.detach:  # the values need no gradient
             with torch.no_grad():
                 return args[0].compute()
@@ -173,7 +172,8 @@ def _compute_cross_entropy(
 ) -> Tensor | None:
     """Return the mean or summed loss of [N, V] logits, computed in chunks of tokens.
 
-    `F.cross_entropy` calls it for lazy logits. None = an option needs the logits' values.
+    `F.cross_entropy` calls this function for lazy logits. None = an option needs the logits'
+    values.
     """
     unsupported = (weight, size_average, reduce)
     is_plain = all(other is None for other in unsupported) and label_smoothing == 0.0
@@ -182,22 +182,18 @@ def _compute_cross_entropy(
     if not (is_plain and is_known and is_logits and labels_N.dtype == torch.int64):
         return None
     source = logits.source
-    num_tokens = 1 if reduction == "sum" else None
-    hidden_ND = source.hidden.flatten(0, -2)
-    loss = source.multiply_gradient_by_tp(
-        linear_cross_entropy(
-            hidden_ND,
-            source.weight,
-            labels_N,
-            num_tokens=num_tokens,
-            group=source.group,
-            recipe=source.recipe,
-        )
+    loss: Tensor = linear_cross_entropy(
+        source.hidden.flatten(0, -2),
+        source.weight,
+        labels_N,
+        num_tokens=1 if reduction == "sum" else None,
+        group=source.group,
+        recipe=source.recipe,
     )
+    loss = source.multiply_gradient_by_tp(loss)
     if loss.requires_grad:
         loss.register_hook(source.free_hidden)
-    result: Tensor | None = loss
-    return result
+    return loss
 
 
 WITHOUT_VALUES: Mapping[Any, Callable[..., Tensor | None]] = {
@@ -256,7 +252,7 @@ def find_plain_heads(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Linear]]:
 def fuse_loss(model: nn.Module, recipe: Recipe | None) -> None:
     """Make transformers models in a module compute their training loss in chunks of tokens.
 
-    `recipe` is the FP8 recipe of the head's matmuls in the loss; None = the dtype of its weight.
+    `recipe` is the FP8 recipe of the head's products in the loss; None = the dtype of its weight.
     """
     for outer, head in find_plain_heads(model):
         head.__class__ = HeadWithoutLogits
@@ -285,10 +281,7 @@ def _end_forward(model: nn.Module, _args: Any, _output: Any) -> None:
 
 
 def hook_vocabulary(model: nn.Module, tp: TensorParallel) -> list[nn.Module]:
-    """Add tp collectives to embeddings and heads; return the modules to shard by vocabulary.
-
-    Both stay replicated if tp does not divide the vocabulary or their class is not plain.
-    """
+    """Add tp collectives to embeddings and heads; return the modules to shard by vocabulary."""
     # Other classes, and a vocabulary that tp does not divide, are replicated.
     embeddings = list[nn.Module]()
     for outer in find_outermost_models(model):

@@ -51,10 +51,9 @@ def find_short_convolutions(model: nn.Module) -> list[nn.Module]:
 
 
 def accept_sequences(model: nn.Module) -> None:
-    """Make linear attention layers use the argument `SEQUENCE`, for all models of their files.
+    """Make linear attention and short convolution layers use the argument `SEQUENCE`.
 
-    Short convolution layers use it too. This replaces global functions of the layers' Python
-    modules.
+    This replaces global functions of the layers' Python modules, for all models of these modules.
     """
     convolutions = find_short_convolutions(model)
     for layer in convolutions:
@@ -69,10 +68,7 @@ def accept_sequences(model: nn.Module) -> None:
 
 
 def disable_fused_layer(module: nn.Module) -> None:
-    """Disable the fused kernel of a full layer in a module's file.
-
-    That kernel includes the output projection and would skip the projection's hooks.
-    """
+    """Disable the kernel of a full layer, which would skip hooks of the output projection."""
     of_file = inspect.unwrap(type(module).forward).__globals__
     if SHORTCUT in of_file:
         of_file[SHORTCUT] = _skip_fused_layer
@@ -128,9 +124,9 @@ def _attend_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Replacement of a chunked delta rule for documents and cp ranks; ValueError for a cache.
+    """Replacement of a chunked delta rule for documents and cp ranks; returns (output, None).
 
-    Return (output [B, T, heads, dims], None). `g` has log decays, `beta` learning rates.
+    `g` has log decays, `beta` learning rates. Raises ValueError for a cache.
     """
     _refuse_cache(initial_state is not None or output_final_state)
     out = attend_linear(
@@ -187,10 +183,7 @@ def _scan_state_space(
     return_final_states: bool = False,
     **_: Any,
 ) -> Tensor:
-    """Replacement of `mamba2_chunk_scan`: returns [B, T, heads, dims]; ValueError for a cache.
-
-    The time steps `dt` [B, T, heads] determine decays and scale values.
-    """
+    """Replacement of `mamba2_chunk_scan`: returns [B, T, heads, dims]; ValueError for a cache."""
     _refuse_cache(initial_states is not None or return_final_states)
     step_BTH = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     step_BTH = (F.softplus(step_BTH) if dt_softplus else step_BTH).clamp(*dt_limit)
@@ -198,7 +191,7 @@ def _scan_state_space(
 
 
 def _skip_fused_layer(*_args: Any, **_: Any) -> None:
-    """Replacement of a full-layer kernel; None makes the caller run the separate parts."""
+    """Replacement of a full-layer kernel; for None the caller runs separate operations."""
 
 
 def _has_documents_or_ranks(sequence: Sequence | None) -> bool:
@@ -228,7 +221,4 @@ RULES: dict[str, Function] = {
     "chunk_kimi_delta_attention": _attend_delta_rule,
     "mamba2_chunk_scan": _scan_state_space,
 }
-FUNCTIONS = RULES | {
-    CONVOLUTION: _convolve_sequence,
-    SHORTCUT: _skip_fused_layer,
-}
+FUNCTIONS = RULES | {CONVOLUTION: _convolve_sequence, SHORTCUT: _skip_fused_layer}

@@ -83,10 +83,7 @@ def _restore_loss_function(model: Any, _args: Any, _output: Any) -> None:
 
 
 def _make_loss_function(loss: LogProbLoss) -> Callable[..., Tensor]:
-    """Return a transformers `loss_function` that computes `loss`; cp ranks return loss / cp.
-
-    It computes log-probabilities in chunks from lazy `Logits`, otherwise from the logits' values.
-    """
+    """Return a transformers `loss_function` that computes `loss`; cp ranks return loss / cp."""
 
     def compute_loss(logits: Tensor, labels: Tensor, *_: Any, **keywords: Any) -> Tensor:
         if isinstance(logits, DTensor):

@@ -1,8 +1,9 @@
-"""peft's LoRA in a parallelized transformers model: adapters on experts, names, refusals.
+"""peft's LoRA in a transformers model: options, adapters on experts, names, refusals.
 
-peft replaces a dense layer by a wrapper module, which is sharded with its block. peft parametrizes
-stacked expert matrices in forward, which sharded parameters do not allow. This module removes these
-wrappers and moves their A and B to `Experts.lora` (`moe/low_rank.py`).
+`add_adapters` adds LoRA before `parallelize_moe`. peft replaces a dense layer by a wrapper module,
+which is sharded with its block. peft parametrizes stacked expert matrices in forward, which sharded
+parameters do not allow. This module removes these wrappers and moves their A and B to
+`Experts.lora` (`moe/low_rank.py`).
 
     peft's, in mlp.experts                           here, in mlp.experts
     base_layer.lora_A.default.weight [E * r, D]      lora.gate_up_proj.lora_A.default [E, r, D]
@@ -22,12 +23,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from moecore.base.fields import CheckedRecord, Count
 from moecore.base.params import clean_name
 from moecore.base.peft_layers import is_tuner_layer
 from moecore.families.adapters import CONVOLUTIONS
 from moecore.families.transformers.stock import is_pretrained
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.low_rank import LowRank
+from moecore.train.optim.matrices import HEADS, ROUTERS
 
 # Methods of a PeftModel and its tuner that read or change full parameters -> the replacement.
 REPLACED = {
@@ -61,10 +64,9 @@ class _WrappedExperts:
 
 @contextmanager
 def unwrap_experts(model: nn.Module) -> Iterator[list[_WrappedExperts]]:
-    """Return a context that replaces peft's wrappers of experts by the experts themselves.
+    """Return a context in which the experts replace peft's wrappers of experts, in place.
 
-    Yield a record of each wrapped experts module. If the body raises, the wrappers are put back;
-    otherwise they stay removed.
+    Yields a record of each wrapped experts module. If the body raises, the wrappers are put back.
     """
     wrappers = list(_find_wrapped_experts(model)) if "peft" in sys.modules else []
     for wrapper in wrappers:
@@ -80,8 +82,8 @@ def unwrap_experts(model: nn.Module) -> Iterator[list[_WrappedExperts]]:
 def adapt_experts(wrapped: list[_WrappedExperts], layers: Mapping[str, RoutedLayer]) -> None:
     """Move LoRA matrices of peft's wrappers to `Experts.lora` of the MoE layers.
 
-    `wrapped` is the result of `unwrap_experts`; `layers` are by qualified name. Raise ValueError or
-    NotImplementedError for LoRA that no layer can hold.
+    `wrapped` is the result of `unwrap_experts`. Raises ValueError or NotImplementedError for LoRA
+    that no layer supports.
     """
     places = {f"{name}.{m.get_part_name('experts')}".rstrip("."): m for name, m in layers.items()}
     for wrap in wrapped:
@@ -114,7 +116,7 @@ def adapt_experts(wrapped: list[_WrappedExperts], layers: Mapping[str, RoutedLay
 
 
 def refuse_peft_methods(model: nn.Module) -> None:
-    """Make peft's methods that need full parameters, and late adapters, raise an error."""
+    """Make peft's methods that need full parameters raise, and adapters that are added later."""
     _replace_methods(model, REPLACED, "on a parallelized model, whose tensors are shards")
     # Users call get_peft_model on the outermost transformers model.
     outermost = next((m for m in model.modules() if is_pretrained(m)), None)
@@ -183,10 +185,7 @@ def select_base_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict
 
 
 def select_trained_copies(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of peft's active trained copies of modules, under the originals' names.
-
-    The copies are named by `LoraConfig.modules_to_save`. `tensors` are by name in `model`.
-    """
+    """Return tensors of peft's active trained copies of modules, under the originals' names."""
     _, moved_prefixes = _list_peft_prefixes(model)
     copy_of = {}
     for path, module in model.named_modules():
@@ -219,7 +218,7 @@ def _list_peft_prefixes(model: nn.Module) -> tuple[tuple[str, ...], list[str]]:
 
 
 def _rename_without_peft(name: str, moved_prefixes: list[str]) -> str:
-    """Remove peft's level, such as "base_layer", of each prefix in `moved_prefixes` from a name."""
+    """Remove peft's level of a module name, such as "base_layer", from a tensor's name."""
     for home in moved_prefixes:  # sorted: the longest prefix first
         if name.startswith(home):
             name = home[:-1].rpartition(".")[0] + name[len(home) - 1 :]
@@ -317,3 +316,56 @@ def _make_expert_lora_class() -> type[LowRank]:
             return [name for name in self.active_adapters if name in self.lora_A]
 
     return ExpertLora
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoRAOptions(CheckedRecord):
+    """Low-rank adapters of peft in place of a change of all weights.
+
+    Attributes:
+        rank: columns of A and rows of B.
+        alpha: numerator of the scale of B A: alpha / rank, or with `rslora` alpha / sqrt(rank).
+        rslora: whether the scale is rank-stabilised (arXiv:2312.03732).
+        target_modules: last parts of the names of linear layers with adapters; () = all linear
+            layers except the head and routers.
+        experts: whether the stacked matrices of experts have adapters.
+    """
+
+    rank: Count = 16
+    alpha: Count = 32
+    rslora: bool = False
+    target_modules: tuple[str, ...] = ()
+    experts: bool = True
+
+
+def add_adapters(model: nn.Module, options: LoRAOptions) -> Any:
+    """Add LoRA adapters to a model in place, before `parallelize_moe`; return its PeftModel."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise ValueError("[lora] must have peft installed: pip install peft") from None
+    linears = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    } - (HEADS | ROUTERS)
+    for name in options.target_modules:
+        if name not in linears:
+            raise ValueError(
+                f"LoRAOptions.target_modules ({name!r}) must be linear layers of the model "
+                f"({', '.join(sorted(linears))}): correct it"
+            )
+    experts = {
+        ".".join(name.split(".")[-3:])
+        for name, param in model.named_parameters()
+        if param.ndim == 3 and ".experts." in name
+    }
+    config = LoraConfig(
+        r=options.rank,
+        lora_alpha=options.alpha,
+        use_rslora=options.rslora,
+        target_modules=sorted(options.target_modules or linears),
+        target_parameters=sorted(experts) if options.experts else None,
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(model, config)

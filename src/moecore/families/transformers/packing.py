@@ -26,9 +26,10 @@ from moecore.families.transformers.stock import (
     CAUSAL_LOSS,
     find_names_in_forward,
     get_loss_name,
+    get_text_decoder,
     is_hf,
+    list_tower_modules,
 )
-from moecore.families.transformers.towers import find_tower_modules, get_text_decoder
 
 POSITIONS = "position_ids"  # argument of a rotary embedding
 
@@ -101,9 +102,9 @@ SPARSE = ("indexed_attention", "deepseek_sparse_attention")  # the second: trans
 def find_packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> str | None:
     """Return text naming the part of a model that forbids packed documents and cp, or None.
 
-    `has_row_inputs`: whether `use_causal_attention` was called, after which linear, sparse and
-    chunked attention and short convolutions support packed documents. Towers are then ignored,
-    because `RowReader` refuses their inputs.
+    `has_row_inputs` = `use_causal_attention` was called. Linear, sparse and chunked attention and
+    short convolutions then support packed documents. Towers are ignored, because `RowReader`
+    refuses their inputs.
     """
     config: Any = model.config
     text = config.get_text_config()
@@ -115,8 +116,8 @@ def find_packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> st
     references = [m for m in model.modules() if type(m).__name__ == REFERENCE_CLASS and is_hf(m)]
     row_layers |= {REFERENCE: len(references) if has_row_inputs else 0}
     row_layers |= dict.fromkeys(SPARSE, num_sparse)
-    if (other := find_unsupported_layer(model, row_layers)) is not None:
-        return other
+    if (problem := find_unsupported_layer(model, row_layers)) is not None:
+        return problem
     for owner, field in [
         (config, "is_encoder_decoder"),
         *((text, name) for name in UNSUPPORTED_FIELDS),
@@ -124,7 +125,7 @@ def find_packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> st
         if getattr(owner, field, None):
             return f"{field} ({getattr(owner, field)})"
     linear_modules = {part for layer in (*linear, *convolutions) for part in layer.modules()}
-    towers = find_tower_modules(model) if has_row_inputs else set()
+    towers = list_tower_modules(model) if has_row_inputs else set()
     for name, module in model.named_modules():
         if module in towers:
             continue
@@ -135,7 +136,7 @@ def find_packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> st
 
 
 def find_one_document_problem(model: nn.Module) -> str | None:
-    """Return text naming the part that needs one document per row (sharded or not), or None."""
+    """Return text naming the part of a model that needs one document per row, or None."""
     for name, rope_type, _ in find_longest_position_readers(model):
         return f"rope_type ({rope_type!r}) of {name}, which reads the longest position of all rows"
     loss = get_loss_name(model)
@@ -149,9 +150,8 @@ def find_unsupported_layer(
 ) -> str | None:
     """Describe the first layer in `layer_types` of a config that packing does not support, or None.
 
-    The description has the layer's kind and the class that mixes tokens. `row_layers` maps further
-    kinds to the number of layers with moecore's attention. Such a kind is supported if all its
-    layers have it.
+    `row_layers` maps further kinds to the number of layers with moecore's attention. Such a kind is
+    supported if all its layers have moecore's attention.
     """
     hf: Any = model
     kinds = getattr(hf.config.get_text_config(), "layer_types", None) or ()

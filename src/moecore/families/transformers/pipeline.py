@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from moecore.base.copies import copy_modules, make_meta_parameter
 from moecore.base.torch_private import sum_versions
 from moecore.families.transformers.rows import READER, RowReader
-from moecore.families.transformers.towers import (
+from moecore.families.transformers.stock import (
     get_text_decoder,
     list_towers,
     refuse_tower_inputs,
@@ -143,7 +143,7 @@ class StagedCausal:
     def _replace_other_stages(self, stage: Stage, hidden: Tensor | None) -> Iterator[list[Tensor]]:
         """Return a context in which `AbsentModule` replaces the parts of other stages.
 
-        Hooks feed `hidden` to the stage's first part and append the stage's output to the yielded
+        Hooks pass `hidden` to the stage's first part, and append the stage's output to the yielded
         list.
         """
         parts, get = self.stage_parts(), self.get_submodule
@@ -242,13 +242,11 @@ def _trace_calls(model: Any, parts: StageParts) -> _CallTrace:
 
 
 def _trace_parts(model: Any, parts: StageParts) -> tuple[StageParts, tuple[int, ...]]:
-    """Run a copy without embedding, layers and head to check it; return `parts` in call order.
+    """Check a model by a run without embedding, layers and head; return `parts` in call order.
 
-    The second result is the shape of the layers' input after [B, T], such as (D,).
-
-    Raises:
-        NotImplementedError: if the model computes anything between layers, or passes more than
-            hidden states between layers.
+    The second result is the shape of the layers' input after [B, T], such as (D,). Raises
+    NotImplementedError if the model computes anything between layers, or passes more than hidden
+    states between layers.
     """
     shell, layers = _trace_calls(model, parts), _list_layer_names(model, parts)
     names, num_layers = shell.names, len(layers)
@@ -276,13 +274,13 @@ def _trace_parts(model: Any, parts: StageParts) -> tuple[StageParts, tuple[int, 
 
 
 def _get_first(results: Any) -> Tensor:
-    """Return a layer's result, or the first if the layer returns a tuple."""
+    """Return the only or first result of a layer."""
     first: Tensor = results if isinstance(results, Tensor) else results[0]
     return first
 
 
 def _replace_first(results: Any, first: Tensor) -> Any:
-    """Return a layer's results with the first replaced; a single result is not in a tuple."""
+    """Return a layer's results with the first result replaced."""
     return first if isinstance(results, Tensor) else (first, *results[1:])
 
 
@@ -328,7 +326,7 @@ def _find_parts(model: Any) -> StageParts:
 
 
 def _make_refusal(model: nn.Module, problem: str) -> NotImplementedError:
-    """Return the error for a model that cannot be cut to stages because of `problem`."""
+    """Return the error for a model that cannot be split into stages because of `problem`."""
     return NotImplementedError(
         f"model ({type(model).__name__}) must be embedding, layers, norm and head alone to be cut "
         f"to pipeline stages, but {problem}"

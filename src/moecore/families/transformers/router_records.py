@@ -1,13 +1,17 @@
-"""How transformers' MoE blocks choose experts, one record per class of blocks.
+"""How transformers' MoE blocks select experts, one record per class of blocks.
 
     RECORDS        class of a block -> `RouterRecord`, for routing rules that `MoEConfig` expresses
     OWN_ROUTERS    class of a router -> why its model keeps it
     read_routing   block, record -> router fields of `MoEConfig`; None = the block keeps its router
 
 Records name the options that a block's forward reads. moecore computes logits and weights in fp32,
-also where a class rounds them to bf16. moecore adds 1e-20 to the sum by which it divides weights;
-for classes that add nothing, or that divide by at least 1e-12 (ERNIE), the quotient is the same
-unless all chosen scores of a token are below 1e-12.
+also where a class rounds them to bf16. moecore adds 1e-20 to the sum by which it divides weights.
+For classes that add nothing, or that divide by at least 1e-12 (ERNIE), the quotient is equal unless
+all chosen scores of a token are below 1e-12.
+
+The layer classes have the forward's arguments or results of transformers' blocks.
+
+Legend: T tokens, D model dim.
 """
 
 from __future__ import annotations
@@ -15,17 +19,50 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from moecore.base.options.layer import ScoreFunction, ScoreOrder
-from moecore.families.transformers.block_layers import (
-    MeanOutputLayer,
-    NormedOutputLayer,
-    PairOutputLayer,
-)
 from moecore.families.transformers.stock import get_router
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout, MoELayer
+
+
+class PairOutputLayer(MoELayer):
+    """An MoELayer that returns (output, None), as decoder layers of gpt-oss and Llama 4 expect."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """Return the output of `MoELayer.forward`, and None."""
+        return super().forward(x, *args, **kwargs), None
+
+
+class TokenIdLayer(MoELayer):
+    """An MoELayer that accepts token ids with the argument name of DeepSeek-V4's layers."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, input_ids: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        """Return the output of `MoELayer.forward` for tokens with ids `input_ids`."""
+        return super().forward(x, token_ids=input_ids, **kwargs)
+
+
+class NormedOutputLayer(MoELayer):
+    """An MoELayer whose output is normalised by the child `post_mlp_layernorm` (A.X K1)."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the norm of the output of `MoELayer.forward`."""
+        y: Tensor = self.get_submodule("post_mlp_layernorm")(super().forward(x, *args, **kwargs))
+        return y
+
+
+class MeanOutputLayer(MoELayer):
+    """An MoELayer that returns the mean of the routed output and the shared output (Cohere)."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return half the output of `MoELayer.forward`, which is the sum of both."""
+        return super().forward(x, *args, **kwargs) / 2
+
 
 STACKED = LayerLayout(
     router="gate",
@@ -129,9 +166,7 @@ RECORDS: dict[str, RouterRecord] = {
     "HYV3MoE": RouterRecord(
         layout=BIAS_OF_BLOCK, score_function="sigmoid", scale="router_scaling_factor"
     ),
-    "HunYuanMoEV1Moe": RouterRecord(
-        layout=replace(STACKED, router="gate.wg", shared="shared_mlp"),
-    ),
+    "HunYuanMoEV1Moe": RouterRecord(layout=replace(STACKED, router="gate.wg", shared="shared_mlp")),
     "Inkling2SparseMoeBlock": RouterRecord(score_function=None, scale="routed_scaling_factor"),
     "JambaSparseMoeBlock": RouterRecord(layout=STACKED_ROUTER, normalize=False),
     "Kolibri1SparseMoeBlock": RouterRecord(

@@ -45,8 +45,8 @@ from moecore.families.transformers.stock import (
     get_base_model,
     get_forward_parameters,
     has_causal_loss,
+    refuse_tower_inputs,
 )
-from moecore.families.transformers.towers import refuse_tower_inputs
 from moecore.models.loss import IGNORE_INDEX, count_labels
 from moecore.moe.layer import MoELayer, RoutedLayer
 
@@ -92,10 +92,8 @@ class RowReader:
     def build_sequence(self, tokens: Tensor, inputs: Kwargs) -> Sequence:
         """Return documents, padding and cp slice; `tokens`: ids or embeddings of full rows."""
         shape, device = (tokens.shape[0], tokens.shape[1]), tokens.device
-        cu_seqlens, longest = (
-            _get_first_argument(inputs, DOCUMENTS),
-            _get_first_argument(inputs, LONGEST),
-        )
+        cu_seqlens = _get_first_argument(inputs, DOCUMENTS)
+        longest = _get_first_argument(inputs, LONGEST)
         sequence, mask_BT = Sequence(), inputs.get("padding_mask")
         ranks = self.select_ranks(inputs.get("cp"))
         _refuse_lost_labels(inputs)

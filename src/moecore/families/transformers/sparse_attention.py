@@ -44,10 +44,7 @@ BY_PAIRS, BY_HALVES = "apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb"
 
 
 def find_sparse_attention_modules(model: nn.Module) -> list[nn.Module]:
-    """Return a model's modules of `CLASSES` that read selected keys.
-
-    Layers of dots3_note with a sliding window have no indexer, and keep their forward.
-    """
+    """Return a model's modules of `CLASSES` that read selected keys."""
     layers: list[Any] = [m for m in model.modules() if is_hf(m) and type(m).__name__ in CLASSES]
     return [layer for layer in layers if layer.indexer is not None or hasattr(layer, "skip_topk")]
 
@@ -137,10 +134,7 @@ def _run_sparse_attention(
 
 
 def _project_queries(layer: Any, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return queries [B, T, H, n + r], compressed queries, and the gate of the output.
-
-    The gate is [B, T, H, v or 1], or None if the layer has none.
-    """
+    """Return queries [B, T, H, n + r], compressed queries, and the output's gate or None."""
     d, v = layer.qk_nope_head_dim + layer.qk_rope_head_dim, layer.v_head_dim
     compressed_BTA = layer.q_a_proj(x_BTD)
     q_a_BTA = layer.q_a_layernorm(compressed_BTA)
@@ -209,19 +203,16 @@ def _split_kv_weight(layer: Any) -> tuple[Tensor, Tensor]:
 def _update_cache(
     layer: Any, cache: Any, latent_BTL: Tensor, turned_BT1r: Tensor, index: IndexerHeads | None
 ) -> tuple[Tensor, Tensor, IndexerHeads | None]:
-    """Write keys to a cache; return latents [B, T, L], rotated keys [B, T, 1, r] and `index`.
-
-    `index` has the indexer's keys, or is None. Keys of earlier forwards raise a ValueError.
-    """
+    """Write keys to a cache; return the latents, rotated keys and `index` of all its tokens."""
     number = layer.layer_idx
     latents, turned = cache.update(latent_BTL.unsqueeze(1), turned_BT1r.transpose(1, 2), number)
-    refuse_earlier_keys(latent_BTL.shape[1], latents.shape[2])
+    refuse_cached_keys(latent_BTL.shape[1], latents.shape[2])
     if index is not None:
         index = index._replace(k_Ni=cache.update_indexer(index.k_Ni, number))
     return latents.squeeze(1), turned.transpose(1, 2), index
 
 
-def refuse_earlier_keys(num_tokens: int, num_keys: int) -> None:
+def refuse_cached_keys(num_tokens: int, num_keys: int) -> None:
     """Raise ValueError if there are more keys than tokens, as from a cache of earlier forwards."""
     if num_keys != num_tokens:
         raise ValueError(

@@ -1,8 +1,12 @@
-"""Functions that inspect transformers' classes, and checks that a MoE block is not customised.
+"""Inspection of transformers' classes: forwards, losses, routers, towers, customised blocks.
 
 An adapter's layer has a block's tensors and computes the same function as transformers' class. It
 would silently drop changes by a subclass, a wrapper, a patched method or an additional child, so
 `refuse_customised` raises for such a block.
+
+A tower is any part of a multimodal base model outside of the text decoder: vision and audio
+encoders, projectors and resamplers. A forward without images, audio and video does not run towers,
+so packed documents, context parallelism and pipeline stages support text-only rows.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from moecore.moe.layer import LayerLayout
 
@@ -60,7 +64,7 @@ def get_forward_parameters(forward: Callable[..., Any]) -> Mapping[str, inspect.
 def bind_arguments(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Bind a forward's positional and keyword arguments to names; defaults are left out."""
+    """Return a forward's positional and keyword arguments by name, without defaults."""
     return dict(zip(get_forward_parameters(type(module).forward), args, strict=False)) | dict(
         kwargs
     )
@@ -73,7 +77,7 @@ def find_names_in_forward(module: nn.Module) -> frozenset[str]:
 
 
 def get_loss_name(model: Any) -> str | None:
-    """Return the function name of the loss for a model's `loss_type`; None if forward has no loss.
+    """Return the name of a model's loss by its `loss_type`; None if its forward has no loss.
 
     A `loss_function` that was set on the model is ignored.
     """
@@ -100,7 +104,7 @@ def is_stock_forward(module: nn.Module, name: str) -> bool:
 
 
 def get_router(block: nn.Module, layout: LayerLayout) -> Any:
-    """Return the module of a block whose forward chooses experts."""
+    """Return the module of a block whose forward selects experts."""
     # Where its matrix is a linear's, `layout.router` is that linear.
     return block.get_submodule(layout.router.partition(".")[0])
 
@@ -154,8 +158,7 @@ def _refuse_custom_code(
 ) -> None:
     """Raise NotImplementedError unless a part's class is transformers' own and unpatched.
 
-    `name` names the part in errors. `homes` are the allowed Python modules of its class, `children`
-    the allowed names of child modules.
+    `name` names the part in errors. `homes` are the allowed Python modules of its class.
     """
     cls = type(part)
     if cls.__module__ not in homes:
@@ -222,3 +225,62 @@ def enable_recompute(hf: Any) -> None:
     """Enable activation checkpointing of a transformers model."""
     new = getattr(hf, "activation_checkpointing_enable", None)
     (new or hf.gradient_checkpointing_enable)()
+
+
+def get_text_decoder(model: Any) -> Any:
+    """Return the module with a model's decoder layers: the base model if it has no towers."""
+    base = get_base_model(model)
+    return base.get_decoder() if hasattr(base, "get_decoder") else base
+
+
+def list_tower_modules(model: Any) -> set[nn.Module]:
+    """Return the modules of a model's base that are outside of its text decoder."""
+    base, decoder = get_base_model(model), get_text_decoder(model)
+    if decoder is base:
+        return set()
+    return {*base.modules()} - {base, *decoder.modules()}
+
+
+def list_towers(model: Any) -> list[str]:
+    """Return the qualified names of a model's towers, outermost modules with parameters only."""
+    base, decoder = get_base_model(model), get_text_decoder(model)
+    names = {module: name for name, module in model.named_modules()}
+    towers: list[str] = []
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            if decoder in child.modules():
+                if child is not decoder:
+                    visit(child)
+            elif next(child.parameters(), None) is not None:
+                towers.append(names[child])
+
+    if decoder is not base:
+        visit(base)
+    return towers
+
+
+def refuse_tower_inputs(model: Any, inputs: Mapping[str, Any], user: str) -> None:
+    """Raise ValueError for an argument of a forward that only a model's towers use.
+
+    Multi-dimensional `position_ids` are refused too, because they describe images. `user` names the
+    options that need text-only rows, for the error.
+    """
+    base, decoder = get_base_model(model), get_text_decoder(model)
+    if decoder is base:
+        return
+    positions = inputs.get("position_ids")
+    if positions is not None and positions.ndim != 2:
+        raise ValueError(
+            f"position_ids {tuple(positions.shape)} must be [B, T] with {user}, where rows have "
+            "only text: leave them out"
+        )
+    of_towers = get_forward_parameters(type(base).forward).keys() - get_forward_parameters(
+        type(decoder).forward
+    )
+    for name in sorted(of_towers & inputs.keys()):
+        if isinstance(inputs[name], Tensor | Mapping):
+            raise ValueError(
+                f"{name} must be None for {type(base).__name__} with {user}, which do not run its "
+                "towers: pass text-only rows, or leave these options out"
+            )

@@ -1,4 +1,4 @@
-"""CutTransformer: tensor parallelism for attention and dense MLPs of a transformers model.
+"""Tensor parallelism for attention and dense MLPs of a transformers model.
 
 Every tp rank has the same tokens, and runs transformers' code with its shards of the weights:
 
@@ -7,9 +7,9 @@ Every tp rank has the same tokens, and runs transformers' code with its shards o
     MoE layers         the input is this rank's slice of each sequence; the output is all-gathered
     other modules      replicated
 
-All ranks therefore have equal activations. A rank's gradient is the gradient of the mean of all
-ranks' losses with respect to the rank's tensors. Gradients of replicated weights are partial sums
-over tp, as in the native decoder (`moecore.base.params.make_grad_placements`).
+Activations are therefore identical on all ranks. A rank's gradient is the gradient of the mean of
+all ranks' losses with respect to the rank's tensors. Gradients of replicated weights are partial
+sums over tp, as in the native decoder (`moecore.base.params.make_grad_placements`).
 
 Legend: B rows, T tokens of a row, G tp ranks, D model dim, H heads, E experts.
 """
@@ -33,19 +33,19 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from moecore.base.params import shard_parameter
 from moecore.base.regions import run_and_save
 from moecore.base.torch_private import skips_communication, tree_map_only
-from moecore.families.transformers.cuts import find_cuts
 from moecore.families.transformers.head import hook_vocabulary
 from moecore.families.transformers.linear_attention import disable_fused_layer
-from moecore.families.transformers.linear_cuts import apply_gated_norm
-from moecore.families.transformers.module_cut import (
-    ModuleCut,
+from moecore.families.transformers.linear_tp_plans import apply_gated_norm
+from moecore.families.transformers.module_plan import (
+    ModulePlan,
     Stack,
     find_owner,
     iterate_local_rows,
-    list_cut_placements,
     list_output_linears,
+    list_placements,
 )
 from moecore.families.transformers.stock import bind_arguments, find_outermost_models
+from moecore.families.transformers.tp_plans import plan_modules
 from moecore.models.tensor_parallel import TensorParallel
 from moecore.moe.dispatch.collectives import exchange_with_grad
 from moecore.moe.layer import MoELayer, RoutedLayer
@@ -54,8 +54,8 @@ from moecore.parallel.pipeline.stages import AbsentModule
 logger = logging.getLogger("moecore.parallelize")
 
 
-class CutTransformer:
-    """Shards one model with transformers modules over tp ranks, as a `TensorParallelModel`."""
+class TensorParallelTransformer:
+    """A wrapper that shards a model of transformers over tp, as a `TensorParallelModel`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -65,34 +65,36 @@ class CutTransformer:
         tp = TensorParallel(tp_mesh.get_group(), tp_mesh.get_local_rank(), tp_mesh.size())
         if tp.size == 1:
             return
-        cuts, uncut_types = find_cuts(self.model, tp.size)
-        for reason in uncut_types:
+        plans, replicated_types = plan_modules(self.model, tp.size)
+        for reason in replicated_types:
             logger.info("tp leaves whole %s", reason)
         places = dict[tuple[nn.Module, str], Placement]()
-        for module, module_cut in cuts.items():
-            places |= dict(list_cut_placements(module, module_cut))
+        for module, plan in plans.items():
+            places |= dict(list_placements(module, plan))
         places |= {(module, "weight"): Shard(0) for module in hook_vocabulary(self.model, tp)}
         for layer in self.model.modules():
             if isinstance(layer, RoutedLayer):
                 TokenSliceHooks(tp, layer)
         _shard_parameters(self.model, tp_mesh, places)
-        for module, module_cut in cuts.items():
-            _hook_module(tp, module, module_cut)
+        for module, plan in plans.items():
+            _hook_module(tp, module, plan)
         GradientShareHooks(tp, self.model)
 
     def check(self, tp: int) -> None:
-        """Raise for a full model that tp cannot shard; a pipeline stage may have nothing to shard.
+        """Raise an error for a full model that tp cannot shard.
 
         Raises:
-            ValueError: for heads or hidden dims that tp does not divide, and for dropout or jitter.
+            ValueError: for heads or hidden dims that tp does not divide, and for dropout or
+                jitter.
             NotImplementedError: for a model without any module that can be sharded.
         """
         _check_dropout(self.model, tp)
-        cuts, uncut_types = find_cuts(self.model, tp)
-        if not (cuts or any(isinstance(m, MoELayer) for m in self.model.modules())):
+        plans, replicated_types = plan_modules(self.model, tp)
+        if not (plans or any(isinstance(m, MoELayer) for m in self.model.modules())):
             raise NotImplementedError(
                 f"ParallelConfig.tp ({tp}) must be 1 for {type(self.model).__name__}, of "
-                f"which no module can be cut: {'; '.join(uncut_types) or 'no attention is known'}"
+                "which no module can be cut: "
+                f"{'; '.join(replicated_types) or 'no attention is known'}"
             )
 
 
@@ -110,48 +112,45 @@ def _check_dropout(model: nn.Module, tp: int) -> None:
             )
 
 
-def _hook_module(tp: TensorParallel, module: Any, module_cut: ModuleCut) -> None:
+def _hook_module(tp: TensorParallel, module: Any, plan: ModulePlan) -> None:
     """Add the hooks by which a module runs on its shards, after `_shard_parameters`."""
-    row: Any = module.get_submodule(module_cut.row)
+    row: Any = module.get_submodule(plan.row)
     if row.bias is None:
         row.register_forward_hook(partial(_all_reduce_output, tp))
     else:
         row.__class__, row.tp = RowParallelLinear, tp
-    for name in module_cut.norms:
+    for name in plan.norms:
         norm = module.get_submodule(name)
         norm.register_forward_pre_hook(partial(_gather_input, tp))
         norm.register_forward_hook(partial(_slice_output, tp))
-    for name, head_dim in (module_cut.shared or {}).items():
+    for name, head_dim in (plan.shared or {}).items():
         linear = module.get_submodule(name)
         head = tp.rank * (linear.out_features // head_dim) // tp.size
         linear.register_forward_hook(partial(_slice_head, head, head_dim))
-    for name, stack in (module_cut.stacks or {}).items():
+    for name, stack in (plan.stacks or {}).items():
         for linear in list_output_linears(module.get_submodule(name)):
-            linear.__class__, linear.rows = (
-                FullRowsLinear,
-                list(iterate_local_rows(stack, tp.rank, tp.size)),
-            )
+            linear.__class__ = FullRowsLinear
+            linear.rows = list(iterate_local_rows(stack, tp.rank, tp.size))
         module.config = LocalHeadsConfig(module.config, stack[0][0] // tp.size)
-    if module_cut.num_shared and hasattr(module, "num_key_value_groups"):
-        module.num_key_value_groups = module.num_key_value_groups * module_cut.num_shared // tp.size
-    for name, stack in module_cut.head_exchanges.items():
+    if plan.num_shared and hasattr(module, "num_key_value_groups"):
+        module.num_key_value_groups = module.num_key_value_groups * plan.num_shared // tp.size
+    for name, stack in plan.head_exchanges.items():
         module.get_submodule(name).register_forward_hook(StackedRowsHook(tp, stack))
-    for name, stack in module_cut.local_reads.items():
+    for name, stack in plan.local_reads.items():
         part = module.get_submodule(name)
         _replace_attributes(
             part, {n: partial(_select_weight_rows, tp, n, stack) for n in part._parameters}
         )
-    if module_cut.local_reads:
+    if plan.local_reads:
         disable_fused_layer(module)
-    for name, size in module_cut.groups.items():
+    for name, size in plan.groups.items():
         norm = module.get_submodule(name)
         norm.forward = partial(_apply_group_norm, tp, size, norm)
-    for name, number in module_cut.counts.items():
+    for name, number in plan.counts.items():
         setattr(*find_owner(module, name), number)
-    if module_cut.buffers:
+    if plan.buffers:
         _replace_attributes(
-            module,
-            {n: partial(_slice_buffer, tp, n, dim) for n, dim in module_cut.buffers.items()},
+            module, {n: partial(_slice_buffer, tp, n, dim) for n, dim in plan.buffers.items()}
         )
 
 
@@ -269,11 +268,9 @@ def _apply_group_norm(
 
     def mean(squares: Tensor) -> Tensor:
         ranks = size // squares.shape[-1]
-        sums = tp.gather_last_dim(squares.sum(-1, keepdim=True))
-        result: Tensor = (
-            sums.unflatten(-1, (-1, ranks))[..., tp.rank // ranks, :].sum(-1, True) / size
-        )
-        return result
+        sums = tp.gather_last_dim(squares.sum(-1, keepdim=True)).unflatten(-1, (-1, ranks))
+        means: Tensor = sums[..., tp.rank // ranks, :].sum(-1, True) / size
+        return means
 
     return apply_gated_norm(hidden_states, gate, norm.weight, norm.variance_epsilon, mean)
 
@@ -329,7 +326,7 @@ def _shard_parameters(
 class TokenSliceHooks:
     """Hooks that slice a MoE layer's input [B, T, D] or [T, D] over tp, and all-gather its output.
 
-    Padding makes the slices of T equal. The padding is routed to no expert.
+    Padding, which is routed to no expert, makes the slices of T equal.
     """
 
     def __init__(self, tp: TensorParallel, layer: RoutedLayer) -> None:
@@ -364,10 +361,10 @@ class TokenSliceHooks:
                 if of_tokens is not None:
                     inputs[name] = self._slice_rows(of_tokens[..., None], padding, fill)[..., 0]
             return (self._slice_rows(x, padding),), inputs
-        fills = {"top_k_index": -1, "top_k_weights": 0}
-        local_inputs = {
-            name: self._slice_rows(inputs[name], padding, fill) for name, fill in fills.items()
-        }
+        ids, weights = inputs["top_k_index"], inputs["top_k_weights"]
+        local_ids = self._slice_rows(ids, padding, -1)
+        local_weights = self._slice_rows(weights, padding)
+        local_inputs = {"top_k_index": local_ids, "top_k_weights": local_weights}
         return (self._slice_rows(x, padding),), local_inputs
 
     def _slice_rows(self, x_TD: Tensor, padding: int, fill: float = 0) -> Tensor:
@@ -385,9 +382,9 @@ class TokenSliceHooks:
         return exchange_with_grad(y_BTD, lambda x: x, lambda grad: grad)
 
     def _gather_output(self, layer: nn.Module, _args: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (self._gather_rows(output[0]), *output[1:])
-        return self._gather_rows(output)
+        is_tuple = isinstance(output, tuple)
+        y = self._gather_rows(output[0] if is_tuple else output)
+        return (y, *output[1:]) if is_tuple else y
 
     def _gather_logits(self, recorder: nn.Module, _args: Any, logits: tuple[Tensor, ...]) -> Any:
         if len(recorder._forward_hooks) == 1:  # transformers records no logits

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from moecore.families.transformers.linear_attention import find_linear_rule
-from moecore.families.transformers.module_cut import (
-    ModuleCut,
+from moecore.families.transformers.module_plan import (
+    ModulePlan,
     Stack,
     get_named_linears,
     iterate_local_rows,
@@ -49,11 +49,11 @@ class _LinearHeads:
     groups: Mapping[str, int] = field(default_factory=dict)  # norms of groups over several ranks
 
 
-def cut_linear_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
+def plan_linear_attention(name: str, module: Any, tp: int) -> ModulePlan | str:
     """Return how a linear attention layer is sharded by heads, or why it is replicated.
 
-    `name` is the layer's name in errors. Heads that `tp` ranks can neither divide nor share raise a
-    ValueError.
+    `name` names the layer in errors. Raises ValueError if `tp` ranks can neither divide nor share
+    heads.
     """
     layer = LAYERS[find_linear_rule(module) or ""](module, tp)
     groups = [heads for heads, _ in layer.channels]
@@ -63,7 +63,7 @@ def cut_linear_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
             f"{name}: heads of linear attention ({numbers}) must be multiples of "
             f"ParallelConfig.tp ({tp}): lower tp"
         )
-    problem = _find_cut_problem(module, layer)
+    problem = _find_sharding_problem(module, layer)
     if problem is not None:
         return problem
     linears = get_named_linears(module)
@@ -74,20 +74,18 @@ def cut_linear_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
                 f"{name}.{child}: outputs ({linears[child].out_features}) must be a multiple of "
                 f"ParallelConfig.tp ({tp}): lower tp"
             )
-    return ModuleCut(
+    return ModulePlan(
         columns=tuple(n for n in layer.columns if n in linears),
         row=layer.row,
         head_exchanges=head_exchanges,
         local_reads={FILTERS: layer.channels},
-        params_by_head=tuple(
-            n for n in layer.params_by_head if n in dict(module.named_parameters())
-        ),
+        params_by_head=tuple(n for n, _ in module.named_parameters() if n in layer.params_by_head),
         groups=layer.groups,
         counts=layer.counts,
     )
 
 
-def _find_cut_problem(module: Any, layer: _LinearHeads) -> str | None:
+def _find_sharding_problem(module: Any, layer: _LinearHeads) -> str | None:
     """Return why `module` cannot be sharded by heads as `layer` describes; None = it can."""
     linears, params = get_named_linears(module), dict(module.named_parameters())
     sizes = {n: _count_rows(stack) for n, stack in layer.columns.items()}
@@ -122,11 +120,6 @@ def _find_cut_problem(module: Any, layer: _LinearHeads) -> str | None:
 def _count_rows(stack: Stack) -> int:
     """Return the number of matrix rows of all sections, (heads, rows per head) each."""
     return sum(heads * size for heads, size in stack)
-
-
-def _count_local_rows(stack: Stack, tp: int) -> int:
-    """Return the number of matrix rows of one tp rank's heads; `stack` as for `_count_rows`."""
-    return sum(rows.stop - rows.start for rows in iterate_local_rows(stack, 0, tp))
 
 
 def _read_delta_net_heads(module: Any, tp: int) -> _LinearHeads:
@@ -178,6 +171,7 @@ def _read_mamba2_heads(module: Any, tp: int) -> _LinearHeads:
     group = (module.n_groups, module.ssm_state_size)  # of B, as of C
     channels = (x, group, group)
     is_shared = module.n_groups % tp > 0
+    local_x, local_group, _ = (s.stop - s.start for s in iterate_local_rows(channels, 0, tp))
     return _LinearHeads(
         heads=(module.num_heads,),
         columns={"in_proj": (x, *channels, per_head)},  # gates first
@@ -193,9 +187,9 @@ def _read_mamba2_heads(module: Any, tp: int) -> _LinearHeads:
         },
         counts=dict(
             num_heads=module.num_heads // tp,
-            intermediate_size=_count_local_rows((x,), tp),
+            intermediate_size=local_x,
             n_groups=max(1, module.n_groups // tp),
-            conv_dim=_count_local_rows(channels, tp),
+            conv_dim=local_x + local_group + local_group,
         ),
         replicated=(),
         groups={"norm": _count_rows((x,)) // module.n_groups} if is_shared else {},
@@ -231,7 +225,7 @@ def _is_gated_norm(norm: Any, size: int) -> bool:
 def apply_gated_norm(
     x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, mean: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return weight * h / sqrt(mean(h^2) + eps), h = x * silu(gate), in the dtype of x.
+    """Return weight * h / sqrt(mean(h^2) + eps) with h = x * silu(gate), in the dtype of x.
 
     `mean` maps fp32 squares to their mean over each element's group. Without `gate`, h is x.
     """

@@ -1,4 +1,4 @@
-"""Router logits: lets transformers record the logits of moecore's routers (output_router_logits).
+"""Router logits: transformers records the logits of moecore's routers (output_router_logits).
 
 transformers registers hooks on the modules of its own router classes. A block with a MoELayer has
 no such module, so `record_logits` adds one. Requests for logits that would not be recorded raise.
@@ -20,8 +20,8 @@ from moecore.moe.records import Routing
 OPTION = "output_router_logits"
 
 
-def refuse_lost_outputs(model: nn.Module) -> None:
-    """Raise, now by the config or in later forwards, if requested router logits would be lost."""
+def refuse_lost_router_logits(model: nn.Module) -> None:
+    """Make forwards raise if they request router logits that would not be recorded."""
     for module in model.modules():
         if not is_hf(module) or getattr(module, "base_model", None) is not module:
             continue  # transformers records in the base model, not in the model with the loss

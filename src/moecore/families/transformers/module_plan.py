@@ -1,4 +1,4 @@
-"""ModuleCut: how tensor parallelism (tp) shards the parameters of one module."""
+"""`ModulePlan`: how tensor parallelism (tp) shards the parameters of one module."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ Stack = tuple[tuple[int, int], ...]
 
 
 def iterate_local_rows(stack: Stack, rank: int, tp: int) -> Iterator[slice]:
-    """Yield the slice of matrix rows of a rank's heads in each section; ranks may share a head.
-
-    `stack` has (heads, rows per head) of each section.
-    """
+    """Yield the slice of matrix rows of a rank's heads in each section of `stack`."""
     # Example: 4 heads of 8 rows, then 1 head of 8 rows. Rank 1 of 2 has rows 16:32 and 32:40.
     start = 0
     for heads, size in stack:
@@ -30,22 +27,23 @@ def iterate_local_rows(stack: Stack, rank: int, tp: int) -> Iterator[slice]:
 
 
 @dataclass(frozen=True, slots=True)
-class ModuleCut:
-    """How tp ranks share one module: names of its linears and parameters by kind of sharding.
+class ModulePlan:
+    """How tp ranks shard one module: names of its linears and parameters by kind of sharding.
 
     Attributes:
         columns: column-parallel linears; a rank computes a part of the outputs.
         row: the row-parallel linear that reads these outputs; its outputs are all-reduced.
-        halves: column-parallel linears of an MLP's gates followed by ups; a rank has rows of both.
+        halves: column-parallel linears of an MLP's gates followed by ups; a rank has rows of
+            both.
         params_by_head: parameters that are sharded by heads.
         norms: norms over the columns of all heads, which are all-gathered first.
-        shared: replicated linears of fewer key or value heads than ranks -> elements of a head. A
-            rank uses the one head that its query heads read.
+        shared: replicated linears of fewer key or value heads than ranks -> elements of a head.
+            A rank uses the one head that its query heads read.
         num_shared: number of key or value heads if there are fewer than ranks, otherwise 0.
-        stacks: replicated linears of queries, keys and values in one matrix. A rank multiplies with
-            the rows of its heads.
-        head_exchanges: column-parallel linears with several sections. All ranks have equally many
-            rows, and exchange outputs so that a rank receives the outputs of its heads.
+        stacks: replicated linears of queries, keys and values in one matrix. A rank multiplies
+            with the rows of its heads.
+        head_exchanges: column-parallel linears with several sections. All ranks have equally
+            many rows, and exchange outputs so that a rank receives the outputs of its heads.
         local_reads: modules with replicated parameters; a rank reads the rows of its heads.
         groups: gated norms of groups that several ranks share -> elements of a group.
         counts: attributes with a number of heads or columns -> the number on a rank.
@@ -86,7 +84,7 @@ def list_output_linears(module: nn.Module) -> list[Any]:
 
 
 def list_lora_adapters(module: nn.Module) -> dict[str, list[tuple[nn.Linear, nn.Linear]]]:
-    """Return the linears with LoRA by name, each with (A, B) of its LoRA adapters."""
+    """Return for each linear with LoRA, by name, the (A, B) of its LoRA adapters."""
     layers = {name: module.get_submodule(name) for name in get_named_linears(module)}
     return {n: list_lora_pairs(m) for n, m in layers.items() if find_lora_base(m) is not None}
 
@@ -97,25 +95,23 @@ def find_owner(module: nn.Module, name: str) -> tuple[Any, str]:
     return module.get_submodule(path), attribute
 
 
-def list_cut_placements(
-    module: nn.Module, module_cut: ModuleCut
+def list_placements(
+    module: nn.Module, plan: ModulePlan
 ) -> Iterator[tuple[tuple[nn.Module, str], Placement]]:
     """Yield ((submodule, parameter name), placement) of each parameter that tp shards."""
     linears, adapted = get_named_linears(module), list_lora_adapters(module)
     halves = StridedShard(0, split_factor=2)
-    columns = {
-        name: halves if name in module_cut.halves else Shard(0) for name in module_cut.columns
-    }
+    columns = {name: halves if name in plan.halves else Shard(0) for name in plan.columns}
     for name, placement in columns.items():
         yield (linears[name], "weight"), placement
         yield (linears[name], "bias"), placement
-    yield (linears[module_cut.row], "weight"), Shard(1)
+    yield (linears[plan.row], "weight"), Shard(1)
     # y = W x + s B A x: a column-parallel linear shards the rows of B and replicates A. A
     # row-parallel linear shards the columns of A and replicates B.
-    for name in adapted.keys() & {*module_cut.columns, module_cut.row}:
+    for name in adapted.keys() & {*plan.columns, plan.row}:
         for pair in adapted[name]:
-            yield (pair[name != module_cut.row], "weight"), columns.get(name, Shard(1))
-    for name in module_cut.params_by_head:
+            yield (pair[name != plan.row], "weight"), columns.get(name, Shard(1))
+    for name in plan.params_by_head:
         owner, attribute = find_owner(module, name)
         shape = getattr(owner, attribute).shape
         yield (owner, attribute), Shard(next(dim for dim, n in enumerate(shape) if n > 1))

@@ -1,8 +1,8 @@
-"""Determines how tensor parallelism shards the modules of a transformers model.
+"""Plans how tensor parallelism shards the modules of a transformers model.
 
-`cut_attention` and `cut_mlp` infer from names, sizes and code which modules can run on a shard of
-their weights. Other modules are replicated, which costs memory and time. Numbers of heads that the
-tp degree does not fit raise an error.
+`plan_attention` and `plan_mlp` infer from names, sizes and code which modules can run on a shard of
+their weights. Other modules are replicated, which costs memory and time. If the tp degree does not
+fit the numbers of heads, an error is raised.
 
 Legend: H heads.
 """
@@ -18,9 +18,9 @@ from torch import nn
 
 from moecore.base.torch_private import HAS_SEPARATE_PIECES
 from moecore.families.transformers.linear_attention import find_linear_rule
-from moecore.families.transformers.linear_cuts import cut_linear_attention
-from moecore.families.transformers.module_cut import (
-    ModuleCut,
+from moecore.families.transformers.linear_tp_plans import plan_linear_attention
+from moecore.families.transformers.module_plan import (
+    ModulePlan,
     get_named_linears,
     list_lora_adapters,
 )
@@ -46,7 +46,7 @@ FUSED_MLPS = (("gate_up_proj", "down_proj"), ("input_linear", "output_linear")) 
 STACKED = ("Phi3Attention", "Phi4MultimodalAttention")
 # Attention with one linear whose rows are queries, keys and values of one head after the other.
 FUSED_BY_HEAD = {
-    "MiniMaxLightningAttention": ModuleCut(
+    "MiniMaxLightningAttention": ModulePlan(
         columns=("qkv_proj", "output_gate"),
         row="out_proj",
         norms=("norm",),
@@ -55,9 +55,9 @@ FUSED_BY_HEAD = {
 }
 
 
-def find_cuts(model: nn.Module, tp: int) -> tuple[dict[nn.Module, ModuleCut], list[str]]:
-    """Return how each supported module is sharded, and a text per class that is replicated."""
-    cuts, uncut_types = dict[nn.Module, ModuleCut](), dict[type, str]()
+def plan_modules(model: nn.Module, tp: int) -> tuple[dict[nn.Module, ModulePlan], list[str]]:
+    """Return the plan of each module that tp shards, and a text per class that is replicated."""
+    plans, replicated_types = dict[nn.Module, ModulePlan](), dict[type, str]()
     names = {module: name for name, module in model.named_modules()}
     layers = [m for m in model.modules() if isinstance(m, MoELayer)]
     layer_modules = {m for layer in layers for m in layer.modules()}
@@ -66,27 +66,27 @@ def find_cuts(model: nn.Module, tp: int) -> tuple[dict[nn.Module, ModuleCut], li
             if module in layer_modules or not is_hf(module):
                 continue
             is_attention = not module._modules.keys().isdisjoint(OUTPUTS)
-            make_cut = cut_attention if is_attention else cut_mlp
-            make_cut = cut_linear_attention if find_linear_rule(module) else make_cut
-            module_cut = make_cut(names[module], module, tp)
-            if isinstance(module_cut, ModuleCut):
-                cuts[module] = module_cut
-            elif module_cut is not None:
+            make_plan = plan_attention if is_attention else plan_mlp
+            make_plan = plan_linear_attention if find_linear_rule(module) else make_plan
+            plan = make_plan(names[module], module, tp)
+            if isinstance(plan, ModulePlan):
+                plans[module] = plan
+            elif plan is not None:
                 of = f"{names[module]} ({type(module).__name__})"
-                uncut_types.setdefault(type(module), f"{of}, whose {module_cut}")
-    return cuts, list(uncut_types.values())
+                replicated_types.setdefault(type(module), f"{of}, whose {plan}")
+    return plans, list(replicated_types.values())
 
 
-def cut_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
+def plan_attention(name: str, module: Any, tp: int) -> ModulePlan | str:
     """Return how an attention module is sharded by heads, or the reason why it is replicated.
 
-    `name` is the module's name in errors. Heads that `tp` ranks can neither divide nor share raise
-    a ValueError.
+    `name` names the module in errors. Raises ValueError if `tp` ranks can neither divide nor share
+    heads.
     """
     if type(module).__name__ in FUSED_BY_HEAD:
-        return _cut_qkv_by_head(name, module, tp)
+        return _plan_qkv_by_head(name, module, tp)
     if type(module).__name__ in STACKED:
-        return _cut_stacked_qkv(name, module, tp)
+        return _plan_stacked_qkv(name, module, tp)
     linears = get_named_linears(module)
     value_dim = getattr(module, "v_head_dim", None) or getattr(module, "head_dim", None)
     key_dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
@@ -108,7 +108,7 @@ def cut_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
         if child in sizes and linear.out_features not in sizes[child]:
             return f"{child} ({linear.out_features} outputs) is not {H} heads"
     norms = tuple(n for n in ("q_norm", "k_norm") if _is_norm_over_all_heads(module, n, linears))
-    problem = _find_cut_problem(module, {*sizes, *OF_ALL_HEADS, row}, H)
+    problem = _find_sharding_problem(module, {*sizes, *OF_ALL_HEADS, row}, H)
     if problem is None and linears[row].bias is not None and row in list_lora_adapters(module):
         problem = f"{row} has a bias and adapters"
     if problem is None and not linears.keys() & {"q_proj", "q_b_proj"}:
@@ -125,7 +125,7 @@ def cut_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
     param_names = tuple(module._parameters)
     shared = {n: d for n, d in shared.items() if n in linears}
     num_shared = kv_heads if shared else 0
-    return ModuleCut(
+    return ModulePlan(
         columns, row, params_by_head=param_names, norms=norms, shared=shared, num_shared=num_shared
     )
 
@@ -139,18 +139,18 @@ def _check_heads(name: str, heads: int, kv_heads: int, tp: int) -> None:
         )
 
 
-def _cut_qkv_by_head(name: str, module: Any, tp: int) -> ModuleCut | str:
-    """Shard attention whose one linear has q, k, v rows head by head; see `cut_attention`."""
-    fused_cut = FUSED_BY_HEAD[type(module).__name__]
-    if not {*fused_cut.columns, fused_cut.row} <= get_named_linears(module).keys():
+def _plan_qkv_by_head(name: str, module: Any, tp: int) -> ModulePlan | str:
+    """Plan attention whose one linear has q, k and v rows head by head; see `plan_attention`."""
+    fused_plan = FUSED_BY_HEAD[type(module).__name__]
+    if not {*fused_plan.columns, fused_plan.row} <= get_named_linears(module).keys():
         return "linears are not plain"
     H = module.num_attention_heads
     _check_heads(name, H, H, tp)
-    return replace(fused_cut, counts={"num_attention_heads": H // tp})
+    return replace(fused_plan, counts={"num_attention_heads": H // tp})
 
 
-def _cut_stacked_qkv(name: str, module: Any, tp: int) -> ModuleCut | str:
-    """Shard attention whose one linear has all q rows, then all k, all v; see `cut_attention`."""
+def _plan_stacked_qkv(name: str, module: Any, tp: int) -> ModulePlan | str:
+    """Plan attention whose one linear has all q rows, then k, then v; see `plan_attention`."""
     linears, d, kv_heads = get_named_linears(module), module.head_dim, module.num_key_value_heads
     if linears.keys() != {"qkv_proj", "o_proj"}:
         return "linears are not plain"
@@ -159,15 +159,11 @@ def _cut_stacked_qkv(name: str, module: Any, tp: int) -> ModuleCut | str:
     stacks = {"qkv_proj": ((H, d), (kv_heads, d), (kv_heads, d))}
     counts = {"num_key_value_heads": max(1, kv_heads // tp)}
     num_shared = kv_heads if kv_heads % tp else 0
-    return ModuleCut((), "o_proj", counts=counts, stacks=stacks, num_shared=num_shared)
+    return ModulePlan((), "o_proj", counts=counts, stacks=stacks, num_shared=num_shared)
 
 
 def _list_gated_query_rows(module: Any, size: int) -> tuple[int, ...]:
-    """Return the row number that a `q_proj` with gates may have: (2 * size,), or () for none.
-
-    `size` is the number of query rows without gates. Gates are allowed if transformers' tp plan
-    shards `q_proj` by heads.
-    """
+    """Return (2 * size,), the rows of a `q_proj` with gates, or () if gates do not fit."""
     # The size does not show the order of gates, so transformers' tp plan must shard them by heads.
     plan = getattr(getattr(module, "config", None), "base_model_tp_plan", None) or {}
     is_by_head = any(n.endswith(".q_proj") and style == "colwise" for n, style in plan.items())
@@ -181,8 +177,11 @@ def _is_norm_over_all_heads(module: nn.Module, name: str, linears: Mapping[str, 
     return linear is not None and weight is not None and weight.numel() == linear.out_features
 
 
-def _find_cut_problem(module: nn.Module, known_names: set[str], num_heads: int) -> str | None:
-    """Return why attention cannot be sharded by heads, or None; `known_names`: known children."""
+def _find_sharding_problem(module: nn.Module, known_names: set[str], num_heads: int) -> str | None:
+    """Return why attention cannot be sharded by heads, or None.
+
+    `known_names` are children whose sharding is known.
+    """
     for child, part in module.named_children():
         is_norm = "Norm" in type(part).__name__ and not list(part.children())
         if not (child in known_names or is_norm) and next(part.parameters(), None) is not None:
@@ -198,10 +197,10 @@ def _find_cut_problem(module: nn.Module, known_names: set[str], num_heads: int) 
     return None
 
 
-def cut_mlp(name: str, module: nn.Module, tp: int) -> ModuleCut | None:
-    """Return how an MLP's hidden dim is sharded; None = it is replicated.
+def plan_mlp(name: str, module: nn.Module, tp: int) -> ModulePlan | None:
+    """Return how an MLP's hidden dim is sharded, or None if it is replicated.
 
-    A hidden dim that tp does not divide raises a ValueError, in which `name` is the MLP's name.
+    Raises ValueError, with the MLP's `name`, if tp does not divide the hidden dim.
     """
     parts = {n: m for n, m in module.named_children() if next(m.parameters(), None) is not None}
     names = next((names for names in (*MLPS, *FUSED_MLPS) if set(names) == parts.keys()), None)
@@ -222,7 +221,7 @@ def cut_mlp(name: str, module: nn.Module, tp: int) -> ModuleCut | None:
             f"{name}: the hidden dim ({size}) of {type(module).__name__} must be a multiple of "
             f"ParallelConfig.tp ({tp}): lower tp"
         )
-    return ModuleCut(tuple(columns), row, halves)
+    return ModulePlan(tuple(columns), row, halves)
 
 
 def _can_shard_halves(module: Any, name: str) -> bool:

@@ -1,0 +1,186 @@
+"""Continuing a run from its newest checkpoint, and changes of its options since the last start."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.stateful import Stateful
+
+from moecore.base.progress import show_progress
+from moecore.io import latest, load
+from moecore.io.checkpoint.directory import CHECKPOINTS
+from moecore.io.checkpoint.manifest import read_manifest
+from moecore.io.checkpoint.ranks import run_on_first_rank
+from moecore.models import Decoder
+from moecore.recipes.decoder_config import replace_rotary
+from moecore.recipes.options import DEGREES, RunConfig
+from moecore.recipes.parser import flatten, read_toml
+from moecore.recipes.report import CONFIG
+from moecore.recipes.schedule import TrainingStage
+from moecore.train.step import TrainStep
+
+
+def resume(
+    args: RunConfig,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer],
+    facts: Mapping[str, object],
+    owner: TrainStep | None = None,
+    sampler: Stateful | None = None,
+    stage: TrainingStage | None = None,
+    chosen_by: str = "--data",
+) -> int:
+    """Load a run's newest checkpoint into model and optimizer; return its step, 0 = no checkpoint.
+
+    The call is collective. If the checkpoint is of the stage before `stage`, the data and the
+    rotary embedding may differ.
+
+    Args:
+        facts: values that must equal the checkpoint's values.
+        owner, sampler: objects whose state is loaded too.
+        chosen_by: names of the options that determine the rows, for errors.
+
+    Raises:
+        ValueError: for a checkpoint of another run.
+    """
+    # On one rank: a slow file system may show another one, or none, to another rank.
+    newest = run_on_first_rank(lambda: latest(get_checkpoint_dir(args)))
+    if newest is None:
+        return 0
+    saved_facts = run_on_first_rank(lambda: read_manifest(newest).facts)
+    begins_stage = stage is not None and stage.is_previous_stage(
+        saved_facts.step, saved_facts.extra.get("stage")
+    )
+    with (
+        use_rotary(saved_facts.config, model) if begins_stage else nullcontext(),
+        show_progress(f"loading {newest.name}", unit="B") as report,
+    ):
+        extra = load(newest, model, optimizer, progress=report)
+    if not {"step", *facts} <= extra.keys():
+        raise ValueError(f"--run-dir ({newest}) must be this script's: use another one")
+    for name, value in facts.items():
+        if value != extra[name]:
+            raise ValueError(
+                f"{name} ({value}) must be {extra[name]} as in {newest}, which this run would "
+                "continue: use that, or another --run-dir"
+            )
+    if owner is not None:
+        owner.load_state_dict(extra)
+    if sampler is not None:
+        try:
+            sampler.load_state_dict(extra.get("data", {}))
+        except ValueError as error:
+            if begins_stage:  # with data or rows of another length, which begin at the beginning
+                return int(extra["step"])
+            raise ValueError(
+                f"{chosen_by} must be as in {newest}, which this run would continue ({error}): use "
+                "those, or another --run-dir"
+            ) from None
+    return int(extra["step"])
+
+
+@contextmanager
+def use_rotary(values: Mapping[str, object] | None, model: torch.nn.Module) -> Iterator[None]:
+    """Return a context in which a `Decoder` has the rotary embedding of config `values`, if any."""
+    if values is None or not isinstance(model, Decoder):
+        yield
+        return
+    config = model.config
+    model.config = replace_rotary(config, values)
+    try:
+        yield
+    finally:
+        model.config = config
+
+
+def read_latest_step(args: RunConfig) -> int:
+    """Return the step of a run's newest checkpoint; 0 = no checkpoint."""
+    newest = latest(get_checkpoint_dir(args))
+    return 0 if newest is None else read_manifest(newest).facts.step
+
+
+def describe_continuation(args: RunConfig) -> str:
+    """Return a sentence that names the checkpoint from which the same command would continue."""
+    try:
+        newest = latest(get_checkpoint_dir(args))
+    except (OSError, ValueError) as error:
+        return str(error)
+    if newest is None:
+        return f"there is no checkpoint yet, so {format_command_line()} starts from the beginning"
+    return f"{format_command_line()} continues from {newest}"
+
+
+def format_command_line() -> str:
+    """Return this process's `moecore` command for a shell, or "the same command"."""
+    program, *words = sys.argv
+    is_moecore = program.endswith(("moecore", "moecore/__main__.py")) and words
+    return shlex.join(["moecore", *words]) if is_moecore else "the same command"
+
+
+def get_checkpoint_dir(args: RunConfig) -> Path:
+    """Return the directory of a run's checkpoints."""
+    return Path(args.run_dir, CHECKPOINTS)
+
+
+# Keys and tables that change no numbers, except that a layout has other sums in another order.
+LAYOUT = {*DEGREES, "parallel", "ranks", "layout", "pipeline"}
+SAME_NUMBERS = LAYOUT | {
+    *("run_dir", "checkpoint_every", "expert_loads_every", "profile", "peak_tflops", "logging"),
+    *("plain_host", "workers", "samples"),
+    *("memory", "recompute", "offload", "offload_fraction"),
+}
+
+
+def print_changes(args: RunConfig, toml: str) -> None:
+    """Print the options in `toml` whose values have changed since the last start. Collective."""
+    path = args.run_dir / CONFIG
+
+    def compare() -> None:
+        if not path.exists() or latest(get_checkpoint_dir(args)) is None:
+            return
+        try:
+            lines = list_changes(read_toml(path, "--run-dir"), tomllib.loads(toml))
+        except ValueError as error:
+            lines = [f"changes since the last start are unknown: {error}"]
+        for line in lines:
+            print(line, flush=True)
+
+    run_on_first_rank(compare)
+
+
+def save_config(args: RunConfig, toml: str) -> None:
+    """Write a run's options to RUN_DIR/config.toml. Collective."""
+    run_on_first_rank(lambda: (args.run_dir / CONFIG).write_text(toml, errors="surrogateescape"))
+
+
+def list_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Return a line for each key whose value differs between two contents of config.toml."""
+    old, new = (dict(flatten(name_stages(content))) for content in (before, after))
+    return [
+        f"{key}: {old.get(key)!r} -> {new.get(key)!r} ({describe_effect(key)})"
+        for key in old | new
+        if old.get(key) != new.get(key)
+    ]
+
+
+def name_stages(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.toml's content with "stages.NAME" tables in place of its list of stages."""
+    stages = {f"stages.{stage['name']}": stage for stage in content.get("stages", [])}
+    return {name: value for name, value in content.items() if name != "stages"} | stages
+
+
+def describe_effect(key: str) -> str:
+    """Return text that says whether a new value of an option changes the numbers of a run."""
+    table, _, field = key.rpartition(".")
+    name = field.replace("-", "_") if table.startswith("stages.") else table or field
+    if name not in SAME_NUMBERS:
+        return "changes the numbers"
+    note = " if a step has as many rows" if name in LAYOUT else ""
+    return f"does not change the numbers{note}"
