@@ -253,7 +253,7 @@ def test_a_plan_has_no_batch() -> None:
     with pytest.raises(ValueError, match=r"batch \(\(2, 8\)\) must be None for a plan"):
         explain(plan, batch=(2, 8))
     with pytest.raises(ValueError, match=r"name \('no such'\) must be a parameter's"):
-        plan.find_unit("no such")
+        plan.param("no such")
     with pytest.raises(ValueError, match=r"rank \(1\) must be >= 0 and < the plan's world size"):
         rank_bytes(plan, 1)
     assert plan.param("model.norm.weight").kind == "norms"

@@ -23,9 +23,15 @@ from moecore.parallel.fsdp.engine import UnitEngine
 from moecore.parallel.fsdp.formats import FORMATS, CastFormat, Format
 from moecore.parallel.fsdp.gradients import Gradients
 from moecore.parallel.fsdp.params import Owners, UnitParam
-from moecore.parallel.fsdp.plan import FlatLayout, ShardPlan, UnitPlan, make_flat_layout
+from moecore.parallel.fsdp.plan import (
+    FlatLayout,
+    ShardPlan,
+    UnitOptions,
+    UnitPlan,
+    make_flat_layout,
+)
 from moecore.parallel.fsdp.transport import UnitStreams
-from moecore.parallel.fsdp.unit import Unit, UnitOptions
+from moecore.parallel.fsdp.unit import Unit
 from moecore.parallel.mesh import Meshes, concatenate_meshes
 from moecore.parallel.model.plan import has_unsharded_experts
 
@@ -97,23 +103,14 @@ def _make_unit(
     """
     mesh = get_data_mesh(unit_plan, meshes)
     gather_dtype = _get_dtype(unit_plan.gather_dtype)
-    is_cut = unit_plan.strategy != "no_shard"
+    is_sharded = unit_plan.strategy != "no_shard"
     groups = [] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
-    group = groups.pop() if groups and is_cut else None
+    group = groups.pop() if groups and is_sharded else None
     group = group if group is not None and group.size() > 1 else None
+    options: Any = dict(device_type=meshes.device_type, is_sharded=is_sharded, join=join)
     return Unit(
         modules,
-        [
-            UnitParam(
-                slot,
-                owners[slot.param],
-                mesh,
-                device_type=meshes.device_type,
-                is_cut=is_cut,
-                join=join,
-            )
-            for slot in layout.slots
-        ],
+        [UnitParam(slot, owners[slot.param], mesh, **options) for slot in layout.slots],
         layout=layout,
         format=_make_format(layout, unit_plan, group, meshes),
         shard_group=group,
@@ -127,7 +124,6 @@ def _make_unit(
             accumulates=unit_plan.accumulates,
         ),
         streams=streams,
-        device_type=meshes.device_type,
     )
 
 
