@@ -24,8 +24,7 @@ ATTENTION_FLOPS = 600e12
 def num_params(config: DecoderConfig) -> int:
     """Return the number of parameters; a tied head counts once, buffers do not count."""
     check_arguments(num_params, locals())
-    total, _ = _count_params(config)
-    return total
+    return _count_params(config)[0]
 
 
 def active_params(config: DecoderConfig) -> int:
@@ -98,7 +97,7 @@ def document_cost(config: DecoderConfig, *, link_gb_per_s: Positive = 200.0) -> 
 
 @lru_cache
 def _count_params(config: DecoderConfig) -> tuple[int, int]:
-    """Return (all parameters, routed expert parameters that a token does not use on average)."""
+    """Return the numbers of all parameters, and of expert parameters that a token does not use."""
     total = idle = 0
     for name, param in Decoder(config, device="meta").named_parameters():
         total += param.numel()

@@ -39,7 +39,7 @@ class ModuleNode:
     units: list[Unit]  # the units whose hooks the module has
     parent: ModuleNode | None  # the next enclosing module with hooks
     layer: ExchangeLayer | None = None  # the MoE layer whose experts this module has
-    can_run_backward_alone: bool = False  # without the backward of `parent`
+    has_separate_backward: bool = False  # without the backward of `parent`
     index: int = 0  # in `parent.children`
     children: list[ModuleNode] = field(default_factory=list)
 
@@ -96,7 +96,7 @@ class ForwardVisit:
         # forward is the first of a reentrant checkpoint, which also contains the forwards after it.
         self.has_inputs = False
         self.empty: EmptyRun | None = None
-        self.inputs: list[GradientEdge] = []  # if `node.can_run_backward_alone`
+        self.inputs: list[GradientEdge] = []  # if `node.has_separate_backward`
         self.outputs: list[Output] = []
 
     def expect_in(self, unit: Unit) -> None:
@@ -106,7 +106,7 @@ class ForwardVisit:
     @property
     def needs_input_edges(self) -> bool:
         """Whether `record_inputs` must be called, so that a backward can stop at this forward."""
-        return self.node.can_run_backward_alone and self.outer is not None and not self.inputs
+        return self.node.has_separate_backward and self.outer is not None and not self.inputs
 
     def record_inputs(self, arguments: Any) -> Any:
         """Return forward arguments with a view of each activation that requires a gradient.
@@ -127,7 +127,7 @@ class ForwardVisit:
     def record_output(self, x: Tensor) -> None:
         """Set `needs_grad`, and record the graph edge of output x if a backward can start there."""
         self.needs_grad = True
-        if self.node.can_run_backward_alone and self.outer is not None:
+        if self.node.has_separate_backward and self.outer is not None:
             self.outputs.append(Output(get_gradient_edge(x), x.shape, x.dtype, x.device))
 
     def drop_graph(self) -> None:

@@ -87,7 +87,7 @@ class UnevenRanks:
         for node in top.walk():
             if node.parent is not None and node.layer in (None, node.module):
                 has_layer = any(inner.layer is not None for inner in node.walk())
-                node.can_run_backward_alone = has_layer
+                node.has_separate_backward = has_layer
 
     def clear(self) -> None:
         """Forget all recorded forwards and their graph edges."""

@@ -42,13 +42,11 @@ WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, DataParallel)
 
 
 def check_request(model: nn.Module, request: Request) -> None:
-    """Raise a ValueError or NotImplementedError if options, meshes or model are incompatible."""
+    """Raise a ValueError or NotImplementedError if options, meshes and model are incompatible."""
     _check_arguments(request)
     _check_model_is_plain(model)
-    _check_degrees(model, request)
-    _check_context(model, request)
-    _check_indexers(model, request)
-    _check_fp8_head(model, request)
+    for check in (_check_degrees, _check_context, _check_indexers, _check_fp8_head):
+        check(model, request)
 
 
 def check_stages(
@@ -60,9 +58,7 @@ def check_stages(
     - Each pp rank has a layer, the embedding or the head. `rank_of[i]` is the rank of stage i.
     - A tuple of offload fractions has one entry per stage.
     """
-    wrong = [
-        stage.layers[0] for stage in layout.stages if stage.layers[:1] and stage.layers[0] in bound
-    ]
+    wrong = [s.layers[0] for s in layout.stages if s.layers and s.layers[0] in bound]
     if wrong:
         raise ValueError(
             f"layout ({quote(layout.text)}) must begin no stage with layer {wrong[0]}, which reads "
@@ -84,7 +80,7 @@ def check_stages(
 
 
 def check_layers(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request) -> None:
-    """Raise a ValueError or NotImplementedError if MoE layers, or tp, cannot be sharded."""
+    """Raise a ValueError or NotImplementedError if the model's MoE layers cannot be sharded."""
     if request.meshes.parallel.tp > 1 and not is_tp_sharded(model):
         request.family.check_tensor_parallel(model, request.meshes.parallel.tp)
     if not layers:
@@ -215,13 +211,13 @@ def _check_degrees(model: nn.Module, request: Request) -> None:
             f"MemoryOptions.offload_fraction ({quote(request.memory.offload_fraction)}) must be "
             "one number where ParallelConfig.pp is 1, which has no stages: pass a float"
         )
-    if p.pp == 1 and request.pipeline is not None and request.pipeline.schedule != "overlapped":
-        warnings.warn("pipeline is not used: pp is 1", stacklevel=5)
-    elif p.pp == 1 and request.pipeline is not None and request.dispatch.name == "nvlink":
-        warnings.warn(
-            "pipeline is not used: 'nvlink' has no exchange to compute beside", stacklevel=5
-        )
-    pipeline = request.pipeline
+    pipeline, problem = request.pipeline, None
+    if p.pp == 1 and pipeline is not None and pipeline.schedule != "overlapped":
+        problem = "pp is 1"
+    elif p.pp == 1 and pipeline is not None and request.dispatch.name == "nvlink":
+        problem = "'nvlink' has no exchange to compute beside"
+    if problem is not None:
+        warnings.warn(f"pipeline is not used: {problem}", stacklevel=5)
     for name in ("compile", "graph"):
         if p.pp > 1 and pipeline is not None and pipeline.defers and getattr(request.dense, name):
             raise ValueError(
@@ -273,7 +269,7 @@ def _check_graphs(model: nn.Module, request: Request) -> None:
 
 
 def _check_context(model: nn.Module, request: Request) -> None:
-    """If cp > 1 or dynamic, raise a ValueError for options, NotImplementedError without cp code."""
+    """Raise a ValueError if options contradict cp > 1; NotImplementedError without cp code."""
     cp, dynamic = request.meshes.parallel.cp, "ContextOptions.dynamic (True)"
     if cp == 1 and not request.is_dynamic:
         if request.context is not None:
@@ -302,7 +298,7 @@ def _check_context(model: nn.Module, request: Request) -> None:
 
 
 def _check_indexers(model: nn.Module, request: Request) -> None:
-    """If `indexer` is set, raise a ValueError without indexers, NotImplementedError at tp > 1."""
+    """Raise a ValueError if `indexer` is set without indexers; NotImplementedError for tp > 1."""
     if request.indexer is None:
         return
     if not request.family.find_indexers(model):
@@ -339,7 +335,7 @@ def _check_fp8_head(model: nn.Module, request: Request) -> None:
 
 
 def _check_without_moe_layers(request: Request) -> None:
-    """Raise a ValueError if ep or etp is > 1, and warn about MoE options: there is no MoE layer."""
+    """Raise a ValueError for ep or etp > 1 in a model without MoE layers; warn of MoE options."""
     p = request.meshes.parallel
     if p.ep * p.etp > 1:
         raise ValueError(
@@ -354,21 +350,19 @@ def _check_without_moe_layers(request: Request) -> None:
 
 def _check_experts(name: str, layer: RoutedLayer, meshes: Meshes) -> None:
     """Raise a ValueError, or NotImplementedError by an old torch, if experts cannot be sharded."""
-    p, config = meshes.parallel, layer.config
-    experts = layer.get_part("experts")
-    layout_names = (
-        set(compute_expert_shapes(config, experts.layout))
-        if isinstance(experts, Experts)
-        else set()
-    )
+    p, config, experts = meshes.parallel, layer.config, layer.get_part("experts")
+    is_native = isinstance(experts, Experts)
+    layout_names = set(compute_expert_shapes(config, experts.layout)) if is_native else set()
     module_names = {n for n, _ in experts.named_parameters() if not n.startswith("lora.")}
-    if not isinstance(experts, Experts) or module_names != layout_names:
+    if not is_native or module_names != layout_names:
         raise ValueError(
             f"{name}: experts ({type(experts).__name__} with {sorted(module_names)}) must be "
             f"Experts with {sorted(layout_names)}: leave out wrappers and parametrizations"
         )
-    rules = [("num_experts", config.num_experts, "ep", p.ep)]
-    rules += [("hidden_dim", config.hidden_dim, "etp", p.etp)]
+    rules = [
+        ("num_experts", config.num_experts, "ep", p.ep),
+        ("hidden_dim", config.hidden_dim, "etp", p.etp),
+    ]
     if config.fc2_bias:
         rules += [("dim", config.expert_dim, "etp", p.etp)]
     if experts.is_strided and p.etp > 1:
@@ -416,9 +410,10 @@ def _check_routers(
 ) -> None:
     """Raise a ValueError if a router with a separate unit is shared by two layers or modules."""
     owned = {name: layer.get_part("router") for name, layer in layers.items()}
-    routers = {name: router for name, router in owned.items() if router is not None}
-    for name, router in routers.items():
-        is_shared = list(routers.values()).count(router) > 1 or is_tied(router)
+    for name, router in owned.items():
+        is_shared = router is not None and (
+            list(owned.values()).count(router) > 1 or is_tied(router)
+        )
         if is_shared and is_in_router_unit(router, options):
             raise ValueError(
                 f"router of {name} must not be shared with param_dtype ({options.param_dtype}), "
