@@ -19,6 +19,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moecore import (
@@ -167,6 +168,11 @@ DIFFERENT: dict[str, tuple[Built, Built, str]] = {
 MAKES = ("layers", "device", "config")
 
 
+def scaled_models(last: Any, others: Any, text: str) -> tuple[ParallelConfig, Make, Make, str]:
+    """Return an entry of `OTHER_MODELS` for models of `Scaled` with these attributes."""
+    return FOLDED, partial(scaled, **last), partial(scaled, **others), f"value of 1.{text}"
+
+
 class Scaled(nn.Linear):
     """A user's module, whose attributes decide numbers."""
 
@@ -207,77 +213,40 @@ PIPELINE = dict(pipeline=PipelineConfig(schedule="1f1b"))
 Make = Callable[[], nn.Module]
 # Mesh, the last rank's model, that of the others, and what the error says on the last rank.
 OTHER_MODELS: dict[str, tuple[ParallelConfig, Make, Make, str]] = {
-    "a number": (
-        FOLDED,
-        lambda: scaled(alpha=0.25),
-        lambda: scaled(alpha=0.5),
-        "value of 1.alpha (0.25 on rank 3, 0.5 on rank 0) must be the same on every rank",
+    "a number": scaled_models(
+        dict(alpha=0.25), dict(alpha=0.5), "alpha (0.25 on rank 3, 0.5 on rank 0) must be the same"
     ),
-    "a missing number": (
-        FOLDED,
-        lambda: scaled(alpha=0.25),
-        lambda: scaled(),
-        "value of 1.alpha (0.25 on rank 3, missing on rank 0) must",
+    "a missing number": scaled_models(
+        dict(alpha=0.25), {}, "alpha (0.25 on rank 3, missing on rank 0) must"
     ),
-    "a private number": (
-        FOLDED,
-        lambda: scaled(_alpha=0.25),
-        lambda: scaled(_alpha=0.5),
-        "value of 1._alpha (0.25 on rank 3, 0.5 on rank 0) must",
+    "a private number": scaled_models(
+        dict(_alpha=0.25), dict(_alpha=0.5), "_alpha (0.25 on rank 3, 0.5 on rank 0) must"
     ),
-    "a function": (
-        FOLDED,
-        lambda: scaled(act=nn.functional.silu),
-        lambda: scaled(act=torch.tanh),
-        "value of 1.act (torch.nn.functional.silu on rank 3, torch._VariableFunctionsClass.tan",
+    "a function": scaled_models(
+        dict(act=F.silu), dict(act=torch.tanh), "act (torch.nn.functional.silu on rank 3, torch._V"
     ),
-    "a lambda's factor": (
-        FOLDED,
-        lambda: scaled(act=times(2.0)),
-        lambda: scaled(act=times(3.0)),
-        "value of 1.act (tests.test_parallelize_ranks.times.<locals>.<lambda> ",
+    "a lambda's factor": scaled_models(
+        dict(act=times(2.0)),
+        dict(act=times(3.0)),
+        "act (tests.test_parallelize_ranks.times.<locals>.<lambda> ",
     ),
-    "a tensor": (
-        FOLDED,
-        lambda: scaled(scale=torch.tensor(0.5)),
-        lambda: scaled(scale=torch.tensor(2.0)),
-        "value of 1.scale (0.5 on rank 3, 2.0 on rank 0) must",
+    "a private set": scaled_models(
+        dict(_w={1, 2}), dict(_w={1, 3}), "_w ({1, 2} on rank 3, {1, 3} on rank 0) must"
     ),
-    "a private list": (
-        FOLDED,
-        lambda: scaled(_w=[1.0, 2.5]),
-        lambda: scaled(_w=[1.0, 2.0]),
-        "value of 1._w ([1.0, 2.5] on rank 3, [1.0, 2.0] on rank 0) must",
+    "a private tensor": scaled_models(
+        dict(_w=torch.tensor(0.5)),
+        dict(_w=torch.tensor(2.0)),
+        "_w (0.5 on rank 3, 2.0 on rank 0) must",
     ),
-    "a private dict": (
-        FOLDED,
-        lambda: scaled(_w={"beta": 0.1}),
-        lambda: scaled(_w={"beta": 0.2}),
-        "value of 1._w.beta (0.1 on rank 3, 0.2 on rank 0) must",
+    "a private array": scaled_models(
+        dict(_w=torch.tensor([0.5]).numpy()),
+        dict(_w=torch.tensor([2.0]).numpy()),
+        "_w ([0.5] on rank 3, [2.0] on rank 0) must",
     ),
-    "a private set": (
-        FOLDED,
-        lambda: scaled(_w={1, 2}),
-        lambda: scaled(_w={1, 3}),
-        "value of 1._w ({1, 2} on rank 3, {1, 3} on rank 0) must",
-    ),
-    "a private tensor": (
-        FOLDED,
-        lambda: scaled(_w=torch.tensor(0.5)),
-        lambda: scaled(_w=torch.tensor(2.0)),
-        "value of 1._w (0.5 on rank 3, 2.0 on rank 0) must",
-    ),
-    "a private array": (
-        FOLDED,
-        lambda: scaled(_w=torch.tensor([0.5]).numpy()),
-        lambda: scaled(_w=torch.tensor([2.0]).numpy()),
-        "value of 1._w ([0.5] on rank 3, [2.0] on rank 0) must",
-    ),
-    "a record in a record": (
-        FOLDED,
-        lambda: scaled(config={"inner": SimpleNamespace(beta=0.1)}),
-        lambda: scaled(config={"inner": SimpleNamespace(beta=0.2)}),
-        "value of 1.config.inner.beta (0.1 on rank 3, 0.2 on rank 0) must",
+    "a record in a record": scaled_models(
+        dict(config={"inner": SimpleNamespace(beta=0.1)}),
+        dict(config={"inner": SimpleNamespace(beta=0.2)}),
+        "config.inner.beta (0.1 on rank 3, 0.2 on rank 0) must",
     ),
     "a class": (
         FOLDED,

@@ -331,11 +331,7 @@ def deepseek_v2(*, grouped: bool) -> Pair:
         num_kv_heads=4,
         dense_layers=(0,),
         mlp_hidden_dim=48,
-        mla=MLAConfig(
-            q_lora_rank=24 if grouped else 0,
-            **LATENT,
-            yarn=yarn,
-        ),
+        mla=MLAConfig(q_lora_rank=24 if grouped else 0, **LATENT, yarn=yarn),
         moe=replace(
             MOE,
             normalize_weights=False,

@@ -317,15 +317,6 @@ def test_a_repeated_module_needs_losses_that_do_not_see_its_other_runs():
         replace(config, max_seq_len=3)
 
 
-def test_the_coefficient_may_follow_a_schedule():
-    model = make(CONFIGS["latent, 1"])
-    tokens, labels = batch(model.config)
-    high = model(tokens, labels)
-    model.config = replace(model.config, mtp_loss_coef=0.1)
-    low = model(tokens, labels)
-    torch.testing.assert_close(high - low, 0.3 * model.mtp_losses[0])
-
-
 @pytest.mark.parametrize("yarn", [None, YARN])
 def test_modules_equal_those_of_transformers(tmp_path, monkeypatch, yarn):
     """transformers reads files named by `plan_hf_tensors`; its modules compute equal states."""

@@ -440,10 +440,7 @@ class DecoderConfig(CheckedRecord):
         if list(linear) != sorted(set(linear)):
             yield "linear_layers", "rise without repeats: sort it"
         if linear and linear[-1] >= self.num_layers:
-            yield (
-                "linear_layers",
-                f"lie in [0, num_layers ({self.num_layers})): drop the others",
-            )
+            yield ("linear_layers", f"lie in [0, num_layers ({self.num_layers})): drop the others")
         mixers = [self.mixer_of(i) for i in range(self.num_layers)]
         name = "pattern" if self.pattern else "linear_layers"
         if "attention" not in mixers:

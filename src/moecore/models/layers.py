@@ -95,11 +95,7 @@ class Attention(nn.Module):
     observe_scores: ScoreObserver | None = None
 
     def __init__(
-        self,
-        config: DecoderConfig,
-        window: int | None = None,
-        *,
-        dtype: torch.dtype | None = None,
+        self, config: DecoderConfig, window: int | None = None, *, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
         self.config = config

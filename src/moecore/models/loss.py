@@ -216,9 +216,9 @@ class RowStatistics(NamedTuple):
 def combine_row_statistics(
     logits_CV: Tensor, labels_C: Tensor, group: dist.ProcessGroup | None
 ) -> RowStatistics:
-    """Return softmax statistics over the vocabulary, of which this rank has logits [C, V].
+    """Return softmax statistics over the vocabulary, from this rank's logits [C, V]. Collective.
 
-    `labels_C` are global ids or -100. `group` None = this rank has all logits. Collective.
+    `labels_C` are global ids or -100. `group` None = this rank has all logits.
     """
     V = logits_CV.shape[1]
     rank, size = (0, 1) if group is None else (group.rank(), group.size())

@@ -28,7 +28,6 @@ from moecore import (
 from moecore.base.options.precision import Precision, Recipe
 from moecore.base.rank_checks import gather_objects
 from moecore.base.torch_private import get_local_tensor
-from moecore.kernels.rows.microscaling import pack_e2m1, unpack_e2m1
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.amax_history import AmaxHistory
 from moecore.moe.low_rank import LowRank
@@ -209,11 +208,3 @@ def test_a_linear_that_no_step_has_run_is_scaled_by_its_own_magnitudes(past: flo
     # E4M3 has 3 bits behind the first one, and 448 as its largest value.
     torch.testing.assert_close(scales, torch.tensor([(past or 3.0) / 448]))
     torch.testing.assert_close(found, shard, rtol=2**-4, atol=1e-3)
-
-
-def test_codes() -> None:
-    """All sixteen, in the order of the format's table."""
-    values = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    values = torch.cat((values, -values))
-    assert pack_e2m1(values).tolist() == [0x10 + 0x22 * i for i in range(8)]
-    assert torch.equal(unpack_e2m1(pack_e2m1(values)).view(torch.int32), values.view(torch.int32))

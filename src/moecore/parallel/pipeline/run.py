@@ -104,7 +104,7 @@ def run_pipeline(
     before its backward. `side_by_side` runs a forward and a backward concurrently. Collective over
     the pipeline ranks.
     """
-    schedule = pipeline.schedule(len(micro_batches))
+    schedule = _check_and_schedule(pipeline, micro_batches)
     return _ScheduleRun(pipeline, schedule, micro_batches, scale, side_by_side).run()
 
 
@@ -115,10 +115,18 @@ def forward_pipeline(pipeline: Pipeline, micro_batches: Sequence[Inputs]) -> Ten
     `micro_batches` are keyword arguments of the model, equal on all stages. Collective over the
     pipeline ranks.
     """
-    schedule = pipeline.schedule(len(micro_batches))
+    schedule = _check_and_schedule(pipeline, micro_batches)
     actions = ([a for item in order for a in list_actions(item)] for order in schedule.orders)
     forwards = tuple(tuple(a for a in order if a.kind == "F") for order in actions)
     return _ScheduleRun(pipeline, replace(schedule, orders=forwards), micro_batches).run()
+
+
+def _check_and_schedule(pipeline: Pipeline, micro_batches: Sequence[Inputs]) -> Schedule:
+    """Check the micro-batches and compare them between ranks; return their schedule. Collective."""
+    for inputs in micro_batches:
+        pipeline.model.check_inputs(inputs)
+    pipeline.arguments.before_schedule(micro_batches)
+    return pipeline.schedule(len(micro_batches))
 
 
 @dataclass(slots=True)
@@ -144,9 +152,6 @@ class _ScheduleRun:
         scale: Callable[[Tensor], Tensor] = lambda loss: loss,
         side_by_side: SideBySide | None = None,
     ) -> None:
-        for inputs in micro_batches:
-            pipeline.model.check_inputs(inputs)
-        pipeline.arguments.before_schedule(micro_batches)
         self._pipeline, self._micro_batches = pipeline, micro_batches
         self._items: Sequence[Item] = schedule.orders[pipeline.rank]
         self._scale, self._side_by_side = scale, side_by_side
