@@ -176,7 +176,7 @@ def _add_chunk_(
     first: bool,
     group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """Return a chunk's summed loss; write d_hidden, and add to d_weight, or write it if `first`.
+    """Return a chunk's summed loss; write d_hidden, and add to d_weight (write it if `first`).
 
     A gradient tensor that is None is not computed. `group` shards the vocabulary.
     """

@@ -114,11 +114,11 @@ def at_width(
     return replace(config, moe=moe, linear_attention=linear, **sizes)
 
 
-# Sizes are V, D and the number of layers; heads are H, h and the dim of a head.
 Triple = tuple[int, int, int]
 
 
 def _build_decoder(sizes: Triple, heads: Triple, moe: MoEConfig, **options: Any) -> DecoderConfig:
+    """Return a `DecoderConfig` with sizes (V, D, layers) and heads (H, h, dim of a head)."""
     names = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim")
     numbers: Any = dict(zip(names, (*sizes, *heads), strict=True))
     return DecoderConfig(**numbers, moe=moe, **options)
@@ -132,6 +132,7 @@ def _build_moe(
 
 
 def _make_balance(coef: float) -> dict[str, Any]:
+    """Return the argument `balance` of `MoEConfig` with the micro-batch loss `coef`."""
     return dict(balance=BalanceConfig(micro_batch_coef=coef))
 
 
@@ -145,6 +146,7 @@ _V3_FACTOR: Any = dict(routed_scaling_factor=2.5)
 
 
 def _build_qwen3(dim: int, num_layers: int, num_heads: int, hidden_dim: int) -> DecoderConfig:
+    """Return the config of a Qwen3-MoE with these sizes; `hidden_dim` is that of an expert."""
     moe = _build_moe(dim, hidden_dim, 128, 8, normalize_weights=True, **_make_balance(0.001))
     return _build_decoder(
         (151_936, dim, num_layers),
@@ -176,14 +178,9 @@ _OLMOE_1B_7B = _build_decoder(
 )
 
 _V3_CHOICE: Any = dict(normalize_weights=True, num_groups=8, top_groups=4, **_V3_FACTOR)
-_V3_HEADS = MLAConfig(
-    q_lora_rank=1536,
-    kv_lora_rank=512,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    yarn=YarnConfig(factor=40.0, original_max_seq_len=4096, mscale=1.0, mscale_all_dim=1.0),
-)
+_MLA_DIMS: Any = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+_V3_YARN = YarnConfig(factor=40.0, original_max_seq_len=4096, mscale=1.0, mscale_all_dim=1.0)
+_V3_HEADS = MLAConfig(q_lora_rank=1536, **_MLA_DIMS, yarn=_V3_YARN)
 _DEEPSEEK_V3 = _build_decoder(
     (129_280, 7168, 61),
     (128, 128, 192),
@@ -204,7 +201,7 @@ _MOONLIGHT_16B_A3B = _build_decoder(
     (163_840, 2048, 27),
     (16, 16, 192),
     _build_moe(2048, 1408, 64, 6, shared_hidden_dim=2 * 1408, **_MOONLIGHT_CHOICE, **_SIGMOID),
-    mla=MLAConfig(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
+    mla=MLAConfig(**_MLA_DIMS),
     rope_theta=50_000.0,
     norm_eps=1e-5,
     max_seq_len=8192,
@@ -217,16 +214,7 @@ _KIMI_K2 = _build_decoder(
     (163_840, 7168, 61),
     (64, 64, 192),
     _build_moe(7168, 2048, 384, 8, shared_hidden_dim=2048, **_KIMI_CHOICE, **_SIGMOID),
-    mla=MLAConfig(
-        q_lora_rank=1536,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        yarn=YarnConfig(
-            factor=32.0, original_max_seq_len=4096, beta_fast=1.0, mscale=1.0, mscale_all_dim=1.0
-        ),
-    ),
+    mla=replace(_V3_HEADS, yarn=replace(_V3_YARN, factor=32.0, beta_fast=1.0)),
     rope_theta=50_000.0,
     max_seq_len=131_072,
     dense_layers=(0,),
@@ -237,20 +225,13 @@ _KIMI_K2 = _build_decoder(
 def _build_deepseek_v2(
     sizes: Triple, num_heads: int, q_lora_rank: int, moe: MoEConfig, mlp: int
 ) -> DecoderConfig:
-    """Build a DeepSeek-V2; `mlp` is the hidden dim of its one dense layer, the first."""
-    yarn = YarnConfig(factor=40.0, original_max_seq_len=4096, mscale=0.707, mscale_all_dim=0.707)
+    """Return the config of a DeepSeek-V2; `mlp` is the hidden dim of its one dense layer."""
+    yarn = replace(_V3_YARN, mscale=0.707, mscale_all_dim=0.707)
     return _build_decoder(
         sizes,
         (num_heads, num_heads, 192),
         moe,
-        mla=MLAConfig(
-            q_lora_rank=q_lora_rank,
-            kv_lora_rank=512,
-            qk_nope_head_dim=128,
-            qk_rope_head_dim=64,
-            v_head_dim=128,
-            yarn=yarn,
-        ),
+        mla=MLAConfig(q_lora_rank=q_lora_rank, **_MLA_DIMS, yarn=yarn),
         max_seq_len=163_840,
         dense_layers=(0,),
         mlp_hidden_dim=mlp,
@@ -259,20 +240,10 @@ def _build_deepseek_v2(
 
 _V2_CHOICE: Any = dict(normalize_weights=False, balance=BalanceConfig(sequence_coef=0.001))
 _V2_GROUPS: Any = dict(num_groups=8, top_groups=3, group_experts=1, routed_scaling_factor=16.0)
-_DEEPSEEK_V2 = _build_deepseek_v2(
-    (102_400, 5120, 60),
-    128,
-    1536,
-    _build_moe(5120, 1536, 160, 6, shared_hidden_dim=2 * 1536, **_V2_CHOICE, **_V2_GROUPS),
-    12_288,
-)
-_DEEPSEEK_V2_LITE = _build_deepseek_v2(
-    (102_400, 2048, 27),
-    16,
-    0,
-    _build_moe(2048, 1408, 64, 6, shared_hidden_dim=2 * 1408, **_V2_CHOICE),
-    10_944,
-)
+_V2_MOE = _build_moe(5120, 1536, 160, 6, shared_hidden_dim=2 * 1536, **_V2_CHOICE, **_V2_GROUPS)
+_DEEPSEEK_V2 = _build_deepseek_v2((102_400, 5120, 60), 128, 1536, _V2_MOE, 12_288)
+_LITE_MOE = _build_moe(2048, 1408, 64, 6, shared_hidden_dim=2 * 1408, **_V2_CHOICE)
+_DEEPSEEK_V2_LITE = _build_deepseek_v2((102_400, 2048, 27), 16, 0, _LITE_MOE, 10_944)
 
 
 def _build_glm_45(
@@ -295,21 +266,10 @@ def _build_glm_45(
 
 
 _GLM_CHOICE: Any = dict(normalize_weights=True, **_SIGMOID)
-_GLM_45 = _build_glm_45(
-    5120,
-    92,
-    3,
-    _build_moe(5120, 1536, 160, 8, shared_hidden_dim=1536, **_V3_FACTOR, **_GLM_CHOICE),
-    qk_norm="head",
-    mlp_hidden_dim=12_288,
-)
-_GLM_45_AIR = _build_glm_45(
-    4096,
-    46,
-    1,
-    _build_moe(4096, 1408, 128, 8, shared_hidden_dim=1408, **_GLM_CHOICE),
-    mlp_hidden_dim=10_944,
-)
+_GLM_MOE = _build_moe(5120, 1536, 160, 8, shared_hidden_dim=1536, **_V3_FACTOR, **_GLM_CHOICE)
+_GLM_45 = _build_glm_45(5120, 92, 3, _GLM_MOE, qk_norm="head", mlp_hidden_dim=12_288)
+_AIR_MOE = _build_moe(4096, 1408, 128, 8, shared_hidden_dim=1408, **_GLM_CHOICE)
+_GLM_45_AIR = _build_glm_45(4096, 46, 1, _AIR_MOE, mlp_hidden_dim=10_944)
 
 _QWEN2_SHARED: Any = dict(shared_hidden_dim=20_480, shared_gate=True)
 _QWEN2_57B_A14B = _build_decoder(
@@ -325,7 +285,7 @@ _QWEN2_57B_A14B = _build_decoder(
 def _build_qwen3_next(
     sizes: Triple, heads: Triple, moe: MoEConfig, **options: Any
 ) -> DecoderConfig:
-    """Build a decoder in which every fourth layer has attention, and others linear attention."""
+    """Return a config in which every fourth layer has attention, and others linear attention."""
     return _build_decoder(
         sizes,
         heads,
@@ -355,7 +315,7 @@ _QWEN3_NEXT_80B_A3B = _build_qwen3_next(
 def _build_nemotron_h(
     pattern: str, sizes: tuple[int, int], heads: Triple, moe: MoEConfig, **options: Any
 ) -> DecoderConfig:
-    """Build a Nemotron-H of (V, D) `sizes`, with one layer per letter of `pattern`."""
+    """Return the config of a Nemotron-H of (V, D) `sizes`, with a layer per letter of `pattern`."""
     return _build_decoder(
         (*sizes, len(pattern)),
         heads,
@@ -382,6 +342,7 @@ _NEMOTRON_3_NANO = _build_nemotron_h(
 
 
 def _build_gpt_oss(num_layers: int, num_experts: int) -> DecoderConfig:
+    """Return the config of a gpt-oss with these numbers of layers and experts."""
     experts: Any = dict(activation="clamped_swiglu", fc1_bias=True, fc2_bias=True)
     return _build_decoder(
         (201_088, 2880, num_layers),
@@ -461,7 +422,7 @@ _TINY_DEEPSEEK_V3 = _build_decoder(
         qk_nope_head_dim=16,
         qk_rope_head_dim=8,
         v_head_dim=12,
-        yarn=YarnConfig(factor=4.0, original_max_seq_len=32, mscale=1.0, mscale_all_dim=1.0),
+        yarn=replace(_V3_YARN, factor=4.0, original_max_seq_len=32),
     ),
     dense_layers=(0,),
     mlp_hidden_dim=128,

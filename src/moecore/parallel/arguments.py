@@ -7,9 +7,9 @@ compare the arguments of every forward and of every pipeline schedule:
 
     shapes, dtypes, Python values,     digest on the host -> all-reduce of 32 bytes between hosts
     contents of CPU tensors
-    contents of tensors on a device    checksums on the device: `ContentComparer`
+    contents of tensors on a device    checksums on the device
 
-Only the comparison of the first forward synchronises host and device. `ContentComparer` has steps:
+Only the comparison of the first forward synchronises host and device. Checksums are compared so:
 
     forward n      checksums -> MAX all-reduce of [sums, ~sums], launched without a wait
     forward n + 1  copy of the result to the host, launched without a wait
@@ -73,76 +73,6 @@ class _ContentsCheck:
         )
 
 
-class ContentComparer:
-    """Compares device tensors between ranks without a host sync; a later forward has the result."""
-
-    def __init__(self) -> None:
-        self._unread_checks: list[_ContentsCheck] = []
-        self._checks_of_step: list[_ContentsCheck] = []
-
-    def compare(self, tensors: Mapping[str, Tensor], groups: Sequence[dist.ProcessGroup]) -> None:
-        """Launch the comparison of {name: tensor}: all-reduce checksums over each of the groups.
-
-        Together the groups must reach all ranks to compare; () = no comparison. All ranks must pass
-        the same names. Collective. During the capture of a CUDA graph nothing is compared.
-        """
-        if not groups or _is_capturing(tensors.values()):  # a replay would compare with no rank
-            return
-        with torch.no_grad():
-            sums = torch.stack([compute_checksum(x) for x in tensors.values()])
-            bounds = torch.stack([sums, ~sums])
-        for group in groups[:-1]:
-            dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
-        work = dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=groups[-1], async_op=True)
-        comparison = _ContentsCheck(names=tuple(tensors), bounds=bounds, work=work)
-        self._unread_checks.append(comparison)
-        if torch.is_grad_enabled():  # no step ends a forward without gradients
-            self._checks_of_step.append(comparison)
-
-    def has_difference(self) -> bool:
-        """Whether a result on the host shows a difference; False in graph capture. No host sync."""
-        if _is_capturing(check.bounds for check in self._unread_checks):
-            return False
-        for check in self._unread_checks:
-            check.start_copy()
-        while self._unread_checks:
-            copy = self._unread_checks[0].copy
-            if copy is None or not copy.has_arrived():
-                return False
-            if self._unread_checks[0].find_problem() is not None:
-                return True
-            self._unread_checks.pop(0)
-        return False
-
-    def read_results(self) -> str | None:
-        """Read all results; return the start of an error text if contents differ. Host sync."""
-        checks, self._unread_checks = self._unread_checks, []
-        problems = [check.find_problem() for check in checks]
-        problem = next((text for text in problems if text is not None), None)
-        if problem is not None:
-            self._checks_of_step = []  # the caller drops this step
-        return problem
-
-    def drop_step(self) -> None:
-        """Exclude this step's comparisons from `end_step`; `read_results` still reads them."""
-        self._checks_of_step = []
-
-    def end_step(self) -> Tensor | None:
-        """End a step; return a 0-dim device bool, contents differed, or None if none compared."""
-        checks, self._checks_of_step = self._checks_of_step, []
-        if not checks:
-            return None
-        for check in checks:
-            check.start_copy()
-        return torch.cat([check.bounds[0] != ~check.bounds[1] for check in checks]).any()
-
-
-def _is_capturing(tensors: Iterable[Tensor]) -> bool:
-    """Whether the current stream of a device of the tensors is capturing a CUDA graph."""
-    devices = {x.device for x in tensors}
-    return any(is_capturing(get_current_stream(device)) for device in devices)
-
-
 ROW_COMPARISON = "the comparison of rows, which ranks take by meshes.data_rank"
 LOCAL_ARGUMENT = "hidden"  # argument of a native decoder's stage; it differs between these ranks
 ADVICE = (
@@ -167,7 +97,8 @@ class SharedArguments:
         self._host_groups = {
             cp: tuple(make_host_group(group) for group in ranks) for cp, ranks in groups.items()
         }
-        self._contents = ContentComparer()
+        self._unread_checks: list[_ContentsCheck] = []
+        self._checks_of_step: list[_ContentsCheck] = []
         self._is_first = True  # until a forward with gradients
 
     @torch.compiler.disable
@@ -191,8 +122,8 @@ class SharedArguments:
         with publish_errors(ROW_COMPARISON):
             problem = self._compare_entries({"names of arguments": names, "value": facts}, place)
             if problem is None and on_device:
-                self._contents.compare(on_device, self._groups[place])
-                problem = self._contents.read_results() if is_first else None
+                self._compare_contents(on_device, self._groups[place])
+                problem = self._read_results() if is_first else None
             if problem is not None:
                 problem += ADVICE
             if is_first:
@@ -217,15 +148,20 @@ class SharedArguments:
 
     def end_step(self) -> Tensor | None:
         """End a step; return a 0-dim device bool, contents differed, or None if none compared."""
-        return self._contents.end_step()
+        checks, self._checks_of_step = self._checks_of_step, []
+        if not checks:
+            return None
+        for check in checks:
+            check.start_copy()
+        return torch.cat([check.bounds[0] != ~check.bounds[1] for check in checks]).any()
 
     def drop_step(self) -> None:
-        """Exclude this step's comparisons from `end_step`, because the optimizer does not step."""
-        self._contents.drop_step()
+        """Exclude this step's comparisons from `end_step`; later forwards still read them."""
+        self._checks_of_step = []
 
     def raise_pending_errors(self) -> None:
         """Raise a ValueError if argument contents differed in an earlier forward. Host sync."""
-        problem = self._contents.read_results()
+        problem = self._read_results()
         if problem is not None:
             raise ValueError(problem + ADVICE)
 
@@ -240,14 +176,65 @@ class SharedArguments:
         digest = hashlib.sha256(repr(entries).encode()).digest()[:7]
         # A rank may receive the result of an earlier forward before other ranks. All ranks raise in
         # the same forward, because the result is part of this comparison.
-        has_earlier_difference = int(self._contents.has_difference())
+        has_earlier_difference = int(self._has_difference())
         values = int.from_bytes(digest, "little"), has_earlier_difference
         numbers = torch.tensor(values, dtype=torch.int64, device="cpu")
         differing = find_differences(numbers, groups)
         if has_earlier_difference or 1 in differing:
-            problem = self._contents.read_results()
+            problem = self._read_results()
             return problem or "arguments of an earlier forward must be the same"
         return find_difference(entries, "cpu", group=groups) if differing else None
+
+    def _compare_contents(
+        self, tensors: Mapping[str, Tensor], groups: Sequence[dist.ProcessGroup]
+    ) -> None:
+        """Launch the comparison of {name: tensor}: all-reduce checksums over each of the groups.
+
+        Together the groups must reach all ranks to compare; () = no comparison. All ranks must pass
+        the same names. Collective. During the capture of a CUDA graph nothing is compared.
+        """
+        if not groups or _is_capturing(tensors.values()):  # a replay would compare with no rank
+            return
+        with torch.no_grad():
+            sums = torch.stack([compute_checksum(x) for x in tensors.values()])
+            bounds = torch.stack([sums, ~sums])
+        for group in groups[:-1]:
+            dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+        work = dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=groups[-1], async_op=True)
+        comparison = _ContentsCheck(names=tuple(tensors), bounds=bounds, work=work)
+        self._unread_checks.append(comparison)
+        if torch.is_grad_enabled():  # no step ends a forward without gradients
+            self._checks_of_step.append(comparison)
+
+    def _has_difference(self) -> bool:
+        """Whether a result on the host shows a difference; False in graph capture. No host sync."""
+        if _is_capturing(check.bounds for check in self._unread_checks):
+            return False
+        for check in self._unread_checks:
+            check.start_copy()
+        while self._unread_checks:
+            copy = self._unread_checks[0].copy
+            if copy is None or not copy.has_arrived():
+                return False
+            if self._unread_checks[0].find_problem() is not None:
+                return True
+            self._unread_checks.pop(0)
+        return False
+
+    def _read_results(self) -> str | None:
+        """Read all results; return the start of an error text if contents differ. Host sync."""
+        checks, self._unread_checks = self._unread_checks, []
+        problems = [check.find_problem() for check in checks]
+        problem = next((text for text in problems if text is not None), None)
+        if problem is not None:
+            self._checks_of_step = []  # the caller drops this step
+        return problem
+
+
+def _is_capturing(tensors: Iterable[Tensor]) -> bool:
+    """Whether the current stream of a device of the tensors is capturing a CUDA graph."""
+    devices = {x.device for x in tensors}
+    return any(is_capturing(get_current_stream(device)) for device in devices)
 
 
 def _describe_value(value: Any, name: str, on_device: dict[str, Tensor]) -> Any:

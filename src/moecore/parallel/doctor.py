@@ -89,7 +89,10 @@ def _find_differences(facts: Sequence[RankFacts]) -> Iterator[str]:
         for name in sorted({name for values in of_ranks for name in values}):
             ranks_of = _group_ranks([values.get(name, "not set") for values in of_ranks])
             if len(ranks_of) > 1:
-                texts = (f"{_shorten(v)} on {_format_ranks(r)}" for v, r in ranks_of.items())
+                texts = []
+                for value, ranks in ranks_of.items():
+                    is_short = len(value) <= 40 and value.isprintable()
+                    texts.append(f"{value if is_short else quote(value)} on {_format_ranks(ranks)}")
                 yield f"{name} ({', '.join(texts)}) must be the same on all ranks: set one"
     without = [rank for rank, rank_facts in enumerate(facts) if not rank_facts.has_checkpoints]
     if 0 < len(without) < len(facts):
@@ -231,11 +234,6 @@ def _list_present_values(facts: Sequence[RankFacts], field: str) -> list[Any]:
 def _format_error(error: Exception) -> str:
     """Return an error's text as one line of at most `MAX_ERROR_CHARS` characters."""
     return " ".join(str(error).split())[:MAX_ERROR_CHARS] or type(error).__name__
-
-
-def _shorten(text: str) -> str:
-    """Return a short printable text unchanged, and any other text quoted and cut."""
-    return text if len(text) <= 40 and text.isprintable() else quote(text)
 
 
 def _format_gib(num_bytes: int) -> str:

@@ -110,7 +110,7 @@ class Buffer(Generic[Holder]):
         self._flat: Tensor | None = None
 
     def flat(self, device: torch.device) -> Tensor:
-        """Return the buffer as a 1-D tensor; the first call for a device allocates it empty."""
+        """Return the buffer as a 1-D tensor, uninitialised at the first call for a device."""
         if self._flat is None or self._flat.device != device:
             with torch.inference_mode(False):
                 self._flat = torch.empty(self.numel, dtype=self.dtype, device=device)

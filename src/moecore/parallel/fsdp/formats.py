@@ -119,7 +119,11 @@ class QuantisedFormat(ABC):
 
     def _make_shard_scalings(self, params: Sequence[UnitParam]) -> list[_ShardScaling]:
         """Allocate amax and scales of all parameters, and return a `_ShardScaling` for each."""
-        places = [_find_shard(param) for param in params]
+        places = []  # of the shards in the unsharded parameters, viewed as matrices
+        for param in params:
+            dim = param.slot.dim
+            size = param.shard.shape[dim]
+            places.append(MatrixShard.of(param.shape, dim, param.start, size))
         shapes = [self._get_blocks_shape(place) for place in places]
         has_matrices = self._has_matrix_amax
         sizes = [math.prod(shape) for shape in shapes]
@@ -253,12 +257,6 @@ class _ShardScaling(NamedTuple):
     of_matrices: Tensor  # amax of each matrix, 1-D; empty if matrices have no scales
     scales: Tensor  # scales of the blocks, or of the matrices if blocks have none
     history: AmaxHistory | None  # amax history of the parameter's module
-
-
-def _find_shard(param: UnitParam) -> MatrixShard:
-    """Return the position of this rank's shard in the unsharded parameter, viewed as a matrix."""
-    dim = param.slot.dim
-    return MatrixShard.of(param.shape, dim, param.start, param.shard.shape[dim])
 
 
 Format = CastFormat | QuantisedFormat

@@ -198,8 +198,9 @@ class Unit:
     def can_unshard(self) -> bool:
         """Whether a prefetch may take the shared buffer; not from a unit in use or UNSHARDING."""
         holder = None if self.buffer is None else self.buffer.holder
-        is_free = holder is None or holder is self
-        return is_free or not (holder.is_in_use or holder.state is State.UNSHARDING)
+        if holder is None or holder is self:
+            return True
+        return not holder.is_in_use and holder.state is not State.UNSHARDING
 
     def wait_for_unshard(self) -> None:
         """Launch the all-gather if the unit is SHARDED; make the current stream wait for it."""

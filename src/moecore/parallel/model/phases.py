@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 
 from moecore.attention.context_parallel.local_tokens import ContextParallel
-from moecore.base.options.context import ContextOptions
 from moecore.base.options.dispatch import DISPATCHERS, NVLinkOptions
 from moecore.base.options.precision import Recipe
 from moecore.moe.aux_loss import list_aux_losses
@@ -35,7 +34,6 @@ from moecore.moe.state import MoEState
 from moecore.parallel.arguments import SharedArguments
 from moecore.parallel.mesh import (
     DomainGroups,
-    Meshes,
     check_domains,
     make_context_groups,
     make_domain_groups,
@@ -155,12 +153,12 @@ def apply_layers(model: nn.Module, state: ParallelState) -> None:
         clones = request.dispatch.clones
         if placement is not None and clones is not None and placement.num_clones:
             layer.cloner = Cloner(placement, meshes.expert.get_group("ep"), clones, peers)
-        shared = layer.get_part("shared") if isinstance(layer, MoELayer) else None
-        if shared is not None:
+        if isinstance(layer, MoELayer) and layer.get_part("shared") is not None:
             layer.shared_stream = stream
             recipe = recipes.get("shared_experts")
             if recipe is not None:
-                shared.products = make_linear_products(recipe), make_linear_products(recipe)
+                products = make_linear_products(recipe), make_linear_products(recipe)
+                layer.get_part("shared").products = products
 
 
 def _scale_nvlink_options(
@@ -241,23 +239,16 @@ def apply_context(model: nn.Module, state: ParallelState) -> None:
             group, state.shared_by[cp] = make_context_groups(meshes, cp)
         else:
             group = meshes.dense.get_group("cp")
-        places[cp] = _make_context(meshes, options, group)
+        a2a, ring = (group if options.way == way else None for way in ("a2a", "p2p"))
+        if options.way == "a2a+p2p":
+            assert options.a2a_ranks is not None, "resolved options have the number"
+            a2a, ring = split_context_group(meshes, group.size(), options.a2a_ranks)
+        places[cp] = ContextParallel(group, a2a, ring)
     owner = request.family.make_context_parallel_model(model)
     if request.is_dynamic:
         owner.apply_context_groups(places)
     else:
         owner.apply_context_parallel(places[meshes.parallel.cp])
-
-
-def _make_context(
-    meshes: Meshes, options: ContextOptions, group: dist.ProcessGroup
-) -> ContextParallel:
-    """Create the `ContextParallel` for a cp group, with the method `options.way`. Collective."""
-    if options.way == "a2a+p2p":
-        assert options.a2a_ranks is not None, "resolved options have the number"
-        return ContextParallel(group, *split_context_group(meshes, group.size(), options.a2a_ranks))
-    a2a, ring = (group if options.way == way else None for way in ("a2a", "p2p"))
-    return ContextParallel(group, a2a, ring)
 
 
 def apply_balance(model: nn.Module, state: ParallelState) -> None:

@@ -66,9 +66,11 @@ def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> UnitEngine
         layers = [layer for layer in model.modules() if isinstance(layer, RoutedLayer)]
         sending = [m for m in layers if not isinstance(m.dispatcher, LocalDispatcher)]
         exchanges = {layer: layer.get_part("experts") for layer in sending}
-    engine = UnitEngine(model, [*inner_units, root], streams, exchanges=exchanges)
-    _move_buffers(model, meshes.device_type)
-    return engine
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to(meshes.device_type)
+    return UnitEngine(model, [*inner_units, root], streams, exchanges=exchanges)
 
 
 def _find_owners(model: nn.Module) -> dict[str, Owners]:
@@ -153,11 +155,3 @@ def _assign_buffers(plan: ShardPlan, units_of: dict[str, list[Unit]], streams: U
         buffer = Buffer[Any](buffer_plan.numel, dtype, mark)
         for unit in units:
             (unit if is_weights else unit.gradients).buffer = buffer
-
-
-def _move_buffers(model: nn.Module, device_type: str) -> None:
-    """Move the modules' registered buffers to the device of the meshes, except meta buffers."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and not buffer.is_meta:
-                module._buffers[name] = buffer.to(device_type)

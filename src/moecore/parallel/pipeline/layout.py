@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from typing import Annotated, Any
@@ -309,7 +309,9 @@ def _find_borders(sums: Sequence[float], num_stages: int, max_cost: float) -> li
     for stage in range(num_stages):
         ends: dict[int, tuple[float, int]] = {}
         for start, (squares, _) in best[-1].items():
-            for end in _list_ends(sums, start, max_cost):
+            for end in range(start, len(sums)):
+                if sums[end] - sums[start] > max_cost:
+                    break
                 is_open = (stage == 0 and end == 0) or (stage < num_stages - 1 and end == last)
                 candidate = (squares + (sums[end] - sums[start]) ** 2, start)
                 if not is_open and (end not in ends or candidate < ends[end]):
@@ -321,11 +323,3 @@ def _find_borders(sums: Sequence[float], num_stages: int, max_cost: float) -> li
     for ends in best[len(best) - len(borders) : 0 : -1]:
         borders.append(ends[borders[-1]][1])
     return borders[::-1]
-
-
-def _list_ends(sums: Sequence[float], start: int, max_cost: float) -> Iterator[int]:
-    """Yield the end indices in `sums` of stages that begin at `start` and cost <= `max_cost`."""
-    for end in range(start, len(sums)):
-        if sums[end] - sums[start] > max_cost:
-            return
-        yield end

@@ -118,12 +118,6 @@ def _make_loop_turns(shape: Shape, *, sizes: Sequence[int], warm_up: int, **opti
     return Turns(passes(order), passes(order[::-1]), warm_up, **options)
 
 
-def _make_gpipe_turns(shape: Shape) -> Turns:
-    """Return the turns of GPipe: all forwards, followed by all backwards."""
-    number = shape.num_micro_batches
-    return _make_loop_turns(shape, sizes=[number], warm_up=number * shape.chunks)
-
-
 def _make_interleaved_turns(shape: Shape, *, hop: int, num_extra: int = 0, **options: Any) -> Turns:
     """Return the turns of 1F1B in rounds of at least pp micro-batches; `options` of `Turns`.
 
@@ -168,7 +162,13 @@ class Rule(NamedTuple):
 
 
 RULES: dict[str, Rule] = {
-    "gpipe": Rule(None, False, _make_gpipe_turns),
+    "gpipe": Rule(  # all forwards are warm-up
+        None,
+        False,
+        lambda shape: _make_loop_turns(
+            shape, sizes=[shape.num_micro_batches], warm_up=shape.num_micro_batches * shape.chunks
+        ),
+    ),
     "1f1b": Rule(1, False, lambda shape: _make_interleaved_turns(shape, hop=1)),
     "interleaved": Rule(
         None, False, lambda shape: _make_interleaved_turns(shape, hop=min(shape.chunks, 2))
