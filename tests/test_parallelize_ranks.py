@@ -392,13 +392,7 @@ def of_wrong_calls(model: nn.Module) -> dict[str, list[Any]]:
             dict(model=make_model(), meshes=meshes),
             dict(dispatcher="local"),
         ),
-        "build_meshes": (build_meshes, dict(parallel=ParallelConfig()), dict(device="cpu")),
         "TrainStep.__init__": (TrainStep, dict(model=model), dict(max_nrom=1.0)),
-        "save": (
-            save,
-            dict(root="runs", step=1, model=model, optimizer=None),
-            dict(optimiser=None),
-        ),
         "load": (load, dict(path="runs", model=model), dict(optimiser=None)),
     }
     found = {}
@@ -611,9 +605,7 @@ REFUSALS = {name: case[2:] for name, case in REFUSED.items()}
 REFUSALS["degrees"] = (ValueError, "ParallelConfig expert view (ep=3 = 3) must divide")
 for name, wrong in (
     ("parallelize_moe", "dispatcher"),
-    ("build_meshes", "device"),
     ("TrainStep.__init__", "max_nrom"),
-    ("save", "optimiser"),
     ("load", "optimiser"),
 ):
     REFUSALS[name] = (TypeError, f"{name}() got an unexpected keyword argument '{wrong}'")

@@ -167,11 +167,6 @@ def test_random_foldings_match_the_brute_force_table(chunk: int) -> None:
             check(p, rank, world)
 
 
-@pytest.mark.parametrize("rank", [0, 1023, 2047])
-def test_largest_world(rank: int) -> None:
-    check(ParallelConfig(pp=4, dp_replicate=2, cp=2, tp=8, ep=32, etp=2), rank, MAX_WORLD)
-
-
 def test_invalid_foldings_raise_before_any_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*args: object, **kwargs: object) -> None:
         raise AssertionError("a group was made")

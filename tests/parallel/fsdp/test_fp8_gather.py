@@ -21,7 +21,6 @@ from moecore import (
     FSDPOptions,
     MemoryOptions,
     Meshes,
-    MoEConfig,
     ParallelConfig,
     TrainStep,
     build_meshes,
@@ -34,7 +33,7 @@ from moecore.base.torch_private import get_local_tensor
 from moecore.kernels.rows.cast import cast
 from moecore.kernels.rows.quantised import quantise_weights
 from moecore.kernels.rows.shard_blocks import make_dense_operand, view_as_matrices
-from moecore.models import Decoder, DecoderConfig
+from moecore.models import Decoder
 from moecore.moe.param_reader import get_fp8_blocks
 from moecore.parallel.fsdp.formats import BlockFormat
 from moecore.parallel.fsdp.transport import PackedTransport
@@ -45,24 +44,14 @@ from tests.helpers.grids import asked_for
 from tests.helpers.ranks import run_ranks
 from tests.parallel.fsdp.units import units
 from tests.parallel.model.test_plan import planned
+from tests.parallel.small_decoder import small_decoder
 
 pytestmark = pytest.mark.slow
 
 WORLD, BOUND = 4, 3e-3
 DEVICE_TYPE: list[Any] = ["cpu"]  # of this process
 # Matrices of 384 rows or columns are cut into 96, within blocks; others are less than a block.
-CONFIG = DecoderConfig(
-    vocab_size=60,
-    dim=384,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    dense_layers=(0,),
-    mlp_hidden_dim=96,
-    max_seq_len=32,
-    moe=MoEConfig(dim=384, hidden_dim=128, num_experts=2, top_k=2, shared_hidden_dim=48),
-)
+CONFIG = small_decoder(384, 128, vocab_size=60, head_dim=16, dense=96, experts=2, shared=48)
 ROUNDED = Recipe(power_of_two=False)
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)
 FP8 = replace(BF16, fp8_param_gather=True)

@@ -20,7 +20,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moecore import (
     FSDPOptions,
-    MoEConfig,
     MoELayer,
     ParallelConfig,
     TrainStep,
@@ -33,24 +32,13 @@ from tests.helpers.grids import asked_for
 from tests.helpers.parts import on_parts
 from tests.helpers.ranks import run_ranks
 from tests.parallel.fsdp.units import recorded, unit_names
+from tests.parallel.small_decoder import small_decoder
 
 WORLD = 2
 STEPS = 3
 FP32_BOUND = 1e-5
 EP, DEFAULTS = ParallelConfig(ep=2), FSDPOptions()
-PLAIN = DecoderConfig(
-    vocab_size=61,
-    dim=32,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    dense_layers=(1,),
-    mlp_hidden_dim=48,
-    max_seq_len=32,
-    ce_chunk_tokens=7,
-    moe=MoEConfig(dim=32, hidden_dim=24, num_experts=4, top_k=2),
-)
+PLAIN = small_decoder(32, 24, num_layers=3, dense_layers=(1,), mlp_hidden_dim=48, ce_chunk_tokens=7)
 MTP = replace(PLAIN, num_mtp_layers=2, mtp_loss_coef=0.4)
 
 

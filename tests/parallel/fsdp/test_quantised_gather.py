@@ -18,7 +18,6 @@ from moecore import (
     CloneOptions,
     DispatchOptions,
     FSDPOptions,
-    MoEConfig,
     ParallelConfig,
     TrainStep,
     build_meshes,
@@ -28,7 +27,7 @@ from moecore import (
 from moecore.base.options.precision import Precision, Recipe
 from moecore.base.rank_checks import gather_objects
 from moecore.base.torch_private import get_local_tensor
-from moecore.models import Decoder, DecoderConfig
+from moecore.models import Decoder
 from moecore.moe.amax_history import AmaxHistory
 from moecore.moe.low_rank import LowRank
 from moecore.parallel.fsdp.formats import MatrixFormat, QuantisedFormat
@@ -40,21 +39,13 @@ from tests.helpers.grids import asked_for
 from tests.helpers.ranks import run_ranks
 from tests.parallel.fsdp.units import units
 from tests.parallel.model.test_plan import planned
+from tests.parallel.small_decoder import small_decoder
 
 pytestmark = pytest.mark.slow
 
 # Of four ranks each has 24 of 96 rows or columns, which cuts squares of 16.
-CONFIG = DecoderConfig(
-    vocab_size=60,
-    dim=96,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=16,
-    dense_layers=(0,),
-    mlp_hidden_dim=96,
-    max_seq_len=32,
-    moe=MoEConfig(dim=96, hidden_dim=32, num_experts=2, top_k=2, shared_hidden_dim=16),
+CONFIG = small_decoder(
+    96, 32, vocab_size=60, num_heads=2, head_dim=16, dense=96, experts=2, shared=16
 )
 PRECISIONS: dict[str, Any] = {
     "tensorwise": Recipe(scaling="tensorwise", power_of_two=False),

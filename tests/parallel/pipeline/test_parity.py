@@ -22,7 +22,6 @@ from moecore import (
     ContextOptions,
     DenseOptions,
     FSDPOptions,
-    MoEConfig,
     ParallelConfig,
     PipelineConfig,
     TrainStep,
@@ -42,6 +41,7 @@ from tests.helpers.parity import Case, run_case, worst_error
 from tests.helpers.parts import on_parts
 from tests.helpers.ranks import run_ranks
 from tests.helpers.whole import gather_whole
+from tests.parallel.small_decoder import small_decoder
 from tests.test_parity import BF16, FP8, FP32_BOUND, case
 
 pytestmark = pytest.mark.slow
@@ -97,22 +97,21 @@ ON_GPUS = [
     Case(world=2, parallel=NARROW, pipeline=ONE_F_ONE_B, accumulate=3, tied=True),
     Case(world=2, parallel=NARROW, pipeline=TWO, accumulate=3, layers=4),
     Case(world=2, parallel=NARROW, pipeline=V, accumulate=4, layers=4, model="gated-shared"),
+    # Micro-batches in flight, beside the streams of all-gathers and reductions.
+    staged(2, "dp=2", "edp=2", pipeline("overlapped"), 3),
 ]
 WORLDS = sorted({one.world for one in CASES})
 
 
-PREDICTS = DecoderConfig(
+PREDICTS = small_decoder(
+    32,
+    24,
     vocab_size=62,
-    dim=32,
     num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
     max_seq_len=64,
     hash_layers=2,
     num_mtp_layers=2,
     mtp_loss_coef=0.3,
-    moe=MoEConfig(dim=32, hidden_dim=24, num_experts=4, top_k=2),
 )
 # Layouts of its modules on 4 ranks: apart, with the loss, in a V whose ends share a rank.
 PREDICTING = {
