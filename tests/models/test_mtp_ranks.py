@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -24,6 +23,7 @@ from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks
 from tests.models.plain_decoder import plain_losses
 from tests.models.test_mtp import CONFIGS, make
+from tests.models.test_tensor_parallel import relative, worst_over_ranks
 from tests.parallel.fsdp.units import is_unit
 
 pytestmark = pytest.mark.slow
@@ -139,16 +139,6 @@ def run_after_generate() -> list[float]:
         model(tokens, labels)
         losses.append(float(model.mtp_losses))
     return losses
-
-
-def relative(got: Tensor, want: Tensor) -> float:
-    return ((got - want).abs().max() / want.abs().max()).item()
-
-
-def worst_over_ranks(errors: dict[str, float]) -> dict[str, float]:
-    values = torch.tensor(list(errors.values()), dtype=torch.float64)
-    dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    return dict(zip(errors, values.tolist(), strict=True))
 
 
 def worker(rank: int, device: torch.device, names: list[str]) -> dict[str, Any]:

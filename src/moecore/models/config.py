@@ -383,13 +383,9 @@ class DecoderConfig(CheckedRecord):
             yield name, f"be < max_seq_len ({self.max_seq_len}), or there is no target: lower it"
 
     def _layer_rules(self) -> Rules:
-        dense = self.dense_layers
-        if self.moe is None and dense:
+        if self.moe is None and self.dense_layers:
             yield "dense_layers", "be () with moe (None), where all layers are dense: drop it"
-        if list(dense) != sorted(set(dense)):
-            yield "dense_layers", "rise without repeats: sort it"
-        if dense and dense[-1] >= self.num_layers:
-            yield "dense_layers", f"lie in [0, num_layers ({self.num_layers})): drop the others"
+        yield from self._index_rules("dense_layers", self.dense_layers)
         if self.moe is not None and not self.num_moe_layers:
             layers = f"num_layers ({self.num_layers})"
             yield "dense_layers", f"leave a layer of {layers} to moe: shorten it or set moe=None"
@@ -398,12 +394,14 @@ class DecoderConfig(CheckedRecord):
         if not self.num_dense_layers and self.mlp_hidden_dim:
             yield "mlp_hidden_dim", "be 0 with dense_layers (()), where no layer reads it: drop it"
 
+    def _index_rules(self, name: str, indices: tuple[int, ...]) -> Rules:
+        if list(indices) != sorted(set(indices)):
+            yield name, "rise without repeats: sort it"
+        if indices and indices[-1] >= self.num_layers:
+            yield name, f"lie in [0, num_layers ({self.num_layers})): drop the others"
+
     def _linear_rules(self) -> Rules:
-        linear = self.linear_layers
-        if list(linear) != sorted(set(linear)):
-            yield "linear_layers", "rise without repeats: sort it"
-        if linear and linear[-1] >= self.num_layers:
-            yield ("linear_layers", f"lie in [0, num_layers ({self.num_layers})): drop the others")
+        yield from self._index_rules("linear_layers", self.linear_layers)
         mixers = [self.mixer_of(i) for i in range(self.num_layers)]
         name = "pattern" if self.pattern else "linear_layers"
         if "attention" not in mixers:

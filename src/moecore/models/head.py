@@ -61,7 +61,9 @@ class Head(nn.Module):
             return log_prob_loss.compute_from_hidden(*args, chunk_tokens=chunk_tokens, group=group)
         if labels_BT is None:
             logits_BTV = F.linear(x_BTD, weight_VD)
-            logits_BTV = logits_BTV if self.tp is None else self.tp.gather_columns(logits_BTV)
+            if self.tp is not None:
+                logits_BVT = self.tp.gather_replicated(logits_BTV.transpose(1, 2))
+                logits_BTV = logits_BVT.transpose(1, 2).contiguous()
             return _gather_over_cp(logits_BTV, sequence)
         local_labels_N = sequence.slice_local(labels_BT).flatten()
         loss = linear_cross_entropy(

@@ -114,10 +114,6 @@ class TensorParallel:
         x_BTD: Tensor = run_and_save(exchange_with_grad, x_BtD, gather, self.slice_local)
         return x_BTD
 
-    def gather_columns(self, x_BTv: Tensor) -> Tensor:
-        """All-gather x_BTv to [B, T, V], which all ranks must use identically. Backward slices."""
-        return self.gather_replicated(x_BTv.transpose(1, 2)).transpose(1, 2).contiguous()
-
     def _check_divisible(self, x_BT: Tensor) -> None:
         """Raise a ValueError if the length of dim 1 is not a multiple of tp. No communication."""
         if x_BT.shape[1] % self.size:

@@ -235,7 +235,7 @@ def build_meshes(
         dense=dense,
         expert=expert,
         dense_fsdp=_make_dense_fsdp(dense, p),
-        expert_fsdp=_select_fsdp_axes(expert, "edp_replicate", "edp_shard"),
+        expert_fsdp=_select_fsdp_axes(expert),
         dispatch_group=_flatten_group(expert, ("ep", "etp")),
         micro_batch_group=_flatten_group(dense, ("cp", "tp")),
         ranks_per_domain=domain,
@@ -365,11 +365,11 @@ def _make_mesh(device_type: str, sizes: tuple[int, ...], names: tuple[str, ...])
 
 def _format_mesh(mesh: DeviceMesh) -> str:
     """Return text with the axes of a mesh whose size is not 1, and this rank's coordinates."""
-    names = [name for name in mesh.mesh_dim_names or () if _get_axis_size(mesh, name) > 1]
-    if not names:
+    sizes = {n: s for n, s in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True) if s > 1}
+    if not sizes:
         return "one rank"
-    sizes = " ".join(f"{name}={_get_axis_size(mesh, name)}" for name in names)
-    return f"{sizes}, this rank {' '.join(f'{n}={mesh.get_local_rank(n)}' for n in names)}"
+    size_text = " ".join(f"{name}={size}" for name, size in sizes.items())
+    return f"{size_text}, this rank {' '.join(f'{n}={mesh.get_local_rank(n)}' for n in sizes)}"
 
 
 def start_process_group(device_type: str, timeout: timedelta | None = None) -> None:
@@ -412,24 +412,25 @@ def read_launcher_number(
     return int(text)
 
 
-def _select_fsdp_axes(mesh: DeviceMesh, replicate: str, shard: str) -> DeviceMesh:
-    """Return the submesh (replicate, shard), or (shard,) if the replicate axis has size 1."""
-    return mesh[(replicate, shard) if _get_axis_size(mesh, replicate) > 1 else (shard,)]
+def _select_fsdp_axes(mesh: DeviceMesh) -> DeviceMesh:
+    """Return axes 1 and 2 (replicate, shard) of a mesh, without a replicate axis of size 1."""
+    names = mesh.mesh_dim_names or ()
+    return mesh[names[1 if mesh.shape[1] > 1 else 2 : 3]]
 
 
 def _make_dense_fsdp(dense: DeviceMesh, p: ParallelConfig) -> DeviceMesh:
     """Return the mesh (dp_replicate, dp_shard x cp), see `Meshes`. Collective if cp > 1."""
     if p.cp == 1:
-        return _select_fsdp_axes(dense, "dp_replicate", "dp_shard")
+        return _select_fsdp_axes(dense)
     names = ("pp", "dp_replicate", "dp_shard_cp", "tp")
-    mesh = _make_mesh(dense.device_type, (p.pp, p.dp_replicate, p.dp_shard * p.cp, p.tp), names)
-    return _select_fsdp_axes(mesh, "dp_replicate", "dp_shard_cp")
+    sizes = (p.pp, p.dp_replicate, p.dp_shard * p.cp, p.tp)
+    return _select_fsdp_axes(_make_mesh(dense.device_type, sizes, names))
 
 
 def _flatten_group(view: DeviceMesh, names: tuple[str, str]) -> dist.ProcessGroup | None:
     """Return one process group over a mesh's two innermost axes; None if it has one rank."""
-    sizes = [_get_axis_size(view, name) for name in names]
-    if sizes == [1, 1]:
+    sizes = view.shape[-2:]
+    if sizes == (1, 1):
         return None
     if 1 in sizes:  # the other axis has this group already
         return view.get_group(names[1 - sizes.index(1)])
@@ -449,8 +450,3 @@ def _make_stage_groups(
     if up is down:  # both are the default group, where each stage is one rank
         down = dist.new_group(timeout=get_default_timeout())
     return view.get_group("stage"), (up, down)
-
-
-def _get_axis_size(mesh: DeviceMesh, name: str) -> int:
-    """Return the number of ranks along the axis `name` of a mesh."""
-    return mesh.size((mesh.mesh_dim_names or ()).index(name))

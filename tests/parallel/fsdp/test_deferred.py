@@ -212,7 +212,9 @@ def worker(rank: int, device: torch.device, asked: list[tuple[str, str]]) -> dic
     cases = [c for c in CASES if c == "bf16" or c in dict(asked)]
     wanted = {c: make(c, defers=False).play(UNSHARDED) for c in cases if c not in LIKE_BF16}
     wanted |= dict.fromkeys(LIKE_BF16, wanted["bf16"])
-    found: dict[Any, Any] = {"moving": all(map(moves, wanted.values()))}
+    for grads in wanted.values():  # a rank may own an idle expert
+        assert sum(bool(t.any()) for t in grads.values()) > len(grads) - 3
+    found: dict[Any, Any] = {}
     for case in (c for c in FEW if (c, "whole") in asked):
         found[case, "whole"] = errors(make(case, defers=True).play(UNSHARDED), wanted[case])
     for case, way, turns in (one for one in WAYS + OTHER_ORDERS if one[:2] in asked):
@@ -223,11 +225,6 @@ def worker(rank: int, device: torch.device, asked: list[tuple[str, str]]) -> dic
         found[case, way, "reductions"] = reductions(run.model, events)
     every = gather_objects(found)
     return {key: [one[key] for one in every] for key in found}
-
-
-def moves(grads: dict[str, Tensor]) -> bool:
-    """Whether almost all of a rank's parameters have a gradient: it may own an idle expert."""
-    return sum(bool(t.any()) for t in grads.values()) > len(grads) - 3
 
 
 def reductions(model: nn.Module, events: list[str]) -> dict[str, set[int]]:
@@ -243,10 +240,6 @@ def reductions(model: nn.Module, events: list[str]) -> dict[str, set[int]]:
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest) -> dict[Any, Any]:
     return run_ranks(WORLD, worker, asked_for(request, "case", "way"))
-
-
-def test_there_is_something_to_compare(found: dict[Any, Any]) -> None:
-    assert found["moving"] == [True] * WORLD
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,10 @@ class Rank:
     def note(self) -> None:
         (self.folder / "began").write_text(str(time.monotonic()))
 
+    def fail(self) -> None:
+        self.note()
+        raise FloatingPointError
+
     def is_over(self) -> bool:
         """Whether all others have ended."""
         return len(list(self.folder.glob("rank*"))) == dist.get_world_size() - 1
@@ -117,25 +121,15 @@ def end_in_backward(rank: Rank) -> None:
 
 def fail_in_forward(rank: Rank) -> None:
     """An exception that ends the process, as in a script that does not catch it."""
-
-    def fail() -> None:
-        rank.note()
-        raise FloatingPointError
-
     if rank.rank == LATE:
-        rank.at_forward(fail)
+        rank.at_forward(rank.fail)
     rank.train()
 
 
 def wait_after_a_failed_forward(rank: Rank) -> None:
     """The process goes on, and communicates no more."""
-
-    def fail() -> None:
-        rank.note()
-        raise FloatingPointError
-
     if rank.rank == LATE:
-        rank.at_forward(fail)
+        rank.at_forward(rank.fail)
         with suppress(FloatingPointError):
             rank.train()
         while not rank.is_over():

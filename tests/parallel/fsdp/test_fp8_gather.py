@@ -109,14 +109,10 @@ def poisoned() -> Iterator[None]:
 
 def whole_of(param: Any) -> Tensor:
     """What a rank computes with, in the dtype in which it is trained."""
-    whole = param.sharded.detach().full_tensor()
-    inner = local_param_mesh(param)
-    return whole if inner is None else distribute_tensor(whole, *inner).to_local()
-
-
-def local_param_mesh(param: Any) -> Any:
-    whole = param.unsharded
-    return (whole.device_mesh, whole.placements) if isinstance(whole, DTensor) else None
+    whole, used = param.sharded.detach().full_tensor(), param.unsharded
+    if not isinstance(used, DTensor):
+        return whole
+    return distribute_tensor(whole, used.device_mesh, used.placements).to_local()
 
 
 def differs(model: Decoder, power_of_two: bool) -> list[str]:
@@ -130,8 +126,8 @@ def differs(model: Decoder, power_of_two: bool) -> list[str]:
             assert get_local_tensor(param.unsharded).untyped_storage().nbytes() == 2
             rows, columns = weight.shape[:-1].numel(), weight.shape[-1]
             if weight.ndim > 2:
-                how = dict(power_of_two=power_of_two)
-                blocks = quantise_weights(weight.reshape(-1, *as_matrix(weight)), **how)
+                matrices = weight.reshape(-1, weight.shape[1:-1].numel(), columns)
+                blocks = quantise_weights(matrices, power_of_two=power_of_two)
                 assert blocks.rows is not None
                 want, got = blocks.rows, view_as_matrices(found, blocks.rows.values.shape).rows
             else:
@@ -144,10 +140,6 @@ def differs(model: Decoder, power_of_two: bool) -> list[str]:
                 wrong.append(f"{param.slot.param} [{rows}, {columns}]")
         unit.reshard()
     return wrong
-
-
-def as_matrix(weight: Tensor) -> tuple[int, int]:
-    return weight.shape[1:-1].numel(), weight.shape[-1]
 
 
 def bits(parallel: ParallelConfig, recipe: Recipe) -> dict[str, Any]:

@@ -48,8 +48,12 @@ def plan_buffers(plan: ShardPlan) -> Iterator[BufferPlan]:
     for role in ("block", "experts"):
         units = [unit for unit in sharing if unit.role == role]
         for dtype, layouts in _group_by_dtype(units).items():
-            num_buffers = max(_count_live_layouts(unit, layouts) for unit in plan.units)
-            yield from _distribute_layouts("weights", dtype, layouts, num_buffers)
+            num_live = max(  # of a unit and of the units that it prefetches in one pass
+                sum(other.name in {unit.name, *prefetch} for other, _ in layouts)
+                for unit in plan.units
+                for prefetch in (unit.forward_prefetch, unit.backward_prefetch)
+            )
+            yield from _distribute_layouts("weights", dtype, layouts, num_live)
         sharded = [(u, i) for u in units for i, layout in enumerate(u.layouts) if layout.ranks > 1]
         for dtype in dict.fromkeys(unit.layouts[i].reduces for unit, i in sharded):
             reduced = [(unit, i) for unit, i in sharded if unit.layouts[i].reduces == dtype]
@@ -68,16 +72,6 @@ def _group_by_dtype(units: Sequence[UnitPlan]) -> dict[str, list[tuple[UnitPlan,
             if layout.has_buffer:
                 layouts_of[layout.gathers].append((unit, i))
     return layouts_of
-
-
-def _count_live_layouts(unit: UnitPlan, layouts: Sequence[tuple[UnitPlan, int]]) -> int:
-    """Count the layouts (unit, index) of `unit` and of the units that it prefetches in one pass.
-
-    The result is the larger number of forward and backward.
-    """
-    prefetches = unit.forward_prefetch, unit.backward_prefetch
-    live_names = [{unit.name, *prefetch} for prefetch in prefetches]
-    return max(sum(other.name in names for other, _ in layouts) for names in live_names)
 
 
 def _distribute_layouts(

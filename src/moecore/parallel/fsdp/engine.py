@@ -263,7 +263,7 @@ class UnitEngine:
                 if _requires_grad(leaf) and not isinstance(leaf, nn.Parameter):
                     self._get_grad_boundary(leaf).ends.append(run)
                     run.inputs += 1
-            if visit is not None and visit.needs_input_edges and not is_recompute:
+            if visit is not None and not is_recompute:
                 args, kwargs = visit.record_inputs((args, kwargs))
         return _cast_floats((args, kwargs), unit.options.cast_inputs)
 

@@ -103,17 +103,14 @@ class ForwardVisit:
         """Add this forward, which has no `ForwardRun`, to `pending_backwards` of a unit."""
         unit.pending_backwards.add(self)
 
-    @property
-    def needs_input_edges(self) -> bool:
-        """Whether `record_inputs` must be called, so that a backward can stop at this forward."""
-        return self.node.has_separate_backward and self.outer is not None and not self.inputs
-
     def record_inputs(self, arguments: Any) -> Any:
         """Return forward arguments with a view of each activation that requires a gradient.
 
         A backward of only this forward can stop at the views, whose graph edges are recorded in
-        `inputs`. Parameters are not replaced.
+        `inputs`. Without a separate backward, and after the first call, nothing is replaced.
         """
+        if not self.node.has_separate_backward or self.outer is None or self.inputs:
+            return arguments
 
         def record(x: Tensor) -> Tensor:
             if not x.requires_grad or isinstance(x, nn.Parameter):

@@ -166,26 +166,21 @@ def _warn_about_dispatch(dispatch: DispatchOptions, p: ParallelConfig) -> None:
 def _check_model_is_plain(model: nn.Module) -> None:
     """Raise a ValueError if the model is already sharded or wrapped, or has gradient hooks."""
     for name, module in model.named_modules():
-        owner = f"{name or 'model'} ({type(module).__name__})"
+        relation = None
         if isinstance(module, WRAPPERS):
-            raise ValueError(
-                f"{owner} must not be wrapped for data parallelism, which parallelize_moe brings: "
-                "pass the module in it"
+            relation = "be wrapped for data parallelism, which parallelize_moe brings: pass the "
+            relation += "module in it"
+        elif get_parallel_state(module) is not None:
+            relation = "be parallelized already: call parallelize_moe once, on the whole"
+        elif isinstance(module, FSDPModule):
+            relation = (
+                "be sharded already: leave out fully_shard, FSDPOptions has its choices, and "
             )
-        if get_parallel_state(module) is not None:
-            raise ValueError(
-                f"{owner} must not be parallelized already: call parallelize_moe once, on the whole"
-            )
-        if isinstance(module, FSDPModule):
-            raise ValueError(
-                f"{owner} must not be sharded already: leave out fully_shard, FSDPOptions has its "
-                "choices, and call parallelize_moe once, on the whole"
-            )
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise ValueError(
-                f"{owner} must not have sparse gradients, which units cannot reduce: make it with "
-                "sparse=False"
-            )
+            relation += "call parallelize_moe once, on the whole"
+        elif isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            relation = "have sparse gradients, which units cannot reduce: make it with sparse=False"
+        if relation is not None:
+            raise ValueError(f"{name or 'model'} ({type(module).__name__}) must not {relation}")
     for name, param in model.named_parameters():
         if isinstance(param, DTensor) and "tp" not in (param.device_mesh.mesh_dim_names or ()):
             raise ValueError(
@@ -237,35 +232,27 @@ def _check_degrees(model: nn.Module, request: Request) -> None:
 
 def _check_graphs(model: nn.Module, request: Request) -> None:
     """Raise a ValueError if the model's blocks cannot be captured in CUDA graphs."""
-    repeated = next((n for n, m in model.named_modules() if getattr(m, "runs", 1) != 1), None)
-    if repeated is not None:  # the memory of graphs is that of one run of each block
-        raise ValueError(
-            f"DenseOptions.graph (True) must go with modules that run once in a forward, and "
-            f"{repeated} runs several times (DecoderConfig.mtp_repeats): leave it out"
-        )
-    p, precision = request.meshes.parallel, request.precision
-    for name, size in (("tp", p.tp), ("cp", p.cp)):
-        if size > 1:
-            raise ValueError(
-                f"DenseOptions.graph (True) must go with ParallelConfig.{name} ({size}) = 1, "
-                "because attention of several ranks communicates: leave it out"
-            )
-    if request.is_dynamic:
-        raise ValueError(
-            "DenseOptions.graph (True) must go with ContextOptions.dynamic (True) = False, because "
-            "a graph has one cp: leave one of them out"
-        )
+    p, precision, conflict = request.meshes.parallel, request.precision, None
+    repeated = [name for name, m in model.named_modules() if getattr(m, "runs", 1) != 1]
+    degree = "tp" if p.tp > 1 else "cp"
     parts = [part for part in request.memory.offload if part != "experts"]
-    if parts:
-        raise ValueError(
-            f"DenseOptions.graph (True) must go with MemoryOptions.offload ({parts[0]!r}) of "
-            "'experts' alone, because what graphs keep has an address: leave one of them out"
-        )
-    if precision is not None and any(recipe.amax_history for recipe in precision.recipes):
-        raise ValueError(
-            "DenseOptions.graph (True) must go with Recipe.amax_history 0, because the first step "
-            "has no history: use another scaling, or leave it out"
-        )
+    if repeated:  # the memory of graphs is that of one run of each block
+        conflict = f"modules that run once in a forward, and {repeated[0]} runs several times "
+        conflict += "(DecoderConfig.mtp_repeats): leave it out"
+    elif p.tp * p.cp > 1:
+        conflict = f"ParallelConfig.{degree} ({getattr(p, degree)}) = 1, because attention of "
+        conflict += "several ranks communicates: leave it out"
+    elif request.is_dynamic:
+        conflict = "ContextOptions.dynamic (True) = False, because a graph has one cp: leave one "
+        conflict += "of them out"
+    elif parts:
+        conflict = f"MemoryOptions.offload ({parts[0]!r}) of 'experts' alone, because what graphs "
+        conflict += "keep has an address: leave one of them out"
+    elif precision is not None and any(recipe.amax_history for recipe in precision.recipes):
+        conflict = "Recipe.amax_history 0, because the first step has no history: use another "
+        conflict += "scaling, or leave it out"
+    if conflict is not None:
+        raise ValueError(f"DenseOptions.graph (True) must go with {conflict}")
 
 
 def _check_context(model: nn.Module, request: Request) -> None:

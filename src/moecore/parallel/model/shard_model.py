@@ -98,7 +98,9 @@ def _make_unit(
 
     `owners` is the result of `_find_owners`. `join` concatenates device meshes.
     """
-    mesh = get_data_mesh(unit_plan, meshes)
+    mesh: DeviceMesh | None = meshes.dense_fsdp
+    if unit_plan.mesh != "dense":
+        mesh = None if has_unsharded_experts(meshes) else meshes.expert_fsdp
     cast = unit_plan.gather_dtype if unit_plan.casts_inputs else None
     is_sharded = unit_plan.strategy != "no_shard"
     groups = [] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
@@ -122,13 +124,6 @@ def _make_unit(
         ),
         streams=streams,
     )
-
-
-def get_data_mesh(unit: UnitPlan, meshes: Meshes) -> DeviceMesh | None:
-    """Return a unit's mesh (replicate, shard); None = each expert is on one rank only."""
-    if unit.mesh == "dense":
-        return meshes.dense_fsdp
-    return None if has_unsharded_experts(meshes) else meshes.expert_fsdp
 
 
 def _make_format(
