@@ -113,21 +113,12 @@ def parallelize_moe(
     with publish_errors("parallelize_moe()"):
         for phase in PHASES:
             phase(root, state)
-    _attach_state(model, root, state)
+    setattr(root, PARALLEL_STATE, state)
+    drops_cache = request.dense.compile or request.memory.parts or request.memory.offload
+    request.family.finish(root, wrapper=model, drops_cache=bool(drops_cache))
+    act_as_modules(model)
     mark_replaced(replaced)
     return model
-
-
-def _attach_state(model: nn.Module, root: nn.Module, state: ParallelState) -> None:
-    """Store the `ParallelState` on the sharded module `root`; make copies of `model` work.
-
-    `model` is `root`, or a peft wrapper around it.
-    """
-    setattr(root, PARALLEL_STATE, state)
-    memory = state.request.memory
-    drops_cache = bool(state.request.dense.compile or memory.parts or memory.offload)
-    state.request.family.finish(root, wrapper=model, drops_cache=drops_cache)
-    act_as_modules(model)
 
 
 def _with_arguments_of(other: Callable[P, Any]) -> Callable[[Callable[..., T]], Callable[P, T]]:
