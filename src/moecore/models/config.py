@@ -59,6 +59,7 @@ class YarnConfig(CheckedRecord):
     truncate: bool = True
 
     def _rules(self) -> Rules:
+        """Yield the field and the error text of each broken rule."""
         if self.beta_slow > self.beta_fast:
             yield "beta_slow", f"be <= beta_fast ({self.beta_fast!r}): keep 1 and 32 if unsure"
 
@@ -123,6 +124,7 @@ class MLAConfig(CheckedRecord):
     sparse: SparseKeysConfig | None = None
 
     def _rules(self) -> Rules:
+        """Yield the field and the error text of each broken rule."""
         if self.qk_rope_head_dim % 2:
             yield "qk_rope_head_dim", "be even, because rotary embedding turns pairs: use even dims"
         if self.sparse is not None and not self.q_lora_rank:
@@ -164,6 +166,7 @@ class LinearAttentionConfig(CheckedRecord):
     conv_size: Count = 4
 
     def _rules(self) -> Rules:
+        """Yield the field and the error text of each broken rule."""
         if self.num_v_heads % self.num_k_heads:
             yield "num_k_heads", f"divide num_v_heads ({self.num_v_heads}): choose a divisor"
         for name in ("head_k_dim", "head_v_dim"):
@@ -295,6 +298,7 @@ class DecoderConfig(CheckedRecord):
     ce_chunk_tokens: Count = 2048
 
     def _rules(self) -> Rules:
+        """Yield the field and the error text of each broken rule."""
         if self.pattern:
             yield from self._pattern_rules()
         yield from self._attention_rules()
@@ -311,6 +315,7 @@ class DecoderConfig(CheckedRecord):
             yield "hash_layers", f"be < the number of MoE layers ({self.num_moe_layers}): lower it"
 
     def _pattern_rules(self) -> Rules:
+        """Yield (field, error text) of each broken rule of a config with a pattern."""
         letters = "".join((*MIXERS, *FEEDFORWARDS))
         if set(self.pattern) - set(letters) or len(self.pattern) != self.num_layers:
             number = f"each of num_layers ({self.num_layers})"
@@ -324,6 +329,7 @@ class DecoderConfig(CheckedRecord):
             yield "num_mtp_layers", "be 0 with pattern, whose last layer is half a block: drop it"
 
     def _attention_rules(self) -> Rules:
+        """Yield (field, error text) of each broken rule of heads, rotary embedding and windows."""
         if self.num_heads % self.num_kv_heads:
             yield "num_kv_heads", f"divide num_heads ({self.num_heads}): choose a divisor"
         if self.head_dim % 2:
@@ -338,6 +344,7 @@ class DecoderConfig(CheckedRecord):
             yield from self._yarn_rules("yarn", self.yarn)
 
     def _yarn_rules(self, name: str, yarn: YarnConfig) -> Rules:
+        """Yield (field, error text) of each broken rule of `yarn`, the value of field `name`."""
         if self.rope_theta is None or self.rope_theta <= 1:
             yield "rope_theta", f"be > 1 with {name}, which scales frequencies: keep 10000.0"
         if self.max_seq_len > yarn.factor * yarn.original_max_seq_len:
@@ -346,6 +353,7 @@ class DecoderConfig(CheckedRecord):
             yield "max_seq_len", f"be <= {limit} {value}: raise the factor or lower it"
 
     def _mla_rules(self, mla: MLAConfig) -> Rules:
+        """Yield (field, error text) of each field that does not go with latent attention."""
         if self.num_kv_heads != self.num_heads:
             yield "num_kv_heads", f"equal num_heads ({self.num_heads}) with mla: set it so"
         if self.head_dim != mla.qk_head_dim:
@@ -371,6 +379,7 @@ class DecoderConfig(CheckedRecord):
             yield from self._yarn_rules("mla.yarn", mla.yarn)
 
     def _mtp_rules(self) -> Rules:
+        """Yield (field, error text) of each broken rule of multi-token prediction."""
         modules = f"num_mtp_layers ({self.num_mtp_layers})"
         if bool(self.mtp_loss_coef) != bool(self.num_mtp_layers):
             yield "mtp_loss_coef", f"be > 0 with {modules} > 0 and 0 without: set it to 0.3 or 0"
@@ -383,6 +392,7 @@ class DecoderConfig(CheckedRecord):
             yield name, f"be < max_seq_len ({self.max_seq_len}), or there is no target: lower it"
 
     def _layer_rules(self) -> Rules:
+        """Yield (field, error text) of each broken rule of dense and MoE layers."""
         if self.moe is None and self.dense_layers:
             yield "dense_layers", "be () with moe (None), where all layers are dense: drop it"
         yield from self._index_rules("dense_layers", self.dense_layers)
@@ -395,12 +405,14 @@ class DecoderConfig(CheckedRecord):
             yield "mlp_hidden_dim", "be 0 with dense_layers (()), where no layer reads it: drop it"
 
     def _index_rules(self, name: str, indices: tuple[int, ...]) -> Rules:
+        """Yield (field, error text) if layer `indices`, the value of field `name`, are wrong."""
         if list(indices) != sorted(set(indices)):
             yield name, "rise without repeats: sort it"
         if indices and indices[-1] >= self.num_layers:
             yield name, f"lie in [0, num_layers ({self.num_layers})): drop the others"
 
     def _linear_rules(self) -> Rules:
+        """Yield (field, error text) of each broken rule of linear attention."""
         yield from self._index_rules("linear_layers", self.linear_layers)
         mixers = [self.mixer_of(i) for i in range(self.num_layers)]
         name = "pattern" if self.pattern else "linear_layers"

@@ -127,6 +127,7 @@ def _build_decoder(sizes: Triple, heads: Triple, moe: MoEConfig, **options: Any)
 def _build_moe(
     dim: int, hidden_dim: int, num_experts: int, top_k: int, **options: Any
 ) -> MoEConfig:
+    """Return a `MoEConfig` with these sizes; `top_k` experts per token."""
     sizes: Any = dict(dim=dim, hidden_dim=hidden_dim, num_experts=num_experts, top_k=top_k)
     return MoEConfig(**sizes, **options)
 
@@ -314,6 +315,7 @@ _CONFIGS["deepseek-v2-lite"] = _build_deepseek_v2((102_400, 2048, 27), 16, 0, _L
 def _build_glm_45(
     dim: int, num_layers: int, num_dense: int, moe: MoEConfig, **options: Any
 ) -> DecoderConfig:
+    """Return the config of a GLM-4.5, whose first `num_dense` layers are dense."""
     return _build_decoder(
         (151_552, dim, num_layers),
         (96, 8, 128),

@@ -69,14 +69,14 @@ def flops_per_token(config: DecoderConfig, seq_len: CountOrZero) -> float:
 
 
 def document_cost(config: DecoderConfig, *, link_gb_per_s: Positive = 200.0) -> DocumentCost:
-    """Return the cost of a document under context parallelism, in units of attention's cost.
+    """Return the cost of a document under context parallelism, relative to attention.
 
-    The unit is the time of 3 * L * H * (d + v) FLOPs of attention: length squared counts units.
+    Attention to n tokens costs n * n. The unit is the time of 3 * L * H * (d + v) FLOPs.
 
-        linear = units per token outside of attention: flops_per_token(config, 0) FLOPs at 400
+        linear = cost per token outside of attention: flops_per_token(config, 0) FLOPs at 400
             TFLOP/s, where attention runs at 600
-        exchange = units in the time to send a token's bf16 keys and values (or latents)
-        fixed = 1000 * linear, the constant units of a micro-batch
+        exchange = cost of the time to send a token's bf16 keys and values (or latents)
+        fixed = 1000 * linear, the constant cost of a micro-batch
 
     Args:
         config: config of the decoder.

@@ -147,7 +147,7 @@ class SharedArguments:
         self.check(named, None)
 
     def end_step(self) -> Tensor | None:
-        """End a step; return a 0-dim device bool, contents differed, or None if none compared."""
+        """End a step; return a 0-dim device bool: contents differed. None = nothing compared."""
         checks, self._checks_of_step = self._checks_of_step, []
         if not checks:
             return None

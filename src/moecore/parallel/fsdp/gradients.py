@@ -112,7 +112,7 @@ class Gradients:
         return None
 
     def defer(self, index: int, shape: torch.Size, compute: ComputeGrad, *operands: Any) -> bool:
-        """Store the matmul of gradient `index` for later; return False without deferral."""
+        """If matmuls are deferred, store the matmul of gradient `index` and return True."""
         if self.deferred is None:
             return False
         self.deferred.store(self, WeightProduct.of(index, shape, compute, operands))

@@ -143,7 +143,7 @@ class Unit:
         )
 
     def versions(self) -> list[int]:
-        """Return each shard's version counter; while unsharded, its value at the all-gather."""
+        """Return each shard's version counter, in an unsharded unit as of its all-gather."""
         if self.state is State.SHARDED or self.buffer is None:
             # In-place operations of a DTensor do not change the version of its local tensor.
             return [sum_versions(param.sharded, param.shard) for param in self.params]
@@ -184,7 +184,7 @@ class Unit:
         self.state = State.UNSHARDING
 
     def _all_gather(self) -> None:
-        """Fill the buffer on the all-gather stream, and create unsharded parameters if needed."""
+        """Launch the all-gather into the buffer; the first call creates unsharded parameters."""
         if not self._versioned_tensors:
             self._make_unsharded()
             self._streams.sync_gather_stream()  # new memory: the current stream may still use it
