@@ -113,28 +113,16 @@ def parallelize_moe(
     with publish_errors("parallelize_moe()"):
         for phase in PHASES:
             phase(root, state)
-    _attach_state(model, root, state)
+    setattr(root, PARALLEL_STATE, state)
+    drops_cache = request.dense.compile or request.memory.parts or request.memory.offload
+    request.family.finish(root, wrapper=model, drops_cache=bool(drops_cache))
+    act_as_modules(model)
     mark_replaced(replaced)
     return model
 
 
-def _attach_state(model: nn.Module, root: nn.Module, state: ParallelState) -> None:
-    """Store the `ParallelState` on `root`; make copies and state dicts of `model` work.
-
-    `root` is the sharded module: `model`, or the base model in a peft wrapper `model`.
-    """
-    setattr(root, PARALLEL_STATE, state)
-    memory = state.request.memory
-    drops_cache = bool(state.request.dense.compile or memory.parts or memory.offload)
-    state.request.family.finish(root, wrapper=model, drops_cache=drops_cache)
-    act_as_modules(model)
-
-
 def _with_arguments_of(other: Callable[P, Any]) -> Callable[[Callable[..., T]], Callable[P, T]]:
-    """Return a decorator that gives a function of one dict the signature of `other`.
-
-    The dict has all arguments of the call, including defaults.
-    """
+    """Return a decorator that gives the signature of `other` to a function of {name: argument}."""
 
     def decorate(function: Any) -> Any:
         @wraps(function)
@@ -170,10 +158,7 @@ def plan_sharding(arguments: Mapping[str, Any]) -> ShardPlan:
 
 
 def _choose_meshes(arguments: Mapping[str, Any]) -> Meshes:
-    """Build the default meshes for a call of `parallelize_moe` without `meshes`. Collective.
-
-    `arguments` maps each argument's name to its value.
-    """
+    """Build the default meshes for a call of `parallelize_moe` by {name: argument}. Collective."""
     start_default_group()  # in which ranks share errors
     with share_errors():
         check_arguments(parallelize_moe, arguments)
@@ -184,29 +169,25 @@ def _choose_meshes(arguments: Mapping[str, Any]) -> Meshes:
 
 
 def _make_request(arguments: Mapping[str, Any]) -> Request:
-    """Return arguments of `parallelize_moe`, by name, as a `Request` with defaults for None."""
-    return Request(
+    """Return the arguments {name: value} of `parallelize_moe` as a `Request` with defaults."""
+    values = {name: arguments[name] for name in arguments if name not in ("model", "adapters")}
+    values |= dict(
         family=find_family(arguments["model"]),
-        meshes=arguments["meshes"],
         dispatch=DispatchOptions.of(arguments["dispatch"]),
-        expert_backend=arguments["expert_backend"],
         memory=arguments["memory"] or MemoryOptions(),
         dense=arguments["dense"] or DenseOptions(),
         moe={**(arguments["moe"] or {})},
-        context=arguments["context"],
-        indexer=arguments["indexer"],
         precision=Precision.of(arguments["precision"]),
         fsdp=arguments["fsdp"] or FSDPOptions(),
-        loss=arguments["loss"],
-        pipeline=arguments["pipeline"],
     )
+    return Request(**values)
 
 
 def _set_dtypes(model: nn.Module, layers: Layers, request: Request) -> frozenset[str]:
-    """Cast tensors in place for compute in `FSDPOptions.param_dtype`, and check the MoE layers.
+    """Cast the model for compute in `FSDPOptions.param_dtype`, and check its MoE layers.
 
-    Returns the names of tensors that stay in fp32. Raises a ValueError or NotImplementedError if
-    one of `layers`, the MoE layers by name, cannot be sharded.
+    Returns the names of tensors that stay in fp32. Raises a ValueError or NotImplementedError if a
+    layer cannot be sharded.
     """
     fp32 = request.family.set_dtypes(model, request.fsdp.param_dtype)
     check_layers(model, layers, request)
@@ -216,7 +197,7 @@ def _set_dtypes(model: nn.Module, layers: Layers, request: Request) -> frozenset
 def _make_state(
     model: nn.Module, layers: Layers, fp32: frozenset[str], request: Request
 ) -> ParallelState:
-    """Remove other ranks' pipeline stages, plan the sharding and return the `ParallelState`.
+    """Remove other ranks' stages; return the `ParallelState` with the plan of the remaining model.
 
     `fp32` has the names of tensors that stay in fp32.
     """
@@ -229,8 +210,9 @@ def _make_state(
     may_be_wide = precision is None or (precision.only_faster and layers)  # a log line says why
     if not plan.is_in_fp8 and not may_be_wide:
         warnings.warn("precision is not used: the model has none of its roles", stacklevel=4)
-    known: dict[str, Any] = dict(plan=plan, layers=layers, dtype=dtype)
-    return ParallelState(request=request, layout=layout, stages=stages, **known)
+    return ParallelState(
+        request=request, plan=plan, layers=layers, dtype=dtype, layout=layout, stages=stages
+    )
 
 
 def _shard_over_tp_and_ep(model: nn.Module, state: ParallelState) -> None:
@@ -239,10 +221,9 @@ def _shard_over_tp_and_ep(model: nn.Module, state: ParallelState) -> None:
 
 
 def _enable_fp8(model: nn.Module, state: ParallelState) -> None:
-    """Set FP8 matrix products on the linears that `Precision` selects by role, in place.
+    """Set FP8 matrix products on the linears that `Precision` selects, in place.
 
-    Parameters do not change. `apply_layers` does the same for routed and shared experts. Nothing
-    happens if the argument `precision` is None.
+    `apply_layers` sets the products of experts. Parameters do not change.
     """
     if state.request.precision is not None:
         apply_precision(model, state.request.precision)
@@ -267,10 +248,7 @@ def _shard_over_data_ranks(model: nn.Module, state: ParallelState) -> None:
 
 
 def _fuse_loss(model: nn.Module, state: ParallelState) -> None:
-    """Make the model compute head and loss by chunks of tokens, if `MemoryOptions.fused_loss`.
-
-    The head's matrix products are in FP8 if `Precision.fp8_head` is set.
-    """
+    """Make the model compute head and loss in chunks of tokens, if `MemoryOptions.fused_loss`."""
     precision = state.request.precision
     if state.request.memory.fused_loss:
         recipe = precision.recipe if precision is not None and precision.fp8_head else None

@@ -48,7 +48,6 @@ BY_DAY: dict[str, Cases] = {
     },
     "parallel/fsdp/test_fp8_gather.py": {
         "test_bytes_are_those_of_one_rank": ("tp, ep", "hybrid"),
-        "test_losses_are_those_of_bf16_gathers": ("tp, ep",),
         "test_when_units_are_gathered_changes_no_bit": ("kept", "regions"),
         "test_a_late_backward_raises": ("tp, ep",),
     },
@@ -96,24 +95,12 @@ BY_DAY: dict[str, Cases] = {
     "parallel/fsdp/test_head.py": {
         "*": ("far ahead", "gathered once", "tied", "mtp, accumulated", "mtp, own loss"),
     },
-    "parallel/fsdp/test_in_flight.py": {
-        "*": (
-            "freed-the last one first-False",
-            "staying-forwards first-True",
-            "staying, but for experts-one forward, one backward-True",
-            "freed, in two parts-parts in turns-True",
-            "staying, in two parts-parts one by one-True",
-        ),
-    },
     "parallel/fsdp/test_several_modules.py": {
         "*": (
             "routers-recomputed, saving products",
             "routers-two forwards without the last",
             "blocks-all recomputed",
-            "blocks-two backwards",
-            "blocks-a block alone",
             "gathered-all reentrant",
-            "gathered-inner loss after an evaluation",
             "gathered-failed on one rank",
             "no prefetch-two forwards",
         ),
@@ -169,12 +156,12 @@ BY_DAY: dict[str, Cases] = {
     "models/test_mtp_ranks.py": {"*": ("ep4 over tp2, sum", "hsdp, etp2", "detached")},
     "models/test_mtp.py": {
         "test_losses_and_gradients_equal_the_plain_computation": (
-            "latent, 2-None",
-            "grouped, tied, dense, 2-200",
-            "windows, sinks, biases, 1-None",
-            "linear, gates, 1-200",
-            "latent, repeated-None",
-            "latent, 2, detached-200",
+            "latent, 2",
+            "grouped, tied, dense, 2",
+            "windows, sinks, biases, 1",
+            "linear, gates, 1",
+            "latent, repeated",
+            "latent, 2, detached",
         ),
     },
     "train/graphs/test_graphed_blocks.py": {
@@ -195,7 +182,6 @@ BY_DAY: dict[str, Cases] = {
         ),
     },
     "parallel/test_arguments.py": {"*": ("tp", "dynamic cp", "stages", "transformers cp")},
-    "parallel/test_mesh.py": {"test_one_process_without_a_process_group": ()},
     "parallel/model/test_plan.py": {"test_2048_ranks_of_deepseek_v3": ()},
     "integrations/test_transformers_trainer_ranks.py": {
         "test_equals_stock_trainer_under_ddp": ("tokens of all ranks", "own balance loss"),

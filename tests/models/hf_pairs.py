@@ -19,17 +19,19 @@ from moecore.models import (
 )
 
 SHAPE: dict[str, Any] = dict(
-    vocab_size=97, dim=64, num_layers=3, num_heads=4, head_dim=16, max_seq_len=64
+    vocab_size=97, dim=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, max_seq_len=64
 )
 HF_SHAPE: dict[str, Any] = dict(
     vocab_size=97,
     hidden_size=64,
     num_hidden_layers=3,
     num_attention_heads=4,
+    num_key_value_heads=2,
     max_position_embeddings=64,
     initializer_range=0.2,
     attn_implementation="eager",
 )
+HF_MOE: dict[str, Any] = dict(intermediate_size=48, moe_intermediate_size=32, num_experts_per_tok=3)
 MOE = MoEConfig(dim=64, hidden_dim=32, num_experts=8, top_k=3, normalize_weights=True)
 SIGMOID = replace(MOE, score_function="sigmoid", routed_scaling_factor=2.5, expert_bias=True)
 LATENT = dict(kv_lora_rank=20, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10)
@@ -47,20 +49,16 @@ def random_model(name: str, **options: Any) -> Any:
 def qwen3() -> Pair:
     hf = random_model(
         "Qwen3Moe",
-        num_key_value_heads=2,
+        **HF_MOE,
         head_dim=16,
-        intermediate_size=48,
         mlp_only_layers=[1],
-        moe_intermediate_size=32,
         num_experts=8,
-        num_experts_per_tok=3,
         norm_topk_prob=True,
         rms_norm_eps=1e-6,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     )
     ours = DecoderConfig(
         **SHAPE,
-        num_kv_heads=2,
         qk_norm="head",
         rope_theta=1e6,
         dense_layers=(1,),
@@ -74,7 +72,6 @@ def mixtral() -> Pair:
     """With tied embeddings, which the other models do not have."""
     hf = random_model(
         "Mixtral",
-        num_key_value_heads=2,
         intermediate_size=32,
         num_local_experts=4,
         num_experts_per_tok=2,
@@ -84,7 +81,6 @@ def mixtral() -> Pair:
     )
     ours = DecoderConfig(
         **SHAPE,
-        num_kv_heads=2,
         norm_eps=1e-5,
         rope_theta=1e6,
         tie_embeddings=True,
@@ -107,8 +103,7 @@ def olmoe() -> Pair:
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     )
     ours = DecoderConfig(
-        **SHAPE,
-        num_kv_heads=4,
+        **SHAPE | dict(num_kv_heads=4),
         norm_eps=1e-5,
         qk_norm="full",
         moe=replace(MOE, normalize_weights=False),
@@ -118,10 +113,10 @@ def olmoe() -> Pair:
 
 def dense(name: str, hf_changes: dict[str, Any], changes: dict[str, Any]) -> Pair:
     """A family of dense models: transformers' `<name>Config`."""
-    shape = dict(num_key_value_heads=2, intermediate_size=48, head_dim=16, rms_norm_eps=1e-5)
+    shape = dict(intermediate_size=48, head_dim=16, rms_norm_eps=1e-5)
     rope = {"rope_type": "default", "rope_theta": 1e4}
     hf = random_model(name, **shape, **dict(rope_parameters=rope, pad_token_id=None) | hf_changes)
-    ours = DecoderConfig(**SHAPE, num_kv_heads=2, mlp_hidden_dim=48, norm_eps=1e-5, **changes)
+    ours = DecoderConfig(**SHAPE, mlp_hidden_dim=48, norm_eps=1e-5, **changes)
     return hf, ours
 
 
@@ -129,20 +124,16 @@ def qwen2_moe() -> Pair:
     """With biases of queries, keys and values, and a gated shared expert."""
     hf = random_model(
         "Qwen2Moe",
-        num_key_value_heads=2,
-        intermediate_size=48,
+        **HF_MOE,
         mlp_only_layers=[1],
-        moe_intermediate_size=32,
         shared_expert_intermediate_size=40,
         num_experts=8,
-        num_experts_per_tok=3,
         norm_topk_prob=False,
         rms_norm_eps=1e-6,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     )
     ours = DecoderConfig(
         **SHAPE,
-        num_kv_heads=2,
         attention_bias="qkv",
         rope_theta=1e6,
         dense_layers=(1,),
@@ -156,14 +147,11 @@ def glm4_moe(*, norm: bool) -> Pair:
     """Half of each head is turned; `norm` is what GLM-4.5 has and GLM-4.5-Air has not."""
     hf = random_model(
         "Glm4Moe",
-        num_key_value_heads=2,
+        **HF_MOE,
         head_dim=16,
         attention_bias=True,
         use_qk_norm=norm,
-        intermediate_size=48,
-        moe_intermediate_size=32,
         n_routed_experts=8,
-        num_experts_per_tok=3,
         n_shared_experts=1,
         first_k_dense_replace=1,
         routed_scaling_factor=2.5,
@@ -172,7 +160,6 @@ def glm4_moe(*, norm: bool) -> Pair:
     )
     ours = DecoderConfig(
         **SHAPE,
-        num_kv_heads=2,
         attention_bias="qkv",
         rotary_dim=8,
         qk_norm="head" if norm else None,
@@ -191,15 +178,12 @@ def qwen3_next() -> Pair:
     """
     hf = random_model(
         "Qwen3Next",
+        **HF_MOE,
         initializer_range=0.1,
-        num_key_value_heads=2,
         head_dim=16,
-        intermediate_size=48,
         mlp_only_layers=[0],
-        moe_intermediate_size=32,
         shared_expert_intermediate_size=24,
         num_experts=8,
-        num_experts_per_tok=3,
         rms_norm_eps=1e-3,
         layer_types=["full_attention", "linear_attention", "linear_attention"],
         linear_num_key_heads=2,
@@ -211,7 +195,6 @@ def qwen3_next() -> Pair:
     linear = GatedDeltaConfig(num_k_heads=2, num_v_heads=4, head_k_dim=16, head_v_dim=8)
     ours = DecoderConfig(
         **SHAPE,
-        num_kv_heads=2,
         attention_gate=True,
         norm_eps=1e-3,
         qk_norm="head",
@@ -230,19 +213,16 @@ def nemotron_h(pattern: str = "ME*-MEE", latent_dim: int = 0) -> Pair:
     """Every kind of layer, one behind another of its half too; 3 Mamba-2 heads for each group."""
     hf = random_model(
         "NemotronH",
+        **HF_MOE,
         num_hidden_layers=len(pattern),
         hybrid_override_pattern=pattern,
-        num_key_value_heads=2,
         head_dim=16,
-        intermediate_size=48,
         ssm_state_size=16,
         mamba_num_heads=6,
         mamba_head_dim=8,
         n_groups=2,
         time_step_min=0.3,
         n_routed_experts=8,
-        num_experts_per_tok=3,
-        moe_intermediate_size=32,
         moe_shared_expert_intermediate_size=40,
         moe_latent_size=latent_dim or None,
         routed_scaling_factor=2.5,
@@ -251,7 +231,6 @@ def nemotron_h(pattern: str = "ME*-MEE", latent_dim: int = 0) -> Pair:
     moe = replace(SIGMOID, latent_dim=latent_dim, activation="relu2", shared_hidden_dim=40)
     ours = DecoderConfig(
         **SHAPE | dict(num_layers=len(pattern)),
-        num_kv_heads=2,
         pattern=pattern,
         rope_theta=None,
         norm_eps=1e-5,
@@ -271,7 +250,6 @@ def gpt_oss() -> Pair:
     rope = rope_of(yarn) | dict(mscale=None, mscale_all_dim=None)
     hf = random_model(
         "GptOss",
-        num_key_value_heads=2,
         head_dim=16,
         intermediate_size=32,
         num_local_experts=8,
@@ -285,7 +263,6 @@ def gpt_oss() -> Pair:
         layer.mlp.experts.limit = 1.0  # transformers 5.17 has 7.0 as a constant
     ours = DecoderConfig(
         **SHAPE,
-        num_kv_heads=2,
         attention_bias="all",
         windows=(5, 0),
         attention_sinks=True,
@@ -313,12 +290,10 @@ def deepseek_v2(*, grouped: bool) -> Pair:
     groups = dict(n_group=4, topk_group=2, topk_method="group_limited_greedy")
     hf = random_model(
         "DeepseekV2",
+        **HF_MOE,
         **(groups if grouped else dict(topk_method="greedy")),
         num_key_value_heads=4,
-        intermediate_size=48,
-        moe_intermediate_size=32,
         n_routed_experts=8,
-        num_experts_per_tok=3,
         n_shared_experts=2,
         routed_scaling_factor=4.0,
         first_k_dense_replace=1,
@@ -327,15 +302,10 @@ def deepseek_v2(*, grouped: bool) -> Pair:
         rope_parameters=rope_of(yarn),
     )
     ours = DecoderConfig(
-        **SHAPE | dict(head_dim=20),
-        num_kv_heads=4,
+        **SHAPE | dict(head_dim=20, num_kv_heads=4),
         dense_layers=(0,),
         mlp_hidden_dim=48,
-        mla=MLAConfig(
-            q_lora_rank=24 if grouped else 0,
-            **LATENT,
-            yarn=yarn,
-        ),
+        mla=MLAConfig(q_lora_rank=24 if grouped else 0, **LATENT, yarn=yarn),
         moe=replace(
             MOE,
             normalize_weights=False,
@@ -380,11 +350,9 @@ def deepseek(
 ) -> Pair:
     hf = random_model(
         "DeepseekV3",
+        **HF_MOE,
         num_key_value_heads=4,
-        intermediate_size=48,
-        moe_intermediate_size=32,
         n_routed_experts=8,
-        num_experts_per_tok=3,
         n_shared_experts=2,
         n_group=4,
         topk_group=2,
@@ -397,8 +365,7 @@ def deepseek(
         rope_parameters=rope_of(yarn),
     )
     ours = DecoderConfig(
-        **SHAPE | dict(head_dim=20),
-        num_kv_heads=4,
+        **SHAPE | dict(head_dim=20, num_kv_heads=4),
         norm_eps=1e-5,
         dense_layers=(0,),
         mlp_hidden_dim=48,

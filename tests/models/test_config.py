@@ -37,94 +37,49 @@ LINEAR = dict(linear_attention=GatedDeltaConfig(**VALID_DELTA))
 
 
 WRONG_DECODERS = [
-    (dict(vocab_size=0), r"vocab_size \(0\) must be a whole number >= 1"),
     (dict(rope_theta=0.0), r"rope_theta \(0.0\) must be a finite number > 0"),
-    (dict(norm_eps=-1e-6), r"norm_eps \(-1e-06\) must be a finite number > 0"),
     (dict(num_kv_heads=3), r"num_kv_heads \(3\) must divide num_heads \(4\)"),
     (dict(head_dim=15), r"head_dim \(15\) must be even"),
     (dict(qk_norm="layer"), r"qk_norm \('layer'\) must be one of 'head', 'full' or None"),
     (dict(dim=32), r"moe.dim \(64\) must equal dim \(32\)"),
     (dict(attention_bias=True), r"attention_bias \(True\) must be one of 'qkv', 'all' or None"),
     (dict(windows=(4, 0, 4)), r"windows \(\(4, 0, 4\)\) must be num_layers \(2\) at most"),
-    (dict(windows=(-1,)), r"windows \(\(-1,\)\) must be a tuple, each a whole number >= 0"),
     (dict(mla=MLA, num_kv_heads=4, windows=(4,)), r"windows \(\(4,\)\) must be \(\) with mla"),
-    (
-        dict(mla=MLA, num_kv_heads=4, attention_sinks=True),
-        r"attention_sinks \(True\) must be F",
-    ),
+    (dict(mla=MLA, num_kv_heads=4, attention_sinks=True), r"attention_sinks \(True\) must be F"),
     (dict(mla=MLA, num_kv_heads=4, attention_gate=True), r"attention_gate \(True\) must be F"),
-    (
-        dict(mla=MLA, num_kv_heads=4, **LINEAR, linear_layers=(0,)),
-        r"linear_layers \(\(0,\)\) must be \(\) with mla",
-    ),
-    (
-        dict(**LINEAR, linear_layers=(1, 0)),
-        r"linear_layers \(\(1, 0\)\) must rise without",
-    ),
-    (
-        dict(**LINEAR, linear_layers=(2,)),
-        r"linear_layers \(\(2,\)\) must lie in \[0, num_",
-    ),
+    (dict(mla=MLA, num_kv_heads=4, **LINEAR, linear_layers=(0,)), r"linear_layers \(\(0,\)\) must"),
+    (dict(**LINEAR, linear_layers=(1, 0)), r"linear_layers \(\(1, 0\)\) must rise without"),
+    (dict(**LINEAR, linear_layers=(2,)), r"linear_layers \(\(2,\)\) must lie in \[0, num_"),
     (dict(**LINEAR, linear_layers=(0, 1)), r"must leave a layer of num_layers \(2\) to atten"),
     (dict(LINEAR), r"linear_layers \(\(\)\) must name layers with linear_attention and none"),
-    (
-        dict(pattern="MM", linear_attention=MAMBA, moe=None),
-        r"pattern \('MM'\) must leave a layer of num_layers \(2\) to attention",
-    ),
+    (dict(pattern="MM", linear_attention=MAMBA, moe=None), r"pattern \('MM'\) must leave a layer"),
     (dict(pattern="*"), r"pattern \('\*'\) must have one of 'M\*E-' for each of num_layers"),
     (dict(pattern="*O"), r"pattern \('\*O'\) must have one of 'M\*E-' for each of num_l"),
     (dict(pattern="*E", dense_layers=(0,)), r"dense_layers \(\(0,\)\) must be \(\) with pa"),
     (dict(pattern="*-", mlp_hidden_dim=8), r"pattern \('\*-'\) must name MoE layers \('E'\)"),
     (dict(pattern="*E", moe=None), r"pattern \('\*E'\) must name MoE layers \('E'\) with moe"),
-    (
-        dict(pattern="*M", moe=None),
-        r"pattern \('\*M'\) must name layers \('M'\) with linear_attention and none without",
-    ),
-    (
-        dict(pattern="*E", num_mtp_layers=1, mtp_loss_coef=0.1),
-        r"num_mtp_layers \(1\) must be 0 with pattern",
-    ),
+    (dict(pattern="*M", moe=None), r"pattern \('\*M'\) must name layers \('M'\) with"),
+    (dict(pattern="*E", num_mtp_layers=1, mtp_loss_coef=0.1), r"num_mtp_layers \(1\) must be 0"),
     (dict(rope_theta=None, rotary_dim=2), r"rotary_dim \(2\) must be 0 with rope_theta"),
     (dict(rope_theta=None, mla=MLA, num_kv_heads=4), r"rope_theta \(None\) must be given"),
-    (
-        dict(linear_layers=(0,)),
-        r"linear_layers \(\(0,\)\) must name layers with linear_attention and",
-    ),
+    (dict(linear_layers=(0,)), r"linear_layers \(\(0,\)\) must name layers with linear_attention"),
     (dict(rotary_dim=7), r"rotary_dim \(7\) must be even and <= head_dim \(16\)"),
     (dict(rotary_dim=18), r"rotary_dim \(18\) must be even and <= head_dim \(16\)"),
-    (
-        dict(yarn=YarnConfig(**VALID_YARN), max_seq_len=4097),
-        r"max_seq_len \(4097\) must be <= yarn.factor \* yarn.original_max_seq_len \(4.0 \* 10",
-    ),
-    (
-        dict(mla=MLA, num_kv_heads=4, attention_bias="qkv"),
-        r"attention_bias \('qkv'\) must be None with mla",
-    ),
+    (dict(yarn=YarnConfig(**VALID_YARN), max_seq_len=4097), r"max_seq_len \(4097\) must be <="),
+    (dict(mla=MLA, num_kv_heads=4, attention_bias="qkv"), r"attention_bias \('qkv'\) must be"),
     (dict(mla=MLA, num_kv_heads=4, rotary_dim=4), r"rotary_dim \(4\) must be 0 with mla"),
-    (
-        dict(mla=MLA, num_kv_heads=4, yarn=YarnConfig(**VALID_YARN)),
-        r"yarn \(.*\) must be None with mla: give mla.yarn",
-    ),
+    (dict(mla=MLA, num_kv_heads=4, yarn=YarnConfig(**VALID_YARN)), r"yarn \(.*\) must be None"),
     (dict(moe=None, dense_layers=(0,)), r"dense_layers \(\(0,\)\) must be \(\) with moe"),
     (dict(dense_layers=(1, 0)), r"dense_layers \(\(1, 0\)\) must rise without repeats"),
     (dict(dense_layers=(2,)), r"must lie in \[0, num_layers \(2\)\)"),
-    (
-        dict(dense_layers=(-1,)),
-        r"dense_layers \(\(-1,\)\) must be a tuple, each a whole number >= 0",
-    ),
+    (dict(dense_layers=(-1,)), r"dense_layers \(\(-1,\)\) must be a tuple, each a whole number >="),
     (dict(dense_layers=(0, 1)), r"must leave a layer of num_layers \(2\) to moe"),
     (dict(dense_layers=(0,)), r"mlp_hidden_dim \(0\) must be >= 1 with 1 dense layers"),
     (dict(moe=None), r"mlp_hidden_dim \(0\) must be >= 1 with 2 dense layers"),
     (dict(mlp_hidden_dim=8), r"mlp_hidden_dim \(8\) must be 0"),
     (dict(mla=MLA), r"num_kv_heads \(2\) must equal num_heads \(4\) with mla"),
-    (
-        dict(mla=MLA, num_kv_heads=4, head_dim=8),
-        r"head_dim \(8\) must equal mla.qk_nope_head_dim \+ mla.qk_rope_head_dim \(16\)",
-    ),
-    (
-        dict(mla=MLA, num_kv_heads=4, qk_norm="head"),
-        r"qk_norm \('head'\) must be None with mla",
-    ),
+    (dict(mla=MLA, num_kv_heads=4, head_dim=8), r"head_dim \(8\) must equal mla.qk_nope_head_dim"),
+    (dict(mla=MLA, num_kv_heads=4, qk_norm="head"), r"qk_norm \('head'\) must be None with mla"),
     (
         dict(mla=replace(MLA, yarn=YarnConfig(**VALID_YARN)), num_kv_heads=4, max_seq_len=4097),
         r"max_seq_len \(4097\) must be <= mla.yarn.factor \* "
@@ -134,30 +89,18 @@ WRONG_DECODERS = [
         dict(mla=replace(MLA, yarn=YarnConfig(**VALID_YARN)), num_kv_heads=4, rope_theta=1.0),
         r"rope_theta \(1.0\) must be > 1 with mla.yarn",
     ),
-    (dict(num_mtp_layers=-1), r"num_mtp_layers \(-1\) must be a whole number >= 0"),
-    (
-        dict(num_mtp_layers=1),
-        r"mtp_loss_coef \(0.0\) must be > 0 with num_mtp_layers \(1\) > 0",
-    ),
+    (dict(num_mtp_layers=1), r"mtp_loss_coef \(0.0\) must be > 0 with num_mtp_layers \(1\) > 0"),
     (dict(mtp_loss_coef=0.1), r"mtp_loss_coef \(0.1\) must be > 0 with num_mtp_layers \(0\)"),
     (dict(num_mtp_layers=1, mtp_loss_coef=float("nan")), r"mtp_loss_coef \(nan\) must be a f"),
-    (
-        dict(num_mtp_layers=2, mtp_loss_coef=0.1, max_seq_len=2),
-        r"num_mtp_layers \(2\) must be < max_seq_len \(2\)",
-    ),
+    (dict(num_mtp_layers=2, mtp_loss_coef=0.1, max_seq_len=2), r"num_mtp_layers \(2\) must be <"),
 ]
 
 
 WRONG_LATENT = [
     (dict(kv_lora_rank=0), r"MLAConfig.kv_lora_rank \(0\) must be a whole number >= 1"),
-    (dict(q_lora_rank=-1), r"MLAConfig.q_lora_rank \(-1\) must be a whole number >= 0"),
     (dict(qk_rope_head_dim=3), r"MLAConfig.qk_rope_head_dim \(3\) must be even"),
-    (dict(norm_eps=0.0), r"MLAConfig.norm_eps \(0.0\) must be a finite number > 0"),
     (dict(sparse=SPARSE), r"MLAConfig.q_lora_rank \(0\) must be > 0 with sparse"),
-    (
-        dict(sparse=replace(SPARSE, head_dim=2), q_lora_rank=8),
-        r"MLAConfig.sparse.head_dim \(2\) must be >= qk_rope_head_dim \(4\)",
-    ),
+    (dict(sparse=replace(SPARSE, head_dim=2), q_lora_rank=8), r"MLAConfig.sparse.head_dim \(2\)"),
 ]
 
 
@@ -165,7 +108,6 @@ WRONG_DELTA = [
     (dict(num_k_heads=3), r"GatedDeltaConfig.num_k_heads \(3\) must divide num_v_heads \(4\)"),
     (dict(head_k_dim=12), r"GatedDeltaConfig.head_k_dim \(12\) must be a multiple of 8"),
     (dict(head_v_dim=4), r"GatedDeltaConfig.head_v_dim \(4\) must be a multiple of 8"),
-    (dict(conv_size=0), r"GatedDeltaConfig.conv_size \(0\) must be a whole number >= 1"),
 ]
 
 
@@ -173,7 +115,6 @@ WRONG_YARN = [
     (dict(original_max_seq_len=0), r"YarnConfig.original_max_seq_len \(0\) must be a whole"),
     (dict(factor=0.5), r"YarnConfig.factor \(0.5\) must be a finite number >= 1"),
     (dict(beta_fast=0.5), r"YarnConfig.beta_slow \(1.0\) must be <= beta_fast \(0.5\)"),
-    (dict(mscale=-1.0), r"YarnConfig.mscale \(-1.0\) must be a finite number >= 0"),
 ]
 WRONG = [
     (DecoderConfig, VALID, WRONG_DECODERS),
@@ -266,43 +207,6 @@ def test_published_sizes_of_glm(name, total, active):
     main = replace(preset(name), num_mtp_layers=0, mtp_loss_coef=0.0)
     assert abs(num_params(main) - total) < 0.6e9
     assert abs(active_params(main) - active) < 0.9e9
-
-
-def test_deepseek_v3_has_the_dimensions_of_transformers():
-    transformers = pytest.importorskip("transformers")
-    hf, config = transformers.DeepseekV3Config(), preset("deepseek-v3")
-    mla, moe = config.mla, config.moe
-    ours = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "intermediate_size": config.mlp_hidden_dim,
-        "moe_intermediate_size": moe.hidden_dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "n_shared_experts": moe.shared_hidden_dim // moe.hidden_dim,
-        "n_routed_experts": moe.num_experts,
-        "routed_scaling_factor": moe.routed_scaling_factor,
-        "kv_lora_rank": mla.kv_lora_rank,
-        "q_lora_rank": mla.q_lora_rank,
-        "qk_rope_head_dim": mla.qk_rope_head_dim,
-        "v_head_dim": mla.v_head_dim,
-        "qk_nope_head_dim": mla.qk_nope_head_dim,
-        "qk_head_dim": config.head_dim,
-        "n_group": moe.num_groups,
-        "topk_group": moe.top_groups,
-        "num_experts_per_tok": moe.top_k,
-        "first_k_dense_replace": len(config.dense_layers),
-        "norm_topk_prob": moe.normalizes,
-        "max_position_embeddings": mla.yarn.original_max_seq_len,  # before YaRN
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tie_embeddings,
-        "num_mtp_layers": config.num_mtp_layers,
-    }
-    assert ours == {name: getattr(hf, name) for name in ours}
-    assert hf.rope_parameters["rope_theta"] == config.rope_theta
-    assert config.max_seq_len == mla.yarn.factor * mla.yarn.original_max_seq_len == 163_840
-    assert config.dense_layers == (0, 1, 2) and moe.expert_bias and moe.score_function == "sigmoid"
 
 
 def test_latent_experts_by_hand() -> None:

@@ -160,18 +160,6 @@ def test_a_decoder_returns_a_loss_of_its_logits_without_predicting_further() -> 
         model(tokens[:, :8], log_prob_loss=given)
 
 
-def test_bad_inputs_are_one_line():
-    hidden, weight, labels = make(6, 4, 8)
-    with pytest.raises(
-        ValueError, match=r"temperature \(0.0\) must be a finite number > 0: [^\n]*$"
-    ):
-        linear_log_probs(hidden, weight, labels, temperature=0.0)
-    with pytest.raises(ValueError, match=r"labels_N \(torch.int32\) must be int64: [^\n]*$"):
-        linear_log_probs(hidden, weight, labels.int())
-    with pytest.raises(ValueError, match=r"LogProbLoss.function \(3\) must be a function: [^\n]*$"):
-        LogProbLoss(labels_BT=labels, function=3)
-
-
 @pytest.mark.gpu
 def test_bf16_on_cuda_equals_fp64() -> None:
     hidden, weight, labels = make(300, 64, 1000, torch.bfloat16)

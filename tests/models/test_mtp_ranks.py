@@ -10,21 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
 
-from moecore import FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
+from moecore import ParallelConfig, build_meshes, parallelize_moe
 from moecore.models import DecoderConfig
 from moecore.models.block import Block
 from moecore.parallel.model.parallel_state import get_moe_state
 from tests.helpers.grids import asked_for, beside
-from tests.helpers.parts import on_parts
 from tests.helpers.ranks import run_ranks
 from tests.models.plain_decoder import plain_losses
 from tests.models.test_mtp import CONFIGS, make
+from tests.models.test_tensor_parallel import relative, worst_over_ranks
 from tests.parallel.fsdp.units import is_unit
 
 pytestmark = pytest.mark.slow
@@ -142,38 +141,8 @@ def run_after_generate() -> list[float]:
     return losses
 
 
-def relative(got: Tensor, want: Tensor) -> float:
-    return ((got - want).abs().max() / want.abs().max()).item()
-
-
-def worst_over_ranks(errors: dict[str, float]) -> dict[str, float]:
-    values = torch.tensor(list(errors.values()), dtype=torch.float64)
-    dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    return dict(zip(errors, values.tolist(), strict=True))
-
-
-def run_bf16() -> list[float]:
-    """Losses of a few steps in bf16 with packed documents, each module's own among them."""
-    config = CONFIGS["latent, 2"]
-    meshes = build_meshes(ParallelConfig(ep=2), "cpu")
-    model = make(config)
-    parallelize_moe(model, meshes, fsdp=FSDPOptions(param_dtype=torch.bfloat16))
-    optimizer = on_parts(torch.optim.AdamW)(model.parameters(), lr=3e-3)
-    tokens, labels = batches(config, meshes.data_ranks, False)[meshes.data_rank]
-    cu_seqlens, sums = torch.tensor([0, 7, 24]), []
-    for _ in range(8):
-        model(tokens, labels, cu_seqlens=cu_seqlens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        get_moe_state(model).finish_step()
-        assert model.mtp_losses.dtype == torch.float32
-        sums.append(float(model.mtp_losses.sum()))
-    return sums
-
-
 def worker(rank: int, device: torch.device, names: list[str]) -> dict[str, Any]:
     results: dict[str, Any] = {name: run_case(CASES[name]) for name in names}
-    results["bf16"] = run_bf16()
     results["generate"] = run_after_generate()
     return results
 
@@ -211,10 +180,6 @@ def test_generate_is_that_of_one_process(results, name):
     config = CONFIGS[CASES[name].get("config", "latent, 2")]
     prompt = batches(config, 1, False)[0][0][:, :3]
     assert torch.equal(results[name]["generated"], make(config).generate(prompt, 2, temperature=0))
-
-
-def test_the_modules_learn_in_bf16(results):
-    assert results["bf16"][-1] < 0.9 * results["bf16"][0]
 
 
 def test_generation_leaves_no_old_weights_behind(results):

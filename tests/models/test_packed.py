@@ -130,29 +130,6 @@ def test_documents_shorter_than_what_is_predicted() -> None:
     assert max(found.values()) <= 1e-5, max(found.items(), key=lambda item: item[1])
 
 
-@pytest.mark.parametrize("what", ["attention", "shift", "balance"])
-def test_each_part_matters(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part that does not know the documents is found."""
-    from moecore.attention import sequence
-    from moecore.models import layers
-    from moecore.moe import micro_batch
-
-    config = with_balance(CONFIGS["grouped, tied, dense, 1"], PER_DOCUMENT)
-    batch, model = Packed(config, [5, 11, 8]), make(config)
-    if what == "attention":
-        attend = layers.attend
-        monkeypatch.setattr(
-            layers, "attend", lambda q, k, v, _, **kw: attend(q, k, v, sequence.Sequence(), **kw)
-        )
-    elif what == "shift":
-        monkeypatch.setattr(
-            sequence.Sequence, "shift_tokens", lambda self, x, *how: sequence.shift_rows(x, *how)
-        )
-    else:
-        monkeypatch.setattr(micro_batch.MicroBatch, "find_sequences", lambda self, _: (1, None))
-    assert max(errors(model, batch).values()) > 1e-3
-
-
 def test_angles_restart_with_each_document() -> None:
     """Scores only know the distance, so that no loss above depends on it."""
     model = make(CONFIGS["latent, 1"])
@@ -163,17 +140,6 @@ def test_angles_restart_with_each_document() -> None:
     places = [0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1, 2]
     assert torch.equal(packed.cos_Td, rows.cos_Td[places])
     assert torch.equal(packed.sin_Td, rows.sin_Td[places])
-
-
-def test_rows_of_one_document_each_are_the_same_batch() -> None:
-    config = with_balance(CONFIGS["latent, 1"], replace(PER_DOCUMENT, micro_batch_coef=0.1))
-    batch = Packed(config, [8, 8, 8], rows=3)
-    grads = []
-    for model, options in ((make(config), batch.options), (make(config), {})):
-        loss = model(batch.tokens, batch.labels, **options)
-        loss.backward()
-        grads.append([loss.detach(), *(p.grad for p in model.parameters())])
-    torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-6)
 
 
 def test_padding_reaches_no_expert() -> None:

@@ -34,19 +34,6 @@ def test_rotary_table_survives_mixed_precision_casts():
     assert kept.positions_BT is positions
 
 
-def test_positions_of_every_token():
-    """Documents of 2 and 4 tokens in two rows of 3: each token turns by its own position."""
-    positions = torch.tensor([[0, 1, 0], [1, 2, 3]])
-    x = torch.randn(2, 3, 2, 4)
-    table = RotaryTable(positions, FREQUENCIES)
-    for verb in ("rotate", "rotate_pairs"):
-        want = [
-            getattr(RotaryTable(torch.arange(len(part)), FREQUENCIES), verb)(part[None])[0]
-            for part in x.flatten(0, 1).split([2, 4])
-        ]
-        assert torch.equal(getattr(table, verb)(x).flatten(0, 1), torch.cat(want))
-
-
 def test_neighbouring_pairs_by_hand():
     # The same angles for the pairs (0, 1) and (2, 3); firsts come back before seconds.
     table = RotaryTable(torch.arange(3), FREQUENCIES)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from moecore import (
     ContextOptions,
-    MoEConfig,
     ParallelConfig,
     PipelineConfig,
     TrainStep,
@@ -28,25 +27,17 @@ from moecore import (
 )
 from moecore.base.failures import RankError
 from moecore.base.rank_checks import gather_objects
-from moecore.models import Decoder, DecoderConfig
+from moecore.models import Decoder
 from moecore.parallel.arguments import ADVICE
 from tests.helpers.grids import asked_for
 from tests.helpers.ranks import run_ranks
+from tests.parallel.small_decoder import small_decoder
 
 pytestmark = pytest.mark.slow
 
 WORLD, ROWS, LENGTH = 4, 2, 8
 ODD = 1  # the rank that is given something else
-CONFIG = DecoderConfig(
-    vocab_size=60,
-    dim=16,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=8,
-    max_seq_len=4 * LENGTH,
-    moe=MoEConfig(dim=16, hidden_dim=8, num_experts=4, top_k=2),
-)
+CONFIG = small_decoder(16, 8, vocab_size=60, num_heads=2, max_seq_len=4 * LENGTH)
 # Ranks 0 and 1 share rows, and so do 2 and 3; with stages 0 and 2 as well, and 1 and 3.
 LAYOUTS: dict[str, tuple[ParallelConfig, dict[str, Any], dict[str, Any]]] = {
     "tp": (ParallelConfig(tp=2), {}, {}),

@@ -7,25 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from moecore import MoEConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.base.rank_checks import gather_objects
-from moecore.models import Decoder, DecoderConfig
+from moecore.models import Decoder
 from moecore.train import AdamW
 from tests.helpers.ranks import run_ranks
 from tests.helpers.waits import launched
+from tests.parallel.small_decoder import small_decoder
 
 pytestmark = pytest.mark.gpu
 
-CONFIG = DecoderConfig(
-    vocab_size=128,
-    dim=256,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=64,
-    max_seq_len=128,
-    moe=MoEConfig(dim=256, hidden_dim=384, num_experts=8, top_k=2),
-)
+CONFIG = small_decoder(256, 384, vocab_size=128, head_dim=64, max_seq_len=128, experts=8)
 MOST = 20  # forwards after which the host has seen the difference
 
 

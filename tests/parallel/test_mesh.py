@@ -167,21 +167,6 @@ def test_random_foldings_match_the_brute_force_table(chunk: int) -> None:
             check(p, rank, world)
 
 
-@pytest.mark.parametrize("rank", [0, 1023, 2047])
-def test_largest_world(rank: int) -> None:
-    check(ParallelConfig(pp=4, dp_replicate=2, cp=2, tp=8, ep=32, etp=2), rank, MAX_WORLD)
-
-
-def test_every_rank_of_one_folding_and_the_groups_partition_the_world() -> None:
-    p = ParallelConfig(pp=2, dp_replicate=1, dp_shard=3, cp=2, tp=2, edp_shard=2, ep=3, etp=2)
-    data_ranks = []
-    for rank in range(24):
-        with fake_world(rank, 24):
-            data_ranks.append(build_meshes(p, "cpu").data_rank)
-        check(p, rank, 24)
-    assert data_ranks == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2] * 2
-
-
 def test_invalid_foldings_raise_before_any_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*args: object, **kwargs: object) -> None:
         raise AssertionError("a group was made")

@@ -40,7 +40,7 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim, dtype=dtype))
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Look up token embeddings; return x_BTD, under tp this rank's slice of each sequence."""
+        """Return the embeddings of the tokens, under tp of this rank's slice of each sequence."""
         weight_vD = get_local_param(self.weight)
         if self.tp is None:
             return F.embedding(tokens_BT, weight_vD)
@@ -78,10 +78,10 @@ class Backbone(nn.Module):
         hidden: Tensor | None = None,
         stage: Stage | None = None,
     ) -> Tensor:
-        """Run a stage's blocks on this rank's tokens, and after the last block the final norm.
+        """Run a stage's blocks, and the final norm after the last block, on this rank's tokens.
 
-        In a pipeline stage without the embedding, `hidden` is the input instead of `tokens_BT`.
-        `stage` None = all blocks. `sequence` None = each row of tokens is one document.
+        In a stage without the embedding, `hidden` is the input instead of `tokens_BT`. `stage` None
+        = all blocks. `sequence` None = each row of tokens is one document.
         """
         stage = self.full_stage if stage is None else stage
         if sequence is None:
@@ -102,10 +102,8 @@ class Backbone(nn.Module):
     ) -> Sequence:
         """Build the record that blocks read: document bounds, padding mask and rotary table.
 
-        `tokens_BT` and the bool mask (True = padding) have full rows, of which the record has this
-        rank's tokens. `cu_seqlens`, int32 [n + 1], bounds packed documents of at most `max_seqlen`
-        tokens, None = each row is a document. `cp` None = the mesh's. Raises ValueError for
-        documents longer than `max_seq_len`.
+        The arguments are those of `Decoder.forward`, with full rows. The record has only this
+        rank's tokens. Raises a ValueError for documents that are longer than `max_seq_len`.
         """
         ranks = self.select_cp_ranks(cp)
         (B, T), device = tokens_BT.shape, tokens_BT.device
@@ -133,10 +131,8 @@ class Backbone(nn.Module):
             if cu_seqlens is not None:
                 check_documents(cu_seqlens, ranks.size)
             local_tokens = LocalTokens(ranks, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
-            sequence = replace(sequence, local_tokens=local_tokens)
-            positions = local_tokens.slice_local(positions.view(-1, T)).view(
-                *positions.shape[:-1], -1
-            )
+            sequence, shape = replace(sequence, local_tokens=local_tokens), positions.shape[:-1]
+            positions = local_tokens.slice_local(positions.view(-1, T)).view(*shape, -1)
         if padding_mask_BT is not None:
             padding_mask_BT = self.slice_local_tokens(padding_mask_BT, sequence)
         if self.config.hash_layers:
@@ -146,7 +142,7 @@ class Backbone(nn.Module):
 
     @property
     def can_cache(self) -> bool:
-        """Whether all layers can use a `KVCache`: attention to all keys, not compiled, no cp."""
+        """Whether all layers can use a `KVCache`: eager attention to all keys, without cp."""
         mla = self.config.mla
         if self.cp is not None or self.context_groups or (mla and mla.sparse is not None):
             return False
@@ -155,7 +151,7 @@ class Backbone(nn.Module):
         return not is_compiled and all(block.mixer != "linear" for block in blocks)
 
     def select_cp_ranks(self, cp: int | None) -> ContextParallel | None:
-        """Return the group of a forward over `cp` ranks (None = the mesh's), or None without cp."""
+        """Return the group of a forward with argument `cp`, or None without context parallelism."""
         return select_cp_ranks(cp, self.cp, self.context_groups)
 
     def embed(self, tokens_BT: Tensor, sequence: Sequence) -> Tensor:

@@ -58,10 +58,7 @@ class Block(nn.Module):
             self.mlp = MoELayer(_select_moe_config(config, layer_idx), dtype=dtype, runs=runs)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Return this rank's residual stream x_BTD after the layer. Experts skip padding.
-
-        `sequence` has the forward's document bounds, padding mask and rotary table.
-        """
+        """Return this rank's residual stream x_BTD after the layer, with bounds of `sequence`."""
         if self.mixer is not None:
             x_BTD = self.attend(x_BTD, sequence)
         if self.feedforward is None:
@@ -146,12 +143,9 @@ class MTPLayer(nn.Module):
     def forward(self, h_BTD: Tensor, e_BTD: Tensor, sequence: Sequence) -> Tensor:
         """Return the normed h_k of this rank's tokens.
 
-        Args:
-            h_BTD: h_(k-1), normed.
-            e_BTD: embeddings of the tokens k positions later.
-            sequence: its padding mask also covers the tokens without a target.
+        `h_BTD` is the normed h_(k-1), and `e_BTD` has the embeddings of the tokens k positions
+        later. The padding mask of `sequence` also covers the tokens without a target.
         """
-        # The sequence's padding has the tokens without a target.
         eh_BTD = torch.cat((self.enorm(e_BTD), self.hnorm(h_BTD)), dim=-1)
         h_BTD = self.block(self.eh_proj(eh_BTD), sequence)
         normed_BTD: Tensor = self.norm(h_BTD)

@@ -59,6 +59,7 @@ class YarnConfig(CheckedRecord):
     truncate: bool = True
 
     def _rules(self) -> Rules:
+        """Yield the field and the error text of each broken rule."""
         if self.beta_slow > self.beta_fast:
             yield "beta_slow", f"be <= beta_fast ({self.beta_fast!r}): keep 1 and 32 if unsure"
 
@@ -73,6 +74,7 @@ class YarnConfig(CheckedRecord):
         return self._compute_mscale(self.mscale_all_dim) ** 2
 
     def _compute_mscale(self, mscale: float) -> float:
+        """Return YaRN's scale of cos and sin for `factor`."""
         return 0.1 * mscale * math.log(self.factor) + 1.0
 
 
@@ -122,6 +124,7 @@ class MLAConfig(CheckedRecord):
     sparse: SparseKeysConfig | None = None
 
     def _rules(self) -> Rules:
+        """Yield the field and the error text of each broken rule."""
         if self.qk_rope_head_dim % 2:
             yield "qk_rope_head_dim", "be even, because rotary embedding turns pairs: use even dims"
         if self.sparse is not None and not self.q_lora_rank:
@@ -163,6 +166,7 @@ class LinearAttentionConfig(CheckedRecord):
     conv_size: Count = 4
 
     def _rules(self) -> Rules:
+        """Yield the field and the error text of each broken rule."""
         if self.num_v_heads % self.num_k_heads:
             yield "num_k_heads", f"divide num_v_heads ({self.num_v_heads}): choose a divisor"
         for name in ("head_k_dim", "head_v_dim"):
@@ -294,6 +298,7 @@ class DecoderConfig(CheckedRecord):
     ce_chunk_tokens: Count = 2048
 
     def _rules(self) -> Rules:
+        """Yield the field and the error text of each broken rule."""
         if self.pattern:
             yield from self._pattern_rules()
         yield from self._attention_rules()
@@ -310,12 +315,11 @@ class DecoderConfig(CheckedRecord):
             yield "hash_layers", f"be < the number of MoE layers ({self.num_moe_layers}): lower it"
 
     def _pattern_rules(self) -> Rules:
+        """Yield (field, error text) of each broken rule of a config with a pattern."""
         letters = "".join((*MIXERS, *FEEDFORWARDS))
         if set(self.pattern) - set(letters) or len(self.pattern) != self.num_layers:
-            yield (
-                "pattern",
-                f"have one of {letters!r} for each of num_layers ({self.num_layers}): correct it",
-            )
+            number = f"each of num_layers ({self.num_layers})"
+            yield "pattern", f"have one of {letters!r} for {number}: correct it"
         for name in ("linear_layers", "dense_layers"):
             if value := getattr(self, name):
                 yield name, f"be {type(value)()} with pattern, which names them: drop it"
@@ -325,6 +329,7 @@ class DecoderConfig(CheckedRecord):
             yield "num_mtp_layers", "be 0 with pattern, whose last layer is half a block: drop it"
 
     def _attention_rules(self) -> Rules:
+        """Yield (field, error text) of each broken rule of heads, rotary embedding and windows."""
         if self.num_heads % self.num_kv_heads:
             yield "num_kv_heads", f"divide num_heads ({self.num_heads}): choose a divisor"
         if self.head_dim % 2:
@@ -339,31 +344,21 @@ class DecoderConfig(CheckedRecord):
             yield from self._yarn_rules("yarn", self.yarn)
 
     def _yarn_rules(self, name: str, yarn: YarnConfig) -> Rules:
+        """Yield (field, error text) of each broken rule of `yarn`, the value of field `name`."""
         if self.rope_theta is None or self.rope_theta <= 1:
-            yield (
-                "rope_theta",
-                f"be > 1 with {name}, which tells fast frequencies from slow ones: keep 10000.0 "
-                "if unsure",
-            )
+            yield "rope_theta", f"be > 1 with {name}, which scales frequencies: keep 10000.0"
         if self.max_seq_len > yarn.factor * yarn.original_max_seq_len:
-            yield (
-                "max_seq_len",
-                f"be <= {name}.factor * {name}.original_max_seq_len "
-                f"({yarn.factor} * {yarn.original_max_seq_len}): raise the factor or lower it",
-            )
+            limit = f"{name}.factor * {name}.original_max_seq_len"
+            value = f"({yarn.factor} * {yarn.original_max_seq_len})"
+            yield "max_seq_len", f"be <= {limit} {value}: raise the factor or lower it"
 
     def _mla_rules(self, mla: MLAConfig) -> Rules:
+        """Yield (field, error text) of each field that does not go with latent attention."""
         if self.num_kv_heads != self.num_heads:
-            yield (
-                "num_kv_heads",
-                f"equal num_heads ({self.num_heads}) with mla, where every head has keys of its "
-                "own: set it so",
-            )
+            yield "num_kv_heads", f"equal num_heads ({self.num_heads}) with mla: set it so"
         if self.head_dim != mla.qk_head_dim:
-            yield (
-                "head_dim",
-                f"equal mla.qk_nope_head_dim + mla.qk_rope_head_dim ({mla.qk_head_dim}): set it so",
-            )
+            total = f"mla.qk_nope_head_dim + mla.qk_rope_head_dim ({mla.qk_head_dim})"
+            yield "head_dim", f"equal {total}: set it so"
         if self.qk_norm is not None:
             yield "qk_norm", "be None with mla, which norms the latents: drop qk_norm"
         if self.attention_bias is not None:
@@ -384,76 +379,48 @@ class DecoderConfig(CheckedRecord):
             yield from self._yarn_rules("mla.yarn", mla.yarn)
 
     def _mtp_rules(self) -> Rules:
+        """Yield (field, error text) of each broken rule of multi-token prediction."""
+        modules = f"num_mtp_layers ({self.num_mtp_layers})"
         if bool(self.mtp_loss_coef) != bool(self.num_mtp_layers):
-            yield (
-                "mtp_loss_coef",
-                f"be > 0 with num_mtp_layers ({self.num_mtp_layers}) > 0 and 0 without: "
-                "DeepSeek-V3 uses 0.3, later 0.1",
-            )
+            yield "mtp_loss_coef", f"be > 0 with {modules} > 0 and 0 without: set it to 0.3 or 0"
         if self.mtp_detached and not self.num_mtp_layers:
             yield "mtp_detached", "be False with num_mtp_layers (0), which has no losses: drop it"
         if self.mtp_repeats > 1 and self.num_mtp_layers != 1:
-            modules = f"num_mtp_layers ({self.num_mtp_layers})"
-            yield (
-                "mtp_repeats",
-                f"be 1 with {modules}, because it repeats one module: set that to 1",
-            )
+            yield "mtp_repeats", f"be 1 with {modules}, because it repeats one module: use 1 module"
         if self.num_predictions >= self.max_seq_len:
-            yield (
-                "num_mtp_layers" if self.mtp_repeats == 1 else "mtp_repeats",
-                f"be < max_seq_len ({self.max_seq_len}), or no token so far ahead is a target: "
-                "lower it",
-            )
+            name = "num_mtp_layers" if self.mtp_repeats == 1 else "mtp_repeats"
+            yield name, f"be < max_seq_len ({self.max_seq_len}), or there is no target: lower it"
 
     def _layer_rules(self) -> Rules:
-        dense = self.dense_layers
-        if self.moe is None and dense:
-            yield (
-                "dense_layers",
-                "be () with moe (None), where every layer is dense: drop it or give moe",
-            )
-        if list(dense) != sorted(set(dense)):
-            yield "dense_layers", "rise without repeats: sort it"
-        if dense and dense[-1] >= self.num_layers:
-            yield "dense_layers", f"lie in [0, num_layers ({self.num_layers})): drop the others"
+        """Yield (field, error text) of each broken rule of dense and MoE layers."""
+        if self.moe is None and self.dense_layers:
+            yield "dense_layers", "be () with moe (None), where all layers are dense: drop it"
+        yield from self._index_rules("dense_layers", self.dense_layers)
         if self.moe is not None and not self.num_moe_layers:
-            yield (
-                "dense_layers",
-                f"leave a layer of num_layers ({self.num_layers}) to moe: shorten it or set "
-                "moe=None",
-            )
+            layers = f"num_layers ({self.num_layers})"
+            yield "dense_layers", f"leave a layer of {layers} to moe: shorten it or set moe=None"
         if self.num_dense_layers and not self.mlp_hidden_dim:
-            yield (
-                "mlp_hidden_dim",
-                f"be >= 1 with {self.num_dense_layers} dense layers (dense_layers, or all with moe "
-                "None): set it",
-            )
+            yield "mlp_hidden_dim", f"be >= 1 with {self.num_dense_layers} dense layers: set it"
         if not self.num_dense_layers and self.mlp_hidden_dim:
-            yield (
-                "mlp_hidden_dim",
-                "be 0 with dense_layers (()), where no layer reads it: drop it or name dense "
-                "layers",
-            )
+            yield "mlp_hidden_dim", "be 0 with dense_layers (()), where no layer reads it: drop it"
+
+    def _index_rules(self, name: str, indices: tuple[int, ...]) -> Rules:
+        """Yield (field, error text) if layer `indices`, the value of field `name`, are wrong."""
+        if list(indices) != sorted(set(indices)):
+            yield name, "rise without repeats: sort it"
+        if indices and indices[-1] >= self.num_layers:
+            yield name, f"lie in [0, num_layers ({self.num_layers})): drop the others"
 
     def _linear_rules(self) -> Rules:
-        linear = self.linear_layers
-        if list(linear) != sorted(set(linear)):
-            yield "linear_layers", "rise without repeats: sort it"
-        if linear and linear[-1] >= self.num_layers:
-            yield (
-                "linear_layers",
-                f"lie in [0, num_layers ({self.num_layers})): drop the others",
-            )
+        """Yield (field, error text) of each broken rule of linear attention."""
+        yield from self._index_rules("linear_layers", self.linear_layers)
         mixers = [self.mixer_of(i) for i in range(self.num_layers)]
         name = "pattern" if self.pattern else "linear_layers"
         if "attention" not in mixers:
             yield name, f"leave a layer of num_layers ({self.num_layers}) to attention: change it"
         if ("linear" in mixers) != (self.linear_attention is not None):
-            letters = " ('M')" if self.pattern else ""
-            yield (
-                name,
-                f"name layers{letters} with linear_attention and none without: give both or none",
-            )
+            layers = "layers ('M')" if self.pattern else "layers"
+            yield name, f"name {layers} with linear_attention and none without: give both or none"
 
     @property
     def num_predictions(self) -> int:
@@ -471,21 +438,21 @@ class DecoderConfig(CheckedRecord):
         return sum(self.feedforward_of(i) == "moe" for i in range(self.num_layers))
 
     def window_of(self, layer_idx: int) -> int | None:
-        """Return a layer's sliding window in keys, the own key included. None = full causal."""
+        """Return a layer's sliding window in keys, its own key included; None = full causal."""
         return self.windows[layer_idx % len(self.windows)] or None if self.windows else None
 
     def mixer_of(self, layer_idx: int) -> Mixer | None:
-        """Return "attention" or "linear" for a layer, None = the layer has no attention."""
+        """Return "attention" or "linear" for a layer; None = the layer has no attention."""
         if self.pattern:
             return MIXERS.get(self.pattern[layer_idx])
         return "linear" if layer_idx in self.linear_layers else "attention"
 
     def feedforward_of(self, layer_idx: int) -> Feedforward | None:
-        """Return "dense" or "moe" for a layer, None = the layer has no feed-forward."""
+        """Return "dense" or "moe" for a layer; None = the layer has no feed-forward."""
         if self.pattern:
             return FEEDFORWARDS.get(self.pattern[layer_idx])
         return "dense" if self.moe is None or layer_idx in self.dense_layers else "moe"
 
     def is_dense(self, layer_idx: int) -> bool:
-        """Whether this layer has a plain MLP."""
+        """Whether layer `layer_idx` has a plain MLP."""
         return self.feedforward_of(layer_idx) == "dense"

@@ -113,20 +113,17 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: Seed = 0, *, embedding_std: Positive = INIT_STD) -> None:
-        """Initialise every parameter and buffer. No communication.
+        """Initialise every parameter and buffer; values do not depend on the parallel layout.
 
-        The values do not depend on the parallel layout. Matrices and sinks are N(0, 0.02^2), norms
-        multiply by 1, biases are 0. As in GPT-2, matrices whose output is added to the residual
-        stream are divided by sqrt(n). n is 2 * num_layers, or the length of a pattern. Linear
-        attention has its own `LinearAttention.init_weights`.
+        Matrices and sinks are N(0, 0.02^2), norms multiply by 1, biases are 0. As in GPT-2, a
+        matrix whose output is added to the residual stream is divided by sqrt(n). n is 2 *
+        num_layers, or the length of a pattern. Linear attention has its own
+        `LinearAttention.init_weights`. No communication.
 
         Args:
             seed: seed of all values.
             embedding_std: standard deviation of the token embeddings. With 1, embeddings are larger
                 than the layers' outputs, so routers distinguish tokens from the first step on.
-
-        Raises:
-            ValueError: for an argument out of its range.
         """
         check_arguments(Decoder.init_weights, locals())
         halves = self.config.num_layers * (1 if self.config.pattern else 2)
@@ -158,25 +155,22 @@ class Decoder(nn.Module):
                     init_normal_(module.sinks, std=INIT_STD, key=f"{key}.sinks", seed=seed)
 
     def apply_tensor_parallel(self, tp_mesh: DeviceMesh) -> Decoder:
-        """Shard the dense parameters over tp in place, and return self.
+        """Shard the dense parameters over the 1-D mesh `tp_mesh` in place, and return self.
 
-        Later forwards use sequence parallelism: each rank's hidden states are of its own tokens.
-        Call this before `parallelize_moe`, on a meta model or with identical values on every rank.
-        Routed experts are unchanged: `parallelize_moe` shards them over the expert mesh.
-
-        The mesh has one dim. With one tp rank the model is unchanged.
+        Later forwards use sequence parallelism: each rank has the hidden states of its tokens. Call
+        this before `parallelize_moe`, on a meta model or with identical values on every rank.
+        Routed experts do not change. With one tp rank the model does not change.
 
         Raises:
-            ValueError: if tp does not divide heads or hidden dims, or if parameters are sharded
-                already.
+            ValueError: if tp does not divide heads or hidden dims, or if parameters are sharded.
         """
         apply_tensor_parallel(self, self.config, tp_mesh)
         return self
 
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
-        """Return `options` with the method of context-parallel attention chosen for this model.
+        """Return `options` with a method of context-parallel attention that the heads allow.
 
-        See `ContextOptions.resolve`. `cp` and `tp` are numbers of ranks. May raise ValueError.
+        `cp` and `tp` are numbers of ranks. Raises a ValueError if no method is possible.
         """
         heads = self.config.num_heads // tp, self.config.num_kv_heads // tp
         mla = self.config.mla
@@ -189,17 +183,11 @@ class Decoder(nn.Module):
         return context
 
     def apply_context_parallel(self, cp: ContextParallel) -> None:
-        """Shard the tokens of each row over the cp ranks in later forwards.
-
-        `parallelize_moe` calls this method.
-        """
+        """Shard the tokens of each row over the cp ranks in later forwards."""
         self.model.cp = cp
 
     def apply_context_groups(self, groups: Mapping[int, ContextParallel]) -> None:
-        """Register groups by their number of ranks, which a forward's `cp` argument selects.
-
-        `parallelize_moe` calls this method.
-        """
+        """Set {number of ranks: group}, from which the `cp` argument of a forward selects."""
         self.model.context_groups = groups
 
     def forward(
@@ -292,7 +280,7 @@ class Decoder(nn.Module):
         sequence: Sequence,
         log_prob_loss: LogProbLoss | None,
     ) -> Tensor:
-        """Run head and MTP on normed `states`. Return loss, logits or the next stage's input."""
+        """Run head and MTP on normed `states`; return loss, logits or the next stage's input."""
         if stage.loss:
             args = (states[0], labels_BT, num_tokens, self._tied_weight, sequence)
             out = self.lm_head(*args, log_prob_loss)
@@ -316,8 +304,10 @@ class Decoder(nn.Module):
         padding_mask_BT: Tensor | None,
         sequence: Sequence,
     ) -> list[Tensor]:
-        """Run the stage's MTP modules, which append to `states`. Return losses, [] without head."""
-        # `states` are h_0, h_1, ..; modules append theirs. Tokens, labels and mask have full rows.
+        """Run the stage's MTP modules, which append h_k to `states`; return the head's losses.
+
+        Tokens, labels and mask have full rows. Without the head the list of losses is empty.
+        """
         if padding_mask_BT is None:
             padding_mask_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
         losses, is_detached = [], self.config.mtp_detached
@@ -352,18 +342,17 @@ class Decoder(nn.Module):
         )
 
     def hidden_shape(self, stage: Stage, inputs: Mapping[str, Any]) -> tuple[int, ...]:
-        """Return the shape of a stage's input hidden states on this rank. No communication.
+        """Return the shape of a stage's input hidden states on this rank, for forward's `inputs`.
 
-        The shape is [B, t, D] before the final norm, with t = T / (cp * tp). After the norm it is
-        [1 + k, B, t, D] after k multi-token predictions. `inputs` has forward's arguments by name.
+        The shape is [B, t, D] before the final norm, with t = T / (cp * tp), and [1 + k, B, t, D]
+        after the norm and k multi-token predictions. No communication.
         """
-        num_states = self._count_input_states(
-            stage, predicts=self._runs_mtp(inputs.get("labels_BT"))
-        )
+        predicts = self._runs_mtp(inputs.get("labels_BT"))
+        num_states = self._count_input_states(stage, predicts=predicts)
         return self._compute_hidden_shape(num_states, inputs["tokens_BT"], inputs.get("cp"))
 
     def check_inputs(self, inputs: Mapping[str, Any]) -> None:
-        """Raise ValueError if pipeline stages cannot run `inputs`, forward's arguments by name."""
+        """Raise a ValueError if pipeline stages cannot run forward's arguments `inputs`."""
         require_arguments(inputs, "tokens_BT", "labels_BT or log_prob_loss")
         names = ("tokens_BT", "labels_BT", "padding_mask_BT", "log_prob_loss")
         self._check_shapes(*(inputs.get(name) for name in names))  # type: ignore[arg-type]
@@ -371,7 +360,7 @@ class Decoder(nn.Module):
     def _compute_hidden_shape(
         self, num_states: int, tokens_BT: Tensor, cp: int | None
     ) -> tuple[int, ...]:
-        """Return this rank's shape of `num_states` stacked states. 0 = one residual stream."""
+        """Return the shape of `num_states` stacked states on this rank; 0 = one residual stream."""
         B, T = tokens_BT.shape
         ranks, tp = self.model.select_cp_ranks(cp), self.model.tp
         num_ranks = (1 if ranks is None else ranks.size) * (1 if tp is None else tp.size)
@@ -383,16 +372,18 @@ class Decoder(nn.Module):
         return labels_BT is not None and self.training and len(self.mtp) > 0
 
     def _count_input_states(self, stage: Stage, *, predicts: bool) -> int:
-        """Count normed states in a stage's input, with MTP if `predicts`. 0 = a residual stream."""
-        modules_before = len(self.mtp) if stage.loss else 0
-        if stage.mtp:
-            modules_before = stage.mtp[0]
-        if modules_before == 0:
-            return 0
-        return 1 + modules_before * self.config.mtp_repeats if predicts else 1
+        """Return the number of normed states in a stage's input; 0 = a residual stream.
+
+        `predicts` = multi-token prediction runs.
+        """
+        modules_before = stage.mtp[0] if stage.mtp else len(self.mtp) if stage.loss else 0
+        if not (modules_before and predicts):
+            return min(modules_before, 1)
+        return 1 + modules_before * self.config.mtp_repeats
 
     @property
     def _tied_weight(self) -> Tensor | None:
+        """The embedding table if the head uses it, otherwise None."""
         return self.model.embed_tokens.weight if self.config.tie_embeddings else None
 
     @torch.no_grad()
@@ -407,9 +398,9 @@ class Decoder(nn.Module):
         """Return the prompt followed by sampled tokens.
 
         Under FSDP, EP, CP or TP every rank passes the same tokens and a generator of the same
-        seed. Attention layers keep keys and values, so a new token costs a forward of one token.
-        Under cp, and for linear and sparse attention, compiled layers and sequences that are longer
-        than `max_seq_len`, each new token costs a full forward.
+        seed. Attention caches keys and values, so a new token costs a forward of one token. It
+        costs a full forward under cp, for linear and sparse attention, for compiled layers, and for
+        sequences that are longer than `max_seq_len`.
 
         Args:
             tokens_BT: the prompt, int64, at least one token.
@@ -433,7 +424,7 @@ class Decoder(nn.Module):
         return tokens_BT
 
     def _compute_last_logits(self, window_BT: Tensor, cache: KVCache | None) -> Tensor:
-        """Return the last token's logits [B, V]; pads the window's T tokens for cp and tp."""
+        """Pad the window's T tokens for cp and tp, and return the last token's logits [B, V]."""
         T, tp, cp = window_BT.shape[1], self.model.tp, self.model.cp
         multiple = (1 if tp is None else tp.size) * (1 if cp is None else 2 * cp.size)
         padding = -T % multiple
@@ -457,7 +448,7 @@ class Decoder(nn.Module):
         padding_mask_BT: Tensor | None,
         log_prob_loss: LogProbLoss | None,
     ) -> None:
-        """Raise ValueError for a wrong shape or dtype, or both labels and a `log_prob_loss`."""
+        """Raise a ValueError for a wrong shape or dtype, or labels with a `log_prob_loss`."""
         if tokens_BT.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"tokens ({tokens_BT.dtype}) must be ids: pass tokens.long()")
         if tokens_BT.ndim != 2:

@@ -45,8 +45,8 @@ class Head(nn.Module):
     ) -> Tensor:
         """Return the fp32 loss, divided by `num_tokens`, or without labels the logits [B, T, V].
 
-        Both are equal on all cp and tp ranks. Labels have full rows. `log_prob_loss` replaces the
-        cross-entropy and has its own labels. `is_detached` = the weight gets no gradient.
+        Labels have full rows. `log_prob_loss` replaces the cross-entropy and has its own labels.
+        `is_detached` = the weight gets no gradient. Results are equal on all cp and tp ranks.
         """
         weight = tied_weight if self.weight is None else self.weight
         assert weight is not None, "a tied head is called with the embedding table"
@@ -57,18 +57,13 @@ class Head(nn.Module):
         chunk_tokens = self.config.ce_chunk_tokens
         if log_prob_loss is not None:
             local_labels_BT = sequence.slice_local(log_prob_loss.labels_BT)
-            to_full_rows = partial(_gather_over_cp, sequence=sequence)
-            return log_prob_loss.compute_from_hidden(
-                x_BTD,
-                weight_VD,
-                local_labels_BT,
-                to_full_rows,
-                chunk_tokens=chunk_tokens,
-                group=group,
-            )
+            args = x_BTD, weight_VD, local_labels_BT, partial(_gather_over_cp, sequence=sequence)
+            return log_prob_loss.compute_from_hidden(*args, chunk_tokens=chunk_tokens, group=group)
         if labels_BT is None:
             logits_BTV = F.linear(x_BTD, weight_VD)
-            logits_BTV = logits_BTV if self.tp is None else self.tp.gather_columns(logits_BTV)
+            if self.tp is not None:
+                logits_BVT = self.tp.gather_replicated(logits_BTV.transpose(1, 2))
+                logits_BTV = logits_BVT.transpose(1, 2).contiguous()
             return _gather_over_cp(logits_BTV, sequence)
         local_labels_N = sequence.slice_local(labels_BT).flatten()
         loss = linear_cross_entropy(
@@ -85,6 +80,6 @@ class Head(nn.Module):
 
 
 def _gather_over_cp(x_BTX: Tensor, sequence: Sequence) -> Tensor:
-    """All-gather tokens over cp to full rows, which cp ranks replicate. Without cp unchanged."""
+    """All-gather tokens over cp to full rows, replicated over cp; without cp return x."""
     local_tokens = sequence.local_tokens
     return x_BTX if local_tokens is None else local_tokens.gather_replicated(x_BTX)

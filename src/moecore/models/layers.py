@@ -47,9 +47,7 @@ class RMSNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.eps = eps
-        self.over_tp = over_tp
-        self.zero_centered = zero_centered
+        self.eps, self.over_tp, self.zero_centered = eps, over_tp, zero_centered
         self.tp: TensorParallel | None = None
         self.weight = nn.Parameter(torch.empty(dim, dtype=dtype))
 
@@ -62,17 +60,9 @@ class RMSNorm(nn.Module):
         over_tp: bool = False,
         dtype: torch.dtype | None = None,
     ) -> RMSNorm:
-        """Return an RMSNorm with a decoder's epsilon and centering; `dim` None = the model dim.
-
-        `over_tp` = the normed dim, of global size `dim`, is sharded over tp.
-        """
-        return cls(
-            dim or config.dim,
-            config.norm_eps,
-            over_tp=over_tp,
-            zero_centered=config.zero_centered_norms,
-            dtype=dtype,
-        )
+        """Return an RMSNorm with a decoder's epsilon and centering; `dim` None = the model dim."""
+        zero_centered, dim = config.zero_centered_norms, dim or config.dim
+        return cls(dim, config.norm_eps, over_tp=over_tp, zero_centered=zero_centered, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x over its last dim and multiply by the weight, in the dtype of x."""
@@ -93,11 +83,10 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary embedding.
 
-    With `window` a token attends to at most that many keys, its own key included. None = all keys
-    under the causal mask. Sinks are
-    replicated over tp, and each rank reads the sinks of its heads. The output bias is added after
-    the reduce-scatter over tp, to this rank's tokens. With gates `q_proj` returns the query and
-    then the gate of each head; the gate has the head's output dims.
+    A token attends to at most `window` keys, its own key included; None = all keys under the causal
+    mask. Sinks are replicated over tp, and each rank reads the sinks of its heads. The output bias
+    is added after the reduce-scatter over tp. With gates `q_proj` returns each head's query,
+    followed by the head's gate.
 
     If `observe_scores` is not None, every forward calls it with the rotated queries and keys, the
     sequence and the scale.
@@ -106,11 +95,7 @@ class Attention(nn.Module):
     observe_scores: ScoreObserver | None = None
 
     def __init__(
-        self,
-        config: DecoderConfig,
-        window: int | None = None,
-        *,
-        dtype: torch.dtype | None = None,
+        self, config: DecoderConfig, window: int | None = None, *, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
         self.config = config
@@ -118,9 +103,8 @@ class Attention(nn.Module):
         self.tp: TensorParallel | None = None
         D, d = config.dim, config.head_dim
         q_dim, kv_dim = config.num_heads * d, config.num_kv_heads * d
-        column = partial(
-            Linear, D, tp_shard_dim=0, bias=config.attention_bias is not None, dtype=dtype
-        )
+        has_bias = config.attention_bias is not None
+        column = partial(Linear, D, tp_shard_dim=0, bias=has_bias, dtype=dtype)
         self.q_proj = column(q_dim * (1 + config.attention_gate))
         self.k_proj = column(kv_dim)
         self.v_proj = column(kv_dim)
@@ -157,12 +141,12 @@ class Attention(nn.Module):
         if gate_BTHd is not None:
             y_BTHd = y_BTHd * gate_BTHd.sigmoid()
         y_BTD = apply_row_linear(y_BTHd.flatten(2), self.o_proj, self.tp)
-        return (
-            y_BTD if self.o_bias is None else y_BTD + get_local_param(self.o_bias).to(y_BTD.dtype)
-        )
+        if self.o_bias is not None:
+            y_BTD = y_BTD + get_local_param(self.o_bias).to(y_BTD.dtype)
+        return y_BTD
 
     def _project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Project all T tokens to unrotated queries and keys, values, and gates (None if off)."""
+        """Project all T tokens; return unrotated queries and keys, values, and gates or None."""
         q, k, v = apply_column_linears(x_BTD, (self.q_proj, self.k_proj, self.v_proj), self.tp)
         gate_BTHd = None
         if self.config.attention_gate:
@@ -176,6 +160,7 @@ class Attention(nn.Module):
         return q_BTHd, k_BThd, self._split_heads(v), gate_BTHd
 
     def _split_heads(self, x: Tensor) -> Tensor:
+        """Split the last dim of x into heads: [..., H * d] -> [..., H, d]."""
         heads: Tensor = x.unflatten(-1, (-1, self.config.head_dim))
         return heads
 
@@ -193,11 +178,8 @@ class MLP(nn.Module):
         self.is_gated = config.mlp_activation != "relu2"
         self.limited: ActivationOptions | None = None
         if config.mlp_activation == "situ_glu":
-            self.limited = ActivationOptions(
-                kind="situ_glu",
-                limit=config.mlp_activation_limit,
-                up_limit=config.mlp_activation_up_limit,
-            )
+            limits = config.mlp_activation_limit, config.mlp_activation_up_limit
+            self.limited = ActivationOptions(kind="situ_glu", limit=limits[0], up_limit=limits[1])
         if self.is_gated:
             self.gate_proj = Linear(D, F_, tp_shard_dim=0, dtype=dtype)
         self.up_proj = Linear(D, F_, tp_shard_dim=0, dtype=dtype)
@@ -220,7 +202,7 @@ class MLP(nn.Module):
 
 
 def build_rotary_table(config: DecoderConfig, positions: Tensor) -> RotaryTable | None:
-    """Build cos and sin of positions [T] or [B, T], by RoPE or YaRN. None without `rope_theta`."""
+    """Return cos and sin of positions [T] or [B, T] by RoPE or YaRN; None without `rope_theta`."""
     if config.rope_theta is None:
         return None
     mla = config.mla
@@ -237,10 +219,10 @@ def build_rotary_table(config: DecoderConfig, positions: Tensor) -> RotaryTable 
 def _compute_yarn_factors(
     head_dim: int, theta: float, yarn: YarnConfig, device: torch.device
 ) -> Tensor:
-    """Return fp32 [d / 2], the factor on each frequency: 1 if it is fast, 1 / factor if slow."""
+    """Return fp32 [d / 2], the factor of each frequency: 1 if it is fast, 1 / factor if slow."""
     # Frequency i turns `original * theta^(-2i / d) / (2 pi)` times over the original length. The
-    # mix is linear in i, between the i that turns beta_fast times and the one that turns beta_slow
-    # times; truncated, the first is rounded down and the second up.
+    # factor is linear in i between the i that turns beta_fast times, rounded down if `truncate`,
+    # and the i that turns beta_slow times, rounded up if `truncate`.
 
     def find_index(turns: float) -> float:
         length = yarn.original_max_seq_len / (2 * math.pi * turns)

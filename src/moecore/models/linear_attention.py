@@ -73,9 +73,9 @@ class LinearAttention(nn.Module):
         self.A_log = nn.Parameter(torch.empty(self.num_v_heads, dtype=dtype))
 
     def apply_convolution(self, parts_BTC: Sizes[Tensor], sequence: Sequence) -> list[Tensor]:
-        """Apply the short convolution and silu to this rank's channels of all T tokens.
+        """Apply the short convolution and silu to each tensor of this rank's channels.
 
-        `parts_BTC` has one tensor per kind of channels, in the order of `sizes`, as the result has.
+        Input and result have one tensor per kind of channels, in the order of `sizes`.
         """
         bias = None if self.conv1d.bias is None else self._slice_channels(self.conv1d.bias)
         filters = self._slice_channels(self.conv1d.weight).squeeze(1), bias
@@ -87,11 +87,11 @@ class LinearAttention(nn.Module):
         return F.softplus(upcast(a_BTH) + self.slice_local_heads(self.dt_bias))
 
     def compute_decay_rates(self) -> Tensor:
-        """Return [H], the (negative) log of each head's decay per unit of time step, in fp32."""
+        """Return the negative log of each head's decay per unit of time step, fp32 [H]."""
         return -upcast(self.slice_local_heads(self.A_log)).exp()
 
     def slice_local_heads(self, param: nn.Parameter) -> Tensor:
-        """Return the values of this tp rank's heads from a replicated per-head parameter."""
+        """Return this tp rank's slice of a replicated parameter with a value per head."""
         full_param = get_local_param(param)
         return full_param if self.tp is None else full_param.chunk(self.tp.size)[self.tp.rank]
 
@@ -104,9 +104,9 @@ class LinearAttention(nn.Module):
         return torch.cat([part.chunk(self.tp.size)[self.tp.rank] for part in parts])
 
     def init_weights(self, *, key: str, seed: int) -> None:
-        """Draw filters as Conv1d does, and A_log so that decay rates are U(min_decay_rate, 16).
+        """Initialise filters as Conv1d does, decay rates with U(min_decay_rate, 16), steps with 1.
 
-        `dt_bias` becomes 1. The values depend only on `key`, `seed` and the parameter's name.
+        The values depend only on `key`, `seed` and the parameter's name.
         """
         bound = self.conv1d.weight.shape[-1] ** -0.5
         for name, param in self.conv1d.named_parameters():
@@ -118,7 +118,7 @@ class LinearAttention(nn.Module):
 
 
 def upcast(x: Tensor) -> Tensor:
-    """Convert x to fp32; fp64 is unchanged."""
+    """Return x in fp32, or unchanged if it is fp64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -180,24 +180,16 @@ class Mamba2(LinearAttention):
         parts = rows.unflatten(-1, (-1, sum(sizes))).split(sizes, dim=-1)
         z, *mixed, dt_BTH = (part.flatten(2) for part in parts)
         mixed = self.apply_convolution(mixed, sequence)
-        x_BTHv, B_BThk, C_BThk = (
-            part.unflatten(-1, (-1, d)) for part, d in zip(mixed, (v, k, k), strict=True)
-        )
+        dims = zip(mixed, (v, k, k), strict=True)
+        x_BTHv, B_BThk, C_BThk = (part.unflatten(-1, (-1, d)) for part, d in dims)
         steps_BTH = self.compute_steps(dt_BTH).clamp(min=self.min_step)
-        y_BTHv = scan_states(
-            x_BTHv,
-            steps_BTH,
-            self.compute_decay_rates(),
-            B_BThk,
-            C_BThk,
-            self.slice_local_heads(self.D),
-            sequence,
-        )
+        rates_H, skip_H = self.compute_decay_rates(), self.slice_local_heads(self.D)
+        y_BTHv = scan_states(x_BTHv, steps_BTH, rates_H, B_BThk, C_BThk, skip_H, sequence)
         y_BTC = self.norm(y_BTHv.flatten(2), z).to(x_BTD.dtype)
         return apply_row_linear(y_BTC, self.out_proj, self.tp)
 
     def init_weights(self, *, key: str, seed: int) -> None:
-        """Initialise filters as torch's Conv1d, the skip with 1, decays as exp(-step * U(1, 16)).
+        """Initialise as `LinearAttention` does, but with a skip of 1 and random time steps.
 
         The logarithm of the time step of a zero input is U(log MIN_STEP, log MAX_STEP).
         """
@@ -219,7 +211,7 @@ class GatedGroupNorm(RMSNorm):
         self.group_dim = dim // num_groups
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
-        """Return gated, normed x of this rank's heads, in the promoted dtype of x and weight."""
+        """Return the gated and normed x of this rank's heads, in the dtype of x times weight."""
         weight = get_local_param(self.weight)
         if self.tp is not None:
             weight = weight.chunk(self.tp.size)[self.tp.rank]

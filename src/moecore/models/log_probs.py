@@ -67,29 +67,22 @@ class LogProbLoss(CheckedRecord):
         chunk_tokens: int = 2048,
         group: dist.ProcessGroup | None = None,
     ) -> Tensor:
-        """Compute the loss from this rank's hidden states. The head is sharded over `group`.
+        """Return the loss of this rank's hidden states. The head is sharded over `group`.
 
         `labels_Bt` has the labels of this rank's tokens, -100 = none. `to_full_rows` gathers local
         tokens [B, t, X] to full rows [B, T, X].
         """
-        numbers = linear_log_probs(
-            hidden_BtD.flatten(0, 1),
-            weight_VD,
-            labels_Bt.flatten(),
-            temperature=self.temperature,
-            entropy=self.entropy,
-            chunk_tokens=chunk_tokens,
-            group=group,
-        )
+        options: Any = dict(temperature=self.temperature, entropy=self.entropy, group=group)
+        args = hidden_BtD.flatten(0, 1), weight_VD, labels_Bt.flatten()
+        numbers = linear_log_probs(*args, chunk_tokens=chunk_tokens, **options)
         return self._call_function(numbers, labels_Bt, to_full_rows)
 
     def compute_from_logits(
         self, logits_BtV: Tensor, labels_Bt: Tensor, to_full_rows: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Compute the loss from full-vocabulary logits, which a model may change after its head.
+        """Return the loss of full-vocabulary logits, which a model may change after its head.
 
-        `labels_Bt` has the labels of this rank's tokens, -100 = none. `to_full_rows` gathers local
-        tokens [B, t, X] to full rows [B, T, X].
+        `labels_Bt` and `to_full_rows` as in `compute_from_hidden`.
         """
         x_NV = logits_BtV.flatten(0, 1)
         x_NV = x_NV.to(torch.promote_types(x_NV.dtype, torch.float32)) / self.temperature
@@ -111,10 +104,7 @@ class LogProbLoss(CheckedRecord):
         labels_Bt: Tensor,
         to_full_rows: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Return `function` of `numbers`, gathered to full rows by `to_full_rows`.
-
-        `numbers` are log-probabilities and entropies (or None) of this rank's tokens, [N].
-        """
+        """Return `function` of the log-probabilities and entropies [N], gathered to full rows."""
         local_numbers = [x_N.view_as(labels_Bt) for x_N in numbers if x_N is not None]
         rows_BTX = to_full_rows(torch.stack(local_numbers, dim=-1))
         if rows_BTX.shape[:2] != self.labels_BT.shape:
@@ -236,7 +226,7 @@ class _LinearLogProbs(torch.autograd.Function):
 
 
 def _compute_logits(hidden_CD: Tensor, weight_VD: Tensor, temperature: float) -> Tensor:
-    """Return hidden @ weight^T / temperature of a chunk, [C, V] in fp32, or fp64 for fp64."""
+    """Return a chunk's logits hidden @ weight^T / temperature [C, V], fp32 or fp64."""
     dtype = torch.promote_types(hidden_CD.dtype, torch.float32)
     x_CV = multiply(hidden_CD, weight_VD.t(), dtype)
     return x_CV if temperature == 1.0 else x_CV.div_(temperature)
@@ -260,7 +250,7 @@ def _compute_logits_grad_(
     sums_C: Tensor,
     *numbers: Tensor,  # [C]: gradients of log p; or H, and gradients of log p and H
 ) -> tuple[Tensor, Tensor]:
-    """Return a chunk's gradient of logits in `dtype`, and a factor [C, 1] still to apply to it."""
+    """Return a chunk's gradient of logits without a factor per token, and the factors [C, 1]."""
     if len(numbers) == 1:
         return softmax_gradient_(x_CV, local_labels_C, highs_C, sums_C, dtype), -numbers[0][:, None]
     entropy_C1, d_log_probs_C1, d_entropy_C1 = (x_C[:, None] for x_C in numbers)

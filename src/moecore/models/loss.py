@@ -89,7 +89,7 @@ def linear_cross_entropy(
 
 
 def find_product_dtype(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> torch.dtype:
-    """Return the dtype of the head's matmuls. Raise ValueError for a wrong shape or dtype."""
+    """Return the dtype of the head's matmuls; ValueError for a wrong shape or dtype."""
     if labels_N.shape != hidden_ND.shape[:1]:
         raise ValueError(
             f"labels_N {tuple(labels_N.shape)} must have one label for each row of "
@@ -176,11 +176,11 @@ def _add_chunk_(
     first: bool,
     group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """Return the chunk's summed loss, write d_hidden, add to d_weight (overwrite if `first`).
+    """Return a chunk's summed loss; write d_hidden, and add to d_weight (write it if `first`).
 
     A gradient tensor that is None is not computed. `group` shards the vocabulary.
     """
-    # What is as large as the logits is gone when this returns, before the next chunk's are made.
+    # All tensors as large as the logits are freed on return, before the next chunk.
     want = d_hidden_CD is not None or d_weight_VD is not None
     logits_CV = products.compute_logits(hidden_CD)
     d_logits = None
@@ -216,19 +216,17 @@ class RowStatistics(NamedTuple):
 def combine_row_statistics(
     logits_CV: Tensor, labels_C: Tensor, group: dist.ProcessGroup | None
 ) -> RowStatistics:
-    """Return softmax statistics of logits [C, V] of one vocabulary shard. Collective over `group`.
+    """Return softmax statistics over the vocabulary, from this rank's logits [C, V]. Collective.
 
-    `labels_C` are global ids or -100. `group` None = the logits have the full vocabulary.
+    `labels_C` are global ids or -100. `group` None = this rank has all logits.
     """
-    V, rank, size = logits_CV.shape[1], 0, 1
-    if group is not None:
-        rank, size = group.rank(), group.size()
+    V = logits_CV.shape[1]
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
     counts_C = labels_C != IGNORE_INDEX
     exists_C = (labels_C >= 0) & (labels_C < V * size)
     local_labels_C = labels_C - V * rank
-    local_labels_C = local_labels_C.where((local_labels_C >= 0) & (local_labels_C < V), -1).where(
-        counts_C, IGNORE_INDEX
-    )
+    is_local_C = (local_labels_C >= 0) & (local_labels_C < V)
+    local_labels_C = local_labels_C.where(is_local_C, -1).where(counts_C, IGNORE_INDEX)
     statistics_C3 = row_statistics(logits_CV, local_labels_C)
     if group is not None:
         statistics_C3 = all_gather_rows(statistics_C3, group)

@@ -81,7 +81,7 @@ class Indexer(nn.Module):
 
 
 def make_key_choice(config: IndexerConfig | None, layer: nn.Module, top_k: int) -> KeyChoice:
-    """Return how `layer` selects keys: the `top_k` of its indexer, or all keys in its warm-up.
+    """Return how a layer selects keys: `top_k` keys by its indexer, or all keys in warm-up.
 
     If `config` is None, or in eval mode, the indexer is not trained.
     """
@@ -91,16 +91,15 @@ def make_key_choice(config: IndexerConfig | None, layer: nn.Module, top_k: int) 
 
 
 def compute_mean_divergence(divergence_BT: Tensor, sequence: Sequence) -> Tensor:
-    """Sum `divergence_BT` over this rank's tokens, divided by the tokens of all cp ranks, 0-dim.
+    """Return the sum of this rank's divergences, divided by the tokens of all cp ranks, 0-dim.
 
-    Padding counts in neither number. `divergence_BT` has the KL divergence of the indexer's choice
-    from attention for each token of this cp rank.
+    `divergence_BT` has each token's KL divergence of the indexer's choice from attention. Padding
+    counts in neither number.
     """
     mask_BT, local_tokens = sequence.padding_mask_BT, sequence.local_tokens
     if mask_BT is None:
-        return divergence_BT.sum() / (
-            divergence_BT.numel() * (1 if local_tokens is None else local_tokens.cp.size)
-        )
+        cp = 1 if local_tokens is None else local_tokens.cp.size
+        return divergence_BT.sum() / (divergence_BT.numel() * cp)
     number = (~mask_BT).sum()
     if local_tokens is not None:
         number = sum_value(number, local_tokens.cp.group)
@@ -149,7 +148,7 @@ class LatentAttention(nn.Module):
         return apply_row_linear(y_BTHv.flatten(2), self.o_proj, self.tp)
 
     def enable_indexer_training(self, config: IndexerConfig) -> None:
-        """Let later forwards in training mode train the indexer, by `config`'s stage and loss."""
+        """Train the indexer in later forwards in training mode, with the stage of `config`."""
         self.indexer_config, self.aux_loss = config, AuxLoss()
 
     @property
@@ -166,7 +165,7 @@ class LatentAttention(nn.Module):
         k_BTr: Tensor,
         sequence: Sequence,
     ) -> Tensor:
-        """Return y_BTHv over the selected keys; backward of y_BTHv adds the indexer's gradient."""
+        """Return the attention y_BTHv over selected keys; its backward also trains the indexer."""
         rotary, mla = sequence.rotary, self.mla
         assert rotary is not None and mla.sparse is not None
         choice = make_key_choice(self.indexer_config, self, mla.sparse.top_k)
@@ -189,7 +188,7 @@ class LatentAttention(nn.Module):
         return y_BTHv
 
     def _compute_latents(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute query latents (or x), key/value latents and unrotated shared keys for all T."""
+        """Return query latents (or x), key/value latents and unrotated shared keys for all T."""
         C, r = self.mla.kv_lora_rank, self.mla.qk_rope_head_dim
         q_BTQ = self.q_a_layernorm(self.q_a_proj(x_BTD)) if self.mla.q_lora_rank else x_BTD
         c_BTC, k_BTr = self.kv_a_proj_with_mqa(x_BTD).split((C, r), dim=-1)

@@ -114,11 +114,11 @@ def at_width(
     return replace(config, moe=moe, linear_attention=linear, **sizes)
 
 
-# Sizes are V, D and the number of layers; heads are H, h and the dim of a head.
 Triple = tuple[int, int, int]
 
 
 def _build_decoder(sizes: Triple, heads: Triple, moe: MoEConfig, **options: Any) -> DecoderConfig:
+    """Return a `DecoderConfig` with sizes (V, D, layers) and heads (H, h, dim of a head)."""
     names = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim")
     numbers: Any = dict(zip(names, (*sizes, *heads), strict=True))
     return DecoderConfig(**numbers, moe=moe, **options)
@@ -127,11 +127,13 @@ def _build_decoder(sizes: Triple, heads: Triple, moe: MoEConfig, **options: Any)
 def _build_moe(
     dim: int, hidden_dim: int, num_experts: int, top_k: int, **options: Any
 ) -> MoEConfig:
+    """Return a `MoEConfig` with these sizes; `top_k` experts per token."""
     sizes: Any = dict(dim=dim, hidden_dim=hidden_dim, num_experts=num_experts, top_k=top_k)
     return MoEConfig(**sizes, **options)
 
 
 def _make_balance(coef: float) -> dict[str, Any]:
+    """Return the argument `balance` of `MoEConfig` with the micro-batch loss `coef`."""
     return dict(balance=BalanceConfig(micro_batch_coef=coef))
 
 
@@ -142,9 +144,11 @@ _SIGMOID: Mapping[str, Any] = dict(
     balance=BalanceConfig(sequence_coef=1e-4, bias_update_rate=1e-3),
 )
 _V3_FACTOR: Any = dict(routed_scaling_factor=2.5)
+_CONFIGS: dict[str, DecoderConfig] = {}  # by preset name
 
 
 def _build_qwen3(dim: int, num_layers: int, num_heads: int, hidden_dim: int) -> DecoderConfig:
+    """Return the config of a Qwen3-MoE with these sizes; `hidden_dim` is that of an expert."""
     moe = _build_moe(dim, hidden_dim, 128, 8, normalize_weights=True, **_make_balance(0.001))
     return _build_decoder(
         (151_936, dim, num_layers),
@@ -157,7 +161,69 @@ def _build_qwen3(dim: int, num_layers: int, num_heads: int, hidden_dim: int) -> 
     )
 
 
-_MIXTRAL_8X7B = _build_decoder(
+_CONFIGS["qwen3-30b-a3b"] = _build_qwen3(2048, 48, 32, 768)
+_CONFIGS["qwen3-235b-a22b"] = _build_qwen3(4096, 94, 64, 1536)
+
+
+def _build_qwen3_next(
+    sizes: Triple, heads: Triple, moe: MoEConfig, **options: Any
+) -> DecoderConfig:
+    """Return a config in which every fourth layer has attention, and others linear attention."""
+    return _build_decoder(
+        sizes,
+        heads,
+        moe,
+        attention_gate=True,
+        qk_norm="head",
+        rotary_dim=heads[2] // 4,
+        zero_centered_norms=True,
+        linear_layers=tuple(i for i in range(sizes[2]) if (i + 1) % 4),
+        **options,
+    )
+
+
+_NEXT_SHARED: Any = dict(normalize_weights=True, shared_gate=True, **_make_balance(0.001))
+_CONFIGS["qwen3-next-80b-a3b"] = _build_qwen3_next(
+    (151_936, 2048, 48),
+    (16, 2, 256),
+    _build_moe(2048, 512, 512, 10, shared_hidden_dim=512, **_NEXT_SHARED),
+    linear_attention=GatedDeltaConfig(
+        num_k_heads=16, num_v_heads=32, head_k_dim=128, head_v_dim=128
+    ),
+    rope_theta=10_000_000.0,
+    max_seq_len=262_144,
+)
+
+
+def _build_nemotron_h(
+    pattern: str, sizes: tuple[int, int], heads: Triple, moe: MoEConfig, **options: Any
+) -> DecoderConfig:
+    """Return the config of a Nemotron-H of (V, D) `sizes`, with a layer per letter of `pattern`."""
+    return _build_decoder(
+        (*sizes, len(pattern)),
+        heads,
+        moe,
+        pattern=pattern,
+        mlp_activation="relu2",
+        rope_theta=None,
+        norm_eps=1e-5,
+        **options,
+    )
+
+
+_NEMOTRON_CHOICE: Any = dict(activation="relu2", normalize_weights=True, **_V3_FACTOR, **_SIGMOID)
+_CONFIGS["nemotron-3-nano-30b-a3b"] = _build_nemotron_h(
+    "MEMEM*E" * 5 + "MEMEMEM*E" + "MEMEMEME",
+    (131_072, 2688),
+    (32, 2, 128),
+    _build_moe(2688, 1856, 128, 6, shared_hidden_dim=3712, **_NEMOTRON_CHOICE),
+    linear_attention=Mamba2Config(
+        num_k_heads=8, num_v_heads=64, head_k_dim=128, head_v_dim=64, min_step=1e-3
+    ),
+    max_seq_len=262_144,
+)
+
+_CONFIGS["mixtral-8x7b"] = _build_decoder(
     (32_000, 4096, 32),
     (32, 8, 128),
     _build_moe(4096, 14_336, 8, 2, normalize_weights=True, **_make_balance(0.02)),
@@ -166,7 +232,7 @@ _MIXTRAL_8X7B = _build_decoder(
     max_seq_len=32_768,
 )
 
-_OLMOE_1B_7B = _build_decoder(
+_CONFIGS["olmoe-1b-7b"] = _build_decoder(
     (50_304, 2048, 16),
     (16, 16, 128),
     _build_moe(2048, 1024, 64, 8, normalize_weights=False, **_make_balance(0.01)),
@@ -176,15 +242,10 @@ _OLMOE_1B_7B = _build_decoder(
 )
 
 _V3_CHOICE: Any = dict(normalize_weights=True, num_groups=8, top_groups=4, **_V3_FACTOR)
-_V3_HEADS = MLAConfig(
-    q_lora_rank=1536,
-    kv_lora_rank=512,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    yarn=YarnConfig(factor=40.0, original_max_seq_len=4096, mscale=1.0, mscale_all_dim=1.0),
-)
-_DEEPSEEK_V3 = _build_decoder(
+_MLA_DIMS: Any = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+_V3_YARN = YarnConfig(factor=40.0, original_max_seq_len=4096, mscale=1.0, mscale_all_dim=1.0)
+_V3_HEADS = MLAConfig(q_lora_rank=1536, **_MLA_DIMS, yarn=_V3_YARN)
+_CONFIGS["deepseek-v3"] = _build_decoder(
     (129_280, 7168, 61),
     (128, 128, 192),
     _build_moe(7168, 2048, 256, 8, shared_hidden_dim=2048, **_V3_CHOICE, **_SIGMOID),
@@ -197,14 +258,16 @@ _DEEPSEEK_V3 = _build_decoder(
 )
 
 _V32_KEYS = SparseKeysConfig(num_heads=64, head_dim=128, top_k=2048)
-_DEEPSEEK_V32 = replace(_DEEPSEEK_V3, mla=replace(_V3_HEADS, sparse=_V32_KEYS))
+_CONFIGS["deepseek-v3.2"] = replace(
+    _CONFIGS["deepseek-v3"], mla=replace(_V3_HEADS, sparse=_V32_KEYS)
+)
 
 _MOONLIGHT_CHOICE: Any = dict(normalize_weights=True, routed_scaling_factor=2.446)
-_MOONLIGHT_16B_A3B = _build_decoder(
+_CONFIGS["moonlight-16b-a3b"] = _build_decoder(
     (163_840, 2048, 27),
     (16, 16, 192),
     _build_moe(2048, 1408, 64, 6, shared_hidden_dim=2 * 1408, **_MOONLIGHT_CHOICE, **_SIGMOID),
-    mla=MLAConfig(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
+    mla=MLAConfig(**_MLA_DIMS),
     rope_theta=50_000.0,
     norm_eps=1e-5,
     max_seq_len=8192,
@@ -213,20 +276,11 @@ _MOONLIGHT_16B_A3B = _build_decoder(
 )
 
 _KIMI_CHOICE: Any = dict(normalize_weights=True, routed_scaling_factor=2.827)
-_KIMI_K2 = _build_decoder(
+_CONFIGS["kimi-k2"] = _build_decoder(
     (163_840, 7168, 61),
     (64, 64, 192),
     _build_moe(7168, 2048, 384, 8, shared_hidden_dim=2048, **_KIMI_CHOICE, **_SIGMOID),
-    mla=MLAConfig(
-        q_lora_rank=1536,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        yarn=YarnConfig(
-            factor=32.0, original_max_seq_len=4096, beta_fast=1.0, mscale=1.0, mscale_all_dim=1.0
-        ),
-    ),
+    mla=replace(_V3_HEADS, yarn=replace(_V3_YARN, factor=32.0, beta_fast=1.0)),
     rope_theta=50_000.0,
     max_seq_len=131_072,
     dense_layers=(0,),
@@ -237,20 +291,13 @@ _KIMI_K2 = _build_decoder(
 def _build_deepseek_v2(
     sizes: Triple, num_heads: int, q_lora_rank: int, moe: MoEConfig, mlp: int
 ) -> DecoderConfig:
-    """Build a DeepSeek-V2; `mlp` is the hidden dim of its one dense layer, the first."""
-    yarn = YarnConfig(factor=40.0, original_max_seq_len=4096, mscale=0.707, mscale_all_dim=0.707)
+    """Return the config of a DeepSeek-V2; `mlp` is the hidden dim of its one dense layer."""
+    yarn = replace(_V3_YARN, mscale=0.707, mscale_all_dim=0.707)
     return _build_decoder(
         sizes,
         (num_heads, num_heads, 192),
         moe,
-        mla=MLAConfig(
-            q_lora_rank=q_lora_rank,
-            kv_lora_rank=512,
-            qk_nope_head_dim=128,
-            qk_rope_head_dim=64,
-            v_head_dim=128,
-            yarn=yarn,
-        ),
+        mla=MLAConfig(q_lora_rank=q_lora_rank, **_MLA_DIMS, yarn=yarn),
         max_seq_len=163_840,
         dense_layers=(0,),
         mlp_hidden_dim=mlp,
@@ -259,25 +306,16 @@ def _build_deepseek_v2(
 
 _V2_CHOICE: Any = dict(normalize_weights=False, balance=BalanceConfig(sequence_coef=0.001))
 _V2_GROUPS: Any = dict(num_groups=8, top_groups=3, group_experts=1, routed_scaling_factor=16.0)
-_DEEPSEEK_V2 = _build_deepseek_v2(
-    (102_400, 5120, 60),
-    128,
-    1536,
-    _build_moe(5120, 1536, 160, 6, shared_hidden_dim=2 * 1536, **_V2_CHOICE, **_V2_GROUPS),
-    12_288,
-)
-_DEEPSEEK_V2_LITE = _build_deepseek_v2(
-    (102_400, 2048, 27),
-    16,
-    0,
-    _build_moe(2048, 1408, 64, 6, shared_hidden_dim=2 * 1408, **_V2_CHOICE),
-    10_944,
-)
+_V2_MOE = _build_moe(5120, 1536, 160, 6, shared_hidden_dim=2 * 1536, **_V2_CHOICE, **_V2_GROUPS)
+_CONFIGS["deepseek-v2"] = _build_deepseek_v2((102_400, 5120, 60), 128, 1536, _V2_MOE, 12_288)
+_LITE_MOE = _build_moe(2048, 1408, 64, 6, shared_hidden_dim=2 * 1408, **_V2_CHOICE)
+_CONFIGS["deepseek-v2-lite"] = _build_deepseek_v2((102_400, 2048, 27), 16, 0, _LITE_MOE, 10_944)
 
 
 def _build_glm_45(
     dim: int, num_layers: int, num_dense: int, moe: MoEConfig, **options: Any
 ) -> DecoderConfig:
+    """Return the config of a GLM-4.5, whose first `num_dense` layers are dense."""
     return _build_decoder(
         (151_552, dim, num_layers),
         (96, 8, 128),
@@ -295,24 +333,13 @@ def _build_glm_45(
 
 
 _GLM_CHOICE: Any = dict(normalize_weights=True, **_SIGMOID)
-_GLM_45 = _build_glm_45(
-    5120,
-    92,
-    3,
-    _build_moe(5120, 1536, 160, 8, shared_hidden_dim=1536, **_V3_FACTOR, **_GLM_CHOICE),
-    qk_norm="head",
-    mlp_hidden_dim=12_288,
-)
-_GLM_45_AIR = _build_glm_45(
-    4096,
-    46,
-    1,
-    _build_moe(4096, 1408, 128, 8, shared_hidden_dim=1408, **_GLM_CHOICE),
-    mlp_hidden_dim=10_944,
-)
+_GLM_MOE = _build_moe(5120, 1536, 160, 8, shared_hidden_dim=1536, **_V3_FACTOR, **_GLM_CHOICE)
+_CONFIGS["glm-4.5"] = _build_glm_45(5120, 92, 3, _GLM_MOE, qk_norm="head", mlp_hidden_dim=12_288)
+_AIR_MOE = _build_moe(4096, 1408, 128, 8, shared_hidden_dim=1408, **_GLM_CHOICE)
+_CONFIGS["glm-4.5-air"] = _build_glm_45(4096, 46, 1, _AIR_MOE, mlp_hidden_dim=10_944)
 
 _QWEN2_SHARED: Any = dict(shared_hidden_dim=20_480, shared_gate=True)
-_QWEN2_57B_A14B = _build_decoder(
+_CONFIGS["qwen2-57b-a14b"] = _build_decoder(
     (151_936, 3584, 28),
     (28, 4, 128),
     _build_moe(3584, 2560, 64, 8, normalize_weights=False, **_QWEN2_SHARED, **_make_balance(0.001)),
@@ -322,66 +349,8 @@ _QWEN2_57B_A14B = _build_decoder(
 )
 
 
-def _build_qwen3_next(
-    sizes: Triple, heads: Triple, moe: MoEConfig, **options: Any
-) -> DecoderConfig:
-    """Build a decoder in which every fourth layer has attention, and others linear attention."""
-    return _build_decoder(
-        sizes,
-        heads,
-        moe,
-        attention_gate=True,
-        qk_norm="head",
-        rotary_dim=heads[2] // 4,
-        zero_centered_norms=True,
-        linear_layers=tuple(i for i in range(sizes[2]) if (i + 1) % 4),
-        **options,
-    )
-
-
-_NEXT_SHARED: Any = dict(normalize_weights=True, shared_gate=True, **_make_balance(0.001))
-_QWEN3_NEXT_80B_A3B = _build_qwen3_next(
-    (151_936, 2048, 48),
-    (16, 2, 256),
-    _build_moe(2048, 512, 512, 10, shared_hidden_dim=512, **_NEXT_SHARED),
-    linear_attention=GatedDeltaConfig(
-        num_k_heads=16, num_v_heads=32, head_k_dim=128, head_v_dim=128
-    ),
-    rope_theta=10_000_000.0,
-    max_seq_len=262_144,
-)
-
-
-def _build_nemotron_h(
-    pattern: str, sizes: tuple[int, int], heads: Triple, moe: MoEConfig, **options: Any
-) -> DecoderConfig:
-    """Build a Nemotron-H of (V, D) `sizes`, with one layer per letter of `pattern`."""
-    return _build_decoder(
-        (*sizes, len(pattern)),
-        heads,
-        moe,
-        pattern=pattern,
-        mlp_activation="relu2",
-        rope_theta=None,
-        norm_eps=1e-5,
-        **options,
-    )
-
-
-_NEMOTRON_CHOICE: Any = dict(activation="relu2", normalize_weights=True, **_V3_FACTOR, **_SIGMOID)
-_NEMOTRON_3_NANO = _build_nemotron_h(
-    "MEMEM*E" * 5 + "MEMEMEM*E" + "MEMEMEME",
-    (131_072, 2688),
-    (32, 2, 128),
-    _build_moe(2688, 1856, 128, 6, shared_hidden_dim=3712, **_NEMOTRON_CHOICE),
-    linear_attention=Mamba2Config(
-        num_k_heads=8, num_v_heads=64, head_k_dim=128, head_v_dim=64, min_step=1e-3
-    ),
-    max_seq_len=262_144,
-)
-
-
 def _build_gpt_oss(num_layers: int, num_experts: int) -> DecoderConfig:
+    """Return the config of a gpt-oss with these numbers of layers and experts."""
     experts: Any = dict(activation="clamped_swiglu", fc1_bias=True, fc2_bias=True)
     return _build_decoder(
         (201_088, 2880, num_layers),
@@ -397,8 +366,11 @@ def _build_gpt_oss(num_layers: int, num_experts: int) -> DecoderConfig:
     )
 
 
+_CONFIGS["gpt-oss-20b"] = _build_gpt_oss(24, 32)
+_CONFIGS["gpt-oss-120b"] = _build_gpt_oss(36, 128)
+
 # The CPU demo: bytes as tokens, small enough for a step of 4096 tokens in 0.25 s on two cores.
-_TINY = _build_decoder(
+_CONFIGS["tiny"] = _build_decoder(
     (256, 128, 4),
     (4, 2, 32),
     _build_moe(128, 128, 8, 2, **_make_balance(0.01)),
@@ -409,7 +381,7 @@ _TINY = _build_decoder(
 )
 
 _SHORT: Any = dict(max_seq_len=128, ce_chunk_tokens=32)
-_TINY_QWEN3 = _build_decoder(
+_CONFIGS["tiny-qwen3"] = _build_decoder(
     (128, 64, 2),
     (4, 2, 16),
     _build_moe(64, 32, 8, 2, normalize_weights=True, **_make_balance(0.001)),
@@ -418,7 +390,7 @@ _TINY_QWEN3 = _build_decoder(
     **_SHORT,
 )
 
-_TINY_QWEN3_NEXT = _build_qwen3_next(
+_CONFIGS["tiny-qwen3-next"] = _build_qwen3_next(
     (128, 64, 4),
     (4, 2, 16),
     _build_moe(64, 32, 8, 2, shared_hidden_dim=32, **_NEXT_SHARED),
@@ -426,7 +398,7 @@ _TINY_QWEN3_NEXT = _build_qwen3_next(
     **_SHORT,
 )
 
-_TINY_NEMOTRON_H = _build_nemotron_h(
+_CONFIGS["tiny-nemotron-h"] = _build_nemotron_h(
     "ME*-ME",
     (128, 64),
     (4, 2, 16),
@@ -439,7 +411,7 @@ _TINY_NEMOTRON_H = _build_nemotron_h(
 )
 
 _TINY_CHOICE: Any = dict(num_groups=4, top_groups=2, **_V3_FACTOR)
-_TINY_SHARED = _build_decoder(
+_CONFIGS["tiny-shared"] = _build_decoder(
     (128, 64, 3),
     (4, 4, 16),
     _build_moe(64, 32, 8, 2, shared_hidden_dim=48, shared_gate=True, **_TINY_CHOICE, **_SIGMOID),
@@ -449,7 +421,7 @@ _TINY_SHARED = _build_decoder(
     **_SHORT,
 )
 
-_TINY_DEEPSEEK_V3 = _build_decoder(
+_CONFIGS["tiny-deepseek-v3"] = _build_decoder(
     (128, 64, 3),
     (4, 4, 24),
     _build_moe(
@@ -461,7 +433,7 @@ _TINY_DEEPSEEK_V3 = _build_decoder(
         qk_nope_head_dim=16,
         qk_rope_head_dim=8,
         v_head_dim=12,
-        yarn=YarnConfig(factor=4.0, original_max_seq_len=32, mscale=1.0, mscale_all_dim=1.0),
+        yarn=replace(_V3_YARN, factor=4.0, original_max_seq_len=32),
     ),
     dense_layers=(0,),
     mlp_hidden_dim=128,
@@ -470,30 +442,4 @@ _TINY_DEEPSEEK_V3 = _build_decoder(
     **_SHORT,
 )
 
-PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
-    {
-        "qwen3-30b-a3b": _build_qwen3(2048, 48, 32, 768),
-        "qwen3-235b-a22b": _build_qwen3(4096, 94, 64, 1536),
-        "qwen3-next-80b-a3b": _QWEN3_NEXT_80B_A3B,
-        "nemotron-3-nano-30b-a3b": _NEMOTRON_3_NANO,
-        "mixtral-8x7b": _MIXTRAL_8X7B,
-        "olmoe-1b-7b": _OLMOE_1B_7B,
-        "deepseek-v3": _DEEPSEEK_V3,
-        "deepseek-v3.2": _DEEPSEEK_V32,
-        "moonlight-16b-a3b": _MOONLIGHT_16B_A3B,
-        "kimi-k2": _KIMI_K2,
-        "deepseek-v2": _DEEPSEEK_V2,
-        "deepseek-v2-lite": _DEEPSEEK_V2_LITE,
-        "glm-4.5": _GLM_45,
-        "glm-4.5-air": _GLM_45_AIR,
-        "qwen2-57b-a14b": _QWEN2_57B_A14B,
-        "gpt-oss-20b": _build_gpt_oss(24, 32),
-        "gpt-oss-120b": _build_gpt_oss(36, 128),
-        "tiny": _TINY,
-        "tiny-qwen3": _TINY_QWEN3,
-        "tiny-qwen3-next": _TINY_QWEN3_NEXT,
-        "tiny-nemotron-h": _TINY_NEMOTRON_H,
-        "tiny-shared": _TINY_SHARED,
-        "tiny-deepseek-v3": _TINY_DEEPSEEK_V3,
-    }
-)
+PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(_CONFIGS)

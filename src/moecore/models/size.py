@@ -24,8 +24,7 @@ ATTENTION_FLOPS = 600e12
 def num_params(config: DecoderConfig) -> int:
     """Return the number of parameters; a tied head counts once, buffers do not count."""
     check_arguments(num_params, locals())
-    total, _ = _count_params(config)
-    return total
+    return _count_params(config)[0]
 
 
 def active_params(config: DecoderConfig) -> int:
@@ -70,14 +69,14 @@ def flops_per_token(config: DecoderConfig, seq_len: CountOrZero) -> float:
 
 
 def document_cost(config: DecoderConfig, *, link_gb_per_s: Positive = 200.0) -> DocumentCost:
-    """Return the cost of a document under context parallelism, in units of attention's cost.
+    """Return the cost of a document under context parallelism, relative to attention.
 
-    The unit is the time of 3 * L * H * (d + v) FLOPs of attention: length squared counts units.
+    Attention to n tokens costs n * n. The unit is the time of 3 * L * H * (d + v) FLOPs.
 
-        linear = units per token outside of attention: flops_per_token(config, 0) FLOPs at 400
+        linear = cost per token outside of attention: flops_per_token(config, 0) FLOPs at 400
             TFLOP/s, where attention runs at 600
-        exchange = units in the time to send a token's bf16 keys and values (or latents)
-        fixed = 1000 * linear, the constant units of a micro-batch
+        exchange = cost of the time to send a token's bf16 keys and values (or latents)
+        fixed = 1000 * linear, the constant cost of a micro-batch
 
     Args:
         config: config of the decoder.
@@ -98,7 +97,7 @@ def document_cost(config: DecoderConfig, *, link_gb_per_s: Positive = 200.0) -> 
 
 @lru_cache
 def _count_params(config: DecoderConfig) -> tuple[int, int]:
-    """Return (all parameters, routed expert parameters that a token does not use on average)."""
+    """Return the numbers of all parameters, and of expert parameters that a token does not use."""
     total = idle = 0
     for name, param in Decoder(config, device="meta").named_parameters():
         total += param.numel()

@@ -63,10 +63,7 @@ class TensorParallel:
 
     @cached_property
     def peer_problem(self) -> str | None:
-        """Reason why the GPUs cannot read each other's memory, or None.
-
-        The first access synchronises with the host; later accesses return the stored result.
-        """
+        """Reason why GPUs cannot read each other's memory, or None. Host sync at first access."""
         if is_gloo(self.group, "cuda"):
             return "must have NCCL, and so a GPU for each rank"
         return find_peer_problem(self.group)
@@ -90,11 +87,8 @@ class TensorParallel:
     def find_local_rows(self, ids_BT: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
         """Map token ids to rows of this rank's vocabulary shard; return rows and a bool mask.
 
-        The mask is True for ids of other shards, whose row is 0. A shard has `num_rows` rows. No
-        communication.
-
-        Raises:
-            ValueError: on a CPU for ids outside of the vocabulary. On a GPU the lookup asserts.
+        The mask is True for ids of other shards, whose row is 0. A shard has `num_rows` rows. On
+        CPUs an id outside of the vocabulary raises a ValueError. No communication.
         """
         size = num_rows * self.size
         exists_BT = (ids_BT >= 0) & (ids_BT < size)
@@ -120,12 +114,8 @@ class TensorParallel:
         x_BTD: Tensor = run_and_save(exchange_with_grad, x_BtD, gather, self.slice_local)
         return x_BTD
 
-    def gather_columns(self, x_BTv: Tensor) -> Tensor:
-        """All-gather x_BTv to [B, T, V], which all ranks must use identically. Backward slices."""
-        return self.gather_replicated(x_BTv.transpose(1, 2)).transpose(1, 2).contiguous()
-
     def _check_divisible(self, x_BT: Tensor) -> None:
-        """Raise ValueError if the length of dim 1 is not a multiple of tp."""
+        """Raise a ValueError if the length of dim 1 is not a multiple of tp. No communication."""
         if x_BT.shape[1] % self.size:
             raise ValueError(
                 f"sequence length ({x_BT.shape[1]}) must be a multiple of tp ({self.size}): "
@@ -133,29 +123,28 @@ class TensorParallel:
             )
 
     def all_reduce(self, value: Tensor) -> Tensor:
-        """Return the sum over ranks, which use it differently. Backward all-reduces gradients."""
+        """Return the sum of `value` over ranks. Backward all-reduces the gradients of the sum."""
         add = partial(_all_reduce, group=self.group)
         total: Tensor = run_and_save(exchange_with_grad, value, add, add)
         return total
 
 
 def sum_value(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum over `group`, which all ranks use identically. Backward is the identity."""
+    """Return the sum of `value` over a group; ranks use it identically, so backward is identity."""
     add = partial(_all_reduce, group=group)
     total: Tensor = run_and_save(exchange_with_grad, value, add, lambda grad: grad)
     return total
 
 
 def apply_tensor_parallel(model: nn.Module, config: DecoderConfig, tp_mesh: DeviceMesh) -> None:
-    """Shard the dense parameters of a decoder over tp in place. No communication.
+    """Shard the dense parameters of a decoder over the 1-D `tp_mesh` in place. No communication.
 
-    Routed experts do not change. `tp_mesh` has one dim; with one rank nothing changes. Raises
-    ValueError if tp does not divide heads or dims, or for parameters that are DTensors already.
+    Routed experts do not change. Raises a ValueError if tp does not divide heads or dims, or for
+    parameters that are DTensors already.
     """
-    # A module that names its cut (`tp_shard_dim`) has its weight sharded on that dim, and a bias
-    # with the weight's rows, and factors of peft's LoRA as their linear; every other parameter
-    # becomes a replicated DTensor, except those of routed experts, which live on the expert mesh.
-    # Modules with a `tp` attribute get the record that they exchange through.
+    # The weight and bias of a module with `tp_shard_dim` are sharded along this dim, and factors of
+    # peft's LoRA as their linear. Other parameters become replicated DTensors, except routed
+    # experts. Modules with an attribute `tp` get the `TensorParallel`.
     check_tensor_parallel(config, tp_mesh.size())
     if tp_mesh.size() == 1:
         return
@@ -180,11 +169,10 @@ def apply_tensor_parallel(model: nn.Module, config: DecoderConfig, tp_mesh: Devi
 
 
 def _find_lora_shard_dims(model: nn.Module, tp: int) -> dict[nn.Module, int | None]:
-    """Return the modules A and B of peft's LoRA with the dim that tp shards, None = replicated.
+    """Map the modules A and B of peft's LoRA to the dim that tp shards; None = replicated.
 
-    Raises:
-        NotImplementedError: for peft adapters other than LoRA of linears without DoRA and biases.
-        ValueError: for dropout, for which each rank would draw a new mask for identical tokens.
+    Raises a NotImplementedError for adapters other than LoRA of linears without DoRA and biases,
+    and a ValueError for dropout, whose masks would differ between ranks.
     """
     dims = dict[nn.Module, int | None]()
     for path, module in model.named_modules():
@@ -202,7 +190,7 @@ def _find_lora_shard_dims(model: nn.Module, tp: int) -> dict[nn.Module, int | No
                     f"LoraConfig.lora_dropout ({part.p}) must be 0 under ParallelConfig.tp ({tp}), "
                     "whose ranks compute equal tokens: set it to 0"
                 )
-        # Outputs are of rows of W and B, inputs of columns of W and A.
+        # Output features are rows of W and B. Input features are columns of W and A.
         dim: int | None = getattr(base, "tp_shard_dim", None)
         for a, b in list_lora_pairs(module):
             dims |= {a: 1 if dim == 1 else None, b: 0 if dim == 0 else None}
@@ -210,7 +198,7 @@ def _find_lora_shard_dims(model: nn.Module, tp: int) -> dict[nn.Module, int | No
 
 
 def check_tensor_parallel(config: DecoderConfig, tp: int) -> None:
-    """Raise ValueError if tp, the number of ranks, does not divide heads or dims of a decoder."""
+    """Raise a ValueError if `tp` ranks do not divide the heads and dims of a decoder."""
     names = ["num_heads", "num_kv_heads", "mlp_hidden_dim", "vocab_size"]
     if config.linear_attention is not None:
         names.append("linear_attention.num_k_heads")
@@ -223,7 +211,7 @@ def check_tensor_parallel(config: DecoderConfig, tp: int) -> None:
 
 
 def _all_gather(x_BtD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather [B, t, D] along dim 1; if B is 1 the result aliases the receive buffer."""
+    """All-gather [B, t, D] along dim 1 to [B, T, D]; for B = 1 it aliases the receive buffer."""
     parts_GBtD: Tensor = all_gather_rows(x_BtD, group)
     parts_GBtD = parts_GBtD.unflatten(0, (group.size(), x_BtD.shape[0]))
     return parts_GBtD.transpose(0, 1).flatten(1, 2)

@@ -95,9 +95,9 @@ WORKSPACE_SLICES = {GATHER_SLICES: 1, SEND_SLICES: 2}
 
 
 def compute_workspace_bytes(name: str, num_ranks: int, num_bytes: int) -> int:
-    """Return the bytes of torch's symmetric workspace for a sliced exchange on one rank.
+    """Return the bytes of a rank's symmetric workspace for a sliced exchange by its launch name.
 
-    `name` is GATHER_SLICES or SEND_SLICES, and `num_bytes` are sent plus received bytes of a rank.
+    `num_bytes` are the bytes that a rank sends and receives.
     """
     return WORKSPACE_SLICES[name] * num_bytes // (2 * (num_ranks - 1))
 
@@ -105,7 +105,7 @@ def compute_workspace_bytes(name: str, num_ranks: int, num_bytes: int) -> int:
 def _gather_on_meta(
     x_tD: Tensor, consume: Callable[[Tensor, int], None], x_TD: Tensor, group: dist.ProcessGroup
 ) -> None:
-    """`SlicedExchange.gather` on meta: report a launch (`record_launch`), then call `consume`."""
+    """Report the launch of `SlicedExchange.gather` in a dry run, then call `consume`."""
     record_launch(GATHER_SLICES, group.size(), 2 * (x_TD.nbytes - x_tD.nbytes))
     for rank, slice_tD in enumerate(x_TD.chunk(group.size())):
         consume(slice_tD, rank)
@@ -114,7 +114,7 @@ def _gather_on_meta(
 def _send_on_meta(
     produce: Callable[[int, Tensor], None], parts_TD: Tensor, group: dist.ProcessGroup
 ) -> None:
-    """`SlicedExchange.send` on meta: call `produce`, then report a launch (`record_launch`)."""
+    """Call `produce`, then report the launch of `SlicedExchange.send` in a dry run."""
     slices = parts_TD.chunk(group.size())
     for rank, slice_tD in enumerate(slices):
         produce(rank, slice_tD)
@@ -160,7 +160,7 @@ def find_exchange(
 ) -> SlicedExchange | None:
     """Return the sliced exchange for these linears, or None to communicate sequentially.
 
-    All tp ranks get the same answer. The exchange sends slices [num_tokens, dim] of each sequence.
+    The exchange sends slices [num_tokens, dim] of each sequence. The result is equal on all ranks.
     """
     if not is_plain_eager() or is_recomputing():
         return None
@@ -172,12 +172,12 @@ def find_exchange(
 
 
 def is_slice_large(slice_bytes: int) -> bool:
-    """Return whether a rank's slice has enough bytes for a sliced exchange to be faster."""
+    """Whether a rank's slice has enough bytes for a sliced exchange to be faster."""
     return slice_bytes >= MIN_SLICE_BYTES
 
 
 def select_exchange(tp: TensorParallel, x: Tensor) -> SlicedExchange | None:
-    """Return the sliced exchange of a device, or None if the device has none.
+    """Return the sliced exchange for the device of x, or None if the device has none.
 
     On GPUs the first call for a group is collective. While a CUDA graph is captured the result is
     None: the graph would keep workspace addresses that a longer sequence replaces.
@@ -212,13 +212,11 @@ def _apply_sliced(
     linears: Sequence[nn.Linear],
 ) -> Any:
     """Apply `function`, `_ColumnProducts` or `_RowProduct`, to x and the local weights."""
-    weights = [get_local_param(linear.weight) for linear in linears]
-    sinks = [
-        find_sink(linear.weight, weight.shape)
-        if isinstance(linear, ProductLinear) and linear.products.defers
-        else None
-        for linear, weight in zip(linears, weights, strict=True)
-    ]
+    weights, sinks = [], list[GradSink | None]()
+    for linear in linears:
+        weights.append(get_local_param(linear.weight))
+        defers = isinstance(linear, ProductLinear) and linear.products.defers
+        sinks.append(find_sink(linear.weight, weights[-1].shape) if defers else None)
     return function.apply(_SlicedProducts(exchange, tp.group, sinks), x, *weights)
 
 
@@ -232,7 +230,7 @@ class _SlicedProducts(NamedTuple):
     def gather_and_multiply(
         self, x_BtD: Tensor, weights_DN: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
-        """All-gather x_BTD, and multiply each slice by each weight; return x_BTD and all y_BTN."""
+        """All-gather x_BtD, multiply each slice by each weight; return x_BTD and all y_BTN."""
         B, t, D = x_BtD.shape
         x_BtD, G = x_BtD.contiguous(), self.group.size()
         x_BTD = x_BtD.new_empty(B, t * G, D)
@@ -246,7 +244,7 @@ class _SlicedProducts(NamedTuple):
     def multiply_and_scatter(
         self, xs_BTN: Sequence[Tensor], weights_ND: Sequence[Tensor]
     ) -> Tensor:
-        """Reduce-scatter the sum of x @ weight over all pairs of x and weight to y_BtD."""
+        """Multiply each x by its weight; return the reduce-scattered sum of the products, y_BtD."""
         (B, T, _), G = xs_BTN[0].shape, self.group.size()
         parts_BTD = xs_BTN[0].new_empty(B, T, weights_ND[0].shape[1])
         for b in range(B):
@@ -257,7 +255,7 @@ class _SlicedProducts(NamedTuple):
         return y_BtD
 
     def weight_grad(self, number: int, dy: Tensor, x: Tensor) -> Tensor | None:
-        """Return dy^T @ x, the gradient of weight `number`. None = its sink computes it later."""
+        """Return dy^T @ x, the gradient of weight `number`; None = a sink computes it later."""
         sink, operands = self.sinks[number], (dy.flatten(0, 1), x.flatten(0, 1))
         if sink is not None and sink.defer(PlainProducts.weight_grad, *operands):
             return None

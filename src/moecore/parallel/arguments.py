@@ -7,9 +7,9 @@ compare the arguments of every forward and of every pipeline schedule:
 
     shapes, dtypes, Python values,     digest on the host -> all-reduce of 32 bytes between hosts
     contents of CPU tensors
-    contents of tensors on a device    checksums on the device: `ContentComparer`
+    contents of tensors on a device    checksums on the device
 
-Only the comparison of the first forward synchronises host and device. `ContentComparer` has steps:
+Only the comparison of the first forward synchronises host and device. Checksums are compared so:
 
     forward n      checksums -> MAX all-reduce of [sums, ~sums], launched without a wait
     forward n + 1  copy of the result to the host, launched without a wait
@@ -22,7 +22,7 @@ difference is therefore skipped on every rank before any host has read the resul
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -45,7 +45,7 @@ from moecore.parallel.mesh import make_host_group
 
 @dataclass(kw_only=True, slots=True)
 class _ContentsCheck:
-    """The comparison of one forward's device tensors between ranks; its result may be pending."""
+    """The pending or complete comparison of one forward's device tensors between ranks."""
 
     names: tuple[str, ...]
     bounds: Tensor  # int64 [2, names]: maxima over ranks of the checksum and of its complement
@@ -53,7 +53,7 @@ class _ContentsCheck:
     copy: ToHost | None = None
 
     def start_copy(self) -> None:
-        """Launch the copy of `bounds` to the host, once; the stream waits for the all-reduce."""
+        """Launch the copy of `bounds` to the host after the all-reduce; later calls do nothing."""
         if self.work is not None:
             self.work.wait()
             self.work, self.copy = None, ToHost(self.bounds)
@@ -71,86 +71,6 @@ class _ContentsCheck:
             f"contents of {names[0]}{suffix} in an earlier forward (its step is skipped if "
             "TrainStep clips it) must be the same"
         )
-
-
-class ContentComparer:
-    """Compares the contents of device tensors between ranks without a host sync.
-
-    The host reads the result of a comparison in a later forward.
-    """
-
-    def __init__(self) -> None:
-        self._unread_checks: list[_ContentsCheck] = []
-        self._checks_of_step: list[_ContentsCheck] = []
-
-    def compare(self, tensors: Mapping[str, Tensor], groups: Sequence[dist.ProcessGroup]) -> None:
-        """Launch a comparison of tensors by name, as one all-reduce of checksums over each group.
-
-        Collective over `groups`. All-reduces over one group after the other must reach all ranks to
-        compare; () = no comparison. All ranks must pass the same names. A CUDA graph capture
-        compares nothing.
-        """
-        if not groups or _is_capturing(tensors):  # a replay would compare with nobody
-            return
-        with torch.no_grad():
-            sums = torch.stack([compute_checksum(x) for x in tensors.values()])
-            bounds = torch.stack([sums, ~sums])
-        for group in groups[:-1]:
-            dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
-        work = dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=groups[-1], async_op=True)
-        comparison = _ContentsCheck(names=tuple(tensors), bounds=bounds, work=work)
-        self._unread_checks.append(comparison)
-        if torch.is_grad_enabled():  # no step ends a forward without gradients
-            self._checks_of_step.append(comparison)
-
-    def has_difference(self) -> bool:
-        """Return whether a result that is already on the host shows a difference. No host sync.
-
-        In a CUDA graph capture the method returns False.
-        """
-        if _is_capturing({str(i): check.bounds for i, check in enumerate(self._unread_checks)}):
-            return False
-        for check in self._unread_checks:
-            check.start_copy()
-        while self._unread_checks:
-            copy = self._unread_checks[0].copy
-            if copy is None or not copy.has_arrived():
-                return False
-            if self._unread_checks[0].find_problem() is not None:
-                return True
-            self._unread_checks.pop(0)
-        return False
-
-    def read_results(self) -> str | None:
-        """Read all pending results; return the start of an error text, or None without differences.
-
-        Host sync.
-        """
-        comparisons, self._unread_checks = self._unread_checks, []
-        problems = [check.find_problem() for check in comparisons]
-        problem = next((check for check in problems if check is not None), None)
-        if problem is not None:
-            self._checks_of_step = []  # the caller drops this step
-        return problem
-
-    def drop_step(self) -> None:
-        """Exclude this step's comparisons from `end_step`; `read_results` still reads them."""
-        self._checks_of_step = []
-
-    def end_step(self) -> Tensor | None:
-        """End a step; return a 0-dim device bool, True if contents differed, None if unchecked."""
-        comparisons, self._checks_of_step = self._checks_of_step, []
-        if not comparisons:
-            return None
-        for check in comparisons:
-            check.start_copy()
-        return torch.cat([check.bounds[0] != ~check.bounds[1] for check in comparisons]).any()
-
-
-def _is_capturing(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether the current stream of a device of the tensors is capturing a CUDA graph."""
-    devices = {x.device for x in tensors.values()}
-    return any(is_capturing(get_current_stream(device)) for device in devices)
 
 
 ROW_COMPARISON = "the comparison of rows, which ranks take by meshes.data_rank"
@@ -177,17 +97,17 @@ class SharedArguments:
         self._host_groups = {
             cp: tuple(make_host_group(group) for group in ranks) for cp, ranks in groups.items()
         }
-        self._contents = ContentComparer()
+        self._unread_checks: list[_ContentsCheck] = []
+        self._checks_of_step: list[_ContentsCheck] = []
         self._is_first = True  # until a forward with gradients
 
     @torch.compiler.disable
     def check(self, arguments: Mapping[str, Any], cp: int | None) -> None:
-        """Raise a ValueError if arguments, by name, differ between ranks with the same sequences.
+        """Raise a ValueError if {name: argument} differs between ranks with the same sequences.
 
-        Contents of device tensors are reported by a later check. `cp` is the context parallel
-        degree that the forward received; None = entry 0 of the groups. Collective over these ranks.
-        The first check with gradients is collective over the world, so that all ranks raise an
-        error, and synchronises the host.
+        A later check reports contents of device tensors. `cp` is the forward's context parallel
+        degree; None = entry 0 of the groups. Collective. The first check with gradients is
+        collective over the world, so that all ranks raise an error, and synchronises the host.
         """
         if is_inside_custom_ops():
             return
@@ -202,8 +122,8 @@ class SharedArguments:
         with publish_errors(ROW_COMPARISON):
             problem = self._compare_entries({"names of arguments": names, "value": facts}, place)
             if problem is None and on_device:
-                self._contents.compare(on_device, self._groups[place])
-                problem = self._contents.read_results() if is_first else None
+                self._compare_contents(on_device, self._groups[place])
+                problem = self._read_results() if is_first else None
             if problem is not None:
                 problem += ADVICE
             if is_first:
@@ -227,27 +147,28 @@ class SharedArguments:
         self.check(named, None)
 
     def end_step(self) -> Tensor | None:
-        """End a step; return a 0-dim device bool, True if argument contents differed in the step.
-
-        None = no contents were compared on the device. No host sync.
-        """
-        return self._contents.end_step()
+        """End a step; return a 0-dim device bool: contents differed. None = nothing compared."""
+        checks, self._checks_of_step = self._checks_of_step, []
+        if not checks:
+            return None
+        for check in checks:
+            check.start_copy()
+        return torch.cat([check.bounds[0] != ~check.bounds[1] for check in checks]).any()
 
     def drop_step(self) -> None:
-        """Exclude this step's comparisons from `end_step`, because the optimizer does not step."""
-        self._contents.drop_step()
+        """Exclude this step's comparisons from `end_step`; later forwards still read them."""
+        self._checks_of_step = []
 
     def raise_pending_errors(self) -> None:
         """Raise a ValueError if argument contents differed in an earlier forward. Host sync."""
-        problem = self._contents.read_results()
+        problem = self._read_results()
         if problem is not None:
             raise ValueError(problem + ADVICE)
 
     def _compare_entries(self, entries: Mapping[str, Any], cp: int) -> str | None:
-        """Compare `repr(entries)`, and results of earlier forwards, between ranks. Collective.
+        """Compare `repr(entries)`, and results of earlier forwards, over the groups of key `cp`.
 
-        `cp` is the key of the groups (`SharedArguments`). Returns the start of an error text, or
-        None if all ranks agree.
+        Returns the start of an error text, or None if all ranks agree. Collective.
         """
         groups = self._host_groups[cp]
         if not groups:
@@ -255,27 +176,71 @@ class SharedArguments:
         digest = hashlib.sha256(repr(entries).encode()).digest()[:7]
         # A rank may receive the result of an earlier forward before other ranks. All ranks raise in
         # the same forward, because the result is part of this comparison.
-        has_earlier_difference = int(self._contents.has_difference())
-        numbers = torch.tensor(
-            [int.from_bytes(digest, "little"), has_earlier_difference],
-            dtype=torch.int64,
-            device="cpu",
-        )
+        has_earlier_difference = int(self._has_difference())
+        values = int.from_bytes(digest, "little"), has_earlier_difference
+        numbers = torch.tensor(values, dtype=torch.int64, device="cpu")
         differing = find_differences(numbers, groups)
         if has_earlier_difference or 1 in differing:
-            return (
-                self._contents.read_results() or "arguments of an earlier forward must be the same"
-            )
-        if not differing:
-            return None
-        return find_difference(entries, "cpu", group=groups)
+            problem = self._read_results()
+            return problem or "arguments of an earlier forward must be the same"
+        return find_difference(entries, "cpu", group=groups) if differing else None
+
+    def _compare_contents(
+        self, tensors: Mapping[str, Tensor], groups: Sequence[dist.ProcessGroup]
+    ) -> None:
+        """Launch the comparison of {name: tensor}: all-reduce checksums over each of the groups.
+
+        Together the groups must reach all ranks to compare; () = no comparison. All ranks must pass
+        the same names. Collective. During the capture of a CUDA graph nothing is compared.
+        """
+        if not groups or _is_capturing(tensors.values()):  # a replay would compare with no rank
+            return
+        with torch.no_grad():
+            sums = torch.stack([compute_checksum(x) for x in tensors.values()])
+            bounds = torch.stack([sums, ~sums])
+        for group in groups[:-1]:
+            dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+        work = dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=groups[-1], async_op=True)
+        comparison = _ContentsCheck(names=tuple(tensors), bounds=bounds, work=work)
+        self._unread_checks.append(comparison)
+        if torch.is_grad_enabled():  # no step ends a forward without gradients
+            self._checks_of_step.append(comparison)
+
+    def _has_difference(self) -> bool:
+        """Whether a result on the host shows a difference; False in graph capture. No host sync."""
+        if _is_capturing(check.bounds for check in self._unread_checks):
+            return False
+        for check in self._unread_checks:
+            check.start_copy()
+        while self._unread_checks:
+            copy = self._unread_checks[0].copy
+            if copy is None or not copy.has_arrived():
+                return False
+            if self._unread_checks[0].find_problem() is not None:
+                return True
+            self._unread_checks.pop(0)
+        return False
+
+    def _read_results(self) -> str | None:
+        """Read all results; return the start of an error text if contents differ. Host sync."""
+        checks, self._unread_checks = self._unread_checks, []
+        problems = [check.find_problem() for check in checks]
+        problem = next((text for text in problems if text is not None), None)
+        if problem is not None:
+            self._checks_of_step = []  # the caller drops this step
+        return problem
+
+
+def _is_capturing(tensors: Iterable[Tensor]) -> bool:
+    """Whether the current stream of a device of the tensors is capturing a CUDA graph."""
+    devices = {x.device for x in tensors}
+    return any(is_capturing(get_current_stream(device)) for device in devices)
 
 
 def _describe_value(value: Any, name: str, on_device: dict[str, Tensor]) -> Any:
-    """Return a nested description of an argument's value whose `repr` ranks compare.
+    """Return a nested description of the argument `name`, whose `repr` ranks compare.
 
-    `name` is the argument's name. Device tensors are added to `on_device`, with `name` and their
-    index as key, such as "x[0]".
+    Device tensors in `value` are added to `on_device`, with keys such as "x[0]".
     """
     if isinstance(value, Mapping):
         items = ((make_comparable(key), entry) for key, entry in value.items())
@@ -290,18 +255,11 @@ def _describe_value(value: Any, name: str, on_device: dict[str, Tensor]) -> Any:
     leaves = tree_leaves(value)
     if len(leaves) == 1 and leaves[0] is value:
         return make_comparable(value)
-    places = enumerate(leaves)
-    return [
-        type(value).__name__,
-        [_describe_value(x, f"{name}[{i}]", on_device) for i, x in places],
-    ]
+    return [type(value).__name__, _describe_value(leaves, name, on_device)]
 
 
 def _describe_tensor(x: Tensor, name: str, on_device: dict[str, Tensor]) -> str:
-    """Return dtype, shape and device of `x` as text, and a CPU tensor's value or digest.
-
-    A strided tensor on another device is added to `on_device` with the key `name`.
-    """
+    """Describe dtype, shape, device and CPU contents of x as text; add device tensors to a dict."""
     facts = f"{x.dtype} {tuple(x.shape)} on {x.device.type}"
     if type(x) not in (Tensor, nn.Parameter) or x.layout != torch.strided or x.is_meta:
         return facts  # its bytes are not contents, or it has none
@@ -316,5 +274,5 @@ def _describe_tensor(x: Tensor, name: str, on_device: dict[str, Tensor]) -> str:
 
 
 def is_on_host(x: Tensor) -> bool:
-    """Whether a tensor is in host memory, so that reading it needs no device sync."""
+    """Whether the host can read a tensor without a device sync."""
     return x.device.type == "cpu"

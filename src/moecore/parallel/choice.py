@@ -32,10 +32,9 @@ def start_default_group() -> None:
 def choose_meshes(expert_counts: Iterable[int]) -> Meshes:
     """Build the dense and the expert mesh over all ranks, with the largest possible ep. Collective.
 
-    `expert_counts` has the number of experts of each MoE layer, in any order.
-    ep is the largest number that divides the ranks of a host (or of an NVLink domain) and every
-    layer's number of experts. Example: 6 experts on a host of 4 ranks have ep 2 and edp_shard 2.
-    Dense parameters are sharded over all ranks. A model without MoE layers has ep 1.
+    `expert_counts` has the number of experts of each MoE layer. ep is the largest number that
+    divides all of them and the ranks of a host (or of an NVLink domain). Example: 6 experts on a
+    host of 4 ranks have ep 2 and edp_shard 2. A model without MoE layers has ep 1.
     """
     domain, place = _find_domain()
     counts = sorted(set(expert_counts))
@@ -54,22 +53,19 @@ def _get_device_type() -> str:
 
 
 def _find_domain() -> tuple[int, str]:
-    """Return the number of consecutive ranks with fast links, and the link's name. Collective.
+    """Return the number of consecutive ranks with fast links, and the name of what they share.
 
-    They share "an NVLink domain" if every GPU is in a domain across hosts, "the world" if
-    LOCAL_WORLD_SIZE is not set, otherwise "a host".
+    The name is "an NVLink domain" if every GPU is in a domain across hosts, "the world" without
+    LOCAL_WORLD_SIZE, otherwise "a host". Collective.
     """
     world_size = dist.get_world_size()
-    if "LOCAL_WORLD_SIZE" not in os.environ:  # a launcher that tells no hosts, or one process
+    if "LOCAL_WORLD_SIZE" not in os.environ:  # one process, or a launcher that names no hosts
         return world_size, "the world"
     with share_errors():
         local_size = read_launcher_number("LOCAL_WORLD_SIZE", world_size)
-    fabrics = (
-        count_ranks_per_fabric(read_local_nvlink_domain_id())
-        if _get_device_type() == "cuda"
-        else None
-    )
-    if fabrics is not None:
-        return fabrics, "an NVLink domain"
+    if _get_device_type() == "cuda":
+        domain_size = count_ranks_per_fabric(read_local_nvlink_domain_id())
+        if domain_size is not None:
+            return domain_size, "an NVLink domain"
     # Hosts of 8 and of 4 ranks have neighbours by 4: then no group crosses from host to host.
     return math.gcd(world_size, *gather_objects(local_size)), "a host"

@@ -17,12 +17,12 @@ import sys
 import tempfile
 import time
 import uuid
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,7 +48,7 @@ SHARED_MEMORY = 1 << 30
 DISK = 10 << 30
 SLOW = 0.5  # of the median rate
 MESSAGE = 16 << 20  # bytes
-MAX_ERROR_CHARS = 200  # characters
+MAX_ERROR_CHARS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,28 +77,22 @@ class RankFacts:
 
 
 def find_problems(facts: Sequence[RankFacts]) -> list[str]:
-    """Return one line of text per problem that the facts of all ranks show.
-
-    `facts[i]` has the measurements of rank i.
-    """
-    return [
-        *_find_differences(facts),
-        *_find_host_problems(facts),
-        *_find_rank_problems(facts),
-        *_find_link_problems(facts),
-    ]
+    """Return one line of text per problem; `facts[i]` has the measurements of rank i."""
+    finders = _find_differences, _find_host_problems, _find_rank_problems, _find_link_problems
+    return [line for find_lines in finders for line in find_lines(facts)]
 
 
 def _find_differences(facts: Sequence[RankFacts]) -> Iterator[str]:
-    """Yield an error line per version, environment variable or option that ranks do not share."""
+    """Yield an error line per version, environment variable or option that differs by rank."""
     for kind in ("versions", "environment"):
-        names = sorted({name for rank_facts in facts for name in getattr(rank_facts, kind)})
-        for name in names:
-            values = defaultdict[str, list[int]](list)
-            for rank, rank_facts in enumerate(facts):
-                values[getattr(rank_facts, kind).get(name, "not set")].append(rank)
-            if len(values) > 1:
-                texts = (f"{_shorten(v)} on {_format_ranks(r)}" for v, r in values.items())
+        of_ranks = [getattr(rank_facts, kind) for rank_facts in facts]
+        for name in sorted({name for values in of_ranks for name in values}):
+            ranks_of = _group_ranks([values.get(name, "not set") for values in of_ranks])
+            if len(ranks_of) > 1:
+                texts = []
+                for value, ranks in ranks_of.items():
+                    is_short = len(value) <= 40 and value.isprintable()
+                    texts.append(f"{value if is_short else quote(value)} on {_format_ranks(ranks)}")
                 yield f"{name} ({', '.join(texts)}) must be the same on all ranks: set one"
     without = [rank for rank, rank_facts in enumerate(facts) if not rank_facts.has_checkpoints]
     if 0 < len(without) < len(facts):
@@ -110,28 +104,24 @@ def _find_differences(facts: Sequence[RankFacts]) -> Iterator[str]:
 
 def _find_host_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
     """Yield an error line per problem of a host or of an NVLink domain across hosts."""
-    by_host = defaultdict[str, list[int]](list)
-    for rank, rank_facts in enumerate(facts):
-        by_host[rank_facts.host].append(rank)
-    for fabric in dict.fromkeys(_list_present_values(facts, "fabric")):
-        ranks = [rank for rank, rank_facts in enumerate(facts) if rank_facts.fabric == fabric]
-        if ranks[-1] - ranks[0] >= len(ranks):
+    for fabric, ranks in _group_ranks([rank_facts.fabric for rank_facts in facts]).items():
+        if fabric is not None and ranks[-1] - ranks[0] >= len(ranks):
             yield (
                 f"ranks of one NVLink domain ({_format_ranks(ranks)}) must be neighbours, on which "
                 "dispatcher 'hierarchical' counts: number hosts by rack"
             )
-    sizes = {len(ranks) for ranks in by_host.values()}
-    if len(sizes) > 1:
-        counts = ", ".join(f"{facts[r[0]].name}: {len(r)}" for r in by_host.values())
+    ranks_of_hosts = _group_ranks([rank_facts.host for rank_facts in facts]).values()
+    if len({len(ranks) for ranks in ranks_of_hosts}) > 1:
+        counts = ", ".join(f"{facts[ranks[0]].name}: {len(ranks)}" for ranks in ranks_of_hosts)
         yield f"ranks of a host ({counts}) must be equally many: start as many on each"
-    for ranks in by_host.values():
+    for ranks in ranks_of_hosts:
         yield from _find_single_host_problems([facts[rank] for rank in ranks], ranks, facts[0])
 
 
 def _find_single_host_problems(
     facts: Sequence[RankFacts], ranks: Sequence[int], first: RankFacts
 ) -> Iterator[str]:
-    """Yield an error line per problem of a host: rank numbers, clock, memory, disk, GPU access.
+    """Yield an error line per problem of one host's ranks, clock, memory, disk and GPU access.
 
     `facts[i]` describes the host's rank `ranks[i]`, and `first` describes global rank 0.
     """
@@ -166,11 +156,7 @@ def _find_single_host_problems(
             f"disk of checkpoints on {name} ({_format_gib(disk)} free) must have "
             f"{_format_gib(DISK)}: remove old ones by moecore checkpoint prune"
         )
-    blind = [
-        rank
-        for rank, rank_facts in zip(ranks, facts, strict=True)
-        if not rank_facts.sees_checkpoints
-    ]
+    blind = [rank for rank, f in zip(ranks, facts, strict=True) if not f.sees_checkpoints]
     if blind:
         yield (
             f"directory of checkpoints on {name} (of {_format_ranks(blind)}) must be that of rank "
@@ -182,16 +168,16 @@ def _find_single_host_problems(
 
 def _find_rank_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
     """Yield an error line per problem of a rank: unreadable facts, limits, GPU memory, NCCL."""
+    num_hosts = len({rank_facts.host for rank_facts in facts})
     for rank, rank_facts in enumerate(facts):
-        yield from (
-            f"rank {rank} on {rank_facts.name}: {failure}" for failure in rank_facts.failures
-        )
+        for failure in rank_facts.failures:
+            yield f"rank {rank} on {rank_facts.name}: {failure}"
         if 0 <= rank_facts.open_files < OPEN_FILES:
             yield (
                 f"open files of rank {rank} ({rank_facts.open_files}) must be >= {OPEN_FILES}: "
                 f"ulimit -n {16 * OPEN_FILES}"
             )
-        has_network = len({other.host for other in facts}) > 1 and rank_facts.gpu_memory is not None
+        has_network = num_hosts > 1 and rank_facts.gpu_memory is not None
         if has_network and rank_facts.locked_memory >= 0:
             yield (
                 f"locked memory of rank {rank} ({_format_gib(rank_facts.locked_memory)}) must be "
@@ -214,11 +200,7 @@ def _find_rank_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
 def _find_link_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
     """Yield an error line per rank that receives messages at less than half of the median rate."""
     for link in ("inside a host", "between hosts"):
-        rates = {
-            rank: rank_facts.rates[link]
-            for rank, rank_facts in enumerate(facts)
-            if link in rank_facts.rates
-        }
+        rates = {rank: f.rates[link] for rank, f in enumerate(facts) if link in f.rates}
         median = statistics.median(rates.values()) if rates else 0.0
         for rank, rate in rates.items():
             if rate < SLOW * median:
@@ -226,6 +208,14 @@ def _find_link_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
                     f"messages {link} to rank {rank} on {facts[rank].name} ({rate / 1e9:.2g} GB/s) "
                     f"must be near the median ({median / 1e9:.2g} GB/s): look at its links"
                 )
+
+
+def _group_ranks(values: Sequence[T]) -> dict[T, list[int]]:
+    """Map each distinct value to its ranks in order; `values[i]` is the value of rank i."""
+    ranks_of: dict[T, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks_of.setdefault(value, []).append(rank)
+    return ranks_of
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:
@@ -237,18 +227,13 @@ def _format_ranks(ranks: Sequence[int]) -> str:
 
 
 def _list_present_values(facts: Sequence[RankFacts], field: str) -> list[Any]:
-    """Return the values of attribute `field` of all ranks' facts, without None."""
+    """Return the values of the attribute `field` of all facts, without None."""
     return [value for row in facts if (value := getattr(row, field)) is not None]
 
 
 def _format_error(error: Exception) -> str:
     """Return an error's text as one line of at most `MAX_ERROR_CHARS` characters."""
     return " ".join(str(error).split())[:MAX_ERROR_CHARS] or type(error).__name__
-
-
-def _shorten(text: str) -> str:
-    """Return a text of at most 40 printable characters unchanged, otherwise quote and cut it."""
-    return text if len(text) <= 40 and text.isprintable() else quote(text)
 
 
 def _format_gib(num_bytes: int) -> str:
@@ -259,15 +244,12 @@ def _format_gib(num_bytes: int) -> str:
 def run_doctor(args: Any) -> int:
     """Run `moecore doctor`: print problems of this job's hosts; return the exit status, 0 or 1.
 
-    Collective. `args` has the command's options `timeout` and `checkpoints`.
+    `args` has the command's options `timeout`, in seconds, and `checkpoints`. Collective.
     """
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    timeout = timedelta(seconds=args.timeout)
-    with (
-        _convert_errors(f"ranks must find each other within {args.timeout} s"),
-        _discard_stderr_on_error(),
-    ):
-        start_process_group(device_type, timeout)
+    rule = f"ranks must find each other within {args.timeout} s"
+    with _convert_errors(rule), _discard_stderr_on_error():
+        start_process_group(device_type, timedelta(seconds=args.timeout))
     rule = "ranks must all take part until the end"
     try:
         with _convert_errors(rule):
@@ -294,7 +276,7 @@ def _print_report(facts: Sequence[RankFacts], lines: Sequence[str]) -> None:
 
 @contextmanager
 def _convert_errors(rule: str) -> Iterator[None]:
-    """Return a context that raises a collective's error as a ValueError "`rule`: ..., (error)"."""
+    """Return a context that converts an error of a collective to a ValueError about `rule`."""
     try:
         yield
     except (dist.DistError, RuntimeError) as error:
@@ -306,7 +288,7 @@ def _convert_errors(rule: str) -> Iterator[None]:
 
 @contextmanager
 def _discard_stderr_on_error() -> Iterator[None]:
-    """Return a context that delays output to stderr, and discards it if the body raises."""
+    """Return a context that delays output to stderr, and discards the output on an exception."""
     # c10d logs each failed attempt to connect, and these lines would hide the error's one line.
     # An environment variable sets the level of this log, but only before torch is imported.
     sys.stderr.flush()
@@ -332,7 +314,7 @@ class _FactReader:
     def read(
         self, name: str, function: Callable[[], T], default: T, rule: str = "readable by this rank"
     ) -> T:
-        """Return function(); if it fails, record "`name` must be `rule`" and return `default`."""
+        """Return function(); if it fails, record that `name` must be `rule`, return `default`."""
         try:
             return function()
         except (OSError, ValueError, RuntimeError) as error:
@@ -344,10 +326,7 @@ class _FactReader:
 
 
 def _collect_facts(device_type: str, checkpoints: Path | None) -> RankFacts:
-    """Measure this rank, its GPU, host and links. Collective.
-
-    `checkpoints` is a directory whose disk is measured; None = no directory.
-    """
+    """Measure this rank, its GPU, host and links, and the disk of a directory. Collective."""
     reader, is_gpu = _FactReader(), device_type == "cuda"
     # The file's name is made by rank 0. All ranks exchange it, with or without a directory.
     local_key = get_host_id(), f".doctor-{uuid.uuid4().hex}"
@@ -371,7 +350,11 @@ def _collect_facts(device_type: str, checkpoints: Path | None) -> RankFacts:
         gpu_memory=reader.read("GPU memory", torch.cuda.mem_get_info, None) if is_gpu else None,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        shared_memory=reader.read("/dev/shm", _measure_shared_memory, None),
+        shared_memory=(
+            reader.read("/dev/shm", lambda: shutil.disk_usage("/dev/shm").free, None)
+            if os.path.isdir("/dev/shm")
+            else None
+        ),
         has_checkpoints=checkpoints is not None,
         disk=disk,
         sees_checkpoints=sees,
@@ -379,11 +362,6 @@ def _collect_facts(device_type: str, checkpoints: Path | None) -> RankFacts:
         peers=_find_peer_problem(hosts, device_type),
         rates=_measure_rates(hosts, device_type),
     )
-
-
-def _measure_shared_memory() -> int | None:
-    """Return the free bytes in /dev/shm, or None if it does not exist."""
-    return shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None
 
 
 def _read_versions(device_type: str) -> dict[str, str]:
@@ -404,25 +382,25 @@ def _read_versions(device_type: str) -> dict[str, str]:
 def _measure_disk(
     reader: _FactReader, directory: Path | None, name: str
 ) -> tuple[int | None, bool]:
-    """Return a directory's free bytes, and whether this rank sees a file that rank 0 writes there.
+    """Return a directory's free bytes, and whether this rank sees the file `name` of rank 0 there.
 
-    Collective. `name` is the file's name. Free bytes None = no directory, or it is not writable.
+    Free bytes None = no directory, or a directory that this rank cannot write. Collective.
     """
-    is_first, shown_path = dist.get_rank() == 0, f"--checkpoints ({quote(str(directory))})"
+    shown_path = f"--checkpoints ({quote(str(directory))})"
     rule = "a directory that every rank can write"
 
-    def write() -> bool:
+    def write_file() -> bool:
+        """Write a file as for checkpoints; only the file of rank 0 has a name."""
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
-            # Every rank writes a file, as for checkpoints. Only the file of rank 0 has a name.
             with tempfile.TemporaryFile(dir=directory) as file:
                 file.write(b"moecore doctor")
-            if is_first:
+            if dist.get_rank() == 0:
                 (directory / name).touch()
         return True
 
     try:
-        is_writable = reader.read(shown_path, write, False, rule)
+        is_writable = reader.read(shown_path, write_file, False, rule)
         (has_file, *_) = gather_objects(is_writable and directory is not None)
         sees = directory is None or not has_file or os.path.exists(directory / name)
         dist.barrier()
@@ -436,26 +414,27 @@ def _measure_disk(
 
 
 def _find_peer_problem(hosts: Sequence[str], device_type: str) -> str | None:
-    """Return why GPUs of this host lack peer access, or None. `hosts[i]` = rank i's. Collective."""
-    if device_type != "cuda":
-        return None
-    local_host = hosts[dist.get_rank()]
-    for host in dict.fromkeys(hosts):
-        ranks = [rank for rank, other in enumerate(hosts) if other == host]
+    """Return why GPUs of this host lack peer access, or None; `hosts[i]` is the host of rank i.
+
+    Collective.
+    """
+    problem = None
+    for ranks in _group_ranks(hosts).values() if device_type == "cuda" else ():
         group = dist.new_group(ranks)
-        if host == local_host:
-            problem = find_problem(group, device_type) if len(ranks) > 1 else None
+        if dist.get_rank() in ranks and len(ranks) > 1:
+            problem = find_problem(group, device_type)
     return problem
 
 
 def _measure_rates(hosts: Sequence[str], device_type: str) -> dict[str, float]:
-    """Measure the rate at which this rank receives from the previous rank in rings. Collective.
+    """Measure the bytes per second that this rank receives in rings inside and between hosts.
 
-    Returns bytes per second by "inside a host" and "between hosts". `hosts[i]` = rank i's host id.
+    `hosts[i]` is the host of rank i. Returns the rates by kind of ring. Collective.
     """
     rank, rates = dist.get_rank(), dict[str, float]()
-    by_host = [[r for r, h in enumerate(hosts) if h == host] for host in dict.fromkeys(hosts)]
-    rings = {"inside a host": by_host, "between hosts": _group_by_local_index(by_host)}
+    by_host = list(_group_ranks(hosts).values())
+    by_index = [[r for r in ranks if r is not None] for ranks in zip_longest(*by_host)]
+    rings = {"inside a host": by_host, "between hosts": by_index}
     data = torch.empty(2, MESSAGE, dtype=torch.uint8, device=device_type)
     for link, all_rings in rings.items():
         (ring,) = [ring for ring in all_rings if rank in ring] or [[rank]]
@@ -464,10 +443,9 @@ def _measure_rates(hosts: Sequence[str], device_type: str) -> dict[str, float]:
             dist.barrier()
             start = time.perf_counter()
             if len(ring) > 1:
-                next_rank, previous_rank = ring[(place + 1) % len(ring)], ring[place - 1]
-                ends = [dist.P2POp(dist.isend, data[0], next_rank)]
-                ends.append(dist.P2POp(dist.irecv, data[1], previous_rank))
-                for work in dist.batch_isend_irecv(ends):
+                send = dist.P2POp(dist.isend, data[0], ring[(place + 1) % len(ring)])
+                receive = dist.P2POp(dist.irecv, data[1], ring[place - 1])
+                for work in dist.batch_isend_irecv([send, receive]):
                     work.wait()
                 if device_type == "cuda":
                     torch.cuda.synchronize()
@@ -475,9 +453,3 @@ def _measure_rates(hosts: Sequence[str], device_type: str) -> dict[str, float]:
         if len(ring) > 1:
             rates[link] = MESSAGE / best
     return rates
-
-
-def _group_by_local_index(by_host: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Transpose lists of ranks by host: entry i has the i-th rank of each host with > i ranks."""
-    num_rows = max(map(len, by_host))
-    return [[ranks[i] for ranks in by_host if i < len(ranks)] for i in range(num_rows)]

@@ -87,10 +87,9 @@ class ParallelConfig(CheckedRecord):
                 )
 
     def resolve(self, world_size: Count) -> ParallelConfig:
-        """Return a copy in which every -1 is replaced by the degree for `world_size` ranks.
+        """Return a copy with every -1 replaced by the degree for `world_size` ranks.
 
-        Raises:
-            ValueError: if the product of a mesh's degrees is not `world_size`.
+        Raises a ValueError if the product of a mesh's degrees is not `world_size`.
         """
         check_arguments(ParallelConfig.resolve, locals())
         updates: dict[str, int] = {}
@@ -128,14 +127,11 @@ class Meshes:
             A dp_replicate of 1 is omitted. With cp > 1 the sharding axis is named dp_shard_cp.
         expert_fsdp: axes (edp_replicate, edp_shard) for experts. An edp_replicate of 1 is omitted.
         dispatch_group: the ep x etp ranks that exchange tokens, ep-major; None = one rank.
-        micro_batch_group: the cp x tp ranks that share one data rank's micro-batch; None = one
-            rank.
-        ranks_per_domain: number of consecutive ranks with access to each other's memory, such as
-            the ranks of a host.
-        stage_group: every rank of this pipeline stage.
-        pipeline_groups: two communicators of the ranks that differ only in pp. The first sends to
-            higher ranks and the second to lower ranks, so that the directions overlap. None if pp
-            is 1.
+        micro_batch_group: the cp x tp ranks of one data rank's micro-batch; None = one rank.
+        ranks_per_domain: number of consecutive ranks with access to each other's memory.
+        stage_group: all ranks of this pipeline stage.
+        pipeline_groups: two communicators of the ranks that differ only in pp, one for messages to
+            higher ranks and one for messages to lower ranks, so both overlap. None if pp is 1.
         reason: why `parallelize_moe` chose these degrees; None = the caller passed the meshes.
     """
 
@@ -226,26 +222,20 @@ def build_meshes(
 
     world = init_device_mesh(device_type, (world_size,), mesh_dim_names=("world",))
     inherit_timeout(world.get_group())
-    mesh_arguments = {
-        **list_fields(p),
-        "ranks_per_domain": ranks_per_domain,
-        "device_type": device_type,
-    }
-    # before the groups, which other degrees would mix up
-    check_equal(mesh_arguments, choose_object_device_type(world.get_group()))
+    entries = list_fields(p) | dict(ranks_per_domain=ranks_per_domain, device_type=device_type)
+    # Ranks with different degrees would create different groups.
+    check_equal(entries, choose_object_device_type(world.get_group()))
     if ranks_per_domain is None and device_type == "cuda" and "LOCAL_WORLD_SIZE" in os.environ:
         domain = count_ranks_per_fabric(read_local_nvlink_domain_id()) or domain
     dense = _make_mesh(device_type, tuple(getattr(p, d) for d in DENSE_DIMS), DENSE_DIMS)
     expert = _make_mesh(device_type, tuple(getattr(p, d) for d in EXPERT_DIMS), EXPERT_DIMS)
-    # Views that join neighbouring dims into one group. Only dims that are both larger than 1
-    # need a new group; a joined dim of one non-trivial factor reuses that factor's group.
     stage_group, pipeline_groups = _make_stage_groups(world, dense, p)
     return Meshes(
         parallel=p,
         dense=dense,
         expert=expert,
         dense_fsdp=_make_dense_fsdp(dense, p),
-        expert_fsdp=_select_fsdp_axes(expert, "edp_replicate", "edp_shard"),
+        expert_fsdp=_select_fsdp_axes(expert),
         dispatch_group=_flatten_group(expert, ("ep", "etp")),
         micro_batch_group=_flatten_group(dense, ("cp", "tp")),
         ranks_per_domain=domain,
@@ -255,13 +245,13 @@ def build_meshes(
 
 
 def _resolve_ranks_per_domain(ranks_per_domain: int | None, world_size: int) -> int:
-    """Return `ranks_per_domain`; raise a ValueError if it does not divide the world size.
+    """Return `ranks_per_domain`, or for None LOCAL_WORLD_SIZE if it divides the world size.
 
-    For None, return LOCAL_WORLD_SIZE, or the world size if that is not set or does not divide it.
+    Raises a ValueError if `ranks_per_domain` does not divide the world size.
     """
     if ranks_per_domain is None:
-        of_host = read_launcher_number("LOCAL_WORLD_SIZE", world_size)
-        return of_host if world_size % of_host == 0 else world_size
+        host_size = read_launcher_number("LOCAL_WORLD_SIZE", world_size)
+        return host_size if world_size % host_size == 0 else world_size
     if world_size % ranks_per_domain:
         raise ValueError(
             f"ranks_per_domain ({ranks_per_domain}) must divide the world size ({world_size}): "
@@ -273,8 +263,8 @@ def _resolve_ranks_per_domain(ranks_per_domain: int | None, world_size: int) -> 
 def count_ranks_per_fabric(local_fabric: str | None) -> int | None:
     """Return the largest n for which each group of n consecutive ranks is in one NVLink domain.
 
-    `local_fabric` is the id of the multi-host NVLink domain of this rank's GPU; None = no domain.
-    If any rank has None, the result is None. Collective. Domains of 72 and 56 ranks give 8.
+    `local_fabric` is the id of the NVLink domain across hosts of this rank's GPU. If it is None on
+    any rank, the result is None. Domains of 72 and 56 ranks return 8. Collective.
     """
     names = gather_objects(local_fabric)
     if None in names:
@@ -315,9 +305,9 @@ def check_domains(meshes: Meshes) -> None:
 
 
 def make_context_groups(meshes: Meshes, cp: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Create the groups for dynamic context parallelism over `cp` consecutive data ranks.
+    """Create the cp group, and the group of cp x tp ranks, of `cp` consecutive data ranks.
 
-    Returns the cp group, and the cp-major group of the cp x tp ranks. Collective.
+    The groups are for dynamic context parallelism. The second group is cp-major. Collective.
     """
     size, tp = dist.get_world_size(), meshes.parallel.tp
     view = _make_mesh(meshes.device_type, (size // (cp * tp), cp, tp), ("data", "cp", "tp"))
@@ -329,9 +319,9 @@ def make_context_groups(meshes: Meshes, cp: int) -> tuple[dist.ProcessGroup, dis
 def split_context_group(
     meshes: Meshes, cp: int, inner: int
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Split a context parallel group: return the inner group and the outer group of this rank.
+    """Split groups of `cp` ranks; return this rank's inner and outer group. Collective.
 
-    The inner group has `inner` consecutive cp ranks, the outer every `inner`-th rank. Collective.
+    The inner group has `inner` consecutive cp ranks, the outer group every `inner`-th cp rank.
     """
     tp, size = meshes.parallel.tp, dist.get_world_size()
     sizes = (size // (cp * tp), cp // inner, inner, tp)
@@ -340,10 +330,7 @@ def split_context_group(
 
 
 def make_host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a group of the same ranks whose collectives support CPU tensors.
-
-    This is `group` if it has a CPU backend, otherwise a new gloo group. Collective over the group.
-    """
+    """Return `group` if it has a CPU backend, or a new gloo group of its ranks. Collective."""
     if has_cpu_backend(group):
         return group
     result: dist.ProcessGroup = dist.new_group(
@@ -358,7 +345,7 @@ def make_host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 def concatenate_meshes(*meshes: DeviceMesh) -> DeviceMesh:
     """Return one mesh with the axes and groups of `meshes`, in order. No communication."""
     ranks, local_rank = torch.zeros((), dtype=torch.int, device="cpu"), dist.get_rank()
-    for mesh in meshes:  # the steps along the dims of one view are the same everywhere
+    for mesh in meshes:  # along an axis of a mesh, ranks have equal distances at every coordinate
         ranks = ranks.reshape(*ranks.shape, *(1 for _ in mesh.shape)) + (mesh.mesh - local_rank)
     return DeviceMesh.from_group(
         [group for mesh in meshes for group in mesh.get_all_groups()],
@@ -378,38 +365,33 @@ def _make_mesh(device_type: str, sizes: tuple[int, ...], names: tuple[str, ...])
 
 def _format_mesh(mesh: DeviceMesh) -> str:
     """Return text with the axes of a mesh whose size is not 1, and this rank's coordinates."""
-    names = [name for name in mesh.mesh_dim_names or () if _get_axis_size(mesh, name) > 1]
-    if not names:
+    sizes = {n: s for n, s in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True) if s > 1}
+    if not sizes:
         return "one rank"
-    sizes = " ".join(f"{name}={_get_axis_size(mesh, name)}" for name in names)
-    return f"{sizes}, this rank {' '.join(f'{n}={mesh.get_local_rank(n)}' for n in names)}"
+    size_text = " ".join(f"{name}={size}" for name, size in sizes.items())
+    return f"{size_text}, this rank {' '.join(f'{n}={mesh.get_local_rank(n)}' for n in sizes)}"
 
 
 def start_process_group(device_type: str, timeout: timedelta | None = None) -> None:
     """Initialise the default process group, of one rank if torchrun's RANK is not set.
 
-    "cuda" also makes GPU LOCAL_RANK the current device. `timeout` None = torch's default.
-
-    Raises:
-        ValueError: if an environment variable of the launcher is not a number in its range, or if
-            ranks have different values of WORLD_SIZE.
+    "cuda" also makes GPU LOCAL_RANK the current device. `timeout` None = torch's default. Raises a
+    ValueError if the launcher's variables are out of range, or WORLD_SIZE differs between ranks.
     """
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     if device_type == "cuda":
-        num_gpus = torch.cuda.device_count()
+        max_rank = torch.cuda.device_count() - 1
         torch.cuda.set_device(
-            read_launcher_number("LOCAL_RANK", 0, min_value=0, max_value=num_gpus - 1)
+            read_launcher_number("LOCAL_RANK", 0, min_value=0, max_value=max_rank)
         )
-    if "RANK" in os.environ:
-        world_size = read_launcher_number("WORLD_SIZE", 1)
-        read_launcher_number("RANK", 0, min_value=0, max_value=world_size - 1)
-        read_launcher_number("MASTER_PORT", 29500, min_value=0, max_value=65535)
-        store, rank, world_size = join_store(timeout)
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=timeout
-        )
-    else:
+    if "RANK" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return
+    world_size = read_launcher_number("WORLD_SIZE", 1)
+    read_launcher_number("RANK", 0, min_value=0, max_value=world_size - 1)
+    read_launcher_number("MASTER_PORT", 29500, min_value=0, max_value=65535)
+    store, rank, world_size = join_store(timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def read_launcher_number(
@@ -430,39 +412,37 @@ def read_launcher_number(
     return int(text)
 
 
-def _select_fsdp_axes(mesh: DeviceMesh, replicate: str, shard: str) -> DeviceMesh:
-    """Return the submesh (replicate, shard), or (shard,) if the replicate axis has size 1."""
-    return mesh[(replicate, shard) if _get_axis_size(mesh, replicate) > 1 else (shard,)]
+def _select_fsdp_axes(mesh: DeviceMesh) -> DeviceMesh:
+    """Return axes 1 and 2 (replicate, shard) of a mesh, without a replicate axis of size 1."""
+    names = mesh.mesh_dim_names or ()
+    return mesh[names[1 if mesh.shape[1] > 1 else 2 : 3]]
 
 
 def _make_dense_fsdp(dense: DeviceMesh, p: ParallelConfig) -> DeviceMesh:
     """Return the mesh (dp_replicate, dp_shard x cp), see `Meshes`. Collective if cp > 1."""
     if p.cp == 1:
-        return _select_fsdp_axes(dense, "dp_replicate", "dp_shard")
+        return _select_fsdp_axes(dense)
     names = ("pp", "dp_replicate", "dp_shard_cp", "tp")
     sizes = (p.pp, p.dp_replicate, p.dp_shard * p.cp, p.tp)
-    return _select_fsdp_axes(
-        _make_mesh(dense.device_type, sizes, names), "dp_replicate", "dp_shard_cp"
-    )
+    return _select_fsdp_axes(_make_mesh(dense.device_type, sizes, names))
 
 
 def _flatten_group(view: DeviceMesh, names: tuple[str, str]) -> dist.ProcessGroup | None:
     """Return one process group over a mesh's two innermost axes; None if it has one rank."""
-    sizes = [_get_axis_size(view, name) for name in names]
-    if sizes == [1, 1]:
+    sizes = view.shape[-2:]
+    if sizes == (1, 1):
         return None
-    if 1 in sizes:
+    if 1 in sizes:  # the other axis has this group already
         return view.get_group(names[1 - sizes.index(1)])
-    inner = sizes[0] * sizes[1]
-    flat_name = "_".join(names)
-    folded = _make_mesh(view.device_type, (view.size() // inner, inner), ("outer", flat_name))
-    return folded.get_group(flat_name)
+    inner, flat_name = math.prod(sizes), "_".join(names)
+    flat = _make_mesh(view.device_type, (view.size() // inner, inner), ("outer", flat_name))
+    return flat.get_group(flat_name)
 
 
 def _make_stage_groups(
     world: DeviceMesh, dense: DeviceMesh, p: ParallelConfig
 ) -> tuple[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup] | None]:
-    """Return this stage's group, and two groups over pp (pp 1: world and None). Collective."""
+    """Return `stage_group` and `pipeline_groups` of `Meshes`. Collective if pp > 1."""
     if p.pp == 1:
         return world.get_group(), None
     view = _make_mesh(world.device_type, (p.pp, world.size() // p.pp), ("pp", "stage"))
@@ -470,8 +450,3 @@ def _make_stage_groups(
     if up is down:  # both are the default group, where each stage is one rank
         down = dist.new_group(timeout=get_default_timeout())
     return view.get_group("stage"), (up, down)
-
-
-def _get_axis_size(mesh: DeviceMesh, name: str) -> int:
-    """Return the number of ranks along the axis `name` of a mesh."""
-    return mesh.size((mesh.mesh_dim_names or ()).index(name))

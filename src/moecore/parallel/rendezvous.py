@@ -15,15 +15,14 @@ import torch.distributed as dist
 # Keys of the store: rank 0's world size, the error text, and what ranks have done.
 SIZE, PROBLEM = "world size", "problem"
 COMPARISON, DEPARTURES, END = "comparison", "departures", "end"
+COUNTER = " ranks"  # suffix of a key: the counter of the ranks that wait for the key
 
 
 def join_store(timeout: timedelta | None) -> tuple[dist.Store, int, int]:
-    """Return the launcher's store as `init_process_group` makes it, the rank and the world size.
+    """Return the launcher's store for `init_process_group`, this rank and the world size.
 
-    `timeout` None = torch's default.
-
-    Raises:
-        ValueError: on every rank, if a rank has another world size than rank 0.
+    `timeout` None = torch's default. Raises a ValueError on every rank if a rank has another world
+    size than rank 0.
     """
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     store: dist.Store
@@ -40,11 +39,9 @@ def _check_world_size(store: dist.Store, rank: int, world_size: int) -> None:
         store.set(SIZE, str(world_size))
     first = int(store.get(SIZE))
     if world_size != first:
-        store.set(
-            PROBLEM,
-            f"WORLD_SIZE ({world_size} on rank {rank}, {first} on rank 0) must be the same on all "
-            "ranks: start ranks with torchrun, which sets this variable",
-        )
+        sizes = f"{world_size} on rank {rank}, {first} on rank 0"
+        fix = "start ranks with torchrun, which sets this variable"
+        store.set(PROBLEM, f"WORLD_SIZE ({sizes}) must be the same on all ranks: {fix}")
     _wait_for_ranks(store, COMPARISON, first)
     if store.check([PROBLEM]):
         problem = store.get(PROBLEM).decode()
@@ -53,17 +50,12 @@ def _check_world_size(store: dist.Store, rank: int, world_size: int) -> None:
         raise ValueError(problem)
     # A launcher's store may serve the next start of ranks, whose number may be another one.
     if store.add(DEPARTURES, 1) == first:
-        for key in (SIZE, COMPARISON, _make_counter_key(COMPARISON), DEPARTURES):
+        for key in (SIZE, COMPARISON, COMPARISON + COUNTER, DEPARTURES):
             store.delete_key(key)
 
 
 def _wait_for_ranks(store: dist.Store, key: str, num_ranks: int) -> None:
     """Wait until `num_ranks` ranks have called this function with this key."""
-    if store.add(_make_counter_key(key), 1) == num_ranks:
+    if store.add(key + COUNTER, 1) == num_ranks:
         store.set(key, "")
     store.wait([key])
-
-
-def _make_counter_key(key: str) -> str:
-    """Return the store's key of the counter of ranks that wait for `key`."""
-    return f"{key} ranks"

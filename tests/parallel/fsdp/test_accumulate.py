@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moecore import FSDPOptions, MoEConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.models import Decoder, DecoderConfig
+from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore.models import Decoder
 from moecore.parallel.fsdp.size import rank_bytes
 from moecore.parallel.model.clip import clip_grad_norm_
 from moecore.parallel.model.parallel_state import get_moe_state, get_parallel_state
@@ -23,21 +23,13 @@ from tests.helpers.parts import on_parts
 from tests.helpers.ranks import run_ranks
 from tests.helpers.whole import gather_whole
 from tests.parallel.fsdp.units import recorded, units
+from tests.parallel.small_decoder import small_decoder
 
 pytestmark = pytest.mark.slow
 
 WORLD, STEPS, MICRO_BATCHES, MAX_NORM = 4, 2, 3, 0.1
 FP32_BOUND = 1e-5
-CONFIG = DecoderConfig(
-    vocab_size=61,
-    dim=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_seq_len=32,
-    moe=MoEConfig(dim=32, hidden_dim=24, num_experts=4, top_k=2),
-)
+CONFIG = small_decoder(32, 24)
 UNSHARDED, SHARDED = ParallelConfig(ep=4), ParallelConfig(ep=2)
 ONCE = FSDPOptions(dense_strategy="optim", experts_strategy="optim_grads_params")
 EACH = FSDPOptions(dense_strategy="optim_grads", embedding_strategy="optim_grads")

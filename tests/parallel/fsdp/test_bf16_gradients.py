@@ -9,23 +9,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moecore import FSDPOptions, MoEConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.models import Decoder, DecoderConfig
+from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore.models import Decoder
 from moecore.moe.router import Router
 from moecore.train import AdamW
 from tests.helpers.ranks import run_ranks
+from tests.parallel.small_decoder import small_decoder
 
 MICRO_BATCHES = 3
-CONFIG = DecoderConfig(
-    vocab_size=61,
-    dim=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_seq_len=32,
-    moe=MoEConfig(dim=32, hidden_dim=24, num_experts=4, top_k=2),
-)
+CONFIG = small_decoder(32, 24)
 # Whole experts, whose gradients go through sinks; units, reduced per micro-batch or at the end.
 LAYOUTS: dict[str, tuple[ParallelConfig, dict[str, Any]]] = {
     "whole": (ParallelConfig(ep=4), {}),

@@ -23,7 +23,6 @@ from moecore import (
     FSDPOptions,
     MemoryOptions,
     Meshes,
-    MoEConfig,
     ParallelConfig,
     TrainStep,
     build_meshes,
@@ -35,7 +34,7 @@ from moecore.kernels.experts.fp8_products import BlockwiseProducts
 from moecore.kernels.experts.grouped_products import TorchMatmuls
 from moecore.kernels.linear import PlainProducts
 from moecore.kernels.rows.record import Rows
-from moecore.models import Decoder, DecoderConfig
+from moecore.models import Decoder
 from moecore.parallel.fsdp.deferred import WeightGradients, WeightProduct
 from moecore.parallel.fsdp.engine import UnitEngine
 from moecore.parallel.model.parallel_state import list_engines
@@ -46,21 +45,11 @@ from tests.helpers.grids import asked_for
 from tests.helpers.ranks import run_ranks
 from tests.parallel.fsdp.test_unit import BLOCKS, DIM, Model, freed_is_nan
 from tests.parallel.fsdp.units import recorded, units
+from tests.parallel.small_decoder import small_decoder
 
 WORLD, N = 4, 3
 Turns = Sequence[tuple[str, int]]
-CONFIG = DecoderConfig(
-    vocab_size=60,
-    dim=128,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    dense_layers=(0,),
-    mlp_hidden_dim=96,
-    max_seq_len=32,
-    moe=MoEConfig(dim=128, hidden_dim=128, num_experts=4, top_k=2, shared_hidden_dim=48),
-)
+CONFIG = small_decoder(128, 128, vocab_size=60, head_dim=16, dense=96, shared=48)
 PRODUCTS = 2 * 4 + 3 + 2 + 2  # of two attentions, a dense MLP, the shared and the routed experts
 EP1, EP2, TP2 = ParallelConfig(), ParallelConfig(ep=2), ParallelConfig(tp=2, ep=2)
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)
@@ -223,7 +212,9 @@ def worker(rank: int, device: torch.device, asked: list[tuple[str, str]]) -> dic
     cases = [c for c in CASES if c == "bf16" or c in dict(asked)]
     wanted = {c: make(c, defers=False).play(UNSHARDED) for c in cases if c not in LIKE_BF16}
     wanted |= dict.fromkeys(LIKE_BF16, wanted["bf16"])
-    found: dict[Any, Any] = {"moving": all(map(moves, wanted.values()))}
+    for grads in wanted.values():  # a rank may own an idle expert
+        assert sum(bool(t.any()) for t in grads.values()) > len(grads) - 3
+    found: dict[Any, Any] = {}
     for case in (c for c in FEW if (c, "whole") in asked):
         found[case, "whole"] = errors(make(case, defers=True).play(UNSHARDED), wanted[case])
     for case, way, turns in (one for one in WAYS + OTHER_ORDERS if one[:2] in asked):
@@ -234,11 +225,6 @@ def worker(rank: int, device: torch.device, asked: list[tuple[str, str]]) -> dic
         found[case, way, "reductions"] = reductions(run.model, events)
     every = gather_objects(found)
     return {key: [one[key] for one in every] for key in found}
-
-
-def moves(grads: dict[str, Tensor]) -> bool:
-    """Whether almost all of a rank's parameters have a gradient: it may own an idle expert."""
-    return sum(bool(t.any()) for t in grads.values()) > len(grads) - 3
 
 
 def reductions(model: nn.Module, events: list[str]) -> dict[str, set[int]]:
@@ -254,10 +240,6 @@ def reductions(model: nn.Module, events: list[str]) -> dict[str, set[int]]:
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest) -> dict[Any, Any]:
     return run_ranks(WORLD, worker, asked_for(request, "case", "way"))
-
-
-def test_there_is_something_to_compare(found: dict[Any, Any]) -> None:
-    assert found["moving"] == [True] * WORLD
 
 
 @pytest.mark.parametrize(

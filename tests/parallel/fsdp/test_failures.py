@@ -26,30 +26,21 @@ from torch.distributed.tensor import DTensor
 
 from moecore import (
     FSDPOptions,
-    MoEConfig,
     ParallelConfig,
     PipelineConfig,
     TrainStep,
     build_meshes,
     parallelize_moe,
 )
-from moecore.models import Decoder, DecoderConfig
+from moecore.models import Decoder
 from tests.helpers.parts import on_parts
 from tests.helpers.ranks import _share_gloo_device, forks
+from tests.parallel.small_decoder import small_decoder
 
 TIMEOUT_S, HARD_S = 12, 75
 LATE = 1  # the rank that something happens to
 STEPS = 2
-CONFIG = DecoderConfig(
-    vocab_size=61,
-    dim=32,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_seq_len=32,
-    moe=MoEConfig(dim=32, hidden_dim=24, num_experts=4, top_k=2),
-)
+CONFIG = small_decoder(32, 24, num_layers=3)
 
 
 class Rank:
@@ -107,6 +98,10 @@ class Rank:
     def note(self) -> None:
         (self.folder / "began").write_text(str(time.monotonic()))
 
+    def fail(self) -> None:
+        self.note()
+        raise FloatingPointError
+
     def is_over(self) -> bool:
         """Whether all others have ended."""
         return len(list(self.folder.glob("rank*"))) == dist.get_world_size() - 1
@@ -126,25 +121,15 @@ def end_in_backward(rank: Rank) -> None:
 
 def fail_in_forward(rank: Rank) -> None:
     """An exception that ends the process, as in a script that does not catch it."""
-
-    def fail() -> None:
-        rank.note()
-        raise FloatingPointError
-
     if rank.rank == LATE:
-        rank.at_forward(fail)
+        rank.at_forward(rank.fail)
     rank.train()
 
 
 def wait_after_a_failed_forward(rank: Rank) -> None:
     """The process goes on, and communicates no more."""
-
-    def fail() -> None:
-        rank.note()
-        raise FloatingPointError
-
     if rank.rank == LATE:
-        rank.at_forward(fail)
+        rank.at_forward(rank.fail)
         with suppress(FloatingPointError):
             rank.train()
         while not rank.is_over():

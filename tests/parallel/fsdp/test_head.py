@@ -15,12 +15,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moecore import (
     FSDPOptions,
-    MoEConfig,
     MoELayer,
     ParallelConfig,
     TrainStep,
@@ -28,30 +27,18 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.models import Decoder, DecoderConfig
-from moecore.parallel.fsdp.unit import State
 from moecore.parallel.fsdp.units import find_blocks, find_heads
 from tests.helpers.grids import asked_for
 from tests.helpers.parts import on_parts
 from tests.helpers.ranks import run_ranks
-from tests.parallel.fsdp.units import recorded, unit_names, unit_of
+from tests.parallel.fsdp.units import recorded, unit_names
+from tests.parallel.small_decoder import small_decoder
 
 WORLD = 2
 STEPS = 3
 FP32_BOUND = 1e-5
 EP, DEFAULTS = ParallelConfig(ep=2), FSDPOptions()
-PLAIN = DecoderConfig(
-    vocab_size=61,
-    dim=32,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    dense_layers=(1,),
-    mlp_hidden_dim=48,
-    max_seq_len=32,
-    ce_chunk_tokens=7,
-    moe=MoEConfig(dim=32, hidden_dim=24, num_experts=4, top_k=2),
-)
+PLAIN = small_decoder(32, 24, num_layers=3, dense_layers=(1,), mlp_hidden_dim=48, ce_chunk_tokens=7)
 MTP = replace(PLAIN, num_mtp_layers=2, mtp_loss_coef=0.4)
 
 
@@ -169,30 +156,10 @@ def events_of_a_step(config: DecoderConfig, rank: int) -> list[str]:
     return events
 
 
-def loaded_while_resident(rank: int) -> dict[str, Any]:
-    """A forward leaves the head resident; a state dict is read and another loaded then."""
-    run = Run(config=MTP)
-    model, other = make_parallel(run), Decoder(MTP)
-    other.init_weights(seed=7)
-    tokens, labels = batches(run, 0, rank)[0]
-    model(tokens, labels)
-    head = unit_of(model, model.lm_head)
-    resident = head is not None and head.state is State.UNSHARDED
-    state = model.state_dict()
-    kinds = {type(t) for t in state.values()}
-    new = other.state_dict()
-    model.load_state_dict(
-        {n: distribute_tensor(new[n], t.device_mesh, t.placements) for n, t in state.items()}
-    )
-    losses = [m(tokens, labels).item() for m in (model, other)]
-    return {"resident": resident, "dtensors": kinds == {DTensor}, "losses": losses}
-
-
 def worker(rank: int, device: torch.device, names: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {name: train(RUNS[name], rank) for name in names}
     found["events"] = events_of_a_step(PLAIN, rank)
     found["mtp events"] = events_of_a_step(MTP, rank)
-    found["loaded"] = loaded_while_resident(rank)
     return found
 
 
@@ -249,12 +216,6 @@ def test_with_mtp_its_backward_gathers_what_ran_before_it(found: dict[str, Any])
         gathers = [i for i, e in enumerate(events) if e == f"gather {block}"]
         assert gathers[-1] < events.index(f"backward {block}"), block
         assert not any(e.startswith("backward ") for e in events[use + 1 : gathers[-1]])
-
-
-def test_a_state_dict_is_sharded_and_a_loaded_one_is_used(found: dict[str, Any]) -> None:
-    loaded = found["loaded"]
-    assert loaded["resident"] and loaded["dtensors"]
-    assert loaded["losses"][0] == pytest.approx(loaded["losses"][1], rel=1e-5)
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from moecore import (
     CloneOptions,
     DispatchOptions,
     FSDPOptions,
-    MoEConfig,
     ParallelConfig,
     TrainStep,
     build_meshes,
@@ -28,8 +27,7 @@ from moecore import (
 from moecore.base.options.precision import Precision, Recipe
 from moecore.base.rank_checks import gather_objects
 from moecore.base.torch_private import get_local_tensor
-from moecore.kernels.rows.microscaling import pack_e2m1, unpack_e2m1
-from moecore.models import Decoder, DecoderConfig
+from moecore.models import Decoder
 from moecore.moe.amax_history import AmaxHistory
 from moecore.moe.low_rank import LowRank
 from moecore.parallel.fsdp.formats import MatrixFormat, QuantisedFormat
@@ -41,21 +39,13 @@ from tests.helpers.grids import asked_for
 from tests.helpers.ranks import run_ranks
 from tests.parallel.fsdp.units import units
 from tests.parallel.model.test_plan import planned
+from tests.parallel.small_decoder import small_decoder
 
 pytestmark = pytest.mark.slow
 
 # Of four ranks each has 24 of 96 rows or columns, which cuts squares of 16.
-CONFIG = DecoderConfig(
-    vocab_size=60,
-    dim=96,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=16,
-    dense_layers=(0,),
-    mlp_hidden_dim=96,
-    max_seq_len=32,
-    moe=MoEConfig(dim=96, hidden_dim=32, num_experts=2, top_k=2, shared_hidden_dim=16),
+CONFIG = small_decoder(
+    96, 32, vocab_size=60, num_heads=2, head_dim=16, dense=96, experts=2, shared=16
 )
 PRECISIONS: dict[str, Any] = {
     "tensorwise": Recipe(scaling="tensorwise", power_of_two=False),
@@ -209,11 +199,3 @@ def test_a_linear_that_no_step_has_run_is_scaled_by_its_own_magnitudes(past: flo
     # E4M3 has 3 bits behind the first one, and 448 as its largest value.
     torch.testing.assert_close(scales, torch.tensor([(past or 3.0) / 448]))
     torch.testing.assert_close(found, shard, rtol=2**-4, atol=1e-3)
-
-
-def test_codes() -> None:
-    """All sixteen, in the order of the format's table."""
-    values = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    values = torch.cat((values, -values))
-    assert pack_e2m1(values).tolist() == [0x10 + 0x22 * i for i in range(8)]
-    assert torch.equal(unpack_e2m1(pack_e2m1(values)).view(torch.int32), values.view(torch.int32))

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from moecore import (
     FSDPOptions,
     MemoryOptions,
-    MoEConfig,
     ParallelConfig,
     TrainStep,
     build_meshes,
@@ -22,7 +21,7 @@ from moecore import (
 )
 from moecore.base.params import clean_name
 from moecore.base.rank_checks import gather_objects
-from moecore.models import Decoder, DecoderConfig
+from moecore.models import Decoder
 from moecore.parallel.fsdp.formats import BlockFormat
 from tests.families.transformers.hf_models import random_model
 from tests.families.transformers.lora_cases import adapted_model
@@ -31,6 +30,7 @@ from tests.helpers.parts import on_parts
 from tests.helpers.ranks import run_ranks
 from tests.helpers.whole import Held, part_of
 from tests.parallel.fsdp.units import units
+from tests.parallel.small_decoder import small_decoder
 
 pytestmark = pytest.mark.slow
 
@@ -155,18 +155,7 @@ def between(ours: nn.Module, plain: nn.Module) -> list[float]:
 
 def gathered_in_fp8() -> list[float]:
     """Return how far gradients are from those asked for, of weights that are gathered in FP8."""
-    config = DecoderConfig(
-        vocab_size=61,
-        dim=128,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        dense_layers=(0,),
-        mlp_hidden_dim=128,
-        max_seq_len=32,
-        moe=MoEConfig(dim=128, hidden_dim=128, num_experts=2, top_k=2, shared_hidden_dim=128),
-    )
+    config = small_decoder(128, 128, head_dim=16, dense=128, experts=2, shared=128)
     model = Decoder(config)
     model.init_weights(0)
     fsdp = FSDPOptions(param_dtype=torch.bfloat16, fp8_param_gather=True)

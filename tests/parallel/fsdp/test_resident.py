@@ -79,34 +79,6 @@ def tokens_of(rank: int) -> Tensor:
     return torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(rank))
 
 
-def evaluate(model: nn.Module, ids: Tensor) -> None:
-    with torch.no_grad():
-        model.eval()(ids)
-    model.train()
-
-
-def names_of_gathered(ids: Tensor) -> list[str]:
-    """Parameters that are no DTensors after an evaluation."""
-    model = make("ep")
-    evaluate(model, ids)
-    return [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
-
-
-def loss_after_a_change(ids: Tensor) -> tuple[float, float]:
-    """Losses of weights that an optimizer's owner changed after an evaluation, and before one."""
-    losses = []
-    for early in (True, False):
-        model = make("ep")
-        weights = list(model.parameters())
-        if early:
-            evaluate(model, ids)
-        with torch.no_grad():
-            for weight in weights:
-                weight.mul_(0.5)
-        losses.append(model(ids).item())
-    return losses[0], losses[1]
-
-
 def error_after_a_failed_backward(ids: Tensor) -> str:
     def fail(grad: Tensor) -> Tensor:
         raise FloatingPointError
@@ -168,8 +140,6 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
             found[layout, gathered] = second_derivative(layout, ids, **options)
     meshes = build_meshes(PARALLEL["ep"], "cpu")
     found["penalty"] = gradients_of_a_penalty(parallelize_moe(Logits(), meshes), ids)
-    found["names"] = names_of_gathered(ids)
-    found["changed"] = loss_after_a_change(ids)
     found["inference mode"] = norms_around_inference_mode(ids)
     found["failed"] = error_after_a_failed_backward(ids)
     return copy.deepcopy(found)
@@ -193,12 +163,6 @@ def test_a_penalty_on_logits_works(found: dict[str, Any]) -> None:
     of_ranks = [gradients_of_a_penalty(Logits(), tokens_of(rank)) for rank in range(2)]
     for name, grad in found["penalty"].items():
         torch.testing.assert_close(grad, (of_ranks[0][name] + of_ranks[1][name]) / 2, msg=name)
-
-
-def test_an_evaluation_leaves_what_an_optimizer_knows(found: dict[str, Any]) -> None:
-    assert found["names"] == []
-    early, late = found["changed"]
-    assert early == late
 
 
 def test_a_first_forward_may_be_in_inference_mode(found: dict[str, Any]) -> None:

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from moecore import FSDPOptions, MoEConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from tests.helpers.grids import asked_for
-from tests.helpers.parts import on_parts
 from tests.helpers.ranks import run_ranks
 from tests.moe.moe_cases import make_layer
 
@@ -127,41 +126,6 @@ def two_forwards(path: tuple[int, ...] = (0, 1, 2), **how: bool) -> Case:
     return case
 
 
-def two_backwards(options: str) -> tuple[nn.Module, nn.Module]:
-    models = make(options), make(options)
-    loss, hidden = models[0](ids())
-    loss.backward(retain_graph=True)
-    hidden[0].float().sum().backward()
-    loss, hidden = models[1](ids())
-    (loss + hidden[0].float().sum()).backward()
-    return models
-
-
-def inner_loss_after_eval(options: str) -> tuple[nn.Module, nn.Module]:
-    models = make(options), make(options)
-    for evaluated, model in zip((True, False), models, strict=True):
-        hidden = model(ids())[1]
-        if evaluated:
-            with torch.no_grad():
-                model(ids(1))
-        hidden[0].float().sum().backward()
-    return models
-
-
-def a_block_alone(options: str) -> tuple[nn.Module, nn.Module]:
-    models = make(options), make(options)
-    for alone, model in zip((True, False), models, strict=True):
-        optimizer = on_parts(torch.optim.SGD)(model.parameters(), lr=0.01)
-        model(ids())[0].backward()
-        if alone:
-            with torch.no_grad():
-                model.layers[0](torch.ones(1, 4, 16))
-        optimizer.step()
-        optimizer.zero_grad()
-        model(ids(1))[0].backward()
-    return models
-
-
 def failed_on_one_rank(*, announced: bool) -> Case:
     def case(options: str) -> tuple[nn.Module, nn.Module]:
         def fail(*_: Any) -> None:
@@ -190,15 +154,10 @@ CASES: dict[str, Case] = {
     "all reentrant": recomputed(_0=True, _1=True, _2=True),
     "all recomputed": recomputed(_0=False, _1=False, _2=False),
     "recomputed, saving products": recomputed_in_part,
-    "last reentrant": recomputed(_2=True),
-    "first recomputed": recomputed(_0=False),
     "two forwards": two_forwards(),
     "two forwards without the last": two_forwards((0, 1)),
     "two forwards without the first": two_forwards((1, 2)),
     "two forwards, last recomputed": two_forwards(_2=False),
-    "two backwards": two_backwards,
-    "inner loss after an evaluation": inner_loss_after_eval,
-    "a block alone": a_block_alone,
     "failed on one rank": failed_on_one_rank(announced=False),
     "failed on one rank, announced": failed_on_one_rank(announced=True),
 }

@@ -18,7 +18,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moecore import (
     FSDPOptions,
-    MoEConfig,
     ParallelConfig,
     PipelineConfig,
     ShardPlan,
@@ -27,24 +26,22 @@ from moecore import (
     plan_sharding,
 )
 from moecore.base.options.precision import Precision, Recipe
-from moecore.models import Decoder, DecoderConfig, num_params, preset
+from moecore.models import Decoder, num_params, preset
 from moecore.parallel.fsdp.plan import DATA_AXES, ParamPlan, UnitPlan, make_flat_layouts
 from moecore.parallel.fsdp.size import rank_bytes
+from tests.parallel.small_decoder import small_decoder
 
 pytestmark = pytest.mark.usefixtures("no_group_left")
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)
-SMALL = DecoderConfig(
+SMALL = small_decoder(
+    32,
+    32,
     vocab_size=60,
-    dim=32,
     num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    dense_layers=(0,),
-    mlp_hidden_dim=44,
     num_mtp_layers=1,
     mtp_loss_coef=0.1,
-    moe=MoEConfig(dim=32, hidden_dim=32, num_experts=4, top_k=2),
+    max_seq_len=4096,
+    dense=44,
 )
 
 
@@ -253,7 +250,7 @@ def test_a_plan_has_no_batch() -> None:
     with pytest.raises(ValueError, match=r"batch \(\(2, 8\)\) must be None for a plan"):
         explain(plan, batch=(2, 8))
     with pytest.raises(ValueError, match=r"name \('no such'\) must be a parameter's"):
-        plan.find_unit("no such")
+        plan.param("no such")
     with pytest.raises(ValueError, match=r"rank \(1\) must be >= 0 and < the plan's world size"):
         rank_bytes(plan, 1)
     assert plan.param("model.norm.weight").kind == "norms"

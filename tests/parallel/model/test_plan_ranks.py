@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from moecore import (
     FSDPOptions,
-    MoEConfig,
     ParallelConfig,
     ShardPlan,
     build_meshes,
@@ -22,25 +21,25 @@ from moecore import (
     plan_sharding,
 )
 from moecore.base.rank_checks import gather_objects
-from moecore.models import Decoder, DecoderConfig
+from moecore.models import Decoder
 from moecore.parallel.model.parallel_state import get_parallel_state
 from tests.helpers.ranks import run_ranks
 from tests.parallel.fsdp.units import units as units_of
+from tests.parallel.small_decoder import small_decoder
 
 WORLD = 4
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)
-DECODER = DecoderConfig(
+DECODER = small_decoder(
+    32,
+    32,
     vocab_size=60,
-    dim=32,
     num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
     dense_layers=(1,),
     mlp_hidden_dim=44,
     num_mtp_layers=1,
     mtp_loss_coef=0.1,
-    moe=MoEConfig(dim=32, hidden_dim=32, num_experts=4, top_k=2, shared_hidden_dim=8),
+    max_seq_len=4096,
+    shared=8,
 )
 
 

@@ -12,36 +12,28 @@ from torch.distributed.tensor import DTensor
 
 from moecore import (
     BalanceConfig,
-    MoEConfig,
     ParallelConfig,
     PipelineConfig,
     build_meshes,
     parallelize_moe,
 )
 from moecore.base.params import compute_global_indices
-from moecore.models import Decoder, DecoderConfig
+from moecore.models import Decoder
+from tests.parallel.small_decoder import small_decoder
 
 TABLE = "model.embed_tokens.weight"
-CONFIG = DecoderConfig(
-    vocab_size=62,  # not even over 4 ranks
-    dim=16,
+CONFIG = small_decoder(
+    16,
+    8,
+    vocab_size=62,
     num_layers=4,
     num_heads=2,
-    num_kv_heads=2,
-    head_dim=8,
     tie_embeddings=True,
     num_mtp_layers=1,
     mtp_loss_coef=0.3,
-    dense_layers=(0,),
-    mlp_hidden_dim=24,
-    moe=MoEConfig(
-        dim=16,
-        hidden_dim=8,
-        num_experts=4,
-        top_k=2,
-        expert_bias=True,
-        balance=BalanceConfig(bias_update_rate=1e-3),
-    ),
+    max_seq_len=4096,
+    dense=24,
+    moe=dict(expert_bias=True, balance=BalanceConfig(bias_update_rate=1e-3)),
 )
 # Pipelines, and which of their ranks hold the table; "whole" is none.
 LAYOUTS = {

@@ -19,7 +19,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from moecore import (
     MemoryOptions,
     Meshes,
-    MoEConfig,
     ParallelConfig,
     PipelineConfig,
     TrainStep,
@@ -27,7 +26,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.base.rank_checks import gather_objects
-from moecore.models import Decoder, DecoderConfig
+from moecore.models import Decoder
 from moecore.parallel import Costs, make_schedule, offload_fractions
 from moecore.parallel.model.parallel_state import get_parallel_state
 from moecore.parallel.pipeline.orders import Action
@@ -35,20 +34,12 @@ from moecore.parallel.pipeline.run import _ScheduleRun
 from moecore.train.memory.groups import OffloadChunk
 from moecore.train.memory.offload import Offload
 from tests.helpers.ranks import run_ranks
+from tests.parallel.small_decoder import small_decoder
 from tests.train.memory.blocks import LateStreams
 
 NUMBER = 4  # micro-batches
 PARTS = ("attention", "experts", "rest")
-DECODER = DecoderConfig(
-    vocab_size=61,
-    dim=16,
-    num_layers=6,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    max_seq_len=64,
-    moe=MoEConfig(dim=16, hidden_dim=24, num_experts=4, top_k=2, shared_hidden_dim=8),
-)
+DECODER = small_decoder(16, 24, num_layers=6, head_dim=4, max_seq_len=64, shared=8)
 
 
 def planned() -> tuple[float, ...]:

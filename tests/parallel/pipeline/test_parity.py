@@ -22,7 +22,6 @@ from moecore import (
     ContextOptions,
     DenseOptions,
     FSDPOptions,
-    MoEConfig,
     ParallelConfig,
     PipelineConfig,
     TrainStep,
@@ -42,6 +41,7 @@ from tests.helpers.parity import Case, run_case, worst_error
 from tests.helpers.parts import on_parts
 from tests.helpers.ranks import run_ranks
 from tests.helpers.whole import gather_whole
+from tests.parallel.small_decoder import small_decoder
 from tests.test_parity import BF16, FP8, FP32_BOUND, case
 
 pytestmark = pytest.mark.slow
@@ -60,151 +60,58 @@ MERGED = pipeline("overlapped", chunks=2)
 ALL = FSDPOptions(dense_strategy="optim", embedding_strategy="optim")
 GRADS = FSDPOptions(dense_strategy="optim_grads")
 RING = ContextOptions(way="p2p")
+
+
+def staged(
+    world: int, dense: str, expert: str, stages: PipelineConfig, micro_batches: int, **options: Any
+) -> Case:
+    return case(world, dense, expert, pipeline=stages, accumulate=micro_batches, **options)
+
+
+PP2, PP4 = ("pp=2 dp=2", "pp=2 ep=2 edp=1"), ("pp=4 dp=1", "pp=4 edp=1")
+GATED: dict[str, Any] = dict(model="gated-shared", fsdp=ALL)
+HALVES: dict[str, Any] = dict(layers=4, fsdp=GRADS, recompute=True)
+BALANCED: dict[str, Any] = dict(model="balanced")
+CLONED = CloneOptions(per_rank=1, min_share=0.0)
 CASES = [
-    case(
-        4, "pp=2 dp_shard=2", "pp=2 ep=1 edp_shard=2", pipeline=ONE_F_ONE_B, accumulate=3, meta=True
-    ),
-    case(
-        4, "pp=2 dp_shard=2", "pp=2 ep=2 edp_shard=1", model="sigmoid", pipeline=GPIPE, accumulate=2
-    ),
-    case(
-        4,
-        "pp=4 dp_shard=1",
-        "pp=4 edp_shard=1",
-        pipeline=ONE_F_ONE_B,
-        accumulate=5,
-        layers=5,
-        tied=True,
-    ),
-    case(
-        4,
-        "pp=2 dp_shard=2",
-        "pp=2 ep=2 edp_shard=1",
-        model="gated-shared",
-        pipeline=pipeline("interleaved", "Et|t|tt|L"),
-        accumulate=3,
-        layers=4,
-        fsdp=ALL,
-    ),
-    case(
-        8,
-        "pp=2 dp_shard=2 cp=2",
-        "pp=2 ep=4 edp_shard=1",
-        pipeline=ONE_F_ONE_B,
-        accumulate=3,
-        context=RING,
-        packed=True,
-    ),
-    case(
-        4,
-        "pp=2 dp_shard=2",
-        "pp=2 ep=2 edp_shard=1",
-        model="gated-shared",
-        pipeline=ZERO_BUBBLE,
-        accumulate=4,
-        layers=3,
-        fsdp=ALL,
-    ),
-    case(
-        4, "pp=2 dp_shard=2", "pp=2 ep=1 edp_shard=2", pipeline=V, accumulate=3, layers=4, meta=True
-    ),
-    case(
-        4,
-        "pp=4 dp_shard=1",
-        "pp=4 edp_shard=1",
-        pipeline=DUAL,
-        accumulate=5,
-        layers=8,
-        tied=True,
-        model="relu2",
-    ),
-    case(
-        6,
-        "pp=2 dp_shard=1 tp=3",
-        "pp=2 ep=3 edp_shard=1",
-        pipeline=pipeline("zbv", "Et|tt|t|L"),
-        accumulate=4,
-        layers=4,
-        fsdp=GRADS,
-        recompute=True,
-    ),
-    case(
-        6,
-        "pp=2 dp_shard=3",
-        "pp=2 ep=3 edp_shard=1",
-        pipeline=DUAL,
-        accumulate=2,
-        layers=4,
-        clones=CloneOptions(per_rank=1, min_share=0.0),
-    ),
-]
-CASES += [
-    case(
-        4,
-        "pp=2 dp_shard=2",
-        "pp=2 ep=2 edp_shard=1",
-        pipeline=MERGED,
-        accumulate=5,
-        layers=4,
-        model="gated-shared",
-        fsdp=ALL,
-    )
-]
-# Without stages: the micro-batches of a step beside each other.
-CASES += [
-    case(
-        4,
-        "dp_shard=4",
-        "ep=2 edp_shard=2",
-        model="sigmoid",
-        pipeline=PipelineConfig(schedule="overlapped"),
-        accumulate=4,
-    )
+    staged(4, "pp=2 dp=2", "pp=2 ep=1 edp=2", ONE_F_ONE_B, 3, meta=True),
+    staged(4, *PP2, GPIPE, 2, model="sigmoid"),
+    staged(4, *PP4, ONE_F_ONE_B, 5, layers=5, tied=True),
+    staged(4, *PP2, pipeline("interleaved", "Et|t|tt|L"), 3, layers=4, **GATED),
+    staged(8, "pp=2 dp=2 cp=2", "pp=2 ep=4 edp=1", ONE_F_ONE_B, 3, context=RING, packed=True),
+    staged(4, *PP2, ZERO_BUBBLE, 4, layers=3, **GATED),
+    staged(4, "pp=2 dp=2", "pp=2 ep=1 edp=2", V, 3, layers=4, meta=True),
+    staged(4, *PP4, DUAL, 5, layers=8, tied=True, model="relu2"),
+    staged(6, "pp=2 dp=1 tp=3", "pp=2 ep=3 edp=1", pipeline("zbv", "Et|tt|t|L"), 4, **HALVES),
+    staged(6, "pp=2 dp=3", "pp=2 ep=3 edp=1", DUAL, 2, layers=4, clones=CLONED),
+    staged(4, *PP2, MERGED, 5, layers=4, **GATED),
+    # Without stages: the micro-batches of a step beside each other.
+    staged(4, "dp=4", "ep=2 edp=2", pipeline("overlapped"), 4, model="sigmoid"),
 ]
 ROUGH = [
-    case(
-        4,
-        "pp=2 dp_shard=2",
-        "pp=2 ep=2 edp_shard=1",
-        model="balanced",
-        pipeline=ZERO_BUBBLE,
-        accumulate=2,
-        layers=3,
-        precision=FP8,
-    ),
-    case(
-        4,
-        "pp=2 dp_shard=2",
-        "pp=2 ep=2 edp_shard=1",
-        model="balanced",
-        pipeline=MERGED,
-        accumulate=3,
-        layers=4,
-        bf16=True,
-        fsdp=BF16,
-    ),
+    staged(4, *PP2, ZERO_BUBBLE, 2, layers=3, precision=FP8, **BALANCED),
+    staged(4, *PP2, MERGED, 3, layers=4, bf16=True, fsdp=BF16, **BALANCED),
 ]
 NARROW = dict(pp=2, dp_shard=1, edp_shard=1)
 ON_GPUS = [
     Case(world=2, parallel=NARROW, pipeline=ONE_F_ONE_B, accumulate=3, tied=True),
     Case(world=2, parallel=NARROW, pipeline=TWO, accumulate=3, layers=4),
     Case(world=2, parallel=NARROW, pipeline=V, accumulate=4, layers=4, model="gated-shared"),
+    # Micro-batches in flight, beside the streams of all-gathers and reductions.
+    staged(2, "dp=2", "edp=2", pipeline("overlapped"), 3),
 ]
 WORLDS = sorted({one.world for one in CASES})
 
 
-PREDICTS = DecoderConfig(
+PREDICTS = small_decoder(
+    32,
+    24,
     vocab_size=62,
-    dim=32,
     num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
     max_seq_len=64,
     hash_layers=2,
     num_mtp_layers=2,
     mtp_loss_coef=0.3,
-    moe=MoEConfig(dim=32, hidden_dim=24, num_experts=4, top_k=2),
 )
 # Layouts of its modules on 4 ranks: apart, with the loss, in a V whose ends share a rank.
 PREDICTING = {
@@ -282,8 +189,6 @@ def refusals(rank: int) -> dict[str, str]:
         "graph": lambda: GraphedForwardBackward(print, model),
         "no stages": parallelized,
         "layout": lambda: parallelized(pipeline=pipeline("1f1b", "Ettt|tmmL")),
-        "chunks": lambda: parallelized(pipeline=pipeline("interleaved", "Et|tt|mmL")),
-        "too many": lambda: parallelized(pipeline=pipeline("1f1b", chunks=2)),
         "compiled": lambda: parallelized(pipeline=V, dense=DenseOptions(compile=True)),
     }
     errors = {}
@@ -320,8 +225,6 @@ REFUSED = {
     "graph": r"model \(Decoder\) must have no pipeline stages for a CUDA graph",
     "no stages": r"ParallelConfig.pp \(2\) must go with stages",
     "layout": r"layout \('Ettt\|tmmL'\) must",
-    "chunks": r"layout \(.*\) must have a number of stages that pp \(2\) divides, found 3",
-    "too many": r"chunks \(2\) must be 1 for schedule '1f1b'",
     "compiled": r"PipelineConfig.schedule \('zbv'\) must go with DenseOptions.compile",
 }
 

@@ -47,18 +47,6 @@ def test_boxes_do_not_overlap(name: Any) -> None:
     assert len(found) == len({box.action for box in found})
 
 
-def test_measured_spans_make_the_same_timeline() -> None:
-    simulated = timeline_of("dualpipe-v")
-    measured = [
-        (rank, span.item, span.start + 100, span.end + 100)
-        for rank, spans in enumerate(simulated.spans)
-        for span in reversed(spans)
-    ]
-    found = Timeline.from_spans(measured)
-    assert found.spans == simulated.spans and found.exposed_exchange == ()
-    assert (found.makespan, found.bubble) == (simulated.makespan, simulated.bubble)
-
-
 def test_numbers_by_hand() -> None:
     """Rank 0 waits for 2 of 6 units, rank 1 for 1 + 1."""
     forward, backward = Action("F", 0, 0), Action("B", 0, 0)

@@ -43,30 +43,29 @@ class BufferPlan:
 
 
 def plan_buffers(plan: ShardPlan) -> Iterator[BufferPlan]:
-    """Yield a `BufferPlan` for each buffer that a rank allocates, equal on all ranks.
-
-    Shared buffers of parameters and of gradient sums precede the buffers of all other units.
-    """
-    freed = [
-        unit for unit in plan.units if unit.role in ("block", "experts") and not unit.is_resident
-    ]
+    """Yield a `BufferPlan` for each buffer of a rank, shared buffers first; equal on all ranks."""
+    sharing = [u for u in plan.units if u.role in ("block", "experts") and not u.is_resident]
     for role in ("block", "experts"):
-        units = [unit for unit in freed if unit.role == role]
-        for dtype, of_units in _group_by_dtype(units).items():
-            num_buffers = max(_count_live_layouts(unit, of_units) for unit in plan.units)
-            yield from _distribute_layouts("weights", dtype, of_units, num_buffers)
+        units = [unit for unit in sharing if unit.role == role]
+        for dtype, layouts in _group_by_dtype(units).items():
+            num_live = max(  # of a unit and of the units that it prefetches in one pass
+                sum(other.name in {unit.name, *prefetch} for other, _ in layouts)
+                for unit in plan.units
+                for prefetch in (unit.forward_prefetch, unit.backward_prefetch)
+            )
+            yield from _distribute_layouts("weights", dtype, layouts, num_live)
         sharded = [(u, i) for u in units for i, layout in enumerate(u.layouts) if layout.ranks > 1]
         for dtype in dict.fromkeys(unit.layouts[i].reduces for unit, i in sharded):
             reduced = [(unit, i) for unit, i in sharded if unit.layouts[i].reduces == dtype]
             yield from _distribute_layouts("sums", dtype, reduced, SUMS)
     for unit in plan.units:
-        if unit not in freed:
-            for dtype, local_layouts in _group_by_dtype([unit]).items():
-                yield from _distribute_layouts("weights", dtype, local_layouts, len(local_layouts))
+        if unit not in sharing:
+            for dtype, layouts in _group_by_dtype([unit]).items():
+                yield from _distribute_layouts("weights", dtype, layouts, len(layouts))
 
 
 def _group_by_dtype(units: Sequence[UnitPlan]) -> dict[str, list[tuple[UnitPlan, int]]]:
-    """Return {dtype of the all-gather: [(unit, index in its layouts)]} of layouts with a buffer."""
+    """Map each all-gather dtype to its layouts with a buffer, as (unit, index in its layouts)."""
     layouts_of = defaultdict(list)
     for unit in units:
         for i, layout in enumerate(unit.layouts):
@@ -75,47 +74,28 @@ def _group_by_dtype(units: Sequence[UnitPlan]) -> dict[str, list[tuple[UnitPlan,
     return layouts_of
 
 
-def _count_live_layouts(unit: UnitPlan, among: Sequence[tuple[UnitPlan, int]]) -> int:
-    """Return how many layouts in `among` belong to a unit or to the units that it prefetches.
-
-    Of forward and backward, the larger number counts. `among` has (unit, index in its layouts).
-    """
-    live_names = [
-        {unit.name, *prefetch} for prefetch in (unit.forward_prefetch, unit.backward_prefetch)
-    ]
-    return max(sum(other.name in names for other, _ in among) for names in live_names)
-
-
 def _distribute_layouts(
     holds: Literal["weights", "sums"],
     dtype: str,
     layouts: Sequence[tuple[UnitPlan, int]],
     number: int,
 ) -> Iterator[BufferPlan]:
-    """Assign layouts round-robin to at most `number` buffers, and yield the plan of each buffer.
-
-    `layouts` has (unit, index in its layouts). `holds` and `dtype` are those of each `BufferPlan`.
-    """
+    """Assign layouts (unit, index) round-robin to at most `number` buffers; yield their plans."""
     for first in range(min(number, len(layouts))):
         users = layouts[first::number]
-        sizes = [
-            unit.layouts[i].buffer_numel
-            // (unit.layouts[i].values_per_byte if holds == "weights" else 1)
-            for unit, i in users
-        ]
-        yield BufferPlan(
-            holds=holds,
-            dtype=dtype,
-            numel=max(sizes),
-            places=tuple((unit.name, i) for unit, i in users),
-        )
+        numel = 0
+        for layout in (unit.layouts[i] for unit, i in users):
+            packing = layout.values_per_byte if holds == "weights" else 1
+            numel = max(numel, layout.buffer_numel // packing)
+        places = tuple((unit.name, i) for unit, i in users)
+        yield BufferPlan(holds=holds, dtype=dtype, numel=numel, places=places)
 
 
 class Buffer(Generic[Holder]):
-    """A flat tensor that units use one at a time, and the unit or gradients that use it now.
+    """A flat tensor that units use one at a time; `holder` is its current user, or None.
 
     `mark` is the event of the last use. The next user waits for `mark` before it overwrites the
-    tensor. `holder` None = the buffer is not in use.
+    tensor.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, mark: StreamMark) -> None:
@@ -124,10 +104,7 @@ class Buffer(Generic[Holder]):
         self._flat: Tensor | None = None
 
     def flat(self, device: torch.device) -> Tensor:
-        """Return the buffer as a 1-D tensor.
-
-        The first call, and a call with a new device, allocate it with uninitialised values.
-        """
+        """Return the buffer as a 1-D tensor, uninitialised at the first call for a device."""
         if self._flat is None or self._flat.device != device:
             with torch.inference_mode(False):
                 self._flat = torch.empty(self.numel, dtype=self.dtype, device=device)

@@ -32,11 +32,7 @@ class WeightProduct(NamedTuple):
     def of(
         cls, number: int, shape: torch.Size, compute: ComputeGrad, operands: tuple[Any, ...]
     ) -> WeightProduct:
-        """Create a deferred matrix product; record the current stream, which made the operands.
-
-        `number` is the parameter's index in its unit, and `shape` the shape of its gradient.
-        `compute(*operands, target)` computes the gradient, into a `GradTarget`.
-        """
+        """Return a product whose `stream` is the current stream, which made the operands."""
         device = next(iterate_tensors(operands)).device
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         return cls(number, shape, compute, operands, stream)
@@ -77,7 +73,7 @@ class WeightGradients:
         """Compute the stored matrix products and reduce the gradients of their units. Collective.
 
         All ranks must call `run` in the same order of micro-batches and stages, between forwards
-        and backwards, within the micro-batches of the model's `TrainStep`.
+        and backwards, inside `TrainStep.micro_batch`.
         """
         self._run()
 
@@ -86,11 +82,11 @@ class WeightGradients:
         self._products.clear()
 
     def bind(self, run: Callable[[], None]) -> None:
-        """Set the function that `run` calls: the engine's, which computes and reduces gradients."""
+        """Set the function that `run` calls, which computes and reduces the gradients."""
         self._run = run
 
     def store(self, unit: object, product: WeightProduct) -> None:
-        """Append a matmul to those stored for `unit`, which is a key (the unit's `Gradients`)."""
+        """Append a matmul to the list of a unit, whose key `unit` is the unit's `Gradients`."""
         self._products.setdefault(unit, deque()).append(product)
 
     def has_products(self, unit: object) -> bool:
@@ -98,12 +94,12 @@ class WeightGradients:
         return unit in self._products
 
     def pop_products(self, unit: object) -> deque[WeightProduct]:
-        """Remove the matmuls stored for `unit` and return these in order; empty if none exist."""
+        """Remove the matmuls stored for `unit`, and return them in the order of `store`."""
         return self._products.pop(unit, deque())
 
 
 def iterate_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield all tensors in nested tuples and dataclasses; objects of other types are ignored."""
+    """Yield all tensors in nested tuples and dataclasses; ignore objects of other types."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple):

@@ -79,8 +79,8 @@ class UnitEngine:
         self.units, self._root, self._streams = tuple(units), root, streams
         # In a pair the forward uses `_depth`, `_outermost_run`, and units' `runs[False]`. The
         # backward uses `_active_runs`, `_in_backward`, and units' `runs[True]` and `backwards`.
-        # Both read `pending_backwards` and `_pending_forwards`, in which a forward counts until
-        # it has ended, because all its units expect its backward only then.
+        # Both read `pending_backwards` and `_pending_forwards`, in which a forward counts until it
+        # has ended: only then all its units expect its backward.
         self._depth = 0  # nested forwards of hooked modules that run
         self._outermost_run: ForwardRun | None = None  # run of the outermost of these forwards
         self._in_step = False  # whether announced micro-batches share resident units
@@ -113,7 +113,7 @@ class UnitEngine:
                 module.register_forward_hook(after, always_call=True)
 
     def reshard(self) -> None:
-        """Reshard all units, also those whose backward has not ended. No communication."""
+        """Reshard all units, even if their backward has not ended. No communication."""
         self._depth, self._outermost_run = 0, None
         if self._uneven is not None:
             self._uneven.clear()
@@ -127,17 +127,16 @@ class UnitEngine:
     def start_micro_batches(self, *, pending_forwards: float, in_parts: bool = False) -> None:
         """Announce micro-batches of a step, which share units that stay unsharded until backward.
 
-        Args:
-            pending_forwards: number of forwards with gradients that have not ended in the step.
-                math.inf = more micro-batches will be announced, 0 = this one is the last.
-            in_parts: whether each forward runs a part of the modules (a pipeline stage).
+        `pending_forwards` is the number of forwards with gradients that have not ended in the step;
+        math.inf = more micro-batches will be announced. `in_parts` = each forward runs a part of
+        the modules (a pipeline stage).
         """
         if not self._in_step:
             self.reshard()
         self._in_step, self._pending_forwards, self._in_parts = True, pending_forwards, in_parts
 
     def end_micro_batches(self) -> None:
-        """End a step's micro-batches: run deferred matmuls, reduce, reshard units. Collective."""
+        """End micro-batches: run deferred matmuls, reduce gradients, reshard units. Collective."""
         self._pending_forwards, self._in_parts = 0, False
         for deferred in self._deferred.copy():
             self._compute_deferred(deferred)
@@ -191,7 +190,7 @@ class UnitEngine:
                 unit.gradients.deferred = None
 
     def _compute_deferred_in_step(self, deferred: WeightGradients) -> None:
-        """Compute deferred matmuls once; raise a ValueError outside a TrainStep's micro-batch."""
+        """Compute deferred matmuls once; raise a ValueError outside `TrainStep.micro_batch`."""
         if deferred in self._deferred:
             self._check_open("WeightGradients.run()")
             self._compute_deferred(deferred)
@@ -211,7 +210,7 @@ class UnitEngine:
 
     @contextmanager
     def pair_passes(self) -> Iterator[None]:
-        """Return a context in which a forward and a backward take turns and call `resume`."""
+        """Return a context in which a forward and a backward alternate and call `resume`."""
         self._check_no_failed_backward()
         self._is_paired = True
         try:
@@ -220,22 +219,22 @@ class UnitEngine:
             self._is_paired = False
 
     def resume(self, is_backward: bool) -> None:
-        """Unshard the units that the forward (or backward) of a pair uses, before it continues."""
-        # The other side may have resharded these units. Skipped modules count as running modules.
+        """Unshard the units of a pair's forward (or backward) again, before it continues."""
+        # The other pass may have resharded these units. Skipped modules count as running modules.
         for unit in self.units:
             if unit.runs[is_backward] or (is_backward and unit.backwards):
                 self._unshard_for_use(unit, ())
 
     @torch.compiler.disable
     def _pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Unshard the unit for a module's forward, and return the cast (args, kwargs). A hook."""
-        is_recompute = is_inside_backward()
+        """Unshard the unit before its module's forward; return (args, kwargs), cast if needed."""
+        is_recompute, forward = is_inside_backward(), self._forward
         if not self._depth and not is_recompute:
             self._root_pre_forward()
             args, kwargs = self._streams.copy_to_device((args, kwargs))
-        forward = (
-            self._active_runs[-1].forward if is_recompute and self._active_runs else self._forward
-        )
+            forward = self._forward
+        elif is_recompute and self._active_runs:
+            forward = self._active_runs[-1].forward
         run = visit = None
         if torch.is_grad_enabled():
             run = ForwardRun(unit, module, step=self._step, forward=forward)
@@ -264,21 +263,20 @@ class UnitEngine:
                 if _requires_grad(leaf) and not isinstance(leaf, nn.Parameter):
                     self._get_grad_boundary(leaf).ends.append(run)
                     run.inputs += 1
-            if visit is not None and visit.is_cut and not is_recompute:
-                args, kwargs = visit.cut_inputs((args, kwargs))
+            if visit is not None and not is_recompute:
+                args, kwargs = visit.record_inputs((args, kwargs))
         return _cast_floats((args, kwargs), unit.options.cast_inputs)
 
     @torch.compiler.disable
     def _post_forward(self, unit: Unit, module: nn.Module, _args: Any, output: Any) -> Any:
-        """Reshard the unit unless it is resident or in use, and return the output. A hook."""
+        """Reshard the unit after its module's forward, if the unit is not resident or in use."""
         is_recompute = is_inside_backward()
         if not unit.runs[is_recompute]:  # the forward failed before its own hook
             return output
         has_failed = output is None and sys.exc_info()[0] is not None
         if self._uneven is not None:  # before `runs` changes, as on ranks that run this module
-            self._uneven.post_forward(
-                unit, module, is_recompute=is_recompute, has_failed=has_failed
-            )
+            options = {"is_recompute": is_recompute, "has_failed": has_failed}
+            self._uneven.post_forward(unit, module, **options)
         run = unit.runs[is_recompute].pop()
         if run is not None:
             output = self._separate_outputs(output, run)
@@ -286,7 +284,7 @@ class UnitEngine:
                 if _requires_grad(leaf):
                     self._get_grad_boundary(leaf).begins.append(run)
                     if run.visit is not None and not is_recompute:
-                        run.visit.keep_output(leaf)
+                        run.visit.record_output(leaf)
         if is_recompute:  # the backward of a recomputed forward follows and reshards the unit
             return output
         if not (unit.is_in_use or unit.options.is_resident):
@@ -297,7 +295,7 @@ class UnitEngine:
         return output
 
     def _root_pre_forward(self) -> None:
-        """Begin an outermost forward: read the sharded parameters that modules have now."""
+        """Begin an outermost forward: read the current sharded parameters of all modules."""
         withdraw_records()
         self._header.start(self.progress())
         self._forward += 1
@@ -321,7 +319,7 @@ class UnitEngine:
             )
 
     def _check_open(self, caller: str) -> None:
-        """Raise a ValueError if the TrainStep has no open micro-batch; it names `caller`."""
+        """Raise a ValueError that names `caller` if the TrainStep has no open micro-batch."""
         progress = self.progress()
         if progress is not None and not progress.is_open:
             raise ValueError(
@@ -361,7 +359,7 @@ class UnitEngine:
         return boundary
 
     def _separate_outputs(self, output: Any, run: ForwardRun) -> Any:
-        """Return nested outputs, with a view in place of an output that is also the run's input."""
+        """Return nested outputs; an output that is also an input of the run becomes a view."""
 
         def as_output(leaf: Tensor) -> Tensor:
             boundary: GradBoundary | None = getattr(leaf, GRAD_BOUNDARY, None)
@@ -412,11 +410,11 @@ class UnitEngine:
 
     def _end_run(self, run: ForwardRun) -> None:
         """End the backward of a forward, or stop expecting the backward if it has not begun."""
-        if not run.is_active:
+        if run.is_active:
+            self._close_run(run)
+            self._reshard_if_unused(run.unit, run.forward)
+        else:
             run.stop_expecting()
-            return
-        self._close_run(run)
-        self._reshard_if_unused(run.unit, run.forward)
 
     def _reshard_if_unused(self, unit: Unit, forward: int) -> None:
         """Reduce and reshard a unit that no backward of model forward number `forward` uses."""
@@ -427,9 +425,9 @@ class UnitEngine:
                 self._reduce_grads(unit)
             if not unit.is_in_use:
                 unit.reshard()
-        elif (
-            not (unit.pending_backwards or self._pending_forwards) and unit.gradients.is_complete()
-        ):
+            return
+        is_last = not (unit.pending_backwards or self._pending_forwards)
+        if is_last and unit.gradients.is_complete():
             self._reduce_grads(unit)
             unit.reshard()
 
@@ -462,11 +460,11 @@ class UnitEngine:
 
     def _reduce_grads(self, unit: Unit) -> None:
         """Reduce a unit's gradients, or accumulate them if later backwards will add gradients."""
-        accumulates, grads = unit.options.accumulates and self._is_shared(unit), unit.gradients
-        grads.reduces = not (
-            accumulates
-            and (self._expects_grads(unit) or any(d.has_products(grads) for d in self._deferred))
-        )
+        grads, is_last = unit.gradients, True
+        if unit.options.accumulates and self._is_shared(unit):
+            has_products = any(deferred.has_products(grads) for deferred in self._deferred)
+            is_last = not (self._expects_grads(unit) or has_products)
+        grads.reduces = is_last
         with publish_errors(f"the reduction of {unit.options.name}"):
             grads.reduce()
 
@@ -480,6 +478,7 @@ class UnitEngine:
 
 
 def _requires_grad(leaf: Any) -> bool:
+    """Whether a value is a tensor that requires a gradient."""
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,52 +43,36 @@ from moecore.kernels.rows.shard_matrices import (
     write_matrix_amax_,
     write_square_amax_,
 )
-from moecore.moe.amax_history import get_amax_history
+from moecore.moe.amax_history import AmaxHistory, get_amax_history
 from moecore.parallel.fsdp.params import UnitParam, copy_all
 
 
-class Format(Protocol):
-    """The format in which a unit all-gathers its shards, such as bf16 or FP8 with scales."""
+class CastFormat:
+    """The format of an all-gather in the dtype of compute: shards are cast."""
 
-    dtype: torch.dtype  # dtype of the unit's buffer
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype  # dtype of the unit's buffer
 
     def make_unsharded(self, params: Sequence[UnitParam], data: Sequence[Tensor]) -> list[Tensor]:
-        """Set `params[i].unsharded` to a new parameter, whose values are or will be in `data[i]`.
+        """Set `params[i].unsharded` to a parameter with the memory of `data[i]`.
 
         `data[i]` is a view of the unit's buffer, or the shard of a unit without a buffer. Returns
         the tensors whose version counters autograd checks.
         """
+        pairs = zip(params, data, strict=True)
+        return [tensor for param, memory in pairs for tensor in param.make_unsharded(memory)]
 
     def fill(self, params: Sequence[UnitParam], local_views: Sequence[Tensor]) -> None:
-        """Convert the local shard of `params[i]` and write it to `local_views[i]` of the buffer.
-
-        Collective for formats with scales, which all-reduce amax.
-        """
-
-
-class CastFormat:
-    """Casts shards to the dtype of compute."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def make_unsharded(self, params: Sequence[UnitParam], data: Sequence[Tensor]) -> list[Tensor]:
-        """Set `params[i].unsharded` to a view of `data[i]`; return tensors as in `Format`."""
-        counters = [
-            param.make_unsharded(memory) for param, memory in zip(params, data, strict=True)
-        ]
-        return [tensor for tensors in counters for tensor in tensors]
-
-    def fill(self, params: Sequence[UnitParam], local_views: Sequence[Tensor]) -> None:
-        """Copy the shard of `params[i]` to `local_views[i]` with a cast. No communication."""
+        """Cast this rank's shard of `params[i]` into `local_views[i]` of the unit's buffer."""
         copy_all(local_views, [param.shard.reshape(-1) for param in params])
 
 
 class QuantisedFormat(ABC):
     """Base class of the FP8 and E2M1 formats: quantises shards before the all-gather."""
 
-    dtype = torch.uint8
-    _scales = torch.float32  # dtype of the scales
+    dtype = torch.uint8  # dtype of the unit's buffer
+    _scale_dtype = torch.float32
+    _has_matrix_amax = True  # whether each full matrix has an amax
 
     def __init__(
         self,
@@ -109,20 +93,20 @@ class QuantisedFormat(ABC):
         Returns the tensors whose version counters autograd checks.
         """
         self._shard_scalings = self._make_shard_scalings(params)
-        counting = list[Tensor]()
+        versioned_tensors = list[Tensor]()
         for param, memory, scaling in zip(params, data, self._shard_scalings, strict=True):
-            nothing = torch.full((), torch.nan, dtype=self._dtype, device=memory.device)
-            counting += param.make_unsharded(nothing.expand(param.shape))
+            nan = torch.full((), torch.nan, dtype=self._dtype, device=memory.device)
+            versioned_tensors += param.make_unsharded(nan.expand(param.shape))
             blocks = self._make_blocks(memory.data, scaling)
             setattr(param.unsharded, GATHERED_BLOCKS, blocks)
-            counting += blocks.tensors()
-        return counting
+            versioned_tensors += blocks.tensors()
+        return versioned_tensors
 
     def fill(self, params: Sequence[UnitParam], local_views: Sequence[Tensor]) -> None:
-        """Quantise this rank's shards into `local_views`, with scales from the amax of all ranks.
+        """Quantise this rank's shard of `params[i]` into `local_views[i]` of the unit's buffer.
 
-        An all-reduce has an fp32 amax for each block and matrix. If tp shards a matrix, a second
-        all-reduce follows.
+        The scales are computed from the amax of each block and matrix, which is all-reduced over
+        the sharding ranks, and over the tp ranks if tp shards a matrix.
         """
         shards = [param.shard.contiguous() for param in params]
         for shard, scaling in zip(shards, self._shard_scalings, strict=True):
@@ -135,36 +119,33 @@ class QuantisedFormat(ABC):
 
     def _make_shard_scalings(self, params: Sequence[UnitParam]) -> list[_ShardScaling]:
         """Allocate amax and scales of all parameters, and return a `_ShardScaling` for each."""
-        places = [_find_shard(param) for param in params]
+        places = []  # of the shards in the unsharded parameters, viewed as matrices
+        for param in params:
+            dim = param.slot.dim
+            size = param.shard.shape[dim]
+            places.append(MatrixShard.of(param.shape, dim, param.start, size))
         shapes = [self._get_blocks_shape(place) for place in places]
-        numbers = [self._count_matrix_scales(param.shape) for param in params]
-        sizes = [*map(math.prod, shapes), *numbers]
+        has_matrices = self._has_matrix_amax
+        sizes = [math.prod(shape) for shape in shapes]
+        sizes += [count_matrices(param.shape) if has_matrices else 0 for param in params]
         self._amax = torch.zeros(sum(sizes), device=params[0].shard.device, dtype=torch.float32)
         self._matrix_amax = self._amax[sum(sizes[: len(params)]) :]
         views, parts = self._amax.split(sizes), list[_ShardScaling]()
         for i, (param, place, shape) in enumerate(zip(params, places, shapes, strict=True)):
             blocks, matrices = views[i].view(shape), views[len(params) + i]
-            scales = torch.zeros_like(blocks if blocks.numel() else matrices)
-            parts.append(_ShardScaling(param, place, blocks, matrices, scales.to(self._scales)))
+            scales = torch.zeros_like(blocks if blocks.numel() else matrices).to(self._scale_dtype)
+            first = param.start if param.slot.dim == 0 and len(param.shape) > 2 else 0
+            history = get_amax_history(param.owners[0][0])
+            parts.append(_ShardScaling(place, first, blocks, matrices, scales, history))
         return parts
-
-    def _count_matrix_scales(self, shape: torch.Size) -> int:
-        """Return how many matrices of a parameter have an amax: its experts, or 1 if it is 2-D."""
-        return count_matrices(shape)
 
     @abstractmethod
     def _get_blocks_shape(self, place: MatrixShard) -> tuple[int, int]:
-        """Return the numbers of block rows and block columns of a parameter, viewed as a matrix.
-
-        `place` is the position of this rank's shard in that matrix.
-        """
+        """Return the numbers of block rows and columns of the unsharded matrix of a shard."""
 
     @abstractmethod
     def _make_blocks(self, memory: Tensor, scaling: _ShardScaling) -> Blocks:
-        """Return a parameter as an operand of matrix products, with the scales of `scaling`.
-
-        `memory` is the parameter's view of the unit's buffer, into which values are all-gathered.
-        """
+        """Return a parameter's view `memory` of the unit's buffer, with scales, as `Blocks`."""
 
     @abstractmethod
     def _write_amax(self, shard: Tensor, scaling: _ShardScaling) -> None:
@@ -178,10 +159,7 @@ class QuantisedFormat(ABC):
 class BlockFormat(QuantisedFormat):
     """FP8 with a scale per block of 128 x 128; columns are the last dim of a parameter."""
 
-    @override
-    def _count_matrix_scales(self, shape: torch.Size) -> int:
-        """Return 0: each 128 x 128 block has an amax, and no full matrix."""
-        return 0
+    _has_matrix_amax = False
 
     @override
     def _get_blocks_shape(self, place: MatrixShard) -> tuple[int, int]:
@@ -201,15 +179,8 @@ class BlockFormat(QuantisedFormat):
     @override
     def _quantise_shard(self, shard: Tensor, scaling: _ShardScaling, values: Tensor) -> None:
         """Write the scales of all blocks to `scaling`, the shard's FP8 values to `values`."""
-        power_of_two = self._recipe.power_of_two
-        quantise_blocks_(
-            shard,
-            scaling.place,
-            scaling.of_blocks,
-            scaling.scales,
-            values,
-            power_of_two=power_of_two,
-        )
+        operands = shard, scaling.place, scaling.of_blocks, scaling.scales, values
+        quantise_blocks_(*operands, power_of_two=self._recipe.power_of_two)
 
 
 class MatrixFormat(QuantisedFormat):
@@ -238,14 +209,14 @@ class MatrixFormat(QuantisedFormat):
         amax = scaling.of_matrices
         if past is not None:  # all ranks must use the same scale, also if one skipped the linear
             amax = torch.where(past > 0, past, amax)
-        power_of_two = self._recipe.power_of_two
-        cast_part_(shard, scaling.first, amax, scaling.scales, values, power_of_two=power_of_two)
+        operands = shard, scaling.first, amax, scaling.scales, values
+        cast_part_(*operands, power_of_two=self._recipe.power_of_two)
 
 
 class PackedFormat(QuantisedFormat):
     """E2M1, two values per byte, with a scale per 16 x 16 block."""
 
-    _scales = FP8
+    _scale_dtype = FP8
 
     @override
     def _get_blocks_shape(self, place: MatrixShard) -> tuple[int, int]:
@@ -266,15 +237,8 @@ class PackedFormat(QuantisedFormat):
     @override
     def _quantise_shard(self, shard: Tensor, scaling: _ShardScaling, values: Tensor) -> None:
         """Write the scales of all blocks to `scaling`, the shard's packed values to `values`."""
-        pack_part_(
-            shard,
-            scaling.place,
-            scaling.of_blocks,
-            scaling.of_matrices,
-            scaling.scales,
-            values,
-            self._recipe,
-        )
+        amax = scaling.of_blocks, scaling.of_matrices
+        pack_part_(shard, scaling.place, *amax, scaling.scales, values, self._recipe)
 
 
 FORMATS: dict[Scaling, type[QuantisedFormat]] = {
@@ -284,40 +248,15 @@ FORMATS: dict[Scaling, type[QuantisedFormat]] = {
 }
 
 
-class _ShardScaling:
-    """A shard's position in its unsharded parameter, and the parameter's amax and scales.
+class _ShardScaling(NamedTuple):
+    """A shard's position in its unsharded parameter, and the parameter's amax and scales."""
 
-    Args:
-        param: the parameter.
-        place: position of this rank's shard in the parameter, viewed as a matrix.
-        blocks: amax of each block, 2-D and empty if blocks have no scales.
-        matrices: amax of each matrix, 1-D and empty if matrices have no scales.
-        scales: scales of the blocks, or of the matrices if `blocks` is empty.
-
-    `first` is the index of the shard's first matrix, `history` the module's amax history or None.
-    """
-
-    def __init__(
-        self,
-        param: UnitParam,
-        place: MatrixShard,
-        blocks: Tensor,
-        matrices: Tensor,
-        scales: Tensor,
-    ) -> None:
-        self.place, self.of_blocks, self.of_matrices, self.scales = place, blocks, matrices, scales
-        self.first = (
-            _find_shard_start(param) if param.slot.dim == 0 and len(param.shape) > 2 else 0
-        )  # matrix
-        self.history = get_amax_history(param.owners[0][0])
+    place: MatrixShard  # position of this rank's shard in the parameter, viewed as a matrix
+    first: int  # index of the shard's first matrix
+    of_blocks: Tensor  # amax of each block, 2-D; empty if blocks have no scales
+    of_matrices: Tensor  # amax of each matrix, 1-D; empty if matrices have no scales
+    scales: Tensor  # scales of the blocks, or of the matrices if blocks have none
+    history: AmaxHistory | None  # amax history of the parameter's module
 
 
-def _find_shard_start(param: UnitParam) -> int:
-    """Return the index in the sharded dim at which this rank's shard begins."""
-    return min(param.rank * param.slot.rows, param.shape[param.slot.dim])
-
-
-def _find_shard(param: UnitParam) -> MatrixShard:
-    """Return the position of this rank's shard in the unsharded parameter, viewed as a matrix."""
-    dim = param.slot.dim
-    return MatrixShard.of(param.shape, dim, _find_shard_start(param), param.shard.shape[dim])
+Format = CastFormat | QuantisedFormat

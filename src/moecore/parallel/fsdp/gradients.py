@@ -10,6 +10,7 @@ gradients do not accumulate, kernels write to `.grad` of the shards.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -32,7 +33,7 @@ from moecore.kernels.experts.contract import ComputeGrad, GradSink, GradTarget
 from moecore.parallel.fsdp.buffers import Buffer
 from moecore.parallel.fsdp.deferred import WeightGradients, WeightProduct
 from moecore.parallel.fsdp.params import UnitParam, UnitViews, copy_all, make_views
-from moecore.parallel.fsdp.plan import FlatLayout
+from moecore.parallel.fsdp.plan import FlatLayout, UnitOptions
 from moecore.parallel.fsdp.transport import UnitStreams, UnitTransport
 
 MAX_EXACT_COUNT = 256  # largest number of ranks that bf16 counts exactly
@@ -41,8 +42,8 @@ MAX_EXACT_COUNT = 256  # largest number of ranks that bf16 counts exactly
 class Gradients:
     """Sums the gradients of a unit (FSDP2's parameter group) and reduces the sums to the shards.
 
-    The sums have `dtype` and are divided by `divisor`. `transport` None = the unit is not sharded.
-    `replicas` are groups of the all-reduce; `accumulates` = one reduction per step.
+    `transport` None = the unit is not sharded. `replicas` are groups of the all-reduce. `options`
+    has the dtype and the divisor of the sums, and whether a step has one reduction.
     """
 
     def __init__(
@@ -52,13 +53,11 @@ class Gradients:
         *,
         transport: UnitTransport | None,
         replicas: Sequence[dist.ProcessGroup],
-        dtype: torch.dtype,
-        divisor: float,
-        accumulates: bool,
+        options: UnitOptions,
         streams: UnitStreams,
     ) -> None:
         self.reduces = True  # whether the next `reduce` communicates, or only accumulates
-        self._accumulates = accumulates
+        self._accumulates = options.accumulates
         # Memory of the sums, which units share; None = new memory for each reduction.
         self.buffer: Buffer[Gradients] | None = None
         # Stores products of weight gradients; None = products are computed in backward.
@@ -66,11 +65,11 @@ class Gradients:
         self._params, self._layout, self._streams = list(params), layout, streams
         self._transport, self._replicas = transport, list(replicas)
         self.spans_ranks = transport is not None or bool(replicas)  # whether ranks sum gradients
-        self._is_direct = not (self.spans_ranks or accumulates)  # kernels write to `.grad`
+        self._is_direct = not (self.spans_ranks or self._accumulates)  # kernels write to `.grad`
         device_type = streams.device_type
         self._host_reads = transport.host_reads if transport is not None else device_type == "cpu"
         self._host_reads &= all(is_gloo(group, device_type) for group in replicas)
-        self.dtype, self.divisor = dtype, divisor
+        self.dtype, self.divisor = options.reduce_dtype, options.divisor
         # Sets of parameter indices.
         self._kernel_grads: set[int] = set()  # kernels wrote the gradient in this backward
         self._deferred_grads: set[int] = set()  # the gradient belongs to the other part (D or W)
@@ -89,10 +88,7 @@ class Gradients:
         self._remote_grads: dict[int, bool] = {}
 
     def make_sink(self, index: int, shape: torch.Size) -> GradSink | None:
-        """Return the object that receives the gradient of parameter `index` from kernels.
-
-        None = the parameter needs no gradient. Kernels write gradients of `shape`.
-        """
+        """Return the sink of parameter `index` for kernels' gradients of `shape`; None = frozen."""
         unsharded = self._params[index].unsharded
         if unsharded is None or not (unsharded.requires_grad and torch.is_grad_enabled()):
             return None
@@ -101,10 +97,9 @@ class Gradients:
     def accumulate(
         self, index: int, shape: torch.Size, compute: ComputeGrad, *operands: Any
     ) -> Tensor | None:
-        """Add gradient `index`, `compute(*operands, target)`, to the sums, or defer the call.
+        """Add `compute(*operands, target)`, of `shape`, to the sums of parameter `index`, or defer.
 
-        `compute` makes the gradient in this `shape`. Returns the gradient for autograd if the sums
-        cannot be written, otherwise None.
+        Returns the gradient for autograd if the sums cannot be written, otherwise None.
         """
         if self.defer(index, shape, compute, *operands):
             return None
@@ -117,7 +112,7 @@ class Gradients:
         return None
 
     def defer(self, index: int, shape: torch.Size, compute: ComputeGrad, *operands: Any) -> bool:
-        """Store compute(*operands) for later; return False if this backward defers no matmuls."""
+        """If matmuls are deferred, store the matmul of gradient `index` and return True."""
         if self.deferred is None:
             return False
         self.deferred.store(self, WeightProduct.of(index, shape, compute, operands))
@@ -128,15 +123,13 @@ class Gradients:
     def compute(self, products: deque[WeightProduct]) -> None:
         """Compute the deferred weight-gradient matmuls and empty `products`. May communicate."""
         if not self._accumulates:
-            self._deferred_grads = self._list_trained().difference(
-                product.number for product in products
-            )
+            numbers = {product.number for product in products}
+            self._deferred_grads = self._list_trained() - numbers
         while products:
             index, shape, compute, operands, _ = product = products.popleft()
             product.join()
             del product
-            param = self._params[index]
-            grad: Tensor | None
+            param, grad = self._params[index], None
             if param.is_partial:  # `reduce` sums it over tensor parallel ranks
                 grad = compute(*operands, GradTarget())
             else:
@@ -170,14 +163,10 @@ class Gradients:
         """Whether the running backward will compute no further gradient of the unit."""
         for i, param in enumerate(self._params):
             unsharded = param.unsharded
-            if (
-                i in self._kernel_grads
-                or i in self._deferred_grads
-                or unsharded is None
-                or not unsharded.requires_grad
-            ):
+            if i in self._kernel_grads or i in self._deferred_grads or unsharded is None:
                 continue
-            if unsharded.grad is None and will_run(get_gradient_edge(unsharded).node):
+            has_grad = unsharded.grad is not None or not unsharded.requires_grad
+            if not has_grad and will_run(get_gradient_edge(unsharded).node):
                 return False
         return True
 
@@ -197,9 +186,8 @@ class Gradients:
         trained = self._list_trained()
         is_changed = self._trained_before not in (None, trained)  # other ranks may differ
         self.is_expected &= self.spans_ranks and bool(trained - deferred_grads)
-        if not (grads or self._filled or is_changed or self.is_expected):
-            return
-        if not (grads or self.reduces):
+        has_sums = grads or self._filled or is_changed or self.is_expected
+        if not (has_sums and (grads or self.reduces)):
             return
         sums = self._acquire_sums() or self._allocate_sums()
         self._add_to_sums(sums, grads)
@@ -209,7 +197,7 @@ class Gradients:
             self._release_sums()
 
     def _list_trained(self) -> set[int]:
-        """Return the indices of parameters that require a gradient."""
+        """Return the indices of the parameters that require a gradient."""
         return {i for i, param in enumerate(self._params) if param.sharded.requires_grad}
 
     def drop(self) -> None:
@@ -260,6 +248,7 @@ class Gradients:
 
     @property
     def _device(self) -> torch.device:
+        """Device of the shards."""
         return self._params[0].shard.device
 
     def _add_to_sums(self, sums: UnitViews, grads: dict[int, Tensor]) -> None:
@@ -309,20 +298,19 @@ class Gradients:
                 dist.all_reduce(flat, group=group)
             if not missing:
                 self._remote_grads = {}
-            if (missing or self._host_reads) and _can_host_read(all_flags):
+            if (missing or self._host_reads) and not (
+                flat.is_meta or (flat.is_cuda and torch.cuda.is_current_stream_capturing())
+            ):
                 num_users, divided, trained = all_flags.view(3, -1).tolist()
                 self._remote_grads = {i: divided[i] > 0 for i in missing if num_users[i]}
                 self._check_trained(trained)
             indices_with_grad = {*self._filled, *self._remote_grads}  # on any rank
-            local_grads = [
-                (i, x) for i, x in zip(indices, shards, strict=True) if i in indices_with_grad
-            ]
-            divided_grads = self._divided.union(
-                i for i, divided in self._remote_grads.items() if divided
-            )
-            rest = [shard for i, shard in local_grads if i not in divided_grads]
-            if rest and self.divisor != 1.0:
-                foreach_div_(rest, self.divisor)
+            pairs = zip(indices, shards, strict=True)
+            local_grads = [(i, shard) for i, shard in pairs if i in indices_with_grad]
+            divided_grads = self._divided | {i for i, d in self._remote_grads.items() if d}
+            undivided = [shard for i, shard in local_grads if i not in divided_grads]
+            if undivided and self.divisor != 1.0:
+                foreach_div_(undivided, self.divisor)
             streams.record_reduce_stream(flat)
             if flat.dtype != self._params[0].dtype:
                 indices = [i for i, _ in local_grads]
@@ -335,17 +323,19 @@ class Gradients:
                 param.accumulate_with_hooks(part.view(param.shard.shape))
 
     def _check_trained(self, ranks_by_param: Sequence[float]) -> None:
-        """Raise a ValueError if only `ranks_by_param[i]` > 0 of the ranks train parameter i."""
-        every = self._layout.ranks if self._transport is not None else 1
-        for group in self._replicas:
-            every *= group.size()
-        odd = [i for i, ranks in enumerate(ranks_by_param) if 0 < ranks < every]
-        if odd and every <= MAX_EXACT_COUNT:
-            param = self._params[odd[0]]
+        """Raise a ValueError if some ranks train parameter i, and others do not.
+
+        `ranks_by_param[i]` ranks train parameter i.
+        """
+        num_ranks = self._layout.ranks if self._transport is not None else 1
+        num_ranks *= math.prod(group.size() for group in self._replicas)
+        unequal = [i for i, ranks in enumerate(ranks_by_param) if 0 < ranks < num_ranks]
+        if unequal and num_ranks <= MAX_EXACT_COUNT:
+            param = self._params[unequal[0]]
             raise ValueError(
                 f"requires_grad of {param.slot.param} ({param.sharded.requires_grad} on rank "
-                f"{dist.get_rank()}, True on {ranks_by_param[odd[0]]:.0f} of {every} ranks) must "
-                "be the same on all ranks that share it: call requires_grad_ on every rank"
+                f"{dist.get_rank()}, True on {ranks_by_param[unequal[0]]:.0f} of {num_ranks} ranks)"
+                " must be the same on all ranks that share it: call requires_grad_ on every rank"
             )
 
     def _make_flags(self) -> Tensor:
@@ -381,8 +371,8 @@ class Gradients:
         dtype, shards = self._params[0].dtype, list(grads.values())
         if {grad.dtype for grad in shards} - {dtype}:
             sizes = [grad.numel() for grad in shards]
-            flat_grads = torch.empty(sum(sizes), dtype=dtype, device=self._device)
-            cast = [x.view(g.shape) for x, g in zip(flat_grads.split(sizes), shards, strict=True)]
+            flat = torch.empty(sum(sizes), dtype=dtype, device=self._device)
+            cast = [x.view(g.shape) for x, g in zip(flat.split(sizes), shards, strict=True)]
             copy_all(cast, shards)
             shards = cast
         if self.divisor != 1.0:
@@ -408,25 +398,17 @@ class _Sink:
 
     def defer(self, compute: ComputeGrad, *operands: Any) -> bool:
         """Store compute(*operands) for later; return False if the call cannot be deferred."""
-        if not self._may_take_gradient():
-            return False
-        return self._gradients.defer(self._index, self._shape, compute, *operands)
+        return self._may_take_gradient() and self._gradients.defer(
+            self._index, self._shape, compute, *operands
+        )
 
     def _may_take_gradient(self) -> bool:
-        """Whether the sink can take the gradient from autograd.
-
-        It cannot if a hook, a second derivative or `autograd.grad` reads the gradient.
-        """
+        """Whether no hook, second derivative or `autograd.grad` reads the gradient."""
         return (
             self._param.requires_grad  # it may have been frozen after the forward
             and not (torch.is_grad_enabled() or has_gradient_hooks(self._param))
             and will_run(self._node)
         )
-
-
-def _can_host_read(x: Tensor) -> bool:
-    """Whether the host can read a tensor, which is not possible on meta or in graph capture."""
-    return not (x.is_meta or (x.is_cuda and torch.cuda.is_current_stream_capturing()))
 
 
 def _list_gap_and_shard_sizes(layout: FlatLayout) -> list[int]:

@@ -40,14 +40,13 @@ Owners = list[tuple[nn.Module, str]]  # modules and attributes that have one par
 class UnitParam:
     """One parameter of a unit (FSDP2's parameter group): its sharded and its unsharded form.
 
-    The constructor replaces the module's parameter by this rank's shard. No communication.
+    The constructor replaces the parameter of `owners` by this rank's shard on `device_type`. No
+    communication.
 
     Args:
         slot: position of the parameter in the unit's flat buffers.
-        owners: (module, attribute) pairs that refer to the parameter.
         mesh: axes of the data ranks, the sharding axis last; None = no other rank has it.
-        device_type: type of the device to which the shard is moved.
-        is_cut: whether the last axis of `mesh` shards the parameter, or replicates it.
+        is_sharded: whether the last axis of `mesh` shards the parameter, or replicates it.
         join: function that concatenates two device meshes.
     """
 
@@ -58,7 +57,7 @@ class UnitParam:
         mesh: DeviceMesh | None,
         *,
         device_type: str,
-        is_cut: bool,
+        is_sharded: bool,
         join: Callable[..., DeviceMesh],
     ) -> None:
         self.slot, self.owners = slot, owners
@@ -67,7 +66,7 @@ class UnitParam:
         param = module._parameters[attribute]
         assert param is not None, "units are made of parameters"
         self.num_ranks, self.rank = 1, 0
-        if mesh is not None and is_cut:
+        if mesh is not None and is_sharded:
             self.num_ranks = mesh.size(mesh.ndim - 1)
             self.rank = mesh.get_local_rank(mesh.ndim - 1)
         self._inner = (param.device_mesh, param.placements) if isinstance(param, DTensor) else None
@@ -75,11 +74,11 @@ class UnitParam:
         data = get_local_tensor(param).detach()
         self.shape = data.shape  # unsharded over data ranks, local over tp, ep and etp
         self.shard_shape = (*self.shape[:dim], chunk, *self.shape[dim + 1 :])
-        start = min(self.rank * chunk, self.shape[dim])
-        local_data = data.narrow(dim, start, min(chunk, self.shape[dim] - start))
+        self.start = min(self.rank * chunk, self.shape[dim])  # of this rank's shard, in `slot.dim`
+        local_data = data.narrow(dim, self.start, min(chunk, self.shape[dim] - self.start))
         local_data = local_data.to(device_type) if not local_data.is_meta else local_data
         shard = local_data.clone(memory_format=torch.contiguous_format)
-        place = _make_placements(param, dim if is_cut else None, mesh, join)
+        place = _make_placements(param, dim if is_sharded else None, mesh, join)
         self.sharded = make_parameter_like(make_dtensor(shard, *place, of=param), param)
         self.shard = get_local_tensor(self.sharded)  # this rank's local tensor
         self.unsharded: nn.Parameter | None = None  # None before the first all-gather
@@ -101,17 +100,16 @@ class UnitParam:
         return self.shard.dtype
 
     def refresh(self) -> bool:
-        """Read the sharded parameter that the module has now; return whether its memory is new.
+        """Read the module's current sharded parameter; return whether its memory is new.
 
         Raises a ValueError if the parameter is not a DTensor of the same global shape.
         """
         module, attribute = self.owners[0]
-        param = module._parameters[attribute]
+        param, shard = module._parameters[attribute], self.shard
         if param is self.sharded:
             local = get_local_tensor(param)  # torch may return a new object at each call
-            if local is self.shard or (
-                local.data_ptr() == self.shard.data_ptr() and local.device == self.shard.device
-            ):
+            is_moved = local.data_ptr() != shard.data_ptr() or local.device != shard.device
+            if local is shard or not is_moved:
                 return False
         if not isinstance(param, DTensor) or param.shape != self.sharded.shape:
             raise ValueError(
@@ -125,8 +123,7 @@ class UnitParam:
     def make_unsharded(self, data: Tensor) -> list[Tensor]:
         """Create the unsharded parameter, which uses the memory of `data` without a copy.
 
-        Returns the tensors whose version counters autograd checks: the parameter and, for a
-        DTensor, its local tensor.
+        Returns the parameter, and the local tensor of a DTensor: autograd checks both versions.
         """
         local = data.data
         if self._inner is not None and not self._is_plain:
@@ -135,11 +132,9 @@ class UnitParam:
         blocks = get_fp8_blocks(self.sharded)
         if blocks is not None:  # `precision/stored.py`: the shard has no values
             setattr(self.unsharded, GATHERED_BLOCKS, blocks)
-        return (
-            [self.unsharded]
-            if self._is_plain
-            else [self.unsharded, get_local_tensor(self.unsharded)]
-        )
+        if self._is_plain:
+            return [self.unsharded]
+        return [self.unsharded, get_local_tensor(self.unsharded)]
 
     def pop_grad(self, unsharded: nn.Parameter) -> Tensor:
         """Return the local gradient of the unsharded parameter, and set its `.grad` to None.
@@ -152,7 +147,6 @@ class UnitParam:
             return grad
         if self._is_plain:
             grad = self._wrap_as_dtensor(grad)
-        # If the parameter is replicated over tp, this sums the gradient over tp ranks.
         if grad.placements != self._inner[1]:  # type: ignore[attr-defined]
             grad = grad.redistribute(placements=self._inner[1])  # type: ignore[attr-defined]
         return get_local_tensor(grad)
@@ -200,13 +194,10 @@ def register_params(params: Sequence[UnitParam], *, unsharded: bool) -> None:
 def _make_placements(
     param: Tensor, dim: int | None, mesh: DeviceMesh | None, join: Callable[..., DeviceMesh]
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Return mesh and placements of the sharded parameter: data axes, followed by tp, ep, etp.
+    """Return mesh and placements of the sharded form of `param`: data axes, then tp, ep, etp.
 
-    Args:
-        param: the parameter, local to this rank or a DTensor over tp, ep or etp.
-        dim: dim that the last data axis shards; None = replicated over data ranks.
-        mesh: the data axes; None = only this rank has the parameter.
-        join: function that concatenates two meshes.
+    `dim` is the dim that the last axis of the data mesh shards; None = replicated. `mesh` None =
+    only this rank has the parameter. `join` concatenates two meshes.
     """
     inner = param.device_mesh if isinstance(param, DTensor) else None
     before = param.placements if isinstance(param, DTensor) else ()
@@ -236,25 +227,21 @@ class UnitViews:
 
 
 def make_views(
-    params: Sequence[UnitParam], flat: Tensor, beside: int, values_per_byte: int = 1
+    params: Sequence[UnitParam], flat: Tensor, copies_offset: int, values_per_byte: int = 1
 ) -> UnitViews:
-    """Return views of a unit's flat buffer `flat`, one per parameter in each list.
+    """Return views of a unit's 1-D buffer `flat`, one per parameter in each list.
 
-    Args:
-        params: the unit's parameters.
-        flat: the 1-D buffer.
-        beside: offset in values, after all regions, of the copies of `is_strided` parameters.
-        values_per_byte: values of a parameter in one element of `flat`.
+    `copies_offset` is the offset, in values, of the copies of `is_strided` parameters, after all
+    regions. An element of `flat` has `values_per_byte` values of a parameter's last dim.
     """
-    # One element of the buffer has `values_per_byte` values of the last dim.
-    views, beside = UnitViews(flat, [], [], [], []), beside // values_per_byte
+    views, copies_offset = UnitViews(flat, [], [], [], []), copies_offset // values_per_byte
     for param in params:
         slot, size = param.slot, param.shape.numel() // values_per_byte
         n, at = slot.shard_numel // values_per_byte, slot.unsharded_offset // values_per_byte
         region = flat[at : at + param.num_ranks * n]
         padded_view = region[param.rank * n : (param.rank + 1) * n]
         if param.is_strided:
-            at, beside = beside, beside + size
+            at, copies_offset = copies_offset, copies_offset + size
         views.regions.append(region)
         views.padded_local.append(padded_view)
         views.local.append(padded_view[: param.shard.numel() // values_per_byte])

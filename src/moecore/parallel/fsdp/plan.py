@@ -11,9 +11,9 @@ mesh axes. Dtypes are strings such as "float32".
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 
@@ -26,7 +26,6 @@ from moecore.parallel.mesh import DENSE_DIMS, EXPERT_DIMS, ParallelConfig
 # never share a line. Offsets in the unsharded buffer are multiples of shard offsets.
 ALIGNMENT = 128
 E2M1_PAIRS = "float4_e2m1fn_x2"  # torch's dtype with two values in a byte
-T = TypeVar("T")
 View = Literal["dense", "expert"]
 UnitRole = Literal["root", "block", "routers", "experts", "head"]
 Coordinate = Mapping[str, int]  # a rank's index by mesh axis; a missing axis counts as 0
@@ -68,21 +67,20 @@ class ParamPlan:
 
     @property
     def data_placement(self) -> AxisPlacement | None:
-        """The placement that shards over data ranks; None = not sharded over data ranks."""
+        """The placement that shards the parameter over data ranks; None = not sharded."""
         return next((p for p in self.placements if p.axis in DATA_AXES and p.dim is not None), None)
 
     def local_shape(self, coordinate: Coordinate | None = None) -> tuple[int, ...]:
-        """Return a rank's shard shape; `coordinate` = its index by mesh axis, None = rank 0."""
+        """Return the shape of a rank's shard; `coordinate` = {axis: index}, None = rank 0."""
         return _compute_local_shape(self.shape, self.placements, coordinate or {})
 
     def computed_shape(self) -> tuple[int, ...]:
         """Return the shape with which a rank computes, after the all-gather over data ranks."""
-        return _compute_local_shape(
-            self.shape, [p for p in self.placements if p.axis not in DATA_AXES], {}
-        )
+        inner = [p for p in self.placements if p.axis not in DATA_AXES]
+        return _compute_local_shape(self.shape, inner, {})
 
     def num_bytes(self, coordinate: Coordinate | None = None) -> int:
-        """Return a rank's shard bytes; `coordinate` = its index by mesh axis, None = rank 0."""
+        """Return the bytes of a rank's shard; `coordinate` = {axis: index}, None = rank 0."""
         return math.prod(self.local_shape(coordinate)) * self.itemsize
 
 
@@ -138,8 +136,8 @@ class FlatLayout:
     @property
     def buffer_numel(self) -> int:
         """Elements of the buffer, with copies of parameters that are sharded along a dim > 0."""
-        beside = sum(slot.numel for slot in self.slots if slot.dim > 0 and self.ranks > 1)
-        return self.unsharded_numel + beside
+        copies = sum(slot.numel for slot in self.slots if slot.dim > 0 and self.ranks > 1)
+        return self.unsharded_numel + copies
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,6 +177,18 @@ class UnitPlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class UnitOptions:
+    """A unit's name, dtypes, gradient divisor and strategy, as its `Unit` reads them."""
+
+    name: str
+    reduce_dtype: torch.dtype  # dtype in which gradients are summed
+    divisor: float  # divisor of the sum of gradients
+    cast_inputs: torch.dtype | None  # dtype for the modules' floating inputs; None = no cast
+    is_resident: bool  # whether the unit stays unsharded from forward to backward
+    accumulates: bool  # whether the gradients of a step's micro-batches have one reduction
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LayerPlan:
     """The sizes and the precision of one MoE layer."""
 
@@ -196,7 +206,7 @@ class LayerPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardPlan:
-    """How `parallelize_moe` shards a model, as plain data that is equal on every rank.
+    """The plan by which `parallelize_moe` shards a model: plain data, equal on every rank.
 
     Attributes:
         model: name of the model's class.
@@ -238,11 +248,12 @@ class ShardPlan:
 
     def param(self, name: str) -> ParamPlan:
         """Return the plan of the parameter `name`; raise a ValueError for an unknown name."""
-        return _get_first_match((param for param in self.params if param.name == name), name)
-
-    def find_unit(self, param: str) -> UnitPlan:
-        """Return the unit that contains a parameter; raise a ValueError for an unknown name."""
-        return _get_first_match((unit for unit in self.units if param in unit.params), param)
+        for param in self.params:
+            if param.name == name:
+                return param
+        raise ValueError(
+            f"name ({name!r}) must be a parameter's: take it from named_parameters() of the model"
+        )
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Return {axis: index} of a rank for all axes of both meshes, and for "dp_shard_cp".
@@ -263,20 +274,10 @@ class ShardPlan:
         return coordinates
 
 
-def _get_first_match(matches: Iterator[T], param: str) -> T:
-    """Return the first match, or raise a ValueError that names the unknown parameter `param`."""
-    first = next(matches, None)
-    if first is None:
-        raise ValueError(
-            f"name ({param!r}) must be a parameter's: take it from named_parameters() of the model"
-        )
-    return first
-
-
 def _compute_local_shape(
     shape: Sequence[int], placements: Sequence[AxisPlacement], coordinate: Coordinate
 ) -> tuple[int, ...]:
-    """Return a shard's shape after all placements; `coordinate` = a rank's index by mesh axis."""
+    """Return the shape of a rank's shard after all placements; `coordinate` = {axis: index}."""
     local_shape = list(shape)
     for axis in reversed(placements):
         if axis.dim is not None:
@@ -298,10 +299,8 @@ def make_flat_layouts(
     """Group a unit's parameters by dtypes and recipe, and return a flat layout for each group.
 
     Args:
-        params: the unit's parameters.
-        ranks: number of ranks over which the unit is sharded.
+        params: the unit's parameters, which are sharded over `ranks` ranks.
         gather_dtype: dtype of the all-gather; None = the dtype of each parameter.
-        reduce_dtype: dtype of the reduction.
         recipes: recipes of parameters that are all-gathered in FP8, by name.
         fp32: names of parameters that are all-gathered in their dtype and reduced in fp32.
     """
@@ -325,15 +324,9 @@ def make_flat_layout(
     params: Iterable[ParamPlan],
     ranks: int,
 ) -> FlatLayout:
-    """Assign offsets to parameters with equal dtypes and recipe, and return their flat layout.
+    """Assign offsets to parameters with equal dtypes and recipe; return their `FlatLayout`.
 
-    Args:
-        dtype: dtype of the shards.
-        gathers: dtype of the all-gather.
-        reduces: dtype of the reduction of gradients.
-        recipe: FP8 recipe of the all-gather; None = a cast.
-        params: the parameters, in the order of the unit.
-        ranks: number of ranks over which the unit is sharded.
+    The arguments are fields of `FlatLayout`. `params` are in the order of the unit.
     """
     slots, offset = [], 0
     for param in params:

@@ -7,6 +7,7 @@ and the producer's backward begins.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -30,23 +31,22 @@ class ExchangeLayer(Protocol):
         """Yield the layer and its submodules."""
 
 
+@dataclass(eq=False)
 class ModuleNode:
-    """A module with the engine's hooks, as a node in the tree of all such modules of a model.
+    """A module with the engine's hooks, as a node in the tree of all such modules of a model."""
 
-    `units` are the units whose hooks the module has, `parent` the next enclosing such module.
-    """
+    module: nn.Module
+    units: list[Unit]  # the units whose hooks the module has
+    parent: ModuleNode | None  # the next enclosing module with hooks
+    layer: ExchangeLayer | None = None  # the MoE layer whose experts this module has
+    has_separate_backward: bool = False  # without the backward of `parent`
+    index: int = 0  # in `parent.children`
+    children: list[ModuleNode] = field(default_factory=list)
 
-    __slots__ = ("children", "index", "is_cut", "layer", "module", "parent", "units")
-
-    def __init__(self, module: nn.Module, units: list[Unit], parent: ModuleNode | None) -> None:
-        self.module, self.units, self.parent = module, units, parent
-        self.layer: ExchangeLayer | None = None  # the MoE layer whose experts this module has
-        self.is_cut = False  # whether its backward can run without the backward of `parent`
-        self.index = 0  # in `parent.children`
-        self.children: list[ModuleNode] = []
-        if parent is not None:
-            self.index = len(parent.children)
-            parent.children.append(self)
+    def __post_init__(self) -> None:
+        if self.parent is not None:
+            self.index = len(self.parent.children)
+            self.parent.children.append(self)
 
     def walk(self) -> Iterator[ModuleNode]:
         """Yield this node and its descendants, parents first."""
@@ -79,23 +79,6 @@ class ForwardVisit:
     outermost module. `forward` is the number of the model's forward.
     """
 
-    __slots__ = (
-        "children",
-        "empty",
-        "forward",
-        "has_inputs",
-        "inputs",
-        "is_in_backward",
-        "is_skipped",
-        "joins",
-        "needs_grad",
-        "next",
-        "node",
-        "outer",
-        "outputs",
-        "runs",
-    )
-
     def __init__(
         self, node: ModuleNode, outer: ForwardVisit | None, forward: int, *, is_skipped: bool
     ) -> None:
@@ -113,41 +96,35 @@ class ForwardVisit:
         # forward is the first of a reentrant checkpoint, which also contains the forwards after it.
         self.has_inputs = False
         self.empty: EmptyRun | None = None
-        self.inputs: list[GradientEdge] = []  # if `node.is_cut`
+        self.inputs: list[GradientEdge] = []  # if `node.has_separate_backward`
         self.outputs: list[Output] = []
 
     def expect_in(self, unit: Unit) -> None:
         """Add this forward, which has no `ForwardRun`, to `pending_backwards` of a unit."""
         unit.pending_backwards.add(self)
 
-    @property
-    def is_cut(self) -> bool:
-        """Whether `cut_inputs` must be called, so that a backward can stop at this forward."""
-        return self.node.is_cut and self.outer is not None and not self.inputs
-
-    def cut_inputs(self, value: Any) -> Any:
-        """Return forward arguments in which views replace the activations that require a gradient.
+    def record_inputs(self, arguments: Any) -> Any:
+        """Return forward arguments with a view of each activation that requires a gradient.
 
         A backward of only this forward can stop at the views, whose graph edges are recorded in
-        `inputs`. Parameters are not replaced.
+        `inputs`. Without a separate backward, and after the first call, nothing is replaced.
         """
+        if not self.node.has_separate_backward or self.outer is None or self.inputs:
+            return arguments
 
-        def cut(x: Tensor) -> Tensor:
+        def record(x: Tensor) -> Tensor:
             if not x.requires_grad or isinstance(x, nn.Parameter):
                 return x
             view = x.view_as(x)
             self.inputs.append(get_gradient_edge(view))
             return view
 
-        return tree_map_only(Tensor, cut, value)
+        return tree_map_only(Tensor, record, arguments)
 
-    def keep_output(self, x: Tensor) -> None:
-        """Set `needs_grad`, and record an output's graph edge, at which a backward can start.
-
-        The edge is recorded in `outputs` only if `node.is_cut` and the module is not the outermost.
-        """
+    def record_output(self, x: Tensor) -> None:
+        """Set `needs_grad`, and record the graph edge of output x if a backward can start there."""
         self.needs_grad = True
-        if self.node.is_cut and self.outer is not None:
+        if self.node.has_separate_backward and self.outer is not None:
             self.outputs.append(Output(get_gradient_edge(x), x.shape, x.dtype, x.device))
 
     def drop_graph(self) -> None:
@@ -161,19 +138,6 @@ class ForwardVisit:
 class ForwardRun:
     """The record of one forward of a unit's module with gradients, until its backward has ended."""
 
-    __slots__ = (
-        "_pending_in",
-        "forward",
-        "inputs",
-        "is_active",
-        "module",
-        "pending",
-        "step",
-        "unit",
-        "versions",
-        "visit",
-    )
-
     def __init__(self, unit: Unit, module: nn.Module, *, step: int, forward: int) -> None:
         self.unit, self.module = unit, module
         self.step = step  # the engine's step in which the forward ran
@@ -181,9 +145,8 @@ class ForwardRun:
         self.is_active = False  # whether its backward has begun and not ended
         self.visit: ForwardVisit | None = None  # None = the forward has no record
         self.versions: list[int] = []  # versions of the unit's parameters in the forward
-        self.inputs = self.pending = (
-            0  # inputs that need a gradient, and inputs whose gradient is pending
-        )
+        self.inputs = 0  # inputs that require a gradient
+        self.pending = 0  # inputs whose gradient has not arrived in backward
         self._pending_in: list[Unit] = []
 
     def check_unchanged(self) -> None:
@@ -209,30 +172,18 @@ class ForwardRun:
         self._pending_in.clear()
 
 
-class BackwardHooks(Protocol):
-    """The methods of an engine that a `GradBoundary` calls."""
-
-    def pre_backward(self, run: ForwardRun) -> None:
-        """Begin the backward of a forward, when the gradient of one of its outputs arrives."""
-
-    def post_backward(self, run: ForwardRun) -> None:
-        """Count an input gradient of a forward; with the last input, end its backward."""
-
-
 class GradBoundary:
     """A tensor hook on an activation between two modules.
 
-    When the gradient arrives, the backward of the runs that read the activation ends (`ends`). The
-    backward of the runs that returned the activation begins (`begins`). Each list is processed in
-    reverse order. Several forwards may share a leaf tensor. Its hook removes runs whose backward no
-    unit expects.
+    When the gradient arrives, the backward of the runs that read the activation ends (`ends`), and
+    the backward of the runs that returned the activation begins (`begins`), last run first. Several
+    forwards may share a leaf tensor. Its hook removes runs whose backward no unit expects.
     """
 
-    __slots__ = ("begins", "ends", "engine", "is_leaf", "version")
     __torch_unserializable__ = True  # copies of the value have no boundary; no warning
 
-    def __init__(self, engine: BackwardHooks, version: int, *, is_leaf: bool) -> None:
-        self.engine, self.is_leaf = engine, is_leaf
+    def __init__(self, engine: Any, version: int, *, is_leaf: bool) -> None:
+        self.engine, self.is_leaf = engine, is_leaf  # a `UnitEngine`
         self.version = version  # a change in place gives the activation a new boundary
         self.ends: list[ForwardRun] = []
         self.begins: list[ForwardRun] = []

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Set
 from dataclasses import dataclass
 
 import torch
 
 from moecore.base.fields import CountOrZero, check_arguments
 from moecore.parallel.fsdp.buffers import plan_buffers
-from moecore.parallel.fsdp.plan import ParamPlan, ShardPlan, UnitPlan, UnitRole
+from moecore.parallel.fsdp.plan import ShardPlan, UnitPlan, UnitRole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,57 +45,50 @@ class RankBytes:
 
 
 def rank_bytes(plan: ShardPlan, rank: CountOrZero = 0) -> RankBytes:
-    """Compute the bytes of parameters, gradients and buffers on one global rank of the plan.
-
-    Rank 0 has the most bytes.
+    """Return the bytes of parameters, gradients and buffers of a global rank; rank 0 has the most.
 
     Raises:
         ValueError: if the rank is not in the plan's world.
     """
     check_arguments(rank_bytes, locals())
     coordinate, params = plan.coordinate(rank), {param.name: param for param in plan.params}
-    params_of_unit = {unit.name: [params[name] for name in unit.params] for unit in plan.units}
     roles = []
     for role in dict.fromkeys(unit.role for unit in plan.units):
         units = [unit for unit in plan.units if unit.role == role]
-        resident_params = [param for unit in units for param in params_of_unit[unit.name]]
+        role_params = [params[name] for unit in units for name in unit.params]
         roles.append(
             RoleBytes(
                 role=role,
-                parameters=sum(p.num_bytes(coordinate) for p in resident_params),
-                gradients=sum(p.num_bytes(coordinate) for p in resident_params if p.trainable),
+                parameters=sum(p.num_bytes(coordinate) for p in role_params),
+                gradients=sum(p.num_bytes(coordinate) for p in role_params if p.trainable),
                 unsharded=sum(_count_unsharded_bytes(unit) for unit in units),
             )
         )
+    trained = {param.name for param in plan.params if param.trainable}
     buffers = list(plan_buffers(plan))
     weights = sum(buffer.num_bytes for buffer in buffers if buffer.holds == "weights")
     return RankBytes(
         roles=tuple(roles),
         weights=weights,
         sums=sum(buffer.num_bytes for buffer in buffers) - weights,
-        accumulated=sum(
-            _count_sum_bytes(unit, params_of_unit[unit.name])
-            for unit in plan.units
-            if unit.accumulates
-        ),
+        accumulated=sum(_count_sum_bytes(u, trained) for u in plan.units if u.accumulates),
     )
 
 
 def _count_unsharded_bytes(unit: UnitPlan) -> int:
     """Return the bytes of a unit's buffers of unsharded parameters, with padding."""
-    layouts = (layout for layout in unit.layouts if layout.has_buffer)
     return sum(
         layout.unsharded_numel // layout.values_per_byte * _get_itemsize(layout.gathers)
-        for layout in layouts
+        for layout in unit.layouts
+        if layout.has_buffer
     )
 
 
-def _count_sum_bytes(unit: UnitPlan, params: Iterable[ParamPlan]) -> int:
-    """Return the bytes of a unit's flat gradient sums, without sums that become `.grad`.
+def _count_sum_bytes(unit: UnitPlan, trained: Set[str]) -> int:
+    """Return the bytes of a unit's gradient sums, without sums that become `.grad`.
 
-    `params` has all parameters of the unit.
+    `trained` has the names of all trainable parameters.
     """
-    trained = {param.name for param in params if param.trainable}
     return sum(
         layout.buffer_numel * _get_itemsize(layout.reduces)
         for layout in unit.layouts

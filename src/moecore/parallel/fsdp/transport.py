@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,28 +38,10 @@ Tensors = list[Tensor]
 RankHeader = Sequence[int]  # a header of `CollectiveHeader`
 
 
-class UnitTransport(Protocol):
-    """Runs a unit's collectives on the current stream. A unit is FSDP2's parameter group."""
-
-    host_reads: bool  # whether the host can read messages without a device synchronisation
-
-    def gather(
-        self, regions: Tensors, shards: Tensors, rank_header: RankHeader
-    ) -> list[RankHeader]:
-        """All-gather each shard [n] into the region [ranks * n] at its index.
-
-        `rank_header` is this rank's header, numbers that ranks compare. Returns the headers of all
-        ranks, or [] if the host cannot read them without a device synchronisation.
-        """
-
-    def reduce(self, shards: list[Tensor], regions: list[Tensor]) -> None:
-        """Reduce-scatter (sum) each region [ranks * n] into the shard [n] at its index."""
-
-
 class CoalescedTransport:
-    """Runs NCCL collectives with one launch for a list of regions."""
+    """Runs a unit's NCCL collectives on the current stream, one launch for a list of regions."""
 
-    host_reads = False
+    host_reads = False  # whether the host can read messages without a device synchronisation
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -69,21 +51,21 @@ class CoalescedTransport:
     def gather(
         self, regions: Tensors, shards: Tensors, rank_header: RankHeader
     ) -> list[RankHeader]:
-        """All-gather shards into regions in one launch; do not send the header, and return []."""
+        """All-gather each shard [n] into the region [ranks * n] at its index; return no headers."""
         work = self._group.allgather_into_tensor_coalesced(regions, shards, self._gather)
         if work is not None:
             work.wait()
         return []  # the host would have to wait for the headers
 
-    def reduce(self, shards: list[Tensor], regions: list[Tensor]) -> None:
-        """Reduce-scatter (sum) each region into its shard, in one launch."""
+    def reduce(self, shards: Tensors, regions: Tensors) -> None:
+        """Reduce-scatter (sum) each region [ranks * n] into the shard [n] at its index."""
         work = self._group.reduce_scatter_tensor_coalesced(shards, regions, self._reduce)
         if work is not None:
             work.wait()
 
 
 class PackedTransport:
-    """Runs gloo collectives, with all regions packed into one message."""
+    """Runs a unit's gloo collectives, with all regions packed into one message."""
 
     def __init__(self, group: dist.ProcessGroup, device_type: str) -> None:
         self._group, self.host_reads = group, device_type == "cpu"
@@ -91,47 +73,42 @@ class PackedTransport:
     def gather(
         self, regions: Tensors, shards: Tensors, rank_header: RankHeader
     ) -> list[RankHeader]:
-        """All-gather shards and header in one message, and copy the shards to the regions.
+        """All-gather shards, and `rank_header` on CPUs, in one message; copy shards to regions.
 
-        Returns the headers of all ranks, or [] if the tensors are not on a CPU.
+        `rank_header` has the numbers that ranks compare. Returns the headers of all ranks, or [].
         """
-        header = torch.tensor(
-            rank_header if self.host_reads and not shards[0].is_meta else [],
-            dtype=torch.int64,
-            device="cpu",
-        )
+        numbers = rank_header if self.host_reads and not shards[0].is_meta else []
+        header = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         shards = [*shards, header.to(shards[0].device).view(shards[0].dtype)]
-        local_bytes = torch.cat(shards)
-        ranks = self._group.size()
-        everything = local_bytes.new_empty(ranks * local_bytes.numel())
-        all_gather_single(everything, local_bytes, group=self._group)
+        local_message, ranks = torch.cat(shards), self._group.size()
+        messages = local_message.new_empty(ranks * local_message.numel())
+        all_gather_single(messages, local_message, group=self._group)
         sizes = [shard.numel() for shard in shards]
-        *parts, rank_headers = everything.view(ranks, -1).split(sizes, dim=1)
+        *parts, rank_headers = messages.view(ranks, -1).split(sizes, dim=1)
         foreach_copy_([region.view(ranks, -1) for region in regions], parts)
         return rank_headers.contiguous().view(torch.int64).tolist() if header.numel() else []
 
-    def reduce(self, shards: list[Tensor], regions: list[Tensor]) -> None:
-        """Reduce-scatter the regions in one message, and copy the sums to the shards."""
+    def reduce(self, shards: Tensors, regions: Tensors) -> None:
+        """Reduce-scatter (sum) the regions in one message, and copy the sums to the shards."""
         ranks = self._group.size()
-        everything = torch.cat([region.view(ranks, -1) for region in regions], dim=1)
-        local_sums = everything.new_empty(everything.shape[1])
-        reduce_scatter_single(local_sums, everything.flatten(), group=self._group)
+        messages = torch.cat([region.view(ranks, -1) for region in regions], dim=1)
+        local_sums = messages.new_empty(messages.shape[1])
+        reduce_scatter_single(local_sums, messages.flatten(), group=self._group)
         foreach_copy_(shards, list(local_sums.split([shard.numel() for shard in shards])))
+
+
+UnitTransport = CoalescedTransport | PackedTransport
 
 
 def make_transport(group: dist.ProcessGroup, device_type: str) -> UnitTransport:
     """Create the transport for a group: packed messages for gloo, coalesced calls for NCCL."""
-    return (
-        PackedTransport(group, device_type)
-        if is_gloo(group, device_type)
-        else CoalescedTransport(group)
-    )
+    if is_gloo(group, device_type):
+        return PackedTransport(group, device_type)
+    return CoalescedTransport(group)
 
 
 class StreamMark:
     """A reusable CUDA event that is ignored until it is set; on a CPU it does nothing."""
-
-    __slots__ = ("_event", "_is_set")
 
     def __init__(self, device_type: str) -> None:
         self._event = create_event(device_type)
@@ -168,7 +145,9 @@ class UnitStreams:
 
     def copy_to_device(self, value: Any) -> Any:
         """Return nested containers with CPU tensors copied to the GPU, if units are on a GPU."""
-        if self.device_type != "cuda" or all(not _is_on_cpu(leaf) for leaf in tree_leaves(value)):
+        if self.device_type != "cuda":
+            return value
+        if not any(isinstance(leaf, Tensor) and leaf.is_cpu for leaf in tree_leaves(value)):
             return value
         return tree_map_only(Tensor, lambda x: copy_to_device(x, self.device_type), value)
 
@@ -189,23 +168,17 @@ class UnitStreams:
             self._order_after_current(self._gather)
 
     def use_gather_stream(self) -> AbstractContextManager[Any]:
-        """Return a context whose operations run on the all-gather stream.
-
-        The stream does not first wait for the current stream (`sync_gather_stream`).
-        """
+        """Return a context on the all-gather stream, which does not wait for the current stream."""
         return use_stream(self._gather)
 
     def use_reduce_stream(self) -> AbstractContextManager[Any]:
-        """Return a context whose operations run on the reduction stream.
-
-        The reduction stream first waits for the current stream.
-        """
+        """Return a context on the reduction stream, which first waits for the current stream."""
         if self._reduce is not None:
             self._order_after_current(self._reduce)
         return use_stream(self._reduce)
 
     def _get_current_stream(self) -> Stream:
-        """Return the GPU's current stream."""
+        """Return the GPU's current stream, on which the caller's operations run."""
         stream = get_current_stream(self.device_type)
         assert stream is not None, "only a GPU has streams"
         return stream
@@ -215,8 +188,3 @@ class UnitStreams:
         stream.wait_stream(self._get_current_stream())
         if stream not in self._queued:
             self._queued.append(stream)
-
-
-def _is_on_cpu(leaf: Any) -> bool:
-    """Whether a value is a CPU tensor."""
-    return isinstance(leaf, Tensor) and leaf.device.type == "cpu"

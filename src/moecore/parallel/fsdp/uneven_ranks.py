@@ -53,7 +53,7 @@ class UnevenRanks:
     """Issues the collectives of modules that this rank skips. A visit records a module's forward.
 
     `exchanges` maps MoE layers to experts. `active`, the engine's list, has the runs in backward.
-    The functions unshard a unit, reshard a unit without further use, and end a run's backward.
+    The functions are methods of the engine; `finish` ends a run's backward.
     """
 
     def __init__(
@@ -74,21 +74,20 @@ class UnevenRanks:
         self._open_visits: tuple[list[ForwardVisit], list[ForwardVisit]] = [], []
         # Outermost forwards whose backward has not begun.
         self._outermost_visits: list[ForwardVisit] = []
-        of_module = defaultdict[nn.Module, list[Unit]](list)
+        units_of = defaultdict[nn.Module, list[Unit]](list)
         for unit in units:
             for module in unit.modules:
-                of_module[module].append(unit)
-        top = ModuleNode(root, of_module[root], None)
-        self._root = root
+                units_of[module].append(unit)
+        top, self._root = ModuleNode(root, units_of[root], None), root
         self._nodes = {
-            module: ModuleNode(module, module_units, None)
-            for module, module_units in of_module.items()
+            module: ModuleNode(module, units, None) for module, units in units_of.items()
         }
-        _find_children(top, root, of_module, exchanges, {root})
+        _find_children(top, root, units_of, exchanges, {root})
         self._nodes |= {node.module: node for node in top.walk()}
         for node in top.walk():
             if node.parent is not None and node.layer in (None, node.module):
-                node.is_cut = any(inner.layer is not None for inner in node.walk())
+                has_layer = any(inner.layer is not None for inner in node.walk())
+                node.has_separate_backward = has_layer
 
     def clear(self) -> None:
         """Forget all recorded forwards and their graph edges."""
@@ -106,8 +105,7 @@ class UnevenRanks:
         Returns the forward's record, or None. A recomputed forward has a record only if the first
         forward ran without gradients. `forward` is the number of the outermost forward.
         """
-        node = self._nodes[module]
-        opened = self._open_visits[is_recompute]
+        node, opened = self._nodes[module], self._open_visits[is_recompute]
         if unit is node.units[-1]:  # whose hook runs first
             outer = opened[-1] if opened else None
             if outer is not None and outer.node is not node.parent:
@@ -132,7 +130,7 @@ class UnevenRanks:
     def post_forward(
         self, unit: Unit, module: nn.Module, *, is_recompute: bool, has_failed: bool
     ) -> None:
-        """Record a forward's end; if it succeeded, issue collectives of skipped last submodules."""
+        """Record that a forward ends; unless it failed, issue collectives of skipped submodules."""
         opened = self._open_visits[is_recompute]
         if not opened or module is not opened[-1].node.module:
             return
@@ -150,8 +148,8 @@ class UnevenRanks:
             if visit in self._outermost_visits:
                 self._outermost_visits.remove(visit)
             return
-        beside = visit.outer.children
-        if beside and beside[-1] is not visit and visit in beside:
+        siblings = visit.outer.children
+        if siblings and siblings[-1] is not visit and visit in siblings:
             self._end_children(visit.outer, visit)
 
     def post_backward(self, run: ForwardRun, visit: ForwardVisit) -> None:
@@ -162,7 +160,7 @@ class UnevenRanks:
             visit.runs.remove(run)
 
     def list_parent_runs(self, visit: ForwardVisit) -> list[ForwardRun]:
-        """Return the runs of the enclosing module; [] without one, or if its backward has begun."""
+        """Return the runs of the enclosing module, if it exists and its backward has not begun."""
         outer = visit.outer
         return [] if outer is None or outer.is_in_backward else outer.runs.copy()
 
@@ -190,9 +188,8 @@ class UnevenRanks:
         units, is_recompute = _list_units(node), is_inside_backward()
         for unit in units:
             unit.runs[is_recompute].append(None)
-            self._unshard_for_use(
-                unit, unit.prefetch_forward if node.module is unit.modules[0] else ()
-            )
+            prefetch = unit.prefetch_forward if node.module is unit.modules[0] else ()
+            self._unshard_for_use(unit, prefetch)
             visit.expect_in(unit)
         for child in node.children:
             self._join_skipped_forward(child, visit)
@@ -232,21 +229,19 @@ class UnevenRanks:
 
     def _end_backward(self, visit: ForwardVisit) -> None:
         """End a visit's backward; if it has not begun, issue its collectives or drop the visit."""
-        if not visit.is_in_backward:
-            trains = any(unit.trains for node in visit.node.walk() for unit in node.units)
-            is_trained = visit.needs_grad or trains  # so another rank may run its backward
-            if is_trained or (
-                visit.is_skipped and self._has_trained_predecessor(visit.node.module)
-            ):
-                self._join_backward(visit)
-            else:
-                self._drop_visit(visit)
+        node = visit.node
+        if visit.is_in_backward:
+            for run in visit.runs.copy():
+                self._finish(run)
+            for unit in node.units:
+                if unit.gradients.is_expected:  # an input gradient preceded the last weight's
+                    self._reshard_if_unused(unit, visit.forward)
             return
-        for run in visit.runs.copy():
-            self._finish(run)
-        for unit in visit.node.units:
-            if unit.gradients.is_expected:  # the gradient of an input came before the last weight's
-                self._reshard_if_unused(unit, visit.forward)
+        is_trained = visit.needs_grad or any(u.trains for inner in node.walk() for u in inner.units)
+        if is_trained or (visit.is_skipped and self._has_trained_predecessor(node.module)):
+            self._join_backward(visit)  # another rank may run this backward
+        else:
+            self._drop_visit(visit)
 
     def _has_trained_predecessor(self, module: object) -> bool:
         """Whether an earlier module is trained, so that this module's inputs need gradients."""
@@ -269,18 +264,14 @@ class UnevenRanks:
         visit.children.clear()
 
     def _join_backward(self, visit: ForwardVisit) -> None:
-        """Issue the collectives of a visit's backward that this rank does not run.
-
-        Its gradients are zero.
-        """
+        """Issue the collectives of a backward that this rank does not run, with zero gradients."""
         node, units = visit.node, _list_units(visit.node)
         outputs, inputs = visit.outputs.copy(), visit.inputs.copy()
         self._mark_in_backward(visit)
         for unit in units:
             unit.backwards += 1
-            self._unshard_for_use(
-                unit, unit.prefetch_backward if node.module is unit.modules[-1] else ()
-            )
+            prefetch = unit.prefetch_backward if node.module is unit.modules[-1] else ()
+            self._unshard_for_use(unit, prefetch)
         if visit.empty is not None:
             self._run_empty_backward(node, visit.empty, visit.forward)
         elif outputs:
@@ -300,15 +291,15 @@ class UnevenRanks:
         needs_grad = self._has_trained_predecessor(layer)
         shape = 0, layer.config.dim
         x_0D = torch.zeros(shape, dtype=experts.dtype, device=experts.device)
-        attendance = getattr(layer.dispatcher, "attendance", None)  # None = "nvlink" asks nobody
+        x_0D.requires_grad_(needs_grad)
+        attendance = getattr(layer.dispatcher, "attendance", None)  # "nvlink" has None
         if attendance is None:
-            return EmptyRun(x_0D, layer.run_empty(x_0D.requires_grad_(needs_grad)), False)
+            return EmptyRun(x_0D, layer.run_empty(x_0D), False)
         attendance.joins = True
         try:
-            y_0D = layer.run_empty(x_0D.requires_grad_(needs_grad))
+            return EmptyRun(x_0D, layer.run_empty(x_0D), attendance.is_skipped)
         finally:
             attendance.joins = False
-        return EmptyRun(x_0D, y_0D, attendance.is_skipped)
 
     def _run_empty_backward(self, node: ModuleNode, run: EmptyRun, forward: int) -> None:
         """Run the backward of an MoE layer with zero tokens, where only experts get gradients."""
@@ -325,17 +316,16 @@ class UnevenRanks:
         if inputs and run.y_0D.requires_grad:
             self._run_backward([run.y_0D], [torch.zeros_like(run.y_0D)], inputs)
         for module, unit in inner_units:
-            runs = [of for of in unit.pending_backwards if getattr(of, "module", None) is module]
-            open_runs = [of for of in runs if of.forward == forward]
-            for of in open_runs:  # no gradient has reached it; other micro-batches' runs still wait
-                of.stop_expecting()
+            runs = [run for run in unit.pending_backwards if getattr(run, "module", None) is module]
+            for pending_run in [run for run in runs if run.forward == forward]:
+                pending_run.stop_expecting()  # no gradient has reached it
                 unit.gradients.is_expected = True
                 self._reshard_if_unused(unit, forward)
 
     def _run_zero_backward(
         self, node: ModuleNode, outputs: Sequence[Output], inputs: Sequence[GradientEdge]
     ) -> None:
-        """Run a module's backward with zero gradients, so that its experts serve other ranks."""
+        """Run a module's backward with zero gradients, so that its experts join other ranks'."""
         edges = [output.edge for output in outputs]
         zeros = [torch.zeros(o.shape, dtype=o.dtype, device=o.device) for o in outputs]
         experts, dense = list[Tensor](), list[Tensor]()
@@ -372,29 +362,25 @@ def _list_units(node: ModuleNode) -> list[Unit]:
 def _find_children(
     node: ModuleNode,
     module: nn.Module,
-    of_module: Mapping[nn.Module, list[Unit]],
+    units_of: Mapping[nn.Module, list[Unit]],
     exchanges: Mapping[nn.Module, nn.Module],
     seen: set[nn.Module],
 ) -> None:
-    """Build the tree below `node` from the modules with hooks inside `module`.
+    """Add the modules with hooks inside `module` as descendants of `node`, in place.
 
-    Args:
-        node: the node that receives children.
-        module: the module whose submodules are searched.
-        of_module: the units of each module with hooks.
-        exchanges: MoE layer -> its experts.
-        seen: modules that already have a position; extended in place.
+    `units_of` has the units of each module with hooks. `exchanges` maps MoE layers to experts.
+    `seen` has the modules that are in the tree, and is extended.
     """
     for child in module.children():
         if child in seen:
             continue
         seen.add(child)
-        inner = ModuleNode(child, of_module[child], node) if child in of_module else node
+        inner = ModuleNode(child, units_of[child], node) if child in units_of else node
         experts = exchanges.get(child)
         if experts is not None:
             if experts is not child:
-                inner = ModuleNode(experts, of_module[experts], inner)
+                inner = ModuleNode(experts, units_of[experts], inner)
             inner.layer = cast(ExchangeLayer, child)
             seen.update(child.modules())
         else:
-            _find_children(inner, child, of_module, exchanges, seen)
+            _find_children(inner, child, units_of, exchanges, seen)

@@ -19,7 +19,6 @@ import enum
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,7 +34,7 @@ from moecore.parallel.fsdp.buffers import Buffer
 from moecore.parallel.fsdp.formats import Format
 from moecore.parallel.fsdp.gradients import Gradients
 from moecore.parallel.fsdp.params import UnitParam, UnitViews, make_views, register_params
-from moecore.parallel.fsdp.plan import FlatLayout
+from moecore.parallel.fsdp.plan import FlatLayout, UnitOptions
 from moecore.parallel.fsdp.progress import Progress
 from moecore.parallel.fsdp.transport import UnitStreams, UnitTransport, make_transport
 
@@ -48,33 +47,17 @@ class State(enum.Enum):
     UNSHARDED = enum.auto()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UnitOptions:
-    """A unit's name, dtypes, gradient divisor and sharding strategy."""
-
-    name: str
-    reduce_dtype: torch.dtype  # dtype in which gradients are summed
-    divisor: float  # divisor of the sum of gradients
-    cast_inputs: torch.dtype | None  # dtype for the modules' floating inputs; None = no cast
-    is_resident: bool  # whether the unit stays unsharded from forward to backward
-    accumulates: bool  # whether the gradients of a step's micro-batches have one reduction
-
-
 class Unit:
     """Parameters that are unsharded, resharded and reduced together, like `FSDPParamGroup`.
 
-    The parameters have one dtype and mesh.
+    The parameters have one dtype and mesh, and are used by the forward of `modules`.
 
     Args:
-        modules: the modules whose forward uses the parameters.
-        params: the parameters.
         layout: offsets of the parameters in the flat shard and the unsharded buffer.
         format: conversion of shards to the values that are all-gathered.
         shard_group: ranks over which the parameters are sharded; None = they are not sharded.
         replicas: groups over which gradients are all-reduced after the reduce-scatter.
-        options: name, dtypes, divisor and strategy.
-        streams: streams for the all-gathers and reductions of the model's units.
-        device_type: "cuda" or "cpu".
+        streams: streams for the all-gathers and reductions of all units of the model.
     """
 
     def __init__(
@@ -88,7 +71,6 @@ class Unit:
         replicas: Sequence[dist.ProcessGroup],
         options: UnitOptions,
         streams: UnitStreams,
-        device_type: str,
     ) -> None:
         self.modules, self.params, self.options = list(modules), list(params), options
         self.prefetch_forward: list[Unit] = []
@@ -105,23 +87,19 @@ class Unit:
         self._group = shard_group
         self._transport: UnitTransport | None = None
         if shard_group is not None and params:
-            self._transport = make_transport(shard_group, device_type)
+            self._transport = make_transport(shard_group, streams.device_type)
         self.gradients = Gradients(
             params,
             layout,
             transport=self._transport,
             replicas=replicas,
-            dtype=options.reduce_dtype,
-            divisor=options.divisor,
-            accumulates=options.accumulates,
+            options=options,
             streams=streams,
         )
         self._unshard_mark = streams.mark()
         self._views: UnitViews | None = None
         self._versioned_tensors: list[Tensor] = []  # tensors whose versions autograd checks
-        self._unsharded_versions: list[
-            int
-        ] = []  # their versions while the unit's values are in the buffer
+        self._unsharded_versions: list[int] = []  # their versions while the buffer has the values
         self._resharded_versions: list[int] = []  # their versions while the unit is SHARDED
         self._shard_versions: list[int] = []  # of the shards at the last all-gather
         self.buffer: Buffer[Unit] | None = None  # None = this rank's shards are unsharded
@@ -153,11 +131,11 @@ class Unit:
 
     def list_trained_params(self) -> list[Tensor]:
         """Return the unsharded parameters that require a gradient; [] before the first unshard."""
-        wholes = (param.unsharded for param in self.params)
-        return [x for x in wholes if x is not None and x.requires_grad]
+        unsharded = (param.unsharded for param in self.params)
+        return [x for x in unsharded if x is not None and x.requires_grad]
 
     def expects_backward(self, forward: int) -> bool:
-        """Whether the unit expects a backward of the model's forward with the number `forward`."""
+        """Whether the unit expects the backward of the model's forward number `forward`."""
         # Runs of enclosing modules, which can be in `pending_backwards` too, do not count.
         return any(
             waits.forward == forward and getattr(waits, "unit", self) is self
@@ -165,14 +143,14 @@ class Unit:
         )
 
     def versions(self) -> list[int]:
-        """Return each shard's version counter; while unsharded, its value at the all-gather."""
+        """Return each shard's version counter, in an unsharded unit as of its all-gather."""
         if self.state is State.SHARDED or self.buffer is None:
             # In-place operations of a DTensor do not change the version of its local tensor.
             return [sum_versions(param.sharded, param.shard) for param in self.params]
         return self._shard_versions
 
     def refresh(self) -> None:
-        """If SHARDED, read the modules' current sharded parameters; call `sync_requires_grad`."""
+        """If SHARDED, read the current sharded parameters; always call `sync_requires_grad`."""
         if self.state is State.SHARDED:
             changed = [param.refresh() for param in self.params]
             if any(changed) and self.buffer is None:
@@ -187,9 +165,9 @@ class Unit:
                 unsharded.requires_grad = is_trained
 
     def unshard(self) -> None:
-        """Launch the all-gather if the unit is SHARDED. Collective over the sharding ranks.
+        """Launch the all-gather if the unit is SHARDED; first reshard the buffer's holder.
 
-        The unit that uses the shared buffer is resharded first.
+        Collective over the sharding ranks.
         """
         if self.state is not State.SHARDED:
             return
@@ -206,7 +184,7 @@ class Unit:
         self.state = State.UNSHARDING
 
     def _all_gather(self) -> None:
-        """Fill the buffer on the all-gather stream, and create unsharded parameters if needed."""
+        """Launch the all-gather into the buffer; the first call creates unsharded parameters."""
         if not self._versioned_tensors:
             self._make_unsharded()
             self._streams.sync_gather_stream()  # new memory: the current stream may still use it
@@ -226,14 +204,13 @@ class Unit:
 
     def wait_for_unshard(self) -> None:
         """Launch the all-gather if the unit is SHARDED; make the current stream wait for it."""
-        if self.state is State.SHARDED:
-            self.unshard()
+        self.unshard()
         if self.state is State.UNSHARDING:
             self._unshard_mark.wait()
             self.state = State.UNSHARDED
 
     def register_params(self, *, unsharded: bool) -> None:
-        """Register unsharded (False: sharded) parameters on the modules; no-op if not UNSHARDED."""
+        """Register unsharded (or sharded) parameters on the modules, if the unit is UNSHARDED."""
         if self.state is State.UNSHARDED:
             register_params(self.params, unsharded=unsharded)
 
@@ -284,11 +261,8 @@ class Unit:
         with torch.inference_mode(False):
             data = [param.shard for param in self.params]
             if self.buffer is not None:
-                flat = self.buffer.flat(self.device)
-                layout = self._layout
-                self._views = make_views(
-                    self.params, flat, layout.unsharded_numel, layout.values_per_byte
-                )
+                sizes = self._layout.unsharded_numel, self._layout.values_per_byte
+                self._views = make_views(self.params, self.buffer.flat(self.device), *sizes)
                 data = self._views.parameters
             self._versioned_tensors = self._format.make_unsharded(self.params, data)
         for index, param in enumerate(self.params):
@@ -316,10 +290,10 @@ class Unit:
 class CollectiveHeader:
     """Makes and checks the header of each all-gather: numbers that must be equal on all ranks.
 
-    Ranks with different numbers would issue different collectives afterwards. gloo then ends the
-    process, or a rank receives another unit's values. On CPUs each all-gather therefore carries a
-    header of 64 bytes, so all ranks of the group raise an error before anything differs. NCCL
-    carries no header, because the host would have to wait for it.
+    Ranks with different numbers would issue different collectives afterwards, so gloo would end the
+    process, or a rank would receive another unit's values. All-gathers on CPUs therefore carry a
+    header of 64 bytes, and all ranks of the group raise an error. NCCL carries no header, because
+    the host would have to wait for it.
     """
 
     def __init__(self, root: nn.Module, units: Sequence[Unit], device_type: str) -> None:
@@ -337,29 +311,20 @@ class CollectiveHeader:
         }
 
     def start(self, progress: Progress | None) -> None:
-        """Set the numbers that all headers of a model's forward share, such as the micro-batch.
-
-        `progress` counts the micro-batches of the model's `TrainStep`; None = no `TrainStep`.
-        """
-        autocast = None
+        """Set the numbers of all headers of one model forward; `progress` has the micro-batch."""
+        autocast, micro_batch = None, 0
         if torch.is_autocast_enabled(self._device_type):
             autocast = torch.get_autocast_dtype(self._device_type)
-        is_open = progress is not None and progress.is_open
-        self._forward_numbers = [
-            torch.is_grad_enabled(),
-            self._root.training,
-            DTYPES.index(autocast),
-            (progress.num_done + 1 << 32) + progress.number if is_open else 0,  # type: ignore[union-attr]
-        ]
+        if progress is not None and progress.is_open:
+            micro_batch = (progress.num_done + 1 << 32) + progress.number
+        flags = [torch.is_grad_enabled(), self._root.training]
+        self._forward_numbers = [*flags, DTYPES.index(autocast), micro_batch]
 
     def of(self, unit: Unit) -> list[int]:
         """Return a unit's header: its index, numbers of `start`, a checksum of requires_grad."""
         trained = bytes(param.sharded.requires_grad for param in unit.params)
-        return [
-            self._index[unit],
-            *self._forward_numbers,
-            (sum(trained) << 32) + zlib.crc32(trained),
-        ]
+        checksum = (sum(trained) << 32) + zlib.crc32(trained)
+        return [self._index[unit], *self._forward_numbers, checksum]
 
     def check(self, unit: Unit, headers: Sequence[Sequence[int]], group: dist.ProcessGroup) -> None:
         """Raise a ValueError on all ranks of a group if their `headers` for a unit differ."""

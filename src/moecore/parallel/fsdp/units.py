@@ -44,9 +44,8 @@ def find_units(model: nn.Module, options: FSDPOptions) -> Units:
     """Return the modules of each unit (FSDP2's parameter group), after MoE blocks were replaced."""
     blocks = find_blocks(model)
     layers = [m for m in model.modules() if isinstance(m, RoutedLayer)]
-    stacks = [
-        _list_moe_layers(stack) for stack in _group_blocks(model, blocks, max(len(blocks), 1))
-    ]
+    lists = _group_blocks(model, blocks, max(len(blocks), 1))
+    stacks = [_list_moe_layers(list_blocks) for list_blocks in lists]
     in_blocks = {layer for stack in stacks for layer in stack}
     stacks.append([m for m in layers if m not in in_blocks])
     groups = _group_blocks(model, blocks, options.blocks_per_unit)
@@ -71,11 +70,8 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     Blocks are entries of outermost ModuleLists, ModuleDicts and Sequentials with MoE layers, or of
     all such lists in a dense model. An entry with a parameter of other modules is not a block.
     """
-    # Blocks are the entries of each outermost ModuleList, ModuleDict or Sequential that contains a
-    # MoELayer (a decoder's layers, dense ones included). In a model without MoE layers, entries of
-    # every such container are blocks. A MoE layer outside of the containers is a block of its own.
-    # An entry that shares a parameter with a module outside of it (an embedding tied to the head)
-    # is no block and belongs to the root unit, because two units would train two copies.
+    # A MoE layer outside of the lists is a block too. An entry that shares a parameter with another
+    # module (an embedding tied to the head) belongs to the root, or two units would train copies.
     blocks: list[nn.Module] = []
     is_dense = not _list_moe_layers([model])
 
@@ -105,12 +101,10 @@ def find_heads(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
 
     A head has the attribute `is_fsdp_head`, comes after a block, and has no tied parameters.
     """
-    # In the root unit a head would be all-gathered before the first block and reduced after the
-    # last gradient, without compute that hides the communication. A separate unit is all-gathered
-    # while the last block runs, is resident, and is reduced first. Its weight is unsharded only
-    # during the forward of the head, so only this forward may read it, as in `moecore.models`.
-    # Heads of other models belong to the root, because losses often read `lm_head.weight`. Tied
-    # heads belong to the root too.
+    # In the root unit no compute would hide a head's all-gather and reduction. A separate unit is
+    # all-gathered while the last block runs, is resident, and is reduced first. Only the forward of
+    # the head may read its weight, as in `moecore.models`. Heads of other models belong to the
+    # root, because losses often read `lm_head.weight`.
     heads: list[nn.Module] = []
     in_blocks = {module for block in blocks for module in block.modules()}
     after_a_block, is_tied = False, make_is_tied(model)
@@ -161,10 +155,10 @@ def is_in_router_unit(router: Router, options: FSDPOptions) -> bool:
 
 
 def plan_forward_prefetch(model: nn.Module, units: Units, num_blocks: int) -> Prefetch:
-    """Map each unit to the units whose all-gathers it prefetches in forward, in order.
+    """Map each unit, as its first module, to the units that it prefetches in forward, in order.
 
-    These are later units of the same list in `units.first_use`, and the next `num_blocks` lists of
-    the same outermost ModuleList. The first module of a unit stands for the unit.
+    The prefetched units are the later units of the same list in `units.first_use`, and the next
+    `num_blocks` lists of the same outermost ModuleList.
     """
     prefetch_of: dict[nn.Module, list[nn.Module]] = {}
     list_of = _find_outermost_lists(model)
@@ -180,10 +174,10 @@ def plan_forward_prefetch(model: nn.Module, units: Units, num_blocks: int) -> Pr
 
 
 def plan_backward_prefetch(units: Units, num_blocks: int) -> Prefetch:
-    """Map each unit to the units whose all-gathers it prefetches in backward, in order.
+    """Map each unit, as its first module, to the units that it prefetches in backward, in order.
 
-    These are units of the same list in `units.first_use`, earlier heads, because a head may run
-    several times, and the previous `num_blocks` lists. The first module stands for a unit.
+    The prefetched units are units of the same list in `units.first_use`, earlier heads (a head may
+    run several times), and the previous `num_blocks` lists.
     """
     prefetch_of: dict[nn.Module, list[nn.Module]] = {}
     backward = [[group[0], *reversed(group[1:])] for group in reversed(units.first_use)]
@@ -192,9 +186,8 @@ def plan_backward_prefetch(units: Units, num_blocks: int) -> Prefetch:
             continue
         rest = backward[i + 1 :]
         reused_heads = [other[0] for other in rest if other[0] in units.heads]
-        prefetch = dict.fromkeys(
-            [*reused_heads, *(unit for other in rest[:num_blocks] for unit in other)]
-        )
+        previous = [unit for other in rest[:num_blocks] for unit in other]
+        prefetch = dict.fromkeys([*reused_heads, *previous])
         prefetch_of |= {unit: [*group[j + 1 :], *prefetch] for j, unit in enumerate(group)}
     return prefetch_of
 
@@ -229,9 +222,8 @@ def _find_outermost_lists(model: nn.Module) -> dict[nn.Module, nn.Module]:
 
 def _separate_routers(layers: list[RoutedLayer], options: FSDPOptions) -> list[list[nn.Module]]:
     """Return the routers that mixed precision must not cast, one list (a unit) per dtype."""
-    # A unit per router would double the host time. One unit for all routers is all-gathered with
-    # the first block and reduced after its backward. Until then its gradients are unsharded: 50 MB
-    # for Qwen3-30B-A3B, 430 MB for DeepSeek-V3.
+    # A unit per router would double the host time. The gradients of one unit for all routers are
+    # unsharded until the first block's backward: 430 MB for DeepSeek-V3.
     of_dtype: dict[torch.dtype, list[nn.Module]] = {}
     for router in (m.get_part("router") for m in layers):
         if router is not None and is_in_router_unit(router, options):
@@ -245,29 +237,22 @@ def _list_moe_layers(blocks: list[nn.Module]) -> list[RoutedLayer]:
 
 
 def _list_first_modules(blocks: list[nn.Module], first_routers: set[nn.Module]) -> list[nn.Module]:
-    """Return the first modules of the blocks' router units, then their experts modules.
-
-    `first_routers` has the first router of each router unit.
-    """
+    """Return the routers in the blocks that begin a router unit, followed by the experts."""
     layers = _list_moe_layers(blocks)
     parts = [m.get_part("router") for m in layers if m.get_part("router") in first_routers]
     return [*parts, *(m.get_part("experts") for m in layers)]
 
 
 def make_kind_lookup(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> Callable[[str], str]:
-    """Return a function that maps a parameter name to its kind, such as "attention".
+    """Return a function that maps a parameter name to its kind, such as "attention" or "other".
 
-    `layers` maps names to the model's MoE layers. All names, also those given to the returned
-    function, have no prefixes of wrappers. The kind "other" stands for unknown kinds.
+    `layers` maps names to the model's MoE layers. No name has prefixes of wrappers.
     """
     roles: dict[str, str] = {}
+    kinds = {"router": "router", "experts": "experts", "shared": "shared experts"}
     for name, layer in layers.items():
-        of_role = {"router": "router", "experts": "experts", "shared": "shared experts"}
-        parts = {
-            layer.get_part_name(r): kind
-            for r, kind in of_role.items()
-            if layer.get_part(r) is not None
-        }
+        present = [role for role in kinds if layer.get_part(role) is not None]
+        parts = {layer.get_part_name(role): kinds[role] for role in present}
         if isinstance(layer, MoELayer):
             names = layer.layout
             parts |= dict.fromkeys(("latent", names.latent_down, names.latent_up), "latent")
@@ -291,10 +276,7 @@ def make_kind_lookup(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> Cal
 
 
 def _find_kind(module: nn.Module | None, name: str) -> str | None:
-    """Return the kind of a module's parameters, such as "norms", by its class or name.
-
-    None = neither the class nor the name is known.
-    """
+    """Return the kind of a module's parameters by its class or name, such as "norms", or None."""
     class_name = type(module).__name__.lower()
     if getattr(module, "is_fsdp_head", False) or name.endswith("lm_head"):
         return "head"

@@ -42,13 +42,11 @@ WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, DataParallel)
 
 
 def check_request(model: nn.Module, request: Request) -> None:
-    """Raise a ValueError or NotImplementedError if options, meshes or model are incompatible."""
+    """Raise a ValueError or NotImplementedError if options, meshes and model are incompatible."""
     _check_arguments(request)
     _check_model_is_plain(model)
-    _check_degrees(model, request)
-    _check_context(model, request)
-    _check_indexers(model, request)
-    _check_fp8_head(model, request)
+    for check in (_check_degrees, _check_context, _check_indexers, _check_fp8_head):
+        check(model, request)
 
 
 def check_stages(
@@ -60,9 +58,7 @@ def check_stages(
     - Each pp rank has a layer, the embedding or the head. `rank_of[i]` is the rank of stage i.
     - A tuple of offload fractions has one entry per stage.
     """
-    wrong = [
-        stage.layers[0] for stage in layout.stages if stage.layers[:1] and stage.layers[0] in bound
-    ]
+    wrong = [s.layers[0] for s in layout.stages if s.layers and s.layers[0] in bound]
     if wrong:
         raise ValueError(
             f"layout ({quote(layout.text)}) must begin no stage with layer {wrong[0]}, which reads "
@@ -84,7 +80,7 @@ def check_stages(
 
 
 def check_layers(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request) -> None:
-    """Raise a ValueError or NotImplementedError if MoE layers, or tp, cannot be sharded."""
+    """Raise a ValueError or NotImplementedError if the model's MoE layers cannot be sharded."""
     if request.meshes.parallel.tp > 1 and not is_tp_sharded(model):
         request.family.check_tensor_parallel(model, request.meshes.parallel.tp)
     if not layers:
@@ -170,26 +166,21 @@ def _warn_about_dispatch(dispatch: DispatchOptions, p: ParallelConfig) -> None:
 def _check_model_is_plain(model: nn.Module) -> None:
     """Raise a ValueError if the model is already sharded or wrapped, or has gradient hooks."""
     for name, module in model.named_modules():
-        owner = f"{name or 'model'} ({type(module).__name__})"
+        relation = None
         if isinstance(module, WRAPPERS):
-            raise ValueError(
-                f"{owner} must not be wrapped for data parallelism, which parallelize_moe brings: "
-                "pass the module in it"
+            relation = "be wrapped for data parallelism, which parallelize_moe brings: pass the "
+            relation += "module in it"
+        elif get_parallel_state(module) is not None:
+            relation = "be parallelized already: call parallelize_moe once, on the whole"
+        elif isinstance(module, FSDPModule):
+            relation = (
+                "be sharded already: leave out fully_shard, FSDPOptions has its choices, and "
             )
-        if get_parallel_state(module) is not None:
-            raise ValueError(
-                f"{owner} must not be parallelized already: call parallelize_moe once, on the whole"
-            )
-        if isinstance(module, FSDPModule):
-            raise ValueError(
-                f"{owner} must not be sharded already: leave out fully_shard, FSDPOptions has its "
-                "choices, and call parallelize_moe once, on the whole"
-            )
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise ValueError(
-                f"{owner} must not have sparse gradients, which units cannot reduce: make it with "
-                "sparse=False"
-            )
+            relation += "call parallelize_moe once, on the whole"
+        elif isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            relation = "have sparse gradients, which units cannot reduce: make it with sparse=False"
+        if relation is not None:
+            raise ValueError(f"{name or 'model'} ({type(module).__name__}) must not {relation}")
     for name, param in model.named_parameters():
         if isinstance(param, DTensor) and "tp" not in (param.device_mesh.mesh_dim_names or ()):
             raise ValueError(
@@ -215,13 +206,13 @@ def _check_degrees(model: nn.Module, request: Request) -> None:
             f"MemoryOptions.offload_fraction ({quote(request.memory.offload_fraction)}) must be "
             "one number where ParallelConfig.pp is 1, which has no stages: pass a float"
         )
-    if p.pp == 1 and request.pipeline is not None and request.pipeline.schedule != "overlapped":
-        warnings.warn("pipeline is not used: pp is 1", stacklevel=5)
-    elif p.pp == 1 and request.pipeline is not None and request.dispatch.name == "nvlink":
-        warnings.warn(
-            "pipeline is not used: 'nvlink' has no exchange to compute beside", stacklevel=5
-        )
-    pipeline = request.pipeline
+    pipeline, problem = request.pipeline, None
+    if p.pp == 1 and pipeline is not None and pipeline.schedule != "overlapped":
+        problem = "pp is 1"
+    elif p.pp == 1 and pipeline is not None and request.dispatch.name == "nvlink":
+        problem = "'nvlink' has no exchange to compute beside"
+    if problem is not None:
+        warnings.warn(f"pipeline is not used: {problem}", stacklevel=5)
     for name in ("compile", "graph"):
         if p.pp > 1 and pipeline is not None and pipeline.defers and getattr(request.dense, name):
             raise ValueError(
@@ -241,39 +232,31 @@ def _check_degrees(model: nn.Module, request: Request) -> None:
 
 def _check_graphs(model: nn.Module, request: Request) -> None:
     """Raise a ValueError if the model's blocks cannot be captured in CUDA graphs."""
-    repeated = next((n for n, m in model.named_modules() if getattr(m, "runs", 1) != 1), None)
-    if repeated is not None:  # the memory of graphs is that of one run of each block
-        raise ValueError(
-            f"DenseOptions.graph (True) must go with modules that run once in a forward, and "
-            f"{repeated} runs several times (DecoderConfig.mtp_repeats): leave it out"
-        )
-    p, precision = request.meshes.parallel, request.precision
-    for name, size in (("tp", p.tp), ("cp", p.cp)):
-        if size > 1:
-            raise ValueError(
-                f"DenseOptions.graph (True) must go with ParallelConfig.{name} ({size}) = 1, "
-                "because attention of several ranks communicates: leave it out"
-            )
-    if request.is_dynamic:
-        raise ValueError(
-            "DenseOptions.graph (True) must go with ContextOptions.dynamic (True) = False, because "
-            "a graph has one cp: leave one of them out"
-        )
+    p, precision, conflict = request.meshes.parallel, request.precision, None
+    repeated = [name for name, m in model.named_modules() if getattr(m, "runs", 1) != 1]
+    degree = "tp" if p.tp > 1 else "cp"
     parts = [part for part in request.memory.offload if part != "experts"]
-    if parts:
-        raise ValueError(
-            f"DenseOptions.graph (True) must go with MemoryOptions.offload ({parts[0]!r}) of "
-            "'experts' alone, because what graphs keep has an address: leave one of them out"
-        )
-    if precision is not None and any(recipe.amax_history for recipe in precision.recipes):
-        raise ValueError(
-            "DenseOptions.graph (True) must go with Recipe.amax_history 0, because the first step "
-            "has no history: use another scaling, or leave it out"
-        )
+    if repeated:  # the memory of graphs is that of one run of each block
+        conflict = f"modules that run once in a forward, and {repeated[0]} runs several times "
+        conflict += "(DecoderConfig.mtp_repeats): leave it out"
+    elif p.tp * p.cp > 1:
+        conflict = f"ParallelConfig.{degree} ({getattr(p, degree)}) = 1, because attention of "
+        conflict += "several ranks communicates: leave it out"
+    elif request.is_dynamic:
+        conflict = "ContextOptions.dynamic (True) = False, because a graph has one cp: leave one "
+        conflict += "of them out"
+    elif parts:
+        conflict = f"MemoryOptions.offload ({parts[0]!r}) of 'experts' alone, because what graphs "
+        conflict += "keep has an address: leave one of them out"
+    elif precision is not None and any(recipe.amax_history for recipe in precision.recipes):
+        conflict = "Recipe.amax_history 0, because the first step has no history: use another "
+        conflict += "scaling, or leave it out"
+    if conflict is not None:
+        raise ValueError(f"DenseOptions.graph (True) must go with {conflict}")
 
 
 def _check_context(model: nn.Module, request: Request) -> None:
-    """If cp > 1 or dynamic, raise a ValueError for options, NotImplementedError without cp code."""
+    """Raise a ValueError if options contradict cp > 1; NotImplementedError without cp code."""
     cp, dynamic = request.meshes.parallel.cp, "ContextOptions.dynamic (True)"
     if cp == 1 and not request.is_dynamic:
         if request.context is not None:
@@ -302,7 +285,7 @@ def _check_context(model: nn.Module, request: Request) -> None:
 
 
 def _check_indexers(model: nn.Module, request: Request) -> None:
-    """If `indexer` is set, raise a ValueError without indexers, NotImplementedError at tp > 1."""
+    """Raise a ValueError if `indexer` is set without indexers; NotImplementedError for tp > 1."""
     if request.indexer is None:
         return
     if not request.family.find_indexers(model):
@@ -339,7 +322,7 @@ def _check_fp8_head(model: nn.Module, request: Request) -> None:
 
 
 def _check_without_moe_layers(request: Request) -> None:
-    """Raise a ValueError if ep or etp is > 1, and warn about MoE options: there is no MoE layer."""
+    """Raise a ValueError for ep or etp > 1 in a model without MoE layers; warn of MoE options."""
     p = request.meshes.parallel
     if p.ep * p.etp > 1:
         raise ValueError(
@@ -354,21 +337,19 @@ def _check_without_moe_layers(request: Request) -> None:
 
 def _check_experts(name: str, layer: RoutedLayer, meshes: Meshes) -> None:
     """Raise a ValueError, or NotImplementedError by an old torch, if experts cannot be sharded."""
-    p, config = meshes.parallel, layer.config
-    experts = layer.get_part("experts")
-    layout_names = (
-        set(compute_expert_shapes(config, experts.layout))
-        if isinstance(experts, Experts)
-        else set()
-    )
+    p, config, experts = meshes.parallel, layer.config, layer.get_part("experts")
+    is_native = isinstance(experts, Experts)
+    layout_names = set(compute_expert_shapes(config, experts.layout)) if is_native else set()
     module_names = {n for n, _ in experts.named_parameters() if not n.startswith("lora.")}
-    if not isinstance(experts, Experts) or module_names != layout_names:
+    if not is_native or module_names != layout_names:
         raise ValueError(
             f"{name}: experts ({type(experts).__name__} with {sorted(module_names)}) must be "
             f"Experts with {sorted(layout_names)}: leave out wrappers and parametrizations"
         )
-    rules = [("num_experts", config.num_experts, "ep", p.ep)]
-    rules += [("hidden_dim", config.hidden_dim, "etp", p.etp)]
+    rules = [
+        ("num_experts", config.num_experts, "ep", p.ep),
+        ("hidden_dim", config.hidden_dim, "etp", p.etp),
+    ]
     if config.fc2_bias:
         rules += [("dim", config.expert_dim, "etp", p.etp)]
     if experts.is_strided and p.etp > 1:
@@ -416,9 +397,10 @@ def _check_routers(
 ) -> None:
     """Raise a ValueError if a router with a separate unit is shared by two layers or modules."""
     owned = {name: layer.get_part("router") for name, layer in layers.items()}
-    routers = {name: router for name, router in owned.items() if router is not None}
-    for name, router in routers.items():
-        is_shared = list(routers.values()).count(router) > 1 or is_tied(router)
+    for name, router in owned.items():
+        is_shared = router is not None and (
+            list(owned.values()).count(router) > 1 or is_tied(router)
+        )
         if is_shared and is_in_router_unit(router, options):
             raise ValueError(
                 f"router of {name} must not be shared with param_dtype ({options.param_dtype}), "

@@ -47,9 +47,7 @@ class GradientNorm:
     def __init__(
         self, names: tuple[str, ...], squares: Tensor, limit: Tensor | None = None
     ) -> None:
-        self._names = names
-        self._squares = squares
-        self._limit = limit
+        self._names, self._squares, self._limit = names, squares, limit
         self.total_on_device = squares.sum().sqrt()
         self.overflowed = ~self.total_on_device.isfinite()
         self.skipped = self.overflowed
@@ -64,7 +62,7 @@ class GradientNorm:
 
     @property
     def is_read(self) -> bool:
-        """Whether the host has already read the values, so that `total` does not synchronise."""
+        """Whether the values are on the host, so that `total` does not synchronise."""
         return "_host_squares" in vars(self)
 
     @property
@@ -80,11 +78,11 @@ class GradientNorm:
 
     @property
     def is_skipped(self) -> bool:
-        """`skipped` as a bool. The first access syncs the host, with a limit twice."""
+        """Whether the step is skipped. The first access synchronises the host."""
         return bool(self.non_finite if self._limit is None else self.skipped)
 
     def divisor(self, max_norm: float) -> Tensor:
-        """Return the divisor of gradients, max(1, (norm + 1e-6) / max_norm): device fp32, 0-dim."""
+        """Return the divisor that clips gradients, max(1, (norm + 1e-6) / max_norm), on device."""
         return ((self.total_on_device + 1e-6) / max_norm).clamp(min=1.0).float()
 
     @property
@@ -219,9 +217,8 @@ def _check_optimizers(
     optimizers: Sequence[torch.optim.Optimizer], params: list[tuple[str, nn.Parameter]]
 ) -> None:
     """Raise a ValueError if one of `params` (name, parameter) has a gradient and no optimizer."""
-    optimizer_params = {
-        p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
-    }
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    optimizer_params = {p for group in groups for p in group["params"]}
     missing = [n for n, p in params if p.grad is not None and p not in optimizer_params]
     if missing:
         raise ValueError(
@@ -232,9 +229,8 @@ def _check_optimizers(
 
 
 def _list_trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return (name, parameter) of all that may have a gradient, equal on a stage's ranks."""
-    # A parameter without a gradient counts as 0. A parameter that was frozen after backward still
-    # has a gradient, and optimizers update it.
+    """Return (name, parameter) of parameters that may have a gradient, equal on a stage's ranks."""
+    # A parameter that was frozen after backward still has a gradient, and optimizers update it.
     return [(n, p) for n, p in model.named_parameters() if p.requires_grad or p.grad is not None]
 
 
@@ -247,8 +243,7 @@ def _measure_norm(
 ) -> GradientNorm:
     """Measure the norm of all gradients over all ranks, without the loss scale. Collective.
 
-    `is_wrong` is a device bool; True on any rank makes the norm nan. `stages` None = no pipeline.
-    `limit` is passed to `GradientNorm`.
+    If the device bool `is_wrong` is True on any rank, the norm is nan. `stages` None = no pipeline.
     """
     for _, param in params:
         redistribute_grad(param)
@@ -264,8 +259,7 @@ def _sum_squares(
 ) -> Tensor:
     """Sum each gradient's squared norm over all ranks; return fp64 [parameters of all stages].
 
-    `names[i]` is the name of `params[i]`, `stages` None = no pipeline. If `is_wrong` is True on any
-    rank, the first sum is nan on every rank. Collective.
+    If `is_wrong` is True on any rank, the first sum is nan on every rank. Collective.
     """
     if stages is None and not params:
         return torch.zeros(0, dtype=torch.float64, device="cpu")
@@ -279,12 +273,9 @@ def _sum_squares(
     world = dist.get_world_size()
     ranks = [world if stages is None else stages.count_copies(name) for name in names]
     # The division and the all-reduce keep a nan.
-    copies = torch.tensor(
-        [n // _count_shards(p) for n, p in zip(ranks, params, strict=True)],
-        dtype=torch.float64,
-        device="cpu",
-    )
-    squares /= copy_to_device(copies, squares.device)
+    copies = [n // _count_shards(p) for n, p in zip(ranks, params, strict=True)]
+    divisors = torch.tensor(copies, dtype=torch.float64, device="cpu")
+    squares /= copy_to_device(divisors, squares.device)
     if stages is not None:
         squares = stages.scatter_values(names, squares)
     if is_wrong is not None:
@@ -294,7 +285,7 @@ def _sum_squares(
 
 
 def _compute_local_norms(params: list[nn.Parameter]) -> list[Tensor]:
-    """Return each local shard's gradient norm (L2), 0-dim, all fp32 or fp64; 0 without `.grad`."""
+    """Return the L2 norm of each local gradient shard, fp32 or fp64 scalars; 0 without `.grad`."""
     zero = torch.zeros((), dtype=torch.float32, device=get_local_tensor(params[0]).device)
     norms = [zero] * len(params)
     of_dtype: dict[torch.dtype, dict[int, Tensor]] = {}
@@ -313,12 +304,10 @@ def _compute_local_norms(params: list[nn.Parameter]) -> list[Tensor]:
 
 def _count_shards(param: Tensor) -> int:
     """Return the number of shards into which a DTensor is split; 1 for other tensors."""
-    shards = 1
-    if isinstance(param, DTensor):
-        for mesh_dim, placement in enumerate(param.placements):
-            if not placement.is_replicate():
-                shards *= param.device_mesh.size(mesh_dim)
-    return shards
+    if not isinstance(param, DTensor):
+        return 1
+    sharding = [i for i, placement in enumerate(param.placements) if not placement.is_replicate()]
+    return math.prod(param.device_mesh.size(mesh_dim) for mesh_dim in sharding)
 
 
 def _scale_gradients(
@@ -329,7 +318,7 @@ def _scale_gradients(
 ) -> None:
     """Clip and unscale all gradients in place, or set all to None if the step is skipped.
 
-    `loss_scale` None = 1, and a warning names the gradients that are not finite. Host sync.
+    Without a loss scale, a warning names the gradients that are not finite. Host sync.
     """
     if norm.is_skipped:
         if norm.non_finite and loss_scale is None:

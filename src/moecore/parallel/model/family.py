@@ -41,17 +41,13 @@ class Family(Protocol):
     ) -> dict[str, RoutedLayer]:
         """Replace MoE blocks by MoE layers in place; return {qualified name: MoE layer}.
 
-        `adapters` maps a class of MoE blocks to a block adapter: a function (block, model) -> MoE
-        layer, which converts a block.
+        `adapters` maps a class of MoE blocks to a function (block, model) -> MoE layer.
         """
 
     def copy_with_layers(
         self, model: nn.Module, adapters: Mapping[type, Adapter]
     ) -> tuple[nn.Module, dict[str, RoutedLayer]]:
-        """Copy a model to the meta device, replace its MoE blocks, and return copy and MoE layers.
-
-        The MoE layers are returned by qualified name; `adapters` as in `swap_blocks`.
-        """
+        """Copy a model to meta; return the copy and the result of its `swap_blocks`."""
         copy = copy_modules(model, make_meta_parameter)[model]
         return copy, self.swap_blocks(copy, adapters)
 
@@ -62,14 +58,11 @@ class Family(Protocol):
     def set_dtypes(self, model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
         """Cast a model in place for compute in `dtype`; return names of tensors that stay in fp32.
 
-        `dtype` None = the model's own dtype. The names are qualified names.
+        `dtype` None = the model keeps its dtype.
         """
 
     def make_staged_model(self, model: nn.Module) -> StagedModel:
-        """Return the `StagedModel` of a model that can be split into pipeline stages.
-
-        Raises a NotImplementedError for any other model.
-        """
+        """Return the `StagedModel` of a model, or raise a NotImplementedError without stages."""
         if not hasattr(model, "stage_parts"):
             raise NotImplementedError(
                 f"model ({type(model).__name__}) must be a Decoder or a causal language model of "
@@ -78,10 +71,7 @@ class Family(Protocol):
         return cast(StagedModel, model)
 
     def make_tensor_parallel_model(self, model: nn.Module) -> Any:
-        """Return the object that shards the model over tp; its class is `TensorParallelModel`.
-
-        An object of another class means that the model does not support tensor parallelism.
-        """
+        """Return the `TensorParallelModel` of a model; any other object = tp is not supported."""
         return model
 
     def check_tensor_parallel(self, model: nn.Module, tp: int) -> None:
@@ -89,10 +79,7 @@ class Family(Protocol):
         return  # `Decoder.apply_tensor_parallel` checks its config
 
     def make_context_parallel_model(self, model: nn.Module) -> Any:
-        """Return the object that applies context parallelism to the model.
-
-        It supports cp if it is a `ContextParallelModel` or a `DynamicContextModel`.
-        """
+        """Return the `ContextParallelModel` or `DynamicContextModel` of a model with cp support."""
         return model
 
     def find_indexers(self, model: nn.Module) -> Sequence[nn.Module]:
@@ -106,7 +93,7 @@ class Family(Protocol):
             cast(Any, layer).enable_indexer_training(config)
 
     def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:
-        """Whether a forward's arguments have a token besides padding; a tensor result is 0-dim."""
+        """Whether a forward's arguments contain a token that is not padding; bool or 0-dim bool."""
         mask_BT = inputs.get("padding_mask_BT")
         return has_rows(inputs, "tokens_BT") if mask_BT is None else ~mask_BT.all()
 
@@ -120,12 +107,12 @@ class Family(Protocol):
         }
 
     def get_vocab_size(self, model: nn.Module) -> int | None:
-        """Return the size of the model's vocabulary, or None if its config has no size."""
+        """Return the vocabulary size of the model's config, or None without a size."""
         size = getattr(getattr(model, "config", None), "vocab_size", None)
         return size if isinstance(size, int) else None
 
     def disable_adapters(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which peft's LoRA adapters are disabled; ValueError without these."""
+        """Return a context in which peft's adapters are disabled; ValueError without adapters."""
         raise ValueError(
             f"model ({type(model).__name__}) must have adapters of peft to be its own reference: "
             "pass a reference model"
@@ -135,23 +122,18 @@ class Family(Protocol):
         """Return [vocabulary, dim] of each head whose loss is computed in chunks of tokens."""
 
     def fuse_loss(self, model: nn.Module, recipe: Recipe | None) -> None:
-        """Make the model compute head and loss in chunks of tokens.
-
-        `recipe` is the FP8 recipe of the head; None = no FP8.
-        """
+        """Make the model compute head and loss in chunks of tokens, in FP8 if `recipe` is given."""
 
     def finish(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
         """Install guards for methods that a parallelized model does not support.
 
-        Args:
-            model: the sharded module.
-            wrapper: the caller's module, which may wrap it.
-            drops_cache: whether forwards must not return cached keys and values.
+        `wrapper` is the caller's module, which is or contains `model`. `drops_cache` = forwards
+        must not return cached keys and values.
         """
 
 
 def has_rows(inputs: Mapping[str, Any], *names: str) -> bool:
-    """Whether no argument among `names` is an empty tensor; absent arguments do not count."""
+    """Whether none of the arguments `names` is an empty tensor; they may be absent."""
     values = (inputs.get(name) for name in names)
     return all(value.numel() > 0 for value in values if isinstance(value, Tensor))
 
@@ -173,16 +155,10 @@ class ContextParallelModel(Protocol):
     """
 
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
-        """Return the options with a chosen `way` (a2a, p2p or both) for the model's heads.
-
-        Raises a ValueError if the number of heads does not allow cp and tp.
-        """
+        """Return the options with a `way` that the model's heads allow, or raise a ValueError."""
 
     def apply_context_parallel(self, cp: ContextParallel) -> None:
-        """Make forwards receive full sequences and compute this rank's slice of the tokens.
-
-        `cp` has this rank's process groups for attention.
-        """
+        """Make forwards receive full sequences and compute the slice of this rank of `cp`."""
 
 
 @runtime_checkable

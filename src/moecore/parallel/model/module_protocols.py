@@ -24,10 +24,11 @@ SELF_FILLING = (Router, Experts, SharedExpert, Latent)  # modules of moecore wit
 
 
 def act_as_modules(model: nn.Module) -> None:
-    """Make `copy.deepcopy` and `load_state_dict` work on a parallelized model and submodules."""
-    # A deep copy has copies of this rank's shards, and no units. It can be averaged
-    # (`AveragedModel`), saved and exported, and its forward raises an error. `load_state_dict`
-    # accepts unsharded tensors, of which each rank copies its shard. `pickle` raises an error.
+    """Make `copy.deepcopy` and `load_state_dict` work on a parallelized model and submodules.
+
+    A deep copy has copies of this rank's shards, and no units. It can be averaged, saved and
+    exported, but not run. `load_state_dict` also accepts unsharded tensors. `pickle` raises.
+    """
     for module in model.modules():  # every module, because wrappers read attributes of submodules
         vars(module)["__deepcopy__"] = partial(_deepcopy, module)
         vars(module)["__reduce_ex__"] = partial(_reduce_for_copy, module)
@@ -36,10 +37,7 @@ def act_as_modules(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _replace_by_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Replace a module's unsharded tensors in a state dict by this rank's shards.
-
-    This is a load_state_dict pre-hook. No communication.
-    """
+    """Replace unsharded tensors in a state dict by this rank's shards, before they are loaded."""
     for name, param in module._parameters.items():
         value: Any = state.get(prefix + name)
         is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
@@ -49,7 +47,11 @@ def _replace_by_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_
 
 def _deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Deep-copy a parallelized model with this rank's shards, but without units."""
-    copies = copy_modules(model, _copy_param, unwrapped=True)
+
+    def copy_param(param: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
+
+    copies = copy_modules(model, copy_param, unwrapped=True)
     memo.update({id(module): twin for module, twin in copies.items()})
     for module, twin in copies.items():
         for name, buffer in module._buffers.items():
@@ -62,11 +64,6 @@ def _deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
             state.request.family.finish(twin, wrapper=copies[model], drops_cache=False)
     act_as_modules(copies[model])
     return copies[model]
-
-
-def _copy_param(param: nn.Parameter) -> nn.Parameter:
-    """Return a copy of a parameter's data and `requires_grad`, without its gradient."""
-    return nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
 
 
 class _ShallowConstructor:
@@ -83,7 +80,7 @@ class _ShallowConstructor:
 
 
 def _reduce_for_copy(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
-    """Return a module's `__reduce_ex__` tuple; `copy.copy` accepts it, `pickle` raises."""
+    """Return a `__reduce_ex__` tuple with which `copy.copy` copies a module and `pickle` raises."""
     reduction: Any = type(module).__reduce_ex__(module, max(protocol, 2))
     module_state = {name: value for name, value in reduction[2].items() if name != "__reduce_ex__"}
     return _ShallowConstructor(), reduction[1], module_state
@@ -105,10 +102,7 @@ def register_forward_method(model: nn.Module, name: str) -> None:
 
     Args:
         model: a parallelized model, or a module in it whose parameters are a unit.
-        name: name of the method.
-
-    Raises:
-        ValueError: if the model has no such method.
+        name: name of the method; a ValueError if the model does not have it.
     """
     check_arguments(register_forward_method, locals())
     method = getattr(model, name, None)
@@ -122,10 +116,7 @@ def register_forward_method(model: nn.Module, name: str) -> None:
 def _run_as_forward(
     module: nn.Module, method: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a method through `module(...)`, so that the module's forward hooks run.
-
-    `method` replaces the module's forward until it begins. Returns the method's result.
-    """
+    """Call `method` in place of the module's forward, with the forward hooks; return its result."""
     attributes = vars(module)  # a wrapped forward is an attribute of the module
     before = {"forward": attributes["forward"]} if "forward" in attributes else {}
 
@@ -180,11 +171,12 @@ def init_modules(model: nn.Module, *, seed: Seed = 0, std: PositiveOrZero = 0.02
 
 
 def _reset_module(module: nn.Module, name: str, seed: int, std: float) -> None:
-    """Initialise an unsharded copy of `module`, and copy this rank's shards to the module.
+    """Initialise an unsharded copy of module `name`, and copy this rank's shards to the module."""
 
-    Its name, `seed` and `std` determine the values.
-    """
-    copies: Any = copy_modules(module, _make_empty_parameter, unwrapped=True)
+    def make_empty(param: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device=param.device))
+
+    copies: Any = copy_modules(module, make_empty, unwrapped=True)
     for inner, path in reversed([(m, n) for n, m in module.named_modules()]):
         twin, key = copies[inner], clean_name(f"{name}.{path}".strip("."))
         reset = _find_reset(twin)
@@ -204,16 +196,10 @@ def _find_reset(module: nn.Module) -> Callable[[], None] | None:
     return reset or getattr(module, "_reset_parameters", None)  # of nn.MultiheadAttention
 
 
-def _make_empty_parameter(param: nn.Parameter) -> nn.Parameter:
-    """Return an uninitialised, unsharded parameter of equal global shape."""
-    return nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device=param.device))
-
-
 def _take_shard(values: Tensor, of: Tensor) -> Tensor:
-    """Return this rank's shard of unsharded `values`, sharded as the parameter `of`.
+    """Return this rank's shard of unsharded `values`, as a DTensor with the placements of `of`.
 
-    The result is a DTensor on the device of `of`, or `values` if `of` is no DTensor. No
-    communication.
+    If `of` is not a DTensor, the result is `values`. No communication.
     """
     if not isinstance(of, DTensor):
         return values

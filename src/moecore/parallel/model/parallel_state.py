@@ -92,10 +92,9 @@ def list_engines(model: nn.Module) -> list[UnitEngine]:
 
 
 def find_argument_difference(model: nn.Module) -> Tensor | None:
-    """End a step's comparisons; return a 0-dim device bool, True if forward arguments differed.
+    """End a step's argument comparisons; return a 0-dim device bool, True if arguments differed.
 
-    The ranks that process the same sequences are compared. None = the step compared no contents
-    on the device. No host sync.
+    None = the step compared no contents on the device. No host sync.
     """
     flags = (r.arguments.end_step() for r in list_parallel_states(model) if r.arguments is not None)
     differences = [flag for flag in flags if flag is not None]
@@ -114,7 +113,7 @@ def get_moe_state(model: nn.Module) -> MoEState:
 
 
 def get_capacity(model: nn.Module) -> Capacity:
-    """Return the record of a parallelized model's capacity-limited buffers (exchange, stash)."""
+    """Return the `Capacity` of a parallelized model's exchange buffers and stash."""
     state = get_parallel_state(model)
     assert state is not None and state.capacity is not None, "its balance record was found"
     return state.capacity
@@ -133,29 +132,24 @@ def get_progress(model: nn.Module) -> Progress | None:
 
 
 def find_staged_module(model: nn.Module) -> tuple[nn.Module, AllStages | None]:
-    """Return the submodule that has pipeline stages, and its `AllStages`.
+    """Return the submodule with pipeline stages and its `AllStages`; without, `model` and None.
 
-    Without stages, the function returns the model and None. Two submodules with stages: ValueError.
+    Raises a ValueError if two submodules have stages.
     """
-    owners = (m for m in model.modules() if PARALLEL_STATE in vars(m))
-    owners_with_stages = [(owner, vars(owner)[PARALLEL_STATE].all_stages) for owner in owners]
-    owners_with_stages = [
-        (owner, stages) for owner, stages in owners_with_stages if stages is not None
+    states = ((m, vars(m)[PARALLEL_STATE]) for m in model.modules() if PARALLEL_STATE in vars(m))
+    owners = [
+        (module, state.all_stages) for module, state in states if state.all_stages is not None
     ]
-    if len(owners_with_stages) > 1:
+    if len(owners) > 1:
         raise ValueError(
-            f"model ({len(owners_with_stages)} parallelized ones with pp > 1) must be one: "
-            "parallelize it whole"
+            f"model ({len(owners)} parallelized ones with pp > 1) must be one: parallelize it whole"
         )
-    return owners_with_stages[0] if owners_with_stages else (model, None)
+    return owners[0] if owners else (model, None)
 
 
 @torch.no_grad()
 def all_reduce_stage_copies(model: nn.Module) -> None:
-    """Sum the gradients of each parameter that several pipeline stages share, in place.
-
-    Collective, no host sync.
-    """
+    """Sum the gradients of parameters that pipeline stages share, in place. No host sync."""
     owner, stages = find_staged_module(model)
     if stages is None:
         return

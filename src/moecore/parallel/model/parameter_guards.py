@@ -30,12 +30,9 @@ REPLACED = "_moecore_replaced"  # attribute of a parameter that `parallelize_moe
 
 
 def refuse_added(model: nn.Module) -> None:
-    """Raise a ValueError if a trainable parameter was added after `parallelize_moe`.
-
-    No unit would reduce the gradient of this parameter over ranks.
-    """
-    # FSDP2, DistributedDataParallel, or a `register_post_accumulate_grad_hook` hook may reduce it.
-    # Only models with a parallelized part are checked.
+    """Raise a ValueError if a trainable parameter was added after `parallelize_moe`."""
+    # FSDP2, DistributedDataParallel, or a `register_post_accumulate_grad_hook` hook may reduce its
+    # gradient. Only models with a parallelized part are checked.
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     plain = [
@@ -61,10 +58,7 @@ def refuse_added(model: nn.Module) -> None:
 def refuse_earlier_optimizer(
     model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None
 ) -> None:
-    """Raise a ValueError if an optimizer has only parameters from before `parallelize_moe`.
-
-    `optimizer` None = no check.
-    """
+    """Raise a ValueError if an optimizer has only parameters from before `parallelize_moe`."""
     optimizers = optimizer if isinstance(optimizer, Sequence) else [optimizer] if optimizer else []
     params_of = [{p for group in o.param_groups for p in group["params"]} for o in optimizers]
     model_params = set(model.parameters())
@@ -75,7 +69,7 @@ def refuse_earlier_optimizer(
 
 
 def mark_replaced(params: Iterable[nn.Parameter]) -> None:
-    """Mark replaced parameters; later steps of optimizers that have one raise a ValueError."""
+    """Mark replaced parameters: an optimizer that steps such a parameter raises a ValueError."""
     _watch_optimizers()
     for param in params:
         setattr(param, REPLACED, True)
@@ -83,7 +77,7 @@ def mark_replaced(params: Iterable[nn.Parameter]) -> None:
 
 @cache
 def _watch_optimizers() -> None:
-    """Register the hooks of this file on the steps of all optimizers, once."""
+    """Register `_refuse_replaced` and `_increment_versions` on the steps of all optimizers."""
     register_optimizer_step_pre_hook(_refuse_replaced)
     register_optimizer_step_post_hook(_increment_versions)
 
@@ -115,7 +109,7 @@ def _make_replaced_error(optimizer: Optimizer) -> ValueError:
 
 
 def refuse_on_meta(model: nn.Module, caller: str) -> None:
-    """Raise a ValueError if a parameter is on meta; `caller` is the class that needs storage."""
+    """Raise a ValueError if a parameter is on meta; the error names the class `caller`."""
     on_meta = next((name for name, param in model.named_parameters() if param.is_meta), None)
     if on_meta is not None and not is_inside_custom_ops():
         raise ValueError(

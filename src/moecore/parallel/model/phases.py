@@ -6,14 +6,13 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from moecore.attention.context_parallel.local_tokens import ContextParallel
-from moecore.base.options.context import ContextOptions
 from moecore.base.options.dispatch import DISPATCHERS, NVLinkOptions
 from moecore.base.options.precision import Recipe
 from moecore.moe.aux_loss import list_aux_losses
@@ -35,7 +34,6 @@ from moecore.moe.state import MoEState
 from moecore.parallel.arguments import SharedArguments
 from moecore.parallel.mesh import (
     DomainGroups,
-    Meshes,
     check_domains,
     make_context_groups,
     make_domain_groups,
@@ -58,7 +56,7 @@ logger = logging.getLogger("moecore.parallelize")
 
 
 def choose_dispatcher(request: Request) -> tuple[str, str]:
-    """Choose the dispatcher; return its name and the reason. ValueError if "nvlink" cannot run.
+    """Choose a dispatcher; return its name and the reason. Raise a ValueError without NVLink.
 
     "auto" = `resolve_dispatcher` must test the GPUs' access to each other's memory.
     """
@@ -77,9 +75,9 @@ def choose_dispatcher(request: Request) -> tuple[str, str]:
 
 
 def resolve_dispatcher(model: nn.Module, state: ParallelState) -> None:
-    """Test the GPUs' links, replace "auto" in the plan, and create groups. Collective.
+    """Test the GPUs' links, replace "auto" in the plan, and create the dispatcher's groups.
 
-    Raises a ValueError if the requested dispatcher cannot run.
+    Raises a ValueError if the requested dispatcher cannot run. Collective.
     """
     request, plan = state.request, state.plan
     meshes, group = request.meshes, request.meshes.dispatch_group
@@ -129,10 +127,9 @@ def _has_nvlink_request(request: Request) -> bool:
 
 
 def apply_layers(model: nn.Module, state: ParallelState) -> None:
-    """Set configuration, expert backend, FP8 recipes, dispatcher and clones of each MoE layer.
+    """Set config, expert backend, FP8 recipes, dispatcher and clones of each MoE layer, in place.
 
-    The layers change in place. `state.exchanges` is set if ranks write to each other's memory. No
-    communication.
+    `state.exchanges` is set if ranks write to each other's memory. No communication.
     """
     request, meshes = state.request, state.request.meshes
     if state.stores_in is not None:
@@ -160,19 +157,16 @@ def apply_layers(model: nn.Module, state: ParallelState) -> None:
             layer.shared_stream = stream
             recipe = recipes.get("shared_experts")
             if recipe is not None:
-                layer.get_part("shared").products = (
-                    make_linear_products(recipe),
-                    make_linear_products(recipe),
-                )
+                products = make_linear_products(recipe), make_linear_products(recipe)
+                layer.get_part("shared").products = products
 
 
 def _scale_nvlink_options(
     options: NVLinkOptions | None, domains: DomainGroups | None
 ) -> NVLinkOptions | None:
-    """Return options for the dispatch inside a domain, which also carries other domains' tokens.
+    """Return NVLink options for dispatch inside a domain: `max_tokens` times the domains.
 
-    `max_tokens` is multiplied by the number of domains. `options` None = the defaults. `domains`
-    None = no hierarchical dispatch, which returns `options` unchanged.
+    `options` None = the defaults. `domains` None = `options` are returned unchanged.
     """
     if domains is None:
         return options
@@ -186,30 +180,24 @@ def _set_expert_backend(
     name: str, layer: RoutedLayer, request: Request, recipe: Recipe | None
 ) -> None:
     """Set backend and FP8 recipe (None = no FP8) of a layer's experts; log why FP8 is not used."""
-    recompute_fc1 = "expert_fc1" in request.memory.parts
-    layer.get_part("experts").set_backend(
-        request.expert_backend, recompute_fc1=recompute_fc1, recipe=recipe
-    )
-    why_wide = request.find_fp8_problem(name, layer)
-    if why_wide is not None:
-        logger.info("precision leaves the experts of %r as they are: %s", name, why_wide)
+    recompute_fc1, backend = "expert_fc1" in request.memory.parts, request.expert_backend
+    layer.get_part("experts").set_backend(backend, recompute_fc1=recompute_fc1, recipe=recipe)
+    problem = request.find_fp8_problem(name, layer)
+    if problem is not None:
+        logger.info("precision leaves the experts of %r as they are: %s", name, problem)
 
 
 def _make_placement(
     num_experts: int, request: Request, layer: tuple[int, str]
 ) -> ExpertPlacement | None:
-    """Return the placement of a layer's experts on ranks; None = this rank owns all experts.
-
-    `layer` is the layer's number and name.
-    """
+    """Return the placement of experts of `layer` (number, name); None = this rank has all."""
     meshes, clones = request.meshes, request.dispatch.clones
     group, p = meshes.dispatch_group, meshes.parallel
     if group is None:
         return None
     num_clones = 0 if clones is None or p.ep == 1 else clones.per_rank
-    return ExpertPlacement(
-        group=group, num_experts=num_experts, ep=p.ep, etp=p.etp, num_clones=num_clones, layer=layer
-    )
+    sizes: Any = dict(num_experts=num_experts, ep=p.ep, etp=p.etp, num_clones=num_clones)
+    return ExpertPlacement(group=group, layer=layer, **sizes)
 
 
 def _make_dispatcher(
@@ -251,7 +239,11 @@ def apply_context(model: nn.Module, state: ParallelState) -> None:
             group, state.shared_by[cp] = make_context_groups(meshes, cp)
         else:
             group = meshes.dense.get_group("cp")
-        places[cp] = _make_context(meshes, options, group)
+        a2a, ring = (group if options.way == way else None for way in ("a2a", "p2p"))
+        if options.way == "a2a+p2p":
+            assert options.a2a_ranks is not None, "resolved options have the number"
+            a2a, ring = split_context_group(meshes, group.size(), options.a2a_ranks)
+        places[cp] = ContextParallel(group, a2a, ring)
     owner = request.family.make_context_parallel_model(model)
     if request.is_dynamic:
         owner.apply_context_groups(places)
@@ -259,22 +251,8 @@ def apply_context(model: nn.Module, state: ParallelState) -> None:
         owner.apply_context_parallel(places[meshes.parallel.cp])
 
 
-def _make_context(
-    meshes: Meshes, options: ContextOptions, group: dist.ProcessGroup
-) -> ContextParallel:
-    """Create the `ContextParallel` for a cp group, with the method `options.way`.
-
-    Collective if groups are created.
-    """
-    if options.way == "a2a+p2p":
-        assert options.a2a_ranks is not None, "resolved options have the number"
-        return ContextParallel(group, *split_context_group(meshes, group.size(), options.a2a_ranks))
-    a2a, ring = (group if options.way == way else None for way in ("a2a", "p2p"))
-    return ContextParallel(group, a2a, ring)
-
-
 def apply_balance(model: nn.Module, state: ParallelState) -> None:
-    """Set `state.state`, which balances the MoE layers, and `state.capacity`, a buffer record."""
+    """Create `state.state`, which balances the MoE layers, and `state.capacity` of the buffers."""
     meshes = state.request.meshes
     groups = BalanceGroups(
         micro_batch=meshes.micro_batch_group,
@@ -297,7 +275,7 @@ def apply_balance(model: nn.Module, state: ParallelState) -> None:
 def install_argument_checks(model: nn.Module, state: ParallelState) -> None:
     """Install the forward hook that compares arguments of ranks with the same sequences.
 
-    With pipeline stages there is no hook: `run_pipeline` uses `state.arguments`. Collective.
+    With pipeline stages there is no hook, and `run_pipeline` compares arguments. Collective.
     """
     meshes = state.request.meshes
     stages = () if meshes.pipeline_groups is None else meshes.pipeline_groups[:1]
@@ -306,7 +284,7 @@ def install_argument_checks(model: nn.Module, state: ParallelState) -> None:
     if not any(groups.values()):
         return
     state.arguments = SharedArguments(groups, meshes.device_type)
-    if not stages:  # with stages, `run_pipeline` calls the model stage by stage
+    if not stages:
         hook = state.arguments.before_forward
         model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
@@ -314,17 +292,15 @@ def install_argument_checks(model: nn.Module, state: ParallelState) -> None:
 def select_local_stages(
     model: nn.Module, request: Request
 ) -> tuple[PipelineLayout | None, Sequence[Stage]]:
-    """Remove other ranks' pipeline stages; return layout and local stages, None and () at pp 1."""
+    """Remove other ranks' stages; return the layout and this rank's stages (pp 1: None, ())."""
     pp = request.meshes.parallel.pp
     if pp == 1 or request.pipeline is None:
         return None, ()
     staged = request.family.make_staged_model(model)
     bound = staged.stage_parts().bound
     layout = request.pipeline.stages(pp, *count_parts(staged), bound)
-    chunks = layout.chunks(pp)
-    rank_of = make_schedule(
-        request.pipeline.schedule, pp=pp, chunks=chunks, num_micro_batches=1
-    ).rank_of
+    sizes: Any = dict(pp=pp, chunks=layout.chunks(pp), num_micro_batches=1)
+    rank_of = make_schedule(request.pipeline.schedule, **sizes).rank_of
     check_stages(layout, rank_of, bound, request)
     local_stages = [s for s in layout.stages if rank_of[s.index] == request.meshes.pp_rank]
     take_stages(staged, local_stages)
@@ -357,14 +333,14 @@ def apply_pipeline(model: nn.Module, state: ParallelState) -> None:
 def group_blocks_by_stage(
     model: nn.Module, blocks: Sequence[nn.Module], state: ParallelState
 ) -> dict[int, list[nn.Module]] | None:
-    """Group this rank's blocks by the index of their pipeline stage; None = no stages."""
+    """Return {stage index: this rank's blocks in the pipeline stage}; None = no stages."""
     if state.layout is None:
         return None
     staged = state.request.family.make_staged_model(model)
-    parts, chunks = staged.stage_parts(), {}
+    parts, blocks_of = staged.stage_parts(), {}
     for stage in state.stages:
         names = [f"{parts.layers}.{index}" for index in stage.layers]
         names += [f"{parts.mtp}.{index}" for index in stage.mtp]
         inside = {module for name in names for module in staged.get_submodule(name).modules()}
-        chunks[stage.index] = [block for block in blocks if block in inside]
-    return chunks
+        blocks_of[stage.index] = [block for block in blocks if block in inside]
+    return blocks_of

@@ -49,7 +49,7 @@ Layers = Mapping[str, RoutedLayer]
 
 
 def make_plan(model: nn.Module, layers: Layers, request: Request, fp32: Set[str]) -> ShardPlan:
-    """Plan the sharding of a model, whose MoE layers are `layers` by name; change nothing.
+    """Plan the sharding of a model without changing it; `layers` has its MoE layers by name.
 
     `fp32` has the names of tensors that stay in fp32. No communication.
     """
@@ -59,9 +59,8 @@ def make_plan(model: nn.Module, layers: Layers, request: Request, fp32: Set[str]
     apply_ep_tp(twin, twins, request)
     recipes = {} if request.precision is None else check_precision(twin, request.precision)
     linears = {name: linear.recipe for name, linear in recipes.items() if linear.recipe}
-    maker = _PlanBuilder(
-        twin, twins, request, find_gather_recipes(twin, twins, linears, request), fp32
-    )
+    gather_recipes = find_gather_recipes(twin, twins, linears, request)
+    builder = _PlanBuilder(twin, twins, request, gather_recipes, fp32)
     dispatcher, reason = choose_dispatcher(request)
     return ShardPlan(
         model=type(model).__name__,
@@ -69,9 +68,9 @@ def make_plan(model: nn.Module, layers: Layers, request: Request, fp32: Set[str]
         parallel=request.meshes.parallel,
         layers=tuple(_make_layer_plan(name, layer, request) for name, layer in layers.items()),
         linears=tuple(linears.items()),
-        params=tuple(maker.params.values()),
-        units=tuple(maker.plan_units()),
-        blocks=tuple(maker.names[block] for block in maker.model_units.blocks),
+        params=tuple(builder.params.values()),
+        units=tuple(builder.plan_units()),
+        blocks=tuple(builder.names[block] for block in builder.model_units.blocks),
         dispatcher=dispatcher,
         dispatcher_reason=reason,
         parallel_reason=request.meshes.reason,
@@ -95,7 +94,7 @@ def has_unsharded_experts(meshes: Meshes) -> bool:
 
 
 def _make_layer_plan(name: str, layer: RoutedLayer, request: Request) -> LayerPlan:
-    """Return the sizes and FP8 recipes of the MoE layer `name`; a rank has `num_local` experts."""
+    """Return the sizes and FP8 recipes of the MoE layer `name` as a `LayerPlan`."""
     config = layer.config
     return LayerPlan(
         name=name,
@@ -110,9 +109,9 @@ def _make_layer_plan(name: str, layer: RoutedLayer, request: Request) -> LayerPl
 
 
 class _PlanBuilder:
-    """Builds the `UnitPlan`s and `ParamPlan`s from a model that is sharded over tp, ep and etp.
+    """Builds the `UnitPlan`s and `ParamPlan`s of a model that is sharded over tp, ep and etp.
 
-    `recipes` maps names of parameters to recipes of their FP8 all-gather, see `make_plan`.
+    `recipes` maps names of parameters to the recipes of their FP8 all-gathers.
     """
 
     def __init__(
@@ -126,12 +125,10 @@ class _PlanBuilder:
         self.model, self.options, self.meshes = model, request.fsdp, request.meshes
         self.recipes, self.fp32 = recipes, fp32
         # In the "mean" convention a gradient is (1 / data_ranks) * sum_r dL_r/dw, with the loss L_r
-        # of data rank r. Dense gradients are summed over the dense FSDP ranks. For an expert the
-        # dispatcher's backward has summed the contributions of the ep x etp group on the owner, so
-        # the sum over the expert FSDP ranks, a smaller group, completes the same sum over data
-        # ranks. The size of that group would be a wrong divisor. cp ranks, over which both meshes
-        # shard too, add parts of one L_r. So data_ranks is the divisor of dense and expert units.
-        # In the "sum" convention the loss is already divided by the global token count.
+        # of data rank r. The sum over the expert FSDP ranks, a smaller group, is the same sum over
+        # data ranks, because the dispatcher's backward has summed over ep x etp. cp ranks add parts
+        # of one L_r. So data_ranks divides dense and expert gradients. In the "sum" convention the
+        # loss is already divided by the global token count.
         self.divisor = float(self.meshes.data_ranks) if request.loss == "mean" else 1.0
         self.names = {module: name for name, module in model.named_modules()}
         self.places = {module: i for i, module in enumerate(self.names)}
@@ -152,11 +149,10 @@ class _PlanBuilder:
     ) -> dict[nn.Module, tuple[UnitRole, Sequence[nn.Module], list[nn.Parameter]]]:
         """Assign each parameter to one unit; return {first module: (role, modules, parameters)}."""
         units, model = self.model_units, self.model
-        blocks = [group for group in units.groups if group != [model]]
         inner_first: list[tuple[UnitRole, Sequence[nn.Module]]] = [
             *(("routers", unit) for unit in units.routers),
             *(("experts", [experts]) for experts in units.experts),
-            *(("block", group) for group in blocks),
+            *(("block", group) for group in units.groups if group != [model]),
             *(("head", [head]) for head in units.heads),
             ("root", [model]),
         ]
@@ -169,13 +165,10 @@ class _PlanBuilder:
 
     def _plan_parameters(self) -> dict[str, ParamPlan]:
         """Return {name: plan} for all parameters of the model."""
-        layers = {n: m for n, m in self.model.named_modules() if isinstance(m, RoutedLayer)}
-        kind_of = make_kind_lookup(
-            self.model, {clean_name(name): layer for name, layer in layers.items()}
-        )
-        experts = {
-            param: module for module in self.model_units.experts for param in module.parameters()
-        }
+        named = self.model.named_modules()
+        layers = {clean_name(n): m for n, m in named if isinstance(m, RoutedLayer)}
+        kind_of = make_kind_lookup(self.model, layers)
+        experts = {param: m for m in self.model_units.experts for param in m.parameters()}
         return {
             name: ParamPlan(
                 name=name,
@@ -199,9 +192,8 @@ class _PlanBuilder:
         """
         inner: list[AxisPlacement] = []
         if isinstance(param, DTensor):
-            for (axis, size), placement in zip(
-                _list_axes(param.device_mesh), param.placements, strict=True
-            ):
+            axes = zip(_list_axes(param.device_mesh), param.placements, strict=True)
+            for (axis, size), placement in axes:
                 dim, pieces = getattr(placement, "dim", None), getattr(placement, "split_factor", 1)
                 inner.append(AxisPlacement(axis=axis, size=size, dim=dim, pieces=pieces))
         if experts is not None and has_unsharded_experts(self.meshes):
@@ -221,7 +213,7 @@ class _PlanBuilder:
         return (*outer, AxisPlacement(axis=axis, size=size, dim=dim), *inner)
 
     def _check_even_input_dim(self, param: nn.Parameter, ranks: int) -> None:
-        """Raise a ValueError if `ranks` ranks cannot shard dim 1 evenly into full bytes."""
+        """Raise a ValueError if `ranks` ranks cannot shard dim 1 evenly, in full bytes."""
         name = self.name_of[param]
         recipe = self.recipes.get(name)
         values_per_byte = 2 if recipe is not None and recipe.scaling == "nvfp4" else 1
@@ -243,26 +235,25 @@ class _PlanBuilder:
         ]
 
     def _get_first_use(self, unit: nn.Module) -> tuple[int, int]:
-        """Return the sort key of a unit, given as its first module, by first use in forward."""
-        places = self.places
+        """Return the sort key by first use in forward of the unit whose first module is `unit`."""
         for group in self.model_units.first_use:
             if unit in group and unit is not self.model:
-                return places[group[0]], group.index(unit)
-        return places[unit], 0
+                return self.places[group[0]], group.index(unit)
+        return self.places[unit], 0
 
     def _plan_unit(
         self, first: nn.Module, forward: Iterable[nn.Module], backward: Iterable[nn.Module]
     ) -> UnitPlan:
-        """Return the plan of `first`'s unit; it prefetches the units `forward` and `backward`."""
+        """Return the plan of the unit with first module `first`, and of its prefetches by pass."""
         options = self.options
         role, modules, owned = self.owned[first]
         mesh: View = "expert" if role == "experts" else "dense"
         keeps = role == "routers" or (has_unsharded_experts(self.meshes) and first in self.in_fp8)
-        values_dtype = None if keeps else options.param_dtype
-        reduced = torch.float32 if role == "routers" else options.reduce_dtype
+        param_dtype = None if keeps else options.param_dtype
+        reduce_dtype = torch.float32 if role == "routers" else options.reduce_dtype
         strategy = self.get_strategy(role)
         params = [self.params[self.name_of[param]] for param in owned]
-        gather_dtype = None if values_dtype is None else get_dtype_name(values_dtype)
+        gather_dtype = None if param_dtype is None else get_dtype_name(param_dtype)
         fsdp_mesh = self.meshes.expert_fsdp if mesh == "expert" else self.meshes.dense_fsdp
         return UnitPlan(
             name=self.names[first],
@@ -282,7 +273,7 @@ class _PlanBuilder:
                 params,
                 ranks=1 if strategy == "no_shard" else fsdp_mesh.size(fsdp_mesh.ndim - 1),
                 gather_dtype=gather_dtype,
-                reduce_dtype=get_dtype_name(reduced),
+                reduce_dtype=get_dtype_name(reduce_dtype),
                 recipes=self.recipes,
                 fp32=self.fp32,
             ),
@@ -305,9 +296,8 @@ def check_parameters(name_of: Mapping[nn.Parameter, str]) -> None:
             )
         if param.requires_grad and not param.numel():
             raise ValueError(
-                f"{name} {tuple(param.shape)} must hold values to be trained: "
-                "freeze it, or take out what is empty (a block's shared "
-                "expert: set it to None)"
+                f"{name} {tuple(param.shape)} must hold values to be trained: freeze it, or take "
+                "out what is empty (a block's shared expert: set it to None)"
             )
 
 
@@ -318,9 +308,9 @@ def choose_expert_dim(experts: Experts, param: nn.Parameter, meshes: Meshes) -> 
     # all-gather two strided dims. Biases are small and shard dim 0.
     p, dim = meshes.parallel, experts.get_model_dim_idx(param)
     strided = experts.is_strided and p.etp > 1
-    whole_experts = (experts.config.num_experts // p.ep) % p.edp_shard == 0 and not strided
-    divides = experts.config.expert_dim % p.edp_shard == 0
-    return 0 if dim is None or whole_experts or not divides else dim
+    is_count_even = (experts.config.num_experts // p.ep) % p.edp_shard == 0 and not strided
+    is_dim_even = experts.config.expert_dim % p.edp_shard == 0
+    return 0 if dim is None or is_count_even or not is_dim_even else dim
 
 
 def get_dtype_name(dtype: torch.dtype) -> str:
@@ -331,13 +321,11 @@ def get_dtype_name(dtype: torch.dtype) -> str:
 def _plan_prefetch(
     model: nn.Module, model_units: Units, options: FSDPOptions, unsharded: Set[nn.Module]
 ) -> tuple[Prefetch, Prefetch]:
-    """Map units to the units prefetched in forward, and in backward, without `unsharded`."""
+    """Map each unit to its prefetches in forward, and in backward; skip units in `unsharded`."""
     if not options.prefetch_blocks:
         return {}, {}
-    unit_groups = [
-        [unit for unit in group if unit not in unsharded] for group in model_units.first_use
-    ]
-    units = replace(model_units, first_use=unit_groups)
+    groups = [[unit for unit in group if unit not in unsharded] for group in model_units.first_use]
+    units = replace(model_units, first_use=groups)
     num_units = -(-options.prefetch_blocks // options.blocks_per_unit)
     return plan_forward_prefetch(model, units, num_units), plan_backward_prefetch(units, num_units)
 
@@ -357,9 +345,10 @@ def find_gather_recipes(
     linears: Mapping[str, Recipe],
     request: Request,
 ) -> dict[str, Recipe]:
-    """Return {parameter name: recipe} for the parameters that are all-gathered in FP8.
+    """Return {parameter name: recipe} of the parameters that are all-gathered in FP8.
 
-    `linears` maps clean names of linears to their recipes. Invalid options raise a ValueError.
+    `linears` maps clean names of linears to their recipes. Raises a ValueError if the options do
+    not allow FP8 all-gathers.
     """
     if not request.fsdp.fp8_param_gather:
         return {}
@@ -389,11 +378,10 @@ def _find_fp8_parameters(
     linears: Mapping[str, Recipe],
     request: Request,
 ) -> Iterator[tuple[nn.Parameter, Recipe]]:
-    """Yield (parameter, recipe) for weights that only FP8 matmuls with this recipe read."""
-    p = request.meshes.parallel
+    """Yield (parameter, recipe) of weights that only FP8 matmuls with this recipe read."""
     for name, layer in layers.items():
         recipe = _select_gatherable(request.find_recipe(name, layer, "experts"))
-        if recipe is not None and p.edp_replicate * p.edp_shard > 1:
+        if recipe is not None and not has_unsharded_experts(request.meshes):
             experts = layer.get_part("experts")
             if experts.is_separate:
                 raise ValueError(
@@ -418,11 +406,11 @@ def _check_byte_pairs(
     name: str, experts: Experts, param: nn.Parameter, recipe: Recipe, meshes: Meshes
 ) -> None:
     """Raise a ValueError for layer `name` if "nvfp4" shards would split a byte of two values."""
-    size, parts = experts.config.expert_dim, meshes.parallel.edp_shard
-    is_cut = choose_expert_dim(experts, param, meshes) == param.ndim - 1
-    if recipe.scaling == "nvfp4" and is_cut and size // parts % 2:
+    size, ranks = experts.config.expert_dim, meshes.parallel.edp_shard
+    shards_last_dim = choose_expert_dim(experts, param, meshes) == param.ndim - 1
+    if recipe.scaling == "nvfp4" and shards_last_dim and size // ranks % 2:
         raise ValueError(
-            f"{name}: MoEConfig.dim ({size}) / ParallelConfig.edp_shard ({parts}) must be even "
+            f"{name}: MoEConfig.dim ({size}) / ParallelConfig.edp_shard ({ranks}) must be even "
             f"with {GATHER} of 'nvfp4', two values of which are a byte: use more ep, or drop it"
         )
 
@@ -433,7 +421,7 @@ def _select_gatherable(recipe: Recipe | None) -> Recipe | None:
 
 
 def _check_gatherable(name: str, param: nn.Parameter, num_places: int) -> None:
-    """Raise a ValueError if a parameter is not fp32 or bf16, or is in several modules or places."""
+    """Raise a ValueError if a parameter is not fp32 or bf16, or has more than one place."""
     if param.dtype not in STORED_DTYPES:
         raise ValueError(
             f"{name} ({param.dtype}) must be kept in fp32 or bf16 with {GATHER}: call model.float()"

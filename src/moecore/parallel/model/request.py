@@ -65,10 +65,7 @@ class Request:
         return self._find_requested_recipe(layer_name, layer, role)
 
     def find_fp8_problem(self, layer_name: str, layer: RoutedLayer) -> str | None:
-        """Return why FP8 would not make a layer's experts faster.
-
-        None = FP8 is faster or not requested, or `Precision.only_faster` is not set.
-        """
+        """Return why `Precision.only_faster` excludes a layer's experts from FP8, or None."""
         recipe = self._find_requested_recipe(layer_name, layer, "experts")
         if recipe is None or self.precision is None or not self.precision.only_faster:
             return None
@@ -100,12 +97,9 @@ class Request:
         return {cp: owner.context_options(options, cp, p.tp) for cp in sizes}
 
     def make_config(self, layer: RoutedLayer) -> MoEConfig:
-        """Return a copy of a layer's config in which the argument `moe` replaces fields.
-
-        A layer that selects experts by a hash of token ids keeps its `balance`.
-        """
+        """Return a copy of a layer's config in which the argument `moe` replaces fields."""
         config, moe = layer.config, self.moe
-        if config.assignment == "hash":  # a selection by token id cannot be balanced
+        if config.assignment == "hash":  # a selection by a hash of token ids cannot be balanced
             moe = {**moe, "balance": config.balance}
         return replace(config, **moe)
 
@@ -121,10 +115,7 @@ class Request:
         )
 
     def list_entries(self) -> dict[str, Any]:
-        """Return the arguments as {name: value} for the comparison between ranks.
-
-        Degrees are not included, because `build_meshes` has compared them.
-        """
+        """Return {name: value} for the comparison of ranks, without degrees (`build_meshes`)."""
         record_fields = ("family", "meshes", "moe", "dispatch", "dense", "fsdp", "memory")
         entries = {
             f.name: getattr(self, f.name) for f in fields(self) if f.name not in record_fields
@@ -140,20 +131,26 @@ class Request:
 
 
 def compare_models(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request) -> None:
-    """Raise a ValueError on every rank if versions, arguments or full models differ.
-
-    Collective over the world.
-    """
+    """Raise a ValueError on every rank if versions, arguments or full models differ. Collective."""
+    params = dict(model.named_parameters())
+    tensors = params | dict(model.named_buffers())
+    model_entries = {
+        "names of parameters and buffers": list(tensors),
+        "names of MoE layers": list(layers),
+        "shape": {n: tuple(t.shape) for n, t in tensors.items()},
+        "dtype": {n: t.dtype for n, t in tensors.items()},
+        "is_meta": {n: t.is_meta for n, t in tensors.items()},
+        "is a DTensor": {n: isinstance(t, DTensor) for n, t in tensors.items()},
+        "requires_grad": {n: p.requires_grad for n, p in params.items()},
+        "value": list_attribute_entries(model.named_modules()),
+    }
     versions = {"torch.__version__": str(torch.__version__), "moecore.__version__": __version__}
-    entries = {**versions, **request.list_entries(), **_list_model_entries(model, layers)}
+    entries = versions | request.list_entries() | model_entries
     check_equal(entries, request.meshes.device_type)
 
 
 def compare_stages(model: nn.Module, plan: ShardPlan, request: Request) -> None:
-    """Raise a ValueError on every rank if plans or weights differ within a pipeline stage.
-
-    Collective.
-    """
+    """Raise a ValueError if plans or weights differ in a pipeline stage, on all of its ranks."""
     device_type = request.meshes.device_type
     # Other parts of a plan follow from arguments and model. Recipes also depend on the GPU
     # ("auto"), and placements on the model's own tensor parallelism.
@@ -168,24 +165,8 @@ def compare_stages(model: nn.Module, plan: ShardPlan, request: Request) -> None:
     check_equal_weights(tensors, device_type, group=group)
 
 
-def _list_model_entries(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> dict[str, Any]:
-    """Return names, shapes, dtypes and attributes of a model as entries that ranks compare."""
-    params = dict(model.named_parameters())
-    tensors = params | dict(model.named_buffers())
-    return {
-        "names of parameters and buffers": list(tensors),
-        "names of MoE layers": list(layers),
-        "shape": {n: tuple(t.shape) for n, t in tensors.items()},
-        "dtype": {n: t.dtype for n, t in tensors.items()},
-        "is_meta": {n: t.is_meta for n, t in tensors.items()},
-        "is a DTensor": {n: isinstance(t, DTensor) for n, t in tensors.items()},
-        "requires_grad": {n: p.requires_grad for n, p in params.items()},
-        "value": list_attribute_entries(model.named_modules()),
-    }
-
-
 def list_roles(layer: RoutedLayer) -> tuple[Role, ...]:
-    """Return ("experts",), with "shared_experts" if the shared experts are a `SharedExpert`."""
+    """Return "experts", and "shared_experts" if the layer has moecore's `SharedExpert`."""
     is_native = isinstance(layer.get_part("shared"), SharedExpert)
     return ("experts", "shared_experts") if is_native else ("experts",)
 

@@ -21,11 +21,16 @@ from moecore.moe.param_reader import ParamReader
 from moecore.parallel.fsdp.buffers import Buffer, plan_buffers
 from moecore.parallel.fsdp.engine import UnitEngine
 from moecore.parallel.fsdp.formats import FORMATS, CastFormat, Format
-from moecore.parallel.fsdp.gradients import Gradients
 from moecore.parallel.fsdp.params import Owners, UnitParam
-from moecore.parallel.fsdp.plan import FlatLayout, ShardPlan, UnitPlan, make_flat_layout
+from moecore.parallel.fsdp.plan import (
+    FlatLayout,
+    ShardPlan,
+    UnitOptions,
+    UnitPlan,
+    make_flat_layout,
+)
 from moecore.parallel.fsdp.transport import UnitStreams
-from moecore.parallel.fsdp.unit import Unit, UnitOptions
+from moecore.parallel.fsdp.unit import Unit
 from moecore.parallel.mesh import Meshes, concatenate_meshes
 from moecore.parallel.model.plan import has_unsharded_experts
 
@@ -36,8 +41,8 @@ NOTHING = make_flat_layout("float32", "float32", "float32", None, (), 1)
 def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> UnitEngine:
     """Shard a model's parameters over data ranks in place, and return the engine of its units.
 
-    The parameters must already be sharded over tp, ep and etp. They become DTensors over the data
-    ranks too, and the units' modules get the engine's forward hooks.
+    The parameters must already be sharded over tp, ep and etp. The engine registers its hooks on
+    the units' modules.
     """
     streams, owners = UnitStreams(meshes.device_type), _find_owners(model)
     join = cache(concatenate_meshes)  # a mesh takes milliseconds; parameters share a few meshes
@@ -59,14 +64,13 @@ def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> UnitEngine
     exchanges: dict[nn.Module, nn.Module] | None = None
     if meshes.parallel.pp == 1:  # otherwise a stage's forward runs a part of the modules
         layers = [layer for layer in model.modules() if isinstance(layer, RoutedLayer)]
-        exchanges = {
-            layer: layer.get_part("experts")
-            for layer in layers
-            if not isinstance(layer.dispatcher, LocalDispatcher)
-        }
-    engine = UnitEngine(model, [*inner_units, root], streams, exchanges=exchanges)
-    _move_buffers(model, meshes.device_type)
-    return engine
+        sending = [m for m in layers if not isinstance(m.dispatcher, LocalDispatcher)]
+        exchanges = {layer: layer.get_part("experts") for layer in sending}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to(meshes.device_type)
+    return UnitEngine(model, [*inner_units, root], streams, exchanges=exchanges)
 
 
 def _find_owners(model: nn.Module) -> dict[str, Owners]:
@@ -90,30 +94,22 @@ def _make_unit(
     streams: UnitStreams,
     join: Callable[..., DeviceMesh],
 ) -> Unit:
-    """Create the unit of one layout of a unit plan, which shards the layout's parameters.
+    """Create the unit of one layout of a unit plan, and shard the layout's parameters.
 
-    `modules` are the unit's modules, `owners` the result of `_find_owners`. `join` concatenates
-    device meshes.
+    `owners` is the result of `_find_owners`. `join` concatenates device meshes.
     """
-    mesh = get_data_mesh(unit_plan, meshes)
-    gather_dtype = _get_dtype(unit_plan.gather_dtype)
-    is_cut = unit_plan.strategy != "no_shard"
+    mesh: DeviceMesh | None = meshes.dense_fsdp
+    if unit_plan.mesh != "dense":
+        mesh = None if has_unsharded_experts(meshes) else meshes.expert_fsdp
+    cast = unit_plan.gather_dtype if unit_plan.casts_inputs else None
+    is_sharded = unit_plan.strategy != "no_shard"
     groups = [] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
-    group = groups.pop() if groups and is_cut else None
+    group = groups.pop() if groups and is_sharded else None
     group = group if group is not None and group.size() > 1 else None
+    options: Any = dict(device_type=meshes.device_type, is_sharded=is_sharded, join=join)
     return Unit(
         modules,
-        [
-            UnitParam(
-                slot,
-                owners[slot.param],
-                mesh,
-                device_type=meshes.device_type,
-                is_cut=is_cut,
-                join=join,
-            )
-            for slot in layout.slots
-        ],
+        [UnitParam(slot, owners[slot.param], mesh, **options) for slot in layout.slots],
         layout=layout,
         format=_make_format(layout, unit_plan, group, meshes),
         shard_group=group,
@@ -122,66 +118,35 @@ def _make_unit(
             name=unit_plan.name or "the model",
             reduce_dtype=getattr(torch, layout.reduces),
             divisor=unit_plan.divisor,
-            cast_inputs=gather_dtype if unit_plan.casts_inputs else None,
+            cast_inputs=None if cast is None else getattr(torch, cast),
             is_resident=unit_plan.is_resident,
             accumulates=unit_plan.accumulates,
         ),
         streams=streams,
-        device_type=meshes.device_type,
     )
-
-
-def get_data_mesh(unit: UnitPlan, meshes: Meshes) -> DeviceMesh | None:
-    """Return a unit's mesh (replicate, shard); None = each expert is on one rank only."""
-    if unit.mesh == "dense":
-        return meshes.dense_fsdp
-    return None if has_unsharded_experts(meshes) else meshes.expert_fsdp
 
 
 def _make_format(
     layout: FlatLayout, unit_plan: UnitPlan, group: dist.ProcessGroup | None, meshes: Meshes
 ) -> Format:
-    """Create the format of a unit's all-gather: a cast, or FP8 if the layout has a recipe.
-
-    `group` has the ranks with the unit's shards; None = the unit is not sharded.
-    """
+    """Create the format of the all-gather over `group`: a cast, or FP8 by the layout's recipe."""
     if layout.recipe is None:
         return CastFormat(getattr(torch, layout.gathers))
-    dtype = _get_dtype(unit_plan.gather_dtype or layout.dtype)
-    assert dtype is not None
-    recipe, cuts = layout.recipe, None
+    dtype: torch.dtype = getattr(torch, unit_plan.gather_dtype or layout.dtype)
+    recipe, tp_group = layout.recipe, None
     # tp ranks share the scale of a linear. For "nvfp4" a power of two changes only exponents.
     shares = recipe.scaling == "tensorwise" or not recipe.power_of_two
     if shares and unit_plan.mesh == "dense" and meshes.parallel.tp > 1:
-        cuts = meshes.dense["tp"].get_group()
-    return FORMATS[recipe.scaling](dtype, recipe, group, cuts)
+        tp_group = meshes.dense["tp"].get_group()
+    return FORMATS[recipe.scaling](dtype, recipe, group, tp_group)
 
 
 def _assign_buffers(plan: ShardPlan, units_of: dict[str, list[Unit]], streams: UnitStreams) -> None:
     """Create the buffers that units share, and assign each to the units in `units_of` by name."""
     for buffer_plan in plan_buffers(plan):
         units = [units_of[name][i] for name, i in buffer_plan.places]
-        if buffer_plan.holds == "weights":
-            weights = Buffer[Unit](buffer_plan.numel, units[0].dtype, streams.mark())
-            for unit in units:
-                unit.buffer = weights
-        else:
-            sums = Buffer[Gradients](
-                buffer_plan.numel, getattr(torch, buffer_plan.dtype), streams.mark()
-            )
-            for unit in units:
-                unit.gradients.buffer = sums
-
-
-def _move_buffers(model: nn.Module, device_type: str) -> None:
-    """Move the modules' registered buffers to the device of the meshes, except meta buffers."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and not buffer.is_meta:
-                module._buffers[name] = buffer.to(device_type)
-
-
-def _get_dtype(name: str | None) -> torch.dtype | None:
-    """Return the torch dtype with a name such as "float32"; None for None."""
-    dtype: torch.dtype | None = None if name is None else getattr(torch, name)
-    return dtype
+        is_weights, mark = buffer_plan.holds == "weights", streams.mark()
+        dtype = units[0].dtype if is_weights else getattr(torch, buffer_plan.dtype)
+        buffer = Buffer[Any](buffer_plan.numel, dtype, mark)
+        for unit in units:
+            (unit if is_weights else unit.gradients).buffer = buffer

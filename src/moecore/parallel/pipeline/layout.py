@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
-from typing import Annotated
+from typing import Annotated, Any
 
 from moecore.base.fields import (
     Bound,
@@ -62,11 +62,7 @@ class PipelineLayout:
     num_mtp_layers: int  # number of multi-token prediction modules
 
     def chunks(self, pp: NumStages) -> int:
-        """Return the number of stages per rank.
-
-        Raises:
-            ValueError: if the number of stages is not a multiple of pp.
-        """
+        """Return the number of stages per rank; ValueError if pp does not divide the stages."""
         check_value("pp", pp, NumStages)
         chunks, rest = divmod(len(self.stages), pp)
         if rest:
@@ -92,10 +88,8 @@ class PipelineLayout:
         rank_of = rank_of or [stage % pp for stage in range(len(self.stages))]
         lines = [("pp rank", *(f"chunk {chunk}" for chunk in range(chunks)))]
         for rank in range(pp):
-            rank_stages = (
-                stage for stage, of in zip(self.stages, rank_of, strict=True) if of == rank
-            )
-            lines.append((str(rank), *map(_format_cell, rank_stages)))
+            stages = (stage for stage, r in zip(self.stages, rank_of, strict=True) if r == rank)
+            lines.append((str(rank), *map(_format_cell, stages)))
         return "\n".join(format_columns(lines))
 
 
@@ -186,26 +180,22 @@ def balanced_layout(costs: LayoutCosts, *, num_stages: NumStages) -> PipelineLay
     check_arguments(balanced_layout, locals())
     letters = "E" + "t" * len(costs.layers) + "m" * len(costs.mtp) + "L"
     parts = [0.0, *accumulate([costs.embedding, *costs.layers, *costs.mtp, costs.loss])]
-    places = [
-        i for i in range(len(parts)) if i - 1 not in costs.bound
-    ]  # possible first parts of a stage
+    # Parts with which a stage can begin.
+    places = [i for i in range(len(parts)) if i - 1 not in costs.bound]
     sums = [parts[place] for place in places]
-    max_cost = _find_min_bottleneck(sums, num_stages) * (
-        1 + 1e-9
-    )  # sums of equal costs differ in the last bit
+    max_cost = _find_min_bottleneck(sums, num_stages)
+    max_cost *= 1 + 1e-9  # sums of equal costs differ in the last bit
     borders = [places[i] for i in _find_borders(sums, num_stages, max_cost)]
     return _make_layout([letters[i:j] for i, j in pairwise(borders)])
 
 
 def _expand_text(text: str) -> str:
-    """Expand the groups and repetitions of a layout string; remove its spaces."""
+    """Return the letters of a layout string with expanded groups and repetitions, no spaces."""
     plain = re.sub(r"\s", "", text)
     tokens = TOKEN.findall(plain)
     if "".join(tokens) != plain:
-        wrong = TOKEN.sub(" ", plain).split()[0]
-        _raise_layout_error(
-            text, f"be of E, t, m, L, |, ( ) and *n, found {quote(wrong)}", "remove it"
-        )
+        wrong = quote(TOKEN.sub(" ", plain).split()[0])
+        _raise_layout_error(text, f"be of E, t, m, L, |, ( ) and *n, found {wrong}", "remove it")
     groups: list[list[str]] = [[]]  # open groups, with the expanded items of each
     sizes = [0]  # number of letters in each open group
     for token in tokens:
@@ -223,11 +213,9 @@ def _expand_text(text: str) -> str:
             if not groups[-1]:
                 _raise_layout_error(text, f"have a letter or a group before {token}", "remove it")
             times = int(token[1:6]) if len(token) <= 6 else MAX_LETTERS + 1
-            letters = len(groups[-1][-1])
+            letters, limit = len(groups[-1][-1]), f"have at most {MAX_LETTERS} letters"
             if letters * times > MAX_LETTERS:
-                _raise_layout_error(
-                    text, f"have at most {MAX_LETTERS} letters", f"lower {token[:9]}"
-                )
+                _raise_layout_error(text, limit, f"lower {token[:9]}")
             groups[-1][-1] *= times
             sizes[-1] += letters * (times - 1)
         else:
@@ -241,14 +229,14 @@ def _expand_text(text: str) -> str:
 
 
 def _raise_layout_error(text: str, relation: str, fix: str) -> None:
-    """Raise a ValueError: "layout (`text`) must `relation`: `fix`"."""
+    """Raise a ValueError that the layout `text` must fulfil a relation, with the fix."""
     raise ValueError(f"layout ({quote(text)}) must {relation}: {fix}")
 
 
 def _make_even_text(
     num_layers: int, num_mtp_layers: int, num_stages: int, bound: frozenset[int] = frozenset()
 ) -> str:
-    """Return the layout string with equal numbers of layers per stage, see `even_layout`."""
+    """Return the layout string of `even_layout`, with equal numbers of layers per stage."""
     base_size, num_larger = divmod(num_layers, num_stages)
     first = [base_size * stage + min(stage, num_larger) for stage in range(num_stages + 1)]
     free = [0, *(layer for layer in range(1, num_layers) if layer not in bound), num_layers]
@@ -271,25 +259,18 @@ def _shorten_text(stages: Sequence[str]) -> str:
 
 
 def _make_layout(stages: Sequence[str]) -> PipelineLayout:
-    """Return the layout whose stages have these letters, such as "Ettt", with layers numbered."""
+    """Return the layout with these letters for each stage, such as "Ettt"; number its layers."""
     first = {letter: [0, *accumulate(s.count(letter) for s in stages)] for letter in "tm"}
 
     def indices(letter: str, stage: int) -> tuple[int, ...]:
         return tuple(range(first[letter][stage], first[letter][stage + 1]))
 
-    parsed_stages = tuple(
-        Stage(
-            index=i,
-            embedding="E" in letters,
-            layers=indices("t", i),
-            mtp=indices("m", i),
-            loss="L" in letters,
-        )
-        for i, letters in enumerate(stages)
-    )
-    return PipelineLayout(
-        stages=parsed_stages, num_layers=first["t"][-1], num_mtp_layers=first["m"][-1]
-    )
+    parsed = []
+    for i, letters in enumerate(stages):
+        ends: Any = dict(embedding="E" in letters, loss="L" in letters)
+        parsed.append(Stage(index=i, layers=indices("t", i), mtp=indices("m", i), **ends))
+    numbers: Any = dict(num_layers=first["t"][-1], num_mtp_layers=first["m"][-1])
+    return PipelineLayout(stages=tuple(parsed), **numbers)
 
 
 def _format_cell(stage: Stage) -> str:
@@ -318,9 +299,9 @@ def _find_min_bottleneck(sums: Sequence[float], num_stages: int) -> float:
 
 
 def _find_borders(sums: Sequence[float], num_stages: int, max_cost: float) -> list[int]:
-    """Return indices in `sums` that split the model into stages of cost <= `max_cost`.
+    """Return the indices in cumulative costs `sums` between stages of cost <= `max_cost`.
 
-    `sums` are cumulative costs. Ties are resolved as in `balanced_layout`.
+    Of several solutions, the solution of `balanced_layout` is returned.
     """
     last = len(sums) - 1
     # Stage 0 has the embedding and the last stage has the loss, so both are not empty.
@@ -328,7 +309,9 @@ def _find_borders(sums: Sequence[float], num_stages: int, max_cost: float) -> li
     for stage in range(num_stages):
         ends: dict[int, tuple[float, int]] = {}
         for start, (squares, _) in best[-1].items():
-            for end in _list_ends(sums, start, max_cost):
+            for end in range(start, len(sums)):
+                if sums[end] - sums[start] > max_cost:
+                    break
                 is_open = (stage == 0 and end == 0) or (stage < num_stages - 1 and end == last)
                 candidate = (squares + (sums[end] - sums[start]) ** 2, start)
                 if not is_open and (end not in ends or candidate < ends[end]):
@@ -340,11 +323,3 @@ def _find_borders(sums: Sequence[float], num_stages: int, max_cost: float) -> li
     for ends in best[len(best) - len(borders) : 0 : -1]:
         borders.append(ends[borders[-1]][1])
     return borders[::-1]
-
-
-def _list_ends(sums: Sequence[float], start: int, max_cost: float) -> Iterator[int]:
-    """Yield the end indices in `sums` of stages that begin at `start` and cost <= `max_cost`."""
-    for end in range(start, len(sums)):
-        if sums[end] - sums[start] > max_cost:
-            return
-        yield end

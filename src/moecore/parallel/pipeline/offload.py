@@ -27,7 +27,7 @@ HALVINGS = 50
 
 
 def find_next_backwards(order: Sequence[Item]) -> list[Action | None]:
-    """Return, for each item of a rank's order, the next later backward; None = no backward."""
+    """Return the next later backward for each item of a rank's order; None = no backward."""
     backwards: list[Action | None] = []
     upcoming: Action | None = None
     for item in reversed(order):
@@ -41,8 +41,8 @@ def find_next_backwards(order: Sequence[Item]) -> list[Action | None]:
 def list_last_block_offloads(order: Sequence[Item]) -> list[bool]:
     """Return, for each item of a rank's order, whether its forward offloads the last block.
 
-    False if the micro-batch's backward is the next backward of the item, or of the two items after
-    it. An item without a forward has False.
+    The value is False if the micro-batch's backward is the next backward of the item or of the two
+    items after it, and for items without a forward.
     """
     backwards = find_next_backwards(order)
     flags = []
@@ -93,10 +93,9 @@ def offload_fractions(
     for rank, spans in enumerate(simulate(schedule, costs).spans):
         live_stages = _find_live_stages(schedule.orders[rank])
         stages = [s for s, r in enumerate(schedule.rank_of) if r == rank and s not in live_stages]
+        fits = partial(_fits_timeline, spans, fractions, seconds)
         for candidates in (stages, *([stage] for stage in stages)):
-            _maximise_fractions(
-                fractions, candidates, partial(_fits_timeline, spans, fractions, seconds)
-            )
+            _maximise_fractions(fractions, candidates, fits)
     return tuple(fractions)
 
 
@@ -113,31 +112,28 @@ def _find_live_stages(order: Sequence[Item]) -> set[int]:
 def _maximise_fractions(
     fractions: list[float], stages: Sequence[int], fits: Callable[[], bool]
 ) -> None:
-    """Set the stages' fractions, in place, to the largest common value for which `fits()` is True.
+    """Set the stages' fractions to the largest common value, by bisection, for which fits()."""
 
-    The value is found by bisection.
-    """
-
-    def tried(share: float) -> bool:
+    def fits_with(fraction: float) -> bool:
         for stage in stages:
-            fractions[stage] = share
+            fractions[stage] = fraction
         return fits()
 
     low, high = (fractions[stages[0]], 1.0) if stages else (0.0, 1.0)
-    if tried(high):
+    if fits_with(high):
         return
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        low, high = (middle, high) if tried(middle) else (low, middle)
-    tried(low)
+        low, high = (middle, high) if fits_with(middle) else (low, middle)
+    fits_with(low)
 
 
 def _fits_timeline(
     spans: Sequence[Span], fractions: Sequence[float], seconds: Sequence[float]
 ) -> bool:
-    """Whether no item of a rank's timeline waits for copies with these offload fractions.
+    """Whether no item of a rank's timeline waits for the copies of these offload fractions.
 
-    `seconds` has the time to copy all saved bytes of a micro-batch, for each stage.
+    `seconds` has, for each stage, the time to copy all saved bytes of a micro-batch.
     """
     out = back = 0.0  # times at which the copy engines are free
     before = freed = copies_end = 0.0  # end of the last item, and of the last two items' copies
@@ -146,10 +142,9 @@ def _fits_timeline(
     for span, backward in zip(spans, find_next_backwards([s.item for s in spans]), strict=True):
         begin = max(before, freed)
         if backward is not None and backward[1:] in offload_ends:
-            copy_seconds = fractions[backward.stage] * seconds[backward.stage]
-            back = return_ends[backward[1:]] = (
-                max(begin, back, offload_ends.pop(backward[1:])) + copy_seconds
-            )
+            start = max(begin, back, offload_ends.pop(backward[1:]))
+            back = start + fractions[backward.stage] * seconds[backward.stage]
+            return_ends[backward[1:]] = back
         before, freed, copies_end = span.end, copies_end, 0.0
         for action in list_actions(span.item):
             if action.kind != "F":

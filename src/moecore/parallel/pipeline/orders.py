@@ -101,9 +101,9 @@ def make_order(turns: Turns) -> Iterator[Item]:
 
 
 def _make_loop_turns(shape: Shape, *, sizes: Sequence[int], warm_up: int, **options: Any) -> Turns:
-    """Return the turns that run rounds of `sizes` micro-batches, each round chunk after chunk.
+    """Return the turns of rounds with `sizes` micro-batches, which run chunk after chunk.
 
-    Stages are assigned round-robin to ranks. `warm_up` and `options` are fields of `Turns`.
+    Stage s is on rank s % pp. `warm_up` and `options` are fields of `Turns`.
     """
 
     def passes(chunks: Sequence[int]) -> list[Pass]:
@@ -118,17 +118,10 @@ def _make_loop_turns(shape: Shape, *, sizes: Sequence[int], warm_up: int, **opti
     return Turns(passes(order), passes(order[::-1]), warm_up, **options)
 
 
-def _make_gpipe_turns(shape: Shape) -> Turns:
-    """Return the turns of GPipe: all forwards, followed by all backwards."""
-    number = shape.num_micro_batches
-    return _make_loop_turns(shape, sizes=[number], warm_up=number * shape.chunks)
-
-
 def _make_interleaved_turns(shape: Shape, *, hop: int, num_extra: int = 0, **options: Any) -> Turns:
-    """Return the turns of 1F1B in rounds of at least pp micro-batches.
+    """Return the turns of 1F1B in rounds of at least pp micro-batches; `options` of `Turns`.
 
-    Each rank runs `hop` more warm-up forwards than the next rank, and all run `num_extra` more.
-    `options` are other fields of `Turns`.
+    Each rank runs `hop` more warm-up forwards than the next rank. All ranks run `num_extra` more.
     """
     # In one turn a forward moves one rank up and a backward one rank down, so neighbours are two
     # turns apart; with one chunk a distance of one is enough. The first micro-batch of a round
@@ -142,9 +135,9 @@ def _make_interleaved_turns(shape: Shape, *, hop: int, num_extra: int = 0, **opt
 
 
 def _make_v_turns(shape: Shape, *, num_extra: int = 0, **options: Any) -> Turns:
-    """Return the turns of 1F1B for a V: rank r has the stages r and 2 pp - 1 - r.
+    """Return the turns of 1F1B if rank r has the stages r and 2 pp - 1 - r (V-shaped).
 
-    Stage s runs 2 pp - s forwards before its first backward. Each rank runs `num_extra` more.
+    Stage s runs 2 pp - s forwards before its first backward. All ranks run `num_extra` more.
     `options` are other fields of `Turns`.
     """
     pp, _, rank, num_micro_batches = shape
@@ -169,7 +162,13 @@ class Rule(NamedTuple):
 
 
 RULES: dict[str, Rule] = {
-    "gpipe": Rule(None, False, _make_gpipe_turns),
+    "gpipe": Rule(  # all forwards are warm-up
+        None,
+        False,
+        lambda shape: _make_loop_turns(
+            shape, sizes=[shape.num_micro_batches], warm_up=shape.num_micro_batches * shape.chunks
+        ),
+    ),
     "1f1b": Rule(1, False, lambda shape: _make_interleaved_turns(shape, hop=1)),
     "interleaved": Rule(
         None, False, lambda shape: _make_interleaved_turns(shape, hop=min(shape.chunks, 2))

@@ -46,15 +46,15 @@ class StageOffload(Protocol):
     ) -> AbstractContextManager[Any]:
         """Return a context that offloads a forward's saved tensors and yields their chunk.
 
-        `offloads_last`: whether the tensors of the stage's last block are offloaded too.
-        `resident_input`, the input of the stage, is not offloaded; None = tokens.
+        `offloads_last` = the tensors of the stage's last block are offloaded too. The stage's input
+        `resident_input` is not offloaded.
         """
 
     def bring_back(self, chunk: Any) -> None:
-        """Start to copy a forward's chunk, which `chunk()` has yielded, back to the device."""
+        """Start to copy the tensors of a forward, a result of `chunk`, back to the device."""
 
     def free(self, chunk: Any) -> None:
-        """Free the device memory of the forward's last block, if it has been copied to the host."""
+        """Free the device memory of a forward's last block, if its host copy is complete."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,21 +100,12 @@ def run_pipeline(
 ) -> Tensor:
     """Run forward and backward of all micro-batches; return their unscaled losses, fp32 [n].
 
-    Collective over the pipeline ranks.
-
-    Args:
-        pipeline: this rank's model and stages.
-        micro_batches: keyword arguments of the model for each micro-batch, equal on all stages.
-        scale: function that scales a loss before its backward.
-        side_by_side: function that runs a forward and a backward concurrently.
+    `micro_batches` are keyword arguments of the model, equal on all stages. `scale` scales a loss
+    before its backward. `side_by_side` runs a forward and a backward concurrently. Collective over
+    the pipeline ranks.
     """
-    for inputs in micro_batches:
-        pipeline.model.check_inputs(inputs)
-    pipeline.arguments.before_schedule(micro_batches)
-    schedule = pipeline.schedule(len(micro_batches))
-    run = _ScheduleRun(pipeline, schedule, micro_batches, scale, side_by_side)
-    run.run_items(schedule.orders[pipeline.rank])
-    return run.reduce_losses()
+    schedule = _check_and_schedule(pipeline, micro_batches)
+    return _ScheduleRun(pipeline, schedule, micro_batches, scale, side_by_side).run()
 
 
 @torch.no_grad()
@@ -124,15 +115,18 @@ def forward_pipeline(pipeline: Pipeline, micro_batches: Sequence[Inputs]) -> Ten
     `micro_batches` are keyword arguments of the model, equal on all stages. Collective over the
     pipeline ranks.
     """
+    schedule = _check_and_schedule(pipeline, micro_batches)
+    actions = ([a for item in order for a in list_actions(item)] for order in schedule.orders)
+    forwards = tuple(tuple(a for a in order if a.kind == "F") for order in actions)
+    return _ScheduleRun(pipeline, replace(schedule, orders=forwards), micro_batches).run()
+
+
+def _check_and_schedule(pipeline: Pipeline, micro_batches: Sequence[Inputs]) -> Schedule:
+    """Check the micro-batches and compare them between ranks; return their schedule. Collective."""
     for inputs in micro_batches:
         pipeline.model.check_inputs(inputs)
     pipeline.arguments.before_schedule(micro_batches)
-    schedule = pipeline.schedule(len(micro_batches))
-    actions = ([a for item in order for a in list_actions(item)] for order in schedule.orders)
-    forwards = tuple(tuple(a for a in order if a.kind == "F") for order in actions)
-    run = _ScheduleRun(pipeline, replace(schedule, orders=forwards), micro_batches)
-    run.run_items(forwards[pipeline.rank])
-    return run.reduce_losses()
+    return pipeline.schedule(len(micro_batches))
 
 
 @dataclass(slots=True)
@@ -159,6 +153,7 @@ class _ScheduleRun:
         side_by_side: SideBySide | None = None,
     ) -> None:
         self._pipeline, self._micro_batches = pipeline, micro_batches
+        self._items: Sequence[Item] = schedule.orders[pipeline.rank]
         self._scale, self._side_by_side = scale, side_by_side
         self._stages: tuple[Stage, ...] = pipeline.layout.stages
         self._transport = StageTransport(
@@ -183,14 +178,16 @@ class _ScheduleRun:
             "W": lambda action: self._deferred.pop((action.stage, action.micro_batch)).run(),
         }
 
-    def run_items(self, items: Sequence[Item]) -> None:
-        """Run the items, actions or pairs of actions, of this rank's order; send their results."""
-        for item, backward, offloads_last in zip(
-            items, find_next_backwards(items), list_last_block_offloads(items), strict=True
-        ):
+    def run(self) -> Tensor:
+        """Run this rank's items; return the unscaled losses, fp32 [n], on all ranks. Collective."""
+        items = self._items
+        backwards, offloads = find_next_backwards(items), list_last_block_offloads(items)
+        for item, backward, self._offloads_last in zip(items, backwards, offloads, strict=True):
             chunk, self._forward_chunk = self._forward_chunk, None
-            self._offloads_last = offloads_last
-            self._prefetch_offloaded(backward)
+            if self._offload is not None and backward is not None:
+                forward = self._forwards.get((backward.stage, backward.micro_batch))
+                if forward is not None:
+                    self._offload.bring_back(forward.chunk)
             with mark(name_item(item)):
                 for action, result in self._run_item(item):
                     if result is not None:
@@ -198,14 +195,8 @@ class _ScheduleRun:
             if self._offload is not None and chunk is not None:
                 self._offload.free(chunk)
         self._transport.finish()
-
-    def _prefetch_offloaded(self, backward: Action | None) -> None:
-        """Start to copy a backward's offloaded tensors to the device; None does nothing."""
-        forward = (
-            None if backward is None else self._forwards.get((backward.stage, backward.micro_batch))
-        )
-        if self._offload is not None and forward is not None:
-            self._offload.bring_back(forward.chunk)
+        dist.all_reduce(self._losses, group=self._pipeline.groups[0])  # zeros on other ranks
+        return self._losses
 
     def _run_item(self, item: Item) -> list[tuple[Action, Tensor | None]]:
         """Run an item; return each action with the tensor to send, None = nothing to send."""
@@ -220,18 +211,17 @@ class _ScheduleRun:
         # Both are sent after the pair, the output first: messages have the order of the schedule.
         return [(item.forward, output), (item.backward, gradient[0])]
 
-    def reduce_losses(self) -> Tensor:
-        """Return the unscaled losses of all micro-batches, fp32 [n], on all ranks. Collective."""
-        dist.all_reduce(self._losses, group=self._pipeline.groups[0])  # zeros on other ranks
-        return self._losses
-
     def _run_forward(self, action: Action) -> Tensor | None:
         """Receive a stage's input, run its forward, and return the output or store the loss."""
         stage, inputs = self._stages[action.stage], self._micro_batches[action.micro_batch]
         hidden = self._transport.receive(action)
         if hidden is not None and torch.is_grad_enabled():
             hidden.requires_grad_()
-        with self._make_offload_context(hidden) as chunk:
+        context: AbstractContextManager[Any] = nullcontext()
+        if self._offload is not None and torch.is_grad_enabled():
+            options: Any = dict(offloads_last=self._offloads_last, resident_input=hidden)
+            context = self._offload.chunk(**options)
+        with context as chunk:
             out = self._pipeline.model(hidden=hidden, stage=stage, **inputs)
         output = None if stage.loss else self._check_output(out.detach(), action)
         if stage.loss:
@@ -244,14 +234,8 @@ class _ScheduleRun:
             self._forward_chunk = chunk
         return output
 
-    def _make_offload_context(self, hidden: Tensor | None) -> AbstractContextManager[Any]:
-        """Return the offload context of a stage's forward; the input `hidden` is not offloaded."""
-        if self._offload is None or not torch.is_grad_enabled():
-            return nullcontext()
-        return self._offload.chunk(offloads_last=self._offloads_last, resident_input=hidden)
-
     def _check_output(self, out: Tensor, action: Action) -> Tensor:
-        """Return hidden states; ValueError unless shape and dtype are the next stage's input's."""
+        """Return a stage's output; ValueError if the next stage needs another shape or dtype."""
         shape = self._get_input_shape(action.stage + 1, action.micro_batch)
         if out.dtype != self._pipeline.dtype or tuple(out.shape) != shape:
             raise ValueError(
@@ -276,6 +260,6 @@ class _ScheduleRun:
             return self._run_backward(action)
 
     def _get_input_shape(self, stage: int, micro_batch: int) -> tuple[int, ...]:
-        """Return the shape of a stage's input; an empty stage has that of the next filled stage."""
+        """Return the shape of a stage's input, or for an empty stage of the next stage's input."""
         next_stage = next(s for s in self._stages[stage:] if s.layers or s.mtp or s.loss)
         return get_hidden_shape(self._pipeline.model, next_stage, self._micro_batches[micro_batch])

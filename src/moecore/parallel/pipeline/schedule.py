@@ -8,9 +8,10 @@ ranks, and checks that no order waits forever.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 
 from moecore.base.fields import CheckedRecord, Count, Rules, check_arguments
 from moecore.base.options.names import ScheduleName
@@ -38,10 +39,7 @@ class Schedule:
     orders: tuple[tuple[Item, ...], ...]  # the items of each rank, in order
 
     def list_dependencies(self, action: Action) -> list[Action]:
-        """Return the actions that must run before an action: its dependencies.
-
-        A dependency on a backward has the kind D, which a full backward B satisfies too.
-        """
+        """Return the actions whose results `action` reads. The kind D means B or D."""
         kind, stage, micro_batch = action
         if kind == "F":
             return [Action("F", stage - 1, micro_batch)] if stage else []
@@ -51,39 +49,27 @@ class Schedule:
         return [Action("F", stage, micro_batch), *after]
 
     def iterate_in_time_order(self) -> Iterator[tuple[int, Item]]:
-        """Yield (rank, item) in an order that satisfies all dependencies.
-
-        The iteration stops early if the schedule has a deadlock.
-        """
-        finished_actions: set[Action] = set()
-        position = [0] * self.pp
+        """Yield (rank, item) in an order that satisfies all dependencies; stop at a deadlock."""
+        finished: set[Action] = set()
+        pending = [deque(order) for order in self.orders]
         has_progress = True
         while has_progress:
             has_progress = False
-            for rank, order in enumerate(self.orders):
-                while position[rank] < len(order):
-                    item = order[position[rank]]
-                    actions = list_actions(item)
-                    if any(
-                        i not in finished_actions
-                        for action in actions
-                        for i in self.list_dependencies(action)
-                    ):
+            for rank, items in enumerate(pending):
+                while items:
+                    actions = list_actions(items[0])
+                    needs = chain.from_iterable(map(self.list_dependencies, actions))
+                    if not finished.issuperset(needs):
                         break
-                    yield rank, item
-                    finished_actions.update(
-                        actions, (a._replace(kind="D") for a in actions if a.kind == "B")
-                    )
-                    position[rank] += 1
+                    yield rank, items.popleft()
+                    finished.update(actions)
+                    finished.update(a._replace(kind="D") for a in actions if a.kind == "B")
                     has_progress = True
 
     def check(self) -> None:
-        """Check that every pass runs once, on its stage's rank, and that no rank waits forever.
+        """Raise a ValueError unless every pass runs once, on its stage's rank, without deadlock.
 
         A rank waits for its dependencies only. It does not wait until its sends are received.
-
-        Raises:
-            ValueError: in one line, for the first broken rule.
         """
         kind_of: dict[tuple[int, int], str] = {}
         for rank, order in enumerate(self.orders):
@@ -129,12 +115,11 @@ class Schedule:
         deferred_sizes = sizes if deferred_sizes is None else deferred_sizes
         peaks = []
         for order in self.orders:
-            live = peak = 0
+            changes = []
             for kind, stage, _ in chain.from_iterable(map(list_actions, order)):
                 first, second = sizes[stage], deferred_sizes[stage]
-                live += {"F": first, "B": -first, "D": second - first, "W": -second}[kind]
-                peak = max(peak, live)
-            peaks.append(peak)
+                changes.append({"F": first, "B": -first, "D": second - first, "W": -second}[kind])
+            peaks.append(max(accumulate(changes, initial=0)))
         return tuple(peaks)
 
 

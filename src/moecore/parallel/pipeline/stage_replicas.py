@@ -41,27 +41,25 @@ class AllStages:
     device: torch.device  # of the parameters, once they are real
 
     def count_copies(self, name: str) -> int:
-        """Return the number of ranks, data and tp ranks included, whose stage has the parameter."""
+        """Return the number of ranks whose stage has the parameter `name`."""
         return self.num_holders[clean_name(name)] * (dist.get_world_size() // self.pp)
 
     def scatter_values(self, names: list[str], values: Tensor) -> Tensor:
-        """Return a new vector with an element per parameter of all stages, filled from `values`.
+        """Return a vector with `values[i]` at parameter `names[i]` and 0 at all other parameters.
 
-        `values[i]` belongs to `names[i]`. Parameters of other stages have the value 0. The
-        elements have the order of `num_holders`. No communication.
+        The vector has the order of `num_holders`. No communication.
         """
         order = {name: i for i, name in enumerate(self.num_holders)}
-        index = torch.tensor(
-            [order[clean_name(name)] for name in names], dtype=torch.int64, device="cpu"
-        )
+        indices = [order[clean_name(name)] for name in names]
+        index = torch.tensor(indices, dtype=torch.int64, device="cpu")
         placed = values.new_zeros(len(order))
         return placed.index_copy_(0, copy_to_device(index, values.device), values)
 
 
 def make_all_stages(model: nn.Module, meshes: Meshes) -> AllStages:
-    """Gather the parameter names of all stages; ValueError if shared parameters differ.
+    """Gather the parameter names of all stages into an `AllStages`. Collective, host sync.
 
-    Collective over the world, host sync.
+    Raises a ValueError on every rank if copies of a parameter differ.
     """
     peers, device_type = meshes.dense.get_group("pp"), meshes.device_type
     named = {clean_name(name): param for name, param in model.named_parameters()}
@@ -77,20 +75,11 @@ def make_all_stages(model: nn.Module, meshes: Meshes) -> AllStages:
         if meshes.pp_rank in stages:
             groups[stages] = group
     shared = {n: groups[tuple(s)] for n, s in stages_of.items() if tuple(s) in groups}
-    different = [
-        name
-        for stages, group in groups.items()
-        for name in find_differing_tensors(
-            {
-                n: get_local_tensor(named[n].detach())
-                for n in shared
-                if tuple(stages_of[n]) == stages
-            },
-            device_type,
-            group=group,
-        )
-    ]
-    problem = None
+    different, problem = list[str](), None
+    for group in groups.values():
+        names = [name for name, of in shared.items() if of is group]
+        tensors = {name: get_local_tensor(named[name].detach()) for name in names}
+        different += find_differing_tensors(tensors, device_type, group=group)
     if different:
         problem = (
             f"weights of {different[0]} must be equal on the stages that hold it: seed every rank "
@@ -107,17 +96,17 @@ def make_all_stages(model: nn.Module, meshes: Meshes) -> AllStages:
 
 
 def _make_peer_group(stages: tuple[int, ...], meshes: Meshes) -> Any:
-    """For each index i, create a group of the i-th ranks of `stages`; return this rank's group.
+    """Create a group of the i-th ranks of all pp ranks `stages` for each i; return this rank's.
 
-    `stages` has pp ranks. None = this rank's stage is not in `stages`. Collective over the world.
+    None = this rank's stage is not in `stages`. Collective over the world.
     """
-    size = meshes.stage_group.size()
-    for place in range(size):
-        ranks = [stage * size + place for stage in stages]
+    size, local_group = meshes.stage_group.size(), None
+    for i in range(size):
+        ranks = [stage * size + i for stage in stages]
         group = dist.new_group(ranks, timeout=get_default_timeout())
         if dist.get_rank() in ranks:
             local_group = group
-    return local_group if meshes.pp_rank in stages else None
+    return local_group
 
 
 def redistribute_grad(param: nn.Parameter) -> None:
@@ -130,7 +119,7 @@ def redistribute_grad(param: nn.Parameter) -> None:
 
 
 def _describe_parameter(param: nn.Parameter) -> str:
-    """Return text with the properties that must be equal for all copies of a parameter."""
+    """Describe, as text, the properties of a parameter that must be equal for all copies."""
     kind = "trained" if param.requires_grad else "frozen"
     memory = "on meta" if param.is_meta else "real"
     sharding = f"sharded as {param.placements}" if isinstance(param, DTensor) else "not sharded"
@@ -138,9 +127,9 @@ def _describe_parameter(param: nn.Parameter) -> str:
 
 
 def _find_unequal_copies(forms: list[dict[str, str]]) -> str | None:
-    """Compare the descriptions of each parameter's copies; return an error text, or None.
+    """Return an error text if copies of a parameter differ, or None.
 
-    `forms` has a mapping from name to description for each pp rank.
+    `forms` has, for each pp rank, the descriptions of its parameters by name.
     """
     first: dict[str, tuple[int, str]] = {}
     for pp_rank, forms_of_rank in enumerate(forms):

@@ -29,9 +29,9 @@ from moecore.parallel.pipeline.layout import Stage
 
 
 class AbsentModule(nn.Module):
-    """A placeholder for a module of another rank's stage, without parameters.
+    """A placeholder without parameters for a module of another rank's stage; returns its input.
 
-    It returns its input. `module` is the replaced module, `results` the number of its outputs.
+    `module` is the replaced module, `results` the number of its outputs.
     """
 
     def __init__(self, module: nn.Module, *, results: int = 1) -> None:
@@ -44,7 +44,7 @@ class AbsentModule(nn.Module):
                 setattr(self, name, value)
 
     def forward(self, x: Tensor, *_args: Any, **_kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
-        """Return x, or with several results a tuple of x and None for each other result."""
+        """Return x, or with several results a tuple of x and None for each further result."""
         return x if self._results == 1 else (x, *[None] * (self._results - 1))
 
 
@@ -64,7 +64,7 @@ class StageParts:
     bound: frozenset[int] = frozenset()
 
     def make_placeholder(self, name: str, module: nn.Module) -> AbsentModule:
-        """Return the placeholder that replaces a module on ranks without it."""
+        """Return the placeholder that replaces the module `name` on ranks without the module."""
         is_layer = name.startswith(f"{self.layers}.")
         return AbsentModule(module, results=self.results if is_layer else 1)
 
@@ -91,10 +91,8 @@ class StagedModel(Protocol):
     def __call__(self, *, hidden: Tensor | None, stage: Stage, **inputs: Any) -> Tensor:
         """Run the forward of one stage; return hidden states, or the loss (logits without labels).
 
-        Args:
-            hidden: output of the previous stage; None if the stage has the embedding.
-            stage: the stage.
-            inputs: keyword arguments of the model's forward, equal in every stage.
+        `hidden` is the output of the previous stage; None if the stage has the embedding. `inputs`
+        are keyword arguments of the model's forward, equal in every stage.
         """
 
 
@@ -126,10 +124,9 @@ def take_stages(model: StagedModel, stages: Sequence[Stage]) -> None:
 def get_hidden_shape(
     model: StagedModel, stage: Stage, inputs: Mapping[str, Any]
 ) -> tuple[int, ...]:
-    """Return the shape of a stage's input hidden states on this rank.
+    """Return the shape of a stage's input hidden states on this rank, for forward's `inputs`.
 
-    `inputs` has the keyword arguments of the micro-batch's forward. Raises a ValueError for the
-    first stage and for empty stages. No communication.
+    Raises a ValueError for the first stage and for empty stages. No communication.
     """
     if stage.embedding or not (stage.layers or stage.mtp or stage.loss):
         raise ValueError(
@@ -140,15 +137,14 @@ def get_hidden_shape(
 
 
 def count_parts(model: StagedModel) -> tuple[int, int]:
-    """Return the number of layers and the number of multi-token prediction modules of a model."""
+    """Return the numbers of layers and of multi-token prediction modules of a model."""
     parts = model.stage_parts()
-    return _count_entries(model, parts.layers), 0 if parts.mtp is None else _count_entries(
-        model, parts.mtp
-    )
+    num_mtp = 0 if parts.mtp is None else _count_entries(model, parts.mtp)
+    return _count_entries(model, parts.layers), num_mtp
 
 
 def get_loss(output: Any) -> Tensor:
-    """Return a forward's output if it is a tensor, otherwise `output.loss`; ValueError if None."""
+    """Return a forward's output if it is a tensor, otherwise its `loss`; ValueError for None."""
     loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
     if loss is None:
         raise ValueError(
@@ -164,7 +160,7 @@ def runs_norm(stage: Stage, num_mtp: int) -> bool:
 
 
 def check_stage(model: StagedModel, parts: StageParts, stage: Stage, num_mtp: int) -> None:
-    """Raise a ValueError if this rank lacks a module of a stage. No check in torch.compile.
+    """Raise a ValueError if this rank lacks a module of a stage, except in torch.compile.
 
     `num_mtp` is the number of multi-token prediction modules of the model.
     """
@@ -210,7 +206,7 @@ def check_hidden(hidden: Tensor | None, stage: Stage, shape: tuple[int, ...]) ->
 def _list_needed_modules(
     model: StagedModel, parts: StageParts, stage: Stage, num_mtp: int
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, module) of what a stage runs or reads; `num_mtp` = MTP modules of the model."""
+    """Yield (name, module) that a stage runs or reads, in a model with `num_mtp` MTP modules."""
     if stage.embedding or stage.mtp or (stage.loss and parts.tied):
         yield parts.embedding, model.get_submodule(parts.embedding)
     if stage.embedding:
@@ -226,7 +222,7 @@ def _list_needed_modules(
 
 
 def _check_range(stage: Stage, field: str, indices: Sequence[int], count: int) -> None:
-    """Raise a ValueError if `indices`, a field of a stage, are not below the model's `count`."""
+    """Raise a ValueError if a stage's `field` has an index that is not below the model's count."""
     if any(not 0 <= index < count for index in indices):
         raise ValueError(
             f"stage {stage.index} {field} ({indices}) must be of the {count} of the model: make "

@@ -47,7 +47,7 @@ class Timeline:
     def from_spans(cls, spans: Iterable[tuple[int, Item, float, float]]) -> Timeline:
         """Build a timeline from (rank, item, start, end) tuples in any order, with any origin.
 
-        Raises a ValueError if there is no tuple, or if items of a rank overlap.
+        Raises a ValueError without tuples, or if items of a rank overlap.
         """
         of_ranks = ((rank, Span(start, end, item)) for rank, item, start, end in spans)
         pair = sorted(of_ranks, key=lambda pair: (pair[0], *pair[1][:2]))
@@ -99,7 +99,7 @@ class Timeline:
 
 
 def name_item(item: Item) -> str:
-    """Return the profiler's name of an item: "moecore::", kind, stage and micro-batch."""
+    """Return the name of an item in profiler traces: "moecore::", kind, stage, micro-batch."""
     return "moecore::" + " beside ".join(
         f"{a.kind} stage {a.stage} micro-batch {a.micro_batch}" for a in list_actions(item)
     )
@@ -276,14 +276,9 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 def compute_spans(
     schedule: Schedule, duration: Callable[[Item], float], transfer: float
 ) -> tuple[tuple[Span, ...], ...]:
-    """Compute start and end of each rank's items.
+    """Compute start and end of each rank's items, with `duration(item)` and `transfer` times.
 
-    An item starts when its rank is free and all its inputs have arrived.
-
-    Args:
-        schedule: the order of items on each rank.
-        duration: returns the time of an item.
-        transfer: time of a message between ranks.
+    An item starts when its rank is free and all its messages have arrived.
     """
     spans: list[list[Span]] = [[] for _ in range(schedule.pp)]
     ends: dict[Action, tuple[int, float]] = {}  # rank and end
@@ -302,10 +297,10 @@ def compute_spans(
 
 
 def _compute_duration(item: Item, costs: Costs) -> tuple[float, float]:
-    """Return an item's compute time, and its duration, which includes exposed communication."""
+    """Return an item's compute time, and its duration with exposed communication."""
     parts = [costs.of(action) for action in list_actions(item)]
-    computes, exchanges = zip(*parts, strict=True)
-    unpaired = [compute + exchange for compute, exchange in parts]
-    compute = sum(computes)
-    seconds = max(compute, sum(exchanges), *unpaired) if isinstance(item, Overlap) else unpaired[0]
-    return compute, seconds
+    compute, exchange = map(sum, zip(*parts, strict=True))
+    durations = [sum(part) for part in parts]
+    if isinstance(item, Overlap):
+        durations += [compute, exchange]
+    return compute, max(durations)

@@ -36,7 +36,7 @@ class PipelineError(RankError):
 
 
 class _Message(NamedTuple):
-    """Identifies a tensor that a stage sends: its forward's output, or its input's gradient."""
+    """The identity of a tensor that a stage sends: forward's output, or its input's gradient."""
 
     is_forward: bool
     stage: int
@@ -48,28 +48,20 @@ class _Message(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _ReceivedMessage:
-    """A posted receive: the tensor that it fills, and the work handle."""
+class _PostedMessage:
+    """A posted send or receive of a message."""
 
-    tensor: Tensor
-    work: dist.Work
-
-
-@dataclass(frozen=True, slots=True)
-class _SentMessage:
-    """A posted send: the tensor, the work handle, the message and the receiving rank."""
-
-    tensor: Tensor  # must live until it is sent
+    tensor: Tensor  # the tensor that is sent or filled; must live until `work` is complete
     work: dist.Work
     message: _Message
-    target: int
+    peer: int  # pipeline rank of the other end
 
 
 @contextmanager
 def _explain_errors(operation: str, rank: int) -> Iterator[None]:
-    """Return a context that raises a communication error as a `PipelineError`.
+    """Return a context that converts communication errors with pipeline rank `rank`.
 
-    `operation` is a message and a preposition, such as "output of .. for"; `rank` is the peer.
+    The `PipelineError` begins with `operation`, such as "output of stage 1 .. for".
     """
     try:
         yield
@@ -82,13 +74,8 @@ def _explain_errors(operation: str, rank: int) -> Iterator[None]:
 class StageTransport:
     """Sends and receives one pipeline rank's messages during one run of a schedule.
 
-    Args:
-        schedule: the order of messages of all ranks.
-        rank: this rank's index among the pipeline ranks.
-        groups: communicators for messages to higher and to lower ranks.
-        shape_of: function (stage, micro-batch) -> shape of the stage's input.
-        dtype: dtype of all messages.
-        device: device of received tensors.
+    `groups` are the communicators for messages to higher and to lower ranks. `shape_of` maps a
+    stage and a micro-batch to the shape of the stage's input. All messages have one dtype.
     """
 
     def __init__(
@@ -103,23 +90,20 @@ class StageTransport:
     ) -> None:
         self._schedule, self._rank, self._groups = schedule, rank, groups
         self._shape_of, self._dtype, self._device = shape_of, dtype, device
-        self._pending_receives = {
-            source: deque(
-                m for m in _list_outgoing_messages(schedule, source) if self._find_target(m) == rank
-            )
-            for source in set(schedule.rank_of) - {rank}
-        }
-        self._inbox: dict[_Message, _ReceivedMessage] = {}
+        self._inbox: dict[_Message, _PostedMessage] = {}
         self._local_messages: dict[_Message, Tensor] = {}  # for a neighbouring stage on this rank
-        self._sends: list[_SentMessage] = []
-        self._items = {
-            source: _index_messages(schedule, source) for source in self._pending_receives
+        self._sends: list[_PostedMessage] = []
+        sources = set(schedule.rank_of) - {rank}
+        self._indices = {source: _index_messages(schedule, source) for source in sources}
+        self._pending_receives = {  # in the order of the sends
+            source: deque(m for m in indices.sent_at if self._find_target(m) == rank)
+            for source, indices in self._indices.items()
         }
 
     def receive(self, action: Action) -> Tensor | None:
-        """Receive the hidden states or the gradient that an action reads.
+        """Receive the hidden states or gradient that an action reads; None = no such input.
 
-        None = the action has no input from another stage. The current stream waits for the message.
+        The current stream waits for the message.
         """
         message = _get_needed_message(action, self._schedule.num_stages)
         if message is None:
@@ -133,11 +117,14 @@ class StageTransport:
         # runs ahead of the GPU, so late posts cost no time.
         while message not in self._inbox:
             self._post_receive(self._pending_receives[source].popleft(), source)
-        received_message = self._inbox.pop(message)
+        receive = self._inbox.pop(message)
         with _explain_errors(f"{message} from", source):
-            received_message.work.wait()
-        self._free_read_messages(source, self._items[source].sent_at[message])
-        return received_message.tensor
+            receive.work.wait()
+        # The source has read the messages of all its items up to the item that sent this message.
+        # Without this a host far ahead of the GPU would hold sent tensors for a whole step.
+        item, read_at = self._indices[source].sent_at[message], self._indices[source].read_at
+        self._wait_for(lambda send: send.peer == source and read_at[send.message] <= item)
+        return receive.tensor
 
     def send(self, action: Action, tensor: Tensor) -> None:
         """Send a forward's output to the next stage, or an input gradient to the previous stage."""
@@ -152,27 +139,19 @@ class StageTransport:
         with _explain_errors(f"{message} for", target):
             work = dist.isend(tensor, group=group, group_dst=target)
         assert work is not None
-        self._sends.append(_SentMessage(tensor, work, message, target))
-        self._sends = [message for message in self._sends if not message.work.is_completed()]
+        self._sends.append(_PostedMessage(tensor, work, message, target))
+        self._sends = [send for send in self._sends if not send.work.is_completed()]
 
     def finish(self) -> None:
         """Make the current stream wait for all sends, and free the sent tensors."""
-        self._wait_for(lambda message: True)
+        self._wait_for(lambda send: True)
 
-    def _free_read_messages(self, target: int, item: int) -> None:
-        """Free the sent tensors that rank `target` has read up to index `item` of its order."""
-        # When a message from a rank has arrived, that rank has read the messages of all its items,
-        # up to the item that sent it. Without this a host far ahead of the GPU would hold sent
-        # tensors for a whole step.
-        read = self._items[target].read_at
-        self._wait_for(lambda message: message.target == target and read[message.message] <= item)
-
-    def _wait_for(self, is_due: Callable[[_SentMessage], bool]) -> None:
+    def _wait_for(self, is_due: Callable[[_PostedMessage], bool]) -> None:
         """Make the current stream wait for the sends that `is_due` selects; free their tensors."""
-        for message in filter(is_due, self._sends):
-            with _explain_errors(f"{message.message} for", message.target):
-                message.work.wait()
-        self._sends = [message for message in self._sends if not is_due(message)]
+        for send in filter(is_due, self._sends):
+            with _explain_errors(f"{send.message} for", send.peer):
+                send.work.wait()
+        self._sends = [send for send in self._sends if not is_due(send)]
 
     def _post_receive(self, message: _Message, source: int) -> None:
         """Post the receive of a message from pipeline rank `source` into a new tensor."""
@@ -183,20 +162,20 @@ class StageTransport:
         with _explain_errors(f"{message} from", source):
             work = dist.irecv(tensor, group=group, group_src=source)
         assert work is not None
-        self._inbox[message] = _ReceivedMessage(tensor, work)
+        self._inbox[message] = _PostedMessage(tensor, work, message, source)
 
     def _find_target(self, message: _Message) -> int | None:
-        """Return the pipeline rank that receives a message; None = no later (or earlier) stage."""
+        """Return the pipeline rank that receives a message; None = the first or last stage's."""
         stage = message.stage + (1 if message.is_forward else -1)
         return self._schedule.rank_of[stage] if 0 <= stage < self._schedule.num_stages else None
 
 
 def connect(groups: Groups, rank_of: Sequence[int], rank: int, device: torch.device) -> None:
-    """Create all communicators: send one number between each pair of neighbouring stages' ranks.
+    """Create all communicators: send a number between the ranks of each two neighbouring stages.
 
     `rank_of` has the rank of each stage. Collective over the pipeline ranks.
     """
-    # This makes all communicators before the first message: see `StageTransport.receive`.
+    # A communicator must exist before the first message: see `StageTransport.receive`.
     neighbours = {pair for pair in pairwise(rank_of) if pair[0] != pair[1]}
     number = torch.zeros(1, device=device, dtype=torch.float32)
     for source, target in sorted(neighbours | {(b, a) for a, b in neighbours}):
@@ -216,14 +195,14 @@ def _choose_group(groups: Groups, source: int, target: int) -> dist.ProcessGroup
 
 
 class _MessageIndices(NamedTuple):
-    """The indices, in a rank's order, of the items that send (or read) each message."""
+    """The indices in a rank's order of the items that send, or read, each message."""
 
     sent_at: Mapping[_Message, int]
     read_at: Mapping[_Message, int]
 
 
 def _index_messages(schedule: Schedule, rank: int) -> _MessageIndices:
-    """Map messages to the indices, in the order of `rank`, of the items that send or read them."""
+    """Return the index of the item of `rank` that sends, or reads, each message, in its order."""
     sent_at, read_at = dict[_Message, int](), dict[_Message, int]()
     for i, item in enumerate(schedule.orders[rank]):
         for action in list_actions(item):
@@ -235,7 +214,7 @@ def _index_messages(schedule: Schedule, rank: int) -> _MessageIndices:
 
 
 def _get_sent_message(action: Action) -> _Message:
-    """Return the message with the result of a forward or of a backward (not of a W)."""
+    """Return the message with the result of a forward or backward action (F, B or D)."""
     return _Message(action.kind == "F", action.stage, action.micro_batch)
 
 
@@ -246,9 +225,3 @@ def _get_needed_message(action: Action, num_stages: int) -> _Message | None:
     if action.kind == "W" or not 0 <= stage < num_stages:
         return None
     return _Message(is_forward, stage, action.micro_batch)
-
-
-def _list_outgoing_messages(schedule: Schedule, rank: int) -> list[_Message]:
-    """Return the messages of a rank's stages in the order in which they are sent."""
-    actions = [action for item in schedule.orders[rank] for action in list_actions(item)]
-    return [_get_sent_message(action) for action in actions if action.kind != "W"]

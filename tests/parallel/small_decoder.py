@@ -1,0 +1,31 @@
+"""`small_decoder`: the configs of decoders that ranks train within a second."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moecore import MoEConfig
+from moecore.models import DecoderConfig
+
+
+def small_decoder(
+    dim: int,
+    hidden_dim: int,
+    *,
+    experts: int = 4,
+    shared: int = 0,
+    dense: int = 0,
+    moe: Any = None,
+    **options: Any,
+) -> DecoderConfig:
+    """Return the config of a decoder; `moe` and `options` replace fields.
+
+    `shared` is the hidden dim of shared experts, `dense` the hidden dim of the MLP in layer 0; 0 =
+    none.
+    """
+    layer = dict(dim=dim, hidden_dim=hidden_dim, num_experts=experts, top_k=2)
+    layer |= dict(shared_hidden_dim=shared) | (moe or {})
+    shape = dict(vocab_size=61, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8)
+    mlp = dict(dense_layers=(0,), mlp_hidden_dim=dense) if dense else {}
+    fields: Any = dict(dim=dim, moe=MoEConfig(**layer), max_seq_len=32) | shape | mlp | options
+    return DecoderConfig(**fields)
