@@ -207,7 +207,7 @@ def _find_learning_rates(value: Any) -> Iterator[tuple[str, Any]]:
     entries = list(enumerate(value)) if isinstance(value, list) else []
     for name, entry in value.items() if isinstance(value, dict) else entries:
         if str(name).endswith(("base_lrs", "_last_lr")):
-            yield name, entry
+            yield str(name), entry
         else:
             yield from _find_learning_rates(entry)
 

@@ -80,20 +80,14 @@ class DCPFiles:
                 raise OSError(
                     f"path ({file}) must hold {format_name(name)}: {format_one_line(error):.200}"
                 ) from None
-        is_strided = isinstance(value, Tensor) and value.layout == torch.strided
-        if not is_strided or value.is_meta or value.dtype != dtype:
-            expected: Any = dtype
-        elif tuple(value.shape) != chunk.sizes:
-            expected = chunk.sizes
-        else:
-            expected = None
-        if expected is not None:
+        is_tensor = isinstance(value, Tensor) and value.layout == torch.strided
+        if not is_tensor or value.is_meta or (value.dtype, value.shape) != (dtype, chunk.sizes):
             raise OSError(
-                f"path ({file}) must hold {format_name(name)} as {expected}, as .metadata names it"
+                f"path ({file}) must hold {format_name(name)} as {dtype} {chunk.sizes}, as "
+                ".metadata names it"
             )
-        value = value.detach()
-        self._last = chunk, value
-        return value
+        self._last = chunk, value.detach()
+        return self._last[1]
 
 
 def _check_entry_sizes(part: IO[bytes], length: int) -> None:

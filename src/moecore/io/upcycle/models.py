@@ -206,7 +206,7 @@ def upcycle_modules(
         )
         moe_tensors = upcycle_mlp(dense, config=config, options=options, key=name)
         _check_same_output(name, mlp, dense, config)
-        parts: dict[str, dict[str, Tensor]] = {"router": {}, "experts": {}}
+        parts: dict[str, Any] = {"router": {}, "experts": {}}
         for tensor_name, tensor in moe_tensors.items():
             role, _, child = tensor_name.partition(".")
             parts[role][child] = tensor
