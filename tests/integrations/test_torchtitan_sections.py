@@ -139,9 +139,7 @@ def test_values_of_a_job_become_those_of_the_call() -> None:
         ),
     ],
 )
-def test_a_wrong_value_is_one_line_with_the_jobs_name(
-    section: str, field: str, value: Any, message: str
-) -> None:
+def test_a_wrong_value_is_one_line_with_the_jobs_name(section, field, value, message):
     job = MoECore()
     owner = job.memory.stash if section == "stash" else getattr(job, section)
     setattr(owner, field, value)

@@ -87,9 +87,7 @@ class RandomTokens(RandomBatches, BaseDataLoader):
     pass
 
 
-def build_random_tokens(
-    *, dp_rank: int, dp_world_size: int, job_config: Any, **_: Any
-) -> BaseDataLoader:
+def build_random_tokens(*, dp_rank, dp_world_size, job_config, **_):
     training = job_config.training
     return RandomTokens(dp_rank, dp_world_size, training.local_batch_size, training.seq_len)
 
@@ -149,9 +147,7 @@ def register() -> None:
         register_train_spec(f"moecore_{name}_decoder", decoder)
 
 
-def stock_block(
-    *, shared: bool = False, bias: bool = False, forced: bool = False, **options: Any
-) -> nn.Module:
+def stock_block(*, shared=False, bias=False, forced=False, **options):
     defaults = dict(num_experts=8, use_grouped_mm=False, score_before_experts=False)
     names = dict(num_shared_experts=2 * shared, gate_bias=bias, _debug_force_load_balance=forced)
     return random_block(MoE(MoEArgs(**(defaults | names | options)), 16, 32))

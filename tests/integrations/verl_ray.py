@@ -167,9 +167,7 @@ def advantages_of(responses: list[Tensor]) -> list[Tensor]:
     return [row[: len(ids)] for row, ids in zip(found, responses, strict=True)]
 
 
-def step_by_hand(
-    model: nn.Module, optimizer: torch.optim.Optimizer, rows: list[dict[str, Tensor]]
-) -> float:
+def step_by_hand(model, optimizer, rows):
     """Run a step of GRPO's loss, a mean over tokens; return the norm of its gradient."""
     losses = []
     for row in rows:
@@ -210,9 +208,7 @@ def batch_of(prompts: list[Tensor], responses: list[Tensor], **numbers: list[Ten
     return data
 
 
-def scores_of(
-    workers: RayWorkerGroup, prompts: list[Tensor], responses: list[Tensor]
-) -> list[Tensor]:
+def scores_of(workers, prompts, responses):
     """Return log-probabilities of responses, by the workers."""
     data = batch_of(prompts, responses)
     tensordict_utils.assign_non_tensor(data, compute_loss=False)

@@ -144,9 +144,7 @@ def test_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
             file.read("x", torch.float32, (1000,), (0,), torch.empty(1000))
 
 
-def test_a_failed_header_leaves_nothing_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_header_leaves_nothing_open(tmp_path, monkeypatch):
     def no_space(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
