@@ -86,10 +86,7 @@ else:
         "deepseek_v3 stock": ("stock_tiny_deepseek_v3", {EP: 2}),
         "deepseek_v3 ep": ("moecore_tiny_deepseek_v3", WIDE),
         "deepseek_v3 compiled": ("moecore_tiny_deepseek_v3", {EP: 2, TP: 2, BATCH: 4, **COMPILE}),
-        "deepseek_v3 etp": (
-            "moecore_tiny_deepseek_v3",
-            {EP: 2, TP: 2, ETP: 2, BATCH: 2, **MEMORY},
-        ),
+        "deepseek_v3 etp": ("moecore_tiny_deepseek_v3", {EP: 2, TP: 2, ETP: 2, BATCH: 2, **MEMORY}),
     }
 LOW = {"stock": "stock_tiny_bf16" if V03 else "stock_tiny_qwen3", "moecore": "moecore_tiny_qwen3"}
 ACCELERATED = [name for name in RUNS if "stock" not in name]

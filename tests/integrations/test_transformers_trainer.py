@@ -28,11 +28,7 @@ from moecore import ContextOptions, ParallelConfig, build_meshes, parallelize_mo
 from moecore.families.transformers.guards import ShardedDeviceMap
 from moecore.integrations.transformers import MoETrainer
 from moecore.integrations.transformers import arguments as checks
-from moecore.integrations.transformers.arguments import (
-    REFUSED,
-    check_accelerator,
-    check_arguments,
-)
+from moecore.integrations.transformers.arguments import REFUSED, check_accelerator, check_arguments
 from moecore.integrations.transformers.run_state import (
     NUM_WORDS,
     get_host_rng_state,

@@ -129,10 +129,7 @@ def on_gloo(spec: TrainSpec) -> TrainSpec:
 
 
 def register() -> None:
-    for name, module, args in (
-        ("qwen3", qwen3, QWEN3),
-        ("deepseek_v3", deepseek_v3, DEEPSEEK_V3),
-    ):
+    for name, module, args in (("qwen3", qwen3, QWEN3), ("deepseek_v3", deepseek_v3, DEEPSEEK_V3)):
         stock = tiny(module.get_train_spec(), args)
         register_train_spec(f"stock_tiny_{name}", on_gloo(stock))
         register_train_spec(f"moecore_tiny_{name}", accelerated(stock))

@@ -45,9 +45,7 @@ class PlatformCPU(PlatformCUDA):
 
     device_name = "cpu"
     device_module: Any = SimpleNamespace(
-        get_device_name=lambda: "CPU",
-        max_memory_allocated=lambda: 0,
-        max_memory_reserved=lambda: 0,
+        get_device_name=lambda: "CPU", max_memory_allocated=lambda: 0, max_memory_reserved=lambda: 0
     )
 
     def is_available(self) -> bool:

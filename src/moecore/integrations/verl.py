@@ -198,6 +198,7 @@ class MoECoreEngine(BaseEngine):
             raise ValueError(f"temperature ({temperature}) must be one number for a batch")
 
         def loss(log_probs_1N: Tensor, entropy_1N: Tensor | None) -> Tensor:
+            """Return the loss of verl's loss function for a micro-batch, and keep its outputs."""
             named = {"log_probs": log_probs_1N, "entropy": entropy_1N}
             arguments = {
                 name: torch.nested.nested_tensor_from_jagged(numbers_1N[0], cu_seqlens)

@@ -205,10 +205,7 @@ def remove(name: str):
             r"must have a weight_map of strings",
         ),
         (lambda p: (p / "model.safetensors.index.json").write_text("{"), r"must be JSON"),
-        (
-            lambda p: (p / "model.safetensors.index.json").write_text("[" * 100_000),
-            r"must be JSON",
-        ),
+        (lambda p: (p / "model.safetensors.index.json").write_text("[" * 100_000), r"must be JSON"),
         (remove("model.safetensors.index.json"), r"must hold model.safetensors or model.saf"),
         (lambda p: (p / SHARD).write_bytes(b""), rf"{SHARD}\) must be a whole safetensors file"),
         (

@@ -96,7 +96,7 @@ def list_changed_fields(section: Any) -> list[str]:
 
 
 def is_off(section: Any, path: str) -> bool:
-    """Whether a section's `enable` is False; ValueError if its other fields are set."""
+    """Whether the config section at `path` is disabled; ValueError if it sets other fields."""
     if getattr(section, "enable", True):
         return False
     if names := list_changed_fields(section):

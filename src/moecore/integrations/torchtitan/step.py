@@ -26,15 +26,17 @@ def finish_at_step(optimizers: Any, model_parts: list[nn.Module], *_: Any) -> No
     delayed = [part for part in model_parts if has_history(part)]
 
     def before_step(*_: Any) -> None:
+        """Finish the step of model parts that have no own TrainStep; keep its metrics."""
         plain = [part for part in model_parts if not hasattr(part, STEP)]
         setattr(optimizers, METRICS, [finish_step(part) for part in plain])
 
     def after_step(*_: Any) -> None:
+        """Finish the model parts' own TrainSteps, keep their metrics and advance amax histories."""
         for part in model_parts:
             step: TrainStep | None = getattr(part, STEP, None)
             if step is not None:
                 getattr(optimizers, METRICS).append(step.finish().metrics)
-            elif part in delayed:  # reads the new weights
+            elif part in delayed:
                 request = get_request(part)
                 advance_amax(part, None if request is None else request.meshes.stage_group)
 
@@ -51,6 +53,7 @@ def save_histories(optimizers: Any, parts: list[nn.Module]) -> None:
     device = next(parts[0].parameters()).device
 
     def state_dict() -> dict[str, Any]:
+        """Return the state by name, with the amax histories of FP8."""
         # Names do not depend on the layout: DCP raises errors for names that a checkpoint lacks.
         entries = {f"{AMAX}degrees": _get_degrees(parts[0])}
         for name, history in histories.items():
@@ -60,6 +63,7 @@ def save_histories(optimizers: Any, parts: list[nn.Module]) -> None:
         return result
 
     def load_state_dict(state: dict[str, Any]) -> None:
+        """Load the state and amax histories, of gradients only if the degrees are equal."""
         load({name: value for name, value in state.items() if not name.startswith(AMAX)})
         has_same_degrees = torch.equal(state[f"{AMAX}degrees"].cpu(), _get_degrees(parts[0]))
         for name, history in histories.items():

@@ -60,6 +60,7 @@ class ScheduledSteps:
         self._check_equal_batches(batch)
 
         def run(batches: list[dict[str, Any]]) -> Tensor:
+            """Return the loss of each micro-batch."""
             return torch.stack([get_loss(model(**inputs)).float() for inputs in batches])
 
         return self._compute_mean_loss(batch, run)

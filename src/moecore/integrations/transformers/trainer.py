@@ -235,6 +235,7 @@ class MoETrainer(Trainer):
             self._saver.check()
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Count the tokens of a batch, also of a packed or scheduled batch."""
         super()._track_num_input_tokens(_add_token_counts(inputs))
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
@@ -261,7 +262,7 @@ class MoETrainer(Trainer):
         self._saver.save(step, extra, wait=False)
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        pass  # `_begin_run` loads, when the optimizer exists
+        """Do nothing: `_begin_run` loads, when the optimizer exists."""
 
     def _load_best_model(self) -> None:
         """Load the weights of the best checkpoint after all saves have ended."""
@@ -296,12 +297,15 @@ class _RunCallback(TrainerCallback):
         self._trainer = trainer
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Prepare the run and load the checkpoint to resume from."""
         self._trainer._begin_run()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Finish the step."""
         self._trainer._finish_step()
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        """Raise an error if the last step has lost tokens."""
         self._trainer.accelerator.owner.check()
 
 
@@ -327,6 +331,7 @@ class ShardedAccelerator(Accelerator):
         """All-gather along dim 0, with one copy of data that cp and tp ranks share. Collective."""
 
         def drop_copies(rows: Tensor) -> Tensor:
+            """Return the rows of the first rank of each group of ranks with equal rows."""
             first_copies: Tensor = rows.unflatten(0, (self.num_processes, self.copies, -1))[:, 0]
             return first_copies.flatten(0, 1)
 

@@ -69,10 +69,7 @@ def collect_hyperparameters(
 def find_group_mismatches(
     current_groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]
 ) -> list[str]:
-    """Return an error text per saved hyperparameter that a load cannot set.
-
-    Both arguments are lists as of `collect_hyperparameters`.
-    """
+    """Compare hyperparameter lists; return an error text per saved value that cannot be loaded."""
     # State is loaded by name, so the order of parameters in a group has no effect.
     if [sorted(group["params"]) for group in current_groups] != [
         sorted(g["params"]) for g in saved_groups

@@ -58,7 +58,7 @@ class RunLock:
             OSError: if another live job has the lock, or took the lock over from this object.
         """
         if self._finalizer is not None:
-            if not _owner_has_text(self.root, self._owner_text):
+            if _read_owner(self.root)[1] != self._owner_text:
                 raise OSError(
                     f"root ({self.root}) must be written to by one job, but another one took it "
                     f"over while this one stood still for {STALE_SECONDS:.0f} s: end one of them"
@@ -96,16 +96,11 @@ class RunLock:
         ).start()
 
 
-def _owner_has_text(root: Path, text: bytes) -> bool:
-    """Whether the content of the lock's owner file is `text`."""
-    return _read_owner(root)[1] == text
-
-
 def _touch_owner_regularly(root: Path, text: bytes, stop: threading.Event) -> None:
     """Update the owner file's mtime every `BEAT_SECONDS` until `stop` is set."""
     while not stop.wait(BEAT_SECONDS):
         with contextlib.suppress(OSError, ValueError):  # such as when the root was removed
-            if _owner_has_text(root, text):
+            if _read_owner(root)[1] == text:
                 os.utime(root / LOCK / OWNER)
 
 
@@ -115,7 +110,7 @@ def _release_lock(root: Path, text: bytes, stop: threading.Event, pid: int) -> N
     if pid != os.getpid():  # a fork of the process that acquired the lock
         return
     with contextlib.suppress(OSError, ValueError):
-        if _owner_has_text(root, text):
+        if _read_owner(root)[1] == text:
             (root / LOCK).rename(root / f"{LOCK}-{uuid.uuid4().hex[:8]}")
             for path in root.glob(f"{LOCK}-*"):
                 if _LOCK_NAME.fullmatch(path.name):

@@ -38,12 +38,7 @@ from moecore.io.checkpoint.hyperparameters import (
     restore_hyperparameters,
 )
 from moecore.io.checkpoint.manifest import ManifestFacts, check_dtype
-from moecore.io.checkpoint.ranks import (
-    Group,
-    gather_objects,
-    get_rank_and_world,
-    is_first_of_stage,
-)
+from moecore.io.checkpoint.ranks import Group, gather_objects, get_rank_and_world, is_first_of_stage
 from moecore.io.checkpoint.state import (
     STAGE_KINDS,
     ModelView,

@@ -65,25 +65,28 @@ class _DCPStorage:
     """Methods that DCP requires of a storage writer or reader, and that have no effect here."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
+        """Do nothing."""
 
     def set_up_storage_reader(
         self, metadata: Any, is_coordinator: bool, *_: Any, **__: Any
     ) -> None:
-        pass
+        """Do nothing."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
+        """Do nothing."""
 
     def prepare_local_plan(self, plan: Plan) -> Plan:
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[Plan]) -> list[Plan]:
+        """Return the plans unchanged."""
         return plans
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False  # DCP must not select this storage by a path
+        """Return False, so that DCP does not select this storage by a path."""
+        return False
 
 
 class Writer(_DCPStorage, StorageWriter):

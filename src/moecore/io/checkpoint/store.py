@@ -47,12 +47,7 @@ from moecore.io.checkpoint.ranks import (
     run_on_first_rank,
 )
 from moecore.io.checkpoint.shard_file import Meter, Progress, compute_layout, find_file_problem
-from moecore.io.checkpoint.snapshot import (
-    Snapshot,
-    get_local_tensors,
-    join_stages,
-    take_snapshot,
-)
+from moecore.io.checkpoint.snapshot import Snapshot, get_local_tensors, join_stages, take_snapshot
 from moecore.io.checkpoint.state import (
     ModelView,
     Optimizers,
@@ -215,6 +210,7 @@ def start_draft(lock: RunLock, step: int, group: Group = None) -> Path:
     """Acquire the run's lock and create a draft directory on rank 0; return it. Collective."""
 
     def lock_and_create() -> Path:
+        """Lock the run and return a new draft directory in it."""
         lock.acquire()
         return create_draft(lock.root, step)
 
@@ -332,6 +328,7 @@ def verify_files(path: Path, manifest: Manifest, mode: Verify, meter: Meter) -> 
         meter.expect(sum(manifest.files[name].size for name in names))
 
     def check(name: str) -> Exception | None:
+        """Verify a shard file; return the error of its first problem, or None."""
         layout = compute_layout(manifest.list_file_entries(name))
         try:
             problem = find_file_problem(

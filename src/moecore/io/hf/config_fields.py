@@ -95,7 +95,7 @@ FIELD_KINDS = {
 def read_config(config: HFConfig) -> dict[str, Any]:
     """Return the fields of a config.json, a directory with it, or a mapping; ValueError if invalid.
 
-    Of the fields, only the types of model_type and quantization_config are checked.
+    Only the types of the fields model_type and quantization_config are checked.
     """
     if not isinstance(config, Mapping):
         path = Path(config)

@@ -38,12 +38,7 @@ from moecore.io.checkpoint.manifest import (
     make_manifest,
 )
 from moecore.io.checkpoint.ranks import get_rank_and_world
-from moecore.io.checkpoint.shard_file import (
-    CHUNK_BYTES,
-    Meter,
-    Progress,
-    ShardWriter,
-)
+from moecore.io.checkpoint.shard_file import CHUNK_BYTES, Meter, Progress, ShardWriter
 from moecore.io.checkpoint.snapshot import read_versions
 from moecore.io.checkpoint.store import verify
 from moecore.io.hf.collect import Item, StoredCollector
@@ -197,7 +192,7 @@ def _find_prefix(names: Collection[str]) -> str:
 
 
 def _has_decoder_names(names: Collection[str]) -> bool:
-    """Whether tensor names are those of a native decoder with experts, biases or MTP modules."""
+    """Whether tensor names show a native decoder: its own names of experts, biases or MTP."""
     suffixes = (".mlp.experts.w1", ".self_attn.o_bias")
     return any(name.endswith(suffixes) or name.startswith("mtp.") for name in names)
 
@@ -205,9 +200,10 @@ def _has_decoder_names(names: Collection[str]) -> bool:
 def _plan_files(
     tensors: Mapping[str, StoredTensor], values: dict[str, Any], layout: HFLayout
 ) -> tuple[dict[str, FileRecipe], dict[str, str], nn.Module | None]:
-    """Return how files store each tensor, the original of each copy, and a model on meta.
+    """Return the recipe of each tensor, the original of each copy, and the model on meta.
 
-    The transformers model on meta is None for a native decoder or an unknown class.
+    `values` are config.json's fields. The transformers model is None for a native decoder or an
+    unknown class.
     """
     if not _has_decoder_names(tensors):
         tied, reader = values.get("tie_word_embeddings", False), build_meta_model(values)
@@ -326,7 +322,7 @@ def _write_files(draft: Path, conversion: Conversion) -> Manifest:
 
 
 def _choose_dtype(name: str, source: TensorSource, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype in which a native checkpoint stores a tensor; `dtype`: `hf_to_native`."""
+    """Return the dtype in which a native checkpoint stores a tensor; None keeps the file's."""
     if is_selection_bias(name):
         return torch.float32
     if dtype is not None:

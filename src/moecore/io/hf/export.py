@@ -137,10 +137,12 @@ def open_draft(path: Path) -> Iterator[Path]:
     draft = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex[:8]}")
 
     def make() -> Path:
+        """Create the draft directory and return its path."""
         draft.mkdir(parents=True)
         return draft
 
     def publish() -> None:
+        """Rename the draft to the final path; OSError if the path exists by now."""
         sync_directory(draft)
         if path.exists():
             raise OSError(f"path ({path}) appeared meanwhile: choose another")

@@ -128,7 +128,7 @@ def _plan_recipes(
 ) -> dict[str, FileRecipe]:
     """Return the recipe (file tensors to write) of each model tensor by name, in model order.
 
-    `values` are config.json's fields. Errors: a model that the files could not restore.
+    `values` are config.json's fields. ValueError if the files could not restore the model.
     """
     if isinstance(model, Decoder):
         recipes = plan_hf_tensors(model.config, layout)

@@ -101,7 +101,7 @@ class HFFiles:
         return value
 
     def _open_reader(self, file: str) -> ShardReader:
-        """Return the reader of a file; OSError if the header is not that of `tensors` any more."""
+        """Return the reader of a file; OSError if its header no longer lists `tensors`."""
         if file not in self._readers:
             path, tensors = self.path / file, self.tensors.items()
             begins = _find_begins(path, {n: entry for n, entry in tensors if entry.file == file})

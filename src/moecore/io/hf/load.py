@@ -324,7 +324,7 @@ def _drop_tied_head(
 
 
 def _select_unexpected(left_over: list[str], first_ignored: int | None) -> list[str]:
-    """Return the unused names that are errors: all except those of ignored MTP layers."""
+    """Return the unused names that are errors: all names except of ignored MTP layers."""
     names = [n for n in left_over if not n.endswith("rotary_emb.inv_freq")]
     if first_ignored is None:
         return names

@@ -191,13 +191,13 @@ def load_adapters(
 
 
 def _read_adapter(
-    model: nn.Module,
-    path: Path,
-    adapter: str,
-    entries: dict[str, StoredAdapter],
-    names: Set[str],
+    model: nn.Module, path: Path, adapter: str, entries: dict[str, StoredAdapter], names: Set[str]
 ) -> dict[str, Tensor]:
-    """Read an adapter's file; ValueError if its names, shapes or config differ (`names`: all)."""
+    """Read an adapter's file; return its tensors by name.
+
+    `entries` are this rank's tensors, `names` all ranks' tensor names. ValueError if names, shapes
+    or config differ.
+    """
     with HFFiles(path, read_file_header(path / WEIGHTS)) as files:
         tensors = {
             name: files.read(name, tuple(slice(0, size) for size in entry.shape))
@@ -299,7 +299,7 @@ def _write_adapter_files(
 
 
 def _init_layer(path: str, layer: Any, adapter: str, seed: int, *, is_normal: bool) -> None:
-    """Initialize one adapter's A and B in a layer; A is normal if `is_normal`, else uniform."""
+    """Initialize one adapter's A and B in a layer; normal A if `is_normal`, or uniform."""
     for kind in (*layer.adapter_layer_names, *layer.other_param_names):
         owners = getattr(layer, kind)  # parameters by adapter, or plain values such as r
         if not isinstance(owners, nn.ModuleDict | nn.ParameterDict) or adapter not in owners:
@@ -434,7 +434,7 @@ def _add_to_dense(layer: Any, local: Tensor) -> None:
             a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
         else:
             a, b = layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
-        delta = _compute_delta(_unshard(b), _unshard(a), layer.scaling[adapter])
+        delta = (_widen(_unshard(b)) @ _widen(_unshard(a))) * layer.scaling[adapter]
         if _get_layer_kind(layer) == "embedding" or layer.fan_in_fan_out:
             delta = delta.T
         total += _select_shard(delta, indices)
@@ -452,15 +452,10 @@ def _add_to_experts(experts: Experts, name: str, update: Any, local: Tensor) -> 
     for place, e in enumerate(indices.tolist()):  # one unsharded matrix at a time
         total = _widen(local[place])
         for a_ErI, b_EOr, scaling in updates:
-            delta = _compute_delta(b_EOr[e], a_ErI[e], scaling)
+            delta = (_widen(b_EOr[e]) @ _widen(a_ErI[e])) * scaling
             delta = delta.T if experts.layout.transposed else delta
             total += _select_shard(delta.reshape(weight.shape[1:]), rest)
         local[place].copy_(total)
-
-
-def _compute_delta(b: Tensor, a: Tensor, scaling: float) -> Tensor:
-    """Return scaling * B A, the update of an unsharded weight, in at least fp32."""
-    return (_widen(b) @ _widen(a)) * scaling
 
 
 def _widen(tensor: Tensor) -> Tensor:

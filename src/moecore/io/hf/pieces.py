@@ -133,9 +133,10 @@ def find_shard_runs(indices: Sequence[Tensor]) -> ShardRuns:
 def find_overlaps(
     shard_runs: ShardRuns, piece: TensorPiece, shape: Sequence[int], *, max_numel: int = 1 << 62
 ) -> Iterator[PieceOverlap]:
-    """Yield the disjoint boxes in which a shard and a piece of a model tensor (`shape`) overlap.
+    """Yield the boxes in which a rank's shard and a piece of a model tensor overlap.
 
-    A box has at most `max_numel` elements, or one index of dim 0.
+    `shape` is the shape of the unsharded tensor. Boxes are disjoint; each has at most `max_numel`
+    elements, or one index of dim 0.
     """
     # Example: [E=4, 2, F=4, D=1] sharded over F, this rank has columns 2 and 3 (runs per dim: (0,
     # 4), (0, 2), (2, 2), (0, 1)); the piece "fused" is [4, 8, 1]. The boxes are [0:4, 2:4, 0:1] ->
@@ -165,7 +166,7 @@ def find_overlaps(
 
 
 def _group_region_dims(sizes: list[int], shape: Sequence[int]) -> list[list[int]]:
-    """Return the region dims (with lengths `sizes`) that each dim of a piece (`shape`) flattens."""
+    """Return, per dim of a piece, which dims of its region it flattens: [2, 3], [6] -> [[0, 1]]."""
     groups: list[list[int]] = []
     d = 0
     for size in shape:
@@ -183,7 +184,10 @@ def _group_region_dims(sizes: list[int], shape: Sequence[int]) -> list[list[int]
 
 
 def _merge_runs(runs: Sequence[tuple[int, int, int]], sizes: list[int], group: list[int]) -> slice:
-    """Return the slice of a piece's dim that flattens the region dims `group` of a box (`runs`)."""
+    """Return the slice that a box has in a piece's dim, which flattens the dims `group`.
+
+    `runs` has the box's start and length per dim of the region, `sizes` the region's lengths.
+    """
     start = 0
     for d in group:
         start = start * sizes[d] + runs[d][0]

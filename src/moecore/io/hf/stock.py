@@ -46,9 +46,7 @@ def find_transformers_class(model_class: type) -> Any:
 
 
 def build_meta_model(
-    values: Mapping[str, Any],
-    model: nn.Module | None = None,
-    dtype: torch.dtype = torch.float32,
+    values: Mapping[str, Any], model: nn.Module | None = None, dtype: torch.dtype = torch.float32
 ) -> nn.Module | None:
     """Build the transformers model of config.json's fields on meta; None for an unknown class.
 
@@ -92,6 +90,7 @@ def _limit_modules() -> Iterator[None]:
     number = itertools.count(1)
 
     def count(*_: Any) -> None:
+        """Raise ValueError if a module more than the limit is registered."""
         if next(number) > MAX_MODULES:
             raise ValueError(f"it has more than {MAX_MODULES} modules")
 
@@ -251,7 +250,10 @@ def _make_piece(link: _Link, files: Shapes) -> TensorPiece:
 def _locate_view(
     view: Tensor, offset: int, shape: Sequence[int]
 ) -> tuple[list[int], list[ViewDim]]:
-    """Return starts and dims for `FileView` of a view at element `offset` of a tensor `shape`."""
+    """Return the start indices and dims of a view into a contiguous tensor, for `FileView`.
+
+    The tensor has `shape`; the view begins at its element `offset`.
+    """
     # Example: [3, 4] transposed has sizes (4, 3), strides (1, 4): [0, 0], [(1, 4, 1), (0, 3, 1)].
     rows = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     starts = [offset // row % max(1, n) for row, n in zip(rows, shape, strict=True)]

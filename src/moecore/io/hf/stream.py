@@ -29,12 +29,7 @@ from moecore.io.checkpoint.ranks import (
     get_rank_and_world,
     run_and_share_errors,
 )
-from moecore.io.hf.buckets import (
-    BucketCollector,
-    WeightBucket,
-    WeightMeta,
-    compute_bucket_size,
-)
+from moecore.io.hf.buckets import BucketCollector, WeightBucket, WeightMeta, compute_bucket_size
 from moecore.io.hf.changes import Digests, WeightsVersion, list_local_storage
 from moecore.io.hf.collect import Item, LocalPart, PartOwners, describe_part, read_local
 from moecore.io.hf.config_fields import HFConfig
@@ -278,7 +273,7 @@ class WeightStream:
             )
 
     def _compute_digests(self, sources: Mapping[str, _StreamSource]) -> dict[str, Any]:
-        """Return the digest of each source's values, with the scaling factors of its adapters."""
+        """Hash the values of each source; return the digests by name, each with LoRA scalings."""
         digests = self._digests.compute({n: source.list_inputs() for n, source in sources.items()})
         return {n: (*digest, sources[n].list_factors()) for n, digest in digests.items()}
 

@@ -185,6 +185,6 @@ def _find_missing_experts(sources: Mapping[str, Shaped], config: Mapping[str, An
 
 
 def _is_mtp_layer(layer: int, config: Mapping[str, Any]) -> bool:
-    """Whether a layer index is that of a multi-token prediction layer, after the last layer."""
+    """Whether a layer index, after the last layer, belongs to a multi-token prediction layer."""
     first = config.get("num_hidden_layers") or layer + 1
     return first <= layer < first + max((config.get(key) or 0 for key in MTP_KEYS), default=0)

@@ -173,7 +173,7 @@ class SplicedSource(TensorSource):
 def _find_sources(
     files: DCPFiles, config: DecoderConfig
 ) -> tuple[dict[str, TensorSource], dict[str, FileRecipe], list[str]]:
-    """Return the sources by name, the recipes of native tensors, and error texts."""
+    """Find a DCP directory's tensors; return sources by name, recipes and error texts."""
     kind = find_naming(files)
     if kind == "megatron":
         spliced_sources, problems = _find_megatron_sources(files, config)

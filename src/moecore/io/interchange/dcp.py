@@ -107,17 +107,21 @@ class _ChunkPart(io.RawIOBase):
         self._stream, self._start, self._length, self._at = stream, start, length, 0
 
     def readable(self) -> bool:
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
+        """Return True."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move to an offset in the chunk; return the new position."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
         self._at = base + offset
         return self._at
 
     def readinto(self, buffer: Any) -> int:
+        """Fill a buffer from the current position; return the bytes read."""
         self._stream.seek(self._start + self._at)
         count = max(0, min(len(buffer), self._length - self._at))
         read: int = self._stream.readinto(memoryview(buffer)[:count])

@@ -216,7 +216,7 @@ def find_places(
 def _list_candidate_places(
     block: MegatronBlock, config: DecoderConfig, *, stacked: bool
 ) -> Iterator[tuple[LayerPlace, ...]]:
-    """Yield the places, or two for gate and up, where a directory may store a block.
+    """Yield each way a Megatron directory may store a block: one place, or one each of gate and up.
 
     With `stacked`, one tensor has all layers, otherwise each layer has a tensor.
     """

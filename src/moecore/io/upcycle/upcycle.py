@@ -76,6 +76,7 @@ class UpcycleOptions(CheckedRecord):
     seed: Annotated[int, Bound("<", 2**64)] = 0
 
     def _rules(self) -> Rules:
+        """Yield (field, "relation: fix") of each broken relation; see `CheckedRecord`."""
         if self.top_k % self.granularity:
             yield (
                 "top_k",

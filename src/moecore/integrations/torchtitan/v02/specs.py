@@ -187,6 +187,7 @@ def add_labels(build: Callable[..., BaseDataLoader]) -> Callable[..., BaseDataLo
     """Wrap a build_dataloader_fn, so that it builds a `LabelledDataLoader`."""
 
     def build_labelled(**kwargs: Any) -> LabelledDataLoader:
+        """Build a data loader that returns labels with its inputs."""
         job, tokenizer = kwargs["job_config"], kwargs.get("tokenizer")
         return LabelledDataLoader(build(**kwargs), job, tokenizer)
 
