@@ -39,18 +39,8 @@ RULES: dict[str, dict[str, Any]] = {
     "sinkhorn": dict(assignment="sinkhorn"),
     "sinkhorn-raw": dict(assignment="sinkhorn", normalize_weights=False),
 }
-ACTIVATIONS = (
-    "swiglu",
-    "geglu",
-    "clamped_swiglu",
-    "limited_swiglu",
-    "situ_glu",
-    "gelu",
-    "relu",
-    "relu2",
-    "silu",
-)
-GATED = ACTIVATIONS[:5]
+GATED = ("swiglu", "geglu", "clamped_swiglu", "limited_swiglu", "situ_glu")
+ACTIVATIONS = (*GATED, "gelu", "relu", "relu2", "silu")
 
 
 def randn(*shape: int, seed: int, std: float = 1.0) -> Tensor:
