@@ -70,9 +70,7 @@ def test_ranks_and_steps_read_rows_in_turn(found: dict[str, Any]) -> None:
     inputs, labels = found["batches"][0][0]
     assert inputs["input"].tolist() == [[0, 1, 2, 3], [5, 6, 7, 8]]
     assert torch.equal(labels, inputs["input"] + 1)
-
-
-def test_a_loader_goes_on_from_its_state(found: dict[str, Any]) -> None:
+    # A loader goes on from its state.
     (inputs, labels), (again, labels_again) = found["third"]
     assert torch.equal(inputs["input"], again["input"])
     assert torch.equal(labels, labels_again)
@@ -83,10 +81,7 @@ def test_random_ids_cover_the_vocabulary_and_repeat(found: dict[str, Any]) -> No
     assert torch.equal(first["input"], second["input"])
     assert first["input"].shape == (1, SEQ_LEN)
     assert 0 <= int(first["input"].min()) <= int(first["input"].max()) < VOCAB
-
-
-def test_the_models_need_no_tokenizer(found: dict[str, Any]) -> None:
-    assert found["specs"] == dict.fromkeys(MODELS)
+    assert found["specs"] == dict.fromkeys(MODELS)  # no tokenizers
 
 
 def test_what_does_not_fit_is_refused(found: dict[str, Any]) -> None:

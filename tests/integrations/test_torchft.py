@@ -203,9 +203,7 @@ def test_a_replica_that_made_steps_apart_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("aborted", [None, RuntimeError("aborted")])
-def test_an_aborted_group_makes_no_stray(
-    monkeypatch: pytest.MonkeyPatch, aborted: Exception | None
-) -> None:
+def test_an_aborted_group_makes_no_stray(monkeypatch, aborted):
     """Over NCCL what a dead replica leaves behind is read as its lineage."""
     from moecore.integrations.torchft import Replicas
 
@@ -224,9 +222,7 @@ def test_an_aborted_group_makes_no_stray(
 
 
 @pytest.mark.parametrize("needed", [0.0, 2.0])
-def test_rows_that_do_not_fit_skip_the_step_of_all(
-    monkeypatch: pytest.MonkeyPatch, needed: float
-) -> None:
+def test_rows_that_do_not_fit_skip_the_step_of_all(monkeypatch, needed):
     """Else their replica alone would skip it, and the others step by its gradients."""
     from moecore.integrations.torchft import Replicas
 

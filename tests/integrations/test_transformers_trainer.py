@@ -28,11 +28,7 @@ from moecore import ContextOptions, ParallelConfig, build_meshes, parallelize_mo
 from moecore.families.transformers.guards import ShardedDeviceMap
 from moecore.integrations.transformers import MoETrainer
 from moecore.integrations.transformers import arguments as checks
-from moecore.integrations.transformers.arguments import (
-    REFUSED,
-    check_accelerator,
-    check_arguments,
-)
+from moecore.integrations.transformers.arguments import REFUSED, check_accelerator, check_arguments
 from moecore.integrations.transformers.run_state import (
     NUM_WORDS,
     get_host_rng_state,
@@ -136,9 +132,7 @@ NO_PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("message", NO_PLANS)
-def test_what_steps_of_a_plan_cannot_follow(
-    message: str, one_process: None, tmp_path: Path
-) -> None:
+def test_what_steps_of_a_plan_cannot_follow(message, one_process, tmp_path):
     options, given = NO_PLANS[message]
     model = sharded(loss="sum", context=ContextOptions(dynamic=True))
     given = {"data_collator": PLANNED, "train_dataset": rows(2)} | given
@@ -190,9 +184,7 @@ def test_adapters_of_trl_come_too_late(tmp_path: Path) -> None:
         MoETrainer(random_model("qwen3-moe"), arguments(tmp_path), peft_config=object())
 
 
-def test_data_ranks_that_are_no_processes(
-    one_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_ranks_that_are_no_processes(one_process, tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingArguments, "world_size", 4)
     with pytest.raises(
         ValueError, match=r"data ranks times cp times tp \(1\) must equal the processes .* \(4\)"
@@ -200,9 +192,7 @@ def test_data_ranks_that_are_no_processes(
         MoETrainer(sharded(), arguments(tmp_path))
 
 
-def test_cpu_ranks_that_accelerate_does_not_join(
-    one_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cpu_ranks_that_accelerate_does_not_join(one_process, tmp_path, monkeypatch):
     """Without use_cpu, accelerate makes no process group of ranks without a GPU."""
     model = sharded()
     groups = SimpleNamespace(data_ranks=2, cp=1)
@@ -228,13 +218,7 @@ def test_an_optimizer_that_was_made_before(one_process: None, tmp_path: Path) ->
         ({"ACCELERATE_DYNAMO_BACKEND": "eager"}, r"dynamo_backend \(eager\)"),
     ],
 )
-def test_settings_of_accelerate_launch(
-    variables: dict[str, str],
-    setting: str,
-    one_process: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_settings_of_accelerate_launch(variables, setting, one_process, tmp_path, monkeypatch):
     model = sharded()
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -320,8 +304,10 @@ def test_a_callback_that_saves_where_nothing_is_saved(one_process: None, tmp_pat
 
 def test_one_process_of_plain_trainer_is_refused(one_process: None, tmp_path: Path) -> None:
     model = sharded()
-    with pytest.raises(ValueError, match=r"must not be wrapped by Trainer or accelerate.*MoETrain"):
-        Trainer(model, arguments(tmp_path), padded, rows(2)).train()
+    trainer = Trainer(model, arguments(tmp_path), padded, rows(2), eval_dataset=rows(2))
+    for action in (trainer.train, trainer.evaluate):
+        with pytest.raises(ValueError, match=r"must not be wrapped by Trainer or acce.*MoETrainer"):
+            action()
     with pytest.raises(ValueError, match=r"must not be wrapped by Trainer or accelerate"):
         Accelerator(cpu=True).prepare(model)
     assert model.generate(torch.tensor([[1, 2]]), max_new_tokens=2, do_sample=False).shape[0] == 1

@@ -103,10 +103,7 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             precision=Precision(
                 recipe=Recipe(scaling="tensorwise", amax_history=2),
                 roles=("attention",),
-                overrides=(
-                    ("*.experts", Recipe(scaling="tensorwise")),
-                    ("*.o_proj", None),
-                ),
+                overrides=(("*.experts", Recipe(scaling="tensorwise")), ("*.o_proj", None)),
             ),
             dispatch=DispatchOptions(name="alltoall", fp8=True),
             fsdp=FSDPOptions(fp8_param_gather=True, experts_strategy="optim_grads_params", **EXACT),

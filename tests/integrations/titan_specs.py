@@ -87,9 +87,7 @@ class RandomTokens(RandomBatches, BaseDataLoader):
     pass
 
 
-def build_random_tokens(
-    *, dp_rank: int, dp_world_size: int, job_config: Any, **_: Any
-) -> BaseDataLoader:
+def build_random_tokens(*, dp_rank, dp_world_size, job_config, **_):
     training = job_config.training
     return RandomTokens(dp_rank, dp_world_size, training.local_batch_size, training.seq_len)
 
@@ -131,10 +129,7 @@ def on_gloo(spec: TrainSpec) -> TrainSpec:
 
 
 def register() -> None:
-    for name, module, args in (
-        ("qwen3", qwen3, QWEN3),
-        ("deepseek_v3", deepseek_v3, DEEPSEEK_V3),
-    ):
+    for name, module, args in (("qwen3", qwen3, QWEN3), ("deepseek_v3", deepseek_v3, DEEPSEEK_V3)):
         stock = tiny(module.get_train_spec(), args)
         register_train_spec(f"stock_tiny_{name}", on_gloo(stock))
         register_train_spec(f"moecore_tiny_{name}", accelerated(stock))
@@ -149,9 +144,7 @@ def register() -> None:
         register_train_spec(f"moecore_{name}_decoder", decoder)
 
 
-def stock_block(
-    *, shared: bool = False, bias: bool = False, forced: bool = False, **options: Any
-) -> nn.Module:
+def stock_block(*, shared=False, bias=False, forced=False, **options):
     defaults = dict(num_experts=8, use_grouped_mm=False, score_before_experts=False)
     names = dict(num_shared_experts=2 * shared, gate_bias=bias, _debug_force_load_balance=forced)
     return random_block(MoE(MoEArgs(**(defaults | names | options)), 16, 32))

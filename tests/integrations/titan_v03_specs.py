@@ -60,16 +60,7 @@ class RandomTokens(RandomBatches, BaseDataLoader):
     class Config(BaseDataLoader.Config):
         pass
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        dp_rank: int,
-        dp_world_size: int,
-        seq_len: int,
-        local_batch_size: int,
-        **_: Any,
-    ) -> None:
+    def __init__(self, config, *, dp_rank, dp_world_size, seq_len, local_batch_size, **_):
         super().__init__(dp_rank, dp_world_size, local_batch_size, seq_len)
 
 

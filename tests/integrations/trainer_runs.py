@@ -103,9 +103,7 @@ def sharded(model: nn.Module, cp: int = 1, tp: int = 1, **options: Any) -> nn.Mo
     return parallelize_moe(model, build_meshes(ParallelConfig(ep=2, cp=cp, tp=tp)), **options)
 
 
-def trainer_of(
-    cls: type[Trainer], model: nn.Module, folder: str, *, data: int = 14, **options: Any
-) -> Trainer:
+def trainer_of(cls, model, folder, *, data=14, **options):
     """Return a trainer of `data` rows, 7 of 8 rows' micro-batches per epoch and rank."""
     callbacks, collate = options.pop("callbacks", None), options.pop("collate", None)
     scheduled = options.pop("scheduled", None)
@@ -411,16 +409,3 @@ def exported(folder: str) -> dict[str, Any]:
     found = whole(trainer.model)
     distances = {"distance": furthest(whole(loaded), found), "read": furthest(whole(read), found)}
     return {"files": names, **distances}
-
-
-def refused(folder: str) -> list[str]:
-    """Return what plain Trainer and accelerate raise for a parallelized model."""
-    model = sharded(make_model())
-    trainer = trainer_of(Trainer, model, folder, max_steps=1)
-    errors = []
-    for action in (trainer.train, trainer.evaluate, lambda: trainer.accelerator.prepare(model)):
-        try:
-            action()
-        except ValueError as error:
-            errors.append(str(error))
-    return errors

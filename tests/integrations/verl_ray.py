@@ -45,9 +45,7 @@ class PlatformCPU(PlatformCUDA):
 
     device_name = "cpu"
     device_module: Any = SimpleNamespace(
-        get_device_name=lambda: "CPU",
-        max_memory_allocated=lambda: 0,
-        max_memory_reserved=lambda: 0,
+        get_device_name=lambda: "CPU", max_memory_allocated=lambda: 0, max_memory_reserved=lambda: 0
     )
 
     def is_available(self) -> bool:
@@ -167,9 +165,7 @@ def advantages_of(responses: list[Tensor]) -> list[Tensor]:
     return [row[: len(ids)] for row, ids in zip(found, responses, strict=True)]
 
 
-def step_by_hand(
-    model: nn.Module, optimizer: torch.optim.Optimizer, rows: list[dict[str, Tensor]]
-) -> float:
+def step_by_hand(model, optimizer, rows):
     """Run a step of GRPO's loss, a mean over tokens; return the norm of its gradient."""
     losses = []
     for row in rows:
@@ -210,9 +206,7 @@ def batch_of(prompts: list[Tensor], responses: list[Tensor], **numbers: list[Ten
     return data
 
 
-def scores_of(
-    workers: RayWorkerGroup, prompts: list[Tensor], responses: list[Tensor]
-) -> list[Tensor]:
+def scores_of(workers, prompts, responses):
     """Return log-probabilities of responses, by the workers."""
     data = batch_of(prompts, responses)
     tensordict_utils.assign_non_tensor(data, compute_loss=False)

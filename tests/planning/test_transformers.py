@@ -163,7 +163,7 @@ def test_a_wrong_config_is_one_line(
     capsys: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("moecore.io.hf.stock.MOST_MODULES", 1000)
+    monkeypatch.setattr("moecore.io.hf.stock.MAX_MODULES", 1000)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config_values(family) | changes))
     command = ["plan", "--config", str(file), "--gpus", "2", "--ep", "2", "--seq-len", "64"]

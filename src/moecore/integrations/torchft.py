@@ -1,17 +1,12 @@
 """Fault-tolerant replicas: torchft's Manager around a `TrainStep`. Replicas may leave and rejoin.
 
-    begin()               quorum; a rank that rejoins receives its state from a peer
-    forward_backward()    method of the TrainStep: gradients of this replica, in `.grad`
-    finish()              all-reduce of gradients and counts -> vote -> TrainStep.finish or drop
+A replica is a separate torch.distributed world with its own parallel degrees. Replicas exchange
+gradients and token counts, and a rejoining replica receives the state of a peer.
 
-A replica is a separate torch.distributed world with its own ep and other degrees. Replicas exchange
-gradients and counts of choices. A rejoining replica also receives state.
-
-Replicas that lose their connection may each run a step with the same number. A lineage
-distinguishes their histories. It starts as a hash of the first weights. Each step replaces it by a
-hash that includes the names of the step's replicas. State contains the lineage. If replicas of a
-step have different lineages, all replicas drop the step. Replicas outside of the largest group then
-raise an error, and can rejoin with the state of the group after a restart.
+Replicas that lose their connection may each run a step with the same number. A lineage, a hash of
+the first weights and of the replicas in each step, therefore identifies the history of a replica.
+If the lineages of a step's replicas differ, all replicas drop the step, and the replicas outside of
+the largest group raise an error. After a restart they rejoin with the state of the group.
 """
 
 from __future__ import annotations
@@ -30,6 +25,7 @@ from torch import Tensor, nn
 from moecore.base import get_install_command
 from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import Count, CountOrZero, Positive, check_arguments
+from moecore.base.params import group_by_size
 from moecore.base.torch_private import get_local_tensor
 from moecore.io.checkpoint.hyperparameters import Schedulers
 from moecore.io.checkpoint.snapshot import collect_rank_state, load_rank_state
@@ -65,11 +61,10 @@ class ReplicaPlace(NamedTuple):
 class Replicas:
     """Runs the steps of a `TrainStep` together with other replicas. Construct it on every rank.
 
-    If a replica leaves, `finish` drops the current step, and the remaining replicas repeat it. A
-    replica that rejoins receives weights, optimizer, scheduler, loss scale and generators from a
-    peer in `begin`, rank by rank, and takes part in that step. Gradients are averaged over the
-    replicas of the step. Expert biases are updated from the choices of all replicas. If one replica
-    skips a step, because of a gradient or of rows above a capacity, all replicas skip it.
+    If a replica leaves, `finish` drops the step, and the remaining replicas repeat the step. A
+    rejoining replica receives weights, optimizer, scheduler, loss scale and generators from a peer
+    in `begin`. Gradients are averaged over the replicas of a step. Expert biases are updated from
+    the choices of all replicas. If one replica skips a step, all replicas skip it.
 
     Args:
         model: parallelized with loss="mean"; identical weights on all replicas.
@@ -82,18 +77,16 @@ class Replicas:
             duration of any step, including compilation in the first step.
 
     Raises:
-        ValueError: when the loss is a sum, because its divisor would be the tokens of all replicas;
-            from `begin` while a `QKClip` watches the model.
-        RuntimeError: from `begin` or `finish`, when this replica has the same number of steps as
-            the other replicas but a different lineage: restart its processes. A replica with fewer
-            steps receives the state of the other replicas, and loses its own steps.
+        ValueError: if the loss is a sum; from `begin`, if a `QKClip` watches the model.
+        RuntimeError: from `begin` or `finish`, if this replica's lineage differs from that of the
+            other replicas: restart its processes.
 
     Example:
         replicas = Replicas(model, optimizer, step)
         while replicas.step < 1000:
             place = replicas.begin()
             losses = step.forward_backward(batches(place.step, place.replica, place.num_replicas))
-            done = replicas.finish()  # None: a replica left, and the step is repeated
+            result = replicas.finish()  # None: a replica left, and the step is repeated
     """
 
     @share_call_errors
@@ -121,11 +114,9 @@ class Replicas:
         self._model, self._optimizer, self._step = model, optimizer, step
         self._scheduler = scheduler
         self._device = request.meshes.device
-        local_name = torch.tensor(
-            [secrets.randbits(LINEAGE_BITS)], device=self._device, dtype=torch.int64
-        )
-        dist.broadcast(local_name, 0)
-        self._start_id = int(local_name)  # identifies this start of the replica
+        start_id = self._make_int64([secrets.randbits(LINEAGE_BITS)])
+        dist.broadcast(start_id, 0)
+        self._start_id = int(start_id)  # identifies this start of the replica
         self._lineage = self._compute_first_lineage(first_step)
         self._place: ReplicaPlace | None = None
         timeout = timedelta(seconds=timeout_s)
@@ -136,7 +127,7 @@ class Replicas:
             load_state_dict=self._load_state,
             state_dict=self._make_state,
             min_replica_size=min_replicas,
-            init_sync=False,  # ranks of one replica would receive states of different replicas
+            init_sync=False,  # ranks of a replica would receive states of different replicas
             use_async_quorum=False,  # a rejoining replica needs its state before its forward
             timeout=timeout,
             quorum_timeout=timeout,
@@ -173,7 +164,7 @@ class Replicas:
 
         Collective. None = the vote failed: the gradients are dropped, and `begin` repeats the step.
         """
-        lineages, names = self._gather_lineages()
+        lineages, start_ids = self._gather_lineages()
         self._average_gradients()
         self._reduce_counts()
         # Over NCCL a replica that left fails no call; the aborted group reports it after a sync.
@@ -184,71 +175,56 @@ class Replicas:
             if is_lost:
                 raise RuntimeError(STRAY)
             return None
-        self._lineage = hash((self._lineage, *names)) % (1 << LINEAGE_BITS)
+        self._lineage = hash((self._lineage, *start_ids)) % (1 << LINEAGE_BITS)
         return self._step.finish()
 
     def close(self) -> None:
         """Leave the job: stop this rank's threads and servers."""
         self._manager.shutdown()
 
+    def _make_int64(self, numbers: list[int]) -> Tensor:
+        """Return integers as an int64 tensor on the model's device."""
+        return torch.tensor(numbers, dtype=torch.int64, device=self._device)
+
     def _make_state(self) -> dict[str, Any]:
         """Return this rank's training state and lineage, which a rejoining replica loads."""
-        extra = {
-            **self._step.state_dict(),
-            "lineage": torch.tensor(self._lineage, dtype=torch.int64, device="cpu"),
-        }
+        lineage = torch.tensor(self._lineage, dtype=torch.int64, device="cpu")
+        extra = self._step.state_dict() | {"lineage": lineage}
         return collect_rank_state(self._model, self._optimizer, extra, scheduler=self._scheduler)
 
     def _load_state(self, state: dict[str, Any]) -> None:
-        """Load a peer's state from `_make_state` into model, optimizer, step and lineage."""
+        """Load a peer's state from `_make_state` into model, optimizer and TrainStep."""
         extra = load_rank_state(state, self._model, self._optimizer, scheduler=self._scheduler)
         self._step.load_state_dict(extra)
         self._lineage = int(extra["lineage"])
 
     def _compute_first_lineage(self, first_step: int) -> int:
-        """Return a hash of `first_step` and of the weights on all ranks of this replica.
-
-        A lineage is a hash of the first weights and of the replicas that took part in each step.
-        """
+        """Return a hash of `first_step` and of the weights on all ranks of this replica."""
         tensors = [get_local_tensor(x.detach()) for x in self._model.state_dict().values()]
         sums = torch.stack([x.double().sum() for x in tensors]).cpu()
         digest = hashlib.sha256(bytes(sums.view(torch.uint8).tolist())).digest()
-        number = int.from_bytes(digest[:4], "big")
-        total = torch.tensor([number], device=self._device, dtype=torch.int64)
+        total = self._make_int64([int.from_bytes(digest[:4], "big")])
         dist.all_reduce(total)
         return hash((first_step, int(total))) % (1 << LINEAGE_BITS)
 
     def _check_rank_lineages(self) -> None:
-        """Raise RuntimeError if this replica's ranks have unequal lineages, hashes of past steps.
-
-        One all-reduce over the replica's ranks, with a host sync.
-        """
-        local_lineage = torch.tensor(
-            [self._lineage, -self._lineage], device=self._device, dtype=torch.int64
-        )
-        dist.all_reduce(local_lineage, dist.ReduceOp.MAX)
-        largest, smallest = local_lineage[0], -local_lineage[1]
-        if largest != smallest:
+        """Raise RuntimeError if this replica's ranks have different lineages. Collective."""
+        lineages = self._make_int64([self._lineage, -self._lineage])
+        dist.all_reduce(lineages, dist.ReduceOp.MAX)
+        if lineages[0] != -lineages[1]:
             raise RuntimeError(STRAY)
 
     def _gather_lineages(self) -> tuple[list[int], list[int]]:
-        """Return lineages and start ids of the step's replicas, two lists by index. Collective.
-
-        A lineage is a hash of the first weights and past steps, a start id a random number that
-        identifies one start of a replica's processes.
-        """
+        """Return the lineages and the start ids of the step's replicas, by index. Collective."""
         assert self._place is not None, "begin() comes before finish()"
-        seen_2R = torch.zeros(2, self._place.num_replicas, dtype=torch.int64, device=self._device)
-        local_entry = torch.tensor(
-            [self._lineage, self._start_id], device=self._device, dtype=torch.int64
-        )
-        seen_2R[:, self._place.replica] = local_entry
-        self._all_reduce([seen_2R], dist.ReduceOp.SUM)
-        lineages, names = seen_2R.tolist()
-        return lineages, names
+        ids_2R = torch.zeros(2, self._place.num_replicas, dtype=torch.int64, device=self._device)
+        ids_2R[:, self._place.replica] = self._make_int64([self._lineage, self._start_id])
+        self._all_reduce([ids_2R], dist.ReduceOp.SUM)
+        lineages, start_ids = ids_2R.tolist()
+        return lineages, start_ids
 
     def _report_strayed_replicas(self, lineages: list[int]) -> bool:
-        """Make the vote fail if `lineages` differ; return whether this replica is in a minority."""
+        """Make the vote fail if lineages differ; return whether this replica is in a minority."""
         if len(set(lineages)) == 1:
             return False
         self._manager.report_error(RuntimeError(STRAY))
@@ -258,11 +234,10 @@ class Replicas:
     def _average_gradients(self) -> None:
         """Average gradients over replicas in place; missing gradients count as zeros. Host sync."""
         params = [param for param in self._model.parameters() if param.requires_grad]
-        have = [param.grad is not None for param in params]
-        have_P = torch.tensor(have, dtype=torch.int32, device=self._device)
-        self._all_reduce([have_P], dist.ReduceOp.SUM)
-        # A host sync, so that all replicas reduce the same gradients.
-        for param, number in zip(params, have_P.tolist(), strict=True):
+        has_grad_P = self._make_int64([param.grad is not None for param in params])
+        self._all_reduce([has_grad_P], dist.ReduceOp.SUM)
+        # All replicas must reduce the same gradients.
+        for param, number in zip(params, has_grad_P.tolist(), strict=True):
             if number and param.grad is None:
                 param.grad = torch.zeros_like(param)
         grads = [get_local_tensor(param.grad) for param in params if param.grad is not None]
@@ -270,17 +245,15 @@ class Replicas:
         self._all_reduce(grads, dist.ReduceOp.AVG)
 
     def _mark_capacity_shortage(self, grads: list[Tensor]) -> None:
-        """Write NaN to `grads[0]` if token rows exceed a buffer, so that all replicas skip it."""
+        """Write NaN to `grads[0]` if a buffer was too small, so that all replicas skip the step."""
         capacities = [record.capacity for record in self._records if record.capacity is not None]
-        holders = [
-            holder for record in capacities for holder in record.holders if holder is not None
-        ]
-        if holders and grads:
-            shortage = torch.stack([holder.compute_min_factor(self._device) for holder in holders])
+        owners = [owner for record in capacities for owner in record.holders if owner is not None]
+        if owners and grads:
+            shortage = torch.stack([owner.compute_min_factor(self._device) for owner in owners])
             grads[0].masked_fill_(shortage.amax() > 0, torch.nan)
 
     def _reduce_counts(self) -> None:
-        """Sum the counts of choices over replicas, and average the auxiliary losses."""
+        """Sum the token counts over replicas and average the auxiliary losses, in place."""
         states = [record.state for record in self._records if record.state is not None]
         layers = [layer for state in states for layer in state.layers.values()]
         counts = [layer.tracker.counts for layer in layers if layer.tracker.counts is not None]
@@ -290,24 +263,20 @@ class Replicas:
         self._all_reduce(losses, dist.ReduceOp.AVG)
 
     def _all_reduce(self, tensors: Iterable[Tensor], op: dist.ReduceOp.RedOpType) -> None:
-        """All-reduce tensors over replicas, in place. An error is reported to the next vote."""
-        buckets = [
-            (bucket, torch.cat([x.flatten() for x in bucket])) for bucket in _make_buckets(tensors)
-        ]
-        works = [self._manager.allreduce(flat, reduce_op=op) for _, flat in buckets]
-        for (bucket, flat), work in zip(buckets, works, strict=True):
+        """All-reduce tensors over replicas, in place. An error fails the next vote."""
+        buckets = list(_make_buckets(tensors))
+        flats = [torch.cat([x.flatten() for x in bucket]) for bucket in buckets]
+        works = [self._manager.allreduce(flat, reduce_op=op) for flat in flats]
+        for bucket, flat, work in zip(buckets, flats, works, strict=True):
             work.wait()
             for x, part in zip(bucket, flat.split([x.numel() for x in bucket]), strict=True):
                 x.copy_(part.view_as(x))
 
 
 def _make_buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield lists of tensors of one dtype, of at most `BUCKET` bytes or one larger tensor."""
+    """Group tensors by dtype into lists of at most `BUCKET` bytes, or of one larger tensor."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for x in tensors:
-        buckets = by_dtype.setdefault(x.dtype, [])
-        if buckets and sum(y.nbytes for y in buckets) + x.nbytes > BUCKET:
-            yield buckets
-            buckets = by_dtype[x.dtype] = []
-        buckets.append(x)
-    yield from (buckets for buckets in by_dtype.values() if buckets)
+        by_dtype.setdefault(x.dtype, []).append(x)
+    for group in by_dtype.values():
+        yield from group_by_size(group, lambda x: x.nbytes, BUCKET)

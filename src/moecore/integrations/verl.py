@@ -8,10 +8,9 @@
     to                             `TrainingOffload`
     save_, load_checkpoint         `save`, `load`
 
-verl scales the loss of each micro-batch so that the sum over micro-batches and mean over data ranks
-is the loss of the batch. `parallelize_moe(loss="mean")` averages over data ranks. Importing this
-module registers the engine; `HFModelConfig(external_lib="moecore.integrations.verl")` imports it in
-each worker.
+verl scales the losses of micro-batches, so that their sum, averaged over data ranks, is the loss of
+the batch. Importing this module registers the engine; each worker imports the module if
+`HFModelConfig.external_lib` is "moecore.integrations.verl".
 
 Legend: N tokens of a micro-batch.
 """
@@ -67,13 +66,11 @@ class MoECoreEngineConfig(EngineConfig):
 class MoECoreEngine(BaseEngine):
     """Trains a causal language model of transformers on verl's batches, packed without padding.
 
-    The arguments are the arguments of verl's engines. The optimizer is `moecore.train.AdamW`;
-    `override_optimizer_config` has additional arguments of AdamW. Every method is collective over
-    the world.
+    Arguments are those of verl's engines. The optimizer is `moecore.train.AdamW`, and
+    `override_optimizer_config` has further arguments of AdamW. Every method is collective.
 
     Raises:
-        ValueError: for degrees of pp, tp or cp above 1; for a batch whose samples differ in their
-            temperature.
+        ValueError: for degrees of pp, tp or cp above 1, and for a batch with two temperatures.
     """
 
     def __init__(
@@ -120,11 +117,10 @@ class MoECoreEngine(BaseEngine):
         self.optimizer = self.lr_scheduler = None
         if not engine_config.forward_only:
             optimizer_config = self.optimizer_config
-            rates = {"lr": optimizer_config.lr, "weight_decay": optimizer_config.weight_decay}
-            rates |= {"betas": tuple(optimizer_config.betas)} | (
-                optimizer_config.override_optimizer_config or {}
-            )
-            self.optimizer = AdamW(self.module.parameters(), **rates)
+            options = {name: getattr(optimizer_config, name) for name in ("lr", "weight_decay")}
+            options |= {"betas": tuple(optimizer_config.betas)}
+            options |= optimizer_config.override_optimizer_config or {}
+            self.optimizer = AdamW(self.module.parameters(), **options)
             self.lr_scheduler = self._make_lr_schedule(self.optimizer)
         max_norm = self.optimizer_config.clip_grad if self.optimizer else None
         self._step = TrainStep(self.module, self.optimizer, max_norm=max_norm)
@@ -139,34 +135,30 @@ class MoECoreEngine(BaseEngine):
         steps = config.lr_warmup_steps or 0
         if steps <= 0:
             steps = int(config.lr_warmup_steps_ratio * config.total_training_steps)
+        schedule: LRScheduler
         if config.lr_scheduler_type == "constant":
-            constant: LRScheduler = get_constant_schedule_with_warmup(optimizer, steps)
-            return constant
-        result: LRScheduler = get_cosine_schedule_with_warmup(
-            optimizer,
-            steps,
-            config.total_training_steps,
-            min_lr_ratio=config.min_lr_ratio,
-            num_cycles=config.num_cycles,
-            zero_indexed_step=config.zero_indexed_step,
-        )
-        return result
+            schedule = get_constant_schedule_with_warmup(optimizer, steps)
+        else:
+            names = ("min_lr_ratio", "num_cycles", "zero_indexed_step")
+            options = {name: getattr(config, name) for name in names}
+            total = config.total_training_steps
+            schedule = get_cosine_schedule_with_warmup(optimizer, steps, total, **options)
+        return schedule
 
     def train_mode(self, **options: Any) -> _ModeContext:
         """Return a context with model and optimizer on the device, in training mode."""
-        return _ModeContext(self, "train", **options)
+        return _ModeContext(engine=self, mode="train", **options)
 
     def eval_mode(self, **options: Any) -> _ModeContext:
         """Return a context with the model on the device, in eval mode."""
-        return _ModeContext(self, "eval", **options)
+        return _ModeContext(engine=self, mode="eval", **options)
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Loss | None, forward_only: bool = False
     ) -> Any:
-        """Run micro-batches, with backward unless `forward_only`; return verl's output dict.
+        """Run verl's batch `data` of this rank, with backward unless `forward_only`.
 
-        `data` has verl's batch of this rank, and `loss_function` is verl's. Without `loss_function`
-        the loss is zero, and the output has only log-probabilities.
+        Returns verl's output dict. Without `loss_function` it has only log-probabilities.
         """
         group = self.get_data_parallel_group()
         num_tokens = data["loss_mask"].sum().to(self._meshes.device)
@@ -177,8 +169,7 @@ class MoECoreEngine(BaseEngine):
         outputs: list[dict[str, Any]] = []
         number = len(micro_batches)
         inputs = [
-            self._make_inputs(micro_batch, loss_function, outputs, number)
-            for micro_batch in micro_batches
+            self._make_inputs(batch, loss_function, outputs, number) for batch in micro_batches
         ]
         if forward_only:
             self._step.compute_losses(inputs)
@@ -194,9 +185,9 @@ class MoECoreEngine(BaseEngine):
         outputs: list[dict[str, Any]],
         number: int,
     ) -> dict[str, Any]:
-        """Return a micro-batch's model arguments, whose loss appends verl's output to `outputs`.
+        """Return the model arguments of one of `number` micro-batches.
 
-        The loss is multiplied by `number`, the number of micro-batches, because TrainStep averages.
+        Their loss function appends verl's output to `outputs`.
         """
         data = data.to(self._meshes.device)
         tokens_N, cu_seqlens = data["input_ids"].values(), data["input_ids"].offsets()
@@ -207,6 +198,7 @@ class MoECoreEngine(BaseEngine):
             raise ValueError(f"temperature ({temperature}) must be one number for a batch")
 
         def loss(log_probs_1N: Tensor, entropy_1N: Tensor | None) -> Tensor:
+            """Return the loss of verl's loss function for a micro-batch, and keep its outputs."""
             named = {"log_probs": log_probs_1N, "entropy": entropy_1N}
             arguments = {
                 name: torch.nested.nested_tensor_from_jagged(numbers_1N[0], cu_seqlens)
@@ -242,12 +234,12 @@ class MoECoreEngine(BaseEngine):
     def optimizer_step(self) -> float:
         """Run the optimizer step; return the gradient norm before clipping. Host sync."""
         norm = self._step.finish().norm
-        assert norm is not None, "an engine that trains"
+        assert norm is not None, "the engine has an optimizer"
         return float(norm.total)
 
     def lr_scheduler_step(self) -> float:
         """Advance the schedule and return the new learning rate of the first group."""
-        assert self.lr_scheduler is not None, "an engine that trains"
+        assert self.lr_scheduler is not None, "the engine has an optimizer"
         self.lr_scheduler.step()
         return float(self.lr_scheduler.get_last_lr()[0])
 
@@ -274,16 +266,13 @@ class MoECoreEngine(BaseEngine):
     def to(
         self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True
     ) -> None:
-        """Move the selected tensors to the host ("cpu") or to the GPU (any other device).
-
-        `model` selects weights and buffers, `optimizer` its state, `grad` the gradients.
-        """
+        """Move model, optimizer state or gradients to the host ("cpu") or the GPU (other names)."""
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)
-        moves_of: dict[Part, bool] = {"weights": model, "buffers": model}
-        moves_of |= {"optimizer": optimizer, "grads": grad}
-        for part, moves in moves_of.items():
-            if moves:
-                (self._offload.offload if device == "cpu" else self._offload.onload)(part)
+        is_moved: dict[Part, bool] = {"weights": model, "buffers": model}
+        is_moved |= {"optimizer": optimizer, "grads": grad}
+        move = self._offload.offload if device == "cpu" else self._offload.onload
+        for part in (part for part in is_moved if is_moved[part]):
+            move(part)
 
     def save_checkpoint(
         self,
@@ -293,21 +282,15 @@ class MoECoreEngine(BaseEngine):
         max_ckpt_to_keep: int | None = None,
         **_: Any,
     ) -> None:
-        """Save model, optimizer and schedule to `local_path`; keep the newest `max_ckpt_to_keep`.
+        """Save model, optimizer and schedule, and keep the newest `max_ckpt_to_keep` (None = all).
 
-        None keeps all checkpoints. `hdfs_path` is not used.
+        `hdfs_path` is not used.
         """
-        save(
-            local_path,
-            global_step,
-            self.module,
-            self.optimizer,
-            scheduler=self.lr_scheduler,
-            keep=max_ckpt_to_keep or 0,
-        )
+        keep, scheduler = max_ckpt_to_keep or 0, self.lr_scheduler
+        save(local_path, global_step, self.module, self.optimizer, scheduler=scheduler, keep=keep)
 
     def load_checkpoint(self, local_path: str, *_: Any, **__: Any) -> None:
-        """Load the newest checkpoint in `local_path`, of any layout; ValueError if it has none."""
+        """Load the newest checkpoint in `local_path`; ValueError without checkpoints."""
         newest = latest(local_path)
         if newest is None:
             raise ValueError(f"local_path ({local_path}) must have a checkpoint: save one there")
@@ -316,9 +299,6 @@ class MoECoreEngine(BaseEngine):
 
 class _ModeContext(BaseEngineCtx):
     """Context in which an engine's model is on the device, in mode "train" or "eval"."""
-
-    def __init__(self, engine: MoECoreEngine, mode: str, **options: Any) -> None:
-        super().__init__(engine=engine, mode=mode, **options)
 
     def __enter__(self) -> None:
         super().__enter__()

@@ -28,12 +28,12 @@ from moecore.io.checkpoint.shard_file import Progress
 
 MAX_CHARS = 400  # characters of a name or a value
 TARGETS = ("native", "hf", "megatron", "dcp", "dcp-transformers")
-# What only some targets have.
-FITTING = {"step": ("native",), "layout": ("hf",), "max_shard_size": ("native", "hf")}
+# Flag of `convert` -> the targets that it is for.
+FLAG_TARGETS = {"step": ("native",), "layout": ("hf",), "max_shard_size": ("native", "hf")}
 
 
 def run_inspect(args: Any) -> int:
-    """Print the format, metadata and tensors of the checkpoint `args.path`; return exit code 0."""
+    """Print format, metadata and tensors of the checkpoint at `args.path`; return exit code 0."""
     path, kind = _find_checkpoint(args.path)
     readers = {"native": _read_native_facts, "Hugging Face": _read_hf_facts, "DCP": _read_dcp_facts}
     facts = readers[kind](path)
@@ -53,7 +53,7 @@ def run_inspect(args: Any) -> int:
 
 
 def _read_native_facts(path: Path) -> dict[str, Any]:
-    """Return name -> value of a native checkpoint's metadata, files and tensors, for printing."""
+    """Return a native checkpoint's metadata, files and tensors by name, to print."""
     manifest = read_manifest(path)
     facts = manifest.facts
     return {
@@ -73,7 +73,7 @@ def _read_native_facts(path: Path) -> dict[str, Any]:
 
 
 def _read_hf_facts(path: Path) -> dict[str, Any]:
-    """Return name -> value of a Hugging Face directory's metadata and tensors, for printing."""
+    """Return a Hugging Face directory's metadata, files and tensors by name, to print."""
     from moecore.io.hf.config_fields import read_config
     from moecore.io.hf.files import HFFiles
     from moecore.io.hf.names import find_layout
@@ -97,7 +97,7 @@ def _read_hf_facts(path: Path) -> dict[str, Any]:
 
 
 def _read_dcp_facts(path: Path) -> dict[str, Any]:
-    """Return name -> value of a DCP checkpoint's files and tensors, for printing."""
+    """Return a DCP checkpoint's tensor naming, files and tensors by name, to print."""
     from moecore.io.interchange.convert import find_naming
     from moecore.io.interchange.dcp import DCPFiles
 
@@ -122,7 +122,7 @@ def _describe_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _count_totals(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return {"num_tensors", "num_bytes", "elements" (by dtype)} of `_describe_tensors`."""
+    """Return the number of tensors, their bytes, and their elements by dtype."""
     elements = Counter[str]()
     for entry in tensors.values():
         elements[entry["dtype"]] += math.prod(entry["shape"])
@@ -132,11 +132,7 @@ def _count_totals(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_verify(args: Any) -> int:
-    """Check the checkpoint `args.path`; return the exit code.
-
-    Problems of Hugging Face files are printed to stderr, with exit code 1. A damaged checkpoint of
-    another format raises ValueError.
-    """
+    """Check the checkpoint at `args.path`; print problems and return 1, or return 0."""
     path, kind = _find_checkpoint(args.path)
     if kind == "native":
         from moecore.io.checkpoint.store import verify
@@ -162,7 +158,7 @@ def run_verify(args: Any) -> int:
 
 
 def run_convert(args: Any) -> int:
-    """Convert `args.source` to `args.to` (default: hf from native, otherwise native); return 0."""
+    """Convert the checkpoint `args.source` to the format `args.to`; return exit code 0."""
     path, kind = _find_checkpoint(args.source)
     to = args.to or ("hf" if kind == "native" else "native")
     if (kind == "native") == (to == "native"):
@@ -172,59 +168,37 @@ def run_convert(args: Any) -> int:
         raise UsageError(f"--config ({args.config}) must be left out: {path} has its own")
     if kind != "Hugging Face" and args.config is None:
         raise UsageError("--config must name the config.json of the Hugging Face model")
-    for name, targets in FITTING.items():
+    for name, targets in FLAG_TARGETS.items():
         value = getattr(args, name)
         if value is not None and to not in targets:
             flag = name.replace("_", "-")
             raise UsageError(f"--{flag} ({value}) must be left out for a target that is {to}")
     with show_progress("converting", unit="B") as progress:
-        convert = _convert_to_native if to == "native" else _convert_from_native
-        target = convert(args, path, kind, to, progress)
+        target = _convert(args, path, kind, to, progress)
     print(f"{path} -> {target}")
     return 0
 
 
-def _convert_to_native(args: Any, path: Path, kind: str, _: str, progress: Progress | None) -> Path:
-    """Convert `path`, whose format is `kind`, to a new run `args.target`; return its checkpoint."""
-    from moecore.io.hf.convert import hf_to_native
-    from moecore.io.interchange.convert import dcp_to_native
+def _convert(args: Any, path: Path, kind: str, to: str, progress: Progress | None) -> Path:
+    """Convert the checkpoint `path` from format `kind` to format `to`; return the new directory."""
+    from moecore.io.hf.convert import hf_to_native, native_to_hf
+    from moecore.io.interchange.convert import dcp_to_native, native_to_dcp
 
-    dtype = _parse_dtype(args)
-    options = _drop_none(step=args.step, max_file_bytes=args.max_shard_size)
-    if kind == "DCP":
-        return dcp_to_native(
-            path, args.target, config=args.config, dtype=dtype, progress=progress, **options
-        )
-    return hf_to_native(path, args.target, dtype=dtype, progress=progress, **options)
-
-
-def _convert_from_native(args: Any, path: Path, _: str, to: str, progress: Progress | None) -> Path:
-    """Convert a native checkpoint to the directory `args.target` in format `to`; return it."""
-    from moecore.io.hf.convert import native_to_hf
-    from moecore.io.interchange.convert import native_to_dcp
-
-    target: Path = args.target
-    config, dtype = args.config, _parse_dtype(args)
-    if to == "hf":
-        options = _drop_none(max_shard_bytes=args.max_shard_size, layout=args.layout)
-        native_to_hf(path, target, config=config, dtype=dtype, progress=progress, **options)
-    else:
-        native_to_dcp(path, target, names=to, config=config, dtype=dtype, progress=progress)  # type: ignore[arg-type]
-    return target
-
-
-def _parse_dtype(args: Any) -> torch.dtype | None:
-    """Return the torch dtype of the --dtype flag; None without the flag."""
-    return None if args.dtype is None else getattr(torch, args.dtype)
-
-
-def _drop_none(**options: Any) -> dict[str, Any]:
-    """Return the options that are not None, so that the called function uses its defaults."""
-    return {name: value for name, value in options.items() if value is not None}
+    options = {"step": args.step, "config": args.config, "layout": args.layout}
+    options["max_file_bytes" if to == "native" else "max_shard_bytes"] = args.max_shard_size
+    options["dtype"] = None if args.dtype is None else getattr(torch, args.dtype)
+    if to not in ("native", "hf"):
+        options["names"] = to
+    convert: Any = native_to_hf if to == "hf" else native_to_dcp
+    if to == "native":
+        convert = dcp_to_native if kind == "DCP" else hf_to_native
+    options = {name: value for name, value in options.items() if value is not None}
+    result = convert(path, args.target, progress=progress, **options)
+    return Path(result if to == "native" else args.target)
 
 
 def run_prune(args: Any) -> int:
-    """Delete, or list with --dry-run, all but the newest `args.keep` checkpoints; return 0."""
+    """Delete all but the newest `args.keep` checkpoints, or list them if `args.dry_run`."""
     if args.keep < 1:
         raise UsageError(f"--keep ({args.keep}) must be >= 1: the newest must stay")
     if not args.path.is_dir():
@@ -241,7 +215,7 @@ def run_prune(args: Any) -> int:
 
 
 def _find_checkpoint(path: Path) -> tuple[Path, str]:
-    """Return (path, "native" or "DCP" or "Hugging Face") of a checkpoint or of a run's latest."""
+    """Return the path and format of a checkpoint, or of the newest checkpoint of a run."""
     if not path.is_dir():
         raise UsageError(f"path ({path}) must be a directory: it is not there")
     if (path / MANIFEST).is_file():
@@ -260,7 +234,7 @@ def _find_checkpoint(path: Path) -> tuple[Path, str]:
 
 
 def _format_value(value: Any) -> str:
-    """Return a metadata value, which may be nested, as one line of text; "-" if None or empty."""
+    """Convert a nested metadata value to one line of text; None and empty values become "-"."""
     if isinstance(value, dict):
         entries = (f"{_truncate_text(str(k))}={_format_value(v)}" for k, v in value.items())
         return ", ".join(entries) or "-"
@@ -270,5 +244,5 @@ def _format_value(value: Any) -> str:
 
 
 def _truncate_text(text: str) -> str:
-    """Return text without unprintable characters, cut to `MAX_CHARS`."""
+    """Cut a text to `MAX_CHARS` characters and escape unprintable characters."""
     return escape_unprintable(text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}...")

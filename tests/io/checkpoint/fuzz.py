@@ -177,9 +177,7 @@ def fuzz(folder: Path, num_cases: int) -> Counter[str]:
     return outcomes
 
 
-def one_case(
-    path: Path, whole: dict[Path, bytes], name: str, seed: int, saved: dict[str, Tensor]
-) -> str:
+def one_case(path, whole, name, seed, saved):
     for file, data in whole.items():
         file.write_bytes(data)
     CASES[name](path, random.Random(seed))

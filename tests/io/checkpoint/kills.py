@@ -52,17 +52,7 @@ def loaded_step(root: Path, width: int = 64) -> int:
     return step
 
 
-def save_forever(
-    rank: int,
-    world: int,
-    root: Path,
-    width: int,
-    start: int,
-    store: Path,
-    *,
-    wait: bool,
-    done: object,
-) -> None:
+def save_forever(rank, world, root, width, start, store, *, wait, done):
     """Save step after step; `done` is the last one that is known to be on disk."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
@@ -77,9 +67,7 @@ def save_forever(
             done.value = step if wait else step - 1  # type: ignore[attr-defined]
 
 
-def kill_at_random(
-    root: Path, num_kills: int, *, world: int, width: int, wait: bool, seed: int
-) -> list[int]:
+def kill_at_random(root, num_kills, *, world, width, wait, seed):
     """Return after each kill: 0 = the save before is left, 1 = the newer one.
 
     Raises:

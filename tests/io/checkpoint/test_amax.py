@@ -89,14 +89,7 @@ class Job:
         load(path, self.model, self.optimizer)
 
 
-def make(
-    seed: int = 0,
-    *,
-    n: int = 3,
-    row: int = 0,
-    pipeline: PipelineConfig | None = None,
-    **degrees: int,
-) -> Job:
+def make(seed=0, *, n=3, row=0, pipeline=None, **degrees):
     recipe = Recipe(scaling="tensorwise", amax_history=n, grad_format="e5m2", power_of_two=False)
     precision = Precision(recipe=recipe, roles=ROLES)
     meshes = build_meshes(ParallelConfig(**degrees), "cpu")

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from moecore import BalanceConfig, CapacityConfig, MoEConfig
 from moecore.io import load, read_manifest, save
 from moecore.io.checkpoint.manifest import MANIFEST
 from moecore.models import Decoder, DecoderConfig
-from tests.io.checkpoint.fuzz import write_signed
+from tests.io.checkpoint.fuzz import same, tensors_of, write_signed
 
 Model = tuple[nn.ModuleDict, torch.optim.Optimizer]
 
@@ -33,21 +33,10 @@ def build(sizes: dict[str, int], *, dtype: torch.dtype = torch.float32, seed: in
     return model, optimizer
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    found = {name: param.detach().clone() for name, param in model.named_parameters()}
-    for name, param in model.named_parameters():
-        found |= {f"{s}.{name}": v.clone() for s, v in optimizer.state[param].items()}
-    return found
-
-
-def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
 def test_one_error_lists_every_difference(tmp_path: Path) -> None:
     path = save(tmp_path, 1, *build({"same": 3, "gone": 3, "grown": 3}), {"note": 1})
     model, optimizer = build({"same": 3, "grown": 4, "new": 2}, seed=1)
-    before, generator = state_of(model, optimizer), torch.get_rng_state()
+    before, generator = tensors_of(model, optimizer), torch.get_rng_state()
     with pytest.raises(ValueError, match="6 differ: ") as info:
         load(path, model, optimizer)
     for part in (
@@ -60,7 +49,7 @@ def test_one_error_lists_every_difference(tmp_path: Path) -> None:
         "or load what fits with strict=False",
     ):
         assert part in str(info.value), part
-    assert equal(before, state_of(model, optimizer)) and optimizer.param_groups[0]["lr"] == 1.1
+    assert same(before, tensors_of(model, optimizer)) and optimizer.param_groups[0]["lr"] == 1.1
     assert torch.equal(generator, torch.get_rng_state())
 
 
@@ -75,13 +64,15 @@ def test_not_strict_loads_what_fits(tmp_path: Path) -> None:
     saved, saved_optimizer = build({"same": 3, "gone": 3, "grown": 3})
     path = save(tmp_path, 1, saved, saved_optimizer, {"note": 1})
     model, optimizer = build({"same": 3, "grown": 4, "new": 2}, seed=1)
-    wanted = state_of(model, optimizer)
+    wanted = tensors_of(model, optimizer)
     wanted |= {
-        name: tensor for name, tensor in state_of(saved, saved_optimizer).items() if "same" in name
+        name: tensor
+        for name, tensor in tensors_of(saved, saved_optimizer).items()
+        if "same" in name
     }
     with pytest.warns(UserWarning, match=r"step-000001\): 6 differ: .*left as it was"):
         assert load(path, model, optimizer, strict=False) == {"note": 1}
-    assert equal(wanted, state_of(model, optimizer)) and optimizer.param_groups[0]["lr"] == 1.1
+    assert same(wanted, tensors_of(model, optimizer)) and optimizer.param_groups[0]["lr"] == 1.1
     optimizer.step()
 
 
@@ -92,7 +83,7 @@ def test_not_strict_is_silent_when_all_fits(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load(path, model, optimizer, strict=False)
-    assert equal(state_of(saved, saved_optimizer), state_of(model, optimizer))
+    assert same(tensors_of(saved, saved_optimizer), tensors_of(model, optimizer))
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
@@ -101,15 +92,15 @@ def test_dtypes_are_cast_only_when_asked(tmp_path: Path, strict: bool) -> None:
     saved, saved_optimizer = build({"a": 3})
     path = save(tmp_path, 1, saved, saved_optimizer)
     model, optimizer = build({"a": 3}, dtype=torch.bfloat16, seed=1)
-    before = state_of(model, optimizer)
+    before = tensors_of(model, optimizer)
     with pytest.raises(
         ValueError, match=r"a.weight torch.float32 must be torch.bfloat16 as in"
     ) as e:
         load(path, model, optimizer, strict=strict)
-    assert "use cast=True" in str(e.value) and equal(before, state_of(model, optimizer))
+    assert "use cast=True" in str(e.value) and same(before, tensors_of(model, optimizer))
     load(path, model, optimizer, strict=strict, cast=True)
-    wanted = state_of(saved, saved_optimizer)
-    found = state_of(model, optimizer)
+    wanted = tensors_of(saved, saved_optimizer)
+    found = tensors_of(model, optimizer)
     for name, tensor in wanted.items():
         kept = name.startswith("step.")
         assert found[name].dtype == (torch.float32 if kept else torch.bfloat16), name
@@ -126,7 +117,7 @@ def test_moments_wider_than_the_parameter_stay_so(tmp_path: Path) -> None:
     for cast in (False, True):
         other, other_optimizer = build({"a": 3}, dtype=torch.bfloat16, seed=1)
         load(path, other, other_optimizer, cast=cast)
-        assert equal(state_of(model, optimizer), state_of(other, other_optimizer))
+        assert same(tensors_of(model, optimizer), tensors_of(other, other_optimizer))
         assert other_optimizer.state[other["a"].weight]["exp_avg"].dtype == torch.float32
 
 
@@ -179,24 +170,19 @@ SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
         ((SGD, {}), (SGD, {"momentum": 0.9}), r"momentum \(0.9\) is 0 in the checkpoint"),
     ],
 )
-def test_optimizer_with_other_state_is_refused(
-    tmp_path: Path,
-    saved: tuple[type[torch.optim.Optimizer], Options],
-    now: tuple[type[torch.optim.Optimizer], Options],
-    message: str,
-) -> None:
+def test_optimizer_with_other_state_is_refused(tmp_path, saved, now, message):
     path = save(tmp_path, 1, *build_with(saved[0], **saved[1]))
     model, optimizer = build_with(now[0], **now[1])
-    before = state_of(model, optimizer)
+    before = tensors_of(model, optimizer)
     with pytest.raises(ValueError, match=f"1 differ: .*{message}"):
         load(path, model, optimizer)
-    assert equal(before, state_of(model, optimizer))
+    assert same(before, tensors_of(model, optimizer))
     with pytest.warns(UserWarning, match=message):
         load(path, model, optimizer, strict=False)
     assert optimizer.state_dict()["param_groups"][0].items() >= now[1].items()
     slots = {name: value for name, value in before.items() if name != "a.weight"}
-    after = state_of(model, optimizer)
-    assert equal(slots, {name: value for name, value in after.items() if name != "a.weight"})
+    after = tensors_of(model, optimizer)
+    assert same(slots, {name: value for name, value in after.items() if name != "a.weight"})
     step(model, optimizer)
 
 
@@ -226,7 +212,7 @@ def test_how_a_step_is_computed_is_of_this_run(tmp_path: Path, saved: Options) -
     other, other_optimizer = build({"a": 3}, seed=1)
     load(path, other, other_optimizer)
     assert not any(other_optimizer.param_groups[0][name] for name in saved)
-    assert equal(state_of(model, optimizer), state_of(other, other_optimizer))
+    assert same(tensors_of(model, optimizer), tensors_of(other, other_optimizer))
     step(other, other_optimizer)
 
 
@@ -270,9 +256,7 @@ DECODER = DecoderConfig(
         (dict(moe=None, mlp_hidden_dim=8), {}, r"config.moe \(None\) must be given as in the che"),
     ],
 )
-def test_a_decoder_that_computes_something_else(
-    tmp_path: Path, change: dict[str, Any], moe: dict[str, Any], message: str
-) -> None:
+def test_a_decoder_that_computes_something_else(tmp_path, change, moe, message):
     """Its tensors have the same names and shapes; the save took the config from the model."""
     path = save(tmp_path, 1, nn.ModuleDict({"wrapped": Decoder(DECODER)}), None)
     config = replace(DECODER, **{"moe": replace(MOE, **moe), **change})
@@ -281,7 +265,7 @@ def test_a_decoder_that_computes_something_else(
     with pytest.raises(ValueError, match=message) as info:
         load(path, model)
     assert "\n" not in str(info.value)
-    assert equal(before, model.state_dict())
+    assert same(before, model.state_dict())
     with pytest.warns(UserWarning, match=message.removesuffix(": build")):
         load(path, model, strict=False)
 

@@ -98,9 +98,7 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("name", "change", "field", "new", "old"), CHANGES)
-def test_a_model_that_computes_something_else(
-    saved: dict[str, Path], name: str, change: dict[str, Any], field: str, new: str, old: str
-) -> None:
+def test_a_model_that_computes_something_else(saved, name, change, field, new, old):
     model = model_of(name, **change)
     for param in model.parameters():
         param.data.zero_()
@@ -118,9 +116,7 @@ def test_a_model_that_computes_something_else(
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_what_only_training_or_bookkeeping_reads_may_change(
-    saved: dict[str, Path], name: str
-) -> None:
+def test_what_only_training_or_bookkeeping_reads_may_change(saved, name):
     implementation = "eager" if name == "gpt-oss" else "sdpa"
     model = model_of(name, **TRAINING, attn_implementation=implementation)
     load(saved[name], model)
@@ -265,9 +261,7 @@ SLIDING = dict(full_attention=dict(rope_theta=1.0), sliding_attention=dict(rope_
         (V5, dict(model_type="x", rope_parameters=3, rope_scaling="no"), []),
     ],
 )
-def test_fields_that_differ(
-    ours: dict[str, Any], theirs: dict[str, Any], wanted: list[tuple[str, str, str]]
-) -> None:
+def test_fields_that_differ(ours, theirs, wanted):
     assert find_hf_differences(ours, theirs) == [Difference(name, a, b) for name, a, b in wanted]
     assert find_hf_differences(theirs, ours) == [Difference(name, b, a) for name, a, b in wanted]
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from moecore.io import latest, read_manifest
 
 DOCS = Path(__file__).parents[3] / "docs" / "checkpointing.md"
 
 
-def test_the_examples_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_group_left: None
-) -> None:
+def test_the_examples_run(tmp_path, monkeypatch, no_group_left):
     monkeypatch.chdir(tmp_path)
     blocks = [part.split("```")[0] for part in DOCS.read_text().split("```python\n")[1:]]
     blocks[0] = blocks[0].replace('"runs/mine", 200', '"runs/mine", 4').replace("% 100", "% 2")

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from moecore import Meshes, ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore.base.torch_private import get_local_tensor
 from moecore.io.checkpoint.snapshot import collect_rank_state, load_rank_state
 from moecore.models import Decoder, preset
 from moecore.train import AdamW
@@ -33,11 +33,8 @@ def train(rank: int, run: Any, first: int, last: int) -> list[float]:
         losses += step.forward_backward([inputs]).tolist()
         step.finish()
         schedule.step()
-    return [*losses, *(float(p.detach().float().sum()) for p in _locals(model))]
-
-
-def _locals(model: Decoder) -> list[Tensor]:
-    return [getattr(p, "_local_tensor", p) for p in model.state_dict().values()]
+    local_tensors = map(get_local_tensor, model.state_dict().values())
+    return [*losses, *(float(p.detach().float().sum()) for p in local_tensors)]
 
 
 def worker(rank: int, device: torch.device) -> dict[str, tuple[Any, ...]]:

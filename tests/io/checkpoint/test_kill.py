@@ -111,9 +111,7 @@ def test_full_disk_leaves_the_save_before(tmp_path: Path, room: int, wait: bool)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
-def test_write_error_in_the_middle(
-    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_write_error_in_the_middle(tmp_path, number, monkeypatch):
     save(tmp_path, 1, *build(1.0), {"step": 1})
     write, calls = os.write, []
 

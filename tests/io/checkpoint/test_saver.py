@@ -115,9 +115,7 @@ def test_first_wrong_argument_is_found_before_the_copy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("found_by", ["check", "save", "close"])
-def test_error_surfaces(
-    tmp_path: Path, monkeypatch: Patch, found_by: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_error_surfaces(tmp_path, monkeypatch, found_by, caplog):
     saver = Saver(tmp_path, *build(1.0))
     saver.save(1, {"step": 1}, wait=True)
     with monkeypatch.context() as patch:
@@ -146,9 +144,7 @@ def _no_space(*_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize("found_by", ["check", "close"])
-def test_a_rank_that_ends_is_an_error_of_the_save(
-    tmp_path: Path, monkeypatch: Patch, no_group_left: None, found_by: str
-) -> None:
+def test_a_rank_that_ends_is_an_error_of_the_save(tmp_path, monkeypatch, no_group_left, found_by):
     def lost(*_: object, **__: object) -> None:
         raise RuntimeError("Connection closed by peer [127.0.0.1]:1\nand a stack")
 
@@ -169,9 +165,7 @@ def test_a_rank_that_ends_is_an_error_of_the_save(
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_an_error_after_the_publication_says_so(
-    tmp_path: Path, monkeypatch: Patch, no_group_left: None, background: bool
-) -> None:
+def test_an_error_after_the_publication_says_so(tmp_path, monkeypatch, no_group_left, background):
     """A rank that ends after it has written leaves the others an error, and a whole checkpoint."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     save_with_dcp = dcp.save
@@ -278,9 +272,7 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
     return results
 
 
-def copy_fails_on_one(
-    root: Path, rank: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[str, list[str]]:
+def copy_fails_on_one(root, rank, model, optimizer):
     """Rank 1 has no memory for its copies; nothing is left behind, and the next save is whole."""
     with Saver(root, model, optimizer) as saver:
         reserve = saver._copies.reserve

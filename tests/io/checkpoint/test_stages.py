@@ -188,13 +188,9 @@ def test_loads_what_others_saved(results: dict[Any, Any], source: str, target: s
 
 
 @pytest.mark.parametrize("source", LAYOUTS)
-def test_one_process_loads_it(results: dict[Any, Any], root: Path, source: str) -> None:
+def test_one_process_loads_each_tensor_once(results: Any, root: Path, source: str) -> None:
     result = loaded(root / source / "step-000002", plain(seed=9))
     assert result == {"wrong": [], "stepped": []}
-
-
-@pytest.mark.parametrize("source", LAYOUTS)
-def test_each_tensor_is_written_once(results: dict[Any, Any], root: Path, source: str) -> None:
     found = read_manifest(root / source / "step-000002")
     wanted = read_manifest(root / "one process" / "step-000002")
 
@@ -210,9 +206,7 @@ def test_each_tensor_is_written_once(results: dict[Any, Any], root: Path, source
 @pytest.mark.parametrize(
     ("source", "writers"), [("pp2", {0, 1}), ("pp2-ep2", {0, 1}), ("pp4", {0})]
 )
-def test_the_first_stage_writes_copies(
-    results: dict[Any, Any], root: Path, source: str, writers: set[int]
-) -> None:
+def test_the_first_stage_writes_copies(results, root, source, writers):
     tensors = read_manifest(root / source / "step-000002").tensors
     for name in (f"model.{TABLE}", f"optimizer.exp_avg.{TABLE}"):
         files = {chunk.file for chunk in tensors[name].chunks}
@@ -235,7 +229,4 @@ def test_the_first_stage_writes_copies(
 def test_refuses_on_every_rank(results: dict[Any, Any], case: str, message: str) -> None:
     errors = results["refusals"][case]
     assert all(message in error and "\n" not in error for error in errors), errors
-
-
-def test_a_refused_save_leaves_nothing(results: dict[Any, Any]) -> None:
     assert results["refusals"]["nothing is left"] == [False] * 4

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -14,9 +13,7 @@ from torch import Tensor
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
-def write_directory(
-    path: Path, state: Mapping[str, Tensor], config: Mapping[str, Any], num_shards: int = 1
-) -> Path:
+def write_directory(path, state, config, num_shards=1):
     """Write tensors as they are, in turn into so many shards."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(dict(config)))
@@ -67,9 +64,7 @@ def plain_fp8(values: Tensor, scales: Tensor, block: int) -> Tensor:
     return torch.tensor(found, dtype=torch.float32)
 
 
-def fp8_state(
-    state: Mapping[str, Tensor], block: int
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def fp8_state(state, block):
     """Quantise the projections as DeepSeek-V3's files do; return what is stored, and the truth."""
     stored, truth = {}, {}
     for name, value in state.items():

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from moecore.io.hf.names import HEAD, HFLayout, find_layout, map_hf_copies, plan_hf_tensors
+from moecore.io.hf.names import HEAD, find_layout, map_hf_copies, plan_hf_tensors
 from moecore.models.config import DecoderConfig
 
 
@@ -24,9 +24,7 @@ def native_state(state: Mapping[str, Tensor], config: DecoderConfig) -> dict[str
     return native
 
 
-def hf_state(
-    state: Mapping[str, Tensor], config: DecoderConfig, *, layout: HFLayout
-) -> dict[str, Tensor]:
+def hf_state(state, config, *, layout):
     """Return the Hugging Face state dict of a native one; a tied head is left out."""
     pieces = [
         (n, p) for n, recipe in plan_hf_tensors(config, layout).items() for p in recipe.pieces

@@ -179,27 +179,12 @@ def test_wrong_arguments(change, message, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        (
-            "qwen3-moe",
-            dict(num_experts_per_tok=3),
-            r"config.json moe.top_k \(3\) must be that of the",
-        ),
-        (
-            "gpt-oss",
-            dict(rope_parameters={"rope_theta": 5.0}),
-            r"config.json rope_theta \(5.0\) must",
-        ),
-    ],
-)
-def test_a_config_of_another_transformers_model(name, change, message, tmp_path):
-    model = random_model(name)
+def test_a_config_of_another_transformers_model(tmp_path):
+    model = random_model("gpt-oss")
     values = model.config.to_dict()
-    options = dict(layout="fused", config=values | change)
-    with pytest.raises(ValueError, match=message):
-        export_hf(model, tmp_path / "out", **options)
+    wrong = values | dict(rope_parameters={"rope_theta": 5.0})
+    with pytest.raises(ValueError, match=r"config.json rope_theta \(5.0\) must"):
+        export_hf(model, tmp_path / "out", layout="fused", config=wrong)
     assert list(tmp_path.iterdir()) == []
     options = dict(layout="fused", config=values | dict(use_cache=False, router_aux_loss_coef=0.5))
     export_hf(model, tmp_path / "out", **options)

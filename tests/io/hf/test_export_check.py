@@ -95,9 +95,7 @@ def dropping_in_eval() -> nn.Module:
     return model
 
 
-def upcycled(
-    family: str, spec: str = "E4G1T2", layers: tuple[int, ...] = (0, 1), **changes: Any
-) -> nn.Module:
+def upcycled(family, spec="E4G1T2", layers=(0, 1), **changes):
     """A dense model whose MLPs, or some of them, are MoE layers."""
     moe = {n: changes.pop(n) for n in ("expert_bias", "activation") if n in changes}
     config = getattr(transformers, f"{family}Config")(**SIZES | changes)

@@ -8,7 +8,6 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -206,10 +205,7 @@ def remove(name: str):
             r"must have a weight_map of strings",
         ),
         (lambda p: (p / "model.safetensors.index.json").write_text("{"), r"must be JSON"),
-        (
-            lambda p: (p / "model.safetensors.index.json").write_text("[" * 100_000),
-            r"must be JSON",
-        ),
+        (lambda p: (p / "model.safetensors.index.json").write_text("[" * 100_000), r"must be JSON"),
         (remove("model.safetensors.index.json"), r"must hold model.safetensors or model.saf"),
         (lambda p: (p / SHARD).write_bytes(b""), rf"{SHARD}\) must be a whole safetensors file"),
         (
@@ -348,28 +344,8 @@ def test_a_file_that_becomes_shorter_between_two_reads(tmp_path):
     command = [sys.executable, "-c", SHORTENED, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     error, total = done.stdout.splitlines()
-    assert error.endswith(
-        "must be as its header said: it has become shorter: it has changed meanwhile"
-    )
+    assert error.endswith("it was cut meanwhile")
     assert float(total) == 1024
-
-
-@pytest.mark.parametrize("block_bytes", [1, 16, 100, 1 << 20])
-def test_boxes_equal_slices_for_every_block_size(block_bytes, tmp_path, monkeypatch):
-    monkeypatch.setattr("moecore.io.hf.files.BLOCK_BYTES", block_bytes)
-    monkeypatch.setattr("moecore.io.hf.files.RUN_BYTES", block_bytes)
-    state = {"x": torch.arange(5 * 3 * 4 * 2).view(5, 3, 4, 2).short(), "y": torch.arange(7.0)}
-    write_directory(tmp_path, state, {})
-    parts = [slice(0, 2), slice(1, 2), slice(1, 3), slice(2, 2)]
-    boxes = [
-        (first, *rest)
-        for first in (slice(1, 4), slice(0, 5))
-        for rest in product(parts[:3], parts, parts[:1])
-    ]
-    with HFFiles(tmp_path) as files:
-        for box in boxes:
-            assert torch.equal(files.read("x", box), state["x"][box])
-        assert torch.equal(files.read("y", (slice(2, 5),)), state["y"][2:5])
 
 
 def test_long_lists_are_cut():

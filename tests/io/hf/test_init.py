@@ -79,9 +79,7 @@ def test_seeds_and_names_give_independent_values() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_sharded_models_get_the_values_of_a_plain_one(
-    name: str, on_ranks: dict[str, dict[str, Tensor]]
-) -> None:
+def test_sharded_models_get_the_values_of_a_plain_one(name, on_ranks):
     want, got = filled(name), on_ranks[name]
     assert want.keys() == got.keys()
     for key, value in want.items():

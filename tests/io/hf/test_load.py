@@ -42,20 +42,13 @@ def empty_like(model: nn.Module) -> nn.Module:
     """The same model as loading from scratch has it: built on meta, storage full of NaN."""
     with torch.device("meta"):
         empty = type(model)(model.config)
-    return fill_nan(empty.to_empty(device="cpu")).to(model.dtype).eval()
+    return fill(empty.to_empty(device="cpu")).to(model.dtype).eval()
 
 
-def fill_nan(model: nn.Module) -> nn.Module:
+def fill(model: nn.Module, value: float = float("nan")) -> nn.Module:
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
-            tensor.fill_(float("nan"))
-    return model
-
-
-def fill_ones(model: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for param in model.parameters():
-            param.fill_(1.0)
+            tensor.fill_(value)
     return model
 
 
@@ -87,7 +80,7 @@ def test_casts_of_the_weights_before_are_dropped(tmp_path, no_group_left):
     options = FSDPOptions(param_dtype=torch.bfloat16, dense_strategy="optim")
     logits = []
     for used in (True, False):
-        model = fill_ones(random_model("qwen3-moe"))
+        model = fill(random_model("qwen3-moe"), 1.0)
         parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), fsdp=options)
         step = TrainStep(model, num_micro_batches=2)
         if used:
@@ -114,7 +107,7 @@ def test_native_decoders_load_them_too(name, stacked, tmp_path):
         tied = {"lm_head.weight"} if config.tie_embeddings else set()
         state = {n: t for n, t in model.state_dict().items() if n not in tied}
         write_directory(tmp_path, state, model.config.to_dict(), num_shards=2)
-    decoder = fill_nan(Decoder(decoder_config_from_hf(tmp_path))).eval()
+    decoder = fill(Decoder(decoder_config_from_hf(tmp_path))).eval()
     load_hf(tmp_path, decoder)
     assert_state(decoder, native_state(model.state_dict(), config))
     with torch.no_grad():
@@ -145,7 +138,7 @@ def deepseek_files(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fp8_blocks_are_dequantised_into_the_dtype_of_the_model(dtype, tmp_path):
     truth = deepseek_files(tmp_path, dtype)
-    decoder = fill_nan(Decoder(preset("tiny-deepseek-v3"), dtype=dtype))
+    decoder = fill(Decoder(preset("tiny-deepseek-v3"), dtype=dtype))
     report = load_hf(tmp_path, decoder)
     assert_state(decoder, truth)  # rounded once, from fp32
     assert decoder.state_dict()["mtp.0.block.mlp.router.expert_bias"].dtype == torch.float32
@@ -177,7 +170,7 @@ def test_multi_token_prediction_of_qwen3_next(tmp_path):
     write_directory(tmp_path, stored, model.config.to_dict(), num_shards=2)
     found = decoder_config_from_hf(tmp_path)
     assert (found.num_mtp_layers, found.mtp_loss_coef) == (1, 0.3)
-    decoder = fill_nan(Decoder(found))
+    decoder = fill(Decoder(found))
     load_hf(tmp_path, decoder)
     assert_state(decoder, own)
     loaded = empty_like(model)
@@ -185,7 +178,7 @@ def test_multi_token_prediction_of_qwen3_next(tmp_path):
     assert_state(loaded, model.state_dict())
     assert {*report.left_over} == {n for n in stored if n.startswith("mtp.")}
     export_hf(decoder, tmp_path / "out", config=model.config.to_dict())
-    again = fill_nan(Decoder(decoder_config_from_hf(tmp_path / "out")))
+    again = fill(Decoder(decoder_config_from_hf(tmp_path / "out")))
     load_hf(tmp_path / "out", again)
     assert_state(again, own)
 
@@ -201,7 +194,7 @@ def test_mxfp4_is_dequantised(tmp_path):
     assert torch.equal(loaded(IDS).logits, model.eval()(IDS).logits)
 
     (tmp_path / "config.json").write_text(json.dumps(model.config.to_dict()))
-    decoder = fill_nan(Decoder(decoder_config_from_hf(tmp_path)))
+    decoder = fill(Decoder(decoder_config_from_hf(tmp_path)))
     load_hf(tmp_path, decoder)
     assert_state(decoder, native_state(truth, decoder.config))
 
@@ -356,8 +349,8 @@ def test_files_of_another_decoder_of_the_same_shapes(values, message, tmp_path):
     state = hf_state(Decoder(config).state_dict(), config, layout="per_expert")
     write_directory(tmp_path, state, TINY_JSON | values)
     with pytest.raises(ValueError, match=message):
-        load_hf(tmp_path, fill_nan(Decoder(config)))
-    loaded = fill_nan(Decoder(config))
+        load_hf(tmp_path, fill(Decoder(config)))
+    loaded = fill(Decoder(config))
     with pytest.warns(UserWarning, match=message):
         load_hf(tmp_path, loaded, strict=False)
     assert_state(loaded, native_state(state, config))
@@ -385,13 +378,13 @@ def test_files_of_another_transformers_model_of_the_same_shapes(name, changed, m
     saved = random_model(name, **changed)
     saved.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message):
-        load_hf(tmp_path, fill_nan(random_model(name)))
-    loaded = fill_nan(random_model(name))
+        load_hf(tmp_path, fill(random_model(name)))
+    loaded = fill(random_model(name))
     with pytest.warns(UserWarning, match=message):
         load_hf(tmp_path, loaded, strict=False)
     assert_state(loaded, saved.state_dict())
     other = random_model(name, **changed, router_aux_loss_coef=0.5, attention_dropout=0.1)
-    load_hf(tmp_path, fill_nan(other))  # what only training reads
+    load_hf(tmp_path, fill(other))  # what only training reads
     assert_state(other, saved.state_dict())
 
 

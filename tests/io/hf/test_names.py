@@ -57,38 +57,6 @@ def test_there_and_back_is_bit_exact(name, layout):
         assert_equal(theirs, {n: t for n, t in state.items() if n not in tied})
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("qwen3", "qwen3-next", "nemotron-h", "mixtral", "olmoe", "deepseek", "deepseek-v3.2"),
-        *("mistral", "glm-4.5-air", "gpt-oss"),
-    ],
-)
-def test_files_of_transformers_are_read_and_written(name, tmp_path):
-    """save_pretrained and from_pretrained translate the published names on their own."""
-    pytest.importorskip("transformers")
-    from safetensors.torch import load_file, save_file
-
-    hf, config = make_pair(name)
-    hf.save_pretrained(tmp_path)
-    files = load_file(tmp_path / "model.safetensors")
-    layout = "mixtral" if name == "mixtral" else "fused" if name in ONE_LAYOUT else "per_expert"
-    assert find_layout(files.keys()) == layout
-    native = native_state(hf.state_dict(), config)
-    assert_equal(native_state(files, config), native)
-    written = hf_state(native, config, layout=layout)
-    assert_equal(written, files)
-
-    state = {n: torch.randn_like(t) for n, t in native.items()}
-    save_file(
-        {n: t.contiguous() for n, t in hf_state(state, config, layout=layout).items()},
-        tmp_path / "model.safetensors",
-        {"format": "pt"},
-    )
-    again = type(hf).from_pretrained(tmp_path)
-    assert_equal(native_state(again.state_dict(), config), state)
-
-
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("layout", ["fused", "per_expert"])
 def test_multi_token_prediction_comes_after_the_last_layer(layout, depth):
@@ -176,10 +144,3 @@ def test_tensors_without_a_name_are_refused(change, layout, name):
         NotImplementedError, match=rf"layers.1.{name} .* must have a Hugging Face n"
     ):
         plan_hf_tensors(config, layout)
-
-
-def test_unknown_layout_lists_the_choices():
-    with pytest.raises(
-        ValueError, match=r"layout \('hf'\) must be one of 'fused', 'per_expert', 'm"
-    ):
-        plan_hf_tensors(preset("tiny"), "hf")

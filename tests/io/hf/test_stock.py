@@ -148,9 +148,7 @@ def test_a_tensor_that_is_stacked_of_too_few_is_named(tmp_path: Path) -> None:
     assert len(gone) == 2 and all(f"{name} is missing" in str(info.value) for name in gone)
 
 
-def test_values_that_are_computed_are_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_values_that_are_computed_are_refused(monkeypatch, tmp_path):
     from transformers import conversion_mapping, core_model_loading
 
     class Doubled(core_model_loading.ConversionOps):

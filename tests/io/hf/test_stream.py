@@ -289,9 +289,7 @@ def worker(rank: int, device: torch.device, folder: str, layouts: set[str]) -> d
 
 
 @pytest.fixture(scope="module")
-def results(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
+def results(request, tmp_path_factory):
     layouts = {"ep2-etp2", *asked_for(request, "layout")}  # which is measured, too
     return run_ranks(WORLD, worker, str(tmp_path_factory.mktemp("streams")), layouts)
 

@@ -1,4 +1,4 @@
-"""TitanLayer: a torchtitan MoE block as a MoELayer that keeps its names, shapes and checkpoints.
+"""TitanLayer: a torchtitan MoE block as a MoELayer with the same names, shapes and checkpoints.
 
 | torchtitan 0.2               | torchtitan 0.3                                      | here        |
 |------------------------------|-----------------------------------------------------|-------------|
@@ -33,39 +33,29 @@ from moecore.base.params import shard_parameter
 from moecore.families.adopt import adopt
 from moecore.moe.forced import force_even_load
 from moecore.moe.layer import LayerLayout, MoELayer, RoutedLayer
-from moecore.moe.router import Router
 
-Fills = Mapping[str, Mapping[str, Callable[[Tensor], Any]]]  # role, parameter -> what fills it
+Fills = Mapping[str, Mapping[str, Callable[[Tensor], Any]]]  # part, parameter -> initialiser
 Layer = TypeVar("Layer", bound="TitanLayer")
 
 
 class TitanLayer(MoELayer):
-    """A MoELayer that replaces a torchtitan MoE block; one subclass per version has its names."""
+    """A MoELayer that replaces a torchtitan MoE block; a subclass has the names of a version."""
 
     names: ClassVar[LayerLayout]
     known_classes: ClassVar[Mapping[str, tuple[type, ...]]]
 
-    @property
-    def _router(self) -> Router:
-        result: Router = self.get_part("router")
-        return result
-
-    @property
-    def _bias_name(self) -> str:
-        """Name of the selection bias buffer."""
-        return self.layout.expert_bias
-
     def _apply(self, fn: Any, recurse: bool = True) -> TitanLayer:
-        """Apply `fn` as nn.Module; the selection bias stays fp32, and router and layer share it."""
+        """Apply `fn` to all tensors; the selection bias stays fp32 and shared with the router."""
         super()._apply(fn, recurse)
-        if self._bias_name in self._buffers:
-            self._buffers[self._bias_name] = self._router._buffers[self._bias_name]
+        name = self.layout.expert_bias
+        if name in self._buffers:
+            self._buffers[name] = self.get_part("router")._buffers[name]
         return self
 
     def forward(  # type: ignore[override]  # a forward of torchtitan has no cp of its own
         self, x: Tensor, padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> Tensor:
-        """Return this rank's plain output [B, t, D]; `x` is plain or a DTensor sharded over t.
+        """Return the local output [B, t, D] of `x`, a tensor or a DTensor sharded over t.
 
         `padding_mask` is True for padding. `cu_seqlens` is not used.
         """
@@ -73,10 +63,9 @@ class TitanLayer(MoELayer):
 
     @torch.no_grad()
     def fill(self, fills: Fills, fill_shared: Callable[[Any], Any]) -> None:
-        """Initialise parameters by `fills`, then shared experts, and set the selection bias to 0.
+        """Initialise parameters by `fills` (part -> parameter -> function) and the bias by 0.
 
-        `fills` maps a part ("experts", "router") to {parameter name: function that fills in place}.
-        `fill_shared` receives the shared experts' module.
+        `fill_shared` initialises the shared experts' module.
         """
         for role, by_name in fills.items():
             for name, fill in by_name.items():
@@ -84,8 +73,9 @@ class TitanLayer(MoELayer):
                     fill(param)
         if self.get_part("shared") is not None:
             fill_shared(self.get_part("shared"))
-        if self._router.selection_bias is not None:
-            nn.init.zeros_(self._router.selection_bias)
+        bias = self.get_part("router").selection_bias
+        if bias is not None:
+            nn.init.zeros_(bias)
 
 
 def adopt_titan_block(
@@ -93,8 +83,8 @@ def adopt_titan_block(
 ) -> Layer:
     """Return a `layer_class` with the parameters of a torchtitan MoE block; `model` is not used.
 
-    `update_bias`: optimizer steps update the selection bias, if the block has one. A block with
-    unknown classes raises a NotImplementedError.
+    With `update_bias`, optimizer steps update the selection bias, if the block has a bias.
+    NotImplementedError for a block with unknown classes.
     """
     for path, classes in layer_class.known_classes.items():
         part = attrgetter(path)(block)
@@ -110,17 +100,10 @@ def adopt_titan_block(
     config = _make_config(block, experts[names.expert_layout.w1].shape, update_bias=update_bias)
     if config.expert_bias:
         router[names.expert_bias] = getattr(block, names.expert_bias)
-    adopted = adopt(
-        config,
-        names,
-        router=router,
-        experts=experts,
-        shared=block.shared_experts,
-        layer_class=layer_class,
-    )
-    layer = cast(Layer, adopted)
+    parts = dict(router=router, experts=experts, shared=block.shared_experts)
+    layer = cast(Layer, adopt(config, names, layer_class=layer_class, **parts))
     if config.expert_bias:
-        # The layer saves the bias, as in torchtitan's checkpoints, and the router does not.
+        # As in torchtitan's checkpoints, the layer saves the bias, and the router does not.
         layer.register_buffer(names.expert_bias, router[names.expert_bias].float())
         bias_E = layer.get_buffer(names.expert_bias)
         layer.get_part("router").register_buffer(names.expert_bias, bias_E, persistent=False)
@@ -130,12 +113,9 @@ def adopt_titan_block(
 
 
 def _make_config(block: Any, shape: torch.Size, *, update_bias: bool) -> MoEConfig:
-    """Return the config of a torchtitan MoE block whose w1 has `shape` [E, F, D].
-
-    Without `update_bias` the selection bias, if the block has one, stays constant.
-    """
+    """Return the config of a torchtitan MoE block whose w1 has `shape` [E, F, D]."""
     (num_experts, hidden_dim, dim), router = shape, block.router
-    weights_on_input = getattr(block, "score_before_experts", False)  # 0.3 has none
+    weights_on_input = getattr(block, "score_before_experts", False)  # an option of 0.2
     if weights_on_input and router.top_k > 1:
         raise NotImplementedError(
             f"MoEArgs.score_before_experts (True) must be False with top_k ({router.top_k}) > 1: "
@@ -160,7 +140,7 @@ def _make_config(block: Any, shape: torch.Size, *, update_bias: bool) -> MoEConf
 
 
 def shard_dense_parts(layer: RoutedLayer, tp_mesh: DeviceMesh) -> None:
-    """Shard a meta layer's shared experts over tp and replicate its router, in place."""
+    """Shard the shared experts of a layer on meta over tp and replicate its router, in place."""
     router = layer.get_part("router")
     for name in dict(router.named_parameters(recurse=False)):
         shard_parameter(router, name, tp_mesh, (Replicate(),))

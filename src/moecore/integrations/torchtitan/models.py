@@ -1,12 +1,9 @@
-"""Models that compute their own loss, for any version of torchtitan.
+"""Models that compute their own loss: moecore's decoder, and MoE models of transformers >= 5.
 
 Legend: B sequences, T tokens of a sequence, D model dim, V vocabulary.
 
-The models are moecore's decoder and MoE models of transformers >= 5. A model receives the labels
-and returns its summed loss. Head and cross-entropy run in chunks, so logits of all tokens are never
-allocated in training, and multi-token prediction has its labels.
-
-transformers and safetensors are imported on use, because jobs of other models do not need them.
+A model receives the labels and returns its summed loss. Head and cross-entropy run in chunks, so
+training allocates no logits of all tokens. transformers is imported on use.
 """
 
 from __future__ import annotations
@@ -39,9 +36,9 @@ from moecore.models import Decoder, DecoderConfig, flops_per_token, num_params
 from moecore.moe.forced import force_even_load
 from moecore.parallel.model.parallel_state import get_request
 
-LABELS = "labels"  # the keyword under which a model gets them
+LABELS = "labels"  # keyword of a model's forward
 Source = Any  # a transformers PreTrainedConfig, or the path of a directory with a config.json
-PREFIX = "hf."  # of the names in torchtitan's checkpoints
+PREFIX = "hf."  # of names in torchtitan's checkpoints
 
 
 @dataclass(kw_only=True)
@@ -53,12 +50,12 @@ class DecoderArgs:
     even_load: bool = False  # the job's `debug.moe_force_load_balance`
 
     def update_from_config(self, config: Any, **_: Any) -> None:
-        """Read weights path and forced load from the job; ValueError for too long sequences."""
-        seq_len, longest = config.training.seq_len, self.decoder.max_seq_len
-        if seq_len > longest:
+        """Read the weights path and forced load from a job; ValueError for too long sequences."""
+        seq_len, max_seq_len = config.training.seq_len, self.decoder.max_seq_len
+        if seq_len > max_seq_len:
             raise ValueError(
-                f"training.seq_len ({seq_len}) must be <= DecoderConfig.max_seq_len ({longest}): "
-                "shorten it, or register a flavor with a larger max_seq_len"
+                f"training.seq_len ({seq_len}) must be <= DecoderConfig.max_seq_len "
+                f"({max_seq_len}): shorten it, or register a flavor with a larger max_seq_len"
             )
         self.hf_weights = get_moecore_options(config).hf_weights
         self.even_load = config.debug.moe_force_load_balance
@@ -88,22 +85,20 @@ class OwnDecoder(Decoder):
         labels: Tensor | None = None,
         **inputs: Any,
     ) -> Tensor:
-        """Return the loss summed over labels other than -100, divided by cp; logits without labels.
+        """Return the loss summed over labels, divided by cp, or logits if there are no labels.
 
-        `positions` are not used. `inputs` are other arguments of `Decoder.forward`.
+        `positions` are not used, because `cu_seqlens` has the bounds of documents. `inputs` are
+        other arguments of `Decoder.forward`.
         """
-        # `positions` are unused, because `cu_seqlens` has the documents' bounds.
         if labels is None:
             return super().forward(tokens_BT, **inputs)
         return divide_loss_by_cp(self, super().forward(tokens_BT, labels, num_tokens=1, **inputs))
 
 
 def make_document_inputs(starts_BT: Tensor) -> dict[str, Any]:
-    """Return `positions` [B, T], `cu_seqlens` and `max_seqlen` of the documents of rows.
+    """Return `positions` [B, T], `cu_seqlens` and `max_seqlen` of documents. Host sync on a GPU.
 
-    Args:
-        starts_BT: bool, whether a token is the first of a document; that of a row always is. On a
-            GPU its values are a host sync.
+    `starts_BT` (bool) is True for the first token of a document. Each row starts a document.
     """
     starts_BT = starts_BT.clone()
     starts_BT[:, 0] = True
@@ -118,7 +113,7 @@ def make_document_inputs(starts_BT: Tensor) -> dict[str, Any]:
 
 
 def divide_loss_by_cp(model: nn.Module, loss: Tensor) -> Tensor:
-    """Return loss / cp with the gradient of the loss, because torchtitan sums losses over cp."""
+    """Divide the value of a loss, not its gradient, by cp, because torchtitan sums over cp."""
     request = get_request(model)
     cp = 1 if request is None else request.meshes.parallel.cp
     return loss if cp == 1 else loss + (loss / cp - loss).detach()
@@ -132,7 +127,7 @@ class HFArgs:
     def __init__(self, source: Source | None = None) -> None:
         super().__init__()
         self.source = source  # None = the job's directory
-        self.hf_config: Any = None  # a copy of the config, set by `update_from_config`
+        self.hf_config: Any = None  # a copy, set by `update_from_config`
         self.hf_weights: str | None = None  # the job's `moecore.hf_weights`
 
     def update_from_config(self, config: Any, **_: Any) -> None:
@@ -155,8 +150,7 @@ class HFModel(nn.Module):
 
         super().__init__()
         self.hf_weights = config.hf_weights
-        # The config's dtype is that of the files; torchtitan's default here is `training.dtype`.
-        dtype = torch.get_default_dtype()
+        dtype = torch.get_default_dtype()  # `training.dtype`; the config has the files' dtype
         self.hf = AutoModelForCausalLM.from_config(config.hf_config, dtype=dtype)
 
     @property
@@ -187,7 +181,7 @@ class HFModel(nn.Module):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> Tensor:
-        """Return loss / cp or logits as `OwnDecoder.forward`; `positions` separate documents."""
+        """Return loss or logits as `OwnDecoder.forward`; `positions` separate documents."""
         inputs: dict[str, Any] = {"input_ids": tokens_BT, "use_cache": False}
         if cu_seqlens is not None:
             inputs["position_ids"] = positions
@@ -202,15 +196,15 @@ class HFModel(nn.Module):
 def _fill_parameters(
     model: nn.Module, owner: nn.Module, hf_weights: str | None, from_seed: Callable[[int], Any]
 ) -> None:
-    """Load `hf_weights` into `model`; None = call `from_seed` with one seed for all ranks.
+    """Load `hf_weights` into `model`, or without weights call `from_seed` with a common seed.
 
-    `owner` is the module that `parallelize_moe` received, whose meshes give the group of the seed.
+    `owner` is the module that `parallelize_moe` received.
     """
     if hf_weights is None:
         seed = torch.tensor(torch.initial_seed() % 2**63, dtype=torch.int64, device="cpu")
         request = get_request(owner)
         if request is not None and request.meshes.pipeline_groups is not None:
-            # torchtitan gives each stage a seed of its own.
+            # torchtitan sets another seed for each pipeline stage.
             group = request.meshes.pipeline_groups[0]
             on_device = seed.to(request.meshes.device)
             dist.broadcast(on_device, group=group, group_src=0)
@@ -227,7 +221,7 @@ def _fill_parameters(
 
 
 class HFNames(StateDictAdapter):
-    """Converts between names of an HFModel's parameters and of Hugging Face files."""
+    """Converts names of parameters between an HFModel and Hugging Face files."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -252,9 +246,9 @@ def parallelize_hf_model(
     balance: BalanceConfig | None,
     **_: Any,
 ) -> nn.Module:
-    """Replace an HFModel's MoE blocks, set their `balance` and shard it: a parallelize_fn.
+    """Replace an HFModel's MoE blocks, set their `balance` and shard the model: a parallelize_fn.
 
-    `balance` None leaves the config of each block unchanged. `job` is torchtitan's config.
+    If `balance` is None, each block keeps its own. `job` is torchtitan's config.
     """
     if parallel_dims.tp > 1:
         raise NotImplementedError(
@@ -270,10 +264,7 @@ def parallelize_hf_model(
 
 
 def _read_config(source: Source, field: str) -> Any:
-    """Return a copy of the config `source`, or read the config in the directory `source`.
-
-    `field` names the job's field in errors.
-    """
+    """Return a copy of the config `source`, or the config in the directory `source`."""
     from transformers import AutoConfig, PreTrainedConfig
 
     if isinstance(source, PreTrainedConfig):
@@ -292,24 +283,23 @@ def _read_config(source: Source, field: str) -> Any:
 
 
 def _check_config(config: Any, seq_len: int) -> None:
-    """Raise for sequences above the model's limit, router logits or tied embeddings."""
-    longest = config.max_position_embeddings
-    if seq_len > longest:
+    """Raise an error for too long sequences, router logits or tied embeddings."""
+    max_seq_len = config.max_position_embeddings
+    if seq_len > max_seq_len:
         raise ValueError(
-            f"training.seq_len ({seq_len}) must be <= max_position_embeddings ({longest}) of "
+            f"training.seq_len ({seq_len}) must be <= max_position_embeddings ({max_seq_len}) of "
             "the model's config: shorten it"
         )
-    if getattr(config, "output_router_logits", False):
-        raise NotImplementedError(
-            "output_router_logits (True) of the model's config must be False, because its "
-            "balance loss is not part of torchtitan's: give hf_spec or hf_job "
-            "balance=BalanceConfig(micro_batch_coef=...)"
-        )
-    if config.tie_word_embeddings:
-        raise NotImplementedError(
-            "tie_word_embeddings (True) of the model's config must be False: torchtitan "
-            "makes two parameters of embedding and head"
-        )
+    for name, reason in (
+        (
+            "output_router_logits",
+            ", because its balance loss is not part of torchtitan's: give hf_spec or hf_job "
+            "balance=BalanceConfig(micro_batch_coef=...)",
+        ),
+        ("tie_word_embeddings", ": torchtitan makes two parameters of embedding and head"),
+    ):
+        if getattr(config, name, False):
+            raise NotImplementedError(f"{name} (True) of the model's config must be False{reason}")
 
 
 def _compute_model_size(config: Any, model: nn.Module, seq_len: int) -> tuple[int, int]:

@@ -9,10 +9,9 @@
     [moecore.dispatch.nvlink]
     row_factor = 1.5
 
-Without the first two lines the section does not exist, and all options have their defaults. Its
-fields are the arguments of `parallelize_moe` for which torchtitan has no option, and options of
-optimizers. torchtitan builds its parser from the types of the fields, so this module does not
-postpone annotations.
+Without `custom_config_module`, all options have their defaults. The fields are the arguments of
+`parallelize_moe` for which torchtitan has no option, and options of optimizers. torchtitan builds
+its parser from the types of the fields, so this module does not postpone annotations.
 """
 
 from dataclasses import dataclass, field
@@ -54,13 +53,13 @@ ELSEWHERE = {
 
 
 def _list_options_elsewhere(prefix: str) -> tuple[str, ...]:
-    """Return the arguments of section `prefix` ("" = top level) that `ELSEWHERE` excludes."""
+    """Return the argument names in `ELSEWHERE` of the section `prefix` ("" = top level)."""
     split = (name.rpartition(".") for name in ELSEWHERE)
     return tuple(name for head, _, name in split if head == prefix)
 
 
 def _make_switchable_section(source: Any, **instead: Any) -> Any:
-    """Return `make_section(source, **instead)` with a field `enable`, False by default."""
+    """Return a section of `source`'s arguments with an additional field `enable`, False."""
     return make_section(source, enable=(bool, False), **instead)
 
 
@@ -130,13 +129,13 @@ class JobConfig:
 
 
 def get_moecore_options(job_config: Any) -> Any:
-    """Return the job's section `moecore`, or one with the defaults if the job has none."""
+    """Return the section `moecore` of a torchtitan job, or a section with the defaults."""
     options = getattr(job_config, "moecore", None)
     return MoECore() if options is None else options
 
 
 def make_request(options: Any, parallel: ParallelConfig, **fsdp: Any) -> dict[str, Any]:
-    """Return a job's options as keyword arguments of `parallelize_moe`, without `moe["balance"]`.
+    """Convert a job's section `moecore` to arguments of `parallelize_moe`, without the balance.
 
     `fsdp` are fields of `FSDPOptions` from torchtitan's options, which `moecore.fsdp` overrides.
     """
@@ -154,13 +153,13 @@ def make_request(options: Any, parallel: ParallelConfig, **fsdp: Any) -> dict[st
 
 
 def _make_dispatch_options(options: Any, parallel: ParallelConfig) -> DispatchOptions:
-    """Return the job's `DispatchOptions`; over ranks "auto" without `row_factor` is "alltoall"."""
+    """Return the job's `DispatchOptions`, with "alltoall" for "auto" without a `row_factor`."""
     keywords = read_arguments(options, "moecore.dispatch")
-    asks_for_stores = bool(list_changed_fields(options.nvlink))
-    if keywords["name"] != "nvlink" and not asks_for_stores:
+    if keywords["name"] != "nvlink" and not list_changed_fields(options.nvlink):
         keywords["nvlink"] = None
-    if keywords["name"] == "auto" and options.nvlink.row_factor is None:
-        keywords["name"] = "alltoall" if parallel.ep * parallel.etp > 1 else "auto"  # fits any rows
+    is_parallel = parallel.ep * parallel.etp > 1
+    if keywords["name"] == "auto" and options.nvlink.row_factor is None and is_parallel:
+        keywords["name"] = "alltoall"  # whose capacity has no limit
     result: DispatchOptions = rename_in_errors(
         lambda: DispatchOptions(**keywords), DispatchOptions, "moecore.dispatch"
     )
@@ -176,10 +175,7 @@ NEEDS = {
 
 
 def make_import_error(error: ModuleNotFoundError, module: str) -> ImportError:
-    """Return the error that says which torchtitan `module` ("v02.specs" or "v03.jobs") needs.
-
-    `error` is the error of the import that failed.
-    """
+    """Return the error that names the torchtitan version that a module ("v02.specs") needs."""
     if (error.name or "").partition(".")[0] == "triton":
         return ImportError(
             "triton (None) must be installed for torchtitan, which imports it; CPU builds of torch "

@@ -1,11 +1,11 @@
-"""parallelize_fns for any version of torchtitan: degrees -> meshes, job -> options, then shard.
+"""parallelize_fns for any version of torchtitan, which shard a model as a job says.
 
-    replace blocks -> dense tensor parallel -> activation checkpointing -> torch.compile of all
+    replace MoE blocks -> dense tensor parallel -> activation checkpointing -> torch.compile of all
     modules except MoE layers -> parallelize_moe
 
-A job is 0.2's JobConfig or 0.3's Trainer.Config, whose sections have equal names. A `Version` has
-the differences. torchtitan shards dense modules over tp. In a MoE block each tp rank has a slice of
-every sequence: the router is replicated, and shared experts are sharded like an MLP.
+A job is 0.2's JobConfig or 0.3's Trainer.Config. A `Version` has the differences. torchtitan shards
+dense modules over tp. In an MoE block each tp rank has a slice of every sequence, the router is
+replicated, and shared experts are sharded like an MLP.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from moecore.parallelize import parallelize_moe
 from moecore.train.graphs.regions import compile_blocks
 
 OPTIONS = "moecore_options"  # attribute of a model: the job's `MoECore`, for its optimizers
-TOKENS = "tokens"  # the keyword under which a model gets whole rows under cp
-Rule = tuple[str, Any, bool, str]  # a field, its value, whether that is refused, what it must be
+TOKENS = "tokens"  # keyword of a model's forward: full rows under cp
+Rule = tuple[str, Any, bool, str]  # field, value, whether it is an error, required value
 
 
 @dataclass(frozen=True, kw_only=True)
 class Version:
     """The functions and classes that differ between torchtitan versions; a job is its config."""
 
-    rules: Callable[[Any, ParallelDims, bool], list[Rule]]  # bool: the model makes its own loss
+    rules: Callable[[Any, ParallelDims, bool], list[Rule]]  # bool: forward returns a loss
     block: type  # torchtitan's class of MoE blocks
-    adapter: Callable[..., RoutedLayer]  # takes `update_bias` too, see `adopt_titan_block`
-    apply_tp: Callable[[nn.Module, ParallelDims, Meshes, Any], Meshes]  # a model over tp, in place
+    adapter: Callable[..., RoutedLayer]  # see `adopt_titan_block`
+    apply_tp: Callable[[nn.Module, ParallelDims, Meshes, Any], Meshes]  # shards over tp, in place
     checkpoint: Callable[[nn.Module, Any], None]  # activation checkpointing, in place
 
 
@@ -62,9 +62,9 @@ def parallelize_titan_model(
     update_bias: bool,
     **_: Any,
 ) -> nn.Module:
-    """Replace a torchtitan model's MoE blocks and shard it: a parallelize_fn.
+    """Replace a torchtitan model's MoE blocks and shard the model: a parallelize_fn.
 
-    `job` is torchtitan's config. With `update_bias` optimizer steps update the selection biases.
+    `job` is torchtitan's config. With `update_bias`, optimizer steps update the selection biases.
     """
     check_job(job, parallel_dims, version, own_loss=False)
     weights = get_moecore_options(job).hf_weights
@@ -91,11 +91,10 @@ def parallelize_own_loss_model(
 
 
 def check_job(job: Any, parallel_dims: ParallelDims, version: Version, *, own_loss: bool) -> None:
-    """Raise NotImplementedError for unsupported options; `own_loss` = forward returns a loss."""
+    """Raise NotImplementedError for options that a job must not set; `own_loss`: see `Version`."""
     tp, rules = parallel_dims.tp, version.rules(job, parallel_dims, own_loss)
-    rules += _list_titan_rules(job, parallel_dims) + _list_common_rules(
-        job, parallel_dims, own_loss
-    )
+    rules += _list_titan_rules(job, parallel_dims)
+    rules += _list_common_rules(job, parallel_dims, own_loss)
     for field, value, refused, requirement in rules:
         if refused:
             raise NotImplementedError(
@@ -111,7 +110,7 @@ def check_job(job: Any, parallel_dims: ParallelDims, version: Version, *, own_lo
 
 
 def _list_titan_rules(job: Any, d: ParallelDims) -> list[Rule]:
-    """Return (field, value, is refused, required value) for options that moecore replaces."""
+    """Return the rules for torchtitan's options that moecore replaces."""
     training, seq_len = job.training, job.training.seq_len
     offload, length = training.enable_cpu_offload, f"a multiple of tensor parallelism ({d.tp})"
     rules = [
@@ -139,10 +138,7 @@ def _list_titan_rules(job: Any, d: ParallelDims) -> list[Rule]:
 
 
 def _list_common_rules(job: Any, d: ParallelDims, own_loss: bool) -> list[Rule]:
-    """Return (field, value, is refused, required value) for options that conflict or do nothing.
-
-    `own_loss`: the model's forward returns its loss.
-    """
+    """Return the rules for options that conflict or have no effect."""
     options, ac, degrees = get_moecore_options(job), job.activation_checkpoint, job.parallelism
     reshard, backend = degrees.fsdp_reshard_after_forward, job.compile.backend
     recomputes = _is_compiled_by_moecore(options, d.pp)
@@ -153,23 +149,16 @@ def _list_common_rules(job: Any, d: ParallelDims, own_loss: bool) -> list[Rule]:
     twice = reshard != "default" and strategies != [None, None]
     requirement = "1 for torchtitan's own models (use moecore's decoder),"
     suffix = "with moecore.memory or a pipeline,"
+    no_strategy = "'default' with moecore.fsdp.dense_strategy or experts_strategy"
+    own_mask = "False for torchtitan's own models, which have an attn_mask_type,"
+    documents = options.documents
     rules: list[Rule] = [
         ("parallelism.context_parallel_degree", d.cp, d.cp > 1 and not own_loss, requirement),
         ("activation_checkpoint", mode, recomputes and checkpoints, f"none {suffix}"),
         ("compile.backend", backend, recomputes and wrong_backend, f"'inductor' {suffix}"),
-        (
-            "parallelism.fsdp_reshard_after_forward",
-            reshard,
-            twice,
-            "'default' with moecore.fsdp.dense_strategy or experts_strategy",
-        ),
-        ("moecore.documents", True, options.documents and d.cp > 1, "False with cp > 1"),
-        (
-            "moecore.documents",
-            True,
-            options.documents and not own_loss,
-            "False for torchtitan's own models, which have an attn_mask_type,",
-        ),
+        ("parallelism.fsdp_reshard_after_forward", reshard, twice, no_strategy),
+        ("moecore.documents", True, documents and d.cp > 1, "False with cp > 1"),
+        ("moecore.documents", True, documents and not own_loss, own_mask),
     ]
     for name in list_changed_fields(options):
         for part, size in (("context", d.cp), ("pipeline", d.pp)):
@@ -179,7 +168,7 @@ def _list_common_rules(job: Any, d: ParallelDims, own_loss: bool) -> list[Rule]:
 
 
 def check_model(field: str, model_class: type, known_classes: Iterable[type]) -> None:
-    """Raise NotImplementedError if the job's class `field` is no subclass of `known_classes`."""
+    """Raise NotImplementedError if a job's model class is not a subclass of a known class."""
     if not issubclass(model_class, tuple(known_classes)):
         raise NotImplementedError(
             f"{field} ({model_class.__qualname__}) must be one of "
@@ -189,7 +178,7 @@ def check_model(field: str, model_class: type, known_classes: Iterable[type]) ->
 
 
 def check_replaced(field: str, value: Any, known_values: Container[Any]) -> None:
-    """Raise NotImplementedError if the job's `field`, which moecore replaces, is customised."""
+    """Raise NotImplementedError if a job's field that moecore replaces has an unknown value."""
     if value not in known_values:
         raise NotImplementedError(
             f"{field} ({value!r:.80}) must be torchtitan's own, because moecore's takes its place: "
@@ -198,7 +187,7 @@ def check_replaced(field: str, value: Any, known_values: Container[Any]) -> None
 
 
 def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
-    """Compile blocks if the job does, then `parallelize_moe` with loss="sum"; return the model."""
+    """Compile blocks if the job enables it, shard the model by `parallelize_moe`, and return it."""
     options, p = get_moecore_options(job), meshes.parallel
     keeps = job.parallelism.fsdp_reshard_after_forward == "never"
     request = make_request(
@@ -220,20 +209,19 @@ def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
         blocks = model.get_submodule("layers").children()
         compile_blocks(map(_unwrap_checkpoint, blocks), backend=job.compile.backend, dynamic=False)
     head = getattr(model, "lm_head", None)
-    if head is not None:  # torchtitan 0.3's chunked loss runs it, after the model
+    if head is not None:  # torchtitan 0.3's chunked loss runs the head after the model
         head.is_fsdp_head = True
-    # torchtitan's loss is a sum divided by the global number of tokens.
     with warnings.catch_warnings():
-        if p.pp == 1:  # a stage may lack what others have
+        if p.pp == 1:  # a stage may not use an option that other stages use
             warnings.filterwarnings("error", message=".* (is|are) not used")
         try:
+            # torchtitan's loss is a sum divided by the global number of tokens.
             parallelize_moe(model, meshes, loss="sum", **request)
         except UserWarning as unused:
             raise ValueError(f"{unused}: drop it from section moecore") from unused
-    if p.cp > 1 and p.pp == 1:  # before the hook that compares what cp ranks are given
+    if p.cp > 1 and p.pp == 1:  # before the hook that compares the arguments of cp ranks
         model.register_forward_pre_hook(_restore_full_rows, prepend=True, with_kwargs=True)
-    # `finish_step` looks at shortages, which are errors.
-    if request["dispatch"].nvlink is not None and p.pp == 1:
+    if request["dispatch"].nvlink is not None and p.pp == 1:  # `finish_step` checks capacities
         model.register_forward_pre_hook(
             partial(_watch_training_forwards, get_capacity(model).holders)
         )
@@ -244,31 +232,31 @@ def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
 
 
 def _is_compiled_by_moecore(options: Any, pp: int) -> bool:
-    """Whether `parallelize_moe` compiles blocks, because it decides which tensors are saved."""
+    """Whether `parallelize_moe` compiles blocks, because its options select saved tensors."""
     return bool(list_changed_fields(options.memory)) or pp > 1
 
 
 def _restore_full_rows(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Forward pre-hook: replace the token slices that torchtitan passes under cp by full rows."""
+    """Forward pre-hook that replaces torchtitan's token slices under cp by full rows."""
     keywords = {name: value for name, value in kwargs.items() if name not in (TOKENS, "positions")}
     return (kwargs[TOKENS],), keywords
 
 
 def _watch_training_forwards(holders: Sequence[BufferOwner | None], *_: Any) -> None:
-    """Forward pre-hook: apply capacities of dispatch buffers only in forwards with gradients."""
+    """Forward pre-hook that applies capacities of dispatch buffers only with gradients."""
     for holder in holders:
         if holder is not None:
             holder.watch = "skips" if torch.is_grad_enabled() else None
 
 
 def _unwrap_checkpoint(block: nn.Module) -> nn.Module:
-    """Return the module inside a checkpoint wrapper (one child), any other module unchanged."""
+    """Return the module in a checkpoint wrapper (one child); return other modules unchanged."""
     children = list(block.children())
     return children[0] if len(children) == 1 else block
 
 
 def exclude_router(names: list[str]) -> list[str]:
-    """Return module names for selective checkpointing to recompute, without the router's gate."""
+    """Remove the router's gate from the module names that selective checkpointing recomputes."""
     return [name for name in names if name != "moe.router.gate"]
 
 
@@ -278,7 +266,7 @@ def is_compiled_job(job: Any) -> bool:
 
 
 def make_meshes(parallel_dims: ParallelDims) -> Meshes:
-    """Return moecore's meshes with torchtitan's degrees and order of ranks. Collective."""
+    """Build moecore's meshes with torchtitan's degrees and order of ranks. Collective."""
     d = parallel_dims
     parallel = ParallelConfig(
         dp_replicate=d.dp_replicate,
@@ -288,7 +276,7 @@ def make_meshes(parallel_dims: ParallelDims) -> Meshes:
         pp=d.pp,
         edp_replicate=d.dp_replicate,
         ep=d.ep,
-        etp=getattr(d, "etp", 1) if d.ep > 1 else 1,  # 0.3 has none
+        etp=getattr(d, "etp", 1) if d.ep > 1 else 1,  # a degree of 0.2
     )
     meshes = build_meshes(parallel, device_type=utils.device_type)
     return meshes if d.ep > 1 else replace(meshes, expert_fsdp=meshes.dense_fsdp)

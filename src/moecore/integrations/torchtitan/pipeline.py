@@ -1,7 +1,7 @@
-"""moecore's pipeline inside torchtitan's Trainer: a model with stages, and its schedule.
+"""Pipeline schedules for torchtitan's Trainer, which run moecore's pipeline.
 
-Every pipeline rank needs rows and labels. Each rank therefore reports to torchtitan that it has the
-first and the last stage, so torchtitan passes rows and labels, and reads a loss, on every rank.
+Every pipeline rank needs tokens and labels. Each rank therefore reports to torchtitan that it has
+the first and the last stage, so torchtitan passes both, and reads a loss, on every rank.
 """
 
 from __future__ import annotations
@@ -23,18 +23,15 @@ from moecore.train.step import TrainStep
 
 
 class StageSchedule:
-    """A pipeline schedule for torchtitan's Trainer: runs a step's micro-batches with backward."""
+    """A pipeline schedule for torchtitan's Trainer, with a `TrainStep` of the model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def run(self, micro_batches: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-        """Train a step on arguments of `Decoder.forward`; return each micro-batch's loss / cp.
-
-        A loss is the sum over labels divided by the argument `num_tokens`.
-        """
+        """Run forward and backward of micro-batches (forward's arguments); return losses / cp."""
         step = getattr(self.model, STEP, None)
-        if step is None:  # after the weights are there
+        if step is None:  # in the first step, because the constructor runs before initialisation
             step = TrainStep(self.model, num_micro_batches=len(micro_batches))
             setattr(self.model, STEP, step)
         losses = step.forward_backward(micro_batches)
@@ -42,10 +39,9 @@ class StageSchedule:
 
 
 class RowSchedule(StageSchedule):
-    """Schedule for torchtitan 0.2, which cuts the sequences of a step into micro-batches.
+    """Schedule for torchtitan 0.2, which splits a step into micro-batches of some sequences.
 
-    `data_group` has the data ranks (None = one), and `micro_batch_rows` is the number of sequences
-    of a micro-batch.
+    `data_group` has the data ranks (None = one rank).
     """
 
     def __init__(
@@ -67,8 +63,7 @@ class RowSchedule(StageSchedule):
     ) -> None:
         """Run a step and append each micro-batch's summed loss to `losses`.
 
-        `rows_BT` are this data rank's tokens; under cp they are slices, and `tokens` has the full
-        rows.
+        `rows_BT` are this data rank's tokens. Under cp, `tokens` has the full rows.
         """
         all_rows_BT = rows_BT if tokens is None else tokens
         num_tokens = count_labels(labels)
@@ -77,9 +72,8 @@ class RowSchedule(StageSchedule):
         micro_batches = []
         for first in range(0, len(all_rows_BT), self.rows):
             part = slice(first, first + self.rows)
-            inputs = dict(
-                tokens_BT=all_rows_BT[part], labels_BT=labels[part], num_tokens=num_tokens
-            )
+            inputs = dict(tokens_BT=all_rows_BT[part], labels_BT=labels[part])
+            inputs["num_tokens"] = num_tokens
             if cu_seqlens is not None and positions is not None:
                 row_inputs = make_document_inputs(positions[part] == 0)  # a host sync
                 inputs |= {name: row_inputs[name] for name in ("cu_seqlens", "max_seqlen")}
@@ -99,10 +93,10 @@ class MicroBatchSchedule(StageSchedule):
         arg_mbs: list[tuple[Tensor]],
         **_: Any,
     ) -> None:
-        """Run a step and append each micro-batch's loss / global number of labels to `losses`.
+        """Run a step and append each micro-batch's loss, divided by all labels, to `losses`.
 
-        `arg_mbs` and `kwarg_mbs` have (tokens,) and forward arguments of each micro-batch, and
-        `loss_kwargs` the global number of labels.
+        `arg_mbs` and `kwarg_mbs` have the forward arguments of each micro-batch, and `loss_kwargs`
+        the global number of labels.
         """
         num_tokens = loss_kwargs["global_valid_tokens"].long()
         micro_batches = []
@@ -115,21 +109,14 @@ class MicroBatchSchedule(StageSchedule):
 
 
 def check_stages(model: nn.Module, pp: int) -> None:
-    """Raise NotImplementedError for a model without stages, or with parameters in two stages.
-
-    torchtitan sums the norms of all stages, so a shared parameter would count twice.
-    """
+    """Raise NotImplementedError for a model without stages, or with parameters in two stages."""
     if not isinstance(model, OwnDecoder):
         raise NotImplementedError(
             f"parallelism.pipeline_parallel_degree ({pp}) must be 1 for {type(model).__name__}: "
             "use moecore's decoder, or moecore's own loop"
         )
-    config = model.config
-    for field, value in (
-        ("num_mtp_layers", config.num_mtp_layers),
-        ("tie_embeddings", config.tie_embeddings),
-    ):
-        if value:
+    for field in ("num_mtp_layers", "tie_embeddings"):
+        if value := getattr(model.config, field):
             raise NotImplementedError(
                 f"DecoderConfig.{field} ({value}) must be {type(value)(0)} with "
                 f"pipeline_parallel_degree ({pp}), because torchtitan counts the gradient of the "

@@ -1,11 +1,10 @@
-"""Sections of a torchtitan job, made of the keyword arguments of the calls that they stand for.
+"""Sections of a torchtitan job: dataclasses made from the keyword arguments of a function.
 
-    Memory = make_section(MemoryOptions, without=("fused_loss",))  # a dataclass that a job may hold
+    Memory = make_section(MemoryOptions, without=("fused_loss",))
     call_section(Memory(recompute=["norm"]), "moecore.memory")  # MemoryOptions(recompute=("norm",))
 
-A job config has no tuples, dtypes or frozen records. It has a list for a tuple (of one entry for a
-single value), "PATTERN=SCALING" for a pair, a name for a dtype, and a section for a record.
-torchtitan's help shows the docstring of the call.
+A job has a list for a tuple or a single value, "PATTERN=SCALING" for a pair, a name for a dtype,
+and a section for a record. torchtitan's help shows the docstring of the function.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ import torch
 
 from moecore.base.options.precision import SCALINGS, Recipe
 
-SOURCE = "moecore_source"  # attribute of a section: the call and the types of its arguments
+SOURCE = "moecore_source"  # attribute of a section: the function and the types of its arguments
 
 
 def make_section(
     source: Callable[..., Any], *, without: tuple[str, ...] = (), **instead: tuple[Any, Any]
 ) -> Any:
-    """Return a dataclass of a call's keyword-only arguments, with types of job configs.
+    """Return a dataclass whose fields are keyword-only arguments, with types of job configs.
 
     Args:
-        source: a dataclass or a function, whose keyword-only arguments become fields.
-        without: arguments without a field.
+        source: a dataclass or a function.
+        without: arguments that do not become fields.
         instead: name -> (type, default) of replaced or additional fields. The type may be a
             section; its default None means the section's defaults.
     """
@@ -47,17 +46,14 @@ def make_section(
 
 
 def call_section(section: Any, path: str) -> Any:
-    """Call the function that a section stands for, with the section's fields as arguments.
-
-    `section` is the section, `path` its name in errors, such as "moecore.memory".
-    """
+    """Call a section's function with its fields as arguments; `path` names it in errors."""
     source = getattr(section, SOURCE)[0]
     keywords = read_arguments(section, path)
     return rename_in_errors(lambda: source(**keywords), source, path)
 
 
 def rename_in_errors(make: Callable[[], Any], source: Any, path: str) -> Any:
-    """Return make(); in its ValueError replace `source`'s class name by the section name `path`."""
+    """Return `make()`; in its ValueError, replace the name of `source` by the section's `path`."""
     try:
         return make()
     except ValueError as error:
@@ -65,10 +61,10 @@ def rename_in_errors(make: Callable[[], Any], source: Any, path: str) -> Any:
 
 
 def read_arguments(section: Any, path: str, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return a section's fields as keyword arguments of its call; nested sections are called.
+    """Convert a section's fields, except `without`, to arguments of its function.
 
-    `path` is the section's name in errors; fields in `without` are left out. A nested section whose
-    `enable` is False is None; its other fields must have their defaults.
+    Nested sections are called, or become None if `enable` is False. `path` names the section in
+    errors.
     """
     hints = getattr(section, SOURCE)[1]
     values = {}
@@ -82,13 +78,13 @@ def read_arguments(section: Any, path: str, *, without: tuple[str, ...] = ()) ->
 
 
 def read_changed_arguments(section: Any, path: str) -> dict[str, Any]:
-    """Return the arguments of a section that differ from their defaults, converted for its call."""
+    """Convert a section's fields that differ from their defaults to arguments of its function."""
     names = {name.partition(".")[0] for name in list_changed_fields(section)}
     return {name: value for name, value in read_arguments(section, path).items() if name in names}
 
 
 def list_changed_fields(section: Any) -> list[str]:
-    """Return the fields of a section that differ from their defaults, as dotted names."""
+    """Return the dotted names of a section's fields that differ from their defaults."""
     names, plain = [], type(section)()
     for name in (f.name for f in fields(section)):
         value = getattr(section, name)
@@ -100,7 +96,7 @@ def list_changed_fields(section: Any) -> list[str]:
 
 
 def is_off(section: Any, path: str) -> bool:
-    """Whether a section has `enable` = False; ValueError if other fields of it are set."""
+    """Whether the config section at `path` is disabled; ValueError if it sets other fields."""
     if getattr(section, "enable", True):
         return False
     if names := list_changed_fields(section):
@@ -111,7 +107,7 @@ def is_off(section: Any, path: str) -> bool:
 
 
 def _get_field_type(hint: Any) -> Any:
-    """Return the type of the JobConfig field that sets an argument annotated with `hint`."""
+    """Convert an argument's type hint to the type of its field in a job config."""
     if hint is torch.dtype:
         return str
     if get_origin(hint) is tuple:
@@ -127,13 +123,13 @@ def _get_field_type(hint: Any) -> Any:
 
 
 def _get_union_members(hint: Any) -> list[Any]:
-    """Return the members of a union, otherwise a list of only this type."""
+    """Return the members of a union type, or a list of the type itself."""
     is_union = get_origin(hint) in (Union, types.UnionType)
     return list(get_args(hint)) if is_union else [hint]
 
 
 def _make_field(kind: Any, value: Any) -> Any:
-    """Return a dataclass field of type `kind` whose default is `value` in a job config's types."""
+    """Return a dataclass field of this type, with the default `value` in a job config's types."""
     if is_dataclass(kind):
         return field(default_factory=cast(Any, kind))
     if isinstance(value, torch.dtype):
@@ -145,7 +141,7 @@ def _make_field(kind: Any, value: Any) -> Any:
 
 
 def _read_argument(value: Any, hint: Any, path: str) -> Any:
-    """Convert a job's field to an argument with the annotation `hint`; `path` is for errors."""
+    """Convert a job's value to an argument with this type hint; `path` names it in errors."""
     if hint is torch.dtype:
         dtype = getattr(torch, value, None)
         if not isinstance(dtype, torch.dtype):
@@ -162,14 +158,14 @@ def _read_argument(value: Any, hint: Any, path: str) -> Any:
 
 
 def _is_accepted(hint: Any, value: Any) -> bool:
-    """Whether `hint` is a Literal that contains `value`, or int or float and `value` a number."""
+    """Whether a type hint is a Literal with this value, or int or float and the value a number."""
     if get_origin(hint) is Literal:
         return value in get_args(hint)
     return hint in (int, float) and isinstance(value, int | float)
 
 
 def _parse_override(pair: str, path: str) -> tuple[str, Recipe | None]:
-    """Split "PATTERN=SCALING" into a pattern and its recipe; "none" is None."""
+    """Split "PATTERN=SCALING" into a pattern and a recipe; "none" becomes None."""
     pattern, _, name = pair.rpartition("=")
     recipes: dict[str, Recipe | None] = {"none": None}
     recipes |= {scaling: Recipe(scaling=scaling) for scaling in SCALINGS}

@@ -1,11 +1,10 @@
-"""The end of an optimizer step: counts are reduced, biases updated, metrics logged."""
+"""The end of torchtitan's optimizer step: token counts, selection biases, metrics, amax."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.tools.logging import logger
@@ -17,29 +16,29 @@ from moecore.parallel.model.parallel_state import get_capacity, get_moe_state, g
 from moecore.precision.apply import advance_amax, has_history, list_amax_histories
 from moecore.train.step import TrainStep
 
-METRICS = "moe_metrics"  # attribute of the optimizers: the metrics of the last step
-AMAX = "amax."  # prefix of histories' names in a checkpoint
-STEP = "moecore_step"  # attribute of a model with stages: its TrainStep, which has no optimizer
+METRICS = "moe_metrics"  # attribute of the optimizers: metrics of the last step
+AMAX = "amax."  # prefix of amax histories in a checkpoint
+STEP = "moecore_step"  # attribute of a model with pipeline stages: its TrainStep
 
 
 def finish_at_step(optimizers: Any, model_parts: list[nn.Module], *_: Any) -> None:
-    """Register optimizer hooks that update biases, metrics and delayed scales in each step.
-
-    `optimizers` is torchtitan's container. Further arguments are torchtitan's and not used.
-    """
+    """Register optimizer hooks that update selection biases, metrics and amax histories."""
     delayed = [part for part in model_parts if has_history(part)]
 
     def before_step(*_: Any) -> None:
+        """Finish the step of model parts that have no own TrainStep; keep its metrics."""
         plain = [part for part in model_parts if not hasattr(part, STEP)]
         setattr(optimizers, METRICS, [finish_step(part) for part in plain])
 
     def after_step(*_: Any) -> None:
+        """Finish the model parts' own TrainSteps, keep their metrics and advance amax histories."""
         for part in model_parts:
             step: TrainStep | None = getattr(part, STEP, None)
             if step is not None:
                 getattr(optimizers, METRICS).append(step.finish().metrics)
-            elif part in delayed:  # reads the new weights
-                advance_amax(part, _get_stage_group(part))
+            elif part in delayed:
+                request = get_request(part)
+                advance_amax(part, None if request is None else request.meshes.stage_group)
 
     optimizers.register_step_pre_hook(before_step)
     optimizers.register_step_post_hook(after_step)
@@ -48,16 +47,14 @@ def finish_at_step(optimizers: Any, model_parts: list[nn.Module], *_: Any) -> No
 
 
 def save_histories(optimizers: Any, parts: list[nn.Module]) -> None:
-    """Add amax histories of delayed scaling to the state dict of torchtitan's `optimizers`.
-
-    `parts` are model parts with histories.
-    """
+    """Add the amax histories of the model parts to the state dict of torchtitan's optimizers."""
     save, load = optimizers.state_dict, optimizers.load_state_dict
     histories = {n: h for part in parts for n, h in list_amax_histories(part).items()}
     device = next(parts[0].parameters()).device
 
     def state_dict() -> dict[str, Any]:
-        # Names do not depend on the layout, because DCP raises for names that a checkpoint lacks.
+        """Return the state by name, with the amax histories of FP8."""
+        # Names do not depend on the layout: DCP raises errors for names that a checkpoint lacks.
         entries = {f"{AMAX}degrees": _get_degrees(parts[0])}
         for name, history in histories.items():
             history.allocate_steps(device)
@@ -66,6 +63,7 @@ def save_histories(optimizers: Any, parts: list[nn.Module]) -> None:
         return result
 
     def load_state_dict(state: dict[str, Any]) -> None:
+        """Load the state and amax histories, of gradients only if the degrees are equal."""
         load({name: value for name, value in state.items() if not name.startswith(AMAX)})
         has_same_degrees = torch.equal(state[f"{AMAX}degrees"].cpu(), _get_degrees(parts[0]))
         for name, history in histories.items():
@@ -79,24 +77,17 @@ def save_histories(optimizers: Any, parts: list[nn.Module]) -> None:
 
 
 def _get_degrees(model: nn.Module) -> Tensor:
-    """Return int64 [3]: data ranks, cp and tp of a model, on which gradients' magnitudes depend."""
+    """Return data ranks, cp and tp, on which magnitudes of gradients depend, as int64 [3]."""
     request = get_request(model)
-    assert request is not None, "delayed scaling comes from a call of parallelize_moe"
-    meshes = request.meshes
-    return torch.tensor(
-        [meshes.data_ranks, meshes.parallel.cp, meshes.parallel.tp], dtype=torch.int64, device="cpu"
-    )
-
-
-def _get_stage_group(model: nn.Module) -> dist.ProcessGroup | None:
-    """Return the group of a pipeline stage that reduces amax; None = not parallelized."""
-    request = get_request(model)
-    return None if request is None else request.meshes.stage_group
+    assert request is not None, "parallelize_moe has enabled delayed scaling"
+    parallel = request.meshes.parallel
+    degrees = [request.meshes.data_ranks, parallel.cp, parallel.tp]
+    return torch.tensor(degrees, dtype=torch.int64, device="cpu")
 
 
 @torch.no_grad()
 def finish_step(model: nn.Module) -> MoEMetrics:
-    """Update the selection biases and return the step's metrics. One collective, no host sync."""
+    """Update the selection biases and return the step's metrics. Collective, no host sync."""
     state = get_moe_state(model)
     before = {
         layer: layer.get_part("router").selection_bias.clone()
@@ -140,12 +131,7 @@ class MoEMetricsProcessor(MetricsProcessor):
 
 
 def compute_load_metrics(metrics: MoEMetrics) -> dict[str, float]:
-    """Return "moe/load_max_over_mean", "..._avg", "moe/aux_loss" and "moe/drop_rate" of a step.
-
-    A layer's load is its most loaded expert's tokens over the mean. The values are its maximum and
-    mean over layers, the sum of auxiliary losses, and the mean share of dropped choices. The last
-    value needs a capacity, and a dense model has none of them. Host syncs.
-    """
+    """Return a step's values for the log by name, see `MoEMetricsProcessor`. Host syncs."""
     loads = list(metrics.compute_load_max_over_mean().values())
     if not loads:  # a dense model
         return {}

@@ -12,7 +12,7 @@ from moecore.parallel.model.parallel_state import get_moe_state, get_request
 
 _PRECISION = "give parallelize_moe fsdp=FSDPOptions(param_dtype=torch.bfloat16)"
 _SHARDING = "leave it out, parallelize_moe has sharded the model"
-# field -> what to do instead
+# Field that must be off -> the fix in the error.
 REFUSED = {
     "bf16": _PRECISION,
     "fp16": _PRECISION.replace("bfloat16", "float16") + ", which brings its loss scale",
@@ -34,7 +34,7 @@ _PLAIN_TYPES = ("NO", "MULTI_")
 
 
 def check_arguments(args: TrainingArguments) -> None:
-    """Raise ValueError for arguments that `MoETrainer` does not support."""
+    """Raise ValueError for arguments of Trainer that `MoETrainer` does not support."""
     for name, fix in REFUSED.items():
         value = getattr(args, name, None)
         if value:
@@ -57,7 +57,7 @@ def check_arguments(args: TrainingArguments) -> None:
 
 
 def check_accelerator(accelerator: Accelerator) -> None:
-    """Raise ValueError for wrapping, casting or compiling that accelerate's settings enable."""
+    """Raise ValueError if accelerate's settings enable wrapping, casting or compiling."""
     kind = str(accelerator.distributed_type.value)
     backend = str(accelerator.state.dynamo_plugin.backend.value)
     settings = (
@@ -73,7 +73,7 @@ def check_accelerator(accelerator: Accelerator) -> None:
 
 
 def check_model(model: nn.Module, args: TrainingArguments) -> None:
-    """Raise ValueError for a loss convention or parallel degrees that Trainer does not support."""
+    """Raise ValueError if a model's loss or parallel degrees do not fit the Trainer's arguments."""
     state = get_moe_state(model)
     if state.loss != "mean" and not is_dynamic(model):
         raise ValueError(
@@ -81,7 +81,7 @@ def check_model(model: nn.Module, args: TrainingArguments) -> None:
             "out, Trainer divides by the tokens of all ranks itself"
         )
     request = get_request(model)
-    assert request is not None, "it has a state"
+    assert request is not None, "the model has a state"
     processes = state.groups.data_ranks * state.groups.cp * request.meshes.parallel.tp
     if processes != args.world_size:
         fix = "build meshes with pp=1, and start all processes with torchrun"
@@ -97,15 +97,12 @@ def check_model(model: nn.Module, args: TrainingArguments) -> None:
 
 
 def has_parts_of_rows(model: nn.Module) -> bool:
-    """Whether cp shards rows, so that a rank has the logits of a part of each row."""
+    """Whether cp shards rows, so that each rank has logits of a part of each row."""
     return is_dynamic(model) or get_moe_state(model).groups.cp > 1
 
 
 def check_logits(trainer: Trainer, *, overrides_prediction: bool) -> None:
-    """Raise ValueError if a trainer option reads the logits of full rows, which cp ranks lack.
-
-    `overrides_prediction`: whether the trainer's class overrides `prediction_step`.
-    """
+    """Raise ValueError if a trainer's option or override reads the logits of full rows."""
     args, cp = trainer.args, get_moe_state(trainer.model).groups.cp
     function, smoothing = trainer.compute_loss_func, args.label_smoothing_factor
     class_name, own_loss = type(trainer).__name__, type(trainer).compute_loss
@@ -127,7 +124,7 @@ def check_logits(trainer: Trainer, *, overrides_prediction: bool) -> None:
 
 
 def check_prediction(model: nn.Module, prediction_loss_only: bool) -> None:
-    """Raise ValueError if a caller wants logits while cp shards rows; a rank has only a part."""
+    """Raise ValueError if a prediction returns logits although cp shards rows."""
     if not prediction_loss_only and has_parts_of_rows(model):
         raise ValueError(
             "prediction_loss_only (False) must be True with ParallelConfig.cp > 1 or "

@@ -1,10 +1,7 @@
 """moecore's experts as an experts implementation of transformers.
 
-    register_experts    registers "moecore" in transformers' `ExpertsInterface`
-
-Experts modules of transformers then call `experts_forward` as their forward. Parameters
-stay in the module, in transformers' names, shapes and order, and the kernels read views of them.
-The router, its auxiliary loss and the shared experts do not change.
+After `register_experts`, experts modules of transformers call `experts_forward` as their forward.
+Their parameters keep transformers' names, shapes and order, and the kernels read views of them.
 
 Legend: T tokens, K experts per token, D model dim, E local experts.
 """
@@ -36,7 +33,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class ExpertsPlan(NamedTuple):
-    """The layout and activation of a transformers experts module, read in its first forward."""
+    """The layout and activation of a transformers experts module."""
 
     layout: ExpertLayout
     activation: ActivationOptions
@@ -45,9 +42,8 @@ class ExpertsPlan(NamedTuple):
 def register_experts() -> None:
     """Register "moecore" as a value of transformers' `experts_implementation`.
 
-    `from_pretrained(..., experts_implementation="moecore")` and
-    `model.set_experts_implementation("moecore")` then run moecore's experts. Call it once per
-    process, before either of them. It changes no model.
+    Call it before `from_pretrained(..., experts_implementation="moecore")` or
+    `model.set_experts_implementation("moecore")`, which select moecore's experts.
 
     Raises:
         RuntimeError: if transformers is older than 5.17.
@@ -86,7 +82,7 @@ def experts_forward(
     if not getattr(experts, "has_post_expert_norm", False):
         sum_TD = _compute(x_TD, top_k_index, top_k_weights, weights, plan.activation)
         return sum_TD.to(hidden_states.dtype)
-    # The norm precedes the weights, so each choice is a row, as if it were a token.
+    # The norm precedes the routing weights, so each choice of a token is a row.
     ids_TK, K = top_k_index, top_k_index.shape[1]
     unit_N1 = torch.ones_like(top_k_weights).view(-1, 1)
     rows = x_TD.repeat_interleave(K, dim=0)
@@ -101,7 +97,7 @@ def experts_forward(
 
 @torch.compiler.assume_constant_result  # runs while torch.compile traces
 def _ensure_plan(experts: Any) -> None:
-    """Store an experts module's layout and activation in it; raise for quantised experts."""
+    """Store the `ExpertsPlan` of an experts module as its attribute in the first forward."""
     if PLAN in vars(experts):
         return
     layout = read_layout(experts)
@@ -113,7 +109,7 @@ def _ensure_plan(experts: Any) -> None:
 def _cast_operands(
     experts: Any, layout: ExpertLayout, x_TD: Tensor
 ) -> tuple[Tensor, ExpertWeights]:
-    """Return x_TD and the experts' local weights in one dtype: autocast's or the parameters'."""
+    """Cast x_TD and the experts' local weights to the dtype of autocast or of the parameters."""
     w1, w2 = (get_local_param(getattr(experts, name)) for name in (layout.w1, layout.w2))
     dtype = get_autocast_dtype(x_TD) or w2.dtype
     b1, b2 = (getattr(experts, name, None) for name in (layout.b1, layout.b2))
@@ -133,10 +129,7 @@ def _compute(
     weights: ExpertWeights,
     activation: ActivationOptions,
 ) -> Tensor:
-    """Return each row's weighted sum over its experts, [S, D] in the experts' dtype.
-
-    `ids_SK` and `weights_SK` are the router's, `weights` the local experts' matrices and biases.
-    """
+    """Compute each row's sum over its experts, [S, D], weighted by `weights_SK`."""
     rows = Rows(x_SD)
     index = build_index(
         ids_SK.to(torch.int32),
@@ -150,13 +143,13 @@ def _compute(
     computation = choose(spec, activation)
     if isinstance(computation, ExpertMLPOptions):
         return expert_mlp(rows, weights, index, computation)
-    # In other dtypes a compiler cannot trace torch's grouped_mm.
+    # torch.compile can trace torch's grouped_mm only in bf16.
     run = _run_eager if is_compiling and x_SD.dtype != torch.bfloat16 else _run
     return run(computation, ExpertInput(rows, index, None), weights, activation)
 
 
 def _run(computation: Computation, *arguments: Any) -> Tensor:
-    """Call a computation; `_run_eager` does the same outside of torch.compile."""
+    """Call a computation; `_run_eager` is the same function outside of torch.compile."""
     return computation(*arguments)
 
 
@@ -167,7 +160,7 @@ _run_eager = torch.compiler.disable(_run)
 def _choose_computation(
     spec: ExpertSpec, activation: ActivationOptions
 ) -> ExpertMLPOptions | Computation:
-    """Return the options of `expert_mlp`, or a function that replaces it for these experts."""
+    """Return the options of `expert_mlp`, or a computation that replaces it for these experts."""
     has_extras = spec.fc1_bias or spec.fc2_bias or spec.own_activation
     computation = find_separate_computation("auto", spec, has_extras=has_extras)
     if computation is not None:
@@ -176,13 +169,14 @@ def _choose_computation(
 
 
 def _refuse_construction(cls: type[nn.Module]) -> None:
-    """Make the constructor of a quantised experts class raise if "moecore" is selected."""
+    """Make the constructor of a quantised experts class raise an error if it selects "moecore"."""
     construct: Any = cls.__init__
     if hasattr(construct, "__wrapped__"):
         return
 
     @wraps(construct)
     def refuse_or_construct(self: nn.Module, config: Any) -> None:
+        """Construct an experts module, or raise NotImplementedError if it selects "moecore"."""
         if getattr(config, "_experts_implementation", None) == NAME:
             raise NotImplementedError(_format_quantised_error(cls))
         construct(self, config)
@@ -191,7 +185,7 @@ def _refuse_construction(cls: type[nn.Module]) -> None:
 
 
 def _format_quantised_error(cls: type) -> str:
-    """Return the error text for experts of a quantised class `cls`."""
+    """Return the error text for experts of a quantised class."""
     return (
         f"experts_implementation ({NAME!r}) must not go with quantised experts ({cls.__name__}): "
         "load the model with dequantize=True in its quantization config"

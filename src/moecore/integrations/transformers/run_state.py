@@ -1,8 +1,7 @@
-"""Trainer's state and random generators in checkpoints of `MoETrainer`, and checkpoint lookup.
+"""State of a Trainer's run in the `extra` of checkpoints, and the checkpoint to resume from.
 
-`extra` of a checkpoint has two entries: the text of Trainer's trainer_state.json, and the states of
-Python's and numpy's generators, fp64 [ranks, NUM_WORDS]. The checkpoint itself has the states of
-torch's generators.
+The entries are the text of Trainer's trainer_state.json, and the states of Python's and numpy's
+generators, fp64 [ranks, NUM_WORDS].
 """
 
 from __future__ import annotations
@@ -32,11 +31,10 @@ NUM_WORDS = _NUM_PYTHON + 2 + _NUM_NUMPY + 3
 def find_checkpoint(
     resume: str | os.PathLike[str] | bool | None, root: Path, *, saves: bool
 ) -> Path | None:
-    """Return the checkpoint directory to load, identical on every rank; None = a new run.
+    """Return the checkpoint directory to resume from, or None for a new run. Collective.
 
-    `resume` is a directory, True = the newest in `root`, None or False = a new run. ValueError for
-    True without checkpoints, and for a new run that `saves` while `root` has checkpoints.
-    Collective.
+    `resume` is a directory, True for the newest checkpoint in `root`, or None or False for a new
+    run. ValueError if a new run `saves` and `root` already has checkpoints.
     """
     newest = run_on_first_rank(lambda: latest(root))
     if resume is None or resume is False:
@@ -54,12 +52,12 @@ def find_checkpoint(
 
 
 def encode_state(state: TrainerState) -> str:
-    """Return rank 0's Trainer state as the text of trainer_state.json on every rank. Collective."""
+    """Convert rank 0's Trainer state to JSON text; return it on every rank. Collective."""
     return run_on_first_rank(lambda: json.dumps(asdict(state)))
 
 
 def read_state_text(path: Path) -> str:
-    """Return a checkpoint's trainer_state.json text; ValueError if it has none. Collective."""
+    """Return the text of trainer_state.json in a checkpoint, or raise ValueError. Collective."""
     extra = run_on_first_rank(lambda: read_manifest(path).facts.extra)
     if STATE not in extra:
         raise ValueError(
@@ -71,7 +69,7 @@ def read_state_text(path: Path) -> str:
 
 
 def get_host_rng_state() -> Tensor:
-    """Return the state of this process's Python and numpy generators, fp64 [NUM_WORDS]."""
+    """Return the states of Python's and numpy's generators in one tensor, fp64 [NUM_WORDS]."""
     _, words, cached = random.getstate()
     state: Any = np.random.get_state()
     _, keys, position, has_cached, numpy_cached = state
@@ -81,7 +79,7 @@ def get_host_rng_state() -> Tensor:
 
 
 def set_host_generators(state: Tensor) -> None:
-    """Set Python's and numpy's generators to a state from `get_host_rng_state`."""
+    """Set Python's and numpy's generators to the states from `get_host_rng_state`."""
     values = state.tolist()
     has_cached, cached = values[_NUM_PYTHON : _NUM_PYTHON + 2]
     random.setstate((3, tuple(map(int, values[:_NUM_PYTHON])), cached if has_cached else None))

@@ -1,10 +1,7 @@
 """Steps of a MoETrainer with `ContextOptions.dynamic`: a DataLoader batch is one optimizer step.
 
-Trainer                    with `ContextOptions.dynamic`
-data_collator              a `ScheduledCollator`; every rank reads the same documents
-get_batch_samples          one batch, which ranks compare
-training_step              forward and backward of all micro-batches of the plan
-prediction_step            their forwards
+A `ScheduledCollator` plans the micro-batches of a step. Every rank reads the same documents, and
+`training_step` runs all micro-batches of a batch.
 """
 
 from __future__ import annotations
@@ -28,36 +25,30 @@ from moecore.train.step import TrainStep
 
 
 def is_dynamic(model: nn.Module) -> bool:
-    """Whether each forward of a parallelized model selects its own cp degree."""
+    """Whether each forward of a parallelized model may have another cp degree."""
     request = get_request(model)
     return request is not None and request.is_dynamic
 
 
 class ScheduledSteps:
-    """Runs `ScheduledBatch`es, each a full optimizer step, for a Trainer with dynamic cp.
+    """Runs `ScheduledBatch`es, each of one optimizer step, for a Trainer. Collective to construct.
 
-    The construction is collective: each rank constructs one.
-
-    Raises:
-        ValueError: if the trainer's collator or arguments do not fit `ContextOptions.dynamic`.
+    ValueError if the trainer's collator or arguments do not fit `ContextOptions.dynamic`.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         request = get_request(trainer.model)
-        assert request is not None, "the trainer has checked it"
+        assert request is not None, "`check_model` requires it"
         _check_trainer(trainer, request.meshes.data_rank, request.meshes.data_ranks)
         self._device = request.meshes.device
         self._is_hf = isinstance(request.family, TransformersFamily)
         self._copies = dist.get_world_size() // request.meshes.data_ranks  # ranks per data rank
         self._group: dist.ProcessGroup | None = None
         if request.meshes.data_ranks > 1:
-            self._group = dist.new_group(backend="gloo")  # hosts compare without a GPU sync
+            self._group = dist.new_group(backend="gloo")  # to compare batches without a GPU sync
 
     def train(self, batch: ScheduledBatch, owner: TrainStep) -> Tensor:
-        """Run forward and backward of a step; return the mean loss over all ranks' labels.
-
-        `owner` is the model's TrainStep; the caller runs the optimizer.
-        """
+        """Run forward and backward of a step by the TrainStep `owner`; return the mean loss."""
         owner.model.train()
         self._check_equal_batches(batch)
         owner.num_micro_batches = len(batch.cps)
@@ -67,18 +58,17 @@ class ScheduledSteps:
     def evaluate(self, batch: ScheduledBatch, model: nn.Module) -> Tensor:
         """Return the mean loss over all ranks' labels of a step, without gradients."""
         self._check_equal_batches(batch)
-        return self._compute_mean_loss(
-            batch,
-            lambda batches: torch.stack([get_loss(model(**batch_)).float() for batch_ in batches]),
-        )
+
+        def run(batches: list[dict[str, Any]]) -> Tensor:
+            """Return the loss of each micro-batch."""
+            return torch.stack([get_loss(model(**inputs)).float() for inputs in batches])
+
+        return self._compute_mean_loss(batch, run)
 
     def _compute_mean_loss(
         self, batch: ScheduledBatch, run: Callable[[list[dict[str, Any]]], Tensor]
     ) -> Tensor:
-        """Return the mean loss over the step's labels of all ranks. Collective.
-
-        `run` maps the keyword arguments of the micro-batches to their losses.
-        """
+        """Compute micro-batch losses by `run`; return the mean over all ranks' labels."""
         loss = batch.compute_local_loss(run(batch.inputs(self._device, transformers=self._is_hf)))
         dist.all_reduce(loss)
         return loss / self._copies
@@ -96,28 +86,20 @@ class ScheduledSteps:
 
 
 def _check_trainer(trainer: Trainer, data_rank: int, data_ranks: int) -> None:
-    """Raise ValueError if the trainer's collator or arguments do not fit scheduled batches.
-
-    `data_rank` and `data_ranks` are the index and number of data ranks in the model's meshes.
-    """
+    """Raise ValueError if the trainer's collator or arguments do not fit scheduled batches."""
     args, collator = trainer.args, trainer.data_collator
     if not isinstance(collator, ScheduledCollator):
         raise ValueError(
             f"data_collator ({type(collator).__name__}) must be a ScheduledCollator with "
             "ContextOptions.dynamic: it plans the micro-batches of a step"
         )
-    meshes = "take it from the meshes"
+    meshes, steps = "take it from the meshes", args.gradient_accumulation_steps
     requirements = [
         ("ScheduledCollator.data_rank", collator.data_rank, data_rank, meshes),
         ("ScheduledCollator.data_ranks", collator.data_ranks, data_ranks, meshes),
-        (
-            "gradient_accumulation_steps",
-            args.gradient_accumulation_steps,
-            1,
-            "raise the batch size",
-        ),
+        ("gradient_accumulation_steps", steps, 1, "raise the batch size"),
     ]
-    if isinstance(trainer.train_dataset, IterableDataset):  # else rank 0 reads for all
+    if isinstance(trainer.train_dataset, IterableDataset):  # of which rank 0 reads all batches
         dispatch = args.accelerator_config.dispatch_batches
         requirements.append(("accelerator_config.dispatch_batches", dispatch, False, "set it"))
     for name, value, requirement, fix in requirements:

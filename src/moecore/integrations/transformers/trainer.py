@@ -11,12 +11,9 @@
     _save_checkpoint, resume             `Saver`, `load`
     save_model                           `export_hf`
 
-Note "loss": Trainer under DDP divides each loss by the tokens of all ranks and micro-batches and
-multiplies it by the number of ranks, since DDP averages gradients. `parallelize_moe(loss="mean")`
-averages them over data ranks too, so Trainer's losses are used as they are.
-
-Note "private names": six methods of Trainer that are overridden or called have no public one
-beside them. tests/integrations/test_transformers_trainer.py compares their signatures.
+`parallelize_moe(loss="mean")` averages gradients over data ranks, as DDP does, so Trainer's losses
+are not changed. Six private methods of Trainer are overridden or called, because there are no
+public methods; tests/integrations/test_transformers_trainer.py compares their signatures.
 """
 
 from __future__ import annotations
@@ -73,21 +70,20 @@ from moecore.train.step import StepResult, TrainStep
 class MoETrainer(Trainer):
     """A Trainer of a model that `parallelize_moe` has sharded; arguments are Trainer's.
 
-    It trains as Trainer does under DDP: batches, losses and updates are equal. A trainer of TRL is
-    combined with it by inheritance: `class MoESFTTrainer(MoETrainer, SFTTrainer)`.
+    Batches, losses and updates are those of Trainer under DDP. A trainer of TRL is combined with
+    MoETrainer by inheritance: `class MoESFTTrainer(MoETrainer, SFTTrainer)`.
 
-    Checkpoints are in `output_dir/checkpoints`, are written in the background and load on any
-    layout. `save_model` writes a Hugging Face directory. Training logs have the load of each MoE
-    layer. A model that computes in fp16 (`FSDPOptions.param_dtype`) trains with a
-    `DynamicLossScale`. With `ContextOptions.dynamic` a batch of a `ScheduledCollator` is a step.
+    Checkpoints are in `output_dir/checkpoints` and are written in the background. `save_model`
+    writes a Hugging Face directory. Training logs have the load of each MoE layer. A model in fp16
+    trains with a `DynamicLossScale`.
 
     Attributes:
         result: result of the last optimizer step; None before the first step.
 
     Raises:
-        ValueError: for a model that is not parallelized or whose loss convention is "sum" without
-            `ContextOptions.dynamic`, for an optimizer that was made before, and for arguments or
-            settings of accelerate that wrap, cast or save the model otherwise.
+        ValueError: for a model that is not parallelized, for loss="sum" without
+            `ContextOptions.dynamic`, for an optimizer that is older than `parallelize_moe`, and for
+            arguments or accelerate settings that wrap, cast or save the model.
     """
 
     result: StepResult | None = None
@@ -108,7 +104,7 @@ class MoETrainer(Trainer):
         self.add_callback(_RunCallback(self))
 
     def _check_logits(self) -> None:
-        """Raise ValueError for an option or an override that reads logits while cp shards rows."""
+        """Raise ValueError if an option or override reads logits although cp shards rows."""
         if has_parts_of_rows(self.model):
             is_overridden = type(self).prediction_step is not MoETrainer.prediction_step
             check_logits(self, overrides_prediction=is_overridden)
@@ -120,7 +116,7 @@ class MoETrainer(Trainer):
             check_model(self.model, self.args)
         super().create_accelerator_and_postprocess()
         check_accelerator(self.accelerator)
-        self.accelerator.__class__ = ShardedAccelerator  # Trainer makes its own and takes none
+        self.accelerator.__class__ = ShardedAccelerator  # Trainer has no argument for it
         sources = 1 if is_dynamic(self.model) else get_moe_state(self.model).groups.data_ranks
         self.accelerator.copies = self.args.world_size // sources
 
@@ -153,19 +149,19 @@ class MoETrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | int | None]:
-        """Return a step's batches, fewer at an epoch's end, and Trainer's label count or None."""
+        """Return the batches of a step, and Trainer's number of labels or None."""
         if self._steps is not None:
             return list(islice(epoch_iterator, num_batches)), None
         samples = super().get_batch_samples(epoch_iterator, num_batches, device)
         if samples[0]:
             self.accelerator.owner.num_micro_batches = len(samples[0])
-            if isinstance(samples[0][0], Mapping):  # else prompts, of which inputs are made later
+            if isinstance(samples[0][0], Mapping):  # not prompts, from which inputs are made later
                 self.accelerator.owner.announce(samples[0])
         result: tuple[list[Any], Tensor | int | None] = samples
         return result
 
     def get_total_train_batch_size(self, *args: Any, **kwargs: Any) -> int:
-        """Return the number of samples in a step; cp and tp ranks share samples."""
+        """Return the number of samples in a step, which cp and tp ranks share."""
         result: int = super().get_total_train_batch_size(*args, **kwargs) // self.accelerator.copies
         return result
 
@@ -191,7 +187,7 @@ class MoETrainer(Trainer):
         return int(super().floating_point_ops(_add_token_counts(inputs)))
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log, and add MoE load metrics and the loss scale of the last step to a training loss."""
+        """Log, with MoE metrics and the loss scale of the last step if `logs` has a loss."""
         if "loss" in logs and self.result is not None:
             logs.update(self.result.metrics.to_dict(per_expert=False))
             if self.result.loss_scale is not None:
@@ -218,45 +214,41 @@ class MoETrainer(Trainer):
             num_micro_batches=args.gradient_accumulation_steps,
             loss_scale=DynamicLossScale() if is_fp16(self.model) else None,
         )
-        owner.drop()  # an earlier call of `train` may have ended within a step
+        owner.drop()  # an earlier call of `train` may have ended in a step
         self.accelerator.owner = owner
         if self._checkpoint is not None and self._resume_directory is not None:
             extra = load(self._checkpoint, self.model, self.optimizer, scheduler=self.lr_scheduler)
             owner.load_state_dict(extra)
             if args.process_index < len(extra[GENERATORS]):
                 set_host_generators(extra[GENERATORS][args.process_index])
-            # Trainer sets all generators from there when it has skipped the batches.
+            # Trainer loads the states of all generators after it has skipped batches.
             self._save_rng_state(self._resume_directory)
         if args.save_strategy != SaveStrategy.NO:
-            saver = Saver(
-                self._root,
-                self.model,
-                self.optimizer,
-                scheduler=self.lr_scheduler,
-                keep=args.save_total_limit or 0,
-            )
+            keep, scheduler = args.save_total_limit or 0, self.lr_scheduler
+            saver = Saver(self._root, self.model, self.optimizer, scheduler=scheduler, keep=keep)
             self._saver = self._open.enter_context(saver)
 
     def _finish_step(self) -> None:
-        """End the optimizer step that Trainer ran, and raise errors of a background save."""
+        """Finish the TrainStep after Trainer's optimizer step, and raise errors of saves."""
         self.result = self.accelerator.owner.finish()
         if self._saver is not None:
             self._saver.check()
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Count the tokens of a batch, also of a packed or scheduled batch."""
         super()._track_num_input_tokens(_add_token_counts(inputs))
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         """Return False, so that Trainer clips by the Accelerator, which knows both meshes."""
-        return False  # so Trainer clips by the Accelerator, which knows both meshes
+        return False
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Start to write a checkpoint in the background; ValueError with save_strategy "no"."""
+        """Start a background save; ValueError with save_strategy "no"."""
         if self._saver is None:
             raise ValueError(
                 "save_strategy ('no') must be another one for a callback that saves: use 'steps'"
             )
-        self.accelerator.owner.check()  # no checkpoint of a step with lost tokens
+        self.accelerator.owner.check()  # raises an error if the step has lost tokens
         self.store_flos()
         step, state = self.state.global_step, self.state
         if state.best_global_step == step:
@@ -270,17 +262,17 @@ class MoETrainer(Trainer):
         self._saver.save(step, extra, wait=False)
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        pass  # `_begin_run` does, when there is an optimizer
+        """Do nothing: `_begin_run` loads, when the optimizer exists."""
 
     def _load_best_model(self) -> None:
         """Load the weights of the best checkpoint after all saves have ended."""
         assert self._saver is not None
-        self._saver.close()  # the best one may be under way
+        self._saver.close()  # the best checkpoint may not be complete yet
         load(self.state.best_model_checkpoint, self.model)
 
 
 def _add_token_counts(inputs: Any) -> Any:
-    """Return a batch with an `attention_mask`, which Trainer needs to count its tokens."""
+    """Return a batch with the `attention_mask` from which Trainer counts tokens."""
     if isinstance(inputs, ScheduledBatch):
         tokens_N = torch.ones(inputs.num_tokens, dtype=torch.bool, device="cpu")
         return {"input_ids": tokens_N, "attention_mask": tokens_N}
@@ -290,7 +282,7 @@ def _add_token_counts(inputs: Any) -> Any:
 
 
 def _get_callback_states(callbacks: list[Any]) -> dict[str, Any]:
-    """Return class name -> state of each callback with a state, in Trainer's format."""
+    """Return the states of callbacks by class name, in Trainer's format."""
     states: dict[str, Any] = {}
     for callback in callbacks:
         if isinstance(callback, ExportableState):
@@ -299,26 +291,29 @@ def _get_callback_states(callbacks: list[Any]) -> dict[str, Any]:
 
 
 class _RunCallback(TrainerCallback):
-    """A callback that calls the trainer at the begin and end of a run and after each step."""
+    """Calls a MoETrainer at the begin and end of a run and after each step."""
 
     def __init__(self, trainer: MoETrainer) -> None:
         self._trainer = trainer
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Prepare the run and load the checkpoint to resume from."""
         self._trainer._begin_run()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Finish the step."""
         self._trainer._finish_step()
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        """Raise an error if the last step has lost tokens."""
         self._trainer.accelerator.owner.check()
 
 
 class ShardedAccelerator(Accelerator):
-    """An Accelerator that wraps neither model nor optimizer, and clips through a `TrainStep`."""
+    """An Accelerator that wraps neither model nor optimizer, and clips by a `TrainStep`."""
 
     owner: TrainStep  # set before the first step
-    copies: int = 1  # ranks with the same data, neighbours: of cp and tp
+    copies: int = 1  # consecutive ranks with the same data, of cp and tp
 
     @property
     def num_processes(self) -> int:
@@ -334,27 +329,23 @@ class ShardedAccelerator(Accelerator):
 
     def gather(self, tensor: Any) -> Any:
         """All-gather along dim 0, with one copy of data that cp and tp ranks share. Collective."""
-        rows = super().gather(tensor)
-        return recursively_apply(self._select_data_ranks, rows) if self.copies > 1 else rows
 
-    def _select_data_ranks(self, rows: Tensor) -> Tensor:
-        """Return the entries of dim 0 that the first of each `copies` neighbouring ranks sent."""
-        result: Tensor = rows.unflatten(0, (self.num_processes, self.copies, -1))[:, 0].flatten(
-            0, 1
-        )
-        return result
+        def drop_copies(rows: Tensor) -> Tensor:
+            """Return the rows of the first rank of each group of ranks with equal rows."""
+            first_copies: Tensor = rows.unflatten(0, (self.num_processes, self.copies, -1))[:, 0]
+            return first_copies.flatten(0, 1)
+
+        all_rows = super().gather(tensor)
+        return recursively_apply(drop_copies, all_rows) if self.copies > 1 else all_rows
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Return False: the model is not placed by accelerate (see `ShardedDeviceMap`)."""
+        """Return False, because accelerate has not placed the model."""
         return False
 
     def prepare_model(
-        self,
-        model: nn.Module,
-        device_placement: bool | None = None,
-        evaluation_mode: bool = False,
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Move the model to the device, without wrapping it, as in evaluation mode."""
+        """Move the model to the device without wrapping it, as accelerate does for evaluation."""
         result: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         return result
 
@@ -365,27 +356,27 @@ class ShardedAccelerator(Accelerator):
         return optimizer
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run backward of a micro-batch's loss times the fp16 loss scale, if there is a scale."""
+        """Run backward of a micro-batch's loss, multiplied by the loss scale of fp16."""
         super().backward(self.owner.scale_loss(loss), **kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> float:
-        """Clip by the TrainStep's max_norm; return the norm before it. No argument is used."""
+        """Clip by the TrainStep's max_norm and return the previous norm. Arguments are not used."""
         return self.owner.clip().total
 
 
 def export_into(model: nn.Module, folder: Path) -> None:
-    """Export a model, or only its unmerged adapter, over an earlier export. Collective."""
+    """Export a model, or only its unmerged adapter, and replace an earlier export. Collective."""
     if find_unmerged(model):
         save_adapters(model, folder, adapter=cast(Any, model).active_adapter)
         return
     draft = folder / ".export"
-    run_on_first_rank(lambda: shutil.rmtree(draft, ignore_errors=True))  # a kill may have left one
+    run_on_first_rank(lambda: shutil.rmtree(draft, ignore_errors=True))  # of a killed process
     export_hf(model, draft)
     run_on_first_rank(lambda: _replace_export(draft, folder))
 
 
 def _replace_export(draft: Path, folder: Path) -> None:
-    """Move an export from `draft` to `folder`; config.json last, because loading requires it."""
+    """Move an export's files from `draft` to `folder`, config.json last."""
     config = folder / "config.json"
     config.unlink(missing_ok=True)
     for old in folder.glob("model*.safetensors*"):

@@ -57,7 +57,7 @@ class Comparison:
     uncompared: str = ""  # why the model's config could not be compared, for a warning
 
 
-def compare_model(
+def compare_checkpoint(
     manifest: Manifest,
     model: nn.Module,
     optimizer: Optimizers | None,
@@ -65,9 +65,10 @@ def compare_model(
     *,
     cast: bool,
 ) -> tuple[ModelView, Comparison]:
-    """Return the model's tensors by name, and their comparison with a manifest. Collective.
+    """Compare a checkpoint with the objects to load; return the model's tensors and the result.
 
-    With pipeline stages, the comparison has the differences of all stages.
+    Collective: the result has the differences of all pipeline stages. If `optimizer` or `scheduler`
+    is None, its state is not loaded. `cast` allows dtypes that differ from the saved dtypes.
     """
 
     def collect_part() -> tuple[ModelView, StagePart]:
@@ -80,7 +81,7 @@ def compare_model(
     stages = find_staged_module(model)[1]
     union = join_stage_parts(part, stages)
     comparison = run_and_share_errors(
-        lambda: compare(manifest, view, union, optimizer, scheduler, cast=cast)
+        lambda: _compare(manifest, view, union, optimizer, scheduler, cast=cast)
     )
     if stages is not None:
         differences = gather_objects((comparison.left_out, comparison.refused))
@@ -91,7 +92,7 @@ def compare_model(
     return view, comparison
 
 
-def compare(
+def _compare(
     manifest: Manifest,
     view: ModelView,
     union: StagePart,
@@ -100,15 +101,7 @@ def compare(
     *,
     cast: bool,
 ) -> Comparison:
-    """Compare a checkpoint with a model, optimizers and schedulers; return all differences.
-
-    If `optimizer` or `scheduler` is None, its state is not loaded.
-
-    Args:
-        view: of this rank's model.
-        union: tensor names and parameter groups of all pipeline stages.
-        cast: allow dtypes that differ from the saved dtypes.
-    """
+    """Compare a checkpoint with this rank's objects; `union` has the names of all stages."""
     comparison = Comparison()
     if missing := find_missing_fields(view.config, manifest.facts.config):
         comparison.uncompared = (
@@ -130,11 +123,7 @@ def compare(
 
 
 def refuse_differences(comparison: Comparison, path: Path, *, strict: bool) -> None:
-    """Raise one ValueError that lists all differences that this load does not allow.
-
-    With `strict`, these are `left_out` (names, shapes) and `refused` (dtypes), otherwise only
-    `refused`. `path`, the checkpoint, is for the message.
-    """
+    """Raise ValueError with all `refused` differences, and with `strict` also all `left_out`."""
     problems = comparison.refused + (comparison.left_out if strict else [])
     fix = "build them as when it was saved"
     if strict and not comparison.refused:
@@ -146,17 +135,18 @@ def refuse_differences(comparison: Comparison, path: Path, *, strict: bool) -> N
 
 
 def select_tensors(prefix: str, manifest: Manifest) -> dict[str, StoredTensor]:
-    """Return the manifest's tensors whose names start with `prefix`, under names without it."""
+    """Return the manifest's tensors whose names start with `prefix`; remove the prefix."""
     return {n.removeprefix(prefix): t for n, t in manifest.tensors.items() if n.startswith(prefix)}
 
 
 def allocate_optimizer_target(
     comparison: Comparison, view: ModelView
 ) -> tuple[list[dict[Tensor, dict[str, Tensor]]], dict[str, Tensor]]:
-    """Return the tensors into which a load reads optimizer state, reused or uninitialized.
+    """Allocate, or reuse, the tensors into which a load reads optimizer state.
 
-    The first result has param -> state key -> tensor for each optimizer. The second result maps the
-    checkpoint's names, such as "optimizer.exp_avg.<fqn>", to views of these tensors.
+    Returns:
+        For each optimizer, parameter -> state key -> tensor; and the checkpoint's names, such as
+        "optimizer.exp_avg.<fqn>", -> views of these tensors.
     """
     states = [
         allocate_optimizer_state(o, view, comparison.matrices, comparison.scalars)
@@ -171,7 +161,7 @@ def allocate_optimizer_target(
 
 
 def allocate_amax_target(model: nn.Module, manifest: Manifest) -> dict[str, Tensor]:
-    """Return name -> uninitialized tensor [steps] for each saved amax history that a rank needs."""
+    """Allocate fp32 tensors [steps] for the saved amax histories that this rank loads, by name."""
     operands = map_amax_operands(model)
     return {
         name: torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
@@ -181,7 +171,7 @@ def allocate_amax_target(model: nn.Module, manifest: Manifest) -> dict[str, Tens
 
 
 def select_rng_target(manifest: Manifest) -> dict[str, Tensor]:
-    """Return "rng.<device>.<rank>" -> tensor to load this rank's saved generator state into."""
+    """Return "rng.<device>.<rank>" -> tensor into which a load reads this rank's RNG state."""
     layouts = {name: (tensor.shape, tensor.dtype) for name, tensor in manifest.tensors.items()}
     states = copy_rng_states()
     return {n: t for n, t in states.items() if layouts.get(n) == (tuple(t.shape), t.dtype)}
@@ -195,10 +185,7 @@ def _compare_model(
     *,
     cast: bool,
 ) -> None:
-    """Compare the model with `stored_tensors`, the checkpoint's tensors by the model's names.
-
-    Adds the names to load and the error texts to `comparison`. Other arguments are as in `compare`.
-    """
+    """Add the model's tensors to load, and differences from `stored_tensors`, to `comparison`."""
     for name, tensor in sorted(view.stored_views.items()):
         if name not in stored_tensors:
             comparison.left_out.append(f"{name} of the model is not in the checkpoint")
@@ -219,10 +206,7 @@ def _compare_model(
 def _compare_optimizers(
     comparison: Comparison, view: ModelView, union: StagePart, manifest: Manifest, *, cast: bool
 ) -> None:
-    """Compare groups and state of the optimizers with the checkpoint.
-
-    Adds the state to load and the error texts to `comparison`. Other arguments are as in `compare`.
-    """
+    """Add the optimizer state to load, and differences from the checkpoint, to `comparison`."""
     groups, saved_class = manifest.facts.optimizer, manifest.facts.optimizer_class
     if groups is None or saved_class is None:
         comparison.left_out.append("optimizer state is not in the checkpoint")
@@ -262,23 +246,23 @@ def _compare_optimizers(
         slots.setdefault(key.partition(".")[2], {})[key] = tensor
     for name, stored_slots in sorted(slots.items()):
         kind = saved_owners[name][0] if name in saved_owners else None
-        # All slots of a parameter or none: an optimizer cannot step with some of them.
+        is_of_other_stage = name in union.names and name not in view.stored_views
+        # An optimizer cannot step with a part of a parameter's state: all of it is loaded, or none.
+        problem = None
         if kind is not None and kind not in kinds:
-            pass  # reported above, once for all parameters
-        elif name not in owners:
-            comparison.left_out.append(
-                f"optimizer state of {name} is of no parameter of the optimizer"
-            )
-        elif name in union.names and name not in view.stored_views:
-            pass  # of another stage
+            continue  # reported above, once for all parameters
+        if name not in owners:
+            problem = f"of {name} is of no parameter of the optimizer"
+        elif is_of_other_stage:
+            continue
         elif name not in comparison.model:
-            comparison.left_out.append(
-                f"optimizer state of {name} belongs to a tensor that differs"
-            )
+            problem = f"of {name} belongs to a tensor that differs"
         elif options.get(name) or kind not in (None, owners[name][0]):
-            pass  # likewise
-        elif wrong := _find_shape_problem(steps[name], view, name, stored_slots):
-            comparison.left_out.append(f"optimizer state {wrong} or a scalar")
+            continue  # reported above
+        elif shape_problem := _find_shape_problem(steps[name], view, name, stored_slots):
+            problem = f"{shape_problem} or a scalar"
+        if problem is not None:
+            comparison.left_out.append(f"optimizer state {problem}")
         else:
             # State that had its parameter's dtype keeps doing so, as in torch's own loading.
             dtype = view.stored_views[name].dtype if cast else weights[name].dtype
@@ -293,10 +277,7 @@ def _compare_optimizers(
 def _find_shape_problem(
     optimizer: Optimizer, view: ModelView, name: str, stored_slots: dict[str, StoredTensor]
 ) -> str | None:
-    """Return an error text if stored state of parameter `name` has a wrong shape, or None.
-
-    `stored_slots` has the state by "<state key>.<fqn>". `optimizer` is the parameter's.
-    """
+    """Return the error text if saved state of the parameter `name` has a wrong shape, or None."""
     for key, tensor in stored_slots.items():
         like = get_state_template(optimizer, view.tensors[name], key.partition(".")[0])
         shape = tuple(view.view(name, like).shape)
@@ -308,7 +289,7 @@ def _find_shape_problem(
 def _map_params_to_groups(
     classes: str, groups: list[dict[str, Any]]
 ) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Map parameter names to (optimizer class, group); `classes`: see `name_optimizer_classes`."""
+    """Map each parameter name to its optimizer class and parameter group."""
     return {
         name: (kind, group)
         for kind, group in zip(split_class_names(classes, len(groups)), groups, strict=True)
@@ -317,7 +298,7 @@ def _map_params_to_groups(
 
 
 def _compare_scheduler(comparison: Comparison, scheduler: Scheduler, manifest: Manifest) -> None:
-    """Set `comparison.scheduler` if the scheduler fits its saved state; otherwise add an error."""
+    """Set `comparison.scheduler` if the scheduler fits its saved state; otherwise add a text."""
     values = manifest.facts.scheduler
     if values is None:
         comparison.left_out.append("scheduler state is not in the checkpoint")

@@ -1,7 +1,7 @@
-"""Comparison of two model configs: whether they compute the same from the same weights.
+"""Comparison of model configs: models with equal weights and these configs have equal outputs.
 
-Names and shapes do not suffice: another top_k, score function or rope_theta fits every tensor. A
-field that only training reads may differ, because a run may change it between checkpoints.
+Equal names and shapes of tensors do not suffice, because models with another top_k or rope_theta
+have the same tensors. Fields that only training reads may differ.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TRAINING = frozenset(
         *("moe.balance", "moe.router_jitter", "moe.router_dtype", "moe.capacity"),
     }
 )
-# Field -> another field of its record, and the values of that one with which it is read.
+# Field -> the field that decides whether it is read, and the values with which it is read.
 READ_WITH: dict[str, tuple[str, tuple[str, ...]]] = {
     "moe.activation_limit": ("activation", LIMITED_ACTIVATIONS),
     "moe.activation_alpha": ("activation", ("clamped_swiglu",)),
@@ -59,7 +59,7 @@ Config = DecoderConfig | dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A field in which two configs differ: its path, such as moe.top_k, and both values as text."""
+    """A config field with two values: its path, such as moe.top_k, and both values as text."""
 
     name: str
     value: str
@@ -72,10 +72,9 @@ def find_decoder_differences(
     *,
     skipped_fields: Collection[str] = TRAINING,
 ) -> list[Difference]:
-    """Return the fields in which a decoder's config differs from a reference.
+    """Compare a decoder's config with a reference; return fields that differ, except skipped ones.
 
-    The result is [] if `reference` is None or is not a decoder's config. Fields in
-    `skipped_fields`, such as "moe.balance", are not compared.
+    The result is [] if `reference` is None or is not a decoder's config.
     """
     values = asdict(reference) if isinstance(reference, DecoderConfig) else reference
     if values is None or not values.keys() >= _NO_DEFAULT:
@@ -84,16 +83,14 @@ def find_decoder_differences(
 
 
 def list_training_fields(moe: MoEConfig | None) -> frozenset[str]:
-    """Return the config fields that only training reads, such as "moe.balance".
-
-    "moe.capacity" is one of them, unless `moe` has an eval factor and so drops tokens in eval.
-    """
-    drops = moe is not None and moe.capacity is not None and moe.capacity.eval_factor is not None
-    return TRAINING - {"moe.capacity"} if drops else TRAINING
+    """Return the names of config fields that only training reads, such as "moe.balance"."""
+    capacity = None if moe is None else moe.capacity
+    drops_in_eval = capacity is not None and capacity.eval_factor is not None
+    return TRAINING - {"moe.capacity"} if drops_in_eval else TRAINING
 
 
 def find_moe_differences(config: MoEConfig, reference: MoEConfig) -> list[Difference]:
-    """Return the fields in which two MoE configs differ and that change a layer's eval output."""
+    """Compare two MoE configs; return the fields that differ and change a layer's eval output."""
     return list(
         _find_dataclass_differences(config, asdict(reference), "moe.", list_training_fields(config))
     )
@@ -102,7 +99,7 @@ def find_moe_differences(config: MoEConfig, reference: MoEConfig) -> list[Differ
 def find_hf_differences(
     config: Mapping[str, Any], reference: Mapping[str, Any]
 ) -> list[Difference]:
-    """Compare `to_dict()` of two transformers configs; return the fields that change the output."""
+    """Compare two transformers configs as dicts; return fields that differ and change outputs."""
     kinds = [values.get("model_type") for values in (config, reference)]
     if kinds[0] != kinds[1]:  # then other fields mean other things
         return [Difference("model_type", *map(_format_value, kinds))]
@@ -112,9 +109,9 @@ def find_hf_differences(
 def find_saved_differences(
     config: Config | None, values: Mapping[str, Any] | None
 ) -> list[Difference]:
-    """Return the fields in which a model's config and the saved `values` differ.
+    """Compare a model's config with saved `values`; return fields that differ.
 
-    The list is empty if either is None, or if the saved values lack fields of the config.
+    The result is [] if an argument is None or `values` lacks required fields.
     """
     if config is None or values is None or find_missing_fields(config, values):
         return []
@@ -124,7 +121,7 @@ def find_saved_differences(
 
 
 def find_missing_fields(config: Config | None, values: Mapping[str, Any] | None) -> list[str]:
-    """Return the required fields that a saved config, `values`, lacks; [] if either is None."""
+    """Return the required fields that the saved config `values` lacks; [] without a config."""
     if config is None or values is None:
         return []
     names = _NO_DEFAULT if isinstance(config, DecoderConfig) else {"model_type"}
@@ -132,7 +129,7 @@ def find_missing_fields(config: Config | None, values: Mapping[str, Any] | None)
 
 
 def convert_config(config: object) -> dict[str, Any]:
-    """Convert a mapping, dataclass or transformers config to nested dicts; otherwise ValueError."""
+    """Convert a mapping, dataclass or transformers config to nested dicts, or raise ValueError."""
     try:
         values = _convert_to_dicts(config)
     except RecursionError:
@@ -147,19 +144,14 @@ def convert_config(config: object) -> dict[str, Any]:
 
 def _convert_to_dicts(value: object) -> Any:
     """Convert mappings, dataclasses and transformers configs to dicts, recursively."""
-    # Before `is_dataclass`: configs of transformers 5 are dataclasses, and `asdict` omits what is
-    # no field of theirs, such as model_type.
+    # Before `is_dataclass`: configs of transformers 5 are dataclasses whose fields lack model_type.
     if callable(getattr(value, "to_dict", None)) and not isinstance(value, type):
         values = value.to_dict()  # type: ignore[attr-defined]
-        if not isinstance(values, Mapping):
-            return value
-        return (
-            _select_json_fields(values) if "model_type" in values else _convert_to_dicts({**values})
-        )
+        if isinstance(values, Mapping) and "model_type" in values:
+            return _select_json_fields(values)
+        return _convert_to_dicts({**values}) if isinstance(values, Mapping) else value
     if is_dataclass(value) and not isinstance(value, type):
-        return {
-            field.name: _convert_to_dicts(getattr(value, field.name)) for field in fields(value)
-        }
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
         return {name: _convert_to_dicts(entry) for name, entry in value.items()}
     if type(value) in (list, tuple):
@@ -177,7 +169,7 @@ def _select_json_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_config(model: nn.Module) -> Config | None:
-    """Return the config of a module's only native or transformers model; None for 0 or 2 models."""
+    """Return the config of the only native or transformers model in a module, otherwise None."""
     modules = {id(part): part for part in _find_models(model)}
     if len(modules) != 1:
         return None
@@ -198,8 +190,7 @@ def _find_hf_differences(
     config: Mapping[str, Any], reference: Mapping[str, Any], prefix: str
 ) -> Iterator[Difference]:
     """Yield the fields that both configs have with different values, as `prefix` + field name."""
-    # Only fields that both have. An unknown one is compared, too: a needless refusal names the
-    # field, while a difference that nobody compared would change results silently.
+    # Unknown fields are compared too: an unnecessary error is better than silently other results.
     values, other = _select_compared_fields(config), _select_compared_fields(reference)
     for name in sorted(values.keys() & other.keys()):
         a, b = values[name], other[name]
@@ -231,7 +222,7 @@ def _find_rope_differences(
 
 
 def _select_compared_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that change a model's output, except rotary fields and aliases."""
+    """Return the fields that change a model's output; rotary fields are compared elsewhere."""
     result = {
         name: value
         for name, value in values.items()
@@ -251,7 +242,7 @@ def _select_compared_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_rope_options(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return rotary options by path, such as "rope_parameters.", one entry per kind of layer."""
+    """Return the rotary options of each kind of layer, by path such as "rope_parameters."."""
     if all(values.get(name) is None for name in ROPE):
         return {}
     rope: dict[str, Any] = {}
@@ -266,7 +257,7 @@ def _read_rope_options(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def _normalize_rope_options(
     options: Mapping[str, Any], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the rotary `options` that transformers reads, with defaults from config `values`."""
+    """Return the rotary options that transformers reads; defaults are from the config `values`."""
     result = {name: values.get(name) for name in (THETA, "partial_rotary_factor")}
     result |= {name: value for name, value in options.items() if value is not None}
     old = result.pop("type", None)
@@ -290,10 +281,8 @@ def _find_dataclass_differences(
         value, other = getattr(config, field.name), reference.get(field.name, field.default)
         if name in skipped_fields or other is MISSING:
             continue
-        if name in READ_WITH:
-            by, values = READ_WITH[name]
-            if getattr(config, by) not in values:
-                continue
+        if name in READ_WITH and getattr(config, READ_WITH[name][0]) not in READ_WITH[name][1]:
+            continue
         if name == "moe.normalize_weights":  # None follows K, which is compared itself
             value = config.normalizes
             other = config.choices_per_token > 1 if other is None else other
@@ -309,5 +298,5 @@ def _convert_tuple_to_list(value: Any) -> Any:
 
 
 def _format_value(value: Any) -> str:
-    """Return a config value as text of at most 80 characters; "given" for a nested config."""
+    """Return a config value as text of at most 80 characters, or "given" for a nested config."""
     return "given" if is_dataclass(value) or isinstance(value, Mapping) else f"{value!r:.80}"

@@ -52,11 +52,10 @@ logger = logging.getLogger("moecore.io")
 
 
 def latest(root: str | os.PathLike[str]) -> Path | None:
-    """Return the newest complete checkpoint under `root`, the run's directory; None without any.
+    """Return the newest complete checkpoint of the run directory `root`; None without checkpoints.
 
-    It is the checkpoint that the pointer file names. If the pointer file or its target is missing,
-    it is the complete directory with the highest step. Damage raises an error, because an older
-    checkpoint would not be the newest.
+    The newest checkpoint is the target of the pointer file. If the pointer file or its target is
+    missing, the newest checkpoint is the complete directory with the highest step.
 
     Raises:
         ValueError: if the pointer file is damaged, or the manifest that it names.
@@ -80,10 +79,7 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
 
 
 def find_root(path: Path) -> Path:
-    """Return the directory that contains the steps of a run: `path` or its subdirectory.
-
-    `moecore train`, similar commands and MoETrainer save below their run directory.
-    """
+    """Return the directory with a run's checkpoints: `path`, or its subdirectory "checkpoints"."""
     below = path / CHECKPOINTS
     has_steps = (path / POINTER).exists() or bool(find_complete_checkpoints(path))
     return below if below.is_dir() and not has_steps else path
@@ -92,7 +88,7 @@ def find_root(path: Path) -> Path:
 def set_latest(path: str | os.PathLike[str]) -> None:
     """Set the pointer file `latest` to a complete checkpoint, for example to roll a run back.
 
-    Later steps stay until a save of the same step replaces them, or pruning removes them.
+    Later checkpoints remain until a save of the same step replaces them or `prune` removes them.
 
     Raises:
         ValueError: if the directory is not a complete checkpoint.
@@ -109,23 +105,21 @@ def set_latest(path: str | os.PathLike[str]) -> None:
 
 
 def prune(root: str | os.PathLike[str], keep: Keep) -> list[Path]:
-    """Remove complete checkpoints except the newest, and return the removed ones.
+    """Delete all complete checkpoints of a run except the newest; return the deleted paths.
 
-    The checkpoint that `latest` names always stays. Later steps, of a run that was rolled back, are
-    removed first, then the lowest steps. If a job died while it had the lock, `prune` also removes
-    the drafts of that job.
+    The target of `latest` always remains. Steps after it, of a run that was rolled back, are
+    deleted first, then the lowest steps. Leftovers of a job that died with the lock are deleted.
 
-    Example: of 100 200 210 300 400 and latest 210, keep=2 leaves 200 210.
+    Example: if the run has 100 200 210 300 400 and latest is 210, keep=2 leaves 200 210.
 
     Args:
-        root: the run's directory, as in `save`. For a step that is a symlink, only the link is
-            removed.
-        keep: the number of checkpoints that stay, >= 1.
+        root: the run's directory, as in `save`. If a step is a symlink, only the link is deleted.
+        keep: the number of checkpoints that remain, >= 1.
 
     Raises:
-        ValueError: if `keep` is wrong or the pointer file is damaged; no checkpoint is removed.
-        OSError: if another job writes to the run, or a checkpoint cannot be removed. That
-            checkpoint stays in the run, and the other old checkpoints are removed.
+        ValueError: if `keep` is wrong or the pointer file is damaged; no checkpoint is deleted.
+        OSError: if another job writes to the run; or, after the other checkpoints are deleted, if
+            a checkpoint cannot be deleted.
     """
     if not find_prunable(root, keep):
         return []
@@ -134,10 +128,7 @@ def prune(root: str | os.PathLike[str], keep: Keep) -> list[Path]:
 
 
 def _remove_prunable(root: Path, keep: int) -> list[Path]:
-    """Delete the checkpoints of `find_prunable` and return them; the caller has the run's lock.
-
-    OSError if a checkpoint cannot be deleted, after all others are deleted.
-    """
+    """Delete the checkpoints of `find_prunable` and return them; the caller has the run's lock."""
     removed, problems = [], []
     for path in find_prunable(root, keep):
         try:
@@ -160,11 +151,9 @@ def find_prunable(root: str | os.PathLike[str], keep: Keep) -> list[Path]:
     newest = latest(root)
     if newest is None:
         return []
-    # Later steps are of a run that was rolled back: they go first.
     last = _parse_step(newest) or 0
-    candidates = [path for path in find_complete_checkpoints(Path(root)) if path != newest]
-    order = [path for path in candidates if (_parse_step(path) or 0) > last]
-    order += [path for path in candidates if (_parse_step(path) or 0) <= last]
+    order = [path for path in find_complete_checkpoints(Path(root)) if path != newest]
+    order.sort(key=lambda path: (_parse_step(path) or 0) <= last)  # later steps first
     num_old = max(0, len(order) - (keep - 1))
     # A checkpoint that stays may be a symlink to an older one, whose files it needs.
     targets = [path.resolve() for path in (newest, *order[num_old:])]
@@ -176,7 +165,7 @@ def find_prunable(root: str | os.PathLike[str], keep: Keep) -> list[Path]:
 
 
 def is_published(root: Path, step: int) -> bool:
-    """Whether the pointer file `latest` names this step and the checkpoint is complete."""
+    """Whether the pointer file `latest` names this step and its checkpoint is complete."""
     try:
         named = _read_pointer(root)
     except (OSError, ValueError):
@@ -197,7 +186,7 @@ def refuse_used_directory(root: Path) -> None:
 
 
 def find_complete_checkpoints(root: Path) -> list[Path]:
-    """Return all complete checkpoints, lowest step first; other names are ignored."""
+    """Return the paths of a run's complete checkpoints, sorted by step."""
     if not root.is_dir():
         return []
     paths = [path for path in root.iterdir() if _parse_step(path) is not None and is_complete(path)]
@@ -215,7 +204,7 @@ def make_step_path(root: Path, step: int) -> Path:
 
 
 def create_draft(root: Path, step: int) -> Path:
-    """Create a step's temporary directory, remove leftovers; ValueError if the step is not new."""
+    """Create and return a step's draft directory; ValueError if the run has the step already."""
     root.mkdir(parents=True, exist_ok=True)
     final = make_step_path(root, step)
     _require_new_step(final)
@@ -226,18 +215,18 @@ def create_draft(root: Path, step: int) -> Path:
 
 
 def publish(draft: Path, manifest: Manifest, *, keep: int) -> None:
-    """Complete a draft, set `latest` to it, and prune to the newest `keep` steps (0 = keep all)."""
+    """Complete a draft, set `latest` to it, and keep only the newest `keep` steps (0 = all)."""
     root, final = draft.parent, make_step_path(draft.parent, manifest.facts.step)
     write_new(draft / MANIFEST, manifest.text)
     sync_directory(draft)
     _require_new_step(final)
     _check_shard_files(draft, manifest)
-    # All that needs room comes before the rename, so a full disk leaves nothing half announced.
+    # Before the rename, so that a full disk leaves the previous checkpoint as the latest.
     pointer = _write_pointer(root, final.name, manifest.text.encode("ascii"))
-    if os.path.lexists(final):  # of a run that was rolled back, or not whole
+    if os.path.lexists(final):  # of a run that was rolled back, or incomplete
         with contextlib.suppress(ValueError):
             named = _read_pointer(root)
-            if named is not None and named[0] == final.name:  # with the digest of what goes now
+            if named is not None and named[0] == final.name:  # its digest is the old manifest's
                 (root / POINTER).unlink()
         remove_checkpoint(final)
     draft.rename(final)
@@ -252,7 +241,7 @@ def publish(draft: Path, manifest: Manifest, *, keep: int) -> None:
 
 
 def _check_shard_files(draft: Path, manifest: Manifest) -> None:
-    """Raise OSError if a shard file of the manifest is missing in `draft` or has a wrong size."""
+    """Raise OSError if the directory `draft` lacks a shard file or the file has a wrong size."""
     for name, file in manifest.files.items():
         try:
             descriptor = open_regular(draft / name)  # a network file system then asks its server
@@ -265,7 +254,7 @@ def _check_shard_files(draft: Path, manifest: Manifest) -> None:
 
 
 def _require_new_step(final: Path) -> None:
-    """Raise ValueError if the run of the step directory `final` has this step or a later one."""
+    """Raise ValueError if the run has the step of the directory `final`, or a later step."""
     step, newest = _parse_step(final) or 0, None
     try:
         newest = _find_newest_step(final.parent)
@@ -281,7 +270,7 @@ def _require_new_step(final: Path) -> None:
 
 
 def _resolve_pointer(root: Path) -> Path | None:
-    """Return the checkpoint that `latest` names; None if missing, ValueError for a wrong digest."""
+    """Return the checkpoint that `latest` names, None without one; ValueError if it is damaged."""
     named = _read_pointer(root)
     if named is None:
         return None
@@ -299,7 +288,7 @@ def _resolve_pointer(root: Path) -> Path | None:
 
 
 def _read_pointer(root: Path) -> tuple[str, str] | None:
-    """Return the checkpoint's name and its manifest's SHA-256 from `latest`; None without it."""
+    """Return the checkpoint name and manifest SHA-256 in the file `latest`; None without a file."""
     try:
         text = read_beginning(root / POINTER, 200).decode("ascii", errors="replace")
     except FileNotFoundError:
@@ -314,7 +303,7 @@ def _read_pointer(root: Path) -> tuple[str, str] | None:
 
 
 def _find_newest_step(root: Path) -> int | None:
-    """Return the step of the newest checkpoint without reading its manifest; None without any."""
+    """Return the newest checkpoint's step without reading a manifest; None without checkpoints."""
     named = _read_pointer(root)
     if named is not None and is_complete(root / named[0]):
         return _parse_step(root / named[0])
@@ -323,13 +312,13 @@ def _find_newest_step(root: Path) -> int | None:
 
 
 def _parse_step(path: Path) -> int | None:
-    """Return the step in a directory's name; None for any other name."""
+    """Return the step number in a checkpoint directory's name; None for other names."""
     match = _STEP_NAME.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def _write_pointer(root: Path, name: str, manifest: bytes) -> Path:
-    """Write name and SHA-256 of the manifest bytes to a temporary pointer file; return its path."""
+    """Write a temporary pointer file with a checkpoint's name and manifest digest; return it."""
     pointer = root / f".{POINTER}-{uuid.uuid4().hex[:8]}"
     try:
         write_new(pointer, f"{name} {hashlib.sha256(manifest).hexdigest()}\n")

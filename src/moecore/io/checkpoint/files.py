@@ -27,14 +27,9 @@ _LEFTOVER = re.compile(r"\.step-[0-9]+\.tmp-\w+|\.step-[0-9a-f]{8}\.old|\.latest
 
 
 def open_regular(path: Path, *, follow: bool = False) -> int:
-    """Open a regular file for reading; return its descriptor, which the caller closes.
+    """Open a regular file for reading and return its descriptor, which the caller closes.
 
-    Args:
-        follow: allow a symlink to a regular file.
-
-    Raises:
-        ValueError: for a directory, a FIFO or a device, and without `follow` for a symlink.
-        FileNotFoundError: if there is no file.
+    ValueError for a directory, a FIFO or a device, and for a symlink unless `follow` allows it.
     """
     # O_NONBLOCK: opening a FIFO without a writer would wait.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
@@ -48,7 +43,7 @@ def open_regular(path: Path, *, follow: bool = False) -> int:
 
 
 def read_regular(path: Path, *, max_bytes: int, follow: bool = False) -> bytes:
-    """Return a regular file's bytes; ValueError above `max_bytes`. `follow` allows a symlink."""
+    """Return a regular file's content; ValueError above `max_bytes`. `follow` allows a symlink."""
     with open(open_regular(path, follow=follow), "rb") as file:
         size = os.fstat(file.fileno()).st_size  # of a sparse file, too
         check_size(path, size, max_bytes)
@@ -91,11 +86,9 @@ def sync_directory(directory: Path) -> None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Delete a checkpoint directory, or the symlink to it, after renaming it to a hidden name.
+    """Rename a checkpoint, or the symlink to it, to a hidden name, then delete it.
 
-    Raises:
-        OSError: if an entry cannot be deleted; if all entries still exist, the old name is
-            restored.
+    OSError if an entry cannot be deleted; the old name is restored if all entries still exist.
     """
     hidden = _make_hidden_path(path)
     entries = _list_deletable_entries(path)
@@ -112,12 +105,12 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def _make_hidden_path(path: Path) -> Path:
-    """Return an unused hidden path in the same directory, for a path that is to be deleted."""
+    """Return a new hidden path in the same directory, to which a path is renamed for deletion."""
     return path.with_name(f".step-{uuid.uuid4().hex[:8]}.old")
 
 
 def _delete_path(path: Path) -> None:
-    """Delete a directory with its content; of a symlink, delete only the link."""
+    """Delete a directory with its content, or a symlink without its target."""
     if path.is_symlink():
         path.unlink()
     else:
@@ -125,7 +118,7 @@ def _delete_path(path: Path) -> None:
 
 
 def _list_deletable_entries(path: Path) -> list[str]:
-    """Return the sorted relative paths below a directory; OSError if one cannot be deleted."""
+    """Return the relative paths in a directory; OSError if an entry cannot be deleted."""
     if path.is_symlink():
         return []
     paths = []
@@ -137,12 +130,12 @@ def _list_deletable_entries(path: Path) -> list[str]:
 
 
 def find_leftovers(root: Path) -> list[Path]:
-    """Return the leftovers of killed saves: drafts, half-deleted checkpoints, pointer files."""
+    """Return drafts, half-deleted checkpoints and pointer files that killed saves left in a run."""
     return [path for path in sorted(root.glob(".*")) if _LEFTOVER.fullmatch(path.name)]
 
 
 def remove_leftovers(root: Path) -> None:
-    """Delete the leftovers of killed saves in the run `root`; undeletable files stay."""
+    """Delete the files of `find_leftovers`, except files that cannot be deleted."""
     # Never under its own name: a stopped job could go on and publish its draft.
     for leftover in find_leftovers(root):
         with contextlib.suppress(OSError):
@@ -155,7 +148,7 @@ def remove_leftovers(root: Path) -> None:
 
 
 def join_problems(problems: Sequence[str]) -> str:
-    """Join the first `MAX_LINES` error texts in one line; add the number of further error texts."""
+    """Join at most `MAX_LINES` error texts in one line, with the number of further texts."""
     first = "; ".join(format_error_line(problem, MAX_CHARS) for problem in problems[:MAX_LINES])
     remaining = len(problems) - MAX_LINES
     return first if remaining <= 0 else f"{first} (and {remaining} more)"

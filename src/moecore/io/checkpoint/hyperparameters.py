@@ -21,11 +21,11 @@ from moecore.io.checkpoint.manifest import MAX_DEPTH, is_nested_deeper
 from moecore.io.checkpoint.state import ModelView
 
 T = TypeVar("T")
-# How to compute, not what: another machine may want others.
+# Options that select an implementation and do not change results.
 RUN_OPTIONS = {"fused", "foreach", "capturable", "differentiable"}
-# What schedulers add to a group, and set anew when they are built.
+# Options that schedulers add to a group when they are constructed.
 SCHEDULER_OPTIONS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
-# Numbers that decide about no state, so that 0 may become another number.
+# Numbers that do not decide which state exists, so that 0 may become another number.
 NUMERIC_OPTIONS = {"lr", "betas", "weight_decay", "eps"} | SCHEDULER_OPTIONS
 WIDTH = "width_factor"  # of `WidthRates.regroup`; it is in the saved lr, weight_decay and weights
 MAX_NESTING = MAX_DEPTH - 10  # of a value, which lies in others
@@ -37,8 +37,8 @@ def concat_param_groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]
 
 
 def name_optimizer_classes(optimizers: Sequence[Optimizer]) -> str:
-    """Return the common class name, or one name per parameter group, such as "Muon, AdamW"."""
-    # An optimizer that only computes elsewhere declares the class whose state it has.
+    """Return the optimizers' common class name, or a name per parameter group ("Muon, AdamW")."""
+    # An optimizer may declare the class whose state it has as `checkpoint_class`.
     names = [
         str(getattr(optimizer, "checkpoint_class", type(optimizer).__name__))
         for optimizer in optimizers
@@ -48,7 +48,7 @@ def name_optimizer_classes(optimizers: Sequence[Optimizer]) -> str:
 
 
 def split_class_names(name: str, num_groups: int) -> list[str]:
-    """Return one class name per parameter group from the text of `name_optimizer_classes`."""
+    """Convert a text of `name_optimizer_classes` to a list of one class name per group."""
     names = name.split(", ")
     return names * num_groups if len(names) == 1 else names
 
@@ -56,10 +56,7 @@ def split_class_names(name: str, num_groups: int) -> list[str]:
 def collect_hyperparameters(
     optimizers: Sequence[Optimizer], model: ModelView
 ) -> list[dict[str, Any]]:
-    """Return {"params": parameter names, option: JSON value} of each parameter group, in order.
-
-    Options such as fused and foreach (`RUN_OPTIONS`) are left out.
-    """
+    """Return the parameter names ("params") and options, except `RUN_OPTIONS`, of each group."""
     groups = []
     for group in concat_param_groups(optimizers):
         values = {k: v for k, v in group.items() if k != "params" and k not in RUN_OPTIONS}
@@ -72,12 +69,8 @@ def collect_hyperparameters(
 def find_group_mismatches(
     current_groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]
 ) -> list[str]:
-    """Return an error text per saved hyperparameter that a load cannot set, [] if there is none.
-
-    Both lists have the form of `collect_hyperparameters`. If the groups have different parameters,
-    the only text says so.
-    """
-    # State goes by name, so the order within a group decides about nothing.
+    """Compare hyperparameter lists; return an error text per saved value that cannot be loaded."""
+    # State is loaded by name, so the order of parameters in a group has no effect.
     if [sorted(group["params"]) for group in current_groups] != [
         sorted(g["params"]) for g in saved_groups
     ]:
@@ -96,7 +89,7 @@ def find_group_mismatches(
 
 
 def find_option_mismatches(group: Mapping[str, Any], saved_group: Mapping[str, Any]) -> list[str]:
-    """Return an error text per option of two groups that differs and affects state (amsgrad)."""
+    """Return an error text per option that differs and decides which state exists (amsgrad)."""
     ignored = SCHEDULER_OPTIONS | RUN_OPTIONS | {"params"}
     odd = sorted((group.keys() - ignored) ^ (saved_group.keys() - SCHEDULER_OPTIONS - {"params"}))
     problems = []
@@ -116,7 +109,7 @@ def find_option_mismatches(group: Mapping[str, Any], saved_group: Mapping[str, A
 
 
 def restore_hyperparameters(optimizers: Sequence[Optimizer], groups: list[dict[str, Any]]) -> None:
-    """Set hyperparameters, in place, to saved `groups` that passed `find_group_mismatches`."""
+    """Set the hyperparameters of optimizers, in place, to the values in saved `groups`."""
     for group, saved_group in zip(concat_param_groups(optimizers), groups, strict=True):
         for key, value in saved_group.items():
             current = group.get(key)
@@ -143,11 +136,10 @@ Schedulers = Scheduler | Sequence[Scheduler]
 
 
 class _JoinedScheduler:
-    """A scheduler made of several schedulers; its state dict has keys such as "0.last_epoch"."""
+    """Several schedulers as one scheduler, whose state has keys such as "0.last_epoch"."""
 
     def __init__(self, parts: Sequence[Scheduler]) -> None:
         self._parts = parts
-        self.kind = ", ".join(type(part).__name__ for part in parts)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all schedulers, with prefixed keys."""
@@ -167,17 +159,14 @@ class _JoinedScheduler:
 def join_schedulers(
     scheduler: Schedulers | None, optimizers: Sequence[Optimizer]
 ) -> Scheduler | None:
-    """Return a list of schedulers as one; a single scheduler, or None, is returned unchanged.
-
-    ValueError if the list is empty, or not in the order of the optimizers.
-    """
+    """Return a list of schedulers as one scheduler; ValueError unless in the optimizers' order."""
     if not isinstance(scheduler, Sequence):
         return scheduler
     if not scheduler:
         raise ValueError("scheduler ([]) must hold a scheduler: pass None where there is none")
     order = {id(optimizer): i for i, optimizer in enumerate(optimizers)}
     owners = [order.get(id(getattr(part, "optimizer", None))) for part in scheduler]
-    places = [i for i in owners if i is not None]  # another one's learning rates would fit as well
+    places = [i for i in owners if i is not None]  # the state of another scheduler would fit too
     if places != sorted(places):
         raise ValueError(
             f"scheduler (of optimizers {', '.join(map(str, places))}) must be in the order of "
@@ -188,15 +177,12 @@ def join_schedulers(
 
 def _name_scheduler(scheduler: Scheduler) -> str:
     """Return the class name of a scheduler, or the class names of joined schedulers."""
-    return scheduler.kind if isinstance(scheduler, _JoinedScheduler) else type(scheduler).__name__
+    parts = scheduler._parts if isinstance(scheduler, _JoinedScheduler) else [scheduler]
+    return ", ".join(type(part).__name__ for part in parts)
 
 
 def decode_scheduler_state(scheduler: Scheduler, values: dict[str, Any]) -> dict[str, Any]:
-    """Convert saved JSON values to a state dict for this scheduler's `load_state_dict`.
-
-    Raises:
-        ValueError: if the keys differ from the scheduler's, or a learning rate is not finite.
-    """
+    """Convert saved JSON values to a state dict of this scheduler; ValueError if they differ."""
     state = scheduler.state_dict()
     if state.keys() != values.keys():
         raise ValueError(
@@ -214,18 +200,17 @@ def decode_scheduler_state(scheduler: Scheduler, values: dict[str, Any]) -> dict
 
 
 def _find_learning_rates(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, list) of each learning rate list in a scheduler's state, nested ones too."""
-    for name, entry in value.items() if isinstance(value, dict) else ():
-        if name.endswith(("base_lrs", "_last_lr")):
-            yield name, entry
+    """Yield name and value of each list of learning rates in a scheduler's nested state."""
+    entries = list(enumerate(value)) if isinstance(value, list) else []
+    for name, entry in value.items() if isinstance(value, dict) else entries:
+        if str(name).endswith(("base_lrs", "_last_lr")):
+            yield str(name), entry
         else:
             yield from _find_learning_rates(entry)
-    for entry in value if isinstance(value, list) else ():
-        yield from _find_learning_rates(entry)
 
 
 def encode_scheduler_state(scheduler: Scheduler) -> dict[str, Any]:
-    """Return a scheduler's state as JSON values; raise ValueError if JSON cannot represent it."""
+    """Convert a scheduler's state to JSON values; raise ValueError if that is not possible."""
     state = scheduler.state_dict()
     name = _name_scheduler(scheduler)
     numbers = _convert_tensors_to_numbers(state)
@@ -239,7 +224,7 @@ def encode_scheduler_state(scheduler: Scheduler) -> dict[str, Any]:
 
 
 def _convert_tensors_to_numbers(value: Any) -> Any:
-    """Replace scalar tensors in nested values by numbers; waits for the device per tensor."""
+    """Replace scalar tensors in nested values by numbers; synchronises with the device."""
     if isinstance(value, Tensor) and value.ndim == 0:
         return value.item()
     if isinstance(value, dict):
@@ -250,7 +235,7 @@ def _convert_tensors_to_numbers(value: Any) -> Any:
 
 
 def _restore_types(template: Any, value: Any) -> Any:
-    """Convert JSON values to the types in the state `template`: tuples, tensors, integer keys."""
+    """Convert a JSON value to the types of the same state in `template`: tuples, tensors, keys."""
     if isinstance(template, Tensor) and isinstance(value, int | float):
         return torch.full_like(template, value)
     if isinstance(template, tuple) and isinstance(value, list):
@@ -265,13 +250,13 @@ def _restore_types(template: Any, value: Any) -> Any:
 
 
 def copy_json(values: T) -> T:
-    """Return a deep copy of JSON values, which later changes of the originals do not affect."""
+    """Return a deep copy of JSON values."""
     result: T = json.loads(json.dumps(values))
     return result
 
 
 def check_json(label: str, values: Mapping[str, Any]) -> None:
-    """Raise ValueError for the first value that JSON cannot store; `label` begins the message."""
+    """Raise ValueError if JSON cannot store one of the named values; `label` begins the message."""
     for name, value in values.items():
         try:
             json.dumps(value, sort_keys=True)

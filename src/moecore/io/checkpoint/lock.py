@@ -49,9 +49,7 @@ class RunLock:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._owner_text = b""
-        self._finalizer: weakref.finalize[..., RunLock] | None = (
-            None  # runs once, at exit at the latest
-        )
+        self._finalizer: weakref.finalize[..., RunLock] | None = None  # runs at exit at the latest
 
     def acquire(self) -> None:
         """Create the lock; a second call only checks that this object still has the lock.
@@ -60,7 +58,7 @@ class RunLock:
             OSError: if another live job has the lock, or took the lock over from this object.
         """
         if self._finalizer is not None:
-            if not _owner_has_text(self.root, self._owner_text):
+            if _read_owner(self.root)[1] != self._owner_text:
                 raise OSError(
                     f"root ({self.root}) must be written to by one job, but another one took it "
                     f"over while this one stood still for {STALE_SECONDS:.0f} s: end one of them"
@@ -98,26 +96,21 @@ class RunLock:
         ).start()
 
 
-def _owner_has_text(root: Path, text: bytes) -> bool:
-    """Whether the owner file of the lock has exactly this content."""
-    return _read_owner(root)[1] == text
-
-
 def _touch_owner_regularly(root: Path, text: bytes, stop: threading.Event) -> None:
-    """Until `stop` is set, update the owner file's mtime every `BEAT_SECONDS` if it has `text`."""
+    """Update the owner file's mtime every `BEAT_SECONDS` until `stop` is set."""
     while not stop.wait(BEAT_SECONDS):
         with contextlib.suppress(OSError, ValueError):  # such as when the root was removed
-            if _owner_has_text(root, text):
+            if _read_owner(root)[1] == text:
                 os.utime(root / LOCK / OWNER)
 
 
 def _release_lock(root: Path, text: bytes, stop: threading.Event, pid: int) -> None:
-    """Stop the heartbeat and delete the lock if it has `text`; a fork of process `pid` keeps it."""
+    """Stop the heartbeat; delete the lock if `text` is its owner and `pid` is this process."""
     stop.set()
-    if pid != os.getpid():  # of a process that was forked
+    if pid != os.getpid():  # a fork of the process that acquired the lock
         return
     with contextlib.suppress(OSError, ValueError):
-        if _owner_has_text(root, text):
+        if _read_owner(root)[1] == text:
             (root / LOCK).rename(root / f"{LOCK}-{uuid.uuid4().hex[:8]}")
             for path in root.glob(f"{LOCK}-*"):
                 if _LOCK_NAME.fullmatch(path.name):
@@ -126,7 +119,7 @@ def _release_lock(root: Path, text: bytes, stop: threading.Event, pid: int) -> N
 
 @contextlib.contextmanager
 def hold_lock(root: Path) -> Iterator[None]:
-    """Return a context in which this process has the run's lock; OSError if another job has it."""
+    """Return a context with the run's lock; OSError if another job has the lock."""
     owner = _read_owner(root)[0]
     process = _describe_this_process()
     lock = RunLock(root)
@@ -139,7 +132,7 @@ def hold_lock(root: Path) -> Iterator[None]:
 
 
 def _write_draft(draft: Path, text: str) -> float:
-    """Write the owner file `text` to the new directory `draft`; return its mtime in seconds."""
+    """Create the directory `draft` with the owner file `text`; return the file's mtime (s)."""
     try:
         draft.mkdir(parents=True)
         write_new(draft / OWNER, text)
@@ -151,15 +144,13 @@ def _write_draft(draft: Path, text: str) -> float:
 
 
 def _remove_dead_lock(root: Path, current_time: float) -> None:
-    """Take the lock away from a dead owner and delete its leftovers; OSError if it is alive.
+    """Delete the lock and the leftovers of a dead owner; OSError if the owner is alive.
 
-    Without a lock, nothing changes. `current_time` is the mtime in seconds of a new file under
-    `root`, because an owner on another host is judged by the age of its file.
+    `current_time` (s) is the file system's clock, to which a heartbeat on another host is compared.
     """
     owner, text, touched = _read_owner(root)
     if not text:
         return  # released meanwhile
-    # Both times are the file system's, so clocks of hosts do not matter.
     if not _is_owner_dead(owner, current_time - touched):
         owner_text = f"pid {owner.get('pid')} on {owner.get('host')} since {owner.get('since')}"
         raise OSError(
@@ -175,10 +166,7 @@ def _remove_dead_lock(root: Path, current_time: float) -> None:
 
 
 def _is_owner_dead(owner: dict[str, Any], idle_seconds: float) -> bool:
-    """Whether the lock's owner (its JSON) has ended, or is on another host and idle too long.
-
-    `idle_seconds` is the time since its last heartbeat; above `STALE_SECONDS` is too long.
-    """
+    """Whether a lock's owner has ended, or is on another host without a heartbeat for too long."""
     if owner.get("machine") and owner.get("machine") == _read_machine_id():
         start_ticks = _read_start_ticks(owner.get("pid"))
         return start_ticks is None or start_ticks != owner.get("started")
@@ -186,16 +174,13 @@ def _is_owner_dead(owner: dict[str, Any], idle_seconds: float) -> bool:
 
 
 def find_dead_drafts(root: Path) -> list[Path]:
-    """Return the leftovers (see `find_leftovers`) of a job that died while it had the lock.
-
-    The list is empty if the lock is free or its owner is alive.
-    """
+    """Return the leftovers of the last job if the job died with the lock, otherwise []."""
     owner, text, touched = _read_owner(root)
     return find_leftovers(root) if text and _is_owner_dead(owner, time.time() - touched) else []
 
 
 def _try_rename(source: Path, target: Path) -> bool:
-    """Rename a directory and return True; False if `target` is not empty or `source` is missing."""
+    """Rename a directory; return False if `target` is not empty or `source` is missing."""
     try:
         source.rename(target)
     except FileNotFoundError:
@@ -210,7 +195,7 @@ def _try_rename(source: Path, target: Path) -> bool:
 
 
 def _read_owner(root: Path) -> tuple[dict[str, Any], bytes, float]:
-    """Return the owner's JSON ({} if invalid), bytes (b"" without a lock) and mtime in seconds."""
+    """Return the owner file as JSON ({} if invalid), as bytes (b"" if missing), and its mtime."""
     path = root / LOCK / OWNER
     try:
         text = read_beginning(path, _OWNER_BYTES)
@@ -225,7 +210,7 @@ def _read_owner(root: Path) -> tuple[dict[str, Any], bytes, float]:
 
 
 def _describe_this_process() -> dict[str, Any]:
-    """Return the owner file's content for this process: host, machine, pid and start time."""
+    """Return the owner file's JSON for this process: host, machine, pid and start time."""
     return {
         "host": socket.gethostname(),
         "machine": _read_machine_id(),
@@ -237,7 +222,7 @@ def _describe_this_process() -> dict[str, Any]:
 
 
 def _read_machine_id() -> str:
-    """Return the boot id and the pid namespace, which identify a machine; "" without /proc."""
+    """Return an id of this machine, its boot id and pid namespace; "" without /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -246,7 +231,7 @@ def _read_machine_id() -> str:
 
 
 def _read_start_ticks(pid: object) -> str | None:
-    """Return the start time of process `pid` in ticks since boot; None if the process has ended."""
+    """Return the start time of the process `pid` in ticks since boot; None if it has ended."""
     if not isinstance(pid, int) or isinstance(pid, bool):
         return None
     try:

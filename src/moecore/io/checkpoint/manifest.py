@@ -1,7 +1,6 @@
-"""The manifest of a checkpoint: its metadata, tensors, files and digests.
+"""The manifest of a checkpoint: one line of JSON with metadata, tensors, files and digests.
 
-It is one line of JSON, written last. A manifest that deviates from
-the format is neither written nor read.
+A save writes the manifest last. A manifest that deviates from the format is not read.
 
     format, step, world_size    integers
     meshes                      [{mesh dim: size}] of the saved model's DTensors
@@ -47,7 +46,7 @@ DTYPE_NAMES = {
     torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-MAX_DEPTH = 100  # of JSON: what reads it may recurse
+MAX_DEPTH = 100  # of JSON, whose readers recurse
 _MAX_BYTES = 2**62
 _FIELDS = {
     *("format", "step", "world_size", "meshes", "versions", "config"),
@@ -65,7 +64,7 @@ class StoredFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ManifestChunk:
-    """A block of a tensor in a shard file: its key there, and its offsets and sizes per dim."""
+    """A block of a tensor: shard file, key in the file, and offsets and sizes per tensor dim."""
 
     file: str
     key: str
@@ -75,7 +74,7 @@ class ManifestChunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """Shape, dtype and chunks of a stored tensor. The chunks form a grid; () if it is empty."""
+    """Shape and dtype of a stored tensor, and its chunks, which form a grid."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -84,7 +83,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ManifestFacts:
-    """Metadata of a save except its tensors, such as step, config and optimizer groups, as JSON."""
+    """Metadata of a checkpoint as JSON values: step, config, optimizer groups and others."""
 
     step: int
     world_size: int
@@ -99,7 +98,7 @@ class ManifestFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """The validated index of a checkpoint: metadata, shard files, tensors, and its JSON `text`."""
+    """A valid manifest: metadata, shard files and tensors by name, and its JSON text."""
 
     facts: ManifestFacts
     files: dict[str, StoredFile]
@@ -124,7 +123,7 @@ class Manifest:
 def make_manifest(
     facts: ManifestFacts, files: Mapping[str, StoredFile], tensors: Mapping[str, StoredTensor]
 ) -> Manifest:
-    """Build a manifest and its JSON text; raise ValueError if a value breaks the format."""
+    """Build a manifest from its parts; raise ValueError if a value breaks the format."""
     values = asdict(facts) | {
         "format": FORMAT,
         "files": {name: asdict(file) for name, file in files.items()},
@@ -167,7 +166,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 
 def parse_manifest(text: str) -> Manifest:
-    """Parse and validate a manifest's text; raise ValueError with the first problem."""
+    """Parse the JSON text of a manifest; raise ValueError with the first problem."""
     _require(
         len(text) <= MAX_TABLE,
         f"its size ({len(text)} bytes) must be <= {MAX_TABLE}: save on fewer ranks",
@@ -199,7 +198,7 @@ def parse_manifest(text: str) -> Manifest:
 
 
 def is_nested_deeper(value: Any, max_depth: int) -> bool:
-    """Whether lists and dicts of JSON are nested more than `max_depth` times."""
+    """Whether lists and dicts are nested more than `max_depth` times in a JSON value."""
     level = [value]
     while level and max_depth >= 0:
         level = [v for v in level if isinstance(v, dict | list | tuple)]
@@ -209,7 +208,7 @@ def is_nested_deeper(value: Any, max_depth: int) -> bool:
 
 
 def _parse_facts(values: dict[str, Any]) -> ManifestFacts:
-    """Validate the manifest's metadata and return it as `ManifestFacts`."""
+    """Convert the manifest's JSON values to `ManifestFacts`, or raise ValueError."""
     _require(_is_count(values["step"]), "step must be a whole number >= 0")
     _require(_is_count(values["world_size"], min_value=1), "world_size must be a whole number >= 1")
     meshes, groups = values["meshes"], values["optimizer"]
@@ -243,13 +242,13 @@ def _parse_facts(values: dict[str, Any]) -> ManifestFacts:
 
 
 def _is_group(group: Any) -> bool:
-    """Whether a JSON value is an optimizer group with a list of parameter names."""
+    """Whether a JSON value is an optimizer group: a dict with a list of names as "params"."""
     names = group.get("params") if isinstance(group, dict) else None
     return isinstance(names, list) and all(isinstance(name, str) for name in names)
 
 
 def _parse_files(values: Any) -> dict[str, StoredFile]:
-    """Validate the manifest's "files" and return file name -> `StoredFile`."""
+    """Convert the manifest's JSON value "files" to records by file name, or raise ValueError."""
     _require(isinstance(values, dict), "files must be an object")
     for name, file in values.items():
         _require(
@@ -267,7 +266,7 @@ def _parse_files(values: Any) -> dict[str, StoredFile]:
 
 
 def _parse_tensors(values: Any, files: Mapping[str, Any]) -> dict[str, StoredTensor]:
-    """Validate the manifest's "tensors" and return name -> `StoredTensor`; `files` as in JSON."""
+    """Convert the manifest's JSON value "tensors" to records by name, or raise ValueError."""
     _require(isinstance(values, dict), "tensors must be an object")
     seen: set[tuple[str, str]] = set()
     tensors = {}
@@ -276,7 +275,7 @@ def _parse_tensors(values: Any, files: Mapping[str, Any]) -> dict[str, StoredTen
         _require_keys(value, {"shape", "dtype", "chunks"}, label)
         _require(isinstance(value["dtype"], str) and value["dtype"] in DTYPES, f"{label}: dtype")
         shape, dtype = _parse_sizes(value["shape"], label), DTYPES[value["dtype"]]
-        # As if no dim were 0: strides of such a tensor must not overflow either.
+        # Dims of size 0 count as 1, because the strides of such a tensor must not overflow.
         num_bytes = math.prod(max(1, n) for n in shape) * dtype.itemsize
         _require(num_bytes < _MAX_BYTES, f"{label}: its shape is too large")
         _require(isinstance(value["chunks"], list), f"{label}: chunks must be a list")
@@ -292,7 +291,7 @@ def _parse_tensors(values: Any, files: Mapping[str, Any]) -> dict[str, StoredTen
 
 
 def _parse_chunk(value: Any, num_dims: int, files: Mapping[str, Any], label: str) -> ManifestChunk:
-    """Return the chunk that a JSON value describes; a ValueError's text begins with `label`."""
+    """Convert a chunk's JSON value to a record, or raise ValueError that begins with `label`."""
     _require_keys(value, {"file", "key", "offsets", "sizes"}, f"{label}: a chunk")
     file, key = value["file"], value["key"]
     _require(isinstance(file, str) and file in files, f"{label}: its file must be one of files")
@@ -303,9 +302,9 @@ def _parse_chunk(value: Any, num_dims: int, files: Mapping[str, Any], label: str
 
 
 def require_grid(name: str, shape: Sequence[int], chunks: Sequence[ManifestChunk]) -> None:
-    """Raise ValueError unless the chunks of tensor `name` form a grid with each element once."""
+    """Raise ValueError unless the chunks of a tensor form a grid that has each element once."""
     # Example: shape (4, 6) with blocks (2, 6) at (0, 0), (2, 3) at (2, 0) and (2, 3) at (2, 3) is
-    # refused: the cut of dim 1 at 3 must go through all rows. DTensor shards always are a grid.
+    # an error: a cut of dim 1 at 3 must go through all rows. DTensor shards always form a grid.
     label = f"tensor {name!r:.120}"
     if math.prod(shape) == 0:
         _require(not chunks, f"{label} is empty and must have no chunks")
@@ -327,7 +326,7 @@ def require_grid(name: str, shape: Sequence[int], chunks: Sequence[ManifestChunk
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
-    """Raise NotImplementedError if safetensors lacks the dtype of the tensor `name`."""
+    """Raise NotImplementedError if safetensors does not support the dtype of a tensor."""
     if dtype not in DTYPE_NAMES:
         raise NotImplementedError(
             f"tensor {format_name(name)} ({dtype}) must have a dtype of safetensors to be saved: "
@@ -336,7 +335,7 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 def _dump_json(values: Mapping[str, Any]) -> str:
-    """Return the JSON text of the manifest's values, with sorted keys."""
+    """Convert the manifest's values to JSON text with sorted keys."""
     return json.dumps(values, sort_keys=True)
 
 
@@ -346,7 +345,7 @@ def _compute_digest(values: Mapping[str, Any]) -> str:
 
 
 def _parse_sizes(value: Any, label: str) -> tuple[int, ...]:
-    """Convert a JSON list of counts to a tuple, or raise ValueError; `label` begins its text."""
+    """Convert a JSON list of sizes to a tuple, or raise ValueError that begins with `label`."""
     _require(
         isinstance(value, list) and all(map(_is_count, value)), f"{label}: sizes must be counts"
     )
@@ -355,13 +354,13 @@ def _parse_sizes(value: Any, label: str) -> tuple[int, ...]:
 
 
 def _is_count(value: Any, *, min_value: int = 0) -> bool:
-    """Whether a JSON value is an integer of at least `min_value` and below 2**62."""
+    """Whether a JSON value is an integer from `min_value` to 2**62 - 1."""
     is_int = isinstance(value, int) and not isinstance(value, bool)
     return is_int and min_value <= value < _MAX_BYTES
 
 
 def _require_keys(value: Any, keys: Iterable[str], label: str) -> None:
-    """Raise ValueError, beginning with `label`, unless a value is a dict with exactly `keys`."""
+    """Raise ValueError that begins with `label` unless a value is a dict with these keys."""
     _require(
         isinstance(value, dict) and value.keys() == set(keys), f"{label} must have {list(keys)}"
     )

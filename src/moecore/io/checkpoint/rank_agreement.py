@@ -1,12 +1,11 @@
 """Check, before a save writes, that ranks agree on values that only one rank will write.
 
-The check covers all values that a resume reads, with two exceptions. Each rank writes its own
-shards of DTensors and its own generators. Without the check, one rank's step count or learning rate
-would silently become the value of all ranks. Rank 0's `config` is stored without a check, because a
-caller's config may name a rank or a host.
+Without the check, one rank's step count or learning rate would silently become the value of all
+ranks. Not compared are shards of DTensors and generator states, which each rank writes, and the
+config, which may name a rank or a host and is stored by rank 0.
 
 Ranks of one pipeline stage must agree on all values. Ranks of different stages must agree on values
-that both have, except the parameters of groups.
+that both ranks have, except the parameter names of optimizer groups.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from moecore.io.checkpoint.shard_file import get_memory_view
 from moecore.io.checkpoint.snapshot import Snapshot
 from moecore.io.checkpoint.state import STAGE_KINDS
 
-# Of a plain tensor of the model or the optimizer. Replicas that drift apart do so all over, and a
-# save must not wait for the hash of a whole model.
+# Hashed bytes of a plain tensor of model or optimizer. Replicas that differ do so in all elements.
 HASHED_BYTES = 1 << 16
 FIXES = {
     "extra": "gather what each rank has into one value",
@@ -46,11 +44,7 @@ Hashes = dict[Key, str]
 
 
 def check_rank_agreement(snapshot: Snapshot, group: Group = None) -> None:
-    """Raise ValueError on every rank for the first value of a snapshot that ranks disagree on.
-
-    The values of DTensors, generator states and the config are not compared. Collective over
-    `group` (None = the default group).
-    """
+    """Raise ValueError on every rank for the first value that ranks disagree on. Collective."""
     if not dist.is_initialized():
         return
     local_hashes = run_and_share_errors(lambda: _hash_snapshot(snapshot), group)
@@ -73,16 +67,13 @@ def check_rank_agreement(snapshot: Snapshot, group: Group = None) -> None:
 
 
 def _check_stage_agreement(hashes: list[tuple[int, Hashes]]) -> None:
-    """Raise ValueError if pipeline stages disagree, or one lacks a value that all must have.
-
-    `hashes` has (rank, its result of `_hash_snapshot`) for the first rank of each stage.
-    """
+    """Raise ValueError if pipeline stages disagree; `hashes` has (first rank, hashes) of stages."""
     seen: dict[Key, tuple[int, str]] = {}
     for rank, rank_hashes in hashes:
         for key, value in rank_hashes.items():
             first, first_value = seen.setdefault(key, (rank, value))
-            is_of_stage = key[0] == "param_groups" and key[1].endswith("['params']")
-            if value != first_value and not is_of_stage:
+            differs_by_stage = key[0] == "param_groups" and key[1].endswith("['params']")
+            if value != first_value and not differs_by_stage:
                 _raise_disagreement(key, first, rank, is_present=True)
     first = hashes[0][0]
     for rank, rank_hashes in hashes:
@@ -93,11 +84,7 @@ def _check_stage_agreement(hashes: list[tuple[int, Hashes]]) -> None:
 
 
 def _raise_disagreement(key: Key, first: int, rank: int, *, is_present: bool) -> None:
-    """Raise ValueError: ranks `first` and `rank` disagree on the value `key`.
-
-    `key` is (kind of `FIXES`, name). `is_present` is False if only one of the two ranks has the
-    value.
-    """
+    """Raise ValueError: two ranks disagree on a value, or not `is_present` on one of them."""
     kind, name = key
     wrong = f"of rank {rank} must equal that of rank {first}, because only one is kept"
     if not is_present:
@@ -106,10 +93,7 @@ def _raise_disagreement(key: Key, first: int, rank: int, *, is_present: bool) ->
 
 
 def _hash_snapshot(snapshot: Snapshot) -> Hashes:
-    """Return (kind, name) -> text that is equal on two ranks if the value or tensor is equal.
-
-    The kind is a key of `FIXES`, such as "scheduler". It has all values that ranks must agree on.
-    """
+    """Hash all values and tensors of a snapshot that ranks must agree on, by kind and name."""
     facts = snapshot.facts
     values: dict[Key, Any] = {
         ("save", "step"): facts.step,
@@ -127,11 +111,9 @@ def _hash_snapshot(snapshot: Snapshot) -> Hashes:
 
 
 def _fingerprint_tensors(tensors: Mapping[str, Tensor]) -> Hashes:
-    """Return (kind, name) -> text of a tensor's dtype, global shape and, unless a DTensor, hash.
+    """Return dtype, shape and, for plain tensors, a SHA-256 by kind ("model") and name. Host sync.
 
-    The kind is the first part of the name, such as "model". The hash is a SHA-256 of all bytes of a
-    tensor of `extra`, and of the first `HASHED_BYTES` of others. Generator states are left out.
-    Waits for the device.
+    The digest has all bytes of tensors in `extra`, and the first `HASHED_BYTES` of other tensors.
     """
     hashes: Hashes = {}
     parts: dict[Key, Tensor] = {}
@@ -141,7 +123,7 @@ def _fingerprint_tensors(tensors: Mapping[str, Tensor]) -> Hashes:
             continue
         key = (kind, name.replace("extra.", "extra ", 1) if kind == "extra" else name)
         hashes[key] = f"{tensor.dtype} {tuple(tensor.shape)}"
-        if not isinstance(tensor, DTensor):  # its shards differ, and each is kept
+        if not isinstance(tensor, DTensor):  # each rank writes its shard
             parts[key] = _view_first_bytes(tensor, None if kind == "extra" else HASHED_BYTES)
     for key, part in _copy_to_host(parts).items():
         hashes[key] += " " + hashlib.sha256(get_memory_view(part)).hexdigest()
@@ -149,16 +131,16 @@ def _fingerprint_tensors(tensors: Mapping[str, Tensor]) -> Hashes:
 
 
 def _view_first_bytes(tensor: Tensor, limit: int | None) -> Tensor:
-    """Return the first `limit` bytes (None = all) as uint8 [n]; a copy if the tensor is strided."""
+    """Return the first `limit` bytes of a tensor (None = all) as uint8 [n], a view if possible."""
     flat = tensor.detach().reshape(-1)
     flat = flat[: None if limit is None else limit // tensor.dtype.itemsize]
-    if flat.stride(0) != 1:  # as of one that was expanded
+    if flat.stride(0) != 1:  # such as of an expanded tensor
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8)
 
 
 def _copy_to_host(parts: dict[Key, Tensor]) -> dict[Key, Tensor]:
-    """Return host copies of uint8 tensors, with one host synchronisation per device."""
+    """Copy uint8 tensors to the host with one host sync per device."""
     host_parts = {key: part for key, part in parts.items() if part.device.type == "cpu"}
     for device in {part.device for part in parts.values()} - {torch.device("cpu")}:
         group = {key: part for key, part in parts.items() if part.device == device}
@@ -168,7 +150,7 @@ def _copy_to_host(parts: dict[Key, Tensor]) -> dict[Key, Tensor]:
 
 
 def _hash_json(value: Any) -> str:
-    """Return the hex SHA-256 of a value's JSON; the order of dict entries does not change it."""
+    """Return the hex SHA-256 of a JSON value; equal dicts in another order have equal digests."""
     if isinstance(value, dict):
         value = sorted([str(key), entry] for key, entry in value.items())
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

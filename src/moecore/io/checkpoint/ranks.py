@@ -1,8 +1,4 @@
-"""Actions on one rank or all ranks, whose results or errors every rank receives.
-
-Without a process group, each function runs its action locally. All ranks raise the same error, so
-no rank waits for a rank that failed.
-"""
+"""Rank numbers, the process group of checkpoints, and actions of rank 0 whose errors all raise."""
 
 from __future__ import annotations
 
@@ -25,9 +21,10 @@ T = TypeVar("T")
 
 
 class ControlGroup:
-    """A gloo group of all ranks (None without torch.distributed). Construction is collective."""
+    """A separate gloo group of all ranks, None without torch.distributed. Collective to construct.
 
-    # Its collectives cannot match the training's on another rank: gloo aborts for unequal sizes.
+    In the training's group a collective could match another collective of a rank, and gloo aborts.
+    """
 
     def __init__(self) -> None:
         self.group: Group = None
@@ -44,7 +41,7 @@ class ControlGroup:
 def _destroy_group(group: Group) -> None:
     """Destroy a process group, unless all groups are already destroyed."""
     if group is not None:
-        with contextlib.suppress(ValueError, AssertionError):  # all groups have ended before
+        with contextlib.suppress(ValueError, AssertionError):  # it is destroyed
             dist.destroy_process_group(group)
 
 
@@ -81,7 +78,7 @@ def run_on_first_rank(action: Callable[[], T], group: Group = None) -> T:
 
 
 def check_same_path(path: Path) -> None:
-    """Raise ValueError on every rank if `path`'s name or existence differs by rank. Collective."""
+    """Raise ValueError if ranks have other paths or do not all see the directory. Collective."""
     answers = gather_objects((path.name, path.is_dir()))
     if len({name for name, _ in answers}) > 1:
         raise ValueError(
@@ -97,7 +94,7 @@ def check_same_path(path: Path) -> None:
 
 
 def check_visible(draft: Path, group: Group = None) -> None:
-    """Raise ValueError on every rank if a rank does not see rank 0's new directory. Collective."""
+    """Raise ValueError if a rank does not see the directory that rank 0 created. Collective."""
     seen = gather_objects(draft.is_dir(), group)
     if not all(seen):
         raise ValueError(

@@ -85,17 +85,17 @@ class Saver:
             take_snapshot, model=model, optimizer=optimizer, scheduler=scheduler, config=config
         )
         self._lock = RunLock(Path(root))
-        self._keep, self._progress = keep, progress
+        self._progress = progress
         self._control = ControlGroup()
         self._group = self._control.group
+        self._write = partial(write_checkpoint, keep=keep, group=self._group)
         try:
             run_on_first_rank(self._lock.acquire, self._group)
         except BaseException:
             self._control.close()
             raise
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="moecore-save")
-        # Of all that this rank holds, replicas too; reused, so one save is in flight at a time.
-        self._copies = HostCopies()
+        self._copies = HostCopies()  # reused by each save, so one save is in flight at a time
         self._future: Future[None] | None = None
         self._closed = False
 
@@ -157,24 +157,22 @@ class Saver:
         check_rank_agreement(snapshot, self._group)
         snapshot = join_stages(snapshot, self._group)
         draft = start_draft(self._lock, step, self._group)
+        local_tensors = get_local_tensors(snapshot)
         if wait:
-            self._write_checkpoint(draft, snapshot, get_local_tensors(snapshot))
-        else:
-            # The copy is waited for, and of the disk the empty draft alone. Returning earlier would
-            # need a fence before what changes a tensor next: optimizer, expert bias, load, user.
-            start = time.perf_counter()
-            try:
-                copies = run_and_share_errors(
-                    lambda: self._copies.fill(get_local_tensors(snapshot)), self._group
-                )
-            except Exception:  # such as no host memory on one rank
-                if is_first_rank():
-                    shutil.rmtree(draft, ignore_errors=True)
-                raise
-            seconds = time.perf_counter() - start
+            self._write(draft, snapshot, local_tensors, meter=Meter(self._progress))
+            return make_step_path(self._lock.root, step)
+        # Waits for the copy, because optimizer, load or caller may change the tensors next.
+        start = time.perf_counter()
+        try:
+            copies = run_and_share_errors(lambda: self._copies.fill(local_tensors), self._group)
+        except Exception:  # such as no host memory on one rank
             if is_first_rank():
-                logger.info("step %d: copied to host memory in %.3f s", step, seconds)
-            self._future = self._thread.submit(self._write_and_log, draft, snapshot, copies)
+                shutil.rmtree(draft, ignore_errors=True)
+            raise
+        if is_first_rank():
+            seconds = time.perf_counter() - start
+            logger.info("step %d: copied to host memory in %.3f s", step, seconds)
+        self._future = self._thread.submit(self._write_and_log, draft, snapshot, copies)
         return make_step_path(self._lock.root, step)
 
     def check(self) -> None:
@@ -224,19 +222,10 @@ class Saver:
             if first is not None:
                 raise first
 
-    def _write_checkpoint(
-        self, draft: Path, snapshot: Snapshot, local_tensors: Mapping[str, Tensor]
-    ) -> None:
-        """Write `local_tensors` (by name) into the draft and publish the checkpoint. Collective."""
-        meter = Meter(self._progress)
-        write_checkpoint(
-            draft, snapshot, local_tensors, keep=self._keep, meter=meter, group=self._group
-        )
-
     def _write_and_log(self, draft: Path, snapshot: Snapshot, copies: Mapping[str, Tensor]) -> None:
-        """Write the checkpoint in the background thread, and log an error before raising it."""
+        """Write a checkpoint from host copies in the background thread; log and raise errors."""
         try:
-            self._write_checkpoint(draft, snapshot, copies)
-        except Exception as error:  # also now: the caller may be long in coming to `check`
+            self._write(draft, snapshot, copies, meter=Meter(self._progress))
+        except Exception as error:  # the caller may call `check` much later
             logger.error("background save of step %d failed: %s", snapshot.facts.step, error)
             raise

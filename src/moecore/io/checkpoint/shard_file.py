@@ -1,10 +1,9 @@
-"""One rank's shard file: safetensors, written as a stream and read in slices.
+"""One rank's shard file: safetensors, written sequentially and read in slices.
 
     8 bytes little-endian: length of the header | header: JSON, padded with blanks to 8 | tensors
 
 Tensors have no gaps and are sorted by decreasing item size, then by key, so each is aligned. Keys,
-dtypes and sizes determine the header. A reader does not parse it, but compares its bytes with the
-header that the manifest implies. Any safetensors reader can open the file.
+dtypes and sizes determine the header. The reader compares the header with the manifest's.
 """
 
 from __future__ import annotations
@@ -30,20 +29,17 @@ from moecore.io.checkpoint.files import open_regular
 from moecore.io.checkpoint.manifest import DTYPE_NAMES, StoredFile
 from moecore.io.checkpoint.ranks import is_first_rank
 
-CHUNK_BYTES = 16 * 2**20  # the memory that a save or load needs on top, per open file
-DIRECT_BYTES = 2**20  # host memory of at least this is written from where it lies
-HASH_BYTES = 2**20  # what is hashed while it is still in a core's cache
-RUN_BYTES = 256 * 2**10  # a contiguous run of at least this is read alone, without what is between
+CHUNK_BYTES = 16 * 2**20  # additional memory of a save or load per open file
+DIRECT_BYTES = 2**20  # larger host tensors are written without a copy
+HASH_BYTES = 2**20  # hashed at a time, while it is in a core's cache
+RUN_BYTES = 256 * 2**10  # contiguous runs of at least this size are read one by one
 Progress = Callable[[int, int], None]
 
 logger = logging.getLogger("moecore.io")
 
 
 class Meter:
-    """A thread-safe counter of the bytes that this rank reads or writes.
-
-    `progress` is called after each chunk with (bytes done, bytes expected).
-    """
+    """Counts, in any thread, this rank's read or written bytes, and calls `progress` with them."""
 
     def __init__(self, progress: Progress | None = None) -> None:
         self._progress, self._lock = progress, Lock()
@@ -81,7 +77,7 @@ class FileLayout:
 
 
 def compute_layout(entries: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> FileLayout:
-    """Return the file layout of key -> (dtype, shape); the keys of `begins` are in file order."""
+    """Compute the layout of a file with these tensors: key -> (dtype, shape)."""
     order = sorted(entries, key=lambda key: (-entries[key][0].itemsize, key))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     spans, end = {}, 0
@@ -103,7 +99,7 @@ def compute_layout(entries: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> 
 class ShardWriter:
     """Writes one new safetensors file sequentially; a second thread computes its SHA-256.
 
-    `header` is from `compute_layout`. `pinned` stages tensors of a GPU in pinned host memory.
+    `header` is from `compute_layout`. `pinned`: copy tensors through pinned host memory.
     """
 
     def __init__(self, path: Path, header: bytes, *, pinned: bool, meter: Meter) -> None:
@@ -114,7 +110,7 @@ class ShardWriter:
         self._filled = 0
         try:
             self._write_and_hash(memoryview(header))
-        except BaseException:  # no other code can: there is no object yet
+        except BaseException:  # the caller has no object to close yet
             self.__exit__()
             raise
 
@@ -126,7 +122,7 @@ class ShardWriter:
         os.close(self._fd)
 
     def add(self, tensor: Tensor) -> None:
-        """Append a tensor's elements, row-major, in the layout's order. Waits for the device."""
+        """Append a tensor, the next in the layout's order, to the file. Host sync."""
         for piece in split_chunks(tensor.detach()):
             if piece.device.type == "cpu" and piece.is_contiguous() and piece.nbytes > DIRECT_BYTES:
                 self._flush_buffer()
@@ -134,7 +130,7 @@ class ShardWriter:
                 continue
             if self._filled + piece.nbytes > CHUNK_BYTES:
                 self._flush_buffer()
-            # Aligned, because wider dtypes come first and a flush starts at 0.
+            # Aligned, because tensors of wider dtypes precede and a flush starts at 0.
             end = self._filled + piece.nbytes
             self._buffer[self._filled : end].view(piece.dtype).view(piece.shape).copy_(piece)
             self._filled = end
@@ -153,19 +149,19 @@ class ShardWriter:
 
     def _write_and_hash(self, data: memoryview) -> None:
         """Write bytes to the file while the second thread hashes them."""
-        hashed = self._hasher.submit(self._sha256.update, data)
+        hash_update = self._hasher.submit(self._sha256.update, data)
         try:
             remaining = data
             while remaining:
                 remaining = remaining[os.write(self._fd, remaining) :]
         finally:
-            hashed.result()  # the buffer may be reused only after it
+            hash_update.result()  # before the buffer is reused
         self._size += len(data)
         self._meter.add(len(data))
 
 
 def split_chunks(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield consecutive row-major views of a tensor with at most `CHUNK_BYTES` each."""
+    """Split a tensor into views of at most `CHUNK_BYTES`, in row-major order."""
     if tensor.nbytes <= CHUNK_BYTES:
         yield tensor
     elif tensor.is_contiguous():
@@ -178,18 +174,29 @@ def split_chunks(tensor: Tensor) -> Iterator[Tensor]:
 
 def get_memory_view(tensor: Tensor) -> memoryview:
     """Return a memoryview of a contiguous CPU tensor's memory, without a copy."""
-    # Not by numpy(), after which torch lets nobody resize the storage: see `TrainingOffload`.
+    # Not by numpy(), after which torch does not resize the storage, see `TrainingOffload`.
     data: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-    data.tensor = tensor  # lives as long as the view
+    data.tensor = tensor  # keeps the memory as long as the view exists
     return memoryview(data).cast("B")
 
 
 class ShardReader:
-    """Reads slices of the tensors in a shard file; `buffer` (uint8) stages strided slices."""
+    """Reads slices of the tensors in a safetensors file, whose first bytes are `begins` by key.
 
-    def __init__(self, path: Path, layout: FileLayout, buffer: Tensor, meter: Meter) -> None:
-        self._path, self._layout, self._buffer, self._meter = path, layout, buffer, meter
-        self._fd = open_regular(path)
+    Strided slices are copied through `buffer`. `follow` allows a symlink to the file.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        begins: Mapping[str, int],
+        buffer: Tensor,
+        meter: Meter,
+        *,
+        follow: bool = False,
+    ) -> None:
+        self._path, self._begins, self._buffer, self._meter = path, begins, buffer, meter
+        self._fd = open_regular(path, follow=follow)
 
     def __enter__(self) -> ShardReader:
         return self
@@ -205,25 +212,22 @@ class ShardReader:
         offsets: Sequence[int],
         out: Tensor,
     ) -> None:
-        """Read a slice of a stored tensor into `out`, which may have any device, strides and dtype.
+        """Read the slice that begins at `offsets` and has the shape of `out` into `out`.
 
-        Args:
-            key: the tensor's key in the file.
-            dtype, sizes: the dtype and shape of the stored tensor.
-            offsets: the first index of the slice in each dim; `out` has the slice's shape.
+        `key`, `dtype` and `sizes` (shape) describe the stored tensor. `out` may be any tensor.
         """
         if out.numel() == 0:
             return
         strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
         first = sum(o * s for o, s in zip(offsets, strides, strict=True))
         reach = sum((n - 1) * s for n, s in zip(out.shape, strides, strict=True))
-        begin = self._layout.begins[key] + first * dtype.itemsize
+        begin = self._begins[key] + first * dtype.itemsize
         span, num_bytes = (reach + 1) * dtype.itemsize, out.numel() * dtype.itemsize
         is_plain = out.device.type == "cpu" and out.dtype == dtype and out.is_contiguous()
         if span == num_bytes and is_plain:
             self._read_bytes(get_memory_view(out), begin, self._meter)
             return
-        # What lies between short runs is read along, since a disk reads ahead anyway.
+        # Bytes between short runs are read too, because disks read ahead anyway.
         is_split = (
             span > 2 * num_bytes
             and _count_contiguous_elements(sizes, out.shape) * dtype.itemsize >= RUN_BYTES
@@ -241,7 +245,7 @@ class ShardReader:
         self.read(key, dtype, sizes, after, out.narrow(dim, half, out.shape[dim] - half))
 
     def _read_bytes(self, target: memoryview, begin: int, meter: Meter | None = None) -> None:
-        """Fill `target` with the file's bytes from offset `begin` on; `meter` counts the bytes."""
+        """Fill `target` with the file's bytes from byte `begin` on; `meter` counts the bytes."""
         offset = 0
         while offset < len(target):
             count = os.preadv(self._fd, [target[offset : offset + CHUNK_BYTES]], begin + offset)
@@ -253,7 +257,7 @@ class ShardReader:
 
 
 def _count_contiguous_elements(sizes: Sequence[int], lengths: Sequence[int]) -> int:
-    """Return how many elements each contiguous run of a slice has; `lengths` is its shape."""
+    """Return the elements of a contiguous run in a slice of shape `lengths` of a tensor `sizes`."""
     run = 1
     for size, length in zip(reversed(sizes), reversed(lengths), strict=True):
         run *= length
@@ -265,10 +269,9 @@ def _count_contiguous_elements(sizes: Sequence[int], lengths: Sequence[int]) -> 
 def find_file_problem(
     path: Path, layout: FileLayout, stored_file: StoredFile, *, full: bool, meter: Meter
 ) -> str | None:
-    """Return an error text if a shard file's size or header is wrong, or None.
+    """Compare a shard file with the manifest's layout, and if `full` with its SHA-256.
 
-    `layout` and `stored_file` are the manifest's. `full` also reads all bytes, which `meter`
-    counts, and checks their SHA-256.
+    Returns an error text or None. `meter` counts the bytes that are hashed.
     """
     try:
         descriptor = open_regular(path)

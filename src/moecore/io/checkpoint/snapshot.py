@@ -1,13 +1,11 @@
-"""Snapshot of one save: tensors by name, and the facts of the manifest, of all pipeline stages.
+"""Snapshot of one save: the tensors by name, and the manifest's metadata, of all pipeline stages.
 
-    save    names and groups of each stage -> one manifest; the first stage writes copies
-    load    names and groups of each stage -> tensors of other stages are not reported as missing
+Tensor names are those of the complete model and do not depend on pipeline stages. One rank of each
+stage sends its names, so that a save writes each tensor once, and a load knows which tensors belong
+to other stages. Without stages there is no communication.
 
-Names refer to the complete model, so they do not depend on the stages. One rank of each stage sends
-its names; without stages there is no communication.
-
-`collect_rank_state` returns one rank's snapshot in memory. `load_rank_state` sets it on a rank with
-the same parts. Both ranks have the same model on the same meshes, so nothing is compared.
+`collect_rank_state` returns one rank's state in memory, and `load_rank_state` restores it on a rank
+that has the same model on the same meshes.
 """
 
 from __future__ import annotations
@@ -40,12 +38,7 @@ from moecore.io.checkpoint.hyperparameters import (
     restore_hyperparameters,
 )
 from moecore.io.checkpoint.manifest import ManifestFacts, check_dtype
-from moecore.io.checkpoint.ranks import (
-    Group,
-    gather_objects,
-    get_rank_and_world,
-    is_first_of_stage,
-)
+from moecore.io.checkpoint.ranks import Group, gather_objects, get_rank_and_world, is_first_of_stage
 from moecore.io.checkpoint.state import (
     STAGE_KINDS,
     ModelView,
@@ -84,13 +77,10 @@ def take_snapshot(
     scheduler: Schedulers | None,
     config: object,
 ) -> Snapshot:
-    """Collect the tensors (without a copy) and the metadata that `save` writes.
+    """Collect the tensors, mostly without a copy, and the metadata that `save` writes.
 
-    Arguments are as in `save`. Generator states and FP8 moments (as bf16) are copies.
-
-    Raises:
-        ValueError: for an unfinished training step, or a value that JSON cannot store.
-        NotImplementedError: for state that a checkpoint cannot store.
+    Arguments are as in `save`. Raises ValueError for an unfinished training step or a value that
+    JSON cannot store, and NotImplementedError for other state that cannot be stored.
     """
     _check_step_finished(model)
     view = ModelView(model)
@@ -107,6 +97,9 @@ def take_snapshot(
             values[name] = value
     _check_extra(values)
     schedule = join_schedulers(scheduler, optimizers)
+    config = view.config if config is None else config
+    config_values = None if config is None else convert_config(config)
+    check_json("config", config_values or {})
     tensors |= copy_rng_states()
     for name, tensor in tensors.items():
         check_dtype(name, tensor.dtype)
@@ -115,7 +108,7 @@ def take_snapshot(
         world_size=get_rank_and_world()[1],
         meshes=_list_meshes(view),
         versions=read_versions(),
-        config=_encode_config(view.config if config is None else config),
+        config=copy_json(config_values),
         optimizer_class=name_optimizer_classes(optimizers) if optimizers else None,
         optimizer=copy_json(collect_hyperparameters(optimizers, view)) if optimizers else None,
         scheduler=None if schedule is None else encode_scheduler_state(schedule),
@@ -125,7 +118,7 @@ def take_snapshot(
 
 
 def _check_extra(values: Mapping[str, Any]) -> None:
-    """Raise ValueError for a value of `extra` that JSON does not support or changes (a tuple)."""
+    """Raise ValueError for a value of `extra` that JSON cannot store or would change (a tuple)."""
     check_json("extra", values)
     for name, value in values.items():
         if not _is_unchanged_by_json({name: value}):
@@ -136,7 +129,7 @@ def _check_extra(values: Mapping[str, Any]) -> None:
 
 
 def _is_unchanged_by_json(value: Any) -> bool:
-    """Whether JSON restores a JSON-able value exactly: it has no tuples and only string keys."""
+    """Whether a nested value has no tuples and only string keys, so that JSON restores it."""
     if isinstance(value, dict):
         return all(isinstance(k, str) and _is_unchanged_by_json(v) for k, v in value.items())
     if isinstance(value, list):
@@ -145,7 +138,7 @@ def _is_unchanged_by_json(value: Any) -> bool:
 
 
 def _check_step_finished(model: nn.Module) -> None:
-    """Raise ValueError if a training step is unfinished: a save would lose its token counts."""
+    """Raise ValueError during a training step, because a save would lose its token counts."""
     for state in (v for m in model.modules() for v in vars(m).values()):
         if not isinstance(state, MoEState):
             continue
@@ -179,15 +172,6 @@ def read_versions() -> dict[str, str]:
     return {"moecore": release, "torch": torch.__version__, "python": platform.python_version()}
 
 
-def _encode_config(config: object) -> dict[str, Any] | None:
-    """Convert a config object to JSON values (None for None); raise ValueError if not JSON-able."""
-    if config is None:
-        return None
-    values = convert_config(config)
-    check_json("config", values)
-    return copy_json(values)
-
-
 @dataclass(frozen=True, slots=True)
 class StagePart:
     """Tensor names, optimizer groups and device meshes of one pipeline stage, or of all stages."""
@@ -198,19 +182,14 @@ class StagePart:
 
 
 def join_stage_parts(part: StagePart, stages: AllStages | None, group: Group = None) -> StagePart:
-    """Return the union of the names, groups and meshes of all pipeline stages. Collective.
-
-    `part` is of this rank's stage. If `stages` is None (one stage), the result is `part`, without
-    communication.
-    """
+    """Return the union of all stages' parts; `part` is this rank's. Collective with stages."""
     return part if stages is None else _merge_parts(_gather_parts(part, stages, group))
 
 
 def join_stages(snapshot: Snapshot, group: Group = None) -> Snapshot:
-    """Return the snapshot without tensors that an earlier pipeline stage writes. Collective.
+    """Remove tensors that an earlier pipeline stage writes, and add all stages' metadata.
 
-    Its facts have the parameter groups and meshes of all stages. Without several stages, it returns
-    the snapshot unchanged and without communication.
+    Collective: returns the snapshot to write. Without stages it is unchanged.
     """
     stages, facts = snapshot.stages, snapshot.facts
     if stages is None:
@@ -243,7 +222,7 @@ def _gather_parts(part: StagePart, stages: AllStages, group: Group) -> list[Stag
 
 def _merge_parts(parts: list[StagePart]) -> StagePart:
     """Return the union of the names, groups and meshes of several pipeline stages."""
-    # A stage with fewer groups is refused where groups are compared.
+    # `_compare_optimizers` raises an error for a stage with fewer groups.
     groups = [
         list(dict.fromkeys(chain.from_iterable(p.groups[i] for p in parts if i < len(p.groups))))
         for i in range(max(len(p.groups) for p in parts))
@@ -257,7 +236,7 @@ def _merge_parts(parts: list[StagePart]) -> StagePart:
 
 
 def get_local_tensors(snapshot: Snapshot) -> dict[str, Tensor]:
-    """Return name -> local tensor of this rank for each tensor of a snapshot, without a copy."""
+    """Return this rank's local tensors of a snapshot by name, without a copy."""
     return {name: get_local_tensor(tensor) for name, tensor in snapshot.tensors.items()}
 
 
@@ -268,9 +247,9 @@ def collect_rank_state(
     *,
     scheduler: Schedulers | None = None,
 ) -> dict[str, Any]:
-    """Return this rank's training state, without a copy, to restore it by `load_rank_state`.
+    """Return this rank's training state for `load_rank_state`, without copying tensors.
 
-    The keys are "tensors" (name -> local tensor), "optimizer" and "scheduler" (JSON or None).
+    Keys: "tensors" (local tensors by name), "optimizer" and "scheduler" (JSON or None).
     """
     snapshot = take_snapshot(0, model, optimizer, extra, scheduler=scheduler, config=None)
     facts = {"optimizer": snapshot.facts.optimizer, "scheduler": snapshot.facts.scheduler}
@@ -285,10 +264,9 @@ def load_rank_state(
     *,
     scheduler: Schedulers | None = None,
 ) -> dict[str, Tensor]:
-    """Copy a state of `collect_rank_state` into model, optimizer, scheduler and generators.
+    """Load a state of `collect_rank_state` into model, optimizer, scheduler and generators.
 
-    Optimizer state is replaced by new tensors. Gradients and counts of an unfinished step are
-    dropped. Returns the `extra` tensors of `state` by name, without a copy.
+    Gradients and counts of an unfinished step are dropped. Returns the `extra` tensors by name.
     """
     drop_step(model)
     kinds = defaultdict[str, dict[str, Tensor]](dict)

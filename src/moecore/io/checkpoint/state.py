@@ -8,9 +8,8 @@ Legend: E experts, D model dim, F expert hidden dim.
     rng.<device>.<rank>       generator state of one rank, uint8
     extra.<name>              the caller's tensors
 
-All are plain tensors or DTensors. torch.distributed.checkpoint reads the global position of a shard
-from DTensor placements. A checkpoint can store only blocks, so gate and up in one dim are stored as
-a view (`split_halves`).
+torch.distributed.checkpoint reads the global position of a shard from DTensor placements. A
+checkpoint can store only blocks, so gate and up in one dim are stored as a view (`split_halves`).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from moecore.parallel.model.parallel_state import list_parallel_states
 from moecore.precision.apply import list_amax_histories
 from moecore.precision.stored import refuse_fp8_storage
 
-STAGE_KINDS = ("model", "optimizer", "amax")  # kinds of which a pipeline stage has its own
+STAGE_KINDS = ("model", "optimizer", "amax")  # kinds of tensors that differ by pipeline stage
 Optimizers = Optimizer | Sequence[Optimizer]
 
 
@@ -47,10 +46,9 @@ class ModelView:
 
     def __init__(self, model: nn.Module) -> None:
         refuse_fp8_storage(model, "saved or loaded")
-        self.tensors: dict[str, Tensor] = {}  # a tied one only under its first name
+        self.tensors: dict[str, Tensor] = {}  # tied tensors only under their first name
         self.config = find_config(model)
         self._names: dict[int, str] = {}
-        # state_dict, not named_parameters: with buffers that are saved.
         for name, tensor in model.state_dict(keep_vars=True).items():
             name = clean_name(name)
             if not isinstance(tensor, Tensor):
@@ -71,10 +69,9 @@ class ModelView:
         self.stored_views = {name: self.view(name, t.detach()) for name, t in self.tensors.items()}
 
     def view(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the view that a checkpoint stores of parameter `name` or of its optimizer state.
+        """Return the view that a checkpoint stores of the parameter `name` or its state.
 
-        A dim with gate, then up, is split into two dims (`split_halves`). Other tensors are
-        unchanged.
+        A dim with gate, then up, is split into two dims (`split_halves`).
         """
         dim = self._halved_dims[name]
         return tensor if dim is None else split_halves(tensor, dim)
@@ -90,10 +87,9 @@ class ModelView:
 
 
 def prepare_optimizers(optimizer: Optimizers | None, model: ModelView) -> list[Optimizer]:
-    """Return the optimizers as a list ([] for None), and load offloaded state to the device.
+    """Return the optimizers as a list, after offloaded state is copied back to the device.
 
-    Raises:
-        ValueError: for an empty list, a parameter of two optimizers, or of another model.
+    ValueError for an empty list, and for a parameter of two optimizers or of another model.
     """
     if optimizer is None:
         return []
@@ -112,7 +108,7 @@ def prepare_optimizers(optimizer: Optimizers | None, model: ModelView) -> list[O
                     f"optimizer[{owners[name]}] and "
                     f"optimizer[{i}] hold it: give each its own parameters"
                 )
-    for owner in optimizers:  # it is read next: moecore.train.StateOffload declares this
+    for owner in optimizers:  # a method of moecore.train.StateOffload
         getattr(owner, "bring_state_back", lambda: None)()
     return optimizers
 
@@ -120,11 +116,10 @@ def prepare_optimizers(optimizer: Optimizers | None, model: ModelView) -> list[O
 def collect_optimizer_tensors(
     optimizers: Sequence[Optimizer], model: ModelView
 ) -> dict[str, Tensor]:
-    """Return "exp_avg.<fqn>" -> view of each state tensor; NotImplementedError if not storable."""
+    """Return views of all optimizer state by "<state key>.<fqn>", or raise NotImplementedError."""
     tensors: dict[str, Tensor] = {}
     seen: set[str] = set()
     for owner, param in ((o, param) for o in optimizers for param in o.state):
-        # In forms that have a place in a checkpoint.
         name = model.get_name(param)
         state = _call_optional(owner, "get_stored_state", owner.state[param], param)
         if name in seen:
@@ -150,14 +145,10 @@ def allocate_optimizer_state(
     matrices: Mapping[str, torch.dtype],
     scalars: Mapping[str, torch.dtype],
 ) -> dict[Tensor, dict[str, Tensor]]:
-    """Return param -> state key ("exp_avg") -> tensor into which a load reads the saved state.
+    """Return parameter -> state key -> tensor to load state into, new or the optimizer's.
 
-    Existing state tensors with the right layout, dtype and device are reused; others are new and
-    uninitialized. The optimizer does not change.
-
-    Args:
-        matrices: "<state key>.<fqn>" -> saved dtype of state that has the parameter's layout.
-        scalars: "<state key>.<fqn>" -> saved dtype of scalar state.
+    `matrices` and `scalars` have the saved dtype by "<state key>.<fqn>" of state with the
+    parameter's layout, and of scalar state.
     """
     slots: dict[str, list[str]] = {}
     for key in (*matrices, *scalars):
@@ -175,11 +166,10 @@ def allocate_optimizer_state(
                     place = _call_optional(optimizer, "get_state_device", param.device, param)
                     like = get_state_template(optimizer, param, slot)
                 else:
-                    # torch's optimizers store the step count of other groups on the CPU. Moments of
-                    # a parameter that is a scalar itself lie beside it.
-                    is_beside = group.get("fused") or group.get("capturable")
-                    is_beside = is_beside or (param.ndim == 0 and slot != "step")
-                    place = param.device if is_beside else torch.device("cpu")
+                    # As in torch: step counts are on the CPU without these options.
+                    is_on_device = group.get("fused") or group.get("capturable")
+                    is_on_device = is_on_device or (param.ndim == 0 and slot != "step")
+                    place = param.device if is_on_device else torch.device("cpu")
                     dtype, like = scalars[key], torch.empty((), dtype=torch.float32, device="cpu")
                 value = _reuse_or_allocate(current.get(slot), like, dtype, place)
                 state.setdefault(param, {})[slot] = value
@@ -189,7 +179,7 @@ def allocate_optimizer_state(
 def map_state_views(
     state: Mapping[Tensor, Mapping[str, Tensor]], model: ModelView, scalars: Collection[str]
 ) -> dict[str, Tensor]:
-    """Return "exp_avg.<fqn>" -> view that a checkpoint stores; `scalars` names the scalar state."""
+    """Return the views that a checkpoint stores of optimizer state, by "<state key>.<fqn>"."""
     views = {}
     for param, slots in state.items():
         name = model.get_name(param)
@@ -200,7 +190,7 @@ def map_state_views(
 
 
 def restore_optimizer_state(optimizer: Optimizer, state: dict[Tensor, dict[str, Tensor]]) -> None:
-    """Move `state`, from `allocate_optimizer_state`, into the optimizer; `state` is then empty."""
+    """Move the state from `allocate_optimizer_state` into the optimizer; `state` is then empty."""
     restore = getattr(optimizer, "restore_state", None)
     while state:
         param, slots = state.popitem()
@@ -211,10 +201,7 @@ def restore_optimizer_state(optimizer: Optimizer, state: dict[Tensor, dict[str, 
 
 
 def get_state_template(optimizer: Optimizer, param: Tensor, slot: str) -> Tensor:
-    """Return a tensor with the shape and placements of state `slot` ("exp_avg") of `param`.
-
-    Its values and dtype mean nothing; it is `param` itself unless the optimizer says otherwise.
-    """
+    """Return a tensor with the shape and placements of a parameter's state `slot` ("exp_avg")."""
     like: Tensor = _call_optional(optimizer, "get_state_template", param, param, slot)
     return like
 
@@ -233,7 +220,7 @@ def _choose_moment_dtype(
     if not stored_dtype.is_floating_point:
         return stored_dtype
     default = stored_dtype
-    if type(optimizer).__module__.startswith("torch.optim."):  # they step with no less
+    if type(optimizer).__module__.startswith("torch.optim."):  # not below the parameter's dtype
         default = torch.promote_types(stored_dtype, param.dtype)
     dtype: torch.dtype = _call_optional(optimizer, "get_moment_dtype", default, param)
     return dtype
@@ -242,28 +229,23 @@ def _choose_moment_dtype(
 def _reuse_or_allocate(
     current: object, like: Tensor, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return `current` if it has this dtype, device and `like`'s layout, otherwise a new one."""
+    """Return `current` if it has this dtype, device and `like`'s layout, or a new tensor."""
     if (
         isinstance(current, Tensor)
         and (current.shape, current.dtype, current.device) == (like.shape, dtype, device)
-        and _get_dtensor_layout(current) == _get_dtensor_layout(like)
+        and getattr(current, "device_mesh", None) == getattr(like, "device_mesh", None)
+        and getattr(current, "placements", None) == getattr(like, "placements", None)
     ):
         return current
     return torch.empty_like(like, dtype=dtype, device=device, requires_grad=False)
 
 
-def _get_dtensor_layout(tensor: Tensor) -> object:
-    """Return mesh and placements of a DTensor, and None for a plain tensor."""
-    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
-
-
 def map_amax_operands(model: nn.Module) -> dict[str, tuple[AmaxHistory, str]]:
-    """Map "<fqn>.<operand>" to (amax history, operand) of the FP8 modules (delayed scaling).
+    """Map "<fqn>.<operand>" to the amax history and operand of each FP8 module (delayed scaling).
 
-    Names of gradient operands end in the parallel degrees, such as ".dp4.cp1.tp2".
+    Names of gradient operands end in the parallel degrees, such as ".dp4.cp1.tp2", because the
+    magnitude of gradients depends on the assignment of tokens to ranks.
     """
-    # The loss of a data rank is a mean over its tokens, so how large gradients are depends on who
-    # has which tokens: their names have these degrees, and another folding finds none.
     degrees = "dp1.cp1.tp1"
     for state in list_parallel_states(model):
         parallel = state.request.meshes.parallel
@@ -281,10 +263,7 @@ def map_amax_operands(model: nn.Module) -> dict[str, tuple[AmaxHistory, str]]:
 
 @torch.no_grad()
 def restore_amax(model: nn.Module, saved_histories: Mapping[str, Tensor]) -> None:
-    """Set the model's amax histories to saved values; clear histories without a saved value.
-
-    `saved_histories` has the names of `map_amax_operands` and fp32 tensors [steps], newest first.
-    """
+    """Set the model's amax histories to saved fp32 tensors [steps] by name; clear the others."""
     steps_by_history: dict[AmaxHistory, dict[str, Tensor]] = {}
     for name, (history, operand) in map_amax_operands(model).items():
         steps = steps_by_history.setdefault(history, {})
@@ -295,7 +274,7 @@ def restore_amax(model: nn.Module, saved_histories: Mapping[str, Tensor]) -> Non
 
 
 def copy_rng_states() -> dict[str, Tensor]:
-    """Return "rng.<device>.<rank>" -> copy of the CPU and CUDA generator states of this rank."""
+    """Copy this rank's CPU and CUDA generator states, by "rng.<device>.<rank>"."""
     rank, _ = get_rank_and_world()
     states = {f"rng.cpu.{rank}": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -311,14 +290,14 @@ def restore_rng(states: Mapping[str, Tensor]) -> None:
 
 
 def _is_storable(value: Tensor, like: Tensor) -> bool:
-    """Whether optimizer state can be stored: a plain scalar, or laid out as the template `like`."""
+    """Whether a checkpoint can store optimizer state: a plain scalar, or `like`'s layout."""
     if value.ndim == 0:
         return not isinstance(value, DTensor)
     return value.shape == like.shape and isinstance(value, DTensor) == isinstance(like, DTensor)
 
 
 def _find_gate_up_dims(model: nn.Module) -> dict[int, int]:
-    """Return id(parameter) -> dim for each parameter that stores gate, then up, in one dim."""
+    """Return id(parameter) -> dim for parameters that have gate, then up, in one dim."""
     dims: dict[int, int] = {}
     for module in model.modules():
         if isinstance(module, Experts) and module.is_strided:
@@ -333,10 +312,10 @@ def _find_gate_up_dims(model: nn.Module) -> dict[int, int]:
 
 def split_halves(tensor: Tensor, dim: int) -> Tensor:
     """Return a view of a tensor in which `dim` (gate, then up) is split into two dims (2, half)."""
-    # An expert tensor parallel rank has a piece of both halves, which is one block in the view
-    # only. Whole tensors are split too, so that any folding loads what another saved. Example: [E,
-    # 8, D] over etp=2, placed _StridedShard(1, split_factor=2): rank 1 holds rows 2 3 6 7. The view
-    # is [E, 2, 4, D], placed Shard(2): rank 1 holds the block [:, :, 2:4].
+    # An expert tensor parallel rank has a piece of both halves, which is a block only in the view.
+    # Full tensors are split too, so that checkpoints do not depend on the parallel layout. Example:
+    # [E, 8, D] over etp=2 with _StridedShard(1, split_factor=2): rank 1 has rows 2 3 6 7. The view
+    # is [E, 2, 4, D] with Shard(2): rank 1 has the block [:, :, 2:4].
     if not isinstance(tensor, DTensor):
         view: Tensor = tensor.unflatten(dim, (2, tensor.shape[dim] // 2))
         return view
@@ -353,7 +332,7 @@ def split_halves(tensor: Tensor, dim: int) -> Tensor:
 
 
 def _shift_placement(placement: Placement, dim: int) -> Placement:
-    """Return the placement of a DTensor after `split_halves` has split its dim `dim`."""
+    """Convert a DTensor's placement to the placement after `split_halves` has split `dim`."""
     axis = getattr(placement, "dim", None)
     if axis is None or axis < dim:
         return placement

@@ -1,7 +1,7 @@
 """Storage of torch.distributed.checkpoint (DCP): shard files and a manifest, without pickles.
 
-DCP's default planners decide which rank writes which block (replicas once) and which blocks a rank
-reads (resharding). The planners here add support for several blocks per rank.
+DCP's default planners decide which rank writes a block and which blocks a rank reads. The planners
+in this file add support for shards of several blocks.
 """
 
 from __future__ import annotations
@@ -62,31 +62,38 @@ Plan = TypeVar("Plan")
 
 
 class _DCPStorage:
-    """Methods without an effect, which DCP requires of a storage writer and a storage reader."""
+    """Methods that DCP requires of a storage writer or reader, and that have no effect here."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+    def set_up_storage_reader(
+        self, metadata: Any, is_coordinator: bool, *_: Any, **__: Any
+    ) -> None:
+        """Do nothing."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
+        """Do nothing."""
 
     def prepare_local_plan(self, plan: Plan) -> Plan:
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[Plan]) -> list[Plan]:
+        """Return the plans unchanged."""
         return plans
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False  # a path is never enough to choose it
+        """Return False, so that DCP does not select this storage by a path."""
+        return False
 
 
 class Writer(_DCPStorage, StorageWriter):
-    """DCP storage writer: ranks write shard files into `draft`, rank 0 makes it a checkpoint.
+    """DCP storage writer: each rank writes a shard file into `draft`, and rank 0 publishes it.
 
-    Args:
-        draft: temporary directory of the save.
-        rank: of this process, for the name of its file.
-        facts: metadata for the manifest.
-        keep: number of the newest checkpoints that stay; 0 = all.
-        meter: counts the written bytes.
+    `facts` is the manifest's metadata. After publication, only the newest `keep` checkpoints remain
+    (0 = all). `meter` counts the written bytes.
     """
 
     def __init__(
@@ -95,14 +102,8 @@ class Writer(_DCPStorage, StorageWriter):
         self._draft, self._facts, self._keep = draft, facts, keep
         self._file, self._meter = f"rank-{rank:05d}.safetensors", meter
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: DCP requires this method, and the draft directory already exists."""
-
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's planned blocks (slices of tensors) into its shard file.
-
-        The returned future is complete; its result has the position of each block, for `finish`.
-        """
+        """Write this rank's planned blocks into its shard file; return a completed future."""
         items = _assign_keys(plan.items)
         future: Future[list[WriteResult]] = Future()
         future.set_result(self._write_shard_file(items, planner) if items else [])
@@ -111,7 +112,7 @@ class Writer(_DCPStorage, StorageWriter):
     def _write_shard_file(
         self, items: dict[str, WriteItem], planner: SavePlanner
     ) -> list[WriteResult]:
-        """Write key -> block into one safetensors file; return a DCP WriteResult for each block."""
+        """Write blocks by key into one safetensors file; return DCP's result for each block."""
         blocks, chunks = {}, {}
         for key, item in items.items():
             data = item.tensor_data
@@ -136,10 +137,7 @@ class Writer(_DCPStorage, StorageWriter):
         ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the manifest from the results of all ranks, and publish. DCP calls it on rank 0.
-
-        `metadata` has shape and dtype of all tensors, `results` each rank's list of `write_data`.
-        """
+        """Write the manifest from all ranks' results of `write_data`, and publish. On rank 0."""
         chunks: dict[str, list[ManifestChunk]] = {}
         files: dict[str, StoredFile] = {}
         for result in itertools.chain.from_iterable(results):
@@ -159,7 +157,7 @@ class Writer(_DCPStorage, StorageWriter):
 
 
 def _assign_keys(items: list[WriteItem]) -> dict[str, WriteItem]:
-    """Return safetensors key -> write item; the blocks of tensor "a" have keys "a", "a#1", ...."""
+    """Return the write item of each block by a unique key, such as "a", "a#1" for tensor "a"."""
     blocks: dict[str, WriteItem] = {}
     for item in items:
         assert item.tensor_data is not None, "everything saved is a tensor"
@@ -172,16 +170,13 @@ def _assign_keys(items: list[WriteItem]) -> dict[str, WriteItem]:
     return blocks
 
 
-Blocks = dict[torch.Size, tuple[slice, ...]]  # offset in the tensor -> place in a rank's part
+Blocks = dict[Any, tuple[slice, ...]]  # global offset -> slices of the local tensor
 
 
 def _find_blocks(tensor: Any) -> Blocks:
-    """Return global offset -> slices of the local tensor, per contiguous block of a DTensor shard.
-
-    The result is {} for a shard that is one block, and for a tensor that is not a DTensor.
-    """
-    # Gate and up in one dim: DCP takes the part for one block. Example: [8] over tp=2, placed
-    # _StridedShard(0, split_factor=2): rank 1 has rows 2 3 6 7, {2: [0:2], 6: [2:4]}.
+    """Map the global offset of each block of a DTensor's shard to slices of the local tensor."""
+    # DCP supports only one block per shard. Example: [8] over tp=2 with _StridedShard(0,
+    # split_factor=2): rank 1 has rows 2 3 6 7, which are the blocks {2: [0:2], 6: [2:4]}.
     if not isinstance(tensor, DTensor):
         return {}
     dims = []
@@ -198,15 +193,12 @@ def _find_blocks(tensor: Any) -> Blocks:
 
 
 def _make_chunk_metadata(offset: torch.Size, place: tuple[slice, ...]) -> ChunkStorageMetadata:
-    """Return DCP's metadata (global offset, sizes) of a block; `place` slices the local tensor."""
+    """Return DCP's metadata of the block at a global offset; `place` slices the local tensor."""
     return ChunkStorageMetadata(offset, torch.Size(part.stop - part.start for part in place))
 
 
 class LocalSavePlanner(dcp.DefaultSavePlanner):
-    """DCP save planner for shards with several blocks; it writes the tensors in `local_tensors`.
-
-    `local_tensors` maps names to local tensors, such as the host copies of a background save.
-    """
+    """DCP save planner for shards with several blocks; the values are from `local_tensors`."""
 
     def __init__(self, local_tensors: Mapping[str, Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -214,7 +206,7 @@ class LocalSavePlanner(dcp.DefaultSavePlanner):
         self._blocks: dict[str, Blocks] = {}
 
     def create_local_plan(self) -> SavePlan:
-        """Return the blocks that this rank may write; a strided shard has several blocks."""
+        """Return the plan of the blocks that this rank may write."""
         plan = super().create_local_plan()
         self._blocks = {name: _find_blocks(tensor) for name, tensor in self.state_dict.items()}
         items = [block for item in plan.items for block in self._split_item(item)]
@@ -222,7 +214,7 @@ class LocalSavePlanner(dcp.DefaultSavePlanner):
         return self.plan
 
     def _split_item(self, item: WriteItem) -> Iterator[WriteItem]:
-        """Yield one DCP write item per block of a shard; the item itself if it is one block."""
+        """Split the write item of a shard into one write item per block."""
         blocks, data = self._blocks[item.index.fqn], item.tensor_data
         if not blocks or data is None:
             yield item
@@ -233,9 +225,9 @@ class LocalSavePlanner(dcp.DefaultSavePlanner):
             yield replace(item, index=index, tensor_data=data)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return the view of this rank's local tensor that the block `index` consists of."""
+        """Return the block `index` as a view of this rank's local tensor."""
         local, blocks = self._locals[index.fqn], self._blocks[index.fqn]
-        return local[blocks[_get_offset(index)]] if blocks else local
+        return local[blocks[index.offset]] if blocks else local
 
 
 class BlockLoadPlanner(dcp.DefaultLoadPlanner):
@@ -246,13 +238,13 @@ class BlockLoadPlanner(dcp.DefaultLoadPlanner):
         self._blocks: dict[str, Blocks] = {}
 
     def create_local_plan(self) -> LoadPlan:
-        """Return the reads that fill this rank's shards; a strided shard needs several reads."""
+        """Return the plan of the reads that fill this rank's shards."""
         plan = super().create_local_plan()
         all_blocks = {name: _find_blocks(tensor) for name, tensor in self.state_dict.items()}
         self._blocks = {name: blocks for name, blocks in all_blocks.items() if blocks}
         items = [item for item in plan.items if item.dest_index.fqn not in self._blocks]
         for name, blocks in self._blocks.items():
-            assert self.metadata is not None, "what `super` has read"
+            assert self.metadata is not None, "`super` has read it"
             chunks = [_make_chunk_metadata(at, place) for at, place in blocks.items()]
             entry: Any = self.metadata.state_dict_metadata[name]
             items += create_read_items_for_chunk_list(name, entry, chunks)
@@ -262,21 +254,11 @@ class BlockLoadPlanner(dcp.DefaultLoadPlanner):
         """Return the view of this rank's local tensor into which DCP reads the block `index`."""
         if index.fqn not in self._blocks:
             return super().lookup_tensor(index)
-        place = self._blocks[index.fqn][_get_offset(index)]
-        return get_local_tensor(self.state_dict[index.fqn])[place]
-
-
-def _get_offset(index: MetadataIndex) -> torch.Size:
-    """Return the global offset of a block, which every index of a block has."""
-    assert index.offset is not None, "blocks have one"
-    return index.offset
+        return get_local_tensor(self.state_dict[index.fqn])[self._blocks[index.fqn][index.offset]]
 
 
 class Reader(_DCPStorage, StorageReader):
-    """DCP storage reader: reads slices of the shard files in the checkpoint directory `path`.
-
-    `manifest` is the directory's. `meter` counts the bytes of the requested slices.
-    """
+    """DCP storage reader of the checkpoint directory `path`; `meter` counts the read bytes."""
 
     def __init__(self, path: Path, manifest: Manifest, meter: Meter) -> None:
         self._path, self._manifest, self._meter = path, manifest, meter
@@ -287,7 +269,7 @@ class Reader(_DCPStorage, StorageReader):
         }
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Convert shapes, dtypes and chunks of the manifest's tensors to DCP's Metadata."""
+        """Convert the manifest's tensors to DCP's metadata."""
         entries: dict[str, Any] = {
             name: TensorStorageMetadata(
                 properties=TensorProperties(dtype=tensor.dtype),
@@ -301,13 +283,8 @@ class Reader(_DCPStorage, StorageReader):
         }
         return Metadata(entries)
 
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        """Do nothing: DCP requires this method, and the manifest is already read."""
-
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the planned slices directly into the tensors to load; return a completed future."""
+        """Read the planned slices into the tensors to load; return a completed future."""
         by_file: dict[str, list[Any]] = {}
         for item in plan.items:
             chunk, dtype = self._chunks[item.storage_index]
@@ -316,7 +293,7 @@ class Reader(_DCPStorage, StorageReader):
         buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
         for file, requests in by_file.items():
             layout = compute_layout(self._manifest.list_file_entries(file))
-            with ShardReader(self._path / file, layout, buffer, self._meter) as shard:
+            with ShardReader(self._path / file, layout.begins, buffer, self._meter) as shard:
                 # In file order: one pass forward over the disk.
                 for item, chunk, dtype in sorted(requests, key=lambda r: layout.begins[r[1].key]):
                     target = planner.resolve_tensor(item).detach()
@@ -331,15 +308,14 @@ def run_dcp_call(verb: str, path: Path, action: Callable[[], object]) -> None:
     """Run a DCP call; raise OSError ("could not `verb` `path`") if a rank or collective failed."""
     try:
         if not dist.is_initialized():
-            # A plain model in one process is what the caller has, not an oversight. No
-            # catch_warnings: it changes what belongs to all threads, and this may be a second one.
+            # No catch_warnings: it changes the filters of all threads, and this may be a second.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         with torch.device("cpu"):  # torch's DTensor creates index tensors on the default device
             action()
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
         raise OSError(f"path ({path}): rank {rank} could not {verb} it: {cause!r}") from error
-    except RuntimeError as error:  # a rank's own errors come as the above, so a collective failed
+    except RuntimeError as error:  # a collective failed: errors of actions are CheckpointException
         if not dist.is_initialized():
             raise
         reason = str(error).partition("\n")[0]

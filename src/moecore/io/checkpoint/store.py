@@ -1,7 +1,4 @@
-"""save, load and verify: one directory per step, written and read by all ranks together.
-
-`save` is the short form of a `Saver` without background writes.
-"""
+"""save, load and verify: checkpoints that all ranks write and read together."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from moecore.io.checkpoint.comparison import (
     Comparison,
     allocate_amax_target,
     allocate_optimizer_target,
-    compare_model,
+    compare_checkpoint,
     refuse_differences,
     select_rng_target,
     select_tensors,
@@ -50,12 +47,7 @@ from moecore.io.checkpoint.ranks import (
     run_on_first_rank,
 )
 from moecore.io.checkpoint.shard_file import Meter, Progress, compute_layout, find_file_problem
-from moecore.io.checkpoint.snapshot import (
-    Snapshot,
-    get_local_tensors,
-    join_stages,
-    take_snapshot,
-)
+from moecore.io.checkpoint.snapshot import Snapshot, get_local_tensors, join_stages, take_snapshot
 from moecore.io.checkpoint.state import (
     ModelView,
     Optimizers,
@@ -93,10 +85,10 @@ def save(
 ) -> Path:
     """Write a checkpoint of this step and return its directory. Collective.
 
-    It stores all state of a bit-exact resume: parameters, persistent buffers (including the
-    routers' expert bias), histories of delayed scaling, the optimizer's state and hyperparameters,
-    each rank's CPU and CUDA generator states, and `extra`. Call it between optimizer steps. A kill
-    at any moment leaves the previous checkpoint loadable. Every rank must see `root`.
+    A checkpoint has all state of a bit-exact resume: parameters, persistent buffers, histories of
+    delayed scaling, the optimizer's state and hyperparameters, each rank's CPU and CUDA generator
+    states, and `extra`. Call `save` between optimizer steps. If a save is killed, the previous
+    checkpoint remains loadable. Every rank must see `root`.
 
     Args:
         root: directory of the run; one job at a time writes to it.
@@ -108,20 +100,18 @@ def save(
         scheduler: of the learning rate, with JSON-able state, or a list in the order of the
             optimizers.
         keep: number of the newest checkpoints that stay; 0 = all.
-        config: a JSON-able mapping, dataclass or transformers config that describes the model. None
-            stores the config of a native decoder or a transformers model. `load` compares it with
-            the config of the model, or warns that it cannot.
+        config: a JSON-able mapping, dataclass or transformers config that describes the model, for
+            comparison in `load`. None = the config of a native decoder or transformers model.
 
     Returns:
         The new checkpoint, `root/step-000123`.
 
     Raises:
         ValueError: before files are written, for a wrong argument, or a replicated value that
-            differs between ranks (`rank_agreement.py`).
+            differs between ranks.
         NotImplementedError: before files are written, for state that a checkpoint cannot store.
-        OSError: if another job writes to `root`, before files are written; if a rank could not
-            write, or ended. `latest` is then unchanged, unless the error says that this step is
-            saved.
+        OSError: if another job writes to `root`, or a rank could not write. `latest` is then
+            unchanged, unless the error says that this step is saved.
     """
     arguments = locals()
     with share_errors():
@@ -152,11 +142,10 @@ def load(
 ) -> dict[str, Any]:
     """Set model, optimizer and generators to their saved state, in place. Collective.
 
-    Parallel layouts may differ: every rank reads its parts. A rank that the saving run did not have
-    does not change its generators, and without an optimizer (for inference) no rank does. Histories
-    of delayed scaling without a saved one restart. Gradients and counts of an unfinished step are
-    dropped (`TrainStep.drop`). Buffers that no checkpoint stores (transformers' rotary frequencies)
-    are recomputed, because `to_empty` leaves them undefined.
+    The parallel layout may differ from the saved layout: every rank reads its shards. Generators
+    are not changed without an optimizer, and on ranks that the saving run did not have. Gradients
+    and counts of an unfinished step are dropped (`TrainStep.drop`). Buffers that no checkpoint
+    stores (transformers' rotary frequencies) are recomputed.
 
     Args:
         path: a complete checkpoint, such as from `latest`.
@@ -183,7 +172,7 @@ def load(
     path, meter = Path(path), Meter(progress)
     check_same_path(path)
     manifest = run_on_first_rank(lambda: read_manifest(path))
-    view, comparison = compare_model(manifest, model, optimizer, scheduler, cast=cast)
+    view, comparison = compare_checkpoint(manifest, model, optimizer, scheduler, cast=cast)
     run_and_share_errors(lambda: refuse_differences(comparison, path, strict=strict))
     if comparison.uncompared and is_first_rank():
         warnings.warn(f"path ({path}): {comparison.uncompared}", stacklevel=3)
@@ -191,7 +180,7 @@ def load(
     drop_step(model)
     for layer in model.modules():
         if isinstance(layer, RoutedLayer) and layer.cloner is not None:
-            layer.cloner.drop_plan()  # which no checkpoint holds
+            layer.cloner.drop_plan()  # a checkpoint has no plan
     _recompute_buffers(path, model)
     amax = allocate_amax_target(model, manifest)
     extra = _read_into_objects(path, manifest, view, comparison, amax, meter, strict=strict)
@@ -209,7 +198,7 @@ def load(
 
 @torch.no_grad()
 def _recompute_buffers(path: Path, model: nn.Module) -> None:
-    """Recompute the buffers that no checkpoint stores; if impossible, warn with the `path`."""
+    """Recompute the model's buffers that no checkpoint stores, or warn that it is not possible."""
     try:
         for buffer, value in compute_missing_buffers(model):
             buffer.copy_(value)
@@ -218,9 +207,10 @@ def _recompute_buffers(path: Path, model: nn.Module) -> None:
 
 
 def start_draft(lock: RunLock, step: int, group: Group = None) -> Path:
-    """Acquire the run's lock on rank 0; create and return a save's draft directory. Collective."""
+    """Acquire the run's lock and create a draft directory on rank 0; return it. Collective."""
 
     def lock_and_create() -> Path:
+        """Lock the run and return a new draft directory in it."""
         lock.acquire()
         return create_draft(lock.root, step)
 
@@ -240,14 +230,10 @@ def write_checkpoint(
 ) -> None:
     """Write a snapshot into the draft directory and publish it as a checkpoint. Collective.
 
-    After an error, rank 0 removes the draft and every rank raises OSError.
-
-    Args:
-        local_tensors: name -> this rank's local tensor, with the contents to write.
-        keep: number of the newest checkpoints that stay; 0 = all.
-        group: None = the default group.
+    `local_tensors` has the values to write; of the snapshot's tensors only the layout is read.
+    After publication, only the newest `keep` checkpoints remain (0 = all). After an error, rank 0
+    removes the draft and every rank raises OSError.
     """
-    # Of the snapshot's tensors only the layout is read; `local_tensors` has this rank's contents.
     save_snapshot = partial(
         dcp.save,
         snapshot.tensors,
@@ -281,10 +267,9 @@ def _read_into_objects(
     *,
     strict: bool,
 ) -> dict[str, Any]:
-    """Read saved tensors into model, optimizers, generators and `amax`, in place. Collective.
+    """Read the tensors that `comparison` selected into the objects, in place. Collective.
 
-    `comparison` says which. With `strict`, optimizer state that the checkpoint lacks is dropped.
-    Returns `extra` of the save, with new CPU tensors. `meter` counts this rank's bytes.
+    Returns `extra` of the save. With `strict`, optimizer state without a saved value is dropped.
     """
     target = {f"model.{name}": view.stored_views[name] for name in sorted(comparison.model)}
     extra = {
@@ -299,7 +284,7 @@ def _read_into_objects(
     planner = BlockLoadPlanner()
     reader = Reader(path, manifest, meter)
     run_dcp_call("read", path, lambda: dcp.load(target, storage_reader=reader, planner=planner))
-    target.clear()  # so that moments which an optimizer keeps in another form are freed
+    target.clear()  # frees moments that the optimizer converts to another dtype
     optimizer_tensors.clear()
     if comparison.groups:
         assert manifest.facts.optimizer is not None
@@ -336,16 +321,14 @@ def verify(
 
 
 def verify_files(path: Path, manifest: Manifest, mode: Verify, meter: Meter) -> None:
-    """Check each shard file on one rank, with `mode` as in `verify`. Collective.
-
-    Every rank raises ValueError if a file is damaged, OSError if a file cannot be read.
-    """
+    """Check each shard file on one rank; raise the first error on every rank. Collective."""
     rank, world = get_rank_and_world()
     names = sorted(manifest.files)[rank::world]
     if mode == "full":
         meter.expect(sum(manifest.files[name].size for name in names))
 
     def check(name: str) -> Exception | None:
+        """Verify a shard file; return the error of its first problem, or None."""
         layout = compute_layout(manifest.list_file_entries(name))
         try:
             problem = find_file_problem(
@@ -359,7 +342,7 @@ def verify_files(path: Path, manifest: Manifest, mode: Verify, meter: Meter) -> 
             f"path ({path / name}) must be as it was saved, but {problem}: load another checkpoint"
         )
 
-    # Hashing runs without the interpreter's lock, so files go side by side.
+    # Hashing releases the GIL, so files are read concurrently.
     with ThreadPoolExecutor(min(_THREADS, max(1, len(names)))) as pool:
         local_error = next((error for error in pool.map(check, names) if error is not None), None)
     for error in gather_objects(local_error):

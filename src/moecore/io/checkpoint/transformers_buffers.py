@@ -10,15 +10,11 @@ from torch import Tensor, nn
 
 
 def compute_missing_buffers(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Return (buffer, value) for each transformers buffer that no checkpoint stores.
+    """Compute the buffers of transformers modules that no checkpoint stores, from their configs.
 
-    `buffer` is the model's own tensor, which does not change. `value` is a new CPU tensor, computed
-    from the module's config or by its model's `_init_weights`.
-
-    Raises:
-        NotImplementedError: if the values of a buffer cannot be computed.
+    Returns pairs of the model's buffer, which does not change, and the computed CPU tensor.
+    NotImplementedError if a buffer cannot be computed.
     """
-    # Such buffers (rotary frequencies) follow from the config; `to_empty` leaves them undefined.
     pairs = []
     for path, module in model.named_modules():
         if not module._buffers or not type(module).__module__.startswith("transformers."):
@@ -44,14 +40,14 @@ def compute_missing_buffers(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
 
 
 def _find_owner_model(model: nn.Module, path: str) -> Any:
-    """Return the innermost transformers model with the module at `path`; None if there is none."""
+    """Return the innermost transformers model that has the module at `path`, or None."""
     names = path.split(".")
     around = [model, *(model.get_submodule(".".join(names[:i])) for i in range(1, len(names)))]
     return next((m for m in reversed(around) if hasattr(m, "_init_weights")), None)
 
 
 def _initialize_buffers(module: nn.Module, owner: Any) -> dict[str, Tensor | None]:
-    """Return new buffers as `owner._init_weights` sets them; NaN in buffers that it leaves out."""
+    """Return new buffers filled by the model `owner`'s `_init_weights`, otherwise with NaN."""
     shell = copy.copy(module)
     shell._parameters = {
         name: None if param is None else nn.Parameter(param.detach().to("meta"))

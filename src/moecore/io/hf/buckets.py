@@ -2,10 +2,10 @@
 
     shards of a sender -> boxes packed into a preallocated message -> boxes of the bucket
 
-A stream broadcasts each message to every rank. An export sends it to the rank that writes the file.
-An item is a Hugging Face tensor, and a box is a rectangular part of a tensor. Every rank computes
-from `PartOwners` which boxes of each rank are in which message, so no sizes are sent. A rank copies
-the boxes that it has itself. If several ranks have a box, the first of them sends it.
+An item is a Hugging Face tensor, and a box is a rectangular part of a tensor. A stream broadcasts
+each message to every rank. An export sends the message to the rank that writes the file. Every rank
+computes from `PartOwners` the boxes of each message, so no sizes are sent. If several ranks have a
+box, the first of these ranks sends it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from moecore.io.hf.collect import ErrorKeeper, Item, PartOwners, read_local, wri
 from moecore.io.hf.pieces import PieceOverlap, find_overlaps
 
 ALIGNMENT = 16  # bytes
-MESSAGE_BYTES = 64 << 20  # most of one message of an export
-Read = Callable[[str, tuple[slice, ...]], Tensor]  # a tensor's name, a box of this rank's part
+MESSAGE_BYTES = 64 << 20  # maximum of an export
+Read = Callable[[str, tuple[slice, ...]], Tensor]  # a tensor's name, a box of this rank's shard
 
 
 class WeightMeta(NamedTuple):
@@ -72,11 +72,6 @@ def align(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def make_meta(item: Item) -> WeightMeta:
-    """Return name, dtype and shape of an item, a Hugging Face tensor to assemble."""
-    return WeightMeta(item.name, item.dtype, item.shape)
-
-
 class _SentBox(NamedTuple):
     """A box (rectangular part) of a Hugging Face tensor to send, and the ranks that have it."""
 
@@ -87,7 +82,7 @@ class _SentBox(NamedTuple):
     ranks: list[int]  # that have the box
 
     def find_sender(self, writer: int | None) -> int:
-        """Return the rank that sends the box to `writer` (None = to all); -1 if none has to."""
+        """Return the rank that sends the box to `writer` (None = all ranks), or -1 for no rank."""
         _, world = get_rank_and_world()
         has_box = len(self.ranks) == world if writer is None else writer in self.ranks
         return -1 if has_box else self.ranks[0]
@@ -104,12 +99,9 @@ class _SentCopy(NamedTuple):
 class BucketCollector(ErrorKeeper):
     """Assembles buckets of items (Hugging Face tensors) on every rank, or on one rank, the writer.
 
-    Boxes of tensors are sent through one buffer on `device`. It has `message_bytes`, or more if a
-    row (one index of dim 0) of an item needs more.
-
-    Every rank calls it for the same items in the same order. A rank with an error, such as out of
-    memory, must still send and receive, because other ranks wait for it. The message buffer is
-    therefore allocated in advance, and `check` raises the error.
+    Every rank passes the same items in the same order. The message buffer on `device` has
+    `message_bytes`, or the bytes of the largest row (dim 0) of an item. After an error, such as out
+    of memory, a rank still sends and receives, and `check` raises the error.
     """
 
     def __init__(
@@ -131,10 +123,7 @@ class BucketCollector(ErrorKeeper):
 
     @contextmanager
     def open_pass(self) -> Iterator[None]:
-        """Return the context of one pass, in which `collect` may be called. Collective on entry.
-
-        The message buffer exists during the pass. ValueError if another pass is open.
-        """
+        """Return a context with a message buffer, in which `collect` may be called. Collective."""
         size = self.capacity if self._owners.world > 1 else 0
 
         def allocate() -> Tensor:
@@ -155,22 +144,18 @@ class BucketCollector(ErrorKeeper):
     def collect(
         self, items: Sequence[Item], read: Read, writer: int | None = None
     ) -> WeightBucket | None:
-        """Assemble the items in a new bucket from the shards of all ranks. Collective.
+        """Assemble items in a new bucket on the CPU of rank `writer` (None = all, on the device).
 
-        Args:
-            read: returns a box of this rank's shard of a tensor.
-            writer: the only rank that gets the bucket, on its CPU. None = every rank, on the
-                device.
-
-        Returns:
-            None on other ranks than the writer, and after an error of this rank.
+        Collective. `read` returns a box of this rank's shard of a tensor. Returns None on other
+        ranks than the writer, and after an error of this rank.
         """
         assert self._message is not None, "a pass is open"
         bucket, parts = None, list[list[Tensor]]()
         if writer in (None, self._rank):
             with self._keep_error():
                 device = self.device if writer is None else torch.device("cpu")
-                bucket = WeightBucket.empty([make_meta(item) for item in items], device)
+                metas = [WeightMeta(item.name, item.dtype, item.shape) for item in items]
+                bucket = WeightBucket.empty(metas, device)
                 parts = [
                     [
                         tensor if piece.view is None else tensor.new_empty(piece.shape)
@@ -212,10 +197,7 @@ class BucketCollector(ErrorKeeper):
         parts: list[list[Tensor]],
         read: Read,
     ) -> None:
-        """Send boxes in a message from rank `sender` to `writer`, None = to every rank. Collective.
-
-        `parts` has the bucket's memory per item and part; it is empty on ranks that get no bucket.
-        """
+        """Send boxes from rank `sender` to `writer` (None = all) into the bucket memory `parts`."""
         assert self._message is not None, "a pass is open"
         pieces, at = list[Tensor](), 0
         for copy in copies:
@@ -239,10 +221,8 @@ class BucketCollector(ErrorKeeper):
 
     def _list_boxes(self, item: Item, *, is_cached: bool) -> list[_SentBox]:
         """Return the boxes to send for an item; `is_cached` stores the list for the next pass."""
-        if item.name in self._boxes:
-            return self._boxes[item.name]
-        boxes = list(self._find_boxes(item))
-        if is_cached:  # the next pass needs the same boxes
+        boxes = self._boxes.get(item.name) or list(self._find_boxes(item))
+        if is_cached:
             self._boxes[item.name] = boxes
         return boxes
 
@@ -267,7 +247,7 @@ class BucketCollector(ErrorKeeper):
 
 
 class RankCollector(BucketCollector):
-    """Assembles one Hugging Face tensor at a time on the rank that writes it (a `Collector`)."""
+    """Assembles one Hugging Face tensor at a time on the rank that writes it, for an export."""
 
     def __init__(
         self,
@@ -282,20 +262,17 @@ class RankCollector(BucketCollector):
 
     def collect_tensor(self, item: Item, writer: int) -> Tensor | None:
         """Assemble the full tensor on the CPU of rank `writer`; return None on other ranks."""
-        bucket = self.collect([item], self._read, writer)
+        read = lambda name, box: read_local(self._tensors[name], box)  # noqa: E731
+        bucket = self.collect([item], read, writer)
         return None if bucket is None else next(bucket.tensors())[1]
-
-    def _read(self, name: str, box: tuple[slice, ...]) -> Tensor:
-        """Return a box of this rank's shard of a tensor."""
-        return read_local(self._tensors[name], box)
 
 
 def compute_bucket_size(item: Item) -> int:
-    """Return the bytes that an item needs in a bucket, with temporary copies of strided pieces."""
+    """Return the bytes of an item in a bucket, including temporary copies of strided pieces."""
     numels = (math.prod(piece.shape) for _, piece in item.parts if piece.view is not None)
     return align(item.nbytes) + sum(numels) * item.dtype.itemsize
 
 
 def _get_copy_target(copy: _SentCopy, parts: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Return the view of the bucket into which a box is copied; `parts` is by item and part."""
+    """Return the view of the bucket memory `parts` (by item and part) that a box is copied to."""
     return parts[copy.item][copy.box.part][copy.box.overlap.source].view(copy.box.shape)

@@ -21,17 +21,13 @@ from torch import Tensor
 from moecore.base.torch_private import get_local_tensor
 from moecore.moe.param_reader import get_fp8_blocks
 
-# Words whose products are there at once, 16 bytes each: what a CPU's cache holds, and enough for a
-# GPU to work longer than its launches take.
+# Words per product, 16 bytes each: a CPU's cache has room for them, and a GPU hides its launches.
 CHUNK, CHUNK_ON_GPU = 1 << 16, 1 << 21
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsVersion:
-    """The weights of one complete pass of a stream, as digests of this rank's shards.
-
-    It is valid only for the stream and the process that made it.
-    """
+    """Digests of this rank's shards in one pass of a stream; valid only for this stream."""
 
     digests: Mapping[str, Any] = field(repr=False)
     owner: object = field(repr=False)
@@ -45,10 +41,7 @@ class Digests:
         self._factors: dict[tuple[int, torch.device], Tensor] = {}
 
     def compute(self, sources: Mapping[str, Sequence[Tensor]]) -> dict[str, tuple[int, int]]:
-        """Return name -> 128-bit digest of this rank's shards of `sources[name]`, as two integers.
-
-        It waits for the device.
-        """
+        """Compute the digest of each named list of tensors, as two integers. Host sync."""
         with torch.no_grad():
             digests = {
                 name: self._fingerprint_tensors(map(list_local_storage, ts))
@@ -65,14 +58,14 @@ class Digests:
         return values
 
     def _fingerprint_tensors(self, parts: Iterable[list[Tensor]]) -> Tensor:
-        """Return the digest, int64 [2], of all tensors in the lists, on their device."""
+        """Compute one digest, int64 [2] on the device, of all tensors in the lists."""
         digests = [self._hash_bytes(_view_as_bytes(x)) for tensors in parts for x in tensors]
         if len(digests) == 1:
             return digests[0]
         return self._hash_bytes(_view_as_bytes(torch.stack(digests)), 2)
 
     def _hash_bytes(self, bits: Tensor, level: int = 0) -> Tensor:
-        """Return the digest, int64 [2], of uint8 [n]; `level` (0 = data) selects random factors."""
+        """Compute the digest, int64 [2], of uint8 [n]; `level` 0 is data, then digests."""
         words = torch.nn.functional.pad(bits, (0, -bits.numel() % 4)).view(torch.int32)
         factors = self._get_factors(level, bits.device)
         parts: tuple[Tensor, ...] = words.split(factors.shape[1])
@@ -82,7 +75,7 @@ class Digests:
         return self._hash_bytes(_view_as_bytes(torch.stack(sums)), level + 1)
 
     def _get_factors(self, level: int, device: torch.device) -> Tensor:
-        """Return the random factors int64 [2, chunk] of a hash level on a device."""
+        """Return the random factors, int64 [2, chunk], of a hash level on a device."""
         key = (level, device)
         if key not in self._factors:
             generator = torch.Generator(device).manual_seed(self._seed + level)
@@ -93,12 +86,12 @@ class Digests:
 
 
 def list_local_storage(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors that store this rank's shard: [local tensor], or FP8 blocks and scales."""
+    """Return the tensors that store this rank's shard: the local tensor, or FP8 data and scales."""
     blocks = get_fp8_blocks(tensor)
     return [get_local_tensor(tensor).detach()] if blocks is None else blocks.tensors()
 
 
 def _view_as_bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes as uint8 [n] that starts at a multiple of 4; a copy if necessary."""
+    """View a tensor's bytes as uint8 [n]; copy them unless they start at a multiple of 4."""
     bits = tensor.contiguous().reshape(-1).view(torch.uint8)
     return bits if bits.storage_offset() % 4 == 0 else bits.clone()

@@ -1,8 +1,7 @@
-"""Items of exports and streams: the ranks or the checkpoint files that have their parts.
+"""Items (Hugging Face tensors to assemble), and the ranks or files that have their parts.
 
-An item is a Hugging Face tensor to assemble. It consists of pieces (`pieces.py`), and a box is the
-part of a piece that one shard has. The ranks exchange once which parts they have (`PartOwners`).
-`buckets.py` then assembles the items from the shards of the ranks.
+An item consists of pieces (`pieces.py`). A box is the part of a piece that is in one shard. The
+ranks exchange once which shards they have (`PartOwners`). `buckets.py` then assembles the items.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from moecore.precision.stored import read_stored_values
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A Hugging Face tensor to assemble; each part is (name of a model tensor, `TensorPiece`)."""
+    """A Hugging Face tensor to assemble; each part is a model tensor's name and a piece of it."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,7 +43,7 @@ class Item:
 
 
 class Collector(Protocol):
-    """Protocol: assembles Hugging Face tensors. Every rank requests them in the same order."""
+    """Protocol of classes that assemble Hugging Face tensors; ranks request the same tensors."""
 
     def collect_tensor(self, item: Item, writer: int) -> Tensor | None:
         """Return the full tensor on the CPU of rank `writer`, and None on other ranks."""
@@ -60,7 +59,7 @@ class ErrorKeeper:
 
     @contextmanager
     def _keep_error(self) -> Iterator[None]:
-        """Return a context that stores an exception, if it is the first, instead of raising it."""
+        """Return a context that stores the first exception instead of raising it."""
         try:
             yield
         except Exception as error:
@@ -73,7 +72,7 @@ class ErrorKeeper:
 
 
 class LocalPart(NamedTuple):
-    """Shape and dtype of a full tensor, and the runs of global indices of this rank's shard."""
+    """Shape and dtype of a full tensor, and the global indices of this rank's shard as runs."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -81,10 +80,9 @@ class LocalPart(NamedTuple):
 
 
 class PartOwners:
-    """The ranks that have each distinct shard of each tensor. Construction is collective.
+    """Full shapes and dtypes of all ranks' tensors, and the ranks that have each distinct shard.
 
-    `tensors` are this rank's, by name. The attributes `shapes` and `dtypes` have the full tensors
-    of all ranks.
+    Construction, with this rank's tensors by name, is collective.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -102,7 +100,7 @@ class PartOwners:
                 self.ranks.setdefault(name, {}).setdefault(shard_runs, []).append(rank)
 
     def merge(self, other: PartOwners) -> PartOwners:
-        """Return the union with `other`, which is of tensors with other names."""
+        """Return the union of two records, whose tensors have different names."""
         result = copy(self)
         result.shapes, result.dtypes = self.shapes | other.shapes, self.dtypes | other.dtypes
         result.ranks = self.ranks | other.ranks
@@ -110,16 +108,13 @@ class PartOwners:
 
 
 def read_local(tensor: Tensor, box: tuple[slice, ...]) -> Tensor:
-    """Return a box (slices of the local tensor): a view, or a dequantised copy of FP8 storage."""
+    """Return slices of a local tensor: a view, or dequantised values of FP8 storage."""
     local = get_detached_shard(tensor)
     return local[box] if get_fp8_blocks(tensor) is None else read_stored_values(tensor, box)
 
 
 class StoredCollector:
-    """Reads tensors of a native checkpoint, and assembles Hugging Face tensors from them.
-
-    `tensors` are the manifest's tensors to read, under any names. `stack` closes the files.
-    """
+    """Assembles Hugging Face tensors from a native checkpoint, whose files `stack` closes."""
 
     def __init__(
         self, path: Path, manifest: Manifest, tensors: Mapping[str, StoredTensor], stack: ExitStack
@@ -151,23 +146,23 @@ class StoredCollector:
         """Do nothing, because `collect_tensor` raises errors itself and no other rank waits."""
 
     def _open_reader(self, file: str) -> ShardReader:
-        """Return the reader of a shard file, which the exit stack closes."""
+        """Return the reader of a shard file; open it at the first call."""
         if file not in self._readers:
             layout = compute_layout(self._manifest.list_file_entries(file))
-            reader = ShardReader(self._path / file, layout, self._buffer, Meter())
+            reader = ShardReader(self._path / file, layout.begins, self._buffer, Meter())
             self._readers[file] = self._stack.enter_context(reader)
         return self._readers[file]
 
 
 def write_piece(part: Tensor, piece: TensorPiece, file_tensor: Tensor) -> None:
-    """Copy `part`, the values of a piece, into the view `piece.view` of the full file tensor."""
+    """Copy a piece's values, `part`, into the view of the file tensor that stores the piece."""
     assert piece.view is not None, "other pieces are file tensors"
     target = piece.view.apply(file_tensor)
     target.copy_(part.view(target.shape))
 
 
 def describe_part(tensor: Tensor) -> LocalPart:
-    """Return shape and dtype of a tensor, and the runs of indices in this rank's shard."""
+    """Return a tensor's full shape and dtype, and the global indices of this rank's shard."""
     return LocalPart(
         tuple(tensor.shape), tensor.dtype, find_shard_runs(compute_global_indices(tensor))
     )

@@ -1,14 +1,14 @@
-"""decoder_config_from_hf: the native decoder that a Hugging Face config.json describes, exactly.
+"""Conversion of a Hugging Face config.json to the config of the native decoder.
 
-Families are Nemotron-H, Qwen3-Next, Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE, gpt-oss, GLM-4.5,
-DeepSeek-V2, -V3 and -V3.2 and Kimi-K2, and the dense models Qwen3, Qwen2, Llama and Mistral, as
-published (with rope_theta, rope_scaling) and as transformers >= 5 writes them (rope_parameters).
-An option that changes the computation and that the decoder lacks is refused, never dropped.
+`FAMILIES` lists the supported model types. Files may be as published (rope_theta, rope_scaling) or
+as transformers >= 5 writes them (rope_parameters). An option that changes the computation and that
+the decoder does not support is an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from moecore.base.fields import check_arguments, quote
 from moecore.base.options.layer import BalanceConfig, MoEConfig
 from moecore.io.checkpoint.config_differences import (
     TRAINING,
+    Difference,
     find_decoder_differences,
     find_hf_differences,
 )
@@ -74,7 +75,7 @@ def decoder_config_from_hf(config: HFConfig) -> DecoderConfig:
     try:
         return fields.build_config()
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
-        # Of a value that has no kind in KINDS, or lies in a list.
+        # Of a field without an entry in KIND_TABLE, or of a value in a list.
         reason = f"{type(error).__name__}: {format_one_line(error)}"
         raise ValueError(
             f"config.json must hold fields of model_type ({fields.model_type}), but {reason:.200}: "
@@ -85,7 +86,7 @@ def decoder_config_from_hf(config: HFConfig) -> DecoderConfig:
 def _read_softmax_moe(
     fields: Fields, hidden_dim: str, normalizes: bool, coef: float, *, shared_hidden_dim: int = 0
 ) -> MoEConfig:
-    """Build a softmax router's MoEConfig; `hidden_dim`: field name, `coef`: default loss coef."""
+    """Build the MoEConfig of a softmax router; `hidden_dim` is the name of a config.json field."""
     return MoEConfig(
         dim=fields.need("hidden_size"),
         hidden_dim=fields.need(hidden_dim),
@@ -99,17 +100,8 @@ def _read_softmax_moe(
     )
 
 
-def _read_qwen3(fields: Fields) -> DecoderConfig:
-    _refuse_windows(fields)
-    return _read_qwen(fields, qk_norm="head")
-
-
-def _read_qwen2(fields: Fields) -> DecoderConfig:
-    _refuse_windows(fields)
-    return _read_qwen(fields, shared_hidden_dim=fields.need("shared_expert_intermediate_size"))
-
-
 def _read_qwen3_next(fields: Fields) -> DecoderConfig:
+    """Build Qwen3-Next's DecoderConfig, with linear and full attention layers."""
     layers = range(fields.need("num_hidden_layers"))
     step = fields.get("full_attention_interval", 4)
     kinds = [("linear_attention", "full_attention")[(i + 1) % step == 0] for i in layers]
@@ -130,7 +122,7 @@ def _read_qwen3_next(fields: Fields) -> DecoderConfig:
     return _read_qwen(
         fields,
         **_read_mtp(fields),
-        shared_hidden_dim=fields.need("shared_expert_intermediate_size"),
+        has_shared_expert=True,
         qk_norm="head",
         attention_gate=True,
         zero_centered_norms=True,
@@ -139,8 +131,13 @@ def _read_qwen3_next(fields: Fields) -> DecoderConfig:
     )
 
 
-def _read_qwen(fields: Fields, *, shared_hidden_dim: int = 0, **overrides: Any) -> DecoderConfig:
-    """Build the DecoderConfig of a Qwen MoE config.json; `overrides` are further arguments."""
+def _read_qwen(
+    fields: Fields, *, has_shared_expert: bool = False, **overrides: Any
+) -> DecoderConfig:
+    """Build the DecoderConfig of a Qwen MoE model; `overrides` are further fields of it."""
+    if "linear_layers" not in overrides:
+        _refuse_windows(fields)
+    shared_hidden_dim = fields.need("shared_expert_intermediate_size") if has_shared_expert else 0
     num_layers, step = fields.need("num_hidden_layers"), fields.get("decoder_sparse_step", 1)
     dense = set(fields.get("mlp_only_layers", []))
     dense |= {i for i in range(num_layers) if (i + 1) % step}
@@ -173,25 +170,28 @@ def _read_dense(fields: Fields, *, qk_norm: Any = None) -> DecoderConfig:
 
 
 def _read_mistral(fields: Fields) -> DecoderConfig:
+    """Build Mistral's DecoderConfig; every layer has a sliding window."""
     fields.values.setdefault("sliding_window", 4096)
     common = read_grouped_attention(fields) | dict(windows=find_windows(fields, [True]))
     return DecoderConfig(**common, mlp_hidden_dim=fields.need("intermediate_size"))
 
 
 def _read_mixtral(fields: Fields) -> DecoderConfig:
+    """Build Mixtral's DecoderConfig."""
     fields.refuse("router_jitter_noise", fields.get("router_jitter_noise", 0) > 0)
     common = read_grouped_attention(fields) | dict(windows=find_windows(fields, [True]))
     return DecoderConfig(**common, moe=_read_softmax_moe(fields, "intermediate_size", True, 0.001))
 
 
 def _read_olmoe(fields: Fields) -> DecoderConfig:
+    """Build OLMoE's DecoderConfig."""
     common, normalizes = read_grouped_attention(fields), fields.get("norm_topk_prob", False)
     moe = _read_softmax_moe(fields, "intermediate_size", normalizes, 0.01)
     return DecoderConfig(**common, qk_norm="full", moe=moe)
 
 
 def _read_gpt_oss(fields: Fields) -> DecoderConfig:
-    """Build gpt-oss's DecoderConfig without a balance loss; no training uses the published 0.9."""
+    """Build gpt-oss's DecoderConfig, without the published balance loss coefficient of 0.9."""
     fields.values.setdefault("sliding_window", 128)
     num_layers, kinds = fields.need("num_hidden_layers"), fields.get("layer_types", ())
     kinds = kinds or [("sliding_attention", "full_attention")[i % 2] for i in range(num_layers)]
@@ -217,11 +217,12 @@ def _read_gpt_oss(fields: Fields) -> DecoderConfig:
 
 
 def _read_deepseek_v3(fields: Fields) -> DecoderConfig:
+    """Build DeepSeek-V3's or Kimi-K2's DecoderConfig."""
     return _build_first_dense(fields, read_latent_attention(fields), _read_sigmoid_router(fields))
 
 
 def _read_deepseek_v32(fields: Fields) -> DecoderConfig:
-    """Build DeepSeek-V3.2's DecoderConfig; missing indexer fields have the class's defaults."""
+    """Build DeepSeek-V3.2's DecoderConfig, whose attention selects keys by an indexer."""
     names = {"indexed_attention", "deepseek_sparse_attention"}  # transformers < 5.18: the second
     fields.refuse("layer_types", not set(fields.get("layer_types", [])) <= names)
     config, first = _read_deepseek_v3(fields), fields.need("first_k_dense_replace")
@@ -237,6 +238,7 @@ def _read_deepseek_v32(fields: Fields) -> DecoderConfig:
 
 
 def _read_deepseek_v2(fields: Fields) -> DecoderConfig:
+    """Build DeepSeek-V2's DecoderConfig."""
     method = fields.get("topk_method", "greedy")
     fields.refuse("topk_method", method not in ("greedy", "group_limited_greedy"))
     groups: dict[str, Any] = {}
@@ -245,13 +247,13 @@ def _read_deepseek_v2(fields: Fields) -> DecoderConfig:
         if groups["top_groups"] < groups["num_groups"]:
             groups["group_experts"] = 1
     scope = "sequence_coef" if fields.get("seq_aux", True) else "micro_batch_coef"
-    coef = float(fields.get("aux_loss_alpha", 0.001))
-    balance: Any = {scope: coef}
+    balance: Any = {scope: float(fields.get("aux_loss_alpha", 0.001))}
     router_arguments = dict(normalize_weights=False, balance=BalanceConfig(**balance), **groups)
     return _build_first_dense(fields, read_latent_attention(fields), router_arguments)
 
 
 def _read_glm4_moe(fields: Fields) -> DecoderConfig:
+    """Build GLM-4.5's DecoderConfig."""
     attention = read_grouped_attention(fields) | dict(
         qk_norm="head" if fields.get("use_qk_norm", False) else None
     )
@@ -323,7 +325,7 @@ def _read_sigmoid_router(fields: Fields) -> dict[str, Any]:
 def _build_first_dense(
     fields: Fields, attention: dict[str, Any], router_arguments: dict[str, Any]
 ) -> DecoderConfig:
-    """Build a config with dense first layers from arguments of DecoderConfig and of MoEConfig."""
+    """Build a DecoderConfig whose first layers are dense, from attention and router arguments."""
     num_layers, first = fields.need("num_hidden_layers"), fields.need("first_k_dense_replace")
     attention |= _read_mtp(fields)
     F_, shared = fields.need("moe_intermediate_size"), fields.get("n_shared_experts", 0)
@@ -352,7 +354,7 @@ def _read_mtp(fields: Fields) -> dict[str, Any]:
 
 
 def _count_stored_mtp(path: Path, fields: Fields) -> dict[str, int]:
-    """Return {config field: number of MTP modules in the weight files}; {} without weights."""
+    """Return {MTP field: number of MTP modules in the weight files}, or {} without weights."""
     path = path if path.is_dir() else path.parent
     if not fields.family.has_mtp or not ((path / INDEX).is_file() or (path / SINGLE).is_file()):
         return {}
@@ -371,7 +373,9 @@ _V3 = NativeFamily(
     "DeepseekV3ForCausalLM", _read_deepseek_v3, known_values=_V3_VALUES, has_mtp=True
 )
 FAMILIES = {
-    "qwen3_moe": NativeFamily("Qwen3MoeForCausalLM", _read_qwen3, ATTENTION_BIAS),
+    "qwen3_moe": NativeFamily(
+        "Qwen3MoeForCausalLM", partial(_read_qwen, qk_norm="head"), ATTENTION_BIAS
+    ),
     "qwen3_next": NativeFamily(
         "Qwen3NextForCausalLM",
         _read_qwen3_next,
@@ -379,7 +383,11 @@ FAMILIES = {
         dict(head_dim=256, partial_rotary_factor=0.25, norm_topk_prob=True),
         has_mtp=True,
     ),
-    "qwen2_moe": NativeFamily("Qwen2MoeForCausalLM", _read_qwen2, ("qkv_bias", True, "qkv")),
+    "qwen2_moe": NativeFamily(
+        "Qwen2MoeForCausalLM",
+        partial(_read_qwen, has_shared_expert=True),
+        ("qkv_bias", True, "qkv"),
+    ),
     "mixtral": NativeFamily("MixtralForCausalLM", _read_mixtral),
     "olmoe": NativeFamily("OlmoeForCausalLM", _read_olmoe, ATTENTION_BIAS),
     "deepseek_v3": _V3,
@@ -434,36 +442,27 @@ def compare_config(
     *,
     skipped_fields: Collection[str] = TRAINING,
 ) -> list[str]:
-    """Compare config.json fields with the model's config; return an error text per difference.
+    """Compare the fields of a config.json with a model's config; return error texts.
 
     The result is [] if `model` is None. `skipped_fields`, such as "moe.balance", are not compared.
     """
-    # Where the native decoder can be both models, their native configs are compared, however a
-    # config.json spells them. Other models are compared where both name a field.
+    # Native configs are compared if the native decoder supports both models, because config.json
+    # has several spellings. For other models, the fields of config.json are compared.
+    differences: list[Difference] = []
     if isinstance(model, Mapping) and "model_type" in model:
-        kind, model_type = values.get("model_type"), model["model_type"]
-        if kind != model_type:
-            return [_format_difference("model_type", quote(kind), quote(model_type))]
-        hf_config = model
+        hf_config, model = model, None
+        if values.get("model_type") == hf_config["model_type"]:
+            with suppress(NotImplementedError, ValueError):  # no native decoder
+                model = decoder_config_from_hf(hf_config)
+        if model is None:
+            differences = find_hf_differences(values, hf_config)
+    if model is not None and str(values.get("model_type")) in FAMILIES:
         try:
-            model = decoder_config_from_hf(hf_config)
-        except (NotImplementedError, ValueError):  # no native decoder
-            return [
-                _format_difference(d.name, d.value, d.reference)
-                for d in find_hf_differences(values, hf_config)
-            ]
-    if model is None or str(values.get("model_type")) not in FAMILIES:
-        return []
-    try:
-        native = decoder_config_from_hf(values)
-    except (NotImplementedError, ValueError) as error:
-        return [str(error)]
+            native = decoder_config_from_hf(values)
+        except (NotImplementedError, ValueError) as error:
+            return [str(error)]
+        differences = find_decoder_differences(native, model, skipped_fields=skipped_fields)
     return [
-        _format_difference(d.name, d.value, d.reference)
-        for d in find_decoder_differences(native, model, skipped_fields=skipped_fields)
+        f"config.json {d.name} ({d.value}) must be that of the model ({d.reference})"
+        for d in differences
     ]
-
-
-def _format_difference(name: str, value: str, expected_value: str) -> str:
-    """Return the error text for a field of config.json that differs from the model."""
-    return f"config.json {name} ({value}) must be that of the model ({expected_value})"

@@ -1,12 +1,10 @@
-"""Fields of a config.json: checks of their types, errors, and arguments of attention.
+"""Fields of a config.json: type checks, and the attention arguments that model families share.
 
-The differences between the families of the native decoder are in one `NativeFamily` record per
-family; `config.py` lists the records.
+A `NativeFamily` record has the differences of one family; `config.py` lists the records.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +19,7 @@ from moecore.models.config import AttentionBias, DecoderConfig, MLAConfig, YarnC
 HFConfig = str | os.PathLike[str] | Mapping[str, Any]
 PLAIN = ("default", None)
 LAYER_COUNT = re.compile("(?<!per_)(layer|depth|block|group|stage)")
-MAX_COUNT, MAX_LAYERS = 2**31, 10**5  # above, a config is wrong, and lists would not end
+MAX_COUNT, MAX_LAYERS = 2**31, 10**5  # larger values would make endless lists
 
 
 def _make_count_check(min_value: int, max_value: int = MAX_COUNT) -> Callable[[Any], bool]:
@@ -30,14 +28,9 @@ def _make_count_check(min_value: int, max_value: int = MAX_COUNT) -> Callable[[A
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value is a finite int or float with an absolute value below 1e30."""
+    """Whether a value is an int or float, not a bool, with an absolute value below 1e30."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and -1e30 < value < 1e30 and math.isfinite(value)
-
-
-def _is_count_list(value: Any) -> bool:
-    """Whether a value is a list of integers >= 0."""
-    return isinstance(value, list | tuple) and all(map(_make_count_check(0), value))
+    return is_number and -1e30 < value < 1e30
 
 
 KIND_TABLE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
@@ -82,7 +75,11 @@ KIND_TABLE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda value: isinstance(value, Mapping),
         "rope_scaling rope_parameters quantization_config",
     ),
-    ("a list of whole numbers >= 0", _is_count_list, "mlp_only_layers"),
+    (
+        "a list of whole numbers >= 0",
+        lambda value: isinstance(value, list | tuple) and all(map(_make_count_check(0), value)),
+        "mlp_only_layers",
+    ),
     (
         "a list",
         lambda value: isinstance(value, list | tuple),
@@ -96,11 +93,9 @@ FIELD_KINDS = {
 
 
 def read_config(config: HFConfig) -> dict[str, Any]:
-    """Read a config.json from a directory, a file or a mapping; return its fields.
+    """Return the fields of a config.json, a directory with it, or a mapping; ValueError if invalid.
 
-    Raises:
-        ValueError: if it is not a JSON object, or if model_type or quantization_config has a wrong
-            type.
+    Only the types of the fields model_type and quantization_config are checked.
     """
     if not isinstance(config, Mapping):
         path = Path(config)
@@ -113,7 +108,7 @@ def read_config(config: HFConfig) -> dict[str, Any]:
 
 
 def _decode_floats(value: Any) -> Any:
-    """Replace each {"__float__": "Infinity"}, which transformers writes, by the float."""
+    """Replace each {"__float__": "Infinity"}, which transformers writes, by a float."""
     if isinstance(value, Mapping):
         text = value.get("__float__")
         if isinstance(text, str) and len(value) == 1:
@@ -123,7 +118,7 @@ def _decode_floats(value: Any) -> Any:
 
 
 def check_field_type(name: str, value: Any) -> Any:
-    """Return `value`; raise ValueError if its type is wrong for the config.json field `name`."""
+    """Return the value of the config.json field `name`; raise ValueError if its type is wrong."""
     words, matches = FIELD_KINDS.get(name, ("", None))
     if matches is not None and not matches(value):
         raise ValueError(f"config.json {name} ({value!r:.40}) must be {words}: correct it")
@@ -131,8 +126,8 @@ def check_field_type(name: str, value: Any) -> Any:
 
 
 def check_layers(values: Mapping[str, Any]) -> None:
-    """Raise ValueError if a config.json has a field with more than `MAX_LAYERS` layers."""
-    # Classes of transformers make lists with an entry for each layer before they check anything.
+    """Raise ValueError if a field of config.json sets more than `MAX_LAYERS` layers."""
+    # Classes of transformers make lists with an entry per layer before they check the fields.
     for name, value in values.items():
         if isinstance(value, Mapping):
             check_layers(value)
@@ -146,24 +141,15 @@ def check_layers(values: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class NativeFamily:
-    """A transformers model family that the native decoder implements.
+    """A transformers model family that the native decoder implements."""
 
-    Attributes:
-        architecture: name of its class in transformers.
-        read: returns the decoder's config for a config.json.
-        bias: of attention: the field that enables it ("" = no such field), the field's default, and
-            the projections that have a bias.
-        defaults: values of fields that are missing or null, from the transformers class.
-        known_values: fields with one supported value; any other value is refused.
-        has_mtp: whether files may have multi-token prediction modules.
-    """
-
-    architecture: str
+    architecture: str  # name of the class in transformers
     read: Callable[[Fields], DecoderConfig]
+    # Of attention: the field that enables the bias ("" = none), its default, and the projections.
     bias: tuple[str, bool, AttentionBias] = ("", False, "all")
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    known_values: Mapping[str, Any] = field(default_factory=dict)
-    has_mtp: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of missing or null fields
+    known_values: Mapping[str, Any] = field(default_factory=dict)  # the only supported values
+    has_mtp: bool = False  # whether files may have multi-token prediction modules
 
 
 class Fields:
@@ -172,14 +158,11 @@ class Fields:
     def __init__(self, values: Mapping[str, Any], family: NativeFamily) -> None:
         self.values, self.family = dict(values), family
         self.model_type = str(values.get("model_type"))
-        if self.values.get("num_experts") is None:  # transformers >= 5 writes one name for all
+        if self.values.get("num_experts") is None:  # transformers >= 5 writes num_local_experts
             self.values["num_experts"] = values.get("num_local_experts")
 
     def build_config(self) -> DecoderConfig:
-        """Build the DecoderConfig, with the family's defaults for missing fields.
-
-        NotImplementedError for values that the decoder lacks, ValueError for missing fields.
-        """
+        """Build the DecoderConfig; NotImplementedError for values that it does not support."""
         for name, only in self.family.known_values.items():
             self.refuse(name, self.get(name, only) != only)
         self.values |= {name: self.get(name, v) for name, v in self.family.defaults.items()}
@@ -200,10 +183,7 @@ class Fields:
         return default if value is None else check_field_type(name, value)
 
     def refuse(self, name: str, wrong: bool, value: Any = None) -> None:
-        """Raise NotImplementedError if `wrong`: the native decoder lacks a value of field `name`.
-
-        `value` is the value in the message; None = the field's.
-        """
+        """Raise NotImplementedError if `wrong`: the native decoder lacks this value of a field."""
         if wrong:
             value = self.values.get(name) if value is None else value
             raise NotImplementedError(
@@ -213,7 +193,7 @@ class Fields:
             )
 
     def read_rope(self) -> dict[str, Any]:
-        """Return rotary options: rope_type, rope_theta, partial_rotary_factor and the type's."""
+        """Return the options of rotary embeddings, such as rope_type, rope_theta and factor."""
         options = {"rope_theta": self.values.get("rope_theta"), **self.get("rope_scaling", {})}
         options |= self.get("rope_parameters", {})
         options.setdefault("rope_type", options.pop("type", None))
@@ -227,7 +207,7 @@ class Fields:
 
 
 def read_grouped_attention(fields: Fields) -> dict[str, Any]:
-    """Return `read_sizes` and the DecoderConfig arguments of rotary grouped-query attention."""
+    """Return the DecoderConfig arguments of `read_sizes` and of rotary grouped-query attention."""
     heads, rope = read_sizes(fields), fields.read_rope()
     return heads | dict(
         rope_theta=float(rope["rope_theta"]),
@@ -269,10 +249,9 @@ def read_latent_attention(fields: Fields) -> dict[str, Any]:
 
 
 def find_windows(fields: Fields, pattern: Sequence[bool]) -> tuple[int, ...]:
-    """Return the attention window in tokens of each layer, 0 = full attention; () if there is none.
+    """Return one period of the layers' attention windows in tokens, 0 = full attention.
 
-    `pattern` says which layers have a window. The result has one period of a repeating pattern. A
-    window that is not smaller than max_position_embeddings is none.
+    `pattern` has whether each layer has a window. The result is () if no window limits attention.
     """
     window, length = fields.get("sliding_window", None), fields.need("max_position_embeddings")
     if window is None or window >= length or not any(pattern):
@@ -285,7 +264,7 @@ def find_windows(fields: Fields, pattern: Sequence[bool]) -> tuple[int, ...]:
 
 
 def _read_attention_bias(fields: Fields) -> AttentionBias | None:
-    """Return which attention projections have a bias; None if no projection has one."""
+    """Return which attention projections have a bias, or None for no bias."""
     name, is_on, kind = fields.family.bias
     if name != "attention_bias":
         fields.refuse("attention_bias", fields.get("attention_bias", False))
@@ -293,16 +272,16 @@ def _read_attention_bias(fields: Fields) -> AttentionBias | None:
 
 
 def _read_rotary_dim(fields: Fields, head_dim: int, part: float) -> int:
-    """Return the number of head dims that rotate; 0 = all. `part` is partial_rotary_factor."""
-    turns_all = "partial_rotary_factor" not in fields.family.defaults
-    fields.refuse("partial_rotary_factor", part != 1 and turns_all, part)
-    turned = int(head_dim * part)
-    if not 0 < turned <= head_dim:
+    """Return the number of head dims that rotate, 0 = all; `part` is the rotating fraction."""
+    rotates_all = "partial_rotary_factor" not in fields.family.defaults
+    fields.refuse("partial_rotary_factor", part != 1 and rotates_all, part)
+    rotary_dim = int(head_dim * part)
+    if not 0 < rotary_dim <= head_dim:
         raise ValueError(
             f"config.json partial_rotary_factor ({part}) must leave 1 to head_dim ({head_dim}) "
             "dims to turn: correct it"
         )
-    return 0 if turned == head_dim else turned
+    return 0 if rotary_dim == head_dim else rotary_dim
 
 
 def _read_yarn(fields: Fields) -> YarnConfig | None:
@@ -318,7 +297,7 @@ def _read_yarn(fields: Fields) -> YarnConfig | None:
         fields.need("rope_scaling.original_max_position_embeddings")
     original = rope["original_max_position_embeddings"]
     mscale, all_dim = rope.get("mscale") or 0.0, rope.get("mscale_all_dim") or 0.0
-    # transformers then scales the attention scores, but not cos and sin by the same
+    # transformers then scales only the attention scores, not cos and sin.
     fields.refuse("mscale_all_dim", bool(all_dim and not mscale), all_dim)
     return YarnConfig(
         factor=float(rope.get("factor") or fields.need("max_position_embeddings") / original),

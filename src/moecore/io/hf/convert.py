@@ -1,7 +1,6 @@
-"""Native checkpoints <-> Hugging Face directories, in one process without building a model.
+"""Conversion between native checkpoints and Hugging Face directories, in one process.
 
-Tensors are converted one at a time, so the peak memory is the largest Hugging Face tensor (an
-expert's matrix, or the embedding), for any model size.
+Tensors are converted one at a time, so the peak memory is the largest Hugging Face tensor.
 """
 
 from __future__ import annotations
@@ -39,15 +38,10 @@ from moecore.io.checkpoint.manifest import (
     make_manifest,
 )
 from moecore.io.checkpoint.ranks import get_rank_and_world
-from moecore.io.checkpoint.shard_file import (
-    CHUNK_BYTES,
-    Meter,
-    Progress,
-    ShardWriter,
-)
+from moecore.io.checkpoint.shard_file import CHUNK_BYTES, Meter, Progress, ShardWriter
 from moecore.io.checkpoint.snapshot import read_versions
 from moecore.io.checkpoint.store import verify
-from moecore.io.hf.collect import Collector, Item, StoredCollector
+from moecore.io.hf.collect import Item, StoredCollector
 from moecore.io.hf.config import compare_config, decoder_config_from_hf
 from moecore.io.hf.config_fields import HFConfig, read_config
 from moecore.io.hf.export import (
@@ -72,7 +66,7 @@ from moecore.io.hf.stock import build_meta_model, plan_written_tensors
 from moecore.io.hf.verify import find_content_problems, find_copy_problems, find_shape_problems
 from moecore.models.config import DecoderConfig
 
-PREFIX = "model."  # of the model's tensors in a native checkpoint
+PREFIX = "model."  # of names of the model's tensors in a native checkpoint
 
 
 def native_to_hf(
@@ -115,26 +109,22 @@ def native_to_hf(
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """The model of a native checkpoint, with the Hugging Face tensors (`items`) it converts to.
+    """The model of a native checkpoint, and the Hugging Face tensors to convert it to."""
 
-    `collector` reads them. `values` are the fields of config.json.
-    """
-
-    values: dict[str, Any]
-    items: list[Item]
-    collector: Collector
-    tensors: dict[str, StoredTensor]  # by their own names
-    keeps: Callable[[str], bool]  # whether one of these names stays fp32
-    is_decoder: bool  # whether these are the native decoder's
+    values: dict[str, Any]  # fields of config.json
+    items: list[Item]  # Hugging Face tensors
+    collector: StoredCollector  # reads the items
+    tensors: dict[str, StoredTensor]  # by name in the checkpoint
+    keeps: Callable[[str], bool]  # whether the tensor of this name stays fp32
+    is_decoder: bool  # whether the model is the native decoder
 
 
 def open_native(
     path: Path, stack: ExitStack, *, config: HFConfig, dtype: torch.dtype | None, layout: HFLayout
 ) -> StoredModel:
-    """Verify a native checkpoint, compare it with config.json, and return its model.
+    """Verify a native checkpoint and return its model; ValueError if it differs from `config`.
 
     `stack` closes the files. `dtype` is as in `native_to_hf`, `layout` selects Hugging Face names.
-    ValueError lists all differences from `config`.
     """
     manifest = verify(path)
     tensors = select_tensors(PREFIX + _find_prefix(select_tensors(PREFIX, manifest)), manifest)
@@ -147,7 +137,7 @@ def open_native(
     problems = compare_config(values, manifest.facts.config)
     problems += find_content_problems({item.name: item for item in items}, values, values)
     collector = StoredCollector(path, manifest, tensors, stack)
-    if HEAD in copies and not problems:  # a stored head is dropped only if it is the same
+    if HEAD in copies and not problems:  # a tied head is not written, so it must be equal
         sources = {n: TensorSource(n, t.shape, t.dtype) for n, t in tensors.items()}
         problems += find_copy_problems(collector, sources, {HEAD: EMBEDDING})
     subject = f"path ({path}) must hold the model that config.json describes"
@@ -164,9 +154,7 @@ def hf_to_native(
     max_file_bytes: NumBytes = 5 * 10**9,
     progress: Progress | None = None,
 ) -> Path:
-    """Convert a Hugging Face directory to a native checkpoint; return the new directory.
-
-    `load(path, model)` reads it. It has no optimizer state.
+    """Convert a Hugging Face directory to a native checkpoint without optimizer state; return it.
 
     Args:
         path: the Hugging Face directory; quantised weights are dequantised.
@@ -197,14 +185,14 @@ def hf_to_native(
 
 
 def _find_prefix(names: Collection[str]) -> str:
-    """Return the prefix, such as "hf.", that a wrapper gives to all tensor names; "" if none."""
+    """Return the prefix of all tensor names, such as a wrapper's "hf.", or ""."""
     embedding = next((name for name in names if name.endswith(f".{EMBEDDING}")), EMBEDDING)
     prefix = embedding.removesuffix(EMBEDDING)
     return prefix if all(name.startswith(prefix) for name in names) else ""
 
 
 def _has_decoder_names(names: Collection[str]) -> bool:
-    """Whether names are the native decoder's; False for a dense decoder, named as transformers'."""
+    """Whether tensor names show a native decoder: its own names of experts, biases or MTP."""
     suffixes = (".mlp.experts.w1", ".self_attn.o_bias")
     return any(name.endswith(suffixes) or name.startswith("mtp.") for name in names)
 
@@ -212,10 +200,10 @@ def _has_decoder_names(names: Collection[str]) -> bool:
 def _plan_files(
     tensors: Mapping[str, StoredTensor], values: dict[str, Any], layout: HFLayout
 ) -> tuple[dict[str, FileRecipe], dict[str, str], nn.Module | None]:
-    """Return how files store each tensor, copies, and the transformers model on meta.
+    """Return the recipe of each tensor, the original of each copy, and the model on meta.
 
-    The copies map a file tensor's name to its original's. The model is None for a native decoder or
-    an unknown class. ValueError if the tensors differ from the config's decoder.
+    `values` are config.json's fields. The transformers model is None for a native decoder or an
+    unknown class.
     """
     if not _has_decoder_names(tensors):
         tied, reader = values.get("tie_word_embeddings", False), build_meta_model(values)
@@ -236,7 +224,7 @@ class Conversion:
 
     path: Path
     files: BoxReader
-    sources: Mapping[str, TensorSource]  # by the names of the plan's pieces
+    sources: Mapping[str, TensorSource]  # by Hugging Face name
     plan: Mapping[str, FileRecipe]  # by native name
     config: DecoderConfig
     problems: list[str]  # differences between config and files
@@ -247,7 +235,7 @@ class Conversion:
 
 
 def check_single_rank() -> None:
-    """Raise ValueError if the job has several ranks: a conversion runs in one process."""
+    """Raise ValueError if the job has several ranks, because a conversion runs in one process."""
     _, world = get_rank_and_world()
     if world > 1:
         raise ValueError(
@@ -258,10 +246,9 @@ def check_single_rank() -> None:
 
 def write_native(root: Path, conversion: Conversion) -> Path:
     """Write the converted tensors as the first checkpoint of a run; return its directory."""
-    # After any error `latest` is as before: files and config differ, or the run has begun.
     _require_matching_files(conversion)
     with hold_lock(root):
-        refuse_used_directory(root)  # reading took time
+        refuse_used_directory(root)  # again, because `_require_matching_files` took time
         draft = create_draft(root, conversion.step)
         try:
             publish(draft, _write_files(draft, conversion), keep=0)
@@ -272,7 +259,7 @@ def write_native(root: Path, conversion: Conversion) -> Path:
 
 
 def _require_matching_files(conversion: Conversion) -> None:
-    """Raise ValueError if names, shapes or dtypes of the files differ from the decoder's config."""
+    """Raise ValueError if the files' names, shapes or dtypes differ from the decoder's config."""
     sources, plan, copies = conversion.sources, conversion.plan, map_hf_copies(conversion.config)
     problems = conversion.problems + find_shape_problems(sources, map_file_shapes(plan), copies)
     if not problems:
@@ -285,13 +272,13 @@ def _require_matching_files(conversion: Conversion) -> None:
 def _find_dtype_problems(
     sources: Mapping[str, TensorSource], plan: Mapping[str, FileRecipe], dtype: torch.dtype | None
 ) -> list[str]:
-    """Return an error text for each tensor whose stored dtypes cannot be converted to `dtype`."""
+    """Return an error text per tensor whose stored dtypes cannot be converted to `dtype`."""
     problems = []
     for name, recipe in plan.items():
         parts = [sources[piece.name] for piece in recipe.pieces]
         odd = [s for s in parts if not s.dtype.is_floating_point or s.dtype.itemsize < 2]
         problems += [f"{source.name} ({source.dtype}) must be a float tensor" for source in odd]
-        if is_selection_bias(name):  # stays fp32 whatever `dtype` is: not rounded
+        if is_selection_bias(name):  # always fp32, without rounding
             problems += [
                 f"{source.name} ({source.dtype}) must fit into fp32, which is how the router's "
                 "selection bias is kept: store it as fp32"
@@ -308,7 +295,7 @@ def _find_dtype_problems(
 
 
 def _write_files(draft: Path, conversion: Conversion) -> Manifest:
-    """Write all tensors into safetensors files in `draft`; return the manifest."""
+    """Write all tensors into safetensors files in the directory `draft`; return the manifest."""
     items, plan, sources = list[Item](), conversion.plan, conversion.sources
     for name, recipe in plan.items():
         dtype = _choose_dtype(name, sources[recipe.pieces[0].name], conversion.dtype)
@@ -335,7 +322,7 @@ def _write_files(draft: Path, conversion: Conversion) -> Manifest:
 
 
 def _choose_dtype(name: str, source: TensorSource, dtype: torch.dtype | None) -> torch.dtype:
-    """Return a tensor's dtype in the native checkpoint; `dtype` is as in `hf_to_native`."""
+    """Return the dtype in which a native checkpoint stores a tensor; None keeps the file's."""
     if is_selection_bias(name):
         return torch.float32
     if dtype is not None:
@@ -350,7 +337,7 @@ def _write_tensor(
     files: BoxReader,
     dtype: torch.dtype,
 ) -> None:
-    """Read a tensor's pieces in chunks of dim 0, convert to `dtype`, append them to `writer`."""
+    """Read a tensor in chunks of dim 0, convert the chunks to `dtype` and append them to a file."""
     for piece in recipe.pieces:
         rows = piece.shape[0] if piece.shape else 1
         step = max(1, CHUNK_BYTES // max(1, math.prod(piece.shape[1:]) * 4))

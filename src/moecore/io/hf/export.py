@@ -1,12 +1,9 @@
-"""export_hf: write a model of any layout as a Hugging Face directory, one tensor at a time.
+"""export_hf: write a model of any parallel layout as a Hugging Face directory.
 
-Every rank knows the file of each tensor and its writer (files are assigned to ranks round-robin).
-The writer assembles a tensor from the ranks that have its parts, with one sender per replica. It
-appends the tensor to the file and frees it. The peak memory of a rank beyond the model is one
-Hugging Face tensor (one expert's matrix with "per_expert"), a message of at most 64 MiB and a
-buffer of 16 MiB.
-
-The directory has a temporary name until all files are on disk, and is then renamed atomically.
+Files are assigned to ranks round-robin. The writer of a file receives one tensor at a time from the
+ranks that have its shards, appends the tensor to the file and frees it. The peak memory of a rank
+beyond the model is one Hugging Face tensor, a message of at most 64 MiB and a buffer of 16 MiB. The
+directory has a temporary name until all files are on disk, and is then renamed.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,8 +55,8 @@ class ExportReport:
     tensors: int
     shards: int
     total_bytes: int
-    written_bytes: int  # by this rank, headers included
-    peak_bytes: int  # the most of this rank beyond the model: a message and the tensor to write
+    written_bytes: int  # by this rank, including headers
+    peak_bytes: int  # of this rank beyond the model: a message and the tensor to write
     seconds: float
 
 
@@ -77,9 +74,8 @@ def export_hf(
 ) -> ExportReport:
     """Write a model as a Hugging Face directory. Collective.
 
-    transformers' `from_pretrained` and `load_hf` read it. Tokenizer files are not written. All
-    pipeline stages write one directory. Experts that are only stored in FP8 are written as
-    dequantised values in the dtype of their matrix
+    transformers' `from_pretrained` and `load_hf` read the directory, which has no tokenizer files.
+    Experts stored only in FP8 are written as dequantised values in the dtype of their matrix
     products.
 
     Args:
@@ -126,7 +122,10 @@ def export_hf(
 def write_directory(
     path: Path, shards: list[list[Item]], config: dict[str, Any], collector: Collector, meter: Meter
 ) -> None:
-    """Write safetensors files (a list of items each), index and config.json. Collective."""
+    """Write a directory with safetensors files, index and config.json. Collective.
+
+    `shards` has the items (Hugging Face tensors) of each file, and `collector` assembles them.
+    """
     with open_draft(path) as draft:
         _write_shards(draft, shards, collector, meter)
         run_on_first_rank(lambda: _write_config_and_index(draft, shards, config))
@@ -134,14 +133,16 @@ def write_directory(
 
 @contextmanager
 def open_draft(path: Path) -> Iterator[Path]:
-    """Yield a temporary directory; rename it to `path` on success, or remove it. Collective."""
+    """Return a context with a temporary directory, which success renames to `path`. Collective."""
     draft = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex[:8]}")
 
     def make() -> Path:
+        """Create the draft directory and return its path."""
         draft.mkdir(parents=True)
         return draft
 
     def publish() -> None:
+        """Rename the draft to the final path; OSError if the path exists by now."""
         sync_directory(draft)
         if path.exists():
             raise OSError(f"path ({path}) appeared meanwhile: choose another")
@@ -176,19 +177,16 @@ def check_dtype(dtype: torch.dtype | None) -> None:
 
 
 def plan_shard_files(items: Sequence[Item], max_shard_bytes: int) -> list[list[Item]]:
-    """Return the items of each file, in order; a file with one larger item exceeds the limit."""
+    """Split items into files of at most `max_shard_bytes`; larger items have a file each."""
     return list(group_by_size(items, lambda item: item.nbytes, max_shard_bytes))
 
 
 def _write_shards(
     draft: Path, shards: list[list[Item]], collector: Collector, meter: Meter
 ) -> None:
-    """Write this rank's files; send its shards to the ranks that write other files. Collective.
-
-    `shards` has the items of each file. Every rank raises if one rank had an error.
-    """
+    """Write this rank's files, and send its tensors to the writers of other files. Collective."""
     rank, world = get_rank_and_world()
-    for first in range(0, len(shards), world):  # as many shards as ranks grow at once
+    for first in range(0, len(shards), world):  # each rank writes one file at a time
         wave = [sort_for_file(shard) for shard in shards[first : first + world]]
         with _ExportOutput(meter) as output:
             if rank < len(wave):
@@ -202,7 +200,7 @@ def _write_shards(
 
 
 class _ExportOutput(ErrorKeeper):
-    """The safetensors file that this rank writes; after an error it ignores further tensors."""
+    """The safetensors file that this rank writes; after an error, tensors are ignored."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
@@ -215,7 +213,7 @@ class _ExportOutput(ErrorKeeper):
             self._meter.expect(layout.size)
 
     def add(self, tensor: Tensor | None) -> None:
-        """Append a tensor in the layout's order; None on ranks that do not write it."""
+        """Append a tensor, the next in the layout's order, to this rank's file; None is ignored."""
         with self._keep_error():
             if self._writer is not None and tensor is not None and self._error is None:
                 self._writer.add(tensor)
@@ -232,17 +230,14 @@ class _ExportOutput(ErrorKeeper):
 
 
 def sort_for_file(shard: Sequence[Item]) -> tuple[FileLayout, list[Item]]:
-    """Return the layout of a file for these items, and the items in the order of the file."""
+    """Return the layout of a file with these items, and the items in the file's order."""
     by_name = {item.name: item for item in shard}
     layout = compute_layout({name: (item.dtype, item.shape) for name, item in by_name.items()})
     return layout, [by_name[name] for name in layout.begins]
 
 
 def _write_config_and_index(draft: Path, shards: list[list[Item]], config: dict[str, Any]) -> None:
-    """Write config.json, and the index if there are several files.
-
-    "dtype" in `config` is set, in place, to the dtype with the most bytes.
-    """
+    """Write config.json with the dtype of most bytes, and the index of several files."""
     sizes: dict[torch.dtype, int] = {}
     for item in itertools.chain(*shards):
         sizes[item.dtype] = sizes.get(item.dtype, 0) + item.nbytes
@@ -250,7 +245,7 @@ def _write_config_and_index(draft: Path, shards: list[list[Item]], config: dict[
     config["dtype"] = name
     if "torch_dtype" in config:
         config["torch_dtype"] = name
-    _write_json(draft / CONFIG, config)
+    files: dict[str, Any] = {CONFIG: config}
     if len(shards) > 1:
         weight_map = {
             item.name: _make_file_name(i, len(shards))
@@ -258,14 +253,11 @@ def _write_config_and_index(draft: Path, shards: list[list[Item]], config: dict[
             for item in shard
         }
         metadata = {"total_size": sum(sizes.values())}
-        _write_json(draft / INDEX, {"metadata": metadata, "weight_map": weight_map})
+        files[INDEX] = {"metadata": metadata, "weight_map": weight_map}
+    for file, value in files.items():
+        write_new(draft / file, json.dumps(value, indent=2, sort_keys=True) + "\n")
 
 
 def _make_file_name(number: int, total: int) -> str:
     """Return the name of safetensors file `number` (from 0) among `total` files."""
     return SINGLE if total == 1 else f"model-{number + 1:05d}-of-{total:05d}.safetensors"
-
-
-def _write_json(file: Path, value: Mapping[str, Any]) -> None:
-    """Write a new JSON file with sorted keys; FileExistsError if it exists."""
-    write_new(file, json.dumps(value, indent=2, sort_keys=True) + "\n")

@@ -1,8 +1,7 @@
-"""The plan of an export or a stream: the Hugging Face tensors, and the ranks that have their parts.
+"""The plan of an export or a stream: Hugging Face tensors, and the ranks that have their parts.
 
-Each pipeline stage has its own tensors; names, shapes and order are of the complete model. The
-written config.json must describe the model. The class that it names is built on meta and must read
-every tensor by name and shape.
+Names, shapes and order of tensors are those of the complete model, without pipeline stages. The
+transformers class that config.json names is built on meta, to check that it would load the tensors.
 """
 
 from __future__ import annotations
@@ -59,18 +58,18 @@ from moecore.moe.layer import MoELayer
 from moecore.parallel.model.parallel_state import list_parallel_states
 
 ExportLayout = Literal["per_expert", "fused"]
-IN_LIST = re.compile(r".*?\.\d+\.")  # a name up to the entry of a list, such as a layer
+LIST_ENTRY = re.compile(r"(\.\d+\.).*")  # an index in a name, such as a layer's, and the rest
 ADAPTERS = ("lora_", "base_layer.", "modules_to_save.", "original_module.")
 
 
 @dataclass(frozen=True, slots=True)
 class ExportPlan:
-    """The Hugging Face tensors to write (`items`), the ranks with their parts, and config.json."""
+    """The Hugging Face tensors to write, the ranks that have their parts, and config.json."""
 
     items: list[Item]
     owners: PartOwners
-    tensors: dict[str, Tensor]  # of this rank's stages
-    values: dict[str, Any]  # of config.json
+    tensors: dict[str, Tensor]  # this rank's, by model name
+    values: dict[str, Any]  # fields of config.json
     device: torch.device  # of messages
 
 
@@ -84,9 +83,8 @@ def plan_export(
 ) -> ExportPlan:
     """Plan the Hugging Face tensors of a model without its LoRA adapters. Collective.
 
-    `config`, `dtype` and `layout` are as in `export_hf`. If `needs_config` is False, a native
-    decoder may have config None. Its tensors then have the names that all families except Mixtral
-    use.
+    Arguments are as in `export_hf`. Without `needs_config`, a native decoder may have config None,
+    and its tensors then have the names of all families except Mixtral.
     """
     base = unwrap_peft(model)
 
@@ -116,10 +114,9 @@ def plan_export(
 
 
 def collect_export_tensors(base: nn.Module, values: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return name -> tensor of this rank to write, without a copy and without LoRA adapters.
+    """Return this rank's tensors to write by name, without a copy and without LoRA adapters.
 
-    Trained copies of modules (peft's `modules_to_save`) replace the originals. `values` are the
-    fields of config.json.
+    Trained copies of modules (peft's `modules_to_save`) replace the originals.
     """
     all_tensors = collect_model_tensors(base)
     tensors = select_base_tensors(base, all_tensors) | select_trained_copies(base, all_tensors)
@@ -129,10 +126,9 @@ def collect_export_tensors(base: nn.Module, values: Mapping[str, Any]) -> dict[s
 def _plan_recipes(
     model: nn.Module, values: Mapping[str, Any], shapes: Shapes, layout: HFLayout
 ) -> dict[str, FileRecipe]:
-    """Return name -> recipe (the file tensors to write) of each model tensor, in model order.
+    """Return the recipe (file tensors to write) of each model tensor by name, in model order.
 
-    `values` are config.json's fields, `shapes` the shapes of all stages' tensors. ValueError
-    if the files could not restore the model, NotImplementedError if a tensor has no file name.
+    `values` are config.json's fields. ValueError if the files could not restore the model.
     """
     if isinstance(model, Decoder):
         recipes = plan_hf_tensors(model.config, layout)
@@ -145,20 +141,14 @@ def _plan_recipes(
     if reader is not None:  # stages hold layers in an order of their own
         places: dict[str, int] = {}
         for place, name in enumerate(reader.state_dict()):
-            places.setdefault(_cut_after_list_index(name), place)
-        order = {n: places.get(_cut_after_list_index(n), len(places)) for n in shapes}
+            places.setdefault(LIST_ENTRY.sub(r"\1", name), place)
+        order = {n: places.get(LIST_ENTRY.sub(r"\1", n), len(places)) for n in shapes}
         shapes = {name: shapes[name] for name in sorted(shapes, key=order.__getitem__)}
     return plan_written_tensors(reader, shapes, layout)
 
 
-def _cut_after_list_index(name: str) -> str:
-    """Cut a tensor name after its first list index, such as a layer; keep other names."""
-    match = IN_LIST.match(name)
-    return name if match is None else match[0]
-
-
 def choose_layout(layout: ExportLayout, config: Mapping[str, Any]) -> HFLayout:
-    """Return "mixtral" for Mixtral's config.json and "per_expert", otherwise `layout`."""
+    """Return "mixtral" for the layout "per_expert" of Mixtral's config, otherwise `layout`."""
     mixtral = config.get("model_type") == "mixtral"
     return "mixtral" if mixtral and layout == "per_expert" else layout
 
@@ -170,15 +160,13 @@ def make_items(
     dtype: torch.dtype | None,
     keeps: Callable[[str], bool],
 ) -> Iterator[Item]:
-    """Yield an `Item` (Hugging Face tensor to write) for each piece of the recipes, in model order.
-
-    A tied head is left out. DeepSeek-V3's copies of the embedding follow at the end.
+    """Yield the items (Hugging Face tensors) to write, in model order, without a tied head.
 
     Args:
         dtypes, recipes: by the name of the model tensor.
         copies: name of a file tensor -> name of the file tensor with equal values.
         dtype: of float tensors; None keeps their dtypes.
-        keeps: function of a model tensor's name; whether the tensor keeps its dtype.
+        keeps: returns whether the model tensor of this name keeps its dtype.
     """
     items: dict[str, Item] = {}
     for name, recipe in recipes.items():
@@ -188,7 +176,7 @@ def make_items(
         item_dtype = dtype if cast and dtype is not None else dtypes[name]
         for piece in recipe.pieces:
             item = items.get(piece.name, Item(piece.name, piece.file_shape, item_dtype, ()))
-            wide = torch.promote_types(item.dtype, item_dtype)  # so it holds all values
+            wide = torch.promote_types(item.dtype, item_dtype)
             items[piece.name] = replace(item, dtype=wide, parts=(*item.parts, (name, piece)))
     yield from items.values()
     for copy, original in copies.items():
@@ -197,10 +185,7 @@ def make_items(
 
 
 def make_export_config(model: nn.Module, config: HFConfig | None) -> dict[str, Any]:
-    """Return config.json's fields without dtypes; ValueError if `config` is another model's.
-
-    `config` None is the transformers model's own config, and a ValueError for a native decoder.
-    """
+    """Return the fields of the config.json to write; ValueError if `config` is of another model."""
     if isinstance(model, Decoder):
         return _check_decoder_config(model, config)
     model_config = getattr(model, "config", None)
@@ -217,7 +202,7 @@ def make_export_config(model: nn.Module, config: HFConfig | None) -> dict[str, A
 
 
 def _check_decoder_config(model: Decoder, config: HFConfig | None) -> dict[str, Any]:
-    """Return config.json for a native decoder; ValueError if `config` is None or another's."""
+    """Return a native decoder's config.json; ValueError for None or another model's `config`."""
     if config is None:
         raise ValueError(
             f"config (None) must be given for {type(model).__name__}: pass the config.json of "
@@ -225,13 +210,13 @@ def _check_decoder_config(model: Decoder, config: HFConfig | None) -> dict[str, 
         )
     values = read_config(config)
     values = finish_config(values, model.config.num_mtp_layers)
-    decoder_config_from_hf(values)  # raises where it cannot be a native decoder
+    decoder_config_from_hf(values)  # raises an error unless a native decoder can be this model
     _check_config(values, model.config, skipped_fields=list_training_fields(model.config.moe))
     return values
 
 
 def _refuse_wrapper(model: nn.Module) -> NoReturn:
-    """Raise ValueError that names the model in this module; NotImplementedError without a model."""
+    """Raise ValueError that names the model in a wrapper, or NotImplementedError without one."""
     for path, module in model.named_modules():
         if isinstance(module, Decoder) or find_transformers_class(type(module)) is not None:
             raise ValueError(
@@ -244,11 +229,7 @@ def _refuse_wrapper(model: nn.Module) -> NoReturn:
 def finish_config(
     values: Mapping[str, Any], num_mtp: int, model_class: type | None = None
 ) -> dict[str, Any]:
-    """Return the fields `values` completed for the written config.json.
-
-    `num_mtp` is the number of multi-token prediction modules in the files. "architectures" names
-    `model_class` or the family's class. The quantization_config is removed.
-    """
+    """Return config.json's fields with `num_mtp` MTP modules, the class, and no quantisation."""
     values = {k: v for k, v in values.items() if k != "quantization_config"}
     for key in MTP_KEYS:
         if key in values:
@@ -259,7 +240,7 @@ def finish_config(
     name = family.architecture if family else model_class.__name__ if model_class else None
     kind = find_transformers_class(model_class) if model_class else None
     if kind is not None:
-        values["architectures"] = [kind.__name__]  # such as one with another head than config's
+        values["architectures"] = [kind.__name__]  # may have another head than the config's class
     elif not values.get("architectures") and name:
         values["architectures"] = [name]
     try:
@@ -275,7 +256,7 @@ def _check_config(
     *,
     skipped_fields: Collection[str] = TRAINING,
 ) -> None:
-    """Raise ValueError if config.json's `values` differ from the model in a compared field."""
+    """Raise ValueError if config.json's fields `values` differ from the model's config."""
     for problem in compare_config(values, model, skipped_fields=skipped_fields):
         raise ValueError(f"{problem}: pass the config of this model")
 
@@ -283,14 +264,11 @@ def _check_config(
 def build_checked_meta_model(
     model: nn.Module, values: Mapping[str, Any], shapes: Shapes
 ) -> nn.Module | None:
-    """Build the transformers model that would load the export, on meta; None if unknown.
+    """Build, on meta, the transformers model that would load the export; None if unknown.
 
-    `values` are the fields of config.json, `shapes` the shapes of the tensors to write.
-
-    Raises:
-        ValueError: if the model's names, `shapes` or routing differ from the built model's.
+    ValueError if its tensor names, shapes or routing rules differ from the model's.
     """
-    is_part = getattr(model, "base_model", None) is model  # the whole reads it, if there is one
+    is_part = getattr(model, "base_model", None) is model  # the class with a head would load it
     full_reader = build_meta_model({**values, "architectures": None}) if is_part else None
     reader = full_reader or build_meta_model(values, model)
     if reader is not None:
@@ -301,10 +279,7 @@ def build_checked_meta_model(
 
 
 def check_tied(tensors: Mapping[str, Tensor], copies: Mapping[str, str]) -> None:
-    """Raise ValueError if the config ties head and embedding and the model's values differ.
-
-    `copies`, from `map_model_copies`, has the head if it is tied. Compares this rank's shards.
-    """
+    """Raise ValueError if the config ties head and embedding, and this rank's shards differ."""
     if HEAD not in copies or not {HEAD, EMBEDDING} <= tensors.keys():
         return
     if tensors[HEAD] is tensors[EMBEDDING]:
@@ -319,7 +294,7 @@ def check_tied(tensors: Mapping[str, Tensor], copies: Mapping[str, str]) -> None
 
 
 def _check_names(model: nn.Module, kind: Any, class_shapes: Shapes, shapes: Shapes) -> None:
-    """Raise ValueError if the model's `shapes` differ from `class_shapes`, of the class `kind`."""
+    """Raise ValueError if the model's tensors differ from `class_shapes`, of the class `kind`."""
     for name, shape in class_shapes.items():
         if name not in shapes:
             raise ValueError(
@@ -341,11 +316,11 @@ def _check_names(model: nn.Module, kind: Any, class_shapes: Shapes, shapes: Shap
 
 
 def _check_routing(model: nn.Module, kind: Any, reader: nn.Module) -> None:
-    """Raise ValueError if an MoE layer routes differently than the same layer of `reader`."""
+    """Raise ValueError if an MoE layer has another routing rule than the layer in `reader`."""
     layers = {clean_name(n): m for n, m in model.named_modules() if isinstance(m, MoELayer)}
     for path, layer in layers.items():
-        block = reader.get_submodule(path)  # is there, as names and shapes agree
-        adapter = find_hf_adapter(block)  # None: only the caller knew the rule
+        block = reader.get_submodule(path)  # exists, because names and shapes are equal
+        adapter = find_hf_adapter(block)  # None = the caller passed the rule
         if adapter is None:
             continue
         for field in find_moe_differences(layer.config, adapter(block, reader).config):
@@ -356,7 +331,7 @@ def _check_routing(model: nn.Module, kind: Any, reader: nn.Module) -> None:
 
 
 def _suggest_fix(kind_name: str, missing: str, class_shapes: Shapes, shapes: Shapes) -> str:
-    """Return the fix to suggest in the error about the tensor `missing`, which the model lacks."""
+    """Return the fix for the error that the model lacks the tensor `missing`."""
     if any(part in name for name in shapes for part in ADAPTERS):
         return "merge adapters first, with peft's merge_and_unload(), and pass what it returns"
     for name in shapes:

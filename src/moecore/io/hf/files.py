@@ -1,11 +1,11 @@
-"""HFFiles: the tensors of a Hugging Face directory, read by box. It counts the bytes.
+"""Reads boxes (rectangular parts) of the tensors in a Hugging Face directory.
 
     config.json
     model.safetensors                      one shard, or
     model.safetensors.index.json           {"weight_map": {tensor: shard}}
     model-00001-of-00002.safetensors ...
 
-Opening reads only headers. No file is unpickled: .bin and .pt files are refused.
+Opening a directory reads only headers. No file is unpickled: .bin and .pt files are an error.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import json
 import math
 import os
 import traceback
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,13 +34,12 @@ from moecore.io.checkpoint.files import (
     refuse_problems,
 )
 from moecore.io.checkpoint.manifest import DTYPES, MAX_DEPTH, is_nested_deeper
+from moecore.io.checkpoint.shard_file import CHUNK_BYTES, Meter, ShardReader
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-BLOCK_BYTES = 16 << 20  # of a read that also reads values outside of a box
-RUN_BYTES = 1 << 16  # neighbours of this size in a box are read by themselves
 Box = tuple[slice, ...]
 
 
@@ -59,10 +58,7 @@ class FileTensor:
 
 
 def find_common_boxes(box: Box, chunks: Iterable[Any]) -> Iterator[tuple[Any, Box, Box]]:
-    """Yield (chunk, slices in the chunk, slices in the box) for each chunk that overlaps a box.
-
-    `box` has a slice per dim of the full tensor; a chunk has `offsets` and `sizes`.
-    """
+    """Yield (chunk, slices in the chunk, slices in the box) for each chunk that overlaps a box."""
     for chunk in chunks:
         sides = list(zip(box, chunk.offsets, chunk.sizes, strict=True))
         spans = [(max(s.start, o), min(s.stop, o + n)) for s, o, n in sides]
@@ -73,16 +69,16 @@ def find_common_boxes(box: Box, chunks: Iterable[Any]) -> Iterator[tuple[Any, Bo
 
 
 class BoxReader(Protocol):
-    """Protocol: reads boxes (a slice with start and stop per dim) of stored tensors."""
+    """Protocol of objects that read boxes (a slice with start and stop per dim) of tensors."""
 
     def read(self, name: str, box: Box) -> Tensor:
         """Return a box of the stored tensor `name` as a new CPU tensor."""
 
 
 class HFFiles:
-    """Reads tensors of a Hugging Face directory by box, and counts the bytes. A context manager.
+    """Reads boxes of the tensors in a Hugging Face directory, and counts the bytes.
 
-    `tensors` are the headers from `read_headers`; None reads them.
+    `tensors` are the headers from `read_headers`; None = read the headers.
     """
 
     def __init__(
@@ -91,108 +87,65 @@ class HFFiles:
         self.path = Path(path)
         self.tensors = dict(read_headers(self.path) if tensors is None else tensors)
         self.bytes_read = 0
-        self._open: dict[str, _TensorFile] = {}
+        self._readers: dict[str, ShardReader] = {}
+        self._stack = ExitStack()
+        self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Read a box (a slice with start and stop per dim) of a tensor as a new CPU tensor."""
+        """Read a box (a slice with start and stop per dim) of a tensor into a new CPU tensor."""
         entry = self.tensors[name]
-        if entry.file not in self._open:
-            self._open[entry.file] = _TensorFile(self.path / entry.file)
-        value = self._open[entry.file].read(name, entry, box)
-        self.bytes_read += value.numel() * value.element_size()
+        value = torch.empty([s.stop - s.start for s in box], dtype=entry.dtype, device="cpu")
+        offsets = [part.start for part in box]
+        self._open_reader(entry.file).read(name, entry.dtype, entry.shape, offsets, value)
+        self.bytes_read += value.nbytes
         return value
 
+    def _open_reader(self, file: str) -> ShardReader:
+        """Return the reader of a file; OSError if its header no longer lists `tensors`."""
+        if file not in self._readers:
+            path, tensors = self.path / file, self.tensors.items()
+            begins = _find_begins(path, {n: entry for n, entry in tensors if entry.file == file})
+            # Not a memory map: SIGBUS would end this process if the file became shorter.
+            reader = ShardReader(path, begins, self._buffer, Meter(), follow=True)
+            self._readers[file] = self._stack.enter_context(reader)
+        return self._readers[file]
+
     def count_bytes(self, names: Iterable[str]) -> int:
-        """Return the total bytes of these stored tensors."""
+        """Return the total bytes of the stored tensors with these names."""
         return sum(self.tensors[name].nbytes for name in names)
 
     def __enter__(self) -> HFFiles:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._open.clear()
+        self._readers.clear()
+        self._stack.close()
 
 
-class _TensorFile:
-    """A safetensors file that is read with `preadv`; OSError if the file has changed.
-
-    If another process truncated a memory-mapped file, SIGBUS would end this process.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._descriptor = open_regular(path, follow=True)
-        weakref.finalize(self, os.close, self._descriptor)
-        size = torch.zeros(1, dtype=torch.int64, device="cpu")
-        self._read_into(size, 0)
-        self._data_start = 8 + int(size)
-        if not 0 <= size <= MAX_TABLE:
-            self._refuse("its header has another length")
-        header = torch.empty(int(size), dtype=torch.uint8, device="cpu")
-        self._read_into(header, 8)
-        try:
-            self._entries = dict(json.loads(bytes(header.numpy())))
-        except (ValueError, TypeError, RecursionError):
-            self._refuse("its header is no JSON object")
-
-    def read(self, name: str, template: FileTensor, box: Box) -> Tensor:
-        """Read the slice `box` of a tensor as a new CPU tensor.
-
-        `template` has the dtype and the full shape that the tensor must have.
-        """
-        try:
-            entry = self._entries[name]
-            start, stop = entry["data_offsets"]
-            actual = DTYPES[entry["dtype"]], tuple(entry["shape"]), stop - start
-        except (KeyError, TypeError, ValueError):
-            self._refuse(f"it has no {format_name(name)}")
-        if actual != (template.dtype, template.shape, template.nbytes):
-            self._refuse(f"{format_name(name)} is another tensor")
-        sizes = [part.stop - part.start for part in box]
-        value = torch.empty(sizes, dtype=template.dtype, device="cpu")
-        if value.numel():
-            self._read_box(value, self._data_start + start, template.shape, box)
-        return value
-
-    def _read_box(self, out: Tensor, start: int, shape: tuple[int, ...], box: Box) -> None:
-        """Read the slice `box` of a tensor into `out`.
-
-        The full tensor has the shape `shape`, and its bytes begin at `start` in the file.
-        """
-        inner = [slice(0, size) for size in shape[1:]]
-        row_bytes = math.prod(shape[1:]) * out.itemsize
-        first = box[0].start if box else 0
-        if list(box[1:]) == inner:
-            self._read_into(out, start + first * row_bytes)
-        elif row_bytes > BLOCK_BYTES or (list(box[2:]) == inner[1:] and out[0].nbytes >= RUN_BYTES):
-            for i, row in enumerate(out, first):
-                self._read_box(row, start + i * row_bytes, shape[1:], box[1:])
-        else:
-            for part in out.split(BLOCK_BYTES // row_bytes):
-                rows = part.new_empty(len(part), *shape[1:])
-                self._read_into(rows, start + first * row_bytes)
-                part.copy_(rows[(slice(None), *box[1:])])
-                first += len(part)
-
-    def _read_into(self, out: Tensor, start: int) -> None:
-        """Fill a contiguous tensor with the bytes of the file from `start` on."""
-        array: Any = out.view(-1).view(torch.uint8).numpy()
-        buffer = memoryview(array)
-        while buffer:
-            count = os.preadv(self._descriptor, [buffer], start)
-            if not count:
-                self._refuse("it has become shorter")
-            buffer, start = buffer[count:], start + count
-
-    def _refuse(self, reason: str) -> NoReturn:
-        """Raise an OSError: the file has changed since its header was read, for this reason."""
+def _find_begins(path: Path, tensors: Mapping[str, FileTensor]) -> dict[str, int]:
+    """Return the first byte in a file of each tensor; OSError if the header has changed."""
+    with open(open_regular(path, follow=True), "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = file.read(size) if size <= MAX_TABLE else b""
+    begins = {}
+    try:
+        entries = json.loads(header)
+        for name, tensor in tensors.items():
+            start, stop = entries[name]["data_offsets"]
+            layout = DTYPES[entries[name]["dtype"]], tuple(entries[name]["shape"]), stop - start
+            if layout != (tensor.dtype, tensor.shape, tensor.nbytes):
+                raise ValueError(f"{format_name(name)} is another tensor")
+            begins[name] = 8 + size + start
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise OSError(
-            f"path ({self._path}) must be as its header said: {reason}: it has changed meanwhile"
-        )
+            f"path ({path}) must be as its header said: {format_one_line(error):.200}: it has "
+            "changed meanwhile"
+        ) from None
+    return begins
 
 
 def read_headers(path: Path) -> dict[str, FileTensor]:
-    """Return name -> file, dtype and shape per tensor; ValueError if files or index disagree."""
+    """Return all tensors' headers by name; ValueError if a shard is missing or differs."""
     if not path.is_dir():
         raise ValueError(f"path ({path}) must be a Hugging Face directory: it is not there")
     weight_map = read_index(path)
@@ -215,10 +168,7 @@ def read_headers(path: Path) -> dict[str, FileTensor]:
 
 
 def read_index(path: Path) -> dict[str, str] | None:
-    """Return tensor name -> file name from the index; None for a single file without index.
-
-    ValueError if the directory has neither, only pickles, or an invalid index.
-    """
+    """Return tensor name -> file name from the index; None for a single file without an index."""
     if not (path / INDEX).is_file():
         if (path / SINGLE).is_file():
             return None
@@ -244,7 +194,7 @@ def read_index(path: Path) -> dict[str, str] | None:
 
 
 def read_json(file: Path, *, max_bytes: int = MAX_CONFIG) -> dict[str, Any]:
-    """Read a JSON file of at most `max_bytes` bytes; return its object or raise ValueError."""
+    """Return the object in a JSON file of at most `max_bytes`, or raise ValueError."""
     try:
         data = read_regular(file, follow=True, max_bytes=max_bytes)
     except FileNotFoundError:
@@ -261,7 +211,7 @@ def read_json(file: Path, *, max_bytes: int = MAX_CONFIG) -> dict[str, Any]:
 
 
 def read_file_header(file: Path) -> dict[str, FileTensor]:
-    """Return name -> `FileTensor` from the header of one safetensors file, or raise ValueError."""
+    """Return the tensors in the header of a safetensors file by name, or raise ValueError."""
     try:
         shard = safe_open(file, framework="pt", device="cpu")
     except SafetensorError as error:
@@ -289,7 +239,7 @@ def format_one_line(error: BaseException) -> str:
 
 def format_with_source(error: BaseException) -> str:
     """Return the text of an error, with the line of transformers' code that raised the error."""
-    # Python's own errors name no field of a config, but the source line does.
+    # The text of Python's errors does not name a config field, but the source line does.
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.line for frame in frames if "/transformers/models/" in frame.filename]
     return f"{format_one_line(error):.200}" + (f" in `{lines[-1]:.100}`" if lines else "")

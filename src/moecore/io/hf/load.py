@@ -7,9 +7,9 @@
     list_shard_boxes              pieces.py             `ShardBox`: the part of each local shard
     read_box                      quant.py, files.py    the values of one box, dequantised
 
-Every rank compares names, shapes and dtypes from the headers. One error lists all mismatches before
-the first value is written. Each rank then copies boxes of the files into its shards, so its memory
-beyond the model is at most `CHUNK_BYTES` or one expert's matrix.
+Every rank compares names, shapes and dtypes from the headers, and one error lists all mismatches.
+Each rank then copies boxes of the files into its shards, so its memory beyond the model is at most
+`CHUNK_BYTES` or one expert's matrix.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from moecore.io.hf.names import (
     plan_hf_tensors,
 )
 from moecore.io.hf.pieces import FileRecipe, get_detached_shard, list_shard_boxes
-from moecore.io.hf.quant import FP8, TensorSource, find_sources, list_stored_names, read_box
+from moecore.io.hf.quant import FP8, TensorSource, find_sources, read_box
 from moecore.io.hf.stock import build_meta_model, compute_published_shapes, plan_stock_tensors
 from moecore.io.hf.upcycled import make_upcycled_config
 from moecore.io.hf.verify import LAYER, find_copy_problems
@@ -138,14 +138,14 @@ def load_hf(
         check_arguments(load_hf, arguments)
         start, path = time.monotonic(), Path(path)
         outer_model, model = model, unwrap_peft(model)
-    # Rank 0 reads for all: thousands of ranks would read the same headers and config.
+    # Rank 0 reads headers and config for all ranks.
     table, config = run_on_first_rank(lambda: (read_headers(path), read_config(path)))
     with HFFiles(path, table) as files:
         with share_errors():
             sources, problems = find_sources(files, config.get("quantization_config"))
             problems += find_config_problems(path, model, config, strict=strict)
             plan = make_load_plan(files, model, sources, problems, strict=strict, cast=cast)
-        if find_staged_module(model)[1] is not None:  # what other stages take is not left over
+        if find_staged_module(model)[1] is not None:  # other stages load the other tensors
             common_names = set.intersection(*map(set, gather_objects(plan.left_over)))
             plan.left_over = [name for name in plan.left_over if name in common_names]
         run_and_share_errors(lambda: check_load_plan(path, model, plan, strict=strict))
@@ -157,7 +157,7 @@ def load_hf(
     return LoadReport(
         bytes_read=files.bytes_read - compared_bytes,
         compared_bytes=compared_bytes,
-        total_bytes=files.count_bytes(list_stored_names(sources[name] for name in piece_names)),
+        total_bytes=files.count_bytes(part for name in piece_names for part in sources[name].parts),
         tensors=len(plan.recipes),
         missing=tuple(plan.missing),
         left_over=tuple(plan.left_over),
@@ -172,7 +172,7 @@ def _fill_model(
     files: HFFiles,
     meter: Meter,
 ) -> None:
-    """Read this rank's shards from the files, then fill buffers and adapters' copies of modules."""
+    """Read this rank's shards from the files; fill buffers and peft's copies of modules."""
     dtypes = {name: source.dtype for name, source in sources.items()}
     meter.expect(sum(get_detached_shard(target).nbytes for target in plan.targets.values()))
     for piece, box, part in list_shard_boxes(plan.targets, plan.recipes, dtypes, CHUNK_BYTES):
@@ -190,20 +190,20 @@ def _fill_model(
 class LoadPlan:
     """The tensors that `load_hf` fills on this rank, how files store them, and all mismatches."""
 
-    tensors: dict[str, Tensor]  # of the model, with those of adapters
-    targets: dict[str, Tensor]  # of the model that the files describe
+    tensors: dict[str, Tensor]  # of the model, including adapters
+    targets: dict[str, Tensor]  # of the model without adapters
     recipes: dict[str, FileRecipe]
     missing: list[str]
     left_over: list[str]
     problems: list[str]
     buffers: list[tuple[Tensor, Tensor]]
-    ties_head: bool  # whether `to_empty` has cut a tied head loose from its embedding
+    ties_head: bool  # whether to tie head and embedding again after `to_empty`
 
 
 def find_config_problems(
     path: Path, model: nn.Module, config: Mapping[str, Any], *, strict: bool
 ) -> list[str]:
-    """Return differences of config.json and model as texts; without `strict`, warn, return []."""
+    """Compare config.json with the model; return error texts, or only warn unless `strict`."""
     model_config = find_config(model) if "model_type" in config else None
     try:
         problems = compare_config(_normalize_config(config, model), model_config)
@@ -219,7 +219,7 @@ def find_config_problems(
 
 
 def _normalize_config(values: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
-    """Return config.json's fields `values` as the model's transformers config class writes them."""
+    """Return config.json's fields as the model's transformers config class writes them."""
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
     if isinstance(model, Decoder) or kind is None or kind != values.get("model_type"):
@@ -233,10 +233,10 @@ def _normalize_config(values: Mapping[str, Any], model: nn.Module) -> Mapping[st
 
 
 def check_load_plan(path: Path, model: nn.Module, plan: LoadPlan, *, strict: bool) -> None:
-    """Raise one ValueError with all mismatches; otherwise add recomputed buffers to the plan."""
+    """Raise one ValueError with all mismatches, or add recomputed buffers to the plan."""
     if strict:
-        objected = _select_unexpected(plan.left_over, find_first_ignored_layer(model))
-        plan.problems += [f"{name} is no tensor of the model" for name in objected]
+        unexpected_names = _select_unexpected(plan.left_over, find_first_ignored_layer(model))
+        plan.problems += [f"{name} is no tensor of the model" for name in unexpected_names]
     fix = "correct the model's config or the files"
     refuse_problems(f"path ({path}) must fit the model", plan.problems, fix)
     plan.buffers += compute_missing_buffers(model)
@@ -251,7 +251,7 @@ def make_load_plan(
     strict: bool,
     cast: bool,
 ) -> LoadPlan:
-    """Compare a model with files and plan the load; `problems` are earlier texts to include."""
+    """Compare a model with files and plan the load; `problems` are error texts to include."""
     if not (files.path / CONFIG).is_file():
         raise ValueError(
             f"path ({files.path}) must be visible to every rank: use a shared file system"
@@ -294,7 +294,7 @@ def _drop_zero_experts(
 def _plan_recipes(
     model: nn.Module, shapes: Mapping[str, tuple[int, ...]], sources: Mapping[str, TensorSource]
 ) -> dict[str, FileRecipe]:
-    """Return how files store each model tensor; a recipe may name tensors that the files lack."""
+    """Return the recipe of each model tensor; a recipe may name tensors that the files lack."""
     if isinstance(model, Decoder):
         return plan_hf_tensors(model.config, find_layout(sources), shapes)
     reader = build_meta_model(
@@ -309,9 +309,9 @@ def _plan_recipes(
 def _drop_tied_head(
     targets: Mapping[str, Tensor], recipes: dict[str, FileRecipe], copies: Mapping[str, str]
 ) -> bool:
-    """Drop a tied head in `recipes`, or give it the embedding's; return whether to tie later."""
-    # `to_empty` makes two of them. In a sharded model the first forward, which sets all owners of
-    # a parameter, makes the two one again, so the head is read from the embedding's tensor.
+    """Drop the recipe of a tied head, or set the embedding's; return whether to tie them later."""
+    # `to_empty` unties them. The first forward of a sharded model ties them again, so the head is
+    # read from the embedding's tensor.
     if HEAD not in copies or HEAD not in targets:
         return False
     original = copies[HEAD]
@@ -324,8 +324,8 @@ def _drop_tied_head(
 
 
 def _select_unexpected(left_over: list[str], first_ignored: int | None) -> list[str]:
-    """Return unused names that are errors: not of MTP layers, which begin at `first_ignored`."""
-    names = [n for n in left_over if not n.endswith("rotary_emb.inv_freq")]  # follows from config
+    """Return the unused names that are errors: all names except of ignored MTP layers."""
+    names = [n for n in left_over if not n.endswith("rotary_emb.inv_freq")]
     if first_ignored is None:
         return names
     names = [n for n in names if not n.startswith("mtp.")]
@@ -335,7 +335,7 @@ def _select_unexpected(left_over: list[str], first_ignored: int | None) -> list[
 def _find_tensor_problems(
     target: Tensor, recipe: FileRecipe, sources: Mapping[str, TensorSource], cast: bool
 ) -> list[str]:
-    """Return an error text for each wrong shape or dtype in a recipe; `cast` as in `load_hf`."""
+    """Return an error text per wrong shape or dtype in a recipe; `cast` as in `load_hf`."""
     problems = []
     for piece in recipe.pieces:
         source = sources.get(piece.name)
@@ -352,7 +352,7 @@ def _find_tensor_problems(
 
 
 def _find_dtype_problem(source: TensorSource, target_dtype: torch.dtype, cast: bool) -> str:
-    """Return why a file tensor cannot be loaded into `target_dtype`; "" if possible."""
+    """Return the reason why a file tensor cannot be loaded into `target_dtype`, or ""."""
     if source.dtype == target_dtype:
         return ""
     floats = source.dtype.is_floating_point and target_dtype.is_floating_point

@@ -1,11 +1,10 @@
-"""Adapters of a parallelized peft model: initialize, save, load, and merge into weights.
+"""LoRA adapters of a parallelized peft model: initialize, save, load, and merge into weights.
 
 A directory has adapter_config.json and adapter_model.safetensors with peft's names and shapes, so
-`PeftModel.from_pretrained` loads it into the stock model.
+`PeftModel.from_pretrained` loads the directory into a transformers model.
 
-A merge gathers one A and B at a time on each rank and adds s * B A to the rank's shard of the
-weight, in fp32. The base model is never unsharded. peft's layers and `Experts.lora` are then marked
-as merged. Forward reads only the weights, and `export_hf` writes them.
+A merge unshards one pair A, B at a time and adds s * B A to each rank's shard of the weight, in
+fp32. The weights are never unsharded.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class StoredAdapter:
-    """An adapter's tensor in the model, and the piece of peft's file that stores it."""
+    """An adapter's tensor in the model, and the piece of peft's file that stores the tensor."""
 
     tensor: Tensor
     piece: TensorPiece
@@ -70,11 +69,11 @@ class StoredAdapter:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """A weight, its peft `layer`, and `add`, which adds the active LoRA adapters to a shard."""
+    """A weight, its peft layer, and the function that adds active LoRA adapters to a shard."""
 
     weight: Tensor
-    layer: Any  # of peft
-    add: Callable[[Tensor], None]  # to a tensor like this rank's part of the weight; collective
+    layer: Any
+    add: Callable[[Tensor], None]  # changes a tensor like this rank's shard; collective
 
     def list_inputs(self) -> list[Tensor]:
         """Return the A and B tensors of the layer's active adapters."""
@@ -92,9 +91,8 @@ class Merge:
 def init_adapters(model: nn.Module, seed: int = 0) -> None:
     """Initialize A and B of all adapters as peft does; values do not depend on the layout.
 
-    For a model that was built on meta. B is 0 and A uniform, or normal with
-    `LoraConfig(init_lora_weights="gaussian")`; an embedding's A is 0 and its B normal. `load_hf`
-    fills copies of `modules_to_save`. No communication.
+    B is 0 and A uniform, or normal with `LoraConfig(init_lora_weights="gaussian")`; an embedding's
+    A is 0 and its B normal. `load_hf` fills copies of `modules_to_save`. No communication.
 
     Args:
         model: a PeftModel, plain or parallelized, with storage.
@@ -120,10 +118,9 @@ def init_adapters(model: nn.Module, seed: int = 0) -> None:
 def save_adapters(
     model: nn.Module, path: str | os.PathLike[str], *, adapter: str = "default"
 ) -> None:
-    """Gather one adapter and write it in peft's format. Collective; rank 0 writes.
+    """Write one adapter to a directory in peft's format. Collective; rank 0 writes.
 
-    All ranks gather one tensor at a time. Rank 0 has the complete adapter of all pipeline stages in
-    host memory.
+    Rank 0 needs host memory for the unsharded adapter of all pipeline stages.
 
     Args:
         model: a PeftModel, plain or parallelized.
@@ -194,13 +191,13 @@ def load_adapters(
 
 
 def _read_adapter(
-    model: nn.Module,
-    path: Path,
-    adapter: str,
-    entries: dict[str, StoredAdapter],
-    names: Set[str],
+    model: nn.Module, path: Path, adapter: str, entries: dict[str, StoredAdapter], names: Set[str]
 ) -> dict[str, Tensor]:
-    """Return a file's tensors; ValueError if `names` (all stages'), shapes or config differ."""
+    """Read an adapter's file; return its tensors by name.
+
+    `entries` are this rank's tensors, `names` all ranks' tensor names. ValueError if names, shapes
+    or config differ.
+    """
     with HFFiles(path, read_file_header(path / WEIGHTS)) as files:
         tensors = {
             name: files.read(name, tuple(slice(0, size) for size in entry.shape))
@@ -225,7 +222,7 @@ def _read_adapter(
 
 
 def _get_lora_configs(model: nn.Module) -> dict[str, Any]:
-    """Return adapter name -> LoraConfig; raise ValueError for a model without LoRA."""
+    """Return the model's LoraConfigs by adapter name; raise ValueError for a model without LoRA."""
     configs: dict[str, Any] = getattr(model, "peft_config", None) or {}
     if unwrap_peft(model) is model or any(
         not hasattr(config, "lora_alpha") for config in configs.values()
@@ -238,7 +235,7 @@ def _get_lora_configs(model: nn.Module) -> dict[str, Any]:
 
 
 def collect_adapter_tensors(model: nn.Module, adapter: str) -> dict[str, StoredAdapter]:
-    """Return the tensors of one adapter by name in peft's files; ValueError for an unknown name."""
+    """Return the tensors of one adapter by their names in peft's files."""
     from peft import get_peft_model_state_dict
 
     configs = _get_lora_configs(model)
@@ -266,12 +263,12 @@ def collect_adapter_tensors(model: nn.Module, adapter: str) -> dict[str, StoredA
 
 
 def _make_stored_adapter(name: str, tensor: Tensor, shape: Sequence[int]) -> StoredAdapter:
-    """Pair `tensor` with the file tensor `name` that has its elements, reshaped to `shape`."""
+    """Pair a tensor with the file tensor `name`, which has its elements in the shape `shape`."""
     return StoredAdapter(tensor, TensorPiece(name, (), tuple(shape)))
 
 
 def _refuse_unsaved_params(model: nn.Module) -> None:
-    """Raise ValueError if a trainable parameter is in no adapter: no file would contain it."""
+    """Raise ValueError if a trainable parameter is in no adapter, so that no file would have it."""
     adapters = (collect_adapter_tensors(model, name) for name in _get_lora_configs(model))
     tensors = [entry.tensor for adapter in adapters for entry in adapter.values()]
     adapter_ids = set(map(id, tensors))
@@ -288,7 +285,7 @@ def _refuse_unsaved_params(model: nn.Module) -> None:
 def _write_adapter_files(
     model: nn.Module, path: Path, adapter: str, file_tensors: dict[str, Tensor]
 ) -> None:
-    """Write adapter_config.json and the adapter's safetensors file to the directory `path`."""
+    """Write adapter_config.json and the adapter's safetensors file to a directory."""
     from safetensors.torch import save_file
 
     config: Any = copy(_get_lora_configs(model)[adapter])
@@ -302,9 +299,9 @@ def _write_adapter_files(
 
 
 def _init_layer(path: str, layer: Any, adapter: str, seed: int, *, is_normal: bool) -> None:
-    """Initialize one adapter's A and B in a layer; with `is_normal` A is normal, not uniform."""
+    """Initialize one adapter's A and B in a layer; normal A if `is_normal`, or uniform."""
     for kind in (*layer.adapter_layer_names, *layer.other_param_names):
-        owners = getattr(layer, kind)  # of parameters, or plain values such as r
+        owners = getattr(layer, kind)  # parameters by adapter, or plain values such as r
         if not isinstance(owners, nn.ModuleDict | nn.ParameterDict) or adapter not in owners:
             continue
         owner = owners[adapter]
@@ -330,9 +327,9 @@ def _init_layer(path: str, layer: Any, adapter: str, seed: int, *, is_normal: bo
 def merge_adapters(model: nn.Module) -> None:
     """Add the active adapters to the weights of a PeftModel, in place. Collective.
 
-    As peft's `merge_adapter`, on shards. W + s B A of all active adapters is computed in fp32, then
-    rounded to the weight's dtype once. Forward ignores the adapters, whose values stay, and peft
-    cannot disable or switch them. Gradients and counts of an unfinished step are dropped.
+    W + s B A of all active adapters is computed on shards, in fp32, and rounded once to the
+    weight's dtype. Forward then ignores the adapters, and peft cannot unmerge them. Gradients and
+    counts of an unfinished step are dropped.
 
     Args:
         model: a PeftModel, plain or parallelized, with storage.
@@ -356,7 +353,7 @@ def merge_adapters(model: nn.Module) -> None:
 
 
 def find_merges(model: nn.Module) -> list[Merge]:
-    """Return a `Merge` per weight with active adapters; NotImplementedError if one is not LoRA."""
+    """Return a `Merge` per weight with active adapters; NotImplementedError unless LoRA."""
     for unmerged_layer in find_unmerged(model).values():
         _refuse_unmergeable_layer(unmerged_layer)
     items = []
@@ -381,14 +378,14 @@ def refuse_unmerged(model: nn.Module) -> None:
 
 
 def find_unmerged(model: nn.Module) -> dict[str, nn.Module]:
-    """Return name -> layer for each layer whose forward adds adapters' outputs to its own."""
+    """Return the layers, by name, whose forward adds the output of unmerged adapters."""
     return {
         n: m for n, m in model.named_modules() if is_tuner_layer(m) and _list_applied_adapters(m)
     }
 
 
 def _require_merges(model: nn.Module) -> list[Merge]:
-    """Return the model's weights with adapters to merge; ValueError if no adapter is active."""
+    """Return the model's merges, as `find_merges`; ValueError if no adapter is active."""
     merges = find_merges(model)
     if not merges:
         raise ValueError(
@@ -412,14 +409,14 @@ def _refuse_unmergeable_layer(layer: Any) -> None:
 
 
 def _get_layer_kind(layer: Any) -> str | None:
-    """Return "linear" or "embedding" for peft's layer classes; None for other classes."""
+    """Return "linear" or "embedding" for peft's LoRA layer classes, None for other classes."""
     from peft.tuners.lora import Embedding, Linear
 
     return "linear" if type(layer) is Linear else "embedding" if type(layer) is Embedding else None
 
 
 def _list_applied_adapters(layer: Any) -> list[str]:
-    """Return the names of the adapters that the layer's forward adds; [] if they are merged."""
+    """Return the names of the unmerged adapters whose output the layer's forward adds."""
     if isinstance(layer, LowRank):
         return layer.in_use
     if layer.disable_adapters or layer.merged:
@@ -437,7 +434,7 @@ def _add_to_dense(layer: Any, local: Tensor) -> None:
             a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
         else:
             a, b = layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
-        delta = _compute_delta(_unshard(b), _unshard(a), layer.scaling[adapter])
+        delta = (_widen(_unshard(b)) @ _widen(_unshard(a))) * layer.scaling[adapter]
         if _get_layer_kind(layer) == "embedding" or layer.fan_in_fan_out:
             delta = delta.T
         total += _select_shard(delta, indices)
@@ -452,22 +449,17 @@ def _add_to_experts(experts: Experts, name: str, update: Any, local: Tensor) -> 
         (_unshard(update.lora_A[n]), _unshard(update.lora_B[n]), update.scaling[n])
         for n in _list_applied_adapters(update)
     ]
-    for place, e in enumerate(indices.tolist()):  # one expert at a time: its matrix is formed
+    for place, e in enumerate(indices.tolist()):  # one unsharded matrix at a time
         total = _widen(local[place])
         for a_ErI, b_EOr, scaling in updates:
-            delta = _compute_delta(b_EOr[e], a_ErI[e], scaling)
+            delta = (_widen(b_EOr[e]) @ _widen(a_ErI[e])) * scaling
             delta = delta.T if experts.layout.transposed else delta
             total += _select_shard(delta.reshape(weight.shape[1:]), rest)
         local[place].copy_(total)
 
 
-def _compute_delta(b: Tensor, a: Tensor, scaling: float) -> Tensor:
-    """Return scaling * B A, the update of an unsharded weight, in at least fp32."""
-    return (_widen(b) @ _widen(a)) * scaling
-
-
 def _widen(tensor: Tensor) -> Tensor:
-    """Convert a tensor to fp32, in which merging computes; keep its dtype if that has more bits."""
+    """Convert a tensor to fp32, unless its dtype has more bits."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -480,6 +472,6 @@ def _select_shard(tensor: Tensor, indices: list[Tensor]) -> Tensor:
 
 
 def _unshard(tensor: Tensor) -> Tensor:
-    """Return the unsharded tensor of a DTensor. Collective; a plain tensor is returned as it is."""
+    """Return the unsharded tensor of a DTensor (collective), or a plain tensor unchanged."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

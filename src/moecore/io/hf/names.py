@@ -1,9 +1,8 @@
-"""plan_hf_tensors: the Hugging Face tensors that each native tensor is made of, the same numbers.
+"""plan_hf_tensors: the Hugging Face tensors that have the elements of each native tensor.
 
 Legend: E experts, D model dim, F hidden dim of an expert.
 
-Readers and writers of files follow the plan one tensor at a time. Only MoE layers, the bias of
-attention's output and multi-token prediction differ in names:
+Only names of MoE layers, of the bias of attention's output and of multi-token prediction differ:
 
 | native | "fused" | "per_expert" | "mixtral" |
 | --- | --- | --- | --- |
@@ -87,10 +86,10 @@ EXPERT_BIAS = ("router.expert_bias", "gate.e_score_correction_bias")  # DeepSeek
 def plan_hf_tensors(
     config: DecoderConfig, layout: HFLayout, shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> dict[str, FileRecipe]:
-    """Map each tensor of `Decoder(config).state_dict()` to its Hugging Face tensors, in order.
+    """Map each tensor of a native decoder to its Hugging Face tensors, in state dict order.
 
-    `layout` selects the names of expert tensors. `shapes` are the tensor shapes of a decoder or a
-    pipeline stage; None = of `config`.
+    `layout` selects the names of expert tensors. `shapes` are the shapes of the decoder's tensors;
+    None = of `Decoder(config)`.
     """
     check_arguments(plan_hf_tensors, locals())
     if shapes is None:
@@ -105,7 +104,7 @@ def plan_hf_tensors(
 
 
 def map_hf_copies(config: DecoderConfig) -> dict[str, str]:
-    """Map each file tensor that is a copy (a tied head, MTP's embedding) to the original's name."""
+    """Map the names of file tensors that are copies (tied head, MTP's embedding) to originals."""
     head = EMBEDDING if config.tie_embeddings else HEAD
     copies = {HEAD: EMBEDDING} if config.tie_embeddings else {}
     for k in range(config.num_mtp_layers if not config.attention_gate else 0):
@@ -116,8 +115,8 @@ def map_hf_copies(config: DecoderConfig) -> dict[str, str]:
 
 
 def collect_model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name; a tied tensor is under every name."""
-    if not isinstance(model, Decoder) and not hasattr(_get_config(model), "model_type"):
+    """Return a model's parameters and persistent buffers by name; tied tensors have each name."""
+    if not isinstance(model, Decoder) and not hasattr(getattr(model, "config", None), "model_type"):
         refuse_model(model)
     tensors: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -140,10 +139,10 @@ def refuse_model(model: nn.Module) -> NoReturn:
 
 
 def map_model_copies(model: nn.Module) -> dict[str, str]:
-    """Map the name of each file tensor that is a copy (a tied head) to the tensor it copies."""
+    """Map the names of file tensors of a model that are copies (a tied head) to originals."""
     if isinstance(model, Decoder):
         return map_hf_copies(model.config)
-    if not getattr(_get_config(model), "tie_word_embeddings", False):
+    if not getattr(getattr(model, "config", None), "tie_word_embeddings", False):
         return {}
     table = getattr(model, "get_input_embeddings", lambda: None)()
     name = next((n for n, m in model.named_modules() if m is table), "")  # in a language model
@@ -151,12 +150,10 @@ def map_model_copies(model: nn.Module) -> dict[str, str]:
 
 
 def find_first_ignored_layer(model: nn.Module) -> int | None:
-    """Return the first MTP layer's index if the model ignores MTP layers; otherwise None."""
-    family = None if isinstance(model, Decoder) else FAMILIES.get(_get_config(model).model_type)
-    if family is None or not family.has_mtp:
-        return None
-    num_layers: int = _get_config(model).num_hidden_layers
-    return num_layers  # then multi-token prediction, not in transformers
+    """Return the index of the first MTP layer if the model ignores MTP layers, otherwise None."""
+    config: Any = None if isinstance(model, Decoder) else getattr(model, "config", None)
+    family = FAMILIES.get(getattr(config, "model_type", ""))
+    return config.num_hidden_layers if family is not None and family.has_mtp else None
 
 
 def find_layout(names: Collection[str]) -> HFLayout:
@@ -172,10 +169,9 @@ def find_layout(names: Collection[str]) -> HFLayout:
 def _list_native_pieces(
     name: str, shape: tuple[int, ...], config: DecoderConfig, layout: HFLayout
 ) -> tuple[TensorPiece, ...]:
-    """Return the file tensors (pieces) that store the native tensor `name`.
+    """Return the pieces that store a native tensor, before `_translate_name` translates names.
 
-    `_translate_name` translates the pieces' names later. NotImplementedError if files of the layout
-    have no name for the tensor.
+    NotImplementedError if files of the layout have no name for the tensor.
     """
     prefix, _, part = name.partition(".mlp.")
     if name.endswith(".linear_attn.in_proj.weight"):
@@ -207,7 +203,7 @@ def _list_native_pieces(
 def list_routed_pieces(
     name: str, shape: tuple[int, ...], layout: HFLayout
 ) -> tuple[TensorPiece, ...]:
-    """Return the file tensors of a router, w1 [E, (2,) F, D] or w2 [E, D, F]; () for others."""
+    """Return the pieces that store a router, w1 [E, (2,) F, D] or w2 [E, D, F], otherwise ()."""
     prefix, _, part = name.rpartition(".mlp.")
     mlp_path = f"{prefix}.{'block_sparse_moe' if layout == 'mixtral' else 'mlp'}"
     if part == "router.weight":
@@ -234,7 +230,7 @@ def list_routed_pieces(
 def _list_gpt_oss_pieces(
     name: str, shape: tuple[int, ...], layout: HFLayout
 ) -> tuple[TensorPiece, ...]:
-    """Return the file tensor of a router or expert tensor of gpt-oss; () for other tensors."""
+    """Return the piece that stores a router or expert tensor of gpt-oss; () for other tensors."""
     layer_path, _, part = name.rpartition(".mlp.")
     if part in ("router.weight", "router.bias"):
         return (TensorPiece(name, (), shape),)
@@ -253,7 +249,7 @@ def _list_gpt_oss_pieces(
 def _list_mamba2_pieces(
     name: str, shape: tuple[int, ...], config: DecoderConfig
 ) -> tuple[TensorPiece, ...]:
-    """Return the pieces of Mamba-2's in_proj: the rows z, x, B, C and time steps of each group."""
+    """Return the pieces that store Mamba-2's in_proj: z, x, B, C and time steps of each group."""
     mamba = config.linear_attention
     assert mamba is not None, "the tensor is part of a linear layer"
     h, r = mamba.num_k_heads, mamba.num_v_heads // mamba.num_k_heads
@@ -270,7 +266,7 @@ def _list_mamba2_pieces(
 
 
 def _translate_name(name: str, config: DecoderConfig, layout: HFLayout) -> str:
-    """Translate a native tensor name to the name in files, except the names of expert tensors."""
+    """Translate a native tensor name to its name in files, except names of expert tensors."""
     if config.pattern:
         name = name if layout == "fused" else re.sub(r"^model\.", "backbone.", name)
         for native, hf_name in NEMOTRON_H:
@@ -296,15 +292,14 @@ def _translate_name(name: str, config: DecoderConfig, layout: HFLayout) -> str:
 def _list_shared_pieces(
     mlp_path: str, part: str, shape: tuple[int, ...], config: DecoderConfig
 ) -> tuple[TensorPiece, ...]:
-    """Return the file tensors of a shared expert's tensor; () for the gates of several experts.
+    """Return the pieces that store a shared expert's tensor `part`, such as "shared.w1".
 
-    `part` is its native name in the MLP, such as "shared.w1", and `shape` its native shape.
-    `mlp_path` is the MLP's name in files.
+    `mlp_path` is the MLP's name in files. The result is () for gates of several shared experts.
     """
     moe = config.moe
-    assert moe is not None, "as above"
+    assert moe is not None, "the tensor is part of an MoE layer"
     if moe.shared_gate and moe.num_shared_experts > 1:
-        return ()  # one gate per expert has no name
+        return ()
     name = f"{mlp_path}.{'shared_expert' if moe.shared_gate else 'shared_experts'}"
     names = {"shared.gate": f"{name}_gate.weight", "shared.w2": f"{name}.down_proj.weight"}
     if part in names or not moe.gated:
@@ -314,8 +309,3 @@ def _list_shared_pieces(
         TensorPiece(f"{name}.gate_proj.weight", (slice(0, F_),), (F_, D)),
         TensorPiece(f"{name}.up_proj.weight", (slice(F_, 2 * F_),), (F_, D)),
     )
-
-
-def _get_config(model: nn.Module) -> Any:
-    """Return the model's `config`; None if it has none."""
-    return getattr(model, "config", None)

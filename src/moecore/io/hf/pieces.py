@@ -1,8 +1,7 @@
 """Pieces: the correspondence of a model's sharded tensors and Hugging Face tensors.
 
-A tensor of a model consists of pieces (`TensorPiece`). `plan_hf_tensors` lists the pieces of the
-native decoder, and `plan_stock_tensors` the pieces of transformers models. Loading and export both
-use `find_overlaps`, in opposite directions.
+Each tensor of a model consists of pieces (`TensorPiece`), which `plan_hf_tensors` lists for the
+native decoder and `plan_stock_tensors` for transformers models.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from moecore.base.torch_private import get_local_tensor
 Region = tuple[int | slice, ...]
 ViewDim = tuple[int, int, int]  # dim of a file tensor, length, step
 Runs = tuple[tuple[int, int], ...]  # of neighbouring indices: (first, length)
-ShardRuns = tuple[Runs, ...]  # what a shard holds, per dim
+ShardRuns = tuple[Runs, ...]  # global indices of a shard, per dim
 
 
 @dataclass(frozen=True, slots=True)
 class FileView:
-    """A strided view of a file tensor: start per file dim, and (file dim, length, step) per dim."""
+    """A strided view of a file tensor: its start per file dim, and (file dim, length, step)s."""
 
     file_shape: tuple[int, ...]
     starts: tuple[int, ...]
@@ -43,10 +42,10 @@ class FileView:
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """A Hugging Face tensor, or a view of it, and the region of the model tensor that it stores.
+    """A region of a model tensor, and the Hugging Face tensor `name` that stores the region.
 
-    `region` indexes the native tensor, () = all of it. `shape` has the region's elements in the
-    same order. `view` selects and orders the file tensor's elements, None = all in their order.
+    `region` indexes the model tensor, () = all elements. `shape` is the region's shape in the file.
+    `view` selects and orders the file tensor's elements, None = all elements in their order.
     """
 
     name: str
@@ -60,14 +59,14 @@ class TensorPiece:
         return self.shape if self.view is None else self.view.file_shape
 
     def get_box(self, shape: Sequence[int]) -> tuple[slice, ...]:
-        """Return the region as one slice per dim of the model tensor, whose shape is `shape`."""
+        """Return the region as one slice per dim of the model tensor with this `shape`."""
         region = (slice(r, r + 1) if isinstance(r, int) else r for r in self.region)
         return (*region, *(slice(0, n) for n in shape[len(self.region) :]))
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecipe:
-    """How files store one model tensor: as pieces whose regions cover it without overlap."""
+    """The pieces in which files store one model tensor, of this shape, without overlap."""
 
     shape: tuple[int, ...]
     pieces: tuple[TensorPiece, ...]
@@ -79,16 +78,16 @@ class FileRecipe:
 
 
 def map_file_shapes(plan: Mapping[str, FileRecipe]) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of each file tensor in a plan (recipe by model tensor)."""
+    """Return the shapes of all file tensors in a plan, by name."""
     return {p.name: p.file_shape for recipe in plan.values() for p in recipe.pieces}
 
 
 @dataclass(frozen=True, slots=True)
 class PieceOverlap:
-    """The elements that a piece and a shard have in common, as a box (slices) of each."""
+    """The common elements of a piece and a shard, as slices of each."""
 
-    source: tuple[slice, ...]  # per dim of the piece
-    target: tuple[slice, ...]  # per dim of the shard
+    source: tuple[slice, ...]  # of the piece
+    target: tuple[slice, ...]  # of the shard
 
 
 def get_detached_shard(tensor: Tensor) -> Tensor:
@@ -117,10 +116,8 @@ def list_shard_boxes(
     """
     boxes = []
     for name, recipe in recipes.items():
-        local, shard_runs = (
-            get_detached_shard(tensors[name]),
-            find_shard_runs(compute_global_indices(tensors[name])),
-        )
+        local = get_detached_shard(tensors[name])
+        shard_runs = find_shard_runs(compute_global_indices(tensors[name]))
         for piece in recipe.pieces if local.numel() else ():
             max_numel = max_bytes // dtypes[piece.name].itemsize
             overlap_boxes = find_overlaps(shard_runs, piece, recipe.shape, max_numel=max_numel)
@@ -129,21 +126,21 @@ def list_shard_boxes(
 
 
 def find_shard_runs(indices: Sequence[Tensor]) -> ShardRuns:
-    """Convert a shard's global indices, per dim, to runs (first, length) of consecutive indices."""
+    """Convert a shard's global indices per dim to runs (first, length) of consecutive indices."""
     return tuple(tuple(find_runs(index)) for index in indices)
 
 
 def find_overlaps(
     shard_runs: ShardRuns, piece: TensorPiece, shape: Sequence[int], *, max_numel: int = 1 << 62
 ) -> Iterator[PieceOverlap]:
-    """Yield the disjoint boxes in which a shard and a piece of a model tensor overlap.
+    """Yield the boxes in which a rank's shard and a piece of a model tensor overlap.
 
-    `shape` is the model tensor's. A box has at most `max_numel` elements, or one index of dim 0.
+    `shape` is the shape of the unsharded tensor. Boxes are disjoint; each has at most `max_numel`
+    elements, or one index of dim 0.
     """
-    # A box has at most `max_numel` elements, where its first dim allows it. Example: [E=4, 2, F=4,
-    # D=1] cut over F, this rank has columns 2 and 3 (runs per dim: (0, 4), (0, 2), (2, 2), (0, 1));
-    # the piece "fused" is [4, 8, 1]. The boxes are [0:4, 2:4, 0:1] -> [0:4, 0:1, 0:2, 0:1] and
-    # [0:4, 6:8, 0:1] -> [0:4, 1:2, 0:2, 0:1].
+    # Example: [E=4, 2, F=4, D=1] sharded over F, this rank has columns 2 and 3 (runs per dim: (0,
+    # 4), (0, 2), (2, 2), (0, 1)); the piece "fused" is [4, 8, 1]. The boxes are [0:4, 2:4, 0:1] ->
+    # [0:4, 0:1, 0:2, 0:1] and [0:4, 6:8, 0:1] -> [0:4, 1:2, 0:2, 0:1].
     per_dim: list[list[tuple[int, int, int]]] = []  # runs of (in the region, in the shard, length)
     sizes: list[int] = []
     for local_runs, part in zip(shard_runs, piece.get_box(shape), strict=True):
@@ -157,7 +154,10 @@ def find_overlaps(
         per_dim[d] = [(a + i, b + i, 1) for a, b, n in per_dim[d] for i in range(n)]
     row = math.prod(sum(n for *_, n in runs) for runs in per_dim[1:])
     if per_dim and (not groups or groups[0][-1] == 0):
-        per_dim[0] = _split_runs(per_dim[0], max(1, max_numel // max(row, 1)))
+        size = max(1, max_numel // max(row, 1))
+        per_dim[0] = [
+            (a + i, b + i, min(size, n - i)) for a, b, n in per_dim[0] for i in range(0, n, size)
+        ]
     for runs in itertools.product(*per_dim):
         yield PieceOverlap(
             tuple(_merge_runs(runs, sizes, group) for group in groups),
@@ -166,7 +166,7 @@ def find_overlaps(
 
 
 def _group_region_dims(sizes: list[int], shape: Sequence[int]) -> list[list[int]]:
-    """Return, for each dim of a piece (`shape`), the region dims (`sizes`) that it flattens."""
+    """Return, per dim of a piece, which dims of its region it flattens: [2, 3], [6] -> [[0, 1]]."""
     groups: list[list[int]] = []
     d = 0
     for size in shape:
@@ -184,9 +184,9 @@ def _group_region_dims(sizes: list[int], shape: Sequence[int]) -> list[list[int]
 
 
 def _merge_runs(runs: Sequence[tuple[int, int, int]], sizes: list[int], group: list[int]) -> slice:
-    """Return the slice of a piece's dim that flattens the region dims `group`.
+    """Return the slice that a box has in a piece's dim, which flattens the dims `group`.
 
-    `runs` has (start in region, start in shard, length) per region dim, `sizes` its length.
+    `runs` has the box's start and length per dim of the region, `sizes` the region's lengths.
     """
     start = 0
     for d in group:
@@ -195,15 +195,10 @@ def _merge_runs(runs: Sequence[tuple[int, int, int]], sizes: list[int], group: l
 
 
 def _find_common_runs(runs: Runs, part: slice) -> Iterator[tuple[int, int, int]]:
-    """Yield (start in the slice, start in the shard, length) where `runs` and `part` overlap."""
+    """Yield (start in `part`, start in the shard, length) where a slice and a shard overlap."""
     at = 0
     for first, length in runs:
         start, stop = max(first, part.start), min(first + length, part.stop)
         if start < stop:
             yield start - part.start, at + start - first, stop - start
         at += length
-
-
-def _split_runs(runs: list[tuple[int, int, int]], size: int) -> list[tuple[int, int, int]]:
-    """Split runs (start in region, start in shard, length) into runs of at most `size` indices."""
-    return [(a + i, b + i, min(size, n - i)) for a, b, n in runs for i in range(0, n, size)]

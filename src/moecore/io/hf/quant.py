@@ -1,8 +1,8 @@
-"""Tensors of a Hugging Face directory under their logical names, dequantised box by box.
+"""Tensors of a Hugging Face directory by their unquantised names, dequantised box by box.
 
 Legend: r, c rows and columns of a matrix, E experts, I input dim, O output dim, G = I / 32 groups.
 
-| stored | logical |
+| stored | unquantised |
 | --- | --- |
 | X of any float dtype | X |
 | X.weight fp8 [r, c], X.weight_scale_inv [ceil(r / 128), ceil(c / 128)] | X.weight |
@@ -15,9 +15,9 @@ microscaling specification (MXFP4: E2M1 values, E8M0 scales).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,24 +27,25 @@ from moecore.io.hf.pieces import FileView, TensorPiece, ViewDim
 
 SCALE = "_scale_inv"
 MX_GROUP = 32
-MX_BIAS = 127  # of the exponent that a scale byte holds
-FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # then the same with a minus
+MX_BIAS = 127  # of the exponent in a scale byte
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # codes 0 to 7; 8 to 15 are negative
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """A tensor of a Hugging Face directory under its unquantised name; subclasses dequantise it."""
+    """A tensor of a Hugging Face directory by its unquantised name; subclasses dequantise it."""
 
+    suffixes: ClassVar[tuple[str, ...]] = ("",)  # of the names of the tensors in files
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype  # of the values that `read` returns
-    quantized: bool = False  # whether they are computed, so that any float dtype may take them
+    quantized: bool = False  # whether values are dequantised, and may be loaded into any float
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Full names of the tensors in the files that `read` reads."""
-        return (self.name,)
+        """Names of the tensors in the files that `read` reads."""
+        return tuple(self.name + suffix for suffix in self.suffixes)
 
     def read(self, files: BoxReader, box: Box) -> Tensor:
         """Return a box (a slice with start and stop per dim) as a new CPU tensor."""
@@ -55,14 +56,10 @@ class TensorSource:
 class FP8Source(TensorSource):
     """A matrix in FP8 with one scale per block of rows and columns; `read` returns fp32."""
 
+    suffixes = ("", SCALE)
     dtype: torch.dtype = torch.float32
     quantized: bool = True
     block: tuple[int, int] = (128, 128)
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """Full names of the two tensors in the files: FP8 values, then scales."""
-        return self.name, self.name + SCALE
 
     def read(self, files: BoxReader, box: Box) -> Tensor:
         """Return the dequantised fp32 values of a box (row and column slices), on the CPU."""
@@ -77,16 +74,12 @@ class FP8Source(TensorSource):
 class MXFP4Source(TensorSource):
     """Stacked matrices [E, I, O] in MXFP4; `read` returns bf16, which represents every value."""
 
+    suffixes = ("_blocks", "_scales")
     dtype: torch.dtype = torch.bfloat16
     quantized: bool = True
 
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """Full names of the two tensors in the files: packed values, then scales."""
-        return f"{self.name}_blocks", f"{self.name}_scales"
-
     def read(self, files: BoxReader, box: Box) -> Tensor:
-        """Return the dequantised bf16 values of a box (expert, input, output slices) on the CPU."""
+        """Return the dequantised bf16 values of a box (expert, input and output slices) on CPU."""
         experts, inputs, outputs = box
         first, last = inputs.start // MX_GROUP, -(-inputs.stop // MX_GROUP)
         groups = (experts, outputs, slice(first, last))
@@ -109,7 +102,7 @@ class ViewedSource(TensorSource):
         starts, dims, rest = list(self.view.starts), list[ViewDim](), list(self.view.dims)
         sizes, inner_box = list[int](), list[slice]()
         for part, n in zip(box, self.shape, strict=True):
-            group = list[ViewDim]()  # the dims of the view that this one is
+            group = list[ViewDim]()  # the view's dims that this dim flattens
             while math.prod(dim[1] for dim in group) < n:
                 group.append(rest.pop(0))
             inner = math.prod(dim[1] for dim in group[1:])
@@ -132,20 +125,12 @@ class ViewedSource(TensorSource):
 def read_box(
     files: BoxReader, sources: Mapping[str, TensorSource], piece: TensorPiece, box: Box
 ) -> Tensor:
-    """Read a box of `piece` and return a new CPU tensor, dequantised.
-
-    The box has one slice per dim of `piece.shape`. `sources` is from `find_sources`.
-    """
+    """Read a box (one slice per dim) of a piece into a new CPU tensor, dequantised."""
     source = sources[piece.name]
     if piece.view is not None:
         parts = (source.name, piece.shape, source.dtype, source.quantized)
         source = ViewedSource(*parts, origin=source, view=piece.view)
     return source.read(files, box)
-
-
-def list_stored_names(sources: Iterable[TensorSource]) -> list[str]:
-    """Return the names of all file tensors (values and scales) that these sources read."""
-    return [name for source in sources for name in source.parts]
 
 
 def dequantize_fp8(
@@ -157,10 +142,10 @@ def dequantize_fp8(
 ) -> Tensor:
     """Multiply FP8 values [r, c] by the scales of their blocks; return fp32 [r, c].
 
-    `block` has the rows and columns of a block. `scales` has the blocks that overlap the values.
-    `first_row` and `first_col` are the position of the values in the full matrix.
+    `block` has the rows and columns of a block. `first_row` and `first_col` are the position of the
+    values in the full matrix. `scales` has one scale per block that overlaps the values.
     """
-    # Example, block (2, 2): a matrix that starts at row 1 has its rows 0 | 1 2 in blocks 0 | 1.
+    # Example, block (2, 2): values that start at row 1 have their rows 0 | 1 2 in blocks 0 | 1.
     rows = torch.arange(first_row, first_row + values_rc.shape[0], device=scales.device) // block[0]
     cols = torch.arange(first_col, first_col + values_rc.shape[1], device=scales.device) // block[1]
     rows, cols = rows - first_row // block[0], cols - first_col // block[1]
@@ -168,8 +153,8 @@ def dequantize_fp8(
 
 
 def dequantize_mxfp4(blocks_ogb: Tensor, scales_og: Tensor) -> Tensor:
-    """Return bf16 [..., G * 32]: E2M1 values uint8 [..., G, 16] times 2^(scales [..., G] - 127)."""
-    # It is exact, or inf. Example: byte 0x91 holds 0.5 (low half, 1) and then -0.5 (high half, 9).
+    """Multiply E2M1 pairs, uint8 [..., G, 16], by 2^(scales [..., G] - 127); return bf16."""
+    # Exact, or inf. Example: byte 0x91 has 0.5 (low half, 1) and then -0.5 (high half, 9).
     positive = torch.tensor(FP4_VALUES, dtype=torch.bfloat16, device=blocks_ogb.device)
     values = torch.cat((positive, -positive))
     pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1)  # by byte
@@ -182,10 +167,9 @@ def dequantize_mxfp4(blocks_ogb: Tensor, scales_og: Tensor) -> Tensor:
 def find_sources(
     files: HFFiles, quantization: Mapping[str, Any] | None
 ) -> tuple[dict[str, TensorSource], list[str]]:
-    """Return name -> source for all tensors of a directory, and an error text per problem.
+    """Return the sources of a directory's tensors by unquantised name, and error texts.
 
-    A quantised tensor has its unquantised name. `quantization` is config.json's
-    quantization_config.
+    `quantization` is config.json's quantization_config.
     """
     entries, problems = files.tensors, list[str]()
     sources: dict[str, TensorSource] = {}
@@ -212,15 +196,15 @@ def find_sources(
 
 
 def _find_fp8_problems(files: HFFiles, name: str, block: tuple[Any, ...]) -> list[str]:
-    """Return [error text] if an FP8 tensor lacks one scale per `block` (rows, columns), or []."""
+    """Return [error text] if an FP8 tensor does not have one scale per block, or []."""
     shape, scales = files.tensors[name].shape, files.tensors.get(name + SCALE)
     if scales is None:
         return [f"{name} (fp8) has no {name}{SCALE}"]
     if len(block) != 2 or not all(isinstance(b, int) and b > 0 for b in block):
         return [f"quantization_config.weight_block_size ({block}) must be two whole numbers"]
-    want = tuple(-(-n // b) for n, b in zip(shape, block, strict=False))
-    if len(shape) != 2 or scales.shape != want or not scales.dtype.is_floating_point:
-        return [f"{name}{SCALE} {scales.shape} {scales.dtype} must be {want}, a float"]
+    grid = tuple(-(-n // b) for n, b in zip(shape, block, strict=False))
+    if len(shape) != 2 or scales.shape != grid or not scales.dtype.is_floating_point:
+        return [f"{name}{SCALE} {scales.shape} {scales.dtype} must be {grid}, a float"]
     return []
 
 

@@ -1,10 +1,9 @@
-"""The file tensors of each tensor of a transformers model, by transformers' own conversion rules.
+"""The file tensors of each tensor of a transformers model, by transformers' conversion rules.
 
 transformers renames, stacks, splits and permutes tensors while it loads a directory, and reverts
-these changes while it saves. `trace` runs the rules on meta tensors without data. Each file tensor
-has its own address range in one storage on meta, so offset and strides of a result identify
-elements of a file. Copies that the rules make (`cat`, `stack`, `clone`) also have an address range,
-and a record of their inputs.
+these changes while it saves. `trace` runs the rules on meta tensors. Each file tensor has an
+address range in one storage on meta, so offset and strides of a result identify elements of a file.
+Copies that the rules make (`cat`, `stack`, `clone`) have an address range and a list of inputs.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from moecore.io.hf.pieces import FileRecipe, FileView, TensorPiece, ViewDim
 Shapes = Mapping[str, tuple[int, ...]]
 Box = tuple[tuple[int, int], ...]  # (start, length) per dim
 IRREGULAR = "transformers moves its values in no regular way"
-MOST_MODULES = 1 << 17  # of a model that is built: some minutes of a host's time for more
-FIRST_ADDRESS = 1 << 40  # addresses below are those of tensors that no rule recorded
+MAX_MODULES = 1 << 17  # of a built model; more modules take minutes
+FIRST_ADDRESS = 1 << 40  # tensors that are not traced have smaller addresses
 
 
 def find_transformers_class(model_class: type) -> Any:
@@ -47,17 +46,13 @@ def find_transformers_class(model_class: type) -> Any:
 
 
 def build_meta_model(
-    values: Mapping[str, Any],
-    model: nn.Module | None = None,
-    dtype: torch.dtype = torch.float32,
+    values: Mapping[str, Any], model: nn.Module | None = None, dtype: torch.dtype = torch.float32
 ) -> nn.Module | None:
-    """Build the transformers model of a config.json on meta; None for an unknown class.
+    """Build the transformers model of config.json's fields on meta; None for an unknown class.
 
-    config.json names the class, unless `model` has the same model_type. Then its class is used.
-    `values` are the fields of config.json, `dtype` the dtype of the parameters. ValueError if
-    transformers cannot build the model.
+    The class is that of `model` if its model_type is equal, otherwise config.json names the class.
+    ValueError if transformers cannot build the model.
     """
-    # config.json names the class, unless `model` has the same model_type: then its class is used.
     import transformers
 
     model_config: Any = getattr(model, "config", None)
@@ -90,14 +85,14 @@ def build_meta_model(
 
 @contextmanager
 def _limit_modules() -> Iterator[None]:
-    """Return a context in which registering more than `MOST_MODULES` modules is a ValueError."""
-    # A config may ask for any number of layers or experts, under any name, and transformers builds
-    # them one by one.
+    """Return a context in which registering more than `MAX_MODULES` modules is a ValueError."""
+    # A config.json may set any number of layers or experts.
     number = itertools.count(1)
 
     def count(*_: Any) -> None:
-        if next(number) > MOST_MODULES:
-            raise ValueError(f"it has more than {MOST_MODULES} modules")
+        """Raise ValueError if a module more than the limit is registered."""
+        if next(number) > MAX_MODULES:
+            raise ValueError(f"it has more than {MAX_MODULES} modules")
 
     hook = register_module_module_registration_hook(count)
     try:
@@ -107,19 +102,19 @@ def _limit_modules() -> Iterator[None]:
 
 
 def get_shapes(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of each tensor in a state dict."""
+    """Return the shapes of a state dict's tensors by name."""
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
 def compute_published_shapes(reader: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of the tensors that `save_pretrained` would write for this model."""
+    """Return the shapes of the tensors that `save_pretrained` would write, by name."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return get_shapes(revert_weight_conversion(reader, reader.state_dict()))
 
 
 def rename_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape with transformers' fused expert names instead of moecore's names."""
+    """Replace moecore's names of expert tensors by transformers' fused names."""
     hf_shapes = dict[str, tuple[int, ...]]()
     for name, shape in shapes.items():
         prefix, _, _ = name.rpartition(".mlp.")
@@ -137,10 +132,8 @@ def plan_stock_tensors(
     Args:
         reader: the transformers model on meta; None = the files have the model's names.
         shapes: of the model's tensors, by name.
-        *files: names and shapes of file tensors; the first that has a tensor's file tensors is
-            used.
+        *files: shapes of file tensors by name; earlier arguments have priority.
     """
-    # If `reader` is None, files have the model's names. Earlier entries of `files` have priority.
     names = dict(zip(shapes, rename_shapes(shapes), strict=True))
     targets = {} if reader is None else get_shapes(reader.state_dict())
     recipes, refused = dict[str, FileRecipe](), dict[str, str]()
@@ -151,9 +144,9 @@ def plan_stock_tensors(
             outcome = traced.get(names[name], "")
             if isinstance(outcome, str):
                 refused[name] = outcome
-            elif math.prod(shape) != math.prod(targets[names[name]]):  # what reads it compares them
-                held_as = outcome[0].name if len(outcome) == 1 else names[name]
-                recipes[name] = FileRecipe.from_tensor(held_as, shape)
+            elif math.prod(shape) != math.prod(targets[names[name]]):  # the reader compares them
+                file_name = outcome[0].name if len(outcome) == 1 else names[name]
+                recipes[name] = FileRecipe.from_tensor(file_name, shape)
             elif name not in recipes:
                 pieces = [_split_gate_up(piece, targets[names[name]], shape) for piece in outcome]
                 recipes[name] = FileRecipe(shape, tuple(pieces))
@@ -172,10 +165,7 @@ def plan_stock_tensors(
 def plan_written_tensors(
     reader: nn.Module | None, shapes: Shapes, layout: str
 ) -> dict[str, FileRecipe]:
-    """Return each model tensor's recipe for writing files.
-
-    `layout` "fused" has transformers' in-memory names; otherwise the published names are used.
-    """
+    """Return each model tensor's recipe for writing files, "fused" or with published names."""
     if reader is None:
         return plan_stock_tensors(None, shapes)
     files = (
@@ -187,12 +177,10 @@ def plan_written_tensors(
 def trace(
     reader: nn.Module, files: Shapes, names: Collection[str]
 ) -> dict[str, tuple[TensorPiece, ...] | str]:
-    """Run transformers' loading rules on meta; return each tensor's pieces, or why it has none.
+    """Run transformers' loading rules on meta; return the named tensors' pieces, or error texts.
 
-    `files` has shapes by file tensor, `names` the model tensors to return. A tensor without file
-    tensors has no entry.
+    `files` has the shapes of file tensors. A tensor without file tensors has no entry.
     """
-    # The result has no entry for a tensor that transformers would not find in the files.
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
@@ -235,7 +223,7 @@ def trace(
 def _read_pieces(
     trace_mode: _TraceMode, outcome: Tensor | str, shape: Sequence[int], files: Shapes
 ) -> tuple[TensorPiece, ...] | str:
-    """Return the pieces of a traced tensor (`outcome`) of this `shape`, or why it has none."""
+    """Convert a traced tensor (`outcome`) of this `shape` to pieces, or return an error text."""
     if isinstance(outcome, str):
         return outcome
     try:
@@ -262,13 +250,16 @@ def _make_piece(link: _Link, files: Shapes) -> TensorPiece:
 def _locate_view(
     view: Tensor, offset: int, shape: Sequence[int]
 ) -> tuple[list[int], list[ViewDim]]:
-    """Return the `FileView` starts and dims of a view at element `offset` of a tensor `shape`."""
+    """Return the start indices and dims of a view into a contiguous tensor, for `FileView`.
+
+    The tensor has `shape`; the view begins at its element `offset`.
+    """
     # Example: [3, 4] transposed has sizes (4, 3), strides (1, 4): [0, 0], [(1, 4, 1), (0, 3, 1)].
     rows = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     starts = [offset // row % max(1, n) for row, n in zip(rows, shape, strict=True)]
     dims = list[ViewDim]()
     for n, stride in zip(view.shape, view.stride(), strict=True):
-        group = list[ViewDim]()  # dims of the tensor that are one of the view
+        group = list[ViewDim]()  # dims of the tensor that this dim of the view flattens
         while n > 1:
             d = next((d for d, row in enumerate(rows) if row <= stride < row * shape[d]), None)
             if d is None or stride % rows[d]:
@@ -286,7 +277,7 @@ def _locate_view(
 def _split_gate_up(
     piece: TensorPiece, shape: Sequence[int], split_shape: Sequence[int]
 ) -> TensorPiece:
-    """Convert a piece of [E, 2F, D] (`shape`) to one of [E, 2, F, D] (`split_shape`), if needed."""
+    """Convert a piece of a tensor [E, 2F, D] (`shape`) to a piece of [E, 2, F, D]."""
     if len(split_shape) == len(shape) or not piece.region:
         return piece
     d = next(d for d in range(len(shape)) if shape[d] != split_shape[d])
@@ -333,10 +324,7 @@ class _TraceMode(DispatchMode):
         self._ranges, self._firsts, self._next = list[_Range](), list[int](), FIRST_ADDRESS
 
     def place(self, shape: Sequence[int], file: str = "", parts: Any = ()) -> Tensor:
-        """Return a meta tensor of this shape at new addresses.
-
-        It stands for the file tensor `file`, or a copy of `parts`: (offsets in the copy, tensor).
-        """
+        """Return a meta tensor at new addresses, for a file tensor, or for a copy of `parts`."""
         self._ranges.append(_Range(self._next, tuple(shape), file, tuple(parts)))
         self._firsts.append(self._next)
         strides = torch.empty(shape, dtype=torch.uint8, device="meta").stride()
@@ -376,7 +364,7 @@ class _TraceMode(DispatchMode):
         for at, part in owner.parts:
             for link in self.list_links(part):
                 box = tuple((a + b, n) for a, (b, n) in zip(at, link.box, strict=True))
-                if view.shape != owner.shape:  # other dims, which only the whole has
+                if view.shape != owner.shape:  # a reshaped copy: only all of it has a view
                     if math.prod(n for _, n in box) != view.numel():
                         raise _Untraceable(IRREGULAR)
                     box = full_box

@@ -1,12 +1,10 @@
 """stream_weights: the unsharded tensors of a model with Hugging Face names, in buckets.
 
-    plan (once)      names, shapes and dtypes as `export_hf` writes them, and the ranks of each part
-    pass             digests of this rank's parts -> bucket 0 -> bucket 1 -> ...
-
-Every rank receives the same tensors in the same order. A separate CUDA stream runs the collectives
-of the next bucket before the caller receives the current bucket, so two buckets exist at a time.
-Ranks agree between two buckets that all continue. An error of one rank, a rank that left its loop,
-or changed weights end the pass on every rank with a one-line error.
+A stream plans once which tensors there are and which ranks have their shards. Each pass computes
+digests of the weights and then assembles one bucket after another on every rank. A separate CUDA
+stream runs the collectives of the next bucket before the caller receives the current bucket, so two
+buckets exist at a time. If a rank fails, leaves its loop, or has changed weights, the pass ends
+with an error on every rank.
 """
 
 from __future__ import annotations
@@ -31,13 +29,7 @@ from moecore.io.checkpoint.ranks import (
     get_rank_and_world,
     run_and_share_errors,
 )
-from moecore.io.hf.buckets import (
-    BucketCollector,
-    WeightBucket,
-    WeightMeta,
-    compute_bucket_size,
-    make_meta,
-)
+from moecore.io.hf.buckets import BucketCollector, WeightBucket, WeightMeta, compute_bucket_size
 from moecore.io.hf.changes import Digests, WeightsVersion, list_local_storage
 from moecore.io.hf.collect import Item, LocalPart, PartOwners, describe_part, read_local
 from moecore.io.hf.config_fields import HFConfig
@@ -54,7 +46,7 @@ from moecore.io.hf.pieces import FileRecipe, TensorPiece
 from moecore.train.memory.streams import CopyStream
 
 LoRA = Literal["merged", "apart"]
-PASS = "a pass of a weight stream (of all ranks)"  # in errors of ranks
+PASS = "a pass of a weight stream (of all ranks)"  # in error texts
 
 
 def stream_weights(
@@ -77,9 +69,8 @@ def stream_weights(
             the only one of its bucket.
         dtype: as in `export_hf`.
         layout: as in `export_hf`.
-        lora: "merged" streams the base weights with the active adapters added, rounded as in
-            `merge_adapters`. `"apart"` streams the base weights, and then the active adapter with
-            peft's names. Both are equal without adapters.
+        lora: "merged" streams the weights with the active adapters added, as `merge_adapters`
+            computes them; "apart" the weights, then the active adapter with peft's names.
         config: as in `export_hf`; None for a native decoder uses the names of all families except
             Mixtral.
 
@@ -97,7 +88,7 @@ def stream_weights(
 def _add_adapter_items(
     model: nn.Module, plan: ExportPlan, dtype: torch.dtype | None, lora: LoRA
 ) -> ExportPlan:
-    """With lora="apart", return the plan with the active LoRA adapter's tensors. Collective."""
+    """Add the tensors of the active LoRA adapter to the plan if lora="apart". Collective."""
     local_tensors = run_and_share_errors(lambda: _find_adapter(model, lora))
     pieces: dict[str, TensorPiece] = {}
     for of_rank in gather_objects({name: piece for name, (_, piece) in local_tensors.items()}):
@@ -111,10 +102,7 @@ def _add_adapter_items(
 
 
 def _find_adapter(model: nn.Module, lora: LoRA) -> dict[str, tuple[Tensor, TensorPiece]]:
-    """Return peft name -> (tensor, its piece in peft's file) of the active LoRA adapter.
-
-    The result is {} with lora="merged", or for a model without peft.
-    """
+    """Return the active LoRA adapter's tensors, with their file pieces, by name; {} if "merged"."""
     if lora == "merged" or unwrap_peft(model) is model:
         return {}
     names: list[str] = cast(Any, model).active_adapters
@@ -129,9 +117,9 @@ def _find_adapter(model: nn.Module, lora: LoRA) -> dict[str, tuple[Tensor, Tenso
 
 
 class WeightStream:
-    """Streams the Hugging Face tensors of a model in any number of passes.
+    """Streams the Hugging Face tensors of a model in any number of passes (vLLM's `WeightSource`).
 
-    Every rank iterates to the end, or no rank does. It implements vLLM's `WeightSource`.
+    Every rank must iterate to the end, or no rank.
 
         for name, tensor in stream:      # a pass: every rank gets every tensor
             ...
@@ -140,22 +128,22 @@ class WeightStream:
         for name, tensor in stream.changed_since(version):
             ...
 
-    The tensors of a bucket share its memory, and a reference to one of them keeps all of it. If a
-    rank leaves a pass early, the pass ends on all ranks when the rank closes its generator. Use
-    `break`, or `contextlib.closing(iter(stream))` if an exception may leave the loop.
+    The tensors of a bucket share one buffer, which a reference to a tensor keeps. If a rank leaves
+    a pass early, the pass ends on all ranks when the rank closes its generator: use `break`, or
+    `contextlib.closing(iter(stream))` if an exception may leave the loop.
     """
 
     def __init__(self, model: nn.Module, plan: ExportPlan, bucket_bytes: int, lora: LoRA) -> None:
         self._model, self._plan, self._lora = model, plan, lora
         self._items: list[Item] = plan.items
-        self._control = ControlGroup()  # copies for changes share it
+        self._control = ControlGroup()  # shared by the results of `changed_since`
         self._collector = BucketCollector(
             plan.owners, plan.items, plan.device, bucket_bytes // 4, self._control.group
         )
         self._max_bytes = max(1, bucket_bytes - self._collector.capacity)  # of a bucket
         self._digests = Digests()
-        self._parts: dict[str, LocalPart] | None = None  # of the tensors at the first pass
-        self._expected_digests: dict[str, Any] | None = None  # digests that a pass must find
+        self._parts: dict[str, LocalPart] | None = None  # of the tensors in the first pass
+        self._expected_digests: dict[str, Any] | None = None  # None = any weights
         self._version: WeightsVersion | None = None
 
     @property
@@ -172,16 +160,16 @@ class WeightStream:
 
     def metadata(self) -> list[WeightMeta]:
         """Return name, dtype and shape of each streamed tensor, in order, without communication."""
-        return [make_meta(item) for item in self._items]
+        return [WeightMeta(item.name, item.dtype, item.shape) for item in self._items]
 
     def changed_since(self, version: WeightsVersion) -> WeightStream:
         """Return a stream of the tensors that may have changed since `version`. Collective.
 
-        It streams the current weights: if they change before one of its passes, that pass raises.
-        Its own `version` covers all weights.
+        If the weights change before a pass of the result, the pass raises ValueError. `version` of
+        the result is of all weights.
 
         Raises:
-            ValueError: on every rank, for the version of another stream; as a pass.
+            ValueError: on every rank, for the version of another stream; as `buckets`.
         """
 
         def begin() -> _StreamPass:
@@ -210,12 +198,12 @@ class WeightStream:
                 tensors = bucket.tensors()
                 del bucket
                 yield next(tensors)
-                run.launch_bucket()  # by now the caller has the first tensor, and no other bucket's
+                run.launch_bucket()  # the caller has no tensor of the previous bucket any more
                 yield from tensors
                 del tensors
 
     def buckets(self) -> Generator[WeightBucket]:
-        """Yield the tensors of a pass by bucket, each one contiguous buffer. Collective.
+        """Yield the buckets of a pass. Collective.
 
         Delete a bucket before requesting the next, otherwise three buckets exist at a time.
 
@@ -234,7 +222,7 @@ class WeightStream:
 
     @contextmanager
     def _run_pass(self) -> Iterator[_StreamPass]:
-        """Return the context of a pass; RuntimeError at its end if weights changed. Collective."""
+        """Return the context of a pass, which ends with RuntimeError if weights changed."""
         with explain_transport_errors(PASS):
             run = run_and_share_errors(self._begin_pass, self._control.group)
         with self._collector.open_pass():
@@ -248,7 +236,7 @@ class WeightStream:
         self._version = WeightsVersion(run.digests, self._digests)
 
     def _begin_pass(self) -> _StreamPass:
-        """Return a new pass with the digests of the current weights, without communication."""
+        """Compute the digests of the current weights and return a new pass."""
         base = unwrap_peft(self._model)
         tensors = collect_export_tensors(base, self._plan.values)
         tensors |= {n: t for n, (t, _) in _find_adapter(self._model, self._lora).items()}
@@ -274,7 +262,7 @@ class WeightStream:
         return run
 
     def _check_unchanged(self, run: _StreamPass) -> None:
-        """Raise RuntimeError if tensors changed during the pass `run`. Waits for the device."""
+        """Raise RuntimeError if tensors changed during the pass `run`. Host sync."""
         self._collector.check()
         names = {name for item in self._items for name, _ in item.parts} & run.sources.keys()
         digests = self._compute_digests({name: run.sources[name] for name in names})
@@ -285,23 +273,20 @@ class WeightStream:
             )
 
     def _compute_digests(self, sources: Mapping[str, _StreamSource]) -> dict[str, Any]:
-        """Return name -> digest of local values and adapters, followed by the scaling factors."""
+        """Hash the values of each source; return the digests by name, each with LoRA scalings."""
         digests = self._digests.compute({n: source.list_inputs() for n, source in sources.items()})
         return {n: (*digest, sources[n].list_factors()) for n, digest in digests.items()}
 
 
 class _PassExit(RuntimeError):
-    """Raised on every rank if a rank left a pass before its end; the argument is that rank."""
+    """Raised on every rank if the rank `args[0]` left a pass before its end."""
 
     def __str__(self) -> str:
         return f"rank {self.args[0]} has left a stream of weights before its end"
 
 
 class _StreamPass:
-    """One iteration over all buckets of a stream, with the merged weights that it needs.
-
-    `sources` has this rank's tensors by name, `buckets` the items of each bucket.
-    """
+    """One iteration over the buckets of a stream, each a list of items to read from `sources`."""
 
     def __init__(
         self,
@@ -313,7 +298,7 @@ class _StreamPass:
         self.sources, self._collector, self._group = sources, collector, group
         self.digests: dict[str, Any] = {}
         self._copies = CopyStream(collector.device)
-        self._merged_weights: dict[str, Tensor] = {}  # by source, with what adapters add
+        self._merged_weights: dict[str, Tensor] = {}  # copies with adapters added, by source
         self._remaining = buckets
         self._next_bucket: tuple[WeightBucket | None, Any] | None = None
 
@@ -329,7 +314,7 @@ class _StreamPass:
         self._next_bucket = bucket, self._copies.mark()
 
     def take_bucket(self) -> WeightBucket | None:
-        """Return the launched bucket after all ranks agree to go on; None if no bucket remains."""
+        """Return the launched bucket after all ranks agree to continue; None at the end."""
         if self._next_bucket is None:
             return None
         with explain_transport_errors(PASS):
@@ -345,32 +330,32 @@ class _StreamPass:
         def fail() -> None:
             raise _PassExit(rank)
 
-        # A RankError: no rank is left to be told.
+        # RankError: the other ranks have ended.
         with suppress(RankError, _PassExit), explain_transport_errors(PASS):
             if self._next_bucket is None:
-                self.launch_bucket()  # as the others do first
+                self.launch_bucket()  # the other ranks have launched it too
             self._copies.synchronize()
             run_and_share_errors(fail, self._group)
 
     def _update_merged_weights(self, names: Iterable[str]) -> None:
-        """Add LoRA adapters to copies of the weights `names`; free all other copies. Collective."""
+        """Add LoRA adapters to copies of the named weights; free all other copies. Collective."""
         before, self._merged_weights = self._merged_weights, {}
         for name in names:
-            source = self.sources.get(name)  # None = of another stage
+            source = self.sources.get(name)  # None = on another pipeline stage
             if name in before:
                 self._merged_weights[name] = before[name]
             elif source is not None and source.merge is not None:
                 self._merged_weights[name] = source.merge_adapters()
 
     def _read(self, name: str, box: tuple[slice, ...]) -> Tensor:
-        """Return a box of this rank's shard, with adapters added if the weight has any."""
+        """Return a box of this rank's shard, with the weight's adapters added."""
         weight = self._merged_weights.get(name)
         return read_local(self.sources[name].tensor, box) if weight is None else weight[box]
 
 
 @dataclass(frozen=True, slots=True)
 class _StreamSource:
-    """A tensor of the model, and the LoRA adapters to add to a copy of it (None = no adapter)."""
+    """A tensor of the model, and the merge of the LoRA adapters to add to a copy of the tensor."""
 
     tensor: Tensor
     merge: Merge | None
@@ -394,7 +379,7 @@ class _StreamSource:
 
     def merge_adapters(self) -> Tensor:
         """Return a copy of this rank's shard with adapters added. Collective over its mesh."""
-        assert self.merge is not None, "asked for those that adapters are added to"
+        assert self.merge is not None, "the weight has adapters"
         local = read_local(self.tensor, (slice(None),) * self.tensor.ndim).clone()
         self.merge.add(local)
         return local

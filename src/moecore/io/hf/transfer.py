@@ -26,10 +26,9 @@ from moecore.io.hf.buckets import WeightBucket, WeightMeta, align
 from moecore.io.hf.stream import WeightStream
 
 SENT_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
-# A header has about 100 bytes for each tensor of its bucket, so 64 MiB suffice for 600,000 tensors,
-# and the objects that JSON makes of so much text fit in 2 GB.
+# A header has about 100 bytes per tensor, so 64 MiB suffice for 600,000 tensors.
 MAX_HEADER, MAX_BUCKET, MAX_DIMS = 1 << 26, 1 << 40, 64
-DEVICE_PLACE = 6  # of the device's index among the arguments that torch rebuilds a tensor from
+DEVICE_ARGUMENT = 6  # index of the device among the arguments of torch's rebuild function
 
 
 @runtime_checkable
@@ -95,7 +94,7 @@ def _allocate_bucket(metas: tuple[WeightMeta, ...], device: torch.device) -> Wei
     """Allocate a bucket; raise a one-line RuntimeError if the device has not enough memory."""
     try:
         return WeightBucket.empty(metas, device)
-    except (RuntimeError, MemoryError):  # of CUDA and of the CPU's allocator
+    except (RuntimeError, MemoryError):
         num_bytes = sum(align(meta.nbytes) for meta in metas)
         raise RuntimeError(
             f"a bucket of weights ({num_bytes} bytes) must fit in the memory of {device}: lower "
@@ -104,7 +103,7 @@ def _allocate_bucket(metas: tuple[WeightMeta, ...], device: torch.device) -> Wei
 
 
 def _send_metas(group: BroadcastGroup, metas: tuple[WeightMeta, ...], device: torch.device) -> None:
-    """Broadcast a bucket's header (name, dtype, shape per tensor, JSON) by way of `device`."""
+    """Broadcast a bucket's header, JSON with each tensor's name, dtype and shape, on `device`."""
     header = [(meta.name, str(meta.dtype).removeprefix("torch."), meta.shape) for meta in metas]
     text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8).to(device)
     _broadcast(group, torch.tensor([text.numel()], device=device, dtype=torch.int64))
@@ -112,7 +111,7 @@ def _send_metas(group: BroadcastGroup, metas: tuple[WeightMeta, ...], device: to
 
 
 def _receive_metas(group: BroadcastGroup, device: torch.device) -> tuple[WeightMeta, ...]:
-    """Receive a bucket's header by way of `device`; return the metas, () at the end of the pass."""
+    """Receive a bucket's header on `device`; return its metas, or () at the end of a pass."""
     size = torch.zeros(1, dtype=torch.int64, device=device)
     _broadcast(group, size)
     num_bytes = int(size.item())
@@ -124,10 +123,10 @@ def _receive_metas(group: BroadcastGroup, device: torch.device) -> tuple[WeightM
 
 
 def _parse_metas(text: bytes) -> tuple[WeightMeta, ...]:
-    """Parse a bucket's JSON header, `text`; one-line ValueError if it is invalid or too large."""
+    """Parse a bucket's JSON header; raise a one-line ValueError if it is invalid or too large."""
     try:
         header = json.loads(text)
-    except (ValueError, RecursionError):  # of Unicode, too
+    except (ValueError, RecursionError):
         raise _make_header_error(f"its text ({quote(text[:100])}) must be JSON") from None
     if not isinstance(header, list):
         raise _make_header_error(f"its text ({quote(header)}) must be a list")
@@ -145,7 +144,7 @@ def _parse_metas(text: bytes) -> tuple[WeightMeta, ...]:
                 raise _make_header_error(
                     f"its entry ({quote(entry)}) must be a [name, dtype, shape]"
                 )
-        # The strides of a tensor with a dim of 0 must not overflow either.
+        # Dims of size 0 count as 1, because the strides of such a tensor must not overflow.
         total += align(math.prod(max(1, n) for n in shape) * metas[name].dtype.itemsize)
         if total > MAX_BUCKET:
             raise _make_header_error(
@@ -155,7 +154,7 @@ def _parse_metas(text: bytes) -> tuple[WeightMeta, ...]:
 
 
 def _make_header_error(problem: str) -> ValueError:
-    """Return the ValueError for an invalid bucket header; `problem` is the reason."""
+    """Return the ValueError for a bucket header with this problem."""
     return ValueError(
         f"the header of a bucket of weights must be one of send_weights, but {problem}: call "
         "send_weights of the same moecore on rank 0 of this group"
@@ -163,7 +162,7 @@ def _make_header_error(problem: str) -> ValueError:
 
 
 def _broadcast(group: BroadcastGroup, tensor: Tensor) -> None:
-    """Broadcast rank 0's tensor, in place; one-line RuntimeError if a rank ended or timed out."""
+    """Broadcast rank 0's tensor, in place; raise a one-line RuntimeError if a rank has ended."""
     try:
         group.broadcast(tensor, 0).wait()
     except RuntimeError as error:
@@ -210,5 +209,5 @@ def open_bucket(handle: BucketHandle, device_index: CountOrZero | None = None) -
     check_arguments(open_bucket, locals())
     arguments = list(handle.arguments)
     if device_index is not None:
-        arguments[DEVICE_PLACE] = device_index
+        arguments[DEVICE_ARGUMENT] = device_index
     return WeightBucket(handle.metas, handle.rebuild(*arguments))

@@ -1,8 +1,8 @@
-"""Upcycled transformers models: the MoE class of transformers with the same computation.
+"""Upcycled transformers models: the transformers MoE class that would load their files.
 
-A dense model whose MLPs `upcycle_modules` replaced keeps its dense class, which cannot read
-experts. Its other tensors have the names of a family with experts. Its layers must follow the
-routing rule of that family:
+A dense model whose MLPs `upcycle_modules` replaced keeps its dense class, which cannot load
+experts. The model is therefore exported for an MoE class with the same names of other tensors. Its
+layers must follow the routing rule of that class:
 
 | dense | class with experts | rule |
 | --- | --- | --- |
@@ -31,10 +31,10 @@ class UpcycledFamily:
     """The transformers MoE family whose config and names are used for an upcycled dense model."""
 
     model_type: str
-    some_dense: bool  # whether layers may stay dense
-    always_normalizes: bool  # whether weights are divided by their sum whatever the config
+    some_dense: bool  # whether layers may be dense
+    always_normalizes: bool  # whether routing weights are always divided by their sum
     sizes: tuple[str, str, str]  # fields: experts, experts per token, hidden dim of an expert
-    fixed: Mapping[str, Any]  # the same for every upcycled model
+    fixed: Mapping[str, Any]  # fields of every upcycled model
 
 
 _QWEN_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
@@ -72,10 +72,10 @@ def make_upcycled_config(model: nn.Module) -> dict[str, Any] | None:
 def make_empty_shared_experts(
     model: nn.Module, values: Mapping[str, Any], like: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return name -> tensor of Qwen2-MoE's shared experts of hidden dim 0; {} for other classes.
+    """Return zero-sized shared experts, which Qwen2-MoE's class needs, by name; {} for others.
 
-    `values` are the fields of config.json. `like` has the model's tensors by moecore's names, of
-    which the routers give prefix, dtype and device. Matrices have 0 elements, gates [1, D] are 0.
+    `values` are the fields of config.json. `like` has the model's tensors, of which the routers
+    determine names, dtypes and devices.
     """
     if isinstance(model, Decoder) or values.get("model_type") != "qwen2_moe":
         return {}
@@ -87,21 +87,16 @@ def make_empty_shared_experts(
         if prefix == name:
             continue
         D = router.shape[1]
-        shapes = {"gate_proj": (0, D), "up_proj": (0, D), "down_proj": (D, 0)}
-        tensors |= {
-            f"{prefix}shared_expert.{part}.weight": torch.zeros(
-                shape, dtype=router.dtype, device=router.device
-            )
-            for part, shape in shapes.items()
-        }
-        tensors[f"{prefix}shared_expert_gate.weight"] = torch.zeros(
-            1, D, dtype=router.dtype, device=router.device
-        )
+        shapes = {f"_expert.{part}": (0, D) for part in ("gate_proj", "up_proj")}
+        shapes |= {"_expert.down_proj": (D, 0), "_expert_gate": (1, D)}
+        for part, shape in shapes.items():
+            zeros = torch.zeros(shape, dtype=router.dtype, device=router.device)
+            tensors[f"{prefix}shared{part}.weight"] = zeros
     return tensors
 
 
 def _find_moe_layers(model: nn.Module) -> dict[int, MoEConfig]:
-    """Return layer index -> config for each MoE layer that has moecore's tensor names."""
+    """Return the config of each MoE layer with moecore's tensor names, by layer index."""
     layers = {}
     for name, module in model.named_modules():
         prefix, _, number = name.removesuffix(".mlp").rpartition(".")
@@ -112,7 +107,7 @@ def _find_moe_layers(model: nn.Module) -> dict[int, MoEConfig]:
 
 
 def _refuse_unknown_family(values: Mapping[str, Any], layers: Mapping[int, MoEConfig]) -> None:
-    """Raise ValueError for a dense config, `values`, whose family has no class with experts."""
+    """Raise ValueError if the dense config `values` is of a family without an MoE class."""
     if any("expert" in name for name in values):
         return
     activation = next(iter(layers.values())).activation
@@ -127,7 +122,7 @@ def _refuse_unknown_family(values: Mapping[str, Any], layers: Mapping[int, MoECo
 def _build_moe_config(
     values: Mapping[str, Any], family: UpcycledFamily, layers: Mapping[int, MoEConfig]
 ) -> dict[str, Any]:
-    """Build the MoE class's config.json from the dense config, `values`, and the MoE layers."""
+    """Build the MoE class's config.json from the dense config `values` and the MoE layers."""
     from transformers import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[family.model_type]
@@ -146,7 +141,7 @@ def _build_moe_config(
             "class with experts and has them in every layer: upcycle all, or keep native "
             "checkpoints (Saver)"
         )
-    names = {*kind().to_dict(), "head_dim"}  # which is read where it is given
+    names = {*kind().to_dict(), "head_dim"}
     moe_values = {name: value for name, value in values.items() if name in names}
     moe_values |= dict(zip(family.sizes, (moe.num_experts, moe.top_k, moe.hidden_dim), strict=True))
     moe_values |= {"model_type": family.model_type, **family.fixed}
@@ -159,7 +154,7 @@ def _build_moe_config(
 def _require_routing_rule(
     i: int, config: MoEConfig, first: MoEConfig, family: UpcycledFamily
 ) -> None:
-    """Raise ValueError unless layer i routes as the family does and has the sizes of `first`."""
+    """Raise ValueError unless layer `i` has the family's routing rule and the sizes of `first`."""
     normalizes = family.always_normalizes or first.normalizes
     expected_config = MoEConfig(
         dim=first.dim,
@@ -168,7 +163,7 @@ def _require_routing_rule(
         top_k=first.top_k,
         normalize_weights=normalizes,
     )
-    if config.score_order == "post":  # the same numbers
+    if config.score_order == "post":  # equal to normalized scores
         config = replace(config, score_order="pre", normalize_weights=True)
     for difference in find_moe_differences(config, expected_config):
         raise ValueError(

@@ -1,7 +1,6 @@
-"""verify_hf: check that a Hugging Face directory is complete, from headers.
+"""Checks of Hugging Face directories: tensors, shapes and equal copies.
 
-It detects a missing or truncated file, an index that disagrees, a missing expert, layer or scale,
-and a wrong shape. The format has no digests, so a flipped bit in the data is not detected.
+`verify_hf` reads only headers. The format has no digests, so changed data is not detected.
 """
 
 from __future__ import annotations
@@ -46,34 +45,30 @@ class Shaped(Protocol):
 
 def verify_hf(path: str | os.PathLike[str]) -> list[str]:
     """Check a Hugging Face directory; return one line per problem, [] if it is complete."""
-    return [
-        format_error_line(problem, MAX_CHARS) for problem in _find_directory_problems(Path(path))
-    ]
-
-
-def _find_directory_problems(path: Path) -> list[str]:
-    """Return an error text per problem of a directory's config.json, headers and shard files."""
+    path = Path(path)
     try:
         config = read_config(path)
         with HFFiles(path) as files:
             sources, problems = find_sources(files, config.get("quantization_config"))
             problems += _find_stray_shards(path, files)
     except ValueError as error:
-        return [str(error)]
-    return problems + find_content_problems(sources, config, path)
+        problems = [str(error)]
+    else:
+        problems += find_content_problems(sources, config, path)
+    return [format_error_line(problem, MAX_CHARS) for problem in problems]
 
 
 def find_content_problems(
     sources: Mapping[str, Shaped], config: Mapping[str, Any], described: HFConfig
 ) -> list[str]:
-    """Compare tensors with the model of a config.json; return an error text per difference.
+    """Compare tensors with the model of a config.json; return error texts.
 
-    `config` has the fields. `described` is the directory, file or mapping that contains them.
+    `config` has the fields of `described`, a directory, file or mapping.
     """
     try:
         native = decoder_config_from_hf(described)
         plan = plan_hf_tensors(native, find_layout(sources))
-    except NotImplementedError:  # an option that the native decoder lacks
+    except NotImplementedError:  # the native decoder does not support the model
         return _compare_with_transformers(sources, config)
     except ValueError as error:
         return [str(error)]
@@ -83,9 +78,9 @@ def find_content_problems(
 def find_shape_problems(
     files: Mapping[str, Shaped], shapes: Mapping[str, tuple[int, ...]], copies: Collection[str] = ()
 ) -> list[str]:
-    """Compare the shapes of file tensors with the expected `shapes`; return error texts.
+    """Compare file tensors with the expected shapes by name; return error texts.
 
-    `copies` names additional file tensors that may exist or be missing.
+    File tensors in `copies` may exist or be missing.
     """
     problems = [f"{name} is missing" for name in shapes if name not in files]
     problems += [
@@ -104,10 +99,9 @@ def find_shape_problems(
 def find_copy_problems(
     files: BoxReader, sources: Mapping[str, TensorSource], copies: Mapping[str, str]
 ) -> list[str]:
-    """Return an error text per file tensor that should equal another file tensor and does not.
+    """Return an error text per file tensor, a key of `copies`, that differs from its original.
 
-    `copies` maps the first tensor's name to the second's. Each rank compares its share of dim 0,
-    without communication, and returns only the differences that it finds.
+    Each rank compares a part of dim 0 without communication.
     """
     rank, world = get_rank_and_world()
     problems = []
@@ -132,11 +126,10 @@ def find_copy_problems(
 
 
 def _find_stray_shards(path: Path, files: HFFiles) -> list[str]:
-    """Return an error text per shard file without tensors, and for a wrong total_size (bytes)."""
-    problems = []
+    """Return error texts for shard files without tensors and a wrong total_size in the index."""
     shards = {entry.file for entry in files.tensors.values()}
     names = {p.name for p in path.glob("model*.safetensors")}
-    problems += [f"{name} holds no tensor of the checkpoint" for name in sorted(names - shards)]
+    problems = [f"{name} holds no tensor of the checkpoint" for name in sorted(names - shards)]
     if (path / INDEX).is_file():
         metadata = read_json(path / INDEX, max_bytes=MAX_TABLE).get("metadata", {})
         if not isinstance(metadata, dict):
@@ -151,12 +144,12 @@ def _find_stray_shards(path: Path, files: HFFiles) -> list[str]:
 def _compare_with_transformers(
     sources: Mapping[str, Shaped], config: Mapping[str, Any]
 ) -> list[str]:
-    """Compare tensors with the transformers model of config.json; return the differences.
+    """Compare tensors with the transformers model of config.json; return error texts.
 
-    For a class that transformers does not have, only missing experts are found.
+    If the class is unknown, only experts are compared.
     """
     try:
-        for key in ("num_hidden_layers", *MTP_KEYS):  # which `_is_behind` reads
+        for key in ("num_hidden_layers", *MTP_KEYS):  # `_is_mtp_layer` reads these fields
             check_field_type(key, config.get(key) or 1)
         reader = build_meta_model(config)
     except ValueError as error:
@@ -173,27 +166,25 @@ def _compare_with_transformers(
 
 
 def _find_missing_experts(sources: Mapping[str, Shaped], config: Mapping[str, Any]) -> list[str]:
-    """Return an error text per missing or surplus expert among the tensor names.
-
-    The expected number is config.json's expert count, otherwise the highest expert index + 1.
-    """
+    """Compare expert indices in names with config.json's expert count; return error texts."""
     counts = (config[key] for key in EXPERT_KEYS if FIELD_KINDS["num_experts"][1](config.get(key)))
-    want, problems = next(counts, 0), list[str]()
+    num_experts, problems = next(counts, 0), list[str]()
     experts_by_role: dict[tuple[str, str], set[int]] = {}
     for name, source in sources.items():
         match = EXPERT.fullmatch(name)
         if match:
             experts_by_role.setdefault((match[1], match[3]), set()).add(int(match[2]))
-        elif ".experts." in name and want and source.shape[:1] != (want,):
-            problems.append(f"{name} {source.shape} must have {want} experts")
+        elif ".experts." in name and num_experts and source.shape[:1] != (num_experts,):
+            problems.append(f"{name} {source.shape} must have {num_experts} experts")
     for (prefix, role), experts in experts_by_role.items():
-        every = set(range(want or max(experts) + 1))
-        problems += [f"{prefix}.{e}.{role} is missing" for e in sorted(every - experts)]
-        problems += [f"{prefix}.{e}.{role} is one too many" for e in sorted(experts - every)]
+        expected_experts = set(range(num_experts or max(experts) + 1))
+        missing, surplus = sorted(expected_experts - experts), sorted(experts - expected_experts)
+        problems += [f"{prefix}.{e}.{role} is missing" for e in missing]
+        problems += [f"{prefix}.{e}.{role} is one too many" for e in surplus]
     return problems
 
 
 def _is_mtp_layer(layer: int, config: Mapping[str, Any]) -> bool:
-    """Whether layer index `layer` is a multi-token prediction layer (after the last layer)."""
+    """Whether a layer index, after the last layer, belongs to a multi-token prediction layer."""
     first = config.get("num_hidden_layers") or layer + 1
     return first <= layer < first + max((config.get(key) or 0 for key in MTP_KEYS), default=0)

@@ -1,8 +1,7 @@
-"""DCP directories <-> native checkpoints, in one process, one chunk at a time.
+"""Conversion between DCP directories and native checkpoints, in one process.
 
 The tensor names of a directory identify its kind: Megatron-Core, transformers, or the native
-decoder. Each kind is converted to the Hugging Face tensors of `plan_hf_tensors`, which the native
-writer reads, and the reverse.
+decoder. Names and rows of each kind are mapped to the Hugging Face tensors of `plan_hf_tensors`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from moecore.base.fields import NumBytes, check_arguments, format_name, quote
 from moecore.io.checkpoint.directory import Step, refuse_used_directory
 from moecore.io.checkpoint.files import join_problems, write_new
 from moecore.io.checkpoint.shard_file import Meter, Progress
-from moecore.io.hf.collect import Collector, Item
+from moecore.io.hf.collect import Item, StoredCollector
 from moecore.io.hf.config import decoder_config_from_hf
 from moecore.io.hf.config_fields import HFConfig
 from moecore.io.hf.convert import (
@@ -43,6 +42,7 @@ from moecore.io.interchange.dcp import DCPFiles, NewChunk, NewTensor, find_prefi
 from moecore.io.interchange.dcp_metadata import read_options
 from moecore.io.interchange.megatron import (
     OTHER_FUNCTIONS,
+    ROOTS,
     WORDS,
     LayerPlace,
     MegatronBlock,
@@ -50,13 +50,12 @@ from moecore.io.interchange.megatron import (
     build_megatron_blocks,
     build_optional_head,
     find_places,
-    find_unused,
     get_written_place,
 )
 from moecore.models.config import DecoderConfig
 
 DCPNames = Literal["megatron", "dcp", "dcp-transformers"]
-# What Megatron-Core's loader asks of a directory beside DCP's own files.
+# Megatron-Core's loader requires these values in addition to DCP's files.
 MEGATRON_METADATA = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -144,7 +143,7 @@ def native_to_dcp(
 
 
 def find_naming(files: DCPFiles) -> str:
-    """Return "megatron", "dcp" or "dcp-transformers", inferred from the tensor names."""
+    """Infer "megatron", "dcp" or "dcp-transformers" from the tensor names of a DCP directory."""
     if find_prefixes(files, WORDS):
         return "megatron"
     is_native = any(".mlp.experts.w1" in n or ".mlp.router.weight" in n for n in files.tensors)
@@ -155,11 +154,11 @@ def find_naming(files: DCPFiles) -> str:
 class SplicedSource(TensorSource):
     """A Hugging Face tensor whose rows are concatenated from ranges of rows of stored tensors."""
 
-    # Stored tensor, index into its first dims, first row and row behind the last.
+    # Stored tensor, index into its first dims, first row, and last row + 1.
     spans: tuple[tuple[str, tuple[int, ...], int, int], ...] = ()
 
     def read(self, files: BoxReader, box: Box) -> Tensor:
-        """Read a box (slices) from the stored tensors and return it as a new CPU tensor."""
+        """Read a box (slices) from the stored tensors into a new CPU tensor."""
         pieces, at = [], 0
         for key, index, start, stop in self.spans:
             first, last = max(box[0].start, at), min(box[0].stop, at + stop - start)
@@ -174,7 +173,7 @@ class SplicedSource(TensorSource):
 def _find_sources(
     files: DCPFiles, config: DecoderConfig
 ) -> tuple[dict[str, TensorSource], dict[str, FileRecipe], list[str]]:
-    """Return name -> stored tensor, the recipes to read native tensors, and error texts."""
+    """Find a DCP directory's tensors; return sources by name, recipes and error texts."""
     kind = find_naming(files)
     if kind == "megatron":
         spliced_sources, problems = _find_megatron_sources(files, config)
@@ -185,17 +184,14 @@ def _find_sources(
         for name, tensor in files.tensors.items()
         if name.startswith(prefix)
     }
+    plan = plan_hf_tensors(config, "fused" if kind == "dcp" else find_layout(sources))
     if kind == "dcp":
-        plan = plan_hf_tensors(config, "fused")
-        recipes = {
-            name: FileRecipe.from_tensor(name, recipe.shape) for name, recipe in plan.items()
-        }
-        return sources, recipes, []
-    return sources, plan_hf_tensors(config, find_layout(sources)), []
+        plan = {n: FileRecipe.from_tensor(n, recipe.shape) for n, recipe in plan.items()}
+    return sources, plan, []
 
 
 def _find_prefix(files: DCPFiles, ending: str) -> str:
-    """Return the prefix before the name `ending`; ValueError if several models have it."""
+    """Return the prefix before the tensor name `ending`; ValueError for several prefixes."""
     candidates = find_prefixes(files, ending) or [""]
     if len(candidates) > 1 and "" not in candidates:
         raise ValueError(
@@ -208,17 +204,16 @@ def _find_prefix(files: DCPFiles, ending: str) -> str:
 def _find_megatron_sources(
     files: DCPFiles, config: DecoderConfig
 ) -> tuple[dict[str, TensorSource], list[str]]:
-    """Return Hugging Face name -> where a Megatron-Core directory stores its rows, and error texts.
+    """Return the rows of a Megatron-Core directory by Hugging Face name, or {}, and error texts.
 
-    The first result is {} if there are error texts. NotImplementedError for training options that
-    change the model's results.
+    NotImplementedError for training options that change the model's results.
     """
     for option, value in read_options(files.path / "common.pt", OTHER_FUNCTIONS).items():
         if value:
             raise NotImplementedError(
                 f"{option} ({quote(value)}) of {files.path / 'common.pt'} must be off, else the "
-                "native "
-                "decoder computes another function of these weights: train on in Megatron-Core"
+                "native decoder computes another function of these weights: train on in "
+                "Megatron-Core"
             )
     prefix = _find_prefix(files, WORDS)
     names = [name for name in files.tensors if name.startswith(prefix)]
@@ -237,7 +232,11 @@ def _find_megatron_sources(
             spans.setdefault(part.name, {})[part.start] = span
             rows = max(part.stop, shape_of.get(part.name, (0,))[0])
             shape_of[part.name] = (rows, *block.shape[1:])
-    problems += [f"{name} is no tensor of the decoder" for name in find_unused(shapes, used_keys)]
+    problems += [
+        f"{name} is no tensor of the decoder"
+        for name in shapes
+        if name.startswith(ROOTS) and name not in used_keys and "_extra_state" not in name
+    ]
     if problems:
         return {}, problems
     sources: dict[str, TensorSource] = {}
@@ -251,7 +250,7 @@ def _find_megatron_sources(
 def _pair_parts_with_places(
     block: MegatronBlock, places: tuple[LayerPlace, ...]
 ) -> Iterator[tuple[TensorPart, tuple[LayerPlace, int]]]:
-    """Yield (Hugging Face rows, (place that stores the rows, first row there)) of a block."""
+    """Yield each part of a block with the place that stores its rows, and the first row there."""
     at = 0
     for part in block.parts if places else ():
         row, begin = at, 0
@@ -264,7 +263,7 @@ def _pair_parts_with_places(
 
 
 def _plan_megatron_tensors(model: StoredModel) -> dict[str, NewTensor]:
-    """Return key -> Megatron-Core tensor to write, with one chunk per layer and expert."""
+    """Return the Megatron-Core tensors to write by name, with one chunk per layer and expert."""
     config = decoder_config_from_hf(model.values)
     items_by_name = {item.name: item for item in model.items}
     plans = (
@@ -291,15 +290,17 @@ def _plan_megatron_tensors(model: StoredModel) -> dict[str, NewTensor]:
     return {key: NewTensor(shapes[key], dtypes[key], chunks[key]) for key in chunks}
 
 
-def _concat_parts(block: MegatronBlock, items: Mapping[str, Item], collector: Collector) -> Tensor:
+def _concat_parts(
+    block: MegatronBlock, items: Mapping[str, Item], collector: StoredCollector
+) -> Tensor:
     """Concatenate the rows of a Megatron-Core block from the Hugging Face tensors `items`."""
     names = dict.fromkeys(part.name for part in block.parts)
-    tensors = {name: _collect_tensor(collector, items[name]) for name in names}
+    tensors = {name: collector.collect_tensor(items[name], 0) for name in names}
     return torch.cat([tensors[part.name][part.start : part.stop] for part in block.parts])
 
 
 def _plan_native_tensors(model: StoredModel, dtype: torch.dtype | None) -> dict[str, NewTensor]:
-    """Return name -> native decoder tensor to write, with one chunk per tensor."""
+    """Return the native decoder's tensors to write by name, with one chunk per tensor."""
     if not model.is_decoder and any(".experts." in name for name in model.tensors):
         raise ValueError(
             "names ('dcp') must be those of the checkpoint, which is a transformers model's: use "
@@ -311,15 +312,8 @@ def _plan_native_tensors(model: StoredModel, dtype: torch.dtype | None) -> dict[
     return {item.name: _make_one_chunk_tensor(item, model.collector) for item in items}
 
 
-def _make_one_chunk_tensor(item: Item, collector: Collector) -> NewTensor:
-    """Return a tensor to write, `item`, whose only chunk is the full tensor."""
-    shape = item.shape
-    chunk = NewChunk((0,) * len(shape), shape, lambda: _collect_tensor(collector, item))
-    return NewTensor(shape, item.dtype, [chunk])
-
-
-def _collect_tensor(collector: Collector, item: Item) -> Tensor:
-    """Read and return the full Hugging Face tensor of an item, on the CPU."""
-    tensor = collector.collect_tensor(item, 0)
-    assert tensor is not None, "one process has every tensor"
-    return tensor
+def _make_one_chunk_tensor(item: Item, collector: StoredCollector) -> NewTensor:
+    """Convert an item to a tensor to write whose only chunk is the full tensor."""
+    offsets = (0,) * len(item.shape)
+    chunk = NewChunk(offsets, item.shape, lambda: collector.collect_tensor(item, 0))
+    return NewTensor(item.shape, item.dtype, [chunk])

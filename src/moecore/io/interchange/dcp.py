@@ -44,7 +44,7 @@ from moecore.io.interchange.dcp_metadata import DCPChunk, read_metadata
 
 
 class DCPFiles:
-    """Reads tensors of a DCP directory and caches the last chunk. A context manager."""
+    """Reads boxes of the tensors in a DCP directory; a context manager that caches a chunk."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -52,7 +52,7 @@ class DCPFiles:
         self._last: tuple[DCPChunk, Tensor] | None = None
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Read a box (slices with start and stop) of a tensor; return it as a new CPU tensor."""
+        """Read a box (a slice with start and stop per dim) of a tensor into a new CPU tensor."""
         entry = self.tensors[name]
         out = torch.empty([s.stop - s.start for s in box], dtype=entry.dtype, device="cpu")
         for chunk, source, target in find_common_boxes(box, entry.chunks):
@@ -66,7 +66,7 @@ class DCPFiles:
         self._last = None
 
     def _load_chunk(self, name: str, chunk: DCPChunk, dtype: torch.dtype) -> Tensor:
-        """Return a chunk of tensor `name`; raise OSError if it is damaged or its shape differs."""
+        """Read a chunk of the tensor `name`; raise OSError if it is damaged or another tensor."""
         if self._last is not None and self._last[0] is chunk:
             return self._last[1]
         self._last = None
@@ -80,26 +80,18 @@ class DCPFiles:
                 raise OSError(
                     f"path ({file}) must hold {format_name(name)}: {format_one_line(error):.200}"
                 ) from None
-        if (
-            not isinstance(value, Tensor)
-            or (value.dtype, value.layout) != (dtype, torch.strided)
-            or value.is_meta
-        ):
+        is_tensor = isinstance(value, Tensor) and value.layout == torch.strided
+        if not is_tensor or value.is_meta or (value.dtype, value.shape) != (dtype, chunk.sizes):
             raise OSError(
-                f"path ({file}) must hold {format_name(name)} as {dtype}, as .metadata names it"
+                f"path ({file}) must hold {format_name(name)} as {dtype} {chunk.sizes}, as "
+                ".metadata names it"
             )
-        if tuple(value.shape) != chunk.sizes:
-            raise OSError(
-                f"path ({file}) must hold {format_name(name)} as {chunk.sizes}, as .metadata "
-                "names it"
-            )
-        value = value.detach()
-        self._last = chunk, value
-        return value
+        self._last = chunk, value.detach()
+        return self._last[1]
 
 
 def _check_entry_sizes(part: IO[bytes], length: int) -> None:
-    """Raise ValueError if zip entries in `part` unpack to more than `length` bytes; rewind it."""
+    """Raise ValueError if a zip file's entries unpack to more than `length` bytes; then rewind."""
     if zipfile.is_zipfile(part):
         part.seek(0)
         with zipfile.ZipFile(part) as entries:
@@ -115,17 +107,21 @@ class _ChunkPart(io.RawIOBase):
         self._stream, self._start, self._length, self._at = stream, start, length, 0
 
     def readable(self) -> bool:
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
+        """Return True."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move to an offset in the chunk; return the new position."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
         self._at = base + offset
         return self._at
 
     def readinto(self, buffer: Any) -> int:
+        """Fill a buffer from the current position; return the bytes read."""
         self._stream.seek(self._start + self._at)
         count = max(0, min(len(buffer), self._length - self._at))
         read: int = self._stream.readinto(memoryview(buffer)[:count])
@@ -158,10 +154,10 @@ def write_dcp(path: Path, tensors: Mapping[str, NewTensor], meter: Meter) -> Non
     )
     planner, writer = _ChunkPlanner(tensors, meter), dcp.FileSystemWriter(path)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as was asked for
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:
             dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
-        except CheckpointException as error:  # shows the traceback of what this process raised
+        except CheckpointException as error:
             ((cause, _),) = error.failures.values()
             raise cause from None
 
@@ -191,7 +187,7 @@ class _ChunkPlanner(SavePlanner):
     def set_up_planner(
         self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
-        """Do nothing: DCP requires this method."""
+        """Do nothing; DCP requires this method."""
 
     def create_local_plan(self) -> SavePlan:
         """Return the plan of all chunks, in order."""
@@ -214,7 +210,7 @@ class _ChunkPlanner(SavePlanner):
 
 
 def find_prefixes(files: DCPFiles, ending: str) -> list[str]:
-    """Return each prefix, such as "model.", of tensor names with this ending, except "optim..."."""
+    """Return the prefixes ("model.") of tensor names with this ending, except optimizers'."""
     names = [name for name in files.tensors if name == ending or name.endswith(f".{ending}")]
     parts = [name.removesuffix(ending) for name in names]
     return [p for p in parts if not any(part.startswith("optim") for part in p.split("."))]

@@ -1,9 +1,8 @@
 """The tensors of a DCP directory, parsed from its `.metadata` without running code.
 
-`.metadata` is a pickle. This unpickler imports no modules. The classes that DCP and Megatron-Core
-write become inert records, `torch.Size` and dtypes are built, and any other name is an error. Each
-field is checked before use. Error texts are truncated, because a few bytes of a pickle can nest
-without end.
+`.metadata` is a pickle. The unpickler of this file imports no modules: it replaces the classes that
+DCP and Megatron-Core write by `_MetadataRecord`, and builds only `torch.Size` and dtypes. Error
+texts are truncated, because a few bytes of a pickle can nest without end.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from moecore.io.checkpoint.files import MAX_TABLE, check_size, open_regular, rea
 from moecore.io.checkpoint.manifest import DTYPE_NAMES
 
 METADATA = ".metadata"
-# A trainer's arguments take 0.1 MB. The rest of their file is not read.
 MAX_OPTIONS, MAX_OPTIONS_FILE = 16 << 20, 1 << 30
 RECORDS = frozenset(
     {
@@ -98,14 +96,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _refuse_large_memo(raw: bytes) -> None:
-    """Raise `_MetadataError` if a pickle's memo index exceeds its size, which would take memory."""
+    """Raise `_MetadataError` if a pickle's memo has an index above its size in bytes."""
     for opcode, number, _ in genops(raw):
         if opcode.name.endswith("PUT") and isinstance(number, int) and number >= len(raw):
             raise _MetadataError(f"its memo has {number} entries, more than it has bytes")
 
 
 def read_metadata(path: Path) -> dict[str, DCPTensor]:
-    """Parse `.metadata` of a DCP directory; return name -> tensor. ValueError if it is damaged."""
+    """Parse `.metadata` of a DCP directory; return its tensors by name, or raise ValueError."""
     try:
         raw = read_regular(path / METADATA, follow=True, max_bytes=MAX_TABLE)
     except FileNotFoundError:
@@ -115,7 +113,7 @@ def read_metadata(path: Path) -> dict[str, DCPTensor]:
         return _parse_tensors(path, _Unpickler(io.BytesIO(raw)).load())
     except _MetadataError as error:
         message = str(error)
-    except Exception as error:  # of any kind: bytes that are no pickle raise what they like
+    except Exception as error:  # of any kind, because the bytes may be damaged
         message = str(error) or type(error).__name__
     message = " ".join(message.split())  # names may have line breaks
     raise ValueError(
@@ -125,13 +123,10 @@ def read_metadata(path: Path) -> dict[str, DCPTensor]:
 
 
 def read_options(path: Path, names: Collection[str]) -> dict[str, Any]:
-    """Read values from a `torch.save` file, such as a trainer's arguments, by their names.
+    """Read the values of these names, without unpickling, from a `torch.save` file of arguments.
 
-    Only numbers, strings, None, True and False are returned. Nothing is unpickled. For a missing
-    file or another format it returns {}.
-
-    Raises:
-        ValueError: if the file or its pickle exceeds the size limits.
+    Values are numbers, strings, None, True or False. The result is {} for a missing file or another
+    format. ValueError for a file above the size limits.
     """
     try:
         descriptor = open_regular(path, follow=True)
@@ -171,7 +166,7 @@ class _MetadataError(Exception):
 
 
 def _parse_tensors(path: Path, metadata: Any) -> dict[str, DCPTensor]:
-    """Validate unpickled metadata and return name -> tensor; raise `_MetadataError` if invalid."""
+    """Convert unpickled metadata to tensors by name; raise `_MetadataError` if it is invalid."""
     entries = _require_attribute(metadata, "state_dict_metadata", dict)
     places: dict[tuple[str, tuple[int, ...]], Any] = {}
     for index, info in _require_attribute(metadata, "storage_data", dict).items():
@@ -188,7 +183,7 @@ def _parse_tensors(path: Path, metadata: Any) -> dict[str, DCPTensor]:
 
 
 def _parse_tensor(path: Path, name: str, entry: Any, places: dict[Any, Any]) -> DCPTensor:
-    """Validate one tensor's metadata; `places` maps (name, offsets) to the file position."""
+    """Convert a tensor's metadata; `places` has the file position of each (name, offsets)."""
     shape = _require_counts(name, entry.get("size"))
     dtype = _require_attribute(entry, "properties", _MetadataRecord).state[0]
     if not isinstance(name, str) or dtype not in DTYPE_NAMES:
@@ -212,7 +207,7 @@ def _parse_tensor(path: Path, name: str, entry: Any, places: dict[Any, Any]) -> 
 
 
 def _is_partition(blocks: Sequence[Block], shape: tuple[int, ...], dim: int = 0) -> bool:
-    """Whether blocks cover each element of a box `shape` once; recursion begins at dim 0."""
+    """Whether blocks (offsets, sizes) cover each element of `shape` once, from dim `dim` on."""
     # Example: [0:2, 0:1], [0:1, 1:3] and [1:2, 1:3] in (2, 3): dim 0 has the slabs 0:1 and 1:2, and
     # the first block is in both; in each slab dim 1 has the edges 0, 1 and 3 and one block between.
     if dim == len(shape):
@@ -228,7 +223,7 @@ def _is_partition(blocks: Sequence[Block], shape: tuple[int, ...], dim: int = 0)
 
 
 def _locate_chunk(path: Path, name: str, info: _MetadataRecord) -> tuple[str, int, int]:
-    """Return file, first byte and byte count of a chunk; `_MetadataError` if they do not exist."""
+    """Return file name, first byte and byte count of a chunk, or raise `_MetadataError`."""
     file, start, length = (info.get(n) for n in ("relative_path", "offset", "length"))
     if not isinstance(file, str) or Path(file).name != file:
         raise _MetadataError(
@@ -246,7 +241,7 @@ def _locate_chunk(path: Path, name: str, info: _MetadataRecord) -> tuple[str, in
 
 
 def _require_attribute(record: Any, name: str, kind: type) -> Any:
-    """Return a record's attribute `name`; raise `_MetadataError` if its type is not `kind`."""
+    """Return a record's attribute, or raise `_MetadataError` if its type is not `kind`."""
     value = record.get(name) if isinstance(record, _MetadataRecord) else None
     if not isinstance(value, kind):
         raise _MetadataError(f"{name} ({type(value).__name__}) must be a {kind.__name__}")
@@ -254,7 +249,7 @@ def _require_attribute(record: Any, name: str, kind: type) -> Any:
 
 
 def _require_counts(name: str, values: Any) -> tuple[int, ...]:
-    """Return a tuple of sizes; raise `_MetadataError` unless all values are integers >= 0."""
+    """Return a tensor's sizes or offsets, or raise `_MetadataError` unless integers >= 0."""
     if not isinstance(values, tuple) or not all(type(n) is int and n >= 0 for n in values):
         raise _MetadataError(f"{name} has the sizes {reprlib.repr(values)}")
     return tuple(values)

@@ -1,4 +1,4 @@
-"""Names and rows of Megatron-Core's tensors, as rows of Hugging Face tensors.
+"""The correspondence of Megatron-Core's tensors and Hugging Face tensors, by rows.
 
 Legend: L layers, E experts, D model dim, F hidden dim, G groups of query heads (heads of keys and
 values), q query heads of a group, d head dim.
@@ -40,11 +40,10 @@ from moecore.models.config import DecoderConfig
 
 WORDS = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
-ROOTS = ("embedding.", "decoder.", "output_layer.", "mtp.")  # of the model; others are a trainer's
+ROOTS = ("embedding.", "decoder.", "output_layer.", "mtp.")  # prefixes of the model's tensors
 LAYERS, MTP = "decoder.layers", "mtp.layers"
 Shapes = Mapping[str, tuple[int, ...]]
-# Fields that Megatron-Core's tensors or options have, so that the same config.json gives the same
-# model there. Any other field must have its default, else the weights would compute something else.
+# Fields that Megatron-Core supports. Any other field must have its default.
 SUPPORTED_FIELDS = frozenset(
     {
         *("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "windows"),
@@ -59,14 +58,14 @@ SUPPORTED_FIELDS = frozenset(
         *("moe.num_shared_experts", "moe.shared_gate"),
     }
 )
-# Arguments of Megatron-LM that change the function of a model. No field of DecoderConfig has them.
+# Arguments of Megatron-LM that change a model's function, and that DecoderConfig does not support.
 OTHER_FUNCTIONS = (
     *("activation_func_clamp_value", "activation_func_tanh_clamp_scale", "glu_linear_offset"),
     *("activation_func_tanh_clamp_scale_linear", "apply_layernorm_1p", "quick_geglu"),
     *("moe_apply_probs_on_input", "rotary_interleaved"),
 )
-# Blocks of a layer: names in Megatron-Core (the first is written, all are read), and names
-# of the Hugging Face tensors that have its rows. A block without these tensors is left out.
+# Blocks of a layer: names in Megatron-Core (the first is written, all are read), and the Hugging
+# Face tensors with its rows. Blocks of tensors that the model lacks are skipped.
 Table = tuple[tuple[str, str], ...]
 GROUPED: Table = (
     ("q_layernorm.weight", "q_norm.weight"),
@@ -109,7 +108,7 @@ class TensorPart:
 
 @dataclass(frozen=True, slots=True)
 class MegatronBlock:
-    """A matrix or vector of one layer and expert in Megatron-Core, and its Hugging Face rows."""
+    """A matrix or vector of one layer or expert in Megatron-Core, and its Hugging Face rows."""
 
     names: tuple[str, ...]  # in its layer; the first is written, all are read
     parts: tuple[TensorPart, ...]
@@ -121,16 +120,16 @@ class MegatronBlock:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """The stored tensor `key`, and the index into its first dims, at which a block is stored."""
+    """The Megatron-Core tensor that stores a block, and the block's index in the tensor."""
 
     key: str
-    index: tuple[int, ...]  # into its first dims, which are layers, experts, both or none
-    dims: tuple[int, ...]
-    rows: int  # of the dim behind them
+    index: tuple[int, ...]  # into the first dims, which are layers, experts, both or none
+    dims: tuple[int, ...]  # sizes of the first dims
+    rows: int  # size of the next dim
 
 
 def build_megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
-    """Return the decoder's blocks in order; NotImplementedError if Megatron-Core lacks a tensor."""
+    """Return a decoder's blocks in order; NotImplementedError if Megatron-Core lacks a tensor."""
     shapes = map_file_shapes(plan_hf_tensors(config, "per_expert"))
     unnamed = ["proj.bias", "proj_bias", "router.bias", "sinks", "conv1d.weight"]
     unnamed += ["q_proj.weight"] if config.attention_gate else []
@@ -184,7 +183,7 @@ def _find_unsupported_fields(config: DecoderConfig) -> Iterator[str]:
 
 
 def _refuse_unnamed(name: str, shapes: Shapes) -> NoReturn:
-    """Raise NotImplementedError for a tensor that has no name in Megatron-Core."""
+    """Raise NotImplementedError: a tensor has no name in Megatron-Core."""
     raise NotImplementedError(
         f"{format_name(name)} {shapes[name]} must have a name in Megatron-Core, which has none "
         "that is known: go by way of a Hugging Face directory and Megatron Bridge"
@@ -192,18 +191,17 @@ def _refuse_unnamed(name: str, shapes: Shapes) -> NoReturn:
 
 
 def get_written_place(block: MegatronBlock, config: DecoderConfig) -> LayerPlace:
-    """Return the Megatron-Core tensor, and the index into it, to which a block is written."""
-    is_stacked = not config.dense_layers  # all layers are alike
+    """Return the place in Megatron-Core's tensors to which a block is written."""
+    is_stacked = not config.dense_layers  # all layers have equal shapes
     return next(_list_candidate_places(block, config, stacked=is_stacked))[0]
 
 
 def find_places(
     block: MegatronBlock, shapes: Shapes, config: DecoderConfig
 ) -> tuple[tuple[LayerPlace, ...], list[str]]:
-    """Return where a directory stores a block's rows, and error texts.
+    """Find a block among stored tensors with these shapes; return its places and error texts.
 
-    `shapes` are the shapes of its tensors. The places are one, or two if gate and up are separate
-    tensors, or () if the block is missing.
+    There are two places if gate and up are separate tensors, and no place for a missing block.
     """
     for stacked in (True, False):
         for places in _list_candidate_places(block, config, stacked=stacked):
@@ -215,17 +213,10 @@ def find_places(
     return (), [f"{place.key}{list(place.index) or ''} is missing"]
 
 
-def find_unused(shapes: Shapes, used_keys: set[str]) -> Iterator[str]:
-    """Yield the names of stored tensors of the model that are not in `used_keys`."""
-    for name in shapes:
-        if name.startswith(ROOTS) and name not in used_keys and "_extra_state" not in name:
-            yield name
-
-
 def _list_candidate_places(
     block: MegatronBlock, config: DecoderConfig, *, stacked: bool
 ) -> Iterator[tuple[LayerPlace, ...]]:
-    """Yield each way in which a directory may store a block: one place, or two (gate and up).
+    """Yield each way a Megatron directory may store a block: one place, or one each of gate and up.
 
     With `stacked`, one tensor has all layers, otherwise each layer has a tensor.
     """
@@ -247,7 +238,7 @@ def _list_candidate_places(
 
 
 def _list_expert_names(name: str, expert: int | None) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield (possible tensor name, index of the expert in it) for a matrix of an expert."""
+    """Yield the possible tensor names of an expert's matrix, with the expert's index in each."""
     if expert is None:
         yield name, ()
         return
@@ -260,7 +251,7 @@ def _list_expert_names(name: str, expert: int | None) -> Iterator[tuple[str, tup
 
 
 def _find_shape_problem(place: LayerPlace, block: MegatronBlock, shapes: Shapes) -> Iterator[str]:
-    """Yield an error text if the stored tensor has a wrong shape for the block."""
+    """Yield an error text if the stored tensor has another shape than the block."""
     shape, depth = shapes[place.key], len(place.index)
     expected_shape = (*place.dims, place.rows, *block.shape[1:])
     is_padded = block.names[0] in (WORDS, OUTPUT) and shape[depth] >= place.rows
@@ -272,10 +263,7 @@ def _find_shape_problem(place: LayerPlace, block: MegatronBlock, shapes: Shapes)
 def _build_blocks(
     table: Table, shapes: Shapes, prefix: str = "", hf_prefix: str = ""
 ) -> list[MegatronBlock]:
-    """Build the blocks of a name table for the tensors that exist in `shapes`.
-
-    `prefix` precedes the Megatron-Core names, `hf_prefix` the Hugging Face names.
-    """
+    """Build the blocks of a name table, with prefixes for both names, of tensors in `shapes`."""
     blocks = []
     for names, hf_names in table:
         parts = [f"{hf_prefix}{name}" for name in hf_names.split()]
@@ -290,7 +278,7 @@ def _build_blocks(
 def _build_layer_blocks(
     hf_prefix: str, config: DecoderConfig, shapes: Shapes
 ) -> list[MegatronBlock]:
-    """Build the blocks of one transformer layer; `hf_prefix` is its Hugging Face name prefix."""
+    """Build the blocks of the transformer layer with this Hugging Face name prefix."""
     is_moe = f"{hf_prefix}mlp.gate.weight" in shapes
     norm, q_or_qkv = "input_layernorm.weight", "linear_q_proj" if config.mla else "linear_qkv"
     norms = [norm, f"self_attention.{q_or_qkv}.layer_norm_weight"]
@@ -316,7 +304,7 @@ def _build_layer_blocks(
 
 
 def _build_qkv_block(hf_prefix: str, config: DecoderConfig, shapes: Shapes) -> MegatronBlock:
-    """Build the block of a layer's fused QKV; `hf_prefix` is the layer's Hugging Face prefix."""
+    """Build the block of fused QKV of the layer with this Hugging Face name prefix."""
     q, k, v = (f"{hf_prefix}self_attn.{name}_proj.weight" for name in "qkv")
     d, groups = config.head_dim, config.num_kv_heads
     per_group = config.num_heads // groups * d
@@ -329,7 +317,7 @@ def _build_qkv_block(hf_prefix: str, config: DecoderConfig, shapes: Shapes) -> M
 
 
 def _build_mtp_blocks(hf_prefix: str, config: DecoderConfig, shapes: Shapes) -> list[MegatronBlock]:
-    """Build the blocks of a multi-token prediction module with this Hugging Face prefix."""
+    """Build the blocks of the multi-token prediction module with this Hugging Face prefix."""
     blocks = _build_blocks(MTP_NORMS, shapes, hf_prefix=hf_prefix)
     for block in _build_layer_blocks(hf_prefix, config, shapes):
         inner = ("transformer_layer.", "mtp_model_layer.")
@@ -339,7 +327,7 @@ def _build_mtp_blocks(hf_prefix: str, config: DecoderConfig, shapes: Shapes) -> 
 
 
 def build_optional_head(config: DecoderConfig, shapes: Shapes) -> MegatronBlock | None:
-    """Return the block of an output layer that is stored although it is tied; otherwise None."""
+    """Build the block of an output layer that is stored although it is tied; otherwise None."""
     if HEAD not in map_hf_copies(config) or OUTPUT not in shapes:
         return None
     shape = (config.vocab_size, config.dim)

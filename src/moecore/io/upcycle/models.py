@@ -1,6 +1,6 @@
-"""Upcycling of models: the native decoder, its state dict, and any module with dense MLPs.
+"""Upcycling of models: a native decoder, its state dict, or any module with dense MLPs.
 
-`upcycle.py` converts a single MLP. Legend: D model dim, F hidden dim of the dense MLP, T tokens.
+`upcycle.py` converts one MLP. Legend: D model dim, F hidden dim of the dense MLP, T tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moecore.moe.experts import make_activation_options
 from moecore.moe.layer import LayerLayout, MoELayer
 
 PROBE_TOKENS = 16
-PROBE_STD = 3.0  # of hidden values: where activations that look alike near 0 differ
+PROBE_STD = 3.0  # of hidden values; near 0 different activations have similar values
 
 
 def upcycle_config(
@@ -37,14 +37,14 @@ def upcycle_config(
     """Convert a dense decoder's config to the config of the upcycled MoE decoder.
 
     Args:
-        config: a dense decoder, `moe` None.
+        config: of a dense decoder.
         options: number and size of the experts.
         layers: indices of the layers to convert; None = all.
         **moe_fields: fields of `MoEConfig` except dims, experts and top_k.
 
     Raises:
-        ValueError: if the decoder already has MoE layers, a layer does not exist, or a converted
-            layer cannot reproduce the dense output.
+        ValueError: if the decoder has MoE layers, a layer does not exist, or a layer cannot
+            reproduce the dense output.
     """
     check_arguments(upcycle_config, locals())
     if config.moe is not None:
@@ -80,13 +80,13 @@ def upcycle_state_dict(
     """Convert a dense decoder's state dict to the state dict of the upcycled MoE decoder.
 
     Args:
-        state: of the dense decoder, unsharded tensors; not modified.
+        state: unsharded tensors of the dense decoder; not modified.
         config: the MoE decoder, from `upcycle_config`.
         options: number and size of the experts.
 
     Returns:
-        All names of `Decoder(config)`. Converted layers have new tensors. All other tensors are
-        the tensors of `state` without a copy.
+        The tensors of `Decoder(config)` by name: new tensors of converted layers, and the other
+        tensors of `state` without a copy.
 
     Raises:
         ValueError: if a tensor is missing, unused or has a wrong shape.
@@ -177,22 +177,20 @@ def upcycle_modules(
 ) -> nn.Module:
     """Replace dense MLPs of a model by MoE layers with the same output; return the model.
 
-    Each MLP is first run on random tokens and compared with `names` and the activation. A wrong
-    activation, a missing matrix or an additional factor in its forward is an error. An MLP that two
-    parents share stays one layer.
+    Each MLP is run on random tokens, and its output is compared with the output that `names` and
+    the activation give.
 
     Args:
         model: any module with values, before it is parallelized; modified in place.
         options: number and size of the experts.
-        mlps: qualified names of the MLPs, or `(name, module) -> bool`, called for every module.
-            Each MLP maps [..., D] to [..., D].
+        mlps: qualified names of the MLPs, or a predicate `(name, module) -> bool`. Each MLP maps
+            [..., D] to [..., D].
         names: names of the matrices in an MLP; None = the defaults of `MLPNames`.
-        **moe_fields: fields of `MoEConfig` except dims, experts, top_k and the biases of the
-        experts, which follow the MLP.
+        **moe_fields: fields of `MoEConfig` except dims, experts, top_k and biases.
 
     Raises:
-        ValueError: if an MLP is not found, its output differs from `names` and the
-            activation, or it cannot be upcycled. The model is then unchanged.
+        ValueError: if an MLP does not exist, has another output, or cannot be upcycled. The model
+            is then unchanged.
     """
     check_arguments(upcycle_modules, locals())
     names = names or MLPNames()
@@ -208,9 +206,11 @@ def upcycle_modules(
         )
         moe_tensors = upcycle_mlp(dense, config=config, options=options, key=name)
         _check_same_output(name, mlp, dense, config)
-        router = _select_child_tensors(moe_tensors, "router")
-        experts = _select_child_tensors(moe_tensors, "experts")
-        layers[mlp] = adopt(config, LayerLayout(), router=router, experts=experts)
+        parts: dict[str, Any] = {"router": {}, "experts": {}}
+        for tensor_name, tensor in moe_tensors.items():
+            role, _, child = tensor_name.partition(".")
+            parts[role][child] = tensor
+        layers[mlp] = adopt(config, LayerLayout(), **parts)
         layers[mlp].train(mlp.training)
     for parent in list(model.modules()):
         for child, module in parent._modules.items():
@@ -219,15 +219,10 @@ def upcycle_modules(
     return model
 
 
-def _select_child_tensors(tensors: Mapping[str, Tensor], role: str) -> dict[str, Tensor]:
-    """Return the tensors whose names start with "<role>.", under names without this prefix."""
-    return {n.removeprefix(f"{role}."): t for n, t in tensors.items() if n.startswith(f"{role}.")}
-
-
 def _find_mlps(
     model: nn.Module, mlps: Collection[str] | Callable[[str, nn.Module], bool]
 ) -> dict[str, nn.Module]:
-    """Return name -> module of the selected MLPs; ValueError if none, or one does not exist."""
+    """Return the selected MLPs by name; ValueError if an MLP does not exist or none is selected."""
     modules = dict(model.named_modules())
     mlp_names = [n for n, m in modules.items() if mlps(n, m)] if callable(mlps) else list(mlps)
     if not mlp_names:
@@ -244,10 +239,9 @@ def _find_mlps(
 
 
 def _read_mlp(name: str, mlp: nn.Module, names: MLPNames, activation: str) -> dict[str, Tensor]:
-    """Return the tensors of a dense MLP as `upcycle_mlp` takes them ("w1", "w2", "b1", "b2").
+    """Return a dense MLP's tensors "w1", "w2" and, with biases, "b1" and "b2", detached.
 
-    Biases are left out if the MLP has none. ValueError if a matrix is missing, only one of gate and
-    up has a bias, or the MLP has dropout. `name` is the MLP's name, for error messages.
+    ValueError if a matrix is missing, only one of gate and up has a bias, or there is dropout.
     """
     gated = activation in GATED_ACTIVATIONS
     if names.gate is not None and not gated:
@@ -276,7 +270,7 @@ def _read_mlp(name: str, mlp: nn.Module, names: MLPNames, activation: str) -> di
 
 
 def _get_linear(name: str, mlp: nn.Module, child: str) -> nn.Linear:
-    """Return the `nn.Linear` `child` of an MLP; ValueError if missing. `name` is the MLP's name."""
+    """Return the `nn.Linear` with the name `child` in the MLP `name`, or raise ValueError."""
     module = dict(mlp.named_modules()).get(child)
     if not isinstance(module, nn.Linear):
         raise ValueError(
@@ -287,10 +281,9 @@ def _get_linear(name: str, mlp: nn.Module, child: str) -> nn.Linear:
 
 
 def _stack_gate_up(name: str, parts: Sequence[Tensor], gated: bool) -> Tensor:
-    """Return the gate's and up's weights or biases stacked as [2, F, ...], detached.
+    """Stack gate and up, two tensors [F, ...] or one [2F, ...], as [2, F, ...], detached.
 
-    `parts` has two tensors [F, ...] (gate, up), or one [2F, ...] (gate, then up), of which the
-    result is a view. If not `gated`, `parts[0]` is returned. `name` is the MLP's, for errors.
+    Without a gate (`gated`), the only tensor is returned.
     """
     parts = [part.detach() for part in parts]
     if not gated:
@@ -310,19 +303,14 @@ def _stack_gate_up(name: str, parts: Sequence[Tensor], gated: bool) -> Tensor:
 def _check_same_output(
     name: str, mlp: nn.Module, dense: Mapping[str, Tensor], config: MoEConfig
 ) -> None:
-    """Run an MLP on random tokens; ValueError if its matrices give another output.
-
-    `dense` has the matrices and biases (see `_read_mlp`), `config` the activation.
-    """
+    """Run an MLP on random tokens; raise ValueError if `dense` gives another output."""
     w1, w2_DF = dense["w1"].flatten(0, -2), dense["w2"]
     b1 = dense["b1"].flatten() if "b1" in dense else None
     size, generator = (PROBE_TOKENS, config.dim), torch.Generator().manual_seed(0)
     x_TD = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(w1)
     x_TD = x_TD * (PROBE_STD / F.linear(x_TD, w1).std().clamp(min=1e-3))
-    hidden_TF = activate_rows(F.linear(x_TD, w1, b1), make_activation_options(config)).to(
-        x_TD.dtype
-    )
-    target_TD = F.linear(hidden_TF, w2_DF, dense.get("b2"))
+    hidden_TF = activate_rows(F.linear(x_TD, w1, b1), make_activation_options(config))
+    target_TD = F.linear(hidden_TF.to(x_TD), w2_DF, dense.get("b2"))
     was_training = mlp.training
     mlp.eval()
     output_TD = mlp(x_TD)

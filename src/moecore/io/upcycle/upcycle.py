@@ -58,14 +58,14 @@ NAME = re.compile(r"E(?P<expansion>\d+)G(?P<granularity>\d+)T(?P<top_k>\d+)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpcycleOptions(CheckedRecord):
-    """Number and size of experts for dense MLPs: E{expansion}G{granularity}T{top_k}.
+    """Number and size of the experts that a dense MLP becomes: E{expansion}G{granularity}T{top_k}.
 
     Attributes:
         expansion: copies X of each shard; the layer has X times the weights of the dense MLP.
         granularity: shards G of the dense MLP, split along its hidden dim; 1 = no split.
         top_k: active experts T of a token, a multiple of G; T = G has the FLOPs of the dense MLP.
-        router_std: std of the router's weights; None = 0.02 if any scores give the dense output,
-            otherwise the largest std that does: see Note [scale].
+        router_std: std of the router's weights; None = 0.02, or the largest std with which the
+            layer gives the dense output, see Note [scale].
         seed: of the router's weights; all other weights are deterministic.
     """
 
@@ -76,6 +76,7 @@ class UpcycleOptions(CheckedRecord):
     seed: Annotated[int, Bound("<", 2**64)] = 0
 
     def _rules(self) -> Rules:
+        """Yield (field, "relation: fix") of each broken relation; see `CheckedRecord`."""
         if self.top_k % self.granularity:
             yield (
                 "top_k",
@@ -92,7 +93,7 @@ class UpcycleOptions(CheckedRecord):
 
     @classmethod
     def parse(cls, name: str, *, router_std: float | None = None, seed: int = 0) -> UpcycleOptions:
-        """Parse a name such as "E8G2T4"; raise ValueError for other names."""
+        """Parse a name such as "E8G2T4" to options; raise ValueError for other names."""
         match = NAME.fullmatch(name)
         if match is None:
             raise ValueError(f'upcycling name ({name!r}) must have the form "E8G2T4": write it so')
@@ -105,7 +106,7 @@ class UpcycleOptions(CheckedRecord):
         return self.expansion * self.granularity
 
     def moe_config(self, *, dim: Count, hidden_dim: Count, **moe_fields: Any) -> MoEConfig:
-        """Return the MoE layer's config for a dense MLP with these dims; `moe_fields` are added.
+        """Return the MoE layer's config for a dense MLP of these dims, with other `moe_fields`.
 
         Raises:
             ValueError: if the layer cannot reproduce the dense output.
@@ -128,7 +129,7 @@ class UpcycleOptions(CheckedRecord):
 
 
 def check_upcycle(config: MoEConfig, options: UpcycleOptions) -> None:
-    """Raise ValueError if an MoE layer with this config cannot reproduce the dense MLP's output."""
+    """Raise ValueError if an MoE layer with this config cannot reproduce a dense MLP's output."""
     for name, expected_value in (("num_experts", options.num_experts), ("top_k", options.top_k)):
         if getattr(config, name) != expected_value:
             raise ValueError(
@@ -197,8 +198,7 @@ def upcycle_mlp(
         key: name of the layer in its model; layers with the same key have equal routers.
 
     Returns:
-        New tensors with the names of a `MoELayer` ("router.weight", "experts.w1", ...), and dtype
-        and device of the dense ones; equal on every rank.
+        New tensors with the names of a `MoELayer`, equal on every rank.
 
     Raises:
         ValueError: if a tensor is missing, sharded, on meta or has a wrong shape, or if the layer
@@ -209,9 +209,7 @@ def upcycle_mlp(
     _check_dense(dense, config, options, key)
     X, G = options.expansion, options.granularity
     w1, w2_DF = dense["w1"], dense["w2"]
-    scale = G / compute_weight_sum(
-        config
-    )  # a Python number: torch multiplies in fp32 and rounds once
+    scale = G / compute_weight_sum(config)  # as a Python number, so torch rounds once
     w2_GDf = w2_DF.unflatten(1, (G, -1)).movedim(1, 0)
     tensors = {
         "router.weight": _sample_router_rows(config, options, key, like=w1),
@@ -231,23 +229,20 @@ def upcycle_mlp(
 
 
 def _split_shards(w: Tensor, dim: int, G: int) -> Tensor:
-    """Split dim `dim` (F) into G shards and move the shards first: [2, F, D] -> [G, 2, f, D]."""
+    """Split the dim `dim` (F) into G shards, which become dim 0: [2, F, D] -> [G, 2, f, D]."""
     shards_G: Tensor = w.unflatten(dim, (G, -1)).movedim(dim, 0)
     return shards_G
 
 
 def _repeat_shards(w_Gx: Tensor, X: int) -> Tensor:
-    """Repeat the shards [G, ...] X times: expert j * G + g is shard g."""
+    """Repeat the shards [G, ...] X times along dim 0: expert j * G + g is shard g."""
     return w_Gx.detach().repeat(X, *([1] * (w_Gx.ndim - 1)))
 
 
 def _sample_router_rows(
     config: MoEConfig, options: UpcycleOptions, key: str, *, like: Tensor
 ) -> Tensor:
-    """Return a random router weight [E, D], whose rows are equal within a virtual group.
-
-    It depends only on `key`, seed and shape. Dtype and device are of `like`.
-    """
+    """Sample a router weight [E, D] by `key`, with equal rows in each virtual group."""
     std = _choose_router_std(config, options)
     if std < torch.finfo(like.dtype).tiny:
         raise ValueError(
@@ -261,8 +256,8 @@ def _sample_router_rows(
 
 def _choose_router_std(config: MoEConfig, options: UpcycleOptions) -> float:
     """Return the router weights' std; ValueError if `options.router_std` would change outputs."""
-    everyone = config.score_function == "softmax" and config.top_k == config.num_experts
-    if config.normalizes or everyone:
+    selects_all = config.score_function == "softmax" and config.top_k == config.num_experts
+    if config.normalizes or selects_all:
         return ROUTER_STD if options.router_std is None else options.router_std
     max_std = UNIFORM_LOGIT_STD / math.sqrt(config.dim)
     if options.router_std is not None and options.router_std > max_std:
@@ -277,7 +272,7 @@ def _choose_router_std(config: MoEConfig, options: UpcycleOptions) -> float:
 def _check_dense(
     dense: Mapping[str, Tensor], config: MoEConfig, options: UpcycleOptions, key: str
 ) -> None:
-    """Raise ValueError if tensors of the MLP `key` have wrong names or shapes, or are sharded."""
+    """Raise ValueError if the dense MLP's tensors have wrong names or shapes, or are sharded."""
     D, F = config.dim, config.hidden_dim * options.granularity
     columns = (2, F) if config.gated else (F,)
     shapes: dict[str, tuple[int, ...]] = {"w1": (*columns, D), "w2": (D, F)}

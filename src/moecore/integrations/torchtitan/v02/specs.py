@@ -1,10 +1,9 @@
-"""moecore inside torchtitan 0.2.x, by configuration: importing this module registers models.
+"""TrainSpecs of torchtitan 0.2 with moecore's layers. Importing this module registers models.
 
     torchtitan.train --experimental.custom_import moecore.integrations.torchtitan.v02.specs \
         --model.name NAME
 
-The names are in the last lines, and docs/torchtitan.md has their models and flavors. Code that 0.3
-needs too is in `layer`, `models`, `parallelize` and `step`.
+The names are in the last lines, and docs/torchtitan.md has their models and flavors.
 """
 
 from __future__ import annotations
@@ -50,17 +49,17 @@ from moecore.moe.layer import LayerLayout
 from moecore.parallel.mesh import Meshes
 from moecore.train import AdamW, Muon, assign_matrices
 
-# How torchtitan cuts all but the MoE blocks of its models over tp.
+# torchtitan's functions that shard all modules except MoE blocks over tp.
 DENSE_TP: dict[type, Callable[..., None]] = {
     qwen3.Qwen3Model: partial(qwen3_infra.apply_non_moe_tp, enable_async_tp=False),
     deepseek_v3.DeepSeekV3Model: deepseek_v3_infra.apply_non_moe_tp,
 }
-# What selective checkpointing of single operations keeps: every matrix product and attention.
+# Operations whose results selective checkpointing saves: matrix products and attention.
 SAVED_OPS = {torch.ops.aten.mm.default, torch.ops.aten.max.default}
 SAVED_OPS |= {torch_private.grouped_mm_overload, *torch_private.attention_overloads}
 SAVED_OPS |= {torch_private.reduce_scatter_overload}
 MOVING_BIAS = titan_optimizer.build_optimizers_with_moe_load_balancing
-# What `accelerated` replaces, and what may be lost by it.
+# Fields that `accelerated` replaces, and the values that it may replace.
 REPLACED: dict[str, tuple[Any, ...]] = {
     "parallelize_fn": (qwen3_infra.parallelize_qwen3, deepseek_v3_infra.parallelize_deepseekv3),
     "build_optimizers_fn": (titan_optimizer.build_optimizers, MOVING_BIAS),
@@ -69,7 +68,7 @@ REPLACED: dict[str, tuple[Any, ...]] = {
 
 
 class TitanMoE(TitanLayer):
-    """A TitanLayer under the names of 0.2's `MoE`."""
+    """A TitanLayer with the names of torchtitan 0.2's `MoE`."""
 
     names = LayerLayout(
         router="router.gate",
@@ -79,15 +78,15 @@ class TitanMoE(TitanLayer):
     known_classes: ClassVar = {"router": (TokenChoiceTopKRouter,), "experts": (GroupedExperts,)}
 
     def init_weights(self, init_std: float, buffer_device: Any = None) -> None:  # type: ignore[override]
-        """Initialise as torchtitan: std 0.02 for w1, `init_std` for other matrices, zero biases."""
-        usual = partial(trunc_normal_, mean=0.0, std=init_std)
-        experts = {"w1": partial(trunc_normal_, mean=0.0, std=0.02), "w2": usual, "w3": usual}
-        gate: dict[str, Any] = {"weight": usual, "bias": nn.init.zeros_}
+        """Initialise w1 with std 0.02, other matrices with `init_std`, and biases with zeros."""
+        fill = partial(trunc_normal_, mean=0.0, std=init_std)
+        experts = {"w1": partial(trunc_normal_, mean=0.0, std=0.02), "w2": fill, "w3": fill}
+        gate: dict[str, Any] = {"weight": fill, "bias": nn.init.zeros_}
         self.fill({"experts": experts, "router": gate}, lambda s: s.init_weights(init_std))
 
 
 class TitanHFArgs(models.HFArgs, BaseModelArgs):
-    """`HFArgs` whose directory is a 0.2 job's `model.hf_assets_path`."""
+    """`HFArgs` whose directory is the `model.hf_assets_path` of a torchtitan 0.2 job."""
 
     assets = "model.hf_assets_path"
 
@@ -95,60 +94,49 @@ class TitanHFArgs(models.HFArgs, BaseModelArgs):
 def _list_version_rules(
     job: Any, parallel_dims: ParallelDims, own_loss: bool
 ) -> list[parallelize.Rule]:
-    """Return (field, value, is refused, required value) for options of a 0.2 job.
-
-    `own_loss`: the model's forward returns its loss.
-    """
+    """Return the rules for options of a torchtitan 0.2 job; `own_loss`: see `Version`."""
     degrees, checkpoint, mode = job.parallelism, job.checkpoint, job.activation_checkpoint.mode
     backend, async_tp = degrees.expert_parallel_comm_backend, degrees.enable_async_tensor_parallel
     converters, replicas = job.model.converters, parallel_dims.dp_replicate
     # torchtitan's own reader and writer of these files know no replicas.
-    hf_replicas = checkpoint.enable and (
-        checkpoint.initial_load_in_hf or checkpoint.last_save_in_hf
-    )
+    uses_hf = checkpoint.enable and (checkpoint.initial_load_in_hf or checkpoint.last_save_in_hf)
     optimizer, changed_options = job.optimizer, list_changed_fields(get_moecore_options(job))
     optimizer_options = [n for n in changed_options if n.startswith(("adamw.", "muon."))]
-    as_titan = bool(optimizer_options) and not _is_fused_adamw(optimizer)
+    has_other_optimizer = bool(optimizer_options) and not _is_fused_adamw(optimizer)
     name = f"{optimizer.name}, {optimizer.implementation}"
     changed_option = "".join(optimizer_options[:1])
     fused = f"'AdamW', 'fused', without early_step_in_backward, beside moecore.{changed_option}"
     requirement = "1 with checkpoint.initial_load_in_hf or last_save_in_hf"
     modes = "'none', 'full' or 'selective'"
+    replicate = "parallelism.data_parallel_replicate_degree"
     return [
         ("validation.enable", True, own_loss and job.validation.enable, "False"),
         ("parallelism.enable_async_tensor_parallel", True, bool(async_tp), "False"),
         ("parallelism.expert_parallel_comm_backend", backend, backend != "standard", "'standard'"),
         ("model.converters", converters, bool(converters), "[], or moecore.precision.enable set,"),
-        ("optimizer", name, as_titan, fused),
+        ("optimizer", name, has_other_optimizer, fused),
         ("activation_checkpoint.mode", mode, mode == "memory_budget", modes),
-        (
-            "parallelism.data_parallel_replicate_degree",
-            replicas,
-            hf_replicas and replicas > 1,
-            requirement,
-        ),
+        (replicate, replicas, uses_hf and replicas > 1, requirement),
     ]
 
 
 def _shard_over_tp(model: Any, _: ParallelDims, meshes: Meshes, job: Any) -> Meshes:
     """Shard a torchtitan model over tp, in place; return `meshes` unchanged."""
     tp_mesh = meshes.dense["tp"]
-    dense_tp = next(
-        plan for model_class, plan in DENSE_TP.items() if isinstance(model, model_class)
-    )
+    dense_tp = next(plan for kind, plan in DENSE_TP.items() if isinstance(model, kind))
     options = dict(loss_parallel=not job.parallelism.disable_loss_parallel, cp_enabled=False)
     dense_tp(model, tp_mesh, enable_float8_tensorwise_tp=False, **options)
     for layer in (m for m in model.modules() if isinstance(m, TitanMoE)):
         shard_dense_parts(layer, tp_mesh)
     if parallelize.is_compiled_job(job):
-        # What the embedding's reduce-scatter returns is a tensor that still waits. torch 2.13
-        # gives such an input of a compiled graph no gradient.
+        # The embedding returns an AsyncCollectiveTensor. In torch 2.13 such an input of a compiled
+        # graph has no gradient.
         model.tok_embeddings.register_forward_hook(lambda _, __, x: x.clone())
     return meshes
 
 
 def _apply_checkpointing(model: nn.Module, job: Any) -> None:
-    """Apply the job's activation checkpointing in place; selective mode saves router matmuls."""
+    """Apply the job's activation checkpointing, in place; the router is not recomputed."""
     ac, field = job.activation_checkpoint, "per_op_sac_force_recompute_mm_shapes_by_fqns"
     if ac.mode != "none":
         ac = replace(ac, **{field: parallelize.exclude_router(getattr(ac, field))})
@@ -168,7 +156,7 @@ V02 = parallelize.Version(
 class LabelledDataLoader(BaseDataLoader):
     """A data loader that adds labels to another loader's inputs, for models that return a loss.
 
-    Under cp it adds the full rows, and with `moecore.documents` the document boundaries.
+    It also adds the full rows under cp, and document boundaries with `moecore.documents`.
     """
 
     def __init__(self, loader: BaseDataLoader, job: Any, tokenizer: Any) -> None:
@@ -188,7 +176,7 @@ class LabelledDataLoader(BaseDataLoader):
         for inputs, labels_BT in self.loader:
             tokens_BT = inputs["input"]
             labels: dict[str, Any] = {models.LABELS: labels_BT}
-            if self.has_cp:  # torchtitan cuts the input
+            if self.has_cp:  # torchtitan shards the input
                 labels[parallelize.TOKENS] = tokens_BT
             if self.eos is not None:
                 labels |= models.make_document_inputs(tokens_BT.roll(1, 1) == self.eos)
@@ -196,9 +184,10 @@ class LabelledDataLoader(BaseDataLoader):
 
 
 def add_labels(build: Callable[..., BaseDataLoader]) -> Callable[..., BaseDataLoader]:
-    """Wrap a build_dataloader_fn so that batches have labels; see `LabelledDataLoader`."""
+    """Wrap a build_dataloader_fn, so that it builds a `LabelledDataLoader`."""
 
     def build_labelled(**kwargs: Any) -> LabelledDataLoader:
+        """Build a data loader that returns labels with its inputs."""
         job, tokenizer = kwargs["job_config"], kwargs.get("tokenizer")
         return LabelledDataLoader(build(**kwargs), job, tokenizer)
 
@@ -214,7 +203,7 @@ def pipelining(
     parallelize_fn: Callable[..., nn.Module],
     loss_fn: Any,
 ) -> Any:
-    """Return schedule, model parts, is_first, is_last (True on all ranks): a pipelining_fn."""
+    """Shard a model; return its schedule, [model], True and True: torchtitan's pipelining_fn."""
     check_stages(model, parallel_dims.pp)
     model = parallelize_fn(model, parallel_dims, job)
     batch = parallel_dims.get_optional_mesh("batch")
@@ -239,10 +228,11 @@ def accelerated(spec: TrainSpec) -> TrainSpec:
     parallelize.check_model("TrainSpec.model_cls", spec.model_cls, DENSE_TP)
     for field, classes in REPLACED.items():
         parallelize.check_replaced(f"TrainSpec.{field}", getattr(spec, field), classes)
-    moves = spec.build_optimizers_fn is MOVING_BIAS
+    updates = spec.build_optimizers_fn is MOVING_BIAS
+    shard = partial(parallelize.parallelize_titan_model, version=V02, update_bias=updates)
     return replace(
         spec,
-        parallelize_fn=partial(parallelize.parallelize_titan_model, version=V02, update_bias=moves),
+        parallelize_fn=shard,
         pipelining_fn=pipelining,
         build_optimizers_fn=build_optimizers,
         build_metrics_processor_fn=build_metrics_processor,
@@ -275,7 +265,7 @@ def hf_spec(
 def _make_own_loss_spec(
     model_cls: type[Any], args: Mapping[str, Any], parallelize_fn: Callable[..., nn.Module]
 ) -> TrainSpec:
-    """Return the TrainSpec of a model whose forward returns its loss; `args`: flavor -> config."""
+    """Return the TrainSpec of a model whose forward returns its loss; `args` are by flavor."""
     return TrainSpec(
         model_cls=model_cls,
         model_args=args,
@@ -296,19 +286,17 @@ class MuonContainer(titan_optimizer.OptimizersContainer):
     def __init__(self, model_parts: list[nn.Module], config: Any, options: Any) -> None:
         muon_options = read_arguments(options.muon, "moecore.muon")
         self.optimizers, self.model_parts = [], [part for part in model_parts for _ in range(2)]
+        adamw_options = _make_adamw_options(config, options)
         for part in model_parts:
             assignment = assign_matrices(part)
             muon = Muon(assignment, config.lr, weight_decay=config.weight_decay, **muon_options)
-            self.optimizers += [
-                muon,
-                AdamW(assignment.adamw_params, **_make_adamw_options(config, options)),
-            ]
+            self.optimizers += [muon, AdamW(assignment.adamw_params, **adamw_options)]
         params = [p for part in model_parts for p in part.parameters() if p.requires_grad]
         self._post_init(params, {"lr": config.lr})
 
 
 def _make_adamw_options(config: Any, options: Any) -> dict[str, Any]:
-    """Return keyword arguments of `AdamW` from torchtitan's `config` and the section `moecore`."""
+    """Return arguments of `AdamW` from torchtitan's optimizer config and the section `moecore`."""
     betas, keywords = (config.beta1, config.beta2), read_arguments(options.adamw, "moecore.adamw")
     return dict(
         lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay, **keywords
@@ -318,10 +306,9 @@ def _make_adamw_options(config: Any, options: Any) -> dict[str, Any]:
 def build_optimizers(
     model_parts: list[nn.Module], optimizer_config: Any, parallel_dims: Any, ft_manager: Any = None
 ) -> titan_optimizer.OptimizersContainer:
-    """Return torchtitan's optimizers with hooks that finish moecore's step of each model part.
+    """Build the job's optimizers, with hooks that finish moecore's step of each model part.
 
-    moecore's AdamW, or Muon if enabled, replaces fused AdamW. With torchft or other optimizers,
-    torchtitan's classes remain.
+    moecore's AdamW or Muon replaces torchtitan's fused AdamW, unless torchft is enabled.
     """
     options = getattr(model_parts[0], parallelize.OPTIONS, None) or MoECore()
     has_ft = ft_manager is not None and ft_manager.enabled
@@ -353,7 +340,7 @@ def _is_fused_adamw(config: Any) -> bool:
 def build_metrics_processor(
     job_config: Any, parallel_dims: Any, model_args: Any = None, tag: str | None = None
 ) -> MoEMetricsProcessor:
-    """Return the metrics processor of a job; `tag` prefixes the names of its metrics."""
+    """Build the metrics processor of a job; `tag` is a prefix of the metrics' names."""
     return MoEMetricsProcessor(job_config, parallel_dims, tag)
 
 

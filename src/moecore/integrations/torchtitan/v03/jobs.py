@@ -1,16 +1,13 @@
-"""moecore inside torchtitan 0.3, by configuration alone: a module of jobs.
+"""Jobs of torchtitan 0.3 with moecore's layers.
 
     torchtitan.train --module moecore.integrations.torchtitan.v03.jobs --config CONFIG
 
-| CONFIG                                           | job                                         |
-|--------------------------------------------------|---------------------------------------------|
-| qwen3_moe_debug, qwen3_30b_a3b                   | torchtitan's of that name, its model with   |
-| deepseek_v3_debugmodel, _16b, _671b              | moecore's MoE layers                        |
-| decoder_NAME for NAME in `PRESETS` (- becomes _) | moecore's own decoder on text               |
-| hf                                               | a Hugging Face model, `hf_assets_path`'s    |
-
-`accelerated` makes such a job of one of your own, `decoder_job` of any
-`DecoderConfig`, `hf_job` of any config of transformers.
+| CONFIG                                           | job                                       |
+|--------------------------------------------------|-------------------------------------------|
+| qwen3_moe_debug, qwen3_30b_a3b                   | torchtitan's job of this name, with       |
+| deepseek_v3_debugmodel, _16b, _671b              | moecore's MoE layers                      |
+| decoder_NAME for NAME in `PRESETS` (- becomes _) | moecore's decoder on text                 |
+| hf                                               | the Hugging Face model `hf_assets_path`   |
 """
 
 from __future__ import annotations
@@ -91,14 +88,11 @@ def accelerated(job: Trainer.Config) -> MoETrainer.Config:
             f"ModelSpec.model ({spec.name} {spec.flavor}, quantized) must be plain for a moecore "
             "model: drop the converters"
         )
-    hook, moving = spec.post_optimizer_build_fn, register_moe_load_balancing_hook
-    check_replaced("ModelSpec.post_optimizer_build_fn", hook, (None, moving))
-    spec = replace(
-        spec,
-        parallelize_fn=partial(parallelize_titan_model, version=V03, update_bias=hook is moving),
-        pipelining_fn=pipelining,
-        post_optimizer_build_fn=finish_at_step,
-    )
+    hook, bias_hook = spec.post_optimizer_build_fn, register_moe_load_balancing_hook
+    check_replaced("ModelSpec.post_optimizer_build_fn", hook, (None, bias_hook))
+    shard = partial(parallelize_titan_model, version=V03, update_bias=hook is bias_hook)
+    functions = dict(pipelining_fn=pipelining, post_optimizer_build_fn=finish_at_step)
+    spec = replace(spec, parallelize_fn=shard, **functions)
     result: MoETrainer.Config = derive(
         job,
         MoETrainer.Config,
@@ -134,9 +128,10 @@ def hf_job(
 def _make_own_loss_job(
     flavor: str, model: BaseModel.Config, parallelize: Callable[..., nn.Module], *, seq_len: int
 ) -> OwnLossTrainer.Config:
-    """Return the job of a model whose forward returns its loss; `seq_len` is cut to 4096.
+    """Return the job of a model whose forward returns its loss, with at most 4096 tokens a row.
 
-    `flavor` is the model's name in logs, `parallelize` a parallelize_fn that also takes `version`.
+    `flavor` is the model's name in logs. `parallelize` is a parallelize_fn with the additional
+    argument `version`.
     """
     spec = ModelSpec(
         name="moecore",
@@ -159,22 +154,17 @@ def _make_own_loss_job(
     )
 
 
-def _make_accelerated_job(make: Callable[[], Trainer.Config]) -> MoETrainer.Config:
-    """Return `accelerated` of the job that `make` returns."""
-    return accelerated(make())
-
-
 def hf() -> OwnLossTrainer.Config:
     """Return the job `hf_job()`, whose model is in the directory `hf_assets_path`."""
     return hf_job()
 
 
-# torchtitan finds a job by the name of a function of this module.
+# torchtitan finds a job by the name of a function in this module.
 for _module, _jobs in (
     (qwen3_jobs, ("qwen3_moe_debug", "qwen3_30b_a3b")),
     (deepseek_v3_jobs, ("deepseek_v3_debugmodel", "deepseek_v3_16b", "deepseek_v3_671b")),
 ):
     for _job in _jobs:
-        globals()[_job] = partial(_make_accelerated_job, getattr(_module, _job))
+        globals()[_job] = partial(lambda make: accelerated(make()), getattr(_module, _job))
 for _name, _decoder in PRESETS.items():
     globals()[f"decoder_{_name.replace('-', '_')}"] = partial(decoder_job, _decoder, _name)

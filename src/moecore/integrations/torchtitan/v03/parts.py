@@ -1,8 +1,4 @@
-"""The parts of a torchtitan 0.3 job that moecore replaces: trainer, loss, metrics, models, `V03`.
-
-torchtitan hands its parallelize_fn a few sections of the job; the trainer here binds the whole job
-to it, with section `moecore`.
-"""
+"""Parts of a torchtitan 0.3 job that moecore replaces: trainer, loss, metrics, models, `V03`."""
 
 from __future__ import annotations
 
@@ -49,7 +45,7 @@ from moecore.parallel.mesh import Meshes
 
 
 class MoETrainer(Trainer):
-    """torchtitan's trainer with a job section `moecore`; parallelize_fn also gets the full job."""
+    """torchtitan's trainer with a job section `moecore`, which passes the job to parallelize_fn."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
@@ -80,7 +76,7 @@ class OwnLossTrainer(MoETrainer):
     def post_dataloading_process(
         self, input_dict: dict[str, Tensor], labels: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Return inputs, labels, and forward arguments: labels, and under cp the uncut tokens."""
+        """Return inputs, labels and forward arguments: labels, and under cp the full tokens."""
         model_inputs = {models.LABELS: labels, TOKENS: input_dict["input"]}
         inputs, labels, extra = super().post_dataloading_process(input_dict, labels)
         if self.parallel_dims.cp == 1:
@@ -89,7 +85,7 @@ class OwnLossTrainer(MoETrainer):
 
 
 class SumLoss(BaseLoss):
-    """The loss of a model that returned its summed loss; torchtitan divides it by tokens."""
+    """The loss of a model whose forward returns its summed loss, which is passed through."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseLoss.Config):
@@ -100,7 +96,7 @@ class SumLoss(BaseLoss):
 
 
 class TitanMetrics(MoEMetricsProcessor):
-    """`MoEMetricsProcessor` as a part of 0.3's job."""
+    """`MoEMetricsProcessor` as a part of a torchtitan 0.3 job."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):
@@ -115,7 +111,7 @@ class SavingAC(SelectiveAC):
         """torchtitan's fields."""
 
     def get_save_ops(self) -> set[Any]:
-        """Return torchtitan's operations whose results are saved for backward, and grouped_mm."""
+        """Return the operations whose results are saved for backward."""
         result: set[Any] = super().get_save_ops() | {grouped_mm_overload}
         return result
 
@@ -147,7 +143,7 @@ class TitanHF(models.HFModel, BaseModel):
 
 
 class TitanMoE(TitanLayer, Module):
-    """A TitanLayer under the names of 0.3's `MoE`."""
+    """A TitanLayer with the names of torchtitan 0.3's `MoE`."""
 
     names = LayerLayout(
         router="router.gate",
@@ -164,13 +160,13 @@ class TitanMoE(TitanLayer, Module):
     fills: Fills
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
-        """Shard shared experts over tp (size > 1) and replicate the router, in place."""
+        """Shard the shared experts over tp and replicate the router, in place."""
         shard_dense_parts(self, parallel_dims.get_mesh("tp"))
 
     def forward(  # type: ignore[override]  # a forward of torchtitan has no cp of its own
         self, x: Tensor, padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> Tensor:
-        """Return the block's output, a DTensor with the placements of `x` if `x` is a DTensor.
+        """Return the block's output, with the placements of `x` if `x` is a DTensor.
 
         `padding_mask` is True for padding. `cu_seqlens` is not used.
         """
@@ -180,15 +176,12 @@ class TitanMoE(TitanLayer, Module):
         return DTensor.from_local(y_BtD, x.device_mesh, x.placements, run_check=False)
 
     def init_states(self, *, buffer_device: Any = None) -> None:
-        """Initialise the parameters by the block's own functions; see `TitanLayer.fill`."""
+        """Initialise the parameters by torchtitan's functions for the replaced block."""
         self.fill(self.fills, lambda shared: shared.init_states(buffer_device=buffer_device))
 
 
 def titan_moe(block: Any, model: nn.Module, *, update_bias: bool = True) -> TitanMoE:
-    """Return a TitanMoE with the parameters of a torchtitan block; `model` is not used.
-
-    `update_bias`: optimizer steps update the selection bias, if the block has one.
-    """
+    """Return a TitanMoE with a torchtitan block's parameters and initialisers; see `Version`."""
     layer = adopt_titan_block(TitanMoE, block, model, update_bias=update_bias)
     parts = {"experts": block.routed_experts.inner_experts, "router": block.router.gate}
     layer.fills = {
@@ -199,21 +192,15 @@ def titan_moe(block: Any, model: nn.Module, *, update_bias: bool = True) -> Tita
 
 
 def _list_version_rules(job: Any, parallel_dims: ParallelDims, own_loss: bool) -> list[Rule]:
-    """Return (field, value, is refused, required value) for options of a 0.3 job.
-
-    `own_loss`: the model's forward returns its loss.
-    """
+    """Return the rules for options of a torchtitan 0.3 job; `own_loss`: see `Version`."""
     degrees, ac = job.parallelism, job.activation_checkpoint
     backend, sequence = degrees.spmd_backend, degrees.enable_sequence_parallel
     known_ac = ac is None or isinstance(ac, SelectiveAC.Config | FullAC.Config)
     has_titan_tp = parallel_dims.tp > 1 and not own_loss  # torchtitan's own tensor parallelism
-    partly, compiled = (
-        has_titan_tp and backend != "partial_dtensor",
-        has_titan_tp and is_compiled_job(job),
-    )
-    optimizer_options = [
-        n for n in list_changed_fields(job.moecore) if n.startswith(("adamw.", "muon."))
-    ]
+    has_other_backend = has_titan_tp and backend != "partial_dtensor"
+    is_compiled = has_titan_tp and is_compiled_job(job)
+    changed_options = list_changed_fields(job.moecore)
+    optimizer_options = [n for n in changed_options if n.startswith(("adamw.", "muon."))]
     optimizer = "absent, because optimizers of 0.3 are its own, 'DistMuon' among them,"
     return [
         *((f"moecore.{name}", "set", True, optimizer) for name in optimizer_options),
@@ -223,9 +210,9 @@ def _list_version_rules(job: Any, parallel_dims: ParallelDims, own_loss: bool) -
         ("debug.spmd_typechecking", True, job.debug.spmd_typechecking, "False"),
         ("training.disable_cuda_graphs", False, not job.training.disable_cuda_graphs, "True"),
         ("activation_checkpoint", ac, not known_ac, "selective, full or none"),
-        ("parallelism.spmd_backend", backend, partly, "'partial_dtensor'"),
+        ("parallelism.spmd_backend", backend, has_other_backend, "'partial_dtensor'"),
         ("parallelism.enable_sequence_parallel", False, has_titan_tp and not sequence, "True"),
-        ("compile.components", job.compile.components, compiled, "without 'model'"),
+        ("compile.components", job.compile.components, is_compiled, "without 'model'"),
     ]
 
 
@@ -236,7 +223,7 @@ def pipelining(
     parallelize_fn: Callable[..., nn.Module],
     **_: Any,
 ) -> Any:
-    """Return schedule, model parts, is_first, is_last (True on all ranks): a pipelining_fn."""
+    """Shard a model; return its schedule, [model], True and True: torchtitan's pipelining_fn."""
     check_stages(model, parallel_dims.pp)
     model = parallelize_fn(model, parallel_dims=parallel_dims)
     return MicroBatchSchedule(model), [model], True, True
@@ -247,13 +234,13 @@ def _shard_over_tp(
 ) -> Meshes:
     """Shard a model over tp by torchtitan's plan; return `meshes` with torchtitan's FSDP mesh."""
     cast(Any, model).parallelize(parallel_dims)
-    # Units want one root mesh above its own and that of the tensors which torchtitan has cut.
+    # The FSDP mesh must have the same root mesh as the tensors that torchtitan has sharded.
     names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate > 1 else "fsdp"
     return replace(meshes, dense_fsdp=parallel_dims.get_mesh(names))
 
 
 def _apply_checkpointing(model: nn.Module, job: Any) -> None:
-    """Apply the job's activation checkpointing; selective mode saves router and expert matmuls."""
+    """Apply the job's activation checkpointing; matrix products of MoE layers are saved."""
     ac = job.activation_checkpoint
     if type(ac) is SelectiveAC.Config:
         names = exclude_router(ac.force_recompute_mm_shapes_by_fqns)
