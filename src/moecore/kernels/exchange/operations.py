@@ -10,9 +10,9 @@ each slot. A reduce adds the rows of the slots and sends the sum. Source rows ar
 token), so no rank counts, sorts or waits for a size. Unused rows are holes, which are never read.
 
 Each operation is one launch, without a host sync. The first programs push: they store rows into the
-peers' receive buffers. They interleave the peers token by token, because one peer after the other
-is a third slower. After each chunk of tokens they release one flag on every peer. They never wait.
-The other programs receive: they wait for a flag, then copy or add the chunk's rows from the buffer.
+peers' receive buffers, interleaved by token because one peer after the other is a third slower.
+After each chunk of tokens they release one flag on every peer. They never wait. The other programs
+receive: they wait for a flag, then copy or add the chunk's rows from the buffer.
 
 Slots, flags and memory order: `exchange/protocol.py`. Sums by copy engines: `exchange/copies.py`.
 
@@ -62,10 +62,7 @@ Half = Literal["both", "push", "receive"]
 
 
 class SpreadChoices(NamedTuple):
-    """The rows that a rank received in a dispatch, one per (rank, token), and their choices.
-
-    Rows of tokens that the rank did not need are holes.
-    """
+    """The rows that a rank received in a dispatch, one per (rank, token), and their choices."""
 
     rows_SD: Tensor  # holes are uninitialised
     ids_SK: Tensor  # int32, global expert ids; -1 in holes
@@ -355,8 +352,8 @@ def reduce_rows(
     return out_TD, out_TK
 
 
-# `build_index` drops rows past its length, and only the last offset shows this. So the number of
-# needed rows is recorded for the host, and offsets are clamped: products read no row past them.
+# `build_index` drops rows past its length. `limit_rows` records the needed rows for the host, and
+# clamps offsets, so that products read no row past the length.
 
 
 def limit_rows_ref(offsets_e: Tensor, num_rows: int, state: Tensor, report: Tensor) -> Tensor:

@@ -140,8 +140,10 @@ class TokenExchange:
         self, send_rows: _RowsToSend, plan: AllToAllPlan, pairs: Pairs | None, *, may_overlap: bool
     ) -> ReceivedRows:
         """Send gathered rows by all-to-all, and return the received rows; see `exchange`."""
+        num_source_rows = sum(plan.receive_splits)
+        collectives = _make_collectives(plan, num_source_rows, self.group, pairs)
         leaf_SD, ids_SK, weights_SK, words_SW = _SendRowsAndIds.apply(
-            *send_rows, plan, self.group, pairs, may_overlap
+            *send_rows, num_source_rows, collectives, may_overlap
         )
         rows = Rows(leaf_SD) if words_SW is None else self.wire.unpack(words_SW, leaf_SD, leaf_SD)
         return ReceivedRows(rows, ids_SK, weights_SK, plan)
@@ -193,19 +195,19 @@ class AllToAllDispatcher(Dispatcher):
         if routing.pad:
             num_slots = min(T, p.num_physical * routing.max_rows_per_expert)
             needs_GT = is_owned(ids_TK, p.num_physical, p.ep).any(-1).repeat_interleave(p.etp, 0)
-            received = self._exchange.send_static(x_TD, routing, needs_GT, num_slots, self.pairs)
+            source = self._exchange.send_static(x_TD, routing, needs_GT, num_slots, self.pairs)
             num_rows = p.compute_max_rows(routing)
         else:
             # The order is launched before the host waits for splits, for the maximum of rows M.
             order = self.prepare_send_order(ids_TK, self.attendance.encode_number(x_TD))
             even = p.compute_balanced_tokens(T, K), p.compute_balanced_rows(T, K)
-            received, num_rows = self._exchange.send(x_TD, routing, order, self.pairs, even=even)
-        index = p.build_index(received.ids_SK, received.weights_SK, routing, num_rows)
+            source, num_rows = self._exchange.send(x_TD, routing, order, self.pairs, even=even)
+        index = p.build_index(source.ids_SK, source.weights_SK, routing, num_rows)
         balanced = None
         if routing.pad and not torch.compiler.is_compiling():  # a tracer would guard on T
             balanced = p.count_balanced(T, K)
-        parts = (received.rows, index, received.plan)
-        return ExpertInput(*parts, balanced=balanced, receiver=received.plan.receiver)
+        parts = (source.rows, index, source.plan)
+        return ExpertInput(*parts, balanced=balanced, receiver=source.plan.receiver)
 
     def prepare_send_order(self, ids_TK: Tensor, note: int) -> SendOrder:
         """Return the rows to send, by physical ids. `note` is sent with the counts."""
@@ -326,11 +328,11 @@ def _all_to_all(
 
 
 def _make_collectives(
-    plan: AllToAllPlan, num_received: int, group: dist.ProcessGroup, pairs: Pairs | None
+    plan: AllToAllPlan, num_source_rows: int, group: dist.ProcessGroup, pairs: Pairs | None
 ) -> tuple[Callable[..., list[Any]], Callable[..., list[Any]]]:
     """Return the all-to-all to the tokens' ranks, and the opposite one, to the experts' ranks."""
     M, splits = plan.token_ids_M.shape[0], (plan.receive_splits, plan.send_splits)
-    to_experts = partial(_all_to_all, num_received, *splits, group, pairs)
+    to_experts = partial(_all_to_all, num_source_rows, *splits, group, pairs)
     return partial(_all_to_all, M, *splits[::-1], group, pairs), to_experts
 
 
@@ -344,19 +346,17 @@ class _SendRowsAndIds(torch.autograd.Function):
         ids_and_weights: Tensor,
         weights_MK: Tensor,
         words_MW: Tensor | None,
-        plan: AllToAllPlan,
-        group: dist.ProcessGroup,
-        pairs: Pairs | None,
+        num_source_rows: int,
+        collectives: tuple[Callable[..., Any], Callable[..., Any]],
         may_overlap: bool,
     ) -> tuple[Tensor | None, ...]:
-        length = sum(plan.receive_splits)
-        ctx.to_tokens, ctx.to_experts = _make_collectives(plan, length, group, pairs)
+        ctx.collectives, (_, send) = collectives, collectives
         tensors = (rows_MD if words_MW is None else words_MW, ids_and_weights)
-        rows_SN, ids_and_weights_S = ctx.to_experts(tensors, may_overlap=may_overlap)
+        rows_SN, ids_and_weights_S = send(tensors, may_overlap=may_overlap)
         ids_SK, weights_SK = (x.contiguous() for x in ids_and_weights_S.chunk(2, dim=1))
         leaf_SD, words_SW = rows_SN, None
         if words_MW is not None:
-            leaf_SD, words_SW = make_handle(rows_MD, length), rows_SN
+            leaf_SD, words_SW = make_handle(rows_MD, num_source_rows), rows_SN
         outs = leaf_SD, ids_SK, weights_SK.view(torch.float32), words_SW
         ctx.mark_non_differentiable(*list_outputs_without_grad(outs, ctx.needs_input_grad))
         return outs
@@ -364,6 +364,5 @@ class _SendRowsAndIds(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         drows_SD, _, dweights_SK, _ = drop_unneeded_grads(grads, ctx.needs_input_grad)
-        opposite = (ctx.to_tokens, ctx.to_experts)
-        drows_MD, dweights_MK = exchange_tensors((drows_SD, dweights_SK), *opposite)
-        return drows_MD, None, dweights_MK, *(None,) * 5
+        drows_MD, dweights_MK = exchange_tensors((drows_SD, dweights_SK), *ctx.collectives)
+        return drows_MD, None, dweights_MK, *(None,) * 4

@@ -102,10 +102,10 @@ class _ExchangeWithGrad(torch.autograd.Function):
 class _ExchangeTensors(torch.autograd.Function):
     """Autograd function of `exchange_tensors`."""
 
+    # torch.compile drops `ctx` if `forward` has one parameter less than arguments: hence `*args`.
     @staticmethod
-    def forward(
-        ctx: Any, collective: TensorCollective, opposite: TensorCollective, *xs: Tensor | None
-    ) -> tuple[Any, ...]:
+    def forward(ctx: Any, *args: Any) -> tuple[Any, ...]:
+        collective, opposite, *xs = args
         ctx.collectives = opposite, collective
         outs = tuple(collective(xs))
         ctx.mark_non_differentiable(*list_outputs_without_grad(outs, ctx.needs_input_grad[2:]))
@@ -207,9 +207,9 @@ def all_gather_tensors(
 
     `pairs` runs another micro-batch during the collectives; None = no pair.
     """
-    how: Any = dict(group=group, pairs=pairs)
+    options: Any = dict(group=group, pairs=pairs)
     return exchange_tensors(
-        xs_C, partial(_gather_from_ranks, **how), partial(_sum_over_ranks, **how)
+        xs_C, partial(_gather_from_ranks, **options), partial(_sum_over_ranks, **options)
     )
 
 
@@ -225,6 +225,6 @@ def reduce_scatter_rows(
 
     Sums are in fp32 and in rank order. See `all_gather_tensors` for `pairs`.
     """
-    how: Any = dict(group=group, pairs=pairs)
-    gather, add = partial(_gather_from_ranks, **how), partial(_sum_over_ranks, **how)
+    options: Any = dict(group=group, pairs=pairs)
+    gather, add = partial(_gather_from_ranks, **options), partial(_sum_over_ranks, **options)
     return exchange_tensors((y_S,), add, gather)[0]  # type: ignore[no-any-return]

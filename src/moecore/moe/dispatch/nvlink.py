@@ -254,10 +254,10 @@ class _GradSender:
         None = `start_sending` started no copies. `row_map` has slots_SK. Raises RuntimeError if
         `grads` are not the unchanged gradients that `start_sending` received.
         """
-        sent, self._sent_grads = self._sent_grads, None
-        if sent is None:
+        entry, self._sent_grads = self._sent_grads, None
+        if entry is None:
             return None
-        (drows_RD, dweights_R), versions, sums_SD = sent
+        (drows_RD, dweights_R), versions, sums_SD = entry
         is_unchanged = grads[0] is drows_RD and grads[1] is dweights_R
         if not is_unchanged or _get_versions(*grads) != versions:
             raise RuntimeError(
@@ -322,9 +322,9 @@ class _Dispatch(torch.autograd.Function):
         row_map = ExchangeMap(*ctx.saved_tensors)
         outputs = _DispatchOutputs(*grads)
         drows_RD, dweights_R = outputs.handle_RD, outputs.weights_R
-        sent = ctx.sender.finish_sending((drows_RD, dweights_R), row_map) if ctx.sender else None
-        if sent is not None:
-            return *sent, *(None,) * 6
+        pair = ctx.sender.finish_sending((drows_RD, dweights_R), row_map) if ctx.sender else None
+        if pair is not None:
+            return *pair, *(None,) * 6
         # Every rank takes part in the reduce, so missing gradients become zeros.
         zeros = partial(torch.zeros, device=row_map.places_S.device, dtype=torch.float32)
         shape, dtype = ctx.rows_like
