@@ -27,6 +27,7 @@ from moecore.kernels.experts.contract import (
     GradTarget,
     LowRankUpdate,
 )
+from moecore.kernels.grouped.wgrad import store_grad
 from moecore.kernels.rows.scaling import OperandPair
 from moecore.moe.clones import AnyClones, view_as_sendable_dtype
 
@@ -158,11 +159,7 @@ class _CloneGradSink:
 
 def _write_grad(grad: Tensor, dtype: torch.dtype, target: GradTarget) -> Tensor:
     """Return a computed gradient, written to `target`; a new tensor has `dtype` by default."""
-    if target.scale != 1.0:
-        grad = grad * target.scale
-    if target.out is None:
-        return grad.to(target.dtype or dtype)
-    return target.out.add_(grad) if target.adds else target.out.copy_(grad)
+    return store_grad(grad, target.out, target.adds, target.dtype or dtype, target.scale)
 
 
 def _append_clone_weights(weights: ExpertWeights, memory: _CloneConcatenator) -> ExpertWeights:

@@ -344,13 +344,13 @@ class MoELayer(RoutedLayer, BiasOwner):
         """Return tokens projected to the latent dim, [T, L]."""
         name = self.layout.latent_down
         project = self.get_submodule(name) if name else self.latent.project_down
-        return project(x_TD)  # type: ignore[no-any-return]
+        return project(x_TD)
 
     def _project_up(self, y_TL: Tensor) -> Tensor:
         """Return the routed experts' sums projected to the model dim, [T, D]."""
         name = self.layout.latent_up
         project = self.get_submodule(name) if name else self.latent.project_up
-        return project(y_TL)  # type: ignore[no-any-return]
+        return project(y_TL)
 
     def _run_shared_experts(self, x_TD: Tensor) -> Tensor | None:
         """Return the shared expert's output, [T, D]; None without a shared expert."""

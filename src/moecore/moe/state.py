@@ -167,7 +167,11 @@ class MoEState:
         """All-reduce and clear the counts, update biases unless `skipped`, and return metrics."""
         if not self.layers:
             return MoEMetrics()
-        counts = {name: self._get_layer_counts(layer) for name, layer in self.layers.items()}
+        counts = {}
+        for name, layer in self.layers.items():
+            device = next(layer.get_part("experts").parameters()).device
+            config = layer.tracker.config
+            counts[name] = layer.tracker.counts or LoadCounts.zeros(config, device)
         metrics = self._sum_over_ranks(counts)
         if skipped is not True:
             for names in _group_by_options(self.layers):
@@ -289,11 +293,6 @@ class MoEState:
             other.reset()
         for layer in self.layers.values():
             layer.drop_step()
-
-    def _get_layer_counts(self, layer: Any) -> LoadCounts:
-        """Return the layer's counts of this step; zeros if no micro-batch was counted."""
-        device = next(layer.get_part("experts").parameters()).device
-        return layer.tracker.counts or LoadCounts.zeros(layer.tracker.config, device)
 
 
 def _group_by_options(layers: Mapping[str, Any]) -> list[list[str]]:

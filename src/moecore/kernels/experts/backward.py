@@ -109,7 +109,8 @@ def compute_gradients(
     if h is None:
         h = products.recompute_h(_prepare_rows(products, record))
     dh = dweights_R = dx = dw1 = dw2 = None
-    update1, update2 = (None, None), (None, None)
+    update1: tuple[Tensor | None, Tensor | None] = (None, None)
+    update2 = update1
     if wants.x or wants.w1_eCD or wants.weights_R or has_update1:
         dh, dweights_R, a = products.activation_bwd(gradient, h)
     else:

@@ -38,6 +38,12 @@ class Products(Protocol):
     # whether `prepare_output_grad` accepts rows that were packed by `pack_rows`, with equal results
     accepts_packed_grads: bool = False
     index_cache: Any = None  # a value computed from the index, which backward's products reuse
+    activation: ActivationOptions
+    weights_R: Tensor
+    offsets_e: Tensor
+    row_map: RowMap
+    low1: LowRankProducts
+    low2: LowRankProducts
 
     def __init__(
         self,

@@ -136,8 +136,8 @@ class BlockwiseProducts(Products):
         the rows, and the activation is quantised when a product reads it.
         """
         num_rows = self.row_map.num_rows
-        places = (None, None) if dy.is_unsummed else self.row_map[:2]
-        da_RF = self._multiply(gather_row_blocks(dy.rows, *places, num_rows), "dy", h.dtype)
+        ids_R, slots_SK = (None, None) if dy.is_unsummed else self.row_map[:2]
+        da_RF = self._multiply(gather_row_blocks(dy.rows, ids_R, slots_SK, num_rows), "dy", h.dtype)
         da_RF = self.low2.add(da_RF, self.low2.compute_backward_addend(dy.wide))
         operands = (da_RF, self.weights_R, num_rows, self.activation)
         if self.low1.update or self.low2.update:

@@ -188,7 +188,7 @@ class EmulatedMatmuls(Matmuls):
         )
         self.padded_rows = pad_rows(index.offsets_e, length, recipe.weight_multiple)
         quantise = partial(quantise_emulated, recipe=recipe)
-        unpack = _transpose_bytes if self.is_packed else partial(_unpack_blocks, recipe)
+        unpack = partial(_unpack_emulated, recipe, self.is_packed)
         self.matrices = QuantisedMatrices(weights, quantise, unpack)
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
@@ -252,13 +252,12 @@ def quantise_emulated(
     return quantise_microscaled_matrices(w_eNK, recipe, rows=rows, columns=columns, pack=is_packed)
 
 
-def _unpack_blocks(recipe: Recipe, matrix: Blocks, is_transposed: bool) -> Blocks:
-    """Return an all-gathered NVFP4 matrix as emulated operand, for sums over N if transposed."""
-    return unpack_matrices(matrix, recipe, transposed=is_transposed)
-
-
-def _transpose_bytes(matrix: Blocks, is_transposed: bool) -> Blocks:
-    """Return an all-gathered packed matrix, transposed for sums over N if `is_transposed`."""
+def _unpack_emulated(
+    recipe: Recipe, is_packed: bool, matrix: Blocks, is_transposed: bool
+) -> Blocks:
+    """Return an all-gathered packed matrix as operand, for sums over N if `is_transposed`."""
+    if not is_packed:
+        return unpack_matrices(matrix, recipe, transposed=is_transposed)
     return transpose_matrices(matrix) if is_transposed else matrix
 
 

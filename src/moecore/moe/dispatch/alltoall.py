@@ -98,13 +98,16 @@ class TokenExchange:
         if pairs is not None:
             send_rows = self._gather_send_rows(x_TD, routing, token_ids_M, slots_TG)
         if x_TD.is_meta:
-            splits, num_choices = ([even[0]] * self.group.size(),) * 2, even[1]
+            send_splits = receive_splits = [even[0]] * self.group.size()
+            num_choices = even[1]
             record_host_wait()
         else:
-            *splits, num_choices = _exchange_counts(counts_G3, self.group, self.attendance, pairs)
+            found = _exchange_counts(counts_G3, self.group, self.attendance, pairs)
+            send_splits, receive_splits, num_choices = found
         if pairs is None:
-            token_ids_M = token_ids_M[: sum(splits[0])]
+            token_ids_M = token_ids_M[: sum(send_splits)]
             send_rows = self._gather_send_rows(x_TD, routing, token_ids_M, slots_TG)
+        splits = (send_splits, receive_splits)
         plan = AllToAllPlan(token_ids_M, slots_TG, *splits, self.wire.make_receiver())
         return self._send_rows(send_rows, plan, pairs, may_overlap=True), num_choices
 
@@ -158,7 +161,7 @@ class TokenExchange:
             return sum_rows(y_MD, *row_map)
 
         def send(grads_TW: Tensor) -> Tensor:
-            (words_SW,) = to_experts((gather_fp8_rows(grads_TW, *row_map),))
+            words_SW: Tensor = to_experts((gather_fp8_rows(grads_TW, *row_map),))[0]
             return words_SW
 
         def back(dy_TD: Tensor) -> Tensor:

@@ -86,4 +86,5 @@ class ByChoice:
         y_TKD = self.inner.combine(y_SD, plan).unflatten(0, (-1, self.num_choices))
         wide = torch.promote_types(y_TKD.dtype, torch.float32)
         first, *rest = y_TKD.to(wide).unbind(1)
-        return sum(rest, start=first).to(y_TKD.dtype)
+        sums_TD: Tensor = sum(rest, start=first)
+        return sums_TD.to(y_TKD.dtype)
