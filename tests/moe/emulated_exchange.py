@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -15,16 +16,12 @@ from torch import Tensor
 
 from moecore.base.torch_private import all_gather_single
 from moecore.kernels.exchange.buffer import NUM_WORDS, ExchangeLayout, SymmetricBuffer
-from moecore.kernels.exchange.clones import (
-    CloneBuffer,
-    CloneLayout,
-    Places,
-)
+from moecore.kernels.exchange.clones import CloneBuffer, CloneLayout, Places
 from moecore.kernels.exchange.copies import SlotEvent
 from moecore.kernels.exchange.operations import SpreadChoices
 from moecore.kernels.rows.move import sum_rows_ref
 from moecore.moe.clones import view_as_sendable_dtype
-from moecore.moe.dispatch.exchange import CloneExchange, Exchange
+from moecore.moe.dispatch.exchange import CloneExchange, Exchange, ExchangeMap
 from moecore.moe.dispatch.exchange_pool import ExchangePool
 from tests.kernels.exchange.oracles import (
     bring_home_ref,
@@ -46,13 +43,7 @@ class EmulatedExchange(Exchange):
     operations: list[str]
 
     def spread_choices(
-        self,
-        x_TD: Tensor,
-        ids_TK: Tensor,
-        weights_TK: Tensor,
-        *,
-        num_local: int,
-        etp: int,
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, num_local: int, etp: int
     ) -> SpreadChoices:
         self.operations.append("spread_choices")
         self._enter(SlotEvent.OPERATION)
@@ -72,39 +63,27 @@ class EmulatedExchange(Exchange):
             places_S=rows_S.where((peers_GC >> rank & 1).flatten().bool(), -1),
         )
 
-    def spread(
-        self, x_TD: Tensor, peers_T: Tensor, places_S: Tensor, slots_SN: Tensor, num_rows: int
-    ) -> Tensor:
+    def spread(self, x_TD: Tensor, row_map: ExchangeMap, num_rows: int) -> Tensor:
         self.operations.append("spread")
         self._enter(SlotEvent.OPERATION)
-        peers_GC, x_GCD = self._gather((peers_T, 0), (x_TD, 0))
+        peers_GC, x_GCD = self._gather((row_map.peers_T, 0), (x_TD, 0))
         rows_SD = spread_ref(x_GCD, peers_GC, self.buffer.rank, hole_of(x_TD))
         out_RD = x_TD.new_full((num_rows, x_TD.shape[1]), hole_of(x_TD))
-        s, n = (slots_SN >= 0).nonzero().T
-        out_RD[slots_SN[s, n].long()] = rows_SD[s]
+        s, n = (row_map.slots_SN >= 0).nonzero().T
+        out_RD[row_map.slots_SN[s, n].long()] = rows_SD[s]
         return out_RD
 
     def reduce(
-        self,
-        y_RD: Tensor,
-        peers_T: Tensor,
-        places_S: Tensor,
-        slots_SN: Tensor,
-        choices: tuple[Tensor, Tensor] | None = None,
+        self, y_RD: Tensor, row_map: ExchangeMap, choices: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor | None]:
         self._enter(SlotEvent.OPERATION)
-        return self._reduce(y_RD, peers_T, places_S, slots_SN, choices)
+        return self._reduce(y_RD, row_map, choices)
 
     def _reduce(
-        self,
-        y_RD: Tensor,
-        peers_T: Tensor,
-        places_S: Tensor,
-        slots_SN: Tensor,
-        choices: tuple[Tensor, Tensor] | None,
+        self, y_RD: Tensor, row_map: ExchangeMap, choices: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor | None]:
         self.operations.append("reduce")
-        rank = self.buffer.rank
+        rank, (peers_T, places_S, slots_SN) = self.buffer.rank, row_map
         y_SD = sum_rows_ref(y_RD, places_S, slots_SN, None)
         if choices is None:
             (y_GSD,) = self._gather((y_SD, None))
@@ -119,14 +98,11 @@ class EmulatedExchange(Exchange):
         self._enter(SlotEvent.COPY)
 
     def finish_copies(
-        self,
-        sums_SD: Tensor,
-        peers_T: Tensor,
-        places_S: Tensor,
-        choices: tuple[Tensor, Tensor],
+        self, sums_SD: Tensor, row_map: ExchangeMap, choices: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
         self._enter(SlotEvent.READ)
-        return self._reduce(sums_SD, peers_T, places_S, places_S[:, None], choices)
+        places = row_map._replace(slots_SN=row_map.places_S[:, None])
+        return self._reduce(sums_SD, places, choices)
 
     def _gather(self, *parts: tuple[Tensor, float | None]) -> list[Tensor]:
         """Return [G, ...] of all ranks for each tensor, padded to C tokens with what is given.
@@ -194,16 +170,19 @@ class EmulatedCloneExchange(CloneExchange):
 class EmulatedExchangePool(ExchangePool):
     """Makes emulated exchanges on the CPU."""
 
-    def _make_clone_exchange(self, device: torch.device) -> CloneExchange:
-        buffer = CloneBuffer(
-            layout=CloneLayout(num_ranks=self.group.size()),
+    def _words(self) -> dict[str, Any]:
+        """Return the fields of a `PeerBuffer`."""
+        return dict(
             rank=dist.get_rank(self.group),
             bases=torch.empty(0, dtype=torch.int64),
             state=torch.zeros(NUM_WORDS, dtype=torch.int32),
             report=torch.zeros(NUM_WORDS, dtype=torch.int32),
             timeout_ns=round(self.options.timeout_s * 1e9),
         )
-        return EmulatedCloneExchange(buffer, self.group)
+
+    def _make_clone_exchange(self, device: torch.device) -> CloneExchange:
+        layout = CloneLayout(num_ranks=self.group.size())
+        return EmulatedCloneExchange(CloneBuffer(layout=layout, **self._words()), self.group)
 
     def _make_exchange(self, x_TD: Tensor, top_k: int) -> Exchange:
         most = self.options.max_tokens or self._compare_options(x_TD, top_k, 1)
@@ -216,16 +195,8 @@ class EmulatedExchangePool(ExchangePool):
             num_receive=1,
             sums_slot=self.options.overlap_weight_grads,
         )
-        buffer = SymmetricBuffer(
-            layout=layout,
-            rank=dist.get_rank(self.group),
-            bases=torch.empty(0, dtype=torch.int64),
-            state=torch.zeros(NUM_WORDS, dtype=torch.int32),
-            report=torch.zeros(NUM_WORDS, dtype=torch.int32),
-            timeout_ns=round(self.options.timeout_s * 1e9),
-        )
+        buffer = SymmetricBuffer(layout=layout, **self._words())
         balanced = layout.source_rows * top_k // self.ep
-        options = self.options
-        made = EmulatedExchange(buffer, self.group, options, balanced_rows=balanced)
+        made = EmulatedExchange(buffer, self.group, self.options, balanced_rows=balanced)
         made.operations = []
         return made

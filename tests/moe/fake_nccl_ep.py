@@ -73,9 +73,7 @@ class DispatchConfig:
     pass_direction: PassDir = PassDir.FWD
 
 
-@dataclass(kw_only=True)
-class CombineConfig:
-    pass_direction: PassDir = PassDir.FWD
+CombineConfig = DispatchConfig
 
 
 @dataclass(kw_only=True)
@@ -91,16 +89,7 @@ class DispatchOutputs:
     topk_idx: Tensor | None = None
 
 
-@dataclass(kw_only=True)
-class CombineInputs:
-    tokens: Tensor | None = None
-    topk_weights: Tensor | None = None
-
-
-@dataclass(kw_only=True)
-class CombineOutputs:
-    tokens: Tensor | None = None
-    topk_weights: Tensor | None = None
+CombineInputs = CombineOutputs = DispatchInputs
 
 
 class Communicator:

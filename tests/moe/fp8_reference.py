@@ -107,18 +107,10 @@ def experts_fp8(
     power_of_two: bool = True,
     keep_hidden: str = "fp8",
 ) -> Result:
-    """Return the output for dy and every gradient.
+    """Return the output and every gradient, for the output's gradient dy.
 
-    Args:
-        x: [S, D], of the dtype in which products are rounded.
-        w1: [e, C, D].
-        w2: [e, D, F].
-        ids: [S, K], -1 = none.
-        weights: [S, K].
-        dy: [S, D].
-        kind: of the activation.
-        power_of_two: as in `Recipe`.
-        keep_hidden: likewise.
+    x and dy are [S, D], w1 [e, C, D], w2 [e, D, F], ids (-1 = none) and weights [S, K]. Products
+    are rounded to the dtype of x. `power_of_two` and `keep_hidden` are fields of `Recipe`.
     """
     dtype, two = x.dtype, power_of_two
     w1_q = [fp8(w, BLOCK, BLOCK, two) for w in w1]

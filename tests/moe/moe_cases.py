@@ -75,12 +75,7 @@ OPTIONS = {
         BASE, top_k=1, normalize_weights=True, capacity=CapacityConfig(factor=0.6)
     ),
     "weights-on-input": replace(
-        BASE,
-        top_k=1,
-        weights_on_input=True,
-        score_function="sigmoid",
-        fc1_bias=True,
-        fc2_bias=True,
+        BASE, top_k=1, weights_on_input=True, score_function="sigmoid", fc1_bias=True, fc2_bias=True
     ),
     "latent": replace(BASE, latent_dim=16),
     "latent-input": replace(
@@ -230,13 +225,8 @@ def compare_with_oracle(
 ) -> ReferenceOutput:
     """Assert that output, every gradient and all counts of one micro-batch are the oracle's.
 
-    Args:
-        layer: in either mode, without gradients and counts.
-        x: [B, T, D].
-        padding_mask: [B, T].
-        seed: of torch before the forward; jitter draws from it.
-        forward: runs the layer; None = the layer itself.
-        given_ids_NK: what a layer with forced choices takes.
+    `layer` has no gradients and counts yet. `seed` is torch's before the forward, for the jitter.
+    `forward` runs the layer, None = the layer itself. `given_ids_NK` = choices that are forced.
     """
     config, params = layer.config, leaves(layer)
     x_ours, x_ref = (x.detach().clone().requires_grad_() for _ in range(2))
@@ -280,13 +270,9 @@ def compare_with_oracle(
 
 
 def assert_twice_as_good(ours: Tensor, plain: Tensor, truth: Tensor, name: str) -> None:
-    """The 2x rule, for the whole tensor and for the worst row.
+    """Assert that ours is at most twice as far from the truth as plain PyTorch of the same dtype.
 
-    Args:
-        ours: low-precision result.
-        plain: what plain PyTorch of the same dtype gives.
-        truth: the fp32 result from the same rounded inputs.
-        name: shown on failure.
+    This holds for the whole tensor and for the worst row. The truth is fp32, of the same inputs.
     """
     assert ours.isfinite().all(), name
     truth = truth.float().reshape(-1, truth.shape[-1])

@@ -46,11 +46,7 @@ TABLE: dict[str, dict[str, dict[str, Any]]] = {
         "none": {},
         "fixed": {"expert_bias": True},
         "sign": {"expert_bias": True, ".bias_update_rate": 0.01},
-        "quantile": {
-            "expert_bias": True,
-            ".bias_update_rate": 1.0,
-            ".bias_update": "quantile",
-        },
+        "quantile": {"expert_bias": True, ".bias_update_rate": 1.0, ".bias_update": "quantile"},
         "quantile per micro-batch": {
             "expert_bias": True,
             ".bias_update_rate": 1.0,
@@ -74,11 +70,7 @@ TABLE: dict[str, dict[str, dict[str, Any]]] = {
         "geglu": {"activation": "geglu"},
         "clamped_swiglu": {"activation": "clamped_swiglu", "activation_limit": 1.0},
         "limited_swiglu": {"activation": "limited_swiglu", "activation_limit": 0.5},
-        "situ_glu": {
-            "activation": "situ_glu",
-            "activation_limit": 0.5,
-            "activation_up_limit": 1.0,
-        },
+        "situ_glu": {"activation": "situ_glu", "activation_limit": 0.5, "activation_up_limit": 1.0},
         "gelu": {"activation": "gelu"},
         "relu": {"activation": "relu"},
         "relu2": {"activation": "relu2"},
@@ -125,11 +117,7 @@ def neutral() -> Choice:
 
 
 def config_of(choice: Choice) -> MoEConfig:
-    """The config of a choice; options left out are neutral.
-
-    Raises:
-        ValueError: when a rule forbids it.
-    """
+    """Return the config of a choice, or raise ValueError; options left out are neutral."""
     fields: dict[str, Any] = {}
     for option, value in (neutral() | choice).items():
         fields |= TABLE[option][value]

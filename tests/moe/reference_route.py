@@ -48,12 +48,7 @@ class ReferenceRouting:
     real_N: Tensor
 
     def real_mean(self, values: Tensor, part: slice = slice(None)) -> Tensor:
-        """Return the mean of the real tokens' values over dim 0, 0 where there are none.
-
-        Args:
-            values: [N, ...].
-            part: which tokens.
-        """
+        """Return the mean of the real tokens' values [N, ...] over dim 0; 0 without such tokens."""
         real = self.real_N[part]
         return values[part][real].sum(0) / max(int(real.sum()), 1)
 
@@ -69,17 +64,10 @@ def route_reference(
     given_ids_NK: Tensor | None,
     given_weights_NK: Tensor | None = None,
 ) -> ReferenceRouting:
-    """Route one micro-batch.
+    """Return the routing of one micro-batch, whose sequences have `borders` from 0 to N.
 
-    Args:
-        x_ND: what the router reads.
-        real_N: bool, False = padding.
-        borders: of the sequences, from 0 to N.
-        params: as `moe_reference` takes them.
-        config: the layer.
-        training: the mode.
-        given_ids_NK: chosen ids, -1 = none; None = the config chooses.
-        given_weights_NK: weights of given ids; None = those of the logits.
+    `params` are those of `moe_reference`. `real_N` is False for padding. `given_ids_NK` (-1 = none)
+    replace the choice, and `given_weights_NK` the weights of given ids.
     """
     dtype = getattr(torch, config.router_dtype)
     logits_NE = x_ND.to(dtype) @ params["router.weight"].to(dtype).T
@@ -122,13 +110,7 @@ def route_reference(
 
 
 def capacity_reference(factor: float, num_real: int, config: MoEConfig) -> int:
-    """Return ceil(factor * N * K / E), exact for the factor as it is written.
-
-    Args:
-        factor: of the mode.
-        num_real: N, tokens that are no padding.
-        config: the layer.
-    """
+    """Return ceil(factor * N * K / E), exact for the factor as it is written; N real tokens."""
     return math.ceil(Fraction(repr(factor)) * num_real * config.top_k / config.num_experts)
 
 
@@ -167,11 +149,7 @@ def _weights(logits_NE: Tensor, scores_NE: Tensor, chosen_NE: Tensor, config: Mo
 
 
 def _choose(
-    logits_NE: Tensor,
-    real: list[bool],
-    bias: list[float] | None,
-    config: MoEConfig,
-    training: bool,
+    logits_NE: Tensor, real: list[bool], bias: list[float] | None, config: MoEConfig, training: bool
 ) -> list[list[bool]]:
     """Return chosen[n][e], whatever it is for padding."""
     if config.assignment == "expert_choice":

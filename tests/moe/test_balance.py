@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -15,12 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from moecore import BalanceConfig, MoEConfig, MoELayer
-from moecore.moe.balance import (
-    LOSS_NAMES,
-    BalanceGroups,
-    LoadTracker,
-    compute_balance_losses,
-)
+from moecore.moe.balance import LOSS_NAMES, BalanceGroups, LoadTracker, compute_balance_losses
 from moecore.moe.micro_batch import MicroBatch
 from moecore.moe.records import Routing
 from moecore.moe.state import MoEState
@@ -55,26 +49,6 @@ def losses_of(routing: Routing, config: MoEConfig, num_sequences: int = 1, **kw:
 # --------------------------------------------------------------------------- values
 
 
-@pytest.mark.parametrize("name", ["micro_batch", "sequence", "global_batch"])
-@pytest.mark.parametrize(("E", "K"), [(8, 2), (6, 1), (5, 5)])
-def test_even_routing_gives_exactly_the_coefficient(name: str, E: int, K: int) -> None:
-    config = replace(BASE, num_experts=E, top_k=K, balance=only(name, 0.25))
-    slots = torch.arange(2 * E * K) % E
-    routing = routing_from(slots.view(2 * E, K), torch.zeros(2 * E, E))
-    losses = dict(zip(LOSS_NAMES, losses_of(routing, config, 2).tolist(), strict=True))
-    assert losses.pop(name) == pytest.approx(0.25, rel=1e-6)
-    assert set(losses.values()) == {0.0}
-
-
-def test_collapsed_routing_gives_coef_times_e() -> None:
-    config = replace(BASE, top_k=1, balance=only("micro_batch", 1.0))
-    logits = torch.zeros(6, 8)
-    logits[:, 3] = 200.0
-    routing = routing_from(torch.full((6, 1), 3), logits)
-    assert float(losses_of(routing, config)[0]) == pytest.approx(8.0)
-    assert LOSS_NAMES == ("micro_batch", "sequence", "global_batch", "z")
-
-
 def test_the_three_scopes_by_hand() -> None:
     """Two sequences of two tokens, two experts, K=1."""
     ids = torch.tensor([[0], [0], [0], [1]])
@@ -96,47 +70,6 @@ def test_the_three_scopes_by_hand() -> None:
     f = (4 / 16, 12 / 16)
     found = losses_of(routing, globally, 2, prior_counts_E=prior)[2]
     assert float(found) == pytest.approx(2 * (f[0] * p[0] + f[1] * p[1]))
-
-
-def test_z_loss_by_hand() -> None:
-    logits = torch.tensor([[0.0, 0.0], [1.0, 3.0], [-2.0, 5.0]])
-    routing = routing_from(torch.tensor([[0], [1], [1]]), logits)
-    config = replace(BASE, num_experts=2, top_k=1, balance=only("z", 0.1))
-    expected = sum(math.log(math.exp(a) + math.exp(b)) ** 2 for a, b in logits.tolist())
-    assert float(losses_of(routing, config)[3]) == pytest.approx(0.1 * expected / 3, rel=1e-6)
-
-
-def test_normalized_sigmoids_by_hand() -> None:
-    """Sigmoids 1/2 and 3/4 of the first token, 4/5 and 1/2 of the second; both choose expert 1."""
-    logits = torch.tensor([[0.0, math.log(3.0)], [math.log(4.0), 0.0]])
-    config = replace(
-        BASE, num_experts=2, top_k=1, score_function="sigmoid", balance=only("micro_batch", 1.0)
-    )
-    losses = losses_of(routing_from(torch.ones(2, 1), logits), config)
-    assert float(losses[0]) == pytest.approx(2 * (0.6 + 5 / 13) / 2)
-
-
-def test_dropped_choices_are_tokens_without_an_expert() -> None:
-    """The share of an expert is over the K choices of every token, dropped or not."""
-    ids = torch.tensor([[0, 1], [0, -1], [-1, -1], [-1, 0]])
-    config = replace(BASE, num_experts=2, top_k=2, balance=only("micro_batch", 1.0))
-    losses = losses_of(routing_from(ids, torch.zeros(4, 2)), config)
-    assert float(losses[0]) == pytest.approx(2 * (3 / 8 * 0.5 + 1 / 8 * 0.5))
-    config = replace(config, balance=only("global_batch", 1.0))
-    losses = losses_of(routing_from(ids, torch.zeros(4, 2)), config)
-    assert float(losses[2]) == pytest.approx(1.0), "shares of what was assigned"
-
-
-def test_losses_are_zero_and_differentiable_without_tokens() -> None:
-    balance = BalanceConfig(
-        micro_batch_coef=1.0, sequence_coef=1.0, global_batch_coef=1.0, z_loss_coef=1.0
-    )
-    config = replace(BASE, balance=balance)
-    for num_sequences in (0, 1, 3):
-        logits = torch.zeros(0, 8, requires_grad=True)
-        losses = losses_of(routing_from(torch.zeros(0, 2), logits), config, num_sequences)
-        assert losses.tolist() == [0.0] * 4
-        losses.sum().backward()
 
 
 # --------------------------------------------------------------------------- gradient
@@ -187,15 +120,6 @@ def test_losses_count_best_scores_where_bias_or_groups_choose(
     assert not torch.equal(seen_E, choices_E), "the test must tell the two apart"
 
 
-def test_the_gradient_does_not_depend_on_the_main_loss() -> None:
-    layer = make_layer(replace(BASE, balance=only("micro_batch", 0.5)))
-    x = torch.randn(3, 6, 32)
-    (layer(x) * 0).sum().backward()
-    params = leaves(layer)
-    moe_reference(x, params, layer.config).losses["micro_batch"].backward()
-    assert_equal_to_scale(layer.router.weight.grad, params["router.weight"].grad)
-
-
 # --------------------------------------------------------------------------- state
 
 
@@ -217,31 +141,6 @@ def test_nothing_is_counted_without_gradients_or_without_backward() -> None:
     assert metrics.compute_total_aux_loss() == 0.0 and set(
         metrics.compute_load_max_over_mean().values()
     ) == {0.0}
-
-
-def test_finish_step_counts_and_starts_anew() -> None:
-    layers = [make_layer(replace(BASE, top_k=k, balance=only("z", 0.5)), seed=k) for k in (1, 3)]
-    state = make_state(*layers)
-    state.set_num_micro_batches(3)
-    expected = [torch.zeros(8, dtype=torch.int64) for _ in layers]
-    z = [0.0, 0.0]
-    for _ in range(3):
-        x = torch.randn(2, 5, 32)
-        for i, layer in enumerate(layers):
-            layer(x).sum().backward()
-            out = moe_reference(x, leaves(layer), layer.config)
-            expected[i] += out.counts_E
-            z[i] += float(out.losses["z"].detach()) / 3
-    metrics = state.finish_step()
-    assert list(metrics.tokens_per_expert) == ["layers.0", "layers.1"]
-    for i, (name, counts) in enumerate(metrics.tokens_per_expert.items()):
-        assert counts.dtype == torch.int64 and torch.equal(counts, expected[i])
-        assert metrics.aux_losses[name][3].item() == pytest.approx(z[i], rel=1e-5)
-        assert metrics.aux_losses[name][:3].tolist() == [0.0] * 3
-        ratio = float(expected[i].max()) / float(expected[i].float().mean())
-        assert metrics.compute_load_max_over_mean()[name] == pytest.approx(ratio)
-    assert metrics.compute_total_aux_loss() == pytest.approx(sum(z), rel=1e-5)
-    assert not any(n.any() for n in state.finish_step().tokens_per_expert.values())
 
 
 def test_a_forgotten_number_of_micro_batches_is_an_error_once() -> None:
@@ -322,37 +221,6 @@ def test_global_batch_loss_refuses_a_recompute_that_would_differ() -> None:
     state.finish_step()
     with pytest.raises(NotImplementedError, match="several forwards before a backward"):
         (forward(batches[0]) + forward(batches[1])).backward()
-
-
-@pytest.mark.parametrize("function", ["softmax", "sigmoid"])
-def test_bias_moves_by_the_sign_of_the_load(function: Any) -> None:
-    """Eight tokens, K=1: experts 0, 1 and 2 get 5, 2 and 1, expert 3 none; the mean is 2."""
-    config = MoEConfig(
-        dim=8,
-        hidden_dim=8,
-        num_experts=4,
-        top_k=1,
-        score_function=function,
-        expert_bias=True,
-        balance=BalanceConfig(bias_update_rate=0.125),
-    )
-    layer = make_layer(config)
-    state = make_state(layer)
-    with torch.no_grad():
-        layer.router.weight.copy_(torch.eye(4, 8) * 4)
-        layer.router.expert_bias.zero_()
-    choice = torch.tensor([0, 0, 0, 1, 0, 2, 1, 0])
-    x = torch.eye(4, 8)[choice]
-    layer(x).sum().backward()
-    metrics = state.finish_step()
-    assert metrics.tokens_per_expert["layers.0"].tolist() == [5, 2, 1, 0]
-    assert layer.router.expert_bias.tolist() == [-0.125, 0.0, 0.125, 0.125]
-    # The raised bias decides: a tie between experts 0 and 3 now goes to 3.
-    tie = torch.eye(4, 8)[0:1] + torch.eye(4, 8)[3:4]
-    assert layer.router(tie).expert_ids_TK.tolist() == [[3]]
-    # A step without counts moves nothing.
-    state.finish_step()
-    assert layer.router.expert_bias.tolist() == [-0.125, 0.0, 0.125, 0.125]
 
 
 def test_a_layer_without_losses_launches_nothing_before_backward() -> None:
@@ -498,39 +366,6 @@ def test_a_cuda_graph_counts_at_each_replay(loss: str | None) -> None:
         a, b = plain.tracker, graphed.tracker
         assert torch.equal(a.counts.choices_E, b.counts.choices_E)  # type: ignore[arg-type]
         torch.testing.assert_close(a.counts.losses, b.counts.losses)
-
-
-def test_bias_stays_without_a_rate_and_is_no_parameter() -> None:
-    layer = make_layer(replace(BASE, expert_bias=True))
-    state = make_state(layer)
-    before = layer.router.expert_bias.clone()
-    layer(torch.randn(5, 32)).sum().backward()
-    state.finish_step()
-    assert torch.equal(layer.router.expert_bias, before)
-    assert "router.expert_bias" not in dict(layer.named_parameters())
-    assert "router.expert_bias" in layer.state_dict()
-
-
-def test_global_batch_counts_earlier_micro_batches() -> None:
-    """Micro-batch i's share of each expert is over micro-batches 0..i."""
-    config = replace(BASE, balance=only("global_batch", 0.5))
-    layer = make_layer(config)
-    state = make_state(layer)
-    state.set_num_micro_batches(3)
-    batches = [torch.randn(2, 5, 32) for _ in range(3)]
-    params = leaves(layer)
-    counts_E, total = torch.zeros(8), torch.zeros(())
-    for x in batches:
-        (layer(x) * 0).sum().backward()
-        out = moe_reference(x, params, config)
-        counts_E = counts_E + out.counts_E
-        share_E = counts_E / counts_E.sum()
-        total = total + 0.5 * 8 * (share_E * out.mean_scores_E).sum() / 3
-    total.backward()
-    assert_equal_to_scale(layer.router.weight.grad, params["router.weight"].grad)
-    assert float(state.finish_step().aux_losses["layers.0"][2]) == pytest.approx(
-        float(total), rel=1e-5
-    )
 
 
 def test_sum_convention_divides_by_data_ranks() -> None:

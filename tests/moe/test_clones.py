@@ -23,7 +23,6 @@ from moecore import (
     LayerLayout,
     MoEConfig,
     MoELayer,
-    NVLinkOptions,
     ParallelConfig,
     build_meshes,
 )
@@ -43,12 +42,11 @@ from moecore.moe.clones import (
     view_as_sendable_dtype,
 )
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
-from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.low_rank import LowRank
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.state import MoEState
 from tests.helpers.ranks import run_ranks
-from tests.moe.emulated_exchange import EmulatedExchangePool
+from tests.moe.dispatchers import by_stores
 
 EP, ETP, E, D = 3, 2, 6, 16
 CONFIG = MoEConfig(dim=D, hidden_dim=D, num_experts=E, top_k=2, expert_bias=True)
@@ -109,9 +107,7 @@ def travel() -> list[Any]:
 def both_ways() -> dict[str, AnyClones]:
     """Return the clones of `EXPERTS` as either way has them."""
     meshes, place = placed(2)
-    pool = EmulatedExchangePool(
-        place.group, ep=EP, options=NVLinkOptions(max_tokens=64, row_factor=None)
-    )
+    pool = by_stores(place, max_tokens=64).exchanges
     experts_N = torch.tensor(EXPERTS, dtype=torch.int32)
     places = Places(experts_N=experts_N, num_clones=2, num_local=2, etp=ETP)
     return {
@@ -166,11 +162,10 @@ def skewed_layer(
         layer.experts.add_low_rank_updates("w1", LowRank({"one": (a, b)}, {"one": 0.5}))
     layer.get_part("experts").shard(meshes.expert["ep", "etp"])
     pool = None
+    layer.dispatcher = AllToAllDispatcher(place)
     if over_peers:
-        pool = EmulatedExchangePool(
-            place.group, ep=EP, options=NVLinkOptions(max_tokens=64, row_factor=None)
-        )
-    layer.dispatcher = NVLinkDispatcher(place, pool) if pool else AllToAllDispatcher(place)
+        layer.dispatcher = by_stores(place, max_tokens=64)
+        pool = layer.dispatcher.exchanges
     if options is not None:
         layer.cloner = Cloner(place, meshes.expert.get_group("ep"), options, pool)
     return layer

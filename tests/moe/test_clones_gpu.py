@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from moecore import CloneOptions, MoELayer
 from moecore.kernels.exchange.clones import Places
@@ -32,6 +31,7 @@ from tests.moe.test_nvlink_gpu import (
     nvlink_of,
     place_of,
     pytestmark,
+    step,
     syncs_are_errors,
 )
 
@@ -126,13 +126,6 @@ def cloned_layer() -> tuple[MoELayer, ExchangePool]:
     return layer, ours.exchanges
 
 
-def step(layer: MoELayer, x: Tensor) -> list[Tensor]:
-    leaf = x.detach().requires_grad_()
-    y = layer(leaf)
-    grads = torch.autograd.grad(y, [leaf, *layer.parameters()], torch.cos(x.detach()))
-    return [t.to_local() if isinstance(t, DTensor) else t for t in (y, *grads)]
-
-
 def layers() -> dict[str, Any]:
     """Whether replays have the bits of eager steps, none of which syncs; and errors."""
     cloned, pool = cloned_layer()
@@ -179,12 +172,7 @@ def absent_rank() -> str:
 
 
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
-    return {
-        "stress": stress(),
-        "pieces": pieces(),
-        "layers": layers(),
-        "absent": absent_rank(),
-    }
+    return {"stress": stress(), "pieces": pieces(), "layers": layers(), "absent": absent_rank()}
 
 
 @pytest.fixture(scope="module")

@@ -272,12 +272,9 @@ class Program:
 
 
 def run(model: Model, plan: str, rank: int = 0) -> list[Step]:
-    """Return what a rank's device would do.
+    """Return what a rank's device would do; rank 1 has no tokens, the last one no expert rows.
 
-    Args:
-        model: the layers.
-        plan: methods of `Program`; digits are an order for `verbs`.
-        rank: 1 has no tokens, the last one no expert rows.
+    `plan` names methods of `Program`; digits are an order for `verbs`.
     """
     device = Device()
     with device.runs():
@@ -291,12 +288,7 @@ def run(model: Model, plan: str, rank: int = 0) -> list[Step]:
 
 
 class Graph:
-    """Nodes of all ranks, numbered: what comes before each, and which places it writes and reads.
-
-    Args:
-        log: of every rank.
-        slots: of operations without copies.
-    """
+    """Numbered nodes of all ranks: what comes before each, and which places it writes and reads."""
 
     def __init__(self, log: list[Step], slots: int = 2) -> None:
         self.slots = slots
@@ -499,12 +491,9 @@ BORDERS = {"begin", "end", "replay"}  # of the one graph that is captured
 
 
 def logs(table: Table, length: int, *, behind_operation: bool = True) -> Iterator[list[Step]]:
-    """Yield all that a rank can run by a table, in so many events.
+    """Yield all that a rank can run by a table of the slot, in `length` events and `BORDERS`.
 
-    Args:
-        table: of the slot.
-        length: events of the table and `BORDERS`.
-        behind_operation: copies follow an operation with no border between them.
+    `behind_operation` = copies follow an operation with no border between them.
     """
 
     def steps_of(event: SlotEvent, memory: int) -> list[Step]:

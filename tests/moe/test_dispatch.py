@@ -13,16 +13,7 @@ from moecore.kernels.invariant import batch_invariant
 from moecore.kernels.rows import move as rows
 from moecore.moe.dispatch.alltoall import compute_send_order
 from moecore.moe.dispatch.local import ByChoice, LocalDispatcher
-from moecore.moe.records import ExpertInput, Routing
-
-
-def routing_of(ids_TK: Tensor, weights_TK: Tensor, num_experts: int) -> Routing:
-    return Routing(
-        expert_ids_TK=ids_TK,
-        weights_TK=weights_TK,
-        logits_TE=torch.zeros(ids_TK.shape[0], num_experts),
-        chosen_ids_TK=ids_TK,
-    )
+from moecore.moe.records import Routing
 
 
 @st.composite
@@ -41,28 +32,15 @@ def routings(draw: st.DrawFn) -> tuple[Tensor, Tensor, int]:
 # --------------------------------------------------------------------------- local
 
 
-def test_worked_example_of_expert_input() -> None:
-    ids = torch.tensor([[0, 1], [1, -1]], dtype=torch.int32)
-    weights = torch.tensor([[0.1, 0.2], [0.3, 0.4]])
-    inp = LocalDispatcher(2).dispatch(torch.randn(2, 4), routing_of(ids, weights, 2))
-    assert inp.index.row_ids_R.tolist() == [0, 0, 1, 0]
-    assert inp.index.slots_SK.tolist() == [[0, 1], [2, -1]]
-    assert inp.index.offsets_e.tolist() == [1, 3] and int(inp.index.num_rows) == 3
-    torch.testing.assert_close(inp.index.weights_R, torch.tensor([0.1, 0.2, 0.3, 0.0]))
-    integers = (inp.index.row_ids_R, inp.index.slots_SK, inp.index.offsets_e, inp.index.num_rows)
-    assert (
-        all(t.dtype == torch.int32 for t in integers) and inp.index.weights_R.dtype == torch.float32
-    )
-
-
 @settings(max_examples=60, deadline=None, database=None)
 @given(routings())
-def test_local_dispatch_then_combine(routing: tuple[Tensor, Tensor, int]) -> None:
+def test_local_dispatch_then_combine(drawn: tuple[Tensor, Tensor, int]) -> None:
     """With experts that multiply by their weight, the layer is x times the sum of weights."""
-    ids_TK, weights_TK, num_experts = routing
+    ids_TK, weights_TK, num_experts = drawn
     dispatcher = LocalDispatcher(num_experts)
     x_TD = torch.randn(ids_TK.shape[0], 4)
-    inp = dispatcher.dispatch(x_TD, routing_of(ids_TK, weights_TK, num_experts))
+    routing = Routing(expert_ids_TK=ids_TK, weights_TK=weights_TK, chosen_ids_TK=ids_TK)
+    inp = dispatcher.dispatch(x_TD, routing)
     assert inp.rows.values is x_TD, "no copy without EP"
     assert inp.index.offsets_e.shape == (num_experts,) and inp.index.num_rows.shape == ()
     assert int(inp.index.num_rows) == int((ids_TK >= 0).sum())
@@ -71,22 +49,6 @@ def test_local_dispatch_then_combine(routing: tuple[Tensor, Tensor, int]) -> Non
     y_TD = dispatcher.combine(rows.sum_rows(y_RD, *where), inp.plan)
     total_T = torch.where(ids_TK >= 0, weights_TK, 0).sum(1)
     torch.testing.assert_close(y_TD, x_TD * total_T[:, None])
-
-
-def test_expert_input_is_a_pytree_and_frozen() -> None:
-    """FSDP2 finds the tensors of a module's input through pytree."""
-    inp = LocalDispatcher(2).dispatch(
-        torch.randn(2, 4),
-        routing_of(torch.tensor([[0], [1]], dtype=torch.int32), torch.ones(2, 1), 2),
-    )
-    leaves, spec = torch.utils._pytree.tree_flatten(inp)
-    assert any(leaf is inp.rows.values for leaf in leaves)
-    assert any(leaf is inp.index.weights_R for leaf in leaves)
-    assert any(leaf is inp.index.slots_SK for leaf in leaves)
-    again = torch.utils._pytree.tree_unflatten(leaves, spec)
-    assert isinstance(again, ExpertInput) and again.rows.values is inp.rows.values
-    with pytest.raises(AttributeError):
-        inp.plan = torch.tensor(0)  # type: ignore[misc]
 
 
 # --------------------------------------------------------------------------- order of sending

@@ -37,6 +37,7 @@ from moecore.moe.records import ExpertInput
 from moecore.parallel.model import request as request_file
 from moecore.precision.plain import ProductLinear
 from moecore.train import AdamW
+from tests.kernels.experts.chosen import list_saved
 from tests.moe.fp8_reference import experts_scaled
 
 pytestmark = pytest.mark.usefixtures("no_group_left")
@@ -251,9 +252,7 @@ def test_roles_and_overrides_decide_by_name() -> None:
     config = MoEConfig(dim=128, hidden_dim=128, num_experts=4, top_k=2, shared_hidden_dim=128)
     model = nn.Sequential(*(MoELayer(config) for _ in range(3)))
     precision = Precision(
-        recipe=Recipe(),
-        roles=("experts",),
-        overrides=(("1.experts", None), ("2.shared", Recipe())),
+        recipe=Recipe(), roles=("experts",), overrides=(("1.experts", None), ("2.shared", Recipe()))
     )
     parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), precision=precision)
     shown = repr(model)
@@ -458,31 +457,19 @@ def test_ranks_that_decide_otherwise_are_refused(monkeypatch: pytest.MonkeyPatch
 
 def test_tokens_that_the_router_keeps_are_kept_once() -> None:
     """Without a dispatcher that copies rows, X in FP8 would come on top of the router's X."""
-    layer, seen = plain_layer(), []
 
-    def pack(tensor: Tensor) -> Tensor:
-        seen.append((tensor.dtype, tuple(tensor.shape)))
-        return tensor
+    def keeps_fp8(module: nn.Module, inp: Any) -> bool:
+        dtypes = {t.dtype for t in list_saved(lambda: module(inp)) if t.shape == (24, 128)}
+        assert dtypes & {torch.float8_e4m3fn, torch.float32}
+        return torch.float8_e4m3fn in dtypes
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = layer(tokens().requires_grad_())
-    assert (torch.float32, (24, 128)) in seen
-    assert (torch.float8_e4m3fn, (24, 128)) not in seen
-    y.sum().backward()
-    seen.clear()
+    layer = plain_layer()
+    assert not keeps_fp8(layer, tokens().requires_grad_())
     layer.get_part("router").weight.requires_grad_(False)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        layer(tokens().requires_grad_())
-    assert (torch.float8_e4m3fn, (24, 128)) in seen
-    seen.clear()
+    assert keeps_fp8(layer, tokens().requires_grad_())
     latent = plain_layer(config=replace(CONFIG, dim=256, latent_dim=128))
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        latent(torch.randn(24, 256))  # no router reads what the experts do
-    assert (torch.float8_e4m3fn, (24, 128)) in seen
-    index = build_index(
-        torch.arange(24, dtype=torch.int32)[:, None] % 4, torch.ones(24, 1), first=0, num_local=4
-    )
-    seen.clear()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        layer.get_part("experts")(ExpertInput(Rows(tokens().requires_grad_()), index, None))
-    assert (torch.float8_e4m3fn, (24, 128)) in seen
+    assert keeps_fp8(latent, torch.randn(24, 256))  # no router reads what the experts do
+    ids = torch.arange(24, dtype=torch.int32)[:, None] % 4
+    index = build_index(ids, torch.ones(24, 1), first=0, num_local=4)
+    inp = ExpertInput(Rows(tokens().requires_grad_()), index, None)
+    assert keeps_fp8(layer.get_part("experts"), inp)

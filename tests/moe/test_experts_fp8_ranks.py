@@ -30,7 +30,6 @@ from moecore import (
     FSDPOptions,
     MoEConfig,
     MoELayer,
-    NVLinkOptions,
     ParallelConfig,
     TrainStep,
     build_meshes,
@@ -40,13 +39,13 @@ from moecore.base.options.precision import Precision, Recipe
 from moecore.kernels.experts.contract import OPERANDS
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.clones import Cloner
-from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.experts import Experts
 from moecore.precision.apply import advance_amax
 from moecore.train import AdamW
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks
-from tests.moe.emulated_exchange import EmulatedExchange, EmulatedExchangePool
+from tests.moe.dispatchers import by_stores
+from tests.moe.emulated_exchange import EmulatedExchange
 from tests.moe.test_experts_fp8 import counted_quantisations
 from tests.parallel.fsdp.units import is_unit
 
@@ -70,11 +69,6 @@ CLONED = [
     ("ep3-edp2", "nvlink"),
 ]
 CLONES = CloneOptions(per_rank=1, min_share=0.0)
-# Rows are added while they travel; they travel as FP8, and once more in backward.
-NVLINK = {
-    "nvlink": NVLinkOptions(max_tokens=80, row_factor=None),
-    "nvlink-fp8": NVLinkOptions(max_tokens=80, row_factor=None, keep_rows=False),
-}
 ALL = Precision(recipe=Recipe())
 KEPT, FREED = FSDPOptions(dense_strategy="optim"), FSDPOptions()
 
@@ -96,15 +90,25 @@ def gradient_of(y: Tensor) -> Tensor:
     return torch.cos(torch.arange(y.numel(), dtype=y.dtype)).view_as(y)
 
 
-@cache
-def one_process(ranks: tuple[int, ...]) -> dict[str, Tensor]:
-    """Output, input gradient and gradients of one process on these ranks' tokens."""
-    xs = [batch(rank) for rank in ranks]
-    layer, x = make_layer(), torch.cat(xs).requires_grad_()
+def run_whole(layer: MoELayer, xs: list[Tensor]) -> dict[str, Tensor]:
+    """Return the output, input gradient and gradients of one process on tokens of ranks."""
+    x = torch.cat(xs).requires_grad_()
     y = layer(x)
     y.backward(torch.cat([gradient_of(part) for part in y.detach().split([len(x) for x in xs])]))
     grads = {n: p.grad for n, p in layer.named_parameters()}
     return {"y": y.detach(), "x": x.grad, **grads}  # type: ignore[dict-item]
+
+
+@cache
+def one_process(ranks: tuple[int, ...]) -> dict[str, Tensor]:
+    return run_whole(make_layer(), [batch(rank) for rank in ranks])
+
+
+def largest(errors: dict[str, float]) -> dict[str, float]:
+    """Return the largest error of all ranks, by quantity."""
+    everyone: list[Any] = [None] * WORLD
+    dist.all_gather_object(everyone, errors)
+    return {name: max(one[name] for one in everyone) for name in errors}
 
 
 def sharded(folding: str, dispatcher: str, clones: CloneOptions | None = None) -> Any:
@@ -114,12 +118,12 @@ def sharded(folding: str, dispatcher: str, clones: CloneOptions | None = None) -
     name = "alltoall" if name == "nvlink" else name
     dispatch = DispatchOptions(name=name, fp8=is_fp8, clones=clones)  # type: ignore[arg-type]
     parallelize(model, meshes, precision="blockwise", loss="sum", dispatch=dispatch)
-    if dispatcher in NVLINK:
+    if dispatcher.startswith("nvlink"):
         place = model[0].dispatcher.placement
-        how: Any = dict(options=NVLINK[dispatcher], fp8=is_fp8)
-        pool = EmulatedExchangePool(place.group, ep=place.ep, **how)
-        model[0].dispatcher = NVLinkDispatcher(place, pool)
+        # Rows are added while they travel; they travel as FP8, and once more in backward.
+        model[0].dispatcher = by_stores(place, fp8=is_fp8, max_tokens=80, keep_rows=not is_fp8)
         if clones is not None:
+            pool = model[0].dispatcher.exchanges
             model[0].cloner = Cloner(place, meshes.expert.get_group("ep"), clones, pool)
     return model
 
@@ -144,13 +148,10 @@ def compared(
     errors = {}
     for name, ours in found.items():
         theirs = (alone if name in ("y", "x") else together)[name]
-        errors[name] = (torch.equal(ours, theirs), float((ours - theirs).norm() / theirs.norm()))
-    everyone: list[Any] = [None] * WORLD
-    dist.all_gather_object(everyone, errors)
-    return {
-        name: (all(one[name][0] for one in everyone), max(one[name][1] for one in everyone))
-        for name in errors
-    }
+        errors[f"bits {name}"] = float(not torch.equal(ours, theirs))
+        errors[name] = float((ours - theirs).norm() / theirs.norm())
+    errors = largest(errors)
+    return {name: (not errors[f"bits {name}"], errors[name]) for name in found}
 
 
 DELAYED = Recipe(scaling="tensorwise", grad_format="e5m2", amax_history=1, power_of_two=False)
@@ -207,9 +208,7 @@ def delayed(rank: int) -> dict[str, float]:
     for name, ours in found.items():
         ours, theirs = ours.full_tensor() if isinstance(ours, DTensor) else ours, expected[name]
         errors[name] = float((ours - theirs).norm() / theirs.norm())
-    everyone: list[Any] = [None] * WORLD
-    dist.all_gather_object(everyone, errors)
-    return {name: max(one[name] for one in everyone) for name in errors}
+    return largest(errors)
 
 
 def travelled(recipe: Recipe | None, rank: int) -> tuple[list[str], str]:
@@ -265,22 +264,17 @@ def quantisations(fsdp: FSDPOptions, rank: int) -> dict[str, Any]:
     return {"counts": counts, "stale": stale}
 
 
+def make_decoder(moe: MoEConfig, vocab_size: int = 61) -> Decoder:
+    """Return a decoder of a dense block and one of MoE."""
+    torch.manual_seed(0)
+    sizes: Any = dict(vocab_size=vocab_size, dim=128, num_layers=2, num_heads=4, num_kv_heads=2)
+    sizes |= dict(head_dim=32, mlp_hidden_dim=96, dense_layers=(0,), max_seq_len=32)
+    return Decoder(DecoderConfig(**sizes, moe=moe))
+
+
 def training(folding: str, rank: int) -> list[float]:
     """Return the losses, over all ranks, of a decoder whose roles are all in FP8."""
-    torch.manual_seed(0)
-    config = DecoderConfig(
-        vocab_size=61,
-        dim=128,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=32,
-        moe=replace(CONFIG, shared_hidden_dim=64),
-        mlp_hidden_dim=96,
-        dense_layers=(0,),
-        max_seq_len=32,
-    )
-    model = Decoder(config)
+    model = make_decoder(replace(CONFIG, shared_hidden_dim=64))
     parallelize(model, build_meshes(ParallelConfig(**FOLDINGS[folding]), "cpu"), precision=ALL)
     optimizer = AdamW(model.parameters(), lr=1e-2, eps=1e-2)
     step = TrainStep(model, optimizer, max_norm=1.0, num_micro_batches=2)

@@ -45,12 +45,7 @@ CONFIGS = {
     ),
     # One normalised weight is always 1, and its gradient pure rounding: so no normalisation.
     "relu2": MoEConfig(
-        dim=64,
-        hidden_dim=128,
-        num_experts=8,
-        top_k=1,
-        activation="relu2",
-        normalize_weights=False,
+        dim=64, hidden_dim=128, num_experts=8, top_k=1, activation="relu2", normalize_weights=False
     ),
     "quantile": MoEConfig(
         dim=64,

@@ -45,6 +45,7 @@ from moecore.parallel.model.parallel_state import get_capacity, get_parallel_sta
 from moecore.parallel.model.phases import choose_dispatcher
 from moecore.parallel.pipeline.orders import PAIRING
 from tests.helpers.ranks import run_ranks
+from tests.kernels.experts.chosen import list_saved
 from tests.moe.dispatchers import (
     MAX_TOKENS,
     PLAIN,
@@ -70,9 +71,24 @@ def group(no_group_left: None) -> Iterator[dist.ProcessGroup]:
     yield dist.group.WORLD
 
 
-def pool_of(group: dist.ProcessGroup, **options: Any) -> EmulatedExchangePool:
+def pool_of(
+    group: dist.ProcessGroup, *, fp8: bool = False, is_required: bool = True, **options: Any
+) -> EmulatedExchangePool:
     options = dict(max_tokens=8, timeout_s=2.0) | options
-    return EmulatedExchangePool(group, ep=4, options=NVLinkOptions(**options))
+    how: Any = dict(options=NVLinkOptions(**options), fp8=fp8, is_required=is_required)
+    return EmulatedExchangePool(group, ep=4, **how)
+
+
+def routing_of(dtype: torch.dtype = torch.float32) -> Routing:
+    """Return a routing of three tokens, whose weights have a dtype."""
+    ids_TK = torch.zeros(3, 2, dtype=torch.int32)
+    weights_TK = torch.zeros(3, 2, dtype=dtype)
+    return Routing(expert_ids_TK=ids_TK, weights_TK=weights_TK, chosen_ids_TK=ids_TK)
+
+
+def dispatcher_of(exchanges: EmulatedExchangePool) -> NVLinkDispatcher:
+    place = ExpertPlacement(group=exchanges.group, num_experts=8, ep=4, etp=1)
+    return NVLinkDispatcher(place, exchanges)
 
 
 def exchange_of(exchanges: EmulatedExchangePool) -> EmulatedExchange:
@@ -85,10 +101,7 @@ def exchange_of(exchanges: EmulatedExchangePool) -> EmulatedExchange:
     ("options", "message"),
     [
         (dict(max_tokens=0), r"NVLinkOptions.max_tokens \(0\) must be a whole number >= 1 or None"),
-        (
-            dict(row_factor=0.0),
-            r"NVLinkOptions.row_factor \(0.0\) must be a finite number > 0",
-        ),
+        (dict(row_factor=0.0), r"NVLinkOptions.row_factor \(0.0\) must be a finite number > 0"),
         (
             dict(timeout_s=float("inf")),
             r"NVLinkOptions.timeout_s \(inf\) must be a finite number > 0",
@@ -111,17 +124,13 @@ def test_asking_for_it_where_it_can_not_work_is_one_line(group: dist.ProcessGrou
     assert find_problem(group, "cpu") is not None
 
 
-def test_pairs_over_it_are_none(no_group_left: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+def test_pairs_over_it_are_none(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     allow_nvlink(monkeypatch)
     model = nn.Sequential(MoELayer(MoEConfig(dim=32, hidden_dim=64, num_experts=8, top_k=2)))
     pairs = PipelineConfig(schedule="overlapped")
     with pytest.warns(UserWarning, match="not used: 'nvlink' has no exchange to compute beside"):
         parallelize_moe(
-            model,
-            build_meshes(ParallelConfig(ep=4), "cpu"),
-            dispatch="nvlink",
-            pipeline=pairs,
+            model, build_meshes(ParallelConfig(ep=4), "cpu"), dispatch="nvlink", pipeline=pairs
         )
     step = TrainStep(model, num_micro_batches=2)
     with step.micro_batches():
@@ -233,7 +242,7 @@ def test_tokens_on_a_cpu_are_refused(group: dist.ProcessGroup) -> None:
 def test_more_tokens_than_room_are_refused_before_anything_is_sent(
     group: dist.ProcessGroup,
 ) -> None:
-    exchanges = EmulatedExchangePool(group, ep=4, options=NVLinkOptions(max_tokens=8))
+    exchanges = pool_of(group)
     made = exchanges.get_exchange(torch.zeros(8, 16), 2)
     assert exchanges.get_exchange(torch.zeros(0, 16), 2) is made, "one exchange for all layers"
     assert exchanges.get_exchange(torch.zeros(8, 16), 3) is not made
@@ -248,21 +257,32 @@ def test_more_tokens_than_room_are_refused_before_anything_is_sent(
 
 @pytest.mark.parametrize(
     ("code", "what"),
-    [(1 + 3 * 2, "rank 3 must come to a dispatch"), (1 + 1, "rank 0 must come to a combine")],
+    [
+        (1 + 3 * 2, "rank 3 must come to a dispatch"),
+        (1 + 1, "rank 0 must come to a combine"),
+        (1 + 3 * 2, "rank 3 must come to a transfer of clones' weights within"),
+        (1 + 1, "rank 0 must come to a sum of clones' gradients within"),
+    ],
 )
 def test_a_late_rank_is_an_error_until_closed(
     code: int, what: str, group: dist.ProcessGroup
 ) -> None:
-    exchanges = EmulatedExchangePool(
-        group, ep=4, options=NVLinkOptions(max_tokens=8, timeout_s=2.0)
-    )
-    x = torch.zeros(3, 16)
-    exchanges.get_exchange(x, 2).buffer.report[ERROR_WORD] = code
-    message = what + r".*timeout_s \(2 s\), but rank 1 waited"
-    for use in (lambda: exchanges.get_exchange(x, 2), exchanges.check, exchanges.close):
-        with pytest.raises(RuntimeError, match=message):
+    exchanges, of_clones = pool_of(group), "clones" in what
+
+    def get() -> Any:
+        if of_clones:
+            return exchanges.get_clone_exchange(torch.device("cpu"))
+        return exchanges.get_exchange(torch.zeros(3, 16), 2)
+
+    made = get()
+    assert get() is made and exchanges.resources == (made,)
+    exchanges.check()
+    made.buffer.report[ERROR_WORD] = code
+    message = what + ("" if of_clones else r".*timeout_s \(2 s\), but rank 1 waited")
+    for use in (get, exchanges.poll, exchanges.check, exchanges.close):
+        with pytest.raises(ExchangeError, match=message):
             use()
-    exchanges.get_exchange(x, 2)
+    assert get() is not made and len(exchanges.resources) == 1
 
 
 def test_too_many_rows_are_an_error_that_names_the_factor(group: dist.ProcessGroup) -> None:
@@ -280,10 +300,9 @@ def test_too_many_rows_are_an_error_that_names_the_factor(group: dist.ProcessGro
 
 
 def test_the_end_of_a_step_raises_what_went_wrong_in_the_exchanges_of_the_model(
-    no_group_left: None, monkeypatch: pytest.MonkeyPatch
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Late ranks and overflows, from the owner that all layers share; nothing has moved then."""
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     allow_nvlink(monkeypatch)
     monkeypatch.setattr(phases, "ExchangePool", EmulatedExchangePool)
     meshes = build_meshes(ParallelConfig(ep=4), "cpu")
@@ -307,48 +326,6 @@ def test_the_end_of_a_step_raises_what_went_wrong_in_the_exchanges_of_the_model(
     for end in (*ends, partial(capacity.end_step, skips=True)):
         with pytest.raises(RuntimeError, match=r"rank 3 must come to a dispatch .*\(2 s\)"):
             end()
-
-
-@pytest.mark.parametrize(
-    ("code", "what"),
-    [
-        (1 + 3 * 2, "rank 3 must come to a transfer of clones' weights within"),
-        (1 + 1, "rank 0 must come to a sum of clones' gradients within"),
-    ],
-)
-def test_a_late_rank_of_clones_is_an_error_until_closed(
-    code: int, what: str, group: dist.ProcessGroup
-) -> None:
-    options = NVLinkOptions(max_tokens=8, row_factor=2.0, timeout_s=2.0)
-    exchanges = EmulatedExchangePool(group, ep=4, options=options)
-    cpu = torch.device("cpu")
-    clones = exchanges.get_clone_exchange(cpu)
-    assert exchanges.get_clone_exchange(cpu) is clones and exchanges.resources == (clones,)
-    exchanges.check()
-    clones.buffer.report[ERROR_WORD] = code
-    ends = (exchanges.poll, exchanges.check, lambda: exchanges.get_clone_exchange(cpu))
-    for end in ends:
-        with pytest.raises(ExchangeError, match=what):
-            end()
-    with pytest.raises(ExchangeError, match=what):
-        exchanges.close()
-    assert exchanges.get_clone_exchange(cpu) is not clones and len(exchanges.resources) == 1
-
-
-def test_dtypes_that_can_not_travel_are_refused(group: dist.ProcessGroup) -> None:
-    place = ExpertPlacement(group=group, num_experts=8, ep=4, etp=1)
-    exchanges = EmulatedExchangePool(
-        group, ep=4, options=NVLinkOptions(max_tokens=8, row_factor=None)
-    )
-    ids = torch.zeros(3, 2, dtype=torch.int32)
-    routing = Routing(
-        expert_ids_TK=ids,
-        weights_TK=torch.zeros(3, 2, dtype=torch.float64),
-        logits_TE=torch.empty(0),
-        chosen_ids_TK=ids,
-    )
-    with pytest.raises(ValueError, match=r"weights_TK \(torch.float64\) must be torch.float32"):
-        NVLinkDispatcher(place, exchanges).dispatch(torch.zeros(3, 16), routing)
 
 
 # --------------------------------------------------------------------------- over ranks
@@ -470,15 +447,8 @@ def frozen_input(layer: MoELayer, other: MoELayer, x: Tensor) -> bool:
 def saved_rows(layer: MoELayer, x: Tensor, *, fp8: bool = False) -> int:
     """Return how many tensors of source rows the forward keeps, as FP8 or wide."""
     rows = (4 * MAX_TOKENS, PLAIN.dim)
-    kept: list[Tensor] = []
-
-    def pack(t: Tensor) -> Tensor:
-        kept.append(t)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        layer(x.detach().requires_grad_())
-    return sum(t.shape == rows and (t.dtype == torch.float8_e4m3fn) == fp8 for t in kept)
+    saved = list_saved(lambda: layer(x.detach().requires_grad_()))
+    return sum(t.shape == rows and (t.dtype == torch.float8_e4m3fn) == fp8 for t in saved)
 
 
 def changed_gradient(layer: MoELayer, x: Tensor) -> str:
@@ -624,20 +594,10 @@ def test_tokens_as_fp8_have_the_bits_of_rounded_tokens(results: dict[str, Any]) 
 
 @pytest.mark.parametrize("dim", [24, 40])
 def test_fp8_rows_of_odd_sizes_are_refused(dim: int, group: dist.ProcessGroup) -> None:
-    place = ExpertPlacement(group=group, num_experts=8, ep=4, etp=1)
-    options = NVLinkOptions(max_tokens=8, row_factor=None)
-    pool = EmulatedExchangePool(group, ep=4, options=options, fp8=True)
-    dispatcher = NVLinkDispatcher(place, pool)
-    ids = torch.zeros(3, 2, dtype=torch.int32)
-    routing = Routing(
-        expert_ids_TK=ids,
-        weights_TK=torch.zeros(3, 2),
-        logits_TE=torch.empty(0),
-        chosen_ids_TK=ids,
-    )
+    dispatcher = dispatcher_of(pool_of(group, fp8=True, row_factor=None))
     message = rf"experts' rows \({dim}\) must be a multiple of 16 with DispatchOptions.fp8 \(True\)"
     with pytest.raises(ValueError, match=message):
-        dispatcher.dispatch(torch.zeros(3, dim), routing)
+        dispatcher.dispatch(torch.zeros(3, dim), routing_of())
 
 
 def test_room_is_static_and_overflow_is_an_error(results: dict[str, Any]) -> None:
@@ -666,21 +626,12 @@ def test_what_stores_can_not_carry_is_an_error_where_they_were_asked_for(
     rows_TD: Tensor, dtype: torch.dtype, problem: str, group: dist.ProcessGroup
 ) -> None:
     """And goes by all-to-all where they were not, as do steps that do not run again."""
-    place = ExpertPlacement(group=group, num_experts=8, ep=4, etp=1)
-    exchanges = EmulatedExchangePool(group, ep=4, is_required=False)
-    dispatcher = NVLinkDispatcher(place, exchanges)
-    ids_TK = torch.zeros(3, 2, dtype=torch.int32)
-
-    def uses_alltoall(rows_TD: Tensor, dtype: torch.dtype) -> bool:
-        weights_TK = torch.zeros(3, 2, dtype=dtype)
-        routing = Routing(expert_ids_TK=ids_TK, weights_TK=weights_TK, chosen_ids_TK=ids_TK)
-        return dispatcher._is_sent_by_alltoall(rows_TD, routing)
-
-    found = []
+    exchanges = pool_of(group, is_required=False)
+    dispatcher, found = dispatcher_of(exchanges), []
     for exchanges.watch in ("reruns", "graph", "skips", None):
-        assert uses_alltoall(rows_TD, dtype)
-        found.append(uses_alltoall(torch.zeros(3, 32), torch.float32))
+        assert dispatcher._is_sent_by_alltoall(rows_TD, routing_of(dtype))
+        found.append(dispatcher._is_sent_by_alltoall(torch.zeros(3, 32), routing_of()))
     assert found == [False, False, True, True]
     exchanges.is_required = True
     with pytest.raises(ValueError, match=problem):
-        uses_alltoall(rows_TD, dtype)
+        dispatcher._is_sent_by_alltoall(rows_TD, routing_of(dtype))

@@ -149,10 +149,7 @@ def first_column(rows_RD: Tensor, weights_R: Tensor) -> Tensor:
 def run(dispatcher: Dispatcher, batch: Batch, *, sums: bool = False) -> list[Tensor]:
     """Return y, dx and dweights of experts that multiply the first column by the weight.
 
-    Args:
-        dispatcher: which.
-        batch: tokens and choices.
-        sums: the experts add their rows even where the dispatcher could.
+    With `sums` the experts add their rows even where the dispatcher could.
     """
     x_TD = batch.x_TD.detach().requires_grad_()
     weights_TK = batch.weights_TK.detach().requires_grad_()
@@ -230,15 +227,9 @@ def fp8_layers() -> dict[str, Any]:
     again.dispatcher = nvlink_of(place, fp8=True, keep_rows=False, **room)
     wide.dispatcher = RoundedDispatcher(nvlink_of(place, **room))
     x = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16)
-    results = []
-    for layer in (kept, again, wide):
-        leaf = x.detach().requires_grad_()
-        y = layer(leaf)
-        grads = torch.autograd.grad(y, [leaf, *layer.parameters()], torch.cos(x))
-        results.append([t.to_local() if isinstance(t, DTensor) else t for t in (y, *grads)])
+    ours, others, wides = (step(layer, x) for layer in (kept, again, wide))
     for layer in (kept, again):
         layer.dispatcher.exchanges.check()  # type: ignore[attr-defined]
-    ours, others, wides = results
     errors = [
         float((a - b).float().norm() / b.float().norm()) for a, b in zip(ours, wides, strict=True)
     ]
@@ -365,6 +356,14 @@ def make_layer(place: ExpertPlacement) -> MoELayer:
     return layer
 
 
+def step(layer: MoELayer, x: Tensor) -> list[Tensor]:
+    """Return a layer's output and all gradients, on this rank."""
+    leaf = x.detach().requires_grad_()
+    y = layer(leaf)
+    grads = torch.autograd.grad(y, [leaf, *layer.parameters()], torch.cos(x.detach()))
+    return [t.to_local() if isinstance(t, DTensor) else t for t in (y, *grads)]
+
+
 def overlapped_layer() -> dict[str, bool]:
     """Whether a layer's outputs and gradients are the same bits, whatever overlaps.
 
@@ -376,46 +375,35 @@ def overlapped_layer() -> dict[str, bool]:
     early.dispatcher = nvlink_of(place, **room)
     light.dispatcher = nvlink_of(place, keep_rows=False, **room)
     layers = dict(early=early, light=light)
-    static_x = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16)
-
-    def step(layer: MoELayer) -> list[Tensor]:
-        x = static_x.detach().requires_grad_()
-        y = layer(x)
-        return [y, *torch.autograd.grad(y, [x, *layer.parameters()], torch.cos(x.detach()))]
-
-    def locals_of(tensors: list[Tensor]) -> list[Tensor]:
-        return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
-
-    graphs = {
-        name: captured(lambda one=layer: locals_of(step(one))) for name, layer in layers.items()
-    }
+    x = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16)
+    graphs = {name: captured(lambda one=layer: step(one, x)) for name, layer in layers.items()}
     never = torch.zeros((), dtype=torch.bool, device="cuda")
     differs = {name: [never, never] for name in layers}
     for _ in range(20):
-        static_x.normal_()
-        expected = locals_of(step(late))
+        x.normal_()
+        expected = step(late, x)
         for name, layer in layers.items():
             graph, found = graphs[name]
             graph.replay()
             replayed = [t.clone() for t in found]
-            for i, ours in enumerate((locals_of(step(layer)), replayed)):
+            for i, ours in enumerate((step(layer, x), replayed)):
                 differs[name][i] = differs[name][i] | differ(ours, expected)
     for layer in (late, *layers.values()):
         layer.dispatcher.exchanges.check()  # type: ignore[attr-defined]
     return {name: not bool(eager | replayed) for name, (eager, replayed) in differs.items()}
 
 
-def captured(step: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+def captured(run_step: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
     """Return a graph of a step and what it writes."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        step()
+        run_step()
     torch.cuda.current_stream().wait_stream(side)
     dist.barrier()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        found = step()
+        found = run_step()
     return graph, found
 
 

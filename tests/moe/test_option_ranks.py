@@ -101,13 +101,10 @@ def whole_gradients(layer: MoELayer) -> dict[str, Tensor]:
 def parameter_errors(
     layer: MoELayer, params: dict[str, Tensor], *, copies: int = 1, floor: float = 0.0
 ) -> dict[str, float]:
-    """Compare with the sum over ranks of each rank's oracle gradients.
+    """Return the errors of gradients against the sum over ranks of each rank's oracle gradients.
 
-    Args:
-        layer: after backward.
-        params: the oracle's leaves on this rank.
-        copies: ranks whose oracle computed the same tokens.
-        floor: scale of the terms that cancel in the router's gradient.
+    `copies` = ranks whose oracle computed the same tokens. `floor` = scale of the terms that cancel
+    in the router's gradient.
     """
     found = whole_gradients(layer)
     own = {n: params[n] * 0 if params[n].grad is None else params[n].grad for n in found}

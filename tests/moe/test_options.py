@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from moecore import MoELayer
 from moecore.base.options.layer import CapacityConfig
@@ -50,21 +49,6 @@ def test_against_the_oracle(name: str, backend: str, training: bool, masked: boo
 def test_against_the_oracle_with_all_auxiliary_losses(name: str, masked: bool) -> None:
     layer = make_layer(with_losses(CASES[name]))
     compare_with_oracle(layer, tokens(2, 9, 32), padding_mask=padding(2, 9) if masked else None)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("name", CASES)
-def test_recomputed_against_the_oracle(name: str, use_reentrant: bool) -> None:
-    """Jitter included: the recomputed forward draws what its first run drew."""
-    layer = make_layer(with_losses(CASES[name]))
-
-    def forward(x: Tensor, mask: Tensor | None) -> Any:
-        y = checkpoint(layer, x, mask, use_reentrant=use_reentrant)
-        torch.rand(3)  # moves torch's generator before backward
-        return y
-
-    compare_with_oracle(layer, tokens(2, 9, 32), padding_mask=padding(2, 9), forward=forward)
-    assert layer.tracker.num_micro_batches == 1
 
 
 class Tape:
@@ -157,31 +141,6 @@ def micro_batch_of(mask_BT: Tensor) -> MicroBatch:
     return MicroBatch(num_sequences=mask_BT.shape[0], padding_mask_T=mask_BT.reshape(-1))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_padding_has_no_part(name: str) -> None:
-    """Other values in padding change nothing for the real tokens, nor any gradient of theirs."""
-    layer, other = (make_layer(with_losses(CASES[name])) for _ in range(2))
-    mask = padding(2, 9)
-    x = tokens(2, 9, 32)
-    x_other = torch.where(mask[..., None], 30 * tokens(2, 9, 32, seed=9), x)
-    grads = []
-    for each, values in ((layer, x), (other, x_other)):
-        torch.manual_seed(0)
-        values = values.clone().requires_grad_()
-        y = each(values, mask)
-        y = torch.where(mask[..., None], 0, y)
-        y.square().sum().backward()
-        grads.append((y.detach(), torch.where(mask[..., None], 0, values.grad)))
-        assert values.grad[mask].eq(0).all(), "padding gets no gradient"
-    assert_equal_to_scale(grads[0][0], grads[1][0], "y")
-    assert_equal_to_scale(grads[0][1], grads[1][1], "x")
-    for (n, a), b in zip(layer.named_parameters(), other.parameters(), strict=True):
-        assert_equal_to_scale(a.grad, b.grad, n, floor=1e-2)
-    a, b = layer.tracker.counts, other.tracker.counts
-    assert torch.equal(a.choices_E, b.choices_E)
-    assert_equal_to_scale(a.losses, b.losses)
-
-
 @pytest.mark.parametrize("shape", [(3, 4), (3, 5), (4, 3)], ids=str)
 def test_a_mask_of_another_shape_is_refused(shape: tuple[int, int]) -> None:
     layer, x = make_layer(BASE), tokens(3, 4, 32)
@@ -194,23 +153,34 @@ def test_a_mask_of_another_shape_is_refused(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_nan_in_padding_reaches_no_real_token(name: str) -> None:
-    """Attention gives NaN for a row of padding that may look nowhere."""
+def test_padding_has_no_part(name: str) -> None:
+    """Whatever it holds changes no bit; attention gives NaN for a row that may look nowhere."""
     layer, x, mask = make_layer(with_losses(CASES[name])), tokens(2, 9, 32), padding(2, 9)
     mask[0, 0] = True
     found = []
-    for content in (0.0, float("nan")):
+    for content in (torch.zeros(()), 30 * tokens(2, 9, 32, seed=9), torch.tensor(float("nan"))):
         torch.manual_seed(0)
         x_ours = torch.where(mask[..., None], content, x).requires_grad_()
         y = layer(x_ours, mask)
-        torch.where(mask[..., None], 0, y).sum().backward()
+        torch.where(mask[..., None], 0, y).square().sum().backward()
         assert x_ours.grad is not None
-        routed = ("experts", "latent", "router")
-        grads = [p.grad.clone() for n, p in layer.named_parameters() if n.startswith(routed)]
-        found.append([y[~mask].detach(), x_ours.grad[~mask], *grads])
+        is_nan = bool(content.isnan().any())
+        assert is_nan or x_ours.grad[mask].eq(0).all(), "padding gets no gradient"
+        counts, grads = layer.tracker.counts, {n: p.grad for n, p in layer.named_parameters()}
+        of_shared = [n for n in grads if is_nan and n.startswith("shared")]
+        grads = {n: g.clone() for n, g in grads.items() if n not in of_shared}
+        seen = [
+            y[~mask].detach(),
+            x_ours.grad[~mask],
+            counts.choices_E.clone(),
+            counts.losses.clone(),
+        ]
+        found.append(dict(enumerate(seen)) | grads)
         layer.zero_grad()
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    assert all(t.isfinite().all() for t in found[1])
+        layer.tracker.reset()
+    for other in found[1:]:
+        assert all(t.isfinite().all() for t in other.values())
+        assert not [n for n, t in other.items() if not torch.equal(t, found[0][n])]
 
 
 # --------------------------------------------------------------------------- low precision

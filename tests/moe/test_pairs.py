@@ -157,11 +157,7 @@ def _again(forward: Callable[..., Any], *args: Any) -> Any:
 
 
 class MicroBatch:
-    """Forwards and backwards of the stages of one.
-
-    Attributes:
-        loss: when it is known.
-    """
+    """Forwards and backwards of one micro-batch's stages, and its loss after the last forward."""
 
     def __init__(self, model: nn.Module, number: int, layout: str) -> None:
         g = torch.Generator().manual_seed(10 * number + dist.get_rank())

@@ -79,12 +79,6 @@ def test_the_same_expert_twice_in_a_token() -> None:
     torch.testing.assert_close(twice, once)
 
 
-def test_no_tokens() -> None:
-    _, experts = pair()
-    none_TK = torch.zeros(0, 2, dtype=torch.long)
-    assert experts(torch.zeros(0, 16), none_TK, torch.zeros(0, 2)).shape == (0, 16)
-
-
 def test_a_balance_is_the_models() -> None:
     _, experts = pair()
     with pytest.raises(

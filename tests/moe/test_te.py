@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore import (
@@ -27,7 +26,6 @@ from moecore import (
     MemoryOptions,
     MoEConfig,
     MoELayer,
-    NVLinkOptions,
     ParallelConfig,
     TrainStep,
     build_meshes,
@@ -36,24 +34,24 @@ from moecore import parallelize_moe as parallelize
 from moecore.base import te_names
 from moecore.base.options.precision import Precision, Recipe
 from moecore.io import load, save
-from moecore.models import Decoder, DecoderConfig
-from moecore.moe.dispatch.nvlink import NVLinkDispatcher
+from moecore.models import Decoder
 from moecore.precision.te import TELinearProducts
 from moecore.train import AdamW
 from moecore.train.graphs.forward_backward import _check_dispatchers
 from tests.helpers.ranks import run_ranks
 from tests.helpers.te_definition import te_defined
-from tests.moe.emulated_exchange import EmulatedExchangePool
+from tests.moe.dispatchers import by_stores
+from tests.moe.test_experts_fp8_ranks import (
+    CONFIG,
+    FOLDINGS,
+    WORLD,
+    gradient_of,
+    largest,
+    make_decoder,
+    run_whole,
+)
 
-WORLD = 6
-CONFIG = MoEConfig(dim=128, hidden_dim=256, num_experts=6, top_k=2)
 BLOCKWISE = Recipe(backend="te")
-FOLDINGS = {
-    "ep6": dict(ep=6),
-    "ep3-edp2": dict(ep=3),
-    "ep3-etp2": dict(ep=3, etp=2),
-    "edp6": dict(),
-}
 # Folding, dispatcher, clones, whether experts are in FP8.
 CASES = [
     ("ep6", "alltoall", None, True),
@@ -72,10 +70,6 @@ def batch(rank: int) -> Tensor:
     return torch.randn(30 + 4 * rank, 128, generator=generator)
 
 
-def gradient_of(y: Tensor) -> Tensor:
-    return torch.cos(torch.arange(y.numel(), dtype=y.dtype)).view_as(y)
-
-
 def make_layer(backend: Any, recipe: Recipe | None) -> MoELayer:
     torch.manual_seed(0)
     layer = MoELayer(CONFIG)
@@ -86,13 +80,8 @@ def make_layer(backend: Any, recipe: Recipe | None) -> MoELayer:
 @cache
 def one_process(ranks: tuple[int, ...], is_fp8: bool) -> dict[str, Tensor]:
     """Output, input gradient and gradients of one process: in FP8 its own, else torch's."""
-    xs = [batch(rank) for rank in ranks]
     layer = make_layer("te", BLOCKWISE) if is_fp8 else make_layer("torch", None)
-    x = torch.cat(xs).requires_grad_()
-    y = layer(x)
-    y.backward(torch.cat([gradient_of(part) for part in y.detach().split([len(x) for x in xs])]))
-    grads = {n: p.grad for n, p in layer.named_parameters()}
-    return {"y": y.detach(), "x": x.grad, **grads}  # type: ignore[dict-item]
+    return run_whole(layer, [batch(rank) for rank in ranks])
 
 
 def errors(
@@ -111,11 +100,7 @@ def errors(
         loss="sum",
     )
     if dispatcher == "nvlink":
-        place = model[0].dispatcher.placement
-        options = NVLinkOptions(max_tokens=50, row_factor=None)
-        model[0].dispatcher = NVLinkDispatcher(
-            place, EmulatedExchangePool(place.group, ep=place.ep, options=options)
-        )
+        model[0].dispatcher = by_stores(model[0].dispatcher.placement, max_tokens=50)
     x = batch(rank).requires_grad_()
     y = model(x)
     y.backward(gradient_of(y))
@@ -126,9 +111,7 @@ def errors(
     for name, ours in found.items():
         theirs = (alone if name in ("y", "x") else together)[name]
         wrong[name] = float((ours - theirs).norm() / theirs.norm())
-    everyone: list[Any] = [None] * WORLD
-    dist.all_gather_object(everyone, wrong)
-    return {name: max(one[name] for one in everyone) for name in wrong}
+    return largest(wrong)
 
 
 def worker(rank: int, device: torch.device) -> dict[int, Any]:
@@ -157,21 +140,8 @@ def defined() -> Iterator[None]:
 
 
 def decoder() -> Decoder:
-    torch.manual_seed(0)
-    return Decoder(
-        DecoderConfig(
-            vocab_size=60,
-            dim=128,
-            num_layers=2,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=32,
-            moe=MoEConfig(dim=128, hidden_dim=128, num_experts=4, top_k=2, shared_hidden_dim=64),
-            mlp_hidden_dim=96,
-            dense_layers=(0,),
-            max_seq_len=32,
-        )
-    )
+    moe = MoEConfig(dim=128, hidden_dim=128, num_experts=4, top_k=2, shared_hidden_dim=64)
+    return make_decoder(moe, vocab_size=60)
 
 
 def trained(steps: int = 2, **how: Any) -> tuple[nn.Module, AdamW, list[float]]:

@@ -40,16 +40,7 @@ from moecore.moe.records import Dispatcher
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks
 from tests.helpers.te_definition import te_defined
-from tests.moe.dispatchers import (
-    WORLD,
-    E,
-    by_stores,
-    equal,
-    far_stores,
-    local,
-    placed,
-    two_levels,
-)
+from tests.moe.dispatchers import WORLD, E, by_stores, equal, far_stores, local, placed, two_levels
 from tests.moe.rounded import RoundedDispatcher
 
 pytestmark = pytest.mark.slow

@@ -10,12 +10,11 @@ in step 1 and 1 in step 2. Its scale is computed from
 
 The amax of the current step is collected separately. The history changes only between steps
 (`advance_histories`), so micro-batches of a step and their recomputation use the same scales.
-Infinity, NaN and skipped steps are not recorded, because their scales would be wrong for n steps.
+Infinity, NaN and skipped steps are not recorded, because they would make the next scales wrong.
 
-An operand may have no recorded amax, such as the gradient below a matrix of zeros, or after a
-skipped first step. Its scale is then computed from its current amax. The device makes this decision
-(`amax` is 0). When the host knows that all operands have a recorded amax (`has_all_amax`), the
-device no longer checks.
+An operand without a recorded amax, such as a gradient that is always zero, is scaled by its current
+amax. The device makes this decision until the host knows that all operands have a recorded amax
+(`has_all_amax`).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore.base.streams import record_host_wait
+from moecore.base.streams import ToHost, record_host_wait
 from moecore.base.torch_private import foreach_copy_
 
 OperandName = Literal["input", "weight", "gradient"]
@@ -36,10 +35,7 @@ LINEAR_OPERANDS: tuple[OperandName, ...] = ("input", "weight", "gradient")
 
 
 class AmaxHistory:
-    """Records the amax (largest magnitude) of a matmul's operands in the last optimizer steps.
-
-    Delayed FP8 scaling computes scales from this record.
-    """
+    """The amax (largest magnitude) of a matmul's operands in the last `num_steps` steps."""
 
     def __init__(self, num_steps: int, operands: Sequence[str] = LINEAR_OPERANDS) -> None:
         self.num_steps, self.operands = num_steps, operands
@@ -48,18 +44,17 @@ class AmaxHistory:
         self.steps: dict[str, Tensor] = {}
         self._past: dict[str, Tensor] = {}  # fp32 [1], the maximum over `steps`
         self.has_all_amax = False  # whether the host knows that every operand has a recorded amax
-        self._pending_check: _PendingAmaxCheck | None = (
-            None  # the pending copy that sets `has_all_amax`
-        )
+        # A copy of the smallest amax of each history, and this history's index.
+        self._pending_copy: tuple[ToHost, int] | None = None
 
     def get_max_amax(self, operand: str) -> Tensor | None:
-        """Return the maximum over recorded steps, fp32 [1], 0 = no amax. None = no step ended."""
+        """Return an operand's amax over the recorded steps, fp32 [1]; 0 or None = no amax."""
         return self._past.get(operand)
 
     def get_current_amax(self, device: torch.device, *, training: bool) -> dict[str, Tensor]:
-        """Return {operand: fp32 [1]}, which forward and backward raise to this step's amax.
+        """Return {operand: fp32 [1]}, the amax of the current step, which kernels raise in place.
 
-        Returns {} if `training` (the module's mode) is False, or without gradients.
+        Returns {} if the module is not in `training` mode, or without gradients.
         """
         if not (training and torch.is_grad_enabled()):
             return {}
@@ -72,32 +67,25 @@ class AmaxHistory:
         return self.seen
 
     def allocate_current_amax(self, device: torch.device) -> None:
-        """Allocate `seen`, the current step's amax of each operand, as zeros unless it exists."""
-        if not self.seen:
-            self.seen |= {
-                operand: torch.zeros(1, device=device, dtype=torch.float32)
-                for operand in self.operands
-            }
+        """Allocate zeros for the current step's amax of each operand, unless `seen` exists."""
+        for operand in () if self.seen else self.operands:
+            self.seen[operand] = torch.zeros(1, device=device, dtype=torch.float32)
 
     def reset_current_amax(self) -> None:
-        """Set the amax of the current step to 0. No host sync."""
+        """Set the current step's amax of each operand to 0. No host sync."""
         for seen in self.seen.values():
             seen.zero_()
 
     def allocate_steps(self, device: torch.device) -> None:
-        """Allocate `steps`, the recorded amax of each operand, as zeros unless it exists."""
-        if not self.steps:
-            for operand in self.operands:
-                self.steps[operand] = torch.zeros(
-                    self.num_steps, device=device, dtype=torch.float32
-                )
-                self._past[operand] = torch.zeros(1, device=device, dtype=torch.float32)
+        """Allocate zeros for the recorded amax of each operand, unless `steps` exists."""
+        for operand in () if self.steps else self.operands:
+            self.steps[operand] = torch.zeros(self.num_steps, device=device, dtype=torch.float32)
+            self._past[operand] = torch.zeros(1, device=device, dtype=torch.float32)
 
     def load(self, state: Mapping[str, Tensor], device: torch.device) -> None:
-        """Restore the newest `num_steps` of saved `steps`. Host sync.
+        """Restore the recorded amax from `state`, operand -> fp32 [n], newest first. Host sync.
 
-        `state` maps an operand to fp32 [n], the newest step first. An operand without a saved amax
-        starts as before its first step.
+        Steps that exceed `num_steps` are dropped. An operand without saved amax has no amax.
         """
         if not (state or self.steps):
             return
@@ -106,35 +94,16 @@ class AmaxHistory:
             newest = state.get(operand, steps[:0])[: self.num_steps]
             steps[len(newest) :] = 0
             steps[: len(newest)] = newest
-            # in place, where a CUDA graph reads it
-            self._past[operand].copy_(steps.amax())
+            self._past[operand].copy_(steps.amax())  # in place, because CUDA graphs read it
         record_host_wait()
-        self.has_all_amax, self._pending_check = (
-            all(steps.any() for steps in self.steps.values()),
-            None,
-        )
+        self.has_all_amax = all(steps.any() for steps in self.steps.values())
+        self._pending_copy = None
 
-    def poll_amax_check(self) -> None:
-        """Set `has_all_amax` (all operands have a recorded amax) once the device's copy arrived."""
-        answer = self._pending_check
-        if answer is not None and (answer.event is None or answer.event.query()):
-            self.has_all_amax, self._pending_check = answer.read(self), None
-
-
-class _PendingAmaxCheck:
-    """An asynchronous copy that tells the host which histories have an amax of all operands."""
-
-    def __init__(self, histories: Sequence[AmaxHistory]) -> None:
-        min_amax = torch.stack([torch.cat([*h._past.values()]).amin() for h in histories])
-        self._index = {history: i for i, history in enumerate(histories)}
-        self._min_amax = min_amax.to("cpu", non_blocking=True)
-        self.event = torch.cuda.Event() if min_amax.is_cuda else None
-        if self.event is not None:
-            self.event.record()
-
-    def read(self, history: AmaxHistory) -> bool:
-        """Return whether every operand of a history has an amax, from the copy on the host."""
-        return bool(self._min_amax[self._index[history]] > 0)
+    def poll_pending_copy(self) -> None:
+        """Set `has_all_amax` if the copy that `_update_has_all_amax` started has arrived."""
+        if self._pending_copy is not None and self._pending_copy[0].has_arrived():
+            copy, index = self._pending_copy
+            self.has_all_amax, self._pending_copy = bool(copy.read()[index] > 0), None
 
 
 @torch.no_grad()
@@ -147,8 +116,8 @@ def advance_histories(
 ) -> None:
     """All-reduce (MAX) the current step's amax over a group, and record it in the histories.
 
-    All ranks pass the histories in the same order, for one all-reduce. `group` None = one rank. A
-    skipped step (`is_skipped`, bool or a scalar on the device) records nothing.
+    All ranks pass the histories in the same order, for one all-reduce; `group` None = one rank. If
+    the step is skipped (`is_skipped`, bool or a scalar on the device), no amax is recorded.
     """
     for history in histories:
         history.allocate_current_amax(device)
@@ -164,7 +133,7 @@ def advance_histories(
 def push_amax(histories: Sequence[AmaxHistory], largest: Tensor) -> None:
     """Record a step's amax as the newest step of each history, and set the current amax to 0.
 
-    `largest` is fp32, one entry per history and operand, in order. 0 = the operand had no amax.
+    `largest` is fp32, one entry per history and operand, in order; 0 = no amax.
     """
     # The number of launches does not depend on the number of histories. No host sync.
     of_length: dict[int, list[tuple[AmaxHistory, str, Tensor]]] = {}
@@ -177,39 +146,34 @@ def push_amax(histories: Sequence[AmaxHistory], largest: Tensor) -> None:
         newest = torch.cat([value for _, _, value in entries])[:, None]
         before = torch.stack([history.steps[operand] for history, operand, _ in entries])
         after = torch.where(newest > 0, torch.cat((newest, before[:, :-1]), 1), before)
-        of_all = after.amax(1)
-        # in place, where a CUDA graph reads it
-        foreach_copy_([history.steps[operand] for history, operand, _ in entries], after.unbind())
-        foreach_copy_([history._past[operand] for history, operand, _ in entries], of_all.split(1))
+        max_amax = after.amax(1)
+        # in place, because CUDA graphs read these tensors
+        foreach_copy_([h.steps[operand] for h, operand, _ in entries], after.unbind())
+        foreach_copy_([h._past[operand] for h, operand, _ in entries], max_amax.split(1))
     collected = [seen for history in histories for seen in history.seen.values()]
     if collected:
-        foreach_copy_(
-            collected,
-            torch.zeros(len(collected), device=largest.device, dtype=torch.float32).split(1),
-        )
+        foreach_copy_(collected, torch.zeros_like(torch.cat(collected)).split(1))
     _update_has_all_amax([history for history in histories if not history.has_all_amax])
 
 
 def _update_has_all_amax(histories: Sequence[AmaxHistory]) -> None:
-    """Start or finish the copy that tells the host which histories have an amax of all operands."""
+    """Start, or read, the copy that tells the host if all operands of a history have an amax."""
     for history in histories:
-        history.poll_amax_check()
-    histories_to_check = [h for h in histories if not h.has_all_amax and h._pending_check is None]
-    if not histories_to_check:
+        history.poll_pending_copy()
+    unknown = [h for h in histories if not h.has_all_amax and h._pending_copy is None]
+    if not unknown:
         return
-    if next(
-        iter(histories_to_check[0].steps.values())
-    ).is_meta:  # a dry run stands for a later step
-        for history in histories_to_check:
+    min_amax = torch.stack([torch.cat([*h._past.values()]).amin() for h in unknown])
+    copy = None if min_amax.is_meta else ToHost(min_amax)
+    for i, history in enumerate(unknown):
+        if copy is None:  # a dry run stands for a later step
             history.has_all_amax = True
-        return
-    answer = _PendingAmaxCheck(histories_to_check)
-    for history in histories_to_check:
-        history._pending_check = answer
-        history.poll_amax_check()
+        else:
+            history._pending_copy = copy, i
+            history.poll_pending_copy()
 
 
 def get_amax_history(module: nn.Module) -> AmaxHistory | None:
-    """Return the amax history of a linear's matmuls, or None without delayed scaling."""
+    """Return the amax history of a linear layer's matmuls, or None without delayed scaling."""
     history: AmaxHistory | None = getattr(getattr(module, "products", None), "history", None)
     return history

@@ -38,9 +38,9 @@ def register_assignment(name: str, rule: AssignmentRule) -> None:
 
 
 def choose_by_sinkhorn(logits_NE: Tensor, top_k: int, padding_mask_N: Tensor | None) -> Tensor:
-    """Return int64 [N, K]: each token's best experts by the scores after Sinkhorn's iterations.
+    """Return int64 [N, K]: each token's best experts by scores that Sinkhorn's iterations balance.
 
-    Padding (True in the mask, None = no padding) changes no other token's experts. It gets ids too.
+    Padding (True in the mask, None = no padding) has ids, too, but changes no other token's ids.
     """
     # The scores are the matrix exp(logits) with alternately scaled rows and columns, so that every
     # row sums to 1 and every column to N / E: BASE layers (arXiv:2103.16716), with Sinkhorn's
@@ -62,8 +62,8 @@ def choose_tokens_by_expert(
 ) -> Tensor:
     """Return int64 [N, E]: column e contains e if expert e chose the token, otherwise -1.
 
-    Expert choice routing (arXiv:2202.09368): each expert chooses the `capacity` tokens with its
-    best scores. No expert chooses padding (True in the mask, None = no padding).
+    Each expert chooses the `capacity` tokens with its best scores, and no padding (True in the
+    mask, None = no padding). Source: expert choice routing, arXiv:2202.09368.
     """
     # Example, capacity 1: scores [[.9, .4], [.8, .6]] give [[0, -1], [-1, 1]].
     N, E = scores_NE.shape
@@ -87,16 +87,16 @@ def mask_choices_within_capacity(
     drop: DropOrder,
     tokens_N: Tensor,
 ) -> Tensor:
-    """Return bool [N, K]: True for choices that remain if an expert takes at most `capacity`.
+    """Return bool [N, K]: True for choices within an expert's `capacity` of choices.
 
     Args:
         ids_NK: expert ids, -1 = no choice, which is False in the result.
-        drop: an expert keeps the choices with the highest weights ("probability"), or the first in
+        drop: choices with the lowest weights are dropped ("probability"), or the last choices in
             the order of `tokens_N` ("position").
-        tokens_N: int64, token indices in the order that decides, also among equal weights.
+        tokens_N: int64, token indices in the order that decides, also between equal weights.
     """
-    # Example, capacity 1, ids [[0], [0], [1]], weights [[.2], [.7], [.5]]: "probability" keeps
-    # tokens 1, 2, "position" 0, 2.
+    # Example, capacity 1, ids [[0], [0], [1]], weights [[.2], [.7], [.5]]: "probability" leaves
+    # tokens 1 and 2, "position" leaves tokens 0 and 2.
     K = ids_NK.shape[1]
     ids = ids_NK.flatten().long()
     expert = torch.where(ids < 0, num_experts, ids)
@@ -106,8 +106,7 @@ def mask_choices_within_capacity(
         first = first[weights.sort(descending=True, stable=True).indices]
     by_expert = first[expert[first].sort(stable=True).indices]
     sorted_expert = expert[by_expert]
-    # The begin of an equal run, so that place - begin counts within the expert.
-    begin = torch.searchsorted(sorted_expert, sorted_expert)
-    place = torch.arange(ids.numel(), device=ids.device) - begin
-    stays = (place < capacity) & (sorted_expert < num_experts)
-    return torch.empty_like(stays).scatter_(0, by_expert, stays).view(ids_NK.shape)
+    first_of_expert = torch.searchsorted(sorted_expert, sorted_expert)
+    place = torch.arange(ids.numel(), device=ids.device) - first_of_expert  # within its expert
+    remains = (place < capacity) & (sorted_expert < num_experts)
+    return torch.empty_like(remains).scatter_(0, by_expert, remains).view(ids_NK.shape)

@@ -1,8 +1,8 @@
 """Auxiliary losses, attached to a layer's output, and the factors of their gradient.
 
-The attachment is the identity in forward. Backward gives a loss its gradient and adds it to the
-step's total. A recomputed forward, eval mode and no_grad therefore count nothing, and the training
-loop adds nothing to its loss.
+The attachment is the identity in forward. Backward adds the loss's gradient, and adds the loss to
+the step's total. A recomputed forward, eval mode and no_grad therefore count no loss, and the
+training loop does not add auxiliary losses to its loss.
 """
 
 from __future__ import annotations
@@ -28,17 +28,11 @@ class LossFactors:
         self.token_weight: Tensor | None = None
 
     def apply_token_weight(self, losses: Tensor) -> Tensor:
-        """Return losses times `token_weight`, so that micro-batches without tokens do not count.
-
-        The weight is the step's micro-batches of all data ranks over those with tokens, None = 1.
-        """
+        """Return losses times `token_weight`, so that micro-batches without tokens do not count."""
         return losses if self.token_weight is None else losses * self.token_weight
 
     def compute_losses_grad(self, losses: Tensor) -> Tensor:
-        """Return the gradient of the step's loss with respect to `losses`, in its shape and dtype.
-
-        It is `gradient_scale` times the loss scale, if one is set. No host sync.
-        """
+        """Return the gradient of `losses`: `gradient_scale` times the loss scale. No host sync."""
         grad = torch.full_like(losses, self.gradient_scale)
         scale = None if self.loss_scale is None else self.loss_scale()
         return grad if scale is None else grad * scale
@@ -54,7 +48,7 @@ class LossFactors:
 
 
 class AuxLoss(LossFactors):
-    """The auxiliary loss of a layer that is not an MoELayer, summed over a step's backwards."""
+    """The auxiliary loss of a layer other than `MoELayer`, summed over a step's backwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,35 +56,35 @@ class AuxLoss(LossFactors):
 
     @torch.compiler.disable  # its backward counts on the host
     def attach(self, y: Tensor, loss: Tensor) -> Tensor:
-        """Return y, whose backward gives `loss`, a scalar of this rank's tokens, its gradient.
+        """Return y, whose backward adds `loss` to `total` and runs the loss's backward.
 
-        That backward also adds the loss to `total`. Raises ValueError for fp16 without a loss
-        scale.
+        `loss` is a scalar, computed from this rank's tokens. Raises ValueError for fp16 without a
+        loss scale.
         """
         self.check_loss_scale(y)
         return _AttachLoss.apply(y, self.apply_token_weight(loss), self)  # type: ignore[no-any-return]
 
     def add(self, loss: Tensor) -> None:
-        """Add a micro-batch's loss, an fp32 scalar, to the step's total; called in backward."""
+        """Add a micro-batch's loss, a scalar, to the step's total."""
         if self.total is None or self.total.device != loss.device:
             self.total = torch.zeros_like(loss, dtype=torch.float32)
         self.total += loss
 
     def get_step_total(self, device: torch.device) -> Tensor:
-        """Return the loss summed over the step's backwards, fp32 [1]; 0 without backwards."""
+        """Return the loss summed over the step's backwards, fp32 [1]."""
         if self.total is None:
             return torch.zeros(1, device=device, dtype=torch.float32)
         return self.total[None]
 
     def reset(self) -> None:
-        """Set the total of this step to 0, and drop `token_weight`."""
+        """Set the step's total to 0, and drop `token_weight`."""
         self.token_weight = None
         if self.total is not None:
             self.total.zero_()
 
 
 class _AttachLoss(torch.autograd.Function):
-    """Identity on y. Backward gives the loss its gradient, and adds the loss to `owner.total`."""
+    """Identity on y. Backward returns the gradient of the loss, and adds it to `owner.total`."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, loss: Tensor, owner: AuxLoss) -> Tensor:
@@ -106,6 +100,6 @@ class _AttachLoss(torch.autograd.Function):
 
 
 def list_aux_losses(model: nn.Module) -> dict[str, AuxLoss]:
-    """Return the auxiliary losses of a model's modules with an attribute `aux_loss`, by name."""
+    """Return module name -> `AuxLoss` for the modules that have an attribute `aux_loss`."""
     losses = ((clean_name(n), getattr(m, "aux_loss", None)) for n, m in model.named_modules())
     return {name: loss for name, loss in losses if isinstance(loss, AuxLoss)}

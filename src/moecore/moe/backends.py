@@ -49,13 +49,14 @@ Computation = Callable[[ExpertInput, ExpertWeights, ActivationOptions], Tensor]
 def register_expert_backend(name: str, computation: Computation) -> None:
     """Register a function that computes a rank's experts, as a value of `expert_backend`.
 
-    Call it on every rank.
+    Call `register_expert_backend` on every rank.
 
     Args:
         name: a new name.
-        computation: called with the tokens of this rank's experts, their matrices and activation;
-            returns y_SD. Autograd computes its backward. It may synchronise with the host, so CUDA
-            graphs do not capture it. It supports neither FP8 nor recomputation of FC1.
+        computation: called with the tokens of this rank's experts, the experts' matrices and their
+            activation; returns y_SD. Autograd computes its backward. The function may synchronise
+            with the host, so CUDA graphs do not capture it. It supports neither FP8 nor
+            recomputation of FC1.
 
     Raises:
         ValueError: when the name is already registered, or the computation is not a function.
@@ -86,10 +87,9 @@ def find_separate_computation(
 ) -> Computation | None:
     """Return the function of backend `name` that replaces `expert_mlp`. None = `expert_mlp` runs.
 
-    `has_extras` = experts have biases or the model's own activation. May warn that experts are
-    multiplied one by one.
+    `has_extras` = experts have biases or the model's own activation. Warns if "auto" multiplies
+    experts one by one.
     """
-    # `has_extras`: they have biases or an activation of the model's own.
     is_floating = all(dtype.is_floating_point for dtype in spec.dtypes or ())
     may_group = name == "auto" and spec.recipe is None and is_floating
     if may_group and (problem := spec.find_grouped_problem()) is not None:
@@ -101,7 +101,7 @@ def find_separate_computation(
 def _compute_under_autograd(
     inp: ExpertInput, weights: ExpertWeights, options: ActivationOptions
 ) -> Tensor:
-    """Return y_SD by grouped_mm under autograd, for biases or the model's own activation."""
+    """Return y_SD, computed by grouped_mm under autograd; supports biases and own activations."""
     inp = convert_to_summed_input(inp)
     rows_SD, index = inp.rows.values, inp.index
     check_backend("torch", ExpertSpec.of(inp.rows, weights, options))
@@ -121,7 +121,7 @@ def _compute_under_autograd(
     if weights.b1_eC is not None:
         h_RC = h_RC + gather_rows_by_index(weights.b1_eC, expert_R)
     weights_R1 = index.weights_R[:, None]
-    if weights.b1_eC is None and weights.b2_eD is None:  # keeps H alone, on GPUs
+    if weights.b1_eC is None and weights.b2_eD is None:  # saves only H on GPUs
         a_RF = weighted_activation(h_RC, index.weights_R, index.num_rows, options)
     else:  # differentiable twice
         a_RF = activate_rows(h_RC, options) * weights_R1
@@ -136,7 +136,7 @@ def _compute_under_autograd(
 def _multiply_grouped(
     x_RI: Tensor, w_eOI: Tensor, update: LowRankUpdate | None, offs: Tensor
 ) -> Tensor:
-    """Return x @ (w + b @ a)^T per expert. Its rows end at `offs`; later rows are undefined."""
+    """Return each expert's x @ (w + b @ a)^T. Experts' rows end at `offs`; later are undefined."""
     y_RO = grouped_mm(x_RI, w_eOI.transpose(1, 2), offs=offs)
     if update is None:
         return y_RO
@@ -147,7 +147,7 @@ def _multiply_grouped(
 def _compute_expert_by_expert(
     inp: ExpertInput, weights: ExpertWeights, options: ActivationOptions
 ) -> Tensor:
-    """Return y_SD by one matmul per expert and matrix, the reference. One host sync."""
+    """Return y_SD, computed by one matmul per expert and matrix: the reference. One host sync."""
     inp = convert_to_summed_input(inp)
     rows_SD, index = inp.rows.values, inp.index
     stops = _read_row_ends(index)
@@ -177,7 +177,7 @@ ExpertBackend = Annotated[
 
 
 def _read_row_ends(index: ExpertIndex) -> list[int]:
-    """Return the end of each expert's rows on the host. One host sync; on meta loads are even."""
+    """Return the end of each expert's rows, on meta of even loads. One host sync."""
     e, R = index.offsets_e.shape[0], index.row_ids_R.shape[0]
     if not index.offsets_e.is_meta:
         return index.offsets_e.tolist()
@@ -190,49 +190,38 @@ def _compute_expert_matrix(w_eOI: Tensor, update: LowRankUpdate | None, i: int) 
     return w_eOI[i] if update is None else w_eOI[i] + update.b_eOr[i] @ update.a_erI[i]
 
 
-class _GatherRows(torch.autograd.Function):
-    """Autograd function of `gather_rows_by_index`."""
+class _MoveRows(torch.autograd.Function):
+    """Gathers rows by index, or adds rows to sums by index; each is the other's backward.
+
+    Autograd would save the fp32 rows that `index_add` reads; this function saves only the index.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_SD: Tensor, ids_R: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, ids_R: Tensor, num_sums: int | None) -> Tensor:
         ctx.save_for_backward(ids_R)
-        ctx.num_rows = x_SD.shape[0]
-        return x_SD.index_select(0, ids_R)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _add_rows(grads[0], ctx.saved_tensors[0], ctx.num_rows), None
-
-
-class _SumRows(torch.autograd.Function):
-    """Autograd function of `sum_rows_by_index`."""
-
-    # Under autograd `index_add` saves its fp32 source; its gradient needs the ids alone.
-    @staticmethod
-    def forward(ctx: Any, y_RD: Tensor, ids_R: Tensor, num_rows: int) -> Tensor:
-        ctx.save_for_backward(ids_R)
-        return _add_rows(y_RD, ids_R, num_rows)
+        ctx.num_sums = x.shape[0] if num_sums is None else None
+        return _move_rows(x, ids_R, num_sums)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
+        return _move_rows(grads[0], ctx.saved_tensors[0], ctx.num_sums), None, None
 
 
-def _add_rows(y_RD: Tensor, ids_R: Tensor, num_rows: int) -> Tensor:
-    """Return `num_rows` sums: row r of y is added to sum ids_R[r], in fp32, rounded once."""
-    dtype = torch.promote_types(y_RD.dtype, torch.float32)
-    out = torch.zeros(num_rows, *y_RD.shape[1:], dtype=dtype, device=y_RD.device)
-    return out.index_add_(0, ids_R, y_RD.to(dtype)).to(y_RD.dtype)
+def _move_rows(x: Tensor, ids_R: Tensor, num_sums: int | None) -> Tensor:
+    """Return x[ids_R], or with `num_sums` the sums to which each row x[r] adds at ids_R[r]."""
+    if num_sums is None:
+        return x.index_select(0, ids_R)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    out = torch.zeros(num_sums, *x.shape[1:], dtype=dtype, device=x.device)
+    return out.index_add_(0, ids_R, x.to(dtype)).to(x.dtype)
 
 
 def gather_rows_by_index(x_SD: Tensor, ids_R: Tensor) -> Tensor:
     """Return a copy of the rows x_SD[ids_R]; backward sums their gradients in fp32."""
-    result: Tensor = _GatherRows.apply(x_SD, ids_R)
-    return result
+    return _MoveRows.apply(x_SD, ids_R, None)  # type: ignore[no-any-return]
 
 
 def sum_rows_by_index(y_RD: Tensor, ids_R: Tensor, num_rows: int) -> Tensor:
-    """Return out[s] = sum of y_RD[r] over ids_R[r] == s, summed in fp32 and rounded once."""
+    """Return out[s], the sum of y_RD[r] over all r with ids_R[r] == s, in fp32, rounded once."""
     # Not bit-reproducible on CUDA: the adds are atomic.
-    result: Tensor = _SumRows.apply(y_RD, ids_R, num_rows)
-    return result
+    return _MoveRows.apply(y_RD, ids_R, num_rows)  # type: ignore[no-any-return]

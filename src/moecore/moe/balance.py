@@ -8,18 +8,18 @@ eval mode and no_grad count nothing. Once per optimizer step `MoEState.finish_st
 (`moe/state.py`) reduces the counts of all layers, updates the biases and returns the metrics.
 
 Counts contain the choices before capacity dropped any, without padding. The router's entropy over
-the experts is summed too (`kernels/routing/entropy.py`). If an expert bias or groups change the
-choice, the losses count each token's K best scores instead: their gradient balances the scores,
-which the choice no longer shows (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20).
+the experts is also summed. If an expert bias or groups change the choice, the losses count each
+token's K best scores, because their gradient must balance the scores (DeepSeek-V3,
+arXiv:2412.19437, equations 17 to 20).
 
-An auxiliary loss is a mean over pairs of a micro-batch and a data rank. Pairs without tokens are
-left out, and all other pairs have the same weight. The loss therefore does not depend on the
-parallel layout. Ranks that share a micro-batch (cp, tp) count its tokens together. If each forward
-has its own cp, several data ranks share a micro-batch, which then counts once for each of them.
+An auxiliary loss is a mean over pairs of a micro-batch and a data rank that have tokens. It
+therefore does not depend on the parallel layout. Ranks that share a micro-batch (cp, tp) count its
+tokens together. If each forward has its own cp, several data ranks share a micro-batch, which then
+counts once for each of these ranks.
 
 The number of pairs must be known before the first backward. `MoEState.announce_micro_batches`
-sums it once per step. Without this call a forward knows only the ranks of this micro-batch. Its
-loss is then the mean over ranks with tokens, and the step takes the mean over all micro-batches.
+sums it once per step. Without this call a loss is the mean over ranks with tokens, and the step
+takes the mean over all micro-batches.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LOSS_NAMES = ("micro_batch", "sequence", "global_batch", "z")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BalanceGroups:
-    """Process groups whose ranks count tokens together; None = only this rank."""
+    """Process groups whose ranks count tokens together for the losses; None = only this rank."""
 
     micro_batch: dist.ProcessGroup | None = None  # has parts of one data rank's micro-batch
     global_batch: dist.ProcessGroup | None = None  # all ranks of the pipeline stage
@@ -110,9 +110,9 @@ class LoadCounts:
 class LoadTracker(LossFactors):
     """One layer's auxiliary losses and counts since the last optimizer step.
 
-    The first backward allocates `counts`, and later backwards change its tensors in place. A replay
-    of a CUDA graph therefore counts, but runs no Python. So `graphs.GraphedForwardBackward` adds
-    `num_captured` to `num_micro_batches` at every replay. Before capture it calls
+    The first backward allocates `counts`, and later backwards change its tensors in place, so the
+    replay of a CUDA graph counts, too. A replay runs no Python, so `graphs.GraphedForwardBackward`
+    adds `num_captured` to `num_micro_batches` at every replay. Before capture it calls
     `set_num_micro_batches`, whose factor the graph contains, and drops the counts of its first run.
 
     If a layer runs several times (`runs`) in each forward, its losses and counts are summed.
@@ -133,18 +133,18 @@ class LoadTracker(LossFactors):
         """Set the counts of this step to 0."""
         self.num_micro_batches = 0
         self.num_in_flight = 0  # forwards that wait for their backward
-        self._seen_E: Tensor | None = None  # counts of forwards, where several are in flight
-        self._priors_E: list[Tensor] = []  # what those that wait for their backward had seen
-        self._reused_E: Tensor | None = None  # of the forward that was computed again last
+        self._seen_E: Tensor | None = None  # counts of forwards, if several are in flight
+        self._priors_E: list[Tensor] = []  # counts that each forward in flight has read
+        self._reused_E: Tensor | None = None  # counts that the last recomputed forward has read
         self.token_weight = None
-        # Ranks with tokens in each forward of a step without `announce`, on CPUs, whose host reads
-        # them without a wait.
+        # Ranks with tokens in each forward of a step without `announce`, only on CPUs, because the
+        # host reads the numbers.
         self.ranks_with_tokens: list[Tensor] = []
         for tensor in self.counts.list_tensors() if self.counts else ():
             tensor.zero_()
 
     def set_config(self, config: MoEConfig) -> None:
-        """Use another balance config from the next step on. Drops the counts."""
+        """Drop the counts, and use another balance config from the next step on."""
         self._check_config(config)
         self.config = config
         self.counts = None
@@ -152,7 +152,7 @@ class LoadTracker(LossFactors):
 
     def _check_config(self, config: MoEConfig) -> None:
         """Raise ValueError for a global-batch loss of a layer that runs several times."""
-        # Which of its runs came before depends on the order of backwards.
+        # The order of its runs depends on the order of backwards.
         if self.runs > 1 and (coef := config.balance.global_batch_coef):
             raise ValueError(
                 f"BalanceConfig.global_batch_coef ({coef}) must be 0 for a layer that runs "
@@ -169,13 +169,16 @@ class LoadTracker(LossFactors):
     def attach_losses(
         self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
     ) -> Tensor:
-        """Return y, whose backward adds losses' gradients and counts. `bias_E` = selection bias."""
+        """Return y, whose backward adds the losses' gradients and counts the routing's choices.
+
+        `bias_E` is the selection bias. Without gradients, y is unchanged.
+        """
         if not (torch.is_grad_enabled() and y.requires_grad):
             return y
+        attach: Any = self._attach_losses
         if torch.compiler.is_compiling():
-            result: Tensor = self._attach_uncompiled(y, routing, micro_batch, bias_E)
-            return result
-        return self._attach_losses(y, routing, micro_batch, bias_E)
+            attach = self._attach_uncompiled
+        return attach(y, routing, micro_batch, bias_E)  # type: ignore[no-any-return]
 
     # Dynamo would guard on the Python state, which changes with every micro-batch, and recompile.
     @torch.compiler.disable
@@ -233,8 +236,11 @@ class LoadTracker(LossFactors):
         return result
 
     def _add_forward_counts(self, ids_TK: Tensor) -> Tensor:
-        """Add this forward's load to the step's counts; return the counts before the addition."""
-        if is_inside_backward():  # it has seen what it saw at first; it is the oldest that waits
+        """Add a forward's choices to the step's counts; return the counts before the addition.
+
+        A recomputed forward adds nothing. It is the oldest in flight, and reads its first counts.
+        """
+        if is_inside_backward():
             self._reused_E = self._priors_E[0]
             return self._reused_E
         assert self._seen_E is not None
@@ -246,39 +252,36 @@ class LoadTracker(LossFactors):
 
     def _check_recompute(self) -> None:
         """Count forwards in flight. NotImplementedError if a recomputation reads other counts."""
-        # Activation checkpointing repeats a forward inside backward. "global_batch" reads the
-        # counts so far, which are those of its first run only if no micro-batch came in between.
+        # Activation checkpointing recomputes a forward inside backward. "global_batch" reads the
+        # counts so far, which differ from the first run's if other forwards are in flight.
+        coef = self.config.balance.global_batch_coef
         if not is_inside_backward():
             self.num_in_flight += 1
-        elif (
-            self.num_in_flight > 1
-            and self.config.balance.global_batch_coef
-            and self._seen_E is None
-        ):
+        elif self.num_in_flight > 1 and coef and self._seen_E is None:
             raise NotImplementedError(
-                f"BalanceConfig.global_batch_coef ({self.config.balance.global_batch_coef}) "
-                "must be 0 with activation checkpointing and several forwards before a backward: "
-                "use TrainStep.micro_batches(), or one backward per forward"
+                f"BalanceConfig.global_batch_coef ({coef}) must be 0 with activation checkpointing "
+                "and several forwards before a backward: use TrainStep.micro_batches(), or one "
+                "backward per forward"
             )
 
     def _move_counts(self, device: torch.device) -> None:
-        """Copy the counts to the device of the layer, if the layer was moved."""
+        """Copy the counts to `device`, if the layer was moved to this device."""
         counts = self.counts
         if counts is not None and counts.choices_E.device != device:
-            counts_on_device = LoadCounts.zeros(self.config, device)
-            for new, old in zip(
-                counts_on_device.list_tensors(), counts.list_tensors(), strict=True
-            ):
+            self.counts = LoadCounts.zeros(self.config, device)
+            for new, old in zip(self.counts.list_tensors(), counts.list_tensors(), strict=True):
                 new.copy_(old)
-            self.counts = counts_on_device
 
     def _end_forward_in_flight(self, seen_E: Tensor | None) -> None:
-        """End the forward that read counts `seen_E`. Raise if another one was recomputed for it."""
+        """End the forward that read counts `seen_E`, in its backward.
+
+        Raises NotImplementedError if the forward that was recomputed last had read other counts.
+        """
         if seen_E is None:
             return
-        repeated, self._reused_E = self._reused_E, None
+        reused_E, self._reused_E = self._reused_E, None
         self._priors_E = [prior_E for prior_E in self._priors_E if prior_E is not seen_E]
-        if repeated is not None and repeated is not seen_E:
+        if reused_E is not None and reused_E is not seen_E:
             raise NotImplementedError(
                 f"BalanceConfig.global_batch_coef ({self.config.balance.global_batch_coef}) must "
                 "be 0 with activation checkpointing where backwards run in another order than "
@@ -288,7 +291,10 @@ class LoadTracker(LossFactors):
     def commit_counts(
         self, losses: Tensor | None, seen_E: Tensor | None, observed: tuple[Any, ...]
     ) -> None:
-        """Add a micro-batch's losses, and counts of the `observed` ids, to the step's counts."""
+        """Add a micro-batch's losses and the counts of its `observed` tensors to the step's counts.
+
+        `seen_E` = the counts that the forward has read, None = it has read none.
+        """
         ids_TK, capacity_ids_TK, best_TK, logits_TE, bias_E, padding_mask_T = observed
         self.num_in_flight = max(0, self.num_in_flight - 1)
         self._end_forward_in_flight(seen_E)
@@ -298,10 +304,8 @@ class LoadTracker(LossFactors):
             self.num_micro_batches += 1
             if self.num_micro_batches == self.runs + 1 and not self.has_steps:
                 self._warn_of_no_step()
-        if self.counts is None:
-            self.counts = LoadCounts.zeros(self.config, ids_TK.device)
-        counts = self.counts
-        add_expert_counts(counts.choices_E.unsqueeze(0), ids_TK)
+        counts = self.counts = self.counts or LoadCounts.zeros(self.config, ids_TK.device)
+        add_expert_counts(counts.choices_E[None], ids_TK)
         if counts.capacity_choices_E is not None:
             add_expert_counts(counts.capacity_choices_E[None], capacity_ids_TK)
         if counts.best_E is not None:
@@ -315,13 +319,13 @@ class LoadTracker(LossFactors):
             add_margins_(counts.margins_EX, logits_TE, bias_E, *score_options, padding_mask_T)
 
     def _warn_of_no_step(self) -> None:
-        """Warn if no code ends steps: biases then never move, and counts grow over all steps."""
+        """Warn that no code ends steps, so biases never move and counts grow over all steps."""
         balance = self.config.balance
         for name in ("bias_update_rate", "global_batch_coef"):
             if value := getattr(balance, name):
                 warnings.warn(
-                    f"BalanceConfig.{name} ({value}) needs the end of each step, which a loop of "
-                    "one's own lacks: run it in TrainStep(model).micro_batch(), and call finish() "
+                    f"BalanceConfig.{name} ({value}) needs the end of each step, which this loop "
+                    "does not have: run it in TrainStep(model).micro_batch(), and call finish() "
                     "after the optimizer",
                     stacklevel=2,
                 )
@@ -332,7 +336,7 @@ def _is_capturing(x: Tensor) -> bool:
 
 
 class _AttachLosses(torch.autograd.Function):
-    """Identity on y. Backward gives the losses their gradient, and counts the saved ids once."""
+    """Identity on y. Backward returns the gradient of the losses, and counts the saved ids once."""
 
     @staticmethod
     def forward(
@@ -365,9 +369,8 @@ class _AttachLosses(torch.autograd.Function):
             with torch.no_grad():
                 ctx.tracker.commit_counts(losses, ctx.seen_E, tuple(observed))
         ctx.is_committed = True
-        dlosses = None
-        if ctx.needs_input_grad[1]:
-            dlosses = ctx.tracker.compute_losses_grad(losses)
+        needs_grad = ctx.needs_input_grad[1]
+        dlosses = ctx.tracker.compute_losses_grad(losses) if needs_grad else None
         return grads[0], dlosses, None, None, *[None] * len(observed)
 
 
@@ -383,16 +386,20 @@ def compute_balance_losses(
     token_weight: Tensor | None = None,
     ranks_with_tokens: list[Tensor] | None = None,
 ) -> Tensor:
-    """Return this rank's summands of the auxiliary losses, fp32 [4] in order of `LOSS_NAMES`.
+    """Return this rank's part of the auxiliary losses, fp32 [4] in order of `LOSS_NAMES`.
 
-    The losses, with coefficients, are their sum over `groups.micro_batch`. Collective. `ids_TK` has
-    the expert ids to count, `prior_counts_E` this rank's counts before. `sequences_T`, each token's
-    sequence, None = of equal length. `token_weight` is a factor, None = all ranks over ranks with
-    tokens. The list `ranks_with_tokens` then gets that number, an int64 scalar.
+    The losses, with coefficients, are the sum of the parts over `groups.micro_batch`. Collective.
+
+    Args:
+        ids_TK: the expert ids to count.
+        prior_counts_E: this rank's counts of earlier micro-batches of the step.
+        sequences_T: each token's sequence; None = `num_sequences` of equal length.
+        token_weight: a factor on the losses; None = all ranks over the ranks with tokens.
+        ranks_with_tokens: without `token_weight`, this list gets the number of ranks with tokens.
     """
-    assert routing.logits_TE is not None, "balance losses are moecore's routers' alone"
+    assert routing.logits_TE is not None, "only moecore's routers have balance losses"
     balance, E, K = config.balance, config.num_candidates, config.top_k
-    # Only "sequence" separates sequences; to the other scopes the tokens are one.
+    # Only "sequence" separates sequences; to the other losses all tokens are one sequence.
     B, sequences_T = (num_sequences, sequences_T) if balance.sequence_coef else (1, None)
     padding_mask_T = routing.padding_mask_T
     counts_BX = count_experts_and_tokens(ids_TK, B, E, padding_mask_T, sequences_T)

@@ -27,6 +27,7 @@ from moecore.kernels.experts.contract import (
     GradTarget,
     LowRankUpdate,
 )
+from moecore.kernels.grouped.wgrad import store_grad
 from moecore.kernels.rows.scaling import OperandPair
 from moecore.moe.clones import AnyClones, view_as_sendable_dtype
 
@@ -35,8 +36,8 @@ from moecore.moe.clones import AnyClones, view_as_sendable_dtype
 def concatenate_clones(weights: ExpertWeights, clones: AnyClones) -> Iterator[ExpertWeights]:
     """Yield the local experts' weights followed by the local clones' weights. Collective.
 
-    In this context, saved tensors of the concatenated weights are stored as two tensors: the
-    experts' weights and the clones' weights.
+    In this context, the concatenated weights are saved for backward as two tensors: the experts'
+    weights and the clones' weights.
     """
     memory = _CloneConcatenator(clones)
     extended = _append_clone_weights(weights, memory)
@@ -45,7 +46,7 @@ def concatenate_clones(weights: ExpertWeights, clones: AnyClones) -> Iterator[Ex
 
 
 class _CloneConcatenator:
-    """Concatenates weights of experts and clones, and packs saved results as these two."""
+    """Concatenates weights of experts and clones, and packs results that are saved for backward."""
 
     def __init__(self, clones: AnyClones) -> None:
         self.clones = clones
@@ -53,7 +54,7 @@ class _CloneConcatenator:
         self._parts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def append_clones(self, local_part: Tensor, clones: Tensor) -> Tensor:
-        """Return [e + n, ...] of [e, ...] and [n, ...], a copy if there are clones on this rank."""
+        """Return `local_part` [e, ...] followed by `clones` [n, ...]; no copy if n is 0."""
         if not clones.shape[0]:
             return local_part.view_as(local_part)
         full = _concatenate(local_part, clones)
@@ -61,13 +62,13 @@ class _CloneConcatenator:
         return full
 
     def pack(self, tensor: Tensor) -> Handle | None:
-        """Return the handle of a saved view of a concatenated tensor. None for other tensors."""
+        """Return a handle for a saved view of a concatenated tensor; None for other tensors."""
         parts = self._parts.get(get_storage_key(tensor))
         return None if parts is None else _ConcatenationHandle(tensor, *parts[1:])
 
 
 class _ConcatenationHandle:
-    """Handle of a saved view of a concatenated tensor. `unpack` concatenates the parts again."""
+    """The parts of a concatenated tensor, in place of a saved view of the tensor."""
 
     __slots__ = ("_parts", "_view")
 
@@ -76,18 +77,16 @@ class _ConcatenationHandle:
         self._view = tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def unpack(self) -> Tensor:
-        """Concatenate experts' and clones' weights again, and return the saved view of the copy."""
+        """Concatenate the parts again, and return the saved view of the result."""
         return _concatenate(*self._parts).as_strided(*self._view)
 
 
-def _concatenate(local_part: Tensor, clones: Tensor) -> Tensor:
-    return torch.cat([view_as_sendable_dtype(local_part), view_as_sendable_dtype(clones)]).view(
-        local_part.dtype
-    )
+def _concatenate(*parts: Tensor) -> Tensor:
+    return torch.cat([*map(view_as_sendable_dtype, parts)]).view(parts[0].dtype)
 
 
 class _AppendClones(torch.autograd.Function):
-    """Concatenates weights of experts and clones; backward returns the clones' gradients."""
+    """Concatenates weights of experts and clones. Backward sends the clones' gradients home."""
 
     @staticmethod
     def forward(
@@ -107,23 +106,18 @@ class _AppendClones(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        at_home = [h.sink is not None and h.sink.take() for h in ctx.uses]
+        is_added = [h.sink is not None and h.sink.take() for h in ctx.uses]
         local_grads = {
-            i: grad.clone()
-            for i, (grad, is_home) in enumerate(zip(grads, at_home, strict=True))
-            if grad is not None and not is_home
+            i: grad.clone() for i, grad in enumerate(grads) if grad is not None and not is_added[i]
         }
-        home = ctx.clones.add_clone_grads_(list(local_grads.values())) if local_grads else ()
-        home_grads = dict(zip(local_grads, home, strict=True))
+        sums = ctx.clones.add_clone_grads_(list(local_grads.values())) if local_grads else ()
+        expert_grads = dict(zip(local_grads, sums, strict=True))
         n = ctx.clones.num_local_clones
-        return (
-            None,
-            None,
-            *(
-                home_grads.get(i, None if grad is None else grad[: grad.shape[0] - n])
-                for i, grad in enumerate(grads)
-            ),
+        results = (
+            expert_grads.get(i, None if grad is None else grad[: grad.shape[0] - n])
+            for i, grad in enumerate(grads)
         )
+        return None, None, *results
 
 
 class _TensorUse(NamedTuple):
@@ -138,22 +132,22 @@ class _CloneGradSink:
 
     def __init__(self, sink: GradSink, clones: AnyClones, dtype: torch.dtype) -> None:
         self._sink, self._clones, self._dtype = sink, clones, dtype
-        self._is_home = False
+        self._is_added = False
 
     def take(self) -> bool:
-        """Return whether `accumulate` ran in this backward; dispatch modes can prevent it."""
-        is_home, self._is_home = self._is_home, False
-        return is_home
+        """Return whether `accumulate` ran since the last call; dispatch modes can prevent it."""
+        is_added, self._is_added = self._is_added, False
+        return is_added
 
     def accumulate(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
         """Add the clones' gradients in fp32, then call `GradSink.accumulate`. Collective.
 
-        Returns [e + n, ...] with zeros for the clones, or None if the sink keeps the gradient.
+        Returns [e + n, ...] with zeros for the clones, or None if the sink stores the gradient.
         """
         wide = torch.promote_types(self._dtype, torch.float32)
-        (home,) = self._clones.add_clone_grads_([compute(*operands, GradTarget(dtype=wide))])
-        self._is_home = True
-        grad = self._sink.accumulate(_write_grad, home, self._dtype)
+        (sums,) = self._clones.add_clone_grads_([compute(*operands, GradTarget(dtype=wide))])
+        self._is_added = True
+        grad = self._sink.accumulate(_write_grad, sums, self._dtype)
         if grad is None:
             return None
         return torch.cat([grad, grad.new_zeros(self._clones.num_local_clones, *grad.shape[1:])])
@@ -164,16 +158,12 @@ class _CloneGradSink:
 
 
 def _write_grad(grad: Tensor, dtype: torch.dtype, target: GradTarget) -> Tensor:
-    """Write or add (`target.adds`) a computed gradient to `target.out`, or return it if None."""
-    if target.scale != 1.0:
-        grad = grad * target.scale
-    if target.out is None:
-        return grad.to(target.dtype or dtype)
-    return target.out.add_(grad) if target.adds else target.out.copy_(grad)
+    """Return a computed gradient, written to `target`; a new tensor has `dtype` by default."""
+    return store_grad(grad, target.out, target.adds, target.dtype or dtype, target.scale)
 
 
 def _append_clone_weights(weights: ExpertWeights, memory: _CloneConcatenator) -> ExpertWeights:
-    """Fetch the clones' weights and return them after the experts' weights. Collective."""
+    """Fetch the clones' weights, and return experts' and clones' weights. Collective."""
     clones, quantised = memory.clones, weights.quantised
     updates = [u for u in (weights.update1, weights.update2) if u is not None]
     matrices = [weights.w1_eCD, weights.w2_eDF]
@@ -190,19 +180,14 @@ def _append_clone_weights(weights: ExpertWeights, memory: _CloneConcatenator) ->
     uses += [_TensorUse()] * len(small_tensors)
     tensors = iter(_AppendClones.apply(memory, tuple(uses), *contiguous, *small_tensors))
     w1, w2 = (w.transpose(1, 2) if v else w for v, w in zip(is_view, tensors, strict=False))
-    extended = replace(
+    return replace(  # the fields are in the order of `tensors`
         weights,
         w1_eCD=w1,
         w2_eDF=w2,
         b1_eC=None if weights.b1_eC is None else next(tensors),
         b2_eD=None if weights.b2_eD is None else next(tensors),
-    )
-    pairs = (weights.update1, weights.update2)
-    update1, update2 = (u and LowRankUpdate(next(tensors), next(tensors)) for u in pairs)
-    return replace(
-        extended,
-        update1=update1,
-        update2=update2,
+        update1=weights.update1 and LowRankUpdate(next(tensors), next(tensors)),
+        update2=weights.update2 and LowRankUpdate(next(tensors), next(tensors)),
         sinks=(sinks[0], sinks[1]),
         quantised=None if quantised is None else _append_clone_matrices(quantised, memory),
     )
@@ -212,21 +197,19 @@ def _append_clone_weights(weights: ExpertWeights, memory: _CloneConcatenator) ->
 def _append_clone_matrices(
     quantised: tuple[OperandPair, OperandPair], memory: _CloneConcatenator
 ) -> tuple[OperandPair, OperandPair]:
-    """Fetch the clones' quantised matrices and return them after the experts'. Collective."""
+    """Fetch the clones' quantised matrices, and return experts' and clones'. Collective."""
     # The scales of columns may be those of rows, transposed: one view of each memory is fetched.
     leaves: dict[int, Tensor] = {}
     for leaf in tree_leaves(quantised):
         if leaf is not None:
             leaves.setdefault(leaf.data_ptr(), leaf)
     clone_leaves = memory.clones.fetch([leaf.contiguous() for leaf in leaves.values()])
-    full_leaves = dict(
-        zip(leaves, map(memory.append_clones, leaves.values(), clone_leaves), strict=True)
-    )
+    full_leaves = map(memory.append_clones, leaves.values(), clone_leaves)
+    full_by_address = dict(zip(leaves, full_leaves, strict=True))
 
     def get_full_leaf(leaf: Tensor) -> Tensor:
-        full = full_leaves[leaf.data_ptr()]
+        full = full_by_address[leaf.data_ptr()]
         is_first = leaf.stride() == leaves[leaf.data_ptr()].stride()
         return full if is_first else full.transpose(1, 2)
 
-    pair: tuple[OperandPair, OperandPair] = tree_map_only(Tensor, get_full_leaf, quantised)
-    return pair
+    return tree_map_only(Tensor, get_full_leaf, quantised)  # type: ignore[no-any-return]

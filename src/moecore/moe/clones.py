@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,9 +43,9 @@ from moecore.moe.records import ExpertInput, Routing
 
 
 class Cloner:
-    """Chooses the hot experts of a layer that other ranks compute too, as clones, in each forward.
+    """Chooses the hot experts of a layer that other ranks also compute, as clones.
 
-    `group` has one rank per ep rank, all with the same etp slice of experts as this rank, in order.
+    `group` has one rank per ep rank, in order; all have this rank's etp slice of their experts.
     `exchanges` is the pool of dispatcher "nvlink", or None with any other dispatcher.
     """
 
@@ -60,20 +61,16 @@ class Cloner:
         self._counts_2: Tensor | None = None  # never reallocated: CUDA graphs write to it
         self._shared_plan: PeriodicPlan | None = None
         if options.refresh != "forward":
-            self._shared_plan = PeriodicPlan(
-                placement,
-                options.refresh,
-                min_excess=options.min_share,
-                is_read=self.waits_on_host,
-            )
+            sizes: Any = dict(min_excess=options.min_share, is_read=self.waits_on_host)
+            self._shared_plan = PeriodicPlan(placement, options.refresh, **sizes)
 
     @property
     def waits_on_host(self) -> bool:
-        """Whether the host reads the plan, so that forwards cannot be in a CUDA graph."""
+        """Whether the host reads the plan, so that CUDA graphs cannot contain forwards."""
         return self._exchanges is None
 
     def counts(self, device: torch.device) -> Tensor:
-        """Return int64 [2]: clones on this rank, and forwards, since the last optimizer step."""
+        """Return int64 [2]: this rank's clones and its forwards since the last optimizer step."""
         if self._counts_2 is None:
             self._counts_2 = torch.zeros(2, dtype=torch.int64, device=device)
         return self._counts_2
@@ -84,15 +81,15 @@ class Cloner:
             self._counts_2.zero_()
 
     def end_step(self, loads_E: Tensor, *, is_skipped: bool | Tensor) -> None:
-        """Update a `PeriodicPlan` from a step's loads; without such a plan, do nothing.
+        """Update the `PeriodicPlan`, if there is one, from each expert's tokens on all ranks.
 
-        `loads_E` has each expert's tokens on all ranks. A skipped optimizer step changes no plan.
+        A skipped optimizer step changes no plan.
         """
         if self._shared_plan is not None:
             self._shared_plan.end_step(loads_E, is_skipped=is_skipped)
 
     def drop_plan(self) -> None:
-        """Drop the `PeriodicPlan`, if there is such a plan. The next step that ends makes one."""
+        """Clear the `PeriodicPlan`, if there is one, until the end of the next step."""
         if self._shared_plan is not None:
             self._shared_plan.clear()
 
@@ -100,10 +97,10 @@ class Cloner:
     def place_clones(
         self, routing: Routing, pairs: Pairs | None, *, training: bool
     ) -> tuple[Routing, AnyClones | None]:
-        """Plan a forward's clones. Return the routing with physical ids, and the clones.
+        """Plan a forward's clones; return the routing with physical ids, and the clones or None.
 
-        The clones are None if no expert is cloned. Only forwards in `training` are counted. `pairs`
-        runs another micro-batch during collectives. Collective, except with a `PeriodicPlan`.
+        Only forwards in `training` are counted. `pairs` runs another micro-batch during
+        collectives. Collective, except with a `PeriodicPlan`.
         """
         p, ids_TK = self._placement, routing.expert_ids_TK
         if ids_TK.is_meta:  # loads are even, so there are no clones
@@ -116,7 +113,7 @@ class Cloner:
         return routing, self._make_clones(plan.experts_N, pairs)
 
     def _make_plan(self, ids_TK: Tensor, pairs: Pairs | None) -> tuple[ClonePlan, Tensor]:
-        """Return the plan, and int32 [E], each expert's tokens on ranks before this rank."""
+        """Return the plan, and int32 [E], each expert's tokens on lower ranks than this rank."""
         p = self._placement
         if self._shared_plan is not None:
             none_E = torch.zeros(p.num_experts, dtype=torch.int32, device=ids_TK.device)
@@ -133,8 +130,8 @@ class Cloner:
     def _make_clones(self, experts_N: Tensor, pairs: Pairs | None) -> AnyClones | None:
         """Return the clones of a plan; None = no rank has a clone.
 
-        Place i of N computes expert `experts_N[i]`, or is empty if the entry is -1. With
-        collectives and a plan per forward, this is a host sync.
+        Place i computes expert `experts_N[i]`, -1 = empty. Host sync with collectives and a plan
+        per forward.
         """
         p = self._placement
         if self._exchanges is not None:
@@ -145,17 +142,16 @@ class Cloner:
         return None if max(experts) < 0 else Clones.from_plan(experts, p, self._group, pairs)
 
     def _count_clones(self, experts_N: Tensor) -> None:
-        """Count one forward and its clones on this rank, on the device. N places, -1 = empty."""
-        here_c = experts_N.view(self._placement.ep, -1)[dist.get_rank(self._group)] >= 0
+        """Count a forward and its clones on this rank, on the device; -1 = an empty place."""
+        is_clone_c = experts_N.view(self._placement.ep, -1)[dist.get_rank(self._group)] >= 0
         counts_2 = self.counts(experts_N.device)
-        counts_2[0] += here_c.sum()
+        counts_2[0] += is_clone_c.sum()
         counts_2[1] += 1
 
     def _gather_counts(self, ids_TK: Tensor, pairs: Pairs | None) -> Tensor:
         """All-gather the number of tokens of each rank for each expert, int64 [G, E]."""
         p = self._placement
-        local_counts_1E = torch.zeros(1, p.num_experts, dtype=torch.int64, device=ids_TK.device)
-        add_expert_counts(local_counts_1E, ids_TK)
+        local_counts_1E = _count_tokens(ids_TK, p.num_experts)
         if self._exchanges is not None:
             return self._exchanges.get_clone_exchange(ids_TK.device).gather(local_counts_1E)
         counts_GE = local_counts_1E.new_empty(p.group.size(), p.num_experts)
@@ -163,7 +159,7 @@ class Cloner:
         return counts_GE
 
     def add_clones_to_input(self, inp: ExpertInput, clones: AnyClones | None) -> ExpertInput:
-        """Return the experts' input with the clones, and without empty places in its index."""
+        """Return the experts' input with the clones, and an index without empty places."""
         number = self._placement.num_local + (0 if clones is None else clones.num_local_clones)
         index = inp.index._replace(offsets_e=inp.index.offsets_e[:number])
         return replace(inp, index=index, clones=clones)
@@ -174,7 +170,7 @@ class Clones:
     """The expert weights that one rank sends and receives for the clones of one forward."""
 
     group: dist.ProcessGroup
-    pairs: Pairs | None  # the other side runs while weights are sent
+    pairs: Pairs | None  # runs another micro-batch while weights are sent
     # Cloned experts of this rank, sorted by destination and then by slot; an id may repeat.
     send_ids: tuple[int, ...]
     send_splits: tuple[int, ...]  # number of clones sent to each rank
@@ -189,10 +185,10 @@ class Clones:
         group: dist.ProcessGroup,
         pairs: Pairs | None = None,
     ) -> Clones:
-        """Return this rank's sends and receives. `experts` has all ranks' clones, -1 = empty."""
+        """Return the clones of a plan; `experts` has all ranks' cloned experts, -1 = empty."""
         # Example, three ranks of two experts and two places each, experts [4, 3, -1, -1, 2, 0]:
-        # rank 0 sends its expert 0 to rank 2. Rank 0 gets 3 of rank 1 and then 4 of rank 2: its
-        # order is [1, 0].
+        # rank 0 sends its expert 0 to rank 2. Rank 0 receives expert 3 from rank 1 and expert 4
+        # from rank 2, so its order is [1, 0].
         p, rank = placement, dist.get_rank(group)
         ranks = range(p.ep)
         rows = [experts[q * p.num_clones : (q + 1) * p.num_clones] for q in ranks]
@@ -218,56 +214,51 @@ class Clones:
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Send weights [e, ...] of experts to clones; return this rank's [n, ...]. Collective."""
-        rows = self._exchange_rows(
-            [t[list(self.send_ids)] for t in tensors], self.num_local_clones, is_home=False
-        )
+        expert_rows = [t[list(self.send_ids)] for t in tensors]
+        rows = self._exchange_rows(expert_rows, self.num_local_clones, to_experts=False)
         return rows if self._is_in_order else [t[list(self.order)] for t in rows]
 
     @torch.no_grad()
     def add_clone_grads_(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Send clones' gradients to their experts' ranks, add them in place, return [e, ...].
+        """Add the gradients of all ranks' clones to their experts' gradients; return [e, ...].
 
-        Gradients [e + n, ...] end with the clones'. Added in fp32, rounded once. Collective.
+        Each of `grads`, [e + n, ...], ends with the gradients of this rank's clones. Sums are in
+        place, in fp32 and rounded once. Collective.
         """
-        e = [grad.shape[0] - self.num_local_clones for grad in grads]
-        outward = [grad[number:] for grad, number in zip(grads, e, strict=True)]
+        n = self.num_local_clones
+        expert_grads = [grad[: grad.shape[0] - n] for grad in grads]
+        clone_grads = [grad[grad.shape[0] - n :] for grad in grads]
         if not self._is_in_order:
-            places = sorted(range(self.num_local_clones), key=self.order.__getitem__)
-            outward = [grad[places] for grad in outward]
-        received_grads = self._exchange_rows(outward, len(self.send_ids), is_home=True)
-        home = [grad[:number] for grad, number in zip(grads, e, strict=True)]
-        for grad, parts in zip(home, received_grads, strict=True):
+            places = sorted(range(n), key=self.order.__getitem__)
+            clone_grads = [grad[places] for grad in clone_grads]
+        received_grads = self._exchange_rows(clone_grads, len(self.send_ids), to_experts=True)
+        for grad, parts in zip(expert_grads, received_grads, strict=True):
             for expert in sorted(set(self.send_ids)):
                 total = grad[expert].to(torch.promote_types(grad.dtype, torch.float32))
-                for part, of in zip(parts, self.send_ids, strict=True):
-                    if of == expert:
+                for part, clone in zip(parts, self.send_ids, strict=True):
+                    if clone == expert:
                         total = total + part
                 grad[expert] = total
-        return home
+        return expert_grads
 
     @property
     def _is_in_order(self) -> bool:
         return self.order == tuple(range(self.num_local_clones))
 
     def _exchange_rows(
-        self, tensors: Sequence[Tensor], number: int, *, is_home: bool
+        self, tensors: Sequence[Tensor], num_rows: int, *, to_experts: bool
     ) -> list[Tensor]:
-        """Exchange rows, each one expert's weights or gradient, by all-to-all.
+        """Exchange rows, each one expert's weights or gradient, and return the received rows.
 
-        Returns `number` received rows for each tensor. `is_home` = from clones to the experts'
-        ranks, otherwise from experts to clones.
+        `to_experts` = from clones to the experts' ranks, otherwise from experts to clones.
         """
         splits = [list(self.receive_splits), list(self.send_splits)]
-        receive, send = reversed(splits) if is_home else splits
-        outs = [t.new_empty((number, *t.shape[1:])) for t in tensors]
-        inward, outward = (
-            list(map(view_as_sendable_dtype, outs)),
-            [view_as_sendable_dtype(t.contiguous()) for t in tensors],
-        )
+        receive, send = reversed(splits) if to_experts else splits
+        outs = [t.new_empty((num_rows, *t.shape[1:])) for t in tensors]
         run_collectives(
             dist.all_to_all_single,
-            inward,
-            outward,
+            [*map(view_as_sendable_dtype, outs)],
+            [view_as_sendable_dtype(t.contiguous()) for t in tensors],
             self.pairs,
             output_split_sizes=receive,
             input_split_sizes=send,
@@ -294,9 +285,9 @@ class PeerClones:
 
     @torch.no_grad()
     def add_clone_grads_(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Send clones' gradients to their experts' ranks, add them there, and return [e, ...].
+        """Return [e, ...] with the gradients of all ranks' clones, as `Clones.add_clone_grads_`.
 
-        Gradients [e + n, ...] end with the clones'. In place only for contiguous gradients.
+        Sums are in place only for contiguous gradients.
         """
         return self.exchange.add_clone_grads_(grads, self.places)
 
@@ -305,19 +296,24 @@ AnyClones = Clones | PeerClones
 
 
 def view_as_sendable_dtype(tensor: Tensor) -> Tensor:
-    """View a tensor of one-byte elements as uint8, which every communicator can send."""
+    """Return a tensor, viewed as uint8 if its elements have one byte: NCCL cannot send FP8."""
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
 
 
+def _count_tokens(ids_TK: Tensor, num_experts: int) -> Tensor:
+    """Return int64 [1, E], this rank's tokens of each expert."""
+    counts_1E = torch.zeros(1, num_experts, dtype=torch.int64, device=ids_TK.device)
+    add_expert_counts(counts_1E, ids_TK)
+    return counts_1E
+
+
 class PeriodicPlan:
-    """A layer's plan of clones for several optimizer steps, made from the loads of one step.
+    """A layer's plan of clones for `num_steps` optimizer steps, made from the loads of one step.
 
-    The plan is identical on all ranks. Each rank divides its own tokens by the plan's shares, so no
-    rank needs the counts of another rank. Checkpoints do not contain the plan: a resumed run has
-    clones after its first step. N is the number of places for clones.
-
-    `num_steps` optimizer steps use one plan. `min_excess` is `CloneOptions.min_share`. With
-    `is_read` the host reads each plan when it is made.
+    The plan is identical on all ranks. Each rank divides its tokens by the plan's shares, without
+    the counts of other ranks. Checkpoints do not contain the plan, so a resumed run has clones
+    after its first step. `min_excess` is `CloneOptions.min_share`. With `is_read` the host reads
+    each new plan. N is the number of places for clones.
     """
 
     def __init__(
@@ -332,20 +328,18 @@ class PeriodicPlan:
         self.clear()
 
     def clear(self) -> None:
-        """Drop the plan; the next step that ends makes one. No communication, no host sync."""
+        """Drop the plan until the end of the next step. No communication, no host sync."""
         self._steps_remaining = 0
         self.experts = [-1] * (self._placement.ep * self._placement.num_clones)
         if self._plan is not None:
             self._plan.experts_N.fill_(-1)
 
     def divide_choices(self, ids_TK: Tensor) -> ClonePlan:
-        """Return the plan with ranges of this rank's choices, divided by the plan's shares."""
+        """Return the plan for this rank's choices: ranges of them that clones compute."""
         # No communication, no host sync. Example: expert 0 had nine tokens, and its clone has
         # tokens 6 to 9. Of three choices on this rank, the last is sent to the clone.
         plan, loads_N = self._get_tensors(ids_TK.device)
-        E = self._placement.num_experts
-        local_counts_1E = torch.zeros(1, E, dtype=torch.int64, device=ids_TK.device)
-        add_expert_counts(local_counts_1E, ids_TK)
+        local_counts_1E = _count_tokens(ids_TK, self._placement.num_experts)
         local_counts_N = local_counts_1E[0, plan.experts_N.clamp(min=0).long()]
         starts_N, stops_N = (
             torch.div(t * local_counts_N, loads_N, rounding_mode="floor").int() for t in plan[1:]
@@ -355,9 +349,9 @@ class PeriodicPlan:
     def end_step(self, loads_E: Tensor, *, is_skipped: bool | Tensor) -> None:
         """Make a plan from a step's loads, if the last plan was used for `num_steps` steps.
 
-        `loads_E` has each expert's tokens on all ranks. Host sync only if `is_read`.
+        `loads_E` has each expert's tokens on all ranks. A skipped step (bool, or a scalar on the
+        device) changes no plan. Host sync only if `is_read`.
         """
-        # A skipped step changes nothing; a bool scalar on the device is not waited for.
         if is_skipped is True:
             return
         self._steps_remaining -= 1
@@ -368,14 +362,14 @@ class PeriodicPlan:
         new_plan = plan_clones(
             loads_E.int(), num_ranks=p.ep, num_clones=p.num_clones, min_share=self._min_excess
         )
-        made_loads_N = loads_E[new_plan.experts_N.clamp(min=0).long()].clamp(min=1)
-        for buffer, new in zip((*plan, loads_N), (*new_plan, made_loads_N), strict=True):
+        new_loads_N = loads_E[new_plan.experts_N.clamp(min=0).long()].clamp(min=1)
+        for buffer, new in zip((*plan, loads_N), (*new_plan, new_loads_N), strict=True):
             buffer.copy_(new if is_skipped is False else torch.where(is_skipped, buffer, new))
         if self._is_read:
             self.experts = plan.experts_N.tolist()
 
     def _get_tensors(self, device: torch.device) -> tuple[ClonePlan, Tensor]:
-        """Return the plan and the loads of its experts, allocated at the first call."""
+        """Return the plan's tensors and the loads of its experts, allocated at the first call."""
         if self._plan is None or self._loads_N is None:
             empty_N = torch.full((len(self.experts),), -1, dtype=torch.int32, device=device)
             self._plan = ClonePlan(empty_N, empty_N.clone(), empty_N.clone())

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from moecore.base.options.layer import MoEConfig
 from moecore.base.options.precision import Recipe
@@ -66,11 +66,11 @@ class Experts(nn.Module):
         w2: [E, D, F].
         b1: [E, 2, F] or [E, F], with `fc1_bias`.
         b2: [E, D], with `fc2_bias`.
-        lora: low-rank updates of w1 and w2 that `add_low_rank_updates` adds, by the matrix's name.
+        lora: matrix name -> the low-rank updates of w1 or w2, after `add_low_rank_updates`.
 
-    `own_activation` replaces the config's activation. It maps FC1's output [R, C] in fp32 to
-    [R, F], elementwise, as differentiable torch code without parameters. The config's activation
-    then only decides whether there is a gate. `expert_mlp`'s kernels cannot compute it.
+    `own_activation` is differentiable torch code without parameters that maps FC1's output [R, C]
+    in fp32 to [R, F], elementwise. It replaces the config's activation, which then only decides
+    whether there is a gate. `expert_mlp` cannot compute it.
     """
 
     def __init__(
@@ -96,8 +96,7 @@ class Experts(nn.Module):
         # (key, options) of the last forward; see `_make_options_key`.
         self._options_cache: tuple[Any, ExpertMLPOptions | None] = (None, None)
         self.set_backend(backend)
-        self.etp_rank = 0  # which slice of F (and of D in b2) is this rank's; set when sharded
-        self.etp_size = 1
+        self.etp_rank, self.etp_size = 0, 1  # the rank's slice of F, and of D in b2
         for name, shape in compute_expert_shapes(config, self.layout).items():
             parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
             self.register_parameter(name, parameter)
@@ -105,11 +104,9 @@ class Experts(nn.Module):
     def set_backend(
         self, backend: ExpertBackend, *, recompute_fc1: bool = False, recipe: Recipe | None = None
     ) -> None:
-        """Set the backend by name, whether backward recomputes FC1, and the recipe (None = off)."""
+        """Set the backend by name, whether backward recomputes FC1, and the FP8 recipe or None."""
         self.check_backend(backend, recompute_fc1=recompute_fc1, recipe=recipe)
-        self.backend = backend
-        self.recompute_fc1 = recompute_fc1
-        self.recipe = recipe
+        self.backend, self.recompute_fc1, self.recipe = backend, recompute_fc1, recipe
         steps = 0 if recipe is None else recipe.amax_history
         self.history = AmaxHistory(steps, OPERANDS) if steps else None
         self.reader.drop_copies()
@@ -120,17 +117,17 @@ class Experts(nn.Module):
         """Raise ValueError if a backend cannot run these experts with `recipe` (None = no FP8)."""
         check_backend(backend, self.make_spec(recipe=recipe))
         if recompute_fc1 and (EXPERT_BACKENDS[backend] is not None or self.has_extras):
-            feature = "biases" if self._has_bias else "an activation of the model's own"
-            wrong = (
-                f"experts with {feature}" if self.has_extras else f"expert_backend ({backend!r})"
-            )
+            wrong = f"expert_backend ({backend!r})"
+            if self.has_extras:
+                feature = "biases" if self._has_bias else "an activation of the model's own"
+                wrong = f"experts with {feature}"
             raise ValueError(
                 f"MemoryOptions.recompute ('expert_fc1') must not go with {wrong}: use activation "
                 "checkpointing instead"
             )
 
     def add_low_rank_updates(self, name: str, update: LowRank) -> None:
-        """Add a LoRA update to the matrix with parameter name `name`, the layout's w1 or w2."""
+        """Add a LoRA update to the matrix with parameter `name`, the layout's w1 or w2."""
         names = (self.layout.w1, self.layout.w2)
         if name not in names or self.is_separate:
             raise ValueError(
@@ -143,27 +140,29 @@ class Experts(nn.Module):
 
     def shard(self, mesh: DeviceMesh) -> None:
         """Replace parameters by DTensors on `mesh`, with dims "ep" and "etp". No communication."""
-        # ep cuts the expert dim; etp cuts the hidden dim of both matrices, so that the output of
-        # FC2 is a partial sum. b2 is cut along D instead, so that the sum over etp counts it once.
-        # A dim of size 1 leaves no trace in the placements, except "ep" where both are of size 1.
+        # ep shards the expert dim; etp shards the hidden dim of both matrices, so that the output
+        # of FC2 is a partial sum. etp shards D of b2, so that the sum over etp counts b2 once.
+        # Placements have no dims of size 1, except "ep" if both dims have size 1.
         names = mesh.mesh_dim_names or ()
         dims = tuple(n for n in names if mesh.size(names.index(n)) > 1) or ("ep",)
         submesh = mesh[dims]  # once: it takes a millisecond
-        for role, dim in self._get_hidden_dims().items():
-            strided = role in ("w1", "b1") and self.is_strided
-            etp = StridedShard(dim, split_factor=2) if strided else Shard(dim)
+
+        def shard(owner: nn.Module, name: str, etp: Placement) -> None:
             placements = {"ep": Shard(0), "etp": etp}
-            name = getattr(self.layout, role)
-            shard_parameter(self, name, submesh, tuple(placements[n] for n in dims))
-        adapter_placements = {"ep": Shard(0), "etp": Replicate()}
+            shard_parameter(owner, name, submesh, tuple(placements[n] for n in dims))
+
+        for role, dim in self._get_hidden_dims().items():
+            is_strided = role in ("w1", "b1") and self.is_strided
+            etp = StridedShard(dim, split_factor=2) if is_strided else Shard(dim)
+            shard(self, getattr(self.layout, role), etp)
         for owner in [m for m in self.modules() if isinstance(m, nn.ParameterDict)]:
             for adapter in list(owner):
-                shard_parameter(owner, adapter, submesh, tuple(adapter_placements[n] for n in dims))
+                shard(owner, adapter, Replicate())
         self.etp_rank, self.etp_size = mesh.get_local_rank("etp"), mesh.size(names.index("etp"))
 
     @property
     def is_strided(self) -> bool:
-        """Whether the etp slice of FC1 is two separate pieces, one of gate and one of up."""
+        """Whether the etp slice of FC1 consists of two pieces, one of gate and one of up."""
         return self.config.gated and self.layout.gate_up == "concatenated"
 
     @property
@@ -172,7 +171,7 @@ class Experts(nn.Module):
         return self.config.gated and self.layout.gate_up == "separate"
 
     def _get_hidden_dims(self) -> dict[str, int]:
-        """Return {role such as "w1": dim that etp shards} for the parameters that exist."""
+        """Return role ("w1", "b2") -> the dim that etp shards, for the parameters that exist."""
         split = int(self.config.gated and self.layout.gate_up == "split")
         transposed = self.layout.transposed
         dims = {"w1": 2 if transposed else 1 + split, "w2": 1 if transposed else 2}
@@ -185,7 +184,7 @@ class Experts(nn.Module):
         return dims
 
     def get_model_dim_idx(self, param: nn.Parameter) -> int | None:
-        """Return the index of a matrix's dim of size D (model dim); None for a bias."""
+        """Return the index of a matrix's model dim D; None for a bias."""
         transposed = self.layout.transposed
         fc1 = [self.layout.w1] + [self.layout.w3] * self.is_separate
         if any(param is getattr(self, name) for name in fc1):
@@ -195,7 +194,7 @@ class Experts(nn.Module):
         return None
 
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
-        """Draw weights from N(0, std^2), determined by key, seed and name, and zero biases."""
+        """Draw weights from N(0, std^2), determined by `key`, `seed` and name; biases become 0."""
         for name, parameter in self.named_parameters(recurse=False):
             if name in (self.layout.b1, self.layout.b2):
                 nn.init.zeros_(parameter)
@@ -203,7 +202,7 @@ class Experts(nn.Module):
                 init_normal_(parameter, std=std, key=f"{key}.{name}", seed=seed)
 
     def make_spec(self, **fields: Any) -> ExpertSpec:
-        """Make the record by which a backend accepts these experts, with further `fields`."""
+        """Return the `ExpertSpec` of these experts, with `fields` that only a caller knows."""
         return ExpertSpec(
             gated=self.config.gated,
             interleaved=self._is_interleaved,
@@ -215,8 +214,10 @@ class Experts(nn.Module):
         )
 
     def forward(self, inp: ExpertInput) -> Tensor | UnsummedRows:
-        """Return y_SD, the sum over local experts only; `UnsummedRows` if `inp.unsummed` is set."""
-        # In the dtype of `inp.rows`, added in fp32 and rounded once; not added if `inp.unsummed`.
+        """Return y_SD, each row's sum over local experts; `UnsummedRows` if `inp.unsummed` is set.
+
+        Sums are in fp32 and rounded once, to the dtype of `inp.rows`.
+        """
         with self.reader.exclude_from_activations():
             weights = self._prepare_weights(inp.rows.dtype)
             with (
@@ -227,10 +228,10 @@ class Experts(nn.Module):
                 return self._run_backend(inp, all_weights or weights)
 
     def _run_backend(self, inp: ExpertInput, weights: ExpertWeights) -> Tensor | UnsummedRows:
-        """Run `expert_mlp` with cached options, or the backend's own function."""
-        depends_on = self._make_options_key(inp.rows, weights)
-        last, options = self._options_cache
-        if options is None or depends_on is None or depends_on != last:
+        """Return the output of `expert_mlp`, or of the backend's own function."""
+        key = self._make_options_key(inp.rows, weights)
+        last_key, options = self._options_cache
+        if options is None or key is None or key != last_key:
             activation = make_activation_options(
                 self.config, interleaved=self._is_interleaved, function=self.own_activation
             )
@@ -244,17 +245,11 @@ class Experts(nn.Module):
                 keep_h=not self.recompute_fc1,
                 recipe=self.recipe,
             )
-            if depends_on is not None:
-                self._options_cache = depends_on, options
+            if key is not None:
+                self._options_cache = key, options
         with _declare_used_rows(inp, is_quantised=self.recipe is not None):
-            y = expert_mlp(
-                inp.rows,
-                weights,
-                inp.index,
-                options,
-                unsummed=inp.unsummed,
-                receiver=inp.receiver,
-            )
+            hooks: Any = dict(unsummed=inp.unsummed, receiver=inp.receiver)
+            y = expert_mlp(inp.rows, weights, inp.index, options, **hooks)
         return y if inp.unsummed is None else UnsummedRows(y)
 
     def _make_options_key(self, rows: Rows, weights: ExpertWeights) -> tuple[Any, ...] | None:
@@ -262,20 +257,20 @@ class Experts(nn.Module):
         w1_eCD, w2_eDF = weights.w1_eCD, weights.w2_eDF
         if torch.compiler.is_compiling() or w1_eCD.is_meta:
             return None
-        of_weights = (w1_eCD.dtype, w2_eDF.dtype, w1_eCD.device, w2_eDF.shape)
-        lies_well = w1_eCD.is_contiguous() and w2_eDF.is_contiguous()
-        is_plain = weights.quantised is not None or lies_well
+        is_contiguous = w1_eCD.is_contiguous() and w2_eDF.is_contiguous()
+        is_plain = weights.quantised is not None or is_contiguous
+        tensors = (rows.dtype, w1_eCD.dtype, w2_eDF.dtype, w1_eCD.device, w2_eDF.shape)
         options = (self.own_activation, self.backend, self.recompute_fc1, self.recipe)
-        return (rows.dtype, is_plain, *of_weights, *options)
+        return (is_plain, *tensors, *options)
 
     def extra_repr(self) -> str:
-        """Return the backend and the precision recipe, for the module's repr."""
+        """Return the backend and the FP8 recipe, for the module's repr."""
         recipe = "" if self.recipe is None else f", {self.recipe.describe()}"
         return f"backend={self.backend!r}{recipe}"
 
     @property
     def updates(self) -> Mapping[str, LowRank]:
-        """The low-rank updates that `add_low_rank_updates` added, by the name of their matrix."""
+        """Matrix name -> the low-rank updates that `add_low_rank_updates` added."""
         return self._modules.get("lora") or {}  # type: ignore[return-value]
 
     @property
@@ -290,7 +285,7 @@ class Experts(nn.Module):
 
     @property
     def rows_multiple(self) -> int:
-        """The number to whose multiple each expert's number of token rows must be padded."""
+        """The number of which each expert's row count must be a multiple."""
         return 1 if self.recipe is None else self.recipe.row_multiple
 
     @property
@@ -303,7 +298,7 @@ class Experts(nn.Module):
         return self.config.gated and self.layout.gate_up == "interleaved"
 
     def _prepare_weights(self, dtype: torch.dtype) -> ExpertWeights:
-        """Read this rank's weights, in `dtype` without a recipe, for `expert_mlp`."""
+        """Return this rank's weights for the experts' kernels, in `dtype` without a recipe."""
         config = self.config
         w1_eCD, sink1 = self._read_fc1_eCD(dtype)
         w2_eDF = self._read_param("w2", dtype)
@@ -322,19 +317,18 @@ class Experts(nn.Module):
         )
 
     def _get_amax_tensors(self, device: torch.device) -> Magnitudes | None:
-        """Return recorded and current amax of expert rows. None without delayed FP8 scaling."""
+        """Return the recorded and current amax of expert rows; None without delayed FP8 scaling."""
         history = self.history
         if history is None:
             return None
-        seen = history.get_current_amax(device, training=self.training)
+        current: Any = history.get_current_amax(device, training=self.training)
         past = {operand: history.get_max_amax(operand) for operand in OPERANDS}
-        collected = {operand: seen[operand] for operand in OPERANDS if seen}
-        return Magnitudes(past, history.has_all_amax, collected)
+        return Magnitudes(past, history.has_all_amax, current)
 
     def _quantise_matrices(
         self, w1_eCD: Tensor, w2_eDF: Tensor
     ) -> tuple[OperandPair, OperandPair] | None:
-        """Quantise both matrices by the recipe. None = no recipe, or the kernels quantise them."""
+        """Return both matrices quantised by the recipe; None = no recipe, or kernels quantise."""
         recipe = self.recipe
         if recipe is None:
             return None
@@ -356,7 +350,7 @@ class Experts(nn.Module):
         return None if w1 is None or w2 is None else (w1, w2)
 
     def _read_fc1_eCD(self, dtype: torch.dtype) -> tuple[Tensor, GradSink | None]:
-        """Read FC1 as [e, C, D], a copy if gate and up are separate; also return its `GradSink`."""
+        """Return FC1 as [e, C, D], a copy if gate and up are separate, and its `GradSink`."""
         w1 = self._read_param("w1", dtype)
         if self.is_separate:
             return torch.cat([w1, self._read_param("w3", dtype)], dim=1), None
@@ -364,15 +358,15 @@ class Experts(nn.Module):
         return w1_eCD, self._make_grad_sink("w1", w1_eCD)
 
     def _make_grad_sink(self, role: str, matrices: Tensor) -> GradSink | None:
-        """Return the object that receives the gradient of weight `role`. None = autograd does."""
+        """Return the sink for the gradient of weight `role`; None = autograd gets the gradient."""
         if self.layout.transposed:
             return None
         return find_sink(getattr(self, getattr(self.layout, role)), matrices.shape)
 
     def _read_param(self, role: str, dtype: torch.dtype) -> Tensor:
-        """Read the local shard of parameter `role`, cast to `dtype` unless a recipe quantises."""
+        """Return the local shard of parameter `role`, cast to `dtype` unless a recipe quantises."""
         param = getattr(self, getattr(self.layout, role))
-        if self.recipe is not None:  # it is quantised as it is
+        if self.recipe is not None:  # it is quantised in its own dtype
             return self.reader.read(param, cast=False)
         return self.reader.read(param).to(dtype)
 
@@ -384,7 +378,7 @@ class Experts(nn.Module):
         inputs: SlicePart = lambda a_erI: a_erI,
         outputs: SlicePart = lambda b_eOr: b_eOr,
     ) -> LowRankUpdate | None:
-        """Return this rank's slices of the LoRA of matrix `name`. None = the matrix has no LoRA."""
+        """Return this rank's slices of the LoRA update of matrix `name`; None = no LoRA."""
         if name not in self.updates:
             return None
         return self.updates[name].make_update(
@@ -395,16 +389,14 @@ class Experts(nn.Module):
         """Return this etp rank's output rows of FC1's LoRA B, in the order of its slice of w1."""
         halves = 1 + (self.config.gated and not self._is_interleaved)
         by_half = b_eCr.unflatten(1, (halves, self.etp_size, -1))
-        result: Tensor = by_half[:, :, self.etp_rank].flatten(1, 2)
-        return result
+        return by_half[:, :, self.etp_rank].flatten(1, 2)  # type: ignore[no-any-return]
 
     def _slice_lora_a(self, a_erF: Tensor) -> Tensor:
         """Return this etp rank's columns of FC2's LoRA A."""
-        result: Tensor = a_erF.unflatten(2, (self.etp_size, -1))[:, :, self.etp_rank]
-        return result
+        return a_erF.unflatten(2, (self.etp_size, -1))[:, :, self.etp_rank]  # type: ignore[no-any-return]
 
     def _read_fc2_bias(self, dtype: torch.dtype) -> Tensor:
-        """Return b2 with zeros outside this etp rank's slice of D, for the sum over etp."""
+        """Return b2 [e, D] with zeros outside this etp rank's slice of D, for the sum over etp."""
         b2_eD = self._read_param("b2", dtype)
         before = self.etp_rank * b2_eD.shape[1]
         return F.pad(b2_eD, (before, self.config.expert_dim - before - b2_eD.shape[1]))
@@ -412,8 +404,8 @@ class Experts(nn.Module):
 
 def _declare_used_rows(inp: ExpertInput, *, is_quantised: bool) -> AbstractContextManager[None]:
     """Return a context that tells packers of saved tensors which of the R and S rows are used."""
-    # Lengths tell matrices apart. Where R is S the source rows are known by their storage, unless
-    # experts save quantised rows instead.
+    # Packers know a matrix by its length. If R is S, they know the source rows by their storage,
+    # unless experts save quantised rows instead.
     if (inp.unsummed is None and inp.balanced is None) or torch.compiler.is_compiling():
         return NOTHING
     values, index, ranges = inp.rows.values, inp.index, list[UsedRows]()
@@ -436,7 +428,10 @@ def make_activation_options(
     interleaved: bool = False,
     function: Callable[[Tensor], Tensor] | None = None,
 ) -> ActivationOptions:
-    """Make options. `interleaved` = gate and up alternate. `function` None = config.activation."""
+    """Return the options of the activation `function`, None = the config's activation.
+
+    `interleaved` = gate and up columns alternate.
+    """
     return ActivationOptions(
         kind=config.activation,
         limit=config.activation_limit,

@@ -20,9 +20,9 @@ def force_even_load(model: nn.Module) -> None:
     """Force even choices of experts in every MoELayer, in place.
 
     Experts are chosen cyclically, so a rank's loads differ by at most one. Weights are still
-    computed from the scores. The selection bias is not used, so its update is turned off. Layers
-    with expert choice routing have even loads already and are not changed. Call it before or after
-    `parallelize_moe`.
+    computed from the scores. The update of the selection bias is turned off. Layers with expert
+    choice routing are not changed, because their loads are even. Call `force_even_load` before or
+    after `parallelize_moe`.
     """
     for layer in model.modules():
         if isinstance(layer, MoELayer) and layer.config.assignment != "expert_choice":
@@ -30,7 +30,7 @@ def force_even_load(model: nn.Module) -> None:
 
 
 def force_expert_loads(model: nn.Module, shares: Mapping[int, float]) -> None:
-    """Force loads in every MoELayer, in place: named experts get given shares of the choices.
+    """Force the loads of experts in every MoELayer, in place, to `shares` of all choices.
 
     The remaining experts have equal shares. A rank's loads differ from the shares by a few choices.
     Weights and biases are treated as in `force_even_load`.
@@ -67,7 +67,7 @@ def force_expert_loads(model: nn.Module, shares: Mapping[int, float]) -> None:
 
 
 def _force_choices(layer: MoELayer, ids: Callable[[int, int, int, torch.device], Tensor]) -> None:
-    """Let `ids(T, E, K, device)`, int32 [T, K], choose the router's experts, and fix its bias."""
+    """Replace the router's choice by `ids(T, E, K, device)`, int32 [T, K], and fix its bias."""
     layer.get_part("router").forced_ids = ids
     off: Any = dict(bias_update_rate=0.0, bias_update="sign", bias_per_micro_batch=False)
     layer.set_balance(replace(layer.config.balance, **off))
@@ -82,8 +82,8 @@ def make_ids_from_shares(
     shares: Mapping[int, float],
 ) -> Tensor:
     """Return int32 ids [T, K], distinct in each token, with the given shares of all choices."""
-    # Experts lie on [0, K), each as long as K times its share, at most 1; a token has those at u,
-    # u + 1, .. for a u in [0, 1) of its own.
+    # Experts divide [0, K) into intervals of K times their shares, each at most 1 long. A token has
+    # the experts at u, u + 1, .. for its own u in [0, 1).
     rest = (1 - sum(shares.values())) / max(1, num_experts - len(shares))
     wide: Any = dict(dtype=torch.float64, device=device)
     shares_E = torch.full((num_experts,), rest, **wide)
@@ -96,9 +96,9 @@ def make_ids_from_shares(
 
 def make_even_ids(num_tokens: int, num_experts: int, top_k: int, device: torch.device) -> Tensor:
     """Return int32 ids [T, K]: choice j of T * K is j * step % E, for a step coprime to E."""
-    # The step is the first number from 2E / 3K on that has no divisor in common with E. A token's
-    # experts then span two thirds of all, so it goes to about as many ranks as one with random
-    # choices: E=128, K=8, 8 ranks: 5.5 and 5.3; 4 ranks: 3.4 and 3.6.
+    # The step is the first number >= 2E / 3K that is coprime to E. A token's experts then span two
+    # thirds of all experts, so it is sent to about as many ranks as with random choices: for E=128,
+    # K=8, to 5.5 (random: 5.3) of 8 ranks, and to 3.4 (random: 3.6) of 4.
     # Example, E=8, K=2, step 3: [0, 3], [6, 1], [4, 7], [2, 5], and again.
     step = max(1, 2 * num_experts // (3 * top_k))
     while math.gcd(step, num_experts) > 1:

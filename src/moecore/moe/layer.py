@@ -89,15 +89,15 @@ class RoutedLayer(nn.Module):
         return self.tracker.runs
 
     def get_part_name(self, role: str) -> str:
-        """Return the name of "router", "experts" or "shared" below this layer. "" = the layer."""
+        """Return the module name of "router", "experts" or "shared"; "" = this layer itself."""
         raise NotImplementedError
 
     def get_part(self, role: str) -> Any:
-        """Return the part with role "router", "experts" or "shared"; None if there is none."""
+        """Return the module "router", "experts" or "shared"; None if the layer has no such part."""
         raise NotImplementedError
 
     def check_config(self, name: str, config: MoEConfig) -> None:
-        """Raise ValueError if this layer, called `name` in its model, cannot use the config."""
+        """Raise ValueError if this layer, which is `name` in its model, cannot use a config."""
 
     def set_balance(self, balance: BalanceConfig) -> None:
         """Replace the balance config of this layer."""
@@ -121,11 +121,11 @@ class RoutedLayer(nn.Module):
             self.cloner.drop_step()
 
     def run_empty(self, x_0D: Tensor) -> Tensor:
-        """Return the forward of zero tokens, without calling the hooks of this module."""
+        """Run the forward for zero tokens, without the hooks of this module; return its output."""
         return self.forward(x_0D)  # type: ignore[no-any-return]
 
     def _run_experts(self, expert_input: ExpertInput) -> Any:
-        """Run the experts module, and return the sums [S, L], or `UnsummedRows` if requested."""
+        """Run the experts module; return sums [S, L], or `UnsummedRows` for such a dispatcher."""
         raise NotImplementedError
 
     def _run_routed_experts(
@@ -133,7 +133,7 @@ class RoutedLayer(nn.Module):
     ) -> Tensor:
         """Dispatch, run experts and combine: return each token's weighted sum of experts, [T, L].
 
-        `is_saved_elsewhere` = another operation saves `rows_TL` for backward, too.
+        `is_saved_elsewhere` = another operation also saves `rows_TL` for backward.
         """
         zero_weights_T1: Tensor | None = None
         if self.config.zero_experts:
@@ -142,34 +142,33 @@ class RoutedLayer(nn.Module):
             expert_input = self._dispatch(rows_TL, routing)
         rows = expert_input.rows
         if is_saved_elsewhere and rows.values is rows_TL:
-            expert_input = expert_input.replace_rows(
-                Rows(rows.values, rows.scales, rows.wide_dtype, is_saved_elsewhere=True)
-            )
+            saved_rows = Rows(rows.values, rows.scales, rows.wide_dtype, is_saved_elsewhere=True)
+            expert_input = expert_input.replace_rows(saved_rows)
         with mark("moecore::experts"):
             y_SL = self._run_experts(expert_input)
         with mark("moecore::combine"):
             y_TL = self.dispatcher.combine(y_SL, expert_input.plan)
-        return (
-            y_TL if zero_weights_T1 is None else (y_TL + rows_TL * zero_weights_T1).to(y_TL.dtype)
-        )
+        if zero_weights_T1 is None:
+            return y_TL
+        return (y_TL + rows_TL * zero_weights_T1).to(y_TL.dtype)
 
     def _dispatch(self, rows_TL: Tensor, routing: Routing) -> ExpertInput:
-        """Dispatch the rows, and return the input of local experts and of local clones."""
-        multiple = self.get_part("experts").rows_multiple
+        """Dispatch rows by `routing`, and return the input of local experts and local clones."""
+        multiple, dispatcher = self.get_part("experts").rows_multiple, self.dispatcher
         if multiple > 1:
             routing = replace(routing, rows_multiple=multiple)
         if self.cloner is None:
-            return self.dispatcher.dispatch(rows_TL, routing)
-        pairs, training = self.dispatcher.pairs, self.training
-        routing, clones = self.cloner.place_clones(routing, pairs, training=training)
-        return self.cloner.add_clones_to_input(self.dispatcher.dispatch(rows_TL, routing), clones)
+            return dispatcher.dispatch(rows_TL, routing)
+        place_clones = self.cloner.place_clones
+        routing, clones = place_clones(routing, dispatcher.pairs, training=self.training)
+        return self.cloner.add_clones_to_input(dispatcher.dispatch(rows_TL, routing), clones)
 
     def _track_load(
         self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
     ) -> Tensor:
-        """Return y. In training, count loads and attach the auxiliary losses to y's gradient.
+        """Return y. In training, its backward counts loads and adds auxiliary losses' gradients.
 
-        `bias_E` is the router's selection bias. In eval mode, a backward of y warns.
+        `bias_E` is the router's selection bias. In eval mode, the backward of y warns.
         """
         if not self.training:
             if y.requires_grad and not torch.compiler.is_compiling():
@@ -247,11 +246,11 @@ class MoELayer(RoutedLayer, BiasOwner):
             self.init_weights(key="", seed=int(seed))
 
     def init_weights(self, *, key: str, std: PositiveOrZero = 0.02, seed: Seed = 0) -> None:
-        """Draw all matrices, the router's included, from N(0, std^2). No communication.
+        """Draw all matrices, including the router's, from N(0, std^2). No communication.
 
         The values depend only on `key` (the layer's name in the model), `seed` and the parameter's
         name, not on the parallel layout. Biases become 0, and norms 1. Raises ValueError for a
-        child that is not moecore's, such as a model's shared expert.
+        child of another class, such as a model's shared expert.
         """
         check_arguments(MoELayer.init_weights, locals())
         for name, child in _iterate_parts(self):
@@ -263,12 +262,11 @@ class MoELayer(RoutedLayer, BiasOwner):
             child.init_weights(std=std, key=f"{key}.{name}", seed=seed)
 
     def get_part_name(self, role: str) -> str:
-        """Return the name of the child with role "router", "experts" or "shared"."""
-        result: str = getattr(self.layout, role)
-        return result
+        """Return the name of the child "router", "experts" or "shared", from the layout."""
+        return getattr(self.layout, role)  # type: ignore[no-any-return]
 
     def get_part(self, role: str) -> Any:
-        """Return the child with role "router", "experts" or "shared"; None if there is none."""
+        """Return the child "router", "experts" or "shared"; None if the layer has no such child."""
         path = getattr(self.layout, role)
         if path in self._modules:
             return self._modules[path]
@@ -334,25 +332,25 @@ class MoELayer(RoutedLayer, BiasOwner):
         return self._track_load(y, routing, micro_batch, router.selection_bias)
 
     def _make_routed_rows(self, rows_TD: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
-        """Return the rows to dispatch, [T, L], and the routing whose weights the experts apply."""
+        """Return the rows to dispatch, [T, L], and the routing with the experts' weights."""
         rows_TL = self._project_down(rows_TD) if self.config.latent_dim else rows_TD
         if not self.config.weights_on_input:
             return rows_TL, routing
-        weights_T1 = routing.weights_TK  # one per token; those of the experts' outputs become 1
+        weights_T1 = routing.weights_TK  # K is 1; the experts then multiply by 1
         rows_TL = (rows_TL * weights_T1).to(rows_TL.dtype)
         return rows_TL, replace(routing, weights_TK=torch.ones_like(weights_T1))
 
     def _project_down(self, x_TD: Tensor) -> Tensor:
-        """Return the rows that routed experts read, [T, L], in a layer with a latent dim."""
+        """Return tokens projected to the latent dim, [T, L]."""
         name = self.layout.latent_down
-        y_TL: Tensor = self.get_submodule(name)(x_TD) if name else self.latent.project_down(x_TD)
-        return y_TL
+        project = self.get_submodule(name) if name else self.latent.project_down
+        return project(x_TD)
 
     def _project_up(self, y_TL: Tensor) -> Tensor:
-        """Return the routed experts' sums as [T, D], in a layer with a latent dim."""
+        """Return the routed experts' sums projected to the model dim, [T, D]."""
         name = self.layout.latent_up
-        y_TD: Tensor = self.get_submodule(name)(y_TL) if name else self.latent.project_up(y_TL)
-        return y_TD
+        project = self.get_submodule(name) if name else self.latent.project_up
+        return project(y_TL)
 
     def _run_shared_experts(self, x_TD: Tensor) -> Tensor | None:
         """Return the shared expert's output, [T, D]; None without a shared expert."""
@@ -367,7 +365,7 @@ class MoELayer(RoutedLayer, BiasOwner):
 
 
 def _iterate_parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield (dotted name, module) of a layer's parts, also of parts below empty modules."""
+    """Yield the dotted name and module of each part of a layer, also parts of empty modules."""
     for name, child in module.named_children():
         if type(child) is BiasOwner:  # an empty module of a dotted name
             yield from _iterate_parts(child, f"{prefix}{name}.")
@@ -376,7 +374,7 @@ def _iterate_parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, n
 
 
 def _warn_of_eval(_: Tensor) -> None:
-    """Warn in backward: a layer in eval mode has no balance loss and counts no load."""
+    """Warn that a layer in eval mode has no balance loss and counts no load; a backward hook."""
     warnings.warn(
         "a MoELayer in eval mode balances and counts nothing, but gets gradients: call "
         "model.train() before training (from_pretrained gives models in eval mode)",
@@ -385,6 +383,6 @@ def _warn_of_eval(_: Tensor) -> None:
 
 
 def cast_to_autocast(x: Tensor) -> Tensor:
-    """Cast x to autocast's dtype, if autocast is on, for dispatch and experts, not the router."""
+    """Return x in the dtype of autocast if autocast is on, otherwise unchanged."""
     dtype = get_autocast_dtype(x)
     return x if dtype is None else x.to(dtype)

@@ -24,7 +24,7 @@ SlicePart = Callable[[Tensor], Tensor]
 
 
 class LowRank(nn.Module):
-    """LoRA updates of matrices [E, O, I]: A [E, r, I], B [E, O, r] and a scale per adapter."""
+    """LoRA adapters of matrices [E, O, I]: A [E, r, I], B [E, O, r] and a scale per adapter."""
 
     def __init__(
         self, pairs: Mapping[str, tuple[nn.Parameter, nn.Parameter]], scaling: Mapping[str, float]
@@ -36,16 +36,16 @@ class LowRank(nn.Module):
 
     @property
     def in_use(self) -> list[str]:
-        """Names of the LoRA adapters that forward adds, in order."""
+        """Names of the LoRA adapters that forward uses, in order."""
         return list(self.lora_A)
 
     def make_update(
         self, read: Read, *, inputs: SlicePart, outputs: SlicePart
     ) -> LowRankUpdate | None:
-        """Return the update that forward adds on this rank. None = no LoRA adapter.
+        """Return this rank's update, the sum of all adapters; None = no adapter. Differentiable.
 
-        `read` returns this rank's part of a parameter. `inputs` slices this rank's part of I from
-        [e, r, I], and `outputs` its part of O from [e, O, r]. All are differentiable.
+        `read` returns the local experts' part of a parameter. `inputs` and `outputs` slice the
+        rank's part of I from [e, r, I], and of O from [e, O, r].
         """
         pairs = [(read(self.lora_A[n]), read(self.lora_B[n]), self.scaling[n]) for n in self.in_use]
         if not pairs:

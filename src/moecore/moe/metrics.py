@@ -111,7 +111,7 @@ class MoEMetrics:
         return sum(map(sum, self._copy_to_host()["aux_losses"].values()), start=0.0)
 
     def _copy_to_host(self) -> dict[str, LayerNumbers]:
-        """Return field -> layer -> numbers, by one copy; fp64 is exact for counts up to 2^53."""
+        """Return field -> layer -> numbers, by one copy in fp64, exact for counts up to 2^53."""
         of_fields = {f.name: getattr(self, f.name) for f in fields(self)}
         parts = [
             torch.cat([t.reshape(-1) for t in of_layers.values()]).double()
@@ -132,7 +132,7 @@ def _divide_by_mean(counts: list[float]) -> list[float]:
 
 
 def _compute_drop_rates(values: dict[str, LayerNumbers]) -> dict[str, float]:
-    """Return layer name -> dropped choices over all choices, of the result of `_copy_to_host`."""
+    """Return layer name -> dropped choices over all choices, from `_copy_to_host`'s numbers."""
     return {
         layer: sum(drops) / max(sum(values["tokens_per_expert"][layer]), 1)
         for layer, drops in values["dropped_per_expert"].items()
@@ -140,12 +140,12 @@ def _compute_drop_rates(values: dict[str, LayerNumbers]) -> dict[str, float]:
 
 
 def _add_layer_names(name: str, of_layers: dict[str, float]) -> dict[str, float]:
-    """Return the layers' numbers under keys `name/layer`."""
+    """Return `of_layers` with keys `name/layer`."""
     return {f"{name}/{layer}": value for layer, value in of_layers.items()}
 
 
 def _add_layer_mean(name: str, of_layers: dict[str, float]) -> dict[str, float]:
-    """Return layers' numbers under `name/layer` and the mean under `name`; {} for no layers."""
+    """Return `of_layers` with keys `name/layer`, and the mean with key `name`; {} for no layers."""
     if not of_layers:
         return {}
     return {name: sum(of_layers.values()) / len(of_layers), **_add_layer_names(name, of_layers)}

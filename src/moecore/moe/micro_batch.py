@@ -53,9 +53,8 @@ class MicroBatch:
     ) -> MicroBatch:
         """Return the micro-batch of a layer's input x [T, D] or [B, T, D].
 
-        `group` and `cp` are the ranks that share the rows, see the fields. The mask (True =
-        padding) and `token_ids` have the shape of x without D. `cu_seqlens` bounds sequences.
-        Raises ValueError for a wrong shape or dtype of the mask or `cu_seqlens`.
+        The mask and `token_ids` have the shape of x without D. Other arguments are fields. Raises
+        ValueError for a wrong shape or dtype of the mask or `cu_seqlens`.
         """
         if padding_mask is not None:
             if padding_mask.shape != x.shape[:-1] or padding_mask.dtype != torch.bool:
@@ -101,41 +100,37 @@ class MicroBatch:
             return in_order
         B = max(self.num_sequences, 1)
         by_rank = out.unflatten(0, (self.num_ranks, B, x_TX.shape[0] // B))
-        result: Tensor = by_rank.transpose(0, 1).flatten(0, 2)
-        return result
+        return by_rank.transpose(0, 1).flatten(0, 2)  # type: ignore[no-any-return]
 
     def slice_local(self, x_NX: Tensor) -> Tensor:
         """Return this rank's T rows of x_NX, whose rows have the order of `gather`."""
         if self.group is None:
             return x_NX
+        rank = dist.get_rank(self.group)
         if self.cp > 1:
-            return x_NX[
-                self._compute_token_indices(len(x_NX), x_NX.device)[dist.get_rank(self.group)]
-            ]
+            return x_NX[self._compute_token_indices(len(x_NX), x_NX.device)[rank]]
         B, G = max(self.num_sequences, 1), self.num_ranks
         by_rank = x_NX.unflatten(0, (B, G, x_NX.shape[0] // (B * G)))
-        result: Tensor = by_rank[:, dist.get_rank(self.group)].flatten(0, 1)
-        return result
+        return by_rank[:, rank].flatten(0, 1)  # type: ignore[no-any-return]
 
     def _compute_token_indices(self, num_tokens: int, device: torch.device) -> Tensor:
-        """Return int64 [ranks, T]: each rank's token indices among the N tokens, if cp > 1."""
-        B, tp = max(self.num_sequences, 1), self.num_ranks // self.cp
-        borders = self.cu_seqlens
+        """Return int64 [ranks, T], the indices of each rank's tokens among the N, with cp > 1."""
+        B, tp, borders = max(self.num_sequences, 1), self.num_ranks // self.cp, self.cu_seqlens
         if borders is None:
             borders = make_row_cu_seqlens(B, num_tokens, device)
         token_ids = assign_tokens_to_cp_ranks(borders, num_tokens, self.cp).view(self.cp, B, tp, -1)
         return token_ids.transpose(1, 2).reshape(self.num_ranks, -1)
 
     def gather_padding(self) -> Tensor | None:
-        """All-gather the padding mask, bool [N]. None without a mask."""
+        """All-gather the padding mask, bool [N]; None without a mask."""
         if self.padding_mask_T is None:
             return None
         return self.gather(self.padding_mask_T.to(torch.uint8)).bool()
 
     def find_sequences(self, num_tokens: int) -> tuple[int, Tensor | None]:
-        """Return the number of sequences, and the sequence of each local token, int64 [T].
+        """Return the number of sequences, and int64 [T], the sequence of each local token.
 
-        The second is None if all sequences have the same length. `num_tokens` is T.
+        Without `cu_seqlens`, [T] is None: all sequences have the same length. `num_tokens` is T.
         """
         if self.cu_seqlens is None:
             return self.num_sequences, None
@@ -150,12 +145,12 @@ def sort_by_position(
     device: torch.device,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Return the indices of N (`num_tokens`) tokens, sorted by position in their sequence, int64.
+    """Return int64 [N], the indices of N (`num_tokens`) tokens by position in their sequence.
 
-    Tokens of equal position are in the order of their sequences. A position counts the tokens
-    before it without padding (True in the mask). `cu_seqlens`, int32 [n + 1], bounds the sequences.
-    None = `num_sequences` of equal length. The result is on `device`. Example, two sequences of two
-    tokens: 0 2 1 3. With token 2 as padding: 2 0 3 1.
+    Tokens of equal position are in the order of their sequences. Padding (True in the mask) does
+    not count in positions. `cu_seqlens`, int32 [n + 1], bounds the sequences; None =
+    `num_sequences` of equal length. Example, two sequences of two tokens: 0 2 1 3. With token 2 as
+    padding: 2 0 3 1.
     """
     if cu_seqlens is not None:
         return _sort_documents_by_position(num_tokens, cu_seqlens, padding_mask_N)
@@ -169,10 +164,10 @@ def sort_by_position(
 def _sort_documents_by_position(
     num_tokens: int, cu_seqlens: Tensor, padding_mask_N: Tensor | None
 ) -> Tensor:
-    """Return token indices [N] by position in the documents that `cu_seqlens` bounds, int64."""
-    real_N = torch.ones(num_tokens, dtype=torch.bool, device=cu_seqlens.device)
-    if padding_mask_N is not None:
-        real_N = ~padding_mask_N
+    """Return `sort_by_position` for the documents that `cu_seqlens` bounds."""
+    if padding_mask_N is None:
+        padding_mask_N = torch.zeros(num_tokens, dtype=torch.bool, device=cu_seqlens.device)
+    real_N = ~padding_mask_N
     count_N = real_N.cumsum(0)
     before_N = count_N - real_N.long()
     starts_N = cu_seqlens[find_documents(cu_seqlens, num_tokens)]
@@ -184,9 +179,8 @@ def compute_capacity(
 ) -> tuple[int, Tensor | int]:
     """Return ceil(factor * N * K / E), the token limit per expert, with and without padding.
 
-    N is `num_tokens`, and `factor` the capacity factor. The first limit is for buffer sizes and
-    counts padding. The second limit is an int64 scalar tensor if a mask is given (no host sync),
-    otherwise the first limit.
+    N is `num_tokens`. The first limit, for buffer sizes, counts padding. The second limit is an
+    int64 scalar tensor with a mask (no host sync), otherwise equal to the first limit.
     """
     per_token = factor * top_k / num_experts
     max_tokens = math.ceil(num_tokens * per_token - ROUNDING)

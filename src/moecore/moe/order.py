@@ -29,7 +29,7 @@ def place_experts(
 ) -> Tensor:
     """Return an order of experts in which ranks of E / num_ranks experts have even loads.
 
-    Experts are assigned from the largest load down. Each expert is assigned to the rank with the
+    Experts are assigned to ranks by descending load. Each expert is assigned to the rank with the
     smallest load among ranks that have fewer than E / num_ranks experts.
 
     Args:

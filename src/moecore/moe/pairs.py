@@ -58,26 +58,26 @@ class Pairs:
 
     @property
     def open_pair(self) -> _Pair | None:
-        """The running pair; None under a tracer, which must not trace a pair."""
+        """The running pair of a forward and a backward, or None; None also under a compiler."""
         return None if torch.compiler.is_compiling() else self._pair
 
     def run(self, forward: Callable[[], T], backward: Callable[[], None]) -> T:
-        """Run both alternately. Return the forward's value, or raise the first error of a side."""
-        # The forward starts first, in this thread. The backward runs in a second thread, without
-        # contexts of this thread such as autocast. An exception ends the other side at its next
-        # exchange. In a dry run or without exchanges, the backward runs after the forward. The
-        # recorded peak memory of a dry run is then an upper bound.
+        """Run `forward` and `backward` alternately; return the forward's value.
+
+        Raises the first error of either side. The forward starts first, in this thread. The
+        backward runs in a second thread, without contexts of this thread such as autocast.
+        """
+        # In a dry run or without exchanges, the backward runs after the forward. The recorded peak
+        # memory of a dry run is then an upper bound.
         if is_dry() or not self.can_alternate:
             value = forward()
             backward()
             return value
         if self._pair is not None:
             raise RuntimeError("a pair of forward and backward must not run within another one")
-        # Both sides compute on the caller's stream. Exchanges run on their communicator's stream,
-        # one after the other. A second compute stream would not end earlier, because work behind an
-        # exchange waits for all exchanges before it. With one stream, tensors that both sides read
-        # or add to (parameters, gradients, buffers) need no events, and memory is freed as without
-        # pairs.
+        # Both sides compute on the caller's stream. A second compute stream would not end earlier,
+        # because exchanges run sequentially on their communicator's stream. With one stream,
+        # tensors that both sides use need no events, and memory is freed as without pairs.
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         with ExitStack() as stack:
             for model in self._models:
@@ -92,8 +92,8 @@ class Pairs:
     ) -> T:
         """Run the backward in a second thread, and return the value of the forward."""
         pair = self._pair = _Pair(self._models)
-        # Autograd has one thread per device, which the backward occupies until it ends. So the
-        # forward may call autograd only in its own thread (`set_multithreading_enabled(False)`).
+        # The backward occupies autograd's thread of the device, so the forward must call autograd
+        # in its own thread (`set_multithreading_enabled(False)`).
         thread = Thread(target=pair.run_backward, args=(backward, stream), daemon=True)
         try:
             thread.start()
@@ -103,14 +103,13 @@ class Pairs:
             self._pair = None
         if pair.error is not None:
             raise pair.error
-        value, numbers = result
-        set_rng_states(numbers)
-        output: T = value
-        return output
+        value, rng_states = result
+        set_rng_states(rng_states)
+        return value  # type: ignore[no-any-return]
 
     @contextmanager
     def launch_early(self, *, waits: bool = False) -> Iterator[None]:
-        """Return a context on a side stream, which waits for the current stream if `waits`."""
+        """Return a context on a side stream. With `waits` it waits for the current stream."""
         if not torch.cuda.is_initialized():
             yield
             return
@@ -149,7 +148,7 @@ class _Pair:
         self._state_lock = Lock()  # guards `_holder`, `is_running` and `error`
 
     def run_forward(self, forward: Callable[[], T]) -> Any:
-        """Return (the forward's value, RNG states after it). None = it raised, see `error`."""
+        """Run the forward; return its value and the final RNG states. None = `error` is set."""
         try:
             return forward(), get_rng_states()
         except BaseException as error:
@@ -159,7 +158,7 @@ class _Pair:
             self._end_side(self._forward)
 
     def run_backward(self, backward: Callable[[], None], stream: torch.cuda.Stream | None) -> None:
-        """Wait until the baton is handed over for the first time, then run the backward."""
+        """Run the backward on `stream`, after the forward has handed the baton over."""
         side = self._backward
         side.turn.acquire()
         try:
@@ -172,14 +171,14 @@ class _Pair:
             self._end_side(side)
 
     def give_back_baton(self) -> None:
-        """Let the other side run first if it handed the baton over early. Call before exchanges."""
+        """Hand the baton back, before an exchange, if the other side handed it over early."""
         if self._get_other_side(self._holder).is_early:
             self.hand_over_baton()
 
     def hand_over_baton(self, *, is_early: bool = False) -> None:
-        """Let the other side run, until it hands the baton back or has ended.
+        """Let the other side run until it hands the baton back or has ended.
 
-        With `is_early` the other side hands the baton back before its next exchange.
+        With `is_early`, the other side hands the baton back before its next exchange.
         """
         side = self._holder
         other = self._get_other_side(side)
@@ -187,16 +186,15 @@ class _Pair:
             self._raise_if_other_failed()
             if not other.is_running:
                 return
-            # Activation checkpointing sets the generators in backward. Each side gets them back as
-            # it left them; after the pair they are as the forward left them.
-            numbers = get_rng_states()
+            # Activation checkpointing sets the generators in backward, so each side has its states.
+            rng_states = get_rng_states()
             side.is_early = is_early
             self._holder = other
             other.turn.release()
         side.turn.acquire()
         side.is_early = False
         self._raise_if_other_failed()
-        set_rng_states(numbers)
+        set_rng_states(rng_states)
         for model in self._models:
             model.resume(side.is_backward)
 
@@ -212,7 +210,7 @@ class _Pair:
             self.error = self.error or error
 
     def _end_side(self, side: _Side) -> None:
-        """Mark a side as ended, and give the baton to the other side if that runs."""
+        """Mark a side as ended, and hand the baton to the other side if it is running."""
         other = self._get_other_side(side)
         with self._state_lock:
             side.is_running = False
@@ -224,11 +222,11 @@ class _Pair:
 def exchange(
     starts: Sequence[Callable[..., Any]], pairs: Pairs | None = None, *, may_overlap: bool = False
 ) -> None:
-    """Run independent collectives by start() and wait for them. In a pair the other side runs.
+    """Start independent collectives and wait for them. In a pair, the other side runs meanwhile.
 
-    A pair calls start(async_op=True), which returns the work to wait for. `pairs` None = no pair.
-    `may_overlap` = the collectives read no result of work launched after the last `read_numbers`,
-    and write memory that was allocated inside `Pairs.launch_early`.
+    Each start() runs a collective; in a pair, start(async_op=True) returns its work. `may_overlap`
+    = the collectives read no result of work launched after the last `read_numbers`, and write
+    memory that was allocated inside `Pairs.launch_early`.
     """
     pair = None if pairs is None else pairs.open_pair
     if pairs is None or pair is None:
@@ -244,12 +242,10 @@ def exchange(
 
 
 def read_numbers(start: Callable[..., Any], numbers: Tensor, pairs: Pairs | None = None) -> Any:
-    """Run collective `start`, and return `numbers`, which it fills, as a list. Host sync.
+    """Run the collective `start`, and return the `numbers` that it writes, as a list. Host sync.
 
-    In a pair (`pairs` None = no pair) the other side runs until the host has the numbers. `start`
-    is called with async_op=True then.
+    In a pair, the other side runs until the host has the numbers; see `exchange`.
     """
-    # See `exchange` for `start`. In a pair the other side runs until the host has the numbers.
     pair = None if pairs is None else pairs.open_pair
     if pairs is None or pair is None:
         start()
@@ -264,7 +260,7 @@ def read_numbers(start: Callable[..., Any], numbers: Tensor, pairs: Pairs | None
 
 @contextmanager
 def _use_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Return a context in which this thread queues work on `stream`; None = there is no GPU."""
+    """Return a context in which this thread launches on `stream`; None = there is no GPU."""
     if stream is None:
         yield
         return
@@ -281,7 +277,7 @@ def get_rng_states() -> list[Tensor]:
 
 
 def set_rng_states(states: Sequence[Tensor]) -> None:
-    """Set the generators' states to states that `get_rng_states` returned."""
+    """Restore the generators' states, which `get_rng_states` returned."""
     torch.set_rng_state(states[0])
     for state in states[1:]:
         torch.cuda.set_rng_state(state)

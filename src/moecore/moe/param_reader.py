@@ -28,14 +28,14 @@ T = TypeVar("T")
 
 
 def get_fp8_blocks(param: Tensor) -> Blocks | None:
-    """Return FP8 values and scales of a parameter that has only these. None = ordinary values."""
+    """Return the blocks of a parameter that was all-gathered in FP8; None for other parameters."""
     return getattr(param, GATHERED_BLOCKS, None)
 
 
 @torch.no_grad()
 def _make_value_key(param: Tensor) -> tuple[int, ...]:
-    """Return the address and the version counters of a parameter. New values change them."""
-    # An operation on a DTensor increments the DTensor's version, one on its local part the part's.
+    """Return the address and the version counters of a parameter, which new values change."""
+    # An in-place operation increments the version of the DTensor, or of its local tensor.
     local = get_local_tensor(param)
     return local.data_ptr(), sum_versions(local), sum_versions(param)
 
@@ -43,11 +43,9 @@ def _make_value_key(param: Tensor) -> tuple[int, ...]:
 class ParamReader:
     """Reads the local shards of a module's parameters, and caches quantised copies of them.
 
-    The announced micro-batches of a step share a copy, and the last micro-batch drops it. Outside
-    of a step every forward makes a new copy. No copy may outlive a step, because fused optimizers,
-    graph replays and writes to `.data` change a weight without a new version.
-
-    If `keep` is False, forward and backward each make a copy.
+    The micro-batches of a step share a copy. Outside of a step every forward makes a new copy. No
+    copy exists after its step, because fused optimizers, graph replays and writes to `.data` change
+    a weight without a new version. Without `keep`, forward and backward each quantise.
     """
 
     def __init__(self, *, keep: bool = True) -> None:
@@ -60,9 +58,9 @@ class ParamReader:
         self._packs = False  # whether `_pack` is called for saved tensors
 
     def read(self, param: nn.Parameter, *, cast: bool = True) -> Tensor:
-        """Return the local shard of a parameter (all of a plain one), differentiable.
+        """Return the local shard of a parameter, or a parameter that is no DTensor. Differentiable.
 
-        `cast` = the caller reads its values in the compute dtype. Pass False for any other use.
+        `cast` = the caller reads the values in the compute dtype.
         """
         local = get_local_param(param, reads=cast)
         if self._packs:
@@ -70,7 +68,7 @@ class ParamReader:
         return local
 
     def read_fp8_blocks(self, param: nn.Parameter) -> Blocks | None:
-        """Return FP8 values and scales of a parameter that has only these, as `get_fp8_blocks`."""
+        """Return `get_fp8_blocks(param)`, which do not count as activations."""
         blocks = get_fp8_blocks(param)
         if blocks is not None and self._packs:
             for tensor in blocks.tensors():
@@ -80,16 +78,16 @@ class ParamReader:
     def get_quantised_weights(
         self, key: Hashable, params: Sequence[nn.Parameter], make: Callable[[], T]
     ) -> T | None:
-        """Return `make()`, quantised `params`, or the copy of this step under the same `key`.
+        """Return the step's copy with this `key`, or `make()`: quantised `params`.
 
-        A copy is not used if a parameter has changed. Returns None if `keep` is False.
+        A copy is dropped if one of `params` has changed. None = `keep` is False.
         """
         if not self.keep:
             return None
         before, copy = self._copies.pop(key, (None, None))
         value_key = tuple(number for param in params for number in _make_value_key(param))
         if before != value_key:
-            copy = None  # freed before its successor is made
+            copy = None  # freed before the next copy is made
             with torch.no_grad():
                 copy = make()
         if self._shares:
@@ -116,14 +114,14 @@ class ParamReader:
             self._operands.clear()
 
     def _pack(self, tensor: Tensor) -> Handle | None:
-        """Return a handle for a saved weight or its copy, which are no activations, or None."""
+        """Return a handle for a saved weight or copy of a weight; None for an activation."""
         return TensorHandle(tensor) if get_storage_key(tensor) in self._operands else None
 
     def start_micro_batch(self, *, is_last: bool) -> None:
-        """Start a micro-batch. Later micro-batches share its copies, unless it `is_last`."""
+        """Start a micro-batch, whose copies later micro-batches share unless it `is_last`."""
         self._shares = self.keep and not is_last
 
     def drop_copies(self) -> None:
-        """Drop all copies, when weights change or before a CUDA graph makes its own copies."""
+        """Drop all copies. Call it when weights change, and before a CUDA graph makes copies."""
         self._copies.clear()
         self._shares = False

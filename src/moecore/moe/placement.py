@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,20 +21,20 @@ from torch import Tensor
 
 from moecore.base.fields import check_arguments
 from moecore.base.options.dispatch import DISPATCHERS
-from moecore.moe.records import Dispatcher, Routing
+from moecore.kernels.rows.index import ExpertIndex, build_index
+from moecore.moe.records import BalancedRows, Dispatcher, Routing
 
 
 def compute_balanced_tokens(num_tokens: int, top_k: int, num_experts: int, num_local: int) -> int:
-    """Return how many of `num_tokens` tokens choose one of `num_local` experts, on average."""
+    """Return how many of `num_tokens` tokens choose one of `num_local` experts on average."""
     return round(num_tokens * _compute_choice_probability(top_k, num_experts, num_local))
 
 
 def _compute_choice_probability(top_k: int, num_experts: int, num_local: int) -> float:
-    """Return the probability that one of K random choices of E experts is among e of them."""
-    E, e = num_experts, num_local
-    if top_k > E:  # the remaining choices are zero experts
+    """Return the probability that K random experts of E include one of `num_local` experts."""
+    if top_k > num_experts:  # the remaining choices are zero experts
         return 1.0
-    return 1 - math.comb(E - e, top_k) / math.comb(E, top_k)
+    return 1 - math.comb(num_experts - num_local, top_k) / math.comb(num_experts, top_k)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,9 +69,8 @@ class ExpertPlacement:
         return dist.get_rank(self.group) // self.etp * self.num_physical
 
     def convert_to_physical_ids(self, ids_TK: Tensor) -> Tensor:
-        """Return the physical id of each expert on the rank that owns it; -1 is unchanged."""
-        # Example, two ranks of two experts, room for one clone: [0, 1, 2, 3, -1] give [0, 1, 3, 4,
-        # -1].
+        """Return the physical id of each expert on the rank that owns the expert; -1 stays -1."""
+        # Example, two ranks of two experts and one clone: [0, 1, 2, 3, -1] give [0, 1, 3, 4, -1].
         if not self.num_clones:
             return ids_TK
         block_TK = torch.div(ids_TK, self.num_local, rounding_mode="floor")
@@ -81,8 +81,13 @@ class ExpertPlacement:
         return num_tokens * top_k * self.etp
 
     def compute_balanced_tokens(self, num_tokens: int, top_k: int) -> int:
-        """Return how many of T tokens one rank receives on average, by random choices."""
+        """Return how many of T tokens one rank receives on average, with random choices."""
         return compute_balanced_tokens(num_tokens, top_k, self.num_experts, self.num_local)
+
+    def count_balanced(self, num_tokens: int, top_k: int) -> BalancedRows:
+        """Return the source and expert rows of a rank with even loads, for T tokens per rank."""
+        num_source_rows = self.group.size() * self.compute_balanced_tokens(num_tokens, top_k)
+        return BalancedRows(num_source_rows, self.compute_balanced_rows(num_tokens, top_k))
 
     def compute_max_rows(self, routing: Routing) -> int:
         """Return the maximum of expert rows of one rank, if all ranks have equally many tokens."""
@@ -90,14 +95,21 @@ class ExpertPlacement:
         max_source_rows = min(T * min(K, num_physical), num_physical * routing.max_rows_per_expert)
         return self.group.size() * max_source_rows
 
+    def build_index(
+        self, ids_SK: Tensor, weights_SK: Tensor, routing: Routing, length: int
+    ) -> ExpertIndex:
+        """Return the index of `length` expert rows for this rank's experts, from physical ids."""
+        sizes: Any = dict(first=self.first_physical, num_local=self.num_physical, length=length)
+        return build_index(ids_SK, weights_SK, **sizes, multiple=routing.rows_multiple)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DomainPlacement(ExpertPlacement):
-    """Placement of the experts of one of H domains on its ranks, for tokens received by the domain.
+    """Placement of a domain's experts on the domain's ranks, for tokens that the domain received.
 
-    A domain is a set of ranks with fast links, as in `dispatch/hierarchical.py`. Group, experts and
-    ep are those of the domain. Each of the A rows that a rank has received has at least one of its
-    K choices in the domain.
+    One of H domains is a set of ranks with fast links (`dispatch/hierarchical.py`). `group`,
+    `num_experts` and `ep` describe the domain. Each of the A rows that a rank has received has at
+    least one of its K choices in the domain.
     """
 
     num_domains: int  # H
@@ -108,30 +120,28 @@ class DomainPlacement(ExpertPlacement):
         return self.num_physical * self.ep
 
     def convert_to_domain_ids(self, ids_AK: Tensor, domain: int) -> Tensor:
-        """Convert physical ids of all domains to ids of one domain; -1 = in another domain."""
+        """Convert physical ids of all domains to ids in one domain; -1 = in another domain."""
         ids_AK = ids_AK - domain * self.num_in_domain
         return ids_AK.masked_fill((ids_AK < 0) | (ids_AK >= self.num_in_domain), -1)
 
     def compute_balanced_domain_tokens(self, num_tokens: int, top_k: int) -> int:
-        """Return how many of T tokens one domain receives on average, by random choices."""
+        """Return how many of T tokens one domain receives on average, with random choices."""
         return round(num_tokens * self._compute_reach_probability(top_k, self.num_experts))
 
     def compute_balanced_rows(self, num_tokens: int, top_k: int) -> int:
         """Return the expert rows of a rank with even loads, for A (`num_tokens`) received rows."""
-        all_tokens = num_tokens / (
-            self.num_domains * self._compute_reach_probability(top_k, self.num_experts)
-        )
-        return round(all_tokens * top_k * self.etp)
+        reach = self._compute_reach_probability(top_k, self.num_experts)
+        return round(num_tokens / (self.num_domains * reach) * top_k * self.etp)
 
     def compute_balanced_tokens(self, num_tokens: int, top_k: int) -> int:
         """Return how many of A received rows one rank of the domain receives on average."""
-        share = self._compute_reach_probability(
-            top_k, self.num_local
-        ) / self._compute_reach_probability(top_k, self.num_experts)
-        return round(num_tokens * share)
+        compute = self._compute_reach_probability
+        return round(
+            num_tokens * (compute(top_k, self.num_local) / compute(top_k, self.num_experts))
+        )
 
     def _compute_reach_probability(self, top_k: int, num_experts: int) -> float:
-        """Return the probability that a token has a choice among `num_experts` experts."""
+        """Return the probability that a token has a choice among `num_experts` of all experts."""
         return _compute_choice_probability(top_k, self.num_domains * self.num_experts, num_experts)
 
 
@@ -151,12 +161,12 @@ def make_domain_placement(
 
 
 def register_dispatcher(name: str, make: Callable[[ExpertPlacement], Dispatcher]) -> None:
-    """Register a user's dispatcher as a value of `DispatchOptions.name`. Call it on every rank.
+    """Register a user's dispatcher as a value of `DispatchOptions.name`, on every rank.
 
     Args:
         name: a new name.
-        make: called once per MoE layer with the ranks that own the layer's experts; returns its
-            `Dispatcher`. It is not called if ep * etp is 1, because no token leaves its rank.
+        make: called once per MoE layer with the ranks that own the layer's experts; returns the
+            layer's `Dispatcher`. It is not called if ep * etp is 1, because then no token is sent.
 
     Raises:
         ValueError: when the name is already registered, or `make` is not a function.

@@ -59,24 +59,23 @@ class Routing:
 
     @property
     def destinations_TK(self) -> Tensor:
-        """Return the physical expert of each choice, int32; -1 = the choice was dropped."""
+        """The physical expert of each choice, int32; -1 = the choice was dropped."""
         return self.expert_ids_TK if self.physical_TK is None else self.physical_TK
 
     @property
     def max_rows_per_expert(self) -> int:
-        """Upper bound of the number of these tokens that any expert receives."""
+        """The maximum number of these tokens that any expert can receive."""
         T = self.expert_ids_TK.shape[0]
         return T if self.capacity is None else min(T, self.capacity)
 
 
 def split_zero_experts(routing: Routing, num_experts: int) -> tuple[Routing, Tensor]:
-    """Remove choices of zero experts (ids from `num_experts` on), which return their input.
+    """Return the routing without choices of zero experts, and the sums of their weights, [T, 1].
 
-    Returns the routing with -1 for these choices, and the sum of their weights for each token, fp32
-    [T, 1].
+    A zero expert returns its input. Its id is `num_experts` or larger, and becomes -1.
     """
     # Example, E=2, ids [[1, 2], [3, 2]], weights [[.5, .5], [.6, .4]]: ids [[1, -1], [-1, -1]] and
-    # the sums [[.5], [1.]], fp32 [T, 1].
+    # the sums [[.5], [1.]].
     ids_TK, weights_TK = routing.expert_ids_TK, routing.weights_TK
     is_zero_TK = ids_TK >= num_experts
     zero_weights_T1 = torch.where(is_zero_TK, weights_TK, 0).sum(-1, keepdim=True)
@@ -91,20 +90,20 @@ class ChoiceTape(Protocol):
     ) -> tuple[Tensor, Tensor | None] | None:
         """Return recorded int32 ids and fp32 weights [T, K] of T = `num_tokens` tokens.
 
-        None = nothing is recorded, and the router chooses. `choose()` returns the router's ids, for
-        tokens without a record. It is collective if the router's rule compares tokens. The router
-        computes a weight that is -1, and all weights if the second value is None.
+        None = no record, so the router chooses. `choose()` returns the router's ids, for tokens
+        without a record; it is collective if the router's rule compares tokens. The router computes
+        weights that are -1, or all weights if the second value is None.
         """
 
     def observe_choice(self, ids_TK: Tensor) -> None:
-        """Receive the expert ids of this forward, int32 [T, K], before capacity drops choices."""
+        """Record the expert ids of a forward, int32 [T, K], before capacity drops choices."""
 
     def make_rewind(self) -> Callable[[], None]:
-        """Return a function that undoes all later forwards, for a step that is repeated."""
+        """Return a function that undoes all later forwards, if the step is repeated."""
 
 
 class BalancedRows(NamedTuple):
-    """Expected numbers of used rows with equal loads; only the device knows the real numbers."""
+    """The numbers of used rows with even loads; only the device knows the real numbers."""
 
     source: int
     expert: int | None  # None where R is exact
@@ -146,14 +145,14 @@ class ExpertInput:
     receiver: GradientReceiver | None = None
 
     def replace_rows(self, rows: Rows) -> ExpertInput:
-        """Return a copy with other source rows, faster than `dataclasses.replace`."""
+        """Return a copy with other source rows; `dataclasses.replace` would be slower."""
         fields = (self.index, self.plan, self.unsummed, self.balanced, self.clones, self.receiver)
         return ExpertInput(rows, *fields)
 
 
 @dataclass(frozen=True, slots=True)
 class UnsummedRows:
-    """Output of experts for an input with `unsummed`; `combine` sums its rows."""
+    """The output of experts for an input with `unsummed`; `combine` sums its rows."""
 
     y_RD: Tensor  # weighted output of each expert row; rows past `num_rows` are uninitialised
 
@@ -181,18 +180,17 @@ class Dispatcher(Protocol):
         return False
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Send each token once to every rank that owns its experts. Return local experts' input."""
+        """Send each token once to every rank of its experts, and return local experts' input."""
 
     def combine(self, y_SD: Any, plan: Any) -> Tensor:
-        """Send partial sums to their tokens' ranks. Return their sum per token, y_TD.
+        """Send the experts' output to the tokens' ranks, and return each token's fp32 sum, y_TD.
 
-        `y_SD` is the experts' output, as weighted sums [S, D] or as `UnsummedRows`. `plan` is
-        `ExpertInput.plan`. Sums are added in fp32.
+        `y_SD` has weighted sums [S, D], or is `UnsummedRows`. `plan` is `ExpertInput.plan`.
         """
 
 
 class _RouteGradToHandle(torch.autograd.Function):
-    """Identity on rows. Backward gives a source row's gradient to one expert row of `handle_RD`."""
+    """Identity on rows. Backward returns their gradient as that of expert rows, in `handle_RD`."""
 
     @staticmethod
     def forward(ctx: Any, handle_RD: Tensor, rows_SD: Tensor, slots_SK: Tensor) -> Tensor:
@@ -210,7 +208,7 @@ class _RouteGradToHandle(torch.autograd.Function):
 
 
 def convert_to_summed_input(inp: ExpertInput) -> ExpertInput:
-    """Return the input with unquantised, differentiable rows, for experts that return sums [S, D].
+    """Return an input with wide, differentiable rows, for experts that return sums [S, D].
 
     Raises ValueError if the dispatcher does not save the rows (`NVLinkOptions.keep_rows`).
     """

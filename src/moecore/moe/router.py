@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,10 +47,10 @@ class Router(BiasOwner):
     Parameters and buffers:
         weight: [E, D].
         bias: [E], with `config.router_bias`.
-        expert_bias: buffer, fp32 [E], with `config.expert_bias`. Its name is `expert_bias_name`.
-            `move_bias` gives it to another module.
-        token_experts: buffer, int64 [hash_vocab_size, K], with assignment "hash". Each row has
-            distinct ids. Its name is `token_experts_name`.
+        expert_bias: buffer `expert_bias_name`, fp32 [E], with `config.expert_bias`. `move_bias`
+            moves it to another module.
+        token_experts: buffer `token_experts_name`, int64 [hash_vocab_size, K], with assignment
+            "hash". Each row has distinct ids.
     """
 
     def __init__(
@@ -76,8 +77,8 @@ class Router(BiasOwner):
         bias = torch.empty(E, device=device, dtype=dtype) if config.router_bias else None
         self.bias = None if bias is None else nn.Parameter(bias)
         if config.expert_bias:
-            buffer = torch.zeros(E, device=device, dtype=torch.float32)
-            self.register_bias(expert_bias_name, buffer)
+            zeros_E = torch.zeros(E, device=device, dtype=torch.float32)
+            self.register_bias(expert_bias_name, zeros_E)
         if config.assignment == "hash":
             shape = config.hash_vocab_size, config.top_k
             table = torch.empty(shape, device=device, dtype=torch.int64)
@@ -85,17 +86,17 @@ class Router(BiasOwner):
 
     @property
     def selection_bias(self) -> Tensor | None:
-        """The fp32 [E] buffer added to scores for the choice. None without `config.expert_bias`."""
+        """The fp32 [E] buffer that is added to scores for the choice; None without such a bias."""
         bias_E = self.bias_owner._buffers.get(self.expert_bias_name)
         return bias_E if bias_E is None or bias_E.ndim == 1 else bias_E.view(-1)  # ERNIE: [1, E]
 
     @property
     def bias_owner(self) -> BiasOwner:
-        """The module whose buffer is the selection bias: the router, unless a layout names it."""
+        """The module whose buffer is the selection bias; the router by default."""
         return self if self._bias_owner is None else self._bias_owner[0]
 
     def move_bias(self, owner: BiasOwner) -> None:
-        """Make the selection bias a buffer of `owner`, under the name that it has here."""
+        """Move the selection bias to `owner`, as a buffer with the same name."""
         bias_E = self._buffers.pop(self.expert_bias_name)
         assert bias_E is not None
         self.bias_name, self._bias_owner = "", (owner,)
@@ -104,11 +105,11 @@ class Router(BiasOwner):
     @property
     def is_collective_free(self) -> bool:
         """Whether a token's experts depend on no other token, so a forward has no collective."""
-        is_local = self._get_capacity_factor() is None and self.config.assignment in (
-            "learned",
-            "hash",
+        is_rule_local = self.config.assignment in ("learned", "hash")
+        has_bias_per_micro_batch = self.training and self.config.balance.bias_per_micro_batch
+        return (
+            is_rule_local and self._get_capacity_factor() is None and not has_bias_per_micro_batch
         )
-        return is_local and not (self.training and self.config.balance.bias_per_micro_batch)
 
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
         """Draw the weight from N(0, std^2), zero the biases, and draw the hash table uniformly.
@@ -122,21 +123,16 @@ class Router(BiasOwner):
         table_VK = self._buffers.get(self.token_experts_name)
         if table_VK is not None:
             generator = torch.Generator().manual_seed(derive_seed(seed, f"{key}.token_experts"))
+            options: Any = dict(generator=generator, device="cpu", dtype=torch.float32)
             for rows_vK in table_VK.split(TABLE_ROWS):
-                scores_vE = torch.rand(
-                    len(rows_vK),
-                    self.config.num_experts,
-                    generator=generator,
-                    device="cpu",
-                    dtype=torch.float32,
-                )
+                scores_vE = torch.rand(len(rows_vK), self.config.num_experts, **options)
                 rows_vK.copy_(scores_vE.topk(rows_vK.shape[1]).indices)
 
     def forward(self, x_TD: Tensor, micro_batch: MicroBatch | None = None) -> Routing:
-        """Return the routing of x_TD. `micro_batch` None = one sequence of this rank only.
+        """Return the routing of x_TD. `micro_batch` None = one sequence, only on this rank.
 
-        Collective if tokens are compared: with a capacity, Sinkhorn, expert choice, or a bias per
-        micro-batch. No host sync. Raises ValueError if assignment "hash" has no token ids.
+        Collective unless `is_collective_free`. No host sync. Raises ValueError for assignment
+        "hash" without token ids.
         """
         micro_batch = micro_batch or MicroBatch()
         if self.config.router_jitter and self.training:
@@ -168,7 +164,7 @@ class Router(BiasOwner):
 
     @property
     def _can_route_fused(self) -> bool:
-        """Whether `route_tokens` (one autograd node with the logits) computes this choice."""
+        """Whether `route_tokens` computes logits and choice, in one autograd node."""
         config = self.config
         if self.tape is not None or self.forced_ids is not None:
             return False
@@ -177,9 +173,8 @@ class Router(BiasOwner):
         return not (self.training and config.balance.bias_per_micro_batch)
 
     def _read_weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
-        return get_local_param(self.weight), None if self.bias is None else get_local_param(
-            self.bias
-        )
+        bias = self.bias
+        return get_local_param(self.weight), None if bias is None else get_local_param(bias)
 
     def _compute_logits(self, x_TD: Tensor) -> Tensor:
         """Return logits [T, E] in fp32, or in fp64 by `config.router_dtype`."""
@@ -191,23 +186,23 @@ class Router(BiasOwner):
     def _choose_or_replay(
         self, logits_TE: Tensor, micro_batch: MicroBatch
     ) -> tuple[Tensor, Tensor]:
-        """Return int32 ids and fp32 weights [T, K], recorded by the `ChoiceTape` or chosen now."""
-        if self.tape is not None:
-            T, device = logits_TE.shape[0], logits_TE.device
-            logits = logits_TE.detach()
-            choices = self.tape.get_recorded_choice(
-                T, device, lambda: self._choose_experts(logits, micro_batch)[0]
-            )
-            if choices is not None:
-                ids_TK, recorded_TK = choices
-                weights_TK = route_weights(logits_TE, ids_TK, self.options)
-                if recorded_TK is not None:
-                    weights_TK = torch.where(recorded_TK < 0, weights_TK, recorded_TK)
-                return ids_TK, weights_TK
-        return self._choose_experts(logits_TE, micro_batch)
+        """Return int32 ids and fp32 weights [T, K], from the `ChoiceTape` or chosen now."""
+        if self.tape is None:
+            return self._choose_experts(logits_TE, micro_batch)
+        logits = logits_TE.detach()
+        choices = self.tape.get_recorded_choice(
+            len(logits), logits.device, lambda: self._choose_experts(logits, micro_batch)[0]
+        )
+        if choices is None:
+            return self._choose_experts(logits_TE, micro_batch)
+        ids_TK, recorded_TK = choices
+        weights_TK = route_weights(logits_TE, ids_TK, self.options)
+        if recorded_TK is not None:
+            weights_TK = torch.where(recorded_TK < 0, weights_TK, recorded_TK)
+        return ids_TK, weights_TK
 
     def _choose_experts(self, logits_TE: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return int32 ids and fp32 weights [T, K] of the router's choice, without the tape."""
+        """Return int32 ids and fp32 weights [T, K] by the config's rule, or by `forced_ids`."""
         options, choice = self.options, self.config.assignment
         if self.forced_ids is not None:
             T, E = logits_TE.shape
@@ -223,7 +218,7 @@ class Router(BiasOwner):
         return ids_TK, route_weights(logits_TE, ids_TK, options)
 
     def _look_up_ids(self, logits_TE: Tensor, token_ids_T: Tensor | None) -> Tensor:
-        """Look up each token's experts in the hash table; return int32 ids [T, K]."""
+        """Return each token's experts in the hash table, int32 [T, K]."""
         T, table_VK = len(logits_TE), self._buffers[self.token_experts_name]
         assert table_VK is not None
         if token_ids_T is None and T == 0:
@@ -234,37 +229,34 @@ class Router(BiasOwner):
                 f"token_ids ({text}) must be those of the {T} tokens with assignment ('hash'): "
                 "pass the ids that were embedded"
             )
-        return F.embedding(token_ids_T, table_VK).int()  # indexing takes -1 for the last row
+        return F.embedding(token_ids_T, table_VK).int()  # indexing would accept the id -1
 
     def _get_selection_bias(self, logits_TE: Tensor, micro_batch: MicroBatch) -> Tensor | None:
         """Return the selection bias: the buffer, or a bias computed for this micro-batch."""
         bias_E = self.selection_bias
         if bias_E is None or not (self.training and self.config.balance.bias_per_micro_batch):
             return bias_E
-        result: Tensor | None = compute_micro_batch_bias(
-            logits_TE, bias_E, self.config, micro_batch
-        )
-        return result
+        compute: Any = compute_micro_batch_bias
+        return compute(logits_TE, bias_E, self.config, micro_batch)  # type: ignore[no-any-return]
 
     def _assign_experts(self, logits_TE: Tensor, micro_batch: MicroBatch) -> Tensor:
         """Return ids [T, K] by a rule that compares tokens: Sinkhorn, expert choice or a user's."""
         config, E, K = self.config, self.config.num_experts, self.config.top_k
         logits_NE, padding_N = micro_batch.gather(logits_TE), micro_batch.gather_padding()
         rule = ASSIGNMENTS[config.assignment]
+        if config.assignment == "sinkhorn":
+            rule = choose_by_sinkhorn
         if rule is not None:
             return micro_batch.slice_local(rule(logits_NE, K, padding_N))
-        if config.assignment == "sinkhorn":
-            return micro_batch.slice_local(choose_by_sinkhorn(logits_NE, K, padding_N))
         scores_NE = compute_scores_ref(logits_NE, config.score_function)
-        _, capacity = compute_capacity(
-            self._get_capacity_factor() or 1.0, scores_NE.shape[0], K, E, padding_N
-        )
+        factor = self._get_capacity_factor() or 1.0
+        _, capacity = compute_capacity(factor, scores_NE.shape[0], K, E, padding_N)
         return micro_batch.slice_local(choose_tokens_by_expert(scores_NE, capacity, padding_N))
 
     def _drop_choices(
         self, ids_TK: Tensor, weights_TK: Tensor, micro_batch: MicroBatch
     ) -> tuple[Tensor, int | None]:
-        """Return ids with -1 for choices over the capacity, and the capacity; None = no limit."""
+        """Return ids with -1 for choices above the capacity, and the capacity; None = no limit."""
         config, factor, K = self.config, self._get_capacity_factor(), self.config.top_k
         if factor is None:
             return ids_TK, None
@@ -272,10 +264,7 @@ class Router(BiasOwner):
         N = ids_TK.shape[0] * micro_batch.num_ranks
         max_tokens, capacity = compute_capacity(factor, N, K, config.num_experts, padding_N)
         if config.assignment == "expert_choice" and self.tape is None:
-            return (
-                ids_TK,
-                max_tokens,
-            )  # experts chose at most that many; a tape's choice may have more
+            return ids_TK, max_tokens  # experts chose at most `capacity`; a tape may exceed it
         tokens_N = sort_by_position(
             N, micro_batch.num_sequences, padding_N, ids_TK.device, micro_batch.cu_seqlens
         )
@@ -290,7 +279,7 @@ class Router(BiasOwner):
         return ids_TK.masked_fill(~micro_batch.slice_local(stays_NK), -1), max_tokens
 
     def _get_capacity_factor(self) -> float | None:
-        """Return the capacity factor for the current mode, training or eval; None = no limit."""
+        """Return the capacity factor in the current mode, training or eval; None = no limit."""
         capacity, experts_choose = self.config.capacity, self.config.assignment == "expert_choice"
         if capacity is None:
             return 1.0 if experts_choose else None
@@ -304,29 +293,21 @@ class Router(BiasOwner):
 def compute_micro_batch_bias(
     logits_TE: Tensor, bias_E: Tensor, config: MoEConfig, micro_batch: MicroBatch
 ) -> Tensor:
-    """Return a bias, fp32 [E], with which this micro-batch would have even loads. Collective.
+    """Return a bias, fp32 [E], with which this micro-batch has even loads. No host sync.
 
-    Margins are counted from `bias_E`, which does not change. No host sync.
+    The margins of choices (`kernels/routing/margins.py`) are counted with `bias_E`, and all-reduced
+    over ranks that share the micro-batch.
     """
-    # The margins are counted from the layer's own bias (`kernels/routing/margins.py`). One
-    # all-reduce of their histogram where ranks share the micro-batch; no host sync.
     histogram_EX = logits_TE.new_zeros(config.num_candidates, NUM_BINS, dtype=torch.int64)
-    add_margins_(
-        histogram_EX,
-        logits_TE,
-        bias_E,
-        config.top_k,
-        config.score_function,
-        micro_batch.padding_mask_T,
-    )
+    score_options = (config.top_k, config.score_function)
+    add_margins_(histogram_EX, logits_TE, bias_E, *score_options, micro_batch.padding_mask_T)
     if micro_batch.group is not None:
         dist.all_reduce(histogram_EX, group=micro_batch.group)
     return compute_even_bias(histogram_EX, bias_E, config.top_k)
 
 
 def choose_best_ids(logits_TE: Tensor, config: MoEConfig, padding_mask_T: Tensor | None) -> Tensor:
-    """Return int32 [T, K]: experts with the best scores, without bias and groups, -1 = padding."""
-    # Runs one kernel, and a second with padding, whose ids are -1. No gradient.
+    """Return int32 [T, K], the experts with the best scores without bias and groups; padding -1."""
     options = replace(_make_route_options(config), num_groups=1, top_groups=1)
     ids_TK, _ = route(logits_TE.detach(), None, options)
     return ids_TK if padding_mask_T is None else ids_TK.masked_fill(padding_mask_T[:, None], -1)

@@ -27,7 +27,7 @@ class BiasOwner(nn.Module):
         return self._buffers.get(self.bias_name)
 
     def _apply(self, fn: Any, recurse: bool = True) -> BiasOwner:
-        """Apply `fn` as any module does; the selection bias stays fp32 for its small steps."""
+        """Apply `fn` to parameters and buffers, but leave the selection bias in fp32."""
         bias = self._stored_bias
         super()._apply(fn, recurse)
         new_bias = self._stored_bias
@@ -36,7 +36,7 @@ class BiasOwner(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        """Load as any module does, but keep the selection bias in fp32, also with assign=True."""
+        """Load parameters and buffers, with the selection bias in fp32, also with assign=True."""
         key = prefix + self.bias_name
         if self.bias_name and key in state_dict:
             state_dict[key] = state_dict[key].float()
@@ -44,7 +44,7 @@ class BiasOwner(nn.Module):
 
 
 def add_part(layer: nn.Module, path: str, part: nn.Module) -> None:
-    """Add a module under a name; for a dotted name, create missing parents as empty modules."""
+    """Add a module under a name; a dotted name creates missing parents as empty modules."""
     *holders, name = path.split(".")
     for holder in holders:
         if holder not in layer._modules:
@@ -54,7 +54,7 @@ def add_part(layer: nn.Module, path: str, part: nn.Module) -> None:
 
 
 def get_or_create_bias_owner(layer: nn.Module, path: str) -> BiasOwner:
-    """Return the module `path` of a layer for its selection bias; "" = the layer. May create it."""
+    """Return the layer's module `path` ("" = the layer), created if it does not exist."""
     try:
         owner = layer.get_submodule(path)
     except AttributeError:

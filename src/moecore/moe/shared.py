@@ -10,6 +10,7 @@ all tp ranks and need no communication.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,15 @@ from moecore.base.params import get_local_param, init_normal_
 from moecore.kernels.linear import LinearProducts, PlainProducts
 from moecore.kernels.rows.activation import weighted_activation
 from moecore.moe.experts import make_activation_options
+
+
+def _make_matrix(
+    *shape: int,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> nn.Parameter:
+    """Return an uninitialised parameter."""
+    return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
 
 class _MatrixModule(nn.Module):
@@ -41,22 +51,14 @@ class SharedExpert(_MatrixModule):
     `num_shared_experts * shared_hidden_dim`.
     """
 
-    def __init__(
-        self,
-        config: MoEConfig,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, config: MoEConfig, **factory_kwargs: Any) -> None:
         super().__init__()
         self.config = config
         n = config.num_shared_experts
         D, F_ = config.dim, n * config.shared_hidden_dim
-        fc1_dim = F_ * (2 if config.gated else 1)
-        self.w1 = nn.Parameter(torch.empty(fc1_dim, D, device=device, dtype=dtype))
-        self.w2 = nn.Parameter(torch.empty(D, F_, device=device, dtype=dtype))
-        gate = torch.empty(n, D, device=device, dtype=dtype) if config.shared_gate else None
-        self.gate = None if gate is None else nn.Parameter(gate)
+        self.w1 = _make_matrix(F_ * (2 if config.gated else 1), D, **factory_kwargs)
+        self.w2 = _make_matrix(D, F_, **factory_kwargs)
+        self.gate = _make_matrix(n, D, **factory_kwargs) if config.shared_gate else None
         # By w1 and by w2; the gate is never quantised.
         self.products: tuple[LinearProducts, LinearProducts] = (PlainProducts(), PlainProducts())
 
@@ -78,10 +80,9 @@ class SharedExpert(_MatrixModule):
 class SharedRun:
     """One forward of the shared experts, on the current stream or concurrently with dispatch.
 
-    With `stream`, forward and backward of the shared experts run on that stream, because autograd
-    runs an operation's backward on its forward's stream. The creator of the stream owns it, and all
-    layers may share one stream. None = the current stream. `forward` returns None if there are no
-    shared experts. Read `y_TD` through `wait`.
+    `forward` returns the experts' output, or None without shared experts. It runs on `stream`, None
+    = the current stream. Backward also runs on this stream. All layers may share a stream, which
+    its creator owns. Read `y_TD` through `wait`.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class SharedRun:
         x_TD.record_stream(stream)
 
     def wait(self) -> Tensor:
-        """Make the current stream wait for the shared experts, and return y_TD; no host sync."""
+        """Make the current stream wait for the shared experts; return y_TD. No host sync."""
         assert self.y_TD is not None, "there are no shared experts to wait for"
         if self._stream is not None:
             current = torch.cuda.current_stream(self.y_TD.device)
@@ -112,24 +113,17 @@ class SharedRun:
 class Latent(_MatrixModule):
     """Projections `w_down` [L, D] before dispatch and `w_up` [D, L] after combine.
 
-    LatentMoE (arXiv:2603.07685). With `config.latent_norm_eps`, an RMSNorm with weight `norm` [L]
-    is applied before `w_up`.
+    With `config.latent_norm_eps`, an RMSNorm with weight `norm` [L] is applied before `w_up`.
+    Source: LatentMoE, arXiv:2603.07685.
     """
 
-    def __init__(
-        self,
-        config: MoEConfig,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, config: MoEConfig, **factory_kwargs: Any) -> None:
         super().__init__()
         D, L = config.dim, config.latent_dim
-        self.w_down = nn.Parameter(torch.empty(L, D, device=device, dtype=dtype))
-        self.w_up = nn.Parameter(torch.empty(D, L, device=device, dtype=dtype))
+        self.w_down = _make_matrix(L, D, **factory_kwargs)
+        self.w_up = _make_matrix(D, L, **factory_kwargs)
         self.eps = config.latent_norm_eps
-        norm = None if self.eps is None else torch.empty(L, device=device, dtype=dtype)
-        self.norm = None if norm is None else nn.Parameter(norm)
+        self.norm = None if self.eps is None else _make_matrix(L, **factory_kwargs)
 
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
         """Draw matrices from N(0, std^2) by `key` and `seed`, and set the norm's weight to 1."""
@@ -142,7 +136,7 @@ class Latent(_MatrixModule):
         return F.linear(x_TD, get_local_param(self.w_down).to(x_TD.dtype))
 
     def project_up(self, y_TL: Tensor) -> Tensor:
-        """Normalise y, if there is a norm, and return y @ w_up^T, [T, D], in the dtype of y."""
+        """Return norm(y) @ w_up^T, or y @ w_up^T without a norm, [T, D], in the dtype of y."""
         if self.norm is not None:
             weight = get_local_param(self.norm).to(y_TL.dtype)
             y_TL = F.rms_norm(y_TL, weight.shape, weight, self.eps)

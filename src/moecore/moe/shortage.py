@@ -36,9 +36,9 @@ Watch = Literal["reruns", "skips", "graph"]  # how a step handles rows above the
 
 @dataclass(eq=False, frozen=True, slots=True)
 class ShortageCounters:
-    """Counters of one buffer: the rows it would have needed, if they exceeded its capacity.
+    """Counters of the rows that one buffer would have needed, if they exceeded its capacity.
 
-    A capacity factor is a number of rows over `even`, the number with even loads.
+    A capacity factor is a number of rows divided by `even`, the number of rows with even loads.
     """
 
     # int32 on the device: the first word is the maximum of the needed rows, and the last word is
@@ -53,19 +53,18 @@ class ShortageCounters:
 
     @property
     def num_seen(self) -> int:
-        """The needed number of rows, if the host has received it from the device. 0 = all fit."""
+        """The needed number of rows that the host has received; 0 = all rows fitted."""
         return int(self.report[0])
 
     @property
     def factor_seen(self) -> float:
-        """The needed capacity factor, if the host has received it. 0 = all fit."""
+        """The needed capacity factor that the host has received; 0 = all rows fitted."""
         return self.num_seen / self.even
 
     def clear(self, *, device: bool = True, host: bool = True) -> None:
-        """Set the device's counts and the host's report to 0.
+        """Set the counts on the device and the report on the host to 0.
 
-        Clear the host's report only after the device has reached this point, or the report was
-        read.
+        Clear the report only if it was read, or if the device has run all earlier launches.
         """
         if host:
             self.report.zero_()
@@ -74,10 +73,7 @@ class ShortageCounters:
 
 
 class BufferOwner(ABC):
-    """Base class of an owner of buffers whose capacity factor is a user's option.
-
-    `option` is the name of that option.
-    """
+    """Base class of an owner of buffers. The user's option `option` is their capacity factor."""
 
     option: str
     is_known_late = False  # whether a backward may also record a shortage
@@ -91,22 +87,22 @@ class BufferOwner(ABC):
     @property
     @abstractmethod
     def shortages(self) -> Sequence[ShortageCounters]:
-        """The shortage counters of all allocated buffers; a counter may be 0."""
+        """The shortage counters of all allocated buffers; counts may be 0."""
 
     @abstractmethod
     def resize(self, factor: float) -> None:
-        """Set the capacity factor of later forwards. Call it when the buffers hold no rows."""
+        """Set the capacity factor of later forwards. The buffers must not contain used rows."""
 
     @abstractmethod
     def error(self, shortage: ShortageCounters) -> RuntimeError:
-        """Return (do not raise) the error for a shortage that the host sees."""
+        """Return, without raising, the error for a shortage that the host sees."""
 
     @abstractmethod
     def wait(self) -> None:
         """Wait for the device, which writes the reports. Host sync."""
 
     def poll(self, *, is_error: bool = True) -> None:
-        """If `is_error`, raise `error` once for a shortage that the host sees. No host sync."""
+        """Raise `error` once for a shortage that the host sees, if `is_error`. No host sync."""
         for shortage in self.shortages if is_error else ():
             if shortage.num_seen:
                 error = self.error(shortage)
@@ -126,7 +122,7 @@ class BufferOwner(ABC):
         return torch.stack(factors).amax()
 
     def clear(self, *, host: bool = True) -> None:
-        """Set all counters to 0 on the device and, if `host`, their host copies. No host sync."""
+        """Set all counters on the device to 0, and with `host` also the reports. No host sync."""
         for shortage in self.shortages:
             shortage.clear(host=host)
 
@@ -142,10 +138,7 @@ class SkippedSteps:
         self._flags.append(ToHost(is_skipped) if isinstance(is_skipped, Tensor) else is_skipped)
 
     def pop_skips(self) -> bool:
-        """Return whether any stored step except the last was skipped, and remove these steps.
-
-        Waits on the host for the flags of these steps.
-        """
+        """Remove all stored steps except the last; return whether one was skipped. Host sync."""
         result = False
         while len(self._flags) > 1:
             flag = self._flags.popleft()
@@ -154,7 +147,7 @@ class SkippedSteps:
 
 
 class Capacity:
-    """All owners of a model's capacity-limited buffers (of expert rows, tokens and pages)."""
+    """The owners of a model's buffers with a limited capacity: expert rows, tokens and pages."""
 
     def __init__(self, *holders: BufferOwner | None, device: torch.device) -> None:
         self.holders = holders
@@ -169,27 +162,24 @@ class Capacity:
         return [holder for holder in self.holders if holder is not None]
 
     def poll(self) -> None:
-        """Raise errors of this rank's holders that the host already sees. No host sync."""
+        """Raise the errors of this rank's owners that the host sees. No host sync."""
         for holder in self._holders:
             holder.poll(is_error=not self.skips)
 
     def check(self) -> None:
-        """Wait for the device, and raise errors of this rank's holders. Host sync."""
+        """Wait for the device, and raise the errors of this rank's owners. Host sync."""
         for holder in self._holders:
             holder.check(is_error=not self.skips)
 
     def end_step(self, *, skips: bool) -> None:
-        """End a step. `skips` = the device skips a step with a shortage, so buffers are enlarged.
-
-        Otherwise a shortage that the host sees raises an error.
-        """
+        """Enlarge buffers with a shortage if the device `skips` such steps, else raise errors."""
         self.skips = skips
         self.poll()
         if skips and self.graph_steps is None:
             self.enlarge_buffers()
 
     def enlarge_buffers(self) -> None:
-        """Enlarge buffers to the capacity that skipped steps needed, if the host sees it."""
+        """Enlarge buffers to the capacity that skipped steps needed, as far as the host sees it."""
         for holder in self._holders:
             min_factor = max((shortage.factor_seen for shortage in holder.shortages), default=0.0)
             for shortage in holder.shortages:
@@ -204,10 +194,10 @@ class Capacity:
 
     @contextmanager
     def watch_shortages(self, watch: Watch) -> Iterator[None]:
-        """Return a context whose forwards belong to a step that handles shortages as `watch`.
+        """Return a context for the forwards of a step that handles a shortage as `watch` says.
 
-        "reruns" repeats a step with a shortage, "skips" skips the step on the device, and "graph"
-        belongs to a CUDA graph. If contexts are nested, the outermost `watch` is used.
+        "reruns" repeats the step, "skips" skips it on the device, and "graph" is a step in a CUDA
+        graph. If contexts are nested, the outermost `watch` is used.
         """
         before = [holder.watch for holder in self._holders]
         for holder in self._holders:
@@ -229,9 +219,11 @@ class Capacity:
             self.is_graphed = False
 
     def is_outgrown(self) -> bool:
-        """Whether steps of the captured graph were skipped because of a shortage on any rank."""
-        # The last step is excluded, because its flag may not have reached the host. Collective
-        # with a host sync after a skipped step, otherwise neither.
+        """Whether the captured graph's buffers were too small in a skipped step, on any rank.
+
+        Collective with a host sync after a skipped step. The last step is not considered, because
+        its flag may not have reached the host.
+        """
         holders = [holder for holder in self._holders if holder.factor is not None]
         if self.graph_steps is None or not self.graph_steps.pop_skips() or not holders:
             return False
@@ -243,5 +235,5 @@ class Capacity:
 
 
 def compute_next_factor(factor: float) -> float:
-    """Return the next capacity factor: the needed factor plus 5%, rounded up to 0.01."""
+    """Return the next capacity factor: the needed `factor` plus 5%, rounded up to 0.01."""
     return math.ceil(factor * SLACK * 100) / 100

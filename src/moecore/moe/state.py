@@ -33,10 +33,10 @@ NumMicroBatches = Annotated[Count, "use the number of backwards per optimizer st
 class MoEState:
     """Sums the loads and auxiliary losses of a model's MoE layers per step, and updates biases.
 
-    A parallelized model owns one, `get_moe_state(model)`. `loss` "mean" = gradients are averaged
-    over data ranks, "sum" = gradients are summed. `others` are auxiliary losses, by name, of layers
-    that are not MoE layers, with the factors and resets of `layers`. `check_parameters` raises if
-    gradients were not reduced over all ranks.
+    `get_moe_state(model)` returns the `MoEState` of a parallelized model. With `loss` "mean",
+    gradients are averaged over data ranks, with "sum" they are summed. `others` are the auxiliary
+    losses of other layers, by name. `check_parameters` raises if gradients were not reduced over
+    all ranks.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class MoEState:
     def announce_micro_batches(
         self, have_tokens: Sequence[bool | Tensor], device: torch.device
     ) -> None:
-        """Set which micro-batches of the coming step have tokens on this rank, one flag each.
+        """Set which micro-batches of the next step have tokens on this rank, one flag for each.
 
-        With auxiliary losses it is collective: one small all-reduce, no host sync.
+        Collective if there are auxiliary losses: one small all-reduce. No host sync.
         """
         trackers = [la.tracker for la in self.layers.values() if la.config.balance.needs_loss]
         owners = [*trackers, *self._aux_losses.values()]
@@ -107,7 +107,7 @@ class MoEState:
         return None if self._loss_scale is None else self._loss_scale()
 
     def set_loss_scale(self, scale: Tensor | None) -> None:
-        """Set the loss scale, an fp32 scalar on the device. Only a weak reference is stored."""
+        """Set the loss scale, an fp32 scalar on the device, of which a weak reference is stored."""
         self._loss_scale = None if scale is None else weakref.ref(scale)
         for layer in self.layers.values():
             layer.tracker.loss_scale = self._loss_scale
@@ -115,17 +115,17 @@ class MoEState:
             other.loss_scale = self._loss_scale
 
     def finish_step(self, *, skipped: bool | Tensor = False) -> MoEMetrics:
-        """Check the step, all-reduce its counts, update the expert biases, and clear the counts.
+        """Check the step, all-reduce its counts, update the selection biases and clear the counts.
 
-        If the step was `skipped` (bool or a scalar on the device), biases do not move.
+        If the step was `skipped` (bool or a scalar on the device), biases do not change.
         """
         self.check_step()
         return self.reduce_step(skipped=skipped)
 
     def start_micro_batch(self, *, is_last: bool, in_flight: bool = False) -> None:
-        """Prepare all layers for a micro-batch, or with `in_flight` for several before a backward.
+        """Prepare all layers for a micro-batch, which shares quantised weights unless `is_last`.
 
-        Micro-batches of a step share quantised weights until `is_last`.
+        `in_flight` = several forwards may run before the first backward.
         """
         for layer in self.layers.values():
             layer.get_part("experts").reader.start_micro_batch(is_last=is_last)
@@ -164,10 +164,14 @@ class MoEState:
 
     @torch.no_grad()
     def reduce_step(self, *, skipped: bool | Tensor) -> MoEMetrics:
-        """All-reduce and clear the counts, and update biases unless `skipped`. Return metrics."""
+        """All-reduce and clear the counts, update biases unless `skipped`, and return metrics."""
         if not self.layers:
             return MoEMetrics()
-        counts = {name: self._get_layer_counts(layer) for name, layer in self.layers.items()}
+        counts = {}
+        for name, layer in self.layers.items():
+            device = next(layer.get_part("experts").parameters()).device
+            config = layer.tracker.config
+            counts[name] = layer.tracker.counts or LoadCounts.zeros(config, device)
         metrics = self._sum_over_ranks(counts)
         if skipped is not True:
             for names in _group_by_options(self.layers):
@@ -181,76 +185,72 @@ class MoEState:
 
     @property
     def tapes(self) -> list[ChoiceTape]:
-        """Tapes that record or replay choices, one per router that has a tape."""
+        """The `ChoiceTape`s of the routers, which record or replay choices."""
         routers = [layer.get_part("router") for layer in self.layers.values()]
         return [r.tape for r in routers if r is not None and r.tape is not None]
 
     def _sum_over_ranks(self, counts: Mapping[str, LoadCounts]) -> MoEMetrics:
-        """Sum the counts of layers by name over all ranks, with one all-reduce. Return metrics."""
-        # Every rank packs every layer, counted or not, so the length is the same on all ranks. One
-        # fp64 tensor has the losses, and counts exactly up to 2^53.
-        choices = {name: c.choices_E for name, c in counts.items()}
-        losses = {name: c.losses for name, c in counts.items()}
-        entropies = {name: c.entropy_2 for name, c in counts.items()}
-        capacity_choices = {
-            name: c.capacity_choices_E
-            for name, c in counts.items()
-            if c.capacity_choices_E is not None
-        }
-        device = next(iter(choices.values())).device
+        """Sum the layers' counts, by name, over all ranks by one all-reduce; return metrics."""
+        # Every rank packs every layer, counted or not, so the length is equal on all ranks. The sum
+        # is in fp64, which is exact for counts up to 2^53.
+        device = next(iter(counts.values())).choices_E.device
         cloners = {name: la.cloner for name, la in self.layers.items() if la.cloner is not None}
-        clones = {name: c.counts(device) for name, c in cloners.items()}
-        indexers = {name: other.get_step_total(device) for name, other in self._aux_losses.items()}
-        parts = [
-            torch.cat(list(tensors.values())).double()
-            for tensors in (choices, losses, entropies, capacity_choices, clones, indexers)
-            if tensors
-        ]
+        capacity_choices = {name: c.capacity_choices_E for name, c in counts.items()}
+        tensors: dict[str, dict[str, Tensor]] = {
+            "choices": {name: c.choices_E for name, c in counts.items()},
+            "losses": {name: c.losses for name, c in counts.items()},
+            "entropies": {name: c.entropy_2 for name, c in counts.items()},
+            "capacity": {name: n_E for name, n_E in capacity_choices.items() if n_E is not None},
+            "clones": {name: cloner.counts(device) for name, cloner in cloners.items()},
+            "indexers": {n: loss.get_step_total(device) for n, loss in self._aux_losses.items()},
+        }
+        parts = {
+            field: torch.cat([*of_layers.values()]).double()
+            for field, of_layers in tensors.items()
+            if of_layers
+        }
         group, number = self.groups.global_batch, self.num_micro_batches
-        # On a GPU the host would have to wait, before and after.
+        # Not on a GPU, where the host would have to wait.
         compares = group is not None and device.type == "cpu" and is_gloo(group, "cpu")
         if compares:
-            parts.append(parts[0].new_tensor([number, number**2]))
-        flat = torch.cat(parts)
+            parts["numbers"] = parts["choices"].new_tensor([number, number**2])
+        flat = torch.cat([*parts.values()])
         if group is not None:
             dist.all_reduce(flat, group=group)
-            if compares:
-                self._check_num_micro_batches(flat[-2:].tolist(), group)
-        all_choices, all_losses, all_entropies, *optional = flat.split([len(p) for p in parts])
-        units_L, tokens_L = all_entropies.view(-1, 2).unbind(1)
+        sums = dict(zip(parts, flat.split([len(part) for part in parts.values()]), strict=True))
+        if compares:
+            self._check_num_micro_batches(*sums["numbers"].tolist())
+
+        def split(field: str, dtype: torch.dtype, divisor: int = 1) -> dict[str, Tensor]:
+            if field not in sums:
+                return {}
+            lengths = [len(tensor) for tensor in tensors[field].values()]
+            parts = (sums[field] / divisor).to(dtype).split(lengths)
+            return dict(zip(tensors[field], parts, strict=True))
+
+        units_L, tokens_L = sums["entropies"].view(-1, 2).unbind(1)
         entropy_L = units_L * UNIT / tokens_L.clamp(min=1)
-        # The number that was set, not the tracker's count: replays of a CUDA graph run no Python.
-        # Outside of graphs `check_step` has compared the two.
-        shares = self.num_micro_batches * self.groups.data_ranks
-        metrics = MoEMetrics(
-            tokens_per_expert=_split_by_names(all_choices.long(), choices),
-            aux_losses=_split_by_names((all_losses / shares).float(), losses),
+        # The number that was set, because replays of a CUDA graph do not change the tracker's
+        # number. Outside of graphs `check_step` has compared the two.
+        shares, choices = number * self.groups.data_ranks, split("choices", torch.int64)
+        capacity, clones = split("capacity", torch.int64), split("clones", torch.float64)
+        return MoEMetrics(
+            tokens_per_expert=choices,
+            dropped_per_expert={name: choices[name] - n_E for name, n_E in capacity.items()},
+            aux_losses=split("losses", torch.float32, shares),
             router_entropy={
                 name: entropy
                 for name, entropy in zip(counts, entropy_L.unbind(), strict=True)
                 if self.layers[name].get_part("router") is not None
             },
+            clones_per_rank={name: n / runs.clamp(min=1) for name, (n, runs) in clones.items()},
+            indexer_losses=split("indexers", torch.float32, shares),
         )
-        if capacity_choices:
-            for name, n_E in _split_by_names(optional[0].long(), capacity_choices).items():
-                metrics.dropped_per_expert[name] = metrics.tokens_per_expert[name] - n_E
-        if clones:
-            for name, (copies, forwards) in _split_by_names(
-                optional[bool(capacity_choices)], clones
-            ).items():
-                metrics.clones_per_rank[name] = copies / forwards.clamp(min=1)
-        if indexers:
-            indexer_sums = (optional[-1 - compares] / shares).float()
-            metrics.indexer_losses.update(_split_by_names(indexer_sums, indexers))
-        return metrics
 
-    def _check_num_micro_batches(self, sums: Sequence[float], group: dist.ProcessGroup) -> None:
-        """Raise ValueError if `num_micro_batches` differs between ranks of `group`.
-
-        `sums` = the sum of the ranks' numbers, and the sum of the squares of these numbers.
-        """
-        ranks = group.size()
-        total, squares = sums
+    def _check_num_micro_batches(self, total: float, squares: float) -> None:
+        """Raise ValueError if the ranks' numbers of micro-batches differ: their sum and squares."""
+        group = self.groups.global_batch
+        ranks = 1 if group is None else group.size()
         if squares * ranks != total**2:
             raise ValueError(
                 f"num_micro_batches ({self.num_micro_batches} on rank {dist.get_rank()}, "
@@ -265,9 +265,9 @@ class MoEState:
         choices: Mapping[str, Tensor],
         is_skipped: bool | Tensor,
     ) -> None:
-        """Update the selection biases of layers `names`, whose options are equal, in place.
+        """Update the selection biases of the layers `names`, whose options are equal, in place.
 
-        `choices` has each expert's choices over all ranks by layer. A skipped step moves no bias.
+        `choices` = layer name -> each expert's choices on all ranks. A skipped step moves no bias.
         """
         config = self.layers[names[0]].config
         rate = config.balance.bias_update_rate
@@ -288,25 +288,18 @@ class MoEState:
         foreach_add_(biases, list(move_LE))
 
     def _reset_layers(self) -> None:
-        """Drop the counts, losses and copies of weights of all layers since the last step."""
+        """Drop the counts, losses and quantised weights of all layers since the last step."""
         for other in self._aux_losses.values():
             other.reset()
         for layer in self.layers.values():
             layer.drop_step()
 
-    def _get_layer_counts(self, layer: Any) -> LoadCounts:
-        """Return the layer's counts of this step; zeros if no micro-batch was counted."""
-        device = next(layer.get_part("experts").parameters()).device
-        return layer.tracker.counts or LoadCounts.zeros(layer.tracker.config, device)
-
-
-def _split_by_names(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Split `flat` along dim 0 into views by name, each as long as the name's tensor in `like`."""
-    return dict(zip(like, flat.split([len(t) for t in like.values()]), strict=True))
-
 
 def _group_by_options(layers: Mapping[str, Any]) -> list[list[str]]:
-    """Return lists of layers whose bias updates have equal options, without frozen routers."""
+    """Return lists of names of layers whose bias updates have equal options.
+
+    Layers with a frozen router, or without bias updates, are not in a list.
+    """
     groups: dict[Any, list[str]] = {}
     for name, layer in layers.items():
         config = layer.config

@@ -17,12 +17,7 @@ from torch import Tensor
 from moecore.kernels.common import INTERPRET
 from moecore.kernels.exchange import clones
 from moecore.kernels.exchange.buffer import ALIGNMENT, ERROR_WORD, NUM_WORDS
-from moecore.kernels.exchange.clones import (
-    CloneBuffer,
-    CloneLayout,
-    ClonePiece,
-    Places,
-)
+from moecore.kernels.exchange.clones import CloneBuffer, CloneLayout, ClonePiece, Places
 from tests.kernels.exchange.oracles import bring_home_ref, fetch_ref
 
 NAN = float("nan")

@@ -26,11 +26,7 @@ from moecore.kernels.exchange.buffer import (
     SymmetricBuffer,
     view_words,
 )
-from moecore.kernels.exchange.operations import (
-    SpreadChoices,
-    limit_rows,
-    limit_rows_ref,
-)
+from moecore.kernels.exchange.operations import SpreadChoices, limit_rows, limit_rows_ref
 from moecore.kernels.exchange.tiles import Columns
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.move import sum_rows_ref
@@ -59,12 +55,7 @@ def test_worked_example_of_spread_and_reduce() -> None:
 
 def test_layout_and_tiles() -> None:
     layout = ExchangeLayout(
-        num_ranks=8,
-        max_tokens=4096,
-        row_bytes=7168 * 2,
-        top_k=8,
-        num_push=66,
-        num_receive=66,
+        num_ranks=8, max_tokens=4096, row_bytes=7168 * 2, top_k=8, num_push=66, num_receive=66
     )
     assert (layout.source_rows, layout.chunk, layout.num_chunks) == (32768, 8, 512)
     assert replace(layout, num_push=12, num_receive=12).chunk == 64
@@ -127,12 +118,7 @@ CASES = {
 
 
 class World:
-    """All ranks of an exchange in one memory; what nobody writes is NaN.
-
-    Args:
-        case: sizes.
-        device: of all buffers.
-    """
+    """All ranks of an exchange in one memory; what nobody writes is NaN."""
 
     def __init__(self, case: Case, device: str) -> None:
         self.case, self.device, self.G = case, device, len(case.tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import sum_rows
 from moecore.kernels.rows.record import Rows
 from tests.helpers.grids import grid
-from tests.kernels.experts.chosen import expert_mlp
+from tests.kernels.experts.chosen import expert_mlp, list_saved
 from tests.kernels.experts.test_expert_mlp import check_twice, expert_mlp_ref, make, rows_of
 
 SIZES: dict[str, Any] = dict(S=37, D=128, F=128, e=5, K=2)
@@ -180,23 +181,14 @@ def test_errors_in_fp8_are_at_most_twice_those_of_formed_matrices(
 
 
 def test_keeps_what_it_keeps_without_updates() -> None:
-    saved: list[set[tuple[int, ...]]] = []
+    found, options = [], ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"))
     for form in (Form(on=()), Form()):
         leaves, ids = leaves_of("swiglu", form)
         index = rows_of(ids, leaves["weights"], 5)
-        weights, shapes = weights_of(leaves), set[tuple[int, ...]]()
-        own = {t.data_ptr() for t in (*leaves.values(),)}
-
-        def pack(t: Tensor, own: set[int] = own, shapes: set[Any] = shapes) -> Tensor:
-            if t.data_ptr() not in own:
-                shapes.add(tuple(t.shape))
-            return t
-
-        options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"))
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            expert_mlp(Rows(leaves["x"]), weights, index, options)
-        saved.append(shapes)
-    assert saved[0] == saved[1]
+        block = partial(expert_mlp, Rows(leaves["x"]), weights_of(leaves), index, options)
+        own = {t.data_ptr() for t in leaves.values()}
+        found.append({t.shape for t in list_saved(block) if t.data_ptr() not in own})
+    assert found[0] == found[1]
 
 
 def launched(form: Form, options: ExpertMLPOptions, **sizes: Any) -> dict[str, int]:

@@ -11,12 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moecore.base.options.precision import Recipe, Scaling
 from moecore.kernels.experts import quantised_products
-from moecore.kernels.experts.contract import (
-    OPERANDS,
-    ExpertMLPOptions,
-    ExpertWeights,
-    Magnitudes,
-)
+from moecore.kernels.experts.contract import OPERANDS, ExpertMLPOptions, ExpertWeights, Magnitudes
 from moecore.kernels.grouped import scaled
 from moecore.kernels.grouped.scaled import scaled_gemm, scaled_wgrad
 from moecore.kernels.grouped.scaled_rows import (

@@ -17,19 +17,14 @@ from moecore.base import te_names
 from moecore.base.options.precision import Recipe
 from moecore.kernels.common import record_launches_on_meta, split_by_expert
 from moecore.kernels.experts import te_products
-from moecore.kernels.experts.contract import (
-    ExpertMLPOptions,
-    ExpertSpec,
-    ExpertWeights,
-    GradTarget,
-)
+from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertSpec, ExpertWeights, GradTarget
 from moecore.kernels.experts.products import choose_products, find_products_problem, make_products
 from moecore.kernels.rows.activation import ActivationOptions, activate_rows
 from moecore.kernels.rows.index import ExpertIndex, build_index
 from moecore.kernels.rows.record import Rows
 from tests.helpers import te_definition
 from tests.kernels.experts.chosen import expert_mlp
-from tests.kernels.experts.test_expert_mlp import NAMES, check_twice, exact, make
+from tests.kernels.experts.test_expert_mlp import NAMES, make
 from tests.kernels.experts.test_fp8_products import gradient_of
 from tests.kernels.rows.microscaling_oracle import experts as experts_in_microscaling
 from tests.moe.fp8_reference import Result, fp8
@@ -96,25 +91,6 @@ def test_wide_products_are_torchs(kind: str, S: int) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5, msg=name)
-
-
-def test_bf16_is_as_good_as_torchs() -> None:
-    leaves, ids = make("swiglu", dtype=torch.bfloat16)
-    truth = exact(leaves, ids, "swiglu")
-    plain, ours = (run_like(leaves, ids, name) for name in ("torch", "te"))
-    for name, value in truth.items():
-        assert ours[name].dtype == plain[name].dtype
-        check_twice(ours[name], plain[name], value, name)
-
-
-def run_like(leaves: dict[str, Tensor], ids: Tensor, products: str) -> dict[str, Tensor]:
-    """What `exact` computes, which has another gradient of the output."""
-    leaves = {n: t.detach().clone().requires_grad_() for n, t in leaves.items()}
-    weights = ExpertWeights(w1_eCD=leaves["w1"], w2_eDF=leaves["w2"])
-    index = index_of(ids, leaves["weights"], None)
-    y = expert_mlp(Rows(leaves["x"]), weights, index, options_of(None, products=products))
-    y.backward(torch.linspace(-1, 1, y.numel()).view_as(y).to(y.dtype))
-    return {"y": y.detach(), **{n: t.grad for n, t in leaves.items() if t.grad is not None}}
 
 
 def test_low_rank_updates_are_added_as_torchs_products_add_them() -> None:

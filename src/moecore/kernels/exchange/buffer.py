@@ -1,6 +1,6 @@
 """The buffers of an exchange: their layout in each rank's memory, and one rank's view of them.
 
-Each rank owns one buffer that all ranks of the group can write. It has four regions in order:
+Each rank owns one buffer that all ranks of the group can write. The buffer has four regions:
 
     rows     [2 slots, S]  rows of up to `row_bytes`; with `sums_slot` a third slot, of copied sums
     ids      [2 slots, S, K]  int32
@@ -9,7 +9,7 @@ Each rank owns one buffer that all ranks of the group can write. It has four reg
 
 Letters: G ranks, C max_tokens of any rank, S = G * C source rows, K choices.
 
-Rows are bytes of any dtype, and only sums read their dtype. Rows of fewer bytes are packed densely.
+Rows have any dtype; only sums read the dtype. Rows of fewer than `row_bytes` are packed densely.
 """
 
 from dataclasses import dataclass
@@ -41,58 +41,55 @@ class ExchangeLayout:
     max_tokens: int  # C, the largest token count of a rank; at least 1
     row_bytes: int  # the largest size of a row, that is of a sum; a multiple of `ROW_ALIGNMENT`
     top_k: int  # K
-    # programs of one launch
-    num_push: int
-    num_receive: int
-    # chunks per push program, rounded to powers of two. More chunks shorten the end of a launch
-    # after its last store, fewer chunks wait less
+    num_push: int  # programs of a launch that send
+    num_receive: int  # programs of a launch that receive
+    # Chunks per push program, rounded to powers of two. More chunks shorten the time of a launch
+    # after its last store; with fewer chunks the launch waits less.
     rounds: int = 8
     num_warps: int = 16  # of a program
     sums_slot: bool = False  # whether the buffer has slot `SUMS_SLOT`
 
     @property
     def source_rows(self) -> int:
-        """S = G * C: a rank receives up to one row per (rank, token), its source rows."""
+        """Number of source rows, S = G * C: a rank receives at most one row per (rank, token)."""
         return self.num_ranks * self.max_tokens
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of the rows of one of the buffer's slots, which operations use in alternation."""
+        """Bytes of the rows of one slot. Successive operations alternate between two slots."""
         return self.source_rows * self.row_bytes
 
     @property
     def chunk(self) -> int:
-        """The number of tokens whose rows one flag announces."""
+        """Number of tokens in a chunk, whose rows one flag announces."""
         return min(64, max(8, next_power_of_2(cdiv(self.max_tokens, self.rounds * self.num_push))))
 
     @property
     def num_chunks(self) -> int:
         """Number of chunks of a rank's tokens."""
-        return -(-self.max_tokens // self.chunk)
+        return cdiv(self.max_tokens, self.chunk)
 
     @property
-    def region_bytes(self) -> tuple[int, int, int, int]:
+    def region_bytes(self) -> list[int]:
         """Bytes of the regions rows, ids, weights and flags, rounded up to `ALIGNMENT`."""
         choices = 2 * self.source_rows * self.top_k * 4
         flags = 2 * self.num_chunks * self.num_ranks * 4
         sizes = ((2 + self.sums_slot) * self.slot_bytes, choices, choices, flags)
-        at_rows, at_ids, at_weights, at_flags = (-(-n // ALIGNMENT) * ALIGNMENT for n in sizes)
-        return at_rows, at_ids, at_weights, at_flags
+        return [cdiv(size, ALIGNMENT) * ALIGNMENT for size in sizes]
 
     def view_sums(self, memory: Tensor, rank: int) -> Tensor:
-        """View bytes of a peer's `memory` to which `rank` copies sums, uint8 [C * row_bytes]."""
+        """Return a view of a peer's memory to which `rank` copies sums, uint8 [C * row_bytes]."""
         num_bytes = self.max_tokens * self.row_bytes
         return memory[SUMS_SLOT.value * self.slot_bytes :].narrow(0, rank * num_bytes, num_bytes)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one rank's memory."""
+        """Bytes of one rank's buffer."""
         return sum(self.region_bytes)
 
     def locate_regions(self, base: int) -> list[int]:
-        """Return the addresses of rows, ids, weights and flags in the buffer at address `base`."""
-        sizes = self.region_bytes
-        return [base + sum(sizes[:i]) for i in range(4)]
+        """Return the addresses of rows, ids, weights and flags in a buffer at address `base`."""
+        return [base + sum(self.region_bytes[:i]) for i in range(4)]
 
 
 class ExchangePointers(NamedTuple):
@@ -107,7 +104,7 @@ class ExchangePointers(NamedTuple):
 class PeerBuffer:
     """One rank's addresses of the exchange buffers of all ranks, and the state of its exchange."""
 
-    rank: int  # this rank
+    rank: int  # this rank in the group
     bases: Tensor  # int64 [4, G] on the device, this rank's addresses of every rank's regions
     state: Tensor  # int32 [NUM_WORDS] on the device, initially zero
     # int32 [NUM_WORDS] in memory that the host and the device access; a copy of errors
@@ -117,7 +114,7 @@ class PeerBuffer:
 
     @property
     def kernel_tensors(self) -> ExchangePointers:
-        """The tensors that kernels receive."""
+        """The three tensors of this record that kernels receive."""
         return ExchangePointers(self.bases, self.state, self.report)
 
 
@@ -131,6 +128,6 @@ class SymmetricBuffer(PeerBuffer):
 
 
 def view_words(rows: Tensor) -> Tensor:
-    """View rows as int32 words [rows, words]; a copy if their address is no multiple of 4 bytes."""
+    """Return rows as int32 words [rows, words], copied if their address is no multiple of 4."""
     is_odd = rows.storage_offset() * rows.itemsize % torch.int32.itemsize
     return (rows.clone() if is_odd else rows).view(torch.int32)

@@ -1,6 +1,6 @@
 """Copies weights of experts to the ranks of their clones, and adds the clones' gradients.
 
-    fetch              returns weights of this rank's clones, from the ranks that own the experts
+    fetch_clones       returns weights of this rank's clones, from the ranks that own the experts
     add_clone_grads_   adds gradients of clones to the gradients of their experts, in place order
 
 Each rank has places for c clones, and the plan on the device says which expert each place has. All
@@ -22,7 +22,7 @@ with the ranks of the same etp index in other blocks.
 Letters: G ranks, B = G / etp blocks, c clones of a block, N = B c places, e experts of a block, W
 elements of one expert's slice. A buffer has two sets of c slots.
 
-Bytes over the links, for elements of b bytes: W b per clone for `fetch` and for `add_clone_grads_`.
+Bytes over the links, for elements of b bytes: W b per clone for weights, and for gradients.
 """
 
 from collections.abc import Iterator
@@ -119,7 +119,7 @@ def _locate_slot(
     element,
     CONST: tl.constexpr,  # CloneConstants
 ):
-    """Return a pointer, to dtype `element`, to slot `slot` of rank `peer` for this operation."""
+    """Return the address of slot `slot` of rank `peer`, as a pointer to dtype `element`."""
     base = tl.load(buffer.bases + AT_ROWS * CONST.G + peer)
     at = base + (operation % 2).to(tl.int64) * CONST.SET_BYTES + slot * CONST.SLOT_BYTES
     return tl.multiple_of(at.to(tl.pointer_type(element)), 16)
@@ -134,7 +134,7 @@ def _copy_piece(
     CACHE: tl.constexpr,
     CONST: tl.constexpr,  # CloneConstants
 ):
-    """Copy this program's share of `count` elements to `to_ptr`; zeros if `has_source` is False."""
+    """Copy this program's part of `count` elements to `to_ptr`, or zeros if not `has_source`."""
     BLOCK: tl.constexpr = CONST.BLOCK
     for column in range(tl.program_id(0) * BLOCK, count, CONST.PROGRAMS * BLOCK):
         columns = column + tl.arange(0, BLOCK)
@@ -152,8 +152,7 @@ def _store_weights_kernel(
     rank,
     CONST: tl.constexpr,  # CloneConstants
 ):
-    """Store a program's share of a piece of local experts in clones' ranks' slots; raise flags."""
-    pid = tl.program_id(0)
+    """Store a part of the local experts' weights in slots of the clones' ranks; raise flags."""
     operation = tl.load(buffer.state + OPERATION)
     element = rows_ptr.dtype.element_ty
     first = rank // CONST.ETP * CONST.NUM_LOCAL
@@ -164,7 +163,7 @@ def _store_weights_kernel(
             to_ptr = _locate_slot(buffer, peer, n % CONST.CLONES, operation, element, CONST)
             from_ptr = rows_ptr + row.to(tl.int64) * piece.width + piece.start
             _copy_piece(from_ptr, to_ptr, piece.length, True, "", CONST)
-    raise_flags(buffer.bases, operation, pid, CONST.PROGRAMS, rank, CONST)
+    raise_flags(buffer.bases, operation, tl.program_id(0), CONST.PROGRAMS, rank, CONST)
 
 
 @triton.jit(do_not_specialize=["rank", "timeout"])
@@ -177,7 +176,7 @@ def _receive_weights_kernel(
     timeout,  # nanoseconds
     CONST: tl.constexpr,  # CloneConstants
 ):
-    """Wait for this program's flags, then copy its share of the clones' piece from local slots."""
+    """Wait for this program's flags, then copy a part of the clones' weights from local slots."""
     pid = tl.program_id(0)
     operation = tl.load(buffer.state + OPERATION)
     element = out_ptr.dtype.element_ty
@@ -204,8 +203,7 @@ def _store_grads_kernel(
     rank,
     CONST: tl.constexpr,  # CloneConstants
 ):
-    """Store a program's share of a piece of the clones' gradients in local slots; raise flags."""
-    pid = tl.program_id(0)
+    """Store a part of the local clones' gradients in local slots; raise flags."""
     operation = tl.load(buffer.state + OPERATION)
     element = grads_ptr.dtype.element_ty
     from_ptr = grads_ptr + piece.start
@@ -214,7 +212,7 @@ def _store_grads_kernel(
             to_ptr = _locate_slot(buffer, rank, slot, operation, element, CONST)
             _copy_piece(from_ptr, to_ptr, piece.length, True, "", CONST)
         from_ptr += piece.width
-    raise_flags(buffer.bases, operation, pid, CONST.PROGRAMS, rank, CONST)
+    raise_flags(buffer.bases, operation, tl.program_id(0), CONST.PROGRAMS, rank, CONST)
 
 
 @triton.jit(do_not_specialize=["rank", "timeout"])
@@ -227,7 +225,7 @@ def _receive_grads_kernel(
     timeout,  # nanoseconds
     CONST: tl.constexpr,  # CloneConstants
 ):
-    """Wait for this program's flags, then add its share of clones' gradients to the experts'."""
+    """Wait for this program's flags, then add a part of clones' gradients to local experts'."""
     pid = tl.program_id(0)
     operation = tl.load(buffer.state + OPERATION)
     element = grads_ptr.dtype.element_ty
@@ -253,10 +251,8 @@ def _receive_grads_kernel(
                 for m in range(n, NUM_PLACES):
                     is_match = tl.load(experts_ptr + m) == expert
                     peer = m // CONST.CLONES * CONST.ETP + rank % CONST.ETP
-                    from_ptr = _locate_slot(
-                        buffer, peer, m % CONST.CLONES, operation, element, CONST
-                    )
-                    from_ptr += columns
+                    slot = m % CONST.CLONES
+                    from_ptr = _locate_slot(buffer, peer, slot, operation, element, CONST) + columns
                     mask = inside & is_match
                     part = tl.load(from_ptr, mask=mask, other=0.0, cache_modifier=".cg")
                     total = tl.where(is_match, total + part.to(tl.float32), total)
@@ -265,7 +261,7 @@ def _receive_grads_kernel(
 
 
 def split_pieces(layout: CloneLayout, rows: Tensor, num_clones: int) -> Iterator[ClonePiece]:
-    """Yield the column ranges of rows [experts, W] to send one by one, each at most one slot."""
+    """Yield ranges of the columns of `rows` [experts, W]. Each range fits a slot of a buffer."""
     width, max_width = rows.shape[1], layout.slot_bytes(num_clones) // rows.itemsize
     for start in range(0, width, max_width):
         yield ClonePiece(width, start, min(max_width, width - start))
@@ -279,7 +275,7 @@ def _launch_kernel(
     places: Places,
     piece: ClonePiece,
 ) -> None:
-    """Launch a kernel on one piece of `rows`; `waits`: it waits for flags and takes a timeout."""
+    """Launch a kernel on one piece of `rows`; with `waits` it waits for flags until a timeout."""
     layout = buffer.layout
     const = CloneConstants(
         G=layout.num_ranks,
@@ -311,9 +307,9 @@ receive_grads = partial(_launch_kernel, _receive_grads_kernel, True)
 
 
 def fetch_clones(buffer: CloneBuffer, rows: Tensor, places: Places) -> Tensor:
-    """Return the weights [c, ...] of this rank's clones; `rows` [e, ...] are its experts' weights.
+    """Return the weights of this rank's clones, [c, ...], zeros for empty places.
 
-    The dtype is any, and the weights of empty places are zeros. Collective, without a host sync.
+    `rows` [e, ...] has the weights of this rank's experts, in any dtype. Collective, no host sync.
     """
     out = rows.new_empty(places.num_clones, *rows.shape[1:])
     rows_eW = _view_as_words(rows.contiguous())
@@ -327,8 +323,9 @@ def fetch_clones(buffer: CloneBuffer, rows: Tensor, places: Places) -> Tensor:
 def add_clone_grads_(buffer: CloneBuffer, grads: Tensor, places: Places) -> Tensor:
     """Add the gradients of clones to the gradients of their experts, in place; return [e, ...].
 
-    `grads` [e + c, ...], contiguous, one of `SUM_DTYPES`, has this rank's experts, then its clones.
-    Sums are in fp32, in the order of places, and rounded once. Collective, without a host sync.
+    `grads` [e + c, ...], contiguous, in one of `SUM_DTYPES`, has the gradients of this rank's
+    experts and then of its clones. Sums are in fp32, in the order of places, and rounded once.
+    Collective, no host sync.
     """
     home_eW, clones_cW = _view_as_rows(grads).split((places.num_local, places.num_clones))
     for piece in split_pieces(buffer.layout, home_eW, places.num_clones):
@@ -342,7 +339,7 @@ def _view_as_rows(tensor: Tensor) -> Tensor:
 
 
 def _view_as_words(rows: Tensor) -> Tensor:
-    """View contiguous rows as int32 [rows, W], or uint8 if size or offset is no multiple of 4."""
+    """Return a view of contiguous rows as int32 [rows, W], or as uint8 if they are not aligned."""
     bytes_eB = _view_as_rows(rows).view(torch.uint8)
     is_even = bytes_eB.shape[1] % 4 == 0 and bytes_eB.storage_offset() % 4 == 0
     return bytes_eB.view(torch.int32) if is_even else bytes_eB

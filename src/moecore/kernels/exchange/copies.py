@@ -48,9 +48,9 @@ TRANSITIONS = {
 def copy_sums(buffer: SymmetricBuffer, sums_SD: Tensor) -> None:
     """Copy sums [S, D] to slot `SUMS_SLOT` of the tokens' ranks by copy engines. No host sync.
 
-    Row g * C + t is this rank's sum for token t of rank g, and C is `max_tokens`. Sums of unused
-    source rows are copied, too. `sums_SD` is contiguous, with rows of `row_bytes`, and must live
-    until the `reduce_rows` that adds the sums.
+    Row g * C + t is this rank's sum for token t of rank g, C = `max_tokens`. Sums of unused source
+    rows are also copied. `sums_SD` is contiguous with rows of `row_bytes`, and must not be freed
+    before the `reduce_rows` that adds the sums.
     """
     G = buffer.layout.num_ranks
     bytes_G = sums_SD.view(torch.uint8).view(G, -1)

@@ -10,9 +10,9 @@ each slot. A reduce adds the rows of the slots and sends the sum. Source rows ar
 token), so no rank counts, sorts or waits for a size. Unused rows are holes, which are never read.
 
 Each operation is one launch, without a host sync. The first programs push: they store rows into the
-peers' receive buffers. They interleave the peers token by token, because one peer after the other
-is a third slower. After each chunk of tokens they release one flag on every peer. They never wait.
-The other programs receive: they wait for a flag, then copy or add the chunk's rows from the buffer.
+peers' receive buffers, interleaved by token because one peer after the other is a third slower.
+After each chunk of tokens they release one flag on every peer. They never wait. The other programs
+receive: they wait for a flag, then copy or add the chunk's rows from the buffer.
 
 Slots, flags and memory order: `exchange/protocol.py`. Sums by copy engines: `exchange/copies.py`.
 
@@ -62,14 +62,13 @@ Half = Literal["both", "push", "receive"]
 
 
 class SpreadChoices(NamedTuple):
-    """The received rows of a dispatch, one per (rank, token), and their choices; unused = holes."""
+    """The rows that a rank received in a dispatch, one per (rank, token), and their choices."""
 
     rows_SD: Tensor  # holes are uninitialised
     ids_SK: Tensor  # int32, global expert ids; -1 in holes
     weights_SK: Tensor  # fp32; 0 where the id is -1
     peers_T: Tensor  # int64, bit g of each local token: rank g needs it
-    # int32, the index of the row, or -1 for a hole: slots [S, 1] of rows_SD
-    places_S: Tensor
+    places_S: Tensor  # int32, the index of the row, -1 = a hole; as [S, 1] the slots of rows_SD
 
     @classmethod
     def empty(cls, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, S: int) -> "SpreadChoices":
@@ -81,7 +80,7 @@ class SpreadChoices(NamedTuple):
 
 
 class Ptrs(NamedTuple):
-    """Row tensors of a spread (dispatch) or reduce kernel. A spread copies rows as 4-byte words."""
+    """Tensors of a spread or reduce kernel, indexed by row. A spread copies 4-byte words."""
 
     rows: Any  # [T, D] to spread, [R, D] to add
     peers: Any  # [T] int64 ranks by bit
@@ -110,7 +109,7 @@ def _spread_kernel(
     HALF: tl.constexpr,
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """By program id, push chunks of local rows and choices, or copy received chunks to outputs."""
+    """Push chunks of local rows and choices, or copy received chunks to outputs, by program id."""
     pid = tl.program_id(0)
     operation = tl.load(buffer.state + OPERATION)
     slot = (operation % 2).to(tl.int64) * CONST.G * max_tokens
@@ -178,7 +177,7 @@ def _reduce_kernel(
     HAS_SUMS: tl.constexpr,  # rows came by `copy_sums`
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """By program id, push sums of source rows to tokens' ranks, or write sums of received ones."""
+    """Push sums of source rows to tokens' ranks, or add received sums, by program id."""
     pid = tl.program_id(0)
     operation = tl.load(buffer.state + OPERATION)
     slot = (operation % 2).to(tl.int64) * CONST.G * max_tokens
@@ -225,13 +224,13 @@ def _reduce_kernel(
 
 
 def _make_grid(buffer: SymmetricBuffer, half: Half) -> tuple[int]:
-    """Return the grid of a launch: push programs, receive programs, or both."""
+    """Return the grid of a launch that runs one half of an operation, or both halves."""
     layout = buffer.layout
     return ((half != "receive") * layout.num_push + (half != "push") * layout.num_receive,)
 
 
 def _list_common_args(buffer: SymmetricBuffer, num_tokens: int, num_slots: int) -> tuple[Any, ...]:
-    """Return the arguments from `lists_ptr` to `timeout`; N = `num_slots` slots per source row."""
+    """Return arguments `lists_ptr` to `timeout` of both kernels; N = `num_slots` per source row."""
     layout = buffer.layout
     entries = (layout.num_push + layout.num_receive) * compute_list_size(layout, num_slots)
     lists = torch.empty(entries, dtype=torch.int32, device=buffer.state.device) if entries else None
@@ -249,7 +248,7 @@ def spread_rows_and_choices(
     etp: int,
     half: Half = "both",
 ) -> SpreadChoices:
-    """Collective: send tokens and choices to the ranks of their experts; return received rows.
+    """Send tokens and choices to the ranks of their experts; return the received rows. Collective.
 
     Args:
         x_TD: tokens, at most C, contiguous, in any dtype; rows of at most `row_bytes`.
@@ -275,10 +274,10 @@ def spread_rows(
     *,
     half: Half = "both",
 ) -> Tensor:
-    """Collective: send tokens' rows to the ranks in peers_T; return [num_rows, D], a row per slot.
+    """Send tokens' rows to the ranks in peers_T; return [num_rows, D], a row per slot. Collective.
 
-    peers_T and places_S are of `SpreadChoices`, `half` is as above. slots_SN, int32, contiguous,
-    has each source row's indices in the result, -1 = none. Other rows are uninitialised.
+    peers_T and places_S are fields of `SpreadChoices`. slots_SN, int32, contiguous, has the indices
+    in the result of each source row's copies, -1 = no copy. Other rows are uninitialised.
     """
     out_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
     ptrs = Ptrs(view_words(x_TD), peers_T, places_S, slots_SN, view_words(out_RD))
@@ -297,7 +296,7 @@ def _launch_spread(
     num_local: int = 1,
     etp: int = 1,
 ) -> None:
-    """Launch `_spread_kernel` for rows with `num_slots` slots; `choices` None: rows only."""
+    """Launch `_spread_kernel` for rows with `num_slots` slots; `choices` None = only rows."""
     T, columns = ptrs.rows.shape[0], Columns(ptrs.rows.shape[1], ptrs.rows.itemsize)
     with use_device(buffer.state):
         _spread_kernel[_make_grid(buffer, half)](
@@ -319,16 +318,17 @@ def reduce_rows(
     has_sums: bool = False,
     half: Half = "both",
 ) -> tuple[Tensor, Tensor | None]:
-    """Collective: return each token's sum of its rows on all ranks, added in fp32 in rank order.
+    """Return the sum of each token's rows on all ranks, added in fp32 in rank order. Collective.
 
     Args:
         y_RD: contiguous rows of `row_bytes`, one of `SUM_DTYPES`. Rows without a slot are not read.
-        peers_T, places_S, half: as for `spread_rows`.
-        slots_SN: int32, contiguous, the rows to add for each source row, -1 = none.
+        peers_T, places_S: as for `spread_rows`.
+        slots_SN: int32, contiguous, the rows to add for each source row, -1 = no row.
         choices: contiguous fp32 [R], the gradient of each expert row's weight, and int32 slots [S,
             K], the expert row of each choice. The gradients are returned to the tokens' ranks.
         has_sums: `copy_sums` has sent the sums, on all ranks. y_RD and slots_SN are then the sums
             [S, D] and their places [S, 1].
+        half: as for `spread_rows_and_choices`.
 
     Returns:
         Sums [T, D], zero for a token without a rank; and gradients of weights [T, K] fp32 or None.
@@ -352,12 +352,12 @@ def reduce_rows(
     return out_TD, out_TK
 
 
-# `build_index` drops rows past its length, and only the last offset shows this. So the number of
-# needed rows is recorded for the host, and offsets are clamped: products read no row past them.
+# `build_index` drops rows past its length. `limit_rows` records the needed rows for the host, and
+# clamps offsets, so that products read no row past the length.
 
 
 def limit_rows_ref(offsets_e: Tensor, num_rows: int, state: Tensor, report: Tensor) -> Tensor:
-    """Compute `limit_rows` in plain PyTorch."""
+    """Compute `limit_rows` in plain PyTorch. Host sync."""
     demand = int(offsets_e.max())
     if demand > num_rows:
         state[NEEDED_WORD] = report[NEEDED_WORD] = max(demand, int(state[NEEDED_WORD]))
@@ -374,7 +374,7 @@ def _limit_rows_kernel(
     NUM_LOCAL: tl.constexpr,
     BINS: tl.constexpr,  # power of two >= NUM_LOCAL
 ):
-    """Write clamped offsets to `out_ptr`, and a larger demand to state and report; one program."""
+    """Write clamped offsets, and the needed rows if they exceed `num_rows`; one program."""
     experts = tl.arange(0, BINS)
     offsets = tl.load(offsets_ptr + experts, mask=experts < NUM_LOCAL, other=0)
     tl.store(out_ptr + experts, tl.minimum(offsets, num_rows), mask=experts < NUM_LOCAL)
@@ -386,11 +386,11 @@ def _limit_rows_kernel(
 
 
 def limit_rows(offsets_e: Tensor, num_rows: int, state: Tensor, report: Tensor) -> Tensor:
-    """Return offsets clamped to `num_rows`, and record a larger demand. No host sync.
+    """Return offsets clamped to `num_rows`, and record how many rows were needed. No host sync.
 
-    Offsets are an int32 running sum of rows per expert. If their last value exceeds `num_rows`,
-    word NEEDED_ROWS of `state` and `report` becomes the largest demand so far. Both are int32
-    [NUM_WORDS]; `state` is on the device, and `report` in memory that the host reads.
+    Offsets are the int32 running sum of the experts' rows. If the last offset exceeds `num_rows`,
+    word NEEDED_ROWS of `state` and `report` is raised to this offset. Both are int32 [NUM_WORDS];
+    `state` is on the device, `report` in memory that the host reads.
     """
     if not use_kernel(offsets_e):
         return limit_rows_ref(offsets_e, num_rows, state, report)

@@ -28,7 +28,7 @@ def find_peers(
     num_local,  # experts of one block
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Write, for each token of the chunk, bit g = rank g owns one of its experts."""
+    """Write bits for each token of a chunk: bit g is set if rank g owns one of its experts."""
     CHUNK: tl.constexpr = CONST.CHUNK
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     bits = tl.zeros([CHUNK], dtype=tl.int64)
@@ -54,7 +54,7 @@ def raise_flags(
     rank,
     CONST: tl.constexpr,  # G, and the power of two BLOCK_G
 ):
-    """Raise the chunk's flag on every rank, after all stores of this program."""
+    """Raise a chunk's flag on every rank, after all stores of this program."""
     G: tl.constexpr = CONST.G
     BLOCK_G: tl.constexpr = CONST.BLOCK_G
     flag = (operation % 2 * G + rank).to(tl.int64) * num_chunks + chunk
@@ -80,11 +80,11 @@ def _read_timer(lanes):
 @triton.jit
 def _find_late_rank(
     addresses,  # [THREADS] int64, of flags
-    ranks,  # [THREADS] int32, whose
+    ranks,  # [THREADS] int32, the ranks that raise these flags
     expected_flag,
     SPIN: tl.constexpr,
 ):
-    """Return a rank whose flag has not arrived, or -1 if all flags have arrived."""
+    """Return a rank whose flag has not arrived; -1 = all flags have arrived."""
     # One flag per thread, and a maximum over all threads: all warps must see the same number, or
     # they would diverge before a barrier.
     if SPIN:
@@ -106,7 +106,7 @@ def get_remaining_time(
     buffer,  # ExchangePointers
     timeout,  # nanoseconds
 ):
-    """Return how long to wait, int64 nanoseconds: 0 after an operation that failed."""
+    """Return the time to wait, int64 nanoseconds: `timeout`, or 0 after a failed operation."""
     return tl.where(tl.load(buffer.state + ERROR_BEFORE) == 0, timeout, 0).to(tl.int64)
 
 
@@ -123,7 +123,7 @@ def wait_for_flags(
     COUNT: tl.constexpr,  # ranks to wait for
     CONST: tl.constexpr,  # G, THREADS and SPIN
 ):
-    """Return whether a chunk's flags of COUNT ranks arrive in time; if not, record a late rank."""
+    """Return whether a chunk's flags of COUNT ranks arrive in time, and record a late rank."""
     ranks = first + tl.arange(0, CONST.THREADS) % COUNT
     flags = (operation % 2 * CONST.G + ranks).to(tl.int64) * num_chunks + chunk
     addresses = tl.load(buffer.bases + AT_FLAGS * CONST.G + rank) + flags * 4
@@ -150,7 +150,7 @@ def finish_operation(
     state_ptr,  # [NUM_WORDS] int32
     operation,  # n
 ):
-    """Advance the operation number if this program of the launch is the last one to finish."""
+    """Advance the operation number if all other programs of the launch have finished."""
     tl.debug_barrier()
     ticket = tl.atomic_add(state_ptr + FINISHED, 1, sem="acq_rel", scope="gpu")
     if ticket == tl.num_programs(0) - 1:

@@ -14,7 +14,7 @@ from moecore.kernels.exchange.buffer import AT_IDS, AT_ROWS, AT_WEIGHTS
 
 
 class RowChunk(NamedTuple):
-    """Index of a chunk of local tokens, T, C and this rank, as device functions receive them."""
+    """A chunk of local tokens: its index, T, C and this rank, as device functions receive them."""
 
     number: Any
     num_tokens: Any
@@ -28,7 +28,7 @@ def locate_pair(
     chunk,  # RowChunk
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Return the pair's token and rank, and whether it exists. Neighbours have different ranks."""
+    """Return token and rank of each pair, and whether it exists. Adjacent pairs differ in rank."""
     token = chunk.number * CONST.CHUNK + pair // CONST.G
     exists = (pair < CONST.CHUNK * CONST.G) & (token < chunk.max_tokens)
     return token, (pair % CONST.G + token + chunk.rank) % CONST.G, exists
@@ -36,7 +36,7 @@ def locate_pair(
 
 @triton.jit
 def _load_rows(from_ptrs, mask, columns, D: tl.constexpr, CACHE: tl.constexpr):
-    """Load [ROWS, BLOCK_D] from row pointers; elements outside the mask are undefined."""
+    """Load columns of rows, [ROWS, BLOCK_D], where the mask is True; other values are undefined."""
     inside = mask[:, None] & (columns < D)[None, :]
     return tl.load(from_ptrs[:, None] + columns[None, :], mask=inside, cache_modifier=CACHE)
 
@@ -84,8 +84,8 @@ def push_rows(
 ):
     """Copy a chunk's rows to peers' buffers, at most one row per token and peer.
 
-    A peer receives a token's row if `marks_ptr` has its bit. With REDUCE, `rows_ptr` has sums, and
-    a token is sent to a peer if `marks_ptr` has a slot >= 0 for the pair.
+    A peer receives a token's row if its bit is set in `marks_ptr`. With REDUCE, `rows_ptr` has
+    sums, and a peer receives a sum if `marks_ptr` has a slot >= 0 for the pair.
     """
     element = rows_ptr.dtype.element_ty
     D: tl.constexpr = CONST.D
@@ -105,12 +105,12 @@ def push_rows(
 
 @triton.jit
 def locate_source_rows(
-    source,  # rank whose rows they are
+    source,  # rank that sent the rows
     chunk,
     max_tokens,  # C
     CHUNK: tl.constexpr,
 ):
-    """Return the source rows of a chunk, int64 [CHUNK], and which of them exist, bool."""
+    """Return a chunk's source rows, int64 [CHUNK], and bool [CHUNK], the rows that exist."""
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     return source.to(tl.int64) * max_tokens + tokens, tokens < max_tokens
 
@@ -119,11 +119,11 @@ def locate_source_rows(
 def copy_rows(
     base,  # slot of the buffer
     out_ptr,  # [R, D]
-    to,  # [CHUNK] int32, where each row goes, -1 = nowhere
+    to,  # [CHUNK] int32, output row of each row, -1 = not copied
     rows,  # [CHUNK] int64, source rows
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Copy a chunk's received rows from the buffer to rows `to` of the output `out_ptr`."""
+    """Copy a chunk's received rows from the buffer to rows `to` of `out_ptr`."""
     from_ptrs, to_ptrs = base + rows * CONST.D, out_ptr + to.to(tl.int64) * CONST.D
     _move_rows(from_ptrs, to_ptrs, to >= 0, CONST.D, CONST.TAKE_D, CONST.TILES, ".cg")
 
@@ -145,7 +145,7 @@ def push_choices(
     REDUCE: tl.constexpr,
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Store ids (-1 in holes) and weights, or with REDUCE weight gradients, in peers' buffers."""
+    """Store ids (-1 in holes) and weights in peers' buffers; with REDUCE only weight gradients."""
     G: tl.constexpr = CONST.G
     K: tl.constexpr = CONST.K
     for start in range(0, CONST.CHUNK * G, CONST.CHOICE_PAIRS):
@@ -182,7 +182,7 @@ def _find_sent_pairs(
     chunk,  # RowChunk
     REDUCE: tl.constexpr,
 ):
-    """Return bool for each (token, peer) pair: whether this rank sends the peer a row for it."""
+    """Return bool for each (token, peer) pair: whether this rank sends the peer a row."""
     if REDUCE:
         rows = peers.to(tl.int64) * chunk.max_tokens + tokens
         return tl.load(marks_ptr + rows, mask=exists, other=-1) >= 0
@@ -202,7 +202,7 @@ def receive_choices(
     rank,
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Copy a chunk's ids and weights from the buffer; store and return places (row; -1 = hole)."""
+    """Copy a chunk's ids and weights from the buffer; store and return its places (-1 = a hole)."""
     K: tl.constexpr = CONST.K
     CHUNK: tl.constexpr = CONST.CHUNK
     ids_base = tl.load(bases_ptr + AT_IDS * CONST.G + rank).to(tl.pointer_type(tl.int32))
@@ -236,7 +236,7 @@ def _load_partial_sums(
     G: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Return the tokens' sums that rank `peer` sent, in fp32; zeros where it sent no sum."""
+    """Return the tokens' sums from rank `peer`, in fp32; zeros for tokens without a sum."""
     has = (((bits >> peer) & 1) != 0) & (peer < G)
     mask = has[:, None] & (columns < N)[None, :]
     offsets = (row + peer * max_tokens).to(tl.int64)[:, None] * N + columns[None, :]
@@ -255,7 +255,7 @@ def add_partial_sums(
     BLOCK: tl.constexpr,
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Write a chunk's token sums over ranks to `out_ptr`, added in fp32 in rank order."""
+    """Write the sums over ranks of a chunk's tokens to `out_ptr`, in fp32 and rank order."""
     G: tl.constexpr = CONST.G
     max_tokens = chunk.max_tokens
     for start in range(0, CONST.CHUNK, TILE_ROWS):
@@ -271,10 +271,7 @@ def add_partial_sums(
                 y1 = _load_partial_sums(base, part + 1, bits, row, max_tokens, columns, G, N)
                 y2 = _load_partial_sums(base, part + 2, bits, row, max_tokens, columns, G, N)
                 y3 = _load_partial_sums(base, part + 3, bits, row, max_tokens, columns, G, N)
-                total = total + y0
-                total = total + y1
-                total = total + y2
-                total = total + y3
+                total = total + y0 + y1 + y2 + y3
             out = out_ptr + tokens.to(tl.int64)[:, None] * N + columns[None, :]
             mask = (tokens < chunk.num_tokens)[:, None] & (columns < N)[None, :]
             tl.store(out, total.to(out_ptr.dtype.element_ty), mask=mask)

@@ -23,14 +23,14 @@ def list_slots(
     list_ptr,  # [1 + N, WIDTH] int32, out, of this program
     rows,  # [ROWS] int64, source rows
     exists,  # [ROWS] bool
-    at,  # where the rows stand in the list
+    at,  # index of the first row in the list
     N: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,  # rows of a tile
     BLOCK_N: tl.constexpr,  # at most 32
 ):
-    """Write the used slots (>= 0) of source rows to this program's list, in order."""
+    """Write the used slots (>= 0) of source rows to this program's list, in slot order."""
     TILES: tl.constexpr = ROWS // TILE
     entries = list_ptr + WIDTH + at + tl.arange(0, ROWS)
     depths = tl.zeros([TILES], dtype=tl.int32)
@@ -84,10 +84,11 @@ def _load_slot(
     D: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Return the rows of y at the n-th used slot of each source row, zeros where none exists."""
+    """Return the rows of y, fp32, at each source row's n-th used slot; zeros without a slot."""
     slot = tl.load(entries + n * WIDTH, mask=n < depth, other=-1).to(tl.int64)
     mask = (slot >= 0)[:, None] & (columns < D)[None, :]
-    return tl.load(y_ptr + slot[:, None] * D + columns[None, :], mask=mask, other=0.0)
+    y = tl.load(y_ptr + slot[:, None] * D + columns[None, :], mask=mask, other=0.0)
+    return y.to(tl.float32)
 
 
 @triton.jit
@@ -100,7 +101,7 @@ def push_sums(
     first,  # int64, row of this rank's token 0 in every peer's slot
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Sum y over the slots of each (token, peer) pair in order; store sums in peers' buffers."""
+    """Sum y over each (token, peer) pair's slots in order, and store sums in peers' buffers."""
     element = y_ptr.dtype.element_ty
     D: tl.constexpr = CONST.D
     PAIRS: tl.constexpr = CONST.PAIRS
@@ -124,10 +125,7 @@ def push_sums(
                 y1 = _load_slot(y_ptr, entries, n + 1, depth, columns, D, WIDTH)
                 y2 = _load_slot(y_ptr, entries, n + 2, depth, columns, D, WIDTH)
                 y3 = _load_slot(y_ptr, entries, n + 3, depth, columns, D, WIDTH)
-                total = total + y0.to(tl.float32)
-                total = total + y1.to(tl.float32)
-                total = total + y2.to(tl.float32)
-                total = total + y3.to(tl.float32)
+                total = total + y0 + y1 + y2 + y3
             mask = send[:, None] & (columns < D)[None, :]
             tl.store(to[:, None] + columns[None, :], total.to(element), mask=mask)
 
@@ -141,7 +139,7 @@ def copy_to_slots(
     rows,  # [CHUNK] int64, source rows
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Copy each received row of a chunk from the buffer to all of its slots in `out_ptr`."""
+    """Copy each received row of a chunk from the buffer to all of the row's slots in `out_ptr`."""
     D: tl.constexpr = CONST.D
     CHUNK: tl.constexpr = CONST.CHUNK
     depth = tl.load(list_ptr)

@@ -59,7 +59,7 @@ class ExchangeConstants(NamedTuple):
 
 def count_tiles(layout: ExchangeLayout, columns: Columns) -> int:
     """Return how many tiles a program loads before it stores one: 4 with few programs, or 1."""
-    # One for odd row sizes, whose masks take the registers.
+    # 1 for odd row sizes, because masks need registers.
     bytes_in_flight = layout.num_push * layout.num_warps * TILE_BYTES_PER_WARP
     is_even = columns.count * columns.itemsize % 1024 == 0
     return 4 if bytes_in_flight < ENOUGH_BYTES and is_even else 1
@@ -68,10 +68,10 @@ def count_tiles(layout: ExchangeLayout, columns: Columns) -> int:
 def choose_move_tile(
     layout: ExchangeLayout, columns: Columns, max_rows: int, min_rows: int = 1
 ) -> tuple[int, int]:
-    """Return (rows, columns) of a copy's tile, of which a program loads `count_tiles` at once.
+    """Return (rows, columns) of a tile of a copy, of which a program loads `count_tiles` at once.
 
-    A tile has at most `max_rows` rows, rounded up to a power of two. Its columns leave bytes for
-    `min_rows` rows.
+    A tile has at most `max_rows` rows, rounded up to a power of two, and so few columns that
+    `min_rows` rows fit.
     """
     # Example, 3584 words, one tile: 32 rows of 512 of many rows, 8 of 2048 of eight. Four tiles: 64
     # rows of 128.
@@ -83,19 +83,19 @@ def choose_move_tile(
 
 
 def choose_add_tile(layout: ExchangeLayout, columns: Columns) -> tuple[int, int]:
-    """Return (tokens, columns) of a tile of a reduce; sums of four ranks are loaded at once."""
+    """Return (tokens, columns) of a tile of `add_partial_sums`, which loads four tiles at once."""
     return _choose_tile(columns, layout.num_warps * TILE_BYTES_PER_WARP // 4, layout.chunk)
 
 
 def choose_sum_tile(layout: ExchangeLayout, columns: Columns) -> tuple[int, int]:
-    """Return (pairs, columns) of a tile of `push_sums`; rows of four slots are loaded at once."""
+    """Return (pairs, columns) of a tile of `push_sums`, which loads rows of four slots at once."""
     # Example, bf16, 7168 columns: 16 rows of 1024.
     max_pairs = min(layout.chunk * layout.num_ranks, MAX_SLOTS // MAX_BLOCK_N)
     return _choose_tile(columns, layout.num_warps * TILE_BYTES_PER_WARP // 2, max_pairs, min_rows=8)
 
 
 def compute_list_width(layout: ExchangeLayout) -> int:
-    """Return the width of a list of slots: the (token, peer) pairs of a chunk, rounded up."""
+    """Return the rows of a list of slots: a chunk's (token, peer) pairs, rounded up."""
     return next_power_of_2(layout.chunk * layout.num_ranks)
 
 
@@ -108,7 +108,7 @@ def compute_list_size(layout: ExchangeLayout, num_slots: int) -> int:
 def make_constants(
     layout: ExchangeLayout, columns: Columns, num_slots: int, *, reduce: bool, etp: int = 1
 ) -> ExchangeConstants:
-    """Return the constants of a reduce (combine) if `reduce`, otherwise of a spread (dispatch).
+    """Return the constants of a reduce kernel if `reduce`, otherwise of a spread kernel.
 
     `num_slots` is N, the slots per source row, and `etp` ranks share each expert.
     """
@@ -116,10 +116,9 @@ def make_constants(
     block_n = min(MAX_BLOCK_N, next_power_of_2(num_slots))
     width = compute_list_width(layout)
     push = choose_move_tile(layout, columns, layout.chunk * layout.num_ranks)
-    if reduce and num_slots > 1:
-        push = choose_sum_tile(layout, columns)
     take = choose_move_tile(layout, columns, layout.chunk, layout.chunk)
     if reduce:
+        push = choose_sum_tile(layout, columns) if num_slots > 1 else push
         take = choose_add_tile(layout, columns)
     return ExchangeConstants(
         NUM_PUSH=layout.num_push,
@@ -154,7 +153,7 @@ def _choose_tile(
 ) -> tuple[int, int]:
     """Return (rows, columns) of a tile of <= `num_bytes`, with few columns beyond the rows' ends.
 
-    Rows are at most `max_rows` rounded up to a power of two. Columns leave bytes for `min_rows`.
+    Rows are at most `max_rows`, rounded up to a power of two, and at least `min_rows`.
     """
     D, elements = columns.count, num_bytes // columns.itemsize
     sizes = [n // columns.itemsize for n in (8192, 4096, 2048, 1024, 512)]

@@ -12,17 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moecore.kernels.experts.base_products import Products
 from moecore.kernels.experts.contract import (
     ComputeGrad,
     ExpertWeights,
     GradientSender,
     GradSink,
     GradTarget,
-    LowRankUpdate,
     Magnitudes,
     Wants,
 )
-from moecore.kernels.experts.products import Products
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import sum_rows_without_autograd
 from moecore.kernels.rows.record import Rows
@@ -33,11 +32,14 @@ class Grads(NamedTuple):
     """The gradients that the experts' backward returns; None = not requested, or in a sink."""
 
     x: Tensor | None = None  # [S, D], or [R, D] of expert rows if the dispatcher sums them
-    w1: Tensor | None = None
-    w2: Tensor | None = None
-    weights: Tensor | None = None  # fp32 [R], of the routing weights
-    update1: LowRankUpdate | None = None
-    update2: LowRankUpdate | None = None
+    w1_eCD: Tensor | None = None
+    w2_eDF: Tensor | None = None
+    weights_R: Tensor | None = None  # fp32, of the routing weights
+    # A and B of the low-rank updates
+    a1_erD: Tensor | None = None
+    b1_eCr: Tensor | None = None
+    a2_erF: Tensor | None = None
+    b2_eDr: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +67,19 @@ class SavedState:
         quantised: tuple[OperandPair, OperandPair] | None = None,
         magnitudes: Magnitudes | None = None,
     ) -> SavedState:
-        """Rebuild the state from `list_saved_tensors()`; FP8 rows widen to `dtype`.
+        """Rebuild the state from the result of `list_saved_tensors`; FP8 rows widen to `dtype`.
 
-        `quantised` and `magnitudes` are fields of its weights that the list leaves out.
+        `quantised` and `magnitudes` are fields of `weights`, which the list does not contain.
         """
-        x, x_scales, h, h_scales, *of_weights = tensors
-        w1_eCD, w2_eDF, *updates = of_weights[:6]
-        weights = ExpertWeights(
-            w1_eCD=w1_eCD, w2_eDF=w2_eDF, quantised=quantised, magnitudes=magnitudes
+        x, x_scales, h, h_scales, w1_eCD, w2_eDF, *tail = tensors
+        matrices: Any = dict(w1_eCD=w1_eCD, w2_eDF=w2_eDF)
+        weights = ExpertWeights(**matrices, quantised=quantised, magnitudes=magnitudes)
+        return cls(
+            None if x is None else Rows(x, x_scales, dtype),
+            None if h is None else Rows(h, h_scales, dtype),
+            weights.replace_updates(tail[:4]),
+            ExpertIndex(*tail[4:]),
         )
-        weights, index = weights.replace_updates(updates), of_weights[6:]
-        rows, hidden = _make_rows(x, x_scales, dtype), _make_rows(h, h_scales, dtype)
-        return cls(rows, hidden, weights, ExpertIndex(*index))
-
-
-def _make_rows(values: Tensor | None, scales: Tensor | None, dtype: torch.dtype) -> Rows | None:
-    """Return the rows, which with scales widen to `dtype`; None if values is None."""
-    return None if values is None else Rows(values, scales, None if scales is None else dtype)
 
 
 def compute_gradients(
@@ -97,46 +95,47 @@ def compute_gradients(
     """Return the gradients that `wants` requests, from the gradient of the experts' output.
 
     Args:
-        products: of the same index and weights as in forward; freed of weights at the end.
-        record: the saved tensors; its rows may be None unless FC1 is recomputed or w1 or its update
-            has a gradient.
+        products: for the same index and weights as in forward. Its weights are freed at the end.
+        record: the saved tensors. Its rows may be None if FC1 is not recomputed and neither w1 nor
+            its update has a gradient.
         dy: contiguous [S, D], or [R, D] for expert rows if `unsummed`, which may be quantised. dx
             has the same rows.
         unsummed: whether dy and dx have expert rows, because the dispatcher sums them.
-        sinks: of w1 and w2. A gradient that a sink accepts is returned as None.
+        sinks: the sinks of w1 and w2. A gradient that a sink accepts is returned as None.
         sender: receives dx and dweights before the gradients of the matrices are computed.
     """
-    gradient = products.prepare_output_grad(dy, unsummed=unsummed, wants=wants)
-    h = record.h
+    gradient, h = products.prepare_output_grad(dy, unsummed=unsummed, wants=wants), record.h
+    has_update1, has_update2 = any(wants[4:6]), any(wants[6:8])
     if h is None:
-        h = products.recompute_h(products.prepare_rows(_require_rows(record.rows)))
-    dh = dweights_R = dx = dw1 = dw2 = update1 = update2 = None
-    if wants.x or wants.w1 or wants.weights or wants.update1:
+        h = products.recompute_h(_prepare_rows(products, record))
+    dh = dweights_R = dx = dw1 = dw2 = None
+    update1: tuple[Tensor | None, Tensor | None] = (None, None)
+    update2 = update1
+    if wants.x or wants.w1_eCD or wants.weights_R or has_update1:
         dh, dweights_R, a = products.activation_bwd(gradient, h)
     else:
         a = products.recompute_activation(h)
     del h
-    dweights_R = dweights_R if wants.weights else None
+    dweights_R = dweights_R if wants.weights_R else None
     if sender is not None:
         dx = products.fc1_dgrad(dh)
         sender.start_sending(dx, dweights_R, *products.row_map)
-    if wants.update2:
+    if has_update2:
         update2 = products.fc2_update_grad(gradient, a)
-    if wants.w2:
+    if wants.w2_eDF:
         dw2 = _compute_or_accumulate(sinks[1], products.fc2_wgrad, gradient, a)
     del a, gradient
-    if wants.update1:
-        update1 = products.fc1_update_grad(products.prepare_rows(_require_rows(record.rows)), dh)
-    if wants.w1:
-        dw1 = _compute_or_accumulate(
-            sinks[0], products.fc1_wgrad, products.prepare_rows(_require_rows(record.rows)), dh
-        )
+    if has_update1:
+        update1 = products.fc1_update_grad(_prepare_rows(products, record), dh)
+    if wants.w1_eCD:
+        x = _prepare_rows(products, record)
+        dw1 = _compute_or_accumulate(sinks[0], products.fc1_wgrad, x, dh)
     if wants.x and sender is None:
         dx = products.fc1_dgrad(dh)
         if not unsummed:
             dx = sum_rows_without_autograd(dx, *products.row_map)
     products.drop_weights()  # deferred weight gradients may keep the products alive
-    return Grads(dx, dw1, dw2, dweights_R, update1, update2)
+    return Grads(dx, dw1, dw2, dweights_R, *update1, *update2)
 
 
 def _compute_or_accumulate(
@@ -146,7 +145,7 @@ def _compute_or_accumulate(
     return compute(*operands, GradTarget()) if sink is None else sink.accumulate(compute, *operands)
 
 
-def _require_rows(rows: Rows | None) -> Rows:
-    """Return rows, which must not be None here."""
-    assert rows is not None, "the source rows were not fetched again"
-    return rows
+def _prepare_rows(products: Products, record: SavedState) -> Rows:
+    """Return the saved source rows in the format that `products` read."""
+    assert record.rows is not None, "the source rows were not fetched again"
+    return products.prepare_rows(record.rows)

@@ -1,7 +1,7 @@
 """Records and protocols of the operation on a rank's experts.
 
 Letters: S source rows, R expert rows (one per source row and local expert), e experts, D model dim,
-F hidden dim, C columns of FC1 (2F for gated activations, else F), K choices per source row.
+F hidden dim, C columns of FC1 (2F for gated activations, otherwise F), K choices per source row.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ class GradSink(Protocol):
         """
 
     def defer(self, compute: ComputeGrad, *operands: Any) -> bool:
-        """Store the call and return True if the running backward defers it, otherwise False."""
+        """Store the call and return True if the running backward defers gradients."""
 
 
 def find_sink(param: Tensor, shape: torch.Size) -> GradSink | None:
-    """Return the sink for a gradient viewed as `shape`; None (always in compilation) = autograd."""
+    """Return a parameter's `GradSink` for a gradient of this shape; None = autograd gets it."""
     if torch.compiler.is_compiling():
         return None
     make: Callable[[torch.Size], GradSink | None] | None = getattr(param, SINK, None)
@@ -101,7 +101,7 @@ class ProductSource:
     is_finite: bool = False  # whether unused rows after the last expert are finite too
 
     def gather_expert_rows(self) -> Tensor:
-        """Return the rows in expert order, gathered by row_ids_R unless that is None."""
+        """Return the rows in expert order, gathered by `row_ids_R` if it is not None."""
         ids_R = self.row_ids_R
         return self.rows if ids_R is None else self.rows.index_select(0, ids_R)
 
@@ -150,12 +150,14 @@ class Wants(NamedTuple):
     """One flag per gradient: whether the backward of the experts computes this gradient."""
 
     x: bool  # of source rows, or of expert rows if the dispatcher sums them
-    w1: bool
-    w2: bool
-    weights: bool  # routing weights
-    # of A or B of each update
-    update1: bool = False
-    update2: bool = False
+    w1_eCD: bool
+    w2_eDF: bool
+    weights_R: bool  # routing weights
+    # A and B of the low-rank updates
+    a1_erD: bool = False
+    b1_eCr: bool = False
+    a2_erF: bool = False
+    b2_eDr: bool = False
 
 
 class GradientSender(Protocol):
@@ -169,9 +171,9 @@ class GradientSender(Protocol):
         slots_SK: Tensor,
         num_rows: Tensor,
     ) -> None:
-        """Start to send gradients of expert rows and routing weights; backward returns them, too.
+        """Start to send gradients of expert rows and routing weights, which backward also returns.
 
-        `dweights_R` None = not requested. The last three arguments are a `RowMap`.
+        `dweights_R` None = no gradient. The last three arguments are a `RowMap`.
         """
 
 
@@ -181,7 +183,7 @@ class GradientReceiver(Protocol):
     accepts_packed_grads: bool  # set by the experts in forward, equal on all ranks
 
     def take_packed_grads(self, dy_RD: Tensor) -> Rows | None:
-        """Return the FP8 rows for which `dy_RD` is a placeholder; None = `dy_RD` has values."""
+        """Return the FP8 rows that placeholder `dy_RD` stands for; None = `dy_RD` has values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +254,7 @@ class ExpertSpec:
         activation: ActivationOptions,
         recipe: Recipe | None = None,
     ) -> ExpertSpec:
-        """Return the spec of given rows and weights; a recipe leaves out the dtypes of weights."""
+        """Return the spec of rows and weights. `dtypes` has no weights' dtype with a recipe."""
         w1_eCD, w2_eDF = weights.w1_eCD, weights.w2_eDF
         of_weights = () if recipe is not None else (w1_eCD.dtype, w2_eDF.dtype)
         return cls(
@@ -272,7 +274,7 @@ class ExpertSpec:
         )
 
     def find_torch_only_field(self) -> str | None:
-        """Return the name of a used option that only torch's grouped matmul supports, or None."""
+        """Return the name of a set option that only torch's grouped matmul supports, or None."""
         fields = {
             "MoEConfig.fc1_bias": self.fc1_bias,
             "MoEConfig.fc2_bias": self.fc2_bias,
@@ -283,7 +285,7 @@ class ExpertSpec:
         return next((field for field, is_set in fields.items() if is_set), None)
 
     def find_grouped_problem(self) -> str | None:
-        """Return an error text if grouped matmuls cannot compute these experts, or None."""
+        """Return an error text if torch's grouped matmul cannot compute these experts, or None."""
         if self.dim is None or self.hidden_dim is None or self.dtypes is None:
             return None
         dtype = next(iter(self.dtypes))
@@ -301,13 +303,26 @@ class ExpertSpec:
                 )
         return None
 
-    def _can_multiply_blocks(self) -> bool:
-        """Return whether the device has tensor cores for an "mxfp8" or "nvfp4" recipe."""
-        is_emulated = self.recipe is not None and self.recipe.is_emulated
-        return self.device is not None and is_emulated and has_block_scaled_kernels(self.device)
+    def find_dtype_problem(
+        self,
+        allowed: Sequence[torch.dtype],
+        user: str,
+        fix: str = "set FSDPOptions.param_dtype",
+    ) -> str | None:
+        """Return an error text if rows and weights do not share a dtype in `allowed`, or None.
+
+        The text names the `user` of the rows, and how to `fix` the problem.
+        """
+        if self.dtypes is None or any(self.dtypes == {dtype} for dtype in allowed):
+            return None
+        names = ", ".join(sorted(map(str, self.dtypes)))
+        return (
+            f"dtype of the experts ({names}) must be {' or '.join(map(str, allowed))} for {user}: "
+            f"convert the model, or {fix}"
+        )
 
     def find_fp8_size_problem(self, multiple: int) -> str | None:
-        """Return an error text if D or F is known and no multiple of `multiple`, otherwise None."""
+        """Return an error text if D or F is known and no multiple of `multiple`, or None."""
         for name, size in (("dim", self.dim), ("hidden_dim / etp", self.hidden_dim)):
             if size is not None and size % multiple:
                 return (
@@ -317,7 +332,7 @@ class ExpertSpec:
         return None
 
     def find_fp8_problem(self, multiple: int) -> str | None:
-        """Return an error text if FP8 in blocks of `multiple` cannot compute experts, or None."""
+        """Return an error text if FP8 with blocks of `multiple` cannot compute experts, or None."""
         field = self.find_torch_only_field()
         if field is not None:
             return f"{field} (True) must be False for experts in FP8: {LEAVE_OUT}"
@@ -325,13 +340,12 @@ class ExpertSpec:
             return problem
         if self.device is None or self.device.type in ("cpu", "meta"):  # references: any dtype
             return None
-        if self.dtypes not in (None, {torch.bfloat16}):
-            names = ", ".join(sorted(str(dtype) for dtype in self.dtypes or ()))
-            return (
-                f"dtype of the experts' rows ({names}) must be torch.bfloat16 for experts in FP8: "
-                "convert the model, or set FSDPOptions.param_dtype"
-            )
-        if not (has_hopper_kernels(self.device) or self._can_multiply_blocks()):
+        problem = self.find_dtype_problem((torch.bfloat16,), "experts in FP8")
+        if problem is not None:
+            return problem
+        is_emulated = self.recipe is not None and self.recipe.is_emulated
+        has_block_kernels = is_emulated and has_block_scaled_kernels(self.device)
+        if not (has_hopper_kernels(self.device) or has_block_kernels):
             return (
                 f"device of the experts ({self.device}) must be a Hopper GPU with Triton for "
                 "experts in FP8, or a Blackwell GPU with Triton 3.9 for 'mxfp8' and 'nvfp4': use "

@@ -69,7 +69,7 @@ class _ExpertMLP(torch.autograd.Function):
         unsummed: UnsummedInput | None,
         receiver: GradientReceiver | None,
     ) -> Tensor:
-        """Return [S, D], or with `unsummed` [R, D]; arguments before `rows` may have gradients."""
+        """Return [S, D], or [R, D] with `unsummed`; arguments before `rows` may have gradients."""
         products = make_products(options, index, weights)
         ctx.index_cache = products.index_cache  # a few kB, so saved-tensor hooks may ignore it
         x = products.prepare_rows(rows)
@@ -91,9 +91,7 @@ class _ExpertMLP(torch.autograd.Function):
         ctx.save_for_backward(*tensors, *matrices, *refetch_tensors)
         ctx.ends = (len(tensors), len(tensors) + len(matrices))
         ctx.options, ctx.sinks, ctx.dtype = options, weights.sinks, rows.dtype
-        ctx.magnitudes = (
-            weights.magnitudes
-        )  # changed in place by backward, so autograd must not check it
+        ctx.magnitudes = weights.magnitudes  # not saved by autograd: backward changes it in place
         ctx.is_unsummed = unsummed is not None
         ctx.fetch = None if refetch is None else refetch.fetch
         ctx.sender = None if unsummed is None else unsummed.sender
@@ -106,14 +104,14 @@ class _ExpertMLP(torch.autograd.Function):
         tensors, (end, kept_from) = ctx.saved_tensors, ctx.ends  # checkpointing unpacks once
         matrices = None if ctx.pair is None else tree_unflatten(tensors[end:kept_from], ctx.pair)
         state = SavedState.of(tensors[:end], ctx.dtype, matrices, ctx.magnitudes)
-        of_x, of_w1, of_w2, of_weights, of_handle, a1, b1, a2, b2, *_ = ctx.needs_input_grad
-        of_rows = of_handle if ctx.is_unsummed else of_x
-        wants = Wants(of_rows, of_w1, of_w2, of_weights, a1 or b1, a2 or b2)
-        if ctx.fetch is not None and (wants.w1 or wants.update1 or state.h is None):
+        needs = ctx.needs_input_grad
+        wants = Wants(needs[4 if ctx.is_unsummed else 0], *needs[1:4], *needs[5:9])
+        reads_rows = wants.w1_eCD or wants.a1_erD or wants.b1_eCr or state.h is None
+        if ctx.fetch is not None and reads_rows:
             state = replace(state, rows=ctx.fetch(*tensors[kept_from:]))
         arrived = None if ctx.receiver is None else ctx.receiver.take_packed_grads(grads[0])
         if is_plain_eager() and not torch.is_grad_enabled():
-            grads_of_inputs = compute_gradients(
+            results = compute_gradients(
                 make_products(ctx.options, state.index, state.weights, ctx.index_cache),
                 state,
                 grads[0].contiguous() if arrived is None else arrived,
@@ -124,22 +122,9 @@ class _ExpertMLP(torch.autograd.Function):
             )
         else:  # tracers see the custom op, which refuses a second derivative
             dy = grads[0] if arrived is None else arrived.widen()
-            grads_of_inputs = run_traced_backward(dy, state, ctx.options, ctx.is_unsummed, wants)
-        dx, dhandle = (None, grads_of_inputs.x) if ctx.is_unsummed else (grads_of_inputs.x, None)
-        of_updates = (
-            *(grads_of_inputs.update1 or (None, None)),
-            *(grads_of_inputs.update2 or (None, None)),
-        )
-        constants = (None,) * 6
-        return (
-            dx,
-            grads_of_inputs.w1,
-            grads_of_inputs.w2,
-            grads_of_inputs.weights,
-            dhandle,
-            *of_updates,
-            *constants,
-        )
+            results = run_traced_backward(dy, state, ctx.options, ctx.is_unsummed, wants)
+        dx, dhandle = (None, results.x) if ctx.is_unsummed else (results.x, None)
+        return dx, *results[1:4], dhandle, *results[4:], *(None,) * 6
 
 
 _ExpertMLP.__name__ = "moecore::expert_mlp"  # in profiles, as the custom op
@@ -156,19 +141,20 @@ def expert_mlp(
 ) -> Tensor:
     """Return the weighted sum of each source row's experts; differentiable once, in reverse mode.
 
-    "triton" has no host sync. "torch" has none in bf16 on Hopper and datacenter Blackwell, while
-    other GPUs loop over experts on the host. Rows, H, weights and index are saved for backward. A
-    frozen input costs no product. Under a compiler or a dispatch mode, the sinks, `sender`,
-    `refetch` and quantised weights are not used.
+    Products "triton" have no host sync. Products "torch" have no host sync in bf16 on Hopper and
+    datacenter Blackwell; on other GPUs they loop over experts on the host. Rows, H, weights and
+    index are saved for backward. Backward computes no product for an input without a gradient.
+    Under a compiler or a dispatch mode, the sinks, `sender`, `refetch` and quantised weights are
+    not used.
 
     Args:
-        rows: [S, D] source rows (tokens). Quantised rows have their gradient in a handle.
+        rows: [S, D] source rows (tokens). The gradient of quantised rows is that of their handle.
         weights: this rank's experts, without biases.
         index: the source row and the routing weight of each expert row.
         options: `products` must be a name that `choose_products` returned, not "auto".
-        unsummed: given by a dispatcher that sums expert rows itself. The result has expert rows,
-            and their gradient is that of `unsummed.handle_RD`.
-        receiver: given by a dispatcher that may receive gradients of the output as FP8 rows.
+        unsummed: passed by a dispatcher that sums expert rows itself. The result has expert rows,
+            and their gradient is the gradient of `unsummed.handle_RD`.
+        receiver: passed by a dispatcher that may receive gradients of the output as FP8 rows.
 
     Returns:
         [S, D] in the dtype of the rows, added in fp32 and rounded once; bit-reproducible with

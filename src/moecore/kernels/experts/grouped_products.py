@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from moecore.base.te_names import replace_infinities
+from moecore.kernels.experts.base_products import Products
 from moecore.kernels.experts.contract import (
     MATRICES,
     ExpertWeights,
@@ -24,16 +25,10 @@ from moecore.kernels.experts.contract import (
     Operand,
     ProductSource,
     Role,
-    RowMap,
     Wants,
 )
-from moecore.kernels.experts.low_rank import LowRankProducts
 from moecore.kernels.grouped.wgrad import store_grad
-from moecore.kernels.rows.activation import (
-    ActivationOptions,
-    weighted_activation,
-    weighted_activation_bwd,
-)
+from moecore.kernels.rows.activation import ActivationOptions, weighted_activation_bwd
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import clear_rows_without_slot, gather_rows_without_autograd
 from moecore.kernels.rows.record import Rows
@@ -48,13 +43,10 @@ class Matmuls(Protocol):
     wants: Wants | None = None  # the gradients that the running backward computes
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
-        """Return X @ w1^T, A @ w2^T, dY @ w2 or dH @ w1 per expert, [R, N], as `operand` says."""
+        """Return the rows of `operand` times their experts' matrices (`MATRICES`), [R, N]."""
 
     def weight_grad(self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget) -> Tensor:
-        """Return each expert's dy^T x [e, N, K], the gradient of w1 or w2 (`role`).
-
-        The result is `target.out`, overwritten or added to, or a new tensor.
-        """
+        """Return each expert's dy^T x [e, N, K], the gradient of w1 or w2, written to `target`."""
 
     def drop_weights(self) -> None:
         """Free the matrices; only `weight_grad` may be called after this call."""
@@ -68,7 +60,7 @@ class TorchMatmuls(Matmuls):
         self.offsets_e = index.offsets_e
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
-        """Return X @ w1^T, A @ w2^T, dY @ w2 or dH @ w1 per expert, [R, N], as `operand` says."""
+        """Return the rows of `operand` times their experts' matrices, by `grouped_mm`."""
         role, is_backward = MATRICES[operand]
         w_eNK = self.w1_eCD if role == "w1" else self.w2_eDF
         b_eKN = w_eNK if is_backward else w_eNK.transpose(1, 2)
@@ -77,7 +69,7 @@ class TorchMatmuls(Matmuls):
         return grouped_mm(rows_RK, b_eKN, offs=self.offsets_e)
 
     def weight_grad(self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget) -> Tensor:
-        """Return dy^T x per expert: `target.out`, overwritten or added to, or a new tensor."""
+        """Return each expert's dy^T x, by `grouped_mm`, written to `target`."""
         if x_RK.shape[0]:
             grad_eNK = grouped_mm(dy_RN.t(), x_RK, offs=self.offsets_e)
         else:
@@ -88,13 +80,8 @@ class TorchMatmuls(Matmuls):
         del self.w1_eCD, self.w2_eDF
 
 
-class GroupedProducts:
-    """FC1, activation, FC2 and their gradients for a rank's experts, on gathered expert rows.
-
-    Implements `products.Products`; `matmuls` multiplies, in its own precision.
-    """
-
-    accepts_packed_grads = False
+class GroupedProducts(Products):
+    """`Products` that gather expert rows and then call `matmuls`, which has its own precision."""
 
     def __init__(
         self,
@@ -103,19 +90,11 @@ class GroupedProducts:
         weights: ExpertWeights,
         matmuls: Matmuls,
     ) -> None:
-        self.activation, self.matmuls = activation, matmuls
-        self.index_cache, self.weights_R = matmuls.index_cache, index.weights_R
-        self.row_map = RowMap(index.row_ids_R, index.slots_SK, index.num_rows)
-        has_kernels, offsets_e = matmuls.has_low_rank_kernels, index.offsets_e
-        self.low1 = LowRankProducts(weights.update1, offsets_e, has_kernels=has_kernels)
-        self.low2 = LowRankProducts(weights.update2, offsets_e, has_kernels=has_kernels)
-
-    def prepare_rows(self, rows: Rows) -> Rows:
-        """Return source rows unchanged; they are saved for backward in this format."""
-        return rows
+        super().__init__(index, activation, weights, has_kernels=matmuls.has_low_rank_kernels)
+        self.matmuls, self.index_cache = matmuls, matmuls.index_cache
 
     def fc1(self, rows: Rows, *, keep: bool) -> tuple[Rows | None, Tensor]:
-        """Return H [R, C] as saved for backward (None unless `keep`), and the activation [R, F]."""
+        """Return H [R, C] (None if not `keep`) and the weighted activation [R, F]."""
         h = self.recompute_h(rows)
         return h if keep else None, self.recompute_activation(h)
 
@@ -127,17 +106,10 @@ class GroupedProducts:
         """Return H [R, C], FC1's output with its low-rank update, from source rows."""
         return Rows(self._multiply(self._gather(rows), "x"))
 
-    def recompute_activation(self, h: Rows) -> Tensor:
-        """Return act(H) times the routing weight of each row, [R, F]."""
-        return weighted_activation(h.values, self.weights_R, self.row_map.num_rows, self.activation)
-
     def prepare_output_grad(
         self, dy: Tensor, *, unsummed: bool, wants: Wants | None = None
     ) -> Tensor:
-        """Return the output's gradient [R, D]; if not `unsummed`, dy is [S, D] and is gathered.
-
-        `wants` has the gradients that this backward computes, for `matmuls`.
-        """
+        """Return dY [R, D]: `dy` if `unsummed`, otherwise `dy` [S, D] gathered to expert rows."""
         self.matmuls.wants = wants
         if not unsummed:
             return self._gather(Rows(dy))
@@ -147,24 +119,19 @@ class GroupedProducts:
 
     def activation_bwd(self, dy_RD: Tensor, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
         """Return dH [R, C], gradients of routing weights (fp32 [R]) and act(H) * weight [R, F]."""
-        return weighted_activation_bwd(
-            h.values,
-            self._multiply(dy_RD, "dy"),
-            self.weights_R,
-            self.row_map.num_rows,
-            self.activation,
-        )
+        da_RF, num_rows = self._multiply(dy_RD, "dy"), self.row_map.num_rows
+        return weighted_activation_bwd(h.values, da_RF, self.weights_R, num_rows, self.activation)
 
     def fc1_dgrad(self, dh_RC: Tensor) -> Tensor:
-        """Return the input gradient of FC1, [R, D], one row per expert row."""
+        """Return dH @ w1 [R, D], the gradient of each expert row of X."""
         return self._multiply(dh_RC, "dh")
 
     def fc1_wgrad(self, rows: Rows, dh_RC: Tensor, target: GradTarget) -> Tensor:
-        """Return the gradient of w1: `target.out`, overwritten or added to, or a new tensor."""
+        """Return the gradient of w1, written to `target`."""
         return self.matmuls.weight_grad(dh_RC, self._gather(rows), "w1", target)
 
     def fc2_wgrad(self, dy_RD: Tensor, a_RF: Tensor, target: GradTarget) -> Tensor:
-        """Return the gradient of w2: `target.out`, overwritten or added to, or a new tensor."""
+        """Return the gradient of w2, written to `target`."""
         return self.matmuls.weight_grad(dy_RD, a_RF, "w2", target)
 
     def fc1_update_grad(self, rows: Rows, dh_RC: Tensor) -> LowRankUpdate:
@@ -183,21 +150,18 @@ class GroupedProducts:
         self.matmuls.drop_weights()
 
     def _gather(self, rows: Rows) -> Tensor:
-        """Gather source rows into expert order, in the dtype of the products."""
+        """Return source rows gathered into expert order, in the dtype of the products."""
         x_SD = rows.widen()
         if self.matmuls.saturates:
             x_SD = replace_infinities(x_SD)
         return gather_rows_without_autograd(x_SD, *self.row_map)
 
     def _multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
-        """Return expert rows times the matrix that `operand` selects, with its low-rank update."""
-        low = self.low1 if operand in ("x", "dh") else self.low2
+        """Return expert rows times the matrices of `operand`, with their low-rank updates."""
+        out_RN = self.matmuls.multiply(rows_RK, operand)
+        role, is_backward = MATRICES[operand]
+        low = self.low1 if role == "w1" else self.low2
         if low.update is None:
-            return self.matmuls.multiply(rows_RK, operand)
-        source = ProductSource(rows_RK, None)
-        addend = (
-            low.compute_forward_addend(source)
-            if operand in ("x", "a")
-            else low.compute_backward_addend(source)
-        )
-        return low.add(self.matmuls.multiply(rows_RK, operand), addend)
+            return out_RN
+        compute = low.compute_backward_addend if is_backward else low.compute_forward_addend
+        return low.add(out_RN, compute(ProductSource(rows_RK, None)))

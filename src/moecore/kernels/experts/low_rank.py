@@ -23,7 +23,7 @@ from moecore.kernels.grouped.wgrad import grouped_wgrad
 class LowRankProducts:
     """The low-rank (LoRA) part of one matrix's products, and the gradients of its A and B.
 
-    `update` None = no update: then addends are None. `has_kernels` = moecore's kernels multiply.
+    Without an `update`, addends are None. `has_kernels` = moecore's kernels multiply.
     """
 
     def __init__(
@@ -34,10 +34,7 @@ class LowRankProducts:
         self._backward: Addend | None = None
 
     def compute_forward_addend(self, x: ProductSource | None) -> Addend | None:
-        """Return u = x A^T and B^T, whose product is added to x W^T; None without an update.
-
-        The first result is cached, and x is not read again.
-        """
+        """Return u = x A^T and B^T, whose product is added to x W^T; cached. None = no update."""
         if self.update is not None and self._forward is None:
             a_erI, b_eOr = self.update
             u_Rr = self._multiply(x, a_erI.transpose(1, 2))
@@ -45,13 +42,13 @@ class LowRankProducts:
         return self._forward
 
     def compute_backward_addend(self, dy: ProductSource | None) -> Addend | None:
-        """Return v = dy B and A, whose product is added to dy W; cached. None without an update."""
+        """Return v = dy B and A, whose product is added to dy W; cached. None = no update."""
         if self.update is not None and self._backward is None:
             self._backward = Addend(self._multiply(dy, self.update.b_eOr), self.update.a_erI)
         return self._backward
 
     def add(self, out_RN: Tensor, addend: Addend | None) -> Tensor:
-        """Add the addend's product to `out_RN` in place (None = nothing), and return `out_RN`."""
+        """Return `out_RN`, to which the addend's product is added in place (None = no addend)."""
         if addend is None:
             return out_RN
         if self._has_kernels:
@@ -61,14 +58,14 @@ class LowRankProducts:
     def compute_update_grads(
         self, x: ProductSource | None, dy: ProductSource | None
     ) -> LowRankUpdate:
-        """Return the gradients of A and B, from input x and output gradient dy of the product."""
+        """Return the gradients of A and B, from the product's input x and output gradient dy."""
         u, v = self.compute_forward_addend(x), self.compute_backward_addend(dy)
         assert u is not None and v is not None and x is not None and dy is not None
         u_Rr, v_Rr = (ProductSource(addend.rows_Rr, None, is_finite=True) for addend in (u, v))
         return LowRankUpdate(self._sum_outer_products(v_Rr, x), self._sum_outer_products(dy, u_Rr))
 
     def _multiply(self, source: ProductSource | None, b_eKN: Tensor) -> Tensor:
-        """Return the source's expert rows times the matrices of their experts, [R, N]."""
+        """Return the expert rows of `source` times the matrices of their experts, [R, N]."""
         assert source is not None, "a matrix with an update needs its rows"
         if self._has_kernels:
             ids_R = source.row_ids_R
@@ -79,7 +76,7 @@ class LowRankProducts:
         return grouped_mm(rows_RK, b_eKN, offs=self._offsets_e)
 
     def _sum_outer_products(self, lhs: ProductSource, rhs: ProductSource) -> Tensor:
-        """Return lhs^T rhs over the rows of each expert, [e, columns of lhs, columns of rhs]."""
+        """Return each expert's lhs^T rhs over its rows, [e, columns of lhs, columns of rhs]."""
         if self._has_kernels:
             # x, the narrow side of a tile, may be gathered and hold anything past an expert's rows.
             narrower = rhs.rows.shape[1] < lhs.rows.shape[1]

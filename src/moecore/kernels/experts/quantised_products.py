@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,13 +22,7 @@ from torch.nn.functional import grouped_mm
 
 from moecore.base.options.precision import Recipe
 from moecore.kernels.common import has_block_scaled_kernels, has_hopper_kernels
-from moecore.kernels.experts.contract import (
-    MATRICES,
-    ExpertWeights,
-    GradTarget,
-    Operand,
-    Role,
-)
+from moecore.kernels.experts.contract import MATRICES, ExpertWeights, GradTarget, Operand, Role
 from moecore.kernels.experts.grouped_products import Matmuls
 from moecore.kernels.grouped.block_scaled import block_scaled_gemm, block_scaled_wgrad
 from moecore.kernels.grouped.gemm import grouped_gemm
@@ -48,7 +43,7 @@ from moecore.kernels.rows.shard_blocks import transpose_values
 
 
 class QuantisedMatrices:
-    """A cache of the quantised operands of w1 and w2, each made when a product first reads it."""
+    """Cache of the quantised operands of w1 and w2, each made when a product first reads it."""
 
     def __init__(
         self,
@@ -62,15 +57,14 @@ class QuantisedMatrices:
         self._operands: dict[tuple[Role, bool], Blocks] = {}  # by role and whether transposed
 
     def get_operand(self, role: Role, is_transposed: bool) -> Blocks:
-        """Return w1 or w2 as the operand that is summed over columns, or rows if is_transposed."""
+        """Return w1 or w2 (`role`) as the operand of sums over columns, or rows if transposed."""
         weights = self._weights
         assert weights is not None, "the weights were dropped"
         if weights.quantised is not None:
-            pair = weights.quantised[role == "w2"]
-            if pair.columns is None:
-                assert pair.rows is not None, "one layout was gathered"
+            pair: Any = weights.quantised[role == "w2"]
+            if pair.columns is None:  # only one layout was all-gathered
                 return self._unpack(pair.rows, is_transposed)
-            return pair[is_transposed]  # type: ignore[return-value]
+            return pair[is_transposed]  # type: ignore[no-any-return]
         key = role, is_transposed
         if key not in self._operands:
             w_eNK = weights.w1_eCD if role == "w1" else weights.w2_eDF
@@ -86,14 +80,8 @@ class QuantisedMatrices:
         self._operands.clear()
 
 
-GRADIENTS: tuple[Operand, ...] = ("dy", "dh")
-
-
 class ScaledMatmuls(Matmuls):
-    """Products of expert rows and matrices in FP8 with a scale per row or per tensor, by torch.
-
-    A CPU runs the references.
-    """
+    """`Matmuls` in FP8 with a scale per row or per tensor, by torch. A CPU runs the references."""
 
     def __init__(self, index: ExpertIndex, weights: ExpertWeights, recipe: Recipe) -> None:
         self.recipe, self.offsets_e = recipe, index.offsets_e
@@ -105,13 +93,13 @@ class ScaledMatmuls(Matmuls):
         self._other_layouts: dict[tuple[Operand, bool], Blocks] = {}
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
-        """Return X @ w1^T, A @ w2^T, dY @ w2 or dH @ w1 per expert, [R, N], as `operand` says."""
+        """Return the rows of `operand` times their experts' matrices, in the dtype of the rows."""
         matrix = self.matrices.get_operand(*MATRICES[operand])
         a = self._quantise_operand(operand, rows_RK)
         return scaled_gemm(a, matrix, self.offsets_e, rows_RK.dtype)
 
     def weight_grad(self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget) -> Tensor:
-        """Return dy^T x per expert: `target.out`, overwritten or added to, or a new tensor."""
+        """Return each expert's dy^T x, written to `target`."""
         dy = self._quantise_operand("dh" if role == "w1" else "dy", dy_RN, columns=True)
         x = self._quantise_operand("x" if role == "w1" else "a", x_RK, columns=True)
         grad_eNK = scaled_wgrad(dy, x, self._padded_e, dy_RN.dtype)
@@ -123,28 +111,27 @@ class ScaledMatmuls(Matmuls):
 
     @cached_property
     def _padded_e(self) -> Tensor:
-        """Running sum of the experts' rows, each padded to a multiple of 16."""
+        """Running sum of the experts' row counts, each padded to a multiple of 16."""
         return pad_offsets(self.offsets_e)
 
     def _quantise_operand(self, operand: Operand, rows: Tensor, *, columns: bool = False) -> Blocks:
         """Quantise X, A, dY or dH (`operand`) for sums over its columns, or over rows if `columns`.
 
-        If a later product reads a gradient's other layout, one pass makes both and caches it.
+        If backward also reads a gradient's other layout, one pass makes both, and one is cached.
         """
         layout = self._other_layouts.pop((operand, columns), None)
         if layout is not None:
             return layout
-        is_gradient = operand in GRADIENTS
+        is_gradient = MATRICES[operand][1]
         has_both_layouts = is_gradient and self._is_read_in_backward(operand, not columns)
         amax = new_amax = None
         if self.magnitudes is not None:
-            # Forward collects those of X and A.
-            if is_gradient or not columns:
+            if is_gradient or not columns:  # forward records the amax of X and A
                 new_amax = self.magnitudes.seen.get(operand)
             amax = self.magnitudes.past[operand]
             if amax is not None and not self.magnitudes.has_all_amax:
                 amax = compute_row_amax(rows, self.offsets_e, amax)
-        layouts = quantise_expert_rows(
+        layouts: Any = quantise_expert_rows(
             rows,
             self.offsets_e,
             self._padded_e if columns or has_both_layouts else None,
@@ -156,41 +143,37 @@ class ScaledMatmuls(Matmuls):
             amax=amax,
             seen=new_amax,
         )
-        other = layouts[not columns]
-        if other is not None:
-            self._other_layouts[operand, not columns] = other
-        layout = layouts[columns]
-        assert layout is not None, "this layout was requested"
-        return layout
+        if has_both_layouts:
+            self._other_layouts[operand, not columns] = layouts[not columns]
+        return layouts[columns]  # type: ignore[no-any-return]
 
     def _is_read_in_backward(self, operand: Operand, columns: bool) -> bool:
         """Return whether backward reads dY or dH for sums over rows (`columns`) or over columns."""
-        wants = self.wants
-        if wants is None:
+        if self.wants is None:
             return False
         if columns:
-            return wants.w2 if operand == "dy" else wants.w1
-        return operand == "dh" and wants.x
+            return self.wants.w2_eDF if operand == "dy" else self.wants.w1_eCD
+        return operand == "dh" and self.wants.x
 
 
 def quantise_by_rows(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> OperandPair:
-    """Quantise matrices to FP8, one scale per row or matrix; `layouts`: flags rows and columns."""
+    """Quantise matrices [e, N, K] to FP8 with one scale per row or per matrix, by the recipe.
+
+    `layouts`: the flags `rows` (sums over K) and `columns` (sums over N).
+    """
     per_row, power_of_two = recipe.scaling == "rowwise", recipe.power_of_two
     return quantise_expert_matrices(w_eNK, per_row=per_row, power_of_two=power_of_two, **layouts)
 
 
 def _unpack_fp8(matrix: Blocks, is_transposed: bool) -> Blocks:
-    """Return all-gathered matrices, one scale each, as an operand, copied if is_transposed."""
+    """Return all-gathered FP8 matrices, one scale each, as an operand; a copy if transposed."""
     values = transpose_values(matrix.values) if is_transposed else matrix.values
     scales = matrix.scales[:, None].expand(values.shape[:2])
     return Blocks(values, scales.contiguous(), "row")
 
 
 class EmulatedMatmuls(Matmuls):
-    """Products of expert rows and matrices in MXFP8 or NVFP4.
-
-    They are emulated in bf16 where the GPU has no tensor cores for the format.
-    """
+    """`Matmuls` in MXFP8 or NVFP4, emulated in bf16 on GPUs without tensor cores for the format."""
 
     def __init__(self, index: ExpertIndex, weights: ExpertWeights, recipe: Recipe) -> None:
         self.recipe, self.offsets_e = recipe, index.offsets_e
@@ -205,11 +188,11 @@ class EmulatedMatmuls(Matmuls):
         )
         self.padded_rows = pad_rows(index.offsets_e, length, recipe.weight_multiple)
         quantise = partial(quantise_emulated, recipe=recipe)
-        unpack = _transpose_bytes if self.is_packed else partial(_unpack_blocks, recipe)
+        unpack = partial(_unpack_emulated, recipe, self.is_packed)
         self.matrices = QuantisedMatrices(weights, quantise, unpack)
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
-        """Return X @ w1^T, A @ w2^T, dY @ w2 or dH @ w1 per expert, [R, N], as `operand` says."""
+        """Return the rows of `operand` times their experts' matrices, in the dtype of the rows."""
         role, is_backward = MATRICES[operand]
         b = self.matrices.get_operand(role, is_backward)
         if not rows_RK.shape[0]:
@@ -221,11 +204,9 @@ class EmulatedMatmuls(Matmuls):
         return _multiply_emulated(a, b, self.offsets_e, expert_R, dtype)
 
     def weight_grad(self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget) -> Tensor:
-        """Return dy^T x per expert: `target.out`, overwritten or added to, or a new tensor."""
-        dy, x = (
-            self._quantise_transposed(dy_RN, is_gradient=True),
-            self._quantise_transposed(x_RK, is_gradient=False),
-        )
+        """Return each expert's dy^T x, written to `target`."""
+        dy = self._quantise_transposed(dy_RN, is_gradient=True)
+        x = self._quantise_transposed(x_RK, is_gradient=False)
         offsets_e, dtype = self.padded_rows.offsets_e, target.dtype or self.matrices.dtypes[role]
         if self.is_packed:
             out, adds, scale = target.out, target.adds, target.scale
@@ -244,7 +225,7 @@ class EmulatedMatmuls(Matmuls):
 
     @cached_property
     def _rows_P(self) -> tuple[Tensor, Tensor]:
-        """Return each padded row's source row (-1 = zeros) and expert, int64 [P] each."""
+        """The expert row (-1 = zeros) and the expert of each padded row, int64 [P] each."""
         place_R, length = self.padded_rows.place_R, self.padded_rows.length
         row_P = torch.arange(length, device=place_R.device)
         source_P = row_P.new_full((length + 1,), -1)
@@ -253,7 +234,7 @@ class EmulatedMatmuls(Matmuls):
         return source_P[:-1], expert_P
 
     def _quantise_transposed(self, rows: Tensor, *, is_gradient: bool) -> Blocks:
-        """Quantise rows, padded per expert, to a weight gradient's operand, summed over rows."""
+        """Quantise expert rows, padded per expert, as an operand of a weight gradient."""
         source_P, expert_P = self._rows_P
         return self._quantise_rows(
             rows, over_rows=True, is_gradient=is_gradient, sources_M=source_P, expert_M=expert_P
@@ -263,21 +244,20 @@ class EmulatedMatmuls(Matmuls):
 def quantise_emulated(
     w_eNK: Tensor, recipe: Recipe, *, rows: bool = True, columns: bool = True
 ) -> OperandPair:
-    """Quantise matrices to MXFP8 or NVFP4 for sums over K (`rows`) and N (`columns`). No autograd.
+    """Quantise matrices [e, N, K] to MXFP8 or NVFP4, for sums over K (`rows`) and N (`columns`).
 
-    Operands are packed bytes if the device multiplies such bytes, otherwise emulated.
+    Operands are packed bytes if the device multiplies packed bytes, otherwise wide values.
     """
     is_packed = has_block_scaled_kernels(w_eNK.device)
     return quantise_microscaled_matrices(w_eNK, recipe, rows=rows, columns=columns, pack=is_packed)
 
 
-def _unpack_blocks(recipe: Recipe, matrix: Blocks, is_transposed: bool) -> Blocks:
-    """Unpack an all-gathered NVFP4 matrix to an emulated operand, summed over N if transposed."""
-    return unpack_matrices(matrix, recipe, transposed=is_transposed)
-
-
-def _transpose_bytes(matrix: Blocks, is_transposed: bool) -> Blocks:
-    """Return an all-gathered packed matrix, transposed for sums over N if is_transposed."""
+def _unpack_emulated(
+    recipe: Recipe, is_packed: bool, matrix: Blocks, is_transposed: bool
+) -> Blocks:
+    """Return an all-gathered packed matrix as operand, for sums over N if `is_transposed`."""
+    if not is_packed:
+        return unpack_matrices(matrix, recipe, transposed=is_transposed)
     return transpose_matrices(matrix) if is_transposed else matrix
 
 

@@ -37,7 +37,7 @@ ACCUMULATED = (torch.float32, torch.bfloat16)  # dtypes in which a product adds 
 
 
 class TEMatmuls(Matmuls):
-    """Products of expert rows and matrices by Transformer Engine, in 16 bits or by its recipes."""
+    """`Matmuls` by Transformer Engine, in 16 bits or by its recipes."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class TEMatmuls(Matmuls):
         self._matrices: dict[Operand, Any] = {}  # by what is multiplied by them
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
-        """Return X @ w1^T, A @ w2^T, dY @ w2 or dH @ w1 per expert, [R, N], as `operand` says."""
+        """Return the rows of `operand` times their experts' matrices; unused rows are undefined."""
         role, is_backward = MATRICES[operand]
         w_eNK = self.w1_eCD if role == "w1" else self.w2_eDF
         if operand not in self._matrices:
@@ -69,7 +69,7 @@ class TEMatmuls(Matmuls):
         return out_RN
 
     def weight_grad(self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget) -> Tensor:
-        """Return dy^T x per expert: `target.out`, overwritten or added to, or a new tensor."""
+        """Return each expert's dy^T x, written to `target`."""
         out, dtype = target.out, target.dtype or self.dtypes[role]
         is_direct = out is not None and target.scale == 1.0 and out.dtype in ACCUMULATED
         adds, shape = is_direct and target.adds, (len(self.splits), dy_RN.shape[1], x_RK.shape[1])
@@ -81,8 +81,7 @@ class TEMatmuls(Matmuls):
         elif not adds:
             grad.zero_()
         if is_direct:
-            assert out is not None
-            return out
+            return out  # type: ignore[return-value]
         return store_grad(grad, out, target.adds, target.dtype, target.scale)
 
     def drop_weights(self) -> None:
@@ -90,9 +89,9 @@ class TEMatmuls(Matmuls):
         self._matrices.clear()
 
     def _make_operands(self, x: Tensor, operand: te_names.Operand, *, over_rows: bool) -> Any:
-        """Split expert rows, or matrices with operand "weight", by expert; quantise with a recipe.
+        """Split x, expert rows or matrices ("weight"), by expert, and quantise it by the recipe.
 
-        `over_rows`: whether the product sums over rows of x instead of columns.
+        `over_rows` = the product sums over rows of x, not over columns.
         """
         splits = [x.shape[1]] * x.shape[0] if operand == "weight" else self.splits
         x_RK = x.reshape(-1, x.shape[-1])[: sum(splits)]
@@ -102,7 +101,7 @@ class TEMatmuls(Matmuls):
 
 
 def find_te_problem(spec: ExpertSpec) -> str | None:
-    """Return an error text if Transformer Engine cannot multiply these experts, or None."""
+    """Return an error text if Transformer Engine cannot compute experts of this spec, or None."""
     field, recipe = spec.find_torch_only_field(), spec.recipe
     if field is not None:
         return f"{field} (True) must be False for expert_backend ('te'): use expert_backend='torch'"
@@ -115,21 +114,17 @@ def find_te_problem(spec: ExpertSpec) -> str | None:
     multiple = BLOCK if recipe is not None and recipe.scaling == "blockwise" else multiple
     if (problem := spec.find_fp8_size_problem(multiple)) is not None:
         return problem
-    is_gpu = spec.device is not None and spec.device.type not in ("cpu", "meta")
-    dtypes = ({torch.bfloat16},) if recipe is not None else ({torch.bfloat16}, {torch.float16})
-    if is_gpu and spec.dtypes is not None and spec.dtypes not in dtypes:
-        names = ", ".join(sorted(str(dtype) for dtype in spec.dtypes))
-        return (
-            f"dtype of the experts ({names}) must be torch.bfloat16 for expert_backend ('te'): "
-            "convert the model, or set FSDPOptions.param_dtype"
-        )
+    if spec.device is not None and spec.device.type not in ("cpu", "meta"):
+        dtypes = (torch.bfloat16,) if recipe is not None else (torch.bfloat16, torch.float16)
+        if (problem := spec.find_dtype_problem(dtypes, "expert_backend ('te')")) is not None:
+            return problem
     return spec.find_grouped_problem() or te_names.find_recipe_problem(recipe, spec.device)
 
 
 def read_splits(index: ExpertIndex, recipe: Recipe | None) -> list[int]:
-    """Return the number of rows of each expert, with one host sync.
+    """Return the number of rows of each expert. Host sync.
 
-    Raise ValueError if a number is not a multiple of the recipe's row alignment.
+    Raises ValueError if a number is not a multiple of the recipe's row alignment.
     """
     ends = index.offsets_e.tolist()
     splits = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]

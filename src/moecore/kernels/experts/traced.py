@@ -1,7 +1,7 @@
 """The experts' operation as a custom op: what compilers, fake tensors and dispatch modes see.
 
-Schemas are flat; each op has a record of its arguments by the names in its schema, so that nothing
-is taken by position.
+Schemas are flat. Each op has a record with one field per argument of its schema, so that arguments
+are read by name.
 
 Letters: as in `contract.py`.
 """
@@ -19,13 +19,7 @@ from torch import Tensor
 
 from moecore.base.options.precision import Recipe
 from moecore.kernels.experts.backward import Grads, SavedState, compute_gradients
-from moecore.kernels.experts.contract import (
-    LEAVE_OUT,
-    ExpertMLPOptions,
-    ExpertWeights,
-    LowRankUpdate,
-    Wants,
-)
+from moecore.kernels.experts.contract import LEAVE_OUT, ExpertMLPOptions, ExpertWeights, Wants
 from moecore.kernels.experts.products import make_products
 from moecore.kernels.ops import Op
 from moecore.kernels.rows.activation import FLAT, make_options
@@ -54,7 +48,7 @@ _BACKWARD = (
 
 
 def _make_record_class(name: str, schema: str) -> Any:
-    """Create a namedtuple class with one optional field per argument of a schema."""
+    """Return a namedtuple class with one optional field per argument of a schema."""
     names = re.findall(r"(\w+)[,)]", schema.split("->")[0])
     return namedtuple(name, names, defaults=[None] * len(names))
 
@@ -65,7 +59,7 @@ _BackwardInputs = _make_record_class("_BackwardInputs", _BACKWARD)
 
 
 def _make_options(args: Any) -> ExpertMLPOptions:
-    """Rebuild `ExpertMLPOptions` from `args`, an `_Inputs` or `_BackwardInputs`."""
+    """Return the `ExpertMLPOptions` of `args`, an `_Inputs` or `_BackwardInputs`."""
     activation = make_options(args.kind, args.limit, args.up_limit, args.alpha, args.interleaved)
     recipe = None
     if args.scaling:
@@ -84,19 +78,12 @@ def _flatten_options(options: ExpertMLPOptions, dtype: torch.dtype) -> tuple[Any
     return *activation.flat, options.products, options.keep_h, scaling, *flat[1:], dtype
 
 
-def _make_rows(values: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Rows:
-    """Return the rows, which with scales widen to `dtype`."""
-    return Rows(values) if scales is None else Rows(values, scales, dtype)
-
-
-def _make_index(args: Any) -> ExpertIndex:
-    return ExpertIndex(args.row_ids_R, args.weights_R, args.slots_SK, args.offsets_e)
-
-
-def _make_weights(args: Any) -> ExpertWeights:
-    return ExpertWeights(w1_eCD=args.w1_eCD, w2_eDF=args.w2_eDF).replace_updates(
-        _list_updates(args)
-    )
+def _make_state(args: Any, h: Rows | None = None) -> SavedState:
+    """Return rows, weights and index of `args`, an `_Inputs` or `_BackwardInputs`, with H."""
+    weights = ExpertWeights(w1_eCD=args.w1_eCD, w2_eDF=args.w2_eDF)
+    index = ExpertIndex(args.row_ids_R, args.weights_R, args.slots_SK, args.offsets_e)
+    rows = Rows(args.x_SD, args.x_scales, args.dtype)
+    return SavedState(rows, h, weights.replace_updates(_list_updates(args)), index)
 
 
 def _list_updates(args: Any) -> tuple[Any, ...]:
@@ -104,15 +91,15 @@ def _list_updates(args: Any) -> tuple[Any, ...]:
 
 
 def _forward(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the op on `_Inputs`: return y, and H's values and scales (empty if absent).
+    """Run the op on `_Inputs`; return y, [S, D] or unsummed [R, D], and H's values and scales.
 
-    y is [S, D], or [R, D] if unsummed.
+    An absent output is an empty tensor.
     """
     args = _Inputs(*flat)
-    products = make_products(_make_options(args), _make_index(args), _make_weights(args))
-    x = products.prepare_rows(_make_rows(args.x_SD, args.x_scales, args.dtype))
-    h, a = products.fc1(x, keep=args.keep_h)
-    # No output is another one's alias, an empty one neither.
+    state: Any = _make_state(args)
+    products = make_products(_make_options(args), state.index, state.weights)
+    h, a = products.fc1(products.prepare_rows(state.rows), keep=args.keep_h)
+    # Outputs of a custom op must not alias each other, also if they are empty.
     none, no_scales = (args.x_SD.new_empty(0, dtype=dtype) for dtype in (args.dtype, torch.float32))
     h_rows = Rows(none) if h is None else h
     y = products.fc2(a)
@@ -134,38 +121,30 @@ def _forward_fake(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _backward(*flat: Any) -> tuple[Tensor, ...]:
-    """Return gradients of x, w1, w2, routing weights and updates from `_BackwardInputs`.
-
-    A gradient that is not requested is an empty tensor.
-    """
+    """Return all `Grads` from `_BackwardInputs`; [0] for a gradient that is not requested."""
     args = _BackwardInputs(*flat)
     h_scales = args.h_scales if args.h_scales.ndim > 1 else None
-    h = _make_rows(args.h_RC, h_scales, args.dtype) if args.h_RC.ndim > 1 else None
-    state = SavedState(
-        _make_rows(args.x_SD, args.x_scales, args.dtype), h, _make_weights(args), _make_index(args)
-    )
+    h = Rows(args.h_RC, h_scales, args.dtype) if args.h_RC.ndim > 1 else None
+    state, wants, dy = _make_state(args, h), Wants(*args.wants), args.dy.contiguous()
     products = make_products(_make_options(args), state.index, state.weights)
-    wants, dy = Wants(*args.wants), args.dy.contiguous()
-    grads = compute_gradients(products, state, dy, wants, unsummed=args.unsummed)
-    of_updates = (*(grads.update1 or (None, None)), *(grads.update2 or (None, None)))
-    return tuple(dy.new_empty(0) if g is None else g for g in (*grads[:4], *of_updates))
+    grads: Any = compute_gradients(products, state, dy, wants, unsummed=args.unsummed)
+    return tuple(g if want else dy.new_empty(0) for g, want in zip(grads, wants, strict=True))
 
 
 def _backward_fake(*flat: Any) -> tuple[Tensor, ...]:
-    """Return uninitialised gradients as `_backward` orders them, [0] where not requested."""
+    """Return uninitialised `Grads` as `_backward` does, [0] for gradients not requested."""
     args = _BackwardInputs(*flat)
     likes = (args.dy, args.w1_eCD, args.w2_eDF, args.weights_R, *_list_updates(args))
-    wants = [*args.wants[:4], *(want for want in args.wants[4:] for _ in range(2))]
     return tuple(
         like.new_empty(like.shape) if want else args.dy.new_empty(0)
-        for like, want in zip(likes, wants, strict=True)
+        for like, want in zip(likes, args.wants, strict=True)
     )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     """Save the tensors and options that `_differentiate` reads, as autograd's setup_context."""
-    args, h = _Inputs(*inputs), Rows(*output[1:])
-    state = SavedState(Rows(args.x_SD, args.x_scales), h, _make_weights(args), _make_index(args))
+    args = _Inputs(*inputs)
+    state = _make_state(args, Rows(*output[1:]))
     ctx.save_for_backward(*state.list_saved_tensors())
     ctx.options, ctx.dtype = _make_options(args), args.dtype
     ctx.is_unsummed, ctx.has_handle = args.unsummed, args.handle is not None
@@ -179,20 +158,10 @@ def _differentiate(ctx: Any, dy: Tensor | None, *_: None) -> Any:
         return _Inputs()
     needs = _Inputs(*ctx.needs_input_grad)
     leaf = "handle" if ctx.has_handle else "x_SD"
-    of_updates = (needs.a1_erD or needs.b1_eCr, needs.a2_erF or needs.b2_eDr)
-    of_x = getattr(needs, leaf)
-    wants = Wants(of_x, needs.w1_eCD, needs.w2_eDF, needs.weights_R, *of_updates)
+    wants = Wants(getattr(needs, leaf), *(getattr(needs, name) for name in Wants._fields[1:]))
     state = SavedState.of(ctx.saved_tensors, ctx.dtype)
-    grads_of_inputs = run_traced_backward(dy, state, ctx.options, ctx.is_unsummed, wants)
-    (a1, b1), (a2, b2) = (
-        grads_of_inputs.update1 or (None, None),
-        grads_of_inputs.update2 or (None, None),
-    )
-    of_matrices = dict(
-        w1_eCD=grads_of_inputs.w1, w2_eDF=grads_of_inputs.w2, weights_R=grads_of_inputs.weights
-    )
-    grads = _Inputs(**of_matrices, a1_erD=a1, b1_eCr=b1, a2_erF=a2, b2_eDr=b2)
-    return grads._replace(**{leaf: grads_of_inputs.x})
+    grads = run_traced_backward(dy, state, ctx.options, ctx.is_unsummed, wants)._asdict()
+    return _Inputs(**{leaf: grads.pop("x")}, **grads)
 
 
 _backward_op = Op("expert_mlp_bwd", _backward, _backward_fake, schema=_BACKWARD).custom
@@ -213,9 +182,9 @@ def _raise_if_delayed_scaling(weights: ExpertWeights, recipe: Recipe | None) -> 
 def run_traced_backward(
     dy: Tensor, state: SavedState, options: ExpertMLPOptions, unsummed: bool, wants: Wants
 ) -> Grads:
-    """Return the gradients that `wants` requests by the custom op; None = not requested.
+    """Return the gradients that `wants` requests, computed by the custom op.
 
-    `dy` is [S, D], or [R, D] if `unsummed`. Raise ValueError for delayed scaling.
+    `dy` is [S, D], or [R, D] if `unsummed`. Raises ValueError for delayed scaling.
     """
     weights, index = state.weights, state.index
     _raise_if_delayed_scaling(weights, options.recipe)
@@ -226,12 +195,8 @@ def run_traced_backward(
     places = (index.row_ids_R, index.slots_SK, index.offsets_e)
     options_flat: Any = (*_flatten_options(options, dy.dtype), unsummed, list(wants))
     rows_flat = (rows.values, rows.scales, h.values, h_scales)
-    *grads, a1, b1, a2, b2 = _backward_op(
-        *_BackwardInputs(dy, *rows_flat, *matrices, *places, *options_flat)
-    )
-    gradients: list[Any] = [*grads, LowRankUpdate(a1, b1), LowRankUpdate(a2, b2)]
-    pairs = zip(gradients, wants, strict=True)
-    return Grads(*(grad if want else None for grad, want in pairs))
+    grads = _backward_op(*_BackwardInputs(dy, *rows_flat, *matrices, *places, *options_flat))
+    return Grads(*(grad if want else None for grad, want in zip(grads, wants, strict=True)))
 
 
 def run_traced_expert_mlp(
@@ -241,10 +206,10 @@ def run_traced_expert_mlp(
     index: ExpertIndex,
     options: ExpertMLPOptions,
 ) -> Tensor:
-    """Return the experts' output by the custom op, which compilers can trace.
+    """Return the experts' output, computed by the custom op, which compilers can trace.
 
-    It is [S, D], or [R, D] with `handle_RD`, which is None unless the dispatcher sums expert rows.
-    Raise ValueError for delayed scaling.
+    The output is [S, D], or [R, D] with `handle_RD`, which a dispatcher that sums expert rows
+    passes. Raises ValueError for delayed scaling.
     """
     _raise_if_delayed_scaling(weights, options.recipe)
     matrices = (weights.w1_eCD, weights.w2_eDF, *weights.list_updates())

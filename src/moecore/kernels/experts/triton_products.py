@@ -11,32 +11,27 @@ Letters: as in `contract.py`.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from moecore.kernels.common import INTERPRET, has_hopper_kernels
+from moecore.kernels.experts.base_products import Products
 from moecore.kernels.experts.contract import (
     ExpertSpec,
     ExpertWeights,
     GradTarget,
     LowRankUpdate,
     ProductSource,
-    RowMap,
     Wants,
 )
-from moecore.kernels.experts.low_rank import LowRankProducts
 from moecore.kernels.grouped.cooperative import cooperative_activation, cooperative_gemm
 from moecore.kernels.grouped.gemm import grouped_gemm, grouped_gemm_activation
 from moecore.kernels.grouped.pingpong import pingpong_activation_bwd
 from moecore.kernels.grouped.skeleton import Addend
 from moecore.kernels.grouped.wgrad import grouped_wgrad
-from moecore.kernels.rows.activation import (
-    ActivationOptions,
-    weighted_activation,
-    weighted_activation_bwd,
-)
+from moecore.kernels.rows.activation import ActivationOptions, weighted_activation_bwd
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import gather_used_rows
 from moecore.kernels.rows.packed import gather_packed_rows
@@ -53,13 +48,8 @@ GATHER_FIRST: dict[Use, int] = {
 }
 
 
-class TritonProducts:
-    """FC1, activation, FC2 and their gradients for a rank's experts, in 16 bits.
-
-    Implements `products.Products` by this package's kernels, on Hopper by Gluon kernels.
-    """
-
-    accepts_packed_grads = False
+class TritonProducts(Products):
+    """`Products` in 16 bits by this package's kernels, on Hopper by Gluon kernels."""
 
     def __init__(
         self,
@@ -68,24 +58,16 @@ class TritonProducts:
         weights: ExpertWeights,
         index_cache: RowTiles | None = None,
     ) -> None:
-        self.activation = activation
+        super().__init__(index, activation, weights, has_kernels=True)
         self.w1_eCD, self.w2_eDF = weights.w1_eCD, weights.w2_eDF
         self.hidden_dim = weights.w2_eDF.shape[2]
-        self.row_map = RowMap(index.row_ids_R, index.slots_SK, index.num_rows)
-        self.weights_R, self.offsets_e = index.weights_R, index.offsets_e
         length, device = index.row_ids_R.shape[0], index.row_ids_R.device
         if index_cache is None and length and has_hopper_kernels(device):
             index_cache = map_row_tiles(index.offsets_e, length)
         self.index_cache = self.tiles = index_cache
-        self.low1 = LowRankProducts(weights.update1, index.offsets_e, has_kernels=True)
-        self.low2 = LowRankProducts(weights.update2, index.offsets_e, has_kernels=True)
-
-    def prepare_rows(self, rows: Rows) -> Rows:
-        """Return source rows unchanged; they are saved for backward in this format."""
-        return rows
 
     def fc1(self, rows: Rows, *, keep: bool) -> tuple[Rows | None, Tensor]:
-        """Return H [R, C], None unless `keep`, and the activation [R, F]."""
+        """Return H [R, C] (None if not `keep`) and the weighted activation [R, F]."""
         x = self._choose_source(rows, "fc1")
         h_RC, a_RF = self._multiply_fc1(x, self.low1.compute_forward_addend(x))
         return Rows(h_RC) if keep else None, a_RF
@@ -97,50 +79,38 @@ class TritonProducts:
 
     def recompute_h(self, rows: Rows) -> Rows:
         """Return H [R, C], FC1's output with its low-rank update, from source rows."""
-        x = self._choose_source(rows, "recompute")
-        return Rows(
-            self._multiply(x, self.w1_eCD.transpose(1, 2), self.low1.compute_forward_addend(x))
-        )
-
-    def recompute_activation(self, h: Rows) -> Tensor:
-        """Return act(H) times the routing weight of each row, [R, F]."""
-        return weighted_activation(h.values, self.weights_R, self.row_map.num_rows, self.activation)
+        x, b_eDC = self._choose_source(rows, "recompute"), self.w1_eCD.transpose(1, 2)
+        return Rows(self._multiply(x, b_eDC, self.low1.compute_forward_addend(x)))
 
     def prepare_output_grad(
         self, dy: Tensor, *, unsummed: bool, wants: Wants | None = None
     ) -> ProductSource:
-        """Return dY as rows for matmuls: `dy` [R, D] if `unsummed`, otherwise [S, D] with row ids.
-
-        The latter may be gathered to [R, D] now. `wants` is not read.
-        """
+        """Return dY as the source of matmuls: `dy` [R, D] if `unsummed`, otherwise `dy` [S, D]."""
         return ProductSource(dy, None) if unsummed else self._choose_source(Rows(dy), "dy")
 
     def activation_bwd(self, dy: ProductSource, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
         """Return dH [R, C], gradients of routing weights (fp32 [R]) and act(H) * weight [R, F]."""
         addend = self.low2.compute_backward_addend(dy)
         if self.tiles is not None and self.activation.gated and dy.rows.shape[0]:
-            w2_eDF, tiles, weights_R, ids_R = self.w2_eDF, self.tiles, self.weights_R, dy.row_ids_R
-            return pingpong_activation_bwd(
-                *(dy.rows, w2_eDF, tiles, h.values, weights_R, self.offsets_e, self.activation),
-                row_ids_R=ids_R,
-                addend=addend,
-            )
+            operands = (dy.rows, self.w2_eDF, self.tiles, h.values, self.weights_R, self.offsets_e)
+            options: Any = dict(row_ids_R=dy.row_ids_R, addend=addend)
+            return pingpong_activation_bwd(*operands, self.activation, **options)
         da_RF = self._multiply(dy, self.w2_eDF, addend)
         return weighted_activation_bwd(
             h.values, da_RF, self.weights_R, self.row_map.num_rows, self.activation
         )
 
     def fc1_dgrad(self, dh_RC: Tensor) -> Tensor:
-        """Return the input gradient of FC1, [R, D], one row per expert row."""
+        """Return dH @ w1 [R, D], the gradient of each expert row of X."""
         dh = ProductSource(dh_RC, None)
         return self._multiply(dh, self.w1_eCD, self.low1.compute_backward_addend(dh))
 
     def fc1_wgrad(self, rows: Rows, dh_RC: Tensor, target: GradTarget) -> Tensor:
-        """Return the gradient of w1: `target.out`, overwritten or added to, or a new tensor."""
+        """Return the gradient of w1, written to `target`."""
         return self._weight_grad(self._choose_source(rows, "wgrad"), dh_RC, True, target)
 
     def fc2_wgrad(self, dy: ProductSource, a_RF: Tensor, target: GradTarget) -> Tensor:
-        """Return the gradient of w2: `target.out`, overwritten or added to, or a new tensor."""
+        """Return the gradient of w2, written to `target`."""
         return self._weight_grad(dy, a_RF, False, target)
 
     def fc1_update_grad(self, rows: Rows, dh_RC: Tensor) -> LowRankUpdate:
@@ -157,7 +127,7 @@ class TritonProducts:
         del self.w1_eCD, self.w2_eDF, self.low1, self.low2
 
     def _choose_source(self, rows: Rows, use: Use) -> ProductSource:
-        """Return source rows for matmul `use`, with row ids, or gathered now if that is faster."""
+        """Return source rows with row ids, or gathered rows if matmul `use` is faster with them."""
         if self.tiles is None:
             return ProductSource(rows.widen(), self.row_map.row_ids_R)
         if rows.scales is not None:
@@ -171,7 +141,7 @@ class TritonProducts:
         return ProductSource(rows.values, self.row_map.row_ids_R)
 
     def _multiply_fc1(self, x: ProductSource, addend: Addend | None) -> tuple[Tensor, Tensor]:
-        """Return H [R, C] and the weighted activation [R, F], in one kernel if it is gated."""
+        """Return H [R, C] and the weighted activation [R, F], by one kernel if it is gated."""
         if self.activation.gated and self.tiles is not None and x.row_ids_R is None:
             return cooperative_activation(
                 x.rows, self.w1_eCD, self.tiles, self.weights_R, self.activation, addend=addend
@@ -193,7 +163,7 @@ class TritonProducts:
     def _weight_grad(
         self, source: ProductSource, y_RN: Tensor, transposed: bool, target: GradTarget
     ) -> Tensor:
-        """Return source^T y per expert, or y^T source if `transposed`, in `target.out` or new."""
+        """Return each expert's source^T y, or y^T source if `transposed`, written to `target`."""
         return grouped_wgrad(
             source.rows,
             y_RN,
@@ -208,19 +178,15 @@ class TritonProducts:
 
 
 def find_triton_problem(spec: ExpertSpec) -> str | None:
-    """Return an error text if these kernels cannot multiply these experts, or None."""
+    """Return an error text if `TritonProducts` cannot compute experts of this spec, or None."""
+    other = "use expert_backend='torch'"
     field = spec.find_torch_only_field()
     if field is not None:
-        return (
-            f"{field} (True) must be False for expert_backend ('triton'): use "
-            "expert_backend='torch'"
-        )
-    if spec.dtypes is not None and spec.dtypes not in ({torch.bfloat16}, {torch.float16}):
-        names = ", ".join(sorted(str(dtype) for dtype in spec.dtypes))
-        return (
-            f"dtype of the experts ({names}) must be torch.bfloat16 or torch.float16 for "
-            "expert_backend ('triton'): convert the model or use expert_backend='torch'"
-        )
+        return f"{field} (True) must be False for expert_backend ('triton'): {other}"
+    dtypes = (torch.bfloat16, torch.float16)
+    problem = spec.find_dtype_problem(dtypes, "expert_backend ('triton')", other)
+    if problem is not None:
+        return problem
     if INTERPRET and spec.dtypes == {torch.bfloat16}:
         return (
             "dtype of the experts (torch.bfloat16) must be torch.float16 under Triton's "
@@ -229,6 +195,6 @@ def find_triton_problem(spec: ExpertSpec) -> str | None:
     if spec.device is not None and not (INTERPRET or has_hopper_kernels(spec.device)):
         return (
             f"device of the experts ({spec.device}) must be a Hopper GPU with Triton for "
-            "expert_backend ('triton'): use expert_backend='torch'"
+            f"expert_backend ('triton'): {other}"
         )
     return spec.find_grouped_problem()

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
 from moecore.moe.dispatch.collectives import (
     Attendance,
@@ -31,7 +30,7 @@ from moecore.moe.records import Dispatcher, ExpertInput, Routing
 
 @dataclass(frozen=True, slots=True)
 class AllGatherPlan:
-    """Record of one dispatch, which its combine reads: how many of C rows are tokens."""
+    """Record of one dispatch, which its combine reads: how many of a rank's C rows are tokens."""
 
     num_tokens: int
 
@@ -49,7 +48,7 @@ class AllGatherDispatcher(Dispatcher):
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Return the tokens of all ranks, padded to the maximum of any rank, as source rows.
 
-        Four collectives and one host sync. With `routing.pad` only the first call syncs.
+        Four collectives and one host sync. With `routing.pad` only the first call has a host sync.
         """
         p, T = self.placement, x_TD.shape[0]
         if routing.pad:
@@ -58,12 +57,11 @@ class AllGatherDispatcher(Dispatcher):
         else:
             block_TK = torch.div(routing.destinations_TK, p.num_physical, rounding_mode="floor")
             pairs_P = (block_TK.flatten() == torch.arange(p.ep, device=x_TD.device)[:, None]).sum(1)
-            sizes = T, p.compute_balanced_rows(*routing.destinations_TK.shape)
+            C, num_rows = T, p.compute_balanced_rows(*routing.destinations_TK.shape)
             note = self.attendance.encode_number(x_TD)
             local_counts = F.pad(F.pad(pairs_P, (1, 0), value=note), (1, 0), value=T)
-            C, num_rows = (
-                sizes if x_TD.is_meta else _exchange_counts(local_counts, p, self.attendance)
-            )
+            if not x_TD.is_meta:
+                C, num_rows = _exchange_counts(local_counts, p, self.attendance)
         pad = (0, 0, 0, C - T)
         tensors = (
             F.pad(x_TD, pad),
@@ -71,14 +69,7 @@ class AllGatherDispatcher(Dispatcher):
             F.pad(routing.destinations_TK, pad, value=-1),
         )
         rows_SD, weights_SK, ids_SK = all_gather_tensors(tensors, p.group, self.pairs)
-        index = build_index(
-            ids_SK,
-            weights_SK,
-            first=p.first_physical,
-            num_local=p.num_physical,
-            length=num_rows,
-            multiple=routing.rows_multiple,
-        )
+        index = p.build_index(ids_SK, weights_SK, routing, num_rows)
         return ExpertInput(Rows(rows_SD), index, AllGatherPlan(T))
 
     def combine(self, y_SD: Tensor, plan: AllGatherPlan) -> Tensor:
@@ -89,9 +80,9 @@ class AllGatherDispatcher(Dispatcher):
 def _exchange_counts(
     local_counts: Tensor, p: ExpertPlacement, attendance: Attendance
 ) -> tuple[int, int]:
-    """Return the most tokens of any rank, and this rank's expert rows. Collective, host sync.
+    """Return the maximum tokens of any rank, and this rank's expert rows. Collective, host sync.
 
-    `local_counts` is [T, the number of `Attendance`, choices for each expert block].
+    `local_counts` has T, the number of `Attendance`, and the choices for each expert block.
     """
     counts = all_gather_rows(local_counts[None], p.group).tolist()
     attendance.check_numbers([row[1] for row in counts])

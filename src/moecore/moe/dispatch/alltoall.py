@@ -15,7 +15,7 @@ for the split sizes (`_exchange_counts`). Backward has no host sync.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -26,13 +26,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.base.streams import record_host_wait
-from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.kernels.rows.record import Rows
 from moecore.moe.dispatch.collectives import (
     Attendance,
     EqualSizes,
     drop_unneeded_grads,
+    exchange_tensors,
     exchange_with_grad,
     list_outputs_without_grad,
     run_collectives,
@@ -40,7 +40,7 @@ from moecore.moe.dispatch.collectives import (
 from moecore.moe.dispatch.wire import Receiver, Wire, gather_fp8_rows, make_handle
 from moecore.moe.pairs import Pairs, read_numbers
 from moecore.moe.placement import ExpertPlacement
-from moecore.moe.records import BalancedRows, Dispatcher, ExpertInput, Routing
+from moecore.moe.records import Dispatcher, ExpertInput, Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +48,14 @@ class AllToAllPlan:
     """Record of one dispatch, which its combine reads: each token's destinations, and splits."""
 
     token_ids_M: Tensor  # int32, token of each sent row, ordered by destination and then by token
-    slots_TG: Tensor  # int32, sent row of each token and destination; -1 = not sent there
+    slots_TG: Tensor  # int32, sent row of each token and destination; -1 = not sent to this rank
     send_splits: list[int]  # rows sent to each rank
     receive_splits: list[int]  # rows received from each rank
-    receiver: Receiver | None  # of combine's backward, if tokens travel as FP8
+    receiver: Receiver | None  # of combine's backward, if tokens are sent as FP8
 
 
 class SendOrder(NamedTuple):
-    """The token rows that a rank sends, as in `AllToAllPlan`, and their counts."""
+    """The rows that a rank sends: their tokens and slots as in `AllToAllPlan`, and their counts."""
 
     token_ids_M: Tensor  # M is the most rows that could be sent
     slots_TG: Tensor
@@ -63,7 +63,7 @@ class SendOrder(NamedTuple):
 
 
 class ReceivedRows(NamedTuple):
-    """The received source rows with their K physical ids and weights, and the plan for combine."""
+    """Received source rows with the K physical ids and weights of each row, and combine's plan."""
 
     rows: Rows  # differentiable, as the weights are
     ids_SK: Tensor
@@ -90,7 +90,7 @@ class TokenExchange:
     ) -> tuple[ReceivedRows, int]:
         """Send rows in `order`. Return received rows and the number of choices for local experts.
 
-        One host sync. `even`, for meta, has the rows per peer and the choices of even loads.
+        One host sync. On meta, `even` = the rows per peer and the choices with even loads.
         """
         # In a pair the rows are gathered before the other side computes. M is then the maximum:
         # rows after the sent rows are uninitialised and not read.
@@ -102,19 +102,19 @@ class TokenExchange:
             num_choices = even[1]
             record_host_wait()
         else:
-            splits = _exchange_counts(counts_G3, self.group, self.attendance, pairs)
-            send_splits, receive_splits, num_choices = splits
+            found = _exchange_counts(counts_G3, self.group, self.attendance, pairs)
+            send_splits, receive_splits, num_choices = found
         if pairs is None:
             token_ids_M = token_ids_M[: sum(send_splits)]
             send_rows = self._gather_send_rows(x_TD, routing, token_ids_M, slots_TG)
-        order_and_splits = (token_ids_M, slots_TG, send_splits, receive_splits)
-        plan = AllToAllPlan(*order_and_splits, self.wire.make_receiver())
+        splits = (send_splits, receive_splits)
+        plan = AllToAllPlan(token_ids_M, slots_TG, *splits, self.wire.make_receiver())
         return self._send_rows(send_rows, plan, pairs, may_overlap=True), num_choices
 
     def send_static(
         self, x_TD: Tensor, routing: Routing, needs_GT: Tensor, num_slots: int, pairs: Pairs | None
     ) -> ReceivedRows:
-        """Send rank g the tokens that are True in `needs_GT`, padded to `num_slots` rows."""
+        """Send tokens to the ranks for which `needs_GT` is True, padded to `num_slots` rows."""
         self._sizes.check_num_tokens(x_TD.shape[0], x_TD.device)
         token_ids_M, slots_TG, is_row_M = compute_static_send_order(needs_GT, num_slots)
         splits = [num_slots] * self.group.size()
@@ -130,7 +130,7 @@ class TokenExchange:
         slots_TG: Tensor,
         is_row_M: Tensor | None = None,
     ) -> _RowsToSend:
-        """Gather the M rows to send; `is_row_M` = rows with a token, None = all rows."""
+        """Gather the M rows to send. `is_row_M` is True for rows with a token; None = all rows."""
         words_MN, rows_MD = self.wire.gather_rows(x_TD, token_ids_M, slots_TG)
         weights_MK = gather_rows(routing.weights_TK, token_ids_M, slots_TG)
         ids_MK = routing.destinations_TK.index_select(0, token_ids_M)
@@ -142,31 +142,33 @@ class TokenExchange:
     def _send_rows(
         self, send_rows: _RowsToSend, plan: AllToAllPlan, pairs: Pairs | None, *, may_overlap: bool
     ) -> ReceivedRows:
-        """Send gathered rows by all-to-all; return received rows. `may_overlap`: see `exchange`."""
+        """Send gathered rows by all-to-all, and return the received rows; see `exchange`."""
+        num_source_rows = sum(plan.receive_splits)
+        collectives = _make_collectives(plan, num_source_rows, self.group, pairs)
         leaf_SD, ids_SK, weights_SK, words_SW = _SendRowsAndIds.apply(
-            *send_rows, plan, self.group, pairs, may_overlap
+            *send_rows, num_source_rows, collectives, may_overlap
         )
         rows = Rows(leaf_SD) if words_SW is None else self.wire.unpack(words_SW, leaf_SD, leaf_SD)
         return ReceivedRows(rows, ids_SK, weights_SK, plan)
 
     def return_sums(self, y_SD: Tensor, plan: AllToAllPlan, pairs: Pairs | None) -> Tensor:
         """Send rows y_SD to their tokens' ranks; return each token's sum [T, D], added in fp32."""
-        row_map, M, S = (plan.token_ids_M, plan.slots_TG), plan.token_ids_M.shape[0], y_SD.shape[0]
-        home = (plan.send_splits, plan.receive_splits, self.group, pairs)
-        to_experts = (plan.receive_splits, plan.send_splits, self.group, pairs)
+        row_map, S = (plan.token_ids_M, plan.slots_TG), y_SD.shape[0]
+        to_tokens, to_experts = _make_collectives(plan, S, self.group, pairs)
 
         def return_rows(y_SD: Tensor) -> Tensor:
-            (y_MD,) = _all_to_all((y_SD,), M, *home)
+            (y_MD,) = to_tokens((y_SD,))
             return sum_rows(y_MD, *row_map)
 
         def send(grads_TW: Tensor) -> Tensor:
-            (words_SW,) = _all_to_all((gather_fp8_rows(grads_TW, *row_map),), S, *to_experts)
-            return words_SW  # type: ignore[no-any-return]
+            words_SW: Tensor = to_experts((gather_fp8_rows(grads_TW, *row_map),))[0]
+            return words_SW
 
         def back(dy_TD: Tensor) -> Tensor:
             dy_SD = None if plan.receiver is None else plan.receiver.send_as_fp8(dy_TD, send)
             if dy_SD is None:
-                dy_SD, _ = _AllToAll.apply(gather_rows(dy_TD, *row_map), None, (S, M), *to_experts)
+                rows_MD = gather_rows(dy_TD, *row_map)
+                (dy_SD,) = exchange_tensors((rows_MD,), to_experts, to_tokens)
             return dy_SD
 
         return exchange_with_grad(y_SD, return_rows, back)
@@ -183,54 +185,38 @@ class AllToAllDispatcher(Dispatcher):
         self.attendance = self._exchange.attendance
 
     def has_spare_rows(self, *, pads: bool) -> bool:
-        """Return `pads`: only rows that are padded to a capacity may be unused."""
+        """Return `pads`: rows may be unused only if they are padded to a capacity."""
         return pads
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Send tokens to experts' ranks: 3 collectives, one host sync (`pad`: at first only)."""
-        p, (T, K) = self.placement, routing.expert_ids_TK.shape
+        """Send tokens to experts' ranks: 3 collectives and one host sync.
+
+        With `routing.pad` only the first call has a host sync.
+        """
+        p, (T, K), ids_TK = self.placement, routing.expert_ids_TK.shape, routing.destinations_TK
         self._exchange.wire.check_dim(x_TD.shape[1])
         if routing.pad:
             num_slots = min(T, p.num_physical * routing.max_rows_per_expert)
-            needs_GT = self._is_owned(routing.destinations_TK).any(-1).repeat_interleave(p.etp, 0)
-            received_rows = self._exchange.send_static(
-                x_TD, routing, needs_GT, num_slots, self.pairs
-            )
+            needs_GT = is_owned(ids_TK, p.num_physical, p.ep).any(-1).repeat_interleave(p.etp, 0)
+            source = self._exchange.send_static(x_TD, routing, needs_GT, num_slots, self.pairs)
             num_rows = p.compute_max_rows(routing)
         else:
-            # The order is queued before the host waits for splits, with M the most rows.
-            order = self.prepare_send_order(
-                routing.destinations_TK, self.attendance.encode_number(x_TD)
-            )
+            # The order is launched before the host waits for splits, for the maximum of rows M.
+            order = self.prepare_send_order(ids_TK, self.attendance.encode_number(x_TD))
             even = p.compute_balanced_tokens(T, K), p.compute_balanced_rows(T, K)
-            received_rows, num_rows = self._exchange.send(
-                x_TD, routing, order, self.pairs, even=even
-            )
-        index = build_index(
-            received_rows.ids_SK,
-            received_rows.weights_SK,
-            first=p.first_physical,
-            num_local=p.num_physical,
-            multiple=routing.rows_multiple,
-            length=num_rows,
-        )
+            source, num_rows = self._exchange.send(x_TD, routing, order, self.pairs, even=even)
+        index = p.build_index(source.ids_SK, source.weights_SK, routing, num_rows)
         balanced = None
         if routing.pad and not torch.compiler.is_compiling():  # a tracer would guard on T
-            balanced = BalancedRows(
-                p.group.size() * p.compute_balanced_tokens(T, K), p.compute_balanced_rows(T, K)
-            )
-        parts = (received_rows.rows, index, received_rows.plan)
-        return ExpertInput(*parts, balanced=balanced, receiver=received_rows.plan.receiver)
+            balanced = p.count_balanced(T, K)
+        parts = (source.rows, index, source.plan)
+        return ExpertInput(*parts, balanced=balanced, receiver=source.plan.receiver)
 
     def prepare_send_order(self, ids_TK: Tensor, note: int) -> SendOrder:
-        """Return the rows to send, by physical ids. `note` (`Attendance`) is sent with counts."""
+        """Return the rows to send, by physical ids. `note` is sent with the counts."""
         p, (T, K) = self.placement, ids_TK.shape
-        owned_PTK = self._is_owned(ids_TK)
+        owned_PTK = is_owned(ids_TK, p.num_physical, p.ep)
         return build_send_order(owned_PTK, T * min(p.ep, K) * p.etp, note, repeats=p.etp)
-
-    def _is_owned(self, ids_TK: Tensor) -> Tensor:
-        """Return bool [P, T, K]: whether an expert block contains the expert of a choice."""
-        return is_owned(ids_TK, self.placement.num_physical, self.placement.ep)
 
     def combine(self, y_SD: Tensor, plan: AllToAllPlan) -> Tensor:
         """Send partial sums to tokens' ranks, and return y_TD, summed in fp32. No host sync."""
@@ -238,13 +224,13 @@ class AllToAllDispatcher(Dispatcher):
 
 
 def is_owned(ids_TK: Tensor, num_experts: int, num_blocks: int) -> Tensor:
-    """Return bool [P, T, K]: whether block p, of `num_experts` experts, has the chosen expert."""
+    """Return bool [P, T, K]: whether block p of `num_experts` experts contains a chosen expert."""
     block_TK = torch.div(ids_TK, num_experts, rounding_mode="floor")
     return block_TK == torch.arange(num_blocks, device=ids_TK.device)[:, None, None]
 
 
 def build_send_order(owned_PTK: Tensor, num_rows: int, note: int, *, repeats: int = 1) -> SendOrder:
-    """Return at most `num_rows` rows to send to P blocks of `repeats` ranks. Counts get `note`."""
+    """Return at most `num_rows` rows to send to P blocks of `repeats` ranks, and their counts."""
     needs_GT = owned_PTK.any(-1).repeat_interleave(repeats, 0)
     choices_G = owned_PTK.sum((1, 2)).repeat_interleave(repeats)
     order = compute_send_order(needs_GT, num_rows)
@@ -253,17 +239,18 @@ def build_send_order(owned_PTK: Tensor, num_rows: int, note: int, *, repeats: in
 
 
 def compute_send_order(needs_GT: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Order the tokens to send (True in `needs_GT`) by rank: int32 token_ids_M and slots_TG."""
-    # No host sync. Unused entries of token_ids_M are 0, and of slots_TG -1.
+    """Return token_ids_M and slots_TG of the tokens to send (True in `needs_GT`). No host sync.
+
+    Unused entries of token_ids_M are 0, of slots_TG -1.
+    """
     slots_GT = (needs_GT.flatten().cumsum(0) - 1).view(needs_GT.shape)
     return _order_rows(needs_GT, slots_GT, num_rows, unused=0)
 
 
 def compute_static_send_order(needs_GT: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `compute_send_order` with `num_slots` rows per rank, and bool [M], used rows."""
-    # M is G * num_sent, token_ids_M is 0 where unused, and used_M is bool. Example, three tokens,
-    # two ranks, 2 rows each, needs [[1, 0, 1], [0, 1, 0]]: token_ids_M [0, 2, 1, 0], slots_TG [[0,
-    # -1], [-1, 2], [1, -1]], used_M [1, 1, 1, 0].
+    """Return the send order with `num_slots` rows per rank, and bool [M]: whether a row is used."""
+    # Example, three tokens, two ranks, 2 rows each, needs [[1, 0, 1], [0, 1, 0]]: token_ids_M [0,
+    # 2, 1, 0], slots_TG [[0, -1], [-1, 2], [1, -1]], used rows [1, 1, 1, 0].
     G = needs_GT.shape[0]
     starts_G1 = torch.arange(G, device=needs_GT.device)[:, None] * num_slots
     slots_GT = needs_GT.cumsum(1) - 1 + starts_G1
@@ -274,7 +261,7 @@ def compute_static_send_order(needs_GT: Tensor, num_slots: int) -> tuple[Tensor,
 def _order_rows(
     needs_GT: Tensor, slots_GT: Tensor, num_rows: int, *, unused: int
 ) -> tuple[Tensor, Tensor]:
-    """Return int32 the token of each row (`unused` = none), and the slots transposed, -1 = none."""
+    """Return int32 the token of each row (`unused` = no token), and [T, G] each token's rows."""
     G, T = needs_GT.shape
     tokens_T = torch.arange(T, dtype=torch.int32, device=needs_GT.device)
     # Tokens that are not sent are written to one spare row past the end.
@@ -286,7 +273,7 @@ def _order_rows(
 
 
 class _RowsToSend(NamedTuple):
-    """Rows to send, their ids and weights packed in one int32 tensor, and their weights."""
+    """Rows to send, their ids and weights packed in an int32 tensor, and their weights."""
 
     rows_MD: Tensor  # differentiable, as the weights are; a handle if packed rows are sent
     ids_and_weights: Tensor
@@ -297,7 +284,7 @@ class _RowsToSend(NamedTuple):
 def _exchange_counts(
     counts_G3: Tensor, group: dist.ProcessGroup, attendance: Attendance, pairs: Pairs | None
 ) -> tuple[list[int], list[int], int]:
-    """Return send splits, receive splits and the number of expert rows. The only host sync."""
+    """Exchange counts; return send splits, receive splits and the number of expert rows."""
     # Collectives with uneven splits take the splits from the host.
     all_counts_2G3 = counts_G3.repeat(2, 1, 1)
     send_counts_G3, recv_counts_G3 = all_counts_2G3
@@ -309,17 +296,19 @@ def _exchange_counts(
 
 
 def _all_to_all(
-    xs: Sequence[Tensor | None],
     length: int,
     receive_splits: list[int],
     send_splits: list[int],
     group: dist.ProcessGroup,
     pairs: Pairs | None,
+    xs: Sequence[Tensor | None],
     *,
     may_overlap: bool = False,
 ) -> list[Any]:
-    """All-to-all of each tensor's first rows; return `length` rows, the rest uninitialised."""
-    # Returned rows after the received rows are uninitialised. See `exchange` for `may_overlap`.
+    """Run an all-to-all of each tensor's first rows; return `length` rows of each.
+
+    Rows after the received rows are uninitialised. See `exchange` for `may_overlap`.
+    """
     may_overlap = may_overlap and pairs is not None and pairs.open_pair is not None
     with pairs.launch_early() if may_overlap and pairs is not None else nullcontext():
         outs = [None if x is None else x.new_empty((length, *x.shape[1:])) for x in xs]
@@ -341,26 +330,13 @@ def _all_to_all(
     return outs
 
 
-class _AllToAll(torch.autograd.Function):
-    """Exchanges two tensors with equal rows; `lengths` are the rows of the results and inputs."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor | None,
-        y: Tensor | None,
-        lengths: tuple[int, int],
-        receive_splits: list[int],
-        send_splits: list[int],
-        group: dist.ProcessGroup,
-        pairs: Pairs | None,
-    ) -> tuple[Any, ...]:
-        ctx.args = (lengths[::-1], send_splits, receive_splits, group, pairs)
-        return tuple(_all_to_all((x, y), lengths[0], receive_splits, send_splits, group, pairs))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return *_AllToAll.apply(*grads, *ctx.args), None, None, None, None, None
+def _make_collectives(
+    plan: AllToAllPlan, num_source_rows: int, group: dist.ProcessGroup, pairs: Pairs | None
+) -> tuple[Callable[..., list[Any]], Callable[..., list[Any]]]:
+    """Return the all-to-all to the tokens' ranks, and the opposite one, to the experts' ranks."""
+    M, splits = plan.token_ids_M.shape[0], (plan.receive_splits, plan.send_splits)
+    to_experts = partial(_all_to_all, num_source_rows, *splits, group, pairs)
+    return partial(_all_to_all, M, *splits[::-1], group, pairs), to_experts
 
 
 class _SendRowsAndIds(torch.autograd.Function):
@@ -373,21 +349,17 @@ class _SendRowsAndIds(torch.autograd.Function):
         ids_and_weights: Tensor,
         weights_MK: Tensor,
         words_MW: Tensor | None,
-        plan: AllToAllPlan,
-        group: dist.ProcessGroup,
-        pairs: Pairs | None,
+        num_source_rows: int,
+        collectives: tuple[Callable[..., Any], Callable[..., Any]],
         may_overlap: bool,
     ) -> tuple[Tensor | None, ...]:
-        splits, length = (plan.receive_splits, plan.send_splits), sum(plan.receive_splits)
-        ctx.args = ((rows_MD.shape[0], length), *splits[::-1], group, pairs)
+        ctx.collectives, (_, send) = collectives, collectives
         tensors = (rows_MD if words_MW is None else words_MW, ids_and_weights)
-        rows_SN, ids_and_weights_S = _all_to_all(
-            tensors, length, *splits, group, pairs, may_overlap=may_overlap
-        )
+        rows_SN, ids_and_weights_S = send(tensors, may_overlap=may_overlap)
         ids_SK, weights_SK = (x.contiguous() for x in ids_and_weights_S.chunk(2, dim=1))
         leaf_SD, words_SW = rows_SN, None
         if words_MW is not None:
-            leaf_SD, words_SW = make_handle(rows_MD, length), rows_SN
+            leaf_SD, words_SW = make_handle(rows_MD, num_source_rows), rows_SN
         outs = leaf_SD, ids_SK, weights_SK.view(torch.float32), words_SW
         ctx.mark_non_differentiable(*list_outputs_without_grad(outs, ctx.needs_input_grad))
         return outs
@@ -395,5 +367,5 @@ class _SendRowsAndIds(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         drows_SD, _, dweights_SK, _ = drop_unneeded_grads(grads, ctx.needs_input_grad)
-        drows_MD, dweights_MK = _AllToAll.apply(drows_SD, dweights_SK, *ctx.args)
-        return drows_MD, None, dweights_MK, *(None,) * 5
+        drows_MD, dweights_MK = exchange_tensors((drows_SD, dweights_SK), *ctx.collectives)
+        return drows_MD, None, dweights_MK, *(None,) * 4

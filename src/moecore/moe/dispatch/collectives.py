@@ -19,16 +19,18 @@ from moecore.base.rank_checks import DTYPES, check_headers
 from moecore.base.torch_private import all_gather_single, assert_async, skips_communication
 from moecore.moe.pairs import Pairs, exchange
 
+TensorCollective = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
+
 
 class EqualSizes:
-    """Checks that all ranks have the same number of tokens, as static shapes require."""
+    """Checks that all ranks have the same number of tokens, which static shapes require."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self._is_first = True
 
     def check_num_tokens(self, num_tokens: int, device: torch.device) -> None:
-        """Raise if ranks differ in token count: at first ValueError, later a device assertion."""
+        """Raise ValueError at the first call, or assert on the device, if ranks' counts differ."""
         # Every forward compares, because collectives of unequal sizes hang, abort or mix up rows.
         # After the first call, the device asserts equality before rows are sent.
         if device.type == "meta":
@@ -54,8 +56,8 @@ class EqualSizes:
 class Attendance:
     """Checks that ranks exchange tokens of the same layer, by a number that each rank sends.
 
-    `joins`: this rank skips the layer and takes part with zero tokens. `is_skipped`: all ranks
-    skipped the layer in the last exchange.
+    `joins` = this rank skips the layer, and exchanges zero tokens. `is_skipped` = all ranks skipped
+    the layer in the last exchange.
     """
 
     def __init__(self, group: dist.ProcessGroup, layer: tuple[int, str]) -> None:
@@ -63,15 +65,12 @@ class Attendance:
         self.joins = self.is_skipped = False
 
     def encode_number(self, x_TD: Tensor) -> int:
-        """Return this rank's number, which encodes layer, dtype of x, grad mode and `joins`."""
+        """Return this rank's number: layer, dtype of `x_TD`, grad mode and `joins`, encoded."""
         dtype = DTYPES.index(x_TD.dtype) if x_TD.dtype in DTYPES else len(DTYPES)
         return self._layer << 6 | dtype << 2 | torch.is_grad_enabled() << 1 | self.joins
 
     def check_numbers(self, numbers: Sequence[int]) -> None:
-        """Raise ValueError on all ranks if ranks differ in layer, dtype or grad mode.
-
-        `numbers` has the result of `encode_number` on each rank, in rank order.
-        """
+        """Raise ValueError on all ranks if the ranks' `numbers` differ in more than `joins`."""
         self.is_skipped = all(n & 1 for n in numbers)
         if len({n >> 1 for n in numbers}) > 1:
             notes = [(n >> 6, n >> 2 & 15, n >> 1 & 1) for n in numbers]
@@ -100,48 +99,39 @@ class _ExchangeWithGrad(torch.autograd.Function):
         return ctx.back(grads[0]), None, None
 
 
-class _GatherRanks(torch.autograd.Function):
-    """All-gather of several tensors, whose backward is `_SumRanks`."""
+class _ExchangeTensors(torch.autograd.Function):
+    """Autograd function of `exchange_tensors`."""
 
+    # torch.compile drops `ctx` if `forward` has one parameter less than arguments: hence `*args`.
     @staticmethod
-    def forward(
-        ctx: Any, group: dist.ProcessGroup, pairs: Pairs | None, *xs_C: Tensor | None
-    ) -> tuple[Any, ...]:
-        ctx.args = (group, pairs)
-        outs = tuple(_gather_from_ranks(xs_C, group, pairs))
+    def forward(ctx: Any, *args: Any) -> tuple[Any, ...]:
+        collective, opposite, *xs = args
+        ctx.collectives = opposite, collective
+        outs = tuple(collective(xs))
         ctx.mark_non_differentiable(*list_outputs_without_grad(outs, ctx.needs_input_grad[2:]))
         return outs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (
-            None,
-            None,
-            *_SumRanks.apply(*ctx.args, *drop_unneeded_grads(grads, ctx.needs_input_grad[2:])),
-        )
-
-
-class _SumRanks(torch.autograd.Function):
-    """Reduce-scatter of several tensors, whose backward is `_GatherRanks`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, group: dist.ProcessGroup, pairs: Pairs | None, *ys_S: Tensor | None
-    ) -> tuple[Any, ...]:
-        ctx.args = (group, pairs)
-        return tuple(_sum_over_ranks(ys_S, group, pairs))
-
-    @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, None, *_GatherRanks.apply(*ctx.args, *grads)
+        needed_grads = drop_unneeded_grads(grads, ctx.needs_input_grad[2:])
+        return None, None, *_ExchangeTensors.apply(*ctx.collectives, *needed_grads)
+
+
+def exchange_tensors(
+    xs: Sequence[Tensor | None], collective: TensorCollective, opposite: TensorCollective
+) -> tuple[Any, ...]:
+    """Return collective(xs), one output per input; backward runs `opposite` on the gradients.
+
+    Both functions map None to None.
+    """
+    return _ExchangeTensors.apply(collective, opposite, *xs)  # type: ignore[no-any-return]
 
 
 def exchange_with_grad(
     x: Tensor, dispatch: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return dispatch(x), a collective, whose backward returns back(gradient) as x's gradient."""
-    result: Tensor = _ExchangeWithGrad.apply(x, dispatch, back)
-    return result
+    """Return dispatch(x), a collective; backward returns back(gradient) as the gradient of x."""
+    return _ExchangeWithGrad.apply(x, dispatch, back)  # type: ignore[no-any-return]
 
 
 def list_outputs_without_grad(outs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
@@ -149,7 +139,9 @@ def list_outputs_without_grad(outs: Sequence[Tensor | None], needs: Sequence[boo
     return [out for out, need in zip(outs, needs, strict=False) if out is not None and not need]
 
 
-def drop_unneeded_grads(grads: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
+def drop_unneeded_grads(
+    grads: Sequence[Tensor | None], needs: Sequence[bool]
+) -> list[Tensor | None]:
     """Return the gradients, with None where `needs` (`ctx.needs_input_grad`) is False."""
     return [grad if need else None for grad, need in zip(grads, needs, strict=False)]
 
@@ -163,9 +155,9 @@ def run_collectives(
     may_overlap: bool = False,
     **arguments: Any,
 ) -> None:
-    """Run `collective(out, x, **arguments)` for each pair of outs and xs, concurrently.
+    """Run `collective(out, x, **arguments)` for each output and input, concurrently.
 
-    A pair with None is skipped. See `exchange` for `pairs` and `may_overlap`.
+    An input that is None has no collective. See `exchange` for `pairs` and `may_overlap`.
     """
     starts = [
         partial(collective, out, x.contiguous(), **arguments)
@@ -178,7 +170,7 @@ def run_collectives(
 def _gather_from_ranks(
     xs_C: Sequence[Tensor | None], group: dist.ProcessGroup, pairs: Pairs | None = None
 ) -> list[Any]:
-    """All-gather each tensor [C, ...] along dim 0 to [G * C, ...]. None stays None."""
+    """All-gather each tensor [C, ...] along dim 0 to [G * C, ...]; None stays None."""
     outs = [
         None if x_C is None else x_C.new_empty((group.size() * x_C.shape[0], *x_C.shape[1:]))
         for x_C in xs_C
@@ -190,7 +182,9 @@ def _gather_from_ranks(
 def _sum_over_ranks(
     ys_S: Sequence[Tensor | None], group: dist.ProcessGroup, pairs: Pairs | None
 ) -> list[Any]:
-    """Reduce-scatter each tensor along dim 0 by an all-to-all, summed in fp32 and rank order."""
+    """Reduce-scatter each tensor along dim 0 by an all-to-all, in fp32 and in rank order."""
+    # An all-to-all sends as many bytes as a reduce-scatter, which would round a 16-bit dtype after
+    # every addition.
     pieces = [
         None if y_S is None else torch.empty_like(y_S, memory_format=torch.contiguous_format)
         for y_S in ys_S
@@ -200,27 +194,27 @@ def _sum_over_ranks(
 
 
 def _sum_parts(x_S: Tensor, num_parts: int) -> Tensor:
-    """Return the sum of `num_parts` equal blocks of dim 0, in order and in fp32, in x's dtype."""
+    """Return the sum of `num_parts` equal blocks of dim 0, in order, in fp32, rounded once."""
     parts_GC = x_S.unflatten(0, (num_parts, x_S.shape[0] // num_parts))
-    result: Tensor = parts_GC.sum(0, dtype=torch.promote_types(x_S.dtype, torch.float32)).to(
-        x_S.dtype
-    )
-    return result
+    wide = torch.promote_types(x_S.dtype, torch.float32)
+    return parts_GC.sum(0, dtype=wide).to(x_S.dtype)  # type: ignore[no-any-return]
 
 
 def all_gather_tensors(
     xs_C: Sequence[Tensor], group: dist.ProcessGroup, pairs: Pairs | None = None
 ) -> tuple[Tensor, ...]:
-    """All-gather each [C, ...] to [G * C, ...] by concurrent collectives, differentiably.
+    """All-gather each [C, ...] to [G * C, ...] by concurrent collectives. Differentiable.
 
-    `pairs` runs another micro-batch meanwhile, None = no pair.
+    `pairs` runs another micro-batch during the collectives; None = no pair.
     """
-    result: tuple[Tensor, ...] = _GatherRanks.apply(group, pairs, *xs_C)
-    return result
+    options: Any = dict(group=group, pairs=pairs)
+    return exchange_tensors(
+        xs_C, partial(_gather_from_ranks, **options), partial(_sum_over_ranks, **options)
+    )
 
 
 def all_gather_rows(x_C: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather C rows of each rank (C is equal on all) to [G * C, ...]. Differentiable."""
+    """All-gather C rows of each rank to [G * C, ...]; C is equal on all ranks. Differentiable."""
     return all_gather_tensors((x_C,), group)[0]
 
 
@@ -229,9 +223,8 @@ def reduce_scatter_rows(
 ) -> Tensor:
     """Reduce-scatter blocks of C rows: rank g receives the sum of block g. Backward all-gathers.
 
-    Sums are in fp32 and in rank order. `pairs` runs another micro-batch meanwhile, None = no pair.
+    Sums are in fp32 and in rank order. See `all_gather_tensors` for `pairs`.
     """
-    # Summed in fp32 and in rank order. An all-to-all sends as many bytes as a reduce-scatter, which
-    # would round after every addition of a 16-bit dtype. Collective; in a pair the other side runs.
-    result: Tensor = _SumRanks.apply(group, pairs, y_S)[0]
-    return result
+    options: Any = dict(group=group, pairs=pairs)
+    gather, add = partial(_gather_from_ranks, **options), partial(_sum_over_ranks, **options)
+    return exchange_tensors((y_S,), add, gather)[0]  # type: ignore[no-any-return]

@@ -7,6 +7,7 @@ same shapes on meta, for the planner, and records launches and bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -53,10 +54,18 @@ class ExchangeError(RuntimeError):
         self.row_factor, self.stash_factor = row_factor, stash_factor
 
 
-def raise_if_late(buffer: PeerBuffer, group: dist.ProcessGroup, kinds: Sequence[str]) -> None:
-    """Raise `ExchangeError` if a rank missed the timeout of `buffer`, and the host knows. No sync.
+class ExchangeMap(NamedTuple):
+    """The map of a dispatch between local tokens, source rows and expert rows."""
 
-    `kinds` are names of the buffer's two operations for the message.
+    peers_T: Tensor  # int64, bit g of each local token: rank g received the token
+    places_S: Tensor  # int32, the index of the source row itself; -1 = a hole
+    slots_SN: Tensor  # int32, the N rows of each source row in a tensor of rows; -1 = no row
+
+
+def raise_if_late(buffer: PeerBuffer, group: dist.ProcessGroup, kinds: Sequence[str]) -> None:
+    """Raise `ExchangeError` if the host sees that a rank missed the buffer's timeout. No host sync.
+
+    `kinds` are the names of the buffer's two operations in the message.
     """
     # The error stays until `ExchangePool.close` and new buffers, because the operations that the
     # late rank missed are unknown. Until then no operation waits for any rank.
@@ -73,11 +82,11 @@ def raise_if_late(buffer: PeerBuffer, group: dist.ProcessGroup, kinds: Sequence[
 
 
 class Exchange:
-    """One rank's side of an exchange, which sends rows by stores into the memory of peers.
+    """The operations of one rank that send rows by stores into the memory of peers. No host sync.
 
-    All ranks of the group run the same operations in the same order. On one rank streams order the
-    operations: one stream, or streams that wait for each other. No operation syncs with the host.
-    `balanced_rows` are the expert rows of a rank with even loads and C tokens on every rank.
+    All ranks of the group run the same operations in the same order, in one stream or in streams
+    that wait for each other. `balanced_rows` = the expert rows of a rank with even loads and C
+    tokens on every rank.
     """
 
     def __init__(
@@ -88,16 +97,14 @@ class Exchange:
         *,
         balanced_rows: int,
     ) -> None:
-        self.buffer = buffer
-        self.group = group
-        self.options = options
-        self.balanced_rows = balanced_rows
+        self.buffer, self.group = buffer, group
+        self.options, self.balanced_rows = options, balanced_rows
         self._stream: Stream | None = None  # stream of `start_copies`
         self._slot = SlotState.FREE
 
     @property
     def layout(self) -> ExchangeLayout:
-        """Sizes of the buffer, identical on all ranks."""
+        """The layout of the buffer, identical on all ranks."""
         return self.buffer.layout
 
     def spread_choices(
@@ -105,40 +112,30 @@ class Exchange:
     ) -> kernels.SpreadChoices:
         """Send tokens and choices to the ranks of their experts, and return the source rows.
 
-        `ids_TK` are physical ids, of which each block of `etp` ranks owns `num_local`.
+        `ids_TK` are physical ids. Each block of `etp` ranks owns `num_local` physical ids.
         """
         tensors = (x_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous())
         self._enter(SlotEvent.OPERATION)
         return kernels.spread_rows_and_choices(self.buffer, *tensors, num_local=num_local, etp=etp)
 
-    def spread(
-        self, x_TD: Tensor, peers_T: Tensor, places_S: Tensor, slots_SN: Tensor, num_rows: int
-    ) -> Tensor:
-        """Send rows of T tokens to the ranks that received their tokens in the dispatch.
+    def spread(self, x_TD: Tensor, row_map: ExchangeMap, num_rows: int) -> Tensor:
+        """Send rows of tokens to the ranks that received the tokens in the dispatch.
 
-        Returns `num_rows` = R rows, where row slots_SN[s, i] is source row s. Index tensors are as
-        in `NVLinkPlan`.
+        Returns `num_rows` rows, in which row slots_SN[s, i] is source row s.
         """
-        row_map = (peers_T, places_S, slots_SN)
         self._enter(SlotEvent.OPERATION)
         return kernels.spread_rows(self.buffer, x_TD.contiguous(), *row_map, num_rows)
 
     def reduce(
-        self,
-        y_RD: Tensor,
-        peers_T: Tensor,
-        places_S: Tensor,
-        slots_SN: Tensor,
-        choices: tuple[Tensor, Tensor] | None = None,
+        self, y_RD: Tensor, row_map: ExchangeMap, choices: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Sum the rows of each source row's slots, and return the sums over ranks, [T, D].
+        """Sum the rows of each source row's slots, and return each token's sum over ranks, [T, D].
 
-        With `choices`, the weight gradients [R] of expert rows and slots_SK, also return the
-        gradients of routing weights [T, K]. Index tensors are as in `NVLinkPlan`.
+        `choices` = the gradients of expert rows' weights [R], and slots_SK. With `choices`, the
+        gradients of routing weights [T, K] are also returned.
         """
         if choices is not None:
             choices = (choices[0].contiguous(), choices[1])
-        row_map = (peers_T, places_S, slots_SN)
         self._enter(SlotEvent.OPERATION)
         return kernels.reduce_rows(self.buffer, y_RD.contiguous(), *row_map, choices)
 
@@ -147,26 +144,25 @@ class Exchange:
         return self.layout.sums_slot and SlotEvent.COPY in copies.TRANSITIONS[self._slot]
 
     def _enter(self, event: SlotEvent) -> None:
-        """Change the state of the buffer's slot for sums. KeyError if it does not allow `event`."""
+        """Change the state of the buffer's slot for sums. KeyError if `event` is not allowed."""
         self._slot = copies.TRANSITIONS[self._slot][event]
 
     def start_copies(self, sums_SD: Tensor) -> None:
-        """Start to copy sums to the tokens' ranks. Do not free them before `finish_copies`."""
-        # Copy engines alone copy, on a stream of copies.
+        """Start to copy sums to the tokens' ranks. Do not free `sums_SD` before `finish_copies`."""
         self._enter(SlotEvent.COPY)
         with use_stream(self._order_copy_stream(sums_SD)):
             self._copy_sums(sums_SD)
 
     def finish_copies(
-        self, sums_SD: Tensor, peers_T: Tensor, places_S: Tensor, choices: tuple[Tensor, Tensor]
+        self, sums_SD: Tensor, row_map: ExchangeMap, choices: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        """Make the stream wait for all copies; return sums [T, D] and weight gradients [T, K]."""
+        """Make the stream wait for all copies; return what `reduce` returns for the copied sums."""
         self._wait_for_stream(sums_SD)
         self._enter(SlotEvent.READ)
-        return self._reduce_copies(sums_SD, peers_T, places_S, choices)
+        return self._reduce_copies(sums_SD, row_map, choices)
 
     def _order_copy_stream(self, x: Tensor) -> Stream:
-        """Return the copy stream, after it waits for work queued on the current stream."""
+        """Return the copy stream, which then waits for the work of the current stream."""
         self._stream = self._stream or create_stream(x.device)
         assert self._stream is not None, "copies are on a GPU, or in a dry run"
         self._stream.wait_stream(get_current_stream(x.device))
@@ -181,23 +177,22 @@ class Exchange:
         copies.copy_sums(self.buffer, sums_SD)
 
     def _reduce_copies(
-        self, sums_SD: Tensor, peers_T: Tensor, places_S: Tensor, choices: tuple[Tensor, Tensor]
+        self, sums_SD: Tensor, row_map: ExchangeMap, choices: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return sums of all ranks' copies [T, D], and gradients of routing weights [T, K]."""
-        row_map = (peers_T, places_S, places_S[:, None])
-        return kernels.reduce_rows(self.buffer, sums_SD, *row_map, choices, has_sums=True)
+        """Return the sums of all ranks' copies [T, D], and gradients of routing weights [T, K]."""
+        peers_T, places_S, _ = row_map
+        places = (peers_T, places_S, places_S[:, None])
+        return kernels.reduce_rows(self.buffer, sums_SD, *places, choices, has_sums=True)
 
     def limit_rows(self, offsets_e: Tensor, num_rows: int) -> Tensor:
-        """Return each expert's end of rows, clamped to `num_rows`; record a shortage if clamped."""
+        """Return the ends of experts' rows clamped to `num_rows`, and record a shortage of rows."""
         return kernels.limit_rows(offsets_e, num_rows, self.buffer.state, self.buffer.report)
 
     @property
     def shortage(self) -> ShortageCounters:
-        """The shortage of expert rows that this exchange's dispatches recorded."""
-        state, report = (
-            words[NEEDED_WORD : NEEDED_WORD + 1]
-            for words in (self.buffer.state, self.buffer.report)
-        )
+        """The shortage of expert rows that `limit_rows` recorded."""
+        words = (self.buffer.state, self.buffer.report)
+        state, report = (w[NEEDED_WORD : NEEDED_WORD + 1] for w in words)
         return ShortageCounters(state, report, self.balanced_rows)
 
     def raise_if_rank_late(self) -> None:
@@ -206,7 +201,7 @@ class Exchange:
 
 
 class MetaExchange(Exchange):
-    """An exchange on meta: it allocates and sends nothing, and records launches and bytes."""
+    """An exchange on meta, which allocates and sends nothing, and records launches and bytes."""
 
     ep = 1  # of the layer, which may have other domains
     _tokens_per_peer = 0  # tokens sent to each other rank with even loads
@@ -214,30 +209,23 @@ class MetaExchange(Exchange):
     def spread_choices(
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, num_local: int, etp: int
     ) -> kernels.SpreadChoices:
-        """Return S source rows without values, and record a launch."""
+        """Return meta source rows, and record a launch."""
         T, K = ids_TK.shape
         self._tokens_per_peer = compute_balanced_tokens(T, K, num_local * self.ep, num_local)
         self._record_operation(SPREAD, x_TD)
         return kernels.SpreadChoices.empty(x_TD, ids_TK, weights_TK, self.layout.source_rows)
 
     def reduce(
-        self,
-        y_RD: Tensor,
-        peers_T: Tensor,
-        places_S: Tensor,
-        slots_SN: Tensor,
-        choices: tuple[Tensor, Tensor] | None = None,
+        self, y_RD: Tensor, row_map: ExchangeMap, choices: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the sums [T, D], and gradients [T, K] if `choices` are given."""
+        """Return meta sums [T, D], and gradients [T, K] or None, and record a launch."""
         self._record_operation(REDUCE, y_RD)
-        T = peers_T.shape[0]
+        T = row_map.peers_T.shape[0]
         weights_TK = None if choices is None else choices[0].new_empty(T, choices[1].shape[1])
         return y_RD.new_empty(T, y_RD.shape[1]), weights_TK
 
-    def spread(
-        self, x_TD: Tensor, peers_T: Tensor, places_S: Tensor, slots_SN: Tensor, num_rows: int
-    ) -> Tensor:
-        """Return `num_rows` rows without values, and record a launch."""
+    def spread(self, x_TD: Tensor, row_map: ExchangeMap, num_rows: int) -> Tensor:
+        """Return `num_rows` meta rows, and record a launch."""
         self._record_operation(SPREAD, x_TD)
         return x_TD.new_empty(num_rows, x_TD.shape[1])
 
@@ -246,25 +234,25 @@ class MetaExchange(Exchange):
         self._record_launch(COPY, sums_SD, self.layout.max_tokens)
 
     def _reduce_copies(
-        self, sums_SD: Tensor, peers_T: Tensor, places_S: Tensor, choices: tuple[Tensor, Tensor]
+        self, sums_SD: Tensor, row_map: ExchangeMap, choices: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the sums [T, D] and [T, K]; record a launch that reads the copied sums."""
-        T, (dweights_R, slots_SK) = peers_T.shape[0], choices
-        home_TD = sums_SD.new_empty(T, sums_SD.shape[1])
-        record_launch("sum of copied rows", sums_SD, home_TD)
-        return home_TD, dweights_R.new_empty(T, slots_SK.shape[1])
+        """Return meta sums [T, D] and gradients [T, K], and record a launch that reads copies."""
+        T, (dweights_R, slots_SK) = row_map.peers_T.shape[0], choices
+        sums_TD = sums_SD.new_empty(T, sums_SD.shape[1])
+        record_launch("sum of copied rows", sums_SD, sums_TD)
+        return sums_TD, dweights_R.new_empty(T, slots_SK.shape[1])
 
     def _record_operation(self, name: str, rows: Tensor) -> None:
         self._enter(SlotEvent.OPERATION)
         self._record_launch(name, rows)
 
     def _record_launch(self, name: str, rows: Tensor, num_tokens: int | None = None) -> None:
-        """Record an operation that sends to each other rank as many bytes as it receives."""
-        ranks, tokens = (
+        """Record an operation that exchanges `num_tokens` rows with each other rank."""
+        ranks, T = (
             self.layout.num_ranks,
             self._tokens_per_peer if num_tokens is None else num_tokens,
         )
-        record_launch(name, ranks, 2 * (ranks - 1) * tokens * rows.shape[1] * rows.itemsize)
+        record_launch(name, ranks, 2 * (ranks - 1) * T * rows.shape[1] * rows.itemsize)
 
     def limit_rows(self, offsets_e: Tensor, num_rows: int) -> Tensor:
         """Return the offsets unchanged, because meta tensors have no values."""
@@ -275,32 +263,30 @@ class CloneExchange:
     """Sends weights and gradients of clones through peers' memory, for all layers of a model."""
 
     def __init__(self, buffer: CloneBuffer, group: dist.ProcessGroup) -> None:
-        self.buffer = buffer
-        self.group = group
+        self.buffer, self.group = buffer, group
         G = group.size()
         experts_N = torch.arange(G, dtype=torch.int32, device=buffer.state.device).repeat(G)
         self._gather_places = Places(experts_N=experts_N, num_clones=G, num_local=1)
 
     def gather(self, row_1E: Tensor) -> Tensor:
-        """All-gather a row [1, E] of each rank to [G, E], through the buffers for clones."""
+        """All-gather a row [1, E] of each rank to [G, E], through the buffers of clones."""
         (rows_GE,) = self.fetch([row_1E], self._gather_places)
         return rows_GE
 
     def fetch(self, tensors: Sequence[Tensor], places: Places) -> list[Tensor]:
-        """Send weights [e, ...] to clones; return this rank's [c, ...], zeros for empty places.
+        """Send weights [e, ...] to clones on other ranks, and return this rank's clones [c, ...].
 
-        `places` has the expert of each clone of all ranks.
+        `places` has the expert of each clone of all ranks. Empty places have zeros.
         """
         return [clone_kernels.fetch_clones(self.buffer, tensor, places) for tensor in tensors]
 
     def add_clone_grads_(self, grads: Sequence[Tensor], places: Places) -> list[Tensor]:
-        """Send clones' gradients to their experts' ranks, add them there, and return [e, ...].
+        """Add the gradients of all ranks' clones to their experts' gradients, and return [e, ...].
 
         Each of `grads`, [e + c, ...], ends with the gradients of this rank's clones.
         """
-        return [
-            clone_kernels.add_clone_grads_(self.buffer, grad.contiguous(), places) for grad in grads
-        ]
+        add_, buffer = clone_kernels.add_clone_grads_, self.buffer
+        return [add_(buffer, grad.contiguous(), places) for grad in grads]
 
     def raise_if_rank_late(self) -> None:
         """Raise `ExchangeError` if the host sees that a rank missed the timeout. No host sync."""

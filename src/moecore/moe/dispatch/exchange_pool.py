@@ -1,8 +1,8 @@
 """ExchangePool: owner of the buffers that every rank of a group can write.
 
-An `ExchangePool` belongs to a model: all its layers share one `Exchange` per (row bytes, K). All
-ranks together allocate an exchange at its first use. Its buffer exists until `close()`, or until
-the last user of the pool is deleted. Only the allocation and `check` wait for the device.
+All layers of a model share one `ExchangePool` and one `Exchange` per (row bytes, K). All ranks
+together allocate an exchange at its first use. Its buffer exists until `close()`, or until the last
+user of the pool is deleted. Only the allocation and `check` wait for the device.
 
 Memory (`peer_memory.py`): 2 * G * C rows per rank and exchange, C the maximum tokens of any rank; 3
 with `NVLinkOptions.overlap_weight_grads`. Clones have their own slots, twice `SET_BYTES`.
@@ -40,9 +40,9 @@ FEW_PROGRAMS = 64  # with fewer programs, receiving takes longer than sending
 class ExchangePool(BufferOwner):
     """Owns the buffers (`Exchange`) through which a model's layers send rows into peers' memory.
 
-    `group` has the ranks that exchange rows, and `ep` is their number of expert blocks. `fp8` packs
-    rows of dispatch. `programs` is the number of programs per launch, None = one per SM. If
-    `is_required` is False, all-to-all sends the rows that stores cannot send.
+    `group` has the ranks that exchange rows, and `ep` is its number of expert blocks. With `fp8`,
+    dispatch packs rows. A launch has `programs` programs, None = one per SM. If `is_required` is
+    False, all-to-all sends the rows that stores cannot send.
     """
 
     option = "NVLinkOptions.row_factor"
@@ -57,11 +57,9 @@ class ExchangePool(BufferOwner):
         programs: int | None = None,
         is_required: bool = True,
     ) -> None:
-        self.group = group
-        self.ep = ep
+        self.group, self.ep = group, ep
         self.options = options or NVLinkOptions()
-        self.wire = Wire(fp8)
-        self.is_required = is_required
+        self.wire, self.is_required = Wire(fp8), is_required
         self.tokens = TokenCapacity(self)
         self._programs = programs
         self._entries: dict[tuple[int, int], Exchange] = {}
@@ -70,9 +68,8 @@ class ExchangePool(BufferOwner):
 
     @property
     def factor(self) -> float | None:
-        """Capacity of expert rows over the rows of even loads; None = space for all rows."""
-        factor = self.options.row_factor
-        return None if factor == "exact" else factor
+        """The capacity of expert rows, over the rows of even loads; None = space for all rows."""
+        return None if self.options.row_factor == "exact" else self.options.row_factor
 
     @property
     def shortages(self) -> tuple[ShortageCounters, ...]:
@@ -80,13 +77,13 @@ class ExchangePool(BufferOwner):
         return tuple(exchange.shortage for exchange in self.entries)
 
     def resize(self, factor: float) -> None:
-        """Set `NVLinkOptions.row_factor` of later dispatches. Buffers are not reallocated."""
+        """Set `NVLinkOptions.row_factor` of later dispatches, without new buffers."""
         self.options = replace(self.options, row_factor=factor)
         for exchange in self.entries:
             exchange.options = self.options
 
     def error(self, shortage: ShortageCounters) -> ExchangeError:
-        """Return the error of an exchange whose expert rows exceeded the factor."""
+        """Return the error for expert rows that exceeded the capacity."""
         min_factor = shortage.factor_seen
         return ExchangeError(
             f"{self.option} ({self.factor}) must be >= {min_factor:.4g} for the "
@@ -98,22 +95,21 @@ class ExchangePool(BufferOwner):
     def get_exchange(self, x_TD: Tensor, top_k: int) -> Exchange:
         """Return the exchange for K = `top_k` choices and rows of the width and dtype of x_TD.
 
-        All ranks together allocate it at first use. Raises ValueError for rows that it cannot send,
-        and for more tokens than it holds in a step that is not rerun.
+        Collective at the first use, which allocates the exchange. Raises ValueError for rows that
+        stores cannot send, and for tokens above the capacity in a step that is not rerun.
         """
-        # What cannot travel, and an earlier operation that failed, raise before anything is sent.
         problem = find_row_problem(x_TD)
         if problem is not None:
             raise ValueError(problem)
         T, D = x_TD.shape
         key = (D * x_TD.itemsize, top_k)
+        entries = self._meta_entries if x_TD.is_meta else self._entries
+        if key not in entries:
+            make = self._make_meta_exchange if x_TD.is_meta else self._make_exchange
+            entries[key] = make(x_TD, top_k)
+        exchange = entries[key]
         if x_TD.is_meta:
-            if key not in self._meta_entries:
-                self._meta_entries[key] = self._make_meta_exchange(x_TD, top_k)
-            return self._meta_entries[key]
-        exchange = self._entries.get(key)
-        if exchange is None:
-            exchange = self._entries[key] = self._make_exchange(x_TD, top_k)
+            return exchange
         exchange.raise_if_rank_late()
         max_tokens = exchange.layout.max_tokens
         if max_tokens < T and not self.tokens.record_token_excess(T):
@@ -124,7 +120,7 @@ class ExchangePool(BufferOwner):
         return exchange
 
     def get_clone_exchange(self, device: torch.device) -> CloneExchange:
-        """Return the exchange of clones. All ranks together allocate it at first use."""
+        """Return the exchange of clones. Collective at the first use, which allocates it."""
         if self._clones is None:
             self._clones = self._make_clone_exchange(device)
         self._clones.raise_if_rank_late()
@@ -137,12 +133,12 @@ class ExchangePool(BufferOwner):
 
     @property
     def planned_bytes(self) -> int:
-        """Bytes of the buffers that forwards on meta would have allocated."""
+        """Bytes of the buffers that the forwards on meta would allocate on a device."""
         return sum(exchange.layout.num_bytes for exchange in self._meta_entries.values())
 
     @property
     def resources(self) -> tuple[Any, ...]:
-        """All allocated exchanges, of rows and of clones."""
+        """All allocated exchanges: the exchanges of token rows and the exchange of clones."""
         return (*self.entries, *([] if self._clones is None else [self._clones]))
 
     def poll(self, *, is_error: bool = True) -> None:
@@ -165,15 +161,15 @@ class ExchangePool(BufferOwner):
             self.free()
 
     def free(self) -> None:
-        """Free all buffers; collective."""
+        """Free all buffers, without raising errors. Collective."""
         if self.resources:
             self.wait()
-            dist.barrier(self.group)  # no rank frees what another one still writes or reads
+            dist.barrier(self.group)  # no rank frees memory that other ranks still access
         self._entries.clear()
         self._clones = None
 
     def _make_exchange(self, x_TD: Tensor, top_k: int) -> Exchange:
-        """Allocate an exchange of rows on all ranks. Raise ValueError for tokens on a CPU."""
+        """Allocate an exchange of rows on all ranks. Raises ValueError for tokens on a CPU."""
         if not x_TD.is_cuda:
             raise ValueError(
                 f"device of the tokens ({x_TD.device}) must be a GPU for dispatcher ('nvlink'): "
@@ -181,25 +177,23 @@ class ExchangePool(BufferOwner):
             )
         _raise_if_capturing()
         programs = self._programs or count_sms(x_TD.device)
-        layout = self._make_layout(
-            x_TD, top_k, self._compare_options(x_TD, top_k, programs), programs
-        )
-        # An evaluation may come first: a training step can not write tensors of inference mode.
+        max_tokens = self._compare_options(x_TD, top_k, programs)
+        layout = self._make_layout(x_TD, top_k, max_tokens, programs)
+        # An evaluation may be first, but a training step cannot write tensors of inference mode.
         with use_device(x_TD), torch.inference_mode(False):
             buffer = make_buffer(layout, self.group, x_TD.device, self.options.timeout_s)
-        return Exchange(
-            buffer, self.group, self.options, balanced_rows=self._count_balanced_rows(layout)
-        )
+        balanced = self._count_balanced_rows(layout)
+        return Exchange(buffer, self.group, self.options, balanced_rows=balanced)
 
     def _make_clone_exchange(self, device: torch.device) -> CloneExchange:
-        """Allocate the exchange of clones on all ranks. Raise RuntimeError in a graph capture."""
+        """Allocate the exchange of clones on all ranks. Raises RuntimeError in a graph capture."""
         _raise_if_capturing()
         with torch.cuda.device(device), torch.inference_mode(False):
             buffer = make_clone_buffer(self.group, device, self.options.timeout_s)
             return CloneExchange(buffer, self.group)
 
     def _make_meta_exchange(self, x_TD: Tensor, top_k: int) -> Exchange:
-        """Create an exchange of meta rows like x_TD, which allocates and sends nothing."""
+        """Return an exchange for meta rows of the width and dtype of x_TD."""
         max_tokens = self.options.max_tokens or x_TD.shape[0]
         layout = self._make_layout(x_TD, top_k, max_tokens, self._programs or 1)
         none = torch.empty(0, dtype=torch.int32, device="meta")
@@ -213,7 +207,7 @@ class ExchangePool(BufferOwner):
     def _make_layout(
         self, x_TD: Tensor, top_k: int, max_tokens: int, programs: int
     ) -> ExchangeLayout:
-        """Return the layout of a buffer for `max_tokens` rows of x_TD's width from each rank."""
+        """Return the layout of a buffer for rows like x_TD, at most `max_tokens` of each rank."""
         return ExchangeLayout(
             num_ranks=self.group.size(),
             max_tokens=max(1, max_tokens),
@@ -224,18 +218,16 @@ class ExchangePool(BufferOwner):
         )
 
     def _count_balanced_rows(self, layout: ExchangeLayout) -> int:
-        """Return the expert rows of a rank with even loads."""
+        """Return the expert rows of a rank with even loads, for C tokens on every rank."""
         return layout.source_rows * layout.top_k // self.ep
 
     def _compare_options(self, x_TD: Tensor, top_k: int, programs: int) -> int:
-        """Return the most tokens of any rank. ValueError if options differ. Collective, syncs."""
+        """Return the maximum tokens of any rank. ValueError if ranks' options differ. Host sync."""
         options, (T, D) = self.options, x_TD.shape
-        choices = (options.overlap_weight_grads, options.keep_rows, self.wire.fp8)
+        flags = (options.overlap_weight_grads, options.keep_rows, self.wire.fp8)
         sizes = (options.max_tokens or T, D, top_k, SUM_DTYPES.index(x_TD.dtype), programs)
-        local_sizes = (*sizes, *map(int, choices))
-        rows = all_gather_rows(
-            torch.tensor([local_sizes], device=x_TD.device, dtype=torch.int64), self.group
-        ).tolist()
+        local_row = torch.tensor([[*sizes, *flags]], device=x_TD.device, dtype=torch.int64)
+        rows = all_gather_rows(local_row, self.group).tolist()
         for g, row in enumerate(rows):
             if row[1:] != rows[0][1:]:
                 other, first = (dist.get_global_rank(self.group, i) for i in (g, 0))
@@ -244,16 +236,15 @@ class ExchangePool(BufferOwner):
                     f"of rank {first} ({rows[0][1:]}): give all ranks of a dispatch group the same "
                     "layers and options"
                 )
-        result: int = max(row[0] for row in rows)
-        return result
+        return max(int(row[0]) for row in rows)
 
 
 class TokenCapacity(BufferOwner):
-    """The capacity for tokens of one rank and forward: the tokens that a pool's buffers can hold.
+    """The capacity of a pool's buffers, in tokens of one rank and forward.
 
     A longer forward sends only its first tokens, and the step is then repeated with larger buffers
-    (`Reruns`). `get_exchange` raises instead if `NVLinkOptions.row_factor` is not a number, or
-    outside of such a step.
+    (`Reruns`). `get_exchange` raises ValueError instead if `NVLinkOptions.row_factor` is not a
+    number, or outside of a step that may be repeated.
     """
 
     option = "NVLinkOptions.max_tokens"
@@ -264,7 +255,7 @@ class TokenCapacity(BufferOwner):
 
     @property
     def factor(self) -> float | None:
-        """Capacity in tokens, 1 before the first forward; None = more tokens are an error."""
+        """The capacity in tokens, 1 before the first forward; None = more tokens are an error."""
         if self._pool.factor is None:
             return None
         sizes = (exchange.layout.max_tokens for exchange in self._pool.entries)
@@ -272,11 +263,11 @@ class TokenCapacity(BufferOwner):
 
     @property
     def shortages(self) -> tuple[ShortageCounters, ...]:
-        """`ShortageCounters` if a forward had more tokens than the buffers hold, otherwise ()."""
+        """The counters of tokens above the capacity; () if no forward exceeded the capacity."""
         return () if self._shortage is None else (self._shortage,)
 
     def record_token_excess(self, num_tokens: int) -> bool:
-        """Record that a forward exceeds the buffers. Return whether the step will be repeated."""
+        """Record a forward above the capacity, and return whether the step will be repeated."""
         if self.watch != "reruns":
             return False
         if self._shortage is None:
@@ -289,12 +280,12 @@ class TokenCapacity(BufferOwner):
         return True
 
     def resize(self, factor: float) -> None:
-        """Free the buffers; the next forward allocates them for `factor` tokens. Collective."""
+        """Free the buffers; the next forward allocates buffers for `factor` tokens. Collective."""
         self._pool.options = replace(self._pool.options, max_tokens=math.ceil(factor))
         self._pool.free()
 
     def error(self, shortage: ShortageCounters) -> ExchangeError:
-        """Return the error of a forward with more tokens than `NVLinkOptions.max_tokens`."""
+        """Return the error for a forward with more tokens than `NVLinkOptions.max_tokens`."""
         return ExchangeError(
             f"{self.option} ({self.factor}) must be >= {shortage.num_seen}, the tokens of rank "
             f"{dist.get_rank()}: set it; results since then are not valid"
@@ -305,7 +296,7 @@ class TokenCapacity(BufferOwner):
 
 
 def find_row_problem(x_TD: Tensor) -> str | None:
-    """Return why stores to peers cannot send rows x_TD. None = they can. Equal on all ranks."""
+    """Return the reason why stores to peers cannot send rows like x_TD, or None."""
     D = x_TD.shape[1]
     if x_TD.dtype in SUM_DTYPES and D * x_TD.itemsize % ROW_ALIGNMENT == 0:
         return None
@@ -325,7 +316,7 @@ def _raise_if_capturing() -> None:
 
 
 def choose_program_split(programs: int) -> dict[str, int]:
-    """Divide programs into `num_push` and `num_receive`; return both and `rounds`, by name."""
+    """Return `num_push`, `num_receive` and `rounds` of a layout for this number of programs."""
     is_small = programs < FEW_PROGRAMS
     push = max(1, programs * 5 // 12) if is_small else programs // 2
     return dict(num_push=push, num_receive=programs - push, rounds=16 if is_small else 8)

@@ -35,7 +35,7 @@ from moecore.moe.dispatch.alltoall import (
 from moecore.moe.dispatch.collectives import Attendance
 from moecore.moe.dispatch.wire import Wire
 from moecore.moe.placement import DomainPlacement, ExpertPlacement
-from moecore.moe.records import BalancedRows, Dispatcher, ExpertInput, Routing
+from moecore.moe.records import Dispatcher, ExpertInput, Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class HierarchicalPlan:
 
 
 class HierarchicalDispatcher(Dispatcher):
-    """Sends each token once to every domain that owns one of its experts, then to ranks in it.
+    """Sends each token once to every domain that owns one of its experts, then to the ranks.
 
     A domain is a set of ranks with fast links. `inside` dispatches in this rank's domain. `across`
     has one rank of each domain: the ranks with this rank's index.
@@ -67,21 +67,23 @@ class HierarchicalDispatcher(Dispatcher):
     ) -> None:
         self.placement, self.domain = placement, domain
         self._inside = inside  # over the ranks of `domain`, with the same `fp8`
-        # the ranks of this one's place
         self._across = TokenExchange(across, placement.layer, Wire(fp8))
 
     @property
     def attendance(self) -> Attendance | None:
-        """The check that ranks run the same layer; None if the inner dispatcher has no check."""
+        """The check that ranks run the same layer; None without a check in the domain."""
         inner: Attendance | None = getattr(self._inside, "attendance", None)
         return None if inner is None else self._across.attendance
 
     def has_spare_rows(self, *, pads: bool) -> bool:
-        """Return the inner dispatcher's `has_spare_rows`."""
+        """Return `has_spare_rows` of the dispatcher in the domain."""
         return self._inside.has_spare_rows(pads=pads)
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Send tokens to domains, then inside: 3 collectives, one host sync (`pad`: at first)."""
+        """Send tokens to domains, with 3 collectives and one host sync, then inside of the domain.
+
+        With `routing.pad` only the first call has a host sync.
+        """
         (T, K), ids_TK = routing.expert_ids_TK.shape, routing.destinations_TK
         num_experts, H = self.domain.num_in_domain, self._across.group.size()
         self._across.wire.check_dim(x_TD.shape[1])
@@ -93,14 +95,9 @@ class HierarchicalDispatcher(Dispatcher):
             order = self.prepare_send_order(ids_TK, self._across.attendance.encode_number(x_TD))
             even = self.domain.compute_balanced_domain_tokens(T, K), 0
             received_rows, _ = self._across.send(x_TD, routing, order, self.pairs, even=even)
-        rows_AD = received_rows.rows.widen()  # the same when it is packed again
+        rows_AD = received_rows.rows.widen()  # packing these rows again gives the same bytes
         inp = self._dispatch_inside(rows_AD, received_rows, routing)
-        balanced = inp.balanced
-        if balanced is not None:
-            p = self.placement
-            balanced = BalancedRows(
-                p.group.size() * p.compute_balanced_tokens(T, K), p.compute_balanced_rows(T, K)
-            )
+        balanced = None if inp.balanced is None else self.placement.count_balanced(T, K)
         if received_rows.plan.receiver is not None:
             received_rows.plan.receiver.next = inp.receiver
         plan = HierarchicalPlan(received_rows.plan, inp.plan, rows_AD.shape[0])
@@ -115,14 +112,12 @@ class HierarchicalDispatcher(Dispatcher):
     def _dispatch_inside(
         self, rows_AD: Tensor, received_rows: ReceivedRows, routing: Routing
     ) -> ExpertInput:
-        """Return the received rows, dispatched in this domain with the capacity of `routing`."""
+        """Dispatch received rows in this domain; return experts' input, with the domain's plan."""
         H, inside, outer = self._across.group.size(), self._inside, self._across.attendance
-        weights_AK = received_rows.weights_SK
-        ids_AK = self.domain.convert_to_domain_ids(
-            received_rows.ids_SK, dist.get_rank(self._across.group)
-        )
+        weights_AK, domain = received_rows.weights_SK, dist.get_rank(self._across.group)
+        ids_AK = self.domain.convert_to_domain_ids(received_rows.ids_SK, domain)
         spare = H * routing.expert_ids_TK.shape[0] - rows_AD.shape[0]
-        if spare > 0 and inside.has_spare_rows(pads=False):  # its shapes are to follow from T
+        if spare > 0 and inside.has_spare_rows(pads=False):  # then shapes depend only on T
             rows_AD, weights_AK = (F.pad(x, (0, 0, 0, spare)) for x in (rows_AD, weights_AK))
             ids_AK = F.pad(ids_AK, (0, 0, 0, spare), value=-1)
         attendance: Attendance | None = getattr(inside, "attendance", None)

@@ -37,26 +37,19 @@ class LocalDispatcher(Dispatcher):
         self.num_experts = num_experts
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Return x_TD as source rows (S = T, R at most T * K), without a copy."""
+        """Return x_TD as source rows, without a copy, and an index of at most T * K expert rows."""
         ids_TK, E = routing.expert_ids_TK, self.num_experts
         length = min(ids_TK.numel(), E * routing.max_rows_per_expert)
-        index = build_index(
-            ids_TK,
-            routing.weights_TK,
-            first=0,
-            num_local=E,
-            multiple=routing.rows_multiple,
-            length=length,
-        )
-        return ExpertInput(Rows(x_TD), index, None)
+        sizes: Any = dict(first=0, num_local=E, multiple=routing.rows_multiple, length=length)
+        return ExpertInput(Rows(x_TD), build_index(ids_TK, routing.weights_TK, **sizes), None)
 
     def combine(self, y_SD: Tensor, plan: None) -> Tensor:
-        """Return y_SD: the experts have already summed over a token's experts."""
+        """Return y_SD unchanged: the experts have summed over each token's experts."""
         return y_SD
 
 
 class ByChoice:
-    """A `Dispatcher` that sends each choice as a token by `inner`, so sums do not depend on ep."""
+    """A `Dispatcher` in which `inner` sends each choice as a token, so sums do not depend on ep."""
 
     def __init__(self, inner: Dispatcher, num_choices: int) -> None:
         self.inner, self.num_choices = inner, num_choices
@@ -66,7 +59,7 @@ class ByChoice:
 
     @property
     def pairs(self) -> Pairs | None:
-        """The `Pairs` of the inner dispatcher, see `Dispatcher`."""
+        """The `pairs` of the inner dispatcher."""
         return self.inner.pairs
 
     @pairs.setter
@@ -74,7 +67,7 @@ class ByChoice:
         self.inner.pairs = pairs
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Dispatch each of the T * K choices as a separate token with K = 1."""
+        """Dispatch each of the T * K choices as a token with one choice; return experts' input."""
         K = self.num_choices
         mask_T, physical_TK = routing.padding_mask_T, routing.physical_TK
         by_choice = replace(
@@ -89,11 +82,9 @@ class ByChoice:
         return self.inner.dispatch(x_TD[:, None].expand(-1, K, -1).flatten(0, 1), by_choice)
 
     def combine(self, y_SD: Any, plan: Any) -> Tensor:
-        """Return the sum over each token's choices, in fp32 and rounded once."""
+        """Return the sum of each token's choices, in order, in fp32 and rounded once."""
         y_TKD = self.inner.combine(y_SD, plan).unflatten(0, (-1, self.num_choices))
         wide = torch.promote_types(y_TKD.dtype, torch.float32)
         first, *rest = y_TKD.to(wide).unbind(1)
-        for y_TD in rest:
-            first = first + y_TD
-        result: Tensor = first.to(y_TKD.dtype)
-        return result
+        sums_TD: Tensor = sum(rest, start=first)
+        return sums_TD.to(y_TKD.dtype)

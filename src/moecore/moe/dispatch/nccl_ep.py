@@ -50,13 +50,13 @@ INSTALL = f"{get_install_command('nccl-ep')}, or use 'alltoall'"
 
 
 def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
-    """Return why some rank of a group cannot run NCCL EP. None = all can. Collective."""
+    """Return the reason why a rank of a group cannot run NCCL EP, or None. Collective."""
     problems = gather_objects(_find_local_problem(device_type), group)
     return next((problem for problem in problems if problem is not None), None)
 
 
 def _find_local_problem(device_type: str) -> str | None:
-    """Return why this process cannot run NCCL EP. None = it can."""
+    """Return the reason why this process cannot run NCCL EP, or None."""
     if device_type != "cuda":
         return f"must go with device_type ({device_type!r}) = 'cuda': use 'alltoall'"
     capability = torch.cuda.get_device_capability()
@@ -90,8 +90,8 @@ def _find_nvcc() -> str | None:
 class EPGroups:
     """The NCCL EP groups that the layers of a model share, and their communicator.
 
-    All ranks of the group allocate them at first use. `close` frees them. `ranks_per_domain` ranks
-    are connected by NVLink.
+    All ranks of `group` together allocate them at first use, and `close` frees them. A domain has
+    `ranks_per_domain` ranks, which are connected by NVLink.
     """
 
     def __init__(self, group: dist.ProcessGroup, ranks_per_domain: int) -> None:
@@ -100,11 +100,11 @@ class EPGroups:
         self._groups: dict[tuple[int, int, int], EPGroup] = {}
 
     def get_group(self, num_experts: int, row_bytes: int, max_tokens: int) -> EPGroup:
-        """Return the NCCL EP group for the experts of all ranks and bytes of one token.
+        """Return the NCCL EP group for all ranks' experts, and tokens of `row_bytes`.
 
-        It is created collectively at first use. `max_tokens` is the maximum tokens of any rank.
+        The first use is collective. `max_tokens` is the maximum tokens of any rank.
         """
-        # Powers of two, so that few groups are made where the number of tokens changes.
+        # Powers of two, so that few groups are created if the number of tokens changes.
         num_tokens = min(MAX_TOKENS, max(MIN_TOKENS, 1 << (max_tokens - 1).bit_length()))
         key = (num_experts, row_bytes, num_tokens)
         if key not in self._groups:
@@ -112,7 +112,7 @@ class EPGroups:
         return self._groups[key]
 
     def _make_group(self, num_experts: int, row_bytes: int, num_tokens: int) -> EPGroup:
-        """Create an NCCL EP group for at most `num_tokens` tokens per rank and call. Collective."""
+        """Return a new NCCL EP group for `num_tokens` tokens per rank and call. Collective."""
         from nccl import ep
         from nccl.ep.interop.torch import get_nccl_comm_from_group
 
@@ -128,7 +128,7 @@ class EPGroups:
         return EPGroup(group, num_experts // self.group.size(), num_tokens)
 
     def close(self) -> None:
-        """Free buffers and communicator; collective. Pending backwards cannot run afterwards."""
+        """Free groups and communicator. Backwards of earlier forwards cannot run. Collective."""
         for group in self._groups.values():
             group.close()
         self._groups.clear()
@@ -146,15 +146,14 @@ class EPGroup:
         self._idle = defaultdict[int, list[Any]](list)  # by the choices of a token
 
     def exchange_routing(self, ids_TK: Tensor, max_tokens: int) -> ForwardHandles:
-        """Exchange routing, for `max_tokens` tokens per rank; return its handles. Host sync."""
+        """Exchange routing of at most `max_tokens` tokens per rank; return handles. Host sync."""
         from nccl import ep
 
         chunks = [ids_TK[i : i + self.num_tokens] for i in range(0, max_tokens, self.num_tokens)]
         device, stream = ids_TK.device, _get_stream_handle(ids_TK)
         counts = torch.zeros(len(chunks), 1 + self.num_local, dtype=torch.int32, device=device)
-        forward_handles = ForwardHandles(
-            self, [chunk.shape[0] for chunk in chunks], ids_TK.shape[1]
-        )
+        forward_handles = ForwardHandles(self, [len(chunk) for chunk in chunks], ids_TK.shape[1])
+        idle = self._idle[forward_handles.top_k]
         for chunk_CK, counts_N in zip(chunks, counts, strict=True):
             ids = ep.Tensor(chunk_CK.long().contiguous())
             info = ep.LayoutInfo(
@@ -162,13 +161,12 @@ class EPGroup:
                 expert_counters=ep.Tensor(counts_N[1:]),
                 recv_topk_idx_kind=ep.ExpertIdKind.LOCAL,
             )
-            if self._idle[forward_handles.top_k]:
-                handle = self._idle[forward_handles.top_k].pop()
-                handle.update(ids, layout_info=info, stream=stream)
+            options: Any = dict(layout_info=info, stream=stream)
+            if idle:
+                handle = idle.pop()
+                handle.update(ids, **options)
             else:
-                handle = self._group.create_handle(
-                    ep.Layout.FLAT, ids, layout_info=info, stream=stream
-                )
+                handle = self._group.create_handle(ep.Layout.FLAT, ids, **options)
                 self._handles.append(handle)
             forward_handles.handles.append(handle)
         for num_rows, *choices in counts.tolist():
@@ -177,7 +175,7 @@ class EPGroup:
         return forward_handles
 
     def return_handles(self, forward_handles: ForwardHandles) -> None:
-        """Return the handles of a forward to the idle handles."""
+        """Add the handles of a forward to the idle handles."""
         self._idle[forward_handles.top_k] += forward_handles.handles
 
     def close(self) -> None:
@@ -190,10 +188,9 @@ class EPGroup:
 
 
 class ForwardHandles:
-    """The NCCL EP handles of one forward, one per chunk of at most C tokens.
+    """The NCCL EP handles of one forward, one per chunk of at most C tokens; none on meta.
 
-    The object returns its handles to the group when it is deleted, with its autograd graph. On meta
-    there are no handles.
+    When the object is deleted, with its autograd graph, the handles return to the group.
     """
 
     dtype: torch.dtype  # of the tokens, and so of all sums
@@ -209,7 +206,7 @@ class ForwardHandles:
             self._group.return_handles(self)
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Send tokens. Return received rows, local expert ids (-1 = on another rank), weights."""
+        """Send tokens; return received rows, local expert ids (-1 = not local) and weights."""
         S, K, self.dtype = sum(self.rows), self.top_k, x_TD.dtype
         rows_SD = x_TD.new_empty(S, x_TD.shape[1])
         weights_SK = weights_TK.new_empty(S, K)
@@ -230,7 +227,7 @@ class ForwardHandles:
         return y_TD
 
     def compute_row_grads(self, dy_TD: Tensor) -> Tensor:
-        """Run a combine's backward: send the tokens' gradients, and return the rows' gradients."""
+        """Run combine's backward: send the tokens' gradients, and return the rows' gradients."""
         dy_SD = dy_TD.new_empty(sum(self.rows), dy_TD.shape[1])
         for ep, handle, (x,), (out,) in self._iterate_chunks((dy_TD.contiguous(),), (dy_SD,)):
             inputs, outs = ep.DispatchInputs(tokens=x), ep.DispatchOutputs(tokens=out)
@@ -239,7 +236,7 @@ class ForwardHandles:
         return dy_SD
 
     def compute_token_grads(self, dx_SD: Tensor, dweights_SK: Tensor) -> tuple[Tensor, Tensor]:
-        """Run a dispatch's backward: return the gradients of tokens and of routing weights."""
+        """Run dispatch's backward: return the gradients of tokens and of routing weights."""
         T = sum(self.tokens)
         dx_TD = dx_SD.new_empty(T, dx_SD.shape[1])
         dweights_TK = dweights_SK.new_empty(T, self.top_k)
@@ -254,7 +251,7 @@ class ForwardHandles:
     def _iterate_chunks(
         self, of_tokens: tuple[Tensor, ...], of_rows: tuple[Tensor, ...]
     ) -> Iterator[tuple[Any, Any, list[Any], list[Any]]]:
-        """Yield per chunk the `ep` module, the handle, and descriptors of token and row tensors."""
+        """Yield the `ep` module, and each chunk's handle and descriptors of tokens and of rows."""
         if not self.handles:
             return
         from nccl import ep
@@ -277,8 +274,7 @@ class NCCLEPDispatcher(Dispatcher):
 
     @torch.compiler.disable
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Send tokens to their experts' ranks: two host syncs, one small torch collective."""
-        # NCCL EP has a collective and a host sync of its own; the latter in backward, too.
+        """Send tokens to their experts' ranks. Two collectives and two host syncs."""
         p, (T, K) = self.placement, routing.destinations_TK.shape
         _check_inputs(x_TD, routing, p, self._groups.ranks_per_domain)
         if x_TD.is_meta:
@@ -287,11 +283,8 @@ class NCCLEPDispatcher(Dispatcher):
             forward_handles.num_choices = p.compute_balanced_rows(T, K)
             record_host_wait()
         else:
-            local_numbers = torch.tensor(
-                [[T, self.attendance.encode_number(x_TD)]],
-                device=x_TD.device,
-                dtype=torch.int64,
-            )
+            note = self.attendance.encode_number(x_TD)
+            local_numbers = torch.tensor([[T, note]], device=x_TD.device, dtype=torch.int64)
             numbers, notes = zip(*all_gather_rows(local_numbers, p.group).tolist(), strict=True)
             self.attendance.check_numbers(notes)
             max_tokens = max(1, *numbers)
@@ -323,7 +316,7 @@ class NCCLEPDispatcher(Dispatcher):
 def _check_inputs(
     x_TD: Tensor, routing: Routing, p: ExpertPlacement, ranks_per_domain: int
 ) -> None:
-    """Raise a ValueError for inputs that NCCL EP would reject by assertion, on all ranks."""
+    """Raise ValueError for inputs that NCCL EP cannot send; identical on all ranks."""
     (_, D), K = x_TD.shape, routing.destinations_TK.shape[1]
     experts = p.num_physical * ranks_per_domain
     relation = None
@@ -335,9 +328,8 @@ def _check_inputs(
     elif K > MAX_CHOICES:
         relation = f"top_k ({K}) must be <= {MAX_CHOICES}"
     elif experts % EXPERT_ALIGNMENT:
-        relation = (
-            f"experts of a domain ({experts}, clones too) must be a multiple of {EXPERT_ALIGNMENT}"
-        )
+        multiple = f"must be a multiple of {EXPERT_ALIGNMENT}"
+        relation = f"experts of a domain ({experts}, clones too) {multiple}"
     elif routing.pad:
         relation = "CapacityConfig.pad (True) must be False"
     if relation is not None:
@@ -349,7 +341,7 @@ def _get_stream_handle(x: Tensor) -> int:
 
 
 class _EPDispatch(torch.autograd.Function):
-    """Autograd function of `ForwardHandles.dispatch`; its backward is `compute_token_grads`."""
+    """Autograd function of `ForwardHandles.dispatch`. Backward is `compute_token_grads`."""
 
     @staticmethod
     def forward(
@@ -358,10 +350,8 @@ class _EPDispatch(torch.autograd.Function):
         rows_SD, ids_SK, weights_SK = forward_handles.dispatch(
             x_TD.contiguous(), weights_TK.contiguous()
         )
-        ctx.forward_handles, ctx.like = (
-            forward_handles,
-            (rows_SD.shape, rows_SD.dtype, rows_SD.device),
-        )
+        ctx.forward_handles = forward_handles
+        ctx.like = rows_SD.shape, rows_SD.dtype, rows_SD.device
         ctx.mark_non_differentiable(ids_SK)
         ctx.set_materialize_grads(False)
         return rows_SD, ids_SK, weights_SK
@@ -373,7 +363,6 @@ class _EPDispatch(torch.autograd.Function):
         if drows_SD is None:
             drows_SD = torch.zeros(shape, dtype=dtype, device=device)
         if dweights_SK is None:
-            dweights_SK = torch.zeros(
-                shape[0], ctx.forward_handles.top_k, device=device, dtype=torch.float32
-            )
+            shape_SK = shape[0], ctx.forward_handles.top_k
+            dweights_SK = torch.zeros(shape_SK, device=device, dtype=torch.float32)
         return *ctx.forward_handles.compute_token_grads(drows_SD, dweights_SK), None

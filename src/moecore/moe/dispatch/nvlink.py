@@ -38,7 +38,7 @@ from moecore.kernels.rows.index import ExpertIndex, build_index
 from moecore.kernels.rows.move import sum_rows_without_autograd
 from moecore.kernels.rows.record import Rows
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher, AllToAllPlan
-from moecore.moe.dispatch.exchange import Exchange
+from moecore.moe.dispatch.exchange import Exchange, ExchangeMap
 from moecore.moe.dispatch.exchange_pool import ExchangePool, find_row_problem
 from moecore.moe.dispatch.wire import Receiver, Wire, make_handle
 from moecore.moe.placement import ExpertPlacement
@@ -52,14 +52,12 @@ class NVLinkPlan:
     exchange: Exchange
     dtype: torch.dtype  # of the tokens, and so of all sums
     num_tokens: int  # of combine's output; tokens for which the buffers had no capacity get 0
-    peers_T: Tensor  # int64, bit g of each local token: rank g got the token
-    places_S: Tensor  # int32, the number of the source row itself; -1 = a hole
-    slots_SK: Tensor  # int32, expert rows of each source row; -1 = none
+    row_map: ExchangeMap  # with slots_SK, the expert rows of each source row
     receiver: Receiver | None  # of combine's backward, with `DispatchOptions.fp8`
 
 
 class NVLinkDispatcher(Dispatcher):
-    """Sends each token once to every rank that owns one of its experts, by stores to its memory."""
+    """Stores each token once into the memory of every rank that owns one of its experts."""
 
     waits_on_host = False  # with row_factor "exact" it waits, but then `_count_rows` refuses graphs
     can_alternate = False
@@ -80,32 +78,34 @@ class NVLinkDispatcher(Dispatcher):
         return self.exchanges.options.row_factor == "exact"
 
     def has_spare_rows(self, *, pads: bool) -> bool:
-        """Return True: buffers have space for all tokens of all ranks, needed or not."""
+        """Return True: buffers have space for all tokens of all ranks."""
         return True
 
     @torch.compiler.disable
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Send tokens to their experts' ranks. No collective; one host sync, at the first call."""
-        # With `NVLinkOptions.row_factor` "exact" each call has one host sync. Holes of the source
-        # rows are uninitialised; no slot names them.
+        """Send tokens to their experts' ranks. No collective; one host sync at the first call.
+
+        With `NVLinkOptions.row_factor` "exact" each call has one host sync. Holes of the source
+        rows are uninitialised.
+        """
         if self._is_sent_by_alltoall(x_TD, routing):
             return self._alltoall.dispatch(x_TD, routing)
-        # On meta a plan of a step is made, so its capacity is limited.
+        # A forward on meta plans a step, whose capacity is limited.
         is_limited = self.exchanges.watch is not None or x_TD.is_meta
         wire = self.exchanges.wire
         wire.check_dim(x_TD.shape[1])
         exchange = self.exchanges.get_exchange(x_TD, routing.destinations_TK.shape[1])
-        tokens = (x_TD, routing.weights_TK, routing.destinations_TK)
-        num_tokens, max_tokens = x_TD.shape[0], exchange.layout.max_tokens
-        if num_tokens > max_tokens:  # `TokenCapacity` reruns the step with larger buffers
-            tokens = (tokens[0][:max_tokens], tokens[1][:max_tokens], tokens[2][:max_tokens])
+        # `TokenCapacity` reruns a step with more tokens than C, with larger buffers.
+        inputs = (x_TD, routing.weights_TK, routing.destinations_TK)
+        max_tokens = exchange.layout.max_tokens
+        tokens = inputs if len(x_TD) <= max_tokens else [t[:max_tokens] for t in inputs]
         sender = _GradSender(exchange) if exchange.layout.sums_slot else None
-        is_as: Any = dict(is_limited=is_limited, multiple=routing.rows_multiple)
-        make_index = partial(_build_index, exchange=exchange, place=self.placement, **is_as)
+        limits: Any = dict(is_limited=is_limited, multiple=routing.rows_multiple)
+        make_index = partial(_build_index, exchange=exchange, place=self.placement, **limits)
         arguments = (exchange, wire, self.placement, sender, make_index)
         outputs = _DispatchOutputs(*_Dispatch.apply(*tokens, *arguments))
-        places = (outputs.peers_T, outputs.places_S, outputs.slots_SK)
-        plan = NVLinkPlan(exchange, x_TD.dtype, num_tokens, *places, wire.make_receiver())
+        row_map = ExchangeMap(outputs.peers_T, outputs.places_S, outputs.slots_SK)
+        plan = NVLinkPlan(exchange, x_TD.dtype, len(x_TD), row_map, wire.make_receiver())
         refetch = None
         if not exchange.options.keep_rows:
             fetch = partial(_repeat_spread, exchange, wire)
@@ -120,13 +120,13 @@ class NVLinkDispatcher(Dispatcher):
         )
 
     def _is_sent_by_alltoall(self, x_TD: Tensor, routing: Routing) -> bool:
-        """Whether the all-to-all dispatcher sends these tokens. Identical on all ranks.
+        """Whether the all-to-all dispatcher sends these tokens; identical on all ranks.
 
-        Raises ValueError if stores cannot send them and `ExchangePool.is_required` is True.
+        Raises ValueError if stores cannot send the tokens and `ExchangePool.is_required` is True.
         """
-        # With `ExchangePool.is_required` they go by all-to-all if the capacity is limited and no
-        # step reads shortages. Without it they go by all-to-all if stores cannot carry the rows, or
-        # if the forward is part of no step that is rerun and of no CUDA graph.
+        # With `is_required`, all-to-all sends tokens if the capacity is limited and no step reads
+        # shortages. Otherwise it sends tokens that stores cannot send, and the tokens of forwards
+        # outside of a step that is rerun and of a CUDA graph.
         pool, problem = self.exchanges, find_row_problem(x_TD)
         if routing.weights_TK.dtype != torch.float32:
             problem = (
@@ -136,13 +136,13 @@ class NVLinkDispatcher(Dispatcher):
         if problem is not None and pool.is_required:
             raise ValueError(problem)
         is_captured = x_TD.is_cuda and torch.cuda.is_current_stream_capturing()
-        watch = "graph" if x_TD.is_meta or is_captured else pool.watch  # plans are of steps
+        watch = "graph" if x_TD.is_meta or is_captured else pool.watch
         if not pool.is_required:
             return problem is not None or watch not in ("reruns", "graph")
         return pool.factor is not None and watch is None
 
     def _count_balanced_rows(self, exchange: Exchange) -> BalancedRows:
-        """Return the used source and expert rows at even loads. `expert` is None if R is exact."""
+        """Return the numbers of used source and expert rows with even loads."""
         layout = exchange.layout
         source = self.placement.compute_balanced_tokens(layout.max_tokens, layout.top_k)
         expert = None if self.has_row_count_sync else exchange.balanced_rows
@@ -155,15 +155,16 @@ class NVLinkDispatcher(Dispatcher):
             assert isinstance(y, Tensor), "without a handle experts add their rows"
             return self._alltoall.combine(y, plan)
         if isinstance(y, UnsummedRows):
-            rows, slots_SN = y.y_RD, plan.slots_SK
+            rows, row_map = y.y_RD, plan.row_map
         else:
-            rows, slots_SN = y, plan.places_S[:, None]
+            rows = y
+            row_map = plan.row_map._replace(slots_SN=plan.row_map.places_S[:, None])
         if rows.dtype != plan.dtype:
             raise ValueError(
                 f"dtype of the experts' output ({rows.dtype}) must be that of their input "
                 f"({plan.dtype}) for dispatcher ('nvlink'): use 'alltoall'"
             )
-        y_TD = _Combine.apply(rows, plan, slots_SN)
+        y_TD = _Combine.apply(rows, plan, row_map)
         missing = plan.num_tokens - y_TD.shape[0]
         return F.pad(y_TD, (0, 0, 0, missing)) if missing else y_TD
 
@@ -176,11 +177,11 @@ def _build_index(
     is_limited: bool,
     multiple: int,
 ) -> ExpertIndex:
-    """Build the index of expert rows of the received `choices`, for experts of `place`.
+    """Return the index of the received `choices` of the experts of `place`.
 
-    R, its length, fits any routing, is the exact number of choices (`row_factor` "exact"), or with
-    `is_limited` is at most `row_factor` times even loads. Each expert's rows are padded to
-    `multiple`.
+    The length R is the number of choices with `row_factor` "exact", at most `row_factor` times even
+    loads with `is_limited`, and sufficient for any routing otherwise. Each expert's rows are padded
+    to `multiple`.
     """
     owned = dict(first=place.first_physical, num_local=place.num_physical)
     num_rows = exchange.layout.source_rows * min(exchange.layout.top_k, place.num_physical)
@@ -199,7 +200,7 @@ def _build_index(
 
 
 def _count_rows(exchange: Exchange, ids_SK: Tensor, *, first: int, num_local: int) -> int:
-    """Return the number of choices of experts [first, first + num_local). Host sync, no graph."""
+    """Return the number of choices of experts [first, first + num_local). Host sync."""
     if ids_SK.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "NVLinkOptions.row_factor ('exact') must be a number while a CUDA graph is captured"
@@ -213,27 +214,18 @@ def _repeat_spread(
     exchange: Exchange, wire: Wire, x_TD: Tensor, peers_T: Tensor, places_S: Tensor
 ) -> Rows:
     """Send a dispatch's tokens a second time, and return the same source rows."""
-    row_map = (peers_T, places_S, places_S[:, None])
-    rows_SN = exchange.spread(wire.pack(x_TD), *row_map, exchange.layout.source_rows)
+    row_map = ExchangeMap(peers_T, places_S, places_S[:, None])
+    rows_SN = exchange.spread(wire.pack(x_TD), row_map, exchange.layout.source_rows)
     return wire.unpack(rows_SN, x_TD)
 
 
-@dataclass(frozen=True, slots=True)
-class _StoredRows:
-    """Gradients of expert rows, their tensor versions, and their sums, which are being copied."""
-
-    drows_RD: Tensor
-    dweights_R: Tensor | None
-    versions: tuple[int, ...]
-    sums_SD: Tensor
-
-
 class _GradSender:
-    """A `GradientSender`: sends a dispatch's gradients while experts compute weight gradients."""
+    """Sends a dispatch's gradients while experts compute weight gradients: a `GradientSender`."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
-        self._stored_rows: _StoredRows | None = None
+        # gradients that are being sent, their tensor versions, and the sums that are being copied
+        self._sent_grads: tuple[tuple[Tensor | None, ...], tuple[int, ...], Tensor] | None = None
 
     def start_sending(
         self,
@@ -243,45 +235,40 @@ class _GradSender:
         slots_SK: Tensor,
         num_rows: Tensor,
     ) -> None:
-        """Sum each source row's gradients, and start to copy sums to tokens, if `can_copy`."""
-        # If `Exchange.can_copy` is False, it does nothing, and the dispatch's backward sends all.
-        self._stored_rows = None
+        """Sum each source row's gradients, and start to copy the sums to the tokens' ranks.
+
+        If `Exchange.can_copy` is False, nothing is sent, and the dispatch's backward sends all.
+        """
+        self._sent_grads = None
         if self._exchange.can_copy():
             sums_SD = sum_rows_without_autograd(drows_RD, row_ids_R, slots_SK, num_rows)
-            self._stored_rows = _StoredRows(
-                drows_RD, dweights_R, _get_versions(drows_RD, dweights_R), sums_SD
-            )
+            grads = (drows_RD, dweights_R)
+            self._sent_grads = grads, _get_versions(*grads), sums_SD
             self._exchange.start_copies(sums_SD)
 
     def finish_sending(
-        self, grads: tuple[Tensor | None, Tensor | None], row_map: tuple[Tensor, Tensor, Tensor]
+        self, grads: tuple[Tensor | None, Tensor | None], row_map: ExchangeMap
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Wait for the copies; return gradients of tokens [T, D] and weights [T, K].
+        """Wait for the copies, and return the gradients of tokens [T, D] and weights [T, K].
 
-        None = `start_sending` started no copies.
-
-        `row_map` is (peers_T, places_S, slots_SK) of the dispatch. Raises RuntimeError if `grads`
-        are not the unchanged gradients that `start_sending` got.
+        None = `start_sending` started no copies. `row_map` has slots_SK. Raises RuntimeError if
+        `grads` are not the unchanged gradients that `start_sending` received.
         """
-        stored_rows, self._stored_rows = self._stored_rows, None
-        if stored_rows is None:
+        entry, self._sent_grads = self._sent_grads, None
+        if entry is None:
             return None
-        is_untouched = grads[0] is stored_rows.drows_RD and grads[1] is stored_rows.dweights_R
-        if not is_untouched or _get_versions(*grads) != stored_rows.versions:
+        (drows_RD, dweights_R), versions, sums_SD = entry
+        is_unchanged = grads[0] is drows_RD and grads[1] is dweights_R
+        if not is_unchanged or _get_versions(*grads) != versions:
             raise RuntimeError(
                 "gradients of the experts' input must not change after the experts' backward with "
                 "NVLinkOptions.overlap_weight_grads (True), which has sent them already: remove "
                 "the hook or use overlap_weight_grads=False"
             )
-        peers_T, places_S, slots_SK = row_map
-        dweights_R = stored_rows.dweights_R
         if dweights_R is None:
-            dweights_R = stored_rows.drows_RD.new_zeros(
-                stored_rows.drows_RD.shape[0], dtype=torch.float32
-            )
-        return self._exchange.finish_copies(
-            stored_rows.sums_SD, peers_T, places_S, (dweights_R, slots_SK)
-        )
+            assert drows_RD is not None
+            dweights_R = drows_RD.new_zeros(drows_RD.shape[0], dtype=torch.float32)
+        return self._exchange.finish_copies(sums_SD, row_map, (dweights_R, row_map.slots_SN))
 
 
 def _get_versions(*tensors: Tensor | None) -> tuple[int, ...]:
@@ -302,7 +289,7 @@ class _DispatchOutputs(NamedTuple):
 
 
 class _Dispatch(torch.autograd.Function):
-    """Sends tokens and returns source rows; `handle_RD` receives the gradients of expert rows."""
+    """Sends tokens and returns `_DispatchOutputs`; a handle gets the gradients of expert rows."""
 
     @staticmethod
     def forward(
@@ -332,40 +319,38 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        row_map = ctx.saved_tensors
-        _, places_S, slots_SK = row_map
-        of = _DispatchOutputs(*grads)
-        drows_RD, dweights_R = of.handle_RD, of.weights_R
-        home = ctx.sender.finish_sending((drows_RD, dweights_R), row_map) if ctx.sender else None
-        if home is not None:
-            return *home, *(None,) * 6
+        row_map = ExchangeMap(*ctx.saved_tensors)
+        outputs = _DispatchOutputs(*grads)
+        drows_RD, dweights_R = outputs.handle_RD, outputs.weights_R
+        pair = ctx.sender.finish_sending((drows_RD, dweights_R), row_map) if ctx.sender else None
+        if pair is not None:
+            return *pair, *(None,) * 6
         # Every rank takes part in the reduce, so missing gradients become zeros.
-        zeros = partial(torch.zeros, device=places_S.device, dtype=torch.float32)
+        zeros = partial(torch.zeros, device=row_map.places_S.device, dtype=torch.float32)
         shape, dtype = ctx.rows_like
         if drows_RD is None:
             drows_RD = zeros(shape, dtype=dtype)
         if dweights_R is None:
             dweights_R = zeros(shape[0])
-        dx_TD, dweights_TK = ctx.exchange.reduce(drows_RD, *row_map, (dweights_R, slots_SK))
-        return dx_TD, dweights_TK, *(None,) * 6
+        choices = (dweights_R, row_map.slots_SN)
+        return *ctx.exchange.reduce(drows_RD, row_map, choices), *(None,) * 6
 
 
 class _Combine(torch.autograd.Function):
     """Sums y_RD per token over its ranks to y_TD. Backward sends dy_TD to each token's ranks."""
 
     @staticmethod
-    def forward(ctx: Any, y_RD: Tensor, plan: NVLinkPlan, slots_SN: Tensor) -> Tensor:
+    def forward(ctx: Any, y_RD: Tensor, plan: NVLinkPlan, row_map: ExchangeMap) -> Tensor:
         ctx.exchange, ctx.num_rows, ctx.receiver = plan.exchange, y_RD.shape[0], plan.receiver
-        row_map = (plan.peers_T, plan.places_S, slots_SN)
         ctx.save_for_backward(*row_map)
-        return plan.exchange.reduce(y_RD, *row_map)[0]
+        return plan.exchange.reduce(y_RD, row_map)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        row_map = (*ctx.saved_tensors, ctx.num_rows)
+        row_map = ExchangeMap(*ctx.saved_tensors)
 
         def send(rows_TN: Tensor) -> Tensor:
-            return ctx.exchange.spread(rows_TN, *row_map)  # type: ignore[no-any-return]
+            return ctx.exchange.spread(rows_TN, row_map, ctx.num_rows)  # type: ignore[no-any-return]
 
         dy_RD = None if ctx.receiver is None else ctx.receiver.send_as_fp8(grads[0], send)
         return send(grads[0]) if dy_RD is None else dy_RD, None, None

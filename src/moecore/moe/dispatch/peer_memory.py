@@ -21,7 +21,7 @@ from moecore.kernels.exchange.clones import CloneBuffer, CloneLayout
 def make_buffer(
     layout: ExchangeLayout, group: dist.ProcessGroup, device: torch.device, timeout_s: float
 ) -> SymmetricBuffer:
-    """Allocate this rank's zeroed buffer to exchange rows. `timeout_s` limits waits. Collective."""
+    """Allocate this rank's zeroed buffer for an exchange of token rows. Collective."""
     peers, handles = _allocate_peer_memory(layout, group, device, timeout_s)
     slots = tuple(
         layout.view_sums(peer, handles["rank"]) for peer in (peers if layout.sums_slot else [])
@@ -32,7 +32,7 @@ def make_buffer(
 def make_clone_buffer(
     group: dist.ProcessGroup, device: torch.device, timeout_s: float
 ) -> CloneBuffer:
-    """Allocate this rank's zeroed slots for clones. `timeout_s` limits waits. Collective."""
+    """Allocate this rank's zeroed buffer for an exchange of cloned experts. Collective."""
     layout = CloneLayout(num_ranks=group.size())
     _, handles = _allocate_peer_memory(layout, group, device, timeout_s)
     return CloneBuffer(layout=layout, **handles)
@@ -44,7 +44,7 @@ def _allocate_peer_memory(
     device: torch.device,
     timeout_s: float,
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """Allocate symmetric memory; return all ranks' memory and `PeerBuffer` fields. Collective."""
+    """Return views of all ranks' memory, and `PeerBuffer` fields of this rank. Collective."""
     size = (layout.num_bytes,)
     memory, handle = allocate_symmetric_memory(layout.num_bytes, group, device)
     memory.zero_()  # the flags
@@ -61,14 +61,14 @@ def _allocate_peer_memory(
         memory=(memory, handle),
     )
     torch.cuda.synchronize(device)
-    dist.barrier(group)  # no rank raises a flag that another one has yet to clear
+    dist.barrier(group)  # no rank raises a flag before all flags are cleared
     return peers, handles
 
 
 def find_known_problem(num_ranks: int, device_type: str) -> str | None:
-    """Return why stores to peers' memory are impossible; None = no reason is known.
+    """Return the reason why kernels cannot store to `num_ranks` peers, or None. No communication.
 
-    No communication. On meta, peers count as GPUs of one host.
+    On meta, peers count as GPUs of one host.
     """
     is_planned = meta_is_gpu()
     if device_type != "cuda" and not is_planned:
@@ -81,8 +81,7 @@ def find_known_problem(num_ranks: int, device_type: str) -> str | None:
 
 
 def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
-    """Return why stores to peers' memory are impossible in a group. None = possible. Collective."""
-    # "relation: fix" of an error in one line, the same on all ranks. Collective, with host syncs.
+    """Return the reason why kernels cannot store to peers of a group, or None. Collective."""
     problem = find_known_problem(group.size(), device_type)
     if problem is not None or meta_is_gpu():
         return problem
@@ -90,12 +89,9 @@ def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
 
 
 def find_peer_problem(group: dist.ProcessGroup) -> str | None:
-    """Return why GPUs of a group cannot read each other's memory. None = they can. Collective."""
-    # As `find_problem`, without what is asked of kernels.
-    problems = gather_objects(
-        _find_peer_access_problem(group) or _find_memory_problem(group), group
-    )
-    return next((p for p in problems if p), None)
+    """Return the reason why a group's GPUs cannot read each other's memory, or None. Collective."""
+    problem = _find_peer_access_problem(group) or _find_memory_problem(group)
+    return next((p for p in gather_objects(problem, group) if p), None)
 
 
 def can_meta_peers_access(group: dist.ProcessGroup) -> bool:
@@ -104,11 +100,9 @@ def can_meta_peers_access(group: dist.ProcessGroup) -> bool:
 
 
 def _find_peer_access_problem(group: dist.ProcessGroup) -> str | None:
-    """Return why this GPU cannot read the memory of its group. None = it can. Collective."""
-    device = torch.cuda.current_device()
-    local_devices = {
-        str(_get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())
-    }
+    """Return the reason why this GPU cannot read the memory of its group, or None. Collective."""
+    device, count = torch.cuda.current_device(), torch.cuda.device_count()
+    local_devices = {str(_get_device_properties(i).uuid): i for i in range(count)}
     places = gather_objects((get_host_id(), str(_get_device_properties(device).uuid)), group)
     hosts = len({host for host, _ in places})
     if hosts > 1:
@@ -120,16 +114,15 @@ def _find_peer_access_problem(group: dist.ProcessGroup) -> str | None:
                 f"must see the GPU of rank {rank} on every rank: make all GPUs of the host visible "
                 "to each process, or use 'alltoall'"
             )
-        if local_devices[uuid] != device and not torch.cuda.can_device_access_peer(
-            device, local_devices[uuid]
-        ):
+        peer = local_devices[uuid]
+        if peer != device and not torch.cuda.can_device_access_peer(device, peer):
             me = dist.get_global_rank(group, dist.get_rank(group))
             return f"must have peer access from rank {me} to rank {rank}: use 'alltoall'"
     return None
 
 
 def _find_memory_problem(group: dist.ProcessGroup) -> str | None:
-    """Try to allocate symmetric memory. Return why that fails, None = it works. Collective."""
+    """Try to allocate symmetric memory; return the reason of a failure, or None. Collective."""
     device = torch.device("cuda", torch.cuda.current_device())
     try:
         allocate_symmetric_memory(1024, group, device)

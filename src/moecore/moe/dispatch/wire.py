@@ -41,7 +41,7 @@ class Wire:
     def gather_rows(
         self, x_TD: Tensor, token_ids_M: Tensor, slots_TG: Tensor
     ) -> tuple[Tensor | None, Tensor]:
-        """Return the packed rows of M tokens or None, and differentiable rows or a handle.
+        """Return (packed rows of M tokens, a handle), or unpacked (None, differentiable rows).
 
         A handle is a tensor without values that stands for packed rows in autograd.
         """
@@ -56,9 +56,9 @@ class Wire:
         return gather_fp8_rows(self.pack(x_TD), *row_map), handle_MD
 
     def unpack(self, rows_SN: Tensor, like: Tensor, handle_SD: Tensor | None = None) -> Rows:
-        """View received rows as `Rows`, of the width and dtype of `like`. FP8 rows stay packed.
+        """Return received rows as `Rows` of the width and dtype of `like`; FP8 rows stay packed.
 
-        `handle_SD` stands for packed rows in autograd. None = no gradient.
+        `handle_SD` stands for packed rows in autograd; None = no gradient.
         """
         if not self.fp8:
             return Rows(rows_SN)
@@ -70,13 +70,13 @@ class Wire:
 
 
 def make_handle(like: Tensor, num_rows: int) -> Tensor:
-    """Return a handle for rows of the width and dtype of `like`: a tensor of one element."""
+    """Return a handle for `num_rows` rows like `like`: one element, expanded to their shape."""
     return like.new_empty(1).expand(num_rows, like.shape[1])
 
 
 def gather_fp8_rows(words_TW: Tensor, token_ids_M: Tensor, slots_TG: Tensor) -> Tensor:
-    """Copy packed rows [T, W] of tokens `token_ids_M` (inverse: `slots_TG`) to bytes [M, W]."""
-    words_TN = words_TW.view(torch.float32)  # which the kernel moves bit by bit
+    """Return the packed rows of tokens `token_ids_M`, [M, W] bytes; `slots_TG` is the inverse."""
+    words_TN = words_TW.view(torch.float32)  # the kernel copies the bits of a float
     return gather_rows(words_TN, token_ids_M, slots_TG).view(PACKED_DTYPE)
 
 
@@ -85,26 +85,26 @@ class Receiver:
 
     def __init__(self) -> None:
         self.accepts_packed_grads = False
-        self.next: GradientReceiver | None = None  # of the leg behind this one, which experts know
+        self.next: GradientReceiver | None = None  # of the second dispatch, if there are two
         self._entry: tuple[Tensor, Rows] | None = None
 
     def send_as_fp8(self, dy_TD: Tensor, send: Callable[[Tensor], Tensor]) -> Tensor | None:
         """Pack dy, exchange it by send(packed rows), and return a handle of the received rows.
 
-        `take_packed_grads` then returns the rows. None = experts accept no FP8, nothing is sent.
+        `take_packed_grads` then returns the rows. None = experts accept no FP8; dy is not sent.
         """
         if not (self.next or self).accepts_packed_grads:
             return None
         words_RW = send(pack_rows(dy_TD.contiguous()))
         rows = Rows.from_bytes(words_RW, dy_TD.shape[1], dy_TD.dtype)
-        if self.next is not None:  # which packs them again
+        if self.next is not None:  # the second dispatch packs the rows again
             return rows.widen()
         handle_RD = make_handle(dy_TD, words_RW.shape[0])
         self._entry = handle_RD, rows
         return handle_RD
 
     def take_packed_grads(self, dy: Tensor) -> Rows | None:
-        """Return the received FP8 rows; None if `dy` was sent unpacked."""
+        """Return the received FP8 rows of handle `dy`; None if `dy` was sent unpacked."""
         entry, self._entry = self._entry, None
         if entry is not None and dy is not entry[0]:
             raise RuntimeError(

@@ -1,0 +1,105 @@
+"""`Products`, the base class of implementations of the experts' matrix products.
+
+    grouped_products.py  GroupedProducts    over a grouped matmul of torch or Transformer Engine
+    triton_products.py   TritonProducts     this package's kernels in 16 bits
+    fp8_products.py      BlockwiseProducts  blockwise FP8: kernels on Hopper, references on a CPU
+
+An implementation chooses the formats between its products. The result of a method is therefore only
+an argument of other methods of the same object. Letters: as in `contract.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from moecore.kernels.experts.contract import (
+    ExpertWeights,
+    GradTarget,
+    LowRankUpdate,
+    RowMap,
+    Wants,
+)
+from moecore.kernels.experts.low_rank import LowRankProducts
+from moecore.kernels.rows.activation import ActivationOptions, weighted_activation
+from moecore.kernels.rows.index import ExpertIndex
+from moecore.kernels.rows.record import Rows
+
+
+class Products(Protocol):
+    """FC1, activation and FC2 of a rank's experts and their gradients, in one precision.
+
+    An instance belongs to one index and one set of weights, including low-rank updates. X are
+    source rows, H is FC1's output, dY is the gradient of FC2's output. `has_kernels` = this
+    package's kernels multiply the low-rank updates.
+    """
+
+    # whether `prepare_output_grad` accepts rows that were packed by `pack_rows`, with equal results
+    accepts_packed_grads: bool = False
+    index_cache: Any = None  # a value computed from the index, which backward's products reuse
+    activation: ActivationOptions
+    weights_R: Tensor
+    offsets_e: Tensor
+    row_map: RowMap
+    low1: LowRankProducts
+    low2: LowRankProducts
+
+    def __init__(
+        self,
+        index: ExpertIndex,
+        activation: ActivationOptions,
+        weights: ExpertWeights,
+        *,
+        has_kernels: bool,
+    ) -> None:
+        self.activation = activation
+        self.weights_R, self.offsets_e = index.weights_R, index.offsets_e
+        self.row_map = RowMap(index.row_ids_R, index.slots_SK, index.num_rows)
+        self.low1 = LowRankProducts(weights.update1, index.offsets_e, has_kernels=has_kernels)
+        self.low2 = LowRankProducts(weights.update2, index.offsets_e, has_kernels=has_kernels)
+
+    def prepare_rows(self, rows: Rows) -> Rows:
+        """Return source rows in the format that is read and saved for backward; here unchanged."""
+        return rows
+
+    def fc1(self, rows: Rows, *, keep: bool) -> tuple[Rows | None, Any]:
+        """Return H [R, C] in its saved format (None if not `keep`), and the weighted activation."""
+
+    def fc2(self, a: Any) -> Tensor:
+        """Return a @ w2^T [R, D], the output of each expert row; `a` is `fc1`'s activation."""
+
+    def recompute_h(self, rows: Rows) -> Rows:
+        """Return H [R, C], computed in backward from rows that `prepare_rows` returned."""
+
+    def recompute_activation(self, h: Rows) -> Any:
+        """Return act(H) times the routing weight of each row, [R, F], in `fc2`'s input format."""
+        return weighted_activation(h.values, self.weights_R, self.row_map.num_rows, self.activation)
+
+    def prepare_output_grad(self, dy: Any, *, unsummed: bool, wants: Wants | None = None) -> Any:
+        """Return dY in the format that the methods below read.
+
+        `dy` is [S, D], or [R, D] if `unsummed`. It is a tensor, or packed `Rows` if
+        `accepts_packed_grads`. `wants` has the gradients that this backward computes.
+        """
+
+    def activation_bwd(self, dy: Any, h: Rows) -> tuple[Any, Tensor, Any]:
+        """Return dH, gradients of routing weights (fp32 [R]) and the activation; dy is prepared."""
+
+    def fc1_dgrad(self, dh: Any) -> Tensor:
+        """Return dH @ w1 [R, D], the gradient of each expert row of X."""
+
+    def fc1_wgrad(self, rows: Rows, dh: Any, target: GradTarget) -> Tensor:
+        """Return the gradient of w1, written to `target`."""
+
+    def fc2_wgrad(self, dy: Any, a: Any, target: GradTarget) -> Tensor:
+        """Return the gradient of w2, written to `target`."""
+
+    def fc1_update_grad(self, rows: Rows, dh: Any) -> LowRankUpdate:
+        """Return the gradients of A and B of the low-rank update of w1."""
+
+    def fc2_update_grad(self, dy: Any, a: Any) -> LowRankUpdate:
+        """Return the gradients of A and B of the low-rank update of w2."""
+
+    def drop_weights(self) -> None:
+        """Free matrices and low-rank updates; only `fc1_wgrad` and `fc2_wgrad` may run after."""
