@@ -218,6 +218,7 @@ def test_who_has_tensor_cores_for_blocks(
     monkeypatch.setattr(common, "INTERPRET", False)
     monkeypatch.setattr(common, "TRITON", version)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(common, "_get_capability", common._get_capability.__wrapped__)
     decide = common.has_block_scaled_kernels.__wrapped__
     assert decide(torch.device("cuda")) == has_them
     assert not decide(torch.device("cpu")) and not decide(torch.device("meta"))
