@@ -5,19 +5,16 @@
 
 Letters: C rows (tokens of one chunk), V vocabulary.
 
-If each rank has some columns of a row, `row_statistics` and `softmax_gradient_` are the two
-passes, and the ranks combine the statistics between the passes. `cross_entropy_blocks` and
-`softmax_gradient_blocks` round the gradient to FP8, with a scale per 128 columns of a row.
-
 One program handles one row. The first pass keeps a maximum and a sum of exponentials for each lane
-(the online softmax), and reduces the lanes at the end of the row. The second pass writes the
-gradient. A row with the ignored label is not read.
+(online softmax, arXiv:1805.02867), and reduces the lanes at the end of the row. The second pass
+writes the gradient. A row with the ignored label is not read. If each rank has some columns of a
+row, `row_statistics` and `softmax_gradient_` are the two passes, and the ranks combine the
+statistics between the passes. The `_blocks` functions round the gradient to FP8, with a scale per
+128 columns.
 
-Budget, with b bytes per logit and g per gradient: C * V * (2b + g) bytes moved, at least
-C * V * (b + g), because the second pass reads long rows from memory again; 2 * C * V exponentials.
-Allocates C * V * g, or nothing if both have one dtype: then the gradient replaces the logits.
-
-Source: online softmax, arXiv:1805.02867.
+Budget, with b bytes per logit and g per gradient: C * V * (2b + g) bytes moved, because the second
+pass reads long rows from memory again; 2 * C * V exponentials. Allocates C * V * g, or nothing if
+both have one dtype: then the gradient replaces the logits.
 """
 
 from functools import cache

@@ -4,11 +4,10 @@
     backward         dx = dy @ weight       dbias = sum of dy
     now, or later    dweight = dy^T @ x     by autograd, or when the weight's sink computes it
 
-A gradient sink of the weight can defer the weight gradient of `linear`. `PlainProducts` multiply in
-the dtype of the weight, with the bits of `F.linear`. `F.linear` itself runs if nothing can be
-deferred: without a sink, under compilers and dispatch modes, and without gradients. Deferring must
-be enabled (`LinearProducts.defers`), because it costs host time in each forward. Routed experts
-always defer. `precision/linear.py` has the products in FP8.
+`PlainProducts` multiply in the dtype of the weight, with the bits of `F.linear`, which runs itself
+if nothing can be deferred: without a sink, under compilers and dispatch modes, and without
+gradients. Deferring must be enabled (`LinearProducts.defers`), because it costs host time in each
+forward. Routed experts always defer. `precision/linear.py` has the products in FP8.
 
 Letters: T tokens, K input features, N output features.
 """

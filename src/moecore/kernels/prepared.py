@@ -8,11 +8,9 @@ compute the key of the compiled kernel and the arguments of Triton's launcher in
     (device, dtypes, alignments, ... of arguments, constants) -> _Entry of the site
 
 The key distinguishes all that Triton's own key distinguishes. Triton does the first launch of each
-key, and its compiled kernel is cached. Triton also does every launch that this file does not
-support: another release of Triton, the interpreter, hooks around launches, tuples as arguments,
-integers beyond int32.
-
-Most private names of Triton are in this file; `tests/kernels/test_prepared.py` tests their use.
+key, which is cached, and every launch that this file does not support: another release of Triton,
+the interpreter, hooks, tuples as arguments, integers beyond int32. `tests/kernels/test_prepared.py`
+tests the private names of Triton that this file uses.
 """
 
 from __future__ import annotations

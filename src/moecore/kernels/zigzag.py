@@ -2,17 +2,15 @@
 
 Attention is causal, so the last tokens of a document need the most work. Each document is divided
 into 2 * size chunks, and rank r has chunks r and 2 * size - 1 - r, so all ranks have equal work.
-
 Example, size 3, documents of 12, 24 and 6 tokens, so chunks have 2, 4 and 1 tokens:
 
     rank 0   0 1 10 11    12 .. 15 32 .. 35    36 41
     rank 1   2 3 8 9      16 .. 19 28 .. 31    37 40
     rank 2   4 5 6 7      20 .. 23 24 .. 27    38 39
 
-The tokens of a rank are packed documents too, with the offsets `cu_seqlens // size`.
-
-`cu_seqlens` [n + 1] has the first token of each of n documents, and the number of tokens. Documents
-may be empty.
+The tokens of a rank are packed documents too, with the offsets `cu_seqlens // size`. `cu_seqlens`
+[n + 1] has the first token of each of n documents, and the number of tokens. Documents may be
+empty.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Letters: R expert rows (length), e experts, M N K the sizes of one product, D mo
 dim, C = 2F columns of h. One persistent program per multiprocessor:
 
     loading warp      fills a ring of stages with blocks of a and b, by TMA  (_load_step)
-    warp group 0, 1   multiply the upper and the lower half of every tile    (_consume)
+    warp group 0, 1   multiply the upper and the lower half of every tile    (_multiply_tiles)
     two more warps    compute the activation of h, with FC1                  (_activate)
 
 The warps share the ring, the tiles, and `stage`: blocks of out for TMA to store, or gate and up of
@@ -109,7 +109,7 @@ def _activate(
     CONST: gl.constexpr,  # GroupedConstants
 ):
     """Epilogue warps: store the weighted activation of every tile, and h of partial tiles."""
-    N = N // 8 * 8  # as in _consume
+    N = N // 8 * 8  # as in _multiply_tiles
     HALF_M: gl.constexpr = CONST.BLOCK_M // 2
     HALF_N: gl.constexpr = CONST.BLOCK_N // 2
     ROWS: gl.constexpr = CONST.EPILOGUE_ROWS
@@ -145,7 +145,7 @@ def _activate(
 
 
 @gluon.jit
-def _consume(
+def _multiply_tiles(
     GROUP: gl.constexpr,  # 0 or 1: the number of this warp group
     outputs,  # TMA descriptor of h (None without an activation), pointer and descriptor of out
     stage,  # shared memory and barriers, see above
@@ -262,8 +262,8 @@ def sm90_bf16_grouped_kernel(
     if CONST.ACT is not None:
         gl.warp_specialize(
             [
-                (_consume, (0, outputs, stage, ring, tiles, K, N, CONST)),
-                (_consume, (1, outputs, stage, ring, tiles, K, N, CONST)),
+                (_multiply_tiles, (0, outputs, stage, ring, tiles, K, N, CONST)),
+                (_multiply_tiles, (1, outputs, stage, ring, tiles, K, N, CONST)),
                 (_activate, (weights_ptr, h_ptr, out_ptr, stage, tiles, N, CONST)),
                 (load_row_tiles, (gl.constexpr(_load_step), operands, ring, tiles, K, CONST)),
             ],
@@ -273,8 +273,8 @@ def sm90_bf16_grouped_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, outputs, stage, ring, tiles, K, N, CONST)),
-                (_consume, (1, outputs, stage, ring, tiles, K, N, CONST)),
+                (_multiply_tiles, (0, outputs, stage, ring, tiles, K, N, CONST)),
+                (_multiply_tiles, (1, outputs, stage, ring, tiles, K, N, CONST)),
                 (load_row_tiles, (gl.constexpr(_load_step), operands, ring, tiles, K, CONST)),
             ],
             [4, 1],

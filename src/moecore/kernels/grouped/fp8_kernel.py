@@ -5,7 +5,7 @@ Letters: R expert rows (length), e experts, K the summed dim, N columns.
     loading warp      fills a ring of stages with blocks of a and b by TMA, and with the scales of a
                       by asynchronous copies                                       (_load_step)
     warp group 0, 1   multiply all rows by the left and the right half of a tile's columns,
-                      64 rows at a time, and store them                            (_consume)
+                      64 rows at a time, and store them                            (_multiply_tiles)
 
 FP8 tensor cores sum the 128 of a stage with fewer bits than fp32 has. Each such sum is multiplied
 by both scales and added in fp32, while the other group multiplies. The sum of 64 rows and the total
@@ -76,7 +76,7 @@ def _store_rows(out_ptr, out_desc, out_smem, x, row, end, column, N):
 
 
 @gluon.jit
-def _consume(
+def _multiply_tiles(
     GROUP: gl.constexpr,  # 0 or 1: the number of this warp group
     scales,  # LoadedScales
     out,  # (pointer, TMA descriptor, shared memory) of the output
@@ -172,8 +172,8 @@ def sm90_fp8_grouped_nt_kernel(
     operands = (a_desc, b_desc, scales, N)
     gl.warp_specialize(
         [
-            (_consume, (0, scales, out, ring, tiles, K, N, CONST)),
-            (_consume, (1, scales, out, ring, tiles, K, N, CONST)),
+            (_multiply_tiles, (0, scales, out, ring, tiles, K, N, CONST)),
+            (_multiply_tiles, (1, scales, out, ring, tiles, K, N, CONST)),
             (load_row_tiles, (gl.constexpr(_load_step), operands, ring, tiles, K, CONST)),
         ],
         [4, 1],

@@ -4,7 +4,7 @@ Letters: e experts, t row tiles, M columns of x, N columns of y.
 
     loading warp      fills a ring of stages with tiles of x and y by TMA          (_load_step)
     warp group 0, 1   multiply all rows by the left and the right half of a tile's columns,
-                      64 rows at a time, and store or add them                     (_consume)
+                      64 rows at a time, and store or add them                     (_multiply_tiles)
 
 A stage is one row tile: 128 rows of an expert are the summed dim. Its sum is promoted as in
 `fp8_kernel.py`.
@@ -42,7 +42,7 @@ def _store_block(out_ptr, out_desc, out_smem, x, expert, row, column, M, N):
 
 
 @gluon.jit
-def _consume(
+def _multiply_tiles(
     GROUP: gl.constexpr,  # 0 or 1: the number of this warp group
     scales,  # pointers to the scales of x and of y
     out,  # (pointer, TMA descriptor, shared memory) of the gradient
@@ -142,8 +142,8 @@ def sm90_fp8_grouped_wgrad_kernel(
     operands = (x_desc, y_desc, M, N)
     gl.warp_specialize(
         [
-            (_consume, (0, scales, out, ends_ptr, ring, tiles, M, N, scale, CONST)),
-            (_consume, (1, scales, out, ends_ptr, ring, tiles, M, N, scale, CONST)),
+            (_multiply_tiles, (0, scales, out, ends_ptr, ring, tiles, M, N, scale, CONST)),
+            (_multiply_tiles, (1, scales, out, ends_ptr, ring, tiles, M, N, scale, CONST)),
             (load_weight_tiles, (load, operands, ends_ptr, ring, tiles, 1, CONST)),
         ],
         [4, 1],

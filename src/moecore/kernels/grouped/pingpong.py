@@ -11,7 +11,7 @@ of h; M N K the sizes of one product: R rows, F columns, D summed. One persisten
 multiprocessor:
 
     loading warps     fill a ring of stages with blocks of dy and w2          (_load_tiles)
-    warp group 0, 1   alternate: one multiplies while the other stores        (_consume)
+    warp group 0, 1   alternate: one multiplies while the other stores        (_multiply_tiles)
 
 The warps share the ring, the tiles, and:
 
@@ -187,7 +187,7 @@ def _store_activation_bwd(
 
 
 @gluon.jit
-def _consume(
+def _multiply_tiles(
     GROUP: gl.constexpr,  # 0 or 1: the number of this warp group
     turns,  # two barriers per group: it may multiply, it may store
     stage,  # shared memory of da and h, and barriers
@@ -301,8 +301,8 @@ def sm90_bf16_grouped_nn_act_bwd_kernel(
         addend = ()  # type: ignore[assignment]
     gl.warp_specialize(
         [
-            (_consume, (0, turns, stage, ring, tiles, outputs, R, sum_length, N, CONST)),
-            (_consume, (1, turns, stage, ring, tiles, outputs, R, sum_length, N, CONST)),
+            (_multiply_tiles, (0, turns, stage, ring, tiles, outputs, R, sum_length, N, CONST)),
+            (_multiply_tiles, (1, turns, stage, ring, tiles, outputs, R, sum_length, N, CONST)),
             (_load_tiles, (a_ptr, a_desc, b_desc, row_ids_ptr, addend, ring, tiles, K, CONST)),
         ],
         [4, 4],

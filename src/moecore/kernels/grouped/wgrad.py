@@ -11,7 +11,7 @@ The kernel runs on Hopper; other devices gather, and use torch's grouped product
 program runs on each multiprocessor:
 
     loading warps      fill a ring of stages with blocks of x and y     (_load_step, _gather_steps)
-    two warp groups    multiply a tile together, then store it          (_consume)
+    two warp groups    multiply a tile together, then store it          (_multiply_tiles)
 
 TMA loads contiguous rows, and asynchronous copies load gathered rows. Rows of x past the expert's
 last row are set to 0, so that y's rows there are multiplied by 0. x has the narrow side of the
@@ -168,7 +168,7 @@ def _add_tile(out_ptr, total_MN, m, n, M, N, TRANSPOSED: gl.constexpr):
 
 
 @gluon.jit
-def _consume(
+def _multiply_tiles(
     offsets_ptr,  # [e] int32, running sum of the experts' rows
     ring,  # Ring
     tiles,  # WeightTiling
@@ -267,7 +267,7 @@ def sm90_bf16_grouped_wgrad_kernel(
     if CONST.GATHER:
         gl.warp_specialize(
             [
-                (_consume, (offsets_ptr, ring, tiles, out, M, N, scale, CONST)),
+                (_multiply_tiles, (offsets_ptr, ring, tiles, out, M, N, scale, CONST)),
                 (_gather_steps, (x_ptr, y_desc, row_ids_ptr, offsets_ptr, ring, tiles, M, CONST)),
             ],
             [CONST.PRODUCER_WARPS],
@@ -277,7 +277,7 @@ def sm90_bf16_grouped_wgrad_kernel(
         operands = (x_desc, y_desc)
         gl.warp_specialize(
             [
-                (_consume, (offsets_ptr, ring, tiles, out, M, N, scale, CONST)),
+                (_multiply_tiles, (offsets_ptr, ring, tiles, out, M, N, scale, CONST)),
                 (load_weight_tiles, (load, operands, offsets_ptr, ring, tiles, BLOCK_K, CONST)),
             ],
             [1],

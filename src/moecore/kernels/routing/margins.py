@@ -8,8 +8,7 @@ Scores are in [0, 1], so margins are within 1 of the least and the greatest bias
 that range. Integer atomics give the same counts in every run if scores have the same bits.
 
 Letters: L layers, T tokens, E experts, K choices, X bins. One launch reads the logits, 4 * T * E
-bytes, and does T * E atomic adds in L2. The quantiles of any number of layers are one launch, which
-reads each histogram once.
+bytes, and does T * E atomic adds in L2. Another computes the quantiles of any number of layers.
 """
 
 import torch

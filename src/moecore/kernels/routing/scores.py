@@ -2,17 +2,15 @@
 
     softmax        over the experts of a token
     sigmoid        of each logit
-    sqrtsoftplus   sqrt(log(1 + exp(x))) of each logit x
+    sqrtsoftplus   sqrt(log(1 + exp(x))) of each logit x (DeepSeek-V4)
 
 Letters: T tokens, E experts.
 
 Note [same bits]. Equal logits of a row must get equal scores in every lane, and a recorded choice
-must get its recorded weights from every kernel. Two measures ensure this. Kernels of `route` are
-launched with enable_fp_fusion=False: if the compiler fused a product into the sum after it, two
-lanes that add their terms would round different terms. And `sum_rows` sums scores and weights in
-the order (x0 + x1) + (x2 + x3), because the order of tl.sum follows layout and alignment.
-
-Source: DeepSeek-V4 for sqrtsoftplus.
+must get its recorded weights from every kernel. So kernels of `route` are launched with
+enable_fp_fusion=False: if the compiler fused a product into the sum after it, two lanes that add
+their terms would round different terms. And `sum_rows` sums in the order (x0 + x1) + (x2 + x3),
+because the order of tl.sum follows layout and alignment.
 """
 
 import torch

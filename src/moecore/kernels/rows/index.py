@@ -273,7 +273,7 @@ def _launch_forward(
     return row_ids_R, weights_R, slots_SK, offsets_e
 
 
-def _run_bwd(dweights_R: Tensor, slots_SK: Tensor) -> Tensor:
+def _launch_backward(dweights_R: Tensor, slots_SK: Tensor) -> Tensor:
     """Return weights_SK's gradient: the value of each pair's expert row, 0 for a slot of -1."""
     dweights_SK = torch.empty_like(slots_SK, dtype=dweights_R.dtype)
     args = (dweights_R.contiguous(), slots_SK, dweights_SK, slots_SK.numel())
@@ -289,7 +289,9 @@ def _make_empty(ids_SK: Tensor, weights_SK: Tensor, num_local: int, R: int) -> t
 
 
 _build_index_bwd = Op(
-    "build_index_bwd", _run_bwd, lambda d_R, slots_SK: torch.empty_like(slots_SK, dtype=d_R.dtype)
+    "build_index_bwd",
+    _launch_backward,
+    lambda d_R, slots_SK: torch.empty_like(slots_SK, dtype=d_R.dtype),
 )
 
 

@@ -4,11 +4,9 @@
     q cos + p sin, with cos and sin of position t and the pair
 
 Letters: B sequences, T tokens of a sequence, H heads, n dims that are copied, d dims that are
-rotated. The dims of a pair have a distance of d / 2, or are adjacent only in the input: the output
-has the first dims of all pairs before the second dims.
-
-Budget: each element is read and written once, in its own dtype; plain PyTorch moves about ten times
-the bytes, in fp32. Backward rotates by the negative angles and saves no activation.
+rotated. The output has the first dims of all pairs before the second dims. Each element is read and
+written once, in its own dtype; plain PyTorch moves about ten times the bytes. Backward rotates by
+the negative angles and saves no activation.
 
 Source: RoFormer (arXiv:2104.09864).
 """
