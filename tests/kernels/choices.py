@@ -1,9 +1,11 @@
-"""Whether rounded scores may have led to a choice: for logits that nearly tie.
+"""Options of `route`, and whether rounding explains a choice for logits that nearly tie.
 
 Letters: T tokens, E experts, K choices, G groups of S experts.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,6 +13,16 @@ from torch import Tensor
 from moecore.kernels.routing.route import RouteOptions
 from moecore.kernels.routing.scores import compute_scores_ref
 
+BASE = RouteOptions(
+    top_k=3,
+    score_function="softmax",
+    score_order="pre",
+    normalize=True,
+    scale=1.0,
+    num_groups=1,
+    top_groups=1,
+)
+SIGMOID = replace(BASE, score_function="sigmoid")
 EPS = torch.finfo(torch.float32).eps
 SCORE_ERROR = 16 * EPS  # of a score, relative: rounded logit differences of 8 to 16 cost 4 eps
 SUM_ERROR = 4 * EPS  # of a score plus a bias, and of a group's sum: one or a few roundings

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from moecore.kernels.momentum import momentum_
 from moecore.kernels.routing.clones import assign_physical_ids, plan_clones
 from moecore.kernels.routing.counts import add_expert_counts
 from moecore.kernels.routing.margins import NUM_BINS, add_margins_, compute_even_bias
-from moecore.kernels.routing.route import RouteOptions, route_weights
+from moecore.kernels.routing.route import route_weights
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.cast import cast, compute_amax
 from moecore.kernels.rows.e4m3 import FP8
@@ -73,6 +74,7 @@ from moecore.kernels.rows.shard_matrices import pack_part_, write_square_amax_
 from moecore.kernels.sparse_attention.contract import IndexerHeads
 from moecore.kernels.sparse_attention.index import compute_span_scores
 from moecore.kernels.sparse_attention.keys import SpanOfKeys
+from tests.kernels.choices import SIGMOID
 from tests.kernels.experts.chosen import expert_mlp
 
 # What one GPU alone can not run: `tests/kernels/exchange` plays the ranks.
@@ -154,15 +156,7 @@ def run_pieces(device: str) -> None:
     loads_E = torch.arange(E, device=device, dtype=torch.int32)
     plan = plan_clones(loads_E, num_ranks=2, num_clones=1)
     assign_physical_ids(ids_TK, loads_E, plan, num_local=E // 2, num_clones=1)
-    options = RouteOptions(
-        top_k=K,
-        score_function="sigmoid",
-        score_order="pre",
-        normalize=True,
-        scale=1.0,
-        num_groups=1,
-        top_groups=1,
-    )
+    options = replace(SIGMOID, top_k=K)
     logits_TE = torch.randn(T, E, device=device, requires_grad=True)
     route_weights(logits_TE, ids_TK, options).sum().backward()
     for kind, keep_h in (("relu2", True), ("swiglu", False)):

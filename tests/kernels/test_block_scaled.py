@@ -218,7 +218,8 @@ def test_who_has_tensor_cores_for_blocks(
     monkeypatch.setattr(common, "INTERPRET", False)
     monkeypatch.setattr(common, "TRITON", version)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    decide = common._is_blackwell.__wrapped__
+    monkeypatch.setattr(common, "_get_capability", common._get_capability.__wrapped__)
+    decide = common.has_block_scaled_kernels
     assert decide(torch.device("cuda")) == has_them
     assert not decide(torch.device("cpu"))
     assert not common.has_block_scaled_kernels(torch.device("meta"))

@@ -22,7 +22,6 @@ from moecore.kernels.cross_entropy import (
     softmax_gradient_blocks,
 )
 from moecore.models import loss as loss_file
-from moecore.models.loss import linear_cross_entropy
 from tests.kernels.conftest import check_without_host, poison
 
 NAN, INF = float("nan"), float("inf")
@@ -331,25 +330,6 @@ def test_op_tells_the_truth_to_the_compiler(device: str) -> None:
         found, expected = (f(x.clone(), labels, dtype) for f in (compiled, cross_entropy_))
         assert torch.equal(found[0], expected[0])
         assert dtype is None or torch.equal(found[1], expected[1])
-
-
-def test_kernel_serves_the_linear_loss(device: str) -> None:
-    """Every chunk of it, an empty input too; by F.cross_entropy in fp64."""
-    for n in (0, 1, 37):
-        generator = torch.Generator().manual_seed(n)
-        hidden, weight = (torch.randn(rows, 16, generator=generator) for rows in (n, 50))
-        labels = torch.randint(0, 50, (n,), generator=generator)
-        labels[n // 2 :: 3] = IGNORE_INDEX
-        h, w = (t.to(device).requires_grad_() for t in (hidden, weight))
-        loss = linear_cross_entropy(h, w, labels.to(device), num_tokens=7, chunk_tokens=8)
-        (3 * loss).backward()
-        h64, w64 = (t.detach().double().requires_grad_() for t in (hidden, weight))
-        exact = F.cross_entropy(h64 @ w64.t(), labels, reduction="sum") / 7
-        (3 * exact).backward()
-        pairs = ((loss.detach(), exact.detach()), (h.grad, h64.grad), (w.grad, w64.grad))
-        for found, wanted in pairs:
-            assert found is not None and wanted is not None
-            torch.testing.assert_close(found.cpu().double(), wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu

@@ -143,18 +143,6 @@ def test_any_layout_and_an_input_that_is_not_read(device: str) -> None:
     assert_as_exact(*grads)
 
 
-def test_a_token_reads_no_other(device: str) -> None:
-    """What stands beside a token, of another document or padding, changes no bit of it."""
-    given = leaves(5, 4, 12, torch.float32, device)
-    before = run(given, options(3))
-    for tensor in (given[0], given[4]):
-        tensor[2] = 1e4
-    for old, new in zip(before, run(given, options(3)), strict=True):
-        if old.shape[0] == 5:
-            assert torch.equal(old[[0, 1, 3, 4]], new[[0, 1, 3, 4]])
-            assert not torch.equal(old[2], new[2])
-
-
 def test_what_backward_keeps(device: str) -> None:
     """Streams and the sublayer's output once, and 45 numbers per token, in fp32."""
     T, N, D = 6, 4, 64

@@ -74,10 +74,3 @@ def test_shapes_of_unequal_operands_broadcast() -> None:
         right = x + x.sum(0) * rows + x.amax(1, keepdim=True)
         right[:, -1] = 2 * x[:, -1]
         assert torch.equal(out, right)
-
-
-def test_a_block_of_another_size_is_refused() -> None:
-    with pytest.raises(ValueError, match="power of 2"):
-        core.block_type(tl.int32, [3])
-    with pytest.raises(TypeError, match="0d"):
-        core.block_type(tl.int32, [])

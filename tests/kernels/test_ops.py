@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,15 +25,17 @@ from moecore.kernels.ops import Op
 from moecore.kernels.routing.balance import balance_statistics
 from moecore.kernels.routing.balance_loss import balance_loss
 from moecore.kernels.routing.counts import count_experts_and_tokens
-from moecore.kernels.routing.route import RouteOptions, route, route_weights
+from moecore.kernels.routing.route import route, route_weights
 from moecore.kernels.routing.router_logits import router_logits
 from moecore.kernels.rows.activation import ActivationOptions, weighted_activation
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.kernels.rows.record import Rows
+from tests.kernels.choices import SIGMOID
 from tests.kernels.experts.chosen import expert_mlp
 
 T, D, F, E, K = 6, 16, 8, 4, 2
+ROUTE_OPTIONS = replace(SIGMOID, top_k=K, scale=2.0)
 IDS = torch.tensor([[0, 1], [1, 2], [3, 0], [2, -1], [1, 3], [0, 2]], dtype=torch.int32)
 
 
@@ -94,18 +97,6 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-def route_options() -> RouteOptions:
-    return RouteOptions(
-        top_k=K,
-        score_function="sigmoid",
-        score_order="pre",
-        normalize=True,
-        scale=2.0,
-        num_groups=1,
-        top_groups=1,
-    )
-
-
 def run_balance(logits: Tensor, ids: Tensor) -> Tensor:
     sums, z_sum = balance_statistics(logits, 2, "sigmoid")
     return balance_loss(sums, z_sum, count_experts_and_tokens(ids, 2, E), [1.0, 4.0, 0.0, 1.0])
@@ -137,12 +128,12 @@ CASES: dict[str, Case] = {
         {"build_index", "build_index_bwd", "gather_rows", "sum_rows"},
     ),
     "route": (
-        lambda logits, ids: route(logits, None, route_options()),
+        lambda logits, ids: route(logits, None, ROUTE_OPTIONS),
         (leaf(T, E),),
         {"route", "route_bwd"},
     ),
     "route weights": (
-        lambda logits, ids: route_weights(logits, ids, route_options()),
+        lambda logits, ids: route_weights(logits, ids, ROUTE_OPTIONS),
         (leaf(T, E),),
         {"route_weights", "route_bwd"},
     ),

@@ -2,9 +2,9 @@
 
 Letter: P tensors. All weights have one dtype, all gradients one, and all moments one.
 
-Budget: bytes moved per element of fp32 weights and gradients: 28 with fp32 moments, 20 with bf16
-moments, 16 with FP8 moments. bf16 weights with remainders and bf16 gradients take 2 less. Gradients
-are divided by `grad_scale` while they are read. `adamw_formats.py` defines the formats of moments.
+Bytes moved per element of fp32 weights and gradients: 28 with fp32 moments, 20 with bf16 moments,
+16 with FP8 moments. bf16 weights with remainders and bf16 gradients take 2 less. Gradients are
+divided by `grad_scale` while they are read. `adamw_formats.py` defines the formats of moments.
 
 Source: https://arxiv.org/abs/1711.05101 (decoupled weight decay).
 """
@@ -43,6 +43,8 @@ FP8_BLOCK = 512  # of FP8 moments: as many as registers allow without fewer prog
 NUM_BLOCKS = 1 if INTERPRET else 8  # of one program, one after the other
 NUM_WARPS = 4
 COLUMNS = 10  # of the table
+_COLUMNS, _GOLDEN = tl.constexpr(COLUMNS), tl.constexpr(GOLDEN)
+_MOMENT_BLOCK = tl.constexpr(MOMENT_BLOCK)
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 Decay = Annotated[float, Bound(">=", 0), Bound("<", 1)]
@@ -80,7 +82,7 @@ class AdamWTensors:
     exp_avgs: Sequence[Tensor]
     exp_avg_sqs: Sequence[Tensor]  # second moments, likewise
     steps: Sequence[Tensor]  # fp32 scalars: how many updates there have been, this one included
-    rounding_seeds: Sequence[int]  # of stochastic rounding, the same for a tensor in every step
+    rounding_seeds: Sequence[int]  # of stochastic rounding; a tensor has the same in every step
     # uint8 [blocks, 2] of FP8 moments, changed in place; empty = moments are not FP8
     exponents: Sequence[Tensor] = ()
     # int16 of the same shapes, changed in place: bf16 weights and remainders are the fp32 weights
@@ -114,13 +116,14 @@ def adamw_ref_(
     beta1, beta2 = options.betas
     for number, row in zip(tensors.rounding_seeds, tensors.to_rows(), strict=True):
         wide = torch.promote_types(row.weight.dtype, torch.float32)
-        g, w, step = row.grad.to(wide), _get_master_ref(row), row.step
+        g, step = row.grad.to(wide), row.step
         if grad_scale is not None:
             g = g / grad_scale
-        m, v = _decode_moments_ref(row, wide)
+        w, m, v = _decode_state_ref(row, wide)
         m = m + (g - m) * (1 - beta1)
         v = v + (g * g - v) * (1 - beta2)
-        part1, part2 = (-torch.expm1(step.double() * _compute_log(beta)) for beta in options.betas)
+        logs = map(_compute_log, options.betas)
+        part1, part2 = (-torch.expm1(step.double() * log) for log in logs)
         denominator = v.sqrt() / part2.sqrt().to(wide) + options.eps
         change = options.lr * options.weight_decay * w
         change = change + (options.lr / part1).to(wide) * (m / denominator)
@@ -131,20 +134,14 @@ def adamw_ref_(
             old.copy_(new)
 
 
-def _get_master_ref(row: ParamRow) -> Tensor:
-    """Return the master weight in fp32 or fp64, joined from bf16 and remainder if split."""
+def _decode_state_ref(row: ParamRow, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the master weight, exp_avg and exp_avg_sq of a parameter in dtype `wide`."""
+    w, m, v = row.weight, row.exp_avg, row.exp_avg_sq
     if row.remainder is not None:
-        return join_master_ref(row.weight, row.remainder)
-    return row.weight.to(torch.promote_types(row.weight.dtype, torch.float32))
-
-
-def _decode_moments_ref(row: ParamRow, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return exp_avg and exp_avg_sq in dtype `wide`, decoded if they are FP8."""
-    if row.exponents is None:
-        return row.exp_avg.to(wide), row.exp_avg_sq.to(wide)
-    codes = row.exp_avg.reshape(-1), row.exp_avg_sq.reshape(-1)
-    m, v = decode_moments_ref(*codes, row.exponents)
-    return m.view(row.weight.shape), v.view(row.weight.shape)
+        w = join_master_ref(w, row.remainder)
+    if row.exponents is not None:
+        m, v = decode_moments_ref(m.reshape(-1), v.reshape(-1), row.exponents)
+    return w.to(wide), m.to(wide).view(w.shape), v.to(wide).view(w.shape)
 
 
 def _encode_state_ref(
@@ -170,27 +167,20 @@ def _encode_state_ref(
 
 @triton.jit
 def _update_block(
-    weight_ptr,  # int16 of bf16 where there are remainders
-    grad_ptr,
-    exp_avg_ptr,  # uint8 where there are exponents
-    exp_avg_sq_ptr,
-    exponents_ptr,  # int16 of two uint8
-    remainder_ptr,
+    pointers,  # weight, grad, exp_avg, exp_avg_sq, int16 exponents of both moments, remainder
     row,  # int64 [ROWS], blocks of moments
     numel,
     seed,
-    scale,  # of gradients
-    rest1,  # 1 - beta1
-    rest2,  # 1 - beta2
-    eps,
-    decay,  # lr * weight_decay
-    rate,  # lr / (1 - beta1 ** step)
-    growth,  # 1 / sqrt(1 - beta2 ** step)
-    MASKED: tl.constexpr,
-    SPLIT: tl.constexpr,
-    MOMENT_BLOCK: tl.constexpr,
+    # factor of gradients, 1 - beta1, 1 - beta2, eps, lr * weight_decay, lr / (1 - beta1 ** step),
+    # 1 / sqrt(1 - beta2 ** step)
+    factors,
+    MASKED: tl.constexpr,  # whether the blocks may exceed numel
+    SPLIT: tl.constexpr,  # whether weights are bf16 bits (int16) and int16 remainders
 ):
-    """Update blocks in place; MASKED: may pass numel; SPLIT: bf16 bits and int16 remainders."""
+    """Update blocks of moments (FP8 if they are uint8), and their weights, in place."""
+    weight_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, exponents_ptr, remainder_ptr = pointers
+    scale, rest1, rest2, eps, decay, rate, growth = factors
+    MOMENT_BLOCK: tl.constexpr = _MOMENT_BLOCK
     i = row[:, None] * MOMENT_BLOCK + tl.arange(0, MOMENT_BLOCK)[None, :]
     mask = i < numel if MASKED else None
     FP8: tl.constexpr = exp_avg_ptr.dtype.element_ty == tl.uint8
@@ -215,7 +205,7 @@ def _update_block(
     else:
         tl.store(weight_ptr + i, w.to(weight_ptr.dtype.element_ty), mask=mask)
     if FP8:
-        if MASKED:  # what lies beyond the end is no part of a block
+        if MASKED:  # elements beyond the end are not part of a block
             m, v = tl.where(mask, m, 0.0), tl.where(mask, v, 0.0)
         m, v, exponents = encode_moments(m, v, make_random_bits(i, seed))
         tl.store(exponents_ptr + row, exponents, mask=row_mask)
@@ -245,11 +235,8 @@ def _adamw_kernel(
     GRAD: tl.constexpr,
     MOMENT: tl.constexpr,
     SPLIT: tl.constexpr,  # whether there are remainders
-    GOLDEN: tl.constexpr,
-    COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
-    MOMENT_BLOCK: tl.constexpr,
 ):
     """Update NUM_BLOCKS blocks of one tensor in place, by the addresses in its table row."""
     pid = tl.program_id(0)
@@ -257,12 +244,14 @@ def _adamw_kernel(
         if tl.load(skip_ptr) > 0:
             return
     tensor = tl.load(tensor_ptr + pid)
-    row_ptr = table_ptr + tensor.to(tl.int64) * COLUMNS
+    row_ptr = table_ptr + tensor.to(tl.int64) * _COLUMNS
     addresses = tl.load(row_ptr), tl.load(row_ptr + 1), tl.load(row_ptr + 2), tl.load(row_ptr + 3)
     step = tl.load(tl.load(row_ptr + 4).to(tl.pointer_type(tl.float32)))
     exponents_ptr = tl.load(row_ptr + 5).to(tl.pointer_type(tl.int16))
     remainder = tl.load(row_ptr + 6)
     numel = tl.load(row_ptr + 7)
+    GOLDEN: tl.constexpr = _GOLDEN
+    MOMENT_BLOCK: tl.constexpr = _MOMENT_BLOCK
     ROWS: tl.constexpr = BLOCK // MOMENT_BLOCK
     first_row = (pid - tl.load(row_ptr + 8)) * (ROWS * NUM_BLOCKS)
     scale = 1.0
@@ -283,30 +272,25 @@ def _adamw_kernel(
     exp_avg_ptr = addresses[2].to(tl.pointer_type(MOMENT))
     exp_avg_sq_ptr = addresses[3].to(tl.pointer_type(MOMENT))
     remainder_ptr = remainder.to(tl.pointer_type(tl.int16))
+    factors = (scale, rest1, rest2, eps, decay, rate, growth)
     odd = (addresses[0] | addresses[1] | addresses[2] | addresses[3] | remainder) & 15
     if (odd == 0) & ((first_row + ROWS * NUM_BLOCKS) * MOMENT_BLOCK <= numel):
-        # No masks, and four elements of each tensor per load. Eight, where a type has room for
-        # them, would make threads exchange elements between tensors of two types.
+        # No masks, and four elements of each tensor per load. With eight, threads would exchange
+        # elements between tensors of two types.
         weight_ptr = tl.multiple_of(weight_ptr, 4 * WEIGHT.primitive_bitwidth // 8)
         grad_ptr = tl.multiple_of(grad_ptr, 4 * GRAD.primitive_bitwidth // 8)
         exp_avg_ptr = tl.multiple_of(exp_avg_ptr, 4 * MOMENT.primitive_bitwidth // 8)
         exp_avg_sq_ptr = tl.multiple_of(exp_avg_sq_ptr, 4 * MOMENT.primitive_bitwidth // 8)
         remainder_ptr = tl.multiple_of(remainder_ptr, 8)
+        pointers = (weight_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, exponents_ptr, remainder_ptr)
         for block in range(NUM_BLOCKS):
             row = first_row + block * ROWS + tl.arange(0, ROWS)
-            _update_block(
-                weight_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, exponents_ptr, remainder_ptr,
-                row, numel, seed, scale, rest1, rest2, eps, decay, rate, growth,
-                MASKED=False, SPLIT=SPLIT, MOMENT_BLOCK=MOMENT_BLOCK,
-            )  # fmt: skip
+            _update_block(pointers, row, numel, seed, factors, False, SPLIT)
     else:
+        pointers = (weight_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, exponents_ptr, remainder_ptr)
         for block in range(NUM_BLOCKS):
             row = first_row + block * ROWS + tl.arange(0, ROWS)
-            _update_block(
-                weight_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, exponents_ptr, remainder_ptr,
-                row, numel, seed, scale, rest1, rest2, eps, decay, rate, growth,
-                MASKED=True, SPLIT=SPLIT, MOMENT_BLOCK=MOMENT_BLOCK,
-            )  # fmt: skip
+            _update_block(pointers, row, numel, seed, factors, True, SPLIT)
 
 
 def adamw_(
@@ -325,7 +309,7 @@ def adamw_(
     Args:
         tensors: on one device.
         grad_scale: fp32 scalar, divides the gradients; None = 1.
-        found_inf: fp32 scalar, > 0 leaves everything unchanged; None = 0.
+        found_inf: fp32 scalar; > 0 leaves everything unchanged; None = 0.
     """
     if not tensors.weights:
         return
@@ -348,21 +332,19 @@ def adamw_(
     is_on_device = isinstance(lr, Tensor) and lr.device == weight.device
     rates = (lr, 0.0) if is_on_device else (None, float(lr))
     betas = (1 - beta1, 1 - beta2, _compute_log(beta1), _compute_log(beta2))
-    block = FP8_BLOCK if tensors.exponents else BLOCK
     rest = (options.eps, options.weight_decay, grad_scale, found_inf)
+    block = FP8_BLOCK if tensors.exponents else BLOCK
+    weights, moments = TRITON_DTYPES[weight.dtype], TRITON_DTYPES.get(tensors.exp_avgs[0].dtype)
     launch(
         _adamw_kernel,
         num_programs,
         *(table, of_programs, *rates, *betas, *rest),
-        WEIGHT=tl.int16 if tensors.remainders else TRITON_DTYPES[weight.dtype],
+        WEIGHT=tl.int16 if tensors.remainders else weights,
         GRAD=TRITON_DTYPES[tensors.grads[0].dtype],
-        MOMENT=tl.uint8 if tensors.exponents else TRITON_DTYPES[tensors.exp_avgs[0].dtype],
+        MOMENT=tl.uint8 if tensors.exponents else moments,
         SPLIT=bool(tensors.remainders),
-        GOLDEN=GOLDEN,
-        COLUMNS=COLUMNS,
         BLOCK=block,
         NUM_BLOCKS=BLOCK * NUM_BLOCKS // block,
-        MOMENT_BLOCK=MOMENT_BLOCK,
         num_warps=NUM_WARPS,
     )
 
@@ -398,17 +380,13 @@ def _update_with_torch_(
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
-    """Update in place by torch's fused AdamW; arguments as for `adamw_`."""
+    """Do `adamw_` by torch's fused AdamW."""
     grads = list(tensors.grads)
     if grad_scale is not None:  # torch would write scaled gradients back
         grads = [grad / grad_scale for grad in grads]
+    moments = (list(tensors.exp_avgs), list(tensors.exp_avg_sqs))
     fused_adamw_(
-        list(tensors.weights),
-        grads,
-        list(tensors.exp_avgs),
-        list(tensors.exp_avg_sqs),
-        [],
-        list(tensors.steps),
+        *(list(tensors.weights), grads, *moments, [], list(tensors.steps)),
         lr=options.lr,
         beta1=options.betas[0],
         beta2=options.betas[1],
@@ -432,4 +410,5 @@ def _make_table(tensors: AdamWTensors) -> tuple[Tensor, int]:
 
 
 def _compute_log(x: float) -> float:
+    """Return log(x), -inf for 0."""
     return math.log(x) if x else -math.inf

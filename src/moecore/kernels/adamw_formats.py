@@ -8,32 +8,30 @@
 
 The functions named `_ref` compute the same in plain PyTorch.
 
-Note "stochastic rounding": the second moment of a constant gradient closes 1 - beta2 of its gap
-per step. In bf16, rounded to nearest, a change below 1/512 of the moment is lost: with
-beta2 = 0.999 the moment would never fall again. So a moment is rounded up with a probability equal
-to the part that is cut off, and its mean is exact. The random bits are a hash of step, tensor and
+Note "stochastic rounding": the second moment of a constant gradient closes 1 - beta2 of its gap per
+step. Rounded to nearest in bf16, a change below 1/512 of the moment is lost, so with beta2 = 0.999
+the moment would never fall again. Therefore a moment is rounded up with a probability equal to the
+part that is cut off, and its mean is exact. The random bits are a hash of step, tensor and
 position, so equal steps give equal bits.
 
 Note "moments of one byte": the first moment is e4m3, the second e5m3 without a sign. Both are
 multiplied by the power of two of their block of 128 neighbours. Both have three bits of mantissa
 and no infinity. The largest values are 1.75 * 2^8 and 1.75 * 2^16, and all bits set are NaN.
 
-- The second moment itself is stochastically rounded, not its root: only then is its mean exact.
-  Five bits of exponent cover the range of e4m3 of the root, and the bit of the sign gives a third
-  bit of mantissa.
+- The second moment itself is stochastically rounded, not its root, so its mean is exact. Five bits
+of exponent cover the range of e4m3 of the root; the unused sign bit is a third bit of mantissa.
 - A stored moment changes by 1 - beta of its gap per step and is a value of the format. So it
-  changes to a neighbouring value from time to time, and its error does not grow with the steps.
-- A new power of two, when the largest value of a block changes, keeps all values representable. So
-  decoded values are encoded without an error, and bf16 represents both moments exactly.
-- If a second moment became 0 beside a nonzero first moment, the update would explode. So a
-  positive second moment is stored as at least the least value of its format, and at least the
-  square of the first moment's least value in its block. Then |m| / sqrt(v) of stored moments is at
-  most 1 where m was rounded up from below its least value. Elsewhere it is at most
-  1.125 * sqrt(1.125) times the exact ratio, and 2 * sqrt(2) times where m and v are below 8 of
-  their least values.
+changes to a neighbouring value from time to time, and its error does not grow with the steps.
+- If the power of two of a block changes, all values stay representable. So decoded values are
+encoded without an error, and bf16 represents both moments exactly.
+- If a second moment became 0 beside a nonzero first moment, the update would explode. So a positive
+second moment is stored as at least the least value of its format, and at least the square of the
+first moment's least value in its block. Then |m| / sqrt(v) of stored moments is at most 1 where m
+was rounded up from below its least value. Elsewhere it is at most 1.125 * sqrt(1.125) times the
+exact ratio, and 2 * sqrt(2) times where m and v are below 8 of their least values.
 
-Note "remainder": an int16 has 2^16 values. 2^16 fp32 numbers are between the two midpoints around
-a bf16 number, if exactly one midpoint belongs to the number. So weights are rounded to nearest with
+Note "remainder": an int16 has 2^16 values. 2^16 fp32 numbers are between the two midpoints around a
+bf16 number, if exactly one midpoint belongs to the number. So weights are rounded to nearest with
 ties away from zero: with ties to even, an even number would have 2^16 + 1 fp32 numbers. The bits of
 the fp32 weight are the bits of the bf16 weight, shifted, plus the remainder.
 
@@ -90,15 +88,13 @@ def count_moment_blocks(numel: int) -> int:
 def encode_moments_ref(
     m: Tensor, v: Tensor, noise: Tensor | int = NEAREST | NEAREST << 16
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return both moments in one byte each; see the note "moments of one byte".
+    """Return uint8 codes [N] of m and of v, and exponents uint8 [ceil(N / 128), 2].
+
+    A scale is 2^(exponent - 127); see the note "moments of one byte".
 
     Args:
         m, v: fp32 [N], v >= 0.
         noise: int64 [N], low 16 bits for m, next 16 for v; the default rounds both to nearest.
-
-    Returns:
-        Codes uint8 [N] of m and of v, and exponents uint8 [ceil(N / 128), 2]: a scale is
-        2^(exponent - 127).
     """
     noise = torch.as_tensor(noise, device=m.device)
     first, m_scales = _compute_scales_ref(m, FIRST_BIAS)
@@ -173,7 +169,7 @@ def make_random_bits(i, seed):  # element positions in the tensor; uint32
 def round_stochastically(x, noise):  # fp32; uint32 of 16 bits
     """Round fp32 to bf16 stochastically by 16 random bits per value; return fp32."""
     bits = (x.to(tl.uint32, bitcast=True) + noise) & 0xFFFF0000
-    # Of infinity and NaN the sum could be another kind of number.
+    # The sum of noise and an infinity or NaN could be another kind of number.
     return tl.where(tl.abs(x) < float("inf"), bits.to(tl.float32, bitcast=True), x)
 
 
@@ -199,7 +195,7 @@ def _encode(
     UNITS: tl.constexpr,
     NAN: tl.constexpr,
 ):
-    """Round scaled x >= 0 to int32 codes: 1 / UNITS is the least value, NAN encodes NaN and inf."""
+    """Round scaled x >= 0 to int32 codes; 1 / UNITS is the least value, NAN encodes NaN and inf."""
     noise = noise.to(tl.int32)
     normal = (x.to(tl.int32, bitcast=True) + (noise << 4) >> 20) - ((127 - BIAS) << 3)
     small = (x * UNITS + noise.to(tl.float32) * 1.52587890625e-05).to(tl.int32)  # 2^-16
@@ -209,7 +205,7 @@ def _encode(
 
 @triton.jit
 def encode_moments(m, v, noise):  # fp32 [ROWS, MOMENT_BLOCK] twice; uint32
-    """Return uint8 codes of m and of v, and int16 [ROWS] exponents: m's low byte, v's high byte.
+    """Return uint8 codes of m and v, and int16 [ROWS] exponents: m's low byte, v's high byte.
 
     Noise has 16 random bits for m in its low half, and for v in its high half.
     """

@@ -46,7 +46,7 @@ except ImportError:
             return partial(record_launch, self.name)
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            """Decorate a kernel; for other arguments return the first one, without any, self."""
+            """Decorate a kernel; otherwise return the first argument, or self if there is none."""
             if args and callable(args[0]) and hasattr(args[0], "__name__"):
                 return _NoTriton(args[0].__name__)
             return args[0] if args else self
@@ -64,84 +64,81 @@ HAS_TRITON = not type(triton).__name__.startswith("_")
 INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 TRITON = tuple(map(int, re.findall(r"\d+", triton.__version__)[:3])) if HAS_TRITON else ()
 
-BLOCK_SCALED_TRITON = (3, 9)  # older ones cannot compile NVFP4
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of values that kernels take
+BLOCK_SCALED_TRITON = (3, 9)  # older releases cannot compile NVFP4
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Launched = Callable[[str, Sequence[Any]], None]  # name and arguments of a kernel
 
 
-class _Meta(threading.local):
+class _MetaSettings(threading.local):
     """Settings of this thread for dry runs on meta tensors, set by the contexts below."""
 
     is_gpu = False
     launched: Launched | None = None
     num_peers = 1
     has_block_scales = False
-    times = 1
+    repeats = 1
 
 
-_meta = _Meta()
+_meta_settings = _MetaSettings()
 
 
 @contextmanager
-def treat_meta_as(device_type: str) -> Iterator[None]:
-    """Return a context in which meta tensors count as CUDA tensors iff `device_type` is "cuda"."""
-    before, _meta.is_gpu = _meta.is_gpu, device_type == "cuda"
+def _set_meta(**settings: Any) -> Iterator[None]:
+    """Return a context in which fields of `_MetaSettings` have these values."""
+    before = {name: getattr(_meta_settings, name) for name in settings}
+    vars(_meta_settings).update(settings)
     try:
         yield
     finally:
-        _meta.is_gpu = before
+        vars(_meta_settings).update(before)
+
+
+def treat_meta_as(device_type: str) -> AbstractContextManager[None]:
+    """Return a context in which meta tensors count as CUDA tensors iff `device_type` is "cuda"."""
+    return _set_meta(is_gpu=device_type == "cuda")
 
 
 def meta_is_gpu() -> bool:
     """Return whether meta tensors count as CUDA tensors in this thread, see `treat_meta_as`."""
-    return _meta.is_gpu
+    return _meta_settings.is_gpu
 
 
 @contextmanager
 def record_launches_on_meta(
     launched: Launched, num_peers: int = 1, *, has_block_scales: bool = False
 ) -> Iterator[None]:
-    """Return a context in which kernels are passed to `launched` (name, arguments), not run.
+    """Return a context in which kernels are not run: `launched` gets their names and arguments.
 
-    Meta counts as a Hopper GPU, with `has_block_scales` as a GPU that also multiplies block-scaled
-    operands (Blackwell). `num_peers` neighbouring ranks can access each other's memory.
+    Meta counts as a Hopper GPU, with `has_block_scales` as a GPU that also multiplies MXFP8 and
+    NVFP4 (Blackwell). `num_peers` neighbouring ranks can access each other's memory. Dispatch modes
+    see the kernels' outputs being allocated.
     """
-    # Modes see what operations allocate, as if each were its kernels. `launched` is called in place
-    # of each kernel of this package. So many neighbouring ranks reach each other's memory.
-    before = _meta.launched, _meta.num_peers, _meta.has_block_scales
-    _meta.launched, _meta.num_peers = launched, num_peers
-    _meta.has_block_scales = has_block_scales
-    with treat_meta_as("cuda"), enter_custom_ops(), _record_launches():
-        try:
-            yield
-        finally:
-            _meta.launched, _meta.num_peers, _meta.has_block_scales = before
+    settings = _set_meta(
+        launched=launched, num_peers=num_peers, is_gpu=True, has_block_scales=has_block_scales
+    )
+    with settings, enter_custom_ops(), _record_launches():
+        yield
 
 
 def get_num_meta_peers() -> int:
     """Return the number of ranks with mutual memory access that a dry run on meta assumes."""
-    return _meta.num_peers
+    return _meta_settings.num_peers
 
 
-@contextmanager
-def repeat_on_meta(times: int) -> Iterator[None]:
+def repeat_on_meta(times: int) -> AbstractContextManager[None]:
     """Return a context in which recorders count one operation on meta as `times` operations."""
-    before, _meta.times = _meta.times, times
-    try:
-        yield
-    finally:
-        _meta.times = before
+    return _set_meta(repeats=times)
 
 
 def get_meta_repeats() -> int:
-    """Return how many operations one operation on meta counts as."""
-    return _meta.times
+    """Return the number of operations as which one operation on meta counts."""
+    return _meta_settings.repeats
 
 
 def record_launch(name: str, *args: Any, **_: Any) -> None:
     """Report a kernel to the active `record_launches_on_meta`; without one, do nothing."""
-    if _meta.launched is not None:
-        _meta.launched(name, args)
+    if _meta_settings.launched is not None:
+        _meta_settings.launched(name, args)
 
 
 @contextmanager
@@ -153,7 +150,8 @@ def _record_launches() -> Iterator[None]:
     run = JITFunction.run
 
     def record(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        if _meta.launched is None:
+        """Record a launch, or launch if this thread records nothing."""
+        if _meta_settings.launched is None:
             return run(self, *args, grid=grid, warmup=warmup, **options)
         return record_launch(self.fn.__name__, *args)
 
@@ -167,12 +165,14 @@ def _record_launches() -> Iterator[None]:
 def use_kernel(*tensors: Tensor) -> bool:
     """Return whether Triton kernels can run on these tensors.
 
-    All must be CUDA tensors. With TRITON_INTERPRET=1 any tensors can. Meta tensors that count as
-    CUDA can if autograd is enabled or launches are recorded.
+    All must be CUDA tensors; with TRITON_INTERPRET=1, any tensors. Meta tensors that count as CUDA
+    tensors pass if autograd is enabled (custom ops have a form without a kernel) or if launches are
+    recorded.
     """
-    # On meta none can, but an operation that autograd records has a form without one.
     if tensors[0].is_meta:
-        return _meta.is_gpu and (torch.is_grad_enabled() or _meta.launched is not None)
+        return _meta_settings.is_gpu and (
+            torch.is_grad_enabled() or _meta_settings.launched is not None
+        )
     if not HAS_TRITON or INTERPRET:
         return INTERPRET
     return tensors[0].is_cuda and all(t.is_cuda for t in tensors)
@@ -185,9 +185,9 @@ def warn_on_fallback(x: Tensor, operation: str) -> None:
 
 
 def can_skip_masks(num_rows: Tensor, length: int) -> bool:
-    """Return whether the CPU scalar `num_rows` of used rows is >= `length`, all rows of a tensor.
+    """Return whether `num_rows`, a CPU scalar, is at least `length`, so that no row needs a mask.
 
-    False for a tensor on another device, where reading would synchronise, and under compilation.
+    False if `num_rows` is on another device, where reading it would synchronise, or if compiling.
     """
     if torch.compiler.is_compiling() or type(num_rows) is not Tensor:  # a fake one has no value
         return False
@@ -196,40 +196,35 @@ def can_skip_masks(num_rows: Tensor, length: int) -> bool:
 
 def is_gpu(x: Tensor) -> bool:
     """Return whether a tensor is on a GPU, or on meta that stands for a GPU."""
-    return x.is_cuda or (x.is_meta and _meta.is_gpu)
+    return x.is_cuda or (x.is_meta and _meta_settings.is_gpu)
 
 
 def has_hopper_kernels(device: torch.device) -> bool:
     """Return whether Gluon kernels for Hopper can run on a device, or are recorded on meta."""
-    return _meta.launched is not None if device.type == "meta" else _is_hopper(device)
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    """Return whether compiled kernels run on a device of compute capability 9.0."""
-    if not HAS_TRITON or INTERPRET or device.type != "cuda":
-        return False
-    return torch.cuda.get_device_capability(device) == (9, 0)
+    if device.type == "meta":
+        return _meta_settings.launched is not None
+    return _get_capability(device) == (9, 0)
 
 
 def has_block_scaled_kernels(device: torch.device) -> bool:
-    """Return whether block-scaled kernels can run on a device, or are recorded on meta."""
-    return _meta.has_block_scales if device.type == "meta" else _is_blackwell(device)
+    """Return whether block-scaled kernels can run on a device (Blackwell), or are recorded."""
+    if device.type == "meta":
+        return _meta_settings.has_block_scales
+    return TRITON >= BLOCK_SCALED_TRITON and _get_capability(device)[0] >= 10
 
 
 @functools.cache
-def _is_blackwell(device: torch.device) -> bool:
-    """Return whether Triton has block-scaled matrix instructions on a device."""
-    if not HAS_TRITON or INTERPRET or device.type != "cuda":
-        return False
-    return TRITON >= BLOCK_SCALED_TRITON and torch.cuda.get_device_capability(device)[0] >= 10
+def _get_capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU that runs compiled kernels, otherwise (0, 0)."""
+    can_run = HAS_TRITON and not INTERPRET and device.type == "cuda"
+    return torch.cuda.get_device_capability(device) if can_run else (0, 0)
 
 
 _NO_CONTEXT = nullcontext()
 
 
 def use_device(x: Tensor) -> AbstractContextManager[Any]:
-    """Return a context that makes the tensor's device current, because Triton launches there."""
+    """Return a context that makes the tensor's device current: Triton launches on that device."""
     if not x.is_cuda or x.get_device() == torch.cuda.current_device():
         return _NO_CONTEXT
     return torch.cuda.device(x.device)
@@ -278,8 +273,7 @@ def next_power_of_2(n: int) -> int:
 
 
 def make_gluon_descriptor(x: Tensor, block: tuple[int, ...]) -> Any:
-    """Return a TMA descriptor for blocks of shape `block`; x must live until the launch."""
-    # Leading dims that the block does not have are as one. Only for launches while it lives.
+    """Return a TMA descriptor for blocks of x, as `make_descriptor` does, of Gluon's layout."""
     return make_descriptor(x, block, _choose_shared_layout)
 
 

@@ -5,22 +5,20 @@
 
 Letters: C rows (tokens of one chunk), V vocabulary.
 
-If ranks have parts of each row, `row_statistics` and `softmax_gradient_` are the two passes, and
-the ranks combine the statistics between them. `cross_entropy_blocks` and `softmax_gradient_blocks`
-round the gradient to FP8, with a scale per 128 columns of a row.
-
 One program handles one row. The first pass keeps a maximum and a sum of exponentials for each lane
-(the online softmax), lanes are reduced once at the end of the row, and the second pass writes the
-gradient. A row with the ignored label is not read.
+(online softmax, arXiv:1805.02867), and reduces the lanes at the end of the row. The second pass
+writes the gradient. A row with the ignored label is not read. If each rank has some columns of a
+row, `row_statistics` and `softmax_gradient_` are the two passes, and the ranks combine the
+statistics between the passes. The `_blocks` functions round the gradient to FP8, with a scale per
+128 columns.
 
-Budget, with b bytes per logit and g per gradient: C * V * (2b + g) bytes moved, at least
-C * V * (b + g), because the second pass reads long rows from memory again; 2 * C * V exponentials.
-Allocates C * V * g, or nothing if both have one dtype: then the gradient replaces the logits.
-
-Source: online softmax, arXiv:1805.02867.
+Budget, with b bytes per logit and g per gradient: C * V * (2b + g) bytes moved, because the second
+pass reads long rows from memory again; 2 * C * V exponentials. Allocates C * V * g, or nothing if
+both have one dtype: then the gradient replaces the logits.
 """
 
 from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +37,8 @@ from moecore.kernels.rows.e4m3 import compute_block_scale, magnitude, to_e4m3
 from moecore.kernels.rows.quantised import make_empty_row_blocks, quantise_row_blocks_ref
 from moecore.kernels.rows.scaling import Blocks
 
-IGNORE_INDEX = -100  # a label that counts for nothing
+IGNORE_INDEX = -100  # the label of rows that are not counted
+IGNORED = tl.constexpr(IGNORE_INDEX)
 MAX_LANES = 4096
 THREAD_LANES = 4  # lanes of one thread
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32, where -inf would make inf - inf
@@ -54,7 +53,7 @@ def cross_entropy_ref_(
     # Only the ignored label is replaced: any other one out of range fails in gather.
     labels_C1 = labels_C[:, None].masked_fill(ignored_C1, 0)
     counts_C1 = (~ignored_C1).to(logits_CV.dtype)
-    # What an ignored row holds, NaN or inf, must not get past the factor 0.
+    # A NaN or inf of an ignored row times the factor 0 would be NaN.
     logits_CV.masked_fill_(ignored_C1, 0)
     logits_CV.sub_(logits_CV.amax(1, keepdim=True))
     label_logits_C1 = logits_CV.gather(1, labels_C1)
@@ -66,27 +65,44 @@ def cross_entropy_ref_(
     return loss, logits_CV.to(dtype)
 
 
+class CrossEntropyConstants(NamedTuple):
+    """Compile-time constants of the kernels: a step of a row reads LANES * WIDTH columns."""
+
+    V: int
+    LANES: int
+    WIDTH: int
+    POWER_OF_TWO: bool  # of the scales of an FP8 gradient
+
+
 @cache
-def _make_tile(num_columns: int) -> dict[str, int]:
-    """Return LANES and WIDTH of a step, which reads LANES * WIDTH columns, and num_warps."""
+def _make_constants(num_columns: int, power_of_two: bool = True) -> dict[str, Any]:
+    """Return the kernels' CONST and num_warps for rows of `num_columns` logits."""
     # Four fp32 neighbours are one load of 16 bytes, which rows of other lengths are not aligned to.
     width = 4 if num_columns % 4 == 0 else 1
     lanes = min(MAX_LANES, max(32, next_power_of_2(cdiv(num_columns, width))))
-    return {"LANES": lanes, "WIDTH": width, "num_warps": max(1, lanes // (32 * THREAD_LANES))}
+    constants = CrossEntropyConstants(num_columns, lanes, width, power_of_two)
+    return {"CONST": constants, "num_warps": max(1, lanes // (32 * THREAD_LANES))}
+
+
+@triton.jit
+def _make_columns(CONST: tl.constexpr):
+    """Return int32 [LANES, WIDTH], the columns that the first step of a row reads."""
+    lanes = tl.arange(0, CONST.LANES)[:, None] * CONST.WIDTH
+    return lanes + tl.arange(0, CONST.WIDTH)[None, :]
 
 
 @triton.jit
 def _reduce_max_and_sum(
     x_row,  # pointer to [V]
-    columns,  # int32 [LANES, WIDTH], of the first step
-    V: tl.constexpr,
-    LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
+    CONST: tl.constexpr,
 ):
     """Return max(x), and the sum of exp(x - max(x)): NaN for a NaN or +inf in the row."""
+    V: tl.constexpr = CONST.V
+    LANES: tl.constexpr = CONST.LANES
+    columns = _make_columns(CONST)
     high = tl.full([LANES], LOWEST, tl.float32)
     sums = tl.zeros([LANES], tl.float32)
-    for start in range(0, V, LANES * WIDTH):
+    for start in range(0, V, LANES * CONST.WIDTH):
         at = start + columns
         x = tl.load(x_row + at, mask=at < V, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(high, tl.max(x, axis=1))
@@ -99,25 +115,24 @@ def _reduce_max_and_sum(
 @triton.jit
 def _write_gradient(
     x_row,  # pointer to [V]
-    d_row,  # pointer to [V], out; x_row itself or other memory; with scales e4m3 as uint8
+    d_row,  # pointer to [V], out; x_row itself or other memory; e4m3 as uint8 with scales
     scales,  # fp32 [V / 128, stride], out; None = the gradient is not quantised
-    row,  # whose scales are in this column
+    row,  # column of `scales` that is written
     stride,
-    columns,  # int32 [LANES, WIDTH], of the first step
-    label,  # int32
+    label,
     high,  # max(x), fp32
     scale,  # 1 / the sum of exp(x - high), fp32
-    V: tl.constexpr,
-    LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,  # of the scales
+    CONST: tl.constexpr,
 ):
     """Write softmax(x) - (column == label) of one row, in FP8 if `scales` is not None."""
-    for start in range(0, V, LANES * WIDTH):
+    V: tl.constexpr = CONST.V
+    STEP: tl.constexpr = CONST.LANES * CONST.WIDTH
+    columns, label = _make_columns(CONST), label.to(tl.int32)
+    for start in range(0, V, STEP):
         if scales is None:
             at = start + columns
         else:
-            block = start // 128 + tl.arange(0, LANES * WIDTH // 128)
+            block = start // 128 + tl.arange(0, STEP // 128)
             at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
         x = tl.load(x_row + at, mask=at < V, other=float("-inf"), eviction_policy="evict_first").to(
             tl.float32
@@ -127,32 +142,33 @@ def _write_gradient(
         if scales is None:
             d = d.to(d_row.dtype.element_ty)
         else:
-            of_blocks, inverse = compute_block_scale(tl.max(magnitude(d), axis=1), POWER_OF_TWO)
+            amax = tl.max(magnitude(d), axis=1)
+            of_blocks, inverse = compute_block_scale(amax, CONST.POWER_OF_TWO)
             tl.store(scales + block * stride + row, of_blocks, mask=block < V // 128)
             d = to_e4m3(d * inverse[:, None])
         tl.store(d_row + at, d, mask=at < V, eviction_policy="evict_first")
 
 
 @triton.jit
-def _write_zeros(
-    d_row,  # pointer to [V], out
-    scales,  # fp32 [V / 128, stride], out; None = the gradient is not quantised
-    row,  # whose scales are in this column
-    stride,
-    columns,  # int32 [LANES, WIDTH], of the first step
-    V: tl.constexpr,
-    LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Write the gradient of a row with the ignored label: zeros, with scales of 2^-126."""
-    zeros = tl.zeros([LANES, WIDTH], d_row.dtype.element_ty)
-    for start in range(0, V, LANES * WIDTH):
+def _write_zeros(d_row, scales, row, stride, CONST: tl.constexpr):
+    """Write the gradient of an ignored row: zeros, with scales of 2^-126 (see _write_gradient)."""
+    STEP: tl.constexpr = CONST.LANES * CONST.WIDTH
+    columns = _make_columns(CONST)
+    zeros = tl.full([CONST.LANES, CONST.WIDTH], 0, d_row.dtype.element_ty)
+    for start in range(0, CONST.V, STEP):
         at = start + columns
-        tl.store(d_row + at, zeros, mask=at < V, eviction_policy="evict_first")
+        tl.store(d_row + at, zeros, mask=at < CONST.V, eviction_policy="evict_first")
         if scales is not None:
-            block = start // 128 + tl.arange(0, LANES * WIDTH // 128)
-            min_scales = tl.full([LANES * WIDTH // 128], 1.1754943508222875e-38, tl.float32)
-            tl.store(scales + block * stride + row, min_scales, mask=block < V // 128)
+            block = start // 128 + tl.arange(0, STEP // 128)
+            min_scales = tl.full([STEP // 128], 1.1754943508222875e-38, tl.float32)
+            tl.store(scales + block * stride + row, min_scales, mask=block < CONST.V // 128)
+
+
+@triton.jit
+def _load_label_logit(x_row, label, V: tl.constexpr):
+    """Return a row's logit of the label, 0 if the row has no such column, and whether it has."""
+    inside = (label >= 0) & (label < V)
+    return tl.load(x_row + label, mask=inside, other=0.0).to(tl.float32), inside
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -160,49 +176,29 @@ def _cross_entropy_kernel(
     logits,  # [C, V], contiguous
     labels,  # [C] int64
     losses,  # [C] fp32, out
-    d_logits,  # [C, V], contiguous, out: logits itself or other memory; None: not wanted
-    scales,  # [V / 128, stride] fp32, of rows side by side, out; None: d_logits is not quantised
+    d_logits,  # [C, V], contiguous, out: logits itself or other memory; None = no gradient
+    scales,  # fp32 [V / 128, stride], out; None = the gradient is not quantised
     stride,  # C rounded up
-    V: tl.constexpr,
-    IGNORE: tl.constexpr,
-    LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
+    CONST: tl.constexpr,
 ):
     """Write one row's loss and, unless `d_logits` is None, its gradient."""
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
-    x_row = logits + row * V
-    columns = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    if label == IGNORE:
+    x_row = logits + row * CONST.V
+    if label == IGNORED:
         tl.store(losses + row, 0.0)
         if d_logits is not None:
-            _write_zeros(d_logits + row * V, scales, row, stride, columns, V, LANES, WIDTH)
+            _write_zeros(d_logits + row * CONST.V, scales, row, stride, CONST)
     else:
-        inside = (label >= 0) & (label < V)
-        # Before the sums, where threads meet: in place, the second pass overwrites it.
-        label_logit = tl.load(x_row + label, mask=inside, other=0.0).to(tl.float32)
-        high, total = _reduce_max_and_sum(x_row, columns, V, LANES, WIDTH)
+        # Before the sums, where threads meet: in place, the second pass overwrites the logit.
+        label_logit, inside = _load_label_logit(x_row, label, CONST.V)
+        high, total = _reduce_max_and_sum(x_row, CONST)
         # A release build has no device asserts: a label that does not exist shows as NaN.
         total = tl.where(inside, total, float("nan"))
         tl.store(losses + row, tl.log(total) - (label_logit - high))
         if d_logits is not None:
-            d_row, target, scale = d_logits + row * V, label.to(tl.int32), 1.0 / total
-            _write_gradient(
-                x_row,
-                d_row,
-                scales,
-                row,
-                stride,
-                columns,
-                target,
-                high,
-                scale,
-                V,
-                LANES,
-                WIDTH,
-                POWER_OF_TWO,
-            )
+            d_row, scale = d_logits + row * CONST.V, 1.0 / total
+            _write_gradient(x_row, d_row, scales, row, stride, label, high, scale, CONST)
 
 
 @triton.jit
@@ -210,21 +206,16 @@ def _row_statistics_kernel(
     logits,  # [C, V], contiguous
     labels,  # [C] int64
     statistics,  # [C, 3] fp32, out
-    V: tl.constexpr,
-    IGNORE: tl.constexpr,
-    LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
+    CONST: tl.constexpr,
 ):
     """Write one row's maximum, sum of exp(x - maximum), and logit of the label."""
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
     high, total, label_logit = 0.0, 1.0, 0.0
-    if label != IGNORE:
-        x_row = logits + row * V
-        columns = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-        inside = (label >= 0) & (label < V)
-        label_logit = tl.load(x_row + label, mask=inside, other=0.0).to(tl.float32)
-        high, total = _reduce_max_and_sum(x_row, columns, V, LANES, WIDTH)
+    if label != IGNORED:
+        x_row = logits + row * CONST.V
+        label_logit, _ = _load_label_logit(x_row, label, CONST.V)
+        high, total = _reduce_max_and_sum(x_row, CONST)
     tl.store(statistics + row * 3, high)
     tl.store(statistics + row * 3 + 1, total)
     tl.store(statistics + row * 3 + 2, label_logit)
@@ -234,42 +225,22 @@ def _row_statistics_kernel(
 def _softmax_gradient_kernel(
     logits,  # [C, V], contiguous
     labels,  # [C] int64
-    highs,  # [C] fp32, the maximum of the whole row
+    highs,  # [C] fp32, the maximum of the full row
     sums,  # [C] fp32, the sum of exp(x - high)
     d_logits,  # [C, V], contiguous, out: logits itself or other memory
-    scales,  # [V / 128, stride] fp32, of rows side by side, out; None: d_logits is not quantised
+    scales,  # fp32 [V / 128, stride], out; None = the gradient is not quantised
     stride,  # C rounded up
-    V: tl.constexpr,
-    IGNORE: tl.constexpr,
-    LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
+    CONST: tl.constexpr,
 ):
     """Write one row's gradient from its maximum and sum: see `softmax_gradient_`."""
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
-    columns = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    d_row = d_logits + row * V
-    if label == IGNORE:
-        _write_zeros(d_row, scales, row, stride, columns, V, LANES, WIDTH)
+    d_row = d_logits + row * CONST.V
+    if label == IGNORED:
+        _write_zeros(d_row, scales, row, stride, CONST)
     else:
-        x_row, target = logits + row * V, label.to(tl.int32)
-        high, scale = tl.load(highs + row), 1.0 / tl.load(sums + row)
-        _write_gradient(
-            x_row,
-            d_row,
-            scales,
-            row,
-            stride,
-            columns,
-            target,
-            high,
-            scale,
-            V,
-            LANES,
-            WIDTH,
-            POWER_OF_TWO,
-        )
+        x_row, high, scale = logits + row * CONST.V, tl.load(highs + row), 1.0 / tl.load(sums + row)
+        _write_gradient(x_row, d_row, scales, row, stride, label, high, scale, CONST)
 
 
 def _cross_entropy(
@@ -286,28 +257,10 @@ def _cross_entropy(
     # A 16-bit gradient could lie in the memory of its fp32 logits. That would take a barrier per
     # tile, since threads overwrite what others read, and leave the products after it rows of 2 * V,
     # for 2 * C * V bytes less. It has its own memory instead.
-    args = (
-        logits_CV,
-        labels_C,
-        losses_C,
-        logits_CV if in_place else d_logits_CV,
-        *_get_scales_and_stride(scales),
-    )
-    launch(
-        _cross_entropy_kernel,
-        C,
-        *args,
-        V=V,
-        IGNORE=IGNORE_INDEX,
-        POWER_OF_TWO=power_of_two,
-        **_make_tile(V),
-    )
+    d, stride = logits_CV if in_place else d_logits_CV, 0 if scales is None else scales.stride(0)
+    args = (logits_CV, labels_C, losses_C, d, scales, stride)
+    launch(_cross_entropy_kernel, C, *args, **_make_constants(V, power_of_two))
     return losses_C
-
-
-def _get_scales_and_stride(scales: Tensor | None) -> tuple[Tensor | None, int]:
-    """Return scales [V / 128, rows], and the stride of dim 0; (None, 0) for None."""
-    return scales, 0 if scales is None else scales.stride(0)
 
 
 _cross_entropy_op = Op(
@@ -326,9 +279,9 @@ def cross_entropy_(
     Args:
         logits_CV: any float dtype, overwritten: the gradient may use its memory. Copied when not
             contiguous. Plain PyTorch computes fp64 on every device.
-        labels_C: int64 in [0, V), or -100: such a row is not read, its loss and gradient are 0. Any
-            other label makes the loss and its row of the gradient NaN in the kernel, and raises in
-            plain PyTorch.
+        labels_C: int64 in [0, V), or -100: the row is not read, its loss and gradient are 0. Any
+            other label makes the loss and the row of the gradient NaN in the kernel, and raises an
+            error in plain PyTorch.
         dtype: dtype of the gradient; None = no gradient.
 
     Returns:
@@ -351,11 +304,8 @@ def cross_entropy_blocks(
 ) -> tuple[Tensor, Blocks]:
     """Return the loss summed over rows, and its FP8 gradient: one scale per 128 columns of a row.
 
-    The gradient is rounded once, from fp32; logits are not changed. Otherwise as `cross_entropy_`.
-
-    Args:
-        logits_CV: contiguous bf16, fp16 or fp32; V a multiple of 128.
-        power_of_two: whether scales are powers of two.
+    Arguments are as for `cross_entropy_`, but logits are contiguous bf16, fp16 or fp32 with V a
+    multiple of 128, and are not changed. `power_of_two` restricts scales to powers of two.
     """
     if not use_kernel(logits_CV):
         loss, d_logits_CV = cross_entropy_ref_(logits_CV.float().clone(), labels_C, torch.float32)
@@ -390,11 +340,10 @@ def softmax_gradient_ref_(
 
 
 def _row_statistics(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
-    """Launch the kernel on contiguous tensors; return the statistics, fp32 [C, 3]."""
+    """Compute `row_statistics`, fp32 [C, 3], of contiguous tensors by the kernel."""
     C, V = logits_CV.shape
     statistics_C3 = logits_CV.new_empty(C, 3, dtype=torch.float32)
-    args = (logits_CV, labels_C, statistics_C3)
-    launch(_row_statistics_kernel, C, *args, V=V, IGNORE=IGNORE_INDEX, **_make_tile(V))
+    launch(_row_statistics_kernel, C, logits_CV, labels_C, statistics_C3, **_make_constants(V))
     return statistics_C3
 
 
@@ -416,17 +365,9 @@ def _softmax_gradient(
 ) -> None:
     """Write the gradient; d_logits_CV None = over the logits, scales None = not quantised."""
     C, V = logits_CV.shape
-    out_CV = logits_CV if d_logits_CV is None else d_logits_CV
-    args = (logits_CV, labels_C, highs_C, sums_C, out_CV, *_get_scales_and_stride(scales))
-    launch(
-        _softmax_gradient_kernel,
-        C,
-        *args,
-        V=V,
-        IGNORE=IGNORE_INDEX,
-        POWER_OF_TWO=power_of_two,
-        **_make_tile(V),
-    )
+    d, stride = d_logits_CV, 0 if scales is None else scales.stride(0)
+    args = (logits_CV, labels_C, highs_C, sums_C, logits_CV if d is None else d, scales, stride)
+    launch(_softmax_gradient_kernel, C, *args, **_make_constants(V, power_of_two))
 
 
 _softmax_gradient_op = Op(
@@ -442,7 +383,8 @@ def row_statistics(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
 
     Args:
         logits_CV: as for `cross_entropy_`, but not changed.
-        labels_C: int64 in [0, V); -100: the row is not read; otherwise another rank has the label.
+        labels_C: int64; -100 = the row is not read; other labels outside [0, V) = another rank has
+            the column.
 
     Returns:
         [C, 3], fp32 (fp64 for fp64 logits): the maximum, the sum of exp(x - maximum), and the logit

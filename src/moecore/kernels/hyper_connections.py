@@ -11,10 +11,9 @@
 Letters: T tokens, N streams, D model dim, C = N * D, M = (2 + N) * N mixes of a token: of pre, of
 post, of comb row by row; W = N + N * N weights of a token after the sublayer: post, then comb.
 
-Budget, with b bytes per element. Forward moves (4C + 2D) T b: the product with fn reads streams, a
-program per token reads them, the second time from L2, and expand reads and writes streams. Backward
-moves (8C + 4D) T b: streams are read four times. Saved: streams once, y, and M + W + 1 fp32 numbers
-per token.
+Budget, with b bytes per element. Forward moves (4C + 2D) T b: the product with fn and a program per
+token read the streams, and expand reads and writes them. Backward moves (8C + 4D) T b, and reads
+the streams four times. Saved for backward: streams once, y, and M + W + 1 fp32 numbers per token.
 
 Source: manifold-constrained hyper-connections, arXiv:2512.24880; DeepSeek-V4.
 """
@@ -46,7 +45,7 @@ TILE_WARPS = 8
 class SinkhornOptions:
     """Constants of a hyper-connection: Sinkhorn iterations, and the number added to divisors."""
 
-    iterations: int  # of columns, >= 1; rows are divided once less
+    iterations: int  # divisions of columns, >= 1; rows are divided iterations - 1 times
     eps: float
     norm_eps: float  # of the mean square of a token's streams
 
@@ -57,8 +56,8 @@ class CollapsedStreams:
 
     streams_TND: Tensor
     weights_TW: Tensor  # fp32
-    # With kernels: one element, expanded. `expand_streams` takes the tensor as an input, and its
-    # gradient is the gradient of the streams there, which `collapse_streams` adds. None = autograd.
+    # With kernels: one element, expanded. It is an input of `expand_streams`, its gradient is the
+    # gradient of the streams there, and `collapse_streams` adds this gradient. None = autograd.
     link_TND: Tensor | None = None
 
 
@@ -95,7 +94,7 @@ def expand_streams_ref(streams_TND: Tensor, y_TD: Tensor, weights_TW: Tensor) ->
 
 
 def _make_constants(streams_TND: Tensor) -> dict[str, Any]:
-    """Return N, D, N as a power of two and BLOCK_D, for kernels with one program per token."""
+    """Return the compile-time constants of the kernels with one program per token."""
     _, N, D = streams_TND.shape
     return dict(N=N, D=D, NP=next_power_of_2(N), BLOCK_D=min(BLOCK_D, next_power_of_2(D)))
 
@@ -104,11 +103,7 @@ Collapsed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _make_empty_collapsed(streams_TND: Tensor, fn_MC: Tensor, *_: Any) -> Collapsed:
-    """Allocate the outputs of `_collapse_forward`, uninitialised.
-
-    x_TD and link_TND, one element expanded, have the streams' dtype. The others are fp32: weights
-    [T, N + N * N], raw mixes [T, M] with M = N * (2 + N), and 1 / RMS [T].
-    """
+    """Return uninitialised x [T, D], fp32 weights [T, W], raw mixes [T, M], 1 / RMS [T], link."""
     (T, N, D), M = streams_TND.shape, len(fn_MC)
     weights, raw, r = (
         streams_TND.new_empty(shape, dtype=torch.float32) for shape in ((T, M - N), (T, M), (T,))
@@ -125,10 +120,7 @@ def _collapse_forward(
     eps: float,
     norm_eps: float,
 ) -> Collapsed:
-    """Launch the forward kernel; return tensors as `_make_empty_collapsed` describes.
-
-    Raw mixes are not yet divided by the RMS. The link has no values, it only receives a gradient.
-    """
+    """Launch the kernel: x, weights, raw mixes (not divided by the RMS), 1 / RMS, and the link."""
     x_TD, weights_TW, _, r_T, link_TND = _make_empty_collapsed(streams_TND, fn_MC)
     raw_TM = router_logits(streams_TND.flatten(1), fn_MC)
     args = (streams_TND, raw_TM, base_M, scale_3, x_TD, weights_TW, r_T, norm_eps, eps, iterations)
@@ -142,15 +134,9 @@ def _save_collapse(ctx: Any, inputs: tuple[Any, ...], output: Collapsed) -> None
     ctx.others = inputs[4:6]
 
 
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
-def _make_empty_gradients(
-    streams_TND: Tensor, fn_MC: Tensor, base_M: Tensor, scale_3: Tensor, *_: Any
-) -> Gradients:
-    """Return uninitialised gradients of streams, fn, base and scale."""
-    streams, fn, base, scale = map(torch.empty_like, (streams_TND, fn_MC, base_M, scale_3))
-    return streams, fn, base, scale
+def _make_empty_like(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return uninitialised gradients of some tensors."""
+    return tuple(map(torch.empty_like, tensors))
 
 
 def _collapse_backward(
@@ -166,42 +152,29 @@ def _collapse_backward(
     iterations: int,
     eps: float,
     need_dfn: bool,
-) -> Gradients:
-    """Return the gradients of streams, fn, base and scale; `need_dfn` False: fn's is undefined.
-
-    `dlink_TND` is the gradient of the streams from `expand_streams`, which is added.
-    """
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return gradients of streams (dlink_TND added), fn (if need_dfn), base and scale."""
     (T, N, D), M, new = streams_TND.shape, len(fn_MC), raw_TM.new_empty
     pre_TN, draw_TM, factor_T, sums_T2M = new(T, N), new(T, M), new(T), new(T, 2, M)
     inputs = (streams_TND, raw_TM, r_T, base_M, scale_3, dx_TD, dweights_TW)
     outputs = (new(T, iterations - 1, N, N), pre_TN, draw_TM, factor_T, sums_T2M)
-    launch(
-        collapse_streams_bwd_mixes_kernel,
-        T,
-        *(*inputs, *outputs, eps, iterations),
-        **_make_constants(streams_TND),
-    )
+    args = (*inputs, *outputs, eps, iterations)
+    launch(collapse_streams_bwd_mixes_kernel, T, *args, **_make_constants(streams_TND))
     dbase_M, dscale_M = sums_T2M.sum(0)
     dscale_3 = torch.stack([group.sum() for group in dscale_M.split((N, N, N * N))])
     dstreams_TND, dfn_MC = torch.empty_like(streams_TND), torch.empty_like(fn_MC)
-    args = (streams_TND, fn_MC, dx_TD, dlink_TND, pre_TN, draw_TM, factor_T, dstreams_TND, T)
-    launch(
-        collapse_streams_bwd_kernel,
-        cdiv(T, TILE["BLOCK_T"]) * N * cdiv(D, TILE["BLOCK_D"]),
-        *args,
-        N=N,
-        D=D,
-        M=M,
-        MP=max(16, next_power_of_2(M)),
-        num_warps=TILE_WARPS,
-        **TILE,
-    )
+    tensors = (streams_TND, fn_MC, dx_TD, dlink_TND, pre_TN, draw_TM, factor_T, dstreams_TND, T)
+    grid, MP = cdiv(T, TILE["BLOCK_T"]) * N * cdiv(D, TILE["BLOCK_D"]), max(16, next_power_of_2(M))
+    sizes = dict(N=N, D=D, M=M, MP=MP, num_warps=TILE_WARPS)
+    launch(collapse_streams_bwd_kernel, grid, *tensors, **sizes, **TILE)
     if need_dfn:
         dfn_MC = compute_router_dweight(draw_TM, streams_TND.flatten(1), fn_MC)
     return dstreams_TND, dfn_MC, dbase_M, dscale_3
 
 
-_collapse_bwd = Op("collapse_streams_bwd", _collapse_backward, _make_empty_gradients)
+_collapse_bwd = Op(
+    "collapse_streams_bwd", _collapse_backward, lambda *args: _make_empty_like(*args[:4])
+)
 
 
 def _differentiate_collapse(
@@ -227,10 +200,7 @@ _collapse = Op(
 def _expand_forward(
     streams_TND: Tensor, link_TND: Tensor, y_TD: Tensor, weights_TW: Tensor
 ) -> Tensor:
-    """Launch the forward kernel; return the streams [T, N, D] after the sublayer.
-
-    `link_TND` is not read. It only receives the gradient of streams.
-    """
+    """Launch the kernel; return streams [T, N, D]. link_TND only receives the streams' gradient."""
     out_TND = torch.empty_like(streams_TND)
     args = (streams_TND, y_TD, weights_TW, out_TND)
     launch(expand_streams_fwd_kernel, len(y_TD), *args, **_make_constants(streams_TND))
@@ -241,31 +211,20 @@ def _expand_backward(
     dout_TND: Tensor, streams_TND: Tensor, y_TD: Tensor, weights_TW: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of streams, y and weights."""
-    grads = _make_empty_like(dout_TND, streams_TND, y_TD, weights_TW)
+    grads = _make_empty_like(streams_TND, y_TD, weights_TW)
     args = (dout_TND, streams_TND, y_TD, weights_TW, *grads)
     launch(expand_streams_bwd_kernel, len(y_TD), *args, **_make_constants(streams_TND))
-    return grads
+    return grads  # type: ignore[return-value]
 
 
-def _make_empty_like(
-    _: Tensor, streams_TND: Tensor, *tensors: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uninitialised gradients of all arguments but the first."""
-    dstreams, dy, dweights = map(torch.empty_like, (streams_TND, *tensors))
-    return dstreams, dy, dweights
-
-
-def _save_expand(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Save streams, y and weights, all inputs but the link, for backward."""
-    ctx.save_for_backward(inputs[0], *inputs[2:])
-
-
-_expand_bwd = Op("expand_streams_bwd", _expand_backward, _make_empty_like)
+_expand_bwd = Op(
+    "expand_streams_bwd", _expand_backward, lambda _, *tensors: _make_empty_like(*tensors)
+)
 _expand = Op(
     "expand_streams",
     _expand_forward,
     lambda streams_TND, *_: torch.empty_like(streams_TND),
-    save=_save_expand,
+    save=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0], *inputs[2:]),
     backward=lambda ctx, dout: (None, *_expand_bwd(dout.contiguous(), *ctx.saved_tensors)),
 )
 
@@ -273,18 +232,15 @@ _expand = Op(
 def collapse_streams(
     streams_TND: Tensor, fn_MC: Tensor, base_M: Tensor, scale_3: Tensor, options: SinkhornOptions
 ) -> tuple[Tensor, CollapsedStreams]:
-    """Return a sublayer's input, and streams and weights for `expand_streams` after the sublayer.
+    """Return a sublayer's input x_TD, and the streams with weights for `expand_streams`.
 
-    Computed in fp32, rounded once. The kernels are differentiable once, plain PyTorch (CPUs, fp64)
-    any number of times. No host sync; the same bits in every run.
+    Computed in fp32, rounded once to the dtype of streams. The kernels are differentiable once,
+    plain PyTorch (CPUs, fp64) any number of times. No host sync; the same bits in every run.
 
     Args:
         streams_TND: residual streams, any float dtype; copied when not contiguous.
         fn_MC, base_M: projection of the streams to mixes, and offsets of mixes; any float dtype.
         scale_3: factors of pre, post and comb, any float dtype.
-
-    Returns:
-        x_TD in the dtype of streams, and the streams with their weights of post and comb.
     """
     plain = torch.compiler.is_compiling() or not use_kernel(streams_TND, fn_MC)
     if plain or streams_TND.dtype not in KERNEL_DTYPES:
@@ -304,13 +260,10 @@ def collapse_streams(
 
 
 def expand_streams(y_TD: Tensor, collapsed: CollapsedStreams) -> Tensor:
-    """Return the streams after a sublayer, [T, N, D] in their dtype: fp32 inside, rounded once.
+    """Return the streams [T, N, D] after a sublayer: fp32 inside, rounded once to their dtype.
 
+    y_TD is the sublayer's output, any float dtype. `collapsed` is from `collapse_streams`.
     Differentiable as `collapse_streams` is.
-
-    Args:
-        y_TD: the sublayer's output, any float dtype; copied when not contiguous.
-        collapsed: from `collapse_streams`.
     """
     streams_TND, weights_TW = collapsed.streams_TND, collapsed.weights_TW
     if collapsed.link_TND is None:

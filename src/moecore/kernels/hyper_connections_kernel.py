@@ -5,20 +5,20 @@ from moecore.kernels.common import tl, triton
 
 @triton.jit
 def _normalise(c, eps, real, AXIS: tl.constexpr):
-    """Return c with columns (AXIS 0) or rows (1) divided by their sum + eps; 0 if not `real`."""
+    """Return c with columns (AXIS 0) or rows (1) divided by sum + eps; 0 where `real` is False."""
     return tl.where(real, c / (tl.sum(c, AXIS, keep_dims=True) + eps), 0.0)
 
 
 @triton.jit
 def _normalise_bwd(dy, y, c, eps, real, AXIS: tl.constexpr):
-    """Return the gradient of c from the gradient dy of y = `_normalise`(c)."""
+    """Return the gradient of c from dy, the gradient of y = `_normalise`(c)."""
     d = (dy - tl.sum(dy * y, AXIS, keep_dims=True)) / (tl.sum(c, AXIS, keep_dims=True) + eps)
     return tl.where(real, d, 0.0)
 
 
 @triton.jit
 def _compute_logits(raw_ptr, base_ptr, scale_ptr, cells, real, r, GROUP: tl.constexpr):
-    """Return raw * r * scale[GROUP] + base at `cells`, 0 if not real. GROUP: pre, post, comb."""
+    """Return raw * r * scale[GROUP] + base at `cells`, a group's logits. 0 pre, 1 post, 2 comb."""
     raw = tl.load(raw_ptr + cells, mask=real, other=0.0)
     return raw * r * tl.load(scale_ptr + GROUP) + tl.load(base_ptr + cells, mask=real, other=0.0)
 
@@ -81,10 +81,7 @@ def collapse_streams_fwd_kernel(
 def _differentiate_mixes(
     dlogits, raw_ptr, scale_ptr, draw_ptr, sums_ptr, cells, real, r, M, GROUP: tl.constexpr
 ):
-    """Store gradients of raw mixes to draw_ptr, of base and scale to sums_ptr; return r's gradient.
-
-    `dlogits` are the gradients of a group's logits. GROUP: 0 pre, 1 post, 2 comb.
-    """
+    """From a group's dlogits store gradients of raw mixes, base and scale; return r's gradient."""
     raw = tl.load(raw_ptr + cells, mask=real, other=0.0)
     dmixes = dlogits * tl.load(scale_ptr + GROUP)
     tl.store(draw_ptr + cells, dmixes * r, mask=real)
@@ -152,7 +149,7 @@ def collapse_streams_bwd_mixes_kernel(
     for i in range(iterations - 1):
         tl.store(iterate + i * (N * N), comb, mask=real)
         comb = _normalise(_normalise(comb, eps, real, 1), eps, real, 0)
-    tl.debug_barrier()  # a thread may read what another one has written
+    tl.debug_barrier()  # a thread may read what another thread has written
     dcomb = tl.load(dweights_ptr + N + cells, mask=real, other=0.0)
     for i in range(iterations - 1):
         comb = tl.load(iterate + (iterations - 2 - i) * (N * N), mask=real, other=0.0)

@@ -4,11 +4,10 @@
     backward         dx = dy @ weight       dbias = sum of dy
     now, or later    dweight = dy^T @ x     by autograd, or when the weight's sink computes it
 
-`linear` is the one operation whose weight gradient a sink can defer. `PlainProducts` multiply in
-the dtype of the weight, with the bits of `F.linear`. `F.linear` itself runs where nothing can be
-deferred: without a sink, under compilers and dispatch modes, and without gradients.
-`precision/linear.py` has the products in FP8. Deferring must be enabled (`Products.defers`),
-because it costs host time in each forward. Routed experts always defer.
+`PlainProducts` multiply in the dtype of the weight, with the bits of `F.linear`, which runs itself
+if nothing can be deferred: without a sink, under compilers and dispatch modes, and without
+gradients. Deferring must be enabled (`LinearProducts.defers`), because it costs host time in each
+forward. Routed experts always defer. `precision/linear.py` has the products in FP8.
 
 Letters: T tokens, K input features, N output features.
 """
@@ -37,11 +36,11 @@ class LinearProducts(ABC):
     """The matrix products of one linear layer in one precision, for `linear` and its backward."""
 
     defers = False  # whether the weight's sink may compute its gradient later: `GradSink.defer`
-    differentiable_twice = False  # whether the gradients have gradients; else those are refused
+    differentiable_twice = False  # whether second derivatives are supported; otherwise they raise
     forward: ClassVar[Callable[..., Tensor]]  # (x, weight, bias, *others) -> y
     # save(ctx, (x, weight, bias, *others), y), as an `autograd.Function`'s `setup_context`.
     save: ClassVar[Callable[..., None]]
-    # gradients(ctx, dy) -> dx, the operands of `weight_grad`, and dbias; None = not wanted.
+    # gradients(ctx, dy) -> dx, the operands of `weight_grad`, and dbias; None = not needed.
     gradients: ClassVar[Callable[..., Gradients]]
     # weight_grad(*operands, target) puts dweight at a `GradTarget` and returns it.
     weight_grad: ClassVar[Callable[..., Tensor]]
@@ -50,7 +49,7 @@ class LinearProducts(ABC):
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, training: bool = True
     ) -> Tensor:
-        """Return x [..., K] @ weight^T + bias, by the local tensors of parameters (DTensor).
+        """Return x [..., K] @ weight^T + bias; of DTensors the local parts are multiplied.
 
         `training` is the module's mode. In eval mode FP8 products record no largest magnitudes.
         """
@@ -61,8 +60,8 @@ def linear(
 ) -> Tensor:
     """Return x @ weight^T + bias by the static methods of `products`, as one autograd node.
 
-    `inputs` is (x, weight, bias, *other arguments of `products.forward`). `sink` may compute the
-    weight's gradient after backward. None = backward returns the gradient to autograd.
+    `inputs` are the arguments of `products.forward`: x, weight, bias and others. `sink` may compute
+    the weight's gradient after backward. None = backward returns the gradient to autograd.
     """
     y: Tensor = _LinearFunction.apply(*inputs, products, sink)
     return y
@@ -89,10 +88,12 @@ class _DifferentiableOnce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor) -> Tensor:
+        """Return the gradient unchanged."""
         return grad.view_as(grad)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Tensor:
+        """Raise a NotImplementedError."""
         raise NotImplementedError(
             "linears in FP8 have no second derivatives: leave them out by an override of Precision"
         )
@@ -103,6 +104,7 @@ class _LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
+        """Return y, and save what `products.save` saves."""
         *inputs, products, sink = args
         y: Tensor = products.forward(*inputs)
         products.save(ctx, inputs, y)
@@ -124,12 +126,14 @@ class PlainProducts(LinearProducts):
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, training: bool = True
     ) -> Tensor:
+        """Return x @ weight^T + bias; see `LinearProducts`."""
         if self.defers and is_plain_eager():
             y: Tensor = run_product(self._multiply, x, weight, bias)
             return y
         return F.linear(x, get_local_param(weight), None if bias is None else get_local_param(bias))
 
     def __repr__(self) -> str:
+        """Return the name of the products."""
         return "plain products"
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""The momentum of Muon in one pass: update the momentum by a gradient, return it in another dtype.
+"""The momentum of Muon in one pass: update the momentum, and return it in another dtype.
 
 Budget per element with fp32 gradient and momentum: 8 bytes read, 4 written, and 2 for a result in
 bf16. The gradient is divided by `grad_scale` while it is read, and is not changed.
@@ -40,7 +40,7 @@ def _momentum_kernel(
     momentum_ptr,  # [numel] fp32, in place
     out_ptr,  # [numel], out
     scale_ptr,  # fp32 scalar or None
-    inf_ptr,  # fp32 scalar or None: above 0 nothing changes
+    inf_ptr,  # fp32 scalar or None: if above 0, nothing changes
     numel,
     decay,  # fp32
     NESTEROV: tl.constexpr,
@@ -73,35 +73,21 @@ def momentum_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> Tensor:
-    """Update momentum in place, m <- decay * m + (1 - decay) * g; return m in `dtype`, a copy.
+    """Update momentum in place, m <- decay * m + (1 - decay) * g, and return a copy in `dtype`.
 
     Args:
         momentum: same shape as the gradient, fp32 or fp64.
         decay: in [0, 1).
-        nesterov: return decay * m + (1 - decay) * g in place of m.
+        nesterov: return decay * m + (1 - decay) * g instead of m.
         grad_scale: fp32 scalar, divides the gradient; None = 1.
-        found_inf: fp32 scalar; above 0 momentum is unchanged, and the result is finite. None = 0.
+        found_inf: fp32 scalar. If above 0, the momentum does not change and the result is finite.
     """
     plain = momentum.dtype != torch.float32 or not {grad.dtype, dtype} <= {*KERNEL_DTYPES}
     if plain or not use_kernel(momentum) or not momentum.is_contiguous():
-        return momentum_ref_(
-            grad,
-            momentum,
-            dtype,
-            decay=decay,
-            nesterov=nesterov,
-            grad_scale=grad_scale,
-            found_inf=found_inf,
-        )
-    grad = grad.contiguous()
+        signals = dict(grad_scale=grad_scale, found_inf=found_inf)
+        return momentum_ref_(grad, momentum, dtype, decay=decay, nesterov=nesterov, **signals)
     out = torch.empty_like(momentum, dtype=dtype)
-    args = (grad, momentum, out, grad_scale, found_inf, out.numel(), decay)
-    launch(
-        _momentum_kernel,
-        cdiv(out.numel(), BLOCK),
-        *args,
-        NESTEROV=nesterov,
-        BLOCK=BLOCK,
-        num_warps=NUM_WARPS,
-    )
+    args = (grad.contiguous(), momentum, out, grad_scale, found_inf, out.numel(), decay)
+    constants = dict(NESTEROV=nesterov, BLOCK=BLOCK, num_warps=NUM_WARPS)
+    launch(_momentum_kernel, cdiv(out.numel(), BLOCK), *args, **constants)
     return out

@@ -1,9 +1,8 @@
 """Operations for autograd, torch.compile and dispatch modes, with little host time in plain eager.
 
-Compilation, fake tensors and selective checkpointing need a custom op of torch. From plain eager
-code, a call of a custom op costs about three times the host time of an `autograd.Function` around
-the same forward and backward, which is more than a launch costs. So an `Op` has both, and each call
-chooses.
+Compilation, fake tensors and selective checkpointing need a custom op of torch. In plain eager code
+a custom op costs about three times the host time of an `autograd.Function`, more than a launch. So
+an `Op` has both forms, and each call chooses.
 """
 
 import inspect
@@ -20,9 +19,10 @@ PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def make_save(tensors: slice, options: slice = slice(0)) -> Callable[..., None]:
-    """Make a `save` of `Op`: it saves `inputs[tensors]`, and `ctx.others` is `inputs[options]`."""
+    """Return a `save` of `Op`: it saves inputs[tensors], and ctx.others is inputs[options]."""
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Save the selected inputs in `ctx`."""
         ctx.save_for_backward(*inputs[tensors])
         ctx.others = inputs[options]
 
@@ -43,7 +43,7 @@ class Op(Generic[Out]):
         save: save(ctx, inputs, output), `setup_context` of `autograd.Function`; see `make_save`.
         backward: backward(ctx, *grads); None = not differentiable.
         mutates_args: names of the arguments written to; not together with `backward`.
-        schema: schema in place of the annotations, for a forward with `*args`.
+        schema: replaces the annotations of a forward with `*args`.
 
     Attributes:
         custom: the custom op `moecore::<name>`.
@@ -60,6 +60,7 @@ class Op(Generic[Out]):
         mutates_args: tuple[str, ...] = (),
         schema: str | None = None,
     ) -> None:
+        """Register the custom op, and make the `autograd.Function`."""
         assert not (mutates_args and backward), name
         registered: Any = torch.library.custom_op(
             f"moecore::{name}", forward, mutates_args=mutates_args, schema=schema
@@ -85,26 +86,23 @@ class Op(Generic[Out]):
                     return self.custom(*args)
                 is_recorded = is_recorded or arg.requires_grad
         if is_recorded and torch.is_grad_enabled():
-            # Without a backward it is the custom op that refuses, once a gradient is asked for.
+            # Without a backward, the custom op raises when a gradient is computed.
             return self.custom(*args) if self._apply is None else self._apply(*args)
-        if self._mutated:
-            mutated = [args[i] for i in self._mutated if args[i] is not None]
-            if mutated:
-                torch.autograd.graph.increment_version(mutated)
+        mutated = [args[i] for i in self._mutated if args[i] is not None]
+        if mutated:
+            torch.autograd.graph.increment_version(mutated)
         return self._forward(*args)
 
 
 def _make_function(
-    name: str,
-    forward: Callable[..., Any],
-    save: Callable[..., None] | None,
-    backward: Callable[..., Any],
+    name: str, forward: Callable[..., Any], save: Any, backward: Callable[..., Any]
 ) -> type[torch.autograd.Function]:
-    """Return the operation as an `autograd.Function` with the custom op's name, for profiles."""
-    # Forward sets up the context too: with a `setup_context` of its own, torch binds the arguments
-    # to the signature anew at every call.
+    """Return an operation as an `autograd.Function`; profiles show the name of the custom op."""
+    # Forward also saves: with a separate `setup_context`, torch would bind the arguments to the
+    # signature at every call.
 
     def forward_and_save(ctx: Any, *args: Any) -> Any:
+        """Return the outputs of `forward`, and call `save`."""
         output = forward(*args)
         if save is not None:
             save(ctx, args, output)

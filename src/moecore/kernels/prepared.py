@@ -1,18 +1,16 @@
 """Launches of compiled kernels with prepared arguments, without Triton's own handling of arguments.
 
 At every launch Triton names, reads and looks up every argument, which costs three times the host
-time of the launch. Here a function is generated for a kernel and the types of its arguments. It
-computes the key of the compiled kernel and the arguments of Triton's launcher in C, and calls it:
+time of the launch. Here functions are generated for a kernel and the types of its arguments. They
+compute the key of the compiled kernel and the arguments of Triton's launcher in C, and call it:
 
     (kernel, types of arguments, names of constants) -> _Site
     (device, dtypes, alignments, ... of arguments, constants) -> _Entry of the site
 
 The key distinguishes all that Triton's own key distinguishes. Triton does the first launch of each
-key, and its compiled kernel is kept. Triton also does every launch that this file does not support:
-another release of Triton, the interpreter, hooks around launches, tuples as arguments, integers
-beyond int32.
-
-This file has every private name of Triton; `tests/kernels/test_prepared.py` tests their use.
+key, which is cached, and every launch that this file does not support: another release of Triton,
+the interpreter, hooks, tuples as arguments, integers beyond int32. `tests/kernels/test_prepared.py`
+tests the private names of Triton that this file uses.
 """
 
 from __future__ import annotations
@@ -90,6 +88,7 @@ class _Address(NamedTuple):
     address: int
 
     def data_ptr(self) -> int:
+        """Return the address."""
         return self.address
 
 
@@ -121,7 +120,7 @@ def launch_prepared(
 ) -> bool:
     """Launch a kernel as `store_launch` has cached it; return False if nothing was launched.
 
-    The caller must then launch by Triton. `constants`: constexpr parameters and launch options.
+    If False, Triton must launch. `constants`: constexpr parameters and launch options.
     """
     if not (IS_SUPPORTED and _is_plain(kernel)):
         return False
@@ -136,8 +135,7 @@ def store_launch(
 ) -> None:
     """Cache `compiled`, the result of a launch by Triton, so that `launch_prepared` can repeat it.
 
-    `args` and `constants` of the launch give the key of the cache. Unsupported launches are not
-    cached.
+    `args` and `constants` of the launch give the key. Unsupported launches are not cached.
     """
     if not (IS_SUPPORTED and _is_plain(kernel)) or type(compiled) is not CompiledKernel:
         return
@@ -161,8 +159,8 @@ def make_descriptor(
 ) -> Any:
     """Return a TMA descriptor for blocks of shape `block` of x, whose leading dims are flattened.
 
-    Descriptors are cached by address, so the tensor must live until the launch. `layout_of` returns
-    Gluon's layout of a dtype and a block; None for a kernel of Triton.
+    Descriptors are cached by address, so x must live until the launch. `layout_of` returns Gluon's
+    layout of a dtype and a block; None for a kernel of Triton.
     """
     key = (x.data_ptr(), x.dtype, x.shape, x.stride(), block, layout_of)
     desc = _DESCRIPTORS.get(key)
@@ -194,7 +192,7 @@ def _is_plain(kernel: Any) -> bool:
 
 
 def _generate_functions(kernel: Any, args: tuple[Any, ...]) -> tuple[Any, Any] | None:
-    """Generate `_Site.read`, which computes cache keys, and `_Site.launch` for types of arguments.
+    """Generate `_Site.read` and `_Site.launch` for a kernel and the types of its arguments.
 
     Return None for an unknown type, a constexpr or annotated parameter, or without a tensor.
     """

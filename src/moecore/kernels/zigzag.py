@@ -1,18 +1,16 @@
 """Zigzag layout of a packed batch for context parallelism: the tokens of each rank.
 
-Attention is causal, so the last tokens of a document have the most work. Each document is cut into
-2 * size chunks, and rank r has chunks r and 2 * size - 1 - r, so all ranks have equal work.
-
-Example, size 3, documents of 12, 24 and 6 tokens, so chunks of 2, 4 and 1:
+Attention is causal, so the last tokens of a document need the most work. Each document is divided
+into 2 * size chunks, and rank r has chunks r and 2 * size - 1 - r, so all ranks have equal work.
+Example, size 3, documents of 12, 24 and 6 tokens, so chunks have 2, 4 and 1 tokens:
 
     rank 0   0 1 10 11    12 .. 15 32 .. 35    36 41
     rank 1   2 3 8 9      16 .. 19 28 .. 31    37 40
     rank 2   4 5 6 7      20 .. 23 24 .. 27    38 39
 
-The documents of a rank are packed as well, with the offsets `cu_seqlens // size`.
-
-`cu_seqlens` [n + 1] has the first token of each of n documents, and the number of tokens. Any
-document may have no tokens.
+The tokens of a rank are packed documents too, with the offsets `cu_seqlens // size`. `cu_seqlens`
+[n + 1] has the first token of each of n documents, and the number of tokens. Documents may be
+empty.
 """
 
 from __future__ import annotations
@@ -22,15 +20,13 @@ from torch import Tensor
 
 
 def find_documents(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """Return int64 [num_tokens], the index of each packed token's document. No host sync."""
-    # Example: cu_seqlens [0, 2, 3, 3] gives [0, 0, 1].
+    """Return int64 [num_tokens], each token's document: [0, 2, 3, 3] gives [0, 0, 1]. No sync."""
     tokens = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True)
 
 
 def find_positions(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """Return int64 [num_tokens], each packed token's position in its document. No host sync."""
-    # Example: cu_seqlens [0, 2, 3, 3] gives [0, 1, 0].
+    """Return int64 [num_tokens], positions in documents: [0, 2, 3, 3] gives [0, 1, 0]. No sync."""
     tokens = torch.arange(num_tokens, device=cu_seqlens.device)
     return tokens - cu_seqlens[find_documents(cu_seqlens, num_tokens)]
 

@@ -16,50 +16,35 @@ from tests.kernels.row_cases import COUNTS, KINDS, SIZES, make, randn
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("K, N", SIZES)
-@pytest.mark.parametrize("transposed", [False, True], ids=["KN", "NK"])
-@pytest.mark.parametrize("name", COUNTS)
-def test_gemm(name: str, transposed: bool, K: int, N: int, dtype: torch.dtype) -> None:
-    counts = COUNTS[name]
-    offsets, row_ids, tiles, _ = make(counts)
-    used = sum(counts)
-    a = randn(row_ids.shape[0], K, dtype=dtype)
-    a[used:] = float("nan")  # nothing may read rows that belong to nobody
-    b = randn(len(counts), *((N, K) if transposed else (K, N)), dtype=dtype)
-    b = b.transpose(1, 2) if transposed else b
-    found = cooperative_gemm(a, b, tiles)
-    again = cooperative_gemm(a, b, tiles)
-    exact = grouped_gemm_ref(a.double(), b.double(), offsets)
-    plain = grouped_gemm_ref(a, b, offsets)
-    assert found.shape == (row_ids.shape[0], N) and found.dtype == dtype
-    assert torch.equal(found[:used], again[:used])
-    check(found, exact, plain, used)
-
-
-def addend_of(R: int, e: int, rank: int, N: int, *, transposed: bool) -> Addend:
-    """Rows of few columns, NaN behind their end, and a matrix of every expert."""
+def addend_of(R: int, e: int, rank: int, N: int, *, transposed: bool) -> Addend | None:
+    """Rows of `rank` columns and a matrix of every expert; None for a rank of 0."""
     m = randn(e, *((N, rank) if transposed else (rank, N)))
-    return Addend(randn(R, rank), m.transpose(1, 2) if transposed else m)
+    return Addend(randn(R, rank), m.transpose(1, 2) if transposed else m) if rank else None
 
 
-@pytest.mark.parametrize("rank", [8, 64, 136])
+@pytest.mark.parametrize("rank", [0, 8, 64, 136])
 @pytest.mark.parametrize("K, N", SIZES)
 @pytest.mark.parametrize("transposed", [False, True], ids=["KN", "NK"])
 @pytest.mark.parametrize("name", COUNTS)
-def test_gemm_with_an_addend(name: str, transposed: bool, K: int, N: int, rank: int) -> None:
+def test_gemm(name: str, transposed: bool, K: int, N: int, rank: int) -> None:
+    """NaN stands in rows that belong to no expert."""
     counts = COUNTS[name]
     offsets, row_ids, tiles, _ = make(counts)
     R, e, used = row_ids.shape[0], len(counts), sum(counts)
-    a, b = randn(R, K), randn(e, *((N, K) if transposed else (K, N)))
-    b = b.transpose(1, 2) if transposed else b
-    addend = addend_of(R, e, rank, N, transposed=transposed)
-    addend.rows_Rr[used:] = float("nan")
-    found = cooperative_gemm(a, b, tiles, addend=addend)
-    pairs = ((a, b), addend)
-    exact = sum(grouped_gemm_ref(x.double(), m.double(), offsets) for x, m in pairs)
-    plain = sum(grouped_gemm_ref(x, m, offsets) for x, m in pairs)
-    check(found, exact, plain, used)
+    for dtype in (torch.bfloat16,) if rank else (torch.bfloat16, torch.float16):
+        a = randn(R, K, dtype=dtype)
+        b = randn(e, *((N, K) if transposed else (K, N)), dtype=dtype)
+        b = b.transpose(1, 2) if transposed else b
+        addend = addend_of(R, e, rank, N, transposed=transposed)
+        pairs = [(a, b), *([addend] if addend else [])]
+        for x, _ in pairs:
+            x[used:] = float("nan")
+        found = cooperative_gemm(a, b, tiles, addend=addend)
+        again = cooperative_gemm(a, b, tiles, addend=addend)
+        assert found.shape == (R, N) and found.dtype == dtype
+        assert torch.equal(found[:used], again[:used])
+        exact = sum(grouped_gemm_ref(x.double(), m.double(), offsets) for x, m in pairs)
+        check(found, exact, sum(grouped_gemm_ref(x, m, offsets) for x, m in pairs), used)
 
 
 @pytest.mark.parametrize("rank", [8, 64, 136])
@@ -72,6 +57,7 @@ def test_activation_with_an_addend(name: str, D: int, F: int, rank: int) -> None
     options = ActivationOptions(kind="swiglu")
     x, weights, w1 = randn(R, D), torch.rand(R, device="cuda"), randn(e, 2 * F, D) / D**0.5
     addend = addend_of(R, e, rank, 2 * F, transposed=True)
+    assert addend is not None
     h, a = cooperative_activation(x, w1, tiles, weights, options, addend=addend)
     pairs = ((x, w1.transpose(1, 2)), addend)
     exact = sum(grouped_gemm_ref(rows.double(), m.double(), offsets) for rows, m in pairs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,20 +10,13 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.routing import route_tokens as module
-from moecore.kernels.routing.route import RouteOptions, route
+from moecore.kernels.routing.route import route
 from moecore.kernels.routing.route_tokens import route_tokens
 from moecore.kernels.routing.router_logits import router_logits
+from tests.kernels.choices import SIGMOID
 from tests.kernels.routing.test_router_logits import BF16, FP32, inputs, upstream
 
-OPTIONS = RouteOptions(
-    top_k=3,
-    score_function="sigmoid",
-    score_order="pre",
-    normalize=True,
-    scale=1.5,
-    num_groups=1,
-    top_groups=1,
-)
+OPTIONS = replace(SIGMOID, scale=1.5)
 T, D, E = 19, 40, 12
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.routing.route import route, route_weights, route_weights_ref
-from tests.kernels.routing.test_route import BASE, CASES, POST, SIGMOID, SQRT, inputs
+from tests.kernels.choices import BASE, SIGMOID
+from tests.kernels.routing.test_route import CASES, POST, SQRT, inputs
 
 OPTIONS = {
     "softmax": BASE,

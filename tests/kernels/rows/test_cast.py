@@ -6,13 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
 
-from moecore.kernels.common import INTERPRET
 from moecore.kernels.rows import cast as casts
 from moecore.kernels.rows.cast import _CastOptions as Options
 from moecore.kernels.rows.scaling import compute_amax_ref
 from tests.kernels.conftest import PARAMS, interpreter, poison
+from tests.kernels.grouped.test_scaled_rows import hard
 
 __all__ = ["interpreter"]  # a fixture
 pytest.importorskip("triton")
@@ -25,17 +24,6 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "cuda":
         poison()
     yield request.param
-
-
-def hard(shape: tuple[int, int], dtype: torch.dtype, device: str) -> Tensor:
-    torch.manual_seed(0)
-    x = torch.randn(shape) * torch.exp(2 * torch.randn(shape[0], 1))
-    if shape[0] > 4:
-        x[0], x[:, 3] = 0, 0
-        x[1, 2], x[3, 4], x[4, 5] = float("inf"), float("nan"), 3e38
-        if not INTERPRET or dtype == torch.float32:  # whose bf16 has no denormals
-            x[2] *= 1e-42
-    return x.to(dtype).to(device)
 
 
 def assert_same(ours: casts.Parts, truth: casts.Parts) -> None:

@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import INTERPRET
-from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights, UnsummedInput
-from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.packed import (
     count_packed_bytes,
@@ -19,24 +17,14 @@ from moecore.kernels.rows.packed import (
     view_packed_rows,
 )
 from moecore.kernels.rows.record import Rows
-from tests.kernels.experts.chosen import expert_mlp
+from tests.kernels.rows.test_quantised import DTYPES, values_of
 
 DIMS = [16, 128, 144, 2048, 2896, 7168]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 COUNTS = (0, 1, 5) if INTERPRET else (0, 1, 37)  # a program computes a row, or a part of one
 
 
 def widened(packed: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     return unpack_rows(*view_packed_rows(packed, dim), dtype)
-
-
-def rows_of(S: int, D: int, dtype: torch.dtype, device: str, spread: int = 3) -> Tensor:
-    """Values of many sizes, within one row as well."""
-    generator = torch.Generator().manual_seed(S * D)
-    exponents = torch.randint(-spread, spread + 1, (S, D), generator=generator)
-    return (torch.randn(S, D, generator=generator) * torch.exp2(exponents.float())).to(
-        device, dtype
-    )
 
 
 def used(packed_SW: Tensor, dim: int) -> Tensor:
@@ -48,7 +36,7 @@ def used(packed_SW: Tensor, dim: int) -> Tensor:
 @pytest.mark.parametrize("D", DIMS)
 def test_bytes_of_the_reference(D: int, dtype: torch.dtype, device: str) -> None:
     for S in COUNTS:
-        x = rows_of(S, D, dtype, device)
+        x = values_of(S, D, dtype=dtype, device=device)
         got, want = pack_rows(x), pack_rows_ref(x)
         assert got.shape == want.shape == (S, count_packed_bytes(D)) and got.dtype == torch.uint8
         assert torch.equal(used(got, D), used(want, D))
@@ -60,7 +48,7 @@ def test_rows_are_wide_again_and_their_handle_has_the_gradient(
     D: int, dtype: torch.dtype, device: str
 ) -> None:
     for S in COUNTS:
-        packed = pack_rows(rows_of(S, D, dtype, device))
+        packed = pack_rows(values_of(S, D, dtype=dtype, device=device))
         want = widened(packed, D, dtype)
         assert torch.equal(Rows.from_bytes(packed, D, dtype).widen(), want)
         assert torch.equal(widened(pack_rows(want), D, dtype), want), "the same when packed again"
@@ -119,7 +107,7 @@ def test_gathers_wide_rows_and_reads_no_hole(D: int, K: int, device: str) -> Non
     ids = torch.stack([torch.randperm(2 * e, generator=generator)[:K] for _ in range(S)])
     ids = ids.to(device, torch.int32)
     index = build_index(ids, torch.ones(S, K, device=device), first=0, num_local=e)
-    x = rows_of(S, D, torch.bfloat16, device)
+    x = values_of(S, D, dtype=torch.bfloat16, device=device)
     packed = pack_rows(x)
     hole = (index.slots_SK < 0).all(1)
     assert hole.any()
@@ -129,46 +117,6 @@ def test_gathers_wide_rows_and_reads_no_hole(D: int, K: int, device: str) -> Non
     n = int(index.offsets_e[-1])
     want = widened(pack_rows_ref(x), D, torch.bfloat16)
     assert got.dtype == torch.bfloat16 and torch.equal(got[:n], want[index.row_ids_R[:n].long()])
-
-
-@pytest.mark.parametrize("keep_h", [True, False])
-@pytest.mark.parametrize(
-    "F", [136] if INTERPRET else [136, 640, 2048]
-)  # GPUs gather at other times
-@pytest.mark.parametrize("products", ["triton", "torch"])
-def test_experts_multiply_what_was_packed(products: str, F: int, keep_h: bool, device: str) -> None:
-    """Experts on packed rows and on the same rows wide: output, every gradient."""
-    S, D, e, K = 29, 256, 4, 2
-    dtype = torch.float16 if INTERPRET else torch.bfloat16  # which the interpreter multiplies
-    x = rows_of(S, D, dtype, device)
-    ids = torch.randint(0, e, (S, K), device=device, dtype=torch.int32)
-    ids[:, 1] = (ids[:, 0] + 1) % e
-    index = build_index(ids, torch.rand(S, K, device=device), first=0, num_local=e)
-    R = index.row_ids_R.shape[0]
-    options = ExpertMLPOptions(
-        activation=ActivationOptions(kind="swiglu"),
-        products=products,  # type: ignore[arg-type]
-        keep_h=keep_h,
-    )
-    packed = pack_rows(x)
-    found = []
-    wide = Rows(widened(packed, D, dtype))
-    for source in (Rows.from_bytes(packed, D, dtype), wide):
-        torch.manual_seed(0)
-        w1, w2 = (
-            (torch.randn(shape, device=device) / 16).to(dtype).requires_grad_()
-            for shape in ((e, 2 * F, D), (e, D, F))
-        )
-        weights = index.weights_R.detach().requires_grad_()
-        stand_in = x.new_empty(1).expand(R, D).requires_grad_()
-        where = index._replace(weights_R=weights)
-        matrices = ExpertWeights(w1_eCD=w1, w2_eDF=w2)
-        y = expert_mlp(source, matrices, where, options, unsummed=UnsummedInput(stand_in))
-        y.backward(torch.cos(torch.arange(R * D, device=device)).view(R, D).to(y.dtype))
-        found.append([y.detach(), w1.grad, w2.grad, weights.grad, stand_in.grad])
-    for ours, theirs in zip(*found, strict=True):
-        assert ours is not None and theirs is not None
-        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=2**-7 * float(theirs.abs().max()))
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -156,10 +156,6 @@ def test_what_cannot_be_done_is_refused() -> None:
         build_index(many, weights[:1, :1].expand_as(many), **where)
 
 
-def test_compiles_without_graph_breaks() -> None:
-    check_compiles("cpu")
-
-
 def check_compiles(device: str) -> None:
     compiled = torch.compile(build_index, fullgraph=True, backend="aot_eager")
     for S in (6, 7, 8):
@@ -236,20 +232,6 @@ def test_kernel_of_expert_choice(device: str, E: int) -> None:
     assert index.offsets_e.tolist() == [chosen * (e + 1) for e in range(E)]
     check_by_hand(ExpertIndex(*(t.detach().cpu() for t in index)), ids, weights, **options)
     check_gradient(index, leaf)
-
-
-@settings(
-    max_examples=20,
-    deadline=None,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(routings())
-def test_kernel_by_hand(device: str, routed: Routed) -> None:
-    ids, weights, options = routed
-    index = build_index(ids.to(device), weights.to(device), **options)
-    on_cpu = ExpertIndex(*(t.cpu() for t in index))
-    check_by_hand(on_cpu, ids, weights, **options)
 
 
 def test_kernel_reads_strided_input_and_respects_the_length(device: str) -> None:

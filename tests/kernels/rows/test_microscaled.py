@@ -21,6 +21,7 @@ from moecore.kernels.rows.microscaling import (
 )
 from moecore.kernels.rows.scaling import Blocks, OperandPair
 from tests.helpers.grids import grid
+from tests.kernels.conftest import check_without_host
 
 pytest.importorskip("triton", reason="it is of kernels")
 RECIPES = {
@@ -204,27 +205,18 @@ def test_packed_matrices_widen_to_the_values(device: str) -> None:
 
 @pytest.mark.gpu
 @recipes
-def test_repeats_have_the_same_bits(recipe: Recipe) -> None:
-    x = hard(140, 96, dtype=torch.float32, device="cuda")
-    for over_rows in (False, True):
-        how = dict(over_rows=over_rows, is_gradient=True)
-        assert_same(quantise_microscaled(x, recipe, **how), quantise_microscaled(x, recipe, **how))
-
-
-@pytest.mark.gpu
-@recipes
 def test_nothing_waits_for_the_device(recipe: Recipe) -> None:
-    x = hard(140, 96, dtype=torch.bfloat16, device="cuda")
     experts = torch.arange(140, device="cuda") // 16
     how: dict[str, Any] = dict(expert_M=experts, num_experts=9, is_gradient=True)
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        quantise_microscaled(x, recipe, **how)
-        quantise_microscaled(x, recipe, over_rows=True, is_gradient=True)
-        quantise_microscaled_matrices(x[None, :128], recipe)
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+
+    def quantise(x: Tensor) -> list[Tensor]:
+        pair = quantise_microscaled_matrices(x[None, :128], recipe)
+        rows = quantise_microscaled(x, recipe, **how)
+        columns = quantise_microscaled(x, recipe, over_rows=True, is_gradient=True)
+        return [t for operand in (*pair, rows, columns) if operand for t in operand.tensors()]
+
+    x = torch.randn(140, 96, device="cuda").bfloat16()
+    check_without_host(quantise, (x,))
 
 
 @pytest.mark.gpu

@@ -180,18 +180,6 @@ def test_the_transform_is_the_matrix_and_leaves_products() -> None:
     assert (found - whole).abs().max() <= 1e-6 * whole.abs().max()
 
 
-def test_the_transform_spreads_outliers() -> None:
-    """One token of 16 is 100 times larger: without it the others would be zeros of E2M1."""
-    torch.manual_seed(0)
-    x = torch.randn(256, 32)
-    x[::16] *= 100
-    lost = [
-        (quantise_microscaled(x, recipe, over_rows=True).values == 0).float().mean()
-        for recipe in (PLAIN, Recipe(scaling="nvfp4", stochastic_rounding=False))
-    ]
-    assert lost[0] > 0.8 and lost[1] < 0.2
-
-
 def test_draws_depend_on_place_and_value() -> None:
     x = uneven(33, 57)
     found = draw_uniform(x)
@@ -277,26 +265,3 @@ def test_nvfp4_of_torchao() -> None:
     found = unpack_e2m1(packed).view(96, 8, 16)[used]
     assert differ(found.abs(), ours.view(96, 8, 16)[used].abs()) < 1e-3
     assert torch.equal(pack_e2m1(unpack_e2m1(packed)), packed)
-
-
-def test_formats_of_quack() -> None:
-    quack = pytest.importorskip("quack.blockscaled.quantize", reason=NO_ORACLE)
-    x = uneven(96, 128)
-    values, scales = quack.to_mx(x)
-    ours, our_scales = quantise_mxfp8(x, (1, 32))
-    used = our_scales > 2.0**-126
-    assert torch.equal(values.float(), ours.float())
-    assert torch.equal(scales.float()[used], our_scales[used])
-    columns, _ = quack.to_mx_dim0(x)
-    down, _ = quantise_mxfp8(x, (32, 1))
-    assert sorted(columns.shape) == sorted(down.shape)
-    same = columns.float() if columns.shape == down.shape else columns.float().T
-    assert torch.equal(same, down.float())
-    scale = quack.nvfp4_per_tensor_scale(x.abs().amax())
-    assert torch.equal(scale, tensor_scale(x, False))
-    packed, block_scales, _ = quack.to_nvfp4(x, per_tensor_scale=scale)
-    ours, our_scales = quantise_nvfp4(x, (1, 16), scale.reshape(1, 1))
-    used = our_scales.float() >= 2.0**-6
-    assert torch.equal(block_scales.float()[used], our_scales.float()[used])
-    found = unpack_e2m1(packed).view(96, 8, 16)[used]
-    assert differ(found.abs(), ours.view(96, 8, 16)[used].abs()) < 1e-3

@@ -246,18 +246,6 @@ def check_a_full_pool(page_rows: int, width: int, device: str) -> None:
     assert none[:3].tolist() == [MISSING, NONE, NONE] and pool.report[PEAK_WORD] == 4
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_found_no_page_is_nan(dtype: torch.dtype) -> None:
-    pool = make(1, 8 * dtype.itemsize, "cpu")
-    layout = first_rows(pool, 4 * dtype.itemsize, 4)
-    x, table = torch.randn(4, 4).to(dtype), layout.make_table()
-    back = torch.zeros_like(x)
-    take_rows(table, layout, None, int32(3))
-    copy_rows([x.view(torch.uint8)], table, layout, stash=True)
-    copy_rows([back.view(torch.uint8)], table, layout, stash=False)
-    assert torch.equal(back[:2], x[:2]) and back[2].isnan().all() and not back[3].any()
-
-
 def test_no_rows_at_all() -> None:
     pool = make(1, 16, "cpu")
     layout = first_rows(pool, 4, 0)

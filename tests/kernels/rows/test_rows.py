@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moecore.kernels.rows.index import ExpertIndex, build_index, build_index_ref
+from moecore.kernels.rows.index import ExpertIndex, build_index
 from moecore.kernels.rows.move import (
     copy_first_rows,
     copy_first_rows_ref,
@@ -184,28 +184,6 @@ def check_against_reference(
     assert torch.equal(dx, expected)
     (dy,) = torch.autograd.grad(summed, y, x.detach())
     assert torch.equal(dy, gathered.detach())
-
-
-@pytest.mark.parametrize(("S", "E"), [(7, 37), (1, 130)])
-def test_expert_choice(device: str, S: int, E: int) -> None:
-    """K = E columns, column e holds e or -1: each expert takes some tokens, none takes token 3."""
-    D = 24
-    taken = torch.rand(S, E, generator=torch.Generator().manual_seed(E)) < 8 / E
-    taken[3:4] = False
-    ids = torch.where(taken, torch.arange(E, dtype=torch.int32), -1)
-    where = dict(first=0, num_local=E, multiple=1, length=int(taken.sum()) + 3)
-    index = build_index_ref(ids.to(device), torch.ones(S, E).to(device), **where)
-    x = rows_of(S, D, device, torch.float32).requires_grad_()
-    num_rows = index.offsets_e[-1]
-    gathered = gather_rows(x, index.row_ids_R, index.slots_SK, num_rows)
-    by_expert = torch.cat([torch.where(ids[:, e] == e)[0] for e in range(E)])
-    assert int(num_rows) == by_expert.numel()
-    assert torch.equal(gathered[: int(num_rows)].cpu(), x.detach().cpu()[by_expert])
-    summed = sum_rows(gathered, index.row_ids_R, index.slots_SK, num_rows)
-    count = (ids >= 0).sum(1)[:, None].to(device)
-    torch.testing.assert_close(summed, count * x, rtol=1e-5, atol=1e-5)
-    summed.sum().backward()
-    torch.testing.assert_close(x.grad, count * torch.ones_like(x))
 
 
 def test_kernel_reads_strided_input(device: str) -> None:

@@ -5,7 +5,6 @@ import torch
 
 from moecore.kernels.rows import scaling
 from moecore.kernels.rows.cast import cast, compute_amax
-from moecore.kernels.rows.packed import pack_rows_ref, view_packed_rows
 from moecore.kernels.rows.scaling import (
     KINDS,
     Blocks,
@@ -45,16 +44,6 @@ def test_every_rounding(kind: str, fmt: str, p2: bool, shape: tuple[int, int]) -
     assert not wide[shape[0] :].any() and not wide[:, shape[1] :].any()
 
 
-def test_tiles_are_those_of_rows_that_travel() -> None:
-    x = torch.randn(16, 256) * torch.exp(3 * torch.randn(16, 1))
-    x[1], x[2] = 0, x[2] * 1e-41
-    x[3, 7], x[4, 130] = math.inf, math.nan
-    values, scales = view_packed_rows(pack_rows_ref(x), 256)
-    operand = quantised(x, "tile")
-    assert torch.equal(operand.scales, scales.T)
-    assert torch.equal(operand.values.view(torch.uint8), values.view(torch.uint8))
-
-
 @pytest.mark.parametrize("kind", BLOCK_OF)
 def test_zeros_denormals_and_the_largest_numbers(kind: str) -> None:
     zeros = quantised(torch.zeros(16, 128), kind)
@@ -88,16 +77,6 @@ def test_an_amax_from_elsewhere_saturates() -> None:
         and compute_amax(torch.tensor([[1.0, math.nan]])).item() == 1
     )
     assert compute_amax(torch.zeros(0, 16)).item() == 0
-
-
-def test_again_loses_nothing_but_what_underflows() -> None:
-    """A power-of-two scale keeps the numbers that the next blocks can hold."""
-    x = torch.randn(256, 256)
-    x = x.sign() * (x.abs() + 0.1)
-    once = dequantise(quantised(x, "tile"))
-    assert torch.equal(dequantise(quantised(once.T, "tile")).T, once)
-    unrounded = dequantise(quantised(x, "tile", p2=False))
-    assert not torch.equal(dequantise(quantised(unrounded.T, "tile", p2=False)).T, unrounded)
 
 
 @pytest.mark.parametrize("kinds", [("tile", "block"), ("tile", "tile"), ("row", "row")])

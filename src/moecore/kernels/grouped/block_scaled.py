@@ -7,19 +7,18 @@
 with E8M0 per 32, or two codes of E2M1 in a byte with E4M3 per 16. For E2M1 scale[i] is the product
 of the fp32 scales of both tensors, otherwise 1. `tl.dot_scaled` is one instruction on Blackwell,
 tcgen05.mma or mma.sync with block_scale. Older GPUs multiply widened operands in bf16. Sums are
-fp32. No Blackwell GPU has run these kernels: tests compile them for it, interpret them, and run
-them on older GPUs, where `experts/quantised_products.py` computes the same numbers.
+fp32. No Blackwell GPU has run these kernels: tests compile and interpret them, and run them on
+older GPUs, where `experts/quantised_products.py` computes the same numbers.
 
 Letters: R expert rows (length), e experts, M and N rows of an output, K the summed dim, P elements
 of a byte, B elements of a scale, W rows with each expert's padded to full blocks. Grids are
-persistent as in `gemm.py`, whose order of tiles `block_scaled_gemm` has. Bytes that
-`block_scaled_gemm` moves at least: (R + e * N) * K * (1 / P + 1 / B) + 2 * R * N; 2 * R * N * K
-floating-point operations.
+persistent as in `gemm.py`. Bytes that `block_scaled_gemm` moves at least: (R + e * N) * K * (1 / P
++ 1 / B) + 2 * R * N; 2 * R * N * K floating-point operations.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,10 +30,23 @@ from moecore.kernels.rows.e4m3 import FP8
 from moecore.kernels.rows.microscaled_kernel import compute_nvfp4_tensor_scale
 from moecore.kernels.rows.scaling import Blocks
 
-# 128 rows are one instruction's. With 128 columns registers spill on sm_120. Nothing is measured.
-PROGRAM = {"BLOCK_M": 128, "BLOCK_N": 64, "STAGES": 4, "num_warps": 8}
-GROUP_M = 8  # row tiles that share a matrix in L2
+NUM_WARPS = 8
 BYTES_K = 128  # of one step along the summed dim
+
+
+class BlockScaledConstants(NamedTuple):
+    """Compile-time constants of both kernels."""
+
+    FORMAT: str  # "e4m3" or "e2m1"
+    POWER_OF_TWO: bool  # whether scales of tensors are powers of two
+    P: int  # elements of a byte
+    B: int  # elements of a scale along the summed dim
+    BLOCK_K: int  # BYTES_K in elements
+    # 128 rows are one instruction's. With 128 columns registers spill on sm_120. Not measured.
+    BLOCK_M: int = 128
+    BLOCK_N: int = 64
+    GROUP_M: int = 8  # row tiles that share a matrix in L2
+    STAGES: int = 4
 
 
 @triton.jit
@@ -46,12 +58,13 @@ def _load_operand(
     start,  # first of BLOCK_K elements of K, a multiple of B
     end,  # elements of K from there on are 0
     K,
-    P: tl.constexpr,  # elements of a byte
-    B: tl.constexpr,  # elements of a scale along K
     ROWS: tl.constexpr,  # rows of a scale
-    BLOCK_K: tl.constexpr,
+    CONST: tl.constexpr,  # BlockScaledConstants
 ):
     """Return bytes [rows, BLOCK_K / P] and scales [rows, BLOCK_K / B] from `start`; 0 outside."""
+    P: tl.constexpr = CONST.P
+    B: tl.constexpr = CONST.B
+    BLOCK_K: tl.constexpr = CONST.BLOCK_K
     k = start // P + tl.arange(0, BLOCK_K // P)
     block = start // B + tl.arange(0, BLOCK_K // B)
     inside = in_rows[:, None] & (k < end // P)[None, :]
@@ -85,39 +98,30 @@ def block_scaled_grouped_gemm_kernel(
     num_experts,
     N,
     K,
-    FORMAT: tl.constexpr,  # "e4m3" or "e2m1"
-    POWER_OF_TWO: tl.constexpr,
-    P: tl.constexpr,
-    B: tl.constexpr,
-    B_ROWS: tl.constexpr,
+    B_ROWS: tl.constexpr,  # rows of a scale of b
     E_POW2: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    STAGES: tl.constexpr,
+    CONST: tl.constexpr,  # BlockScaledConstants
 ):
     """Write expert rows times the matrices of their experts, tile by tile (persistent program)."""
+    FORMAT: tl.constexpr = CONST.FORMAT
+    BLOCK_M: tl.constexpr = CONST.BLOCK_M
+    BLOCK_N: tl.constexpr = CONST.BLOCK_N
     row_tiles = count_row_tiles(offsets_ptr, num_experts, E_POW2, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), row_tiles[3] * num_n, tl.num_programs(0)):
-        expert, row, n = locate_tile(tile, num_n, row_tiles, E_POW2, BLOCK_M, GROUP)
+        expert, row, n = locate_tile(tile, num_n, row_tiles, E_POW2, BLOCK_M, CONST.GROUP_M)
         rows = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
         in_rows = rows < tl.load(offsets_ptr + expert)
         columns = n * BLOCK_N + tl.arange(0, BLOCK_N)
         in_columns = columns < N
         b_rows = expert.to(tl.int64) * N + columns
         out = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for step in tl.range(0, tl.cdiv(K, BLOCK_K), num_stages=STAGES):
-            k = step * BLOCK_K
-            a, a_scales = _load_operand(
-                a_ptr, a_scales_ptr, rows, in_rows, k, K, K, P, B, 1, BLOCK_K
-            )
-            b, b_scales = _load_operand(
-                b_ptr, b_scales_ptr, b_rows, in_columns, k, K, K, P, B, B_ROWS, BLOCK_K
-            )
-            out = tl.dot_scaled(a, a_scales, FORMAT, b.T, b_scales, FORMAT, out)
-        out *= _load_tensor_scales(a_amax_ptr, b_amax_ptr, expert, POWER_OF_TWO)
+        for step in tl.range(0, tl.cdiv(K, CONST.BLOCK_K), num_stages=CONST.STAGES):
+            k = step * CONST.BLOCK_K
+            a, sa = _load_operand(a_ptr, a_scales_ptr, rows, in_rows, k, K, K, 1, CONST)
+            b, sb = _load_operand(b_ptr, b_scales_ptr, b_rows, in_columns, k, K, K, B_ROWS, CONST)
+            out = tl.dot_scaled(a, sa, FORMAT, b.T, sb, FORMAT, out)
+        out *= _load_tensor_scales(a_amax_ptr, b_amax_ptr, expert, CONST.POWER_OF_TWO)
         at = out_ptr + rows[:, None] * N + columns[None, :]
         tl.store(at, out.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & in_columns[None, :])
 
@@ -137,17 +141,14 @@ def block_scaled_grouped_wgrad_kernel(
     N,
     W,
     scale,  # fp32, of every product
-    FORMAT: tl.constexpr,  # "e4m3" or "e2m1"
-    POWER_OF_TWO: tl.constexpr,
-    P: tl.constexpr,
-    B: tl.constexpr,
     ADD: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
+    CONST: tl.constexpr,  # BlockScaledConstants
 ):
     """Write weight gradients to out_ptr, or with ADD add them; an expert without rows has 0."""
+    B: tl.constexpr = CONST.B
+    FORMAT: tl.constexpr = CONST.FORMAT
+    BLOCK_M: tl.constexpr = CONST.BLOCK_M
+    BLOCK_N: tl.constexpr = CONST.BLOCK_N
     num_m, num_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     total = num_experts * num_m * num_n
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0)):
@@ -160,16 +161,12 @@ def block_scaled_grouped_wgrad_kernel(
         columns = (tile % num_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
         in_rows, in_columns = rows < M, columns < N
         out = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for step in tl.range(0, tl.cdiv(end - start, BLOCK_K), num_stages=STAGES):
-            k = start + step * BLOCK_K
-            x, x_scales = _load_operand(
-                x_ptr, x_scales_ptr, rows, in_rows, k, end, W, P, B, 1, BLOCK_K
-            )
-            y, y_scales = _load_operand(
-                y_ptr, y_scales_ptr, columns, in_columns, k, end, W, P, B, 1, BLOCK_K
-            )
-            out = tl.dot_scaled(x, x_scales, FORMAT, y.T, y_scales, FORMAT, out)
-        out *= _load_tensor_scales(x_amax_ptr, y_amax_ptr, expert, POWER_OF_TWO) * scale
+        for step in tl.range(0, tl.cdiv(end - start, CONST.BLOCK_K), num_stages=CONST.STAGES):
+            k = start + step * CONST.BLOCK_K
+            x, sx = _load_operand(x_ptr, x_scales_ptr, rows, in_rows, k, end, W, 1, CONST)
+            y, sy = _load_operand(y_ptr, y_scales_ptr, columns, in_columns, k, end, W, 1, CONST)
+            out = tl.dot_scaled(x, sx, FORMAT, y.T, sy, FORMAT, out)
+        out *= _load_tensor_scales(x_amax_ptr, y_amax_ptr, expert, CONST.POWER_OF_TWO) * scale
         at = out_ptr + (expert.to(tl.int64) * M + rows[:, None]) * N + columns[None, :]
         inside = in_rows[:, None] & in_columns[None, :]
         if ADD:
@@ -177,41 +174,39 @@ def block_scaled_grouped_wgrad_kernel(
         tl.store(at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def _make_constants(operand: Blocks, recipe: Recipe) -> dict[str, Any]:
-    """Return the compile-time arguments of both kernels; BLOCK_K is 128 bytes, in elements."""
-    P = 1 if operand.values.dtype == FP8 else 2
-    formats = {"FORMAT": "e4m3" if P == 1 else "e2m1", "POWER_OF_TWO": recipe.power_of_two}
-    return {**formats, "P": P, "B": recipe.weight_multiple, "BLOCK_K": BYTES_K * P, **PROGRAM}
+def _make_constants(operand: Blocks, recipe: Recipe) -> BlockScaledConstants:
+    """Return the kernels' constants for operands of a recipe."""
+    fmt, P = ("e4m3", 1) if operand.values.dtype == FP8 else ("e2m1", 2)
+    return BlockScaledConstants(fmt, recipe.power_of_two, P, recipe.weight_multiple, BYTES_K * P)
 
 
 def block_scaled_gemm(
     a: Blocks, b: Blocks, offsets_e: Tensor, recipe: Recipe, dtype: torch.dtype
 ) -> Tensor:
-    """Return each expert row times its expert's matrix, [R, N]. No autograd, no host sync.
+    """Return each expert row times its expert's matrix, [R, N] in `dtype`. No autograd, no sync.
 
     Args:
         a: rows [R, K] in expert order, as `quantise_microscaled(pack=True)` packs them.
         b: matrices [e, N, K], as `quantise_microscaled_matrices(pack=True)` packs them for sums
             over K.
-        offsets_e: int32 on the device, running sum of the experts' rows, at most R. Rows past the
-            last one are uninitialised in the result.
+        offsets_e: int32 on the device, running sum of the experts' rows. Rows past offsets_e[-1]
+            are uninitialised in the result.
         recipe: of both operands.
-        dtype: of the result, to which the fp32 sums times scales of tensors are rounded.
     """
     (R, bytes_K), (e, N, _) = a.values.shape, b.values.shape
     out_RN = a.values.new_empty(R, N, dtype=dtype)
     if not R:
         return out_RN
-    constants = _make_constants(a, recipe)
+    const = _make_constants(a, recipe)
     launch(
         block_scaled_grouped_gemm_kernel,
         count_sms(a.values.device),
         *(a.values, a.scales, a.amax, b.values, b.scales, b.amax, offsets_e, out_RN),
-        *(e, N, bytes_K * constants["P"]),
+        *(e, N, bytes_K * const.P),
         B_ROWS=N // b.scales.shape[1],
         E_POW2=next_power_of_2(e),
-        GROUP=GROUP_M,
-        **constants,
+        CONST=const,
+        num_warps=NUM_WARPS,
     )
     return out_RN
 
@@ -230,25 +225,24 @@ def block_scaled_wgrad(
     """Return each expert's weight gradient x^T y, [e, M, N], or `out`. No autograd, no host sync.
 
     Args:
-        x: columns [M, W] of rows in expert order, as `quantise_microscaled(over_rows=True,
-            pack=True)` packs them, each expert's rows padded with zeros to full blocks.
-        y: columns [N, W], likewise.
+        x, y: columns [M, W] and [N, W] of rows in expert order, as
+            `quantise_microscaled(over_rows=True, pack=True)` packs them, each expert's rows padded
+            with zeros to full blocks.
         offsets_e: int32 on the device, running sum of the experts' padded rows, at most W.
         recipe: of both operands.
         out: contiguous [e, M, N], overwritten by the result; None = a new tensor.
         adds: whether the result is added to `out` instead, in fp32.
-        dtype: of a new result, None = fp32.
+        dtype: dtype of a new result, None = fp32.
         scale: factor on the fp32 sum, before it is added and rounded once.
     """
     (M, bytes_W), N, e = x.values.shape, y.values.shape[0], offsets_e.shape[0]
     out = x.scales.new_empty(e, M, N, dtype=dtype or torch.float32) if out is None else out
-    constants = _make_constants(x, recipe)
-    launch(
-        block_scaled_grouped_wgrad_kernel,
-        count_sms(x.values.device),
+    const = _make_constants(x, recipe)
+    args = (
         *(x.values, x.scales, x.amax, y.values, y.scales, y.amax, offsets_e, out),
-        *(e, M, N, bytes_W * constants["P"], scale),
-        ADD=adds,
-        **constants,
+        *(e, M, N, bytes_W * const.P, scale),
     )
+    grid = count_sms(x.values.device)
+    constants = dict(ADD=adds, CONST=const, num_warps=NUM_WARPS)
+    launch(block_scaled_grouped_wgrad_kernel, grid, *args, **constants)
     return out

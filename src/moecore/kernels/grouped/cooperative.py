@@ -9,24 +9,19 @@ Letters: R expert rows (length), e experts, M N K the sizes of one product, D mo
 dim, C = 2F columns of h. One persistent program per multiprocessor:
 
     loading warp      fills a ring of stages with blocks of a and b, by TMA  (_load_step)
-    warp group 0, 1   multiply the upper and the lower half of every tile    (_consume)
+    warp group 0, 1   multiply the upper and the lower half of every tile    (_multiply_tiles)
     two more warps    compute the activation of h, with FC1                  (_activate)
 
-The warps share:
-
-    ring    stages of a and of b, and two barriers each: full when its TMA has arrived, empty when
-            both groups have read it; they do not wait for each other otherwise
-    stage   blocks for TMA to store: blocks of out, or gate and up of each group, with two barriers
-            per group: staged when gate and up are there, released when the two more warps have read
-            them
-    tiles   the map (`rows/row_tiles.py`), the numbers of row tiles and of column tiles
+The warps share the ring, the tiles, and `stage`: blocks of out for TMA to store, or gate and up of
+each group, with two barriers per group: staged when gate and up are there, released when the two
+more warps have read them.
 
 TMA stores the staged half of a tile while the group continues with the next tile. Where an expert's
 rows end, or F ends within a tile of h, threads store the part instead (store_part).
 
 2 * R * N * K floating-point operations. Bytes moved at least: a (R * K elements), b and the outputs
 once each. Tiles of this size read a quarter less through the L2 cache than those of `pingpong.py`,
-which costs power: a training step is bound by power (docs/findings.md#power-and-clocks).
+which saves power: a training step is bound by power (docs/findings.md#power-and-clocks).
 """
 
 from functools import cache
@@ -73,7 +68,7 @@ EPILOGUE_REGISTERS, PRODUCER_REGISTERS = 88, 24
 
 @gluon.jit
 def _load_step(operands, place, k, ring, slot, bar, CONST: gl.constexpr):
-    """Load a step's blocks of `operands` by TMA: k counts a's columns, then the addend's."""
+    """Load a step's blocks by TMA; k counts the summed columns of a, then of the addend."""
     if CONST.ADDEND:
         a_desc, b_desc, K, N, u_desc, m_desc, rank = operands
         first = gl.cdiv(K, CONST.BLOCK_K) * CONST.BLOCK_K
@@ -88,7 +83,7 @@ def _load_step(operands, place, k, ring, slot, bar, CONST: gl.constexpr):
 
 @gluon.jit
 def _load_blocks(a_desc, b_desc, K, N, place, k, ring, slot, bar, CONST: gl.constexpr):
-    """Load columns k and on of tile `place` (`locate_rows`) and of its expert's matrix by TMA."""
+    """Load columns from k on of a tile's rows and of its expert's matrix by TMA."""
     expert, row, _, n = place
     HALF_N: gl.constexpr = CONST.BLOCK_N // 2
     b = ring.b.index(slot)
@@ -114,7 +109,7 @@ def _activate(
     CONST: gl.constexpr,  # GroupedConstants
 ):
     """Epilogue warps: store the weighted activation of every tile, and h of partial tiles."""
-    N = N // 8 * 8  # as in _consume
+    N = N // 8 * 8  # as in _multiply_tiles
     HALF_M: gl.constexpr = CONST.BLOCK_M // 2
     HALF_N: gl.constexpr = CONST.BLOCK_N // 2
     ROWS: gl.constexpr = CONST.EPILOGUE_ROWS
@@ -150,11 +145,9 @@ def _activate(
 
 
 @gluon.jit
-def _consume(
+def _multiply_tiles(
     GROUP: gl.constexpr,  # 0 or 1: the number of this warp group
-    h_desc,  # None without an activation
-    out_ptr,
-    out_desc,
+    outputs,  # TMA descriptor of h (None without an activation), pointer and descriptor of out
     stage,  # shared memory and barriers, see above
     ring,  # Ring
     tiles,  # RowTiling
@@ -170,6 +163,7 @@ def _consume(
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BLOCK_N, 16]
     )
+    h_desc, out_ptr, out_desc = outputs
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     out_smem = stage[0]
     parity = 1
@@ -264,11 +258,12 @@ def sm90_bf16_grouped_kernel(
         K = gl.cdiv(K, BLOCK_K) * BLOCK_K + rank  # what is summed
     else:
         operands = (a_desc, b_desc, K, N)  # type: ignore[assignment]
+    outputs = (h_desc, out_ptr, out_desc)
     if CONST.ACT is not None:
         gl.warp_specialize(
             [
-                (_consume, (0, h_desc, out_ptr, out_desc, stage, ring, tiles, K, N, CONST)),
-                (_consume, (1, h_desc, out_ptr, out_desc, stage, ring, tiles, K, N, CONST)),
+                (_multiply_tiles, (0, outputs, stage, ring, tiles, K, N, CONST)),
+                (_multiply_tiles, (1, outputs, stage, ring, tiles, K, N, CONST)),
                 (_activate, (weights_ptr, h_ptr, out_ptr, stage, tiles, N, CONST)),
                 (load_row_tiles, (gl.constexpr(_load_step), operands, ring, tiles, K, CONST)),
             ],
@@ -278,8 +273,8 @@ def sm90_bf16_grouped_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, h_desc, out_ptr, out_desc, stage, ring, tiles, K, N, CONST)),
-                (_consume, (1, h_desc, out_ptr, out_desc, stage, ring, tiles, K, N, CONST)),
+                (_multiply_tiles, (0, outputs, stage, ring, tiles, K, N, CONST)),
+                (_multiply_tiles, (1, outputs, stage, ring, tiles, K, N, CONST)),
                 (load_row_tiles, (gl.constexpr(_load_step), operands, ring, tiles, K, CONST)),
             ],
             [4, 1],
@@ -292,18 +287,14 @@ def _make_constants(
     b_is_NK: bool, options: ActivationOptions | None, has_addend: bool
 ) -> GroupedConstants:
     """Return the kernel's constants; `options` None = the product without an activation."""
-    const = GroupedConstants(
+    return GroupedConstants(
         *(BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PRODUCER_REGISTERS),
         CONSUMER_REGISTERS=CONSUMER_REGISTERS[options is not None],
+        EPILOGUE_REGISTERS=EPILOGUE_REGISTERS,
+        EPILOGUE_ROWS=FEWER_ROWS.get(options.kind, EPILOGUE_ROWS) if options else 0,
+        ACT=options.constants if options else None,
         B_IS_NK=b_is_NK,
         ADDEND=has_addend,
-    )
-    if options is None:
-        return const
-    return const._replace(
-        EPILOGUE_REGISTERS=EPILOGUE_REGISTERS,
-        EPILOGUE_ROWS=FEWER_ROWS.get(options.kind, EPILOGUE_ROWS),
-        ACT=options.constants,
     )
 
 
@@ -333,31 +324,24 @@ def _launch_kernel(
         m_desc = make_gluon_descriptor(m.transpose(1, 2) if b_is_NK else m, b_block)
     h_desc = None if h_RC is None else make_gluon_descriptor(h_RC, block)
     out_desc = make_gluon_descriptor(out, block)
-    launch(
-        sm90_bf16_grouped_kernel,
-        count_sms(a.device),
-        *(a_desc, b_desc, tiles.map, weights_R, h_RC, h_desc, out, out_desc, u_desc, m_desc),
-        *(K, N, rank),
-        CONST=const,
-        num_warps=4,
-    )
+    args = (a_desc, b_desc, tiles.map, weights_R, h_RC, h_desc, out, out_desc, u_desc, m_desc)
+    grid = count_sms(a.device)
+    launch(sm90_bf16_grouped_kernel, grid, *args, K, N, rank, CONST=const, num_warps=4)
 
 
 def cooperative_gemm(
     a_RK: Tensor, b_eKN: Tensor, tiles: RowTiles, *, addend: Addend | None = None
 ) -> Tensor:
-    """Return each expert row times its expert's matrix. No autograd, no host sync.
+    """Return each expert row times its expert's matrix, [R, N]. No autograd, no host sync.
+
+    Summed in fp32 and rounded once to the dtype of `a_RK`. Rows past the last expert's are
+    uninitialised.
 
     Args:
         a_RK: rows in expert order, bf16 or fp16, contiguous.
-        b_eKN: dtype of `a_RK`; contiguous, or the transpose of a contiguous [e, N, K]. K and N are
-            multiples of 8.
+        b_eKN: contiguous, or the transpose of a contiguous [e, N, K]. K and N are multiples of 8.
         tiles: from `map_row_tiles` of these rows.
-        addend: dtype of `a_RK`; added before the result is rounded. None = nothing is added.
-
-    Returns:
-        [R, N], dtype of `a_RK`, summed in fp32 and rounded once. Rows past the last expert's are
-        uninitialised.
+        addend: added before the result is rounded; None = nothing is added.
     """
     out_RN = a_RK.new_empty(a_RK.shape[0], b_eKN.shape[2])
     if out_RN.numel():
@@ -374,17 +358,15 @@ def cooperative_activation(
     *,
     addend: Addend | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return FC1's output and its weighted activation. No autograd, no host sync.
+    """Return FC1's output h [R, 2F] and act(h) * weight [R, F]. No autograd, no host sync.
+
+    Rows past the last expert's are uninitialised. `options` is a gated activation, not interleaved.
 
     Args:
         x_RD: rows in expert order, bf16 or fp16, contiguous; `tiles` is their `map_row_tiles`.
         w1_eCD: [e, 2F, D] gate rows then up rows, contiguous; D and F multiples of 8.
         weights_R: fp32 routing weight of each expert row.
-        options: a gated activation, not interleaved.
-        addend: dtype of `x_RD`; added to h before it is rounded. None = nothing is added.
-
-    Returns:
-        h_RC [R, 2F] and a_RF [R, F]; rows past the last expert's are uninitialised.
+        addend: added to h before it is rounded; None = nothing is added.
     """
     R, C = x_RD.shape[0], w1_eCD.shape[1]
     h_RC, a_RF = x_RD.new_empty(R, C), x_RD.new_empty(R, C // 2)

@@ -3,16 +3,15 @@
     fp8_gemm    out[r] = a[r] @ b[expert(r)]^T
     fp8_wgrad   out[i] = sum over the rows r of expert i of  x[r]^T y[r]
 
-Letters: R expert rows (length), e experts, K the summed dim, N columns, M columns of x,
-t row tiles.
+Letters: R expert rows (length), e experts, K the summed dim, N columns, M columns of x, t row
+tiles.
 
-Operands are "grouped" ones of `rows/scaling.py`. FP8 tensor cores multiply 128 of the summed dim;
-their sum is multiplied by both scales and added in fp32. One persistent program runs on each
-multiprocessor of Hopper: a warp fills a ring of stages by TMA, two warp groups share a tile of
-128 x 256. 2 * R * N * K floating-point operations each (K or M columns of a). Bytes moved at least:
-each operand and the output once.
+Operands are "grouped" ones of `rows/scaling.py`. One persistent program runs on each multiprocessor
+of Hopper: a warp fills a ring of stages by TMA, two warp groups share a tile of 128 x 256. 2 * R *
+N * K floating-point operations each (K or M columns of a). Bytes moved at least: each operand and
+the output once.
 
-Elsewhere the references run: they imitate all but the order in which fp32 terms are added.
+Other devices run the references, which differ only in the order in which fp32 terms are added.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ CONST = GroupedConstants(
 
 
 def fp8_gemm_ref(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return each expert row times its expert's matrix in plain PyTorch; 0 past the rows. Syncs."""
+    """Compute `fp8_gemm` in plain PyTorch; rows past offsets_e[-1] are 0. Host sync."""
     R, N = a.values.shape[0], b.values.shape[1]
     out_RN = torch.zeros(R, N, device=b.values.device, dtype=torch.float32)
     for i, rows in enumerate(split_by_expert(offsets_e)):
@@ -57,18 +56,17 @@ def fp8_gemm_ref(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) ->
 def fp8_gemm(
     a: Blocks, b: Blocks, offsets_e: Tensor, tiles: RowTiles, dtype: torch.dtype
 ) -> Tensor:
-    """Return each expert row times its expert's matrix. No autograd; no host sync on Hopper.
+    """Return each expert row times its expert's matrix, [R, N]. No autograd; no sync on Hopper.
+
+    Summed in fp32 and rounded once; bit-reproducible. Rows past the last expert's are
+    uninitialised.
 
     Args:
         a: rows in expert order, [R, K], of kind "tile"; K a multiple of 128.
         b: one matrix of every expert, [e, N, K], of kind "block"; N a multiple of 128.
         offsets_e: int32, running sum of the experts' rows. Only the reference reads it.
         tiles: from `map_row_tiles` of these rows.
-        dtype: of the result, bf16 or fp16 on a GPU.
-
-    Returns:
-        [R, N], summed in fp32 and rounded once; rows past the last expert's are uninitialised.
-        Bit-reproducible.
+        dtype: dtype of the result, bf16 or fp16 on a GPU.
     """
     (R, K), N, device = a.values.shape, b.values.shape[1], b.values.device
     out_RN = torch.empty(R, N, dtype=dtype, device=device)
@@ -79,23 +77,16 @@ def fp8_gemm(
     a_desc = make_gluon_descriptor(a.values, (BLOCK_M, BLOCK))
     b_desc = make_gluon_descriptor(b.values.view(-1, K), (BLOCK_N, BLOCK))
     out_desc = make_gluon_descriptor(out_RN, (BLOCK_M // 2, BLOCK_N // 2))
-    launch(
-        sm90_fp8_grouped_nt_kernel,
-        count_sms(device),
-        *(a_desc, b_desc, tiles.map, a.scales, b.scales, out_RN, out_desc),
-        *(K, N, a.scales.stride(0), *b.scales.stride()),
-        CONST=CONST,
-        num_warps=4,
-    )
+    args = (a_desc, b_desc, tiles.map, a.scales, b.scales, out_RN, out_desc)
+    sizes, grid = (K, N, a.scales.stride(0), *b.scales.stride()), count_sms(device)
+    launch(sm90_fp8_grouped_nt_kernel, grid, *args, *sizes, CONST=CONST, num_warps=4)
     return out_RN
 
 
 def fp8_wgrad_ref(x: Blocks, y: Blocks, tiles: RowTiles) -> Tensor:
-    """Return x^T y per expert, fp32 [e, M, N], tile by tile in plain PyTorch. Host sync."""
+    """Compute `fp8_wgrad` in plain PyTorch, tile by tile, in fp32. Host sync."""
     M, N = x.values.shape[1], y.values.shape[1]
-    out_eMN = torch.zeros(
-        tiles.ends_e.shape[0], M, N, device=tiles.ends_e.device, dtype=torch.float32
-    )
+    out_eMN = x.scales.new_zeros(tiles.ends_e.shape[0], M, N)
     for i, of_expert in enumerate(split_by_expert(tiles.ends_e)):
         for t in range(of_expert.start, of_expert.stop):
             product = x.values[t].float() @ y.values[t].float().T
@@ -115,20 +106,19 @@ def fp8_wgrad(
     dtype: torch.dtype = torch.float32,
     scale: float = 1.0,
 ) -> Tensor:
-    """Return each expert's weight gradient, the sum of x[r]^T y[r]. No host sync on Hopper.
+    """Return each expert's weight gradient, the sum of x[r]^T y[r], [e, M, N], or `out`.
+
+    Summed in fp32 and rounded once; zero (nothing added) for an expert without rows.
+    Bit-reproducible. No autograd; no host sync on Hopper.
 
     Args:
-        x: columns of row tiles from `tile_tokens`, [t, M, 128]; M a multiple of 128.
-        y: likewise; N a multiple of 128.
+        x, y: columns of row tiles from `tile_tokens`, [t, M, 128] and [t, N, 128]; M and N
+            multiples of 128.
         tiles: the row tiles of both.
         out: fp32 or bf16, contiguous [e, M, N], overwritten by the result; None = a new tensor.
         adds: whether the result is added to `out` instead.
-        dtype: of a new result.
+        dtype: dtype of a new result.
         scale: factor on the fp32 sum, before it is added and rounded.
-
-    Returns:
-        [e, M, N], summed in fp32 and rounded once, or `out`. Zero (nothing added) for an expert
-        without rows. Bit-reproducible. No autograd.
     """
     if not has_hopper_kernels(tiles.map.device):
         return store_grad(fp8_wgrad_ref(x, y, tiles), out, adds, dtype, scale)
@@ -137,11 +127,7 @@ def fp8_wgrad(
     x_desc = make_gluon_descriptor(x.values.view(-1, BLOCK), (BLOCK_M, BLOCK))
     y_desc = make_gluon_descriptor(y.values.view(-1, BLOCK), (BLOCK_N, BLOCK))
     out_desc = None if adds else make_gluon_descriptor(out_eMN, (1, BLOCK_M // 2, BLOCK_N // 2))
-    launch(
-        sm90_fp8_grouped_wgrad_kernel,
-        count_sms(out_eMN.device),
-        *(x_desc, y_desc, x.scales, y.scales, tiles.ends_e, out_eMN, out_desc, e, M, N, scale),
-        CONST=CONST,
-        num_warps=4,
-    )
+    args = (x_desc, y_desc, x.scales, y.scales, tiles.ends_e, out_eMN, out_desc, e, M, N, scale)
+    grid = count_sms(out_eMN.device)
+    launch(sm90_fp8_grouped_wgrad_kernel, grid, *args, CONST=CONST, num_warps=4)
     return out_eMN

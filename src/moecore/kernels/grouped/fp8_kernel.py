@@ -1,19 +1,15 @@
-"""The kernel behind `fp8_gemm` of `grouped/fp8.py`. Hopper only.
+"""The kernel of `fp8_gemm` in `grouped/fp8.py`, for Hopper.
 
 Letters: R expert rows (length), e experts, K the summed dim, N columns.
 
     loading warp      fills a ring of stages with blocks of a and b by TMA, and with the scales of a
-                      by asynchronous copies                                            (_load)
+                      by asynchronous copies                                       (_load_step)
     warp group 0, 1   multiply all rows by the left and the right half of a tile's columns,
-                      64 rows at a time, and store them                                 (_consume)
-
-What they share, beside the ring, the tiles and the scales:
-
-    out      the output, its descriptor, and two blocks to stage for each group
+                      64 rows at a time, and store them                            (_multiply_tiles)
 
 FP8 tensor cores sum the 128 of a stage with fewer bits than fp32 has. Each such sum is multiplied
 by both scales and added in fp32, while the other group multiplies. The sum of 64 rows and the total
-of 128 take 192 registers of a thread: the second sum is made to wait for the place of the first.
+of 128 take 192 registers of a thread, so the second sum reuses the registers of the first.
 """
 
 from typing import Any, NamedTuple
@@ -41,7 +37,7 @@ from moecore.kernels.grouped.skeleton import (
 
 
 class LoadedScales(NamedTuple):
-    """The scales that the kernel reads: of a in global and in shared memory, of b with strides."""
+    """The scales that the kernel reads: of a in global and shared memory, of b with strides."""
 
     a_ptr: Any
     a_stride: Any
@@ -54,11 +50,7 @@ class LoadedScales(NamedTuple):
 
 @gluon.jit
 def _load_step(operands, place, k, ring, slot, bar, CONST: gl.constexpr):
-    """Load columns k and on of a and b for tile `place` (`locate_rows`), and scales of a's rows.
-
-    `operands` are the descriptors of a and b, `LoadedScales` and N. The data go to stage `slot` of
-    the ring, whose full barrier is `bar`.
-    """
+    """Load columns from k on of a and b for tile `place` (`locate_rows`), and a's scales."""
     a_desc, b_desc, scales, N = operands
     expert, row, end, n = place
     tma_load(a_desc, [row, k], bar, ring.a.index(slot))
@@ -84,7 +76,7 @@ def _store_rows(out_ptr, out_desc, out_smem, x, row, end, column, N):
 
 
 @gluon.jit
-def _consume(
+def _multiply_tiles(
     GROUP: gl.constexpr,  # 0 or 1: the number of this warp group
     scales,  # LoadedScales
     out,  # (pointer, TMA descriptor, shared memory) of the output
@@ -177,14 +169,12 @@ def sm90_fp8_grouped_nt_kernel(
     out = (out_ptr, out_desc, out_smem)
     b_strides = (b_stride_e, b_stride_n, b_stride_k)
     scales = LoadedScales(a_scales_ptr, a_stride, scales_smem, b_scales_ptr, *b_strides)
+    operands = (a_desc, b_desc, scales, N)
     gl.warp_specialize(
         [
-            (_consume, (0, scales, out, ring, tiles, K, N, CONST)),
-            (_consume, (1, scales, out, ring, tiles, K, N, CONST)),
-            (
-                load_row_tiles,
-                (gl.constexpr(_load_step), (a_desc, b_desc, scales, N), ring, tiles, K, CONST),
-            ),
+            (_multiply_tiles, (0, scales, out, ring, tiles, K, N, CONST)),
+            (_multiply_tiles, (1, scales, out, ring, tiles, K, N, CONST)),
+            (load_row_tiles, (gl.constexpr(_load_step), operands, ring, tiles, K, CONST)),
         ],
         [4, 1],
         [CONST.CONSUMER_REGISTERS, CONST.PRODUCER_REGISTERS],

@@ -1,16 +1,10 @@
-"""The kernel behind `fp8_wgrad` of `grouped/fp8.py`. Hopper only.
+"""The kernel of `fp8_wgrad` in `grouped/fp8.py`, for Hopper.
 
 Letters: e experts, t row tiles, M columns of x, N columns of y.
 
-    loading warp      fills a ring of stages with tiles of x and y by TMA               (_load)
+    loading warp      fills a ring of stages with tiles of x and y by TMA          (_load_step)
     warp group 0, 1   multiply all rows by the left and the right half of a tile's columns,
-                      64 rows at a time, and store or add them                          (_consume)
-
-What they share, beside the ring and the tiles:
-
-    scales   of x [t, M / BLOCK_M] and of y [t, N / 128]
-    out      the output, its descriptor, and a block to stage for each group; the last two are None
-             to add
+                      64 rows at a time, and store or add them                     (_multiply_tiles)
 
 A stage is one row tile: 128 rows of an expert are the summed dim. Its sum is promoted as in
 `fp8_kernel.py`.
@@ -32,28 +26,15 @@ from moecore.kernels.grouped.skeleton import (
 
 @gluon.jit
 def _load_step(operands, m, n, t, ring, slot, bar, CONST: gl.constexpr):
-    """Load column tile m of x and n of y for row tile t by TMA, into stage `slot` of the ring.
-
-    `operands` are the descriptors of x and y, M and N; `bar` is the stage's full barrier.
-    """
+    """Load column tile m of x and n of y for row tile t by TMA, into stage `slot` of the ring."""
     x_desc, y_desc, M, N = operands
     tma_load(x_desc, [t * M + m * CONST.BLOCK_M, 0], bar, ring.a.index(slot))
     tma_load(y_desc, [t * N + n * CONST.BLOCK_N, 0], bar, ring.b.index(slot))
 
 
 @gluon.jit
-def _store_block(
-    out_ptr,
-    out_desc,  # None to add
-    out_smem,
-    x,
-    expert,
-    row,
-    column,
-    M,
-    N,
-):
-    """Store the fp32 block x in an expert's gradient by TMA; if no out_desc, add x to out_ptr."""
+def _store_block(out_ptr, out_desc, out_smem, x, expert, row, column, M, N):
+    """Store fp32 x in an expert's gradient by TMA; add x to out_ptr if out_desc is None."""
     if out_desc is None:
         add_part(out_ptr + expert.to(gl.int64) * M * N, x, row, column, M, N)
     else:
@@ -61,7 +42,7 @@ def _store_block(
 
 
 @gluon.jit
-def _consume(
+def _multiply_tiles(
     GROUP: gl.constexpr,  # 0 or 1: the number of this warp group
     scales,  # pointers to the scales of x and of y
     out,  # (pointer, TMA descriptor, shared memory) of the gradient
@@ -157,15 +138,13 @@ def sm90_fp8_grouped_wgrad_kernel(
     tiles = WeightTiling(num_m, num_n, num_m * num_n * num_experts)
     out = (out_ptr, out_desc, out_smem)
     scales = (x_scales_ptr, y_scales_ptr)
+    load: gl.constexpr = _load_step
     operands = (x_desc, y_desc, M, N)
     gl.warp_specialize(
         [
-            (_consume, (0, scales, out, ends_ptr, ring, tiles, M, N, scale, CONST)),
-            (_consume, (1, scales, out, ends_ptr, ring, tiles, M, N, scale, CONST)),
-            (
-                load_weight_tiles,
-                (gl.constexpr(_load_step), operands, ends_ptr, ring, tiles, 1, CONST),
-            ),
+            (_multiply_tiles, (0, scales, out, ends_ptr, ring, tiles, M, N, scale, CONST)),
+            (_multiply_tiles, (1, scales, out, ends_ptr, ring, tiles, M, N, scale, CONST)),
+            (load_weight_tiles, (load, operands, ends_ptr, ring, tiles, 1, CONST)),
         ],
         [4, 1],
         [CONST.CONSUMER_REGISTERS, CONST.PRODUCER_REGISTERS],

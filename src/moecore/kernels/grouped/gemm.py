@@ -3,19 +3,17 @@
     grouped_gemm:            out[r] = a[row(r)] @ b[expert(r)]
     grouped_gemm_activation: h[r] = x[row(r)] @ w1[expert(r)]^T,  a[r] = act(h[r]) * weight[r]
 
-row(r) is row_ids[r] where the rows are gathered while they are loaded, else r itself.
+row(r) is row_ids[r] if the rows are gathered while they are loaded, otherwise r.
 
 Letters: R expert rows (length), S source rows, e experts, M N K the sizes of one product
 (M rows of an expert), D model dim, F hidden dim, C = 2F columns of a gated FC1.
 
-A persistent grid, one program per multiprocessor, walks over tiles of BLOCK_M x BLOCK_N. Row tiles
-start at each expert's first row, so a tile never mixes experts; tiles are dealt out in groups of
-GROUP_M row tiles, which share weights in L2. Weights and contiguous rows arrive by TMA, gathered
-rows by asynchronous copies. Bytes moved at least: R * K + e * N * K + R * N elements; 2 * R * N * K
-floating-point operations.
+One persistent program per multiprocessor computes tiles of BLOCK_M x BLOCK_N, in the order of
+`triton_tiles.py`. TMA loads weights and contiguous rows, asynchronous copies load gathered rows.
+Bytes moved at least: R * K + e * N * K + R * N elements; 2 * R * N * K floating-point operations.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +36,7 @@ from moecore.kernels.rows.activation_kernel import activate
 def grouped_gemm_ref(
     a: Tensor, b: Tensor, offsets_e: Tensor, *, row_ids_R: Tensor | None = None
 ) -> Tensor:
-    """Return each expert row times its expert's matrix, summed in fp32; 0 past the rows. Syncs."""
+    """Compute `grouped_gemm` in plain PyTorch; rows past offsets_e[-1] are 0. Host sync."""
     rows_R = a if row_ids_R is None else a.index_select(0, row_ids_R)
     dtype = torch.promote_types(a.dtype, torch.float32)
     out = torch.zeros(rows_R.shape[0], b.shape[2], dtype=dtype, device=a.device)
@@ -60,35 +58,31 @@ def grouped_gemm_activation_ref(
     return h_RC, weighted_activation_ref(h_RC, weights_R, offsets_e[-1], options)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TileConfig:
+class TileConfig(NamedTuple):
     """Tile sizes, pipelining and warps of one grouped product's Triton kernel."""
 
-    # sizes of a tile and of a step along K
-    block_m: int = 128
-    block_n: int = 256
-    block_k: int = 64
-    group_m: int = 8  # row tiles that share weights in L2
-    num_stages: int = 3  # steps in flight
-    num_warps: int = 8  # warps of a program
+    BLOCK_M: int = 128
+    BLOCK_N: int = 256
+    BLOCK_K: int = 64  # of a step along K
+    GROUP_M: int = 8  # row tiles that share weights in L2
+    STAGES: int = 3  # steps in flight
+    NUM_WARPS: int = 8
     # let the next tile's loads start under this tile's epilogue. It slows down gathered rows, whose
     # addresses would be computed inside the flattened loop
-    flatten: bool = False
+    FLATTEN: bool = False
     # 1 or 2; columns are rounded and stored in this many parts, which share one staging buffer in
     # shared memory
-    epilogue_parts: int = 1
+    PARTS: int = 1
 
 
 # H200: docs/findings.md#grouped-gemm-tiles. The interpreter wants few, small tiles.
-CONTIGUOUS = TileConfig(flatten=True, epilogue_parts=2)
+CONTIGUOUS = TileConfig(FLATTEN=True, PARTS=2)
 GATHER = TileConfig()
 # Few columns: a product reads its rows, and does little else. Not measured.
-NARROW = TileConfig(block_n=64, num_stages=4, num_warps=4, flatten=True)
-NARROW_GATHER = TileConfig(block_n=64, num_stages=4, num_warps=4)
-WIDE = TileConfig(
-    block_n=128, num_stages=2, epilogue_parts=2
-)  # a short sum, and the old output; or fp32
-SMALL = TileConfig(block_m=16, block_n=32, block_k=16, group_m=2, num_warps=4)
+NARROW = TileConfig(BLOCK_N=64, STAGES=4, NUM_WARPS=4, FLATTEN=True)
+NARROW_GATHER = NARROW._replace(FLATTEN=False)
+WIDE = TileConfig(BLOCK_N=128, STAGES=2, PARTS=2)  # a short sum, and the old output; or fp32
+SMALL = TileConfig(BLOCK_M=16, BLOCK_N=32, BLOCK_K=16, GROUP_M=2, NUM_WARPS=4)
 
 
 @triton.jit
@@ -126,25 +120,21 @@ def _grouped_gemm_fwd_kernel(
     ADD: tl.constexpr,
     B_IS_NK: tl.constexpr,
     E_POW2: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    STAGES: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    PARTS: tl.constexpr,
+    TILE: tl.constexpr,  # TileConfig
 ):
-    """Write a's rows times their experts' b to out_ptr; GATHER reads a by row_ids_ptr, ADD adds."""
+    """Write rows of a (GATHER: by row_ids_ptr) times their experts' b to out_ptr; ADD adds."""
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    BLOCK_K: tl.constexpr = TILE.BLOCK_K
     N = N // 8 * 8  # they are multiples of 8 already; now the compiler knows, and uses 16 bytes
     K = K // 8 * 8
     row_tiles = count_row_tiles(offsets_ptr, num_experts, E_POW2, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     num_k = tl.cdiv(K, BLOCK_K)
     steps = tl.arange(0, BLOCK_K)
-    for tile in tl.range(
-        tl.program_id(0), row_tiles[3] * num_n, tl.num_programs(0), flatten=FLATTEN
-    ):
-        expert, row, n = locate_tile(tile, num_n, row_tiles, E_POW2, BLOCK_M, GROUP_M)
+    program, num_tiles = tl.program_id(0), row_tiles[3] * num_n
+    for tile in tl.range(program, num_tiles, tl.num_programs(0), flatten=TILE.FLATTEN):
+        expert, row, n = locate_tile(tile, num_n, row_tiles, E_POW2, BLOCK_M, TILE.GROUP_M)
         rows = row + tl.arange(0, BLOCK_M)
         in_rows = rows < tl.load(offsets_ptr + expert)
         column = n * BLOCK_N
@@ -152,7 +142,7 @@ def _grouped_gemm_fwd_kernel(
             source = tl.load(row_ids_ptr + rows, mask=in_rows, other=0).to(tl.int64)
             a_rows = a_ptr + source[:, None] * K + steps[None, :]
         total_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for step in tl.range(0, num_k, num_stages=STAGES):
+        for step in tl.range(0, num_k, num_stages=TILE.STAGES):
             k = step * BLOCK_K
             # Past K, a is 0 in every layout, so that what b reads there (the next expert) is lost.
             if GATHER:
@@ -166,7 +156,7 @@ def _grouped_gemm_fwd_kernel(
             total_MN = tl.dot(a, b, total_MN)
         out = total_MN if ADD else total_MN.to(out_ptr.dtype.element_ty)
         rows = rows.to(tl.int64)
-        if PARTS == 1:
+        if TILE.PARTS == 1:
             _store_tile(out_ptr, out, rows, in_rows, column, N, N, ADD)
         else:
             halves = tl.permute(tl.reshape(out, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
@@ -189,13 +179,12 @@ def _grouped_gemm_activation_fwd_kernel(
     D,
     ACT: tl.constexpr,  # ActivationConstants
     E_POW2: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    STAGES: tl.constexpr,
+    TILE: tl.constexpr,  # TileConfig
 ):
     """Write h = x @ w1^T of gathered rows of x, and act(h) * weight, tile by tile."""
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_F: tl.constexpr = TILE.BLOCK_N // 2
+    BLOCK_K: tl.constexpr = TILE.BLOCK_K
     F = F // 8 * 8  # as above
     D = D // 8 * 8
     row_tiles = count_row_tiles(offsets_ptr, num_experts, E_POW2, BLOCK_M)
@@ -203,14 +192,14 @@ def _grouped_gemm_activation_fwd_kernel(
     num_k = tl.cdiv(D, BLOCK_K)
     steps = tl.arange(0, BLOCK_K)
     for tile in tl.range(tl.program_id(0), row_tiles[3] * num_n, tl.num_programs(0)):
-        expert, row, n = locate_tile(tile, num_n, row_tiles, E_POW2, BLOCK_M, GROUP_M)
+        expert, row, n = locate_tile(tile, num_n, row_tiles, E_POW2, BLOCK_M, TILE.GROUP_M)
         rows = row + tl.arange(0, BLOCK_M)
         in_rows = rows < tl.load(offsets_ptr + expert)
         column = n * BLOCK_F
         source = tl.load(row_ids_ptr + rows, mask=in_rows, other=0).to(tl.int64)
         x_rows = x_ptr + source[:, None] * D + steps[None, :]
         total_MC = tl.zeros((BLOCK_M, 2 * BLOCK_F), tl.float32)
-        for step in tl.range(0, num_k, num_stages=STAGES):
+        for step in tl.range(0, num_k, num_stages=TILE.STAGES):
             k = step * BLOCK_K
             x = tl.load(x_rows + k, mask=(k + steps < D)[None, :], other=0.0)
             # One product for gate and up: twice as wide reads x half as often.
@@ -244,11 +233,9 @@ def grouped_gemm(
         b: [e, K, N], the dtype of `a`; contiguous, or the transpose of a contiguous [e, N, K]. K
             and N are multiples of 8 (16 bytes, for TMA).
         offsets_e: int32 on the device, running sum of the experts' rows, at most R.
-        row_ids_R: int32, the row of `a` that each expert row reads, gathered while loaded; None =
-            `a` is in expert order.
-        out: [R, N], dtype of `a`, contiguous, to which the result is added in place; None = a new
-            tensor.
-        dtype: of the result, that of `a` (None) or fp32.
+        row_ids_R: int32, the row of `a` that each expert row reads; None = `a` is in expert order.
+        out: [R, N], dtype of `a`, contiguous, added to in place; None = a new tensor.
+        dtype: dtype of the result: fp32, or None for the dtype of `a`.
 
     Returns:
         [R, N], summed in fp32 and rounded once, or `out`. Rows past offsets_e[-1] are
@@ -256,7 +243,7 @@ def grouped_gemm(
     """
     e, K, N = b.shape
     R = a.shape[0] if row_ids_R is None else row_ids_R.shape[0]
-    gather, adds, narrow = row_ids_R is not None, out is not None, NARROW.block_n >= N
+    gather, adds, narrow = row_ids_R is not None, out is not None, NARROW.BLOCK_N >= N
     if out is None:
         out = (a.new_zeros if narrow else a.new_empty)(R, N, dtype=dtype or a.dtype)
     if not R or not a.shape[0]:
@@ -264,9 +251,8 @@ def grouped_gemm(
     b_is_NK = b.stride(1) == 1
     flat = (b.transpose(1, 2) if b_is_NK else b).reshape(-1, K if b_is_NK else N)
     c = SMALL if INTERPRET else _choose_config(gather, narrow, adds or out.dtype != a.dtype)
-    block_b = (c.block_n, c.block_k) if b_is_NK else (c.block_k, c.block_n)
-    a_desc = a if gather else make_descriptor(a, (c.block_m, c.block_k))
-    b_desc = make_descriptor(flat, block_b)
+    a_desc = a if gather else make_descriptor(a, (c.BLOCK_M, c.BLOCK_K))
+    b_desc = make_descriptor(flat, (c.BLOCK_N, c.BLOCK_K) if b_is_NK else (c.BLOCK_K, c.BLOCK_N))
     launch(
         _grouped_gemm_fwd_kernel,
         count_sms(a.device),
@@ -274,10 +260,9 @@ def grouped_gemm(
         GATHER=gather,
         ADD=adds,
         B_IS_NK=b_is_NK,
-        **_make_constants(c, e),
-        BLOCK_N=c.block_n,
-        FLATTEN=c.flatten,
-        PARTS=c.epilogue_parts,
+        E_POW2=next_power_of_2(e),
+        TILE=c,
+        num_warps=c.NUM_WARPS,
     )
     return out
 
@@ -290,17 +275,15 @@ def grouped_gemm_activation(
     offsets_e: Tensor,
     options: ActivationOptions,
 ) -> tuple[Tensor, Tensor]:
-    """Return FC1's output and act(h) * weight of it, in one pass. No autograd, no host sync.
+    """Return FC1's output h [R, 2F] and act(h) * weight [R, F]. No autograd, no host sync.
+
+    Rows past offsets_e[-1] are uninitialised. `options` is a gated activation, not interleaved.
 
     Args:
         x_SD: source rows, bf16 or fp16, contiguous.
         w1_eCD: [e, 2F, D] gate rows then up rows, contiguous; D a multiple of 8.
         row_ids_R, offsets_e: as for `grouped_gemm`.
         weights_R: fp32 routing weight of each expert row.
-        options: a gated activation, not interleaved.
-
-    Returns:
-        h_RC [R, 2F] and a_RF [R, F]; rows past offsets_e[-1] are uninitialised.
     """
     e, C, D = w1_eCD.shape
     R, F = row_ids_R.shape[0], C // 2
@@ -308,34 +291,19 @@ def grouped_gemm_activation(
     if not R or not x_SD.shape[0]:
         return h_RC, a_RF
     c = SMALL if INTERPRET else GATHER
-    w1_desc = make_descriptor(w1_eCD.view(2 * e, F, D), (2, c.block_n // 2, c.block_k))
-    launch(
-        _grouped_gemm_activation_fwd_kernel,
-        count_sms(x_SD.device),
-        *(x_SD, w1_desc, row_ids_R, weights_R, offsets_e, h_RC, a_RF, e, F, D),
-        ACT=options.constants,
-        **_make_constants(c, e),
-        BLOCK_F=c.block_n // 2,
+    w1_desc = make_descriptor(w1_eCD.view(2 * e, F, D), (2, c.BLOCK_N // 2, c.BLOCK_K))
+    args = (x_SD, w1_desc, row_ids_R, weights_R, offsets_e, h_RC, a_RF, e, F, D)
+    constants = dict(
+        ACT=options.constants, E_POW2=next_power_of_2(e), TILE=c, num_warps=c.NUM_WARPS
     )
+    launch(_grouped_gemm_activation_fwd_kernel, count_sms(x_SD.device), *args, **constants)
     return h_RC, a_RF
 
 
 def _choose_config(gather: bool, narrow: bool, wide: bool) -> TileConfig:
-    """Return the tile sizes; `narrow` = few columns, `wide` = fp32 output or added to `out`."""
+    """Return the tile sizes; `narrow`: few columns; `wide`: an fp32 result, or added to `out`."""
     if wide:
         return WIDE
     if narrow:
         return NARROW_GATHER if gather else NARROW
     return GATHER if gather else CONTIGUOUS
-
-
-def _make_constants(c: TileConfig, num_experts: int) -> dict[str, int]:
-    """Return the compile-time arguments of both kernels."""
-    return {
-        "E_POW2": next_power_of_2(num_experts),
-        "BLOCK_M": c.block_m,
-        "BLOCK_K": c.block_k,
-        "GROUP_M": c.group_m,
-        "STAGES": c.num_stages,
-        "num_warps": c.num_warps,
-    }

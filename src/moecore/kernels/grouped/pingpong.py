@@ -6,26 +6,23 @@
 row(r) is row_ids[r] if the rows are gathered while they are loaded, otherwise r. An `Addend` may be
 added to da.
 
-Letters: S source rows, R expert rows (length), e experts, D model dim, F hidden dim, C = 2F
-columns of h; M N K the sizes of one product: R rows, F columns, D summed. One persistent program
-per multiprocessor:
+Letters: S source rows, R expert rows (length), e experts, D model dim, F hidden dim, C = 2F columns
+of h; M N K the sizes of one product: R rows, F columns, D summed. One persistent program per
+multiprocessor:
 
     loading warps     fill a ring of stages with blocks of dy and w2          (_load_tiles)
-    warp group 0, 1   alternate: one multiplies while the other stores        (_consume)
+    warp group 0, 1   alternate: one multiplies while the other stores        (_multiply_tiles)
 
-The warps share:
+The warps share the ring, the tiles, and:
 
-    ring    stages of dy and of w2, and two barriers each: full when TMA and copies have arrived,
-            empty when the multiplying group has read it
     turns   two barriers per group: it may multiply, it may use the stage
     stage   da in quarters, since a loop over them needs few registers; the descriptor of h, and two
             slots of its gate and up [4, BLOCK_M, BLOCK_N / 4] with a barrier each: h has arrived
-    tiles   the map (`rows/row_tiles.py`), the numbers of row tiles and of column tiles
 
 TMA loads w2 and contiguous rows, asynchronous copies load gathered rows. A storing group stores six
 times the bytes of the product, so memory and tensor cores work at the same time. A group that has
-read a slot of h loads the columns after the next columns into it, and at the end the columns of the
-other group's tile. So h is in shared memory when a product ends.
+read a slot of h loads the columns after the next columns into the slot, and at the end the columns
+of the other group's tile. So h is in shared memory when a product ends.
 
 2 * R * D * F floating-point operations. Bytes moved at least: dy (R * D elements), w2, h, dh and
 the activation once each.
@@ -124,16 +121,8 @@ def _load_tiles(
 
 
 @gluon.jit
-def _fetch_h(
-    h_desc,  # [R, 2F] as blocks [BLOCK_M, PART]
-    h_smem,  # [4, BLOCK_M, PART]: two slots of gate and up
-    arrived,  # two barriers: a slot has its data
-    slot,
-    row,
-    column,
-    F,
-):
-    """Start to load the gate and up columns at (row, column) of h into `slot` 0 or 1 of h_smem."""
+def _fetch_h(h_desc, h_smem, arrived, slot, row, column, F):
+    """Start to load gate and up columns at (row, column) of h to `slot` 0 or 1 of h_smem by TMA."""
     bar = arrived.index(slot)
     hopper.mbarrier.expect(bar, h_smem.shape[1] * h_smem.shape[2] * 4)
     tma_load(h_desc, [row, column], bar, h_smem.index(2 * slot))
@@ -144,31 +133,22 @@ def _fetch_h(
 def _store_activation_bwd(
     total_MN,  # da of the tile, fp32
     stage,  # shared memory of da and h, and barriers
-    others_turn,  # barrier: the other group may use da_smem and h_smem
-    weights_ptr,  # [R] fp32
-    dh_ptr,  # [R, 2F], out
-    out_ptr,  # [R, F], out: the weighted activation
-    dweights_ptr,  # [R] fp32, out: this column tile's part
-    row,
-    end,
-    column,
+    other_turn,  # barrier: the other group may use da_smem and h_smem
+    outputs,  # pointers (weights, weighted activation, dh, this column tile's part of dweights)
+    place,  # row, end and column of the tile; if there is a next tile, its row and column
     F,
-    has_next,  # whether the other group has a tile
-    next_row,  # of the other group's tile
-    next_column,
     CONST: gl.constexpr,  # GroupedConstants
 ):
     """Store dh, act(h) * weight and a sum of dweights for a tile from da and h; fetch next h."""
+    weights_ptr, out_ptr, dh_ptr, dweights_ptr = outputs
+    row, end, column, has_next, next_row, next_column = place
     ACT: gl.constexpr = CONST.ACT
     da_smem, h_desc, h_smem, arrived = stage
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     lower, upper = split_halves(total_MN.to(dtype))
-    part0, part1 = split_halves(lower)
-    part2, part3 = split_halves(upper)
-    da_smem.index(0).store(part0)
-    da_smem.index(1).store(part1)
-    da_smem.index(2).store(part2)
-    da_smem.index(3).store(part3)
+    parts = split_halves(lower) + split_halves(upper)
+    for i in gl.static_range(4):
+        da_smem.index(i).store(parts[i])
     BLOCK_M: gl.constexpr = total_MN.shape[0]
     PART: gl.constexpr = total_MN.shape[1] // 4
     layout: gl.constexpr = gl.BlockedLayout(
@@ -195,7 +175,7 @@ def _store_activation_bwd(
         da = da_smem.index(i).load(layout).to(gl.float32)
         if i == 3:
             thread_barrier()  # all have read da
-            hopper.mbarrier.arrive(others_turn, count=1)
+            hopper.mbarrier.arrive(other_turn, count=1)
         dweights += gl.sum(gl.where(mask, da * a, 0.0), 1)
         out = out_ptr + (rows.to(gl.int64) * F)[:, None] + columns[None, :]
         gl.store(out, (a * weights[:, None]).to(dtype), mask=mask)
@@ -207,7 +187,7 @@ def _store_activation_bwd(
 
 
 @gluon.jit
-def _consume(
+def _multiply_tiles(
     GROUP: gl.constexpr,  # 0 or 1: the number of this warp group
     turns,  # two barriers per group: it may multiply, it may store
     stage,  # shared memory of da and h, and barriers
@@ -265,23 +245,10 @@ def _consume(
         _, next_row, _, next_n = locate_rows(at, tiles, CONST.GROUP_M)
         hopper.mbarrier.wait(store_turn.index(GROUP), store_parity)
         store_parity = 1 - store_parity
-        _store_activation_bwd(
-            total_MN,
-            stage,
-            store_turn.index(1 - GROUP),
-            weights_ptr,
-            dh_ptr,
-            out_ptr,
-            dweights_ptr + n.to(gl.int64) * R,
-            row,
-            end,
-            n * BLOCK_N,
-            N,
-            has_next,
-            next_row,
-            next_n * BLOCK_N,
-            CONST,
-        )
+        place = (row, end, n * BLOCK_N, has_next, next_row, next_n * BLOCK_N)
+        outputs = (weights_ptr, out_ptr, dh_ptr, dweights_ptr + n.to(gl.int64) * R)
+        other_turn = store_turn.index(1 - GROUP)
+        _store_activation_bwd(total_MN, stage, other_turn, outputs, place, N, CONST)
 
 
 @gluon.jit(do_not_specialize=["R"])
@@ -334,8 +301,8 @@ def sm90_bf16_grouped_nn_act_bwd_kernel(
         addend = ()  # type: ignore[assignment]
     gl.warp_specialize(
         [
-            (_consume, (0, turns, stage, ring, tiles, outputs, R, sum_length, N, CONST)),
-            (_consume, (1, turns, stage, ring, tiles, outputs, R, sum_length, N, CONST)),
+            (_multiply_tiles, (0, turns, stage, ring, tiles, outputs, R, sum_length, N, CONST)),
+            (_multiply_tiles, (1, turns, stage, ring, tiles, outputs, R, sum_length, N, CONST)),
             (_load_tiles, (a_ptr, a_desc, b_desc, row_ids_ptr, addend, ring, tiles, K, CONST)),
         ],
         [4, 4],
@@ -365,9 +332,8 @@ def _finish_bwd_kernel(
         for column in range(0, 3 * F, BLOCK):
             columns = column + tl.arange(0, BLOCK)
             in_dh = (columns < 2 * F) & (row < R)
-            tl.store(
-                dh_ptr + row * 2 * F + columns, tl.zeros([BLOCK], dh_ptr.dtype.element_ty), in_dh
-            )
+            at = dh_ptr + row * 2 * F + columns
+            tl.store(at, tl.zeros([BLOCK], dh_ptr.dtype.element_ty), in_dh)
             in_a = (columns >= 2 * F) & (columns < 3 * F) & (row < R)
             at = a_ptr + row * F + columns - 2 * F
             tl.store(at, tl.zeros([BLOCK], a_ptr.dtype.element_ty), in_a)
@@ -386,6 +352,7 @@ def _finish_bwd_kernel(
 def _make_constants(
     gathers: bool, options: ActivationOptions, has_addend: bool
 ) -> GroupedConstants:
+    """Return the constants of the kernel for these variants."""
     return GroupedConstants(
         *(BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M[gathers], STAGES, PRODUCER_REGISTERS),
         CONSUMER_REGISTERS=CONSUMER_REGISTERS,
@@ -421,8 +388,8 @@ def pingpong_activation_bwd(
         addend: dtype of dy; added to da before it is rounded.
 
     Returns:
-        dh_RC, dweights_R (fp32, 0 past the last expert's rows) and a_RF, the weighted activation.
-        In dh and a, CLEARED_ROWS rows past the last expert's are 0, later rows uninitialised.
+        dh_RC, dweights_R (fp32, 0 past the last expert's rows) and a_RF. In dh and a, CLEARED_ROWS
+        rows past the last expert's are 0, later rows uninitialised.
     """
     R, (_, D, F) = h_RC.shape[0], w2_eDF.shape
     dh_RC, a_RF = torch.empty_like(h_RC), h_RC.new_empty(R, F)
@@ -440,20 +407,11 @@ def pingpong_activation_bwd(
         u_Rr, m_erF = addend
         u_desc, rank = make_gluon_descriptor(u_Rr, (BLOCK_M, BLOCK_K)), u_Rr.shape[1]
         m_desc = make_gluon_descriptor(m_erF, (BLOCK_K, BLOCK_N))
-    row_ids = row_ids_R if gathers else tiles.map
-    launch(
-        sm90_bf16_grouped_nn_act_bwd_kernel,
-        count_sms(dy.device),
-        *(dy, dy_desc, w2_desc, row_ids, tiles.map, weights_R, h_desc, a_RF, dh_RC, parts),
-        *(u_desc, m_desc, rank, R, D, F),
-        CONST=const,
-        num_warps=4,
-    )
-    launch(
-        _finish_bwd_kernel,
-        CLEARED_ROWS + cdiv(R, ROWS_PER_SUM),
-        *(parts, offsets_e, dweights_R, dh_RC, a_RF, offsets_e.shape[0], R, F, parts.shape[0]),
-        CLEARED=CLEARED_ROWS,
-        BLOCK=ROWS_PER_SUM,
-    )
+    row_ids, grid = row_ids_R if gathers else tiles.map, count_sms(dy.device)
+    args = (dy, dy_desc, w2_desc, row_ids, tiles.map, weights_R, h_desc, a_RF, dh_RC, parts)
+    sizes = (u_desc, m_desc, rank, R, D, F)
+    launch(sm90_bf16_grouped_nn_act_bwd_kernel, grid, *args, *sizes, CONST=const, num_warps=4)
+    sums = (parts, offsets_e, dweights_R, dh_RC, a_RF, offsets_e.shape[0], R, F, parts.shape[0])
+    grid = CLEARED_ROWS + cdiv(R, ROWS_PER_SUM)
+    launch(_finish_bwd_kernel, grid, *sums, CLEARED=CLEARED_ROWS, BLOCK=ROWS_PER_SUM)
     return dh_RC, dweights_R, a_RF

@@ -3,12 +3,12 @@
     scaled_gemm    out[r] = a[r] @ b[expert(r)]^T
     scaled_wgrad   out[i] = sum over the rows r of expert i of  x[r]^T y[r]
 
-A scale belongs to all of the summed dim, so it is multiplied at the end. `scaled_rows.py` makes the
-operands, of the kind "row". A "tensorwise" operand has the same scale in every row.
+`scaled_rows.py` makes the operands, of the kind "row". A scale belongs to all elements along the
+summed dim, so the sum is multiplied by the scale at the end.
 
 Torch's grouped product multiplies E4M3 by E4M3. If one operand is E5M2, the kernels `mixed_gemm`
-and `mixed_wgrad` multiply. Tensor cores sum 128 of the summed dim with fewer bits than fp32, and
-these sums are added in fp32. The speed of the kernels was not measured.
+and `mixed_wgrad` multiply. Tensor cores sum 128 products with fewer bits than fp32, and these sums
+are added in fp32. The speed of the kernels was not measured.
 
 Letters: R expert rows (length), e experts, K the summed dim, M and N rows of an output, P rows with
 each expert's padded to a multiple of 16 (bytes, from which torch's product may read). The kernels'
@@ -42,7 +42,7 @@ GROUP_M = 8  # row tiles that share a matrix in L2
 
 @triton.jit
 def _load_block(values_ptr, rows, in_rows, k, end, width, BLOCK_K: tl.constexpr):
-    """Return columns k to k + BLOCK_K of `rows` of [*, width]; 0 from `end` on, or not in_rows."""
+    """Return columns k to k + BLOCK_K of `rows`; 0 from `end` on, and where in_rows is False."""
     columns = k + tl.arange(0, BLOCK_K)
     inside = in_rows[:, None] & (columns < end)[None, :]
     return tl.load(values_ptr + rows[:, None] * width + columns[None, :], mask=inside, other=0.0)
@@ -132,35 +132,26 @@ def mixed_grouped_wgrad_kernel(
 
 
 def mixed_gemm(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return each expert row times its expert's matrix, [R, N], by a Triton kernel.
-
-    The FP8 formats of `a` and `b` may differ. Rows past the last expert's are uninitialised.
-    """
+    """Compute `scaled_gemm` by a Triton kernel; the FP8 formats of `a` and `b` may differ."""
     (R, K), (e, N, _) = a.values.shape, b.values.shape
     out_RN = a.values.new_empty(R, N, dtype=dtype)
-    launch(
-        mixed_grouped_gemm_kernel,
-        count_sms(a.values.device),
-        *(a.values, a.scales, b.values, b.scales, offsets_e, out_RN, e, N, K),
-        ALIGNED=ALIGNED,
-        E_POW2=next_power_of_2(e),
-        GROUP=GROUP_M,
-        **(SMALL if INTERPRET else PROGRAM),
+    args = (a.values, a.scales, b.values, b.scales, offsets_e, out_RN, e, N, K)
+    grid = count_sms(a.values.device)
+    constants = dict(
+        ALIGNED=ALIGNED, E_POW2=next_power_of_2(e), GROUP=GROUP_M, **SMALL if INTERPRET else PROGRAM
     )
+    launch(mixed_grouped_gemm_kernel, grid, *args, **constants)
     return out_RN
 
 
 def mixed_wgrad(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x^T y per expert, [e, M, N], by a Triton kernel; FP8 formats may differ."""
+    """Compute `scaled_wgrad` by a Triton kernel; the FP8 formats of x and y may differ."""
     (M, P), N, e = x.values.shape, y.values.shape[0], offsets_e.shape[0]
     out_eMN = x.values.new_empty(e, M, N, dtype=dtype)
-    launch(
-        mixed_grouped_wgrad_kernel,
-        count_sms(x.values.device),
-        *(x.values, x.scales, y.values, y.scales, offsets_e, out_eMN, e, M, N, P),
-        ALIGNED=ALIGNED,
-        **(SMALL if INTERPRET else PROGRAM),
-    )
+    args = (x.values, x.scales, y.values, y.scales, offsets_e, out_eMN, e, M, N, P)
+    grid = count_sms(x.values.device)
+    constants = dict(ALIGNED=ALIGNED, **SMALL if INTERPRET else PROGRAM)
+    launch(mixed_grouped_wgrad_kernel, grid, *args, **constants)
     return out_eMN
 
 
@@ -180,10 +171,9 @@ def _uses_reference(a: Blocks, b: Blocks) -> bool:
 
 
 def scaled_gemm_ref(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return each expert row times its expert's matrix in plain PyTorch; 0 past the rows. Syncs."""
-    out_RN = torch.zeros(
-        a.values.shape[0], b.values.shape[1], device=b.values.device, dtype=torch.float32
-    )
+    """Compute `scaled_gemm` in plain PyTorch; rows past offsets_e[-1] are 0. Host sync."""
+    shape = (a.values.shape[0], b.values.shape[1])
+    out_RN = torch.zeros(shape, device=b.values.device, dtype=torch.float32)
     for i, rows in enumerate(split_by_expert(offsets_e)):
         product = a.values[rows].float() @ b.values[i].float().T
         out_RN[rows] = product * a.scales[rows, None] * b.scales[i]
@@ -193,9 +183,9 @@ def scaled_gemm_ref(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype)
 def scaled_gemm(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
     """Return each expert row times its expert's matrix, [R, N]. No autograd; no sync on a GPU.
 
-    `a` has rows [R, K] in expert order, `b` matrices [e, N, K], both of kind "row"; K and N are
-    multiples of 16. `offsets_e` is the running sum of the experts' rows. `dtype`, of the result, is
-    bf16 on a GPU. Rows past the last expert's are undefined.
+    `a` has rows [R, K] in expert order, `b` has matrices [e, N, K]. Both have the kind "row", and K
+    and N are multiples of 16. `offsets_e` is the running sum of the experts' rows. The result has
+    the dtype `dtype`, which is bf16 on a GPU. Rows past offsets_e[-1] are uninitialised.
     """
     if _uses_reference(a, b):
         return scaled_gemm_ref(a, b, offsets_e, dtype)
@@ -204,14 +194,12 @@ def scaled_gemm(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> 
         return b_eKN.new_empty(R, b_eKN.shape[2], dtype=dtype)
     if _has_mixed_formats(a, b):
         return mixed_gemm(a, b, offsets_e, dtype)
-    out_RN: Tensor = scaled_grouped_mm(
-        a.values, b_eKN, a.scales, b.scales, offs=offsets_e, out_dtype=dtype
-    )
-    return out_RN
+    scales = (a.scales, b.scales)
+    return scaled_grouped_mm(a.values, b_eKN, *scales, offs=offsets_e, out_dtype=dtype)  # type: ignore[no-any-return]
 
 
 def scaled_wgrad_ref(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return each expert's weight gradient x^T y, [e, M, N], in plain PyTorch. Host sync."""
+    """Compute `scaled_wgrad` in plain PyTorch. Host sync."""
     out = []
     for i, rows in enumerate(split_by_expert(offsets_e)):
         product = x.values[:, rows].float() @ y.values[:, rows].float().T
@@ -222,7 +210,7 @@ def scaled_wgrad_ref(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype
 def scaled_wgrad(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
     """Return each expert's weight gradient x^T y, [e, M, N]; zero for an expert without rows.
 
-    x is [M, P] and y [N, P], the "columns" of `quantise_expert_rows`. `offsets_e` is the running
+    x is [M, P] and y is [N, P], the `columns` of `quantise_expert_rows`. `offsets_e` is the running
     sum of the experts' padded rows. `dtype` is bf16 on a GPU. No autograd; no host sync on a GPU.
     """
     if _uses_reference(x, y):
@@ -231,8 +219,5 @@ def scaled_wgrad(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) ->
         return x.values.new_empty(*x.scales.shape, y.scales.shape[1], dtype=dtype)
     if _has_mixed_formats(x, y):
         return mixed_wgrad(x, y, offsets_e, dtype)
-    x_scales, y_scales = x.scales.flatten(), y.scales.flatten()
-    out_eMN: Tensor = scaled_grouped_mm(
-        x.values, y.values.T, x_scales, y_scales, offs=offsets_e, out_dtype=dtype
-    )
-    return out_eMN
+    scales = (x.scales.flatten(), y.scales.flatten())
+    return scaled_grouped_mm(x.values, y.values.T, *scales, offs=offsets_e, out_dtype=dtype)  # type: ignore[no-any-return]

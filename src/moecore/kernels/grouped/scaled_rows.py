@@ -1,14 +1,14 @@
-"""FP8 operands of grouped products with one scale per row, of experts' rows and matrices.
+"""FP8 operands of grouped products with one scale per row, from expert rows and matrices.
 
     quantise_expert_rows      [R, D] -> rows [R, D], for sums over D, and columns [D, P], for sums
                               over rows
     quantise_expert_matrices  [e, N, D] -> rows [e, N, D] and columns [e, D, N]
 
-Operands have the kind "row" of `rows/scaling.py`. With `per_row` each row of an operand has its own
-scale, and of columns each expert and column. Otherwise all expert rows have one scale and each
-matrix has one, and the scale is repeated for every row. One pass writes both operands of a call. A
-pass before it finds the largest magnitudes, unless one kernel reads full rows (only rows, a scale
-per row) or `amax` is given.
+Operands have the kind "row" of `rows/scaling.py`. With `per_row` each row of `rows` has a scale,
+and in `columns` each expert and column. Otherwise all expert rows have one scale and each matrix
+has one, repeated for every row. One pass writes both operands. A pass before it computes the
+largest magnitudes, unless `amax` is given or one kernel reads full rows (only `rows`, a scale per
+row).
 
 Rows past the last expert's are not read and not written. Columns are 0 in the padding between two
 experts' rows.
@@ -33,14 +33,20 @@ from moecore.kernels.rows.cast import (
     has_kernel,
     view_as_bytes,
 )
-from moecore.kernels.rows.cast_kernel import amax_kernel, load_amax, locate_row_tile, to_fp8
+from moecore.kernels.rows.cast_kernel import (
+    amax_kernel,
+    load_amax,
+    locate_row_tile,
+    to_fp8,
+    track_amax,
+)
 from moecore.kernels.rows.e4m3 import (
     BLOCK,
     compute_block_scale,
     compute_block_scale_ref,
-    magnitude,
     magnitude_ref,
 )
+from moecore.kernels.rows.row_tiles import load_expert_ranges
 from moecore.kernels.rows.scaling import (
     ALIGNED,  # of which D, N, and each expert's rows in P are multiples
     DTYPES,
@@ -68,8 +74,9 @@ class PaddedRows(NamedTuple):
 
 def pad_rows(offsets_e: Tensor, num_rows: int, multiple: int = ALIGNED) -> PaddedRows:
     """Return positions of R = num_rows expert rows, each expert's padded to `multiple`. No sync."""
-    # Every expert has rows there: torch's product leaves what has none uninitialised. Example,
-    # experts of 3 and 17 rows in 22: offsets 16 and 48, place_R 0 to 2, 16 to 32, 64, 64.
+    # Each expert has at least `multiple` rows, because torch's product does not write the output of
+    # an expert without rows. Example, 22 rows, experts of 3 and 17: offsets 16 and 48, place_R 0 to
+    # 2, 16 to 32, 64, 64.
     e = offsets_e.shape[0]
     counts_e = offsets_e.diff(prepend=offsets_e.new_zeros(1))
     padded_e = (counts_e.clamp(min=1) + multiple - 1) // multiple * multiple
@@ -83,7 +90,7 @@ def pad_rows(offsets_e: Tensor, num_rows: int, multiple: int = ALIGNED) -> Padde
 
 
 def pad_offsets_ref(offsets_e: Tensor) -> Tensor:
-    """Return the running sum of padded expert rows in plain PyTorch: see `pad_offsets`."""
+    """Compute `pad_offsets` in plain PyTorch."""
     return pad_rows(offsets_e, 0).offsets_e
 
 
@@ -99,7 +106,7 @@ def quantise_expert_rows_ref(
     amax: Tensor | None = None,
     seen: Tensor | None = None,
 ) -> OperandPair:
-    """Quantise expert rows in plain PyTorch: see `quantise_expert_rows`; unused rows are zeros."""
+    """Compute `quantise_expert_rows` in plain PyTorch; unused rows are zeros."""
     R, D = x_RD.shape
     layout = pad_rows(offsets_e, R)
     is_used = layout.expert_R < offsets_e.shape[0]
@@ -117,9 +124,8 @@ def quantise_expert_rows_ref(
     if columns:
         amax_eD = _compute_column_amax(x_RD, layout) if amax is None else amax
         amax_eD = amax_eD.expand(offsets_e.shape[0] + 1, D)
-        scales_eD, inverse_eD = compute_block_scale_ref(
-            amax_eD.contiguous(), power_of_two, LARGEST[fmt]
-        )
+        amax_eD, largest = amax_eD.contiguous(), LARGEST[fmt]
+        scales_eD, inverse_eD = compute_block_scale_ref(amax_eD, power_of_two, largest)
         values_RD = encode_ref(x_RD, inverse_eD[layout.expert_R], fmt)
         values_PD = x_RD.new_zeros(layout.length + 1, D, dtype=torch.uint8)
         values_PD.index_copy_(0, layout.place_R, values_RD.view(torch.uint8))
@@ -131,13 +137,12 @@ def quantise_expert_rows_ref(
 def compute_row_amax(x_RD: Tensor, offsets_e: Tensor, past: Tensor) -> Tensor:
     """Return fp32 [n], whose largest entry gives the scale of all expert rows. No host sync.
 
-    All entries are `past`, fp32 [1], if that is not 0, otherwise largest magnitudes of the rows.
-    Rows past the last expert's are not read.
+    If `past`, fp32 [1], is not 0, all entries are `past`. Otherwise they are largest magnitudes of
+    rows in use.
     """
     if has_kernel(x_RD):
-        return compute_amax_parts(
-            x_RD if x_RD.stride(1) == 1 else x_RD.contiguous(), offsets_e, past
-        )
+        x_RD = x_RD if x_RD.stride(1) == 1 else x_RD.contiguous()
+        return compute_amax_parts(x_RD, offsets_e, past)
     is_used = torch.arange(len(x_RD), device=x_RD.device) < offsets_e[-1]
     return choose_amax_ref(past, compute_amax_ref(torch.where(is_used[:, None], x_RD.detach(), 0)))
 
@@ -152,7 +157,7 @@ def _compute_column_amax(x_RD: Tensor, layout: PaddedRows) -> Tensor:
 def quantise_expert_matrices_ref(
     w_eND: Tensor, *, per_row: bool, power_of_two: bool, rows: bool = True, columns: bool = True
 ) -> OperandPair:
-    """Quantise matrices to E4M3 in plain PyTorch: see `quantise_expert_matrices`."""
+    """Compute `quantise_expert_matrices` in plain PyTorch."""
     operands: list[Blocks | None] = []
     for is_requested, dim in ((rows, 2), (columns, 1)):
         operand = None
@@ -173,11 +178,9 @@ def pad_offsets_kernel(
     E_POW2: tl.constexpr,
     MULTIPLE: tl.constexpr,
 ):
-    """Write the running sum of the experts' rows, padded to multiples of MULTIPLE, at least one."""
+    """Write the running sum of experts' rows, each padded to a multiple, at least MULTIPLE."""
     experts = tl.arange(0, E_POW2)
-    exists = experts < num_experts
-    ends = tl.load(offsets_ptr + experts, mask=exists, other=0)
-    starts = tl.load(offsets_ptr + experts - 1, mask=exists & (experts > 0), other=0)
+    starts, ends, exists = load_expert_ranges(offsets_ptr, num_experts, E_POW2)
     sizes = tl.cdiv(tl.maximum(ends - starts, 1), MULTIPLE) * MULTIPLE
     sizes = tl.cumsum(tl.where(exists, sizes, 0), 0)
     tl.store(padded_ptr + experts, sizes, mask=exists)
@@ -206,7 +209,6 @@ def cast_of_experts_kernel(
     POWER_OF_TWO: tl.constexpr,
     E_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
-    INTERPRETED: tl.constexpr,  # FP8 is stored as bytes
 ):
     """Quantise one tile of an expert; store it in rows_ptr, and transposed in columns_ptr."""
     width = tl.cdiv(D, BLOCK)
@@ -221,12 +223,7 @@ def cast_of_experts_kernel(
         inside = is_row[:, None] & is_column[None, :]
         x = tl.load(x_ptr + row[:, None] * stride + d[None, :], mask=inside, other=0.0)
         x = x.to(tl.float32)
-        if seen_ptr is not None:
-            largest = magnitude(x)
-            largest = tl.where(largest < float("inf"), largest, 0.0)
-            tl.atomic_max(seen_ptr, tl.max(tl.max(largest, 1), 0))
-        if HAS_AMAX:  # else an infinity is its scale's
-            x = tl.where(tl.abs(x) < float("inf"), x, float("nan"))
+        x = track_amax(x, seen_ptr, HAS_AMAX)
         if PARTS:
             of_all = amax_ptr
             if offsets_ptr is None:
@@ -238,7 +235,7 @@ def cast_of_experts_kernel(
                 amax = tl.load(amax_ptr + row, mask=is_row, other=0.0)
                 scale, inverse = compute_block_scale(amax, POWER_OF_TWO, E5M2)
             tl.store(row_scales_ptr + row, scale, mask=is_row & (column_tile == 0))
-            value = to_fp8(x * inverse[:, None], rows_ptr, E5M2, INTERPRETED)
+            value = to_fp8(x * inverse[:, None], rows_ptr, E5M2)
             tl.store(rows_ptr + row[:, None] * D + d[None, :], value, mask=inside)
         if columns_ptr is not None:
             if not PARTS:
@@ -249,7 +246,7 @@ def cast_of_experts_kernel(
                 scale, inverse = compute_block_scale(amax, POWER_OF_TWO, E5M2)
             tl.store(column_scales_ptr + expert * D + d, scale, mask=is_column & (first == 0))
             quotient = tl.where(is_row[:, None], x * inverse[None, :], 0.0)
-            value = tl.trans(to_fp8(quotient, columns_ptr, E5M2, INTERPRETED))
+            value = tl.trans(to_fp8(quotient, columns_ptr, E5M2))
             if padded_ptr is None:
                 to, place, stop = columns_ptr + expert * D * P, first + lane, P
             else:
@@ -304,16 +301,9 @@ class _ScaledInput(NamedTuple):
             amax = compute_amax_parts(x, offsets_e) if amax is None else amax
             parts = amax.shape[-1]
         P = 0 if out.columns is None else out.columns.values.shape[-1]
-        launch(
-            cast_of_experts_kernel,
-            grid,
-            *(x, offsets_e, self.padded_e, amax, seen, *outputs, *sizes, P),
-            PARTS=parts,
-            HAS_AMAX=has_amax,
-            **formats,
-            **shared,
-            INTERPRETED=INTERPRET,
-        )
+        args = (x, offsets_e, self.padded_e, amax, seen, *outputs, *sizes, P)
+        constants = dict(PARTS=parts, HAS_AMAX=has_amax, **formats, **shared)
+        launch(cast_of_experts_kernel, grid, *args, **constants)
         return out
 
     @property
@@ -325,6 +315,7 @@ class _ScaledInput(NamedTuple):
 def _make_empty_blocks(
     x: Tensor, fmt: str, shape: tuple[int, ...], scales: tuple[int, ...]
 ) -> Blocks:
+    """Return an uninitialised "row" operand with values and scales of these shapes."""
     values = torch.empty(shape, dtype=DTYPES[fmt], device=x.device)
     return Blocks(values, torch.empty(scales, dtype=torch.float32, device=x.device), "row")
 
@@ -349,27 +340,19 @@ def quantise_expert_rows(
             are uninitialised in the result.
         offsets_e: int32, the running sum of the experts' rows.
         padded_e: from `pad_offsets`; None without `columns`.
-        per_row: whether each row of an operand has a scale; otherwise all expert rows have one.
+        per_row: whether each row has a scale; otherwise all expert rows have one.
         power_of_two: whether scales are powers of two.
         fmt: "e4m3" or "e5m2".
-        rows: whether to make [R, D] with scales [R], for sums over D; False = None.
+        rows: whether to make [R, D] with scales [R], for sums over D.
         columns: whether to make [D, P] with scales [e, D], for sums over an expert's rows. Columns
             from padded_e[-1] on are uninitialised.
         amax: fp32 [n], whose largest entry gives all scales (larger values saturate); None = of x.
         seen: fp32 [1], raised in place to the largest finite magnitude; None = not recorded.
     """
     if not has_kernel(x_RD):
-        return quantise_expert_rows_ref(
-            x_RD,
-            offsets_e,
-            per_row=per_row,
-            power_of_two=power_of_two,
-            fmt=fmt,
-            rows=rows,
-            columns=columns,
-            amax=amax,
-            seen=seen,
-        )
+        scales: Any = dict(per_row=per_row, power_of_two=power_of_two, fmt=fmt)
+        layouts: Any = dict(rows=rows, columns=columns, amax=amax, seen=seen)
+        return quantise_expert_rows_ref(x_RD, offsets_e, **scales, **layouts)
     x_RD = x_RD if x_RD.stride(1) == 1 else x_RD.contiguous()
     (R, D), e = x_RD.shape, offsets_e.shape[0]
     length = cdiv(R, ALIGNED) * ALIGNED + e * ALIGNED
@@ -384,7 +367,7 @@ def quantise_expert_rows(
 def quantise_expert_matrices(
     w_eND: Tensor, *, per_row: bool, power_of_two: bool, rows: bool = True, columns: bool = True
 ) -> OperandPair:
-    """Quantise matrices to E4M3 operands, with a scale per row of either, or one per matrix.
+    """Quantise matrices to E4M3 operands, with one scale per row or one per matrix.
 
     w_eND is bf16, fp16 or fp32; N and D are multiples of 16. `rows` requests [e, N, D] with scales
     [e, N], `columns` [e, D, N] with scales [e, D]. No autograd, no host sync.

@@ -1,12 +1,11 @@
 """Parts that the products on Hopper share: a ring of stages, the order of tiles, staged stores.
 
     loading      the loops over tiles and steps; a kernel's LOAD begins the loads of one step
-    staging      a result is copied to shared memory and stored by TMA, or by threads where rows or
+    staging      a result is copied to shared memory and stored by TMA, or by threads if rows or
                  columns end within the block
 
-A stage has two barriers: full when all announced data has arrived, empty when all readers have
-read it. Loading warps and each group count their steps. A step's stage and parity follow from its
-number, for rings of any length and any element type.
+A stage has two barriers: full when all announced data has arrived, empty when all readers have read
+it. Loading warps and each group count their steps. The number of a step gives its stage and parity.
 
 Letters: R expert rows, e experts, M N the sizes of an output.
 """
@@ -46,8 +45,8 @@ class GroupedConstants(NamedTuple):
 class Addend(NamedTuple):
     """Rows and one matrix per expert, whose product is added to another product in the same sum.
 
-    The sum of the other product's K columns takes cdiv(K, BLOCK_K) steps of the ring, and the
-    addend's r columns take the steps after them.
+    The other product takes the first cdiv(K, BLOCK_K) steps of the ring, the addend the steps
+    after.
     """
 
     rows_Rr: Tensor  # in expert order, contiguous; r a multiple of 8
@@ -82,9 +81,9 @@ class WeightTiling(NamedTuple):
 @gluon.jit
 def make_barriers(NUM: gl.constexpr, ARRIVALS: gl.constexpr):
     """Return NUM initialised mbarriers, whose phase completes with ARRIVALS arrivals."""
-    # A partition must use them. The compiler gives the memory of others to what comes later,
-    # without the `mbarrier.inval` that has to come between, and where processes shared a GPU 8
-    # bytes there were overwritten now and then (docs/findings.md#warps-registers-and-barriers).
+    # A partition must use the barriers. Otherwise the compiler reuses their memory without the
+    # required `mbarrier.inval`, and if processes shared a GPU 8 bytes there were sometimes
+    # overwritten (docs/findings.md#warps-registers-and-barriers).
     bars = gl.allocate_shared_memory(gl.int64, [NUM, 1], hopper.mbarrier.MBarrierLayout())
     for i in gl.static_range(NUM):
         hopper.mbarrier.init(bars.index(i), count=ARRIVALS)
@@ -119,12 +118,8 @@ def end_stage_before(ring, step, pred):
 
 
 @gluon.jit
-def locate_rows(
-    tile,  # number of the tile
-    tiling,  # RowTiling
-    GROUP_M: gl.constexpr,
-):
-    """Return a tile's expert, first row, end of the expert's rows, and column tile number."""
+def locate_rows(tile, tiling, GROUP_M: gl.constexpr):
+    """Return expert, first row, end of the expert's rows and column tile of a RowTiling's tile."""
     width = GROUP_M * tiling.num_columns
     first = tile // width * GROUP_M
     size = gl.minimum(tiling.num_rows - first, GROUP_M)
@@ -134,12 +129,8 @@ def locate_rows(
 
 
 @gluon.jit
-def locate_weights(
-    tile,  # number of the tile
-    tiling,  # WeightTiling
-    GROUP_M: gl.constexpr,
-):
-    """Return expert, row tile number and column tile number of a tile of an output [e, M, N]."""
+def locate_weights(tile, tiling, GROUP_M: gl.constexpr):
+    """Return expert, row tile number and column tile number of a WeightTiling's tile."""
     per_expert = tiling.num_rows * tiling.num_columns
     expert = tile // per_expert
     inside = tile % per_expert
@@ -219,16 +210,8 @@ def end_staging():
 
 
 @gluon.jit
-def store_part(
-    out_ptr,
-    x,  # [rows, columns]
-    row,  # first row of x in out_ptr
-    end,  # rows from there on are not stored
-    column,  # first column of x in out_ptr
-    num_columns,
-    row_stride,
-):
-    """Store x in out_ptr at (row, column) by threads, without rows and columns outside."""
+def store_part(out_ptr, x, row, end, column, num_columns, row_stride):
+    """Store x at (row, column) by threads; not rows from `end` on and columns from num_columns."""
     rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
     columns = column + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
     at = out_ptr + (rows.to(gl.int64) * row_stride)[:, None] + columns[None, :]
@@ -236,15 +219,8 @@ def store_part(
 
 
 @gluon.jit
-def add_part(
-    out_ptr,  # one expert's [num_rows, num_columns], fp32 or bf16
-    x,  # [*, *] fp32
-    row,
-    column,
-    num_rows,
-    num_columns,
-):
-    """Add the fp32 block x to out_ptr at (row, column), without rows and columns outside."""
+def add_part(out_ptr, x, row, column, num_rows, num_columns):
+    """Add fp32 x to one expert's out_ptr at (row, column), except rows and columns outside."""
     rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
     columns = column + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
     at = out_ptr + (rows.to(gl.int64) * num_columns)[:, None] + columns[None, :]
@@ -254,26 +230,19 @@ def add_part(
 
 
 @gluon.jit
-def store_weight_block(
-    out_desc,  # [e, M, N] in blocks [1, rows, columns], or transposed
-    out_smem,  # [1, rows, columns], or transposed
-    x,  # [rows, columns]
-    expert,
-    row,
-    column,
-    TRANSPOSED: gl.constexpr,
-):
-    """Stage x in out_smem and let TMA store it at (expert, row, column), or transposed."""
+def store_weight_block(out_desc, out_smem, x, expert, row, column, TRANSPOSED: gl.constexpr):
+    """Stage x in out_smem [1, rows, columns]; TMA stores it at (expert, row, column).
+
+    out_desc and out_smem are TRANSPOSED or not, x and its position never.
+    """
     ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]
     out = x.to(out_desc.dtype)
     begin_staging()
     if TRANSPOSED:
         out_smem.reshape((COLUMNS, ROWS)).permute((1, 0)).store(out)
+        row, column = column, row
     else:
         out_smem.reshape((ROWS, COLUMNS)).store(out)
     end_staging()
-    if TRANSPOSED:
-        tma_store(out_desc, [expert, column, row], out_smem)
-    else:
-        tma_store(out_desc, [expert, row, column], out_smem)
+    tma_store(out_desc, [expert, row, column], out_smem)

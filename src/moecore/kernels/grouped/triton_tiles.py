@@ -3,11 +3,11 @@
 Row tiles start at each expert's first row, so a tile never mixes experts. A program computes its
 tiles from the offsets of the experts' rows; Gluon kernels read a map of tiles instead
 (`rows/row_tiles.py`). Tiles are numbered in groups of GROUP_M row tiles, which share weights in L2.
-
 Letters: e experts.
 """
 
 from moecore.kernels.common import tl, triton
+from moecore.kernels.rows.row_tiles import load_expert_ranges
 
 NO_TILE = tl.constexpr(2147483647)
 
@@ -19,11 +19,8 @@ def count_row_tiles(
     E_POW2: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Return each expert's first row, row tiles and running sum of row tiles; and the total."""
-    experts = tl.arange(0, E_POW2)
-    exists = experts < num_experts
-    ends = tl.load(offsets_ptr + experts, mask=exists, other=0)
-    starts = tl.load(offsets_ptr + experts - 1, mask=exists & (experts > 0), other=0)
+    """Return experts' first rows, numbers of row tiles, their running sum, and their total."""
+    starts, ends, exists = load_expert_ranges(offsets_ptr, num_experts, E_POW2)
     tiles = tl.where(exists, (ends - starts + BLOCK_M - 1) // BLOCK_M, 0)
     sums = tl.where(exists, tl.cumsum(tiles, 0), NO_TILE)
     return starts, tiles, sums, tl.sum(tiles, 0)

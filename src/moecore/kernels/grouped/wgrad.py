@@ -11,16 +11,10 @@ The kernel runs on Hopper; other devices gather, and use torch's grouped product
 program runs on each multiprocessor:
 
     loading warps      fill a ring of stages with blocks of x and y     (_load_step, _gather_steps)
-    two warp groups    multiply a tile together, then store it          (_consume)
-
-The warps share:
-
-    ring    stages of x and of y, and two barriers each: full when TMA and copies have arrived,
-            empty when both groups have multiplied it
-    tiles   the number of row tiles, of column tiles, and of the tiles of all experts
+    two warp groups    multiply a tile together, then store it          (_multiply_tiles)
 
 TMA loads contiguous rows, and asynchronous copies load gathered rows. Rows of x past the expert's
-last one are set to 0, so that y's rows there are multiplied by 0. x has the narrow side of the
+last row are set to 0, so that y's rows there are multiplied by 0. x has the narrow side of the
 tile: copies of 256 columns take longer than the product of a stage
 (docs/findings.md#weight-gradients-with-gathered-rows). 2 * R * M * N floating-point operations.
 """
@@ -118,21 +112,15 @@ def _gather_steps(
 
 @gluon.jit
 def _load_step(operands, m, n, row, ring, slot, bar, CONST: gl.constexpr):
-    """Load rows of x and y (descriptors `operands`) for tile (m, n) into stage `slot` by TMA.
-
-    `row` is the first of BLOCK_K contiguous rows, and `bar` the full barrier of the stage.
-    """
+    """Load BLOCK_K rows of x and y from `row` on for tile (m, n) into stage `slot` by TMA."""
     x_desc, y_desc = operands
     tma_load(x_desc, [row, m * CONST.BLOCK_M], bar, ring.a.index(slot))
     tma_load(y_desc, [row, n * CONST.BLOCK_N], bar, ring.b.index(slot))
 
 
 @gluon.jit
-def _clear_rows(
-    x,  # [BLOCK_K, BLOCK_M] in shared memory
-    num_rows,
-):
-    """Set rows num_rows and on of a block in shared memory to 0, in place."""
+def _clear_rows(x, num_rows):
+    """Set rows from num_rows on of a block in shared memory to 0."""
     BLOCK_K: gl.constexpr = x.shape[0]
     LANES: gl.constexpr = x.shape[1] // 8
     layout: gl.constexpr = gl.BlockedLayout(
@@ -146,15 +134,8 @@ def _clear_rows(
 
 
 @gluon.jit
-def _add_block(
-    out_ptr,  # one expert's [rows, num_columns], fp32 or bf16
-    x,  # [*, *] fp32
-    row,  # first row of x in out_ptr
-    column,  # first column of x in out_ptr
-    num_rows,
-    num_columns,
-):
-    """Add the fp32 block x to out_ptr at (row, column), 4 values per thread and access."""
+def _add_block(out_ptr, x, row, column, num_rows, num_columns):
+    """Do `add_part` with 4 values per thread and access."""
     THREADS: gl.constexpr = 32 if x.shape[1] >= 128 else x.shape[1] // 4
     layout: gl.constexpr = gl.BlockedLayout(
         [1, 4], [32 // THREADS, THREADS], [gl.num_warps(), 1], [1, 0]
@@ -187,13 +168,11 @@ def _add_tile(out_ptr, total_MN, m, n, M, N, TRANSPOSED: gl.constexpr):
 
 
 @gluon.jit
-def _consume(
+def _multiply_tiles(
     offsets_ptr,  # [e] int32, running sum of the experts' rows
     ring,  # Ring
     tiles,  # WeightTiling
-    out_smem,  # [1, BLOCK_M, BLOCK_N], or transposed; None with ADD
-    out_desc,  # [e, M, N] in such blocks, or transposed; None with ADD
-    out_ptr,
+    out,  # shared memory [1, BLOCK_M, BLOCK_N] and TMA descriptor (None with ADD), and pointer
     M,
     N,
     scale,  # factor on the sums
@@ -205,6 +184,7 @@ def _consume(
     BLOCK_K: gl.constexpr = CONST.BLOCK_K
     ADD: gl.constexpr = CONST.ADD
     TRANSPOSED: gl.constexpr = CONST.TRANSPOSED
+    out_smem, out_desc, out_ptr = out
     WIDE: gl.constexpr = not ADD and out_desc.dtype.primitive_bitwidth == 32
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BLOCK_N, 16]
@@ -282,13 +262,12 @@ def sm90_bf16_grouped_wgrad_kernel(
     num_n = gl.cdiv(N, BLOCK_N)
     ring = Ring(x_smem, y_smem, full, empty)
     tiles = WeightTiling(num_m, num_n, num_m * num_n * num_experts)
+    load: gl.constexpr = _load_step
+    out = (out_smem, out_desc, out_ptr)
     if CONST.GATHER:
         gl.warp_specialize(
             [
-                (
-                    _consume,
-                    (offsets_ptr, ring, tiles, out_smem, out_desc, out_ptr, M, N, scale, CONST),
-                ),
+                (_multiply_tiles, (offsets_ptr, ring, tiles, out, M, N, scale, CONST)),
                 (_gather_steps, (x_ptr, y_desc, row_ids_ptr, offsets_ptr, ring, tiles, M, CONST)),
             ],
             [CONST.PRODUCER_WARPS],
@@ -298,14 +277,8 @@ def sm90_bf16_grouped_wgrad_kernel(
         operands = (x_desc, y_desc)
         gl.warp_specialize(
             [
-                (
-                    _consume,
-                    (offsets_ptr, ring, tiles, out_smem, out_desc, out_ptr, M, N, scale, CONST),
-                ),
-                (
-                    load_weight_tiles,
-                    (gl.constexpr(_load_step), operands, offsets_ptr, ring, tiles, BLOCK_K, CONST),
-                ),
+                (_multiply_tiles, (offsets_ptr, ring, tiles, out, M, N, scale, CONST)),
+                (load_weight_tiles, (load, operands, offsets_ptr, ring, tiles, BLOCK_K, CONST)),
             ],
             [1],
             [CONST.PRODUCER_REGISTERS],
@@ -314,6 +287,7 @@ def sm90_bf16_grouped_wgrad_kernel(
 
 @cache
 def _make_constants(gathers: bool, adds: bool, transposed: bool) -> GroupedConstants:
+    """Return the kernel's constants for these variants."""
     return CONST._replace(GATHER=gathers, ADD=adds, TRANSPOSED=transposed)
 
 
@@ -335,21 +309,21 @@ def grouped_wgrad(
         x: [R, M] rows in expert order, or [S, M] source rows with `row_ids_R`; bf16 or fp16,
             contiguous; M a multiple of 8.
         y_RN: [R, N] rows in expert order, dtype of x, contiguous; N a multiple of 8. Up to 63 rows
-            past an expert's last one are multiplied by 0, so they must be finite: rows past
-            offsets_e[-1] may not be uninitialised, and a NaN or an infinity in one expert's first
-            rows reaches the expert before it too.
+            past an expert's last row are multiplied by 0. So they must be finite: rows past
+            offsets_e[-1] may not be uninitialised, and a NaN or infinity in one expert's first rows
+            also reaches the expert before it.
         offsets_e: int32 on the device, running sum of the experts' rows, at most R.
         row_ids_R: int32, the row of x that each expert row reads; None = row(r) is r.
         transposed: return [e, N, M] instead of [e, M, N].
         out: fp32 or bf16, contiguous, of the output's shape, overwritten by the result; None = a
             new tensor.
         adds: whether the result is added to `out` instead, in fp32.
-        dtype: of a new result, fp32 or that of x (None).
+        dtype: dtype of a new result, fp32 or None for the dtype of x.
         scale: factor on the fp32 sum, before it is added and rounded.
 
     Returns:
-        [e, M, N] (or transposed), summed in fp32 and rounded once, or `out`. Zero (nothing
-        added) for an expert without rows. Bit-reproducible.
+        [e, M, N] (or transposed), summed in fp32 and rounded once, or `out`. Zero (nothing added)
+        for an expert without rows. Bit-reproducible.
     """
     if not has_hopper_kernels(x.device):
         x_RM = x if row_ids_R is None else x.index_select(0, row_ids_R)
@@ -367,14 +341,10 @@ def grouped_wgrad(
     x_desc = make_gluon_descriptor(x, (BLOCK_K, BLOCK_M))
     y_desc = make_gluon_descriptor(y_RN, (BLOCK_K, BLOCK_N))
     out_desc = None if adds else make_gluon_descriptor(out, block)
-    rows = row_ids_R if gathers else offsets_e
-    launch(
-        sm90_bf16_grouped_wgrad_kernel,
-        count_sms(x.device),
-        *(x, x_desc, y_desc, rows, offsets_e, out_desc, out, e, M, N, scale),
-        CONST=_make_constants(gathers, adds, transposed),
-        num_warps=CONSUMER_WARPS,
-    )
+    rows, const = row_ids_R if gathers else offsets_e, _make_constants(gathers, adds, transposed)
+    args = (x, x_desc, y_desc, rows, offsets_e, out_desc, out, e, M, N, scale)
+    grid, num_warps = count_sms(x.device), CONSUMER_WARPS
+    launch(sm90_bf16_grouped_wgrad_kernel, grid, *args, CONST=const, num_warps=num_warps)
     return out
 
 
@@ -386,10 +356,9 @@ def _align_address(x: Tensor) -> Tensor:
 def store_grad(
     grad: Tensor, out: Tensor | None, adds: bool, dtype: torch.dtype | None, scale: float
 ) -> Tensor:
-    """Scale, cast and store a weight gradient that is in memory, as `grouped_wgrad` does.
+    """Write a gradient times `scale` to `out`, or add it if `adds`; None = return it in `dtype`.
 
-    Return grad * scale in `dtype` (None = that of grad), or `out`, to which it is written or, if
-    `adds`, added.
+    `dtype` None = the dtype of the gradient.
     """
     if out is not None:
         if adds:

@@ -1,4 +1,4 @@
-"""Load-balance statistics of the router's logits, of which `balance_loss` makes the losses.
+"""Load-balance statistics of the router's logits, from which `balance_loss` computes the losses.
 
     score_sums[b, e] = sum over the tokens of sequence b of softmax(logits)[e], or, with a score
                        function of each logit, of score[e] / (sum of the token's scores + 1e-20)
@@ -7,10 +7,11 @@
 Letters: T tokens, B sequences of T / B tokens, E experts.
 
 Bytes moved: 4 T E forward (the logits are read once), 8 T E backward, and T for a mask. About 10
-flops and one or two exponentials per logit, 50 flops for sqrtsoftplus. Sums are made in an order
-that depends on shapes and device alone, without atomics: equal inputs give equal bits.
+flops and one or two exponentials per logit, 50 flops for sqrtsoftplus. There are no atomics, and
+the order of sums depends only on shapes and device, so equal inputs give equal bits.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from moecore.kernels.common import (
     warn_on_fallback,
 )
 from moecore.kernels.ops import Op, make_save
-from moecore.kernels.routing.counts import MAX_EXPERTS, check_padding_mask
+from moecore.kernels.routing.counts import MAX_EXPERTS, check_padding_mask, view_mask_as_bytes
 from moecore.kernels.routing.scores import compute_scores_ref, compute_sqrtsoftplus
 
 
@@ -208,14 +209,12 @@ def balance_statistics_bwd_kernel(
     tl.store(dlogits + addresses, dx, mask=inside)
 
 
-def _view_as_bytes(mask_T: Tensor | None) -> Tensor | None:
-    return None if mask_T is None else mask_T.contiguous().view(torch.uint8)
-
-
-def _choose_tile(num_experts: int) -> tuple[int, int]:
-    """Return BLOCK_T and BLOCK_E: a tile has whole rows and about TILE logits."""
+@cache
+def _make_constants(num_experts: int, score_function: str) -> dict[str, Any]:
+    """Return the kernels' compile-time constants: a tile has full rows and about TILE logits."""
     block_e = next_power_of_2(num_experts)
-    return max(1, min(256, TILE // block_e)), block_e
+    block_t = max(1, min(256, TILE // block_e))
+    return dict(E=num_experts, FUNCTION=score_function, BLOCK_T=block_t, BLOCK_E=block_e)
 
 
 def _launch_forward(
@@ -226,23 +225,22 @@ def _launch_forward(
     if not T:
         return logits_TE.new_zeros(B, E), logits_TE.new_zeros(())
     logits_TE, num_rows = logits_TE.contiguous(), T // B
-    block_t, block_e = _choose_tile(E)
+    constants = _make_constants(E, score_function)
     num_parts = max(1, PROGRAMS_PER_SM * count_sms(logits_TE.device) // B)
-    num_parts = min(num_parts, cdiv(num_rows, block_t))
+    num_parts = min(num_parts, cdiv(num_rows, constants["BLOCK_T"]))
     score_parts = logits_TE.new_empty(B * num_parts, E)
     z_parts = logits_TE.new_empty(B * num_parts)
     score_sums_BE, z_sum = logits_TE.new_empty(B, E), logits_TE.new_empty(())
-    args = (logits_TE, _view_as_bytes(padding_mask_T), score_parts, z_parts, num_rows, num_parts)
-    launch(
-        balance_statistics_fwd_kernel,
-        B * num_parts,
-        *args,
-        E=E,
-        FUNCTION=score_function,
-        BLOCK_T=block_t,
-        BLOCK_E=block_e,
+    args = (
+        logits_TE,
+        view_mask_as_bytes(padding_mask_T),
+        score_parts,
+        z_parts,
+        num_rows,
+        num_parts,
     )
-    block_e = min(block_e, 16)
+    launch(balance_statistics_fwd_kernel, B * num_parts, *args, **constants)
+    block_e = min(constants["BLOCK_E"], 16)
     args = (score_parts, z_parts, score_sums_BE, z_sum, num_parts, B * num_parts)
     grid = B * cdiv(E, block_e) + 1
     launch(balance_statistics_fwd_reduce_kernel, grid, *args, E=E, BLOCK_P=256, BLOCK_E=block_e)
@@ -262,19 +260,11 @@ def _launch_backward(
     dlogits_TE = torch.empty_like(logits_TE)
     if not T:
         return dlogits_TE
-    block_t, block_e = _choose_tile(E)
-    num_tiles = cdiv(T // B, block_t)
+    constants = _make_constants(E, score_function)
+    num_tiles = cdiv(T // B, constants["BLOCK_T"])
     grads = (dscore_sums_BE.contiguous(), dz_sum.contiguous())
-    args = (logits_TE, _view_as_bytes(padding_mask_T), *grads, dlogits_TE, T // B, num_tiles)
-    launch(
-        balance_statistics_bwd_kernel,
-        B * num_tiles,
-        *args,
-        E=E,
-        FUNCTION=score_function,
-        BLOCK_T=block_t,
-        BLOCK_E=block_e,
-    )
+    args = (logits_TE, view_mask_as_bytes(padding_mask_T), *grads, dlogits_TE, T // B, num_tiles)
+    launch(balance_statistics_bwd_kernel, B * num_tiles, *args, **constants)
     return dlogits_TE
 
 
@@ -310,22 +300,19 @@ def balance_statistics(
     padding_mask_T: Tensor | None = None,
     sequences_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return each expert's scores summed by sequence, and the sum of squared logsumexps.
+    """Return each expert's scores summed by sequence [B, E], and the sum of logsumexp(logits)^2.
 
-    Differentiable in the logits. Two kernels forward, one backward; saves the logits and the mask.
+    Both have the dtype of the logits. Differentiable in the logits; saves the logits and the mask.
+    Two kernels forward, one backward.
 
     Args:
         logits_TE: [T, E] fp32, or fp64, which the reference computes on every device.
-        num_sequences: B, a divisor of T where sequences are consecutive tokens of equal number.
-        score_function: "softmax", or "sigmoid" or "sqrtsoftplus", whose scores are divided by their
-            sum.
-        padding_mask_T: bool [T], True = padding: in no sum, and its gradient is 0 whatever its
-            logits, NaN included. None = no padding.
-        sequences_T: int64 [T], each token's sequence, in plain PyTorch; None = consecutive tokens.
-
-    Returns:
-        score_sums_BE, the scores summed over each sequence, and the 0-dim sum over all tokens of
-        logsumexp(logits)^2, both in the dtype of the logits.
+        num_sequences: B, a divisor of T if sequences are consecutive tokens of equal number.
+        score_function: "softmax", "sigmoid" or "sqrtsoftplus"; scores of the last two are divided
+            by their sum.
+        padding_mask_T: bool [T], True = padding, which is in no sum and has gradient 0, even if its
+            logits are NaN. None = no padding.
+        sequences_T: int64 [T], each token's sequence, for plain PyTorch; None = consecutive tokens.
     """
     check_padding_mask(padding_mask_T, logits_TE.shape[0])
     is_small = logits_TE.dtype == torch.float32 and logits_TE.shape[1] <= MAX_EXPERTS

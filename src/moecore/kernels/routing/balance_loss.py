@@ -1,10 +1,10 @@
-"""The auxiliary losses of load balance, made of the statistics of the logits and the counts.
+"""The auxiliary losses of load balance, from the statistics of the logits and the counts.
 
 Letters: T tokens, B sequences, E experts, K choices per token, X = E + 1 columns (counts of the
 experts, then the number of tokens).
 
-One program each way reads [B, E] a few times and little else. Sums are made in an order that
-depends on shapes alone: equal inputs give equal bits.
+Forward and backward are one program each, which reads [B, E] a few times. The order of sums depends
+only on shapes, so equal inputs give equal bits.
 """
 
 from typing import Any
@@ -50,6 +50,24 @@ def _clamp_divisor(count):
     return tl.maximum(count, 1).to(tl.float32)
 
 
+@triton.jit
+def _load_counts(counts, start, num_sequences, cols, E: tl.constexpr, BLOCK_B: tl.constexpr):
+    """Return counts [b, e] in fp32 and tokens [b] of BLOCK_B sequences, offsets in [B, E], mask."""
+    rows = (start + tl.arange(0, BLOCK_B)).to(tl.int64)
+    in_rows = rows < num_sequences
+    inside = in_rows[:, None] & (cols < E)[None, :]
+    n = tl.load(counts + rows[:, None] * (E + 1) + cols[None, :], mask=inside, other=0)
+    t = tl.load(counts + rows * (E + 1) + E, mask=in_rows, other=0)
+    return n.to(tl.float32), t, rows[:, None] * E + cols[None, :], inside
+
+
+@triton.jit
+def _load_global_shares(global_counts, cols, E: tl.constexpr):
+    """Return each expert's share of the global counts, fp32 [e]."""
+    counts_E = tl.load(global_counts + cols, mask=cols < E, other=0)
+    return counts_E.to(tl.float32) / _clamp_divisor(tl.sum(counts_E, axis=0))
+
+
 @triton.jit(do_not_specialize=["num_sequences"])
 def balance_loss_fwd_kernel(
     score_sums,  # fp32 [B, E]
@@ -68,20 +86,14 @@ def balance_loss_fwd_kernel(
 ):
     """Write all four losses, times their factors, in one program."""
     cols = tl.arange(0, BLOCK_E)
-    in_cols = cols < E
     scores_BE = tl.zeros([BLOCK_B, BLOCK_E], tl.float32)
     counts_BE = tl.zeros([BLOCK_B, BLOCK_E], tl.float32)
     products_BE = tl.zeros([BLOCK_B, BLOCK_E], tl.float32)
     tokens_B = tl.zeros([BLOCK_B], tl.int64)
     sequences_B = tl.zeros([BLOCK_B], tl.int32)  # those with a token
     for start in range(0, num_sequences, BLOCK_B):
-        rows = (start + tl.arange(0, BLOCK_B)).to(tl.int64)
-        in_rows = rows < num_sequences
-        inside = in_rows[:, None] & in_cols[None, :]
-        s = tl.load(score_sums + rows[:, None] * E + cols[None, :], mask=inside, other=0.0)
-        n = tl.load(counts + rows[:, None] * (E + 1) + cols[None, :], mask=inside, other=0)
-        t = tl.load(counts + rows * (E + 1) + E, mask=in_rows, other=0)
-        n = n.to(tl.float32)
+        n, t, at, inside = _load_counts(counts, start, num_sequences, cols, E, BLOCK_B)
+        s = tl.load(score_sums + at, mask=inside, other=0.0)
         t1 = _clamp_divisor(t)[:, None]
         scores_BE += s
         counts_BE += n
@@ -95,8 +107,7 @@ def balance_loss_fwd_kernel(
     sequence /= _clamp_divisor(tl.sum(sequences_B, axis=0))
     global_batch = 0.0
     if global_counts is not None:
-        counts_E = tl.load(global_counts + cols, mask=in_cols, other=0)
-        share = counts_E.to(tl.float32) / _clamp_divisor(tl.sum(counts_E, axis=0))
+        share = _load_global_shares(global_counts, cols, E)
         global_batch = tl.sum(share * mean_scores, axis=0)
     tl.store(losses, micro_batch_factor * micro_batch)
     tl.store(losses + 1, sequence_factor * sequence)
@@ -122,36 +133,26 @@ def balance_loss_bwd_kernel(
 ):
     """Write the gradients of score_sums and z_sum in one program."""
     cols = tl.arange(0, BLOCK_E)
-    in_cols = cols < E
     counts_BE = tl.zeros([BLOCK_B, BLOCK_E], tl.float32)
     tokens_B = tl.zeros([BLOCK_B], tl.int64)
     sequences_B = tl.zeros([BLOCK_B], tl.int32)  # those with a token
     for start in range(0, num_sequences, BLOCK_B):
-        rows = (start + tl.arange(0, BLOCK_B)).to(tl.int64)
-        in_rows = rows < num_sequences
-        inside = in_rows[:, None] & in_cols[None, :]
-        n = tl.load(counts + rows[:, None] * (E + 1) + cols[None, :], mask=inside, other=0)
-        counts_BE += n.to(tl.float32)
-        t = tl.load(counts + rows * (E + 1) + E, mask=in_rows, other=0)
+        n, t, _, _ = _load_counts(counts, start, num_sequences, cols, E, BLOCK_B)
+        counts_BE += n
         tokens_B += t
         sequences_B += (t > 0).to(tl.int32)
     total = _clamp_divisor(tl.sum(tokens_B, axis=0))
     dmean_scores = tl.sum(counts_BE, axis=0) / total * (micro_batch_factor * tl.load(dlosses))
     if global_counts is not None:
-        counts_E = tl.load(global_counts + cols, mask=in_cols, other=0)
-        share = counts_E.to(tl.float32) / _clamp_divisor(tl.sum(counts_E, axis=0))
+        share = _load_global_shares(global_counts, cols, E)
         dmean_scores += share * (global_batch_factor * tl.load(dlosses + 2))
     dscores = (dmean_scores / total)[None, :]
     dsequence = sequence_factor * tl.load(dlosses + 1) / _clamp_divisor(tl.sum(sequences_B, axis=0))
     for start in range(0, num_sequences, BLOCK_B):
-        rows = (start + tl.arange(0, BLOCK_B)).to(tl.int64)
-        in_rows = rows < num_sequences
-        inside = in_rows[:, None] & in_cols[None, :]
-        n = tl.load(counts + rows[:, None] * (E + 1) + cols[None, :], mask=inside, other=0)
-        t = tl.load(counts + rows * (E + 1) + E, mask=in_rows, other=0)
+        n, t, at, inside = _load_counts(counts, start, num_sequences, cols, E, BLOCK_B)
         t1 = _clamp_divisor(t)[:, None]
-        ds = dscores + dsequence * (n.to(tl.float32) / t1) / t1
-        tl.store(dscore_sums + rows[:, None] * E + cols[None, :], ds, mask=inside)
+        ds = dscores + dsequence * (n / t1) / t1
+        tl.store(dscore_sums + at, ds, mask=inside)
     tl.store(dz_sum, z_factor * tl.load(dlosses + 3) / total)
 
 
@@ -233,13 +234,13 @@ def balance_loss(
         sum_e(g/sum(g) * S/T)
         z_sum/T
 
-    where divisors of 0 become 1. Counts that cover the tokens of more ranks than the sums give this
-    rank's share of the loss. Differentiable in both sums, one kernel each way.
+    where divisors of 0 become 1. If the counts cover the tokens of more ranks than the sums, the
+    result is this rank's share of the loss. Differentiable in both sums, one kernel each way.
 
     Args:
         score_sums_BE, z_sum: fp32 or fp64, [B, E] and 0-dim, from `balance_statistics`.
         counts_BX: int64 [B, E + 1], from `count_experts_and_tokens`.
-        factors: of the four losses, E / K and E of their formula included.
+        factors: factors of the four losses, which include E / K and E of their formulas.
         global_counts_E: int64 [E], contiguous; None = no global-batch loss (0).
     """
     E = score_sums_BE.shape[1]
@@ -247,7 +248,5 @@ def balance_loss(
     if use_kernel(score_sums_BE) and is_small:
         return _balance_loss(score_sums_BE, z_sum, counts_BX, global_counts_E, factors)
     warn_on_fallback(score_sums_BE, f"balance losses of {E} experts in {score_sums_BE.dtype}")
-    losses = balance_loss_ref(
-        score_sums_BE, z_sum, counts_BX, factors, global_counts_E=global_counts_E
-    )
-    return losses.float()
+    sums = (score_sums_BE, z_sum, counts_BX)
+    return balance_loss_ref(*sums, factors, global_counts_E=global_counts_E).float()

@@ -1,17 +1,16 @@
-"""Which experts are cloned on which rank, and which of their tokens go to the clone.
+"""Which experts are cloned on which rank, and which of their tokens the clones compute.
 
     plan_clones           loads of the experts -> the expert and the tokens of each clone
     assign_physical_ids   ids -> physical ids: the expert on its own rank, or one of its clones
 
-Letters: P ranks, E experts, e experts of a rank (E / P), c clones of a rank at most, N = P c,
-T tokens, K experts per token.
+Letters: P ranks, E experts, e experts of a rank (E / P), c clones of a rank at most, N = P c, T
+tokens, K experts per token.
 
-The tokens of an expert have an order: by rank, and there by choice. The rank that owns the expert
-computes the first of them, and each clone a range of the others. Again and again the busiest rank
-gives tokens of its busiest expert to the rank with the fewest: as many as bring the first down, or
-the second up, to the mean; where that is too few, as many as make the two equal. Each step fills
-the place of one clone, and most end the matter for one rank, so there are few clones. Ties go to
-the lower number, so every rank finds the same plan.
+The tokens of an expert are ordered by rank, then by choice. The rank that owns the expert computes
+the first tokens, and each clone a range of the others. Each step of the plan moves tokens of the
+busiest expert of the busiest rank to the rank with the fewest tokens: as many as bring one of both
+ranks to the mean, or, if these are too few, as many as make both ranks equal. Each step uses one
+clone. Ties go to the lower number, so every rank computes the same plan.
 
 One launch of one program, and one launch over the choices; no host sync.
 
@@ -49,7 +48,7 @@ def plan_clones_ref(
     loads, e = loads_E.tolist(), loads_E.numel() // num_ranks
     ranks = [sum(loads[p * e : (p + 1) * e]) for p in range(num_ranks)]
     mean = -(-sum(loads) // num_ranks)
-    min_tokens = max(1, mean * _quantise_share(min_share) >> 16)
+    min_tokens = max(1, mean * round(min_share * 2**16) >> 16)
     clone_counts = [0] * num_ranks
     places = [(-1, 0, 0)] * (num_ranks * num_clones)
     for _ in places:
@@ -69,11 +68,6 @@ def plan_clones_ref(
         ranks[q] += num_tokens
     columns = torch.tensor(places, dtype=torch.int32, device=loads_E.device).T
     return ClonePlan(*columns.contiguous())
-
-
-def _quantise_share(min_share: float) -> int:
-    """Return the share in units of 2^-16, an int, so that host and device round equally."""
-    return round(min_share * 2**16)
 
 
 @triton.jit
@@ -147,18 +141,11 @@ def plan_clones(
         return plan_clones_ref(loads_E, num_ranks, num_clones, min_share)
     E, N = loads_E.numel(), num_ranks * num_clones
     plan = ClonePlan(*(torch.empty(N, dtype=torch.int32, device=loads_E.device) for _ in range(3)))
-    launch(
-        _plan_clones_kernel,
-        1,
-        *(loads_E.contiguous(), *plan),
-        SHARE=_quantise_share(min_share),
-        NUM_LOCAL=E // num_ranks,
-        P=num_ranks,
-        CLONES=num_clones,
-        EXPERTS=next_power_of_2(E // num_ranks),
-        RANKS=next_power_of_2(num_ranks),
-        PLACES=next_power_of_2(N),
-    )
+    NUM_LOCAL, SHARE = E // num_ranks, round(min_share * 2**16)
+    EXPERTS, RANKS, PLACES = map(next_power_of_2, (NUM_LOCAL, num_ranks, N))
+    sizes = dict(NUM_LOCAL=NUM_LOCAL, P=num_ranks, CLONES=num_clones, SHARE=SHARE)
+    blocks = dict(EXPERTS=EXPERTS, RANKS=RANKS, PLACES=PLACES)
+    launch(_plan_clones_kernel, 1, loads_E.contiguous(), *plan, **sizes, **blocks)
     return plan
 
 
@@ -203,9 +190,8 @@ def _physical_ids_kernel(
     out = tl.where(is_choice, ids + ids // NUM_LOCAL * CLONES, ids)
     for n in range(N):
         x = tl.load(experts_ptr + n)
-        is_clone = (
-            (ids == x) & (places >= tl.load(starts_ptr + n)) & (places < tl.load(stops_ptr + n))
-        )
+        start, stop = tl.load(starts_ptr + n), tl.load(stops_ptr + n)
+        is_clone = (ids == x) & (places >= start) & (places < stop)
         physical = n // CLONES * (NUM_LOCAL + CLONES) + NUM_LOCAL + n % CLONES
         out = tl.where(is_clone & (x >= 0), physical, out)
     tl.store(out_ptr + choices, out, mask=inside)
@@ -231,15 +217,7 @@ def assign_physical_ids(
         places_TK = rows_TK + base_E[ids_TK.clamp(min=0).long()]
         return assign_physical_ids_ref(ids_TK, places_TK, plan, num_local, num_clones)
     out_TK, num_choices = torch.empty_like(rows_TK), ids_TK.numel()
-    args = (ids_TK.contiguous(), rows_TK, offsets_E, before_E.contiguous(), *plan, out_TK)
-    launch(
-        _physical_ids_kernel,
-        cdiv(num_choices, BLOCK),
-        *args,
-        num_choices,
-        NUM_LOCAL=num_local,
-        CLONES=num_clones,
-        N=plan.experts_N.numel(),
-        BLOCK=BLOCK,
-    )
+    tensors = (ids_TK.contiguous(), rows_TK, offsets_E, before_E.contiguous(), *plan, out_TK)
+    sizes = dict(NUM_LOCAL=num_local, CLONES=num_clones, N=plan.experts_N.numel(), BLOCK=BLOCK)
+    launch(_physical_ids_kernel, cdiv(num_choices, BLOCK), *tensors, num_choices, **sizes)
     return out_TK

@@ -5,8 +5,8 @@
 Letters: T tokens, B sequences of T / B tokens, E experts, K choices per token, N = T K.
 
 Bytes moved: 4 N, 8 B E for the counts, and T for a padding mask. Each program makes a histogram of
-its ids and adds it with one integer atomic per expert that occurs; integer sums have no order to
-depend on. Counts are int64, because they are summed over ranks and micro-batches of a step.
+its ids and adds it with one integer atomic per expert that occurs. Counts are int64, because they
+are summed over ranks and micro-batches of a step.
 """
 
 import torch
@@ -46,6 +46,11 @@ def check_padding_mask(padding_mask_T: Tensor | None, num_tokens: int) -> None:
         )
 
 
+def view_mask_as_bytes(padding_mask_T: Tensor | None) -> Tensor | None:
+    """Return a bool mask as contiguous uint8, 1 = True, or None."""
+    return None if padding_mask_T is None else padding_mask_T.contiguous().view(torch.uint8)
+
+
 @triton.jit(do_not_specialize=["num_ids", "num_tokens", "num_blocks"])
 def expert_counts_fwd_kernel(
     ids,  # int32 [B, num_ids]; -1 is not counted
@@ -68,18 +73,16 @@ def expert_counts_fwd_kernel(
     histogram = tl.histogram(expert, BINS, mask=(expert >= 0) & (expert < E))
     bins = tl.arange(0, BINS)
     out = counts + sequence * WIDTH
-    tl.atomic_add(
-        out + bins, histogram.to(tl.int64), mask=(bins < E) & (histogram > 0), sem="relaxed"
-    )
+    mask = (bins < E) & (histogram > 0)
+    tl.atomic_add(out + bins, histogram.to(tl.int64), mask=mask, sem="relaxed")
     if WIDTH > E:
         if padding is None:
             if block == 0:
                 tl.store(out + E, num_tokens)
         else:
             # There are at least as many ids as tokens: these programs see each token once.
-            masked = tl.load(
-                padding + sequence * num_tokens + position, mask=position < num_tokens, other=1
-            )
+            at = padding + sequence * num_tokens + position
+            masked = tl.load(at, mask=position < num_tokens, other=1)
             num_real = tl.sum((masked == 0).to(tl.int32), axis=0)
             tl.atomic_add(out + E, num_real.to(tl.int64), mask=num_real > 0, sem="relaxed")
 
@@ -93,18 +96,11 @@ def _add_counts(
         return
     num_tokens = T // B
     num_blocks = cdiv(num_tokens * K, BLOCK)
-    padding = None if padding_mask_T is None else padding_mask_T.contiguous().view(torch.uint8)
+    padding = view_mask_as_bytes(padding_mask_T)
     args = (ids_TK.contiguous(), padding, counts_BX, num_tokens * K, num_tokens, num_blocks)
-    launch(
-        expert_counts_fwd_kernel,
-        B * num_blocks,
-        *args,
-        E=num_experts,
-        WIDTH=width,
-        BINS=max(32, next_power_of_2(num_experts)),
-        BLOCK=BLOCK,
-        num_warps=8,
-    )
+    bins = max(32, next_power_of_2(num_experts))
+    sizes = dict(E=num_experts, WIDTH=width, BINS=bins, BLOCK=BLOCK, num_warps=8)
+    launch(expert_counts_fwd_kernel, B * num_blocks, *args, **sizes)
 
 
 _add_expert_counts = Op(
@@ -115,7 +111,7 @@ _add_expert_counts = Op(
 def add_expert_counts(counts_BE: Tensor, ids_TK: Tensor) -> None:
     """Add each expert's number of choices to `counts_BE`, int64, contiguous; one kernel.
 
-    ids_TK are int32, -1 = dropped, not counted. Row b of counts is of the b-th T / B tokens.
+    ids_TK are int32; -1 = dropped, not counted. Row b of counts_BE counts the b-th T / B tokens.
     """
     E = counts_BE.shape[1]
     if use_kernel(ids_TK) and E <= MAX_EXPERTS:
@@ -134,16 +130,14 @@ def count_experts_and_tokens(
 ) -> Tensor:
     """Return int64 [B, E + 1]: per sequence, the choices of each expert, then the number of tokens.
 
+    Tokens whose choices were all dropped are counted, padding is not. A memset and one kernel.
     Example, B=2, E=3: ids [[0, 2], [2, -1], [1, 0], [-1, -1]] give [[1, 0, 2, 2], [1, 1, 0, 2]].
 
-    A memset and one kernel. Tokens whose choices were all dropped are counted, padding is not.
-
     Args:
-        ids_TK: int32 [T, K], expert ids; -1 = dropped or padding, not counted. T is a multiple of B
-            without `sequences_T`.
+        ids_TK: int32 [T, K], expert ids; -1 = dropped or padding, not counted.
         padding_mask_T: bool [T], True = padding, whose ids are -1 already; None = no padding.
-        sequences_T: int64 [T], the sequence of each token, counted in plain PyTorch; None =
-            sequences are consecutive tokens of equal number.
+        sequences_T: int64 [T], the sequence of each token, for plain PyTorch; None = sequences are
+            T / B consecutive tokens.
     """
     B, E, T = num_sequences, num_experts, ids_TK.shape[0]
     check_padding_mask(padding_mask_T, T)

@@ -1,22 +1,21 @@
-"""Histograms of the bias with which an expert would be chosen, and the bias that evens out loads.
+"""Histograms of the bias with which an expert would be chosen, and the bias that balances loads.
 
     margin[t, e] = cutoff[t] - score[t, e]      cutoff[t] = the (K + 1)-th best score + bias of t
     histogram[e, bin(margin[t, e])] += 1        for every token that is no padding
-    even_bias[e] = the K / E quantile of what histogram[e] counted
+    even_bias[e] = the K / E quantile of histogram[e]
 
-Scores lie in [0, 1], so margins lie within 1 of the least and the greatest bias; the bins divide
-that range. Integer atomics: the same counts in every run, where scores have the same bits.
+Scores are in [0, 1], so margins are within 1 of the least and the greatest bias; the bins divide
+that range. Integer atomics give the same counts in every run if scores have the same bits.
 
 Letters: L layers, T tokens, E experts, K choices, X bins. One launch reads the logits, 4 * T * E
-bytes, and adds T * E times in the second-level cache. The quantiles of any number of layers are one
-launch, which reads each histogram once.
+bytes, and does T * E atomic adds in L2. Another computes the quantiles of any number of layers.
 """
 
 import torch
 from torch import Tensor
 
 from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel
-from moecore.kernels.routing.scores import compute_row_scores, compute_scores_ref
+from moecore.kernels.routing.scores import compute_scores_ref, load_token_scores
 
 NUM_BINS = 1000
 TILE = 1024  # logits of one warp, which holds whole rows
@@ -41,7 +40,7 @@ def add_margins_ref(
     low, width = (edge.float() for edge in compute_margin_range(bias_E))
     scores_TE = compute_scores_ref(logits_TE, score_function)
     cutoff_T1 = (scores_TE + bias_E).topk(top_k + 1, dim=-1).values[:, -1:]
-    # A NaN would become an address; it lands in bin 0, of a step that will be skipped.
+    # A NaN would become an address. It counts in bin 0, and the step will be skipped.
     bins_TE = ((cutoff_T1 - scores_TE - low) / width).nan_to_num(0.0).clamp(0, X - 1).long()
     bins_TE = bins_TE + torch.arange(E, device=bins_TE.device) * X
     counts_TE = torch.ones_like(bins_TE)
@@ -80,12 +79,10 @@ def _add_margins_kernel(
     EP: tl.constexpr,  # E up to a power of two
 ):
     """Add the margins of BT tokens to the experts' histograms by integer atomics."""
-    rows = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
-    columns = tl.arange(0, EP)[None, :]
-    row_mask = rows < num_tokens
+    scores, columns, token_mask = load_token_scores(
+        logits_ptr, padding_ptr, num_tokens, FUNCTION, E, BT, EP
+    )
     real = columns < E
-    logits = tl.load(logits_ptr + rows * E + columns, mask=row_mask & real, other=float("-inf"))
-    scores, _, _ = compute_row_scores(tl.where(row_mask, logits, 0.0), FUNCTION)
     bias = tl.load(bias_ptr + columns, mask=real, other=0.0)
     low = tl.min(tl.where(real, bias, float("inf")), axis=1, keep_dims=True).to(tl.float64)
     high = tl.max(tl.where(real, bias, float("-inf")), axis=1, keep_dims=True).to(tl.float64)
@@ -93,7 +90,7 @@ def _add_margins_kernel(
     low = (low - 1.0).to(tl.float32)
 
     biased = tl.where(real, scores + bias, float("-inf"))
-    for _ in range(K):  # one of the best goes, whichever
+    for _ in range(K):  # remove one of the best
         best = tl.max(biased, axis=1, keep_dims=True)
         column = tl.min(tl.where(biased == best, columns, EP), axis=1, keep_dims=True)
         biased = tl.where(columns == column, float("-inf"), biased)
@@ -101,11 +98,8 @@ def _add_margins_kernel(
     place = tl.div_rn(cutoff - scores - low, tl.broadcast_to(width, [BT, EP]))
     place = tl.where(place == place, place, 0.0)  # a NaN would become an address
     bins = tl.minimum(tl.maximum(place, 0.0), X - 1.0).to(tl.int64)
-    mask = row_mask & real
-    if padding_ptr is not None:
-        mask = mask & (tl.load(padding_ptr + rows, mask=row_mask, other=1).to(tl.int32) == 0)
-    increments = tl.full([BT, EP], 1, dtype=tl.int64)
-    tl.atomic_add(histogram_ptr + columns * X + bins, increments, mask=mask, sem="relaxed")
+    at, increments = histogram_ptr + columns * X + bins, tl.full([BT, EP], 1, dtype=tl.int64)
+    tl.atomic_add(at, increments, mask=token_mask & real, sem="relaxed")
 
 
 def add_margins_(
@@ -116,12 +110,12 @@ def add_margins_(
     score_function: str,
     padding_mask_T: Tensor | None = None,
 ) -> None:
-    """Add each token's margins to the histograms [E, X] of the experts, in place. No host sync.
+    """Add each token's margins to the experts' histograms [E, X] in place. No host sync.
 
     The margin of a token and an expert is the bias with which the token would just choose the
-    expert. A NaN counts in bin 0. The histogram is int64, contiguous; logits [T, E] and bias_E,
-    with which the tokens chose, are fp32. Scores of the function are in [0, 1]. padding_mask_T,
-    bool, is True for tokens that are not counted; None = no padding.
+    expert. A NaN counts in bin 0. The histogram is int64, contiguous; logits, and the bias of the
+    tokens' choice, are fp32. Scores of `score_function` are in [0, 1]. padding_mask_T is True for
+    tokens that are not counted; None = no padding.
     """
     if not use_kernel(logits_TE) or logits_TE.dtype != torch.float32:
         add_margins_ref(histogram_EX, logits_TE, bias_E, top_k, score_function, padding_mask_T)
@@ -189,15 +183,9 @@ def compute_even_bias(histogram_EX: Tensor, bias_E: Tensor, top_k: int) -> Tenso
         return compute_even_bias_ref(histogram_EX, bias_E, top_k)
     E, X = histogram_EX.shape[-2:]
     out_E = torch.empty_like(bias_E, memory_format=torch.contiguous_format)
-    launch(
-        _even_bias_kernel,
-        bias_E.numel(),
-        *(histogram_EX.contiguous(), bias_E.contiguous(), out_E),
-        E=E,
-        K=top_k,
-        X=X,
-        XP=next_power_of_2(X),
-        EP=next_power_of_2(E),
-        enable_fp_fusion=False,  # the bits of the reference
+    args = (histogram_EX.contiguous(), bias_E.contiguous(), out_E)
+    constants = dict(
+        E=E, K=top_k, X=X, XP=next_power_of_2(X), EP=next_power_of_2(E), enable_fp_fusion=False
     )
+    launch(_even_bias_kernel, bias_E.numel(), *args, **constants)
     return out_E

@@ -1,16 +1,16 @@
-"""Which experts each token goes to, and with which weight: scores, top-k choice, weights.
+"""The experts of each token and their weights: scores, top-k choice, weights.
 
     route           the choice and its weights
-    route_weights   the weights of a choice that is given: of a replayed one, or one that a rule
-                    made. They are those that `route` would give, had it chosen so
+    route_weights   the weights of given experts, for example of a replayed choice: the weights
+                    that `route` would return for this choice
 
 Letters: T tokens, E experts, K experts per token, G expert groups of S experts.
 
 Budget: forward reads the logits once, 4TE bytes, and writes 8TK; backward reads 4TE + 8TK and
 writes 4TE (scores of each logit and "post" read only K logits of a row). Neither is bound by
 memory: a choice is an argmax over E in registers, about 6 integer instructions per logit and
-choice. `route_weights` runs the kernels of `route` without the argmaxes, so that a replayed choice
-gets the very weights of its recording.
+choice. `route_weights` runs the kernels of `route` without the argmaxes, so a replayed choice gets
+the bits of its recording.
 """
 
 from dataclasses import dataclass, fields
@@ -131,31 +131,22 @@ def _unflatten_options(flat: tuple[Any, ...]) -> RouteOptions:
 
 
 def run_forward(logits_TE: Tensor, bias_E: Tensor | None, *flat: Any) -> tuple[Tensor, Tensor]:
-    """Return `route`'s ids and weights by its kernel, without autograd.
-
-    `flat` is `flatten_options(options)`. Weights have the dtype of the logits, fp32.
-    """
-    logits_TE = logits_TE.contiguous()
-    ids_TK, weights_TK = _make_empty_choice(logits_TE, bias_E, *flat)
-    bias_E = None if bias_E is None else bias_E.float().contiguous()
-    _launch_forward(logits_TE, bias_E, ids_TK, weights_TK, _unflatten_options(flat), has_ids=False)
-    return ids_TK, weights_TK
+    """Compute `route` by its kernel without autograd; `flat` is `flatten_options(options)`."""
+    return _launch_forward(logits_TE, bias_E, None, _unflatten_options(flat))
 
 
 def _launch_forward(
-    logits_TE: Tensor,
-    bias_E: Tensor | None,
-    ids_TK: Tensor,
-    weights_TK: Tensor,
-    options: RouteOptions,
-    *,
-    has_ids: bool,
-) -> None:
-    """Write weights_TK, and ids_TK unless `has_ids`: then ids_TK is read. All are contiguous."""
-    (T, E), K = logits_TE.shape, ids_TK.shape[1]
-    BT, constants = _choose_forward_constants(E, K, options, has_ids)
-    args = (logits_TE, bias_E, ids_TK, weights_TK, T, options.scale)
+    logits_TE: Tensor, bias_E: Tensor | None, ids_TK: Tensor | None, options: RouteOptions
+) -> tuple[Tensor, Tensor]:
+    """Return ids_TK (None = the kernel chooses them) and their weights, by the kernel."""
+    (T, E), K = logits_TE.shape, options.top_k if ids_TK is None else ids_TK.shape[1]
+    empty_TK, weights_TK = _make_empty_choice(logits_TE, bias_E, K)
+    BT, constants = _choose_forward_constants(E, K, options, ids_TK is not None)
+    bias_E = None if bias_E is None else bias_E.float().contiguous()
+    ids_TK = empty_TK if ids_TK is None else ids_TK.contiguous()
+    args = (logits_TE.contiguous(), bias_E, ids_TK, weights_TK, T, options.scale)
     launch(route_fwd_kernel, cdiv(T, BT), *args, **constants)
+    return ids_TK, weights_TK
 
 
 @cache
@@ -166,23 +157,17 @@ def _choose_forward_constants(
     G = options.num_groups if options.top_groups < options.num_groups else 1
     GP, SP, KP = (next_power_of_2(n) for n in (G, E // G, K))
     BT = _count_tokens_per_program(FWD_TILE, max(GP * SP, KP))
-    return BT, dict(
-        E=E,
-        K=K,
-        G=G,
-        BT=BT,
-        KP=KP,
-        GP=GP,
-        SP=SP,
-        TOP_GROUPS=options.top_groups,
-        GROUP_EXPERTS=options.group_experts,
-        FUNCTION=options.score_function,
-        POST=options.score_order == "post",
-        NORMALIZE=options.normalize,
-        HAS_IDS=has_ids,
-        num_warps=1,
-        enable_fp_fusion=False,  # Note [same bits] of scores.py
-    )
+    sizes = dict(E=E, K=K, G=G, BT=BT, KP=KP, GP=GP, SP=SP, HAS_IDS=has_ids)
+    groups = dict(TOP_GROUPS=options.top_groups, GROUP_EXPERTS=options.group_experts)
+    post, normalize = options.score_order == "post", options.normalize
+    scores = _make_score_constants(options.score_function, post, normalize)
+    return BT, sizes | groups | scores
+
+
+def _make_score_constants(function: str, post: bool, normalize: bool) -> dict[str, Any]:
+    """Return compile-time constants and launch options that forward and backward share."""
+    options = dict(num_warps=1, enable_fp_fusion=False)  # Note [same bits] of scores.py
+    return dict(FUNCTION=function, POST=post, NORMALIZE=normalize, **options)
 
 
 def _make_empty_choice(
@@ -203,46 +188,33 @@ def _route_bwd(
     scale: float,
 ) -> Tensor:
     """Return dlogits [T, E] of `route` and `route_weights`; an id of -1 has no gradient."""
-    logits_TE, dweights_TK = logits_TE.contiguous(), dweights_TK.contiguous()
     (T, E), K = logits_TE.shape, ids_TK.shape[1]
-    dlogits_TE = torch.empty_like(logits_TE)
+    dlogits_TE = logits_TE.new_empty(T, E)
     EP = next_power_of_2(E)
     BT = _count_tokens_per_program(BWD_TILE, EP)
-    launch(
-        route_bwd_kernel,
-        cdiv(T, BT),
-        *(logits_TE, ids_TK, dweights_TK, dlogits_TE, T, scale),
-        E=E,
-        K=K,
-        BT=BT,
-        KP=next_power_of_2(K),
-        EP=EP,
-        FUNCTION=score_function,
-        POST=score_order == "post",
-        NORMALIZE=normalize,
-        num_warps=1,
-        enable_fp_fusion=False,  # Note [same bits] of scores.py
-    )
+    tensors = (logits_TE.contiguous(), ids_TK.contiguous(), dweights_TK.contiguous(), dlogits_TE)
+    sizes = dict(E=E, K=K, BT=BT, KP=next_power_of_2(K), EP=EP)
+    scores = _make_score_constants(score_function, score_order == "post", normalize)
+    launch(route_bwd_kernel, cdiv(T, BT), *tensors, T, scale, **sizes, **scores)
     return dlogits_TE
 
 
-# dlogits of `route` and `route_weights`; an id of -1 is no choice.
 backward = Op("route_bwd", _route_bwd, lambda x_TE, *_: x_TE.new_empty(x_TE.shape))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Save logits, ids and the four options of `_route_bwd`; ids are not differentiable."""
     ctx.save_for_backward(inputs[0], output[0])
-    ctx.options = inputs[3:7]
+    ctx.others = inputs[3:7]
     ctx.mark_non_differentiable(output[0])
     ctx.set_materialize_grads(False)  # the ids would get zeros of their size
 
 
-def _backward(ctx: Any, _: Tensor | None, dweights_TK: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return dlogits and None for the nine other arguments of `run_forward`."""
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return dlogits from the gradient of the weights (the last of `grads`), and nine Nones."""
     dlogits_TE = None
-    if ctx.needs_input_grad[0] and dweights_TK is not None:
-        dlogits_TE = backward(*ctx.saved_tensors, dweights_TK, *ctx.options)
+    if ctx.needs_input_grad[0] and grads[-1] is not None:
+        dlogits_TE = backward(*ctx.saved_tensors, grads[-1], *ctx.others)
     return (dlogits_TE, *(None,) * 9)
 
 
@@ -276,18 +248,16 @@ def check_options(num_experts: int, options: RouteOptions) -> None:
 def route(logits_TE: Tensor, bias_E: Tensor | None, options: RouteOptions) -> tuple[Tensor, Tensor]:
     """Return the chosen experts and the weights of their outputs.
 
-    The choice is by (selection score, best first; then id, lowest first), groups likewise. A NaN
-    selection score counts as greater than every number, so ids stay distinct and in range, and a
-    token with a NaN logit shows it in its weights. No host sync; bit-identical between runs.
-
+    Experts, and likewise groups, are chosen by the greatest selection score, and by the lowest id
+    if scores are equal. A NaN counts as greater than every number, so ids stay distinct and in
+    range, and a token with a NaN logit has a NaN weight. No host sync; bit-identical between runs.
     Scores of the kernel may differ from those of `route_ref` in their last bits, so experts that
-    nearly tie may change places between the two.
+    nearly tie may be exchanged.
 
     Args:
-        logits_TE: [T, E], fp32 or fp64 (others are widened to fp32). fp64 takes the plain PyTorch
-            path on every device.
+        logits_TE: [T, E], any float dtype, computed in fp32; fp64 is computed in plain PyTorch.
         bias_E: [E] fp32, added to the selection scores ("pre": to the scores, "post": to the
-            logits) and not to the weights; no gradient. None = none.
+            logits) and not to the weights; no gradient. None = no bias.
         options: scores, groups and weights.
 
     Returns:
@@ -310,7 +280,7 @@ def route_weights_ref(logits_TE: Tensor, ids_TK: Tensor, options: RouteOptions) 
     ids_TK = ids_TK.long().clamp(min=0)
     if options.is_softmax_after_choice:
         logits_TK = logits_TE.gather(1, ids_TK)
-        # A row without a choice would be a softmax of nothing, NaN.
+        # The softmax of a row without a choice would be NaN.
         out_TK = ~is_choice_TK & is_choice_TK.any(-1, keepdim=True)
         weights_TK = logits_TK.masked_fill(out_TK, -torch.inf).softmax(-1)
         weights_TK = torch.where(is_choice_TK, weights_TK, 0)
@@ -323,20 +293,8 @@ def route_weights_ref(logits_TE: Tensor, ids_TK: Tensor, options: RouteOptions) 
 
 
 def _route_weights(logits_TE: Tensor, ids_TK: Tensor, *flat: Any) -> Tensor:
-    """Compute `route_weights` by the kernel, without autograd; `flat` as for `run_forward`."""
-    logits_TE, ids_TK = logits_TE.contiguous(), ids_TK.contiguous()
-    weights_TK = logits_TE.new_empty(ids_TK.shape)
-    _launch_forward(logits_TE, None, ids_TK, weights_TK, _unflatten_options(flat), has_ids=True)
-    return weights_TK
-
-
-def _weights_backward(ctx: Any, dweights_TK: Tensor) -> tuple[Tensor | None, ...]:
-    """Return dlogits and None for the nine other arguments of `_route_weights`."""
-    logits_TE, ids_TK = ctx.saved_tensors
-    dlogits_TE = None
-    if ctx.needs_input_grad[0]:
-        dlogits_TE = backward(logits_TE, ids_TK.contiguous(), dweights_TK, *ctx.others)
-    return (dlogits_TE, *(None,) * 9)
+    """Compute `route_weights` by the kernel without autograd; `flat` as for `run_forward`."""
+    return _launch_forward(logits_TE, None, ids_TK, _unflatten_options(flat))[1]
 
 
 _route_weights_op = Op(
@@ -344,22 +302,21 @@ _route_weights_op = Op(
     _route_weights,
     lambda logits_TE, ids_TK, *_: logits_TE.new_empty(ids_TK.shape),
     save=make_save(slice(2), slice(3, 7)),
-    backward=_weights_backward,
+    backward=_backward,
     schema=f"(Tensor logits_TE, Tensor ids_TK, {_OPTIONS}) -> Tensor",
 )
 
 
 def route_weights(logits_TE: Tensor, ids_TK: Tensor, options: RouteOptions) -> Tensor:
-    """Return the weights of given expert ids, bit-identical to `route` for ids that it returned.
+    """Return the weights [T, K] of given expert ids, with the bits of `route` for ids from `route`.
+
+    fp32, differentiable in the logits; no host sync.
 
     Args:
         logits_TE: as for `route`.
         ids_TK: int32, distinct in a row; -1 = no choice.
-        options: scores, weights and groups, whose layout orders the sums; its other fields of the
+        options: scores, weights and groups, whose layout orders the sums; other options of the
             choice are not read.
-
-    Returns:
-        [T, K] fp32, differentiable in the logits; no host sync.
     """
     is_small = logits_TE.dtype != torch.float64 and logits_TE.shape[1] <= MAX_EXPERTS
     if not (is_small and use_kernel(logits_TE)):

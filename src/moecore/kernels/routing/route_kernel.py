@@ -7,11 +7,10 @@ tokens, and P marks a size up to a power of two.
 from moecore.kernels.common import tl, triton
 from moecore.kernels.routing.scores import compute_exp, compute_row_scores, compute_scores, sum_rows
 
-# A row is ranked by (selection score, greatest first; then id, lowest first). The kernel compares
-# int32 keys that sort like the floats, so that equal floats tie exactly: -0.0 is 0.0, every NaN is
-# one value above infinity, and -2**31, which no float has, marks what may not be chosen. A choice
-# is then two integer reductions, the greatest key and the lowest column that has it; a warp reduces
-# 32-bit integers in one instruction each.
+# The kernel compares int32 keys that sort like the floats, so that equal floats tie exactly: -0.0
+# is 0.0, every NaN is one value above infinity, and -2**31, which no float has, marks columns that
+# may not be chosen. A choice is two integer reductions, the greatest key and the lowest column that
+# has it; a warp reduces 32-bit integers in one instruction.
 
 
 @triton.jit
@@ -29,7 +28,7 @@ def _decode_key(key):
 
 @triton.jit
 def _find_best(keys, columns):
-    """Return [rows, 1], the column of each row's greatest key, the lowest among equals."""
+    """Return [rows, 1], the column of each row's greatest key; of equal keys the lowest."""
     best = tl.max(keys, axis=1, keep_dims=True)
     return tl.min(tl.where(keys == best, columns, keys.shape[1] - 1), axis=1, keep_dims=True)
 
@@ -61,7 +60,7 @@ def _exclude_groups(
     for _ in tl.static_range(GROUP_EXPERTS):
         greatest = tl.max(rest, axis=2, keep_dims=True)
         sums += _decode_key(tl.reshape(greatest, [BT, GP]))
-        # One of them goes, so that equals count as often as they are there.
+        # Remove one of the greatest, so that equal keys count separately.
         column = tl.min(tl.where(rest == greatest, columns, SP - 1), axis=2, keep_dims=True)
         rest = tl.where(columns == column, -0x80000000, rest)
     groups = tl.arange(0, GP)[None, :]

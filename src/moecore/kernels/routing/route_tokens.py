@@ -1,7 +1,7 @@
-"""Logits, choice and weights of tokens: `router_logits` and `route` as one node of autograd.
+"""Logits, choice and weights of tokens: `router_logits` and `route` as one autograd node.
 
-A node and its call cost a host more than two launches, so plain eager code has one for both. Where
-tracers look, where a kernel is not for these tensors, and in fp64 they are two operations.
+A node and its call cost more host time than two launches, so plain eager code uses one node for
+both. Under tracers, without a kernel for these tensors, and in fp64 they are two operations.
 
 Letters: T tokens, D model dim, E experts, K experts per token.
 """
@@ -33,6 +33,7 @@ class _RouteTokens(torch.autograd.Function):
         selection_E: Tensor | None,
         flat: tuple[Any, ...],
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Run both kernels; save x, weight, logits and ids."""
         logits_TE = products.run_forward(x_TD, weight_ED, bias_E)
         ids_TK, weights_TK = routes.run_forward(logits_TE, selection_E, *flat)
         ctx.save_for_backward(x_TD, weight_ED, logits_TE, ids_TK)
@@ -44,6 +45,7 @@ class _RouteTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return dx, dweight and dbias from the gradients of logits and weights."""
         dlogits_TE, _, dweights_TK = grads
         x_TD, weight_ED, logits_TE, ids_TK = ctx.saved_tensors
         if dweights_TK is not None:
@@ -52,11 +54,8 @@ class _RouteTokens(torch.autograd.Function):
         if dlogits_TE is None:
             return (None,) * 5
         needs = ctx.needs_input_grad[:3]
-        return (
-            *products.compute_gradients(needs, ctx.bias_dtype, dlogits_TE, x_TD, weight_ED),
-            None,
-            None,
-        )
+        args = (needs, ctx.bias_dtype, dlogits_TE, x_TD, weight_ED)
+        return *products.compute_gradients(*args), None, None
 
 
 _RouteTokens.__name__ = "moecore::route_tokens"  # in profiles, as the custom ops

@@ -28,16 +28,17 @@ from moecore.kernels.common import (
     use_kernel,
 )
 from moecore.kernels.ops import Op
+from moecore.kernels.rows.scaling import round_up
 
-# Tensor cores cut off, not round, what they add to an accumulator (Source: arXiv:2203.03341), which
-# pulls a sum towards zero a little with every step of 16 terms. Imitated in fp64, the relative
-# error of one chain of 2048 terms is 2.4e-6 and of 7168 terms 9.6e-6, where one rounded addition
-# after the other makes 0.4e-6 and 0.9e-6. So an accumulator runs for CHUNK terms (0.5e-6 for any
-# number of them) and is then added to a total in ordinary fp32. The parts mid and lo, 2**-8 of the
-# sum, have one accumulator of their own for all terms.
+# Tensor cores truncate the terms that they add to an accumulator (Source: arXiv:2203.03341), so
+# each step of 16 terms moves a sum towards zero. Simulated in fp64, the relative error of 2048
+# terms is 2.4e-6 and of 7168 terms 9.6e-6, and of rounded additions 0.4e-6 and 0.9e-6. So an
+# accumulator has CHUNK terms (0.5e-6 for any number) and is then added to an fp32 total. The parts
+# mid and lo, 2**-8 of the sum, share one accumulator for all terms.
 CHUNK = 512  # terms of one accumulator
 SPLIT_TOKENS = 2048  # fewest tokens of one program of dweight
 SUM_BLOCK = 1024  # elements of one program of _sum_splits_kernel
+ALIGNED = 8  # rows or columns of a bf16 part are padded to a multiple of 16 bytes
 SPLIT_BLOCK = 4096  # elements of one program of _split_kernel
 
 
@@ -61,15 +62,18 @@ class _RouterLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
+        """Return the logits."""
         return F.linear(x_TD, weight_ED, bias_E)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Save x and weight if the gradient of the other input needs them."""
         (x_TD, weight_ED, _), (need_dx, need_dweight, _) = inputs, ctx.needs_input_grad
         ctx.save_for_backward(x_TD if need_dweight else None, weight_ED if need_dx else None)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return dx, dweight and dbias, computed without autocast."""
         x_TD, weight_ED = ctx.saved_tensors
         need_dx, need_dweight, need_dbias = ctx.needs_input_grad
         dlogits_TE = grads[0]
@@ -82,12 +86,10 @@ class _RouterLinear(torch.autograd.Function):
         return dx_TD, dweight_ED, dlogits_TE.sum(0) if need_dbias else None
 
 
-# A bf16 number has 8 bits of mantissa, so a product of two is exact in fp32, and a tensor core adds
-# in fp32: bf16 tensors lose nothing but the order of the sum. An fp32 number is the exact sum of
-# three bf16 numbers, hi = bf16(v), mid = bf16(v - hi), lo = bf16(v - hi - mid), as 3 * 8 bits hold
-# its 24 (below 2**-110 the last bits fall out of the range of bf16). Every part is then multiplied
-# by the one bf16 tensor, never by other parts: no cross terms are dropped. Zero parts make inf * 0:
-# where fp32 gives inf for an infinite x, this gives NaN.
+# A product of two bf16 numbers (8 bits of mantissa) is exact in fp32. An fp32 number (24 bits) is
+# the exact sum of three bf16 numbers, hi = bf16(v), mid = bf16(v - hi), lo = bf16(v - hi - mid),
+# except below 2**-110. Every part is multiplied by the one bf16 tensor, never by other parts, so no
+# cross terms are dropped. Zero parts make inf * 0: for an infinite x the result is NaN, not inf.
 
 
 @triton.jit
@@ -220,39 +222,24 @@ def _sum_splits_kernel(
 
 
 def _split_into_parts(v: Tensor, parts: tuple[int, ...], *, side_by_side: bool) -> Tensor:
-    """Return bf16 `parts` of v (0 hi, 1 mid, 2 lo), joined as columns if side_by_side, or rows."""
+    """Return `parts` of v (0 hi, 1 mid, 2 lo), joined as columns if side_by_side, or rows."""
     # Each part is padded with zeros to a multiple of 8 in the stacked dim.
     rows, columns = v.shape
     out_rows, out_columns = rows, columns
     if side_by_side:
-        out_columns = _align_num_rows(columns)
+        part_stride = out_columns = round_up(columns, ALIGNED)
         shape = (rows, len(parts) * out_columns)
-        part_stride = out_columns
     else:
-        out_rows = _align_num_rows(rows)
-        shape = (len(parts) * out_rows, columns)
-        part_stride = out_rows * columns
+        out_rows = round_up(rows, ALIGNED)
+        shape, part_stride = (len(parts) * out_rows, columns), out_rows * columns
     out = v.new_empty(shape, dtype=torch.bfloat16)
     BC = min(128, next_power_of_2(out_columns))
     BR = SPLIT_BLOCK // BC
-    launch(
-        _split_kernel,
-        (cdiv(out_rows, BR), cdiv(out_columns, BC)),
-        *(v, out, rows, out_rows),
-        COLUMNS=columns,
-        OUT_COLUMNS=out_columns,
-        ROW_STRIDE=shape[1],
-        PART_STRIDE=part_stride,
-        PARTS=parts,
-        BR=BR,
-        BC=BC,
-    )
+    grid = (cdiv(out_rows, BR), cdiv(out_columns, BC))
+    sizes = dict(COLUMNS=columns, OUT_COLUMNS=out_columns, PARTS=parts, BR=BR, BC=BC)
+    strides = dict(ROW_STRIDE=shape[1], PART_STRIDE=part_stride)
+    launch(_split_kernel, grid, v, out, rows, out_rows, **sizes, **strides)
     return out
-
-
-def _align_num_rows(num_experts: int) -> int:
-    """Round up to a multiple of 8, so that a column of bf16 has a multiple of 16 bytes."""
-    return -(-num_experts // 8) * 8
 
 
 @cache
@@ -266,7 +253,7 @@ def _choose_tile(num_experts: int, num_parts: int) -> dict[str, Any]:
 def _make_product_constants(
     D: int, E: int, P: int, EP: int, gradient_stride: int
 ) -> dict[str, Any]:
-    """Return the constants of _product_kernel; `gradient_stride`: of dlogits' rows, 0 = forward."""
+    """Return constants of _product_kernel; `gradient_stride`: row stride of dlogits, or 0."""
     return _choose_tile(E, P) | dict(
         D=D, E=E, P=P, GRADIENT=gradient_stride > 0, EP=EP, B_STRIDE=gradient_stride or 1
     )
@@ -281,11 +268,8 @@ def run_forward(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tenso
         return logits_TE
     parts, P, rows = weight_ED, 1, E
     if weight_ED.dtype == torch.float32:
-        parts, P, rows = (
-            _split_into_parts(weight_ED, (0, 1, 2), side_by_side=False),
-            3,
-            _align_num_rows(E),
-        )
+        parts = _split_into_parts(weight_ED, (0, 1, 2), side_by_side=False)
+        P, rows = 3, round_up(E, ALIGNED)
     tile = _choose_tile(E, P)
     bias_E = None if bias_E is None else bias_E.contiguous()
     args = (x_TD, parts, bias_E, logits_TE, T, D)
@@ -315,7 +299,7 @@ def _router_logits_bwd(
     dlogits = _split_into_parts(
         dlogits_TE.contiguous(), (0, 0, 1, 2) if wide else (0, 1), side_by_side=True
     )
-    EP = _align_num_rows(weight_ED.shape[0])
+    EP = round_up(weight_ED.shape[0], ALIGNED)
     dweight_ED = weight_ED.new_empty(weight_ED.shape if need_dweight else (0,))
     if not need_dx:
         dx_TD = x_TD.new_empty(0)
@@ -351,7 +335,7 @@ def _compute_dweight(dlogits: Tensor, x_TD: Tensor, dweight_ED: Tensor) -> None:
     if num_splits > 1:
         splits = x_TD.new_empty((num_splits, E, D), dtype=torch.float32)
     args = (x_TD, dlogits, None, splits, T, split_size)
-    constants = _make_product_constants(D, E, P, _align_num_rows(E), dlogits.stride(0))
+    constants = _make_product_constants(D, E, P, round_up(E, ALIGNED), dlogits.stride(0))
     launch(_product_kernel, (tiles, num_splits), *args, **constants)
     if num_splits > 1:
         sums = (splits, dweight_ED, num_splits, E * D)
@@ -392,6 +376,7 @@ def compute_router_dweight(dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor) 
 
 
 def _backward(ctx: Any, dlogits_TE: Tensor) -> tuple[Tensor | None, ...]:
+    """Return dx, dweight and dbias."""
     return compute_gradients(ctx.needs_input_grad, ctx.bias_dtype, dlogits_TE, *ctx.saved_tensors)
 
 
@@ -422,18 +407,15 @@ def has_kernel(x_TD: Tensor, weight_ED: Tensor) -> bool:
 
 
 def router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
-    """Return x @ weight.T + bias in fp32, with the error of an fp32 matmul.
+    """Return x @ weight.T + bias [T, E] in fp32, with the error of an fp32 matmul.
 
     bf16 tokens with a bf16 or fp32 weight run on tensor cores, and no setting of torch changes
-    their precision. Any other dtype, and any CPU tensor, is widened to fp32 and multiplied by torch
-    (on CUDA: by `torch.backends.cuda.matmul.allow_tf32`). No host sync; bit-identical between runs.
+    their precision. Other dtypes, and CPU tensors, are widened to fp32 and multiplied by torch (on
+    CUDA: by `torch.backends.cuda.matmul.allow_tf32`). No host sync; bit-identical between runs.
+    Gradients have the dtypes of the inputs; the gradient of the bias is summed in fp32.
 
     Args:
         x_TD, weight_ED, bias_E: any float dtypes; copied if not contiguous. bias_E None = 0.
-
-    Returns:
-        Logits [T, E] fp32. Gradients have the dtypes of the inputs; that of the bias is summed in
-        fp32.
     """
     check_shapes(x_TD, weight_ED, bias_E)
     if has_kernel(x_TD, weight_ED):

@@ -2,18 +2,15 @@
 
     softmax        over the experts of a token
     sigmoid        of each logit
-    sqrtsoftplus   sqrt(log(1 + exp(x))) of each logit x
+    sqrtsoftplus   sqrt(log(1 + exp(x))) of each logit x (DeepSeek-V4)
 
 Letters: T tokens, E experts.
 
-Note [same bits]. Equal logits of a row must get equal scores, whichever lane holds them, and a
-choice its recorded weights, whichever kernel works them out. Two things would break that. A
-product that the compiler fuses into the sum after it: of the two lanes that add their terms to
-one another, each would round only its partner's. So `route`'s kernels are launched with
-enable_fp_fusion=False. And a sum in the order of the layout, which follows alignment: so scores
-and weights are summed by `sum_rows`, (x0 + x1) + (x2 + x3), in every layout.
-
-Source: DeepSeek-V4 for sqrtsoftplus.
+Note [same bits]. Equal logits of a row must get equal scores in every lane, and a recorded choice
+must get its recorded weights from every kernel. So kernels of `route` are launched with
+enable_fp_fusion=False: if the compiler fused a product into the sum after it, two lanes that add
+their terms would round different terms. And `sum_rows` sums in the order (x0 + x1) + (x2 + x3),
+because the order of tl.sum follows layout and alignment.
 """
 
 import torch
@@ -31,8 +28,8 @@ def compute_scores_ref(logits_TE: Tensor, score_function: str) -> Tensor:
         return logits_TE.softmax(-1)
     if score_function == "sigmoid":
         return logits_TE.sigmoid()
-    # Below `low`, softplus(x) is exp(x) to the last bit. The clamps keep what a branch is not
-    # asked for, and its gradient, finite.
+    # Below `low`, softplus(x) is exp(x) to the last bit. The clamps keep the values and gradients
+    # of the branch that is not selected finite.
     low = -40.0 if logits_TE.dtype == torch.float64 else -20.0
     softplus_TE = -F.logsigmoid(-logits_TE.clamp(min=low))
     tail_TE = (logits_TE.clamp(max=low) / 2).exp()
@@ -113,3 +110,26 @@ def compute_row_scores(
         factor = tl.div_rn(1.0, sum_rows(exps))
         scores = exps * factor
     return scores, top, factor
+
+
+@triton.jit
+def load_token_scores(
+    logits_ptr,  # [T, E] fp32
+    padding_ptr,  # [T] bool, or None
+    num_tokens,
+    FUNCTION: tl.constexpr,
+    E: tl.constexpr,
+    BT: tl.constexpr,
+    EP: tl.constexpr,  # E up to a power of two
+):
+    """Return scores [BT, EP] of a program's tokens, columns [1, EP], and the unpadded [BT, 1]."""
+    rows = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
+    columns = tl.arange(0, EP)[None, :]
+    row_mask = rows < num_tokens
+    mask = row_mask & (columns < E)
+    logits = tl.load(logits_ptr + rows * E + columns, mask=mask, other=float("-inf"))
+    scores, _, _ = compute_row_scores(tl.where(row_mask, logits, 0.0), FUNCTION)
+    if padding_ptr is not None:
+        is_padding = tl.load(padding_ptr + rows, mask=row_mask, other=1)
+        row_mask = row_mask & (is_padding.to(tl.int32) == 0)
+    return scores, columns, row_mask

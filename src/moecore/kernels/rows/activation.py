@@ -46,7 +46,7 @@ class ActivationOptions(CheckedRecord):
 
     # "swiglu" silu(gate) * up; "geglu" gelu_tanh(gate) * up; "clamped_swiglu"
     # (up + 1) * gate * sigmoid(alpha * gate), with gate clamped from above and up on both sides
-    # (Source: gpt-oss); "limited_swiglu" silu(gate) * up, clamped alike (Source: DeepSeek-V4);
+    # (Source: gpt-oss); "limited_swiglu" silu(gate) * up, clamped likewise (Source: DeepSeek-V4);
     # "situ_glu" cap(gate, limit) * sigmoid(gate) * cap(up, up_limit), where cap(x, b) is
     # b * tanh(x / b) (Source: Kimi K3, equation 12);
     # without a gate "gelu" h * Phi(h), the exact form by erf, "relu", "relu2"
@@ -55,9 +55,9 @@ class ActivationOptions(CheckedRecord):
     limit: Positive = 7.0  # of the gate of "clamped_swiglu", "limited_swiglu" and "situ_glu"
     up_limit: Positive | None = None  # of their up; None = limit
     alpha: Positive = 1.702  # sigmoid slope of "clamped_swiglu"
-    interleaved: bool = False  # gate and up columns alternate; else all of gate comes first
-    # fp32 [..., C] -> [..., F], in place of `kind`, which then tells whether there is a gate; known
-    # to `activate_rows` alone, not to kernels. None = `kind`
+    interleaved: bool = False  # gate and up columns alternate; otherwise all gate columns are first
+    # fp32 [..., C] -> [..., F], in place of `kind`, which then only says whether there is a gate.
+    # Only `activate_rows` calls it, not kernels. None = `kind`
     function: Callable[[Tensor], Tensor] | None = None
 
     @property
@@ -97,7 +97,9 @@ def activate_rows(h_RC: Tensor, options: ActivationOptions) -> Tensor:
     if options.function is not None:
         return options.function(h_RC)
     if not options.gated:
-        return _apply_ungated(h_RC, options.kind)
+        plain: dict[str, Any] = {"gelu": F.gelu, "silu": F.silu, "relu": F.relu}
+        apply = plain.get(options.kind, lambda h_RF: F.relu(h_RF).square())
+        return apply(h_RC)  # type: ignore[no-any-return]
     gate, up = split_columns(h_RC, options)
     if options.kind == "swiglu":
         return F.silu(gate) * up
@@ -105,29 +107,16 @@ def activate_rows(h_RC: Tensor, options: ActivationOptions) -> Tensor:
         return F.gelu(gate, approximate="tanh") * up
     _, limit, up_limit, alpha, _ = options.flat
     if options.kind == "situ_glu":
-        return _apply_softcap(gate, limit) * torch.sigmoid(gate) * _apply_softcap(up, up_limit)
+        capped_gate, capped_up = (b * torch.tanh(x / b) for x, b in ((gate, limit), (up, up_limit)))
+        return capped_gate * torch.sigmoid(gate) * capped_up
     gate, up = gate.clamp(max=limit), up.clamp(-up_limit, up_limit)
     if options.kind == "limited_swiglu":
         return F.silu(gate) * up
     return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
 
-def _apply_softcap(x: Tensor, limit: float) -> Tensor:
-    """Cap |x| smoothly at `limit`."""
-    return limit * torch.tanh(x / limit)
-
-
-def _apply_ungated(h_RF: Tensor, kind: str) -> Tensor:
-    """Return the elementwise activation `kind`, which has no gate, of h_RF."""
-    if kind == "gelu":
-        return F.gelu(h_RF)
-    if kind == "silu":
-        return F.silu(h_RF)
-    return F.relu(h_RF) if kind == "relu" else F.relu(h_RF).square()
-
-
 def _differentiate_ungated(h_RF: Tensor, kind: str) -> Tensor:
-    """Return the elementwise derivative of the activation `kind`, which has no gate, at h_RF."""
+    """Return the elementwise derivative at h_RF of an activation without a gate."""
     grad_RF = torch.ones_like(h_RF)
     if kind == "gelu":
         return torch.ops.aten.gelu_backward(grad_RF, h_RF)  # type: ignore[no-any-return]
@@ -146,7 +135,7 @@ def split_columns(h_RC: Tensor, options: ActivationOptions) -> tuple[Tensor, Ten
 
 
 def differentiate_activation(h_RC: Tensor, options: ActivationOptions) -> Tensor:
-    """Return d output / d input for each column of h_RC, which is fp32 or fp64, in its layout."""
+    """Return the derivative of the activation by each column of h_RC, which is fp32 or fp64."""
     if not options.gated:
         return _differentiate_ungated(h_RC, options.kind)
     gate, up = split_columns(h_RC, options)
@@ -178,7 +167,7 @@ def differentiate_activation(h_RC: Tensor, options: ActivationOptions) -> Tensor
 def weighted_activation_ref(
     h_RC: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, options: ActivationOptions
 ) -> Tensor:
-    """Return act(h) * weight of each row, 0 from num_rows on (None = R rows), in plain PyTorch."""
+    """Compute `weighted_activation` in plain PyTorch."""
     mask_R1 = _make_row_mask(h_RC, num_rows)
     if mask_R1 is not None:
         # On both sides: 0 * NaN would reach the gradient of unused rows.
@@ -197,7 +186,7 @@ def weighted_activation_bwd_ref(
     num_rows: Tensor | None,
     options: ActivationOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dh_RC, dweights_R and a_RF in plain PyTorch: see `weighted_activation_bwd`."""
+    """Compute `weighted_activation_bwd` in plain PyTorch."""
     dtype = torch.promote_types(h_RC.dtype, torch.float32)
     mask_R1 = _make_row_mask(h_RC, num_rows)
     if mask_R1 is not None:
@@ -231,15 +220,10 @@ def _launch_forward(
     grid = cdiv(R, blocks["BLOCK_R"]) * cdiv(F_, blocks["BLOCK_F"])
     weights_R = None if weights_R is None else weights_R.contiguous()
     args = (h_RC.contiguous(), weights_R, num_rows, a_RF, R)
-    launch(
-        weighted_activation_fwd_kernel,
-        grid,
-        *args,
-        F=F_,
-        ACT=options.constants,
-        INTERLEAVED=options.interleaved and options.gated,
-        **blocks,
+    constants = dict(
+        F=F_, ACT=options.constants, INTERLEAVED=options.interleaved and options.gated, **blocks
     )
+    launch(weighted_activation_fwd_kernel, grid, *args, **constants)
     return a_RF
 
 
@@ -248,7 +232,7 @@ def _launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of h and weights, and act(h) * weight, by the kernel.
 
-    `flat` is `ActivationOptions.flat`, and whether to compute the last output.
+    `flat` is `ActivationOptions.flat` and then whether to compute the last output.
     """
     options, with_output = make_options(*flat[:-1]), flat[-1]
     dh_RC, dweights_R, a_RF = _make_empty_gradients(h_RC, options.kind, with_output)
@@ -259,19 +243,16 @@ def _launch_backward(
     weights_R = None if weights_R is None else weights_R.contiguous()
     inputs = (h_RC.contiguous(), da_RF.contiguous(), weights_R, num_rows)
     args = (*inputs, dh_RC, dweights_R, a_RF if with_output else None, R)
-    launch(
-        weighted_activation_bwd_kernel,
-        cdiv(R, blocks["BLOCK_R"]),
-        *args,
-        F=F_,
-        ACT=options.constants,
-        INTERLEAVED=options.interleaved and options.gated,
-        **blocks,
+    grid = cdiv(R, blocks["BLOCK_R"])
+    constants = dict(
+        F=F_, ACT=options.constants, INTERLEAVED=options.interleaved and options.gated, **blocks
     )
+    launch(weighted_activation_bwd_kernel, grid, *args, **constants)
     return dh_RC, dweights_R, a_RF
 
 
 def _make_empty_output(h_RC: Tensor, kind: str) -> Tensor:
+    """Return the uninitialised activation [R, F] of h_RC."""
     R, C = h_RC.shape
     return h_RC.new_empty(R, C // 2 if kind in GATED_KINDS else C)
 
@@ -295,7 +276,7 @@ _weighted_activation_bwd = Op(
 
 
 def _weighted_activation_backward(ctx: Any, da_RF: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of all inputs; None for those that need none or are no tensors."""
+    """Return the gradients of all inputs; None where no gradient is needed or exists."""
     h_RC, *rest = ctx.saved_tensors
     dh_RC, dweights_R, _ = _weighted_activation_bwd(h_RC, da_RF, *rest, *ctx.others, False)
     needs_grad = ctx.needs_input_grad
@@ -323,11 +304,12 @@ def weighted_activation_bwd(
     """Return the gradients of `weighted_activation`, and its recomputed output, in one pass.
 
     Not differentiable. No host sync; the same bits in every run. da_RF is the gradient of the
-    output, not read from num_rows on. Other arguments are the forward's.
+    output. Other arguments are as for `weighted_activation`.
 
     Returns:
-        dh_RC in the dtype of h_RC; dweights_R fp32, the gradient of the weights (of 1 if weights_R
-        is None); a_RF, the forward's output. Rows from num_rows on are zero.
+        dh_RC in the dtype of h_RC; dweights_R fp32, the gradient of the weights (also if weights_R
+        is None); a_RF, the forward's output. Rows from num_rows on are not read, and are zero in
+        the results.
     """
     if h_RC.dtype in KERNEL_DTYPES and use_kernel(h_RC, da_RF):
         return _weighted_activation_bwd(h_RC, da_RF, weights_R, num_rows, *options.flat, True)
@@ -337,18 +319,16 @@ def weighted_activation_bwd(
 def weighted_activation(
     h_RC: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, options: ActivationOptions
 ) -> Tensor:
-    """Return act(h) times the weight of each expert row, computed in fp32 and rounded once.
+    """Return act(h) times the weight of each expert row, [R, F], computed in fp32 and rounded once.
 
-    Differentiable in h_RC and weights_R; saves only these two. No host sync.
+    Differentiable in h_RC and weights_R, which are saved for backward. No host sync.
 
     Args:
         h_RC: FC1's output, [R, 2F] for activations with a gate, otherwise [R, F]; any float dtype;
-            copied when not contiguous.
+            copied if not contiguous.
         weights_R: fp32 routing weight of each row; None means 1.
-        num_rows: 0-dim int32 on the device: rows from num_rows on are not read; None means R.
-
-    Returns:
-        [R, F], dtype of h_RC. Rows from num_rows on are zero.
+        num_rows: 0-dim int32 on the device. Rows from num_rows on are not read, and are zero in the
+            result. None means R.
     """
     if h_RC.dtype in KERNEL_DTYPES and use_kernel(h_RC):
         return _weighted_activation(h_RC, weights_R, num_rows, *options.flat)

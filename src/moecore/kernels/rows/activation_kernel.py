@@ -4,6 +4,7 @@ from functools import cache
 from typing import NamedTuple
 
 from moecore.kernels.common import next_power_of_2, tl, triton
+from moecore.kernels.rows.row_tiles import mask_rows_in_use
 
 # Output elements of one program and loop step; the backward keeps five operands in registers.
 FWD_TILE = 2048
@@ -105,11 +106,8 @@ def activate_with_gradients(
         da_dgate = tl.where(gate > LIMIT, 0.0, near * s * (1.0 + low * (1.0 - s)))
         da_dup = tl.where((up > UP_LIMIT) | (up < -UP_LIMIT), 0.0, low * s)
     elif KIND == "situ_glu":
-        s, low, near = (
-            tl.sigmoid(gate),
-            _compute_tanh(gate * (1.0 / LIMIT)),
-            _compute_tanh(up * (1.0 / UP_LIMIT)),
-        )
+        s, low = tl.sigmoid(gate), _compute_tanh(gate * (1.0 / LIMIT))
+        near = _compute_tanh(up * (1.0 / UP_LIMIT))
         a = LIMIT * low * s * (UP_LIMIT * near)
         da_dgate = UP_LIMIT * near * s * (1.0 - low * low + LIMIT * low * (1.0 - s))
         da_dup = LIMIT * low * s * (1.0 - near * near)
@@ -151,10 +149,7 @@ def _load_gate_and_up(
     GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Return gate and up of a column block in fp32, 0 where masked; twice gate if not GATED.
-
-    INTERLEAVED: gate and up columns alternate; otherwise up columns follow all gate columns.
-    """
+    """Return gate and up (gate if not GATED) of a column block in fp32, 0 where masked."""
     columns = block * BLOCK_F + tl.arange(0, BLOCK_F)
     if INTERLEAVED:
         h_columns = block * (2 * BLOCK_F) + tl.arange(0, 2 * BLOCK_F)
@@ -190,9 +185,7 @@ def weighted_activation_fwd_kernel(
     pid = tl.program_id(0)
     block = pid % BLOCKS
     rows = (pid // BLOCKS).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    row_mask = rows < num_expert_rows
-    if num_rows_ptr is not None:
-        row_mask = row_mask & (rows < tl.load(num_rows_ptr))
+    row_mask = mask_rows_in_use(rows, num_expert_rows, num_rows_ptr)
     h_rows = h_ptr + rows[:, None] * C
     gate, up = _load_gate_and_up(
         h_rows, block, row_mask[:, None], F, BLOCK_R, BLOCK_F, ACT.GATED, INTERLEAVED
@@ -227,9 +220,7 @@ def weighted_activation_bwd_kernel(
     C: tl.constexpr = 2 * F if ACT.GATED else F
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     exists = (rows < num_expert_rows)[:, None]
-    row_mask = rows < num_expert_rows
-    if num_rows_ptr is not None:
-        row_mask = row_mask & (rows < tl.load(num_rows_ptr))
+    row_mask = mask_rows_in_use(rows, num_expert_rows, num_rows_ptr)
     weights = tl.full([BLOCK_R], 1.0, tl.float32)
     if weights_ptr is not None:
         weights = tl.load(weights_ptr + rows, mask=row_mask, other=0.0)

@@ -4,7 +4,7 @@ FP8 tensor cores need the summed dim innermost. The gradients of a linear sum ov
 its forward, so they need the transposed copy. `scaling.py` defines the kinds and layouts of scales,
 and has the reference.
 
-    kind      kernels of one operand or of both
+    kind      kernels
     "tile"    one: a tile of x has all elements of its scales
     "block"   one
     "tensor"  the largest magnitudes of parts of x, and a cast that reads them; with a given `amax`
@@ -14,7 +14,7 @@ and has the reference.
 
 Letters: T rows and D columns of the matrix; M, K rows and columns of the operand summed over D, m,
 k of the transposed one. Bytes moved with b per element: T * D * (b + 1 per operand), plus scales,
-and T * D * b again if a kernel finds the largest magnitudes.
+and T * D * b again if a kernel computes the largest magnitudes.
 """
 
 from __future__ import annotations
@@ -88,10 +88,9 @@ def _compute_shapes(T: int, D: int, kind: str) -> tuple[tuple[int, int], ...]:
 def _launch_cast(
     x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _CastOptions
 ) -> Parts:
-    """Quantise a matrix as `cast` does, by kernels if possible, with the same `amax` and `seen`.
+    """Quantise a matrix as `cast` does, by kernels if possible.
 
     Return values, scales, transposed values and their scales; None for an operand not requested.
-    `seen` is raised in place.
     """
     kind, fmt, power_of_two, rows, columns = options
     if not has_kernel(x) or not (rows or columns or seen is not None):
@@ -109,9 +108,8 @@ def _launch_cast(
     size, is_e5m2 = (T, D, stride), fmt == "e5m2"
     if kind == "row" and not columns and seen is None:
         assert outputs[0] is not None
-        cast_rows(
-            *(x, None, targets[0], targets[1], *size, 0), E5M2=is_e5m2, POWER_OF_TWO=power_of_two
-        )
+        row_args = (x, None, targets[0], targets[1], *size, 0)
+        cast_rows(*row_args, E5M2=is_e5m2, POWER_OF_TWO=power_of_two)
         return tuple(outputs)  # type: ignore[return-value]
     has_amax, parts = amax is not None, 1
     if kind == "row":
@@ -133,7 +131,6 @@ def _launch_cast(
         E5M2=is_e5m2,
         POWER_OF_TWO=power_of_two,
         BLOCK=BLOCK,
-        INTERPRETED=INTERPRET,
         **(PROGRAM if is_narrow else WIDE_PROGRAM),
     )
     return tuple(outputs)  # type: ignore[return-value]
@@ -168,9 +165,9 @@ def cast_rows(
 ) -> None:
     """Write FP8 of x [T, D] to `values`, and one scale per row to `scales`, by a kernel.
 
-    `values` is FP8 or uint8. `ends_e`, the running sum of experts' rows, may be None: then `values`
-    is padded to multiples of 16. Otherwise rows from ends_e[-1] on are skipped. `stride` is the row
-    stride of x, `num_experts` the length of `ends_e`, 0 for None. Without E5M2 values are E4M3.
+    `values` is FP8 or uint8, E5M2 or else E4M3. `stride` is the row stride of x. If `ends_e`, the
+    running sum of `num_experts` experts' rows, is None, `values` is padded to multiples of 16 rows;
+    otherwise rows from ends_e[-1] on are skipped.
     """
     columns = min(next_power_of_2(round_up(D, ALIGNED)), ROW_ELEMENTS)
     rows = ROW_ELEMENTS // columns
@@ -183,7 +180,6 @@ def cast_rows(
         ROWS=rows,
         COLUMNS=columns,
         FITS=columns >= D,
-        INTERPRETED=INTERPRET,
         num_warps=8,
     )
 
@@ -196,7 +192,7 @@ def has_kernel(x: Tensor) -> bool:
 def _cast_plain(
     x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _CastOptions
 ) -> Parts:
-    """Return the outputs of `_launch_cast`, in plain PyTorch; `seen` is raised in place."""
+    """Compute `_launch_cast` in plain PyTorch."""
     kind, fmt, power_of_two, rows, columns = options
     x_TD = x.detach().reshape(-1, x.shape[-1])
     if seen is not None:
@@ -239,24 +235,17 @@ def compute_amax_parts(
 ) -> Tensor:
     """Return the largest magnitudes of n disjoint sets of tiles of a matrix, fp32 [n], by a kernel.
 
-    NaN is ignored. x is [T, D], or [e, T, D] with a result [e, n]; all rows have one stride.
-    `ends_e` is a running sum of experts' rows; rows past its last entry are not read. If `past`,
-    fp32 [1], is not 0, all entries are `past` and x is not read.
+    NaN is ignored. x is [T, D], or [e, T, D] with a result [e, n]; all rows have one stride. Rows
+    from ends_e[-1] on, a running sum of experts' rows, are not read. If `past`, fp32 [1], is not 0,
+    all entries are `past`.
     """
     (T, D), matrices = x.shape[-2:], x.shape[:-2]
     num_matrices = matrices[0] if matrices else 1
     n = _count_parts(T, D, num_matrices)
     parts = torch.empty((*matrices, n), dtype=torch.float32, device=x.device)
-    launch(
-        amax_parts_kernel,
-        (n, num_matrices),
-        *(x, ends_e, past, parts, T, D, x.stride(-2)),
-        0 if ends_e is None else ends_e.shape[0],
-        PARTS=n,
-        ROWS=PART_ROWS,
-        COLUMNS=PART_COLUMNS,
-        num_warps=8,
-    )
+    args = (x, ends_e, past, parts, T, D, x.stride(-2), 0 if ends_e is None else ends_e.shape[0])
+    sizes = dict(PARTS=n, ROWS=PART_ROWS, COLUMNS=PART_COLUMNS, num_warps=8)
+    launch(amax_parts_kernel, (n, num_matrices), *args, **sizes)
     return parts
 
 
@@ -274,6 +263,7 @@ def choose_amax_ref(past: Tensor | None, amax: Tensor) -> Tensor:
 
 
 def _make_fake_amax(x: Tensor, past: Tensor | None) -> Tensor:
+    """Return the uninitialised result of `compute_amax`."""
     n = _count_parts(math.prod(x.shape[:-1]), x.shape[-1], 1) if has_kernel(x) else 1
     return x.new_empty(n, dtype=torch.float32)
 
@@ -314,7 +304,7 @@ def cast(
         kind: elements of one scale: "tile" 1 x 128, "block" 128 x 128, "row" or "tensor".
         fmt: "e4m3" or "e5m2".
         power_of_two: whether scales are rounded up to powers of two.
-        rows: whether to make the operand [T, D] that is summed over D; False = None.
+        rows: whether to make the operand [T, D] that is summed over D.
         columns: whether to make the transposed operand [D, T] that is summed over T.
         amax: for "tensor": fp32 [n], whose largest entry gives the scale; None = magnitudes of x.
         seen: fp32 [1], raised in place to the largest finite magnitude of x; None = not recorded.
@@ -333,10 +323,9 @@ def cast(
 
 
 def compute_amax(x: Tensor, past: Tensor | None = None) -> Tensor:
-    """Return the largest magnitudes of n disjoint parts of x, fp32 [n]; their maximum is x's.
+    """Return the largest magnitudes of n disjoint parts of x, fp32 [n]. No autograd, no host sync.
 
-    If `past`, fp32 [1], is not 0, all entries are `past` and x is not read. No autograd, no host
-    sync.
+    If `past`, fp32 [1], is not 0, all entries are `past` and x is not read.
     """
     parts: Tensor = _amax_op(x.detach(), past)
     return parts

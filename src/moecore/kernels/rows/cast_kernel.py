@@ -1,7 +1,8 @@
 """The kernels of `cast.py`, and device functions for `grouped/scaled_rows.py`; e matrices."""
 
 from moecore.kernels.common import tl, triton
-from moecore.kernels.rows.e4m3 import compute_block_scale, encode, magnitude
+from moecore.kernels.rows.e4m3 import INTERPRETED, compute_block_scale, encode, magnitude
+from moecore.kernels.rows.row_tiles import load_expert_ranges
 
 
 @triton.jit
@@ -26,8 +27,8 @@ def _encode(x, E5M2: tl.constexpr):  # fp32
 
 
 @triton.jit
-def to_fp8(x, values_ptr, E5M2: tl.constexpr, INTERPRETED: tl.constexpr):  # fp32
-    """Return fp32 as FP8 in the element type of values_ptr; as uint8 if INTERPRETED. Saturates."""
+def to_fp8(x, values_ptr, E5M2: tl.constexpr):  # fp32
+    """Return fp32 as FP8 in the element type of values_ptr (uint8 if interpreted). Saturates."""
     if INTERPRETED:
         return _encode(x, E5M2)
     else:
@@ -76,6 +77,18 @@ def load_amax(parts_ptr, PARTS: tl.constexpr):
     return tl.max(tl.load(parts_ptr + tl.arange(0, PARTS)), 0)
 
 
+@triton.jit
+def track_amax(x, seen_ptr, HAS_AMAX: tl.constexpr):
+    """Raise *seen_ptr to x's largest finite magnitude; return x, infinity as NaN if HAS_AMAX."""
+    if seen_ptr is not None:
+        largest = magnitude(x)
+        largest = tl.where(largest < float("inf"), largest, 0.0)
+        tl.atomic_max(seen_ptr, tl.max(tl.max(largest, 1), 0))
+    if HAS_AMAX:  # otherwise the scale of an infinity is infinite
+        x = tl.where(tl.abs(x) < float("inf"), x, float("nan"))
+    return x
+
+
 @triton.jit(do_not_specialize=["T", "num_experts"])
 def cast_rows_kernel(
     x_ptr,  # [T, D], rows `stride` apart
@@ -91,7 +104,6 @@ def cast_rows_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     FITS: tl.constexpr,  # COLUMNS are not less than K
-    INTERPRETED: tl.constexpr,  # FP8 is stored as bytes
 ):
     """Quantise ROWS full rows of x with one scale each; reads rows longer than COLUMNS twice."""
     M, K = tl.cdiv(T, 16) * 16, tl.cdiv(D, 16) * 16
@@ -112,13 +124,13 @@ def cast_rows_kernel(
     scale, inverse = compute_block_scale(tl.max(largest, 1), POWER_OF_TWO, E5M2)
     tl.store(scales_ptr + t, scale, mask=t < M)
     to = values_ptr + t[:, None] * K
-    value = to_fp8(x * inverse[:, None], values_ptr, E5M2, INTERPRETED)
+    value = to_fp8(x * inverse[:, None], values_ptr, E5M2)
     tl.store(to + d[None, :], value, mask=(t < M)[:, None] & (d < K)[None, :])
     if not FITS:
         for first in range(COLUMNS, K, COLUMNS):
             inside = (t < T)[:, None] & (first + d < D)[None, :]
             x = tl.load(at + first + d[None, :], mask=inside, other=0.0).to(tl.float32)
-            value = to_fp8(x * inverse[:, None], values_ptr, E5M2, INTERPRETED)
+            value = to_fp8(x * inverse[:, None], values_ptr, E5M2)
             inside = (t < M)[:, None] & (first + d < K)[None, :]
             tl.store(to + first + d[None, :], value, mask=inside)
 
@@ -127,8 +139,8 @@ def cast_rows_kernel(
 def locate_row_tile(tile, offsets_ptr, num_experts, N, E_POW2: tl.constexpr, BLOCK: tl.constexpr):
     """Return (expert, its first row, its end, the tile's first row in the expert) of a row tile.
 
-    An expert without rows has one tile. Past the last tile the expert is `num_experts`.
-    `offsets_ptr` has the running sum of the experts' rows; if None, each expert has N rows.
+    An expert without rows has one tile. Past the last tile the expert is `num_experts`. If
+    `offsets_ptr` is None, each expert has N rows.
     """
     if offsets_ptr is None:
         per_expert = tl.cdiv(N, BLOCK)
@@ -136,9 +148,7 @@ def locate_row_tile(tile, offsets_ptr, num_experts, N, E_POW2: tl.constexpr, BLO
         start, end, first = expert * N, (expert + 1) * N, tile % per_expert * BLOCK
     else:
         experts = tl.arange(0, E_POW2)
-        exists = experts < num_experts
-        ends = tl.load(offsets_ptr + experts, mask=exists, other=0)
-        starts = tl.load(offsets_ptr + experts - 1, mask=exists & (experts > 0), other=0)
+        starts, ends, exists = load_expert_ranges(offsets_ptr, num_experts, E_POW2)
         tiles = tl.where(exists, tl.cdiv(tl.maximum(ends - starts, 1), BLOCK), 0)
         is_before = (tl.cumsum(tiles, 0) <= tile) & exists
         expert = tl.sum(is_before.to(tl.int32), 0).to(tl.int64)
@@ -152,7 +162,7 @@ def locate_row_tile(tile, offsets_ptr, num_experts, N, E_POW2: tl.constexpr, BLO
 def amax_kernel(
     x_ptr,  # [R, D] or [e, N, D], rows `stride` apart
     offsets_ptr,  # [e] int32; None = N rows each
-    amax_ptr,  # fp32 [R], with ROWS, and [e, D]; at least 0 on entry, in and out
+    amax_ptr,  # fp32, >= 0, in and out: of rows [R] (only with ROWS), then of columns [e, D]
     num_experts,
     N,
     R,
@@ -162,10 +172,7 @@ def amax_kernel(
     E_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Raise the largest magnitudes of an expert's columns, and with ROWS of rows, by one tile of x.
-
-    amax_ptr has R entries for rows, only with ROWS, then D entries per expert.
-    """
+    """Raise amax of an expert's columns, and with ROWS of its rows, by one tile of x."""
     width = tl.cdiv(D, BLOCK)
     tile = tl.program_id(0) // width
     expert, start, end, first = locate_row_tile(tile, offsets_ptr, num_experts, N, E_POW2, BLOCK)
@@ -201,7 +208,6 @@ def _store_operand_tile(
     E5M2: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     BLOCK: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """Quantise a tile of x along dim AXIS; store FP8 in values_ptr and scales in scales_ptr."""
     lane = tl.arange(0, BLOCK)
@@ -230,7 +236,7 @@ def _store_operand_tile(
         tl.store(scales_ptr + place, tl.where(lane == 0, scale, 0.0), mask=scale_mask)
     else:
         tl.store(scales_ptr + place, scale, mask=scale_mask)
-    value = to_fp8(x * tl.expand_dims(inverse, AXIS), values_ptr, E5M2, INTERPRETED)
+    value = to_fp8(x * tl.expand_dims(inverse, AXIS), values_ptr, E5M2)
     if AXIS == 0:
         value = tl.trans(value)
     at = values_ptr + i.to(tl.int64)[:, None] * K + j[None, :]
@@ -255,13 +261,8 @@ def cast_kernel(
     E5M2: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     BLOCK: tl.constexpr,
-    INTERPRETED: tl.constexpr,  # FP8 is stored as bytes
 ):
-    """Quantise a tile of x [T, D] along rows, along columns, or both; outputs may be None.
-
-    seen_ptr, if not None, is raised to the largest finite magnitude. With HAS_AMAX, whose scale is
-    another tensor's, infinities become NaN.
-    """
+    """Quantise a tile of x [T, D] along rows, along columns, or both."""
     WIDTH: tl.constexpr = BLOCK if KIND < 2 else 16  # of which K and k are multiples
     M, K = tl.cdiv(T, 16) * 16, tl.cdiv(D, WIDTH) * WIDTH
     m, k = tl.cdiv(D, 16) * 16, tl.cdiv(T, WIDTH) * WIDTH
@@ -272,16 +273,11 @@ def cast_kernel(
     inside = (t < T)[:, None] & (d < D)[None, :]
     at = x_ptr + t.to(tl.int64)[:, None] * stride + d[None, :]
     x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    if seen_ptr is not None:
-        largest = magnitude(x)
-        largest = tl.where(largest < float("inf"), largest, 0.0)
-        tl.atomic_max(seen_ptr, tl.max(tl.max(largest, 1), 0))
-    if HAS_AMAX:  # else an infinity is its scale's
-        x = tl.where(tl.abs(x) < float("inf"), x, float("nan"))
+    x = track_amax(x, seen_ptr, HAS_AMAX)
     if rows_ptr is not None:
         _store_operand_tile(
             x, t, d, tile_t, tile_d, amax_ptr, rows_ptr, row_scales_ptr, T, M, K,
-            1, KIND, PARTS, E5M2, POWER_OF_TWO, BLOCK, INTERPRETED,
+            1, KIND, PARTS, E5M2, POWER_OF_TWO, BLOCK,
         )  # fmt: skip
     if columns_ptr is not None:
         of_columns = amax_ptr
@@ -289,5 +285,5 @@ def cast_kernel(
             of_columns += T
         _store_operand_tile(
             x, d, t, tile_d, tile_t, of_columns, columns_ptr, column_scales_ptr, D, m, k,
-            0, KIND, PARTS, E5M2, POWER_OF_TWO, BLOCK, INTERPRETED,
+            0, KIND, PARTS, E5M2, POWER_OF_TWO, BLOCK,
         )  # fmt: skip

@@ -1,10 +1,10 @@
 """FP8 values and the scales of their blocks, for every kernel that quantises.
 
-A scale is amax / 448, at least 2^-126; or the smallest power of two with which the largest value
-fits 448, at least 2^-126. A NaN does not count for amax. An infinity makes its block NaN.
+A scale is amax / 448, or the smallest power of two with which the largest value fits 448, and at
+least 2^-126. A NaN does not count for amax. An infinity makes its block NaN.
 
-A GPU of Hopper or later converts two values by one instruction. The interpreter has only integer
-operations. Packed rows, which are sent between GPUs of any age, use integer operations too.
+A GPU of Hopper or later converts two values by one instruction. The interpreter uses integer
+operations, and so do packed rows, which GPUs of any age receive.
 """
 
 import torch
@@ -26,7 +26,6 @@ def compute_block_scale_ref(
 
     A scale is amax / largest, or the next power of two; `largest` is the format's largest value.
     """
-    # Where amax is infinite so is the scale, and the factor is NaN. `largest` is the format's.
     scales = amax / torch.full_like(amax, largest)  # a GPU multiplies by the reciprocal of a number
     if power_of_two:
         scales = (scales.view(torch.int32) + 0x007FFFFF & 0x7F800000).view(torch.float32)
@@ -64,9 +63,8 @@ def compute_block_scale(
         scale = bits.to(tl.float32, bitcast=True)
         inverse = (0x7F000000 - bits).to(tl.float32, bitcast=True)
     else:
-        scale = tl.maximum(
-            tl.div_rn(amax, 57344.0 if E5M2 else 448.0), 1.1754943508222875e-38
-        )  # 2^-126
+        exact = tl.div_rn(amax, 57344.0 if E5M2 else 448.0)
+        scale = tl.maximum(exact, 1.1754943508222875e-38)  # 2^-126
         inverse = tl.div_rn(1.0, scale)
     return scale, tl.where(infinite, float("nan"), inverse)
 
@@ -79,9 +77,8 @@ def encode(x):  # fp32, rounds to at most 448 but for NaN
     # Down to 2^-6 the result has three bits of mantissa: 20 of 23 go.
     normal = (positive + 0x0007FFFF + ((positive >> 20) & 1) >> 20) - (120 << 3)
     # Below that it is a multiple of 2^-9, to which adding 2^14 rounds.
-    small = (positive.to(tl.float32, bitcast=True) + 16384.0).to(
-        tl.int32, bitcast=True
-    ) - 0x46800000
+    shifted = positive.to(tl.float32, bitcast=True) + 16384.0
+    small = shifted.to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(positive < 0x3C800000, small, normal)
     code = tl.where(x == x, code, 0x7F)
     return code | ((bits >> 24) & 0x80)
@@ -115,7 +112,7 @@ def from_e4m3(code):  # uint8
 
 @triton.jit
 def to_words(x0, x1, x2, x3):  # fp32 of one shape, round to at most 448 but for NaN
-    """Pack four fp32 tensors as e4m3 into one int32, x0 in the lowest byte, x3 in the highest."""
+    """Pack four fp32 tensors as e4m3 in int32, x0 in the lowest byte, x3 in the highest."""
     if INTERPRETED:
         return encode(x0) | (encode(x1) << 8) | (encode(x2) << 16) | (encode(x3) << 24)
     else:
@@ -163,7 +160,7 @@ prmt.b32 $3, t1, t3, 0x7632;
 
 @triton.jit
 def _gather_byte(w0, w1, w2, w3, f0, f1, f2, f3, byte: tl.constexpr):
-    """Take byte `byte` of four e4m3 words, times each word's factor, and pack them in one word."""
+    """Multiply byte `byte` of four e4m3 words by their factors; pack the products in one word."""
     x0 = decode((w0 >> (8 * byte)) & 0xFF).to(tl.float16) * f0
     x1 = decode((w1 >> (8 * byte)) & 0xFF).to(tl.float16) * f1
     x2 = decode((w2 >> (8 * byte)) & 0xFF).to(tl.float16) * f2
@@ -172,23 +169,16 @@ def _gather_byte(w0, w1, w2, w3, f0, f1, f2, f3, byte: tl.constexpr):
 
 
 @triton.jit
-def transpose_words(
-    w0,  # int32: four e4m3 of one row
-    w1,
-    w2,
-    w3,
-    f0,  # fp16, at most 1: of each word
-    f1,
-    f2,
-    f3,
-):
-    """Return four words: byte j of word i is byte i of word j times factor j, rounded in fp16."""
+def transpose_words(w0, w1, w2, w3, f0, f1, f2, f3):
+    """Return four words: byte j of word i is byte i of word j times factor j, rounded in fp16.
+
+    w0 to w3 are int32 with four e4m3 of one row each, f0 to f3 their fp16 factors, at most 1.
+    """
     if INTERPRETED:
-        o0 = _gather_byte(w0, w1, w2, w3, f0, f1, f2, f3, 0)
-        o1 = _gather_byte(w0, w1, w2, w3, f0, f1, f2, f3, 1)
-        o2 = _gather_byte(w0, w1, w2, w3, f0, f1, f2, f3, 2)
-        o3 = _gather_byte(w0, w1, w2, w3, f0, f1, f2, f3, 3)
-        return o0, o1, o2, o3
+        words: tl.tuple = ()
+        for byte in tl.static_range(4):
+            words += (_gather_byte(w0, w1, w2, w3, f0, f1, f2, f3, byte),)
+        return words
     else:
         return tl.inline_asm_elementwise(
             TRANSPOSE_WORDS,

@@ -13,6 +13,7 @@ Letters: P device pages, Q host pages, N entries of a table, which are its first
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,15 +57,11 @@ class PagePool:
         pinned, num_ids = device.type == "cuda", num_pages + num_host_pages
         state = torch.zeros(NUM_WORDS, dtype=torch.int32, device="cpu")
         state[FREE_WORD], state[HOST_FREE_WORD] = num_pages, num_host_pages
+        host: Any = dict(device="cpu", pin_memory=pinned and num_host_pages > 0)
+        host_pages = torch.empty(num_host_pages, page_bytes, dtype=torch.uint8, **host)
         return cls(
             pages=torch.empty(num_pages, page_bytes, dtype=torch.uint8, device=device),
-            host_pages=torch.empty(
-                num_host_pages,
-                page_bytes,
-                dtype=torch.uint8,
-                pin_memory=pinned and num_host_pages > 0,
-                device="cpu",
-            ),
+            host_pages=host_pages,
             free_ids=torch.arange(num_ids, dtype=torch.int32, device=device),
             state=state.to(device),
             report=torch.zeros(NUM_WORDS, dtype=torch.int32, pin_memory=pinned, device="cpu"),
@@ -92,7 +89,7 @@ def return_pages_ref(table: Tensor, num_entries: int, pool: PagePool) -> None:
 def take_pages_ref(table: Tensor, num_entries: int, need: int, pool: PagePool) -> None:
     """Compute `take_pages` on the host: free a table's pages, then write `need` page ids to it.
 
-    The page ids are the first num_entries words of `table`: MISSING if no page is free, and NONE
+    The first num_entries words of `table` become page ids: MISSING if no page is free, and NONE
     after `need` entries.
     """
     return_pages_ref(table, num_entries, pool)
@@ -102,9 +99,8 @@ def take_pages_ref(table: Tensor, num_entries: int, need: int, pool: PagePool) -
     page_ids: list[int] = []
     for head, free, first, size in rings:
         count = min(need - len(page_ids), int(state[free]))
-        page_ids += [
-            int(pool.free_ids[first + (int(state[head]) + i) % size]) for i in range(count)
-        ]
+        places = (first + (int(state[head]) + i) % size for i in range(count))
+        page_ids += [int(pool.free_ids[place]) for place in places]
         state[head] = (state[head] + count) % max(size, 1)
         state[free] -= count
     missed = need - len(page_ids)
@@ -121,9 +117,9 @@ def take_pages_ref(table: Tensor, num_entries: int, need: int, pool: PagePool) -
 @triton.jit
 def _lock(state_ptr):
     """Spin until this program has the lock of the free lists."""
-    # The lists are changed by one program at a time, which holds a word of the state. So streams,
-    # and replays of CUDA graphs beside eager code, need no order among them: a page is in one table
-    # or in a list. Whoever returns a table does so after the last read of its pages.
+    # One program at a time changes the lists. So streams, and replays of CUDA graphs beside eager
+    # code, need no order: a page is in one table or in a list. A table is returned after the last
+    # read of its pages.
     while tl.atomic_cas(state_ptr + LOCK, 0, 1, sem="acquire") != 0:
         pass
     tl.debug_barrier()
@@ -139,23 +135,13 @@ def _unlock(state_ptr):
 @triton.jit
 def _load_word(state_ptr, WORD: tl.constexpr):
     """Load a word of the pool's state past the L1 cache, because other programs write it."""
-    return tl.load(state_ptr + WORD, cache_modifier=".cg")  # other programs write it
+    return tl.load(state_ptr + WORD, cache_modifier=".cg")
 
 
 @triton.jit
-def _put_back(
-    table_ptr,  # [N] int32, becomes NONE
-    num_entries,  # N
-    state_ptr,  # [NUM_WORDS] int32
-    free_ptr,  # [P + Q] int32
-    num_pages,  # P
-    num_host,  # Q
-    BLOCK: tl.constexpr,
-):
-    """Free a table's pages; return the new FREE, HOST_FREE and DEMAND.
-
-    The caller has the lock, and stores the three words in the state.
-    """
+def _put_back(table_ptr, num_entries, pool, BLOCK: tl.constexpr):
+    """Free a table's pages, under the lock; return FREE, HOST_FREE and DEMAND for the state."""
+    state_ptr, free_ptr, num_pages, num_host = pool
     head, free = _load_word(state_ptr, HEAD), _load_word(state_ptr, FREE)
     host_head, host_free = _load_word(state_ptr, HOST_HEAD), _load_word(state_ptr, HOST_FREE)
     demand = _load_word(state_ptr, DEMAND)
@@ -181,17 +167,13 @@ def _put_back(
 def put_back_pages(
     table_ptr,  # [N] int32, becomes NONE
     num_entries,  # N
-    state_ptr,  # [NUM_WORDS] int32
-    free_ptr,  # [P + Q] int32
-    num_pages,  # P
-    num_host,  # Q
+    pool,  # state [NUM_WORDS] int32, free ids [P + Q] int32, P, Q
     BLOCK: tl.constexpr,
 ):
     """Free a table's pages under the lock of the free lists. Only one program may call this."""
+    state_ptr = pool[0]
     _lock(state_ptr)
-    free, host_free, demand = _put_back(
-        table_ptr, num_entries, state_ptr, free_ptr, num_pages, num_host, BLOCK
-    )
+    free, host_free, demand = _put_back(table_ptr, num_entries, pool, BLOCK)
     tl.store(state_ptr + FREE, free)
     tl.store(state_ptr + HOST_FREE, host_free)
     tl.store(state_ptr + DEMAND, demand)
@@ -203,27 +185,22 @@ def take_pages(
     table_ptr,  # [N] int32, in, out: its page ids are freed, then overwritten
     num_entries,  # N
     need,  # pages, at most N
-    state_ptr,  # [NUM_WORDS] int32
+    pool,  # as for `put_back_pages`
     report_ptr,  # [NUM_WORDS] int32
-    free_ptr,  # [P + Q] int32
-    num_pages,  # P
-    num_host,  # Q
     BLOCK: tl.constexpr,
 ):
-    """Free a table's pages, then write `need` free page ids to it; MISSING if no page is free.
+    """Free a table's pages, then write `need` free page ids to it, under the lock. One program.
 
-    Only one program may call this. It holds the lock of the free lists meanwhile.
+    An entry is MISSING if no page is free.
     """
-    # A table keeps its entries from one replay to the next. `take_pages` returns what the table
-    # still names before it takes anything, so a replayed forward whose backward did not run loses
-    # no page.
+    # A table keeps its entries from one replay to the next. Its pages are freed before others are
+    # taken, so a replayed forward whose backward did not run loses no page.
+    state_ptr, free_ptr, num_pages, num_host = pool
     _lock(state_ptr)
     head, host_head = _load_word(state_ptr, HEAD), _load_word(state_ptr, HOST_HEAD)
     peak, missed = _load_word(state_ptr, PEAK), _load_word(state_ptr, MISSED)
-    free, host_free, demand = _put_back(
-        table_ptr, num_entries, state_ptr, free_ptr, num_pages, num_host, BLOCK
-    )
-    tl.debug_barrier()  # what came back may be taken
+    free, host_free, demand = _put_back(table_ptr, num_entries, pool, BLOCK)
+    tl.debug_barrier()  # the freed pages may be taken
     device_count = tl.minimum(need, free)
     host_count = tl.minimum(need - device_count, host_free)
     for start in range(0, num_entries, BLOCK):
@@ -257,7 +234,8 @@ def take_pages(
 def _return_pages_kernel(
     table_ptr, num_entries, state_ptr, free_ptr, num_pages, num_host, BLOCK: tl.constexpr
 ):
-    put_back_pages(table_ptr, num_entries, state_ptr, free_ptr, num_pages, num_host, BLOCK)
+    """Free a table's pages, in one program."""
+    put_back_pages(table_ptr, num_entries, (state_ptr, free_ptr, num_pages, num_host), BLOCK)
 
 
 def return_pages(table: Tensor, num_entries: int, pool: PagePool) -> None:

@@ -1,9 +1,8 @@
 """From the experts of each row to the rows of each expert: a stable counting sort with padding.
 
-A pair is one (source row, choice). Each pair of a local expert gets an expert row: experts in
-order, and the pairs of one expert in order of (s, k). Each expert's rows are padded to a multiple.
-
-Four launches (three for few pairs), integer operations only, the same bits in every run:
+A pair is one (source row, choice). Each pair of a local expert gets an expert row, ordered by
+expert, then by (s, k). Each expert's rows are padded to a multiple. Integer operations, the same
+bits in every run:
 
     count   per block of pairs: the number of pairs of each expert
     scan    per expert: the number of its pairs in earlier blocks, and its total
@@ -13,10 +12,8 @@ Four launches (three for few pairs), integer operations only, the same bits in e
 For few pairs `tally` replaces count and scan: each expert's program reads all pairs.
 
 Letters: S source rows, K choices per source row, N = S * K pairs, e local experts, R expert rows
-(length), B = N / 128 blocks of pairs.
-
-Bytes moved: ids and weights 8 * N, slots 4 * N, row ids and weights 8 * R, and the [B, e] table
-written once, scanned in place and read once (16 * B * e).
+(length), B = N / 128 blocks of pairs. Bytes moved: ids and weights 8 * N, slots 4 * N, row ids and
+weights 8 * R, and the [B, e] table 16 * B * e.
 """
 
 from functools import partial
@@ -62,7 +59,7 @@ def compute_max_padded_length(num_rows: int, num_experts: int, multiple: int) ->
 def build_index_ref(
     ids_SK: Tensor, weights_SK: Tensor, *, first: int, num_local: int, multiple: int, length: int
 ) -> ExpertIndex:
-    """Sort pairs by local expert in plain PyTorch: see `build_index`; `length` is R."""
+    """Compute `build_index` in plain PyTorch; `length` is R."""
     N, device = ids_SK.numel(), ids_SK.device
     local_N = ids_SK.flatten().long() - first
     local_N = torch.where((local_N < 0) | (local_N >= num_local), num_local, local_N)
@@ -117,7 +114,7 @@ def _build_index_fwd_scan_kernel(
     NUM_LOCAL: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """Replace one expert's counts by sums over earlier blocks, in place, and write its total."""
+    """Replace an expert's counts by sums over earlier blocks, and write its total."""
     expert = tl.program_id(0)
     total = 0
     for start in range(0, num_blocks, BLOCK_B):
@@ -211,7 +208,7 @@ def _build_index_fwd_place_kernel(
     MULTIPLE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Write the expert row of each pair of a block, and the pair's source row and weight there."""
+    """Write the expert row of each pair of a block, and its source row and weight to this row."""
     block = tl.program_id(0).to(tl.int64)
     inside = tl.arange(0, BLOCK_N)
     pairs = block * BLOCK_N + inside
@@ -259,55 +256,24 @@ def _launch_forward(
     totals_e = torch.empty(num_local, dtype=torch.int32, device=device)
     bins = max(32, next_power_of_2(num_local))
     if B <= FEW_BLOCKS:
-        launch(
-            _build_index_fwd_tally_kernel,
-            num_local,
-            *(ids_SK, table_Be, totals_e, first, N, B),
-            NUM_LOCAL=num_local,
-            BLOCK_B=FEW_B,
-            BLOCK_N=BLOCK_N,
-            num_warps=FEW_WARPS,
-        )
+        args = (ids_SK, table_Be, totals_e, first, N, B)
+        blocks = dict(BLOCK_B=FEW_B, BLOCK_N=BLOCK_N, num_warps=FEW_WARPS)
+        launch(_build_index_fwd_tally_kernel, num_local, *args, NUM_LOCAL=num_local, **blocks)
     else:
-        launch(
-            _build_index_fwd_count_kernel,
-            B,
-            *(ids_SK, table_Be, first, N),
-            NUM_LOCAL=num_local,
-            BINS=bins,
-            BLOCK_N=BLOCK_N,
-        )
-        launch(
-            _build_index_fwd_scan_kernel,
-            num_local,
-            *(table_Be, totals_e, B),
-            NUM_LOCAL=num_local,
-            BLOCK_B=BLOCK_B,
-            num_warps=8,
-        )
-    launch(
-        _build_index_fwd_layout_kernel,
-        num_local + cdiv(R, BLOCK_R),
-        *(totals_e, offsets_e, row_ids_R, weights_R, R),
-        NUM_LOCAL=num_local,
-        BINS=bins,
-        MULTIPLE=multiple,
-        BLOCK_R=BLOCK_R,
-    )
-    launch(
-        _build_index_fwd_place_kernel,
-        B,
-        *(ids_SK, weights_SK, table_Be, totals_e, offsets_e, row_ids_R, weights_R, slots_SK),
-        *(first, N, R),
-        K=ids_SK.shape[1],
-        NUM_LOCAL=num_local,
-        MULTIPLE=multiple,
-        BLOCK_N=BLOCK_N,
-    )
+        bins_and_block = dict(NUM_LOCAL=num_local, BINS=bins, BLOCK_N=BLOCK_N)
+        launch(_build_index_fwd_count_kernel, B, ids_SK, table_Be, first, N, **bins_and_block)
+        blocks = dict(NUM_LOCAL=num_local, BLOCK_B=BLOCK_B, num_warps=8)
+        launch(_build_index_fwd_scan_kernel, num_local, table_Be, totals_e, B, **blocks)
+    grid, outputs = num_local + cdiv(R, BLOCK_R), (offsets_e, row_ids_R, weights_R)
+    sizes = dict(NUM_LOCAL=num_local, MULTIPLE=multiple)
+    constants = dict(**sizes, BINS=bins, BLOCK_R=BLOCK_R)
+    launch(_build_index_fwd_layout_kernel, grid, totals_e, *outputs, R, **constants)
+    pairs = (ids_SK, weights_SK, table_Be, totals_e, *outputs, slots_SK, first, N, R)
+    launch(_build_index_fwd_place_kernel, B, *pairs, K=ids_SK.shape[1], **sizes, BLOCK_N=BLOCK_N)
     return row_ids_R, weights_R, slots_SK, offsets_e
 
 
-def _run_bwd(dweights_R: Tensor, slots_SK: Tensor) -> Tensor:
+def _launch_backward(dweights_R: Tensor, slots_SK: Tensor) -> Tensor:
     """Return weights_SK's gradient: the value of each pair's expert row, 0 for a slot of -1."""
     dweights_SK = torch.empty_like(slots_SK, dtype=dweights_R.dtype)
     args = (dweights_R.contiguous(), slots_SK, dweights_SK, slots_SK.numel())
@@ -316,22 +282,27 @@ def _run_bwd(dweights_R: Tensor, slots_SK: Tensor) -> Tensor:
 
 
 def _make_empty(ids_SK: Tensor, weights_SK: Tensor, num_local: int, R: int) -> tuple[Tensor, ...]:
+    """Return the uninitialised outputs of `_launch_forward`."""
     integers = partial(torch.empty, dtype=torch.int32, device=ids_SK.device)
     weights_R = torch.empty(R, dtype=weights_SK.dtype, device=ids_SK.device)
     return integers(R), weights_R, integers(tuple(ids_SK.shape)), integers(num_local)
 
 
 _build_index_bwd = Op(
-    "build_index_bwd", _run_bwd, lambda d_R, slots_SK: torch.empty_like(slots_SK, dtype=d_R.dtype)
+    "build_index_bwd",
+    _launch_backward,
+    lambda d_R, slots_SK: torch.empty_like(slots_SK, dtype=d_R.dtype),
 )
 
 
 def _save_slots(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save slots_SK for backward."""
     ctx.save_for_backward(output[2])
     ctx.set_materialize_grads(False)  # the integer outputs would get zeros of their size
 
 
 def _backward(ctx: Any, _: Any, dweights_R: Tensor | None, *__: Any) -> Any:
+    """Return the gradient of weights_SK, and None for the other arguments."""
     dweights_SK = None
     if ctx.needs_input_grad[1] and dweights_R is not None:
         dweights_SK = _build_index_bwd(dweights_R, *ctx.saved_tensors)
@@ -356,10 +327,10 @@ def build_index(
     multiple: int = 1,
     length: int | None = None,
 ) -> ExpertIndex:
-    """Sort the routed (token, choice) pairs by local expert, and return the `ExpertIndex`.
+    """Sort the routed (token, choice) pairs by local expert, as an `ExpertIndex`. No host sync.
 
-    Row id and weight are 0 in padding rows and in all rows past offsets_e[-1]. No host sync.
-    weights_R is differentiable in weights_SK; rows without a pair may have any gradient, even NaN.
+    Row id and weight are 0 in padding rows and in all rows past offsets_e[-1]. weights_R is
+    differentiable in weights_SK; rows without a pair may have any gradient, even NaN.
 
     Args:
         ids_SK: int32, global expert ids, distinct in a row; -1 = dropped; experts of other ranks
@@ -368,13 +339,13 @@ def build_index(
         first: global id of the first local expert.
         num_local: number of local experts, e.
         multiple: each expert's rows are padded up to a multiple of this, a power of two.
-        length: a number of rows that suffices without padding; None = S * K. R is
+        length: number of rows that suffices without padding; None = S * K. R is
             `compute_max_padded_length` of it. If rows past R are dropped, offsets_e[-1] > R, and
             experts may not read the index.
 
     Example, experts 2 and 3 of six, multiple 2, ids [[3, 0], [2, 3], [5, 3]]: expert 2 gets row 1
-    and one row of padding, expert 3 rows 0, 1, 2 and one of padding, so row_ids_R is
-    [1, 0, 0, 1, 2, 0, 0, 0], slots_SK [[2, -1], [0, 3], [-1, 4]] and offsets_e [2, 6].
+    and one row of padding, expert 3 rows 0, 1, 2 and one of padding, so row_ids_R is [1, 0, 0, 1,
+    2, 0, 0, 0], slots_SK [[2, -1], [0, 3], [-1, 4]] and offsets_e [2, 6].
     """
     if ids_SK.ndim != 2 or ids_SK.dtype != torch.int32:
         raise ValueError(

@@ -1,14 +1,13 @@
 """Operands in MXFP8 and NVFP4: emulated, or packed for tensor cores that multiply scales of blocks.
 
 `microscaling.py` defines the formats and has the references, whose bits the kernels have. NVFP4
-takes two passes, because a tensor's scale must be known first: the largest magnitudes, then the
-values. If rows are transformed, each pass transforms them, and no transformed row is stored.
+takes two passes, the largest magnitudes, which give a tensor's scale, then the values. If rows are
+transformed, each pass transforms them, and no transformed row is stored.
 
     emulated  values in bf16 (fp32 on a CPU), in x's layout, and fp32 scales of tensors
     packed    bytes of values, the summed dim innermost; two codes of "nvfp4" in a byte, the first
               in the low bits. Scales of blocks, E8M0 as uint8 or E4M3, [M, K / 32] or [M, K / 16],
-              not swizzled. "nvfp4" also has the largest magnitudes of tensors, which give their
-              scales
+              not swizzled. "nvfp4" also has the largest magnitudes of tensors
 
 Letters: T rows of x, M rows of an operand, K columns, e experts, N rows of a matrix. Bytes moved
 with b per element: M * K * (b + 2), and M * K * b again for the largest magnitudes.
@@ -63,8 +62,8 @@ class _MicroscaleInput(NamedTuple):
     def launch(self, kernel: Any, block: tuple[int, int], *tensors: Any, **constants: Any) -> None:
         """Launch a kernel of `microscaled_kernel.py`, one program per tile.
 
-        `block` is rows and columns of one scale. `tensors` are the arguments of the kernel after
-        x, sources and experts; outputs among them are written.
+        `block` is rows and columns of one scale. `tensors` are the kernel's arguments after x,
+        sources and experts.
         """
         (rows, columns), (*lead, N, K), x_TK = block, self.shape, self.x_TK
         M, below = prod(lead) * N, TILE[0] if rows == 1 else 1
@@ -83,9 +82,9 @@ class _MicroscaleInput(NamedTuple):
         )
 
     def compute_amax(self, block: tuple[int, int]) -> Tensor:
-        """Return fp32 [num_scales]: largest finite magnitude of each expert's rows, or each matrix.
+        """Return fp32 [num_scales]: each expert's, or matrix's, largest finite magnitude.
 
-        Only `block`, rows and columns of one scale, decides the tile of a program.
+        `block`, rows and columns of one scale, only decides the tile of a program.
         """
         amax = self.x_TK.new_zeros(self.num_scales, dtype=torch.float32)
         self.launch(finite_amax_kernel, block, amax)
@@ -101,11 +100,10 @@ class _MicroscaleInput(NamedTuple):
         transposed: bool = False,
         random: bool = False,
     ) -> Blocks:
-        """Quantise to one operand with blocks of `block` rows and columns, emulated or packed.
+        """Quantise to one operand with scales of `block` rows and columns, emulated or packed.
 
-        `recipe` is "mxfp8" or "nvfp4". `amax`, fp32 [num_scales], gives the tensor scales of
-        "nvfp4" and is computed if None. `transposed` needs `pack`: emulated values stay in x's
-        layout. `random` = stochastic rounding.
+        `amax`, fp32 [num_scales], gives the tensor scales of "nvfp4" and is computed if None.
+        `transposed` needs `pack`. `random` = stochastic rounding.
         """
         layout = (PACKED_ROWS, PACKED_COLUMNS)[transposed] if pack else VALUES
         is_nvfp4, new = recipe.scaling == "nvfp4", self.x_TK.new_empty
@@ -154,8 +152,8 @@ def quantise_microscaled(
     """Quantise x's rows in MXFP8 or NVFP4 to an operand [M, K]; [K, M] with `over_rows` and `pack`.
 
     With `pack`, the result has bytes of values and of block scales. Without `pack`, it has values
-    already multiplied by their block scales, in bf16 (fp32 on CPUs), and the outer scale of each
-    expert's tensor, fp32 [e + 1]. No autograd, no host sync.
+    already multiplied by their block scales, in bf16 (fp32 on CPUs), and the scale of each expert's
+    tensor, fp32 [e + 1]. No autograd, no host sync.
 
     Args:
         x_TK: any floating dtype.
@@ -165,22 +163,15 @@ def quantise_microscaled(
         is_gradient: whether values are stochastically rounded if the recipe says so.
         sources_M: int64, the row of x of each row of the operand; -1 = zeros. None = row i is x's
             row i, and with `over_rows` zeros fill the last block.
-        expert_M: int64, the expert of each row; e = none, and its values change no other row. All
-            rows of a block along rows have one expert. None = one scale for all rows.
+        expert_M: int64, the expert of each row, or e if it has none; the rows of a block have one
+            expert. None = one scale for all rows.
         num_experts: e.
         pack: whether values and scales of blocks are bytes, with the summed dim innermost.
     """
     if not has_kernel(x_TK):
-        return quantise_microscaled_ref(
-            x_TK,
-            recipe,
-            over_rows=over_rows,
-            is_gradient=is_gradient,
-            sources_M=sources_M,
-            expert_M=expert_M,
-            num_experts=num_experts,
-            pack=pack,
-        )
+        order: Any = dict(sources_M=sources_M, expert_M=expert_M, num_experts=num_experts)
+        modes: Any = dict(over_rows=over_rows, is_gradient=is_gradient, pack=pack)
+        return quantise_microscaled_ref(x_TK, recipe, **order, **modes)
     x_TK = x_TK.detach() if x_TK.stride(1) == 1 else x_TK.detach().contiguous()
     (T, K), size, is_nvfp4 = x_TK.shape, recipe.weight_multiple, recipe.scaling == "nvfp4"
     M = round_up(T, size) if over_rows else T
@@ -215,9 +206,9 @@ def quantise_microscaled_matrices(
 ) -> OperandPair:
     """Quantise matrices to the operands summed over K (`rows`) and over N (`columns`). No autograd.
 
-    `w_eNK` has one matrix per expert. In "nvfp4", whose blocks are square, both operands have the
-    same numbers. `amax_e`, fp32 [e], replaces the largest finite magnitude of each matrix; None =
-    computed. `pack` is as for `quantise_microscaled`; without `pack`, scales are fp32 [e].
+    In "nvfp4", whose blocks are square, both operands have the same numbers. `amax_e`, fp32 [e],
+    replaces the largest finite magnitude of each matrix; None = computed. `pack` is as for
+    `quantise_microscaled`; without `pack`, scales are fp32 [e].
     """
     w_eNK = w_eNK.detach().contiguous()
     make: Any = partial(quantise_microscaled_matrices_ref, w_eNK)
@@ -232,10 +223,8 @@ def quantise_microscaled_matrices(
             operand = first if first is not None and height == width else None
             operand = operand or make(recipe, block, amax_e, pack=pack, transposed=bool(i))
             if pack:
-                operand, amax_e = (
-                    replace(operand, kind=(PACKED_FORWARD, PACKED_BACKWARD)[i]),
-                    operand.amax,
-                )
+                operand = replace(operand, kind=(PACKED_FORWARD, PACKED_BACKWARD)[i])
+                amax_e = operand.amax
             else:
                 values = operand.values.transpose(1, 2) if i else operand.values
                 operand = Blocks(values, (first or operand).scales, (FORWARD, BACKWARD)[i])

@@ -45,10 +45,7 @@ def _load_blocks(
     G: tl.constexpr,  # blocks of a program, one below the other
     B: tl.constexpr,  # blocks of a program, side by side
 ):
-    """Return the blocks' first rows [G], block columns [B], element columns [B, COLUMNS], and x.
-
-    x is ROWS tensors of fp32 [G, B, COLUMNS], 0 for rows that do not exist.
-    """
+    """Return first rows [G], blocks [B], columns [B, COLUMNS], and ROWS fp32 tensors of x."""
     TILES: tl.constexpr = (K + B * COLUMNS - 1) // (B * COLUMNS)
     first = (tl.program_id(0) // TILES * G + tl.arange(0, G)).to(tl.int64) * ROWS
     blocks = tl.program_id(0) % TILES * B + tl.arange(0, B)
@@ -133,7 +130,7 @@ def _hash(x):  # uint32
 
 @triton.jit
 def _draw_uniform(x, row, columns):  # fp32 [G, B, COLUMNS], int64 [G], [B, COLUMNS]
-    """Return fp32 in [0, 1) per element, which depends on value and position: `draw_uniform`."""
+    """Return fp32 draws in [0, 1) as `draw_uniform` does."""
     of_row = _hash(row.to(tl.uint32) + FIRST_DRAW)[:, None, None]
     of_place = _hash(of_row + columns.to(tl.uint32)[None, :, :])
     hashed = _hash(of_place ^ (x.to(tl.uint32, bitcast=True) >> 16))
@@ -142,7 +139,7 @@ def _draw_uniform(x, row, columns):  # fp32 [G, B, COLUMNS], int64 [G], [B, COLU
 
 @triton.jit
 def compute_nvfp4_block_scale(amax, scale):  # fp32 of one number of dims
-    """Return E4M3 scales of blocks, as bits and as fp32, from amax and the tensor's scale."""
+    """Return E4M3 scales of blocks, as bits and fp32, from amax and the scale of the tensor."""
     exact = tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32))
     exact = tl.div_rn(exact, tl.broadcast_to(scale, amax.shape))
     code = tl.where(amax < float("inf"), to_e4m3(tl.minimum(exact, 448.0)), 0x7F)
@@ -151,17 +148,16 @@ def compute_nvfp4_block_scale(amax, scale):  # fp32 of one number of dims
 
 @triton.jit
 def encode_e2m1(value, sign):  # as `to_e2m1` returns them
-    """Return the 4-bit E2M1 code in int32 of a magnitude and a sign bit from `to_e2m1`."""
+    """Return the 4-bit E2M1 code in int32 of a magnitude and a sign from `to_e2m1`."""
     code = tl.where(value < 2.0, value * 2.0, value + 2.0)
     return tl.where(value < 4.0, code, value * 0.5 + 4.0).to(tl.int32) | (sign >> 28) & 8
 
 
 @triton.jit
-def to_e2m1(x, step, draw):  # fp32, scales of block and tensor, None = to the nearest
+def to_e2m1(x, step, draw):  # fp32; scale of the block times scale of the tensor
     """Round x / step to E2M1; return the magnitude in fp32, and the sign in bit 31 of int32.
 
-    `step` is the product of the block's and the tensor's scale. `draw` in [0, 1) rounds
-    stochastically; None = to the nearest.
+    `draw` in [0, 1) rounds stochastically; None = to the nearest.
     """
     x = tl.where(step > 0.0, tl.div_rn(x, step), 0.0)  # 0 where the scale is NaN, too
     size = tl.minimum(tl.abs(x), 6.0)
@@ -190,7 +186,7 @@ def quantise_microscaled_kernel(
     stride,
     K: tl.constexpr,
     NUM_SCALES: tl.constexpr,
-    LAYOUT: tl.constexpr,
+    LAYOUT: tl.constexpr,  # VALUES (emulated, like x), PACKED_ROWS or PACKED_COLUMNS (bytes)
     POWER_OF_TWO: tl.constexpr,
     HADAMARD: tl.constexpr,
     RANDOM: tl.constexpr,  # stochastic rounding of E2M1
@@ -199,11 +195,7 @@ def quantise_microscaled_kernel(
     G: tl.constexpr,
     B: tl.constexpr,
 ):
-    """Quantise and write G x B blocks of one operand; program 0 also writes the tensors' scales.
-
-    LAYOUT is VALUES (emulated, like x), PACKED_ROWS (bytes) or PACKED_COLUMNS (bytes, transposed).
-    amax_ptr is None for MXFP8.
-    """
+    """Quantise and write G x B blocks of one operand; program 0 writes the tensors' scales."""
     E2M1: tl.constexpr = amax_ptr is not None
     if tl.program_id(0) == 0:
         for start in range(0, NUM_SCALES, 128):

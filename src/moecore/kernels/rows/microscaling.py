@@ -14,23 +14,20 @@ operand is rounded to such numbers ("emulated") and multiplied as bf16, on a CPU
 tensors multiply the sums in fp32.
 
 An E8M0 scale is the least power of two with which a block's largest value fits 448 (`scaling.py`).
-The OCP specification's example rounds scales down, so that large values saturate, which costs loss
-in training.
+The OCP specification's example rounds scales down, so that large values saturate, which costs loss.
 
 NVFP4: a tensor's scale is amax / (6 * 448), or the least power of two that is not less. A block's
 scale is amax / 6 over the tensor's scale, rounded to the nearest E4M3. Values round to the nearest,
 ties to even, and saturate at 6. NaN and infinity do not count for the amax of a tensor, and make
 their block NaN.
 
-Stochastic rounding uses a hash of a fixed seed, an element's row and column in its operand, and its
-value truncated to bf16. So repeats and recomputation draw the same numbers, without a state that
-checkpoints or CUDA graphs would have to save.
+Stochastic rounding hashes a fixed seed, an element's row and column in its operand, and its value
+truncated to bf16. So repeats and recomputation draw the same numbers, without a state to save.
 
 Letters: M, K rows and columns of an operand; P rows with each expert's padded to full blocks.
 
-Source: OCP Microscaling Formats (MX) specification v1.0; "Recipes for pre-training LLMs with
-MXFP8" (arXiv:2506.08027) for scales that round up; "Pretraining large language models with NVFP4"
-(arXiv:2509.25149).
+Source: OCP Microscaling Formats (MX) v1.0; arXiv:2506.08027 (MXFP8) for scales that round up;
+arXiv:2509.25149 (NVFP4).
 """
 
 from __future__ import annotations
@@ -104,10 +101,7 @@ def compute_nvfp4_scales(amax: Tensor, scale: Tensor) -> Tensor:
 
 
 def to_e2m1(x: Tensor, step: Tensor, draws: Tensor | None = None) -> Tensor:
-    """Return x / step rounded to E2M1, as fp32; 0 where step, the product of both scales, is 0.
-
-    `draws` in [0, 1) round stochastically; None = to the nearest, ties to even.
-    """
+    """Return x / step rounded to E2M1, fp32, 0 where step is 0; draws: see `quantise_nvfp4`."""
     x = (x / step).masked_fill(step == 0, 0)
     magnitude = x.abs().clamp(max=LARGEST_E2M1)
     step = torch.where(magnitude < 4, 1.0, 2.0).masked_fill(magnitude < 2, 0.5)
@@ -141,10 +135,10 @@ def unpack_e2m1(packed_bytes: Tensor) -> Tensor:
 
 
 def unpack_matrices(weight: Blocks, recipe: Recipe, *, transposed: bool) -> Blocks:
-    """Unpack all-gathered NVFP4 matrices [e, N, K] to values times block scales, in bf16.
+    """Unpack all-gathered NVFP4 matrices [e, N, K] to values times block scales.
 
-    On a CPU in fp32. The operand is summed over K, or over N if `transposed` (a view [e, K, N]).
-    Its scales are one per matrix, fp32 [e].
+    The operand, bf16 (fp32 on CPUs), is summed over K, or over N if `transposed` (a view [e, K,
+    N]), with fp32 scales [e].
     """
     assert weight.amax is not None, "they were gathered by it"
     wide = _dequantise(unpack_e2m1(weight.values), weight.scales, recipe.weight_block)
@@ -162,7 +156,7 @@ def transpose_matrices(weight: Blocks) -> Blocks:
 
 
 def draw_uniform(x_MK: Tensor) -> Tensor:
-    """Return fp32 in [0, 1), multiples of 2^-24, which depend only on position and value."""
+    """Return fp32 draws in [0, 1), multiples of 2^-24, which depend only on position and value."""
     rows, columns = (torch.arange(n, dtype=torch.int32, device=x_MK.device) for n in x_MK.shape)
     hashed = _hash(_hash(rows + SEED)[:, None] + columns)
     hashed = _hash(hashed ^ (x_MK.float().view(torch.int32) >> 16 & 0xFFFF))
@@ -179,8 +173,7 @@ def _hash(x: Tensor) -> Tensor:
 def apply_hadamard(x_PC: Tensor) -> Tensor:
     """Return fp32: each 16 rows times their signs, then times a Hadamard matrix over 4.
 
-    The transform is orthogonal: the product x^T y, summed over rows, is the same for two
-    transformed matrices. Only additions are used, so no mode of matrix products changes the result.
+    The transform is orthogonal: x^T y, summed over rows, does not change if both are transformed.
     """
     P, C = x_PC.shape
     # Made on the device: graphs capture no copies from the host.
@@ -203,10 +196,7 @@ def compute_tensor_scales(amax: Tensor, recipe: Recipe) -> Tensor:
 def _quantise_blocks(
     x: Tensor, recipe: Recipe, block: tuple[int, int], scale: Tensor, draws: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return values and scales of blocks (rows, columns) in the recipe's format.
-
-    `scale` and `draws` are as for `quantise_nvfp4`; "mxfp8" does not read them.
-    """
+    """Return values and scales in the recipe's format; arguments as for `quantise_nvfp4`."""
     if recipe.scaling == "mxfp8":
         return quantise_mxfp8(x, block)
     return quantise_nvfp4(x, block, scale, draws)
@@ -224,10 +214,7 @@ def get_product_dtype(x: Tensor) -> torch.dtype:
 
 
 def _pack(values: Tensor, scales: Tensor, amax: Tensor, *, transposed: bool) -> Blocks:
-    """Return values and block scales as packed bytes, with rows innermost if `transposed`.
-
-    `amax`, the largest magnitudes of tensors, is stored only for NVFP4.
-    """
+    """Return values and block scales as packed bytes, with rows innermost if `transposed`."""
     if transposed:
         values, scales = values.mT, scales.mT
     if values.dtype == FP8:
@@ -247,7 +234,7 @@ def quantise_microscaled_ref(
     num_experts: int = 0,
     pack: bool = False,
 ) -> Blocks:
-    """Quantise rows to an MXFP8 or NVFP4 operand in plain PyTorch: see `quantise_microscaled`."""
+    """Compute `quantise_microscaled` in plain PyTorch."""
     size, is_nvfp4 = recipe.weight_multiple, recipe.scaling == "nvfp4"
     block = (size, 1) if over_rows else (1, size)
     x_MK = x_TK.float()
@@ -264,10 +251,9 @@ def quantise_microscaled_ref(
         amax.scatter_reduce_(0, expert_M, compute_finite_magnitude(x_MK).amax(1), "amax")
     scales = compute_tensor_scales(amax, recipe)
     is_random = is_gradient and is_nvfp4 and recipe.stochastic_rounding
-    of_blocks, draws = (
-        scales[expert_M[:: block[0]]][:, None],
-        draw_uniform(x_MK) if is_random else None,
-    )
+    of_blocks, draws = scales[expert_M[:: block[0]]][:, None], None
+    if is_random:
+        draws = draw_uniform(x_MK)
     values, block_scales = _quantise_blocks(x_MK, recipe, block, of_blocks, draws)
     if pack:
         return _pack(values, block_scales, amax, transposed=over_rows)
@@ -283,10 +269,7 @@ def quantise_microscaled_matrices_ref(
     pack: bool,
     transposed: bool,
 ) -> Blocks:
-    """Return one operand of `quantise_microscaled_matrices`; without `pack` never transposed.
-
-    `block` is (rows, columns) of one scale. `amax_e` None = the matrices' own.
-    """
+    """Return one operand of `quantise_microscaled_matrices`; `block` is the shape of one scale."""
     w_eNK = w_eNK.float()
     amax_e = compute_finite_magnitude(w_eNK).amax((1, 2)) if amax_e is None else amax_e
     scales = compute_tensor_scales(amax_e, recipe)

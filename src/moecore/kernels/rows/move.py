@@ -8,9 +8,9 @@ sum needs no atomics, and the gather reads each source row once.
 
 Letters: S source rows, K choices per source row, R expert rows, D columns.
 
-Bytes moved, with b bytes per element and U <= S * K slots in use: gather reads S * D * b and
-writes R * D * b; sum reads U * D * b and writes S * D * b. Both read the index, 4 * (R + 2 * S * K)
-bytes at most. With K = E columns of expert choice, the fill reads 4 * R * K bytes more.
+Bytes moved, with b bytes per element and U <= S * K slots in use: gather reads S * D * b and writes
+R * D * b; sum reads U * D * b and writes S * D * b. Both read the index, 4 * (R + 2 * S * K) bytes
+at most. With K = E columns of expert choice, gather reads 4 * R * K bytes more.
 """
 
 from functools import cache
@@ -29,6 +29,7 @@ from moecore.kernels.common import (
     use_kernel,
 )
 from moecore.kernels.ops import Op, make_save
+from moecore.kernels.rows.row_tiles import mask_rows_in_use
 
 FILL_ROWS = 32  # expert rows that one program checks for being named by no slot
 FILL_CHOICES = 32  # slots of each of them that it holds at a time
@@ -39,7 +40,7 @@ COPY_WORDS = 4096  # of 4 bytes, that a program copies at once
 def gather_rows_ref(
     x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None
 ) -> Tensor:
-    """Return x_SD[row_ids_R], and zeros in expert rows not in slots_SK. num_rows is not read."""
+    """Compute `gather_rows` in plain PyTorch; num_rows is not read."""
     if not x_SD.shape[0]:  # the empty sum keeps the graph connected
         return x_SD.new_zeros(row_ids_R.shape[0], x_SD.shape[1]) + x_SD.sum(0)
     return clear_rows_without_slot(x_SD.index_select(0, row_ids_R), slots_SK)
@@ -56,7 +57,7 @@ def clear_rows_without_slot(x_RD: Tensor, slots_SK: Tensor) -> Tensor:
 def sum_rows_ref(
     y_RD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None
 ) -> Tensor:
-    """Return the sum over k of y_RD[slots_SK[:, k]], in order of k; a slot of -1 adds nothing."""
+    """Compute `sum_rows` in plain PyTorch."""
     dtype = torch.promote_types(y_RD.dtype, torch.float32)
     out_SD = y_RD.new_zeros(slots_SK.shape[0], y_RD.shape[1], dtype=dtype)
     if not y_RD.shape[0]:
@@ -95,26 +96,22 @@ def _gather_rows_fwd_kernel(
 ):
     """Gather rows of x to out_ptr, unchanged.
 
-    Each of the first num_fill programs writes zeros to those of FILL_R expert rows that no slot
-    names. Every other program copies BLOCK_D columns of one source row to its expert rows.
+    The first num_fill programs write zeros to those of FILL_R expert rows that no slot names. Every
+    other program copies BLOCK_D columns of one source row to its expert rows.
     """
     pid = tl.program_id(0)
     if pid < num_fill:
         # Rows that no slot names: padding below num_rows, and all rows from there on.
         rows = pid.to(tl.int64) * FILL_R + tl.arange(0, FILL_R)
         exists = rows < num_expert_rows
-        row_mask = exists
-        if num_rows_ptr is not None:
-            row_mask = exists & (rows < tl.load(num_rows_ptr))
+        row_mask = mask_rows_in_use(rows, num_expert_rows, num_rows_ptr)
         sources = tl.load(row_ids_ptr + rows, mask=row_mask, other=0).to(tl.int64)
         named = tl.zeros([FILL_R], dtype=tl.int32)
         for start in range(0, K, BLOCK_K):
             choices = start + tl.arange(0, BLOCK_K)
-            slots = tl.load(
-                slots_ptr + sources[:, None] * K + choices[None, :],
-                mask=row_mask[:, None] & (choices < K)[None, :],
-                other=-1,
-            )
+            at = slots_ptr + sources[:, None] * K + choices[None, :]
+            mask = row_mask[:, None] & (choices < K)[None, :]
+            slots = tl.load(at, mask=mask, other=-1)
             named += tl.sum((slots == rows[:, None]).to(tl.int32), axis=1)
         fill = (exists if CLEAR else row_mask) & (named == 0)
         if tl.max(fill.to(tl.int32), axis=0) > 0:
@@ -144,7 +141,7 @@ def _load_expert_row(
     D: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Return columns of the expert row of a source row's choice k, fp32; 0 if there is none."""
+    """Return columns of the expert row of a source row's choice k in fp32; 0 if there is no row."""
     slot = tl.load(slots_ptr + source * K + k, mask=k < K, other=-1).to(tl.int64)
     mask = (columns < D) & (slot >= 0)
     return tl.load(y_ptr + slot * D + columns, mask=mask, other=0.0).to(tl.float32)
@@ -221,7 +218,7 @@ def _launch_sum(y_RD: Tensor, slots_SK: Tensor) -> Tensor:
 def gather_rows_without_autograd(
     x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None
 ) -> Tensor:
-    """Return the source row of each expert row: `gather_rows` without autograd, in other ops."""
+    """Compute `gather_rows` without autograd, for the implementation of other operations."""
     if x_SD.dtype in KERNEL_DTYPES and x_SD.shape[0] and use_kernel(x_SD, slots_SK):
         return _launch_gather(x_SD, row_ids_R, slots_SK, num_rows, clear=True)
     return gather_rows_ref(x_SD, row_ids_R, slots_SK, num_rows)
@@ -230,7 +227,7 @@ def gather_rows_without_autograd(
 def sum_rows_without_autograd(
     y_RD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None
 ) -> Tensor:
-    """Return the sum of each source row's expert rows: `sum_rows` without autograd, in ops."""
+    """Compute `sum_rows` without autograd, for the implementation of other operations."""
     if y_RD.dtype in KERNEL_DTYPES and use_kernel(y_RD, slots_SK):
         return _launch_sum(y_RD, slots_SK)
     return sum_rows_ref(y_RD, row_ids_R, slots_SK, num_rows)
@@ -255,19 +252,19 @@ _sum_rows: Op[Tensor] = Op(
 def gather_rows(
     x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None = None
 ) -> Tensor:
-    """Return the source row (token) of each expert row; the gradient is `sum_rows` of the output's.
+    """Return the source row (token) of each expert row, [R, D]. No host sync.
 
-    No host sync.
+    Differentiable in x_SD; `sum_rows` is the gradient.
 
     Args:
-        x_SD: source rows, any float dtype; copied when not contiguous.
+        x_SD: source rows, any float dtype; copied if not contiguous.
         row_ids_R: int32, source row of each expert row, in [0, S) below num_rows.
         slots_SK: int32, expert row of each source row's k-th choice, distinct; -1 = none.
         num_rows: 0-dim int32 on the device, the expert rows in use; None means R.
 
     Returns:
-        [R, D], dtype of x_SD: x_SD[row_ids_R], and zeros in rows that no slot names, which are
-        padding and all rows from num_rows on.
+        x_SD[row_ids_R], and zeros in rows that no slot names: padding, and all rows from num_rows
+        on.
     """
     return _gather_rows(x_SD, row_ids_R, slots_SK, num_rows)
 
@@ -284,19 +281,16 @@ def gather_used_rows(x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows
 def sum_rows(
     y_RD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None = None
 ) -> Tensor:
-    """Return the sum of the expert rows of each source row (token).
+    """Return the sum of the expert rows of each source row (token), [S, D] in the dtype of y_RD.
 
-    Differentiable in y_RD; the gradient is `gather_rows` of the output's. No host sync; the same
-    bits in every run.
+    Differentiable in y_RD; `gather_rows` is the gradient. No host sync; the same bits in every run.
+    Rows are added in fp32 (fp64 for fp64) in order of k and rounded once. A source row without
+    slots gives zero.
 
     Args:
-        y_RD: expert rows, any float dtype; copied when not contiguous. Only rows that a slot names
-            are read; other rows may hold NaN.
+        y_RD: expert rows, any float dtype; copied if not contiguous. Rows that no slot names are
+            not read.
         row_ids_R, slots_SK, num_rows: as for `gather_rows`; the gradient needs all three.
-
-    Returns:
-        [S, D], dtype of y_RD; added in fp32 (fp64 for fp64) in order of k and rounded once. A
-        source row without slots gives zero.
 
     Example, S = 2, K = 2, R = 3: slots_SK [[0, 2], [1, -1]] gives [y0 + y2, y1].
     """
@@ -304,7 +298,7 @@ def sum_rows(
 
 
 def copy_first_rows_ref(target_RB: Tensor, source_RB: Tensor, num_rows: Tensor) -> None:
-    """Copy the first num_rows rows in place in plain PyTorch: see `copy_first_rows`. Host sync."""
+    """Compute `copy_first_rows` in plain PyTorch. Host sync."""
     count = min(int(num_rows), source_RB.shape[0])
     target_RB[:count].copy_(source_RB[:count])
 
@@ -328,10 +322,10 @@ def _copy_first_rows_kernel(
 
 
 def copy_first_rows(target_RB: Tensor, source_RB: Tensor, num_rows: Tensor) -> None:
-    """Copy the first num_rows rows of a matrix; later rows of the target do not change.
+    """Copy the first num_rows of R rows of a matrix; later rows of the target do not change.
 
     Both matrices are uint8, contiguous, on the GPU or in pinned host memory. Few programs copy,
-    because PCIe is slow. num_rows is 0-dim int32 on the GPU, and at most R rows are copied.
+    because PCIe is slow. num_rows is 0-dim int32 on the GPU.
     """
     row_bytes = source_RB.shape[1]
     if not use_kernel(num_rows) or row_bytes % 4:
@@ -340,6 +334,5 @@ def copy_first_rows(target_RB: Tensor, source_RB: Tensor, num_rows: Tensor) -> N
     words = (source_RB.view(torch.int32), target_RB.view(torch.int32))
     args = (*words, num_rows, source_RB.shape[0], row_bytes // 4)
     with use_device(num_rows):  # the source or the target may lie in host memory
-        _copy_first_rows_kernel[(COPY_PROGRAMS,)](
-            *args, PROGRAMS=COPY_PROGRAMS, BLOCK=COPY_WORDS, num_warps=8
-        )
+        sizes = dict(PROGRAMS=COPY_PROGRAMS, BLOCK=COPY_WORDS, num_warps=8)
+        _copy_first_rows_kernel[(COPY_PROGRAMS,)](*args, **sizes)

@@ -2,15 +2,14 @@
 
 A scale is the smallest power of two with which the largest value of its 128 columns fits 448. So a
 widened row is exact in bf16 and fp16, and packing it again gives the same values. Values and scales
-of a row are adjacent: a row is sent, and saved for backward, as one piece of memory. The kernels
+of a row are adjacent, so a row is sent, and saved for backward, as one piece of memory. The kernels
 round and widen by integer operations, so they need no FP8 unit.
 
 Letters: S source rows, D columns, B = D / 128 scales, W bytes of a packed row, K slots per source
 row, R expert rows. Bytes moved with b per element: pack reads S * D * b and writes S * W; gather
 reads S * W and writes R * D * b.
 
-Source: blocks of 128 columns as DeepSeek-V3 scales activations (arXiv:2412.19437), with powers of
-two as in its tensors that are quantised twice.
+Source: DeepSeek-V3 (arXiv:2412.19437) for blocks of 128 columns and scales that are powers of two.
 """
 
 from functools import cache
@@ -35,7 +34,7 @@ def count_packed_bytes(dim: int) -> int:
 
 
 def pack_rows_ref(x_SD: Tensor) -> Tensor:
-    """Quantise rows to e4m3 and scales in bytes [S, W], in plain PyTorch: see `pack_rows`."""
+    """Compute `pack_rows` in plain PyTorch."""
     S, D = x_SD.shape
     B = cdiv(D, BLOCK)
     padded_x = torch.nn.functional.pad(x_SD.float(), (0, B * BLOCK - D))
@@ -124,35 +123,34 @@ def _gather_packed_rows_kernel(
 
 
 def _launch_pack(x_SD: Tensor) -> Tensor:
-    """Quantise rows to bytes [S, W] by the kernel, or on a CPU in plain PyTorch."""
+    """Compute `pack_rows` by the kernel, or on a CPU in plain PyTorch."""
     if not use_kernel(x_SD):
         return pack_rows_ref(x_SD)
     (S, D), program = x_SD.shape, _choose_program(x_SD.shape[1])
-    bytes_SW = torch.empty(S, count_packed_bytes(D), dtype=PACKED_DTYPE, device=x_SD.device)
+    bytes_SW = _make_empty_bytes(x_SD)
     args = (x_SD, bytes_SW, bytes_SW.view(torch.float32))
     num_programs = S * cdiv(D, BLOCK * program["BLOCKS"])
     launch(_pack_rows_kernel, num_programs, *args, D=D, W=bytes_SW.shape[1], BLOCK=BLOCK, **program)
     return bytes_SW
 
 
-_pack_rows = Op(
-    "pack_rows",
-    _launch_pack,
-    lambda x_SD: x_SD.new_empty(
-        x_SD.shape[0], count_packed_bytes(x_SD.shape[1]), dtype=PACKED_DTYPE
-    ),
-)
+def _make_empty_bytes(x_SD: Tensor) -> Tensor:
+    """Return uninitialised packed rows [S, W]."""
+    return x_SD.new_empty(x_SD.shape[0], count_packed_bytes(x_SD.shape[1]), dtype=PACKED_DTYPE)
+
+
+_pack_rows = Op("pack_rows", _launch_pack, _make_empty_bytes)
 
 
 def pack_rows(x_SD: Tensor) -> Tensor:
-    """Quantise rows to e4m3 with one scale per 128 columns, each row as one run of bytes.
+    """Quantise rows to e4m3 with one scale per 128 columns, in bytes. No autograd, no host sync.
 
-    An infinity makes its 128 columns NaN; a NaN stays a NaN. x_SD is bf16, fp16 or fp32,
-    contiguous; D is a multiple of `PACKED_COLUMNS`. No autograd, no host sync.
+    Args:
+        x_SD: bf16, fp16 or fp32, contiguous; D a multiple of `PACKED_COLUMNS`.
 
     Returns:
         uint8 [S, W]: D values in e4m3, ceil(D / 128) scales in fp32, and undefined bytes up to a
-        multiple of 16.
+        multiple of 16. An infinity makes its 128 columns NaN; a NaN stays a NaN.
     """
     return _pack_rows(x_SD.detach())
 
@@ -167,9 +165,9 @@ def gather_packed_rows(
 ) -> Tensor:
     """Widen FP8 source rows to `dtype` and gather them in expert order, [R, D]. No autograd.
 
-    No host sync. Values and scales are from `view_packed_rows`; the last three arguments are as for
-    `gather_rows`. Source rows without a slot may have any content. Expert rows that no slot names
-    are uninitialised.
+    Values and scales are from `view_packed_rows`; the last three arguments are as for
+    `gather_rows`. Source rows without a slot are not read. Expert rows that no slot names are
+    uninitialised. No host sync.
     """
     (S, D), K, R = values_SD.shape, slots_SK.shape[1], row_ids_R.shape[0]
     if not use_kernel(values_SD):
@@ -177,15 +175,7 @@ def gather_packed_rows(
         return gather_rows_ref(wide_SD, row_ids_R, slots_SK, num_rows)
     out_RD, program = values_SD.new_empty(R, D, dtype=dtype), _choose_program(D)
     args = (values_SD.view(PACKED_DTYPE), scales_SB, slots_SK.contiguous(), out_RD)
-    launch(
-        _gather_packed_rows_kernel,
-        S * cdiv(D, BLOCK * program["BLOCKS"]) if R else 0,
-        *args,
-        D=D,
-        W=values_SD.stride(0),
-        K=K,
-        BLOCK=BLOCK,
-        BLOCK_K=next_power_of_2(K),
-        **program,
-    )
+    grid = S * cdiv(D, BLOCK * program["BLOCKS"]) if R else 0
+    sizes = dict(D=D, W=values_SD.stride(0), K=K, BLOCK=BLOCK, BLOCK_K=next_power_of_2(K))
+    launch(_gather_packed_rows_kernel, grid, *args, **sizes, **program)
     return out_RD

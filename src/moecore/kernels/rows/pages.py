@@ -1,13 +1,13 @@
 """Copies of used rows from worst-case buffers to pages and back, without a host sync.
 
-Which rows are used, their number, and their pages are known only on the device. Rows for which the
-table has no page are NaN after the copy back. The matrices of one dispatch share a table, int32 on
-the device: the page ids of the first matrix, of the second, and so on, N entries; the number of
-rows with a slot; the number of first rows; the rows with a slot.
+Which rows are used, their number, and their pages are known only on the device. Rows without a page
+are NaN after the copy back. The matrices of one dispatch share a table, int32 on the device: N page
+ids, first those of the first matrix; the number of rows with a slot; the number of first rows; the
+rows with a slot.
 
-Letters: S source rows (with slots), K slots of a row, R expert rows (the first ones are in use),
-B bytes of a row, P device pages, Q host pages, N entries.
-Bytes moved: 4 * S * K for the list, 2 * used * B each way.
+Letters: S source rows (with slots), K slots of a row, R expert rows (the first ones are in use), B
+bytes of a row, P device pages, Q host pages, N entries. Bytes moved: 4 * S * K for the list, 2 *
+used * B each way.
 """
 
 import math
@@ -69,8 +69,8 @@ class PageLayout:
     ) -> "PageLayout":
         """Return the layout of `matrices`, each (bytes of a row, whether it has a list).
 
-        A matrix with a list has `source_rows` rows and uses the rows with a slot. Another matrix
-        has `expert_rows` rows and uses the first rows.
+        A matrix with a list has `source_rows` rows and uses the rows with a slot. A matrix without
+        a list has `expert_rows` rows and uses the first rows.
         """
         widths, has_list = zip(*matrices, strict=True)
         steps = [pool.page_bytes // width for width in widths]
@@ -107,7 +107,7 @@ class PageLayout:
 def take_rows_ref(
     table: Tensor, layout: PageLayout, slots_SK: Tensor | None, num_rows: Tensor | None
 ) -> None:
-    """Write the used rows and free page ids to `table`, on the host: see `take_rows`."""
+    """Compute `take_rows` on the host."""
     N = layout.num_entries
     table[N : N + 2] = 0
     if slots_SK is not None:
@@ -125,16 +125,14 @@ def take_rows_ref(
 def copy_rows_ref(
     matrices: Sequence[Tensor | None], table: Tensor, layout: PageLayout, *, stash: bool
 ) -> None:
-    """Copy used rows to their pages if `stash`, otherwise back, on the host: see `copy_rows`."""
+    """Compute `copy_rows` on the host."""
     pool, N, entry = layout.pool, layout.num_entries, 0
     P = pool.pages.shape[0]
     for matrix, width, listed in zip(matrices, layout.widths, layout.has_list, strict=True):
         num_rows, step = int(table[N + 1 - listed]), pool.page_bytes // width
-        rows = (
-            table[N + 2 :][:num_rows].long()
-            if listed
-            else torch.arange(num_rows, device=table.device)
-        )
+        rows = torch.arange(num_rows, device=table.device)
+        if listed:
+            rows = table[N + 2 :][:num_rows].long()
         for places in rows.split(step):
             page, entry = int(table[entry]), entry + 1
             if matrix is None:
@@ -202,9 +200,8 @@ def _take_rows_kernel(
         first = tl.minimum(tl.load(num_rows_ptr), expert_rows)
         tl.store(table_ptr + num_entries + 1, first)
         need += _count_pages(first, FIRST_STEPS)
-    take_pages(
-        table_ptr, num_entries, need, state_ptr, report_ptr, free_ptr, num_pages, num_host, BLOCK
-    )
+    pool = (state_ptr, free_ptr, num_pages, num_host)
+    take_pages(table_ptr, num_entries, need, pool, report_ptr, BLOCK)
 
 
 @triton.jit
@@ -294,25 +291,15 @@ def _copy_pages_kernel(
         order_ptr, at_ptr = table_ptr + num_entries + 2, table_ptr
         for m in tl.static_range(len(WIDTHS)):
             rows_ptr = a_ptr if m == 0 else b_ptr if m == 1 else c_ptr if m == 2 else d_ptr
+            order = order_ptr if HAS_LIST[m] else None
+            num_rows = listed if HAS_LIST[m] else first
             at_ptr = _copy_matrix(
-                rows_ptr,
-                at_ptr,
-                order_ptr if HAS_LIST[m] else None,
-                listed if HAS_LIST[m] else first,
-                pages_ptr,
-                host_ptr,
-                num_pages,
-                PAGE_BYTES,
-                WIDTHS[m],
-                STASH,
-                PROGRAMS,
-                BLOCKS_R[m],
-                BLOCKS_W[m],
-            )
+                rows_ptr, at_ptr, order, num_rows, pages_ptr, host_ptr, num_pages,
+                PAGE_BYTES, WIDTHS[m], STASH, PROGRAMS, BLOCKS_R[m], BLOCKS_W[m],
+            )  # fmt: skip
     elif released_ptr is not None:
-        put_back_pages(
-            released_ptr, released_entries, state_ptr, free_ptr, num_pages, num_host, BLOCK
-        )
+        pool = (state_ptr, free_ptr, num_pages, num_host)
+        put_back_pages(released_ptr, released_entries, pool, BLOCK)
 
 
 def take_rows(
@@ -324,8 +311,8 @@ def take_rows(
         table: from `layout.make_table()`, changed in place; its earlier pages are freed first.
         slots_SK: int32. A source row is used if one of its slots is not negative. None if no matrix
             has a list.
-        num_rows: 0-dim int32. The first num_rows of R rows are used, at most R. None if all
-            matrices have a list.
+        num_rows: 0-dim int32. The first num_rows of R rows are used. None if all matrices have a
+            list.
 
     Example: slots [[-1], [0], [7], [-1], [1]] give the list [1, 2, 4].
     """
@@ -363,14 +350,14 @@ def copy_rows(
     """Copy the used rows of matrices to their pages, or back to their positions. No host sync.
 
     The table keeps its pages, and rows that are not used do not change. Rows without a page become
-    NaN on the way back.
+    NaN when they are copied back.
 
     Args:
         matrices: uint8, contiguous, in the order of the layout; None = skip this matrix.
         table, layout: as for `take_rows`, which was called before.
         stash: whether rows are copied to pages; otherwise pages to rows.
-        released_table: a table of the same pool, and its num_entries, whose pages no kernel reads
-            any more. The same launch returns these pages to the pool; None = no pages.
+        released_table: a table of the same pool and its num_entries, whose pages the same launch
+            frees. No other kernel may read these pages any more.
     """
     if not use_kernel(table):
         copy_rows_ref(matrices, table, layout, stash=stash)

@@ -1,19 +1,18 @@
 """FP8 operands of grouped products, with a scale per 128 elements of the summed dim.
 
-    gather_row_blocks  1 x 128 of a row, rows in expert order: multiplied by the forward and the
-                       input gradients
-    tile_tokens        128 rows of one expert, transposed: multiplied by the weight gradients
+    gather_row_blocks  1 x 128 of a row, rows in expert order: for the forward and input gradients
+    tile_tokens        128 rows of one expert, transposed: for the weight gradients
     quantise_weights   128 x 128 of a matrix, in one layout or both
 
-A value is float8_e4m3fn times the scale of its block. Layouts are those of the table "grouped" in
-`scaling.py`. Scales of rows are transposed, so that the scales of a tile's rows are neighbours in
-memory. Hopper's FP8 tensor cores need the summed dim of both operands innermost, hence the
-transposed copies.
+A value is float8_e4m3fn times the scale of its block. `scaling.py` has the layouts (table
+"grouped"). Hopper's FP8 tensor cores need the summed dim of both operands innermost, hence the
+transposed copies, and scales of rows are transposed so that the scales of a tile's rows are
+adjacent.
 
-Tile j of `tile_tokens` has the 128 rows of row tile j, and 0 past the end of its expert's rows.
-Tiles past the last used one are uninitialised. The rows of a tile share one scale per 128 columns,
-the largest of the rows' scales; values of other rows are multiplied by the ratio of both scales.
-With powers of two the ratio loses only values below 2^-17 of the block's largest value.
+Tile j of `tile_tokens` has the 128 rows of row tile j, and 0 past the end of its expert's rows. The
+rows of a tile share one scale per 128 columns, the largest of the rows' scales; values of other
+rows are multiplied by the ratio of both scales. If scales are powers of two, this loses only values
+below 2^-17 of the block's largest value.
 
 Letters: S source rows, R expert rows (length), D K C columns, B = K / 128 blocks, t row tiles of
 128 rows of one expert (`rows/row_tiles.py`), e experts, N rows of a matrix.
@@ -51,13 +50,13 @@ def split_blocks(x: Tensor) -> Tensor:
 
 
 def quantise_rows_ref(x_SD: Tensor, *, power_of_two: bool) -> Rows:
-    """Quantise rows to FP8, one scale per 128 columns, in plain PyTorch: see `quantise_rows`."""
+    """Compute `quantise_rows` in plain PyTorch."""
     values, scales = quantise_ref(split_blocks(x_SD), -1, power_of_two)
     return Rows(values.view(x_SD.shape), scales[..., 0], x_SD.dtype)
 
 
 def quantise_row_blocks_ref(x_RK: Tensor, power_of_two: bool) -> Blocks:
-    """Return FP8 [R, K] and fp32 scales [K / 128, R padded to 4] of 1 x 128, in plain PyTorch."""
+    """Return a "tile" operand of rows, FP8 [R, K] with scales of 1 x 128, in plain PyTorch."""
     rows = quantise_rows_ref(x_RK, power_of_two=power_of_two)
     assert rows.scales is not None
     return Blocks(rows.values, _transpose_scales(rows.scales), "tile")
@@ -70,7 +69,7 @@ def _transpose_scales(scales_RB: Tensor) -> Tensor:
 
 
 def gather_row_blocks_ref(rows: Rows, row_ids_R: Tensor | None) -> Blocks:
-    """Return FP8 rows[row_ids_R] (None = all rows) with transposed scales, in plain PyTorch."""
+    """Compute `gather_row_blocks` in plain PyTorch."""
     assert rows.scales is not None
     values, scales = rows.values, rows.scales
     if row_ids_R is not None:
@@ -80,7 +79,7 @@ def gather_row_blocks_ref(rows: Rows, row_ids_R: Tensor | None) -> Blocks:
 
 
 def tile_tokens_ref(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTiles) -> Blocks:
-    """Transpose FP8 rows per row tile in plain PyTorch: see `tile_tokens`; unused tiles are 0."""
+    """Compute `tile_tokens` in plain PyTorch; unused tiles are 0."""
     values_SD, scales_SB = _get_values_and_scales(rows)
     tile = torch.arange(tiles.max_tiles, device=values_SD.device)
     _, first, end, _ = tiles.map[1:].long().unbind(1)
@@ -98,7 +97,7 @@ def tile_tokens_ref(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTil
 
 
 def _get_values_and_scales(rows: Rows | Blocks) -> tuple[Tensor, Tensor]:
-    """Return the values [S, D] and the scales as [S, B], from rows or from their "tile" operand."""
+    """Return values [S, D] and scales [S, B] of rows, or of rows as a "tile" operand."""
     if isinstance(rows, Blocks):
         return rows.values, rows.scales.T[: rows.values.shape[0]]
     assert rows.scales is not None
@@ -108,7 +107,7 @@ def _get_values_and_scales(rows: Rows | Blocks) -> tuple[Tensor, Tensor]:
 def quantise_weights_ref(
     w_eNK: Tensor, *, power_of_two: bool, rows: bool = True, columns: bool = True
 ) -> OperandPair:
-    """Quantise matrices to FP8 per 128 x 128 in plain PyTorch: see `quantise_weights`."""
+    """Compute `quantise_weights` in plain PyTorch."""
     e, N, K = w_eNK.shape
     blocks = w_eNK.view(e, N // BLOCK, BLOCK, K // BLOCK, BLOCK)
     values, scales = quantise_ref(blocks, (2, 4), power_of_two)
@@ -128,7 +127,7 @@ def _make_pair(
 
 
 def check_multiple_of_128(name: str, size: int) -> None:
-    """Raise ValueError, which names the size `name`, unless `size` is a multiple of 128."""
+    """Raise ValueError that names the size `name` unless `size` is a multiple of 128."""
     if size % BLOCK:
         raise ValueError(
             f"{name} ({size}) must be a multiple of {BLOCK}: other columns have no whole blocks"
@@ -136,38 +135,29 @@ def check_multiple_of_128(name: str, size: int) -> None:
 
 
 def make_empty_row_blocks(like: Tensor, num_rows: int, num_columns: int) -> Blocks:
-    """Return an uninitialised "tile" operand on like's device, FP8 [num_rows, num_columns].
-
-    Its scales are fp32 [num_columns / 128, num_rows rounded up to 4].
-    """
+    """Return an uninitialised "tile" operand, FP8 [num_rows, num_columns], on like's device."""
+    values = like.new_empty(num_rows, num_columns, dtype=FP8)
     scales_shape = (num_columns // BLOCK, round_up(num_rows, SCALE_ROWS))
-    return Blocks(
-        like.new_empty(num_rows, num_columns, dtype=FP8),
-        like.new_empty(scales_shape, dtype=torch.float32),
-        "tile",
-    )
+    return Blocks(values, like.new_empty(scales_shape, dtype=torch.float32), "tile")
 
 
 def make_empty_rows(like_SD: Tensor) -> Rows:
-    """Return uninitialised FP8 rows of like_SD's shape, which `Rows.widen` widens to its dtype."""
+    """Return uninitialised FP8 rows of the shape of like_SD, which widen to its dtype."""
     S, D = like_SD.shape
     scales_SB = like_SD.new_empty(S, D // BLOCK, dtype=torch.float32)
     return Rows(torch.empty_like(like_SD, dtype=FP8), scales_SB, like_SD.dtype)
 
 
 def quantise_rows(x_SD: Tensor, *, power_of_two: bool, num_rows: Tensor | None = None) -> Rows:
-    """Return rows as FP8 with one scale per 128 columns, in two contiguous tensors.
+    """Return rows in FP8 with one scale per 128 columns. No autograd, no host sync.
 
-    An infinity makes its 128 columns NaN; a NaN stays a NaN. No autograd, no host sync.
+    An infinity makes its 128 columns NaN; a NaN stays a NaN.
 
     Args:
         x_SD: bf16, fp16 or fp32, contiguous; D a multiple of 128.
         power_of_two: whether scales are powers of two, as in `pack_rows`; otherwise amax / 448.
-        num_rows: 0-dim int32 on the device. Rows from num_rows on are not read, and are
-            uninitialised in the result. None means S.
-
-    Returns:
-        Values float8_e4m3fn [S, D] and scales fp32 [S, D / 128].
+        num_rows: 0-dim int32 on the device; None means S. Rows from num_rows on are not read, and
+            are uninitialised in the result.
     """
     S, D = x_SD.shape
     check_multiple_of_128("D", D)
@@ -175,30 +165,21 @@ def quantise_rows(x_SD: Tensor, *, power_of_two: bool, num_rows: Tensor | None =
         return quantise_rows_ref(x_SD, power_of_two=power_of_two)
     out, num_blocks = make_empty_rows(x_SD), S * D // BLOCK
     args = (x_SD, num_rows, out.values.view(torch.uint8), out.scales, num_blocks)
-    launch(
-        quantise_rows_kernel,
-        cdiv(num_blocks, ROWS_PROGRAM["BLOCKS"]),
-        *args,
-        ROW_BLOCKS=D // BLOCK,
-        POWER_OF_TWO=power_of_two,
-        **ROWS_PROGRAM,
-    )
+    constants = dict(ROW_BLOCKS=D // BLOCK, POWER_OF_TWO=power_of_two, **ROWS_PROGRAM)
+    launch(quantise_rows_kernel, cdiv(num_blocks, ROWS_PROGRAM["BLOCKS"]), *args, **constants)
     return out
 
 
 def gather_row_blocks(
     rows: Rows, row_ids_R: Tensor | None, slots_SK: Tensor | None, num_rows: Tensor | None
 ) -> Blocks:
-    """Gather FP8 rows in expert order, bit for bit, and transpose their scales. No autograd.
-
-    No host sync.
+    """Gather FP8 rows in expert order and transpose their scales. No autograd, no host sync.
 
     Args:
-        rows: with scales; D a multiple of 128, rows maybe strided. A row that no slot names is not
+        rows: with scales; D a multiple of 128, rows maybe strided. Rows that no slot names are not
             read.
-        row_ids_R: as for `gather_rows`. If row_ids_R and slots_SK are None, rows are in expert
-            order: the result has the values of `rows`, which must be contiguous.
-        slots_SK, num_rows: as for `gather_rows`.
+        row_ids_R, slots_SK, num_rows: as for `gather_rows`. If row_ids_R and slots_SK are None,
+            `rows` are in expert order and contiguous, and the result shares their values.
 
     Returns:
         A "tile" operand: values [R, D], scales [D / 128, R padded to 4]. Rows from num_rows on, and
@@ -241,12 +222,12 @@ def gather_row_blocks(
 def tile_tokens(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTiles) -> Blocks:
     """Transpose FP8 rows per tile of 128 expert rows, for weight gradients, which sum over rows.
 
-    A NaN of a row stays at its position. An infinity, which made 128 columns of its row NaN, makes
-    the scale of that block infinite. No autograd, no host sync.
+    A NaN stays at its position. An infinity, which made 128 columns of its row NaN, makes the scale
+    of that block infinite. No autograd, no host sync.
 
     Args:
-        rows: with scales, maybe strided; D a multiple of 128. A row that is in no tile is not read.
-        row_ids_R: int32, source row of each expert row; None for rows in expert order.
+        rows: with scales, maybe strided; D a multiple of 128. Rows in no tile are not read.
+        row_ids_R: int32, source row of each expert row; None = rows are in expert order.
         tiles: from `map_row_tiles` of the R expert rows.
 
     Returns:
@@ -258,24 +239,14 @@ def tile_tokens(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTiles) 
     check_multiple_of_128("D", D)
     if not use_kernel(values_SD):
         return tile_tokens_ref(rows, row_ids_R, tiles)
-    out = Blocks(
-        values_SD.new_empty(tiles.max_tiles, D, BLOCK),
-        scales_SB.new_empty(tiles.max_tiles, D // BLOCK),
-        "block",
-    )
+    scales = scales_SB.new_empty(tiles.max_tiles, D // BLOCK)
+    out = Blocks(values_SD.new_empty(tiles.max_tiles, D, BLOCK), scales, "block")
     if S:
         sources = (values_SD.view(torch.int32), scales_SB, row_ids_R, tiles.map)
         args = (*sources, out.values.view(torch.int32), out.scales, scales_SB.stride(1))
-        launch(
-            tile_tokens_kernel,
-            tiles.max_tiles * (D // BLOCK),
-            *args,
-            D=D,
-            W=values_SD.stride(0) // 4,
-            SCALES_W=scales_SB.stride(0),
-            FIELDS=MAP_FIELDS,
-            num_warps=TOKEN_WARPS,
-        )
+        strides = dict(W=values_SD.stride(0) // 4, SCALES_W=scales_SB.stride(0))
+        constants = dict(D=D, **strides, FIELDS=MAP_FIELDS, num_warps=TOKEN_WARPS)
+        launch(tile_tokens_kernel, tiles.max_tiles * (D // BLOCK), *args, **constants)
     return out
 
 
@@ -295,16 +266,10 @@ def quantise_weights(
     values_eNK = w_eNK.new_empty(e, N, K, dtype=FP8) if rows else None
     scales_eNK = w_eNK.new_empty(e, N // BLOCK, K // BLOCK, dtype=torch.float32)
     transposed_eKN = w_eNK.new_empty(e, K, N, dtype=FP8) if columns else None
+    codes = None if values_eNK is None else values_eNK.view(torch.uint8)
+    words = None if transposed_eKN is None else transposed_eKN.view(torch.int32)
+    constants = dict(N=N, K=K, POWER_OF_TWO=power_of_two, num_warps=TILE_WARPS)
     launch(
-        quantise_weights_kernel,
-        scales_eNK.numel(),
-        w_eNK,
-        None if values_eNK is None else values_eNK.view(torch.uint8),
-        None if transposed_eKN is None else transposed_eKN.view(torch.int32),
-        scales_eNK,
-        N=N,
-        K=K,
-        POWER_OF_TWO=power_of_two,
-        num_warps=TILE_WARPS,
+        quantise_weights_kernel, scales_eNK.numel(), w_eNK, codes, words, scales_eNK, **constants
     )
     return _make_pair(values_eNK, scales_eNK, transposed_eKN)

@@ -8,12 +8,12 @@
     dweight[r] = sum over f of da[r, f] * act(h[r])[f]
 
 Letters: R expert rows (length), F hidden dim, C columns of h: 2F of an activation with a gate,
-otherwise F. Gate columns come first, then up columns. H may be saved for backward in FP8, in the
-format of `quantise_rows`: the forward writes it with a, and the backward reads it.
+otherwise F. Gate columns come first, then up columns. The forward may also write h in FP8, in the
+format of `quantise_rows`, and then the backward reads that.
 
-Bytes moved per expert row, with b bytes per element, b of H being 1 where backward reads FP8:
-forward C * b + F, and C for H in FP8; backward C * b + F * b + C + F. The scales add 1/32 of the
-FP8 bytes, the parts of dweights 1/16 of F.
+Bytes moved per expert row, with b bytes per element of h (1 if backward reads FP8): forward C * b +
+F, and C to write h in FP8; backward C * b + F * b + C + F. The scales add 1/32 of the FP8 bytes,
+the parts of dweights 1/16 of F.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from moecore.kernels.rows.quantised import (
 )
 from moecore.kernels.rows.quantised_kernel import store_row_blocks
 from moecore.kernels.rows.record import Rows
+from moecore.kernels.rows.row_tiles import mask_rows_in_use
 from moecore.kernels.rows.scaling import Blocks
 
 FWD_PROGRAM = {"BLOCK_R": 32, "num_warps": 4}  # 32 elements per thread
@@ -53,7 +54,7 @@ def quantised_activation_ref(
     power_of_two: bool,
     quantise_h: bool = False,
 ) -> tuple[Blocks, Rows | None]:
-    """Return FP8 act(h) * weight, and with `quantise_h` FP8 H, otherwise None, in plain PyTorch."""
+    """Compute `quantised_activation` in plain PyTorch."""
     h = quantise_rows_ref(h_RC, power_of_two=power_of_two) if quantise_h else None
     a_RF = activate_rows(h_RC, options)
     if weights_R is not None:
@@ -70,22 +71,16 @@ def quantised_activation_bwd_ref(
     *,
     power_of_two: bool,
 ) -> tuple[Blocks, Tensor, Blocks]:
-    """Return FP8 dh, fp32 dweights_R and FP8 act(h) * weight: see `quantised_activation_bwd`."""
+    """Compute `quantised_activation_bwd` in plain PyTorch."""
     wide = h.widen().float(), da_RF.float()  # in which nothing is rounded before it is quantised
     dh_RC, dweights_R, a_RF = weighted_activation_bwd_ref(*wide, weights_R, num_rows, options)
-    return (
-        quantise_row_blocks_ref(dh_RC, power_of_two),
-        dweights_R,
-        quantise_row_blocks_ref(a_RF, power_of_two),
-    )
+    dh, a = (quantise_row_blocks_ref(x, power_of_two) for x in (dh_RC, a_RF))
+    return dh, dweights_R, a
 
 
 @triton.jit
 def load_h(h_ptr, h_scales_ptr, rows, row_mask, block, wide: tl.constexpr, C: tl.constexpr):
-    """Return FC1's output, columns 128 * block and on, as fp32; 0 where masked.
-
-    With h_scales_ptr it is FP8, which is first rounded to `wide`.
-    """
+    """Return 128 columns of FC1's output as fp32; FP8 with h_scales_ptr, then rounded to `wide`."""
     at = rows[:, None] * C + block * 128 + tl.arange(0, 128)[None, :]
     h = tl.load(h_ptr + at, mask=row_mask[:, None], other=0)
     if h_scales_ptr is not None:
@@ -115,9 +110,7 @@ def quantised_activation_fwd_kernel(
     C: tl.constexpr = 2 * F if ACT.GATED else F
     block = tl.program_id(0) % BLOCKS
     rows = (tl.program_id(0) // BLOCKS).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    row_mask = rows < num_expert_rows
-    if num_rows_ptr is not None:
-        row_mask = row_mask & (rows < tl.load(num_rows_ptr))
+    row_mask = mask_rows_in_use(rows, num_expert_rows, num_rows_ptr)
     at = h_ptr + rows[:, None] * C + block * 128 + tl.arange(0, 128)[None, :]
     gate = tl.load(at, mask=row_mask[:, None], other=0.0).to(tl.float32)
     up = gate
@@ -162,14 +155,9 @@ def quantised_activation_bwd_kernel(
     C: tl.constexpr = 2 * F if ACT.GATED else F
     block = tl.program_id(0) % BLOCKS
     rows = (tl.program_id(0) // BLOCKS).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    row_mask = rows < num_expert_rows
-    if num_rows_ptr is not None:
-        row_mask = row_mask & (rows < tl.load(num_rows_ptr))
-    da = tl.load(
-        da_ptr + rows[:, None] * F + block * 128 + tl.arange(0, 128)[None, :],
-        mask=row_mask[:, None],
-        other=0.0,
-    )
+    row_mask = mask_rows_in_use(rows, num_expert_rows, num_rows_ptr)
+    at = da_ptr + rows[:, None] * F + block * 128 + tl.arange(0, 128)[None, :]
+    da = tl.load(at, mask=row_mask[:, None], other=0.0)
     wide: tl.constexpr = da.dtype
     da = da.to(tl.float32)
     gate = load_h(h_ptr, h_scales_ptr, rows, row_mask, block, wide, C)
@@ -177,11 +165,8 @@ def quantised_activation_bwd_kernel(
     if ACT.GATED:
         up = load_h(h_ptr, h_scales_ptr, rows, row_mask, block + BLOCKS, wide, C)
     a, dgate, dup = activate_with_gradients(gate, up, ACT)
-    tl.store(
-        sums_ptr + block.to(tl.int64) * num_expert_rows + rows,
-        tl.sum(da * a, axis=1),
-        mask=row_mask,
-    )
+    at = sums_ptr + block.to(tl.int64) * num_expert_rows + rows
+    tl.store(at, tl.sum(da * a, axis=1), mask=row_mask)
     if weights_ptr is not None:
         weights = tl.load(weights_ptr + rows, mask=row_mask, other=0.0)[:, None]
         a = a * weights
@@ -205,9 +190,7 @@ def sum_parts_kernel(
 ):
     """Sum [PARTS, R] over the first dim in order, for BLOCK_R rows; write 0 from num_rows on."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    row_mask = rows < num_expert_rows
-    if num_rows_ptr is not None:
-        row_mask = row_mask & (rows < tl.load(num_rows_ptr))
+    row_mask = mask_rows_in_use(rows, num_expert_rows, num_rows_ptr)
     total = tl.zeros([BLOCK_R], tl.float32)
     at = sums_ptr + rows
     for _ in range(PARTS):
@@ -235,8 +218,8 @@ def quantised_activation(
         quantise_h: whether h_RC is also returned in FP8, as by `quantise_rows`.
 
     Returns:
-        FP8 [R, F] with a scale per 128 columns ("tile"), and H in FP8, or None without quantise_h.
-        Rows from num_rows on are uninitialised.
+        A "tile" operand [R, F], and FP8 h, or None without quantise_h. Rows from num_rows on are
+        uninitialised.
     """
     R, C = h_RC.shape
     F = C // 2 if options.gated else C
@@ -250,18 +233,11 @@ def quantised_activation(
     if quantise_h:
         h = make_empty_rows(h_RC)
         h_out = h.values.view(torch.uint8), h.scales
-    args = (h_RC, weights_R, num_rows, out.values.view(torch.uint8), out.scales, *h_out)
-    launch(
-        quantised_activation_fwd_kernel,
-        cdiv(R, FWD_PROGRAM["BLOCK_R"]) * (F // BLOCK),
-        *args,
-        R,
-        out.scales.shape[1],
-        F=F,
-        ACT=options.constants,
-        POWER_OF_TWO=power_of_two,
-        **FWD_PROGRAM,
-    )
+    outputs = (out.values.view(torch.uint8), out.scales, *h_out)
+    args = (h_RC, weights_R, num_rows, *outputs, R, out.scales.shape[1])
+    grid = cdiv(R, FWD_PROGRAM["BLOCK_R"]) * (F // BLOCK)
+    constants = dict(F=F, ACT=options.constants, POWER_OF_TWO=power_of_two, **FWD_PROGRAM)
+    launch(quantised_activation_fwd_kernel, grid, *args, **constants)
     return out, h
 
 
@@ -276,12 +252,12 @@ def quantised_activation_bwd(
 ) -> tuple[Blocks, Tensor, Blocks]:
     """Return gradients of h and weights, and act(h) * weight recomputed. No autograd, no host sync.
 
-    The same bits in every run. h is FC1's output, contiguous, FP8 or not. da_RF, the
-    gradient of the output, is contiguous and in the dtype of h. Other arguments are the forward's.
+    The same bits in every run. h is FC1's output, contiguous, FP8 or not. da_RF, the gradient of
+    the output, is contiguous and in the dtype of h. Other arguments are the forward's.
 
     Returns:
-        dh, FP8 [R, C] from fp32 values; dweights_R fp32, zero from num_rows on; the forward's
-        output, FP8 [R, F]. Rows of dh and of the output from num_rows on are uninitialised.
+        dh, FP8 [R, C]; dweights_R fp32, zero from num_rows on; the forward's output, FP8 [R, F].
+        FP8 rows from num_rows on are uninitialised.
     """
     (R, C), F = h.values.shape, da_RF.shape[1]
     check_multiple_of_128("F", F)
@@ -296,20 +272,9 @@ def quantised_activation_bwd(
         outputs = (dh.values.view(torch.uint8), dh.scales, a.values.view(torch.uint8), a.scales)
         h_in = h.values if h.scales is None else h.values.view(torch.uint8)
         args = (h_in, h.scales, da_RF, weights_R, num_rows, *outputs, sums, R, dh.scales.shape[1])
-        launch(
-            quantised_activation_bwd_kernel,
-            cdiv(R, BWD_PROGRAM["BLOCK_R"]) * (F // BLOCK),
-            *args,
-            F=F,
-            ACT=options.constants,
-            POWER_OF_TWO=power_of_two,
-            **BWD_PROGRAM,
-        )
-        launch(
-            sum_parts_kernel,
-            cdiv(R, SUM_ROWS),
-            *(sums, num_rows, dweights_R, R),
-            PARTS=F // BLOCK,
-            BLOCK_R=SUM_ROWS,
-        )
+        grid = cdiv(R, BWD_PROGRAM["BLOCK_R"]) * (F // BLOCK)
+        constants = dict(F=F, ACT=options.constants, POWER_OF_TWO=power_of_two, **BWD_PROGRAM)
+        launch(quantised_activation_bwd_kernel, grid, *args, **constants)
+        sum_args, grid = (sums, num_rows, dweights_R, R), cdiv(R, SUM_ROWS)
+        launch(sum_parts_kernel, grid, *sum_args, PARTS=F // BLOCK, BLOCK_R=SUM_ROWS)
     return dh, dweights_R, a

@@ -12,6 +12,7 @@ from moecore.kernels.rows.e4m3 import (
     to_words,
     transpose_words,
 )
+from moecore.kernels.rows.row_tiles import mask_rows_in_use
 
 
 @triton.jit
@@ -26,7 +27,7 @@ def store_row_blocks(
     C: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
-    """Quantise x, 128 columns, to e4m3; store values and one scale per row (see scales_ptr)."""
+    """Quantise x, 128 columns of rows, to e4m3; store values and one scale per row."""
     scale, inverse = compute_block_scale(tl.max(magnitude(x), axis=1), POWER_OF_TWO)
     at = rows[:, None] * C + block * 128 + tl.arange(0, 128)[None, :]
     tl.store(values_ptr + at, to_e4m3(x * inverse[:, None]), mask=row_mask[:, None])
@@ -82,15 +83,13 @@ def gather_row_blocks_kernel(
 ):
     """Gather FP8 rows to out_ptr, unchanged, and their scales, transposed.
 
-    Each of the first num_scale programs copies the scales of SCALE_R expert rows. Every other
-    program copies BLOCK_D values of one source row to its expert rows.
+    The first num_scale programs copy the scales of SCALE_R expert rows each. Every other program
+    copies BLOCK_D values of one source row to its expert rows.
     """
     pid = tl.program_id(0)
     if pid < num_scale:
         rows = pid.to(tl.int64) * SCALE_R + tl.arange(0, SCALE_R)
-        row_mask = rows < num_expert_rows
-        if num_rows_ptr is not None:
-            row_mask = row_mask & (rows < tl.load(num_rows_ptr))
+        row_mask = mask_rows_in_use(rows, num_expert_rows, num_rows_ptr)
         sources = rows
         if row_ids_ptr is not None:
             sources = tl.load(row_ids_ptr + rows, mask=row_mask, other=0).to(tl.int64)
@@ -136,7 +135,7 @@ def _load_words(
 
 @triton.jit
 def _compute_scale_ratio(scale, largest):
-    """Return scale / largest as fp16 [rows, 1], by which values change to the scale `largest`."""
+    """Return scale / largest as fp16 [rows, 1], which converts values to the scale `largest`."""
     return tl.div_rn(scale, largest).to(tl.float16)[:, None]
 
 
@@ -154,7 +153,7 @@ def tile_tokens_kernel(
     SCALES_W: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """Store 128 columns of one row tile, transposed and rescaled to the largest of their scales."""
+    """Store 128 columns of one row tile, transposed and rescaled to their largest scale."""
     B: tl.constexpr = D // 128
     tile, block = tl.program_id(0) // B, tl.program_id(0) % B
     if tile < tl.load(map_ptr):

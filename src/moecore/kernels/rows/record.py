@@ -1,8 +1,7 @@
 """The record of token rows, wide or packed in FP8, and a kernel that widens rows.
 
-Letters: S source rows, R rows, D or C columns, B = C / 128 scales of a row. `widen_rows` moves,
-with b bytes per wide element: reads U * C * (1 + 1 / 32) and writes U * C * b for the U <= R rows
-in use.
+Letters: S source rows, R rows, D or C columns, B = C / 128 scales of a row. `widen_rows`, with b
+bytes per wide element and U <= R rows in use, reads U * C * (1 + 1 / 32) and writes U * C * b.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ class Rows:
     def from_bytes(
         cls, bytes_SW: Tensor, dim: int, dtype: torch.dtype, handle_SD: Tensor | None = None
     ) -> Rows:
-        """View the result of `pack_rows` as FP8 rows of `dim` columns; they widen to `dtype`.
+        """View the result of `pack_rows` as FP8 rows of `dim` columns, which widen to `dtype`.
 
-        `handle_SD` is the tensor that gets the gradient of the widened rows; None = no gradient.
+        `handle_SD` receives the gradient of the widened rows; None = no gradient.
         """
         return cls(*view_packed_rows(bytes_SW, dim), dtype, handle_SD=handle_SD)
 
@@ -74,14 +73,16 @@ def _widen(values_SD: Tensor, scales_SB: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Widened(torch.autograd.Function):
-    """Autograd node of widened rows: backward returns the gradient of the rows as the handle's."""
+    """Autograd node of widened rows, whose gradient the handle receives."""
 
     @staticmethod
     def forward(ctx: Any, handle_SD: Tensor, values_SD: Tensor, scales_SB: Tensor) -> Tensor:
+        """Return the widened rows."""
         return _widen(values_SD, scales_SB, handle_SD.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient of the rows as the gradient of the handle."""
         return grads[0], None, None
 
 
@@ -114,9 +115,9 @@ def _widen_rows_kernel(
 def widen_rows(rows: Rows, num_rows: Tensor | None = None) -> Tensor:
     """Return FP8 rows [R, C] in their wide dtype, by a kernel on a GPU. No autograd, no host sync.
 
-    Without scales, return `rows.values` itself. Rows and scales are contiguous, C a multiple of
-    128. num_rows is 0-dim int32 on the device, at most R: rows from num_rows on are not read, and
-    are uninitialised in the result. None means R.
+    Rows without scales are returned unchanged. Rows and scales are contiguous, C a multiple of 128.
+    num_rows is 0-dim int32 on the device; None means R. Rows from num_rows on are not read, and are
+    uninitialised in the result.
     """
     if rows.scales is None or not use_kernel(rows.values):
         return rows.widen()

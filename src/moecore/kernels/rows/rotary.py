@@ -4,11 +4,9 @@
     q cos + p sin, with cos and sin of position t and the pair
 
 Letters: B sequences, T tokens of a sequence, H heads, n dims that are copied, d dims that are
-rotated. The dims of a pair have a distance of d / 2, or are adjacent only in the input: the output
-has the first dims of all pairs before the second dims.
-
-Budget: each element is read and written once, in its own dtype; plain PyTorch moves about ten times
-the bytes, in fp32. Backward rotates by the negative angles and saves no activation.
+rotated. The output has the first dims of all pairs before the second dims. Each element is read and
+written once, in its own dtype; plain PyTorch moves about ten times the bytes. Backward rotates by
+the negative angles and saves no activation.
 
 Source: RoFormer (arXiv:2104.09864).
 """
@@ -24,7 +22,7 @@ NUM_WARPS = 4
 
 
 def rotary_ref(x_BTHw: Tensor, cos_Td: Tensor, sin_Td: Tensor, *, neighbours: bool) -> Tensor:
-    """Rotate the last d dims of each head in plain differentiable PyTorch: see `rotary`."""
+    """Compute `rotary` in plain differentiable PyTorch."""
     n = x_BTHw.shape[-1] - 2 * cos_Td.shape[-1]
     stays, turns = x_BTHw[..., :n], x_BTHw[..., n:]
     first, second = turns.chunk(2, dim=-1)
@@ -56,7 +54,7 @@ def _rotary_kernel(
     BLOCK_N: tl.constexpr,  # >= n; 0 = no dims stay
     BLOCK_HALF: tl.constexpr,
 ):
-    """Rotate BLOCK_R rows, each a token's head; BACKWARD rotates back to the input's layout."""
+    """Rotate BLOCK_R heads of tokens; BACKWARD rotates back to the layout of the input."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     row_mask = (rows < num_rows)[:, None]
     token, h = rows // H, rows % H
@@ -91,7 +89,7 @@ def _rotary_kernel(
 def _launch_rotary(
     x: Tensor, cos_Td: Tensor, sin_Td: Tensor, neighbours: bool, backward: bool
 ) -> Tensor:
-    """Return x rotated by the kernel; with `backward`, x is the output's gradient, rotated back."""
+    """Return x rotated by the kernel; `backward` rotates x, the output's gradient, back."""
     if x.stride(-1) != 1:
         x = x.contiguous()
     B, T, H, w = x.shape
@@ -140,12 +138,12 @@ def rotary(x_BTHw: Tensor, cos_Td: Tensor, sin_Td: Tensor, *, neighbours: bool =
     Args:
         x_BTHw: [B, T, H, n + d], any strides. The last d dims are rotated.
         cos_Td, sin_Td: fp32 [T, d / 2].
-        neighbours: whether pairs are dims (2i, 2i + 1) of the last d (DeepSeek); otherwise dims
-            (i, i + d / 2) (Llama).
+        neighbours: whether pairs are dims (2i, 2i + 1) of the last d (DeepSeek); otherwise dims (i,
+            i + d / 2) (Llama).
 
     Returns:
         Shape and dtype of x, contiguous on a GPU: the first n dims unchanged, the first dim of
-        every pair, then the second dim of every pair.
+            every pair, then the second dim of every pair.
     """
     plain = torch.compiler.is_compiling() or not use_kernel(x_BTHw)
     if plain or torch.float64 in (x_BTHw.dtype, cos_Td.dtype):

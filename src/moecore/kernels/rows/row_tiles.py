@@ -1,10 +1,8 @@
-"""The map of row tiles, by which `cooperative.py`, `pingpong.py` and FP8 products find their rows.
+"""The map of row tiles, from which Gluon kernels of grouped products read their tiles' rows.
 
-Letters: R expert rows (length), e experts.
-
-A map is int32 [1 + max row tiles, MAP_FIELDS] on the device. Its first word is the number of row
-tiles. The row of each tile has the tile's expert, its first expert row, and the end of the expert's
-rows.
+Letters: R expert rows (length), e experts. A map is int32 [1 + max row tiles, MAP_FIELDS] on the
+device. Its first word is the number of row tiles. The row of each tile has the tile's expert, its
+first expert row, and the end of the expert's rows.
 """
 
 from typing import NamedTuple
@@ -19,6 +17,25 @@ MAP_FIELDS = 4  # int32 words of a row tile: expert, first row, end of the exper
 
 
 @triton.jit
+def load_expert_ranges(offsets_ptr, num_experts, E_POW2: tl.constexpr):
+    """Return the experts' (starts, ends, exists) [E_POW2] from the running sum of their rows."""
+    experts = tl.arange(0, E_POW2)
+    exists = experts < num_experts
+    ends = tl.load(offsets_ptr + experts, mask=exists, other=0)
+    starts = tl.load(offsets_ptr + experts - 1, mask=exists & (experts > 0), other=0)
+    return starts, ends, exists
+
+
+@triton.jit
+def mask_rows_in_use(rows, num_rows, num_used_ptr):
+    """Return bool for each of `rows`: below num_rows, and below *num_used_ptr if not None."""
+    mask = rows < num_rows
+    if num_used_ptr is not None:
+        mask = mask & (rows < tl.load(num_used_ptr))
+    return mask
+
+
+@triton.jit
 def _map_row_tiles_kernel(
     offsets_ptr,  # [e] int32, running sum of the experts' rows
     map_ptr,  # [1 + most row tiles, FIELDS] int32, out; word 0 is the number of row tiles
@@ -29,11 +46,9 @@ def _map_row_tiles_kernel(
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per expert: write the map entries of its row tiles, and its entry of ends_ptr."""
+    """Write one expert's entries of the map of row tiles, and its entry of ends_ptr."""
     experts = tl.arange(0, E_POW2)
-    exists = experts < num_experts
-    ends = tl.load(offsets_ptr + experts, mask=exists, other=0)
-    starts = tl.load(offsets_ptr + experts - 1, mask=exists & (experts > 0), other=0)
+    starts, ends, exists = load_expert_ranges(offsets_ptr, num_experts, E_POW2)
     tiles = tl.where(exists, (ends - starts + BLOCK_M - 1) // BLOCK_M, 0)
     expert = tl.program_id(0)
     first = tl.sum(tl.where(experts < expert, tiles, 0), 0)
@@ -64,7 +79,7 @@ class RowTiles(NamedTuple):
 
 
 def map_row_tiles_ref(offsets_e: Tensor, num_rows: int) -> RowTiles:
-    """Return the map of row tiles in plain PyTorch: see `map_row_tiles`; unused entries are 0."""
+    """Compute `map_row_tiles` in plain PyTorch; unused entries are 0."""
     e = offsets_e.shape[0]
     map = offsets_e.new_zeros(1 + cdiv(num_rows, BLOCK_M) + e, MAP_FIELDS)
     counts_e = offsets_e.diff(prepend=offsets_e.new_zeros(1))
@@ -88,17 +103,8 @@ def map_row_tiles(offsets_e: Tensor, num_rows: int) -> RowTiles:
     if not use_kernel(offsets_e):
         return map_row_tiles_ref(offsets_e, num_rows)
     e = offsets_e.shape[0]
-    tiles = RowTiles(
-        offsets_e.new_empty(1 + cdiv(num_rows, BLOCK_M) + e, MAP_FIELDS),
-        torch.empty_like(offsets_e),
-    )
-    launch(
-        _map_row_tiles_kernel,
-        e,
-        *(offsets_e, tiles.map, tiles.ends_e, e),
-        E_POW2=next_power_of_2(e),
-        BLOCK_M=BLOCK_M,
-        FIELDS=MAP_FIELDS,
-        BLOCK=32,
-    )
+    map = offsets_e.new_empty(1 + cdiv(num_rows, BLOCK_M) + e, MAP_FIELDS)
+    tiles = RowTiles(map, torch.empty_like(offsets_e))
+    sizes = dict(E_POW2=next_power_of_2(e), BLOCK_M=BLOCK_M, FIELDS=MAP_FIELDS, BLOCK=32)
+    launch(_map_row_tiles_kernel, e, offsets_e, *tiles, e, **sizes)
     return tiles

@@ -38,20 +38,15 @@ def _scaled_cast_kernel(
 def scaled_cast(x: Tensor, dtype: torch.dtype, scale: float | Tensor) -> Tensor:
     """Return x * scale cast to a dtype, contiguous. Not differentiable.
 
-    The product is computed in fp32, or in fp64 for fp64 tensors.
-    The scale is rounded to this dtype. A tensor scale [] is read on its device.
+    The product is computed in fp32, or in fp64 for fp64 tensors. A tensor scale [] is read on its
+    device.
     """
     if not use_kernel(x) or torch.float64 in (x.dtype, dtype) or torch.compiler.is_compiling():
         return scaled_cast_ref(x, dtype, scale)
     x = x.contiguous()
     y = torch.empty_like(x, dtype=dtype)
+    on_device, grid = isinstance(scale, Tensor), cdiv(x.numel(), BLOCK)
     args = (x, y, x.numel(), scale.float() if isinstance(scale, Tensor) else scale)
-    launch(
-        _scaled_cast_kernel,
-        cdiv(x.numel(), BLOCK),
-        *args,
-        ON_DEVICE=isinstance(scale, Tensor),
-        BLOCK=BLOCK,
-        num_warps=NUM_WARPS,
-    )
+    constants = dict(ON_DEVICE=on_device, BLOCK=BLOCK, num_warps=NUM_WARPS)
+    launch(_scaled_cast_kernel, grid, *args, **constants)
     return y

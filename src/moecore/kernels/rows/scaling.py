@@ -27,10 +27,10 @@ Letters: M rows of an operand, K columns, the dim that is summed; T rows and D c
 that is quantised. M and K of a dense operand are padded with zeros to the sizes that tensor cores
 support.
 
-A scale is amax / LARGEST in fp32, or the smallest power of two that is not less. It is at least
-2^-126, so the scale of zeros is finite. A value is multiplied by the reciprocal of its scale in
-fp32, then rounded. A NaN stays a NaN and does not count for amax. An infinity makes all values of
-its scale NaN. If amax is given (delayed scaling), larger values saturate, and infinities become
+A scale is amax / LARGEST in fp32, or the smallest power of two that is not less, and at least
+2^-126, so that the scale of zeros is finite. A value is multiplied by the reciprocal of its scale
+in fp32, then rounded. A NaN stays a NaN and does not count for amax. An infinity makes all values
+of its scale NaN. If amax is given (delayed scaling), larger values saturate, and infinities become
 NaN.
 """
 
@@ -103,6 +103,7 @@ def get_values_and_scales(side: Blocks | None) -> tuple[Tensor | None, Tensor | 
 
 
 def _make_blocks(tensors: Iterable[Tensor], kind: Any) -> Blocks:
+    """Return an operand from the result of `Blocks.tensors`."""
     values, scales, *amax = tensors
     return Blocks(values, scales, kind, *amax)
 
@@ -146,7 +147,7 @@ def quantise_ref(
 ) -> tuple[Tensor, Tensor]:
     """Return FP8 of x's shape and fp32 scales, which have size 1 in `dim`, in plain PyTorch.
 
-    A scale follows from `amax`, or if that is None from the largest magnitude of x over `dim`.
+    A scale follows from `amax`; None = the largest magnitude of x over `dim`.
     """
     x = x.float()
     amax = magnitude_ref(x).amax(dim, keepdim=True) if amax is None else amax

@@ -1,20 +1,17 @@
-"""FP8 in blocks of 128 x 128 of a weight of which each rank has a part.
+"""FP8 in blocks of 128 x 128 of a weight of which each rank has a shard.
 
-    write_block_amax_   a rank's part -> its largest magnitude in each block of the full matrix
-    quantise_blocks_    a rank's part, and the maximum of these over ranks -> its FP8 values, and
-                        the scales of all blocks
+    write_block_amax_   a shard -> its largest magnitude in each block of the full matrix
+    quantise_blocks_    a shard, and the maximum of these over ranks -> its FP8 values; all scales
 
     view_as_matrices    an all-gathered weight of experts as an operand [e, N, K]
     make_dense_operand  an all-gathered weight of a dense linear as an operand [N, K]
 
-The scales and values equal those of `quantise_weights` of the full matrix, bit for bit. A part is
-read twice and its values are written once, 9 bytes per element of fp32.
+Scales and values equal those of `quantise_weights` of the full matrix, bit for bit. A shard is read
+twice and its values are written once, 9 bytes per element of fp32.
 
-Letters: R rows and C columns of the full matrix; r, c those of a rank's part; e, N, K as in
-`quantised.py`.
-
-Example, a weight [2, 128, 256] of two experts, cut over four ranks along its last dim: R = 256,
-C = 256. Rank 1 has columns 64 to 127 of all rows, which are half of the first block of columns.
+Letters: R rows and C columns of the full matrix; r, c of a shard; e, N, K as in `quantised.py`.
+Example, a weight [2, 128, 256] of two experts, sharded over four ranks along its last dim: R = 256,
+C = 256, and rank 1 has columns 64 to 127 of all rows, half of the first block of columns.
 """
 
 from __future__ import annotations
@@ -60,8 +57,8 @@ class MatrixShard(NamedTuple):
     def of(cls, shape: torch.Size, dim: int, start: int, size: int) -> MatrixShard:
         """Return the position of a parameter's slice `start` to `start + size` of dim `dim`.
 
-        `shape` is the full parameter's. The matrix has its last dim as columns, and all other dims
-        as rows.
+        `shape` is the full parameter's. Its last dim has the columns of the matrix, all other dims
+        the rows.
         """
         rows, columns = shape[:-1].numel(), shape[-1]
         if dim == len(shape) - 1:
@@ -91,7 +88,7 @@ class MatrixShard(NamedTuple):
 def view_as_matrices(weight: Blocks, shape: torch.Size) -> OperandPair:
     """View an all-gathered weight of experts as the operand [e, N, K] that is summed over K.
 
-    `shape` is the parameter's, whose last dim has the columns. The pair's other operand is None.
+    `shape` is the parameter's, with columns last. The other operand of the pair is None.
     """
     scales, values_eNK = weight.scales, weight.values.view(*shape[:2], -1)
     if weight.kind == "block":
@@ -111,7 +108,7 @@ def make_dense_operand(weight: Blocks) -> Blocks:
 
 
 def write_block_amax_ref_(part: Tensor, place: MatrixShard, amax: Tensor) -> None:
-    """Write the shard's amax in each 128 x 128 block in plain PyTorch: see `write_block_amax_`."""
+    """Compute `write_block_amax_` in plain PyTorch."""
     row, column = place.compute_indices(part)
     magnitudes = torch.zeros(place.rows, place.columns, device=part.device, dtype=torch.float32)
     magnitudes[row[:, None], column] = magnitude_ref(part.float()).view(-1, place.part_columns)
@@ -129,7 +126,7 @@ def quantise_blocks_ref_(
     *,
     power_of_two: bool,
 ) -> None:
-    """Write FP8 `values` of a shard and block `scales` in plain PyTorch: see `quantise_blocks_`."""
+    """Compute `quantise_blocks_` in plain PyTorch."""
     block_scales, inverse = compute_block_scale_ref(amax, power_of_two)
     columns = cdiv(place.columns, BLOCK)
     scales[:, :columns].copy_(block_scales[:, :columns])
@@ -139,12 +136,8 @@ def quantise_blocks_ref_(
 
 
 @triton.jit
-def locate_shard_tile(
-    part,  # MatrixShard
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Return this program's tile: its row and column number, offsets into the shard, and a mask.
+def locate_shard_tile(part, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return row and column number of a program's tile, and offsets into the shard and a mask.
 
     `part` is a `MatrixShard`. The mask is False for elements on other ranks.
     """
@@ -184,7 +177,7 @@ def quantise_blocks_kernel(
     POWER_OF_TWO: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Quantise the shard's elements in one 128 x 128 block to E4M3, and write the block's scale."""
+    """Quantise the shard's elements in one 128 x 128 block to E4M3; write the block's scale."""
     i, j, at, inside = locate_shard_tile(part, BLOCK, BLOCK)
     scale, inverse = compute_block_scale(tl.load(amax_ptr + i * stride + j), POWER_OF_TWO)
     x = tl.load(part_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -263,14 +256,8 @@ def quantise_blocks_(
         quantise_blocks_ref_(part, place, amax, scales, values, power_of_two=power_of_two)
         return
     args = (part, amax, scales, values, place, place.scales_shape[1])
-    launch(
-        quantise_blocks_kernel,
-        place.num_blocks,
-        *args,
-        POWER_OF_TWO=power_of_two,
-        BLOCK=BLOCK,
-        num_warps=NUM_WARPS,
-    )
+    constants = dict(POWER_OF_TWO=power_of_two, BLOCK=BLOCK, num_warps=NUM_WARPS)
+    launch(quantise_blocks_kernel, place.num_blocks, *args, **constants)
 
 
 def transpose_values(values_eNK: Tensor, multiple: int = 1) -> Tensor:
@@ -293,7 +280,7 @@ def transpose_values(values_eNK: Tensor, multiple: int = 1) -> Tensor:
 def transpose_operand(weight: Blocks, columns: int) -> Blocks:
     """Return a dense operand [N, K] as the operand [K, N] that is summed over N. No autograd.
 
-    Its kind is "tensor", or "block" with K padded to a multiple of 128. `columns` is K without the
+    Its kind is "tensor", or "block" with K padded to a multiple of 128. `columns` is K without
     padding; N and `columns` are multiples of 16.
     """
     if weight.kind == "tensor":

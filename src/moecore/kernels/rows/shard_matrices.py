@@ -1,21 +1,20 @@
-"""Quantises a rank's part of a weight to FP8 or NVFP4, with the bits of the full weight's.
+"""Quantises a rank's shard of a weight to FP8 or NVFP4, with the bits of the full weight's.
 
-    write_matrix_amax_  a rank's part -> the largest magnitude in each matrix
-    cast_part_          a rank's part, and the maximum of these over ranks -> its E4M3, with one
-                        scale per matrix
+    write_matrix_amax_  a shard -> the largest magnitude in each matrix
+    cast_part_          a shard, and the maximum of these over ranks -> its E4M3, with one scale per
+    matrix
 
-    write_square_amax_  a rank's part -> the largest magnitude in each 16 x 16 of the full weight
-    write_finite_amax_  a rank's part -> the largest finite magnitude in each matrix
-    pack_part_          a rank's part, and the maxima of both over ranks -> its E2M1, two values in
-                        a byte; every rank computes all E4M3 scales
+    write_square_amax_  a shard -> the largest magnitude in each 16 x 16 of the full weight
+    write_finite_amax_  a shard -> the largest finite magnitude in each matrix
+    pack_part_          a shard, and the maxima of both over ranks -> its E2M1; all E4M3 scales
 
-A weight is one matrix [N, K], or one matrix of every expert, [e, ..., K]. The E4M3 values and
-scales equal the results of `quantise_expert_matrices` and `cast` bit for bit, the NVFP4 values and
-scales the results of `quantise_microscaled_matrices`. In NVFP4 a value that is not finite makes the
-scale of its square NaN, and does not count for the amax of its matrix.
+A weight is one matrix [N, K], or one matrix of every expert, [e, ..., K]. Values and scales equal
+the results of `quantise_expert_matrices` and `cast` (E4M3), and of `quantise_microscaled_matrices`
+(NVFP4). In NVFP4 a value that is not finite makes the scale of its square NaN, and does not count
+for the amax of its matrix.
 
 Letters: R rows and C columns of the full weight, all matrices one below the other; r, c rows and
-columns of a rank's part. NVFP4 reads a part three times and writes half a byte per element.
+columns of a shard. NVFP4 reads a shard three times and writes half a byte per element.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ def _view_as_matrices(part: Tensor, first: int, amax: Tensor) -> tuple[Tensor, T
 def write_matrix_amax_(part: Tensor, first: int, amax: Tensor) -> None:
     """Write a shard's largest magnitude in each matrix to `amax`, fp32, one entry per matrix.
 
-    `first` is the index of the shard's first matrix. Matrices without an element in the shard get
-    0. NaN is ignored. Ranks do not communicate.
+    `first` is the index of the shard's first matrix. Matrices on other ranks get 0. NaN is ignored.
+    No communication.
     """
     amax.zero_()
     if part.numel():
@@ -81,7 +80,7 @@ def cast_part_(
 
 
 def write_square_amax_ref_(part: Tensor, place: MatrixShard, amax: Tensor) -> None:
-    """Write the shard's amax in each 16 x 16 square in plain PyTorch: see `write_square_amax_`."""
+    """Compute `write_square_amax_` in plain PyTorch."""
     amax.zero_()
     if part.numel():
         row, column = place.compute_indices(part)
@@ -102,7 +101,7 @@ def pack_part_ref_(
     codes: Tensor,
     recipe: Recipe,
 ) -> None:
-    """Write E2M1 `codes` of a shard and E4M3 `scales` in plain PyTorch: see `pack_part_`."""
+    """Compute `pack_part_` in plain PyTorch."""
     of_rows = compute_tensor_scales(amax, recipe).repeat_interleave(
         squares.shape[0] // amax.numel()
     )
@@ -144,7 +143,7 @@ def pack_squares_kernel(
     SIDE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write the scales of a program's squares, and quantise the shard's values there to E2M1."""
+    """Write the scales of a program's squares, and the shard's values there in E2M1."""
     WIDE: tl.constexpr = COLUMNS // SIDE
     i, j, at, inside = locate_shard_tile(part, SIDE, COLUMNS)
     square, squares = j * WIDE + tl.arange(0, WIDE), part.columns // SIDE
@@ -164,6 +163,7 @@ def pack_squares_kernel(
 
 
 def _launch_kernel(kernel: object, place: MatrixShard, *args: object, **constants: object) -> None:
+    """Launch one of the two kernels with one program per tile of the full matrix."""
     grid = place.rows // SQUARE * cdiv(place.columns, TILE["COLUMNS"])
     launch(kernel, grid, *args, **constants, **TILE)
 
@@ -171,8 +171,8 @@ def _launch_kernel(kernel: object, place: MatrixShard, *args: object, **constant
 def write_square_amax_(part: Tensor, place: MatrixShard, amax: Tensor) -> None:
     """Write a shard's largest magnitude in each 16 x 16 square to fp32 `amax` [R / 16, C / 16].
 
-    `place` is the shard's position. A value that is not finite makes the entry of its square
-    infinite. Other ranks' squares get 0. Ranks do not communicate.
+    `place` is the shard's position. A value that is not finite makes its square's entry infinite.
+    Squares on other ranks get 0. No communication.
     """
     if not part.numel() or not use_kernel(part):
         write_square_amax_ref_(part, place, amax)
@@ -181,10 +181,7 @@ def write_square_amax_(part: Tensor, place: MatrixShard, amax: Tensor) -> None:
 
 
 def write_finite_amax_(part: Tensor, first: int, amax: Tensor) -> None:
-    """Write a shard's largest finite magnitude in each matrix to `amax`, one entry per matrix.
-
-    `first` is the shard's first matrix. Matrices without an element in the shard get 0.
-    """
+    """As `write_matrix_amax_`, but write the largest finite magnitude in each matrix."""
     amax.zero_()
     if part.numel():
         matrices = count_matrices(part.shape)
@@ -217,9 +214,5 @@ def pack_part_(
         return
     tensors = (part, squares, amax, scales.view(torch.uint8), codes)
     rows_of_matrix = place.rows // amax.numel()
-    _launch_kernel(
-        pack_squares_kernel,
-        place,
-        *(*tensors, place, rows_of_matrix),
-        POWER_OF_TWO=recipe.power_of_two,
-    )
+    args = (*tensors, place, rows_of_matrix)
+    _launch_kernel(pack_squares_kernel, place, *args, POWER_OF_TWO=recipe.power_of_two)
