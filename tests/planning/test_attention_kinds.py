@@ -37,7 +37,7 @@ from moecore.planning import (
     time_step,
 )
 from moecore.planning.estimate import count_saved_bytes_of_run
-from moecore.planning.layouts import Folding
+from moecore.planning.layouts import Layout
 from moecore.planning.record import compute_operation_work
 from moecore.planning.search import find_refusal
 from moecore.planning.segments import SmallRun
@@ -132,7 +132,7 @@ def test_flops_of_packed_documents_are_those_of_rows(name: str) -> None:
         *heads, out = (torch.empty(shape, **like) for _ in range(num_heads + 1))
         cu_seqlens = torch.empty(5, device="meta")
         args = (*heads, cu_seqlens, cu_seqlens, longest, longest, 0.0, True, False)
-        works.append(compute_operation_work(name, args, {}, [out], changes=True))
+        works.append(compute_operation_work(name, args, {}, [out], writes=True))
     assert works[0] is not None and works == works[:1] * 3
 
 
@@ -197,12 +197,12 @@ def test_parameters_of_experts(name: Any, experts: int) -> None:
 
 def test_what_is_refused_has_the_line_of_parallelize_moe() -> None:
     request = SearchRequest(model=NEXT, num_gpus=64)
-    found = find_refusal(request, Folding(tp=4, ep=16))
+    found = find_refusal(request, Layout(tp=4, ep=16))
     assert found is not None and "num_kv_heads (2) must be a multiple of tp (4)" in found.reason
-    assert find_refusal(request, Folding(tp=2, ep=16)) is None
+    assert find_refusal(request, Layout(tp=2, ep=16)) is None
     for model in (NEXT, V32, NANO):
         long = SearchRequest(model=model, num_gpus=64, seq_len=16384)
-        assert find_refusal(long, Folding(cp=2, ep=16)) is None
+        assert find_refusal(long, Layout(cp=2, ep=16)) is None
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from moecore.planning import (
 )
 from moecore.planning.flags import PlanConfig, parse_run
 from moecore.planning.gpus import GPUS, count_peers, find_gpu_name, find_time_refusal, read_gpu
-from moecore.planning.layouts import Folding, list_option_sets, make_run
+from moecore.planning.layouts import Layout, list_option_sets, make_run
 from moecore.recipes.parser import parse
 
 
@@ -87,7 +87,7 @@ def test_a_wrong_file_is_one_line(text: str, error: str, tmp_path: Path) -> None
 def test_stores_stay_among_the_peers_of_a_server(gpu: Any, ep: int, has_stores: bool) -> None:
     """In searches, by flags and in a run, whose ranks of two hosts refuse them."""
     request = SearchRequest(model=preset("tiny"), num_gpus=16, gpu=gpu, seq_len=64)
-    run = make_run(request, Folding(ep=ep), list_option_sets(request)[0])
+    run = make_run(request, Layout(ep=ep), list_option_sets(request)[0])
     flags = ["--preset", "tiny", "--gpus", "16", "--gpu", gpu, "--ep", str(ep), "--seq-len", "64"]
     options = parse(PlanConfig, flags, prog="moecore plan")
     for found in (run, parse_run(options)):

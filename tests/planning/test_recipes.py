@@ -10,7 +10,7 @@ import pytest
 from moecore.cli import main
 from moecore.planning import CostTable, plan_memory, plan_time
 from moecore.planning.gpus import GPUS
-from moecore.planning.search import Folding, SearchRequest, find_refusal
+from moecore.planning.search import Layout, SearchRequest, find_refusal
 from tests.helpers.grids import beside
 from tests.planning.recipes import RECIPES, make_run
 
@@ -70,7 +70,7 @@ def test_the_guidelines_are_those_of_the_recipes() -> None:
             seq_len=recipe.seq_len,
             global_batch=recipe.rows,
         )
-        assert find_refusal(request, Folding(pp, tp, cp, ep, 1, min(recipe.chunks, 4))) is None
+        assert find_refusal(request, Layout(pp, tp, cp, ep, 1, min(recipe.chunks, 4))) is None
 
 
 @pytest.mark.nightly  # a search of the largest model

@@ -38,7 +38,7 @@ from moecore.planning import (
 )
 from moecore.planning import transformers as planned_transformers
 from moecore.planning.estimate import count_saved_bytes_of_run
-from moecore.planning.layouts import Folding
+from moecore.planning.layouts import Layout
 from moecore.planning.recipe import format_calls
 from moecore.planning.run import count_resident_bytes, list_rank_bytes
 from moecore.planning.search import find_refusal
@@ -304,13 +304,13 @@ def test_the_command_plans_a_directory(tmp_path: Path, capsys: Any) -> None:
 def test_what_a_class_refuses_is_refused_before_it_is_planned() -> None:
     model = default("qwen3_moe", num_hidden_layers=8)  # 32 heads of queries, 4 of keys
     request = SearchRequest(model=model, num_gpus=64, seq_len=65536)
-    assert find_refusal(request, Folding(ep=8, batch_size=1)) is None
-    for folding, reason in ((Folding(tp=64), "tp"), (Folding(pp=16), "num_layers")):
+    assert find_refusal(request, Layout(ep=8, batch_size=1)) is None
+    for folding, reason in ((Layout(tp=64), "tp"), (Layout(pp=16), "num_layers")):
         assert reason in find_refusal(request, folding).reason
     whole = SearchRequest(model=model_of("jamba"), num_gpus=2, seq_len=64)
-    assert "JambaMambaMixer" in find_refusal(whole, Folding(cp=2)).reason
+    assert "JambaMambaMixer" in find_refusal(whole, Layout(cp=2)).reason
     towers = SearchRequest(model=model_of("qwen3_vl_moe"), num_gpus=2, seq_len=64)
-    assert "beside its layers" in find_refusal(towers, Folding(pp=2)).reason
+    assert "beside its layers" in find_refusal(towers, Layout(pp=2)).reason
 
 
 def test_without_transformers_the_command_names_it(

@@ -202,7 +202,7 @@ def _make_rank_memory(
 def _remove_negative_bytes(
     sizes: Mapping[str, int], resident_kinds: Collection[str]
 ) -> dict[str, int]:
-    """Return bytes by kind, all above 0, with the same sum; `resident_kinds` are reduced last."""
+    """Return bytes by kind, with the same sum but none negative; reduce `resident_kinds` last."""
     # A tensor that is allocated once per step may be freed in a layer that stands for several
     # layers, so that its kind becomes negative. These bytes are subtracted from the largest kinds,
     # and from stored kinds last.
@@ -266,10 +266,7 @@ def _make_ranks(run: TrainingRun) -> Iterator[_Rank]:
 
 
 def _order_passes(run: TrainingRun, small: SmallRun, segments: Segments) -> Iterator[list[_Pass]]:
-    """Yield each pipeline rank's forwards and backwards, in the order of its schedule.
-
-    `small` is the run whose recorded `segments` stand for the segments of `run`.
-    """
+    """Yield each pipeline rank's forwards and backwards in order, as segments of run `small`."""
     stages, number, pp = list_stages(run), count_steady_micro_batches(run), run.resolved.pp
     like = map_micro_batches(number, segments.num_micro_batches)
     orders: Sequence[Sequence[Item]] = [
@@ -301,12 +298,7 @@ def _order_passes(run: TrainingRun, small: SmallRun, segments: Segments) -> Iter
 def _correct_stage_segments(
     stage: Stage, pass_: Pass, micro_batch: int, segments: Segments, share: float
 ) -> list[Segment]:
-    """Return the segments of a stage's pass, with corrected bytes at the end of a backward.
-
-    Args:
-        micro_batch: the recorded micro-batch that stands for the pass.
-        share: the stage's share of the gradient sums that the recorded step keeps at its ends.
-    """
+    """Return the segments of a stage's pass; a backward ends with its `share` of gradient sums."""
     stage_segments = segments.list_stage_segments(stage, pass_, micro_batch)
     if pass_ == "F" or segments.num_micro_batches < MIDDLE:
         return stage_segments
@@ -331,7 +323,7 @@ def _correct_stage_segments(
 
 
 def _sum_net_bytes(stage: Stage, micro_batch: int, segments: Segments) -> int:
-    """Return by how many bytes a stage's passes of a recorded micro-batch change the memory."""
+    """Return the change in bytes by both passes of a recorded micro-batch through a stage."""
     return sum(
         s.net for pass_ in PASSES for s in segments.list_stage_segments(stage, pass_, micro_batch)
     )

@@ -299,6 +299,7 @@ def _draw_step(time: TimePlan, num_ranks: int) -> list[str]:
 
 
 def _assign_colours(names: Iterable[str]) -> dict[str, str]:
+    """Return a colour of the palette for each name."""
     return {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
 
 
