@@ -128,4 +128,5 @@ def check_loss_scale(model: nn.Module, loss_scale: DynamicLossScale | None) -> N
 
 
 def _is_power_of_two(value: float) -> bool:
+    """Return whether a positive number is a power of two."""
     return math.frexp(value)[0] == 0.5

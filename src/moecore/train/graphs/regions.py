@@ -24,7 +24,7 @@ from moecore.train.graphs.graphed_part import GraphedPart, GraphMemory
 
 
 def find_compiled_modules(block: nn.Module) -> set[nn.Module]:
-    """Return the modules in a block whose code `compile_blocks` compiles; MoE layers are not."""
+    """Return the modules in a block that `compile_blocks` compiles, which excludes MoE layers."""
     layers = (module for module in block.modules() if isinstance(module, RoutedLayer))
     owners = [m for m in block.modules() if hasattr(m, "compile_regions")]
     modules: set[nn.Module] = set()
@@ -34,7 +34,7 @@ def find_compiled_modules(block: nn.Module) -> set[nn.Module]:
 
 
 def _list_inner_modules(owner: nn.Module) -> list[nn.Module]:
-    """Return an owner and the submodules that its compile regions call, all but `eager_parts`."""
+    """Return a module and its submodules without those in its `eager_parts`."""
     parts = (owner.get_submodule(name) for name in getattr(owner, "eager_parts", ()))
     eager = {module for part in parts for module in part.modules()}
     return [m for m in owner.modules() if m not in eager]
@@ -97,10 +97,7 @@ def drop_graphs(model: nn.Module) -> None:
 
 
 def _graph_layer(name: str, layer: RoutedLayer, memory: GraphMemory) -> None:
-    """Replace router, shared experts and `prepare_send_order` of an MoE layer by CUDA graphs.
-
-    `name` is the layer's name for errors, and `memory` is shared with the graphs of other parts.
-    """
+    """Replace router, shared experts and `prepare_send_order` of layer `name` by CUDA graphs."""
     router, dispatcher = layer.get_part("router"), layer.dispatcher
     if isinstance(router, Router):
         modules = list(dict.fromkeys((router, router.bias_owner)))
@@ -122,10 +119,7 @@ def _replace_by_graph(
     memory: GraphMemory,
     may_run: Callable[[], bool] | None = None,
 ) -> None:
-    """Replace a bound method, which reads parameters of `modules`, by a `GraphedPart`, in place.
-
-    `name` is for errors. A call uses the graphs only if `may_run()` is True; None = always.
-    """
+    """Replace a bound method by a `GraphedPart` with these arguments, in place."""
     part = GraphedPart(name, method, modules, memory, may_run)
     bound = cast(MethodType, method)
     setattr(bound.__self__, bound.__name__, part)

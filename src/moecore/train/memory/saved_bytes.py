@@ -125,9 +125,8 @@ class _Storage:
 class _StorageCounter:
     """A packer of saved tensors that counts each saved storage once, by block and part.
 
-    If a graph is freed during the forward, such as the graph of unused scores, its storages are not
-    counted. Storages with keys in `weights` do not count. `move` returns a meta tensor for a real
-    one. With `stash`, used rows of experts count as pages; None = all rows count.
+    Storages with keys in `weights`, and storages of a freed graph, do not count. `move` returns a
+    meta tensor for any tensor. With `stash`, only the pages of used expert rows count.
     """
 
     def __init__(
