@@ -46,9 +46,7 @@ GIB = 2**30
 TINY = TrainingRun(model=preset("tiny-deepseek-v3"), num_gpus=4, seq_len=64)
 BIG = TrainingRun(model=replace(preset("qwen3-30b-a3b"), num_layers=4), num_gpus=8, batch_size=8)
 NEAR = TrainingRun(
-    model=replace(preset("qwen3-30b-a3b"), num_layers=4),
-    num_gpus=4,
-    parallel=ParallelConfig(ep=4),
+    model=replace(preset("qwen3-30b-a3b"), num_layers=4), num_gpus=4, parallel=ParallelConfig(ep=4)
 )
 TABLE = CostTable.of("h200-141")
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)

@@ -44,12 +44,7 @@ from moecore.planning.run import count_resident_bytes, list_rank_bytes
 from moecore.planning.search import find_refusal
 from moecore.planning.segments import SmallRun
 from moecore.train.memory.saved_bytes import count_saved_bytes
-from tests.families.transformers.family_models import (
-    SIZES,
-    config_values,
-    model_class,
-    tiny_model,
-)
+from tests.families.transformers.family_models import SIZES, config_values, model_class, tiny_model
 from tests.families.transformers.test_families import BY_DAY, REFUSED, taken
 from tests.helpers.grids import beside
 from tests.train.memory.test_saved_bytes import Saved

@@ -33,11 +33,7 @@ def config(num_experts: int = 8) -> DecoderConfig:
     tiny = preset("tiny-shared")
     assert tiny.moe is not None
     moe = replace(
-        tiny.moe,
-        num_experts=num_experts,
-        num_groups=1,
-        top_groups=1,
-        balance=BalanceConfig(),
+        tiny.moe, num_experts=num_experts, num_groups=1, top_groups=1, balance=BalanceConfig()
     )
     return replace(tiny, moe=moe, ce_chunk_tokens=7)
 

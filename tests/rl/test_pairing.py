@@ -241,10 +241,7 @@ def test_a_forward_from_outside_the_replay_is_refused(case: Case) -> None:
     one = {name: ids[:1] for name, ids in choices.items()}
     plain = model(inputs[1], inputs[1])
     replay = RouterReplay(model)
-    with (
-        pytest.raises(NotImplementedError, match="matches 0"),
-        replay.replay(one),
-    ):
+    with pytest.raises(NotImplementedError, match="matches 0"), replay.replay(one):
         own = model(inputs[0], inputs[0])
         together([plain, own])
     plain = model(inputs[1], inputs[1])
@@ -309,10 +306,7 @@ def test_a_layer_that_runs_twice_in_a_forward() -> None:
         replay.select(0)
         model(x)
     twice = Twice(layer, recompute=True)
-    with (
-        pytest.raises(NotImplementedError, match="matches 2"),
-        RouterReplay(twice).replay(choices),
-    ):
+    with pytest.raises(NotImplementedError, match="matches 2"), RouterReplay(twice).replay(choices):
         twice(x).sum().backward()
 
 

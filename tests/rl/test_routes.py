@@ -7,14 +7,7 @@ import copy
 import pytest
 import torch
 
-from moecore import (
-    FSDPOptions,
-    Meshes,
-    ParallelConfig,
-    TrainStep,
-    build_meshes,
-    parallelize_moe,
-)
+from moecore import FSDPOptions, Meshes, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.base.torch_private import get_local_tensor
 from moecore.families import use_causal_attention
 from moecore.models import Decoder, preset

@@ -45,7 +45,7 @@ MEASURED: dict[tuple[str, str, int], tuple[Layout, int, str]] = {
         Layout(ep=8, batch_size=4),
         16_159,
         "train/2026-11-20-nvidia-h200.jsonl",
-    ),
+    )
 }
 
 

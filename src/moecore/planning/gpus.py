@@ -174,11 +174,7 @@ def get_gpu(gpu: GpuName | Gpu) -> Gpu:
 # Pattern of a device's name -> FLOP/s of models that differ from their name in `GPUS`; None = the
 # rate is not known. A MIG device is a part of a GPU.
 OTHER_BF16_FLOPS: Mapping[str, float | None] = MappingProxyType(
-    {
-        r"MIG|Laptop|[45]090 D": None,
-        r"H[12]00 NVL": 835 * TERA,
-        r"H100 PCIe": 756 * TERA,
-    }
+    {r"MIG|Laptop|[45]090 D": None, r"H[12]00 NVL": 835 * TERA, r"H100 PCIe": 756 * TERA}
 )
 
 

@@ -91,7 +91,7 @@ CASES = {
 ON_CPUS = CASES | {  # by its definition
     "Transformer Engine": Case(
         **SHARED, options=dict(precision=Recipe(scaling="mxfp8", backend="te"))
-    ),
+    )
 }
 
 # Cases whose options change no bit of another one's.
@@ -112,11 +112,7 @@ NIGHTLY += ["MoE layers computed again", "experts offloaded", "gathered for each
 
 
 def train(
-    case: Case,
-    device: torch.device,
-    *,
-    graphed: bool,
-    between: Callable[[], None] = lambda: None,
+    case: Case, device: torch.device, *, graphed: bool, between: Callable[[], None] = lambda: None
 ) -> tuple[list[Any], Decoder]:
     """Return losses and norms of each step, then parameters; and the model."""
     config = replace(preset(case.preset), num_layers=LAYERS)

@@ -80,9 +80,7 @@ class Plain(nn.Module):
 
 
 def offloaded(
-    model: Plain | Decoder,
-    parts: Callable[[nn.Module], str | None] = part_of,
-    **options: Any,
+    model: Plain | Decoder, parts: Callable[[nn.Module], str | None] = part_of, **options: Any
 ) -> Offload:
     """Return what offloads a model's parts, however small."""
     device = next(model.parameters()).device

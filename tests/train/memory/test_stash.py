@@ -141,10 +141,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {  # options of a tower, and widt
     "a padded capacity": (dict(how="padded"), 2),
     "a padded capacity, tokens as FP8": (dict(how="padded", fp8=True), 2),
     "differentiable rows among holes": (dict(how="roomy"), 2),
-    "one expert row per source row, tokens as FP8": (
-        dict(sizes=dict(top_k=1), fp8=True),
-        2,
-    ),
+    "one expert row per source row, tokens as FP8": (dict(sizes=dict(top_k=1), fp8=True), 2),
 }
 
 

@@ -36,10 +36,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("late", [None, "copies", "model"])
 def test_bits_of_the_cpu_and_of_the_gpu(
-    late: str | None,
-    dtype: torch.dtype,
-    signals: dict[str, float],
-    monkeypatch: pytest.MonkeyPatch,
+    late: str | None, dtype: torch.dtype, signals: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the host steps equals HostAdamW of CPU tensors; all others AdamW of the GPU."""
     params, on_cpu, on_gpu = (

@@ -16,13 +16,7 @@ from moecore.train.optim import qk_clip
 
 TAU = 4.5
 PLAIN = DecoderConfig(
-    vocab_size=61,
-    dim=32,
-    num_layers=2,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=8,
-    mlp_hidden_dim=24,
+    vocab_size=61, dim=32, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=8, mlp_hidden_dim=24
 )
 LATENT = MLAConfig(
     kv_lora_rank=12, q_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5
