@@ -157,38 +157,27 @@ def test_tokens_travel_by_stores_into_peers_memory() -> None:
     assert {w.num_bytes for w in travels if w.name in (SPREAD, REDUCE)} == {once}
     # Two slots of rows, and a third of copied sums.
     assert wide.buffers == tight.buffers > 3 * 4 * T * NEAR.model.dim * torch.bfloat16.itemsize
-    assert (
-        plan_memory(replace(NEAR, nvlink=NVLinkOptions(row_factor=3.0))).largest.device[
-            "exchange buffers"
-        ]
-        == wide.buffers
-    )
-    most = max(plan_peak_memory(replace(NEAR, nvlink=NVLinkOptions(row_factor=3.0))))
-    assert most == pytest.approx(wide.peak + wide.buffers, rel=0.01)
-    behind = sum(len(one.host_dependencies) for one in tight.queued)
-    assert behind < sum(len(one.host_dependencies) for one in found(NEAR).queued), (
-        "sizes are waited for"
-    )
+    run = replace(NEAR, nvlink=NVLinkOptions(row_factor=3.0))
+    assert plan_memory(run).largest.device["exchange buffers"] == wide.buffers
+    assert max(plan_peak_memory(run)) == pytest.approx(wide.peak + wide.buffers, rel=0.01)
+    waits = [sum(len(one.host_dependencies) for one in of.queued) for of in (tight, found(NEAR))]
+    assert waits[0] < waits[1], "sizes are waited for"
 
 
 def test_pages_of_rows_are_planned_for_all_layers() -> None:
-    deep = replace(
-        NEAR, model=replace(NEAR.model, num_layers=6), nvlink=NVLinkOptions(row_factor=None)
-    )
+    deep = replace(NEAR, model=replace(NEAR.model, num_layers=6))
+    deep = replace(deep, nvlink=NVLinkOptions(row_factor=None))
     paged = replace(deep, memory=MemoryOptions(stash=StashOptions(factor=1.5)))
     room, pages = found(deep), found(paged)
-    assert pages.pages == pytest.approx(
-        pages.resident_bytes - room.resident_bytes, rel=0.01
-    )  # and their tables
+    more = pages.resident_bytes - room.resident_bytes  # and their tables
+    assert pages.pages == pytest.approx(more, rel=0.01)
     moe, T = deep.model.moe, deep.seq_len
     assert moe is not None
     sources = 4 * compute_balanced_tokens(T, moe.top_k, moe.num_experts, moe.num_experts // 4)
     widths = T * moe.top_k * 2 * moe.hidden_dim + sources * moe.expert_dim  # of H and of X
     assert pages.pages == pytest.approx(1.5 * 6 * widths * 2, rel=0.01)
-    kept = [
-        next(s.level for s in of.starts if s.part == "head") - of.resident_bytes
-        for of in (room, pages)
-    ]
+    heads = (next(s.level for s in of.starts if s.part == "head") for of in (room, pages))
+    kept = [head - of.resident_bytes for head, of in zip(heads, (room, pages), strict=True)]
     assert kept[1] < kept[0] / 2
     assert max(plan_peak_memory(paged)) == pytest.approx(pages.peak + pages.buffers, rel=0.001)
 
@@ -241,16 +230,12 @@ def test_a_step_of_more_micro_batches_works_more_and_holds_sums() -> None:
 def test_levers_take_memory_and_cost_work() -> None:
     run = replace(TINY, num_gpus=1, seq_len=128, batch_size=8)
     levers = replace(run, memory=MemoryOptions(recompute=("norm", "mla_up_proj", "moe")))
-    assert (
-        found(levers).peak < 0.8 * found(run).peak
-        and found(levers).resident_bytes == found(run).resident_bytes
-    )
+    assert found(levers).peak < 0.8 * found(run).peak
+    assert found(levers).resident_bytes == found(run).resident_bytes
     assert names(levers)["rms_norm_fwd"] > names(run)["rms_norm_fwd"]
     large = replace(BIG, memory=MemoryOptions(offload=("experts", "attention")))
-    assert (
-        found(large).peak < 0.9 * found(BIG).peak
-        and found(large).resident_bytes == found(BIG).resident_bytes
-    )
+    assert found(large).peak < 0.9 * found(BIG).peak
+    assert found(large).resident_bytes == found(BIG).resident_bytes
     small = replace(run, optimizer=OptimizerOptions(moment_dtype="bfloat16"))
     assert found(small).resident_bytes < 0.8 * found(run).resident_bytes
     away = replace(BIG, optimizer=OptimizerOptions(offload_fraction=0.5))
@@ -296,10 +281,8 @@ def test_pairs_multiply_what_turns_do() -> None:
         pipeline = PipelineConfig(schedule=schedule, layout="Ett|tt|tt|ttL")
         return dry_run(replace(run, parallel=ParallelConfig(pp=2, ep=4), pipeline=pipeline))
 
-    turns, pairs = steps("interleaved"), steps("overlapped")
-    products = [
-        Counter(work for work in step.forward_backward if work.flops) for step in (turns, pairs)
-    ]
+    turns, pairs = both = steps("interleaved"), steps("overlapped")
+    products = [Counter(w for w in step.forward_backward if w.flops) for step in both]
     assert products[0] == products[1]
     assert pairs.resident_bytes == turns.resident_bytes and pairs.peak >= turns.peak
 
@@ -323,27 +306,18 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     first, second, third, time, header, *rows = capsys.readouterr().out.splitlines()
     assert " ms a step, of which ms by what limits: " in time
     assert first.startswith("rank 0 of 2 holds ") and "of 149 GB (h200-141)" in second
-    plan = max(
-        plan_peak_memory(TrainingRun(model=preset("tiny"), num_gpus=2, seq_len=64, fsdp=BF16))
-    )
+    run = TrainingRun(model=preset("tiny"), num_gpus=2, seq_len=64, fsdp=BF16)
+    plan = max(plan_peak_memory(run))
     assert third == f"{format_bytes(plan)} by the plan, from few layers"
     assert header.split()[0] == "what" and {row.split("  ")[0] for row in rows} >= {"optimizer"}
     assert main([*command, "h100-80", "--json", "--rank", "1"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    step = dry_run(TrainingRun(model=preset("tiny"), num_gpus=2, seq_len=64, fsdp=BF16), 1)
-    assert (printed["held"], printed["peak"], printed["plan"]) == (
-        step.resident_bytes,
-        step.peak,
-        plan,
-    )
-    assert sum(row[0] for row in printed["works"].values()) == len(
-        (*step.forward_backward, *step.optimizer)
-    )
+    step = dry_run(run, 1)
+    found = [printed[name] for name in ("held", "peak", "plan")]
+    assert found == [step.resident_bytes, step.peak, plan]
+    num_works = len(step.forward_backward) + len(step.optimizer)
+    assert sum(row[0] for row in printed["works"].values()) == num_works
 
-
-def test_the_command_prints_the_plan_of_its_pipeline_rank(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
     command = ["dry-run", "--preset", "tiny-qwen3", "--gpus", "4", "--pp", "2", "--seq-len", "64"]
     assert main([*command, "--layout", "Ett|L", "--rank", "3", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)

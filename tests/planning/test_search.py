@@ -201,10 +201,8 @@ def test_a_gpu_of_ones_own_and_its_host_memory() -> None:
     tray = replace(request, gpu="gb200-186")  # of 4 GPUs
     half = plan_layout(tray, folding, tray.costs)
     assert isinstance(half, FittingCandidate) and half.host == found.host / 2
-    of_8, of_4 = (
-        Estimate(each, each.costs).host_bytes(folding, list_option_sets(each)[0])
-        for each in (request, tray)
-    )
+    estimates = [(each, Estimate(each, each.costs)) for each in (request, tray)]
+    of_8, of_4 = (one.host_bytes(folding, list_option_sets(each)[0]) for each, one in estimates)
     assert of_4 == of_8 / 2 > 0
     small = replace(own, host_memory=found.host)  # a tenth of which no plan may pin
     tight = replace(request, gpu=small)
@@ -234,10 +232,8 @@ def test_advice_does_not_lead_in_circles() -> None:
         own = [size for size in sizes if size[0]]
         assert sizes[: len(own)] == own and own == sorted(own) and own[0][2] == 32
         assert all(memory > GPUS[gpu].memory for _, memory, _ in sizes[len(own) :])
-    assert (
-        max(changed.num_gpus for _, changed in _list_changes(replace(SMALL, num_gpus=2**15)))
-        == 2**16
-    )
+    most = _list_changes(replace(SMALL, num_gpus=2**15))
+    assert max(changed.num_gpus for _, changed in most) == 2**16
 
 
 def test_a_search_ranks_what_fits() -> None:
@@ -265,9 +261,8 @@ def test_tokens_travel_by_stores_where_a_node_has_the_experts() -> None:
     smaller = replace(SMALL, gpus_per_node=4)
     assert make_run(smaller, Layout(ep=8), none).nvlink is None
     found = found_of_small()
-    assert "--row-factor 2" in found.table() and "DispatchOptions(name='nvlink'" in format_calls(
-        found.fitting[1].run
-    )
+    assert "--row-factor 2" in found.table()
+    assert "DispatchOptions(name='nvlink'" in format_calls(found.fitting[1].run)
 
 
 def test_what_is_estimated_to_be_fast_is_planned_first() -> None:
@@ -276,17 +271,11 @@ def test_what_is_estimated_to_be_fast_is_planned_first() -> None:
     request = SearchRequest(model=model, num_gpus=32, gpu="a100-80", nvlink=None)
     table = CostTable.of("a100-80")
     estimate = Estimate(request, table)
-    some = [
-        f
-        for f in enumerate_layouts(32)
-        if find_refusal(request, f) is None and max(f.tp, f.ep) >= 4
-    ]
-    plans = {
-        f: plan_fitting_layout(request, f, estimate)
-        for f in sorted(some, key=estimate.sort_key)[::14]
-    }
-    seconds = {f: plan_time(found.run, table).seconds for f, found in plans.items()}
-    pairs = [(a, b) for a, b in combinations(plans, 2) if seconds[b] > 1.2 * seconds[a]]
+    legal = (f for f in enumerate_layouts(32) if find_refusal(request, f) is None)
+    some = sorted((f for f in legal if max(f.tp, f.ep) >= 4), key=estimate.sort_key)[::14]
+    plans = [plan_fitting_layout(request, f, estimate) for f in some]
+    seconds = {f: plan_time(p.run, table).seconds for f, p in zip(some, plans, strict=True)}
+    pairs = [(a, b) for a, b in combinations(some, 2) if seconds[b] > 1.2 * seconds[a]]
     right = [estimate.sort_key(a) < estimate.sort_key(b) for a, b in pairs]
     assert len(right) >= 8 and sum(right) >= 0.8 * len(right)
 
@@ -319,9 +308,8 @@ def test_rows_that_no_folding_divides_name_other_rows() -> None:
 def test_the_call_runs(fraction: float) -> None:
     request = replace(SMALL, num_gpus=8, optimizer=OptimizerOptions(offload_fraction=fraction))
     found = search(request, num_results=1, max_plans=1).fitting[0]
-    unnamed = Precision(
-        recipe=Recipe(), roles=("attention",), overrides=(("model.layers.0.*", None),)
-    )
+    overrides = (("model.layers.0.*", None),)
+    unnamed = Precision(recipe=Recipe(), roles=("attention",), overrides=overrides)
     run, names = replace(found.run, precision=unnamed if fraction else None), dict[str, Any]()
     with fake_world(8):
         exec(format_calls(run), names)
@@ -386,10 +374,8 @@ def test_a_config_is_planned_as_its_preset(
         file.write_text(json.dumps(of))
         assert main(["plan", "--config", str(file), *options]) == code
     out, err = capsys.readouterr()
-    assert (
-        err.startswith("moecore: config.json model_type ('gpt-none') must be")
-        and err.count("\n") == 1
-    )
+    assert err.startswith("moecore: config.json model_type ('gpt-none') must be")
+    assert err.count("\n") == 1
     assert main(["plan", "--preset", "tiny-deepseek-v3", *options]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(out)
 
@@ -441,10 +427,7 @@ def test_a_dry_run_refuses_what_it_does_not_read(capsys: pytest.CaptureFixture[s
     [
         (dict(seq_len=2**24 + 1), r"TrainingRun.seq_len \(16777217\) must be a whole number"),
         (dict(pp=257), r"TrainingRun.parallel.pp \(257\) must be <= 256: plan"),
-        (
-            dict(num_layers=1025),
-            r"TrainingRun.planned_model.num_layers \(1025\) must be <= 1024: plan",
-        ),
+        (dict(num_layers=1025), r"planned_model.num_layers \(1025\) must be <= 1024: plan"),
         (dict(schedule="gpipe"), r"num_micro_batches \(1025\) must be <= 1024 with schedule 'gpi"),
     ],
 )
@@ -487,18 +470,8 @@ def test_the_page_has_the_bounds() -> None:
     page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
     section = page.partition("\n## Bounds\n")[2].partition("\n## ")[0]
     numbers = [int(n.replace(",", "")) for n in re.findall(r"\| ([\d,]+) \|", section)]
-    bounds = [
-        2**16,
-        MAX_DIVISORS,
-        MAX_LAYERS,
-        MAX_STAGES,
-        2**24,
-        MAX_SEARCH_TOKENS,
-        2**16,
-        MAX_IN_FLIGHT,
-        MAX_MICRO_BATCHES,
-    ]
-    assert numbers == bounds
+    bounds = [2**16, MAX_DIVISORS, MAX_LAYERS, MAX_STAGES, 2**24, MAX_SEARCH_TOKENS, 2**16]
+    assert numbers == [*bounds, MAX_IN_FLIGHT, MAX_MICRO_BATCHES]
 
 
 def test_large_numbers_end_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

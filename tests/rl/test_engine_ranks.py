@@ -40,8 +40,8 @@ from tests.rl.engine_cases import (
     rollouts_of,
     routes_by_hand,
     weighted,
-    worst,
 )
+from tests.rl.replay_cases import worst
 
 pytestmark = pytest.mark.slow
 
