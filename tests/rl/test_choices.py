@@ -157,10 +157,8 @@ def test_experts_that_choose_have_a_column_each() -> None:
 def test_forward_without_an_entry(replay: RouterReplay) -> None:
     choices = {"first": [GOOD, GOOD], "second": [GOOD]}
     x = torch.randn(3, 16)
-    with (
-        pytest.raises(ValueError, match=r"choices\['second'\] \(1 forwards\) must have forward 1"),
-        replay.replay(choices),
-    ):
+    message = r"choices\['second'\] \(1 forwards\) must have forward 1"
+    with pytest.raises(ValueError, match=message), replay.replay(choices):
         replay.model(x)
         replay.model(x)
     assert not taken(replay)
@@ -212,10 +210,8 @@ def test_one_at_a_time_and_everything_restored(replay: RouterReplay) -> None:
 
 def test_no_forward_after_one_that_failed(replay: RouterReplay) -> None:
     choices = {"first": [GOOD] * 2, "second": [GOOD] * 2}
-    with (
-        pytest.raises(RuntimeError, match="forward of TwoLayers must not follow one that failed"),
-        replay.replay(choices),
-    ):
+    message = "forward of TwoLayers must not follow one that failed"
+    with pytest.raises(RuntimeError, match=message), replay.replay(choices):
         with pytest.raises(ValueError, match="must have the tokens of forward 0"):
             replay.model(torch.randn(5, 16))
         replay.model(torch.randn(3, 16))
