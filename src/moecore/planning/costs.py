@@ -231,10 +231,9 @@ class CostTable(CheckedRecord):
         """Return the interpolated efficiency of an operation: its share of the data-sheet rate."""
         key, sizes = (work.kind, work.name, work.dtype), _compute_log_sizes(work)
         if key not in self._efficiencies:
-            self._efficiencies[key] = [
-                (_compute_log_sizes(p.work), self._compute_log_efficiency(p))
-                for p in self._find_points(work)
-            ]
+            points = self._find_points(work)
+            pairs = [(_compute_log_sizes(p.work), self._compute_log_efficiency(p)) for p in points]
+            self._efficiencies[key] = pairs
         near = [(math.dist(sizes, other), log) for other, log in self._efficiencies[key]]
         if not near:
             return self.efficiency[work.kind]
@@ -334,11 +333,9 @@ def _parse_table(text: bytes, path: str) -> CostTable:
     """Return the cost table of JSON `text`; ValueError, which names file `path`, for other text."""
     try:
         fields: dict[str, Any] = json.loads(text)
-        fields["points"] = tuple(
-            Point(**point | {"work": Work(**work | {"shape": tuple(work["shape"])})})
-            for point in fields["points"]
-            for work in (point["work"],)
-        )
+        for point in fields["points"]:
+            point["work"] = Work(**point["work"] | {"shape": tuple(point["work"]["shape"])})
+        fields["points"] = tuple(Point(**point) for point in fields["points"])
         fields["assumed"] = tuple(fields["assumed"])
         if (slices := fields.get("slices")) is not None:
             fields["slices"] = ExposedShare(**slices)

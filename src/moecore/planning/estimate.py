@@ -149,11 +149,8 @@ class Estimate:
         sharded_bytes = (2 * param_bytes + state) * self._params
         saved_bytes, _ = self._saved_bytes(options)
         unsharded_bytes = weight_bytes * num_weights + 4 * num_grads
-        return (
-            unsharded_bytes
-            + sharded_bytes / num_gpus
-            + _compute_in_flight_over_pp(layout) * saved_bytes * _count_rank_rows(layout)
-        )
+        in_flight = _compute_in_flight_over_pp(layout) * saved_bytes * _count_rank_rows(layout)
+        return unsharded_bytes + sharded_bytes / num_gpus + in_flight
 
     def host_bytes(self, layout: Layout, options: OptionSet) -> float:
         """Return the estimated bytes of host memory that the ranks of a server pin."""
@@ -239,10 +236,8 @@ class Estimate:
         """Return by stage the (part, pass) pairs of a micro-batch, such as ("layer 3", "F")."""
         segments = self._segments(options)
         stages = list_stages(make_run(self._request, layout, options))
-        return [
-            tuple((p, pass_) for pass_ in PASSES for p in segments.list_parts(s, pass_))
-            for s in stages
-        ]
+        pairs = [[(p, x) for x in PASSES for p in segments.list_parts(s, x)] for s in stages]
+        return list(map(tuple, pairs))
 
     def _time_stage(
         self, parts: Iterable[tuple[str, Pass]], layout: Layout, options: OptionSet

@@ -223,11 +223,10 @@ def _describe_param_counts(plan: ShardPlan) -> str:
     total = sum(param.numel for param in plan.params)
     if not plan.layers:
         return f"{format_count(total)} parameters"
-    idle = sum(
-        param.numel * (1 - layer.top_k / (layer.num_experts + layer.zero_experts))
-        for layer in plan.layers
-        for param in _list_expert_params(plan, layer)
-    )
+    idle = 0.0
+    for layer in plan.layers:
+        numel = sum(param.numel for param in _list_expert_params(plan, layer))
+        idle += numel * (1 - layer.top_k / (layer.num_experts + layer.zero_experts))
     return f"{format_count(total)} parameters, {format_count(total - idle)} active per token"
 
 
@@ -259,9 +258,8 @@ def _describe_products(
     config, experts = layer.config, layer.get_part("experts")
     backend, weight = experts.backend, next(experts.parameters())
     if backend == "auto" and request is not None:
-        backend = (
-            f"auto ({choose_products('auto', request.make_expert_spec(layer, experts.recipe))})"
-        )
+        spec = request.make_expert_spec(layer, experts.recipe)
+        backend = f"auto ({choose_products('auto', spec)})"
     elif backend == "auto":
         spec = experts.make_spec(
             dim=config.expert_dim,

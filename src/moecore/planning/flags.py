@@ -347,10 +347,7 @@ def parse_run(args: PlannedConfig) -> TrainingRun:
 def choose_nvlink(
     dispatch: DispatchOptions, parallel: ParallelConfig, num_peers: int
 ) -> NVLinkOptions | None:
-    """Return the options of dispatcher nvlink if a run with these degrees uses it, otherwise None.
-
-    `num_peers` neighbouring ranks access each other's memory. "auto" is nvlink among such ranks.
-    """
+    """Return options of dispatcher nvlink if a run uses it: "auto" does among `num_peers` ranks."""
     has_peers = are_peers(parallel.ep * parallel.etp, num_peers)
     is_nvlink = dispatch.name in ("auto", "nvlink") and has_peers
     if is_nvlink or dispatch.name == "hierarchical":

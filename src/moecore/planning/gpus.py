@@ -188,10 +188,7 @@ def find_gpu_name(device_name: str) -> GpuName | None:
 
 
 def find_bf16_flops(device_name: str) -> float | None:
-    """Return the dense bf16 FLOP/s of a GPU by its name in torch; None = it is not known.
-
-    `find_bf16_flops("NVIDIA GeForce RTX 4090")` returns the rate of "rtx4090-24".
-    """
+    """Return the dense bf16 FLOP/s of a GPU by its name in torch; None = it is not known."""
     for pattern, flops in OTHER_BF16_FLOPS.items():
         if re.search(rf"\b({pattern})\b", device_name):
             return flops

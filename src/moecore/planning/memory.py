@@ -246,12 +246,8 @@ def _make_ranks(run: TrainingRun) -> Iterator[_Rank]:
     other = segments.resident_bytes - max(rank_bytes) - step.pages
     pages_per_run = step.pages / max(1, small.run.planned_model.num_moe_runs)
     per_element = run.optimizer.offload_fraction * count_state_bytes(run.optimizer)
-    ranks = zip(
-        list_rank_bytes(run),
-        _order_passes(run, small, segments),
-        list_rank_stages(run),
-        strict=True,
-    )
+    passes_of_ranks = _order_passes(run, small, segments)
+    ranks = zip(list_rank_bytes(run), passes_of_ranks, list_rank_stages(run), strict=True)
     for size, passes, stages in ranks:
         moe_runs = sum(i not in model.dense for stage in stages for i in stage.layers)
         moe_runs += model.mtp_runs * sum(len(stage.mtp) for stage in stages)
@@ -307,14 +303,10 @@ def _correct_stage_segments(
     # of its segments to those of the middle one, and of the ends' difference the share.
     layers = replace(stage, embedding=False, loss=False)
     ends = replace(stage, embedding=True, layers=(), mtp=(), loss=True)
-    net_bytes = sum(
-        part_share
-        * (
-            _sum_net_bytes(part, micro_batch, segments)
-            - _sum_net_bytes(part, MIDDLE // 2, segments)
-        )
-        for part, part_share in ((layers, 1.0), (ends, share))
-    )
+    net_bytes = 0.0
+    for part, part_share in ((layers, 1.0), (ends, share)):
+        own, middle = (_sum_net_bytes(part, i, segments) for i in (micro_batch, MIDDLE // 2))
+        net_bytes += part_share * (own - middle)
     surplus = round(net_bytes) - _sum_net_bytes(stage, micro_batch, segments)
     *first, last = stage_segments or [Segment(range(0), 0, 0, {}, {})]
     peak, kinds = max(0, last.peak + min(0, surplus)), dict(last.net_kinds)

@@ -104,14 +104,11 @@ class PlacedLaunch(NamedTuple):
 
 def place_launches(queued: Iterable[QueuedLaunch]) -> list[PlacedLaunch]:
     """Return the launches with dependencies as distances back in the queue, not as numbers."""
-    return [
-        PlacedLaunch(
-            item,
-            tuple(i - n for n in item.dependencies),
-            tuple(i - n for n in item.host_dependencies),
-        )
-        for i, item in enumerate(queued)
-    ]
+    placed = []
+    for i, item in enumerate(queued):
+        both = (item.dependencies, item.host_dependencies)
+        placed.append(PlacedLaunch(item, *(tuple(i - n for n in numbers) for numbers in both)))
+    return placed
 
 
 PRODUCTS = {"mm": 0, "bmm": 0, "scaled_mm_v2": 0, "addmm": 1, "addmm_": 1}  # where a and b begin

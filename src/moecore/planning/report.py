@@ -218,11 +218,11 @@ def classify_kernel(kernel: Kernel) -> str:
 def _attribute_busy_time(trace: Trace) -> Iterator[tuple[str, float]]:
     """Yield (part, microseconds) while kernels run; the first part of `PARTS` that runs counts."""
     order = list(LIMIT_OF)
-    edges = sorted(
-        (time, change, order.index(classify_kernel(kernel)))
-        for kernel in trace.kernels
-        for time, change in ((kernel.start, 1), (kernel.end, -1))
-    )
+    edges = []
+    for kernel in trace.kernels:
+        place = order.index(classify_kernel(kernel))
+        edges += [(kernel.start, 1, place), (kernel.end, -1, place)]
+    edges.sort()
     counts, since = [0] * len(order), edges[0][0]
     for time, change, place in edges:
         part = next((p for p, number in zip(order, counts, strict=True) if number), None)
@@ -308,11 +308,8 @@ def _is_valid_event(event: Event) -> bool:
 def _make_trace(events: list[Event]) -> Trace:
     """Return the kernels and host calls of events. ValueError unless all kernels are of one GPU."""
     # A start may be so large that start + duration == start in floating point.
-    on_device = [
-        e
-        for e in events
-        if e.get("cat") in DEVICE and e["dur"] >= MIN_TIME and e["ts"] + e["dur"] > e["ts"]
-    ]
+    of_device = (e for e in events if e.get("cat") in DEVICE and e["dur"] >= MIN_TIME)
+    on_device = [e for e in of_device if e["ts"] + e["dur"] > e["ts"]]
     if not on_device:
         raise ValueError(
             f"hold kernels of a GPU that take time, but it has none: run on a GPU, and {FIX}"

@@ -311,10 +311,8 @@ def list_stage_ranks(run: TrainingRun) -> Sequence[int]:
 def list_rank_stages(run: TrainingRun) -> list[list[Stage]]:
     """Return the stages of each pipeline rank, in the order of forward."""
     pairs = list(zip(list_stages(run), list_stage_ranks(run), strict=True))
-    return [
-        [stage for stage, stage_rank in pairs if stage_rank == rank]
-        for rank in range(run.resolved.pp)
-    ]
+    ranks = range(run.resolved.pp)
+    return [[stage for stage, stage_rank in pairs if stage_rank == rank] for rank in ranks]
 
 
 def count_stored_bytes(run: TrainingRun) -> int:

@@ -237,10 +237,8 @@ def find_faster_options(
     request: SearchRequest, best: FittingCandidate, table: CostTable, estimate: Estimate
 ) -> FittingCandidate:
     """Return the fastest fitting candidate: `best`, or with balanced stages, or fewer options."""
-    stage_layouts = (
-        plan_options(request, best.layout, best.options, run)
-        for run in balance_stages(best.run, table)[1:]
-    )
+    runs = balance_stages(best.run, table)[1:]
+    stage_layouts = (plan_options(request, best.layout, best.options, run) for run in runs)
     balanced = (add_time(candidate, table) for candidate in stage_layouts if candidate.fits)
     best = min((best, *balanced), key=_get_step_seconds)
     best_seconds, tried = best.time.seconds, set[OptionSet]()
@@ -270,12 +268,8 @@ def _find_fastest_schedule(
     request: SearchRequest, candidate: Candidate, table: CostTable
 ) -> FittingCandidate:
     """Return the candidate with its fastest pipeline schedule, with more options if needed."""
-    larger_sets = (
-        options
-        for options in list_option_sets(request)
-        if len(options.options) > len(candidate.options.options)
-    )
-    sets = [candidate.options, *larger_sets]
+    size, every = len(candidate.options.options), list_option_sets(request)
+    sets = [candidate.options, *(options for options in every if len(options.options) > size)]
     plans = [add_time(candidate, table)]
     for i, run in enumerate(list_schedules(candidate.run)[1:], 1):
         # More options make no schedule faster, so a slower schedule is not planned with them.

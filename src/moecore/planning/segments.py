@@ -275,13 +275,10 @@ def make_segments(run: TrainingRun) -> Segments:
         3 * run.dtype.itemsize + 2 * count_state_bytes(r.optimizer) for r in (run, small.run)
     )
     shares, first = {ADAMW: share * traffic / small_traffic}, segments.end.launches.start
-    end = (
-        queued._replace(
-            work=replace(work, num_bytes=round(shares.get(work.name, share) * work.num_bytes))
-        )
-        for queued in segments.queued[first:]
-        for work in (queued.work,)
-    )
+    end = []
+    for queued in segments.queued[first:]:
+        num_bytes = round(shares.get(queued.work.name, share) * queued.work.num_bytes)
+        end.append(queued._replace(work=replace(queued.work, num_bytes=num_bytes)))
     return replace(segments, queued=[*segments.queued[:first], *end])
 
 

@@ -102,15 +102,11 @@ class TimePlan(StepTime):
     @property
     def line(self) -> str:
         """The plan's seconds, tokens per second and limits in one line of text."""
-        shares = (
-            f"{part} {share:.0%}"
-            for part, s in sorted(self.parts.items(), key=lambda item: -item[1])
-            if (share := s / self.seconds) >= 0.005
-        )
-        return (
-            f"{self.seconds:.3g} s a step, {self.tokens_per_gpu_second:,.0f} tokens/s of a GPU; "
-            f"bottleneck {self.wall}: {', '.join(shares)}"
-        )
+        parts = sorted(self.parts.items(), key=lambda item: -item[1])
+        shares = ((part, s / self.seconds) for part, s in parts)
+        text = ", ".join(f"{part} {share:.0%}" for part, share in shares if share >= 0.005)
+        speed = f"{self.seconds:.3g} s a step, {self.tokens_per_gpu_second:,.0f} tokens/s of a GPU"
+        return f"{speed}; bottleneck {self.wall}: {text}"
 
 
 class Spans(NamedTuple):
@@ -305,10 +301,9 @@ def _time_state_waits(run: TrainingRun, segments: Segments, table: CostTable, me
     copy = table.seconds(Work("copy to host", "copy", 0, num_bytes, (), "uint8"))
     blocks = [replace(stage, embedding=False, loss=False) for stage in list_rank_stages(run)[0]]
     passes = [_time_passes_cached(stage, segments, table, memo) for stage in blocks]
-    out, back = (
-        sum(sum(of_stage[end].parts.values()) for of_stage in passes)
-        for end in (("F", 0), ("B", segments.num_micro_batches - 1))
-    )
+    last = segments.num_micro_batches - 1
+    out = sum(sum(of_stage["F", 0].parts.values()) for of_stage in passes)
+    back = sum(sum(of_stage["B", last].parts.values()) for of_stage in passes)
     back *= 1 - 1 / sum(len(stage.layers) for stage in blocks)
     return max(0.0, copy - out) + max(0.0, copy - back)
 

@@ -298,11 +298,8 @@ def _find_block_kinds(hf: Any, blocks: Sequence[nn.Module]) -> Iterator[Hashable
     is_distinct = not _has_independent_outer_params(hf, blocks)
     for i, block in enumerate(blocks):
         listed = tuple((name, str(value[i])) for name, value in lists)
-        yield (
-            i
-            if is_distinct
-            else (listed, tuple(_describe_module(*named) for named in block.named_modules()))
-        )
+        modules = (_describe_module(*named) for named in block.named_modules())
+        yield i if is_distinct else (listed, tuple(modules))
 
 
 def _describe_module(name: str, module: nn.Module) -> Hashable:

@@ -47,14 +47,8 @@ def gather_totals(
 ) -> Totals:
     """Return the totals of the global batch. Collective over the world, with a host sync.
 
-    Args:
-        local_totals: totals of this data-parallel rank; None if `problem` is given.
-        problem: the error text of this rank; None = no error.
-        global_entries: values that must be equal on all ranks, by name.
-        shared: values that must be equal on the ranks of one data-parallel rank, by name.
-
-    Raises:
-        ValueError: on every rank, if one rank has a problem or values differ.
+    ValueError on every rank if a rank has a `problem` (then without totals), if `global_entries`
+    differ on ranks, or `shared` entries on ranks of one data-parallel rank.
     """
     totals = local_totals or Totals(num_micro_batches=0, weight=0.0, num_responses=0)
     weight = torch.tensor(totals.weight, dtype=torch.float64, device="cpu").view(torch.int64)

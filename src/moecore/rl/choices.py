@@ -45,10 +45,7 @@ def check_choices(choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, 
 
 
 def check_ids(label: str, ids_TK: Tensor, config: MoEConfig) -> None:
-    """Raise ValueError unless ids are distinct expert ids of a layer, or -1. Host syncs.
-
-    `label` is the name of the ids in errors.
-    """
+    """Raise ValueError, which names `label`, unless ids are distinct expert ids or -1. Syncs."""
     K, E = config.choices_per_token, config.num_candidates
     if ids_TK.ndim != 2 or ids_TK.shape[1] != K:
         raise ValueError(

@@ -62,10 +62,7 @@ class RowLimits:
 
 
 def assign_sequences(rollouts: Rollouts, limits: RowLimits, group_size: int) -> list[list[int]]:
-    """Return the sequence indices of each micro-batch, packed by first-fit decreasing.
-
-    Groups of `group_size` consecutive sequences are not split. ValueError if a group does not fit.
-    """
+    """Return indices of sequences per micro-batch, first-fit decreasing; groups are not split."""
     lengths = [limits.compute_padded_length(length) for length in rollouts.lengths]
     number = rollouts.num_sequences
     if number % group_size:

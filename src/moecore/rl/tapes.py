@@ -156,10 +156,7 @@ class TapeReplay:
         return index
 
     def _find_recomputed_entry(self, name: str) -> int:
-        """Return the index in `records[name]` that the recomputed forward has replayed.
-
-        See Note [pairing]. NotImplementedError if the forward is unknown and no entry is selected.
-        """
+        """Return the index in `records[name]` that the recomputed forward had: Note [pairing]."""
         while self._entered_nodes:
             _mark_next_nodes(self._entered_nodes.pop())
         node_forward = _get_tape_forward(get_current_node())

@@ -51,10 +51,9 @@ class Reruns:
         self._factors: ToHost | None = None  # the factor that any rank needed of each holder
 
     def run(self, run: Callable[[], T], drop: Callable[[], None], tapes: Sequence[ChoiceTape]) -> T:
-        """Call `run` (forward and backward) until token rows fit in the buffers of every rank.
+        """Return the result of `run`, called until rows fit on all ranks.
 
-        Returns the result of the last call. Before a repetition the method calls `drop`, rewinds
-        `tapes` (recorded router choices), restores random states and enlarges buffers.
+        A repetition calls `drop`, rewinds `tapes`, restores random states and enlarges buffers.
         """
         # If any rank has a limited capacity, each run has one all-reduce, for which the host waits.
         # Layers in CUDA graphs are not rerun and do neither. Recorded choices are rewound.

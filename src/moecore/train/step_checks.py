@@ -42,10 +42,7 @@ def check_step_arguments(
 def compare_ranks(
     entries: Mapping[str, Any], model: nn.Module, optimizers: Sequence[Optimizer], request: Request
 ) -> None:
-    """Raise ValueError on all ranks if ranks differ in `entries`, optimizers or trained parameters.
-
-    Collective. `entries` maps a name for the error text to a value that must be equal on all ranks.
-    """
+    """Raise ValueError on all ranks if they differ in named entries, optimizers or parameters."""
     meshes = request.meshes
     check_equal(entries, meshes.device_type)
     trained = list_training_entries(model, optimizers)

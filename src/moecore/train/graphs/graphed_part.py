@@ -224,10 +224,8 @@ class GraphedPart:
 
     def _capture_call(self, form: Any, tensors: list[Tensor], slot: _GraphSlot) -> _GraphPair:
         """Capture the method with arguments `form`, whose tensors are like `tensors`, in a slot."""
-        inputs = [
-            torch.empty(x.shape, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
-            for x in tensors
-        ]
+        empty = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors)
+        inputs = [x.requires_grad_(y.requires_grad) for x, y in zip(empty, tensors, strict=True)]
         args, kwargs = fill_form(form, inputs)
         function = partial(self._function, *args, **kwargs)
         try:

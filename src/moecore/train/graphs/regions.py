@@ -69,11 +69,7 @@ def compile_blocks(blocks: Iterable[nn.Module], **options: Any) -> None:
 
 
 def graph_blocks(blocks: Mapping[str, nn.Module]) -> None:
-    """Replace parts of blocks by CUDA graphs from their fourth call on, in place.
-
-    The parts are methods in `compile_regions`, routers, shared experts, and the work of dispatcher
-    "alltoall" before its host sync. `blocks` maps names for errors to blocks that run sequentially.
-    """
+    """Run parts of sequential blocks, by name for errors, as CUDA graphs from the 4th call on."""
     memory = GraphMemory()
     for name, block in blocks.items():
         for path, module in block.named_modules():

@@ -63,10 +63,7 @@ def apply_stash(
     *,
     compiled: Set[nn.Module] = frozenset(),
 ) -> Stash | None:
-    """Let MoE layers save token rows for backward in pages of a `Stash`; return it, or None.
-
-    Modules in compiled code (`compiled`) do not change. A layer needs buffers with unused rows.
-    """
+    """Save rows of MoE layers, except `compiled` ones, in pages of a `Stash`; return it or None."""
     if options.stash is None:
         return None
     modules = (module for block in blocks for module in block.modules())

@@ -240,10 +240,7 @@ def view_bytes(storage: torch.UntypedStorage) -> Tensor:
 
 @dataclass(slots=True)
 class MovedStorage:
-    """A device storage whose bytes can be moved to host memory, and the tensors in the storage.
-
-    Tensor and storage objects stay the same. The storage has no bytes while the host has them.
-    """
+    """A device storage, whose bytes can be moved to host memory, and its tensors."""
 
     memory: Tensor  # uint8, all bytes of the storage
     host: Tensor  # uint8, as many
@@ -298,10 +295,7 @@ class HostCopies:
         self._streams: dict[torch.device, CopyStream] = {}
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return name -> host tensor with the shape and dtype of `tensors[name]`; copies nothing.
-
-        Memory of an earlier call with the same name is reused. New memory is pinned, which is slow.
-        """
+        """Return name -> pinned host tensor like `tensors[name]`; reuses memory, copies nothing."""
         new = [name for name in tensors if name not in self._copies]
         for name in tensors.keys() - new:
             tensor, copy = tensors[name], self._copies[name]

@@ -34,10 +34,7 @@ PLAIN_VALUES = {int, float, bool, str, type(None), torch.dtype, torch.device, to
 
 
 class OnMeta(TorchFunctionMode):
-    """Runs operations on meta, and saves the tensors that `device_type` saves for backward.
-
-    An operation with a meta argument and a real argument runs with the real argument on meta.
-    """
+    """Runs operations on meta, and saves the tensors that `device_type` saves for backward."""
 
     def __init__(self, device_type: str) -> None:
         super().__init__()

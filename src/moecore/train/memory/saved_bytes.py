@@ -123,11 +123,7 @@ class _Storage:
 
 
 class _StorageCounter:
-    """A packer of saved tensors that counts each saved storage once, by block and part.
-
-    Storages with keys in `weights`, and storages of a freed graph, do not count. `move` returns a
-    meta tensor for any tensor. With `stash`, only the pages of used expert rows count.
-    """
+    """Counts each saved storage once, by block and part, without weights and freed graphs."""
 
     def __init__(
         self, weights: Set[int], move: Callable[[Tensor], Tensor], stash: StashOptions | None

@@ -142,15 +142,12 @@ def make_plan(
 
     def make_rank_plan(tensor_members: list[_PlannedTensor]) -> MatrixPlan:
         """Return this rank's plan of tensors whose matrices have the owners above."""
-        local_blocks = {
-            m.place: tensor_members[m.place].list_local_blocks()
-            for m in members
-            if m.shards.is_local
-        }
-        exchanges = [
-            (group, _make_round([tensor_members[i] for i in places], *assignment))
-            for group, places, assignment in rounds
-        ]
+        places = [member.place for member in members if member.shards.is_local]
+        local_blocks = {place: tensor_members[place].list_local_blocks() for place in places}
+        exchanges = []
+        for group, places, assignment in rounds:
+            round_members = [tensor_members[place] for place in places]
+            exchanges.append((group, _make_round(round_members, *assignment)))
         return MatrixPlan(local_blocks=local_blocks, rounds=exchanges)
 
     if outputs is None:

@@ -114,16 +114,11 @@ class MatrixLayout(CheckedRecord):
         if len(indices) == 4:  # gate and up in a dim of their own
             indices[1:3] = [(indices[1][:, None] * param.shape[2] + indices[2]).flatten()]
         batch, *dims = indices
-        axes = [
-            [(torch.arange(index.numel(), device="cpu"), index)] * len(self.shapes)
-            for index in dims
-        ]
+        places = (torch.arange(index.numel(), device="cpu") for index in dims)
+        axes = [[pair] * len(self.shapes) for pair in zip(places, dims, strict=True)]
         if self.sections is not None:
             axes[self.sections.dim] = list(_list_pieces(self.sections, dims[self.sections.dim]))
-        return [
-            MatrixPart(batch, rows[0], rows[1], columns[0], columns[1])
-            for rows, columns in zip(*axes, strict=True)
-        ]
+        return [MatrixPart(batch, *rows, *columns) for rows, columns in zip(*axes, strict=True)]
 
 
 class MatrixPart(NamedTuple):

@@ -252,10 +252,8 @@ class _MuonStep:
         self.options, self.dtype = options, optimizer.ns_dtype
         self.layouts = [optimizer.layouts[param] for param in params]
         slots = ["momentum_buffer"] + [MEANS] * (options.beta2 is not None)
-        self.views = [
-            _make_views(param, layout, [_prepare_state(optimizer, param, slot) for slot in slots])
-            for param, layout in zip(params, self.layouts, strict=True)
-        ]
+        states = [[_prepare_state(optimizer, param, slot) for slot in slots] for param in params]
+        self.views = [*map(_make_views, params, self.layouts, states)]
         device = self.views[0].weight.device
         self.grad_scale, self.found_inf = get_scale_signals(optimizer, device)
         lr, full = options.lr, partial(torch.full, (), dtype=torch.float32, device=device)
