@@ -79,11 +79,8 @@ def check_weights(
     weights: Mapping[str, Sequence[Tensor]], choices: Mapping[str, Sequence[Tensor]]
 ) -> None:
     """Raise ValueError unless `weights` has a valid tensor for each entry of `choices`."""
-    numbers, expected_numbers = (
-        {name: len(entries) for name, entries in by_layer.items()}
-        for by_layer in (weights, choices)
-    )
-    if numbers != expected_numbers:
+    numbers, expected = ([(n, len(x)) for n, x in sorted(of.items())] for of in (weights, choices))
+    if numbers != expected:
         raise ValueError(
             f"weights (of {_quote_names(weights)}) must have the layers and forwards of the "
             f"choices ({_quote_names(choices)}): give one entry for each of theirs"

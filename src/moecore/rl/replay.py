@@ -280,10 +280,8 @@ def _copy_choices_to_devices(
     choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, MoELayer]
 ) -> Choices:
     """Return contiguous int32 copies of choices, on the devices of their routers."""
-    return {
-        name: [
-            ids.to(layer.get_part("router").weight.device, torch.int32, copy=True).contiguous()
-            for ids in choices[name]
-        ]
-        for name, layer in layers.items()
-    }
+    copies: Choices = {}
+    for name, layer in layers.items():
+        to = (layer.get_part("router").weight.device, torch.int32)
+        copies[name] = [ids.to(*to, copy=True).contiguous() for ids in choices[name]]
+    return copies

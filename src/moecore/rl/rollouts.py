@@ -170,12 +170,9 @@ class Rollouts(CheckedRecord):
                 "take those that there are"
             )
         token_idx_N, lengths = self.find_token_indices(indices), self.lengths
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        changes = {
-            name: value[token_idx_N.to(value.device)]
-            for name, value in values.items()
-            if name.endswith(("_N", "_NLK")) and value is not None
-        }
+        names = (f.name for f in fields(self) if f.name.endswith(("_N", "_NLK")))
+        values = ((n, value) for n in names if (value := getattr(self, n)) is not None)
+        changes = {name: value[token_idx_N.to(value.device)] for name, value in values}
         sizes = [0, *(lengths[i] for i in indices)]
         borders = torch.tensor(sizes, dtype=torch.int64, device="cpu").cumsum(0)
         return replace(self, cu_seqlens=borders, **changes)

@@ -50,12 +50,8 @@ def merge_metrics(metrics: Sequence[MoEMetrics]) -> MoEMetrics:
     """Merge the metrics of several models; layer "a" of model 1 is "1.a". One model: unchanged."""
     if len(metrics) == 1:
         return metrics[0]
-    of_fields = {
-        f.name: {
-            f"{i}.{name}": tensor
-            for i, model_metrics in enumerate(metrics)
-            for name, tensor in getattr(model_metrics, f.name).items()
-        }
-        for f in fields(MoEMetrics)
-    }
-    return MoEMetrics(**of_fields)
+    merged = {}
+    for field in fields(MoEMetrics):
+        own = ((i, getattr(model_metrics, field.name)) for i, model_metrics in enumerate(metrics))
+        merged[field.name] = {f"{i}.{name}": x for i, values in own for name, x in values.items()}
+    return MoEMetrics(**merged)

@@ -321,10 +321,9 @@ class HostCopies:
     def reserve_storages(self, groups: Mapping[str, Sequence[Tensor]]) -> list[MovedStorage]:
         """Reserve host memory for storages, each given as name -> its tensors; copy nothing."""
         memory = {name: view_bytes(group[0].untyped_storage()) for name, group in groups.items()}
-        return [
-            MovedStorage(memory[name], host, [(tensor, tensor.data) for tensor in groups[name]])
-            for name, host in self.reserve(memory).items()
-        ]
+        tensors = {name: [(tensor, tensor.data) for tensor in groups[name]] for name in groups}
+        hosts = self.reserve(memory).items()
+        return [MovedStorage(memory[name], host, tensors[name]) for name, host in hosts]
 
     def fill(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy plain tensors to the host after the current streams' work; return name -> copy."""

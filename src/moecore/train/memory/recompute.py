@@ -411,16 +411,12 @@ def share_outputs() -> Iterator[None]:
 def _pack_output(tensor: Tensor) -> Handle | None:
     """Return a handle if `tensor` is an unchanged output of a region of this thread, or None."""
     output = _thread_regions.outputs.get(get_storage_key(tensor)) if _is_plain(tensor) else None
-    if (
-        output is None
-        or output.version != sum_versions(tensor)
-        or output.tensor.dtype != tensor.dtype
-    ):
+    if output is None or output.version != sum_versions(tensor):
         return None
-    place = _ValuePlace("output", output.number)
-    return _DroppedValue(
-        output.region, place, _View.from_tensor(output.tensor), _View.from_tensor(tensor)
-    )
+    if output.tensor.dtype != tensor.dtype:
+        return None
+    views = _View.from_tensor(output.tensor), _View.from_tensor(tensor)
+    return _DroppedValue(output.region, _ValuePlace("output", output.number), *views)
 
 
 def _pack_leaf(leaf: Any) -> Any:

@@ -131,11 +131,8 @@ class PageStore:
         emptied = list[DispatchPages]()
         for of, tensors in matrices.items():
             # Only copies back read these pages, and they come earlier in the same stream.
-            goes_along = (
-                expired_pages
-                and expired_pages[-1].back is not None
-                and expired_pages[-1].of_graph == in_capture
-            )
+            goes_along = bool(expired_pages) and expired_pages[-1].back is not None
+            goes_along = goes_along and expired_pages[-1].of_graph == in_capture
             emptied += [expired_pages.pop()] if goes_along else []
             read = partial(_read_and_free, emptied[-1] if goes_along else None)
             jobs.append(Job(tuple(tensors), of, read))
