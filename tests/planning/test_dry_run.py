@@ -246,13 +246,9 @@ def test_levers_take_memory_and_cost_work() -> None:
 
 
 def test_stages_run_their_order_and_every_rank_has_its_own() -> None:
-    run = replace(
-        TINY,
-        parallel=ParallelConfig(pp=2, ep=2),
-        num_micro_batches=4,
-        pipeline=PipelineConfig(layout="Et|tmL"),
-        model=replace(TINY.model, num_layers=2),
-    )
+    pipeline = PipelineConfig(layout="Et|tmL")
+    stages: Any = dict(parallel=ParallelConfig(pp=2, ep=2), pipeline=pipeline)
+    run = replace(TINY, **stages, num_micro_batches=4, model=replace(TINY.model, num_layers=2))
     first, last = names(run), names(run, 3)
     assert first["send"] == last["send"] == first["recv_"] == last["recv_"] == 4
     assert last["_cross_entropy_kernel"] and not first["_cross_entropy_kernel"]
@@ -333,10 +329,8 @@ def test_tokens_as_fp8_send_half_the_bytes(nvlink: NVLinkOptions | None, precisi
     """Tokens of each layer, and gradients of outputs where the experts are in FP8."""
     wide = replace(NEAR, nvlink=nvlink, precision=Precision.of(precision))
     names = ("alltoall_base_",) if nvlink is None else (SPREAD,)
-    sent, packed = (
-        Counter(w.num_bytes for w in found(run).forward_backward if w.name in names)
-        for run in (wide, replace(wide, fp8_dispatch=True))
-    )
+    works = (found(run).forward_backward for run in (wide, replace(wide, fp8_dispatch=True)))
+    sent, packed = (Counter(w.num_bytes for w in of_run if w.name in names) for of_run in works)
     row = max(sent)
     as_fp8 = row * (2048 + 2048 // 128 * 4) // (2 * 2048)
     layers = NEAR.model.num_layers * (1 if precision is None else 2)

@@ -63,13 +63,9 @@ def test_the_guidelines_are_those_of_the_recipes() -> None:
     for recipe in RECIPES.values():
         tp, pp, cp, ep = recipe.degrees
         run = make_run(recipe)
-        request = SearchRequest(
-            model=run.model,
-            num_gpus=recipe.num_gpus,
-            gpus_per_node=GPUS[recipe.gpu].server,
-            seq_len=recipe.seq_len,
-            global_batch=recipe.rows,
-        )
+        gpus = dict(num_gpus=recipe.num_gpus, gpus_per_node=GPUS[recipe.gpu].server)
+        rows = dict(seq_len=recipe.seq_len, global_batch=recipe.rows)
+        request = SearchRequest(model=run.model, **gpus, **rows)
         assert find_refusal(request, Layout(pp, tp, cp, ep, 1, min(recipe.chunks, 4))) is None
 
 

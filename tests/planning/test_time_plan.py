@@ -118,10 +118,8 @@ def test_a_pipeline_of_equal_stages() -> None:
 def test_micro_batches_beyond_those_that_are_simulated() -> None:
     """Rounds of a pipeline are alike, and so are micro-batches without one."""
     for run, number in ((STAGED, 20), (DEEP, 7)):
-        times = [
-            plan_time(replace(run, num_micro_batches=n), TABLE).seconds
-            for n in (number, number + 4, number + 8)
-        ]
+        runs = (replace(run, num_micro_batches=number + more) for more in (0, 4, 8))
+        times = [plan_time(one, TABLE).seconds for one in runs]
         assert times[2] - times[1] == pytest.approx(times[1] - times[0], rel=0.02)
 
 

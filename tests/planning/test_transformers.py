@@ -107,11 +107,8 @@ def test_parameters_gradients_and_state_are_those_of_the_class(family: str) -> N
     idle = {
         p for layer in find_family(stock).find_indexers(stock) for p in layer.indexer.parameters()
     }
-    idle |= {
-        param
-        for name, param in run.planned_model.build(torch.float32).named_parameters()
-        if not param.requires_grad and name not in buffers
-    }
+    params = run.planned_model.build(torch.float32).named_parameters()
+    idle |= {param for n, param in params if not param.requires_grad and n not in buffers}
     learnt = number - sum(param.numel() for param in idle)
     assert size.gradients == 4 * learnt
     assert count_resident_bytes(run, size)["optimizer state"] == 8 * learnt  # two moments in fp32
@@ -212,14 +209,8 @@ def test_products_of_experts_that_torch_multiplies(family: str, gate: int) -> No
 
 def test_stages_of_a_class_of_transformers() -> None:
     model = default("qwen3_moe", num_hidden_layers=6)
-    run = TrainingRun(
-        model=model,
-        num_gpus=8,
-        parallel=ParallelConfig(pp=2, ep=4),
-        pipeline=PipelineConfig(),
-        num_micro_batches=4,
-        seq_len=256,
-    )
+    stages: Any = dict(parallel=ParallelConfig(pp=2, ep=4), pipeline=PipelineConfig())
+    run = TrainingRun(model=model, num_gpus=8, **stages, num_micro_batches=4, seq_len=256)
     first, last = plan_peak_memory(run)
     # The first stage is planned with a root unit that has the head too.
     head = 2 * run.planned_model.vocab_size * run.planned_model.dim
@@ -347,9 +338,8 @@ def test_adapters_and_recompute_are_planned() -> None:
     parameters = sum(n for kind, n in stored.items() if kind.startswith("parameters"))
     assert parameters == 2 * weights + 4 * adapters
     assert stored["optimizer state"] == 8 * adapters
-    kept, recomputed = (
-        plan_memory(replace(run, model=replace(model, recompute=is_on), seq_len=512)).largest
-        for is_on in (False, True)
-    )
+    models = (replace(model, recompute=is_on) for is_on in (False, True))
+    plans = (plan_memory(replace(run, model=of, seq_len=512)) for of in models)
+    kept, recomputed = (plan.largest for plan in plans)
     assert recomputed.num_bytes < kept.num_bytes
     assert recomputed.activations < 0.6 * kept.activations

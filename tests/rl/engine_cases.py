@@ -63,11 +63,8 @@ def rollouts_of(data_rank: int, vocabulary: int = VOCABULARY) -> Rollouts:
     generator = torch.Generator().manual_seed(data_rank)
     lengths = (LENGTHS * 2)[: 4 + 2 * (data_rank % 2)]
     ids = [torch.randint(0, vocabulary, (a + b,), generator=generator) for a, b in lengths]
-    made = Rollouts.of(
-        [x[:a] for x, (a, _) in zip(ids, lengths, strict=True)],
-        [x[a:] for x, (a, _) in zip(ids, lengths, strict=True)],
-        temperature=TEMPERATURE,
-    )
+    pairs = [(x[:a], x[a:]) for x, (a, _) in zip(ids, lengths, strict=True)]
+    made = Rollouts.of(*zip(*pairs, strict=True), temperature=TEMPERATURE)
     N = len(made.tokens_N)
     return made.replace(
         advantages_N=torch.randn(N, generator=generator),

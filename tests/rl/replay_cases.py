@@ -160,12 +160,11 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Largest element error over the largest element of its tensor."""
     assert found.keys() == expected.keys()
-    errors = [
-        (found[n].double() - expected[n].double()).abs().max()
-        / expected[n].double().abs().max().clamp(min=1e-12)
-        for n in expected
-    ]
-    return float(torch.stack(errors).max())
+    errors = []
+    for name, tensor in expected.items():
+        error = (found[name].double() - tensor.double()).abs().max()
+        errors.append(error / tensor.double().abs().max().clamp(min=1e-12))
+    return float(torch.stack(errors).max())  # nan if one is
 
 
 def recorded(model: nn.Module, inputs: list[Tensor], **kwargs: Any) -> Choices:
@@ -179,11 +178,9 @@ def recorded(model: nn.Module, inputs: list[Tensor], **kwargs: Any) -> Choices:
 
 def same_choices(a: Choices, b: Choices) -> bool:
     """Whether both have the same layers, forwards, types and ids."""
-    return a.keys() == b.keys() and all(
-        x.dtype == y.dtype and torch.equal(x, y)
-        for name in b
-        for x, y in zip(a[name], b[name], strict=True)
-    )
+    assert a.keys() == b.keys()
+    pairs = [pair for name in b for pair in zip(a[name], b[name], strict=True)]
+    return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
 
 
 def other_choices(a: Choices, b: Choices) -> bool:

@@ -61,10 +61,8 @@ def test_log_probs_and_entropies_are_those_of_log_softmax() -> None:
     found = engine.log_probs(rollouts, entropy=True)
     mask = rollouts.response_mask_N
     assert found.entropy_N is not None
-    for got, want in (
-        (found.log_probs_N, torch.cat([r.log_p for r in wanted])),
-        (found.entropy_N, torch.cat([r.entropy for r in wanted])),
-    ):
+    log_p, entropy = (torch.cat([getattr(r, n) for r in wanted]) for n in ("log_p", "entropy"))
+    for got, want in ((found.log_probs_N, log_p), (found.entropy_N, entropy)):
         assert not got[~mask].any() and got.dtype == torch.float32
         torch.testing.assert_close(got[mask], want, rtol=1e-6, atol=1e-6)
     assert engine.log_probs(rollouts).entropy_N is None
