@@ -162,10 +162,8 @@ def train(
 
 def parts_of(model: Decoder) -> list[GraphedPart]:
     """Return the parts of a model that have captured graphs."""
-    owners = [
-        *model.modules(),
-        *(layer.dispatcher for layer in get_moe_state(model).layers.values()),
-    ]
+    dispatchers = (layer.dispatcher for layer in get_moe_state(model).layers.values())
+    owners = [*model.modules(), *dispatchers]
     found = [part for m in owners for part in vars(m).values() if isinstance(part, GraphedPart)]
     return [part for part in found if part._pairs]
 
@@ -184,10 +182,8 @@ def compared(case: Case, device: torch.device, eager: list[Any]) -> tuple[bool, 
     with fake_graphs() as fake:
         graphed, model = train(case, device, graphed=True)
     parts = parts_of(model)
-    same = all(
-        torch.equal(torch.as_tensor(a), torch.as_tensor(b))
-        for a, b in zip(eager, graphed, strict=True)
-    )
+    pairs = zip(map(torch.as_tensor, eager), map(torch.as_tensor, graphed), strict=True)
+    same = all(torch.equal(a, b) for a, b in pairs)
     return same, len(parts), {len(part._pairs) for part in parts}, fake.replays
 
 

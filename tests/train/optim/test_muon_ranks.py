@@ -49,17 +49,8 @@ STORED = [
 MOE = MoEConfig(
     dim=36, hidden_dim=24, num_experts=4, top_k=2, shared_hidden_dim=10, num_shared_experts=1
 )
-CONFIG = DecoderConfig(
-    vocab_size=60,
-    dim=36,
-    num_layers=1 + len(STORED),
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=6,
-    dense_layers=(0,),
-    mlp_hidden_dim=30,
-    moe=MOE,
-)
+SIZES = dict(vocab_size=60, dim=36, num_heads=4, num_kv_heads=2, head_dim=6, mlp_hidden_dim=30)
+CONFIG = DecoderConfig(**SIZES, num_layers=1 + len(STORED), dense_layers=(0,), moe=MOE)
 BY_GROUPS = MatrixCut(sizes=(4, 8), repeats=2)  # rows of a matrix that are no slice
 STEPS = 2  # before a save, and after its load
 TAU = 6.0

@@ -19,17 +19,8 @@ from moecore.train.optim.width import WidthRates
 MOE = replace(
     preset("tiny").moe, dim=64, hidden_dim=32, num_experts=8, top_k=2, shared_hidden_dim=32
 )
-BASE = DecoderConfig(
-    vocab_size=96,
-    dim=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    moe=MOE,
-    dense_layers=(0,),
-    mlp_hidden_dim=128,
-)
+SIZES = dict(vocab_size=96, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16)
+BASE = DecoderConfig(**SIZES, moe=MOE, dense_layers=(0,), mlp_hidden_dim=128)
 TOKENS = torch.randint(0, 96, (4, 33), generator=torch.Generator().manual_seed(1))
 
 
