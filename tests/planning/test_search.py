@@ -208,7 +208,7 @@ def test_a_gpu_of_ones_own_and_its_host_memory() -> None:
     refused = plan_layout(tight, folding, tight.costs)
     assert not isinstance(refused, FittingCandidate)
     text = describe_outcome(tight, folding, refused)
-    assert "a server's ranks pin" in text and text.startswith("ep=4: too large")
+    assert "the ranks of a server pin" in text and text.startswith("ep=4: too large")
     with pytest.raises(ValueError, match=r"Gpu\.memory"):
         replace(own, memory=-1)
 

@@ -305,8 +305,8 @@ def _correct_stage_segments(
     ends = replace(stage, embedding=True, layers=(), mtp=(), loss=True)
     net_bytes = 0.0
     for part, part_share in ((layers, 1.0), (ends, share)):
-        own, middle = (_sum_net_bytes(part, i, segments) for i in (micro_batch, MIDDLE // 2))
-        net_bytes += part_share * (own - middle)
+        net, middle = (_sum_net_bytes(part, i, segments) for i in (micro_batch, MIDDLE // 2))
+        net_bytes += part_share * (net - middle)
     surplus = round(net_bytes) - _sum_net_bytes(stage, micro_batch, segments)
     *first, last = stage_segments or [Segment(range(0), 0, 0, {}, {})]
     peak, kinds = max(0, last.peak + min(0, surplus)), dict(last.net_kinds)

@@ -195,8 +195,8 @@ def format_recipe(run: TrainingRun, config: Path | None = None) -> str:
             )
         model, changes = {"preset": preset[0]}, preset[1]
     resolved = {f.name: getattr(run.resolved, f.name) for f in fields(run.parallel)}
-    chosen = {n: d for n, d in resolved.items() if d > 1 or n not in OPTIONAL_DEGREES}
-    degrees = {n: d for n, d in chosen.items() if n not in REMAINING_DEGREES}
+    flags = {n: d for n, d in resolved.items() if d > 1 or n not in OPTIONAL_DEGREES}
+    degrees = {n: d for n, d in flags.items() if n not in REMAINING_DEGREES}
     is_sent = run.resolved.ep * run.resolved.etp > 1
     tables: dict[str, Mapping[str, Any]] = {
         "": model

@@ -106,8 +106,8 @@ def place_launches(queued: Iterable[QueuedLaunch]) -> list[PlacedLaunch]:
     """Return the launches with dependencies as distances back in the queue, not as numbers."""
     placed = []
     for i, item in enumerate(queued):
-        both = (item.dependencies, item.host_dependencies)
-        placed.append(PlacedLaunch(item, *(tuple(i - n for n in numbers) for numbers in both)))
+        kinds = (item.dependencies, item.host_dependencies)
+        placed.append(PlacedLaunch(item, *(tuple(i - n for n in numbers) for numbers in kinds)))
     return placed
 
 

@@ -79,8 +79,8 @@ def check_weights(
     weights: Mapping[str, Sequence[Tensor]], choices: Mapping[str, Sequence[Tensor]]
 ) -> None:
     """Raise ValueError unless `weights` has a valid tensor for each entry of `choices`."""
-    numbers, expected = ([(n, len(x)) for n, x in sorted(of.items())] for of in (weights, choices))
-    if numbers != expected:
+    counts = [{name: len(entries) for name, entries in of.items()} for of in (weights, choices)]
+    if counts[0] != counts[1]:
         raise ValueError(
             f"weights (of {_quote_names(weights)}) must have the layers and forwards of the "
             f"choices ({_quote_names(choices)}): give one entry for each of theirs"

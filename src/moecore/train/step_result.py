@@ -52,6 +52,6 @@ def merge_metrics(metrics: Sequence[MoEMetrics]) -> MoEMetrics:
         return metrics[0]
     merged = {}
     for field in fields(MoEMetrics):
-        own = ((i, getattr(model_metrics, field.name)) for i, model_metrics in enumerate(metrics))
-        merged[field.name] = {f"{i}.{name}": x for i, values in own for name, x in values.items()}
+        values = [getattr(model_metrics, field.name) for model_metrics in metrics]
+        merged[field.name] = {f"{i}.{n}": x for i, of in enumerate(values) for n, x in of.items()}
     return MoEMetrics(**merged)
