@@ -325,8 +325,8 @@ def list_compute_args(model: nn.Module) -> ComputeArgs:
     if dtype is not None:
         plan_dtypes: dict[str, torch.dtype] = {}
         for layout in (layout for unit in attachment.plan.units for layout in unit.layouts):
-            gathered = dtype if layout.recipe else getattr(torch, layout.gathers)
-            plan_dtypes |= {slot.param: gathered for slot in layout.slots}
+            gather_dtype = dtype if layout.recipe else getattr(torch, layout.gathers)
+            plan_dtypes |= {slot.param: gather_dtype for slot in layout.slots}
         dtypes = {p: plan_dtypes[clean_name(name)] for name, p in model.named_parameters()}
         compute_args["dtype_of"] = dtypes.__getitem__
     return compute_args
