@@ -43,7 +43,7 @@ from moecore.parallel import Costs, LayoutCosts, Timeline, make_schedule
 from moecore.parallel.fsdp.plan import ShardPlan
 from moecore.planning import CostTable, SearchRequest, TrainingRun
 from moecore.planning.dry_run import DryRun
-from moecore.planning.layouts import Folding
+from moecore.planning.layouts import Layout
 from moecore.planning.memory import MemoryPlan
 from moecore.planning.record import Work
 from moecore.planning.times import TimePlan
@@ -90,7 +90,7 @@ NO_CALLS = {
         "Change",
         "DryRun",
         "FittingCandidate",
-        "Folding",
+        "Layout",
         "Lever",
         "Report",
         "SearchResult",
@@ -177,7 +177,7 @@ VALID: dict[str, Any] = {
     "assignment": assign_matrices(META),
     "run": RUN,
     "request": SearchRequest(model=TINY, num_gpus=1, seq_len=8),
-    "folding": Folding(),
+    "folding": Layout(),
     **dict(group=Group(), device="cpu", handle=BucketHandle((), print, ())),
     "stream": object.__new__(WeightStream),
     "bucket": WeightBucket.empty([], torch.device("cpu")),

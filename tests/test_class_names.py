@@ -37,7 +37,6 @@ LONG = {
     "parallel/model/plan.py",
     "planning/explain.py",
     "planning/record.py",
-    "planning/search.py",
     "planning/times.py",
     "precision/linear.py",
     "rl/engine.py",

@@ -46,9 +46,7 @@ GIB = 2**30
 TINY = TrainingRun(model=preset("tiny-deepseek-v3"), num_gpus=4, seq_len=64)
 BIG = TrainingRun(model=replace(preset("qwen3-30b-a3b"), num_layers=4), num_gpus=8, batch_size=8)
 NEAR = TrainingRun(
-    model=replace(preset("qwen3-30b-a3b"), num_layers=4),
-    num_gpus=4,
-    parallel=ParallelConfig(ep=4),
+    model=replace(preset("qwen3-30b-a3b"), num_layers=4), num_gpus=4, parallel=ParallelConfig(ep=4)
 )
 TABLE = CostTable.of("h200-141")
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)
@@ -159,38 +157,27 @@ def test_tokens_travel_by_stores_into_peers_memory() -> None:
     assert {w.num_bytes for w in travels if w.name in (SPREAD, REDUCE)} == {once}
     # Two slots of rows, and a third of copied sums.
     assert wide.buffers == tight.buffers > 3 * 4 * T * NEAR.model.dim * torch.bfloat16.itemsize
-    assert (
-        plan_memory(replace(NEAR, nvlink=NVLinkOptions(row_factor=3.0))).largest.device[
-            "exchange buffers"
-        ]
-        == wide.buffers
-    )
-    most = max(plan_peak_memory(replace(NEAR, nvlink=NVLinkOptions(row_factor=3.0))))
-    assert most == pytest.approx(wide.peak + wide.buffers, rel=0.01)
-    behind = sum(len(one.host_dependencies) for one in tight.queued)
-    assert behind < sum(len(one.host_dependencies) for one in found(NEAR).queued), (
-        "sizes are waited for"
-    )
+    run = replace(NEAR, nvlink=NVLinkOptions(row_factor=3.0))
+    assert plan_memory(run).largest.device["exchange buffers"] == wide.buffers
+    assert max(plan_peak_memory(run)) == pytest.approx(wide.peak + wide.buffers, rel=0.01)
+    waits = [sum(len(one.host_dependencies) for one in of.queued) for of in (tight, found(NEAR))]
+    assert waits[0] < waits[1], "sizes are waited for"
 
 
 def test_pages_of_rows_are_planned_for_all_layers() -> None:
-    deep = replace(
-        NEAR, model=replace(NEAR.model, num_layers=6), nvlink=NVLinkOptions(row_factor=None)
-    )
+    deep = replace(NEAR, model=replace(NEAR.model, num_layers=6))
+    deep = replace(deep, nvlink=NVLinkOptions(row_factor=None))
     paged = replace(deep, memory=MemoryOptions(stash=StashOptions(factor=1.5)))
     room, pages = found(deep), found(paged)
-    assert pages.pages == pytest.approx(
-        pages.resident_bytes - room.resident_bytes, rel=0.01
-    )  # and their tables
+    more = pages.resident_bytes - room.resident_bytes  # and their tables
+    assert pages.pages == pytest.approx(more, rel=0.01)
     moe, T = deep.model.moe, deep.seq_len
     assert moe is not None
     sources = 4 * compute_balanced_tokens(T, moe.top_k, moe.num_experts, moe.num_experts // 4)
     widths = T * moe.top_k * 2 * moe.hidden_dim + sources * moe.expert_dim  # of H and of X
     assert pages.pages == pytest.approx(1.5 * 6 * widths * 2, rel=0.01)
-    kept = [
-        next(s.level for s in of.starts if s.part == "head") - of.resident_bytes
-        for of in (room, pages)
-    ]
+    heads = (next(s.level for s in of.starts if s.part == "head") for of in (room, pages))
+    kept = [head - of.resident_bytes for head, of in zip(heads, (room, pages), strict=True)]
     assert kept[1] < kept[0] / 2
     assert max(plan_peak_memory(paged)) == pytest.approx(pages.peak + pages.buffers, rel=0.001)
 
@@ -243,16 +230,12 @@ def test_a_step_of_more_micro_batches_works_more_and_holds_sums() -> None:
 def test_levers_take_memory_and_cost_work() -> None:
     run = replace(TINY, num_gpus=1, seq_len=128, batch_size=8)
     levers = replace(run, memory=MemoryOptions(recompute=("norm", "mla_up_proj", "moe")))
-    assert (
-        found(levers).peak < 0.8 * found(run).peak
-        and found(levers).resident_bytes == found(run).resident_bytes
-    )
+    assert found(levers).peak < 0.8 * found(run).peak
+    assert found(levers).resident_bytes == found(run).resident_bytes
     assert names(levers)["rms_norm_fwd"] > names(run)["rms_norm_fwd"]
     large = replace(BIG, memory=MemoryOptions(offload=("experts", "attention")))
-    assert (
-        found(large).peak < 0.9 * found(BIG).peak
-        and found(large).resident_bytes == found(BIG).resident_bytes
-    )
+    assert found(large).peak < 0.9 * found(BIG).peak
+    assert found(large).resident_bytes == found(BIG).resident_bytes
     small = replace(run, optimizer=OptimizerOptions(moment_dtype="bfloat16"))
     assert found(small).resident_bytes < 0.8 * found(run).resident_bytes
     away = replace(BIG, optimizer=OptimizerOptions(offload_fraction=0.5))
@@ -263,13 +246,9 @@ def test_levers_take_memory_and_cost_work() -> None:
 
 
 def test_stages_run_their_order_and_every_rank_has_its_own() -> None:
-    run = replace(
-        TINY,
-        parallel=ParallelConfig(pp=2, ep=2),
-        num_micro_batches=4,
-        pipeline=PipelineConfig(layout="Et|tmL"),
-        model=replace(TINY.model, num_layers=2),
-    )
+    pipeline = PipelineConfig(layout="Et|tmL")
+    stages: Any = dict(parallel=ParallelConfig(pp=2, ep=2), pipeline=pipeline)
+    run = replace(TINY, **stages, num_micro_batches=4, model=replace(TINY.model, num_layers=2))
     first, last = names(run), names(run, 3)
     assert first["send"] == last["send"] == first["recv_"] == last["recv_"] == 4
     assert last["_cross_entropy_kernel"] and not first["_cross_entropy_kernel"]
@@ -298,10 +277,8 @@ def test_pairs_multiply_what_turns_do() -> None:
         pipeline = PipelineConfig(schedule=schedule, layout="Ett|tt|tt|ttL")
         return dry_run(replace(run, parallel=ParallelConfig(pp=2, ep=4), pipeline=pipeline))
 
-    turns, pairs = steps("interleaved"), steps("overlapped")
-    products = [
-        Counter(work for work in step.forward_backward if work.flops) for step in (turns, pairs)
-    ]
+    turns, pairs = both = steps("interleaved"), steps("overlapped")
+    products = [Counter(w for w in step.forward_backward if w.flops) for step in both]
     assert products[0] == products[1]
     assert pairs.resident_bytes == turns.resident_bytes and pairs.peak >= turns.peak
 
@@ -325,27 +302,18 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     first, second, third, time, header, *rows = capsys.readouterr().out.splitlines()
     assert " ms a step, of which ms by what limits: " in time
     assert first.startswith("rank 0 of 2 holds ") and "of 149 GB (h200-141)" in second
-    plan = max(
-        plan_peak_memory(TrainingRun(model=preset("tiny"), num_gpus=2, seq_len=64, fsdp=BF16))
-    )
+    run = TrainingRun(model=preset("tiny"), num_gpus=2, seq_len=64, fsdp=BF16)
+    plan = max(plan_peak_memory(run))
     assert third == f"{format_bytes(plan)} by the plan, from few layers"
     assert header.split()[0] == "what" and {row.split("  ")[0] for row in rows} >= {"optimizer"}
     assert main([*command, "h100-80", "--json", "--rank", "1"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    step = dry_run(TrainingRun(model=preset("tiny"), num_gpus=2, seq_len=64, fsdp=BF16), 1)
-    assert (printed["held"], printed["peak"], printed["plan"]) == (
-        step.resident_bytes,
-        step.peak,
-        plan,
-    )
-    assert sum(row[0] for row in printed["works"].values()) == len(
-        (*step.forward_backward, *step.optimizer)
-    )
+    step = dry_run(run, 1)
+    found = [printed[name] for name in ("held", "peak", "plan")]
+    assert found == [step.resident_bytes, step.peak, plan]
+    num_works = len(step.forward_backward) + len(step.optimizer)
+    assert sum(row[0] for row in printed["works"].values()) == num_works
 
-
-def test_the_command_prints_the_plan_of_its_pipeline_rank(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
     command = ["dry-run", "--preset", "tiny-qwen3", "--gpus", "4", "--pp", "2", "--seq-len", "64"]
     assert main([*command, "--layout", "Ett|L", "--rank", "3", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -361,10 +329,8 @@ def test_tokens_as_fp8_send_half_the_bytes(nvlink: NVLinkOptions | None, precisi
     """Tokens of each layer, and gradients of outputs where the experts are in FP8."""
     wide = replace(NEAR, nvlink=nvlink, precision=Precision.of(precision))
     names = ("alltoall_base_",) if nvlink is None else (SPREAD,)
-    sent, packed = (
-        Counter(w.num_bytes for w in found(run).forward_backward if w.name in names)
-        for run in (wide, replace(wide, fp8_dispatch=True))
-    )
+    works = (found(run).forward_backward for run in (wide, replace(wide, fp8_dispatch=True)))
+    sent, packed = (Counter(w.num_bytes for w in of_run if w.name in names) for of_run in works)
     row = max(sent)
     as_fp8 = row * (2048 + 2048 // 128 * 4) // (2 * 2048)
     layers = NEAR.model.num_layers * (1 if precision is None else 2)

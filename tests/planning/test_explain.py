@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,8 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode, _clear_sharding_prop_cache
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.distributed.tensor.debug import CommDebugMode
 
 import moecore
 from moecore import (
@@ -35,6 +32,7 @@ from moecore import (
 from moecore.base.options.memory import MemoryOptions
 from moecore.base.options.precision import Precision, Recipe
 from moecore.models import Decoder, preset
+from moecore.planning import fake_world
 from moecore.planning.explain import list_table_rows, make_current_plan
 from moecore.train.memory.offload import Offload
 
@@ -48,23 +46,13 @@ SHARED_IN_FP8 = Precision(recipe=Recipe(), roles=("shared_experts",))
 pytestmark = pytest.mark.usefixtures("no_group_left")
 
 
-@contextmanager
-def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    _clear_sharding_prop_cache()  # of the meshes of other ranks, which are equal
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def parallelized(parallel: ParallelConfig, **options: Any) -> nn.Module:
     model = Decoder(preset("tiny"), device="meta")
     return parallelize_moe(model, build_meshes(parallel, "cpu"), **options)
 
 
 def test_the_page_shows_what_it_prints() -> None:
-    with fake_world(3, 8):
+    with fake_world(8, 3):
         lines = explain(parallelized(FOLDED)).splitlines()
     page = PAGE.read_text()
     text = re.search(r"```text\n(Decoder: .*?)\n```", page, flags=re.DOTALL)
@@ -83,7 +71,7 @@ def test_every_byte_of_every_rank_is_in_one_row(parallel: ParallelConfig) -> Non
     held: dict[str, int] = {}
     experts = set()
     for rank in range(8):
-        with fake_world(rank, 8):
+        with fake_world(8, rank):
             model = parallelized(parallel)
             with CommDebugMode() as communicated:
                 text = explain(model)
@@ -112,9 +100,8 @@ def test_every_byte_of_every_rank_is_in_one_row(parallel: ParallelConfig) -> Non
 
 def test_the_page_shows_what_a_plan_prints() -> None:
     """The program that the page shows, its first three lines and its last line."""
-    (program,) = re.findall(
-        r"```python\n(import torch.distributed.*?)```", PAGE.read_text(), re.DOTALL
-    )
+    program_text = r"```python\n(import torch.distributed.*?)```"
+    (program,) = re.findall(program_text, PAGE.read_text(), re.DOTALL)
     names = {name: getattr(moecore, name) for name in moecore.__all__} | vars(models)
     printed: list[str] = []
     exec(program, names | {"torch": torch, "print": printed.append})
@@ -151,10 +138,9 @@ def test_active_parameters_count_top_k(top_k: int, zero_experts: int) -> None:
 
 
 def test_choices_are_shown() -> None:
-    fsdp = FSDPOptions(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, dense_strategy="optim"
-    )
-    with fake_world(0, 4):
+    dtypes = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    fsdp = FSDPOptions(**dtypes, dense_strategy="optim")
+    with fake_world(4):
         parallel = ParallelConfig(ep=2)
         text = explain(parallelized(parallel, dispatch="allgather", fsdp=fsdp))
         again = explain(parallelized(parallel, memory=MemoryOptions(recompute=("expert_fc1",))))
@@ -164,21 +150,18 @@ def test_choices_are_shown() -> None:
     assert "saved for backward 2.3 kB per token and layer: routing 728 B, experts 1.57 kB\n" in text
     assert "units: 10: 4 of blocks, 3 of experts, 1 of routers, 1 of heads" in text
     assert "the root; all resident\n" in text
-    assert (
-        "float32, all-gathered in bfloat16, gradients reduced in bfloat16 or float32 and divided"
-        in text
-    )
+    gathered = "float32, all-gathered in bfloat16, gradients reduced in bfloat16 or float32 and div"
+    assert gathered in text
     assert "experts 834 B; FC1 is recomputed" in again and "blocks and experts resharded" in again
     assert "expert_backend sequential; saved for backward 6.9 kB" in slow
-    with fake_world(0, 4):
+    with fake_world(4):
         for way in ("allgather", "a2a", "p2p", "a2a+p2p"):
             cp, context = 4 if way == "a2a+p2p" else 2, ContextOptions(way=way)  # type: ignore[arg-type]
             lines = explain(parallelized(ParallelConfig(cp=cp), context=context), batch=(2, 32))
-            assert (
-                f"\nattention over cp: {way}" in lines and "saved for backward per token" in lines
-            )
+            assert f"\nattention over cp: {way}" in lines
+            assert "saved for backward per token" in lines
     assert "\nattention over cp: a2a+p2p, heads among 2 ranks\n" in lines
-    with fake_world(0, 4):
+    with fake_world(4):
         context = ContextOptions(way="p2p", dynamic=True)
         lines = explain(parallelized(ParallelConfig(), context=context, loss="sum"), batch=(2, 32))
     assert "\nattention over cp 2 of a forward: p2p\nattention over cp 4 of a forward: p2p" in lines
@@ -198,10 +181,8 @@ def test_the_page_shows_what_layers_save() -> None:
 def test_what_layers_save_by_kind() -> None:
     """A dense layer, MoE layers, and the last of them, which stays on the device."""
     memory = MemoryOptions(recompute="gemm_last", offload=("experts",))
-    with (
-        fake_world(3, 8),
-        patch("moecore.train.memory.apply.Offload", partial(Offload, min_bytes=1)),
-    ):
+    any_size = patch("moecore.train.memory.apply.Offload", partial(Offload, min_bytes=1))
+    with fake_world(8, 3), any_size:
         model = parallelized(FOLDED, memory=memory)
         with patch.multiple(dist, **dict.fromkeys(COLLECTIVES)):  # no function to call
             head, header, *rows, total = explain(model, batch=(2, 32)).splitlines()[-6:]
@@ -228,20 +209,11 @@ def test_many_shapes_of_a_kind_are_folded_into_one_row() -> None:
 
 def transformers_model() -> nn.Module:
     transformers = pytest.importorskip("transformers", minversion="5")
-    config = transformers.Qwen2MoeConfig(
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        mlp_only_layers=[0],
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        shared_expert_intermediate_size=16,
-        tie_word_embeddings=True,
-    )
+    sizes = dict(vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    experts |= dict(shared_expert_intermediate_size=16, mlp_only_layers=[0])
+    config = transformers.Qwen2MoeConfig(**sizes, **heads, **experts)
     with torch.device("meta"):
         found: nn.Module = transformers.Qwen2MoeForCausalLM(config)
     return found
@@ -250,7 +222,7 @@ def transformers_model() -> nn.Module:
 def test_kinds_of_a_transformers_model() -> None:
     """Parts have other names and no declared roles; the head is the embedding."""
     model = transformers_model()
-    with fake_world(1, 2):
+    with fake_world(2, 1):
         parallelize_moe(model, build_meshes(ParallelConfig(ep=2), "cpu"))
         kinds = {row.kind: row.names for row in list_table_rows(*make_current_plan(model))}
         text = explain(model)
@@ -259,16 +231,12 @@ def test_kinds_of_a_transformers_model() -> None:
     assert "1 MoE layer of 4 experts, top 2; this rank has 2 to 3" in text
 
 
-def test_a_part_of_a_sharded_model_has_no_meshes() -> None:
-    with fake_world(0, 2):
-        part = parallelized(ParallelConfig(ep=2)).get_submodule("model.layers.1")
+def test_a_part_of_a_sharded_model_has_no_meshes_and_what_is_frozen_later_is_shown() -> None:
+    with fake_world(2):
+        model = parallelized(ParallelConfig(ep=2))
+        part = model.get_submodule("model.layers.1")
         assert any(isinstance(p, DTensor) for p in part.parameters())
         assert "sharded, but not what parallelize_moe returned" in explain(part)
-
-
-def test_what_is_frozen_after_parallelize_is_shown() -> None:
-    with fake_world(0, 2):
-        model = parallelized(ParallelConfig(ep=2))
         model.get_parameter("lm_head.weight").requires_grad_(False)
         assert re.search(r"\nhead \(frozen\) +lm_head ", explain(model))
 
@@ -277,7 +245,7 @@ def test_shared_experts_in_fp8_are_shown() -> None:
     config = preset("tiny")
     assert config.moe is not None
     shared = replace(config, moe=replace(config.moe, shared_hidden_dim=128))
-    with fake_world(0, 2):
+    with fake_world(2):
         model = Decoder(shared, device="meta", dtype=torch.bfloat16)
         parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), precision=SHARED_IN_FP8)
         assert "3 shared experts, blockwise FP8" in explain(model)
@@ -289,7 +257,7 @@ def test_a_wrapper_of_peft_is_what_it_wraps() -> None:
     with torch.device("meta"):
         wrapper = peft.PeftModel(transformers_model(), peft.LoraConfig(target_modules=["q_proj"]))
     fsdp = FSDPOptions(param_dtype=torch.bfloat16)
-    with fake_world(0, 2):
+    with fake_world(2):
         parallelize_moe(wrapper, build_meshes(ParallelConfig(ep=2), "cpu"), fsdp=fsdp)
         text = explain(wrapper, batch=(2, 8))
         assert text == explain(wrapper.base_model.model, batch=(2, 8))
@@ -297,7 +265,7 @@ def test_a_wrapper_of_peft_is_what_it_wraps() -> None:
 
 
 def test_a_compiled_model_saves_what_its_original_does() -> None:
-    with fake_world(0, 2):
+    with fake_world(2):
         model = parallelize_moe(transformers_model(), build_meshes(ParallelConfig(ep=2), "cpu"))
         text = explain(model, batch=(2, 8))
         assert explain(torch.compile(model), batch=(2, 8)) == text
@@ -305,7 +273,7 @@ def test_a_compiled_model_saves_what_its_original_does() -> None:
 
 def test_axes_without_names_are_numbered() -> None:
     """The mesh that `fully_shard` makes by itself has no names."""
-    with fake_world(1, 4):
+    with fake_world(4, 1):
         model = nn.Sequential(nn.Linear(8, 6, bias=False))
         fully_shard(model)
         (row,) = (line for line in explain(model).splitlines() if line.startswith("other"))

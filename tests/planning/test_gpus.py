@@ -25,7 +25,7 @@ from moecore.planning import (
 )
 from moecore.planning.flags import PlanConfig, parse_run
 from moecore.planning.gpus import GPUS, count_peers, find_gpu_name, find_time_refusal, read_gpu
-from moecore.planning.layouts import Folding, list_option_sets, make_run
+from moecore.planning.layouts import Layout, list_option_sets, make_run
 from moecore.recipes.parser import parse
 
 
@@ -51,10 +51,7 @@ def test_a_file_has_what_differs(tmp_path: Path) -> None:
         ('like = "h100-80"\nmemory = -1', r"Gpu.memory \(-1\) must be"),
         ("memory", "must be TOML"),
         ("like = []", r"like \(\[\]\) must be one of a100-80"),
-        (
-            'like = "h100-80"\nbf16_flops = 1e-300',
-            r"Gpu.bf16_flops \(1e-300\) must be a finite number >= ",
-        ),
+        ('like = "h100-80"\nbf16_flops = 1e-300', r"Gpu.bf16_flops \(1e-300\) must be a finite n"),
         ('like = "h100-80"\npcie = nan', r"Gpu.pcie \(nan\) must be"),
         ('like = "h100-80"\nserver = 100000', r"Gpu.server \(100000\) must be"),
         (f'like = "{"h" * 10**5}"', r"like \('hhh.*\.\.\.\) must be one of"),
@@ -87,7 +84,7 @@ def test_a_wrong_file_is_one_line(text: str, error: str, tmp_path: Path) -> None
 def test_stores_stay_among_the_peers_of_a_server(gpu: Any, ep: int, has_stores: bool) -> None:
     """In searches, by flags and in a run, whose ranks of two hosts refuse them."""
     request = SearchRequest(model=preset("tiny"), num_gpus=16, gpu=gpu, seq_len=64)
-    run = make_run(request, Folding(ep=ep), list_option_sets(request)[0])
+    run = make_run(request, Layout(ep=ep), list_option_sets(request)[0])
     flags = ["--preset", "tiny", "--gpus", "16", "--gpu", gpu, "--ep", str(ep), "--seq-len", "64"]
     options = parse(PlanConfig, flags, prog="moecore plan")
     for found in (run, parse_run(options)):
@@ -95,9 +92,8 @@ def test_stores_stay_among_the_peers_of_a_server(gpu: Any, ep: int, has_stores: 
         assert found.num_peers == count_peers(gpu, request.domain)
     if not has_stores:
         unless = rf"unless it is > 1 and divides num_peers \({run.num_peers}\): leave it out"
-        with pytest.raises(
-            ValueError, match=rf"nvlink .* be None with ep \* etp \({ep}\), {unless}"
-        ):
+        message = rf"nvlink .* be None with ep \* etp \({ep}\), {unless}"
+        with pytest.raises(ValueError, match=message):
             replace(run, nvlink=NVLinkOptions())
 
 
@@ -228,10 +224,9 @@ def test_the_time_of_a_part_in_mxfp8_is_refused() -> None:
     first = Precision(recipe=Recipe(), overrides=(("model.layers.0.*", Recipe(scaling="mxfp8")),))
     run = TrainingRun(model=preset("tiny"), num_gpus=2, seq_len=64, precision=first)
     table, request = CostTable.of("h100-80"), SearchRequest(model=run.model, num_gpus=2, seq_len=64)
-    with pytest.raises(NotImplementedError, match="not modelled for mxfp8 on h100-80"):
-        plan_time(run, table)
-    with pytest.raises(NotImplementedError, match="not modelled for mxfp8 on h100-80"):
-        time_step(dry_run(run), table)
+    for call in (lambda: plan_time(run, table), lambda: time_step(dry_run(run), table)):
+        with pytest.raises(NotImplementedError, match="not modelled for mxfp8 on h100-80"):
+            call()
     with pytest.raises(NotImplementedError, match="cannot be ranked"):
         search(replace(request, precision=first))
     assert find_time_refusal(Precision.of("blockwise"), "h100-80") is None

@@ -80,10 +80,8 @@ def held(run: TrainingRun) -> dict[str, int]:
     model.to_empty(device="cpu")
     model.init_weights(0)
     options = run.optimizer
-    moments = getattr(torch, options.moment_dtype)
-    optimizer = AdamW(
-        model.parameters(), moment_dtype=moments, master_remainder=options.master_remainder
-    )
+    moments = dict(moment_dtype=getattr(torch, options.moment_dtype))
+    optimizer = AdamW(model.parameters(), **moments, master_remainder=options.master_remainder)
     step = TrainStep(model, optimizer, num_micro_batches=run.num_micro_batches)
     g = torch.Generator().manual_seed(meshes.data_rank)
     sizes = (run.num_micro_batches, run.batch_size, run.seq_len)
@@ -92,10 +90,8 @@ def held(run: TrainingRun) -> dict[str, int]:
     found = {"gradients": bytes_of(p.grad for p in model.parameters() if p.grad is not None)}
     step.finish()
     found["parameters"] = bytes_of(model.parameters())
-    states = [state for p in model.parameters() for state in [optimizer.state[p]]]
-    found["optimizer state"] = bytes_of(
-        t for state in states for name, t in state.items() if name != "step"
-    )
+    states = (item for p in model.parameters() for item in optimizer.state[p].items())
+    found["optimizer state"] = bytes_of(t for name, t in states if name != "step")
     return found
 
 
@@ -170,11 +166,8 @@ def test_kinds_are_positive_and_add_up(
 
 def test_bytes_that_a_kind_lacks_are_taken_from_others() -> None:
     sizes = {"parameters": 50, "other": 3, "backward": 9, "attention": 20, "counts": -25, "none": 0}
-    assert memory._remove_negative_bytes(sizes, {"parameters"}) == {
-        "parameters": 50,
-        "other": 3,
-        "backward": 4,
-    }
+    found = memory._remove_negative_bytes(sizes, {"parameters"})
+    assert found == {"parameters": 50, "other": 3, "backward": 4}
 
 
 @pytest.mark.parametrize(
@@ -238,10 +231,7 @@ def test_a_world_is_fake_alone() -> None:
         with pytest.raises(ValueError, match=r"process group \(8 ranks\) must not be there"):
             plan_memory(RUNS["sharded"])
     assert not dist.is_initialized()
-    with (
-        pytest.raises(ValueError, match=r"rank \(8\) must be < world_size \(8\)"),
-        fake_world(8, 8),
-    ):
+    with pytest.raises(ValueError, match=r"rank \(8\) must be < world_size"), fake_world(8, 8):
         pass
 
 
@@ -251,9 +241,7 @@ def test_a_run_is_refused_as_it_would_be() -> None:
     with pytest.raises(ValueError, match=r"seq_len \(.*\) must be <= DecoderConfig.max_seq_len"):
         TrainingRun(model=CONFIG, num_gpus=4, seq_len=1 << 20)
     with pytest.raises(ValueError, match=r"num_experts \(8\) must be divisible by"):
-        plan_memory(
-            TrainingRun(model=CONFIG, num_gpus=16, parallel=ParallelConfig(ep=16), seq_len=32)
-        )
+        plan_memory(replace(BASE, num_gpus=16, parallel=ParallelConfig(ep=16)))
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -306,6 +294,5 @@ STAGED_RUNS: dict[str, TrainingRun] = {
 @pytest.mark.parametrize("name", STAGED_RUNS)
 def test_each_rank_stores_what_its_own_plan_has(name: str) -> None:
     run = STAGED_RUNS[name]
-    assert list(list_rank_bytes(run)) == [
-        _compute_rank_size(run, rank) for rank in range(run.resolved.pp)
-    ]
+    own = [_compute_rank_size(run, rank) for rank in range(run.resolved.pp)]
+    assert list(list_rank_bytes(run)) == own

@@ -10,7 +10,7 @@ import pytest
 from moecore.cli import main
 from moecore.planning import CostTable, plan_memory, plan_time
 from moecore.planning.gpus import GPUS
-from moecore.planning.search import Folding, SearchRequest, find_refusal
+from moecore.planning.search import Layout, SearchRequest, find_refusal
 from tests.helpers.grids import beside
 from tests.planning.recipes import RECIPES, make_run
 
@@ -76,14 +76,10 @@ def test_the_guidelines_are_those_of_the_recipes() -> None:
     for recipe in RECIPES.values():
         tp, pp, cp, ep = recipe.degrees
         run = make_run(recipe)
-        request = SearchRequest(
-            model=run.model,
-            num_gpus=recipe.num_gpus,
-            gpus_per_node=GPUS[recipe.gpu].server,
-            seq_len=recipe.seq_len,
-            global_batch=recipe.rows,
-        )
-        assert find_refusal(request, Folding(pp, tp, cp, ep, 1, min(recipe.chunks, 4))) is None
+        gpus = dict(num_gpus=recipe.num_gpus, gpus_per_node=GPUS[recipe.gpu].server)
+        rows = dict(seq_len=recipe.seq_len, global_batch=recipe.rows)
+        request = SearchRequest(model=run.model, **gpus, **rows)
+        assert find_refusal(request, Layout(pp, tp, cp, ep, 1, min(recipe.chunks, 4))) is None
 
 
 @pytest.mark.nightly  # a search of the largest model

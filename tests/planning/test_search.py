@@ -36,7 +36,7 @@ from moecore.planning.gpus import GPUS
 from moecore.planning.layouts import (
     BATCH_SIZES,
     MAX_SEARCH_TOKENS,
-    Folding,
+    Layout,
     count_data_ranks,
     enumerate_layouts,
     find_refusal,
@@ -53,7 +53,6 @@ from moecore.planning.search import (
     SearchResult,
     _list_changes,
     describe_outcome,
-    explain_folding,
     plan_fitting_layout,
     plan_layout,
     plan_options,
@@ -78,32 +77,32 @@ def found_of_small() -> SearchResult:
 @pytest.mark.parametrize(
     ("folding", "rule", "text"),
     [
-        (Folding(pp=8, ep=6), "degrees divide the GPUs", "expert view (48 ranks)"),
-        (Folding(pp=3), "degrees divide the GPUs", "dense view (3 ranks)"),
-        (Folding(tp=256), "heads divide", "DecoderConfig.num_heads (128)"),
-        (Folding(pp=64), "a layer per stage", "num_layers (61)"),
-        (Folding(ep=8, etp=2), "EP before TP for experts", "use etp=1"),
-        (Folding(tp=16), "TP within NVLink", "tp (16)"),
-        (Folding(cp=2), "CP for long rows", "rows have 4096"),
-        (Folding(pp=8, ep=8), "VPP where there is PP", "use chunks"),
+        (Layout(pp=8, ep=6), "degrees divide the GPUs", "expert view (48 ranks)"),
+        (Layout(pp=3), "degrees divide the GPUs", "dense view (3 ranks)"),
+        (Layout(tp=256), "heads divide", "DecoderConfig.num_heads (128)"),
+        (Layout(pp=64), "a layer per stage", "num_layers (61)"),
+        (Layout(ep=8, etp=2), "EP before TP for experts", "use etp=1"),
+        (Layout(tp=16), "TP within NVLink", "tp (16)"),
+        (Layout(cp=2), "CP for long rows", "rows have 4096"),
+        (Layout(pp=8, ep=8), "VPP where there is PP", "use chunks"),
     ],
 )
-def test_a_refusal_names_its_rule(folding: Folding, rule: str, text: str) -> None:
+def test_a_refusal_names_its_rule(folding: Layout, rule: str, text: str) -> None:
     refusal = find_refusal(LARGE, folding)
     assert refusal is not None and refusal.rule == rule and text in refusal.reason
-    assert refusal.reason in explain_folding(LARGE, folding)
+    assert refusal.reason in describe_outcome(LARGE, folding, refusal)
 
 
 def test_rules_depend_on_rows_and_nodes() -> None:
     long = replace(LARGE, seq_len=16_384)
-    assert find_refusal(long, Folding(cp=4, ep=8)) is None
-    assert find_refusal(long, Folding(cp=8, ep=8)) is not None
+    assert find_refusal(long, Layout(cp=4, ep=8)) is None
+    assert find_refusal(long, Layout(cp=8, ep=8)) is not None
     few = replace(LARGE, global_batch=96)
-    assert find_refusal(few, Folding(ep=8)).rule == "rows for all data ranks"  # type: ignore[union-attr]
+    assert find_refusal(few, Layout(ep=8)).rule == "rows for all data ranks"  # type: ignore[union-attr]
     few = replace(LARGE, global_batch=32)
-    filled = find_refusal(few, Folding(pp=8, ep=8, chunks=2))
+    filled = find_refusal(few, Layout(pp=8, ep=8, chunks=2))
     assert filled is not None and filled.rule == "micro-batches fill the pipeline"
-    inside = find_refusal(replace(LARGE, num_gpus=8), Folding(pp=2, ep=4, chunks=2))
+    inside = find_refusal(replace(LARGE, num_gpus=8), Layout(pp=2, ep=4, chunks=2))
     assert inside is not None and inside.rule == "PP across nodes"
 
 
@@ -119,25 +118,24 @@ def test_what_no_rule_refuses_can_be_planned(first: int) -> None:
 def test_all_levers_need_less_memory_than_none() -> None:
     request = replace(LARGE, model=replace(DEEPSEEK, num_layers=16))
     first, *_, last = list_option_sets(request)
-    runs = (make_run(request, Folding(pp=2, ep=8, chunks=2), rung) for rung in (first, last))
+    runs = (make_run(request, Layout(pp=2, ep=8, chunks=2), rung) for rung in (first, last))
     whole, least = (max(plan_peak_memory(run)) for run in runs)
     # One rung needs more: where weights stay whole, "blockwise" adds FP8 copies of the experts'.
     assert least < 0.5 * whole
 
 
 def test_what_is_offloaded_is_there() -> None:
-    for model, parts in (
-        (replace(DEEPSEEK, num_layers=4), ("attention", "experts", "mlp")),
-        (preset("qwen3-30b-a3b"), ("attention", "experts")),
-    ):
+    deepseek, qwen = replace(DEEPSEEK, num_layers=4), preset("qwen3-30b-a3b")
+    for model, more in ((deepseek, ("mlp",)), (qwen, ())):
+        parts = ("attention", "experts", *more)
         request = replace(LARGE, model=model)
-        assert make_run(request, Folding(), list_option_sets(request)[-1]).memory.offload == parts
+        assert make_run(request, Layout(), list_option_sets(request)[-1]).memory.offload == parts
 
 
 def test_a_stage_without_weights_in_fp8_gathers_none() -> None:
     """The head alone is a stage."""
     request = replace(LARGE, model=replace(DEEPSEEK, num_layers=4), num_gpus=64)
-    run = make_run(request, Folding(pp=2, tp=4, ep=8), list_option_sets(request)[-1])
+    run = make_run(request, Layout(pp=2, tp=4, ep=8), list_option_sets(request)[-1])
     assert run.fsdp.fp8_param_gather
     assert min(plan_peak_memory(replace(run, pipeline=PipelineConfig(layout="Et*4m|L")))) > 0
 
@@ -145,7 +143,7 @@ def test_a_stage_without_weights_in_fp8_gathers_none() -> None:
 def test_the_fastest_order_and_levers_are_found() -> None:
     """Pairs that hide their exchanges win, beside FP8; without such pairs another order does."""
     model = replace(preset("qwen3-235b-a22b"), num_layers=16)
-    request, folding = SearchRequest(model=model, num_gpus=32), Folding(pp=2, ep=16, chunks=2)
+    request, folding = SearchRequest(model=model, num_gpus=32), Layout(pp=2, ep=16, chunks=2)
     names, seconds = [], []
     for share in (1.0, 0.0):
         table = replace(CostTable.of(request.gpu), pairs_hide=share)
@@ -166,10 +164,10 @@ def test_levers_that_are_not_needed_are_dropped() -> None:
     request = SearchRequest(model=model, num_gpus=1)
     table = CostTable.of(request.gpu)
     (first, *_, last) = list_option_sets(request)
-    peaks = [max(plan_options(request, Folding(), levers).peaks) for levers in (last, first)]
+    peaks = [max(plan_options(request, Layout(), levers).peaks) for levers in (last, first)]
     memory, found = GPUS[request.gpu].memory, []
     for limit in (0.9 * peaks[0], 1.1 * peaks[0], 1.1 * peaks[1]):
-        found.append(plan_layout(replace(request, reserve=1 - limit / memory), Folding(), table))
+        found.append(plan_layout(replace(request, reserve=1 - limit / memory), Layout(), table))
     assert not isinstance(found[0], FittingCandidate)
     tight, wide = (each for each in found[1:] if isinstance(each, FittingCandidate))
     assert len(wide.options.options) <= len(first.options) < len(tight.options.options)
@@ -180,7 +178,7 @@ def test_stages_are_balanced_where_ends_take_longer() -> None:
     """Of layers that are tiny beside the head, the last stage has fewer than the others."""
     request = replace(SMALL, model=replace(TINY, num_layers=12, vocab_size=50_000))
     table = CostTable.of(request.gpu)
-    even = make_run(request, Folding(pp=2, chunks=2), list_option_sets(request)[0])
+    even = make_run(request, Layout(pp=2, chunks=2), list_option_sets(request)[0])
     *_, balanced = balance_stages(even, table)
     stages = list_stages(balanced)
     assert sum(len(stage.layers) for stage in stages) == 12 and len(stages) == 4
@@ -191,7 +189,7 @@ def test_a_gpu_of_ones_own_and_its_host_memory() -> None:
     """A record with a name's numbers plans as the name; what a server cannot pin is refused."""
     own = GPUS["h100-80"]
     named, same = (replace(SMALL, num_gpus=8, gpu=gpu) for gpu in ("h100-80", own))
-    folding, away = Folding(ep=4), OptimizerOptions(offload_fraction=1.0)
+    folding, away = Layout(ep=4), OptimizerOptions(offload_fraction=1.0)
     results = [plan_layout(each, folding, each.costs) for each in (named, same)]
     assert all(isinstance(found, FittingCandidate) for found in results)
     assert len({one.time.seconds for one in results if isinstance(one, FittingCandidate)}) == 1
@@ -202,17 +200,15 @@ def test_a_gpu_of_ones_own_and_its_host_memory() -> None:
     tray = replace(request, gpu="gb200-186")  # of 4 GPUs
     half = plan_layout(tray, folding, tray.costs)
     assert isinstance(half, FittingCandidate) and half.host == found.host / 2
-    of_8, of_4 = (
-        Estimate(each, each.costs).host_bytes(folding, list_option_sets(each)[0])
-        for each in (request, tray)
-    )
+    estimates = [(each, Estimate(each, each.costs)) for each in (request, tray)]
+    of_8, of_4 = (one.host_bytes(folding, list_option_sets(each)[0]) for each, one in estimates)
     assert of_4 == of_8 / 2 > 0
     small = replace(own, host_memory=found.host)  # a tenth of which no plan may pin
     tight = replace(request, gpu=small)
     refused = plan_layout(tight, folding, tight.costs)
     assert not isinstance(refused, FittingCandidate)
     text = describe_outcome(tight, folding, refused)
-    assert "a server's ranks pin" in text and text.startswith("ep=4: too large")
+    assert "the ranks of a server pin" in text and text.startswith("ep=4: too large")
     with pytest.raises(ValueError, match=r"Gpu\.memory"):
         replace(own, memory=-1)
 
@@ -223,7 +219,7 @@ def test_fp8_moments_and_remainders_fit_what_needed_another_gpu() -> None:
     names = [option.name for option in list_option_sets(request)[-1].options]
     assert "moecore.train.AdamW(moment_dtype=torch.float8_e4m3fn)" in names
     assert "moecore.train.AdamW(master_remainder=True)" in names
-    run = make_run(request, Folding(), list_option_sets(request)[-1])
+    run = make_run(request, Layout(), list_option_sets(request)[-1])
     assert run.optimizer.master_remainder and max(plan_peak_memory(run)) <= request.limit
 
 
@@ -235,10 +231,8 @@ def test_advice_does_not_lead_in_circles() -> None:
         own = [size for size in sizes if size[0]]
         assert sizes[: len(own)] == own and own == sorted(own) and own[0][2] == 32
         assert all(memory > GPUS[gpu].memory for _, memory, _ in sizes[len(own) :])
-    assert (
-        max(changed.num_gpus for _, changed in _list_changes(replace(SMALL, num_gpus=2**15)))
-        == 2**16
-    )
+    most = _list_changes(replace(SMALL, num_gpus=2**15))
+    assert max(changed.num_gpus for _, changed in most) == 2**16
 
 
 def test_a_search_ranks_what_fits() -> None:
@@ -259,16 +253,15 @@ def test_a_search_ranks_what_fits() -> None:
 def test_tokens_travel_by_stores_where_a_node_has_the_experts() -> None:
     """Unless somebody wants another room, or none."""
     (none, *_) = list_option_sets(SMALL)
-    rooms = {ep: make_run(SMALL, Folding(ep=ep), none).nvlink for ep in (1, 2, 8, 16)}
+    rooms = {ep: make_run(SMALL, Layout(ep=ep), none).nvlink for ep in (1, 2, 8, 16)}
     assert rooms == {1: None, 2: TWICE, 8: TWICE, 16: None}
     for given in (NVLinkOptions(row_factor=3.0), None):
-        assert make_run(replace(SMALL, nvlink=given), Folding(ep=8), none).nvlink == given
+        assert make_run(replace(SMALL, nvlink=given), Layout(ep=8), none).nvlink == given
     smaller = replace(SMALL, gpus_per_node=4)
-    assert make_run(smaller, Folding(ep=8), none).nvlink is None
+    assert make_run(smaller, Layout(ep=8), none).nvlink is None
     found = found_of_small()
-    assert "--row-factor 2" in found.table() and "DispatchOptions(name='nvlink'" in format_calls(
-        found.fitting[1].run
-    )
+    assert "--row-factor 2" in found.table()
+    assert "DispatchOptions(name='nvlink'" in format_calls(found.fitting[1].run)
 
 
 def test_what_is_estimated_to_be_fast_is_planned_first() -> None:
@@ -277,17 +270,11 @@ def test_what_is_estimated_to_be_fast_is_planned_first() -> None:
     request = SearchRequest(model=model, num_gpus=32, gpu="a100-80", nvlink=None)
     table = CostTable.of("a100-80")
     estimate = Estimate(request, table)
-    some = [
-        f
-        for f in enumerate_layouts(32)
-        if find_refusal(request, f) is None and max(f.tp, f.ep) >= 4
-    ]
-    plans = {
-        f: plan_fitting_layout(request, f, estimate)
-        for f in sorted(some, key=estimate.sort_key)[::14]
-    }
-    seconds = {f: plan_time(found.run, table).seconds for f, found in plans.items()}
-    pairs = [(a, b) for a, b in combinations(plans, 2) if seconds[b] > 1.2 * seconds[a]]
+    legal = (f for f in enumerate_layouts(32) if find_refusal(request, f) is None)
+    some = sorted((f for f in legal if max(f.tp, f.ep) >= 4), key=estimate.sort_key)[::14]
+    plans = [plan_fitting_layout(request, f, estimate) for f in some]
+    seconds = {f: plan_time(p.run, table).seconds for f, p in zip(some, plans, strict=True)}
+    pairs = [(a, b) for a, b in combinations(some, 2) if seconds[b] > 1.2 * seconds[a]]
     right = [estimate.sort_key(a) < estimate.sort_key(b) for a, b in pairs]
     assert len(right) >= 8 and sum(right) >= 0.8 * len(right)
 
@@ -320,9 +307,8 @@ def test_rows_that_no_folding_divides_name_other_rows() -> None:
 def test_the_call_runs(fraction: float) -> None:
     request = replace(SMALL, num_gpus=8, optimizer=OptimizerOptions(offload_fraction=fraction))
     found = search(request, num_results=1, max_plans=1).fitting[0]
-    unnamed = Precision(
-        recipe=Recipe(), roles=("attention",), overrides=(("model.layers.0.*", None),)
-    )
+    overrides = (("model.layers.0.*", None),)
+    unnamed = Precision(recipe=Recipe(), roles=("attention",), overrides=overrides)
     run, names = replace(found.run, precision=unnamed if fraction else None), dict[str, Any]()
     with fake_world(8):
         exec(format_calls(run), names)
@@ -358,7 +344,7 @@ def test_what_is_printed_is_read_back(capsys: pytest.CaptureFixture[str]) -> Non
     for found in found_of_small().fitting:
         assert planned(same, found.run) == found.run
     rung = list_option_sets(LARGE)[-1]
-    run = make_run(LARGE, Folding(pp=8, tp=2, ep=32, chunks=2), rung)
+    run = make_run(LARGE, Layout(pp=8, tp=2, ep=32, chunks=2), rung)
     large = ["plan", "--preset", "deepseek-v3", "--gpus", "256"]
     assert planned(large, run) == run
     run = replace(run, fp8_dispatch=True)
@@ -387,10 +373,8 @@ def test_a_config_is_planned_as_its_preset(
         file.write_text(json.dumps(of))
         assert main(["plan", "--config", str(file), *options]) == code
     out, err = capsys.readouterr()
-    assert (
-        err.startswith("moecore: config.json model_type ('gpt-none') must be")
-        and err.count("\n") == 1
-    )
+    assert err.startswith("moecore: config.json model_type ('gpt-none') must be")
+    assert err.count("\n") == 1
     assert main(["plan", "--preset", "tiny-deepseek-v3", *options]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(out)
 
@@ -442,10 +426,7 @@ def test_a_dry_run_refuses_what_it_does_not_read(capsys: pytest.CaptureFixture[s
     [
         (dict(seq_len=2**24 + 1), r"TrainingRun.seq_len \(16777217\) must be a whole number"),
         (dict(pp=257), r"TrainingRun.parallel.pp \(257\) must be <= 256: plan"),
-        (
-            dict(num_layers=1025),
-            r"TrainingRun.planned_model.num_layers \(1025\) must be <= 1024: plan",
-        ),
+        (dict(num_layers=1025), r"planned_model.num_layers \(1025\) must be <= 1024: plan"),
         (dict(schedule="gpipe"), r"num_micro_batches \(1025\) must be <= 1024 with schedule 'gpi"),
     ],
 )
@@ -488,18 +469,8 @@ def test_the_page_has_the_bounds() -> None:
     page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
     section = page.partition("\n## Bounds\n")[2].partition("\n## ")[0]
     numbers = [int(n.replace(",", "")) for n in re.findall(r"\| ([\d,]+) \|", section)]
-    bounds = [
-        2**16,
-        MAX_DIVISORS,
-        MAX_LAYERS,
-        MAX_STAGES,
-        2**24,
-        MAX_SEARCH_TOKENS,
-        2**16,
-        MAX_IN_FLIGHT,
-        MAX_MICRO_BATCHES,
-    ]
-    assert numbers == bounds
+    bounds = [2**16, MAX_DIVISORS, MAX_LAYERS, MAX_STAGES, 2**24, MAX_SEARCH_TOKENS, 2**16]
+    assert numbers == [*bounds, MAX_IN_FLIGHT, MAX_MICRO_BATCHES]
 
 
 def test_large_numbers_end_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -531,10 +502,10 @@ def test_what_records_have_is_named() -> None:
         same = [r for r in rows if (r["ep"], r["batch_size"]) == (layout.ep, 4)]
         assert tokens_per_second in [round(row["tokens_per_second_per_gpu"]) for row in same]
         assert _describe_measurement(args, layout).startswith("measured: ep=8 batch_size=4 in bf16")
-    other = _describe_measurement(args, Folding(batch_size=4))
+    other = _describe_measurement(args, Layout(batch_size=4))
     line = "no benchmark has measured the first layout"
     assert other.startswith(f"{line}: ep=8") and "16,159" in other
-    alone = _describe_measurement(PlanConfig(preset="tiny", gpus=8), Folding())
+    alone = _describe_measurement(PlanConfig(preset="tiny", gpus=8), Layout())
     assert alone == line
 
 

@@ -36,7 +36,7 @@ from moecore.planning.commands import _describe_slices, _sum_launches_by_kind
 from moecore.planning.dry_run import DryRun
 from moecore.planning.estimate import Estimate
 from moecore.planning.gpus import count_peers
-from moecore.planning.layouts import Folding, list_option_sets
+from moecore.planning.layouts import Layout, list_option_sets
 from moecore.planning.record import PASSES, SLICES
 from moecore.planning.segments import SmallRun
 from moecore.planning.times import has_slices, plan_time
@@ -219,7 +219,7 @@ def layer_ms(run: TrainingRun) -> float:
 def test_estimates_of_a_search_count_them_alike() -> None:
     """By the share where a folding has long slices, on GPUs that reach each other, in bf16."""
 
-    def grows(folding: Folding, gpu: Any = "h200-141", precision: Any = None) -> bool:
+    def grows(folding: Layout, gpu: Any = "h200-141", precision: Any = None) -> bool:
         how: Any = dict(num_gpus=8, seq_len=8192, gpu=gpu, precision=precision)
         request = SearchRequest(model=LONG.model, **how)
         tables = (with_share(share).on(gpu) for share in (0.0, 1.0))
@@ -228,10 +228,10 @@ def test_estimates_of_a_search_count_them_alike() -> None:
         assert few <= many
         return few < many
 
-    assert grows(Folding(tp=2)) and grows(Folding(tp=4)) and not grows(Folding())
-    assert not grows(Folding(tp=8)) and not grows(Folding(tp=4, cp=2)), "slices of 16 MiB"
-    assert not grows(Folding(tp=2), gpu="rtx4090-24")
-    assert not grows(Folding(tp=2), precision=Precision.of("blockwise"))
+    assert grows(Layout(tp=2)) and grows(Layout(tp=4)) and not grows(Layout())
+    assert not grows(Layout(tp=8)) and not grows(Layout(tp=4, cp=2)), "slices of 16 MiB"
+    assert not grows(Layout(tp=2), gpu="rtx4090-24")
+    assert not grows(Layout(tp=2), precision=Precision.of("blockwise"))
 
 
 def test_the_share_and_its_source_are_printed(

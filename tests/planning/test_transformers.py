@@ -38,18 +38,13 @@ from moecore.planning import (
 )
 from moecore.planning import transformers as planned_transformers
 from moecore.planning.estimate import count_saved_bytes_of_run
-from moecore.planning.layouts import Folding
+from moecore.planning.layouts import Layout
 from moecore.planning.recipe import format_calls
 from moecore.planning.run import count_resident_bytes, list_rank_bytes
 from moecore.planning.search import find_refusal
 from moecore.planning.segments import SmallRun
 from moecore.train.memory.saved_bytes import count_saved_bytes
-from tests.families.transformers.family_models import (
-    SIZES,
-    config_values,
-    model_class,
-    tiny_model,
-)
+from tests.families.transformers.family_models import SIZES, config_values, model_class, tiny_model
 from tests.families.transformers.test_families import BY_DAY, REFUSED, taken
 from tests.helpers.grids import beside
 from tests.train.memory.test_saved_bytes import Saved
@@ -112,11 +107,8 @@ def test_parameters_gradients_and_state_are_those_of_the_class(family: str) -> N
     idle = {
         p for layer in find_family(stock).find_indexers(stock) for p in layer.indexer.parameters()
     }
-    idle |= {
-        param
-        for name, param in run.planned_model.build(torch.float32).named_parameters()
-        if not param.requires_grad and name not in buffers
-    }
+    params = run.planned_model.build(torch.float32).named_parameters()
+    idle |= {param for n, param in params if not param.requires_grad and n not in buffers}
     learnt = number - sum(param.numel() for param in idle)
     assert size.gradients == 4 * learnt
     assert count_resident_bytes(run, size)["optimizer state"] == 8 * learnt  # two moments in fp32
@@ -217,14 +209,8 @@ def test_products_of_experts_that_torch_multiplies(family: str, gate: int) -> No
 
 def test_stages_of_a_class_of_transformers() -> None:
     model = default("qwen3_moe", num_hidden_layers=6)
-    run = TrainingRun(
-        model=model,
-        num_gpus=8,
-        parallel=ParallelConfig(pp=2, ep=4),
-        pipeline=PipelineConfig(),
-        num_micro_batches=4,
-        seq_len=256,
-    )
+    stages: Any = dict(parallel=ParallelConfig(pp=2, ep=4), pipeline=PipelineConfig())
+    run = TrainingRun(model=model, num_gpus=8, **stages, num_micro_batches=4, seq_len=256)
     first, last = plan_peak_memory(run)
     # The first stage is planned with a root unit that has the head too.
     head = 2 * run.planned_model.vocab_size * run.planned_model.dim
@@ -304,13 +290,13 @@ def test_the_command_plans_a_directory(tmp_path: Path, capsys: Any) -> None:
 def test_what_a_class_refuses_is_refused_before_it_is_planned() -> None:
     model = default("qwen3_moe", num_hidden_layers=8)  # 32 heads of queries, 4 of keys
     request = SearchRequest(model=model, num_gpus=64, seq_len=65536)
-    assert find_refusal(request, Folding(ep=8, batch_size=1)) is None
-    for folding, reason in ((Folding(tp=64), "tp"), (Folding(pp=16), "num_layers")):
+    assert find_refusal(request, Layout(ep=8, batch_size=1)) is None
+    for folding, reason in ((Layout(tp=64), "tp"), (Layout(pp=16), "num_layers")):
         assert reason in find_refusal(request, folding).reason
     whole = SearchRequest(model=model_of("jamba"), num_gpus=2, seq_len=64)
-    assert "JambaMambaMixer" in find_refusal(whole, Folding(cp=2)).reason
+    assert "JambaMambaMixer" in find_refusal(whole, Layout(cp=2)).reason
     towers = SearchRequest(model=model_of("deepseek_ocr2"), num_gpus=2, seq_len=64)
-    assert "beside its layers" in find_refusal(towers, Folding(pp=2)).reason
+    assert "beside its layers" in find_refusal(towers, Layout(pp=2)).reason
 
 
 def test_without_transformers_the_command_names_it(
@@ -352,9 +338,8 @@ def test_adapters_and_recompute_are_planned() -> None:
     parameters = sum(n for kind, n in stored.items() if kind.startswith("parameters"))
     assert parameters == 2 * weights + 4 * adapters
     assert stored["optimizer state"] == 8 * adapters
-    kept, recomputed = (
-        plan_memory(replace(run, model=replace(model, recompute=is_on), seq_len=512)).largest
-        for is_on in (False, True)
-    )
+    models = (replace(model, recompute=is_on) for is_on in (False, True))
+    plans = (plan_memory(replace(run, model=of, seq_len=512)) for of in models)
+    kept, recomputed = (plan.largest for plan in plans)
     assert recomputed.num_bytes < kept.num_bytes
     assert recomputed.activations < 0.6 * kept.activations

@@ -137,9 +137,8 @@ def test_buffers_are_those_of_all_domains_tokens() -> None:
     kinds = plan_memory(RUN).ranks[0].device
     num_tokens = 2 * 512  # of both domains
     # Two slots of rows, choices and weights, of 4 ranks.
-    assert kinds["exchange buffers"] == pytest.approx(
-        2 * 4 * num_tokens * (2 * D + 8 * K), rel=0.05
-    )
+    expected = 2 * 4 * num_tokens * (2 * D + 8 * K)
+    assert kinds["exchange buffers"] == pytest.approx(expected, rel=0.05)
 
 
 def test_domains_of_gpus() -> None:

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moecore import BalanceConfig
+from moecore import BalanceConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore.base.torch_private import get_local_tensor
 from moecore.models import Decoder, DecoderConfig, preset
-from moecore.rl import DPO, GRPO, GSPO, PPO, OwnObjective, Rollouts, RouterReplay
+from moecore.rl import DPO, GRPO, GSPO, PPO, Engine, OwnObjective, Rollouts, RouterReplay
 from moecore.rl.objectives import Objective
 from tests.rl.replay_cases import randomize
 
@@ -33,11 +34,7 @@ def config(num_experts: int = 8) -> DecoderConfig:
     tiny = preset("tiny-shared")
     assert tiny.moe is not None
     moe = replace(
-        tiny.moe,
-        num_experts=num_experts,
-        num_groups=1,
-        top_groups=1,
-        balance=BalanceConfig(),
+        tiny.moe, num_experts=num_experts, num_groups=1, top_groups=1, balance=BalanceConfig()
     )
     return replace(tiny, moe=moe, ce_chunk_tokens=7)
 
@@ -48,16 +45,26 @@ def decoder(num_experts: int = 8) -> Decoder:
     return model
 
 
+def engine_of(
+    model: nn.Module, *, max_tokens: int = 64, device: str = "cpu", **options: Any
+) -> Engine:
+    """An engine of one process; options are those of parallelize_moe."""
+    parallelize_moe(model, build_meshes(ParallelConfig(), device_type=device), **options)
+    return Engine(model, TrainStep(model), max_tokens=max_tokens)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    grads = ((n, p.grad) for n, p in model.named_parameters() if p.grad is not None)
+    return {name: get_local_tensor(grad).clone() for name, grad in grads}
+
+
 def rollouts_of(data_rank: int, vocabulary: int = VOCABULARY) -> Rollouts:
     """Other sequences on every data rank, and more on later ones; ratios on both sides of clips."""
     generator = torch.Generator().manual_seed(data_rank)
     lengths = (LENGTHS * 2)[: 4 + 2 * (data_rank % 2)]
     ids = [torch.randint(0, vocabulary, (a + b,), generator=generator) for a, b in lengths]
-    made = Rollouts.of(
-        [x[:a] for x, (a, _) in zip(ids, lengths, strict=True)],
-        [x[a:] for x, (a, _) in zip(ids, lengths, strict=True)],
-        temperature=TEMPERATURE,
-    )
+    pairs = [(x[:a], x[a:]) for x, (a, _) in zip(ids, lengths, strict=True)]
+    made = Rollouts.of(*zip(*pairs, strict=True), temperature=TEMPERATURE)
     N = len(made.tokens_N)
     return made.replace(
         advantages_N=torch.randn(N, generator=generator),
@@ -65,6 +72,12 @@ def rollouts_of(data_rank: int, vocabulary: int = VOCABULARY) -> Rollouts:
         ref_log_probs_N=torch.randn(N, generator=generator) - 5,
         weights_N=torch.rand(N, generator=generator) + 0.5,
     )
+
+
+def moved(rollouts: Rollouts, device: torch.device | str) -> Rollouts:
+    values = {field.name: getattr(rollouts, field.name) for field in fields(rollouts)}
+    tensors = {name: x.to(device) for name, x in values.items() if isinstance(x, Tensor)}
+    return rollouts.replace(**tensors)
 
 
 def near(rollouts: Rollouts, log_probs_N: Tensor) -> Rollouts:
@@ -96,15 +109,9 @@ def responses_of(logits_of: Callable[[Tensor], Tensor], rollouts: Rollouts) -> l
         chosen = rollouts.response_mask_N[start : rollouts.borders[i + 1]].nonzero().flatten()
         log_p = F.log_softmax(logits_of(ids[None])[0] / rollouts.temperature, dim=-1)
         log_p = log_p[chosen - 1]
-        given = [
-            None if x is None else x[start + chosen]
-            for x in (
-                rollouts.advantages_N,
-                rollouts.old_log_probs_N,
-                rollouts.ref_log_probs_N,
-                rollouts.weights_N,
-            )
-        ]
+        names = ("advantages_N", "old_log_probs_N", "ref_log_probs_N", "weights_N")
+        numbers = [getattr(rollouts, name) for name in names]
+        given = [None if x is None else x[start + chosen] for x in numbers]
         picked = log_p.gather(1, ids[chosen][:, None])[:, 0]
         found.append(Response(picked, -(log_p.exp() * log_p).sum(-1), *given))  # type: ignore[arg-type]
     return found
@@ -115,8 +122,7 @@ def routes_by_hand(model: nn.Module, rollouts: Rollouts) -> Tensor:
     replay = RouterReplay(model)
     with torch.no_grad(), replay.record():
         responses_of(model, rollouts)
-    layers = [torch.cat(ids) for ids in replay.choices().values()]
-    return torch.stack(layers, dim=1)
+    return torch.stack([torch.cat(ids) for ids in replay.choices().values()], dim=1)
 
 
 def replayed(model: nn.Module, every: Sequence[Rollouts]) -> AbstractContextManager[None]:
@@ -167,7 +173,7 @@ def kl(response: Response, estimator: str) -> Tensor:
     return {"k1": -log_r, "k2": 0.5 * log_r**2, "k3": torch.exp(log_r) - 1 - log_r}[estimator]
 
 
-def ppo_tokens(r: Response, estimator: str = "k1") -> Tensor:
+def ppo_tokens(r: Response, estimator: str) -> Tensor:
     loss = clipped(torch.exp(r.log_p - r.old), r.advantages, CLIP, HIGH)
     return loss + KL_COEF * kl(r, estimator) - ENTROPY_COEF * r.entropy
 
@@ -210,30 +216,33 @@ def dpo(responses: Sequence[Response]) -> Tensor:
     return torch.stack(losses).mean()
 
 
-PPO_FIELDS: dict[str, Any] = dict(
-    clip=CLIP, clip_high=HIGH, kl_coef=KL_COEF, entropy_coef=ENTROPY_COEF
-)
-OBJECTIVES: dict[str, tuple[Objective, Callable[[Sequence[Response]], Tensor]]] = {
-    **{
-        f"ppo-{name}": (
-            PPO(kl=name, **PPO_FIELDS),  # type: ignore[arg-type]
-            lambda rs, name=name: token_mean([ppo_tokens(r, name) for r in rs], rs),
-        )
-        for name in ("k1", "k2", "k3")
-    },
+ByHand = Callable[[Sequence[Response]], Tensor]
+
+
+def mean_of(
+    mean: Callable[[Sequence[Tensor], Sequence[Response]], Tensor],
+    tokens: Callable[..., Tensor],
+    *args: str,
+) -> ByHand:
+    return lambda responses: mean([tokens(r, *args) for r in responses], responses)
+
+
+CLIPS: dict[str, Any] = dict(clip=CLIP, clip_high=HIGH)
+PPO_FIELDS: dict[str, Any] = CLIPS | dict(kl_coef=KL_COEF, entropy_coef=ENTROPY_COEF)
+OBJECTIVES: dict[str, tuple[Objective, ByHand]] = {
+    "ppo-k1": (PPO(kl="k1", **PPO_FIELDS), mean_of(token_mean, ppo_tokens, "k1")),
+    "ppo-k2": (PPO(kl="k2", **PPO_FIELDS), mean_of(token_mean, ppo_tokens, "k2")),
+    "ppo-k3": (PPO(kl="k3", **PPO_FIELDS), mean_of(token_mean, ppo_tokens, "k3")),
     "ppo-sequence": (
         PPO(kl="k1", mean="sequence", **PPO_FIELDS),
-        lambda rs: sequence_mean([ppo_tokens(r) for r in rs], rs),
+        mean_of(sequence_mean, ppo_tokens, "k1"),
     ),
-    "grpo": (GRPO(), lambda rs: sequence_mean([grpo_tokens(r) for r in rs], rs)),
-    "gspo": (
-        GSPO(clip=CLIP, clip_high=HIGH),
-        lambda rs: sequence_mean([gspo_tokens(r) for r in rs], rs),
-    ),
+    "grpo": (GRPO(), mean_of(sequence_mean, grpo_tokens)),
+    "gspo": (GSPO(**CLIPS), mean_of(sequence_mean, gspo_tokens)),
     "dpo": (DPO(beta=BETA), dpo),
     "own": (
         OwnObjective(own, entropy=True, needs=("advantages_N",)),
-        lambda rs: token_mean([own_tokens(r) for r in rs], rs),
+        mean_of(token_mean, own_tokens),
     ),
 }
 
@@ -246,14 +255,4 @@ def by_hand(
     responses = [r for rollouts in every for r in responses_of(model, rollouts)]
     loss = OBJECTIVES[name][1](responses)
     loss.backward()
-    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return loss.detach(), grads
-
-
-def worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """The largest error of an element over the largest of its tensor."""
-    assert found.keys() == wanted.keys()
-    return max(
-        float((found[n] - wanted[n]).abs().max() / wanted[n].abs().max().clamp(min=1e-12))
-        for n in wanted
-    )
+    return loss.detach(), gradients(model)

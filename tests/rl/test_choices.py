@@ -15,9 +15,16 @@ from torch import Tensor, nn
 from moecore import MoEConfig
 from moecore.moe.routed import RoutedExperts
 from moecore.rl import RouterReplay, choices_from_tensors, choices_to_tensors
-from moecore.rl.choices import Choices
 from tests.moe.moe_cases import make_layer
-from tests.rl.replay_cases import CONFIGS, batches, layers_of, make_model, randomize
+from tests.rl.replay_cases import (
+    CONFIGS,
+    batches,
+    layers_of,
+    make_model,
+    randomize,
+    recorded,
+    same_choices,
+)
 
 CONFIG = MoEConfig(dim=16, hidden_dim=8, num_experts=6, top_k=2)
 
@@ -89,12 +96,27 @@ BAD: dict[str, tuple[Any, str]] = {
 }
 
 
+def refused(
+    replay: RouterReplay,
+    message: str,
+    choices: Any,
+    error: type[Exception] = ValueError,
+    **options: Any,
+) -> None:
+    """Hold that a replay is an error before any forward, and leaves no router changed."""
+    with pytest.raises(error, match=message), replay.replay(choices, **options):
+        pytest.fail("must be refused on entry")
+    assert not taken(replay)
+
+
+def taken(replay: RouterReplay) -> bool:
+    return any(layer.get_part("router").tape is not None for layer in replay.layers.values())
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_bad_choices_are_refused_before_any_forward(name: str, replay: RouterReplay) -> None:
     choices, message = BAD[name]
-    with pytest.raises(ValueError, match=message), replay.replay(choices):
-        pytest.fail("must be refused on entry")
-    assert not taken(replay)
+    refused(replay, message, choices)
 
 
 @pytest.mark.parametrize(
@@ -119,10 +141,7 @@ def test_bad_choices_are_refused_before_any_forward(name: str, replay: RouterRep
 def test_bad_weights_are_refused_before_any_forward(
     weights: Any, message: str, replay: RouterReplay
 ) -> None:
-    choices = {"first": [GOOD], "second": [GOOD]}
-    with pytest.raises(ValueError, match=message), replay.replay(choices, weights=weights):
-        pytest.fail("must be refused on entry")
-    assert not taken(replay)
+    refused(replay, message, {"first": [GOOD], "second": [GOOD]}, weights=weights)
 
 
 def test_experts_that_choose_have_a_column_each() -> None:
@@ -130,55 +149,33 @@ def test_experts_that_choose_have_a_column_each() -> None:
     replay = RouterReplay(layer)
     wrong = torch.full((3, 6), -1)
     wrong[2, 4] = 3
-    with (
-        pytest.raises(ValueError, match=r"\[2, 4\] \(3\) must be e or -1 in column e"),
-        replay.replay({"": [wrong]}),
-    ):
-        pytest.fail("must be refused on entry")
-    with (
-        pytest.raises(NotImplementedError, match=r"unrecorded \('route'\) must be 'drop'"),
-        replay.replay({"": []}, unrecorded="route"),
-    ):
-        pytest.fail("must be refused on entry")
-
-
-def taken(replay: RouterReplay) -> bool:
-    return any(layer.get_part("router").tape is not None for layer in replay.layers.values())
+    refused(replay, r"\[2, 4\] \(3\) must be e or -1 in column e", {"": [wrong]})
+    message = r"unrecorded \('route'\) must be 'drop'"
+    refused(replay, message, {"": []}, NotImplementedError, unrecorded="route")
 
 
 def test_forward_without_an_entry(replay: RouterReplay) -> None:
     choices = {"first": [GOOD, GOOD], "second": [GOOD]}
     x = torch.randn(3, 16)
-    with (
-        pytest.raises(ValueError, match=r"choices\['second'\] \(1 forwards\) must have forward 1"),
-        replay.replay(choices),
-    ):
+    message = r"choices\['second'\] \(1 forwards\) must have forward 1"
+    with pytest.raises(ValueError, match=message), replay.replay(choices):
         replay.model(x)
         replay.model(x)
     assert not taken(replay)
 
 
 def test_forward_of_other_tokens(replay: RouterReplay) -> None:
-    with (
-        pytest.raises(
-            ValueError,
-            match=r"choices\['first'\]\[0\] \(3 tokens\) must have the tokens of forward 0 \(4\)",
-        ),
-        replay.replay({"first": [GOOD], "second": [GOOD]}),
-    ):
+    message = r"choices\['first'\]\[0\] \(3 tokens\) must have the tokens of forward 0 \(4\)"
+    choices = {"first": [GOOD], "second": [GOOD]}
+    with pytest.raises(ValueError, match=message), replay.replay(choices):
         replay.model(torch.randn(4, 16))
     assert not taken(replay)
 
 
 def test_entries_that_are_left(replay: RouterReplay) -> None:
     choices, x = {"first": [GOOD], "second": [GOOD]}, torch.randn(3, 16)
-    with (
-        pytest.raises(
-            RuntimeError,
-            match=r"choices\['second'\] \(1 forwards\) must all be replayed, but forward 0 was not",
-        ),
-        replay.replay(choices),
-    ):
+    message = r"choices\['second'\] \(1 forwards\) must all be replayed, but forward 0 was not"
+    with pytest.raises(RuntimeError, match=message), replay.replay(choices):
         replay.model(x, both=False)
     assert not taken(replay)
     with replay.replay(choices, strict=False):
@@ -213,10 +210,8 @@ def test_one_at_a_time_and_everything_restored(replay: RouterReplay) -> None:
 
 def test_no_forward_after_one_that_failed(replay: RouterReplay) -> None:
     choices = {"first": [GOOD] * 2, "second": [GOOD] * 2}
-    with (
-        pytest.raises(RuntimeError, match="forward of TwoLayers must not follow one that failed"),
-        replay.replay(choices),
-    ):
+    message = "forward of TwoLayers must not follow one that failed"
+    with pytest.raises(RuntimeError, match=message), replay.replay(choices):
         with pytest.raises(ValueError, match="must have the tokens of forward 0"):
             replay.model(torch.randn(5, 16))
         replay.model(torch.randn(3, 16))
@@ -283,13 +278,9 @@ def test_calls_that_cannot_be(name: str, replay: RouterReplay) -> None:
 
 
 def test_options_that_do_not_exist(replay: RouterReplay) -> None:
-    choices: Any = {"first": [GOOD], "second": [GOOD]}
-    other: Any = "guess"
-    with (
-        pytest.raises(ValueError, match=r"unrecorded \('guess'\) must be one of 'drop', 'route'"),
-        replay.replay(choices, unrecorded=other),
-    ):
-        pytest.fail("must be refused on entry")
+    choices = {"first": [GOOD], "second": [GOOD]}
+    message = r"unrecorded \('guess'\) must be one of 'drop', 'route'"
+    refused(replay, message, choices, unrecorded="guess")
     with replay.replay(choices, strict=False), pytest.raises(ValueError, match=r"\(-1\) must be"):
         replay.select(-1)
 
@@ -305,22 +296,12 @@ def test_save_and_load(tmp_path: Path, replay: RouterReplay) -> None:
     tensors = choices_to_tensors(choices)
     assert sorted(tensors) == ["first/0", "first/1", "first/2", "second/0"]
     safetensors.save_file(tensors, tmp_path / "choices.safetensors")
-    same(choices_from_tensors(safetensors.load_file(tmp_path / "choices.safetensors")), choices)
-
-
-def test_a_layer_that_never_ran_is_saved_too() -> None:
-    choices: Choices = {"a": [], "b": [GOOD] * 11}
+    loaded = safetensors.load_file(tmp_path / "choices.safetensors")
+    assert same_choices(choices_from_tensors(loaded), choices)
+    choices = {"never ran": [], "b": [GOOD] * 11}
     tensors = choices_to_tensors(choices)
-    assert sorted(tensors)[:3] == ["a/none", "b/0", "b/1"]
-    same(choices_from_tensors(tensors), choices)
-
-
-def same(a: Choices, b: Choices) -> None:
-    assert list(a) == list(b) or sorted(a) == sorted(b)
-    for name, records in b.items():
-        assert len(a[name]) == len(records)
-        for x, y in zip(a[name], records, strict=True):
-            assert x.dtype == y.dtype and torch.equal(x, y)
+    assert sorted(tensors)[:2] == ["b/0", "b/1"] and "never ran/none" in tensors
+    assert same_choices(choices_from_tensors(tensors), choices)
 
 
 def test_recordings_are_copies(replay: RouterReplay) -> None:
@@ -340,8 +321,7 @@ def test_engine_layout_and_back(dtype: Any, replay: RouterReplay) -> None:
     choices = replay.from_engine(indices_BSLK)
     for i, name in enumerate(["first", "second"]):
         assert choices[name][0].dtype == torch.int32
-        for row, found in enumerate(choices[name][0].tolist()):
-            assert found == indices_BSLK[row // 5, row % 5, i].tolist()
+        assert choices[name][0].tolist() == indices_BSLK[:, :, i].reshape(10, 2).tolist()
     (back_BSLK,) = replay.to_engine(choices, batch_size=2)
     assert back_BSLK.dtype == torch.int32 and np.array_equal(back_BSLK.numpy(), indices_BSLK)
 
@@ -362,10 +342,7 @@ def test_tokens_that_the_engine_did_not_run() -> None:
     """ "drop" leaves them to the shared expert, "route" to the router as it is."""
     model, (x,) = make_model(CONFIGS["shared"]), batches(1)
     replay = RouterReplay(model)
-    with replay.record():
-        model(x)
-    choices = replay.choices()
-    gaps = {name: [ids[0].clone()] for name, ids in choices.items()}
+    gaps = recorded(model, [x])
     for records in gaps.values():
         records[0][4:9] = -1
         records[0][10, 1] = -1  # a choice of one expert, not a gap

@@ -7,6 +7,7 @@ made near those of the policy, so that some ratios are clipped and others are no
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -26,6 +27,7 @@ from moecore import (
 from moecore.families import use_causal_attention
 from moecore.rl import PPO, Engine, OwnObjective, Rollouts
 from tests.families.transformers.hf_models import random_model
+from tests.helpers.errors import error_of
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks
 from tests.helpers.whole import gather_whole
@@ -40,8 +42,8 @@ from tests.rl.engine_cases import (
     rollouts_of,
     routes_by_hand,
     weighted,
-    worst,
 )
+from tests.rl.replay_cases import worst
 
 pytestmark = pytest.mark.slow
 
@@ -92,25 +94,19 @@ def all_rollouts(
     plain: nn.Module, data_ranks: int, vocabulary: int, *, routed: bool
 ) -> tuple[list[Rollouts], list[Tensor], list[Tensor]]:
     """Of each data rank, with log-probabilities and routes of one process; made on rank 0."""
-    found: list[Any] = [None]
-    if dist.get_rank() == 0:
-        every, log_probs, routes = [], [], []
-        for data_rank in range(data_ranks):
-            rollouts = rollouts_of(data_rank, vocabulary)
-            log_probs_N = log_probs_by_hand(plain, rollouts)
-            every.append(near(rollouts, log_probs_N))
-            log_probs.append(log_probs_N)
-            if routed:
-                routes.append(routes_by_hand(plain, rollouts))
-        found = [(every, log_probs, routes)]
-    dist.broadcast_object_list(found)
-    return found[0]
+
+    def compute() -> Any:
+        every = [rollouts_of(data_rank, vocabulary) for data_rank in range(data_ranks)]
+        log_probs = [log_probs_by_hand(plain, r) for r in every]
+        routes = [routes_by_hand(plain, r) for r in every] if routed else []
+        return [near(r, x) for r, x in zip(every, log_probs, strict=True)], log_probs, routes
+
+    return from_first_rank(compute)
 
 
-def forced_log_probs(plain: nn.Module, every: list[Rollouts]) -> list[Tensor]:
-    """By given routes; made on rank 0."""
-    is_first = dist.get_rank() == 0
-    found: list[Any] = [[log_probs_by_hand(plain, r) for r in every] if is_first else None]
+def from_first_rank(compute: Callable[[], Any]) -> Any:
+    """What a function returns on rank 0 alone."""
+    found = [compute() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)
     return found[0]
 
@@ -135,7 +131,7 @@ def run_case(name: str) -> dict[str, Any]:
         every = [r.replace(routes_NLK=f) for r, f in zip(every, by_force, strict=True)]
         if name in WEIGHTED:
             every = [weighted(r) for r in every]
-        log_probs = forced_log_probs(exact, every)
+        log_probs = from_first_rank(lambda: [log_probs_by_hand(exact, r) for r in every])
         every = [near(r, x) for r, x in zip(every, log_probs, strict=True)]
         own = every[meshes.data_rank]
         scores = engine.log_probs(own)
@@ -216,28 +212,20 @@ def refusals() -> dict[str, str]:
         if meshes.data_rank == 1
         else good,
     }
-    found = {}
-    for name, rollouts in given.items():
-        try:
-            engine.forward_backward(rollouts, PPO())  # type: ignore[arg-type]
-        except ValueError as error:
-            found[name] = str(error)
+    found = {
+        name: error_of(lambda rollouts=rollouts: engine.forward_backward(rollouts, PPO()))
+        for name, rollouts in given.items()
+    }
     objectives = {
         "function": OwnObjective((of_first, of_second)[last]),
         "factor": of_reinforce(1.0 + last, []),
         "metrics": of_reinforce(1.0, [dist.get_rank()]),
     }
     for name, objective in objectives.items():
-        try:
-            engine.forward_backward(good, objective)
-            found[name] = ""
-            engine.step.drop()
-        except ValueError as error:
-            found[name] = str(error)
-    try:
-        engine.log_probs(None if last else good)  # type: ignore[arg-type]
-    except ValueError as error:
-        found["no rollouts of log_probs"] = str(error)
+        found[name] = error_of(lambda own=objective: engine.forward_backward(good, own))
+        engine.step.drop()
+    none = None if last else good
+    found["no rollouts of log_probs"] = error_of(lambda: engine.log_probs(none))  # type: ignore
     engine.forward_backward(good, PPO())  # nobody waits for anybody
     return found
 
@@ -281,7 +269,7 @@ def test_wrong_rollouts_of_one_rank_are_an_error_of_all(results: Any) -> None:
     assert found["tp ranks"].startswith("rollouts of data rank 2 must be the same on the ranks")
     for name in ("old_log_probs_N", "ref_log_probs_N", "weights_N"):
         assert f"whether {name} is None" in found[f"{name} of some"]
-    assert found["metrics"] == ""
+    assert found["metrics"] == "no error"
     for name in ("function", "factor"):
         assert "OwnObjective.function" in found[name] and "must be the same" in found[name]
     assert found["temperature"].startswith("the objective, entropy, PPO.clip")

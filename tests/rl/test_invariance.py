@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -15,17 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moecore import (
-    MemoryOptions,
-    MoEConfig,
-    ParallelConfig,
-    TrainStep,
-    build_meshes,
-    parallelize_moe,
-)
+from moecore import MemoryOptions, MoEConfig
 from moecore.base.options.layer import CapacityConfig
 from moecore.base.options.precision import Precision, Recipe
-from moecore.base.torch_private import get_local_tensor
 from moecore.families import use_causal_attention
 from moecore.models import Decoder, DecoderConfig, SparseKeysConfig, preset
 from moecore.rl import PPO, Engine, OwnObjective, Rollouts
@@ -37,11 +29,13 @@ from tests.rl.engine_cases import (
     by_hand,
     config,
     decoder,
+    engine_of,
+    gradients,
+    moved,
     near,
     rollouts_of,
-    worst,
 )
-from tests.rl.replay_cases import randomize
+from tests.rl.replay_cases import randomize, worst
 
 VOCABULARIES = {"native": VOCABULARY, "transformers": 61}
 DTYPES = [torch.float32, torch.bfloat16]
@@ -71,13 +65,12 @@ def engines_of(
 ) -> Callable[..., Engine]:
     """Return what makes engines of a copy of a model."""
     model = copy.deepcopy(model).to(dtype)
-    parallelize_moe(model, build_meshes(ParallelConfig(), device_type=device), **options)
-    step = TrainStep(model)
+    step = engine_of(model, device=device, **options).step
     return lambda max_tokens, **how: Engine(model, step, max_tokens=max_tokens, **how)
 
 
 def in_all_ways(
-    engine_of: Callable[[int], Engine],
+    make_engine: Callable[[int], Engine],
     rollouts: Rollouts,
     max_tokens: Sequence[int] = (40, 64, 512),
 ) -> list[Tensor]:
@@ -85,15 +78,15 @@ def in_all_ways(
     of a training forward."""
     few, some, all_tokens = max_tokens
     order = list(range(rollouts.num_sequences))
-    alone = [both(engine_of(few), rollouts.take([i])) for i in order]
-    turned = both(engine_of(all_tokens), rollouts.take(order[::-1]))
-    engine = engine_of(some)
+    alone = [both(make_engine(few), rollouts.take([i])) for i in order]
+    turned = both(make_engine(all_tokens), rollouts.take(order[::-1]))
+    engine = make_engine(some)
     trained = engine.forward_backward(rollouts, PPO(entropy_coef=0.1)).scores
     engine.step.drop()
     assert trained.entropy_N is not None
     return [
         torch.cat(alone, dim=1),
-        both(engine_of(few), rollouts),
+        both(make_engine(few), rollouts),
         torch.cat(turned.split(rollouts.lengths[::-1], dim=1)[::-1], dim=1),
         torch.stack([trained.log_probs_N, trained.entropy_N]),
     ]
@@ -113,15 +106,14 @@ def are_equal(tensors: list[Tensor]) -> bool:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", VOCABULARIES)
 def test_bits_do_not_depend_on_the_batch(family: str, dtype: torch.dtype) -> None:
-    rollouts, engine_of = many(VOCABULARIES[family]), engines_of(made(family), dtype)
-    found = in_all_ways(partial(engine_of, batch_invariant=True), rollouts)
+    rollouts, make_engine = many(VOCABULARIES[family]), engines_of(made(family), dtype)
+    found = in_all_ways(partial(make_engine, batch_invariant=True), rollouts)
     assert are_equal(found)
-    plain = in_all_ways(engine_of, rollouts)
+    plain = in_all_ways(make_engine, rollouts)
     if dtype == torch.float32:  # in 16 bits some CPUs multiply small matrices in one way
         assert not are_equal(plain)
-    torch.testing.assert_close(
-        found[0], plain[0], rtol=0, atol=1e-5 if dtype == torch.float32 else 0.05
-    )
+    atol = 1e-5 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(found[0], plain[0], rtol=0, atol=atol)
 
 
 def larger(family: str) -> nn.Module:
@@ -149,18 +141,12 @@ def larger(family: str) -> nn.Module:
     ],
 )
 def test_bits_on_cuda(family: str, dtype: torch.dtype, expert_backend: str) -> None:
-    rollouts = many(4096, 400)
-    on_device = {
-        field.name: value.cuda()
-        for field in fields(rollouts)
-        if isinstance(value := getattr(rollouts, field.name), Tensor)
-    }
-    rollouts = rollouts.replace(**on_device)
-    engine_of = engines_of(larger(family), dtype, "cuda", expert_backend=expert_backend)
+    rollouts = moved(many(4096, 400), "cuda")
+    make_engine = engines_of(larger(family), dtype, "cuda", expert_backend=expert_backend)
     how: Any = dict(max_tokens=(400, 640, 4096))
-    found = in_all_ways(partial(engine_of, batch_invariant=True), rollouts, **how)
+    found = in_all_ways(partial(make_engine, batch_invariant=True), rollouts, **how)
     assert are_equal(found)
-    plain = in_all_ways(engine_of, rollouts, **how)
+    plain = in_all_ways(make_engine, rollouts, **how)
     if dtype == torch.float32:  # in bf16 an H100 multiplies rows of these numbers in one way
         assert not are_equal(plain)
     wide = both(engines_of(larger(family), torch.float32, "cuda")(4096), rollouts)
@@ -170,8 +156,8 @@ def test_bits_on_cuda(family: str, dtype: torch.dtype, expert_backend: str) -> N
 
 def test_a_first_step_has_ratios_of_one() -> None:
     """Exactly, in other rows than those in which old log-probabilities were computed."""
-    rollouts, engine_of = many(VOCABULARY), engines_of(made("native"), torch.float32)
-    old_N = engine_of(40, batch_invariant=True).log_probs(rollouts).log_probs_N
+    rollouts, make_engine = many(VOCABULARY), engines_of(made("native"), torch.float32)
+    old_N = make_engine(40, batch_invariant=True).log_probs(rollouts).log_probs_N
     seen: list[Tensor] = []
 
     def ratios(log_probs_N: Tensor, _: Tensor | None, rollouts: Rollouts) -> Tensor:
@@ -179,7 +165,7 @@ def test_a_first_step_has_ratios_of_one() -> None:
         seen.append((log_probs_N - rollouts.old_log_probs_N).exp())
         return -log_probs_N
 
-    engine = engine_of(512, batch_invariant=True)
+    engine = make_engine(512, batch_invariant=True)
     engine.forward_backward(rollouts.replace(old_log_probs_N=old_N), OwnObjective(ratios))
     assert torch.equal(torch.cat(seen), torch.ones(len(old_N)))
 
@@ -192,11 +178,10 @@ def test_gradients(recompute: tuple[Any, ...]) -> None:
     memory = MemoryOptions(recompute=recompute)
 
     def error(dtype: torch.dtype, is_invariant: bool) -> float:
-        engine_of = engines_of(made("native"), dtype, memory=memory)
-        engine = engine_of(24, batch_invariant=is_invariant)
+        make_engine = engines_of(made("native"), dtype, memory=memory)
+        engine = make_engine(24, batch_invariant=is_invariant)
         engine.forward_backward(rollouts, OBJECTIVES["grpo"][0])
-        grads = ((n, p.grad) for n, p in engine.model.named_parameters() if p.grad is not None)
-        return worst({name: get_local_tensor(grad).float() for name, grad in grads}, want)
+        return worst(gradients(engine.model), want)
 
     assert error(torch.float32, True) < 1e-5
     assert error(torch.bfloat16, True) < 2 * error(torch.bfloat16, False)
@@ -206,11 +191,7 @@ def test_gradients(recompute: tuple[Any, ...]) -> None:
     ("moe", "options", "message"),
     [
         (dict(capacity=CapacityConfig(factor=1.0)), {}, "capacity of layer 'model.layers.1.mlp'"),
-        (
-            dict(router_jitter=0.1),
-            {},
-            r"router_jitter of layer 'model.layers.1.mlp' \(0.1\) must be 0",
-        ),
+        (dict(router_jitter=0.1), {}, r"router_jitter of layer 'model.*' \(0.1\) must be 0"),
         ({}, dict(expert_backend="sequential"), r"expert_backend \('sequential'\) must be 'auto'"),
         ({}, dict(precision=Precision(recipe=Recipe(), roles=("mlp",))), "precision"),
     ],
@@ -218,12 +199,11 @@ def test_gradients(recompute: tuple[Any, ...]) -> None:
 def test_what_compares_tokens_is_refused(moe: Any, options: Any, message: str) -> None:
     tiny = config()
     assert tiny.moe is not None
-    engine_of = engines_of(
-        Decoder(replace(tiny, moe=replace(tiny.moe, **moe))), torch.float32, **options
-    )
+    model = Decoder(replace(tiny, moe=replace(tiny.moe, **moe)))
+    make_engine = engines_of(model, torch.float32, **options)
     with pytest.raises(ValueError, match=message):
-        engine_of(64, batch_invariant=True)
-    engine_of(64)
+        make_engine(64, batch_invariant=True)
+    make_engine(64)
 
 
 def test_linear_and_sparse_attention_are_refused() -> None:
@@ -236,9 +216,9 @@ def test_linear_and_sparse_attention_are_refused() -> None:
         (preset("tiny-nemotron-h"), r"linear_attention \(Mamba2.*\) must be None for an Engine"),
         (sparse, r"mla.sparse \(.*\) must be None, because keys are scored"),
     ):
-        engine_of = engines_of(Decoder(refused), torch.float32)
+        make_engine = engines_of(Decoder(refused), torch.float32)
         with pytest.raises(ValueError, match=message):
-            engine_of(64, batch_invariant=True)
+            make_engine(64, batch_invariant=True)
 
 
 SHORT_AND_LONG = dict(
@@ -257,12 +237,12 @@ def test_angles_of_the_longest_sequence_are_refused(rope: dict[str, Any]) -> Non
     sizes = dict(max_position_embeddings=8, rope_parameters=rope | {"rope_theta": 1e4})
     model = random_model("qwen3-moe", **sizes)
     use_causal_attention(model)
-    engine_of = engines_of(model, torch.float32)
+    make_engine = engines_of(model, torch.float32)
     message = f"rope_type of 'model.rotary_emb' .'{rope['rope_type']}'. must have angles"
     with pytest.raises(ValueError, match=message):
-        engine_of(64, batch_invariant=True)
+        make_engine(64, batch_invariant=True)
     with pytest.raises(ValueError, match="cu_seqlens must be None for a model with rope_type"):
-        engine_of(64).log_probs(many(61))
+        make_engine(64).log_probs(many(61))
 
 
 def test_sparse_attention_of_transformers_is_refused() -> None:

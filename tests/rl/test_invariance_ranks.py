@@ -5,7 +5,7 @@ Tokens have three experts each, whose sum depends on its order.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -19,8 +19,8 @@ from moecore.models import Decoder
 from moecore.rl import PPO, Engine, Rollouts
 from tests.helpers.ranks import run_ranks
 from tests.helpers.whole import gather_whole
-from tests.rl.engine_cases import config, rollouts_of, worst
-from tests.rl.replay_cases import randomize
+from tests.rl.engine_cases import config, moved, rollouts_of
+from tests.rl.replay_cases import randomize, worst
 
 pytestmark = pytest.mark.slow
 
@@ -60,10 +60,7 @@ def engine_of(
 
 
 def rollouts_on(device: torch.device, data_rank: int) -> Rollouts:
-    rollouts = rollouts_of(data_rank).replace(old_log_probs_N=None)  # ratios of 1
-    values = {field.name: getattr(rollouts, field.name) for field in fields(rollouts)}
-    tensors = {name: x.to(device) for name, x in values.items() if isinstance(x, Tensor)}
-    return rollouts.replace(**tensors)
+    return moved(rollouts_of(data_rank).replace(old_log_probs_N=None), device)  # ratios of 1
 
 
 def worker(rank: int, device: torch.device) -> dict[str, Any]:

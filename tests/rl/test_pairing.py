@@ -37,6 +37,9 @@ from tests.rl.replay_cases import (
     train,
 )
 
+Case = tuple[list[Tensor], Choices, dict[str, Tensor]]
+Order = Callable[[list[Tensor]], None]
+
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("mode", ["non-reentrant", "reentrant"])
@@ -57,23 +60,24 @@ def test_recompute_gets_the_choices_of_its_forward(name: str, mode: Mode, order:
 
 
 @pytest.fixture(scope="module")
-def case() -> tuple[list[Tensor], Choices, dict[str, Tensor]]:
+def case() -> Case:
     """Three batches, their choices by another router, and what replay without recompute gives."""
     inputs = batches(3)
     choices = recorded(make_model(CONFIGS["shared"]), inputs)
-    plain = changed_model()
-    with RouterReplay(plain).replay(choices):
-        expected = train(plain, inputs, fifo)
-    return inputs, choices, expected
+    return inputs, choices, replayed(inputs, choices, fifo)
+
+
+def replayed(inputs: list[Tensor], choices: Choices, order: Order) -> dict[str, Tensor]:
+    """What a replay by other routers, without recompute, computes."""
+    model = changed_model()
+    with RouterReplay(model).replay(choices):
+        return train(model, inputs, order)
 
 
 def changed_model(mode: Mode = "none") -> nn.Module:
     model = make_model(CONFIGS["shared"], mode)
     randomize(model, 3, only="router.weight")
     return model
-
-
-Case = tuple[list[Tensor], Choices, dict[str, Tensor]]
 
 
 def in_thread(work: Callable[[], Any]) -> None:
@@ -145,9 +149,7 @@ def without_names(found: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("order", ORDERS)
 def test_nested_non_reentrant_checkpointing(case: Case, order: str) -> None:
     inputs, choices, _ = case
-    plain, model = changed_model(), nested_model(reentrant=False)
-    with RouterReplay(plain).replay(choices):
-        expected = train(plain, inputs, ORDERS[order])
+    model, expected = nested_model(reentrant=False), replayed(inputs, choices, ORDERS[order])
     with RouterReplay(model).replay(renamed(choices)):
         found = train(model, inputs, ORDERS[order])
     assert equal(without_names(found), expected)
@@ -159,10 +161,8 @@ def test_nested_reentrant_checkpointing_needs_select(case: Case, threaded: bool)
     run = in_thread if threaded else lambda work: work()
     model = nested_model(reentrant=True)
     replay = RouterReplay(model)
-    with (
-        pytest.raises(NotImplementedError, match=r"recompute of layer 'model\.layers.*select"),
-        replay.replay(renamed(choices)),
-    ):
+    message = r"recompute of layer 'model\.layers.*select"
+    with pytest.raises(NotImplementedError, match=message), replay.replay(renamed(choices)):
         run(lambda: train(model, inputs, fifo))
 
     def selecting(losses: list[Tensor]) -> None:
@@ -208,20 +208,17 @@ def test_nested_backwards_whose_nodes_are_numbered_like_a_forward(case: Case) ->
         outputs[0].sum().backward()
         assert torch.autograd._get_sequence_nr() < starts[2] + 1000
 
-    with (
-        pytest.raises(NotImplementedError, match="matches 0"),
-        RouterReplay(model).replay({f"model.{n}": ids for n, ids in renamed(choices).items()}),
-    ):
+    of_inner = {f"model.{n}": ids for n, ids in renamed(choices).items()}
+    replay = RouterReplay(model).replay(of_inner)
+    with pytest.raises(NotImplementedError, match="matches 0"), replay:
         in_thread(forwards)
         in_thread(backward)
 
 
 def test_select_orders_forwards_as_a_schedule_does(case: Case) -> None:
     inputs, choices, _ = case
-    plain, model = changed_model(), changed_model("non-reentrant")
+    model, expected = changed_model("non-reentrant"), replayed(inputs, choices, lifo)
     turned = {name: [ids[2], ids[0], ids[1]] for name, ids in choices.items()}
-    with RouterReplay(plain).replay(choices):
-        expected = train(plain, inputs, lifo)
     replay = RouterReplay(model)
     model.zero_grad()
     with replay.replay(turned):
@@ -241,10 +238,7 @@ def test_a_forward_from_outside_the_replay_is_refused(case: Case) -> None:
     one = {name: ids[:1] for name, ids in choices.items()}
     plain = model(inputs[1], inputs[1])
     replay = RouterReplay(model)
-    with (
-        pytest.raises(NotImplementedError, match="matches 0"),
-        replay.replay(one),
-    ):
+    with pytest.raises(NotImplementedError, match="matches 0"), replay.replay(one):
         own = model(inputs[0], inputs[0])
         together([plain, own])
     plain = model(inputs[1], inputs[1])
@@ -259,10 +253,9 @@ def test_a_late_backward_inside_another_replay_is_refused(case: Case) -> None:
     replay = RouterReplay(model)
     with replay.replay({name: ids[:1] for name, ids in choices.items()}):
         late = model(inputs[0], inputs[0])
-    with (
-        pytest.raises(ValueError, match="must not be recorded or replayed already"),
-        replay.replay({name: ids[1:2] for name, ids in choices.items()}),
-    ):
+    other = {name: ids[1:2] for name, ids in choices.items()}
+    message = "must not be recorded or replayed already"
+    with pytest.raises(ValueError, match=message), replay.replay(other):
         model(inputs[1], inputs[1])
         late.backward()
 
@@ -271,10 +264,8 @@ def test_calls_of_a_part_of_the_model_are_refused_in_recompute(case: Case) -> No
     inputs, choices, _ = case
     model: Any = changed_model("non-reentrant")
     one = {name: ids[:1] for name, ids in choices.items()}
-    with (
-        pytest.raises(NotImplementedError, match="forward of the replayed Decoder"),
-        RouterReplay(model).replay(one),
-    ):
+    message = "forward of the replayed Decoder"
+    with pytest.raises(NotImplementedError, match=message), RouterReplay(model).replay(one):
         model.model(inputs[0]).sum().backward()
     part = RouterReplay(model.model)
     with part.replay({name.removeprefix("model."): ids for name, ids in one.items()}):
@@ -309,10 +300,7 @@ def test_a_layer_that_runs_twice_in_a_forward() -> None:
         replay.select(0)
         model(x)
     twice = Twice(layer, recompute=True)
-    with (
-        pytest.raises(NotImplementedError, match="matches 2"),
-        RouterReplay(twice).replay(choices),
-    ):
+    with pytest.raises(NotImplementedError, match="matches 2"), RouterReplay(twice).replay(choices):
         twice(x).sum().backward()
 
 

@@ -96,33 +96,21 @@ def test_hugging_face_model(mode: Mode) -> None:
     assert not equal(step(), expected)
 
 
-def test_eval_mode_and_no_grad() -> None:
-    model, inputs = make_model(CONFIGS["capacity"]).eval(), batches(2)
-    expected = [model(x) for x in inputs]
-    replay = RouterReplay(model)
-    with replay.replay(recorded(model, inputs)), torch.no_grad():
-        assert all(torch.equal(model(x), y) for x, y in zip(inputs, expected, strict=True))
-
-
+SOFTMAX = MoEConfig(dim=32, hidden_dim=16, num_experts=8, top_k=3, balance=ALL_LOSSES)
 LAYERS = {
-    "softmax": MoEConfig(dim=32, hidden_dim=16, num_experts=8, top_k=3, balance=ALL_LOSSES),
-    "sigmoid": MoEConfig(
-        dim=32,
-        hidden_dim=16,
-        num_experts=8,
+    "softmax": SOFTMAX,
+    "sigmoid": replace(
+        SOFTMAX,
         top_k=2,
         score_function="sigmoid",
         expert_bias=True,
         routed_scaling_factor=2.5,
-        balance=ALL_LOSSES,
     ),
-}
-LAYERS |= {
-    "post": replace(LAYERS["softmax"], score_order="post"),
-    "raw": replace(LAYERS["softmax"], normalize_weights=False),
-    "capacity": replace(LAYERS["softmax"], capacity=CapacityConfig(factor=0.8)),
+    "post": replace(SOFTMAX, score_order="post"),
+    "raw": replace(SOFTMAX, normalize_weights=False),
+    "capacity": replace(SOFTMAX, capacity=CapacityConfig(factor=0.8)),
     "expert-choice": replace(
-        LAYERS["softmax"],
+        SOFTMAX,
         assignment="expert_choice",
         capacity=CapacityConfig(factor=1.0),
         balance=BalanceConfig(z_loss_coef=0.01),

@@ -22,7 +22,16 @@ from moecore.rl.choices import Choices
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks
 from tests.helpers.whole import gather_whole
-from tests.rl.replay_cases import CONFIGS, batches, fifo, layers_of, make_model, worst
+from tests.rl.replay_cases import (
+    CONFIGS,
+    batches,
+    equal,
+    fifo,
+    make_model,
+    same_choices,
+    train,
+    worst,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -38,26 +47,6 @@ FORWARDS = 2
 def inputs_of(data_rank: int) -> list[Tensor]:
     """Two micro-batches of two sequences, another pair on every data rank."""
     return batches(8)[FORWARDS * data_rank :][:FORWARDS]
-
-
-def train(model: nn.Module, inputs: list[Tensor]) -> dict[str, Tensor]:
-    """Losses, gradients, and what the layers counted, of this rank."""
-    for layer in layers_of(model):
-        layer.tracker.counts = None
-        layer.tracker.reset()
-    losses = [model(x, x.roll(-1, 1)) for x in inputs]
-    fifo(losses)
-    found = {f"loss/{i}": loss.detach() for i, loss in enumerate(losses)}
-    for name, parameter in model.named_parameters():
-        found[f"grad/{name.replace('_checkpoint_wrapped_module.', '')}"] = parameter.grad
-    for i, layer in enumerate(layers_of(model)):
-        assert layer.tracker.counts is not None
-        for j, tensor in enumerate(layer.tracker.counts.list_tensors()):
-            found[f"counts/{i}/{j}"] = tensor.clone()
-    # Now, not before the next forward: after a forward without gradient FSDP2's root shows its
-    # gathered parameters, which are not those that hold the gradients.
-    model.zero_grad(set_to_none=True)
-    return found
 
 
 def changed_router(model: nn.Module) -> None:
@@ -86,7 +75,7 @@ def one_process(name: str, data_ranks: int) -> tuple[list[Choices], dict[str, Te
     total: dict[str, Tensor] = {}
     for data_rank in range(data_ranks):
         with replay.replay(every[data_rank]):
-            found = train(model, inputs_of(data_rank))
+            found = train(model, inputs_of(data_rank), fifo)
         for key, value in found.items():
             if key.startswith("loss"):
                 total[f"{key.replace('/', ' ')}/{data_rank}"] = value
@@ -101,17 +90,11 @@ def run_case(name: str, meshes: Meshes) -> dict[str, float | bool]:
     inputs = inputs_of(meshes.data_rank)
     replay = RouterReplay(model)
     with replay.record():
-        expected = train(model, inputs)
+        expected = train(model, inputs, fifo)
     choices = replay.choices()
     with replay.replay(choices):
-        found = train(model, inputs)
-    result: dict[str, float | bool] = {
-        "same bits": found.keys() == expected.keys()
-        and all(
-            torch.equal(get_local_tensor(found[key]), get_local_tensor(expected[key]))
-            for key in expected
-        )
-    }
+        found = train(model, inputs, fifo)
+    result: dict[str, float | bool] = {"same bits": equal(local(found), local(expected))}
 
     first = dist.get_rank() == 0
     every, total = one_process(name, meshes.data_ranks) if first else (None, {})
@@ -119,11 +102,7 @@ def run_case(name: str, meshes: Meshes) -> dict[str, float | bool]:
     as_engine = RouterReplay(make_model(CONFIGS[name])).to_engine(whole, batch_size=2)
     gathered = replay.to_engine(choices, batch_size=2)
     result["to engine"] = all(torch.equal(a, b) for a, b in zip(gathered, as_engine, strict=True))
-    result["from engine"] = all(
-        torch.equal(a, b)
-        for layer, ids in replay.from_engine(as_engine).items()
-        for a, b in zip(ids, choices[layer], strict=True)
-    )
+    result["from engine"] = same_choices(replay.from_engine(as_engine), choices)
 
     changed_router(model)
     with torch.no_grad(), replay.record():
@@ -133,13 +112,17 @@ def run_case(name: str, meshes: Meshes) -> dict[str, float | bool]:
         not torch.equal(live[layer][0], choices[layer][0]) for layer in live
     )
     with replay.replay(replay.from_engine(as_engine)):
-        found = train(model, inputs)
+        found = train(model, inputs, fifo)
     ours = {key: value for key, value in found.items() if key.startswith("grad")}
     for i in range(FORWARDS):  # of a tp group all ranks have the loss
         ours[f"loss {i}/{meshes.data_rank}"] = found[f"loss/{i}"]
     ours = gather_whole(ours)
     result["error"] = worst(ours, total) if first else 0.0
     return result
+
+
+def local(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: get_local_tensor(tensor) for name, tensor in found.items()}
 
 
 def sent(value: Any) -> Any:

@@ -7,22 +7,16 @@ import copy
 import pytest
 import torch
 
-from moecore import (
-    FSDPOptions,
-    Meshes,
-    ParallelConfig,
-    TrainStep,
-    build_meshes,
-    parallelize_moe,
-)
-from moecore.base.torch_private import get_local_tensor
+from moecore import FSDPOptions
 from moecore.families import use_causal_attention
 from moecore.models import Decoder, preset
-from moecore.rl import PPO, Engine, RouterReplay
+from moecore.rl import PPO, RouterReplay
 from tests.families.transformers.hf_models import random_model
 from tests.rl.engine_cases import (
     decoder,
+    engine_of,
     forced,
+    gradients,
     log_probs_by_hand,
     rollouts_of,
     routes_by_hand,
@@ -30,16 +24,9 @@ from tests.rl.engine_cases import (
 )
 
 
-@pytest.fixture(scope="module")
-def meshes() -> Meshes:
-    return build_meshes(ParallelConfig(), device_type="cpu")
-
-
-def test_routes_are_recorded_and_replayed_by_token(meshes: Meshes) -> None:
+def test_routes_are_recorded_and_replayed_by_token() -> None:
     plain, rollouts = decoder(), rollouts_of(1)
-    model = parallelize_moe(copy.deepcopy(plain), meshes)
-    step = TrainStep(model)
-    found = Engine(model, step, max_tokens=20).log_probs(rollouts, routes=True)
+    found = engine_of(copy.deepcopy(plain), max_tokens=20).log_probs(rollouts, routes=True)
     assert found.routes_NLK is not None
     assert torch.equal(found.routes_NLK, routes_by_hand(plain, rollouts))
     other = rollouts.replace(routes_NLK=forced(found.routes_NLK, 8))
@@ -47,23 +34,19 @@ def test_routes_are_recorded_and_replayed_by_token(meshes: Meshes) -> None:
     assert (wanted - found.log_probs_N).abs().max() > 0.1
     mini = [5, 0, 3]
     for max_tokens in (20, 64):
-        engine = Engine(model, step, max_tokens=max_tokens)
-        torch.testing.assert_close(
-            engine.log_probs(other).log_probs_N, wanted, rtol=1e-6, atol=2e-6
-        )
-        result = engine.forward_backward(other.take(mini), PPO())
-        step.drop()
-        torch.testing.assert_close(
-            result.scores.log_probs_N, wanted[other.find_token_indices(mini)], rtol=1e-6, atol=2e-6
-        )
+        engine = engine_of(copy.deepcopy(plain), max_tokens=max_tokens)
+        found_N = engine.log_probs(other).log_probs_N
+        torch.testing.assert_close(found_N, wanted, rtol=1e-6, atol=2e-6)
+        found_N = engine.forward_backward(other.take(mini), PPO()).scores.log_probs_N
+        wanted_N = wanted[other.find_token_indices(mini)]
+        torch.testing.assert_close(found_N, wanted_N, rtol=1e-6, atol=2e-6)
 
 
-def test_routes_of_a_transformers_model_in_bf16(meshes: Meshes) -> None:
+def test_routes_of_a_transformers_model_in_bf16() -> None:
     """Whose weights are gathered anew for each forward, so that no logits can be computed after."""
     model, rollouts = random_model("qwen3-moe"), rollouts_of(1, 61)
     use_causal_attention(model)
-    parallelize_moe(model, meshes, fsdp=FSDPOptions(param_dtype=torch.bfloat16))
-    engine = Engine(model, TrainStep(model), max_tokens=40)
+    engine = engine_of(model, max_tokens=40, fsdp=FSDPOptions(param_dtype=torch.bfloat16))
     found = engine.log_probs(rollouts, routes=True)
     replayed = rollouts.replace(routes_NLK=found.routes_NLK)
     assert torch.equal(engine.log_probs(replayed).log_probs_N, found.log_probs_N)
@@ -71,10 +54,8 @@ def test_routes_of_a_transformers_model_in_bf16(meshes: Meshes) -> None:
     assert torch.equal(result.scores.log_probs_N, found.log_probs_N)
 
 
-def test_the_model_routes_what_an_engine_did_not_run(meshes: Meshes) -> None:
-    plain, rollouts = decoder(), rollouts_of(0)
-    model = parallelize_moe(copy.deepcopy(plain), meshes)
-    engine = Engine(model, TrainStep(model), max_tokens=20)
+def test_the_model_routes_what_an_engine_did_not_run() -> None:
+    rollouts, engine = rollouts_of(0), engine_of(decoder(), max_tokens=20)
     found = engine.log_probs(rollouts, routes=True)
     assert found.routes_NLK is not None
     routes = found.routes_NLK.clone()
@@ -88,27 +69,23 @@ def test_the_model_routes_what_an_engine_did_not_run(meshes: Meshes) -> None:
     assert other.isfinite().all() and (other - found.log_probs_N).abs().max() > 0.1
 
 
-def test_a_step_with_weights_of_the_routers_trains_them(meshes: Meshes) -> None:
-    rollouts = rollouts_of(0)
-    model = parallelize_moe(decoder(), meshes)
-    engine = Engine(model, TrainStep(model), max_tokens=20)
+def test_a_step_with_weights_of_the_routers_trains_them() -> None:
+    rollouts, engine = rollouts_of(0), engine_of(decoder(), max_tokens=20)
     routes = engine.log_probs(rollouts, routes=True).routes_NLK
     given = rollouts.replace(routes_NLK=routes)
     for one, trains in ((given, True), (weighted(given), False)):
         engine.forward_backward(one, PPO())
-        grads = {n: p.grad for n, p in model.named_parameters() if n.endswith("router.weight")}
-        assert len(grads) == 2
-        assert all(get_local_tensor(g).any() == trains for g in grads.values() if g is not None)
+        grads = [g for n, g in gradients(engine.model).items() if n.endswith("router.weight")]
+        assert all(grad.any() == trains for grad in grads) and len(grads) in (2, 2 * trains)
         engine.step.drop()
 
 
-def test_routes_leave_out_multi_token_prediction(meshes: Meshes) -> None:
-    model, rollouts = parallelize_moe(Decoder(preset("tiny-deepseek-v3")), meshes), rollouts_of(0)
-    engine = Engine(model, TrainStep(model), max_tokens=40)
+def test_routes_leave_out_multi_token_prediction() -> None:
+    engine, rollouts = engine_of(Decoder(preset("tiny-deepseek-v3")), max_tokens=40), rollouts_of(0)
     found = engine.log_probs(rollouts, routes=True)
     assert found.routes_NLK is not None
-    names = [name for name in RouterReplay(model).layer_names if "mtp" not in name]
-    assert found.routes_NLK.shape[1] == len(names) < len(RouterReplay(model).layer_names)
+    names = RouterReplay(engine.model).layer_names
+    assert found.routes_NLK.shape[1] == sum("mtp" not in name for name in names) < len(names)
     moved = rollouts.replace(routes_NLK=(found.routes_NLK + 1) % 8)
     result = engine.forward_backward(moved, PPO())
     assert (result.scores.log_probs_N - found.log_probs_N).abs().max() > 1e-4
@@ -117,17 +94,14 @@ def test_routes_leave_out_multi_token_prediction(meshes: Meshes) -> None:
     assert torch.equal(same.scores.log_probs_N, found.log_probs_N)
 
 
-def test_routes_that_do_not_fit_are_one_line(meshes: Meshes) -> None:
-    rollouts = rollouts_of(0)
-    model = parallelize_moe(decoder(), meshes)
-    engine = Engine(model, TrainStep(model), max_tokens=20)
+def test_routes_that_do_not_fit_are_one_line() -> None:
+    rollouts, engine = rollouts_of(0), engine_of(decoder(), max_tokens=20)
     few = rollouts.replace(routes_NLK=torch.zeros(31, 1, 2, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"routes_NLK \(31, 1, 2\) must be \[tokens, 2 layers"):
         engine.log_probs(few)
     wrong = rollouts.replace(routes_NLK=torch.full((31, 2, 2), 9))
-    with pytest.raises(
-        ValueError, match=r"routes_NLK\[:, 0\] of layer 'model.layers.1.mlp', row\[0, 0\] \(9\)"
-    ):
+    message = r"routes_NLK\[:, 0\] of layer 'model.layers.1.mlp', row\[0, 0\] \(9\)"
+    with pytest.raises(ValueError, match=message):
         engine.log_probs(wrong)
     with pytest.raises(ValueError, match=r"route_weights_NLK .* routes_NLK \(None\), found"):
         rollouts.replace(route_weights_NLK=torch.ones(31, 2, 2))

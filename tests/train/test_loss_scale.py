@@ -30,6 +30,7 @@ from moecore import (
 )
 from moecore.base.options.precision import Precision, Recipe
 from moecore.base.rank_checks import gather_objects
+from moecore.base.torch_private import get_local_tensor
 from moecore.io import load, save
 from moecore.models import Decoder, DecoderConfig
 from moecore.precision.apply import apply_precision
@@ -37,23 +38,16 @@ from moecore.train import AdamW
 from moecore.train.loss_scale import LARGEST, SMALLEST, LossScale, check_loss_scale
 from tests.helpers.errors import error_of
 from tests.helpers.ranks import run_ranks
-from tests.train.test_step import are_equal
+from tests.train import test_step
+from tests.train.test_step import are_equal, loss_of, weights
 
 BALANCE = BalanceConfig(
     micro_batch_coef=0.02, sequence_coef=0.01, global_batch_coef=0.02, z_loss_coef=0.01
 )
-CONFIG = DecoderConfig(
-    vocab_size=66,
-    dim=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_seq_len=32,
-    moe=MoEConfig(
-        dim=32, hidden_dim=24, num_experts=4, top_k=2, shared_hidden_dim=16, balance=BALANCE
-    ),
+MOE = MoEConfig(
+    dim=32, hidden_dim=24, num_experts=4, top_k=2, shared_hidden_dim=16, balance=BALANCE
 )
+CONFIG = replace(test_step.CONFIG, vocab_size=66, moe=MOE)
 FP8 = replace(
     CONFIG, dim=128, head_dim=32, moe=replace(CONFIG.moe, dim=128, hidden_dim=128, num_experts=4)
 )
@@ -74,12 +68,8 @@ def make(
     mesh: str = "units", config: DecoderConfig = CONFIG, *, fp8: bool = False, **fsdp: Any
 ) -> Decoder:
     model, meshes = Decoder(config, device="meta"), meshes_of(mesh)
-    parallelize_moe(
-        model,
-        meshes,
-        fsdp=FSDPOptions(**fsdp),
-        precision=Precision(recipe=Recipe()) if fp8 else None,
-    )
+    precision = Precision(recipe=Recipe()) if fp8 else None
+    parallelize_moe(model, meshes, fsdp=FSDPOptions(**fsdp), precision=precision)
     model.to_empty(device="cpu")
     model.init_weights(0)
     model.data_rank = meshes.data_rank
@@ -91,29 +81,12 @@ def meshes_of(mesh: str) -> Meshes:
     return build_meshes(ParallelConfig(**MESHES[mesh]), "cpu")
 
 
-def loss_of(model: Any, n: int) -> Tensor:
-    g = torch.Generator().manual_seed(10 * n + model.data_rank)
-    tokens = torch.randint(0, CONFIG.vocab_size, (2, 9), generator=g)
-    loss: Tensor = model(tokens[:, :-1], tokens[:, 1:].contiguous())
-    return loss
-
-
-def run(step: TrainStep, model: nn.Module, *, first: int = 0, factor: float = 1.0) -> None:
+def run(step: TrainStep, model: Any, *, first: int = 0, factor: float = 1.0) -> None:
     """Run a step's micro-batches; the main loss times a factor."""
     for n in range(step.num_micro_batches):
         with step.micro_batch():
-            step.scale_loss(
-                loss_of(model, first + n) * (factor / step.num_micro_batches)
-            ).backward()
-
-
-def weights(model: nn.Module) -> list[Tensor]:
-    return [local(p).clone() for p in model.parameters()]
-
-
-def local(tensor: Any) -> Tensor:
-    found: Tensor = tensor.detach()
-    return found.to_local() if hasattr(found, "to_local") else found
+            loss = loss_of(model, first + n, model.data_rank)
+            step.scale_loss(loss * (factor / step.num_micro_batches)).backward()
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -130,13 +103,8 @@ def train(
     """Return the weights after a step and its norm; eps keeps AdamW's first from being a sign."""
     model = make(mesh, **options)
     optimizer, owns = OPTIMIZERS[how](model), how != "the caller's"
-    step = TrainStep(
-        model,
-        optimizer if owns else None,
-        max_norm=max_norm,
-        num_micro_batches=MICRO_BATCHES,
-        loss_scale=scale,
-    )
+    options = dict(max_norm=max_norm, num_micro_batches=MICRO_BATCHES, loss_scale=scale)
+    step = TrainStep(model, optimizer if owns else None, **options)
     run(step, model)
     if not owns:
         step.clip()
@@ -173,7 +141,8 @@ def gradients(
     step = TrainStep(model, num_micro_batches=MICRO_BATCHES, loss_scale=scale)
     run(step, model, factor=factor)
     norm = step.clip().total
-    found = {n: local(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    found = {n: get_local_tensor(grad).clone() for n, grad in grads.items()}
     step.finish()
     return found, norm
 
@@ -242,7 +211,7 @@ def refusals() -> dict[str, str]:
 
     def unscaled() -> None:
         with step.micro_batch():
-            loss_of(model, 0).backward()
+            loss_of(model, 0, model.data_rank).backward()
 
     found["unscaled"] = error_of(unscaled)
     step.drop()
@@ -329,9 +298,8 @@ def test_what_would_train_wrongly_is_one_line(
 
 def test_models_that_can_not_be_scaled_are_refused() -> None:
     half = nn.Linear(16, 16).half()
-    with pytest.raises(
-        ValueError, match=r"dtype of weight \(torch.float16\) must be torch.float32"
-    ):
+    message = r"dtype of weight \(torch.float16\) must be torch.float32"
+    with pytest.raises(ValueError, match=message):
         check_loss_scale(half, AT_START)
     check_loss_scale(half.requires_grad_(False), AT_START)
     model = nn.ModuleDict({"up_proj": nn.Linear(16, 16)})

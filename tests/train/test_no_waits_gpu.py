@@ -33,16 +33,8 @@ pytestmark = pytest.mark.gpu
 
 BALANCE = BalanceConfig(micro_batch_coef=0.01, bias_update_rate=0.01)
 MOE = MoEConfig(dim=256, hidden_dim=384, num_experts=8, top_k=2, expert_bias=True, balance=BALANCE)
-CONFIG = DecoderConfig(
-    vocab_size=128,
-    dim=256,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=64,
-    max_seq_len=128,
-    moe=MOE,
-)
+SIZES = dict(vocab_size=128, dim=256, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64)
+CONFIG = DecoderConfig(**SIZES, max_seq_len=128, moe=MOE)
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)
 DELAYED = Recipe(scaling="tensorwise", amax_history=4, grad_format="e5m2")
 CASES: dict[str, dict[str, Any]] = {

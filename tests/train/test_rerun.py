@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -16,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from moecore import (
     BalanceConfig,
@@ -33,17 +33,23 @@ from moecore import (
 )
 from moecore.base.rank_checks import gather_objects
 from moecore.base.streams import ToHost
-from moecore.models import Decoder, DecoderConfig
+from moecore.base.torch_private import get_local_tensor
+from moecore.models import Decoder
 from moecore.moe.shortage import BufferOwner, Capacity, ShortageCounters
 from moecore.parallel.model.parallel_state import get_capacity, get_parallel_state
 from moecore.rl import RouterReplay
 from moecore.train import AdamW, GraphedForwardBackward, rerun
 from tests.helpers.ranks import run_ranks
 from tests.moe.emulated_exchange import emulated
+from tests.train import test_step
 from tests.train.graphs.graph_fakes import fake_steps
 
 WORLD, TOKENS, EXPERTS = 3, 12, 6
 PAGES = MemoryOptions(stash=StashOptions(page_rows=2, factor=0.25))
+PAGES_2 = MemoryOptions(stash=StashOptions(page_rows=2, factor=2.0))
+OUTGROWN = (3, 4)  # steps of a graph whose routing is skewed and that have had no room yet
+ROWS, LENGTH = "NVLinkOptions.row_factor", "NVLinkOptions.max_tokens"
+PAGE_ROWS = "StashOptions.factor"
 TIGHT: dict[str, dict[str, Any]] = {
     "expert rows": dict(row_factor=0.5),
     "pages": dict(memory=PAGES),
@@ -51,15 +57,6 @@ TIGHT: dict[str, dict[str, Any]] = {
     "tokens": dict(row_factor=4.0, max_tokens=5),
     "tokens and rows": dict(row_factor=0.5, max_tokens=5),
 }
-LOOPS = [case for case in TIGHT if "tokens" not in case]
-PAGES_2 = MemoryOptions(stash=StashOptions(page_rows=2, factor=2.0))
-OUTGROWN = (3, 4)  # steps of a graph whose routing is skewed and that have had no room yet
-ROWS, LENGTH, PAGE_ROWS = (
-    "NVLinkOptions.row_factor",
-    "NVLinkOptions.max_tokens",
-    "StashOptions.factor",
-)
-DEFAULTS = (True, 26, 0)  # buffers for 24 tokens, and 5%
 GROWN: dict[str, dict[str, float]] = {  # case -> options that are too small, and their values
     "expert rows": {ROWS: 0.5},
     "pages": {PAGE_ROWS: 0.25},
@@ -67,28 +64,22 @@ GROWN: dict[str, dict[str, float]] = {  # case -> options that are too small, an
     "tokens": {LENGTH: 5},
     "tokens and rows": {ROWS: 0.5, LENGTH: 5},
 }
+LOOPS = [case for case in TIGHT if "tokens" not in case]
+DEFAULTS = (True, 26, 0)  # buffers for 24 tokens, and 5%
 BALANCE = BalanceConfig(
     global_batch_coef=0.05, bias_update_rate=0.5, bias_update="quantile", z_loss_coef=0.01
 )
-CONFIG = DecoderConfig(
-    vocab_size=31,
+MOE = MoEConfig(
     dim=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_seq_len=32,
-    moe=MoEConfig(
-        dim=32,
-        hidden_dim=32,
-        num_experts=EXPERTS,
-        top_k=2,
-        score_function="sigmoid",
-        expert_bias=True,
-        router_jitter=0.1,
-        balance=BALANCE,
-    ),
+    hidden_dim=32,
+    num_experts=EXPERTS,
+    top_k=2,
+    score_function="sigmoid",
+    expert_bias=True,
+    router_jitter=0.1,
+    balance=BALANCE,
 )
+CONFIG = replace(test_step.CONFIG, vocab_size=31, moe=MOE)
 
 
 def build(
@@ -145,18 +136,17 @@ def trained(**options: Any) -> dict[str, Any]:
 
 def compared() -> dict[str, Any]:
     """Return case -> each rank's values that differ from those with room, and its factors."""
-    room, found = trained(), {}
-    names = list(room["values"])
+    room, found = trained()["values"], {}
     for case, options in TIGHT.items():
         tight = trained(**options)
-        assert names == list(tight["values"])
-        others = [n for n in names if not torch.equal(_local(room, n), _local(tight, n))]
+        assert list(room) == list(tight["values"])
+        others = [n for n in room if not equal(room[n], tight["values"][n])]
         found[case] = gather_objects((others, tight["factors"]))
-    return found | {"number": len(names)}
+    return found | {"number": len(room)}
 
 
-def _local(found: dict[str, Any], name: str) -> Tensor:
-    return _part(found["values"][name])
+def equal(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(get_local_tensor(a), get_local_tensor(b))
 
 
 def looped(**options: Any) -> dict[str, Any]:
@@ -172,15 +162,8 @@ def looped(**options: Any) -> dict[str, Any]:
         states.append({n: t.clone() for n, t in model.state_dict().items()})
         if not skipped[-1]:
             break
-    same = [
-        all(torch.equal(_part(before[n]), _part(after[n])) for n in before)
-        for before, after in pairwise(states)
-    ]
+    same = [all(equal(a[n], b[n]) for n in a) for a, b in pairwise(states)]
     return {"skipped": skipped, "same": same, "last": states[-1]}
-
-
-def _part(value: Tensor) -> Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def loops() -> dict[str, Any]:
@@ -188,9 +171,7 @@ def loops() -> dict[str, Any]:
     want, found = looped(), {}
     for case in LOOPS:
         got = looped(**TIGHT[case])
-        is_right = all(
-            torch.equal(_part(got["last"][n]), _part(t)) for n, t in want["last"].items()
-        )
+        is_right = all(equal(got["last"][n], t) for n, t in want["last"].items())
         found[case] = gather_objects((got["skipped"], got["same"], is_right))
     return found
 
@@ -236,7 +217,8 @@ def defaults() -> list[Any]:
         found = []
         for one in steps:
             found.append(step.forward_backward(one))
-            found += [_part(p.grad).clone() for p in model.parameters() if p.grad is not None]
+            grads = (p.grad for p in model.parameters() if p.grad is not None)
+            found += [get_local_tensor(grad).clone() for grad in grads]
             step.finish()
         results.append([*found, torch.rand(1)])
     (holder,) = (h for h in get_capacity(model).holders if h is not None and h.option == LENGTH)
@@ -292,7 +274,7 @@ def graphed(*, room: bool) -> dict[str, Any]:
 def graphs() -> list[Any]:
     """Return each rank's steps of a graph, and whether what they leave is that of one with room."""
     want, got = graphed(room=True), graphed(room=False)
-    is_right = all(torch.equal(_part(got["last"][n]), _part(t)) for n, t in want["last"].items())
+    is_right = all(equal(got["last"][n], t) for n, t in want["last"].items())
     return gather_objects((got["skipped"], got["same"], got["captured"], is_right))
 
 
@@ -351,10 +333,8 @@ class RowLimit(BufferOwner):
 
     def __init__(self, factor: float) -> None:
         self.limit = factor
-        words = torch.zeros(2, dtype=torch.int32)
-        self.shortage = ShortageCounters(
-            words=words, report=torch.zeros(1, dtype=torch.int32), even=1.0
-        )
+        words, report = (torch.zeros(n, dtype=torch.int32) for n in (2, 1))
+        self.shortage = ShortageCounters(words=words, report=report, even=1.0)
 
     @property
     def factor(self) -> float:
@@ -431,17 +411,13 @@ def test_a_step_that_runs_again_has_the_bits_of_one_with_room(
     assert all(factors[0][option] > was for option, was in GROWN[case].items())
 
 
-def test_a_step_that_is_too_large_for_the_only_limited_rank_runs_again_on_every_rank(
-    results: dict[str, Any],
-) -> None:
+def test_a_step_too_large_for_the_only_limited_rank_runs_again(results: dict[str, Any]) -> None:
     runs_and_drops = [found[:2] for found in results["one"]]
     assert runs_and_drops == [(2, 1)] * WORLD
     assert results["one"][-1][2] >= 3.0  # the rows that the step needed
 
 
-def test_a_longer_batch_of_one_rank_enlarges_the_buffers_that_nobody_asked_for(
-    results: dict[str, Any],
-) -> None:
+def test_a_longer_batch_of_one_rank_enlarges_the_buffers(results: dict[str, Any]) -> None:
     """Without options steps that can run again send by stores, and loops by all-to-all."""
     assert results["defaults"] == [DEFAULTS] * WORLD
 
@@ -461,25 +437,20 @@ def test_a_loop_skips_what_did_not_fit_on_every_rank_and_goes_on(
     assert all(tuple(same) == skipped and is_right for _, same, is_right in found)
 
 
-def test_routes_are_recorded_and_replayed_as_if_a_step_had_run_once(
-    results: dict[str, Any],
-) -> None:
+def test_routes_are_recorded_as_if_a_step_had_run_once(results: dict[str, Any]) -> None:
     assert results["replayed"] == [True] * WORLD
 
 
-def test_steps_of_a_graph_that_rows_outgrow_are_skipped_until_it_is_captured_with_room(
-    results: dict[str, Any],
-) -> None:
-    """The host sees a skipped step while the next one runs."""
+def test_steps_of_a_graph_that_rows_outgrow_are_skipped(results: dict[str, Any]) -> None:
+    """Until it is captured with room: the host sees a skipped step while the next one runs."""
     for skipped, same, captured, is_right in results["graphs"]:
         assert skipped == same == [i in OUTGROWN for i in range(9)]
         assert captured == [False, False, True, True, True, False, False, True, True]
         assert is_right
 
 
-def test_the_host_waits_for_the_last_forward_and_where_there_are_pages_for_its_backward(
-    results: dict[str, Any],
-) -> None:
+def test_the_host_waits_for_the_last_forward_or_backward(results: dict[str, Any]) -> None:
+    """For the backward where there are pages."""
     first, second = ["forward", "backward"], ["forward", "ask", "backward", "read"]
     once, late = [*first, *second], [*first, *first, "ask", "read"]
     assert results["turns"] == [once, [*once, *once], late]

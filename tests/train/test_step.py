@@ -57,8 +57,9 @@ def adamw(model: nn.Module, *, fused: bool = True) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-2, fused=fused)
 
 
-def loss_of(model: nn.Module, n: int) -> Tensor:
-    g = torch.Generator().manual_seed(10 * n + dist.get_rank())
+def loss_of(model: nn.Module, n: int, rank: int | None = None) -> Tensor:
+    """The loss of a batch of a rank, by default this one."""
+    g = torch.Generator().manual_seed(10 * n + (dist.get_rank() if rank is None else rank))
     tokens = torch.randint(0, CONFIG.vocab_size, (2, 9), generator=g)
     loss: Tensor = model(tokens[:, :-1], tokens[:, 1:].contiguous())
     return loss

@@ -29,7 +29,7 @@ from moecore.planning.flags import (
     select_gpu,
 )
 from moecore.planning.gpus import find_time_refusal, get_gpu
-from moecore.planning.layouts import Folding
+from moecore.planning.layouts import Layout
 from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak_memory
 from moecore.planning.option_sets import next_change
 from moecore.planning.recipe import format_calls, format_flags, format_page, format_recipe
@@ -40,25 +40,21 @@ from moecore.planning.times import TimePlan, find_hidden_share, has_slices, plan
 
 # Recorded complete steps: (preset, GPU, number of GPUs) -> layout, tokens per second of a GPU, and
 # the record under benchmarks/results.
-MEASURED: dict[tuple[str, str, int], tuple[Folding, int, str]] = {
+MEASURED: dict[tuple[str, str, int], tuple[Layout, int, str]] = {
     ("qwen3-30b-a3b", "h200-141", 8): (
-        Folding(ep=8, batch_size=4),
+        Layout(ep=8, batch_size=4),
         16_159,
         "train/2026-11-20-nvidia-h200.jsonl",
-    ),
+    )
 }
 
 
 @collect_by_hand()
 def run_plan(args: PlanConfig) -> int:
-    """Run `moecore plan`, and return its exit status: 1 if the run or every layout is too large.
-
-    With `args.explain` the command describes one layout. With degrees it plans one run. Without
-    degrees it searches layouts.
-    """
+    """Run `moecore plan`; return exit status 0, or 1 if the run or every layout is too large."""
     refuse_unread(args)
     if args.explain is not None:
-        return _explain_layout(args, args.explain)
+        return _explain_layout(args)
     if not args.parallel:  # no degree
         return _search_layouts(args)
     run = parse_run(args)
@@ -96,12 +92,9 @@ def run_plan(args: PlanConfig) -> int:
     return 0 if fits else 1
 
 
-def _explain_layout(args: PlanConfig, folding: str) -> int:
-    """Print the plan of the layout `folding`, a text such as "pp=8,ep=8".
-
-    Return the exit status: 1 if a rule refuses the layout or the layout is too large, otherwise 0.
-    """
-    request, layout = parse_request(args), parse_layout(folding)
+def _explain_layout(args: Any) -> int:
+    """Print the plan of the layout `args.explain`; return 0, or 1 if the layout does not fit."""
+    request, layout = parse_request(args), parse_layout(args.explain)
     plan = plan_layout(request, layout, _load_table(args))
     text = describe_outcome(request, layout, plan)
     fitting = plan if isinstance(plan, FittingCandidate) else None
@@ -110,11 +103,8 @@ def _explain_layout(args: PlanConfig, folding: str) -> int:
     if args.json:
         summary = {"gpu": format_gpu_name(args), "limit": request.limit}
         summary |= {"fits": fitting is not None, "text": text}
-        print(
-            json.dumps(
-                summary | (layout._asdict() if fitting is None else _list_layout_fields(fitting))
-            )
-        )
+        summary |= layout._asdict() if fitting is None else _list_layout_fields(fitting)
+        print(json.dumps(summary))
     elif args.call and fitting is not None:
         print(format_calls(fitting.run))
     else:
@@ -122,8 +112,8 @@ def _explain_layout(args: PlanConfig, folding: str) -> int:
     return 0 if fitting is not None else 1
 
 
-def _describe_measurement(args: Any, first: Folding) -> str:
-    """Return a sentence: the speed measured for model and GPUs, and if its layout is `first`."""
+def _describe_measurement(args: Any, first: Layout) -> str:
+    """Return a sentence: whether a benchmark measured layout `first`, and the measured speed."""
     step = MEASURED.get((args.preset, format_gpu_name(args), args.gpus))
     if step is None:
         return "no benchmark has measured the first layout"
@@ -199,10 +189,7 @@ def _list_layout_fields(candidate: FittingCandidate) -> dict[str, Any]:
 
 
 def _list_time_numbers(time: TimePlan | str) -> dict[str, Any]:
-    """Return seconds, tokens_per_second (of a GPU), parts (seconds by limit), and wall (limit).
-
-    If `time` is the text why there is no plan, "time_refusal" is that text and the rest is None.
-    """
+    """Return the JSON fields of a time plan; of a refusal text, only "time_refusal" is not None."""
     if isinstance(time, str):
         names = ("seconds", "tokens_per_second", "parts", "wall")
         return dict.fromkeys(names) | {"time_refusal": time}
@@ -215,11 +202,8 @@ def _list_time_numbers(time: TimePlan | str) -> dict[str, Any]:
     }
 
 
-def _print_time(args: Any, time: TimePlan | str, limit: int | None = None) -> None:
-    """Print the step time and the change that gains most, or the reason why no time is planned.
-
-    `limit` is the bytes of a rank that the change may use; None = the GPU's memory.
-    """
+def _print_time(args: Any, time: TimePlan | str, max_bytes: int | None = None) -> None:
+    """Print a time plan and the best option of at most `max_bytes` per rank, or a refusal text."""
     if isinstance(time, str):
         print(time)
         return
@@ -239,16 +223,16 @@ def _print_time(args: Any, time: TimePlan | str, limit: int | None = None) -> No
         )
     if not get_gpu(select_gpu(args)).measured:
         print(f"rates of {kind} are a data sheet's: no run on one has been compared with a plan")
-    change = next_change(time, table, limit)
+    change = next_change(time, table, max_bytes)
     print(f"next: {'no single change makes the step faster' if change is None else change}")
 
 
-def _describe_slices(table: CostTable, kind: str) -> str:
-    """Return a line: the share of sliced tp exchanges that matmuls do not hide, on GPU `kind`."""
+def _describe_slices(table: CostTable, gpu_name: str) -> str:
+    """Return a line: the share of sliced tp exchanges that matmuls do not hide, on this GPU."""
     slices = table.slices
     if slices is None:
         return "collectives of tp count in full: the cost table has no share for sliced collectives"
-    unseen = f"; no run on {kind} has shown it" if table.gpu != slices.gpu else ""
+    unseen = f"; no run on {gpu_name} has shown it" if table.gpu != slices.gpu else ""
     return (
         f"sliced collectives of tp count {slices.share:.0%} of their time, as measured on "
         f"{slices.gpu} ({slices.record}){unseen}"
@@ -264,11 +248,7 @@ def _load_table(args: Any) -> CostTable:
 
 
 def _write_files(args: Any, plan: MemoryPlan, time: TimePlan | str) -> None:
-    """Write the files of `--png`, `--timeline` and `--html`, if these options are set.
-
-    `time` may be the text why there is no time plan. Raises ValueError without matplotlib, or for a
-    timeline of a run without stages or time.
-    """
+    """Write the files of `--png`, `--timeline` and `--html`; ValueError if one cannot be drawn."""
     timeline = None if isinstance(time, str) else time.timeline
     try:
         if args.png is not None:
@@ -292,10 +272,7 @@ def _write_recipe(args: Any, run: TrainingRun) -> None:
 
 
 def run_dry_run(args: DryRunConfig) -> int:
-    """Print the memory and the launches of rank `args.rank` in a dry run.
-
-    Return the exit status: 1 if the rank's peak memory does not fit the GPU, otherwise 0.
-    """
+    """Print memory and launches of rank `args.rank` in a dry run; return 0, or 1 if too large."""
     refuse_stages(args)
     run, memory = parse_run(args), get_gpu(select_gpu(args)).memory
     step = dry_run(run, args.rank)
@@ -333,7 +310,7 @@ def run_dry_run(args: DryRunConfig) -> int:
 
 
 def _sum_launches_by_kind(step: DryRun, table: CostTable | None) -> dict[str, list[Any]]:
-    """Return [number, FLOP, bytes, serial seconds] by kind of operation; no table: seconds None."""
+    """Return kind of operation -> [number, FLOP, bytes, serial seconds, None without `table`]."""
     if table is not None:
         table = replace(table, slices=None)  # serial seconds, not the exposed share
     sums: defaultdict[str, list[Any]] = defaultdict(lambda: [0.0] * 4)
@@ -349,7 +326,7 @@ def _sum_launches_by_kind(step: DryRun, table: CostTable | None) -> dict[str, li
 
 
 def run_report(args: Any) -> int:
-    """Print the report of profiler trace `args.trace`, return 0; UsageError for another file."""
+    """Print the report of the profiler trace `args.trace`; return exit status 0."""
     try:
         report = report_trace(args.trace, num_steps=args.steps)
     except ValueError as error:

@@ -23,21 +23,14 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from moecore.base.fields import (
-    Bound,
-    CheckedRecord,
-    CountOrZero,
-    Rules,
-    check_arguments,
-    quote,
-)
+from moecore.base.fields import Bound, CheckedRecord, CountOrZero, Rules, check_arguments, quote
 from moecore.base.options.names import GpuName
 from moecore.planning.gpus import Gpu, get_gpu, read_bytes
 from moecore.planning.record import ALL_TO_ALL, SLICES, Kind, Work
@@ -113,10 +106,8 @@ class CostTable(CheckedRecord):
             yield "efficiency", f"have {', '.join(map(repr, missing))}: add a share for each"
         for point in self.points:
             if point.seconds <= self.launch_seconds or not point.work.num_bytes:
-                yield (
-                    "points",
-                    f"take longer than a launch and move bytes, not {quote(point)}: drop",
-                )
+                rule = f"take longer than a launch and move bytes, not {quote(point)}: drop"
+                yield "points", rule
 
     @classmethod
     def of(cls, gpu: GpuName | Gpu) -> CostTable:
@@ -200,23 +191,16 @@ class CostTable(CheckedRecord):
         return launch + max(rates.values())
 
     def find_limiting_rate(self, work: Work, node_ranks: CountOrZero = 0) -> Wall:
-        """Return the rate that limits an operation, or "launch" if its fixed time is longer.
-
-        `node_ranks` is the number of a collective's ranks in one NVLink domain; 0 = the maximum.
-        """
+        """Return the rate that limits an operation, or "launch" if its fixed time is longer."""
         check_arguments(CostTable.find_limiting_rate, locals())
         launch, rates = self._compute_rate_seconds(work, node_ranks)
         longest = max(rates, key=lambda wall: rates[wall])
         return longest if rates[longest] > launch else "launch"
 
     def _compute_rate_seconds(self, work: Work, node_ranks: int) -> tuple[float, dict[Wall, float]]:
-        """Return an operation's fixed seconds, and its seconds at each resource's achieved rate.
-
-        `node_ranks` is the number of a collective's ranks in one NVLink domain; 0 = the maximum.
-        """
-        rates = self._compute_roofline(
-            work, self.gpu, _count_domain_ranks(work, node_ranks, self.gpu)
-        )
+        """Return an operation's fixed seconds, and its seconds at each resource's achieved rate."""
+        domain_ranks = _count_domain_ranks(work, node_ranks, self.gpu)
+        rates = self._compute_roofline(work, self.gpu, domain_ranks)
         reached, launch = self._interpolate_efficiency(work), self.launch_seconds
         if "network" in rates:
             launch += self.network_seconds
@@ -225,18 +209,15 @@ class CostTable(CheckedRecord):
         seconds = {wall: exposed * s / shares.get(wall, reached) for wall, s in rates.items()}
         return exposed * launch, seconds
 
-    def _compute_roofline(self, work: Work, name: GpuName | Gpu, inside: int) -> dict[Wall, float]:
-        """Return an operation's seconds at each data-sheet rate of the GPU `name`.
-
-        The keys are "compute" and "memory", or the links of a copy or a collective. `inside` is the
-        number of a collective's ranks in one NVLink domain. Raises ValueError for FP8 on a GPU
-        without FP8.
-        """
+    def _compute_roofline(
+        self, work: Work, name: GpuName | Gpu, domain_ranks: int
+    ) -> dict[Wall, float]:
+        """Return an operation's seconds at each data-sheet rate of the GPU `name`."""
         gpu = get_gpu(name)
         if work.kind == "copy":
             return {"pcie": work.num_bytes / gpu.pcie}
         if work.kind == "collective":
-            return _time_links(work, inside, gpu.nvlink, gpu.network)
+            return _time_links(work, domain_ranks, gpu.nvlink, gpu.network)
         peak: float | None
         peak = gpu.fp32_flops if work.dtype in ("float32", "float64") else gpu.bf16_flops
         if work.dtype.startswith(("float8", "float4")) and work.flops:
@@ -252,10 +233,9 @@ class CostTable(CheckedRecord):
         """Return the interpolated efficiency of an operation: its share of the data-sheet rate."""
         key, sizes = (work.kind, work.name, work.dtype), _compute_log_sizes(work)
         if key not in self._efficiencies:
-            self._efficiencies[key] = [
-                (_compute_log_sizes(p.work), self._compute_log_efficiency(p))
-                for p in self._find_points(work)
-            ]
+            points = self._find_points(work)
+            pairs = [(_compute_log_sizes(p.work), self._compute_log_efficiency(p)) for p in points]
+            self._efficiencies[key] = pairs
         near = [(math.dist(sizes, other), log) for other, log in self._efficiencies[key]]
         if not near:
             return self.efficiency[work.kind]
@@ -272,8 +252,8 @@ class CostTable(CheckedRecord):
 
     def _compute_log_efficiency(self, point: Point) -> float:
         """Return the natural logarithm of a measured point's share of the data-sheet rate."""
-        inside = _count_domain_ranks(point.work, 0, self.measured_on)
-        rates = self._compute_roofline(point.work, self.measured_on, inside)
+        domain_ranks = _count_domain_ranks(point.work, 0, self.measured_on)
+        rates = self._compute_roofline(point.work, self.measured_on, domain_ranks)
         return math.log(max(rates.values()) / (point.seconds - self.launch_seconds))
 
     def _find_points(self, work: Work) -> list[Point]:
@@ -319,10 +299,7 @@ def _compute_log_sizes(work: Work) -> tuple[float, ...]:
 
 
 def _count_domain_ranks(work: Work, node_ranks: int, gpu: GpuName | Gpu) -> int:
-    """Return a collective's ranks in one NVLink domain; 0 for other operations.
-
-    `node_ranks` is that number; 0 = the maximum. Raises ValueError if the domain is smaller.
-    """
+    """Return `node_ranks`, or for 0 the most ranks of a collective that one NVLink domain has."""
     if work.kind != "collective":
         return 0
     ranks, domain = work.shape[0], get_gpu(gpu).domain
@@ -334,36 +311,33 @@ def _count_domain_ranks(work: Work, node_ranks: int, gpu: GpuName | Gpu) -> int:
     return node_ranks or min(ranks, domain)
 
 
-def _time_links(work: Work, inside: int, nvlink: float, network: float) -> dict[Wall, float]:
-    """Return the seconds of a collective on NVLink, and on the network if ranks are in two domains.
-
-    `inside` is the number of its ranks in one NVLink domain. `nvlink` and `network` are the rates
-    of a GPU in bytes per second.
-    """
+def _time_links(work: Work, domain_ranks: int, nvlink: float, network: float) -> dict[Wall, float]:
+    """Return the seconds of a collective by link, from the rates of the links in bytes/s."""
     ranks = work.shape[0]
-    if inside == ranks:
+    if domain_ranks == ranks:
         return {"nvlink": work.num_bytes / nvlink}
-    network_bytes = work.num_bytes * (ranks - inside) / (ranks - 1)
-    if ALL_TO_ALL.search(work.name.lower()) or inside == 1:
-        return {
-            "nvlink": (work.num_bytes - network_bytes) / nvlink,
-            "network": network_bytes / network,
-        }
+    network_bytes = work.num_bytes * (ranks - domain_ranks) / (ranks - 1)
+    if ALL_TO_ALL.search(work.name.lower()) or domain_ranks == 1:
+        nvlink_bytes = work.num_bytes - network_bytes
+        return {"nvlink": nvlink_bytes / nvlink, "network": network_bytes / network}
     # Each node receives and forwards the result of an all-gather or a sum once, over all its cards.
-    return {"nvlink": work.num_bytes / nvlink, "network": network_bytes / (inside * network)}
+    return {"nvlink": work.num_bytes / nvlink, "network": network_bytes / (domain_ranks * network)}
 
 
 @cache
 def _read_shipped_table() -> CostTable:
+    """Return moecore's cost table, measured on H200 (cached)."""
     file = files("moecore.planning") / "tables" / f"{SHIPPED}.json"
     return _parse_table(file.read_bytes(), SHIPPED)
 
 
 def _parse_table(text: bytes, path: str) -> CostTable:
-    """Return the table of JSON `text`. Raises ValueError with `path`, its file, for other text."""
+    """Return the cost table of JSON `text`; ValueError, which names file `path`, for other text."""
     try:
         fields: dict[str, Any] = json.loads(text)
-        fields["points"] = tuple(_parse_points(fields["points"]))
+        for point in fields["points"]:
+            point["work"] = Work(**point["work"] | {"shape": tuple(point["work"]["shape"])})
+        fields["points"] = tuple(Point(**point) for point in fields["points"])
         fields["assumed"] = tuple(fields["assumed"])
         if (slices := fields.get("slices")) is not None:
             fields["slices"] = ExposedShare(**slices)
@@ -373,10 +347,3 @@ def _parse_table(text: bytes, path: str) -> CostTable:
             f"table ({quote(path)}) must be one of `moecore measure`, found {quote(error)}: "
             "measure again"
         ) from error
-
-
-def _parse_points(points: list[dict[str, Any]]) -> Iterator[Point]:
-    """Yield a `Point` for each JSON object of a table's "points"."""
-    for fields in points:
-        work = fields["work"]
-        yield Point(**fields | {"work": Work(**work | {"shape": tuple(work["shape"])})})

@@ -87,8 +87,8 @@ class DryRun:
 
 
 def _list_works(queued: Iterable[QueuedLaunch]) -> tuple[Work, ...]:
-    """Return the operations of launches, each as often as the launch repeats it."""
-    return tuple(operation.work for operation in queued for _ in range(operation.times))
+    """Return the operation of each launch, as often as the launch repeats it."""
+    return tuple(launch.work for launch in queued for _ in range(launch.times))
 
 
 def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
@@ -108,26 +108,19 @@ def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
     return add_even_work(run, partial(record_step, rank=rank))
 
 
-def add_even_work(run: TrainingRun, dry: Callable[[TrainingRun], DryRun]) -> DryRun:
-    """Return a dry run of `run` with the memory of nvlink's full capacity and work of even loads.
-
-    `dry` is the function that executes the dry run of a run. The function is called a second time
-    if `run.even` differs from `run`.
-    """
-    capacity_step = dry(run)
+def add_even_work(run: TrainingRun, record: Callable[[TrainingRun], DryRun]) -> DryRun:
+    """Return `record(run)`, but with the launches of `record(run.even)`: of even expert loads."""
+    capacity_step = record(run)
     if run.even == run:
         return capacity_step
-    even_step = dry(run.even)  # whose parts may have other numbers of launches
+    even_step = record(run.even)  # whose parts may have other numbers of launches
     pairs = zip(capacity_step.starts, even_step.starts, strict=True)
     starts = tuple(start._replace(first=even_start.first) for start, even_start in pairs)
     return replace(capacity_step, queued=even_step.queued, starts=starts)
 
 
 def record_step(run: TrainingRun, rank: int = 0) -> DryRun:
-    """Run two training steps of a rank on meta tensors; return the recording of the second one.
-
-    Memory and launches are for the full capacity of dispatcher "nvlink"; see `add_even_work`.
-    """
+    """Run two training steps of a rank on meta tensors; return the recording of the second step."""
     recorder = WorkRecorder(run.ranks_per_domain)
     launches = record_launches_on_meta(
         recorder.record_kernel, run.num_peers, has_block_scales=run.has_block_scales
@@ -173,19 +166,18 @@ def record_step(run: TrainingRun, rank: int = 0) -> DryRun:
 
 def _compute_workspace_bytes(recorder: WorkRecorder) -> int:
     """Return the bytes of torch's workspace for exchanges of tp slices; 0 without exchanges."""
-    works = (operation.work for operation in recorder.queued if operation.work.name in SLICES)
+    works = (launch.work for launch in recorder.queued if launch.work.name in SLICES)
     sizes = (compute_workspace_bytes(work.name, work.shape[0], work.num_bytes) for work in works)
     return max(sizes, default=0)
 
 
 def register_hooks(model: nn.Module, parts: ModuleParts, recorder: WorkRecorder) -> None:
-    """Register hooks that call `recorder.begin_part` when a module of `parts` begins a pass.
-
-    Forwards of the parts of layers are wrapped in `recorder.scope`, for allocations by part.
-    """
+    """Let `recorder` know when each module of `parts` begins a forward or backward, by hooks."""
     calls: dict[str, int] = {}
 
     def watch(module: nn.Module, part: str, last: nn.Module | None = None) -> None:
+        """Record passes of a part from `module` to the output of `last` (None = `module`)."""
+
         def begin_forward(*_: Any) -> None:
             if is_inside_backward():  # a recomputed forward is a part of the backward
                 return
@@ -218,17 +210,14 @@ def register_hooks(model: nn.Module, parts: ModuleParts, recorder: WorkRecorder)
 
 
 def _count_optimizer_bytes(optimizer: AdamW, param: Tensor) -> int:
-    """Return bytes that a step reads and writes: local shard of `param`, its gradient and state."""
+    """Return the bytes that a step of `optimizer` reads and writes for a parameter."""
     state = [x for x in optimizer.prepare_state(param).values() if x.numel() > 1]
     return 3 * get_local_tensor(param).nbytes + 2 * sum(get_local_tensor(x).nbytes for x in state)
 
 
 def _set_adamw_bytes(queued: list[QueuedLaunch], num_bytes: int) -> Iterator[QueuedLaunch]:
-    """Yield the launches, with an equal share of `num_bytes` as the bytes of each AdamW kernel."""
-    number = sum(operation.work.name == ADAMW for operation in queued)
-    for operation in queued:
-        if operation.work.name == ADAMW:
-            operation = operation._replace(
-                work=replace(operation.work, num_bytes=num_bytes // number)
-            )
-        yield operation
+    """Yield the launches; each AdamW kernel gets an equal share of `num_bytes` as its bytes."""
+    share = num_bytes // max(1, sum(launch.work.name == ADAMW for launch in queued))
+    for launch in queued:
+        is_adamw = launch.work.name == ADAMW
+        yield launch._replace(work=replace(launch.work, num_bytes=share)) if is_adamw else launch

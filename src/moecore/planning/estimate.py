@@ -15,7 +15,6 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import cache, lru_cache
 from itertools import chain, combinations
-from math import gcd
 from typing import NamedTuple
 
 from moecore.base.options.fsdp import FSDPOptions
@@ -28,7 +27,7 @@ from moecore.planning.costs import CostTable
 from moecore.planning.explain import list_compute_args
 from moecore.planning.gpus import get_gpu
 from moecore.planning.layouts import (
-    Folding,
+    Layout,
     OptionSet,
     SearchRequest,
     list_option_sets,
@@ -77,7 +76,7 @@ class Estimate:
         self._request, self._table = request, table
         self._model = model = request.planned_model
         self._params, self._experts, self._tp_params = model.sizes()
-        self._ep = 1 if model.moe is None else gcd(model.moe.num_experts, request.domain)
+        self._ep = 1 if model.moe is None else math.gcd(model.moe.num_experts, request.domain)
         sets = list_option_sets(request)
         self._base, self._last = sets[0], sets[-1]
         self._choices = _list_choices(request, sets)
@@ -95,14 +94,14 @@ class Estimate:
         self._saved_bytes = cache(self._count_saved_bytes)
         self.seconds, self.num_bytes = cache(self._time_step), cache(self._estimate_bytes)
 
-    def sort_key(self, layout: Folding) -> tuple[float, ...]:
+    def sort_key(self, layout: Layout) -> tuple[float, ...]:
         """Return (False, estimated seconds) if a layout fits, otherwise (True, estimated bytes)."""
         options = self.choose_options(layout)
         if options is None:
             return True, self.num_bytes(layout)
         return False, self._time_ratios[layout.pp, layout.ep] * self.seconds(layout, options)
 
-    def choose_options(self, layout: Folding) -> OptionSet | None:
+    def choose_options(self, layout: Layout) -> OptionSet | None:
         """Return the fastest option set with which a layout is estimated to fit; None = no set."""
         byte_ratio, host_ratio = self._byte_ratios[layout.pp], self._host_ratios[layout.pp]
         fitting = (
@@ -114,31 +113,22 @@ class Estimate:
         return min(fitting, key=lambda choice: self.seconds(layout, choice), default=None)
 
     def increase_bytes(
-        self, layout: Folding, options: OptionSet, num_bytes: int, host: int
+        self, layout: Layout, options: OptionSet, planned_bytes: int, planned_host_bytes: int
     ) -> None:
-        """Increase the estimates of all layouts with the same pp after a plan did not fit.
-
-        The plan of `layout` with `options` had `num_bytes` on its largest rank, and pinned `host`
-        bytes of a server's memory.
-        """
-        pp, ratio = layout.pp, num_bytes / self.num_bytes(layout, options)
+        """Increase the estimates of layouts with the same pp to the planned bytes of `layout`."""
+        pp, ratio = layout.pp, planned_bytes / self.num_bytes(layout, options)
         self._byte_ratios[pp] = max(ratio, self._byte_ratios[pp])
-        if host:
-            ratio = host / self.host_bytes(layout, options)
+        if planned_host_bytes:
+            ratio = planned_host_bytes / self.host_bytes(layout, options)
             self._host_ratios[pp] = max(ratio, self._host_ratios[pp])
 
-    def correct_seconds(self, layout: Folding, options: OptionSet, seconds: float) -> None:
-        """Correct the estimates of all layouts with the same pp and ep.
+    def correct_seconds(self, layout: Layout, options: OptionSet, planned_seconds: float) -> None:
+        """Correct the estimates of layouts with the same pp and ep by the time of one plan."""
+        key, ratio = (layout.pp, layout.ep), planned_seconds / self.seconds(layout, options)
+        self._time_ratios[key] = min(self._time_ratios.get(key, math.inf), SPREAD * ratio)
 
-        `seconds` is the planned time of a step of `layout` with `options`.
-        """
-        key, estimate = (layout.pp, layout.ep), self.seconds(layout, options)
-        self._time_ratios[key] = min(
-            self._time_ratios.get(key, math.inf), SPREAD * seconds / estimate
-        )
-
-    def _estimate_bytes(self, layout: Folding, options: OptionSet | None = None) -> float:
-        """Return the estimated bytes of the largest rank; options None = all that save memory."""
+    def _estimate_bytes(self, layout: Layout, options: OptionSet | None = None) -> float:
+        """Return the estimated bytes of the largest rank; None = with all memory-saving options."""
         # The sum of three parts: unsharded weights and fp32 gradients; the rank's shards of
         # weights, gradients and optimizer state; and the saved activations of a micro-batch over
         # tp * cp, times the micro-batches in flight on the first pipeline rank.
@@ -159,13 +149,10 @@ class Estimate:
         sharded_bytes = (2 * param_bytes + state) * self._params
         saved_bytes, _ = self._saved_bytes(options)
         unsharded_bytes = weight_bytes * num_weights + 4 * num_grads
-        return (
-            unsharded_bytes
-            + sharded_bytes / num_gpus
-            + _compute_in_flight_over_pp(layout) * saved_bytes * _count_rank_rows(layout)
-        )
+        in_flight = _compute_in_flight_over_pp(layout) * saved_bytes * _count_rank_rows(layout)
+        return unsharded_bytes + sharded_bytes / num_gpus + in_flight
 
-    def host_bytes(self, layout: Folding, options: OptionSet) -> float:
+    def host_bytes(self, layout: Layout, options: OptionSet) -> float:
         """Return the estimated bytes of host memory that the ranks of a server pin."""
         _, offloaded_bytes = self._saved_bytes(options)
         num_gpus = self._request.num_gpus
@@ -174,7 +161,7 @@ class Estimate:
         ranks = min(get_gpu(self._request.gpu).server, num_gpus)
         return ranks * (rows * offloaded_bytes + state * self._params / num_gpus)
 
-    def _time_step(self, layout: Folding, options: OptionSet) -> float:
+    def _time_step(self, layout: Layout, options: OptionSet) -> float:
         """Return the estimated seconds of a step without clipping and the optimizer."""
         # The pipeline rank with most work runs all micro-batches, and waits while the pipeline
         # fills. All-gathers and reductions of weights and offload overlap with that work. In pairs
@@ -204,7 +191,7 @@ class Estimate:
             fills += first * (sum(serial_seconds) - sum(stage_seconds)) / pp
         return run.num_micro_batches * busiest + fills + waits
 
-    def _list_weights(self, layout: Folding) -> list[_Weights]:
+    def _list_weights(self, layout: Layout) -> list[_Weights]:
         """Return the sizes of a rank's unsharded dense and expert parameters, in this order."""
         pp, tp, _, ep, etp, _, _ = layout
         stage, node = self._request.num_gpus // pp, self._request.domain
@@ -218,7 +205,7 @@ class Estimate:
             weights[1] = weights[1]._replace(copies=2)
         return weights
 
-    def _time_gathers(self, layout: Folding, options: OptionSet) -> float:
+    def _time_gathers(self, layout: Layout, options: OptionSet) -> float:
         """Return the seconds of a micro-batch's weight all-gathers (two) and gradient reduction."""
         seconds, width = 0.0, 2 * (1 if options.fsdp.fp8_param_gather else 2) + 4
         for size, ranks, node_ranks, _ in self._list_weights(layout):
@@ -227,12 +214,11 @@ class Estimate:
             seconds += self._table.seconds(gather, node_ranks) if ranks > 1 else 0
         return seconds
 
-    def _time_offload(self, layout: Folding, options: OptionSet) -> float:
+    def _time_offload(self, layout: Layout, options: OptionSet) -> float:
         """Return the seconds in which a micro-batch's activations are offloaded and copied back."""
         _, offloaded_bytes = self._saved_bytes(options)
-        return self._time_copy(
-            2 * offloaded_bytes * _count_rank_rows(layout) / layout.pp, "bfloat16"
-        )
+        num_bytes = 2 * offloaded_bytes * _count_rank_rows(layout) / layout.pp
+        return self._time_copy(num_bytes, "bfloat16")
 
     def _time_state(self, options: OptionSet) -> float:
         """Return the seconds of the copies of the offloaded optimizer state, out and back."""
@@ -240,65 +226,56 @@ class Estimate:
         return self._time_copy(per_param * self._params / self._request.num_gpus, "uint8")
 
     def _time_copy(self, num_bytes: float, dtype: str) -> float:
-        """Return the seconds of a copy to the host, of the points with `dtype`; 0 = no bytes."""
+        """Return the seconds of a copy of `num_bytes` to the host, as measured with this dtype."""
         copy = Work("copy to host", "copy", 0, round(num_bytes), (), dtype)
         return self._table.seconds(copy) if copy.num_bytes else 0.0
 
     def _list_stage_parts(
-        self, layout: Folding, options: OptionSet
+        self, layout: Layout, options: OptionSet
     ) -> list[tuple[tuple[str, Pass], ...]]:
-        """Return the pairs, such as ("layer 3", "F"), that a micro-batch runs in each stage."""
+        """Return by stage the (part, pass) pairs of a micro-batch, such as ("layer 3", "F")."""
         segments = self._segments(options)
         stages = list_stages(make_run(self._request, layout, options))
-        return [
-            tuple((p, pass_) for pass_ in PASSES for p in segments.list_parts(s, pass_))
-            for s in stages
-        ]
+        pairs = [[(p, x) for x in PASSES for p in segments.list_parts(s, x)] for s in stages]
+        return list(map(tuple, pairs))
 
     def _time_stage(
-        self, parts: Iterable[tuple[str, Pass]], layout: Folding, options: OptionSet
+        self, parts: Iterable[tuple[str, Pass]], layout: Layout, options: OptionSet
     ) -> _Seconds:
         """Return the seconds of a micro-batch in a stage with these (part, pass) pairs."""
         seconds = [self._part(*part, layout, options) for part in parts]
         return _Seconds(*map(sum, zip(*seconds, strict=True)))
 
-    def _time_part(self, part: str, pass_: Pass, layout: Folding, options: OptionSet) -> _Seconds:
-        """Return the seconds of a forward or backward of a model part such as "layer 3".
-
-        If the host launches more slowly than the device computes, the host's time counts.
-        """
+    def _time_part(self, part: str, pass_: Pass, layout: Layout, options: OptionSet) -> _Seconds:
+        """Return the seconds of a forward or backward of a model part such as "layer 3"."""
         segments = self._segments(options)
-        experts = layout.ep * layout.etp
+        expert_ranks = layout.ep * layout.etp
         rows = Fraction(layout.batch_size, layout.tp * layout.cp)
         compute, network = list[float](), list[float]()
         for segment in segments.list_part_segments(part, pass_, MIDDLE // 2):
             for launch in (segments.queued[i] for i in segment.launches):
                 work = launch.work
-                seconds = self._share(work, rows, experts * (work.kind in BY_EXPERTS))
+                seconds = self._share(work, rows, expert_ranks * (work.kind in BY_EXPERTS))
                 if seconds is not None:
                     seconds_of_kind = network if work.kind == "collective" else compute
                     seconds_of_kind.append(launch.times * seconds)
         if part.startswith(("layer", "predictions")):
             network += self._time_messages(layout, options)
+        # If the host launches more slowly than the device computes, the host's time counts.
         host = (len(compute) + len(network)) * self._table.host_seconds
         return _Seconds(max(host - sum(network), sum(compute)), sum(network))
 
-    def _time_share(self, work: Work, rows: Fraction, experts: int) -> float | None:
-        """Return the seconds of a rank's share of an operation of the one-node run; None = none.
-
-        Args:
-            work: the operation of a rank of the one-node run, with one row.
-            rows: rows of a micro-batch per rank; below 1 if several ranks share a row.
-            experts: the ranks that share the experts; 0 if the work does not depend on experts.
-        """
+    def _time_share(self, work: Work, rows: Fraction, expert_ranks: int) -> float | None:
+        """Return the seconds of a rank's share of `work` of one row; None = not run by the rank."""
+        # `rows` of a micro-batch per rank are below 1 if several ranks share a row.
         shape = work.shape
         if work.kind == "collective":
-            shape = (experts,)
-            if shape == (1,):
+            if expert_ranks == 1:
                 return None
+            shape = (expert_ranks,)
         elif work.kind == "grouped product":
             e, R, N, K = shape
-            shape = (max(1, round(e * self._ep / experts)), int(R * rows), N, K)
+            shape = (max(1, round(e * self._ep / expert_ranks)), int(R * rows), N, K)
         elif shape:
             shape = (max(1, int(shape[0] * rows)), *shape[1:])
         num_bytes = max(1, int(work.num_bytes * rows))
@@ -306,7 +283,7 @@ class Estimate:
         node_ranks = min(self._request.domain, *shape) if work.kind == "collective" else 0
         return self._table.seconds(share, node_ranks)
 
-    def _time_messages(self, layout: Folding, options: OptionSet) -> Iterator[float]:
+    def _time_messages(self, layout: Layout, options: OptionSet) -> Iterator[float]:
         """Yield the seconds of each message of a layer's pass among the ranks of tp, then of cp."""
         request, tp = self._request, "all_gather"
         slice_bytes = 2 * self._model.dim * request.seq_len // (layout.tp * layout.cp)
@@ -331,10 +308,10 @@ class Estimate:
         return sum(block.num_bytes for block in (*blocks, counts.outside)), offloaded_bytes
 
     def _make_node_run(self, options: OptionSet, num_micro_batches: int) -> TrainingRun:
-        """Return a run of one-sequence micro-batches on a node's ep ranks, which divide experts."""
+        """Return the request's run on the ep ranks of one node, with one-sequence micro-batches."""
         rows = num_micro_batches * self._ep
         request = replace(self._request, num_gpus=self._ep, global_batch=rows, nvlink=None)
-        return make_run(request, Folding(ep=self._ep), options)
+        return make_run(request, Layout(ep=self._ep), options)
 
 
 @lru_cache(maxsize=256)
@@ -357,7 +334,7 @@ def count_saved_bytes_of_run(run: TrainingRun) -> ModelSavedBytes:
 
 
 def _list_choices(request: SearchRequest, sets: Sequence[OptionSet]) -> list[OptionSet]:
-    """Return the first of `sets`, then the last's low-overhead options with subsets of medium."""
+    """Return option sets to estimate: `sets[0]`, then each subset of medium-overhead options."""
     options = sets[-1].options
     medium = [option for option in options if option.overhead == "medium"]
     subsets = chain.from_iterable(combinations(medium, n) for n in range(len(medium) + 1))
@@ -367,12 +344,12 @@ def _list_choices(request: SearchRequest, sets: Sequence[OptionSet]) -> list[Opt
     return [sets[0], *(make_option_set(request, choice) for choice in choices)]
 
 
-def _count_rank_rows(layout: Folding) -> float:
+def _count_rank_rows(layout: Layout) -> float:
     """Return the rows of a micro-batch per rank: batch_size / (tp * cp)."""
     return layout.batch_size / (layout.tp * layout.cp)
 
 
-def _compute_in_flight_over_pp(layout: Folding) -> float:
+def _compute_in_flight_over_pp(layout: Layout) -> float:
     """Return the micro-batches in flight on the first pipeline rank, divided by pp."""
     return 1 + 1 / layout.chunks if layout.chunks > 1 else 1
 

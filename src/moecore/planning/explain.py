@@ -67,9 +67,8 @@ def explain(model: nn.Module | ShardPlan, *, batch: Batch | None = None) -> str:
             raise ValueError(
                 f"batch ({batch}) must be None for a plan, which has no forward: explain the model"
             )
-        return "\n".join(
-            [*_describe_plan(model, None, _describe_degrees(model), []), _describe_buffers(model)]
-        )
+        lines = _describe_plan(model, None, _describe_degrees(model), [])
+        return "\n".join([*lines, _describe_buffers(model)])
     attachment = get_parallel_state(model)
     if attachment is not None:
         model = attachment.request.family.unwrap(model)
@@ -208,9 +207,8 @@ def list_table_rows(plan: ShardPlan, coordinate: Coordinate | None) -> list[Tabl
         kind = param.kind + ("" if param.trainable else " (frozen)")
         shapes = param.shape, param.local_shape(coordinate)
         placement = format_axes((p.axis, p.dim) for p in param.placements if p.size > 1)
-        row = rows.setdefault(
-            (kind, shapes, placement, param.dtype), TableRow(kind, shapes, placement)
-        )
+        key = (kind, shapes, placement, param.dtype)
+        row = rows.setdefault(key, TableRow(kind, shapes, placement))
         label = path[-1] if leaf in ("weight", "bias") and path else leaf
         row.names += [label] * (label not in row.names)
         row.number += 1
@@ -223,11 +221,10 @@ def _describe_param_counts(plan: ShardPlan) -> str:
     total = sum(param.numel for param in plan.params)
     if not plan.layers:
         return f"{format_count(total)} parameters"
-    idle = sum(
-        param.numel * (1 - layer.top_k / (layer.num_experts + layer.zero_experts))
-        for layer in plan.layers
-        for param in _list_expert_params(plan, layer)
-    )
+    idle = 0.0
+    for layer in plan.layers:
+        numel = sum(param.numel for param in _list_expert_params(plan, layer))
+        idle += numel * (1 - layer.top_k / (layer.num_experts + layer.zero_experts))
     return f"{format_count(total)} parameters, {format_count(total - idle)} active per token"
 
 
@@ -258,18 +255,13 @@ def _describe_products(
     """Return text: expert backend and saved bytes of a layer; request None = not parallelized."""
     config, experts = layer.config, layer.get_part("experts")
     backend, weight = experts.backend, next(experts.parameters())
-    if backend == "auto" and request is not None:
-        backend = (
-            f"auto ({choose_products('auto', request.make_expert_spec(layer, experts.recipe))})"
-        )
-    elif backend == "auto":
-        spec = experts.make_spec(
-            dim=config.expert_dim,
-            hidden_dim=config.hidden_dim,
-            dtypes=frozenset([weight.dtype]),
-            device=weight.device,
-            recipe=experts.recipe,
-        )
+    if backend == "auto":
+        if request is not None:
+            spec = request.make_expert_spec(layer, experts.recipe)
+        else:
+            sizes = dict(dim=config.expert_dim, hidden_dim=config.hidden_dim)
+            place: Any = dict(dtypes=frozenset([weight.dtype]), device=weight.device)
+            spec = experts.make_spec(**sizes, **place, recipe=experts.recipe)
         backend = f"auto ({choose_products('auto', spec)})"
     return f"expert_backend {backend}; saved for backward {describe_layer(layer, compute_args)}"
 
@@ -331,12 +323,10 @@ def list_compute_args(model: nn.Module) -> ComputeArgs:
     compute_args: ComputeArgs = dict(device_type=attachment.request.meshes.device_type)
     dtype = attachment.request.fsdp.param_dtype
     if dtype is not None:
-        plan_dtypes = {
-            slot.param: dtype if layout.recipe else getattr(torch, layout.gathers)
-            for unit in attachment.plan.units
-            for layout in unit.layouts
-            for slot in layout.slots
-        }
+        plan_dtypes: dict[str, torch.dtype] = {}
+        for layout in (layout for unit in attachment.plan.units for layout in unit.layouts):
+            gather_dtype = dtype if layout.recipe else getattr(torch, layout.gathers)
+            plan_dtypes |= {slot.param: gather_dtype for slot in layout.slots}
         dtypes = {p: plan_dtypes[clean_name(name)] for name, p in model.named_parameters()}
         compute_args["dtype_of"] = dtypes.__getitem__
     return compute_args
@@ -353,26 +343,22 @@ def describe_layer(layer: RoutedLayer, compute_args: ComputeArgs) -> str:
     if not isinstance(layer, MoELayer):  # the model has its own router
         inputs += [x_TD.new_empty(TOKENS, config.top_k, dtype=torch.int64)]
         inputs += [x_TD.new_empty(TOKENS, config.top_k, dtype=torch.float32).requires_grad_()]
-    (block,) = count_saved_bytes(
-        layer, [layer], lambda copy: copy(*inputs), options=options, **compute_args
-    ).blocks
-    parts = [
-        f"{part.replace('_', ' ')} {format_bytes(n / TOKENS)}" for part, n in block.device.items()
-    ]
+    compute_args = compute_args | {"options": options}
+    (block,) = count_saved_bytes(layer, [layer], lambda copy: copy(*inputs), **compute_args).blocks
+    sizes = ((part.replace("_", " "), n / TOKENS) for part, n in block.device.items())
+    parts = ", ".join(f"{part} {format_bytes(size)}" for part, size in sizes)
     notes = "; FC1 is recomputed" if experts.recompute_fc1 else ""
     dispatcher = layer.dispatcher
     is_sent_twice = isinstance(dispatcher, NVLinkDispatcher) and not dispatcher.keeps_rows
     notes += "; rows are sent once more in backward" if is_sent_twice else ""
-    return (
-        f"{format_bytes(block.num_bytes / TOKENS)} per token and layer: {', '.join(parts)}{notes}"
-    )
+    return f"{format_bytes(block.num_bytes / TOKENS)} per token and layer: {parts}{notes}"
 
 
 def describe_batch(model: nn.Module, batch: Batch) -> list[str]:
     """Return lines of bytes per token that blocks save; `batch` is (sequences, tokens of each)."""
     tokens_BT = torch.zeros(batch, dtype=torch.int64, device="cpu")
     blocks, compute_args = find_blocks(model), list_compute_args(model)
-    options, attachment = None, get_parallel_state(model)
+    options, attachment = MemoryOptions(), get_parallel_state(model)
     if attachment is not None:
         options = attachment.request.memory
         if attachment.request.dense.compile:
@@ -387,7 +373,7 @@ def describe_batch(model: nn.Module, batch: Batch) -> list[str]:
         count_saved_bytes(
             model, blocks, lambda copy: copy(tokens_BT, **inputs), options=memory, **compute_args
         ).blocks
-        for memory in (options or MemoryOptions(), MemoryOptions())
+        for memory in (options, MemoryOptions())
     )
     rows: dict[tuple[tuple[str, int], ...], list[int]] = {}
     for i, (count, full_count) in enumerate(zip(counts, full_counts, strict=True)):
@@ -400,13 +386,11 @@ def describe_batch(model: nn.Module, batch: Batch) -> list[str]:
     for row, layers in rows.items():
         cells = {name: format_bytes(n / tokens_BT.numel()) for name, n in row}
         table.append((_format_ranges(layers), *(cells.get(name, "-") for name in names)))
-    device_size = format_bytes(sum(count.num_bytes for count in counts))
-    host = sum(sum(count.host.values()) for count in counts)
-    return [
-        f"saved for backward per token, of {batch[0]} x {batch[1]} tokens",
-        *format_columns(table),
-        f"all layers: {device_size}" + (f", {format_bytes(host)} in host memory" if host else ""),
-    ]
+    total = f"all layers: {format_bytes(sum(count.num_bytes for count in counts))}"
+    if host := sum(sum(count.host.values()) for count in counts):
+        total += f", {format_bytes(host)} in host memory"
+    title = f"saved for backward per token, of {batch[0]} x {batch[1]} tokens"
+    return [title, *format_columns(table), total]
 
 
 def _format_ranges(numbers: list[int]) -> str:

@@ -15,12 +15,7 @@ from moecore.base.command_options import Fields, Table, make_flag_name
 from moecore.base.fields import UsageError, quote
 from moecore.base.options.dispatch import DispatchOptions, NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions
-from moecore.base.options.memory import (
-    MemoryOptions,
-    Offloaded,
-    Recomputed,
-    StashOptions,
-)
+from moecore.base.options.memory import MemoryOptions, Offloaded, Recomputed, StashOptions
 from moecore.base.options.names import (
     GpuName,
     MomentDtype,
@@ -37,7 +32,7 @@ from moecore.models import PRESETS
 from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.schedule import PipelineConfig
 from moecore.planning.gpus import Gpu, are_peers, count_peers, find_domain, get_gpu, read_gpu
-from moecore.planning.layouts import ANY, LAYOUT_FIELDS, Folding, SearchRequest
+from moecore.planning.layouts import ANY, LAYOUT_FIELDS, Layout, SearchRequest
 from moecore.planning.run import AnyModel, OptimizerOptions, TrainingRun, list_stages
 from moecore.planning.transformers import TransformersModel
 
@@ -187,7 +182,7 @@ def format_gpu_name(args: PlannedConfig) -> str:
 
 
 def refuse_unread(args: PlanConfig) -> None:
-    """Raise a UsageError for the first given option that this mode of the command ignores."""
+    """Raise a UsageError for a given option that a search, one run or `--explain` ignores."""
     if args.explain is not None:
         unread = (*DEGREES, *OF_RUNS, "top", "png", "timeline", "html")
         return _refuse(args, unread, "--explain has all degrees")
@@ -201,13 +196,13 @@ def refuse_unread(args: PlanConfig) -> None:
 
 
 def refuse_stages(args: PlannedConfig) -> None:
-    """Raise a UsageError for the first given option of pipeline stages if pp is 1."""
+    """Raise a UsageError for a given option of pipeline stages if pp is 1."""
     if args.parallel.get("pp", 1) == 1:
         _refuse(args, OF_STAGES, "there are no stages without --pp")
 
 
 def _refuse(args: Any, unread: Sequence[str], reason: str) -> None:
-    """Raise a UsageError with `reason` for the first of the options `unread` that is set."""
+    """Raise a UsageError with `reason` for the first option in `unread` that is set."""
     for name in unread:
         value = args.parallel.get(name) if name in DEGREES else getattr(args, name)
         if value is not None and value is not False:  # 0 equals False
@@ -225,24 +220,20 @@ def format_layout(run: TrainingRun) -> str:
     return ",".join(f"{k}={v}" for k, v in (named | {"batch_size": run.batch_size}).items())
 
 
-def parse_layout(text: str) -> Folding:
+def parse_layout(text: str) -> Layout:
     """Return the layout of a text such as "pp=8,ep=8". Raises ValueError for another form."""
     degrees: dict[str, int] = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
-        if (
-            name.strip() not in LAYOUT_FIELDS
-            or not value.isdecimal()
-            or len(value) > 9
-            or int(value) < 1
-        ):
+        is_number = value.isdecimal() and len(value) < 10 and int(value) > 0
+        if name.strip() not in LAYOUT_FIELDS or not is_number:
             names = ", ".join(LAYOUT_FIELDS)
             raise ValueError(
                 f"--explain ({quote(part)}) must be NAME=NUMBER, of {names}: use pp=8,ep=8"
             )
         degrees[name.strip()] = int(value)
     degrees.setdefault("chunks", 2 if degrees.get("pp", 1) > 1 else 1)
-    return Folding(**degrees)
+    return Layout(**degrees)
 
 
 def _parse_model(args: Any) -> AnyModel:
@@ -271,8 +262,6 @@ def _read_model(config: Path) -> AnyModel:
 def parse_request(args: PlanConfig) -> SearchRequest:
     """Return the request of a search, which chooses the memory-saving options that are not set."""
     options, memory = _parse_optimizer(args), _parse_memory(args)
-    is_plain = options == OptimizerOptions()
-    precision: Any = ANY if args.precision is None else _parse_precision(args)
     return SearchRequest(
         model=_parse_model(args),
         num_gpus=args.gpus,
@@ -281,8 +270,8 @@ def parse_request(args: PlanConfig) -> SearchRequest:
         seq_len=args.seq_len,
         global_batch=args.global_batch,
         memory=ANY if memory == MemoryOptions() else memory,
-        precision=precision,
-        optimizer=ANY if is_plain else options,
+        precision=ANY if args.precision is None else _parse_precision(args),
+        optimizer=ANY if options == OptimizerOptions() else options,
         nvlink=NVLinkOptions(row_factor=args.row_factor) if _has_capacity(args) else ANY,
     )
 
@@ -308,6 +297,7 @@ def _has_capacity(args: Any) -> bool:
 
 
 def _parse_optimizer(args: Any) -> OptimizerOptions:
+    """Return the optimizer options of `--moments`, `--master-remainder` and `--state-offload`."""
     return OptimizerOptions(
         moment_dtype=args.moments,
         master_remainder=args.master_remainder,
@@ -317,13 +307,18 @@ def _parse_optimizer(args: Any) -> OptimizerOptions:
 
 def parse_run(args: PlannedConfig) -> TrainingRun:
     """Return the `TrainingRun` that the command's options describe."""
-    parallel, pipeline = ParallelConfig(**args.parallel), None
+    parallel, pipeline, nvlink = ParallelConfig(**args.parallel), None, None
     if args.parallel.get("pp", 1) > 1:
         pipeline = PipelineConfig(
             layout=args.layout, chunks=args.chunks, schedule=args.schedule or "1f1b"
         )
     domain = find_domain(select_gpu(args), args.gpus)
     num_peers = count_peers(select_gpu(args), domain)
+    if _has_capacity(args):
+        nvlink = NVLinkOptions(row_factor=args.row_factor)
+    else:
+        dispatch = DispatchOptions(name=args.dispatcher or "auto")
+        nvlink = choose_nvlink(dispatch, parallel.resolve(args.gpus), num_peers)
     return TrainingRun(
         model=_parse_model(args),
         num_gpus=args.gpus,
@@ -341,7 +336,7 @@ def parse_run(args: PlannedConfig) -> TrainingRun:
         memory=_parse_memory(args),
         precision=_parse_precision(args),
         optimizer=_parse_optimizer(args),
-        nvlink=_choose_nvlink(args, parallel, num_peers),
+        nvlink=nvlink,
         dispatcher=args.dispatcher or "auto",
         ranks_per_domain=domain,
         num_peers=num_peers,
@@ -350,27 +345,10 @@ def parse_run(args: PlannedConfig) -> TrainingRun:
     )
 
 
-def _choose_nvlink(args: Any, parallel: ParallelConfig, num_peers: int) -> NVLinkOptions | None:
-    """Return the options of dispatcher nvlink for the run of a command; None = all-to-all.
-
-    `num_peers` is the number of neighbouring ranks that reach the memory of each other.
-    """
-    if _has_capacity(args):
-        return NVLinkOptions(row_factor=args.row_factor)
-    dispatch = DispatchOptions(name=args.dispatcher or "auto")
-    return choose_nvlink(dispatch, parallel.resolve(args.gpus), num_peers)
-
-
 def choose_nvlink(
     dispatch: DispatchOptions, parallel: ParallelConfig, num_peers: int
 ) -> NVLinkOptions | None:
-    """Return the options of dispatcher nvlink in a planned run; None = all-to-all.
-
-    Args:
-        dispatch: the options of dispatch. "auto" is nvlink for ranks that are peers.
-        parallel: degrees without -1.
-        num_peers: neighbouring ranks that reach the memory of each other.
-    """
+    """Return options of dispatcher nvlink if a run uses it: "auto" does among `num_peers` ranks."""
     has_peers = are_peers(parallel.ep * parallel.etp, num_peers)
     is_nvlink = dispatch.name in ("auto", "nvlink") and has_peers
     if is_nvlink or dispatch.name == "hierarchical":

@@ -183,11 +183,7 @@ def get_gpu(gpu: GpuName | Gpu) -> Gpu:
 # Pattern of a device's name -> FLOP/s of models that differ from their name in `GPUS`; None = the
 # rate is not known. A MIG device is a part of a GPU.
 OTHER_BF16_FLOPS: Mapping[str, float | None] = MappingProxyType(
-    {
-        r"MIG|Laptop|[45]090 D": None,
-        r"H[12]00 NVL": 835 * TERA,
-        r"H100 PCIe": 756 * TERA,
-    }
+    {r"MIG|Laptop|[45]090 D": None, r"H[12]00 NVL": 835 * TERA, r"H100 PCIe": 756 * TERA}
 )
 
 
@@ -201,10 +197,7 @@ def find_gpu_name(device_name: str) -> GpuName | None:
 
 
 def find_bf16_flops(device_name: str) -> float | None:
-    """Return the dense bf16 FLOP/s of a GPU by its name in torch; None = it is not known.
-
-    `find_bf16_flops("NVIDIA GeForce RTX 4090")` returns the rate of "rtx4090-24".
-    """
+    """Return the dense bf16 FLOP/s of a GPU by its name in torch; None = it is not known."""
     for pattern, flops in OTHER_BF16_FLOPS.items():
         if re.search(rf"\b({pattern})\b", device_name):
             return flops
@@ -213,11 +206,7 @@ def find_bf16_flops(device_name: str) -> float | None:
 
 
 def read_bytes(path: str | os.PathLike[str], name: str, max_bytes: int, fix: str) -> bytes:
-    """Return a file's contents.
-
-    Raises ValueError if the file is missing or larger than `max_bytes`. The message begins with
-    `name` and ends with the advice `fix`.
-    """
+    """Return a file's contents; ValueError with `name` and advice `fix` if missing or too large."""
     try:
         return read_regular(Path(path), follow=True, max_bytes=max_bytes)
     except (OSError, ValueError):
@@ -257,18 +246,15 @@ def read_gpu(path: str | os.PathLike[str]) -> Gpu:
 
 
 def find_time_refusal(precision: Precision | None, gpu: GpuName | Gpu) -> str | None:
-    """Return why the time of a precision's matmuls is not modelled on a GPU; None = it is."""
+    """Return why the time of a precision's matmuls is not modelled on a GPU; None = modelled."""
     # On other GPUs a dry run of MXFP8 and NVFP4 records their emulation, whose time differs from
     # the time of products on tensor cores. Without has_blockwise moecore has no FP8 kernel.
     record = get_gpu(gpu)
     for recipe in () if precision is None else precision.recipes:
         is_timed = record.has_block_scales if recipe.is_emulated else record.has_blockwise
         if not is_timed:
-            name = gpu if isinstance(gpu, str) else "this GPU"
-            return (
-                f"time: not modelled for {recipe.scaling} on {name}: no kernel of it has been "
-                "measured"
-            )
+            subject = f"{recipe.scaling} on {gpu if isinstance(gpu, str) else 'this GPU'}"
+            return f"time: not modelled for {subject}: no kernel of it has been measured"
     return None
 
 
@@ -279,12 +265,8 @@ def refuse_untimed(precision: Precision | None, gpu: GpuName | Gpu, fix: str) ->
 
 
 def find_domain(gpu: GpuName | Gpu, num_gpus: int) -> int:
-    """Return the number of neighbouring ranks that NVLink connects in a job.
-
-    That is the largest divisor of `num_gpus` above half of the GPU's domain, or the domain if there
-    is no such divisor.
-    """
-    # A job of 256 GPUs uses 64 GPUs of each rack of 72.
+    """Return how many neighbouring ranks of a job NVLink connects: 64 of each GB200 rack of 72."""
+    # The largest divisor of `num_gpus` above half of the domain; without a divisor, the domain.
     domain = get_gpu(gpu).domain
     return next((n for n in range(domain, domain // 2, -1) if num_gpus % n == 0), domain)
 
@@ -296,8 +278,5 @@ def count_peers(gpu: GpuName | Gpu, domain: int) -> int:
 
 
 def are_peers(num_ranks: int, num_peers: int) -> bool:
-    """Return whether the ranks of every group of `num_ranks` neighbours access each other's memory.
-
-    `num_peers` is the number of neighbouring ranks that can. A group of one rank has no peers.
-    """
+    """Return whether groups of `num_ranks` neighbours are peers, if groups of `num_peers` are."""
     return num_ranks > 1 and num_peers % num_ranks == 0

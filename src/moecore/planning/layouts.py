@@ -2,7 +2,7 @@
 
     divisors of the number of GPUs -> rules of parallelize_moe -> rules of the guidelines
 
-A `Folding` is a parallel layout. It has the degrees pp, tp, cp, ep and etp of `ParallelConfig`. The
+A `Layout` is a parallel layout. It has the degrees pp, tp, cp, ep and etp of `ParallelConfig`. The
 remaining ranks are data ranks. It also has the number of pipeline stages per rank and the rows of a
 micro-batch. `list_schedules` returns the schedules in which its stages can run. `make_run` returns
 the run of a layout with a set of options that save memory.
@@ -135,7 +135,7 @@ class SearchRequest(CheckedRecord):
         return int((1 - self.reserve) * get_gpu(self.gpu).host_memory)
 
 
-class Folding(NamedTuple):
+class Layout(NamedTuple):
     """Parallel layout: degrees, stages per pipeline rank, and rows (sequences) of a micro-batch."""
 
     pp: int = 1
@@ -163,20 +163,20 @@ def list_divisors(number: int) -> tuple[int, ...]:
     return tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
-def enumerate_layouts(num_gpus: int) -> Iterator[Folding]:
+def enumerate_layouts(num_gpus: int) -> Iterator[Layout]:
     """Yield every layout of a number of GPUs with etp 1, whether a rule refuses it or not."""
     for pp in list_divisors(num_gpus):
         degrees = list_divisors(num_gpus // pp)
         for tp in degrees:
             cp_degrees, chunks = list_divisors(num_gpus // (pp * tp)), CHUNKS if pp > 1 else (1,)
             for rest in product(cp_degrees, degrees, (1,), chunks, BATCH_SIZES):
-                yield Folding(pp, tp, *rest)
+                yield Layout(pp, tp, *rest)
 
 
-def find_refusal(request: SearchRequest, folding: Folding) -> Refusal | None:
+def find_refusal(request: SearchRequest, layout: Layout) -> Refusal | None:
     """Check a layout against all rules; return the first refusal; None = no rule refuses it."""
     return next(
-        chain(_find_illegal_values(request, folding), _find_slow_choices(request, folding)), None
+        chain(_find_illegal_values(request, layout), _find_slow_choices(request, layout)), None
     )
 
 
@@ -207,10 +207,7 @@ def make_option_set(request: SearchRequest, options: tuple[Option, ...]) -> Opti
 
 
 def list_option_sets(request: SearchRequest) -> tuple[OptionSet, ...]:
-    """Return sets of options that save memory, each with one option more than the one before.
-
-    The first set has the options that save time as well as memory.
-    """
+    """Return growing sets of memory-saving options; the first set has those that save time, too."""
     sets = [make_option_set(request, ())]
     for option in OPTIONS:
         larger = make_option_set(request, (*sets[-1].options, option))
@@ -223,13 +220,8 @@ def list_option_sets(request: SearchRequest) -> tuple[OptionSet, ...]:
 def list_smaller_sets(
     request: SearchRequest, full_set: OptionSet, *, gains: bool
 ) -> Iterator[OptionSet]:
-    """Yield copies of an option set that each lack one option, if that changes the run.
-
-    The option with the largest overhead is removed first.
-
-    Args:
-        gains: whether options that save time are removed too.
-    """
+    """Yield the set without each option, also (`gains`) without options that save time."""
+    # The option with the largest overhead is removed first.
     for removal in (o for o in reversed(full_set.options) if gains or not o.gains):
         options = tuple(option for option in full_set.options if option is not removal)
         smaller = make_option_set(request, options)
@@ -242,7 +234,7 @@ def _list_changed_fields(first: OptionSet, second: OptionSet) -> list[str]:
     return [name for name in DEFAULTS if getattr(first, name) != getattr(second, name)]
 
 
-def make_run(request: SearchRequest, layout: Folding, options: OptionSet) -> TrainingRun:
+def make_run(request: SearchRequest, layout: Layout, options: OptionSet) -> TrainingRun:
     """Return the request's run in a layout, with a set of options that save memory."""
     pipeline, nvlink = None, None
     if layout.pp > 1:
@@ -284,31 +276,28 @@ def list_schedules(run: TrainingRun) -> list[TrainingRun]:
     return [run, *(replace(run, pipeline=pipeline) for pipeline in pipelines)]
 
 
-def count_data_ranks(request: SearchRequest, folding: Folding) -> int:
+def count_data_ranks(request: SearchRequest, layout: Layout) -> int:
     """Return the number of data ranks, which have different rows: num_gpus / (pp * tp * cp)."""
-    return request.num_gpus // (folding.pp * folding.tp * folding.cp)
+    return request.num_gpus // (layout.pp * layout.tp * layout.cp)
 
 
-def count_micro_batches(request: SearchRequest, folding: Folding) -> int:
+def count_micro_batches(request: SearchRequest, layout: Layout) -> int:
     """Return the number of micro-batches of a step on each data rank."""
-    return request.rows // (count_data_ranks(request, folding) * folding.batch_size)
+    return request.rows // (count_data_ranks(request, layout) * layout.batch_size)
 
 
-def _find_illegal_values(request: SearchRequest, folding: Folding) -> Iterator[Refusal]:
+def _find_illegal_values(request: SearchRequest, layout: Layout) -> Iterator[Refusal]:
     """Check a layout as `parallelize_moe` does, and yield a Refusal for each violated rule."""
-    model, (pp, tp, cp, ep, etp, chunks, batch_size) = request.planned_model, folding
+    model, (pp, tp, cp, ep, etp, chunks, batch_size) = request.planned_model, layout
     for view, size in (("dense", pp * tp * cp), ("expert", pp * ep * etp)):
         if request.num_gpus % size:
-            yield Refusal(
-                "degrees divide the GPUs",
-                f"the {view} view ({size} ranks) must divide the GPUs ({request.num_gpus})",
-            )
+            reason = f"the {view} view ({size} ranks) must divide the GPUs ({request.num_gpus})"
+            yield Refusal("degrees divide the GPUs", reason)
             return
     if model.moe is None and ep * etp > 1:
         yield Refusal("experts divide", "a model without experts must have ep and etp 1")
     elif model.moe is not None:
-        sizes = (("num_experts", ep, "ep"), ("hidden_dim", etp, "etp"))
-        for name, degree, field in sizes:
+        for name, degree, field in (("num_experts", ep, "ep"), ("hidden_dim", etp, "etp")):
             if (value := getattr(model.moe, name)) % degree:
                 reason = f"MoEConfig.{name} ({value}) must be divisible by {field} ({degree})"
                 yield Refusal("experts divide", reason)
@@ -323,7 +312,7 @@ def _find_illegal_values(request: SearchRequest, folding: Folding) -> Iterator[R
     if pp * chunks > model.num_layers:
         reason = f"stages (pp {pp} x {chunks}) must be <= num_layers ({model.num_layers})"
         yield Refusal("a layer per stage", reason)
-    ranks = count_data_ranks(request, folding)
+    ranks = count_data_ranks(request, layout)
     if request.rows % (ranks * batch_size):
         reason = (
             f"rows of a step ({request.rows}) must be a multiple of the data ranks ({ranks}) times "
@@ -332,9 +321,9 @@ def _find_illegal_values(request: SearchRequest, folding: Folding) -> Iterator[R
         yield Refusal("rows for all data ranks", reason)
 
 
-def _find_slow_choices(request: SearchRequest, folding: Folding) -> Iterator[Refusal]:
+def _find_slow_choices(request: SearchRequest, layout: Layout) -> Iterator[Refusal]:
     """Check a layout against the guidelines, and yield a Refusal for each violated guideline."""
-    pp, tp, cp, _, etp, chunks, _ = folding
+    pp, tp, cp, _, etp, chunks, _ = layout
     node, stage = request.domain, request.num_gpus // pp
     if etp > 1:
         reason = "experts are cut by ep, with larger products and less communication: use etp=1"
@@ -354,7 +343,7 @@ def _find_slow_choices(request: SearchRequest, folding: Folding) -> Iterator[Ref
     if pp > 1 and chunks == 1 and CHUNKS[1] * pp <= request.planned_model.num_layers:
         reason = f"pp ({pp}) leaves ranks idle less with {CHUNKS[1]} stages each: use chunks"
         yield Refusal("VPP where there is PP", reason)
-    micro_batches = count_micro_batches(request, folding)
+    micro_batches = count_micro_batches(request, layout)
     if pp > 1 and micro_batches < pp:
         reason = f"micro-batches ({micro_batches}) must be >= pp ({pp}), or ranks idle: use more"
         yield Refusal("micro-batches fill the pipeline", reason)

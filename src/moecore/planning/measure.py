@@ -147,10 +147,7 @@ def measure_calls(calls: Iterable[tuple[Work, Call]], device: torch.device) -> I
 
 
 def list_gpu_calls(device: torch.device, sizes: Sizes) -> Iterator[tuple[Work, Call]]:
-    """Yield operations of one GPU, each with a function that launches it.
-
-    The tensors of an operation are freed before the next one.
-    """
+    """Yield each operation of one GPU with a function that launches it; then free its tensors."""
     for M, N, K in sizes.products:
         a, b = _make_random_tensor(device, M, K), _make_random_tensor(device, K, N)
         num_bytes = 2 * (M * K + K * N + M * N)
@@ -174,11 +171,7 @@ def list_gpu_calls(device: torch.device, sizes: Sizes) -> Iterator[tuple[Work, C
 
 
 def list_collective_calls(device: torch.device, num_bytes: int) -> Iterator[tuple[Work, Call]]:
-    """Yield collectives over all ranks of a node, each with a function that launches it.
-
-    There are four sizes of at most `num_bytes`. Raises ValueError for 1 rank, more than 8, or ranks
-    of several nodes.
-    """
+    """Yield collectives of up to `num_bytes` over the ranks of one node, with launch functions."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     if not 2 <= ranks <= NODE or read_launcher_number("LOCAL_WORLD_SIZE", ranks) != ranks:
         raise ValueError(f"ranks ({ranks}) must be 2 to {NODE} of one node: start as many there")
@@ -201,20 +194,14 @@ def list_collective_calls(device: torch.device, num_bytes: int) -> Iterator[tupl
         yield work("reduce_scatter"), lambda w=full, p=part: dist.reduce_scatter_tensor(p, w)  # type: ignore[misc]
         yield work("all_reduce", 2), lambda w=full: dist.all_reduce(w)  # type: ignore[misc]
         yield work("all_to_all"), lambda w=full, o=other: dist.all_to_all_single(o, w)  # type: ignore[misc]
-        yield (
-            Work("send", "collective", 0, 2 * full.nbytes, (ranks,), "bfloat16"),
-            send_to_next_rank,
-        )
+        send = Work("send", "collective", 0, 2 * full.nbytes, (ranks,), "bfloat16")
+        yield send, send_to_next_rank
 
 
 def _make_grouped_calls(
     device: torch.device, E: int, R: int, D: int, F: int
 ) -> Iterator[tuple[Work, Call]]:
-    """Yield grouped matmuls of a layer with even loads, each with a function that launches it.
-
-    The layer has E experts of model dim D and hidden dim F, and R expert rows. The kernels are
-    torch's, and on Hopper also moecore's.
-    """
+    """Yield grouped matmuls of E experts (model dim D, hidden dim F), with launch functions."""
     ends = (torch.arange(1, E + 1, device=device) * (R // E)).int()
     x_RD, h_RC, a_RF = (_make_random_tensor(device, R, n) for n in (D, 2 * F, F))
     w1_ECD, w2_EDF = _make_random_tensor(device, E, 2 * F, D), _make_random_tensor(device, E, D, F)
@@ -264,10 +251,7 @@ def _make_grouped_calls(
 def _make_attention_calls(
     device: torch.device, B: int, H: int, T: int, d: int, v: int
 ) -> Iterator[tuple[Work, Call]]:
-    """Yield causal attention and its backward, each with a function that launches it.
-
-    There are B rows of T tokens with H heads. Queries and keys have d dims, and values v.
-    """
+    """Yield causal attention and its backward, with launch functions; values have v dims."""
     q, k, do, values = (_make_random_tensor(device, B, T, H, n) for n in (d, d, v, v))
     mask, scale = AttentionMask(causal=True), d**-0.5
     name = CUDNN if cudnn.find_problem(q, k, values, mask) is None else FLASH  # as on meta
@@ -282,10 +266,7 @@ def _make_attention_calls(
 
 
 def _make_memory_bound_calls(device: torch.device, sizes: Sizes) -> Iterator[tuple[Work, Call]]:
-    """Yield copies, moves of expert rows, norms, loss and AdamW, each with a launching function.
-
-    The largest tensor of each has about `sizes.num_bytes` bytes.
-    """
+    """Yield copies, moves of expert rows, norms, loss and AdamW, with launch functions."""
 
     def work(name: str, num_bytes: int, dtype: str = "bfloat16") -> Work:
         return Work(name, "rows", 0, num_bytes, (), dtype)
@@ -331,22 +312,13 @@ def _make_memory_bound_calls(device: torch.device, sizes: Sizes) -> Iterator[tup
 
 def _make_random_tensor(device: torch.device, *shape: int) -> Tensor:
     """Return bf16 normal values [shape]: a GPU takes longer for random values than for zeros."""
-    if prod(shape) > 1 << 24:  # large ones by repetition, to save the time that randn takes
-        return (
-            torch.randn(1 << 24, device=device, dtype=torch.float32)
-            .bfloat16()
-            .repeat(-(-prod(shape) // (1 << 24)))[: prod(shape)]
-            .view(shape)
-        )
-    return torch.randn(shape, device=device, dtype=torch.float32).bfloat16()
+    numel, size = prod(shape), min(prod(shape), 1 << 24)  # more elements repeat, which saves time
+    values = torch.randn(size, device=device, dtype=torch.float32).bfloat16()
+    return values.repeat(-(-numel // max(1, size)))[:numel].view(shape)
 
 
 def _time_call(call: Call, flush: Tensor, rounds: int) -> float:
-    """Return the median seconds of `rounds` calls; 0 without rounds.
-
-    A read of `flush`, a tensor larger than the L2 cache, precedes each call. The host waits for
-    the last call.
-    """
+    """Return the median seconds of `rounds` calls, each after a read of `flush` fills the L2."""
     times, spans = [], []
     for _ in range(rounds):
         flush.sum()

@@ -202,7 +202,7 @@ def _make_rank_memory(
 def _remove_negative_bytes(
     sizes: Mapping[str, int], resident_kinds: Collection[str]
 ) -> dict[str, int]:
-    """Return bytes by kind, all above 0, with the same sum; `resident_kinds` are reduced last."""
+    """Return bytes by kind, with the same sum but none negative; reduce `resident_kinds` last."""
     # A tensor that is allocated once per step may be freed in a layer that stands for several
     # layers, so that its kind becomes negative. These bytes are subtracted from the largest kinds,
     # and from stored kinds last.
@@ -246,12 +246,8 @@ def _make_ranks(run: TrainingRun) -> Iterator[_Rank]:
     other = segments.resident_bytes - max(rank_bytes) - step.pages
     pages_per_run = step.pages / max(1, small.run.planned_model.num_moe_runs)
     per_element = run.optimizer.offload_fraction * count_state_bytes(run.optimizer)
-    ranks = zip(
-        list_rank_bytes(run),
-        _order_passes(run, small, segments),
-        list_rank_stages(run),
-        strict=True,
-    )
+    passes_of_ranks = _order_passes(run, small, segments)
+    ranks = zip(list_rank_bytes(run), passes_of_ranks, list_rank_stages(run), strict=True)
     for size, passes, stages in ranks:
         moe_runs = sum(i not in model.dense for stage in stages for i in stage.layers)
         moe_runs += model.mtp_runs * sum(len(stage.mtp) for stage in stages)
@@ -266,10 +262,7 @@ def _make_ranks(run: TrainingRun) -> Iterator[_Rank]:
 
 
 def _order_passes(run: TrainingRun, small: SmallRun, segments: Segments) -> Iterator[list[_Pass]]:
-    """Yield each pipeline rank's forwards and backwards, in the order of its schedule.
-
-    `small` is the run whose recorded `segments` stand for the segments of `run`.
-    """
+    """Yield each pipeline rank's forwards and backwards in order, as segments of run `small`."""
     stages, number, pp = list_stages(run), count_steady_micro_batches(run), run.resolved.pp
     like = map_micro_batches(number, segments.num_micro_batches)
     orders: Sequence[Sequence[Item]] = [
@@ -301,12 +294,7 @@ def _order_passes(run: TrainingRun, small: SmallRun, segments: Segments) -> Iter
 def _correct_stage_segments(
     stage: Stage, pass_: Pass, micro_batch: int, segments: Segments, share: float
 ) -> list[Segment]:
-    """Return the segments of a stage's pass, with corrected bytes at the end of a backward.
-
-    Args:
-        micro_batch: the recorded micro-batch that stands for the pass.
-        share: the stage's share of the gradient sums that the recorded step keeps at its ends.
-    """
+    """Return the segments of a stage's pass; a backward ends with its `share` of gradient sums."""
     stage_segments = segments.list_stage_segments(stage, pass_, micro_batch)
     if pass_ == "F" or segments.num_micro_batches < MIDDLE:
         return stage_segments
@@ -315,14 +303,10 @@ def _correct_stage_segments(
     # of its segments to those of the middle one, and of the ends' difference the share.
     layers = replace(stage, embedding=False, loss=False)
     ends = replace(stage, embedding=True, layers=(), mtp=(), loss=True)
-    net_bytes = sum(
-        part_share
-        * (
-            _sum_net_bytes(part, micro_batch, segments)
-            - _sum_net_bytes(part, MIDDLE // 2, segments)
-        )
-        for part, part_share in ((layers, 1.0), (ends, share))
-    )
+    net_bytes = 0.0
+    for part, part_share in ((layers, 1.0), (ends, share)):
+        net, middle = (_sum_net_bytes(part, i, segments) for i in (micro_batch, MIDDLE // 2))
+        net_bytes += part_share * (net - middle)
     surplus = round(net_bytes) - _sum_net_bytes(stage, micro_batch, segments)
     *first, last = stage_segments or [Segment(range(0), 0, 0, {}, {})]
     peak, kinds = max(0, last.peak + min(0, surplus)), dict(last.net_kinds)
@@ -331,7 +315,7 @@ def _correct_stage_segments(
 
 
 def _sum_net_bytes(stage: Stage, micro_batch: int, segments: Segments) -> int:
-    """Return by how many bytes a stage's passes of a recorded micro-batch change the memory."""
+    """Return the change in bytes by both passes of a recorded micro-batch through a stage."""
     return sum(
         s.net for pass_ in PASSES for s in segments.list_stage_segments(stage, pass_, micro_batch)
     )

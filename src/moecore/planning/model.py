@@ -109,10 +109,7 @@ class PlannedModel(ABC):
 
     @abstractmethod
     def merge_loss_chunks(self, model: nn.Module, num_tokens: int) -> None:
-        """Let a module made by `build` compute the loss of up to `num_tokens` tokens in one chunk.
-
-        The forward saves equal bytes, and its time on meta does not depend on the tokens.
-        """
+        """Let a module made by `build` compute the loss of `num_tokens` tokens in one chunk."""
 
     @abstractmethod
     def parts(self, model: nn.Module) -> ModuleParts:
@@ -145,9 +142,8 @@ class NativeModel(PlannedModel):
     def of(cls, config: DecoderConfig) -> NativeModel:
         """Return the sizes and layers of the decoder that a config describes."""
         kinds = tuple(find_layer_kind(config, i) for i in range(config.num_layers))
-        is_sparse = config.mla is not None and config.mla.sparse is not None
-        has_linear = config.linear_attention is not None
-        kinds_of_attention = ("linear", has_linear), ("sparse", is_sparse)
+        unmeasured = ["linear"] * (config.linear_attention is not None)
+        unmeasured += ["sparse"] * (config.mla is not None and config.mla.sparse is not None)
         return cls(
             dim=config.dim,
             vocab_size=config.vocab_size,
@@ -158,7 +154,7 @@ class NativeModel(PlannedModel):
             mtp_runs=config.mtp_repeats,
             moe=config.moe,
             has_latents=config.mla is not None,
-            unmeasured=tuple(name for name, has in kinds_of_attention if has),
+            unmeasured=tuple(unmeasured),
             config=config,
         )
 
@@ -252,10 +248,7 @@ def find_layer_kind(config: DecoderConfig, layer: int) -> LayerKind:
 
 
 def find_preset(config: DecoderConfig) -> tuple[str, dict[str, int]] | None:
-    """Return (name, changes) of the preset of a config; None = no preset.
-
-    `changes` is {}, or {"max_seq_len": number} if only this field differs from the preset.
-    """
+    """Return a config's preset and a changed {"max_seq_len": n}, otherwise {}; None = no preset."""
     for name, entry in PRESETS.items():
         pairs = ((f.name, getattr(entry, f.name), getattr(config, f.name)) for f in fields(config))
         changes = {field: value for field, preset, value in pairs if value != preset}
@@ -266,9 +259,8 @@ def find_preset(config: DecoderConfig) -> tuple[str, dict[str, int]] | None:
 
 def _format_config(config: DecoderConfig) -> str:
     """Return the Python of a config: a call of `preset`, or its repr if no preset matches."""
-    match = find_preset(config)
-    if match is None:
+    name, overrides = find_preset(config) or (None, {})
+    if name is None:
         return repr(config)
-    name, overrides = match
     changes = "".join(f", {field}={value}" for field, value in overrides.items())
     return f"replace(preset({name!r}){changes})" if overrides else f"preset({name!r})"

@@ -39,22 +39,15 @@ MIN_GAIN = 0.01  # the least gain, as a share of the tokens per second, that is 
 NO_TIME = 1e-12
 
 
-def _change_fsdp(run: TrainingRun, **changes: Any) -> TrainingRun:
-    return replace(run, fsdp=replace(run.fsdp, **changes))
-
-
-def _change_memory(run: TrainingRun, **changes: Any) -> TrainingRun:
-    return replace(run, memory=replace(run.memory, **changes))
-
-
-def _change_optimizer(run: TrainingRun, **changes: Any) -> TrainingRun:
-    return replace(run, optimizer=replace(run.optimizer, **changes))
+def _change(run: TrainingRun, field: str, **changes: Any) -> TrainingRun:
+    """Return the run with changed options in its record `field`, such as "memory"."""
+    return replace(run, **{field: replace(getattr(run, field), **changes)})
 
 
 def _recompute_parts(run: TrainingRun, *parts: Recomputed) -> TrainingRun:
     """Return the run with recompute of norms, activations, rope, up-projections and `parts`."""
     up: Recomputed = "mla_up_proj" if run.planned_model.has_latents else "qkv_proj"
-    return _change_memory(run, recompute=(*CHAIN, up, *parts))
+    return _change(run, "memory", recompute=(*CHAIN, up, *parts))
 
 
 def _list_offloadable_parts(run: TrainingRun) -> tuple[Offloaded, ...]:
@@ -75,7 +68,7 @@ def _use_fp8(run: TrainingRun) -> TrainingRun:
 def _gather_in_fp8(run: TrainingRun) -> TrainingRun:
     """Return the run with all-gathers of weights as FP8, or unchanged without blockwise FP8."""
     is_blockwise = run.precision is not None and run.precision.recipe.scaling == "blockwise"
-    return _change_fsdp(run, fp8_param_gather=True) if is_blockwise else run
+    return _change(run, "fsdp", fp8_param_gather=True) if is_blockwise else run
 
 
 def _double_chunks(run: TrainingRun) -> TrainingRun:
@@ -154,14 +147,14 @@ OPTIONS = (
     Option(
         'MemoryOptions(recompute="gemm_last")',
         "memory.md#recompute",
-        lambda run: _change_memory(run, recompute="gemm_last"),
+        lambda run: _change(run, "memory", recompute="gemm_last"),
         overhead="low",
     ),
     Option("recompute of up-projections", "memory.md#recompute", _recompute_parts, overhead="low"),
     Option(
         "moecore.train.AdamW(moment_dtype=torch.bfloat16)",
         "performance.md#adamw",
-        lambda run: _change_optimizer(run, moment_dtype="bfloat16"),
+        lambda run: _change(run, "optimizer", moment_dtype="bfloat16"),
         overhead="low",
         takes_from=("optimizer",),
         max_share=3 / 8,  # 20 bytes per parameter in place of the 32 of torch's with clipping
@@ -169,13 +162,13 @@ OPTIONS = (
     Option(
         "moecore.train.AdamW(moment_dtype=torch.float8_e4m3fn)",
         "memory.md#optimizer-state",
-        lambda run: _change_optimizer(run, moment_dtype="float8_e4m3fn"),
+        lambda run: _change(run, "optimizer", moment_dtype="float8_e4m3fn"),
         overhead="low",
     ),
     Option(
         "moecore.train.AdamW(master_remainder=True)",
         "memory.md#optimizer-state",
-        lambda run: _change_optimizer(run, master_remainder=True),
+        lambda run: _change(run, "optimizer", master_remainder=True),
         overhead="low",
     ),
     Option(
@@ -187,19 +180,19 @@ OPTIONS = (
     Option(
         'FSDPOptions(dense_strategy="optim_grads_params")',
         "sharding.md#strategies",
-        lambda run: _change_fsdp(run, dense_strategy="optim_grads_params"),
+        lambda run: _change(run, "fsdp", dense_strategy="optim_grads_params"),
         overhead="medium",
     ),
     Option(
         'MemoryOptions(offload=("attention", "experts", "mlp"))',
         "memory.md#offload",
-        lambda run: _change_memory(run, offload=_list_offloadable_parts(run)),
+        lambda run: _change(run, "memory", offload=_list_offloadable_parts(run)),
         overhead="medium",
     ),
     Option(
         "StateOffload(optimizer, model)",
         "memory.md#optimizer-state",
-        lambda run: _change_optimizer(run, offload_fraction=1.0),
+        lambda run: _change(run, "optimizer", offload_fraction=1.0),
         overhead="medium",
     ),
     Option(
@@ -211,13 +204,13 @@ OPTIONS = (
     Option(
         "nothing computed again",
         "memory.md#recompute",
-        lambda run: _change_memory(run, recompute=()),
+        lambda run: _change(run, "memory", recompute=()),
         gains=True,
     ),
     Option(
         'recompute="gemm_last" alone',
         "memory.md#recompute",
-        lambda run: _change_memory(run, recompute="gemm_last") if run.memory.parts else run,
+        lambda run: _change(run, "memory", recompute="gemm_last") if run.memory.parts else run,
         gains=True,
     ),
     Option(
@@ -329,6 +322,7 @@ def next_change(plan: TimePlan, table: CostTable, limit: NumBytes | None = None)
     changes, run = list[Change](), plan.run
 
     def add(text: str, other: TimePlan) -> None:
+        """Append option `text` with its gain in plan `other`."""
         gain = other.tokens_per_gpu_second / plan.tokens_per_gpu_second - 1
         changes.append(Change(text=text, gain=gain))
 

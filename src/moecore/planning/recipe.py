@@ -140,11 +140,9 @@ def format_calls(run: TrainingRun) -> str:
 
 def _format_record(record: Any) -> str:
     """Return the source of a record, with the fields that differ from their defaults."""
-    arguments = (
-        f"{name}={_format_record(value) if is_dataclass(value) else repr(value)}"
-        for name, value in _find_changed_fields(record).items()
-    )
-    return f"{type(record).__name__}({', '.join(arguments)})"
+    changed = _find_changed_fields(record).items()
+    values = ((n, _format_record(v) if is_dataclass(v) else repr(v)) for n, v in changed)
+    return f"{type(record).__name__}({', '.join(f'{n}={v}' for n, v in values)})"
 
 
 def _find_changed_fields(record: Any) -> dict[str, Any]:
@@ -197,11 +195,8 @@ def format_recipe(run: TrainingRun, config: Path | None = None) -> str:
             )
         model, changes = {"preset": preset[0]}, preset[1]
     resolved = {f.name: getattr(run.resolved, f.name) for f in fields(run.parallel)}
-    degrees = {
-        n: d
-        for n, d in resolved.items()
-        if n not in REMAINING_DEGREES and (d > 1 or n not in OPTIONAL_DEGREES)
-    }
+    flags = {n: d for n, d in resolved.items() if d > 1 or n not in OPTIONAL_DEGREES}
+    degrees = {n: d for n, d in flags.items() if n not in REMAINING_DEGREES}
     is_sent = run.resolved.ep * run.resolved.etp > 1
     tables: dict[str, Mapping[str, Any]] = {
         "": model
@@ -268,10 +263,8 @@ def format_page(plan: MemoryPlan, time: TimePlan | str, title: str, memory: NumB
     check_arguments(format_page, locals())
     kinds = list(dict.fromkeys(kind for rank in plan.ranks for kind in rank.device))
     colours = _assign_colours(kinds)
-    rows = [
-        (f"pp rank {rank.pp_rank}", _stack_parts(rank.device, colours, format_bytes))
-        for rank in plan.ranks
-    ]
+    parts = [_stack_parts(rank.device, colours, format_bytes) for rank in plan.ranks]
+    rows = [(f"pp rank {r.pp_rank}", bars) for r, bars in zip(plan.ranks, parts, strict=True)]
     line = time if isinstance(time, str) else time.line
     body = [
         f"<h1>{escape(title)}</h1><p>{escape(line)}</p>",
@@ -299,6 +292,7 @@ def _draw_step(time: TimePlan, num_ranks: int) -> list[str]:
 
 
 def _assign_colours(names: Iterable[str]) -> dict[str, str]:
+    """Return a colour of the palette for each name."""
     return {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
 
 
@@ -330,11 +324,7 @@ def _list_action_parts(timeline: Timeline, rank: int) -> list[Part]:
 def _draw_bars(
     rows: Sequence[tuple[str, list[Part]]], longest: float, line: float | None = None
 ) -> str:
-    """Return an SVG with a bar for each of `rows`, a label and its coloured parts.
-
-    `longest` is the value with the full width. `line` is a value that is drawn as a dashed line;
-    None = no line.
-    """
+    """Return an SVG with a labelled bar per row; `longest` has full width, `line` is dashed."""
     height = ROW * len(rows)
     svg = [f'<svg width="{LABEL + WIDTH}" height="{height}" role="img">']
     for i, (label, parts) in enumerate(rows):

@@ -103,15 +103,12 @@ class PlacedLaunch(NamedTuple):
 
 
 def place_launches(queued: Iterable[QueuedLaunch]) -> list[PlacedLaunch]:
-    """Return launches whose dependencies are distances back in the queue, not launch numbers."""
-    return [
-        PlacedLaunch(
-            item,
-            tuple(i - n for n in item.dependencies),
-            tuple(i - n for n in item.host_dependencies),
-        )
-        for i, item in enumerate(queued)
-    ]
+    """Return the launches with dependencies as distances back in the queue, not as numbers."""
+    placed = []
+    for i, item in enumerate(queued):
+        kinds = (item.dependencies, item.host_dependencies)
+        placed.append(PlacedLaunch(item, *(tuple(i - n for n in numbers) for numbers in kinds)))
+    return placed
 
 
 PRODUCTS = {"mm": 0, "bmm": 0, "scaled_mm_v2": 0, "addmm": 1, "addmm_": 1}  # where a and b begin
@@ -127,15 +124,10 @@ Args = Sequence[Any]
 
 
 def compute_operation_work(
-    name: str, args: Args, kwargs: Mapping[str, Any], out: Any, *, changes: bool
+    name: str, args: Args, kwargs: Mapping[str, Any], out: Any, *, writes: bool
 ) -> Work | None:
-    """Return the work of a torch operation on the device; None for views and new memory.
-
-    Args:
-        name: the operation's name without its namespace, leading underscores and overload.
-        changes: whether the operation writes to new or given memory.
-    """
-    if not changes or name in WITHOUT_WORK or not (tensors := list_tensors(args, kwargs, out)):
+    """Return the work of torch operation `name` ("mm"); None unless it writes to memory."""
+    if not writes or name in WITHOUT_WORK or not (tensors := list_tensors(args, kwargs, out)):
         return None
     if name in PRODUCTS:
         return _make_product_work(name, args, tensors)
@@ -155,7 +147,7 @@ def compute_operation_work(
 
 
 def compute_kernel_work(name: str, args: Args) -> Work:
-    """Return the work of a launch, with arguments `args`, of a moecore kernel or its stand-in."""
+    """Return the work of a launch of moecore kernel `name` with arguments `args`."""
     if name in EXCHANGES:
         ranks, num_bytes = args
         return Work(name, "collective", 0, num_bytes, (ranks,), "bfloat16")
@@ -177,7 +169,7 @@ def compute_kernel_work(name: str, args: Args) -> Work:
 
 
 def compute_collective_work(name: str, args: Args, num_ranks: int) -> Work:
-    """Return the work of a collective: the bytes that this rank sends and receives."""
+    """Return the work of collective `name` with `args` on `num_ranks` ranks."""
     tensors, n = list_tensors(args), num_ranks
     dtype = _name_dtype(tensors[0]) if tensors else "uint8"
     tensor_bytes = sum(t.nbytes for t in tensors)
@@ -193,7 +185,7 @@ def compute_collective_work(name: str, args: Args, num_ranks: int) -> Work:
 
 
 def _make_product_work(name: str, args: Args, tensors: Sequence[Tensor], kernel: str = "") -> Work:
-    """Return the work of matmul `name` on `tensors`; a `kernel` replaces the name in the result."""
+    """Return the work of matmul `name` that reads and writes `tensors`; `kernel` = its new name."""
     a, b = args[PRODUCTS[name] :][:2]
     M, N, K = shape = prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
     num_bytes, dtype = _count_bytes(tensors), _name_dtype(a)
@@ -201,7 +193,7 @@ def _make_product_work(name: str, args: Args, tensors: Sequence[Tensor], kernel:
 
 
 def _unpack_heads(tensors: Sequence[Tensor], args: Args) -> list[Tensor]:
-    """Return packed heads [N, H, d] as documents [n, T, H, d] on meta, T of the longest."""
+    """Return packed heads [N, H, d] as documents [n, T, H, d] of the longest length T, on meta."""
     T = max(arg for arg in args if type(arg) is int)
     heads = [t for t in tensors if t.ndim == 3]
     return [t.new_empty(-(-len(t) // T), T, *t.shape[1:], device="meta") for t in heads]
@@ -210,7 +202,7 @@ def _unpack_heads(tensors: Sequence[Tensor], args: Args) -> list[Tensor]:
 def _make_attention_work(
     name: str, tensors: Sequence[Tensor], is_backward: bool, *, window: int = 0
 ) -> Work:
-    """Return causal attention's work on q, k, v, ..; `window` is a query's most keys, 0 = all."""
+    """Return the work of causal attention on q, k, v, ..; a query has `window` keys, 0 = all."""
     heads = tensors[1:] if name.endswith("backward") else tensors  # torch's begins with dO
     (B, H, T, d), v = heads[0].shape, heads[2].shape[-1]
     seen = min(T, window or T)
@@ -222,7 +214,7 @@ def _make_attention_work(
 def _make_grouped_work(
     name: str, shape: tuple[int, int, int, int], tensors: Sequence[Tensor]
 ) -> Work:
-    """Return the work of a grouped product of (e, R, N, K); fp32 sums add a suffix to its name."""
+    """Return the work of grouped product `name` with shape (e, R, N, K) on `tensors`."""
     flops, dtype = 2 * prod(shape[1:]), _name_dtype(tensors[0])
     if dtype == "uint8":  # two FP4 values in a byte
         dtype = "float4_e2m1fn"
@@ -282,6 +274,7 @@ def _count_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def _name_dtype(x: Tensor) -> str:
+    """Return a tensor's dtype as text, such as "bfloat16"."""
     return str(x.dtype).removeprefix("torch.")
 
 
@@ -355,7 +348,7 @@ class WorkRecorder(DispatchMode):
 
     @contextmanager
     def scope(self, part: str) -> Iterator[None]:
-        """Return a context whose allocations count as `part`, unless in one without subparts."""
+        """Return a context whose allocations count for `part` of a block, such as "attention"."""
         kind = self._open_kinds[-1]
         if len(self._open_kinds) == 1 or kind in OUTER:
             kind = f"activations: {part}"
@@ -366,7 +359,7 @@ class WorkRecorder(DispatchMode):
             self._open_kinds = outside
 
     def count_storage(self, tensor: Tensor) -> bool:
-        """Count a storage on meta once; return whether it is new and not in host memory."""
+        """Count the bytes of a new storage; return whether it is new and on the device."""
         key = get_storage_key(tensor)
         if key in self._sizes:
             return False
@@ -397,11 +390,13 @@ class WorkRecorder(DispatchMode):
 
     def _append_launch(self, work: Work, node_ranks: int = 0) -> None:
         """Append a launch of `work`; `node_ranks` are a collective's ranks in this domain."""
-        dependencies, host_dependencies = (self._since(numbers) for numbers in self.queues.launch())
+        dependencies, host_dependencies = (
+            self._renumber(numbers) for numbers in self.queues.launch()
+        )
         order = self.queues.current.number, dependencies, host_dependencies, node_ranks
         self.queued.append(QueuedLaunch(work, *order, list_open_marks(), get_meta_repeats()))
 
-    def _since(self, numbers: frozenset[int]) -> frozenset[int]:
+    def _renumber(self, numbers: frozenset[int]) -> frozenset[int]:
         """Renumber launches from `start_recording` on, and leave out earlier launches."""
         return frozenset(n - self._first for n in numbers if n >= self._first)
 
@@ -417,13 +412,13 @@ class WorkRecorder(DispatchMode):
         """Call a torch operation on meta, record its allocations and launch, return its result."""
         if func.is_view:  # half of a step's operations
             return func(*args, **kwargs)
-        namespace, name, changes = _parse_operation(func)
+        namespace, name, writes = _parse_operation(func)
         if namespace == "c10d":
             return self._record_collective(func, name, args, kwargs)
         if name == "local_scalar_dense" and args[0].is_meta:
             record_host_wait()
             return 0  # a flag that the host reads: no gradient overflows
-        is_foreach = changes and name.startswith(FOREACH)  # whose form on meta reads values
+        is_foreach = writes and name.startswith(FOREACH)  # whose form on meta reads values
         try:
             memo = _get_memo(func, _make_argument_key([*args, *kwargs.items()], {}))
         except TypeError:  # of arguments that are no plain tensors and numbers
@@ -432,12 +427,12 @@ class WorkRecorder(DispatchMode):
         out = makes(args) if makes else None if is_foreach else func(*args, **kwargs)
         for tensor in list_tensors(out):
             if type(tensor) in PLAIN_TYPES and tensor.is_meta:
-                changes |= self.count_storage(tensor)
+                writes |= self.count_storage(tensor)
         if makes is None:
-            work = compute_operation_work(name, args, kwargs, out, changes=changes)
-            if changes and (makes := _make_result_factory(func, args, out)) is not None:
+            work = compute_operation_work(name, args, kwargs, out, writes=writes)
+            if writes and (makes := _make_result_factory(func, args, out)) is not None:
                 memo += makes, work
-        if work is not None and changes:
+        if work is not None and writes:
             self._append_launch(work)
         return out
 
@@ -457,7 +452,7 @@ class WorkRecorder(DispatchMode):
 
 
 def _make_result_factory(func: Any, args: Args, out: Any) -> Callable[[Args], Any] | None:
-    """Return a function of `args` that makes an operation's result again; None = it must run."""
+    """Return a function of `args` that makes a result like `out`; None = the operation must run."""
     if torch.Tag.inplace_view in func.tags:
         return None
     if args and out is args[0]:
@@ -475,7 +470,7 @@ _get_memo = lru_cache(maxsize=1 << 14)(lambda *_: list[Any]())  # by operation a
 
 
 def _make_argument_key(value: Any, storages: dict[int, int]) -> tuple[Any, ...]:
-    """Return an argument's cache key; `storages` numbers the storages of an operation."""
+    """Return a cache key of an argument: values, and metadata and storage number of a tensor."""
     kind = type(value)
     if kind in PLAIN_TYPES:
         number = storages.setdefault(get_storage_key(value), len(storages))
@@ -490,7 +485,7 @@ def _make_argument_key(value: Any, storages: dict[int, int]) -> tuple[Any, ...]:
 
 @cache
 def _parse_operation(func: Any) -> tuple[str, str, bool]:
-    """Return an operation's namespace, its name without underscores, whether it changes memory."""
+    """Return an operation's namespace, its name without underscores, whether it writes in place."""
     namespace, name = func.name().split("::")
     name, _, overload = name.lstrip("_").partition(".")
     return namespace, name, name.endswith("_") or overload.endswith("out")

@@ -120,15 +120,12 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Lever:
-    """An option to try, its page of docs, its limit, such as "host", and the most it can save.
+    """An option that may shorten a step."""
 
-    `share` is that part of the step, from 0 to 1.
-    """
-
-    lever: str
-    page: str
-    limit: str
-    share: float
+    lever: str  # the option, as text
+    page: str  # of docs
+    limit: str  # that the option reduces, such as "host"
+    share: float  # the largest share of the step that the option saves
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +155,8 @@ class Report:
         for limit, ms in self.limits.items():
             rows = [(f"  {part}", n) for part, n in self.parts.items() if part in PARTS[limit]]
             lines += [(w, f"{n:.2f}", f"{n / self.wall:.1%}") for w, n in [(limit, ms), *rows]]
-        text = [
-            f"{self.wall:.2f} ms a step",
-            f"bound by {self.limit}",
-            "",
-            *format_columns(lines),
-            "",
-        ]
-        text.append("next" if self.levers else "next: no known option saves 1%")
+        text = [f"{self.wall:.2f} ms a step", f"bound by {self.limit}", "", *format_columns(lines)]
+        text += ["", "next" if self.levers else "next: no known option saves 1%"]
         text += [f"  at most {x.share:.1%}: {x.lever} (docs/{x.page})" for x in self.levers]
         return "\n".join(text)
 
@@ -191,10 +182,7 @@ def report_trace(path: str | Path, *, num_steps: Count | None = None) -> Report:
 
 
 def make_report(trace: Trace, num_steps: int = 1) -> Report:
-    """Return the report of a trace: the milliseconds of a step by part, and options to shorten it.
-
-    The times of the trace are divided by `num_steps`.
-    """
+    """Return the report of a trace of `num_steps` steps: milliseconds of a step, and options."""
     parts: dict[str, float] = {}
     for part, us in [*_attribute_busy_time(trace), *_attribute_idle_time(trace)]:
         parts[part] = parts.get(part, 0.0) + us * 1e-3 / num_steps
@@ -230,11 +218,11 @@ def classify_kernel(kernel: Kernel) -> str:
 def _attribute_busy_time(trace: Trace) -> Iterator[tuple[str, float]]:
     """Yield (part, microseconds) while kernels run; the first part of `PARTS` that runs counts."""
     order = list(LIMIT_OF)
-    edges = sorted(
-        (time, change, order.index(classify_kernel(kernel)))
-        for kernel in trace.kernels
-        for time, change in ((kernel.start, 1), (kernel.end, -1))
-    )
+    edges = []
+    for kernel in trace.kernels:
+        place = order.index(classify_kernel(kernel))
+        edges += [(kernel.start, 1, place), (kernel.end, -1, place)]
+    edges.sort()
     counts, since = [0] * len(order), edges[0][0]
     for time, change, place in edges:
         part = next((p for p, number in zip(order, counts, strict=True) if number), None)
@@ -254,10 +242,7 @@ def _attribute_idle_time(trace: Trace) -> Iterator[tuple[str, float]]:
 
 
 def _find_gap_cause(trace: Trace, since: float, kernel: Kernel) -> str:
-    """Return the part, such as "allocator", for which no kernel runs from `since` to `kernel`.
-
-    `since` is a time of the trace in microseconds.
-    """
+    """Return the part, such as "allocator", that delays `kernel` after time `since` (in us)."""
     i = bisect_right(trace.allocations, since, key=itemgetter(1))
     if i < len(trace.allocations) and trace.allocations[i][0] < kernel.start:
         return "allocator"
@@ -323,11 +308,8 @@ def _is_valid_event(event: Event) -> bool:
 def _make_trace(events: list[Event]) -> Trace:
     """Return the kernels and host calls of events. ValueError unless all kernels are of one GPU."""
     # A start may be so large that start + duration == start in floating point.
-    on_device = [
-        e
-        for e in events
-        if e.get("cat") in DEVICE and e["dur"] >= MIN_TIME and e["ts"] + e["dur"] > e["ts"]
-    ]
+    of_device = (e for e in events if e.get("cat") in DEVICE and e["dur"] >= MIN_TIME)
+    on_device = [e for e in of_device if e["ts"] + e["dur"] > e["ts"]]
     if not on_device:
         raise ValueError(
             f"hold kernels of a GPU that take time, but it has none: run on a GPU, and {FIX}"
@@ -340,6 +322,7 @@ def _make_trace(events: list[Event]) -> Trace:
     phases = _find_phases(events, calls)
 
     def make_kernel(event: Event) -> Kernel:
+        """Return the kernel of an event on the device."""
         number = event["args"].get("correlation")
         launched = calls[number]["ts"] if number in calls else None
         texts = (str(event["args"].get(n) or "") for n in NCCL_ARGS)
@@ -347,6 +330,7 @@ def _make_trace(events: list[Event]) -> Trace:
         return Kernel(event["name"], start, start + event["dur"], launched, phase, *texts)
 
     def find_spans(pattern: re.Pattern[str]) -> Sequence[tuple[float, float]]:
+        """Return (start, end) of the host's calls with these names, sorted by end."""
         spans = ((e["ts"], e["ts"] + e["dur"]) for e in host if pattern.search(e["name"]))
         return sorted(spans, key=itemgetter(1))
 
@@ -357,10 +341,7 @@ def _make_trace(events: list[Event]) -> Trace:
 
 
 def _find_phases(events: list[Event], calls: Mapping[Any, Event]) -> dict[Any, str]:
-    """Return the innermost mark of moecore around each launch, by correlation number.
-
-    `calls` has the host's launch events by correlation number.
-    """
+    """Return the innermost moecore mark around each launch of `calls`, by correlation number."""
     queues: dict[Any, list[Event]] = {}
     for e in events:
         if e.get("cat") == "user_annotation" and str(e["name"]).startswith("moecore::"):

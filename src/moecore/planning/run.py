@@ -43,7 +43,7 @@ from moecore.train.optim.state_offload import StateOffload
 # A plan builds meshes of all ranks, which takes minutes for more ranks.
 MAX_GPUS = 2**16
 NumGpus = Annotated[int, Bound(">=", 1), Bound("<=", MAX_GPUS), "plan a part of so many ranks"]
-# Largest runs that a plan simulates: a larger run would take minutes, or exceed host memory.
+# Largest runs that a plan simulates.
 SeqLen = Annotated[int, Bound(">=", 1), Bound("<=", 2**24), "plan rows of so many tokens"]
 MAX_LAYERS = 1024
 MAX_STAGES = 256  # pipeline ranks
@@ -135,10 +135,7 @@ class TrainingRun(CheckedRecord):
         if self.batch_size * self.seq_len >= 1 << 31:
             seq_len = f"with seq_len ({self.seq_len})"
             yield "batch_size", f"give fewer than 2**31 tokens {seq_len}: take fewer rows"
-        yield from self._list_size_rules()
-
-    def _list_size_rules(self) -> Rules:
-        """Yield rules for runs that are too large to be simulated."""
+        # Larger runs would take minutes to simulate.
         if self.planned_model.num_layers > MAX_LAYERS:
             yield "planned_model.num_layers", f"be <= {MAX_LAYERS}: plan a model of so many layers"
         if self.parallel.pp > MAX_STAGES:
@@ -160,11 +157,7 @@ class TrainingRun(CheckedRecord):
 
     @property
     def even(self) -> TrainingRun:
-        """The run with even loads, whose nvlink has no more capacity than these loads use.
-
-        A choice of an expert that returns its input has no row, so tokens of a native decoder have
-        fewer choices, rounded to an integer.
-        """
+        """The run with even loads of experts, and dispatcher "nvlink" without spare capacity."""
         nvlink = None if self.nvlink is None else replace(self.nvlink, row_factor=1.0)
         return replace(self, nvlink=nvlink, model=_remove_zero_experts(self.model))
 
@@ -179,7 +172,7 @@ class TrainingRun(CheckedRecord):
 
 
 def _remove_zero_experts(model: AnyModel) -> AnyModel:
-    """Return a decoder whose top_k counts only choices of experts with weights."""
+    """Return a decoder without experts that return their input; its top_k is reduced, rounded."""
     if not isinstance(model, DecoderConfig) or model.moe is None or not model.moe.zero_experts:
         return model
     moe = model.moe
@@ -229,6 +222,7 @@ def build_optimizer(run: TrainingRun, model: nn.Module) -> AdamW:
 
 
 def _make_adamw(params: Iterable[nn.Parameter], options: OptimizerOptions) -> AdamW:
+    """Return the AdamW of these parameters and options."""
     dtype = getattr(torch, options.moment_dtype)
     return AdamW(params, lr=1e-6, moment_dtype=dtype, master_remainder=options.master_remainder)
 
@@ -288,7 +282,7 @@ def collect_by_hand() -> Iterator[None]:
 
 @cache
 def _has_frozen_objects() -> bool:
-    """Return whether the caller has frozen objects; cached, because the count walks them all."""
+    """Return whether the caller has frozen objects; cached, because the count takes long."""
     return gc.get_freeze_count() > 0
 
 
@@ -319,10 +313,8 @@ def list_stage_ranks(run: TrainingRun) -> Sequence[int]:
 def list_rank_stages(run: TrainingRun) -> list[list[Stage]]:
     """Return the stages of each pipeline rank, in the order of forward."""
     pairs = list(zip(list_stages(run), list_stage_ranks(run), strict=True))
-    return [
-        [stage for stage, stage_rank in pairs if stage_rank == rank]
-        for rank in range(run.resolved.pp)
-    ]
+    ranks = range(run.resolved.pp)
+    return [[stage for stage, stage_rank in pairs if stage_rank == rank] for rank in ranks]
 
 
 def count_stored_bytes(run: TrainingRun) -> int:

@@ -26,7 +26,7 @@ from moecore.planning.estimate import Estimate
 from moecore.planning.gpus import GPUS, Gpu, get_gpu, refuse_untimed
 from moecore.planning.layouts import (
     ANY,
-    Folding,
+    Layout,
     OptionSet,
     Refusal,
     SearchRequest,
@@ -62,7 +62,7 @@ class Candidate:
         host_headroom: the limit of a server's host memory minus `host`.
     """
 
-    layout: Folding
+    layout: Layout
     run: TrainingRun
     options: OptionSet
     peaks: tuple[int, ...]
@@ -214,7 +214,7 @@ def search(
     )
 
 
-def _list_allowed_layouts(request: SearchRequest) -> tuple[list[Folding], Counter[str]]:
+def _list_allowed_layouts(request: SearchRequest) -> tuple[list[Layout], Counter[str]]:
     """Return the layouts that no rule refuses, and how many layouts each rule refuses."""
     if (number := len(list_divisors(request.num_gpus))) > MAX_DIVISORS:
         raise ValueError(
@@ -236,11 +236,9 @@ def _refuse_untimed(request: SearchRequest) -> None:
 def find_faster_options(
     request: SearchRequest, best: FittingCandidate, table: CostTable, estimate: Estimate
 ) -> FittingCandidate:
-    """Return `best`, or if faster, its layout with balanced stages or fewer options that fits."""
-    stage_layouts = (
-        plan_options(request, best.layout, best.options, run)
-        for run in balance_stages(best.run, table)[1:]
-    )
+    """Return the fastest fitting candidate: `best`, or with balanced stages, or fewer options."""
+    runs = balance_stages(best.run, table)[1:]
+    stage_layouts = (plan_options(request, best.layout, best.options, run) for run in runs)
     balanced = (add_time(candidate, table) for candidate in stage_layouts if candidate.fits)
     best = min((best, *balanced), key=_get_step_seconds)
     best_seconds, tried = best.time.seconds, set[OptionSet]()
@@ -269,13 +267,9 @@ def find_faster_options(
 def _find_fastest_schedule(
     request: SearchRequest, candidate: Candidate, table: CostTable
 ) -> FittingCandidate:
-    """Return a fitting candidate in its fastest pipeline schedule, with more options if needed."""
-    larger_sets = (
-        options
-        for options in list_option_sets(request)
-        if len(options.options) > len(candidate.options.options)
-    )
-    sets = [candidate.options, *larger_sets]
+    """Return the candidate with its fastest pipeline schedule, with more options if needed."""
+    size, every = len(candidate.options.options), list_option_sets(request)
+    sets = [candidate.options, *(options for options in every if len(options.options) > size)]
     plans = [add_time(candidate, table)]
     for i, run in enumerate(list_schedules(candidate.run)[1:], 1):
         # More options make no schedule faster, so a slower schedule is not planned with them.
@@ -294,18 +288,8 @@ def add_time(candidate: Candidate, table: CostTable) -> FittingCandidate:
     return FittingCandidate(**values, time=plan_time(candidate.run, table))
 
 
-def explain_folding(request: SearchRequest, folding: Folding) -> str:
-    """Return one line: the options with which a layout fits, or why it is refused or too large."""
-    check_arguments(explain_folding, locals())
-    return describe_outcome(request, folding, plan_layout(request, folding, request.costs))
-
-
-def plan_layout(request: SearchRequest, layout: Folding, table: CostTable) -> Refusal | Candidate:
-    """Return the refusal of a layout, or its plan: fitting with the fastest options, or too large.
-
-    Raises:
-        NotImplementedError: for a precision whose time on the GPU is not modelled.
-    """
+def plan_layout(request: SearchRequest, layout: Layout, table: CostTable) -> Refusal | Candidate:
+    """Return a layout's refusal, or its plan with the fastest options that fit, otherwise all."""
     _refuse_untimed(request)
     if (refusal := find_refusal(request, layout)) is not None:
         return refusal
@@ -317,8 +301,8 @@ def plan_layout(request: SearchRequest, layout: Folding, table: CostTable) -> Re
     return find_faster_options(request, fitting, table, estimate)
 
 
-def describe_outcome(request: SearchRequest, layout: Folding, outcome: Refusal | Candidate) -> str:
-    """Return a line about the outcome of planning a layout: refused, fitting or too large."""
+def describe_outcome(request: SearchRequest, layout: Layout, outcome: Refusal | Candidate) -> str:
+    """Return a line: the options with which a layout fits, or why it is refused or too large."""
     if isinstance(outcome, Refusal):
         return f"{layout}: refused ({outcome.rule}): {outcome.reason}"
     usage = f"{format_bytes(max(outcome.peaks))} of {format_bytes(request.limit)}"
@@ -336,7 +320,7 @@ def describe_outcome(request: SearchRequest, layout: Folding, outcome: Refusal |
     )
 
 
-def plan_fitting_layout(request: SearchRequest, layout: Folding, estimate: Estimate) -> Candidate:
+def plan_fitting_layout(request: SearchRequest, layout: Layout, estimate: Estimate) -> Candidate:
     """Plan a layout with the fastest options that fit, otherwise all; corrects `estimate`."""
     while (candidate := _plan_estimated_options(request, layout, estimate)) is None:
         pass
@@ -344,7 +328,7 @@ def plan_fitting_layout(request: SearchRequest, layout: Folding, estimate: Estim
 
 
 def _plan_estimated_options(
-    request: SearchRequest, layout: Folding, estimate: Estimate
+    request: SearchRequest, layout: Layout, estimate: Estimate
 ) -> Candidate | None:
     """Plan a layout with the estimated options; if too large, correct `estimate`, return None."""
     options = estimate.choose_options(layout)
@@ -356,7 +340,7 @@ def _plan_estimated_options(
 
 
 def plan_options(
-    request: SearchRequest, layout: Folding, options: OptionSet, run: TrainingRun | None = None
+    request: SearchRequest, layout: Layout, options: OptionSet, run: TrainingRun | None = None
 ) -> Candidate:
     """Return the memory plan of a layout with options; run None = the run of `make_run`."""
     run = make_run(request, layout, options) if run is None else run

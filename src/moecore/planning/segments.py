@@ -64,6 +64,7 @@ def sample_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun
     )
 
     def like(between: int) -> tuple[int, ...]:
+        """Return each layer's sample; layer `between` is the sample inside the last kind."""
         sample_of = {**samples, kinds[-1]: between}
         return tuple(layers.index(i if i in layers else sample_of[k]) for i, k in enumerate(kinds))
 
@@ -81,10 +82,7 @@ class Segment(NamedTuple):
 
 
 def _make_segment(launches: range, start: Start, level: int, kinds: Mapping[str, int]) -> Segment:
-    """Return the segment from `start`, at whose end `level` bytes are allocated.
-
-    `kinds` are these bytes by kind.
-    """
+    """Return the segment from `start`, which ends with `level` allocated bytes: `kinds` by kind."""
     net_kinds, peak_kinds = (
         {kind: values.get(kind, 0) - start.kinds.get(kind, 0) for kind in {**values, **start.kinds}}
         for values in (kinds, start.top_kinds)
@@ -93,9 +91,9 @@ def _make_segment(launches: range, start: Start, level: int, kinds: Mapping[str,
 
 
 class _FarLaunch(NamedTuple):
-    """A launch by its index in its segment, with the numbers of launches far before it to await."""
+    """A launch with dependencies on launches more than two segments before it."""
 
-    at: int
+    at: int  # its index in its segment
     dependencies: list[int]
     host_dependencies: list[int]
 
@@ -117,11 +115,7 @@ class Segments:
     def of(
         cls, queued: Sequence[QueuedLaunch], starts: Sequence[Start], sampled_layers: SampledLayers
     ) -> Segments:
-        """Divide a recording at `starts`; the first segment includes all launches before it.
-
-        `sampled_layers` has for each layer of the complete run the recorded layer that stands
-        for it.
-        """
+        """Divide a recording at `starts`; the first segment also has the launches before it."""
         passes: dict[tuple[int, Pass, str], list[Segment]] = {}
         resident_bytes, last = starts[0].level, starts[-1]
         micro_batch, before = -1, "B"
@@ -179,10 +173,7 @@ class Segments:
         return queue
 
     def _place_segment(self, launches: range, lengths: tuple[int, ...]) -> _Copy:
-        """Return a segment's launches with distances as dependencies, and its far launches.
-
-        `lengths` are the numbers of launches of the two segments before it, the newest first.
-        """
+        """Return the launches and far launches of a segment behind segments of `lengths`."""
         if (launches, lengths) not in self._copies:
             queue, early = list[PlacedLaunch](), list[_FarLaunch]()
             for i in launches:
@@ -202,10 +193,7 @@ class Segments:
     def _compute_distance(
         self, number: int, i: int, launches: range, lengths: Iterable[int]
     ) -> int | None:
-        """Return how far launch `number` lies before launch `i` of `launches` in the new queue.
-
-        None = launch `number` is in none of the two segments before, whose lengths are `lengths`.
-        """
+        """Return how far launch `number` precedes launch `i` in the new queue; None = too far."""
         at = i - launches.start
         start, end = 0, at
         for length in (0, *lengths):
@@ -218,11 +206,7 @@ class Segments:
     def _compute_far_distances(
         self, numbers: Iterable[int], i: int, newest: Mapping[int, int]
     ) -> tuple[int, ...]:
-        """Return the distances from index `i` back to the newest copies of launches `numbers`.
-
-        `newest` has the queue index of a segment's newest copy by its first launch. A launch of a
-        segment without a copy has no distance.
-        """
+        """Return the distances from index `i` back to the newest copies of launches `numbers`."""
         starts = ((n, self._starts[bisect_right(self._starts, n) - 1]) for n in numbers)
         return tuple(i - (newest[start] + n - start) for n, start in starts if start in newest)
 
@@ -277,19 +261,13 @@ class SmallRun(NamedTuple):
 
     @property
     def segments(self) -> Segments:
-        """The segments of a step with even loads, from which time is planned.
-
-        The optimizer's launches have the bytes of few layers.
-        """
+        """The segments of a step with even loads, from which time is planned."""
         step = add_even_work(self.run, _run_dry_cached)
         return Segments.of(step.queued, step.starts, self.sampled_layers)
 
 
 def make_segments(run: TrainingRun) -> Segments:
-    """Dry-run few layers of a run, and return the recorded step in segments.
-
-    The optimizer's launches have the bytes of all layers, and its state stays on the device.
-    """
+    """Return the segments of a dry run of few layers; the optimizer's bytes are of all layers."""
     small = SmallRun.of(run)
     segments, share = small.segments, count_stored_bytes(run) / count_stored_bytes(small.run)
     # As `dry_run._count_optimizer_bytes`.
@@ -297,18 +275,15 @@ def make_segments(run: TrainingRun) -> Segments:
         3 * run.dtype.itemsize + 2 * count_state_bytes(r.optimizer) for r in (run, small.run)
     )
     shares, first = {ADAMW: share * traffic / small_traffic}, segments.end.launches.start
-    end = (
-        queued._replace(
-            work=replace(work, num_bytes=round(shares.get(work.name, share) * work.num_bytes))
-        )
-        for queued in segments.queued[first:]
-        for work in (queued.work,)
-    )
+    end = []
+    for queued in segments.queued[first:]:
+        num_bytes = round(shares.get(queued.work.name, share) * queued.work.num_bytes)
+        end.append(queued._replace(work=replace(queued.work, num_bytes=num_bytes)))
     return replace(segments, queued=[*segments.queued[:first], *end])
 
 
 def map_micro_batches(number: int, num_recorded: int) -> list[int]:
-    """Return for each of `number` micro-batches the index of the recorded one in its place."""
+    """Return for each of `number` micro-batches the recorded micro-batch that stands for it."""
     if number <= num_recorded:
         return [*range(number - 1), num_recorded - 1] if number > 1 else [0]
     return [0, *[num_recorded // 2] * (number - 2), num_recorded - 1]

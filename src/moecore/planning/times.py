@@ -70,7 +70,7 @@ class StepTime:
 
     @property
     def wall(self) -> Part:
-        """The limit of the largest part."""
+        """The part with most seconds, which limits the step."""
         return max(self.parts, key=lambda part: self.parts[part])
 
 
@@ -102,15 +102,11 @@ class TimePlan(StepTime):
     @property
     def line(self) -> str:
         """The plan's seconds, tokens per second and limits in one line of text."""
-        shares = (
-            f"{part} {share:.0%}"
-            for part, s in sorted(self.parts.items(), key=lambda item: -item[1])
-            if (share := s / self.seconds) >= 0.005
-        )
-        return (
-            f"{self.seconds:.3g} s a step, {self.tokens_per_gpu_second:,.0f} tokens/s of a GPU; "
-            f"bottleneck {self.wall}: {', '.join(shares)}"
-        )
+        parts = sorted(self.parts.items(), key=lambda item: -item[1])
+        shares = ((part, s / self.seconds) for part, s in parts)
+        text = ", ".join(f"{part} {share:.0%}" for part, share in shares if share >= 0.005)
+        speed = f"{self.seconds:.3g} s a step, {self.tokens_per_gpu_second:,.0f} tokens/s of a GPU"
+        return f"{speed}; bottleneck {self.wall}: {text}"
 
 
 class Spans(NamedTuple):
@@ -206,6 +202,7 @@ def _compute_costs(queue: Sequence[PlacedLaunch], table: CostTable) -> list[tupl
 
     @cache
     def cost(work: Work, node_ranks: int) -> tuple[float, Part]:
+        """Return the seconds and the limit of an operation."""
         return table.seconds(work, node_ranks), table.find_limiting_rate(work, node_ranks)
 
     costs: dict[int, tuple[float, Part]] = {}
@@ -243,6 +240,7 @@ def balance_stages(run: TrainingRun, table: CostTable) -> list[TrainingRun]:
 
     @cache
     def cost(**parts: Any) -> float:
+        """Return the seconds of both passes of a stage with these parts."""
         passes = _time_passes(replace(none, **parts), segments, table)
         return sum(
             sum(passes[pass_, segments.num_micro_batches // 2].parts.values()) for pass_ in PASSES
@@ -269,7 +267,7 @@ def balance_stages(run: TrainingRun, table: CostTable) -> list[TrainingRun]:
 
 
 def _time_unstaged(run: TrainingRun, segments: Segments, table: CostTable) -> tuple[float, Parts]:
-    """Return the seconds of a step without a pipeline, and these seconds by limit."""
+    """Return the seconds of a step without a pipeline, and the seconds by limit."""
     # A queue of a few micro-batches is timed. Each further micro-batch takes as long as the last of
     # its middle ones.
     (stage,) = list_stages(run)
@@ -278,7 +276,7 @@ def _time_unstaged(run: TrainingRun, segments: Segments, table: CostTable) -> tu
     for i in map_micro_batches(number, segments.num_micro_batches):
         for pass_ in PASSES:
             queue += segments.list_stage_segments(stage, pass_, i)
-        counts.append(_count_launches(queue))
+        counts.append(sum(len(segment.launches) for segment in queue))
     placed_queue = segments.join([*queue, segments.end])
     before, length = (STEPS - 1) * len(placed_queue), len(placed_queue)
     spans = simulate_queue(placed_queue, table, STEPS)
@@ -294,7 +292,7 @@ def _time_unstaged(run: TrainingRun, segments: Segments, table: CostTable) -> tu
 
 
 def _time_state_waits(run: TrainingRun, segments: Segments, table: CostTable, memo: Memo) -> float:
-    """Return the seconds that a step waits for offloaded optimizer state; adds to cache `memo`."""
+    """Return the seconds that a step waits for offloaded optimizer state; `memo` is a cache."""
     # The copy to the host overlaps with the blocks of the first forward. The copy back overlaps
     # with the blocks of the last backward, except the first of them. In a pipeline these are the
     # blocks of the first rank.
@@ -303,10 +301,9 @@ def _time_state_waits(run: TrainingRun, segments: Segments, table: CostTable, me
     copy = table.seconds(Work("copy to host", "copy", 0, num_bytes, (), "uint8"))
     blocks = [replace(stage, embedding=False, loss=False) for stage in list_rank_stages(run)[0]]
     passes = [_time_passes_cached(stage, segments, table, memo) for stage in blocks]
-    out, back = (
-        sum(sum(of_stage[end].parts.values()) for of_stage in passes)
-        for end in (("F", 0), ("B", segments.num_micro_batches - 1))
-    )
+    last = segments.num_micro_batches - 1
+    out = sum(sum(of_stage["F", 0].parts.values()) for of_stage in passes)
+    back = sum(sum(of_stage["B", last].parts.values()) for of_stage in passes)
     back *= 1 - 1 / sum(len(stage.layers) for stage in blocks)
     return max(0.0, copy - out) + max(0.0, copy - back)
 
@@ -326,7 +323,7 @@ def has_slices(run: TrainingRun) -> bool:
 def _time_staged(
     run: TrainingRun, segments: Segments, table: CostTable, memo: Memo
 ) -> tuple[float, Parts, Timeline]:
-    """Return a pipeline step's seconds, these by limit, and timeline; adds to cache `memo`."""
+    """Return seconds, seconds by limit and timeline of a pipeline step; `memo` is a cache."""
     assert run.pipeline is not None, "checked by the caller"
     name, pp, stages = run.pipeline.schedule, run.resolved.pp, list_stages(run)
     passes = [_time_passes_cached(stage, segments, table, memo) for stage in stages]
@@ -338,11 +335,13 @@ def _time_staged(
     timelines: dict[int, Timeline] = {}
 
     def step(number: int) -> tuple[float, Parts]:
+        """Return the seconds of a step of `number` micro-batches, and the seconds by limit."""
         schedule = make_schedule(name, pp=pp, chunks=len(stages) // pp, num_micro_batches=number)
         like = map_micro_batches(number, segments.num_micro_batches)
 
         @cache
         def parts_of(item: Item) -> Parts:
+            """Return the seconds of an action or pair of the schedule by limit."""
             sums, network = list[Parts](), 0.0
             for kind, stage, i in list_actions(item):
                 share = 0.5 if kind in "DW" else 1.0  # D and W are half a backward each
@@ -368,13 +367,13 @@ def _time_staged(
 
 
 def _add_network(parts: Parts, network: float) -> dict[Part, float]:
-    """Return parts with more network seconds, if needed for a sum of at least `network` seconds."""
+    """Return parts with network seconds added until their sum is at least `network` seconds."""
     missing = max(0.0, network - sum(parts.values()))
     return {**parts, "network": parts.get("network", 0.0) + missing}
 
 
 def _hide_network(parts: Parts, share: float) -> Parts:
-    """Return parts without the hidden network seconds: `share`, or other parts' seconds if less."""
+    """Return parts without `share` of the network seconds, as far as the other parts hide it."""
     network = parts.get("network", 0.0)
     other_seconds = sum(parts.values()) - network
     return {**parts, "network": network - min(other_seconds, share * network)}
@@ -392,7 +391,7 @@ def _sum_parts(all_parts: Iterable[Parts]) -> dict[Part, float]:
 def _time_passes_cached(
     stage: Stage, segments: Segments, table: CostTable, memo: Memo
 ) -> StagePasses:
-    """Return the seconds of a stage's passes; `memo` keeps them for stages with equal segments."""
+    """Return the seconds of a stage's passes, cached in `memo` for stages with equal segments."""
     key = tuple(segment.launches.start for segment in segments.list_stage_segments(stage, "F", 0))
     if key not in memo:
         memo[key] = _time_passes(stage, segments, table)
@@ -400,14 +399,14 @@ def _time_passes_cached(
 
 
 def _time_passes(stage: Stage, segments: Segments, table: CostTable) -> StagePasses:
-    """Return seconds by limit of alternating passes of a stage, by (pass, recorded micro-batch)."""
+    """Return (pass, recorded micro-batch) -> seconds of alternating passes of a stage."""
     passes: StagePasses = {}
     queue: list[Segment] = []
     lengths: list[tuple[tuple[Pass, int], int]] = []
     for i in map_micro_batches(segments.num_micro_batches + 1, segments.num_micro_batches):
         for pass_ in PASSES:
             queue += segments.list_stage_segments(stage, pass_, i)
-            lengths.append(((pass_, i), _count_launches(queue)))
+            lengths.append(((pass_, i), sum(len(segment.launches) for segment in queue)))
     spans = simulate_queue(segments.join(queue), table)
     start, before = 0.0, 0
     for key, number in lengths:
@@ -415,10 +414,6 @@ def _time_passes(stage: Stage, segments: Segments, table: CostTable) -> StagePas
         passes[key] = PassSeconds(_add_network(spans.split_seconds(start, end), network), network)
         start, before = end, number
     return passes
-
-
-def _count_launches(queue: Iterable[Segment]) -> int:
-    return sum(len(segment.launches) for segment in queue)
 
 
 def _extrapolate(

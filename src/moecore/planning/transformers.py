@@ -234,10 +234,7 @@ def _build_structure(model: TransformersModel) -> Structure:
 
 
 def _build_model(model: TransformersModel, dtype: torch.dtype) -> Any:
-    """Return the class of transformers on meta, with the selected layers.
-
-    Raises ValueError without transformers, or if transformers has no causal language model for it.
-    """
+    """Return the class of transformers on meta, with the selected layers; ValueError if missing."""
     values = json.loads(model.values)
     if find_spec("transformers") is None:
         raise ValueError(
@@ -259,7 +256,7 @@ def _build_model(model: TransformersModel, dtype: torch.dtype) -> Any:
 
 
 def _keep_layers(hf: Any, names: Sequence[str], layers: Sequence[int]) -> None:
-    """Remove a model's layers in place, except at indices `layers`; `names` are of all layers."""
+    """Remove a model's layers in place, except at indices `layers` in `names` of all layers."""
     blocks = [hf.get_submodule(names[i]) for i in layers]
     holders = dict.fromkeys(hf.get_submodule(name.rpartition(".")[0]) for name in names)
     for holder in holders:
@@ -286,7 +283,7 @@ def _shorten_config(config: Any, number: int, layers: Sequence[int]) -> None:
 
 
 def _find_layer_lists(config: Any, number: int) -> Iterator[tuple[str, Sequence[Any]]]:
-    """Yield (name, value) of fields with an item for each of `number` layers; no index lists."""
+    """Yield (name, value) of config fields with one item for each of `number` layers."""
     names = (n for n, x in inspect.getmembers(type(config)) if isinstance(x, property))
     for name, value in {**{n: getattr(config, n, None) for n in names}, **vars(config)}.items():
         is_listed = isinstance(value, list | tuple) and len(value) == number
@@ -295,17 +292,14 @@ def _find_layer_lists(config: Any, number: int) -> Iterator[tuple[str, Sequence[
 
 
 def _find_block_kinds(hf: Any, blocks: Sequence[nn.Module]) -> Iterator[Hashable]:
-    """Yield the kind of each block: its modules' classes, numbers and shapes, and list entries."""
+    """Yield a hashable kind of each block; blocks of one kind have equal modules and configs."""
     config = hf.config.get_text_config()
     lists = list(_find_layer_lists(config, len(blocks)))
     is_distinct = not _has_independent_outer_params(hf, blocks)
     for i, block in enumerate(blocks):
         listed = tuple((name, str(value[i])) for name, value in lists)
-        yield (
-            i
-            if is_distinct
-            else (listed, tuple(_describe_module(*named) for named in block.named_modules()))
-        )
+        modules = (_describe_module(*named) for named in block.named_modules())
+        yield i if is_distinct else (listed, tuple(modules))
 
 
 def _describe_module(name: str, module: nn.Module) -> Hashable:

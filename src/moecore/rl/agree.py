@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,27 +47,14 @@ def gather_totals(
 ) -> Totals:
     """Return the totals of the global batch. Collective over the world, with a host sync.
 
-    Args:
-        meshes: the meshes of the model.
-        local_totals: totals of this data-parallel rank; None if `problem` is given.
-        problem: the error text of this rank; None = no error.
-        global_entries: values that must be equal on all ranks, by name.
-        shared: values that must be equal on the ranks of one data-parallel rank, by name.
-
-    Raises:
-        ValueError: on every rank, if one rank has a problem or values differ.
+    ValueError on every rank if a rank has a `problem` (then without totals), if `global_entries`
+    differ on ranks, or `shared` entries on ranks of one data-parallel rank.
     """
-    local_totals = local_totals or Totals(num_micro_batches=0, weight=0.0, num_responses=0)
-    weight = int(
-        torch.tensor(local_totals.weight, dtype=torch.float64, device="cpu").view(torch.int64)
-    )
-    numbers = [
-        meshes.data_rank,
-        problem is not None,
-        local_totals.num_micro_batches,
-        local_totals.num_responses,
-    ]
-    numbers += [weight, _hash_entries(global_entries), _hash_entries(shared)]
+    totals = local_totals or Totals(num_micro_batches=0, weight=0.0, num_responses=0)
+    weight = torch.tensor(totals.weight, dtype=torch.float64, device="cpu").view(torch.int64)
+    numbers = [meshes.data_rank, problem is not None, totals.num_micro_batches]
+    numbers += [totals.num_responses, int(weight)]
+    numbers += [_hash_entries(global_entries), _hash_entries(shared)]
     local_row = torch.tensor(numbers, dtype=torch.int64, device=meshes.device_type)
     all_rows = local_row.new_empty(dist.get_world_size() * len(local_row))
     all_gather_single(all_rows, local_row)
@@ -84,35 +72,26 @@ def gather_totals(
                 f"rollouts of data rank {row[0]} must be the same on the ranks that share its rows "
                 "(tp, cp, pp): shard them by meshes.data_rank of meshes.data_ranks"
             )
-    weights = torch.tensor(
-        [firsts[i][4] for i in sorted(firsts)], dtype=torch.int64, device="cpu"
-    ).view(torch.float64)
+    weights = [firsts[i][4] for i in sorted(firsts)]
+    weight = torch.tensor(weights, dtype=torch.int64, device="cpu").view(torch.float64)
     return Totals(
         num_micro_batches=max(row[2] for row in rows),
-        weight=float(weights.sum()),
+        weight=float(weight.sum()),
         num_responses=sum(row[3] for row in firsts.values()),
     )
 
 
 def _hash_entries(entries: Mapping[str, Any]) -> int:
-    """Return a 56-bit hash of names and values; equal entries have equal hashes on all ranks."""
+    """Return a 56-bit hash of names and values, which is equal on all ranks for equal entries."""
     # The closure of an objective may have data of one rank, such as a list of metrics.
-    text = repr(
-        {
-            name: describe_function(value, reads_data=False)
-            if callable(value)
-            else describe_value(value)
-            for name, value in entries.items()
-        }
-    )
+    describe = partial(describe_function, reads_data=False)
+    items = entries.items()
+    text = repr({name: (describe if callable(x) else describe_value)(x) for name, x in items})
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
 
 
 def sum_over_data_ranks(value: Tensor, meshes: Meshes) -> Tensor:
-    """Return the sum of `value` over data-parallel ranks, on every rank. Collective over the world.
-
-    Ranks of one data-parallel rank (tp, cp and pp) have the same value, which counts once.
-    """
+    """Return the sum of `value` over data-parallel ranks; tp, cp and pp ranks count once."""
     inner = (meshes.dense.get_local_rank(name) for name in ("pp", "cp", "tp"))
     total = value.clone() if not any(inner) else torch.zeros_like(value)
     dist.all_reduce(total)

@@ -45,10 +45,7 @@ def check_choices(choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, 
 
 
 def check_ids(label: str, ids_TK: Tensor, config: MoEConfig) -> None:
-    """Raise ValueError if ids are invalid for a layer with `config`. `label` is the ids' name.
-
-    Ids must be integers [T, K], global expert ids or -1, without an expert twice. Host syncs.
-    """
+    """Raise ValueError, which names `label`, unless ids are distinct expert ids or -1. Syncs."""
     K, E = config.choices_per_token, config.num_candidates
     if ids_TK.ndim != 2 or ids_TK.shape[1] != K:
         raise ValueError(
@@ -81,13 +78,9 @@ def check_ids(label: str, ids_TK: Tensor, config: MoEConfig) -> None:
 def check_weights(
     weights: Mapping[str, Sequence[Tensor]], choices: Mapping[str, Sequence[Tensor]]
 ) -> None:
-    """Raise ValueError if weights do not match `choices`, entry by entry. Host syncs.
-
-    Both map layer names to one tensor [T, K] per forward. Weights are floating, finite and >= 0.
-    """
-    if {name: len(entries) for name, entries in weights.items()} != {
-        name: len(entries) for name, entries in choices.items()
-    }:
+    """Raise ValueError unless `weights` has a valid tensor for each entry of `choices`."""
+    counts = [{name: len(entries) for name, entries in of.items()} for of in (weights, choices)]
+    if counts[0] != counts[1]:
         raise ValueError(
             f"weights (of {_quote_names(weights)}) must have the layers and forwards of the "
             f"choices ({_quote_names(choices)}): give one entry for each of theirs"
@@ -98,10 +91,7 @@ def check_weights(
 
 
 def check_entry_weights(label: str, weights_TK: Tensor, ids_TK: Tensor) -> None:
-    """Raise ValueError unless weights are floating [T, K] like the ids, finite and >= 0.
-
-    Weights of -1 ids are not checked. `label` is the weights' name in the error. Host sync.
-    """
+    """Raise ValueError unless weights are floating like the ids, finite and >= 0. Host sync."""
     if weights_TK.shape != ids_TK.shape or not weights_TK.is_floating_point():
         raise ValueError(
             f"{label} ({weights_TK.dtype} {tuple(weights_TK.shape)}) must be floating "
@@ -162,14 +152,12 @@ def choices_from_tensors(tensors: Mapping[str, Tensor]) -> Choices:
 def convert_from_engine_indices(
     indices_BSLK: Any, layers: Mapping[str, MoELayer], engine_layers: Sequence[str | None]
 ) -> dict[str, Tensor]:
-    """Return layer name -> int32 [T, K], the engine's choices for this rank's T tokens, as copies.
+    """Return layer name -> int32 [T, K], an inference engine's expert ids for this rank's tokens.
 
-    `indices_BSLK` are an inference engine's expert ids [B, S, L, K] of one forward.
-    `engine_layers` names each of the engine's L layers; None skips a layer. No collective. Raises
-    ValueError for wrong shapes, ids or names.
+    `engine_layers` names each of the engine's L layers; None skips a layer. ValueError if invalid.
     """
+    ids_BSLK = indices_BSLK
     try:
-        ids_BSLK = indices_BSLK
         if not isinstance(ids_BSLK, Tensor):
             ids_BSLK = torch.as_tensor(ids_BSLK, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
@@ -201,20 +189,14 @@ def convert_from_engine_indices(
         ids_NK = ids_BSLK[:, :, i].flatten(0, 1)
         check_ids(f"indices[..., {i}, :] of layer {name!r}, row", ids_NK, layers[name].config)
         ids_TK = micro_batch.slice_local(ids_NK)
-        local_choices[name] = ids_TK.to(
-            torch.int32, copy=True, memory_format=torch.contiguous_format
-        )
+        local_choices[name] = ids_TK.to(torch.int32, copy=True).contiguous()
     return {name: local_choices[name] for name in layers}
 
 
 def convert_to_engine_indices(
     choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, MoELayer], batch_size: int
 ) -> list[Tensor]:
-    """Return int32 [B, S, L, K] expert ids per recorded forward. Collective over tp and cp.
-
-    `choices` maps a layer's name to this rank's ids [T, K] per forward. B is `batch_size`, and S
-    the full sequence length. Raises ValueError if layers differ in shape.
-    """
+    """Return int32 [B, S, L, K] expert ids per recorded forward. Collective over tp and cp."""
     check_choices(choices, layers)
     forwards = {name: len(choices[name]) for name in layers}
     if len(set(forwards.values())) > 1:
@@ -240,7 +222,7 @@ def convert_to_engine_indices(
 
 
 def _make_micro_batch(groups: BalanceGroups, num_sequences: int) -> MicroBatch:
-    """Return the layout by which tp and cp share sequences; ValueError for a dynamic cp."""
+    """Return the layout of sequences over tp and cp ranks; ValueError for a dynamic cp."""
     if groups.by_cp:
         raise ValueError(
             "ContextOptions.dynamic (True) must be False for the choices of an engine, which do "
@@ -250,4 +232,5 @@ def _make_micro_batch(groups: BalanceGroups, num_sequences: int) -> MicroBatch:
 
 
 def _quote_names(names: Mapping[str, Any]) -> str:
+    """Return names in quotes, separated by commas."""
     return ", ".join(repr(name) for name in names)

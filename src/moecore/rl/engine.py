@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
@@ -29,12 +30,7 @@ from moecore.parallel.fsdp.progress import check_grad_mode
 from moecore.parallel.model.parallel_state import get_parallel_state
 from moecore.rl.agree import Totals, gather_totals, sum_over_data_ranks
 from moecore.rl.invariance import check_invariant, use_batch_invariance
-from moecore.rl.micro_batches import (
-    RolloutRow,
-    RowLimits,
-    assign_sequences,
-    build_row,
-)
+from moecore.rl.micro_batches import RolloutRow, RowLimits, assign_sequences, build_row
 from moecore.rl.objectives import Mean, Objective
 from moecore.rl.rollouts import PER_TOKEN, Rollouts
 from moecore.rl.routes import RoutedLayers
@@ -216,17 +212,14 @@ class Engine:
         with self._raise_on_all_ranks("forward_backward() of rollouts"):
             check_arguments(Engine.forward_backward, arguments)
             check_grad_mode("forward_backward()")
-        with (
-            publish_errors("forward_backward() of rollouts"),
-            self._use_batch_invariance(self.model),
-        ):
+        errors = publish_errors("forward_backward() of rollouts")
+        with errors, self._use_batch_invariance(self.model):
             rows, totals = self._build_rows(rollouts, objective, entropy=objective.entropy)
             number = self.step.num_micro_batches = totals.num_micro_batches
             is_mean = self._request.loss == "mean"
             factor = number * self._meshes.data_ranks if is_mean else 1
-            shares_N = _compute_shares(rollouts, objective.mean, totals, factor).to(
-                self._meshes.device
-            )
+            shares_N = _compute_shares(rollouts, objective.mean, totals, factor)
+            shares_N = shares_N.to(self._meshes.device)
             scores = self._make_empty_scores(rollouts, objective.entropy)
             micro_batches = [
                 self._make_inputs(row, scores, objective, shares_N[row.token_idx_N]) for row in rows
@@ -260,7 +253,7 @@ class Engine:
     def _compute_scores(
         self, step: TrainStep, rollouts: Rollouts, *, entropy: bool, routes: bool = False
     ) -> TokenScores:
-        """Return scores without gradients by the model of `step`; record routes too. Collective."""
+        """Return scores by the model of `step`, without gradients; `routes` = with routes."""
         with publish_errors("log_probs() of rollouts"), self._use_batch_invariance(step.model):
             rows, _ = self._build_rows(rollouts, None, entropy=entropy, routes=routes)
             scores = self._make_empty_scores(rollouts, entropy)
@@ -321,18 +314,15 @@ class Engine:
             group_size = 1 if objective is None else objective.group_size
             assignments = assign_sequences(rollouts, self._limits, group_size)
             local_totals = _compute_totals(rollouts, len(assignments), group_size)
-        global_entries: dict[str, Any] = {
-            "the objective": type(objective).__name__,
-            "entropy": entropy,
-        }
+        global_entries: dict[str, Any] = {"the objective": type(objective).__name__}
+        global_entries["entropy"] = entropy
         for name in getattr(objective, "__dataclass_fields__", ()):
             global_entries[f"{type(objective).__name__}.{name}"] = getattr(objective, name)
         # A forward without an objective reads only routes.
         field_names = () if objective is None else PER_TOKEN
         for name in (*field_names, "routes_NLK", "route_weights_NLK"):
             global_entries[f"whether {name} is None"] = getattr(rollouts, name) is None
-        global_entries["routes"] = routes
-        global_entries["temperature"] = rollouts.temperature
+        global_entries |= {"routes": routes, "temperature": rollouts.temperature}
         global_entries["batch_invariant"] = self._is_invariant
         shared = {field.name: getattr(rollouts, field.name) for field in fields(rollouts)}
         totals = gather_totals(
@@ -344,10 +334,8 @@ class Engine:
                 "leave the batch out"
             )
         assignments += [[] for _ in range(max(1, totals.num_micro_batches) - len(assignments))]
-        device = self._meshes.device
-        return [
-            build_row(rollouts, sequences, self._limits, device) for sequences in assignments
-        ], totals
+        build = partial(build_row, rollouts, limits=self._limits, device=self._meshes.device)
+        return list(map(build, assignments)), totals
 
     def _make_inputs(
         self,
@@ -356,12 +344,10 @@ class Engine:
         objective: Objective | None,
         shares_N: Tensor | None,
     ) -> Mapping[str, Any]:
-        """Return forward arguments of a row, with a loss function that writes to `scores`.
-
-        `shares_N` are the factors of the losses of the row's tokens; None = the loss is 0.
-        """
+        """Return forward arguments of a row; its loss sums `shares_N` times the token losses."""
 
         def loss(log_probs_BT: Tensor, entropy_BT: Tensor | None) -> Tensor:
+            """Write the row's values to `scores`, and return the row's share of the loss."""
             log_probs_N = row.scatter_to_tokens(log_probs_BT)
             entropy_N = None if entropy_BT is None else row.scatter_to_tokens(entropy_BT)
             scores.log_probs_N[row.token_idx_N] = log_probs_N.detach()
@@ -383,6 +369,7 @@ class Engine:
         return self._request.family.make_arguments(row.batch) | {"log_prob_loss": log_prob_loss}
 
     def _make_empty_scores(self, rollouts: Rollouts, entropy: bool) -> TokenScores:
+        """Return scores of zeros for the tokens of rollouts, with entropies if `entropy`."""
         zeros_N = torch.zeros_like(rollouts.tokens_N, dtype=torch.float32).to(self._meshes.device)
         return TokenScores(log_probs_N=zeros_N, entropy_N=zeros_N.clone() if entropy else None)
 
@@ -396,6 +383,7 @@ class Engine:
 
 
 def _get_vocab_size(model: nn.Module) -> int | None:
+    """Return the vocabulary size of a parallelized model; None if it is not known."""
     state = get_parallel_state(model)
     return None if state is None else state.request.family.get_vocab_size(model)
 

@@ -25,10 +25,7 @@ SAME_ORDER = 2  # choices: their sum is the same in either order
 
 @contextmanager
 def use_batch_invariance(layers: Mapping[str, RoutedLayer], device_type: str) -> Iterator[None]:
-    """Return a context in which forwards with these MoE layers (by name) are batch invariant.
-
-    Kernels of `device_type` ("cuda") and dispatchers of the layers are replaced until it ends.
-    """
+    """Return a context with batch-invariant kernels of a device, and dispatchers of MoE layers."""
     with ExitStack() as undo:
         undo.enter_context(batch_invariant(device_type))
         for layer in layers.values():
@@ -40,16 +37,13 @@ def use_batch_invariance(layers: Mapping[str, RoutedLayer], device_type: str) ->
 
 
 def check_invariant(model: nn.Module, state: ParallelState) -> None:
-    """Raise ValueError for a model whose sums depend on other tokens or on a token's position.
-
-    The result is equal on every rank; no collective.
-    """
+    """Raise ValueError for a model whose sums depend on other tokens or on a token's position."""
     for name, value, fix in _find_obstacles(model, state):
         raise ValueError(f"{name} ({value}) must {fix} for an Engine with batch_invariant=True")
 
 
 def _find_obstacles(model: nn.Module, state: ParallelState) -> Iterator[tuple[str, Any, str]]:
-    """Yield each option that rules out batch invariance: name, value, requirement."""
+    """Yield (name, value, requirement) of each option that rules out batch invariance."""
     request, degrees = state.request, state.request.meshes.parallel
     for axis in ("tp", "cp", "etp"):
         if getattr(degrees, axis) > 1:
@@ -62,19 +56,13 @@ def _find_obstacles(model: nn.Module, state: ParallelState) -> Iterator[tuple[st
         yield "expert_backend", repr(request.expert_backend), "be 'auto', 'triton' or 'torch'"
     for name in ("compile", "graph"):
         if getattr(request.dense, name):
-            yield (
-                f"DenseOptions.{name}",
-                True,
-                "be False, because what was compiled keeps its own products,",
-            )
+            fix = "be False, because what was compiled keeps its own products,"
+            yield f"DenseOptions.{name}", True, fix
     if state.compiled:
         yield "modules that are compiled", len(state.compiled), "be none"
     if request.meshes.parallel.ep > 1 and state.plan.dispatcher == "nvlink":
-        yield (
-            "DispatchOptions.name",
-            "'nvlink'",
-            "be another one, because it adds experts where they are,",
-        )
+        fix = "be another one, because it adds experts where they are,"
+        yield "DispatchOptions.name", "'nvlink'", fix
     for name, layer in state.layers.items():
         yield from _find_layer_obstacles(name, layer)
     config = getattr(model, "config", None)
@@ -93,7 +81,7 @@ def _find_obstacles(model: nn.Module, state: ParallelState) -> Iterator[tuple[st
 
 
 def _find_layer_obstacles(name: str, layer: RoutedLayer) -> Iterator[tuple[str, Any, str]]:
-    """Yield the layer's options that rule out batch invariance: name, value, requirement."""
+    """Yield (name, value, requirement) of each option of a layer that rules out invariance."""
     config = layer.config
     if config.capacity is not None:
         yield f"capacity of layer {name!r}", config.capacity, "be None, because it compares tokens,"

@@ -48,17 +48,13 @@ class RowLimits:
     def from_parallel(cls, max_tokens: int, parallel: ParallelConfig) -> RowLimits:
         """Return the limits of a parallel layout; ValueError if tp and cp do not divide a row."""
         sequence_unit = get_length_multiple(parallel.cp)
-        limits = cls(
-            max_tokens=max_tokens,
-            sequence_unit=sequence_unit,
-            row_unit=sequence_unit * parallel.tp,
-        )
-        if max_tokens % limits.row_unit:
+        row_unit = sequence_unit * parallel.tp
+        if max_tokens % row_unit:
             raise ValueError(
-                f"max_tokens ({max_tokens}) must be a multiple of {limits.row_unit}, into which cp "
+                f"max_tokens ({max_tokens}) must be a multiple of {row_unit}, into which cp "
                 f"({parallel.cp}) and tp ({parallel.tp}) cut a row: round it up"
             )
-        return limits
+        return cls(max_tokens=max_tokens, sequence_unit=sequence_unit, row_unit=row_unit)
 
     def compute_padded_length(self, length: int) -> int:
         """Return the number of tokens of a sequence of `length` tokens with its padding."""
@@ -66,11 +62,7 @@ class RowLimits:
 
 
 def assign_sequences(rollouts: Rollouts, limits: RowLimits, group_size: int) -> list[list[int]]:
-    """Return the sequence indices of each micro-batch, packed by first-fit decreasing.
-
-    `group_size` consecutive sequences stay in one micro-batch, such as the 2 of a DPO pair. Raises
-    a ValueError if the number of sequences is not a multiple, or a group exceeds `max_tokens`.
-    """
+    """Return indices of sequences per micro-batch, first-fit decreasing; groups are not split."""
     lengths = [limits.compute_padded_length(length) for length in rollouts.lengths]
     number = rollouts.num_sequences
     if number % group_size:
@@ -87,9 +79,8 @@ def assign_sequences(rollouts: Rollouts, limits: RowLimits, group_size: int) -> 
             f"{units[sums.index(longest)][0]} with padding and what belongs to it: raise it, or "
             "leave the sequence out"
         )
-    return [
-        [i for unit in bin_ for i in units[unit]] for bin_ in pack_lengths(sums, limits.max_tokens)
-    ]
+    bins = pack_lengths(sums, limits.max_tokens)
+    return [[i for unit in bin_ for i in units[unit]] for bin_ in bins]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,19 +107,12 @@ class RolloutRow:
     local_token_idx_T: Tensor
 
     def scatter_to_tokens(self, values_BT: Tensor) -> Tensor:
-        """Move `values_BT` [1, T] from each position to the token that it predicts.
-
-        Returns [N], one value per token of this row's sequences; 0 if no position predicts a token.
-        """
+        """Return [N], the value at the position that predicts each token; 0 without a position."""
         values_N = values_BT.new_zeros(len(self.token_idx_N))
         return values_N.index_copy(0, self.tokens_M, values_BT.flatten()[self.rows_M])
 
     def gather_at_positions(self, values_N: Tensor, padding: float) -> Tensor:
-        """Return [T, ..]: for each position of the row, the value of the token there.
-
-        `values_N` [N, ..] are values of the tokens of `rollouts`, the sequences of this row.
-        Positions without a token have the value `padding`.
-        """
+        """Return [T, ..], the token's value in `values_N` [N, ..] by position, or `padding`."""
         values_T = values_N.new_full((len(self.local_token_idx_T), *values_N.shape[1:]), padding)
         is_token_T = self.local_token_idx_T >= 0
         values_T[is_token_T] = values_N[self.local_token_idx_T[is_token_T]]
@@ -141,12 +125,8 @@ def build_row(
     """Return the row of the sequences with these indices, on `device`; [] = a row of padding."""
     selection = rollouts.take(sequences)
     borders = selection.borders
-    padded_tokens = (
-        sum(limits.compute_padded_length(length) for length in selection.lengths)
-        if sequences
-        else 1
-    )
-    row_tokens = -(-padded_tokens // limits.row_unit) * limits.row_unit
+    padded_tokens = sum(map(limits.compute_padded_length, selection.lengths))
+    row_tokens = -(-max(1, padded_tokens) // limits.row_unit) * limits.row_unit
     collate = PackedCollator(row_tokens=row_tokens, multiple=limits.sequence_unit)
     # Of the places of tokens, not of their ids: one index finds all that is known of a token.
     batch = collate([torch.arange(a, b, device="cpu") for a, b in pairwise(borders)])

@@ -118,7 +118,7 @@ class PPO(CheckedRecord):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Fields of `Rollouts` that must not be None; reference values only if `kl_coef` > 0."""
+        """Names of the fields of `Rollouts` that must not be None."""
         return ("advantages_N", *(["ref_log_probs_N"] if self.kl_coef else []))
 
     @property
@@ -173,9 +173,8 @@ class GSPO(PPO):
         """Return for each token the mean of log(p / p_old) over its sequence's response, [N]."""
         of_tokens_N = PPO.compute_log_ratio(self, log_probs_N, rollouts)
         counts_n = rollouts.sum_responses(torch.ones_like(log_probs_N))
-        return rollouts.expand_to_tokens(
-            rollouts.sum_responses(of_tokens_N) / counts_n.clamp(min=1)
-        )
+        means_n = rollouts.sum_responses(of_tokens_N) / counts_n.clamp(min=1)
+        return rollouts.expand_to_tokens(means_n)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

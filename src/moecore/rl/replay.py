@@ -62,10 +62,8 @@ class RouterReplay:
         moe_layers = {clean_name(n): m for n, m in model.named_modules() if isinstance(m, MoELayer)}
         if not moe_layers:
             own_router = (n for n, m in model.named_modules() if isinstance(m, RoutedExperts))
-            name = next(own_router, None)
-            if name is None:
-                fix = "call parallelize_moe(model, meshes) first"
-            else:
+            fix = "call parallelize_moe(model, meshes) first"
+            if (name := next(own_router, None)) is not None:
                 fix = (
                     f"the experts {clean_name(name)!r} have a router of the model itself, so use a "
                     'family whose router is "moecore\'s" in docs/huggingface.md'
@@ -102,10 +100,7 @@ class RouterReplay:
         refuse_active_tapes(self._routers)
         self._records = None
         records: Choices = {name: [] for name in self.layers}
-        tapes = {
-            self._routers[name]: ChoiceRecorder(layer_records)
-            for name, layer_records in records.items()
-        }
+        tapes = {self._routers[name]: ChoiceRecorder(ids) for name, ids in records.items()}
         for router, tape in tapes.items():
             router.tape = tape
         try:
@@ -235,11 +230,8 @@ class RouterReplay:
         check_arguments(RouterReplay.from_engine, locals())
         names = list(self.layers) if layer_names is None else layer_names
         forwards = indices if isinstance(indices, list | tuple) else [indices]
-        every = [
-            convert_from_engine_indices(indices_BSLK, self.layers, names)
-            for indices_BSLK in forwards
-        ]
-        return {name: [forward_choices[name] for forward_choices in every] for name in self.layers}
+        choices = [convert_from_engine_indices(ids, self.layers, names) for ids in forwards]
+        return {name: [by_layer[name] for by_layer in choices] for name in self.layers}
 
     def to_engine(
         self, choices: Mapping[str, Sequence[Tensor]], *, batch_size: Count = 1
@@ -272,10 +264,7 @@ class RouterReplay:
 def _copy_weights_to_devices(
     weights: Mapping[str, Sequence[Tensor]], records: Choices
 ) -> dict[str, list[Tensor]]:
-    """Return fp32 copies of weights, on the devices of the recorded ids.
-
-    A weight is 0 at a dropped choice (id -1) and -1 in a row without ids, which the router fills.
-    """
+    """Return fp32 copies on the ids' devices, with 0 for id -1, and -1 in rows without ids."""
     return {
         name: [
             weights_TK.to(ids.device, torch.float32)
@@ -291,10 +280,8 @@ def _copy_choices_to_devices(
     choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, MoELayer]
 ) -> Choices:
     """Return contiguous int32 copies of choices, on the devices of their routers."""
-    return {
-        name: [
-            ids.to(layer.get_part("router").weight.device, torch.int32, copy=True).contiguous()
-            for ids in choices[name]
-        ]
-        for name, layer in layers.items()
-    }
+    copies: Choices = {}
+    for name, layer in layers.items():
+        to = (layer.get_part("router").weight.device, torch.int32)
+        copies[name] = [ids.to(*to, copy=True).contiguous() for ids in choices[name]]
+    return copies

@@ -74,42 +74,30 @@ class Rollouts(CheckedRecord):
             yield "tokens_N", f"be int64 [N], found {shape}: lay sequences end to end"
         N, cu = len(self.tokens_N), self.cu_seqlens
         is_list = cu.ndim == 1 and not cu.is_floating_point() and len(cu) > 0
-        if (
-            not is_list
-            or self.borders[0] != 0
-            or self.borders[-1] != N
-            or min(self.lengths, default=1) < 1
-        ):
+        has_ends = is_list and self.borders[0] == 0 and self.borders[-1] == N
+        if not has_ends or min(self.lengths, default=1) < 1:
             yield "cu_seqlens", f"be integers that ascend from 0 to the number of tokens ({N})"
         mask = self.response_mask_N
         if mask.dtype != torch.bool or tuple(mask.shape) != shape:
             yield "response_mask_N", f"be bool {shape}: True where the policy sampled a token"
         if mask[self.cu_seqlens[:-1].long().to(mask.device)].any():
-            yield (
-                "response_mask_N",
-                "be False for the first token of each sequence, which nothing predicts: give "
-                "sequences a prompt",
-            )
+            rule = "be False for the first token of each sequence, which nothing predicts"
+            yield "response_mask_N", f"{rule}: give sequences a prompt"
         for name in PER_TOKEN:
             value = getattr(self, name)
-            if value is None:
-                continue
-            if tuple(value.shape) != shape or not value.is_floating_point():
+            if value is not None and (tuple(value.shape) != shape or not value.is_floating_point()):
                 yield name, f"be floating {shape}, found {tuple(value.shape)} of {value.dtype}"
         routes, weights = self.routes_NLK, self.route_weights_NLK
+        routes_shape = None if routes is None else tuple(routes.shape)
         if routes is not None and (
             routes.ndim != 3 or len(routes) != N or routes.is_floating_point()
         ):
             yield "routes_NLK", f"be integers [{N}, layers, experts per token]"
-        if weights is None:
+        if weights is None or (weights.shape == routes_shape and weights.is_floating_point()):
             return
-        if routes is None or weights.shape != routes.shape or not weights.is_floating_point():
-            routes_shape = None if routes is None else tuple(routes.shape)
-            yield (
-                "route_weights_NLK",
-                f"be floating in the shape of routes_NLK ({routes_shape}), found "
-                f"{tuple(weights.shape)} of {weights.dtype}: give one weight per expert id",
-            )
+        rule = f"be floating in the shape of routes_NLK ({routes_shape}), found "
+        rule += f"{tuple(weights.shape)} of {weights.dtype}: give one weight per expert id"
+        yield "route_weights_NLK", rule
 
     @classmethod
     def of(cls, prompts: Sequence[Any], responses: Sequence[Any], **token_fields: Any) -> Rollouts:
@@ -125,19 +113,12 @@ class Rollouts(CheckedRecord):
         convert = partial(torch.as_tensor, dtype=torch.int64, device="cpu")
         pairs = [(convert(a), convert(b)) for a, b in zip(prompts, responses, strict=True)]
         parts = [part for pair in pairs for part in pair]
-        is_response = [
-            torch.full((len(x),), i % 2 == 1, dtype=torch.bool, device="cpu")
-            for i, x in enumerate(parts)
-        ]
-        lengths = torch.tensor(
-            [0, *(len(a) + len(b) for a, b in pairs)], dtype=torch.int64, device="cpu"
-        )
-        none = torch.empty(0, dtype=torch.int64, device="cpu")
-        nothing = torch.empty(0, dtype=torch.bool, device="cpu")
+        part_lengths = convert([len(part) for part in parts])
+        is_response = torch.arange(len(parts), device="cpu") % 2 == 1
         return cls(
-            tokens_N=torch.cat([none, *parts]),
-            cu_seqlens=lengths.cumsum(0),
-            response_mask_N=torch.cat([nothing, *is_response]),
+            tokens_N=torch.cat([convert([]), *parts]),
+            cu_seqlens=convert([0, *(len(a) + len(b) for a, b in pairs)]).cumsum(0),
+            response_mask_N=is_response.repeat_interleave(part_lengths),
             **token_fields,
         )
 
@@ -188,16 +169,12 @@ class Rollouts(CheckedRecord):
                 f"sequences ({quote(indices)}) must be numbers from 0 to {self.num_sequences - 1}: "
                 "take those that there are"
             )
-        token_idx_N = self.find_token_indices(indices)
-        lengths = self.lengths
-        changes = {
-            field.name: getattr(self, field.name)[token_idx_N.to(getattr(self, field.name).device)]
-            for field in fields(self)
-            if field.name.endswith(("_N", "_NLK")) and getattr(self, field.name) is not None
-        }
-        borders = torch.tensor(
-            [0, *(lengths[i] for i in indices)], dtype=torch.int64, device="cpu"
-        ).cumsum(0)
+        token_idx_N, lengths = self.find_token_indices(indices), self.lengths
+        names = (f.name for f in fields(self) if f.name.endswith(("_N", "_NLK")))
+        values = ((n, value) for n in names if (value := getattr(self, n)) is not None)
+        changes = {name: value[token_idx_N.to(value.device)] for name, value in values}
+        sizes = [0, *(lengths[i] for i in indices)]
+        borders = torch.tensor(sizes, dtype=torch.int64, device="cpu").cumsum(0)
         return replace(self, cu_seqlens=borders, **changes)
 
     def find_token_indices(self, sequences: Sequence[int]) -> Tensor:
@@ -208,7 +185,7 @@ class Rollouts(CheckedRecord):
 
 
 def _check_length(name: str, values: Tensor, number: int, of: str) -> None:
-    """Raise ValueError unless `values` is [number]; `name` and `of` (whose values) are for it."""
+    """Raise ValueError unless `values` has shape [number]: one value per `of`, such as "token"."""
     if values.shape != (number,):
         raise ValueError(
             f"{name} {tuple(values.shape)} must be one number per {of} ({number}): pass [{number}]"

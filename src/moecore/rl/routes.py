@@ -58,12 +58,9 @@ class RoutedLayers:
             for name, module in model.named_modules()
             if isinstance(module, MoELayer) and module not in unused
         }
-        has_stages = meshes.parallel.pp > 1
-        stages = (
-            gather_objects(local_layers, meshes.dense.get_group("pp"))
-            if has_stages
-            else [local_layers]
-        )
+        stages = [local_layers]
+        if meshes.parallel.pp > 1:
+            stages = gather_objects(local_layers, meshes.dense.get_group("pp"))
         every = {name: entry for stage in stages for name, entry in stage.items()}
         return cls(
             configs={name: every[name][1] for name in sorted(every, key=lambda n: every[n][0])},
@@ -106,10 +103,7 @@ class RoutedLayers:
         return nullcontext() if self.replay is None else self.replay.record()
 
     def gather_routes(self, rows: Sequence[RolloutRow], rollouts: Rollouts) -> Tensor:
-        """Return int32 [N, L, K], the recorded expert ids. Collective over cp, tp and pp.
-
-        `rows` are the recorded forwards, of sequences of `rollouts`, whose tokens are the N tokens.
-        """
+        """Return int32 [N, L, K], the expert ids recorded in forwards of `rows`. Collective."""
         shape = (len(rollouts.tokens_N), *self.shape)
         routes_NLK = torch.full(shape, -1, dtype=torch.int32, device=self.meshes.device)
         choices = {} if self.replay is None else self.replay.choices()
@@ -139,16 +133,13 @@ class RoutedLayers:
         self, rows: Sequence[RolloutRow], values: Sequence[Tensor | None]
     ) -> dict[str, list[Tensor]]:
         """Return layer name -> this rank's [T, K] per row; `values` has [N, L, K] per row."""
-        local_choices: dict[str, list[Tensor]] = {
-            name: [] for name, _, _ in self._iterate_local_layers()
-        }
+        local_choices = {name: list[Tensor]() for name, _, _ in self._iterate_local_layers()}
         for row, values_NLK in zip(rows, values, strict=True):
             assert values_NLK is not None, "all rows are of the same rollouts"
             full_TLK = row.gather_at_positions(values_NLK, -1)
             for name, layer, place in self._iterate_local_layers():
-                local_choices[name].append(
-                    _make_row_micro_batch(row, layer).slice_local(full_TLK[:, place]).contiguous()
-                )
+                ids_TK = _make_row_micro_batch(row, layer).slice_local(full_TLK[:, place])
+                local_choices[name].append(ids_TK.contiguous())
         return local_choices
 
     def _iterate_local_layers(self) -> Iterator[tuple[str, MoELayer, int]]:
@@ -159,7 +150,7 @@ class RoutedLayers:
 
 
 def _find_sort_key(model: nn.Module, name: str) -> list[int]:
-    """Return the index of a module among its siblings, and of each of its parents: a sort key."""
+    """Return the indices of a module and of its parents among their siblings: a sort key."""
     # Modules that other stages have leave `AbsentModule` in their place, so places are those of the
     # whole model.
     places, module = [], model

@@ -71,9 +71,8 @@ class _TapeForward:
 class TapeReplay:
     """The replay of recorded expert choices in one `with replay.replay(...)` context.
 
-    `routers`, `records` (a list of expert ids per layer) and `weights` (None = the routers compute
-    weights) have layer names as keys. With `fill`, routers choose for rows of -1. Forwards use
-    entry `selected` of each list; None = the next entry.
+    The mappings have layer names as keys. `weights` None = the routers compute weights. `fill` =
+    routers choose for rows of -1. Forwards use entry `selected` of each list; None = the next one.
     """
 
     def __init__(
@@ -85,20 +84,16 @@ class TapeReplay:
         *,
         fill: bool,
     ) -> None:
-        self.model = model
-        self.routers = routers
-        self.records = records
-        self.weights = weights
-        self.fill = fill
+        self.model, self.routers, self.fill = model, routers, fill
+        self.records, self.weights = records, weights
         self.selected: int | None = None
         self._tapes = {router: _ReplayTape(self, name) for name, router in routers.items()}
         self._calls: dict[str, list[tuple[_TapeForward | None, int]]] = {n: [] for n in records}
         self._replayed_entries: dict[str, set[int]] = {n: set() for n in records}
         self._next: dict[str, int] = dict.fromkeys(records, 0)
         self._current_forward: _TapeForward | None = None
-        self._entered_nodes: list[
-            Node
-        ] = []  # by the running backward, and nothing behind is marked
+        # Nodes that the running backward has entered, and whose upstream nodes have no mark yet.
+        self._entered_nodes: list[Node] = []
         self._hooks: list[Any] = []
 
     def open(self) -> None:
@@ -118,13 +113,11 @@ class TapeReplay:
 
     def make_rewind(self, name: str) -> Callable[[], None]:
         """Return a function that resets layer `name` to its replay position at this call."""
-        calls, replayed_entries, next_entry = (
-            len(self._calls[name]),
-            set(self._replayed_entries[name]),
-            self._next[name],
-        )
+        calls, next_entry = len(self._calls[name]), self._next[name]
+        replayed_entries = set(self._replayed_entries[name])
 
         def rewind() -> None:
+            """Reset the layer."""
             del self._calls[name][calls:]
             self._replayed_entries[name], self._next[name] = set(replayed_entries), next_entry
 
@@ -141,10 +134,7 @@ class TapeReplay:
                 )
 
     def take_entry(self, name: str) -> int | None:
-        """Return the index in `records[name]` for this call of layer `name`, and mark it replayed.
-
-        None = the replay has ended, and the router chooses.
-        """
+        """Return the index in `records[name]` for this call of a layer; None = the replay ended."""
         if is_inside_backward():
             return self._find_recomputed_entry(name)
         if not self._hooks:  # a late backward failed and left the tapes behind
@@ -155,9 +145,8 @@ class TapeReplay:
             self._next[name] += 1
         else:
             index = self.selected
-            if any(
-                forward is self._current_forward for forward, _ in self._calls[name][-1:] if forward
-            ):
+            calls = self._calls[name]
+            if calls and calls[-1][0] is self._current_forward is not None:
                 raise NotImplementedError(
                     f"select({index}) must not be used with layer {name!r}, which runs more than "
                     "once in a forward: select(None) and keep the recorded order"
@@ -167,17 +156,11 @@ class TapeReplay:
         return index
 
     def _find_recomputed_entry(self, name: str) -> int:
-        """Return the index in `records[name]` that the recomputed forward has replayed.
-
-        See Note [pairing]. Raises NotImplementedError if the forward is ambiguous or unknown, and
-        no entry is selected.
-        """
+        """Return the index in `records[name]` that the recomputed forward had: Note [pairing]."""
         while self._entered_nodes:
             _mark_next_nodes(self._entered_nodes.pop())
         node_forward = _get_tape_forward(get_current_node())
-        hits = [
-            index for forward, index in self._calls[name] if forward and forward is node_forward
-        ]
+        hits = [i for forward, i in self._calls[name] if forward and forward is node_forward]
         if len(hits) == 1:
             return hits[0]
         if self.selected is not None:
@@ -224,6 +207,7 @@ class TapeReplay:
         call_after_backward(lambda: remove_tapes(self._tapes))
 
     def _set_tapes(self) -> None:
+        """Let each router replay from its tape."""
         for router, tape in self._tapes.items():
             router.tape = tape
 
@@ -232,18 +216,16 @@ class _ReplayTape:
     """The tape of the router of layer `name`, which gives recorded choices to the router."""
 
     def __init__(self, replay: TapeReplay, name: str) -> None:
-        self.replay = replay
-        self.name = name
+        self.replay, self.name = replay, name
 
     @torch.compiler.disable
     def get_recorded_choice(
         self, num_tokens: int, device: torch.device, choose: Callable[[], Tensor]
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Return this call's recorded ids int32 [T, K] and weights fp32 [T, K] on `device`.
+        """Return recorded ids int32 [T, K] and weights fp32 [T, K] or None, for this call.
 
-        Weights are None if the replay has none. `choose` returns the router's own ids, for rows of
-        -1 with `fill`. After the replay the result is None, and the router chooses. Raises a
-        ValueError if no entry is left or T is not `num_tokens`.
+        None = the replay has ended, and the router chooses. `choose` returns the router's own ids,
+        for rows of -1. ValueError if no entry remains or T is not `num_tokens`.
         """
         _refuse_capture(device)
         index = self.replay.take_entry(self.name)

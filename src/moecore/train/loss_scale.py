@@ -101,11 +101,7 @@ def is_fp16(model: nn.Module) -> bool:
 
 
 def check_loss_scale(model: nn.Module, loss_scale: DynamicLossScale | None) -> None:
-    """Raise ValueError if a model needs a loss scale or must not have a loss scale.
-
-    fp16 compute needs a scale, so `loss_scale` must not be None. With a scale, trained parameters
-    must not be fp16, and FP8 scales must not be delayed (`Recipe.amax_history`).
-    """
+    """Raise ValueError if fp16 compute has no scale, or fp16 weights or delayed FP8 have one."""
     if loss_scale is None:
         if is_fp16(model):
             raise ValueError(
@@ -128,4 +124,5 @@ def check_loss_scale(model: nn.Module, loss_scale: DynamicLossScale | None) -> N
 
 
 def _is_power_of_two(value: float) -> bool:
+    """Return whether a positive number is a power of two."""
     return math.frexp(value)[0] == 0.5

@@ -12,10 +12,7 @@ from moecore.train.memory.compiled import make_inductor_options
 
 
 def compile_dense(model: nn.Module, state: ParallelState) -> None:
-    """Compile code between MoE layers, if `DenseOptions.compile`.
-
-    `state.compiled` becomes the set of modules whose forwards run in compiled code.
-    """
+    """Compile code between MoE layers if asked for; put the compiled modules in `state`."""
     if not state.request.dense.compile:
         return
     blocks = state.blocks(model)

@@ -33,8 +33,8 @@ T = TypeVar("T")
 class Reruns:
     """Repeats a training step with larger buffers until the token rows for the experts fit.
 
-    All ranks construct an instance together, with a host sync. `capacities` has one entry per
-    model. A "holder" is the owner of a buffer of limited size: an exchange or a stash.
+    All ranks construct it, with a host sync. `capacities` has one entry per model. A "holder" owns
+    a buffer of limited size: an exchange or a stash.
     """
 
     def __init__(self, capacities: Sequence[Capacity], device: torch.device) -> None:
@@ -51,16 +51,14 @@ class Reruns:
         self._factors: ToHost | None = None  # the factor that any rank needed of each holder
 
     def run(self, run: Callable[[], T], drop: Callable[[], None], tapes: Sequence[ChoiceTape]) -> T:
-        """Call `run` (forward and backward) until token rows fit in the buffers of every rank.
+        """Return the result of `run`, called until rows fit on all ranks.
 
-        Returns the result of the last call. Before a repetition the method calls `drop`, rewinds
-        `tapes` (recorded router choices), restores random states and enlarges buffers.
+        A repetition calls `drop`, rewinds `tapes`, restores random states and enlarges buffers.
         """
         # If any rank has a limited capacity, each run has one all-reduce, for which the host waits.
         # Layers in CUDA graphs are not rerun and do neither. Recorded choices are rewound.
-        if not self._is_limited_on_any_rank or any(
-            capacity.is_graphed for capacity in self._capacities
-        ):
+        is_graphed = any(capacity.is_graphed for capacity in self._capacities)
+        if is_graphed or not self._is_limited_on_any_rank:
             return run()
         rewinders = [tape.make_rewind() for tape in tapes]
         while True:
@@ -87,10 +85,7 @@ class Reruns:
             self._factors = self._reduce_factors()
 
     def is_short(self) -> Tensor | None:
-        """Return a 0-dim device bool: whether token rows of this rank exceeded a buffer's capacity.
-
-        None = no buffer of any rank has a limited size. No host sync.
-        """
+        """Return a 0-dim device bool: whether rows exceed a buffer; None = no limited buffer."""
         return self._compute_local_factors().amax() > 0 if self._is_limited_on_any_rank else None
 
     @contextmanager
@@ -102,11 +97,7 @@ class Reruns:
             yield
 
     def poll(self, *, skips: bool) -> None:
-        """Raise an ExchangeError that the host already sees, such as rows beyond a buffer's size.
-
-        With `skips` the device skips such a step, so too many rows are no error: the buffers are
-        enlarged. No host sync.
-        """
+        """Raise an ExchangeError that the host already sees; too many rows only without `skips`."""
         for capacity in self._capacities:
             capacity.end_step(skips=skips)
 

@@ -77,9 +77,6 @@ class SpikeLimit:
 
 
 def _compute_median(values: Tensor, number: Tensor) -> Tensor:
-    """Return the lower median of the `number` values that are not nan; `number` is on the device.
-
-    Example: the median of [3, nan, 1, 2, nan, 9] with number 4 is 2.
-    """
+    """Return the lower median of the `number` values that are not nan, on the device."""
     middle = (number - 1).clamp(min=0) // 2
     return values.sort().values.index_select(0, middle.reshape(1)).squeeze(0)

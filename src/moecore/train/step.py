@@ -183,9 +183,8 @@ class TrainStep:
         check_micro_batches(self._progress)
         layers = [layer for state in self._states for layer in state.layers.values()]
         for layer in layers:
-            layer.dispatcher.pairs = (
-                self._pairs if pairs and layer.dispatcher.can_alternate else None
-            )
+            alternates = pairs and layer.dispatcher.can_alternate
+            layer.dispatcher.pairs = self._pairs if alternates else None
         self._pairs.can_alternate = any(layer.dispatcher.pairs for layer in layers)
         self._progress.is_several, number = True, self.num_micro_batches
         try:

@@ -21,12 +21,7 @@ def check_step_arguments(
     optimizer: Optimizer | Sequence[Optimizer] | None,
     loss_scale: DynamicLossScale | None,
 ) -> tuple[list[nn.Module], list[Optimizer]]:
-    """Return the models and the optimizers of a `TrainStep` as lists. No communication.
-
-    Raises a ValueError if there is no model, a model is not parallelized, a model with an optimizer
-    is on meta, an optimizer is older than `parallelize_moe`, or a loss scale is missing or must not
-    be given.
-    """
+    """Return the models and optimizers of a `TrainStep` as lists; ValueError if any is invalid."""
     models = [model] if isinstance(model, nn.Module) else list(model)
     if not models:
         raise ValueError("model ([]) must be at least one model: pass that of parallelize_moe")
@@ -45,16 +40,9 @@ def check_step_arguments(
 
 
 def compare_ranks(
-    entries: Mapping[str, Any],
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    request: Request,
+    entries: Mapping[str, Any], model: nn.Module, optimizers: Sequence[Optimizer], request: Request
 ) -> None:
-    """Raise ValueError on all ranks if ranks differ in `entries`, optimizers or trained parameters.
-
-    Collective. `entries` maps a name for the error text to a value that must be equal on all ranks.
-    `request` has the model's meshes. Parameters are compared within a pipeline stage.
-    """
+    """Raise ValueError on all ranks if they differ in named entries, optimizers or parameters."""
     meshes = request.meshes
     check_equal(entries, meshes.device_type)
     trained = list_training_entries(model, optimizers)

@@ -50,12 +50,8 @@ def merge_metrics(metrics: Sequence[MoEMetrics]) -> MoEMetrics:
     """Merge the metrics of several models; layer "a" of model 1 is "1.a". One model: unchanged."""
     if len(metrics) == 1:
         return metrics[0]
-    of_fields = {
-        f.name: {
-            f"{i}.{name}": tensor
-            for i, model_metrics in enumerate(metrics)
-            for name, tensor in getattr(model_metrics, f.name).items()
-        }
-        for f in fields(MoEMetrics)
-    }
-    return MoEMetrics(**of_fields)
+    by_field = {}
+    for field in fields(MoEMetrics):
+        values = [getattr(model_metrics, field.name) for model_metrics in metrics]
+        by_field[field.name] = {f"{i}.{n}": x for i, of in enumerate(values) for n, x in of.items()}
+    return MoEMetrics(**by_field)

@@ -46,9 +46,7 @@ from tests.train.graphs.graph_fakes import fake_steps
 CLONES = DispatchOptions(clones=CloneOptions())
 CONFIG = MoEConfig(dim=16, hidden_dim=16, num_experts=4, top_k=2)
 PADDED = replace(
-    CONFIG,
-    capacity=CapacityConfig(factor=1.0, pad=True),
-    balance=BalanceConfig(z_loss_coef=0.01),
+    CONFIG, capacity=CapacityConfig(factor=1.0, pad=True), balance=BalanceConfig(z_loss_coef=0.01)
 )
 
 

@@ -285,8 +285,7 @@ def refusals() -> dict[str, str]:
 
     waiting = Job(case, graphed=False)
     waiting.run = GraphedForwardBackward(
-        lambda x: waiting.forward_backward(x) | {"one": torch.ones(1).cuda()},
-        waiting.model,
+        lambda x: waiting.forward_backward(x) | {"one": torch.ones(1).cuda()}, waiting.model
     )
     waiting.step(0)
     attempt("waits", lambda: waiting.run(waiting.batch(0)))

@@ -91,7 +91,7 @@ CASES = {
 ON_CPUS = CASES | {  # by its definition
     "Transformer Engine": Case(
         **SHARED, options=dict(precision=Recipe(scaling="mxfp8", backend="te"))
-    ),
+    )
 }
 
 # Cases whose options change no bit of another one's.
@@ -112,11 +112,7 @@ NIGHTLY += ["MoE layers computed again", "experts offloaded", "gathered for each
 
 
 def train(
-    case: Case,
-    device: torch.device,
-    *,
-    graphed: bool,
-    between: Callable[[], None] = lambda: None,
+    case: Case, device: torch.device, *, graphed: bool, between: Callable[[], None] = lambda: None
 ) -> tuple[list[Any], Decoder]:
     """Return losses and norms of each step, then parameters; and the model."""
     config = replace(preset(case.preset), num_layers=LAYERS)
@@ -166,10 +162,8 @@ def train(
 
 def parts_of(model: Decoder) -> list[GraphedPart]:
     """Return the parts of a model that have captured graphs."""
-    owners = [
-        *model.modules(),
-        *(layer.dispatcher for layer in get_moe_state(model).layers.values()),
-    ]
+    dispatchers = (layer.dispatcher for layer in get_moe_state(model).layers.values())
+    owners = [*model.modules(), *dispatchers]
     found = [part for m in owners for part in vars(m).values() if isinstance(part, GraphedPart)]
     return [part for part in found if part._pairs]
 
@@ -188,10 +182,8 @@ def compared(case: Case, device: torch.device, eager: list[Any]) -> tuple[bool, 
     with fake_graphs() as fake:
         graphed, model = train(case, device, graphed=True)
     parts = parts_of(model)
-    same = all(
-        torch.equal(torch.as_tensor(a), torch.as_tensor(b))
-        for a, b in zip(eager, graphed, strict=True)
-    )
+    pairs = zip(map(torch.as_tensor, eager), map(torch.as_tensor, graphed), strict=True)
+    same = all(torch.equal(a, b) for a, b in pairs)
     return same, len(parts), {len(part._pairs) for part in parts}, fake.replays
 
 

@@ -15,10 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moecore import (
-    DenseOptions,
-    MemoryOptions,
-)
+from moecore import DenseOptions, MemoryOptions
 from tests.helpers.ranks import run_ranks
 from tests.train.graphs.test_forward_backward_gpu import scribble
 from tests.train.graphs.test_graphed_blocks import CASES, SHARED, Case, parts_of, train

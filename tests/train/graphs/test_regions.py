@@ -77,14 +77,9 @@ class Trained(NamedTuple):
 
 
 def train(config: DecoderConfig, compile: bool, **over_cp: Any) -> Trained:
-    model = Decoder(config, device="meta")
-    parallelize_moe(
-        model,
-        build_meshes(ParallelConfig(ep=2), "cpu"),
-        dense=DenseOptions(compile=compile),
-        memory=MemoryOptions(recompute="gemm_last"),
-        **over_cp,
-    )
+    model, meshes = Decoder(config, device="meta"), build_meshes(ParallelConfig(ep=2), "cpu")
+    options = dict(dense=DenseOptions(compile=compile), memory=MemoryOptions(recompute="gemm_last"))
+    parallelize_moe(model, meshes, **options, **over_cp)
     model.to_empty(device="cpu")
     model.init_weights(0)
     optimizer = on_parts(torch.optim.SGD)(model.parameters(), lr=0.1)
@@ -133,7 +128,11 @@ def found() -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_losses_and_parameters_equal_those_of_eager(found: dict[str, Any]) -> None:
+    """Memory options reach Inductor, and blocks of one kind share their code."""
     check_equal(found["eager"], found["compiled"])
+    assert 0 < found["compiled"].kept <= found["eager"].kept
+    assert found["graphs"] == 2, "dense blocks, and those with MoE"
+    assert found["breaks"] == 0
 
 
 @pytest.mark.slow
@@ -153,19 +152,6 @@ def check_equal(eager: Trained, compiled: Trained) -> None:
     assert compiled_losses == pytest.approx(losses, rel=1e-5)
     for want, got in zip(params, compiled_params, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_memory_options_reach_inductor(found: dict[str, Any]) -> None:
-    assert 0 < found["compiled"].kept <= found["eager"].kept
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_blocks_of_one_kind_share_their_code(found: dict[str, Any]) -> None:
-    assert found["graphs"] == 2, "dense blocks, and those with MoE"
-    assert found["breaks"] == 0
 
 
 def test_any_block_is_compiled_around_its_moe_layer() -> None:

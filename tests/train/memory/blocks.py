@@ -80,9 +80,7 @@ class Plain(nn.Module):
 
 
 def offloaded(
-    model: Plain | Decoder,
-    parts: Callable[[nn.Module], str | None] = part_of,
-    **options: Any,
+    model: Plain | Decoder, parts: Callable[[nn.Module], str | None] = part_of, **options: Any
 ) -> Offload:
     """Return what offloads a model's parts, however small."""
     device = next(model.parameters()).device
@@ -127,10 +125,13 @@ class _Storages(TorchDispatchMode):
         for storage in map(_storage, tree_leaves(out)):
             if storage is not None and storage.data_ptr() not in given:
                 self.known[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
-        self.known = {a: found for a, found in self.known.items() if not found[0].expired()}
-        live = sum(size for _, size in self.known.values())
-        self.peak = max(self.peak, live - self.elsewhere())
+        self.peak = max(self.peak, sum(self.list_live()) - self.elsewhere())
         return out
+
+    def list_live(self) -> list[int]:
+        """Return the sizes of those that are still there."""
+        self.known = {a: found for a, found in self.known.items() if not found[0].expired()}
+        return [size for _, size in self.known.values()]
 
 
 def _storage(leaf: Any) -> torch.UntypedStorage | None:

@@ -68,13 +68,8 @@ def gradients(
         return made[0]
 
     with patch("moecore.train.memory.apply.Offload", offload):
-        parallelize_moe(
-            model,
-            meshes,
-            memory=memory,
-            fsdp=FSDPOptions(dense_strategy="optim_grads_params"),
-            **options,
-        )
+        fsdp = FSDPOptions(dense_strategy="optim_grads_params")
+        parallelize_moe(model, meshes, memory=memory, fsdp=fsdp, **options)
     model.to_empty(device="cpu")
     model.init_weights()
     rank = meshes.dense["dp_shard"].get_local_rank()
@@ -110,12 +105,8 @@ def in_pages(layout: str) -> list[str]:
     ):
         for memory in (MemoryOptions(), STASH):
             nvlink = NVLinkOptions(max_tokens=48, row_factor=None)
-            grads, _ = gradients(
-                "tiny-shared",
-                layout,
-                memory,
-                dispatch=DispatchOptions(name="nvlink", nvlink=nvlink),
-            )
+            dispatch = DispatchOptions(name="nvlink", nvlink=nvlink)
+            grads, _ = gradients("tiny-shared", layout, memory, dispatch=dispatch)
             found.append(grads)
     return [name for name in found[0] if not torch.equal(found[0][name], found[1][name])]
 

@@ -23,7 +23,7 @@ from moecore.base.options.precision import Recipe
 from moecore.base.saved_tensors import use_packer
 from moecore.families import use_causal_attention
 from moecore.families.family import swap_blocks
-from moecore.models import Decoder, preset
+from moecore.models import Decoder, SparseKeysConfig, preset
 from moecore.moe.experts import Experts
 from moecore.moe.layer import MoELayer
 from moecore.parallel.fsdp.units import find_blocks
@@ -35,16 +35,8 @@ from tests.helpers.grids import beside
 RECORDS = Path(__file__).parents[3] / "benchmarks/results/memory/2026-11-22-nvidia-h200.jsonl"
 TOKENS = torch.randint(0, 60, (2, 48), generator=torch.Generator().manual_seed(0))
 # With heads of two sizes, as MLA has, attention on a CPU keeps the scores of all pairs of tokens.
-MODELS = (
-    "tiny",
-    "tiny-qwen3",
-    "tiny-qwen3-next",
-    "tiny-nemotron-h",
-    "tiny-shared",
-    "tiny-deepseek-v3",
-    "qwen3-moe",
-    "gpt-oss",
-)
+MODELS = ("tiny", "tiny-qwen3", "tiny-qwen3-next", "tiny-nemotron-h", "tiny-shared")
+MODELS += ("tiny-deepseek-v3", "tiny-sparse", "qwen3-moe", "gpt-oss")
 EVERY = {
     "nothing": (),
     "gemm_last": "gemm_last",
@@ -58,9 +50,13 @@ KEPT = [(name, parts) for name in MODELS for parts in EVERY]  # every other one 
 def build(name: str) -> nn.Module:
     """Return a small model in moecore's layers."""
     if name.startswith("tiny"):
-        config = preset(name)
+        is_sparse = name == "tiny-sparse"
+        config = preset("tiny-deepseek-v3" if is_sparse else name)
         if config.mla is not None:
             config = replace(config, mla=replace(config.mla, v_head_dim=24))
+        if is_sparse:
+            sparse = SparseKeysConfig(num_heads=2, head_dim=16, top_k=8)
+            config = replace(config, mla=replace(config.mla, sparse=sparse))
         return Decoder(config)
     from tests.families.transformers.hf_models import MODELS as OF_TRANSFORMERS
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -13,10 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from moecore import (
     DispatchOptions,
@@ -47,7 +44,7 @@ from moecore.train.memory.offload import Offload
 from moecore.train.memory.stash import Stash
 from moecore.train.memory.streams import CopyStream
 from tests.moe.emulated_exchange import EmulatedExchangePool
-from tests.train.memory.blocks import LateStreams
+from tests.train.memory.blocks import LateStreams, counting_bytes
 from tests.train.memory.test_offload import (
     ORDERS,
     assert_equal,
@@ -66,29 +63,6 @@ TOKENS = 48  # of `batch(0)`
 def group(no_group_left: None) -> None:
     """This process is the only rank; holes are the tokens that it could have had besides."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-
-class Made(TorchDispatchMode):
-    """Follows the storages that operations make."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: list[tuple[StorageWeakRef, int]] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
-                self.storages.append((StorageWeakRef(storage), storage.nbytes()))
-        return out
-
-    def alive(self) -> list[int]:
-        """Return the sizes of those that are still there."""
-        found = {ref.cdata: size for ref, size in self.storages if not ref.expired()}
-        return list(found.values())
 
 
 def all_free(stash: Stash) -> bool:
@@ -117,11 +91,9 @@ def test_gradients_have_the_bits_of_those_without(
     group: None, run: Callable[[Tower], None] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Late copies come to memory of NaN, which rows that are not in use still are then."""
-    if run is None:
-        run = one
-    else:
+    if run is not None:
         monkeypatch.setattr(storages, "CopyStreams", LateStreams)
-    model = make_tower(3)
+    model, run = make_tower(3), run or one
     want = gradients(model, run)
     stash = stashed(model)
     for _ in range(2):
@@ -141,10 +113,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {  # options of a tower, and widt
     "a padded capacity": (dict(how="padded"), 2),
     "a padded capacity, tokens as FP8": (dict(how="padded", fp8=True), 2),
     "differentiable rows among holes": (dict(how="roomy"), 2),
-    "one expert row per source row, tokens as FP8": (
-        dict(sizes=dict(top_k=1), fp8=True),
-        2,
-    ),
+    "one expert row per source row, tokens as FP8": (dict(sizes=dict(top_k=1), fp8=True), 2),
 }
 
 
@@ -161,11 +130,9 @@ def test_with_other_options(group: None, name: str, monkeypatch: pytest.MonkeyPa
         block.moe.get_part("experts").set_backend("auto", recompute_fc1=True)
     stash.pages.clear()
     assert_equal(gradients(model, in_order), want)
-    has_x = name != "rows that are sent again"
-    assert stash.pages.pool is None or widths(stash), "X"
-    of_h = [] if stash.pages.pool is None else [w for w in widths(stash) if not w[1]]
-    assert not of_h, "H is computed again"
-    assert (stash.pages.pool is not None) == has_x
+    has_x = stash.pages.pool is not None
+    assert has_x == (name != "rows that are sent again")
+    assert not has_x or all(has_list for _, has_list in widths(stash)), "X; H is computed again"
 
 
 def test_what_lies_between_forward_and_backward_is_what_came(group: None) -> None:
@@ -176,9 +143,9 @@ def test_what_lies_between_forward_and_backward_is_what_came(group: None) -> Non
     one(model)  # makes the pools
     row_bytes = 4 * 128
     source, expert = MAX_TOKENS * row_bytes, MAX_TOKENS * TOP_K * row_bytes
-    with Made() as made:
+    with counting_bytes() as made:
         loss = model(*batch(0))
-    alive = made.alive()
+    alive = made.list_live()
     assert alive.count(source) == alive.count(expert) == 1, "of the last layer"
     places = [copy.piece for copy in stash._copies.values()]
     tables = {place.dispatch.table for place in places if place is not None}
@@ -264,9 +231,9 @@ def test_forwards_in_flight_share_a_buffer_of_the_worst_case(group: None) -> Non
     model = make_tower(3)
     stash = stashed(model)
     in_order(model)
-    with Made() as made:
+    with counting_bytes() as made:
         losses = [model(*batch(number)) for number in range(3)]
-    alive = made.alive()
+    alive = made.list_live()
     assert alive.count(4 * DIM * MAX_TOKENS) == alive.count(4 * 2 * HIDDEN * MAX_TOKENS * 2) == 1
     for loss in losses:
         loss.backward()
@@ -305,16 +272,14 @@ def test_too_few_pages_are_an_error_that_names_the_factor(group: None) -> None:
     least = e.value.stash_factor
     assert least is not None and f">= {least:g} for" in str(e.value)
     assert e.value.row_factor is None
-    for factor, fits in ((least, True), (0.8 * least, False)):
-        stash = stashed(model, factor=factor)
-        found = gradients(model, one)
-        if fits:
-            stash.check()
-            assert_equal(found, want)
-        else:
-            with pytest.raises(ExchangeError):
-                stash.check()
-        stash.detach()
+    stash = stashed(model, factor=least)
+    assert_equal(gradients(model, one), want)
+    stash.check()
+    stash.detach()
+    stash = stashed(model, factor=0.8 * least)
+    one(model)
+    with pytest.raises(ExchangeError):
+        stash.check()
 
 
 def test_pages_of_the_host_are_taken_when_no_other_is_left(group: None) -> None:
@@ -418,15 +383,12 @@ def test_a_graph_has_tables_of_its_own(group: None, monkeypatch: pytest.MonkeyPa
     one(model)
     assert len(tables) == 2 and wanted(stash) == held
     assert wanted(stash) == sum(int((table[:n] >= 0).sum()) for table, n in tables.items())
-    with monkeypatch.context() as patch:
-        patch.setattr(stash._streams, "is_capturing", lambda: True)
-        one(model)  # in the same tables
+    monkeypatch.setattr(stash._streams, "is_capturing", lambda: True)
+    one(model)  # in the same tables
     assert all_free(stash)
     stash.pages.clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(stash._streams, "is_capturing", lambda: True)
-        with pytest.raises(RuntimeError, match="must be made before a CUDA graph is captured"):
-            model(*batch(0))
+    with pytest.raises(RuntimeError, match="must be made before a CUDA graph is captured"):
+        model(*batch(0))
 
 
 def test_eager_rows_do_not_go_into_a_graph(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -467,26 +429,19 @@ def test_a_dropped_graph_is_gone_at_once(group: None) -> None:
         gc.enable()
 
 
-@pytest.fixture
-def nvlink(no_group_left: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Meshes of one rank, on which nvlink may be asked for."""
+@pytest.mark.usefixtures("no_group_left")
+def test_the_end_of_a_step_raises_what_was_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     monkeypatch.setattr(phases, "find_problem", lambda group, device_type: None)
     monkeypatch.setattr(phases, "find_known_problem", lambda num_ranks, device_type: None)
     monkeypatch.setattr(phases, "ExchangePool", EmulatedExchangePool)
-    yield build_meshes(ParallelConfig(ep=2), "cpu")
-
-
-def test_the_end_of_a_step_raises_what_was_missing(nvlink: Any) -> None:
     config = MoEConfig(dim=16, hidden_dim=8, num_experts=4, top_k=2)
     model = nn.Sequential(*(MoELayer(config, device="meta") for _ in range(3)))
+    nvlink = NVLinkOptions(max_tokens=8, row_factor=None)
+    dispatch = DispatchOptions(name="nvlink", nvlink=nvlink)
+    memory = MemoryOptions(stash=StashOptions(page_rows=2, factor=0.01))
     parallelize_moe(
-        model,
-        nvlink,
-        dispatch=DispatchOptions(
-            name="nvlink", nvlink=NVLinkOptions(max_tokens=8, row_factor=None)
-        ),
-        memory=MemoryOptions(stash=StashOptions(page_rows=2, factor=0.01)),
+        model, build_meshes(ParallelConfig(ep=2), "cpu"), dispatch=dispatch, memory=memory
     )
     model.to_empty(device="cpu")
     for layer in model:
@@ -507,16 +462,15 @@ def test_it_is_not_used_where_shapes_are_exact() -> None:
     assert found is None and apply_memory(model.layers, options, torch.device("cpu")) is None
 
 
-@pytest.mark.parametrize("backend", ["torch", "sequential"])
-def test_experts_that_keep_other_rows_have_none_in_pages(group: None, backend: Any) -> None:
-    model, options = make_tower(2), MemoryOptions(stash=StashOptions())
-    for block in model.layers:
-        block.moe.get_part("experts").set_backend(backend)
-    if backend == "torch":
-        assert apply_stash(model.layers, options, torch.device("cpu")) is not None
-        return
+def test_experts_that_keep_other_rows_have_none_in_pages(group: None) -> None:
+    options, cpu = MemoryOptions(stash=StashOptions()), torch.device("cpu")
+    kept, other = make_tower(2), make_tower(2)
+    for model, backend in ((kept, "torch"), (other, "sequential")):
+        for block in model.layers:
+            block.moe.get_part("experts").set_backend(backend)
+    assert apply_stash(kept.layers, options, cpu) is not None
     with pytest.warns(UserWarning, match="MemoryOptions.stash is not used"):
-        apply_stash(model.layers, options, torch.device("cpu"))
+        apply_stash(other.layers, options, cpu)
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from moecore.kernels.rows.free_list import DEMAND_WORD, FREE_WORD, MISSED_WORD
 from moecore.train.memory.stash import DispatchPages, Stash
-from tests.train.memory.test_offload_gpu import assert_equal, capture, grads_of
+from tests.train.memory import test_offload_gpu as offload_gpu
+from tests.train.memory.test_offload_gpu import (
+    assert_equal,
+    capture,
+    check_replays,
+    host_never_waits,
+    peak,
+)
 from tests.train.memory.towers import RoomyDispatcher, Tower, make_tower, stashed
 
 pytestmark = pytest.mark.gpu
@@ -33,18 +39,8 @@ def stash_of(model: Tower) -> Stash:
     return stashed(model, page_rows=64, factor=2.0)
 
 
-def tokens(seed: int) -> tuple[Tensor, Tensor]:
-    g = torch.Generator(device="cuda").manual_seed(seed)
-    found = torch.randint(0, 64, (1, TOKENS), generator=g, device="cuda")
-    return found, found.roll(-1, 1)
-
-
-def gradients(model: Tower, seeds: Iterable[int] = (0,)) -> dict[str, Tensor]:
-    model.zero_grad()
-    losses = [model(*tokens(seed)) for seed in seeds]
-    for loss in losses:
-        loss.backward()
-    return grads_of(model)
+tokens = partial(offload_gpu.tokens, length=TOKENS)
+gradients = partial(offload_gpu.gradients, length=TOKENS)
 
 
 def check_all_free(stash: Stash) -> None:
@@ -107,28 +103,15 @@ def test_one_layer_has_memory_of_the_worst_case() -> None:
     assert stash.pages.pool.pages.nbytes <= 2.01 * actual, "the factor"
 
 
-def peak(model: Tower) -> int:
-    gradients(model)
-    gc.collect()  # cycles of earlier models, freed later, would count less
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    model(*tokens(0)).backward()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
 def test_the_peak_grows_by_less_than_the_worst_case() -> None:
     """By what else a layer keeps: the router's, and the block's norm."""
     peaks = {}
     for num_layers in (2, 6):
         model = make(num_layers)
-        without = peak(model)
+        without = peak(model, TOKENS)
         stash_of(model)
-        peaks[num_layers] = without, peak(model)
-    (small, _), (large, _) = peaks[2], peaks[6]
-    _, few = peaks[2]
-    _, many = peaks[6]
+        peaks[num_layers] = without, peak(model, TOKENS)
+    (small, few), (large, many) = peaks[2], peaks[6]
     assert large - small >= 4 * (X_BYTES + H_BYTES)
     assert many - few <= large - small - 0.97 * 4 * (X_BYTES + H_BYTES)
 
@@ -137,11 +120,8 @@ def test_the_host_never_waits() -> None:
     model = make(3)
     stash_of(model)
     gradients(model)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with host_never_waits():
         gradients(model)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_replays_of_a_graph_compute_what_eager_code_does() -> None:
@@ -149,27 +129,10 @@ def test_replays_of_a_graph_compute_what_eager_code_does() -> None:
 
     None that is alive may meet a capture: torch adds up its gradients on another stream.
     """
-    plain, model = make(4), make(4)
-    want = {seed: gradients(plain, [seed]) for seed in (0, 1, 2)}
+    model = make(4)
     stash = stash_of(model)
-    inputs = tuple(t.clone() for t in tokens(0))
     model(*tokens(2))
-    graph = capture(model, inputs)
-    written = {n: p.grad for n, p in model.layers.named_parameters()}
-    for seed in (1, 2, 0):
-        for mine, given in zip(inputs, tokens(seed), strict=True):
-            mine.copy_(given)
-        graph.replay()
-        assert_equal({n: g.clone() for n, g in written.items()}, want[seed])
-    check_all_free(stash)
-
-    model.zero_grad()
-    loss = model(*tokens(1))
-    graph.replay()  # of seed 0, into memory of its own
-    loss.backward()
-    assert_equal(grads_of(model), want[1])
-    assert_equal({n: g.clone() for n, g in written.items()}, want[0])
-    check_all_free(stash)
+    check_replays(make(4), model, TOKENS, after=lambda: check_all_free(stash))
 
 
 def pool_bytes(graph: torch.cuda.CUDAGraph) -> int:

@@ -17,16 +17,9 @@ from moecore.models import Decoder, DecoderConfig
 from moecore.train import AdamW, TrainingOffload
 from tests.helpers.ranks import run_ranks
 
-CONFIG = DecoderConfig(
-    vocab_size=32,
-    dim=16,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=8,
-    tie_embeddings=True,
-    moe=MoEConfig(dim=16, hidden_dim=8, num_experts=4, top_k=2),
-)
+SIZES = dict(vocab_size=32, dim=16, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8)
+MOE = MoEConfig(dim=16, hidden_dim=8, num_experts=4, top_k=2)
+CONFIG = DecoderConfig(**SIZES, tie_embeddings=True, moe=MOE)
 
 
 class Run:
@@ -57,13 +50,10 @@ class Run:
         ]
 
     def memory(self) -> list[torch.UntypedStorage]:
-        buffers = [
-            flat
-            for unit in vars(self.model)["_moecore_parallel_state"].engine.units
-            for buffer in unit.buffers()
-            if (flat := buffer._flat) is not None
-        ]
-        self.buffer_bytes = sum(flat.untyped_storage().nbytes() for flat in buffers)
+        units = vars(self.model)["_moecore_parallel_state"].engine.units
+        flats = (buffer._flat for unit in units for buffer in unit.buffers())
+        sizes = (flat.untyped_storage().nbytes() for flat in flats if flat is not None)
+        self.buffer_bytes = sum(sizes)
         return [x.untyped_storage() for x in self.tensors()]
 
 

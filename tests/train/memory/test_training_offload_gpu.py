@@ -19,15 +19,9 @@ from moecore.models import Decoder, DecoderConfig
 from moecore.train import AdamW, TrainingOffload
 
 pytestmark = pytest.mark.gpu
-CONFIG = DecoderConfig(
-    vocab_size=32_000,
-    dim=2048,
-    num_layers=8,
-    num_heads=16,
-    num_kv_heads=4,
-    head_dim=128,
-    moe=MoEConfig(dim=2048, hidden_dim=2048, num_experts=16, top_k=2),
-)
+SIZES = dict(vocab_size=32_000, dim=2048, num_layers=8, num_heads=16, num_kv_heads=4, head_dim=128)
+MOE = MoEConfig(dim=2048, hidden_dim=2048, num_experts=16, top_k=2)
+CONFIG = DecoderConfig(**SIZES, moe=MOE)
 
 
 def reserved() -> int:

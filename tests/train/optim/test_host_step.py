@@ -21,6 +21,7 @@ from moecore.train.memory.host import Slabs
 from moecore.train.optim import host_step
 from tests.helpers.ranks import run_ranks
 from tests.train.optim.late_stream import late_copies  # noqa: F401, a fixture
+from tests.train.optim.test_adamw import two_groups
 from tests.train.optim.test_state_offload import sharded_run as offloaded_run
 
 NUM_STEPS = 5
@@ -39,13 +40,6 @@ def make_params(
     generator = torch.Generator().manual_seed(0)
     found = [torch.randn(size, generator=generator) for size in sizes]
     return [nn.Parameter(value.to(device, dtype)) for value in found]
-
-
-def groups_of(params: list[nn.Parameter]) -> list[dict[str, Any]]:
-    return [
-        {"params": params[:3], "lr": torch.tensor(3e-2), "betas": (0.5, 0.9)},
-        {"params": params[3:], "weight_decay": 0.0, "eps": 1e-3},
-    ]
 
 
 def train(
@@ -86,8 +80,8 @@ def test_bits_of_adamw(
     if late:
         request.getfixturevalue("late_copies")
     ours, theirs = make_params(), make_params()
-    first = HostAdamW(groups_of(ours), lr=1e-2, host_fraction=host_fraction)
-    second = AdamW(groups_of(theirs), lr=1e-2)
+    first = HostAdamW(two_groups(ours), lr=1e-2, host_fraction=host_fraction)
+    second = AdamW(two_groups(theirs), lr=1e-2)
     train(ours, first, **signals)
     train(theirs, second, **signals)
     on_host = sum(param.nbytes for param in first.host_params)
@@ -124,10 +118,9 @@ def test_other_dtypes_are_stepped_in_fp32_at_least(dtype: torch.dtype) -> None:
 def test_goes_on_from_adamw_and_back(how: str, there_and_back: bool, tmp_path: Path) -> None:
     def build(host: bool) -> tuple[nn.Module, Optimizer]:
         model = nn.Sequential(nn.Linear(9, 40), nn.Linear(40, 7))
-        params = model.parameters()
         if host:
-            return model, HostAdamW(params, lr=1e-2, host_fraction=0.6)
-        return model, AdamW(params, lr=1e-2)
+            return model, HostAdamW(model.parameters(), lr=1e-2, host_fraction=0.6)
+        return model, AdamW(model.parameters(), lr=1e-2)
 
     (model, first), (other, second) = build(there_and_back), build(not there_and_back)
     train(list(model.parameters()), first, range(3))
@@ -178,9 +171,8 @@ def test_short_host_memory_is_one_line_and_loses_nothing(monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patch:
         patch.setattr(Slabs, "allocate_slab", short)
-        with pytest.raises(
-            MemoryError, match=r"host_fraction .1. of .* must fit .*: lower it"
-        ) as e:
+        message = r"host_fraction .1. of .* must fit .*: lower it"
+        with pytest.raises(MemoryError, match=message) as e:
             train(params, optimizer, range(1))
     assert "\n" not in str(e.value)
     assert all(map(torch.equal, params, make_params()))
@@ -258,9 +250,7 @@ def test_shards_clipping_skips_and_checkpoints(runs: dict[str, Any]) -> None:
         assert 0.3 < found["share"] < 0.55
 
 
-def test_offloaded_state_with_shards_micro_batches_skips_and_checkpoints(
-    runs: dict[str, Any],
-) -> None:
+def test_offloaded_state_with_shards_skips_and_checkpoints(runs: dict[str, Any]) -> None:
     plain, other = runs["offload"]["plain"], runs["offload"]["away"]
     assert plain["losses"] == other["losses"]
     assert all(map(torch.equal, plain["state"], other["state"]))

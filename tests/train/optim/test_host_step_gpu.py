@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore import TrainStep
 from moecore.base.torch_private import get_local_tensor
 from moecore.io import load, save
-from moecore.models import Decoder, preset
 from moecore.train import AdamW, HostAdamW
 from moecore.train.optim import host_step
 from tests.helpers.ranks import run_ranks
 from tests.train.optim.test_host_step import make_params, train
+from tests.train.optim.test_state_offload_gpu import make_decoder
 
 pytestmark = pytest.mark.gpu
 SIZES = [(1000, 700), (7,), (5, 333, 41), (), (0, 4), (640,)]
@@ -36,10 +36,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("late", [None, "copies", "model"])
 def test_bits_of_the_cpu_and_of_the_gpu(
-    late: str | None,
-    dtype: torch.dtype,
-    signals: dict[str, float],
-    monkeypatch: pytest.MonkeyPatch,
+    late: str | None, dtype: torch.dtype, signals: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the host steps equals HostAdamW of CPU tensors; all others AdamW of the GPU."""
     params, on_cpu, on_gpu = (
@@ -107,15 +104,7 @@ def test_moments_take_no_memory_of_the_gpu(host_fraction: float, held: float) ->
 
 def sharded_run(kind: str, folder: str) -> dict[str, Any]:
     """Train a decoder, clipped; go on from a checkpoint."""
-    model = Decoder(preset("tiny"), device="meta")
-    parallelize_moe(
-        model,
-        build_meshes(ParallelConfig(), "cuda"),
-        dispatch="local",
-        fsdp=FSDPOptions(param_dtype=torch.bfloat16),
-    )
-    model.to_empty(device="cuda")
-    model.init_weights(0)
+    model = make_decoder()
     make = {"plain": AdamW, "host": HostAdamW}[kind]
     optimizer = make(model.parameters(), lr=1e-3)
     owner, losses = TrainStep(model, optimizer, max_norm=0.1), []
@@ -134,11 +123,8 @@ def sharded_run(kind: str, folder: str) -> dict[str, Any]:
             optimizer = make(model.parameters(), lr=1e-3)
             load(path, model, optimizer)
             owner = TrainStep(model, optimizer, max_norm=0.1)
-    on_host = [
-        get_local_tensor(state["exp_avg"]).device.type == "cpu"
-        for state in optimizer.state.values()
-    ]
-    return {"losses": losses, "on_host": sum(on_host)}
+    moments = [get_local_tensor(state["exp_avg"]) for state in optimizer.state.values()]
+    return {"losses": losses, "on_host": sum(t.device.type == "cpu" for t in moments)}
 
 
 def all_runs(rank: int, device: torch.device, folder: str) -> dict[str, Any]:

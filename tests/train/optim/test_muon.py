@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -119,9 +121,8 @@ def test_experts_are_stepped_one_by_one(layout: ExpertLayout, adjust: Any) -> No
         param.grad = grad.detach()
     before = [m.clone() for m in halves(experts)]
     options: dict[str, Any] = dict(ns_coefficients=CONVERGING, ns_steps=40, adjust_lr_fn=adjust)
-    Muon(
-        assign_matrices(experts), lr=0.1, weight_decay=0.5, ns_dtype=torch.float32, **options
-    ).step()
+    options |= dict(lr=0.1, weight_decay=0.5, ns_dtype=torch.float32)
+    Muon(assign_matrices(experts), **options).step()
     for old, new, grad in zip(before, halves(experts), halves(gradients), strict=True):
         outputs, inputs = old.shape[1:]
         factor = 0.2 * max(old.shape[1:]) ** 0.5
@@ -254,9 +255,7 @@ def test_who_is_stepped_by_what() -> None:
 
 
 def test_shared_experts_and_tied_heads() -> None:
-    config = MoEConfig(
-        dim=10, hidden_dim=6, num_experts=3, top_k=2, shared_hidden_dim=4, shared_gate=True
-    )
+    config = replace(CONFIG, shared_hidden_dim=4, shared_gate=True)
     decisions = assign_matrices(SharedExpert(config)).decisions
     assert decisions["w1"].layout is not None and decisions["gate"].layout is None
     assert decisions["w1"].layout.shapes == [(4, 10), (4, 10)]
@@ -270,11 +269,8 @@ def test_overrides() -> None:
     cut = MatrixCut(sizes=(4, 2, 2), repeats=2)
     assignment = assign_matrices(model, (("1.*", cut), ("2.weight", "adamw"), ("*", "muon")))
     layouts = [d.layout for d in assignment.decisions.values()]
-    assert [layout and layout.shapes for layout in layouts] == [
-        [(32, 16)],
-        [(8, 32), (4, 32), (4, 32)],
-        None,
-    ]
+    shapes = [[(32, 16)], [(8, 32), (4, 32), (4, 32)], None]
+    assert [layout and layout.shapes for layout in layouts] == shapes
     train(model, Muon(assignment), range(1))
     columns = Experts(CONFIG, layout=ExpertLayout(gate_up="concatenated", transposed=True))
     halved = MatrixCut(dim=1, sizes=(columns.w1.shape[-1] // 2,), repeats=2)
@@ -294,14 +290,9 @@ def test_overrides() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("lr", float("nan")),
-        ("weight_decay", -0.1),
-        ("momentum", 1.0),
-        ("ns_steps", 0),
-        ("adjust_lr_fn", "rms"),
-        ("beta2", 1.5),
-    ],
+    dict(
+        lr=math.nan, weight_decay=-0.1, momentum=1.0, ns_steps=0, adjust_lr_fn="rms", beta2=1.5
+    ).items(),
 )
 def test_groups_that_were_edited_are_checked(name: str, value: Any) -> None:
     """By a step, before any group has moved."""

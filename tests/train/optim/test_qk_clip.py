@@ -16,13 +16,7 @@ from moecore.train.optim import qk_clip
 
 TAU = 4.5
 PLAIN = DecoderConfig(
-    vocab_size=61,
-    dim=32,
-    num_layers=2,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=8,
-    mlp_hidden_dim=24,
+    vocab_size=61, dim=32, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=8, mlp_hidden_dim=24
 )
 LATENT = MLAConfig(
     kv_lora_rank=12, q_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5
@@ -38,10 +32,9 @@ TOKENS = torch.randint(0, 61, (2, 23), generator=torch.Generator().manual_seed(0
 
 
 def max_scores_ref(q_BTHd: Tensor, k_BThd: Tensor, scale: float) -> Tensor:
-    k_BTHd = k_BThd.repeat_interleave(q_BTHd.shape[2] // k_BThd.shape[2], dim=2)
-    scores_BHTT = torch.einsum("bthd,bshd->bhts", q_BTHd, k_BTHd) * scale
-    future_TT = torch.ones(scores_BHTT.shape[-2:]).triu(1).bool()
-    return scores_BHTT.masked_fill(future_TT, -torch.inf).amax((0, 2, 3))
+    scores_HBTT = every(q_BTHd, k_BThd, scale)
+    future_TT = torch.ones(scores_HBTT.shape[-2:]).triu(1).bool()
+    return scores_HBTT.masked_fill(future_TT, -torch.inf).amax((1, 2, 3))
 
 
 def make_model(name: str) -> Decoder:
@@ -49,11 +42,11 @@ def make_model(name: str) -> Decoder:
     model = Decoder(CONFIGS[name])
     for layer in model.layers:
         attention = layer.self_attn
-        for projection in ("q_proj", "k_proj", "q_b_proj", "kv_b_proj"):
-            if hasattr(attention, projection):
-                getattr(attention, projection).weight.data.mul_(10)
-                if getattr(attention, projection).bias is not None:
-                    getattr(attention, projection).bias.data.fill_(0.2)
+        for name in ("q_proj", "k_proj", "q_b_proj", "kv_b_proj"):
+            if (projection := getattr(attention, name, None)) is not None:
+                projection.weight.data.mul_(10)
+                if projection.bias is not None:
+                    projection.bias.data.fill_(0.2)
         queries = attention.q_proj if hasattr(attention, "q_proj") else attention.q_b_proj
         by_head = queries.weight.data.unflatten(0, (6, -1))
         by_head[[1, 5]] *= torch.tensor([8.0, 3.0])[:, None, None]
@@ -79,9 +72,8 @@ def test_largest_logits(shape: Any, block: int, monkeypatch: pytest.MonkeyPatch)
     qk_clip._update_max_op(found_H, q, k, None, None, None, 0.3)
     want_H = max_scores_ref(q, k, 0.3) if B else found_H
     torch.testing.assert_close(found_H, want_H)
-    qk_clip._update_max_op(
-        found_H, -100 * q, torch.zeros_like(k), None, None, None, 0.3
-    )  # a running maximum
+    zeros = torch.zeros_like(k)  # a running maximum
+    qk_clip._update_max_op(found_H, -100 * q, zeros, None, None, None, 0.3)
     torch.testing.assert_close(found_H, want_H.clamp(min=0.0 if B else -torch.inf))
 
 
@@ -153,11 +145,8 @@ def test_a_skipped_step_changes_nothing() -> None:
             model.model.embed_tokens.weight.mul_(poison)
         model(TOKENS, TOKENS).backward()
         clip.step(is_skipped=skipped)
-        assert all(
-            torch.equal(a, b)
-            for a, (name, b) in zip(before, model.named_parameters(), strict=True)
-            if "embed" not in name
-        )
+        pairs = zip(before, model.named_parameters(), strict=True)
+        assert all(torch.equal(a, b) for a, (name, b) in pairs if "embed" not in name)
     clip.step()
     assert all(value.isneginf().all() for value in clip.max_scores.values())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,6 @@ from moecore.train.optim.state_offload import select_largest
 from tests.train.optim.late_stream import late_copies  # noqa: F401, a fixture
 
 NUM_BLOCKS, NUM_STEPS = 4, 4
-MAKE: dict[str, Callable[[Any], Optimizer]] = {
-    "ours": lambda params: AdamW(params, lr=1e-2),
-    "half": lambda params: AdamW(params, lr=1e-2, moment_dtype=torch.bfloat16),
-    "torch": lambda params: torch.optim.AdamW(params, lr=1e-2),
-    "momentum": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
-}
 
 
 class Net(nn.Module):
@@ -48,6 +41,13 @@ class Net(nn.Module):
             call = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
             x = call.tanh()
         return x
+
+
+def pair(**options: Any) -> tuple[tuple[Net, Net], list[AdamW], StateOffload]:
+    """Return two equal nets and their optimizers; the state of the second one is offloaded."""
+    nets = Net(), Net()
+    optimizers = [AdamW(net.parameters(), lr=1e-2) for net in nets]
+    return nets, optimizers, StateOffload(optimizers[1], nets[1], **options)
 
 
 def batch(step: int) -> Tensor:
@@ -113,14 +113,10 @@ def places_of(net: Net, optimizer: Optimizer, offload: StateOffload) -> list[flo
     found: list[float] = []
 
     def share() -> float:
-        coming = [
-            moved.host.nbytes
-            for part in offload._parts
-            if part.place == "coming"
-            for moved in part.storages
-        ]
+        parts = (part for part in offload._parts if part.place == "coming")
+        coming = sum(moved.host.nbytes for part in parts for moved in part.storages)
         total = sum(t.nbytes for t in state_of(optimizer) if t.ndim)
-        return round(away(optimizer, offload) - sum(coming) / total, 3)
+        return round(away(optimizer, offload) - coming / total, 3)
 
     def after(_: nn.Module, __: Any, output: Tensor) -> None:
         found.append(share())
@@ -153,9 +149,7 @@ def test_state_leaves_and_comes_back_block_by_block(recompute: bool) -> None:
 @pytest.mark.usefixtures("poison", "late_copies")
 def test_loops_that_accumulate_or_skip() -> None:
     """A scaler that finds inf never steps; plain micro-batches bring the state back too early."""
-    nets = Net(), Net()
-    optimizers = [AdamW(net.parameters(), lr=1e-2) for net in nets]
-    offload = StateOffload(optimizers[1], nets[1])
+    nets, optimizers, offload = pair()
     for step in range(NUM_STEPS):
         for net, optimizer in zip(nets, optimizers, strict=True):
             net(batch(step)).sum().backward()
@@ -191,9 +185,7 @@ def test_state_is_saved_and_loaded_while_it_is_away(how: str, tmp_path: Path) ->
 
 
 def test_short_host_memory_is_one_line_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    nets = Net(), Net()
-    optimizers = [AdamW(net.parameters(), lr=1e-2) for net in nets]
-    offload = StateOffload(optimizers[1], nets[1], fraction=0.5)
+    nets, optimizers, offload = pair(fraction=0.5)
     for net, optimizer in zip(nets, optimizers, strict=True):
         train(net, optimizer, range(1))
 
@@ -210,12 +202,9 @@ def test_short_host_memory_is_one_line_and_loses_nothing(monkeypatch: pytest.Mon
     assert all(map(torch.equal, nets[0].parameters(), nets[1].parameters()))
 
 
-def test_short_device_memory_in_backward_waits_for_the_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    nets = Net(), Net()
-    optimizers = [AdamW(net.parameters(), lr=1e-2) for net in nets]
-    offload = StateOffload(optimizers[1], nets[1])
+def test_short_device_memory_in_backward_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the step, which tries again."""
+    nets, optimizers, offload = pair()
     train(nets[0], optimizers[0], range(2))
     train(nets[1], optimizers[1], range(1))
     refused: list[Any] = []
@@ -237,9 +226,7 @@ def test_short_device_memory_in_backward_waits_for_the_step(
 @pytest.mark.usefixtures("poison", "late_copies")
 def test_memory_that_torch_cannot_resize_stays_and_shared_memory_stays_shared() -> None:
     """Of three moments one is numpy's, and two are one tensor's memory."""
-    nets = Net(), Net()
-    optimizers = [AdamW(net.parameters(), lr=1e-2) for net in nets]
-    offload = StateOffload(optimizers[1], nets[1])
+    nets, optimizers, offload = pair()
     moments = []
     for net, optimizer in zip(nets, optimizers, strict=True):
         train(net, optimizer, range(1))

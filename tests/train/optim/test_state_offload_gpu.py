@@ -173,17 +173,18 @@ def test_memory_is_pinned_once() -> None:
     assert torch.cuda.host_memory_stats()["num_host_alloc"] == pinned
 
 
-def graphed_run(kind: str, folder: str) -> dict[str, list[float]]:
-    """Train a decoder by a graph or eagerly, evaluate, save and load; return losses and norms."""
-    model = Decoder(preset("tiny"), device="meta")
-    parallelize_moe(
-        model,
-        build_meshes(ParallelConfig(), "cuda"),
-        dispatch="local",
-        fsdp=FSDPOptions(param_dtype=torch.bfloat16),
-    )
+def make_decoder() -> Decoder:
+    """Return a sharded decoder on this rank's GPU."""
+    model, fsdp = Decoder(preset("tiny"), device="meta"), FSDPOptions(param_dtype=torch.bfloat16)
+    parallelize_moe(model, build_meshes(ParallelConfig(), "cuda"), dispatch="local", fsdp=fsdp)
     model.to_empty(device="cuda")
     model.init_weights(0)
+    return model
+
+
+def graphed_run(kind: str, folder: str) -> dict[str, list[float]]:
+    """Train a decoder by a graph or eagerly, evaluate, save and load; return losses and norms."""
+    model = make_decoder()
     optimizer = AdamW(model.parameters(), lr=3e-3)
     offload = StateOffload(optimizer, model) if "away" in kind else None
     owner = TrainStep(model, optimizer, max_norm=0.5, num_micro_batches=2)

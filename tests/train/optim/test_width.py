@@ -19,17 +19,8 @@ from moecore.train.optim.width import WidthRates
 MOE = replace(
     preset("tiny").moe, dim=64, hidden_dim=32, num_experts=8, top_k=2, shared_hidden_dim=32
 )
-BASE = DecoderConfig(
-    vocab_size=96,
-    dim=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    moe=MOE,
-    dense_layers=(0,),
-    mlp_hidden_dim=128,
-)
+SIZES = dict(vocab_size=96, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16)
+BASE = DecoderConfig(**SIZES, moe=MOE, dense_layers=(0,), mlp_hidden_dim=128)
 TOKENS = torch.randint(0, 96, (4, 33), generator=torch.Generator().manual_seed(1))
 
 
@@ -66,12 +57,10 @@ def test_the_papers_table_by_hand() -> None:
     assert "original" not in found["lm_head.weight"].lr
     wide = at_width(BASE, 256)  # experts that stay as small: their FC2 has as many inputs as before
     small = replace(wide, moe=replace(wide.moe, hidden_dim=32))
-    assert rates_of(small).rates[f"{layer}.mlp.experts.w2"][:1] == (1.0,)
-    assert rates_of(small).rates[f"{layer}.mlp.experts.w2"].lr["adamw"] == 1
-    assert rates_of(small).rates[f"{layer}.mlp.experts.w1"].lr["adamw"] == pytest.approx(1 / 4)
-    assert all(
-        set(rate.lr.values()) == {1} and rate.std == 1 for rate in rates_of(BASE).rates.values()
-    )
+    w1, w2 = (rates_of(small).rates[f"{layer}.mlp.experts.{name}"] for name in ("w1", "w2"))
+    assert (w2.std, w2.lr["adamw"], w1.lr["adamw"]) == (1, 1, pytest.approx(1 / 4))
+    own = rates_of(BASE).rates.values()
+    assert all(rate.std == 1 and set(rate.lr.values()) == {1} for rate in own)
 
 
 @pytest.mark.parametrize("adjust", ["match_rms_adamw", "original"])
@@ -80,9 +69,8 @@ def test_muons_update_has_one_spectral_norm_over_the_root_of_outputs_by_inputs(a
 
     def model_of(dim: int, hidden: int) -> nn.ModuleDict:
         layers = {"up": nn.Linear(dim, hidden), "down": nn.Linear(hidden, dim)}
-        return nn.ModuleDict(
-            {"embed": nn.Embedding(5, dim), **layers, "lm_head": nn.Linear(dim, 5)}
-        )
+        ends = {"embed": nn.Embedding(5, dim), "lm_head": nn.Linear(dim, 5)}
+        return nn.ModuleDict(ends | layers)
 
     base, wide = model_of(16, 24), model_of(128, 48)  # 8 and 2 times as wide
     rates = width_rates(wide, base)
@@ -117,22 +105,6 @@ def test_one_output_has_all_inputs() -> None:
     found = width_rates(scores(64), scores(16)).rates
     assert [found[name].std for name in ("score.weight", "score.bias")] == [1 / 4, 1]
     assert [found[name].lr["adamw"] for name in ("embed.weight", "norm.weight")] == [1, 1]
-
-
-def test_a_head_is_that_of_table_8() -> None:
-    """Table 8 multiplies outputs by 1 / m, and has lr and initial weights of the base."""
-    m, found = 4.0, []
-    x = torch.randn(32, 16, dtype=torch.float64)
-    first = torch.randn(8, 16, dtype=torch.float64)
-    for multiplier, std, lr in ((1 / m, 1.0, 1.0), (1.0, 1 / m, 1 / m)):
-        weight = nn.Parameter(first * std)
-        optimizer = torch.optim.AdamW([weight], lr=0.1 * lr, eps=0.0, weight_decay=0.3 / lr)
-        for _ in range(4):
-            optimizer.zero_grad()
-            (x @ weight.T * multiplier).logsumexp(-1).sum().backward()
-            optimizer.step()
-        found.append((x @ weight.T * multiplier).detach())
-    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
 def optimizers_of(model: Decoder, kind: str, rates: WidthRates | None) -> list[Any]:
@@ -241,9 +213,8 @@ def test_a_run_goes_on_with_the_base_that_it_began_with(tmp_path: Path) -> None:
 
     path = save(tmp_path, 1, *regrouped(64))
     load(path, *regrouped(64))
-    with pytest.raises(
-        ValueError, match=r"hyperparameter width_factor \(0.25\) is 0.5 in the"
-    ) as e:
+    message = r"hyperparameter width_factor \(0.25\) is 0.5 in the"
+    with pytest.raises(ValueError, match=message) as e:
         load(path, *regrouped(32))
     assert "\n" not in str(e.value)
 
@@ -251,7 +222,7 @@ def test_a_run_goes_on_with_the_base_that_it_began_with(tmp_path: Path) -> None:
 def test_refusals() -> None:
     tied = replace(BASE, tie_embeddings=True)
     with pytest.raises(
-        ValueError, match=r"model \(Decoder\) must have a trained head that is not tied"
+        ValueError, match=r"model \(Decoder\) must have a trained head that is not t"
     ):
         rates_of(tied, tied)
     with pytest.raises(ValueError, match=r"base \(.*\) must have the parameters of model"):
@@ -272,10 +243,8 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"\(Muon\) must not step lm_head.weight"):
         rates.regroup(Muon(asked, lr=0.1), model)
     model.model.norm.bias = nn.Parameter(torch.ones(64))  # an adapter that comes later
-    for call in (
-        lambda: rates.scale_weights(model),
-        lambda: rates.regroup(AdamW(model.parameters(), lr=0.1), model),
-    ):
+    new = AdamW(model.parameters(), lr=0.1)
+    for call in (lambda: rates.scale_weights(model), lambda: rates.regroup(new, model)):
         with pytest.raises(ValueError, match=r"model \(model.norm.bias\) must have the trained"):
             call()
     model.model.norm.bias.requires_grad_(False)

@@ -90,7 +90,11 @@ class GraphedForwardBackward:
         check_arguments(GraphedForwardBackward.__init__, locals())
         self._state = get_moe_state(model)
         self._capacity = get_capacity(model)
-        _refuse_pipeline(model)
+        if (record := get_parallel_state(model)) is not None and record.pipeline is not None:
+            raise ValueError(
+                f"model ({type(model).__name__}) must have no pipeline stages for a CUDA graph, "
+                "because they wait for each other: call forward_backward itself"
+            )
         _check_dispatchers(self._state)
         self._device = _get_gpu(model)
         self._forward_backward = forward_backward
@@ -279,7 +283,7 @@ def _call_without_syncs(function: Callable[..., Any], inputs: Inputs) -> Any:
 
 
 def _find_capture_problem(waits: list[warnings.WarningMessage], outputs: Any) -> str:
-    """Return an error text if there are `waits` (host syncs) or invalid outputs; "" = no error."""
+    """Return an error text if there are host syncs (`waits`) or invalid outputs, otherwise ""."""
     if waits:
         return (
             f"forward_backward must not wait for the GPU in a CUDA graph, but does in "
@@ -356,16 +360,6 @@ def _check_dispatchers(state: MoEState) -> None:
             )
 
 
-def _refuse_pipeline(model: nn.Module) -> None:
-    """Raise ValueError for a model with pipeline stages."""
-    record = get_parallel_state(model)
-    if record is not None and record.pipeline is not None:
-        raise ValueError(
-            f"model ({type(model).__name__}) must have no pipeline stages for a CUDA graph, "
-            "because they wait for each other: call forward_backward itself"
-        )
-
-
 def _get_gpu(model: nn.Module) -> torch.device:
     """Return the device of a model; raise ValueError if it is not a GPU."""
     device = next(model.parameters()).device
@@ -392,7 +386,7 @@ class GraphFacts:
     exchanges: tuple[Any, ...]  # whose buffers the graph writes; kept alive
 
     def check(self, model: nn.Module, state: MoEState) -> None:
-        """Raise a ValueError that names a changed fact; 3 ms of host time for 531 parameters."""
+        """Raise a ValueError that names a changed fact. It takes 3 ms for 531 parameters."""
         current_facts = collect_facts(model, state)
         if current_facts.values != self.values:
             pairs = zip(_list_facts(model, state), self.values, strict=False)
@@ -425,14 +419,16 @@ def collect_facts(model: nn.Module, state: MoEState) -> GraphFacts:
 
 
 def _list_facts(model: nn.Module, state: MoEState) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
-    """Yield ((fact, name, ..), value, owner) per fact; the owner keeps an address, or is None."""
+    """Yield ((fact, name, ..), value, object that owns the value's memory or None) of each fact."""
     yield ("the number of micro-batches of a step",), state.num_micro_batches, None
     for name, module in model.named_modules():
         config = vars(module).get("config")
         yield ("train or eval mode", name), module.training, None
         yield ("the number of hooks", name), len(list_module_hooks(module)), None
         yield ("the config", name), id(config), config
-        for tensor_name, tensor in _list_tensors(module):
+        for tensor_name, tensor in {**module._parameters, **module._buffers}.items():
+            if tensor is None:
+                continue
             local = get_local_tensor(tensor).detach()
             yield ("requires_grad", name, tensor_name), tensor.requires_grad, None
             yield ("the number of hooks", name, tensor_name), count_gradient_hooks(tensor), None
@@ -440,11 +436,3 @@ def _list_facts(model: nn.Module, state: MoEState) -> Iterator[tuple[tuple[str, 
     for name, layer in state.layers.items():
         yield ("the balance config", name), id(layer.tracker.counts), layer.tracker.counts
     yield ("the loss scale",), id(state.loss_scale), state.loss_scale
-
-
-def _list_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield a module's direct parameters and buffers with their names."""
-    for tensors in (module._parameters, module._buffers):
-        for name, tensor in tensors.items():
-            if tensor is not None:
-                yield name, tensor

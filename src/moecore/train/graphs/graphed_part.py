@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class _PendingBackward:
-    """A token of one forward of a part; `has_ended` becomes True when its backward has run."""
+    """One forward of a part, and whether its backward has run."""
 
     __slots__ = ("__weakref__", "has_ended")
 
@@ -47,7 +47,7 @@ class _PendingBackward:
 
 
 class _GraphSlot:
-    """A pool of CUDA graph memory that a forward through all parts has until its backward ends."""
+    """A CUDA memory pool for the graphs of one micro-batch, from its forward to its backward."""
 
     # A graph may use memory that another graph of its pool has freed during capture. So graphs of a
     # pool run one forward through all parts, and its backward, before the next forward. Each slot
@@ -66,27 +66,25 @@ class _GraphSlot:
 
     @property
     def is_free(self) -> bool:
-        """Whether the backward of each forward in this slot has run, or its graph was freed."""
+        """Whether no forward in this slot still needs its backward."""
         self._turns = [turn for turn in self._turns if _is_in_flight(turn)]
         return not self._turns
 
     def take(self) -> _PendingBackward:
-        """Mark the slot as in use; return the token that ends this when its backward has run."""
+        """Mark the slot as in use by a forward, and return the record of this forward."""
         turn = _PendingBackward()
         self._turns.append(weakref.ref(turn))
         return turn
 
 
 def _is_in_flight(turn_ref: weakref.ref[_PendingBackward]) -> bool:
+    """Return whether a forward's graph exists and its backward has not run."""
     turn = turn_ref()
     return turn is not None and not turn.has_ended
 
 
 class GraphMemory:
-    """Memory that the CUDA graphs of parts share: a capture stream, gradient buffers, and slots.
-
-    A slot is a memory pool of the graphs of one micro-batch in flight.
-    """
+    """Memory that the CUDA graphs of parts share: a capture stream, gradient buffers, and slots."""
 
     def __init__(self) -> None:
         self.slots = [_GraphSlot()]
@@ -111,7 +109,7 @@ class GraphMemory:
         self._grads.clear()
 
     def choose_slot(self, pairs: Mapping[_GraphSlot, _GraphPair]) -> _GraphSlot:
-        """Return the slot for a part in this forward; `pairs` has the part's graphs by slot."""
+        """Return the slot in which a part runs next; `pairs` has the part's graphs by slot."""
         pair = pairs.get(self._current)
         if pair is not None and not pair.is_free:
             free = next((slot for slot in self.slots if slot.is_free), None)
@@ -141,10 +139,14 @@ class _CallSignature(NamedTuple):
 
 
 class GraphedPart:
-    """Callable that replaces a method; after a warm-up it replays CUDA graphs of both passes.
+    """Replaces a method by CUDA graphs of its forward and backward, after a warm-up.
 
-    The method reads parameters of `modules`, and only the first module may have hooks. A call uses
-    the graphs only if `may_run()` is True; None = always. `name` is for errors.
+    Args:
+        name: of the method, for errors.
+        function: the method.
+        modules: the modules whose parameters the method reads; only the first may have hooks.
+        memory: the memory that this part shares with other parts.
+        may_run: returns whether a call may use the graphs; None = always.
     """
 
     def __init__(
@@ -213,20 +215,17 @@ class GraphedPart:
             if i and list_module_hooks(module):
                 return None
             facts += (module.training, vars(module).get("config"))
-            for tensors in (module._parameters, module._buffers):
-                for tensor in tensors.values():
-                    if isinstance(tensor, DTensor):
-                        return None
-                    if tensor is not None:
-                        facts += (tensor.data_ptr(), tensor.requires_grad)
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if isinstance(tensor, DTensor):
+                    return None
+                if tensor is not None:
+                    facts += (tensor.data_ptr(), tensor.requires_grad)
         return facts
 
     def _capture_call(self, form: Any, tensors: list[Tensor], slot: _GraphSlot) -> _GraphPair:
-        """Capture a call of `form` with inputs like `tensors`; RuntimeError if capture fails."""
-        inputs = [
-            torch.empty(x.shape, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
-            for x in tensors
-        ]
+        """Capture the method with arguments `form`, whose tensors are like `tensors`, in a slot."""
+        empty = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors)
+        inputs = [x.requires_grad_(y.requires_grad) for x, y in zip(empty, tensors, strict=True)]
         args, kwargs = fill_form(form, inputs)
         function = partial(self._function, *args, **kwargs)
         try:
@@ -259,13 +258,13 @@ class _GraphPair:
 
     @property
     def is_free(self) -> bool:
-        """Whether the backward of the last forward of these graphs has run, or was dropped."""
+        """Whether the last forward of these graphs no longer needs its backward."""
         # A pair has the memory of one forward in flight. A further forward before its backward, as
         # between pipeline stages, captures another pair, which has memory of its own from then on.
         return self.holder is None or not _is_in_flight(self.holder)
 
     def run(self, tensors: list[Tensor], parameters: list[Tensor]) -> Any:
-        """Replay forward for `tensors`; return the result, differentiable in both arguments."""
+        """Replay the forward graph; return its result, differentiable in inputs and parameters."""
         if self.backward is None:
             self.replay(tensors)
             outputs = _copy_tensors(self.outputs)
@@ -281,7 +280,7 @@ class _GraphPair:
 
 
 class _GraphReplay(torch.autograd.Function):
-    """Autograd function that replays a part's forward graph, and in backward its backward graph."""
+    """Autograd function that replays the two graphs of a part in forward and backward."""
 
     @staticmethod
     def forward(
@@ -321,7 +320,7 @@ def _capture(
     memory: GraphMemory,
     slot: _GraphSlot,
 ) -> _GraphPair:
-    """Capture `function()`, which reads `inputs`, and its backward to gradients of `sources`."""
+    """Capture `function()`, which reads `inputs`, and its backward for gradients of `sources`."""
     saved_tensors: list[Tensor] = []
     forward, result = _record(partial(_run_forward, function, saved_tensors), memory, slot)
     outputs: list[Tensor] = []
@@ -427,6 +426,7 @@ def _disable_autocast_cache() -> AbstractContextManager[Any]:
 
 
 def _copy_tensors(tensors: list[Tensor]) -> list[Tensor]:
+    """Return copies of tensors, which one launch fills."""
     copies = [torch.empty_like(x) for x in tensors]
     if copies:
         foreach_copy_(copies, tensors)
@@ -448,7 +448,7 @@ class _FormRecord(NamedTuple):
 
 
 def make_form(value: Any, tensors: list[Tensor]) -> Any:
-    """Return `value` with slots in place of tensors, which are appended to `tensors` in order."""
+    """Return nested `value` with slots in place of tensors; append the tensors to `tensors`."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return _FormSlot(len(tensors) - 1)
@@ -471,7 +471,7 @@ def make_form(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def fill_form(form: Any, tensors: list[Tensor]) -> Any:
-    """Return the value from which `make_form` made a form, with `tensors` in its slots."""
+    """Return the nested value of a form from `make_form`, with `tensors` in its slots."""
     cls = type(form)
     if cls is _FormSlot:
         return tensors[form.number]

@@ -23,7 +23,7 @@ from moecore.train.graphs.graphed_part import GraphedPart, GraphMemory
 
 
 def find_compiled_modules(block: nn.Module) -> set[nn.Module]:
-    """Return the modules in a block whose code `compile_blocks` compiles; MoE layers are not."""
+    """Return the modules in a block that `compile_blocks` compiles, which excludes MoE layers."""
     layers = (module for module in block.modules() if isinstance(module, RoutedLayer))
     owners = [m for m in block.modules() if hasattr(m, "compile_regions")]
     modules: set[nn.Module] = set()
@@ -33,7 +33,7 @@ def find_compiled_modules(block: nn.Module) -> set[nn.Module]:
 
 
 def _list_inner_modules(owner: nn.Module) -> list[nn.Module]:
-    """Return an owner and the submodules that its compile regions call, all but `eager_parts`."""
+    """Return a module and its submodules without those in its `eager_parts`."""
     parts = (owner.get_submodule(name) for name in getattr(owner, "eager_parts", ()))
     eager = {module for part in parts for module in part.modules()}
     return [m for m in owner.modules() if m not in eager]
@@ -68,11 +68,7 @@ def compile_blocks(blocks: Iterable[nn.Module], **options: Any) -> None:
 
 
 def graph_blocks(blocks: Mapping[str, nn.Module]) -> None:
-    """Replace parts of blocks by CUDA graphs from their fourth call on, in place.
-
-    The parts are methods in `compile_regions`, routers, shared experts, and the work of dispatcher
-    "alltoall" before its host sync. `blocks` maps names for errors to blocks that run sequentially.
-    """
+    """Run parts of sequential blocks, by name for errors, as CUDA graphs from the 4th call on."""
     memory = GraphMemory()
     for name, block in blocks.items():
         for path, module in block.named_modules():
@@ -95,10 +91,7 @@ def drop_graphs(model: nn.Module) -> None:
 
 
 def _graph_layer(name: str, layer: RoutedLayer, memory: GraphMemory) -> None:
-    """Replace router, shared experts and `prepare_send_order` of an MoE layer by CUDA graphs.
-
-    `name` is the layer's name for errors, and `memory` is shared with the graphs of other parts.
-    """
+    """Replace router, shared experts and `prepare_send_order` of layer `name` by CUDA graphs."""
     router, dispatcher = layer.get_part("router"), layer.dispatcher
     if isinstance(router, Router):
         modules = list(dict.fromkeys((router, router.bias_owner)))
@@ -122,10 +115,7 @@ def _replace_by_graph(
     memory: GraphMemory,
     may_run: Callable[[], bool] | None = None,
 ) -> None:
-    """Replace a method of `owner`, which reads parameters of `modules`, by a `GraphedPart`.
-
-    `name` is for errors. A call uses the graphs only if `may_run()` is True; None = always.
-    """
+    """Replace a method of `owner` by a `GraphedPart` with these arguments, in place."""
     setattr(owner, method, GraphedPart(name, getattr(owner, method), modules, memory, may_run))
 
 

@@ -33,10 +33,9 @@ def apply_memory(
     compiled: Set[nn.Module] = frozenset(),
     stages: Mapping[int, Sequence[nn.Module]] | None = None,
 ) -> Offload | None:
-    """Apply recomputation and offload to blocks, in place; return the `Offload`, None without one.
+    """Apply recomputation and offload to blocks in place; return the `Offload` if there is one.
 
-    `compiled` are modules inside of compiled code, which are left out. `stages` maps the index of a
-    pipeline stage to its blocks, which run sequentially. None = all blocks run sequentially.
+    Modules in compiled code (`compiled`) do not change. `stages` maps pipeline stages to blocks.
     """
     # "expert_fc1" of the options is the experts' own: see `Experts.set_backend`. In compiled code
     # the compiler recomputes (`make_inductor_options`), and nothing is offloaded.
@@ -64,11 +63,7 @@ def apply_stash(
     *,
     compiled: Set[nn.Module] = frozenset(),
 ) -> Stash | None:
-    """Store the token rows that routed experts save for backward in pages; return the `Stash`.
-
-    Wraps the forwards of blocks and MoE layers, in place. `compiled` are modules in compiled code,
-    which are left out. Returns None if `options.stash` is None, or no layer has unused rows.
-    """
+    """Save rows of MoE layers, except `compiled` ones, in pages of a `Stash`; return it or None."""
     if options.stash is None:
         return None
     modules = (module for block in blocks for module in block.modules())
@@ -100,7 +95,7 @@ def _has_spare_rows(module: nn.Module) -> bool:
 def _apply_recompute(
     blocks: Iterable[nn.Module], options: MemoryOptions, compiled: Set[nn.Module]
 ) -> None:
-    """Wrap the forwards of selected parts, in place; warn about an option that no block has."""
+    """Wrap the forwards of parts that are recomputed, in place; warn about an unused option."""
     recompute_parts = set(options.parts) - {"expert_fc1"}
     if not recompute_parts:
         return
@@ -124,7 +119,7 @@ def _apply_recompute(
 def _choose_offload_kinds(
     blocks: Iterable[nn.Module], options: MemoryOptions, compiled: Set[nn.Module]
 ) -> dict[nn.Module, str]:
-    """Return module -> kind ("mlp") of parts to offload; warn about an option that no block has."""
+    """Return module -> kind, such as "mlp", of parts to offload; warn about an unused option."""
     kinds: dict[nn.Module, str] = {}
     for block in blocks:
         inside: set[nn.Module] = set()
@@ -161,22 +156,15 @@ def _wrap_for_recompute(part: BlockPart, use: PartUse) -> None:
 def _run_as_region(
     forward: Callable[..., Any], name: str, has_products: bool, args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """Call `forward` as recomputed region `name`, or plainly if an argument is a KV cache.
-
-    `has_products` = it runs matmuls or attention, whose outputs are saved instead of recomputed.
-    """
-    if any(map(_is_cache, (*args, *kwargs.values()))):
+    """Call `forward` as recomputed region `name`, or plainly if an argument is a KV cache."""
+    types = (cls for argument in (*args, *kwargs.values()) for cls in type(argument).__mro__)
+    if any(cls.__name__ == "Cache" for cls in types):  # recomputation would fill it twice
         return forward(*args, **kwargs)
     return recompute(name, forward, args, kwargs, has_products=has_products)
 
 
-def _is_cache(argument: Any) -> bool:
-    """Whether an argument is transformers' KV cache, which recomputation would fill twice."""
-    return any(cls.__name__ == "Cache" for cls in type(argument).__mro__)
-
-
 def _run_checkpointed(forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call a forward under torch's activation checkpointing; for `wrap`."""
+    """Call a forward under torch's activation checkpointing."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)

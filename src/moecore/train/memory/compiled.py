@@ -84,10 +84,7 @@ class RecomputeMarks(CustomGraphPass):
 
 
 def make_inductor_options(blocks: Iterable[nn.Module], options: MemoryOptions) -> dict[str, Any]:
-    """Return `options` for torch.compile of blocks, so that Inductor recomputes selected parts.
-
-    The dict has a `RecomputeMarks` as "joint_custom_pre_pass"; it is {} if no part is selected.
-    """
+    """Return options of torch.compile by which Inductor recomputes the selected parts of blocks."""
     marks = RecomputeMarks.from_blocks(blocks, options)
     return {"joint_custom_pre_pass": marks} if marks.parts else {}
 

@@ -39,23 +39,20 @@ class HandleCounts:
     turn: int = 0
 
     def add_handle(self) -> int:
-        """Count a new handle; return the number of the turn that will unpack the handle."""
+        """Count a new handle; return the turn that will unpack the handle."""
         self.alive += 1
         self.remaining += 1
         return self.turn
 
     def count_unpack(self, turn: int) -> tuple[int, bool]:
-        """Count an unpacking of a handle whose next turn is `turn`.
-
-        Returns the handle's new next turn, and whether no handle remains in the current turn.
-        """
+        """Count an unpacked handle of turn `turn`; return its next turn, and if this turn ends."""
         if turn != self.turn:
             return turn, False
         self.remaining -= 1
         return turn + 1, self._try_to_end_turn()
 
     def remove_handle(self, turn: int) -> bool:
-        """Count a deleted handle whose next turn is `turn`; return whether the turn ends now."""
+        """Count a deleted handle of turn `turn`; return whether the current turn ends."""
         self.alive -= 1
         if turn != self.turn:
             return False
@@ -63,7 +60,7 @@ class HandleCounts:
         return self._try_to_end_turn()
 
     def _try_to_end_turn(self) -> bool:
-        """If no handle remains in the turn, begin the next turn; return whether the turn ended."""
+        """Begin the next turn if no handle remains in this turn; return whether it began."""
         if self.remaining:
             return False
         self.turn, self.remaining = self.turn + 1, self.alive
@@ -91,9 +88,8 @@ class HostCopy:
         """Return whether `data` is the storage of `tensor`, unchanged since it was saved."""
         if self.data is None or self.is_back:
             return False
-        return self.size == tensor.untyped_storage().nbytes() and self.version == sum_versions(
-            tensor
-        )
+        has_size = self.size == tensor.untyped_storage().nbytes()
+        return has_size and self.version == sum_versions(tensor)
 
     def free(self) -> None:
         """Free the device memory; first make the stream `home` wait for a running copy."""
@@ -132,21 +128,15 @@ class StorageGroup:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Layer:
-    """One forward of a transformer block, with a `StorageGroup` for each part of the block.
+    """One forward of a transformer block, with a `StorageGroup` for each part of the block."""
 
-    `index` is the block's place in its stage, and `stream` the current stream (None on a CPU).
-    """
-
-    index: int
+    index: int  # of the block in its stage
     is_last: bool
-    stream: Stream | None
+    stream: Stream | None  # the current stream; None on a CPU
     groups: dict[Key, StorageGroup] = field(default_factory=dict)
 
     def link_to_previous(self, previous: Layer | None) -> None:
-        """Let the backward of each group prefetch the previous layer's group of the same key.
-
-        A layer without groups takes over the groups of `previous`; None = no previous layer.
-        """
+        """Let the backward of each group prefetch the group of the same key in layer `previous`."""
         self.groups = {key: group for key, group in self.groups.items() if group.handles.alive}
         previous_groups = dict(previous.groups) if previous is not None else {}
         if not self.groups:

@@ -54,10 +54,7 @@ class Slab:
 
 
 class Slabs:
-    """A growing list of slabs in host memory for copies of tensors of a `device_type`.
-
-    The memory is pinned for "cuda". For "meta" it is on meta, without bytes.
-    """
+    """A growing list of slabs in host memory, pinned for copies of "cuda" tensors."""
 
     def __init__(self, device_type: str) -> None:
         self._is_pinned = device_type == "cuda"
@@ -96,10 +93,7 @@ class HostPiece:
 
 
 class HostPool:
-    """A `Store` in host memory: copies of saved storages in pieces of slabs, by size class.
-
-    A freed piece is reused for the next request of its size class.
-    """
+    """A `Store` in host memory, in pieces of slabs; a freed piece is reused for equal sizes."""
 
     def __init__(self, streams: CopyStreams, max_bytes: int | None = None) -> None:
         self.max_bytes = max_bytes  # of all slabs; None = the host's memory
@@ -118,7 +112,7 @@ class HostPool:
         return True
 
     def copy_out(self, copies: Sequence[HostCopy]) -> list[HostCopy]:
-        """Start to copy storages to host memory; return the records that found host memory."""
+        """Start to copy storages to host memory; return the records that have host memory."""
         for copy in copies:
             copy.piece = self._allocate_piece(copy.size)
         stored_copies = [copy for copy in copies if copy.piece is not None]
@@ -151,10 +145,7 @@ class HostPool:
         self._slabs.clear()
 
     def _allocate_piece(self, num_bytes: int) -> HostPiece | None:
-        """Return a piece of at least `num_bytes`; None if there is no host memory for a piece.
-
-        That is so if `max_bytes` is reached, or a CUDA graph capture would have to pin memory.
-        """
+        """Return a piece of at least `num_bytes`; None if the pool is full."""
         in_capture = self._streams.is_capturing()
         memory = self._find_free_piece(round_up_to_size_class(num_bytes), in_capture)
         if memory is not None:
@@ -169,7 +160,7 @@ class HostPool:
         return None
 
     def _find_free_piece(self, size: int, in_capture: bool) -> Tensor | None:
-        """Return memory of a size class, freed or new; None if full. A capture pins no memory."""
+        """Return freed or new memory of a size class; None if full. A capture pins no memory."""
         for of_graph in (True, False) if in_capture else (False,):
             if self._free[size, of_graph]:
                 return self._free[size, of_graph].pop()
@@ -179,10 +170,8 @@ class HostPool:
         return None if slab is None else slab.allocate(size)
 
     def _add_slab(self, size: int) -> Slab | None:
-        """Allocate a slab for a piece of `size` bytes; None if `max_bytes` does not allow a slab.
-
-        The slab is as large as all slabs together, at most `SLAB_BYTES` unless `size` is larger.
-        """
+        """Allocate a slab for a piece of `size` bytes; None if it would exceed `max_bytes`."""
+        # The slab is as large as all slabs together, at most `SLAB_BYTES` unless `size` is larger.
         pool_bytes = self.num_bytes
         limit = float("inf") if self.max_bytes is None else self.max_bytes
         min_bytes = compute_pinned_size(size)
@@ -203,7 +192,7 @@ class HostPool:
 
 @contextmanager
 def explain_memory_errors(subject: str) -> Iterator[None]:
-    """Return a context that converts errors to a MemoryError: `subject` must fit in host memory."""
+    """Return a context that turns errors into a MemoryError: `subject` does not fit the host."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -251,10 +240,7 @@ def view_bytes(storage: torch.UntypedStorage) -> Tensor:
 
 @dataclass(slots=True)
 class MovedStorage:
-    """A device storage whose bytes can be moved to host memory, and the tensors in the storage.
-
-    Tensor and storage objects stay the same. The storage has no bytes while the host has them.
-    """
+    """A device storage, whose bytes can be moved to host memory, and its tensors."""
 
     memory: Tensor  # uint8, all bytes of the storage
     host: Tensor  # uint8, as many
@@ -293,10 +279,9 @@ class MovedStorage:
 
     def move_to_device(self) -> None:
         """Make the tensors views of device memory; the caller has copied the bytes to `memory`."""
+        host_key = get_storage_key(self.host)
         for tensor, place in self.tensors:
-            if get_storage_key(tensor) != get_storage_key(
-                self.host
-            ):  # its owner gave it other memory
+            if get_storage_key(tensor) != host_key:  # its owner gave it other memory
                 place.copy_(tensor)
             tensor.data = place
 
@@ -310,20 +295,14 @@ class HostCopies:
         self._streams: dict[torch.device, CopyStream] = {}
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return name -> host tensor with the shape and dtype of `tensors[name]`; copies nothing.
-
-        Memory of an earlier call with the same name is reused. New memory is pinned, which is slow.
-        """
+        """Return name -> pinned host tensor like `tensors[name]`; reuses memory, copies nothing."""
         new = [name for name in tensors if name not in self._copies]
         for name in tensors.keys() - new:
             tensor, copy = tensors[name], self._copies[name]
             if (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
                 # Memory of its own can be freed; in a slab each change would take further bytes.
                 self._copies[name] = torch.empty(
-                    tensor.shape,
-                    dtype=tensor.dtype,
-                    pin_memory=tensor.is_cuda,
-                    device="cpu",
+                    tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda, device="cpu"
                 )
         remaining_bytes = Counter[str]()
         for name in new:
@@ -340,15 +319,11 @@ class HostCopies:
         return {name: self._copies[name] for name in tensors}
 
     def reserve_storages(self, groups: Mapping[str, Sequence[Tensor]]) -> list[MovedStorage]:
-        """Reserve host memory for storages; copies nothing.
-
-        `groups` maps a storage's name to the tensors that share the storage.
-        """
+        """Reserve host memory for storages, each given as name -> its tensors; copy nothing."""
         memory = {name: view_bytes(group[0].untyped_storage()) for name, group in groups.items()}
-        return [
-            MovedStorage(memory[name], host, [(tensor, tensor.data) for tensor in groups[name]])
-            for name, host in self.reserve(memory).items()
-        ]
+        tensors = {name: [(tensor, tensor.data) for tensor in groups[name]] for name in groups}
+        hosts = self.reserve(memory).items()
+        return [MovedStorage(memory[name], host, tensors[name]) for name, host in hosts]
 
     def fill(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy plain tensors to the host after the current streams' work; return name -> copy."""

@@ -163,8 +163,7 @@ class Offload(SavedStorages):
     ) -> Iterator[None]:
         """Return the context of the forward of block `index` of `num_layers` blocks.
 
-        `rest` is the block if tensors that it saves outside of parts are offloaded, otherwise None.
-        Block 0 sets the fraction of the forward; None = `self.fraction`.
+        `rest` is the block if it offloads tensors outside of parts. Block 0 sets the `fraction`.
         """
         # Nothing is offloaded under no_grad, in a recomputed forward and in a compiler. Under the
         # caller's own hooks of saved tensors (activation checkpointing) `use_packer` does nothing.
@@ -211,7 +210,7 @@ class Offload(SavedStorages):
 
     @contextmanager
     def _offload_saved_tensors(self, key: Key, module: nn.Module) -> Iterator[None]:
-        """Return a context whose saved tensors, not `module`'s weights, are offloaded as `key`."""
+        """Return a context whose saved tensors, except `module`'s weights, form group `key`."""
         layer = self._layer
         assert layer is not None
         group = StorageGroup(
@@ -244,10 +243,7 @@ class Offload(SavedStorages):
 
 
 def wrap(module: nn.Module, function: Callable[..., Any], *bound_args: Any) -> Callable[[], None]:
-    """Replace a module's forward by `function(forward, *bound_args, args, kwargs)`.
-
-    Returns a function that restores the forward.
-    """
+    """Let a module's forward be `function(forward, *bound_args, args, kwargs)`; return its undo."""
     instance_forward, forward = vars(module).get("forward"), module.forward
     # A partial of bound methods: the deep copy of a module gets a forward of its own.
     wrapped = partial(_call_unless_compiled, function, forward, bound_args)
@@ -261,7 +257,7 @@ def call_in_context(
     args: Any,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call a forward in `context()` and return its result; a `function` for `wrap`."""
+    """Call a forward in `context()` and return its result; `wrap` takes this function."""
     with context():
         return forward(*args, **kwargs)
 
@@ -280,6 +276,7 @@ def _call_unless_compiled(
 
 
 def _restore_forward(module: nn.Module, instance_forward: Callable[..., Any] | None) -> None:
+    """Set a module's forward to `instance_forward`; None = the forward of its class."""
     if instance_forward is None:
         del module.forward
     else:

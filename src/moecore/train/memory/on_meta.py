@@ -34,10 +34,7 @@ PLAIN_VALUES = {int, float, bool, str, type(None), torch.dtype, torch.device, to
 
 
 class OnMeta(TorchFunctionMode):
-    """Runs operations on meta, and saves the tensors that `device_type` saves for backward.
-
-    An operation with a meta argument and a real argument runs with the real argument on meta.
-    """
+    """Runs operations on meta, and saves the tensors that `device_type` saves for backward."""
 
     def __init__(self, device_type: str) -> None:
         super().__init__()
@@ -190,10 +187,7 @@ class _GroupedProductOnMeta(torch.autograd.Function):
 
 
 def _run_grouped_mm(a_RK: Tensor, b_eKN: Tensor, *, offs: Tensor, **_: Any) -> Tensor:
-    """Run torch's grouped_mm on meta for any dtype; 2D `b_eKN` [R, N] gives [groups, M, N].
-
-    Only the length of `offs`, the number of groups, is read.
-    """
+    """Run torch's grouped_mm on meta for any dtype; 2D `b_eKN` [R, N] gives [len(offs), M, N]."""
     if b_eKN.ndim == 2:  # of weights' gradients, without their own: [M, R] by [R, N] -> [e, M, N]
         dw_eMN = a_RK.new_empty(len(offs), a_RK.shape[0], b_eKN.shape[1])
         record_launch("grouped_mm", a_RK, b_eKN, dw_eMN)

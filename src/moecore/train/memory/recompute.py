@@ -50,6 +50,7 @@ class _View(NamedTuple):
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> _View:
+        """Return the view of its storage that a tensor is."""
         return cls(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
 
     def apply_to(self, base: Tensor) -> Tensor:
@@ -85,7 +86,7 @@ class _DroppedValue:
         self, region: _RunningRegion, place: _ValuePlace, base: _View, view: _View
     ) -> None:
         self._region, self._place, self._base, self._view = region, place, base, view
-        region.count_handle(place)
+        region.handle_counts[place] += 1
 
     def unpack(self) -> Tensor:
         """Return the value, from this backward's recomputation of the region."""
@@ -116,7 +117,7 @@ class _RunningRegion:
     _num_products: int = 0
     _running_product: _RegionProduct | None = None
     _last: int = 0  # products before the last value that is dropped
-    _expected_counts: Counter[_ValuePlace] = field(default_factory=Counter)
+    handle_counts: Counter[_ValuePlace] = field(default_factory=Counter)
     _remaining_counts: Counter[_ValuePlace] = field(default_factory=Counter)
     _values: dict[_ValuePlace, Tensor] = field(default_factory=dict)
     # Outputs of products in the second run, while it runs: the storage of one that is freed would
@@ -142,7 +143,8 @@ class _RunningRegion:
             stack.enter_context(intercept_products(self, has_products=self.has_products))
             output = self.function(*args, **kwargs)
         self._check_unchanged(tensors)
-        self._context = _get_autocast(tensors)
+        if tensors and (dtype := get_autocast_dtype(tensors[0])) is not None:
+            self._context = torch.autocast(tensors[0].device.type, dtype)
         self._register_outputs(output)
         self._inputs = [
             (pack_tensor(leaf), leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
@@ -155,6 +157,7 @@ class _RunningRegion:
         return output
 
     def _start(self, tensors: list[Tensor]) -> None:
+        """Begin the first or the second run, with `tensors` as inputs."""
         self._versions = _list_versions(tensors)
         self._resident_keys = {get_storage_key(tensor) for tensor in tensors}
         self._largest = max((tensor.nbytes for tensor in tensors), default=0)
@@ -188,16 +191,18 @@ class _RunningRegion:
         return None  # of the product's own, such as attention's log-sum-exp
 
     def _is_saved(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is saved: small, a subclass, an input, or a product's output."""
         if tensor.nbytes * SMALL <= self._largest or not _is_plain(tensor):
             return True
         return get_storage_key(tensor) in self._resident_keys
 
     def _make_handle(self, place: _ValuePlace, base: Tensor, tensor: Tensor) -> _DroppedValue:
+        """Return the handle of `tensor`, a view of `base`, the value at `place` of the region."""
         self._last = self._num_products
         return _DroppedValue(self, place, _View.from_tensor(base), _View.from_tensor(tensor))
 
     def _register_outputs(self, output: Any) -> None:
-        """Register large outputs, so that modules that save them save a handle of the region."""
+        """Register large outputs, of which other modules save handles instead of tensors."""
         for number, leaf in enumerate(tree_flatten(output)[0]):
             if isinstance(leaf, Tensor) and leaf.requires_grad and not self._is_saved(leaf):
                 self._last = len(self.products)
@@ -211,7 +216,7 @@ class _RunningRegion:
         return self._running_product is not None
 
     def multiply(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a matmul or attention call and return its output; in the rerun, the saved output."""
+        """Return the output of a matmul or attention call; the second run returns the saved one."""
         number = self._num_products
         inputs = tree_flatten((args, kwargs))[0]
         if self._is_rerun:
@@ -231,14 +236,11 @@ class _RunningRegion:
         return output
 
     def save_generator(self, generator: torch.Generator) -> None:
-        """Save the state of a model's own random generator, before the function draws from it."""
+        """Save the state of a random generator of the model before the function uses it."""
         if not self._is_rerun:
             self._own_rng_states.setdefault(generator, generator.get_state())
 
     # The second run.
-
-    def count_handle(self, place: _ValuePlace) -> None:
-        self._expected_counts[place] += 1
 
     def get_value(self, place: _ValuePlace) -> Tensor:
         """Return a dropped value; the first call of a backward recomputes the region."""
@@ -260,31 +262,33 @@ class _RunningRegion:
         leaves = [_unpack_leaf(leaf) for leaf in self._inputs]
         args, kwargs = tree_unflatten(leaves, self._tree)
         self._start([leaf for leaf in leaves if isinstance(leaf, Tensor)])
-        self._remaining_counts, self._values = Counter(self._expected_counts), {}
-        wants_output = any(place.kind == "output" for place in self._expected_counts)
+        self._remaining_counts, self._values = Counter(self.handle_counts), {}
+        wants_output = any(place.kind == "output" for place in self.handle_counts)
         self._is_rerun = True
         try:
             with ExitStack() as stack:
                 stack.enter_context(self._restore_generators())
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(self._context or nullcontext())
-                hooks = torch.autograd.graph.saved_tensors_hooks(self._store_tensor, _refuse_unpack)
+                # No backward runs through the second run, so nothing is unpacked.
+                hooks = torch.autograd.graph.saved_tensors_hooks(self._store_tensor, lambda x: x)
                 stack.enter_context(hooks)
                 stack.enter_context(intercept_products(self, has_products=self.has_products))
                 output = self.function(*args, **kwargs)
-            if wants_output:
-                self._store_outputs(output)
+            for number, leaf in enumerate(tree_flatten(output)[0]) if wants_output else ():
+                if isinstance(leaf, Tensor):
+                    self._store_value(_ValuePlace("output", number), leaf)
         except _RecomputationEnd:
             pass
         finally:
             self._is_rerun = False
             self._resident_keys.clear()
             self._replayed_outputs.clear()
-        missing = [place for place in self._expected_counts if place not in self._values]
+        missing = [place for place in self.handle_counts if place not in self._values]
         if missing:
             raise RuntimeError(
                 f"{self.name} must save the same tensors in backward as in forward, but "
-                f"{len(missing)} of {len(self._expected_counts)} were not: leave it out of "
+                f"{len(missing)} of {len(self.handle_counts)} were not: leave it out of "
                 "MemoryOptions.recompute"
             )
         first_value = next(iter(self._values.values()))
@@ -302,7 +306,9 @@ class _RunningRegion:
         try:
             yield
         finally:
-            offsets = [_get_generator_offset(x[1]) for x in (before, get_rng_states()) if x[1:]]
+            # The offset in a CUDA generator's state grows with each draw.
+            states = [x[1] for x in (before, get_rng_states()) if x[1:]]
+            offsets = [int(state.view(torch.int64)[1]) for state in states]
             has_drawn = len(offsets) > 1 and offsets[1] > offsets[0]
             set_rng_states(before)
             for generator, state in own_states.items():
@@ -315,6 +321,7 @@ class _RunningRegion:
                 )
 
     def _store_tensor(self, tensor: Tensor) -> None:
+        """Store a tensor that the second run saves, if the first run has dropped it."""
         # Both runs save the same tensors in the same order, so a place in it names a value.
         if not self._is_saved(tensor):
             place = _ValuePlace("saved", self._num_values)
@@ -337,16 +344,11 @@ class _RunningRegion:
         self._resident_keys |= {get_storage_key(t) for t in _list_tensors(output)}
         return output
 
-    def _store_outputs(self, output: Any) -> None:
-        for number, leaf in enumerate(tree_flatten(output)[0]):
-            if isinstance(leaf, Tensor):
-                self._store_value(_ValuePlace("output", number), leaf)
-
     def _store_value(self, place: _ValuePlace, tensor: Tensor) -> None:
         """Store a recomputed value that has handles; stop the second run after the last one."""
-        if place in self._expected_counts:
+        if place in self.handle_counts:
             self._values[place] = tensor.detach()
-            if len(self._values) == len(self._expected_counts):
+            if len(self._values) == len(self.handle_counts):
                 raise _RecomputationEnd
 
 
@@ -378,9 +380,9 @@ def recompute(
     *,
     has_products: bool = True,
 ) -> Any:
-    """Return `function(*args, **kwargs)`; save its inputs, and outputs of matmuls and attention.
+    """Return `function(*args, **kwargs)`, whose saved values backward recomputes, except products.
 
-    `name` is for errors. Unless `has_products`, `function` runs no matmul and uses torch's RNGs.
+    `name` is for errors. `has_products` = the function may call matmuls or attention.
     """
     kwargs = dict(kwargs or {})
     if is_in_region() or not _thread_regions.is_sharing or not is_packing():
@@ -392,7 +394,7 @@ def recompute(
 
 @contextmanager
 def share_outputs() -> Iterator[None]:
-    """Return the context of a block, in which modules that save a region's output save a handle."""
+    """Return the context of a block whose modules save handles in place of regions' outputs."""
     regions = _thread_regions
     if regions.is_sharing or not torch.is_grad_enabled() or not is_plain_eager():
         yield
@@ -409,25 +411,16 @@ def share_outputs() -> Iterator[None]:
 def _pack_output(tensor: Tensor) -> Handle | None:
     """Return a handle if `tensor` is an unchanged output of a region of this thread, or None."""
     output = _thread_regions.outputs.get(get_storage_key(tensor)) if _is_plain(tensor) else None
-    if (
-        output is None
-        or output.version != sum_versions(tensor)
-        or output.tensor.dtype != tensor.dtype
-    ):
+    if output is None or output.version != sum_versions(tensor):
         return None
-    place = _ValuePlace("output", output.number)
-    return _DroppedValue(
-        output.region, place, _View.from_tensor(output.tensor), _View.from_tensor(tensor)
-    )
-
-
-def _get_autocast(tensors: list[Tensor]) -> Any:
-    """Return a context with the current autocast dtype; None without autocast."""
-    dtype = get_autocast_dtype(tensors[0]) if tensors else None
-    return None if dtype is None else torch.autocast(tensors[0].device.type, dtype)
+    if output.tensor.dtype != tensor.dtype:
+        return None
+    views = _View.from_tensor(output.tensor), _View.from_tensor(tensor)
+    return _DroppedValue(output.region, _ValuePlace("output", output.number), *views)
 
 
 def _pack_leaf(leaf: Any) -> Any:
+    """Return a (handle, requires_grad) pair for a tensor, any other leaf unchanged."""
     return (pack_tensor(leaf.detach()), leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
@@ -439,12 +432,8 @@ def _unpack_leaf(leaf: Any) -> Any:
     return handle.unpack().detach().requires_grad_(requires_grad)
 
 
-def _get_generator_offset(state: Tensor) -> int:
-    """Return the offset in a CUDA generator's state, which grows with each draw."""
-    return int(state.view(torch.int64)[1])
-
-
 def _map_tree(function: Callable[[Any], Any], output: Any) -> Any:
+    """Return nested lists and tuples with `function` applied to each leaf."""
     if isinstance(output, list):
         return [_map_tree(function, item) for item in output]
     if isinstance(output, tuple) and not (len(output) == 2 and hasattr(output[0], "unpack")):
@@ -453,17 +442,15 @@ def _map_tree(function: Callable[[Any], Any], output: Any) -> Any:
 
 
 def _list_tensors(tree: Any) -> list[Tensor]:
+    """Return the tensors of a pytree."""
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
 def _list_versions(tensors: list[Tensor]) -> tuple[int, ...]:
+    """Return the version counter of each tensor, which an in-place change increases."""
     return tuple(map(sum_versions, tensors))
 
 
 def _is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is a plain tensor or parameter, not a subclass such as DTensor."""
     return type(tensor) in (Tensor, torch.nn.Parameter)
-
-
-def _refuse_unpack(_: Any) -> Tensor:
-    raise AssertionError("no backward runs through a second run")

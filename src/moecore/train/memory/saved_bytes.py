@@ -123,12 +123,7 @@ class _Storage:
 
 
 class _StorageCounter:
-    """A packer of saved tensors that counts each saved storage once, by block and part.
-
-    If a graph is freed during the forward, such as the graph of unused scores, its storages are not
-    counted. Storages with keys in `weights` do not count. `move` returns a meta tensor for a real
-    one. With `stash`, used rows of experts count as pages; None = all rows count.
-    """
+    """Counts each saved storage once, by block and part, without weights and freed graphs."""
 
     def __init__(
         self, weights: Set[int], move: Callable[[Tensor], Tensor], stash: StashOptions | None

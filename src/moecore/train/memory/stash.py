@@ -58,15 +58,10 @@ class DispatchPages:
         copy_rows(matrices, self.table, self.layout, stash=True)
 
     def read(self, matrices: Sequence[Tensor | None], expired_pages: DispatchPages | None) -> None:
-        """Copy used rows from pages to `matrices` on the device; None = skip this matrix.
-
-        The same launch frees the pages of `expired_pages`; None = frees no pages.
-        """
-        freed_table = (
-            None
-            if expired_pages is None
-            else (expired_pages.table, expired_pages.layout.num_entries)
-        )
+        """Copy used rows to `matrices` (None = skip), and free `expired_pages`, in one launch."""
+        freed_table = None
+        if expired_pages is not None:
+            freed_table = (expired_pages.table, expired_pages.layout.num_entries)
         copy_rows(matrices, self.table, self.layout, stash=False, released_table=freed_table)
 
 
@@ -87,10 +82,7 @@ class _PageKind:
 
 
 class PageStore:
-    """A `Store` of saved matrices in pages on the device, which hold only the used rows.
-
-    The pool has pages for `num_layers` runs of MoE layers.
-    """
+    """A `Store` in pages on the device: the used rows of `num_layers` runs of MoE layers."""
 
     def __init__(self, streams: CopyStreams, options: StashOptions, num_layers: int) -> None:
         self._streams, self.options, self._num_layers = streams, options, num_layers
@@ -106,7 +98,7 @@ class PageStore:
         return 0 if self.pool is None else self.pool.pages.nbytes
 
     def can_store(self, rows: UsedRows | None) -> bool:
-        """Return whether the used rows are known, and their number with balanced routing, too."""
+        """Return whether the used rows and their number with balanced routing are known."""
         return rows is not None and rows.balanced is not None
 
     def copy_out(self, copies: Sequence[HostCopy]) -> list[HostCopy]:
@@ -135,18 +127,12 @@ class PageStore:
         for copy in copies:
             of, index = copy.piece
             matrices.setdefault(of, [None] * len(of.layout.widths))[index] = copy.data
-        expired_pages, jobs, emptied = (
-            _release_places(freed_pieces),
-            list[Job](),
-            list[DispatchPages](),
-        )
+        expired_pages, jobs = _release_places(freed_pieces), list[Job]()
+        emptied = list[DispatchPages]()
         for of, tensors in matrices.items():
             # Only copies back read these pages, and they come earlier in the same stream.
-            goes_along = (
-                expired_pages
-                and expired_pages[-1].back is not None
-                and expired_pages[-1].of_graph == in_capture
-            )
+            goes_along = bool(expired_pages) and expired_pages[-1].back is not None
+            goes_along = goes_along and expired_pages[-1].of_graph == in_capture
             emptied += [expired_pages.pop()] if goes_along else []
             read = partial(_read_and_free, emptied[-1] if goes_along else None)
             jobs.append(Job(tuple(tensors), of, read))
@@ -178,7 +164,7 @@ class PageStore:
         return ShortageCounters(*words, self._balanced_pages)
 
     def _return_pending_pages(self) -> bool:
-        """Free pages that a capture postponed, unless it runs; return whether a capture runs."""
+        """Free postponed pages unless a CUDA graph is captured; return whether it is."""
         in_capture = self._streams.is_capturing()
         if self._pending_returns and not in_capture:
             pending, self._pending_returns = self._pending_returns, []
@@ -186,10 +172,7 @@ class PageStore:
         return in_capture
 
     def _return_pages(self, expired_pages: Sequence[DispatchPages], *, in_capture: bool) -> None:
-        """Return the pages of these dispatches to the pool, after launched work that reads pages.
-
-        `in_capture` = a CUDA graph is captured, which postpones pages of eager code.
-        """
+        """Return the pages of dispatches to the pool; a capture postpones pages of eager code."""
         for of in expired_pages:
             # Captured, the return of eager code's pages would be repeated by each replay.
             if in_capture and not of.of_graph:
@@ -207,11 +190,7 @@ class PageStore:
     def _make_dispatch_pages(
         self, pool: PagePool, group: Sequence[HostCopy], *, in_capture: bool
     ) -> tuple[DispatchPages, CopyMark | None]:
-        """Return the record of `group`'s matrices with an unused page table; fills no pages.
-
-        `in_capture` = a CUDA graph is captured, which keeps a table of its own.
-        Also returns the mark of the table's last use; None = the table is new.
-        """
+        """Return unfilled pages for a group's matrices, and the end of the pages' last use."""
         rows = {r.slots is not None: r for copy in group if (r := copy.used_rows) is not None}
         listed, first = rows.get(True), rows.get(False)
         key = tuple(_get_row_format(copy) for copy in group)
@@ -248,10 +227,7 @@ class PageStore:
             )
 
     def _make_pool(self, copies: Sequence[HostCopy], *, in_capture: bool) -> PagePool:
-        """Allocate the pool of all MoE layers, sized by the first layer's `copies`.
-
-        Raises a RuntimeError if `in_capture`: a CUDA graph is being captured.
-        """
+        """Allocate the pool of all MoE layers, sized by the first layer's `copies`."""
         if in_capture:
             raise RuntimeError(
                 "pages of MemoryOptions.stash must be made before a CUDA graph is captured: run "
@@ -282,7 +258,7 @@ class PageStore:
 def _read_and_free(
     expired_pages: DispatchPages | None, matrices: Sequence[Tensor | None], source: DispatchPages
 ) -> None:
-    """Copy rows of `source` to `matrices`, and free `expired_pages`; a `run` of a `Job`."""
+    """Copy rows from pages `source` to `matrices`, and free `expired_pages`."""
     source.read(matrices, expired_pages)
 
 
@@ -340,15 +316,13 @@ class Stash(Offload, BufferOwner):
         return frozenset()
 
     def _send(self, group: StorageGroup) -> None:
+        """Start to copy a group's rows to pages, or note that a last layer's rows stay."""
         if group.is_last:
             self._resting.append((group, self._streams.is_capturing()))
         super()._send(group)
 
     def _start_forward(self, share: float) -> None:
-        """Begin a forward; copy out groups of last layers that still wait for their backward.
-
-        `share` is the maximum share of saved bytes that this forward copies out.
-        """
+        """Begin a forward; copy out groups of last layers that still wait for their backward."""
         super()._start_forward(share)
         with self._hold_lock():
             in_capture, resting, self._resting = self._streams.is_capturing(), self._resting, []

@@ -43,26 +43,18 @@ class Store(Protocol):
 
     def can_store(self, rows: UsedRows | None) -> bool:
         """Return whether this store can hold a storage with these used rows; None = all rows."""
-        ...
 
     def copy_out(self, copies: Sequence[HostCopy]) -> list[HostCopy]:
-        """Start copies from device storages to the store; return the records that found memory.
-
-        Each returned record has new values of `piece`, `out` and `busy`.
-        """
-        ...
+        """Start copies of storages to the store; return the records that the store accepted."""
 
     def copy_back(self, copies: Sequence[HostCopy], freed_pieces: Sequence[Any] = ()) -> None:
         """Start copies from the store to each record's new `data`; also free `freed_pieces`."""
-        ...
 
     def free_pieces(self, pieces: Sequence[Any]) -> None:
         """Free the store's memory of copies that backward no longer needs."""
-        ...
 
     def clear(self) -> None:
         """Free all memory; the caller ensures that no launched work uses it."""
-        ...
 
 
 class _Offloaded:
@@ -228,10 +220,7 @@ class SavedStorages:
     # Backward.
 
     def _fetch(self, use: StorageUse, shape: torch.Size) -> Tensor:
-        """Return a storage's bytes, uint8 on the device, and count the unpacking of a handle.
-
-        Raises a RuntimeError, which names `shape`, if a saved tensor was changed in place.
-        """
+        """Return a storage's bytes, uint8 on the device, and count the unpacking of a handle."""
         copy, group = use.copy, use.group
         with self._hold_lock():
             if sum_versions(copy.counter) != copy.version:
@@ -297,10 +286,7 @@ class SavedStorages:
                 self._lock.release()
 
     def _advance(self, *, more_may_die: bool = False) -> None:
-        """Count deleted handles, free their copies, and start to copy back the next groups.
-
-        `more_may_die` = other handles of the same graph may be deleted right after this call.
-        """
+        """Count deleted handles, free their copies, and start to copy back the next groups."""
         # Backward of a part has run when each of its handles was unpacked or has died. The copy
         # back of the next part starts when all of them have died, or at the next unpacking, which
         # is after the launch of the part's last operation. With `more_may_die` it waits

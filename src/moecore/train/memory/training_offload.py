@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -157,17 +158,12 @@ class TrainingOffload:
 
     def _register_guards(self) -> None:
         """Register hooks that raise in forward and optimizer steps while parts are offloaded."""
+        check_forward = partial(self._check_parts, "forward", {"weights", "buffers"})
+        check_step = partial(self._check_parts, "optimizer.step()", set(PARTS))
+        self._guards.append(self._model.register_forward_pre_hook(check_forward, prepend=True))
+        self._guards += [o.register_step_pre_hook(check_step) for o in self._optimizers]
 
-        def refuse_forward(*_: Any) -> None:
-            self._raise_if_offloaded("forward", frozenset({"weights", "buffers"}))
-
-        def refuse_step(*_: Any) -> None:
-            self._raise_if_offloaded("optimizer.step()", frozenset(PARTS))
-
-        self._guards.append(self._model.register_forward_pre_hook(refuse_forward, prepend=True))
-        self._guards += [o.register_step_pre_hook(refuse_step) for o in self._optimizers]
-
-    def _raise_if_offloaded(self, verb: str, required_parts: frozenset[str]) -> None:
+    def _check_parts(self, verb: str, required_parts: set[str], *_: Any) -> None:
         """Raise ValueError, which names the call `verb`, if a required part is offloaded."""
         lacks = self.offloaded_parts & required_parts
         if lacks:

@@ -218,10 +218,7 @@ class AdamW(torch.optim.AdamW):
         adamw_(tensors, options, grad_scale=grad_scale, found_inf=found_inf)
 
     def _collect_tensors(self, group: dict[str, Any], first: int) -> list[AdamWTensors]:
-        """Return the local shards that have gradients, as one record per kernel launch.
-
-        `first` is the number of the group's first parameter among the optimizer's parameters.
-        """
+        """Return one record per launch of shards with gradients; `first` numbers the parameters."""
         rows: dict[Any, list[tuple[Any, ...]]] = {}
         for number, param in enumerate(group["params"], first):
             if param.grad is None or (self.host_params and param in self.host_params):
@@ -257,6 +254,7 @@ class AdamW(torch.optim.AdamW):
         return formatted
 
     def _list_params(self) -> list[Tensor]:
+        """Return the parameters of all groups, in order."""
         return [param for group in self.param_groups for param in group["params"]]
 
     def _get_state_dtypes(self, param: Tensor) -> Mapping[str, torch.dtype]:
@@ -268,10 +266,7 @@ class AdamW(torch.optim.AdamW):
 def find_state_dtypes(
     dtype: torch.dtype, moment_dtype: torch.dtype, master_remainder: bool
 ) -> Mapping[str, torch.dtype]:
-    """Return state name -> dtype for a parameter of dtype `dtype`; FP8 moments are uint8 codes.
-
-    With `master_remainder` the state of a bf16 parameter has an int16 "remainder".
-    """
+    """Return state name -> dtype of a parameter's state; FP8 moments are stored as uint8 codes."""
     is_fp8 = moment_dtype == FP8 and dtype != torch.float64
     moments = torch.float64 if dtype == torch.float64 else moment_dtype
     dtypes = dict.fromkeys(MOMENTS, torch.uint8 if is_fp8 else moments)  # torch pickles no FP8
@@ -300,10 +295,7 @@ def _read_options(group: dict[str, Any]) -> AdamWOptions:
 
 
 def _encode_moments(param: Tensor, moments: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Quantise both moments of `param` to FP8, rounded to nearest.
-
-    Returns state name -> uint8: codes in the parameter's shape, and "exponents" [blocks, 2].
-    """
+    """Quantise both moments to FP8, to nearest; return state name -> uint8 codes or exponents."""
     m, v = (get_local_tensor(moment).to(param.device).reshape(-1) for moment in moments)
     codes = [torch.empty(m.numel(), dtype=torch.uint8, device=param.device) for _ in MOMENTS]
     exponents = [codes[0].new_empty(0, 2)]

@@ -63,10 +63,8 @@ class MatrixBlock(NamedTuple):
         if self.is_view:
             target[indices].copy_(values)
             return
-        every = (
-            _convert_to_tensor(i, n, target) for i, n in zip(indices, target.shape, strict=True)
-        )
-        batch, rows, columns = every
+        pairs = zip(indices, target.shape, strict=True)
+        batch, rows, columns = (_convert_to_tensor(i, size, target) for i, size in pairs)
         target[batch[:, None, None], rows[:, None], columns] = values.to(target.dtype)
 
 
@@ -87,11 +85,10 @@ class ExchangeRound:
     def exchange(
         self, like: Tensor, sources: Sequence[Tensor], *, back: bool, group: dist.ProcessGroup
     ) -> Tensor:
-        """Run an all-to-all of blocks of `sources`; return the received values, 1D. Collective.
+        """Send blocks of `sources` to owners, or `back`; return the received 1D values like `like`.
 
-        Without `back` the blocks are sent to owners, and sources are the updates of all parameters.
-        With `back` owners return blocks, and sources are the results for `owned`. `like` has the
-        dtype and device of the buffers.
+        Collective. To owners, sources are the updates of all parameters; back, the results of
+        `owned`.
         """
         out, into = (self.returns, self.results) if back else (self.sends, self.receives)
         pieces = [block.read(sources).reshape(-1) for blocks in out for block in blocks]
@@ -144,15 +141,13 @@ def make_plan(
             rounds.append((group, [member.place for member in round_members], (owners, rank)))
 
     def make_rank_plan(tensor_members: list[_PlannedTensor]) -> MatrixPlan:
-        local_blocks = {
-            m.place: tensor_members[m.place].list_local_blocks()
-            for m in members
-            if m.shards.is_local
-        }
-        exchanges = [
-            (group, _make_round([tensor_members[i] for i in places], *assignment))
-            for group, places, assignment in rounds
-        ]
+        """Return this rank's plan of tensors whose matrices have the owners above."""
+        places = [member.place for member in members if member.shards.is_local]
+        local_blocks = {place: tensor_members[place].list_local_blocks() for place in places}
+        exchanges = []
+        for group, places, assignment in rounds:
+            round_members = [tensor_members[place] for place in places]
+            exchanges.append((group, _make_round(round_members, *assignment)))
         return MatrixPlan(local_blocks=local_blocks, rounds=exchanges)
 
     if outputs is None:
@@ -180,8 +175,7 @@ def _list_members(
 class _MatrixShards:
     """Which elements of a parameter's matrices each rank of its mesh stores.
 
-    `ranks` are global ranks, (0,) for a plain tensor, and lists have their order. `is_local` =
-    one rank has each full matrix, and no other rank has a piece.
+    Lists have the order of `ranks`, the global ranks. `is_local` = no matrix is sharded.
     """
 
     def __init__(self, param: Tensor, layout: MatrixLayout) -> None:
@@ -231,11 +225,7 @@ class _PlannedTensor(NamedTuple):
     device: torch.device
 
     def block(self, part: MatrixPart, number: int, mask: Tensor) -> MatrixBlock | None:
-        """Return the block of the matrices that `mask` selects; None if empty.
-
-        `part` has a shard's indices in section `number` of the layout; `mask` is bool like
-        `part.batch`.
-        """
+        """Return the block of shard indices `part` in section `number`, for matrices in `mask`."""
         (batch,) = mask.nonzero(as_tuple=True)
         return _make_block(self.place, batch, part.rows, part.columns, number, self.device)
 
@@ -250,7 +240,7 @@ class _PlannedTensor(NamedTuple):
 def _make_block(
     place: int, batch: Tensor, rows: Tensor, columns: Tensor, part: int, device: torch.device
 ) -> MatrixBlock | None:
-    """Return the block with these int64 indices in tensor `place`; None if a dim is empty."""
+    """Return the block of tensor `place` with these int64 indices; None if a dim is empty."""
     shape = (batch.numel(), rows.numel(), columns.numel())
     if 0 in shape:
         return None
@@ -262,10 +252,7 @@ Owners = dict[tuple[int, int], Tensor]  # (place of the parameter, part) -> int6
 
 
 def _assign_owners(members: list[_PlannedTensor], num_ranks: int) -> Owners:
-    """Choose the rank that orthogonalises each matrix, balanced by cost; equal on all ranks.
-
-    Returns (tensor index, part) -> int64 [batch], indices in the group of `num_ranks` ranks.
-    """
+    """Return the owner rank of each matrix, in the group, balanced by cost; equal on all ranks."""
     loads = [0] * num_ranks
     owners: Owners = {}
     every = list(range(num_ranks))
@@ -288,10 +275,7 @@ def _assign_owners(members: list[_PlannedTensor], num_ranks: int) -> Owners:
 
 
 def _make_round(members: list[_PlannedTensor], owners: Owners, rank: int) -> ExchangeRound:
-    """Return the exchange of these tensors' matrices as rank `rank` of the group runs it.
-
-    `owners[tensor index, section]` is int64 [batch], the owner of each matrix as a group rank.
-    """
+    """Return the exchange of matrices with their owners, as group rank `rank` runs it."""
     num_ranks = len(members[0].shards.ranks)
     lists: Iterator[list[list[MatrixBlock]]] = ([[] for _ in range(num_ranks)] for _ in range(4))
     sends, receives, returns, results = lists
@@ -335,10 +319,12 @@ def _convert_index(index: Tensor, device: torch.device) -> Index:
 
 
 def _convert_to_tensor(index: Index, size: int, like: Tensor) -> Tensor:
+    """Return an index of a dim of `size` as a tensor on the device of `like`."""
     if isinstance(index, Tensor):
         return index
     return torch.arange(*index.indices(size), device=like.device)
 
 
-def _compute_sizes(of_ranks: list[list[MatrixBlock]]) -> list[int]:
-    return [sum(prod(block.shape) for block in blocks) for blocks in of_ranks]
+def _compute_sizes(rank_blocks: list[list[MatrixBlock]]) -> list[int]:
+    """Return the number of elements of each rank's blocks."""
+    return [sum(prod(block.shape) for block in blocks) for blocks in rank_blocks]

@@ -151,20 +151,18 @@ class HostAdamW(AdamW):
         self.host_params = {p for p in select_largest(self.host_fraction, sizes) if sizes[p]}
 
     def _get_state_dtypes(self, param: Tensor) -> Mapping[str, torch.dtype]:
+        """Return state name -> dtype for a parameter's optimizer state, fp32 on the host."""
         if param in self.host_params:
             return find_state_dtypes(param.dtype, torch.float32, False)
         return super()._get_state_dtypes(param)
 
     def _explain_memory_errors(self) -> AbstractContextManager[None]:
-        return explain_memory_errors(
-            f"host_fraction ({self.host_fraction}) of the optimizer's state"
-        )
+        """Return a context whose memory errors name `host_fraction`."""
+        subject = f"host_fraction ({self.host_fraction}) of the optimizer's state"
+        return explain_memory_errors(subject)
 
     def _collect_rows(self, group: dict[str, Any]) -> list[list[Row]]:
-        """Return a `Row` for each shard of a param group that the host steps.
-
-        A row is (weight, gradient, exp_avg, exp_avg_sq, step). Rows of one list have equal dtypes.
-        """
+        """Return, by dtype, (weight, gradient, exp_avg, exp_avg_sq, step) of shards on the host."""
         rows: dict[Any, list[Row]] = {}
         for param in group["params"]:
             if param not in self.host_params or param.grad is None:
@@ -182,18 +180,15 @@ class HostAdamW(AdamW):
     def _step_on_host(
         self, number: int, columns: Columns, copies: Columns, signals: dict[Any, Any]
     ) -> None:
-        """Step a chunk by torch's fused AdamW on the CPU; copies and moments change in place.
-
-        `number` is the group's index. `columns` has weights, gradients, moments and steps, and
-        `copies` are host copies of the first two. `signals` has host values of "grad_scale" and
-        each group's lr.
-        """
+        """Step a chunk of group `number` on the CPU; change `copies` of weights, and moments."""
         # fp32 parameters have the bits of `torch.optim.AdamW(fused=True)` on a CPU. A GPU rounds
         # divisions and roots differently, by at most 2 fp32 ulps a step. bf16 and fp16 parameters
         # are stepped in fp32, with fp32 moments, and rounded to nearest, as `AdamW` does.
         group, scale, (weights, grads) = self.param_groups[number], signals["grad_scale"], copies
         (beta1, beta2), wide = group["betas"], torch.promote_types(weights[0].dtype, torch.float32)
         widened = [weight.to(wide) for weight in weights]
+        if scale is not None:
+            scale = torch.tensor(float(scale), dtype=torch.float32, device="cpu")
         adamw(
             widened,
             [grad.to(wide) for grad in grads],
@@ -202,9 +197,7 @@ class HostAdamW(AdamW):
             [],
             [step.clone() for step in columns[4]],  # adamw adds 1; rows share a step
             fused=True,
-            grad_scale=None
-            if scale is None
-            else torch.tensor(float(scale), dtype=torch.float32, device="cpu"),
+            grad_scale=scale,
             amsgrad=False,
             beta1=float(beta1),
             beta2=float(beta2),
@@ -219,11 +212,7 @@ class HostAdamW(AdamW):
 
 
 def cut_into_chunks(rows: Iterable[Row], max_elements: int, multiple: int) -> Iterator[list[Row]]:
-    """Yield chunks: lists of rows with at most `max_elements` elements in total.
-
-    A row has flat tensors of one length, and a scalar. A row that does not fit the remainder of a
-    chunk is divided at a multiple of `multiple` elements.
-    """
+    """Yield lists of rows of `max_elements` at most; divide a row at a multiple of `multiple`."""
     chunk, room = list[Row](), max_elements
     for *tensors, scalar in rows:
         start, end = 0, tensors[0].numel()
@@ -263,6 +252,7 @@ class HostSlots:
         remaining, filled = iter(chunks), deque[tuple[Tensor, list[list[Tensor]], CopyMark]]()
 
         def fill(memory: Tensor) -> None:
+            """Start to copy the next chunk, if any, to a slot's memory."""
             columns = next(remaining, None)
             if columns is not None:
                 parts = memory.chunk(len(columns))
@@ -275,6 +265,7 @@ class HostSlots:
                 filled.append((memory, copies, self.stream.mark()))
 
         def pass_through() -> Iterator[list[list[Tensor]]]:
+            """Yield the copies of each chunk, and then fill its slot with a later chunk."""
             while filled:
                 memory, copies, mark = filled.popleft()
                 mark.synchronize()

@@ -71,15 +71,10 @@ class MatrixLayout(CheckedRecord):
     transposed: bool = False
 
     def _rules(self) -> Rules:
-        if (
-            self.sections is not None
-            and self.sections.length != (self.rows, self.columns)[self.sections.dim]
-        ):
+        if self.sections is not None:
             name = ("rows", "columns")[self.sections.dim]
-            yield (
-                "sections",
-                f"have sum(sizes) * repeats = {name} ({getattr(self, name)}): correct it",
-            )
+            if self.sections.length != (length := getattr(self, name)):
+                yield "sections", f"have sum(sizes) * repeats = {name} ({length}): correct it"
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
@@ -112,26 +107,18 @@ class MatrixLayout(CheckedRecord):
     def list_parts(
         self, param: Tensor, coordinate: Sequence[int] | None = None
     ) -> list[MatrixPart]:
-        """Return the indices of a shard of `param` in each of `shapes`, the matrices of a layout.
-
-        `coordinate` is the mesh coordinate of the rank that has the shard; None = this rank.
-        """
+        """Return the indices of a rank's shard in each matrix; `coordinate` None = this rank."""
         indices = compute_global_indices(param, coordinate)
         if len(indices) == 2:
             indices = [torch.arange(1, device="cpu"), *indices]
         if len(indices) == 4:  # gate and up in a dim of their own
             indices[1:3] = [(indices[1][:, None] * param.shape[2] + indices[2]).flatten()]
         batch, *dims = indices
-        axes = [
-            [(torch.arange(index.numel(), device="cpu"), index)] * len(self.shapes)
-            for index in dims
-        ]
+        places = (torch.arange(index.numel(), device="cpu") for index in dims)
+        axes = [[pair] * len(self.shapes) for pair in zip(places, dims, strict=True)]
         if self.sections is not None:
             axes[self.sections.dim] = list(_list_pieces(self.sections, dims[self.sections.dim]))
-        return [
-            MatrixPart(batch, rows[0], rows[1], columns[0], columns[1])
-            for rows, columns in zip(*axes, strict=True)
-        ]
+        return [MatrixPart(batch, *rows, *columns) for rows, columns in zip(*axes, strict=True)]
 
 
 class MatrixPart(NamedTuple):
@@ -145,10 +132,7 @@ class MatrixPart(NamedTuple):
 
 
 def _list_pieces(sections: MatrixCut, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield for each matrix of a cut (positions in `index`, indices in the matrix), both int64.
-
-    `index` has the indices of a shard's rows or columns in the stored matrix.
-    """
+    """Yield for each section of a cut the positions in `index`, and indices in the section."""
     run, place = index // sum(sections.sizes), index % sum(sections.sizes)
     start = 0
     for size in sections.sizes:
@@ -274,10 +258,7 @@ def _apply_override(name: str, decision: Decision, override: Choice | MatrixCut 
 def _choose_layout(
     path: str, module: nn.Module, parent: nn.Module, leaf: str
 ) -> tuple[MatrixLayout | None, str]:
-    """Return a parameter's matrix layout (None = AdamW steps it) and the reason, a text for logs.
-
-    The arguments are the fields of an `_Owner`.
-    """
+    """Return a parameter's matrix layout (None = AdamW steps it), and the reason as text."""
     param, last = getattr(module, leaf), path.rpartition(".")[2]
     if isinstance(module, Experts):
         return _make_expert_layout(module, leaf)
@@ -345,7 +326,7 @@ def _make_shared_layout(shared: SharedExpert, leaf: str) -> tuple[MatrixLayout |
 def _make_linear_layout(
     linear: nn.Linear, parent: nn.Module, last: str
 ) -> tuple[MatrixLayout | None, str]:
-    """Return the layout of `parent`'s linear named `last` (None = unknown order), and a reason."""
+    """Return the layout of a linear named `last` (None = unknown order), and the reason."""
     rows, columns = linear.weight.shape
     sections = MatrixCut(sizes=(rows // 2, rows // 2)) if last == "gate_up_proj" else None
     if any(word in last for word in FUSED):
@@ -356,7 +337,7 @@ def _make_linear_layout(
 
 
 def _find_fused_cut(parent: Any, last: str, rows: int) -> MatrixCut | None:
-    """Return the cut of linear `last` of `parent`, fused q, k, v of `rows` rows; None = unknown."""
+    """Return the cut of `rows` rows of fused q, k, v of linear `last`; None = unknown."""
     if last == "qkv_proj" and hasattr(parent, "o_proj"):  # Phi-3
         queries = parent.o_proj.weight.shape[1]
         return MatrixCut(sizes=(queries, (rows - queries) // 2, (rows - queries) // 2))

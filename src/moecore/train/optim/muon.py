@@ -154,22 +154,19 @@ class Muon(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group as in torch; raise ValueError for parameters without matrices."""
         super().add_param_group(param_group)
+        group = self.param_groups[-1]
         try:
-            self._check_group(self.param_groups[-1])
+            for param in group["params"]:
+                if param not in self.layouts:
+                    raise ValueError(
+                        f"param_group ({tuple(param.shape)}) must hold matrices of the assignment: "
+                        "give what it leaves out to AdamW"
+                    )
+                if "beta2" in group:
+                    self.layouts[param].make_output_layout()
         except ValueError:
             self.param_groups.pop()
             raise
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        """Raise ValueError if a parameter has no layout, or its layout does not support `beta2`."""
-        for param in group["params"]:
-            if param not in self.layouts:
-                raise ValueError(
-                    f"param_group ({tuple(param.shape)}) must hold matrices of the assignment: "
-                    "give what it leaves out to AdamW"
-                )
-            if "beta2" in group:
-                self.layouts[param].make_output_layout()
 
     def get_class_options(self) -> dict[str, Any]:
         """Return constructor options outside of `param_groups`, name -> value, equal on ranks."""
@@ -180,7 +177,7 @@ class Muon(torch.optim.Optimizer):
         return torch.promote_types(param.dtype, torch.float32)
 
     def get_state_template(self, param: nn.Parameter, slot: str) -> Tensor:
-        """Return a tensor, of any values, with the shape and placements of a state named `slot`."""
+        """Return a tensor with the shape and placements of a state named `slot`, of any values."""
         if slot == MEANS:
             return make_output_means(param, self.layouts[param], self.get_moment_dtype(param))
         return param
@@ -199,7 +196,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update parameters with gradients; return `closure()`. Collective for sharded matrices.
+        """Update parameters that have gradients; return `closure()`. Collective if sharded.
 
         Raises:
             ValueError: before any update, when a group's option has a wrong type or range.
@@ -255,10 +252,8 @@ class _MuonStep:
         self.options, self.dtype = options, optimizer.ns_dtype
         self.layouts = [optimizer.layouts[param] for param in params]
         slots = ["momentum_buffer"] + [MEANS] * (options.beta2 is not None)
-        self.views = [
-            _make_views(param, layout, [_prepare_state(optimizer, param, slot) for slot in slots])
-            for param, layout in zip(params, self.layouts, strict=True)
-        ]
+        states = [[_prepare_state(optimizer, param, slot) for slot in slots] for param in params]
+        self.views = [*map(_make_views, params, self.layouts, states)]
         device = self.views[0].weight.device
         self.grad_scale, self.found_inf = get_scale_signals(optimizer, device)
         lr, full = options.lr, partial(torch.full, (), dtype=torch.float32, device=device)
@@ -312,9 +307,8 @@ class _MuonStep:
                 matrices.append(weight_block.read([update]))
                 targets.append((place, weight_block, means_block, views))
         orthogonal = orthogonalize_all(matrices, **self.ns_options)
-        for (place, weight_block, means_block, views), values in zip(
-            targets, orthogonal, strict=True
-        ):
+        pairs = zip(targets, orthogonal, strict=True)
+        for (place, weight_block, means_block, views), values in pairs:
             if views.means is not None:
                 means = means_block.read([views.means])
                 self._divide_by_means(values, means)
@@ -345,7 +339,7 @@ class _MuonStep:
     def _divide_owned_by_means(
         self, orthogonal: list[Tensor], of_means: ExchangeRound, group: dist.ProcessGroup
     ) -> None:
-        """Send means to owners, which update means, divide `orthogonal` in place, return means."""
+        """Let owners update the means and divide their `orthogonal` matrices by them, in place."""
         means: list[Any] = [view.means for view in self.views]
         like = means[of_means.params[0]]
         recv_buffer = of_means.exchange(like, means, back=False, group=group)
@@ -359,6 +353,7 @@ class _MuonStep:
             block.write(means, values)
 
     def _divide_by_means(self, values: Tensor, means: Tensor) -> None:
+        """Update `means` with `values`, and divide `values` by their roots, in place."""
         beta2 = self.options.beta2
         assert beta2 is not None, "there are means"
         divide_by_means_(values, means, beta2=beta2, found_inf=self.found_inf)
@@ -392,6 +387,7 @@ class _MuonStep:
 
 
 def _make_views(param: nn.Parameter, layout: MatrixLayout, state: list[Tensor]) -> _MatrixViews:
+    """Return this rank's shards of a parameter, its gradient and state as [b, R, C]."""
     tensors = [
         get_local_tensor(param.detach()),
         get_local_tensor(get_grad(param)).contiguous(),
@@ -418,9 +414,9 @@ def orthogonalize(
     coefficients: Sequence[float] = COEFFICIENTS,
     eps: float = 1e-7,
 ) -> Tensor:
-    """Return matrices with x's singular vectors and singular values of about 1; 0 stays 0.
+    """Return matrices with x's singular vectors and singular values of about 1 (Newton-Schulz).
 
-    Newton-Schulz has `steps` steps with `coefficients` a, b, c. `eps` is the least norm divided by.
+    `coefficients` are a, b, c of each step. A matrix is divided by its norm, at least `eps`.
     """
     # A step X <- a X + (b A + c A A) X with A = X X^T, sides m <= l, takes 2 m^2 (2 l + m) flops.
     # The usual coefficients give the steepest start: singular values end between 0.7 and 1.2.

@@ -25,16 +25,13 @@ PART_NUMEL = 1 << 26  # elements that are fp32 at once
 
 
 def make_output_means(param: Tensor, layout: MatrixLayout, dtype: torch.dtype) -> Tensor:
-    """Return zeros of `dtype`, one per output: the parameter's shape with 1 for the inputs.
-
-    The result is a DTensor if `param` is; ranks with other inputs of an output have replicas.
-    """
+    """Return zeros, one per output, as a tensor or DTensor: `param`'s shape with 1 for inputs."""
     dim = param.ndim - 2 if layout.transposed else param.ndim - 1
     local = get_local_tensor(param.detach())
     means = torch.zeros(_reduce_shape(local.shape, dim), dtype=dtype, device=local.device)
     if not isinstance(param, DTensor):
         return means
-    # Ranks that hold other inputs of the same outputs hold copies.
+    # Ranks with other inputs of the same outputs have replicas.
     placements = [Replicate() if p.is_shard(dim) else p for p in param.placements]
     shape = _reduce_shape(param.shape, dim)
     stride = torch.empty(shape, device="meta", dtype=torch.float32).stride()
@@ -66,4 +63,5 @@ def divide_by_means_(
 
 
 def _reduce_shape(shape: torch.Size, dim: int) -> torch.Size:
+    """Return the shape with size 1 in `dim`."""
     return torch.Size((*shape[:dim], 1, *shape[dim + 1 :]))

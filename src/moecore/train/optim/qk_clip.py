@@ -51,8 +51,8 @@ def _update_max(
 ) -> None:
     """Update `max_H` in place with the largest attention logit q k * `scale` of each head.
 
-    `places_T` are the positions of local queries in the full row; None = 0 .. T - 1. Padding (True
-    in `padding_BS`), later keys and keys of other documents (`cu_seqlens`) do not count.
+    `places_T` are positions of queries in the full row; None = 0 .. T - 1. Padding (True in
+    `padding_BS`), later keys and keys of other documents do not count.
     """
     document_S = None
     if cu_seqlens is not None:  # documents are packed over all rows
@@ -93,11 +93,7 @@ _update_max_op = Op(
 
 @torch.compiler.disable
 def _gather_keys(q_BtHd: Tensor, k: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
-    """All-gather the keys `k` over cp, unless they are already gathered. Collective.
-
-    `sequence` knows which tokens of the full row this rank has. Returns keys [B, T, h, d], and the
-    int64 [t] positions of the local queries in the full row.
-    """
+    """Return the keys of all cp ranks [B, T, h, d], and positions [t] of queries. Collective."""
     local_tokens = sequence.local_tokens
     assert local_tokens is not None, "asked for only with tokens on several ranks"
     k_BThd = k if k.shape[1] > q_BtHd.shape[1] else local_tokens.gather_values(k)
@@ -254,10 +250,7 @@ class _ScoreWatcher:
         return cls(name, module, module.config.num_heads, "q_proj", "k_proj")
 
     def __call__(self, q_BTHd: Tensor, k_BThd: Tensor, sequence: Sequence, scale: float) -> None:
-        """Update the maximum with a training forward; in eval or without gradients do nothing.
-
-        `scale` multiplies q k. `sequence` has documents, padding and the local tokens.
-        """
+        """Update the maximum if this is a training forward; `scale` multiplies q k."""
         if self.module.training and torch.is_grad_enabled():
             run_and_save(self._update_max_logits, q_BTHd.detach(), k_BThd.detach(), sequence, scale)
 

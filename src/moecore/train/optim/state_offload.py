@@ -138,7 +138,7 @@ class StateOffload:
 
     @torch.compiler.disable
     def _before_blocks(self, *_: Any) -> None:
-        """Before block 0, start the copy to the host, or free parts that no step has used."""
+        """Before block 0, start the copy to the host, or free parts that were copied back."""
         if self._stream.is_capturing() or is_inside_backward():
             return
         if not self._parts:
@@ -163,10 +163,7 @@ class StateOffload:
             first.register_hook(lambda _: self._before_backward_of(number))
 
     def _before_backward_of(self, number: int) -> None:
-        """Start to copy back the parts that are due when the backward of block `number` begins.
-
-        In the last micro-batch one more part is due at each block, and all parts at block 0.
-        """
+        """In the last micro-batch, start to copy back one more part before block `number`."""
         progress = next((p for p in (r.progress() for r in self._engines) if p is not None), None)
         if self._stream.is_capturing() or (progress is not None and not progress.is_last):
             return
@@ -185,9 +182,8 @@ class StateOffload:
         if not sizes:  # before the first step
             return
         gib = sum(sizes.values()) / 2**30
-        with explain_memory_errors(
-            f"fraction ({self._fraction}) of the optimizer's state, {gib:.1f} GiB,"
-        ):
+        subject = f"fraction ({self._fraction}) of the optimizer's state, {gib:.1f} GiB,"
+        with explain_memory_errors(subject):
             storages = self._copies.reserve_storages({name: movable[name] for name in sizes})
         by_name = dict(zip(sizes, storages, strict=True))
         # All copies of an optimizer run on one stream: no copy reads memory that an earlier one
@@ -226,10 +222,7 @@ class StateOffload:
 
 @torch.no_grad()
 def _find_movable_storages(optimizer: Optimizer, device: torch.device) -> dict[str, list[Tensor]]:
-    """Return the state tensors on `device` whose storages can be freed, grouped by storage.
-
-    A key is the name of a storage, "<parameter number>.<state name>" of its first tensor.
-    """
+    """Return "<param number>.<state name>" -> state tensors of each storage that can be freed."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     storages: dict[int, dict[str, Tensor]] = {}
     for number, param in enumerate(params):

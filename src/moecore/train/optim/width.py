@@ -46,9 +46,7 @@ class WidthRates:
 
     @torch.no_grad()
     def scale_weights(self, model: nn.Module) -> None:
-        """Multiply initial weights by their factors, in place, after `init_weights`.
-
-        The model may be sharded.
+        """Multiply initial weights by their factors in place, after `init_weights`.
 
         Raises:
             ValueError: for a trained parameter without a factor.
@@ -147,10 +145,10 @@ def _compute_rate(name: str, decision: Decision, base: Decision) -> WidthRate:
     lr = {"adamw": 1 / inputs}
     if decision.layout is not None and base.layout is not None:
         for adjust in get_args(AdjustLR):
-            ratio = _compute_spectral_ratio(decision.layout, adjust) / _compute_spectral_ratio(
-                base.layout, adjust
+            ratio, base_ratio = (
+                _compute_spectral_ratio(layout, adjust) for layout in (decision.layout, base.layout)
             )
-            lr[adjust] = round(ratio, 9)  # equal ones are one group
+            lr[adjust] = round(ratio / base_ratio, 9)  # parameters with equal rates are one group
     return WidthRate(1 / inputs if outputs == 1 else inputs**-0.5, lr)
 
 
