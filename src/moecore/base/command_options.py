@@ -18,6 +18,12 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 Fields = Mapping[str, Any]  # the fields of a record that are set
 
 
+class UsageError(Exception):
+    """Raised for wrong arguments of a command; the command then ends with `exit_code`."""
+
+    exit_code = 2
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
     """Metadata of an `Annotated` field: how the fields of a nested record become options.

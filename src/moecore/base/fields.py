@@ -392,9 +392,3 @@ def _make_tuple_check(args: tuple[Any, ...]) -> _ValueCheck:
         return value if all(a is b for a, b in pairs) else tuple(b for _, b in pairs)
 
     return _ValueCheck(allows, name, "pass a tuple", convert)
-
-
-class UsageError(Exception):
-    """A command of `moecore` was called wrongly."""
-
-    exit_code = 2

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from moecore.base.tables import format_bytes
+from moecore.base.text import format_bytes
 
 T = TypeVar("T")
 DELAY_S, INTERVAL_S = 5.0, 10.0

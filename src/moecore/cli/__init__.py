@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from moecore.base import __version__
-from moecore.base.tables import format_error_line
+from moecore.base.text import format_error_line
 
 USAGE = """\
 usage: moecore [-h] [--version] COMMAND ...
@@ -152,7 +152,7 @@ def _raise_usage_error(label: str, name: str, names: dict[str, str]) -> NoReturn
     """Raise a UsageError: `label`, such as "COMMAND", is `name` and must be one of `names`."""
     close = difflib.get_close_matches(name[:80], names, n=1)
     hint = f"did you mean {close[0]}?" if close else "see --help"
-    raise _import_object("base.fields:UsageError")(
+    raise _import_object("base.command_options:UsageError")(
         f"{label} ({name[:80]!r}) must be one of {', '.join(names)}: {hint}"
     )
 
@@ -161,7 +161,9 @@ def _run_with_options(name: str, words: Sequence[str]) -> int:
     """Run a command of `CONFIGS` with options from `words`; return its exit status."""
     with _exit_at_interrupt():
         options, run = map(_import_object, CONFIGS[name])
-        parse, usage_error = map(_import_object, ("recipes.parser:parse", "base.fields:UsageError"))
+        parse, usage_error = map(
+            _import_object, ("recipes.parser:parse", "base.command_options:UsageError")
+        )
     try:
         config = parse(options, words, prog=f"moecore {name}")
     except ValueError as error:

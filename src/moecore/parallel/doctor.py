@@ -33,7 +33,7 @@ from moecore.base import __version__
 from moecore.base.fabric import read_local_nvlink_domain_id
 from moecore.base.fields import quote
 from moecore.base.rank_checks import gather_objects, get_host_id
-from moecore.base.tables import escape_unprintable
+from moecore.base.text import escape_unprintable
 from moecore.moe.dispatch.peer_memory import find_problem
 from moecore.parallel.mesh import read_launcher_number, start_process_group
 
