@@ -68,9 +68,7 @@ class UsedRows:
     num_rows: Tensor | None = None  # 0-dim int32: the first rows are in use; None = see `slots`
     slots: Tensor | None = None  # int32 [length, K]: a row of negative slots is not in use
     balanced: int | None = None  # number of used rows with balanced routing; None = not known
-    storage: int | None = (
-        None  # `get_storage_key` of the matrix; None = every matrix of this length
-    )
+    storage: int | None = None  # `get_storage_key` of the matrix; None = any of this length
 
     def matches(self, tensor: Tensor) -> bool:
         """Whether a tensor is the matrix of this record, or a slice of its columns."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from moecore.base.fabric import read_local_nvlink_domain_id
+from moecore.base.fabric import read_nvlink_domain_id
 from moecore.base.failures import share_errors
 from moecore.base.rank_checks import gather_objects
 from moecore.parallel.mesh import (
@@ -65,7 +65,7 @@ def _find_domain() -> tuple[int, str]:
     with share_errors():
         local_size = read_launcher_number("LOCAL_WORLD_SIZE", world_size)
     fabrics = (
-        count_ranks_per_fabric(read_local_nvlink_domain_id())
+        count_ranks_per_fabric(read_nvlink_domain_id())
         if _get_device_type() == "cuda"
         else None
     )

@@ -31,7 +31,6 @@ class ContextOptions(CheckedRecord):
     dynamic: bool = False
 
     def _rules(self) -> Rules:
-        """Yield (field, "relation: fix") of each broken relation; see `CheckedRecord`."""
         if self.a2a_ranks is not None and self.way != "a2a+p2p":
             yield "a2a_ranks", f"be None with way ({self.way!r}): only 'a2a+p2p' reads it"
 
