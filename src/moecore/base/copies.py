@@ -23,11 +23,10 @@ def copy_modules(
 ) -> dict[nn.Module, nn.Module]:
     """Copy every module of a model and return {module: copy}; `new_parameter` copies a parameter.
 
-    A copy shares all attribute values with its module, except submodules, parameters and hooks. A
-    bound method that is an attribute of a module is bound to the copy, and modules in an attribute
-    that is a tuple are replaced by their copies. `unwrapped` removes hooks
-    and wrappers of methods, including compiled methods. It also maps a `torch.compile` wrapper to
-    the copy of its original module.
+    A copy shares all attribute values with its module, except submodules, parameters and hooks.
+    Bound methods in attributes are bound to the copy, and modules in tuples are replaced by their
+    copies. `unwrapped` removes hooks and wrappers of methods, including compiled methods, and maps
+    a `torch.compile` wrapper to the copy of its original module.
     """
     copies: dict[nn.Module, nn.Module] = {m: object.__new__(type(m)) for m in model.modules()}
     twins = dict(copies)
@@ -67,10 +66,7 @@ def make_meta_parameter(param: nn.Parameter) -> nn.Parameter:
 def make_dtensor(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], *, of: Tensor
 ) -> DTensor:
-    """Return a DTensor with local shard `local`, placements, and the global shape of `of`.
-
-    No communication; differentiable.
-    """
+    """Return a DTensor of a local shard with the global shape of `of`; differentiable."""
     sizes: Any = dict(shape=of.shape, stride=of.stride())
     return DTensor.from_local(local, mesh, placements, run_check=False, **sizes)
 

@@ -128,7 +128,7 @@ class CheckedRecord:
             _raise_field_error(self, name, relation)
 
     def _rules(self) -> Rules:
-        """Yield (field, text after "must") of broken rules, such as ("size", "be > 1: raise it")."""
+        """Yield (field, text after "must") of broken rules, such as ("n", "be > 1: raise it")."""
         return iter(())
 
 

@@ -8,7 +8,7 @@ from typing import Any
 def make_lazy_getattr(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
     """Return a `__getattr__` for a package that imports a submodule when its name is first read.
 
-    `names` maps a submodule to the names that the package offers from it, separated by blanks.
+    `names` maps a submodule to the names, separated by blanks, that the package re-exports from it.
     """
     homes = {name: module for module, line in names.items() for name in line.split()}
 

@@ -65,9 +65,7 @@ def _find_domain() -> tuple[int, str]:
     with share_errors():
         local_size = read_launcher_number("LOCAL_WORLD_SIZE", world_size)
     fabrics = (
-        count_ranks_per_fabric(read_nvlink_domain_id())
-        if _get_device_type() == "cuda"
-        else None
+        count_ranks_per_fabric(read_nvlink_domain_id()) if _get_device_type() == "cuda" else None
     )
     if fabrics is not None:
         return fabrics, "an NVLink domain"

@@ -14,7 +14,7 @@ from moecore.integrations.torchtitan.layer import TitanLayer
 from moecore.moe.amax_history import GRADIENTS
 from moecore.moe.metrics import MoEMetrics
 from moecore.parallel.model.parallel_state import get_capacity, get_moe_state, get_request
-from moecore.precision.apply import advance_amax, has_history, list_amax_histories
+from moecore.precision.apply import advance_amax, has_amax_history, list_amax_histories
 from moecore.train.step import TrainStep
 
 METRICS = "moe_metrics"  # attribute of the optimizers: the metrics of the last step
@@ -27,7 +27,7 @@ def finish_at_step(optimizers: Any, model_parts: list[nn.Module], *_: Any) -> No
 
     `optimizers` is torchtitan's container. Further arguments are torchtitan's and not used.
     """
-    delayed = [part for part in model_parts if has_history(part)]
+    delayed = [part for part in model_parts if has_amax_history(part)]
 
     def before_step(*_: Any) -> None:
         plain = [part for part in model_parts if not hasattr(part, STEP)]
