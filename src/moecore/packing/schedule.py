@@ -1,13 +1,11 @@
-"""schedule_documents: assigns the documents of a global batch to groups of cp ranks.
+"""`schedule_documents` assigns the documents of a global batch to groups of cp ranks.
 
 Legend: N documents, cp ranks that share the documents of a micro-batch.
 
 This is dynamic context parallelism. In a round, each rank computes one micro-batch. The ranks form
 groups of 1, 2, 4, ... consecutive ranks, and a group splits its documents over its ranks
 (`split_batch`). Expert parallelism synchronises all ranks in every round, so a round lasts as long
-as its slowest group. The schedule therefore balances the groups of a round.
-
-`rounds.py` makes the rounds.
+as its slowest group. The schedule therefore balances the groups of a round (`rounds.py`).
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ class DocumentSchedule:
         rounds: for each round, the groups in the order of their ranks.
         num_labels: number of labels in the loss of the global batch.
         time: time of the step: the sum over rounds of the slowest group's time and `fixed`.
-        lower_bound: a time that no schedule can go below, see `rounds.Documents.bound_step_time`.
+        lower_bound: a lower bound of the time of every schedule of these documents.
     """
 
     rounds: tuple[tuple[DocumentGroup, ...], ...]
@@ -130,9 +128,9 @@ def order_by_rise_and_fall(costs: Sequence[float]) -> list[int]:
 
 
 def _make_groups(blocks: Blocks, order: list[int], labels: list[int]) -> tuple[DocumentGroup, ...]:
-    """Convert the blocks of a round to groups, whose ranks follow each other from rank 0.
+    """Return the groups of a round's blocks, with consecutive ranks from rank 0.
 
-    `order` maps document numbers of blocks to the caller's indices. `labels[i]` is the number of
+    `order` maps a block's document numbers to the caller's indices. `labels[i]` is the number of
     labels of the caller's document i.
     """
     groups, first = [], 0
