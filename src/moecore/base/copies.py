@@ -36,7 +36,8 @@ def copy_modules(
     for module, twin in twins.items():
         state = dict(vars(module))
         for name, value in vars(module).items():
-            is_left_out = unwrapped and _overrides_method(module, name)
+            hides_method = callable(value) and callable(getattr(type(module), name, None))
+            is_left_out = unwrapped and hides_method
             method = unwrap(value) if is_left_out else value
             if isinstance(method, MethodType) and method.__self__ is module:
                 state[name] = MethodType(method.__func__, twin)
@@ -69,8 +70,3 @@ def make_dtensor(
     """Return a DTensor of a local shard with the global shape of `of`; differentiable."""
     sizes: Any = dict(shape=of.shape, stride=of.stride())
     return DTensor.from_local(local, mesh, placements, run_check=False, **sizes)
-
-
-def _overrides_method(module: Any, name: str) -> bool:
-    """Whether the attribute `name` of a module is a callable that hides a method of its class."""
-    return callable(vars(module)[name]) and callable(getattr(type(module), name, None))

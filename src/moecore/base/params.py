@@ -165,7 +165,7 @@ def compute_global_indices(param: Tensor, coordinate: Sequence[int] | None = Non
             parts = getattr(placement, "split_factor", 1)
             size, rank = mesh.size(mesh_dim), coordinate[mesh_dim]
             if parts > 1 and parts != inner:
-                index = _take_interleaved_chunks(index, parts, size, rank)
+                index = index.view(parts, size, -1)[:, rank].reshape(-1)  # a chunk of each part
             elif parts > 1:
                 strided.append((size, rank))
             else:
@@ -181,11 +181,6 @@ def _take_chunk(index: Tensor, size: int, rank: int) -> Tensor:
     """Return chunk `rank` of an index that `torch.chunk` would split into `size` chunks."""
     step = -(-index.numel() // size)
     return index[rank * step : (rank + 1) * step]
-
-
-def _take_interleaved_chunks(index: Tensor, parts: int, size: int, rank: int) -> Tensor:
-    """Return rank `rank`'s chunk of each of `parts` equal sections of an index, concatenated."""
-    return index.view(parts, size, -1)[:, rank].reshape(-1)
 
 
 def find_runs(index: Tensor) -> Iterator[tuple[int, int]]:
@@ -240,7 +235,7 @@ def shard_parameter(
 def group_by_size(
     items: Iterable[T], size_of: Callable[[T], int], max_size: int
 ) -> Iterator[list[T]]:
-    """Yield lists of consecutive items of total size <= `max_size`; a larger item is alone."""
+    """Yield lists of consecutive items of total size <= `max_size`, or of one larger item."""
     group: list[T] = []
     total = 0
     for item in items:

@@ -118,9 +118,8 @@ def check_headers(
         formats: name of each number -> function that formats the number for the error.
         group: the group whose ranks are named in the error.
     """
-    for (name, show), values in zip(
-        formats.items(), zip(*numbers_of_ranks, strict=True), strict=True
-    ):
+    for i, (name, show) in enumerate(formats.items()):
+        values = [numbers[i] for numbers in numbers_of_ranks]
         other = next((place for place, value in enumerate(values) if value != values[0]), None)
         if other is not None:
             ranks = dist.get_process_group_ranks(group)
@@ -255,7 +254,7 @@ def raise_on_world(problem: str | None, device_type: str) -> None:
 
 
 def gather_first_problem(problem: str) -> str:
-    """Return the first rank's nonempty error text, or "". Collective over all ranks."""
+    """Return the error text of the first rank that has one, or "". Collective over all ranks."""
     of_ranks = gather_objects(problem)
     if len(of_ranks) == 1:
         return problem

@@ -294,8 +294,7 @@ def apply_value_hooks(param: Tensor, grad: Tensor) -> Tensor:
 
 def call_accumulate_hooks(param: Tensor) -> None:
     """Call the parameter's `register_post_accumulate_grad_hook` hooks without autograd."""
-    hooks = param._post_accumulate_grad_hooks
-    for hook in (hooks or {}).values():
+    for hook in _get_accumulate_hooks(param).values():
         hook(param)
 
 

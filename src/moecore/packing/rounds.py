@@ -125,11 +125,6 @@ class Documents:
         """Return the total work (time summed over ranks) and tokens of the documents `indices`."""
         return sum(self.work[i] for i in indices), sum(self.lengths[i] for i in indices)
 
-    def list_times(self, index: int) -> list[float]:
-        """Return a document's time for each cp on which no rank exceeds `max_tokens`."""
-        cps = (cp for cp in self.cps if self.tokens[cp][index] <= self.max_tokens)
-        return [self.cost[cp][index] for cp in cps]
-
     def find_first_fitting(self, cp: int, load: float, tokens: int) -> int:
         """Return the index of the longest document, taken or not, that fits; N = no document.
 
@@ -241,7 +236,8 @@ class _RoundSearch:
         """Return the time limits to try for the next round, in descending order."""
         documents, longest = self.documents, self.remaining.find_first(0)
         mean = self._work / (documents.ranks * documents.count_min_rounds(max(self._tokens, 1)))
-        loads = documents.list_times(longest)
+        cps = (cp for cp in documents.cps if documents.tokens[cp][longest] <= documents.max_tokens)
+        loads = [documents.cost[cp][longest] for cp in cps]
         # The limits include the mean round time of the remaining work, and a quarter of this time.
         low, high = max(mean / 4, min(loads)), max(*loads, mean) * 1.01
         limits = [high]

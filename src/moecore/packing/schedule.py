@@ -55,11 +55,9 @@ class DocumentSchedule:
         """Return the group that contains a rank, for each round."""
         check_arguments(DocumentSchedule.select_rank_groups, locals())
         last = self.rounds[0][-1]
-        if rank >= last.first_rank + last.cp:
-            raise ValueError(
-                f"rank ({rank}) must be < the ranks of the schedule ({last.first_rank + last.cp}): "
-                "count dp x cp ranks from 0"
-            )
+        if rank >= (ranks := last.first_rank + last.cp):
+            relation = f"must be < the ranks of the schedule ({ranks}): count dp x cp ranks from 0"
+            raise ValueError(f"rank ({rank}) {relation}")
         return tuple(
             next(g for g in groups if g.first_rank <= rank < g.first_rank + g.cp)
             for groups in self.rounds
@@ -97,18 +95,14 @@ def schedule_documents(
         raise ValueError("lengths ([]) must have at least one document: pass a global batch")
     labels_N = lengths_N - 1 if num_labels is None else as_lengths(num_labels, "num_labels", 0)
     if len(labels_N) != len(lengths_N):
-        raise ValueError(
-            f"num_labels ({len(labels_N)} numbers) must be one per document ({len(lengths_N)}): "
-            "count those of the same documents"
-        )
+        relation = f"must be one per document ({len(lengths_N)}): count those of these documents"
+        raise ValueError(f"num_labels ({len(labels_N)} numbers) {relation}")
     documents = Documents(lengths_N, ranks, max_tokens, cost)
-    labels = labels_N.tolist()
-    rounds = make_rounds(documents)
+    labels, rounds = labels_N.tolist(), make_rounds(documents)
     times = [max(block.load for block in blocks) + cost.fixed for blocks in rounds]
+    ordered_rounds = [rounds[i] for i in order_by_rise_and_fall(times)]
     return DocumentSchedule(
-        rounds=tuple(
-            _make_groups(rounds[i], documents.order, labels) for i in order_by_rise_and_fall(times)
-        ),
+        rounds=tuple(_make_groups(blocks, documents.order, labels) for blocks in ordered_rounds),
         num_labels=int(labels_N.sum()),
         time=sum(times),
         lower_bound=documents.bound_step_time(),

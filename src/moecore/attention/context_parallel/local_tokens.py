@@ -1,4 +1,4 @@
-"""Which tokens each cp rank stores, and collectives between the cp ranks' tokens and full rows.
+"""The tokens that each cp rank stores, and collectives between these tokens and full rows.
 
 Activations are sharded along the tokens. Only attention communicates, in one of four ways:
 
@@ -8,7 +8,7 @@ Activations are sharded along the tokens. Only attention communicates, in one of
     a2a+p2p     all-to-alls within groups of neighbouring ranks, rings between the groups
 
 Each row, or each document packed into rows, is cut into 2 * G chunks (`kernels/zigzag.py`). A rank
-stores two chunks of each: the early half comes first in the document, the late half after it.
+stores two chunks of each document, the early half and the late half.
 Rows are split and joined by views and one copy, documents by one index per forward.
 
 Legend: B rows, T tokens of a row, G cp ranks, t = T / G tokens of a row of this rank, C = t / 2

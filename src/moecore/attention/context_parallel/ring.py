@@ -16,7 +16,7 @@ Backward sends keys and values around the ring again, and uses the final o and l
 gradients follow one step behind and reach the owner of the keys after G - 1 sends. The products
 with local keys overlap the first send of keys and the last send of gradients: `split_local_block`.
 
-Source: Ring Attention (arXiv:2310.01889); the balance is that of zig-zag rings.
+Source: Ring Attention (arXiv:2310.01889), balanced as zig-zag rings.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -194,6 +193,10 @@ class ScheduledCollator(CheckedRecord):
             digest=digest.hexdigest(),
         )
 
+    def schedule_rows(self, rows: Rows) -> ScheduledBatch:
+        """Return this rank's batch of the documents in all rows of a step."""
+        return self.schedule_pieces([piece for row in rows for piece in row])
+
     def _make_micro_batch(
         self, group: DocumentGroup, pieces: Sequence[Piece], longest: int
     ) -> PackedBatch:
@@ -253,8 +256,7 @@ class ScheduledLoader(PositionedLoader[ScheduledBatch]):
             max_tokens=max_tokens, cost=cost, data_rank=data_rank, data_ranks=data_ranks
         )
         _check_row_tokens(options, collator)
-        share = partial(_schedule_rows, collator)
-        batches = RankBatches(sources, options, rows, 0, 1, share)
+        batches = RankBatches(sources, options, rows, 0, 1, collator.schedule_rows)
         super().__init__(batches, workers, data_ranks=data_ranks)
         if data_ranks > 1 and dist.is_initialized():
             self._group = dist.new_group(backend="gloo")  # hosts compare, and no GPU is waited for
@@ -290,8 +292,3 @@ def _check_row_tokens(options: CorpusOptions, collator: ScheduledCollator) -> No
             f"ranks, the most of a group, holds of a document of row_tokens ({row_tokens}): raise "
             "it, or use shorter rows or more ranks"
         )
-
-
-def _schedule_rows(collator: ScheduledCollator, rows: Rows) -> ScheduledBatch:
-    """Return the batch of the documents of all rows: the `collate` of `RankBatches`."""
-    return collator.schedule_pieces([piece for row in rows for piece in row])
