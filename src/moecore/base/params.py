@@ -56,6 +56,7 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, param: DTensor) -> Tensor:
+        """Return a DTensor's local tensor."""
         ctx.set_materialize_grads(False)
         ctx.param = param
         local = get_local_tensor(param)
@@ -63,6 +64,7 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
+        """Return the gradient as a DTensor, partial where the parameter is replicated."""
         if grad is None:
             return None
         param, placements = ctx.param, make_grad_placements(ctx.param.placements)

@@ -102,7 +102,7 @@ def _format_both_values(value: Any, group: Group) -> str:
     )
 
 
-def check_headers(
+def check_collective_headers(
     op: str,
     numbers_of_ranks: Sequence[Sequence[int]],
     formats: Mapping[str, Callable[[int], str]],

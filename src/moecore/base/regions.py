@@ -73,6 +73,7 @@ class _InterceptProducts(TorchFunctionMode):
     """Passes matrix products, attention and random generators of torch calls to the region."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a torch function; `PRODUCTS` are run by `run_product`."""
         kwargs = kwargs or {}
         if kwargs.get("generator") is not None and _state.region is not None:
             _state.region.save_generator(kwargs["generator"])

@@ -107,7 +107,7 @@ class EmulatedLinearProducts(QuantisedProducts):
             if not has_values(weight_NK):
                 kind = GATHERED_KINDS.get(recipe.weight_block)
                 blocks = read_gathered_blocks(kind, weight, weight_NK)
-                assert blocks.amax is not None, "it was gathered by it"
+                assert blocks.amax is not None, "gathered blocks have an amax"
                 call = LinearCall(weight_amax=blocks.amax, recipe=recipe)
                 return call._replace(weight_rows=blocks.values, weight_scales=blocks.scales)
             amax = None  # the weight's own
@@ -118,12 +118,14 @@ class EmulatedLinearProducts(QuantisedProducts):
     @override
     @staticmethod
     def multiply(x_TK: Tensor, weight_NK: Tensor, call: LinearCall) -> Tensor:
+        """Return y = x @ weight^T, both quantised here, in `call.dtype`."""
         weight = _quantise_weight(weight_NK, call, transposed=False)
         return _multiply(_quantise_operand(x_TK, call.recipe), weight, call.recipe, call.dtype)
 
     @override
     @staticmethod
     def input_grad(dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall) -> InputGradient:
+        """Return dx, None if `weight_NK` is None, and dy as it is."""
         if weight_NK is None:
             return None, dy_TN
         weight = _quantise_weight(weight_NK, call, transposed=True)

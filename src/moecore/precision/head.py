@@ -113,6 +113,7 @@ class BlockwiseHeadProducts(HeadProducts):
     def compute_cross_entropy(
         self, logits_CV: Tensor, labels_C: Tensor, *, needs_grad: bool
     ) -> tuple[Tensor, Any]:
+        """Return the summed loss and, with `needs_grad`, the gradient of logits in FP8 blocks."""
         if not needs_grad:
             return cross_entropy_(logits_CV, labels_C, None)
         return cross_entropy_blocks(logits_CV, labels_C, power_of_two=self.power_of_two)
@@ -121,16 +122,19 @@ class BlockwiseHeadProducts(HeadProducts):
     def compute_softmax_gradient(
         self, logits_CV: Tensor, labels_C: Tensor, highs_C: Tensor, sums_C: Tensor
     ) -> Blocks:
+        """Return the gradient of logits in FP8 blocks."""
         return softmax_gradient_blocks(
             logits_CV, labels_C, highs_C, sums_C, power_of_two=self.power_of_two
         )
 
     @override
     def write_d_hidden(self, d_logits: Blocks, out_CD: Tensor) -> None:
+        """Write d_logits @ weight, in FP8, to `out_CD`."""
         out_CD.copy_(self._multiply(d_logits, self.weight.columns))
 
     @override
     def add_d_weight(self, d_logits: Blocks, out_VD: Tensor, *, first: bool) -> None:
+        """Add d_logits^T @ hidden, in FP8, to `out_VD`; `first` = overwrite `out_VD`."""
         a, b = (tile_tokens(x, None, self.tiles) for x in (d_logits, self.hidden))
         fp8_wgrad(a, b, self.tiles, out=out_VD[None], adds=not first, dtype=out_VD.dtype)
 

@@ -79,6 +79,7 @@ class InputCastCache:
         return operands
 
     def _drop_if_freed(self, input: weakref.ref[Tensor]) -> None:
+        """Empty the cache if `input`, which was freed, is the cached input."""
         if self._input is input:
             self._input = self._operands = None
 
@@ -186,6 +187,7 @@ class QuantisedProducts(LinearProducts):
     @override
     @classmethod
     def forward(cls, x: Tensor, weight_NK: Tensor, bias_N: Any, call: LinearCall) -> Tensor:
+        """Return y [..., N] for x [..., K], with the bias added if it is not None."""
         y = restore_dims(cls.multiply(flatten_rows(x), weight_NK, call), x)
         return y if bias_N is None else y.add_(bias_N)
 
@@ -317,6 +319,7 @@ class Fp8Products(QuantisedProducts):
     @override
     @staticmethod
     def multiply(x_TK: Tensor, weight_NK: Tensor, call: LinearCall) -> Tensor:
+        """Return y = x @ weight^T of the operands in `call`, in `call.dtype`."""
         x = Blocks(call.x_rows, call.x_row_scales, KINDS[call.recipe.activation_block])
         weight = Blocks(call.weight_rows, call.weight_scales, KINDS[call.recipe.weight_block])
         return multiply(x, weight, call.dtype)
@@ -324,6 +327,7 @@ class Fp8Products(QuantisedProducts):
     @override
     @staticmethod
     def input_grad(dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall) -> InputGradient:
+        """Return dx, None if `weight_NK` is None, and dy quantised for `weight_grad`."""
         recipe = call.recipe
         operands = cast(
             dy_TN,
@@ -343,6 +347,7 @@ class Fp8Products(QuantisedProducts):
     @override
     @staticmethod
     def weight_grad(dy: Blocks, x_KT: Tensor, call: LinearCall, target: GradTarget) -> Tensor:
+        """Return dw = dy @ x, written or added to `target.out` if it is given."""
         x = Blocks(x_KT, call.x_column_scales, KINDS[call.recipe.activation_block])
         grad = multiply(dy, x, call.dtype)
         return store_grad(grad, target.out, target.adds, target.dtype, target.scale)

@@ -98,6 +98,7 @@ class TELinearProducts(QuantisedProducts):
     @override
     @staticmethod
     def multiply(x_TK: Tensor, weight_NK: Tensor, call: LinearCall) -> Tensor:
+        """Return y = x @ weight^T, both quantised here, in `call.dtype`."""
         if not x_TK.numel() or x_TK.is_meta:
             return x_TK.new_zeros(x_TK.shape[0], weight_NK.shape[0], dtype=call.dtype)
         x = _quantise_operand(x_TK, call.recipe, "activation", call.x_amax, call.x_seen)
@@ -108,6 +109,7 @@ class TELinearProducts(QuantisedProducts):
     @override
     @staticmethod
     def input_grad(dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall) -> InputGradient:
+        """Return dx, None if `weight_NK` is None, and dy as it is."""
         if weight_NK is None:
             return None, dy_TN
         if not dy_TN.shape[0] or dy_TN.is_meta:

@@ -93,6 +93,7 @@ class _HeadExchange(torch.autograd.Function):
     def forward(
         ctx: Any, group: dist.ProcessGroup, layout: ChunkLayout, to_tokens: bool, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
+        """Return new tensors exchanged by `_exchange_heads`, which explains `to_tokens`."""
         ctx.inverse_args = group, layout, not to_tokens
         # No views, to which a model's code could not write in place.
         return tuple(x.detach() for x in _exchange_heads(tensors, group, layout, to_tokens))

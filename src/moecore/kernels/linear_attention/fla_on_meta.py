@@ -127,6 +127,7 @@ class _RuleOnMeta(torch.autograd.Function):
         initial: Tensor | None,
         num_documents: int,
     ) -> tuple[Tensor, Tensor]:
+        """Return o and each document's final state; record the forward's kernels."""
         inputs = [x.contiguous() for x in (q, k, v, g, beta)]
         (q, q_rstd), (k, k_rstd) = map(_normalise, inputs[:2])
         v, g, beta = inputs[2:]
@@ -147,6 +148,7 @@ class _RuleOnMeta(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the inputs; record the backward's kernels."""
         q, q_rstd, k, k_rstd, *rest = ctx.saved_tensors
         do, dlast = (grad.contiguous() for grad in grads)
         (dq, dk), rest = _compute_gradients(ctx.scan, (q, k, *rest), do, dlast)
@@ -209,6 +211,7 @@ class _RuleWithoutRatesOnMeta(torch.autograd.Function):
         initial: Tensor | None,
         num_documents: int,
     ) -> tuple[Tensor, Tensor]:
+        """Return o and each document's final state; record the forward's kernels."""
         q, k, v, g = (x.contiguous() for x in (q, k, v, g))
         scan = _Scan(k, v, num_documents)
         sums = torch.empty_like(g, dtype=torch.float32)
@@ -223,6 +226,7 @@ class _RuleWithoutRatesOnMeta(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the inputs; record the backward's kernels."""
         scan, (q, k, v, sums, initial) = ctx.scan, ctx.saved_tensors
         do, dlast = (grad.contiguous() for grad in grads)
         h = scan.compute_plain_states(k, v, sums, initial, None, torch.float32)
@@ -273,6 +277,7 @@ class _ConvolutionOnMeta(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Any, before: Any) -> Tensor:
+        """Return y in the shape of x; record the forward's kernel."""
         ctx.save_for_backward(x, weight, bias, before)
         y = x.new_empty(x.shape)
         record_launch("causal_conv1d_fwd_kernel", x, y, weight, bias, before)
@@ -280,6 +285,7 @@ class _ConvolutionOnMeta(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the inputs; record the backward's kernels."""
         x, weight, bias, before = ctx.saved_tensors
         y = x.new_empty(x.shape)  # recomputed, before the activation
         record_launch("causal_conv1d_fwd_kernel", x, y, weight, bias, before)

@@ -163,6 +163,7 @@ class _SparseAttention(torch.autograd.Function):
         spans: KeySpans,
         options: _SparseOptions,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return o, the selected keys or None, and each query's KL divergence or None."""
         heads, index = LatentHeads(q, keys_Nl, up, down), IndexerHeads(q_thi, k_Ni, w_th)
         (t, H, _), (_, L, v), new_width = q.shape, down.shape, options.width
         wide = torch.promote_types(q.dtype, torch.float32)

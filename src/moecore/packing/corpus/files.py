@@ -156,6 +156,7 @@ class JsonLines:
         return self._count
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return a document, a JSON object; skipped lines have no index."""
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
         line = self._find_line(index)

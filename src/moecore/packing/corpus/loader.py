@@ -194,6 +194,7 @@ class PositionedLoader(Generic[Batch]):
         return self
 
     def __next__(self) -> Batch:
+        """Return the next batch and move the position behind it."""
         self._compare_ranks()
         if self._batch_iterator is None:
             self._batch_iterator = self._start_workers()

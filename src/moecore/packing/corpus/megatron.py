@@ -86,6 +86,7 @@ class MegatronDocuments:
         return self._count
 
     def __getitem__(self, document: int) -> np.ndarray[Any, Any]:
+        """Return the token ids of a document, the concatenated ids of its sequences."""
         if not 0 <= document < len(self):
             raise IndexError(f"document {document} of {len(self)}")
         first, stop = self._read_entries(self._borders, "<i8", document, 2).tolist()

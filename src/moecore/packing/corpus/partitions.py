@@ -72,6 +72,7 @@ class SplitPacker(RowPacker):
 
     @override
     def next(self) -> list[Piece]:
+        """Return the next row: consecutive documents, cut at the end of the row."""
         rows, ordinal, offset, credit, _ = self.cursor
         document = self._document
         if document is None:
@@ -100,6 +101,7 @@ class WholePacker(RowPacker):
 
     @override
     def next(self) -> list[Piece]:
+        """Return the next row of the window, after the last row the first of the next window."""
         rows, ordinal, offset, credit, _ = self.cursor
         window = self._window
         if window is None:

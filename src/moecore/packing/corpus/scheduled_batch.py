@@ -211,6 +211,7 @@ class ScheduledCollator(CheckedRecord):
 
 
 def _move_tensor(x: Any, device: torch.device | str) -> Any:
+    """Return a tensor's copy on a device, or another value as it is."""
     return copy_to_device(x, device) if isinstance(x, Tensor) else x
 
 
@@ -262,6 +263,7 @@ class ScheduledLoader(PositionedLoader[ScheduledBatch]):
             self._group = dist.new_group(backend="gloo")  # hosts compare, and no GPU is waited for
 
     def __next__(self) -> ScheduledBatch:
+        """Return the next batch; CorpusError if the ranks have different documents or plans."""
         batch = super().__next__()
         if self._group is not None:
             description = f"documents or plan of the step up to row {self._rows}"
