@@ -104,37 +104,25 @@ def test_verify_finds_damage(capsys, tmp_path):
     assert run(capsys, "verify", path, "--sizes")[0] == 1
 
 
-EXPERTS = {f"model.layers.0.mlp.experts.{e}.w.weight": torch.ones(2) for e in (0, 1, 3)}
+W0, W1, W2, W3 = (f"model.layers.0.mlp.experts.{e}.w.weight" for e in range(4))
+EXPERTS = dict.fromkeys((W0, W1, W3), torch.ones(2))
+FUSED, ONES = "model.layers.0.mlp.experts.gate_up_proj", torch.ones(3, 2)
+FP8 = {"a.weight": ONES.to(torch.float8_e4m3fn)}
 
 
 @pytest.mark.parametrize(
     ("state", "config", "problems"),
     [
-        (EXPERTS, dict(model_type="other"), ["model.layers.0.mlp.experts.2.w.weight is missing"]),
-        (
-            EXPERTS,
-            dict(model_type="other", num_experts=3),
-            [
-                "model.layers.0.mlp.experts.2.w.weight is missing",
-                "model.layers.0.mlp.experts.3.w.weight is one too many",
-            ],
-        ),
-        (
-            {"model.layers.0.mlp.experts.gate_up_proj": torch.ones(3, 2)},
-            dict(model_type="other", num_local_experts=4),
-            ["model.layers.0.mlp.experts.gate_up_proj (3, 2) must have 4 experts"],
-        ),
-        (
-            {"a.weight": torch.ones(2, 2).to(torch.float8_e4m3fn)},
-            dict(model_type="other"),
-            ["a.weight (fp8) has no a.weight_scale_inv"],
-        ),
+        (EXPERTS, {}, [f"{W2} is missing"]),
+        (EXPERTS, dict(num_experts=3), [f"{W2} is missing", f"{W3} is one too many"]),
+        ({FUSED: ONES}, dict(num_local_experts=4), [f"{FUSED} (3, 2) must have 4 experts"]),
+        (FP8, {}, ["a.weight (fp8) has no a.weight_scale_inv"]),
     ],
 )
 def test_verify_lists_what_a_hugging_face_directory_lacks(
     state, config, problems, capsys, tmp_path
 ):
-    write_directory(tmp_path, state, config)
+    write_directory(tmp_path, state, dict(model_type="other") | config)
     code, _, err = run(capsys, "verify", tmp_path)
     assert code == 1
     assert err.splitlines() == [f"moecore: {tmp_path}: {problem}" for problem in problems]
@@ -205,13 +193,10 @@ def test_what_a_forged_checkpoint_says_is_printed_as_text(capsys, tmp_path):
     assert (code, err) == (0, "")
     shown = r"a\x1b[31m\nb\u202eé"
     assert all(line.isprintable() for line in out.splitlines())
-    assert (
-        f"extra        {shown}x={shown}" in out
-        and f"F32      [2]                      extra.{shown}" in out
-    )
-    assert json.loads(run(capsys, "inspect", path, "--json")[1])["extra"] == {
-        odd + "x": odd + "\ud800"
-    }
+    assert f"extra        {shown}x={shown}" in out
+    assert f"F32      [2]                      extra.{shown}" in out
+    facts = json.loads(run(capsys, "inspect", path, "--json")[1])
+    assert facts["extra"] == {odd + "x": odd + "\ud800"}
     write_directory(tmp_path / "hf", {"a.experts.1.\x1b[2J": torch.ones(2)}, {"model_type": "\x1b"})
     code, out, err = run(capsys, "verify", tmp_path / "hf")
     assert code == 1 and all(line.isprintable() for line in err.splitlines())
@@ -251,28 +236,25 @@ def test_a_training_run_directory_means_its_checkpoints(home, capsys, tmp_path):
     assert [path.name for path in steps.glob("step-*")] == ["step-000003"]
 
 
+TO_NATIVE = ("convert", "{home}/hf", "{tmp}/x")
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (("inspect", "{tmp}/none"), "none) must be a directory: it is not there"),
         (("inspect", "{tmp}"), "must hold a moecore.json, a config.json, a .metadata or whole"),
         (("convert", "{home}/run", "{tmp}/x"), "--config must name the config.json"),
-        (("convert", "{home}/hf", "{tmp}/x", "--config", "{home}/hf"), "must be left out: "),
+        ((*TO_NATIVE, "--config", "{home}/hf"), "must be left out: "),
         (("prune", "{home}/run", "--keep", "0"), "--keep (0) must be a whole number >= 1"),
         (("prune", "{tmp}/none", "--keep", "1"), "must be a run: it is not there"),
-        (
-            ("convert", "a", "b", "--max-shard-size", "5XB"),
-            "('5XB') must be valid: pass a size >= 1 such as",
-        ),
+        (("convert", "a", "b", "--max-shard-size", "5XB"), "('5XB') must be valid: pass a size"),
         (
             ("convert", "{home}/hf", "{tmp}/x", "--layout", "fused"),
             "--layout (fused) must be left out for a target that is native",
         ),
-        (
-            ("convert", "{home}/hf", "{tmp}/x", "--step", "-1"),
-            "--step (-1) must be a whole number >= 0",
-        ),
-        (("convert", "{home}/hf", "{tmp}/x", "--step", "one"), "--step: invalid literal for int()"),
+        (("convert", "{home}/hf", "{tmp}/x", "--step", "-1"), "--step (-1) must be a whole"),
+        ((*TO_NATIVE, "--step", "one"), "--step: invalid literal for int()"),
         (("convert", "a", "b", "--dtype", "int8"), "invalid choice 'int8'"),
         (("prune", "a"), "--keep must be set: give it"),
         ((), "COMMAND of moecore checkpoint ('') must be one of inspect, verify, convert"),
@@ -302,18 +284,15 @@ def test_problems_are_1(args, message, home, capsys, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["bin"]
 
 
-def test_help_and_module(capsys):
+def test_help_and_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"moecore {moecore.__version__}\n"
     assert main(["checkpoint", "--help"]) == 0
     text = capsys.readouterr().out
     for command in ("inspect", "verify", "convert", "prune"):
         assert f"moecore checkpoint {command}" in text
         assert main(["checkpoint", command, "--help"]) == 0
         assert f"moecore checkpoint {command} " in capsys.readouterr().out  # an example
-
-
-def test_version(capsys):
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"moecore {moecore.__version__}\n"
 
 
 def test_help_lists_each_command_once_in_its_group(capsys):
@@ -327,14 +306,6 @@ def test_help_lists_each_command_once_in_its_group(capsys):
     assert len(listed) == len(names) and set(listed) == names
     for group in ("training:", "trained models:", "plans:", "diagnosis:"):
         assert lines.count(group) == 1
-
-
-def test_an_interrupted_command_ends_as_shells_have_it(home, capsys, monkeypatch):
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("moecore.io.commands.read_manifest", interrupted)
-    assert run(capsys, "inspect", home / "run") == (130, "", "")
 
 
 def test_python_m_moecore(capsys, monkeypatch):
@@ -373,6 +344,7 @@ sys.exit(cli.main(["plan", "--preset", "tiny", "--gpus", "4"]))
 
 
 SPARSE = 40 * 10**9
+LONG = [("x", 10**6), ("a\nb\n", 10**5), ("\x1b[2J", 10**5)]
 
 
 def spoil(path, kind):
@@ -428,25 +400,28 @@ def test_a_file_of_another_size_is_one_line(home, capsys, tmp_path, file, comman
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # KB
 
 
-def test_too_little_memory_is_one_line(home, capsys, monkeypatch):
-    def no_memory(*_):
-        raise MemoryError
-
-    monkeypatch.setattr("moecore.io.commands.read_manifest", no_memory)
-    code, _, err = run(capsys, "inspect", home / "run")
-    assert code == 1
-    assert err == "moecore: this machine has too little memory for it (MemoryError)\n"
+def fix(text: str) -> ValueError:
+    return ValueError(f"name ({text}) must be shorter: fix it")
 
 
-@pytest.mark.parametrize("text", ["x" * 10**6, "a\nb\n" * 10**5, "\x1b[2J" * 10**5])
-def test_an_error_is_a_line_of_bounded_length(home, capsys, monkeypatch, text):
-    def fail(*_):
-        raise ValueError(f"name ({text}) must be shorter: fix it")
+@pytest.mark.parametrize(
+    ("error", "code", "begin", "end"),
+    [
+        (KeyboardInterrupt(), 130, "", ""),
+        (MemoryError(), 1, "moecore: this machine has too little memory for it", "(MemoryError)\n"),
+        *((fix(x * n), 1, "moecore: name (", ") must be shorter: fix it\n") for x, n in LONG),
+    ],
+    ids=range(2 + len(LONG)),
+)
+def test_an_error_is_a_line_of_bounded_length(home, capsys, monkeypatch, error, code, begin, end):
+    def fail(*_: Any) -> None:
+        raise error
 
     monkeypatch.setattr("moecore.io.commands.read_manifest", fail)
-    code, _, err = run(capsys, "inspect", home / "run")
-    assert code == 1 and err.count("\n") == 1 and len(err) < 2100 and err.strip().isprintable()
-    assert err.startswith("moecore: name (") and err.endswith(") must be shorter: fix it\n")
+    found, out, err = run(capsys, "inspect", home / "run")
+    assert (found, out) == (code, "") and len(err) < 2100 and err.count("\n") == (code == 1)
+    assert err.startswith(begin) and err.endswith(end)
+    assert all(line.isprintable() for line in err.splitlines())
 
 
 @pytest.mark.parametrize("command", ["-m moecore", "-c 'from moecore.__main__ import main'"])

@@ -17,6 +17,21 @@ from tests.kernels.linear_attention.oracle import convolution_ref, delta_rule_re
 H, h, K, V, D, W = 3, 1, 4, 8, 4, 4
 KINDS = ("delta", "by channel", "no rates", "unaligned")
 UNALIGNED = (6, 10)  # key and value dims whose rows are no multiples of 16 bytes
+HALVES = (2, 256, [0, 64, 320, 320, 512])  # rows, tokens, documents of the tests in bf16
+
+
+def shared_tokens(
+    cp: ContextParallel,
+    batch: tuple[int, int, list[int]],
+    packed: bool,
+    device: torch.device = torch.device("cpu"),  # noqa: B008
+) -> tuple[Sequence, LocalTokens]:
+    """Return the `Sequence` of full rows, or of packed documents, and this rank's tokens of it."""
+    B, T, documents = batch
+    sequence = Sequence()
+    if packed:
+        sequence = make_packed_sequence(torch.tensor(documents), None, (B, T), device)
+    return sequence, LocalTokens(cp, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
 
 
 def linear_errors(
@@ -33,12 +48,8 @@ def linear_errors(
     leaves = [q, k, v, -decays.square() / 8, betas.sigmoid(), x]
     weight, bias = torch.randn(D, W, generator=g), torch.randn(D, generator=g)
     do, dy = (torch.randn(s, generator=g) for s in ((B, T, H, v_dim), (B, T, D)))
-    sequence, borders = Sequence(), [T * row for row in range(B + 1)]
-    if packed:
-        borders = documents
-        sequence = make_packed_sequence(torch.tensor(documents), None, (B, T), torch.device("cpu"))
-    held = LocalTokens(cp, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
-
+    sequence, held = shared_tokens(cp, batch, packed)
+    borders = documents if packed else [T * row for row in range(B + 1)]
     whole = [leaf.double().requires_grad_() for leaf in leaves]
     filters = [weight.double().requires_grad_(), bias.double().requires_grad_()]
     flat = [leaf.flatten(0, 1) for leaf in whole]
@@ -54,9 +65,7 @@ def linear_errors(
 
     own = [held.slice_local(leaf).requires_grad_() for leaf in leaves]
     own_filters = [weight.requires_grad_(), bias.requires_grad_()]
-    over_ranks = Sequence(
-        cu_seqlens=sequence.cu_seqlens, max_seqlen=sequence.max_seqlen, local_tokens=held
-    )
+    over_ranks = replace(sequence, positions_BT=None, local_tokens=held)
     o = attend_linear(*own[:4], own[4] if has_rates else None, over_ranks, **how)
     y = convolve(own[5], weight, bias, over_ranks, silu=False)
     given = (held.slice_local(do), held.slice_local(dy))
@@ -71,26 +80,32 @@ def linear_errors(
 
 def linear_half_ratios(cp: ContextParallel, packed: bool, device: torch.device) -> list[float]:
     """Return the error of o and each gradient in bf16 over that of one process in bf16."""
-    B, T, documents = 2, 256, [0, 64, 320, 320, 512]
+    B, T, _ = HALVES
     g = torch.Generator().manual_seed(1)
     halves = [(B, T, 2, 64), (B, T, 2, 64), (B, T, 4, 32), (B, T, 4, 32)]
     q, k, v, do = (torch.randn(s, generator=g).bfloat16().to(device) for s in halves)
     decays, betas = (torch.randn(B, T, 4, generator=g).to(device) for _ in range(2))
     gates = [-decays.square() / 8, betas.sigmoid()]
-    sequence = make_packed_sequence(torch.tensor([0, T, 2 * T]), None, (B, T), device)
-    if packed:
-        sequence = make_packed_sequence(torch.tensor(documents), None, (B, T), device)
-    held = LocalTokens(cp, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
-    found = []
-    for dtype, here in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, held)):
-        own = (lambda x: x) if here is None else here.slice_local
+    batch = HALVES if packed else (B, T, [0, T, 2 * T])
+    sequence, held = shared_tokens(cp, batch, True, device)
+
+    def attend(own: Any, dtype: torch.dtype, sequence: Sequence) -> list[Tensor]:
         heads = [own(x).to(dtype).requires_grad_() for x in (q, k, v)]
         leaves = [*heads, *(own(x).requires_grad_() for x in gates)]
-        o = attend_linear(*leaves, replace(sequence, local_tokens=here), scale=0.2, norm_qk=True)
-        grads = torch.autograd.grad(o, leaves, own(do).to(dtype))
-        found.append([(x if here else held.slice_local(x)).float() for x in (o.detach(), *grads)])
-    exact, plain, ours = found
-    zipped = zip(exact, plain, ours, strict=True)
+        o = attend_linear(*leaves, sequence, scale=0.2, norm_qk=True)
+        return [o.detach(), *torch.autograd.grad(o, leaves, own(do).to(dtype))]
+
+    return ratios_of_halves(attend, sequence, held)
+
+
+def ratios_of_halves(attend: Any, sequence: Sequence, held: LocalTokens) -> list[float]:
+    """Return errors of `attend(slice of rows, dtype, sequence)` in bf16 over one process's."""
+    exact, plain, ours = (
+        [held.slice_local(x).float() for x in attend(lambda x: x, torch.float32, sequence)],
+        [held.slice_local(x).float() for x in attend(lambda x: x, torch.bfloat16, sequence)],
+        attend(held.slice_local, torch.bfloat16, replace(sequence, local_tokens=held)),
+    )
+    zipped = zip(exact, plain, (x.float() for x in ours), strict=True)
     return [float((z - x).norm() / ((y - x).norm() + 2**-9 * x.norm())) for x, y, z in zipped]
 
 

@@ -8,10 +8,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from moecore.attention.context_parallel.local_tokens import ContextParallel, LocalTokens
-from moecore.attention.sequence import Sequence, make_packed_sequence
+from moecore.attention.context_parallel.local_tokens import ContextParallel
+from moecore.attention.sequence import Sequence
 from moecore.attention.sparse import KeyChoice, attend_sparse
 from moecore.kernels.sparse_attention import IndexerHeads, LatentHeads, attention
+from tests.attention.linear_cases import shared_tokens
 
 KINDS = {
     "sparse": KeyChoice(top_k=5, diverges=True),
@@ -24,14 +25,11 @@ def sparse_errors(
     cp: ContextParallel, batch: tuple[int, int, list[int]], packed: bool, kind: str
 ) -> list[float]:
     """Return the largest errors of outputs and every gradient, and of selected keys (0 or 1)."""
-    (B, T, documents), g = batch, torch.Generator().manual_seed(0)
+    (B, T, _), g = batch, torch.Generator().manual_seed(0)
     shapes = [(B, T, 2, 7), (B, T, 8), (2, 4, 5), (2, 5, 6), (B, T, 4, 6), (B, T, 6), (B, T, 4)]
     leaves = [torch.randn(s, generator=g).requires_grad_() for s in shapes]
     do, dkl = torch.randn(B, T, 2, 6, generator=g), torch.rand(B, T, generator=g)
-    sequence = Sequence()
-    if packed:
-        sequence = make_packed_sequence(torch.tensor(documents), None, (B, T), torch.device("cpu"))
-    held = LocalTokens(cp, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
+    sequence, held = shared_tokens(cp, batch, packed)
     of_rows, want = (2, 3), _found(leaves, sequence, kind, do, dkl)
     own = [
         x if i in of_rows else held.slice_local(x.detach()).requires_grad_()

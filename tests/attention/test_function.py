@@ -14,13 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import moecore.attention.function as function
 from moecore.attention.function import attend
 from moecore.attention.linear import convolve
-from moecore.attention.sequence import Sequence, make_packed_sequence
+from moecore.attention.sequence import Sequence, make_packed_sequence, split_documents
 from moecore.base.regions import recompute_products
 from moecore.train.memory.recompute import recompute, share_outputs
 
+CPU = torch.device("cpu")
 LENGTHS = [5, 1, 4, 0]
 CU_SEQLENS = torch.tensor([0, 5, 6, 10, 10])
-PACKED = make_packed_sequence(CU_SEQLENS, None, (2, 5), torch.device("cpu"))
+PACKED = make_packed_sequence(CU_SEQLENS, None, (2, 5), CPU)
 SCALE = 0.3
 
 
@@ -152,7 +153,7 @@ def test_documents_that_are_not_those_of_the_rows(
     cu_seqlens: Any, max_seqlen: int | None, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        make_packed_sequence(torch.tensor(cu_seqlens), max_seqlen, (2, 5), torch.device("cpu"))
+        make_packed_sequence(torch.tensor(cu_seqlens), max_seqlen, (2, 5), CPU)
 
 
 @pytest.mark.gpu
@@ -185,9 +186,7 @@ def test_packed_documents_on_a_gpu(dims: tuple[int, int], window: int | None) ->
         cu_seqlens.copy_(torch.tensor(documents, dtype=torch.int32))
         graph.replay()
         leaves = [x.detach().cpu().double().requires_grad_() for x in given]
-        sequence = make_packed_sequence(
-            torch.tensor(documents), None, (1, 512), torch.device("cpu")
-        )
+        sequence = make_packed_sequence(torch.tensor(documents), None, (1, 512), CPU)
         *qkv, sinks_H = leaves
         o = attend(*qkv, sequence, scale=0.08, window=window, sinks_H=sinks_H)
         want = (o, *torch.autograd.grad(o, leaves, grad.cpu().double()))
@@ -203,3 +202,30 @@ def test_linear_attention_runs_after_a_run_with_fake_tensors() -> None:
         convolve(torch.empty(2, 5, 3), torch.empty(3, 2), None, Sequence(), silu=False)
     found = convolve(torch.ones(2, 5, 3), *filters, Sequence(), silu=False)
     assert found[:, 0].eq(1).all() and found[:, 1:].eq(2).all()
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "size", "expected"),
+    [
+        ([0, 5, 8], 2, [0, 2, 4, 5, 7, 8]),
+        ([0, 8, 8], 3, [0, 3, 6, 8]),
+        ([0, 4, 8], 1, [0, 1, 2, 3, 4, 5, 6, 7, 8]),
+        (None, 3, [0, 3, 4, 7, 8]),
+    ],
+)
+def test_chunks_begin_with_documents(
+    cu_seqlens: list[int] | None, size: int, expected: list[int]
+) -> None:
+    sequence = Sequence()
+    if cu_seqlens is not None:
+        sequence = make_packed_sequence(torch.tensor(cu_seqlens), None, (2, 4), CPU)
+    chunks = split_documents(sequence, (2, 4), size, CPU)
+    assert chunks.cu_seqlens is not None and chunks.cu_seqlens.dtype == torch.int32
+    found = chunks.cu_seqlens.tolist()
+    assert found[: len(expected)] == expected and set(found[len(expected) :]) <= {8}
+    assert chunks.max_seqlen == size and chunks.positions_BT is sequence.positions_BT
+
+
+def test_short_documents_are_not_cut() -> None:
+    sequence = make_packed_sequence(torch.tensor([0, 3, 8]), None, (2, 4), CPU)
+    assert split_documents(sequence, (2, 4), 5, CPU) is sequence

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from decimal import Decimal
 from fractions import Fraction
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,16 +18,7 @@ import pytest
 import torch
 
 import moecore
-from moecore import (
-    BalanceConfig,
-    DynamicLossScale,
-    FSDPOptions,
-    MoEConfig,
-    MoELayer,
-    ParallelConfig,
-    PipelineConfig,
-    SpikeOptions,
-)
+from moecore import BalanceConfig, MoEConfig, MoELayer
 from moecore.base.fields import (
     Bound,
     CheckedRecord,
@@ -37,65 +29,16 @@ from moecore.base.fields import (
     check_value,
     quote,
 )
-from moecore.base.options.context import ContextOptions
-from moecore.base.options.dense import DenseOptions
-from moecore.base.options.dispatch import CloneOptions, DispatchOptions, NVLinkOptions
-from moecore.base.options.indexer import IndexerConfig
+from moecore.base.options.dispatch import NVLinkOptions
 from moecore.base.options.layer import CapacityConfig
-from moecore.base.options.memory import MemoryOptions, StashOptions
-from moecore.base.options.precision import Precision, Recipe
-from moecore.families.transformers.lora import LoRAOptions
-from moecore.io.upcycle.models import MLPNames
-from moecore.io.upcycle.upcycle import UpcycleOptions
-from moecore.kernels.adamw import AdamWOptions
-from moecore.kernels.attention import AttentionMask
-from moecore.kernels.experts.contract import ExpertMLPOptions
+from moecore.base.options.precision import Recipe
 from moecore.kernels.rows.activation import ActivationOptions
-from moecore.models.config import (
-    DecoderConfig,
-    GatedDeltaConfig,
-    LinearAttentionConfig,
-    Mamba2Config,
-    MLAConfig,
-    SparseKeysConfig,
-    YarnConfig,
-)
-from moecore.models.log_probs import LogProbLoss
-from moecore.moe.expert_layout import ExpertLayout
-from moecore.moe.layer import LayerLayout
-from moecore.packing import (
-    CorpusOptions,
-    CorpusSource,
-    DocumentCost,
-    MeasuredCost,
-    PackedCollator,
-    ScheduledCollator,
-)
-from moecore.parallel.pipeline.layout import LayoutCosts
-from moecore.parallel.pipeline.timeline import Costs
-from moecore.planning import (
-    CostTable,
-    Gpu,
-    OptimizerOptions,
-    SearchRequest,
-    TrainingRun,
-    TransformersModel,
-)
-from moecore.planning.costs import ExposedShare, Point
+from moecore.models.config import DecoderConfig, MLAConfig
+from moecore.planning import CostTable
 from moecore.planning.gpus import GPUS
 from moecore.planning.record import Work
-from moecore.recipes.corpora import SourceOptions
-from moecore.recipes.decoder_config import RotaryOptions
-from moecore.recipes.generate import SampleOptions
-from moecore.recipes.grpo import SamplingOptions
-from moecore.recipes.metrics import LoggerOptions
-from moecore.recipes.optimizer import OptimizerConfig, ParamGroup
-from moecore.recipes.rows import ColumnNames, DatasetOptions
-from moecore.recipes.schedule import BatchRamp, LearningRateSchedule, StageLength
-from moecore.rl import DPO, GRPO, GSPO, PPO, OwnObjective, Rollouts
+from moecore.rl import PPO
 from moecore.train import MatrixCut
-from moecore.train.optim.matrices import MatrixLayout
-from moecore.train.optim.muon import MuonOptions
 
 # --------------------------------------------------------------------------- the checker
 
@@ -159,9 +102,7 @@ def test_what_is_taken() -> None:
 @pytest.mark.parametrize("value", [2, np.float64(0.5), np.float64(2)])
 def test_a_float_field_stores_a_float(value: Any) -> None:
     for stored in (
-        MoEConfig(
-            dim=8, hidden_dim=8, num_experts=2, top_k=1, routed_scaling_factor=value
-        ).routed_scaling_factor,
+        MoEConfig(**LAYER, routed_scaling_factor=value).routed_scaling_factor,
         PPO(clip_high=value).clip_high,  # or None
         NVLinkOptions(row_factor=value).row_factor,  # or "exact"
         Window(size=2, pair=(0.0, value)).pair[1],
@@ -186,7 +127,7 @@ def test_a_float_field_stores_a_float(value: Any) -> None:
 )
 def test_a_float_field_refuses_other_numbers(value: Any, relation: str) -> None:
     with pytest.raises(ValueError) as caught:
-        MoEConfig(dim=8, hidden_dim=8, num_experts=2, top_k=1, routed_scaling_factor=value)
+        MoEConfig(**LAYER, routed_scaling_factor=value)
     message = str(caught.value)
     assert message.startswith("MoEConfig.routed_scaling_factor (") and "\n" not in message
     assert relation in message
@@ -213,6 +154,7 @@ class Hostile:
     __hash__ = None  # type: ignore[assignment]
 
 
+SRC = Path(moecore.__file__).parent
 LAYER: dict[str, Any] = dict(dim=16, hidden_dim=8, num_experts=8, top_k=2)
 LINEAR: dict[str, Any] = dict(num_k_heads=2, num_v_heads=4, head_k_dim=8, head_v_dim=8)
 MLA = MLAConfig(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4)
@@ -222,98 +164,57 @@ DECODER: dict[str, Any] = dict(
 WORK: dict[str, Any] = dict(
     name="aten.mm", kind="product", flops=16, num_bytes=24, shape=(2, 2, 2), dtype="bfloat16"
 )
-MUON: dict[str, Any] = dict(
-    lr=0.1,
-    weight_decay=0.1,
-    momentum=0.9,
-    nesterov=True,
-    ns_coefficients=(3.0, -4.0, 2.0),
-    eps=1e-7,
-    ns_steps=5,
-    adjust_lr_fn="original",
-)
+MUON: dict[str, Any] = dict(lr=0.1, weight_decay=0.1, momentum=0.9, nesterov=True, eps=1e-7)
+MUON |= dict(ns_coefficients=(3.0, -4.0, 2.0), ns_steps=5, adjust_lr_fn="original")
+RUN: dict[str, Any] = dict(model=DecoderConfig(**DECODER, mlp_hidden_dim=8), num_gpus=4, seq_len=8)
 H200 = replace(CostTable.of("h200-141"), points=())
-RECORDS: list[tuple[type, dict[str, Any]]] = [
-    (OptimizerConfig, {}),
-    (LearningRateSchedule, {}),
-    (LoRAOptions, {}),
-    (ParamGroup, {"pattern": "*"}),
-    (MoEConfig, LAYER),
-    (MoEConfig, LAYER | dict(score_function="sigmoid", expert_bias=True, shared_hidden_dim=8)),
-    (MoEConfig, LAYER | dict(num_groups=4, top_groups=2, normalize_weights=False)),
-    (BalanceConfig, {}),
-    (CapacityConfig, {"factor": 1.0}),
-    (ParallelConfig, {}),
-    (FSDPOptions, {}),
-    (DynamicLossScale, {}),
-    (SpikeOptions, {}),
-    (CloneOptions, {}),
-    (DenseOptions, {}),
-    (DispatchOptions, {}),
-    (NVLinkOptions, {}),
-    (MemoryOptions, {}),
-    (StashOptions, {}),
-    (ContextOptions, {}),
-    (IndexerConfig, {}),
-    (PipelineConfig, {}),
-    (MatrixCut, {"sizes": (2, 4)}),
-    (MatrixLayout, dict(batch=1, rows=6, columns=4, sections=MatrixCut(sizes=(2, 4)))),
-    (YarnConfig, dict(factor=2.0, original_max_seq_len=64)),
-    (SparseKeysConfig, dict(num_heads=2, head_dim=4, top_k=3)),
-    (LinearAttentionConfig, LINEAR),
-    (GatedDeltaConfig, LINEAR),
-    (Mamba2Config, LINEAR),
-    (MLAConfig, {f.name: getattr(MLA, f.name) for f in fields(MLA)}),
-    (DecoderConfig, DECODER | dict(moe=MoEConfig(**LAYER))),
-    (DecoderConfig, DECODER | dict(mlp_hidden_dim=8)),
-    (ExpertLayout, {}),
-    (LayerLayout, {}),
-    (UpcycleOptions, dict(expansion=2, granularity=2, top_k=2)),
-    (MLPNames, {}),
-    (ActivationOptions, {"kind": "swiglu"}),
-    (ExpertMLPOptions, {"activation": ActivationOptions(kind="swiglu")}),
-    (Recipe, {}),
-    (Precision, {"recipe": Recipe()}),
-    (DocumentCost, {}),
-    (MeasuredCost, dict(lengths=(2, 4), seconds={1: (1.0, 2.0)})),
-    (PackedCollator, {"row_tokens": 4}),
-    (ScheduledCollator, {"max_tokens": 4}),
-    (CorpusOptions, {"row_tokens": 4}),
-    (CorpusSource, {"name": "a", "documents": [[1]]}),
-    (AdamWOptions, dict(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)),
-    (MuonOptions, MUON),
-    (AttentionMask, {}),
-    (LayoutCosts, {"layers": (1.0, 2.0)}),
-    (Costs, dict.fromkeys(("forward", "backward_inputs", "backward_weights"), (1.0, 2.0))),
-    (OptimizerOptions, {}),
-    (TrainingRun, dict(model=DecoderConfig(**DECODER, mlp_hidden_dim=8), num_gpus=4, seq_len=8)),
-    (TransformersModel, {"values": "{}", "source": "DIR"}),
-    (Work, WORK),
-    (Point, dict(work=Work(**WORK), seconds=1.0)),
-    (ExposedShare, dict(share=0.3, gpu="h200-141", record="tp/a.jsonl")),
-    (CostTable, {f.name: getattr(H200, f.name) for f in fields(H200)}),
-    (Gpu, {f.name: getattr(GPUS["h200-141"], f.name) for f in fields(Gpu)}),
-    (PPO, {}),
-    (GRPO, {}),
-    (GSPO, {}),
-    (DPO, {}),
-    (OwnObjective, {"function": print}),
-    (LogProbLoss, dict(labels_BT=torch.ones(1, 2).long(), function=print)),
-    (
-        Rollouts,
-        dict(
-            tokens_N=torch.ones(2).long(),
-            cu_seqlens=torch.tensor([0, 2]),
-            response_mask_N=torch.tensor([False, True]),
-        ),
-    ),
-    (SearchRequest, dict(model=DecoderConfig(**DECODER, mlp_hidden_dim=8), num_gpus=4, seq_len=8)),
-    (StageLength, dict(name="short", steps=1)),
-    *((record, {}) for record in (BatchRamp, LoggerOptions, RotaryOptions, SampleOptions)),
-    (SourceOptions, {"path": "a.jsonl"}),
-    *((record, {}) for record in (ColumnNames, DatasetOptions)),
-    (SamplingOptions, dict(reward="rewards:length")),
-]
+TOKENS = torch.ones(2).long()
+# Valid arguments of each record that has no default for every field, by the name of its class.
+ARGUMENTS: dict[str, list[dict[str, Any]]] = {
+    "MoEConfig": [
+        LAYER,
+        LAYER | dict(score_function="sigmoid", expert_bias=True, shared_hidden_dim=8),
+        LAYER | dict(num_groups=4, top_groups=2, normalize_weights=False),
+    ],
+    "ParamGroup": [{"pattern": "*"}],
+    "CapacityConfig": [{"factor": 1.0}],
+    "MatrixCut": [{"sizes": (2, 4)}],
+    "MatrixLayout": [dict(batch=1, rows=6, columns=4, sections=MatrixCut(sizes=(2, 4)))],
+    "YarnConfig": [dict(factor=2.0, original_max_seq_len=64)],
+    "SparseKeysConfig": [dict(num_heads=2, head_dim=4, top_k=3)],
+    **{name: [LINEAR] for name in ("LinearAttentionConfig", "GatedDeltaConfig", "Mamba2Config")},
+    "MLAConfig": [{f.name: getattr(MLA, f.name) for f in fields(MLA)}],
+    "DecoderConfig": [DECODER | dict(moe=MoEConfig(**LAYER)), DECODER | dict(mlp_hidden_dim=8)],
+    "UpcycleOptions": [dict(expansion=2, granularity=2, top_k=2)],
+    "ActivationOptions": [{"kind": "swiglu"}],
+    "ExpertMLPOptions": [{"activation": ActivationOptions(kind="swiglu")}],
+    "Precision": [{"recipe": Recipe()}],
+    "MeasuredCost": [dict(lengths=(2, 4), seconds={1: (1.0, 2.0)})],
+    "PackedCollator": [{"row_tokens": 4}],
+    "ScheduledCollator": [{"max_tokens": 4}],
+    "CorpusOptions": [{"row_tokens": 4}],
+    "CorpusSource": [{"name": "a", "documents": [[1]]}],
+    "AdamWOptions": [dict(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)],
+    "MuonOptions": [MUON],
+    "LayoutCosts": [{"layers": (1.0, 2.0)}],
+    "Costs": [dict.fromkeys(("forward", "backward_inputs", "backward_weights"), (1.0, 2.0))],
+    "TrainingRun": [RUN],
+    "SearchRequest": [RUN],
+    "TransformersModel": [{"values": "{}", "source": "DIR"}],
+    "Work": [WORK],
+    "Point": [dict(work=Work(**WORK), seconds=1.0)],
+    "ExposedShare": [dict(share=0.3, gpu="h200-141", record="tp/a.jsonl")],
+    "CostTable": [{f.name: getattr(H200, f.name) for f in fields(H200)}],
+    "Gpu": [{f.name: getattr(GPUS["h200-141"], f.name) for f in fields(GPUS["h200-141"])}],
+    "OwnObjective": [{"function": print}],
+    "LogProbLoss": [dict(labels_BT=TOKENS[None], function=print)],
+    "Rollouts": [
+        dict(tokens_N=TOKENS, cu_seqlens=torch.tensor([0, 2]), response_mask_N=TOKENS.cumsum(0) > 1)
+    ],
+    "StageLength": [dict(name="short", steps=1)],
+    "SourceOptions": [{"path": "a.jsonl"}],
+    "SamplingOptions": [dict(reward="rewards:length")],
+}
 VALUES: list[Any] = [
     *(True, False, None, 0, 1, -1, 2, 3, 4, 8, 2**31, 2**63, 10**400, -(10**5000)),
     *(0.0, -0.0, 0.5, 1.0, 2.5, -0.1, 1e-320, 1e18, 1e38, 1e39, 1e300),
@@ -331,6 +232,27 @@ VALUES: list[Any] = [
 ]
 
 
+def find_records() -> list[tuple[type, dict[str, Any]]]:
+    """Return every record of choices in src, a CheckedRecord, with its valid arguments."""
+    classes: list[tuple[str, set[str], str]] = []
+    for file in SRC.rglob("*.py"):
+        module = ".".join(file.relative_to(SRC.parent).with_suffix("").parts)
+        for name, bases in re.findall(r"^class (\w+)\((.*?)\):", file.read_text(), re.M | re.S):
+            classes.append((name, set(re.findall(r"\w+", bases)), module))
+    found: dict[str, str] = {}
+    bases = {"CheckedRecord"}
+    while more := {name: m for name, of, m in classes if of & bases and name not in found}:
+        found |= more
+        bases |= more.keys()
+    assert found.keys() >= ARGUMENTS.keys()
+    names = sorted(found, key=lambda name: (name != "MoEConfig", name))
+    records = {name: getattr(import_module(found[name]), name) for name in names}
+    return [(records[name], valid) for name in names for valid in ARGUMENTS.get(name, [{}])]
+
+
+RECORDS = find_records()
+
+
 def argument_sets() -> Iterator[tuple[type, dict[str, Any], set[str]]]:
     """Yield record, arguments and those that were drawn: first each value of each field alone."""
     for record, valid in RECORDS:
@@ -339,9 +261,7 @@ def argument_sets() -> Iterator[tuple[type, dict[str, Any], set[str]]]:
                 yield record, valid | {field.name: value}, {field.name}
     draw = random.Random(0)
     for _ in range(3000):
-        record, valid = RECORDS[
-            draw.randrange(6) % 3 if draw.random() < 0.7 else draw.randrange(len(RECORDS))
-        ]
+        record, valid = RECORDS[draw.randrange(3 if draw.random() < 0.7 else len(RECORDS))]
         names = [field.name for field in fields(record)]
         drawn = {name: draw.choice(VALUES) for name in draw.sample(names, min(3, len(names)))}
         yield record, valid | drawn, set(drawn)
@@ -384,15 +304,3 @@ def test_hostile_arguments_are_one_line_or_a_layer_that_trains() -> None:
             problems.append(f"{what}: forward: {error!r}")
     assert not problems, f"{len(problems)}: " + "\n".join(problems[:20])
     assert num_built > 500 and len(distinct) > 200, (num_built, len(distinct))
-
-
-def test_every_record_of_choices_is_checked() -> None:
-    """A record of choices is a CheckedRecord, itself or by its base, so that it is in the fuzz."""
-    bases: list[tuple[str, set[str]]] = []
-    for file in Path(moecore.__file__).parent.rglob("*.py"):
-        classes = re.findall(r"^class (\w+)\((.*?)\):", file.read_text(), re.M | re.S)
-        bases += [(name, set(re.findall(r"\w+", of))) for name, of in classes]
-    found: set[str] = set()
-    while more := {n for n, of in bases if of & (found | {"CheckedRecord"})} - found:
-        found |= more
-    assert found == {record.__name__ for record, _ in RECORDS}

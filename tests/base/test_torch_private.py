@@ -46,10 +46,10 @@ NAMES = {
     "_dispatch_tls_local_include_set": "_C._dispatch_tls_local_include_set",
     "_execution_engine": "autograd.Variable._execution_engine.queue_callback",
     "_get_backend": "distributed.ProcessGroup._get_backend",
-    "_pipelined_all_gather_and_consume": "distributed._symmetric_memory"
-    "._pipelined_all_gather_and_consume",
-    "_pipelined_produce_and_all2all": "distributed._symmetric_memory"
-    "._pipelined_produce_and_all2all",
+    **{
+        name: f"distributed._symmetric_memory.{name}"
+        for name in ("_pipelined_all_gather_and_consume", "_pipelined_produce_and_all2all")
+    },
     "_post_accumulate_grad_hooks": "Tensor._post_accumulate_grad_hooks",
     "_profiler_enabled": "autograd._profiler_enabled",
     "_pytree": "utils._pytree.tree_leaves",
@@ -63,26 +63,13 @@ NAMES = {
 MODULES = {"_C", "_autograd", "_python_dispatch", "_symmetric_memory"}
 # Operators: registered with a schema.
 OPERATORS = {
-    "_assert_async",
-    "_c10d_functional",
-    "_flash_attention_backward",
-    "_flash_attention_forward",
-    "_foreach_add_",
-    "_foreach_copy_",
-    "_foreach_div_",
-    "_foreach_mul_",
-    "_foreach_norm",
-    "_fused_adamw_",
-    "_grouped_mm",
-    "_scaled_dot_product_attention_math",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_cudnn_attention_backward",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_flash_attention",
-    "_scaled_grouped_mm",
-    "_scaled_mm_v2",
-    "_unsafe_view",
-}
+    "_assert_async", "_c10d_functional", "_flash_attention_backward", "_flash_attention_forward",
+    "_foreach_add_", "_foreach_copy_", "_foreach_div_", "_foreach_mul_", "_foreach_norm",
+    "_fused_adamw_", "_grouped_mm", "_scaled_dot_product_attention_math",
+    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention",
+    "_scaled_grouped_mm", "_scaled_mm_v2", "_unsafe_view",
+}  # fmt: skip
 # Everywhere.
 ALLOWED = {
     "_apply": "subclasses of nn.Module extend it, as torch.nn.RNNBase does: `to` calls no other",

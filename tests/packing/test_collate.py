@@ -144,14 +144,8 @@ def test_models_of_transformers_train_on_rows_as_on_documents() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: PackedCollator(row_tokens=9, multiple=4),
-            r"^PackedCollator.row_tokens \(9\) must be a multiple of multiple \(4\): round it up$",
-        ),
-        (
-            lambda: PackedCollator(row_tokens=2**30, rows=2),
-            r"^PackedCollator.row_tokens \(1073741824\) must be < 2\*\*31 / rows \(2\)",
-        ),
+        (lambda: PackedCollator(row_tokens=9, multiple=4), r"\(9\) must be a multiple of multiple"),
+        (lambda: PackedCollator(row_tokens=2**30, rows=2), r"must be < 2\*\*31 / rows \(2\): cu"),
         (lambda: PackedCollator(row_tokens=2)([[1] * 3]), r"^documents \(number 0, 3 tokens\) mus"),
         (
             lambda: PackedCollator(row_tokens=2)([[1], [2], [3]]),

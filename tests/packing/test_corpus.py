@@ -89,15 +89,8 @@ def test_rows_by_hand(rule: str, ids: Any, labels: Any, borders: Any) -> None:
 
 
 def test_documents_are_rounded_up_for_the_ranks_that_share_rows() -> None:
-    (loader,) = loaders(
-        [[1, 2, 3], [4, 5, 6]],
-        ranks=1,
-        row_tokens=8,
-        multiple=4,
-        shuffle=False,
-        partitions=1,
-        rows=1,
-    )
+    how: dict[str, Any] = dict(row_tokens=8, multiple=4, shuffle=False, partitions=1, rows=1)
+    (loader,) = loaders([[1, 2, 3], [4, 5, 6]], ranks=1, **how)
     batch = next(loader)
     assert batch["input_ids"].tolist() == [[1, 2, 3, 0, 4, 5, 6, 0]]
     assert batch["padding_mask"].int().tolist() == [[0, 0, 0, 1] * 2]
@@ -123,9 +116,8 @@ def test_other_ranks_go_on_with_each_token_once(rule: str, kind: Any, partitions
     assert found == wanted
     # Each partition has every document of its own once before any twice.
     tokens = Counter(token for row in wanted for token in row)
-    assert (
-        max(tokens.values()) - min(tokens.values()) <= 3 and len(tokens) == max(documents[-1]) + 1
-    )
+    assert len(tokens) == max(documents[-1]) + 1
+    assert max(tokens.values()) - min(tokens.values()) <= 3
 
 
 def test_an_epoch_of_one_partition_has_each_token_once_and_another_order_than_the_next() -> None:

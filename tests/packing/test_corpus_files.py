@@ -80,10 +80,7 @@ def test_every_dtype_of_ids(dtype: int, tmp_path: Path) -> None:
         ({"idx": IDX.replace(b"\x01", b"\x02", 1)}, r"version 2, dtype 8\) must be an index"),
         ({"idx": IDX[:17] + b"\x07" + IDX[18:]}, r"dtype 7\) must be an index.*of \[1, 2, 3"),
         ({"idx": IDX[:-1]}, r"a\.idx \(113 bytes\) must have 114 for 4 sequences and 3 documents"),
-        (
-            {"idx": IDX[:-8] + bytes(8)},
-            r"a\.idx must have documents that ascend from sequence 0 to 4",
-        ),
+        ({"idx": IDX[:-8] + bytes(8)}, r"a\.idx must have documents that ascend from sequence 0"),
         ({"idx": IDX[:90] + bytes([9]) + IDX[91:]}, r"a\.idx must have documents that ascend from"),
         (
             {"idx": IDX[:34] + b"\xff" * 4 + IDX[38:]},
@@ -98,11 +95,6 @@ def test_a_broken_indexed_dataset_is_one_line(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         MegatronDocuments(written(tmp_path, **files))
-
-
-def test_a_missing_indexed_dataset_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"none\.idx must be a readable file: No such file"):
-        MegatronDocuments(tmp_path / "none")
 
 
 @pytest.mark.parametrize("part", [1 << 28, 1, 17])
@@ -203,3 +195,5 @@ def test_a_file_without_lines_is_one_line(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             JsonLines(path)
+    with pytest.raises(ValueError, match=r"none\.idx must be a readable file: No such file"):
+        MegatronDocuments(tmp_path / "none")

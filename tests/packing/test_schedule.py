@@ -65,12 +65,11 @@ def test_schedules_are_near_the_bound(ranks: int, number: int, kind: str, cost: 
     longest = 32 * K if ranks == 24 else 128 * K  # groups of at most 8 of 24 ranks
     for seed in range(3):
         lengths = lengths_of(kind, number, seed).clip(max=longest)
-        made = schedule_documents(lengths, ranks=ranks, max_tokens=max_tokens, cost=COSTS[cost])
+        options: dict[str, Any] = dict(ranks=ranks, max_tokens=max_tokens, cost=COSTS[cost])
+        made = schedule_documents(lengths, **options)
         check(made, lengths, ranks, max_tokens, COSTS[cost])
         assert 1 - 1e-9 <= made.time / made.lower_bound <= (1.1 if ranks == 24 else 1.05)
-        assert made == schedule_documents(
-            lengths.tolist(), ranks=ranks, max_tokens=max_tokens, cost=COSTS[cost]
-        )
+        assert made == schedule_documents(lengths.tolist(), **options)
 
 
 @pytest.mark.parametrize(
@@ -97,14 +96,10 @@ def test_the_published_example() -> None:
     lengths = np.array([32 * K, 16 * K, 8 * K, 4 * K, 4 * K, 4 * K, 4 * K, 2 * K])
     options: dict[str, Any] = dict(ranks=8, max_tokens=4 * K)
     theirs, columns = balanced_time(lengths, cost=SQUARES, **options)
+    singles = [(1, [2 * K, 4 * K, 4 * K]), (1, [4 * K, 4 * K])]  # one after the other
     assert [[(c.cp, sorted(lengths[c.documents])) for c in r] for r in columns] == [
         [(8, [32 * K])],
-        [
-            (4, [16 * K]),
-            (2, [8 * K]),
-            (1, [2 * K, 4 * K, 4 * K]),  # one after the other
-            (1, [4 * K, 4 * K]),
-        ],
+        [(4, [16 * K]), (2, [8 * K]), *singles],
     ]
     cost = replace(SQUARES, fixed=float(K * K))
     ours = schedule_documents(lengths, cost=cost, **options)
@@ -212,7 +207,7 @@ def test_serpentine() -> None:
         (lambda: schedule_documents([], ranks=1, max_tokens=1), r"^lengths \(\[\]\) must have at"),
         (
             lambda: schedule_documents([1, 2], ranks=1, max_tokens=4, num_labels=[1]),
-            r"^num_labels \(1 numbers\) must be one per document \(2\): count those of",
+            r"^num_labels \(1 numbers\) must be one per document \(2\): count those",
         ),
         (
             lambda: schedule_documents([1], ranks=1, max_tokens=4, num_labels=[-1]),

@@ -248,7 +248,8 @@ def four_ranks(rank: int, device: torch.device) -> dict[str, Any]:
         stages = trained(transformers, ParallelConfig(pp=2, ep=2), pipeline=PipelineConfig())
         found["stages of transformers" if transformers else "stages"] = stages
     shape = {"rows": ROWS, "max_tokens": MAX_TOKENS, "data_ranks": 4}
-    source = CorpusSource(name="all", documents=[[1, 2, 3 + (rank == 2)]])
+    documents = [[1, 2, 3 + (rank == 2 and i == 1)] for i in range(64)]  # 1 is not sampled
+    source = CorpusSource(name="all", documents=documents)
     other = ScheduledLoader([source], options_of(), data_rank=rank, **shape)
     with pytest.raises(CorpusError) as info:
         next(other)

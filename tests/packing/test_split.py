@@ -78,20 +78,13 @@ def test_a_rank_gets_the_labels_of_the_whole_batch() -> None:
 def test_errors() -> None:
     cu = torch.tensor([0, 12, 22])
     for call, message in [
-        (
-            lambda: select_token_indices(cu, 3, 0),
-            r"^cu_seqlens \(document 1 of 10 tokens\) must have documents of multiples of 2 \* cp "
-            r"\(6\): collate with multiple=6$",
-        ),
+        (lambda: select_token_indices(cu, 3, 0), r"^cu_seqlens \(document 1 of 10 tokens\) must"),
         (lambda: select_token_indices(cu, 2, 2), r"^rank \(2\) must be < cp \(2\): count from 0$"),
         (
             lambda: select_token_indices(cu + 1, 1, 0),
             r"^cu_seqlens \(.*\) must ascend from 0: pass that of",
         ),
-        (
-            lambda: invert_token_indices(cu.float(), 1),
-            r"^cu_seqlens \(.*\) must be whole numbers \[docum",
-        ),
+        (lambda: invert_token_indices(cu.float(), 1), r"^cu_seqlens \(.*\) must be whole numbers"),
         (lambda: split_batch({}, 2, 0), r"^batch \(\{\}\) must be a PackedBatch: pass what"),  # type: ignore[typeddict-item]
     ]:
         with pytest.raises(ValueError, match=message):

@@ -24,7 +24,7 @@ from moecore import (
     StashOptions,
 )
 from moecore.base.options.precision import Precision, Recipe
-from moecore.base.tables import format_bytes
+from moecore.base.text import format_bytes
 from moecore.cli import main
 from moecore.models import flops_per_token, preset
 from moecore.moe.dispatch.exchange import COPY, REDUCE, SPREAD

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -25,19 +26,10 @@ MOE = MoEConfig(dim=64, hidden_dim=32, num_experts=4, top_k=2, shared_hidden_dim
 
 
 def decoder(**options: object) -> Decoder:
-    config = DecoderConfig(
-        vocab_size=64,
-        dim=64,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=4 if "mla" in options else 2,
-        head_dim=32 if "mla" in options else 16,
-        mlp_hidden_dim=96,
-        moe=MOE,
-        dense_layers=(0,),
-        **options,
-    )
-    return Decoder(config)
+    sizes: dict[str, Any] = dict(vocab_size=64, dim=64, num_layers=2, num_heads=4)
+    sizes |= dict(num_kv_heads=4, head_dim=32) if "mla" in options else {"num_kv_heads": 2}
+    sizes = dict(head_dim=16, mlp_hidden_dim=96, moe=MOE, dense_layers=(0,)) | sizes
+    return Decoder(DecoderConfig(**sizes, **options))
 
 
 ROLES = {
@@ -101,6 +93,9 @@ def test_latent_attention() -> None:
     assert len(attention) == 2 * 5
 
 
+NO_MATRIX = "is no matrix of multiples of 16"
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -126,26 +121,17 @@ def test_what_stays_and_why() -> None:
     )
     model = Model()
     table = apply_precision(model, precision)
+    head = "the head's logits keep their precision: Precision(fp8_head=True) is about its loss"
     assert table == {
         "q_proj": LinearPrecision("attention", rowwise, None),
         "k_proj": LinearPrecision("attention", None, "the precision leaves it out"),
         "o_proj": LinearPrecision("attention", None, "the precision leaves it out"),
-        "down_proj": LinearPrecision(
-            "mlp", None, "its weight [32, 20] is no matrix of multiples of 16"
-        ),
+        "down_proj": LinearPrecision("mlp", None, f"its weight [32, 20] {NO_MATRIX}"),
         "up_proj": LinearPrecision("mlp", None, "Scaled has a forward of its own"),
-        "lm_head": LinearPrecision(
-            None,
-            None,
-            "the head's logits keep their precision: Precision(fp8_head=True) is about its loss",
-        ),
+        "lm_head": LinearPrecision(None, None, head),
     }
-    assert [type(m) for m in model.children()] == [
-        ProductLinear,
-        *[nn.Linear] * 3,
-        Scaled,
-        nn.Linear,
-    ]
+    classes = [ProductLinear, *[nn.Linear] * 3, Scaled, nn.Linear]
+    assert [type(m) for m in model.children()] == classes
     once_more = apply_precision(model, Precision(recipe=blockwise))
     assert model.q_proj.products.recipe == blockwise and once_more["q_proj"].recipe == blockwise
     assert pickle.loads(pickle.dumps(model)).q_proj.products.recipe == blockwise

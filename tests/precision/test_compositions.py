@@ -145,13 +145,10 @@ def test_sizes_that_do_not_fit_are_refused_by_the_call_or_stay_wide(
     model(tokens[:, :-1], tokens[:, 1:]).backward()
 
 
+GATHER = FSDPOptions(fp8_param_gather=True)
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "gathers": ("mxfp8", dict(fsdp=FSDPOptions(fp8_param_gather=True)), "fp8_param_gather (True)"),
-    "gathers by te": (
-        "te, nvfp4",
-        dict(fsdp=FSDPOptions(fp8_param_gather=True)),
-        "fp8_param_gather (True)",
-    ),
+    "gathers": ("mxfp8", dict(fsdp=GATHER), "fp8_param_gather (True)"),
+    "gathers by te": ("te, nvfp4", dict(fsdp=GATHER), "fp8_param_gather (True)"),
     "products": ("mxfp8", dict(expert_backend="torch"), "must be 'auto' or 'triton'"),
     "history, compiled": (
         "te, delayed",

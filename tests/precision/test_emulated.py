@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from moecore.base.options.precision import Precision, Recipe
 from moecore.kernels.rows import microscaled
 from moecore.precision.apply import apply_precision, make_linear_products
 from moecore.precision.emulated import EmulatedLinearProducts
 from moecore.precision.linear import Fp8Products, find_weight_problem
-from tests.kernels.rows.microscaling_oracle import linear
-from tests.precision.plain import relative_error, worst_row_error
+from tests.precision.plain import relative_error
 from tests.precision.test_linear import operands, values
 
 RECIPES = {
@@ -25,24 +21,6 @@ RECIPES = {
     "no transform": Recipe(scaling="nvfp4", hadamard=False),
     "nearest": Recipe(scaling="nvfp4", stochastic_rounding=False),
 }
-SIZES = dict(T=37, K=64, N=96)
-
-
-def truth_of(x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor, recipe: Recipe) -> Any:
-    y, dx, dweight = linear(x.detach(), weight.detach(), dy, recipe)
-    return y + bias.detach().double(), dx, dweight, dy.double().sum(0)
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_products_are_those_of_quantised_operands(name: str) -> None:
-    x, weight, bias, dy = operands(**SIZES)
-    got = values(make_linear_products(RECIPES[name]), x, weight, bias, dy=dy)
-    # Transformed values of two ways to add may round to different numbers of E2M1 at a tie.
-    bounds = (1e-6, 1e-6, 1e-2 if RECIPES[name].hadamard else 1e-6, 1e-6)
-    truth = truth_of(x, weight, bias, dy, RECIPES[name])
-    for ours, wanted, bound in zip(got, truth, bounds, strict=True):
-        assert ours.dtype == torch.float32
-        assert relative_error(ours, wanted) < bound and worst_row_error(ours, wanted) < 10 * bound
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -100,14 +78,3 @@ def test_who_is_quantised() -> None:
         "its weight [64, 48] is no matrix of multiples of 32"
     )
     assert type(make_linear_products(Recipe())) is Fp8Products
-
-
-def test_refusals() -> None:
-    products = make_linear_products(RECIPES["mxfp8"])
-    refused = (
-        (torch.zeros(2, 48), torch.zeros(32, 48), "no matrix of multiples of 32"),
-        (torch.zeros(2, 64), torch.zeros(32, 32), "must have the columns of weight"),
-    )
-    for x, weight, message in refused:
-        with pytest.raises(ValueError, match=re.escape(message)):
-            products(x, weight)

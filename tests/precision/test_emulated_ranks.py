@@ -57,19 +57,11 @@ RECIPES = {
 }
 
 
-def initial() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return {
-        name: torch.ones(t.shape)
-        if "norm" in name
-        else torch.randn(t.shape, generator=generator) * 0.1
-        for name, t in Decoder(CONFIG, device="meta").state_dict().items()
-    }
-
-
 def filled() -> Decoder:
-    model = Decoder(CONFIG)
-    model.load_state_dict(initial())
+    model, generator = Decoder(CONFIG), torch.Generator().manual_seed(1)
+    for name, t in model.state_dict().items():
+        is_norm = "norm" in name
+        t.copy_(torch.ones(t.shape) if is_norm else torch.randn(t.shape, generator=generator) * 0.1)
     return model
 
 
@@ -79,10 +71,8 @@ def quantise(model: nn.Module, recipe: Recipe) -> None:
     for module in model.modules():
         if isinstance(module, MoELayer):
             module.get_part("experts").set_backend("auto", recipe=recipe)
-            module.get_part("shared").products = (
-                make_linear_products(recipe),
-                make_linear_products(recipe),
-            )
+            products = make_linear_products(recipe), make_linear_products(recipe)
+            module.get_part("shared").products = products
 
 
 def one_process(micros: list[list[Batch]], recipe: Recipe | None) -> dict[str, Tensor]:

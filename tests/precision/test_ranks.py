@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -129,26 +128,12 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     return results
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
-    return run_ranks(2, worker)
-
-
-def test_a_cut_weight_is_quantised_as_a_whole_one(results: dict[str, Any]) -> None:
-    for rank in results["cut"]:
-        assert all(rank.values()), rank
-
-
-def test_ranks_refuse_an_uneven_cut_alike(results: dict[str, Any]) -> None:
-    assert results["uneven"] == ["its weight [33, 64] is cut into 2 parts that are not alike"] * 2
-
-
-def test_a_whole_weight_has_partial_gradients(results: dict[str, Any]) -> None:
-    assert results["replicated"]
-
-
-def test_fsdp(results: dict[str, Any]) -> None:
+def test_cut_and_sharded_weights_on_two_ranks() -> None:
     """Scales are each rank's own, or of histories that ranks share: gradients are summed alike."""
-    for errors in results["fp32"].values():
-        assert max(errors) < 1e-5
+    results: dict[str, Any] = run_ranks(2, worker)
+    for of_rank in results["cut"]:
+        assert all(of_rank.values()), of_rank
+    assert results["uneven"] == ["its weight [33, 64] is cut into 2 parts that are not alike"] * 2
+    assert results["replicated"]
+    assert max(error for errors in results["fp32"].values() for error in errors) < 1e-5
     assert max(results["bf16"]) < 5e-3

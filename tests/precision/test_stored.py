@@ -106,9 +106,8 @@ def test_export_writes_the_values_that_products_read(no_group_left: None, tmp_pa
     export_hf(model, tmp_path / "plain")
     store_experts_in_fp8(model)
     export_hf(model, tmp_path / "stored")
-    plain, stored = (
-        load_file(tmp_path / name / "model.safetensors") for name in ("plain", "stored")
-    )
+    files = (tmp_path / name / "model.safetensors" for name in ("plain", "stored"))
+    plain, stored = map(load_file, files)
     assert plain.keys() == stored.keys()
     for name, weight in plain.items():
         wanted = weight
@@ -122,25 +121,12 @@ def test_export_writes_the_values_that_products_read(no_group_left: None, tmp_pa
         assert torch.equal(stored[name], wanted), name
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(precision=None), r"recipe of \S+gate_up_proj \(None\) must be 'blockwise'"),
-        (
-            dict(precision=Precision(recipe=Recipe(scaling="rowwise"), roles=("experts",))),
-            r"recipe of \S+ \(rowwise\) must be 'blockwise'",
-        ),
-        (
-            dict(precision=Precision(recipe=Recipe(scaling="mxfp8"), roles=("experts",))),
-            r"recipe of \S+ \(mxfp8\) must be 'blockwise'",
-        ),
-    ],
-)
-def test_recipes_that_do_not_store(
-    no_group_left: None, options: dict[str, Any], message: str
-) -> None:
+@pytest.mark.parametrize("scaling", [None, "rowwise", "mxfp8"])
+def test_recipes_that_do_not_store(no_group_left: None, scaling: Any) -> None:
+    recipe = Precision(recipe=Recipe(scaling=scaling or "blockwise"), roles=("experts",))
+    message = rf"recipe of \S+gate_up_proj \({scaling}\) must be 'blockwise'"
     with pytest.raises(ValueError, match=message):
-        store_experts_in_fp8(parallelized({}, **options))
+        store_experts_in_fp8(parallelized({}, precision=recipe if scaling else None))
 
 
 def test_trained_and_missing_experts_are_refused() -> None:

@@ -44,21 +44,17 @@ def attend(
     window: int | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Return o_BTHv of causal attention: no token attends to a token of another document.
+    """Return o_BTHv of causal attention within documents, and to the keys in `sequence.cache`.
 
     `scale` multiplies the scores. `window` limits the keys per query; None = all. `sinks_H` has the
     score of each head's sink; None = no sinks. With cp > 1 the tensors have only this rank's
     tokens, and the call is collective.
-    With `sequence.cache` the keys of earlier forwards are read, too.
     """
     if sequence.cache is not None:
-        return sequence.cache.attend(
-            q_BTHd, k_BThd, v_BThv, scale=scale, window=window, sinks_H=sinks_H
-        )
-    num_tokens = q_BTHd.shape[1] * (
-        1 if sequence.local_tokens is None else sequence.local_tokens.cp.size
-    )
-    if window is not None and window >= (sequence.max_seqlen or num_tokens):
+        options: Any = dict(scale=scale, window=window, sinks_H=sinks_H)
+        return sequence.cache.attend(q_BTHd, k_BThd, v_BThv, **options)
+    cp = 1 if sequence.local_tokens is None else sequence.local_tokens.cp.size
+    if window is not None and window >= (sequence.max_seqlen or q_BTHd.shape[1] * cp):
         window = None
     is_plain = sequence.cu_seqlens is None and window is None and sinks_H is None
     if is_plain and sequence.local_tokens is None:
@@ -75,15 +71,14 @@ def attend(
     if dtype is not None:  # as products do
         q_BTHd, k_BThd, v_BThv = (x.to(dtype) for x in (q_BTHd, k_BThd, v_BThv))
     if sequence.local_tokens is not None:
-        over = sequence.local_tokens, sequence, scale, window, sinks_H
-        result: Tensor = _attend_over_ranks(q_BTHd, k_BThd, v_BThv, *over)
-        return result
-    arguments = sequence.cu_seqlens, sequence.max_seqlen, window, scale
-    o_BTHv, _ = run_product(_attention, q_BTHd, k_BThd, v_BThv, sinks_H, *arguments)
+        arguments = sequence.local_tokens, sequence, scale, window, sinks_H
+        return _attend_over_ranks(q_BTHd, k_BThd, v_BThv, *arguments)  # type: ignore[no-any-return]
+    mask = sequence.cu_seqlens, sequence.max_seqlen, window
+    o_BTHv, _ = run_product(_attention, q_BTHd, k_BThd, v_BThv, sinks_H, *mask, scale)
     return o_BTHv  # type: ignore[no-any-return]
 
 
-@torch.compiler.disable  # what is before and behind is compiled
+@torch.compiler.disable  # a graph break; code before and after it is compiled
 def _attend_over_ranks(
     q: Tensor,  # local tokens, like k and v; with "allgather" k and v may be of full rows
     k: Tensor,
@@ -94,7 +89,7 @@ def _attend_over_ranks(
     window: int | None,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    """Return o_BtHv by all-to-all, ring or all-gather, as the groups of `cp` say. Collective."""
+    """Return o_BtHv by all-to-all, ring or all-gather, as the cp groups select. Collective."""
     cp = local_tokens.cp
     _check_heads_and_keys(local_tokens, q, k)
     if cp.a2a is not None:
@@ -102,9 +97,8 @@ def _attend_over_ranks(
         if sinks_H is not None:
             sinks_H = sinks_H.chunk(cp.a2a.size())[cp.a2a.rank()]
     ring = local_tokens.ring_tokens
-    # Queries of a window have little to compute while keys go round a ring, and those of a short
-    # document may see keys of every rank. So a layer with a window gathers the keys of the ring,
-    # which sends no more than a ring does.
+    # With a window the queries have little to compute during the sends of a ring. An all-gather of
+    # the ring's keys sends as much.
     if cp.gathers or (cp.ring is not None and window is not None):
         o: Tensor = run_product(GatherAttention.apply, q, k, v, sinks_H, ring, window, scale)
     elif cp.ring is not None:
@@ -116,10 +110,7 @@ def _attend_over_ranks(
 
 
 def _check_heads_and_keys(local_tokens: LocalTokens, q: Tensor, k: Tensor) -> None:
-    """Raise a ValueError if the all-to-all cannot split k's heads, or k has a wrong token count.
-
-    k must have the tokens of q, or with an all-gather the tokens of full rows.
-    """
+    """Raise a ValueError if an all-to-all cannot split k's heads, or k has a wrong token count."""
     cp, heads = local_tokens.cp, k.shape[2]
     if cp.a2a is not None and heads % cp.a2a.size():
         raise ValueError(
@@ -143,10 +134,7 @@ def _forward(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return contiguous o_BTHv and lse_BHT of causal attention, both with sinks.
-
-    `sinks` None = no sinks, `window` None = all keys, `cu_seqlens` None = a row is one document.
-    """
+    """Return contiguous o_BTHv and lse_BHT of causal attention, both with sinks; see `attend`."""
     mask = Sequence(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen).mask(window)
     o, lse = attention_forward(q, k, v, mask, scale)
     if sinks is not None:

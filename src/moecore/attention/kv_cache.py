@@ -1,4 +1,4 @@
-"""KVCache: keys and values of the tokens that a decoder has read, for generation.
+"""`KVCache` stores keys and values of the tokens that a decoder has read, for generation.
 
 Legend: B rows, T tokens of a forward with padding, N of them without padding, S tokens so far, H
 query heads, h key/value heads, d and v dims of a head.
@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 class KVCache:
-    """Keys and values of all tokens so far by attention layer, for generation from unpacked rows.
+    """The keys and values of all tokens so far, per attention layer, for generation.
 
-    A layer is identified by its position in the forward. The class is plain because FSDP's mixed
-    precision casts the tensors of tuples and dataclasses.
+    Rows are not packed. The position of a call in the forward identifies its layer. The class is
+    plain because FSDP's mixed precision casts the tensors of tuples and dataclasses.
 
     Attributes:
         length: tokens of earlier forwards.
@@ -40,10 +40,9 @@ class KVCache:
         window: int | None,
         sinks_H: Tensor | None,
     ) -> Tensor:
-        """Append keys and values of the next layer; return its causal attention to all so far.
+        """Append the next layer's keys and values; return its causal attention, [B, T, H, v].
 
-        Outputs [B, T, H, v] are 0 for padding. `window` limits the keys per query; None = all.
-        `sinks_H` has the score of each head's sink; None = no sinks.
+        The result is 0 for padding. Other arguments: see `attention.function.attend`.
         """
         T, N = q_BTHd.shape[1], self._num_tokens
         k_BShd, v_BShv = k_BThd[:, :N], v_BThv[:, :N]
@@ -74,12 +73,7 @@ class KVCache:
 
 
 def _attend_with_sinks(
-    q_BHNd: Tensor,
-    k_BhSd: Tensor,
-    v_BhSv: Tensor,
-    mask_NS: Tensor,
-    scale: float,
-    sinks_H: Tensor,
+    q_BHNd: Tensor, k_BhSd: Tensor, v_BhSv: Tensor, mask_NS: Tensor, scale: float, sinks_H: Tensor
 ) -> Tensor:
     """Return attention [B, H, N, v] with sinks_H as a further score of each head's fp32 softmax."""
     H, h = q_BHNd.shape[1], k_BhSd.shape[1]

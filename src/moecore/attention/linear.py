@@ -1,4 +1,4 @@
-"""Linear attention of a `Sequence`: per-document state, which cp ranks pass to each other.
+"""Linear attention of a `Sequence`, whose state cp ranks pass to each other.
 
 Legend: B rows, T tokens of a row, H value heads, h query and key heads, k and v dims of a head, D
 channels, W taps.
@@ -21,7 +21,7 @@ from moecore.kernels.linear_attention import DeltaRule, causal_convolution, gate
 from moecore.kernels.zigzag import make_row_cu_seqlens
 
 
-@torch.compiler.disable  # what is before and behind is compiled
+@torch.compiler.disable  # a graph break; code before and after it is compiled
 def attend_linear(
     q_BThk: Tensor,
     k_BThk: Tensor,
@@ -35,9 +35,9 @@ def attend_linear(
 ) -> Tensor:
     """Return o_BTHv: each token's query applied to the state of its document up to this token.
 
-    `g_BTHk` has logarithms of decays, and `beta_BTH` learning rates (None = the delta rule corrects
-    nothing). `scale` multiplies queries. `norm_qk` divides queries and keys by their lengths. With
-    cp > 1 the tensors have only this rank's tokens, and the call is collective.
+    `g_BTHk` has logarithms of decays, and `beta_BTH` learning rates (None = no correction by the
+    delta rule). `scale` multiplies queries. `norm_qk` divides queries and keys by their lengths.
+    With cp > 1 the tensors have only this rank's tokens, and the call is collective.
     """
     q, k, v, g = (x.flatten(0, 1) for x in (q_BThk, k_BThk, v_BTHv, g_BTHk))
     beta = None if beta_BTH is None else beta_BTH.flatten(0, 1)
@@ -67,8 +67,7 @@ def scan_states(
     values_BTHv = (x_BTHv * steps_BTH[..., None]).to(x_BTHv.dtype)
     rule = C_BThk, B_BThk, values_BTHv, steps_BTH * rates_H, None, sequence
     y_BTHv = attend_linear(*rule, scale=1.0, norm_qk=False)
-    result: Tensor = y_BTHv if D_H is None else y_BTHv + D_H[:, None] * x_BTHv
-    return result
+    return y_BTHv if D_H is None else y_BTHv + D_H[:, None] * x_BTHv  # type: ignore[no-any-return]
 
 
 @torch.compiler.disable
@@ -80,23 +79,21 @@ def convolve(
     The last of the W taps is for the token itself. `bias_D` None = no bias. With cp > 1 x has only
     this rank's tokens, and the call is collective.
     """
-    filters = weight_DW, bias_D
-    x = x_BTD.flatten(0, 1)
+    inputs = x_BTD.flatten(0, 1), weight_DW, bias_D
     if sequence.local_tokens is not None:
-        pieces = sequence.local_tokens.make_pieces(x.device)
-        y = run_product(convolve_over_ranks, x, *filters, pieces, silu=silu)
+        pieces = sequence.local_tokens.make_pieces(x_BTD.device)
+        y = run_product(convolve_over_ranks, *inputs, pieces, silu=silu)
     else:
-        y = run_product(
-            causal_convolution, x, *filters, _get_cu_seqlens(sequence, x_BTD), silu=silu
-        )
+        cu_seqlens = _get_cu_seqlens(sequence, x_BTD)
+        y = run_product(causal_convolution, *inputs, cu_seqlens, silu=silu)
     return y.view(x_BTD.shape)  # type: ignore[no-any-return]
 
 
 def _get_cu_seqlens(sequence: Sequence, x_BTX: Tensor) -> Tensor:
-    """Return `cu_seqlens` of `sequence`; if it is None, of rows of x that are one document each."""
+    """Return `sequence.cu_seqlens`; if it is None, the `cu_seqlens` of the rows of x."""
     if sequence.cu_seqlens is not None:
         return sequence.cu_seqlens
-    # A fake tensor is of one run, and would be found by real ones.
+    # A fake tensor must not enter the cache, where a later run would read it.
     make = _make_cached_cu_seqlens if type(x_BTX) is Tensor else _make_cached_cu_seqlens.__wrapped__
     return make(x_BTX.shape[0], x_BTX.shape[1], x_BTX.device)
 
@@ -105,5 +102,5 @@ def _get_cu_seqlens(sequence: Sequence, x_BTX: Tensor) -> Tensor:
 @torch.inference_mode(False)
 def _make_cached_cu_seqlens(B: int, T: int, device: torch.device) -> Tensor:
     """Return int32 [B + 1], the `cu_seqlens` of B rows of T tokens. Cached."""
-    # The same tensor in every layer and step: a package reads it on the host once (`fla.py`).
+    # With the same tensor in every layer and step, `fla.py` reads it on the host only once.
     return make_row_cu_seqlens(B, B * T, device)

@@ -1,4 +1,4 @@
-"""Sequence: documents, positions and rotary table of the tokens of a micro-batch.
+"""`Sequence`: documents, positions and rotary table of the tokens of a micro-batch.
 
 Legend: B rows, T tokens of a row, n documents, H heads, d rotated dims of a head.
 
@@ -30,9 +30,8 @@ from moecore.kernels.zigzag import find_positions
 class RotaryTable:
     """cos and sin of every position and frequency, computed once per forward.
 
-    The table is a plain class because FSDP's mixed precision casts floating-point tensors in the
-    tuples and dataclasses that a block receives. 16 bits are too few for the sine of an angle.
-    `is_shared` = all rows have equal positions.
+    The class is plain because FSDP's mixed precision would cast tensors in tuples and dataclasses
+    to 16 bits. `is_shared` = all rows have equal positions.
 
     Source: RoFormer (arXiv:2104.09864).
     """
@@ -63,11 +62,11 @@ class RotaryTable:
 
         The d dims of the result are reordered: the first dim of each pair, then each second dim.
         """
-        # Scores do not depend on the order of dims that q and k have in common.
+        # A reordering of dims that is equal for q and k does not change their scores.
         return self._rotate_dims(x_BTHw, neighbours=True)
 
     def _rotate_dims(self, x_BTHw: Tensor, neighbours: bool) -> Tensor:
-        """Return x with its last d dims rotated, in pairs of `neighbours` or (i, i + d / 2)."""
+        """Return x, last d dims rotated in pairs of `neighbours` (2i, 2i + 1) or (i, i + d / 2)."""
         if self.is_shared:
             return rotary(x_BTHw, self.cos_Td, self.sin_Td, neighbours=neighbours)
         one_row = x_BTHw.flatten(0, 1)[None]
@@ -118,18 +117,18 @@ class Sequence:
         return x_BT if self.local_tokens is None else self.local_tokens.slice_local(x_BT)
 
     def shift_tokens(self, x_BT: Tensor, steps: int, fill: int) -> Tensor:
-        """Return x of the token `steps` later; `fill` if this is after the end of the document."""
+        """Return x of the token `steps` later, or `fill` after the end of the document."""
         # Example: [1 2 3 | 4 5] by 1 with 0 gives [2 3 0 | 5 0].
         if self.positions_BT is None:
             return shift_rows(x_BT, steps, fill)
-        # A token of another document stands elsewhere in its own.
+        # A token of another document has another position than expected.
         next_positions = shift_rows(self.positions_BT.flatten()[None], steps, -1).view_as(x_BT)
         shifted = shift_rows(x_BT.flatten()[None], steps, fill).view_as(x_BT)
         return shifted.masked_fill(next_positions != self.positions_BT + steps, fill)
 
 
 def shift_rows(x_BT: Tensor, steps: int, fill: int) -> Tensor:
-    """Return x[:, i + steps] at position i, `fill` after the end of the row; same shape, dtype."""
+    """Return rows with x[:, i + steps] at position i, and `fill` after the end of x."""
     # Example: shift_rows([[1, 2, 3]], 2, 0) is [[3, 0, 0]].
     end = x_BT.new_full((x_BT.shape[0], min(steps, x_BT.shape[1])), fill)
     return torch.cat((x_BT[:, steps:], end), dim=1)
@@ -140,7 +139,7 @@ def make_packed_sequence(
 ) -> Sequence:
     """Return the `Sequence` of documents packed into rows; `shape` is (B, T).
 
-    `cu_seqlens` is int32 or int64 [n + 1]. The values of a CPU tensor are checked: a ValueError.
+    `cu_seqlens` is int32 or int64 [n + 1]; invalid values of a CPU tensor are a ValueError.
     `max_seqlen` None = the longest document if `cu_seqlens` is a CPU tensor, otherwise B * T.
     """
     num_tokens = shape[0] * shape[1]
@@ -171,11 +170,10 @@ def split_documents(
     (B, T), num_tokens = shape, shape[0] * shape[1]
     if (sequence.max_seqlen or T) <= max_length:
         return sequence
-    positions_BT = sequence.positions_BT
     num_documents = B if sequence.cu_seqlens is None else len(sequence.cu_seqlens) - 1
-    if positions_BT is None:
-        positions_BT = torch.arange(T, device=device).expand(B, T)
-    positions = positions_BT.flatten()
+    positions = torch.arange(T, device=device).expand(B, T).flatten()
+    if sequence.positions_BT is not None:
+        positions = sequence.positions_BT.flatten()
     tokens = torch.arange(num_tokens, device=device, dtype=torch.int32)
     starts = tokens.masked_fill(positions % max_length != 0, num_tokens).sort().values
     # A document of n tokens has at most n // max_length + 1 chunks; the others are empty.
@@ -188,7 +186,7 @@ def split_documents(
 
 
 def _resolve_max_seqlen(cu_seqlens: list[int], max_seqlen: int | None, num_tokens: int) -> int:
-    """Return `max_seqlen`, or the longest document's length if it is None; check all values.
+    """Return `max_seqlen`; None = the length of the longest document.
 
     Raises a ValueError if `cu_seqlens` does not rise from 0 to `num_tokens`, or if a document is
     longer than `max_seqlen`.
@@ -201,8 +199,6 @@ def _resolve_max_seqlen(cu_seqlens: list[int], max_seqlen: int | None, num_token
             f"({num_tokens}): give padding a document of its own"
         )
     if max_seqlen is not None and max_seqlen < max(lengths):
-        raise ValueError(
-            f"max_seqlen ({max_seqlen}) must be >= the longest document ({max(lengths)}): raise it "
-            "or leave it out"
-        )
+        relation = f"must be >= the longest document ({max(lengths)}): raise it or leave it out"
+        raise ValueError(f"max_seqlen ({max_seqlen}) {relation}")
     return max(lengths) if max_seqlen is None else max_seqlen

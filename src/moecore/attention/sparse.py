@@ -28,14 +28,14 @@ from moecore.kernels.sparse_attention import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyChoice:
-    """The keys that sparse attention reads; `KeyChoice()` = all of the document up to the query."""
+    """The keys that sparse attention reads; `KeyChoice()` = the document's keys up to the query."""
 
     top_k: int | None = None  # keys with the largest indexer scores; None = no new choice
     selected_BTK: Tensor | None = None  # keys that an earlier layer selected, see `attend_sparse`
-    diverges: bool = False  # return the indexer's divergence: `kernels/sparse_attention`
+    diverges: bool = False  # whether to return the indexer's divergences
 
 
-@torch.compiler.disable  # what is before and behind is compiled
+@torch.compiler.disable  # a graph break; code before and after it is compiled
 def attend_sparse(
     heads: LatentHeads,
     index: IndexerHeads | None,
@@ -61,8 +61,8 @@ def attend_sparse(
         q_tHd=heads.q_tHd.flatten(0, 1), keys_Nl=_gather_keys(heads.keys_Nl, sequence)
     )
     if index is not None:
-        own_q, k, own_w = index
-        index = IndexerHeads(own_q.flatten(0, 1), _gather_keys(k, sequence), own_w.flatten(0, 1))
+        q, k, w = index
+        index = IndexerHeads(q.flatten(0, 1), _gather_keys(k, sequence), w.flatten(0, 1))
     selected_BTK = choice.selected_BTK
     out: SparseOutput = run_product(
         sparse_attention,
@@ -79,13 +79,13 @@ def attend_sparse(
 
 
 def _gather_keys(x_BTX: Tensor, sequence: Sequence) -> Tensor:
-    """Return x_NX of the full rows, all-gathered over the cp ranks."""
+    """Return x of all tokens of the full rows, [N, ...], all-gathered over the cp ranks."""
     local_tokens = sequence.local_tokens
     return (x_BTX if local_tokens is None else local_tokens.gather(x_BTX)).flatten(0, 1)
 
 
 def _make_key_spans(sequence: Sequence, B: int, T: int, device: torch.device) -> KeySpans:
-    """Return the keys of full rows that each local query sees: its document up to the query."""
+    """Return the range of keys, in full rows, that each local query sees in its document."""
     stride = 1 if sequence.local_tokens is None else sequence.local_tokens.cp.size
     T *= stride
     places_BT = sequence.positions_BT

@@ -31,14 +31,12 @@ MAX_DEPTH = 8  # of records in records; deeper values are described by their cla
 CLASS = "__class__"
 # Attributes of every module: hooks, parameters. `training` is compared, because it sets dropout.
 INTERNAL = frozenset(vars(nn.Module())) - {"training"}
-UNCOMPARED = frozenset(
-    {
-        *("ce_chunk_tokens",),  # decides how much memory the loss needs
-        *("_is_hf_initialized", "_commit_hash", "_auto_class", "generation_config"),
-        "_weight_conversions",  # only `from_pretrained` sets it
-        *("transformers_version", "architectures", "auto_map", "id2label", "label2id"),
-    }
-)
+# Attributes that do not change results; only `from_pretrained` sets `_weight_conversions`.
+UNCOMPARED = frozenset((
+    "ce_chunk_tokens", "_is_hf_initialized", "_commit_hash", "_auto_class", "generation_config",
+    "_weight_conversions", "transformers_version", "architectures", "auto_map", "id2label",
+    "label2id",
+))  # fmt: skip
 # Names of values that belong to one rank. "lora_rank" decides parameter shapes and is compared.
 OF_ONE_RANK = re.compile(
     r"cache|name_or_path$|object_hash$|device_map$|(^|_)(dir|path)$|^is_(main|local|world)_"
@@ -75,7 +73,7 @@ def list_attribute_entries(modules: Iterable[tuple[str, nn.Module]]) -> dict[str
 
 
 def _can_change_results(name: str, value: Any) -> bool:
-    """Whether an attribute can change results; a private one is a value, container or config."""
+    """Whether an attribute may change a module's results, by its name and type."""
     if name in UNCOMPARED or OF_ONE_RANK.search(name):
         return False
     is_value = isinstance(value, (*ATOMS, *CONTAINERS, Tensor, Enum, torch.dtype, partial))
@@ -105,7 +103,7 @@ def _flatten_value(path: str, value: Any, depth: int) -> dict[str, Any]:
 
 
 def _read_fields(value: Any) -> dict[str, Any] | None:
-    """Return the fields of a dataclass or of an object named as a config; None for other values."""
+    """Return {field: value} of a dataclass or config object; None for other values."""
     if isinstance(value, type | nn.Module | Enum):
         return None
     cls = type(value)
@@ -113,16 +111,15 @@ def _read_fields(value: Any) -> dict[str, Any] | None:
     if not is_record and not cls.__name__.lower().endswith(RECORD_NAMES):
         return None
     values = dict(getattr(value, "__dict__", {}))
+    names = [] if values else getattr(cls, "__slots__", ())
     if is_dataclass(value):
-        return {
-            f.name: _read_field(value, f.name) for f in fields(value) if f.name not in values
-        } | values
-    return values or {name: _read_field(value, name) for name in getattr(cls, "__slots__", ())}
+        names = [field.name for field in fields(value)]
+    return {name: _read_field(value, name) for name in names if name not in values} | values
 
 
 def _read_field(record: Any, name: str) -> Any:
     """Return the value of a record's field, or None if reading the field raises an error."""
-    # A config of transformers whose layers differ raises an error of its own for such a field.
+    # Configs of transformers whose layers differ raise an error for some fields.
     try:
         return getattr(record, name, None)
     except Exception:
@@ -153,9 +150,8 @@ def describe_value(value: Any, depth: int = 0) -> Any:
         items = [describe_value(item, depth + 1) for item in value]
         return items if isinstance(value, list) else tuple(items)
     if isinstance(value, AbstractSet):
-        return Verbatim(
-            f"{{{', '.join(sorted(repr(describe_value(x, depth + 1)) for x in value))}}}"
-        )
+        items = sorted(repr(describe_value(item, depth + 1)) for item in value)
+        return Verbatim(f"{{{', '.join(items)}}}")
     if isinstance(value, Mapping) or _read_fields(value) is not None:
         return dict(sorted(_flatten_value("", value, depth + 1).items()))
     if isinstance(value, partial):
@@ -183,7 +179,7 @@ def describe_function(
     description = f"{module}.{name}" if isinstance(module, str) else name
     function = value.__func__ if isinstance(value, MethodType) else value
     if isinstance(function, FunctionType) and "<" in name:
-        # Lambdas and functions in functions: a name stands for code with other constants.
+        # The same name of a lambda or nested function can stand for different code or constants.
         constants = _list_constants(function, depth, reads_data=reads_data)
         text = repr([*_list_code(function.__code__), *constants])
         description += f" {sha256(text.encode(errors='backslashreplace')).hexdigest()[:8]}"

@@ -1,4 +1,4 @@
-"""Options of a command: the fields of its dataclass, and of the records that are its tables.
+"""Options of a command: the fields of its dataclass and of nested dataclasses (tables in TOML).
 
 `list_options` returns one `CommandOption` for each flag. `moecore.recipes.parser` reads flags and
 TOML files with this list.
@@ -10,7 +10,7 @@ import dataclasses
 import re
 import types
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -18,15 +18,19 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 Fields = Mapping[str, Any]  # the fields of a record that are set
 
 
+class UsageError(Exception):
+    """Raised for wrong arguments of a command; the command then ends with `exit_code`."""
+
+    exit_code = 2
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Metadata of an `Annotated` field: how the fields of a nested record become options.
-
-    A record is a dataclass; in TOML files its options form a table.
+    """Metadata of an `Annotated` field whose value is a dataclass: how its fields become options.
 
     Attributes:
-        record: class of the nested record; None = the annotated type.
-        without: fields that are no options.
+        record: the dataclass; None = the annotated type.
+        without: names of fields that are not options.
         prefix: whether flags begin with the name of the annotated field.
     """
 
@@ -91,60 +95,59 @@ class CommandOption(NamedTuple):
 
 
 def make_internal_field(default: Any) -> Any:
-    """Return a dataclass field with a default that is not an option of the command."""
+    """Return a dataclass field with this default that is not an option of the command."""
     return field(default=default, metadata={"is_option": False})
 
 
 def make_unsaved_field(default: Any) -> Any:
-    """Return a dataclass field that is an option, but is not saved in RUN_DIR/config.toml."""
+    """Return a dataclass field with this default, an option not saved in RUN_DIR/config.toml."""
     return field(default=default, metadata={"is_saved": False})
 
 
 @cache
 def list_options(command: Any) -> tuple[CommandOption, ...]:
     """Return the options of a command's dataclass, then the options of its nested dataclasses."""
-    options: list[CommandOption] = []
     texts, hints = read_field_texts(command), get_type_hints(command, include_extras=True)
-    items = [field for field in fields(command) if field.metadata.get("is_option", True)]
-    tables = {field.name: find_table(hints[field.name]) for field in items}
-    for item in items:
-        if tables[item.name] is None:
-            flag, is_saved = make_flag_name(item.name), item.metadata.get("is_saved", True)
-            text = texts.get(item.name, "")
-            options.append(
-                CommandOption(
-                    "", item.name, flag, hints[item.name], get_default(item), text, is_saved
-                )
-            )
-    for item in items:
-        table = tables[item.name]
-        if table is None or table.record is None:
+    options: list[CommandOption] = []
+    nested_options: list[CommandOption] = []
+    for item in fields(command):
+        if not item.metadata.get("is_option", True):
             continue
-        default = None if table.record is None else get_default(item)
-        texts, hints_of = (
-            read_field_texts(table.record),
-            get_type_hints(table.record, None, None, True),
-        )
-        for part in fields(table.record):
-            if part.name in table.without or _has_record(hints_of[part.name]):
-                continue
-            value = getattr(default, part.name) if is_dataclass(default) else get_default(part)
-            value = MISSING if isinstance(default, dict) else value  # depends on other options
-            flag = make_flag_name(f"{item.name}_{part.name}" if table.prefix else part.name)
-            is_saved = item.metadata.get("is_saved", True)
-            hint, text = hints_of[part.name], texts.get(part.name, "")
-            options.append(CommandOption(item.name, part.name, flag, hint, value, text, is_saved))
-    number = Counter(option.flag for option in options)
-    return tuple(
+        hint, is_saved = hints[item.name], item.metadata.get("is_saved", True)
+        table = find_table(hint)
+        if table is not None:
+            nested_options += _list_table_options(item, table, is_saved)
+            continue
+        flag, text = make_flag_name(item.name), texts.get(item.name, "")
+        options.append(CommandOption("", item.name, flag, hint, get_default(item), text, is_saved))
+    counts = Counter(option.flag for option in options + nested_options)
+    return *options, *(
         option._replace(flag=make_flag_name(f"{option.table}_{option.name}"))
-        if option.table and number[option.flag] > 1
+        if counts[option.flag] > 1
         else option
-        for option in options
+        for option in nested_options
     )
 
 
+def _list_table_options(
+    item: dataclasses.Field[Any], table: Table, is_saved: bool
+) -> Iterator[CommandOption]:
+    """Yield the options of the record in a command's field `item`."""
+    record: Any = table.record
+    default, texts = get_default(item), read_field_texts(record)
+    hints = get_type_hints(record, include_extras=True)
+    for part in fields(record):
+        if part.name in table.without or _has_record(hints[part.name]):
+            continue
+        value = getattr(default, part.name) if is_dataclass(default) else get_default(part)
+        value = MISSING if isinstance(default, dict) else value  # depends on other options
+        flag = make_flag_name(f"{item.name}_{part.name}" if table.prefix else part.name)
+        hint, text = hints[part.name], texts.get(part.name, "")
+        yield CommandOption(item.name, part.name, flag, hint, value, text, is_saved)
+
+
 def read_field_texts(record: type) -> dict[str, str]:
-    """Return field -> text from the "Attributes:" sections of a class and its bases."""
+    """Return {field: help text} from the "Attributes:" sections of a class and its bases."""
     texts: dict[str, str] = {}
     for base in reversed(record.__mro__):
         doc = (base.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
@@ -155,9 +158,7 @@ def read_field_texts(record: type) -> dict[str, str]:
 
 def find_table(hint: Any) -> Table | None:
     """Return the `Table` of a field's annotation, with its record; None for a plain option."""
-    notes: tuple[Any, ...] = ()
-    if get_origin(hint) is Annotated:
-        hint, *notes = get_args(hint)  # type: ignore[assignment]
+    notes = getattr(hint, "__metadata__", ())
     table = next((note for note in notes if isinstance(note, Table)), Table())
     if table.record is not None:
         return table
@@ -188,5 +189,5 @@ def get_default(item: dataclasses.Field[Any]) -> Any:
 
 
 def make_flag_name(name: str) -> str:
-    """Return a field's name with hyphens for underscores, without hyphens in front."""
+    """Return the flag of a field: its name with hyphens for underscores, without leading "--"."""
     return name.replace("_", "-")

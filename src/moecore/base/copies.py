@@ -23,11 +23,10 @@ def copy_modules(
 ) -> dict[nn.Module, nn.Module]:
     """Copy every module of a model and return {module: copy}; `new_parameter` copies a parameter.
 
-    A copy shares all attribute values with its module, except submodules, parameters and hooks. A
-    bound method that is an attribute of a module is bound to the copy, and modules in an attribute
-    that is a tuple are replaced by their copies. `unwrapped` removes hooks
-    and wrappers of methods, including compiled methods. It also maps a `torch.compile` wrapper to
-    the copy of its original module.
+    A copy shares all attribute values with its module, except submodules, parameters and hooks.
+    Bound methods in attributes are bound to the copy, and modules in tuples are replaced by their
+    copies. `unwrapped` removes hooks and wrappers of methods, including compiled methods, and maps
+    a `torch.compile` wrapper to the copy of its original module.
     """
     copies: dict[nn.Module, nn.Module] = {m: object.__new__(type(m)) for m in model.modules()}
     twins = dict(copies)
@@ -37,7 +36,8 @@ def copy_modules(
     for module, twin in twins.items():
         state = dict(vars(module))
         for name, value in vars(module).items():
-            is_left_out = unwrapped and _overrides_method(module, name)
+            hides_method = callable(value) and callable(getattr(type(module), name, None))
+            is_left_out = unwrapped and hides_method
             method = unwrap(value) if is_left_out else value
             if isinstance(method, MethodType) and method.__self__ is module:
                 state[name] = MethodType(method.__func__, twin)
@@ -67,14 +67,6 @@ def make_meta_parameter(param: nn.Parameter) -> nn.Parameter:
 def make_dtensor(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], *, of: Tensor
 ) -> DTensor:
-    """Return a DTensor with local shard `local`, placements, and the global shape of `of`.
-
-    No communication; differentiable.
-    """
+    """Return a DTensor of a local shard with the global shape of `of`; differentiable."""
     sizes: Any = dict(shape=of.shape, stride=of.stride())
     return DTensor.from_local(local, mesh, placements, run_check=False, **sizes)
-
-
-def _overrides_method(module: Any, name: str) -> bool:
-    """Whether the attribute `name` of a module is a callable that hides a method of its class."""
-    return callable(vars(module)[name]) and callable(getattr(type(module), name, None))

@@ -20,15 +20,12 @@ class _FabricInfo(ctypes.Structure):
     )
 
 
-def read_local_nvlink_domain_id() -> str | None:
-    """Return the id of the multi-host NVLink domain of this rank's GPU; None = no such domain."""
-    return read_nvlink_domain_id(
-        str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    )
+def read_nvlink_domain_id(uuid: str | None = None) -> str | None:
+    """Return the id of a GPU's multi-host NVLink domain; None = the GPU is in no domain.
 
-
-def read_nvlink_domain_id(uuid: str) -> str | None:
-    """Return the id of the multi-host NVLink domain of the GPU with this UUID; None = no domain."""
+    `uuid` identifies the GPU; None = the current device.
+    """
+    uuid = uuid or str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
         read = nvml.nvmlDeviceGetGpuFabricInfo

@@ -44,12 +44,11 @@ class RankError(RuntimeError):
 
 @contextmanager
 def publish_errors(activity: str, *, is_written: bool = True) -> Iterator[None]:
-    """Return a context that writes an error of its body to the store, where other ranks read it.
+    """Return a context that writes an error of its body to the default process group's store.
 
-    The store belongs to the default process group. A transport error (gloo, NCCL, the store)
-    becomes a `RankError` that quotes the errors of other ranks. With `is_written` False only
-    transport errors are handled. `activity` describes the body in errors, such as "micro-batch 2 of
-    4".
+    A transport error (gloo, NCCL, the store) becomes a `RankError` that quotes the errors that
+    other ranks wrote. With `is_written` False only transport errors are handled. `activity`
+    describes the body in errors, such as "micro-batch 2 of 4".
     """
     try:
         yield
@@ -70,8 +69,8 @@ def publish_errors(activity: str, *, is_written: bool = True) -> Iterator[None]:
 def share_errors(group: Group = None) -> Iterator[None]:
     """Return a context at whose end every rank of a group raises the first failed rank's error.
 
-    Collective: after the body each rank sends its error, or None. The message names the rank unless
-    all ranks have the same error. The body must not communicate before it raises an error.
+    Collective after the body, which must not communicate before it raises an error. The message
+    names the failed rank unless all ranks have the same error.
     """
     error: Exception | None = None
     try:
@@ -94,8 +93,8 @@ def share_errors(group: Group = None) -> Iterator[None]:
     first = error if error is not None and ranks[0] == dist.get_rank(group) else errors[ranks[0]]
     assert first is not None
     rank = dist.get_process_group_ranks(group or dist.group.WORLD)[ranks[0]]
-    is_named = is_common or f"rank {rank}" in str(first)
-    if not is_named and first.args == (str(first),):
+    has_rank = is_common or f"rank {rank}" in str(first)
+    if not has_rank and first.args == (str(first),):
         first.args = (f"{first} (on rank {rank})",)
     raise first
 
@@ -129,7 +128,7 @@ def run_and_share_errors(action: Callable[[], T], group: Group = None) -> T:
 
 
 def _is_single_rank(group: Group) -> bool:
-    """Whether no other rank takes part: one rank, a fake group, or no process group."""
+    """Whether no other rank communicates: a group of one rank, a fake group, or no group."""
     if not dist.is_initialized() or dist.get_backend(group) == "fake":
         return True
     return dist.get_world_size(group) == 1
@@ -199,7 +198,7 @@ def withdraw_records() -> None:
 
 def _get_store() -> dist.Store | None:
     """Return the store of the default process group, or None if no other rank reads it."""
-    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+    if _is_single_rank(None):
         return None
     store: dist.Store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
     return store
@@ -208,10 +207,10 @@ def _get_store() -> dist.Store | None:
 def _is_transport_error(error: BaseException | None) -> bool:
     """Whether an error or one of its causes was raised by gloo, NCCL or the store."""
     while error is not None:
-        is_other = isinstance(error, RuntimeError) and any(
-            x in str(error) for x in TRANSPORT_ERRORS
-        )
-        if is_other or isinstance(error, dist.DistError):
+        is_runtime = isinstance(error, RuntimeError)
+        if is_runtime and any(x in str(error) for x in TRANSPORT_ERRORS):
+            return True
+        if isinstance(error, dist.DistError):
             return True
         error = error.__cause__
     return False

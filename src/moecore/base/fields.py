@@ -32,20 +32,11 @@ from __future__ import annotations
 import math
 import os
 import types
+import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import fields
 from functools import cache, partial, reduce
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    NamedTuple,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-    is_typeddict,
-)
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import nn
@@ -118,7 +109,7 @@ class _ValueCheck(NamedTuple):
 
 
 class CheckedRecord:
-    """Base of dataclasses whose constructor raises a ValueError for fields of wrong value."""
+    """Base of dataclasses whose constructor raises a ValueError for the first invalid field."""
 
     __slots__ = ()
 
@@ -137,12 +128,12 @@ class CheckedRecord:
             _raise_field_error(self, name, relation)
 
     def _rules(self) -> Rules:
-        """Yield (field, "relation: fix") for each broken relation between fields."""
+        """Yield (field, text after "must") of broken rules, such as ("n", "be > 1: raise it")."""
         return iter(())
 
 
 def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Raise a ValueError for the first of a function's arguments (`locals()`) that is invalid."""
+    """Raise a ValueError if an argument does not match its annotation; `arguments` = `locals()`."""
     if torch.compiler.is_compiling():
         return
     for name, kind in _list_argument_checks(function):
@@ -165,13 +156,13 @@ def quote(value: object) -> str:
 
 
 def format_name(name: object) -> str:
-    """Return a name for an error: unchanged, or its quoted `repr` if long or not printable."""
+    """Return a name as text for an error; the text is quoted if it is long or not printable."""
     text = str(name)
     return text if len(text) <= 200 and text.isprintable() else quote(text)
 
 
 def _raise_if_invalid(name: str, value: object, kind: _ValueCheck) -> None:
-    """Raise a ValueError if the value of argument `name` does not pass the check `kind`."""
+    """Raise a ValueError that names the argument if its value does not pass the check `kind`."""
     if not kind.allows(value):
         raise ValueError(f"{name} ({quote(value)}) must be {kind.name(value)}: {kind.fix}")
 
@@ -223,8 +214,12 @@ def _make_plain_check(hint: Any, bounds: list[Bound]) -> _ValueCheck:
         return _make_choice_check(args)
     if origin in (Union, types.UnionType):
         kind = _make_union_check([_make_check(arg) for arg in args])
-        has_path = any(get_origin(arg) is os.PathLike for arg in args)
-        return _refuse_line_breaks(kind) if has_path else kind
+        if not any(get_origin(arg) is os.PathLike for arg in args):
+            return kind
+        return kind._replace(  # errors show paths in one line
+            allows=lambda value: kind.allows(value) and not set("\r\n") & set(str(value)),
+            name=lambda value: f"{kind.name(value)}, without line breaks",
+        )
     if origin is Callable:
         return _ValueCheck(callable, lambda value: "a function", "pass a function")
     if origin is tuple:
@@ -233,21 +228,18 @@ def _make_plain_check(hint: Any, bounds: list[Bound]) -> _ValueCheck:
         return _ValueCheck(lambda value: True, lambda value: "anything", "pass one")
     if isinstance(origin, type):
         return _make_generic_check(origin, args)
-    if is_typeddict(hint):  # the caller checks its keys and values
+    if typing.is_typeddict(hint):  # the caller checks its keys and values
         return _make_generic_check(Mapping, (str, Any))
     if not isinstance(hint, type):
         raise TypeError(f"annotation {hint!r} must be one that base/fields.py knows")
     if hint is type(None):
         return _ValueCheck(lambda value: value is None, lambda value: "None", "pass None")
-    return _ValueCheck(
-        lambda value: isinstance(value, hint),
-        lambda value: _name_class(hint)[0],
-        _name_class(hint)[1],
-    )
+    noun, fix = _name_class(hint)
+    return _ValueCheck(lambda value: isinstance(value, hint), lambda value: noun, fix)
 
 
 def _name_class(cls: type) -> tuple[str, str]:
-    """Return (noun, fix) for the error that requires an instance of a class."""
+    """Return the noun and the fix, such as ("a string", "pass a str"), of a class in errors."""
     article = "an" if cls.__name__[0] in "AEIOU" else "a"
     return NAMES.get(cls, (f"{article} {cls.__name__}", f"pass {article} {cls.__name__}"))
 
@@ -291,14 +283,10 @@ def _make_number_check(base: type, bounds: list[Bound]) -> _ValueCheck:
     """Return the check for an int or float field with bounds; the type's limits also apply."""
     classes = (int, float) if base is float else (int,)
     signs = {bound.sign[0] for bound in bounds}
-    implied = [
-        b
-        for b in (Bound(">=", -MAX_ABS[base]), Bound("<=", MAX_ABS[base]))
-        if b.sign[0] not in signs
-    ]
+    of_type = Bound(">=", -MAX_ABS[base]), Bound("<=", MAX_ABS[base])
+    implied = [b for b in of_type if b.sign[0] not in signs]
     low = max(_find_inclusive_limit(b, base) for b in bounds + implied if b.sign[0] == ">")
     high = min(_find_inclusive_limit(b, base) for b in bounds + implied if b.sign[0] == "<")
-
     noun = "a whole number" if base is int else "a finite number"
     if high == math.inf:
         noun = "a number"
@@ -327,7 +315,7 @@ def _make_number_check(base: type, bounds: list[Bound]) -> _ValueCheck:
 
 
 def _find_inclusive_limit(bound: Bound, base: type) -> float:
-    """Return the smallest number that a lower bound allows, or the largest of an upper bound."""
+    """Return the smallest number that a lower bound (the largest that an upper bound) allows."""
     if bound.sign.endswith("="):
         return bound.limit
     direction = 1 if bound.sign == ">" else -1
@@ -362,15 +350,6 @@ def _make_union_check(kinds: list[_ValueCheck]) -> _ValueCheck:
     )
 
 
-def _refuse_line_breaks(kind: _ValueCheck) -> _ValueCheck:
-    """Return the check `kind` of a path, which also rejects line breaks; errors show paths."""
-    return _ValueCheck(
-        lambda value: kind.allows(value) and (value is None or not set("\r\n") & set(str(value))),
-        lambda value: f"{kind.name(value)}, without line breaks",
-        kind.fix,
-    )
-
-
 def _make_tuple_check(args: tuple[Any, ...]) -> _ValueCheck:
     """Return the check for a tuple with these type arguments; `...` allows any length."""
     kinds = [_make_check(arg) for arg in args if arg is not Ellipsis]
@@ -392,9 +371,3 @@ def _make_tuple_check(args: tuple[Any, ...]) -> _ValueCheck:
         return value if all(a is b for a, b in pairs) else tuple(b for _, b in pairs)
 
     return _ValueCheck(allows, name, "pass a tuple", convert)
-
-
-class UsageError(Exception):
-    """A command of `moecore` was called wrongly."""
-
-    exit_code = 2

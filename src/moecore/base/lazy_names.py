@@ -8,11 +8,12 @@ from typing import Any
 def make_lazy_getattr(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
     """Return a `__getattr__` for a package that imports a submodule when its name is first read.
 
-    `names` maps a submodule to the names that the package offers from it, separated by blanks.
+    `names` maps a submodule to the names, separated by blanks, that the package re-exports from it.
     """
     homes = {name: module for module, line in names.items() for name in line.split()}
 
     def find(name: str) -> Any:
+        """Import the package's attribute `name`: an object of a module, or a module."""
         if name in homes:
             return getattr(import_module(f"{package}.{homes[name]}"), name)
         if not name.startswith("_"):  # a module of the package

@@ -38,8 +38,8 @@ def clean_name(name: str) -> str:
 def get_local_param(param: Tensor, *, reads: bool = True) -> Tensor:
     """Return this rank's local tensor of a parameter; differentiable.
 
-    `reads` False: the caller reads only the parameter's FP8 blocks (`get_fp8_blocks`), so a
-    parameter without values is allowed. Otherwise it raises a NotImplementedError.
+    Raises a NotImplementedError for a parameter that has only FP8 blocks, unless `reads` is False:
+    the caller then reads only the blocks (`get_fp8_blocks`).
     """
     local = param
     if isinstance(param, DTensor) and torch.compiler.is_compiling():
@@ -56,6 +56,7 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, param: DTensor) -> Tensor:
+        """Return a DTensor's local tensor."""
         ctx.set_materialize_grads(False)
         ctx.param = param
         local = get_local_tensor(param)
@@ -63,12 +64,11 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
-        param = ctx.param
+        """Return the gradient as a DTensor, partial where the parameter is replicated."""
         if grad is None:
             return None
-        return make_dtensor(
-            grad, param.device_mesh, make_grad_placements(param.placements), of=param
-        )
+        param, placements = ctx.param, make_grad_placements(ctx.param.placements)
+        return make_dtensor(grad, param.device_mesh, placements, of=param)
 
 
 def has_values(local: Tensor) -> bool:
@@ -99,9 +99,8 @@ def init_normal_(param: Tensor, *, std: float, key: str, seed: int = 0) -> None:
     No communication. The values depend only on `key`, usually the parameter's name, on `seed` and
     on the device type.
     """
-    # The global tensor is split along dim 0 into blocks of about `BLOCK_NUMEL` values. A generator
-    # seeded by (seed, key, block) draws each block, and a rank draws only the blocks of its shard.
-    # So a model larger than one rank's memory can be initialised. CPU and CUDA values differ.
+    # A generator seeded by (seed, key, block) draws each block of about `BLOCK_NUMEL` values along
+    # dim 0 of the global tensor. A rank draws only the blocks of its shard.
     _fill_shard(param, key, seed, lambda values, g: values.normal_(0.0, std, generator=g))
 
 
@@ -114,9 +113,9 @@ def init_uniform_(param: Tensor, *, bound: float, key: str, seed: int = 0) -> No
 def _fill_shard(
     param: Tensor, key: str, seed: int, fill_: Callable[[Tensor, torch.Generator], Tensor]
 ) -> None:
-    """Fill a shard in place with its part of global values; `key`, `seed`: see `init_normal_`.
+    """Fill a shard in place with its part of the global values, see `init_normal_`.
 
-    `fill_` fills an fp32 tensor, a block of global rows, by the generator that it receives.
+    `fill_` receives a block of global rows in fp32, and the generator that draws its values.
     """
     local = get_local_tensor(param)
     if local.numel() == 0:
@@ -168,7 +167,7 @@ def compute_global_indices(param: Tensor, coordinate: Sequence[int] | None = Non
             parts = getattr(placement, "split_factor", 1)
             size, rank = mesh.size(mesh_dim), coordinate[mesh_dim]
             if parts > 1 and parts != inner:
-                index = _take_interleaved_chunks(index, parts, size, rank)
+                index = index.view(parts, size, -1)[:, rank].reshape(-1)  # a chunk of each part
             elif parts > 1:
                 strided.append((size, rank))
             else:
@@ -181,17 +180,9 @@ def compute_global_indices(param: Tensor, coordinate: Sequence[int] | None = Non
 
 
 def _take_chunk(index: Tensor, size: int, rank: int) -> Tensor:
-    """Return rank `rank`'s chunk of an index, as `torch.chunk` splits it to `size` ranks."""
+    """Return chunk `rank` of an index that `torch.chunk` would split into `size` chunks."""
     step = -(-index.numel() // size)
     return index[rank * step : (rank + 1) * step]
-
-
-def _take_interleaved_chunks(index: Tensor, parts: int, size: int, rank: int) -> Tensor:
-    """Return a rank's chunk of each of `parts` equal sections of an index, concatenated.
-
-    Each section is split to `size` ranks.
-    """
-    return index.view(parts, size, -1)[:, rank].reshape(-1)
 
 
 def find_runs(index: Tensor) -> Iterator[tuple[int, int]]:
@@ -220,11 +211,9 @@ def shard_parameter(
     No communication: each rank must have equal values. `reads_plain`: the module computes with the
     local tensor, not the DTensor.
     """
-    # With `reads_plain` the module's unit registers the local tensor, not a DTensor, and its
-    # gradient has `make_grad_placements`.
-    # Values must be equal on every rank, and sharded dims must divide evenly.
-    # `_StridedShard(dim, split_factor=n)` shards each of n equal parts of the dim (gate and up of
-    # one expert). Meta parameters stay on meta.
+    # With `reads_plain` the module's unit registers the local tensor, and its gradient has
+    # `make_grad_placements`. Sharded dims must divide evenly. `_StridedShard(dim, split_factor=n)`
+    # shards each of n equal parts of the dim (gate and up of one expert).
     param = getattr(module, name)
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "a rank outside the mesh holds no shard"
@@ -238,10 +227,8 @@ def shard_parameter(
         local = pieces.select(dim + 1, rank).flatten(dim, dim + 1)
     if not local.is_meta:
         local = local.to(mesh.device_type)
-    part = make_dtensor(
-        local.clone(memory_format=torch.contiguous_format), mesh, placements, of=param
-    )
-    sharded = make_parameter_like(part, param)
+    local = local.clone(memory_format=torch.contiguous_format)
+    sharded = make_parameter_like(make_dtensor(local, mesh, placements, of=param), param)
     if reads_plain:
         setattr(sharded, READS_PLAIN, True)
     module.register_parameter(name, sharded)
@@ -250,10 +237,7 @@ def shard_parameter(
 def group_by_size(
     items: Iterable[T], size_of: Callable[[T], int], max_size: int
 ) -> Iterator[list[T]]:
-    """Yield lists of consecutive items whose sizes sum to at most `max_size`.
-
-    A larger item has a list without other items.
-    """
+    """Yield lists of consecutive items of total size <= `max_size`, or of one larger item."""
     group: list[T] = []
     total = 0
     for item in items:

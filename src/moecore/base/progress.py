@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from moecore.base.tables import format_bytes
+from moecore.base.text import format_bytes
 
 T = TypeVar("T")
 DELAY_S, INTERVAL_S = 5.0, 10.0
@@ -71,14 +71,13 @@ def show_progress(label: str, *, unit: str = "", lines: bool = False) -> Iterato
     Any thread can call `report`. `unit` is the unit of the numbers ("B" = bytes). With `lines` the
     progress is text lines, never a tqdm bar.
     """
-    tqdm = None if lines or not sys.stderr.isatty() else import_tqdm()
-    if not is_shown():
-        yield _ignore_report
+    tqdm = None if lines or not sys.stderr.isatty() else _import_tqdm()
+    if not _is_first_rank():
+        yield lambda count, total: None
     elif tqdm is None:
         yield ProgressLines(label, unit).report
     else:
-        is_bytes = unit == "B"
-        options: dict[str, Any] = {"unit": unit or "it", "unit_scale": is_bytes, "leave": False}
+        options: dict[str, Any] = {"unit": unit or "it", "unit_scale": unit == "B", "leave": False}
         with tqdm.tqdm(desc=label, delay=DELAY_S, **options) as bar:
 
             def report(count: int, total: int) -> None:
@@ -100,7 +99,7 @@ def track(
             report(number, total)
 
 
-def is_shown() -> bool:
+def _is_first_rank() -> bool:
     """Whether this process is rank 0, the only rank that shows progress."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank() == 0
@@ -115,7 +114,7 @@ def print_line(line: str) -> None:
         print(f"moecore: {line}", file=sys.stderr, flush=True)
 
 
-def import_tqdm() -> ModuleType | None:
+def _import_tqdm() -> ModuleType | None:
     """Import tqdm, give it a thread lock and return it; None if tqdm is not installed."""
     try:
         import tqdm
@@ -124,7 +123,3 @@ def import_tqdm() -> ModuleType | None:
     tqdm.tqdm.set_lock(threading.RLock())  # tqdm's own lock is a semaphore that a killed rank leaks
     module: ModuleType = tqdm
     return module
-
-
-def _ignore_report(count: int, total: int) -> None:
-    pass

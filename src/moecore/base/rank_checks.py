@@ -49,10 +49,8 @@ def check_equal(entries: Mapping[str, Any], device_type: str, *, group: Group = 
     """
     problem = find_difference(entries, device_type, group=group)
     if problem is not None:
-        problem += (
-            f" on every rank{_format_stage_suffix(group)}: build the model and call moecore alike "
-        )
-        problem += "everywhere"
+        fix = "build the model and call moecore alike everywhere"
+        problem += f" on every rank{_format_stage_suffix(group)}: {fix}"
     raise_on_all(problem, device_type, group=group)
 
 
@@ -70,9 +68,7 @@ def find_difference(
     problem: str | None = None
     for subgroup in group:
         problem = _find_group_difference(entries, device_type, subgroup) or problem
-        problem = next(
-            (text for text in gather_objects(problem, subgroup) if text is not None), None
-        )
+        problem = next(filter(None, gather_objects(problem, subgroup)), None)
     return problem
 
 
@@ -85,9 +81,8 @@ def _find_group_difference(
         value, num_further = entries.get(names[0], MISSING), num_further + len(names) - 1
         if not all(gather_objects(isinstance(value, Mapping), group)):
             suffix = f" and {num_further} more" if num_further else ""
-            return (
-                f"{prefix}{names[0]} ({_format_both_values(value, group)}){suffix} must be the same"
-            )
+            values = _format_both_values(value, group)
+            return f"{prefix}{names[0]} ({values}){suffix} must be the same"
         prefix, entries = f"{prefix}{names[0]} of ", value
     return None
 
@@ -107,7 +102,7 @@ def _format_both_values(value: Any, group: Group) -> str:
     )
 
 
-def check_headers(
+def check_collective_headers(
     op: str,
     numbers_of_ranks: Sequence[Sequence[int]],
     formats: Mapping[str, Callable[[int], str]],
@@ -123,9 +118,8 @@ def check_headers(
         formats: name of each number -> function that formats the number for the error.
         group: the group whose ranks are named in the error.
     """
-    for (name, show), values in zip(
-        formats.items(), zip(*numbers_of_ranks, strict=True), strict=True
-    ):
+    for i, (name, show) in enumerate(formats.items()):
+        values = [numbers[i] for numbers in numbers_of_ranks]
         other = next((place for place, value in enumerate(values) if value != values[0]), None)
         if other is not None:
             ranks = dist.get_process_group_ranks(group)
@@ -151,19 +145,22 @@ def list_training_entries(
     """
     params = dict(model.named_parameters())
     names = {param: name for name, param in params.items()}
-    options = _list_optimizer_options(optimizers, names)
     return {
         "names of parameters": list(params),
         "requires_grad": {name: param.requires_grad for name, param in params.items()},
-        "classes of optimizers": [type(optimizer).__name__ for optimizer in optimizers],
-        "names of optimizers' options": list(options),
-        "value": options,
+        **describe_optimizers(optimizers, names),
     }
 
 
-def describe_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Return optimizer classes and options, as entries that all pipeline stages compare."""
-    options = _list_optimizer_options(optimizers, None)
+def describe_optimizers(
+    optimizers: Sequence[torch.optim.Optimizer], names: Mapping[nn.Parameter, str] | None = None
+) -> dict[str, Any]:
+    """Return optimizer classes and options as entries for `check_equal`.
+
+    `names` maps parameters to names. None leaves out values of single parameters, which pipeline
+    stages do not share.
+    """
+    options = _list_optimizer_options(optimizers, names)
     return {
         "classes of optimizers": [type(optimizer).__name__ for optimizer in optimizers],
         "names of optimizers' options": list(options),
@@ -174,10 +171,7 @@ def describe_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str
 def _list_optimizer_options(
     optimizers: Sequence[torch.optim.Optimizer], names: Mapping[nn.Parameter, str] | None
 ) -> dict[str, Any]:
-    """Return path -> value of the options of optimizers and of their param groups.
-
-    `names` maps parameters to names. If it is None, values of single parameters are left out.
-    """
+    """Return {path: value} of the options of optimizers and param groups for these `names`."""
     options: dict[str, Any] = {}
     for place, optimizer in enumerate(optimizers):
         prefix = f"optimizer {place}" if len(optimizers) > 1 else "optimizer"
@@ -255,12 +249,12 @@ def raise_on_world(problem: str | None, device_type: str) -> None:
     has_problem = torch.tensor(problem is not None, dtype=torch.int64, device=device_type)
     dist.all_reduce(has_problem, op=dist.ReduceOp.MAX)
     if has_problem.item():
-        first = next((text for text in gather_objects(problem) if text is not None), None)
+        first = next(filter(None, gather_objects(problem)), None)
         raise ValueError(problem or first)
 
 
 def gather_first_problem(problem: str) -> str:
-    """Return the first rank's nonempty error text, or "". Collective over all ranks."""
+    """Return the error text of the first rank that has one, or "". Collective over all ranks."""
     of_ranks = gather_objects(problem)
     if len(of_ranks) == 1:
         return problem

@@ -1,4 +1,4 @@
-"""Functions whose results a recompute region saves for backward instead of recomputing.
+"""Recompute regions: which results a region saves for backward instead of recomputing.
 
 A region (`train/memory/recompute.py`) is a part of the model that backward recomputes. A torch
 function mode finds torch's matrix products and attention in a region. moecore calls its own
@@ -70,12 +70,10 @@ def intercept_products(region: Region, *, has_products: bool) -> Iterator[None]:
 
 
 class _InterceptProducts(TorchFunctionMode):
-    """Passes calls of torch's matrix products and attention to the region."""
+    """Passes matrix products, attention and random generators of torch calls to the region."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Call `func`; pass matmuls, attention and random generators to the region."""
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a torch function; `PRODUCTS` are run by `run_product`."""
         kwargs = kwargs or {}
         if kwargs.get("generator") is not None and _state.region is not None:
             _state.region.save_generator(kwargs["generator"])
@@ -83,19 +81,16 @@ class _InterceptProducts(TorchFunctionMode):
 
 
 def run_product(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return function(*args, **kwargs), a matrix product, and save it in the active region.
-
-    See `run_and_save`. Inside `recompute_products` the result is not saved.
-    """
+    """As `run_and_save`, for a matrix product, which `recompute_products` does not save."""
     if _state.is_recomputing:
         return function(*args, **kwargs)
     return run_and_save(function, *args, **kwargs)
 
 
 def run_and_save(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return function(*args, **kwargs) and save it in the active region; for collectives, too.
+    """Return function(*args, **kwargs), and save the result if a recompute region is active.
 
-    Recomputation in backward returns the saved result. Without a region this is a plain call.
+    The region's recomputation in backward returns the saved result.
     """
     region = _state.region
     if region is None or region.is_multiplying:

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import Any, Protocol
 
 import torch
@@ -68,9 +69,7 @@ class UsedRows:
     num_rows: Tensor | None = None  # 0-dim int32: the first rows are in use; None = see `slots`
     slots: Tensor | None = None  # int32 [length, K]: a row of negative slots is not in use
     balanced: int | None = None  # number of used rows with balanced routing; None = not known
-    storage: int | None = (
-        None  # `get_storage_key` of the matrix; None = every matrix of this length
-    )
+    storage: int | None = None  # `get_storage_key` of the matrix; None = any of this length
 
     def matches(self, tensor: Tensor) -> bool:
         """Whether a tensor is the matrix of this record, or a slice of its columns."""
@@ -145,7 +144,7 @@ def _install_pack_hook() -> AbstractContextManager[Any]:
     """
     if get_saved_tensor_hooks() is not None or not is_packing():
         return nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(pack_tensor, _unpack_tensor)
+    return torch.autograd.graph.saved_tensors_hooks(pack_tensor, methodcaller("unpack"))
 
 
 def find_used_rows(tensor: Tensor) -> UsedRows | None:
@@ -169,8 +168,3 @@ def pack_tensor(tensor: Tensor) -> Handle:
         if handle is not None:
             return handle
     return TensorHandle(tensor)
-
-
-def _unpack_tensor(handle: Handle) -> Tensor:
-    """Autograd's unpack hook: return the tensor of a handle."""
-    return handle.unpack()

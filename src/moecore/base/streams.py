@@ -99,10 +99,6 @@ class DryQueues:
         self.length += 1
         return dependencies
 
-    def use_stream(self, stream: DryStream) -> AbstractContextManager[None]:
-        """Return a context in which `stream` is the current stream."""
-        return patch_attributes(self, current=stream)
-
 
 Event = torch.Event | DryEvent
 
@@ -152,9 +148,8 @@ def _get_cuda_stream(stream_id: int, device_index: int, device_type: int) -> tor
     """Return the `torch.cuda.Stream` for the ids of a `torch.Stream`."""
     # A `torch.Stream` ignores `wait` of a `torch.cuda.Event` without an error, and does not equal a
     # `torch.cuda.Stream`. `torch.cuda.current_stream` makes the same object at each call.
-    return torch.cuda.Stream(
-        stream_id=stream_id, device_index=device_index, device_type=device_type
-    )
+    ids = dict(stream_id=stream_id, device_index=device_index, device_type=device_type)
+    return torch.cuda.Stream(**ids)
 
 
 class _OnStream:
@@ -179,7 +174,7 @@ def use_stream(stream: Stream | None) -> AbstractContextManager[Any]:
         return nullcontext()
     if isinstance(stream, DryStream):
         assert _dry.queues is not None, "a dry stream outlived its dry run"
-        return _dry.queues.use_stream(stream)
+        return patch_attributes(_dry.queues, current=stream)
     return _OnStream(stream)  # type: ignore[arg-type]
 
 

@@ -55,10 +55,8 @@ def load_names() -> Names:
         products = importlib.import_module("transformer_engine.pytorch.cpp_extensions")
         extension = importlib.import_module("transformer_engine_torch")
     except (ImportError, OSError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(
-            f"Transformer Engine must be installed for 'te' ({reason}): {INSTALL}"
-        ) from error
+        text = f"Transformer Engine must be installed for 'te' ({' '.join(str(error).split())})"
+        raise ValueError(f"{text}: {INSTALL}") from error
     return Names(engine.__version__, pytorch, products, extension)
 
 
@@ -67,7 +65,6 @@ def find_recipe_problem(recipe: Recipe | None, device: torch.device | None) -> s
 
     A recipe of None is bf16. A device of None checks only the installation.
     """
-    # A device of None is not known yet. The meta device computes nothing.
     if device is not None and device.type == "meta":
         return None
     try:
@@ -80,9 +77,8 @@ def find_recipe_problem(recipe: Recipe | None, device: torch.device | None) -> s
     if device is None:
         return None
     if device.type != engine.device_type:
-        return (
-            f"device ({device}) must be {engine.device_type} for Transformer Engine: move the model"
-        )
+        relation = f"must be {engine.device_type} for Transformer Engine: move the model"
+        return f"device ({device}) {relation}"
     if recipe is None:
         return None
     _, reason = getattr(engine.pytorch, AVAILABLE[recipe.scaling])(return_reason=True)
@@ -111,17 +107,15 @@ def quantise(
 ) -> Any:
     """Return Transformer Engine's record of a quantised operand: FP8 or FP4 values and scales.
 
-    The matmul sums over the operand's rows if `over_rows`, otherwise over its columns. `operand`
-    decides the FP8 format and the blocks.
+    The matmul sums over the operand's rows if `over_rows`, otherwise over its columns.
     """
     with torch.no_grad():
         if scale is not None:
             dtype = _get_fp8_dtype(recipe, operand)
             seen = torch.zeros_like(scale) if seen is None else seen
             usage: Any = dict(rowwise=True, columnwise=over_rows)
-            return _use_plain_records(
-                load_names().pytorch.Float8Quantizer(scale, seen, dtype, **usage)
-            )(x_RK)
+            quantizer = load_names().pytorch.Float8Quantizer(scale, seen, dtype, **usage)
+            return _use_plain_records(quantizer)(x_RK)
         (quantizer,) = _make_quantizers(recipe, operand, over_rows, 1, x_RK.device)
         return quantizer(_cast_for_quantizer(x_RK, recipe))
 
@@ -196,10 +190,8 @@ def _make_quantizers(
         return [_make_block_quantizer(recipe, operand, over_rows, device)] * num
     # Each quantizer has its own buffers for scale and amax.
     buffers = torch.empty(2, num, device=device, dtype=torch.float32)
-    make, dtype = (
-        load_names().pytorch.Float8CurrentScalingQuantizer,
-        _get_fp8_dtype(recipe, operand),
-    )
+    make = load_names().pytorch.Float8CurrentScalingQuantizer
+    dtype = _get_fp8_dtype(recipe, operand)
     options: Any = dict(columnwise=over_rows, force_pow_2_scales=recipe.power_of_two)
     return [
         _use_plain_records(make(dtype, device, scale=scale, amax=amax, **options))
@@ -221,9 +213,8 @@ def _make_block_quantizer(
     if recipe.scaling == "mxfp8":
         return _use_plain_records(te.MXFP8Quantizer(_get_fp8_dtype(recipe, operand), **usage))
     transforms = recipe.hadamard and not is_weight
-    usage |= dict(
-        with_rht=transforms, with_post_rht_amax=transforms, with_2d_quantization=is_weight
-    )
+    usage |= dict(with_rht=transforms, with_post_rht_amax=transforms)
+    usage |= dict(with_2d_quantization=is_weight)
     rounds = recipe.stochastic_rounding and operand == "gradient"
     return _use_plain_records(te.NVFP4Quantizer(stochastic_rounding=rounds, **usage))
 

@@ -101,10 +101,7 @@ _unpack = forward_ad.unpack_dual
 
 
 def _collect_plain_keys() -> frozenset[int]:
-    """Return the dispatch key sets of this thread without modes, transforms and tracers.
-
-    There are two sets: with and without inference mode.
-    """
+    """Return this thread's dispatch key sets in plain eager code, in and out of inference mode."""
     key_sets = set()
     with _disable_current_modes():
         for mode in (False, True):
@@ -143,10 +140,9 @@ def patch_attributes(target: Any, **values: Any) -> Iterator[None]:
 
 
 def enter_custom_ops() -> AbstractContextManager[None]:
-    """Return a context in which dispatch modes intercept the operations inside custom ops.
+    """Return a context (a dry run) in which dispatch modes intercept operations inside custom ops.
 
-    Outside of this context a mode intercepts one operation per custom op of moecore. The context
-    applies to meta tensors too.
+    Outside of this context a mode intercepts one operation per custom op of moecore.
     """
     return patch_attributes(_dry, inside=True)
 
@@ -177,12 +173,12 @@ def skips_communication(x: Tensor) -> bool:
 
 
 def disable_dispatch_modes() -> AbstractContextManager[Any]:
-    """Return a context that disables dispatch modes, except inside `enter_custom_ops`."""
+    """Return a context without active dispatch modes; does nothing inside `enter_custom_ops`."""
     return nullcontext() if _dry.inside else _disable_current_modes()
 
 
 def is_plain_eager() -> bool:
-    """Whether no compiler, dispatch mode, transform or tracer is active, or in a dry run."""
+    """Whether a dry run, or no compiler, dispatch mode, transform or tracer, is active."""
     if torch.compiler.is_compiling():
         return False
     return (_keys().raw_repr() in _PLAIN_KEYS and not is_in_forward_mode()) or _dry.inside
@@ -199,7 +195,7 @@ def has_tangents(*tensors: Tensor) -> bool:
 
 
 def mark(name: str) -> AbstractContextManager[Any]:
-    """Return a context that a profiler, and in a dry run `list_open_marks`, shows by this name."""
+    """Return a context that profilers, and `list_open_marks` in a dry run, show by this name."""
     if torch.compiler.is_compiling():
         return NOTHING
     if _dry.inside:
@@ -222,8 +218,7 @@ def get_autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 def get_current_node() -> Node:
     """Return the autograd node whose backward is running."""
-    node: Node = torch._C._current_autograd_node()
-    return node
+    return torch._C._current_autograd_node()
 
 
 def is_inside_backward() -> bool:
@@ -257,9 +252,7 @@ def has_next_node() -> bool:
 
 def get_saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """Return the innermost active pair of `torch.autograd.graph.saved_tensors_hooks`, or None."""
-    hooks: tuple[Callable[..., Any], Callable[..., Any]] | None
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 # Modules and tensors.
@@ -301,8 +294,7 @@ def apply_value_hooks(param: Tensor, grad: Tensor) -> Tensor:
 
 def call_accumulate_hooks(param: Tensor) -> None:
     """Call the parameter's `register_post_accumulate_grad_hook` hooks without autograd."""
-    hooks = param._post_accumulate_grad_hooks
-    for hook in (hooks or {}).values():
+    for hook in _get_accumulate_hooks(param).values():
         hook(param)
 
 
@@ -389,15 +381,13 @@ def get_stored_local(tensor: Tensor) -> Tensor:
 
 
 def wrap_like(local: Tensor, like: Tensor) -> Tensor:
-    """Return a DTensor with local shard `local` and the mesh, placements and shape of `like`.
-
-    Faster than `DTensor.from_local`.
-    """
+    """Return a DTensor of local shard `local` with the mesh, placements and shape of `like`."""
+    # Faster than `DTensor.from_local`.
     return DTensor(local, like._spec, requires_grad=False)  # type: ignore[attr-defined]
 
 
 def zeros_like(tensor: Tensor, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-    """Return zeros with shape and placements of a tensor; `device` None = the tensor's device."""
+    """Return zeros like a tensor or DTensor in `dtype`; `device` None = the tensor's device."""
     is_moved = device not in (None, tensor.device)
     if not isinstance(tensor, DTensor) or dtype != tensor.dtype or is_moved:
         return torch.zeros_like(tensor, dtype=dtype, device=device)
@@ -405,10 +395,7 @@ def zeros_like(tensor: Tensor, dtype: torch.dtype, device: torch.device | None =
 
 
 def make_parameter_like(data: Tensor, like: Tensor) -> nn.Parameter:
-    """Return an `nn.Parameter` that stores `data`, with the `requires_grad` of `like`.
-
-    No other object may use `data`.
-    """
+    """Return a parameter of `data`, which has no other user, with the `requires_grad` of `like`."""
     if isinstance(data, DTensor):
         data.detach = lambda: data  # type: ignore[method-assign]  # torch's own DTensor operation takes 1 ms
     param = nn.Parameter(data, requires_grad=like.requires_grad)
@@ -417,7 +404,7 @@ def make_parameter_like(data: Tensor, like: Tensor) -> nn.Parameter:
 
 
 def clear_sharding_caches() -> None:
-    """Clear DTensor's sharding caches, which confuse meshes with equal sizes and axis names."""
+    """Clear DTensor's sharding caches, which mix up meshes of equal sizes and axis names."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # imported in 0.9 s
 
     _clear_sharding_prop_cache()
@@ -430,10 +417,7 @@ def clear_sharding_caches() -> None:
 def allocate_symmetric_memory(
     num_bytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[Tensor, Any]:
-    """Allocate symmetric memory on each rank of a group; return it with its rendezvous handle.
-
-    The memory is uint8 [num_bytes]. Collective.
-    """
+    """Allocate symmetric memory, uint8 [num_bytes]; return it and its handle. Collective."""
     from torch.distributed import _symmetric_memory
 
     # `empty` of that module uses a pool, whose offsets can differ between ranks after frees.
@@ -450,7 +434,7 @@ def allocate_symmetric_memory(
 def gather_and_consume(
     x_C: Tensor, consume: Callable[[Tensor, int], None], x_GC: Tensor, group: dist.ProcessGroup
 ) -> None:
-    """All-gather along dim 0 into `x_GC`; call consume(slice, rank) for each received slice."""
+    """All-gather `x_C` along dim 0 into `x_GC`; call consume(slice, rank) per received slice."""
     from torch.distributed import _symmetric_memory
 
     _symmetric_memory._pipelined_all_gather_and_consume(x_C, consume, x_GC, group.group_name)
@@ -459,10 +443,7 @@ def gather_and_consume(
 def produce_and_send(
     produce: Callable[[int, Tensor], None], output_GC: Tensor, group: dist.ProcessGroup
 ) -> None:
-    """Call produce(rank, slice) to fill each rank's slice of dim 0, and send it to that rank.
-
-    The received slices are written to `output_GC`.
-    """
+    """Call produce(rank, slice) to fill each rank's slice; send it; receive into `output_GC`."""
     from torch.distributed import _symmetric_memory
 
     _symmetric_memory._pipelined_produce_and_all2all(produce, output_GC, group.group_name)

@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from moecore.base import __version__
-from moecore.base.tables import format_error_line
+from moecore.base.text import format_error_line
 
 USAGE = """\
 usage: moecore [-h] [--version] COMMAND ...
@@ -82,16 +82,12 @@ CONFIGS = {
     "report": ("cli.options:ReportConfig", "planning.commands:run_report"),
     "doctor": ("cli.options:DoctorConfig", "parallel.doctor:run_doctor"),
 }
-USER_ERRORS = (
-    ValueError,
-    NotImplementedError,
-    OSError,
-    MemoryError,
-)  # in one line, without a traceback
+# Errors that are printed in one line, without a traceback.
+USER_ERRORS = (ValueError, NotImplementedError, OSError, MemoryError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code; argv None = sys.argv[1:]."""
+    """Run the command of `argv` (None = sys.argv[1:]) and return its exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
     try:
         return _run_command(words)
@@ -111,8 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_command(words: Sequence[str]) -> int:
-    """Run the command that the first words name; return its exit status."""
-    name, has_help = (words[0] if words else ""), bool({*words[:2]} & {"-h", "--help"})
+    """Run the command that the first words name; return its exit code."""
+    name, subcommand = [*words[:2], "", ""][:2]
     commands = {name: text for group in GROUPS.values() for name, text in group.items()}
     if name in ("-h", "--help"):
         print(USAGE)
@@ -126,59 +122,58 @@ def _run_command(words: Sequence[str]) -> int:
     if name in TRAINING:
         with _exit_at_interrupt():
             run = _import_object(f"recipes.{name}:main")
-        result: int = run(words[1:])
-        return result
+        return run(words[1:])  # type: ignore[no-any-return]
     if name not in commands:
         _raise_usage_error("COMMAND", name, commands)
     if name not in SUBCOMMANDS:
         return _run_with_options(name, words[1:])
-    if has_help:
-        print(
-            f"usage: moecore {name} [-h] COMMAND ...\n\n{_list_commands(SUBCOMMANDS[name], name)}"
-        )
+    subcommands = SUBCOMMANDS[name]
+    if subcommand in ("-h", "--help"):
+        print(f"usage: moecore {name} [-h] COMMAND ...\n\n{_list_commands(subcommands, name)}")
         return 0
-    if "".join(words[1:2]) not in SUBCOMMANDS[name]:
-        _raise_usage_error(f"COMMAND of moecore {name}", "".join(words[1:2]), SUBCOMMANDS[name])
-    return _run_with_options(f"{name} {words[1]}", words[2:])
+    if subcommand not in subcommands:
+        _raise_usage_error(f"COMMAND of moecore {name}", subcommand, subcommands)
+    return _run_with_options(f"{name} {subcommand}", words[2:])
 
 
 def _list_commands(texts: dict[str, str], group: str = "") -> str:
-    """Return a line per command with its help; `group` is the command word before, or ""."""
+    """Return a line per command with its help text; `group` is the first word of subcommands."""
     prefix = f"moecore {group} " if group else ""
     return "\n".join(f"  {prefix}{name:<11} {text}" for name, text in texts.items())
 
 
 def _raise_usage_error(label: str, name: str, names: dict[str, str]) -> NoReturn:
-    """Raise a UsageError: `label`, such as "COMMAND", is `name` and must be one of `names`."""
+    """Raise a UsageError: `label`, such as "COMMAND", is `name`, but must be one of `names`."""
     close = difflib.get_close_matches(name[:80], names, n=1)
     hint = f"did you mean {close[0]}?" if close else "see --help"
-    raise _import_object("base.fields:UsageError")(
+    raise _import_object("base.command_options:UsageError")(
         f"{label} ({name[:80]!r}) must be one of {', '.join(names)}: {hint}"
     )
 
 
 def _run_with_options(name: str, words: Sequence[str]) -> int:
-    """Run a command of `CONFIGS` with options from `words`; return its exit status."""
+    """Run a command of `CONFIGS` with the options in `words`; return its exit code."""
     with _exit_at_interrupt():
         options, run = map(_import_object, CONFIGS[name])
-        parse, usage_error = map(_import_object, ("recipes.parser:parse", "base.fields:UsageError"))
+        parse, usage_error = map(
+            _import_object, ("recipes.parser:parse", "base.command_options:UsageError")
+        )
     try:
         config = parse(options, words, prog=f"moecore {name}")
     except ValueError as error:
         raise usage_error(str(error)) from None
-    result: int = run(config)
-    return result
+    return run(config)  # type: ignore[no-any-return]
 
 
 def _import_object(path: str) -> Any:
-    """Return the object at "module:name" in moecore; imports of a command take seconds."""
+    """Import and return the object at "module:name" in moecore, which can take seconds."""
     module, _, name = path.partition(":")
     return getattr(import_module(f"moecore.{module}"), name)
 
 
 @contextmanager
 def _exit_at_interrupt() -> Iterator[None]:
-    """Return a context in which Ctrl-C exits at once: some imports swallow KeyboardInterrupt."""
+    """Return a context in which Ctrl-C ends the process: some imports swallow KeyboardInterrupt."""
     if threading.current_thread() is not threading.main_thread():
         yield  # other threads get no signals
         return

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from moecore.base.command_options import POSITIONAL
 from moecore.base.fields import Bound, Count
-from moecore.base.tables import UNITS
+from moecore.base.text import UNITS
 from moecore.io.checkpoint.directory import Step
 
 

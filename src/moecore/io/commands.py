@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from moecore.base.fields import UsageError
+from moecore.base.command_options import UsageError
 from moecore.base.progress import show_progress
-from moecore.base.tables import escape_unprintable, format_bytes, format_error_line
+from moecore.base.text import escape_unprintable, format_bytes, format_error_line
 from moecore.io.checkpoint.directory import (
     find_complete_checkpoints,
     find_prunable,

@@ -33,7 +33,7 @@ from moecore.kernels.common import disable_autocast
 from moecore.kernels.cross_entropy import IGNORE_INDEX, softmax_gradient_
 from moecore.models.loss import RowStatistics, combine_row_statistics, find_product_dtype
 from moecore.moe.dispatch.collectives import all_gather_rows
-from moecore.precision.head import add_product_, multiply
+from moecore.precision.head import add_product_, mm_with_dtype
 
 Scalar = Callable[[Tensor, Tensor | None], Tensor]
 
@@ -228,7 +228,7 @@ class _LinearLogProbs(torch.autograd.Function):
 def _compute_logits(hidden_CD: Tensor, weight_VD: Tensor, temperature: float) -> Tensor:
     """Return a chunk's logits hidden @ weight^T / temperature [C, V], fp32 or fp64."""
     dtype = torch.promote_types(hidden_CD.dtype, torch.float32)
-    x_CV = multiply(hidden_CD, weight_VD.t(), dtype)
+    x_CV = mm_with_dtype(hidden_CD, weight_VD.t(), dtype)
     return x_CV if temperature == 1.0 else x_CV.div_(temperature)
 
 

@@ -185,7 +185,7 @@ def _add_chunk_(
     logits_CV = products.compute_logits(hidden_CD)
     d_logits = None
     if group is None:
-        loss, d_logits = products.compute_cross_entropy(logits_CV, labels_C, wants=want)
+        loss, d_logits = products.compute_cross_entropy(logits_CV, labels_C, needs_grad=want)
     else:
         of_rows = combine_row_statistics(logits_CV, labels_C, group)
         loss = -of_rows.log_probs().sum()

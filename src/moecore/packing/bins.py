@@ -1,11 +1,10 @@
-"""pack_lengths: packs documents into bins of a fixed size; PackedBatchSampler: batches of bins.
+"""`pack_lengths` packs documents into bins of a fixed size; `PackedBatchSampler` yields their ids.
 
 Legend: N documents, b bins.
 
 First-fit decreasing puts each document, longest first, into the first bin that has the capacity.
 Each node of a tree over the bins has the largest remaining capacity of its bins, so a search takes
-log2(b) steps. The first such bin takes as many documents of one length as fit. So N documents take
-at most N searches, and far fewer if lengths repeat.
+log2(b) steps. The bin of a search takes as many documents of one length as fit.
 
 Example, lengths 3 6 4 2 5 in bins of 8: 6 opens bin 0, 5 opens bin 1, 4 opens bin 2, 3 fits bin 1,
 and 2 fits bin 0, so the bins are [1, 3], [0, 4] and [2].
@@ -31,10 +30,10 @@ from moecore.packing.documents import (
     Integers,
     Lengths,
     as_lengths,
-    check_fits,
+    check_max_length,
+    count_document_tokens,
     cut_document,
     hash_parts,
-    length_of,
 )
 
 TooLong = Literal["raise", "cut"]
@@ -75,9 +74,11 @@ def pack_lengths(lengths: Lengths, bin_tokens: Count) -> Bins:
     """
     check_arguments(pack_lengths, locals())
     lengths_N = as_lengths(lengths)
-    check_fits(lengths_N, bin_tokens)
+    check_max_length(lengths_N, bin_tokens)
     by_length = np.argsort(-lengths_N, kind="stable")
     values, counts = np.unique(-lengths_N, return_counts=True)
+    # First fit opens a bin only for a document that fits no earlier bin, so at most one bin is half
+    # full or less.
     max_bins = min(len(lengths_N), 2 * int(lengths_N.sum()) // bin_tokens + 1)
     opened = _BinCapacities(bin_tokens, max_bins=max_bins)
     bins: list[int] = []
@@ -98,9 +99,6 @@ def pack_lengths(lengths: Lengths, bin_tokens: Count) -> Bins:
 
 class _BinCapacities:
     """A tree of the remaining capacities of at most `max_bins` bins, in tokens."""
-
-    # First fit opens a bin only for a document that no earlier bin can take. So at most one bin is
-    # half full or less, which bounds the number of bins.
 
     def __init__(self, bin_tokens: int, max_bins: int) -> None:
         self._leaves = 1 << max(max_bins, 1).bit_length()
@@ -137,8 +135,8 @@ def pack_documents(
 ) -> Iterator[list[Document]]:
     """Yield lists of documents of at most `bin_tokens` tokens each, from a possibly endless stream.
 
-    The function buffers at most `window` documents and packs them together. It yields the fullest
-    half of the bins and the bin of the oldest document, and refills the buffer. Deterministic.
+    The function packs a buffer of at most `window` documents. It yields the fullest half of the
+    bins and the bin of the oldest document, and refills the buffer. Deterministic.
 
     Args:
         documents: token ids, or dataset rows with `input_ids`: see `PackedCollator`.
@@ -158,12 +156,9 @@ def pack_documents(
 def _cut_long_documents(
     documents: Iterable[Document], bin_tokens: int, too_long: TooLong
 ) -> Iterator[tuple[Document, int]]:
-    """Yield (document, length), or with "cut" (piece, length) of at most `bin_tokens` tokens.
-
-    Raises a ValueError for a document without tokens, and with "raise" for a longer document.
-    """
+    """Yield (document, length), or with "cut" (piece, length) of at most `bin_tokens` tokens."""
     for number, document in enumerate(documents):
-        length = length_of(document)
+        length = count_document_tokens(document)
         if not length or (length > bin_tokens and too_long == "raise"):
             relation = "have >= 1 token: leave it out"
             if length:
@@ -180,7 +175,7 @@ def _cut_long_documents(
 def _pack_windows(
     pieces: Iterator[tuple[Document, int]], bin_tokens: int, window: int
 ) -> Iterator[list[Document]]:
-    """Pack (document, length) pairs from a buffer of `window` pairs; yield each bin as a list."""
+    """Pack (document, length) pairs in a buffer of `window` pairs; yield each bin's documents."""
     window_pieces = list(islice(pieces, window))
     while window_pieces:
         bins = list(pack_lengths([length for _, length in window_pieces], bin_tokens))
@@ -195,7 +190,7 @@ def _pack_windows(
 
 
 def _select_fullest_bins(bins: list[Integers], lengths: list[int]) -> list[Integers]:
-    """Return the first and the fullest bins, together half of `bins`, in their order.
+    """Return half of `bins`, in their order: the first bin and the fullest bins.
 
     A bin has document indices, and `lengths[i]` is the number of tokens of document i.
     """
@@ -245,7 +240,7 @@ class PackedBatchSampler:
         self._lengths = as_lengths(lengths)
         if not self._lengths.size:
             raise ValueError("lengths ([]) must have at least one document: pass some")
-        check_fits(self._lengths, bin_tokens)
+        check_max_length(self._lengths, bin_tokens)
         if data_rank >= data_ranks:
             raise ValueError(
                 f"data_rank ({data_rank}) must be < data_ranks ({data_ranks}): count from 0"
@@ -294,7 +289,7 @@ class PackedBatchSampler:
         bins = self._end_bin if batches is None else first + batches * self._step
         if bins >= len(self._get_bins(epoch)):
             epoch, bins = epoch + 1, 0
-        return {"epoch": epoch, "bins": bins} | self._facts()
+        return {"epoch": epoch, "bins": bins} | self._collect_settings()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of a sampler with the same documents, bins and seed.
@@ -305,19 +300,16 @@ class PackedBatchSampler:
             ValueError: if the state has other documents, bins or seeds, or is no `state_dict()`.
         """
         check_arguments(PackedBatchSampler.load_state_dict, locals())
-        for name, value in {"epoch": None, "bins": None, **self._facts()}.items():
+        for name, value in {"epoch": None, "bins": None, **self._collect_settings()}.items():
             if name not in state:
                 raise ValueError(f"state ({quote(state)}) must have {name!r}: pass a state_dict()")
+            relation = None
             if value is None and (type(state[name]) is not int or state[name] < 0):
-                raise ValueError(
-                    f"state[{name!r}] ({quote(state[name])}) must be a whole number >= 0: pass a "
-                    "state_dict()"
-                )
+                relation = "a whole number >= 0: pass a state_dict()"
             if value is not None and state[name] != value:
-                raise ValueError(
-                    f"state[{name!r}] ({quote(state[name])}) must be that of this sampler "
-                    f"({value!r}): make it as it was"
-                )
+                relation = f"that of this sampler ({value!r}): make it as it was"
+            if relation is not None:
+                raise ValueError(f"state[{name!r}] ({quote(state[name])}) must be {relation}")
         self.epoch, self._first = state["epoch"], state["bins"]
         self._iteration_start, self._end_bin = (self.epoch, self._first), self._first
 
@@ -326,15 +318,11 @@ class PackedBatchSampler:
         """Number of bins in one batch of all data ranks."""
         return self._rows * self._data_ranks
 
-    def _facts(self) -> dict[str, Any]:
-        """Return seed, shuffle, bin_tokens and a hash of the lengths, by name, to compare."""
+    def _collect_settings(self) -> dict[str, Any]:
+        """Return the arguments that decide the bins, by name, with a hash of the lengths."""
         digest = hashlib.sha256(self._lengths.tobytes()).hexdigest()[:12]
-        return {
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-            "bin_tokens": self._bin_tokens,
-            "documents": digest,
-        }
+        settings = {"seed": self._seed, "shuffle": self._shuffle, "bin_tokens": self._bin_tokens}
+        return settings | {"documents": digest}
 
     def _get_bins(self, epoch: int) -> Bins:
         """Return the bins of an epoch, which are packed at the first call."""
@@ -345,20 +333,17 @@ class PackedBatchSampler:
     def _pack(self, epoch: int) -> Bins:
         """Pack the documents of an epoch; return the bins in the order of the batches."""
         count = len(self._lengths)
-        order = self._order("documents", epoch, count)
+        order = self._shuffle_indices("documents", epoch, count)
         bins: list[Integers] = []
         for first in range(0, count, WINDOW):
             ids = order[first : first + WINDOW]
             window_bins = pack_lengths(self._lengths[ids], self._bin_tokens)
             bins.extend(ids[numbers] for numbers in sorted(window_bins, key=itemgetter(0)))
-        bins = [bins[i] for i in self._order("bins", epoch, len(bins))]
+        bins = [bins[i] for i in self._shuffle_indices("bins", epoch, len(bins))]
         return Bins(np.concatenate(bins), np.cumsum([0, *map(len, bins)]))
 
-    def _order(self, label: str, epoch: int, count: int) -> Integers:
-        """Return int64 0 .. count - 1, shuffled if `shuffle` is set.
-
-        The seed of the shuffle is a hash of seed, epoch and `label` ("documents" or "bins").
-        """
+    def _shuffle_indices(self, label: str, epoch: int, count: int) -> Integers:
+        """Return int64 0 .. count - 1, shuffled by (seed, label, epoch) if `shuffle` is set."""
         if not self._shuffle:
             return np.arange(count)
         generator = torch.Generator().manual_seed(hash_parts(self._seed, label, epoch) >> 1)

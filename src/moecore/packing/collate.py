@@ -1,4 +1,4 @@
-"""PackedCollator: a batch of rows filled with documents; split_batch: its split over cp ranks.
+"""`PackedCollator` makes a batch of rows from documents; `split_batch` splits it over cp ranks.
 
 Legend: B rows, T tokens of a row, n documents of a batch, with padding documents; t tokens of all
 documents, cp ranks.
@@ -25,7 +25,7 @@ from torch import Tensor
 from moecore.base.fields import CheckedRecord, Count, CountOrZero, Rules, check_arguments, quote
 from moecore.kernels.cross_entropy import IGNORE_INDEX
 from moecore.kernels.zigzag import assign_tokens_to_cp_ranks
-from moecore.packing.documents import Document, Integers, Lengths, as_lengths, length_of
+from moecore.packing.documents import Document, Integers, Lengths, as_lengths, count_document_tokens
 
 
 class PackedBatch(TypedDict):
@@ -118,10 +118,7 @@ class PackedCollator(CheckedRecord):
         )
 
     def _assign_to_rows(self, documents: Sequence[Document]) -> Rows:
-        """Assign documents to `rows` rows in their order; return each row's list of pieces.
-
-        Raises a ValueError if a document has more than `row_tokens`, or more rows are needed.
-        """
+        """Assign documents to rows in their order; ValueError if they need more than `rows`."""
         rows, row, row_length = [list[Piece]() for _ in range(self.rows)], 0, 0
         for number, document in enumerate(documents):
             piece = read_document(document, number)
@@ -151,9 +148,9 @@ def build_batch(
 ) -> PackedBatch:
     """Return the batch of these rows, each a list of pieces of documents, on the CPU.
 
-    `longest` is the largest length of a padding document at the end of a row; None = no limit. The
-    other arguments are fields of `PackedCollator`. Raises a ValueError if the documents and padding
-    documents exceed `max_documents`.
+    `longest` limits the length of a padding document at the end of a row; None = no limit. The
+    other arguments are fields of `PackedCollator`. Raises a ValueError if the documents, with
+    padding documents, exceed `max_documents`.
     """
     B, T = len(rows), row_tokens
     ids_BT, labels_BT = np.full((B, T), pad_id), np.full((B, T), IGNORE_INDEX)
@@ -189,19 +186,17 @@ def build_batch(
         padding_mask=torch.from_numpy(padding_BT),
         cu_seqlens=torch.tensor(borders, dtype=torch.int32, device="cpu"),
         max_seqlen=row_tokens if max_documents is not None else int(lengths_n.max()),
-        num_tokens=torch.tensor(
-            int((labels_BT != IGNORE_INDEX).sum()), dtype=torch.int64, device="cpu"
-        ),
+        num_tokens=torch.from_numpy(labels_BT != IGNORE_INDEX).sum(),
     )
 
 
 def read_document(document: Document, number: int) -> Piece:
     """Return a document's ids and labels as one `Piece`, whose arrays may share its memory.
 
-    Raises a ValueError, which names the document's index `number`, for invalid values.
+    Raises a ValueError for invalid values; `number` is the document's index in the error.
     """
     name = f"documents[{number}]"
-    length = length_of(document, name)
+    length = count_document_tokens(document, name)
     if not length:
         raise ValueError(f"{name} (0 tokens) must have >= 1 token: leave it out")
     if not isinstance(document, Mapping):
@@ -216,7 +211,7 @@ def read_document(document: Document, number: int) -> Piece:
 
 
 def _read_token_values(document: Mapping[str, Any], key: str, name: str, length: int) -> Integers:
-    """Return `document[key]` as int64 [length]; ValueError, with `name`, for another length."""
+    """Return `document[key]` as int64 [length]; `name` is the document's name in errors."""
     numbers = _convert_to_int64(document[key], f"{name}[{key!r}]")
     if len(numbers) != length:
         raise ValueError(
@@ -227,25 +222,23 @@ def _read_token_values(document: Mapping[str, Any], key: str, name: str, length:
 
 
 def _convert_to_int64(numbers: Any, name: str) -> Integers:
-    """Return a list, array or tensor of integers as a numpy int64 array; it may share memory.
+    """Return a list, array or tensor of integers as int64, which may share its memory.
 
-    Raises a ValueError, which calls the object `name`, for other objects.
+    Raises a ValueError for other objects, which it calls `name`.
     """
     try:
-        tensor = torch.as_tensor(
-            np.asarray(numbers) if isinstance(numbers, list) else numbers, device="cpu"
-        )
+        array = np.asarray(numbers) if isinstance(numbers, list) else numbers
+        tensor = torch.as_tensor(array, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError):
         tensor = torch.empty(0, dtype=torch.float32, device="cpu")
     if tensor.ndim != 1 or tensor.is_floating_point() or tensor.is_complex():
-        raise ValueError(
-            f"{name} ({quote(numbers)}) must be whole numbers, one per token: tokenize it"
-        )
+        relation = "must be whole numbers, one per token: tokenize it"
+        raise ValueError(f"{name} ({quote(numbers)}) {relation}")
     return tensor.long().numpy(force=True)
 
 
 def padded_lengths(lengths: Lengths, cp: Count) -> Integers:
-    """Return int64 [n]: lengths rounded up to multiples of 2 * cp; unchanged if cp is 1."""
+    """Return lengths, int64 [n], rounded up to multiples of 2 * cp; unchanged if cp is 1."""
     check_arguments(padded_lengths, locals())
     multiple = get_length_multiple(cp)
     return -(-as_lengths(lengths) // multiple) * multiple
@@ -306,9 +299,8 @@ def split_batch(batch: PackedBatch, cp: Count, rank: CountOrZero) -> PackedBatch
         ValueError: if `batch` is no `PackedBatch`, and as `select_token_indices`.
     """
     if not isinstance(batch, Mapping) or not PackedBatch.__required_keys__ <= set(batch):
-        raise ValueError(
-            f"batch ({quote(batch)}) must be a PackedBatch: pass what a PackedCollator returns"
-        )
+        relation = "must be a PackedBatch: pass what a PackedCollator returns"
+        raise ValueError(f"batch ({quote(batch)}) {relation}")
     tokens = select_token_indices(batch["cu_seqlens"], cp, rank)
     rows = batch["input_ids"].shape[0]
 
@@ -330,15 +322,14 @@ def split_batch(batch: PackedBatch, cp: Count, rank: CountOrZero) -> PackedBatch
 def _split_tokens_over_ranks(cu_seqlens: Tensor, cp: int) -> Tensor:
     """Return the token indices of each rank, int64 [cp, t / cp]; ValueError for bad borders."""
     lengths_n = cu_seqlens.long().diff() if cu_seqlens.ndim == 1 else None
+    relation = None
     if lengths_n is None or cu_seqlens.is_floating_point() or not len(lengths_n):
-        raise ValueError(
-            f"cu_seqlens ({quote(cu_seqlens)}) must be whole numbers [documents + 1]: pass that of "
-            "a PackedBatch"
-        )
-    if int(cu_seqlens[0]) or bool((lengths_n < 0).any()):
-        raise ValueError(
-            f"cu_seqlens ({quote(cu_seqlens)}) must ascend from 0: pass that of a PackedBatch"
-        )
+        relation = "be whole numbers [documents + 1]"
+    elif int(cu_seqlens[0]) or bool((lengths_n < 0).any()):
+        relation = "ascend from 0"
+    if lengths_n is None or relation is not None:
+        fix = "pass that of a PackedBatch"
+        raise ValueError(f"cu_seqlens ({quote(cu_seqlens)}) must {relation}: {fix}")
     uneven = (lengths_n % get_length_multiple(cp)).nonzero()
     if len(uneven):
         raise ValueError(

@@ -43,9 +43,9 @@ def hash_parts(*parts: object) -> int:
 
 
 def as_lengths(lengths: Lengths, name: str = "lengths", minimum: int = 1) -> Integers:
-    """Return lengths as int64 [N], a copy; ValueError unless integers >= `minimum`, < 2**31.
+    """Return lengths as int64 [N], a copy; ValueError unless `minimum` <= lengths < 2**31.
 
-    `name` is the name of the argument in the error.
+    `name` is the argument's name in the error.
     """
     numbers = lengths
     if isinstance(numbers, Tensor):
@@ -69,8 +69,8 @@ def as_lengths(lengths: Lengths, name: str = "lengths", minimum: int = 1) -> Int
     return numbers.astype(np.int64)
 
 
-def length_of(document: Document, name: str = "documents") -> int:
-    """Return the number of tokens of a document; ValueError, with `name`, for other objects."""
+def count_document_tokens(document: Document, name: str = "documents") -> int:
+    """Return the number of tokens of a document; ValueError for other objects, called `name`."""
     ids = document
     if isinstance(document, Mapping):
         if "input_ids" not in document:
@@ -87,20 +87,14 @@ def length_of(document: Document, name: str = "documents") -> int:
 
 
 def cut_document(document: Document, start: int, stop: int) -> Document:
-    """Return tokens [start, stop) of a document, a slice of ids.
-
-    For a mapping it is a dict of slices of `input_ids`, `labels` and `assistant_masks`.
-    """
+    """Return tokens [start, stop) of a document: ids, or a dict with slices of each of `KEYS`."""
     if not isinstance(document, Mapping):
         return document[start:stop]
     return {key: document[key][start:stop] for key in KEYS if key in document}
 
 
 def cut_lengths(lengths_N: Integers, max_tokens: int) -> tuple[Integers, Integers, Integers]:
-    """Cut documents of these lengths into pieces of at most `max_tokens` tokens.
-
-    Returns three int64 [pieces]: each piece's document index, first token and length.
-    """
+    """Return document index, first token and length, int64 [pieces], of pieces <= `max_tokens`."""
     pieces_N = -(-lengths_N // max_tokens)
     documents = np.repeat(np.arange(len(lengths_N)), pieces_N)
     firsts = np.repeat(np.cumsum(pieces_N) - pieces_N, pieces_N)
@@ -108,7 +102,7 @@ def cut_lengths(lengths_N: Integers, max_tokens: int) -> tuple[Integers, Integer
     return documents, starts, np.minimum(lengths_N[documents] - starts, max_tokens)
 
 
-def check_fits(lengths_N: Integers, max_tokens: int) -> None:
+def check_max_length(lengths_N: Integers, max_tokens: int) -> None:
     """Raise a ValueError if a document has more than `max_tokens` tokens."""
     if lengths_N.size and lengths_N.max() > max_tokens:
         longest = int(lengths_N.argmax())
@@ -142,16 +136,12 @@ class CutDocuments:
     def __init__(self, documents: Any, lengths: Lengths, max_tokens: Count) -> None:
         check_arguments(CutDocuments.__init__, locals())
         if not hasattr(documents, "__getitem__") or not hasattr(documents, "__len__"):
-            raise ValueError(
-                f"documents ({quote(documents)}) must have a length and items by index: pass a "
-                "list or a dataset"
-            )
+            relation = "must have a length and items by index: pass a list or a dataset"
+            raise ValueError(f"documents ({quote(documents)}) {relation}")
         lengths_N = as_lengths(lengths)
         if len(lengths_N) != len(documents):
-            raise ValueError(
-                f"lengths ({len(lengths_N)} numbers) must be one per document "
-                f"({len(documents)}): measure this dataset"
-            )
+            relation = f"must be one per document ({len(documents)}): measure this dataset"
+            raise ValueError(f"lengths ({len(lengths_N)} numbers) {relation}")
         self._documents = documents
         self._document, self._start, self.lengths = cut_lengths(lengths_N, max_tokens)
 
@@ -210,8 +200,7 @@ class DocumentCost(CheckedRecord):
         length = lengths_N.astype(np.float64)
         exchange = self.exchange * length * (cp - 1)
         compute = self.linear * length + np.maximum(self.quadratic * length**2, exchange)
-        costs: Costs = compute / cp
-        return costs
+        return compute / cp  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,11 +228,8 @@ class MeasuredCost(CheckedRecord):
             yield "seconds", "have the keys 1, 2, 4, ... without a gap: measure each cp"
         for cp, times in self.seconds.items():
             if len(times) != len(self.lengths) or any(a >= b for a, b in pairwise(times)):
-                yield (
-                    "seconds",
-                    f"ascend with lengths, {len(self.lengths)} for each cp, also for {cp}: "
-                    "take medians",
-                )
+                relation = f"ascend with lengths, {len(self.lengths)} for each cp, also for {cp}"
+                yield "seconds", f"{relation}: take medians"
 
     @property
     def max_cp(self) -> int | None:

@@ -1,4 +1,4 @@
-"""make_rounds: assigns documents to rounds of micro-batches, one round at a time.
+"""`make_rounds` assigns documents to rounds of micro-batches, one round at a time.
 
 Legend: N documents, longest first; cp ranks of a block. A block becomes a `DocumentGroup`.
 
@@ -50,8 +50,8 @@ Blocks = list[RankBlock]
 class Documents:
     """The documents of a global batch, longest first, and their times on 1, 2, 4, ... ranks.
 
-    `lengths_N` has the caller's order. `max_tokens` limits a rank's micro-batch. Raises a
-    ValueError if a document exceeds this limit on the most ranks.
+    `max_tokens` limits a rank's micro-batch. Raises a ValueError if a document exceeds this limit
+    even on the largest number of ranks.
     """
 
     def __init__(self, lengths_N: Integers, ranks: int, max_tokens: int, cost: Cost) -> None:
@@ -87,14 +87,14 @@ class Documents:
         return len(self.work)
 
     def count_min_rounds(self, tokens: int) -> int:
-        """Return the least number of rounds in which the ranks can process `tokens` tokens."""
+        """Return the least number of rounds in which all ranks can process `tokens` tokens."""
         return -(-tokens // (self.ranks * self.max_tokens))
 
     def bound_remaining_time(self, longest: int, work: float, tokens: int) -> float:
         """Return a lower bound of the time of the remaining documents.
 
-        `longest` is the index of the longest remaining document. `work` and `tokens` are sums over
-        the remaining documents; work is time times ranks.
+        `longest` is the index of the longest of them; `work` (time times ranks) and `tokens` are
+        their sums.
         """
         if longest == len(self):
             return 0.0
@@ -116,26 +116,19 @@ class Documents:
         return low + fixed
 
     def _find_least_work(self, time: float) -> Costs:
-        """Return float64 [N]: each document's least cp * time of all its times <= `time`."""
+        """Return float64 [N]: each document's least cp * time of the cps that take <= `time`."""
         ranks_1 = np.array(self.cps)[:, None]
         costs = np.where(self._rank_costs <= time, self._rank_costs * ranks_1, np.inf)
-        min_costs: Costs = costs.min(axis=0)
-        return min_costs
+        return costs.min(axis=0)  # type: ignore[no-any-return]
 
     def sum_work_and_tokens(self, indices: list[int]) -> tuple[float, int]:
         """Return the total work (time summed over ranks) and tokens of the documents `indices`."""
         return sum(self.work[i] for i in indices), sum(self.lengths[i] for i in indices)
 
-    def list_times(self, index: int) -> list[float]:
-        """Return a document's time for each cp on which no rank exceeds `max_tokens`."""
-        fitting = (cp for cp in self.cps if self.tokens[cp][index] <= self.max_tokens)
-        return [self.cost[cp][index] for cp in fitting]
-
     def find_first_fitting(self, cp: int, load: float, tokens: int) -> int:
-        """Return the index of the longest document that fits on `cp` ranks; N = no document.
+        """Return the index of the longest document, taken or not, that fits; N = no document.
 
-        A document fits if it takes at most `load` time and `tokens` tokens per rank. Documents that
-        are already taken count too.
+        A document fits if each of `cp` ranks takes at most `load` time and `tokens` tokens.
         """
         return max(bisect_left(self._cost_up[cp], -load), bisect_left(self._tokens_up[cp], -tokens))
 
@@ -184,18 +177,18 @@ def make_rounds(documents: Documents) -> list[Blocks]:
     search = _RoundSearch(documents)
     rounds = []
     while search.remaining.find_first(0) < len(documents):
-        rounds.append(sorted(search.next_round(), key=lambda block: -block.cp))
+        rounds.append(sorted(search.find_next_round(), key=lambda block: -block.cp))
     return rounds
 
 
 class _RoundSearch:
-    """The search for the rounds of a schedule; each `next_round` takes remaining documents."""
+    """The search for the rounds of a schedule; each `find_next_round` takes remaining documents."""
 
     def __init__(self, documents: Documents) -> None:
         self.documents, self.remaining = documents, RemainingDocuments(len(documents))
         self._work, self._tokens = documents.all_work, documents.all_tokens
 
-    def next_round(self) -> Blocks:
+    def find_next_round(self) -> Blocks:
         """Return the round with the best score, and take its documents."""
         best: tuple[float, Blocks] = (-np.inf, [])
         bound = self._bound_remaining_time(0.0, 0)
@@ -214,18 +207,14 @@ class _RoundSearch:
         return best[1]
 
     def _try_limits(self) -> Iterator[Blocks]:
-        """Yield the blocks of each trial, few ranks and high limits first.
-
-        The method skips a limit that would give the same blocks as the previous limit.
-        """
+        """Yield the blocks of each trial; a limit with the same blocks as the last is skipped."""
         limits = self._list_time_limits()
         for min_ranks in self.documents.cps:
             min_limit = np.inf
             for limit in limits:
                 if limit <= min_limit:
-                    blocks, min_limit = _fill_blocks(
-                        self.documents, self.remaining, limit, min_ranks
-                    )
+                    trial = self.documents, self.remaining, limit, min_ranks
+                    blocks, min_limit = _fill_blocks(*trial)
                     yield blocks
 
     def _take_documents(self, indices: list[int]) -> None:
@@ -237,19 +226,18 @@ class _RoundSearch:
         self._work, self._tokens = self._work - work, self._tokens - tokens
 
     def _bound_remaining_time(self, work: float, tokens: int) -> float:
-        """Return a lower bound of the remaining time.
-
-        `work` and `tokens` are totals of documents taken by the current trial, which do not count.
-        """
+        """Return a lower bound of the remaining time after a trial took `work` and `tokens`."""
+        longest = self.remaining.find_first(0)
         return self.documents.bound_remaining_time(
-            self.remaining.find_first(0), self._work - work, self._tokens - tokens
+            longest, self._work - work, self._tokens - tokens
         )
 
     def _list_time_limits(self) -> list[float]:
         """Return the time limits to try for the next round, in descending order."""
         documents, longest = self.documents, self.remaining.find_first(0)
         mean = self._work / (documents.ranks * documents.count_min_rounds(max(self._tokens, 1)))
-        loads = documents.list_times(longest)
+        cps = (cp for cp in documents.cps if documents.tokens[cp][longest] <= documents.max_tokens)
+        loads = [documents.cost[cp][longest] for cp in cps]
         # The limits include the mean round time of the remaining work, and a quarter of this time.
         low, high = max(mean / 4, min(loads)), max(*loads, mean) * 1.01
         limits = [high]
@@ -263,8 +251,8 @@ def _fill_blocks(
 ) -> tuple[Blocks, float]:
     """Return the blocks of a trial, and the least time limit that gives the same blocks.
 
-    Each block has at least `min_ranks` ranks, if so many are idle, and a time of at most `limit`.
-    The documents of the blocks are taken for the trial.
+    Each block has a time of at most `limit` and at least `min_ranks` ranks, if so many are idle.
+    The trial takes the documents of the blocks.
     """
     limit *= 1 + ROUNDING
     blocks, min_limit = _open_blocks(documents, remaining, limit, min_ranks)
@@ -287,10 +275,9 @@ def _fill_blocks(
 def _open_blocks(
     documents: Documents, remaining: RemainingDocuments, limit: float, min_ranks: int
 ) -> tuple[Blocks, float]:
-    """Open blocks for the longest documents, each with the fewest ranks below the time limit.
+    """Return blocks of the longest documents, each on the fewest ranks that meet the time limit.
 
-    Each block has at least `min_ranks` ranks, if so many are free. Documents are taken.
-    Returns the blocks, and the least limit that admits the same documents: each document's time on
+    Also returns the least limit that admits the same documents: the largest time of a document on
     the most ranks that were free when its block was opened.
     """
     blocks: Blocks = []
@@ -298,9 +285,8 @@ def _open_blocks(
     free = documents.ranks
     while free:
         widest = min(documents.cps[-1], 1 << (free.bit_length() - 1))
-        index = remaining.find_first(
-            documents.find_first_fitting(widest, limit, documents.max_tokens)
-        )
+        first = documents.find_first_fitting(widest, limit, documents.max_tokens)
+        index = remaining.find_first(first)
         if index == len(documents):
             break
         cp = next(
@@ -326,7 +312,7 @@ def _add_document(documents: Documents, block: RankBlock, index: int) -> None:
 
 
 def _assign_idle_ranks(documents: Documents, blocks: Blocks) -> None:
-    """Give idle ranks to the slowest blocks, which double their cp; otherwise add empty blocks."""
+    """Double the cp of the slowest blocks by idle ranks; make empty blocks of other idle ranks."""
     free = documents.ranks - sum(block.cp for block in blocks)
     max_cp = documents.cps[-1]
     while free:

@@ -1,13 +1,11 @@
-"""schedule_documents: assigns the documents of a global batch to groups of cp ranks.
+"""`schedule_documents` assigns the documents of a global batch to groups of cp ranks.
 
 Legend: N documents, cp ranks that share the documents of a micro-batch.
 
 This is dynamic context parallelism. In a round, each rank computes one micro-batch. The ranks form
 groups of 1, 2, 4, ... consecutive ranks, and a group splits its documents over its ranks
 (`split_batch`). Expert parallelism synchronises all ranks in every round, so a round lasts as long
-as its slowest group. The schedule therefore balances the groups of a round.
-
-`rounds.py` makes the rounds.
+as its slowest group. The schedule therefore balances the groups of a round (`rounds.py`).
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ class DocumentSchedule:
         rounds: for each round, the groups in the order of their ranks.
         num_labels: number of labels in the loss of the global batch.
         time: time of the step: the sum over rounds of the slowest group's time and `fixed`.
-        lower_bound: a time that no schedule can go below, see `rounds.Documents.bound_step_time`.
+        lower_bound: a lower bound of the time of every schedule of these documents.
     """
 
     rounds: tuple[tuple[DocumentGroup, ...], ...]
@@ -57,11 +55,9 @@ class DocumentSchedule:
         """Return the group that contains a rank, for each round."""
         check_arguments(DocumentSchedule.select_rank_groups, locals())
         last = self.rounds[0][-1]
-        if rank >= last.first_rank + last.cp:
-            raise ValueError(
-                f"rank ({rank}) must be < the ranks of the schedule ({last.first_rank + last.cp}): "
-                "count dp x cp ranks from 0"
-            )
+        if rank >= (ranks := last.first_rank + last.cp):
+            relation = f"must be < the ranks of the schedule ({ranks}): count dp x cp ranks from 0"
+            raise ValueError(f"rank ({rank}) {relation}")
         return tuple(
             next(g for g in groups if g.first_rank <= rank < g.first_rank + g.cp)
             for groups in self.rounds
@@ -99,18 +95,14 @@ def schedule_documents(
         raise ValueError("lengths ([]) must have at least one document: pass a global batch")
     labels_N = lengths_N - 1 if num_labels is None else as_lengths(num_labels, "num_labels", 0)
     if len(labels_N) != len(lengths_N):
-        raise ValueError(
-            f"num_labels ({len(labels_N)} numbers) must be one per document ({len(lengths_N)}): "
-            "count those of the same documents"
-        )
+        relation = f"must be one per document ({len(lengths_N)}): count those of these documents"
+        raise ValueError(f"num_labels ({len(labels_N)} numbers) {relation}")
     documents = Documents(lengths_N, ranks, max_tokens, cost)
-    labels = labels_N.tolist()
-    rounds = make_rounds(documents)
+    labels, rounds = labels_N.tolist(), make_rounds(documents)
     times = [max(block.load for block in blocks) + cost.fixed for blocks in rounds]
+    ordered_rounds = [rounds[i] for i in order_by_rise_and_fall(times)]
     return DocumentSchedule(
-        rounds=tuple(
-            _make_groups(rounds[i], documents.order, labels) for i in order_by_rise_and_fall(times)
-        ),
+        rounds=tuple(_make_groups(blocks, documents.order, labels) for blocks in ordered_rounds),
         num_labels=int(labels_N.sum()),
         time=sum(times),
         lower_bound=documents.bound_step_time(),
@@ -130,9 +122,9 @@ def order_by_rise_and_fall(costs: Sequence[float]) -> list[int]:
 
 
 def _make_groups(blocks: Blocks, order: list[int], labels: list[int]) -> tuple[DocumentGroup, ...]:
-    """Convert the blocks of a round to groups, whose ranks follow each other from rank 0.
+    """Return the groups of a round's blocks, with consecutive ranks from rank 0.
 
-    `order` maps document numbers of blocks to the caller's indices. `labels[i]` is the number of
+    `order` maps a block's document numbers to the caller's indices. `labels[i]` is the number of
     labels of the caller's document i.
     """
     groups, first = [], 0

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from moecore.base.fabric import read_local_nvlink_domain_id
+from moecore.base.fabric import read_nvlink_domain_id
 from moecore.base.failures import share_errors
 from moecore.base.rank_checks import gather_objects
 from moecore.parallel.mesh import (
@@ -64,7 +64,7 @@ def _find_domain() -> tuple[int, str]:
     with share_errors():
         local_size = read_launcher_number("LOCAL_WORLD_SIZE", world_size)
     if _get_device_type() == "cuda":
-        domain_size = count_ranks_per_fabric(read_local_nvlink_domain_id())
+        domain_size = count_ranks_per_fabric(read_nvlink_domain_id())
         if domain_size is not None:
             return domain_size, "an NVLink domain"
     # Hosts of 8 and of 4 ranks have neighbours by 4: then no group crosses from host to host.

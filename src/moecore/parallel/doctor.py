@@ -30,10 +30,10 @@ import torch
 import torch.distributed as dist
 
 from moecore.base import __version__
-from moecore.base.fabric import read_local_nvlink_domain_id
+from moecore.base.fabric import read_nvlink_domain_id
 from moecore.base.fields import quote
 from moecore.base.rank_checks import gather_objects, get_host_id
-from moecore.base.tables import escape_unprintable
+from moecore.base.text import escape_unprintable
 from moecore.moe.dispatch.peer_memory import find_problem
 from moecore.parallel.mesh import read_launcher_number, start_process_group
 
@@ -346,7 +346,7 @@ def _collect_facts(device_type: str, checkpoints: Path | None) -> RankFacts:
             for name, value in sorted(os.environ.items())
             if name.startswith(PREFIXES) and name not in PER_RANK_VARIABLES
         },
-        fabric=reader.read("NVLink domain", read_local_nvlink_domain_id, None) if is_gpu else None,
+        fabric=reader.read("NVLink domain", read_nvlink_domain_id, None) if is_gpu else None,
         gpu_memory=reader.read("GPU memory", torch.cuda.mem_get_info, None) if is_gpu else None,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],

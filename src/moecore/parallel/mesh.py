@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from moecore.base.fabric import read_local_nvlink_domain_id
+from moecore.base.fabric import read_nvlink_domain_id
 from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import CheckedRecord, Count, OneOf, Rules, check_arguments, quote
 from moecore.base.rank_checks import check_equal, gather_objects, list_fields
@@ -226,7 +226,7 @@ def build_meshes(
     # Ranks with different degrees would create different groups.
     check_equal(entries, choose_object_device_type(world.get_group()))
     if ranks_per_domain is None and device_type == "cuda" and "LOCAL_WORLD_SIZE" in os.environ:
-        domain = count_ranks_per_fabric(read_local_nvlink_domain_id()) or domain
+        domain = count_ranks_per_fabric(read_nvlink_domain_id()) or domain
     dense = _make_mesh(device_type, tuple(getattr(p, d) for d in DENSE_DIMS), DENSE_DIMS)
     expert = _make_mesh(device_type, tuple(getattr(p, d) for d in EXPERT_DIMS), EXPERT_DIMS)
     stage_group, pipeline_groups = _make_stage_groups(world, dense, p)

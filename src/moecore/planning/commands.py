@@ -11,8 +11,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from moecore.base import get_install_command
-from moecore.base.fields import NumBytes, UsageError, check_arguments
-from moecore.base.tables import format_bytes, format_columns
+from moecore.base.command_options import UsageError
+from moecore.base.fields import NumBytes, check_arguments
+from moecore.base.text import format_bytes, format_columns
 from moecore.parallel.pipeline.timeline import draw
 from moecore.planning.costs import CostTable
 from moecore.planning.dry_run import DryRun, dry_run
@@ -357,7 +358,6 @@ def draw_memory(
         raise ImportError(
             f"draw_memory needs matplotlib: {get_install_command('bench')}"
         ) from error
-
     kinds = list(dict.fromkeys(kind for rank in plan.ranks for kind in rank.device))
     figure = Figure(figsize=(9.0, 1.6 + 0.4 * len(plan.ranks)), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from moecore.base.fields import Count, check_arguments
 from moecore.base.options.memory import OFFLOADED, MemoryOptions
 from moecore.base.params import clean_name
-from moecore.base.tables import (
+from moecore.base.text import (
     HEADER,
     TableRow,
     format_axes,

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from moecore.base.command_options import Fields, Table, make_flag_name
-from moecore.base.fields import UsageError, quote
+from moecore.base.command_options import Fields, Table, UsageError, make_flag_name
+from moecore.base.fields import quote
 from moecore.base.options.dispatch import DispatchOptions, NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.memory import MemoryOptions, Offloaded, Recomputed, StashOptions

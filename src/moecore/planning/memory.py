@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from moecore.base.fields import check_arguments
-from moecore.base.tables import format_bytes, format_columns
+from moecore.base.text import format_bytes, format_columns
 from moecore.parallel.pipeline.layout import Stage
 from moecore.parallel.pipeline.orders import Action, Item, list_actions
 from moecore.parallel.pipeline.schedule import make_schedule

@@ -24,7 +24,7 @@ from moecore.base.options.dispatch import DispatchOptions
 from moecore.base.options.memory import GEMM_LAST
 from moecore.base.options.names import PrecisionName
 from moecore.base.options.precision import Precision
-from moecore.base.tables import format_bytes
+from moecore.base.text import format_bytes
 from moecore.models.config import DecoderConfig
 from moecore.parallel.pipeline.orders import list_actions
 from moecore.parallel.pipeline.timeline import COLOURS, NAMES, Timeline

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from moecore.base.fields import Count, check_arguments, quote
-from moecore.base.tables import format_columns
+from moecore.base.text import format_columns
 from moecore.io.checkpoint.files import open_regular
 from moecore.planning.option_sets import OPTIONS
 

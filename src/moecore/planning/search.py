@@ -20,7 +20,7 @@ from typing import Any
 from moecore.base.fields import Count, check_arguments
 from moecore.base.options.names import GpuName
 from moecore.base.options.precision import Precision
-from moecore.base.tables import format_bytes, format_columns
+from moecore.base.text import format_bytes, format_columns
 from moecore.planning.costs import CostTable
 from moecore.planning.estimate import Estimate
 from moecore.planning.gpus import GPUS, Gpu, get_gpu, refuse_untimed

@@ -42,7 +42,7 @@ ROUTED_NAMES = frozenset(("experts",))
 class LinearPrecision(NamedTuple):
     """The decision of `apply_precision` for one linear: its role, and its recipe or a reason."""
 
-    role: Role | None  # None = none of the roles
+    role: Role | None  # None = the linear has no role
     recipe: Recipe | None  # None = the linear is not changed
     reason: str | None  # why the linear is not changed
 
@@ -54,14 +54,11 @@ def find_role(name: str) -> Role | None:
         return "attention"
     if leaf not in MLP or ROUTED_NAMES & set(parents):
         return None
-    return "shared_experts" if SHARED_NAMES & set(parents) else "mlp"
+    return "mlp" if SHARED_NAMES.isdisjoint(parents) else "shared_experts"
 
 
 def make_linear_products(recipe: Recipe, inputs: InputCastCache | None = None) -> QuantisedProducts:
-    """Create the object that computes y, dx and dw of one linear with this recipe.
-
-    `inputs` caches the quantised input for all linears of the same input. None = a new cache.
-    """
+    """Create the object that computes y, dx and dw of one linear; `inputs` None = a new cache."""
     if recipe.backend == "te":
         return TELinearProducts(recipe, inputs)
     return (EmulatedLinearProducts if recipe.is_emulated else Fp8Products)(recipe, inputs)
@@ -71,49 +68,39 @@ def apply_precision(model: nn.Module, precision: Precision) -> dict[str, LinearP
     """Quantise a model's linears by role, in place. Return the decision for each linear by name.
 
     Call it after tensor parallelism, and before FSDP and torch.compile. Parameters and state dict
-    do not change. A second call replaces recipes and drops amax histories. Raises ValueError for an
-    override that matches no module that its recipe can quantise.
+    do not change. A second call replaces recipes and drops amax histories. Raises a ValueError for
+    an override whose pattern matches no module that its recipe can quantise.
     """
-    # Shards of tensor parallelism must be multiples of 16 ("mxfp8": 32). Linears of one parent
-    # share quantised inputs.
-    linears, table = _list_linears(model), check_precision(model, precision)
+    table = check_precision(model, precision)
     inputs: dict[tuple[str, int, Recipe], InputCastCache] = {}
-    for name, module in linears.items():
+    for name, module in _list_linears(model).items():
         recipe = table[name].recipe
-        if recipe is None:
-            continue
-        siblings = (name.rpartition(".")[0], module.in_features, recipe)
-        set_products(
-            module, make_linear_products(recipe, inputs.setdefault(siblings, InputCastCache()))
-        )
+        if recipe is not None:
+            siblings = (name.rpartition(".")[0], module.in_features, recipe)  # share their inputs
+            cache = inputs.setdefault(siblings, InputCastCache())
+            set_products(module, make_linear_products(recipe, cache))
     return table
 
 
 def check_precision(model: nn.Module, precision: Precision) -> dict[str, LinearPrecision]:
-    """Return each linear's decision by name, or raise, as `apply_precision`. Nothing is changed."""
-    table = {
-        name: _decide_linear(name, module, precision)
-        for name, module in _list_linears(model).items()
-    }
+    """Return the decision of `apply_precision` for each linear by name, or raise its ValueError."""
+    linears = _list_linears(model)
+    table = {name: _decide_linear(name, linears[name], precision) for name in linears}
     _check_overrides(model, precision, table)
     return table
 
 
 def _list_linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return a model's linears by name, without prefixes of wrappers."""
-    return {
-        clean_name(name): module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-    }
+    """Return a model's linears by `clean_name`."""
+    modules = model.named_modules()
+    return {clean_name(name): m for name, m in modules if isinstance(m, nn.Linear)}
 
 
 def defer_linears(model: nn.Module) -> None:
-    """Let each weight's `GradSink` compute the weight's gradient later. Changes modules in place.
+    """Let a weight's `GradSink` compute the gradient of linears and shared experts later, in place.
 
-    The modules are linears, except those whose class overrides forward, and shared experts. Weights
-    without a sink have gradients as before. Call it after `apply_precision`, and before
-    `shard_model`, `compile_blocks` and `apply_memory`.
+    Linears whose class overrides forward, and weights without a sink, do not change. Call it after
+    `apply_precision`, and before `shard_model`, `compile_blocks` and `apply_memory`.
     """
     for module in model.modules():
         if isinstance(module, nn.Linear) and type(module).forward in PLAIN_FORWARDS:
@@ -126,7 +113,7 @@ def defer_linears(model: nn.Module) -> None:
 
 
 def list_quantised_linears(model: nn.Module) -> Iterator[tuple[nn.Linear, QuantisedProducts]]:
-    """Yield each linear that any recipe quantises, and the object that computes its matmuls."""
+    """Yield each quantised linear of a model, and the object that computes its matmuls."""
     for module in model.modules():
         if isinstance(module, ProductLinear) and isinstance(module.products, QuantisedProducts):
             yield module, module.products
@@ -146,32 +133,28 @@ def list_amax_histories(model: nn.Module) -> dict[str, AmaxHistory]:
 
 
 def advance_amax(
-    model: nn.Module,
-    group: dist.ProcessGroup | None = None,
-    *,
-    is_skipped: bool | Tensor = False,
+    model: nn.Module, group: dist.ProcessGroup | None = None, *, is_skipped: bool | Tensor = False
 ) -> None:
-    """Start the next step of delayed scaling. Call it after each optimizer step. No host sync.
+    """Start the next step of delayed scaling, after each optimizer step. No host sync.
 
     Args:
         group: all ranks that share a layer's weights or tokens, for a MAX all-reduce of each amax.
             None = this rank only.
         is_skipped: whether the optimizer skipped the step, whose amax values are then not recorded.
     """
-    histories = list_amax_histories(model)
-    if histories:
+    if histories := list(list_amax_histories(model).values()):
         device = next(model.parameters()).device
-        advance_histories(list(histories.values()), device, group, is_skipped=is_skipped)
+        advance_histories(histories, device, group, is_skipped=is_skipped)
 
 
 def drop_amax(model: nn.Module) -> None:
-    """Set to 0 the amax values that delayed scaling collected since the last step. No host sync."""
+    """Set to 0 the amax values that delayed scaling recorded since the last step. No host sync."""
     for history in list_amax_histories(model).values():
         history.reset_current_amax()
 
 
-def has_history(model: nn.Module) -> bool:
-    """Whether a module of the model uses delayed scaling."""
+def has_amax_history(model: nn.Module) -> bool:
+    """Whether any module of a model uses delayed scaling."""
     return bool(list_amax_histories(model))
 
 
@@ -192,10 +175,7 @@ def _decide_linear(name: str, module: nn.Linear, precision: Precision) -> Linear
 def _check_overrides(
     model: nn.Module, precision: Precision, table: dict[str, LinearPrecision]
 ) -> None:
-    """Raise ValueError for an override whose pattern matches no module that can use its recipe.
-
-    `table` has the decision for each linear by name.
-    """
+    """Raise a ValueError for an override that matches no module that its recipe can quantise."""
     modules = {clean_name(name): module for name, module in model.named_modules()}
     experts = {n for n, m in modules.items() if isinstance(m, Experts | SharedExpert)}
     quantised = {name for name, decided in table.items() if decided.recipe is not None}
@@ -207,7 +187,7 @@ def _check_overrides(
         if recipe.keep_hidden == "fp8" and not has_experts:
             raise ValueError(
                 f"Precision.overrides ({pattern!r}) must match routed experts with "
-                "Recipe.keep_hidden ('fp8'), which is about them: use 'auto'"
+                "Recipe.keep_hidden ('fp8'): use 'auto'"
             )
         if not (experts | quantised).isdisjoint(matched):
             continue

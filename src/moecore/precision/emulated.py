@@ -16,6 +16,8 @@ Letters: T tokens, K input features, N output features; formats are `kernels/row
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -50,17 +52,17 @@ def _quantise_operand(
 ) -> Blocks:
     """Quantise x for a matmul that sums over K, or over T with `over_rows`.
 
-    `is_gradient` = x is dy, which "nvfp4" rounds stochastically. Values are packed on GPUs with
-    tensor cores for block scales, elsewhere rounded numbers.
+    `is_gradient` = x is dy, which "nvfp4" rounds stochastically. The values are packed on GPUs
+    whose tensor cores read block scales, otherwise they are rounded numbers.
     """
-    is_packed = has_block_scaled_kernels(x_TK.device)
+    pack = has_block_scaled_kernels(x_TK.device)
     return quantise_microscaled(
-        x_TK, recipe, pack=is_packed, over_rows=over_rows, is_gradient=is_gradient
+        x_TK, recipe, pack=pack, over_rows=over_rows, is_gradient=is_gradient
     )
 
 
 def _quantise_weight(weight_NK: Tensor, call: LinearCall, *, transposed: bool) -> Blocks:
-    """Return the weight as operand [1, N, K] of the forward, or [1, K, N] of dx if `transposed`."""
+    """Return the quantised weight, [1, N, K] for y, or [1, K, N] for dx if `transposed`."""
     values, scales, amax, recipe = *call[4:6], call.weight_amax, call.recipe
     is_packed = has_block_scaled_kernels(weight_NK.device)
     if values is not None:
@@ -68,21 +70,17 @@ def _quantise_weight(weight_NK: Tensor, call: LinearCall, *, transposed: bool) -
         if is_packed:
             return transpose_matrices(blocks) if transposed else blocks
         return unpack_matrices(blocks, recipe, transposed=transposed)
+    sides: Any = dict(rows=not transposed, columns=transposed)
     operands = quantise_microscaled_matrices(
-        weight_NK[None],
-        recipe,
-        rows=not transposed,
-        columns=transposed,
-        amax_e=amax,
-        pack=is_packed,
+        weight_NK[None], recipe, **sides, amax_e=amax, pack=is_packed
     )
     operand = operands.columns if transposed else operands.rows
-    assert operand is not None, "it was asked for"
+    assert operand is not None
     return operand
 
 
 def _multiply(a: Blocks, weight: Blocks, recipe: Recipe, dtype: torch.dtype) -> Tensor:
-    """Return a [T, K] @ weight [1, N, K]^T in `dtype`. For dx, K and N are exchanged."""
+    """Return a [T, K] @ weight [1, N, K]^T in `dtype`; for dx, K and N are exchanged."""
     if a.kind == PACKED_FORWARD:
         return block_scaled_gemm(a, weight, _make_single_group(a, a.values.shape[0]), recipe, dtype)
     b_KN = weight.values[0].T
@@ -91,7 +89,7 @@ def _multiply(a: Blocks, weight: Blocks, recipe: Recipe, dtype: torch.dtype) -> 
 
 
 def _make_single_group(rows: Blocks, num_rows: int) -> Tensor:
-    """Return `num_rows` as the end of the only group, int32 [1], for grouped kernels."""
+    """Return int32 [1]: for grouped kernels, the end of the only group of `num_rows` rows."""
     return torch.full((1,), num_rows, dtype=torch.int32, device=rows.values.device)
 
 
@@ -100,23 +98,18 @@ class EmulatedLinearProducts(QuantisedProducts):
 
     @override
     def prepare(self, x: Tensor, weight: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
-        """Return a `LinearCall` with the weight's blocks if FSDP gathered it packed.
+        """Return a `LinearCall` with the blocks of a weight that FSDP gathered packed.
 
-        Otherwise it has the weight's amax, MAX over its shards, or None for power-of-two scales.
+        For other weights it has the amax over all shards, or None for power-of-two scales.
         """
         recipe = self.recipe
         with torch.no_grad():
             if not has_values(weight_NK):
-                blocks = read_gathered_blocks(
-                    GATHERED_KINDS.get(recipe.weight_block), weight, weight_NK
-                )
-                assert blocks.amax is not None, "it was gathered by it"
-                return LinearCall(
-                    weight_rows=blocks.values,
-                    weight_scales=blocks.scales,
-                    weight_amax=blocks.amax,
-                    recipe=recipe,
-                )
+                kind = GATHERED_KINDS.get(recipe.weight_block)
+                blocks = read_gathered_blocks(kind, weight, weight_NK)
+                assert blocks.amax is not None, "gathered blocks have an amax"
+                call = LinearCall(weight_amax=blocks.amax, recipe=recipe)
+                return call._replace(weight_rows=blocks.values, weight_scales=blocks.scales)
             amax = None  # the weight's own
             if not recipe.power_of_two:  # shards are quantised as one rank quantises the weight
                 amax = all_reduce_max(compute_finite_magnitude(weight_NK).amax().reshape(1), weight)
@@ -125,12 +118,14 @@ class EmulatedLinearProducts(QuantisedProducts):
     @override
     @staticmethod
     def multiply(x_TK: Tensor, weight_NK: Tensor, call: LinearCall) -> Tensor:
+        """Return y = x @ weight^T, both quantised here, in `call.dtype`."""
         weight = _quantise_weight(weight_NK, call, transposed=False)
         return _multiply(_quantise_operand(x_TK, call.recipe), weight, call.recipe, call.dtype)
 
     @override
     @staticmethod
     def input_grad(dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall) -> InputGradient:
+        """Return dx, None if `weight_NK` is None, and dy as it is."""
         if weight_NK is None:
             return None, dy_TN
         weight = _quantise_weight(weight_NK, call, transposed=True)
@@ -145,11 +140,9 @@ class EmulatedLinearProducts(QuantisedProducts):
         of_dy = _quantise_operand(dy_TN, recipe, over_rows=True, is_gradient=True)
         of_x = _quantise_operand(x_TK, recipe, over_rows=True)
         if of_x.kind == PACKED_FORWARD:
+            group = _make_single_group(of_x, of_x.scales.shape[1] * recipe.weight_multiple)
             return block_scaled_wgrad(
-                of_dy,
-                of_x,
-                _make_single_group(of_x, of_x.scales.shape[1] * recipe.weight_multiple),
-                recipe,
+                *(of_dy, of_x, group, recipe),
                 out=None if target.out is None else target.out[None],
                 dtype=target.dtype or call.dtype,
                 adds=target.adds,

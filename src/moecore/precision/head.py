@@ -41,10 +41,9 @@ from moecore.kernels.rows.scaling import Blocks
 
 
 class HeadProducts:
-    """Computes the output head's three matmuls for one chunk of tokens at a time.
+    """Computes an output head's logits and the gradients of both inputs, chunk by chunk of tokens.
 
-    They are logits, and the gradients of hidden states and of the weight. `compute_logits` selects
-    the chunk of the other methods. `training` = backward follows.
+    `compute_logits` selects the chunk of the other methods. `training` = backward follows.
     """
 
     chunks = 1  # chunks of tokens whose logits need the memory of one chunk of fp32 logits
@@ -53,28 +52,28 @@ class HeadProducts:
         self.weight_VD = weight_VD
 
     def compute_logits(self, hidden_CD: Tensor) -> Tensor:
-        """Return a chunk's logits [C, V], fp32 or fp64. Keeps its hidden states for gradients."""
+        """Return a chunk's logits [C, V], fp32 or fp64, and save its hidden states."""
         self.hidden_CD = hidden_CD
         dtype = torch.promote_types(hidden_CD.dtype, torch.float32)
-        return multiply(hidden_CD, self.weight_VD.t(), dtype)
+        return mm_with_dtype(hidden_CD, self.weight_VD.t(), dtype)
 
     def compute_cross_entropy(
-        self, logits_CV: Tensor, labels_C: Tensor, *, wants: bool
+        self, logits_CV: Tensor, labels_C: Tensor, *, needs_grad: bool
     ) -> tuple[Tensor, Any]:
-        """Return the chunk's summed loss, 0-dim, and the gradient of logits, None if not `wants`.
+        """Return the chunk's summed loss, 0-dim, and with `needs_grad` the gradient of logits.
 
         The logits are overwritten. The gradient is a tensor or `Blocks`, for `write_d_hidden` and
         `add_d_weight`. Tokens with label -100 are ignored.
         """
-        return cross_entropy_(logits_CV, labels_C, self.hidden_CD.dtype if wants else None)
+        return cross_entropy_(logits_CV, labels_C, self.hidden_CD.dtype if needs_grad else None)
 
     def compute_softmax_gradient(
         self, logits_CV: Tensor, labels_C: Tensor, highs_C: Tensor, sums_C: Tensor
     ) -> Any:
         """Return softmax(logits) - one_hot(labels), for `write_d_hidden`. Overwrites the logits.
 
-        Logits have this rank's vocabulary, and `labels_C` its columns or -1. `highs_C` and `sums_C`
-        are the maximum and the sum of exp(x - maximum) over the full vocabulary.
+        `labels_C` are columns of this rank's vocabulary, or -1. `highs_C` and `sums_C` are the
+        maximum and the sum of exp(x - maximum) over the full vocabulary.
         """
         return softmax_gradient_(logits_CV, labels_C, highs_C, sums_C, self.hidden_CD.dtype)
 
@@ -83,7 +82,7 @@ class HeadProducts:
         torch.mm(d_logits, self.weight_VD, out=out_CD)
 
     def add_d_weight(self, d_logits: Any, out_VD: Tensor, *, first: bool) -> None:
-        """Add d_logits^T @ hidden, the weight's gradient, to `out_VD`. `first` = overwrite it."""
+        """Add d_logits^T @ hidden, the weight's gradient, to `out_VD`; the `first` overwrites."""
         add_product_(out_VD, d_logits.t(), self.hidden_CD, beta=0 if first else 1)
 
 
@@ -102,7 +101,7 @@ class BlockwiseHeadProducts(HeadProducts):
 
     @override
     def compute_logits(self, hidden_CD: Tensor) -> Tensor:
-        """Return a chunk's logits [C, V] in its dtype. Keeps quantised hidden states."""
+        """Return a chunk's logits [C, V] in its dtype, and save its quantised hidden states."""
         self.dtype, C = hidden_CD.dtype, hidden_CD.shape[0]
         self.ends_1 = torch.full((1,), C, dtype=torch.int32, device=hidden_CD.device)
         self.tiles: RowTiles = map_row_tiles(self.ends_1, C)
@@ -112,9 +111,10 @@ class BlockwiseHeadProducts(HeadProducts):
 
     @override
     def compute_cross_entropy(
-        self, logits_CV: Tensor, labels_C: Tensor, *, wants: bool
+        self, logits_CV: Tensor, labels_C: Tensor, *, needs_grad: bool
     ) -> tuple[Tensor, Any]:
-        if not wants:
+        """Return the summed loss and, with `needs_grad`, the gradient of logits in FP8 blocks."""
+        if not needs_grad:
             return cross_entropy_(logits_CV, labels_C, None)
         return cross_entropy_blocks(logits_CV, labels_C, power_of_two=self.power_of_two)
 
@@ -122,20 +122,21 @@ class BlockwiseHeadProducts(HeadProducts):
     def compute_softmax_gradient(
         self, logits_CV: Tensor, labels_C: Tensor, highs_C: Tensor, sums_C: Tensor
     ) -> Blocks:
+        """Return the gradient of logits in FP8 blocks."""
         return softmax_gradient_blocks(
             logits_CV, labels_C, highs_C, sums_C, power_of_two=self.power_of_two
         )
 
     @override
     def write_d_hidden(self, d_logits: Blocks, out_CD: Tensor) -> None:
+        """Write d_logits @ weight, in FP8, to `out_CD`."""
         out_CD.copy_(self._multiply(d_logits, self.weight.columns))
 
     @override
     def add_d_weight(self, d_logits: Blocks, out_VD: Tensor, *, first: bool) -> None:
-        d_logits, hidden = (tile_tokens(x, None, self.tiles) for x in (d_logits, self.hidden))
-        fp8_wgrad(
-            d_logits, hidden, self.tiles, out=out_VD[None], adds=not first, dtype=out_VD.dtype
-        )
+        """Add d_logits^T @ hidden, in FP8, to `out_VD`; `first` = overwrite `out_VD`."""
+        a, b = (tile_tokens(x, None, self.tiles) for x in (d_logits, self.hidden))
+        fp8_wgrad(a, b, self.tiles, out=out_VD[None], adds=not first, dtype=out_VD.dtype)
 
     def _multiply(self, a: Blocks, b: Blocks | None) -> Tensor:
         """Return a @ b^T of quantised operands, in the dtype of the hidden states."""
@@ -146,7 +147,7 @@ class BlockwiseHeadProducts(HeadProducts):
 def find_fp8_head_problem(
     shape: Sequence[int], recipe: Recipe, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Return why a recipe cannot multiply a head of local `shape` [V, D]. None = it can."""
+    """Return why a recipe cannot multiply a head's local weight [V, D]; None = it can."""
     is_gpu = device.type == "cuda"
     if is_gpu and not has_hopper_kernels(device):
         return "its products need a GPU of Hopper and Triton"
@@ -162,7 +163,7 @@ def find_fp8_head_problem(
 def make_head_products(weight_VD: Tensor, recipe: Recipe | None, *, training: bool) -> HeadProducts:
     """Create the object for the matmuls of a head's local weight; `recipe` None = its dtype.
 
-    Raises ValueError if the recipe cannot multiply it. `training` = backward follows.
+    Raises a ValueError if the recipe cannot multiply the weight. `training` = backward follows.
     """
     if recipe is None:
         return HeadProducts(weight_VD, training=training)
@@ -172,8 +173,8 @@ def make_head_products(weight_VD: Tensor, recipe: Recipe | None, *, training: bo
     return BlockwiseHeadProducts(weight_VD, training=training, recipe=recipe)
 
 
-def multiply(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply a @ b and round the result once to `dtype`."""
+def mm_with_dtype(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a @ b, rounded once to `dtype`."""
     if a.dtype == dtype:
         return a @ b
     if is_gpu(a):
@@ -182,7 +183,7 @@ def multiply(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def add_product_(out: Tensor, a: Tensor, b: Tensor, *, beta: int) -> None:
-    """Write out * beta + a @ b to out, in the dtype of out. beta 0 overwrites out."""
+    """Write out * beta + a @ b to `out`, in the dtype of `out`; beta 0 = overwrite."""
     if a.dtype != out.dtype and is_gpu(a):
         torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, beta=beta, out=out)
     else:

@@ -46,19 +46,16 @@ def flatten_rows(x: Tensor) -> Tensor:
 
 
 def restore_dims(y_MN: Tensor, x: Tensor) -> Tensor:
-    """Reshape y_MN to [..., N] with the leading dims of x [..., K], without padding."""
+    """Reshape y_MN to [..., N] with the leading dims of x [..., K]; drop rows of padding."""
     # No view, as in `nn.Linear`: the caller may change the output in place.
     T = x.numel() // x.shape[-1]
-    if y_MN.shape[0] != T:
-        y_MN = y_MN[:T]
-    elif x.ndim == 2:
+    if x.ndim == 2 and y_MN.shape[0] == T:
         return y_MN
-    y: Tensor = unsafe_view(y_MN, [*x.shape[:-1], y_MN.shape[1]])
-    return y
+    return unsafe_view(y_MN[:T], [*x.shape[:-1], y_MN.shape[1]])  # type: ignore[no-any-return]
 
 
 class InputCastCache:
-    """A cache of one quantised input, which linears such as q, k and v share until it is freed."""
+    """A cache of one quantised input, which linears such as q, k and v share until x is freed."""
 
     def __init__(self) -> None:
         self._input: weakref.ref[Tensor] | None = None
@@ -71,22 +68,18 @@ class InputCastCache:
 
     def get(self, x: Tensor, user: object, recipe: Recipe, columns: bool) -> OperandPair:
         """Return x quantised by `cast_input`, cached until x changes or `user` reads it again."""
-        operands = self._operands
-        is_hit = self._input is not None and self._input() is x and self._version == sum_versions(x)
-        is_hit = is_hit and not x.is_inference()  # has no version
-        if (
-            operands is None
-            or not is_hit
-            or user in self._users
-            or (columns and not operands.columns)
-        ):
+        operands, version = self._operands, sum_versions(x)
+        is_hit = self._input is not None and self._input() is x and self._version == version
+        is_hit = is_hit and not x.is_inference() and user not in self._users  # has no version
+        if operands is None or not is_hit or (columns and not operands.columns):
             operands = cast_input(x, recipe, columns=columns)
-            self._input, self._version = weakref.ref(x, self._drop_if_freed), sum_versions(x)
+            self._input, self._version = weakref.ref(x, self._drop_if_freed), version
             self._operands, self._users = operands, []
         self._users.append(user)
         return operands
 
     def _drop_if_freed(self, input: weakref.ref[Tensor]) -> None:
+        """Empty the cache if `input`, which was freed, is the cached input."""
         if self._input is input:
             self._input = self._operands = None
 
@@ -101,7 +94,8 @@ def cast_input(
 ) -> OperandPair:
     """Quantise x [..., K] for y and, with `columns`, for dw, which sums over tokens.
 
-    `amax`, fp32 [n], gives the scale, None = x's own. `seen`, fp32 [1], is raised to it in place.
+    `amax`, fp32 [n], determines the scale; None = x's amax. `seen`, fp32 [1], is raised in place
+    to x's amax.
     """
     kind, power_of_two = KINDS[recipe.activation_block], recipe.power_of_two
     return cast(x, kind, power_of_two=power_of_two, columns=columns, amax=amax, seen=seen)
@@ -113,7 +107,7 @@ InputGradient = tuple[Tensor | None, Any]  # dx, and dy as `weight_grad` takes i
 class LinearCall(NamedTuple):
     """The settings of one forward of a quantised linear, and its tensors without gradients."""
 
-    # quantised x for y, x for dw, and the weight for y; None = the products quantise the operand
+    # quantised x for y, x for dw, and weight for y; None = `multiply` quantises the operand
     x_rows: Any = None
     x_row_scales: Any = None
     x_columns: Any = None
@@ -151,8 +145,7 @@ class QuantisedProducts(LinearProducts):
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, training: bool = True
     ) -> Tensor:
-        y: Tensor = run_product(self._run, x, weight, bias, training)
-        return y
+        return run_product(self._run, x, weight, bias, training)  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         return self.recipe.describe()
@@ -166,63 +159,53 @@ class QuantisedProducts(LinearProducts):
         call = call._replace(dtype=get_autocast_dtype(x) or x.dtype)  # as of `nn.Linear`
         if not (is_plain_eager() and is_plain(x) and is_plain(weight_NK)):
             y: Tensor = self.op(x, weight_NK, bias_N, *call[:-2], self._recipe_text, call.dtype)
-        elif torch.is_grad_enabled():
-            may_defer = self.defers and weight_NK.requires_grad
-            sink = find_sink(weight, weight_NK.shape) if may_defer else None
-            y = linear((x, weight_NK, bias_N, call), type(self), sink)
-        else:
-            y = self.forward(x, weight_NK, bias_N, call)
-        return y
+            return y
+        if not torch.is_grad_enabled():
+            return self.forward(x, weight_NK, bias_N, call)
+        may_defer = self.defers and weight_NK.requires_grad
+        sink = find_sink(weight, weight_NK.shape) if may_defer else None
+        return linear((x, weight_NK, bias_N, call), type(self), sink)
 
     def get_past_amax(self, operand: OperandName) -> Tensor | None:
-        """Return the operand's amax over earlier steps, fp32 [1]. None without delayed scaling."""
+        """Return an operand's amax over earlier steps, fp32 [1]; None without delayed scaling."""
         return None if self.history is None else self.history.get_max_amax(operand)
 
     @abstractmethod
     def prepare(self, x: Tensor, weight: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
-        """Return a forward's operands or amax. `weight_NK` is local, `training` records amax."""
+        """Return a forward's quantised operands or amax; `training` = record the amax of x."""
 
     @staticmethod
     @abstractmethod
     def multiply(x_TK: Tensor, weight_NK: Tensor, call: LinearCall) -> Tensor:
-        """Return x @ weight^T, which may have rows of padding after the first T."""
+        """Return x @ weight^T; rows after the first T are padding."""
 
     @staticmethod
     @abstractmethod
     def input_grad(dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall) -> InputGradient:
         """Return dx, None if `weight_NK` is None, and dy in the form that `weight_grad` reads."""
 
-    # weight_grad(dy returned by `input_grad`, x or its columns, call, target)
-
     @override
     @classmethod
     def forward(cls, x: Tensor, weight_NK: Tensor, bias_N: Any, call: LinearCall) -> Tensor:
+        """Return y [..., N] for x [..., K], with the bias added if it is not None."""
         y = restore_dims(cls.multiply(flatten_rows(x), weight_NK, call), x)
         return y if bias_N is None else y.add_(bias_N)
 
     @override
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], y: Tensor) -> None:
-        """Save tensors for backward in `ctx`. `inputs` = x, weight, bias and `LinearCall`."""
+        """Save for backward in `ctx`; `inputs` are x, weight, bias and `LinearCall`."""
         x, weight_NK, bias_N, call = inputs
         wants_x, wants_weight, *_ = ctx.needs_input_grad
         # x is saved as the operand of dw if forward made it, and the weight in its dtype.
         columns = (x, None) if call.x_columns is None else call[2:4]
-        ctx.save_for_backward(
-            *(columns if wants_weight else (None, None)),
-            weight_NK if wants_x else None,
-            *call[6:9],
-        )
+        columns = columns if wants_weight else (None, None)
+        ctx.save_for_backward(*columns, weight_NK if wants_x else None, *call[6:9])
         # Gathered blocks belong to the FSDP unit, and autograd checks the saved weight's version.
         rows, scales = (None, None) if has_values(weight_NK) else call[4:6]
         # Each backward changes `dy_seen` in place, so autograd must not check its version.
-        ctx.call = LinearCall(
-            weight_rows=rows,
-            weight_scales=scales,
-            dy_seen=call.dy_seen,
-            has_all_amax=call.has_all_amax,
-            recipe=call.recipe,
-        )
+        settings = LinearCall(has_all_amax=call.has_all_amax, recipe=call.recipe)
+        ctx.call = settings._replace(weight_rows=rows, weight_scales=scales, dy_seen=call.dy_seen)
         ctx.dtypes = (x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype)
 
     @override
@@ -231,13 +214,8 @@ class QuantisedProducts(LinearProducts):
         """Return dx, the operands of `weight_grad` (None if not needed) and dbias."""
         x, x_scales, weight_NK, x_amax, weight_amax, dy_amax = ctx.saved_tensors
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        call = ctx.call._replace(
-            x_column_scales=x_scales,
-            x_amax=x_amax,
-            weight_amax=weight_amax,
-            dy_amax=dy_amax,
-            dtype=x_dtype,
-        )
+        call = ctx.call._replace(x_column_scales=x_scales, dtype=x_dtype)
+        call = call._replace(x_amax=x_amax, weight_amax=weight_amax, dy_amax=dy_amax)
         _, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         dy_TN = flatten_rows(dy)
         dx, columns = cls.input_grad(dy_TN, weight_NK, call)
@@ -258,7 +236,7 @@ _SCHEMA = (
 
 
 def make_quantised_op(name: str, products: type[QuantisedProducts]) -> Op:
-    """Register custom op `name`, which runs `products` under torch.compile and dispatch modes."""
+    """Return custom op `name`, which runs `products` under torch.compile and dispatch modes."""
 
     def inputs_of(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         *tensors, recipe, dtype = arguments
@@ -309,7 +287,7 @@ class Fp8Products(QuantisedProducts):
     def _cast_weight(
         self, weight: Tensor, weight_NK: Tensor, seen: Tensor | None
     ) -> tuple[Blocks | None, Tensor | None]:
-        """Quantise the weight for y, and raise `seen`; also return the amax for backward."""
+        """Return the weight quantised for y, and its amax for backward; raise `seen` in place."""
         # No copy is cached: all-gathers and fused optimizers write values without a new version.
         kind = KINDS[self.recipe.weight_block]
         if not has_values(weight_NK):
@@ -325,15 +303,14 @@ class Fp8Products(QuantisedProducts):
                 weight_amax, weight_NK, has_all_amax=self.history.has_all_amax
             )
         power_of_two = self.recipe.power_of_two
-        operands = cast(
-            weight_NK, kind, power_of_two=power_of_two, columns=False, amax=weight_amax, seen=seen
-        )
+        amax: Any = dict(amax=weight_amax, seen=seen)
+        operands = cast(weight_NK, kind, power_of_two=power_of_two, columns=False, **amax)
         return operands.rows, weight_amax
 
     def _cast_x(
         self, x: Tensor, columns: bool, amax: Tensor | None, seen: Tensor | None
     ) -> OperandPair:
-        """Quantise x, from the cache of linears with the same input unless scaling is delayed."""
+        """Return x quantised, from the cache of its linears unless scaling is delayed."""
         if self.history is None and not torch.compiler.is_compiling():
             return self.inputs.get(x, self, self.recipe, columns)
         # A compiler computes equal casts once by itself.
@@ -342,6 +319,7 @@ class Fp8Products(QuantisedProducts):
     @override
     @staticmethod
     def multiply(x_TK: Tensor, weight_NK: Tensor, call: LinearCall) -> Tensor:
+        """Return y = x @ weight^T of the operands in `call`, in `call.dtype`."""
         x = Blocks(call.x_rows, call.x_row_scales, KINDS[call.recipe.activation_block])
         weight = Blocks(call.weight_rows, call.weight_scales, KINDS[call.recipe.weight_block])
         return multiply(x, weight, call.dtype)
@@ -349,6 +327,7 @@ class Fp8Products(QuantisedProducts):
     @override
     @staticmethod
     def input_grad(dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall) -> InputGradient:
+        """Return dx, None if `weight_NK` is None, and dy quantised for `weight_grad`."""
         recipe = call.recipe
         operands = cast(
             dy_TN,
@@ -362,13 +341,13 @@ class Fp8Products(QuantisedProducts):
         )
         if weight_NK is None or operands.rows is None:
             return None, operands.columns
-        return multiply(
-            operands.rows, _transpose_weight(weight_NK, call), call.dtype
-        ), operands.columns
+        weight = _transpose_weight(weight_NK, call)
+        return multiply(operands.rows, weight, call.dtype), operands.columns
 
     @override
     @staticmethod
     def weight_grad(dy: Blocks, x_KT: Tensor, call: LinearCall, target: GradTarget) -> Tensor:
+        """Return dw = dy @ x, written or added to `target.out` if it is given."""
         x = Blocks(x_KT, call.x_column_scales, KINDS[call.recipe.activation_block])
         grad = multiply(dy, x, call.dtype)
         return store_grad(grad, target.out, target.adds, target.dtype, target.scale)
@@ -378,7 +357,7 @@ Fp8Products.op = make_quantised_op("fp8_linear", Fp8Products)
 
 
 def _transpose_weight(weight_NK: Tensor, call: LinearCall) -> Blocks:
-    """Quantise the weight, or transpose its gathered blocks, as operand of dx (sum over N)."""
+    """Return the weight as operand of dx (sum over N): quantised, or gathered and transposed."""
     kind = KINDS[call.recipe.weight_block]
     if call.weight_rows is not None:
         rows = Blocks(call.weight_rows, call.weight_scales, kind)
@@ -390,12 +369,12 @@ def _transpose_weight(weight_NK: Tensor, call: LinearCall) -> Blocks:
 
 
 def choose_scaling_amax(past: Tensor | None, x: Tensor, *, has_all_amax: bool) -> Tensor | None:
-    """Return `past`, fp32 [n], with x's amax where it is 0. `has_all_amax` = no entry is 0."""
+    """Return `past`, fp32 [n], with x's amax in entries of 0; `has_all_amax` = no entry is 0."""
     return past if past is None or has_all_amax else compute_amax(x, past)
 
 
 def all_reduce_max(value: Tensor, weight: Tensor) -> Tensor:
-    """Return `value`, reduced by MAX over the mesh dims, if any, that shard `weight`."""
+    """Return `value`, all-reduced by MAX over the mesh dims that shard `weight`."""
     if isinstance(weight, DTensor):
         for mesh_dim, placement in enumerate(weight.placements):
             if not placement.is_replicate():
@@ -405,7 +384,10 @@ def all_reduce_max(value: Tensor, weight: Tensor) -> Tensor:
 
 
 def find_weight_problem(weight: Tensor, recipe: Recipe | None = None) -> str | None:
-    """Return why a recipe (None = any FP8) cannot use a weight. None = it can. Equal on ranks."""
+    """Return why FP8 products of a recipe (None = any) cannot read a weight; None = they can.
+
+    The text is equal on the ranks that shard the weight.
+    """
     multiple = ALIGNED if recipe is None else recipe.weight_multiple
     # Tensor parallelism may have sharded the weight [N, K]; FSDP has not yet.
     sizes = list(weight.shape)
@@ -433,13 +415,12 @@ def check_operands(x: Tensor, weight_NK: Tensor, recipe: Recipe) -> None:
         raise ValueError(f"weight must fit FP8 products, but {reason}: leave it in its dtype")
     if x.shape[-1:] != weight_NK.shape[1:]:
         raise ValueError(
-            f"x ({list(x.shape)}) must have the columns of weight ({list(weight_NK.shape)}): "
-            "correct x"
+            f"x {list(x.shape)} must have the columns of weight ({list(weight_NK.shape)}): fix x"
         )
 
 
 def read_gathered_blocks(kind: str | None, weight: Tensor, weight_NK: Tensor) -> Blocks:
-    """Return a weight's all-gathered blocks. Raise NotImplementedError if not of `kind`."""
+    """Return a weight's all-gathered FP8 blocks; NotImplementedError for another `kind`."""
     blocks = None if torch.compiler.is_compiling() else get_fp8_blocks(weight)
     if blocks is None or blocks.kind != kind:
         check_values(weight_NK)
@@ -450,7 +431,7 @@ def read_gathered_blocks(kind: str | None, weight: Tensor, weight_NK: Tensor) ->
 def _read_gathered_rows(
     weight: Tensor, weight_NK: Tensor, kind: str, seen: Tensor | None
 ) -> Blocks:
-    """Return a weight's all-gathered blocks as operand of y, and raise `seen` in place to amax."""
+    """Return a weight's all-gathered blocks as operand of y; raise `seen` in place to its amax."""
     blocks = read_gathered_blocks(kind, weight, weight_NK)
     if seen is not None and blocks.amax is not None:
         with torch.no_grad():

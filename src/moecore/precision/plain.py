@@ -1,4 +1,4 @@
-"""Modules of linears: `Linear` with a local shard as weight, and `ProductLinear`."""
+"""`Linear`, which multiplies local shards, and `ProductLinear`, whose matmuls are exchangeable."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Linear(nn.Linear):
 
 
 class ProductLinear(nn.Linear):
-    """An `nn.Linear` whose matmuls `products` computes. Its state dict is an `nn.Linear`'s."""
+    """An `nn.Linear`, with the same state dict, whose matmuls `products` computes."""
 
     products: LinearProducts
 
@@ -54,7 +54,7 @@ PLAIN_FORWARDS = (nn.Linear.forward, Linear.forward)
 
 
 def set_products(linear: nn.Linear, products: LinearProducts) -> None:
-    """Let `products` compute a linear's matmuls. Changes its class to a subclass, in place."""
+    """Let `products` compute a linear's matmuls, in place: its class becomes a `ProductLinear`."""
     if not isinstance(linear, ProductLinear):
         plain: Any = type(linear)
         linear.__class__ = _make_product_class(plain)

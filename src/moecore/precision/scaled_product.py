@@ -19,17 +19,10 @@ from moecore.kernels.rows.scaling import Blocks, multiply_ref
 SCALING_TYPES = {"tensor": 0, "row": 1, "tile": 4, "block": 5}
 
 
-def _has_scaled_product(device: torch.device, kind: str) -> bool:
-    """Return whether torch multiplies operands of this kind on the device's FP8 tensor cores."""
-    return (
-        has_hopper_kernels(device) if device.type == "meta" else _find_product_support(device, kind)
-    )
-
-
 @functools.cache
-def _find_product_support(device: torch.device, kind: str) -> bool:
-    """Return `_has_scaled_product` for a device other than meta, cached."""
-    if device.type != "cuda" or scaled_mm is None:
+def _has_scaled_product(device: torch.device, kind: str) -> bool:
+    """Whether torch multiplies operands of this kind on the FP8 tensor cores of a device."""
+    if device.type != "cuda":
         return False
     capability = torch.cuda.get_device_capability(device)
     # cuBLASLt multiplies tiles and blocks only on Hopper.
@@ -38,8 +31,10 @@ def _find_product_support(device: torch.device, kind: str) -> bool:
 
 def _multiply_with_torch(a: Blocks, b: Blocks, dtype: torch.dtype) -> Tensor:
     """Return a @ b^T, by torch's scaled matmul if the GPU supports it, otherwise dequantised."""
-    (M, K), N = a.values.shape, b.values.shape[0]
-    if not M * N * K or not _has_scaled_product(a.values.device, a.kind):
+    (M, K), N, device = a.values.shape, b.values.shape[0], a.values.device
+    is_meta = device.type == "meta"
+    is_supported = has_hopper_kernels(device) if is_meta else _has_scaled_product(device, a.kind)
+    if not M * N * K or not is_supported:
         with disable_autocast(a.values):
             return multiply_ref(a, b).to(dtype)
     # cuBLASLt reads scales of tiles column by column, and scales of blocks in rows of a multiple of
@@ -60,7 +55,7 @@ def _multiply_with_torch(a: Blocks, b: Blocks, dtype: torch.dtype) -> Tensor:
 
 
 def _view_scales(side: Blocks, *, is_first: bool) -> Tensor:
-    """Return an operand's scales as torch's scaled product takes them. `is_first` = operand a."""
+    """Return a view of an operand's scales for torch's scaled matmul; `is_first` = operand a."""
     if side.kind == "row":
         return side.scales if is_first else side.scales.T
     return side.scales.reshape(1) if side.kind == "tensor" else side.scales.T
@@ -76,11 +71,10 @@ _product_op = Op(
 
 
 def multiply(a: Blocks, b: Blocks, dtype: torch.dtype) -> Tensor:
-    """Return a [M, K] @ b [N, K]^T of FP8 operands, whose M, N and K include padding.
+    """Return a [M, K] @ b [N, K]^T of FP8 operands; M, N and K include padding.
 
-    Products are summed in fp32 and rounded once to `dtype`. Not differentiable, no host sync.
+    The matmul sums in fp32 and rounds once to `dtype`. Not differentiable, no host sync.
     """
-    # cuBLASLt's "scaling factors layouts", as torch's `_scaled_mm_v2` checks them.
     if is_plain_eager() and is_plain(a.values):
         return _multiply_with_torch(a, b, dtype)
     y_MN: Tensor = _product_op(a.values, a.scales, a.kind, b.values, b.scales, b.kind, dtype)

@@ -40,10 +40,8 @@ def store_experts_in_fp8(model: nn.Module) -> None:
     check_arguments(store_experts_in_fp8, locals())
     named = [(n, m) for n, m in model.named_modules() if isinstance(m, Experts)]
     if not named:
-        raise ValueError(
-            f"model ({type(model).__name__}) must have routed experts to be stored in FP8: drop "
-            "the call"
-        )
+        kind = type(model).__name__
+        raise ValueError(f"model ({kind}) must have routed experts to be stored in FP8: drop it")
     places = [(n, m, role) for n, m in named for role in (m.layout.w1, m.layout.w2)]
     for name, experts, attribute in places:
         _check_storable(clean_name(f"{name}.{attribute}"), experts, getattr(experts, attribute))
@@ -59,7 +57,7 @@ def store_experts_in_fp8(model: nn.Module) -> None:
 
 
 def refuse_fp8_storage(model: nn.Module, verb: str) -> None:
-    """Raise ValueError if a parameter is stored only in FP8. `verb` names the use ("merged")."""
+    """Raise a ValueError if a parameter has only FP8 blocks; `verb` is the use, like "merged"."""
     for name, param in model.named_parameters():
         if get_fp8_blocks(param) is not None:
             raise ValueError(
@@ -69,20 +67,19 @@ def refuse_fp8_storage(model: nn.Module, verb: str) -> None:
 
 
 def read_stored_values(param: Tensor, box: tuple[slice, ...]) -> Tensor:
-    """Return `box`, a slice per dim of the local shard, dequantised to the parameter's dtype."""
+    """Return slices `box` of a parameter's local shard, dequantised to the parameter's dtype."""
     blocks = get_fp8_blocks(param)
     assert blocks is not None, "the parameter is not stored in FP8"
     shape = get_local_tensor(param).shape
     rows = torch.arange(shape[:-1].numel(), device="cpu").view(shape[:-1])
     columns = torch.arange(shape[-1], device="cpu")
-    row, column = (
-        (index // BLOCK).to(blocks.scales.device) for index in (rows[box[:-1]], columns[box[-1]])
-    )
+    device = blocks.scales.device
+    row, column = ((i // BLOCK).to(device) for i in (rows[box[:-1]], columns[box[-1]]))
     return (blocks.values[box].float() * blocks.scales[row][..., column]).to(param.dtype)
 
 
 def _check_storable(name: str, experts: Experts, param: nn.Parameter) -> None:
-    """Raise ValueError if the experts' recipe, training or sharding does not allow FP8 storage."""
+    """Raise a ValueError if the recipe, training or sharding of `param` forbids FP8 storage."""
     recipe = experts.recipe
     if recipe is None or not recipe.reads_blocks or experts.is_separate:
         scaling = None if recipe is None else recipe.scaling
@@ -91,21 +88,18 @@ def _check_storable(name: str, experts: Experts, param: nn.Parameter) -> None:
             f"recipe of {name} ({scaling}{backend}) must be 'blockwise', with gate and up in one "
             "parameter, to be stored in FP8: pass precision='blockwise' to parallelize_moe"
         )
+    suffix = "to be stored in FP8"
     if param.requires_grad:
-        raise ValueError(
-            f"{name} (trained) must be frozen to be stored in FP8: call requires_grad_(False)"
-        )
-    cuts = set(param.device_mesh.mesh_dim_names or ()) if isinstance(param, DTensor) else set()
-    if cuts - OF_EXPERTS:
-        raise ValueError(
-            f"{name} (cut over {sorted(cuts)}) must be of one rank alone to be stored in FP8: give "
-            "ParallelConfig.ep x etp all ranks"
-        )
+        raise ValueError(f"{name} (trained) must be frozen {suffix}: call requires_grad_(False)")
+    axes = set(param.device_mesh.mesh_dim_names or ()) if isinstance(param, DTensor) else set()
+    if axes - OF_EXPERTS:
+        relation = f"must be of one rank alone {suffix}: give ParallelConfig.ep x etp all ranks"
+        raise ValueError(f"{name} (cut over {sorted(axes)}) {relation}")
 
 
 @torch.no_grad()
 def _store_blocks(param: nn.Parameter, *, power_of_two: bool) -> nn.Parameter:
-    """Return a parameter without values that carries the FP8 blocks of `param`."""
+    """Return a parameter like `param` that has its FP8 blocks as an attribute, but no values."""
     local = get_local_tensor(param).detach()
     place = MatrixShard.of(local.shape, 0, 0, local.shape[0])
     amax, scales = torch.zeros(2, *place.scales_shape, device=local.device, dtype=torch.float32)

@@ -51,7 +51,7 @@ def _quantise_operand(
     """Quantise a matrix with the scale of `past_amax`, or of its own amax if that is None or 0.
 
     The matmul sums over columns, or over rows with `over_rows`. `seen`, fp32 [1], is raised in
-    place to the matrix's amax. An `operand` other than "weight" gets padding rows of zeros.
+    place to the matrix's amax. Operands other than "weight" are padded by rows of zeros.
     """
     x_RC = te_names.replace_infinities(x_RC.detach().contiguous())
     if operand != "weight":  # rows of zeros change no scale
@@ -69,7 +69,7 @@ class TELinearProducts(QuantisedProducts):
 
     @override
     def prepare(self, x: Tensor, weight: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
-        """Return a `LinearCall` with the amax tensors. Raise ValueError for an unusable recipe."""
+        """Return a `LinearCall` with the amax tensors; ValueError if the device cannot run it."""
         recipe, history = self.recipe, self.history
         check_values(weight_NK)
         problem = te_names.find_recipe_problem(recipe, x.device)
@@ -82,10 +82,8 @@ class TELinearProducts(QuantisedProducts):
             )
         seen = {} if history is None else history.get_current_amax(x.device, training=training)
         weight_amax = self.get_past_amax("weight")
-        if (
-            weight_amax is None and recipe.scaling == "tensorwise"
-        ):  # shards of a weight share a scale
-            with torch.no_grad():
+        if weight_amax is None and recipe.scaling == "tensorwise":
+            with torch.no_grad():  # shards of a weight share a scale
                 weight_amax = all_reduce_max(compute_amax(weight_NK), weight).amax().reshape(1)
         return LinearCall(
             x_amax=self.get_past_amax("input"),
@@ -100,39 +98,37 @@ class TELinearProducts(QuantisedProducts):
     @override
     @staticmethod
     def multiply(x_TK: Tensor, weight_NK: Tensor, call: LinearCall) -> Tensor:
+        """Return y = x @ weight^T, both quantised here, in `call.dtype`."""
         if not x_TK.numel() or x_TK.is_meta:
             return x_TK.new_zeros(x_TK.shape[0], weight_NK.shape[0], dtype=call.dtype)
         x = _quantise_operand(x_TK, call.recipe, "activation", call.x_amax, call.x_seen)
-        weight = _quantise_operand(
-            weight_NK, call.recipe, "weight", call.weight_amax, call.weight_seen
-        )
+        amax, seen = call.weight_amax, call.weight_seen
+        weight = _quantise_operand(weight_NK, call.recipe, "weight", amax, seen)
         return te_names.multiply(weight, x, "TN", call.dtype)
 
     @override
     @staticmethod
     def input_grad(dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall) -> InputGradient:
+        """Return dx, None if `weight_NK` is None, and dy as it is."""
         if weight_NK is None:
             return None, dy_TN
         if not dy_TN.shape[0] or dy_TN.is_meta:
             return dy_TN.new_zeros(dy_TN.shape[0], weight_NK.shape[1], dtype=call.dtype), dy_TN
-        dy = _quantise_operand(dy_TN, call.recipe, "gradient", call.dy_amax, call.dy_seen)
-        weight = _quantise_operand(
-            weight_NK, call.recipe, "weight", call.weight_amax, over_rows=True
-        )
+        recipe, amax = call.recipe, call.weight_amax
+        dy = _quantise_operand(dy_TN, recipe, "gradient", call.dy_amax, call.dy_seen)
+        weight = _quantise_operand(weight_NK, recipe, "weight", amax, over_rows=True)
         return te_names.multiply(weight, dy, "NN", call.dtype), dy_TN
 
     @override
     @staticmethod
     def weight_grad(dy_TN: Tensor, x: Tensor, call: LinearCall, target: GradTarget) -> Tensor:
         """Return dw [N, K]. If `target.out` is given, dw is written or (`adds`) added to it."""
-        x_TK = flatten_rows(x)
+        x_TK, recipe = flatten_rows(x), call.recipe
         if not dy_TN.shape[0] or dy_TN.is_meta:
             grad = dy_TN.new_zeros(dy_TN.shape[1], x_TK.shape[1], dtype=call.dtype)
         else:
-            recipe = call.recipe
-            of_dy = _quantise_operand(
-                dy_TN, recipe, "gradient", call.dy_amax, call.dy_seen, over_rows=True
-            )
+            amax, seen = call.dy_amax, call.dy_seen
+            of_dy = _quantise_operand(dy_TN, recipe, "gradient", amax, seen, over_rows=True)
             of_x = _quantise_operand(x_TK, recipe, "activation", call.x_amax, over_rows=True)
             grad = te_names.multiply(of_x, of_dy, "NT", call.dtype)
         return store_grad(grad, target.out, target.adds, target.dtype, target.scale)

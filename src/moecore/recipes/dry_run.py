@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from moecore.base.tables import format_bytes
+from moecore.base.text import format_bytes
 from moecore.models import DecoderConfig
 from moecore.parallel.mesh import ParallelConfig
 from moecore.planning import (

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from moecore.base.command_options import POSITIONAL
-from moecore.base.fields import UsageError
-from moecore.base.tables import format_columns
+from moecore.base.command_options import POSITIONAL, UsageError
+from moecore.base.text import format_columns
 
 CONFIGS = Path(__file__).parent / "configs"
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from moecore.base.fields import Bound, CheckedRecord, Count, Rules
 from moecore.parallel.model.parallel_state import get_request
-from moecore.precision.apply import has_history
+from moecore.precision.apply import has_amax_history
 
 SMALLEST = 1.0  # a smaller scale would be for gradients that overflow without one
 LARGEST = 2.0**32  # this scale lets fp16 hold gradients down to 2^-56
@@ -116,7 +116,7 @@ def check_loss_scale(model: nn.Module, loss_scale: DynamicLossScale | None) -> N
                 f"dtype of {name} (torch.float16) must be torch.float32 with a loss_scale, or its "
                 "divided gradient would be 0: use FSDPOptions(param_dtype=torch.float16) instead"
             )
-    if has_history(model):
+    if has_amax_history(model):
         raise ValueError(
             "Recipe.amax_history must be 0 with a loss_scale, because a scale that doubles would "
             "clip the gradients of the steps after it: use the recipe without a history"

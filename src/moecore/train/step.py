@@ -35,7 +35,7 @@ from moecore.parallel.model.parallel_state import (
 from moecore.parallel.pipeline.orders import PAIRING
 from moecore.parallel.pipeline.run import forward_pipeline, run_pipeline
 from moecore.parallel.pipeline.stages import get_loss
-from moecore.precision.apply import advance_amax, has_history
+from moecore.precision.apply import advance_amax, has_amax_history
 from moecore.train.loss_scale import DynamicLossScale, LossScale
 from moecore.train.rerun import Reruns, drop_step
 from moecore.train.spikes import SpikeLimit, SpikeOptions
@@ -121,7 +121,7 @@ class TrainStep:
         compare_ranks(entries, self.model, self.optimizers, request)
         self._norm: GradientNorm | None = None
         self._progress = Progress()
-        self._has_amax_history = has_history(self.model)
+        self._has_amax_history = has_amax_history(self.model)
         self._exchanges = [pool for r in records for pool in r.pools]
         self._engines = [r.engine for r in records if r.engine is not None]
         self._arguments = [r.arguments for r in records if r.arguments is not None]

@@ -6,6 +6,7 @@ Values of a wrong type are those of `tests/base/test_fields.py`.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,32 +17,18 @@ from moecore.base.options.layer import CapacityConfig
 LAYER: dict[str, Any] = dict(dim=64, hidden_dim=32, num_experts=8, top_k=2)
 
 
-def error_of(record: type, **fields: Any) -> str:
+def error_of(make: Callable[..., object], *args: Any, **fields: Any) -> str:
     with pytest.raises(ValueError) as caught:
-        record(**fields)
+        make(*args, **fields)
     message = str(caught.value)
     assert "\n" not in message
     return message
 
 
-# --------------------------------------------------------------------------- MoEConfig
-
-
-def test_defaults_need_the_four_sizes_only() -> None:
-    config = MoEConfig(**LAYER)
-    assert (config.score_function, config.score_order, config.normalize_weights) == (
-        "softmax",
-        "pre",
-        None,
-    )
-    assert config.normalizes
-    assert not config.balance.needs_loss
-    with pytest.raises(TypeError, match="dim"):
-        MoEConfig(hidden_dim=32, num_experts=8, top_k=2)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="positional"):
-        MoEConfig(64, 32, 8, 2)  # type: ignore[misc]
-
-
+GROUPS, POST = {"num_groups": 4, "top_groups": 2}, {"score_order": "post"}
+CHOICE, SINKHORN = {"assignment": "expert_choice"}, {"assignment": "sinkhorn"}
+BIAS, SEQUENCE = BalanceConfig(bias_update_rate=0.5), BalanceConfig(sequence_coef=0.1)
+POSITION = CapacityConfig(factor=1.0, drop="position")
 # Each case: the fields, and every piece that the message must name.
 RELATIONS: list[tuple[dict[str, Any], list[str]]] = [
     ({"top_k": 9}, ["top_k (9)", "num_experts (8)"]),
@@ -50,62 +37,28 @@ RELATIONS: list[tuple[dict[str, Any], list[str]]] = [
     ({"num_groups": 4, "top_groups": 5}, ["top_groups (5)", "num_groups (4)"]),
     ({"num_groups": 8, "top_groups": 4}, ["num_groups (8)", "num_experts (8)", "2"]),
     ({"num_groups": 4, "top_groups": 1, "top_k": 3}, ["top_k (3)", "top_groups (1 x 2)"]),
+    (GROUPS | {"group_experts": 3}, ["num_groups (4)", "group_experts (3)", "num_experts (8)"]),
+    ({"group_experts": 3}, ["group_experts (3)", "top_groups (1)", "num_groups (1)"]),
     ({"routed_scaling_factor": 0.0}, ["routed_scaling_factor (0.0)", "> 0"]),
-    ({"routed_scaling_factor": -1.0}, ["routed_scaling_factor (-1.0)", "> 0"]),
     ({"routed_scaling_factor": float("nan")}, ["routed_scaling_factor (nan)", "> 0"]),
+    ({"router_jitter": 1.0}, ["router_jitter (1.0)", "< 1"]),
     ({"shared_gate": True}, ["shared_gate (True)", "shared_hidden_dim (0)"]),
-    (
-        {"balance": BalanceConfig(bias_update_rate=0.5)},
-        ["balance.bias_update_rate (0.5)", "expert_bias (False)"],
-    ),
+    ({"num_shared_experts": 2}, ["num_shared_experts (2)", "shared_hidden_dim (0)"]),
+    ({"balance": BIAS}, ["balance.bias_update_rate (0.5)", "expert_bias (False)"]),
     ({"activation": "clamped_swiglu", "activation_limit": -7.0}, ["activation_limit (-7.0)"]),
     ({"activation_up_limit": 25.0}, ["activation_up_limit (25.0)", "activation ('swiglu')"]),
-    (
-        {"num_groups": 4, "top_groups": 2, "group_experts": 3},
-        ["num_groups (4)", "group_experts (3)", "num_experts (8)"],
-    ),
-    (
-        {"score_function": "sqrtsoftplus", "score_order": "post"},
-        ["score_order ('post')", "score_function ('sqrtsoftplus')"],
-    ),
-    (
-        {"score_order": "post", "top_k": 1},
-        ["top_k (1)", "score_order ('post')", "normalize_weights (None)"],
-    ),
-    (
-        {"score_order": "post", "normalize_weights": False},
-        ["normalize_weights (False)", "score_order ('post')"],
-    ),
-    ({"router_jitter": 1.0}, ["router_jitter (1.0)", "< 1"]),
-    (
-        {"assignment": "sinkhorn", "expert_bias": True},
-        ["expert_bias (True)", "assignment ('sinkhorn')"],
-    ),
-    (
-        {"assignment": "expert_choice", "num_groups": 4, "top_groups": 2},
-        ["top_groups (2)", "num_groups (4)", "assignment ('expert_choice')"],
-    ),
-    (
-        {"assignment": "expert_choice", "score_order": "post"},
-        ["score_order ('post')", "assignment ('expert_choice')"],
-    ),
-    (
-        {"assignment": "expert_choice", "balance": BalanceConfig(sequence_coef=0.1)},
-        ["balance", "assignment ('expert_choice')", "z_loss_coef"],
-    ),
+    (POST | {"score_function": "sqrtsoftplus"}, ["score_order ('post')", "('sqrtsoftplus')"]),
+    (POST | {"top_k": 1}, ["top_k (1)", "score_order ('post')", "normalize_weights (None)"]),
+    (POST | {"normalize_weights": False}, ["normalize_weights (False)", "score_order ('post')"]),
+    (SINKHORN | {"expert_bias": True}, ["expert_bias (True)", "assignment ('sinkhorn')"]),
+    (CHOICE | GROUPS, ["top_groups (2)", "num_groups (4)", "assignment ('expert_choice')"]),
+    (CHOICE | POST, ["score_order ('post')", "assignment ('expert_choice')"]),
+    (CHOICE | {"balance": SEQUENCE}, ["balance", "assignment ('expert_choice')", "z_loss_coef"]),
+    (CHOICE | {"capacity": POSITION}, ["capacity.drop ('position')", "('expert_choice')"]),
     ({"weights_on_input": True}, ["weights_on_input (True)", "top_k (2)"]),
-    (
-        {"weights_on_input": True, "assignment": "expert_choice", "top_k": 1},
-        ["weights_on_input (True)", "assignment ('expert_choice')"],
-    ),
-    ({"group_experts": 3}, ["group_experts (3)", "top_groups (1)", "num_groups (1)"]),
-    (
-        {"assignment": "expert_choice", "capacity": CapacityConfig(factor=1.0, drop="position")},
-        ["capacity.drop ('position')", "assignment ('expert_choice')"],
-    ),
+    (CHOICE | {"weights_on_input": True, "top_k": 1}, ["weights_on_input (True)", "'expert_choi"]),
     ({"latent_dim": 64}, ["latent_dim (64)", "dim (64)"]),
     ({"latent_norm_eps": 1e-6}, ["latent_norm_eps (1e-06)", "latent_dim"]),
-    ({"num_shared_experts": 2}, ["num_shared_experts (2)", "shared_hidden_dim (0)"]),
 ]
 QUANTILE: dict[str, Any] = dict(
     score_function="sigmoid",
@@ -121,9 +74,7 @@ RELATIONS += [
         ({"top_k": 8}, ["top_k (8)", "num_experts (8)"]),
     )
 ]
-RELATIONS += [
-    (QUANTILE | {"expert_bias": False}, ["bias_update_rate (1.0)", "expert_bias (False)"])
-]
+RELATIONS += [(QUANTILE | {"expert_bias": False}, ["bias_update_rate (1.0)", "expert_bias"])]
 
 
 @pytest.mark.parametrize(("fields", "pieces"), RELATIONS, ids=[str(f) for f, _ in RELATIONS])
@@ -194,9 +145,6 @@ def test_numbers_outside_of_bounds(record: type, name: str, value: float, relati
     assert f"{record.__name__}.{name} ({value})" in message and relation in message
 
 
-# --------------------------------------------------------------------------- BalanceConfig
-
-
 @pytest.mark.parametrize("rate", [0.0, 1.5])
 def test_quantile_rate_is_a_share(rate: float) -> None:
     message = error_of(BalanceConfig, bias_update="quantile", bias_update_rate=rate)
@@ -207,11 +155,7 @@ def test_quantile_rate_is_a_share(rate: float) -> None:
 def test_a_bias_per_micro_batch_starts_from_quantiles() -> None:
     message = error_of(BalanceConfig, bias_per_micro_batch=True)
     assert "BalanceConfig.bias_per_micro_batch (True) must go with bias_update ('sign')" in message
-    message = error_of(BalanceConfig, bias_per_micro_batch=1)
-    assert "BalanceConfig.bias_per_micro_batch (1) must be True or False" in message
 
-
-# --------------------------------------------------------------------------- ParallelConfig
 
 DEGREES = [f.name for f in dataclasses.fields(ParallelConfig)]
 
@@ -234,11 +178,8 @@ def test_one_open_degree_per_view(fields: dict[str, int], second: str, first: st
 
 @pytest.mark.parametrize("name", [n for n in DEGREES if n != "pp"])
 def test_resolve_fills_the_open_degree(name: str) -> None:
-    fields = {"dp_shard": 1, "edp_shard": 1, name: -1}
-    if name not in ("dp_replicate", "dp_shard", "cp", "tp"):
-        fields["dp_shard"] = -1
-    else:
-        fields["edp_shard"] = -1
+    other = "edp_shard" if name in ("dp_replicate", "dp_shard", "cp", "tp") else "dp_shard"
+    fields = {"dp_shard": 1, "edp_shard": 1, name: -1, other: -1}
     resolved = ParallelConfig(**fields).resolve(12)
     assert getattr(resolved, name) == 12
     assert -1 not in dataclasses.astuple(resolved)
@@ -267,36 +208,9 @@ def test_resolve_divides_by_what_is_given() -> None:
 def test_resolve_names_the_view_that_does_not_fit(
     fields: dict[str, int], pieces: list[str]
 ) -> None:
-    config = ParallelConfig(**fields)
-    with pytest.raises(ValueError) as caught:
-        config.resolve(8)
-    message = str(caught.value)
-    assert "\n" not in message
+    message = error_of(ParallelConfig(**fields).resolve, 8)
     for piece in pieces:
         assert piece in message
-
-
-# --------------------------------------------------------------------------- all three
-
-
-@pytest.mark.parametrize(
-    "record",
-    [MoEConfig(**LAYER), BalanceConfig(), ParallelConfig()],
-    ids=lambda r: type(r).__name__,
-)
-def test_frozen_and_replaced_with_the_rules(record: Any) -> None:
-    for f in dataclasses.fields(record):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(record, f.name, 1)
-    assert not hasattr(record, "__dict__"), "slots: a misspelt attribute cannot be set"
-    first = dataclasses.fields(record)[0].name
-    changed = dataclasses.replace(record, **{first: 4})
-    assert getattr(changed, first) == 4 and getattr(record, first) != 4
-    assert hash(record) == hash(dataclasses.replace(record)) and record == dataclasses.replace(
-        record
-    )
-    with pytest.raises(ValueError, match=f"{first} \\(-3\\)"):
-        dataclasses.replace(record, **{first: -3})
 
 
 def test_replace_checks_relations_again() -> None:

@@ -39,11 +39,15 @@ def backward_of(kernel: Any, do: Tensor, *args: Any) -> tuple[Tensor, Tensor, Te
     return kernel.backward(AttentionBlock(q, k, v, mask, scale), do, o, lse)  # type: ignore[no-any-return]
 
 
+def skip_without_package(kernel: Any) -> None:
+    if kernel is flash4:
+        pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
+
+
 def packed(lengths_q: list[int], lengths_k: list[int], device: str = "cpu", **kw: Any) -> Any:
     """Return a mask of documents of these lengths."""
-    cu_q, cu_k = (
-        torch.tensor([0, *n], device=device).cumsum(0).int() for n in (lengths_q, lengths_k)
-    )
+    both = lengths_q, lengths_k
+    cu_q, cu_k = (torch.tensor([0, *n], device=device).cumsum(0).int() for n in both)
     lengths = dict(max_length_q=max(lengths_q), max_length_k=max(lengths_k))
     return AttentionMask(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **lengths, **kw)
 
@@ -146,9 +150,8 @@ def test_blocks_of_keys_and_a_sink_add_up() -> None:
     o = sum(o * (one - lse).exp().transpose(1, 2)[..., None] for o, one in found)
     assert isinstance(o, Tensor)
     torch.testing.assert_close(o, o_want)
-    grads = [
-        attention_backward(do, q, *kv, o, lse, m, SCALE) for kv, m in zip(parts, masks, strict=True)
-    ]
+    pairs = zip(parts, masks, strict=True)
+    grads = [attention_backward(do, q, *kv, o, lse, m, SCALE) for kv, m in pairs]
     want = torch.autograd.grad((o_want * do).sum(), leaves)
     torch.testing.assert_close(grads[0][0] + grads[1][0], want[0])
     for i in (1, 2):
@@ -339,17 +342,8 @@ def test_torch_has_the_operators(case: str) -> None:
     assert [g.shape for g in grads] == [x.shape for x in (q, k, v)]
 
 
-@pytest.mark.parametrize(
-    ("place", "dtype"),
-    [
-        ("cpu", torch.float32),
-        ("cpu", torch.bfloat16),
-        *(
-            pytest.param("cuda", dtype, marks=pytest.mark.gpu)
-            for dtype in (torch.bfloat16, torch.float32)
-        ),
-    ],
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("window", [None, 9])
 def test_batch_invariance(window: int | None, place: str, dtype: torch.dtype) -> None:
     """A document has the same bits alone and between others."""
@@ -370,8 +364,7 @@ def test_batch_invariance(window: int | None, place: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize("case", ON_GPU)
 def test_a_fused_kernel_is_the_reference(case: str, dtype: torch.dtype) -> None:
     kernel, shape, mask = on_gpu(case, "cuda")
-    if kernel is flash4:
-        pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
+    skip_without_package(kernel)
     q, k, v, do = block(shape, dtype, "cuda")
     assert kernel.find_problem(q, k, v, mask) is None
     wide = [x.double() for x in (q, k, v)]
@@ -435,8 +428,7 @@ DETERMINISTIC = {
 @pytest.mark.parametrize("kernel", [flash, flash4], ids=["flash", "flash4"])
 @pytest.mark.parametrize("case", DETERMINISTIC)
 def test_a_backward_has_the_same_bits(case: str, kernel: AttentionKernel) -> None:
-    if kernel is flash4:
-        pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
+    skip_without_package(kernel)
     shape, mask = DETERMINISTIC[case]
     if not isinstance(mask, AttentionMask):
         mask = packed(mask[0], mask[0], "cuda")
@@ -453,8 +445,7 @@ def test_a_backward_has_the_same_bits(case: str, kernel: AttentionKernel) -> Non
 def test_a_fused_kernel_runs_on_the_current_stream(case: str) -> None:
     """In a CUDA graph: what runs elsewhere ends its capture, or is not in it."""
     kernel, shape, mask = on_gpu(case, "cuda")
-    if kernel is flash4:
-        pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
+    skip_without_package(kernel)
     q, k, v, do = block(shape, torch.bfloat16, "cuda")
 
     def run() -> tuple[Tensor, ...]:

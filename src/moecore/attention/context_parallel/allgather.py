@@ -42,10 +42,7 @@ class _KeyBlock(NamedTuple):
 
 
 def _iterate_key_blocks(local_tokens: LocalTokens, window: int | None) -> Iterator[_KeyBlock]:
-    """Yield the attention calls of the early, then the late local queries; see `_KeyBlock`.
-
-    `window` limits the keys per query; None = all.
-    """
+    """Yield the attention call of the early, then of the late local queries."""
     rank, last = local_tokens.cp.rank, 2 * local_tokens.cp.size - 1
     halves: tuple[tuple[Half, int], ...] = (("early", rank), ("late", last - rank))
     for half, chunk in halves:
@@ -62,7 +59,7 @@ def _gather_kv(local_tokens: LocalTokens, k: Tensor, v: Tensor) -> tuple[Tensor,
 def _reduce_kv_grads(
     local_tokens: LocalTokens, dk: Tensor, dv: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Sum dk and dv of full rows over cp ranks; return this rank's, in the shapes of k and v."""
+    """Reduce-scatter dk and dv of full rows; return this rank's, in the shapes of k and v."""
     B, T = k.shape[0], k.shape[1] * local_tokens.cp.size
     dkv = torch.cat((dk.flatten(2), dv.flatten(2)), dim=-1).view(B, T, -1)
     dk, dv = local_tokens.reduce_scatter_values(dkv).split(
@@ -72,13 +69,13 @@ def _reduce_kv_grads(
 
 
 class GatherAttention(torch.autograd.Function):
-    """Causal attention of this rank's queries to the keys of full rows, as an autograd node.
+    """The autograd node of causal attention of this rank's queries to the keys of full rows.
 
     apply(q_BtHd, k, v, sinks_H, local_tokens, window, scale) -> o_BtHv.
 
     If keys and values are local, [B, t, ...], forward all-gathers them. If they are full rows in
     order, [B, T, ...], their gradients contain only the contribution of this rank's queries.
-    `sinks_H` None = no sinks, `window` None = all keys. Collective.
+    Collective.
     """
 
     @staticmethod
@@ -97,14 +94,12 @@ class GatherAttention(torch.autograd.Function):
         ks, vs = (k, v) if k.shape[1] != t else _gather_kv(local_tokens, k, v)
         qs, ks, vs = layout.flatten_rows(q), layout.flatten_rows(ks), layout.flatten_rows(vs)
         o = q.new_empty(*qs.shape[:3], v.shape[-1])
-        lse = q.new_empty(
-            qs.shape[0], H, qs.shape[1], dtype=torch.promote_types(q.dtype, torch.float32)
-        )
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        lse = q.new_empty(qs.shape[0], H, qs.shape[1], dtype=dtype)
         for half, num, mask in _iterate_key_blocks(local_tokens, window):
-            keys, values = layout.select_first_chunks(ks, num), layout.select_first_chunks(vs, num)
-            o_half, lse_half = attention_forward(
-                layout.select_half(qs, half), keys, values, mask, scale
-            )
+            k_first, v_first = (layout.select_first_chunks(x, num) for x in (ks, vs))
+            q_half = layout.select_half(qs, half)
+            o_half, lse_half = attention_forward(q_half, k_first, v_first, mask, scale)
             layout.write_half(o, half, o_half)
             layout.write_half(lse, half, lse_half, dim=2)
         if sinks is not None:

@@ -31,14 +31,12 @@ def scatter_heads(
 
     G is the size of `group`, and t = T / G. `layout` is the order of tokens on these ranks.
     """
-    scattered: tuple[Tensor, ...] = run_and_save(_HeadExchange.apply, group, layout, True, *tensors)
-    return scattered
+    return run_and_save(_HeadExchange.apply, group, layout, True, *tensors)  # type: ignore[no-any-return]
 
 
 def gather_heads(x_BThd: Tensor, group: dist.ProcessGroup, layout: ChunkLayout) -> Tensor:
     """Return all heads of this rank's tokens, [B, t, H, d], from [B, T, H / G, d]. Collective."""
-    outputs: tuple[Tensor] = run_and_save(_HeadExchange.apply, group, layout, False, x_BThd)
-    return outputs[0]
+    return run_and_save(_HeadExchange.apply, group, layout, False, x_BThd)[0]  # type: ignore[no-any-return]
 
 
 def _run_all_to_alls(
@@ -47,9 +45,9 @@ def _run_all_to_alls(
     pack: Callable[[Tensor], Tensor],
     unpack: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, ...]:
-    """For each x, all-to-all `pack(x)` [G, ...]; return `unpack` of each received [G, ...].
+    """Send `pack(x)`, [G, ...], of each tensor by an all-to-all; return each `unpack(received)`.
 
-    G is the size of `group`. Packing a tensor overlaps the all-to-all of the tensor before.
+    Packing a tensor overlaps the all-to-all of the tensor before.
     """
     outputs: list[Tensor] = []
     pending: tuple[dist.Work, Tensor, Tensor] | None = None
@@ -58,7 +56,7 @@ def _run_all_to_alls(
         if x is not None:
             send_buffer = pack(x).contiguous()
             recv_buffer = torch.empty_like(send_buffer)
-            if skips_communication(send_buffer):  # a mode counts bytes instead of sending them
+            if skips_communication(send_buffer):
                 outputs.append(unpack(recv_buffer))
                 continue
             work = dist.all_to_all_single(recv_buffer, send_buffer, group=group, async_op=True)
@@ -76,9 +74,7 @@ def _exchange_heads(
     """Return [B, T, H / G, d] of [B, t, H, d] if `to_tokens`, otherwise the inverse. Collective."""
 
     def split_heads(x_BtHd: Tensor) -> Tensor:
-        G = group.size()
-        result: Tensor = x_BtHd.unflatten(2, (G, x_BtHd.shape[2] // G)).movedim(2, 0)
-        return result
+        return x_BtHd.unflatten(2, (group.size(), -1)).movedim(2, 0)  # type: ignore[no-any-return]
 
     def join_heads(x_GBthd: Tensor) -> Tensor:
         return x_GBthd.movedim(0, 2).flatten(2, 3)
@@ -97,6 +93,7 @@ class _HeadExchange(torch.autograd.Function):
     def forward(
         ctx: Any, group: dist.ProcessGroup, layout: ChunkLayout, to_tokens: bool, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
+        """Return new tensors exchanged by `_exchange_heads`, which explains `to_tokens`."""
         ctx.inverse_args = group, layout, not to_tokens
         # No views, to which a model's code could not write in place.
         return tuple(x.detach() for x in _exchange_heads(tensors, group, layout, to_tokens))

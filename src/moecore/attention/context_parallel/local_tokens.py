@@ -1,4 +1,4 @@
-"""Which tokens each cp rank stores, and collectives between the cp ranks' tokens and full rows.
+"""The tokens that each cp rank stores, and collectives between these tokens and full rows.
 
 Activations are sharded along the tokens. Only attention communicates, in one of four ways:
 
@@ -8,7 +8,7 @@ Activations are sharded along the tokens. Only attention communicates, in one of
     a2a+p2p     all-to-alls within groups of neighbouring ranks, rings between the groups
 
 Each row, or each document packed into rows, is cut into 2 * G chunks (`kernels/zigzag.py`). A rank
-stores two chunks of each: the early half comes first in the document, the late half after it.
+stores two chunks of each document, the early half and the late half.
 Rows are split and joined by views and one copy, documents by one index per forward.
 
 Legend: B rows, T tokens of a row, G cp ranks, t = T / G tokens of a row of this rank, C = t / 2
@@ -39,8 +39,8 @@ Half = Literal["all", "early", "late"]
 class ChunkLayout:
     """The assignment of the tokens of full rows [B, T] to G cp ranks, by two chunks per document.
 
-    `size` is G, and `num_tokens` is B * T. `cu_seqlens` has the documents packed into all rows,
-    whose lengths are multiples of 2 * G and at most `max_seqlen`. None = a row is one document.
+    `size` is G, and `num_tokens` is B * T. Lengths of documents, of `cu_seqlens`, are multiples of
+    2 * G and at most `max_seqlen`. None = a row is one document.
     """
 
     def __init__(
@@ -56,9 +56,8 @@ class ChunkLayout:
         """Return [G, B, T / G, ...], the tokens of each cp rank, from full rows [B, T, ...]."""
         G, (B, T) = self.size, x_BTX.shape[:2]
         if self._cu_seqlens is not None:
-            return x_BTX.flatten(0, 1)[self._token_ids.flatten()].view(
-                G, B, T // G, *x_BTX.shape[2:]
-            )
+            x_GBtX = x_BTX.flatten(0, 1)[self._token_ids.flatten()]
+            return x_GBtX.view(G, B, T // G, *x_BTX.shape[2:])
         chunks = x_BTX.unflatten(1, (2 * G, T // (2 * G)))
         halves = torch.stack((chunks[:, :G], chunks[:, G:].flip(1)), dim=2)
         return halves.flatten(2, 3).transpose(0, 1)
@@ -98,7 +97,7 @@ class ChunkLayout:
             self.select_half(x_BtX, half, dim).copy_(values_BCX)
 
     def select_first_chunks(self, x_BTX: Tensor, num_chunks: int) -> Tensor:
-        """Return each document's first `num_chunks` of 2 * G chunks; x: flattened full rows."""
+        """Return each document's first `num_chunks` of 2 * G chunks from flattened full rows."""
         if self._cu_seqlens is None:
             return x_BTX[:, : num_chunks * (x_BTX.shape[1] // (2 * self.size))]
         return x_BTX[:, self._find_first_chunks(num_chunks)]
@@ -115,7 +114,7 @@ class ChunkLayout:
     ) -> AttentionMask:
         """Return the mask of attention between chunks of each document.
 
-        `queries` and `keys` are numbers of chunks per document. `window` None = all keys.
+        `queries` and `keys` are numbers of chunks per document.
         """
         if self._cu_seqlens is None:
             return AttentionMask(causal=causal, window=window)
@@ -162,7 +161,7 @@ class ChunkLayout:
         return early, early + borders.diff()[documents]
 
     def _find_first_chunks(self, num_chunks: int) -> Tensor:
-        """Return int64 [B * C * num_chunks], indices of `select_first_chunks`' tokens. Cached."""
+        """Return int64 [B * C * num_chunks], the token indices of `select_first_chunks`. Cached."""
         if num_chunks not in self._first_chunk_ids:
             borders = self._chunk_borders.long()
             num = self._num_tokens // (2 * self.size) * num_chunks
@@ -179,8 +178,8 @@ class ContextParallel:
     group: dist.ProcessGroup
     # consecutive ranks of `group` that exchange heads for tokens; None = no all-to-all
     a2a: dist.ProcessGroup | None = None
-    # the ranks around which keys and values are sent, every len(a2a)-th rank of `group`; None = no
-    # ring. If `a2a` and `ring` are None, keys and values are all-gathered
+    # the ranks of the ring, every len(a2a)-th rank of `group`; None = no ring. If `a2a` and `ring`
+    # are None, keys and values are all-gathered
     ring: dist.ProcessGroup | None = None
 
     @property
@@ -210,17 +209,15 @@ def select_cp_ranks(
     if cp in (None, size):
         return ranks
     if cp not in groups:
-        raise ValueError(
-            f"cp ({cp}) must be one of {[size, *groups]}, which have groups of ranks: parallelize "
-            "with ContextOptions(dynamic=True), and plan for its data ranks"
-        )
+        fix = "parallelize with ContextOptions(dynamic=True), and plan for its data ranks"
+        raise ValueError(f"cp ({cp}) must be one of {[size, *groups]}, which have groups: {fix}")
     return groups[cp]
 
 
 class LocalTokens:
     """This cp rank's share of the tokens of one forward, with collectives over the cp ranks.
 
-    It is a plain class because FSDP's mixed precision casts tensors in tuples and dataclasses.
+    The class is plain because FSDP's mixed precision casts tensors in tuples and dataclasses.
 
     Args:
         cp: groups of this rank.
@@ -243,9 +240,8 @@ class LocalTokens:
     ) -> None:
         (B, T), ring = shape, 1 if cp.ring is None else cp.ring.size()
         if T % (2 * cp.size):
-            raise ValueError(
-                f"sequence length ({T}) must be a multiple of 2 * cp ({2 * cp.size}): pad the rows"
-            )
+            relation = f"must be a multiple of 2 * cp ({2 * cp.size}): pad the rows"
+            raise ValueError(f"sequence length ({T}) {relation}")
         self.cp = cp
         self._shape, self._cu_seqlens = shape, cu_seqlens
         self._pieces: LocalPieces | None = None
@@ -277,26 +273,19 @@ class LocalTokens:
     @torch.compiler.disable
     def gather(self, x_BtX: Tensor) -> Tensor:
         """Return full rows, all-gathered; backward sums gradients over cp ranks. Collective."""
-        x_BTX: Tensor = run_and_save(
-            exchange_with_grad, x_BtX, self.gather_values, self.reduce_scatter_values
-        )
-        return x_BTX
+        functions = self.gather_values, self.reduce_scatter_values
+        return run_and_save(exchange_with_grad, x_BtX, *functions)  # type: ignore[no-any-return]
 
     def gather_replicated(self, x_BtX: Tensor) -> Tensor:
-        """Return full rows, all-gathered. Backward slices a gradient that all cp ranks have.
-
-        Forward is collective, backward is not.
-        """
-        x_BTX: Tensor = run_and_save(
-            exchange_with_grad, x_BtX, self.gather_values, self.slice_local
-        )
-        return x_BTX
+        """Return full rows, all-gathered; backward slices a gradient that is equal on cp ranks."""
+        functions = self.gather_values, self.slice_local
+        return run_and_save(exchange_with_grad, x_BtX, *functions)  # type: ignore[no-any-return]
 
     def gather_values(self, x_BtX: Tensor) -> Tensor:
         """Return full rows x_BTX, all-gathered in token order, without autograd. Collective."""
         size = self.cp.size
         out = x_BtX.new_empty((size * x_BtX.shape[0], *x_BtX.shape[1:]))
-        if not skips_communication(out):  # where bytes are counted
+        if not skips_communication(out):
             all_gather_single(out, x_BtX.contiguous(), group=self.cp.group)
         return self.layout.join(out.unflatten(0, (size, x_BtX.shape[0])))
 
@@ -311,7 +300,7 @@ class LocalTokens:
 
 
 def check_documents(cu_seqlens: Tensor, cp: int) -> None:
-    """Raise a ValueError if a document length is no multiple of 2 * cp; GPU tensors pass unread."""
+    """Raise a ValueError if a document's length is not a multiple of 2 * cp; skips GPU tensors."""
     if cu_seqlens.device.type != "cpu":
         return
     lengths = cu_seqlens.diff().tolist()

@@ -16,7 +16,7 @@ Backward sends keys and values around the ring again, and uses the final o and l
 gradients follow one step behind and reach the owner of the keys after G - 1 sends. The products
 with local keys overlap the first send of keys and the last send of gradients: `split_local_block`.
 
-Source: Ring Attention (arXiv:2310.01889); the balance is that of zig-zag rings.
+Source: Ring Attention (arXiv:2310.01889), balanced as zig-zag rings.
 """
 
 from __future__ import annotations
@@ -63,20 +63,18 @@ def split_local_block(layout: ChunkLayout) -> tuple[list[_RingBlock], list[_Ring
     With more than 4 ranks the first list is empty.
     """
     # The first block overlaps the first send of keys, the last blocks overlap the last send of
-    # gradients. Without a first block, 1 of 3 * (G - 1) parts of the traffic is exposed (a send of
-    # keys is 1 part, of gradients 2): 0.33 in a ring of 2, 0.11 of 4, 0.05 of 8. Three small blocks
-    # take longer than one: 6% at 8 ranks and 65,536 tokens (H200). Only rings up to 4 split it.
+    # gradients. Without a first block, 1 / (3 * (G - 1)) of the traffic is exposed: 0.33 in a ring
+    # of 2, 0.11 of 4, 0.05 of 8. Three small blocks take longer than one: 6% at 8 ranks and 65,536
+    # tokens (H200). So only rings up to 4 split the block.
     if layout.size > 4:
         return [], [_RingBlock("all", "all", layout.mask(2, 2))]
-    squares = [
-        _RingBlock("early", "early", layout.mask(1, 1)),
-        _RingBlock("late", "late", layout.mask(1, 1)),
-    ]
+    halves: tuple[Half, ...] = ("early", "late")
+    squares = [_RingBlock(half, half, layout.mask(1, 1)) for half in halves]
     return [_RingBlock("late", "early", layout.mask(1, 1, causal=False))], squares
 
 
 class _RingTransfer(NamedTuple):
-    """A send to the next rank and a receive from the previous one, in flight."""
+    """A send to the next rank and a receive from the previous rank, both in flight."""
 
     send_buffer: Tensor
     recv_buffer: Tensor
@@ -92,7 +90,7 @@ class _RingTransfer(NamedTuple):
 def _send_to_next(x: Tensor, group: dist.ProcessGroup) -> _RingTransfer:
     """Start to send x to the next rank, and to receive a tensor like x from the previous rank."""
     recv_buffer = torch.empty_like(x)
-    if skips_communication(x):  # a mode counts bytes instead of sending them
+    if skips_communication(x):
         return _RingTransfer(x, recv_buffer, [])
     G, rank = group.size(), group.rank()
     after, before = (dist.get_global_rank(group, (rank + way) % G) for way in (1, -1))
@@ -100,17 +98,14 @@ def _send_to_next(x: Tensor, group: dist.ProcessGroup) -> _RingTransfer:
         dist.P2POp(dist.isend, x, after, group),
         dist.P2POp(dist.irecv, recv_buffer, before, group),
     ]
-    if x.is_meta:  # a group has no backend for meta tensors, which batching asks for
-        return _RingTransfer(
-            x,
-            recv_buffer,
-            [operation.op(operation.tensor, operation.peer, group) for operation in operations],
-        )
+    if x.is_meta:  # `batch_isend_irecv` needs a backend for the device
+        works = [op.op(op.tensor, op.peer, group) for op in operations]
+        return _RingTransfer(x, recv_buffer, works)
     return _RingTransfer(x, recv_buffer, dist.batch_isend_irecv(operations))
 
 
 def _iterate_ring(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
-    """Yield (rank, its keys and values, flat like `kv`) of all ranks, own first. Collective."""
+    """Yield (rank, its keys and values, flat like `kv`), this rank's first. Collective."""
     G, rank = group.size(), group.rank()
     for step in range(G):
         travelling = _send_to_next(kv, group) if step < G - 1 else None
@@ -166,10 +161,10 @@ def _add_kv_grads(
 
 
 class RingAttention(torch.autograd.Function):
-    """Causal attention of local queries to the keys of all ranks, by a ring, as an autograd node.
+    """The autograd node of causal attention of local queries to the keys of all ranks of a ring.
 
     apply(q_BtHd, k_Bthd, v_Bthv, sinks_H, layout, group, scale) -> o_BtHv. Collective over `group`,
-    the ranks of the ring. `sinks_H` None = no sinks.
+    the ranks of the ring.
     """
 
     @staticmethod
@@ -218,21 +213,18 @@ class RingAttention(torch.autograd.Function):
         travelling, parts = None, []
         for source, kv in _iterate_ring(local_kv, group):
             if source == rank:
-                parts = [
-                    (block.keys, local_queries.run_block_backward(block, ks, vs)) for block in first
-                ]
+                parts = [(b.keys, local_queries.run_block_backward(b, ks, vs)) for b in first]
                 continue
             block = select_block(layout, rank, source)
             new = local_queries.run_block_backward(block, *_unpack_kv(kv, ks, vs))
-            dkv = (
-                torch.zeros_like(local_kv, dtype=lse.dtype)
-                if travelling is None
-                else travelling.wait()
-            )
+            if travelling is None:
+                dkv = torch.zeros_like(local_kv, dtype=lse.dtype)
+            else:
+                dkv = travelling.wait()
             _add_kv_grads(layout, _unpack_kv(dkv, ks, vs), block.keys, new)
             travelling = _send_to_next(dkv, group)
         assert travelling is not None, "a ring has other ranks"
-        parts += [(block.keys, local_queries.run_block_backward(block, ks, vs)) for block in last]
+        parts += [(b.keys, local_queries.run_block_backward(b, ks, vs)) for b in last]
         dk, dv = _unpack_kv(travelling.wait(), ks, vs)
         for keys, new in parts:
             _add_kv_grads(layout, (dk, dv), keys, new)

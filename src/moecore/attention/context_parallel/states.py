@@ -1,4 +1,4 @@
-"""Linear attention over cp ranks: each piece of a document receives the state before it.
+"""Linear attention over cp ranks, which exchange the states before their pieces of documents.
 
 Legend: G ranks, n documents, 2 * n pieces of this rank, H value heads, k and v dims of a head, D
 channels, t tokens of this rank, w tokens that a convolution looks back.
@@ -86,16 +86,14 @@ class LocalPieces:
     def compute_initial_states(self, states: Tensor, v: int) -> Tensor:
         """Return [2 * n, H, k, v], the state before each piece. Collective.
 
-        `states` [2 * n, H, k, v + k]: the last state of each piece if its initial state is 0, then
+        `states` [2 * n, H, k, v + k] has the last state of each piece for the initial state 0, then
         the piece's transition M. `v` is the dim of a value head.
         """
         G, (num, H, k, _) = self.group.size(), states.shape
         chains = states.unflatten(0, (num // 2, 2)).transpose(0, 1).flatten(1, 2)
         num_chains = chains.shape[1]
         chains = F.pad(chains, (0, 0, 0, 0, 0, -num_chains % G))
-        local_parts = self._exchange_states(
-            chains.unflatten(1, (G, chains.shape[1] // G)).transpose(0, 1)
-        )
+        local_parts = self._exchange_states(chains.unflatten(1, (G, -1)).transpose(0, 1))
         by_chunk = torch.cat((local_parts[:, 0], local_parts[:, 1].flip(0)))
         entering = [local_parts.new_zeros(local_parts.shape[2], k, v)]
         for last in by_chunk[:-1]:
@@ -103,8 +101,7 @@ class LocalPieces:
         first, second = torch.stack(entering).chunk(2)
         parts = self._exchange_states(torch.stack((first, second.flip(0)), dim=1))
         parts = parts.transpose(0, 1).flatten(1, 2)[:, :num_chains]
-        result: Tensor = parts.unflatten(1, (num // 2, H)).transpose(0, 1).flatten(0, 1)
-        return result
+        return parts.unflatten(1, (num // 2, H)).transpose(0, 1).flatten(0, 1)  # type: ignore[no-any-return]
 
     def _exchange_states(self, x_G: Tensor) -> Tensor:
         """All-to-all [G, ...] along the first dim; backward sends gradients by an all-to-all."""
@@ -113,7 +110,7 @@ class LocalPieces:
     def _run_all_to_all(self, send_buffer: Tensor) -> Tensor:
         """All-to-all along the first dim, without autograd; return the received tensor."""
         recv_buffer = torch.empty_like(send_buffer, memory_format=torch.contiguous_format)
-        if not skips_communication(send_buffer):  # a mode counts bytes instead of sending them
+        if not skips_communication(send_buffer):
             dist.all_to_all_single(recv_buffer, send_buffer.contiguous(), group=self.group)
         return recv_buffer
 
@@ -127,17 +124,17 @@ def run_rule_over_ranks(rule: DeltaRule, pieces: LocalPieces) -> Tensor:
     initial = initial.expand(num, H, k, v + k).contiguous()
     wide = rule._replace(v_THv=F.pad(v_tHv, (0, k)))
     wide_tHv, states = gated_delta_rule(wide, pieces.borders, initial)
-    own_tHv, factors_tHk = wide_tHv.split((v, k), dim=-1)
+    zero_state_tHv, factors_tHk = wide_tHv.split((v, k), dim=-1)
     entering = pieces.compute_initial_states(states, v).to(v_tHv.dtype)
-    result: Tensor = own_tHv + _apply_initial_states(factors_tHk, entering, pieces.borders)
-    return result
+    outs = _apply_initial_states(factors_tHk, entering, pieces.borders)
+    return zero_state_tHv + outs  # type: ignore[no-any-return]
 
 
 def _apply_initial_states(r_tHk: Tensor, states_PHkv: Tensor, borders: Tensor) -> Tensor:
     """Return [t, H, v], the matrix-vector product S^T r of each token and head.
 
-    r is the output for the extra columns, whose initial state is the identity. S is the state
-    before the token's piece; `borders` is `LocalPieces.borders`.
+    r is the output for the extra columns, and S the state before the token's piece. `borders` is
+    `LocalPieces.borders`.
     """
     (t, H, k), num, v = r_tHk.shape, len(states_PHkv), states_PHkv.shape[-1]
     multiple = 16 // r_tHk.element_size()  # strides of grouped_mm are multiples of 16 bytes
@@ -152,8 +149,7 @@ def _apply_initial_states(r_tHk: Tensor, states_PHkv: Tensor, borders: Tensor) -
         offsets = (ends[part] - part.start * t).flatten()
         rows = r_Htk[part].flatten(0, 1)
         outs.append(F.grouped_mm(rows, states_HPkv[part].flatten(0, 1), offs=offsets))
-    result: Tensor = torch.cat(outs)[:, :v].unflatten(0, (H, t)).transpose(0, 1)
-    return result
+    return torch.cat(outs)[:, :v].unflatten(0, (H, t)).transpose(0, 1)  # type: ignore[no-any-return]
 
 
 def convolve_over_ranks(

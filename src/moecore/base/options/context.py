@@ -31,7 +31,6 @@ class ContextOptions(CheckedRecord):
     dynamic: bool = False
 
     def _rules(self) -> Rules:
-        """Yield (field, "relation: fix") of each broken relation; see `CheckedRecord`."""
         if self.a2a_ranks is not None and self.way != "a2a+p2p":
             yield "a2a_ranks", f"be None with way ({self.way!r}): only 'a2a+p2p' reads it"
 
@@ -65,16 +64,14 @@ class ContextOptions(CheckedRecord):
 
 
 def _choose_a2a_ranks(cp: int, num_heads: int, kv_heads: int) -> int:
-    """Return the number of all-to-all ranks with the least communication.
+    """Return the number of all-to-all ranks with the least communication; the others form rings.
 
-    The number divides `cp` and `kv_heads`, and cp / number ranks form a ring. The heads are those
-    of one tp rank.
+    The number divides `cp` and `kv_heads`, the key/value heads of one tp rank.
     """
     max_ranks = math.gcd(cp, kv_heads)
-    # With H query and h key/value heads an all-to-all of A ranks sends (A - 1) / A of H + h heads
-    # of a token each way, queries, keys, values and results together. A ring of cp / A ranks passes
-    # h heads on cp / A - 1 times in forward and in backward, and so their gradients, which are
-    # twice as wide.
+    # An all-to-all of A ranks sends (A - 1) / A of H query and h key/value heads of a token each
+    # way. A ring of cp / A ranks sends h heads cp / A - 1 times in forward and in backward, and
+    # their gradients, which are twice as wide.
 
     def count_sent_heads(A: int) -> float:
         return (A - 1) / A * (num_heads + kv_heads) + 2 * (cp // A - 1) * kv_heads
@@ -83,7 +80,7 @@ def _choose_a2a_ranks(cp: int, num_heads: int, kv_heads: int) -> int:
 
 
 def _find_ring_a2a_problems(cp: int, kv_heads: int, ranks: int) -> Iterator[str]:
-    """Yield each rule that `ranks` all-to-all ranks inside a ring of cp ranks break."""
+    """Yield "relation: fix" for each rule that `a2a_ranks` of "a2a+p2p" breaks."""
     if ranks in (1, cp):
         yield f"be more than 1 and less than cp ({cp}): use 'p2p' or 'a2a', or another cp"
     if cp % ranks:

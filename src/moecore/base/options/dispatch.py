@@ -90,19 +90,12 @@ class DispatchOptions(CheckedRecord):
     clones: CloneOptions | None = None
 
     def _rules(self) -> Rules:
-        """Yield (field, "relation: fix") of each broken relation; see `CheckedRecord`."""
+        names = "'nvlink', 'hierarchical' or 'auto': drop it"
         if self.nvlink is not None and self.name not in ("auto", "nvlink", "hierarchical"):
-            yield (
-                "nvlink",
-                f"go with name ({self.name!r}) = 'nvlink', 'hierarchical' or 'auto': drop it",
-            )
+            yield "nvlink", f"go with name ({self.name!r}) = {names}"
         is_registered = DISPATCHERS[self.name] is not None
         if self.fp8 and (is_registered or self.name in ("allgather", "nccl_ep")):
-            yield (
-                "fp8",
-                f"go with name ({self.name!r}) = 'alltoall', 'nvlink', 'hierarchical' or 'auto': "
-                "drop it",
-            )
+            yield "fp8", f"go with name ({self.name!r}) = 'alltoall', {names}"
 
     @classmethod
     def of(cls, dispatch: DispatchOptions | DispatcherName) -> DispatchOptions:

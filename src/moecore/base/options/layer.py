@@ -86,19 +86,11 @@ class BalanceConfig(CheckedRecord):
     bias_per_micro_batch: bool = False
 
     def _rules(self) -> Rules:
-        """Yield (field, "relation: fix") of each broken relation; see `CheckedRecord`."""
         if self.bias_update == "quantile" and not 0 < self.bias_update_rate <= 1:
-            yield (
-                "bias_update_rate",
-                'lie in (0, 1] with bias_update ("quantile"), which goes that share of the way: '
-                "use 1.0",
-            )
+            yield "bias_update_rate", 'lie in (0, 1] with bias_update ("quantile"): use 1.0'
         if self.bias_per_micro_batch and self.bias_update != "quantile":
-            yield (
-                "bias_per_micro_batch",
-                f'go with bias_update ({self.bias_update!r}) = "quantile", which it starts from: '
-                "set it so",
-            )
+            relation = f'go with bias_update ({self.bias_update!r}) = "quantile"'
+            yield "bias_per_micro_batch", f"{relation}: set bias_update or drop it"
 
     @property
     def needs_counts_loss(self) -> bool:
@@ -237,18 +229,13 @@ class MoEConfig(CheckedRecord):
     balance: Balance = field(default_factory=BalanceConfig)
 
     def _rules(self) -> Rules:
-        """Yield (field, "relation: fix") of each broken relation; see `CheckedRecord`."""
         yield from self._group_rules()
-        yield from self._score_rules()
+        if self.score_order == "post":
+            yield from self._post_score_rules()
         yield from self._expert_rules()
-        if self.zero_experts:
-            yield from self._zero_rules()
         if (self.assignment == "hash") != (self.hash_vocab_size > 0):
-            yield (
-                "hash_vocab_size",
-                f"be > 0 with assignment ('hash'), whose table it sizes, and 0 with "
-                f"{self.assignment!r}: set or drop it",
-            )
+            relation = f"be > 0 with assignment ('hash') and 0 with {self.assignment!r}"
+            yield "hash_vocab_size", f"{relation}: set it to the vocabulary size, or drop it"
         if self.assignment != "learned":
             yield from self._assignment_rules()
         if self.balance.bias_update_rate:
@@ -265,91 +252,47 @@ class MoEConfig(CheckedRecord):
         if top_groups > G:
             yield "top_groups", f"be <= num_groups ({G}): lower top_groups"
         if ranks_groups and size < self.group_experts:
-            yield (
-                "num_groups",
-                f"leave >= group_experts ({self.group_experts}) of num_experts ({E}) in a group, "
-                "because groups are ranked by so many of their best: use fewer groups",
-            )
+            relation = f"be <= num_experts ({E}) / group_experts ({self.group_experts})"
+            yield "num_groups", f"{relation}: use fewer groups"
         if not ranks_groups and self.group_experts != 2:
-            yield (
-                "group_experts",
-                f"go with top_groups ({top_groups}) < num_groups ({G}), where groups are ranked: "
-                "drop it",
-            )
+            yield "group_experts", f"go with top_groups ({top_groups}) < num_groups ({G}): drop it"
         if ranks_groups and self.top_k > top_groups * size:
-            yield (
-                "top_k",
-                f"be <= the experts in top_groups ({top_groups} x {size}): raise top_groups or "
-                "lower top_k",
-            )
+            relation = f"be <= the experts in top_groups ({top_groups} x {size})"
+            yield "top_k", f"{relation}: raise top_groups or lower top_k"
 
-    def _score_rules(self) -> Rules:
+    def _post_score_rules(self) -> Rules:
         """Yield fields that do not fit score_order "post"."""
-        if self.score_order != "post":
-            return
         if self.score_function == "sqrtsoftplus":
-            yield (
-                "score_order",
-                f"be 'pre' with score_function ({self.score_function!r}), which ranks scores: use "
-                "score_order='pre'",
-            )
+            yield "score_order", f"be 'pre' with score_function ({self.score_function!r}): drop it"
         if self.score_function != "softmax":
             return
         if self.normalize_weights is False:
-            yield (
-                "normalize_weights",
-                "be True with score_order ('post'), whose softmax over the chosen logits always "
-                "sums to 1: drop it",
-            )
-        if not self.normalizes:
-            yield (
-                "top_k",
-                "be > 1 with score_order ('post') and normalize_weights "
-                f"({self.normalize_weights}), where a softmax over one logit is always 1 and the "
-                "router learns nothing: use score_order='pre'",
-            )
+            relation = "be True with score_order ('post'), whose softmax over K logits sums to 1"
+            yield "normalize_weights", f"{relation}: drop it"
+        if not self.normalizes:  # the softmax over one logit is 1, so the router learns nothing
+            relation = f"go with normalize_weights ({self.normalize_weights})"
+            yield "top_k", f"be > 1 with score_order ('post'), or {relation} = True: use 'pre'"
 
     def _assignment_rules(self) -> Rules:
         """Yield fields that do not fit an assignment other than "learned"."""
         rule = f"assignment ({self.assignment!r})"
+        is_expert_choice = self.assignment == "expert_choice"
         if self.expert_bias:
             yield "expert_bias", f"be False with {rule}, which reads no bias: drop one"
         if self.top_groups < self.num_groups:
             yield "top_groups", f"equal num_groups ({self.num_groups}) with {rule}: drop groups"
-        if self.assignment == "hash" and self.balance.needs_counts_loss:
-            yield (
-                "balance",
-                f"have no loss on counts with {rule}, whose choice no loss moves: use z_loss_coef "
-                "only",
-            )
-        if self.assignment != "expert_choice":
-            return
-        if self.capacity is not None and self.capacity.drop != "probability":
-            yield (
-                "capacity.drop",
-                f"be 'probability' with {rule}, where experts take their best tokens: drop it",
-            )
-        if self.score_order == "post":
-            yield (
-                "score_order",
-                f"be 'pre' with {rule}, where experts compare scores of different tokens: use "
-                "score_order='pre'",
-            )
-        if self.balance.needs_counts_loss:
-            yield (
-                "balance",
-                f"have no loss on counts with {rule}, whose counts are even: use z_loss_coef only",
-            )
+        if (is_expert_choice or self.assignment == "hash") and self.balance.needs_counts_loss:
+            yield "balance", f"have no loss on counts with {rule}: use z_loss_coef only"
+        if is_expert_choice and self.capacity and self.capacity.drop != "probability":
+            yield "capacity.drop", f"be 'probability' with {rule}: drop it"
+        if is_expert_choice and self.score_order == "post":  # compares scores of different tokens
+            yield "score_order", f"be 'pre' with {rule}: use score_order='pre'"
 
     def _expert_rules(self) -> Rules:
-        """Yield broken relations of activation, latent and shared expert fields."""
+        """Yield broken relations of activation, latent, shared and zero experts."""
         if self.weights_on_input and self.choices_per_token > 1:
-            yield (
-                "weights_on_input",
-                f"go with one expert per token, not top_k ({self.top_k}) and assignment "
-                f"({self.assignment!r}), because a token travels once: use top_k=1 and an "
-                "assignment by tokens",
-            )
+            relation = f"not top_k ({self.top_k}) and assignment ({self.assignment!r})"
+            yield "weights_on_input", f"go with one expert per token, {relation}: use top_k=1"
         if self.activation_up_limit is not None and self.activation not in LIMITED_ACTIVATIONS:
             yield "activation_up_limit", f"be None with activation ({self.activation!r}): drop it"
         if self.latent_dim >= self.dim:
@@ -362,46 +305,33 @@ class MoEConfig(CheckedRecord):
         ):
             if is_set and not self.shared_hidden_dim:
                 yield name, "go with shared_hidden_dim (0) > 0: set shared_hidden_dim or drop it"
-
-    def _zero_rules(self) -> Rules:
-        """Yield fields that do not fit `zero_experts` > 0."""
-        for name, value, allowed, reason in (
-            ("assignment", self.assignment, "learned", "tokens choose"),
-            ("capacity", self.capacity and self.capacity.drop, None, "nothing is dropped"),
-            ("num_groups", self.num_groups, 1, "experts have no groups"),
+        for name, value, allowed in (
+            ("assignment", self.assignment, "learned"),
+            ("capacity", self.capacity and self.capacity.drop, None),
+            ("num_groups", self.num_groups, 1),
         ):
-            if value != allowed:
-                yield (
-                    "zero_experts",
-                    f"be 0 with {name} ({value!r}), because {reason} where experts return their "
-                    "input: drop one",
-                )
+            if self.zero_experts and value != allowed:
+                yield "zero_experts", f"be 0 with {name} ({value!r}): drop one"
 
     def _bias_rules(self) -> Rules:
         """Yield fields that do not fit `balance.bias_update_rate` > 0."""
         if not self.expert_bias:
-            yield (
-                "balance.bias_update_rate",
-                "go with expert_bias (False) = True: set expert_bias=True",
-            )
+            relation = "go with expert_bias (False) = True: set expert_bias=True"
+            yield "balance.bias_update_rate", relation
         if self.balance.bias_update == "sign":
             return
+        # "quantile" compares every token's best K + 1 scores, which must lie in [0, 1].
         for name, value, allowed in (
             ("score_function", self.score_function, "sigmoid"),
             ("score_order", self.score_order, "pre"),
             ("top_groups", self.top_groups, self.num_groups),
         ):
             if value != allowed:
-                yield (
-                    "balance.bias_update",
-                    f"go with {name} ({value!r}) = {allowed!r}, because it compares every token's "
-                    'best K + 1 scores in [0, 1]: use bias_update="sign"',
-                )
+                relation = f'go with {name} ({value!r}) = {allowed!r}: use bias_update="sign"'
+                yield "balance.bias_update", relation
         if self.top_k == self.num_candidates:
-            yield (
-                "balance.bias_update",
-                f"go with top_k ({self.top_k}) < {self._candidates}: drop it",
-            )
+            relation = f"go with top_k ({self.top_k}) < {self._candidates}: drop it"
+            yield "balance.bias_update", relation
 
     def by_token_id(self, vocab_size: int) -> MoEConfig:
         """Return a copy with assignment "hash": `vocab_size` table rows, no bias, no groups."""

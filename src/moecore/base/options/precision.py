@@ -86,38 +86,20 @@ class Recipe(CheckedRecord):
     backend: RecipeBackend = "moecore"
 
     def _rules(self) -> Rules:
-        """Yield (field, "relation: fix") of each broken relation; see `CheckedRecord`."""
         rule = f"scaling ({self.scaling!r})"
         if self.scaling == "mxfp8" and not self.power_of_two:
             yield "power_of_two", f"be True with {rule}, whose scales are E8M0: drop it"
-        reasons = dict.fromkeys(EMULATED, "which has one format for all operands")
-        reason = {**reasons, "blockwise": "whose blocks need no wider range"}.get(self.scaling)
-        if self.grad_format == "e5m2" and reason is not None:
-            yield (
-                "grad_format",
-                f"be 'e4m3' with {rule}, {reason}: drop it, or use scaling='rowwise' or "
-                "'tensorwise'",
-            )
+        if self.grad_format == "e5m2" and self.scaling not in ("rowwise", "tensorwise"):
+            yield "grad_format", f"be 'e4m3' with {rule}: drop it, or use 'rowwise' or 'tensorwise'"
         for field in ("hadamard", "stochastic_rounding"):
             if self.scaling != "nvfp4" and not getattr(self, field):
                 yield field, f"be True with {rule}, which has none: drop it, or use scaling='nvfp4'"
         if self.amax_history and self.scaling != "tensorwise":
-            yield (
-                "amax_history",
-                f"be 0 with {rule}, whose scales come from the values they scale: drop it, or use "
-                "scaling='tensorwise'",
-            )
+            yield "amax_history", f"be 0 with {rule}: drop it, or use scaling='tensorwise'"
         if self.keep_hidden == "fp8" and self.scaling != "blockwise":
-            yield (
-                "keep_hidden",
-                f"be 'wide' with {rule}, because what is kept has a scale per 128 columns: drop "
-                "it, or use scaling='blockwise'",
-            )
-        if self.backend == "te":
-            yield from self._te_rules(rule)
-
-    def _te_rules(self, rule: str) -> Rules:
-        """Yield fields that Transformer Engine does not support; `rule` is the scaling as text."""
+            yield "keep_hidden", f"be 'wide' with {rule}: drop it, or use scaling='blockwise'"
+        if self.backend == "moecore":
+            return
         if self.scaling not in TE_ROWS:
             yield "backend", f"be 'moecore' with {rule}, which Transformer Engine has not: drop it"
         if self.scaling == "nvfp4" and self.power_of_two:
@@ -125,7 +107,7 @@ class Recipe(CheckedRecord):
         if self.keep_hidden == "fp8":
             yield (
                 "keep_hidden",
-                "be 'wide' with backend ('te'), whose products read H wide: drop it",
+                "be 'wide' with backend ('te'), which has no FP8 hidden: drop it",
             )
 
     @property
@@ -247,22 +229,15 @@ class Precision(CheckedRecord):
     fp8_head: bool = False
 
     def _rules(self) -> Rules:
-        """Yield (field, "relation: fix") of each broken relation; see `CheckedRecord`."""
         if self.fp8_head and not self.recipe.reads_blocks:
-            yield (
-                "fp8_head",
-                f"be False with {self.recipe.describe()}, which has no products for a head: use "
-                "Recipe(scaling='blockwise')",
-            )
+            relation = f"be False with {self.recipe.describe()}, which has no products for a head"
+            yield "fp8_head", f"{relation}: use Recipe(scaling='blockwise')"
         if len(set(self.roles)) < len(self.roles):
             yield "roles", "have each role once: drop the repeated one"
         if not self.roles and not any(recipe for _, recipe in self.overrides):
             yield "roles", "have a role where no override has a recipe: use precision=None"
         if self.roles and "experts" not in self.roles and self.recipe.keep_hidden == "fp8":
-            yield (
-                "roles",
-                "have 'experts' with Recipe.keep_hidden ('fp8'), which is about them: use 'wide'",
-            )
+            yield "roles", "have 'experts' with Recipe.keep_hidden ('fp8'): use 'wide'"
         patterns = [pattern for pattern, _ in self.overrides]
         if len(set(patterns)) < len(patterns):
             yield "overrides", "have each pattern once, because the first counts: drop the second"
@@ -295,8 +270,7 @@ class Precision(CheckedRecord):
         return [self.recipe, *(recipe for _, recipe in self.overrides if recipe is not None)]
 
     def find_recipe(self, name: str, role: Role | None) -> Recipe | None:
-        """Return the FP8 recipe for the module with this qualified name and role; None = no FP8."""
-        # A clean name, such as "model.layers.3.mlp.experts", has no parts that wrappers add.
+        """Return the FP8 recipe of a module, by its `clean_name` and role; None = no FP8."""
         if role is None:
             return None
         for pattern, recipe in self.overrides:

@@ -13,7 +13,7 @@ from moecore.integrations.torchtitan.layer import TitanLayer
 from moecore.moe.amax_history import GRADIENTS
 from moecore.moe.metrics import MoEMetrics
 from moecore.parallel.model.parallel_state import get_capacity, get_moe_state, get_request
-from moecore.precision.apply import advance_amax, has_history, list_amax_histories
+from moecore.precision.apply import advance_amax, has_amax_history, list_amax_histories
 from moecore.train.step import TrainStep
 
 METRICS = "moe_metrics"  # attribute of the optimizers: metrics of the last step
@@ -23,7 +23,7 @@ STEP = "moecore_step"  # attribute of a model with pipeline stages: its TrainSte
 
 def finish_at_step(optimizers: Any, model_parts: list[nn.Module], *_: Any) -> None:
     """Register optimizer hooks that update selection biases, metrics and amax histories."""
-    delayed = [part for part in model_parts if has_history(part)]
+    delayed = [part for part in model_parts if has_amax_history(part)]
 
     def before_step(*_: Any) -> None:
         """Finish the step of model parts that have no own TrainStep; keep its metrics."""

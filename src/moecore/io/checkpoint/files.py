@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from moecore.base.tables import format_error_line
+from moecore.base.text import format_error_line
 
 # Largest files that are parsed. 1 GiB holds 6 million blocks: the model and the moments of
 # 1,200 parameters over 1,600 ranks. A config.json of a published model has 0.1 MB. Objects of

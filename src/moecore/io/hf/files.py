@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moecore.base.fields import format_name, quote
-from moecore.base.tables import format_error_line
+from moecore.base.text import format_error_line
 from moecore.io.checkpoint.files import (
     MAX_CONFIG,
     MAX_TABLE,

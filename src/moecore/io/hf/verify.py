@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from moecore.base.tables import format_error_line
+from moecore.base.text import format_error_line
 from moecore.io.checkpoint.files import MAX_CHARS, MAX_TABLE
 from moecore.io.checkpoint.ranks import get_rank_and_world
 from moecore.io.checkpoint.shard_file import CHUNK_BYTES

@@ -1,11 +1,11 @@
-"""Attention of one block: the implementations, and which one computes it.
+"""Attention of one block: chooses the implementation and calls it.
 
-    flash4.py     all on Hopper and later, where the package flash-attn-4 is installed
-    cudnn.py      dense rows on Hopper and later
-    flash.py      documents and sliding windows, dense rows on Ampere
-    reference.py  everything else, any device
+    flash4.py     all blocks on Hopper and later, if the package flash-attn-4 is installed
+    cudnn.py      rows of one document on Hopper and later
+    flash.py      documents and sliding windows, rows of one document on Ampere
+    reference.py  all other blocks, any device
 
-The first whose `find_problem` returns None is used. Letters and notes: `contract.py`.
+The first module whose `find_problem` returns None is used. Letters and notes: `contract.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KERNELS: Sequence[AttentionKernel] = (flash4, cudnn, flash)
 def choose_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> AttentionKernel:
     """Return the first module of `KERNELS` that can compute this block, otherwise `reference`.
 
-    Warns on a GPU if `reference` is chosen, or FlashAttention 2 because flash-attn-4 is missing.
+    Warns on a GPU about `reference`, and about FlashAttention 2 if flash-attn-4 is missing.
     """
     for kernel in KERNELS:
         if kernel.find_problem(q, k, v, mask) is None:
@@ -42,15 +42,15 @@ def attention_forward(
 
     Args:
         q_BTHd: any float dtype, any strides; T may be 0.
-        k_BShd, v_BShv: likewise, h a divisor of H; S may be 0.
-        mask: which keys a query sees.
+        k_BShd, v_BShv: as q; h divides H, and S may be 0.
+        mask: the keys that each query sees.
         scale: factor on the dot products of queries and keys.
 
     Returns:
         o_BTHv in the dtype of q, and lse_BHT, fp32 (fp64 for fp64), the log-sum-exp of each query's
-        scores: see the note "nothing seen". Strides are the implementation's.
+        scores: see the note "nothing seen". Both have any strides.
     """
-    _check_shapes(q_BTHd, k_BShd, v_BShv, mask)
+    _check_shapes(q_BTHd, k_BShd, v_BShv)
     with disable_autocast(q_BTHd):
         kernel = choose_kernel(q_BTHd, k_BShd, v_BShv, mask)
         return kernel.forward(AttentionBlock(q_BTHd, k_BShd, v_BShv, mask, scale))
@@ -70,23 +70,23 @@ def attention_backward(
 
     Args:
         do_BTHv: gradient of the final o.
-        o_BTHv: the final o: of all blocks of keys, and with a sink.
-        lse_BHT: the final lse, fp32; -inf where a query sees no key of any block.
+        o_BTHv: the final o, over all blocks of keys and the sinks.
+        lse_BHT: the final lse, fp32; -inf for a query that sees no key of any block.
         mask, scale: as for `attention_forward`.
 
     Returns:
-        dq, dk and dv in the shapes and dtypes of q, k and v. They include only this block's
-        keys, so the caller sums dq over blocks.
+        dq, dk and dv in the shapes and dtypes of q, k and v. dq is the contribution of this block's
+        keys; the caller sums dq over blocks.
     """
-    _check_shapes(q_BTHd, k_BShd, v_BShv, mask)
+    _check_shapes(q_BTHd, k_BShd, v_BShv)
     with disable_autocast(q_BTHd):
         kernel = choose_kernel(q_BTHd, k_BShd, v_BShv, mask)
         block = AttentionBlock(q_BTHd, k_BShd, v_BShv, mask, scale)
         return kernel.backward(block, do_BTHv.to(q_BTHd.dtype), o_BTHv, lse_BHT)
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> None:
-    """Raise a ValueError if shapes or dtypes of q, k and v do not match; `mask` is not read."""
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise a ValueError if the shapes or dtypes of q, k and v do not match."""
     (B, _, H, d), (_, S, h, _) = q.shape, k.shape
     if k.shape != (B, S, h, d) or v.shape[:3] != (B, S, h) or H % max(h, 1):
         raise ValueError(
@@ -94,6 +94,5 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> None:
             f" with h a divisor of {H}, as q {tuple(q.shape)}: pass heads last but one"
         )
     if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(
-            f"k ({k.dtype}) and v ({v.dtype}) must have the dtype of q ({q.dtype}): convert them"
-        )
+        relation = f"must have the dtype of q ({q.dtype}): convert them"
+        raise ValueError(f"k ({k.dtype}) and v ({v.dtype}) {relation}")

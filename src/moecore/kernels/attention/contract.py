@@ -7,18 +7,17 @@ query heads in a row), d dim of a query or key head, v dim of a value head, n do
 
 over the keys j that query i sees, with lse[i] = log sum_j exp(s[i, j]).
 
-Note "final o and lse": the backward reads o and lse as arguments and computes p and the sum of
-do * o from them. So a caller that merges several blocks of keys, or adds a sink, calls it once per
-block with the merged o and lse, and needs no gradient of lse:
+Note "final o and lse": the backward computes p and the sum of do * o from its arguments o and lse.
+A caller that merges several blocks of keys, or adds a sink, calls it once per block with the merged
+o and lse:
 
     lse = log(exp(lse_1) + exp(lse_2))    o = exp(lse_1 - lse) o_1 + exp(lse_2 - lse) o_2
 
-Note "alignment": places are counted from the end of a document (bottom right). Query i of a
-document with T queries and S keys stands at place i + S - T among its keys. It sees the keys at
-places <= its own with `causal`, and at most `window` of them, its own included. So queries of a
-chunk of a sequence see the right keys where these end with the chunk's last token.
+Note "alignment": the last query of a document is aligned with its last key (bottom right). Query i
+of a document with T queries and S keys has position i + S - T among the keys. With `causal` it sees
+the keys up to this position, and only the last `window` of them.
 
-Note "nothing seen": a query that sees no key has o = 0 and lse = -inf, and no part in a gradient.
+Note "nothing seen": a query that sees no key has o = 0, lse = -inf and no gradient.
 
 Source: attention sinks as of gpt-oss (arXiv:2508.10925).
 """
@@ -43,24 +42,22 @@ class AttentionMask(CheckedRecord):
     """
 
     causal: bool = True  # no key after the query: note "alignment"
-    # so many keys at most, the query's own included (sliding window); None = all. Only with
-    # `causal`
+    # the largest number of keys per query, its own key included (sliding window); None = all keys.
+    # Needs `causal`
     window: Count | None = None
-    # int32 [n + 1] on the device of q: document i is rows cu_seqlens_q[i] : cu_seqlens_q[i + 1] of
-    # the B * T queries, counted over all rows of the batch. The first is 0, the last B * T; a
-    # document may have no queries. None = every row of the batch is one document
+    # int32 [n + 1] on the device of q, from 0 to B * T: document i has the queries
+    # cu_seqlens_q[i] : cu_seqlens_q[i + 1] of all rows. A document may have no queries. None = each
+    # row is one document
     cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None  # int32 [n + 1], likewise of the B * S keys
-    # most queries of a document, or more; with `cu_seqlens_q` alone
-    max_length_q: CountOrZero | None = None
-    max_length_k: CountOrZero | None = None  # most keys of a document, or more
+    cu_seqlens_k: Tensor | None = None  # int32 [n + 1], from 0 to B * S, for keys
+    max_length_q: CountOrZero | None = None  # an upper bound of the queries of a document
+    max_length_k: CountOrZero | None = None  # an upper bound of the keys of a document
 
     def _rules(self) -> Rules:
         if self.window is not None and not self.causal:
             yield "window", "be None without causal: set causal=True"
-        is_packed = self.cu_seqlens_q is not None
         for name in ("cu_seqlens_k", "max_length_q", "max_length_k"):
-            if (getattr(self, name) is not None) != is_packed:
+            if (getattr(self, name) is not None) != self.is_packed:
                 yield name, "be given with cu_seqlens_q, and only with it: give all four or none"
         cu_seqlens_q, cu_seqlens_k = self.cu_seqlens_q, self.cu_seqlens_k
         if cu_seqlens_q is None or cu_seqlens_k is None:
@@ -88,10 +85,10 @@ class AttentionBlock(NamedTuple):
 
 
 class AttentionKernel(Protocol):
-    """The functions of an attention implementation; each module of this package has them."""
+    """The functions of an attention implementation, which is a module of this package."""
 
     def find_problem(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None:
-        """Return a one-line reason why this block cannot be computed; None = it can."""
+        """Return a one-line reason why the module cannot compute this block; None = it can."""
 
     def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         """Return o_BTHv and lse_BHT, as `attention.attention_forward`."""
@@ -103,9 +100,9 @@ class AttentionKernel(Protocol):
 
 
 def merge_blocks(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> tuple[Tensor, Tensor]:
-    """Return o_BTHv and lse_BHT over two blocks of keys from each block's results, in lse's dtype.
+    """Return o_BTHv and lse_BHT over two blocks of keys from each block's o and lse.
 
-    A query must see a key of at least one of the blocks, otherwise its o is NaN.
+    The result is in lse's dtype. o is NaN for a query that sees no key of either block.
     """
     total_lse = torch.logaddexp(lse, lse_new)
     old, new = ((part - total_lse).exp().transpose(1, 2)[..., None] for part in (lse, lse_new))
@@ -129,16 +126,16 @@ def compute_sinks_gradient(
 
 
 def find_16_bit_problem(q: Tensor, k: Tensor, v: Tensor, capability: tuple[int, int]) -> str | None:
-    """Return why 16-bit kernels for GPUs >= `capability` cannot compute this block; None = can."""
+    """Return why 16-bit kernels for GPUs >= `capability` cannot compute this block, or None."""
     if not q.numel() or not k.numel() or not v.numel():
-        return "queries, keys and values must not be empty: fused kernels leave such undefined"
+        return "queries, keys and values must not be empty: fused kernels do not define the result"
     if not is_gpu(q):
-        return f"device ({q.device.type}) must be cuda: it has kernels for GPUs alone"
+        return f"device ({q.device.type}) must be cuda"
     if q.is_cuda and torch.cuda.get_device_capability(q.device) < capability:
-        return f"device must have compute capability >= {capability}: it has no kernel for it"
+        return f"device must have compute capability >= {capability}"
     if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"dtype ({q.dtype}) must be bfloat16 or float16: it multiplies no others"
+        return f"dtype ({q.dtype}) must be bfloat16 or float16"
     for name, dim in (("query", q.shape[-1]), ("value", v.shape[-1])):
         if dim % 8 or dim > 256:
-            return f"{name} head dim ({dim}) must be a multiple of 8 up to 256: it has no others"
+            return f"{name} head dim ({dim}) must be a multiple of 8 up to 256"
     return None

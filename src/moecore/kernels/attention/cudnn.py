@@ -1,7 +1,7 @@
 """Attention by cuDNN: rows that are one document each, head dims up to 128, or 192 and 128.
 
-`lse` is fp32 [B, H, T, 1] there, contiguous. The operators are private: their arguments are those
-of torch 2.13.
+cuDNN's `lse` is fp32 [B, H, T, 1], contiguous. The operators are private: their arguments are of
+torch 2.13.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def find_problem(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | 
     if mask.is_packed:
         return "cu_seqlens_q must be None for cuDNN, whose rows are one document each"
     if torch.get_deterministic_debug_mode() > 1:  # errors, not warnings: as in torch's own choice
-        return "deterministic algorithms must be off for cuDNN, whose backward torch runs without"
+        return "deterministic algorithms must be off for cuDNN"
     if mask.window is not None:
         return f"window ({mask.window}) must be None for cuDNN, whose attention reads all keys"
     T, S = q.shape[1], k.shape[1]
@@ -40,9 +40,8 @@ def find_problem(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | 
 def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     """Return outputs o_BTHv and log-sum-exps lse_BHT: see `attention.attention_forward`."""
     q, k, v, mask, scale = block
-    # Its causal mask is aligned at the top left, ours at the bottom right. T queries that are the
-    # last of S > T keys are two calls, of which each multiplies what its queries see and nothing
-    # else: keys 0 : S - T, all of them seen, and keys S - T : S, a causal square.
+    # cuDNN's causal mask is aligned at the top left, moecore's at the bottom right. T queries and
+    # S > T keys are two calls: all keys 0 : S - T, and a causal square of keys S - T : S.
     before = k.shape[1] - q.shape[1]
     if not mask.causal or not before:
         return _run_forward(q, k, v, mask.causal, scale)
@@ -83,29 +82,20 @@ def _run_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Call cuDNN's backward once; return dq, dk and dv with heads in dim 2, as the inputs."""
-    unused = lse.new_empty(0, dtype=torch.int64)  # the seed of dropout
-    dq, dk, dv = cudnn_attention_backward(
+    seed = lse.new_empty(0, dtype=torch.int64)  # of dropout
+    grads = cudnn_attention_backward(
         *_move_heads_first(do, q, k, v, o),
-        lse.unsqueeze(-1),
-        unused,
-        unused,
-        None,
-        None,
-        None,
-        q.shape[1],
-        k.shape[1],
-        0.0,
-        causal,
+        *(lse.unsqueeze(-1), seed, seed, None, None, None, q.shape[1], k.shape[1], 0.0, causal),
         scale=scale,
     )
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+    dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
+    return dq, dk, dv
 
 
 def _copy_as_output(x: Tensor, q: Tensor) -> Tensor:
     """Return x in dense memory whose dims have the stride order of q; copies if necessary."""
-    # Torch keeps a graph per shape and strides of q, k and v, built with the strides that o and its
-    # gradient had in the first backward, and reads later ones as if they lay like that. So backward
-    # passes both in the layout that forward allocates: dense, in the order of q.
+    # Torch caches a graph per shape and strides of q, k and v, and assumes that o and its gradient
+    # have the strides of the first backward. Forward allocates o dense, in the order of q.
     order = sorted(range(4), key=q.stride, reverse=True)
     return x.permute(order).contiguous().permute([order.index(dim) for dim in range(4)])
 

@@ -1,12 +1,10 @@
-"""Attention by FlashAttention 2, as torch has it: documents, sliding windows, one head dim.
+"""Attention by torch's FlashAttention 2: documents, sliding windows, one head dim.
 
-Values of another head dim than queries and keys are padded with zeros, and so are their gradients.
-A row that sees no key has lse = inf there, not -inf: exp(s - lse) is then 0 in the backward, too.
-The backward adds up dq with atomics, so bits differ from run to run, except under torch's
-deterministic algorithms without `warn_only`. The forward's tiles begin with each document, have
-sizes by head dim, and no two programs share a sum of keys: a document's bits do not depend on
-others. The operators are private: their arguments follow torch 2.13, called as
-`torch.nn.attention.varlen` does.
+If head dims of values differ, all tensors are padded with zeros to the larger dim. A query that
+sees no key has lse = inf instead of -inf, so that exp(s - lse) is 0 in backward. Backward sums dq
+by atomics, so bits differ from run to run, except under torch's deterministic algorithms without
+`warn_only`. The bits of a document in forward do not depend on other documents. The operators are
+private: their arguments are of torch 2.13.
 
 Source: arXiv:2307.08691.
 """
@@ -75,9 +73,8 @@ def backward(
 
 def _pad_and_flatten(mask: AttentionMask, head_dim: int, *tensors: Tensor) -> list[Tensor]:
     """Return the tensors, with head dims padded by zeros; packed rows are [B * T, H, head_dim]."""
-    wide = [
-        x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1])) for x in tensors
-    ]
+    pads = [(0, head_dim - x.shape[-1]) for x in tensors]
+    wide = [F.pad(x, pad) if pad[1] else x for x, pad in zip(tensors, pads, strict=True)]
     wide = [x if x.stride(-1) == 1 else x.contiguous() for x in wide]
     return [x.flatten(0, 1) for x in wide] if mask.is_packed else wide
 
@@ -92,7 +89,7 @@ def _get_document_arguments(
 
 
 def _get_window_arguments(mask: AttentionMask) -> dict[str, int]:
-    """Return the keyword arguments: numbers of keys before and after a query it sees; -1 = all."""
+    """Return keyword arguments: how many keys before and after itself a query sees; -1 = all."""
     if mask.window is not None:
         return {"window_size_left": mask.window - 1, "window_size_right": 0}
     return {"window_size_left": -1, "window_size_right": 0 if mask.causal else -1}

@@ -1,9 +1,8 @@
 """Attention by FlashAttention 4, of the package flash-attn-4: documents, windows, dims up to 256.
 
-It compiles a kernel when a process first needs it, of a pair of head dims and a kind of mask. The
-backward adds up dq with atomics, whose order is fixed under torch's deterministic algorithms. The
-functions are private: their arguments follow 4.0.0b36, and a release without them is not
-used.
+The package compiles a kernel at the first call of a process for each pair of head dims and kind of
+mask. Backward sums dq by atomics, in a fixed order under torch's deterministic algorithms. The
+functions are private: their arguments are of 4.0.0b36, and a release without them is not used.
 
 Source: arXiv:2407.08608, the algorithm on Hopper.
 """
@@ -37,38 +36,34 @@ class _Functions(NamedTuple):
 
 def find_problem(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None:
     """Return a one-line reason why FlashAttention 4 cannot compute this block; None = it can."""
-    reason = find_16_bit_problem(q, k, v, (9, 0))
-    if reason is None and q.is_meta:
-        reason = f"device ({q.device.type}) must be cuda for {PACKAGE}: it has no shapes alone"
+    if (reason := find_16_bit_problem(q, k, v, (9, 0))) is not None:
+        return reason
+    if q.is_meta:
+        return f"device (meta) must be cuda for {PACKAGE}"
     is_exact = torch.are_deterministic_algorithms_enabled()
-    if reason is None and is_exact and torch.cuda.get_device_capability(q.device)[0] == 12:
-        reason = f"deterministic algorithms must be off for {PACKAGE}, which has none for SM 12"
-    if reason is None and is_batch_invariant():
-        reason = f"batch invariance must be off for {PACKAGE}, whose tiles follow from lengths"
-    return reason or _find_import_problem()
+    if is_exact and torch.cuda.get_device_capability(q.device)[0] == 12:
+        return f"deterministic algorithms must be off for {PACKAGE}, which has none for SM 12"
+    if is_batch_invariant():
+        return f"batch invariance must be off for {PACKAGE}, whose tiles follow from lengths"
+    return _find_import_problem()
 
 
 @cache
 def warn_if_missing(device: torch.device) -> None:
-    """Warn once per device, on Hopper and later, if the package is missing or unusable."""
+    """Warn once per GPU, on Hopper and later, if the package is missing or unusable."""
     # On an H200 FlashAttention 2 has 0.44 to 0.59 of its FLOP/s: docs/context_parallel.md.
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         return
     if (reason := _find_import_problem()) is not None:
-        warnings.warn(
-            f"documents and windows are computed by torch's FlashAttention 2, at about half the "
-            f"speed: {reason}",
-            stacklevel=2,
-        )
+        text = "documents and windows are computed by torch's FlashAttention 2, at about half the"
+        warnings.warn(f"{text} speed: {reason}", stacklevel=2)
 
 
 def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     """Return outputs o_BTHv and log-sum-exps lse_BHT: see `attention.attention_forward`."""
     q, k, v, mask, scale = block
-    heads = _flatten_packed_rows(mask, q, k, v)
-    o, lse, *_ = _import_functions().forward(
-        *heads, **_make_arguments(mask, scale), return_lse=True
-    )
+    heads, arguments = _flatten_packed_rows(mask, q, k, v), _make_arguments(mask, scale)
+    o, lse, *_ = _import_functions().forward(*heads, **arguments, return_lse=True)
     if mask.is_packed:  # [H, B * T]
         lse = lse.unflatten(1, q.shape[:2]).transpose(0, 1)
     return o.view(*q.shape[:3], v.shape[-1]), lse
@@ -112,7 +107,7 @@ def _make_arguments(mask: AttentionMask, scale: float) -> dict[str, Any]:
 
 @cache
 def _import_functions() -> _Functions:
-    """Import flash-attn-4's functions: an ImportError or AttributeError if one is missing."""
+    """Import and return flash-attn-4's functions; ImportError or AttributeError if missing."""
     from flash_attn.cute import interface
 
     return _Functions(interface._flash_attn_fwd, interface._flash_attn_bwd)
@@ -120,7 +115,7 @@ def _import_functions() -> _Functions:
 
 @cache
 def _find_import_problem() -> str | None:
-    """Import the package; return the reason why it cannot be called, or None."""
+    """Return why the package cannot be imported or called; None = it can."""
     try:
         functions = _import_functions()
     except (ImportError, AttributeError) as error:

@@ -1,9 +1,9 @@
 """Attention in plain PyTorch on any device: the oracle of the other implementations.
 
-fp32 inside (fp64 for fp64), with all B * H * T * S scores at once. Documents that are packed into
-rows on the CPU, none across the end of a row, take row after row, else (B * T)^2 scores per head.
-Under batch invariance documents take document after document, with a host sync on a GPU. Letters as
-in `contract.py`, and g = H / h.
+The functions compute in fp32 (fp64 for fp64), with all B * H * T * S scores at once. Packed rows on
+the CPU whose documents do not cross rows are computed row by row, other packed rows with (B * T)^2
+scores per head. Under batch invariance documents are computed one by one, with a host sync on a
+GPU. Letters as in `contract.py`, and g = H / h.
 """
 
 from __future__ import annotations
@@ -55,14 +55,12 @@ def make_mask(mask: AttentionMask, T: int, S: int, device: torch.device) -> Tens
 def _list_parts(
     mask: AttentionMask, q: Tensor, k: Tensor
 ) -> list[tuple[int, AttentionMask]] | None:
-    """Return (number of tokens, mask) of rows or documents to compute singly; None = together."""
+    """Return (tokens, mask) of the rows or documents to compute one by one; None = all at once."""
     (B, T), cu_q, cu_k = q.shape[:2], mask.cu_seqlens_q, mask.cu_seqlens_k
     if cu_q is None or cu_k is None or k.shape[1] != T or not B * T:
         return None
     splits_documents = is_batch_invariant()
-    if not splits_documents and (B == 1 or q.device.type != "cpu"):
-        return None
-    if not cu_q.equal(cu_k):
+    if (not splits_documents and (B == 1 or q.device.type != "cpu")) or not cu_q.equal(cu_k):
         return None
     if splits_documents:
         document_mask = AttentionMask(causal=mask.causal, window=mask.window)
@@ -76,7 +74,7 @@ def _list_parts(
 def _split_block(
     block: AttentionBlock, parts: list[tuple[int, AttentionMask]], *tensors: Tensor
 ) -> Iterator[Any]:
-    """Yield the `AttentionBlock` of each of `_list_parts`, then its tokens of the other tensors."""
+    """Yield (`AttentionBlock`, *tokens of the other tensors) of each of `_list_parts`."""
     lengths, masks = zip(*parts, strict=True)
     tokens = [x.flatten(0, 1)[None].split(lengths, dim=1) for x in (*block[:3], *tensors)]
     for mask, q, k, v, *rest in zip(masks, *tokens, strict=True):
@@ -84,7 +82,7 @@ def _split_block(
 
 
 def _merge_parts(parts: Iterable[Tensor], like: Tensor) -> Tensor:
-    """Concatenate results [1, tokens, ...] of `_list_parts` to [B, T, ...], B and T of `like`."""
+    """Return results [1, tokens, ...] of `_list_parts`, concatenated to [B, T, ...] as `like`."""
     return torch.cat(list(parts), dim=1).unflatten(1, like.shape[:2])[0]  # type: ignore[no-any-return]
 
 
@@ -98,11 +96,17 @@ def _compute_scores(q: Tensor, k: Tensor, mask: AttentionMask, scale: float) -> 
 def _group_heads(x_BTHx: Tensor, h: int, mask: AttentionMask) -> Tensor:
     """Return heads by key/value head, [B, T, h, H / h, dim], in at least fp32.
 
-    If the mask is packed, the rows are joined: [1, B * T, h, H / h, dim].
+    Rows with packed documents are joined to one row, [1, B * T, ...].
     """
     x = x_BTHx.to(torch.promote_types(x_BTHx.dtype, torch.float32))
     x = x.flatten(0, 1)[None] if mask.is_packed else x
     return x.unflatten(2, (h, x.shape[2] // h))  # type: ignore[no-any-return]
+
+
+def _group_operands(block: AttentionBlock) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q [B, T, h, g, d], k [B, S, h, d] and v [B, S, h, v] in at least fp32."""
+    q, k, v = (_group_heads(x, block.k.shape[2], block.mask) for x in block[:3])
+    return q, k[..., 0, :], v[..., 0, :]
 
 
 def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
@@ -112,20 +116,14 @@ def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     if parts is not None:
         outputs = [forward(part) for (part,) in _split_block(block, parts)]
         os, lses = zip(*outputs, strict=True)
-        return _merge_parts(os, q), _merge_parts((x.transpose(1, 2) for x in lses), q).transpose(
-            1, 2
-        )
+        lse = _merge_parts((x.transpose(1, 2) for x in lses), q).transpose(1, 2)
+        return _merge_parts(os, q), lse
     B, T, H, _ = q.shape
-    h = k.shape[2]
-    qs, ks, vs = (
-        _group_heads(q, h, mask),
-        _group_heads(k, h, mask)[..., 0, :],
-        _group_heads(v, h, mask),
-    )
+    qs, ks, vs = _group_operands(block)
     s = _compute_scores(qs, ks, mask, scale)
     lse = s.logsumexp(-1)
     p = (s - lse.masked_fill(lse == -math.inf, 0)[..., None]).exp()
-    o = torch.einsum("bhgts,bshv->bthgv", p, vs[..., 0, :])
+    o = torch.einsum("bhgts,bshv->bthgv", p, vs)
     lse = lse.flatten(1, 2).view(H, B, T).transpose(0, 1) if mask.is_packed else lse.flatten(1, 2)
     return o.reshape(B, T, H, v.shape[-1]).to(q.dtype), lse
 
@@ -138,29 +136,19 @@ def backward(
     parts = _list_parts(mask, q, k)
     if parts is not None:
         blocks = _split_block(block, parts, do, o, lse.transpose(1, 2))
-        grads = [
-            backward(block_1, do_1, o_1, l_1.transpose(1, 2)) for block_1, do_1, o_1, l_1 in blocks
-        ]
+        grads = [backward(part, d, o, x.transpose(1, 2)) for part, d, o, x in blocks]
         dq, dk, dv = (_merge_parts(x, q) for x in zip(*grads, strict=True))
         return dq, dk, dv
-    h = k.shape[2]
-    qs, ks, vs = (
-        _group_heads(q, h, mask),
-        _group_heads(k, h, mask)[..., 0, :],
-        _group_heads(v, h, mask),
-    )
+    h, (qs, ks, vs) = k.shape[2], _group_operands(block)
     dos, os = _group_heads(do, h, mask), _group_heads(o, h, mask)
     if mask.is_packed:
         lse = lse.transpose(0, 1).flatten(1)[None]
     lse = lse.masked_fill(lse == -math.inf, math.inf).unflatten(1, (h, -1))  # exp gives 0
     p = (_compute_scores(qs, ks, mask, scale) - lse[..., None]).exp()
     dv = torch.einsum("bhgts,bthgv->bshv", p, dos)
-    dp = torch.einsum("bthgv,bshv->bhgts", dos, vs[..., 0, :])
+    dp = torch.einsum("bthgv,bshv->bhgts", dos, vs)
     ds = p * (dp - (dos * os).sum(-1).permute(0, 2, 3, 1)[..., None]) * scale
     dq = torch.einsum("bhgts,bshd->bthgd", ds, ks)
     dk = torch.einsum("bhgts,bthgd->bshd", ds, qs)
-    return (
-        dq.reshape(q.shape).to(q.dtype),
-        dk.reshape(k.shape).to(k.dtype),
-        dv.reshape(v.shape).to(v.dtype),
-    )
+    dq, dk, dv = (x.reshape(y.shape).to(y.dtype) for x, y in ((dq, q), (dk, k), (dv, v)))
+    return dq, dk, dv

@@ -1,10 +1,10 @@
-"""A context in which what torch computes of a row is the same bits whatever other rows there are.
+"""A context in which the bits of a row do not depend on other rows of the batch.
 
-Within, kernels of torch's operations on one device type are replaced below autograd, in all threads
-of the process: products and sums of a row's elements by `invariant_product`, and on a CPU functions
-of one element by themselves on whole vectors, because torch computes the last elements of an array
-in another way. Fused norms and softmax compute each row alike already. Backwards within the context
-use the same products; a recomputed forward has the bits of the first one.
+Inside the context, torch's kernels on one device type are replaced below autograd, in all threads
+of the process. `invariant_product` computes matrix products, and sums over a row's elements. On a
+CPU elementwise functions run on padded vectors, because torch computes the last elements of an
+array by other code. Fused norms and softmax are batch-invariant in torch. Backward inside the
+context uses the same products, and a recomputed forward has the bits of the first forward.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from moecore.kernels.common import KERNEL_DTYPES, has_hopper_kernels, split_by_e
 from moecore.kernels.grouped.gemm import grouped_gemm
 from moecore.kernels.invariant.product import invariant_product
 
-Kernel = Callable[..., Any]  # of torch, with the set of dispatch keys as its first argument
+Kernel = Callable[..., Any]  # of torch; its first argument is the set of dispatch keys
 
-VECTORS = 128  # elements: a multiple of what any CPU computes at once
-SERIAL = 128 * VECTORS  # elements: fewer than torch cuts into parts for threads
+VECTORS = 128  # elements: a multiple of the vector length of any CPU
+SERIAL = 128 * VECTORS  # elements: few enough that torch does not split them over threads
 
 _active: set[str] = set()  # device types
 
 
 def is_batch_invariant() -> bool:
-    """Return whether `batch_invariant` is active."""
+    """Whether a context of `batch_invariant` is active."""
     return bool(_active)
 
 
@@ -54,12 +54,9 @@ def batch_invariant(device_type: str) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says once that kernels are replaced
         for name, function in OPERATIONS[key].items():
-            torch_kernels = _TorchKernels(
-                torch.library.get_kernel(f"aten::{name}", key).call_boxed, mm
-            )
-            library.impl(
-                name, partial(_call_for_floats, function, torch_kernels), key, with_keyset=True
-            )
+            kernel = torch.library.get_kernel(f"aten::{name}", key).call_boxed
+            implementation = partial(_call_for_floats, function, _TorchKernels(kernel, mm))
+            library.impl(name, implementation, key, with_keyset=True)
     _active.add(device_type)
     try:
         yield
@@ -88,15 +85,10 @@ def _call_for_floats(
     return function(torch_kernels, keys, x, *args, **kwargs)
 
 
-def _mm(torch_kernels: _TorchKernels, keys: Any, a: Tensor, b: Tensor) -> Tensor:
-    """Replace `aten::mm` and `aten::bmm` by `invariant_product`; `keys` are dispatch keys."""
-    return torch_kernels.compute_product(keys, a, b)
-
-
-def _mm_dtype(
-    torch_kernels: _TorchKernels, keys: Any, a: Tensor, b: Tensor, dtype: torch.dtype
+def _mm(
+    torch_kernels: _TorchKernels, keys: Any, a: Tensor, b: Tensor, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Replace `aten::mm.dtype`, whose result has `dtype`."""
+    """Replace `aten::mm`, `mm.dtype` and `bmm` by `invariant_product`; `keys` = dispatch keys."""
     return torch_kernels.compute_product(keys, a, b, dtype=dtype)
 
 
@@ -137,7 +129,7 @@ def _grouped_mm(
 ) -> Tensor:
     """Replace `aten::_grouped_mm`: multiply each group's rows of a, [rows, K], by its matrix of b.
 
-    Torch's kernel computes 3-dim a, 2-dim b (a sum over rows, as for weights) and `offs` None.
+    Torch's kernel computes 3-dim a, 2-dim b (weight gradients) and `offs` None.
     """
     if a.ndim == 3 or b.ndim == 2 or offs is None:
         return torch_kernels.kernel(keys, a, b, offs, bias, out_dtype)  # type: ignore[no-any-return]
@@ -161,7 +153,7 @@ def _sum(
 ) -> Tensor:
     """Return sums over the last dim, times `share`, by a matrix product with ones.
 
-    The replaced kernel, sum or mean, computes other dims, tensors of one dim or empty, and fp64.
+    The replaced kernel computes other dims, 1-D tensors, empty tensors and fp64.
     """
     is_of_rows = x.ndim > 1 and dim is not None and list(dim) in ([-1], [x.ndim - 1])
     is_wide = x.dtype not in KERNEL_DTYPES or dtype not in (None, *KERNEL_DTYPES)
@@ -183,7 +175,7 @@ def _mean(torch_kernels: _TorchKernels, keys: Any, x: Tensor, *args: Any, **kwar
 def _compute_by_vectors(
     torch_kernels: _TorchKernels, keys: Any, x: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Return the replaced elementwise function of x, padded so that all elements are in vectors."""
+    """Return the replaced elementwise function of x, which is padded to complete vectors."""
     n = x.numel()
     vector = F.pad(x.flatten(), (0, -n % VECTORS), value=1.0)
     parts = [torch_kernels.kernel(keys, part, *args, **kwargs) for part in vector.split(SERIAL)]
@@ -193,11 +185,11 @@ def _compute_by_vectors(
 def _compute_by_vectors_(
     torch_kernels: _TorchKernels, keys: Any, x: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Compute `_compute_by_vectors`, and write the result to x."""
+    """Write the result of `_compute_by_vectors` to x, and return x."""
     return x.copy_(_compute_by_vectors(torch_kernels, keys, x, *args, **kwargs))
 
 
-# What forwards of models multiply and add with. Weight gradients may also do so by other names.
+# Operations that forwards of models use. Weight gradients may use others, too.
 ROWS: dict[str, Callable[..., Tensor]] = {
     "mm": _mm,
     "mm.out": _mm_out,
@@ -210,8 +202,8 @@ ROWS: dict[str, Callable[..., Tensor]] = {
     grouped_mm_overload.name().removeprefix("aten::"): _grouped_mm,
 }
 OPERATIONS: dict[str, dict[str, Callable[..., Tensor]]] = {
-    "CUDA": ROWS | {"mm.dtype": _mm_dtype},
-    # Of torch's functions of one element these compute an array's last elements in another way.
+    "CUDA": ROWS | {"mm.dtype": _mm},
+    # These elementwise functions of torch compute an array's last elements by other code.
     "CPU": ROWS
     | dict.fromkeys(("rsqrt", "sigmoid", "silu", "softplus"), _compute_by_vectors)
     | dict.fromkeys(("rsqrt_", "sigmoid_", "silu_"), _compute_by_vectors_),

@@ -1,10 +1,9 @@
-"""a @ b whose rows are the same bits whatever other rows there are.
+"""A matrix product a @ b in which the bits of a row do not depend on other rows.
 
 Letters: B products, M rows, K terms of a sum, N columns.
 
-Libraries choose tiles, and whether several programs share a sum, by the number of rows. Here tiles
-follow from the dtype and N alone, and one program adds all of K in order. A row of a tile is
-computed from that row of a and from b, so neither its place nor its neighbours are in its bits.
+Libraries choose tiles and split-K by the number of rows. Here tiles depend only on the dtype and N,
+and one program sums all of K in order.
 
 Bytes moved at least: B * (MK + KN + MN) elements; 2 * B * M * N * K floating-point operations.
 """
@@ -42,7 +41,7 @@ def invariant_product_ref(
     dtype: torch.dtype | None = None,
     multiply: Multiply = torch.mm,
 ) -> Tensor:
-    """Compute `invariant_product` row by row: every call of `multiply` has one row of a."""
+    """Return `invariant_product`, computed row by row: each call of `multiply` has one row of a."""
     if a.ndim == 3:
         addends = [None] * len(a) if addend is None else addend.expand(len(a), -1, -1)
         parts = [
@@ -59,7 +58,7 @@ def invariant_product_ref(
         for row in a.split(1)
     ]
     out = torch.cat(rows) if len(a) else a.new_empty(0, b.shape[1], dtype=wide)
-    # One rounding each: fused additions would be those of vectors, and not of what is left behind.
+    # Separate roundings: torch fuses additions only for complete vectors.
     out = out if alpha == 1 else out * alpha
     if addend is not None and beta != 0:
         out = out + (addend.to(wide) if beta == 1 else addend.to(wide) * beta)
@@ -68,7 +67,7 @@ def invariant_product_ref(
 
 @triton.jit
 def _add_product(a, b, total, WIDEN: tl.constexpr):
-    """Add a @ b to total; the interpreter cannot multiply bf16, and fp32 is not cut to TF32."""
+    """Return total + a @ b, in fp32 without TF32. WIDEN: the interpreter cannot multiply bf16."""
     if WIDEN:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
     else:
@@ -139,7 +138,7 @@ def _choose_tile(N: int, dtype: torch.dtype) -> dict[str, Any]:
     """Return tile constants and launch options for N and dtype; they must not depend on M."""
     if INTERPRET:
         return dict(BM=16, BN=32, BK=32, GROUP_M=2, WIDEN=dtype == torch.bfloat16)
-    wide = dtype == torch.float32  # plain multiplications, of which a program holds fewer
+    wide = dtype == torch.float32
     BN = min(64 if wide else 128, max(16, next_power_of_2(N)))
     size = dict(BM=64, BK=32, num_warps=4) if wide else dict(BM=128, BK=64, num_warps=8)
     return dict(BN=BN, GROUP_M=8, WIDEN=False, num_stages=3, **size)
@@ -157,14 +156,14 @@ def invariant_product(
 ) -> Tensor:
     """Return alpha * a @ b + beta * addend, whose rows do not depend on the number of rows of a.
 
-    Without autograd and host sync. Summed in fp32, in one order, and rounded once.
+    No autograd, no host sync. The product is summed in fp32 in a fixed order and rounded once.
 
     Args:
         a: [M, K] or [B, M, K]; on a GPU bf16, fp16 or fp32, on a CPU any float dtype.
         b: [K, N] or [B, K, N], the dtype of a.
-        addend: what broadcasts to the result; None, or beta 0, = nothing.
-        dtype: of the result; None = that of a.
-        multiply: on a CPU, the matmul of one row [1, K] and b [K, N], both widened to fp32 or fp64.
+        addend: a tensor that broadcasts to the result; None, or beta 0, = nothing is added.
+        dtype: dtype of the result; None = the dtype of a.
+        multiply: on a CPU, the matmul of one row [1, K] and b [K, N], both in fp32 or fp64.
 
     Returns:
         [M, N] or [B, M, N], contiguous.
@@ -196,13 +195,13 @@ def invariant_product(
 
 
 def _align_strides(x: Tensor) -> Tensor:
-    """Copy matrices unless they are row- or column-major and aligned to 16 bytes.
+    """Return x, copied unless its matrices are row- or column-major and aligned to 16 bytes.
 
-    A matrix of one row or one column gets the strides that a contiguous larger matrix has.
+    A matrix of one row or column gets the strides of a contiguous larger matrix.
     """
     by_rows, by_columns = x.stride(2) == 1, x.stride(1) == 1 and x.shape[1] > 1
     if x.data_ptr() % 16 or not (by_rows or by_columns):
         x = x.clone(memory_format=torch.contiguous_format)
-    if x.shape[1] == 1 or x.shape[2] == 1:  # any stride is right, this is that of more rows
+    if x.shape[1] == 1 or x.shape[2] == 1:
         x = x.contiguous().as_strided(x.shape, (x.shape[1] * x.shape[2], x.shape[2], 1))
     return x

@@ -9,7 +9,7 @@ token's key, and reads the state with the token's query:
     S = exp(g) S              S = S + key (beta (value - S^T key))^T              o = S^T query
 
 A head has one decay (gated delta nets), or one per key dim (Kimi delta attention). Without learning
-rates a token adds key value^T and corrects nothing (Mamba-2). A document starts with its initial
+rates a token adds key value^T without a correction (Mamba-2). A document starts with its initial
 state, or with zeros. Outputs are linear in the state, and the columns of S are independent.
 
 Source: Gated Delta Networks (arXiv:2412.06464), Kimi Linear (arXiv:2510.26692), Mamba-2
@@ -24,12 +24,12 @@ from torch import Tensor
 
 
 class DeltaRule(NamedTuple):
-    """The inputs of linear attention by a delta rule with decays, over packed documents."""
+    """The arguments of linear attention by a delta rule with decays, over packed documents."""
 
     q_Thk: Tensor
     k_Thk: Tensor
     v_THv: Tensor
-    g_THk: Tensor  # logarithms of decays, <= 0; [T, H] if a head has one
-    beta_TH: Tensor | None  # learning rates, 0 to 1; None = nothing is corrected
-    scale: float  # of queries
-    norm_qk: bool  # queries and keys are divided by their length (note "length" of `gated_delta`)
+    g_THk: Tensor  # logarithms of decays, <= 0; [T, H] if a head has one decay
+    beta_TH: Tensor | None  # learning rates, 0 to 1; None = no correction
+    scale: float  # factor on queries
+    norm_qk: bool  # whether queries and keys are divided by their length

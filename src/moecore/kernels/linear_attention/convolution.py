@@ -2,8 +2,8 @@
 
 Letters of `contract.py`; D channels, W taps, w = W - 1 tokens before a document.
 
-In plain PyTorch every document gets its w tokens, or zeros, in front, one convolution runs over
-all, and what it gives for those is dropped:
+Plain PyTorch inserts w tokens, or zeros, before each document, runs one convolution over all
+tokens, and drops the results of the inserted tokens:
 
     documents a b c and d e, W = 3    . . a b c . . d e
 """
@@ -28,14 +28,14 @@ def causal_convolution(
     before_nwD: Tensor | None = None,
     silu: bool,
 ) -> Tensor:
-    """Return y_TD: each channel's convolution of a token and the W - 1 before it in its document.
+    """Return y_TD: each channel's causal convolution over W tokens within a document.
 
     Args:
         x_TD: any float dtype, which is the dtype of y.
-        weight_DW, bias_D: the last tap is of the token itself; bias None = 0.
+        weight_DW, bias_D: the last tap is for the token itself; bias None = 0.
         cu_seqlens: int32 [n + 1], the first token of each document, and T.
-        before_nwD: the tokens before each document's first, in order; None = zeros.
-        silu: whether the activation follows.
+        before_nwD: the w tokens before each document, in order; None = zeros.
+        silu: whether SiLU follows.
     """
     with disable_autocast(x_TD):
         if fla.find_convolution_problem(x_TD) is None:
@@ -51,7 +51,7 @@ def _convolve_documents(
     before_nwD: Tensor | None,
     silu: bool,
 ) -> Tensor:
-    """Compute `causal_convolution` by one `F.conv1d`, with w tokens in front of each document."""
+    """Return `causal_convolution` by one `F.conv1d`; w tokens are inserted before each document."""
     (T, D), w, num = x_TD.shape, weight_DW.shape[1] - 1, len(cu_seqlens) - 1
     ends_T = torch.arange(T, device=x_TD.device) + find_documents(cu_seqlens, T) * w
     long = x_TD.new_zeros(T + num * w, D, dtype=weight_DW.dtype)

@@ -1,8 +1,7 @@
 """The delta rule with decays and the short convolution of the package flash-linear-attention.
 
-Its functions are public. It reads `cu_seqlens` on the host, and remembers what it has read of a
-tensor: the layers of a forward pass the same one. Where meta stands for a GPU, `fla_on_meta.py` is
-in their place.
+The package's functions are public. They read `cu_seqlens` on the host, and cache the values by
+tensor object. On meta tensors that stand for a GPU, `fla_on_meta.py` replaces the functions.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ MAX_KEY_DIM = 256
 RULE = ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
 RULE_BY_CHANNEL = ("fla.ops.kda", "chunk_kda")
 RULE_WITHOUT_RATES = ("fla.ops.simple_gla", "chunk_simple_gla")
-# From and before these Triton compiles the backward of a decay per head wrongly for Hopper, and the
-# package raises there (fla-org/flash-linear-attention#640) unless it has tilelang.
+# Triton versions from WRONG_FROM to before WRONG_BEFORE miscompile the backward of a decay per head
+# for Hopper. The package then raises (fla-org/flash-linear-attention#640) unless it has tilelang.
 WRONG_FROM, WRONG_BEFORE = (3, 4), (3, 7, 1)
 CONVOLUTION = ("fla.modules.causal_conv1d", "causal_conv1d")
 PARAMETERS = {"initial_state", "output_final_state", "cu_seqlens"}
@@ -56,7 +55,7 @@ def find_convolution_problem(x_TD: Tensor) -> str | None:
 def gated_delta_rule(
     rule: DeltaRule, cu_seqlens: Tensor, initial_nHkv: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return outputs o_THv and documents' last states: see `gated_delta.gated_delta_rule`."""
+    """Return o_THv and the last state of each document: see `gated_delta.gated_delta_rule`."""
     q, k, v, g, beta = rule[:5]
     rate_kwargs: dict[str, Any] = {}
     if beta is None:  # that function has a key head for each value head
@@ -85,7 +84,7 @@ def causal_convolution(
     before_nwD: Tensor | None,
     silu: bool,
 ) -> Tensor:
-    """Return the convolved tokens y_TD: arguments as of `convolution.causal_convolution`."""
+    """Return the convolved tokens y_TD: see `convolution.causal_convolution`."""
     if x_TD.is_meta:
         return fla_on_meta.causal_convolution(x_TD, weight_DW, bias_D, before_nwD)
     state_nDW = None if before_nwD is None else F.pad(before_nwD.mT, (1, 0))
@@ -101,7 +100,7 @@ def causal_convolution(
 
 
 def _get_function_name(rule: DeltaRule) -> tuple[str, str]:
-    """Return the names (module, function) of the package's function for a rule."""
+    """Return (module name, function name) of the package's function for a rule."""
     if rule.beta_TH is None:
         return RULE_WITHOUT_RATES
     return RULE_BY_CHANNEL if rule.g_THk.ndim == 3 else RULE
@@ -109,9 +108,9 @@ def _get_function_name(rule: DeltaRule) -> tuple[str, str]:
 
 def _find_device_problem(x: Tensor) -> str | None:
     """Return why the package cannot compute on this device or dtype; None = it can."""
-    if not is_gpu(x) or x.dtype not in HALVES:
-        return f"tensors ({x.dtype} on {x.device.type}) must be of 16 bits on cuda for {PACKAGE}"
-    return None
+    if is_gpu(x) and x.dtype in HALVES:
+        return None
+    return f"tensors ({x.dtype} on {x.device.type}) must be of 16 bits on cuda for {PACKAGE}"
 
 
 def _find_triton_problem(rule: DeltaRule) -> str | None:
@@ -121,22 +120,19 @@ def _find_triton_problem(rule: DeltaRule) -> str | None:
         return None
     if not WRONG_FROM <= TRITON < WRONG_BEFORE or find_spec("tilelang") is not None:
         return None
-    return (
-        f"Triton ({triton.__version__}) must be >= 3.7.1 on Hopper for {PACKAGE}, or have tilelang "
-        "beside it"
-    )
+    return f"Triton ({triton.__version__}) must be >= 3.7.1, or tilelang installed, for {PACKAGE}"
 
 
 @cache
 def _import_function(module: str, name: str) -> Callable[..., Any]:
-    """Import a function of the package: an ImportError or AttributeError if it is missing."""
+    """Import and return a function of the package; ImportError or AttributeError if missing."""
     return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
 
 
 @cache
 def _find_import_problem(module: str, name: str, on_meta: bool) -> str | None:
     """Return why the package's function cannot be called; None = it can, or `on_meta`."""
-    if on_meta:  # which stands for a GPU of a host that has the package
+    if on_meta:  # meta stands for a GPU of a host with the package
         return None
     try:
         function = _import_function(module, name)

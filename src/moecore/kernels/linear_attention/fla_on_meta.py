@@ -1,10 +1,9 @@
-"""What flash-linear-attention saves, allocates and launches, where meta stands for a GPU.
+"""flash-linear-attention on meta tensors: saves and allocates tensors, and records launches.
 
-Letters of `contract.py`; C tokens of a chunk. No chunk's state is saved: backward computes all of
-them once more.
+Letters of `contract.py`; C tokens of a chunk. Backward recomputes the states of all chunks.
 
-FLOPs are those of products, 2 a pair of numbers, with triangles as squares; the inverse of a
-chunk's triangular system counts none. Per token and value head, k v for states and C for a chunk:
+FLOPs count the matrix products, with triangles as squares, but not the inverse of a chunk's
+triangular system. FLOPs per token and value head:
 
                               forward                   backward
     gated delta rule          6 k v + 2 C (3 k + 2 v)   16 k v + 2 C (9 k + 5 v + 2 C)
@@ -25,7 +24,7 @@ from moecore.kernels.common import cdiv, record_launch
 from moecore.kernels.linear_attention.contract import DeltaRule
 
 CHUNK = 64
-KEY_DIMS = 128  # that one program of a backward has of a key
+KEY_DIMS = 128  # dims of a key in one program of the backward
 
 
 class ScanSize(NamedTuple):
@@ -40,24 +39,22 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Return o_THv and states_nHkv on meta, and record the launches of a rule with a decay a head.
 
-    Queries and keys are normed if there are learning rates; without, each value head has its own.
+    Queries and keys are divided by their lengths if the rule has learning rates. Otherwise each
+    value head has its own queries and keys.
     """
     q, k, v, g, beta = rule[:5]
     assert rule.norm_qk == (beta is not None), "queries and keys are normed where there are rates"
-    num_documents = len(cu_seqlens) - 1
+    states = initial_nHkv, len(cu_seqlens) - 1
     if beta is None:
-        o_THv, states_nHkv = _RuleWithoutRatesOnMeta.apply(q, k, v, g, initial_nHkv, num_documents)
-    else:
-        o_THv, states_nHkv = _RuleOnMeta.apply(q, k, v, g, beta, initial_nHkv, num_documents)
-    return o_THv, states_nHkv
+        return _RuleWithoutRatesOnMeta.apply(q, k, v, g, *states)  # type: ignore[no-any-return]
+    return _RuleOnMeta.apply(q, k, v, g, beta, *states)  # type: ignore[no-any-return]
 
 
 def causal_convolution(
     x_TD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, before_nwD: Tensor | None
 ) -> Tensor:
     """Return y_TD on meta, and record the launches of forward and backward."""
-    out: Tensor = _ConvolutionOnMeta.apply(x_TD, weight_DW, bias_D, before_nwD)
-    return out
+    return _ConvolutionOnMeta.apply(x_TD, weight_DW, bias_D, before_nwD)  # type: ignore[no-any-return]
 
 
 class _Scan:
@@ -79,13 +76,14 @@ class _Scan:
         flops = 2 * self.T * self.H * (states * self.k * self.v + CHUNK * chunks)
         record_launch(name, ScanSize(self._shape, flops), *tensors)
 
+    def record_output(self, *tensors: Tensor) -> None:
+        """Record the launch that computes outputs from q, k, values, states and sums."""
+        self.record_with_flops("chunk_fwd_kernel_o", *tensors, states=1, chunks=self.k + self.v)
+
     def recompute_w_u(
         self, k: Tensor, v: Tensor, beta: Tensor, sums: Tensor, A: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return w_THk (what keys remove from a chunk's first state) and u_THv (updates of zeros).
-
-        `A` has the inverse triangular systems.
-        """
+        """Return w_THk and u_THv of `gated_delta.py`; `A` has the inverse triangular systems."""
         w, u = k.new_empty(self.T, self.H, self.k), torch.empty_like(v)
         tensors = k, v, beta, w, u, A, sums
         self.record_with_flops("recompute_w_u_fwd_kernel", *tensors, chunks=self.k + self.v)
@@ -96,7 +94,7 @@ class _Scan:
     ) -> tuple[Tensor, Tensor]:
         """Return each chunk's first state, and the values added to states.
 
-        `first` has the documents' initial states, None = 0. `last` is an output, None = none.
+        `first` has the documents' initial states; None = 0. `last` receives their last states.
         """
         h, new = k.new_empty(self.num_chunks, self.H, self.k, self.v), torch.empty_like(u)
         tensors = k, u, w, new, sums, h, first, last
@@ -129,6 +127,7 @@ class _RuleOnMeta(torch.autograd.Function):
         initial: Tensor | None,
         num_documents: int,
     ) -> tuple[Tensor, Tensor]:
+        """Return o and each document's final state; record the forward's kernels."""
         inputs = [x.contiguous() for x in (q, k, v, g, beta)]
         (q, q_rstd), (k, k_rstd) = map(_normalise, inputs[:2])
         v, g, beta = inputs[2:]
@@ -141,16 +140,15 @@ class _RuleOnMeta(torch.autograd.Function):
         w, u = scan.recompute_w_u(k, v, beta, sums, A)
         last = k.new_zeros(num_documents, scan.H, scan.k, scan.v, dtype=torch.float32)
         h, new = scan.compute_states(k, w, u, sums, initial, last)
-        o, by_chunk = torch.empty_like(v), scan.k + scan.v
-        scan.record_with_flops(
-            "chunk_fwd_kernel_o", q, k, new, h, sums, o, states=1, chunks=by_chunk
-        )
+        o = torch.empty_like(v)
+        scan.record_output(q, k, new, h, sums, o)
         ctx.scan = scan
         ctx.save_for_backward(q, q_rstd, k, k_rstd, v, sums, beta, A, initial)
         return o, last
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the inputs; record the backward's kernels."""
         q, q_rstd, k, k_rstd, *rest = ctx.saved_tensors
         do, dlast = (grad.contiguous() for grad in grads)
         (dq, dk), rest = _compute_gradients(ctx.scan, (q, k, *rest), do, dlast)
@@ -160,9 +158,9 @@ class _RuleOnMeta(torch.autograd.Function):
 def _compute_gradients(
     scan: _Scan, saved_tensors: Sequence[Any], do: Tensor, dlast: Tensor
 ) -> tuple[tuple[Tensor, Tensor], list[Tensor | None]]:
-    """Return (dq, dk) of normalised q and k, and [dv, dg, dbeta, dinitial].
+    """Return (dq, dk) of normalised q and k, and [dv, dg, dbeta, dinitial]; record the launches.
 
-    `saved_tensors`: q, k, v, sums of g, beta, A and initial. Records the launches of backward.
+    `saved_tensors` are q, k, v, sums of g, beta, A and initial.
     """
     q, k, v, sums, beta, A, initial = saved_tensors
     w, u = scan.recompute_w_u(k, v, beta, sums, A)
@@ -213,20 +211,22 @@ class _RuleWithoutRatesOnMeta(torch.autograd.Function):
         initial: Tensor | None,
         num_documents: int,
     ) -> tuple[Tensor, Tensor]:
+        """Return o and each document's final state; record the forward's kernels."""
         q, k, v, g = (x.contiguous() for x in (q, k, v, g))
         scan = _Scan(k, v, num_documents)
         sums = torch.empty_like(g, dtype=torch.float32)
         record_launch("chunk_local_cumsum_scalar_kernel", g, sums)
         last = k.new_empty(num_documents, scan.H, scan.k, scan.v, dtype=torch.float32)
         h = scan.compute_plain_states(k, v, sums, initial, last, k.dtype)
-        o, by_chunk = torch.empty_like(v), scan.k + scan.v
-        scan.record_with_flops("chunk_fwd_kernel_o", q, k, v, h, sums, o, states=1, chunks=by_chunk)
+        o = torch.empty_like(v)
+        scan.record_output(q, k, v, h, sums, o)
         ctx.scan = scan
         ctx.save_for_backward(q, k, v, sums, initial)
         return o, last
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the inputs; record the backward's kernels."""
         scan, (q, k, v, sums, initial) = ctx.scan, ctx.saved_tensors
         do, dlast = (grad.contiguous() for grad in grads)
         h = scan.compute_plain_states(k, v, sums, initial, None, torch.float32)
@@ -235,15 +235,13 @@ class _RuleWithoutRatesOnMeta(torch.autograd.Function):
         dq, dk = torch.empty_like(q), torch.empty_like(k)
         dsums = sums.new_empty(cdiv(scan.k, KEY_DIMS), *sums.shape)
         tensors = q, k, v, sums, h, do, dh, dq, dk, dsums
-        scan.record_with_flops(
-            "chunk_bwd_kernel_dqkwg", *tensors, states=2, chunks=scan.v + 2 * scan.k
-        )
+        chunks = scan.v + 2 * scan.k
+        scan.record_with_flops("chunk_bwd_kernel_dqkwg", *tensors, states=2, chunks=chunks)
         del tensors
         dsums = dsums.sum(0)
-        dv, by_chunk = torch.empty_like(do), scan.k + scan.v
-        scan.record_with_flops(
-            "chunk_bwd_kernel_dv", q, k, sums, do, dv, dh, states=1, chunks=by_chunk
-        )
+        dv, inputs = torch.empty_like(do), (q, k, sums, do)
+        chunks = scan.k + scan.v
+        scan.record_with_flops("chunk_bwd_kernel_dv", *inputs, dv, dh, states=1, chunks=chunks)
         del h, dh
         dg = torch.empty_like(sums)
         record_launch("chunk_local_cumsum_scalar_kernel", dsums, dg)
@@ -251,14 +249,14 @@ class _RuleWithoutRatesOnMeta(torch.autograd.Function):
 
 
 def _normalise(x_Thk: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocate x divided by its length, and 1 / length, fp32 [T, h]; record the launch."""
+    """Return empty x / length and 1 / length, fp32 [T, h], of x; record the launch."""
     out, rstd = torch.empty_like(x_Thk), x_Thk.new_empty(x_Thk.shape[:2], dtype=torch.float32)
     record_launch("l2norm_fwd_kernel", x_Thk, out, rstd)
     return out, rstd
 
 
 def _differentiate_norm(x_Thk: Tensor, rstd: Tensor, grad: Tensor) -> Tensor:
-    """Allocate the gradient of `_normalise`'s x, where `grad` is that of its result; record it."""
+    """Return the empty gradient of `_normalise`'s x for `grad` of its result; record the launch."""
     out = torch.empty_like(x_Thk)
     record_launch("l2norm_bwd_kernel", x_Thk, rstd, grad, out)
     return out
@@ -279,6 +277,7 @@ class _ConvolutionOnMeta(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Any, before: Any) -> Tensor:
+        """Return y in the shape of x; record the forward's kernel."""
         ctx.save_for_backward(x, weight, bias, before)
         y = x.new_empty(x.shape)
         record_launch("causal_conv1d_fwd_kernel", x, y, weight, bias, before)
@@ -286,8 +285,9 @@ class _ConvolutionOnMeta(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the inputs; record the backward's kernels."""
         x, weight, bias, before = ctx.saved_tensors
-        y = x.new_empty(x.shape)  # before the activation, computed again
+        y = x.new_empty(x.shape)  # recomputed, before the activation
         record_launch("causal_conv1d_fwd_kernel", x, y, weight, bias, before)
         num_chunks = cdiv(len(x), CHUNK)
         dx = x.new_empty(x.shape)

@@ -3,9 +3,8 @@
     fla.py                16 bits on GPUs, if the package flash-linear-attention is installed
     gated_delta_rule_ref  all other tensors, any device
 
-The reference cuts each document into chunks of C tokens, and fills its last chunk with tokens that
-change nothing. The number of chunks has an upper bound that needs no host sync, so chunks may
-remain unused at the end:
+The reference cuts each document into chunks of C tokens, and pads its last chunk with tokens that
+do not change the state. The number of chunks is an upper bound, which needs no host sync:
 
     documents of 3 and 5 tokens, C = 4    a b c .    d e f g    h . . .    . . . .
 
@@ -20,6 +19,7 @@ Source: Gated Delta Networks (arXiv:2412.06464), section 3.3.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.kernels.common import disable_autocast, warn_on_fallback
@@ -33,23 +33,22 @@ CHUNK = 64
 def gated_delta_rule_ref(
     rule: DeltaRule, cu_seqlens: Tensor, initial_nHkv: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute `gated_delta_rule` in plain PyTorch, chunk by chunk, in fp32 (fp64 for fp64)."""
+    """Return `gated_delta_rule` in plain PyTorch, chunk by chunk, in fp32 (fp64 for fp64)."""
     T, H, v = rule.v_THv.shape
     cu_seqlens = cu_seqlens.long()
-    firsts = torch.zeros_like(cu_seqlens)  # the first chunk of each document, and their number
-    firsts[1:] = (-(-cu_seqlens.diff() // CHUNK)).cumsum(0)
+    firsts = F.pad((-(-cu_seqlens.diff() // CHUNK)).cumsum(0), (1, 0))  # documents' first chunks
     num_chunks = T // CHUNK + len(cu_seqlens) - 1
     places_T = firsts[find_documents(cu_seqlens, T)] * CHUNK + find_positions(cu_seqlens, T)
 
-    def chunks(x_THX: Tensor) -> Tensor:
-        """Return x_mHCX: the tokens of each chunk, in at least fp32, zeros in unused places."""
+    def split_into_chunks(x_THX: Tensor) -> Tensor:
+        """Return x_mHCX: the tokens of each chunk, in at least fp32, padded with zeros."""
         dtype = torch.promote_types(x_THX.dtype, torch.float32)
         filled = x_THX.new_zeros((num_chunks * CHUNK, *x_THX.shape[1:]), dtype=dtype)
         filled = filled.index_copy(0, places_T, x_THX.to(dtype))
         return filled.unflatten(0, (num_chunks, CHUNK)).transpose(1, 2)  # type: ignore[no-any-return]
 
     g_THk = rule.g_THk if rule.g_THk.ndim == 3 else rule.g_THk[..., None]
-    q, k, values, g = (chunks(x) for x in (*rule[:3], g_THk))
+    q, k, values, g = (split_into_chunks(x) for x in (*rule[:3], g_THk))
     if rule.norm_qk:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     q, k = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (q * rule.scale, k))
@@ -58,16 +57,17 @@ def gated_delta_rule_ref(
     between = decay[..., None, :] - decay[..., None, :, :]
     between = between.masked_fill(future_mask, -torch.inf).exp()
 
-    def paired(x: Tensor) -> Tensor:
-        """Return decayed dot products [m, H, C, C] of tokens' x and keys so far in the chunk."""
+    def multiply_keys(x: Tensor) -> Tensor:
+        """Return decayed dot products [m, H, C, C] of tokens' x with the chunk's earlier keys."""
         if decay.shape[-1] == 1:
             return (x @ k.mT) * between[..., 0]
         return (x[..., None, :] * k[..., None, :, :] * between).sum(-1)
 
-    u, w, local_scores = values, torch.zeros_like(k), paired(q)
+    u, w, local_scores = values, torch.zeros_like(k), multiply_keys(q)
     if rule.beta_TH is not None:
-        beta = chunks(rule.beta_TH)[..., None]
-        system, targets = paired(k * beta), torch.cat((values, k * decay.exp()), dim=-1) * beta
+        beta = split_into_chunks(rule.beta_TH)[..., None]
+        system = multiply_keys(k * beta)
+        targets = torch.cat((values, k * decay.exp()), dim=-1) * beta
         solved = torch.linalg.solve_triangular(system, targets, upper=False, unitriangular=True)
         u, w = solved.split((v, k.shape[-1]), dim=-1)
     q, last_k = q * decay.exp(), k * (decay[..., -1:, :] - decay).exp()
@@ -85,8 +85,7 @@ def gated_delta_rule_ref(
         outs.append(q[i] @ state + local_scores[i] @ updates)
         state = state * chunk_decay[i] + last_k[i].mT @ updates
         states.append(state)
-    o_mHCv = torch.stack(outs)
-    o_THv = o_mHCv.transpose(1, 2).flatten(0, 1)[places_T].to(rule.v_THv.dtype)
+    o_THv = torch.stack(outs).transpose(1, 2).flatten(0, 1)[places_T].to(rule.v_THv.dtype)
     last = torch.stack(states)[(firsts[1:] - 1).clamp(min=0)]
     is_empty = (cu_seqlens.diff() == 0)[:, None, None, None]
     return o_THv, torch.where(is_empty, 0 if initial_nHkv is None else initial_nHkv, last)
@@ -97,10 +96,10 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs of all queries, and the last state of each document.
 
-    Differentiable once. With `fla.py` the host waits once for each `cu_seqlens`.
+    Differentiable once. `fla.py` synchronises the host once for each `cu_seqlens`.
 
     Args:
-        rule: tensors of any strides; q, k and v in one float dtype.
+        rule: tensors of any strides; q, k and v have one float dtype.
         cu_seqlens: int32 [n + 1], the first token of each document, and T; documents may be empty.
         initial_nHkv: each document's state before its first token, fp32 (fp64 for fp64); None = 0.
 

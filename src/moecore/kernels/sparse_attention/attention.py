@@ -1,14 +1,14 @@
-"""Sparse attention in chunks of queries: no tensor has an element for every pair of tokens.
+"""Sparse attention in chunks of queries, without a tensor over all pairs of tokens.
 
 Legend: t queries, N keys, C queries of a chunk, K keys that a query reads, H heads, d = n + r dims
 of a query, l = L + r dims of a key, v dims of a value.
 
-A chunk's queries are multiplied by `up_HnL`, so that scores and sums are of latents: a gathered key
-is l numbers for all heads. The indexer scores the chunk's queries against all keys that they may
-see, in fp32, and nothing of that is kept but which keys it selected. Backward computes the scores
-of attention once more from the saved log-sum-exp, and those of the indexer for the keys read.
+A chunk's queries are multiplied by `up_HnL`, so that scores and sums use latents: a gathered key
+has l numbers for all heads. The indexer scores the chunk's queries with all keys that they may see,
+in fp32, and only the indices of the selected keys are saved. Backward recomputes the scores of
+attention from the saved log-sum-exp, and the indexer's scores of the selected keys.
 
-Bytes of a chunk are bounded by `CHUNK_NUMBERS`, whatever t and N.
+`CHUNK_NUMBERS` limits the bytes of a chunk for any t and N.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from moecore.kernels.sparse_attention.index import (
 )
 from moecore.kernels.sparse_attention.keys import Keys, SelectedKeys, SpanOfKeys, multiply_in_fp32
 
-# Of the largest tensor of a chunk: 128 queries of 2048 keys of 576, which are 576 MiB in fp32.
+# Numbers in the largest tensor of a chunk: 128 queries, 2048 keys, 576 dims; 576 MiB in fp32.
 CHUNK_NUMBERS = 128 * 2048 * 576
 
 
@@ -57,12 +57,12 @@ def sparse_attention(
 
     Args:
         heads: queries, latent keys and projections of attention.
-        spans: which keys each query sees, at least one.
+        spans: the keys that each query sees, at least one.
         scale: factor on the scores of attention.
-        sinks_H: score of a key of zero value in each head, which divergences do not support.
+        sinks_H: score of each head's sink; divergences do not support sinks.
         index: the indexer's queries, keys and weights, for `top_k` and `diverges`.
-        top_k: how many keys `index` selects; None = those of `selected_tK`, or all.
-        selected_tK: keys that were selected before, such as in another layer.
+        top_k: number of keys that `index` selects; None = the keys `selected_tK`, or all keys.
+        selected_tK: keys that an earlier call selected, such as of another layer.
         diverges: return divergences too, which have gradients only for `index`.
     """
     assert sinks_H is None or not diverges
@@ -74,7 +74,7 @@ def sparse_attention(
 
 
 def _make_empty_indexer(q_tHd: Tensor) -> IndexerHeads:
-    """Return empty `IndexerHeads`, for attention without an indexer."""
+    """Return `IndexerHeads` of empty tensors, for attention without an indexer."""
     return IndexerHeads(*[q_tHd.new_empty(len(q_tHd), 0)] * 3)
 
 
@@ -87,7 +87,7 @@ class _SparseOptions(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """The queries [begin, end) of a call that are computed together, and slices of its tensors."""
+    """The queries [begin, end), which are computed together, and their slices of the tensors."""
 
     begin: int
     end: int
@@ -103,9 +103,9 @@ class _Chunk(NamedTuple):
 def _split_into_chunks(
     heads: LatentHeads, index: IndexerHeads, spans: KeySpans, width: int | None, selects: bool
 ) -> Iterator[_Chunk]:
-    """Yield chunks of queries of bounded memory; on meta one chunk stands for all.
+    """Yield chunks of queries of bounded memory; on meta one chunk stands for all chunks.
 
-    `width`: the keys that a query reads, None = all. `selects`: the indexer selects the keys.
+    `width` = number of keys that a query reads; None = all. `selects` = the indexer selects keys.
     """
     (t, H, _), (N, key_dim) = heads.q_tHd.shape, heads.keys_Nl.shape
     reach = min(N, spans.longest if spans.stride == 1 else 3 * spans.longest // 2)
@@ -163,6 +163,7 @@ class _SparseAttention(torch.autograd.Function):
         spans: KeySpans,
         options: _SparseOptions,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return o, the selected keys or None, and each query's KL divergence or None."""
         heads, index = LatentHeads(q, keys_Nl, up, down), IndexerHeads(q_thi, k_Ni, w_th)
         (t, H, _), (_, L, v), new_width = q.shape, down.shape, options.width
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -195,10 +196,8 @@ class _SparseAttention(torch.autograd.Function):
                     compute_divergence(p.mean(1), compute_index_scores(chunk.indexer, keys))
                 )
         ctx.spans, ctx.options = spans, options
-        of_index = (
-            index if options.diverges else _make_empty_indexer(q)
-        )  # a choice needs none of it again
-        ctx.save_for_backward(*heads, *of_index, selected, sinks, o, lse)
+        saved_index = index if options.diverges else _make_empty_indexer(q)
+        ctx.save_for_backward(*heads, *saved_index, selected, sinks, o, lse)
         ctx.set_materialize_grads(False)
         if new_width is None:
             return o, None, kl
@@ -224,11 +223,8 @@ class _SparseAttention(torch.autograd.Function):
         for chunk in _split_into_chunks(heads, index, ctx.spans, width, False):
             keys = chunk.span if selected is None else SelectedKeys(chunk.slice_queries(selected))
             rows, q_CHl = keys.select_rows(heads.keys_Nl), _compute_latent_queries(chunk.heads)
-            p = (
-                _compute_scores(q_CHl, rows, keys, options.scale)
-                .sub_(chunk.slice_queries(lse)[..., None])
-                .exp_()
-            )
+            p = _compute_scores(q_CHl, rows, keys, options.scale)
+            p = p.sub_(chunk.slice_queries(lse)[..., None]).exp_()
             do_CHv, q_CHd = chunk.slice_queries(do), chunk.heads.q_tHd
             if dkl is not None and dindex is not None:
                 parts = differentiate_divergence(

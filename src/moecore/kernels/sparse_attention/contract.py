@@ -1,17 +1,17 @@
-"""Records of sparse attention: queries and latent keys, an indexer's, and which keys are seen.
+"""Records of sparse attention: queries and latent keys, the indexer's heads, and key ranges.
 
 Legend: t queries, N keys, K selected keys of a query, H heads, n and r dims of a head without and
 with positions, L dims of a latent, v dims of a value, h heads of the indexer, i dims of one.
 
-A latent of L numbers and a rotated key of r numbers stand for the keys and values of all heads:
+A latent of L numbers and a rotated key of r numbers represent the keys and values of all heads:
 
     key of a head = (up_HnL latent, rotated key)      value of a head = latent down_HLv
 
     score I of a query and a key     sum over h of w_th * relu(q_thi . k_Ni), in fp32
-    selected                         the K keys of the largest I among those that the query sees; of
-                                     equal scores the earlier keys
-    divergence of a query            sum over its keys of p * (log p - log softmax(I)), p the mean
-                                     over heads of the attention's probabilities, a constant
+    selected keys                    the K keys with the largest I that the query sees; of equal
+                                     scores the earlier keys
+    divergence of a query            sum over its keys of p * (log p - log softmax(I)); p, without
+                                     gradient, is the mean of attention probabilities over heads
 
 Source: DeepSeek-V3.2-Exp (arXiv:2512.02556, section 2.1).
 """
@@ -45,13 +45,13 @@ class KeySpans(NamedTuple):
 
     first_t: Tensor  # int64, the first key of the query's document
     last_t: Tensor  # int64, the query's own key
-    stride: int  # keys per query: ranks that hold parts of every document
-    longest: int  # keys of the longest document, or more
+    stride: int  # keys per query: the number of cp ranks
+    longest: int  # an upper bound of the keys of a document
 
     def get_bounds(self, begin: int, end: int, num_keys: int) -> tuple[int, int]:
         """Return (first, last) of the key range [first, last) that queries [begin, end) may see."""
-        # Key `stride * i` is of the document of query i, and its own where the stride is 1. Ranks
-        # hold two chunks of 2 * stride, so their own key is less than half a document further.
+        # Key `stride * i` is in the document of query i. With stride 1 it is the query's own key.
+        # Otherwise a rank has two chunks of 2 * stride, and the own key is < longest / 2 further.
         first = self.stride * (begin + 1) - self.longest
         last = end if self.stride == 1 else self.stride * (end - 1) + self.longest // 2
         return max(0, first), min(num_keys, last)
@@ -61,5 +61,5 @@ class SparseOutput(NamedTuple):
     """Outputs of `sparse_attention`: head outputs, selected keys, and the indexer's divergences."""
 
     o_tHv: Tensor
-    selected_tK: Tensor | None  # int32, ascending, -1 behind the last; None = all keys were read
+    selected_tK: Tensor | None  # int32, ascending, then -1; None = all keys were read
     divergence_t: Tensor | None  # fp32; None = `diverges` was False

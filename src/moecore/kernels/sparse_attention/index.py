@@ -4,8 +4,7 @@
 
 The kernel of `compute_span_scores` sums over heads in registers and writes only [C, S] numbers. It
 reads its keys once, and the queries of all heads from the L2 cache. It computes 2 C S h i FLOPs.
-Tiles outside all spans are filled without a product. Plain PyTorch writes and
-reads C S h numbers.
+Tiles outside all spans are filled without a product. Plain PyTorch writes and reads C S h numbers.
 
 Legend: C queries of a chunk, S keys of a span, N keys, K keys that a query reads, h heads, i dims.
 """
@@ -20,7 +19,7 @@ from moecore.kernels.sparse_attention.contract import IndexerHeads
 from moecore.kernels.sparse_attention.keys import Keys, SpanOfKeys
 
 DIMS = (16, 32, 64, 128)  # of a head: one step of a product
-SELECTING = 4  # numbers per pair that the selection from scores makes beside them
+SELECTING = 4  # numbers that `select_keys` allocates per pair of query and key
 
 
 def compute_index_scores(index: IndexerHeads, keys: Keys) -> Tensor:
@@ -31,10 +30,10 @@ def compute_index_scores(index: IndexerHeads, keys: Keys) -> Tensor:
 
 
 def select_keys(scores_CS: Tensor, first: int, top_k: int) -> Tensor:
-    """Return int32 [C, top_k], ascending keys of the largest scores. Column 0 of scores is `first`.
+    """Return int32 [C, top_k], the keys with the largest scores, ascending; -1 fills the end.
 
-    If a query sees fewer keys, -1 fills the end. Among equal scores the earlier keys are selected,
-    for any chunk size. `Tensor.topk` does not define this order, and scores of 0 are frequent.
+    Column 0 of scores is key `first`. Among equal scores the earlier keys are selected, for any
+    chunk size. `Tensor.topk` does not define this order, and scores of 0 are frequent.
 
     Example: scores [2, 0, 0, 3, 0], first 10 and top_k 3 give [10, 11, 13].
     """
@@ -48,7 +47,7 @@ def select_keys(scores_CS: Tensor, first: int, top_k: int) -> Tensor:
         is_choice_CS = above_CS | (equal_CS & (equal_CS.cumsum(-1) <= remaining_C1))
     places_CS = (is_choice_CS.cumsum(-1) - 1).masked_fill_(~is_choice_CS, top_k)
     keys_CS = torch.arange(first, first + S, dtype=torch.int32, device=scores_CS.device)
-    out = keys_CS.new_full((C, top_k + 1), -1)  # the last column is of those not chosen
+    out = keys_CS.new_full((C, top_k + 1), -1)  # the last column receives all other keys
     return out.scatter_(1, places_CS, keys_CS.expand(C, S))[:, :top_k]
 
 
@@ -61,7 +60,7 @@ def compute_divergence(p_CK: Tensor, scores_CK: Tensor) -> Tensor:
 def differentiate_divergence(
     dkl_C: Tensor, p_CK: Tensor, index: IndexerHeads, keys: Keys, dk_Ni: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return gradients of indexer queries [C, h, i] and weights [C, h]; add the keys' to dk_Ni.
+    """Return the gradients of indexer queries [C, h, i] and weights [C, h]; add the keys' to dk_Ni.
 
     `dkl_C` is the gradient of `compute_divergence`, and `p_CK` the attention's mean probabilities.
     """
@@ -79,12 +78,12 @@ def differentiate_divergence(
 
 
 def count_numbers_per_pair(index: IndexerHeads) -> int:
-    """Return how many fp32 numbers are allocated per (query, key) pair to score and select keys."""
+    """Return how many fp32 numbers scoring and selecting allocate per pair of query and key."""
     return SELECTING if _has_kernel(index) else max(SELECTING, index.q_thi.shape[1])
 
 
 def _has_kernel(index: IndexerHeads) -> bool:
-    """Return whether `_index_scores_kernel` supports the dtype, head dim and device."""
+    """Whether `_index_scores_kernel` supports the dtype, head dim and device."""
     q = index.q_thi
     is_half = q.dtype in (torch.bfloat16, torch.float16) and index.k_Ni.dtype == q.dtype
     return is_half and q.shape[2] in DIMS and use_kernel(q)
@@ -113,7 +112,7 @@ def _index_scores_kernel(
     dims = tl.arange(0, DIM)
     row_mask = rows < num_queries
     last_key = first_key + num_keys - 1
-    # Less than 2^31 keys: whole comparisons of 64 bits would spill.
+    # There are less than 2^31 keys, and comparisons of 64 bits would spill registers.
     first = tl.load(first_ptr + rows, mask=row_mask, other=last_key + 1).to(tl.int32)
     last = tl.load(last_ptr + rows, mask=row_mask, other=-1).to(tl.int32)
     keys = (first_key + columns).to(tl.int32)

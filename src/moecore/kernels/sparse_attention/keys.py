@@ -1,6 +1,6 @@
-"""The keys that a chunk of queries reads: some of each query's own, or the same for all of them.
+"""The keys that a chunk of queries reads: selected keys per query, or one range for all queries.
 
-Both do the same three products, and their gradients, on rows of any tensor of all keys.
+Both classes compute the same matrix products with the keys' rows of a tensor.
 
 Legend: C queries of a chunk, N keys, K keys that a query reads, x heads, D dims.
 """
@@ -64,7 +64,7 @@ class SelectedKeys:
         return multiply_in_fp32(p_CxK, rows)
 
     def add(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
-        """Add p^T q to the selected rows of total; on GPUs the order is not fixed by default."""
+        """Add p^T q to the selected rows of total; not deterministic on GPUs by default."""
         rows = None
         for p_CxK, q_CxD in pairs:
             part = multiply_in_fp32(p_CxK.transpose(1, 2), q_CxD)

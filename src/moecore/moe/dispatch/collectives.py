@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base.rank_checks import DTYPES, check_headers
+from moecore.base.rank_checks import DTYPES, check_collective_headers
 from moecore.base.torch_private import all_gather_single, assert_async, skips_communication
 from moecore.moe.pairs import Pairs, exchange
 
@@ -79,7 +79,9 @@ class Attendance:
                 "the dtype of tokens": lambda n: str([*DTYPES, "another"][n]),
                 "torch.is_grad_enabled()": lambda n: str(bool(n)),
             }
-            check_headers(f"the exchange of {self._name}", notes, formatters, self._group)
+            check_collective_headers(
+                f"the exchange of {self._name}", notes, formatters, self._group
+            )
 
 
 class _ExchangeWithGrad(torch.autograd.Function):

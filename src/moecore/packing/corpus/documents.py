@@ -37,7 +37,7 @@ Partitions = Annotated[int, Bound(">=", 1), Bound("<=", MAX_PARTITIONS)]
 
 
 class CorpusError(ValueError):
-    """An error in a source's document, or a difference between data ranks, as one line."""
+    """Raised for an unreadable document of a source, or for data ranks that differ."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,10 +140,9 @@ def _hash_integer(number: int) -> int:
 
 
 def find_first_document(ordinal: int, count: int, partitions: int) -> int:
-    """Return the index of the document with which an ordinal's epoch begins without a shuffle.
+    """Return the index of the first document of an ordinal's epoch if documents are not shuffled.
 
-    `ordinal` counts documents over all epochs, `count` is the number of documents, and `partitions`
-    the number of partitions. The module docstring has an example.
+    The module docstring has an example.
     """
     return ordinal // math.lcm(count, partitions) % math.gcd(count, partitions)
 
@@ -151,8 +150,7 @@ def find_first_document(ordinal: int, count: int, partitions: int) -> int:
 class IndexedDocuments:
     """The documents of an indexed dataset by ordinal, which counts documents over all epochs.
 
-    Each epoch has another permutation, which the seed `key` selects; None = the dataset's order.
-    `partitions` is the number of partitions, which decides the first document of unshuffled epochs.
+    The seed `key` selects a permutation for each epoch; None = the dataset's order.
     """
 
     def __init__(self, documents: Any, key: int | None, *, partitions: int) -> None:
@@ -163,8 +161,8 @@ class IndexedDocuments:
         """Return the index of an ordinal's document, and a function that reads the document."""
         epoch, index = divmod(ordinal, self.length)
         if self._key is None:
-            index += find_first_document(ordinal, self.length, self._partitions)
-            index %= self.length
+            first = find_first_document(ordinal, self.length, self._partitions)
+            index = (index + first) % self.length
         else:
             index = permute_index(index, self.length, hash_parts(self._key, epoch))
         return index, lambda: self._documents[index]
@@ -174,14 +172,14 @@ class StreamedDocuments:
     """The documents of an iterable by ordinal, which counts over epochs, each taken once.
 
     The stream is read and shuffled in blocks. Documents that are read before they are taken are
-    buffered. Documents of partitions of other processes are discarded. Each epoch calls `iter`. If
-    the iterable has a method `skip`, as Hugging Face streaming datasets have, resuming is faster.
+    buffered, and documents of other processes' partitions are discarded. Each epoch calls `iter`.
+    A method `skip` of the iterable, as of Hugging Face streaming datasets, makes resuming faster.
     """
 
     def __init__(
         self,
         documents: Iterable[Any],
-        key: int | None,  # None = the order of the stream
+        key: int | None,  # seed of the shuffles; None = the order of the stream
         *,
         block: int,  # documents that are shuffled together
         first: int,  # the smallest ordinal that is taken
@@ -208,7 +206,7 @@ class StreamedDocuments:
     def _read_from(self, ordinal: int) -> Iterator[tuple[int, int, Any]]:
         """Yield (ordinal, index in the stream, document) without end, from this ordinal on.
 
-        Raises a ValueError if an epoch has no documents or another number than the first epoch.
+        Raises a ValueError for an epoch without documents, or of another length than the first.
         """
         while True:
             epoch, inside = divmod(ordinal, self.length) if self.length else (0, ordinal)
@@ -260,7 +258,7 @@ class StreamedDocuments:
 
 
 def _make_length_error(expected_length: int, count: str) -> ValueError:
-    """Return the error for a stream of `count` documents (a number, or "more")."""
+    """Return the error for a stream that has `count` documents (a number, or "more")."""
     return ValueError(
         f"the stream ({count} documents) must have {expected_length}, as when it was read before: "
         "do not change the data of a run"
@@ -276,18 +274,18 @@ def _read_examples(dataset: Any) -> Iterator[dict[str, Any]]:
             yield dict(zip(batch, values, strict=True))
 
 
+OrderedDocuments = IndexedDocuments | StreamedDocuments
+
+
 class DocumentReader:
     """Reads and tokenizes a source's documents: `reader(ordinal)` returns token ids.
 
-    `documents` finds documents by ordinal. Ids must be below `vocab_size`; None = any id.
-    If several partitions read one document at a time, the reader tokenizes the document once.
+    `documents` finds documents by ordinal. Ids must be below `vocab_size`; None = any id. A
+    document that several partitions read at a time is tokenized once.
     """
 
     def __init__(
-        self,
-        source: CorpusSource,
-        documents: IndexedDocuments | StreamedDocuments,
-        vocab_size: int | None,
+        self, source: CorpusSource, documents: OrderedDocuments, vocab_size: int | None
     ) -> None:
         self.documents = documents
         self._source, self._vocab_size = source, vocab_size
@@ -311,8 +309,8 @@ class DocumentReader:
         except Exception as error:  # files, networks and users' tokenizers raise any class
             raise self._make_error(error) from error
 
-    def refuse(self, problem: str) -> NoReturn:
-        """Raise a CorpusError with the text `problem` that names the last read document."""
+    def raise_error(self, problem: str) -> NoReturn:
+        """Raise a CorpusError that names the last read document; `problem` is its text."""
         raise self._make_error(problem)
 
     def _make_error(self, problem: object) -> CorpusError:
@@ -323,13 +321,10 @@ class DocumentReader:
         if self._number is None:
             return CorpusError(f"{name}: {line}")
         place = describe_location(self._source.documents, self._number)
-        if not place.startswith(name):  # a source is often named by its file
-            name = f"{name}, {place}" if place not in line else name
-        elif place in line:
-            return CorpusError(line)
-        else:
-            name = place
-        return CorpusError(f"{name}: {line}")
+        is_file = place.startswith(name)  # a source is often named by its file
+        if place in line:
+            return CorpusError(line if is_file else f"{name}: {line}")
+        return CorpusError(f"{place}: {line}" if is_file else f"{name}, {place}: {line}")
 
 
 def describe_location(documents: Any, number: int) -> str:
@@ -339,9 +334,9 @@ def describe_location(documents: Any, number: int) -> str:
 
 
 def tokenize_document(source: CorpusSource, document: Any, vocab_size: int | None) -> Integers:
-    """Tokenize a document; return a 1-D array of the smallest unsigned dtype that holds its ids.
+    """Return a document's token ids as a 1-D array of the smallest unsigned dtype.
 
-    Raises a ValueError for no integers, or an id that is negative or >= `vocab_size` (None = any).
+    Raises a ValueError for other values than integers from 0 to `vocab_size` - 1 (None = any).
     """
     ids = document if source.tokenize is None else source.tokenize(document)
     array = np.asarray(ids)

@@ -86,11 +86,6 @@ class SizedFile:
             )
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def read_blocks(self, start: int, stop: int, size: int) -> Iterator[bytes]:
-        """Yield the bytes [start, stop) in blocks of `size`."""
-        for first in range(start, stop, size):
-            yield self.read(first, min(size, stop - first))
-
     def __reduce__(self) -> tuple[object, ...]:
         return SizedFile, (self.path, self.size)  # another process opens the file itself
 
@@ -131,11 +126,7 @@ class JsonLines:
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        field: str | None = None,
-        *,
-        skip_invalid: bool = False,
+        self, path: str | os.PathLike[str], field: str | None = None, *, skip_invalid: bool = False
     ) -> None:
         check_arguments(JsonLines.__init__, locals())
         self._file = SizedFile(path)
@@ -165,15 +156,12 @@ class JsonLines:
         return self._count
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return a document, a JSON object; skipped lines have no index."""
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
         line = self._find_line(index)
         start, stop = self._starts[line : line + 2].tolist()
-        content = self._file.read(start, stop - start)
-        try:
-            document = _parse_line(content)
-        except (ValueError, RecursionError):
-            document = None
+        document = _parse_line(self._file.read(start, stop - start))
         if not isinstance(document, dict):
             raise ValueError(
                 f"{self.location(index)} must be the JSON object that it was when the file was "
@@ -186,11 +174,11 @@ class JsonLines:
         return f"{self._file.short_path} line {self._find_line(index) + 1}"
 
     def _find_line(self, index: int) -> int:
-        """Return the line number, from 0, of document `index`, which counts no skipped lines."""
+        """Return the line number, from 0, of document `index`; documents skip lines."""
         return index + int(np.searchsorted(self._documents_before, index, side="right"))
 
     def _raise_invalid_line(self, line: int, field: str | None) -> None:
-        """Raise the ValueError for line number `line`, from 0, which is no object with `field`."""
+        """Raise a ValueError for line `line`, from 0, which is not an object with `field`."""
         start, stop = self._starts[line : line + 2].tolist()
         text = self._file.read(start, min(stop - start, 200)).decode(errors="replace")
         expected_form = "a JSON object" if field is None else f"a JSON object with {quote(field)}"
@@ -212,7 +200,7 @@ class _LineRange(NamedTuple):
 
 
 def _concatenate_line_numbers(numbers: list[array[int]], firsts: list[int]) -> Integers:
-    """Return line numbers of the file, int64, from line numbers inside each byte range of it.
+    """Return line numbers in the file, int64, of line numbers in its byte ranges.
 
     `firsts[i]` is the number of the first line that begins in range i.
     """
@@ -223,7 +211,7 @@ def _concatenate_line_numbers(numbers: list[array[int]], firsts: list[int]) -> I
 def _parse_file(file: SizedFile, field: str | None) -> list[_LineRange]:
     """Parse ranges of `PART` bytes of a file in processes; return each range's lines, in order.
 
-    `field` is the field that each object must have; None = any object. Raises a ValueError if a
+    `field` is a field that each object must have; None = any object. Raises a ValueError if a
     process was killed.
     """
     tasks = [(file, start, field) for start in range(0, file.size, PART)] or [(file, 0, field)]
@@ -250,18 +238,15 @@ def _parse_part(task: tuple[SizedFile, int, str | None]) -> _LineRange:
     part = _LineRange(array("q"), array("q"), array("q"), array("I"))
     for number, (start, line) in enumerate(_read_lines(file, first, min(first + PART, file.size))):
         part.starts.append(start)
-        try:
-            content = _parse_line(line)
-        except (ValueError, RecursionError):  # UTF-8, JSON, integers of more than 4,300 digits
-            content = None
+        content = _parse_line(line)
         if content is _EMPTY:
             part.empty.append(number)
-        elif not isinstance(content, dict) or not (
+        elif isinstance(content, dict) and (
             field is None or isinstance(content.get(field), str | list)
         ):
-            part.invalid.append(number)
-        else:
             part.checksums.append(zlib.crc32(line.rstrip(b"\r")))
+        else:
+            part.invalid.append(number)
     return part
 
 
@@ -269,10 +254,10 @@ def _read_lines(file: SizedFile, first: int, stop: int) -> Iterator[tuple[int, b
     """Yield (first byte, bytes without line end) of each line that begins in [first, stop)."""
     start, fragments = first, list[bytes]()  # the incomplete line
     is_inside = first > 0 and file.read(first - 1, 1) != b"\n"  # a line of the previous part
-    for block in file.read_blocks(first, file.size, CHUNK):
+    for position in range(first, file.size, CHUNK):
         if start >= stop:
             return
-        *ends, rest = block.split(b"\n")
+        *ends, rest = file.read(position, min(CHUNK, file.size - position)).split(b"\n")
         for end in ends:
             line = b"".join([*fragments, end])
             fragments.clear()
@@ -290,6 +275,9 @@ _EMPTY = object()
 
 
 def _parse_line(line: bytes) -> Any:
-    """Return the JSON value of a line; `_EMPTY` for a line of blanks. ValueError if invalid."""
-    text = strip_line(line.decode())
-    return json.loads(text) if text else _EMPTY
+    """Return the JSON value of a line; `_EMPTY` for a line of blanks, None if invalid."""
+    try:
+        text = strip_line(line.decode())
+        return json.loads(text) if text else _EMPTY
+    except (ValueError, RecursionError):  # UTF-8, JSON, integers of more than 4,300 digits
+        return None

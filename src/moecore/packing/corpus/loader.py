@@ -1,4 +1,4 @@
-"""CorpusLoader: the batches of each data rank from one order of rows, and its saved position.
+"""`CorpusLoader` iterates over the batches of a data rank, and saves its position.
 
 Documents are divided into L partitions. Partition l reads the documents with ordinals l, l + L,
 l + 2L, ... of each source. Row i of a run is the next row of partition i mod L. So rows do not
@@ -31,6 +31,7 @@ from moecore.packing.corpus.documents import (
     CorpusSource,
     DocumentReader,
     IndexedDocuments,
+    OrderedDocuments,
     StreamedDocuments,
 )
 from moecore.packing.corpus.files import shorten_text
@@ -50,7 +51,7 @@ PARTITIONS_PER_ROW = 8  # with up to 8 workers per rank, no two workers read one
 
 
 class RankBatches(IterableDataset[Any]):
-    """A dataset of one data rank's entries (batch, cursors after the batch, source lengths)."""
+    """A dataset of one data rank's batches, each with the cursors after it and source lengths."""
 
     def __init__(
         self,
@@ -74,13 +75,13 @@ class RankBatches(IterableDataset[Any]):
         self._first, self._cursors, self._lengths = row, dict(cursors), dict(lengths)
 
     def get_facts(self) -> dict[str, Any]:
-        """Return the options and source descriptions that decide the rows: name -> JSON value."""
+        """Return `collect_facts` of this dataset, computed once."""
         if self._facts is None:
             self._facts = collect_facts(self.sources, self._options)
         return self._facts
 
     def collect_rank_facts(self) -> dict[str, Any]:
-        """Return `get_facts`, weights, sizes and position, by name: equal on all data ranks."""
+        """Return all values that must be equal on the data ranks, by name."""
         return {
             **self.get_facts(),
             **{f"weight of {s.name}": s.weight for s in self.sources},
@@ -103,12 +104,10 @@ class RankBatches(IterableDataset[Any]):
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         partition_ids = self._find_worker_partitions(worker, workers)
-        readers = {
-            s.name: DocumentReader(
-                s, self._order_documents(i, s, partition_ids), self._options.vocab_size
-            )
-            for i, s in enumerate(self.sources)
-        }
+        readers: dict[str, DocumentReader] = {}
+        for i, source in enumerate(self.sources):
+            documents = self._order_documents(i, source, partition_ids)
+            readers[source.name] = DocumentReader(source, documents, self._options.vocab_size)
         partitions: dict[int, Partition] = {}
         for number in range(worker, 2**62, workers):
             row_ids = [self._find_row_index(number, b) for b in range(self.rows)]
@@ -120,15 +119,13 @@ class RankBatches(IterableDataset[Any]):
                 while partitions[partition_id].rows < row // self.partitions:
                     partitions[partition_id].next()  # another rank's or worker's row
                 rows.append(partitions[partition_id].next())
-            cursors = {
-                partition_id: partitions[partition_id].cursors
-                for partition_id in {r % self.partitions for r in row_ids}
-            }
+            batch_ids = {row % self.partitions for row in row_ids}
+            cursors = {n: partitions[n].cursors for n in batch_ids}
             lengths = {name: reader.documents.length for name, reader in readers.items()}
             yield self._collate(rows), cursors, lengths
 
     def _make_partition(self, number: int, readers: Mapping[str, DocumentReader]) -> Partition:
-        """Return partition `number` at its set position; `readers` are by the name of a source."""
+        """Return partition `number` at its start position; `readers` maps names of sources."""
         options = self._options
         return Partition(
             number,
@@ -142,7 +139,7 @@ class RankBatches(IterableDataset[Any]):
         )
 
     def _find_row_index(self, number: int, place: int) -> int:
-        """Return the index in the run of row `place` of this rank's batch number `number`."""
+        """Return the index in the run of row `place` of this rank's batch `number`."""
         return self._first + (number * self.data_ranks + self.data_rank) * self.rows + place
 
     def _find_worker_partitions(self, worker: int, workers: int) -> frozenset[int]:
@@ -155,18 +152,15 @@ class RankBatches(IterableDataset[Any]):
 
     def _order_documents(
         self, place: int, source: CorpusSource, partition_ids: frozenset[int]
-    ) -> IndexedDocuments | StreamedDocuments:
-        """Return `source` (`sources[place]`) as documents by ordinal, for these partitions."""
+    ) -> OrderedDocuments:
+        """Return the documents of `sources[place]` by ordinal, for these partitions."""
         options = self._options
         key = hash_parts(options.seed, "order", source.name) if options.shuffle else None
         if source.is_indexed:
             return IndexedDocuments(source.documents, key, partitions=self.partitions)
-        starts = (
-            self._cursors[partition][place].ordinal if partition in self._cursors else partition
-            for partition in partition_ids
-        )
-        source_cursors = (cursors[place] for cursors in self._cursors.values())
-        read = (cursor.ordinal for cursor in source_cursors if cursor.rows)
+        cursors = {n: of_sources[place] for n, of_sources in self._cursors.items()}
+        starts = (cursors[n].ordinal if n in cursors else n for n in partition_ids)
+        read = (cursor.ordinal for cursor in cursors.values() if cursor.rows)
         return StreamedDocuments(
             source.documents,
             key,
@@ -200,6 +194,7 @@ class PositionedLoader(Generic[Batch]):
         return self
 
     def __next__(self) -> Batch:
+        """Return the next batch and move the position behind it."""
         self._compare_ranks()
         if self._batch_iterator is None:
             self._batch_iterator = self._start_workers()
@@ -207,15 +202,15 @@ class PositionedLoader(Generic[Batch]):
         if isinstance(batch, CorpusError):
             self.close()
             raise batch
-        self._cursors |= cursors
         self._last = cursors
+        self._cursors |= cursors
         self._lengths |= lengths
         self._rows += self._batches.rows * self._batches.data_ranks
         result: Batch = batch
         return result
 
     def _compare_ranks(self) -> None:
-        """Raise CorpusError if sources, options or positions differ on ranks. Collective, once."""
+        """Raise a CorpusError if sources, options or positions of ranks differ. Collective once."""
         if self._has_checked_ranks:
             return
         if self._data_ranks > 1:
@@ -224,10 +219,10 @@ class PositionedLoader(Generic[Batch]):
             check_ranks(facts)
             missing = set(range(self._batches.data_ranks)) - set(numbers)
             if missing and dist.is_initialized():
+                ranks = f"{min(missing)}, because data_ranks is {self._batches.data_ranks}"
                 raise CorpusError(
-                    f"data_rank ({quote(sorted(set(numbers)))} on all ranks) must also be "
-                    f"{min(missing)}, because data_ranks is {self._batches.data_ranks}: give each "
-                    "rank its number"
+                    f"data_rank ({quote(sorted(set(numbers)))} on all ranks) must also be {ranks}: "
+                    "give each rank its number"
                 )
         self._has_checked_ranks = True
 
@@ -264,12 +259,12 @@ class PositionedLoader(Generic[Batch]):
         self._batch_iterator = None
 
     def get_epochs(self) -> dict[str, int]:
-        """Return source name -> epoch in the last batch; 0 until a stream has ended once."""
-        return {
-            name: max((of[i].ordinal for of in self._last.values()), default=0)
-            // (self._lengths.get(name) or 2**62)
-            for i, name in enumerate(self._batches.names)
-        }
+        """Return {source name: epoch of the last batch}; 0 until a stream has ended once."""
+        epochs = {}
+        for i, name in enumerate(self._batches.names):
+            ordinal = max((cursors[i].ordinal for cursors in self._last.values()), default=0)
+            epochs[name] = ordinal // (self._lengths.get(name) or 2**62)
+        return epochs
 
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON position after the last batch, equal on ranks. Collective over world.
@@ -301,7 +296,7 @@ class PositionedLoader(Generic[Batch]):
         self.close()
 
     def _make_state(self, cursors: Cursors) -> dict[str, Any]:
-        """Return a state with this rank's position and these cursors, as JSON values."""
+        """Return a state of JSON values with this rank's position and these cursors."""
         return {
             "rows": self._rows,
             "partitions": self._batches.partitions,
@@ -351,29 +346,24 @@ class CorpusLoader(PositionedLoader[PackedBatch]):
         check_arguments(CorpusLoader.__init__, locals())
         check_sources(sources, data_rank, data_ranks)
         collate = partial(build_batch, row_tokens=options.row_tokens, multiple=options.multiple)
-        super().__init__(
-            RankBatches(sources, options, rows, data_rank, data_ranks, collate),
-            workers,
-            data_ranks=data_ranks,
-        )
+        batches = RankBatches(sources, options, rows, data_rank, data_ranks, collate)
+        super().__init__(batches, workers, data_ranks=data_ranks)
 
 
 def check_sources(sources: Sequence[CorpusSource], data_rank: int, data_ranks: int) -> None:
-    """Raise ValueError if there is no source, names repeat, or `data_rank` >= `data_ranks`."""
+    """Raise a ValueError if there is no source, names repeat, or `data_rank` >= `data_ranks`."""
     names = [source.name for source in sources]
     if not names or len(set(names)) < len(names):
-        raise ValueError(
-            f"sources ({quote(names)}) must be at least one, each with a name of its own"
-        )
+        relation = "must be at least one, each with a name of its own"
+        raise ValueError(f"sources ({quote(names)}) {relation}")
     if data_rank >= data_ranks:
-        raise ValueError(
-            f"data_rank ({data_rank}) must be < data_ranks ({data_ranks}): count from 0"
-        )
+        relation = f"must be < data_ranks ({data_ranks}): count from 0"
+        raise ValueError(f"data_rank ({data_rank}) {relation}")
 
 
 @contextmanager
 def _restore_sigchld_handler() -> Iterator[None]:
-    """Return a context manager that restores the handler of SIGCHLD on exit."""
+    """Return a context at whose end the handler of SIGCHLD is the handler before it."""
     # torch's handler raises the death of a worker wherever the main thread is at that moment.
     # Without the handler, the next batch raises it.
     before = signal.getsignal(signal.SIGCHLD)

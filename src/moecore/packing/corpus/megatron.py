@@ -86,6 +86,7 @@ class MegatronDocuments:
         return self._count
 
     def __getitem__(self, document: int) -> np.ndarray[Any, Any]:
+        """Return the token ids of a document, the concatenated ids of its sequences."""
         if not 0 <= document < len(self):
             raise IndexError(f"document {document} of {len(self)}")
         first, stop = self._read_entries(self._borders, "<i8", document, 2).tolist()
@@ -107,9 +108,9 @@ class MegatronDocuments:
         return np.frombuffer(self._index.read(start + first * width, count * width), dtype)
 
     def _check_document_starts(self, sequences: int, borders: int, digest: Any) -> None:
-        """Raise ValueError unless documents ascend from sequence 0 to the last; update `digest`.
+        """Raise a ValueError unless the `borders` document starts ascend from 0 to `sequences`.
 
-        `sequences` and `borders` are the numbers of sequences and of document starts.
+        Updates `digest` with the document starts.
         """
         last = 0
         for first, count in _split_into_blocks(borders):
@@ -120,13 +121,11 @@ class MegatronDocuments:
                 break
             last = int(block[-1])
         if not borders or last != sequences:
-            raise ValueError(
-                f"{self._prefix}.idx must have documents that ascend from sequence 0 to "
-                f"{sequences}: make it anew"
-            )
+            relation = f"must have documents that ascend from sequence 0 to {sequences}"
+            raise ValueError(f"{self._prefix}.idx {relation}: make it anew")
 
     def _check_sequences(self, sequences: int, digest: Any) -> None:
-        """Raise ValueError unless each sequence is inside PREFIX.bin; update `digest`."""
+        """Raise a ValueError unless each sequence is inside PREFIX.bin; update `digest`."""
         stop = 0
         for first, count in _split_into_blocks(sequences):
             sizes = self._read_entries(self._sizes, "<i4", first, count)
@@ -135,10 +134,8 @@ class MegatronDocuments:
             digest.update(starts)
             minimum = min(sizes.min(), starts.min())
             if minimum < 0:
-                raise ValueError(
-                    f"{self._prefix}.idx ({minimum}) must have sizes and starts of sequences >= 0: "
-                    "make it anew"
-                )
+                relation = "must have sizes and starts of sequences >= 0: make it anew"
+                raise ValueError(f"{self._prefix}.idx ({minimum}) {relation}")
             # uint64: the largest start and the largest size together exceed int64.
             ends = starts.astype(np.uint64) + sizes.astype(np.uint64) * self._dtype.itemsize
             stop = max(stop, int(ends.max()))

@@ -1,4 +1,4 @@
-"""Partition: the rows of every L-th document of each source, as a mixture of the sources.
+"""`Partition` makes rows from every L-th document of each source, as a mixture of the sources.
 
 `CorpusOptions.documents` selects how a source's documents become rows:
 
@@ -40,10 +40,7 @@ class Cursor(NamedTuple):
 
 
 class RowPacker(ABC):
-    """Base class: packs one source's documents in one partition into rows, from `cursor` on.
-
-    `partitions` is the number of partitions, the step between ordinals of a partition's documents.
-    """
+    """Base class: packs one source's documents in one partition into rows, from `cursor` on."""
 
     def __init__(
         self, documents: DocumentReader, shape: RowShape, cursor: Cursor, *, partitions: int
@@ -53,16 +50,16 @@ class RowPacker(ABC):
 
     @abstractmethod
     def next(self) -> list[Piece]:
-        """Return the documents' pieces of the next row, and advance `cursor`."""
+        """Return the document pieces of the next row, and advance `cursor`."""
 
     def _check_unchanged(self, tokens: int, end: int) -> None:
-        """Raise CorpusError if the resumed document or window has changed.
+        """Raise a CorpusError if the resumed document or window has changed.
 
-        `tokens` is its number of tokens now, and `end` is the largest possible `cursor.offset`.
+        `tokens` is its number of tokens, and `end` is the largest possible `cursor.offset`.
         """
         cursor = self.cursor
         if cursor.rows and (tokens != cursor.tokens or cursor.offset > end):
-            self._documents.refuse(
+            self._documents.raise_error(
                 f"the document or its window ({tokens} tokens) must have {cursor.tokens}, as when "
                 "the position was saved: use the files and the tokenizer of that run"
             )
@@ -75,6 +72,7 @@ class SplitPacker(RowPacker):
 
     @override
     def next(self) -> list[Piece]:
+        """Return the next row: consecutive documents, cut at the end of the row."""
         rows, ordinal, offset, credit, _ = self.cursor
         document = self._document
         if document is None:
@@ -103,6 +101,7 @@ class WholePacker(RowPacker):
 
     @override
     def next(self) -> list[Piece]:
+        """Return the next row of the window, after the last row the first of the next window."""
         rows, ordinal, offset, credit, _ = self.cursor
         window = self._window
         if window is None:
@@ -117,7 +116,7 @@ class WholePacker(RowPacker):
         return window.get_row(offset)
 
     def _read_window(self, first: int) -> _Window:
-        """Read a window of documents of this partition, from ordinal `first` on."""
+        """Return the window of this partition's documents that begins at ordinal `first`."""
         ordinals = range(first, first + self._partitions * self._shape.window, self._partitions)
         return _Window([self._documents(ordinal) for ordinal in ordinals], self._shape)
 
@@ -172,8 +171,7 @@ class Partition:
     The next row is from the source with the largest credit: its share of the rows minus its rows.
     So a source of share w has about n * w of n rows; the difference is less than the number of
     sources. Initial credits are pseudo-random, so partitions do not change sources all at once.
-    `number` is the index of the partition among `partitions`, and `rule` selects the packing as
-    `CorpusOptions.documents`.
+    `number` is the partition's index, and `rule` is `CorpusOptions.documents`.
     """
 
     def __init__(

@@ -45,20 +45,16 @@ FIELDS: dict[str, Any] = {
 
 
 class Position(NamedTuple):
-    """The validated position of a loader, over all data ranks.
+    """The validated position of a loader, over all data ranks."""
 
-    It has the rows that the run has received, the number of partitions, the cursors by partition,
-    and the documents of an epoch by source name (None = unknown).
-    """
-
-    rows: int
+    rows: int  # rows that the run has received
     partitions: int
     cursors: Cursors
-    lengths: dict[str, int | None]
+    lengths: dict[str, int | None]  # source name -> documents of an epoch; None = unknown
 
 
 def collect_facts(sources: Sequence[CorpusSource], options: CorpusOptions) -> dict[str, Any]:
-    """Return name -> JSON value for options and sources that decide a loader's rows, in order."""
+    """Return {name: JSON value} of the options and source properties that decide the rows."""
     facts: dict[str, Any] = {"number of sources": len(sources)}
     facts |= {f"name of source {i}": source.name for i, source in enumerate(sources)}
     facts |= {name: getattr(options, name) for name in ROW_OPTIONS}
@@ -71,7 +67,7 @@ def collect_facts(sources: Sequence[CorpusSource], options: CorpusOptions) -> di
 def _collect_source_facts(source: CorpusSource) -> dict[str, Any]:
     """Return a source's number of documents, fingerprint and digest of sampled tokens, by name.
 
-    An entry is None if the source does not have it; a stream has a fingerprint at most.
+    An entry is None if the source does not have this property.
     """
     documents = source.documents
     # Not `_fingerprint` of Hugging Face data sets: it is random where a `map` cannot be hashed.
@@ -101,29 +97,28 @@ def _hash_sampled_tokens(source: CorpusSource) -> str:
 
 
 def hash_position(cursors: Cursors, lengths: Mapping[str, int | None]) -> str:
-    """Return the first 16 hex digits of a SHA-256 of cursors and source lengths."""
+    """Return a hash, 16 hex digits, of cursors and source lengths."""
     text = repr((sorted((n, list(map(tuple, c))) for n, c in cursors.items()), dict(lengths)))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def check_ranks(facts_of_ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Raise CorpusError if a fact differs between ranks; `facts_of_ranks[i]` is of rank i."""
+    """Raise a CorpusError if `collect_facts` of ranks differ; `facts_of_ranks[i]` is rank i's."""
     for name in facts_of_ranks[0]:
         values = [facts.get(name) for facts in facts_of_ranks]
         for rank, value in enumerate(values):
             if repr(value) != repr(values[0]):
+                text = f"{quote(values[0])} on rank 0, {quote(value)} on rank {rank}"
                 raise CorpusError(
-                    f"{shorten_text(name)} ({quote(values[0])} on rank 0, {quote(value)} on rank "
-                    f"{rank}) "
-                    "must be the same on all data ranks: give every rank the same sources, files, "
-                    "tokenizer, options and position"
+                    f"{shorten_text(name)} ({text}) must be the same on all data ranks: give every "
+                    "rank the same sources, files, tokenizer, options and position"
                 )
 
 
 def check_stream_document_counts(lengths_of_ranks: Sequence[Mapping[str, int | None]]) -> None:
-    """Raise CorpusError if two ranks know different numbers of documents of one source.
+    """Raise a CorpusError if two ranks know different numbers of documents of a stream.
 
-    `lengths_of_ranks[i]` has rank i's number by the source's name; None = not known yet.
+    `lengths_of_ranks[i]` maps source names to rank i's numbers; None = not known yet.
     """
     firsts: dict[str, tuple[int, int]] = {}  # rank and length by name
     for rank, lengths in enumerate(lengths_of_ranks):
@@ -140,13 +135,13 @@ def check_stream_document_counts(lengths_of_ranks: Sequence[Mapping[str, int | N
 
 
 def merge_positions(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge `state_dict`s of ranks: each partition keeps the cursors with the most rows."""
+    """Return the merged state of ranks: each partition has the cursors with the most rows."""
     furthest: dict[int, list[list[float]]] = {}
     lengths: dict[str, int | None] = {}
     for state in states:
         for partition, cursors in state["cursors"]:
-            if partition not in furthest or _count_rows(cursors) > _count_rows(furthest[partition]):
-                furthest[partition] = cursors
+            candidates = furthest.get(partition, cursors), cursors
+            furthest[partition] = max(candidates, key=lambda of: sum(cursor[0] for cursor in of))
         lengths |= {name: n for name, n in state["lengths"].items() if n or name not in lengths}
     return {
         **states[0],
@@ -155,16 +150,12 @@ def merge_positions(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _count_rows(cursors: Sequence[Sequence[float]]) -> float:
-    return sum(cursor[0] for cursor in cursors)
-
-
 def check_state(
     state: Mapping[str, Any], facts: Mapping[str, Any], sources: Sequence[CorpusSource]
 ) -> Position:
-    """Return the position in a `state_dict`; ValueError unless a loader like this one made it.
+    """Return the position in a `state_dict` of a loader with these facts and sources.
 
-    `facts` are this loader's `collect_facts`, and `sources` are its sources.
+    Raises a ValueError for the state of another loader and for other objects.
     """
     values = _convert_to_json(state)
     for name, annotation in FIELDS.items():
@@ -187,28 +178,23 @@ _NO_STATE = "must be that of a state_dict(): pass one, of all data ranks"
 
 
 def _convert_to_json(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a state to JSON types (tuples to lists); raise ValueError for other fields."""
+    """Return a state in JSON types (tuples are lists); ValueError for other fields."""
     try:
         values = json.loads(json.dumps(dict(state), allow_nan=False))
     except (TypeError, ValueError, RecursionError):
         values = {}
     if set(values) != set(FIELDS):
-        raise ValueError(
-            f"state ({quote(state)}) must be a state_dict(), JSON with {', '.join(FIELDS)}: pass "
-            "one"
-        )
+        relation = f"must be a state_dict(), JSON with {', '.join(FIELDS)}: pass one"
+        raise ValueError(f"state ({quote(state)}) {relation}")
     return dict(values)
 
 
 def _check_facts(state_facts: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-    """Raise ValueError if the facts of a state and of this loader differ."""
+    """Raise a ValueError if the facts of a state and of this loader differ."""
     loader_facts = json.loads(json.dumps(facts))
     for name in [*loader_facts, *(state_facts.keys() - loader_facts.keys())]:
-        if (
-            name not in state_facts
-            or name not in loader_facts
-            or repr(state_facts[name]) != repr(loader_facts[name])
-        ):
+        is_known = name in state_facts and name in loader_facts
+        if not is_known or repr(state_facts[name]) != repr(loader_facts[name]):
             raise ValueError(
                 f"{shorten_text(name)} of the state ({quote(state_facts.get(name))}) must be "
                 f"that of this loader ({quote(loader_facts.get(name))}): make it as it was, with "
@@ -219,10 +205,9 @@ def _check_facts(state_facts: Mapping[str, Any], facts: Mapping[str, Any]) -> No
 def _parse_cursors(
     entry: Any, partitions: int, step: int, num_sources: int
 ) -> tuple[int, list[Cursor]]:
-    """Parse and validate an entry of state["cursors"]; return the partition and its cursors.
+    """Return partition and cursors of an entry of state["cursors"]; ValueError if invalid.
 
-    `partitions` is the number of partitions. Ordinals in a partition grow by `step`. Raises a
-    ValueError for other forms or values.
+    `step` is the difference of two ordinals of a partition.
     """
     credit = Annotated[float, Bound(">=", -num_sources - 1), Bound("<=", num_sources + 1)]
     kinds: tuple[Any, ...] = (Number, Number, Number, credit, Number)
@@ -240,15 +225,14 @@ def _parse_cursors(
         is_place = cursor.ordinal >= number and (cursor.ordinal - number) % step == 0
         # A source without rows is at its start. A packer compares tokens of other sources only.
         is_start = (cursor.ordinal, cursor.offset, cursor.tokens) == (number, 0, 0)
-        is_place = is_place and (cursor.rows > 0 or is_start)
-        is_valid = is_valid and is_place and cursor.offset <= cursor.tokens
+        is_valid &= is_place and (cursor.rows > 0 or is_start) and cursor.offset <= cursor.tokens
     if not is_valid:
         raise ValueError(f"state['cursors'] ({quote(entry)}) {_NO_STATE}")
     return number, cursors
 
 
 def _check_row_counts(cursors: Cursors, rows: int, partitions: int) -> None:
-    """Raise ValueError unless each partition has its share of the run's first `rows` rows."""
+    """Raise a ValueError unless each partition has its share of the run's first `rows` rows."""
     for number in {*range(min(rows, partitions)), *cursors}:
         expected_rows = max(0, -(-(rows - number) // partitions))
         num_rows = sum(cursor.rows for cursor in cursors.get(number, []))
@@ -261,7 +245,7 @@ def _check_row_counts(cursors: Cursors, rows: int, partitions: int) -> None:
 
 
 def _check_lengths(lengths: Mapping[str, Any], sources: Sequence[CorpusSource]) -> None:
-    """Raise ValueError if `lengths` (by source) has an unknown source or a wrong length."""
+    """Raise a ValueError if `lengths` (by source) has an unknown source or a wrong length."""
     source_lengths = {s.name: len(s.documents) if s.is_indexed else None for s in sources}
     for name, length in lengths.items():
         if name not in source_lengths or (

@@ -1,4 +1,4 @@
-"""ScheduledLoader: steps of a corpus under dynamic context parallelism, a cp per micro-batch.
+"""`ScheduledLoader` iterates over steps for dynamic context parallelism: a cp per micro-batch.
 
 Every rank reads all rows of the step, in the order and at the position of a `CorpusLoader`. Every
 rank computes the same schedule of their documents, so the schedule needs no communication, and a
@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -40,21 +39,12 @@ from moecore.packing.documents import Document, DocumentCost, MeasuredCost
 from moecore.packing.schedule import DEFAULT_COST, DocumentGroup, schedule_documents
 
 TILE = 128  # a rank's micro-batch has a multiple of TILE tokens: few shapes, full tiles of FP8
-DECODER = {  # argument of a forward -> field of a `PackedBatch`
-    "tokens_BT": "input_ids",
-    "labels_BT": "labels",
-    "padding_mask_BT": "padding_mask",
-    "cu_seqlens": "cu_seqlens",
-    "max_seqlen": "max_seqlen",
-}
-TRANSFORMERS = {
-    "input_ids": "input_ids",
-    "labels": "labels",  # transformers computes a loss only if `labels` is given
-    "shift_labels": "labels",
-    "padding_mask": "padding_mask",
-    "cu_seqlens": "cu_seqlens",
-    "max_seqlen": "max_seqlen",
-}
+# Argument of a forward -> field of a `PackedBatch`.
+DECODER = {"tokens_BT": "input_ids", "labels_BT": "labels", "padding_mask_BT": "padding_mask"}
+DECODER |= {name: name for name in ("cu_seqlens", "max_seqlen")}
+# transformers computes a loss only if `labels` is given.
+NAMES = ("input_ids", "labels", "padding_mask", "cu_seqlens", "max_seqlen")
+TRANSFORMERS = {name: name for name in NAMES} | {"shift_labels": "labels"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,12 +95,11 @@ class ScheduledBatch:
         names = TRANSFORMERS if transformers else DECODER
         shared = {"num_tokens": max(1, self.num_labels)}
         shared |= {"use_cache": False} if transformers else {}
-        return [
-            {name: _move_tensor(batch[field], device) for name, field in names.items()}  # type: ignore[literal-required]
-            | shared
-            | {"cp": cp}
-            for batch, cp in zip(self.micro_batches, self.cps, strict=True)
-        ]
+        inputs: list[dict[str, Any]] = []
+        for batch, cp in zip(self.micro_batches, self.cps, strict=True):
+            tensors = {name: _move_tensor(batch[key], device) for name, key in names.items()}  # type: ignore[literal-required]
+            inputs.append(tensors | shared | {"cp": cp})
+        return inputs
 
     def compute_local_loss(self, losses: Tensor) -> Tensor:
         """Return this rank's part of the mean loss; the sum over data ranks is the step's loss.
@@ -171,14 +160,13 @@ class ScheduledCollator(CheckedRecord):
                 per rank of the largest group.
         """
         check_arguments(ScheduledCollator.__call__, locals())
-        return self.schedule_pieces(
-            [read_document(d, number) for number, d in enumerate(documents)]
-        )
+        pieces = [read_document(document, number) for number, document in enumerate(documents)]
+        return self.schedule_pieces(pieces)
 
     def schedule_pieces(self, pieces: Sequence[Piece]) -> ScheduledBatch:
-        """Schedule the documents of a step; return this rank's batch.
+        """Return this rank's batch of a step; `pieces` has one piece per document, as on all ranks.
 
-        `pieces` has one piece per document, the same on all ranks. Raises as `__call__`.
+        Raises a ValueError as `__call__`.
         """
         lengths = [len(piece.ids) for piece in pieces]
         plan = schedule_documents(
@@ -205,6 +193,10 @@ class ScheduledCollator(CheckedRecord):
             digest=digest.hexdigest(),
         )
 
+    def schedule_rows(self, rows: Rows) -> ScheduledBatch:
+        """Return this rank's batch of the documents in all rows of a step."""
+        return self.schedule_pieces([piece for row in rows for piece in row])
+
     def _make_micro_batch(
         self, group: DocumentGroup, pieces: Sequence[Piece], longest: int
     ) -> PackedBatch:
@@ -219,6 +211,7 @@ class ScheduledCollator(CheckedRecord):
 
 
 def _move_tensor(x: Any, device: torch.device | str) -> Any:
+    """Return a tensor's copy on a device, or another value as it is."""
     return copy_to_device(x, device) if isinstance(x, Tensor) else x
 
 
@@ -264,13 +257,13 @@ class ScheduledLoader(PositionedLoader[ScheduledBatch]):
             max_tokens=max_tokens, cost=cost, data_rank=data_rank, data_ranks=data_ranks
         )
         _check_row_tokens(options, collator)
-        share = partial(_schedule_rows, collator)
-        batches = RankBatches(sources, options, rows, 0, 1, share)
+        batches = RankBatches(sources, options, rows, 0, 1, collator.schedule_rows)
         super().__init__(batches, workers, data_ranks=data_ranks)
         if data_ranks > 1 and dist.is_initialized():
             self._group = dist.new_group(backend="gloo")  # hosts compare, and no GPU is waited for
 
     def __next__(self) -> ScheduledBatch:
+        """Return the next batch; CorpusError if the ranks have different documents or plans."""
         batch = super().__next__()
         if self._group is not None:
             description = f"documents or plan of the step up to row {self._rows}"
@@ -284,27 +277,20 @@ class ScheduledLoader(PositionedLoader[ScheduledBatch]):
 
 
 def _check_row_tokens(options: CorpusOptions, collator: ScheduledCollator) -> None:
-    """Raise ValueError if `multiple` is not 1, or the largest group cannot compute a full row."""
-    largest, max_tokens = collator.largest, collator.max_tokens
+    """Raise a ValueError if `multiple` is not 1, or the largest group cannot compute a full row."""
+    largest, row_tokens, max_tokens = collator.largest, options.row_tokens, collator.max_tokens
     if options.multiple > 1:
+        relation = "must be 1: groups pad to their own cp"
+        raise ValueError(f"CorpusOptions.multiple ({options.multiple}) {relation}")
+    multiple = get_length_multiple(largest)
+    if row_tokens % multiple:
         raise ValueError(
-            f"CorpusOptions.multiple ({options.multiple}) must be 1: groups pad to their own cp"
+            f"row_tokens ({row_tokens}) must be a multiple of {multiple}, two chunks of each of "
+            f"{largest} ranks, the most of a group: round it up"
         )
-    if options.row_tokens % get_length_multiple(largest):
+    if row_tokens // largest > max_tokens:
         raise ValueError(
-            f"row_tokens ({options.row_tokens}) must be a multiple of "
-            f"{get_length_multiple(largest)}, two chunks of each of {largest} ranks, "
-            "the most of a group: round it up"
-        )
-    rank_tokens = options.row_tokens // largest
-    if rank_tokens > max_tokens:
-        raise ValueError(
-            f"max_tokens ({max_tokens}) must be >= {rank_tokens}, what each of {largest} ranks, "
-            f"the most of a group, holds of a document of row_tokens ({options.row_tokens}): raise "
+            f"max_tokens ({max_tokens}) must be >= {row_tokens // largest}, what each of {largest} "
+            f"ranks, the most of a group, holds of a document of row_tokens ({row_tokens}): raise "
             "it, or use shorter rows or more ranks"
         )
-
-
-def _schedule_rows(collator: ScheduledCollator, rows: Rows) -> ScheduledBatch:
-    """Schedule the documents of all rows; a `collate` of `RankBatches`."""
-    return collator.schedule_pieces([piece for row in rows for piece in row])

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore.base.failures import publish_errors
-from moecore.base.rank_checks import DTYPES, check_headers
+from moecore.base.rank_checks import DTYPES, check_collective_headers
 from moecore.base.torch_private import disable_dispatch_modes, set_versions, sum_versions
 from moecore.kernels.experts.contract import SINK
 from moecore.parallel.fsdp.buffers import Buffer
@@ -328,4 +328,6 @@ class CollectiveHeader:
 
     def check(self, unit: Unit, headers: Sequence[Sequence[int]], group: dist.ProcessGroup) -> None:
         """Raise a ValueError on all ranks of a group if their `headers` for a unit differ."""
-        check_headers(f"the all-gather of {unit.options.name}", headers, self._describe, group)
+        check_collective_headers(
+            f"the all-gather of {unit.options.name}", headers, self._describe, group
+        )

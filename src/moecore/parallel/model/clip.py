@@ -304,10 +304,12 @@ def _compute_local_norms(params: list[nn.Parameter]) -> list[Tensor]:
 
 def _count_shards(param: Tensor) -> int:
     """Return the number of shards into which a DTensor is split; 1 for other tensors."""
-    if not isinstance(param, DTensor):
-        return 1
-    sharding = [i for i, placement in enumerate(param.placements) if not placement.is_replicate()]
-    return math.prod(param.device_mesh.size(mesh_dim) for mesh_dim in sharding)
+    shards = 1
+    if isinstance(param, DTensor):
+        for mesh_dim, placement in enumerate(param.placements):
+            if not placement.is_replicate():
+                shards *= param.device_mesh.size(mesh_dim)
+    return shards
 
 
 def _scale_gradients(

@@ -26,7 +26,7 @@ from moecore.base.fields import (
     check_value,
     quote,
 )
-from moecore.base.tables import format_columns
+from moecore.base.text import format_columns
 
 MAX_LETTERS = 2**16  # limit of an expanded layout
 NumStages = Annotated[int, Bound(">=", 1), Bound("<=", MAX_LETTERS)]

@@ -1,4 +1,4 @@
-"""Tables of parameters for `explain`: parameters of equal shape and placement share a row."""
+"""Text for users: tables, numbers with units, error lines, and the parameter table of `explain`."""
 
 from __future__ import annotations
 
