@@ -33,7 +33,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.packing_baselines import DISTRIBUTIONS, lengths_of
+from benchmarks.packing_baselines import DISTRIBUTIONS, draw_lengths
 from benchmarks.records import append_rows, results_path
 from benchmarks.text import list_installed_folders, sort_files
 from moecore import (
@@ -128,7 +128,7 @@ def parse_arguments() -> argparse.Namespace:
 def make_lengths(args: argparse.Namespace) -> Any:
     """Return the lengths of documents."""
     if args.lengths != "files":
-        return lengths_of(args.lengths, 20_000)
+        return draw_lengths(args.lengths, 20_000)
     sizes = (
         path.stat().st_size // BYTES_PER_TOKEN for path in sort_files(list_installed_folders())
     )

@@ -16,10 +16,10 @@ import numpy as np
 from benchmarks.packing_baselines import (
     FAR,
     NEAR,
-    balanced_time,
+    compute_balanced_time,
+    compute_static_time,
     count_ranks,
-    lengths_of,
-    static_time,
+    draw_lengths,
 )
 from moecore.packing import pack_documents, pack_lengths, schedule_documents
 
@@ -64,15 +64,15 @@ def print_steps() -> None:
     for kind, number, ranks, max_tokens, where, cost in BATCHES:
         found, cps = [], set()
         for seed in SEEDS:
-            lengths = lengths_of(kind, number, seed)
+            lengths = draw_lengths(kind, number, seed)
             batch = dict(ranks=ranks, max_tokens=max_tokens)
             ours = schedule_documents(lengths, cost=cost, **batch)
             free = replace(cost, fixed=0.0)  # the balanced one has a forward per document
             found.append(
                 (
-                    static_time(lengths, cost=cost, seed=seed, **batch) / ours.time,
-                    static_time(lengths, cost=cost, seed=None, **batch) / ours.time,
-                    balanced_time(lengths, cost=free, **batch)[0]
+                    compute_static_time(lengths, cost=cost, seed=seed, **batch) / ours.time,
+                    compute_static_time(lengths, cost=cost, seed=None, **batch) / ours.time,
+                    compute_balanced_time(lengths, cost=free, **batch)[0]
                     / schedule_documents(lengths, cost=free, **batch).time,
                     ours.time / ours.lower_bound,
                 )
@@ -89,7 +89,7 @@ def print_steps() -> None:
 
 def print_time() -> None:
     """Print the time of scheduling 10,000 documents."""
-    lengths = lengths_of("lognormal (7, 1.5)", 10_000, 0)
+    lengths = draw_lengths("lognormal (7, 1.5)", 10_000, 0)
     for ranks in (8, 64, 256):
         begin = time.process_time()
         made = schedule_documents(lengths, ranks=ranks, max_tokens=16 * K)

@@ -32,13 +32,13 @@ DISTRIBUTIONS: dict[str, Draw] = {
 }
 
 
-def lengths_of(distribution: str, number: int, seed: int = 0) -> Integers:
+def draw_lengths(distribution: str, number: int, seed: int = 0) -> Integers:
     """Return document lengths, int64, 16 tokens to 128K."""
     drawn = DISTRIBUTIONS[distribution](np.random.default_rng(seed), number)
     return np.clip(drawn, 16, LONGEST).astype(np.int64)
 
 
-def static_time(
+def compute_static_time(
     lengths: Integers, *, ranks: int, max_tokens: int, cost: Cost, seed: int | None
 ) -> float:
     """Return the time of a step with the fewest ranks per document that fit the longest.
@@ -88,7 +88,7 @@ class Column:
     time: float = 0.0
 
 
-def balanced_time(
+def compute_balanced_time(
     lengths: Integers, *, ranks: int, max_tokens: int, cost: Cost
 ) -> tuple[float, list[list[Column]]]:
     """Return the time and the rounds of a BalancedCPScheduler, as described by its authors.

@@ -91,7 +91,7 @@ NO_CALLS = {
         "DryRun",
         "FittingCandidate",
         "Layout",
-        "Lever",
+        "OptionGain",
         "Report",
         "SearchResult",
         "StepTime",

@@ -17,7 +17,7 @@ from torchtitan.models import deepseek_v3, qwen3
 from torchtitan.models.moe import MoE, MoEArgs
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
-from moecore.integrations.torchtitan.models import OwnDecoder
+from moecore.integrations.torchtitan.models import LossDecoder
 from moecore.integrations.torchtitan.v02.specs import (
     accelerated,
     add_labels,
@@ -137,7 +137,7 @@ def register() -> None:
     for name, config in (("tiny", DECODER), ("wide", WIDE)):
         decoder = replace(
             decoder_spec({"tiny": config}),
-            model_cls=filled(OwnDecoder, ".mlp."),
+            model_cls=filled(LossDecoder, ".mlp."),
             build_dataloader_fn=loader,
             build_tokenizer_fn=lambda job: SimpleNamespace(eos_id=EOS),
         )

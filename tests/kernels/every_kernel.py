@@ -159,8 +159,8 @@ def run_pieces(device: str) -> None:
     options = replace(SIGMOID, top_k=K)
     logits_TE = torch.randn(T, E, device=device, requires_grad=True)
     route_weights(logits_TE, ids_TK, options).sum().backward()
-    for kind, keep_h in (("relu2", True), ("swiglu", False)):
-        run_experts(kind, keep_h, x_TD, index)
+    for kind, saves_h in (("relu2", True), ("swiglu", False)):
+        run_experts(kind, saves_h, x_TD, index)
     x_TD = torch.randn(T, 128, device=device, dtype=torch.bfloat16)
     run_experts("swiglu", True, x_TD, index, hidden_dim=128, recipe=Recipe(keep_hidden="fp8"))
     run_mixed(x_TD[:32])
@@ -279,7 +279,7 @@ def run_adamw(device: str) -> None:
 
 def run_experts(
     kind: str,
-    keep_h: bool,
+    saves_h: bool,
     x_TD: Tensor,
     index: Any,
     *,
@@ -293,7 +293,7 @@ def run_experts(
         torch.randn(shape, device=x_TD.device, dtype=torch.bfloat16).requires_grad_()
         for shape in ((4, columns, D), (4, D, hidden_dim))
     )
-    options = ExpertMLPOptions(activation=act, products="triton", keep_h=keep_h, recipe=recipe)
+    options = ExpertMLPOptions(activation=act, products="triton", saves_h=saves_h, recipe=recipe)
     expert_mlp(
         Rows(x_TD), ExpertWeights(w1_eCD=w1, w2_eDF=w2), index, options
     ).float().sum().backward()

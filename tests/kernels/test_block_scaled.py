@@ -105,7 +105,7 @@ def test_ways_of_keeping_and_gathered_matrices_give_the_same_bits(
     )
     leaves, ids = moved(leaves, device), ids.to(device)
     expected = run(leaves, ids, options_of(recipe))
-    found = run(leaves, ids, options_of(recipe, keep_h=False))
+    found = run(leaves, ids, options_of(recipe, saves_h=False))
     assert all(torch.equal(found[n], expected[n]) for n in OUTPUTS)
     pairs = [tuple(quantise_matrices(leaves[n], recipe) for n in ("w1", "w2"))]
     pairs.append(tuple(OperandPair(pair.rows, None) for pair in pairs[0]))

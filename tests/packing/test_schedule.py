@@ -15,7 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benchmarks.packing_baselines import FAR, NEAR, balanced_time, lengths_of, static_time
+from benchmarks.packing_baselines import (
+    FAR,
+    NEAR,
+    compute_balanced_time,
+    compute_static_time,
+    draw_lengths,
+)
 
 from moecore.packing import (
     DocumentCost,
@@ -64,7 +70,7 @@ def test_schedules_are_near_the_bound(ranks: int, number: int, kind: str, cost: 
     max_tokens = 32 * K if ranks == 8 else 16 * K
     longest = 32 * K if ranks == 24 else 128 * K  # groups of at most 8 of 24 ranks
     for seed in range(3):
-        lengths = lengths_of(kind, number, seed).clip(max=longest)
+        lengths = draw_lengths(kind, number, seed).clip(max=longest)
         options: dict[str, Any] = dict(ranks=ranks, max_tokens=max_tokens, cost=COSTS[cost])
         made = schedule_documents(lengths, **options)
         check(made, lengths, ranks, max_tokens, COSTS[cost])
@@ -95,7 +101,7 @@ def test_the_published_example() -> None:
     """8 ranks of 4K each. The documents have 74K tokens, so no fewer than 3 micro-batches."""
     lengths = np.array([32 * K, 16 * K, 8 * K, 4 * K, 4 * K, 4 * K, 4 * K, 2 * K])
     options: dict[str, Any] = dict(ranks=8, max_tokens=4 * K)
-    theirs, columns = balanced_time(lengths, cost=SQUARES, **options)
+    theirs, columns = compute_balanced_time(lengths, cost=SQUARES, **options)
     singles = [(1, [2 * K, 4 * K, 4 * K]), (1, [4 * K, 4 * K])]  # one after the other
     assert [[(c.cp, sorted(lengths[c.documents])) for c in r] for r in columns] == [
         [(8, [32 * K])],
@@ -114,12 +120,12 @@ def test_the_published_example() -> None:
 def test_times_against_one_cp_for_all_and_the_balanced_scheduler(seed: int) -> None:
     """Lognormal (7, 1.5), longest 128K; 64 ranks of 16K near, 32 ranks of 8K far."""
     for ranks, max_tokens, number, cost in ((64, 16 * K, 2048, NEAR), (32, 8 * K, 1024, FAR)):
-        lengths = lengths_of(SKEWED, number, seed)
+        lengths = draw_lengths(SKEWED, number, seed)
         options: dict[str, Any] = dict(ranks=ranks, max_tokens=max_tokens, cost=cost)
         ours = schedule_documents(lengths, **options)
-        assert static_time(lengths, seed=seed, **options) / ours.time >= 1.5
-        assert static_time(lengths, seed=None, **options) / ours.time >= 1.15
-        forwards = balanced_time(lengths, **options | {"cost": replace(cost, fixed=0.0)})[0]
+        assert compute_static_time(lengths, seed=seed, **options) / ours.time >= 1.5
+        assert compute_static_time(lengths, seed=None, **options) / ours.time >= 1.15
+        forwards = compute_balanced_time(lengths, **options | {"cost": replace(cost, fixed=0.0)})[0]
         free = schedule_documents(lengths, **options | {"cost": replace(cost, fixed=0.0)})
         assert forwards / free.time >= 1.03
 
@@ -128,7 +134,7 @@ def test_times_against_one_cp_for_all_and_the_balanced_scheduler(seed: int) -> N
 def test_ten_thousand_documents_take_less_than_a_second(kind: str) -> None:
     draw = np.random.default_rng(0)
     lengths = {
-        "skewed": lengths_of(SKEWED, 10_000),
+        "skewed": draw_lengths(SKEWED, 10_000),
         "same": np.full(10_000, 6 * K),
         "over half": draw.integers(8 * K + 1, 16 * K, 10_000),
     }[kind]
@@ -158,7 +164,7 @@ def test_measured_costs() -> None:
 def test_gradients_are_those_of_the_whole_batch() -> None:
     """The loss of a rank is the sum over its labels over `num_labels`; ranks and rounds add up."""
     draw = np.random.default_rng(0)
-    documents = [draw.integers(1, 50, n) for n in lengths_of(SKEWED, 60).clip(max=900)]
+    documents = [draw.integers(1, 50, n) for n in draw_lengths(SKEWED, 60).clip(max=900)]
     made = schedule_documents([len(d) for d in documents], ranks=8, max_tokens=256)
     assert len({g.cp for groups in made.rounds for g in groups}) > 1
 

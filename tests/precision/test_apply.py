@@ -187,5 +187,5 @@ def test_on_meta() -> None:
 
 def test_a_kept_hidden_state_is_asked_of_routed_experts() -> None:
     precision = Precision(recipe=Recipe(), overrides=(("q_*", Recipe(keep_hidden="fp8")),))
-    with pytest.raises(ValueError, match=r"'q_\*'\) must match routed experts with Recipe.keep_h"):
+    with pytest.raises(ValueError, match=r"'q_\*'\) must match routed experts with Recipe.saves_h"):
         apply_precision(Model(), precision)

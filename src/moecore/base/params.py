@@ -68,7 +68,7 @@ class _ToLocal(torch.autograd.Function):
         if grad is None:
             return None
         param, placements = ctx.param, make_grad_placements(ctx.param.placements)
-        return make_dtensor(grad, param.device_mesh, placements, of=param)
+        return make_dtensor(grad, param.device_mesh, placements, like=param)
 
 
 def has_values(local: Tensor) -> bool:
@@ -228,7 +228,7 @@ def shard_parameter(
     if not local.is_meta:
         local = local.to(mesh.device_type)
     local = local.clone(memory_format=torch.contiguous_format)
-    sharded = make_parameter_like(make_dtensor(local, mesh, placements, of=param), param)
+    sharded = make_parameter_like(make_dtensor(local, mesh, placements, like=param), param)
     if reads_plain:
         setattr(sharded, READS_PLAIN, True)
     module.register_parameter(name, sharded)

@@ -242,7 +242,7 @@ class Experts(nn.Module):
             options = ExpertMLPOptions(
                 activation=activation,
                 products=choose_products(cast(Any, self.backend), spec),
-                keep_h=not self.recompute_fc1,
+                saves_h=not self.recompute_fc1,
                 recipe=self.recipe,
             )
             if key is not None:

@@ -119,7 +119,7 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True)
-class Lever:
+class OptionGain:
     """An option that may shorten a step."""
 
     lever: str  # the option, as text
@@ -135,7 +135,7 @@ class Report:
     num_steps: int
     wall: float
     parts: Mapping[str, float]
-    levers: tuple[Lever, ...]  # at most three, the largest share first
+    levers: tuple[OptionGain, ...]  # at most three, the largest share first
 
     @property
     def limits(self) -> dict[str, float]:
@@ -188,7 +188,7 @@ def make_report(trace: Trace, num_steps: int = 1) -> Report:
         parts[part] = parts.get(part, 0.0) + us * 1e-3 / num_steps
     wall, names = sum(parts.values()), {k.name for k in trace.kernels} | {*trace.launches}
     levers = [
-        Lever(option.name, option.page, LIMIT_OF[option.takes_from[0]], share)
+        OptionGain(option.name, option.page, LIMIT_OF[option.takes_from[0]], share)
         for option in OPTIONS
         if option.takes_from and not any(re.search(option.unless, name) for name in names)
         for share in (option.max_share * sum(parts.get(p, 0.0) for p in option.takes_from) / wall,)

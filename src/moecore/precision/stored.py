@@ -108,7 +108,7 @@ def _store_blocks(param: nn.Parameter, *, power_of_two: bool) -> nn.Parameter:
     quantise_blocks_(local, place, amax, scales, values, power_of_two=power_of_two)
     nothing: Tensor = local.new_full((), torch.nan).expand(local.shape)
     if isinstance(param, DTensor):
-        nothing = make_dtensor(nothing, param.device_mesh, param.placements, of=param)
+        nothing = make_dtensor(nothing, param.device_mesh, param.placements, like=param)
     fp8_param = make_parameter_like(nothing, param)
     setattr(fp8_param, GATHERED_BLOCKS, Blocks(values.view(FP8), scales, "block"))
     return fp8_param

@@ -15,7 +15,7 @@ from moecore import ParallelConfig, PipelineConfig, build_meshes, parallelize_mo
 from moecore.families import use_causal_attention
 from moecore.families.family import swap_blocks
 from moecore.io import init_hf
-from moecore.parallel.pipeline.stages import take_stages
+from moecore.parallel.pipeline.stages import remove_other_stages
 from moecore.planning import fake_world
 from tests.families.transformers.family_models import (
     fill,
@@ -188,7 +188,7 @@ def test_a_rank_keeps_what_its_stages_need():
     for family in ("llama", "llama, tied"):
         for stage in stages:
             model = FAMILIES[family]()
-            take_stages(staged(model), [stage])
+            remove_other_stages(staged(model), [stage])
             names = {name.split(".")[1] for name, _ in model.named_parameters()}
             kept.append(names | {n for n in model.state_dict() if n == "lm_head.weight"})
     middle = {"layers"}
@@ -207,7 +207,7 @@ def test_values_are_those_of_the_whole_model(family):
     expected = whole.state_dict()
     for stage in stages_of("Et|t|L"):
         model = FAMILIES[family]()
-        take_stages(staged(model), [stage])
+        remove_other_stages(staged(model), [stage])
         init_hf(model, seed=3)
         state = model.state_dict()
         assert all(torch.equal(value, expected[name]) for name, value in state.items())
@@ -292,7 +292,7 @@ WRONG = [
 @pytest.mark.parametrize(("index", "shape", "message"), WRONG)
 def test_what_is_no_stage_of_a_rank_is_refused(index, shape, message):
     model, stages = FAMILIES["qwen3-moe"](), stages_of("Et|t|L")
-    take_stages(staged(model), stages[:2])
+    remove_other_stages(staged(model), stages[:2])
     hidden = None if shape is None else torch.zeros(shape)
     with pytest.raises(ValueError) as error:
         staged(model)(stage=stages[index], hidden=hidden, **inputs_of())
@@ -325,13 +325,13 @@ def test_images_are_refused():
 
 def test_towers_are_with_the_embedding():
     model = FAMILIES["a tower"]()
-    take_stages(staged(model), stages_of("E|tt|L")[:1])
+    remove_other_stages(staged(model), stages_of("E|tt|L")[:1])
     assert {name.split(".")[1] for name, _ in model.named_parameters()} == {
         "visual",
         "language_model",
     }
     model = FAMILIES["a tower"]()
-    take_stages(staged(model), stages_of("E|tt|L")[1:])
+    remove_other_stages(staged(model), stages_of("E|tt|L")[1:])
     assert not any("visual" in name for name, _ in model.named_parameters())
 
 

@@ -114,11 +114,11 @@ def check_twice(ours: Tensor, plain: Tensor, truth: Tensor, name: str) -> None:
     assert rows[0].max() <= 2 * rows[1].max() + floor.max(), name
 
 
-@pytest.mark.parametrize("keep_h", [True, False], ids=["keep h", "keep x"])
+@pytest.mark.parametrize("saves_h", [True, False], ids=["keep h", "keep x"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_torch_products_equal_the_reference(kind: str, keep_h: bool) -> None:
+def test_torch_products_equal_the_reference(kind: str, saves_h: bool) -> None:
     leaves, ids = make(kind)
-    options = ExpertMLPOptions(activation=ActivationOptions(kind=kind), keep_h=keep_h)
+    options = ExpertMLPOptions(activation=ActivationOptions(kind=kind), saves_h=saves_h)
     found, truth = run(leaves, ids, options), exact(leaves, ids, kind)
     assert found.keys() == truth.keys() == {"y", *NAMES}
     for name, expected in truth.items():
@@ -199,17 +199,17 @@ def test_frozen_inputs_get_no_gradient_and_cost_no_product(frozen: tuple[str, ..
     assert calls["aten::_grouped_mm"] == 6 - skipped
 
 
-@pytest.mark.parametrize("keep_h", [True, False])
-def test_saves_x_and_h_only(keep_h: bool) -> None:
+@pytest.mark.parametrize("saves_h", [True, False])
+def test_saves_x_and_h_only(saves_h: bool) -> None:
     leaves, ids = make("swiglu", S=512, D=64, F=32)
-    options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"), keep_h=keep_h)
+    options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"), saves_h=saves_h)
     rows = rows_of(ids, leaves["weights"], leaves["w1"].shape[0])
     parameters = {leaves[n].data_ptr() for n in ("w1", "w2")}
     saved = list_saved(lambda: apply(leaves["x"], leaves["w1"], leaves["w2"], rows, options))
     sizes = {t.data_ptr(): t.nbytes for t in saved if t.data_ptr() not in parameters}
     S, D, R, C = 512, 64, 1024, 64
     index = 4 * (R + R + S * 2 + 5)  # row ids, weights, slots, offsets
-    assert sum(sizes.values()) == 4 * (S * D + (R * C if keep_h else 0)) + index
+    assert sum(sizes.values()) == 4 * (S * D + (R * C if saves_h else 0)) + index
 
 
 class Sink:

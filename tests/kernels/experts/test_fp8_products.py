@@ -34,9 +34,9 @@ SIZES: dict[str, Any] = {"S": 23, "D": 256, "F": 128}
 OUTPUTS = ("y", *NAMES)
 
 
-def options_of(kind: str = "swiglu", *, keep_h: bool = True, **recipe: Any) -> ExpertMLPOptions:
+def options_of(kind: str = "swiglu", *, saves_h: bool = True, **recipe: Any) -> ExpertMLPOptions:
     activation = ActivationOptions(kind=kind)
-    chosen: Any = {"products": "triton", "keep_h": keep_h, "recipe": Recipe(**recipe)}
+    chosen: Any = {"products": "triton", "saves_h": saves_h, "recipe": Recipe(**recipe)}
     return ExpertMLPOptions(activation=activation, **chosen)
 
 

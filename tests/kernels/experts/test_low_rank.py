@@ -35,14 +35,14 @@ class Form:
     """Which matrices have updates, and what else is asked of the operation."""
 
     on: tuple[int, ...] = (1, 2)
-    keep_h: bool = True
+    saves_h: bool = True
     unsummed: bool = False
     base: bool = False  # whether the matrices train, too
 
 
 FORMS = {
     "both": Form(),
-    "w1, keeps x": Form(on=(1,), keep_h=False),
+    "w1, keeps x": Form(on=(1,), saves_h=False),
     "w2, base": Form(on=(2,), base=True),
     "unsummed, base": Form(unsummed=True, base=True),
 }
@@ -94,7 +94,7 @@ def run(leaves: Leaves, ids: Tensor, options: ExpertMLPOptions, form: Form) -> L
     """Output and gradients of the operation."""
     leaves = copied(leaves)
     index = rows_of(ids, leaves["weights"], leaves["w1"].shape[0])
-    options = replace(options, keep_h=form.keep_h)
+    options = replace(options, saves_h=form.saves_h)
     if not form.unsummed:
         y = expert_mlp(Rows(leaves["x"]), weights_of(leaves), index, options)
         y.backward(dy_of(y))

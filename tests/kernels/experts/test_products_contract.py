@@ -141,7 +141,7 @@ def test_few_rows(case: Case, S: int) -> None:
 def test_repeats_and_all_ways_of_keeping_give_the_same_bits(case: Case) -> None:
     leaves, ids = case.make()
     expected = case.run(leaves, ids, case.options())
-    for options in (case.options(), case.options(keep_h=False)):
+    for options in (case.options(), case.options(saves_h=False)):
         found = case.run(leaves, ids, options)
         assert all(torch.equal(found[n], expected[n]) for n in OUTPUTS)
     if case.recipe.backend == "te":  # which quantises for itself

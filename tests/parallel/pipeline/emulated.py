@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moecore.families.family import find_family
 from moecore.parallel.pipeline.layout import Stage
-from moecore.parallel.pipeline.stages import StagedModel, get_hidden_shape, take_stages
+from moecore.parallel.pipeline.stages import StagedModel, get_hidden_shape, remove_other_stages
 
 
 def staged(model: nn.Module) -> StagedModel:
@@ -53,7 +53,7 @@ def run_stages(
     """Run the stages of a model on copies of it, of which rank r keeps r, r + num_ranks, ..."""
     ranks = [copy.deepcopy(model) for _ in range(num_ranks)]
     for rank, held in enumerate(ranks):
-        take_stages(staged(held), stages_of(layout)[rank::num_ranks])
+        remove_other_stages(staged(held), stages_of(layout)[rank::num_ranks])
     return run_on(ranks, layout, inputs, backward=backward)
 
 

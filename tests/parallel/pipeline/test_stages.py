@@ -18,7 +18,7 @@ from moecore.base.copies import copy_modules, make_meta_parameter
 from moecore.models import Decoder, DecoderConfig, preset
 from moecore.parallel.fsdp.units import find_blocks, find_units
 from moecore.parallel.pipeline.run import forward_pipeline, run_pipeline
-from moecore.parallel.pipeline.stages import AbsentModule, get_hidden_shape, take_stages
+from moecore.parallel.pipeline.stages import AbsentModule, get_hidden_shape, remove_other_stages
 from tests.parallel.pipeline.emulated import assert_same, run_stages, staged, stages_of
 
 TABLE = "model.embed_tokens.weight"
@@ -129,7 +129,7 @@ def test_a_rank_keeps_what_its_stages_need():
 
     def kept(name: str, *indices: int) -> set[str]:
         model = Decoder(CONFIGS[name], device="meta")
-        take_stages(staged(model), [replace(layout[i], index=i) for i in indices])
+        remove_other_stages(staged(model), [replace(layout[i], index=i) for i in indices])
         names = {n.removeprefix("model.") for n, _ in model.named_parameters()}
         return {".".join(n.split(".")[:2]) for n in names}
 
@@ -148,7 +148,7 @@ def test_values_are_those_of_the_whole_model(name):
     held = set[str]()
     for stage in stages_of(layout_of("Et|t|tm|mL", CONFIGS[name])):
         model = Decoder(CONFIGS[name], device="meta")
-        take_stages(staged(model), [stage])
+        remove_other_stages(staged(model), [stage])
         model.to_empty(device="cpu")
         with torch.no_grad():
             for tensor in [*model.parameters(), *model.buffers()]:
@@ -163,7 +163,7 @@ def test_values_are_those_of_the_whole_model(name):
 @pytest.mark.parametrize("made", ["itself", "deepcopy", "copy_modules"])
 def test_a_cut_model_has_the_units_of_its_parts(made):
     model = Decoder(CONFIGS["qwen3"], device="meta")
-    take_stages(staged(model), stages_of("E|tt|t||L")[1:3])
+    remove_other_stages(staged(model), stages_of("E|tt|t||L")[1:3])
     if made == "deepcopy":
         model = copy.deepcopy(model)
     elif made == "copy_modules":
@@ -173,7 +173,7 @@ def test_a_cut_model_has_the_units_of_its_parts(made):
     units = find_units(model, FSDPOptions(param_dtype=torch.bfloat16))
     assert units.blocks == layers and not units.heads
     assert units.experts == [layer.mlp.experts for layer in layers]
-    take_stages(staged(model), [])
+    remove_other_stages(staged(model), [])
     assert not list(model.parameters()) and find_blocks(model) == []
     assert isinstance(model.lm_head, AbsentModule) and len(model.layers) == LAYERS
 
@@ -225,7 +225,7 @@ WRONG = [
 def test_what_is_no_stage_of_a_rank_is_refused(index, hidden, message):
     model = make("latent, mtp")
     stages = [*stages_of("Et|tmm||L"), replace(stages_of("t")[0], index=4, layers=(2,))]
-    take_stages(staged(model), stages[:4])
+    remove_other_stages(staged(model), stages[:4])
     with pytest.raises(ValueError) as error:
         staged(model)(stage=stages[index], hidden=hidden, **batch())
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
@@ -238,12 +238,12 @@ def test_models_and_layouts_that_do_not_fit_are_refused():
         ("Ett|tmL", r"^stage 1 mtp \(\(0,\)\) must be of the 0 of the model"),
     ):
         with pytest.raises(ValueError, match=message):
-            take_stages(staged(model), stages_of(layout))
+            remove_other_stages(staged(model), stages_of(layout))
     stages = stages_of("Ett|tL")
-    take_stages(staged(model), stages[:1])
+    remove_other_stages(staged(model), stages[:1])
     with pytest.raises(ValueError, match=r"^stages \(\[1\]\) must be of a model that has"):
-        take_stages(staged(model), stages[1:])
+        remove_other_stages(staged(model), stages[1:])
     with pytest.raises(ValueError, match=r"^stage \(0\) must be one that this rank has, but model"):
         model(**batch())
     with pytest.raises(NotImplementedError, match=r"^model \(Linear\) must be a Decoder or"):
-        take_stages(staged(nn.Linear(2, 2)), stages)
+        remove_other_stages(staged(nn.Linear(2, 2)), stages)

@@ -65,7 +65,7 @@ class DecoderArgs:
         return num_params(self.decoder), int(flops_per_token(self.decoder, seq_len))
 
 
-class OwnDecoder(Decoder):
+class LossDecoder(Decoder):
     """A Decoder with the constructor, initialisation and forward that torchtitan calls."""
 
     def __init__(self, config: DecoderArgs) -> None:
@@ -181,7 +181,7 @@ class HFModel(nn.Module):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> Tensor:
-        """Return loss or logits as `OwnDecoder.forward`; `positions` separate documents."""
+        """Return loss or logits as `LossDecoder.forward`; `positions` separate documents."""
         inputs: dict[str, Any] = {"input_ids": tokens_BT, "use_cache": False}
         if cu_seqlens is not None:
             inputs["position_ids"] = positions

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore.integrations.torchtitan.models import (
-    OwnDecoder,
+    LossDecoder,
     divide_loss_by_cp,
     make_document_inputs,
 )
@@ -110,7 +110,7 @@ class MicroBatchSchedule(StageSchedule):
 
 def check_stages(model: nn.Module, pp: int) -> None:
     """Raise NotImplementedError for a model without stages, or with parameters in two stages."""
-    if not isinstance(model, OwnDecoder):
+    if not isinstance(model, LossDecoder):
         raise NotImplementedError(
             f"parallelism.pipeline_parallel_degree ({pp}) must be 1 for {type(model).__name__}: "
             "use moecore's decoder, or moecore's own loop"

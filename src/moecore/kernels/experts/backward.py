@@ -16,11 +16,11 @@ from moecore.kernels.experts.base_products import Products
 from moecore.kernels.experts.contract import (
     ComputeGrad,
     ExpertWeights,
+    GradFlags,
     GradientSender,
     GradSink,
     GradTarget,
     Magnitudes,
-    Wants,
 )
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import sum_rows_without_autograd
@@ -86,7 +86,7 @@ def compute_gradients(
     products: Products,
     record: SavedState,
     dy: Tensor | Rows,
-    wants: Wants,
+    wants: GradFlags,
     *,
     unsummed: bool,
     sinks: tuple[GradSink | None, GradSink | None] = (None, None),

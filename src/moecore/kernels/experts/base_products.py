@@ -16,10 +16,10 @@ from torch import Tensor
 
 from moecore.kernels.experts.contract import (
     ExpertWeights,
+    GradFlags,
     GradTarget,
     LowRankUpdate,
     RowMap,
-    Wants,
 )
 from moecore.kernels.experts.low_rank import LowRankProducts
 from moecore.kernels.rows.activation import ActivationOptions, weighted_activation
@@ -76,7 +76,9 @@ class Products(Protocol):
         """Return act(H) times the routing weight of each row, [R, F], in `fc2`'s input format."""
         return weighted_activation(h.values, self.weights_R, self.row_map.num_rows, self.activation)
 
-    def prepare_output_grad(self, dy: Any, *, unsummed: bool, wants: Wants | None = None) -> Any:
+    def prepare_output_grad(
+        self, dy: Any, *, unsummed: bool, wants: GradFlags | None = None
+    ) -> Any:
         """Return dY in the format that the methods below read.
 
         `dy` is [S, D], or [R, D] if `unsummed`. It is a tensor, or packed `Rows` if

@@ -146,7 +146,7 @@ class ExpertWeights:
         return replace(self, update1=update1, update2=update2)
 
 
-class Wants(NamedTuple):
+class GradFlags(NamedTuple):
     """One flag per gradient: whether the backward of the experts computes this gradient."""
 
     x: bool  # of source rows, or of expert rows if the dispatcher sums them
@@ -214,7 +214,7 @@ class ExpertMLPOptions(CheckedRecord):
     # "triton" (moecore's kernels), "torch" (torch's grouped matmul), "te" (Transformer Engine), or
     # "auto": the recipe's backend, or "triton" for gated experts on Hopper, otherwise "torch"
     products: ProductsName = "torch"
-    keep_h: bool = True  # whether FC1's output is saved; False = backward recomputes FC1
+    saves_h: bool = True  # whether FC1's output is saved; False = backward recomputes FC1
     # low-precision format of the products; None = the dtype of rows and weights
     recipe: Recipe | None = None
 

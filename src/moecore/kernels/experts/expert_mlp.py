@@ -36,9 +36,9 @@ from moecore.kernels.experts.backward import SavedState, compute_gradients
 from moecore.kernels.experts.contract import (
     ExpertMLPOptions,
     ExpertWeights,
+    GradFlags,
     GradientReceiver,
     UnsummedInput,
-    Wants,
 )
 from moecore.kernels.experts.products import make_products
 from moecore.kernels.experts.traced import run_traced_backward, run_traced_expert_mlp
@@ -73,7 +73,7 @@ class _ExpertMLP(torch.autograd.Function):
         products = make_products(options, index, weights)
         ctx.index_cache = products.index_cache  # a few kB, so saved-tensor hooks may ignore it
         x = products.prepare_rows(rows)
-        h, a = products.fc1(x, keep=options.keep_h and any(ctx.needs_input_grad))
+        h, a = products.fc1(x, keep=options.saves_h and any(ctx.needs_input_grad))
         y = products.fc2(a)
         if unsummed is None:
             y = sum_rows_without_autograd(y, *products.row_map)
@@ -105,7 +105,7 @@ class _ExpertMLP(torch.autograd.Function):
         matrices = None if ctx.pair is None else tree_unflatten(tensors[end:kept_from], ctx.pair)
         state = SavedState.of(tensors[:end], ctx.dtype, matrices, ctx.magnitudes)
         needs = ctx.needs_input_grad
-        wants = Wants(needs[4 if ctx.is_unsummed else 0], *needs[1:4], *needs[5:9])
+        wants = GradFlags(needs[4 if ctx.is_unsummed else 0], *needs[1:4], *needs[5:9])
         reads_rows = wants.w1_eCD or wants.a1_erD or wants.b1_eCr or state.h is None
         if ctx.fetch is not None and reads_rows:
             state = replace(state, rows=ctx.fetch(*tensors[kept_from:]))

@@ -24,11 +24,11 @@ from moecore.kernels.experts.contract import (
     MATRICES,
     ExpertSpec,
     ExpertWeights,
+    GradFlags,
     GradTarget,
     LowRankUpdate,
     Operand,
     ProductSource,
-    Wants,
 )
 from moecore.kernels.experts.quantised_products import QuantisedMatrices
 from moecore.kernels.grouped.fp8 import fp8_gemm, fp8_wgrad
@@ -118,7 +118,7 @@ class BlockwiseProducts(Products):
         return self._activate(widen_rows(h, self.row_map.num_rows), None)[1]
 
     def prepare_output_grad(
-        self, dy: Tensor | Rows, *, unsummed: bool, wants: Wants | None = None
+        self, dy: Tensor | Rows, *, unsummed: bool, wants: GradFlags | None = None
     ) -> _OutputGrads:
         """Return dY quantised to FP8, [S, D], or [R, D] if `unsummed`. Packed `dy` is unchanged."""
         if isinstance(dy, Rows):

@@ -20,12 +20,12 @@ from moecore.kernels.experts.base_products import Products
 from moecore.kernels.experts.contract import (
     MATRICES,
     ExpertWeights,
+    GradFlags,
     GradTarget,
     LowRankUpdate,
     Operand,
     ProductSource,
     Role,
-    Wants,
 )
 from moecore.kernels.grouped.wgrad import store_grad
 from moecore.kernels.rows.activation import ActivationOptions, weighted_activation_bwd
@@ -40,7 +40,7 @@ class Matmuls(Protocol):
     has_low_rank_kernels: bool = False  # whether this package's kernels multiply low-rank updates
     saturates: bool = False  # whether infinities become finite, so that they must be NaN before
     index_cache: Any = None  # as for `Products`
-    wants: Wants | None = None  # the gradients that the running backward computes
+    wants: GradFlags | None = None  # the gradients that the running backward computes
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
         """Return the rows of `operand` times their experts' matrices (`MATRICES`), [R, N]."""
@@ -107,7 +107,7 @@ class GroupedProducts(Products):
         return Rows(self._multiply(self._gather(rows), "x"))
 
     def prepare_output_grad(
-        self, dy: Tensor, *, unsummed: bool, wants: Wants | None = None
+        self, dy: Tensor, *, unsummed: bool, wants: GradFlags | None = None
     ) -> Tensor:
         """Return dY [R, D]: `dy` if `unsummed`, otherwise `dy` [S, D] gathered to expert rows."""
         self.matmuls.wants = wants

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moecore.base.options.precision import Recipe
 from moecore.kernels.experts.backward import Grads, SavedState, compute_gradients
-from moecore.kernels.experts.contract import LEAVE_OUT, ExpertMLPOptions, ExpertWeights, Wants
+from moecore.kernels.experts.contract import LEAVE_OUT, ExpertMLPOptions, ExpertWeights, GradFlags
 from moecore.kernels.experts.products import make_products
 from moecore.kernels.ops import Op
 from moecore.kernels.rows.activation import FLAT, make_options
@@ -31,7 +31,7 @@ from moecore.kernels.rows.record import Rows
 _INDEX = "Tensor row_ids_R, Tensor slots_SK, Tensor offsets_e"
 _UPDATES = "Tensor? a1_erD, Tensor? b1_eCr, Tensor? a2_erF, Tensor? b2_eDr"
 _OPTIONS = (
-    f"{FLAT}, str products, bool keep_h, "
+    f"{FLAT}, str products, bool saves_h, "
     "str scaling, bool power_of_two, str grad_format, int amax_history, str keep_hidden, "
     "bool hadamard, bool stochastic_rounding, str backend, ScalarType dtype"
 )
@@ -66,7 +66,7 @@ def _make_options(args: Any) -> ExpertMLPOptions:
         names = [field.name for field in fields(Recipe)]
         recipe = Recipe(**{name: getattr(args, name) for name in names})
     return ExpertMLPOptions(
-        activation=activation, products=args.products, keep_h=args.keep_h, recipe=recipe
+        activation=activation, products=args.products, saves_h=args.saves_h, recipe=recipe
     )
 
 
@@ -75,7 +75,7 @@ def _flatten_options(options: ExpertMLPOptions, dtype: torch.dtype) -> tuple[Any
     activation, recipe = options.activation, options.recipe
     flat = astuple(recipe or Recipe())
     scaling = "" if recipe is None else recipe.scaling
-    return *activation.flat, options.products, options.keep_h, scaling, *flat[1:], dtype
+    return *activation.flat, options.products, options.saves_h, scaling, *flat[1:], dtype
 
 
 def _make_state(args: Any, h: Rows | None = None) -> SavedState:
@@ -98,7 +98,7 @@ def _forward(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
     args = _Inputs(*flat)
     state: Any = _make_state(args)
     products = make_products(_make_options(args), state.index, state.weights)
-    h, a = products.fc1(products.prepare_rows(state.rows), keep=args.keep_h)
+    h, a = products.fc1(products.prepare_rows(state.rows), keep=args.saves_h)
     # Outputs of a custom op must not alias each other, also if they are empty.
     none, no_scales = (args.x_SD.new_empty(0, dtype=dtype) for dtype in (args.dtype, torch.float32))
     h_rows = Rows(none) if h is None else h
@@ -115,9 +115,9 @@ def _forward_fake(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
     empty = partial(args.x_SD.new_empty, dtype=args.dtype)
     y = empty((R if args.unsummed else S, D))
     recipe = _make_options(args).recipe
-    if args.keep_h and recipe is not None and recipe.hidden == "fp8":
+    if args.saves_h and recipe is not None and recipe.hidden == "fp8":
         return y, empty((R, C), dtype=FP8), empty((R, C // BLOCK), dtype=torch.float32)
-    return y, empty((R, C) if args.keep_h else (0,)), empty((0,), dtype=torch.float32)
+    return y, empty((R, C) if args.saves_h else (0,)), empty((0,), dtype=torch.float32)
 
 
 def _backward(*flat: Any) -> tuple[Tensor, ...]:
@@ -125,7 +125,7 @@ def _backward(*flat: Any) -> tuple[Tensor, ...]:
     args = _BackwardInputs(*flat)
     h_scales = args.h_scales if args.h_scales.ndim > 1 else None
     h = Rows(args.h_RC, h_scales, args.dtype) if args.h_RC.ndim > 1 else None
-    state, wants, dy = _make_state(args, h), Wants(*args.wants), args.dy.contiguous()
+    state, wants, dy = _make_state(args, h), GradFlags(*args.wants), args.dy.contiguous()
     products = make_products(_make_options(args), state.index, state.weights)
     grads: Any = compute_gradients(products, state, dy, wants, unsummed=args.unsummed)
     return tuple(g if want else dy.new_empty(0) for g, want in zip(grads, wants, strict=True))
@@ -158,7 +158,9 @@ def _differentiate(ctx: Any, dy: Tensor | None, *_: None) -> Any:
         return _Inputs()
     needs = _Inputs(*ctx.needs_input_grad)
     leaf = "handle" if ctx.has_handle else "x_SD"
-    wants = Wants(getattr(needs, leaf), *(getattr(needs, name) for name in Wants._fields[1:]))
+    wants = GradFlags(
+        getattr(needs, leaf), *(getattr(needs, name) for name in GradFlags._fields[1:])
+    )
     state = SavedState.of(ctx.saved_tensors, ctx.dtype)
     grads = run_traced_backward(dy, state, ctx.options, ctx.is_unsummed, wants)._asdict()
     return _Inputs(**{leaf: grads.pop("x")}, **grads)
@@ -180,7 +182,7 @@ def _raise_if_delayed_scaling(weights: ExpertWeights, recipe: Recipe | None) -> 
 
 
 def run_traced_backward(
-    dy: Tensor, state: SavedState, options: ExpertMLPOptions, unsummed: bool, wants: Wants
+    dy: Tensor, state: SavedState, options: ExpertMLPOptions, unsummed: bool, wants: GradFlags
 ) -> Grads:
     """Return the gradients that `wants` requests, computed by the custom op.
 

@@ -21,10 +21,10 @@ from moecore.kernels.experts.base_products import Products
 from moecore.kernels.experts.contract import (
     ExpertSpec,
     ExpertWeights,
+    GradFlags,
     GradTarget,
     LowRankUpdate,
     ProductSource,
-    Wants,
 )
 from moecore.kernels.grouped.cooperative import cooperative_activation, cooperative_gemm
 from moecore.kernels.grouped.gemm import grouped_gemm, grouped_gemm_activation
@@ -83,7 +83,7 @@ class TritonProducts(Products):
         return Rows(self._multiply(x, b_eDC, self.low1.compute_forward_addend(x)))
 
     def prepare_output_grad(
-        self, dy: Tensor, *, unsummed: bool, wants: Wants | None = None
+        self, dy: Tensor, *, unsummed: bool, wants: GradFlags | None = None
     ) -> ProductSource:
         """Return dY as the source of matmuls: `dy` [R, D] if `unsummed`, otherwise `dy` [S, D]."""
         return ProductSource(dy, None) if unsummed else self._choose_source(Rows(dy), "dy")

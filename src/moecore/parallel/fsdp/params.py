@@ -79,7 +79,7 @@ class UnitParam:
         local_data = local_data.to(device_type) if not local_data.is_meta else local_data
         shard = local_data.clone(memory_format=torch.contiguous_format)
         place = _make_placements(param, dim if is_sharded else None, mesh, join)
-        self.sharded = make_parameter_like(make_dtensor(shard, *place, of=param), param)
+        self.sharded = make_parameter_like(make_dtensor(shard, *place, like=param), param)
         self.shard = get_local_tensor(self.sharded)  # this rank's local tensor
         self.unsharded: nn.Parameter | None = None  # None before the first all-gather
         register_params([self], unsharded=False)
@@ -127,7 +127,7 @@ class UnitParam:
         """
         local = data.data
         if self._inner is not None and not self._is_plain:
-            local = make_dtensor(local, *self._inner, of=self.sharded)
+            local = make_dtensor(local, *self._inner, like=self.sharded)
         self.unsharded = make_parameter_like(local, self.sharded)
         blocks = get_fp8_blocks(self.sharded)
         if blocks is not None:  # `precision/stored.py`: the shard has no values
@@ -164,7 +164,7 @@ class UnitParam:
         """Wrap a local gradient as a DTensor, Partial over axes that replicate the parameter."""
         assert self._inner is not None, "the parameter has no inner mesh"
         mesh, placements = self._inner
-        return make_dtensor(grad, mesh, make_grad_placements(placements), of=self.sharded)
+        return make_dtensor(grad, mesh, make_grad_placements(placements), like=self.sharded)
 
     def accumulate_with_hooks(self, grad: Tensor) -> None:
         """Add a local gradient to `.grad` (`accumulate`); call the post-accumulate-grad hooks."""

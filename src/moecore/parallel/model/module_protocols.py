@@ -196,13 +196,13 @@ def _find_reset(module: nn.Module) -> Callable[[], None] | None:
     return reset or getattr(module, "_reset_parameters", None)  # of nn.MultiheadAttention
 
 
-def _take_shard(values: Tensor, of: Tensor) -> Tensor:
-    """Return this rank's shard of unsharded `values`, as a DTensor with the placements of `of`.
+def _take_shard(values: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's shard of unsharded `values`, as a DTensor with the placements of `like`.
 
-    If `of` is not a DTensor, the result is `values`. No communication.
+    If `like` is not a DTensor, the result is `values`. No communication.
     """
-    if not isinstance(of, DTensor):
+    if not isinstance(like, DTensor):
         return values
-    for dim, index in enumerate(compute_global_indices(of)):
+    for dim, index in enumerate(compute_global_indices(like)):
         values = values.index_select(dim, index.to(values.device))
-    return make_dtensor(values.to(of.device), of.device_mesh, of.placements, of=of)
+    return make_dtensor(values.to(like.device), like.device_mesh, like.placements, like=like)

@@ -48,7 +48,7 @@ from moecore.parallel.pipeline.orders import PAIRING
 from moecore.parallel.pipeline.run import Pipeline
 from moecore.parallel.pipeline.schedule import make_schedule
 from moecore.parallel.pipeline.stage_replicas import make_all_stages
-from moecore.parallel.pipeline.stages import count_parts, take_stages
+from moecore.parallel.pipeline.stages import count_parts, remove_other_stages
 from moecore.parallel.pipeline.transport import connect
 from moecore.precision.apply import make_linear_products
 
@@ -303,7 +303,7 @@ def select_local_stages(
     rank_of = make_schedule(request.pipeline.schedule, **sizes).rank_of
     check_stages(layout, rank_of, bound, request)
     local_stages = [s for s in layout.stages if rank_of[s.index] == request.meshes.pp_rank]
-    take_stages(staged, local_stages)
+    remove_other_stages(staged, local_stages)
     return layout, local_stages
 
 

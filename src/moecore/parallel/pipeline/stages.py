@@ -2,7 +2,7 @@
 
 Legend: B sequences, T tokens of a sequence, D model dim, k multi-token prediction modules.
 
-    take_stages    replaces modules of other ranks' stages by `AbsentModule`
+    remove_other_stages    replaces modules of other ranks' stages by `AbsentModule`
     __call__       tokens, labels, ..  -> embedding -> layers -> norm -> mtp -> head -> loss
                    hidden [B, T, D]    ------------>|                 |      |
                    hidden [1 + k, B, T, D] -------------------------->|      |
@@ -74,7 +74,7 @@ class StagedModel(Protocol):
     """A model that can run pipeline stages (`Family.make_staged_model`)."""
 
     def stage_parts(self) -> StageParts:
-        """Return the names of the modules that stages contain. `take_stages` keeps these names."""
+        """Return the names of the stages' modules, which `remove_other_stages` does not change."""
 
     def hidden_shape(self, stage: Stage, inputs: Mapping[str, Any]) -> tuple[int, ...]:
         """Return the shape of a stage's input hidden states for the forward arguments `inputs`."""
@@ -96,12 +96,12 @@ class StagedModel(Protocol):
         """
 
 
-def take_stages(model: StagedModel, stages: Sequence[Stage]) -> None:
+def remove_other_stages(model: StagedModel, stages: Sequence[Stage]) -> None:
     """Replace the modules that these stages do not need by `AbsentModule`, in place.
 
     Call it on a full model before `parallelize_moe`. Raises a ValueError if a module is absent.
     """
-    check_arguments(take_stages, locals())
+    check_arguments(remove_other_stages, locals())
     parts, (num_layers, num_mtp) = model.stage_parts(), count_parts(model)
     local_modules: dict[str, nn.Module] = {}
     for stage in stages:
@@ -170,7 +170,7 @@ def check_stage(model: StagedModel, parts: StageParts, stage: Stage, num_mtp: in
         if isinstance(module, AbsentModule):
             raise ValueError(
                 f"stage ({stage.index}) must be one that this rank has, but {name} is elsewhere: "
-                "pass one of those given to take_stages"
+                "pass one of those given to remove_other_stages"
             )
 
 

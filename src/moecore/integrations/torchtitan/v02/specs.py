@@ -242,7 +242,7 @@ def accelerated(spec: TrainSpec) -> TrainSpec:
 def decoder_spec(flavors: Mapping[str, DecoderConfig]) -> TrainSpec:
     """Return the TrainSpec of moecore's decoder; `flavors` maps names to configs."""
     args = {name: models.DecoderArgs(decoder=config) for name, config in flavors.items()}
-    return _make_own_loss_spec(models.OwnDecoder, args, parallelize.parallelize_own_loss_model)
+    return _make_own_loss_spec(models.LossDecoder, args, parallelize.parallelize_own_loss_model)
 
 
 def hf_spec(

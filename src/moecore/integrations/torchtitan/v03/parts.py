@@ -116,8 +116,8 @@ class SavingAC(SelectiveAC):
         return result
 
 
-class TitanDecoder(models.OwnDecoder, BaseModel):
-    """An OwnDecoder with the base class that torchtitan 0.3 requires."""
+class TitanDecoder(models.LossDecoder, BaseModel):
+    """An LossDecoder with the base class that torchtitan 0.3 requires."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(models.DecoderArgs, BaseModel.Config):
