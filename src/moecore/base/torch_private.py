@@ -294,7 +294,7 @@ def apply_value_hooks(param: Tensor, grad: Tensor) -> Tensor:
 
 def call_accumulate_hooks(param: Tensor) -> None:
     """Call the parameter's `register_post_accumulate_grad_hook` hooks without autograd."""
-    for hook in _get_accumulate_hooks(param).values():
+    for hook in (param._post_accumulate_grad_hooks or {}).values():
         hook(param)
 
 

@@ -204,7 +204,8 @@ class Unit:
 
     def wait_for_unshard(self) -> None:
         """Launch the all-gather if the unit is SHARDED; make the current stream wait for it."""
-        self.unshard()
+        if self.state is State.SHARDED:
+            self.unshard()
         if self.state is State.UNSHARDING:
             self._unshard_mark.wait()
             self.state = State.UNSHARDED
