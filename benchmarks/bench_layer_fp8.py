@@ -31,7 +31,7 @@ from benchmarks.records import Row
 from benchmarks.session import Ceilings, Session
 from benchmarks.shapes import Shape
 from moecore import MoELayer
-from moecore.base import te_names
+from moecore.base import transformer_engine as te
 from moecore.base.options.precision import Recipe
 from moecore.base.torch_private import tree_leaves
 from moecore.kernels.common import has_hopper_kernels
@@ -147,7 +147,7 @@ def is_supported(recipe: Recipe, device: torch.device, routing: str) -> bool:
     """Return whether this machine supports a recipe (Transformer Engine: learned routing only)."""
     if recipe.backend == "moecore":
         return True
-    return routing == "learned" and te_names.find_recipe_problem(recipe, device) is None
+    return routing == "learned" and te.find_recipe_problem(recipe, device) is None
 
 
 def choose_bf16_backend(device: torch.device) -> str:

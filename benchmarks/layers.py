@@ -14,7 +14,7 @@ from torch.nn.functional import grouped_mm
 
 from benchmarks.shapes import Shape
 from moecore import MoELayer
-from moecore.base import te_names
+from moecore.base import transformer_engine as te
 from moecore.moe.forced import force_even_load
 
 SKEW_TOLERANCE = 0.1
@@ -37,9 +37,7 @@ CPU_TESTS = ["tests/moe/test_layer.py", "tests/moe/test_experts.py"]
 FP8_KERNELS = {"grouped": "fp8", "rows": "quantised quantised_activation"}
 FP8_GPU_TESTS = list_kernel_tests(FP8_KERNELS)
 FP8_CPU_TESTS = ["tests/kernels/experts/test_fp8_products.py", *FP8_GPU_TESTS[1:]]
-HAS_TE = (
-    torch.cuda.is_available() and te_names.find_recipe_problem(None, torch.device("cuda")) is None
-)
+HAS_TE = torch.cuda.is_available() and te.find_recipe_problem(None, torch.device("cuda")) is None
 TE_TESTS = ["tests/moe/test_te_gpu.py"] * HAS_TE
 FP8_TESTS = FP8_GPU_TESTS if torch.cuda.is_available() else FP8_CPU_TESTS
 

@@ -1,4 +1,4 @@
-"""The few functions of Transformer Engine that `base/te_names.py` calls, defined in plain PyTorch.
+"""Functions of Transformer Engine that moecore calls, defined in plain PyTorch.
 
 This is no Transformer Engine: it is the definition of what moecore asks of it, so that CPUs can run
 what is around it. Signatures are those of release 2.12; `tests/moe/test_te_gpu.py` compares the two
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moecore.base import te_names
+from moecore.base import transformer_engine as te
 from moecore.base.options.precision import Recipe
 from moecore.kernels.rows.e4m3 import magnitude_ref
 from moecore.kernels.rows.microscaled import quantise_microscaled, quantise_microscaled_matrices
@@ -271,10 +271,10 @@ is_fp8_block_scaling_available = is_nvfp4_available = available
 
 @contextmanager
 def te_defined(**changes: Any) -> Iterator[None]:
-    """Let `te_names` find these definitions, on CPUs."""
+    """Let `transformer_engine` find these definitions, on CPUs."""
     module: Any = __import__(__name__, fromlist=["*"])
-    found = te_names.Names("2.12.0", module, module, module, device_type="cpu")
-    te_names._make_block_quantizer.cache_clear()
-    with patch.object(te_names, "load_names", lambda: found._replace(**changes)):
+    found = te.Names("2.12.0", module, module, module, device_type="cpu")
+    te._make_block_quantizer.cache_clear()
+    with patch.object(te, "load_names", lambda: found._replace(**changes)):
         yield
-    te_names._make_block_quantizer.cache_clear()
+    te._make_block_quantizer.cache_clear()

@@ -30,7 +30,7 @@ from moecore.base.options.precision import Precision, Recipe
 from moecore.integrations.torchtitan.options import MoECore, make_request
 from moecore.models import PRESETS, Decoder
 from moecore.moe.forced import force_even_load
-from moecore.precision.apply import list_amax_histories
+from moecore.precision.amax import list_amax_histories
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks
 from tests.integrations.titan_options import JOBS, NOT_ASKED, RESUMED, native, resumed, trained

@@ -40,7 +40,7 @@ from moecore.kernels.experts.contract import OPERANDS
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.clones import Cloner
 from moecore.moe.experts import Experts
-from moecore.precision.apply import advance_amax
+from moecore.precision.amax import advance_amax
 from moecore.train import AdamW
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks

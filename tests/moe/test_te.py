@@ -31,7 +31,7 @@ from moecore import (
     build_meshes,
 )
 from moecore import parallelize_moe as parallelize
-from moecore.base import te_names
+from moecore.base import transformer_engine as te
 from moecore.base.options.precision import Precision, Recipe
 from moecore.io import load, save
 from moecore.models import Decoder
@@ -262,7 +262,7 @@ def test_without_transformer_engine_a_call_says_what_to_install(
     how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
-    te_names.load_names.cache_clear()
+    te.load_names.cache_clear()
     with pytest.raises(ValueError, match=r"pip install .*moecore") as it:
         parallelize(decoder(), build_meshes(ParallelConfig(), "cpu"), **how)
     assert "\n" not in str(it.value)

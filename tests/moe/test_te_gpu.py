@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from moecore import MoEConfig, MoELayer, ParallelConfig, build_meshes
 from moecore import parallelize_moe as parallelize
-from moecore.base import te_names
+from moecore.base import transformer_engine as te
 from moecore.base.options.precision import ROLES, Precision, Recipe
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
@@ -61,13 +61,13 @@ def installed() -> None:
 
 def recipe_here(name: str) -> Recipe:
     """Return a recipe; skip where this GPU has no products for it."""
-    problem = te_names.find_recipe_problem(RECIPES[name], torch.device(CUDA))
+    problem = te.find_recipe_problem(RECIPES[name], torch.device(CUDA))
     if problem is not None:
         pytest.skip(problem)
     return RECIPES[name]
 
 
-# ---------------------------------------------------------------------- what `te_names` asks it for
+# ---------------------------------------------------------------------- what moecore asks it for
 
 PYTORCH = [
     "Float8BlockQuantizer",
@@ -75,14 +75,14 @@ PYTORCH = [
     "Float8Quantizer",
     "MXFP8Quantizer",
     "NVFP4Quantizer",
-    *(name for name in te_names.AVAILABLE.values()),
+    *(name for name in te.AVAILABLE.values()),
 ]
 PRODUCTS = ["general_gemm", "general_grouped_gemm"]
 
 
 @pytest.mark.parametrize("name", [*PYTORCH, *PRODUCTS])
 def test_names_take_what_their_definitions_take(name: str) -> None:
-    found = te_names.load_names()
+    found = te.load_names()
     theirs = getattr(found.products if name in PRODUCTS else found.pytorch, name)
     ours = list(inspect.signature(getattr(te_definition, name)).parameters)
     parameters = list(inspect.signature(theirs).parameters)
@@ -90,7 +90,7 @@ def test_names_take_what_their_definitions_take(name: str) -> None:
 
 
 def test_names_without_signatures() -> None:
-    extension = te_names.load_names().extension
+    extension = te.load_names().extension
     for argument in ("tensor", "split_sections", "quantizer_list"):
         assert argument in extension.split_quantize.__doc__
     for dtype in te_definition.DType:
@@ -99,7 +99,7 @@ def test_names_without_signatures() -> None:
 
 def defined(compute: Callable[[str], Any]) -> Any:
     """Return what the definitions compute on the CPU."""
-    te_names._make_block_quantizer.cache_clear()
+    te._make_block_quantizer.cache_clear()
     with te_defined():
         return compute("cpu")
 
@@ -115,33 +115,33 @@ def products(recipe: Recipe | None, device: str) -> dict[str, Tensor]:
     def one(t: Tensor, operand: Any, over_rows: bool) -> Any:
         if recipe is None:
             return t
-        return te_names.quantise(t, recipe, operand, over_rows=over_rows)
+        return te.quantise(t, recipe, operand, over_rows=over_rows)
 
     def many(t: Tensor, operand: Any, over_rows: bool) -> Any:
         parts = [t.shape[1]] * 3 if t.ndim == 3 else splits
         t = t.reshape(-1, t.shape[-1])
         if recipe is None:
             return t.split(parts)
-        return te_names.quantise_experts(t, parts, recipe, operand, over_rows=over_rows)
+        return te.quantise_experts(t, parts, recipe, operand, over_rows=over_rows)
 
     w, rows, both = w_eNK[0], False, True
-    found["y"] = te_names.multiply(one(w, "weight", rows), one(x, "activation", rows), "TN", BF16)
-    found["dx"] = te_names.multiply(one(w, "weight", both), one(dy, "gradient", rows), "NN", BF16)
+    found["y"] = te.multiply(one(w, "weight", rows), one(x, "activation", rows), "TN", BF16)
+    found["dx"] = te.multiply(one(w, "weight", both), one(dy, "gradient", rows), "NN", BF16)
     for dtype in (BF16, torch.float32):
         pair = (one(x, "activation", both), one(dy, "gradient", both))
-        found[f"dw {dtype}"] = te_names.multiply(*pair, "NT", dtype)
+        found[f"dw {dtype}"] = te.multiply(*pair, "NT", dtype)
     for key, layout, parts, columns in (
         ("y of experts", "TN", many(x, "activation", rows), 384),
         ("dx of experts", "NN", many(dy, "gradient", rows), 256),
     ):
         found[key] = torch.full((384, columns), torch.nan, dtype=BF16, device=device)
         matrices = many(w_eNK, "weight", layout == "NN")
-        te_names.multiply_experts(matrices, parts, layout, [found[key]], splits)
+        te.multiply_experts(matrices, parts, layout, [found[key]], splits)
     for dtype in (BF16, torch.float32):
         for adds in (False, True):
             out = torch.ones(3, 384, 256, dtype=dtype, device=device)
             pair = (many(x, "activation", both), many(dy, "gradient", both))
-            te_names.multiply_experts(*pair, "NT", list(out.unbind()), splits, adds=adds)
+            te.multiply_experts(*pair, "NT", list(out.unbind()), splits, adds=adds)
             found[f"dw of experts {dtype} {adds}"] = out
     return found
 
@@ -160,15 +160,15 @@ def test_a_scale_and_the_largest_magnitude() -> None:
     recipe, x = recipe_here("tensorwise"), torch.randn(64, 128, device=CUDA, dtype=BF16)
     w, seen, scale = x.clone(), torch.zeros(1, device=CUDA), torch.full((1,), 64.0, device=CUDA)
     how: Any = dict(over_rows=False, scale=scale)
-    a = te_names.quantise(w, recipe, "weight", **how)
-    b = te_names.quantise(x, recipe, "activation", **how, seen=seen)
+    a = te.quantise(w, recipe, "weight", **how)
+    b = te.quantise(x, recipe, "activation", **how, seen=seen)
     assert seen.item() == x.abs().max().item()
-    found = te_names.multiply(a, b, "TN", torch.float32)
+    found = te.multiply(a, b, "TN", torch.float32)
     rounded = (x.float() * 64).clamp(-448, 448).to(torch.float8_e4m3fn).float() / 64
     # Hopper's FP8 tensor cores add products with 13 bits behind the largest one's first.
     assert relative_error(found, (rounded.double() @ rounded.double().T)) < 1e-3
     largest, x[3, 5] = seen.clone(), torch.nan
-    te_names.quantise(x, recipe, "activation", **how, seen=seen)
+    te.quantise(x, recipe, "activation", **how, seen=seen)
     assert torch.equal(seen, largest)
 
 
@@ -176,16 +176,16 @@ def test_a_scale_and_the_largest_magnitude() -> None:
 def test_products_are_those_of_its_own_grouped_linear(name: str | None) -> None:
     """Bit for bit: our recipe is Transformer Engine's."""
     recipe = None if name is None else recipe_here(name)
-    te = te_names.load_names().pytorch
+    pytorch = te.load_names().pytorch
     from transformer_engine.common.recipe import Float8BlockScaling
 
     splits = [32, 0, 96]
-    module = te.GroupedLinear(3, 256, 384, bias=False, params_dtype=BF16, device=CUDA)
+    module = pytorch.GroupedLinear(3, 256, 384, bias=False, params_dtype=BF16, device=CUDA)
     w_eNK = torch.stack([getattr(module, f"weight{i}").detach() for i in range(3)])
     x = torch.randn(128, 256, device=CUDA, dtype=BF16, requires_grad=True)
     dy = torch.randn(128, 384, device=CUDA, dtype=BF16)
     own = None if recipe is None else Float8BlockScaling()
-    with te.autocast(enabled=recipe is not None, recipe=own):
+    with pytorch.autocast(enabled=recipe is not None, recipe=own):
         y = module(x, splits)
     y.backward(dy)
 
@@ -194,17 +194,17 @@ def test_products_are_those_of_its_own_grouped_linear(name: str | None) -> None:
         t = t.detach().reshape(-1, t.shape[-1])
         if recipe is None:
             return t.split(parts)
-        return te_names.quantise_experts(t, parts, recipe, operand, over_rows=over_rows)
+        return te.quantise_experts(t, parts, recipe, operand, over_rows=over_rows)
 
     found = torch.empty_like(y)
     matrices, rows = many(w_eNK, "weight", False), many(x, "activation", False)
-    te_names.multiply_experts(matrices, rows, "TN", [found], splits)
+    te.multiply_experts(matrices, rows, "TN", [found], splits)
     dx = torch.empty_like(x)
     matrices, rows = many(w_eNK, "weight", True), many(dy, "gradient", False)
-    te_names.multiply_experts(matrices, rows, "NN", [dx], splits)
+    te.multiply_experts(matrices, rows, "NN", [dx], splits)
     dw = torch.empty_like(w_eNK)
     pair = (many(x, "activation", True), many(dy, "gradient", True))
-    te_names.multiply_experts(*pair, "NT", list(dw.unbind()), splits)
+    te.multiply_experts(*pair, "NT", list(dw.unbind()), splits)
     assert torch.equal(found, y) and x.grad is not None and torch.equal(dx, x.grad)
     for i in range(3):
         assert torch.equal(dw[i], getattr(module, f"weight{i}").grad)
@@ -311,11 +311,11 @@ def test_one_host_sync(name: str | None) -> None:
 def test_what_this_gpu_lacks_is_refused_in_one_line() -> None:
     device = torch.device(CUDA)
     for recipe in RECIPES.values():
-        problem = te_names.find_recipe_problem(recipe, device)
+        problem = te.find_recipe_problem(recipe, device)
         assert problem is None or ("needs (" in problem and "\n" not in problem)
     with pytest.raises(ValueError, match=r"dtype of the experts \(torch.float32\) must be"):
         experts_run("random", "te", torch.float32)
-    message = te_names.find_recipe_problem(None, torch.device("cpu"))
+    message = te.find_recipe_problem(None, torch.device("cpu"))
     assert message == "device (cpu) must be cuda for Transformer Engine: move the model"
 
 

@@ -13,9 +13,9 @@ from moecore.base.options.layer import MoEConfig
 from moecore.base.options.precision import Precision, Recipe
 from moecore.models import Decoder, DecoderConfig, MLAConfig
 from moecore.moe.experts import Experts
+from moecore.precision.amax import advance_amax
 from moecore.precision.apply import (
     LinearPrecision,
-    advance_amax,
     apply_precision,
     find_role,
     list_quantised_linears,
@@ -187,5 +187,7 @@ def test_on_meta() -> None:
 
 def test_a_kept_hidden_state_is_asked_of_routed_experts() -> None:
     precision = Precision(recipe=Recipe(), overrides=(("q_*", Recipe(keep_hidden="fp8")),))
-    with pytest.raises(ValueError, match=r"'q_\*'\) must match routed experts with Recipe.saves_h"):
+    with pytest.raises(
+        ValueError, match=r"'q_\*'\) must match routed experts with Recipe.keep_hidden"
+    ):
         apply_precision(Model(), precision)

@@ -16,7 +16,8 @@ from torch.func import functional_call
 from moecore.base.options.precision import Precision, Recipe
 from moecore.base.params import shard_parameter
 from moecore.moe.amax_history import advance_histories
-from moecore.precision.apply import advance_amax, apply_precision, make_linear_products
+from moecore.precision.amax import advance_amax
+from moecore.precision.apply import apply_precision, make_linear_products
 from moecore.precision.linear import Fp8Products, find_weight_problem
 from tests.helpers.ranks import run_ranks
 

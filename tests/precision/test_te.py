@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.options.precision import Precision, Recipe
-from moecore.precision.apply import advance_amax, apply_precision, make_linear_products
+from moecore.precision.amax import advance_amax
+from moecore.precision.apply import apply_precision, make_linear_products
 from moecore.precision.te import TELinearProducts
 from tests.helpers.te_definition import te_defined
 from tests.precision.plain import relative_error, worst_row_error

@@ -124,7 +124,10 @@ def _write_gradient(
     scale,  # 1 / the sum of exp(x - high), fp32
     CONST: tl.constexpr,
 ):
-    """Write softmax(x) - (column == label) of one row, in FP8 if `scales` is not None."""
+    """Write the gradient of a row's logits x: softmax(x) - (column == label).
+
+    With `scales`, it is written in FP8 with a scale per 128 columns.
+    """
     V: tl.constexpr = CONST.V
     STEP: tl.constexpr = CONST.LANES * CONST.WIDTH
     columns, label = _make_columns(CONST), label.to(tl.int32)

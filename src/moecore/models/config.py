@@ -400,7 +400,13 @@ class DecoderConfig(CheckedRecord):
             layers = f"num_layers ({self.num_layers})"
             yield "dense_layers", f"leave a layer of {layers} to moe: shorten it or set moe=None"
         if self.num_dense_layers and not self.mlp_hidden_dim:
-            yield "mlp_hidden_dim", f"be >= 1 with {self.num_dense_layers} dense layers: set it"
+            yield (
+                "mlp_hidden_dim",
+                (
+                    f"be >= 1 with {self.num_dense_layers} dense layers (dense_layers, or all with moe "
+                    "None): set it"
+                ),
+            )
         if not self.num_dense_layers and self.mlp_hidden_dim:
             yield "mlp_hidden_dim", "be 0 with dense_layers (()), where no layer reads it: drop it"
 

@@ -394,8 +394,9 @@ def compute_balance_losses(
         ids_TK: the expert ids to count.
         prior_counts_E: this rank's counts of earlier micro-batches of the step.
         sequences_T: each token's sequence; None = `num_sequences` of equal length.
-        token_weight: a factor on the losses; None = all ranks over the ranks with tokens.
-        ranks_with_tokens: without `token_weight`, this list gets the number of ranks with tokens.
+        token_weight: a factor on the losses; None = number of ranks / number of ranks with tokens.
+        ranks_with_tokens: an output. Without `token_weight`, the number of ranks with tokens is
+            appended.
     """
     assert routing.logits_TE is not None, "only moecore's routers have balance losses"
     balance, E, K = config.balance, config.num_candidates, config.top_k

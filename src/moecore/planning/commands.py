@@ -30,10 +30,11 @@ from moecore.planning.flags import (
     select_gpu,
 )
 from moecore.planning.gpus import find_time_refusal, get_gpu
+from moecore.planning.html import format_page
 from moecore.planning.layouts import Layout
 from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak_memory
 from moecore.planning.option_sets import next_change
-from moecore.planning.recipe import format_calls, format_flags, format_page, format_recipe
+from moecore.planning.recipe import format_calls, format_flags, format_recipe
 from moecore.planning.report import report_trace
 from moecore.planning.run import TrainingRun, collect_by_hand
 from moecore.planning.search import FittingCandidate, describe_outcome, plan_layout, search

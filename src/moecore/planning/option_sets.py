@@ -39,7 +39,7 @@ MIN_GAIN = 0.01  # the least gain, as a share of the tokens per second, that is 
 NO_TIME = 1e-12
 
 
-def _change(run: TrainingRun, field: str, **changes: Any) -> TrainingRun:
+def _replace_options(run: TrainingRun, field: str, **changes: Any) -> TrainingRun:
     """Return the run with changed options in its record `field`, such as "memory"."""
     return replace(run, **{field: replace(getattr(run, field), **changes)})
 
@@ -47,7 +47,7 @@ def _change(run: TrainingRun, field: str, **changes: Any) -> TrainingRun:
 def _recompute_parts(run: TrainingRun, *parts: Recomputed) -> TrainingRun:
     """Return the run with recompute of norms, activations, rope, up-projections and `parts`."""
     up: Recomputed = "mla_up_proj" if run.planned_model.has_latents else "qkv_proj"
-    return _change(run, "memory", recompute=(*CHAIN, up, *parts))
+    return _replace_options(run, "memory", recompute=(*CHAIN, up, *parts))
 
 
 def _list_offloadable_parts(run: TrainingRun) -> tuple[Offloaded, ...]:
@@ -68,7 +68,7 @@ def _use_fp8(run: TrainingRun) -> TrainingRun:
 def _gather_in_fp8(run: TrainingRun) -> TrainingRun:
     """Return the run with all-gathers of weights as FP8, or unchanged without blockwise FP8."""
     is_blockwise = run.precision is not None and run.precision.recipe.scaling == "blockwise"
-    return _change(run, "fsdp", fp8_param_gather=True) if is_blockwise else run
+    return _replace_options(run, "fsdp", fp8_param_gather=True) if is_blockwise else run
 
 
 def _double_chunks(run: TrainingRun) -> TrainingRun:
@@ -147,14 +147,14 @@ OPTIONS = (
     Option(
         'MemoryOptions(recompute="gemm_last")',
         "memory.md#recompute",
-        lambda run: _change(run, "memory", recompute="gemm_last"),
+        lambda run: _replace_options(run, "memory", recompute="gemm_last"),
         overhead="low",
     ),
     Option("recompute of up-projections", "memory.md#recompute", _recompute_parts, overhead="low"),
     Option(
         "moecore.train.AdamW(moment_dtype=torch.bfloat16)",
         "performance.md#adamw",
-        lambda run: _change(run, "optimizer", moment_dtype="bfloat16"),
+        lambda run: _replace_options(run, "optimizer", moment_dtype="bfloat16"),
         overhead="low",
         takes_from=("optimizer",),
         max_share=3 / 8,  # 20 bytes per parameter in place of the 32 of torch's with clipping
@@ -162,13 +162,13 @@ OPTIONS = (
     Option(
         "moecore.train.AdamW(moment_dtype=torch.float8_e4m3fn)",
         "memory.md#optimizer-state",
-        lambda run: _change(run, "optimizer", moment_dtype="float8_e4m3fn"),
+        lambda run: _replace_options(run, "optimizer", moment_dtype="float8_e4m3fn"),
         overhead="low",
     ),
     Option(
         "moecore.train.AdamW(master_remainder=True)",
         "memory.md#optimizer-state",
-        lambda run: _change(run, "optimizer", master_remainder=True),
+        lambda run: _replace_options(run, "optimizer", master_remainder=True),
         overhead="low",
     ),
     Option(
@@ -180,19 +180,19 @@ OPTIONS = (
     Option(
         'FSDPOptions(dense_strategy="optim_grads_params")',
         "sharding.md#strategies",
-        lambda run: _change(run, "fsdp", dense_strategy="optim_grads_params"),
+        lambda run: _replace_options(run, "fsdp", dense_strategy="optim_grads_params"),
         overhead="medium",
     ),
     Option(
         'MemoryOptions(offload=("attention", "experts", "mlp"))',
         "memory.md#offload",
-        lambda run: _change(run, "memory", offload=_list_offloadable_parts(run)),
+        lambda run: _replace_options(run, "memory", offload=_list_offloadable_parts(run)),
         overhead="medium",
     ),
     Option(
         "StateOffload(optimizer, model)",
         "memory.md#optimizer-state",
-        lambda run: _change(run, "optimizer", offload_fraction=1.0),
+        lambda run: _replace_options(run, "optimizer", offload_fraction=1.0),
         overhead="medium",
     ),
     Option(
@@ -204,13 +204,15 @@ OPTIONS = (
     Option(
         "nothing computed again",
         "memory.md#recompute",
-        lambda run: _change(run, "memory", recompute=()),
+        lambda run: _replace_options(run, "memory", recompute=()),
         gains=True,
     ),
     Option(
         'recompute="gemm_last" alone',
         "memory.md#recompute",
-        lambda run: _change(run, "memory", recompute="gemm_last") if run.memory.parts else run,
+        lambda run: (
+            _replace_options(run, "memory", recompute="gemm_last") if run.memory.parts else run
+        ),
         gains=True,
     ),
     Option(

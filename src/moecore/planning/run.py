@@ -317,7 +317,7 @@ def list_rank_stages(run: TrainingRun) -> list[list[Stage]]:
     return [[stage for stage, stage_rank in pairs if stage_rank == rank] for rank in ranks]
 
 
-def count_stored_bytes(run: TrainingRun) -> int:
+def count_max_parameter_bytes(run: TrainingRun) -> int:
     """Return the largest number of bytes of parameters that a pipeline rank stores."""
     return max(size.parameters for size in list_rank_bytes(run))
 

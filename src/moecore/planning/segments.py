@@ -26,8 +26,8 @@ from moecore.planning.record import Pass, PlacedLaunch, QueuedLaunch, Start
 from moecore.planning.run import (
     OptimizerOptions,
     TrainingRun,
+    count_max_parameter_bytes,
     count_state_bytes,
-    count_stored_bytes,
 )
 
 MIDDLE = 3  # micro-batches of a dry run: the first, one between, the last
@@ -149,7 +149,7 @@ class Segments:
         return self.passes.get((micro_batch, pass_, part), ())
 
     def list_parts(self, stage: Stage, pass_: Pass) -> list[str]:
-        """Return the names of the recorded parts that stand for a stage's parts, in pass order."""
+        """Return the names of the recorded parts that the parts of a stage use, in pass order."""
         parts = ["embedding"] * stage.embedding
         parts += [f"layer {self.sampled_layers[pass_][layer]}" for layer in stage.layers]
         parts += ["predictions"] * bool(stage.mtp) + ["head"] * stage.loss
@@ -269,7 +269,10 @@ class SmallRun(NamedTuple):
 def make_segments(run: TrainingRun) -> Segments:
     """Return the segments of a dry run of few layers; the optimizer's bytes are of all layers."""
     small = SmallRun.of(run)
-    segments, share = small.segments, count_stored_bytes(run) / count_stored_bytes(small.run)
+    segments, share = (
+        small.segments,
+        count_max_parameter_bytes(run) / count_max_parameter_bytes(small.run),
+    )
     # As `dry_run._count_optimizer_bytes`.
     traffic, small_traffic = (
         3 * run.dtype.itemsize + 2 * count_state_bytes(r.optimizer) for r in (run, small.run)

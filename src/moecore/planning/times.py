@@ -31,8 +31,8 @@ from moecore.planning.gpus import Gpu, refuse_untimed
 from moecore.planning.record import PASSES, SLICES, Pass, PlacedLaunch, Work, place_launches
 from moecore.planning.run import (
     TrainingRun,
+    count_max_parameter_bytes,
     count_state_bytes,
-    count_stored_bytes,
     list_rank_stages,
     list_stages,
 )
@@ -296,7 +296,7 @@ def _time_state_waits(run: TrainingRun, segments: Segments, table: CostTable, me
     # The copy to the host overlaps with the blocks of the first forward. The copy back overlaps
     # with the blocks of the last backward, except the first of them. In a pipeline these are the
     # blocks of the first rank.
-    numel = count_stored_bytes(run) // run.dtype.itemsize
+    numel = count_max_parameter_bytes(run) // run.dtype.itemsize
     num_bytes = int(run.optimizer.offload_fraction * numel * count_state_bytes(run.optimizer))
     copy = table.seconds(Work("copy to host", "copy", 0, num_bytes, (), "uint8"))
     blocks = [replace(stage, embedding=False, loss=False) for stage in list_rank_stages(run)[0]]

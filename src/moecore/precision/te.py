@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import override
 
-from moecore.base import te_names
+from moecore.base import transformer_engine as te
 from moecore.base.options.precision import Recipe
 from moecore.base.params import check_values
 from moecore.base.torch_private import is_plain_eager
@@ -42,7 +42,7 @@ from moecore.precision.linear import (
 def _quantise_operand(
     x_RC: Tensor,
     recipe: Recipe,
-    operand: te_names.Operand,
+    operand: te.Operand,
     past_amax: Tensor | None,
     seen: Tensor | None = None,
     *,
@@ -53,15 +53,15 @@ def _quantise_operand(
     The matmul sums over columns, or over rows with `over_rows`. `seen`, fp32 [1], is raised in
     place to the matrix's amax. Operands other than "weight" are padded by rows of zeros.
     """
-    x_RC = te_names.replace_infinities(x_RC.detach().contiguous())
+    x_RC = te.replace_infinities(x_RC.detach().contiguous())
     if operand != "weight":  # rows of zeros change no scale
         x_RC = pad(x_RC, (0, 0, 0, -x_RC.shape[0] % recipe.row_multiple))
     if past_amax is None and seen is None:
-        return te_names.quantise(x_RC, recipe, operand, over_rows=over_rows)
+        return te.quantise(x_RC, recipe, operand, over_rows=over_rows)
     fmt = recipe.grad_format if operand == "gradient" else "e4m3"
     scale_amax = compute_amax(x_RC, past_amax).amax().reshape(1)
     _, scale = compute_block_scale_ref(scale_amax, recipe.power_of_two, LARGEST[fmt])
-    return te_names.quantise(x_RC, recipe, operand, over_rows=over_rows, scale=scale, seen=seen)
+    return te.quantise(x_RC, recipe, operand, over_rows=over_rows, scale=scale, seen=seen)
 
 
 class TELinearProducts(QuantisedProducts):
@@ -72,7 +72,7 @@ class TELinearProducts(QuantisedProducts):
         """Return a `LinearCall` with the amax tensors; ValueError if the device cannot run it."""
         recipe, history = self.recipe, self.history
         check_values(weight_NK)
-        problem = te_names.find_recipe_problem(recipe, x.device)
+        problem = te.find_recipe_problem(recipe, x.device)
         if problem is not None:
             raise ValueError(problem)
         if history is not None and not is_plain_eager():
@@ -104,7 +104,7 @@ class TELinearProducts(QuantisedProducts):
         x = _quantise_operand(x_TK, call.recipe, "activation", call.x_amax, call.x_seen)
         amax, seen = call.weight_amax, call.weight_seen
         weight = _quantise_operand(weight_NK, call.recipe, "weight", amax, seen)
-        return te_names.multiply(weight, x, "TN", call.dtype)
+        return te.multiply(weight, x, "TN", call.dtype)
 
     @override
     @staticmethod
@@ -117,7 +117,7 @@ class TELinearProducts(QuantisedProducts):
         recipe, amax = call.recipe, call.weight_amax
         dy = _quantise_operand(dy_TN, recipe, "gradient", call.dy_amax, call.dy_seen)
         weight = _quantise_operand(weight_NK, recipe, "weight", amax, over_rows=True)
-        return te_names.multiply(weight, dy, "NN", call.dtype), dy_TN
+        return te.multiply(weight, dy, "NN", call.dtype), dy_TN
 
     @override
     @staticmethod
@@ -130,7 +130,7 @@ class TELinearProducts(QuantisedProducts):
             amax, seen = call.dy_amax, call.dy_seen
             of_dy = _quantise_operand(dy_TN, recipe, "gradient", amax, seen, over_rows=True)
             of_x = _quantise_operand(x_TK, recipe, "activation", call.x_amax, over_rows=True)
-            grad = te_names.multiply(of_x, of_dy, "NT", call.dtype)
+            grad = te.multiply(of_x, of_dy, "NT", call.dtype)
         return store_grad(grad, target.out, target.adds, target.dtype, target.scale)
 
 

@@ -121,10 +121,13 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         ]
         return self.owner.compute_losses(inputs).sum()
 
-    def compute_metrics(self, counts: list[int], seconds: float) -> Metrics:
-        """Return "answer_tokens", "padding_share" and, if FLOPs and peak are known, "mfu"."""
-        shares = compute_usage(counts, seconds, self.decoder, self.peak_tflops)
-        return {"answer_tokens": counts[0], **shares}
+    def compute_metrics(self, token_counts: list[int], seconds: float) -> Metrics:
+        """Return "answer_tokens", "padding_share" and, if FLOPs and peak are known, "mfu".
+
+        `token_counts` is `StepBatch.count_labels_and_tokens` over all data ranks of the step.
+        """
+        shares = compute_usage(token_counts, seconds, self.decoder, self.peak_tflops)
+        return {"answer_tokens": token_counts[0], **shares}
 
     def finish(self) -> None:
         """Export the trained model to RUN_DIR/export. Collective."""

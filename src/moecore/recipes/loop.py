@@ -41,13 +41,7 @@ from moecore.recipes.errors import (
     print_run_error,
     silence_background_errors,
 )
-from moecore.recipes.host import (
-    bind_to_gpu,
-    check_profile,
-    collect_garbage,
-    disable_garbage_collection,
-    trace_steps,
-)
+from moecore.recipes.host import bind_to_gpu, collect_garbage, disable_garbage_collection
 from moecore.recipes.job import TrainingJob
 from moecore.recipes.launch import (
     check_environment,
@@ -58,6 +52,7 @@ from moecore.recipes.launch import (
 )
 from moecore.recipes.metrics import LaunchedStep, Moment, measure_peak_memory
 from moecore.recipes.options import DEGREES, RunConfig
+from moecore.recipes.profiling import check_profile, trace_steps
 from moecore.recipes.report import RunReport, make_run_dir
 from moecore.recipes.resume import (
     describe_continuation,

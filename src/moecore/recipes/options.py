@@ -286,7 +286,7 @@ class ShardedConfig(RunConfig):
             )
 
     def _check_dynamic_cp(self, max_tokens: int, parallel: ParallelConfig) -> None:
-        """Raise ValueError for degrees or a --seq-len that --dynamic-cp `max_tokens` excludes."""
+        """Raise ValueError if degrees or --seq-len do not fit --dynamic-cp `max_tokens`."""
         name, p = f"--dynamic-cp ({max_tokens})", parallel
         if p.cp > 1:
             raise ValueError(

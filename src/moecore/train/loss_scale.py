@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from moecore.base.fields import Bound, CheckedRecord, Count, Rules
 from moecore.parallel.model.parallel_state import get_request
-from moecore.precision.apply import has_amax_history
+from moecore.precision.amax import has_amax_history
 
 SMALLEST = 1.0  # a smaller scale would be for gradients that overflow without one
 LARGEST = 2.0**32  # this scale lets fp16 hold gradients down to 2^-56

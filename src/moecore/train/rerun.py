@@ -24,7 +24,7 @@ from moecore.moe.pairs import get_rng_states, set_rng_states
 from moecore.moe.records import ChoiceTape
 from moecore.moe.shortage import BufferOwner, Capacity, Watch, compute_next_factor
 from moecore.parallel.model.parallel_state import list_engines, list_parallel_states
-from moecore.precision.apply import drop_amax
+from moecore.precision.amax import drop_amax
 
 logger = logging.getLogger("moecore.train.rerun")
 T = TypeVar("T")

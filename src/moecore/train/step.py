@@ -35,7 +35,7 @@ from moecore.parallel.model.parallel_state import (
 from moecore.parallel.pipeline.orders import PAIRING
 from moecore.parallel.pipeline.run import forward_pipeline, run_pipeline
 from moecore.parallel.pipeline.stages import get_loss
-from moecore.precision.apply import advance_amax, has_amax_history
+from moecore.precision.amax import advance_amax, has_amax_history
 from moecore.train.loss_scale import DynamicLossScale, LossScale
 from moecore.train.rerun import Reruns, drop_step
 from moecore.train.spikes import SpikeLimit, SpikeOptions

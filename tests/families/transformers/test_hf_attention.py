@@ -317,7 +317,9 @@ def test_images_are_refused_with_documents_and_are_stock_without(family: str) ->
     for a, b in grads.values():
         torch.testing.assert_close(a, b, atol=1e-4 * float(b.abs().max()), rtol=0)
     cuts = torch.tensor([0, 9, 18])
-    with pytest.raises(ValueError, match=r"image_grid_thw must be None for .* its towers need"):
+    with pytest.raises(
+        ValueError, match=r"image_grid_thw must be None for .* which do not run its towers"
+    ):
         model(**given, cu_seqlens=cuts)
     grids = torch.arange(9).expand(3, 2, 9)
     with pytest.raises(ValueError, match=r"position_ids \(3, 2, 9\) must be \[B, T\] with packed"):

@@ -28,7 +28,7 @@ from moecore.io import load, read_manifest, save
 from moecore.io.checkpoint.snapshot import collect_rank_state, load_rank_state
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.amax_history import GRADIENTS
-from moecore.precision.apply import list_amax_histories
+from moecore.precision.amax import list_amax_histories
 from moecore.train import AdamW
 from tests.helpers.ranks import run_ranks
 

@@ -210,7 +210,9 @@ def select_cp_ranks(
         return ranks
     if cp not in groups:
         fix = "parallelize with ContextOptions(dynamic=True), and plan for its data ranks"
-        raise ValueError(f"cp ({cp}) must be one of {[size, *groups]}, which have groups: {fix}")
+        raise ValueError(
+            f"cp ({cp}) must be one of {[size, *groups]}, which have groups of ranks: {fix}"
+        )
     return groups[cp]
 
 

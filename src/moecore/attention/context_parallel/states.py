@@ -133,8 +133,9 @@ def run_rule_over_ranks(rule: DeltaRule, pieces: LocalPieces) -> Tensor:
 def _apply_initial_states(r_tHk: Tensor, states_PHkv: Tensor, borders: Tensor) -> Tensor:
     """Return [t, H, v], the matrix-vector product S^T r of each token and head.
 
-    r is the output for the extra columns, and S the state before the token's piece. `borders` is
-    `LocalPieces.borders`.
+    S is the state before the token's piece, and r the scan's output for the extra columns (see
+    above), so the result is the part of the output that S causes. `borders` is that of
+    `LocalPieces`.
     """
     (t, H, k), num, v = r_tHk.shape, len(states_PHkv), states_PHkv.shape[-1]
     multiple = 16 // r_tHk.element_size()  # strides of grouped_mm are multiples of 16 bytes

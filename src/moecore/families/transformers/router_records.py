@@ -238,7 +238,10 @@ def read_routing(block: Any, record: RouterRecord) -> dict[str, Any] | None:
 
 
 def get_layer_class(block: Any, record: RouterRecord) -> type[MoELayer]:
-    """Return the class of a block's layer: the record's, or one that averages outputs (Cohere)."""
+    """Return the MoELayer class for a block: its record's class, or for Cohere `MeanOutputLayer`.
+
+    `MeanOutputLayer` averages the outputs of routed and shared experts.
+    """
     is_mean = getattr(block, "shared_expert_combination_strategy", "") == "average"
     return MeanOutputLayer if is_mean and hasattr(block, "shared_experts") else record.layer_class
 

@@ -290,6 +290,7 @@ def _all_reduce_output(tp: TensorParallel, _linear: nn.Module, _args: Any, y: Te
 
 
 def _gather_input(tp: TensorParallel, _norm: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Forward pre-hook of a norm: all-gather the last dim of its first argument over tp."""
     x, *rest = args
     return tp.gather_last_dim(x), *rest
 

@@ -13,7 +13,7 @@ from moecore.integrations.torchtitan.layer import TitanLayer
 from moecore.moe.amax_history import GRADIENTS
 from moecore.moe.metrics import MoEMetrics
 from moecore.parallel.model.parallel_state import get_capacity, get_moe_state, get_request
-from moecore.precision.apply import advance_amax, has_amax_history, list_amax_histories
+from moecore.precision.amax import advance_amax, has_amax_history, list_amax_histories
 from moecore.train.step import TrainStep
 
 METRICS = "moe_metrics"  # attribute of the optimizers: metrics of the last step

@@ -30,7 +30,7 @@ from moecore.io.checkpoint.ranks import get_rank_and_world
 from moecore.moe.amax_history import GRADIENTS, AmaxHistory
 from moecore.moe.experts import Experts
 from moecore.parallel.model.parallel_state import list_parallel_states
-from moecore.precision.apply import list_amax_histories
+from moecore.precision.amax import list_amax_histories
 from moecore.precision.stored import refuse_fp8_storage
 
 STAGE_KINDS = ("model", "optimizer", "amax")  # kinds of tensors that differ by pipeline stage

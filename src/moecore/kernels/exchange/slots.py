@@ -84,11 +84,10 @@ def _load_slot(
     D: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Return the rows of y, fp32, at each source row's n-th used slot; zeros without a slot."""
+    """Return the rows of y at each source row's n-th used slot; zeros without a slot."""
     slot = tl.load(entries + n * WIDTH, mask=n < depth, other=-1).to(tl.int64)
     mask = (slot >= 0)[:, None] & (columns < D)[None, :]
-    y = tl.load(y_ptr + slot[:, None] * D + columns[None, :], mask=mask, other=0.0)
-    return y.to(tl.float32)
+    return tl.load(y_ptr + slot[:, None] * D + columns[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -125,7 +124,10 @@ def push_sums(
                 y1 = _load_slot(y_ptr, entries, n + 1, depth, columns, D, WIDTH)
                 y2 = _load_slot(y_ptr, entries, n + 2, depth, columns, D, WIDTH)
                 y3 = _load_slot(y_ptr, entries, n + 3, depth, columns, D, WIDTH)
-                total = total + y0 + y1 + y2 + y3
+                total = total + y0.to(tl.float32)
+                total = total + y1.to(tl.float32)
+                total = total + y2.to(tl.float32)
+                total = total + y3.to(tl.float32)
             mask = send[:, None] & (columns < D)[None, :]
             tl.store(to[:, None] + columns[None, :], total.to(element), mask=mask)
 

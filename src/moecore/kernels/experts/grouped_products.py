@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-from moecore.base.te_names import replace_infinities
+from moecore.base.transformer_engine import replace_infinities
 from moecore.kernels.experts.base_products import Products
 from moecore.kernels.experts.contract import (
     MATRICES,

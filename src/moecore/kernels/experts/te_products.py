@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.base import te_names
+from moecore.base import transformer_engine as te
 from moecore.base.options.precision import Recipe
 from moecore.kernels.experts.contract import (
     LEAVE_OUT,
@@ -61,11 +61,11 @@ class TEMatmuls(Matmuls):
         out_RN = rows_RK.new_empty(rows_RK.shape[0], w_eNK.shape[2 if is_backward else 1])
         num_rows = sum(self.splits)
         if num_rows:
-            role_of_rows: te_names.Operand = "gradient" if is_backward else "activation"
+            role_of_rows: te.Operand = "gradient" if is_backward else "activation"
             rows = self._make_operands(rows_RK, role_of_rows, over_rows=False)
-            layout: te_names.Layout = "NN" if is_backward else "TN"
+            layout: te.Layout = "NN" if is_backward else "TN"
             matrices = self._matrices[operand]
-            te_names.multiply_experts(matrices, rows, layout, [out_RN[:num_rows]], self.splits)
+            te.multiply_experts(matrices, rows, layout, [out_RN[:num_rows]], self.splits)
         return out_RN
 
     def weight_grad(self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget) -> Tensor:
@@ -77,7 +77,7 @@ class TEMatmuls(Matmuls):
         if sum(self.splits):
             dy = self._make_operands(dy_RN, "gradient", over_rows=True)
             x = self._make_operands(x_RK, "activation", over_rows=True)
-            te_names.multiply_experts(x, dy, "NT", list(grad.unbind()), self.splits, adds=adds)
+            te.multiply_experts(x, dy, "NT", list(grad.unbind()), self.splits, adds=adds)
         elif not adds:
             grad.zero_()
         if is_direct:
@@ -88,7 +88,7 @@ class TEMatmuls(Matmuls):
         del self.w1_eCD, self.w2_eDF
         self._matrices.clear()
 
-    def _make_operands(self, x: Tensor, operand: te_names.Operand, *, over_rows: bool) -> Any:
+    def _make_operands(self, x: Tensor, operand: te.Operand, *, over_rows: bool) -> Any:
         """Split x, expert rows or matrices ("weight"), by expert, and quantise it by the recipe.
 
         `over_rows` = the product sums over rows of x, not over columns.
@@ -97,7 +97,7 @@ class TEMatmuls(Matmuls):
         x_RK = x.reshape(-1, x.shape[-1])[: sum(splits)]
         if self.recipe is None:
             return x_RK.split(splits)
-        return te_names.quantise_experts(x_RK, splits, self.recipe, operand, over_rows=over_rows)
+        return te.quantise_experts(x_RK, splits, self.recipe, operand, over_rows=over_rows)
 
 
 def find_te_problem(spec: ExpertSpec) -> str | None:
@@ -118,7 +118,7 @@ def find_te_problem(spec: ExpertSpec) -> str | None:
         dtypes = (torch.bfloat16,) if recipe is not None else (torch.bfloat16, torch.float16)
         if (problem := spec.find_dtype_problem(dtypes, "expert_backend ('te')")) is not None:
             return problem
-    return spec.find_grouped_problem() or te_names.find_recipe_problem(recipe, spec.device)
+    return spec.find_grouped_problem() or te.find_recipe_problem(recipe, spec.device)
 
 
 def read_splits(index: ExpertIndex, recipe: Recipe | None) -> list[int]:

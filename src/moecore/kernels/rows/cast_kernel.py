@@ -49,7 +49,10 @@ def amax_parts_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write the largest magnitude of every PARTS-th tile of one matrix, or *past_ptr if not 0."""
+    """Program i writes the largest magnitude in tiles i, i + PARTS, .. of a matrix, or *past_ptr.
+
+    *past_ptr is the amax of earlier steps (delayed scaling); 0 = none.
+    """
     part, matrix = tl.program_id(0), tl.program_id(1)
     num_rows = T
     if ends_ptr is not None:

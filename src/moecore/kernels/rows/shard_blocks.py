@@ -278,10 +278,11 @@ def transpose_values(values_eNK: Tensor, multiple: int = 1) -> Tensor:
 
 
 def transpose_operand(weight: Blocks, columns: int) -> Blocks:
-    """Return a dense operand [N, K] as the operand [K, N] that is summed over N. No autograd.
+    """Transpose the FP8 operand [N, K] of a dense linear: return [K, N], to be summed over N.
 
-    Its kind is "tensor", or "block" with K padded to a multiple of 128. `columns` is K without
-    padding; N and `columns` are multiples of 16.
+    Both have one scale per tensor, or per block of 128 x 128 with the input's K padded to a
+    multiple of 128. `columns` is K without padding; N and `columns` are multiples of 16. No
+    autograd.
     """
     if weight.kind == "tensor":
         return Blocks(transpose_values(weight.values[None])[0], weight.scales, "tensor")

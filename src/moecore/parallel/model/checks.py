@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from moecore.base import te_names
+from moecore.base import transformer_engine as te
 from moecore.base.fields import check_value, quote
 from moecore.base.options.dispatch import DispatchOptions
 from moecore.base.options.fsdp import FSDPOptions
@@ -120,7 +120,7 @@ def _check_arguments(request: Request) -> None:
         check_value(f"MoEConfig.{name}", value, annotations[name])
     recipes = [] if request.precision is None else request.precision.recipes
     for recipe in (recipe for recipe in recipes if recipe.backend == "te"):
-        problem = te_names.find_recipe_problem(recipe, request.meshes.device)
+        problem = te.find_recipe_problem(recipe, request.meshes.device)
         if problem is not None:
             raise ValueError(problem)
         if request.dense.compile and recipe.amax_history:

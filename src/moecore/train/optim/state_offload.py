@@ -160,16 +160,19 @@ class StateOffload:
         tensors = (x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad)
         first = next(tensors, None)
         if first is not None:
-            first.register_hook(lambda _: self._before_backward_of(number))
+            first.register_hook(lambda _: self._start_copies_back(number))
 
-    def _before_backward_of(self, number: int) -> None:
-        """In the last micro-batch, start to copy back one more part before block `number`."""
+    def _start_copies_back(self, block: int) -> None:
+        """Start to copy one more part to the GPU, before the backward of block number `block`.
+
+        Only in the last micro-batch of a step.
+        """
         progress = next((p for p in (r.progress() for r in self._engines) if p is not None), None)
         if self._stream.is_capturing() or (progress is not None and not progress.is_last):
             return
-        num_parts = len(self._blocks) - 1 - number
+        num_parts = len(self._blocks) - 1 - block
         with suppress(torch.OutOfMemoryError):  # `step` then fetches the part
-            for part in self._parts if number == 0 else self._parts[:num_parts]:
+            for part in self._parts if block == 0 else self._parts[:num_parts]:
                 self._fetch(part)
 
     @torch.no_grad()

@@ -1,8 +1,9 @@
 """The only file that uses names of Transformer Engine, which is imported on first use.
 
 Transformer Engine's functions for products are undocumented and change between releases.
-`tests/base/test_te_names.py` tests each signature if Transformer Engine is installed. moecore uses
-its quantizers and matrix products, but not its modules, autograd functions and global state.
+`tests/base/test_transformer_engine.py` tests each signature if Transformer Engine is installed.
+moecore uses its quantizers and matrix products, but not its modules, autograd functions and global
+state.
 
 Letters: R rows, e experts, M and N rows of the operands of a product, K the dim that is summed.
 """

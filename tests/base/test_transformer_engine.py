@@ -1,7 +1,8 @@
-"""Names of Transformer Engine: `base/te_names.py` alone has them, and refuses what is not there."""
+"""Only `base/transformer_engine.py` has Transformer Engine's names; it refuses absent names."""
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import moecore
-from moecore.base import te_names
+from moecore.base import transformer_engine as te
 from moecore.base.options.precision import Recipe
 from tests.helpers.te_definition import te_defined
 
@@ -18,23 +19,24 @@ CPU = torch.device("cpu")
 
 def test_one_file_names_it() -> None:
     src = Path(moecore.__file__).parent
-    found = {p.name for p in src.rglob("*.py") if "transformer_engine" in p.read_text()}
-    assert found == {"te_names.py"}
+    package = re.compile(r"(?<!base\.)transformer_engine[._](?!import)")
+    found = {p.name for p in src.rglob("*.py") if package.search(p.read_text())}
+    assert found == {"transformer_engine.py"}
 
 
 def test_where_it_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
-    te_names.load_names.cache_clear()
-    problem = te_names.find_recipe_problem(None, None)
+    te.load_names.cache_clear()
+    problem = te.find_recipe_problem(None, None)
     assert problem is not None and "\n" not in problem
     assert problem.startswith("Transformer Engine must be installed for 'te' (")
     assert problem.endswith("pip install --no-build-isolation '.[te]' in a clone of moecore")
-    assert te_names.find_recipe_problem(Recipe(backend="te"), torch.device("meta")) is None
+    assert te.find_recipe_problem(Recipe(backend="te"), torch.device("meta")) is None
 
 
 def test_an_older_version() -> None:
     with te_defined(version="2.9.0+cu12"):
-        problem = te_names.find_recipe_problem(None, CPU)
+        problem = te.find_recipe_problem(None, CPU)
     assert problem is not None
     assert problem.startswith("Transformer Engine (2.9.0+cu12) must be >= 2.12: pip install")
 
@@ -47,9 +49,9 @@ def test_what_a_gpu_lacks() -> None:
 
     mxfp8 = Recipe(backend="te", scaling="mxfp8")
     with te_defined(pytorch=Hopper):
-        problem = te_names.find_recipe_problem(mxfp8, CPU)
-        assert te_names.find_recipe_problem(None, CPU) is None
-        wrong_device = te_names.find_recipe_problem(mxfp8, torch.device("cuda"))
+        problem = te.find_recipe_problem(mxfp8, CPU)
+        assert te.find_recipe_problem(None, CPU) is None
+        wrong_device = te.find_recipe_problem(mxfp8, torch.device("cuda"))
     assert problem == (
         "device (cpu) must have what Transformer Engine's 'mxfp8' needs (Device compute capability "
         "10.0 or higher required): use another recipe, or backend='moecore'"

@@ -1,0 +1,115 @@
+"""A plan as an HTML page: memory of ranks, parts of the step, and pipeline stages as bars.
+
+The page has no script and loads no files. Bars are SVG.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from moecore.base.fields import NumBytes, check_arguments
+from moecore.base.text import format_bytes
+from moecore.parallel.pipeline.orders import list_actions
+from moecore.parallel.pipeline.timeline import COLOURS, NAMES, Timeline
+from moecore.planning.memory import MemoryPlan
+from moecore.planning.times import TimePlan
+
+WIDTH, ROW, LABEL = 1000, 22, 90  # pixels: width of bars, height of a row, width of its label
+PALETTE = ("#4477aa", "#ee8866", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#999999", "#44bb99")
+STYLE = "body{font:14px sans-serif;margin:2em}i{display:inline-block;width:1em;height:1em}"
+Part = tuple[float, float, str, str]  # start, length, colour, title
+
+
+def format_page(plan: MemoryPlan, time: TimePlan | str, title: str, memory: NumBytes) -> str:
+    """Return the HTML of a plan's memory and time, with a line at `memory` bytes.
+
+    `time` is the time plan of the run, or the reason why its time is not modelled.
+    """
+    check_arguments(format_page, locals())
+    kinds = list(dict.fromkeys(kind for rank in plan.ranks for kind in rank.device))
+    colours = _assign_colours(kinds)
+    parts = [_stack_parts(rank.device, colours, format_bytes) for rank in plan.ranks]
+    rows = [(f"pp rank {r.pp_rank}", bars) for r, bars in zip(plan.ranks, parts, strict=True)]
+    line = time if isinstance(time, str) else time.line
+    body = [
+        f"<h1>{escape(title)}</h1><p>{escape(line)}</p>",
+        f"<h2>Memory of a GPU, of {format_bytes(memory)}</h2>",
+        _draw_bars(rows, max(memory, *(rank.num_bytes for rank in plan.ranks)), line=memory),
+        _draw_legend(colours),
+        *([] if isinstance(time, str) else _draw_step(time, len(plan.ranks))),
+    ]
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
+    return f"<!doctype html><html><head>{head}</head><body>{''.join(body)}</body></html>\n"
+
+
+def _draw_step(time: TimePlan, num_ranks: int) -> list[str]:
+    """Return the HTML of a step's parts, and of the timeline of `num_ranks` pipeline ranks."""
+    parts: dict[str, float] = {part: s for part, s in time.parts.items() if s}
+    colours = _assign_colours(parts)
+    step = [("step", _stack_parts(parts, colours, lambda s: f"{s * 1e3:.1f} ms"))]
+    html = ["<h2>A step of the rank that works longest</h2>"]
+    html += [_draw_bars(step, sum(parts.values())), _draw_legend(colours)]
+    if time.timeline is not None:
+        rows = [(f"pp rank {i}", _list_action_parts(time.timeline, i)) for i in range(num_ranks)]
+        named = {NAMES[kind]: colour for kind, colour in COLOURS.items()}
+        html += ["<h2>Stages</h2>", _draw_bars(rows, time.timeline.makespan), _draw_legend(named)]
+    return html
+
+
+def _assign_colours(names: Iterable[str]) -> dict[str, str]:
+    """Return a colour of the palette for each name."""
+    return {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
+
+
+def _stack_parts(
+    sizes: Mapping[str, Any], colours: Mapping[str, str], text_of: Callable[[Any], str]
+) -> list[Part]:
+    """Return (start, size, colour, title) of sizes above 0 in a row; `text_of` formats a size."""
+    parts, start = list[Part](), 0.0
+    for name, size in ((name, size) for name, size in sizes.items() if size > 0):
+        parts.append((start, size, colours[name], f"{name}: {text_of(size)}"))
+        start += size
+    return parts
+
+
+def _list_action_parts(timeline: Timeline, rank: int) -> list[Part]:
+    """Return (start, length, colour, title) of a rank's actions; two at once have half the time."""
+    parts = list[Part]()
+    for start, end, item in timeline.spans[rank]:
+        actions = list_actions(item)
+        length = (end - start) / len(actions)
+        for i, (kind, stage, number) in enumerate(actions):
+            title = (
+                f"{NAMES[kind]}, stage {stage}, micro-batch {number}: {(end - start) * 1e3:.1f} ms"
+            )
+            parts.append((start + i * length, length, COLOURS[kind], title))
+    return parts
+
+
+def _draw_bars(
+    rows: Sequence[tuple[str, list[Part]]], longest: float, line: float | None = None
+) -> str:
+    """Return an SVG with a labelled bar per row; `longest` has full width, `line` is dashed."""
+    height = ROW * len(rows)
+    svg = [f'<svg width="{LABEL + WIDTH}" height="{height}" role="img">']
+    for i, (label, parts) in enumerate(rows):
+        y = i * ROW
+        svg.append(f'<text x="0" y="{y + ROW - 7}">{escape(label)}</text>')
+        for start, length, colour, title in parts:
+            x, width = LABEL + start / longest * WIDTH, length / longest * WIDTH
+            svg.append(
+                f'<rect x="{x:.2f}" y="{y + 1}" width="{width:.2f}" height="{ROW - 2}" '
+                f'fill="{colour}"><title>{escape(title)}</title></rect>'
+            )
+    if line is not None:
+        x = LABEL + line / longest * WIDTH
+        svg.append(f'<path d="M{x:.2f} 0V{height}" stroke="black" stroke-dasharray="4"/>')
+    return "".join((*svg, "</svg>"))
+
+
+def _draw_legend(colours: Mapping[str, str]) -> str:
+    """Return the HTML of a legend: a coloured square before each name."""
+    marks = (f'<i style="background:{c}"></i> {escape(name)}' for name, c in colours.items())
+    return f"<p>{' &nbsp; '.join(marks)}</p>"
