@@ -402,10 +402,8 @@ class DecoderConfig(CheckedRecord):
         if self.num_dense_layers and not self.mlp_hidden_dim:
             yield (
                 "mlp_hidden_dim",
-                (
-                    f"be >= 1 with {self.num_dense_layers} dense layers (dense_layers, or all with moe "
-                    "None): set it"
-                ),
+                f"be >= 1 with {self.num_dense_layers} dense layers (dense_layers, or all with moe "
+                "None): set it",
             )
         if not self.num_dense_layers and self.mlp_hidden_dim:
             yield "mlp_hidden_dim", "be 0 with dense_layers (()), where no layer reads it: drop it"
