@@ -44,7 +44,10 @@ Rule = tuple[str, Any, bool, str]  # field, value, whether it is an error, requi
 
 @dataclass(frozen=True, kw_only=True)
 class Version:
-    """The functions and classes that differ between torchtitan versions; a job is its config."""
+    """The functions and classes that differ between torchtitan versions.
+
+    `Any` in the signatures below is a job, which is torchtitan's config.
+    """
 
     rules: Callable[[Any, ParallelDims, bool], list[Rule]]  # bool: forward returns a loss
     block: type  # torchtitan's class of MoE blocks
@@ -91,7 +94,10 @@ def parallelize_own_loss_model(
 
 
 def check_job(job: Any, parallel_dims: ParallelDims, version: Version, *, own_loss: bool) -> None:
-    """Raise NotImplementedError for options that a job must not set; `own_loss`: see `Version`."""
+    """Raise NotImplementedError for options that a job must not set.
+
+    `own_loss`: whether the model's forward returns its loss.
+    """
     tp, rules = parallel_dims.tp, version.rules(job, parallel_dims, own_loss)
     rules += _list_titan_rules(job, parallel_dims)
     rules += _list_common_rules(job, parallel_dims, own_loss)
@@ -110,7 +116,10 @@ def check_job(job: Any, parallel_dims: ParallelDims, version: Version, *, own_lo
 
 
 def _list_titan_rules(job: Any, d: ParallelDims) -> list[Rule]:
-    """Return the rules for torchtitan's options that moecore replaces."""
+    """Return (field, value, is an error, requirement) per torchtitan option that moecore replaces.
+
+    `d` has the parallel degrees.
+    """
     training, seq_len = job.training, job.training.seq_len
     offload, length = training.enable_cpu_offload, f"a multiple of tensor parallelism ({d.tp})"
     rules = [
@@ -138,7 +147,10 @@ def _list_titan_rules(job: Any, d: ParallelDims) -> list[Rule]:
 
 
 def _list_common_rules(job: Any, d: ParallelDims, own_loss: bool) -> list[Rule]:
-    """Return the rules for options that conflict or have no effect."""
+    """Return (field, value, is an error, requirement) per option that conflicts or has no effect.
+
+    `d` has the parallel degrees. `own_loss`: whether the model's forward returns its loss.
+    """
     options, ac, degrees = get_moecore_options(job), job.activation_checkpoint, job.parallelism
     reshard, backend = degrees.fsdp_reshard_after_forward, job.compile.backend
     recomputes = _is_compiled_by_moecore(options, d.pp)
@@ -178,7 +190,10 @@ def check_model(field: str, model_class: type, known_classes: Iterable[type]) ->
 
 
 def check_replaced(field: str, value: Any, known_values: Container[Any]) -> None:
-    """Raise NotImplementedError if a job's field that moecore replaces has an unknown value."""
+    """Raise NotImplementedError unless the job's `field` has one of torchtitan's `known_values`.
+
+    moecore replaces the value of the field, so a custom value would be lost.
+    """
     if value not in known_values:
         raise NotImplementedError(
             f"{field} ({value!r:.80}) must be torchtitan's own, because moecore's takes its place: "
@@ -243,7 +258,10 @@ def _restore_full_rows(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> tuple[A
 
 
 def _watch_training_forwards(holders: Sequence[BufferOwner | None], *_: Any) -> None:
-    """Forward pre-hook that applies capacities of dispatch buffers only with gradients."""
+    """Forward pre-hook: set `watch` of each dispatch buffer's owner in `holders` (None is skipped).
+
+    The value is "skips" if gradients are enabled, otherwise None, which switches capacities off.
+    """
     for holder in holders:
         if holder is not None:
             holder.watch = "skips" if torch.is_grad_enabled() else None
@@ -256,7 +274,7 @@ def _unwrap_checkpoint(block: nn.Module) -> nn.Module:
 
 
 def exclude_router(names: list[str]) -> list[str]:
-    """Remove the router's gate from the module names that selective checkpointing recomputes."""
+    """Return `names`, the modules that checkpointing recomputes, without the router's gate."""
     return [name for name in names if name != "moe.router.gate"]
 
 

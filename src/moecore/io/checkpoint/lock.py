@@ -146,7 +146,8 @@ def _write_draft(draft: Path, text: str) -> float:
 def _remove_dead_lock(root: Path, current_time: float) -> None:
     """Delete the lock and the leftovers of a dead owner; OSError if the owner is alive.
 
-    `current_time` (s) is the file system's clock, to which a heartbeat on another host is compared.
+    `current_time` (s) is the file system's current time. A heartbeat of another host that is older
+    than `STALE_SECONDS` means a dead owner.
     """
     owner, text, touched = _read_owner(root)
     if not text:
@@ -174,7 +175,7 @@ def _is_owner_dead(owner: dict[str, Any], idle_seconds: float) -> bool:
 
 
 def find_dead_drafts(root: Path) -> list[Path]:
-    """Return the leftovers of the last job if the job died with the lock, otherwise []."""
+    """Return the leftovers of a job that died with the run's lock, or [] without such a job."""
     owner, text, touched = _read_owner(root)
     return find_leftovers(root) if text and _is_owner_dead(owner, time.time() - touched) else []
 

@@ -182,7 +182,7 @@ class StagePart:
 
 
 def join_stage_parts(part: StagePart, stages: AllStages | None, group: Group = None) -> StagePart:
-    """Return the union of all stages' parts; `part` is this rank's. Collective with stages."""
+    """Return the union of all stages' `StagePart`s; `part` is this rank's. Collective."""
     return part if stages is None else _merge_parts(_gather_parts(part, stages, group))
 
 

@@ -163,9 +163,10 @@ def make_items(
     """Yield the items (Hugging Face tensors) to write, in model order, without a tied head.
 
     Args:
-        dtypes, recipes: by the name of the model tensor.
+        dtypes: model tensor's name -> dtype.
+        recipes: model tensor's name -> the file tensors that store the tensor.
         copies: name of a file tensor -> name of the file tensor with equal values.
-        dtype: of float tensors; None keeps their dtypes.
+        dtype: dtype of the written float tensors; None keeps the model's dtypes.
         keeps: returns whether the model tensor of this name keeps its dtype.
     """
     items: dict[str, Item] = {}
@@ -229,7 +230,10 @@ def _refuse_wrapper(model: nn.Module) -> NoReturn:
 def finish_config(
     values: Mapping[str, Any], num_mtp: int, model_class: type | None = None
 ) -> dict[str, Any]:
-    """Return config.json's fields with `num_mtp` MTP modules, the class, and no quantisation."""
+    """Return config.json's fields with `num_mtp` MTP modules and the class's name, as JSON values.
+
+    The result has no quantization_config. `model_class` is the transformers class, if known.
+    """
     values = {k: v for k, v in values.items() if k != "quantization_config"}
     for key in MTP_KEYS:
         if key in values:
@@ -279,7 +283,10 @@ def build_checked_meta_model(
 
 
 def check_tied(tensors: Mapping[str, Tensor], copies: Mapping[str, str]) -> None:
-    """Raise ValueError if the config ties head and embedding, and this rank's shards differ."""
+    """Raise ValueError if the config ties head and embedding, and this rank's shards differ.
+
+    `copies` has the head's name only if the config ties it.
+    """
     if HEAD not in copies or not {HEAD, EMBEDDING} <= tensors.keys():
         return
     if tensors[HEAD] is tensors[EMBEDDING]:
@@ -294,7 +301,10 @@ def check_tied(tensors: Mapping[str, Tensor], copies: Mapping[str, str]) -> None
 
 
 def _check_names(model: nn.Module, kind: Any, class_shapes: Shapes, shapes: Shapes) -> None:
-    """Raise ValueError if the model's tensors differ from `class_shapes`, of the class `kind`."""
+    """Raise ValueError if the model's tensor shapes differ from the shapes of the class `kind`.
+
+    `shapes` are the model's, and `class_shapes` the class's, both by name.
+    """
     for name, shape in class_shapes.items():
         if name not in shapes:
             raise ValueError(

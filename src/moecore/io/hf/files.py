@@ -123,7 +123,7 @@ class HFFiles:
 
 
 def _find_begins(path: Path, tensors: Mapping[str, FileTensor]) -> dict[str, int]:
-    """Return the first byte in a file of each tensor; OSError if the header has changed."""
+    """Return the position of each tensor's first byte in a file; OSError for a changed header."""
     with open(open_regular(path, follow=True), "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = file.read(size) if size <= MAX_TABLE else b""
