@@ -66,7 +66,7 @@ class MoECoreEngineConfig(EngineConfig):
 class MoECoreEngine(BaseEngine):
     """Trains a causal language model of transformers on verl's batches, packed without padding.
 
-    Arguments are those of verl's engines. The optimizer is `moecore.train.AdamW`, and
+    Arguments are as in verl's engines. The optimizer is `moecore.train.AdamW`, and
     `override_optimizer_config` has further arguments of AdamW. Every method is collective.
 
     Raises:
@@ -158,7 +158,7 @@ class MoECoreEngine(BaseEngine):
     ) -> Any:
         """Run verl's batch `data` of this rank, with backward unless `forward_only`.
 
-        Returns verl's output dict. Without `loss_function` it has only log-probabilities.
+        Returns verl's output dict, which has only log-probabilities if `loss_function` is None.
         """
         group = self.get_data_parallel_group()
         num_tokens = data["loss_mask"].sum().to(self._meshes.device)

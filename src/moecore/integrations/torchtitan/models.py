@@ -116,7 +116,7 @@ def make_document_inputs(starts_BT: Tensor) -> dict[str, Any]:
 
 
 def divide_loss_by_cp(model: nn.Module, loss: Tensor) -> Tensor:
-    """Divide the value of a loss, not its gradient, by cp, because torchtitan sums over cp."""
+    """Return the loss divided by cp, with the gradient of the loss, as torchtitan sums over cp."""
     request = get_request(model)
     cp = 1 if request is None else request.meshes.parallel.cp
     return loss if cp == 1 else loss + (loss / cp - loss).detach()
@@ -137,7 +137,7 @@ class HFArgs:
         self.hf_weights: str | None = None  # the job's `moecore.hf_weights`
 
     def update_from_config(self, config: Any, **_: Any) -> None:
-        """Read the model's config and the job's options; raise if the model cannot be trained."""
+        """Set `hf_config` and `hf_weights` from a job's config; raise for an unsupported model."""
         source = attrgetter(self.assets)(config) if self.source is None else self.source
         self.hf_config = _read_config(source, self.assets)
         self.hf_weights = get_moecore_options(config).hf_weights

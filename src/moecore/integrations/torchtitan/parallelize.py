@@ -87,7 +87,10 @@ def parallelize_titan_model(
 def parallelize_own_loss_model(
     model: nn.Module, parallel_dims: ParallelDims, job: Any, *, version: Version, **_: Any
 ) -> nn.Module:
-    """Shard a model whose forward returns its loss, as the job says: a parallelize_fn."""
+    """Shard a model whose forward returns its loss: a parallelize_fn.
+
+    `job` is torchtitan's config.
+    """
     check_job(job, parallel_dims, version, own_loss=True)
     version.checkpoint(model, job)
     return compile_and_shard(model, make_meshes(parallel_dims), job)
@@ -180,7 +183,10 @@ def _list_common_rules(job: Any, d: ParallelDims, own_loss: bool) -> list[Rule]:
 
 
 def check_model(field: str, model_class: type, known_classes: Iterable[type]) -> None:
-    """Raise NotImplementedError if a job's model class is not a subclass of a known class."""
+    """Raise NotImplementedError if a job's model class is not a subclass of a known class.
+
+    `field` names the job's option in the error.
+    """
     if not issubclass(model_class, tuple(known_classes)):
         raise NotImplementedError(
             f"{field} ({model_class.__qualname__}) must be one of "
@@ -202,7 +208,10 @@ def check_replaced(field: str, value: Any, known_values: Container[Any]) -> None
 
 
 def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
-    """Compile blocks if the job enables it, shard the model by `parallelize_moe`, and return it."""
+    """Shard the model by `parallelize_moe` and return the model.
+
+    If the job enables torch.compile, blocks are compiled first.
+    """
     options, p = get_moecore_options(job), meshes.parallel
     keeps = job.parallelism.fsdp_reshard_after_forward == "never"
     request = make_request(
@@ -247,7 +256,10 @@ def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
 
 
 def _is_compiled_by_moecore(options: Any, pp: int) -> bool:
-    """Whether `parallelize_moe` compiles blocks, because its options select saved tensors."""
+    """Whether `parallelize_moe` compiles the blocks of a compiled job, and not torchtitan.
+
+    This is the case with pp > 1, or with options of the section `moecore.memory`.
+    """
     return bool(list_changed_fields(options.memory)) or pp > 1
 
 

@@ -97,7 +97,7 @@ class MicroBatchSchedule(StageSchedule):
         arg_mbs: list[tuple[Tensor]],
         **_: Any,
     ) -> None:
-        """Run a step and append each micro-batch's loss, divided by all labels, to `losses`.
+        """Run a step and append each micro-batch's loss / global number of labels to `losses`.
 
         `arg_mbs` and `kwarg_mbs` have the forward arguments of each micro-batch, and `loss_kwargs`
         the global number of labels.

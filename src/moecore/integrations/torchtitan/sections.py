@@ -99,7 +99,7 @@ def list_changed_fields(section: Any) -> list[str]:
 
 
 def is_off(section: Any, path: str) -> bool:
-    """Whether the config section at `path` is disabled; ValueError if it sets other fields."""
+    """Whether the section at `path` is disabled. ValueError if a disabled section sets fields."""
     if getattr(section, "enable", True):
         return False
     if names := list_changed_fields(section):
@@ -144,7 +144,7 @@ def _make_field(kind: Any, value: Any) -> Any:
 
 
 def _read_argument(value: Any, hint: Any, path: str) -> Any:
-    """Convert a job's value to an argument with this type hint; `path` names it in errors."""
+    """Convert a job's `value` to an argument with the type hint `hint`; `path` is for errors."""
     if hint is torch.dtype:
         dtype = getattr(torch, value, None)
         if not isinstance(dtype, torch.dtype):

@@ -179,7 +179,7 @@ def _refuse_construction(cls: type[nn.Module]) -> None:
 
     @wraps(construct)
     def refuse_or_construct(self: nn.Module, config: Any) -> None:
-        """Construct an experts module, or raise NotImplementedError if it selects "moecore"."""
+        """Construct an experts module; NotImplementedError if the config selects "moecore"."""
         if getattr(config, "_experts_implementation", None) == NAME:
             raise NotImplementedError(_format_quantised_error(cls))
         construct(self, config)

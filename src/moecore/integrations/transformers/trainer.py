@@ -187,7 +187,7 @@ class MoETrainer(Trainer):
         return int(super().floating_point_ops(_add_token_counts(inputs)))
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log, with MoE metrics and the loss scale of the last step if `logs` has a loss."""
+        """Log `logs`; add the last step's MoE metrics and loss scale if `logs` has a loss."""
         if "loss" in logs and self.result is not None:
             logs.update(self.result.metrics.to_dict(per_expert=False))
             if self.result.loss_scale is not None:

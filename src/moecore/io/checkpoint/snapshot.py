@@ -187,9 +187,10 @@ def join_stage_parts(part: StagePart, stages: AllStages | None, group: Group = N
 
 
 def join_stages(snapshot: Snapshot, group: Group = None) -> Snapshot:
-    """Remove tensors that an earlier pipeline stage writes, and add all stages' metadata.
+    """Return the snapshot that this rank writes, from the snapshots of all stages. Collective.
 
-    Collective: returns the snapshot to write. Without stages it is unchanged.
+    Tensors that an earlier pipeline stage writes are removed, and metadata of all stages is added.
+    Without stages the snapshot is unchanged.
     """
     stages, facts = snapshot.stages, snapshot.facts
     if stages is None:

@@ -207,7 +207,7 @@ def _recompute_buffers(path: Path, model: nn.Module) -> None:
 
 
 def start_draft(lock: RunLock, step: int, group: Group = None) -> Path:
-    """Acquire the run's lock and create a draft directory on rank 0; return it. Collective."""
+    """Acquire the run's lock and create a draft on rank 0; return the draft's path. Collective."""
 
     def lock_and_create() -> Path:
         """Lock the run and return a new draft directory in it."""

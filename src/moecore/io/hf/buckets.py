@@ -82,7 +82,10 @@ class _SentBox(NamedTuple):
     ranks: list[int]  # that have the box
 
     def find_sender(self, writer: int | None) -> int:
-        """Return the rank that sends the box to `writer` (None = all ranks), or -1 for no send."""
+        """Return the rank that sends the box to `writer` (None = all ranks).
+
+        The result is -1 if the receivers have the box already.
+        """
         _, world = get_rank_and_world()
         has_box = len(self.ranks) == world if writer is None else writer in self.ranks
         return -1 if has_box else self.ranks[0]

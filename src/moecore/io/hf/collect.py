@@ -100,7 +100,7 @@ class PartOwners:
                 self.ranks.setdefault(name, {}).setdefault(shard_runs, []).append(rank)
 
     def merge(self, other: PartOwners) -> PartOwners:
-        """Return the union of two records, whose tensors have different names."""
+        """Return the union of the tensors of both objects, whose names differ."""
         result = copy(self)
         result.shapes, result.dtypes = self.shapes | other.shapes, self.dtypes | other.dtypes
         result.ranks = self.ranks | other.ranks

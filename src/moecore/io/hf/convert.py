@@ -340,7 +340,10 @@ def _write_tensor(
     files: BoxReader,
     dtype: torch.dtype,
 ) -> None:
-    """Read a tensor in chunks of dim 0, convert the chunks to `dtype` and append them to a file."""
+    """Read a tensor in chunks of dim 0, convert the chunks to `dtype` and append them to a file.
+
+    `recipe` has the pieces of the tensor in the Hugging Face tensors `sources`.
+    """
     for piece in recipe.pieces:
         rows = piece.shape[0] if piece.shape else 1
         step = max(1, CHUNK_BYTES // max(1, math.prod(piece.shape[1:]) * 4))

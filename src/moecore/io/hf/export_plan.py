@@ -83,8 +83,8 @@ def plan_export(
 ) -> ExportPlan:
     """Plan the Hugging Face tensors of a model without its LoRA adapters. Collective.
 
-    Arguments are as in `export_hf`. Without `needs_config`, a native decoder may have config None,
-    and its tensors then have the names of all families except Mixtral.
+    Arguments are as in `export_hf`. Without `needs_config`, a native decoder may have config None.
+    Its tensors then have the names that all families except Mixtral use.
     """
     base = unwrap_peft(model)
 
@@ -116,7 +116,8 @@ def plan_export(
 def collect_export_tensors(base: nn.Module, values: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return this rank's tensors to write by name, without a copy and without LoRA adapters.
 
-    Trained copies of modules (peft's `modules_to_save`) replace the originals.
+    Trained copies of modules (peft's `modules_to_save`) replace the originals. `values` are
+    config.json's fields.
     """
     all_tensors = collect_model_tensors(base)
     tensors = select_base_tensors(base, all_tensors) | select_trained_copies(base, all_tensors)
@@ -270,7 +271,7 @@ def build_checked_meta_model(
 ) -> nn.Module | None:
     """Build, on meta, the transformers model that would load the export; None if unknown.
 
-    ValueError if its tensor names, shapes or routing rules differ from the model's.
+    ValueError if its routing rules differ from the model's, or its tensors from `shapes`.
     """
     is_part = getattr(model, "base_model", None) is model  # the class with a head would load it
     full_reader = build_meta_model({**values, "architectures": None}) if is_part else None

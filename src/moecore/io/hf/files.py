@@ -58,7 +58,10 @@ class FileTensor:
 
 
 def find_common_boxes(box: Box, chunks: Iterable[Any]) -> Iterator[tuple[Any, Box, Box]]:
-    """Yield (chunk, slices in the chunk, slices in the box) for each chunk that overlaps a box."""
+    """Yield (chunk, slices in the chunk, slices in the box) for each chunk that overlaps a box.
+
+    A chunk has `offsets` and `sizes` per dim of the tensor.
+    """
     for chunk in chunks:
         sides = list(zip(box, chunk.offsets, chunk.sizes, strict=True))
         spans = [(max(s.start, o), min(s.stop, o + n)) for s, o, n in sides]

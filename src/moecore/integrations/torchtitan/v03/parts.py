@@ -79,7 +79,10 @@ class OwnLossTrainer(MoETrainer):
     def post_dataloading_process(
         self, input_dict: dict[str, Tensor], labels: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Return inputs, labels and forward arguments: labels, and under cp the full tokens."""
+        """Return (inputs, labels, keyword arguments of the model's forward).
+
+        The keyword arguments have the labels, and under cp the full rows of tokens.
+        """
         model_inputs = {models.LABELS: labels, TOKENS: input_dict["input"]}
         inputs, labels, extra = super().post_dataloading_process(input_dict, labels)
         if self.parallel_dims.cp == 1:
