@@ -215,7 +215,7 @@ class Replicas:
             raise RuntimeError(STRAY)
 
     def _gather_lineages(self) -> tuple[list[int], list[int]]:
-        """Return the lineages and the start ids of the step's replicas, by index. Collective."""
+        """Return each replica's lineage and random start id, both by replica index. Collective."""
         assert self._place is not None, "begin() comes before finish()"
         ids_2R = torch.zeros(2, self._place.num_replicas, dtype=torch.int64, device=self._device)
         ids_2R[:, self._place.replica] = self._make_int64([self._lineage, self._start_id])
@@ -224,7 +224,10 @@ class Replicas:
         return lineages, start_ids
 
     def _report_strayed_replicas(self, lineages: list[int]) -> bool:
-        """Make the vote fail if lineages differ; return whether this replica is in a minority."""
+        """Make the vote fail if lineages differ; return whether the majority has another lineage.
+
+        `lineages` has one lineage per replica of the step.
+        """
         if len(set(lineages)) == 1:
             return False
         self._manager.report_error(RuntimeError(STRAY))
@@ -245,7 +248,7 @@ class Replicas:
         self._all_reduce(grads, dist.ReduceOp.AVG)
 
     def _mark_capacity_shortage(self, grads: list[Tensor]) -> None:
-        """Write NaN to `grads[0]` if a buffer was too small, so that all replicas skip the step."""
+        """Write NaN to `grads[0]` if a dispatch buffer overflowed: all replicas skip the step."""
         capacities = [record.capacity for record in self._records if record.capacity is not None]
         owners = [owner for record in capacities for owner in record.holders if owner is not None]
         if owners and grads:
@@ -253,7 +256,7 @@ class Replicas:
             grads[0].masked_fill_(shortage.amax() > 0, torch.nan)
 
     def _reduce_counts(self) -> None:
-        """Sum the token counts over replicas and average the auxiliary losses, in place."""
+        """Sum the MoE layers' token counts over replicas; average auxiliary losses, in place."""
         states = [record.state for record in self._records if record.state is not None]
         layers = [layer for state in states for layer in state.layers.values()]
         counts = [layer.tracker.counts for layer in layers if layer.tracker.counts is not None]
@@ -274,7 +277,7 @@ class Replicas:
 
 
 def _make_buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Group tensors by dtype into lists of at most `BUCKET` bytes, or of one larger tensor."""
+    """Yield lists of tensors of one dtype with at most `BUCKET` bytes; a larger tensor is alone."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for x in tensors:
         by_dtype.setdefault(x.dtype, []).append(x)

@@ -66,7 +66,7 @@ class MoECoreEngineConfig(EngineConfig):
 class MoECoreEngine(BaseEngine):
     """Trains a causal language model of transformers on verl's batches, packed without padding.
 
-    Arguments are those of verl's engines. The optimizer is `moecore.train.AdamW`, and
+    Arguments are as in verl's engines. The optimizer is `moecore.train.AdamW`, and
     `override_optimizer_config` has further arguments of AdamW. Every method is collective.
 
     Raises:
@@ -158,7 +158,7 @@ class MoECoreEngine(BaseEngine):
     ) -> Any:
         """Run verl's batch `data` of this rank, with backward unless `forward_only`.
 
-        Returns verl's output dict. Without `loss_function` it has only log-probabilities.
+        Returns verl's output dict, which has only log-probabilities if `loss_function` is None.
         """
         group = self.get_data_parallel_group()
         num_tokens = data["loss_mask"].sum().to(self._meshes.device)
@@ -185,9 +185,10 @@ class MoECoreEngine(BaseEngine):
         outputs: list[dict[str, Any]],
         number: int,
     ) -> dict[str, Any]:
-        """Return the model arguments of one of `number` micro-batches.
+        """Return the model's forward arguments for one micro-batch `data`.
 
-        Their loss function appends verl's output to `outputs`.
+        The arguments contain a loss, which calls verl's `loss_function`, appends verl's output to
+        `outputs`, and is multiplied by `number`, the number of micro-batches.
         """
         data = data.to(self._meshes.device)
         tokens_N, cu_seqlens = data["input_ids"].values(), data["input_ids"].offsets()
@@ -198,7 +199,7 @@ class MoECoreEngine(BaseEngine):
             raise ValueError(f"temperature ({temperature}) must be one number for a batch")
 
         def loss(log_probs_1N: Tensor, entropy_1N: Tensor | None) -> Tensor:
-            """Return the loss of verl's loss function for a micro-batch, and keep its outputs."""
+            """Return verl's loss times `number`, and append verl's output to `outputs`."""
             named = {"log_probs": log_probs_1N, "entropy": entropy_1N}
             arguments = {
                 name: torch.nested.nested_tensor_from_jagged(numbers_1N[0], cu_seqlens)

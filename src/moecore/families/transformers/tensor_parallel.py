@@ -55,7 +55,7 @@ logger = logging.getLogger("moecore.parallelize")
 
 
 class TensorParallelTransformer:
-    """A wrapper that shards a model of transformers over tp, as a `TensorParallelModel`."""
+    """A wrapper of a transformers model that implements `TensorParallelModel` for the model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -99,7 +99,7 @@ class TensorParallelTransformer:
 
 
 def _check_dropout(model: nn.Module, tp: int) -> None:
-    """Raise ValueError if the model has dropout or jitter above 0."""
+    """Raise ValueError if the model has dropout or jitter above 0; the message names `tp`."""
     drawn = {f"{n}.p": m.p for n, m in model.named_modules() if isinstance(m, nn.Dropout)}
     for outer in find_outermost_models(model):
         fields = vars(outer.config.get_text_config()) if hasattr(outer, "config") else {}
@@ -113,7 +113,10 @@ def _check_dropout(model: nn.Module, tp: int) -> None:
 
 
 def _hook_module(tp: TensorParallel, module: Any, plan: ModulePlan) -> None:
-    """Add the hooks by which a module runs on its shards, after `_shard_parameters`."""
+    """Change `module`, in place, so that its forward computes with this rank's shards.
+
+    Adds the hooks and attributes that `plan` requires. Call after `_shard_parameters`.
+    """
     row: Any = module.get_submodule(plan.row)
     if row.bias is None:
         row.register_forward_hook(partial(_all_reduce_output, tp))
@@ -157,30 +160,37 @@ def _hook_module(tp: TensorParallel, module: Any, plan: ModulePlan) -> None:
 def _replace_attributes(
     module: nn.Module, getters: Mapping[str, Callable[[nn.Module], Any]]
 ) -> None:
-    """Replace attributes of a module by properties; `getters`: name -> function of the module."""
+    """Replace attributes of a module by properties, in place.
+
+    `getters` maps an attribute's name to a function that receives the module and returns the value.
+    """
     base, properties = type(module), {name: property(getter) for name, getter in getters.items()}
     module.__class__ = type(base.__name__, (base,), properties | {"__module__": base.__module__})
 
 
 def _slice_buffer(tp: TensorParallel, name: str, dim: int, module: nn.Module) -> Tensor:
+    """Return this tp rank's chunk, along `dim`, of the module's buffer `name`."""
     buffer = module._buffers[name]
     assert buffer is not None, "it has a number per head"
     return buffer.chunk(tp.size, dim)[tp.rank]
 
 
 class FullRowsLinear(nn.Linear):
-    """A linear with a replicated weight that computes only the outputs of the slices `rows`."""
+    """A linear with a replicated weight that computes only a part of its output columns.
+
+    `rows` has the slices of weight rows (output columns) that this tp rank computes.
+    """
 
     rows: list[slice]
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return [..., number of rows in the slices]."""
+        """Return [..., N] with the output columns of the slices `rows`, in their order."""
         bias = None if self.bias is None else torch.cat([self.bias[part] for part in self.rows])
         return F.linear(input, torch.cat([self.weight[part] for part in self.rows]), bias)
 
 
 class LocalHeadsConfig:
-    """A proxy of a config with a rank's number of heads; it reads other fields from the config."""
+    """A proxy of a config: `num_attention_heads` is this rank's, other fields are the config's."""
 
     def __init__(self, config: Any, num_attention_heads: int) -> None:
         self._config, self.num_attention_heads = config, num_attention_heads
@@ -192,7 +202,11 @@ class LocalHeadsConfig:
 
 
 def _select_weight_rows(tp: TensorParallel, name: str, stack: Stack, module: nn.Module) -> Any:
-    """Return the rows of a rank's heads of the local parameter `name`; DTensors are unchanged."""
+    """Return this tp rank's rows of the module's parameter `name`; return a DTensor unchanged.
+
+    `stack` has (number of heads, rows per head) of each section of rows, such as q, k and v. The
+    parameter is a DTensor outside of the module's forward.
+    """
     param = module._parameters[name]
     if param is None or isinstance(param, DTensor):  # outside of forward, such as initialisation
         return param
@@ -200,7 +214,10 @@ def _select_weight_rows(tp: TensorParallel, name: str, stack: Stack, module: nn.
 
 
 class StackedRowsHook:
-    """A forward hook of a linear: exchange the outputs of a rank's rows for those of its heads.
+    """Forward hook of a column-parallel linear: all-to-all that gives each rank its heads' columns.
+
+    The linear shards its stacked rows contiguously, without regard to heads. `stack` has (number of
+    heads, rows per head) of each section of rows.
 
     Example: heads 0 and 1 have one row of q and two rows of v each. The linear has rows q0 q1 v0 v0
     v1 v1. Two ranks compute q0 q1 v0 and v0 v1 v1, and receive q0 v0 v0 and q1 v1 v1.
@@ -211,7 +228,7 @@ class StackedRowsHook:
         self._num_local = sum(heads * size for heads, size in stack) // tp.size
 
         def find_common_ranges(maker: int, taker: int) -> list[tuple[int, int]]:
-            """Return the ranges of the columns that rank `maker` computes for rank `taker`."""
+            """Return the (start, stop) of local columns of rank `maker` that rank `taker` needs."""
             start = maker * self._num_local
             rows = list(iterate_local_rows(stack, taker, tp.size))
             ranges = [(max(r.start - start, 0), min(r.stop - start, self._num_local)) for r in rows]
@@ -221,10 +238,14 @@ class StackedRowsHook:
         self._receive_ranges = [find_common_ranges(maker, tp.rank) for maker in ranks]
 
     def __call__(self, _linear: nn.Module, _args: Any, y: Tensor) -> Tensor:
-        """Return the outputs of a rank's heads; backward sums the gradients of shared heads."""
+        """Exchange the local columns `y` for the columns of this rank's heads, [..., columns].
+
+        Backward sums the gradients of heads that several ranks share.
+        """
         return run_and_save(exchange_with_grad, y, self._exchange_outputs, self._exchange_grads)  # type: ignore[no-any-return]
 
     def _exchange_outputs(self, y: Tensor) -> Tensor:
+        """All-to-all of forward: send columns of `y`; return the columns of this rank's heads."""
         y_TN = y.flatten(0, -2)
         pieces = [[y_TN[:, a:b] for a, b in to] for to in self._send_ranges]
         local_parts = self._exchange_pieces(pieces, self._receive_ranges)
@@ -232,6 +253,10 @@ class StackedRowsHook:
         return result
 
     def _exchange_grads(self, grad: Tensor) -> Tensor:
+        """All-to-all of backward: return the gradient of the local columns, summed over ranks.
+
+        `grad` is the gradient of the columns of this rank's heads.
+        """
         grad_TN = grad.flatten(0, -2)
         widths = [b - a for maker in self._receive_ranges for a, b in maker]
         pieces = iter(grad_TN.split(widths, 1))
@@ -248,7 +273,11 @@ class StackedRowsHook:
     def _exchange_pieces(
         self, pieces: list[list[Tensor]], ranges: list[list[tuple[int, int]]]
     ) -> list[Tensor]:
-        """All-to-all: send `pieces` [T, columns] by rank; return pieces as wide as `ranges`."""
+        """Send blocks of columns to each rank; return the received blocks, [T, columns] each.
+
+        `pieces` has the blocks [T, columns] to send to each rank. `ranges` has (start, stop) of the
+        blocks to receive from each rank; only their widths are used. Collective.
+        """
         send_buffer = torch.cat([piece.flatten() for to in pieces for piece in to])
         T = next(len(piece) for to in pieces for piece in to)
         receives = [sum(T * (b - a) for a, b in maker) for maker in ranges]
@@ -264,7 +293,10 @@ class StackedRowsHook:
 def _apply_group_norm(
     tp: TensorParallel, size: int, norm: Any, hidden_states: Tensor, gate: Tensor | None = None
 ) -> Tensor:
-    """Return a rank's columns of a gated norm whose groups of `size` columns span several ranks."""
+    """Apply a gated RMS norm whose groups of `size` columns are sharded over several tp ranks.
+
+    `hidden_states`, `gate` and the result have this rank's columns. Collective.
+    """
 
     def mean(squares: Tensor) -> Tensor:
         ranks = size // squares.shape[-1]
@@ -281,11 +313,15 @@ class RowParallelLinear(nn.Linear):
     tp: TensorParallel
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return [..., N], identical on all ranks. Collective."""
+        """Return [..., out_features], identical on all tp ranks. Collective.
+
+        `input` has this rank's slice of the last dim.
+        """
         return self.tp.all_reduce(F.linear(input, self.weight)) + self.bias
 
 
 def _all_reduce_output(tp: TensorParallel, _linear: nn.Module, _args: Any, y: Tensor) -> Tensor:
+    """Forward hook of a row-parallel linear without bias: return `y` all-reduced over tp."""
     return tp.all_reduce(y)
 
 
@@ -296,19 +332,24 @@ def _gather_input(tp: TensorParallel, _norm: nn.Module, args: tuple[Any, ...]) -
 
 
 def _slice_output(tp: TensorParallel, _norm: nn.Module, _args: Any, y: Tensor) -> Tensor:
+    """Forward hook of a norm: return this tp rank's slice of the last dim of `y`."""
     # Not `chunk`: autograd refuses an in-place write to one of its several views.
     size = y.shape[-1] // tp.size
     return y.narrow(-1, tp.rank * size, size)
 
 
 def _slice_head(head: int, head_dim: int, _linear: nn.Module, _args: Any, y: Tensor) -> Tensor:
+    """Forward hook of a replicated linear: return the columns of one head, [..., head_dim]."""
     return y.narrow(-1, head * head_dim, head_dim)
 
 
 def _shard_parameters(
     model: nn.Module, tp_mesh: DeviceMesh, places: Mapping[tuple[nn.Module, str], Placement]
 ) -> None:
-    """Replace parameters, except routed experts', by DTensors in place, by default replicated."""
+    """Replace all parameters except routed experts by DTensors on `tp_mesh`, in place.
+
+    `places` maps (module, parameter name) to a placement. Other parameters are replicated.
+    """
     layers = [m for m in model.modules() if isinstance(m, RoutedLayer)]
     expert_modules = {m for layer in layers for m in layer.get_part("experts").modules()}
     sharded_of = dict[nn.Parameter, nn.Parameter]()
@@ -369,13 +410,16 @@ class TokenSliceHooks:
         return (self._slice_rows(x, padding),), local_inputs
 
     def _slice_rows(self, x_TD: Tensor, padding: int, fill: float = 0) -> Tensor:
-        """Append `padding` tokens of `fill` to dim -2; return this rank's slice of that dim."""
+        """Pad dim -2 (tokens) with `padding` entries of `fill`; return this tp rank's tokens."""
         x_TD = F.pad(x_TD, (0, 0, 0, padding), value=fill) if padding else x_TD
         size = x_TD.shape[-2] // self._tp.size
         return x_TD.narrow(-2, self._tp.rank * size, size).contiguous()
 
     def _gather_rows(self, y_tD: Tensor) -> Tensor:
-        """All-gather tp slices of dim -2; return [B, T, ..] or [T, ..] as the input, unpadded."""
+        """All-gather dim -2 (tokens) over tp and remove the padding.
+
+        Returns [B, T, D] or [T, D], with B and T of the layer's input.
+        """
         *B, T = self._state.shape
         y_BtD = y_tD.view(*B, -1, y_tD.shape[-1]) if B else y_tD[None]
         y_BTD = self._tp.gather(y_BtD)[:, :T].reshape(*B, T, -1)
@@ -383,11 +427,16 @@ class TokenSliceHooks:
         return exchange_with_grad(y_BTD, lambda x: x, lambda grad: grad)
 
     def _gather_output(self, layer: nn.Module, _args: Any, output: Any) -> Any:
+        """Forward hook of a MoE layer: all-gather the output, a tensor or a tuple's first entry."""
         is_tuple = isinstance(output, tuple)
         y = self._gather_rows(output[0] if is_tuple else output)
         return (y, *output[1:]) if is_tuple else y
 
     def _gather_logits(self, recorder: nn.Module, _args: Any, logits: tuple[Tensor, ...]) -> Any:
+        """Forward hook of a router's recorder: return the logits [B * T, E] of all tp ranks.
+
+        The logits are unchanged if transformers does not record them.
+        """
         if len(recorder._forward_hooks) == 1:  # transformers records no logits
             return logits
         logits_TE = self._gather_rows(logits[0]).flatten(0, -2)
@@ -406,6 +455,7 @@ class GradientShareHooks:
                 outer.base_model.register_forward_pre_hook(self._refuse_base_call)
 
     def _increase_depth(self, _model: nn.Module, _args: Any) -> None:
+        """Forward pre-hook: increase the number of running forwards of the model."""
         self._state.depth = self._depth + 1
 
     def _divide_output_grads(self, model: nn.Module, _args: Any, output: Any) -> Any:
@@ -418,10 +468,14 @@ class GradientShareHooks:
 
     @property
     def _depth(self) -> int:
+        """Number of running (nested) forwards of the model in this thread."""
         return getattr(self._state, "depth", 0)
 
     def _refuse_base_call(self, base: nn.Module, _args: Any) -> None:
-        """Forward pre-hook: ValueError, with gradients enabled, outside of the model's forward."""
+        """Forward pre-hook of the base model: raise ValueError if the caller calls it directly.
+
+        A call is allowed in the forward of the full model, and without gradients.
+        """
         if not self._depth and torch.is_grad_enabled():
             raise ValueError(
                 f"{type(base).__name__} must be called by its whole model under tensor "
@@ -429,6 +483,7 @@ class GradientShareHooks:
             )
 
     def _divide_grad(self, x: Tensor) -> Tensor:
+        """Return `x`; backward divides the gradient of `x` by tp."""
         if not x.requires_grad:
             return x
         return exchange_with_grad(x, lambda x: x, lambda grad: grad / self._size)

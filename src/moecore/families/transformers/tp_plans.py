@@ -56,7 +56,7 @@ FUSED_BY_HEAD = {
 
 
 def plan_modules(model: nn.Module, tp: int) -> tuple[dict[nn.Module, ModulePlan], list[str]]:
-    """Return the plan of each module that tp shards, and a text per class that is replicated."""
+    """Return {module: plan} of the modules that tp shards, and a reason per replicated class."""
     plans, replicated_types = dict[nn.Module, ModulePlan](), dict[type, str]()
     names = {module: name for name, module in model.named_modules()}
     layers = [m for m in model.modules() if isinstance(m, MoELayer)]
@@ -80,8 +80,7 @@ def plan_modules(model: nn.Module, tp: int) -> tuple[dict[nn.Module, ModulePlan]
 def plan_attention(name: str, module: Any, tp: int) -> ModulePlan | str:
     """Return how an attention module is sharded by heads, or the reason why it is replicated.
 
-    `name` names the module in errors. Raises ValueError if `tp` ranks can neither divide nor share
-    heads.
+    `name` names the module in errors. Raises ValueError if the numbers of heads do not fit `tp`.
     """
     if type(module).__name__ in FUSED_BY_HEAD:
         return _plan_qkv_by_head(name, module, tp)
@@ -131,7 +130,7 @@ def plan_attention(name: str, module: Any, tp: int) -> ModulePlan | str:
 
 
 def _check_heads(name: str, heads: int, kv_heads: int, tp: int) -> None:
-    """Raise ValueError unless tp divides `heads`, and tp divides `kv_heads` or the reverse."""
+    """Raise ValueError unless tp divides `heads`, and `kv_heads` is a multiple or divisor of tp."""
     if heads % tp or (kv_heads % tp and tp % kv_heads):
         raise ValueError(
             f"{name}: heads ({heads}) and key/value heads ({kv_heads}) must be multiples of "
@@ -140,7 +139,10 @@ def _check_heads(name: str, heads: int, kv_heads: int, tp: int) -> None:
 
 
 def _plan_qkv_by_head(name: str, module: Any, tp: int) -> ModulePlan | str:
-    """Plan attention whose one linear has q, k and v rows head by head; see `plan_attention`."""
+    """Plan attention with one linear whose rows are q, k, v of head 0, then of head 1, and so on.
+
+    Arguments and result are as in `plan_attention`.
+    """
     fused_plan = FUSED_BY_HEAD[type(module).__name__]
     if not {*fused_plan.columns, fused_plan.row} <= get_named_linears(module).keys():
         return "linears are not plain"
@@ -150,7 +152,10 @@ def _plan_qkv_by_head(name: str, module: Any, tp: int) -> ModulePlan | str:
 
 
 def _plan_stacked_qkv(name: str, module: Any, tp: int) -> ModulePlan | str:
-    """Plan attention whose one linear has all q rows, then k, then v; see `plan_attention`."""
+    """Plan attention with one linear whose rows are all of q, then all of k, then all of v.
+
+    Arguments and result are as in `plan_attention`.
+    """
     linears, d, kv_heads = get_named_linears(module), module.head_dim, module.num_key_value_heads
     if linears.keys() != {"qkv_proj", "o_proj"}:
         return "linears are not plain"
@@ -163,7 +168,11 @@ def _plan_stacked_qkv(name: str, module: Any, tp: int) -> ModulePlan | str:
 
 
 def _list_gated_query_rows(module: Any, size: int) -> tuple[int, ...]:
-    """Return (2 * size,), the rows of a `q_proj` with gates, or () if gates do not fit."""
+    """Return (2 * size,), the rows of a `q_proj` with output gates, or () if gates are impossible.
+
+    `size` is the number of rows without gates. Gates are possible only if transformers' tp plan
+    shards `q_proj` by columns.
+    """
     # The size does not show the order of gates, so transformers' tp plan must shard them by heads.
     plan = getattr(getattr(module, "config", None), "base_model_tp_plan", None) or {}
     is_by_head = any(n.endswith(".q_proj") and style == "colwise" for n, style in plan.items())
@@ -178,9 +187,9 @@ def _is_norm_over_all_heads(module: nn.Module, name: str, linears: Mapping[str, 
 
 
 def _find_sharding_problem(module: nn.Module, known_names: set[str], num_heads: int) -> str | None:
-    """Return why attention cannot be sharded by heads, or None.
+    """Return the reason why attention cannot be sharded by heads, or None.
 
-    `known_names` are children whose sharding is known.
+    `known_names` are the children and parameters whose sharding is known.
     """
     for child, part in module.named_children():
         is_norm = "Norm" in type(part).__name__ and not list(part.children())

@@ -39,7 +39,11 @@ Layer = TypeVar("Layer", bound="TitanLayer")
 
 
 class TitanLayer(MoELayer):
-    """A MoELayer that replaces a torchtitan MoE block; a subclass has the names of a version."""
+    """A MoELayer that replaces a torchtitan MoE block.
+
+    Each torchtitan version has a subclass `TitanMoE`, which sets the names of submodules and
+    parameters (`names`) and the supported classes by path in the block (`known_classes`).
+    """
 
     names: ClassVar[LayerLayout]
     known_classes: ClassVar[Mapping[str, tuple[type, ...]]]
@@ -63,9 +67,10 @@ class TitanLayer(MoELayer):
 
     @torch.no_grad()
     def fill(self, fills: Fills, fill_shared: Callable[[Any], Any]) -> None:
-        """Initialise parameters by `fills` (part -> parameter -> function) and the bias by 0.
+        """Initialise all parameters in place, and the selection bias with zeros.
 
-        `fill_shared` initialises the shared experts' module.
+        `fills` maps part ("experts", "router") -> parameter name -> initialiser. `fill_shared`
+        receives the shared experts' module and initialises it.
         """
         for role, by_name in fills.items():
             for name, fill in by_name.items():
@@ -83,8 +88,8 @@ def adopt_titan_block(
 ) -> Layer:
     """Return a `layer_class` with the parameters of a torchtitan MoE block; `model` is not used.
 
-    With `update_bias`, optimizer steps update the selection bias, if the block has a bias.
-    NotImplementedError for a block with unknown classes.
+    With `update_bias`, optimizer steps update the selection bias, if the block has a bias. Raises
+    NotImplementedError if a part of the block has an unknown class.
     """
     for path, classes in layer_class.known_classes.items():
         part = attrgetter(path)(block)

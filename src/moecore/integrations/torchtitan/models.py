@@ -50,7 +50,10 @@ class DecoderArgs:
     even_load: bool = False  # the job's `debug.moe_force_load_balance`
 
     def update_from_config(self, config: Any, **_: Any) -> None:
-        """Read the weights path and forced load from a job; ValueError for too long sequences."""
+        """Set `hf_weights` and `even_load` from torchtitan's config, in place.
+
+        Raises ValueError if the config's sequences are longer than the decoder's `max_seq_len`.
+        """
         seq_len, max_seq_len = config.training.seq_len, self.decoder.max_seq_len
         if seq_len > max_seq_len:
             raise ValueError(
@@ -113,14 +116,17 @@ def make_document_inputs(starts_BT: Tensor) -> dict[str, Any]:
 
 
 def divide_loss_by_cp(model: nn.Module, loss: Tensor) -> Tensor:
-    """Divide the value of a loss, not its gradient, by cp, because torchtitan sums over cp."""
+    """Return the loss divided by cp, with the gradient of the loss, as torchtitan sums over cp."""
     request = get_request(model)
     cp = 1 if request is None else request.meshes.parallel.cp
     return loss if cp == 1 else loss + (loss / cp - loss).detach()
 
 
 class HFArgs:
-    """torchtitan's model arguments of a transformers model; 0.2 would log a dataclass as JSON."""
+    """torchtitan's model arguments of a transformers model.
+
+    The class is no dataclass, because torchtitan 0.2 would log a dataclass as JSON.
+    """
 
     assets = "hf_assets_path"  # the job's field with the directory
 
@@ -131,7 +137,7 @@ class HFArgs:
         self.hf_weights: str | None = None  # the job's `moecore.hf_weights`
 
     def update_from_config(self, config: Any, **_: Any) -> None:
-        """Read the model's config and the job's options; raise if the model cannot be trained."""
+        """Set `hf_config` and `hf_weights` from a job's config; raise for an unsupported model."""
         source = attrgetter(self.assets)(config) if self.source is None else self.source
         self.hf_config = _read_config(source, self.assets)
         self.hf_weights = get_moecore_options(config).hf_weights
@@ -181,7 +187,11 @@ class HFModel(nn.Module):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> Tensor:
-        """Return loss or logits as `LossDecoder.forward`; `positions` separate documents."""
+        """Return the loss or the logits, as `LossDecoder.forward`.
+
+        With `cu_seqlens`, `positions` [B, T] are the position ids, which restart at each document.
+        `max_seqlen` is not used.
+        """
         inputs: dict[str, Any] = {"input_ids": tokens_BT, "use_cache": False}
         if cu_seqlens is not None:
             inputs["position_ids"] = positions
@@ -196,9 +206,10 @@ class HFModel(nn.Module):
 def _fill_parameters(
     model: nn.Module, owner: nn.Module, hf_weights: str | None, from_seed: Callable[[int], Any]
 ) -> None:
-    """Load `hf_weights` into `model`, or without weights call `from_seed` with a common seed.
+    """Load the directory `hf_weights` into `model`; if None, call `from_seed` to initialise it.
 
-    `owner` is the module that `parallelize_moe` received.
+    `from_seed` receives torch's seed, identical on all pipeline stages. `owner` is the module that
+    `parallelize_moe` received.
     """
     if hf_weights is None:
         seed = torch.tensor(torch.initial_seed() % 2**63, dtype=torch.int64, device="cpu")
@@ -264,7 +275,10 @@ def parallelize_hf_model(
 
 
 def _read_config(source: Source, field: str) -> Any:
-    """Return a copy of the config `source`, or the config in the directory `source`."""
+    """Return a copy of the transformers config `source`, or the config in the directory `source`.
+
+    `field` names the option in errors.
+    """
     from transformers import AutoConfig, PreTrainedConfig
 
     if isinstance(source, PreTrainedConfig):

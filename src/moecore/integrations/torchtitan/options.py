@@ -53,13 +53,13 @@ ELSEWHERE = {
 
 
 def _list_options_elsewhere(prefix: str) -> tuple[str, ...]:
-    """Return the argument names in `ELSEWHERE` of the section `prefix` ("" = top level)."""
+    """Return the argument names that the section `prefix` ("" = top level) does not have."""
     split = (name.rpartition(".") for name in ELSEWHERE)
     return tuple(name for head, _, name in split if head == prefix)
 
 
 def _make_switchable_section(source: Any, **instead: Any) -> Any:
-    """Return a section of `source`'s arguments with an additional field `enable`, False."""
+    """Return `make_section(source, **instead)` with an additional field `enable` (False)."""
     return make_section(source, enable=(bool, False), **instead)
 
 
@@ -135,9 +135,10 @@ def get_moecore_options(job_config: Any) -> Any:
 
 
 def make_request(options: Any, parallel: ParallelConfig, **fsdp: Any) -> dict[str, Any]:
-    """Convert a job's section `moecore` to arguments of `parallelize_moe`, without the balance.
+    """Convert the section `moecore` of a job, `options`, to arguments of `parallelize_moe`.
 
-    `fsdp` are fields of `FSDPOptions` from torchtitan's options, which `moecore.fsdp` overrides.
+    The arguments do not include the balance, which is set on each layer. `fsdp` has fields of
+    `FSDPOptions` from torchtitan's options. The section `moecore.fsdp` overrides `fsdp`.
     """
     keywords = read_arguments(options, "moecore", without=("dispatch", "moe", "fsdp"))
     keywords["dispatch"] = _make_dispatch_options(options.dispatch, parallel)
@@ -153,7 +154,10 @@ def make_request(options: Any, parallel: ParallelConfig, **fsdp: Any) -> dict[st
 
 
 def _make_dispatch_options(options: Any, parallel: ParallelConfig) -> DispatchOptions:
-    """Return the job's `DispatchOptions`, with "alltoall" for "auto" without a `row_factor`."""
+    """Return the job's `DispatchOptions`; `options` is the job's section `moecore.dispatch`.
+
+    With several expert ranks and no `nvlink.row_factor`, "alltoall" replaces the name "auto".
+    """
     keywords = read_arguments(options, "moecore.dispatch")
     if keywords["name"] != "nvlink" and not list_changed_fields(options.nvlink):
         keywords["nvlink"] = None

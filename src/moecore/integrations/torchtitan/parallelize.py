@@ -44,7 +44,10 @@ Rule = tuple[str, Any, bool, str]  # field, value, whether it is an error, requi
 
 @dataclass(frozen=True, kw_only=True)
 class Version:
-    """The functions and classes that differ between torchtitan versions; a job is its config."""
+    """The functions and classes that differ between torchtitan versions.
+
+    `Any` in the signatures below is a job, which is torchtitan's config.
+    """
 
     rules: Callable[[Any, ParallelDims, bool], list[Rule]]  # bool: forward returns a loss
     block: type  # torchtitan's class of MoE blocks
@@ -84,14 +87,20 @@ def parallelize_titan_model(
 def parallelize_own_loss_model(
     model: nn.Module, parallel_dims: ParallelDims, job: Any, *, version: Version, **_: Any
 ) -> nn.Module:
-    """Shard a model whose forward returns its loss, as the job says: a parallelize_fn."""
+    """Shard a model whose forward returns its loss: a parallelize_fn.
+
+    `job` is torchtitan's config.
+    """
     check_job(job, parallel_dims, version, own_loss=True)
     version.checkpoint(model, job)
     return compile_and_shard(model, make_meshes(parallel_dims), job)
 
 
 def check_job(job: Any, parallel_dims: ParallelDims, version: Version, *, own_loss: bool) -> None:
-    """Raise NotImplementedError for options that a job must not set; `own_loss`: see `Version`."""
+    """Raise NotImplementedError for options that a job must not set.
+
+    `own_loss`: whether the model's forward returns its loss.
+    """
     tp, rules = parallel_dims.tp, version.rules(job, parallel_dims, own_loss)
     rules += _list_titan_rules(job, parallel_dims)
     rules += _list_common_rules(job, parallel_dims, own_loss)
@@ -110,7 +119,10 @@ def check_job(job: Any, parallel_dims: ParallelDims, version: Version, *, own_lo
 
 
 def _list_titan_rules(job: Any, d: ParallelDims) -> list[Rule]:
-    """Return the rules for torchtitan's options that moecore replaces."""
+    """Return (field, value, is an error, requirement) per torchtitan option that moecore replaces.
+
+    `d` has the parallel degrees.
+    """
     training, seq_len = job.training, job.training.seq_len
     offload, length = training.enable_cpu_offload, f"a multiple of tensor parallelism ({d.tp})"
     rules = [
@@ -138,7 +150,10 @@ def _list_titan_rules(job: Any, d: ParallelDims) -> list[Rule]:
 
 
 def _list_common_rules(job: Any, d: ParallelDims, own_loss: bool) -> list[Rule]:
-    """Return the rules for options that conflict or have no effect."""
+    """Return (field, value, is an error, requirement) per option that conflicts or has no effect.
+
+    `d` has the parallel degrees. `own_loss`: whether the model's forward returns its loss.
+    """
     options, ac, degrees = get_moecore_options(job), job.activation_checkpoint, job.parallelism
     reshard, backend = degrees.fsdp_reshard_after_forward, job.compile.backend
     recomputes = _is_compiled_by_moecore(options, d.pp)
@@ -168,7 +183,10 @@ def _list_common_rules(job: Any, d: ParallelDims, own_loss: bool) -> list[Rule]:
 
 
 def check_model(field: str, model_class: type, known_classes: Iterable[type]) -> None:
-    """Raise NotImplementedError if a job's model class is not a subclass of a known class."""
+    """Raise NotImplementedError if a job's model class is not a subclass of a known class.
+
+    `field` names the job's option in the error.
+    """
     if not issubclass(model_class, tuple(known_classes)):
         raise NotImplementedError(
             f"{field} ({model_class.__qualname__}) must be one of "
@@ -178,7 +196,10 @@ def check_model(field: str, model_class: type, known_classes: Iterable[type]) ->
 
 
 def check_replaced(field: str, value: Any, known_values: Container[Any]) -> None:
-    """Raise NotImplementedError if a job's field that moecore replaces has an unknown value."""
+    """Raise NotImplementedError unless the job's `field` has one of torchtitan's `known_values`.
+
+    moecore replaces the value of the field, so a custom value would be lost.
+    """
     if value not in known_values:
         raise NotImplementedError(
             f"{field} ({value!r:.80}) must be torchtitan's own, because moecore's takes its place: "
@@ -187,7 +208,10 @@ def check_replaced(field: str, value: Any, known_values: Container[Any]) -> None
 
 
 def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
-    """Compile blocks if the job enables it, shard the model by `parallelize_moe`, and return it."""
+    """Shard the model by `parallelize_moe` and return the model.
+
+    If the job enables torch.compile, blocks are compiled first.
+    """
     options, p = get_moecore_options(job), meshes.parallel
     keeps = job.parallelism.fsdp_reshard_after_forward == "never"
     request = make_request(
@@ -232,7 +256,10 @@ def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
 
 
 def _is_compiled_by_moecore(options: Any, pp: int) -> bool:
-    """Whether `parallelize_moe` compiles blocks, because its options select saved tensors."""
+    """Whether `parallelize_moe` compiles the blocks of a compiled job, and not torchtitan.
+
+    This is the case with pp > 1, or with options of the section `moecore.memory`.
+    """
     return bool(list_changed_fields(options.memory)) or pp > 1
 
 
@@ -243,7 +270,10 @@ def _restore_full_rows(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> tuple[A
 
 
 def _watch_training_forwards(holders: Sequence[BufferOwner | None], *_: Any) -> None:
-    """Forward pre-hook that applies capacities of dispatch buffers only with gradients."""
+    """Forward pre-hook: set `watch` of each dispatch buffer's owner in `holders` (None is skipped).
+
+    The value is "skips" if gradients are enabled, otherwise None, which switches capacities off.
+    """
     for holder in holders:
         if holder is not None:
             holder.watch = "skips" if torch.is_grad_enabled() else None
@@ -256,7 +286,7 @@ def _unwrap_checkpoint(block: nn.Module) -> nn.Module:
 
 
 def exclude_router(names: list[str]) -> list[str]:
-    """Remove the router's gate from the module names that selective checkpointing recomputes."""
+    """Return `names`, the modules that checkpointing recomputes, without the router's gate."""
     return [name for name in names if name != "moe.router.gate"]
 
 

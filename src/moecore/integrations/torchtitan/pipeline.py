@@ -23,13 +23,16 @@ from moecore.train.step import TrainStep
 
 
 class StageSchedule:
-    """A pipeline schedule for torchtitan's Trainer, with a `TrainStep` of the model."""
+    """Base class of pipeline schedules for torchtitan's Trainer; a `TrainStep` runs the model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def run(self, micro_batches: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-        """Run forward and backward of micro-batches (forward's arguments); return losses / cp."""
+        """Run forward and backward of micro-batches; return each micro-batch's loss divided by cp.
+
+        A micro-batch has the arguments of the model's forward by name.
+        """
         step = getattr(self.model, STEP, None)
         if step is None:  # in the first step, because the constructor runs before initialisation
             step = TrainStep(self.model, num_micro_batches=len(micro_batches))
@@ -39,9 +42,9 @@ class StageSchedule:
 
 
 class RowSchedule(StageSchedule):
-    """Schedule for torchtitan 0.2, which splits a step into micro-batches of some sequences.
+    """Schedule for torchtitan 0.2: splits a step into micro-batches of `micro_batch_rows` rows.
 
-    `data_group` has the data ranks (None = one rank).
+    `data_group` is the process group of the data ranks (None = one data rank).
     """
 
     def __init__(
@@ -63,7 +66,8 @@ class RowSchedule(StageSchedule):
     ) -> None:
         """Run a step and append each micro-batch's summed loss to `losses`.
 
-        `rows_BT` are this data rank's tokens. Under cp, `tokens` has the full rows.
+        `rows_BT` and `labels` are this data rank's. Under cp, `tokens` has the full rows. With
+        `cu_seqlens`, documents begin where `positions` [B, T] are 0.
         """
         all_rows_BT = rows_BT if tokens is None else tokens
         num_tokens = count_labels(labels)
@@ -93,7 +97,7 @@ class MicroBatchSchedule(StageSchedule):
         arg_mbs: list[tuple[Tensor]],
         **_: Any,
     ) -> None:
-        """Run a step and append each micro-batch's loss, divided by all labels, to `losses`.
+        """Run a step and append each micro-batch's loss / global number of labels to `losses`.
 
         `arg_mbs` and `kwarg_mbs` have the forward arguments of each micro-batch, and `loss_kwargs`
         the global number of labels.
@@ -109,7 +113,10 @@ class MicroBatchSchedule(StageSchedule):
 
 
 def check_stages(model: nn.Module, pp: int) -> None:
-    """Raise NotImplementedError for a model without stages, or with parameters in two stages."""
+    """Raise NotImplementedError unless the model is a LossDecoder that can have pipeline stages.
+
+    Tied embeddings and MTP layers, which use parameters of two stages, are not supported.
+    """
     if not isinstance(model, LossDecoder):
         raise NotImplementedError(
             f"parallelism.pipeline_parallel_degree ({pp}) must be 1 for {type(model).__name__}: "

@@ -25,7 +25,7 @@ SOURCE = "moecore_source"  # attribute of a section: the function and the types 
 def make_section(
     source: Callable[..., Any], *, without: tuple[str, ...] = (), **instead: tuple[Any, Any]
 ) -> Any:
-    """Return a dataclass whose fields are keyword-only arguments, with types of job configs.
+    """Return a dataclass whose fields are the keyword-only arguments of `source`, in types of jobs.
 
     Args:
         source: a dataclass or a function.
@@ -46,7 +46,10 @@ def make_section(
 
 
 def call_section(section: Any, path: str) -> Any:
-    """Call a section's function with its fields as arguments; `path` names it in errors."""
+    """Call the function (source) of a section with the section's fields; return its result.
+
+    `path`, such as "moecore.dispatch", names the section in errors.
+    """
     source = getattr(section, SOURCE)[0]
     keywords = read_arguments(section, path)
     return rename_in_errors(lambda: source(**keywords), source, path)
@@ -61,10 +64,10 @@ def rename_in_errors(make: Callable[[], Any], source: Any, path: str) -> Any:
 
 
 def read_arguments(section: Any, path: str, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Convert a section's fields, except `without`, to arguments of its function.
+    """Return the arguments of a section's source by name, from the section's fields.
 
-    Nested sections are called, or become None if `enable` is False. `path` names the section in
-    errors.
+    Fields in `without` are left out. A nested section becomes the result of its source, or None if
+    `enable` is False. `path` names the section in errors.
     """
     hints = getattr(section, SOURCE)[1]
     values = {}
@@ -78,7 +81,7 @@ def read_arguments(section: Any, path: str, *, without: tuple[str, ...] = ()) ->
 
 
 def read_changed_arguments(section: Any, path: str) -> dict[str, Any]:
-    """Convert a section's fields that differ from their defaults to arguments of its function."""
+    """Return `read_arguments` of only the fields that differ from their defaults."""
     names = {name.partition(".")[0] for name in list_changed_fields(section)}
     return {name: value for name, value in read_arguments(section, path).items() if name in names}
 
@@ -96,7 +99,7 @@ def list_changed_fields(section: Any) -> list[str]:
 
 
 def is_off(section: Any, path: str) -> bool:
-    """Whether the config section at `path` is disabled; ValueError if it sets other fields."""
+    """Whether the section at `path` is disabled. ValueError if a disabled section sets fields."""
     if getattr(section, "enable", True):
         return False
     if names := list_changed_fields(section):
@@ -129,7 +132,7 @@ def _get_union_members(hint: Any) -> list[Any]:
 
 
 def _make_field(kind: Any, value: Any) -> Any:
-    """Return a dataclass field of this type, with the default `value` in a job config's types."""
+    """Return a dataclass field of type `kind`, whose default is `value` in a job config's types."""
     if is_dataclass(kind):
         return field(default_factory=cast(Any, kind))
     if isinstance(value, torch.dtype):
@@ -141,7 +144,7 @@ def _make_field(kind: Any, value: Any) -> Any:
 
 
 def _read_argument(value: Any, hint: Any, path: str) -> Any:
-    """Convert a job's value to an argument with this type hint; `path` names it in errors."""
+    """Convert a job's `value` to an argument with the type hint `hint`; `path` is for errors."""
     if hint is torch.dtype:
         dtype = getattr(torch, value, None)
         if not isinstance(dtype, torch.dtype):
@@ -158,14 +161,17 @@ def _read_argument(value: Any, hint: Any, path: str) -> Any:
 
 
 def _is_accepted(hint: Any, value: Any) -> bool:
-    """Whether a type hint is a Literal with this value, or int or float and the value a number."""
+    """Whether `hint` is a Literal that contains `value`, or is int or float for a number."""
     if get_origin(hint) is Literal:
         return value in get_args(hint)
     return hint in (int, float) and isinstance(value, int | float)
 
 
 def _parse_override(pair: str, path: str) -> tuple[str, Recipe | None]:
-    """Split "PATTERN=SCALING" into a pattern and a recipe; "none" becomes None."""
+    """Split "PATTERN=SCALING" into the pattern and a Recipe with this scaling (None for "none").
+
+    `path` names the field in errors.
+    """
     pattern, _, name = pair.rpartition("=")
     recipes: dict[str, Recipe | None] = {"none": None}
     recipes |= {scaling: Recipe(scaling=scaling) for scaling in SCALINGS}

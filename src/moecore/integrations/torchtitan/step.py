@@ -26,12 +26,12 @@ def finish_at_step(optimizers: Any, model_parts: list[nn.Module], *_: Any) -> No
     delayed = [part for part in model_parts if has_amax_history(part)]
 
     def before_step(*_: Any) -> None:
-        """Finish the step of model parts that have no own TrainStep; keep its metrics."""
+        """Finish the step of the model parts without a TrainStep, and store their metrics."""
         plain = [part for part in model_parts if not hasattr(part, STEP)]
         setattr(optimizers, METRICS, [finish_step(part) for part in plain])
 
     def after_step(*_: Any) -> None:
-        """Finish the model parts' own TrainSteps, keep their metrics and advance amax histories."""
+        """Finish the TrainSteps of model parts, store their metrics, and advance amax histories."""
         for part in model_parts:
             step: TrainStep | None = getattr(part, STEP, None)
             if step is not None:
@@ -63,7 +63,7 @@ def save_histories(optimizers: Any, parts: list[nn.Module]) -> None:
         return result
 
     def load_state_dict(state: dict[str, Any]) -> None:
-        """Load the state and amax histories, of gradients only if the degrees are equal."""
+        """Load optimizer state and amax histories; ignore gradients' histories of other degrees."""
         load({name: value for name, value in state.items() if not name.startswith(AMAX)})
         has_same_degrees = torch.equal(state[f"{AMAX}degrees"].cpu(), _get_degrees(parts[0]))
         for name, history in histories.items():
@@ -77,7 +77,7 @@ def save_histories(optimizers: Any, parts: list[nn.Module]) -> None:
 
 
 def _get_degrees(model: nn.Module) -> Tensor:
-    """Return data ranks, cp and tp, on which magnitudes of gradients depend, as int64 [3]."""
+    """Return int64 [3]: data ranks, cp and tp, on which the magnitudes of gradients depend."""
     request = get_request(model)
     assert request is not None, "parallelize_moe has enabled delayed scaling"
     parallel = request.meshes.parallel
@@ -103,11 +103,14 @@ def finish_step(model: nn.Module) -> MoEMetrics:
 
 
 class MoEMetricsProcessor(MetricsProcessor):
-    """torchtitan's metrics with the load of the experts in the same log line.
+    """torchtitan's metrics processor, which also logs the load of the experts.
 
-    `moe/load_max_over_mean` is the most loaded expert over the mean in the worst layer, and
-    `moe/load_max_over_mean_avg` the mean over layers; 1 is even. `moe/aux_loss` is the sum of the
-    auxiliary losses, `moe/drop_rate` the mean share of dropped choices of layers with a capacity.
+        moe/load_max_over_mean      max / mean of the tokens per expert, maximum over layers
+        moe/load_max_over_mean_avg  max / mean of the tokens per expert, mean over layers; 1 is even
+        moe/aux_loss                sum of the auxiliary losses
+        moe/drop_rate               dropped / all (token, expert) choices, mean over layers
+
+    Only layers with a capacity have a drop rate.
     """
 
     def log(

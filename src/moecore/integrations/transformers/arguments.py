@@ -102,7 +102,10 @@ def has_parts_of_rows(model: nn.Module) -> bool:
 
 
 def check_logits(trainer: Trainer, *, overrides_prediction: bool) -> None:
-    """Raise ValueError if a trainer's option or override reads the logits of full rows."""
+    """Raise ValueError if an option or an override of a trainer reads the logits of full rows.
+
+    `overrides_prediction`: whether the trainer's class overrides `prediction_step`.
+    """
     args, cp = trainer.args, get_moe_state(trainer.model).groups.cp
     function, smoothing = trainer.compute_loss_func, args.label_smoothing_factor
     class_name, own_loss = type(trainer).__name__, type(trainer).compute_loss

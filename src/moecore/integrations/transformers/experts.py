@@ -109,7 +109,7 @@ def _ensure_plan(experts: Any) -> None:
 def _cast_operands(
     experts: Any, layout: ExpertLayout, x_TD: Tensor
 ) -> tuple[Tensor, ExpertWeights]:
-    """Cast x_TD and the experts' local weights to the dtype of autocast or of the parameters."""
+    """Return `x_TD` and the experts' local weights, cast to autocast's or the parameters' dtype."""
     w1, w2 = (get_local_param(getattr(experts, name)) for name in (layout.w1, layout.w2))
     dtype = get_autocast_dtype(x_TD) or w2.dtype
     b1, b2 = (getattr(experts, name, None) for name in (layout.b1, layout.b2))
@@ -129,7 +129,10 @@ def _compute(
     weights: ExpertWeights,
     activation: ActivationOptions,
 ) -> Tensor:
-    """Compute each row's sum over its experts, [S, D], weighted by `weights_SK`."""
+    """Return [S, D]: for each row of `x_SD`, the weighted sum of the outputs of its K experts.
+
+    `weights_SK` has the weights, and `ids_SK` the experts. Ids outside of [0, E) are ignored.
+    """
     rows = Rows(x_SD)
     index = build_index(
         ids_SK.to(torch.int32),
@@ -149,7 +152,7 @@ def _compute(
 
 
 def _run(computation: Computation, *arguments: Any) -> Tensor:
-    """Call a computation; `_run_eager` is the same function outside of torch.compile."""
+    """Return `computation(*arguments)`; `_run_eager` does the same, excluded from torch.compile."""
     return computation(*arguments)
 
 
@@ -160,7 +163,7 @@ _run_eager = torch.compiler.disable(_run)
 def _choose_computation(
     spec: ExpertSpec, activation: ActivationOptions
 ) -> ExpertMLPOptions | Computation:
-    """Return the options of `expert_mlp`, or a computation that replaces it for these experts."""
+    """Return the options of `expert_mlp`, or the function that replaces `expert_mlp` for `spec`."""
     has_extras = spec.fc1_bias or spec.fc2_bias or spec.own_activation
     computation = find_separate_computation("auto", spec, has_extras=has_extras)
     if computation is not None:
@@ -169,14 +172,14 @@ def _choose_computation(
 
 
 def _refuse_construction(cls: type[nn.Module]) -> None:
-    """Make the constructor of a quantised experts class raise an error if it selects "moecore"."""
+    """Patch the constructor of `cls` to raise an error if the config selects experts "moecore"."""
     construct: Any = cls.__init__
     if hasattr(construct, "__wrapped__"):
         return
 
     @wraps(construct)
     def refuse_or_construct(self: nn.Module, config: Any) -> None:
-        """Construct an experts module, or raise NotImplementedError if it selects "moecore"."""
+        """Construct an experts module; NotImplementedError if the config selects "moecore"."""
         if getattr(config, "_experts_implementation", None) == NAME:
             raise NotImplementedError(_format_quantised_error(cls))
         construct(self, config)

@@ -34,7 +34,7 @@ def find_checkpoint(
     """Return the checkpoint directory to resume from, or None for a new run. Collective.
 
     `resume` is a directory, True for the newest checkpoint in `root`, or None or False for a new
-    run. ValueError if a new run `saves` and `root` already has checkpoints.
+    run. Raises ValueError if a new run would save (`saves`) and `root` already has checkpoints.
     """
     newest = run_on_first_rank(lambda: latest(root))
     if resume is None or resume is False:

@@ -161,7 +161,7 @@ class MoETrainer(Trainer):
         return result
 
     def get_total_train_batch_size(self, *args: Any, **kwargs: Any) -> int:
-        """Return the number of samples in a step, which cp and tp ranks share."""
+        """Return the number of samples in a step; samples that cp and tp ranks share count once."""
         result: int = super().get_total_train_batch_size(*args, **kwargs) // self.accelerator.copies
         return result
 
@@ -187,7 +187,7 @@ class MoETrainer(Trainer):
         return int(super().floating_point_ops(_add_token_counts(inputs)))
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log, with MoE metrics and the loss scale of the last step if `logs` has a loss."""
+        """Log `logs`; add the last step's MoE metrics and loss scale if `logs` has a loss."""
         if "loss" in logs and self.result is not None:
             logs.update(self.result.metrics.to_dict(per_expert=False))
             if self.result.loss_scale is not None:
@@ -365,7 +365,7 @@ class ShardedAccelerator(Accelerator):
 
 
 def export_into(model: nn.Module, folder: Path) -> None:
-    """Export a model, or only its unmerged adapter, and replace an earlier export. Collective."""
+    """Write a model, or only its unmerged adapter, to `folder`; replace old files. Collective."""
     if find_unmerged(model):
         save_adapters(model, folder, adapter=cast(Any, model).active_adapter)
         return

@@ -101,7 +101,11 @@ def _compare(
     *,
     cast: bool,
 ) -> Comparison:
-    """Compare a checkpoint with this rank's objects; `union` has the names of all stages."""
+    """Compare a checkpoint with this rank's objects.
+
+    `view` has this rank's model tensors. `union` has the names of all pipeline stages' tensors and
+    parameters. `cast` is as in `load`.
+    """
     comparison = Comparison()
     if missing := find_missing_fields(view.config, manifest.facts.config):
         comparison.uncompared = (
@@ -185,7 +189,10 @@ def _compare_model(
     *,
     cast: bool,
 ) -> None:
-    """Add the model's tensors to load, and differences from `stored_tensors`, to `comparison`."""
+    """Add the model's tensors to load, and differences from `stored_tensors`, to `comparison`.
+
+    `stored_tensors` has names without "model.". `union` has the names of all pipeline stages.
+    """
     for name, tensor in sorted(view.stored_views.items()):
         if name not in stored_tensors:
             comparison.left_out.append(f"{name} of the model is not in the checkpoint")
@@ -206,7 +213,10 @@ def _compare_model(
 def _compare_optimizers(
     comparison: Comparison, view: ModelView, union: StagePart, manifest: Manifest, *, cast: bool
 ) -> None:
-    """Add the optimizer state to load, and differences from the checkpoint, to `comparison`."""
+    """Add the optimizer state to load, and differences from the checkpoint, to `comparison`.
+
+    `union` has the tensor names and parameter groups of all pipeline stages.
+    """
     groups, saved_class = manifest.facts.optimizer, manifest.facts.optimizer_class
     if groups is None or saved_class is None:
         comparison.left_out.append("optimizer state is not in the checkpoint")
@@ -277,7 +287,10 @@ def _compare_optimizers(
 def _find_shape_problem(
     optimizer: Optimizer, view: ModelView, name: str, stored_slots: dict[str, StoredTensor]
 ) -> str | None:
-    """Return the error text if saved state of the parameter `name` has a wrong shape, or None."""
+    """Return the error text if saved state of the parameter `name` has a wrong shape, or None.
+
+    `stored_slots` maps "<state key>.<name>" to the stored tensor of this state.
+    """
     for key, tensor in stored_slots.items():
         like = get_state_template(optimizer, view.tensors[name], key.partition(".")[0])
         shape = tuple(view.view(name, like).shape)
@@ -289,7 +302,10 @@ def _find_shape_problem(
 def _map_params_to_groups(
     classes: str, groups: list[dict[str, Any]]
 ) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Map each parameter name to its optimizer class and parameter group."""
+    """Return parameter name -> (optimizer class name, parameter group).
+
+    `classes` is from `name_optimizer_classes`. "params" of each group has names.
+    """
     return {
         name: (kind, group)
         for kind, group in zip(split_class_names(classes, len(groups)), groups, strict=True)
@@ -298,7 +314,7 @@ def _map_params_to_groups(
 
 
 def _compare_scheduler(comparison: Comparison, scheduler: Scheduler, manifest: Manifest) -> None:
-    """Set `comparison.scheduler` if the scheduler fits its saved state; otherwise add a text."""
+    """Set `comparison.scheduler` if the saved state fits; otherwise add a text to `left_out`."""
     values = manifest.facts.scheduler
     if values is None:
         comparison.left_out.append("scheduler state is not in the checkpoint")

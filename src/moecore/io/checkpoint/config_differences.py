@@ -83,7 +83,10 @@ def find_decoder_differences(
 
 
 def list_training_fields(moe: MoEConfig | None) -> frozenset[str]:
-    """Return the names of config fields that only training reads, such as "moe.balance"."""
+    """Return the names of config fields that only training reads, such as "moe.balance".
+
+    "moe.capacity" is not among the names if the config `moe` drops tokens in eval, too.
+    """
     capacity = None if moe is None else moe.capacity
     drops_in_eval = capacity is not None and capacity.eval_factor is not None
     return TRAINING - {"moe.capacity"} if drops_in_eval else TRAINING
@@ -189,7 +192,10 @@ def _find_models(module: nn.Module) -> Iterator[nn.Module]:
 def _find_hf_differences(
     config: Mapping[str, Any], reference: Mapping[str, Any], prefix: str
 ) -> Iterator[Difference]:
-    """Yield the fields that both configs have with different values, as `prefix` + field name."""
+    """Yield a `Difference` per field that both configs have with different values.
+
+    `prefix` precedes the field names in the result.
+    """
     # Unknown fields are compared too: an unnecessary error is better than silently other results.
     values, other = _select_compared_fields(config), _select_compared_fields(reference)
     for name in sorted(values.keys() & other.keys()):
@@ -275,7 +281,10 @@ def _normalize_rope_options(
 def _find_dataclass_differences(
     config: Any, reference: Mapping[str, Any], prefix: str, skipped_fields: Collection[str]
 ) -> Iterator[Difference]:
-    """Yield the fields in which a config dataclass differs from nested values, under `prefix`."""
+    """Yield a `Difference` per field of a config dataclass that differs from the dict `reference`.
+
+    `prefix` precedes the field names in the result and in `skipped_fields`.
+    """
     for field in fields(config):
         name = prefix + field.name
         value, other = getattr(config, field.name), reference.get(field.name, field.default)

@@ -215,7 +215,10 @@ def create_draft(root: Path, step: int) -> Path:
 
 
 def publish(draft: Path, manifest: Manifest, *, keep: int) -> None:
-    """Complete a draft, set `latest` to it, and keep only the newest `keep` steps (0 = all)."""
+    """Write the manifest into a draft, rename the draft to its step, and point `latest` to it.
+
+    Only the newest `keep` checkpoints remain (0 = all).
+    """
     root, final = draft.parent, make_step_path(draft.parent, manifest.facts.step)
     write_new(draft / MANIFEST, manifest.text)
     sync_directory(draft)
@@ -318,7 +321,7 @@ def _parse_step(path: Path) -> int | None:
 
 
 def _write_pointer(root: Path, name: str, manifest: bytes) -> Path:
-    """Write a temporary pointer file with a checkpoint's name and manifest digest; return it."""
+    """Write a temporary pointer file with `name` and the SHA-256 of `manifest`; return its path."""
     pointer = root / f".{POINTER}-{uuid.uuid4().hex[:8]}"
     try:
         write_new(pointer, f"{name} {hashlib.sha256(manifest).hexdigest()}\n")

@@ -69,7 +69,10 @@ def collect_hyperparameters(
 def find_group_mismatches(
     current_groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]
 ) -> list[str]:
-    """Compare hyperparameter lists; return an error text per saved value that cannot be loaded."""
+    """Compare parameter groups; return an error text per saved value that cannot be loaded.
+
+    "params" of each group has parameter names. If the names differ, the result is one text.
+    """
     # State is loaded by name, so the order of parameters in a group has no effect.
     if [sorted(group["params"]) for group in current_groups] != [
         sorted(g["params"]) for g in saved_groups
@@ -89,7 +92,10 @@ def find_group_mismatches(
 
 
 def find_option_mismatches(group: Mapping[str, Any], saved_group: Mapping[str, Any]) -> list[str]:
-    """Return an error text per option that differs and decides which state exists (amsgrad)."""
+    """Compare the options of two parameter groups; return error texts.
+
+    A text names an option that differs and changes which optimizer state exists, such as amsgrad.
+    """
     ignored = SCHEDULER_OPTIONS | RUN_OPTIONS | {"params"}
     odd = sorted((group.keys() - ignored) ^ (saved_group.keys() - SCHEDULER_OPTIONS - {"params"}))
     problems = []
@@ -182,7 +188,10 @@ def _name_scheduler(scheduler: Scheduler) -> str:
 
 
 def decode_scheduler_state(scheduler: Scheduler, values: dict[str, Any]) -> dict[str, Any]:
-    """Convert saved JSON values to a state dict of this scheduler; ValueError if they differ."""
+    """Convert saved JSON values to a state dict of this scheduler.
+
+    Raises ValueError if the names differ from the scheduler's, or learning rates are not finite.
+    """
     state = scheduler.state_dict()
     if state.keys() != values.keys():
         raise ValueError(
@@ -235,7 +244,10 @@ def _convert_tensors_to_numbers(value: Any) -> Any:
 
 
 def _restore_types(template: Any, value: Any) -> Any:
-    """Convert a JSON value to the types of the same state in `template`: tuples, tensors, keys."""
+    """Return JSON `value` with the types that `template`, the current state, has at the same place.
+
+    Lists become tuples, numbers become tensors, and text keys become integers.
+    """
     if isinstance(template, Tensor) and isinstance(value, int | float):
         return torch.full_like(template, value)
     if isinstance(template, tuple) and isinstance(value, list):

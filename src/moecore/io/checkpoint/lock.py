@@ -105,7 +105,7 @@ def _touch_owner_regularly(root: Path, text: bytes, stop: threading.Event) -> No
 
 
 def _release_lock(root: Path, text: bytes, stop: threading.Event, pid: int) -> None:
-    """Stop the heartbeat; delete the lock if `text` is its owner and `pid` is this process."""
+    """Stop the heartbeat; delete the lock if its owner file is `text` and `pid` is this process."""
     stop.set()
     if pid != os.getpid():  # a fork of the process that acquired the lock
         return
@@ -146,7 +146,8 @@ def _write_draft(draft: Path, text: str) -> float:
 def _remove_dead_lock(root: Path, current_time: float) -> None:
     """Delete the lock and the leftovers of a dead owner; OSError if the owner is alive.
 
-    `current_time` (s) is the file system's clock, to which a heartbeat on another host is compared.
+    `current_time` (s) is the file system's current time. A heartbeat of another host that is older
+    than `STALE_SECONDS` means a dead owner.
     """
     owner, text, touched = _read_owner(root)
     if not text:
@@ -166,7 +167,10 @@ def _remove_dead_lock(root: Path, current_time: float) -> None:
 
 
 def _is_owner_dead(owner: dict[str, Any], idle_seconds: float) -> bool:
-    """Whether a lock's owner has ended, or is on another host without a heartbeat for too long."""
+    """Whether a lock's owner has ended, or is on another host without a heartbeat for too long.
+
+    `idle_seconds` is the time since the last heartbeat.
+    """
     if owner.get("machine") and owner.get("machine") == _read_machine_id():
         start_ticks = _read_start_ticks(owner.get("pid"))
         return start_ticks is None or start_ticks != owner.get("started")
@@ -174,7 +178,7 @@ def _is_owner_dead(owner: dict[str, Any], idle_seconds: float) -> bool:
 
 
 def find_dead_drafts(root: Path) -> list[Path]:
-    """Return the leftovers of the last job if the job died with the lock, otherwise []."""
+    """Return the leftovers of a job that died with the run's lock, or [] without such a job."""
     owner, text, touched = _read_owner(root)
     return find_leftovers(root) if text and _is_owner_dead(owner, time.time() - touched) else []
 

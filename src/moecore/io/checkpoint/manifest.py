@@ -266,7 +266,10 @@ def _parse_files(values: Any) -> dict[str, StoredFile]:
 
 
 def _parse_tensors(values: Any, files: Mapping[str, Any]) -> dict[str, StoredTensor]:
-    """Convert the manifest's JSON value "tensors" to records by name, or raise ValueError."""
+    """Convert the JSON value "tensors" to StoredTensors by name, or raise ValueError.
+
+    `files` is the JSON value "files", which must have the files of all chunks.
+    """
     _require(isinstance(values, dict), "tensors must be an object")
     seen: set[tuple[str, str]] = set()
     tensors = {}
@@ -291,7 +294,10 @@ def _parse_tensors(values: Any, files: Mapping[str, Any]) -> dict[str, StoredTen
 
 
 def _parse_chunk(value: Any, num_dims: int, files: Mapping[str, Any], label: str) -> ManifestChunk:
-    """Convert a chunk's JSON value to a record, or raise ValueError that begins with `label`."""
+    """Convert a chunk's JSON value to a record, or raise ValueError that begins with `label`.
+
+    `num_dims` is the tensor's number of dims. `files` must have the chunk's file.
+    """
     _require_keys(value, {"file", "key", "offsets", "sizes"}, f"{label}: a chunk")
     file, key = value["file"], value["key"]
     _require(isinstance(file, str) and file in files, f"{label}: its file must be one of files")

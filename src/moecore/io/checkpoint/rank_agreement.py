@@ -67,7 +67,10 @@ def check_rank_agreement(snapshot: Snapshot, group: Group = None) -> None:
 
 
 def _check_stage_agreement(hashes: list[tuple[int, Hashes]]) -> None:
-    """Raise ValueError if pipeline stages disagree; `hashes` has (first rank, hashes) of stages."""
+    """Raise ValueError if pipeline stages disagree on a value.
+
+    `hashes` has, for each stage, its first rank and the hashes of this rank.
+    """
     seen: dict[Key, tuple[int, str]] = {}
     for rank, rank_hashes in hashes:
         for key, value in rank_hashes.items():
@@ -84,7 +87,10 @@ def _check_stage_agreement(hashes: list[tuple[int, Hashes]]) -> None:
 
 
 def _raise_disagreement(key: Key, first: int, rank: int, *, is_present: bool) -> None:
-    """Raise ValueError: two ranks disagree on a value, or not `is_present` on one of them."""
+    """Raise ValueError that the value `key` of ranks `first` and `rank` differs.
+
+    If `is_present` is False, the error says that only one of the ranks has the value.
+    """
     kind, name = key
     wrong = f"of rank {rank} must equal that of rank {first}, because only one is kept"
     if not is_present:
@@ -93,7 +99,7 @@ def _raise_disagreement(key: Key, first: int, rank: int, *, is_present: bool) ->
 
 
 def _hash_snapshot(snapshot: Snapshot) -> Hashes:
-    """Hash all values and tensors of a snapshot that ranks must agree on, by kind and name."""
+    """Return (kind, name) -> hash of each value and tensor that ranks must agree on."""
     facts = snapshot.facts
     values: dict[Key, Any] = {
         ("save", "step"): facts.step,
@@ -111,9 +117,10 @@ def _hash_snapshot(snapshot: Snapshot) -> Hashes:
 
 
 def _fingerprint_tensors(tensors: Mapping[str, Tensor]) -> Hashes:
-    """Return dtype, shape and, for plain tensors, a SHA-256 by kind ("model") and name. Host sync.
+    """Return (kind, name) -> text: dtype, shape and, for plain tensors, a SHA-256. Host sync.
 
-    The digest has all bytes of tensors in `extra`, and the first `HASHED_BYTES` of other tensors.
+    The kind, such as "model", is the first part of the name. The digest has all bytes of tensors in
+    `extra`, and the first `HASHED_BYTES` of other tensors.
     """
     hashes: Hashes = {}
     parts: dict[Key, Tensor] = {}

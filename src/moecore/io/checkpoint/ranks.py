@@ -23,7 +23,7 @@ T = TypeVar("T")
 class ControlGroup:
     """A separate gloo group of all ranks, None without torch.distributed. Collective to construct.
 
-    In the training's group a collective could match another collective of a rank, and gloo aborts.
+    The separate group keeps a background save's collectives apart from the training's.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,10 @@ def run_on_first_rank(action: Callable[[], T], group: Group = None) -> T:
 
 
 def check_same_path(path: Path) -> None:
-    """Raise ValueError if ranks have other paths or do not all see the directory. Collective."""
+    """Raise ValueError if ranks have paths with different names, or only some see the directory.
+
+    Collective.
+    """
     answers = gather_objects((path.name, path.is_dir()))
     if len({name for name, _ in answers}) > 1:
         raise ValueError(
@@ -94,7 +97,7 @@ def check_same_path(path: Path) -> None:
 
 
 def check_visible(draft: Path, group: Group = None) -> None:
-    """Raise ValueError if a rank does not see the directory that rank 0 created. Collective."""
+    """Raise ValueError if a rank does not see `draft`, which rank 0 created. Collective."""
     seen = gather_objects(draft.is_dir(), group)
     if not all(seen):
         raise ValueError(

@@ -39,7 +39,10 @@ logger = logging.getLogger("moecore.io")
 
 
 class Meter:
-    """Counts, in any thread, this rank's read or written bytes, and calls `progress` with them."""
+    """Counts this rank's read or written bytes. Threads may share a meter.
+
+    `progress` is called with (bytes done, bytes expected) of this rank.
+    """
 
     def __init__(self, progress: Progress | None = None) -> None:
         self._progress, self._lock = progress, Lock()
@@ -181,9 +184,10 @@ def get_memory_view(tensor: Tensor) -> memoryview:
 
 
 class ShardReader:
-    """Reads slices of the tensors in a safetensors file, whose first bytes are `begins` by key.
+    """Reads slices of the tensors in a safetensors file.
 
-    Strided slices are copied through `buffer`. `follow` allows a symlink to the file.
+    `begins` maps a tensor's key to the position of the tensor's first byte in the file. Strided
+    slices are copied through `buffer`. `follow` allows a symlink to the file.
     """
 
     def __init__(
@@ -212,9 +216,10 @@ class ShardReader:
         offsets: Sequence[int],
         out: Tensor,
     ) -> None:
-        """Read the slice that begins at `offsets` and has the shape of `out` into `out`.
+        """Read the slice at `offsets` with the shape of `out` from a stored tensor into `out`.
 
-        `key`, `dtype` and `sizes` (shape) describe the stored tensor. `out` may be any tensor.
+        `key`, `dtype` and `sizes` (shape) describe the stored tensor. `out` may have any dtype,
+        device and strides.
         """
         if out.numel() == 0:
             return
@@ -257,7 +262,10 @@ class ShardReader:
 
 
 def _count_contiguous_elements(sizes: Sequence[int], lengths: Sequence[int]) -> int:
-    """Return the elements of a contiguous run in a slice of shape `lengths` of a tensor `sizes`."""
+    """Return the number of elements in a contiguous run of a slice.
+
+    The slice has the shape `lengths`, in a row-major tensor of the shape `sizes`.
+    """
     run = 1
     for size, length in zip(reversed(sizes), reversed(lengths), strict=True):
         run *= length
@@ -269,9 +277,10 @@ def _count_contiguous_elements(sizes: Sequence[int], lengths: Sequence[int]) -> 
 def find_file_problem(
     path: Path, layout: FileLayout, stored_file: StoredFile, *, full: bool, meter: Meter
 ) -> str | None:
-    """Compare a shard file with the manifest's layout, and if `full` with its SHA-256.
+    """Compare the size and header of a shard file with the manifest, and if `full` the SHA-256.
 
-    Returns an error text or None. `meter` counts the bytes that are hashed.
+    `layout` and `stored_file` are from the manifest. Returns an error text or None. `meter` counts
+    the bytes that are hashed.
     """
     try:
         descriptor = open_regular(path)

@@ -182,14 +182,15 @@ class StagePart:
 
 
 def join_stage_parts(part: StagePart, stages: AllStages | None, group: Group = None) -> StagePart:
-    """Return the union of all stages' parts; `part` is this rank's. Collective with stages."""
+    """Return the union of all stages' `StagePart`s; `part` is this rank's. Collective."""
     return part if stages is None else _merge_parts(_gather_parts(part, stages, group))
 
 
 def join_stages(snapshot: Snapshot, group: Group = None) -> Snapshot:
-    """Remove tensors that an earlier pipeline stage writes, and add all stages' metadata.
+    """Return the snapshot that this rank writes, from the snapshots of all stages. Collective.
 
-    Collective: returns the snapshot to write. Without stages it is unchanged.
+    Tensors that an earlier pipeline stage writes are removed, and metadata of all stages is added.
+    Without stages the snapshot is unchanged.
     """
     stages, facts = snapshot.stages, snapshot.facts
     if stages is None:

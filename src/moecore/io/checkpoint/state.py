@@ -69,9 +69,10 @@ class ModelView:
         self.stored_views = {name: self.view(name, t.detach()) for name, t in self.tensors.items()}
 
     def view(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the view that a checkpoint stores of the parameter `name` or its state.
+        """Return the view that a checkpoint stores of the parameter `name`, or of its state.
 
-        A dim with gate, then up, is split into two dims (`split_halves`).
+        `tensor` is the parameter or its optimizer state. If gate and up are stacked in one dim, the
+        view has two dims instead (`split_halves`).
         """
         dim = self._halved_dims[name]
         return tensor if dim is None else split_halves(tensor, dim)
@@ -145,10 +146,10 @@ def allocate_optimizer_state(
     matrices: Mapping[str, torch.dtype],
     scalars: Mapping[str, torch.dtype],
 ) -> dict[Tensor, dict[str, Tensor]]:
-    """Return parameter -> state key -> tensor to load state into, new or the optimizer's.
+    """Return parameter -> state key -> tensor that a load fills.
 
-    `matrices` and `scalars` have the saved dtype by "<state key>.<fqn>" of state with the
-    parameter's layout, and of scalar state.
+    Tensors of the optimizer with the right dtype, device and layout are reused. `matrices` (state
+    with the parameter's layout) and `scalars` map "<state key>.<fqn>" to the saved dtype.
     """
     slots: dict[str, list[str]] = {}
     for key in (*matrices, *scalars):
@@ -179,7 +180,10 @@ def allocate_optimizer_state(
 def map_state_views(
     state: Mapping[Tensor, Mapping[str, Tensor]], model: ModelView, scalars: Collection[str]
 ) -> dict[str, Tensor]:
-    """Return the views that a checkpoint stores of optimizer state, by "<state key>.<fqn>"."""
+    """Return "<state key>.<fqn>" -> the view that a checkpoint stores of this optimizer state.
+
+    `state` is from `allocate_optimizer_state`. `scalars` has the names of scalar state.
+    """
     views = {}
     for param, slots in state.items():
         name = model.get_name(param)
@@ -241,7 +245,7 @@ def _reuse_or_allocate(
 
 
 def map_amax_operands(model: nn.Module) -> dict[str, tuple[AmaxHistory, str]]:
-    """Map "<fqn>.<operand>" to the amax history and operand of each FP8 module (delayed scaling).
+    """Return "<fqn>.<operand>" -> (amax history of the FP8 module, operand), for delayed scaling.
 
     Names of gradient operands end in the parallel degrees, such as ".dp4.cp1.tp2", because the
     magnitude of gradients depends on the assignment of tokens to ranks.
@@ -263,7 +267,10 @@ def map_amax_operands(model: nn.Module) -> dict[str, tuple[AmaxHistory, str]]:
 
 @torch.no_grad()
 def restore_amax(model: nn.Module, saved_histories: Mapping[str, Tensor]) -> None:
-    """Set the model's amax histories to saved fp32 tensors [steps] by name; clear the others."""
+    """Set the model's amax histories to saved fp32 tensors [steps].
+
+    `saved_histories` has names as from `map_amax_operands`. Histories without a tensor are cleared.
+    """
     steps_by_history: dict[AmaxHistory, dict[str, Tensor]] = {}
     for name, (history, operand) in map_amax_operands(model).items():
         steps = steps_by_history.setdefault(history, {})
@@ -290,14 +297,14 @@ def restore_rng(states: Mapping[str, Tensor]) -> None:
 
 
 def _is_storable(value: Tensor, like: Tensor) -> bool:
-    """Whether a checkpoint can store optimizer state: a plain scalar, or `like`'s layout."""
+    """Whether optimizer state is a plain scalar, or has the shape and kind (DTensor) of `like`."""
     if value.ndim == 0:
         return not isinstance(value, DTensor)
     return value.shape == like.shape and isinstance(value, DTensor) == isinstance(like, DTensor)
 
 
 def _find_gate_up_dims(model: nn.Module) -> dict[int, int]:
-    """Return id(parameter) -> dim for parameters that have gate, then up, in one dim."""
+    """Return id(parameter) -> dim, for each parameter with gate and up stacked in this dim."""
     dims: dict[int, int] = {}
     for module in model.modules():
         if isinstance(module, Experts) and module.is_strided:

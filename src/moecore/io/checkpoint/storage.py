@@ -174,7 +174,10 @@ Blocks = dict[Any, tuple[slice, ...]]  # global offset -> slices of the local te
 
 
 def _find_blocks(tensor: Any) -> Blocks:
-    """Map the global offset of each block of a DTensor's shard to slices of the local tensor."""
+    """Map the global offset of each block of a DTensor's shard to slices of the local tensor.
+
+    The result is {} for a plain tensor, and for a shard of at most one block.
+    """
     # DCP supports only one block per shard. Example: [8] over tp=2 with _StridedShard(0,
     # split_factor=2): rank 1 has rows 2 3 6 7, which are the blocks {2: [0:2], 6: [2:4]}.
     if not isinstance(tensor, DTensor):

@@ -207,7 +207,7 @@ def _recompute_buffers(path: Path, model: nn.Module) -> None:
 
 
 def start_draft(lock: RunLock, step: int, group: Group = None) -> Path:
-    """Acquire the run's lock and create a draft directory on rank 0; return it. Collective."""
+    """Acquire the run's lock and create a draft on rank 0; return the draft's path. Collective."""
 
     def lock_and_create() -> Path:
         """Lock the run and return a new draft directory in it."""
@@ -267,9 +267,10 @@ def _read_into_objects(
     *,
     strict: bool,
 ) -> dict[str, Any]:
-    """Read the tensors that `comparison` selected into the objects, in place. Collective.
+    """Read the tensors that `comparison` selected into model, optimizers and generators, in place.
 
-    Returns `extra` of the save. With `strict`, optimizer state without a saved value is dropped.
+    `amax` is from `allocate_amax_target`. Returns `extra` of the save. With `strict`, optimizer
+    state without a saved value is dropped. Collective.
     """
     target = {f"model.{name}": view.stored_views[name] for name in sorted(comparison.model)}
     extra = {
@@ -321,7 +322,10 @@ def verify(
 
 
 def verify_files(path: Path, manifest: Manifest, mode: Verify, meter: Meter) -> None:
-    """Check each shard file on one rank; raise the first error on every rank. Collective."""
+    """Check each shard file on one rank; raise the first error on every rank. Collective.
+
+    With `mode` "full" each file is hashed; with "sizes" only sizes and headers are checked.
+    """
     rank, world = get_rank_and_world()
     names = sorted(manifest.files)[rank::world]
     if mode == "full":

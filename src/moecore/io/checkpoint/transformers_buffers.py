@@ -47,7 +47,10 @@ def _find_owner_model(model: nn.Module, path: str) -> Any:
 
 
 def _initialize_buffers(module: nn.Module, owner: Any) -> dict[str, Tensor | None]:
-    """Return new buffers filled by the model `owner`'s `_init_weights`, otherwise with NaN."""
+    """Return new CPU buffers of a module by name, filled by `owner._init_weights`.
+
+    Buffers that this method does not fill are NaN.
+    """
     shell = copy.copy(module)
     shell._parameters = {
         name: None if param is None else nn.Parameter(param.detach().to("meta"))

@@ -82,7 +82,10 @@ class _SentBox(NamedTuple):
     ranks: list[int]  # that have the box
 
     def find_sender(self, writer: int | None) -> int:
-        """Return the rank that sends the box to `writer` (None = all ranks), or -1 for no rank."""
+        """Return the rank that sends the box to `writer` (None = all ranks).
+
+        The result is -1 if the receivers have the box already.
+        """
         _, world = get_rank_and_world()
         has_box = len(self.ranks) == world if writer is None else writer in self.ranks
         return -1 if has_box else self.ranks[0]
@@ -144,10 +147,11 @@ class BucketCollector(ErrorKeeper):
     def collect(
         self, items: Sequence[Item], read: Read, writer: int | None = None
     ) -> WeightBucket | None:
-        """Assemble items in a new bucket on the CPU of rank `writer` (None = all, on the device).
+        """Assemble items in a new bucket. Collective.
 
-        Collective. `read` returns a box of this rank's shard of a tensor. Returns None on other
-        ranks than the writer, and after an error of this rank.
+        With `writer`, only this rank receives a bucket, on the CPU. With None, every rank receives
+        a bucket, on the device. `read(name, box)` returns a box of this rank's shard of a model
+        tensor. Returns None on ranks without a bucket, and if its allocation failed (`check`).
         """
         assert self._message is not None, "a pass is open"
         bucket, parts = None, list[list[Tensor]]()
@@ -197,7 +201,11 @@ class BucketCollector(ErrorKeeper):
         parts: list[list[Tensor]],
         read: Read,
     ) -> None:
-        """Send boxes from rank `sender` to `writer` (None = all) into the bucket memory `parts`."""
+        """Send `copies`, boxes of `items`, from `sender` to `writer` (None = all ranks).
+
+        The copies are one message. Receivers copy the boxes into `parts`, the memory of their
+        bucket by item and part ([] = no bucket). `read` is as in `collect`.
+        """
         assert self._message is not None, "a pass is open"
         pieces, at = list[Tensor](), 0
         for copy in copies:
@@ -247,7 +255,10 @@ class BucketCollector(ErrorKeeper):
 
 
 class RankCollector(BucketCollector):
-    """Assembles one Hugging Face tensor at a time on the rank that writes it, for an export."""
+    """Assembles one Hugging Face tensor at a time on the rank that writes it, for an export.
+
+    `tensors` are this rank's model tensors by name.
+    """
 
     def __init__(
         self,

@@ -65,7 +65,10 @@ class Digests:
         return self._hash_bytes(_view_as_bytes(torch.stack(digests)), 2)
 
     def _hash_bytes(self, bits: Tensor, level: int = 0) -> Tensor:
-        """Compute the digest, int64 [2], of uint8 [n]; `level` 0 is data, then digests."""
+        """Compute the digest, int64 [2], of uint8 [n].
+
+        `level` selects the random factors: 0 for a tensor's bytes, higher for bytes of digests.
+        """
         words = torch.nn.functional.pad(bits, (0, -bits.numel() % 4)).view(torch.int32)
         factors = self._get_factors(level, bits.device)
         parts: tuple[Tensor, ...] = words.split(factors.shape[1])

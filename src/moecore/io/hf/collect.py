@@ -72,7 +72,7 @@ class ErrorKeeper:
 
 
 class LocalPart(NamedTuple):
-    """Shape and dtype of a full tensor, and the global indices of this rank's shard as runs."""
+    """Shape and dtype of a full tensor, and the global indices of this rank's shard, per dim."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -100,7 +100,7 @@ class PartOwners:
                 self.ranks.setdefault(name, {}).setdefault(shard_runs, []).append(rank)
 
     def merge(self, other: PartOwners) -> PartOwners:
-        """Return the union of two records, whose tensors have different names."""
+        """Return the union of the tensors of both objects, whose names differ."""
         result = copy(self)
         result.shapes, result.dtypes = self.shapes | other.shapes, self.dtypes | other.dtypes
         result.ranks = self.ranks | other.ranks
@@ -108,7 +108,7 @@ class PartOwners:
 
 
 def read_local(tensor: Tensor, box: tuple[slice, ...]) -> Tensor:
-    """Return slices of a local tensor: a view, or dequantised values of FP8 storage."""
+    """Return slices `box` of this rank's shard: a view, or dequantised values of FP8 storage."""
     local = get_detached_shard(tensor)
     return local[box] if get_fp8_blocks(tensor) is None else read_stored_values(tensor, box)
 

@@ -86,7 +86,11 @@ def decoder_config_from_hf(config: HFConfig) -> DecoderConfig:
 def _read_softmax_moe(
     fields: Fields, hidden_dim: str, normalizes: bool, coef: float, *, shared_hidden_dim: int = 0
 ) -> MoEConfig:
-    """Build the MoEConfig of a softmax router; `hidden_dim` is the name of a config.json field."""
+    """Build the MoEConfig of a softmax router; `hidden_dim` is the name of a config.json field.
+
+    `normalizes`: whether the top-k weights are normalized. `coef` is the default of the field
+    router_aux_loss_coef. `shared_hidden_dim` is 0 without shared experts.
+    """
     return MoEConfig(
         dim=fields.need("hidden_size"),
         hidden_dim=fields.need(hidden_dim),
@@ -134,7 +138,7 @@ def _read_qwen3_next(fields: Fields) -> DecoderConfig:
 def _read_qwen(
     fields: Fields, *, has_shared_expert: bool = False, **overrides: Any
 ) -> DecoderConfig:
-    """Build the DecoderConfig of a Qwen MoE model; `overrides` are further fields of it."""
+    """Build the DecoderConfig of a Qwen MoE model; `overrides` are further DecoderConfig fields."""
     if "linear_layers" not in overrides:
         _refuse_windows(fields)
     shared_hidden_dim = fields.need("shared_expert_intermediate_size") if has_shared_expert else 0
@@ -325,7 +329,10 @@ def _read_sigmoid_router(fields: Fields) -> dict[str, Any]:
 def _build_first_dense(
     fields: Fields, attention: dict[str, Any], router_arguments: dict[str, Any]
 ) -> DecoderConfig:
-    """Build a DecoderConfig whose first layers are dense, from attention and router arguments."""
+    """Build a DecoderConfig whose first layers are dense.
+
+    `attention` has arguments of DecoderConfig, and `router_arguments` arguments of MoEConfig.
+    """
     num_layers, first = fields.need("num_hidden_layers"), fields.need("first_k_dense_replace")
     attention |= _read_mtp(fields)
     F_, shared = fields.need("moe_intermediate_size"), fields.get("n_shared_experts", 0)

@@ -162,7 +162,7 @@ class Fields:
             self.values["num_experts"] = values.get("num_local_experts")
 
     def build_config(self) -> DecoderConfig:
-        """Build the DecoderConfig; NotImplementedError for values that it does not support."""
+        """Build the DecoderConfig; NotImplementedError for a value that the decoder lacks."""
         for name, only in self.family.known_values.items():
             self.refuse(name, self.get(name, only) != only)
         self.values |= {name: self.get(name, v) for name, v in self.family.defaults.items()}
@@ -183,7 +183,10 @@ class Fields:
         return default if value is None else check_field_type(name, value)
 
     def refuse(self, name: str, wrong: bool, value: Any = None) -> None:
-        """Raise NotImplementedError if `wrong`: the native decoder lacks this value of a field."""
+        """Raise NotImplementedError if `wrong`: the native decoder lacks this value of a field.
+
+        The error contains `value`, by default the value in config.json.
+        """
         if wrong:
             value = self.values.get(name) if value is None else value
             raise NotImplementedError(
@@ -249,9 +252,10 @@ def read_latent_attention(fields: Fields) -> dict[str, Any]:
 
 
 def find_windows(fields: Fields, pattern: Sequence[bool]) -> tuple[int, ...]:
-    """Return one period of the layers' attention windows in tokens, 0 = full attention.
+    """Return the attention window, in tokens, of each layer in the shortest period of `pattern`.
 
-    `pattern` has whether each layer has a window. The result is () if no window limits attention.
+    `pattern` has whether each layer has a window. 0 means full attention. The result is () if no
+    window limits attention.
     """
     window, length = fields.get("sliding_window", None), fields.need("max_position_embeddings")
     if window is None or window >= length or not any(pattern):

@@ -192,7 +192,7 @@ def _find_prefix(names: Collection[str]) -> str:
 
 
 def _has_decoder_names(names: Collection[str]) -> bool:
-    """Whether tensor names show a native decoder: its own names of experts, biases or MTP."""
+    """Whether tensor names contain a name that only the native decoder has."""
     suffixes = (".mlp.experts.w1", ".self_attn.o_bias")
     return any(name.endswith(suffixes) or name.startswith("mtp.") for name in names)
 
@@ -200,7 +200,7 @@ def _has_decoder_names(names: Collection[str]) -> bool:
 def _plan_files(
     tensors: Mapping[str, StoredTensor], values: dict[str, Any], layout: HFLayout
 ) -> tuple[dict[str, FileRecipe], dict[str, str], nn.Module | None]:
-    """Return the recipe of each tensor, the original of each copy, and the model on meta.
+    """Return the recipe of each tensor by name, copies (name -> original), and the model on meta.
 
     `values` are config.json's fields. The transformers model is None for a native decoder or an
     unknown class.
@@ -322,7 +322,10 @@ def _write_files(draft: Path, conversion: Conversion) -> Manifest:
 
 
 def _choose_dtype(name: str, source: TensorSource, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype in which a native checkpoint stores a tensor; None keeps the file's."""
+    """Return the dtype in which a native checkpoint stores the tensor `name`.
+
+    `dtype` is as in `hf_to_native`: None keeps the stored dtype, with bf16 for quantised weights.
+    """
     if is_selection_bias(name):
         return torch.float32
     if dtype is not None:
@@ -337,7 +340,10 @@ def _write_tensor(
     files: BoxReader,
     dtype: torch.dtype,
 ) -> None:
-    """Read a tensor in chunks of dim 0, convert the chunks to `dtype` and append them to a file."""
+    """Read a tensor in chunks of dim 0, convert the chunks to `dtype` and append them to a file.
+
+    `recipe` has the pieces of the tensor in the Hugging Face tensors `sources`.
+    """
     for piece in recipe.pieces:
         rows = piece.shape[0] if piece.shape else 1
         step = max(1, CHUNK_BYTES // max(1, math.prod(piece.shape[1:]) * 4))

@@ -133,7 +133,10 @@ def write_directory(
 
 @contextmanager
 def open_draft(path: Path) -> Iterator[Path]:
-    """Return a context with a temporary directory, which success renames to `path`. Collective."""
+    """Return a context with a draft directory, which is renamed to `path` if the body succeeds.
+
+    After an error, the draft is deleted. Collective.
+    """
     draft = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex[:8]}")
 
     def make() -> Path:
@@ -184,7 +187,10 @@ def plan_shard_files(items: Sequence[Item], max_shard_bytes: int) -> list[list[I
 def _write_shards(
     draft: Path, shards: list[list[Item]], collector: Collector, meter: Meter
 ) -> None:
-    """Write this rank's files, and send its tensors to the writers of other files. Collective."""
+    """Write this rank's files, and send its tensors to the writers of other files. Collective.
+
+    `shards` has the items of each file.
+    """
     rank, world = get_rank_and_world()
     for first in range(0, len(shards), world):  # each rank writes one file at a time
         wave = [sort_for_file(shard) for shard in shards[first : first + world]]
@@ -237,7 +243,10 @@ def sort_for_file(shard: Sequence[Item]) -> tuple[FileLayout, list[Item]]:
 
 
 def _write_config_and_index(draft: Path, shards: list[list[Item]], config: dict[str, Any]) -> None:
-    """Write config.json with the dtype of most bytes, and the index of several files."""
+    """Write config.json, whose dtype has the most bytes, and an index if there are several files.
+
+    `shards` has the items of each file.
+    """
     sizes: dict[torch.dtype, int] = {}
     for item in itertools.chain(*shards):
         sizes[item.dtype] = sizes.get(item.dtype, 0) + item.nbytes

@@ -83,8 +83,8 @@ def plan_export(
 ) -> ExportPlan:
     """Plan the Hugging Face tensors of a model without its LoRA adapters. Collective.
 
-    Arguments are as in `export_hf`. Without `needs_config`, a native decoder may have config None,
-    and its tensors then have the names of all families except Mixtral.
+    Arguments are as in `export_hf`. Without `needs_config`, a native decoder may have config None.
+    Its tensors then have the names that all families except Mixtral use.
     """
     base = unwrap_peft(model)
 
@@ -116,7 +116,8 @@ def plan_export(
 def collect_export_tensors(base: nn.Module, values: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return this rank's tensors to write by name, without a copy and without LoRA adapters.
 
-    Trained copies of modules (peft's `modules_to_save`) replace the originals.
+    Trained copies of modules (peft's `modules_to_save`) replace the originals. `values` are
+    config.json's fields.
     """
     all_tensors = collect_model_tensors(base)
     tensors = select_base_tensors(base, all_tensors) | select_trained_copies(base, all_tensors)
@@ -163,9 +164,10 @@ def make_items(
     """Yield the items (Hugging Face tensors) to write, in model order, without a tied head.
 
     Args:
-        dtypes, recipes: by the name of the model tensor.
+        dtypes: model tensor's name -> dtype.
+        recipes: model tensor's name -> the file tensors that store the tensor.
         copies: name of a file tensor -> name of the file tensor with equal values.
-        dtype: of float tensors; None keeps their dtypes.
+        dtype: dtype of the written float tensors; None keeps the model's dtypes.
         keeps: returns whether the model tensor of this name keeps its dtype.
     """
     items: dict[str, Item] = {}
@@ -229,7 +231,10 @@ def _refuse_wrapper(model: nn.Module) -> NoReturn:
 def finish_config(
     values: Mapping[str, Any], num_mtp: int, model_class: type | None = None
 ) -> dict[str, Any]:
-    """Return config.json's fields with `num_mtp` MTP modules, the class, and no quantisation."""
+    """Return config.json's fields with `num_mtp` MTP modules and the class's name, as JSON values.
+
+    The result has no quantization_config. `model_class` is the transformers class, if known.
+    """
     values = {k: v for k, v in values.items() if k != "quantization_config"}
     for key in MTP_KEYS:
         if key in values:
@@ -266,7 +271,7 @@ def build_checked_meta_model(
 ) -> nn.Module | None:
     """Build, on meta, the transformers model that would load the export; None if unknown.
 
-    ValueError if its tensor names, shapes or routing rules differ from the model's.
+    ValueError if its routing rules differ from the model's, or its tensors from `shapes`.
     """
     is_part = getattr(model, "base_model", None) is model  # the class with a head would load it
     full_reader = build_meta_model({**values, "architectures": None}) if is_part else None
@@ -279,7 +284,10 @@ def build_checked_meta_model(
 
 
 def check_tied(tensors: Mapping[str, Tensor], copies: Mapping[str, str]) -> None:
-    """Raise ValueError if the config ties head and embedding, and this rank's shards differ."""
+    """Raise ValueError if the config ties head and embedding, and this rank's shards differ.
+
+    `copies` has the head's name only if the config ties it.
+    """
     if HEAD not in copies or not {HEAD, EMBEDDING} <= tensors.keys():
         return
     if tensors[HEAD] is tensors[EMBEDDING]:
@@ -294,7 +302,10 @@ def check_tied(tensors: Mapping[str, Tensor], copies: Mapping[str, str]) -> None
 
 
 def _check_names(model: nn.Module, kind: Any, class_shapes: Shapes, shapes: Shapes) -> None:
-    """Raise ValueError if the model's tensors differ from `class_shapes`, of the class `kind`."""
+    """Raise ValueError if the model's tensor shapes differ from the shapes of the class `kind`.
+
+    `shapes` are the model's, and `class_shapes` the class's, both by name.
+    """
     for name, shape in class_shapes.items():
         if name not in shapes:
             raise ValueError(

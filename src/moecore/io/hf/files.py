@@ -58,7 +58,10 @@ class FileTensor:
 
 
 def find_common_boxes(box: Box, chunks: Iterable[Any]) -> Iterator[tuple[Any, Box, Box]]:
-    """Yield (chunk, slices in the chunk, slices in the box) for each chunk that overlaps a box."""
+    """Yield (chunk, slices in the chunk, slices in the box) for each chunk that overlaps a box.
+
+    A chunk has `offsets` and `sizes` per dim of the tensor.
+    """
     for chunk in chunks:
         sides = list(zip(box, chunk.offsets, chunk.sizes, strict=True))
         spans = [(max(s.start, o), min(s.stop, o + n)) for s, o, n in sides]
@@ -123,7 +126,7 @@ class HFFiles:
 
 
 def _find_begins(path: Path, tensors: Mapping[str, FileTensor]) -> dict[str, int]:
-    """Return the first byte in a file of each tensor; OSError if the header has changed."""
+    """Return the position of each tensor's first byte in a file; OSError for a changed header."""
     with open(open_regular(path, follow=True), "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = file.read(size) if size <= MAX_TABLE else b""

@@ -309,7 +309,7 @@ def _plan_recipes(
 def _drop_tied_head(
     targets: Mapping[str, Tensor], recipes: dict[str, FileRecipe], copies: Mapping[str, str]
 ) -> bool:
-    """Drop the recipe of a tied head, or set the embedding's; return whether to tie them later."""
+    """Drop a tied head from `recipes`, or use the embedding's; return whether to tie them again."""
     # `to_empty` unties them. The first forward of a sharded model ties them again, so the head is
     # read from the embedding's tensor.
     if HEAD not in copies or HEAD not in targets:
@@ -324,7 +324,7 @@ def _drop_tied_head(
 
 
 def _select_unexpected(left_over: list[str], first_ignored: int | None) -> list[str]:
-    """Return the unused names that are errors: all names except of ignored MTP layers."""
+    """Return the unused names that are errors; MTP layers >= `first_ignored` are no errors."""
     names = [n for n in left_over if not n.endswith("rotary_emb.inv_freq")]
     if first_ignored is None:
         return names

@@ -263,7 +263,7 @@ def collect_adapter_tensors(model: nn.Module, adapter: str) -> dict[str, StoredA
 
 
 def _make_stored_adapter(name: str, tensor: Tensor, shape: Sequence[int]) -> StoredAdapter:
-    """Pair a tensor with the file tensor `name`, which has its elements in the shape `shape`."""
+    """Return a StoredAdapter of `tensor`, stored in peft's file as `name` with this shape."""
     return StoredAdapter(tensor, TensorPiece(name, (), tuple(shape)))
 
 
@@ -299,7 +299,10 @@ def _write_adapter_files(
 
 
 def _init_layer(path: str, layer: Any, adapter: str, seed: int, *, is_normal: bool) -> None:
-    """Initialize one adapter's A and B in a layer; normal A if `is_normal`, or uniform."""
+    """Initialize A and B of `adapter` in a layer; A is normal if `is_normal`, otherwise uniform.
+
+    `path` is the layer's name, which selects the random values together with `seed`.
+    """
     for kind in (*layer.adapter_layer_names, *layer.other_param_names):
         owners = getattr(layer, kind)  # parameters by adapter, or plain values such as r
         if not isinstance(owners, nn.ModuleDict | nn.ParameterDict) or adapter not in owners:
@@ -426,7 +429,10 @@ def _list_applied_adapters(layer: Any) -> list[str]:
 
 
 def _add_to_dense(layer: Any, local: Tensor) -> None:
-    """Add s * B A of a linear or embedding layer to `local`, this rank's shard. Collective."""
+    """Add s * B A of each active adapter to `local`, this rank's shard of the layer's weight.
+
+    `layer` is peft's linear or embedding layer. Collective.
+    """
     indices = compute_global_indices(layer.get_base_layer().weight)
     total = _widen(local)
     for adapter in _list_applied_adapters(layer):
@@ -442,7 +448,10 @@ def _add_to_dense(layer: Any, local: Tensor) -> None:
 
 
 def _add_to_experts(experts: Experts, name: str, update: Any, local: Tensor) -> None:
-    """Add s * B A to `local`, this rank's shard of the expert weight `name`. Collective."""
+    """Add s * B A of each active adapter to `local`, this rank's shard of the weight `name`.
+
+    `update` is the experts' LoRA module of this weight. Collective.
+    """
     weight = getattr(experts, name)
     indices, *rest = compute_global_indices(weight)
     updates = [

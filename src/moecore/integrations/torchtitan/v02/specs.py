@@ -94,7 +94,10 @@ class TitanHFArgs(models.HFArgs, BaseModelArgs):
 def _list_version_rules(
     job: Any, parallel_dims: ParallelDims, own_loss: bool
 ) -> list[parallelize.Rule]:
-    """Return the rules for options of a torchtitan 0.2 job; `own_loss`: see `Version`."""
+    """Return (field, value, is an error, requirement) per restricted option of torchtitan 0.2.
+
+    `own_loss`: whether the model's forward returns its loss.
+    """
     degrees, checkpoint, mode = job.parallelism, job.checkpoint, job.activation_checkpoint.mode
     backend, async_tp = degrees.expert_parallel_comm_backend, degrees.enable_async_tensor_parallel
     converters, replicas = job.model.converters, parallel_dims.dp_replicate
@@ -203,7 +206,11 @@ def pipelining(
     parallelize_fn: Callable[..., nn.Module],
     loss_fn: Any,
 ) -> Any:
-    """Shard a model; return its schedule, [model], True and True: torchtitan's pipelining_fn."""
+    """Shard a model: a pipelining_fn. Returns (schedule, [model], True, True).
+
+    The flags say that this rank has the first and the last stage. `device`, `args` and `loss_fn`
+    are not used.
+    """
     check_stages(model, parallel_dims.pp)
     model = parallelize_fn(model, parallel_dims, job)
     batch = parallel_dims.get_optional_mesh("batch")
@@ -265,7 +272,10 @@ def hf_spec(
 def _make_own_loss_spec(
     model_cls: type[Any], args: Mapping[str, Any], parallelize_fn: Callable[..., nn.Module]
 ) -> TrainSpec:
-    """Return the TrainSpec of a model whose forward returns its loss; `args` are by flavor."""
+    """Return the TrainSpec of a model whose forward returns its loss.
+
+    `args` maps the name of a flavor to the model's arguments.
+    """
     return TrainSpec(
         model_cls=model_cls,
         model_args=args,

@@ -45,7 +45,10 @@ from moecore.parallel.mesh import Meshes
 
 
 class MoETrainer(Trainer):
-    """torchtitan's trainer with a job section `moecore`, which passes the job to parallelize_fn."""
+    """torchtitan's trainer, whose config has a section `moecore`.
+
+    The model's parallelize_fn receives the config as the argument `job`.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
@@ -76,7 +79,10 @@ class OwnLossTrainer(MoETrainer):
     def post_dataloading_process(
         self, input_dict: dict[str, Tensor], labels: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Return inputs, labels and forward arguments: labels, and under cp the full tokens."""
+        """Return (inputs, labels, keyword arguments of the model's forward).
+
+        The keyword arguments have the labels, and under cp the full rows of tokens.
+        """
         model_inputs = {models.LABELS: labels, TOKENS: input_dict["input"]}
         inputs, labels, extra = super().post_dataloading_process(input_dict, labels)
         if self.parallel_dims.cp == 1:
@@ -85,7 +91,7 @@ class OwnLossTrainer(MoETrainer):
 
 
 class SumLoss(BaseLoss):
-    """The loss of a model whose forward returns its summed loss, which is passed through."""
+    """A torchtitan loss that returns its input, because the model's forward computes the loss."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseLoss.Config):
@@ -117,7 +123,7 @@ class SavingAC(SelectiveAC):
 
 
 class TitanDecoder(models.LossDecoder, BaseModel):
-    """An LossDecoder with the base class that torchtitan 0.3 requires."""
+    """A LossDecoder with the base class that torchtitan 0.3 requires."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(models.DecoderArgs, BaseModel.Config):
@@ -181,7 +187,10 @@ class TitanMoE(TitanLayer, Module):
 
 
 def titan_moe(block: Any, model: nn.Module, *, update_bias: bool = True) -> TitanMoE:
-    """Return a TitanMoE with a torchtitan block's parameters and initialisers; see `Version`."""
+    """Return a TitanMoE with the parameters and initialisers of a torchtitan MoE block.
+
+    `model` is not used. With `update_bias`, optimizer steps update the selection bias.
+    """
     layer = adopt_titan_block(TitanMoE, block, model, update_bias=update_bias)
     parts = {"experts": block.routed_experts.inner_experts, "router": block.router.gate}
     layer.fills = {
@@ -192,7 +201,10 @@ def titan_moe(block: Any, model: nn.Module, *, update_bias: bool = True) -> Tita
 
 
 def _list_version_rules(job: Any, parallel_dims: ParallelDims, own_loss: bool) -> list[Rule]:
-    """Return the rules for options of a torchtitan 0.3 job; `own_loss`: see `Version`."""
+    """Return (field, value, is an error, requirement) per restricted option of torchtitan 0.3.
+
+    `own_loss`: whether the model's forward returns its loss.
+    """
     degrees, ac = job.parallelism, job.activation_checkpoint
     backend, sequence = degrees.spmd_backend, degrees.enable_sequence_parallel
     known_ac = ac is None or isinstance(ac, SelectiveAC.Config | FullAC.Config)
@@ -223,7 +235,10 @@ def pipelining(
     parallelize_fn: Callable[..., nn.Module],
     **_: Any,
 ) -> Any:
-    """Shard a model; return its schedule, [model], True and True: torchtitan's pipelining_fn."""
+    """Shard a model: a pipelining_fn. Returns (schedule, [model], True, True).
+
+    The flags say that this rank has the first and the last stage.
+    """
     check_stages(model, parallel_dims.pp)
     model = parallelize_fn(model, parallel_dims=parallel_dims)
     return MicroBatchSchedule(model), [model], True, True
