@@ -177,7 +177,10 @@ def _update_block(
     MASKED: tl.constexpr,  # whether the blocks may exceed numel
     SPLIT: tl.constexpr,  # whether weights are bf16 bits (int16) and int16 remainders
 ):
-    """Update blocks of moments (FP8 if they are uint8), and their weights, in place."""
+    """Apply AdamW to blocks of moments and their weights, in place; uint8 moments are FP8.
+
+    `row` has the numbers of the blocks, and `seed` seeds the stochastic rounding.
+    """
     weight_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, exponents_ptr, remainder_ptr = pointers
     scale, rest1, rest2, eps, decay, rate, growth = factors
     MOMENT_BLOCK: tl.constexpr = _MOMENT_BLOCK

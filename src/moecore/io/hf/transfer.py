@@ -46,7 +46,7 @@ def send_weights(stream: WeightStream, group: BroadcastGroup | None) -> None:
     """Broadcast all buckets of a stream to a group. Collective over the training's ranks.
 
     Args:
-        stream: from `stream_weights`; every training rank passes its own.
+        stream: this rank's stream, from `stream_weights`.
         group: a group in which this rank is rank 0 and every other rank calls `receive_weights`;
             None on training ranks that send nothing. Several ranks may have a group each.
 

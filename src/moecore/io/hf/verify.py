@@ -61,9 +61,10 @@ def verify_hf(path: str | os.PathLike[str]) -> list[str]:
 def find_content_problems(
     sources: Mapping[str, Shaped], config: Mapping[str, Any], described: HFConfig
 ) -> list[str]:
-    """Compare tensors with the model of a config.json; return error texts.
+    """Compare tensors with the model that a config.json describes; return error texts.
 
-    `config` has the fields of `described`, a directory, file or mapping.
+    `sources` has the tensors by name. `described` is the directory, file or fields of config.json,
+    and `config` has the fields in each case.
     """
     try:
         native = decoder_config_from_hf(described)

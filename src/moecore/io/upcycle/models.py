@@ -158,8 +158,8 @@ class MLPNames(CheckedRecord):
     Attributes:
         up: first matrix.
         down: second matrix.
-        gate: the gate's matrix; None if the activation has no gate, or if `up` has the rows of the
-            gate, then the rows of up.
+        gate: the gate's matrix; None if the activation has no gate, or if `up` is a fused matrix,
+            with the rows of the gate before the rows of up.
     """
 
     up: str = "up_proj"
@@ -281,9 +281,10 @@ def _get_linear(name: str, mlp: nn.Module, child: str) -> nn.Linear:
 
 
 def _stack_gate_up(name: str, parts: Sequence[Tensor], gated: bool) -> Tensor:
-    """Stack gate and up, two tensors [F, ...] or one [2F, ...], as [2, F, ...], detached.
+    """Return the gate and up tensors of the MLP `name` as one tensor [2, F, ...], detached.
 
-    Without a gate (`gated`), the only tensor is returned.
+    `parts` has gate and up, [F, ...] each, or one fused tensor [2F, ...]. If `gated` is False, the
+    only tensor in `parts` is returned unchanged.
     """
     parts = [part.detach() for part in parts]
     if not gated:
@@ -303,7 +304,10 @@ def _stack_gate_up(name: str, parts: Sequence[Tensor], gated: bool) -> Tensor:
 def _check_same_output(
     name: str, mlp: nn.Module, dense: Mapping[str, Tensor], config: MoEConfig
 ) -> None:
-    """Run an MLP on random tokens; raise ValueError if `dense` gives another output."""
+    """Run an MLP on random tokens; raise ValueError if the tensors in `dense` give another output.
+
+    `dense` is from `_read_mlp`, and `config` gives the activation.
+    """
     w1, w2_DF = dense["w1"].flatten(0, -2), dense["w2"]
     b1 = dense["b1"].flatten() if "b1" in dense else None
     size, generator = (PROBE_TOKENS, config.dim), torch.Generator().manual_seed(0)

@@ -242,7 +242,10 @@ def _repeat_shards(w_Gx: Tensor, X: int) -> Tensor:
 def _sample_router_rows(
     config: MoEConfig, options: UpcycleOptions, key: str, *, like: Tensor
 ) -> Tensor:
-    """Sample a router weight [E, D] by `key`, with equal rows in each virtual group."""
+    """Return a random router weight [E, D], with equal rows in each virtual group.
+
+    `options.seed` and `key`, the layer's name, seed the numbers. `like` gives dtype and device.
+    """
     std = _choose_router_std(config, options)
     if std < torch.finfo(like.dtype).tiny:
         raise ValueError(

@@ -30,7 +30,10 @@ def list_slots(
     TILE: tl.constexpr,  # rows of a tile
     BLOCK_N: tl.constexpr,  # at most 32
 ):
-    """Write the used slots (>= 0) of source rows to this program's list, in slot order."""
+    """Write the used slots (>= 0) of source rows to this program's list, in slot order.
+
+    `rows` has the source rows, and `at` is the index of their first row in the list.
+    """
     TILES: tl.constexpr = ROWS // TILE
     entries = list_ptr + WIDTH + at + tl.arange(0, ROWS)
     depths = tl.zeros([TILES], dtype=tl.int32)

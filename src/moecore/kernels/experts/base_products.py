@@ -86,7 +86,10 @@ class Products(Protocol):
         """
 
     def activation_bwd(self, dy: Any, h: Rows) -> tuple[Any, Tensor, Any]:
-        """Return dH, gradients of routing weights (fp32 [R]) and the activation; dy is prepared."""
+        """Return dH, gradients of routing weights (fp32 [R]) and the weighted activation.
+
+        `dy` is from `prepare_output_grad`.
+        """
 
     def fc1_dgrad(self, dh: Any) -> Tensor:
         """Return dH @ w1 [R, D], the gradient of each expert row of X."""

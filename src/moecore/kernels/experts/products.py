@@ -92,7 +92,8 @@ def make_products(
 ) -> Products:
     """Return a `Products` object for `options.products`, a name that `choose_products` returned.
 
-    `index_cache` is the attribute of products with the same options and index; None = compute it.
+    `index_cache` is `Products.index_cache` of an object with the same options and index; None =
+    compute the cache.
     """
     activation, recipe = options.activation, options.recipe
     matmuls: Matmuls

@@ -301,7 +301,7 @@ def grouped_gemm_activation(
 
 
 def _choose_config(gather: bool, narrow: bool, wide: bool) -> TileConfig:
-    """Return the tile sizes; `narrow`: few columns; `wide`: an fp32 result, or added to `out`."""
+    """Return the tile sizes; `narrow`: few columns; `wide`: an fp32 result or a sum with `out`."""
     if wide:
         return WIDE
     if narrow:

@@ -324,7 +324,7 @@ def _finish_bwd_kernel(
     CLEARED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum parts_ptr to dweights; the first CLEARED programs each zero an unused row of dh and a."""
+    """Sum parts [num_parts, R] to dweights [R]; CLEARED programs zero an unused row of dh and a."""
     num_rows = tl.load(offsets_ptr + num_experts - 1)
     pid = tl.program_id(0)
     if pid < CLEARED:

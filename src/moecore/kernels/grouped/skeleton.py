@@ -211,7 +211,7 @@ def end_staging():
 
 @gluon.jit
 def store_part(out_ptr, x, row, end, column, num_columns, row_stride):
-    """Store x at (row, column) by threads; not rows from `end` on and columns from num_columns."""
+    """Store x at (row, column) by threads; skip rows from `end` on and columns from num_columns."""
     rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
     columns = column + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
     at = out_ptr + (rows.to(gl.int64) * row_stride)[:, None] + columns[None, :]
@@ -233,7 +233,8 @@ def add_part(out_ptr, x, row, column, num_rows, num_columns):
 def store_weight_block(out_desc, out_smem, x, expert, row, column, TRANSPOSED: gl.constexpr):
     """Stage x in out_smem [1, rows, columns]; TMA stores it at (expert, row, column).
 
-    out_desc and out_smem are TRANSPOSED or not, x and its position never.
+    With TRANSPOSED, out_smem and out_desc have the transposed layout, but x, `row` and `column` do
+    not.
     """
     ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]

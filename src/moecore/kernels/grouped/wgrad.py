@@ -135,7 +135,7 @@ def _clear_rows(x, num_rows):
 
 @gluon.jit
 def _add_block(out_ptr, x, row, column, num_rows, num_columns):
-    """Do `add_part` with 4 values per thread and access."""
+    """Add fp32 x to out_ptr as `add_part` does, with 4 values per thread and memory access."""
     THREADS: gl.constexpr = 32 if x.shape[1] >= 128 else x.shape[1] // 4
     layout: gl.constexpr = gl.BlockedLayout(
         [1, 4], [32 // THREADS, THREADS], [gl.num_warps(), 1], [1, 0]
@@ -356,9 +356,9 @@ def _align_address(x: Tensor) -> Tensor:
 def store_grad(
     grad: Tensor, out: Tensor | None, adds: bool, dtype: torch.dtype | None, scale: float
 ) -> Tensor:
-    """Write a gradient times `scale` to `out`, or add it if `adds`; None = return it in `dtype`.
+    """Return `out`, to which grad * scale is written, or added if `adds`.
 
-    `dtype` None = the dtype of the gradient.
+    If `out` is None, return grad * scale in `dtype`; None = the dtype of `grad`.
     """
     if out is not None:
         if adds:
