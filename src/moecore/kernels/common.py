@@ -166,9 +166,9 @@ def _record_launches() -> Iterator[None]:
 def use_kernel(*tensors: Tensor) -> bool:
     """Return whether Triton kernels can run on these tensors.
 
-    All must be CUDA tensors; with TRITON_INTERPRET=1, any tensors. Meta tensors that count as CUDA
-    tensors pass if autograd is enabled (custom ops have a form without a kernel) or if launches are
-    recorded.
+    Kernels can run on CUDA tensors, and with TRITON_INTERPRET=1 on CPU tensors. For meta tensors
+    that count as CUDA tensors, the result is True if autograd is enabled (custom ops have a form
+    without a kernel) or if launches are recorded.
     """
     if tensors[0].is_meta:
         return _meta_settings.is_gpu and (

@@ -402,7 +402,7 @@ def row_statistics(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
 
     Returns:
         [C, 3], fp32 (fp64 for fp64 logits): the maximum, the sum of exp(x - maximum), and the logit
-        of the label, 0 if another rank has it. Rows that are not read have 0, 1 and 0.
+        of the label, 0 on other ranks. Rows that are not read have 0, 1 and 0.
     """
     if logits_CV.dtype not in KERNEL_DTYPES or not use_kernel(logits_CV):
         return row_statistics_ref(logits_CV, labels_C)

@@ -139,7 +139,7 @@ def _save_collapse(ctx: Any, inputs: tuple[Any, ...], output: Collapsed) -> None
 
 
 def _make_empty_like(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return uninitialised gradients of some tensors."""
+    """Return an uninitialised tensor like each of `tensors`."""
     return tuple(map(torch.empty_like, tensors))
 
 

@@ -100,7 +100,7 @@ def get_detached_shard(tensor: Tensor) -> Tensor:
 
 
 class ShardBox(NamedTuple):
-    """A box (slices) of a piece to read, and the view of the local shard that it fills."""
+    """A box (slices) of a piece to read, and the view of the local shard that the box fills."""
 
     piece: TensorPiece
     box: tuple[slice, ...]

@@ -86,12 +86,12 @@ def build_meta_model(
 
 @contextmanager
 def _limit_modules() -> Iterator[None]:
-    """Return a context in which registering more than `MAX_MODULES` modules is a ValueError."""
+    """Return a context in which registering more than `MAX_MODULES` modules raises ValueError."""
     # A config.json may set any number of layers or experts.
     number = itertools.count(1)
 
     def count(*_: Any) -> None:
-        """Raise ValueError if a module more than the limit is registered."""
+        """Raise ValueError if more than `MAX_MODULES` modules are registered."""
         if next(number) > MAX_MODULES:
             raise ValueError(f"it has more than {MAX_MODULES} modules")
 
@@ -363,7 +363,7 @@ class _TraceMode(DispatchMode):
         return self.place(out.shape, parts=zip(at, tensors, strict=True))
 
     def find_range(self, view: Tensor) -> _Range:
-        """Return the address range in which a tensor starts; `_Untraceable` if there is none."""
+        """Return the address range in which a tensor starts, or raise `_Untraceable`."""
         i = bisect.bisect_right(self._firsts, view.storage_offset()) - 1
         if i < 0:
             raise _Untraceable("transformers computes its values")

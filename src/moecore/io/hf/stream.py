@@ -327,7 +327,7 @@ class _StreamPass:
         return bucket
 
     def leave(self) -> None:
-        """End the pass early: make the other ranks raise an error at their next agreement."""
+        """End the pass early: the next `take_bucket` of every other rank raises an error."""
         rank, _ = get_rank_and_world()
 
         def fail() -> None:

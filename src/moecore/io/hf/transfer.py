@@ -204,7 +204,7 @@ def share_bucket(bucket: WeightBucket) -> BucketHandle:
 def open_bucket(handle: BucketHandle, device_index: CountOrZero | None = None) -> WeightBucket:
     """Map the memory of a bucket that another process shared, and return the bucket.
 
-    `device_index` is the GPU's index in this process if it differs (CUDA_VISIBLE_DEVICES).
+    `device_index` is the GPU's index in this process; None = as in the process that shared it.
     """
     check_arguments(open_bucket, locals())
     arguments = list(handle.arguments)

@@ -100,9 +100,10 @@ def find_shape_problems(
 def find_copy_problems(
     files: BoxReader, sources: Mapping[str, TensorSource], copies: Mapping[str, str]
 ) -> list[str]:
-    """Return an error text per file tensor, a key of `copies`, that differs from its original.
+    """Return an error text for each copy of a file tensor that differs from the original.
 
-    Each rank compares a part of dim 0 without communication.
+    `copies` maps the name of each copy to the name of the original, and `sources` has the tensors
+    by name. Each rank compares a part of dim 0, without communication.
     """
     rank, world = get_rank_and_world()
     problems = []

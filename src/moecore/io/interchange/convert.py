@@ -191,7 +191,7 @@ def _find_sources(
 
 
 def _find_prefix(files: DCPFiles, ending: str) -> str:
-    """Return the prefix before the tensor name `ending`; ValueError for several prefixes."""
+    """Return the prefix before the tensor name `ending`; raise ValueError for several prefixes."""
     candidates = find_prefixes(files, ending) or [""]
     if len(candidates) > 1 and "" not in candidates:
         raise ValueError(

@@ -126,7 +126,7 @@ def read_options(path: Path, names: Collection[str]) -> dict[str, Any]:
     """Read the values of these names, without unpickling, from a `torch.save` file of arguments.
 
     Values are numbers, strings, None, True or False. The result is {} for a missing file or another
-    format. ValueError for a file above the size limits.
+    format. Raises ValueError for a file above the size limits.
     """
     try:
         descriptor = open_regular(path, follow=True)

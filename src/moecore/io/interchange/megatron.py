@@ -129,7 +129,10 @@ class LayerPlace:
 
 
 def build_megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
-    """Return a decoder's blocks in order; NotImplementedError if Megatron-Core lacks a tensor."""
+    """Return a decoder's blocks in order.
+
+    Raises NotImplementedError if Megatron-Core has no name for a tensor.
+    """
     shapes = map_file_shapes(plan_hf_tensors(config, "per_expert"))
     unnamed = ["proj.bias", "proj_bias", "router.bias", "sinks", "conv1d.weight"]
     unnamed += ["q_proj.weight"] if config.attention_gate else []

@@ -222,7 +222,10 @@ def upcycle_modules(
 def _find_mlps(
     model: nn.Module, mlps: Collection[str] | Callable[[str, nn.Module], bool]
 ) -> dict[str, nn.Module]:
-    """Return the selected MLPs by name; ValueError if an MLP does not exist or none is selected."""
+    """Return the selected MLPs by name.
+
+    Raises ValueError if an MLP does not exist or no MLP is selected.
+    """
     modules = dict(model.named_modules())
     mlp_names = [n for n, m in modules.items() if mlps(n, m)] if callable(mlps) else list(mlps)
     if not mlp_names:
@@ -241,7 +244,8 @@ def _find_mlps(
 def _read_mlp(name: str, mlp: nn.Module, names: MLPNames, activation: str) -> dict[str, Tensor]:
     """Return a dense MLP's tensors "w1", "w2" and, with biases, "b1" and "b2", detached.
 
-    ValueError if a matrix is missing, only one of gate and up has a bias, or there is dropout.
+    Raises ValueError if a matrix is missing, if only one of gate and up has a bias, or if the MLP
+    has dropout.
     """
     gated = activation in GATED_ACTIVATIONS
     if names.gate is not None and not gated:

@@ -258,7 +258,7 @@ def _sample_router_rows(
 
 
 def _choose_router_std(config: MoEConfig, options: UpcycleOptions) -> float:
-    """Return the router weights' std; ValueError if `options.router_std` would change outputs."""
+    """Return the router weights' std; raise ValueError if `options.router_std` changes outputs."""
     selects_all = config.score_function == "softmax" and config.top_k == config.num_experts
     if config.normalizes or selects_all:
         return ROUTER_STD if options.router_std is None else options.router_std

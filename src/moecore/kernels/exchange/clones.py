@@ -228,7 +228,7 @@ def _receive_grads_kernel(
     timeout,  # nanoseconds
     CONST: tl.constexpr,  # CloneConstants
 ):
-    """Wait for this program's flags, then add a part of clones' gradients to local experts'."""
+    """Wait for this program's flags, then add a part of the clones' gradients to grads_ptr."""
     pid = tl.program_id(0)
     operation = tl.load(buffer.state + OPERATION)
     element = grads_ptr.dtype.element_ty

@@ -191,7 +191,10 @@ def _find_sent_pairs(
     chunk,  # RowChunk
     REDUCE: tl.constexpr,
 ):
-    """Return bool for each (token, peer) pair: whether this rank sends the peer a row."""
+    """Return bool for each (token, peer) pair: whether this rank sends the peer a row.
+
+    `marks_ptr` has a bit per token and peer, or with REDUCE a place per pair, -1 = no row.
+    """
     if REDUCE:
         rows = peers.to(tl.int64) * chunk.max_tokens + tokens
         return tl.load(marks_ptr + rows, mask=exists, other=-1) >= 0

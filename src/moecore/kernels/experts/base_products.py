@@ -60,7 +60,7 @@ class Products(Protocol):
         self.low2 = LowRankProducts(weights.update2, index.offsets_e, has_kernels=has_kernels)
 
     def prepare_rows(self, rows: Rows) -> Rows:
-        """Return source rows in the format that is read and saved for backward; here unchanged."""
+        """Return source rows in the format that `fc1` reads and forward saves; here unchanged."""
         return rows
 
     def fc1(self, rows: Rows, *, keep: bool) -> tuple[Rows | None, Any]:

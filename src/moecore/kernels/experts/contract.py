@@ -70,7 +70,7 @@ class GradSink(Protocol):
 
 
 def find_sink(param: Tensor, shape: torch.Size) -> GradSink | None:
-    """Return a parameter's `GradSink` for a gradient of this shape; None = autograd gets it."""
+    """Return a parameter's `GradSink` for gradients of this shape; None = there is no sink."""
     if torch.compiler.is_compiling():
         return None
     make: Callable[[torch.Size], GradSink | None] | None = getattr(param, SINK, None)

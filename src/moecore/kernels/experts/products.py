@@ -71,7 +71,10 @@ def uses_te(name: str, recipe: Recipe | None) -> bool:
 
 
 def choose_products(name: ProductsName, spec: ExpertSpec) -> ProductsName:
-    """Return `name`, or the products for "auto". ValueError if they cannot compute the experts."""
+    """Return `name`, or for "auto" the name of the preferred products of this device and recipe.
+
+    Raises ValueError if the products cannot compute experts of this spec.
+    """
     if name == "auto" and uses_te(name, spec.recipe):
         name = "te"
     elif name == "auto":

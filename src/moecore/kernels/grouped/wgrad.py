@@ -71,7 +71,7 @@ def _gather_steps(
     M,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Loading warps: fill the ring with x's rows by row_ids_ptr and y's by TMA, for every tile."""
+    """Loading warps: fill the ring with gathered rows of x, and by TMA rows of y, of all tiles."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_K: gl.constexpr = CONST.BLOCK_K
     WARPS: gl.constexpr = CONST.PRODUCER_WARPS
@@ -178,7 +178,7 @@ def _multiply_tiles(
     scale,  # factor on the sums
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Multiplying warps: compute x^T y of every tile; store it by TMA, or with ADD add it."""
+    """Multiplying warps: compute x^T y of every tile; store the product, or with ADD add it."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K
@@ -241,7 +241,10 @@ def sm90_bf16_grouped_wgrad_kernel(
     scale,  # fp32, of every product
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Write x^T y of each expert; CONST.ADD adds it, CONST.GATHER selects x's rows by id."""
+    """Write each expert's x^T y to out_desc, or with CONST.ADD add the product to out_ptr.
+
+    With CONST.GATHER, row_ids_ptr selects the rows of x.
+    """
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K
