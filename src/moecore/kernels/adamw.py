@@ -177,7 +177,10 @@ def _update_block(
     MASKED: tl.constexpr,  # whether the blocks may exceed numel
     SPLIT: tl.constexpr,  # whether weights are bf16 bits (int16) and int16 remainders
 ):
-    """Update blocks of moments (FP8 if they are uint8), and their weights, in place."""
+    """Apply AdamW to blocks of moments and their weights, in place; uint8 moments are FP8.
+
+    `row` has the numbers of the blocks, and `seed` seeds the stochastic rounding.
+    """
     weight_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, exponents_ptr, remainder_ptr = pointers
     scale, rest1, rest2, eps, decay, rate, growth = factors
     MOMENT_BLOCK: tl.constexpr = _MOMENT_BLOCK
@@ -302,9 +305,10 @@ def adamw_(
 ) -> None:
     """Update weights and moments in place, in fp32 (fp64 for fp64 tensors); no host sync.
 
-    A GPU updates contiguous tensors, with one dtype each of weights, gradients and moments, in one
-    launch, and other tensors by plain PyTorch with a warning. A CPU uses torch's fused AdamW if it
-    can. bf16 and FP8 moments are stochastically rounded, weights to nearest (`adamw_formats.py`).
+    Contiguous GPU tensors, with one dtype each of weights, gradients and moments, are updated in
+    one launch. Contiguous fp32 or fp64 CPU tensors are updated by torch's fused AdamW, and other
+    tensors by plain PyTorch, on a GPU with a warning. bf16 and FP8 moments are stochastically
+    rounded, and weights are rounded to nearest (`adamw_formats.py`).
 
     Args:
         tensors: on one device.

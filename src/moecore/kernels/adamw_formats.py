@@ -110,7 +110,10 @@ def encode_moments_ref(
 
 
 def _compute_scales_ref(x: Tensor, bias: int) -> tuple[Tensor, Tensor]:
-    """Return block exponents, uint8, and element scales, fp32 [N], for an exponent bias."""
+    """Return block exponents, uint8, and the power-of-two scale of each element of x, fp32 [N].
+
+    `bias` is the exponent bias of the FP8 format.
+    """
     numel = x.numel()
     size = torch.where(x.isfinite(), x, 0).abs()
     size = torch.nn.functional.pad(size, (0, -numel % MOMENT_BLOCK)).view(-1, MOMENT_BLOCK)
@@ -156,7 +159,7 @@ def join_master_ref(weight: Tensor, remainder: Tensor) -> Tensor:
 
 @triton.jit
 def make_random_bits(i, seed):  # element positions in the tensor; uint32
-    """Return uint32 like i, random bits of stochastic rounding: a hash of position i and seed."""
+    """Return 32 random bits (uint32) for each position in i: a hash of position and seed."""
     x = i.to(tl.uint32) ^ seed
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
@@ -175,7 +178,10 @@ def round_stochastically(x, noise):  # fp32; uint32 of 16 bits
 
 @triton.jit
 def _compute_exponents(x, BIAS: tl.constexpr):  # fp32 [ROWS, MOMENT_BLOCK]
-    """Return each row's scale as int32 [ROWS], the exponent + 127; BIAS is of the stored format."""
+    """Return int32 [ROWS], the exponent of each row's scale 2^(exponent - 127).
+
+    x is fp32 [ROWS, MOMENT_BLOCK]. BIAS is the exponent bias of the stored format.
+    """
     size = tl.abs(x)
     bits = tl.max(tl.where(size < float("inf"), size, 0.0), 1).to(tl.int32, bitcast=True)
     return tl.maximum((bits + 0x001FFFFF >> 23) - (BIAS + 1), BIAS + 3)

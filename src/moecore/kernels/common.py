@@ -107,11 +107,12 @@ def meta_is_gpu() -> bool:
 def record_launches_on_meta(
     launched: Launched, num_peers: int = 1, *, has_block_scales: bool = False
 ) -> Iterator[None]:
-    """Return a context in which kernels are not run: `launched` gets their names and arguments.
+    """Return a context in which kernels on meta tensors are recorded, not launched.
 
-    Meta counts as a Hopper GPU, with `has_block_scales` as a GPU that also multiplies MXFP8 and
-    NVFP4 (Blackwell). `num_peers` neighbouring ranks can access each other's memory. Dispatch modes
-    see the kernels' outputs being allocated.
+    The context calls `launched` with each kernel's name and arguments. Meta counts as a Hopper GPU,
+    with `has_block_scales` as a GPU that also multiplies MXFP8 and NVFP4 (Blackwell). `num_peers`
+    neighbouring ranks can access each other's memory. The kernels' outputs are allocated on meta,
+    so dispatch modes can count them.
     """
     settings = _set_meta(
         launched=launched, num_peers=num_peers, is_gpu=True, has_block_scales=has_block_scales
@@ -150,7 +151,7 @@ def _record_launches() -> Iterator[None]:
     run = JITFunction.run
 
     def record(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        """Record a launch, or launch if this thread records nothing."""
+        """Record a launch, or launch the kernel if this thread records nothing."""
         if _meta_settings.launched is None:
             return run(self, *args, grid=grid, warmup=warmup, **options)
         return record_launch(self.fn.__name__, *args)
@@ -165,9 +166,9 @@ def _record_launches() -> Iterator[None]:
 def use_kernel(*tensors: Tensor) -> bool:
     """Return whether Triton kernels can run on these tensors.
 
-    All must be CUDA tensors; with TRITON_INTERPRET=1, any tensors. Meta tensors that count as CUDA
-    tensors pass if autograd is enabled (custom ops have a form without a kernel) or if launches are
-    recorded.
+    Kernels can run on CUDA tensors, and with TRITON_INTERPRET=1 on CPU tensors. For meta tensors
+    that count as CUDA tensors, the result is True if autograd is enabled (custom ops have a form
+    without a kernel) or if launches are recorded.
     """
     if tensors[0].is_meta:
         return _meta_settings.is_gpu and (
@@ -187,7 +188,7 @@ def warn_on_fallback(x: Tensor, operation: str) -> None:
 def can_skip_masks(num_rows: Tensor, length: int) -> bool:
     """Return whether `num_rows`, a CPU scalar, is at least `length`, so that no row needs a mask.
 
-    False if `num_rows` is on another device, where reading it would synchronise, or if compiling.
+    False while compiling, or if `num_rows` is on another device, where reading it synchronises.
     """
     if torch.compiler.is_compiling() or type(num_rows) is not Tensor:  # a fake one has no value
         return False
@@ -273,13 +274,16 @@ def next_power_of_2(n: int) -> int:
 
 
 def make_gluon_descriptor(x: Tensor, block: tuple[int, ...]) -> Any:
-    """Return a TMA descriptor for blocks of x, as `make_descriptor` does, of Gluon's layout."""
+    """Return a TMA descriptor for blocks of x of the shape `block`, with Gluon's default layout."""
     return make_descriptor(x, block, _choose_shared_layout)
 
 
 @functools.cache
 def _choose_shared_layout(dtype: torch.dtype, block: tuple[int, ...]) -> Any:
-    """Return Gluon's default shared-memory layout of a block; fp32 for dtypes not listed."""
+    """Return Gluon's default shared-memory layout of a block of this shape and dtype.
+
+    A dtype other than E4M3, bf16 and fp16 gets the layout of fp32.
+    """
     gluon_dtypes = {
         torch.float8_e4m3fn: gl.float8e4nv,
         torch.bfloat16: gl.bfloat16,

@@ -76,7 +76,10 @@ class CrossEntropyConstants(NamedTuple):
 
 @cache
 def _make_constants(num_columns: int, power_of_two: bool = True) -> dict[str, Any]:
-    """Return the kernels' CONST and num_warps for rows of `num_columns` logits."""
+    """Return CONST and num_warps of kernels for rows of `num_columns` logits.
+
+    `power_of_two` restricts FP8 scales to powers of two.
+    """
     # Four fp32 neighbours are one load of 16 bytes, which rows of other lengths are not aligned to.
     width = 4 if num_columns % 4 == 0 else 1
     lanes = min(MAX_LANES, max(32, next_power_of_2(cdiv(num_columns, width))))
@@ -124,9 +127,10 @@ def _write_gradient(
     scale,  # 1 / the sum of exp(x - high), fp32
     CONST: tl.constexpr,
 ):
-    """Write the gradient of a row's logits x: softmax(x) - (column == label).
+    """Write softmax(x) - (column == label), the gradient of one row's logits x, to d_row.
 
-    With `scales`, it is written in FP8 with a scale per 128 columns.
+    `high` is max(x), and `scale` is 1 / the sum of exp(x - high). If `scales` is not None, the
+    gradient is FP8, and a scale per 128 columns is written to `scales`.
     """
     V: tl.constexpr = CONST.V
     STEP: tl.constexpr = CONST.LANES * CONST.WIDTH
@@ -154,7 +158,7 @@ def _write_gradient(
 
 @triton.jit
 def _write_zeros(d_row, scales, row, stride, CONST: tl.constexpr):
-    """Write the gradient of an ignored row: zeros, with scales of 2^-126 (see _write_gradient)."""
+    """Write zeros as the gradient of an ignored row, and 2^-126 as its FP8 scales if any."""
     STEP: tl.constexpr = CONST.LANES * CONST.WIDTH
     columns = _make_columns(CONST)
     zeros = tl.full([CONST.LANES, CONST.WIDTH], 0, d_row.dtype.element_ty)
@@ -169,7 +173,7 @@ def _write_zeros(d_row, scales, row, stride, CONST: tl.constexpr):
 
 @triton.jit
 def _load_label_logit(x_row, label, V: tl.constexpr):
-    """Return a row's logit of the label, 0 if the row has no such column, and whether it has."""
+    """Return (the row's logit in column `label`, True), or (0, False) if the column is missing."""
     inside = (label >= 0) & (label < V)
     return tl.load(x_row + label, mask=inside, other=0.0).to(tl.float32), inside
 
@@ -254,7 +258,11 @@ def _cross_entropy(
     in_place: bool,
     power_of_two: bool,
 ) -> Tensor:
-    """Return losses [C]; write gradients to d_logits, in_place to logits; FP8 with `scales`."""
+    """Return fp32 losses [C], and write the gradient to d_logits_CV unless it is None.
+
+    With `in_place`, the gradient overwrites the logits. If `scales` is not None, the gradient is
+    FP8, and its scales are written to `scales`.
+    """
     C, V = logits_CV.shape
     losses_C = logits_CV.new_empty(C, dtype=torch.float32)
     # A 16-bit gradient could lie in the memory of its fp32 logits. That would take a barrier per
@@ -366,7 +374,10 @@ def _softmax_gradient(
     scales: Tensor | None,
     power_of_two: bool,
 ) -> None:
-    """Write the gradient; d_logits_CV None = over the logits, scales None = not quantised."""
+    """Write the gradient of `softmax_gradient_` to d_logits_CV; None = overwrite the logits.
+
+    If `scales` is not None, the gradient is FP8, and its scales are written to `scales`.
+    """
     C, V = logits_CV.shape
     d, stride = d_logits_CV, 0 if scales is None else scales.stride(0)
     args = (logits_CV, labels_C, highs_C, sums_C, logits_CV if d is None else d, scales, stride)
@@ -391,7 +402,7 @@ def row_statistics(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
 
     Returns:
         [C, 3], fp32 (fp64 for fp64 logits): the maximum, the sum of exp(x - maximum), and the logit
-        of the label, 0 if another rank has it. Rows that are not read have 0, 1 and 0.
+        of the label, 0 on other ranks. Rows that are not read have 0, 1 and 0.
     """
     if logits_CV.dtype not in KERNEL_DTYPES or not use_kernel(logits_CV):
         return row_statistics_ref(logits_CV, labels_C)

@@ -103,7 +103,7 @@ Collapsed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _make_empty_collapsed(streams_TND: Tensor, fn_MC: Tensor, *_: Any) -> Collapsed:
-    """Return uninitialised x [T, D], fp32 weights [T, W], raw mixes [T, M], 1 / RMS [T], link."""
+    """Return uninitialised outputs of `_collapse_forward`."""
     (T, N, D), M = streams_TND.shape, len(fn_MC)
     weights, raw, r = (
         streams_TND.new_empty(shape, dtype=torch.float32) for shape in ((T, M - N), (T, M), (T,))
@@ -120,7 +120,11 @@ def _collapse_forward(
     eps: float,
     norm_eps: float,
 ) -> Collapsed:
-    """Launch the kernel: x, weights, raw mixes (not divided by the RMS), 1 / RMS, and the link."""
+    """Return x [T, D], fp32 weights [T, W], raw mixes [T, M], 1 / RMS [T], and the link.
+
+    Raw mixes are not divided by the RMS. The link [T, N, D] has no values: its gradient carries the
+    gradient of streams from expand to collapse.
+    """
     x_TD, weights_TW, _, r_T, link_TND = _make_empty_collapsed(streams_TND, fn_MC)
     raw_TM = router_logits(streams_TND.flatten(1), fn_MC)
     args = (streams_TND, raw_TM, base_M, scale_3, x_TD, weights_TW, r_T, norm_eps, eps, iterations)
@@ -135,7 +139,7 @@ def _save_collapse(ctx: Any, inputs: tuple[Any, ...], output: Collapsed) -> None
 
 
 def _make_empty_like(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return uninitialised gradients of some tensors."""
+    """Return an uninitialised tensor like each of `tensors`."""
     return tuple(map(torch.empty_like, tensors))
 
 
@@ -153,7 +157,11 @@ def _collapse_backward(
     eps: float,
     need_dfn: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return gradients of streams (dlink_TND added), fn (if need_dfn), base and scale."""
+    """Return gradients of streams, fn (uninitialised unless need_dfn), base and scale.
+
+    dx_TD, dweights_TW and dlink_TND are the gradients of the outputs of `_collapse_forward`.
+    dlink_TND is added to the gradient of streams.
+    """
     (T, N, D), M, new = streams_TND.shape, len(fn_MC), raw_TM.new_empty
     pre_TN, draw_TM, factor_T, sums_T2M = new(T, N), new(T, M), new(T), new(T, 2, M)
     inputs = (streams_TND, raw_TM, r_T, base_M, scale_3, dx_TD, dweights_TW)
@@ -180,7 +188,7 @@ _collapse_bwd = Op(
 def _differentiate_collapse(
     ctx: Any, dx: Tensor, dweights: Tensor, *rest: Tensor
 ) -> tuple[Any, ...]:
-    """Return the gradients of `_collapse_forward`'s inputs; the last of `rest` is the link's."""
+    """Return the gradients of `_collapse_forward`'s inputs; rest[-1] is the link's gradient."""
     needs, grads = ctx.needs_input_grad, (dx, dweights, rest[-1])
     args = (*ctx.saved_tensors, *(grad.contiguous() for grad in grads), *ctx.others)
     outputs = _collapse_bwd(*args, needs[1])
@@ -200,7 +208,10 @@ _collapse = Op(
 def _expand_forward(
     streams_TND: Tensor, link_TND: Tensor, y_TD: Tensor, weights_TW: Tensor
 ) -> Tensor:
-    """Launch the kernel; return streams [T, N, D]. link_TND only receives the streams' gradient."""
+    """Return the streams [T, N, D] after a sublayer.
+
+    link_TND is not read: its gradient in backward is the gradient of the streams.
+    """
     out_TND = torch.empty_like(streams_TND)
     args = (streams_TND, y_TD, weights_TW, out_TND)
     launch(expand_streams_fwd_kernel, len(y_TD), *args, **_make_constants(streams_TND))

@@ -81,7 +81,10 @@ def collapse_streams_fwd_kernel(
 def _differentiate_mixes(
     dlogits, raw_ptr, scale_ptr, draw_ptr, sums_ptr, cells, real, r, M, GROUP: tl.constexpr
 ):
-    """From a group's dlogits store gradients of raw mixes, base and scale; return r's gradient."""
+    """From dlogits, store gradients of raw mixes, base and scale; return the gradient of r.
+
+    `cells` has the group's indices of mixes; `real` is False in padding.
+    """
     raw = tl.load(raw_ptr + cells, mask=real, other=0.0)
     dmixes = dlogits * tl.load(scale_ptr + GROUP)
     tl.store(draw_ptr + cells, dmixes * r, mask=real)
@@ -111,7 +114,10 @@ def collapse_streams_bwd_mixes_kernel(
     NP: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Write one token's gradients of mixes, base and scale, and pre and factor for its streams."""
+    """Write one token's gradients of mixes, base and scale, and pre and factor for its streams.
+
+    `collapse_streams_bwd_kernel` reads pre_ptr and factor_ptr.
+    """
     t = tl.program_id(0).to(tl.int64)
     M: tl.constexpr = 2 * N + N * N
     n, d = tl.arange(0, NP), tl.arange(0, BLOCK_D)

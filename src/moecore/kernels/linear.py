@@ -49,7 +49,7 @@ class LinearProducts(ABC):
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, training: bool = True
     ) -> Tensor:
-        """Return x [..., K] @ weight^T + bias; of DTensors the local parts are multiplied.
+        """Return x [..., K] @ weight^T + bias; of DTensors, the local tensors are multiplied.
 
         `training` is the module's mode. In eval mode FP8 products record no largest magnitudes.
         """

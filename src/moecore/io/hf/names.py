@@ -86,10 +86,11 @@ EXPERT_BIAS = ("router.expert_bias", "gate.e_score_correction_bias")  # DeepSeek
 def plan_hf_tensors(
     config: DecoderConfig, layout: HFLayout, shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> dict[str, FileRecipe]:
-    """Map each tensor of a native decoder to its Hugging Face tensors, in state dict order.
+    """Return the recipe of each tensor of a native decoder, by name, in state dict order.
 
-    `layout` selects the names of expert tensors. `shapes` are the shapes of the decoder's tensors;
-    None = of `Decoder(config)`.
+    A recipe lists the Hugging Face tensors that store the tensor. `layout` selects the names of
+    expert tensors. `shapes` has the shape of each native tensor by name; None = the shapes of
+    `Decoder(config)`.
     """
     check_arguments(plan_hf_tensors, locals())
     if shapes is None:
@@ -104,7 +105,7 @@ def plan_hf_tensors(
 
 
 def map_hf_copies(config: DecoderConfig) -> dict[str, str]:
-    """Map the names of file tensors that are copies (tied head, MTP's embedding) to originals."""
+    """Map each file tensor that is a copy (tied head, MTP's embedding) to the original's name."""
     head = EMBEDDING if config.tie_embeddings else HEAD
     copies = {HEAD: EMBEDDING} if config.tie_embeddings else {}
     for k in range(config.num_mtp_layers if not config.attention_gate else 0):
@@ -115,7 +116,7 @@ def map_hf_copies(config: DecoderConfig) -> dict[str, str]:
 
 
 def collect_model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's parameters and persistent buffers by name; tied tensors have each name."""
+    """Return a model's parameters and persistent buffers by name; tied tensors have all names."""
     if not isinstance(model, Decoder) and not hasattr(getattr(model, "config", None), "model_type"):
         refuse_model(model)
     tensors: dict[str, Tensor] = {}
@@ -139,7 +140,7 @@ def refuse_model(model: nn.Module) -> NoReturn:
 
 
 def map_model_copies(model: nn.Module) -> dict[str, str]:
-    """Map the names of file tensors of a model that are copies (a tied head) to originals."""
+    """Map the name of each file tensor that is a copy (a tied head) to the original's name."""
     if isinstance(model, Decoder):
         return map_hf_copies(model.config)
     if not getattr(getattr(model, "config", None), "tie_word_embeddings", False):
@@ -169,9 +170,10 @@ def find_layout(names: Collection[str]) -> HFLayout:
 def _list_native_pieces(
     name: str, shape: tuple[int, ...], config: DecoderConfig, layout: HFLayout
 ) -> tuple[TensorPiece, ...]:
-    """Return the pieces that store a native tensor, before `_translate_name` translates names.
+    """Return the pieces that store a native tensor, with names that `_translate_name` translates.
 
-    NotImplementedError if files of the layout have no name for the tensor.
+    `shape` is the tensor's shape. Raises NotImplementedError if `layout` has no name for the
+    tensor.
     """
     prefix, _, part = name.partition(".mlp.")
     if name.endswith(".linear_attn.in_proj.weight"):
@@ -203,7 +205,7 @@ def _list_native_pieces(
 def list_routed_pieces(
     name: str, shape: tuple[int, ...], layout: HFLayout
 ) -> tuple[TensorPiece, ...]:
-    """Return the pieces that store a router, w1 [E, (2,) F, D] or w2 [E, D, F], otherwise ()."""
+    """Return the pieces of a router, w1 [E, (2,) F, D] or w2 [E, D, F]; () for other tensors."""
     prefix, _, part = name.rpartition(".mlp.")
     mlp_path = f"{prefix}.{'block_sparse_moe' if layout == 'mixtral' else 'mlp'}"
     if part == "router.weight":

@@ -26,7 +26,11 @@ ShardRuns = tuple[Runs, ...]  # global indices of a shard, per dim
 
 @dataclass(frozen=True, slots=True)
 class FileView:
-    """A strided view of a file tensor: its start per file dim, and (file dim, length, step)s."""
+    """A strided view of a file tensor.
+
+    `starts` has the view's first index in each dim of the file tensor. `dims` has (file dim,
+    length, step) for each dim of the view.
+    """
 
     file_shape: tuple[int, ...]
     starts: tuple[int, ...]
@@ -66,7 +70,7 @@ class TensorPiece:
 
 @dataclass(frozen=True, slots=True)
 class FileRecipe:
-    """The pieces in which files store one model tensor, of this shape, without overlap."""
+    """The pieces that store one model tensor of shape `shape` in files, without overlap."""
 
     shape: tuple[int, ...]
     pieces: tuple[TensorPiece, ...]
@@ -96,7 +100,7 @@ def get_detached_shard(tensor: Tensor) -> Tensor:
 
 
 class ShardBox(NamedTuple):
-    """A box (slices) of a piece to read, and the view of the local shard that it fills."""
+    """A box (slices) of a piece to read, and the view of the local shard that the box fills."""
 
     piece: TensorPiece
     box: tuple[slice, ...]
@@ -111,8 +115,8 @@ def list_shard_boxes(
 ) -> list[ShardBox]:
     """Return the boxes of file tensors that this rank must read, and the shard views to fill.
 
-    `tensors` and `recipes` are by model tensor, `dtypes` by file tensor. A box has at most
-    `max_bytes`, or one row.
+    `tensors` and `recipes` have names of model tensors as keys, `dtypes` has names of file tensors.
+    A box has at most `max_bytes` bytes, or one row.
     """
     boxes = []
     for name, recipe in recipes.items():
@@ -135,8 +139,8 @@ def find_overlaps(
 ) -> Iterator[PieceOverlap]:
     """Yield the boxes in which a rank's shard and a piece of a model tensor overlap.
 
-    `shape` is the shape of the unsharded tensor. Boxes are disjoint; each has at most `max_numel`
-    elements, or one index of dim 0.
+    `shard_runs` is from `find_shard_runs`, and `shape` is the shape of the unsharded tensor. Boxes
+    are disjoint. Each box has at most `max_numel` elements, or one index of dim 0.
     """
     # Example: [E=4, 2, F=4, D=1] sharded over F, this rank has columns 2 and 3 (runs per dim: (0,
     # 4), (0, 2), (2, 2), (0, 1)); the piece "fused" is [4, 8, 1]. The boxes are [0:4, 2:4, 0:1] ->
@@ -166,7 +170,11 @@ def find_overlaps(
 
 
 def _group_region_dims(sizes: list[int], shape: Sequence[int]) -> list[list[int]]:
-    """Return, per dim of a piece, which dims of its region it flattens: [2, 3], [6] -> [[0, 1]]."""
+    """Return, for each dim of a piece, the list of region dims that the dim flattens.
+
+    `sizes` is the shape of the region in the model tensor, `shape` is the shape of the piece.
+    Example: sizes [2, 3] and shape [6] give [[0, 1]].
+    """
     groups: list[list[int]] = []
     d = 0
     for size in shape:
@@ -184,9 +192,10 @@ def _group_region_dims(sizes: list[int], shape: Sequence[int]) -> list[list[int]
 
 
 def _merge_runs(runs: Sequence[tuple[int, int, int]], sizes: list[int], group: list[int]) -> slice:
-    """Return the slice that a box has in a piece's dim, which flattens the dims `group`.
+    """Return the slice of a box along the dim of a piece that flattens the region dims `group`.
 
-    `runs` has the box's start and length per dim of the region, `sizes` the region's lengths.
+    `runs` has (start in the region, start in the shard, length) of the box per region dim. `sizes`
+    is the shape of the region.
     """
     start = 0
     for d in group:
@@ -195,7 +204,10 @@ def _merge_runs(runs: Sequence[tuple[int, int, int]], sizes: list[int], group: l
 
 
 def _find_common_runs(runs: Runs, part: slice) -> Iterator[tuple[int, int, int]]:
-    """Yield (start in `part`, start in the shard, length) where a slice and a shard overlap."""
+    """Yield (start in `part`, start in the shard, length) of each overlap of `part` and a shard.
+
+    `runs` lists (first index, length) of the shard along one dim. `part` is a slice of this dim.
+    """
     at = 0
     for first, length in runs:
         start, stop = max(first, part.start), min(first + length, part.stop)

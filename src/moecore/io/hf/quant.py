@@ -125,7 +125,11 @@ class ViewedSource(TensorSource):
 def read_box(
     files: BoxReader, sources: Mapping[str, TensorSource], piece: TensorPiece, box: Box
 ) -> Tensor:
-    """Read a box (one slice per dim) of a piece into a new CPU tensor, dequantised."""
+    """Read a box of a piece, dequantised, into a new CPU tensor.
+
+    `sources` has the directory's tensors by unquantised name. `box` has one slice per dim of the
+    piece.
+    """
     source = sources[piece.name]
     if piece.view is not None:
         parts = (source.name, piece.shape, source.dtype, source.quantized)
@@ -153,7 +157,11 @@ def dequantize_fp8(
 
 
 def dequantize_mxfp4(blocks_ogb: Tensor, scales_og: Tensor) -> Tensor:
-    """Multiply E2M1 pairs, uint8 [..., G, 16], by 2^(scales [..., G] - 127); return bf16."""
+    """Return the bf16 values [..., 32 * G] of MXFP4 blocks and scales.
+
+    `blocks_ogb`, uint8 [..., G, 16], has two E2M1 values per byte. The 32 values of a block are
+    multiplied by 2^(scale - 127); `scales_og` is uint8 [..., G].
+    """
     # Exact, or inf. Example: byte 0x91 has 0.5 (low half, 1) and then -0.5 (high half, 9).
     positive = torch.tensor(FP4_VALUES, dtype=torch.bfloat16, device=blocks_ogb.device)
     values = torch.cat((positive, -positive))

@@ -48,10 +48,11 @@ def find_transformers_class(model_class: type) -> Any:
 def build_meta_model(
     values: Mapping[str, Any], model: nn.Module | None = None, dtype: torch.dtype = torch.float32
 ) -> nn.Module | None:
-    """Build the transformers model of config.json's fields on meta; None for an unknown class.
+    """Build the transformers model of a config.json on meta; None for an unknown class.
 
-    The class is that of `model` if its model_type is equal, otherwise config.json names the class.
-    ValueError if transformers cannot build the model.
+    `values` has the fields of config.json. The result has the class of `model` if both have the
+    same model_type, otherwise the class that config.json gives. Raises ValueError if transformers
+    cannot build the model.
     """
     import transformers
 
@@ -85,12 +86,12 @@ def build_meta_model(
 
 @contextmanager
 def _limit_modules() -> Iterator[None]:
-    """Return a context in which registering more than `MAX_MODULES` modules is a ValueError."""
+    """Return a context in which registering more than `MAX_MODULES` modules raises ValueError."""
     # A config.json may set any number of layers or experts.
     number = itertools.count(1)
 
     def count(*_: Any) -> None:
-        """Raise ValueError if a module more than the limit is registered."""
+        """Raise ValueError if more than `MAX_MODULES` modules are registered."""
         if next(number) > MAX_MODULES:
             raise ValueError(f"it has more than {MAX_MODULES} modules")
 
@@ -127,12 +128,15 @@ def rename_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
 def plan_stock_tensors(
     reader: nn.Module | None, shapes: Shapes, *files: Shapes
 ) -> dict[str, FileRecipe]:
-    """Return each model tensor's recipe; raise NotImplementedError if its values are computed.
+    """Return the recipe of each model tensor by name: the file tensors that store its elements.
 
     Args:
         reader: the transformers model on meta; None = the files have the model's names.
-        shapes: of the model's tensors, by name.
+        shapes: shapes of the model's tensors, by name.
         *files: shapes of file tensors by name; earlier arguments have priority.
+
+    Raises:
+        NotImplementedError: if a tensor's values are not elements of file tensors.
     """
     names = dict(zip(shapes, rename_shapes(shapes), strict=True))
     targets = {} if reader is None else get_shapes(reader.state_dict())
@@ -165,7 +169,12 @@ def plan_stock_tensors(
 def plan_written_tensors(
     reader: nn.Module | None, shapes: Shapes, layout: str
 ) -> dict[str, FileRecipe]:
-    """Return each model tensor's recipe for writing files, "fused" or with published names."""
+    """Return the recipe of each model tensor, by name, for writing files.
+
+    `reader` is as for `plan_stock_tensors`, and `shapes` has the shapes of model tensors. With the
+    layout "fused", files have the names of `reader.state_dict()`, otherwise the names that
+    `save_pretrained` writes.
+    """
     if reader is None:
         return plan_stock_tensors(None, shapes)
     files = (
@@ -223,7 +232,11 @@ def trace(
 def _read_pieces(
     trace_mode: _TraceMode, outcome: Tensor | str, shape: Sequence[int], files: Shapes
 ) -> tuple[TensorPiece, ...] | str:
-    """Convert a traced tensor (`outcome`) of this `shape` to pieces, or return an error text."""
+    """Return the pieces of a traced tensor, or an error text.
+
+    `outcome` is the traced meta tensor or its error text, `shape` its shape in the model. `files`
+    has the shapes of file tensors.
+    """
     if isinstance(outcome, str):
         return outcome
     try:
@@ -250,9 +263,10 @@ def _make_piece(link: _Link, files: Shapes) -> TensorPiece:
 def _locate_view(
     view: Tensor, offset: int, shape: Sequence[int]
 ) -> tuple[list[int], list[ViewDim]]:
-    """Return the start indices and dims of a view into a contiguous tensor, for `FileView`.
+    """Return (first indices, `ViewDim`s) of a view into a contiguous tensor, for `FileView`.
 
-    The tensor has `shape`; the view begins at its element `offset`.
+    `shape` is the tensor's shape. `offset` is the position of the view's first element in the
+    tensor.
     """
     # Example: [3, 4] transposed has sizes (4, 3), strides (1, 4): [0, 0], [(1, 4, 1), (0, 3, 1)].
     rows = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
@@ -324,7 +338,10 @@ class _TraceMode(DispatchMode):
         self._ranges, self._firsts, self._next = list[_Range](), list[int](), FIRST_ADDRESS
 
     def place(self, shape: Sequence[int], file: str = "", parts: Any = ()) -> Tensor:
-        """Return a meta tensor at new addresses, for a file tensor, or for a copy of `parts`."""
+        """Return a meta tensor of this shape at unused addresses, and record its address range.
+
+        `file` is the name of a file tensor. For a copy, `parts` has the copied tensors instead.
+        """
         self._ranges.append(_Range(self._next, tuple(shape), file, tuple(parts)))
         self._firsts.append(self._next)
         strides = torch.empty(shape, dtype=torch.uint8, device="meta").stride()
@@ -346,7 +363,7 @@ class _TraceMode(DispatchMode):
         return self.place(out.shape, parts=zip(at, tensors, strict=True))
 
     def find_range(self, view: Tensor) -> _Range:
-        """Return the address range in which a tensor starts; `_Untraceable` if there is none."""
+        """Return the address range in which a tensor starts, or raise `_Untraceable`."""
         i = bisect.bisect_right(self._firsts, view.storage_offset()) - 1
         if i < 0:
             raise _Untraceable("transformers computes its values")

@@ -65,12 +65,13 @@ def stream_weights(
 
     Args:
         model: as in `export_hf`, on any layout; also a PeftModel with unmerged adapters.
-        bucket_bytes: of a bucket and its messages; two buckets exist at a time. A larger tensor is
-            the only one of its bucket.
+        bucket_bytes: maximum bytes of a bucket with its messages; two buckets exist at a time. A
+            larger tensor is the only tensor of its bucket.
         dtype: as in `export_hf`.
         layout: as in `export_hf`.
         lora: "merged" streams the weights with the active adapters added, as `merge_adapters`
-            computes them; "apart" the weights, then the active adapter with peft's names.
+            computes them; "apart" streams the weights without adapters, then the tensors of the
+            active adapter with peft's names.
         config: as in `export_hf`; None for a native decoder uses the names of all families except
             Mixtral.
 
@@ -119,7 +120,7 @@ def _find_adapter(model: nn.Module, lora: LoRA) -> dict[str, tuple[Tensor, Tenso
 class WeightStream:
     """Streams the Hugging Face tensors of a model in any number of passes (vLLM's `WeightSource`).
 
-    Every rank must iterate to the end, or no rank.
+    If one rank iterates over a pass to its end, every rank must do so.
 
         for name, tensor in stream:      # a pass: every rank gets every tensor
             ...
@@ -134,6 +135,7 @@ class WeightStream:
     """
 
     def __init__(self, model: nn.Module, plan: ExportPlan, bucket_bytes: int, lora: LoRA) -> None:
+        """Stream the tensors of `plan`; `bucket_bytes` and `lora` are as for `stream_weights`."""
         self._model, self._plan, self._lora = model, plan, lora
         self._items: list[Item] = plan.items
         self._control = ControlGroup()  # shared by the results of `changed_since`
@@ -165,11 +167,11 @@ class WeightStream:
     def changed_since(self, version: WeightsVersion) -> WeightStream:
         """Return a stream of the tensors that may have changed since `version`. Collective.
 
-        If the weights change before a pass of the result, the pass raises ValueError. `version` of
-        the result is of all weights.
+        If the weights change before a pass of the new stream, the pass raises ValueError. The
+        `version` of the new stream covers all weights, not only its tensors.
 
         Raises:
-            ValueError: on every rank, for the version of another stream; as `buckets`.
+            ValueError: on every rank, if `version` is from another stream; as `buckets`.
         """
 
         def begin() -> _StreamPass:
@@ -273,7 +275,7 @@ class WeightStream:
             )
 
     def _compute_digests(self, sources: Mapping[str, _StreamSource]) -> dict[str, Any]:
-        """Hash the values of each source; return the digests by name, each with LoRA scalings."""
+        """Return, by name, a tuple of each source's digest and then its LoRA scaling factors."""
         digests = self._digests.compute({n: source.list_inputs() for n, source in sources.items()})
         return {n: (*digest, sources[n].list_factors()) for n, digest in digests.items()}
 
@@ -286,7 +288,7 @@ class _PassExit(RuntimeError):
 
 
 class _StreamPass:
-    """One iteration over the buckets of a stream, each a list of items to read from `sources`."""
+    """One iteration over the buckets of a stream."""
 
     def __init__(
         self,
@@ -295,6 +297,7 @@ class _StreamPass:
         collector: BucketCollector,
         group: Group,
     ) -> None:
+        """`buckets` yields lists of items, whose values are read from `sources` by tensor name."""
         self.sources, self._collector, self._group = sources, collector, group
         self.digests: dict[str, Any] = {}
         self._copies = CopyStream(collector.device)
@@ -324,7 +327,7 @@ class _StreamPass:
         return bucket
 
     def leave(self) -> None:
-        """End the pass early: make the other ranks raise an error at their next agreement."""
+        """End the pass early: the next `take_bucket` of every other rank raises an error."""
         rank, _ = get_rank_and_world()
 
         def fail() -> None:
@@ -378,7 +381,7 @@ class _StreamSource:
             )
 
     def merge_adapters(self) -> Tensor:
-        """Return a copy of this rank's shard with adapters added. Collective over its mesh."""
+        """Return a copy of this rank's shard with adapters. Collective over the weight's mesh."""
         assert self.merge is not None, "the weight has adapters"
         local = read_local(self.tensor, (slice(None),) * self.tensor.ndim).clone()
         self.merge.add(local)

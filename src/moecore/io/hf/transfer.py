@@ -46,7 +46,7 @@ def send_weights(stream: WeightStream, group: BroadcastGroup | None) -> None:
     """Broadcast all buckets of a stream to a group. Collective over the training's ranks.
 
     Args:
-        stream: from `stream_weights`; every training rank passes its own.
+        stream: this rank's stream, from `stream_weights`.
         group: a group in which this rank is rank 0 and every other rank calls `receive_weights`;
             None on training ranks that send nothing. Several ranks may have a group each.
 
@@ -204,7 +204,7 @@ def share_bucket(bucket: WeightBucket) -> BucketHandle:
 def open_bucket(handle: BucketHandle, device_index: CountOrZero | None = None) -> WeightBucket:
     """Map the memory of a bucket that another process shared, and return the bucket.
 
-    `device_index` is the GPU's index in this process if it differs (CUDA_VISIBLE_DEVICES).
+    `device_index` is the GPU's index in this process; None = as in the process that shared it.
     """
     check_arguments(open_bucket, locals())
     arguments = list(handle.arguments)

@@ -72,10 +72,10 @@ def make_upcycled_config(model: nn.Module) -> dict[str, Any] | None:
 def make_empty_shared_experts(
     model: nn.Module, values: Mapping[str, Any], like: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return zero-sized shared experts, which Qwen2-MoE's class needs, by name; {} for others.
+    """Return the zero-sized shared experts that Qwen2-MoE's class needs, by name; {} for others.
 
-    `values` are the fields of config.json. `like` has the model's tensors, of which the routers
-    determine names, dtypes and devices.
+    `values` has the fields of config.json. `like` has the model's tensors by name; the routers give
+    the names, dtypes and devices of the result.
     """
     if isinstance(model, Decoder) or values.get("model_type") != "qwen2_moe":
         return {}
@@ -154,7 +154,10 @@ def _build_moe_config(
 def _require_routing_rule(
     i: int, config: MoEConfig, first: MoEConfig, family: UpcycledFamily
 ) -> None:
-    """Raise ValueError unless layer `i` has the family's routing rule and the sizes of `first`."""
+    """Raise ValueError unless layer `i` has the family's routing rule and the sizes of `first`.
+
+    `config` is the config of layer `i`, and `first` the config of the first MoE layer.
+    """
     normalizes = family.always_normalizes or first.normalizes
     expected_config = MoEConfig(
         dim=first.dim,

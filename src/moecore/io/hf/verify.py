@@ -61,9 +61,10 @@ def verify_hf(path: str | os.PathLike[str]) -> list[str]:
 def find_content_problems(
     sources: Mapping[str, Shaped], config: Mapping[str, Any], described: HFConfig
 ) -> list[str]:
-    """Compare tensors with the model of a config.json; return error texts.
+    """Compare tensors with the model that a config.json describes; return error texts.
 
-    `config` has the fields of `described`, a directory, file or mapping.
+    `sources` has the tensors by name. `described` is the directory, file or fields of config.json,
+    and `config` has the fields in each case.
     """
     try:
         native = decoder_config_from_hf(described)
@@ -99,9 +100,10 @@ def find_shape_problems(
 def find_copy_problems(
     files: BoxReader, sources: Mapping[str, TensorSource], copies: Mapping[str, str]
 ) -> list[str]:
-    """Return an error text per file tensor, a key of `copies`, that differs from its original.
+    """Return an error text for each copy of a file tensor that differs from the original.
 
-    Each rank compares a part of dim 0 without communication.
+    `copies` maps the name of each copy to the name of the original, and `sources` has the tensors
+    by name. Each rank compares a part of dim 0, without communication.
     """
     rank, world = get_rank_and_world()
     problems = []

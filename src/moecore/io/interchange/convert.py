@@ -77,7 +77,7 @@ def dcp_to_native(
 ) -> Path:
     """Convert a DCP directory to a native checkpoint; return the new directory.
 
-    Optimizer state and other objects in it are ignored.
+    Optimizer state and other objects in the DCP directory are ignored.
 
     Args:
         path: the directory with `.metadata`: of Megatron-Core (torch_dist), or a plain state dict
@@ -191,7 +191,7 @@ def _find_sources(
 
 
 def _find_prefix(files: DCPFiles, ending: str) -> str:
-    """Return the prefix before the tensor name `ending`; ValueError for several prefixes."""
+    """Return the prefix before the tensor name `ending`; raise ValueError for several prefixes."""
     candidates = find_prefixes(files, ending) or [""]
     if len(candidates) > 1 and "" not in candidates:
         raise ValueError(
@@ -204,9 +204,10 @@ def _find_prefix(files: DCPFiles, ending: str) -> str:
 def _find_megatron_sources(
     files: DCPFiles, config: DecoderConfig
 ) -> tuple[dict[str, TensorSource], list[str]]:
-    """Return the rows of a Megatron-Core directory by Hugging Face name, or {}, and error texts.
+    """Return the Hugging Face tensors of a Megatron-Core directory by name, and error texts.
 
-    NotImplementedError for training options that change the model's results.
+    Each source reads its rows from Megatron-Core tensors. If there are error texts, there are no
+    sources. Raises NotImplementedError for training options that change the model's results.
     """
     for option, value in read_options(files.path / "common.pt", OTHER_FUNCTIONS).items():
         if value:
@@ -250,7 +251,11 @@ def _find_megatron_sources(
 def _pair_parts_with_places(
     block: MegatronBlock, places: tuple[LayerPlace, ...]
 ) -> Iterator[tuple[TensorPart, tuple[LayerPlace, int]]]:
-    """Yield each part of a block with the place that stores its rows, and the first row there."""
+    """Yield (part, (place, row)) for each part of a block.
+
+    `places` are the Megatron-Core tensors that store the block. The rows of `part` start at row
+    `row` of `place`.
+    """
     at = 0
     for part in block.parts if places else ():
         row, begin = at, 0
@@ -293,7 +298,10 @@ def _plan_megatron_tensors(model: StoredModel) -> dict[str, NewTensor]:
 def _concat_parts(
     block: MegatronBlock, items: Mapping[str, Item], collector: StoredCollector
 ) -> Tensor:
-    """Concatenate the rows of a Megatron-Core block from the Hugging Face tensors `items`."""
+    """Return a Megatron-Core block: the concatenated rows of Hugging Face tensors.
+
+    `items` has the Hugging Face tensors by name, and `collector` reads them.
+    """
     names = dict.fromkeys(part.name for part in block.parts)
     tensors = {name: collector.collect_tensor(items[name], 0) for name in names}
     return torch.cat([tensors[part.name][part.start : part.stop] for part in block.parts])

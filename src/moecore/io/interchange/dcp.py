@@ -66,7 +66,7 @@ class DCPFiles:
         self._last = None
 
     def _load_chunk(self, name: str, chunk: DCPChunk, dtype: torch.dtype) -> Tensor:
-        """Read a chunk of the tensor `name`; raise OSError if it is damaged or another tensor."""
+        """Return a chunk of tensor `name`; raise OSError if the file has no such chunk."""
         if self._last is not None and self._last[0] is chunk:
             return self._last[1]
         self._last = None
@@ -104,6 +104,7 @@ class _ChunkPart(io.RawIOBase):
     """Read-only file object over a byte range of a file."""
 
     def __init__(self, stream: Any, start: int, length: int) -> None:
+        """View the bytes from `start` to `start + length` of the binary file `stream`."""
         self._stream, self._start, self._length, self._at = stream, start, length, 0
 
     def readable(self) -> bool:

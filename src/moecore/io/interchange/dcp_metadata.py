@@ -126,7 +126,7 @@ def read_options(path: Path, names: Collection[str]) -> dict[str, Any]:
     """Read the values of these names, without unpickling, from a `torch.save` file of arguments.
 
     Values are numbers, strings, None, True or False. The result is {} for a missing file or another
-    format. ValueError for a file above the size limits.
+    format. Raises ValueError for a file above the size limits.
     """
     try:
         descriptor = open_regular(path, follow=True)
@@ -183,7 +183,10 @@ def _parse_tensors(path: Path, metadata: Any) -> dict[str, DCPTensor]:
 
 
 def _parse_tensor(path: Path, name: str, entry: Any, places: dict[Any, Any]) -> DCPTensor:
-    """Convert a tensor's metadata; `places` has the file position of each (name, offsets)."""
+    """Convert a tensor's metadata `entry`; raise `_MetadataError` if it is invalid.
+
+    `places` maps (name, offsets) of each chunk to DCP's storage record.
+    """
     shape = _require_counts(name, entry.get("size"))
     dtype = _require_attribute(entry, "properties", _MetadataRecord).state[0]
     if not isinstance(name, str) or dtype not in DTYPE_NAMES:
@@ -223,7 +226,10 @@ def _is_partition(blocks: Sequence[Block], shape: tuple[int, ...], dim: int = 0)
 
 
 def _locate_chunk(path: Path, name: str, info: _MetadataRecord) -> tuple[str, int, int]:
-    """Return file name, first byte and byte count of a chunk, or raise `_MetadataError`."""
+    """Return (file name, first byte, byte count) of a chunk from DCP's storage record `info`.
+
+    Raises `_MetadataError` if the record is invalid or the file is missing.
+    """
     file, start, length = (info.get(n) for n in ("relative_path", "offset", "length"))
     if not isinstance(file, str) or Path(file).name != file:
         raise _MetadataError(

@@ -129,7 +129,10 @@ class LayerPlace:
 
 
 def build_megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
-    """Return a decoder's blocks in order; NotImplementedError if Megatron-Core lacks a tensor."""
+    """Return a decoder's blocks in order.
+
+    Raises NotImplementedError if Megatron-Core has no name for a tensor.
+    """
     shapes = map_file_shapes(plan_hf_tensors(config, "per_expert"))
     unnamed = ["proj.bias", "proj_bias", "router.bias", "sinks", "conv1d.weight"]
     unnamed += ["q_proj.weight"] if config.attention_gate else []
@@ -183,7 +186,10 @@ def _find_unsupported_fields(config: DecoderConfig) -> Iterator[str]:
 
 
 def _refuse_unnamed(name: str, shapes: Shapes) -> NoReturn:
-    """Raise NotImplementedError: a tensor has no name in Megatron-Core."""
+    """Raise NotImplementedError, because Megatron-Core has no known name for the tensor `name`.
+
+    `shapes` has the tensor's shape, for the message.
+    """
     raise NotImplementedError(
         f"{format_name(name)} {shapes[name]} must have a name in Megatron-Core, which has none "
         "that is known: go by way of a Hugging Face directory and Megatron Bridge"
@@ -216,9 +222,10 @@ def find_places(
 def _list_candidate_places(
     block: MegatronBlock, config: DecoderConfig, *, stacked: bool
 ) -> Iterator[tuple[LayerPlace, ...]]:
-    """Yield each way a Megatron directory may store a block: one place, or one each of gate and up.
+    """Yield each tuple of Megatron-Core tensors that may store a block.
 
-    With `stacked`, one tensor has all layers, otherwise each layer has a tensor.
+    A tuple has one tensor, or one tensor for gate and one for up. With `stacked`, a tensor has all
+    layers, otherwise each layer has a tensor.
     """
     prefix = f"{block.layers}." if block.layers else ""
     index, dims = [block.layer], [config.num_layers]
@@ -238,7 +245,10 @@ def _list_candidate_places(
 
 
 def _list_expert_names(name: str, expert: int | None) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the possible tensor names of an expert's matrix, with the expert's index in each."""
+    """Yield (tensor name, index of the matrix in the tensor) for each name of an expert's matrix.
+
+    The index is (expert,) if a tensor has all experts, otherwise (). `expert` None = no expert.
+    """
     if expert is None:
         yield name, ()
         return
@@ -263,7 +273,11 @@ def _find_shape_problem(place: LayerPlace, block: MegatronBlock, shapes: Shapes)
 def _build_blocks(
     table: Table, shapes: Shapes, prefix: str = "", hf_prefix: str = ""
 ) -> list[MegatronBlock]:
-    """Build the blocks of a name table, with prefixes for both names, of tensors in `shapes`."""
+    """Build the blocks of a table of (Megatron-Core names, Hugging Face names) pairs.
+
+    `shapes` has the shapes of Hugging Face tensors; pairs without a tensor in `shapes` are skipped.
+    `prefix` precedes Megatron-Core names, and `hf_prefix` precedes Hugging Face names.
+    """
     blocks = []
     for names, hf_names in table:
         parts = [f"{hf_prefix}{name}" for name in hf_names.split()]
@@ -278,7 +292,10 @@ def _build_blocks(
 def _build_layer_blocks(
     hf_prefix: str, config: DecoderConfig, shapes: Shapes
 ) -> list[MegatronBlock]:
-    """Build the blocks of the transformer layer with this Hugging Face name prefix."""
+    """Build the blocks of the transformer layer with this Hugging Face name prefix.
+
+    `shapes` has the shapes of Hugging Face tensors by name.
+    """
     is_moe = f"{hf_prefix}mlp.gate.weight" in shapes
     norm, q_or_qkv = "input_layernorm.weight", "linear_q_proj" if config.mla else "linear_qkv"
     norms = [norm, f"self_attention.{q_or_qkv}.layer_norm_weight"]
@@ -304,7 +321,10 @@ def _build_layer_blocks(
 
 
 def _build_qkv_block(hf_prefix: str, config: DecoderConfig, shapes: Shapes) -> MegatronBlock:
-    """Build the block of fused QKV of the layer with this Hugging Face name prefix."""
+    """Build the block of fused QKV of the layer with this Hugging Face name prefix.
+
+    `shapes` has the shapes of Hugging Face tensors by name.
+    """
     q, k, v = (f"{hf_prefix}self_attn.{name}_proj.weight" for name in "qkv")
     d, groups = config.head_dim, config.num_kv_heads
     per_group = config.num_heads // groups * d
@@ -317,7 +337,10 @@ def _build_qkv_block(hf_prefix: str, config: DecoderConfig, shapes: Shapes) -> M
 
 
 def _build_mtp_blocks(hf_prefix: str, config: DecoderConfig, shapes: Shapes) -> list[MegatronBlock]:
-    """Build the blocks of the multi-token prediction module with this Hugging Face prefix."""
+    """Build the blocks of the multi-token prediction module with this Hugging Face prefix.
+
+    `shapes` has the shapes of Hugging Face tensors by name.
+    """
     blocks = _build_blocks(MTP_NORMS, shapes, hf_prefix=hf_prefix)
     for block in _build_layer_blocks(hf_prefix, config, shapes):
         inner = ("transformer_layer.", "mtp_model_layer.")
@@ -327,7 +350,10 @@ def _build_mtp_blocks(hf_prefix: str, config: DecoderConfig, shapes: Shapes) -> 
 
 
 def build_optional_head(config: DecoderConfig, shapes: Shapes) -> MegatronBlock | None:
-    """Build the block of an output layer that is stored although it is tied; otherwise None."""
+    """Return the block of a tied output layer if files store the layer, otherwise None.
+
+    `shapes` has the shapes of the stored Megatron-Core tensors by name.
+    """
     if HEAD not in map_hf_copies(config) or OUTPUT not in shapes:
         return None
     shape = (config.vocab_size, config.dim)

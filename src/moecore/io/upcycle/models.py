@@ -158,8 +158,8 @@ class MLPNames(CheckedRecord):
     Attributes:
         up: first matrix.
         down: second matrix.
-        gate: the gate's matrix; None if the activation has no gate, or if `up` has the rows of the
-            gate, then the rows of up.
+        gate: the gate's matrix; None if the activation has no gate, or if `up` is a fused matrix,
+            with the rows of the gate before the rows of up.
     """
 
     up: str = "up_proj"
@@ -222,7 +222,10 @@ def upcycle_modules(
 def _find_mlps(
     model: nn.Module, mlps: Collection[str] | Callable[[str, nn.Module], bool]
 ) -> dict[str, nn.Module]:
-    """Return the selected MLPs by name; ValueError if an MLP does not exist or none is selected."""
+    """Return the selected MLPs by name.
+
+    Raises ValueError if an MLP does not exist or no MLP is selected.
+    """
     modules = dict(model.named_modules())
     mlp_names = [n for n, m in modules.items() if mlps(n, m)] if callable(mlps) else list(mlps)
     if not mlp_names:
@@ -241,7 +244,8 @@ def _find_mlps(
 def _read_mlp(name: str, mlp: nn.Module, names: MLPNames, activation: str) -> dict[str, Tensor]:
     """Return a dense MLP's tensors "w1", "w2" and, with biases, "b1" and "b2", detached.
 
-    ValueError if a matrix is missing, only one of gate and up has a bias, or there is dropout.
+    Raises ValueError if a matrix is missing, if only one of gate and up has a bias, or if the MLP
+    has dropout.
     """
     gated = activation in GATED_ACTIVATIONS
     if names.gate is not None and not gated:
@@ -281,9 +285,10 @@ def _get_linear(name: str, mlp: nn.Module, child: str) -> nn.Linear:
 
 
 def _stack_gate_up(name: str, parts: Sequence[Tensor], gated: bool) -> Tensor:
-    """Stack gate and up, two tensors [F, ...] or one [2F, ...], as [2, F, ...], detached.
+    """Return the gate and up tensors of the MLP `name` as one tensor [2, F, ...], detached.
 
-    Without a gate (`gated`), the only tensor is returned.
+    `parts` has gate and up, [F, ...] each, or one fused tensor [2F, ...]. If `gated` is False, the
+    only tensor in `parts` is returned unchanged.
     """
     parts = [part.detach() for part in parts]
     if not gated:
@@ -303,7 +308,10 @@ def _stack_gate_up(name: str, parts: Sequence[Tensor], gated: bool) -> Tensor:
 def _check_same_output(
     name: str, mlp: nn.Module, dense: Mapping[str, Tensor], config: MoEConfig
 ) -> None:
-    """Run an MLP on random tokens; raise ValueError if `dense` gives another output."""
+    """Run an MLP on random tokens; raise ValueError if the tensors in `dense` give another output.
+
+    `dense` is from `_read_mlp`, and `config` gives the activation.
+    """
     w1, w2_DF = dense["w1"].flatten(0, -2), dense["w2"]
     b1 = dense["b1"].flatten() if "b1" in dense else None
     size, generator = (PROBE_TOKENS, config.dim), torch.Generator().manual_seed(0)

@@ -242,7 +242,10 @@ def _repeat_shards(w_Gx: Tensor, X: int) -> Tensor:
 def _sample_router_rows(
     config: MoEConfig, options: UpcycleOptions, key: str, *, like: Tensor
 ) -> Tensor:
-    """Sample a router weight [E, D] by `key`, with equal rows in each virtual group."""
+    """Return a random router weight [E, D], with equal rows in each virtual group.
+
+    `options.seed` and `key`, the layer's name, seed the numbers. `like` gives dtype and device.
+    """
     std = _choose_router_std(config, options)
     if std < torch.finfo(like.dtype).tiny:
         raise ValueError(
@@ -255,7 +258,7 @@ def _sample_router_rows(
 
 
 def _choose_router_std(config: MoEConfig, options: UpcycleOptions) -> float:
-    """Return the router weights' std; ValueError if `options.router_std` would change outputs."""
+    """Return the router weights' std; raise ValueError if `options.router_std` changes outputs."""
     selects_all = config.score_function == "softmax" and config.top_k == config.num_experts
     if config.normalizes or selects_all:
         return ROUTER_STD if options.router_std is None else options.router_std

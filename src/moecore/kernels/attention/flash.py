@@ -89,7 +89,7 @@ def _get_document_arguments(
 
 
 def _get_window_arguments(mask: AttentionMask) -> dict[str, int]:
-    """Return keyword arguments: how many keys before and after itself a query sees; -1 = all."""
+    """Return the window arguments: numbers of keys that a query sees before and after; -1 = all."""
     if mask.window is not None:
         return {"window_size_left": mask.window - 1, "window_size_right": 0}
     return {"window_size_left": -1, "window_size_right": 0 if mask.causal else -1}

@@ -107,7 +107,7 @@ def _make_arguments(mask: AttentionMask, scale: float) -> dict[str, Any]:
 
 @cache
 def _import_functions() -> _Functions:
-    """Import and return flash-attn-4's functions; ImportError or AttributeError if missing."""
+    """Return flash-attn-4's functions; raise ImportError or AttributeError if missing."""
     from flash_attn.cute import interface
 
     return _Functions(interface._flash_attn_fwd, interface._flash_attn_bwd)

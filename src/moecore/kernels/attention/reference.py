@@ -55,7 +55,10 @@ def make_mask(mask: AttentionMask, T: int, S: int, device: torch.device) -> Tens
 def _list_parts(
     mask: AttentionMask, q: Tensor, k: Tensor
 ) -> list[tuple[int, AttentionMask]] | None:
-    """Return (tokens, mask) of the rows or documents to compute one by one; None = all at once."""
+    """Return (number of tokens, mask) of each row or document that is computed separately.
+
+    None = the block is computed at once.
+    """
     (B, T), cu_q, cu_k = q.shape[:2], mask.cu_seqlens_q, mask.cu_seqlens_k
     if cu_q is None or cu_k is None or k.shape[1] != T or not B * T:
         return None
@@ -74,7 +77,10 @@ def _list_parts(
 def _split_block(
     block: AttentionBlock, parts: list[tuple[int, AttentionMask]], *tensors: Tensor
 ) -> Iterator[Any]:
-    """Yield (`AttentionBlock`, *tokens of the other tensors) of each of `_list_parts`."""
+    """Yield (`AttentionBlock`, *other tensors) of each part; `parts` is from `_list_parts`.
+
+    `tensors`, [B, T, ...], are split along the tokens, as q, k and v are.
+    """
     lengths, masks = zip(*parts, strict=True)
     tokens = [x.flatten(0, 1)[None].split(lengths, dim=1) for x in (*block[:3], *tensors)]
     for mask, q, k, v, *rest in zip(masks, *tokens, strict=True):
@@ -82,7 +88,7 @@ def _split_block(
 
 
 def _merge_parts(parts: Iterable[Tensor], like: Tensor) -> Tensor:
-    """Return results [1, tokens, ...] of `_list_parts`, concatenated to [B, T, ...] as `like`."""
+    """Concatenate the parts' results [1, tokens, ...] to [B, T, ...], with B and T of `like`."""
     return torch.cat(list(parts), dim=1).unflatten(1, like.shape[:2])[0]  # type: ignore[no-any-return]
 
 

@@ -78,7 +78,7 @@ class CloneBuffer(PeerBuffer):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Places:
-    """The expert that each place for a clone has (`ClonePlan.experts_N`), and the blocks' sizes."""
+    """The expert whose clone each place stores (`ClonePlan.experts_N`), and the sizes of blocks."""
 
     experts_N: Tensor  # int32 on the device; -1 = the place is empty
     num_clones: int  # c; place n is the (n % c)-th of block n // c
@@ -119,7 +119,10 @@ def _locate_slot(
     element,
     CONST: tl.constexpr,  # CloneConstants
 ):
-    """Return the address of slot `slot` of rank `peer`, as a pointer to dtype `element`."""
+    """Return the address of slot `slot` on rank `peer`, as a pointer to the dtype `element`.
+
+    The number `operation` selects one of the two sets of slots.
+    """
     base = tl.load(buffer.bases + AT_ROWS * CONST.G + peer)
     at = base + (operation % 2).to(tl.int64) * CONST.SET_BYTES + slot * CONST.SLOT_BYTES
     return tl.multiple_of(at.to(tl.pointer_type(element)), 16)
@@ -225,7 +228,7 @@ def _receive_grads_kernel(
     timeout,  # nanoseconds
     CONST: tl.constexpr,  # CloneConstants
 ):
-    """Wait for this program's flags, then add a part of clones' gradients to local experts'."""
+    """Wait for this program's flags, then add a part of the clones' gradients to grads_ptr."""
     pid = tl.program_id(0)
     operation = tl.load(buffer.state + OPERATION)
     element = grads_ptr.dtype.element_ty
@@ -261,7 +264,10 @@ def _receive_grads_kernel(
 
 
 def split_pieces(layout: CloneLayout, rows: Tensor, num_clones: int) -> Iterator[ClonePiece]:
-    """Yield ranges of the columns of `rows` [experts, W]. Each range fits a slot of a buffer."""
+    """Yield ranges of the columns of `rows` [experts, W]. Each range fits a slot of a buffer.
+
+    `num_clones` is the number of slots in a set.
+    """
     width, max_width = rows.shape[1], layout.slot_bytes(num_clones) // rows.itemsize
     for start in range(0, width, max_width):
         yield ClonePiece(width, start, min(max_width, width - start))
@@ -275,7 +281,10 @@ def _launch_kernel(
     places: Places,
     piece: ClonePiece,
 ) -> None:
-    """Launch a kernel on one piece of `rows`; with `waits` it waits for flags until a timeout."""
+    """Launch `kernel` for one piece of `rows` [e or c, W].
+
+    `waits` = the kernel waits for flags, up to the buffer's timeout.
+    """
     layout = buffer.layout
     const = CloneConstants(
         G=layout.num_ranks,

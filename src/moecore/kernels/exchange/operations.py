@@ -252,7 +252,7 @@ def spread_rows_and_choices(
 
     Args:
         x_TD: tokens, at most C, contiguous, in any dtype; rows of at most `row_bytes`.
-        ids_TK: int32, contiguous, global expert ids; -1 = dropped. Weights are fp32, contiguous.
+        ids_TK, weights_TK: int32 global expert ids (-1 = dropped), fp32 weights; contiguous.
         num_local: experts of one block, which etp ranks share: rank g owns block g // etp.
         half: tests that simulate all ranks in one process launch "push" and "receive" separately.
             The outputs of the other half are then uninitialised.
@@ -374,7 +374,7 @@ def _limit_rows_kernel(
     NUM_LOCAL: tl.constexpr,
     BINS: tl.constexpr,  # power of two >= NUM_LOCAL
 ):
-    """Write clamped offsets, and the needed rows if they exceed `num_rows`; one program."""
+    """Write offsets clamped to `num_rows`; record the last offset if it exceeds `num_rows`."""
     experts = tl.arange(0, BINS)
     offsets = tl.load(offsets_ptr + experts, mask=experts < NUM_LOCAL, other=0)
     tl.store(out_ptr + experts, tl.minimum(offsets, num_rows), mask=experts < NUM_LOCAL)

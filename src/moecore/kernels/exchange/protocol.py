@@ -28,7 +28,10 @@ def find_peers(
     num_local,  # experts of one block
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Write bits for each token of a chunk: bit g is set if rank g owns one of its experts."""
+    """Write int64 bits for each token of a chunk: bit g is set if rank g owns one of its experts.
+
+    `peers_ptr` receives the bits. `num_local` is the number of experts of one block.
+    """
     CHUNK: tl.constexpr = CONST.CHUNK
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     bits = tl.zeros([CHUNK], dtype=tl.int64)
@@ -84,7 +87,10 @@ def _find_late_rank(
     expected_flag,
     SPIN: tl.constexpr,
 ):
-    """Return a rank whose flag has not arrived; -1 = all flags have arrived."""
+    """Return a rank whose flag is not yet `expected_flag`; -1 = all flags have arrived.
+
+    `addresses` has one flag's address per thread, and `ranks` the rank that raises the flag.
+    """
     # One flag per thread, and a maximum over all threads: all warps must see the same number, or
     # they would diverge before a barrier.
     if SPIN:
@@ -123,7 +129,11 @@ def wait_for_flags(
     COUNT: tl.constexpr,  # ranks to wait for
     CONST: tl.constexpr,  # G, THREADS and SPIN
 ):
-    """Return whether a chunk's flags of COUNT ranks arrive in time, and record a late rank."""
+    """Wait for a chunk's flags from COUNT ranks; return whether all flags arrive in time.
+
+    `first` is the first of the ranks. After a timeout, a late rank and KIND (0 spread, 1 reduce)
+    are recorded in the buffer's state.
+    """
     ranks = first + tl.arange(0, CONST.THREADS) % COUNT
     flags = (operation % 2 * CONST.G + ranks).to(tl.int64) * num_chunks + chunk
     addresses = tl.load(buffer.bases + AT_FLAGS * CONST.G + rank) + flags * 4

@@ -43,6 +43,7 @@ def _load_rows(from_ptrs, mask, columns, D: tl.constexpr, CACHE: tl.constexpr):
 
 @triton.jit
 def _store_rows(to_ptrs, x, mask, columns, D: tl.constexpr):
+    """Store x [ROWS, BLOCK_D] to these columns of rows `to_ptrs`, where the mask is True."""
     tl.store(to_ptrs[:, None] + columns[None, :], x, mask=mask[:, None] & (columns < D)[None, :])
 
 
@@ -84,8 +85,9 @@ def push_rows(
 ):
     """Copy a chunk's rows to peers' buffers, at most one row per token and peer.
 
-    A peer receives a token's row if its bit is set in `marks_ptr`. With REDUCE, `rows_ptr` has
-    sums, and a peer receives a sum if `marks_ptr` has a slot >= 0 for the pair.
+    `marks_ptr` has a bit per token and peer: a set bit sends the token's row. With REDUCE,
+    `rows_ptr` has sums instead, and `marks_ptr` has the row of each pair's sum, -1 = no sum.
+    `first` is the row that receives token 0.
     """
     element = rows_ptr.dtype.element_ty
     D: tl.constexpr = CONST.D
@@ -110,7 +112,7 @@ def locate_source_rows(
     max_tokens,  # C
     CHUNK: tl.constexpr,
 ):
-    """Return a chunk's source rows, int64 [CHUNK], and bool [CHUNK], the rows that exist."""
+    """Return the source rows of a chunk of rank `source`, int64 [CHUNK], and which rows exist."""
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     return source.to(tl.int64) * max_tokens + tokens, tokens < max_tokens
 
@@ -123,7 +125,10 @@ def copy_rows(
     rows,  # [CHUNK] int64, source rows
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Copy a chunk's received rows from the buffer to rows `to` of `out_ptr`."""
+    """Copy a chunk's received rows from the buffer at `base` to `out_ptr`.
+
+    `rows` has the source rows, `to` the output row of each source row, -1 = not copied.
+    """
     from_ptrs, to_ptrs = base + rows * CONST.D, out_ptr + to.to(tl.int64) * CONST.D
     _move_rows(from_ptrs, to_ptrs, to >= 0, CONST.D, CONST.TAKE_D, CONST.TILES, ".cg")
 
@@ -145,7 +150,11 @@ def push_choices(
     REDUCE: tl.constexpr,
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Store ids (-1 in holes) and weights in peers' buffers; with REDUCE only weight gradients."""
+    """Store a chunk's ids (-1 in holes) and weights in peers' buffers.
+
+    With REDUCE only gradients of weights are stored. `marks_ptr` says which (token, peer) pairs
+    have a row, as for `push_rows`. `first` is the row that receives token 0.
+    """
     G: tl.constexpr = CONST.G
     K: tl.constexpr = CONST.K
     for start in range(0, CONST.CHUNK * G, CONST.CHOICE_PAIRS):
@@ -182,7 +191,10 @@ def _find_sent_pairs(
     chunk,  # RowChunk
     REDUCE: tl.constexpr,
 ):
-    """Return bool for each (token, peer) pair: whether this rank sends the peer a row."""
+    """Return bool for each (token, peer) pair: whether this rank sends the peer a row.
+
+    `marks_ptr` has a bit per token and peer, or with REDUCE a place per pair, -1 = no row.
+    """
     if REDUCE:
         rows = peers.to(tl.int64) * chunk.max_tokens + tokens
         return tl.load(marks_ptr + rows, mask=exists, other=-1) >= 0
@@ -202,7 +214,11 @@ def receive_choices(
     rank,
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Copy a chunk's ids and weights from the buffer; store and return its places (-1 = a hole)."""
+    """Copy a chunk's ids and weights from the buffer to `out_ptrs`; store and return its places.
+
+    A place is the source row, or -1 for a hole. `slot` is the first row of the buffer's slot. If
+    `arrived` is False, all rows are holes.
+    """
     K: tl.constexpr = CONST.K
     CHUNK: tl.constexpr = CONST.CHUNK
     ids_base = tl.load(bases_ptr + AT_IDS * CONST.G + rank).to(tl.pointer_type(tl.int32))
@@ -236,7 +252,11 @@ def _load_partial_sums(
     G: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Return the tokens' sums from rank `peer`, in fp32; zeros for tokens without a sum."""
+    """Return a tile's sums from rank `peer`, in fp32; zeros for tokens without a sum.
+
+    `bits` has a bit per rank that sent a sum of the token. `row` is the row of the token's sum from
+    rank 0.
+    """
     has = (((bits >> peer) & 1) != 0) & (peer < G)
     mask = has[:, None] & (columns < N)[None, :]
     offsets = (row + peer * max_tokens).to(tl.int64)[:, None] * N + columns[None, :]
@@ -255,7 +275,10 @@ def add_partial_sums(
     BLOCK: tl.constexpr,
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Write the sums over ranks of a chunk's tokens to `out_ptr`, in fp32 and rank order."""
+    """Write the sums over ranks of a chunk's tokens to `out_ptr`, in fp32 and rank order.
+
+    `peers_ptr` has a bit per rank that sent a sum. `slot` is the first row of the buffer's slot.
+    """
     G: tl.constexpr = CONST.G
     max_tokens = chunk.max_tokens
     for start in range(0, CONST.CHUNK, TILE_ROWS):

@@ -30,7 +30,10 @@ def list_slots(
     TILE: tl.constexpr,  # rows of a tile
     BLOCK_N: tl.constexpr,  # at most 32
 ):
-    """Write the used slots (>= 0) of source rows to this program's list, in slot order."""
+    """Write the used slots (>= 0) of source rows to this program's list, in slot order.
+
+    `rows` has the source rows, and `at` is the index of their first row in the list.
+    """
     TILES: tl.constexpr = ROWS // TILE
     entries = list_ptr + WIDTH + at + tl.arange(0, ROWS)
     depths = tl.zeros([TILES], dtype=tl.int32)
@@ -84,7 +87,10 @@ def _load_slot(
     D: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Return the rows of y at each source row's n-th used slot; zeros without a slot."""
+    """Return the rows of y at each source row's n-th used slot; zeros without a slot.
+
+    `entries` points to each row's first slot in the list, and `depth` is the depth of the tile.
+    """
     slot = tl.load(entries + n * WIDTH, mask=n < depth, other=-1).to(tl.int64)
     mask = (slot >= 0)[:, None] & (columns < D)[None, :]
     return tl.load(y_ptr + slot[:, None] * D + columns[None, :], mask=mask, other=0.0)
@@ -100,7 +106,10 @@ def push_sums(
     first,  # int64, row of this rank's token 0 in every peer's slot
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Sum y over each (token, peer) pair's slots in order, and store sums in peers' buffers."""
+    """Sum y over each (token, peer) pair's slots in order, and store sums in peers' buffers.
+
+    `list_ptr` has the used slots of the pairs. `first` is the row that receives the sum of token 0.
+    """
     element = y_ptr.dtype.element_ty
     D: tl.constexpr = CONST.D
     PAIRS: tl.constexpr = CONST.PAIRS
@@ -141,7 +150,11 @@ def copy_to_slots(
     rows,  # [CHUNK] int64, source rows
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Copy each received row of a chunk from the buffer to all of the row's slots in `out_ptr`."""
+    """Copy each received row of a chunk from the buffer to all of the row's slots in `out_ptr`.
+
+    `rows` has the source rows, `places` is -1 for a hole. `list_ptr` has the used slots of the
+    rows.
+    """
     D: tl.constexpr = CONST.D
     CHUNK: tl.constexpr = CONST.CHUNK
     depth = tl.load(list_ptr)

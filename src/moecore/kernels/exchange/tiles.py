@@ -151,9 +151,10 @@ def make_constants(
 def _choose_tile(
     columns: Columns, num_bytes: int, max_rows: int, min_rows: int = 1
 ) -> tuple[int, int]:
-    """Return (rows, columns) of a tile of <= `num_bytes`, with few columns beyond the rows' ends.
+    """Return (rows, columns) of a tile of at most `num_bytes` bytes.
 
-    Rows are at most `max_rows`, rounded up to a power of two, and at least `min_rows`.
+    The last tile of a row has few columns beyond the row's end. A tile has `min_rows` rows or more,
+    and at most `max_rows`, rounded up to a power of two.
     """
     D, elements = columns.count, num_bytes // columns.itemsize
     sizes = [n // columns.itemsize for n in (8192, 4096, 2048, 1024, 512)]

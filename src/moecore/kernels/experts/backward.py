@@ -141,7 +141,7 @@ def compute_gradients(
 def _compute_or_accumulate(
     sink: GradSink | None, compute: ComputeGrad, *operands: Any
 ) -> Tensor | None:
-    """Return compute(*operands, GradTarget()), or the sink's result (None if it stores it)."""
+    """Return compute(*operands, GradTarget()), or with a sink the result of `sink.accumulate`."""
     return compute(*operands, GradTarget()) if sink is None else sink.accumulate(compute, *operands)
 
 

@@ -60,7 +60,7 @@ class Products(Protocol):
         self.low2 = LowRankProducts(weights.update2, index.offsets_e, has_kernels=has_kernels)
 
     def prepare_rows(self, rows: Rows) -> Rows:
-        """Return source rows in the format that is read and saved for backward; here unchanged."""
+        """Return source rows in the format that `fc1` reads and forward saves; here unchanged."""
         return rows
 
     def fc1(self, rows: Rows, *, keep: bool) -> tuple[Rows | None, Any]:
@@ -86,7 +86,10 @@ class Products(Protocol):
         """
 
     def activation_bwd(self, dy: Any, h: Rows) -> tuple[Any, Tensor, Any]:
-        """Return dH, gradients of routing weights (fp32 [R]) and the activation; dy is prepared."""
+        """Return dH, gradients of routing weights (fp32 [R]) and the weighted activation.
+
+        `dy` is from `prepare_output_grad`.
+        """
 
     def fc1_dgrad(self, dh: Any) -> Tensor:
         """Return dH @ w1 [R, D], the gradient of each expert row of X."""

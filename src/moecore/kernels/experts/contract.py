@@ -70,7 +70,7 @@ class GradSink(Protocol):
 
 
 def find_sink(param: Tensor, shape: torch.Size) -> GradSink | None:
-    """Return a parameter's `GradSink` for a gradient of this shape; None = autograd gets it."""
+    """Return a parameter's `GradSink` for gradients of this shape; None = there is no sink."""
     if torch.compiler.is_compiling():
         return None
     make: Callable[[torch.Size], GradSink | None] | None = getattr(param, SINK, None)
@@ -254,7 +254,10 @@ class ExpertSpec:
         activation: ActivationOptions,
         recipe: Recipe | None = None,
     ) -> ExpertSpec:
-        """Return the spec of rows and weights. `dtypes` has no weights' dtype with a recipe."""
+        """Return the spec of rows and weights.
+
+        `dtypes` has the dtype of the rows, and without a recipe also the dtypes of the weights.
+        """
         w1_eCD, w2_eDF = weights.w1_eCD, weights.w2_eDF
         of_weights = () if recipe is not None else (w1_eCD.dtype, w2_eDF.dtype)
         return cls(
@@ -274,7 +277,7 @@ class ExpertSpec:
         )
 
     def find_torch_only_field(self) -> str | None:
-        """Return the name of a set option that only torch's grouped matmul supports, or None."""
+        """Return the name of an enabled option that only torch's grouped matmul can do, or None."""
         fields = {
             "MoEConfig.fc1_bias": self.fc1_bias,
             "MoEConfig.fc2_bias": self.fc2_bias,
@@ -311,7 +314,7 @@ class ExpertSpec:
     ) -> str | None:
         """Return an error text if rows and weights do not share a dtype in `allowed`, or None.
 
-        The text names the `user` of the rows, and how to `fix` the problem.
+        In the text, `user` names the products that need the dtype, and `fix` the option to set.
         """
         if self.dtypes is None or any(self.dtypes == {dtype} for dtype in allowed):
             return None
@@ -322,7 +325,7 @@ class ExpertSpec:
         )
 
     def find_fp8_size_problem(self, multiple: int) -> str | None:
-        """Return an error text if D or F is known and no multiple of `multiple`, or None."""
+        """Return an error text if D or F is known and is no multiple of `multiple`, or None."""
         for name, size in (("dim", self.dim), ("hidden_dim / etp", self.hidden_dim)):
             if size is not None and size % multiple:
                 return (

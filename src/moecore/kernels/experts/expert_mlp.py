@@ -148,7 +148,7 @@ def expert_mlp(
     not used.
 
     Args:
-        rows: [S, D] source rows (tokens). The gradient of quantised rows is that of their handle.
+        rows: [S, D] source rows (tokens). The handle of FP8 rows receives their gradient.
         weights: this rank's experts, without biases.
         index: the source row and the routing weight of each expert row.
         options: `products` must be a name that `choose_products` returned, not "auto".

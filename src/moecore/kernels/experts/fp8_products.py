@@ -83,6 +83,7 @@ class BlockwiseProducts(Products):
         recipe: Recipe,
         index_cache: RowTiles | None = None,
     ) -> None:
+        """`index_cache` is the map of row tiles of `index`; None = compute the map."""
         has_kernels = has_hopper_kernels(index.row_ids_R.device)
         super().__init__(index, activation, weights, has_kernels=has_kernels)
         self.recipe = recipe
@@ -181,7 +182,7 @@ class BlockwiseProducts(Products):
         self.matrices.drop()
 
     def _quantise(self, x: Tensor, num_rows: Tensor | None = None) -> Rows:
-        """Return rows quantised per 128 columns, without rows from `num_rows` on; None = all."""
+        """Quantise the first `num_rows` rows of x (None = all rows) per 128 columns."""
         return quantise_rows(x, power_of_two=self.recipe.power_of_two, num_rows=num_rows)
 
     def _multiply_fc1(self, rows: Rows) -> Tensor:
@@ -203,7 +204,7 @@ class BlockwiseProducts(Products):
         return self._quantise_blocks(x.wide) if x.rows is None else x.rows
 
     def _quantise_blocks(self, wide: ProductSource | None) -> Blocks:
-        """Return expert rows, which must exist, quantised as an operand of `fp8_gemm`."""
+        """Return the expert rows `wide`, not None, quantised as an operand of `fp8_gemm`."""
         assert wide is not None
         num_rows = self.row_map.num_rows
         return gather_row_blocks(self._quantise(wide.rows, num_rows), None, None, num_rows)

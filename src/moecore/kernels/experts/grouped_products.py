@@ -43,7 +43,10 @@ class Matmuls(Protocol):
     wants: GradFlags | None = None  # the gradients that the running backward computes
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
-        """Return the rows of `operand` times their experts' matrices (`MATRICES`), [R, N]."""
+        """Return each row of `rows_RK` times its expert's matrix, [R, N].
+
+        `operand` names the rows: x, a, dy or dh. `MATRICES` maps the name to w1 or w2.
+        """
 
     def weight_grad(self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget) -> Tensor:
         """Return each expert's dy^T x [e, N, K], the gradient of w1 or w2, written to `target`."""

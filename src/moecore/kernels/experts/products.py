@@ -71,7 +71,10 @@ def uses_te(name: str, recipe: Recipe | None) -> bool:
 
 
 def choose_products(name: ProductsName, spec: ExpertSpec) -> ProductsName:
-    """Return `name`, or the products for "auto". ValueError if they cannot compute the experts."""
+    """Return `name`, or for "auto" the name of the preferred products of this device and recipe.
+
+    Raises ValueError if the products cannot compute experts of this spec.
+    """
     if name == "auto" and uses_te(name, spec.recipe):
         name = "te"
     elif name == "auto":
@@ -92,7 +95,8 @@ def make_products(
 ) -> Products:
     """Return a `Products` object for `options.products`, a name that `choose_products` returned.
 
-    `index_cache` is the attribute of products with the same options and index; None = compute it.
+    `index_cache` is `Products.index_cache` of an object with the same options and index; None =
+    compute the cache.
     """
     activation, recipe = options.activation, options.recipe
     matmuls: Matmuls

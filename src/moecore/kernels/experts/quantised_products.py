@@ -51,6 +51,7 @@ class QuantisedMatrices:
         quantise: Callable[..., OperandPair],  # (w_eNK, *, rows, columns)
         unpack: Callable[[Blocks, bool], Blocks],  # (all-gathered matrix, is_transposed)
     ) -> None:
+        """`quantise` makes operands of a matrix, `unpack` an operand of an all-gathered matrix."""
         self.dtypes = {"w1": weights.w1_eCD.dtype, "w2": weights.w2_eDF.dtype}
         self._weights: ExpertWeights | None = weights
         self._quantise, self._unpack = quantise, unpack
@@ -115,9 +116,11 @@ class ScaledMatmuls(Matmuls):
         return pad_offsets(self.offsets_e)
 
     def _quantise_operand(self, operand: Operand, rows: Tensor, *, columns: bool = False) -> Blocks:
-        """Quantise X, A, dY or dH (`operand`) for sums over its columns, or over rows if `columns`.
+        """Quantise expert rows: X, A, dY or dH, which `operand` names.
 
-        If backward also reads a gradient's other layout, one pass makes both, and one is cached.
+        The result is for sums over the columns of `rows`, or with `columns` for sums over its rows.
+        If backward also reads the other layout of dY or dH, one pass makes both layouts. The other
+        layout is cached for the next call.
         """
         layout = self._other_layouts.pop((operand, columns), None)
         if layout is not None:

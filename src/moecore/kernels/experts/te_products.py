@@ -46,6 +46,7 @@ class TEMatmuls(Matmuls):
         recipe: Recipe | None = None,
         index_cache: list[int] | None = None,
     ) -> None:
+        """`index_cache` has the number of rows of each expert; None = read `index` (host sync)."""
         self.recipe, self.saturates = recipe, recipe is not None
         self.w1_eCD, self.w2_eDF = weights.w1_eCD, weights.w2_eDF
         self.dtypes = {"w1": weights.w1_eCD.dtype, "w2": weights.w2_eDF.dtype}

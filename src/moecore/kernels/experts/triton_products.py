@@ -58,6 +58,7 @@ class TritonProducts(Products):
         weights: ExpertWeights,
         index_cache: RowTiles | None = None,
     ) -> None:
+        """`index_cache` is the map of row tiles of `index`; None = compute the map on Hopper."""
         super().__init__(index, activation, weights, has_kernels=True)
         self.w1_eCD, self.w2_eDF = weights.w1_eCD, weights.w2_eDF
         self.hidden_dim = weights.w2_eDF.shape[2]

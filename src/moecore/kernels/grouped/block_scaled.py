@@ -61,7 +61,11 @@ def _load_operand(
     ROWS: tl.constexpr,  # rows of a scale
     CONST: tl.constexpr,  # BlockScaledConstants
 ):
-    """Return bytes [rows, BLOCK_K / P] and scales [rows, BLOCK_K / B] from `start`; 0 outside."""
+    """Return packed bytes [rows, BLOCK_K / P] and scales [rows, BLOCK_K / B] of an operand.
+
+    The elements of K begin at `start`. Elements from `end` on are 0, and so are rows whose
+    `in_rows` is False.
+    """
     P: tl.constexpr = CONST.P
     B: tl.constexpr = CONST.B
     BLOCK_K: tl.constexpr = CONST.BLOCK_K

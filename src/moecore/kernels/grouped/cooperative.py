@@ -68,7 +68,11 @@ EPILOGUE_REGISTERS, PRODUCER_REGISTERS = 88, 24
 
 @gluon.jit
 def _load_step(operands, place, k, ring, slot, bar, CONST: gl.constexpr):
-    """Load a step's blocks by TMA; k counts the summed columns of a, then of the addend."""
+    """Loading warp: start TMA loads of one step's blocks of a and b into stage `slot` of the ring.
+
+    `place` is the tile from `locate_rows`, `bar` the full barrier of the stage. `k` counts the
+    summed columns of a, then of the addend.
+    """
     if CONST.ADDEND:
         a_desc, b_desc, K, N, u_desc, m_desc, rank = operands
         first = gl.cdiv(K, CONST.BLOCK_K) * CONST.BLOCK_K
@@ -83,7 +87,10 @@ def _load_step(operands, place, k, ring, slot, bar, CONST: gl.constexpr):
 
 @gluon.jit
 def _load_blocks(a_desc, b_desc, K, N, place, k, ring, slot, bar, CONST: gl.constexpr):
-    """Load columns from k on of a tile's rows and of its expert's matrix by TMA."""
+    """Start TMA loads of columns from `k` on of a tile's rows and of its expert's matrix.
+
+    `place` is the tile from `locate_rows`, `bar` the full barrier of stage `slot`.
+    """
     expert, row, _, n = place
     HALF_N: gl.constexpr = CONST.BLOCK_N // 2
     b = ring.b.index(slot)
@@ -231,7 +238,11 @@ def sm90_bf16_grouped_kernel(
     rank,  # summed columns of the addend; None without
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Write a @ b of each expert to out_ptr, or with CONST.ACT act(h) * weight, and h to h_ptr."""
+    """Write each row of a times its expert's matrix b, [R, N], to out_ptr.
+
+    With CONST.ACT, h_ptr receives the product h [R, 2F], and out_ptr act(h) * weight [R, F]. u_desc
+    and m_desc are the operands of the addend, and `rank` is the dim that their product sums.
+    """
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K

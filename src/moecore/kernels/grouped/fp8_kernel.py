@@ -152,7 +152,10 @@ def sm90_fp8_grouped_nt_kernel(
     b_stride_k,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Multiply a's rows by their experts' b^T; a program writes every num_programs-th tile."""
+    """Write each row of a times its expert's b^T, [R, N], to out_ptr.
+
+    map_ptr has the map of row tiles. Each persistent program writes every num_programs-th tile.
+    """
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K

@@ -34,7 +34,7 @@ def _load_step(operands, m, n, t, ring, slot, bar, CONST: gl.constexpr):
 
 @gluon.jit
 def _store_block(out_ptr, out_desc, out_smem, x, expert, row, column, M, N):
-    """Store fp32 x in an expert's gradient by TMA; add x to out_ptr if out_desc is None."""
+    """Store fp32 x at (row, column) of an expert's gradient by TMA; add x if out_desc is None."""
     if out_desc is None:
         add_part(out_ptr + expert.to(gl.int64) * M * N, x, row, column, M, N)
     else:
@@ -54,7 +54,10 @@ def _multiply_tiles(
     scale,  # factor on the sums
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Multiplying warp group: store its half of every tile's columns, or add if no out_desc."""
+    """Warp group GROUP: compute half of the columns of every tile, and store or add them.
+
+    `out` is (pointer, TMA descriptor or None to add, shared memory) of the gradient.
+    """
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     HALF_M: gl.constexpr = BLOCK_M // 2
     HALF_N: gl.constexpr = CONST.BLOCK_N // 2
@@ -121,7 +124,10 @@ def sm90_fp8_grouped_wgrad_kernel(
     scale,  # fp32, of every product
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Compute x^T y per expert: a program writes, or adds, every num_programs-th tile."""
+    """Write each expert's x^T y, [M, N], to out_ptr, or add the product if out_desc is None.
+
+    ends_ptr has the running sum of the experts' row tiles.
+    """
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K

@@ -96,7 +96,10 @@ def _store_tile(
     row_stride,
     ADD: tl.constexpr = False,
 ):
-    """Store a tile in the rows and columns that exist, or with ADD add it to them in fp32."""
+    """Store the tile `out` at `rows` and at columns from `column` on, or with ADD add it in fp32.
+
+    Rows whose in_rows is False and columns from num_columns on are skipped.
+    """
     columns = column + tl.arange(0, out.shape[1])
     mask = in_rows[:, None] & (columns < num_columns)[None, :]
     at = out_ptr + rows[:, None] * row_stride + columns[None, :]
@@ -122,7 +125,10 @@ def _grouped_gemm_fwd_kernel(
     E_POW2: tl.constexpr,
     TILE: tl.constexpr,  # TileConfig
 ):
-    """Write rows of a (GATHER: by row_ids_ptr) times their experts' b to out_ptr; ADD adds."""
+    """Write each expert row of a times its expert's matrix b, [R, N], to out_ptr.
+
+    With GATHER, row_ids_ptr selects the rows of a. With ADD, the product is added to out_ptr.
+    """
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
@@ -301,7 +307,7 @@ def grouped_gemm_activation(
 
 
 def _choose_config(gather: bool, narrow: bool, wide: bool) -> TileConfig:
-    """Return the tile sizes; `narrow`: few columns; `wide`: an fp32 result, or added to `out`."""
+    """Return the tile sizes; `narrow`: few columns; `wide`: an fp32 result or a sum with `out`."""
     if wide:
         return WIDE
     if narrow:

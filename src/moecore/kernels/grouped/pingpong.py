@@ -82,7 +82,7 @@ def _load_tiles(
     K,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Loading warps: fill the ring with a and b of each tile of this program, then its addend."""
+    """Loading warps: fill the ring with blocks of a, b and the addend for this program's tiles."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K
@@ -139,7 +139,7 @@ def _store_activation_bwd(
     F,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Store dh, act(h) * weight and a sum of dweights for a tile from da and h; fetch next h."""
+    """Store dh, act(h) * weight and a tile's sums of dweights from da and h; fetch the next h."""
     weights_ptr, out_ptr, dh_ptr, dweights_ptr = outputs
     row, end, column, has_next, next_row, next_column = place
     ACT: gl.constexpr = CONST.ACT
@@ -199,7 +199,10 @@ def _multiply_tiles(
     N,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Multiply every other tile, store dh, act(h) * weight and dweights; `turns` orders groups."""
+    """Warp group GROUP: compute every other tile; store dh, act(h) * weight and dweights.
+
+    `turns` has the barriers by which both groups alternate.
+    """
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     N = N // 8 * 8  # as above
@@ -271,7 +274,7 @@ def sm90_bf16_grouped_nn_act_bwd_kernel(
     N,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Write dh and act(h) * weight from da = a @ b and h, and dweights' sum per column tile."""
+    """Write dh, act(h) * weight, and dweights [column tiles, R], from da = a @ b and h."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K
@@ -324,7 +327,7 @@ def _finish_bwd_kernel(
     CLEARED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum parts_ptr to dweights; the first CLEARED programs each zero an unused row of dh and a."""
+    """Sum parts [num_parts, R] to dweights [R]; CLEARED programs zero an unused row of dh and a."""
     num_rows = tl.load(offsets_ptr + num_experts - 1)
     pid = tl.program_id(0)
     if pid < CLEARED:

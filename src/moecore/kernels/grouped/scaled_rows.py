@@ -137,8 +137,8 @@ def quantise_expert_rows_ref(
 def compute_row_amax(x_RD: Tensor, offsets_e: Tensor, past: Tensor) -> Tensor:
     """Return fp32 [n], whose largest entry gives the scale of all expert rows. No host sync.
 
-    If `past`, fp32 [1], is not 0, all entries are `past`. Otherwise they are largest magnitudes of
-    rows in use.
+    `past`, fp32 [1], is the largest magnitude of earlier steps, 0 = none. If `past` is not 0, all
+    entries are `past`. Otherwise the entries are largest magnitudes of rows in use.
     """
     if has_kernel(x_RD):
         x_RD = x_RD if x_RD.stride(1) == 1 else x_RD.contiguous()
@@ -178,7 +178,7 @@ def pad_offsets_kernel(
     E_POW2: tl.constexpr,
     MULTIPLE: tl.constexpr,
 ):
-    """Write the running sum of experts' rows, each padded to a multiple, at least MULTIPLE."""
+    """Write the running sum of row counts, each padded to a positive multiple of MULTIPLE."""
     experts = tl.arange(0, E_POW2)
     starts, ends, exists = load_expert_ranges(offsets_ptr, num_experts, E_POW2)
     sizes = tl.cdiv(tl.maximum(ends - starts, 1), MULTIPLE) * MULTIPLE
@@ -259,7 +259,7 @@ def cast_of_experts_kernel(
 
 
 def pad_offsets(offsets_e: Tensor) -> Tensor:
-    """Return int32 [e], the running sum of experts' rows, each padded to 16, 32, ... rows."""
+    """Return int32 [e], the running sum of row counts, each padded to a positive multiple of 16."""
     if not use_kernel(offsets_e):
         return pad_offsets_ref(offsets_e)
     padded_e, e = torch.empty_like(offsets_e), offsets_e.shape[0]

@@ -164,7 +164,10 @@ def load_row_tiles(
     K,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Loading warp: call LOAD for each step along K of every tile that this program computes."""
+    """Loading warp: call LOAD for each step along K of every tile that this program computes.
+
+    LOAD(operands, place, k, ring, slot, barrier, CONST) starts the loads of a step into a stage.
+    """
     step = 0
     for tile in range(gl.program_id(0), tiling.num_rows * tiling.num_columns, gl.num_programs(0)):
         place = locate_rows(tile, tiling, CONST.GROUP_M)
@@ -184,7 +187,11 @@ def load_weight_tiles(
     ROWS: gl.constexpr,  # rows, or row tiles, of a step
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Loading warp: call LOAD for each ROWS rows of the expert of every tile of this program."""
+    """Loading warp: call LOAD for each step of ROWS rows of every tile of this program.
+
+    LOAD(operands, m, n, row, ring, slot, barrier, CONST) starts the loads of a step into a stage. A
+    tile sums over its expert's rows or row tiles, whose running sum is `ends_ptr`.
+    """
     step = 0
     for tile in range(gl.program_id(0), tiling.num_tiles, gl.num_programs(0)):
         expert, m, n = locate_weights(tile, tiling, CONST.GROUP_M)
@@ -211,7 +218,7 @@ def end_staging():
 
 @gluon.jit
 def store_part(out_ptr, x, row, end, column, num_columns, row_stride):
-    """Store x at (row, column) by threads; not rows from `end` on and columns from num_columns."""
+    """Store x at (row, column) by threads; skip rows from `end` on and columns from num_columns."""
     rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
     columns = column + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
     at = out_ptr + (rows.to(gl.int64) * row_stride)[:, None] + columns[None, :]
@@ -220,7 +227,7 @@ def store_part(out_ptr, x, row, end, column, num_columns, row_stride):
 
 @gluon.jit
 def add_part(out_ptr, x, row, column, num_rows, num_columns):
-    """Add fp32 x to one expert's out_ptr at (row, column), except rows and columns outside."""
+    """Add fp32 x at (row, column) to a matrix [num_rows, num_columns]; skip elements outside."""
     rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
     columns = column + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
     at = out_ptr + (rows.to(gl.int64) * num_columns)[:, None] + columns[None, :]
@@ -233,7 +240,8 @@ def add_part(out_ptr, x, row, column, num_rows, num_columns):
 def store_weight_block(out_desc, out_smem, x, expert, row, column, TRANSPOSED: gl.constexpr):
     """Stage x in out_smem [1, rows, columns]; TMA stores it at (expert, row, column).
 
-    out_desc and out_smem are TRANSPOSED or not, x and its position never.
+    With TRANSPOSED, out_smem and out_desc have the transposed layout, but x, `row` and `column` do
+    not.
     """
     ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]

@@ -35,7 +35,10 @@ def locate_tile(
     BLOCK_M: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """Return the expert, first row and column tile number of output tile `tile`."""
+    """Return the expert, first row and column tile number of output tile `tile`.
+
+    `num_n` is the number of column tiles, `row_tiles` the result of `count_row_tiles`.
+    """
     starts, tiles, sums, total = row_tiles
     width = GROUP_M * num_n
     first = tile // width * GROUP_M

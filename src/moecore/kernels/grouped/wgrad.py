@@ -71,7 +71,7 @@ def _gather_steps(
     M,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Loading warps: fill the ring with x's rows by row_ids_ptr and y's by TMA, for every tile."""
+    """Loading warps: fill the ring with gathered rows of x, and by TMA rows of y, of all tiles."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_K: gl.constexpr = CONST.BLOCK_K
     WARPS: gl.constexpr = CONST.PRODUCER_WARPS
@@ -135,7 +135,7 @@ def _clear_rows(x, num_rows):
 
 @gluon.jit
 def _add_block(out_ptr, x, row, column, num_rows, num_columns):
-    """Do `add_part` with 4 values per thread and access."""
+    """Add fp32 x to out_ptr as `add_part` does, with 4 values per thread and memory access."""
     THREADS: gl.constexpr = 32 if x.shape[1] >= 128 else x.shape[1] // 4
     layout: gl.constexpr = gl.BlockedLayout(
         [1, 4], [32 // THREADS, THREADS], [gl.num_warps(), 1], [1, 0]
@@ -178,7 +178,7 @@ def _multiply_tiles(
     scale,  # factor on the sums
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Multiplying warps: compute x^T y of every tile; store it by TMA, or with ADD add it."""
+    """Multiplying warps: compute x^T y of every tile; store the product, or with ADD add it."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K
@@ -241,7 +241,10 @@ def sm90_bf16_grouped_wgrad_kernel(
     scale,  # fp32, of every product
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Write x^T y of each expert; CONST.ADD adds it, CONST.GATHER selects x's rows by id."""
+    """Write each expert's x^T y to out_desc, or with CONST.ADD add the product to out_ptr.
+
+    With CONST.GATHER, row_ids_ptr selects the rows of x.
+    """
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K
@@ -356,9 +359,9 @@ def _align_address(x: Tensor) -> Tensor:
 def store_grad(
     grad: Tensor, out: Tensor | None, adds: bool, dtype: torch.dtype | None, scale: float
 ) -> Tensor:
-    """Write a gradient times `scale` to `out`, or add it if `adds`; None = return it in `dtype`.
+    """Return `out`, to which grad * scale is written, or added if `adds`.
 
-    `dtype` None = the dtype of the gradient.
+    If `out` is None, return grad * scale in `dtype`; None = the dtype of `grad`.
     """
     if out is not None:
         if adds:

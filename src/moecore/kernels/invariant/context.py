@@ -95,7 +95,7 @@ def _mm(
 def _mm_out(
     torch_kernels: _TorchKernels, keys: Any, a: Tensor, b: Tensor, *, out: Tensor
 ) -> Tensor:
-    """Replace `aten::mm.out`."""
+    """Replace `aten::mm.out` by `invariant_product`, copied to `out`."""
     return out.copy_(torch_kernels.compute_product(keys, a, b))
 
 
