@@ -166,9 +166,11 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The feed-forward part of a dense layer.
+    """The feed-forward part of a dense layer, by `mlp_activation`.
 
-    down(silu(gate(x)) * up(x)), down(relu(up(x)) ** 2) without a gate, or with "situ_glu".
+    "swiglu"     down(silu(gate(x)) * up(x))
+    "relu2"      down(relu(up(x)) ** 2)
+    "situ_glu"   down(f(gate(x), up(x))), see `MoEConfig`
     """
 
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:

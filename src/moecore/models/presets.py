@@ -148,7 +148,7 @@ _CONFIGS: dict[str, DecoderConfig] = {}  # by preset name
 
 
 def _build_qwen3(dim: int, num_layers: int, num_heads: int, hidden_dim: int) -> DecoderConfig:
-    """Return the config of a Qwen3-MoE with these sizes; `hidden_dim` is that of an expert."""
+    """Return the config of a Qwen3-MoE; `hidden_dim` is the hidden dim of an expert."""
     moe = _build_moe(dim, hidden_dim, 128, 8, normalize_weights=True, **_make_balance(0.001))
     return _build_decoder(
         (151_936, dim, num_layers),

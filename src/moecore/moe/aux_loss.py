@@ -28,7 +28,10 @@ class LossFactors:
         self.token_weight: Tensor | None = None
 
     def apply_token_weight(self, losses: Tensor) -> Tensor:
-        """Return losses times `token_weight`, so that micro-batches without tokens do not count."""
+        """Return losses times `token_weight`; None = 1.
+
+        The weight is the number of micro-batches over the number of micro-batches with tokens.
+        """
         return losses if self.token_weight is None else losses * self.token_weight
 
     def compute_losses_grad(self, losses: Tensor) -> Tensor:

@@ -339,9 +339,9 @@ def build_index(
         first: global id of the first local expert.
         num_local: number of local experts, e.
         multiple: each expert's rows are padded up to a multiple of this, a power of two.
-        length: number of rows that suffices without padding; None = S * K. R is
-            `compute_max_padded_length` of it. If rows past R are dropped, offsets_e[-1] > R, and
-            experts may not read the index.
+        length: an upper bound of the number of pairs of local experts; None = S * K. With padding
+            this bound gives R, see `compute_max_padded_length`. If offsets_e[-1] > R, rows past R
+            were dropped, and experts must not use the index.
 
     Example, experts 2 and 3 of six, multiple 2, ids [[3, 0], [2, 3], [5, 3]]: expert 2 gets row 1
     and one row of padding, expert 3 rows 0, 1, 2 and one of padding, so row_ids_R is [1, 0, 0, 1,

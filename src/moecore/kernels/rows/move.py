@@ -96,8 +96,8 @@ def _gather_rows_fwd_kernel(
 ):
     """Gather rows of x to out_ptr, unchanged.
 
-    The first num_fill programs write zeros to those of FILL_R expert rows that no slot names. Every
-    other program copies BLOCK_D columns of one source row to its expert rows.
+    The first num_fill programs write zeros to expert rows that no slot names, FILL_R rows each.
+    Every other program copies BLOCK_D columns of one source row to its expert rows.
     """
     pid = tl.program_id(0)
     if pid < num_fill:
@@ -322,10 +322,10 @@ def _copy_first_rows_kernel(
 
 
 def copy_first_rows(target_RB: Tensor, source_RB: Tensor, num_rows: Tensor) -> None:
-    """Copy the first num_rows of R rows of a matrix; later rows of the target do not change.
+    """Copy the first num_rows rows of `source_RB` to `target_RB`; later rows do not change.
 
-    Both matrices are uint8, contiguous, on the GPU or in pinned host memory. Few programs copy,
-    because PCIe is slow. num_rows is 0-dim int32 on the GPU.
+    Both matrices are uint8 [R, B], contiguous, on the GPU or in pinned host memory. Few programs
+    copy, because PCIe is slow. num_rows is 0-dim int32 on the GPU.
     """
     row_bytes = source_RB.shape[1]
     if not use_kernel(num_rows) or row_bytes % 4:
