@@ -40,7 +40,7 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim, dtype=dtype))
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Return the embeddings of full rows [B, T]; under tp this rank's slice [B, T / tp, D]."""
+        """Return the embeddings of tokens [B, T]; under tp of this rank's slice, [B, T / tp, D]."""
         weight_vD = get_local_param(self.weight)
         if self.tp is None:
             return F.embedding(tokens_BT, weight_vD)
@@ -81,9 +81,9 @@ class Backbone(nn.Module):
         """Run a stage's blocks on this rank's tokens; the last block is followed by the final norm.
 
         Args:
-            tokens_BT: ids of full rows, which a stage with the embedding reads.
+            tokens_BT: ids of full rows. A stage with the embedding embeds this rank's tokens.
             sequence: from `build_sequence`; None = each row of tokens is one document.
-            hidden: output of the previous stage, which a stage without the embedding reads.
+            hidden: output of the previous stage, the input of a stage without the embedding.
             stage: None = all blocks.
         """
         stage = self.full_stage if stage is None else stage

@@ -88,8 +88,8 @@ class Attention(nn.Module):
     is added after the reduce-scatter over tp. With gates `q_proj` returns each head's query,
     followed by the head's gate.
 
-    If `observe_scores` is not None, every forward calls it with the rotated queries and keys, the
-    sequence and the scale.
+    If `observe_scores` is not None, every forward calls `observe_scores` with the rotated queries
+    and keys, the sequence and the scale.
     """
 
     observe_scores: ScoreObserver | None = None

@@ -166,7 +166,11 @@ class LatentAttention(nn.Module):
         k_BTr: Tensor,
         sequence: Sequence,
     ) -> Tensor:
-        """Return the attention y_BTHv over selected keys; its backward also trains the indexer."""
+        """Return the attention y_BTHv over selected keys; its backward also trains the indexer.
+
+        `x_BTD` has this tp rank's tokens. The latents `q_BTQ` and `c_BTC` and the unrotated shared
+        keys `k_BTr` have all T tokens.
+        """
         rotary, mla = sequence.rotary, self.mla
         assert rotary is not None and mla.sparse is not None
         choice = make_key_choice(self.indexer_config, self, mla.sparse.top_k)
@@ -206,7 +210,10 @@ class LatentAttention(nn.Module):
     def _compute_heads(
         self, q_BTQ: Tensor, c_BTC: Tensor, k_BTr: Tensor, sequence: Sequence
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project latents to rotated queries and keys [B, T, H, n + r] and values [B, T, H, v]."""
+        """Project latents to queries and keys [B, T, H, n + r] and values [B, T, H, v].
+
+        `q_BTQ` and `c_BTC` are latents, and `k_BTr` shared keys. Queries and keys are rotated.
+        """
         rotary, local_tokens = sequence.rotary, sequence.local_tokens
         assert rotary is not None, "a decoder's sequence has a rotary table"
         n, r, v = self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim, self.mla.v_head_dim

@@ -21,7 +21,7 @@ SINKHORN_ITERATIONS = 32
 def register_assignment(name: str, rule: AssignmentRule) -> None:
     """Register a rule that chooses the experts of tokens, as a value of `MoEConfig.assignment`.
 
-    Call it on every rank.
+    Call this function on every rank.
 
     Args:
         name: a new name.

@@ -91,6 +91,7 @@ class _AttachLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, loss: Tensor, owner: AuxLoss) -> Tensor:
+        """Return a detached y; save the loss, and `owner`, whose `total` the backward changes."""
         ctx.owner = owner
         ctx.save_for_backward(loss)
         return y.detach()  # not a view, as balance's

@@ -93,7 +93,10 @@ def expert_counts_fwd_kernel(
 def _add_counts(
     counts_BX: Tensor, ids_TK: Tensor, padding_mask_T: Tensor | None, num_experts: int
 ) -> None:
-    """Launch the kernel that adds choices per expert, and tokens if counts_BX has E + 1 columns."""
+    """Launch the kernel that adds the choices ids_TK per expert and sequence to counts_BX.
+
+    If counts_BX has E + 1 columns, the kernel adds the tokens without padding to the last column.
+    """
     (B, width), (T, K) = counts_BX.shape, ids_TK.shape
     if not T * K:
         return

@@ -293,7 +293,7 @@ def route_weights_ref(logits_TE: Tensor, ids_TK: Tensor, options: RouteOptions) 
 
 
 def _route_weights(logits_TE: Tensor, ids_TK: Tensor, *flat: Any) -> Tensor:
-    """Compute `route_weights` by the kernel without autograd; `flat` as for `run_forward`."""
+    """Compute `route_weights` by the kernel without autograd; `flat` as in `run_forward`."""
     return _launch_forward(logits_TE, None, ids_TK, _unflatten_options(flat))[1]
 
 

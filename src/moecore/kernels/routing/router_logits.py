@@ -62,7 +62,7 @@ class _RouterLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
-        """Return the logits."""
+        """Return the logits x @ weight^T + bias."""
         return F.linear(x_TD, weight_ED, bias_E)
 
     @staticmethod

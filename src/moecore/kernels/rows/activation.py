@@ -304,7 +304,7 @@ def weighted_activation_bwd(
     """Return the gradients of `weighted_activation`, and its recomputed output, in one pass.
 
     Not differentiable. No host sync; the same bits in every run. da_RF is the gradient of the
-    output. Other arguments are as for `weighted_activation`.
+    output. Other arguments are as in `weighted_activation`.
 
     Returns:
         dh_RC in the dtype of h_RC; dweights_R fp32, the gradient of the weights (also if weights_R

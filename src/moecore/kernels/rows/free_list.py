@@ -188,7 +188,7 @@ def take_pages(
     table_ptr,  # [N] int32, in, out: its page ids are freed, then overwritten
     num_entries,  # N
     need,  # pages, at most N
-    pool,  # as for `put_back_pages`
+    pool,  # as in `put_back_pages`
     report_ptr,  # [NUM_WORDS] int32
     BLOCK: tl.constexpr,
 ):

@@ -51,7 +51,10 @@ class ExpertIndex(NamedTuple):
 
 
 def compute_max_padded_length(num_rows: int, num_experts: int, multiple: int) -> int:
-    """Return an upper bound of the number of rows after each expert's rows are padded."""
+    """Return an upper bound of the number of rows after each expert's rows are padded.
+
+    `num_rows` is the number of rows before padding, over all experts.
+    """
     # Example, 5 rows of 2 experts, multiple 4: 1 and 4 take 8, 2 and 3 take 8; 12 is enough.
     return cdiv(num_rows + num_experts * (multiple - 1), multiple) * multiple
 
@@ -247,7 +250,7 @@ def _build_index_bwd_kernel(
 def _launch_forward(
     ids_SK: Tensor, weights_SK: Tensor, first: int, num_local: int, multiple: int, length: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return row_ids_R, weights_R, slots_SK and offsets_e, by kernels; `length` is R."""
+    """Return row_ids_R, weights_R, slots_SK and offsets_e of `build_index`; `length` is R."""
     N, R, device = ids_SK.numel(), length, ids_SK.device
     row_ids_R, weights_R, slots_SK, offsets_e = _make_empty(ids_SK, weights_SK, num_local, R)
     B = cdiv(N, BLOCK_N)
@@ -274,7 +277,7 @@ def _launch_forward(
 
 
 def _launch_backward(dweights_R: Tensor, slots_SK: Tensor) -> Tensor:
-    """Return weights_SK's gradient: the value of each pair's expert row, 0 for a slot of -1."""
+    """Return weights_SK's gradient: dweights_R at each pair's expert row, 0 for a slot of -1."""
     dweights_SK = torch.empty_like(slots_SK, dtype=dweights_R.dtype)
     args = (dweights_R.contiguous(), slots_SK, dweights_SK, slots_SK.numel())
     launch(_build_index_bwd_kernel, cdiv(slots_SK.numel(), 1024), *args, BLOCK=1024)

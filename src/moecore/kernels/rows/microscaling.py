@@ -197,7 +197,7 @@ def compute_tensor_scales(amax: Tensor, recipe: Recipe) -> Tensor:
 def _quantise_blocks(
     x: Tensor, recipe: Recipe, block: tuple[int, int], scale: Tensor, draws: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return values and scales in the recipe's format; arguments as for `quantise_nvfp4`."""
+    """Return values and scales in the recipe's format; arguments as in `quantise_nvfp4`."""
     if recipe.scaling == "mxfp8":
         return quantise_mxfp8(x, block)
     return quantise_nvfp4(x, block, scale, draws)

@@ -179,7 +179,10 @@ def _sum_rows_fwd_kernel(
 def _launch_gather(
     x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None, *, clear: bool
 ) -> Tensor:
-    """Return the gathered rows; without `clear`, rows from num_rows on are uninitialised."""
+    """Return the gathered rows [R, D], by the kernel.
+
+    Rows from num_rows on are uninitialised, or zero if `clear`.
+    """
     (S, D), K, R = x_SD.shape, slots_SK.shape[1], row_ids_R.shape[0]
     out_RD = x_SD.new_empty(R, D)
     if not R or not D:
@@ -272,7 +275,7 @@ def gather_rows(
 def gather_used_rows(x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor) -> Tensor:
     """Return the source row of each expert row, [R, D]. No autograd, no host sync.
 
-    Arguments are as for `gather_rows`, but rows from num_rows on are uninitialised. x_SD has at
+    Arguments are as in `gather_rows`, but rows from num_rows on are uninitialised. x_SD has at
     least one row, and is bf16, fp16 or fp32 on a GPU.
     """
     return _launch_gather(x_SD, row_ids_R, slots_SK, num_rows, clear=False)
@@ -290,7 +293,7 @@ def sum_rows(
     Args:
         y_RD: expert rows, any float dtype; copied if not contiguous. Rows that no slot names are
             not read.
-        row_ids_R, slots_SK, num_rows: as for `gather_rows`; the gradient needs all three.
+        row_ids_R, slots_SK, num_rows: as in `gather_rows`; the gradient needs all three.
 
     Example, S = 2, K = 2, R = 3: slots_SK [[0, 2], [1, -1]] gives [y0 + y2, y1].
     """

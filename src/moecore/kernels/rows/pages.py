@@ -360,7 +360,7 @@ def copy_rows(
 
     Args:
         matrices: uint8, contiguous, in the order of the layout; None = skip this matrix.
-        table, layout: as for `take_rows`, which was called before.
+        table, layout: as in `take_rows`, which was called before.
         stash: whether rows are copied to pages; otherwise pages to rows.
         released_table: a table of the same pool and its num_entries, whose pages the same launch
             frees. No other kernel may read these pages any more.

@@ -181,7 +181,7 @@ def gather_row_blocks(
     Args:
         rows: with scales; D a multiple of 128, rows maybe strided. Rows that no slot names are not
             read.
-        row_ids_R, slots_SK, num_rows: as for `gather_rows`. If row_ids_R and slots_SK are None,
+        row_ids_R, slots_SK, num_rows: as in `gather_rows`. If row_ids_R and slots_SK are None,
             `rows` are in expert order and contiguous, and the result shares their values.
 
     Returns:

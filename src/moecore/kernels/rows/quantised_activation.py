@@ -216,7 +216,7 @@ def quantised_activation(
     Args:
         h_RC: FC1's output, bf16, fp16 or fp32, contiguous: [R, 2F] with gate columns first for
             activations with a gate, otherwise [R, F]; F a multiple of 128.
-        weights_R, num_rows: as for `weighted_activation`; weights are contiguous.
+        weights_R, num_rows: as in `weighted_activation`; weights are contiguous.
         power_of_two: whether scales are powers of two; otherwise amax / 448.
         quantise_h: whether h_RC is also returned in FP8, as by `quantise_rows`.
 
@@ -260,7 +260,7 @@ def quantised_activation_bwd(
     Args:
         h: FC1's output, contiguous, in FP8 or not.
         da_RF: gradient of the activation, contiguous, in the dtype of h.
-        weights_R, num_rows, options, power_of_two: as for `quantised_activation`.
+        weights_R, num_rows, options, power_of_two: as in `quantised_activation`.
 
     Returns:
         dh, FP8 [R, C]; dweights_R fp32, zero from num_rows on; the activation, FP8 [R, F]. FP8 rows

@@ -246,7 +246,7 @@ def quantise_blocks_(
     """Write the FP8 values of a shard, and the scales of all blocks. No autograd, no host sync.
 
     Args:
-        part, place: as for `write_block_amax_`.
+        part, place: as in `write_block_amax_`.
         amax: fp32 of `place.scales_shape`, largest magnitudes of the full matrix's blocks.
         scales: output, fp32 of `place.scales_shape`. The padding of the last dim is not written.
         values: output, uint8, contiguous, one byte per element of the shard.
