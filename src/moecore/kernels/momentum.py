@@ -76,6 +76,7 @@ def momentum_(
     """Update momentum in place, m <- decay * m + (1 - decay) * g, and return a copy in `dtype`.
 
     Args:
+        grad: the gradient, which is not changed; g = grad / grad_scale.
         momentum: same shape as the gradient, fp32 or fp64.
         decay: in [0, 1).
         nesterov: return decay * m + (1 - decay) * g instead of m.

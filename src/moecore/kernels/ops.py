@@ -19,7 +19,11 @@ PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def make_save(tensors: slice, options: slice = slice(0)) -> Callable[..., None]:
-    """Return a `save` of `Op`: it saves inputs[tensors], and ctx.others is inputs[options]."""
+    """Return a function for `Op`'s argument `save`, which selects from the op's inputs.
+
+    The function saves the tensors inputs[tensors] for backward, and stores inputs[options], which
+    are not tensors, as `ctx.others`.
+    """
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         """Save the selected inputs in `ctx`."""
@@ -113,5 +117,9 @@ def _make_function(
 
 
 def is_plain(t: Tensor) -> bool:
-    """Return whether a tensor has no subclass or lazy negation, and is on meta only in dry runs."""
+    """Return whether eager code may call an op's `autograd.Function` with this tensor.
+
+    The tensor must have no subclass and no lazy negation, and must not be on meta unless in a dry
+    run.
+    """
     return type(t) in PLAIN_TYPES and (not t.is_meta or is_inside_custom_ops()) and not t.is_neg()

@@ -60,13 +60,16 @@ INT32 = "-2147483648 <= {0} <= 2147483647"
 
 
 class Descriptor:
-    """Base of TMA descriptors of memory at an address, which do not keep the memory alive."""
+    """Base class of TMA descriptors with the address of a tensor and no reference to the tensor."""
 
     kind: int  # number of the dtype, block and layout, for which kernels are compiled
     _encoded: tuple[Any, ...] | None = None
 
     def encoded(self) -> tuple[Any, ...]:
-        """Return the arguments of Triton's launcher in C; () if no kernel has used this kind."""
+        """Return the arguments for this descriptor in Triton's C launcher.
+
+        The tuple is empty before Triton has launched a kernel with a descriptor of this `kind`.
+        """
         if self._encoded is None:
             meta = _METAS.get(self.kind)
             if meta is None:
@@ -118,9 +121,10 @@ _DESCRIPTORS: dict[tuple[Any, ...], Any] = {}
 def launch_prepared(
     kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], constants: dict[str, Any]
 ) -> bool:
-    """Launch a kernel as `store_launch` has cached it; return False if nothing was launched.
+    """Launch a kernel that `store_launch` has cached; return False if nothing was launched.
 
-    If False, Triton must launch. `constants`: constexpr parameters and launch options.
+    If the result is False, the caller must launch by Triton. `constants` are constexpr parameters
+    and launch options.
     """
     if not (IS_SUPPORTED and _is_plain(kernel)):
         return False
@@ -159,8 +163,8 @@ def make_descriptor(
 ) -> Any:
     """Return a TMA descriptor for blocks of shape `block` of x, whose leading dims are flattened.
 
-    Descriptors are cached by address, so x must live until the launch. `layout_of` returns Gluon's
-    layout of a dtype and a block; None for a kernel of Triton.
+    Descriptors are cached by address, so x must live until the launch. `layout_of` maps a dtype and
+    a block to the layout of a Gluon kernel; None = the kernel is a Triton kernel.
     """
     key = (x.data_ptr(), x.dtype, x.shape, x.stride(), block, layout_of)
     desc = _DESCRIPTORS.get(key)
@@ -192,9 +196,10 @@ def _is_plain(kernel: Any) -> bool:
 
 
 def _generate_functions(kernel: Any, args: tuple[Any, ...]) -> tuple[Any, Any] | None:
-    """Generate `_Site.read` and `_Site.launch` for a kernel and the types of its arguments.
+    """Generate and return `_Site.read` and `_Site.launch` for a kernel and the types of `args`.
 
-    Return None for an unknown type, a constexpr or annotated parameter, or without a tensor.
+    Return None if no argument is a tensor, a type is not supported, or a parameter is a constexpr
+    or annotated.
     """
     reads, key, values, device = [], [], [], None
     for i, (arg, param) in enumerate(zip(args, kernel.params, strict=False)):
@@ -267,7 +272,7 @@ def _make_entry(kernel: Any, args: tuple[Any, ...], compiled: Any) -> _Entry | N
 
 
 def _is_supported(arg: Any, kind: Any) -> bool:
-    """Return whether the launcher in C takes `arg`, of Triton's type `kind`, as it is passed."""
+    """Return whether Triton's C launcher accepts `arg` for a parameter of Triton type `kind`."""
     if isinstance(arg, Tensor):
         return bool(getattr(arg, GPU_FLAG)) and str(kind).startswith("*")
     if isinstance(arg, Descriptor):

@@ -32,7 +32,7 @@ def find_positions(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
 
 
 def make_row_cu_seqlens(num_rows: int, num_tokens: int, device: torch.device) -> Tensor:
-    """Return int32 [num_rows + 1], the `cu_seqlens` of batch rows that share `num_tokens`."""
+    """Return int32 [num_rows + 1], the `cu_seqlens` of equal rows with num_tokens in total."""
     rows = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
     return rows * (num_tokens // max(num_rows, 1))
 

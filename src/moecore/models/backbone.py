@@ -40,7 +40,7 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim, dtype=dtype))
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Return the embeddings of the tokens, under tp of this rank's slice of each sequence."""
+        """Return the embeddings of tokens [B, T]; under tp of this rank's slice, [B, T / tp, D]."""
         weight_vD = get_local_param(self.weight)
         if self.tp is None:
             return F.embedding(tokens_BT, weight_vD)
@@ -78,10 +78,13 @@ class Backbone(nn.Module):
         hidden: Tensor | None = None,
         stage: Stage | None = None,
     ) -> Tensor:
-        """Run a stage's blocks, and the final norm after the last block, on this rank's tokens.
+        """Run a stage's blocks on this rank's tokens; the last block is followed by the final norm.
 
-        In a stage without the embedding, `hidden` is the input instead of `tokens_BT`. `stage` None
-        = all blocks. `sequence` None = each row of tokens is one document.
+        Args:
+            tokens_BT: ids of full rows. A stage with the embedding embeds this rank's tokens.
+            sequence: from `build_sequence`; None = each row of tokens is one document.
+            hidden: output of the previous stage, the input of a stage without the embedding.
+            stage: None = all blocks.
         """
         stage = self.full_stage if stage is None else stage
         if sequence is None:
@@ -151,7 +154,7 @@ class Backbone(nn.Module):
         return not is_compiled and all(block.mixer != "linear" for block in blocks)
 
     def select_cp_ranks(self, cp: int | None) -> ContextParallel | None:
-        """Return the group of a forward with argument `cp`, or None without context parallelism."""
+        """Return the cp group of a forward with this `cp` argument; None = no cp."""
         return select_cp_ranks(cp, self.cp, self.context_groups)
 
     def embed(self, tokens_BT: Tensor, sequence: Sequence) -> Tensor:

@@ -58,7 +58,10 @@ class Block(nn.Module):
             self.mlp = MoELayer(_select_moe_config(config, layer_idx), dtype=dtype, runs=runs)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Return this rank's residual stream x_BTD after the layer, with bounds of `sequence`."""
+        """Return the residual stream of this rank's tokens after the layer.
+
+        `sequence` has the document bounds, the padding mask and the rotary table.
+        """
         if self.mixer is not None:
             x_BTD = self.attend(x_BTD, sequence)
         if self.feedforward is None:

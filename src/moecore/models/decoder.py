@@ -168,7 +168,7 @@ class Decoder(nn.Module):
         return self
 
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
-        """Return `options` with a method of context-parallel attention that the heads allow.
+        """Return `options` with a method of context-parallel attention that suits the heads.
 
         `cp` and `tp` are numbers of ranks. Raises a ValueError if no method is possible.
         """
@@ -280,7 +280,10 @@ class Decoder(nn.Module):
         sequence: Sequence,
         log_prob_loss: LogProbLoss | None,
     ) -> Tensor:
-        """Run head and MTP on normed `states`; return loss, logits or the next stage's input."""
+        """Run the head and MTP modules; return the loss, logits or next stage's input.
+
+        `states` are normed hidden states of this rank's tokens.
+        """
         if stage.loss:
             args = (states[0], labels_BT, num_tokens, self._tied_weight, sequence)
             out = self.lm_head(*args, log_prob_loss)
@@ -360,7 +363,10 @@ class Decoder(nn.Module):
     def _compute_hidden_shape(
         self, num_states: int, tokens_BT: Tensor, cp: int | None
     ) -> tuple[int, ...]:
-        """Return the shape of `num_states` stacked states on this rank; 0 = one residual stream."""
+        """Return this rank's shape of `num_states` stacked hidden states: [num_states, B, t, D].
+
+        If num_states is 0, the shape of one residual stream [B, t, D]. `tokens_BT` has full rows.
+        """
         B, T = tokens_BT.shape
         ranks, tp = self.model.select_cp_ranks(cp), self.model.tp
         num_ranks = (1 if ranks is None else ranks.size) * (1 if tp is None else tp.size)
@@ -372,9 +378,10 @@ class Decoder(nn.Module):
         return labels_BT is not None and self.training and len(self.mtp) > 0
 
     def _count_input_states(self, stage: Stage, *, predicts: bool) -> int:
-        """Return the number of normed states in a stage's input; 0 = a residual stream.
+        """Return the number of stacked normed states in a stage's input, or 0.
 
-        `predicts` = multi-token prediction runs.
+        The result is 0 if the input is a residual stream without the final norm. `predicts` tells
+        whether multi-token prediction runs.
         """
         modules_before = stage.mtp[0] if stage.mtp else len(self.mtp) if stage.loss else 0
         if not (modules_before and predicts):
@@ -424,7 +431,10 @@ class Decoder(nn.Module):
         return tokens_BT
 
     def _compute_last_logits(self, window_BT: Tensor, cache: KVCache | None) -> Tensor:
-        """Pad the window's T tokens for cp and tp, and return the last token's logits [B, V]."""
+        """Return the logits [B, V] of the last of T tokens; pads the tokens for cp and tp.
+
+        `cache` has the keys and values of earlier tokens; None = no cache.
+        """
         T, tp, cp = window_BT.shape[1], self.model.tp, self.model.cp
         multiple = (1 if tp is None else tp.size) * (1 if cp is None else 2 * cp.size)
         padding = -T % multiple

@@ -88,8 +88,8 @@ class Attention(nn.Module):
     is added after the reduce-scatter over tp. With gates `q_proj` returns each head's query,
     followed by the head's gate.
 
-    If `observe_scores` is not None, every forward calls it with the rotated queries and keys, the
-    sequence and the scale.
+    If `observe_scores` is not None, every forward calls `observe_scores` with the rotated queries
+    and keys, the sequence and the scale.
     """
 
     observe_scores: ScoreObserver | None = None
@@ -166,9 +166,11 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The feed-forward part of a dense layer.
+    """The feed-forward part of a dense layer, by `mlp_activation`.
 
-    down(silu(gate(x)) * up(x)), down(relu(up(x)) ** 2) without a gate, or with "situ_glu".
+    "swiglu"     down(silu(gate(x)) * up(x))
+    "relu2"      down(relu(up(x)) ** 2)
+    "situ_glu"   down(f(gate(x), up(x))), see `MoEConfig`
     """
 
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:

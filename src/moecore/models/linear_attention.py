@@ -48,8 +48,9 @@ from moecore.precision.plain import Linear
 class LinearAttention(nn.Module):
     """Base class of linear attention layers, with the convolution and the decays of heads.
 
-    The channels of the convolution are the kinds (such as queries, keys, values) one after the
-    other. `sizes` has the number of channels of each kind over all tp ranks, ordered by head.
+    The convolution has channels of several kinds, such as queries, keys and values, one kind after
+    the other. `sizes` has the number of channels of each kind over all tp ranks. Channels of a kind
+    are ordered by head.
     """
 
     is_eager = True  # in no CUDA graph: a package reads the borders of documents on the host
@@ -87,7 +88,7 @@ class LinearAttention(nn.Module):
         return F.softplus(upcast(a_BTH) + self.slice_local_heads(self.dt_bias))
 
     def compute_decay_rates(self) -> Tensor:
-        """Return the negative log of each head's decay per unit of time step, fp32 [H]."""
+        """Return -exp(A_log), the log of each local head's decay per unit of time, fp32 [H]."""
         return -upcast(self.slice_local_heads(self.A_log)).exp()
 
     def slice_local_heads(self, param: nn.Parameter) -> Tensor:
@@ -191,7 +192,7 @@ class Mamba2(LinearAttention):
     def init_weights(self, *, key: str, seed: int) -> None:
         """Initialise as `LinearAttention` does, but with a skip of 1 and random time steps.
 
-        The logarithm of the time step of a zero input is U(log MIN_STEP, log MAX_STEP).
+        For an input of zero, the logarithm of the time step is U(log MIN_STEP, log MAX_STEP).
         """
         super().init_weights(key=key, seed=seed)
         get_local_tensor(self.D).fill_(1.0)
@@ -211,7 +212,7 @@ class GatedGroupNorm(RMSNorm):
         self.group_dim = dim // num_groups
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
-        """Return the gated and normed x of this rank's heads, in the dtype of x times weight."""
+        """Return the gated and normed x of this rank's heads, in the shape of x."""
         weight = get_local_param(self.weight)
         if self.tp is not None:
             weight = weight.chunk(self.tp.size)[self.tp.rank]

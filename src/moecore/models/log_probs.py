@@ -47,7 +47,8 @@ class LogProbLoss(CheckedRecord):
             (already shifted), or -100 for positions without a log-probability.
         function: maps log-probabilities and entropies to an fp32 scalar loss. Both arguments are
             fp32 [B, T] of full rows. The log-probability is 0 where the label is -100. Entropies
-            are None without `entropy`. Every cp and tp rank calls it with identical values.
+            are None without `entropy`. Every cp and tp rank calls the function with identical
+            values.
         temperature: divisor of the logits.
         entropy: whether entropies are computed.
     """
@@ -82,7 +83,8 @@ class LogProbLoss(CheckedRecord):
     ) -> Tensor:
         """Return the loss of full-vocabulary logits, which a model may change after its head.
 
-        `labels_Bt` and `to_full_rows` as in `compute_from_hidden`.
+        `labels_Bt` has the labels of this rank's tokens, -100 = none. `to_full_rows` gathers local
+        tokens [B, t, X] to full rows [B, T, X].
         """
         x_NV = logits_BtV.flatten(0, 1)
         x_NV = x_NV.to(torch.promote_types(x_NV.dtype, torch.float32)) / self.temperature
@@ -104,7 +106,7 @@ class LogProbLoss(CheckedRecord):
         labels_Bt: Tensor,
         to_full_rows: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Return `function` of the log-probabilities and entropies [N], gathered to full rows."""
+        """Gather log-probabilities and entropies [N] to full rows; return `function` of both."""
         local_numbers = [x_N.view_as(labels_Bt) for x_N in numbers if x_N is not None]
         rows_BTX = to_full_rows(torch.stack(local_numbers, dim=-1))
         if rows_BTX.shape[:2] != self.labels_BT.shape:
@@ -173,6 +175,7 @@ class _LinearLogProbs(torch.autograd.Function):
         dtype: torch.dtype,
         group: dist.ProcessGroup | None,
     ) -> tuple[Tensor, Tensor | None]:
+        """Return log-probabilities [N], and entropies [N] or None; save statistics per token."""
         ctx.temperature, ctx.chunk, ctx.dtype = temperature, chunk, dtype
         hidden_MD, weight_WD = hidden_ND.to(dtype), weight_VD.to(dtype)
         wide = torch.promote_types(dtype, torch.float32)
@@ -194,6 +197,7 @@ class _LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        """Recompute the logits by chunks; return the gradients of hidden states and weight."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise NotImplementedError(
                 "create_graph (True) must be False for linear_log_probs, which makes logits anew "
@@ -250,7 +254,12 @@ def _compute_logits_grad_(
     sums_C: Tensor,
     *numbers: Tensor,  # [C]: gradients of log p; or H, and gradients of log p and H
 ) -> tuple[Tensor, Tensor]:
-    """Return a chunk's gradient of logits without a factor per token, and the factors [C, 1]."""
+    """Return a chunk's unscaled gradient of logits [C, V], and a factor per token [C, 1].
+
+    The product of both results is the gradient. `x_CV` has the logits, and is overwritten.
+    `highs_C` and `sums_C` are fields of `RowStatistics`. `numbers` [C] are the gradients of
+    log-probabilities, or entropies, gradients of log-probabilities and gradients of entropies.
+    """
     if len(numbers) == 1:
         return softmax_gradient_(x_CV, local_labels_C, highs_C, sums_C, dtype), -numbers[0][:, None]
     entropy_C1, d_log_probs_C1, d_entropy_C1 = (x_C[:, None] for x_C in numbers)

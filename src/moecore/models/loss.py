@@ -129,6 +129,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         recipe: Recipe | None,
     ) -> Tensor:
+        """Return the loss summed over labels; with `train`, save the gradients of both inputs."""
         ctx.hidden_dtype, ctx.weight_dtype = hidden_ND.dtype, weight_VD.dtype
         hidden_ND, weight_VD = hidden_ND.to(product_dtype), weight_VD.to(product_dtype)
         dtype = torch.promote_types(product_dtype, torch.float32)
@@ -153,6 +154,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the saved gradients of hidden states and weight, times the incoming gradient."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise NotImplementedError(
                 "create_graph (True) must be False for linear_cross_entropy, which keeps gradients "
@@ -176,9 +178,10 @@ def _add_chunk_(
     first: bool,
     group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """Return a chunk's summed loss; write d_hidden, and add to d_weight (write it if `first`).
+    """Return a chunk's summed loss, and compute the chunk's gradients.
 
-    A gradient tensor that is None is not computed. `group` shards the vocabulary.
+    d_hidden_CD is overwritten. The weight's gradient is added to d_weight_VD, or overwrites
+    d_weight_VD if `first`. None = not computed. `group` shards the vocabulary.
     """
     # All tensors as large as the logits are freed on return, before the next chunk.
     want = d_hidden_CD is not None or d_weight_VD is not None

@@ -81,9 +81,10 @@ class Indexer(nn.Module):
 
 
 def make_key_choice(config: IndexerConfig | None, layer: nn.Module, top_k: int) -> KeyChoice:
-    """Return how a layer selects keys: `top_k` keys by its indexer, or all keys in warm-up.
+    """Return which keys a layer's attention reads, and whether the layer's indexer learns.
 
-    If `config` is None, or in eval mode, the indexer is not trained.
+    Attention reads `top_k` keys, or all keys in the stage "warm_up" of `config`. The indexer does
+    not learn without `config`, in eval mode, or without gradients.
     """
     learns = config is not None and layer.training and torch.is_grad_enabled()
     is_warm_up = config is not None and config.stage == "warm_up"
@@ -94,7 +95,7 @@ def compute_mean_divergence(divergence_BT: Tensor, sequence: Sequence) -> Tensor
     """Return the sum of this rank's divergences, divided by the tokens of all cp ranks, 0-dim.
 
     `divergence_BT` has each token's KL divergence of the indexer's choice from attention. Padding
-    counts in neither number.
+    counts neither in the sum nor in the number of tokens.
     """
     mask_BT, local_tokens = sequence.padding_mask_BT, sequence.local_tokens
     if mask_BT is None:
@@ -148,7 +149,7 @@ class LatentAttention(nn.Module):
         return apply_row_linear(y_BTHv.flatten(2), self.o_proj, self.tp)
 
     def enable_indexer_training(self, config: IndexerConfig) -> None:
-        """Train the indexer in later forwards in training mode, with the stage of `config`."""
+        """Train the indexer, in the stage of `config`, in all later forwards in training mode."""
         self.indexer_config, self.aux_loss = config, AuxLoss()
 
     @property
@@ -165,7 +166,11 @@ class LatentAttention(nn.Module):
         k_BTr: Tensor,
         sequence: Sequence,
     ) -> Tensor:
-        """Return the attention y_BTHv over selected keys; its backward also trains the indexer."""
+        """Return the attention y_BTHv over selected keys; its backward also trains the indexer.
+
+        `x_BTD` has this tp rank's tokens. The latents `q_BTQ` and `c_BTC` and the unrotated shared
+        keys `k_BTr` have all T tokens.
+        """
         rotary, mla = sequence.rotary, self.mla
         assert rotary is not None and mla.sparse is not None
         choice = make_key_choice(self.indexer_config, self, mla.sparse.top_k)
@@ -188,7 +193,10 @@ class LatentAttention(nn.Module):
         return y_BTHv
 
     def _compute_latents(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query latents (or x), key/value latents and unrotated shared keys for all T."""
+        """Return query latents, key/value latents and unrotated shared keys of all T tokens.
+
+        Without a query latent (q_lora_rank 0), the first result is x of all T tokens.
+        """
         C, r = self.mla.kv_lora_rank, self.mla.qk_rope_head_dim
         q_BTQ = self.q_a_layernorm(self.q_a_proj(x_BTD)) if self.mla.q_lora_rank else x_BTD
         c_BTC, k_BTr = self.kv_a_proj_with_mqa(x_BTD).split((C, r), dim=-1)
@@ -202,7 +210,10 @@ class LatentAttention(nn.Module):
     def _compute_heads(
         self, q_BTQ: Tensor, c_BTC: Tensor, k_BTr: Tensor, sequence: Sequence
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project latents to rotated queries and keys [B, T, H, n + r] and values [B, T, H, v]."""
+        """Project latents to queries and keys [B, T, H, n + r] and values [B, T, H, v].
+
+        `q_BTQ` and `c_BTC` are latents, and `k_BTr` shared keys. Queries and keys are rotated.
+        """
         rotary, local_tokens = sequence.rotary, sequence.local_tokens
         assert rotary is not None, "a decoder's sequence has a rotary table"
         n, r, v = self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim, self.mla.v_head_dim

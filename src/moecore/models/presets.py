@@ -148,7 +148,7 @@ _CONFIGS: dict[str, DecoderConfig] = {}  # by preset name
 
 
 def _build_qwen3(dim: int, num_layers: int, num_heads: int, hidden_dim: int) -> DecoderConfig:
-    """Return the config of a Qwen3-MoE with these sizes; `hidden_dim` is that of an expert."""
+    """Return the config of a Qwen3-MoE; `hidden_dim` is the hidden dim of an expert."""
     moe = _build_moe(dim, hidden_dim, 128, 8, normalize_weights=True, **_make_balance(0.001))
     return _build_decoder(
         (151_936, dim, num_layers),
@@ -168,7 +168,10 @@ _CONFIGS["qwen3-235b-a22b"] = _build_qwen3(4096, 94, 64, 1536)
 def _build_qwen3_next(
     sizes: Triple, heads: Triple, moe: MoEConfig, **options: Any
 ) -> DecoderConfig:
-    """Return a config in which every fourth layer has attention, and others linear attention."""
+    """Return a config with attention in every fourth layer and linear attention in the others.
+
+    `sizes` is (V, D, layers), and `heads` is (H, h, dim of a head).
+    """
     return _build_decoder(
         sizes,
         heads,
@@ -198,7 +201,10 @@ _CONFIGS["qwen3-next-80b-a3b"] = _build_qwen3_next(
 def _build_nemotron_h(
     pattern: str, sizes: tuple[int, int], heads: Triple, moe: MoEConfig, **options: Any
 ) -> DecoderConfig:
-    """Return the config of a Nemotron-H of (V, D) `sizes`, with a layer per letter of `pattern`."""
+    """Return the config of a Nemotron-H, with one layer per letter of `pattern`.
+
+    `sizes` is (V, D), and `heads` is (H, h, dim of a head).
+    """
     return _build_decoder(
         (*sizes, len(pattern)),
         heads,

@@ -40,13 +40,14 @@ def flops_per_token(config: DecoderConfig, seq_len: CountOrZero) -> float:
         6 * N + 3 * L * H * (d + v) * T, with w * (2 - w / T) for T in a layer of window w < T,
         and 3 * `LinearAttentionConfig.state_flops` for a layer of linear attention
 
-    N is `active_params` without the embedding lookup. It includes the head's matrix, tied or not,
-    and once more per multi-token prediction. A parameter costs 2 FLOPs in forward, 4 in backward.
-    Attention's two matmuls cost 2 * H * d and 2 * H * v FLOPs per query and key in forward, and
-    three times as much with backward. Causal attention halves the number of keys (T = `seq_len`).
-    A multi-token prediction module has one layer and counts once per application. Linear attention
-    reads and writes its state, k * v numbers per value head, once or twice per token. Sparse
-    attention counts as a window of `top_k` keys; its indexer scores all keys in forward.
+    N is `active_params` without the embedding lookup. N includes the head's matrix, tied or not,
+    and that matrix once more per multi-token prediction. A parameter costs 2 FLOPs in forward, 4 in
+    backward. Attention's two matmuls cost 2 * H * d and 2 * H * v FLOPs per query and key in
+    forward, and three times as much with backward. Causal attention halves the number of keys (T =
+    `seq_len`). A multi-token prediction module has one layer and counts once per application.
+    Linear attention reads and writes its state, k * v numbers per value head, once or twice per
+    token. Sparse attention counts as a window of `top_k` keys; its indexer scores all keys in
+    forward.
     """
     check_arguments(flops_per_token, locals())
     config = replace(config, num_mtp_layers=config.num_predictions, mtp_repeats=1)
@@ -69,13 +70,13 @@ def flops_per_token(config: DecoderConfig, seq_len: CountOrZero) -> float:
 
 
 def document_cost(config: DecoderConfig, *, link_gb_per_s: Positive = 200.0) -> DocumentCost:
-    """Return the cost of a document under context parallelism, relative to attention.
+    """Return the cost of a document under context parallelism, in units of attention's cost.
 
-    Attention to n tokens costs n * n. The unit is the time of 3 * L * H * (d + v) FLOPs.
+    A document of n tokens costs n * n for attention. One unit is the time of 3 * L * H * (d + v)
+    FLOPs at 600 TFLOP/s.
 
-        linear = cost per token outside of attention: flops_per_token(config, 0) FLOPs at 400
-            TFLOP/s, where attention runs at 600
-        exchange = cost of the time to send a token's bf16 keys and values (or latents)
+        linear = cost per token outside of attention: flops_per_token(config, 0) at 400 TFLOP/s
+        exchange = cost per token of the transfer of its bf16 keys and values (or latents)
         fixed = 1000 * linear, the constant cost of a micro-batch
 
     Args:

@@ -109,7 +109,11 @@ class TensorParallel:
         return y_BtD
 
     def gather_replicated(self, x_BtD: Tensor) -> Tensor:
-        """All-gather x_BtD to x_BTD, which all ranks must use identically. Backward slices."""
+        """All-gather x_BtD along dim 1 to x_BTD, for replicated use.
+
+        All ranks must compute the same with x_BTD. Backward takes this rank's slice of the
+        gradient.
+        """
         gather = partial(_all_gather, group=self.group)
         x_BTD: Tensor = run_and_save(exchange_with_grad, x_BtD, gather, self.slice_local)
         return x_BTD
@@ -130,7 +134,10 @@ class TensorParallel:
 
 
 def sum_value(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of `value` over a group; ranks use it identically, so backward is identity."""
+    """All-reduce `value` over a group, and return the sum, which all ranks must use identically.
+
+    Backward is the identity, because every rank computes the same gradient of the sum.
+    """
     add = partial(_all_reduce, group=group)
     total: Tensor = run_and_save(exchange_with_grad, value, add, lambda grad: grad)
     return total

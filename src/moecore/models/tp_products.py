@@ -61,8 +61,8 @@ class SlicedExchange(NamedTuple):
     Attributes:
         gather: gather(x_tD, consume, x_TD, group) all-gathers x_tD into x_TD, and calls
             consume(slice_tD, rank) for each rank's slice.
-        send: send(produce, parts_TD, group) calls produce(rank, slice_tD) for each rank, which
-            fills the slice to send to that rank. It fills parts_TD with the slices received.
+        send: send(produce, parts_TD, group) calls produce(rank, slice_tD) for each rank. produce
+            fills the slice to send to that rank. The slices received are written to parts_TD.
     """
 
     gather: Callable[[Tensor, Callable[[Tensor, int], None], Tensor, dist.ProcessGroup], None]
@@ -95,9 +95,9 @@ WORKSPACE_SLICES = {GATHER_SLICES: 1, SEND_SLICES: 2}
 
 
 def compute_workspace_bytes(name: str, num_ranks: int, num_bytes: int) -> int:
-    """Return the bytes of a rank's symmetric workspace for a sliced exchange by its launch name.
+    """Return the bytes of symmetric memory that a rank needs for a sliced exchange.
 
-    `num_bytes` are the bytes that a rank sends and receives.
+    `name` is the launch name of the exchange. A rank sends and receives `num_bytes` bytes.
     """
     return WORKSPACE_SLICES[name] * num_bytes // (2 * (num_ranks - 1))
 
@@ -158,7 +158,7 @@ def apply_row_linear(x_BTN: Tensor, linear: nn.Linear, tp: TensorParallel | None
 def find_exchange(
     tp: TensorParallel, x: Tensor, num_tokens: int, dim: int, linears: Sequence[nn.Linear]
 ) -> SlicedExchange | None:
-    """Return the sliced exchange for these linears, or None to communicate sequentially.
+    """Return the sliced exchange for the linears' input x; None = communicate sequentially.
 
     The exchange sends slices [num_tokens, dim] of each sequence. The result is equal on all ranks.
     """
@@ -221,7 +221,7 @@ def _apply_sliced(
 
 
 class _SlicedProducts(NamedTuple):
-    """The exchange, group and gradient sinks of one fused exchange and matmul, without tensors."""
+    """The exchange, process group and gradient sinks of one matmul with a sliced exchange."""
 
     exchange: SlicedExchange
     group: dist.ProcessGroup
@@ -255,7 +255,7 @@ class _SlicedProducts(NamedTuple):
         return y_BtD
 
     def weight_grad(self, number: int, dy: Tensor, x: Tensor) -> Tensor | None:
-        """Return dy^T @ x, the gradient of weight `number`; None = a sink computes it later."""
+        """Return dy^T @ x, the gradient of weight `number`; None = its sink computes it later."""
         sink, operands = self.sinks[number], (dy.flatten(0, 1), x.flatten(0, 1))
         if sink is not None and sink.defer(PlainProducts.weight_grad, *operands):
             return None
@@ -265,7 +265,7 @@ class _SlicedProducts(NamedTuple):
 def _multiply_slice(
     weights_DN: Sequence[Tensor], ys: Sequence[Sequence[Tensor]], x_tD: Tensor, rank: int
 ) -> None:
-    """Write x_tD, the slice of one rank, times each weight to `ys[weight][rank]`."""
+    """Multiply rank `rank`'s slice x_tD by each weight w, into ys[w][rank]."""
     for weight_DN, slices in zip(weights_DN, ys, strict=True):
         torch.mm(x_tD, weight_DN, out=slices[rank])
 
@@ -273,7 +273,7 @@ def _multiply_slice(
 def _add_products(
     xs: Sequence[Sequence[Tensor]], weights_ND: Sequence[Tensor], rank: int, y_tD: Tensor
 ) -> None:
-    """Write the sum over weights of `xs[weight][rank]` times the weight to y_tD."""
+    """Write to y_tD the sum over weights w of xs[w][rank] times the weight."""
     for number, (slices, weight_ND) in enumerate(zip(xs, weights_ND, strict=True)):
         if number:
             y_tD.addmm_(slices[rank], weight_ND)
@@ -288,6 +288,7 @@ class _ColumnProducts(torch.autograd.Function):
     def forward(
         ctx: Any, call: _SlicedProducts, x_BtD: Tensor, *weights_ND: Tensor
     ) -> tuple[Tensor, ...]:
+        """Return all y_BTN; save the gathered x_BTD and the weights for backward."""
         x_BTD, ys_BTN = call.gather_and_multiply(x_BtD, [w_ND.t() for w_ND in weights_ND])
         _, wants_x, *wants_weights = ctx.needs_input_grad
         saved_weights = weights_ND if wants_x else [None] * len(weights_ND)
@@ -298,6 +299,7 @@ class _ColumnProducts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys_BTN: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x_BtD, reduce-scattered, and of the weights."""
         call, (x_BTD, *weights_ND) = ctx.call, ctx.saved_tensors
         _, wants_x, *wants_weights = ctx.needs_input_grad
         dys_BTN = tuple(dy_BTN.contiguous() for dy_BTN in dys_BTN)
@@ -314,6 +316,7 @@ class _RowProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _SlicedProducts, x_BTN: Tensor, weight_DN: Tensor) -> Tensor:
+        """Return the reduce-scattered y_BtD; save x_BTN and the weight for backward."""
         _, wants_x, wants_weight = ctx.needs_input_grad
         ctx.save_for_backward(x_BTN if wants_weight else None, weight_DN if wants_x else None)
         ctx.call = call
@@ -322,6 +325,7 @@ class _RowProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_BtD: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x_BTN and of the weight."""
         call, (x_BTN, weight_DN) = ctx.call, ctx.saved_tensors
         weights_DN = [] if weight_DN is None else [weight_DN]
         dy_BTD, dxs_BTN = call.gather_and_multiply(dy_BtD, weights_DN)

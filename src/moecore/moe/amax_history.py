@@ -54,7 +54,8 @@ class AmaxHistory:
     def get_current_amax(self, device: torch.device, *, training: bool) -> dict[str, Tensor]:
         """Return {operand: fp32 [1]}, the amax of the current step, which kernels raise in place.
 
-        Returns {} if the module is not in `training` mode, or without gradients.
+        The result is {} if `training` is False or gradients are disabled. Under torch.compile the
+        result is also {} before `allocate_current_amax`.
         """
         if not (training and torch.is_grad_enabled()):
             return {}
@@ -157,7 +158,7 @@ def push_amax(histories: Sequence[AmaxHistory], largest: Tensor) -> None:
 
 
 def _update_has_all_amax(histories: Sequence[AmaxHistory]) -> None:
-    """Start, or read, the copy that tells the host if all operands of a history have an amax."""
+    """Set `has_all_amax` of histories whose operands all have an amax, by asynchronous copies."""
     for history in histories:
         history.poll_pending_copy()
     unknown = [h for h in histories if not h.has_all_amax and h._pending_copy is None]

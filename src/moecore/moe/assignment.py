@@ -21,7 +21,7 @@ SINKHORN_ITERATIONS = 32
 def register_assignment(name: str, rule: AssignmentRule) -> None:
     """Register a rule that chooses the experts of tokens, as a value of `MoEConfig.assignment`.
 
-    Call it on every rank.
+    Call this function on every rank.
 
     Args:
         name: a new name.
@@ -87,13 +87,15 @@ def mask_choices_within_capacity(
     drop: DropOrder,
     tokens_N: Tensor,
 ) -> Tensor:
-    """Return bool [N, K]: True for choices within an expert's `capacity` of choices.
+    """Return bool [N, K]: True for the choices that remain if each expert takes `capacity` choices.
 
     Args:
         ids_NK: expert ids, -1 = no choice, which is False in the result.
-        drop: choices with the lowest weights are dropped ("probability"), or the last choices in
-            the order of `tokens_N` ("position").
-        tokens_N: int64, token indices in the order that decides, also between equal weights.
+        weights_NK: the routing weights of the choices.
+        drop: which choices of a full expert are dropped: the choices with the lowest weights
+            ("probability"), or the last choices in the order of `tokens_N` ("position").
+        tokens_N: int64, the token indices in their order. This order also decides between equal
+            weights.
     """
     # Example, capacity 1, ids [[0], [0], [1]], weights [[.2], [.7], [.5]]: "probability" leaves
     # tokens 1 and 2, "position" leaves tokens 0 and 2.

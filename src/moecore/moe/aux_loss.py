@@ -28,7 +28,10 @@ class LossFactors:
         self.token_weight: Tensor | None = None
 
     def apply_token_weight(self, losses: Tensor) -> Tensor:
-        """Return losses times `token_weight`, so that micro-batches without tokens do not count."""
+        """Return losses times `token_weight`; None = 1.
+
+        The weight is the number of micro-batches over the number of micro-batches with tokens.
+        """
         return losses if self.token_weight is None else losses * self.token_weight
 
     def compute_losses_grad(self, losses: Tensor) -> Tensor:
@@ -88,6 +91,7 @@ class _AttachLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, loss: Tensor, owner: AuxLoss) -> Tensor:
+        """Return a detached y; save the loss, and `owner`, whose `total` the backward changes."""
         ctx.owner = owner
         ctx.save_for_backward(loss)
         return y.detach()  # not a view, as balance's

@@ -101,7 +101,10 @@ def find_separate_computation(
 def _compute_under_autograd(
     inp: ExpertInput, weights: ExpertWeights, options: ActivationOptions
 ) -> Tensor:
-    """Return y_SD, computed by grouped_mm under autograd; supports biases and own activations."""
+    """Return y_SD by torch's grouped_mm, row moves and activation under autograd.
+
+    Experts may have biases or an activation of their own.
+    """
     inp = convert_to_summed_input(inp)
     rows_SD, index = inp.rows.values, inp.index
     check_backend("torch", ExpertSpec.of(inp.rows, weights, options))
@@ -136,7 +139,11 @@ def _compute_under_autograd(
 def _multiply_grouped(
     x_RI: Tensor, w_eOI: Tensor, update: LowRankUpdate | None, offs: Tensor
 ) -> Tensor:
-    """Return each expert's x @ (w + b @ a)^T. Experts' rows end at `offs`; later are undefined."""
+    """Return [R, O], each row times its expert's matrix: x @ (w + b @ a)^T.
+
+    Expert i has rows up to offs[i]; rows from offs[-1] on are uninitialised. b @ a is the LoRA
+    `update`; None = no update.
+    """
     y_RO = grouped_mm(x_RI, w_eOI.transpose(1, 2), offs=offs)
     if update is None:
         return y_RO
@@ -177,7 +184,7 @@ ExpertBackend = Annotated[
 
 
 def _read_row_ends(index: ExpertIndex) -> list[int]:
-    """Return the end of each expert's rows, on meta of even loads. One host sync."""
+    """Return the end of each expert's rows. One host sync; on meta, equal loads are assumed."""
     e, R = index.offsets_e.shape[0], index.row_ids_R.shape[0]
     if not index.offsets_e.is_meta:
         return index.offsets_e.tolist()
@@ -186,7 +193,7 @@ def _read_row_ends(index: ExpertIndex) -> list[int]:
 
 
 def _compute_expert_matrix(w_eOI: Tensor, update: LowRankUpdate | None, i: int) -> Tensor:
-    """Return the matrix of expert i, [O, I], including its LoRA update."""
+    """Return the matrix [O, I] of expert i, with its LoRA update added (if not None)."""
     return w_eOI[i] if update is None else w_eOI[i] + update.b_eOr[i] @ update.a_erI[i]
 
 
@@ -198,17 +205,19 @@ class _MoveRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ids_R: Tensor, num_sums: int | None) -> Tensor:
+        """Return `_move_rows(x, ids_R, num_sums)`, and save the index."""
         ctx.save_for_backward(ids_R)
         ctx.num_sums = x.shape[0] if num_sums is None else None
         return _move_rows(x, ids_R, num_sums)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient of x by the inverse move."""
         return _move_rows(grads[0], ctx.saved_tensors[0], ctx.num_sums), None, None
 
 
 def _move_rows(x: Tensor, ids_R: Tensor, num_sums: int | None) -> Tensor:
-    """Return x[ids_R], or with `num_sums` the sums to which each row x[r] adds at ids_R[r]."""
+    """Return x[ids_R], or if num_sums is not None, [num_sums, ...]: out[ids_R[r]] += x[r]."""
     if num_sums is None:
         return x.index_select(0, ids_R)
     dtype = torch.promote_types(x.dtype, torch.float32)

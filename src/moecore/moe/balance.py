@@ -62,7 +62,10 @@ class BalanceGroups:
     weight: int = 1  # data ranks for which the auxiliary losses of a micro-batch count
 
     def select_cp(self, cp: int | None) -> BalanceGroups:
-        """Return the groups of a forward over `cp` ranks, None = `self.cp`, or raise ValueError."""
+        """Return the groups of a forward over `cp` ranks; None = `self.cp`.
+
+        Raises ValueError for a cp without a group.
+        """
         if cp in (None, self.cp):
             return self
         if cp not in self.by_cp:
@@ -144,7 +147,7 @@ class LoadTracker(LossFactors):
             tensor.zero_()
 
     def set_config(self, config: MoEConfig) -> None:
-        """Drop the counts, and use another balance config from the next step on."""
+        """Replace the config, and drop the counts, which the next backward allocates again."""
         self._check_config(config)
         self.config = config
         self.counts = None
@@ -169,9 +172,10 @@ class LoadTracker(LossFactors):
     def attach_losses(
         self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
     ) -> Tensor:
-        """Return y, whose backward adds the losses' gradients and counts the routing's choices.
+        """Return y, whose backward adds the gradient of the auxiliary losses and counts choices.
 
-        `bias_E` is the selection bias. Without gradients, y is unchanged.
+        `routing` has the logits and expert ids, `micro_batch` the sequences, and `bias_E` the
+        selection bias. Without gradients, y is unchanged.
         """
         if not (torch.is_grad_enabled() and y.requires_grad):
             return y
@@ -183,12 +187,13 @@ class LoadTracker(LossFactors):
     # Dynamo would guard on the Python state, which changes with every micro-batch, and recompile.
     @torch.compiler.disable
     def _attach_uncompiled(self, *args: Any) -> Tensor:
+        """Call `_attach_losses` outside of a compiled graph."""
         return self._attach_losses(*args)
 
     def _attach_losses(
         self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
     ) -> Tensor:
-        """Compute the losses and return y, whose backward calls `commit_counts`."""
+        """Compute the losses, and return y, whose backward calls `commit_counts`."""
         self._move_counts(y.device)
         if self.counts is None and _is_capturing(y):
             raise ValueError(
@@ -236,9 +241,10 @@ class LoadTracker(LossFactors):
         return result
 
     def _add_forward_counts(self, ids_TK: Tensor) -> Tensor:
-        """Add a forward's choices to the step's counts; return the counts before the addition.
+        """Add a forward's choices to `_seen_E`; return the counts before the addition.
 
-        A recomputed forward adds nothing. It is the oldest in flight, and reads its first counts.
+        A recomputed forward adds nothing, and returns the counts that the oldest forward in flight
+        read.
         """
         if is_inside_backward():
             self._reused_E = self._priors_E[0]
@@ -251,7 +257,11 @@ class LoadTracker(LossFactors):
         return prior_E
 
     def _check_recompute(self) -> None:
-        """Count forwards in flight. NotImplementedError if a recomputation reads other counts."""
+        """Count this forward as in flight, unless a backward recomputes the forward.
+
+        Raises NotImplementedError for a recomputed forward with a global-batch loss, if several
+        forwards are in flight without `allow_forwards_in_flight`.
+        """
         # Activation checkpointing recomputes a forward inside backward. "global_batch" reads the
         # counts so far, which differ from the first run's if other forwards are in flight.
         coef = self.config.balance.global_batch_coef
@@ -273,9 +283,10 @@ class LoadTracker(LossFactors):
                 new.copy_(old)
 
     def _end_forward_in_flight(self, seen_E: Tensor | None) -> None:
-        """End the forward that read counts `seen_E`, in its backward.
+        """Remove `seen_E`, the counts that a forward read, from the forwards in flight.
 
-        Raises NotImplementedError if the forward that was recomputed last had read other counts.
+        Raises NotImplementedError if the last recomputed forward read other counts. None = no
+        counts.
         """
         if seen_E is None:
             return
@@ -291,9 +302,11 @@ class LoadTracker(LossFactors):
     def commit_counts(
         self, losses: Tensor | None, seen_E: Tensor | None, observed: tuple[Any, ...]
     ) -> None:
-        """Add a micro-batch's losses and the counts of its `observed` tensors to the step's counts.
+        """Add a micro-batch's losses and counts to the step's totals.
 
-        `seen_E` = the counts that the forward has read, None = it has read none.
+        `observed` are chosen expert ids, ids within capacity, ids of the best scores or None,
+        logits, selection bias and padding mask. `seen_E` = the counts that the forward read, or
+        None.
         """
         ids_TK, capacity_ids_TK, best_TK, logits_TE, bias_E, padding_mask_T = observed
         self.num_in_flight = max(0, self.num_in_flight - 1)
@@ -347,6 +360,7 @@ class _AttachLosses(torch.autograd.Function):
         seen_E: Tensor | None,
         *observed: Any,
     ) -> Tensor:
+        """Return y; save the losses and `observed` for `tracker.commit_counts` in backward."""
         ctx.tracker, ctx.seen_E, ctx.is_committed = tracker, seen_E, False
         ctx.save_for_backward(losses, *observed)
         # Not a view: units hook their outputs, and an in-place add to a view drops the hook.
@@ -391,12 +405,17 @@ def compute_balance_losses(
     The losses, with coefficients, are the sum of the parts over `groups.micro_batch`. Collective.
 
     Args:
+        routing: logits and padding mask of this rank's tokens.
         ids_TK: the expert ids to count.
-        prior_counts_E: this rank's counts of earlier micro-batches of the step.
+        num_sequences: number of sequences of the micro-batch.
+        config: has the coefficients of the losses and the score function.
+        groups: ranks that share the micro-batch, and ranks of the global batch.
+        prior_counts_E: this rank's counts of earlier micro-batches of the step, for the
+            global-batch loss.
         sequences_T: each token's sequence; None = `num_sequences` of equal length.
         token_weight: a factor on the losses; None = number of ranks / number of ranks with tokens.
-        ranks_with_tokens: an output. Without `token_weight`, the number of ranks with tokens is
-            appended.
+        ranks_with_tokens: an output list. Without `token_weight`, the number of ranks with tokens
+            is appended.
     """
     assert routing.logits_TE is not None, "only moecore's routers have balance losses"
     balance, E, K = config.balance, config.num_candidates, config.top_k

@@ -82,16 +82,22 @@ class _ConcatenationHandle:
 
 
 def _concatenate(*parts: Tensor) -> Tensor:
+    """Concatenate along dim 0, in the dtype of the parts; torch.cat reads FP8 as uint8."""
     return torch.cat([*map(view_as_sendable_dtype, parts)]).view(parts[0].dtype)
 
 
 class _AppendClones(torch.autograd.Function):
-    """Concatenates weights of experts and clones. Backward sends the clones' gradients home."""
+    """Concatenates weights of experts and clones; backward returns clones' gradients to experts."""
 
     @staticmethod
     def forward(
         ctx: Any, memory: _CloneConcatenator, uses: tuple[_TensorUse, ...], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
+        """Return each tensor [e, ...] with the clones' weights appended, [e + n, ...].
+
+        `uses` has an entry per tensor. If products do not read a tensor, its result is
+        uninitialised, with strides of 0.
+        """
         ctx.clones, ctx.uses = memory.clones, uses
         ctx.set_materialize_grads(False)
         n = memory.clones.num_local_clones
@@ -121,14 +127,14 @@ class _AppendClones(torch.autograd.Function):
 
 
 class _TensorUse(NamedTuple):
-    """How the experts use a tensor of weights."""
+    """Whether the experts' matmuls read a weight tensor, and the sink of its gradient."""
 
     has_values: bool = True  # products read it; False if they read a quantised copy
     sink: _CloneGradSink | None = None  # may return the tensor's gradient in the experts' backward
 
 
 class _CloneGradSink:
-    """A `GradSink` that adds clones' gradients to their experts' and calls the experts' sink."""
+    """A `GradSink` that adds clones' gradients to the experts' and calls the experts' sink."""
 
     def __init__(self, sink: GradSink, clones: AnyClones, dtype: torch.dtype) -> None:
         self._sink, self._clones, self._dtype = sink, clones, dtype
@@ -140,9 +146,10 @@ class _CloneGradSink:
         return is_added
 
     def accumulate(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
-        """Add the clones' gradients in fp32, then call `GradSink.accumulate`. Collective.
+        """Compute the gradient, add the clones' part in fp32, and call `GradSink.accumulate`.
 
-        Returns [e + n, ...] with zeros for the clones, or None if the sink stores the gradient.
+        compute(*operands, target) returns the gradient of experts and clones. Collective. Returns
+        [e + n, ...] with zeros for the clones, or None if the sink stores the gradient.
         """
         wide = torch.promote_types(self._dtype, torch.float32)
         (sums,) = self._clones.add_clone_grads_([compute(*operands, GradTarget(dtype=wide))])
@@ -158,12 +165,12 @@ class _CloneGradSink:
 
 
 def _write_grad(grad: Tensor, dtype: torch.dtype, target: GradTarget) -> Tensor:
-    """Return a computed gradient, written to `target`; a new tensor has `dtype` by default."""
+    """Write a gradient to `target`, and return it; a new tensor has `target.dtype` or `dtype`."""
     return store_grad(grad, target.out, target.adds, target.dtype or dtype, target.scale)
 
 
 def _append_clone_weights(weights: ExpertWeights, memory: _CloneConcatenator) -> ExpertWeights:
-    """Fetch the clones' weights, and return experts' and clones' weights. Collective."""
+    """Fetch the clones' weights; return the weights of experts followed by clones. Collective."""
     clones, quantised = memory.clones, weights.quantised
     updates = [u for u in (weights.update1, weights.update2) if u is not None]
     matrices = [weights.w1_eCD, weights.w2_eDF]
@@ -197,7 +204,7 @@ def _append_clone_weights(weights: ExpertWeights, memory: _CloneConcatenator) ->
 def _append_clone_matrices(
     quantised: tuple[OperandPair, OperandPair], memory: _CloneConcatenator
 ) -> tuple[OperandPair, OperandPair]:
-    """Fetch the clones' quantised matrices, and return experts' and clones'. Collective."""
+    """Fetch the clones' quantised matrices; return experts' and clones' matrices. Collective."""
     # The scales of columns may be those of rows, transposed: one view of each memory is fetched.
     leaves: dict[int, Tensor] = {}
     for leaf in tree_leaves(quantised):

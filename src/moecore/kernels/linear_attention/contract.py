@@ -24,7 +24,10 @@ from torch import Tensor
 
 
 class DeltaRule(NamedTuple):
-    """The arguments of linear attention by a delta rule with decays, over packed documents."""
+    """The tensors and options of one linear attention by a delta rule with decays.
+
+    Documents are packed end to end along T. Fields are inputs of `gated_delta_rule`.
+    """
 
     q_Thk: Tensor
     k_Thk: Tensor

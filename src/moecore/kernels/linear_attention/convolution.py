@@ -32,10 +32,11 @@ def causal_convolution(
 
     Args:
         x_TD: any float dtype, which is the dtype of y.
-        weight_DW, bias_D: the last tap is for the token itself; bias None = 0.
-        cu_seqlens: int32 [n + 1], the first token of each document, and T.
-        before_nwD: the w tokens before each document, in order; None = zeros.
-        silu: whether SiLU follows.
+        weight_DW: the filter of each channel. The last tap multiplies the token itself.
+        bias_D: a bias per channel; None = 0.
+        cu_seqlens: int32 [n + 1]: the index of each document's first token, then T.
+        before_nwD: the w = W - 1 tokens before each document, in order; None = zeros.
+        silu: whether silu is applied to the result.
     """
     with disable_autocast(x_TD):
         if fla.find_convolution_problem(x_TD) is None:
@@ -51,7 +52,7 @@ def _convolve_documents(
     before_nwD: Tensor | None,
     silu: bool,
 ) -> Tensor:
-    """Return `causal_convolution` by one `F.conv1d`; w tokens are inserted before each document."""
+    """Compute `causal_convolution` by one `F.conv1d`, with W - 1 tokens before each document."""
     (T, D), w, num = x_TD.shape, weight_DW.shape[1] - 1, len(cu_seqlens) - 1
     ends_T = torch.arange(T, device=x_TD.device) + find_documents(cu_seqlens, T) * w
     long = x_TD.new_zeros(T + num * w, D, dtype=weight_DW.dtype)

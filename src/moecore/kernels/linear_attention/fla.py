@@ -55,7 +55,7 @@ def find_convolution_problem(x_TD: Tensor) -> str | None:
 def gated_delta_rule(
     rule: DeltaRule, cu_seqlens: Tensor, initial_nHkv: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return o_THv and the last state of each document: see `gated_delta.gated_delta_rule`."""
+    """Return o_THv and each document's last state, as `gated_delta.gated_delta_rule` does."""
     q, k, v, g, beta = rule[:5]
     rate_kwargs: dict[str, Any] = {}
     if beta is None:  # that function has a key head for each value head
@@ -84,7 +84,7 @@ def causal_convolution(
     before_nwD: Tensor | None,
     silu: bool,
 ) -> Tensor:
-    """Return the convolved tokens y_TD: see `convolution.causal_convolution`."""
+    """Return the convolved tokens y_TD, as `convolution.causal_convolution` does."""
     if x_TD.is_meta:
         return fla_on_meta.causal_convolution(x_TD, weight_DW, bias_D, before_nwD)
     state_nDW = None if before_nwD is None else F.pad(before_nwD.mT, (1, 0))
@@ -114,7 +114,7 @@ def _find_device_problem(x: Tensor) -> str | None:
 
 
 def _find_triton_problem(rule: DeltaRule) -> str | None:
-    """Return why the installed Triton must not compile the rule on Hopper; None = it may."""
+    """Return why the installed Triton must not compile the rule on a Hopper GPU; None = it may."""
     device = rule.v_THv.device
     if device.type == "meta" or rule.g_THk.ndim == 3 or not has_hopper_kernels(device):
         return None
@@ -131,7 +131,7 @@ def _import_function(module: str, name: str) -> Callable[..., Any]:
 
 @cache
 def _find_import_problem(module: str, name: str, on_meta: bool) -> str | None:
-    """Return why the package's function cannot be called; None = it can, or `on_meta`."""
+    """Return why the package's function cannot be imported; None = it can, or `on_meta` is True."""
     if on_meta:  # meta stands for a GPU of a host with the package
         return None
     try:

@@ -28,7 +28,7 @@ KEY_DIMS = 128  # dims of a key in one program of the backward
 
 
 class ScanSize(NamedTuple):
-    """The shape and the FLOPs of one recorded kernel launch."""
+    """The shape and the FLOPs of one recorded kernel launch of a delta rule."""
 
     shape: tuple[int, int, int, int, int]  # documents, value heads, tokens of a document, k, v
     flops: int
@@ -37,10 +37,10 @@ class ScanSize(NamedTuple):
 def gated_delta_rule(
     rule: DeltaRule, cu_seqlens: Tensor, initial_nHkv: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return o_THv and states_nHkv on meta, and record the launches of a rule with a decay a head.
+    """Return empty o_THv and states_nHkv on meta, and record the launches of the rule's kernels.
 
-    Queries and keys are divided by their lengths if the rule has learning rates. Otherwise each
-    value head has its own queries and keys.
+    The rule has one decay per head. A rule with learning rates normalises queries and keys. A rule
+    without learning rates has queries and keys for each value head.
     """
     q, k, v, g, beta = rule[:5]
     assert rule.norm_qk == (beta is not None), "queries and keys are normed where there are rates"
@@ -53,7 +53,7 @@ def gated_delta_rule(
 def causal_convolution(
     x_TD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, before_nwD: Tensor | None
 ) -> Tensor:
-    """Return y_TD on meta, and record the launches of forward and backward."""
+    """Return empty y_TD on meta; record the convolution's launches in forward and in backward."""
     return _ConvolutionOnMeta.apply(x_TD, weight_DW, bias_D, before_nwD)  # type: ignore[no-any-return]
 
 
@@ -77,13 +77,16 @@ class _Scan:
         record_launch(name, ScanSize(self._shape, flops), *tensors)
 
     def record_output(self, *tensors: Tensor) -> None:
-        """Record the launch that computes outputs from q, k, values, states and sums."""
+        """Record the outputs' launch; `tensors` are q, k, values, states, sums and outputs."""
         self.record_with_flops("chunk_fwd_kernel_o", *tensors, states=1, chunks=self.k + self.v)
 
     def recompute_w_u(
         self, k: Tensor, v: Tensor, beta: Tensor, sums: Tensor, A: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return w_THk and u_THv of `gated_delta.py`; `A` has the inverse triangular systems."""
+        """Return empty w_THk and u_THv (see `gated_delta.py`), and record their launch.
+
+        `sums` are the running sums of g, and `A` [T, H, C] has each chunk's inverse system.
+        """
         w, u = k.new_empty(self.T, self.H, self.k), torch.empty_like(v)
         tensors = k, v, beta, w, u, A, sums
         self.record_with_flops("recompute_w_u_fwd_kernel", *tensors, chunks=self.k + self.v)
@@ -92,9 +95,10 @@ class _Scan:
     def compute_states(
         self, k: Tensor, w: Tensor, u: Tensor, sums: Tensor, first: Tensor | None, last: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return each chunk's first state, and the values added to states.
+        """Record the launch; return empty chunk states [chunks, H, k, v] and values [T, H, v].
 
-        `first` has the documents' initial states; None = 0. `last` receives their last states.
+        The values are corrected by each chunk's first state. `first` has the documents' initial
+        states; None = 0. `last` is the output for their final states.
         """
         h, new = k.new_empty(self.num_chunks, self.H, self.k, self.v), torch.empty_like(u)
         tensors = k, u, w, new, sums, h, first, last
@@ -104,7 +108,11 @@ class _Scan:
     def compute_plain_states(
         self, k: Tensor, v: Tensor, sums: Tensor, first: Any, last: Any, dtype: torch.dtype
     ) -> Tensor:
-        """Return each chunk's first state, in `dtype`, of a rule without learning rates."""
+        """Return the empty first state of each chunk, in `dtype`; record the launch.
+
+        The rule has no learning rates. `first` has the documents' initial states, or is None.
+        `last` is the output for their final states, or None.
+        """
         h = k.new_empty(self.num_chunks, self.H, self.k, self.v, dtype=dtype)
         self.record_with_flops("chunk_fwd_kernel_h", k, v, h, sums, first, last, states=1)
         return h
@@ -158,9 +166,10 @@ class _RuleOnMeta(torch.autograd.Function):
 def _compute_gradients(
     scan: _Scan, saved_tensors: Sequence[Any], do: Tensor, dlast: Tensor
 ) -> tuple[tuple[Tensor, Tensor], list[Tensor | None]]:
-    """Return (dq, dk) of normalised q and k, and [dv, dg, dbeta, dinitial]; record the launches.
+    """Return ((dq, dk), [dv, dg, dbeta, dinitial]), all empty; record the backward's launches.
 
-    `saved_tensors` are q, k, v, sums of g, beta, A and initial.
+    `saved_tensors` are q, k, v, sums of g, beta, A and initial. dq and dk are gradients of the
+    normalised q and k. `do` and `dlast` are the gradients of outputs and final states.
     """
     q, k, v, sums, beta, A, initial = saved_tensors
     w, u = scan.recompute_w_u(k, v, beta, sums, A)
@@ -249,21 +258,21 @@ class _RuleWithoutRatesOnMeta(torch.autograd.Function):
 
 
 def _normalise(x_Thk: Tensor) -> tuple[Tensor, Tensor]:
-    """Return empty x / length and 1 / length, fp32 [T, h], of x; record the launch."""
+    """Return empty x / |x| and fp32 1 / |x| [T, h], with norms over k; record the launch."""
     out, rstd = torch.empty_like(x_Thk), x_Thk.new_empty(x_Thk.shape[:2], dtype=torch.float32)
     record_launch("l2norm_fwd_kernel", x_Thk, out, rstd)
     return out, rstd
 
 
 def _differentiate_norm(x_Thk: Tensor, rstd: Tensor, grad: Tensor) -> Tensor:
-    """Return the empty gradient of `_normalise`'s x for `grad` of its result; record the launch."""
+    """Return the empty gradient of x for `grad`, the gradient of x / |x|; record the launch."""
     out = torch.empty_like(x_Thk)
     record_launch("l2norm_bwd_kernel", x_Thk, rstd, grad, out)
     return out
 
 
 def _sum_over_value_heads(grad_THk: Tensor, x_Thk: Tensor) -> Tensor:
-    """Return [T, h, k], grad summed over the value heads of each of the h key heads of x."""
+    """Sum the gradient over the H / h value heads that share a key head; return [T, h, k]."""
     if grad_THk.shape == x_Thk.shape:
         return grad_THk
     return grad_THk.unflatten(1, (x_Thk.shape[1], -1)).sum(2)  # type: ignore[no-any-return]

@@ -33,7 +33,7 @@ CHUNK = 64
 def gated_delta_rule_ref(
     rule: DeltaRule, cu_seqlens: Tensor, initial_nHkv: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return `gated_delta_rule` in plain PyTorch, chunk by chunk, in fp32 (fp64 for fp64)."""
+    """Compute `gated_delta_rule` in plain PyTorch, chunk by chunk, in fp32 (fp64 for fp64)."""
     T, H, v = rule.v_THv.shape
     cu_seqlens = cu_seqlens.long()
     firsts = F.pad((-(-cu_seqlens.diff() // CHUNK)).cumsum(0), (1, 0))  # documents' first chunks
@@ -100,7 +100,7 @@ def gated_delta_rule(
 
     Args:
         rule: tensors of any strides; q, k and v have one float dtype.
-        cu_seqlens: int32 [n + 1], the first token of each document, and T; documents may be empty.
+        cu_seqlens: int32 [n + 1]: each document's first token, then T. Documents may be empty.
         initial_nHkv: each document's state before its first token, fp32 (fp64 for fp64); None = 0.
 
     Returns:

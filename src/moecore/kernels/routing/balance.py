@@ -64,7 +64,7 @@ PROGRAMS_PER_SM = 4
 
 @triton.jit
 def _compute_softmax(x, in_cols):
-    """Return softmax [t, e] (0 in masked columns) and logsumexp [t]; masked x is -inf."""
+    """Return softmax [t, e] (0 in masked columns) and logsumexp [t]; masked x must be -inf."""
     top = tl.max(x, axis=1)
     exps = tl.where(in_cols[None, :], tl.exp(x - top[:, None]), 0.0)
     total = tl.sum(exps, axis=1)
@@ -90,7 +90,7 @@ def _find_real_rows(
     rows,  # int32 [t], in the sequence
     num_rows,
 ):
-    """Return bool [t]: which rows exist and are no padding."""
+    """Return bool [t]: True for `rows` of a sequence that exist and are not padding."""
     real = rows < num_rows
     if padding is not None:
         real = real & (tl.load(padding + first + rows, mask=real, other=1) == 0)
@@ -110,7 +110,10 @@ def balance_statistics_fwd_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Write a program's partial sums of scores and z, of every num_parts-th tile of a sequence."""
+    """Write one program's partial sums over tokens: scores per expert, and logsumexp^2.
+
+    A program reads every num_parts-th tile of tokens of one sequence.
+    """
     program = tl.program_id(0)
     sequence = program // num_parts
     cols = tl.arange(0, BLOCK_E)
@@ -149,7 +152,10 @@ def balance_statistics_fwd_reduce_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Write sums of score_parts, a block of columns per program; the last program sums z_parts."""
+    """Sum score_parts over the programs of a sequence, a block of experts per program.
+
+    The last program sums z_parts instead.
+    """
     program = tl.program_id(0)
     if program == tl.num_programs(0) - 1:  # the last program has z
         z_sums = tl.zeros([BLOCK_P], tl.float32)
@@ -300,19 +306,20 @@ def balance_statistics(
     padding_mask_T: Tensor | None = None,
     sequences_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return each expert's scores summed by sequence [B, E], and the sum of logsumexp(logits)^2.
+    """Return each sequence's sums of scores per expert [B, E], and the sum of logsumexp(logits)^2.
 
-    Both have the dtype of the logits. Differentiable in the logits; saves the logits and the mask.
-    Two kernels forward, one backward.
+    Both sums have the dtype of the logits. Differentiable in the logits; saves the logits and the
+    mask. Two kernels forward, one backward.
 
     Args:
         logits_TE: [T, E] fp32, or fp64, which the reference computes on every device.
-        num_sequences: B, a divisor of T if sequences are consecutive tokens of equal number.
+        num_sequences: B. Without `sequences_T` a sequence has T / B consecutive tokens.
         score_function: "softmax", "sigmoid" or "sqrtsoftplus"; scores of the last two are divided
             by their sum.
         padding_mask_T: bool [T], True = padding, which is in no sum and has gradient 0, even if its
             logits are NaN. None = no padding.
-        sequences_T: int64 [T], each token's sequence, for plain PyTorch; None = consecutive tokens.
+        sequences_T: int64 [T], each token's sequence; None = consecutive tokens. With
+            `sequences_T`, plain PyTorch computes the sums instead of the kernels.
     """
     check_padding_mask(padding_mask_T, logits_TE.shape[0])
     is_small = logits_TE.dtype == torch.float32 and logits_TE.shape[1] <= MAX_EXPERTS

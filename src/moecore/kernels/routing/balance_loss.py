@@ -52,7 +52,11 @@ def _clamp_divisor(count):
 
 @triton.jit
 def _load_counts(counts, start, num_sequences, cols, E: tl.constexpr, BLOCK_B: tl.constexpr):
-    """Return counts [b, e] in fp32 and tokens [b] of BLOCK_B sequences, offsets in [B, E], mask."""
+    """Return the counts of BLOCK_B sequences from sequence `start` on, and where they are stored.
+
+    The results are choices [b, e] in fp32, tokens [b], offsets [b, e] into [B, E], and a bool mask
+    [b, e].
+    """
     rows = (start + tl.arange(0, BLOCK_B)).to(tl.int64)
     in_rows = rows < num_sequences
     inside = in_rows[:, None] & (cols < E)[None, :]
@@ -63,7 +67,7 @@ def _load_counts(counts, start, num_sequences, cols, E: tl.constexpr, BLOCK_B: t
 
 @triton.jit
 def _load_global_shares(global_counts, cols, E: tl.constexpr):
-    """Return each expert's share of the global counts, fp32 [e]."""
+    """Return each expert's share of all choices in `global_counts`, fp32 [e]."""
     counts_E = tl.load(global_counts + cols, mask=cols < E, other=0)
     return counts_E.to(tl.float32) / _clamp_divisor(tl.sum(counts_E, axis=0))
 
@@ -226,21 +230,24 @@ def balance_loss(
 ) -> Tensor:
     """Return fp32 [4]: the losses "micro_batch", "sequence", "global_batch" and "z".
 
-    With n the counts, t the tokens and s the score sums of a sequence, N, T and S their sums over
-    sequences, and g the global counts, these are the factors times
+    Each loss is the product of its factor and, in this order,
 
         sum_e(N/T * S/T)
         the mean over sequences with tokens of sum_e(n/t * s/t)
         sum_e(g/sum(g) * S/T)
         z_sum/T
 
-    where divisors of 0 become 1. If the counts cover the tokens of more ranks than the sums, the
-    result is this rank's share of the loss. Differentiable in both sums, one kernel each way.
+    A sequence has n choices of expert e, t tokens and the score sum s. N, T and S are the sums of
+    n, t and s over sequences, and g are the global counts. A divisor of 0 becomes 1.
+
+    If the counts cover the tokens of more ranks than the score sums, the result is this rank's
+    share of the losses. Differentiable in score_sums_BE and z_sum. One kernel forward, one
+    backward.
 
     Args:
         score_sums_BE, z_sum: fp32 or fp64, [B, E] and 0-dim, from `balance_statistics`.
         counts_BX: int64 [B, E + 1], from `count_experts_and_tokens`.
-        factors: factors of the four losses, which include E / K and E of their formulas.
+        factors: one factor per loss, which includes the E / K or E of the loss's formula.
         global_counts_E: int64 [E], contiguous; None = no global-batch loss (0).
     """
     E = score_sums_BE.shape[1]

@@ -44,7 +44,7 @@ class ClonePlan(NamedTuple):
 def plan_clones_ref(
     loads_E: Tensor, num_ranks: int, num_clones: int, min_share: float
 ) -> ClonePlan:
-    """Compute `plan_clones` on the host; synchronises for CUDA tensors."""
+    """Compute `plan_clones` on the host. Synchronises for CUDA tensors."""
     loads, e = loads_E.tolist(), loads_E.numel() // num_ranks
     ranks = [sum(loads[p * e : (p + 1) * e]) for p in range(num_ranks)]
     mean = -(-sum(loads) // num_ranks)
@@ -152,7 +152,7 @@ def plan_clones(
 def assign_physical_ids_ref(
     ids_TK: Tensor, places_TK: Tensor, plan: ClonePlan, num_local: int, num_clones: int
 ) -> Tensor:
-    """Compute `assign_physical_ids`; places_TK = each choice's index among its expert's tokens."""
+    """Compute `assign_physical_ids`; places_TK has the index of each choice within its expert."""
     block_TK = torch.div(ids_TK, num_local, rounding_mode="floor")
     physical_TK = torch.where(ids_TK < 0, ids_TK, ids_TK + block_TK * num_clones)
     for place, (x, start, stop) in enumerate(zip(*(t.tolist() for t in plan), strict=True)):
@@ -200,10 +200,14 @@ def _physical_ids_kernel(
 def assign_physical_ids(
     ids_TK: Tensor, before_E: Tensor, plan: ClonePlan, *, num_local: int, num_clones: int
 ) -> Tensor:
-    """Map each choice to its expert or to a clone of the expert, int32 [T, K]. No host sync.
+    """Return int32 [T, K]: the physical id of each choice's expert or of its clone. No host sync.
 
-    The physical ids of a rank are its num_local experts, then its num_clones places for clones.
-    ids_TK -1 = dropped, and stays. before_E, int32, has each expert's tokens on ranks before it.
+    A rank has num_local + num_clones physical ids: its experts, then its places for clones.
+
+    Args:
+        ids_TK: int32 expert ids; -1 = dropped, which is -1 in the result, too.
+        before_E: int32, the number of choices of each expert on all ranks before this rank.
+        plan: which experts have clones, and which of an expert's choices a clone computes.
 
     Example, the plan of `plan_clones`, all ten choices on one rank: of expert 0's six tokens the
     first three go to physical expert 0, the others to 5; expert 1 is 1, experts 2 and 3 are 3, 4.

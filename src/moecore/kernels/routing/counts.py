@@ -36,7 +36,7 @@ def add_expert_counts_ref(counts_BE: Tensor, ids_TK: Tensor) -> None:
 
 
 def check_padding_mask(padding_mask_T: Tensor | None, num_tokens: int) -> None:
-    """Raise a ValueError for a mask that is not bool [T]."""
+    """Raise a ValueError for a mask that is neither None nor bool [num_tokens]."""
     if padding_mask_T is None:
         return
     shape, dtype = tuple(padding_mask_T.shape), padding_mask_T.dtype
@@ -47,7 +47,7 @@ def check_padding_mask(padding_mask_T: Tensor | None, num_tokens: int) -> None:
 
 
 def view_mask_as_bytes(padding_mask_T: Tensor | None) -> Tensor | None:
-    """Return a bool mask as contiguous uint8, 1 = True, or None."""
+    """Return a bool mask as contiguous uint8, 1 = True; None if the mask is None."""
     return None if padding_mask_T is None else padding_mask_T.contiguous().view(torch.uint8)
 
 
@@ -64,7 +64,10 @@ def expert_counts_fwd_kernel(
     BINS: tl.constexpr,  # power of two >= E
     BLOCK: tl.constexpr,
 ):
-    """Add the choices in one block of ids of a sequence to counts, with WIDTH > E also tokens."""
+    """Add the choices per expert in one block of a sequence's ids to `counts`.
+
+    If WIDTH > E, add the number of tokens to column E, too.
+    """
     block = tl.program_id(0) % num_blocks
     sequence = (tl.program_id(0) // num_blocks).to(tl.int64)
     position = block * BLOCK + tl.arange(0, BLOCK)
@@ -90,7 +93,10 @@ def expert_counts_fwd_kernel(
 def _add_counts(
     counts_BX: Tensor, ids_TK: Tensor, padding_mask_T: Tensor | None, num_experts: int
 ) -> None:
-    """Launch the kernel that adds choices per expert, and tokens if counts_BX has E + 1 columns."""
+    """Launch the kernel that adds the choices ids_TK per expert and sequence to counts_BX.
+
+    If counts_BX has E + 1 columns, the kernel adds the tokens without padding to the last column.
+    """
     (B, width), (T, K) = counts_BX.shape, ids_TK.shape
     if not T * K:
         return
@@ -109,9 +115,9 @@ _add_expert_counts = Op(
 
 
 def add_expert_counts(counts_BE: Tensor, ids_TK: Tensor) -> None:
-    """Add each expert's number of choices to `counts_BE`, int64, contiguous; one kernel.
+    """Add each expert's number of choices to `counts_BE` (int64, contiguous) in place; one kernel.
 
-    ids_TK are int32; -1 = dropped, not counted. Row b of counts_BE counts the b-th T / B tokens.
+    ids_TK are int32; -1 = dropped, not counted. Row b counts the b-th T / B tokens.
     """
     E = counts_BE.shape[1]
     if use_kernel(ids_TK) and E <= MAX_EXPERTS:
@@ -131,13 +137,15 @@ def count_experts_and_tokens(
     """Return int64 [B, E + 1]: per sequence, the choices of each expert, then the number of tokens.
 
     Tokens whose choices were all dropped are counted, padding is not. A memset and one kernel.
+
     Example, B=2, E=3: ids [[0, 2], [2, -1], [1, 0], [-1, -1]] give [[1, 0, 2, 2], [1, 1, 0, 2]].
 
     Args:
         ids_TK: int32 [T, K], expert ids; -1 = dropped or padding, not counted.
-        padding_mask_T: bool [T], True = padding, whose ids are -1 already; None = no padding.
-        sequences_T: int64 [T], the sequence of each token, for plain PyTorch; None = sequences are
-            T / B consecutive tokens.
+        num_sequences: B. Without `sequences_T` a sequence has T / B consecutive tokens.
+        padding_mask_T: bool [T], True = padding, whose ids must be -1; None = no padding.
+        sequences_T: int64 [T], each token's sequence; None = consecutive tokens. With
+            `sequences_T`, plain PyTorch counts instead of the kernel.
     """
     B, E, T = num_sequences, num_experts, ids_TK.shape[0]
     check_padding_mask(padding_mask_T, T)

@@ -69,13 +69,17 @@ def _add_entropy_kernel(
 def add_entropy_(
     total_2: Tensor, logits_TE: Tensor, score_function: str, padding_mask_T: Tensor | None = None
 ) -> None:
-    """Add the tokens' entropy (NaN counts as 0) and their number to total_2 in place. No host sync.
+    """Add the entropies of tokens and the number of tokens to total_2 in place. No host sync.
 
     Example, one token, softmax of two equal logits: total_2 gains [round(log(2) * 2^24), 1].
 
-    total_2 is int64, contiguous: units of 2^-24 nats, and tokens. padding_mask_T is True for tokens
-    that are not counted; None = no padding. logits_TE has any float dtype. `score_function` is
-    "softmax", "sigmoid" or "sqrtsoftplus"; scores of the last two are divided by their sum.
+    Args:
+        total_2: int64 [2], contiguous: the entropy in units of 2^-24 nats, then the number of
+            tokens.
+        logits_TE: any float dtype. An entropy of NaN counts as 0.
+        score_function: "softmax", "sigmoid" or "sqrtsoftplus"; scores of the last two are divided
+            by their sum.
+        padding_mask_T: True for tokens that are not counted; None = no padding.
     """
     if not use_kernel(logits_TE) or logits_TE.dtype != torch.float32:
         wide_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))

@@ -22,7 +22,10 @@ TILE = 1024  # logits of one warp, which holds whole rows
 
 
 def compute_margin_range(bias_E: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the lower end of the first bin and the width of a bin, fp64 [..., 1] for [..., E]."""
+    """Return the lower end of the first histogram bin, and the width of a bin, for each layer.
+
+    `bias_E` is [..., E]. Both results are fp64 [..., 1].
+    """
     low, high = (f(dim=-1, keepdim=True).double() for f in (bias_E.amin, bias_E.amax))
     return low - 1, (high + 2 - low) / NUM_BINS
 
@@ -110,12 +113,18 @@ def add_margins_(
     score_function: str,
     padding_mask_T: Tensor | None = None,
 ) -> None:
-    """Add each token's margins to the experts' histograms [E, X] in place. No host sync.
+    """Count each token's margin for each expert in the experts' histograms, in place. No host sync.
 
     The margin of a token and an expert is the bias with which the token would just choose the
-    expert. A NaN counts in bin 0. The histogram is int64, contiguous; logits, and the bias of the
-    tokens' choice, are fp32. Scores of `score_function` are in [0, 1]. padding_mask_T is True for
-    tokens that are not counted; None = no padding.
+    expert.
+
+    Args:
+        histogram_EX: int64, contiguous: X bins per expert. A margin of NaN counts in bin 0.
+        logits_TE: fp32 router logits.
+        bias_E: fp32, the bias with which the tokens choose.
+        top_k: number of experts per token.
+        score_function: name of a function whose scores are in [0, 1].
+        padding_mask_T: True for tokens that are not counted; None = no padding.
     """
     if not use_kernel(logits_TE) or logits_TE.dtype != torch.float32:
         add_margins_ref(histogram_EX, logits_TE, bias_E, top_k, score_function, padding_mask_T)
@@ -177,7 +186,10 @@ def compute_even_bias(histogram_EX: Tensor, bias_E: Tensor, top_k: int) -> Tenso
     The share is approximate, because other experts' biases change too, and because the quantile is
     interpolated within a bin. If no token was counted, the result is `bias_E`. No host sync.
 
-    `histogram_EX` is int64 [..., E, X], `bias_E` fp32 [..., E]: the bias of the counted margins.
+    Args:
+        histogram_EX: int64 [..., E, X], from `add_margins_`.
+        bias_E: fp32 [..., E], the bias that `add_margins_` received.
+        top_k: number of experts per token, K.
     """
     if not use_kernel(bias_E):
         return compute_even_bias_ref(histogram_EX, bias_E, top_k)

@@ -106,7 +106,7 @@ def _sort_best_first(x: Tensor) -> Tensor:
 
 
 def _count_tokens_per_program(tile: int, num_columns: int) -> int:
-    """Return the rows of `num_columns` logits in a program's tile of `tile` logits."""
+    """Return how many rows of `num_columns` logits have `tile` logits, in [1, MAX_TOKENS]."""
     return max(1, min(MAX_TOKENS, tile // num_columns))
 
 
@@ -138,7 +138,7 @@ def run_forward(logits_TE: Tensor, bias_E: Tensor | None, *flat: Any) -> tuple[T
 def _launch_forward(
     logits_TE: Tensor, bias_E: Tensor | None, ids_TK: Tensor | None, options: RouteOptions
 ) -> tuple[Tensor, Tensor]:
-    """Return ids_TK (None = the kernel chooses them) and their weights, by the kernel."""
+    """Return expert ids [T, K] and weights, by the kernel; ids_TK None = the kernel chooses ids."""
     (T, E), K = logits_TE.shape, options.top_k if ids_TK is None else ids_TK.shape[1]
     empty_TK, weights_TK = _make_empty_choice(logits_TE, bias_E, K)
     BT, constants = _choose_forward_constants(E, K, options, ids_TK is not None)
@@ -153,7 +153,7 @@ def _launch_forward(
 def _choose_forward_constants(
     E: int, K: int, options: RouteOptions, has_ids: bool
 ) -> tuple[int, dict[str, Any]]:
-    """Return the tokens per program and the compile-time constants of `route_fwd_kernel`."""
+    """Return `route_fwd_kernel`'s tokens per program, and its compile-time constants."""
     G = options.num_groups if options.top_groups < options.num_groups else 1
     GP, SP, KP = (next_power_of_2(n) for n in (G, E // G, K))
     BT = _count_tokens_per_program(FWD_TILE, max(GP * SP, KP))
@@ -165,7 +165,7 @@ def _choose_forward_constants(
 
 
 def _make_score_constants(function: str, post: bool, normalize: bool) -> dict[str, Any]:
-    """Return compile-time constants and launch options that forward and backward share."""
+    """Return the compile-time constants and launch options that both route kernels share."""
     options = dict(num_warps=1, enable_fp_fusion=False)  # Note [same bits] of scores.py
     return dict(FUNCTION=function, POST=post, NORMALIZE=normalize, **options)
 
@@ -173,7 +173,7 @@ def _make_score_constants(function: str, post: bool, normalize: bool) -> dict[st
 def _make_empty_choice(
     logits_TE: Tensor, bias_E: Tensor | None, top_k: int, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return uninitialised ids, int32 [T, K], and weights [T, K] in the dtype of the logits."""
+    """Return empty ids, int32 [T, K], and weights [T, K] in the logits' dtype. Ignores `rest`."""
     shape = (logits_TE.shape[0], top_k)
     return logits_TE.new_empty(shape, dtype=torch.int32), logits_TE.new_empty(shape)
 
@@ -203,7 +203,7 @@ backward = Op("route_bwd", _route_bwd, lambda x_TE, *_: x_TE.new_empty(x_TE.shap
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Save logits, ids and the four options of `_route_bwd`; ids are not differentiable."""
+    """Save logits, ids and the options of `_route_bwd`; mark the ids as not differentiable."""
     ctx.save_for_backward(inputs[0], output[0])
     ctx.others = inputs[3:7]
     ctx.mark_non_differentiable(output[0])
@@ -229,7 +229,7 @@ _route_op = Op(
 
 
 def check_options(num_experts: int, options: RouteOptions) -> None:
-    """Raise a ValueError if the options conflict with the number of experts."""
+    """Raise a ValueError if `num_experts` does not fit top_k, the groups or the other options."""
     E = num_experts
     allowed = options.top_groups * (E // options.num_groups)
     if E % options.num_groups or not 1 <= options.top_k <= allowed:
@@ -248,11 +248,11 @@ def check_options(num_experts: int, options: RouteOptions) -> None:
 def route(logits_TE: Tensor, bias_E: Tensor | None, options: RouteOptions) -> tuple[Tensor, Tensor]:
     """Return the chosen experts and the weights of their outputs.
 
-    Experts, and likewise groups, are chosen by the greatest selection score, and by the lowest id
-    if scores are equal. A NaN counts as greater than every number, so ids stay distinct and in
-    range, and a token with a NaN logit has a NaN weight. No host sync; bit-identical between runs.
-    Scores of the kernel may differ from those of `route_ref` in their last bits, so experts that
-    nearly tie may be exchanged.
+    Groups, and then experts, are chosen by the greatest selection score, and by the lowest id if
+    scores are equal. A NaN counts as greater than every number, so ids stay distinct and in range,
+    and a token with a NaN logit has a NaN weight. No host sync; bit-identical between runs. Scores
+    of the kernel and of `route_ref` may differ in their last bits, so experts that nearly tie may
+    be exchanged.
 
     Args:
         logits_TE: [T, E], any float dtype, computed in fp32; fp64 is computed in plain PyTorch.
@@ -293,7 +293,7 @@ def route_weights_ref(logits_TE: Tensor, ids_TK: Tensor, options: RouteOptions) 
 
 
 def _route_weights(logits_TE: Tensor, ids_TK: Tensor, *flat: Any) -> Tensor:
-    """Compute `route_weights` by the kernel without autograd; `flat` as for `run_forward`."""
+    """Compute `route_weights` by the kernel without autograd; `flat` as in `run_forward`."""
     return _launch_forward(logits_TE, None, ids_TK, _unflatten_options(flat))[1]
 
 
@@ -313,10 +313,10 @@ def route_weights(logits_TE: Tensor, ids_TK: Tensor, options: RouteOptions) -> T
     fp32, differentiable in the logits; no host sync.
 
     Args:
-        logits_TE: as for `route`.
+        logits_TE: router logits, as in `route`.
         ids_TK: int32, distinct in a row; -1 = no choice.
-        options: scores, weights and groups, whose layout orders the sums; other options of the
-            choice are not read.
+        options: the score and weight options. The numbers of groups are read too, because the
+            layout of groups decides the order of sums. Other options of the choice are not read.
     """
     is_small = logits_TE.dtype != torch.float64 and logits_TE.shape[1] <= MAX_EXPERTS
     if not (is_small and use_kernel(logits_TE)):

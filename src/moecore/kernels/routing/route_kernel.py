@@ -15,7 +15,7 @@ from moecore.kernels.routing.scores import compute_exp, compute_row_scores, comp
 
 @triton.jit
 def _encode_key(x):
-    """Return int32 keys that sort like fp32 x; equal floats have equal keys, NaN the greatest."""
+    """Return int32 keys in the order of fp32 x. Equal floats have equal keys; NaN is greatest."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0.0 + 0.0 is 0.0
     return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
@@ -28,7 +28,7 @@ def _decode_key(key):
 
 @triton.jit
 def _find_best(keys, columns):
-    """Return [rows, 1], the column of each row's greatest key; of equal keys the lowest."""
+    """Return [rows, 1], the column of each row's greatest key, or the lowest such column."""
     best = tl.max(keys, axis=1, keep_dims=True)
     return tl.min(tl.where(keys == best, columns, keys.shape[1] - 1), axis=1, keep_dims=True)
 
@@ -53,7 +53,7 @@ def _exclude_groups(
     GP: tl.constexpr,  # powers of two
     SP: tl.constexpr,
 ):
-    """Set the keys of experts outside a token's TOP_GROUPS best groups to -2**31."""
+    """Return the keys, with -2**31 for experts outside of a token's TOP_GROUPS best groups."""
     keys = tl.reshape(keys, [BT, GP, SP])
     columns = tl.arange(0, SP)[None, None, :]
     rest, sums = keys, tl.zeros([BT, GP], dtype=tl.float32)
@@ -84,7 +84,7 @@ def _choose_experts(
     GP: tl.constexpr,
     SP: tl.constexpr,
 ):
-    """Return int32 [BT, KP], the experts of the K greatest keys; 0 in the padding."""
+    """Return int32 [BT, KP], the experts of each token's K greatest keys; 0 from column K on."""
     columns = tl.arange(0, GP * SP)[None, :]
     slots = tl.arange(0, KP)[None, :]
     choices = tl.zeros([BT, KP], dtype=tl.int32)
@@ -119,7 +119,7 @@ def route_fwd_kernel(
     GP: tl.constexpr,
     SP: tl.constexpr,
 ):
-    """Write the experts of BT tokens, or read them with HAS_IDS, and write their weights."""
+    """Choose BT tokens' experts and write ids and weights; HAS_IDS: read the ids, write weights."""
     S: tl.constexpr = E // G
     rows = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
     slots = tl.arange(0, KP)[None, :]
@@ -180,7 +180,7 @@ def route_bwd_kernel(
     KP: tl.constexpr,
     EP: tl.constexpr,
 ):
-    """Write BT rows of dlogits: all columns as unchosen experts, then the K chosen columns."""
+    """Write dlogits of BT tokens: each column as if not chosen, then the K chosen columns again."""
     rows = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
     slots = tl.arange(0, KP)[None, :]
     columns = tl.arange(0, EP)[None, :]

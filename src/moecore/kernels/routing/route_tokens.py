@@ -33,7 +33,7 @@ class _RouteTokens(torch.autograd.Function):
         selection_E: Tensor | None,
         flat: tuple[Any, ...],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run both kernels; save x, weight, logits and ids."""
+        """Return logits, ids and weights by both kernels; save x, weight, logits and ids."""
         logits_TE = products.run_forward(x_TD, weight_ED, bias_E)
         ids_TK, weights_TK = routes.run_forward(logits_TE, selection_E, *flat)
         ctx.save_for_backward(x_TD, weight_ED, logits_TE, ids_TK)

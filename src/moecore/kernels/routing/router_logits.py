@@ -62,12 +62,12 @@ class _RouterLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
-        """Return the logits."""
+        """Return the logits x @ weight^T + bias."""
         return F.linear(x_TD, weight_ED, bias_E)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Save x and weight if the gradient of the other input needs them."""
+        """Save x if the weight needs a gradient, and the weight if x needs a gradient."""
         (x_TD, weight_ED, _), (need_dx, need_dweight, _) = inputs, ctx.needs_input_grad
         ctx.save_for_backward(x_TD if need_dweight else None, weight_ED if need_dx else None)
 
@@ -94,7 +94,7 @@ class _RouterLinear(torch.autograd.Function):
 
 @triton.jit
 def _extract_part(v, INDEX: tl.constexpr):
-    """Return bf16 part 0 (hi), 1 (mid) or 2 (lo) of fp32 v; inf is all in the first part."""
+    """Return bf16 part 0 (hi), 1 (mid) or 2 (lo) of fp32 v; for infinity, parts 1 and 2 are 0."""
     part = v.to(tl.bfloat16)
     for _ in tl.static_range(INDEX):
         v = tl.where(tl.abs(part.to(tl.float32)) == float("inf"), 0.0, v - part.to(tl.float32))
@@ -156,7 +156,7 @@ def _product_kernel(
     CHUNK: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Write one [BM, BN] tile of sums over k of x[m, k] * b[n, k], in chunks of CHUNK terms."""
+    """Write one [BM, BN] tile of the sums over k of x[m, k] * b[n, k], in chunks of CHUNK terms."""
     # Forward: m is a token, n an expert, k runs over D. Gradient: m is a column of D, n an expert,
     # k runs over the tokens of one split.
     tiles_n: tl.constexpr = tl.cdiv(E, BN)
@@ -222,7 +222,10 @@ def _sum_splits_kernel(
 
 
 def _split_into_parts(v: Tensor, parts: tuple[int, ...], *, side_by_side: bool) -> Tensor:
-    """Return `parts` of v (0 hi, 1 mid, 2 lo), joined as columns if side_by_side, or rows."""
+    """Return the bf16 `parts` (0 hi, 1 mid, 2 lo) of v [rows, columns] in one matrix.
+
+    The parts are side by side, or one below the other, and zeros pad each part in that dim.
+    """
     # Each part is padded with zeros to a multiple of 8 in the stacked dim.
     rows, columns = v.shape
     out_rows, out_columns = rows, columns
@@ -253,7 +256,11 @@ def _choose_tile(num_experts: int, num_parts: int) -> dict[str, Any]:
 def _make_product_constants(
     D: int, E: int, P: int, EP: int, gradient_stride: int
 ) -> dict[str, Any]:
-    """Return constants of _product_kernel; `gradient_stride`: row stride of dlogits, or 0."""
+    """Return the compile-time constants of `_product_kernel`.
+
+    P is the number of bf16 parts, and EP the experts including padding. `gradient_stride` is the
+    row stride of dlogits; 0 = the forward's product.
+    """
     return _choose_tile(E, P) | dict(
         D=D, E=E, P=P, GRADIENT=gradient_stride > 0, EP=EP, B_STRIDE=gradient_stride or 1
     )
@@ -356,7 +363,7 @@ def compute_gradients(
     x_TD: Tensor,
     weight_ED: Tensor,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return dx, dweight and dbias; None for a gradient whose entry of `needs` is False."""
+    """Return (dx, dweight, dbias); an entry is None where the same entry of `needs` is False."""
     need_dx, need_dweight, need_dbias = needs
     dx_TD = dweight_ED = dbias_E = None
     if need_dx or need_dweight:
@@ -401,7 +408,7 @@ def check_shapes(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> None
 
 
 def has_kernel(x_TD: Tensor, weight_ED: Tensor) -> bool:
-    """Return whether moecore's kernel, and not torch, computes these logits."""
+    """Return whether moecore's kernel supports these dtypes and device; otherwise torch is used."""
     wide = weight_ED.dtype in (torch.bfloat16, torch.float32)
     return x_TD.dtype == torch.bfloat16 and wide and use_kernel(x_TD, weight_ED)
 
@@ -410,9 +417,10 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None)
     """Return x @ weight.T + bias [T, E] in fp32, with the error of an fp32 matmul.
 
     bf16 tokens with a bf16 or fp32 weight run on tensor cores, and no setting of torch changes
-    their precision. Other dtypes, and CPU tensors, are widened to fp32 and multiplied by torch (on
-    CUDA: by `torch.backends.cuda.matmul.allow_tf32`). No host sync; bit-identical between runs.
-    Gradients have the dtypes of the inputs; the gradient of the bias is summed in fp32.
+    their precision. Other dtypes, and CPU tensors, are widened to fp32 and multiplied by torch. On
+    CUDA `torch.backends.cuda.matmul.allow_tf32` then decides the precision. No host sync;
+    bit-identical between runs. Gradients have the dtypes of the inputs; the gradient of the bias is
+    summed in fp32.
 
     Args:
         x_TD, weight_ED, bias_E: any float dtypes; copied if not contiguous. bias_E None = 0.

@@ -46,7 +46,7 @@ def sum_rows(x):
 
 @triton.jit
 def compute_exp(x):
-    """Return e^x to 2 or 3 ulp, x <= 200: the rounding error of x * log2(e) is carried along."""
+    """Return e^x for x <= 200, with an error of 2 to 3 ulp."""
     # exp(-200) is 0 in fp32; the clamp keeps -inf out of the error term, and lets a NaN through.
     x = tl.maximum(x, -200.0, propagate_nan=tl.PropagateNan.ALL)
     y = x * 1.4426950216293335
@@ -81,7 +81,11 @@ def compute_scores(
     factor,  # [rows, 1], 1 / sum of exp(logit - top); "softmax" only
     FUNCTION: tl.constexpr,
 ):
-    """Return the scores and their derivatives; for "softmax" the second result is the scores."""
+    """Return the scores of fp32 logits, and each score's derivative by its logit.
+
+    For "softmax" the second result is the scores. `top` [rows, 1], the greatest logit, and `factor`
+    [rows, 1], 1 / sum of exp(logit - top), are read only for "softmax".
+    """
     if FUNCTION == "sigmoid":
         # exp(89) is already inf, and its score 0.
         s = 1.0 / (1.0 + compute_exp(tl.minimum(-x, 89.0, propagate_nan=tl.PropagateNan.ALL)))
@@ -99,7 +103,10 @@ def compute_row_scores(
     x,  # fp32 logits of whole rows; the caller masks what it gets in padding columns
     FUNCTION: tl.constexpr,
 ):
-    """Return a row's scores, and the arguments `top` and `factor` of `compute_scores`."""
+    """Return the scores of full rows of logits, and `top` and `factor` for `compute_scores`.
+
+    Both are [rows, 1], and 0 unless FUNCTION is "softmax".
+    """
     if FUNCTION != "softmax":
         top = tl.zeros([x.shape[0], 1], dtype=tl.float32)
         factor = top
@@ -122,7 +129,10 @@ def load_token_scores(
     BT: tl.constexpr,
     EP: tl.constexpr,  # E up to a power of two
 ):
-    """Return scores [BT, EP] of a program's tokens, columns [1, EP], and the unpadded [BT, 1]."""
+    """Return scores [BT, EP], expert columns [1, EP] and a mask [BT, 1] of BT tokens.
+
+    The mask is False for padding and for rows past num_tokens.
+    """
     rows = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
     columns = tl.arange(0, EP)[None, :]
     row_mask = rows < num_tokens

@@ -135,7 +135,7 @@ def split_columns(h_RC: Tensor, options: ActivationOptions) -> tuple[Tensor, Ten
 
 
 def differentiate_activation(h_RC: Tensor, options: ActivationOptions) -> Tensor:
-    """Return the derivative of the activation by each column of h_RC, which is fp32 or fp64."""
+    """Return the derivative of the activation by each column of h_RC (fp32 or fp64), like h_RC."""
     if not options.gated:
         return _differentiate_ungated(h_RC, options.kind)
     gate, up = split_columns(h_RC, options)
@@ -203,7 +203,7 @@ def weighted_activation_bwd_ref(
 
 
 def _make_row_mask(h_RC: Tensor, num_rows: Tensor | None) -> Tensor | None:
-    """Return bool [R, 1], True below num_rows; None if num_rows is None or known to be R."""
+    """Return bool [R, 1], True for rows below num_rows; None if every row is in use."""
     if num_rows is None or can_skip_masks(num_rows, h_RC.shape[0]):
         return None
     return (torch.arange(h_RC.shape[0], device=h_RC.device) < num_rows)[:, None]
@@ -304,7 +304,7 @@ def weighted_activation_bwd(
     """Return the gradients of `weighted_activation`, and its recomputed output, in one pass.
 
     Not differentiable. No host sync; the same bits in every run. da_RF is the gradient of the
-    output. Other arguments are as for `weighted_activation`.
+    output. Other arguments are as in `weighted_activation`.
 
     Returns:
         dh_RC in the dtype of h_RC; dweights_R fp32, the gradient of the weights (also if weights_R

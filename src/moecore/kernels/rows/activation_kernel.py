@@ -23,7 +23,10 @@ class ActivationConstants(NamedTuple):
 
 @cache
 def choose_column_blocks(num_columns: int, tile: int) -> dict[str, int]:
-    """Return a program's rows BLOCK_R and columns BLOCK_F (a power of two); product = `tile`."""
+    """Return {BLOCK_R: rows, BLOCK_F: columns} of a program, whose product is `tile`.
+
+    BLOCK_F is a power of two that divides `num_columns` with little padding.
+    """
     fits = (n for n in (512, 256, 128) if -(-num_columns // n) * n * 8 <= num_columns * 9)
     block_F = next(fits, min(128, max(16, next_power_of_2(num_columns))))
     return {"BLOCK_R": tile // block_F, "BLOCK_F": block_F}
@@ -149,7 +152,10 @@ def _load_gate_and_up(
     GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Return gate and up (gate if not GATED) of a column block in fp32, 0 where masked."""
+    """Return the gate and up columns of column block `block`, fp32 [BLOCK_R, BLOCK_F], 0 if masked.
+
+    Without GATED, up is the gate.
+    """
     columns = block * BLOCK_F + tl.arange(0, BLOCK_F)
     if INTERLEAVED:
         h_columns = block * (2 * BLOCK_F) + tl.arange(0, 2 * BLOCK_F)
@@ -215,7 +221,7 @@ def weighted_activation_bwd_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """Write gradients of h and weights, and unless a_ptr is None act(h) * weight; BLOCK_R rows."""
+    """Write gradients of h and weights, and act(h) * weight if a_ptr is not None; BLOCK_R rows."""
     BLOCKS: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
     C: tl.constexpr = 2 * F if ACT.GATED else F
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)

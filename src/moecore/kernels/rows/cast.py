@@ -80,7 +80,7 @@ Parts = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 @functools.lru_cache(4096)
 def _compute_shapes(T: int, D: int, kind: str) -> tuple[tuple[int, int], ...]:
-    """Return shapes of values, scales, transposed values and their scales of [T, D] in `kind`."""
+    """Return the shapes of values, scales, transposed values and transposed scales of [T, D]."""
     (M, K), (m, k) = compute_operand_shape(T, D, kind), compute_operand_shape(D, T, kind)
     return (M, K), compute_scales_shape(M, K, kind), (m, k), compute_scales_shape(m, k, kind)
 
@@ -163,11 +163,14 @@ def cast_rows(
     E5M2: bool,
     POWER_OF_TWO: bool,
 ) -> None:
-    """Write FP8 of x [T, D] to `values`, and one scale per row to `scales`, by a kernel.
+    """Quantise each row of x [T, D] with one scale per row, by a kernel.
 
-    `values` is FP8 or uint8, E5M2 or else E4M3. `stride` is the row stride of x. If `ends_e`, the
-    running sum of `num_experts` experts' rows, is None, `values` is padded to multiples of 16 rows;
-    otherwise rows from ends_e[-1] on are skipped.
+    Args:
+        x_TD: matrix with row stride `stride`.
+        ends_e: running sum of the rows of `num_experts` experts. Rows from ends_e[-1] on are
+            skipped. None = all rows, and `values` has the rows of x padded to a multiple of 16.
+        values: output, FP8 or uint8: E5M2 if `E5M2`, otherwise E4M3.
+        scales: output, fp32, one per row.
     """
     columns = min(next_power_of_2(round_up(D, ALIGNED)), ROW_ELEMENTS)
     rows = ROW_ELEMENTS // columns
@@ -185,7 +188,7 @@ def cast_rows(
 
 
 def has_kernel(x: Tensor) -> bool:
-    """Return whether Triton kernels can quantise this tensor: device, dtype, and not empty."""
+    """Return whether Triton kernels can quantise x: device and dtype fit, and x is not empty."""
     return use_kernel(x) and x.numel() > 0 and x.dtype in KERNEL_DTYPES
 
 
@@ -225,7 +228,7 @@ def _cast_without_none(x: Tensor, amax: Tensor | None, seen: Tensor | None, *opt
 
 
 def _count_parts(T: int, D: int, num_matrices: int) -> int:
-    """Return the n of `compute_amax_parts` for matrices [T, D]: a power of two."""
+    """Return n, a power of two: the sets of tiles per matrix [T, D] in `compute_amax_parts`."""
     tiles = cdiv(T, PART_ROWS) * cdiv(D, PART_COLUMNS)
     return next_power_of_2(min(tiles, max(MAX_PARTS // num_matrices, 1)))
 
@@ -233,11 +236,14 @@ def _count_parts(T: int, D: int, num_matrices: int) -> int:
 def compute_amax_parts(
     x: Tensor, ends_e: Tensor | None = None, past: Tensor | None = None
 ) -> Tensor:
-    """Return the largest magnitudes of n disjoint sets of tiles of a matrix, fp32 [n], by a kernel.
+    """Divide a matrix into n sets of tiles; return the largest magnitude in each set, fp32 [n].
 
-    NaN is ignored. x is [T, D], or [e, T, D] with a result [e, n]; all rows have one stride. Rows
-    from ends_e[-1] on, a running sum of experts' rows, are not read. If `past`, fp32 [1], is not 0,
-    all entries are `past`.
+    Args:
+        x: [T, D], or matrices [e, T, D] with the result [e, n]. All rows have one stride. NaN is
+            ignored.
+        ends_e: running sum of the experts' rows. Rows from ends_e[-1] on are not read. None = all
+            rows.
+        past: fp32 [1]. If it is not 0, all entries of the result are `past`.
     """
     (T, D), matrices = x.shape[-2:], x.shape[:-2]
     num_matrices = matrices[0] if matrices else 1
@@ -250,7 +256,7 @@ def compute_amax_parts(
 
 
 def _launch_amax(x: Tensor, past: Tensor | None) -> Tensor:
-    """Return largest magnitudes as `compute_amax` does; without a kernel, one for all of x."""
+    """Compute `compute_amax` without autograd; n is 1 if x has no kernel."""
     x_TD = x if x.ndim == 2 else x.detach().reshape(-1, x.shape[-1])
     if has_kernel(x):
         return compute_amax_parts(_make_contiguous(x_TD), None, past)

@@ -82,7 +82,10 @@ def load_amax(parts_ptr, PARTS: tl.constexpr):
 
 @triton.jit
 def track_amax(x, seen_ptr, HAS_AMAX: tl.constexpr):
-    """Raise *seen_ptr to x's largest finite magnitude; return x, infinity as NaN if HAS_AMAX."""
+    """Raise *seen_ptr to x's largest finite magnitude (if not None); return x.
+
+    With HAS_AMAX, infinities in the result are NaN.
+    """
     if seen_ptr is not None:
         largest = magnitude(x)
         largest = tl.where(largest < float("inf"), largest, 0.0)
@@ -108,7 +111,7 @@ def cast_rows_kernel(
     COLUMNS: tl.constexpr,
     FITS: tl.constexpr,  # COLUMNS are not less than K
 ):
-    """Quantise ROWS full rows of x with one scale each; reads rows longer than COLUMNS twice."""
+    """Quantise ROWS full rows of x with one scale each. Rows longer than COLUMNS are read twice."""
     M, K = tl.cdiv(T, 16) * 16, tl.cdiv(D, 16) * 16
     if ends_ptr is not None:
         M = tl.load(ends_ptr + num_experts - 1)
@@ -140,10 +143,11 @@ def cast_rows_kernel(
 
 @triton.jit
 def locate_row_tile(tile, offsets_ptr, num_experts, N, E_POW2: tl.constexpr, BLOCK: tl.constexpr):
-    """Return (expert, its first row, its end, the tile's first row in the expert) of a row tile.
+    """Return (expert, start, end, first) of tile number `tile` of BLOCK rows.
 
-    An expert without rows has one tile. Past the last tile the expert is `num_experts`. If
-    `offsets_ptr` is None, each expert has N rows.
+    The expert has rows [start, end). The tile begins `first` rows after `start`. An expert without
+    rows has one tile. Past the last tile the expert is `num_experts`. `offsets_ptr` has the running
+    sum of the experts' rows; None = each expert has N rows.
     """
     if offsets_ptr is None:
         per_expert = tl.cdiv(N, BLOCK)
@@ -175,7 +179,7 @@ def amax_kernel(
     E_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Raise amax of an expert's columns, and with ROWS of its rows, by one tile of x."""
+    """Raise the amax of columns (per expert), and with ROWS of rows, by one tile of x."""
     width = tl.cdiv(D, BLOCK)
     tile = tl.program_id(0) // width
     expert, start, end, first = locate_row_tile(tile, offsets_ptr, num_experts, N, E_POW2, BLOCK)

@@ -160,7 +160,7 @@ prmt.b32 $3, t1, t3, 0x7632;
 
 @triton.jit
 def _gather_byte(w0, w1, w2, w3, f0, f1, f2, f3, byte: tl.constexpr):
-    """Multiply byte `byte` of four e4m3 words by their factors; pack the products in one word."""
+    """Multiply byte `byte` of four e4m3 words by the factors f0 to f3; return them in one word."""
     x0 = decode((w0 >> (8 * byte)) & 0xFF).to(tl.float16) * f0
     x1 = decode((w1 >> (8 * byte)) & 0xFF).to(tl.float16) * f1
     x2 = decode((w2 >> (8 * byte)) & 0xFF).to(tl.float16) * f2

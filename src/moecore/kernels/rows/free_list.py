@@ -74,7 +74,7 @@ class PagePool:
 
 
 def return_pages_ref(table: Tensor, num_entries: int, pool: PagePool) -> None:
-    """Move a table's first num_entries page ids to the free lists, on the host; leave NONE."""
+    """Compute `return_pages` on the host."""
     P, state, ids_N = pool.pages.shape[0], pool.state, table[:num_entries]
     for page in ids_N.tolist():
         if page >= 0:
@@ -140,7 +140,10 @@ def _load_word(state_ptr, WORD: tl.constexpr):
 
 @triton.jit
 def _put_back(table_ptr, num_entries, pool, BLOCK: tl.constexpr):
-    """Free a table's pages, under the lock; return FREE, HOST_FREE and DEMAND for the state."""
+    """Free a table's pages; the caller has the lock and stores the result in the pool's state.
+
+    Returns the numbers of free device pages, free host pages, and pages in demand.
+    """
     state_ptr, free_ptr, num_pages, num_host = pool
     head, free = _load_word(state_ptr, HEAD), _load_word(state_ptr, FREE)
     host_head, host_free = _load_word(state_ptr, HOST_HEAD), _load_word(state_ptr, HOST_FREE)
@@ -185,13 +188,13 @@ def take_pages(
     table_ptr,  # [N] int32, in, out: its page ids are freed, then overwritten
     num_entries,  # N
     need,  # pages, at most N
-    pool,  # as for `put_back_pages`
+    pool,  # as in `put_back_pages`
     report_ptr,  # [NUM_WORDS] int32
     BLOCK: tl.constexpr,
 ):
     """Free a table's pages, then write `need` free page ids to it, under the lock. One program.
 
-    An entry is MISSING if no page is free.
+    Entries are MISSING if no page is free, and NONE after the first `need`.
     """
     # A table keeps its entries from one replay to the next. Its pages are freed before others are
     # taken, so a replayed forward whose backward did not run loses no page.
@@ -239,7 +242,10 @@ def _return_pages_kernel(
 
 
 def return_pages(table: Tensor, num_entries: int, pool: PagePool) -> None:
-    """Move a table's first num_entries page ids to the free lists; leave NONE. No host sync."""
+    """Move a table's first num_entries page ids to the free lists, without a host sync.
+
+    The entries become NONE.
+    """
     if not use_kernel(table):
         return_pages_ref(table, num_entries, pool)
     elif num_entries:

@@ -51,7 +51,10 @@ class ExpertIndex(NamedTuple):
 
 
 def compute_max_padded_length(num_rows: int, num_experts: int, multiple: int) -> int:
-    """Return an upper bound of the number of rows after each expert's rows are padded."""
+    """Return an upper bound of the number of rows after each expert's rows are padded.
+
+    `num_rows` is the number of rows before padding, over all experts.
+    """
     # Example, 5 rows of 2 experts, multiple 4: 1 and 4 take 8, 2 and 3 take 8; 12 is enough.
     return cdiv(num_rows + num_experts * (multiple - 1), multiple) * multiple
 
@@ -247,7 +250,7 @@ def _build_index_bwd_kernel(
 def _launch_forward(
     ids_SK: Tensor, weights_SK: Tensor, first: int, num_local: int, multiple: int, length: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return row_ids_R, weights_R, slots_SK and offsets_e, by kernels; `length` is R."""
+    """Return row_ids_R, weights_R, slots_SK and offsets_e of `build_index`; `length` is R."""
     N, R, device = ids_SK.numel(), length, ids_SK.device
     row_ids_R, weights_R, slots_SK, offsets_e = _make_empty(ids_SK, weights_SK, num_local, R)
     B = cdiv(N, BLOCK_N)
@@ -274,7 +277,7 @@ def _launch_forward(
 
 
 def _launch_backward(dweights_R: Tensor, slots_SK: Tensor) -> Tensor:
-    """Return weights_SK's gradient: the value of each pair's expert row, 0 for a slot of -1."""
+    """Return weights_SK's gradient: dweights_R at each pair's expert row, 0 for a slot of -1."""
     dweights_SK = torch.empty_like(slots_SK, dtype=dweights_R.dtype)
     args = (dweights_R.contiguous(), slots_SK, dweights_SK, slots_SK.numel())
     launch(_build_index_bwd_kernel, cdiv(slots_SK.numel(), 1024), *args, BLOCK=1024)
@@ -339,9 +342,9 @@ def build_index(
         first: global id of the first local expert.
         num_local: number of local experts, e.
         multiple: each expert's rows are padded up to a multiple of this, a power of two.
-        length: number of rows that suffices without padding; None = S * K. R is
-            `compute_max_padded_length` of it. If rows past R are dropped, offsets_e[-1] > R, and
-            experts may not read the index.
+        length: an upper bound of the number of pairs of local experts; None = S * K. With padding
+            this bound gives R, see `compute_max_padded_length`. If offsets_e[-1] > R, rows past R
+            were dropped, and experts must not use the index.
 
     Example, experts 2 and 3 of six, multiple 2, ids [[3, 0], [2, 3], [5, 3]]: expert 2 gets row 1
     and one row of padding, expert 3 rows 0, 1, 2 and one of padding, so row_ids_R is [1, 0, 0, 1,

@@ -207,7 +207,7 @@ def quantise_microscaled_matrices(
     """Quantise matrices to the operands summed over K (`rows`) and over N (`columns`). No autograd.
 
     In "nvfp4", whose blocks are square, both operands have the same numbers. `amax_e`, fp32 [e],
-    replaces the largest finite magnitude of each matrix; None = computed. `pack` is as for
+    replaces the largest finite magnitude of each matrix; None = computed. `pack` is as in
     `quantise_microscaled`; without `pack`, scales are fp32 [e].
     """
     w_eNK = w_eNK.detach().contiguous()

@@ -45,7 +45,11 @@ def _load_blocks(
     G: tl.constexpr,  # blocks of a program, one below the other
     B: tl.constexpr,  # blocks of a program, side by side
 ):
-    """Return first rows [G], blocks [B], columns [B, COLUMNS], and ROWS fp32 tensors of x."""
+    """Load G x B blocks of x; return their first rows, their block columns, their columns, and x.
+
+    Shapes: first rows [G], block columns [B], columns [B, COLUMNS], and x as a tuple of ROWS fp32
+    tensors [G, B, COLUMNS], the i-th with row i of each block.
+    """
     TILES: tl.constexpr = (K + B * COLUMNS - 1) // (B * COLUMNS)
     first = (tl.program_id(0) // TILES * G + tl.arange(0, G)).to(tl.int64) * ROWS
     blocks = tl.program_id(0) % TILES * B + tl.arange(0, B)
@@ -68,7 +72,10 @@ def _load_blocks(
 
 @triton.jit
 def _find_experts(experts_ptr, first, M, rows_of_expert):
-    """Return each block's expert from its first row; without experts_ptr, row // rows_of_expert."""
+    """Return the expert of each block from its first row `first`.
+
+    Without experts_ptr, each expert has rows_of_expert consecutive rows.
+    """
     if experts_ptr is not None:
         return tl.load(experts_ptr + first, mask=first < M, other=0)
     else:

@@ -54,7 +54,7 @@ PACKED_FORWARD, PACKED_BACKWARD = "packed", "packed transposed"
 
 
 def _split_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """Return [..., M, K] as [..., M / rows, rows, K / columns, columns], a view or a copy."""
+    """View x [..., M, K] as blocks [..., M / rows, rows, K / columns, columns]; may copy."""
     (rows, columns), (*outer, M, K) = block, x.shape
     return x.reshape(*outer, M // rows, rows, K // columns, columns)
 
@@ -76,14 +76,14 @@ def quantise_mxfp8(x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
 def quantise_nvfp4(
     x: Tensor, block: tuple[int, int], scale: Tensor, draws: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return fp32 values of E2M1, of x's shape, and E4M3 scales [..., M / rows, K / columns].
+    """Return fp32 values rounded to E2M1, like x, and E4M3 scales [..., M / rows, K / columns].
 
     Args:
         x: [..., M, K], full blocks.
         block: rows and columns of one scale.
         scale: fp32 scale of the tensor; broadcasts with the scales of blocks.
-        draws: of x's shape, in [0, 1). A value is rounded up if its distance to the lower
-            magnitude, in steps, exceeds the draw. None = to the nearest, ties to even.
+        draws: random numbers in [0, 1), of x's shape. A value is rounded up if its distance to the
+            lower magnitude, in steps, exceeds the draw. None = to the nearest, ties to even.
     """
     wide = _split_blocks(x.float(), block)
     amax = wide.abs().amax((-3, -1), keepdim=True)
@@ -94,14 +94,14 @@ def quantise_nvfp4(
 
 
 def compute_nvfp4_scales(amax: Tensor, scale: Tensor) -> Tensor:
-    """Return E4M3 scales of blocks, amax / 6 / the tensor's scale; NaN if amax is not finite."""
+    """Return E4M3 scales of blocks, (amax / 6) / tensor scale; NaN where amax is not finite."""
     # A GPU multiplies by the reciprocal of a number, so what divides is a tensor.
     exact_scales = amax / torch.full_like(amax, LARGEST_E2M1) / scale
     return exact_scales.clamp(max=MAX).masked_fill(~amax.isfinite(), torch.nan).to(FP8)
 
 
 def to_e2m1(x: Tensor, step: Tensor, draws: Tensor | None = None) -> Tensor:
-    """Return x / step rounded to E2M1, fp32, 0 where step is 0; draws: see `quantise_nvfp4`."""
+    """Return x / step rounded to E2M1, as fp32, 0 where step is 0; draws: see `quantise_nvfp4`."""
     x = (x / step).masked_fill(step == 0, 0)
     magnitude = x.abs().clamp(max=LARGEST_E2M1)
     step = torch.where(magnitude < 4, 1.0, 2.0).masked_fill(magnitude < 2, 0.5)
@@ -115,7 +115,7 @@ def to_e2m1(x: Tensor, step: Tensor, draws: Tensor | None = None) -> Tensor:
 
 
 def pack_e2m1(values: Tensor) -> Tensor:
-    """Return values of E2M1 as uint8, two of the last dim in a byte, the first in the low bits."""
+    """Return E2M1 values as uint8: each byte has two of the last dim, the first in its low bits."""
     # Magnitudes from 2 on are 4, 5, 6 and 7; NaN, of which only the scale is read, is 0.
     values = values.nan_to_num(0)
     magnitude = values.abs()
@@ -135,10 +135,10 @@ def unpack_e2m1(packed_bytes: Tensor) -> Tensor:
 
 
 def unpack_matrices(weight: Blocks, recipe: Recipe, *, transposed: bool) -> Blocks:
-    """Unpack all-gathered NVFP4 matrices [e, N, K] to values times block scales.
+    """Unpack all-gathered NVFP4 matrices [e, N, K] to a bf16 operand (fp32 on CPUs).
 
-    The operand, bf16 (fp32 on CPUs), is summed over K, or over N if `transposed` (a view [e, K,
-    N]), with fp32 scales [e].
+    The operand has values times block scales, and fp32 tensor scales [e]. Its shape is [e, N, K],
+    or [e, K, N] (a view) if `transposed`. Matmuls sum over its last dim.
     """
     assert weight.amax is not None, "they were gathered by it"
     wide = _dequantise(unpack_e2m1(weight.values), weight.scales, recipe.weight_block)
@@ -171,9 +171,10 @@ def _hash(x: Tensor) -> Tensor:
 
 
 def apply_hadamard(x_PC: Tensor) -> Tensor:
-    """Return fp32: each 16 rows times their signs, then times a Hadamard matrix over 4.
+    """Return the Hadamard transform of each 16 rows, with fixed signs, in fp32.
 
-    The transform is orthogonal: x^T y, summed over rows, does not change if both are transformed.
+    The rows are multiplied by their signs, then by an orthogonal Hadamard matrix. So x^T y, summed
+    over rows, does not change if both x and y are transformed.
     """
     P, C = x_PC.shape
     # Made on the device: graphs capture no copies from the host.
@@ -196,7 +197,7 @@ def compute_tensor_scales(amax: Tensor, recipe: Recipe) -> Tensor:
 def _quantise_blocks(
     x: Tensor, recipe: Recipe, block: tuple[int, int], scale: Tensor, draws: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return values and scales in the recipe's format; arguments as for `quantise_nvfp4`."""
+    """Return values and scales in the recipe's format; arguments as in `quantise_nvfp4`."""
     if recipe.scaling == "mxfp8":
         return quantise_mxfp8(x, block)
     return quantise_nvfp4(x, block, scale, draws)

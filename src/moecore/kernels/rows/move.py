@@ -96,8 +96,8 @@ def _gather_rows_fwd_kernel(
 ):
     """Gather rows of x to out_ptr, unchanged.
 
-    The first num_fill programs write zeros to those of FILL_R expert rows that no slot names. Every
-    other program copies BLOCK_D columns of one source row to its expert rows.
+    The first num_fill programs write zeros to expert rows that no slot names, FILL_R rows each.
+    Every other program copies BLOCK_D columns of one source row to its expert rows.
     """
     pid = tl.program_id(0)
     if pid < num_fill:
@@ -179,7 +179,10 @@ def _sum_rows_fwd_kernel(
 def _launch_gather(
     x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None, *, clear: bool
 ) -> Tensor:
-    """Return the gathered rows; without `clear`, rows from num_rows on are uninitialised."""
+    """Return the gathered rows [R, D], by the kernel.
+
+    Rows from num_rows on are uninitialised, or zero if `clear`.
+    """
     (S, D), K, R = x_SD.shape, slots_SK.shape[1], row_ids_R.shape[0]
     out_RD = x_SD.new_empty(R, D)
     if not R or not D:
@@ -272,7 +275,7 @@ def gather_rows(
 def gather_used_rows(x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor) -> Tensor:
     """Return the source row of each expert row, [R, D]. No autograd, no host sync.
 
-    Arguments are as for `gather_rows`, but rows from num_rows on are uninitialised. x_SD has at
+    Arguments are as in `gather_rows`, but rows from num_rows on are uninitialised. x_SD has at
     least one row, and is bf16, fp16 or fp32 on a GPU.
     """
     return _launch_gather(x_SD, row_ids_R, slots_SK, num_rows, clear=False)
@@ -290,7 +293,7 @@ def sum_rows(
     Args:
         y_RD: expert rows, any float dtype; copied if not contiguous. Rows that no slot names are
             not read.
-        row_ids_R, slots_SK, num_rows: as for `gather_rows`; the gradient needs all three.
+        row_ids_R, slots_SK, num_rows: as in `gather_rows`; the gradient needs all three.
 
     Example, S = 2, K = 2, R = 3: slots_SK [[0, 2], [1, -1]] gives [y0 + y2, y1].
     """
@@ -322,10 +325,10 @@ def _copy_first_rows_kernel(
 
 
 def copy_first_rows(target_RB: Tensor, source_RB: Tensor, num_rows: Tensor) -> None:
-    """Copy the first num_rows of R rows of a matrix; later rows of the target do not change.
+    """Copy the first num_rows rows of `source_RB` to `target_RB`; later rows do not change.
 
-    Both matrices are uint8, contiguous, on the GPU or in pinned host memory. Few programs copy,
-    because PCIe is slow. num_rows is 0-dim int32 on the GPU.
+    Both matrices are uint8 [R, B], contiguous, on the GPU or in pinned host memory. Few programs
+    copy, because PCIe is slow. num_rows is 0-dim int32 on the GPU.
     """
     row_bytes = source_RB.shape[1]
     if not use_kernel(num_rows) or row_bytes % 4:

@@ -165,7 +165,7 @@ def gather_packed_rows(
 ) -> Tensor:
     """Widen FP8 source rows to `dtype` and gather them in expert order, [R, D]. No autograd.
 
-    Values and scales are from `view_packed_rows`; the last three arguments are as for
+    Values and scales are from `view_packed_rows`; the last three arguments are as in
     `gather_rows`. Source rows without a slot are not read. Expert rows that no slot names are
     uninitialised. No host sync.
     """

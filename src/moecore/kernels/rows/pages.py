@@ -98,7 +98,7 @@ class PageLayout:
         )
 
     def make_table(self) -> Tensor:
-        """Return an int32 table of NONE for `take_rows`. CUDA graphs must not capture this call."""
+        """Return a new page table without pages, int32. CUDA graphs must not capture this call."""
         num_listed = self.source_rows if any(self.has_list) else 0
         size = self.num_entries + 2 + num_listed
         return torch.full((size,), NONE, dtype=torch.int32, device=self.pool.pages.device)
@@ -152,7 +152,10 @@ def copy_rows_ref(
 
 @triton.jit
 def _count_pages(num_rows, STEPS: tl.constexpr):
-    """Return the pages that num_rows rows of all matrices take; STEPS has the rows of a page."""
+    """Return how many pages num_rows rows of every matrix take.
+
+    A page holds STEPS[m] rows of matrix m.
+    """
     need = 0
     for m in tl.static_range(len(STEPS)):
         need += (num_rows + STEPS[m] - 1) // STEPS[m]
@@ -285,7 +288,10 @@ def _copy_pages_kernel(
     BLOCKS_W: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy up to four matrices to pages (STASH) or back; a last program returns a table's pages."""
+    """Copy used rows of up to four matrices to their pages (STASH), or from their pages.
+
+    The last program instead frees the pages of the table at released_ptr.
+    """
     if tl.program_id(0) < PROGRAMS:
         listed, first = tl.load(table_ptr + num_entries), tl.load(table_ptr + num_entries + 1)
         order_ptr, at_ptr = table_ptr + num_entries + 2, table_ptr
@@ -354,7 +360,7 @@ def copy_rows(
 
     Args:
         matrices: uint8, contiguous, in the order of the layout; None = skip this matrix.
-        table, layout: as for `take_rows`, which was called before.
+        table, layout: as in `take_rows`, which was called before.
         stash: whether rows are copied to pages; otherwise pages to rows.
         released_table: a table of the same pool and its num_entries, whose pages the same launch
             frees. No other kernel may read these pages any more.

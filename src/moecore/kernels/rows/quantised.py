@@ -56,7 +56,7 @@ def quantise_rows_ref(x_SD: Tensor, *, power_of_two: bool) -> Rows:
 
 
 def quantise_row_blocks_ref(x_RK: Tensor, power_of_two: bool) -> Blocks:
-    """Return a "tile" operand of rows, FP8 [R, K] with scales of 1 x 128, in plain PyTorch."""
+    """Quantise rows [R, K] with a scale per 1 x 128, in plain PyTorch; return a "tile" operand."""
     rows = quantise_rows_ref(x_RK, power_of_two=power_of_two)
     assert rows.scales is not None
     return Blocks(rows.values, _transpose_scales(rows.scales), "tile")
@@ -97,7 +97,7 @@ def tile_tokens_ref(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTil
 
 
 def _get_values_and_scales(rows: Rows | Blocks) -> tuple[Tensor, Tensor]:
-    """Return values [S, D] and scales [S, B] of rows, or of rows as a "tile" operand."""
+    """Return values [S, D] and scales [S, D / 128] of FP8 rows; `Blocks` are a "tile" operand."""
     if isinstance(rows, Blocks):
         return rows.values, rows.scales.T[: rows.values.shape[0]]
     assert rows.scales is not None
@@ -119,7 +119,10 @@ def quantise_weights_ref(
 def _make_pair(
     values_eNK: Tensor | None, scales_eNK: Tensor, values_eKN: Tensor | None
 ) -> OperandPair:
-    """Return both operands with the same scales [e, N / 128, K / 128]; None = not made."""
+    """Return the operands of [e, N, K] and its transpose, which share scales; None = not made.
+
+    scales_eNK is [e, N / 128, K / 128].
+    """
     return OperandPair(
         None if values_eNK is None else Blocks(values_eNK, scales_eNK, "block"),
         None if values_eKN is None else Blocks(values_eKN, scales_eNK.transpose(1, 2), "block"),
@@ -178,7 +181,7 @@ def gather_row_blocks(
     Args:
         rows: with scales; D a multiple of 128, rows maybe strided. Rows that no slot names are not
             read.
-        row_ids_R, slots_SK, num_rows: as for `gather_rows`. If row_ids_R and slots_SK are None,
+        row_ids_R, slots_SK, num_rows: as in `gather_rows`. If row_ids_R and slots_SK are None,
             `rows` are in expert order and contiguous, and the result shares their values.
 
     Returns:
@@ -255,8 +258,9 @@ def quantise_weights(
 ) -> OperandPair:
     """Quantise matrices to FP8, one scale per 128 x 128 block, to both operands of FP8 matmuls.
 
-    w_eNK is bf16, fp16 or fp32, contiguous; N and K are multiples of 128. `rows` requests values
-    [e, N, K], `columns` the transposed [e, K, N]; one pass writes both. No autograd, no host sync.
+    w_eNK is bf16, fp16 or fp32, contiguous; N and K are multiples of 128. `rows` requests the
+    operand [e, N, K], and `columns` the transposed operand [e, K, N]. One pass writes both. No
+    autograd, no host sync.
     """
     e, N, K = w_eNK.shape
     check_multiple_of_128("N", N)

@@ -80,7 +80,10 @@ def quantised_activation_bwd_ref(
 
 @triton.jit
 def load_h(h_ptr, h_scales_ptr, rows, row_mask, block, wide: tl.constexpr, C: tl.constexpr):
-    """Return 128 columns of FC1's output as fp32; FP8 with h_scales_ptr, then rounded to `wide`."""
+    """Return column block `block` (128 columns) of `rows` of FC1's output h [R, C], in fp32.
+
+    With h_scales_ptr, h is FP8, and values times scales are rounded to the dtype `wide`.
+    """
     at = rows[:, None] * C + block * 128 + tl.arange(0, 128)[None, :]
     h = tl.load(h_ptr + at, mask=row_mask[:, None], other=0)
     if h_scales_ptr is not None:
@@ -105,7 +108,7 @@ def quantised_activation_fwd_kernel(
     POWER_OF_TWO: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Quantise 128 columns of the weighted activation, and of H unless h_values_ptr is None."""
+    """Quantise 128 columns of the weighted activation, and h too if h_values_ptr is not None."""
     BLOCKS: tl.constexpr = F // 128
     C: tl.constexpr = 2 * F if ACT.GATED else F
     block = tl.program_id(0) % BLOCKS
@@ -150,7 +153,7 @@ def quantised_activation_bwd_kernel(
     POWER_OF_TWO: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Write dh and a in FP8, and dweights' sums over 128 columns of F, for BLOCK_R rows."""
+    """Write dh and a in FP8 for BLOCK_R rows, and the sums of dweights over 128 columns each."""
     BLOCKS: tl.constexpr = F // 128
     C: tl.constexpr = 2 * F if ACT.GATED else F
     block = tl.program_id(0) % BLOCKS
@@ -213,7 +216,7 @@ def quantised_activation(
     Args:
         h_RC: FC1's output, bf16, fp16 or fp32, contiguous: [R, 2F] with gate columns first for
             activations with a gate, otherwise [R, F]; F a multiple of 128.
-        weights_R, num_rows: as for `weighted_activation`; weights are contiguous.
+        weights_R, num_rows: as in `weighted_activation`; weights are contiguous.
         power_of_two: whether scales are powers of two; otherwise amax / 448.
         quantise_h: whether h_RC is also returned in FP8, as by `quantise_rows`.
 
@@ -252,12 +255,16 @@ def quantised_activation_bwd(
 ) -> tuple[Blocks, Tensor, Blocks]:
     """Return gradients of h and weights, and act(h) * weight recomputed. No autograd, no host sync.
 
-    The same bits in every run. h is FC1's output, contiguous, FP8 or not. da_RF, the gradient of
-    the output, is contiguous and in the dtype of h. Other arguments are the forward's.
+    The same bits in every run.
+
+    Args:
+        h: FC1's output, contiguous, in FP8 or not.
+        da_RF: gradient of the activation, contiguous, in the dtype of h.
+        weights_R, num_rows, options, power_of_two: as in `quantised_activation`.
 
     Returns:
-        dh, FP8 [R, C]; dweights_R fp32, zero from num_rows on; the forward's output, FP8 [R, F].
-        FP8 rows from num_rows on are uninitialised.
+        dh, FP8 [R, C]; dweights_R fp32, zero from num_rows on; the activation, FP8 [R, F]. FP8 rows
+            from num_rows on are uninitialised.
     """
     (R, C), F = h.values.shape, da_RF.shape[1]
     check_multiple_of_128("F", F)

@@ -46,11 +46,11 @@ class Rows:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which products multiply the rows; not that of FP8 values."""
+        """The dtype in which matmuls use the rows: for FP8 rows `wide_dtype`."""
         return self.values.dtype if self.wide_dtype is None else self.wide_dtype
 
     def widen(self) -> Tensor:
-        """Return [S, D] in `dtype`: `values` itself without scales, otherwise values * scales.
+        """Return the rows [S, D] in `dtype`: values * scales, or `values` if there are no scales.
 
         With scales, `handle_SD` receives the gradient.
         """
@@ -62,7 +62,7 @@ class Rows:
 
 
 def _widen(values_SD: Tensor, scales_SB: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return values times scales as `dtype`, by a kernel if `pack_rows` packed the rows."""
+    """Return values times scales as `dtype`, by a kernel if `pack_rows` made both."""
     # The kernel reads values and scales side by side, as `pack_rows` leaves them; a compiler fuses
     # the plain form.
     is_packed = values_SD.stride(0) == 4 * scales_SB.stride(0)

@@ -89,7 +89,7 @@ def _rotary_kernel(
 def _launch_rotary(
     x: Tensor, cos_Td: Tensor, sin_Td: Tensor, neighbours: bool, backward: bool
 ) -> Tensor:
-    """Return x rotated by the kernel; `backward` rotates x, the output's gradient, back."""
+    """Rotate x by the kernel. With `backward`, x is the output's gradient and is rotated back."""
     if x.stride(-1) != 1:
         x = x.contiguous()
     B, T, H, w = x.shape

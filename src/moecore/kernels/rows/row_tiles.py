@@ -18,7 +18,10 @@ MAP_FIELDS = 4  # int32 words of a row tile: expert, first row, end of the exper
 
 @triton.jit
 def load_expert_ranges(offsets_ptr, num_experts, E_POW2: tl.constexpr):
-    """Return the experts' (starts, ends, exists) [E_POW2] from the running sum of their rows."""
+    """Return (starts, ends, exists) [E_POW2]: each expert's rows, and whether the expert exists.
+
+    `offsets_ptr` has the running sum of the experts' rows.
+    """
     experts = tl.arange(0, E_POW2)
     exists = experts < num_experts
     ends = tl.load(offsets_ptr + experts, mask=exists, other=0)
@@ -28,7 +31,7 @@ def load_expert_ranges(offsets_ptr, num_experts, E_POW2: tl.constexpr):
 
 @triton.jit
 def mask_rows_in_use(rows, num_rows, num_used_ptr):
-    """Return bool for each of `rows`: below num_rows, and below *num_used_ptr if not None."""
+    """Return bool per entry of `rows`: True below num_rows, and below *num_used_ptr if not None."""
     mask = rows < num_rows
     if num_used_ptr is not None:
         mask = mask & (rows < tl.load(num_used_ptr))
@@ -79,7 +82,7 @@ class RowTiles(NamedTuple):
 
 
 def map_row_tiles_ref(offsets_e: Tensor, num_rows: int) -> RowTiles:
-    """Compute `map_row_tiles` in plain PyTorch; unused entries are 0."""
+    """Compute `map_row_tiles` in plain PyTorch; entries of unused tiles are 0."""
     e = offsets_e.shape[0]
     map = offsets_e.new_zeros(1 + cdiv(num_rows, BLOCK_M) + e, MAP_FIELDS)
     counts_e = offsets_e.diff(prepend=offsets_e.new_zeros(1))

@@ -91,7 +91,7 @@ class Blocks:
 
 
 class OperandPair(NamedTuple):
-    """The two operands of a matrix [T, D], or of one matrix per expert; None = not made."""
+    """The quantised operands of a matrix [T, D], or of one matrix per expert; None = not made."""
 
     rows: Blocks | None  # for sums over D
     columns: Blocks | None  # for sums over T; transposed
@@ -103,7 +103,7 @@ def get_values_and_scales(side: Blocks | None) -> tuple[Tensor | None, Tensor | 
 
 
 def _make_blocks(tensors: Iterable[Tensor], kind: Any) -> Blocks:
-    """Return an operand from the result of `Blocks.tensors`."""
+    """Return the operand of `kind` whose `Blocks.tensors` are `tensors`: the inverse operation."""
     values, scales, *amax = tensors
     return Blocks(values, scales, kind, *amax)
 
@@ -156,7 +156,10 @@ def quantise_ref(
 
 
 def encode_ref(x: Tensor, inverse: Tensor, fmt: str) -> Tensor:
-    """Return FP8 of fp32 x times `inverse`, reciprocals of scales; saturated, NaN for infinity."""
+    """Return x * inverse, saturated, as FP8 of format `fmt`; infinities become NaN.
+
+    x is fp32, and `inverse` has the reciprocals of the scales.
+    """
     values = x * inverse
     del inverse  # which may be as large
     values.clamp_(-LARGEST[fmt], LARGEST[fmt]).masked_fill_(x.isinf(), torch.nan)
@@ -195,7 +198,11 @@ def cast_ref(x_TD: Tensor, amax: Tensor | None, kind: str, fmt: str, power_of_tw
 
 
 def multiply_ref(a: Blocks, b: Blocks) -> Tensor:
-    """Return a [M, K] @ b [N, K]^T in fp32, summed by 128 of K where scales change along K."""
+    """Return a @ b^T in fp32, for a dense operand a [M, K] and b [N, K].
+
+    If scales change along K, each 128 columns are multiplied separately, and the products are
+    added.
+    """
     a_MK, b_NK = a.values.float(), b.values.float()
     (M, K), N = a_MK.shape, b_NK.shape[0]
     a_scales = _expand_scales(_view_scales_by_rows(a), a.kind, M, K)
@@ -209,7 +216,7 @@ def multiply_ref(a: Blocks, b: Blocks) -> Tensor:
 
 
 def _view_scales_by_rows(operand: Blocks) -> Tensor:
-    """Return the scales with the operand's rows, or blocks of rows, as the first dim."""
+    """View an operand's scales with its rows, or blocks of 128 rows, as dim 0; drop padding."""
     if operand.kind == "tile":
         return operand.scales.T
     if operand.kind == "block":
@@ -218,7 +225,7 @@ def _view_scales_by_rows(operand: Blocks) -> Tensor:
 
 
 def _expand_scales(scales: Tensor, kind: str, M: int, K: int) -> Tensor:
-    """Return the scale of each element, [M, K]."""
+    """Expand scales of `kind` (one row per row or block of rows) to one per element, [M, K]."""
     if kind == "block":
         scales = scales.repeat_interleave(BLOCK, 0)[:M]
     changes_along_k = SCALE_KINDS[kind].changes_along_k

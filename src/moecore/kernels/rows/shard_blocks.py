@@ -41,7 +41,7 @@ TRANSPOSE_WARPS = 4
 class MatrixShard(NamedTuple):
     """Position of a rank's shard [r, c] in the full matrix [R, C].
 
-    Row i of the part is row (i // run) * period + first_row + i % run of the matrix.
+    Row i of the shard is row (i // run) * period + first_row + i % run of the matrix.
     """
 
     # R and C
@@ -78,7 +78,7 @@ class MatrixShard(NamedTuple):
         return cdiv(self.rows, BLOCK) * cdiv(self.columns, BLOCK)
 
     def compute_indices(self, part: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the full matrix's row indices [r] and column indices [c] of a shard's elements."""
+        """Return the matrix's row indices [r] and column indices [c] of the shard `part`."""
         row = torch.arange(part.numel() // max(self.part_columns, 1), device=part.device)
         if self.run:
             row = row // self.run * self.period + self.first_row + row % self.run
@@ -137,7 +137,7 @@ def quantise_blocks_ref_(
 
 @triton.jit
 def locate_shard_tile(part, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return row and column number of a program's tile, and offsets into the shard and a mask.
+    """Return a program's tile row and tile column, element offsets into the shard, and a mask.
 
     `part` is a `MatrixShard`. The mask is False for elements on other ranks.
     """
@@ -221,9 +221,9 @@ def write_block_amax_(part: Tensor, place: MatrixShard, amax: Tensor) -> None:
 
     Args:
         part: the shard: bf16 or fp32, contiguous, r * c elements, maybe 0.
-        place: its position in the full matrix.
-        amax: fp32 of `place.scales_shape`, out. A block without elements of the shard gets 0. The
-            padding of the last dim is not written.
+        place: position of the shard in the full matrix.
+        amax: output, fp32 of `place.scales_shape`. A block without elements of the shard gets 0.
+            The padding of the last dim is not written.
     """
     if not part.numel():
         amax[:, : cdiv(place.columns, BLOCK)].zero_()
@@ -246,10 +246,10 @@ def quantise_blocks_(
     """Write the FP8 values of a shard, and the scales of all blocks. No autograd, no host sync.
 
     Args:
-        part, place: as for `write_block_amax_`.
+        part, place: as in `write_block_amax_`.
         amax: fp32 of `place.scales_shape`, largest magnitudes of the full matrix's blocks.
-        scales: fp32 of `place.scales_shape`, out. The padding of the last dim is not written.
-        values: uint8, contiguous, one byte per element of the shard, out.
+        scales: output, fp32 of `place.scales_shape`. The padding of the last dim is not written.
+        values: output, uint8, contiguous, one byte per element of the shard.
         power_of_two: whether scales are powers of two; otherwise amax / 448.
     """
     if not use_kernel(scales):

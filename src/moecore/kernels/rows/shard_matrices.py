@@ -47,13 +47,16 @@ def count_matrices(shape: torch.Size) -> int:
 
 
 def _view_as_matrices(part: Tensor, first: int, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a shard as one row per matrix, and a view of `amax` for its matrices (`first` on)."""
+    """Return a shard as one row per matrix, and the view of `amax` for these matrices.
+
+    `first` is the index of the shard's first matrix. `amax` has one entry per full matrix.
+    """
     rows = part.reshape(count_matrices(part.shape), -1)
     return rows, amax[first : first + rows.shape[0]]
 
 
 def write_matrix_amax_(part: Tensor, first: int, amax: Tensor) -> None:
-    """Write a shard's largest magnitude in each matrix to `amax`, fp32, one entry per matrix.
+    """Write a shard's largest magnitude in each full matrix to `amax`, fp32 [matrices].
 
     `first` is the index of the shard's first matrix. Matrices on other ranks get 0. NaN is ignored.
     No communication.
@@ -67,10 +70,15 @@ def write_matrix_amax_(part: Tensor, first: int, amax: Tensor) -> None:
 def cast_part_(
     part: Tensor, first: int, amax: Tensor, scales: Tensor, values: Tensor, *, power_of_two: bool
 ) -> None:
-    """Quantise a shard to flat uint8 `values` (E4M3), and write fp32 `scales` of all matrices.
+    """Quantise a shard to E4M3 with one scale per full matrix, into `values` and `scales`.
 
-    `amax` has the largest magnitude of each full matrix; `first` is the shard's first matrix.
-    Without `power_of_two` a scale is amax / 448.
+    Args:
+        part: the shard of a weight.
+        first: index of the shard's first matrix.
+        amax: fp32, the largest magnitude of each full matrix.
+        scales: output, fp32, one per full matrix.
+        values: output, flat uint8, one byte per element of the shard.
+        power_of_two: whether scales are powers of two; otherwise amax / 448.
     """
     scales.copy_(compute_block_scale_ref(amax, power_of_two)[0])
     if part.numel():
@@ -120,7 +128,7 @@ def square_amax_kernel(
     SIDE: tl.constexpr,  # rows and columns of a square
     COLUMNS: tl.constexpr,  # of a program, which has SIDE rows
 ):
-    """Write the shard's largest magnitude in each of a program's squares, 0 outside the shard."""
+    """Write the shard's largest magnitude in each of a program's squares; 0 in empty squares."""
     i, j, at, inside = locate_shard_tile(part, SIDE, COLUMNS)
     size = tl.abs(tl.load(part_ptr + at, mask=inside, other=0.0).to(tl.float32))
     size = tl.where(size == size, size, float("inf"))
@@ -181,7 +189,11 @@ def write_square_amax_(part: Tensor, place: MatrixShard, amax: Tensor) -> None:
 
 
 def write_finite_amax_(part: Tensor, first: int, amax: Tensor) -> None:
-    """As `write_matrix_amax_`, but write the largest finite magnitude in each matrix."""
+    """Write a shard's largest finite magnitude in each full matrix to `amax`, fp32 [matrices].
+
+    `first` is the index of the shard's first matrix. Matrices on other ranks get 0. No
+    communication.
+    """
     amax.zero_()
     if part.numel():
         matrices = count_matrices(part.shape)
@@ -202,11 +214,11 @@ def pack_part_(
 
     Args:
         part: the shard [r, c], contiguous, maybe without elements; c and its first column are even.
-        place: position of the shard.
+        place: position of the shard in the full weight.
         squares: fp32 [R / 16, C / 16], largest magnitudes of the full weight's 16 x 16 squares.
         amax: fp32, largest finite magnitude of each matrix.
-        scales: e4m3 [R / 16, C / 16], out.
-        codes: uint8 [r * c / 2], out, two values in a byte.
+        scales: output, e4m3 [R / 16, C / 16].
+        codes: output, uint8 [r * c / 2], two values in a byte.
         recipe: an "nvfp4" recipe.
     """
     if not use_kernel(scales):

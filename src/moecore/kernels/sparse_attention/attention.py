@@ -137,7 +137,10 @@ def _compute_latent_queries(heads: LatentHeads) -> Tensor:
 
 
 def _compute_scores(q_CHl: Tensor, rows: Tensor, keys: Keys, scale: float) -> Tensor:
-    """Return scaled scores [C, H, K] of `rows` (`keys.select_rows`), -inf for unseen keys."""
+    """Return scaled dot products [C, H, K] of queries and key rows, -inf for unseen keys.
+
+    `rows` is from `keys.select_rows`.
+    """
     scores_CHK = keys.dot(q_CHl, rows).mul_(scale)
     return scores_CHK.masked_fill_(~keys.seen_CK[:, None], -torch.inf)
 

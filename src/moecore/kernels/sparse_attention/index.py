@@ -60,9 +60,10 @@ def compute_divergence(p_CK: Tensor, scores_CK: Tensor) -> Tensor:
 def differentiate_divergence(
     dkl_C: Tensor, p_CK: Tensor, index: IndexerHeads, keys: Keys, dk_Ni: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of indexer queries [C, h, i] and weights [C, h]; add the keys' to dk_Ni.
+    """Return the gradients of indexer queries [C, h, i] and weights [C, h], and update `dk_Ni`.
 
-    `dkl_C` is the gradient of `compute_divergence`, and `p_CK` the attention's mean probabilities.
+    The gradient of the indexer's keys is added to `dk_Ni` in place. `dkl_C` is the gradient of the
+    result of `compute_divergence`. `p_CK` has attention probabilities, averaged over heads.
     """
     rows = keys.select_rows(index.k_Ni)
     dots_ChK = keys.dot(index.q_thi, rows)
@@ -78,7 +79,7 @@ def differentiate_divergence(
 
 
 def count_numbers_per_pair(index: IndexerHeads) -> int:
-    """Return how many fp32 numbers scoring and selecting allocate per pair of query and key."""
+    """Return how many fp32 numbers per query and key the scores and the selection allocate."""
     return SELECTING if _has_kernel(index) else max(SELECTING, index.q_thi.shape[1])
 
 

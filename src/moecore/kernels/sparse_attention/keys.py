@@ -27,7 +27,7 @@ class Keys(Protocol):
         """Bool [C, K], whether each query sees each of its K keys."""
 
     def select_rows(self, x_ND: Tensor) -> Tensor:
-        """Return the keys' rows of x, [K, D], or [C, K, D] if each query has other keys."""
+        """Return the keys' rows of x: [K, D], or [C, K, D] if each query has its own keys."""
 
     def dot(self, q_CxD: Tensor, rows: Tensor) -> Tensor:
         """Return dot products of queries and rows from `select_rows`, [C, x, K], at least fp32."""
@@ -36,7 +36,11 @@ class Keys(Protocol):
         """Return each query's sum over its K keys of p * row, [C, x, D], at least fp32."""
 
     def add(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
-        """Add p_CxK^T q_CxD of each pair, in place, to columns [0, D) of total_ND's key rows."""
+        """For each pair (p_CxK, q_CxD), add p^T q to the keys' rows of total_ND, in place.
+
+        The product sums over queries and x. If q has fewer columns than total_ND, only the first
+        columns change.
+        """
 
 
 class SelectedKeys:
@@ -109,7 +113,7 @@ class SpanOfKeys:
 
 
 def multiply_in_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b of two or three dims; for 16-bit tensors the sums and the result are fp32."""
+    """Return a @ b, of two or three dims; 16-bit tensors are summed and returned in fp32."""
     if a.dtype not in (torch.bfloat16, torch.float16):
         return a @ b
     if not is_gpu(a):
