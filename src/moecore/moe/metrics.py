@@ -98,7 +98,7 @@ class MoEMetrics:
         return numbers
 
     def compute_load_max_over_mean(self) -> dict[str, float]:
-        """Return layer name -> maximum over mean of experts' loads. One host sync."""
+        """Return layer name -> maximum divided by mean of experts' loads. One host sync."""
         counts = self._copy_to_host()["tokens_per_expert"]
         return {layer: max(_divide_by_mean(counts)) for layer, counts in counts.items()}
 
@@ -126,13 +126,16 @@ class MoEMetrics:
 
 
 def _divide_by_mean(counts: list[float]) -> list[float]:
-    """Return each expert's count over the mean count; zeros if all counts are 0."""
+    """Return each expert's count divided by the mean count; zeros if all counts are 0."""
     mean = max(sum(counts) / len(counts), 1e-9)
     return [count / mean for count in counts]
 
 
 def _compute_drop_rates(values: dict[str, LayerNumbers]) -> dict[str, float]:
-    """Return layer name -> dropped choices over all choices, from `_copy_to_host`'s numbers."""
+    """Return layer name -> dropped choices divided by all choices.
+
+    `values` is the result of `_copy_to_host`.
+    """
     return {
         layer: sum(drops) / max(sum(values["tokens_per_expert"][layer]), 1)
         for layer, drops in values["dropped_per_expert"].items()

@@ -320,7 +320,10 @@ def split_batch(batch: PackedBatch, cp: Count, rank: CountOrZero) -> PackedBatch
 
 
 def _split_tokens_over_ranks(cu_seqlens: Tensor, cp: int) -> Tensor:
-    """Return the token indices of each rank, int64 [cp, t / cp]; ValueError for bad borders."""
+    """Return the token indices of each rank, int64 [cp, t / cp].
+
+    Raises a ValueError for an invalid `cu_seqlens`.
+    """
     lengths_n = cu_seqlens.long().diff() if cu_seqlens.ndim == 1 else None
     relation = None
     if lengths_n is None or cu_seqlens.is_floating_point() or not len(lengths_n):

@@ -93,8 +93,8 @@ class Documents:
     def bound_remaining_time(self, longest: int, work: float, tokens: int) -> float:
         """Return a lower bound of the time of the remaining documents.
 
-        `longest` is the index of the longest of them; `work` (time times ranks) and `tokens` are
-        their sums.
+        `longest` is the index of the longest remaining document. `work` (time summed over ranks)
+        and `tokens` are totals of the remaining documents.
         """
         if longest == len(self):
             return 0.0
@@ -116,7 +116,10 @@ class Documents:
         return low + fixed
 
     def _find_least_work(self, time: float) -> Costs:
-        """Return float64 [N]: each document's least cp * time of the cps that take <= `time`."""
+        """Return float64 [N]: each document's least cp * (its time on cp ranks).
+
+        Only cps whose time is at most `time` count; inf = no such cp.
+        """
         ranks_1 = np.array(self.cps)[:, None]
         costs = np.where(self._rank_costs <= time, self._rank_costs * ranks_1, np.inf)
         return costs.min(axis=0)  # type: ignore[no-any-return]
@@ -312,7 +315,10 @@ def _add_document(documents: Documents, block: RankBlock, index: int) -> None:
 
 
 def _assign_idle_ranks(documents: Documents, blocks: Blocks) -> None:
-    """Double the cp of the slowest blocks by idle ranks; make empty blocks of other idle ranks."""
+    """Double the cp of the slowest blocks with idle ranks, in place.
+
+    Idle ranks that double no block form empty blocks.
+    """
     free = documents.ranks - sum(block.cp for block in blocks)
     max_cp = documents.cps[-1]
     while free:

@@ -80,9 +80,10 @@ class AllGatherDispatcher(Dispatcher):
 def _exchange_counts(
     local_counts: Tensor, p: ExpertPlacement, attendance: Attendance
 ) -> tuple[int, int]:
-    """Return the maximum tokens of any rank, and this rank's expert rows. Collective, host sync.
+    """Return the largest T of any rank, and this rank's number of expert rows. Host sync.
 
-    `local_counts` has T, the number of `Attendance`, and the choices for each expert block.
+    `local_counts` has T, `Attendance.encode_number`, and the number of choices of the experts of
+    each ep rank. Collective.
     """
     counts = all_gather_rows(local_counts[None], p.group).tolist()
     attendance.check_numbers([row[1] for row in counts])

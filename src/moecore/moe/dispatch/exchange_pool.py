@@ -68,7 +68,7 @@ class ExchangePool(BufferOwner):
 
     @property
     def factor(self) -> float | None:
-        """The capacity of expert rows, over the rows of even loads; None = space for all rows."""
+        """The capacity of expert rows divided by the rows of even loads; None = unlimited."""
         return None if self.options.row_factor == "exact" else self.options.row_factor
 
     @property
@@ -207,7 +207,10 @@ class ExchangePool(BufferOwner):
     def _make_layout(
         self, x_TD: Tensor, top_k: int, max_tokens: int, programs: int
     ) -> ExchangeLayout:
-        """Return the layout of a buffer for rows like x_TD, at most `max_tokens` of each rank."""
+        """Return the buffer layout for rows like x_TD and launches of `programs` Triton programs.
+
+        A rank has at most `max_tokens` tokens, each with `top_k` choices.
+        """
         return ExchangeLayout(
             num_ranks=self.group.size(),
             max_tokens=max(1, max_tokens),
@@ -255,7 +258,7 @@ class TokenCapacity(BufferOwner):
 
     @property
     def factor(self) -> float | None:
-        """The capacity in tokens, 1 before the first forward; None = more tokens are an error."""
+        """The maximum tokens of a forward, 1 if unknown; None = a longer forward is an error."""
         if self._pool.factor is None:
             return None
         sizes = (exchange.layout.max_tokens for exchange in self._pool.entries)
@@ -267,7 +270,10 @@ class TokenCapacity(BufferOwner):
         return () if self._shortage is None else (self._shortage,)
 
     def record_token_excess(self, num_tokens: int) -> bool:
-        """Record a forward above the capacity, and return whether the step will be repeated."""
+        """Record a forward with `num_tokens` tokens, and return whether the step is rerun.
+
+        `num_tokens` is above the capacity.
+        """
         if self.watch != "reruns":
             return False
         if self._shortage is None:
@@ -316,7 +322,10 @@ def _raise_if_capturing() -> None:
 
 
 def choose_program_split(programs: int) -> dict[str, int]:
-    """Return `num_push`, `num_receive` and `rounds` of a layout for this number of programs."""
+    """Return the fields `num_push`, `num_receive` and `rounds` of `ExchangeLayout`, by name.
+
+    `programs` is the number of Triton programs of a launch.
+    """
     is_small = programs < FEW_PROGRAMS
     push = max(1, programs * 5 // 12) if is_small else programs // 2
     return dict(num_push=push, num_receive=programs - push, rounds=16 if is_small else 8)

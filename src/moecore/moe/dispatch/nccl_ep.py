@@ -100,9 +100,9 @@ class EPGroups:
         self._groups: dict[tuple[int, int, int], EPGroup] = {}
 
     def get_group(self, num_experts: int, row_bytes: int, max_tokens: int) -> EPGroup:
-        """Return the NCCL EP group for all ranks' experts, and tokens of `row_bytes`.
+        """Return the NCCL EP group for `num_experts` experts on all ranks, and rows of `row_bytes`.
 
-        The first use is collective. `max_tokens` is the maximum tokens of any rank.
+        The first use is collective. `max_tokens` is the largest number of tokens of any rank.
         """
         # Powers of two, so that few groups are created if the number of tokens changes.
         num_tokens = min(MAX_TOKENS, max(MIN_TOKENS, 1 << (max_tokens - 1).bit_length()))
@@ -138,7 +138,10 @@ class EPGroups:
 
 
 class EPGroup:
-    """One NCCL EP group, and its idle handles. A handle stores the routing of one call."""
+    """One NCCL EP group, and its idle handles. A handle stores the routing of one call.
+
+    A rank has `num_local` experts, and at most `num_tokens` tokens per call.
+    """
 
     def __init__(self, group: Any, num_local: int, num_tokens: int) -> None:
         self.num_tokens, self.num_local = num_tokens, num_local
@@ -146,7 +149,10 @@ class EPGroup:
         self._idle = defaultdict[int, list[Any]](list)  # by the choices of a token
 
     def exchange_routing(self, ids_TK: Tensor, max_tokens: int) -> ForwardHandles:
-        """Exchange routing of at most `max_tokens` tokens per rank; return handles. Host sync."""
+        """Exchange the physical ids of all ranks' tokens; return this forward's handles. Host sync.
+
+        `max_tokens` is the largest number of tokens of any rank, and decides the number of chunks.
+        """
         from nccl import ep
 
         chunks = [ids_TK[i : i + self.num_tokens] for i in range(0, max_tokens, self.num_tokens)]
@@ -190,7 +196,8 @@ class EPGroup:
 class ForwardHandles:
     """The NCCL EP handles of one forward, one per chunk of at most C tokens; none on meta.
 
-    When the object is deleted, with its autograd graph, the handles return to the group.
+    `tokens` has the number of tokens of each chunk. When the object is deleted, with its autograd
+    graph, the handles return to the group.
     """
 
     dtype: torch.dtype  # of the tokens, and so of all sums
@@ -206,7 +213,10 @@ class ForwardHandles:
             self._group.return_handles(self)
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Send tokens; return received rows, local expert ids (-1 = not local) and weights."""
+        """Send tokens; return rows [S, D], local expert ids [S, K] and weights [S, K].
+
+        The id is -1 if the expert is not local.
+        """
         S, K, self.dtype = sum(self.rows), self.top_k, x_TD.dtype
         rows_SD = x_TD.new_empty(S, x_TD.shape[1])
         weights_SK = weights_TK.new_empty(S, K)
@@ -251,7 +261,10 @@ class ForwardHandles:
     def _iterate_chunks(
         self, of_tokens: tuple[Tensor, ...], of_rows: tuple[Tensor, ...]
     ) -> Iterator[tuple[Any, Any, list[Any], list[Any]]]:
-        """Yield the `ep` module, and each chunk's handle and descriptors of tokens and of rows."""
+        """Yield the module `ep`, a chunk's handle, and `ep.Tensor`s of its tokens and of its rows.
+
+        Tensors in `of_tokens` are split by tokens of a chunk, and in `of_rows` by received rows.
+        """
         if not self.handles:
             return
         from nccl import ep

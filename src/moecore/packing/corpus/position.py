@@ -178,7 +178,7 @@ _NO_STATE = "must be that of a state_dict(): pass one, of all data ranks"
 
 
 def _convert_to_json(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state in JSON types (tuples are lists); ValueError for other fields."""
+    """Return a state in JSON types (tuples are lists); ValueError unless fields are `FIELDS`."""
     try:
         values = json.loads(json.dumps(dict(state), allow_nan=False))
     except (TypeError, ValueError, RecursionError):
@@ -207,7 +207,8 @@ def _parse_cursors(
 ) -> tuple[int, list[Cursor]]:
     """Return partition and cursors of an entry of state["cursors"]; ValueError if invalid.
 
-    `step` is the difference of two ordinals of a partition.
+    `partitions` and `num_sources` are total numbers. `step` is the difference of two consecutive
+    ordinals of a partition.
     """
     credit = Annotated[float, Bound(">=", -num_sources - 1), Bound("<=", num_sources + 1)]
     kinds: tuple[Any, ...] = (Number, Number, Number, credit, Number)

@@ -164,9 +164,10 @@ class ScheduledCollator(CheckedRecord):
         return self.schedule_pieces(pieces)
 
     def schedule_pieces(self, pieces: Sequence[Piece]) -> ScheduledBatch:
-        """Return this rank's batch of a step; `pieces` has one piece per document, as on all ranks.
+        """Return this rank's batch of a step.
 
-        Raises a ValueError as `__call__`.
+        `pieces` has one piece per document, and is identical on all ranks. Raises a ValueError as
+        `__call__`.
         """
         lengths = [len(piece.ids) for piece in pieces]
         plan = schedule_documents(
