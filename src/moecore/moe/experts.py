@@ -69,8 +69,8 @@ class Experts(nn.Module):
         lora: matrix name -> the low-rank updates of w1 or w2, after `add_low_rank_updates`.
 
     `own_activation` is differentiable torch code without parameters that maps FC1's output [R, C]
-    in fp32 to [R, F], elementwise. It replaces the config's activation, which then only decides
-    whether there is a gate. `expert_mlp` cannot compute it.
+    in fp32 to [R, F], elementwise. This function replaces the config's activation, which then
+    only decides whether there is a gate. `expert_mlp` cannot compute it.
     """
 
     def __init__(

@@ -23,8 +23,8 @@ class MoEMetrics:
             with a capacity.
         aux_losses: layer name -> fp32 [4] in the order of `LOSS_NAMES`, coefficients applied.
         router_entropy: layer name -> fp64 scalar in nats, the mean over tokens of the entropy of
-            the router's probabilities: the scores over their sum, before any bias. 0 is certain,
-            log(E) undecided. Only layers whose router is moecore's.
+            the router's probabilities: the scores before any bias, divided by their sum. 0 is
+            certain, log(E) undecided. Only layers whose router is moecore's.
         clones_per_rank: layer name -> fp64 scalar, number of other ranks' experts that a rank
             computed, as the mean over ranks and forwards. Only layers with `CloneOptions`.
         indexer_losses: attention layer name -> fp32 [1], coefficient applied. Only layers
@@ -41,9 +41,9 @@ class MoEMetrics:
     def to_dict(self, *, per_expert: bool = True) -> dict[str, float]:
         """Return name -> number, for any logger. One copy from the device, one host sync.
 
-            expert_load_max_over_mean   maximum over mean of experts' loads, in the worst layer
-            expert_load/<layer>         maximum over mean of experts' loads in a layer
-            expert_load/<layer>/<e>     choices of an expert over the mean
+            expert_load_max_over_mean   maximum of `expert_load/<layer>` over layers
+            expert_load/<layer>         maximum divided by mean of experts' loads in a layer
+            expert_load/<layer>/<e>     choices of an expert divided by the mean
             drop_rate, /<layer>         share of the choices that capacity dropped; mean over layers
             balance_loss, /<layer>      auxiliary losses of all scopes; sum over layers
             z_loss, /<layer>            sum over layers

@@ -45,8 +45,8 @@ class ExpertPlacement:
     """The ranks of a dispatch group, and the experts that each rank owns.
 
     Group rank g = ep_rank * etp + etp_rank. Every etp rank of an ep rank owns the same experts, and
-    1 / etp of each expert's matrices. It therefore needs the same tokens, and the sum over ranks in
-    `combine` includes its partial sums.
+    1 / etp of each expert's matrices. Every etp rank therefore needs the same tokens. The sum over
+    ranks in `combine` includes the partial sums of the etp ranks.
     """
 
     group: dist.ProcessGroup  # the ep x etp ranks

@@ -80,9 +80,9 @@ class SharedExpert(_MatrixModule):
 class SharedRun:
     """One forward of the shared experts, on the current stream or concurrently with dispatch.
 
-    `forward` returns the experts' output, or None without shared experts. It runs on `stream`, None
-    = the current stream. Backward also runs on this stream. All layers may share a stream, which
-    its creator owns. Read `y_TD` through `wait`.
+    `forward` returns the experts' output, or None without shared experts. Forward and backward run
+    on `stream`, None = the current stream. All layers may share a stream, which its creator owns.
+    Read `y_TD` through `wait`.
     """
 
     def __init__(

@@ -224,7 +224,7 @@ def _read_token_values(document: Mapping[str, Any], key: str, name: str, length:
 def _convert_to_int64(numbers: Any, name: str) -> Integers:
     """Return a list, array or tensor of integers as int64, which may share its memory.
 
-    Raises a ValueError for other objects, which it calls `name`.
+    Raises a ValueError for other objects. `name` is the name of the object in the error.
     """
     try:
         array = np.asarray(numbers) if isinstance(numbers, list) else numbers

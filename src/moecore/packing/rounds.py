@@ -210,7 +210,7 @@ class _RoundSearch:
         return best[1]
 
     def _try_limits(self) -> Iterator[Blocks]:
-        """Yield the blocks of each trial; a limit with the same blocks as the last is skipped."""
+        """Yield the blocks of each trial; a limit that would repeat the last blocks is skipped."""
         limits = self._list_time_limits()
         for min_ranks in self.documents.cps:
             min_limit = np.inf

@@ -393,7 +393,7 @@ def _measure_disk(
     rule = "a directory that every rank can write"
 
     def write_file() -> bool:
-        """Write a file as for checkpoints; only the file of rank 0 has a name."""
+        """Write a temporary file to the directory; rank 0 also creates the file `name`."""
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=directory) as file:

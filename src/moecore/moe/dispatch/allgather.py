@@ -3,9 +3,9 @@
 Legend: T local tokens, C maximum tokens of any rank, D model dim, K experts per token, G ranks of
 the group (ep * etp), S = G * C source rows.
 
-It is faster than all-to-all if nearly every token needs nearly every rank (K >= ep), because rows
-are not sorted before they are sent. One host sync per forward (`_exchange_counts`), none in
-backward.
+This dispatcher is faster than all-to-all if nearly every token needs nearly every rank (K >= ep),
+because rows are not sorted before they are sent. One host sync per forward (`_exchange_counts`),
+none in backward.
 """
 
 from __future__ import annotations

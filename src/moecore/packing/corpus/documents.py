@@ -54,7 +54,7 @@ class CorpusSource(CheckedRecord):
         tokenize: returns the token ids of a document, including the end-of-document id. Equal
             documents must give equal ids. None = the documents are token ids. Documents without
             ids are skipped.
-        weight: the source's share of the rows is `weight` over the sum of all weights.
+        weight: the source's share of the rows is `weight` divided by the sum of all weights.
     """
 
     name: str
