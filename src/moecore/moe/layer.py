@@ -166,7 +166,7 @@ class RoutedLayer(nn.Module):
     def _track_load(
         self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
     ) -> Tensor:
-        """Return y. In training, its backward counts loads and adds auxiliary losses' gradients.
+        """Return y. In training, y's backward counts loads and adds auxiliary losses' gradients.
 
         `bias_E` is the router's selection bias. In eval mode, the backward of y warns.
         """

@@ -143,12 +143,12 @@ def _compute_drop_rates(values: dict[str, LayerNumbers]) -> dict[str, float]:
 
 
 def _add_layer_names(name: str, of_layers: dict[str, float]) -> dict[str, float]:
-    """Return `of_layers` with keys `name/layer`."""
+    """Return {"<name>/<layer>": value} for `of_layers`, {layer: value}."""
     return {f"{name}/{layer}": value for layer, value in of_layers.items()}
 
 
 def _add_layer_mean(name: str, of_layers: dict[str, float]) -> dict[str, float]:
-    """Return `of_layers` with keys `name/layer`, and the mean with key `name`; {} for no layers."""
+    """Return {"<name>/<layer>": value} and {name: mean} for {layer: value}; {} for no layers."""
     if not of_layers:
         return {}
     return {name: sum(of_layers.values()) / len(of_layers), **_add_layer_names(name, of_layers)}

@@ -41,7 +41,7 @@ class PairedModel(Protocol):
         """Return a context in which one forward alternates with one backward of the model."""
 
     def resume(self, is_backward: bool) -> None:
-        """Unshard the parameters of the side that continues: the backward if `is_backward`."""
+        """Unshard the parameters of the backward if `is_backward`, otherwise of the forward."""
 
 
 class Pairs:

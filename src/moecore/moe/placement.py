@@ -34,7 +34,7 @@ def compute_balanced_tokens(num_tokens: int, top_k: int, num_experts: int, num_l
 
 
 def _compute_choice_probability(top_k: int, num_experts: int, num_local: int) -> float:
-    """Return the probability that K random experts of E include one of `num_local` experts."""
+    """Return the probability that K random experts of E include any of `num_local` experts."""
     if top_k > num_experts:  # the remaining choices are zero experts
         return 1.0
     return 1 - math.comb(num_experts - num_local, top_k) / math.comb(num_experts, top_k)
@@ -150,14 +150,17 @@ class DomainPlacement(ExpertPlacement):
         )
 
     def _compute_reach_probability(self, top_k: int, num_experts: int) -> float:
-        """Return the probability that a token has a choice among `num_experts` of all experts."""
+        """Return the probability that a token chooses at least one of `num_experts` experts."""
         return _compute_choice_probability(top_k, self.num_domains * self.num_experts, num_experts)
 
 
 def make_domain_placement(
     placement: ExpertPlacement, inside: dist.ProcessGroup, num_domains: int
 ) -> DomainPlacement:
-    """Return the placement of this rank's domain, one of `num_domains`, with ranks `inside`."""
+    """Return the placement of this rank's domain, whose ranks are the group `inside`.
+
+    The ranks of `placement` form `num_domains` domains.
+    """
     return DomainPlacement(
         group=inside,
         num_experts=placement.num_experts // num_domains,

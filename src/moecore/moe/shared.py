@@ -36,7 +36,7 @@ class _MatrixModule(nn.Module):
     """Base class of modules whose parameters are matrices."""
 
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
-        """Draw weights from N(0, std^2). Values depend only on `key`, `seed` and their name."""
+        """Draw weights from N(0, std^2), which depend only on `key`, `seed` and parameter names."""
         for name, parameter in self.named_parameters(recurse=False):
             init_normal_(parameter, std=std, key=f"{key}.{name}", seed=seed)
 

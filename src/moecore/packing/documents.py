@@ -202,7 +202,7 @@ class DocumentCost(CheckedRecord):
         return None
 
     def estimate(self, lengths_N: Integers, cp: int) -> Costs:
-        """Return the time of each document on each of its cp ranks, float64 [N]."""
+        """Return float64 [N]: the time of each document on each of `cp` ranks that share it."""
         length = lengths_N.astype(np.float64)
         exchange = self.exchange * length * (cp - 1)
         compute = self.linear * length + np.maximum(self.quadratic * length**2, exchange)
@@ -243,7 +243,7 @@ class MeasuredCost(CheckedRecord):
         return max(self.seconds)
 
     def estimate(self, lengths_N: Integers, cp: int) -> Costs:
-        """Return the time of each document on each of its cp ranks, float64 [N]."""
+        """Return float64 [N]: the time of each document on each of `cp` ranks that share it."""
         first, last = self.lengths[0], self.lengths[-1]
         times = self.seconds[cp]
         inside = np.interp(lengths_N, self.lengths, times)

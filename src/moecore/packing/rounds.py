@@ -176,7 +176,7 @@ class RemainingDocuments:
 
 
 def make_rounds(documents: Documents) -> list[Blocks]:
-    """Return all rounds. A round is a list of blocks with all ranks, in descending cp."""
+    """Return all rounds, each a list of blocks in descending cp that together use all ranks."""
     search = _RoundSearch(documents)
     rounds = []
     while search.remaining.find_first(0) < len(documents):

@@ -46,7 +46,7 @@ class AllGatherDispatcher(Dispatcher):
         self.attendance = Attendance(placement.group, placement.layer)
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Return the tokens of all ranks, padded to the maximum of any rank, as source rows.
+        """Return the tokens of all ranks as source rows, padded to C tokens per rank.
 
         Four collectives and one host sync. With `routing.pad` only the first call has a host sync.
         """

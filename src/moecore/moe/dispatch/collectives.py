@@ -190,7 +190,7 @@ def _gather_from_ranks(
 def _sum_over_ranks(
     ys_S: Sequence[Tensor | None], group: dist.ProcessGroup, pairs: Pairs | None
 ) -> list[Any]:
-    """Reduce-scatter each tensor along dim 0 by an all-to-all, in fp32 and in rank order."""
+    """Reduce-scatter each [G * C, ...] to [C, ...] by an all-to-all, in fp32, in rank order."""
     # An all-to-all sends as many bytes as a reduce-scatter, which would round a 16-bit dtype after
     # every addition.
     pieces = [

@@ -183,7 +183,10 @@ class Exchange:
     def _reduce_copies(
         self, sums_SD: Tensor, row_map: ExchangeMap, choices: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the sums of all ranks' copies [T, D], and gradients of routing weights [T, K]."""
+        """Return the sums of all ranks' copies [T, D], and gradients of routing weights [T, K].
+
+        The arguments are the arguments of `finish_copies`.
+        """
         peers_T, places_S, _ = row_map
         places = (peers_T, places_S, places_S[:, None])
         return kernels.reduce_rows(self.buffer, sums_SD, *places, choices, has_sums=True)
@@ -283,7 +286,7 @@ class CloneExchange:
     def fetch(self, tensors: Sequence[Tensor], places: Places) -> list[Tensor]:
         """Send weights [e, ...] to clones on other ranks, and return this rank's clones [c, ...].
 
-        `places` has the expert of each clone of all ranks. Empty places have zeros.
+        `places` has the expert of each place for a clone, on all ranks. Empty places have zeros.
         """
         return [clone_kernels.fetch_clones(self.buffer, tensor, places) for tensor in tensors]
 

@@ -169,7 +169,10 @@ class ExchangePool(BufferOwner):
         self._clones = None
 
     def _make_exchange(self, x_TD: Tensor, top_k: int) -> Exchange:
-        """Allocate an exchange of rows on all ranks. Raises ValueError for tokens on a CPU."""
+        """Allocate an exchange for K = `top_k` choices and rows like x_TD, on all ranks.
+
+        Raises ValueError for tokens on a CPU. Collective.
+        """
         if not x_TD.is_cuda:
             raise ValueError(
                 f"device of the tokens ({x_TD.device}) must be a GPU for dispatcher ('nvlink'): "
@@ -193,7 +196,7 @@ class ExchangePool(BufferOwner):
             return CloneExchange(buffer, self.group)
 
     def _make_meta_exchange(self, x_TD: Tensor, top_k: int) -> Exchange:
-        """Return an exchange for meta rows of the width and dtype of x_TD."""
+        """Return a meta exchange for K = `top_k` and rows of the width and dtype of x_TD."""
         max_tokens = self.options.max_tokens or x_TD.shape[0]
         layout = self._make_layout(x_TD, top_k, max_tokens, self._programs or 1)
         none = torch.empty(0, dtype=torch.int32, device="meta")
@@ -221,11 +224,14 @@ class ExchangePool(BufferOwner):
         )
 
     def _count_balanced_rows(self, layout: ExchangeLayout) -> int:
-        """Return the expert rows of a rank with even loads, for C tokens on every rank."""
+        """Return the number of a rank's expert rows with even loads and C tokens on every rank."""
         return layout.source_rows * layout.top_k // self.ep
 
     def _compare_options(self, x_TD: Tensor, top_k: int, programs: int) -> int:
-        """Return the maximum tokens of any rank. ValueError if ranks' options differ. Host sync."""
+        """Return the largest number of tokens of any rank. Collective, host sync.
+
+        Raises ValueError if options, programs, K, or row width or dtype differ between ranks.
+        """
         options, (T, D) = self.options, x_TD.shape
         flags = (options.overlap_weight_grads, options.keep_rows, self.wire.fp8)
         sizes = (options.max_tokens or T, D, top_k, SUM_DTYPES.index(x_TD.dtype), programs)

@@ -50,7 +50,7 @@ INSTALL = f"{get_install_command('nccl-ep')}, or use 'alltoall'"
 
 
 def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
-    """Return the reason why a rank of a group cannot run NCCL EP, or None. Collective."""
+    """Return the reason why some rank of a group cannot run NCCL EP, or None. Collective."""
     problems = gather_objects(_find_local_problem(device_type), group)
     return next((problem for problem in problems if problem is not None), None)
 
@@ -112,7 +112,10 @@ class EPGroups:
         return self._groups[key]
 
     def _make_group(self, num_experts: int, row_bytes: int, num_tokens: int) -> EPGroup:
-        """Return a new NCCL EP group for `num_tokens` tokens per rank and call. Collective."""
+        """Return a new NCCL EP group. Collective.
+
+        A call has at most `num_tokens` tokens of `row_bytes` per rank.
+        """
         from nccl import ep
         from nccl.ep.interop.torch import get_nccl_comm_from_group
 
@@ -237,7 +240,7 @@ class ForwardHandles:
         return y_TD
 
     def compute_row_grads(self, dy_TD: Tensor) -> Tensor:
-        """Run combine's backward: send the tokens' gradients, and return the rows' gradients."""
+        """Run combine's backward: send the tokens' gradients; return gradients of rows [S, D]."""
         dy_SD = dy_TD.new_empty(sum(self.rows), dy_TD.shape[1])
         for ep, handle, (x,), (out,) in self._iterate_chunks((dy_TD.contiguous(),), (dy_SD,)):
             inputs, outs = ep.DispatchInputs(tokens=x), ep.DispatchOutputs(tokens=out)
@@ -246,7 +249,10 @@ class ForwardHandles:
         return dy_SD
 
     def compute_token_grads(self, dx_SD: Tensor, dweights_SK: Tensor) -> tuple[Tensor, Tensor]:
-        """Run dispatch's backward: return the gradients of tokens and of routing weights."""
+        """Run dispatch's backward: return gradients of tokens [T, D] and routing weights [T, K].
+
+        The arguments are the gradients of received rows and of their weights.
+        """
         T = sum(self.tokens)
         dx_TD = dx_SD.new_empty(T, dx_SD.shape[1])
         dweights_TK = dweights_SK.new_empty(T, self.top_k)
@@ -329,7 +335,7 @@ class NCCLEPDispatcher(Dispatcher):
 def _check_inputs(
     x_TD: Tensor, routing: Routing, p: ExpertPlacement, ranks_per_domain: int
 ) -> None:
-    """Raise ValueError for inputs that NCCL EP cannot send; identical on all ranks."""
+    """Raise ValueError on all ranks for inputs that NCCL EP cannot send."""
     (_, D), K = x_TD.shape, routing.destinations_TK.shape[1]
     experts = p.num_physical * ranks_per_domain
     relation = None

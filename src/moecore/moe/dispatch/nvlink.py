@@ -120,7 +120,7 @@ class NVLinkDispatcher(Dispatcher):
         )
 
     def _is_sent_by_alltoall(self, x_TD: Tensor, routing: Routing) -> bool:
-        """Whether the all-to-all dispatcher sends these tokens; identical on all ranks.
+        """Whether the all-to-all dispatcher sends these tokens. The result is equal on all ranks.
 
         Raises ValueError if stores cannot send the tokens and `ExchangePool.is_required` is True.
         """

@@ -133,7 +133,7 @@ class RankBatches(IterableDataset[Any]):
             yield self._collate(rows), cursors, lengths
 
     def _make_partition(self, number: int, readers: Mapping[str, DocumentReader]) -> Partition:
-        """Return partition `number` at its start position; `readers` maps names of sources."""
+        """Return partition `number` at its start position; `readers` has source names as keys."""
         options = self._options
         return Partition(
             number,
@@ -151,7 +151,7 @@ class RankBatches(IterableDataset[Any]):
         return self._first + (number * self.data_ranks + self.data_rank) * self.rows + place
 
     def _find_worker_partitions(self, worker: int, workers: int) -> frozenset[int]:
-        """Return the indices of the partitions from which a worker reads rows."""
+        """Return the indices of the partitions that worker `worker` of `workers` reads."""
         period = self.partitions // math.gcd(self.partitions, workers * self.data_ranks * self.rows)
         numbers = range(worker, worker + period * workers, workers)
         return frozenset(
@@ -161,7 +161,10 @@ class RankBatches(IterableDataset[Any]):
     def _order_documents(
         self, place: int, source: CorpusSource, partition_ids: frozenset[int]
     ) -> OrderedDocuments:
-        """Return the documents of `sources[place]` by ordinal, for these partitions."""
+        """Return the documents of `source` by ordinal, for the partitions `partition_ids`.
+
+        `place` is the index of the source in `sources`.
+        """
         options = self._options
         key = hash_parts(options.seed, "order", source.name) if options.shuffle else None
         if source.is_indexed:

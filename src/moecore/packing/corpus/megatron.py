@@ -103,7 +103,10 @@ class MegatronDocuments:
         return f"{self._prefix}.bin document {document}"
 
     def _read_entries(self, start: int, dtype: str, first: int, count: int) -> np.ndarray[Any, Any]:
-        """Return entries [first, first + count) of the array at byte `start` of PREFIX.idx."""
+        """Return entries [first, first + count) of the array of `dtype` at byte `start`.
+
+        The array is in PREFIX.idx.
+        """
         width = np.dtype(dtype).itemsize
         return np.frombuffer(self._index.read(start + first * width, count * width), dtype)
 

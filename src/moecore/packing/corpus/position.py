@@ -155,7 +155,8 @@ def check_state(
 ) -> Position:
     """Return the position in a `state_dict` of a loader with these facts and sources.
 
-    Raises a ValueError for the state of another loader and for other objects.
+    `facts` is the result of `collect_facts`. Raises a ValueError for the state of another loader
+    and for other objects.
     """
     values = _convert_to_json(state)
     for name, annotation in FIELDS.items():
@@ -233,7 +234,10 @@ def _parse_cursors(
 
 
 def _check_row_counts(cursors: Cursors, rows: int, partitions: int) -> None:
-    """Raise a ValueError unless each partition has its share of the run's first `rows` rows."""
+    """Raise a ValueError unless each partition has its share of the run's first `rows` rows.
+
+    `cursors` has partition numbers as keys. `partitions` is the number of partitions.
+    """
     for number in {*range(min(rows, partitions)), *cursors}:
         expected_rows = max(0, -(-(rows - number) // partitions))
         num_rows = sum(cursor.rows for cursor in cursors.get(number, []))
