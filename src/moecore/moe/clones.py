@@ -45,8 +45,8 @@ from moecore.moe.records import ExpertInput, Routing
 class Cloner:
     """Chooses the hot experts of a layer that other ranks also compute, as clones.
 
-    `group` has one rank per ep rank, in order; all have this rank's etp slice of their experts.
-    `exchanges` is the pool of dispatcher "nvlink", or None with any other dispatcher.
+    `group` has the ranks with this rank's etp index, in ep order. `exchanges` is the pool of
+    dispatcher "nvlink", or None with any other dispatcher.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Cloner:
         return self._exchanges is None
 
     def counts(self, device: torch.device) -> Tensor:
-        """Return int64 [2]: this rank's clones and its forwards since the last optimizer step."""
+        """Return int64 [2]: number of clones and of forwards here since the last optimizer step."""
         if self._counts_2 is None:
             self._counts_2 = torch.zeros(2, dtype=torch.int64, device=device)
         return self._counts_2
@@ -99,8 +99,9 @@ class Cloner:
     ) -> tuple[Routing, AnyClones | None]:
         """Plan a forward's clones; return the routing with physical ids, and the clones or None.
 
-        Only forwards in `training` are counted. `pairs` runs another micro-batch during
-        collectives. Collective, except with a `PeriodicPlan`.
+        None = no rank has a clone. With `training`, this forward and its clones are added to
+        `counts`. `pairs` runs another micro-batch during collectives. Collective, except with a
+        `PeriodicPlan`.
         """
         p, ids_TK = self._placement, routing.expert_ids_TK
         if ids_TK.is_meta:  # loads are even, so there are no clones
@@ -113,7 +114,7 @@ class Cloner:
         return routing, self._make_clones(plan.experts_N, pairs)
 
     def _make_plan(self, ids_TK: Tensor, pairs: Pairs | None) -> tuple[ClonePlan, Tensor]:
-        """Return the plan, and int32 [E], each expert's tokens on lower ranks than this rank."""
+        """Return the plan for ids [T, K], and int32 [E], each expert's tokens on lower ranks."""
         p = self._placement
         if self._shared_plan is not None:
             none_E = torch.zeros(p.num_experts, dtype=torch.int32, device=ids_TK.device)
@@ -130,8 +131,8 @@ class Cloner:
     def _make_clones(self, experts_N: Tensor, pairs: Pairs | None) -> AnyClones | None:
         """Return the clones of a plan; None = no rank has a clone.
 
-        Place i computes expert `experts_N[i]`, -1 = empty. Host sync with collectives and a plan
-        per forward.
+        `experts_N` has the expert of each place for a clone on all ranks; -1 = empty place. Host
+        sync with any dispatcher but "nvlink", if there is no `PeriodicPlan`.
         """
         p = self._placement
         if self._exchanges is not None:
@@ -142,14 +143,14 @@ class Cloner:
         return None if max(experts) < 0 else Clones.from_plan(experts, p, self._group, pairs)
 
     def _count_clones(self, experts_N: Tensor) -> None:
-        """Count a forward and its clones on this rank, on the device; -1 = an empty place."""
+        """Add one forward, and this rank's clones in `experts_N` (-1 = no clone), to `counts`."""
         is_clone_c = experts_N.view(self._placement.ep, -1)[dist.get_rank(self._group)] >= 0
         counts_2 = self.counts(experts_N.device)
         counts_2[0] += is_clone_c.sum()
         counts_2[1] += 1
 
     def _gather_counts(self, ids_TK: Tensor, pairs: Pairs | None) -> Tensor:
-        """All-gather the number of tokens of each rank for each expert, int64 [G, E]."""
+        """Return int64 [G, E]: each rank's number of tokens for each expert. Collective."""
         p = self._placement
         local_counts_1E = _count_tokens(ids_TK, p.num_experts)
         if self._exchanges is not None:
@@ -159,7 +160,7 @@ class Cloner:
         return counts_GE
 
     def add_clones_to_input(self, inp: ExpertInput, clones: AnyClones | None) -> ExpertInput:
-        """Return the experts' input with the clones, and an index without empty places."""
+        """Return `inp` with `clones`, and offsets of only this rank's experts and its clones."""
         number = self._placement.num_local + (0 if clones is None else clones.num_local_clones)
         index = inp.index._replace(offsets_e=inp.index.offsets_e[:number])
         return replace(inp, index=index, clones=clones)
@@ -185,7 +186,10 @@ class Clones:
         group: dist.ProcessGroup,
         pairs: Pairs | None = None,
     ) -> Clones:
-        """Return the clones of a plan; `experts` has all ranks' cloned experts, -1 = empty."""
+        """Return the clones that this rank sends and receives by a plan.
+
+        `experts` has the expert of each place for a clone, in rank order; -1 = empty place.
+        """
         # Example, three ranks of two experts and two places each, experts [4, 3, -1, -1, 2, 0]:
         # rank 0 sends its expert 0 to rank 2. Rank 0 receives expert 3 from rank 1 and expert 4
         # from rank 2, so its order is [1, 0].
@@ -213,7 +217,10 @@ class Clones:
         return len(self.order)
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Send weights [e, ...] of experts to clones; return this rank's [n, ...]. Collective."""
+        """Send local experts' weights [e, ...] to their clones; return this rank's clones [n, ...].
+
+        Collective.
+        """
         expert_rows = [t[list(self.send_ids)] for t in tensors]
         rows = self._exchange_rows(expert_rows, self.num_local_clones, to_experts=False)
         return rows if self._is_in_order else [t[list(self.order)] for t in rows]
@@ -248,7 +255,7 @@ class Clones:
     def _exchange_rows(
         self, tensors: Sequence[Tensor], num_rows: int, *, to_experts: bool
     ) -> list[Tensor]:
-        """Exchange rows, each one expert's weights or gradient, and return the received rows.
+        """All-to-all the rows of each tensor, one row per expert; return `num_rows` received rows.
 
         `to_experts` = from clones to the experts' ranks, otherwise from experts to clones.
         """
@@ -280,12 +287,15 @@ class PeerClones:
         return self.places.num_clones
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Send weights [e, ...] of experts to clones; return [n, ...], zeros for empty places."""
+        """Send local experts' weights [e, ...] to their clones; return this rank's clones [n, ...].
+
+        Empty places have zeros.
+        """
         return self.exchange.fetch(tensors, self.places)
 
     @torch.no_grad()
     def add_clone_grads_(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Return [e, ...] with the gradients of all ranks' clones, as `Clones.add_clone_grads_`.
+        """Add the gradients of all ranks' clones as `Clones.add_clone_grads_`; return [e, ...].
 
         Sums are in place only for contiguous gradients.
         """
@@ -310,10 +320,10 @@ def _count_tokens(ids_TK: Tensor, num_experts: int) -> Tensor:
 class PeriodicPlan:
     """A layer's plan of clones for `num_steps` optimizer steps, made from the loads of one step.
 
-    The plan is identical on all ranks. Each rank divides its tokens by the plan's shares, without
-    the counts of other ranks. Checkpoints do not contain the plan, so a resumed run has clones
-    after its first step. `min_excess` is `CloneOptions.min_share`. With `is_read` the host reads
-    each new plan. N is the number of places for clones.
+    The plan is identical on all ranks. Each rank sends the plan's share of its tokens to each
+    clone, without the counts of other ranks. Checkpoints do not contain the plan, so a resumed run
+    has clones after its first step. `min_excess` is `CloneOptions.min_share`. With `is_read` the
+    host reads each new plan. N is the number of places for clones.
     """
 
     def __init__(
@@ -335,7 +345,7 @@ class PeriodicPlan:
             self._plan.experts_N.fill_(-1)
 
     def divide_choices(self, ids_TK: Tensor) -> ClonePlan:
-        """Return the plan for this rank's choices: ranges of them that clones compute."""
+        """Return the plan with each clone's range of this rank's tokens of the cloned expert."""
         # No communication, no host sync. Example: expert 0 had nine tokens, and its clone has
         # tokens 6 to 9. Of three choices on this rank, the last is sent to the clone.
         plan, loads_N = self._get_tensors(ids_TK.device)

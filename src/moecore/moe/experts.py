@@ -69,8 +69,8 @@ class Experts(nn.Module):
         lora: matrix name -> the low-rank updates of w1 or w2, after `add_low_rank_updates`.
 
     `own_activation` is differentiable torch code without parameters that maps FC1's output [R, C]
-    in fp32 to [R, F], elementwise. It replaces the config's activation, which then only decides
-    whether there is a gate. `expert_mlp` cannot compute it.
+    in fp32 to [R, F], elementwise. This function replaces the config's activation, which then
+    only decides whether there is a gate. `expert_mlp` cannot compute it.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Experts(nn.Module):
     def check_backend(
         self, backend: str, *, recompute_fc1: bool = False, recipe: Recipe | None = None
     ) -> None:
-        """Raise ValueError if a backend cannot run these experts with `recipe` (None = no FP8)."""
+        """Raise ValueError if these experts cannot use `backend`, `recompute_fc1` and `recipe`."""
         check_backend(backend, self.make_spec(recipe=recipe))
         if recompute_fc1 and (EXPERT_BACKENDS[backend] is not None or self.has_extras):
             wrong = f"expert_backend ({backend!r})"
@@ -171,7 +171,7 @@ class Experts(nn.Module):
         return self.config.gated and self.layout.gate_up == "separate"
 
     def _get_hidden_dims(self) -> dict[str, int]:
-        """Return role ("w1", "b2") -> the dim that etp shards, for the parameters that exist."""
+        """Return the index of the dim that etp shards, by role ("w1"), for existing parameters."""
         split = int(self.config.gated and self.layout.gate_up == "split")
         transposed = self.layout.transposed
         dims = {"w1": 2 if transposed else 1 + split, "w2": 1 if transposed else 2}
@@ -202,7 +202,7 @@ class Experts(nn.Module):
                 init_normal_(parameter, std=std, key=f"{key}.{name}", seed=seed)
 
     def make_spec(self, **fields: Any) -> ExpertSpec:
-        """Return the `ExpertSpec` of these experts, with `fields` that only a caller knows."""
+        """Return the `ExpertSpec` of these experts; `fields` are more fields, such as `recipe`."""
         return ExpertSpec(
             gated=self.config.gated,
             interleaved=self._is_interleaved,
@@ -228,7 +228,7 @@ class Experts(nn.Module):
                 return self._run_backend(inp, all_weights or weights)
 
     def _run_backend(self, inp: ExpertInput, weights: ExpertWeights) -> Tensor | UnsummedRows:
-        """Return the output of `expert_mlp`, or of the backend's own function."""
+        """Return the output for `inp` and `weights`, by `expert_mlp` or the backend's function."""
         key = self._make_options_key(inp.rows, weights)
         last_key, options = self._options_cache
         if options is None or key is None or key != last_key:
@@ -298,7 +298,7 @@ class Experts(nn.Module):
         return self.config.gated and self.layout.gate_up == "interleaved"
 
     def _prepare_weights(self, dtype: torch.dtype) -> ExpertWeights:
-        """Return this rank's weights for the experts' kernels, in `dtype` without a recipe."""
+        """Return this rank's weights for the expert kernels, cast to `dtype` without a recipe."""
         config = self.config
         w1_eCD, sink1 = self._read_fc1_eCD(dtype)
         w2_eDF = self._read_param("w2", dtype)
@@ -358,7 +358,7 @@ class Experts(nn.Module):
         return w1_eCD, self._make_grad_sink("w1", w1_eCD)
 
     def _make_grad_sink(self, role: str, matrices: Tensor) -> GradSink | None:
-        """Return the sink for the gradient of weight `role`; None = autograd gets the gradient."""
+        """Return the sink for the gradient of weight `role`, shaped as `matrices`, or None."""
         if self.layout.transposed:
             return None
         return find_sink(getattr(self, getattr(self.layout, role)), matrices.shape)
@@ -378,7 +378,10 @@ class Experts(nn.Module):
         inputs: SlicePart = lambda a_erI: a_erI,
         outputs: SlicePart = lambda b_eOr: b_eOr,
     ) -> LowRankUpdate | None:
-        """Return this rank's slices of the LoRA update of matrix `name`; None = no LoRA."""
+        """Return this rank's slices of the LoRA update of matrix `name`; None = no LoRA.
+
+        `inputs` slices the last dim of A, and `outputs` slices dim 1 of B.
+        """
         if name not in self.updates:
             return None
         return self.updates[name].make_update(
@@ -403,7 +406,10 @@ class Experts(nn.Module):
 
 
 def _declare_used_rows(inp: ExpertInput, *, is_quantised: bool) -> AbstractContextManager[None]:
-    """Return a context that tells packers of saved tensors which of the R and S rows are used."""
+    """Return a context that tells saved-tensor hooks which of the R and S rows are used.
+
+    `is_quantised` = experts save quantised rows instead of source rows.
+    """
     # Packers know a matrix by its length. If R is S, they know the source rows by their storage,
     # unless experts save quantised rows instead.
     if (inp.unsummed is None and inp.balanced is None) or torch.compiler.is_compiling():

@@ -67,7 +67,7 @@ def force_expert_loads(model: nn.Module, shares: Mapping[int, float]) -> None:
 
 
 def _force_choices(layer: MoELayer, ids: Callable[[int, int, int, torch.device], Tensor]) -> None:
-    """Replace the router's choice by `ids(T, E, K, device)`, int32 [T, K], and fix its bias."""
+    """Make the router choose `ids(T, E, K, device)`, int32 [T, K]; freeze the selection bias."""
     layer.get_part("router").forced_ids = ids
     off: Any = dict(bias_update_rate=0.0, bias_update="sign", bias_per_micro_batch=False)
     layer.set_balance(replace(layer.config.balance, **off))
@@ -81,7 +81,10 @@ def make_ids_from_shares(
     *,
     shares: Mapping[int, float],
 ) -> Tensor:
-    """Return int32 ids [T, K], distinct in each token, with the given shares of all choices."""
+    """Return int32 ids [T, K], distinct in each token, with the given shares of all choices.
+
+    `shares` maps expert ids to shares. The remaining experts have equal shares.
+    """
     # Experts divide [0, K) into intervals of K times their shares, each at most 1 long. A token has
     # the experts at u, u + 1, .. for its own u in [0, 1).
     rest = (1 - sum(shares.values())) / max(1, num_experts - len(shares))

@@ -125,7 +125,7 @@ class RoutedLayer(nn.Module):
         return self.forward(x_0D)  # type: ignore[no-any-return]
 
     def _run_experts(self, expert_input: ExpertInput) -> Any:
-        """Run the experts module; return sums [S, L], or `UnsummedRows` for such a dispatcher."""
+        """Run the experts module; return sums [S, L], or `UnsummedRows` with `unsummed` set."""
         raise NotImplementedError
 
     def _run_routed_experts(
@@ -166,7 +166,7 @@ class RoutedLayer(nn.Module):
     def _track_load(
         self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
     ) -> Tensor:
-        """Return y. In training, its backward counts loads and adds auxiliary losses' gradients.
+        """Return y. In training, y's backward counts loads and adds auxiliary losses' gradients.
 
         `bias_E` is the router's selection bias. In eval mode, the backward of y warns.
         """
@@ -332,7 +332,10 @@ class MoELayer(RoutedLayer, BiasOwner):
         return self._track_load(y, routing, micro_batch, router.selection_bias)
 
     def _make_routed_rows(self, rows_TD: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
-        """Return the rows to dispatch, [T, L], and the routing with the experts' weights."""
+        """Return the rows to dispatch, [T, L], and their routing.
+
+        With `weights_on_input` the rows are multiplied by their weights, and the weights become 1.
+        """
         rows_TL = self._project_down(rows_TD) if self.config.latent_dim else rows_TD
         if not self.config.weights_on_input:
             return rows_TL, routing
@@ -365,7 +368,7 @@ class MoELayer(RoutedLayer, BiasOwner):
 
 
 def _iterate_parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the dotted name and module of each part of a layer, also parts of empty modules."""
+    """Yield (dotted name, module) of each child; an empty module yields its own children."""
     for name, child in module.named_children():
         if type(child) is BiasOwner:  # an empty module of a dotted name
             yield from _iterate_parts(child, f"{prefix}{name}.")

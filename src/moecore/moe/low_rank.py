@@ -24,7 +24,10 @@ SlicePart = Callable[[Tensor], Tensor]
 
 
 class LowRank(nn.Module):
-    """LoRA adapters of matrices [E, O, I]: A [E, r, I], B [E, O, r] and a scale per adapter."""
+    """LoRA adapters of matrices [E, O, I]: A [E, r, I], B [E, O, r] and a scale per adapter.
+
+    `pairs` has A and B of each adapter by name, and `scaling` has the scale.
+    """
 
     def __init__(
         self, pairs: Mapping[str, tuple[nn.Parameter, nn.Parameter]], scaling: Mapping[str, float]
@@ -44,8 +47,8 @@ class LowRank(nn.Module):
     ) -> LowRankUpdate | None:
         """Return this rank's update, the sum of all adapters; None = no adapter. Differentiable.
 
-        `read` returns the local experts' part of a parameter. `inputs` and `outputs` slice the
-        rank's part of I from [e, r, I], and of O from [e, O, r].
+        `read` returns the local experts' part of a parameter. `inputs` slices A [e, r, I] to this
+        rank's part of I, and `outputs` slices B [e, O, r] to this rank's part of O.
         """
         pairs = [(read(self.lora_A[n]), read(self.lora_B[n]), self.scaling[n]) for n in self.in_use]
         if not pairs:

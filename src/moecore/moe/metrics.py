@@ -23,8 +23,8 @@ class MoEMetrics:
             with a capacity.
         aux_losses: layer name -> fp32 [4] in the order of `LOSS_NAMES`, coefficients applied.
         router_entropy: layer name -> fp64 scalar in nats, the mean over tokens of the entropy of
-            the router's probabilities: the scores over their sum, before any bias. 0 is certain,
-            log(E) undecided. Only layers whose router is moecore's.
+            the router's probabilities: the scores before any bias, divided by their sum. 0 is
+            certain, log(E) undecided. Only layers whose router is moecore's.
         clones_per_rank: layer name -> fp64 scalar, number of other ranks' experts that a rank
             computed, as the mean over ranks and forwards. Only layers with `CloneOptions`.
         indexer_losses: attention layer name -> fp32 [1], coefficient applied. Only layers
@@ -41,9 +41,9 @@ class MoEMetrics:
     def to_dict(self, *, per_expert: bool = True) -> dict[str, float]:
         """Return name -> number, for any logger. One copy from the device, one host sync.
 
-            expert_load_max_over_mean   maximum over mean of experts' loads, in the worst layer
-            expert_load/<layer>         maximum over mean of experts' loads in a layer
-            expert_load/<layer>/<e>     choices of an expert over the mean
+            expert_load_max_over_mean   maximum of `expert_load/<layer>` over layers
+            expert_load/<layer>         maximum divided by mean of experts' loads in a layer
+            expert_load/<layer>/<e>     choices of an expert divided by the mean
             drop_rate, /<layer>         share of the choices that capacity dropped; mean over layers
             balance_loss, /<layer>      auxiliary losses of all scopes; sum over layers
             z_loss, /<layer>            sum over layers
@@ -98,7 +98,7 @@ class MoEMetrics:
         return numbers
 
     def compute_load_max_over_mean(self) -> dict[str, float]:
-        """Return layer name -> maximum over mean of experts' loads. One host sync."""
+        """Return layer name -> maximum divided by mean of experts' loads. One host sync."""
         counts = self._copy_to_host()["tokens_per_expert"]
         return {layer: max(_divide_by_mean(counts)) for layer, counts in counts.items()}
 
@@ -126,13 +126,16 @@ class MoEMetrics:
 
 
 def _divide_by_mean(counts: list[float]) -> list[float]:
-    """Return each expert's count over the mean count; zeros if all counts are 0."""
+    """Return each expert's count divided by the mean count; zeros if all counts are 0."""
     mean = max(sum(counts) / len(counts), 1e-9)
     return [count / mean for count in counts]
 
 
 def _compute_drop_rates(values: dict[str, LayerNumbers]) -> dict[str, float]:
-    """Return layer name -> dropped choices over all choices, from `_copy_to_host`'s numbers."""
+    """Return layer name -> dropped choices divided by all choices.
+
+    `values` is the result of `_copy_to_host`.
+    """
     return {
         layer: sum(drops) / max(sum(values["tokens_per_expert"][layer]), 1)
         for layer, drops in values["dropped_per_expert"].items()
@@ -140,12 +143,12 @@ def _compute_drop_rates(values: dict[str, LayerNumbers]) -> dict[str, float]:
 
 
 def _add_layer_names(name: str, of_layers: dict[str, float]) -> dict[str, float]:
-    """Return `of_layers` with keys `name/layer`."""
+    """Return {"<name>/<layer>": value} for `of_layers`, {layer: value}."""
     return {f"{name}/{layer}": value for layer, value in of_layers.items()}
 
 
 def _add_layer_mean(name: str, of_layers: dict[str, float]) -> dict[str, float]:
-    """Return `of_layers` with keys `name/layer`, and the mean with key `name`; {} for no layers."""
+    """Return {"<name>/<layer>": value} and {name: mean} for {layer: value}; {} for no layers."""
     if not of_layers:
         return {}
     return {name: sum(of_layers.values()) / len(of_layers), **_add_layer_names(name, of_layers)}

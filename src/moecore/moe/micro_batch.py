@@ -53,8 +53,8 @@ class MicroBatch:
     ) -> MicroBatch:
         """Return the micro-batch of a layer's input x [T, D] or [B, T, D].
 
-        The mask and `token_ids` have the shape of x without D. Other arguments are fields. Raises
-        ValueError for a wrong shape or dtype of the mask or `cu_seqlens`.
+        The mask and `token_ids` have the shape of x without D. `group` and `cp` are fields of the
+        result. Raises ValueError for a wrong shape or dtype of the mask or `cu_seqlens`.
         """
         if padding_mask is not None:
             if padding_mask.shape != x.shape[:-1] or padding_mask.dtype != torch.bool:
@@ -114,7 +114,7 @@ class MicroBatch:
         return by_rank[:, rank].flatten(0, 1)  # type: ignore[no-any-return]
 
     def _compute_token_indices(self, num_tokens: int, device: torch.device) -> Tensor:
-        """Return int64 [ranks, T], the indices of each rank's tokens among the N, with cp > 1."""
+        """Return int64 [ranks, T]: each rank's indices among the N tokens. Requires cp > 1."""
         B, tp, borders = max(self.num_sequences, 1), self.num_ranks // self.cp, self.cu_seqlens
         if borders is None:
             borders = make_row_cu_seqlens(B, num_tokens, device)
@@ -128,9 +128,10 @@ class MicroBatch:
         return self.gather(self.padding_mask_T.to(torch.uint8)).bool()
 
     def find_sequences(self, num_tokens: int) -> tuple[int, Tensor | None]:
-        """Return the number of sequences, and int64 [T], the sequence of each local token.
+        """Return the number of sequences, and int64 [T], the sequence index of each local token.
 
-        Without `cu_seqlens`, [T] is None: all sequences have the same length. `num_tokens` is T.
+        Without `cu_seqlens`, the second value is None: all sequences have the same length.
+        `num_tokens` is T.
         """
         if self.cu_seqlens is None:
             return self.num_sequences, None
@@ -145,7 +146,7 @@ def sort_by_position(
     device: torch.device,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Return int64 [N], the indices of N (`num_tokens`) tokens by position in their sequence.
+    """Return int64 [N]: indices of `num_tokens` tokens, sorted by position in their sequence.
 
     Tokens of equal position are in the order of their sequences. Padding (True in the mask) does
     not count in positions. `cu_seqlens`, int32 [n + 1], bounds the sequences; None =

@@ -41,7 +41,7 @@ class PairedModel(Protocol):
         """Return a context in which one forward alternates with one backward of the model."""
 
     def resume(self, is_backward: bool) -> None:
-        """Unshard the parameters of the side that continues: the backward if `is_backward`."""
+        """Unshard the parameters of the backward if `is_backward`, otherwise of the forward."""
 
 
 class Pairs:
@@ -90,7 +90,7 @@ class Pairs:
         backward: Callable[[], None],
         stream: torch.cuda.Stream | None,
     ) -> T:
-        """Run the backward in a second thread, and return the value of the forward."""
+        """Run the backward on `stream` in a second thread, and return the value of the forward."""
         pair = self._pair = _Pair(self._models)
         # The backward occupies autograd's thread of the device, so the forward must call autograd
         # in its own thread (`set_multithreading_enabled(False)`).
@@ -109,7 +109,10 @@ class Pairs:
 
     @contextmanager
     def launch_early(self, *, waits: bool = False) -> Iterator[None]:
-        """Return a context on a side stream. With `waits` it waits for the current stream."""
+        """Return a context that launches on a side stream.
+
+        `waits` = the side stream first waits for the current stream.
+        """
         if not torch.cuda.is_initialized():
             yield
             return
@@ -148,7 +151,7 @@ class _Pair:
         self._state_lock = Lock()  # guards `_holder`, `is_running` and `error`
 
     def run_forward(self, forward: Callable[[], T]) -> Any:
-        """Run the forward; return its value and the final RNG states. None = `error` is set."""
+        """Run the forward; return (value, final RNG states), or None if the forward has raised."""
         try:
             return forward(), get_rng_states()
         except BaseException as error:
@@ -171,7 +174,7 @@ class _Pair:
             self._end_side(side)
 
     def give_back_baton(self) -> None:
-        """Hand the baton back, before an exchange, if the other side handed it over early."""
+        """If the other side handed the baton over early, hand it back before an exchange."""
         if self._get_other_side(self._holder).is_early:
             self.hand_over_baton()
 

@@ -28,13 +28,13 @@ T = TypeVar("T")
 
 
 def get_fp8_blocks(param: Tensor) -> Blocks | None:
-    """Return the blocks of a parameter that was all-gathered in FP8; None for other parameters."""
+    """Return FP8 values and scales of a parameter that was all-gathered in FP8, or None."""
     return getattr(param, GATHERED_BLOCKS, None)
 
 
 @torch.no_grad()
 def _make_value_key(param: Tensor) -> tuple[int, ...]:
-    """Return the address and the version counters of a parameter, which new values change."""
+    """Return a key that changes with a parameter's values: its address and version counters."""
     # An in-place operation increments the version of the DTensor, or of its local tensor.
     local = get_local_tensor(param)
     return local.data_ptr(), sum_versions(local), sum_versions(param)
@@ -60,7 +60,7 @@ class ParamReader:
     def read(self, param: nn.Parameter, *, cast: bool = True) -> Tensor:
         """Return the local shard of a parameter, or a parameter that is no DTensor. Differentiable.
 
-        `cast` = the caller reads the values in the compute dtype.
+        `cast` = the caller casts the values, so the parameter must not have only FP8 blocks.
         """
         local = get_local_param(param, reads=cast)
         if self._packs:
@@ -68,7 +68,7 @@ class ParamReader:
         return local
 
     def read_fp8_blocks(self, param: nn.Parameter) -> Blocks | None:
-        """Return `get_fp8_blocks(param)`, which do not count as activations."""
+        """Return `get_fp8_blocks(param)`; saved blocks do not count as activations."""
         blocks = get_fp8_blocks(param)
         if blocks is not None and self._packs:
             for tensor in blocks.tensors():
@@ -78,9 +78,9 @@ class ParamReader:
     def get_quantised_weights(
         self, key: Hashable, params: Sequence[nn.Parameter], make: Callable[[], T]
     ) -> T | None:
-        """Return the step's copy with this `key`, or `make()`: quantised `params`.
+        """Return `params` quantised: the copy that is cached as `key`, otherwise make().
 
-        A copy is dropped if one of `params` has changed. None = `keep` is False.
+        A copy is dropped if one of `params` has changed. Returns None if `keep` is False.
         """
         if not self.keep:
             return None
@@ -118,7 +118,7 @@ class ParamReader:
         return TensorHandle(tensor) if get_storage_key(tensor) in self._operands else None
 
     def start_micro_batch(self, *, is_last: bool) -> None:
-        """Start a micro-batch, whose copies later micro-batches share unless it `is_last`."""
+        """Start a micro-batch; its quantised copies are cached for the next, unless `is_last`."""
         self._shares = self.keep and not is_last
 
     def drop_copies(self) -> None:

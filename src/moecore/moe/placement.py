@@ -26,12 +26,15 @@ from moecore.moe.records import BalancedRows, Dispatcher, Routing
 
 
 def compute_balanced_tokens(num_tokens: int, top_k: int, num_experts: int, num_local: int) -> int:
-    """Return how many of `num_tokens` tokens choose one of `num_local` experts on average."""
+    """Return the mean number of tokens that choose at least one of `num_local` experts.
+
+    Each of `num_tokens` tokens has `top_k` random experts of `num_experts`.
+    """
     return round(num_tokens * _compute_choice_probability(top_k, num_experts, num_local))
 
 
 def _compute_choice_probability(top_k: int, num_experts: int, num_local: int) -> float:
-    """Return the probability that K random experts of E include one of `num_local` experts."""
+    """Return the probability that K random experts of E include any of `num_local` experts."""
     if top_k > num_experts:  # the remaining choices are zero experts
         return 1.0
     return 1 - math.comb(num_experts - num_local, top_k) / math.comb(num_experts, top_k)
@@ -42,8 +45,8 @@ class ExpertPlacement:
     """The ranks of a dispatch group, and the experts that each rank owns.
 
     Group rank g = ep_rank * etp + etp_rank. Every etp rank of an ep rank owns the same experts, and
-    1 / etp of each expert's matrices. It therefore needs the same tokens, and the sum over ranks in
-    `combine` includes its partial sums.
+    1 / etp of each expert's matrices. Every etp rank therefore needs the same tokens. The sum over
+    ranks in `combine` includes the partial sums of the etp ranks.
     """
 
     group: dist.ProcessGroup  # the ep x etp ranks
@@ -77,7 +80,7 @@ class ExpertPlacement:
         return torch.where(ids_TK < 0, ids_TK, ids_TK + block_TK * self.num_clones)
 
     def compute_balanced_rows(self, num_tokens: int, top_k: int) -> int:
-        """Return the expert rows of a rank with even loads, for T tokens per rank."""
+        """Return the number of a rank's expert rows with even loads, for T tokens per rank."""
         return num_tokens * top_k * self.etp
 
     def compute_balanced_tokens(self, num_tokens: int, top_k: int) -> int:
@@ -85,12 +88,15 @@ class ExpertPlacement:
         return compute_balanced_tokens(num_tokens, top_k, self.num_experts, self.num_local)
 
     def count_balanced(self, num_tokens: int, top_k: int) -> BalancedRows:
-        """Return the source and expert rows of a rank with even loads, for T tokens per rank."""
+        """Return the numbers of a rank's source and expert rows with even loads.
+
+        Each rank has `num_tokens` tokens.
+        """
         num_source_rows = self.group.size() * self.compute_balanced_tokens(num_tokens, top_k)
         return BalancedRows(num_source_rows, self.compute_balanced_rows(num_tokens, top_k))
 
     def compute_max_rows(self, routing: Routing) -> int:
-        """Return the maximum of expert rows of one rank, if all ranks have equally many tokens."""
+        """Return the maximum number of a rank's expert rows, if all ranks have T tokens."""
         (T, K), num_physical = routing.destinations_TK.shape, self.num_physical
         max_source_rows = min(T * min(K, num_physical), num_physical * routing.max_rows_per_expert)
         return self.group.size() * max_source_rows
@@ -98,7 +104,10 @@ class ExpertPlacement:
     def build_index(
         self, ids_SK: Tensor, weights_SK: Tensor, routing: Routing, length: int
     ) -> ExpertIndex:
-        """Return the index of `length` expert rows for this rank's experts, from physical ids."""
+        """Return the `ExpertIndex` of this rank's experts, with `length` expert rows.
+
+        `ids_SK` are the physical ids of the source rows' choices.
+        """
         sizes: Any = dict(first=self.first_physical, num_local=self.num_physical, length=length)
         return build_index(ids_SK, weights_SK, **sizes, multiple=routing.rows_multiple)
 
@@ -141,14 +150,17 @@ class DomainPlacement(ExpertPlacement):
         )
 
     def _compute_reach_probability(self, top_k: int, num_experts: int) -> float:
-        """Return the probability that a token has a choice among `num_experts` of all experts."""
+        """Return the probability that a token chooses at least one of `num_experts` experts."""
         return _compute_choice_probability(top_k, self.num_domains * self.num_experts, num_experts)
 
 
 def make_domain_placement(
     placement: ExpertPlacement, inside: dist.ProcessGroup, num_domains: int
 ) -> DomainPlacement:
-    """Return the placement of this rank's domain, one of `num_domains`, with ranks `inside`."""
+    """Return the placement of this rank's domain, whose ranks are the group `inside`.
+
+    The ranks of `placement` form `num_domains` domains.
+    """
     return DomainPlacement(
         group=inside,
         num_experts=placement.num_experts // num_domains,

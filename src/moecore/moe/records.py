@@ -152,7 +152,7 @@ class ExpertInput:
 
 @dataclass(frozen=True, slots=True)
 class UnsummedRows:
-    """The output of experts for an input with `unsummed`; `combine` sums its rows."""
+    """The experts' output if `ExpertInput.unsummed` is set: expert rows, summed by `combine`."""
 
     y_RD: Tensor  # weighted output of each expert row; rows past `num_rows` are uninitialised
 
@@ -190,7 +190,10 @@ class Dispatcher(Protocol):
 
 
 class _RouteGradToHandle(torch.autograd.Function):
-    """Identity on rows. Backward returns their gradient as that of expert rows, in `handle_RD`."""
+    """Returns rows unchanged. Backward returns the rows' gradient as the gradient of a handle.
+
+    Each source row's gradient [S, D] is written to one expert row of the handle's gradient [R, D].
+    """
 
     @staticmethod
     def forward(ctx: Any, handle_RD: Tensor, rows_SD: Tensor, slots_SK: Tensor) -> Tensor:
@@ -208,7 +211,7 @@ class _RouteGradToHandle(torch.autograd.Function):
 
 
 def convert_to_summed_input(inp: ExpertInput) -> ExpertInput:
-    """Return an input with wide, differentiable rows, for experts that return sums [S, D].
+    """Return an input with unpacked, differentiable rows, for experts that return sums [S, D].
 
     Raises ValueError if the dispatcher does not save the rows (`NVLinkOptions.keep_rows`).
     """

@@ -295,8 +295,9 @@ def compute_micro_batch_bias(
 ) -> Tensor:
     """Return a bias, fp32 [E], with which this micro-batch has even loads. No host sync.
 
-    The margins of choices (`kernels/routing/margins.py`) are counted with `bias_E`, and all-reduced
-    over ranks that share the micro-batch.
+    `bias_E` is the current selection bias, from which margins of choices
+    (`kernels/routing/margins.py`) are counted. The counts are all-reduced over the ranks of the
+    micro-batch.
     """
     histogram_EX = logits_TE.new_zeros(config.num_candidates, NUM_BINS, dtype=torch.int64)
     score_options = (config.top_k, config.score_function)
@@ -307,7 +308,10 @@ def compute_micro_batch_bias(
 
 
 def choose_best_ids(logits_TE: Tensor, config: MoEConfig, padding_mask_T: Tensor | None) -> Tensor:
-    """Return int32 [T, K], the experts with the best scores without bias and groups; padding -1."""
+    """Return int32 [T, K]: the K experts with the highest scores; padding -1.
+
+    The selection bias and expert groups are ignored.
+    """
     options = replace(_make_route_options(config), num_groups=1, top_groups=1)
     ids_TK, _ = route(logits_TE.detach(), None, options)
     return ids_TK if padding_mask_T is None else ids_TK.masked_fill(padding_mask_T[:, None], -1)

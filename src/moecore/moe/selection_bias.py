@@ -44,7 +44,7 @@ class BiasOwner(nn.Module):
 
 
 def add_part(layer: nn.Module, path: str, part: nn.Module) -> None:
-    """Add a module under a name; a dotted name creates missing parents as empty modules."""
+    """Add `part` as child `path`; a dotted path creates missing parents as empty modules."""
     *holders, name = path.split(".")
     for holder in holders:
         if holder not in layer._modules:

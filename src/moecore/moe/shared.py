@@ -36,7 +36,7 @@ class _MatrixModule(nn.Module):
     """Base class of modules whose parameters are matrices."""
 
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
-        """Draw weights from N(0, std^2). Values depend only on `key`, `seed` and their name."""
+        """Draw weights from N(0, std^2), which depend only on `key`, `seed` and parameter names."""
         for name, parameter in self.named_parameters(recurse=False):
             init_normal_(parameter, std=std, key=f"{key}.{name}", seed=seed)
 
@@ -80,9 +80,9 @@ class SharedExpert(_MatrixModule):
 class SharedRun:
     """One forward of the shared experts, on the current stream or concurrently with dispatch.
 
-    `forward` returns the experts' output, or None without shared experts. It runs on `stream`, None
-    = the current stream. Backward also runs on this stream. All layers may share a stream, which
-    its creator owns. Read `y_TD` through `wait`.
+    `forward` returns the experts' output, or None without shared experts. Forward and backward run
+    on `stream`, None = the current stream. All layers may share a stream, which its creator owns.
+    Read `y_TD` through `wait`.
     """
 
     def __init__(

@@ -53,18 +53,18 @@ class ShortageCounters:
 
     @property
     def num_seen(self) -> int:
-        """The needed number of rows that the host has received; 0 = all rows fitted."""
+        """The needed number of rows, as last reported to the host; 0 = all rows fitted."""
         return int(self.report[0])
 
     @property
     def factor_seen(self) -> float:
-        """The needed capacity factor that the host has received; 0 = all rows fitted."""
+        """The needed capacity factor, as last reported to the host; 0 = all rows fitted."""
         return self.num_seen / self.even
 
     def clear(self, *, device: bool = True, host: bool = True) -> None:
         """Set the counts on the device and the report on the host to 0.
 
-        Clear the report only if it was read, or if the device has run all earlier launches.
+        Call with `host` only if the report was read, or if the device has run all earlier launches.
         """
         if host:
             self.report.zero_()
@@ -73,7 +73,7 @@ class ShortageCounters:
 
 
 class BufferOwner(ABC):
-    """Base class of an owner of buffers. The user's option `option` is their capacity factor."""
+    """Base class of an owner of buffers; `option` names the user's capacity factor option."""
 
     option: str
     is_known_late = False  # whether a backward may also record a shortage
@@ -172,14 +172,14 @@ class Capacity:
             holder.check(is_error=not self.skips)
 
     def end_step(self, *, skips: bool) -> None:
-        """Enlarge buffers with a shortage if the device `skips` such steps, else raise errors."""
+        """Enlarge short buffers if the device `skips` steps with a shortage, or raise errors."""
         self.skips = skips
         self.poll()
         if skips and self.graph_steps is None:
             self.enlarge_buffers()
 
     def enlarge_buffers(self) -> None:
-        """Enlarge buffers to the capacity that skipped steps needed, as far as the host sees it."""
+        """Enlarge buffers to the capacity that skipped steps needed, by the host's reports."""
         for holder in self._holders:
             min_factor = max((shortage.factor_seen for shortage in holder.shortages), default=0.0)
             for shortage in holder.shortages:

@@ -123,7 +123,7 @@ class MoEState:
         return self.reduce_step(skipped=skipped)
 
     def start_micro_batch(self, *, is_last: bool, in_flight: bool = False) -> None:
-        """Prepare all layers for a micro-batch, which shares quantised weights unless `is_last`.
+        """Prepare all layers for a micro-batch; its quantised weights are cached unless `is_last`.
 
         `in_flight` = several forwards may run before the first backward.
         """
@@ -248,7 +248,10 @@ class MoEState:
         )
 
     def _check_num_micro_batches(self, total: float, squares: float) -> None:
-        """Raise ValueError if the ranks' numbers of micro-batches differ: their sum and squares."""
+        """Raise ValueError if the number of micro-batches differs between ranks.
+
+        `total` is the sum of the ranks' numbers, and `squares` is the sum of their squares.
+        """
         group = self.groups.global_batch
         ranks = 1 if group is None else group.size()
         if squares * ranks != total**2:
@@ -267,7 +270,8 @@ class MoEState:
     ) -> None:
         """Update the selection biases of the layers `names`, whose options are equal, in place.
 
-        `choices` = layer name -> each expert's choices on all ranks. A skipped step moves no bias.
+        `counts` and `choices` have layer names as keys. `choices` has each expert's choices on all
+        ranks. A skipped step moves no bias.
         """
         config = self.layers[names[0]].config
         rate = config.balance.bias_update_rate

@@ -175,7 +175,10 @@ def _cut_long_documents(
 def _pack_windows(
     pieces: Iterator[tuple[Document, int]], bin_tokens: int, window: int
 ) -> Iterator[list[Document]]:
-    """Pack (document, length) pairs in a buffer of `window` pairs; yield each bin's documents."""
+    """Pack (document, length) pairs into bins of `bin_tokens`; yield each bin's documents.
+
+    The buffer has `window` pairs.
+    """
     window_pieces = list(islice(pieces, window))
     while window_pieces:
         bins = list(pack_lengths([length for _, length in window_pieces], bin_tokens))

@@ -224,7 +224,7 @@ def _read_token_values(document: Mapping[str, Any], key: str, name: str, length:
 def _convert_to_int64(numbers: Any, name: str) -> Integers:
     """Return a list, array or tensor of integers as int64, which may share its memory.
 
-    Raises a ValueError for other objects, which it calls `name`.
+    Raises a ValueError for other objects. `name` is the name of the object in the error.
     """
     try:
         array = np.asarray(numbers) if isinstance(numbers, list) else numbers
@@ -320,7 +320,10 @@ def split_batch(batch: PackedBatch, cp: Count, rank: CountOrZero) -> PackedBatch
 
 
 def _split_tokens_over_ranks(cu_seqlens: Tensor, cp: int) -> Tensor:
-    """Return the token indices of each rank, int64 [cp, t / cp]; ValueError for bad borders."""
+    """Return the token indices of each rank, int64 [cp, t / cp].
+
+    Raises a ValueError for an invalid `cu_seqlens`.
+    """
     lengths_n = cu_seqlens.long().diff() if cu_seqlens.ndim == 1 else None
     relation = None
     if lengths_n is None or cu_seqlens.is_floating_point() or not len(lengths_n):

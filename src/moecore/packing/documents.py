@@ -70,7 +70,10 @@ def as_lengths(lengths: Lengths, name: str = "lengths", minimum: int = 1) -> Int
 
 
 def count_document_tokens(document: Document, name: str = "documents") -> int:
-    """Return the number of tokens of a document; ValueError for other objects, called `name`."""
+    """Return the number of tokens of a document; ValueError for an object that is no document.
+
+    `name` is the argument's name in the error.
+    """
     ids = document
     if isinstance(document, Mapping):
         if "input_ids" not in document:
@@ -94,7 +97,10 @@ def cut_document(document: Document, start: int, stop: int) -> Document:
 
 
 def cut_lengths(lengths_N: Integers, max_tokens: int) -> tuple[Integers, Integers, Integers]:
-    """Return document index, first token and length, int64 [pieces], of pieces <= `max_tokens`."""
+    """Cut documents of these lengths into pieces of at most `max_tokens` tokens.
+
+    Returns document index, first token and length of each piece, each int64 [pieces].
+    """
     pieces_N = -(-lengths_N // max_tokens)
     documents = np.repeat(np.arange(len(lengths_N)), pieces_N)
     firsts = np.repeat(np.cumsum(pieces_N) - pieces_N, pieces_N)
@@ -196,7 +202,7 @@ class DocumentCost(CheckedRecord):
         return None
 
     def estimate(self, lengths_N: Integers, cp: int) -> Costs:
-        """Return the time of each document on each of its cp ranks, float64 [N]."""
+        """Return float64 [N]: the time of each document on each of `cp` ranks that share it."""
         length = lengths_N.astype(np.float64)
         exchange = self.exchange * length * (cp - 1)
         compute = self.linear * length + np.maximum(self.quadratic * length**2, exchange)
@@ -237,7 +243,7 @@ class MeasuredCost(CheckedRecord):
         return max(self.seconds)
 
     def estimate(self, lengths_N: Integers, cp: int) -> Costs:
-        """Return the time of each document on each of its cp ranks, float64 [N]."""
+        """Return float64 [N]: the time of each document on each of `cp` ranks that share it."""
         first, last = self.lengths[0], self.lengths[-1]
         times = self.seconds[cp]
         inside = np.interp(lengths_N, self.lengths, times)

@@ -93,8 +93,8 @@ class Documents:
     def bound_remaining_time(self, longest: int, work: float, tokens: int) -> float:
         """Return a lower bound of the time of the remaining documents.
 
-        `longest` is the index of the longest of them; `work` (time times ranks) and `tokens` are
-        their sums.
+        `longest` is the index of the longest remaining document. `work` (time summed over ranks)
+        and `tokens` are totals of the remaining documents.
         """
         if longest == len(self):
             return 0.0
@@ -116,7 +116,10 @@ class Documents:
         return low + fixed
 
     def _find_least_work(self, time: float) -> Costs:
-        """Return float64 [N]: each document's least cp * time of the cps that take <= `time`."""
+        """Return float64 [N]: each document's least cp * (its time on cp ranks).
+
+        Only cps whose time is at most `time` count; inf = no such cp.
+        """
         ranks_1 = np.array(self.cps)[:, None]
         costs = np.where(self._rank_costs <= time, self._rank_costs * ranks_1, np.inf)
         return costs.min(axis=0)  # type: ignore[no-any-return]
@@ -173,7 +176,7 @@ class RemainingDocuments:
 
 
 def make_rounds(documents: Documents) -> list[Blocks]:
-    """Return all rounds. A round is a list of blocks with all ranks, in descending cp."""
+    """Return all rounds, each a list of blocks in descending cp that together use all ranks."""
     search = _RoundSearch(documents)
     rounds = []
     while search.remaining.find_first(0) < len(documents):
@@ -207,7 +210,7 @@ class _RoundSearch:
         return best[1]
 
     def _try_limits(self) -> Iterator[Blocks]:
-        """Yield the blocks of each trial; a limit with the same blocks as the last is skipped."""
+        """Yield the blocks of each trial; a limit that would repeat the last blocks is skipped."""
         limits = self._list_time_limits()
         for min_ranks in self.documents.cps:
             min_limit = np.inf
@@ -312,7 +315,10 @@ def _add_document(documents: Documents, block: RankBlock, index: int) -> None:
 
 
 def _assign_idle_ranks(documents: Documents, blocks: Blocks) -> None:
-    """Double the cp of the slowest blocks by idle ranks; make empty blocks of other idle ranks."""
+    """Double the cp of the slowest blocks with idle ranks, in place.
+
+    Idle ranks that double no block form empty blocks.
+    """
     free = documents.ranks - sum(block.cp for block in blocks)
     max_cp = documents.cps[-1]
     while free:

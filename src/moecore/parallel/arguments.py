@@ -53,7 +53,7 @@ class _ContentsCheck:
     copy: ToHost | None = None
 
     def start_copy(self) -> None:
-        """Launch the copy of `bounds` to the host after the all-reduce; later calls do nothing."""
+        """Launch the copy of the all-reduced checksums to the host; later calls do nothing."""
         if self.work is not None:
             self.work.wait()
             self.work, self.copy = None, ToHost(self.bounds)
@@ -147,7 +147,10 @@ class SharedArguments:
         self.check(named, None)
 
     def end_step(self) -> Tensor | None:
-        """End a step; return a 0-dim device bool: contents differed. None = nothing compared."""
+        """End a step; return a bool scalar on the device: whether contents differed.
+
+        None = no forward of the step compared contents.
+        """
         checks, self._checks_of_step = self._checks_of_step, []
         if not checks:
             return None
@@ -259,7 +262,10 @@ def _describe_value(value: Any, name: str, on_device: dict[str, Tensor]) -> Any:
 
 
 def _describe_tensor(x: Tensor, name: str, on_device: dict[str, Tensor]) -> str:
-    """Describe dtype, shape, device and CPU contents of x as text; add device tensors to a dict."""
+    """Return dtype, shape, device and CPU contents of x as text.
+
+    A tensor on a device is added to `on_device` with key `name`.
+    """
     facts = f"{x.dtype} {tuple(x.shape)} on {x.device.type}"
     if type(x) not in (Tensor, nn.Parameter) or x.layout != torch.strided or x.is_meta:
         return facts  # its bytes are not contents, or it has none

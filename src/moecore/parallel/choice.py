@@ -53,7 +53,7 @@ def _get_device_type() -> str:
 
 
 def _find_domain() -> tuple[int, str]:
-    """Return the number of consecutive ranks with fast links, and the name of what they share.
+    """Return the number of consecutive ranks with fast links, and a name for these ranks.
 
     The name is "an NVLink domain" if every GPU is in a domain across hosts, "the world" without
     LOCAL_WORLD_SIZE, otherwise "a host". Collective.

@@ -276,7 +276,7 @@ def _print_report(facts: Sequence[RankFacts], lines: Sequence[str]) -> None:
 
 @contextmanager
 def _convert_errors(rule: str) -> Iterator[None]:
-    """Return a context that converts an error of a collective to a ValueError about `rule`."""
+    """Return a context that raises a collective's error as a ValueError that begins with `rule`."""
     try:
         yield
     except (dist.DistError, RuntimeError) as error:
@@ -314,7 +314,10 @@ class _FactReader:
     def read(
         self, name: str, function: Callable[[], T], default: T, rule: str = "readable by this rank"
     ) -> T:
-        """Return function(); if it fails, record that `name` must be `rule`, return `default`."""
+        """Return function(); if function() fails, return `default` and record a failure.
+
+        The failure says that `name` must be `rule`.
+        """
         try:
             return function()
         except (OSError, ValueError, RuntimeError) as error:
@@ -326,7 +329,7 @@ class _FactReader:
 
 
 def _collect_facts(device_type: str, checkpoints: Path | None) -> RankFacts:
-    """Measure this rank, its GPU, host and links, and the disk of a directory. Collective."""
+    """Measure this rank, its GPU, host and links, and the disk of `checkpoints`. Collective."""
     reader, is_gpu = _FactReader(), device_type == "cuda"
     # The file's name is made by rank 0. All ranks exchange it, with or without a directory.
     local_key = get_host_id(), f".doctor-{uuid.uuid4().hex}"
@@ -390,7 +393,7 @@ def _measure_disk(
     rule = "a directory that every rank can write"
 
     def write_file() -> bool:
-        """Write a file as for checkpoints; only the file of rank 0 has a name."""
+        """Write a temporary file to the directory; rank 0 also creates the file `name`."""
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=directory) as file:

@@ -3,9 +3,9 @@
 Legend: T local tokens, C maximum tokens of any rank, D model dim, K experts per token, G ranks of
 the group (ep * etp), S = G * C source rows.
 
-It is faster than all-to-all if nearly every token needs nearly every rank (K >= ep), because rows
-are not sorted before they are sent. One host sync per forward (`_exchange_counts`), none in
-backward.
+This dispatcher is faster than all-to-all if nearly every token needs nearly every rank (K >= ep),
+because rows are not sorted before they are sent. One host sync per forward (`_exchange_counts`),
+none in backward.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class AllGatherDispatcher(Dispatcher):
         self.attendance = Attendance(placement.group, placement.layer)
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Return the tokens of all ranks, padded to the maximum of any rank, as source rows.
+        """Return the tokens of all ranks as source rows, padded to C tokens per rank.
 
         Four collectives and one host sync. With `routing.pad` only the first call has a host sync.
         """
@@ -80,9 +80,10 @@ class AllGatherDispatcher(Dispatcher):
 def _exchange_counts(
     local_counts: Tensor, p: ExpertPlacement, attendance: Attendance
 ) -> tuple[int, int]:
-    """Return the maximum tokens of any rank, and this rank's expert rows. Collective, host sync.
+    """Return the largest T of any rank, and this rank's number of expert rows. Host sync.
 
-    `local_counts` has T, the number of `Attendance`, and the choices for each expert block.
+    `local_counts` has T, `Attendance.encode_number`, and the number of choices of the experts of
+    each ep rank. Collective.
     """
     counts = all_gather_rows(local_counts[None], p.group).tolist()
     attendance.check_numbers([row[1] for row in counts])

@@ -55,7 +55,7 @@ class AllToAllPlan:
 
 
 class SendOrder(NamedTuple):
-    """The rows that a rank sends: their tokens and slots as in `AllToAllPlan`, and their counts."""
+    """The order of the rows that a rank sends, as in `AllToAllPlan`, and counts per destination."""
 
     token_ids_M: Tensor  # M is the most rows that could be sent
     slots_TG: Tensor
@@ -90,7 +90,8 @@ class TokenExchange:
     ) -> tuple[ReceivedRows, int]:
         """Send rows in `order`. Return received rows and the number of choices for local experts.
 
-        One host sync. On meta, `even` = the rows per peer and the choices with even loads.
+        One host sync. On meta, `even` replaces received counts: the rows from each rank, and the
+        number of choices for local experts, both with even loads.
         """
         # In a pair the rows are gathered before the other side computes. M is then the maximum:
         # rows after the sent rows are uninitialised and not read.
@@ -114,7 +115,7 @@ class TokenExchange:
     def send_static(
         self, x_TD: Tensor, routing: Routing, needs_GT: Tensor, num_slots: int, pairs: Pairs | None
     ) -> ReceivedRows:
-        """Send tokens to the ranks for which `needs_GT` is True, padded to `num_slots` rows."""
+        """Send token t to each rank g with `needs_GT[g, t]`, padded to `num_slots` rows a rank."""
         self._sizes.check_num_tokens(x_TD.shape[0], x_TD.device)
         token_ids_M, slots_TG, is_row_M = compute_static_send_order(needs_GT, num_slots)
         splits = [num_slots] * self.group.size()
@@ -130,7 +131,11 @@ class TokenExchange:
         slots_TG: Tensor,
         is_row_M: Tensor | None = None,
     ) -> _RowsToSend:
-        """Gather the M rows to send. `is_row_M` is True for rows with a token; None = all rows."""
+        """Gather the M rows to send, with their physical ids and weights from `routing`.
+
+        `token_ids_M` and `slots_TG` are as in `AllToAllPlan`. `is_row_M` is True for rows with a
+        token; None = all rows.
+        """
         words_MN, rows_MD = self.wire.gather_rows(x_TD, token_ids_M, slots_TG)
         weights_MK = gather_rows(routing.weights_TK, token_ids_M, slots_TG)
         ids_MK = routing.destinations_TK.index_select(0, token_ids_M)
@@ -142,7 +147,10 @@ class TokenExchange:
     def _send_rows(
         self, send_rows: _RowsToSend, plan: AllToAllPlan, pairs: Pairs | None, *, may_overlap: bool
     ) -> ReceivedRows:
-        """Send gathered rows by all-to-all, and return the received rows; see `exchange`."""
+        """All-to-all the gathered rows by the splits of `plan`, and return the received rows.
+
+        `pairs` and `may_overlap` are arguments of `exchange`.
+        """
         num_source_rows = sum(plan.receive_splits)
         collectives = _make_collectives(plan, num_source_rows, self.group, pairs)
         leaf_SD, ids_SK, weights_SK, words_SW = _SendRowsAndIds.apply(
@@ -213,7 +221,7 @@ class AllToAllDispatcher(Dispatcher):
         return ExpertInput(*parts, balanced=balanced, receiver=source.plan.receiver)
 
     def prepare_send_order(self, ids_TK: Tensor, note: int) -> SendOrder:
-        """Return the rows to send, by physical ids. `note` is sent with the counts."""
+        """Return the order of the rows to send by physical ids; `note` is sent with the counts."""
         p, (T, K) = self.placement, ids_TK.shape
         owned_PTK = is_owned(ids_TK, p.num_physical, p.ep)
         return build_send_order(owned_PTK, T * min(p.ep, K) * p.etp, note, repeats=p.etp)
@@ -224,13 +232,20 @@ class AllToAllDispatcher(Dispatcher):
 
 
 def is_owned(ids_TK: Tensor, num_experts: int, num_blocks: int) -> Tensor:
-    """Return bool [P, T, K]: whether block p of `num_experts` experts contains a chosen expert."""
+    """Return bool [P, T, K]: whether the choice is in block p of P = `num_blocks` blocks of ids.
+
+    Each block has `num_experts` physical ids.
+    """
     block_TK = torch.div(ids_TK, num_experts, rounding_mode="floor")
     return block_TK == torch.arange(num_blocks, device=ids_TK.device)[:, None, None]
 
 
 def build_send_order(owned_PTK: Tensor, num_rows: int, note: int, *, repeats: int = 1) -> SendOrder:
-    """Return at most `num_rows` rows to send to P blocks of `repeats` ranks, and their counts."""
+    """Return the order of rows to send to P expert blocks, each on `repeats` ranks.
+
+    `owned_PTK` is the result of `is_owned`. M is `num_rows`, the maximum number of rows. Each rank
+    receives `note` with the counts.
+    """
     needs_GT = owned_PTK.any(-1).repeat_interleave(repeats, 0)
     choices_G = owned_PTK.sum((1, 2)).repeat_interleave(repeats)
     order = compute_send_order(needs_GT, num_rows)
@@ -239,16 +254,20 @@ def build_send_order(owned_PTK: Tensor, num_rows: int, note: int, *, repeats: in
 
 
 def compute_send_order(needs_GT: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return token_ids_M and slots_TG of the tokens to send (True in `needs_GT`). No host sync.
+    """Return token_ids_M and slots_TG, with M = `num_rows`: see `AllToAllPlan`. No host sync.
 
-    Unused entries of token_ids_M are 0, of slots_TG -1.
+    Token t is sent to rank g if `needs_GT[g, t]` is True. Unused entries of token_ids_M are 0, and
+    unused entries of slots_TG are -1.
     """
     slots_GT = (needs_GT.flatten().cumsum(0) - 1).view(needs_GT.shape)
     return _order_rows(needs_GT, slots_GT, num_rows, unused=0)
 
 
 def compute_static_send_order(needs_GT: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the send order with `num_slots` rows per rank, and bool [M]: whether a row is used."""
+    """Return token_ids_M, slots_TG and bool [M]: whether a row has a token.
+
+    Token t is sent to rank g if `needs_GT[g, t]` is True. M is G * `num_slots`.
+    """
     # Example, three tokens, two ranks, 2 rows each, needs [[1, 0, 1], [0, 1, 0]]: token_ids_M [0,
     # 2, 1, 0], slots_TG [[0, -1], [-1, 2], [1, -1]], used rows [1, 1, 1, 0].
     G = needs_GT.shape[0]
@@ -261,7 +280,11 @@ def compute_static_send_order(needs_GT: Tensor, num_slots: int) -> tuple[Tensor,
 def _order_rows(
     needs_GT: Tensor, slots_GT: Tensor, num_rows: int, *, unused: int
 ) -> tuple[Tensor, Tensor]:
-    """Return int32 the token of each row (`unused` = no token), and [T, G] each token's rows."""
+    """Return token_ids_M and slots_TG, int32, with M = `num_rows`.
+
+    If `needs_GT[g, t]`, token t is sent to rank g as row `slots_GT[g, t]`. The token of an unused
+    row is `unused`.
+    """
     G, T = needs_GT.shape
     tokens_T = torch.arange(T, dtype=torch.int32, device=needs_GT.device)
     # Tokens that are not sent are written to one spare row past the end.
@@ -273,7 +296,7 @@ def _order_rows(
 
 
 class _RowsToSend(NamedTuple):
-    """Rows to send, their ids and weights packed in an int32 tensor, and their weights."""
+    """Rows to send, an int32 tensor of their ids and weights, and their differentiable weights."""
 
     rows_MD: Tensor  # differentiable, as the weights are; a handle if packed rows are sent
     ids_and_weights: Tensor
@@ -284,7 +307,10 @@ class _RowsToSend(NamedTuple):
 def _exchange_counts(
     counts_G3: Tensor, group: dist.ProcessGroup, attendance: Attendance, pairs: Pairs | None
 ) -> tuple[list[int], list[int], int]:
-    """Exchange counts; return send splits, receive splits and the number of expert rows."""
+    """All-to-all counts; return send splits, receive splits and the number of expert rows.
+
+    `counts_G3` is a field of `SendOrder`. Host sync.
+    """
     # Collectives with uneven splits take the splits from the host.
     all_counts_2G3 = counts_G3.repeat(2, 1, 1)
     send_counts_G3, recv_counts_G3 = all_counts_2G3
@@ -305,9 +331,10 @@ def _all_to_all(
     *,
     may_overlap: bool = False,
 ) -> list[Any]:
-    """Run an all-to-all of each tensor's first rows; return `length` rows of each.
+    """All-to-all the first rows of each tensor; return one output of `length` rows per tensor.
 
-    Rows after the received rows are uninitialised. See `exchange` for `may_overlap`.
+    Rows after the received rows are uninitialised. `pairs` and `may_overlap` are arguments of
+    `exchange`.
     """
     may_overlap = may_overlap and pairs is not None and pairs.open_pair is not None
     with pairs.launch_early() if may_overlap and pairs is not None else nullcontext():
@@ -333,7 +360,7 @@ def _all_to_all(
 def _make_collectives(
     plan: AllToAllPlan, num_source_rows: int, group: dist.ProcessGroup, pairs: Pairs | None
 ) -> tuple[Callable[..., list[Any]], Callable[..., list[Any]]]:
-    """Return the all-to-all to the tokens' ranks, and the opposite one, to the experts' ranks."""
+    """Return all-to-alls to tokens' ranks (M rows) and to experts' ranks (`num_source_rows`)."""
     M, splits = plan.token_ids_M.shape[0], (plan.receive_splits, plan.send_splits)
     to_experts = partial(_all_to_all, num_source_rows, *splits, group, pairs)
     return partial(_all_to_all, M, *splits[::-1], group, pairs), to_experts

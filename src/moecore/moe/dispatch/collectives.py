@@ -30,7 +30,10 @@ class EqualSizes:
         self._is_first = True
 
     def check_num_tokens(self, num_tokens: int, device: torch.device) -> None:
-        """Raise ValueError at the first call, or assert on the device, if ranks' counts differ."""
+        """Raise ValueError if `num_tokens` differs between ranks. Collective.
+
+        Only the first call has a host sync. Later calls assert on the device.
+        """
         # Every forward compares, because collectives of unequal sizes hang, abort or mix up rows.
         # After the first call, the device asserts equality before rows are sent.
         if device.type == "meta":
@@ -56,8 +59,8 @@ class EqualSizes:
 class Attendance:
     """Checks that ranks exchange tokens of the same layer, by a number that each rank sends.
 
-    `joins` = this rank skips the layer, and exchanges zero tokens. `is_skipped` = all ranks skipped
-    the layer in the last exchange.
+    `layer` is the layer's number and name. `joins` = this rank skips the layer, and exchanges zero
+    tokens. `is_skipped` = all ranks skipped the layer in the last exchange.
     """
 
     def __init__(self, group: dist.ProcessGroup, layer: tuple[int, str]) -> None:
@@ -65,12 +68,15 @@ class Attendance:
         self.joins = self.is_skipped = False
 
     def encode_number(self, x_TD: Tensor) -> int:
-        """Return this rank's number: layer, dtype of `x_TD`, grad mode and `joins`, encoded."""
+        """Return an int that encodes the layer, the dtype of `x_TD`, the grad mode and `joins`."""
         dtype = DTYPES.index(x_TD.dtype) if x_TD.dtype in DTYPES else len(DTYPES)
         return self._layer << 6 | dtype << 2 | torch.is_grad_enabled() << 1 | self.joins
 
     def check_numbers(self, numbers: Sequence[int]) -> None:
-        """Raise ValueError on all ranks if the ranks' `numbers` differ in more than `joins`."""
+        """Raise ValueError on all ranks if layer, dtype or grad mode differ between ranks.
+
+        `numbers` has the `encode_number` of each rank. Sets `is_skipped`.
+        """
         self.is_skipped = all(n & 1 for n in numbers)
         if len({n >> 1 for n in numbers}) > 1:
             notes = [(n >> 6, n >> 2 & 15, n >> 1 & 1) for n in numbers]
@@ -184,7 +190,7 @@ def _gather_from_ranks(
 def _sum_over_ranks(
     ys_S: Sequence[Tensor | None], group: dist.ProcessGroup, pairs: Pairs | None
 ) -> list[Any]:
-    """Reduce-scatter each tensor along dim 0 by an all-to-all, in fp32 and in rank order."""
+    """Reduce-scatter each [G * C, ...] to [C, ...] by an all-to-all, in fp32, in rank order."""
     # An all-to-all sends as many bytes as a reduce-scatter, which would round a 16-bit dtype after
     # every addition.
     pieces = [

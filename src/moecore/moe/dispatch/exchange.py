@@ -110,7 +110,7 @@ class Exchange:
     def spread_choices(
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, num_local: int, etp: int
     ) -> kernels.SpreadChoices:
-        """Send tokens and choices to the ranks of their experts, and return the source rows.
+        """Send tokens, ids and weights to the experts' ranks; return the received source rows.
 
         `ids_TK` are physical ids. Each block of `etp` ranks owns `num_local` physical ids.
         """
@@ -119,7 +119,7 @@ class Exchange:
         return kernels.spread_rows_and_choices(self.buffer, *tensors, num_local=num_local, etp=etp)
 
     def spread(self, x_TD: Tensor, row_map: ExchangeMap, num_rows: int) -> Tensor:
-        """Send rows of tokens to the ranks that received the tokens in the dispatch.
+        """Send row t of x_TD to the ranks that received token t in the dispatch of `row_map`.
 
         Returns `num_rows` rows, in which row slots_SN[s, i] is source row s.
         """
@@ -129,10 +129,11 @@ class Exchange:
     def reduce(
         self, y_RD: Tensor, row_map: ExchangeMap, choices: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Sum the rows of each source row's slots, and return each token's sum over ranks, [T, D].
+        """Return the sum [T, D] of each token's rows on all ranks that received the token.
 
-        `choices` = the gradients of expert rows' weights [R], and slots_SK. With `choices`, the
-        gradients of routing weights [T, K] are also returned.
+        Row r of y_RD is a row of source row s if `row_map.slots_SN[s]` contains r. `choices` = the
+        gradients of expert rows' weights [R], and slots_SK. With `choices`, the gradients of
+        routing weights [T, K] are also returned.
         """
         if choices is not None:
             choices = (choices[0].contiguous(), choices[1])
@@ -156,7 +157,10 @@ class Exchange:
     def finish_copies(
         self, sums_SD: Tensor, row_map: ExchangeMap, choices: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        """Make the stream wait for all copies; return what `reduce` returns for the copied sums."""
+        """Make the current stream wait for all copies; return `reduce` of the copied sums.
+
+        `row_map` and `choices` are arguments of `reduce`.
+        """
         self._wait_for_stream(sums_SD)
         self._enter(SlotEvent.READ)
         return self._reduce_copies(sums_SD, row_map, choices)
@@ -179,13 +183,16 @@ class Exchange:
     def _reduce_copies(
         self, sums_SD: Tensor, row_map: ExchangeMap, choices: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the sums of all ranks' copies [T, D], and gradients of routing weights [T, K]."""
+        """Return the sums of all ranks' copies [T, D], and gradients of routing weights [T, K].
+
+        The arguments are the arguments of `finish_copies`.
+        """
         peers_T, places_S, _ = row_map
         places = (peers_T, places_S, places_S[:, None])
         return kernels.reduce_rows(self.buffer, sums_SD, *places, choices, has_sums=True)
 
     def limit_rows(self, offsets_e: Tensor, num_rows: int) -> Tensor:
-        """Return the ends of experts' rows clamped to `num_rows`, and record a shortage of rows."""
+        """Return experts' row ends `offsets_e` clamped to `num_rows`; record a shortage of rows."""
         return kernels.limit_rows(offsets_e, num_rows, self.buffer.state, self.buffer.report)
 
     @property
@@ -247,7 +254,10 @@ class MetaExchange(Exchange):
         self._record_launch(name, rows)
 
     def _record_launch(self, name: str, rows: Tensor, num_tokens: int | None = None) -> None:
-        """Record an operation that exchanges `num_tokens` rows with each other rank."""
+        """Record an operation that exchanges `num_tokens` rows like `rows` with each other rank.
+
+        None = the number of tokens with even loads.
+        """
         ranks, T = (
             self.layout.num_ranks,
             self._tokens_per_peer if num_tokens is None else num_tokens,
@@ -276,7 +286,7 @@ class CloneExchange:
     def fetch(self, tensors: Sequence[Tensor], places: Places) -> list[Tensor]:
         """Send weights [e, ...] to clones on other ranks, and return this rank's clones [c, ...].
 
-        `places` has the expert of each clone of all ranks. Empty places have zeros.
+        `places` has the expert of each place for a clone, on all ranks. Empty places have zeros.
         """
         return [clone_kernels.fetch_clones(self.buffer, tensor, places) for tensor in tensors]
 

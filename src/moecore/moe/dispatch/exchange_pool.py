@@ -68,7 +68,7 @@ class ExchangePool(BufferOwner):
 
     @property
     def factor(self) -> float | None:
-        """The capacity of expert rows, over the rows of even loads; None = space for all rows."""
+        """The capacity of expert rows divided by the rows of even loads; None = unlimited."""
         return None if self.options.row_factor == "exact" else self.options.row_factor
 
     @property
@@ -169,7 +169,10 @@ class ExchangePool(BufferOwner):
         self._clones = None
 
     def _make_exchange(self, x_TD: Tensor, top_k: int) -> Exchange:
-        """Allocate an exchange of rows on all ranks. Raises ValueError for tokens on a CPU."""
+        """Allocate an exchange for K = `top_k` choices and rows like x_TD, on all ranks.
+
+        Raises ValueError for tokens on a CPU. Collective.
+        """
         if not x_TD.is_cuda:
             raise ValueError(
                 f"device of the tokens ({x_TD.device}) must be a GPU for dispatcher ('nvlink'): "
@@ -193,7 +196,7 @@ class ExchangePool(BufferOwner):
             return CloneExchange(buffer, self.group)
 
     def _make_meta_exchange(self, x_TD: Tensor, top_k: int) -> Exchange:
-        """Return an exchange for meta rows of the width and dtype of x_TD."""
+        """Return a meta exchange for K = `top_k` and rows of the width and dtype of x_TD."""
         max_tokens = self.options.max_tokens or x_TD.shape[0]
         layout = self._make_layout(x_TD, top_k, max_tokens, self._programs or 1)
         none = torch.empty(0, dtype=torch.int32, device="meta")
@@ -207,7 +210,10 @@ class ExchangePool(BufferOwner):
     def _make_layout(
         self, x_TD: Tensor, top_k: int, max_tokens: int, programs: int
     ) -> ExchangeLayout:
-        """Return the layout of a buffer for rows like x_TD, at most `max_tokens` of each rank."""
+        """Return the buffer layout for rows like x_TD and launches of `programs` Triton programs.
+
+        A rank has at most `max_tokens` tokens, each with `top_k` choices.
+        """
         return ExchangeLayout(
             num_ranks=self.group.size(),
             max_tokens=max(1, max_tokens),
@@ -218,11 +224,14 @@ class ExchangePool(BufferOwner):
         )
 
     def _count_balanced_rows(self, layout: ExchangeLayout) -> int:
-        """Return the expert rows of a rank with even loads, for C tokens on every rank."""
+        """Return the number of a rank's expert rows with even loads and C tokens on every rank."""
         return layout.source_rows * layout.top_k // self.ep
 
     def _compare_options(self, x_TD: Tensor, top_k: int, programs: int) -> int:
-        """Return the maximum tokens of any rank. ValueError if ranks' options differ. Host sync."""
+        """Return the largest number of tokens of any rank. Collective, host sync.
+
+        Raises ValueError if options, programs, K, or row width or dtype differ between ranks.
+        """
         options, (T, D) = self.options, x_TD.shape
         flags = (options.overlap_weight_grads, options.keep_rows, self.wire.fp8)
         sizes = (options.max_tokens or T, D, top_k, SUM_DTYPES.index(x_TD.dtype), programs)
@@ -255,7 +264,7 @@ class TokenCapacity(BufferOwner):
 
     @property
     def factor(self) -> float | None:
-        """The capacity in tokens, 1 before the first forward; None = more tokens are an error."""
+        """The maximum tokens of a forward, 1 if unknown; None = a longer forward is an error."""
         if self._pool.factor is None:
             return None
         sizes = (exchange.layout.max_tokens for exchange in self._pool.entries)
@@ -267,7 +276,10 @@ class TokenCapacity(BufferOwner):
         return () if self._shortage is None else (self._shortage,)
 
     def record_token_excess(self, num_tokens: int) -> bool:
-        """Record a forward above the capacity, and return whether the step will be repeated."""
+        """Record a forward with `num_tokens` tokens, and return whether the step is rerun.
+
+        `num_tokens` is above the capacity.
+        """
         if self.watch != "reruns":
             return False
         if self._shortage is None:
@@ -316,7 +328,10 @@ def _raise_if_capturing() -> None:
 
 
 def choose_program_split(programs: int) -> dict[str, int]:
-    """Return `num_push`, `num_receive` and `rounds` of a layout for this number of programs."""
+    """Return the fields `num_push`, `num_receive` and `rounds` of `ExchangeLayout`, by name.
+
+    `programs` is the number of Triton programs of a launch.
+    """
     is_small = programs < FEW_PROGRAMS
     push = max(1, programs * 5 // 12) if is_small else programs // 2
     return dict(num_push=push, num_receive=programs - push, rounds=16 if is_small else 8)

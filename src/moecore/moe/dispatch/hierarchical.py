@@ -105,14 +105,21 @@ class HierarchicalDispatcher(Dispatcher):
         return ExpertInput(*parts, receiver=inp.receiver)
 
     def prepare_send_order(self, ids_TK: Tensor, note: int) -> SendOrder:
-        """Return the rows to send to domains, by physical ids. `note` is sent with the counts."""
+        """Return the order of the rows to send to the domains of these physical ids.
+
+        `note` is a number that each rank receives with the counts.
+        """
         (T, K), H = ids_TK.shape, self._across.group.size()
         return build_send_order(is_owned(ids_TK, self.domain.num_in_domain, H), T * min(H, K), note)
 
     def _dispatch_inside(
         self, rows_AD: Tensor, received_rows: ReceivedRows, routing: Routing
     ) -> ExpertInput:
-        """Dispatch received rows in this domain; return experts' input, with the domain's plan."""
+        """Dispatch received rows to the ranks of this domain, and return the experts' input.
+
+        `rows_AD` are the rows of `received_rows` without FP8. The input has the plan of the inner
+        dispatcher.
+        """
         H, inside, outer = self._across.group.size(), self._inside, self._across.attendance
         weights_AK, domain = received_rows.weights_SK, dist.get_rank(self._across.group)
         ids_AK = self.domain.convert_to_domain_ids(received_rows.ids_SK, domain)

@@ -50,7 +50,7 @@ INSTALL = f"{get_install_command('nccl-ep')}, or use 'alltoall'"
 
 
 def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
-    """Return the reason why a rank of a group cannot run NCCL EP, or None. Collective."""
+    """Return the reason why some rank of a group cannot run NCCL EP, or None. Collective."""
     problems = gather_objects(_find_local_problem(device_type), group)
     return next((problem for problem in problems if problem is not None), None)
 
@@ -100,9 +100,9 @@ class EPGroups:
         self._groups: dict[tuple[int, int, int], EPGroup] = {}
 
     def get_group(self, num_experts: int, row_bytes: int, max_tokens: int) -> EPGroup:
-        """Return the NCCL EP group for all ranks' experts, and tokens of `row_bytes`.
+        """Return the NCCL EP group for `num_experts` experts on all ranks, and rows of `row_bytes`.
 
-        The first use is collective. `max_tokens` is the maximum tokens of any rank.
+        The first use is collective. `max_tokens` is the largest number of tokens of any rank.
         """
         # Powers of two, so that few groups are created if the number of tokens changes.
         num_tokens = min(MAX_TOKENS, max(MIN_TOKENS, 1 << (max_tokens - 1).bit_length()))
@@ -112,7 +112,10 @@ class EPGroups:
         return self._groups[key]
 
     def _make_group(self, num_experts: int, row_bytes: int, num_tokens: int) -> EPGroup:
-        """Return a new NCCL EP group for `num_tokens` tokens per rank and call. Collective."""
+        """Return a new NCCL EP group. Collective.
+
+        A call has at most `num_tokens` tokens of `row_bytes` per rank.
+        """
         from nccl import ep
         from nccl.ep.interop.torch import get_nccl_comm_from_group
 
@@ -138,7 +141,10 @@ class EPGroups:
 
 
 class EPGroup:
-    """One NCCL EP group, and its idle handles. A handle stores the routing of one call."""
+    """One NCCL EP group, and its idle handles. A handle stores the routing of one call.
+
+    A rank has `num_local` experts, and at most `num_tokens` tokens per call.
+    """
 
     def __init__(self, group: Any, num_local: int, num_tokens: int) -> None:
         self.num_tokens, self.num_local = num_tokens, num_local
@@ -146,7 +152,10 @@ class EPGroup:
         self._idle = defaultdict[int, list[Any]](list)  # by the choices of a token
 
     def exchange_routing(self, ids_TK: Tensor, max_tokens: int) -> ForwardHandles:
-        """Exchange routing of at most `max_tokens` tokens per rank; return handles. Host sync."""
+        """Exchange the physical ids of all ranks' tokens; return this forward's handles. Host sync.
+
+        `max_tokens` is the largest number of tokens of any rank, and decides the number of chunks.
+        """
         from nccl import ep
 
         chunks = [ids_TK[i : i + self.num_tokens] for i in range(0, max_tokens, self.num_tokens)]
@@ -190,7 +199,8 @@ class EPGroup:
 class ForwardHandles:
     """The NCCL EP handles of one forward, one per chunk of at most C tokens; none on meta.
 
-    When the object is deleted, with its autograd graph, the handles return to the group.
+    `tokens` has the number of tokens of each chunk. When the object is deleted, with its autograd
+    graph, the handles return to the group.
     """
 
     dtype: torch.dtype  # of the tokens, and so of all sums
@@ -206,7 +216,10 @@ class ForwardHandles:
             self._group.return_handles(self)
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Send tokens; return received rows, local expert ids (-1 = not local) and weights."""
+        """Send tokens; return rows [S, D], local expert ids [S, K] and weights [S, K].
+
+        The id is -1 if the expert is not local.
+        """
         S, K, self.dtype = sum(self.rows), self.top_k, x_TD.dtype
         rows_SD = x_TD.new_empty(S, x_TD.shape[1])
         weights_SK = weights_TK.new_empty(S, K)
@@ -227,7 +240,7 @@ class ForwardHandles:
         return y_TD
 
     def compute_row_grads(self, dy_TD: Tensor) -> Tensor:
-        """Run combine's backward: send the tokens' gradients, and return the rows' gradients."""
+        """Run combine's backward: send the tokens' gradients; return gradients of rows [S, D]."""
         dy_SD = dy_TD.new_empty(sum(self.rows), dy_TD.shape[1])
         for ep, handle, (x,), (out,) in self._iterate_chunks((dy_TD.contiguous(),), (dy_SD,)):
             inputs, outs = ep.DispatchInputs(tokens=x), ep.DispatchOutputs(tokens=out)
@@ -236,7 +249,10 @@ class ForwardHandles:
         return dy_SD
 
     def compute_token_grads(self, dx_SD: Tensor, dweights_SK: Tensor) -> tuple[Tensor, Tensor]:
-        """Run dispatch's backward: return the gradients of tokens and of routing weights."""
+        """Run dispatch's backward: return gradients of tokens [T, D] and routing weights [T, K].
+
+        The arguments are the gradients of received rows and of their weights.
+        """
         T = sum(self.tokens)
         dx_TD = dx_SD.new_empty(T, dx_SD.shape[1])
         dweights_TK = dweights_SK.new_empty(T, self.top_k)
@@ -251,7 +267,10 @@ class ForwardHandles:
     def _iterate_chunks(
         self, of_tokens: tuple[Tensor, ...], of_rows: tuple[Tensor, ...]
     ) -> Iterator[tuple[Any, Any, list[Any], list[Any]]]:
-        """Yield the `ep` module, and each chunk's handle and descriptors of tokens and of rows."""
+        """Yield the module `ep`, a chunk's handle, and `ep.Tensor`s of its tokens and of its rows.
+
+        Tensors in `of_tokens` are split by tokens of a chunk, and in `of_rows` by received rows.
+        """
         if not self.handles:
             return
         from nccl import ep
@@ -316,7 +335,7 @@ class NCCLEPDispatcher(Dispatcher):
 def _check_inputs(
     x_TD: Tensor, routing: Routing, p: ExpertPlacement, ranks_per_domain: int
 ) -> None:
-    """Raise ValueError for inputs that NCCL EP cannot send; identical on all ranks."""
+    """Raise ValueError on all ranks for inputs that NCCL EP cannot send."""
     (_, D), K = x_TD.shape, routing.destinations_TK.shape[1]
     experts = p.num_physical * ranks_per_domain
     relation = None

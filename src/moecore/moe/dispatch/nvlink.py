@@ -120,7 +120,7 @@ class NVLinkDispatcher(Dispatcher):
         )
 
     def _is_sent_by_alltoall(self, x_TD: Tensor, routing: Routing) -> bool:
-        """Whether the all-to-all dispatcher sends these tokens; identical on all ranks.
+        """Whether the all-to-all dispatcher sends these tokens. The result is equal on all ranks.
 
         Raises ValueError if stores cannot send the tokens and `ExchangePool.is_required` is True.
         """
@@ -177,11 +177,11 @@ def _build_index(
     is_limited: bool,
     multiple: int,
 ) -> ExpertIndex:
-    """Return the index of the received `choices` of the experts of `place`.
+    """Return the `ExpertIndex` of the received `choices` for the experts of `place`.
 
-    The length R is the number of choices with `row_factor` "exact", at most `row_factor` times even
-    loads with `is_limited`, and sufficient for any routing otherwise. Each expert's rows are padded
-    to `multiple`.
+    With `row_factor` "exact", R is the number of choices. With `is_limited` and a number
+    `row_factor`, R is at most `row_factor` times the rows of even loads. Otherwise R suffices for
+    any routing. Each expert's number of rows is padded to a multiple of `multiple`.
     """
     owned = dict(first=place.first_physical, num_local=place.num_physical)
     num_rows = exchange.layout.source_rows * min(exchange.layout.top_k, place.num_physical)
@@ -200,7 +200,7 @@ def _build_index(
 
 
 def _count_rows(exchange: Exchange, ids_SK: Tensor, *, first: int, num_local: int) -> int:
-    """Return the number of choices of experts [first, first + num_local). Host sync."""
+    """Return how many entries of `ids_SK` are in [first, first + num_local). Host sync."""
     if ids_SK.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "NVLinkOptions.row_factor ('exact') must be a number while a CUDA graph is captured"
@@ -213,7 +213,10 @@ def _count_rows(exchange: Exchange, ids_SK: Tensor, *, first: int, num_local: in
 def _repeat_spread(
     exchange: Exchange, wire: Wire, x_TD: Tensor, peers_T: Tensor, places_S: Tensor
 ) -> Rows:
-    """Send a dispatch's tokens a second time, and return the same source rows."""
+    """Send a dispatch's tokens a second time, and return the same source rows.
+
+    `peers_T` and `places_S` are fields of the dispatch's `ExchangeMap`.
+    """
     row_map = ExchangeMap(peers_T, places_S, places_S[:, None])
     rows_SN = exchange.spread(wire.pack(x_TD), row_map, exchange.layout.source_rows)
     return wire.unpack(rows_SN, x_TD)
@@ -235,9 +238,11 @@ class _GradSender:
         slots_SK: Tensor,
         num_rows: Tensor,
     ) -> None:
-        """Sum each source row's gradients, and start to copy the sums to the tokens' ranks.
+        """Sum expert rows' gradients per source row, and start to copy sums to the tokens' ranks.
 
-        If `Exchange.can_copy` is False, nothing is sent, and the dispatch's backward sends all.
+        `drows_RD` and `dweights_R` are the gradients of expert rows and of their weights. The other
+        arguments are fields of the dispatch's index. If `Exchange.can_copy` is False, nothing is
+        sent, and the dispatch's backward sends all gradients.
         """
         self._sent_grads = None
         if self._exchange.can_copy():
@@ -251,8 +256,8 @@ class _GradSender:
     ) -> tuple[Tensor, Tensor | None] | None:
         """Wait for the copies, and return the gradients of tokens [T, D] and weights [T, K].
 
-        None = `start_sending` started no copies. `row_map` has slots_SK. Raises RuntimeError if
-        `grads` are not the unchanged gradients that `start_sending` received.
+        Returns None if `start_sending` started no copies. `row_map` has slots_SK. Raises
+        RuntimeError if `grads` are not the unchanged gradients that `start_sending` received.
         """
         entry, self._sent_grads = self._sent_grads, None
         if entry is None:
@@ -289,7 +294,7 @@ class _DispatchOutputs(NamedTuple):
 
 
 class _Dispatch(torch.autograd.Function):
-    """Sends tokens and returns `_DispatchOutputs`; a handle gets the gradients of expert rows."""
+    """Sends tokens; returns `_DispatchOutputs`, whose handle gets the expert rows' gradients."""
 
     @staticmethod
     def forward(

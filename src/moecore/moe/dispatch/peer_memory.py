@@ -44,7 +44,7 @@ def _allocate_peer_memory(
     device: torch.device,
     timeout_s: float,
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """Return views of all ranks' memory, and `PeerBuffer` fields of this rank. Collective."""
+    """Return views of all ranks' memory, and this rank's `PeerBuffer` fields. Collective."""
     size = (layout.num_bytes,)
     memory, handle = allocate_symmetric_memory(layout.num_bytes, group, device)
     memory.zero_()  # the flags

@@ -35,15 +35,16 @@ class Wire:
             )
 
     def pack(self, x_TD: Tensor) -> Tensor:
-        """Return the rows to send: x_TD, or packed [T, W]. No autograd."""
+        """Return the rows to send: x_TD unchanged, or packed FP8 rows [T, W]. No autograd."""
         return pack_rows(x_TD.contiguous()) if self.fp8 else x_TD
 
     def gather_rows(
         self, x_TD: Tensor, token_ids_M: Tensor, slots_TG: Tensor
     ) -> tuple[Tensor | None, Tensor]:
-        """Return (packed rows of M tokens, a handle), or unpacked (None, differentiable rows).
+        """Return rows of `token_ids_M`: (packed rows, a handle), or (None, rows) without FP8.
 
-        A handle is a tensor without values that stands for packed rows in autograd.
+        `slots_TG` is the inverse map. A handle is a tensor without values that stands for packed
+        rows in autograd.
         """
         row_map = (token_ids_M, slots_TG)
         if not self.fp8:
@@ -65,17 +66,17 @@ class Wire:
         return Rows.from_bytes(rows_SN, like.shape[1], like.dtype, handle_SD)
 
     def make_receiver(self) -> Receiver | None:
-        """Return the receiver of gradients of the experts' output; None = autograd sends them."""
+        """Return a receiver of the experts' output gradients as FP8; None = no FP8 gradients."""
         return Receiver() if self.fp8 and not torch.compiler.is_compiling() else None
 
 
 def make_handle(like: Tensor, num_rows: int) -> Tensor:
-    """Return a handle for `num_rows` rows like `like`: one element, expanded to their shape."""
+    """Return a handle [num_rows, D] with dtype and D of `like`: one element, expanded."""
     return like.new_empty(1).expand(num_rows, like.shape[1])
 
 
 def gather_fp8_rows(words_TW: Tensor, token_ids_M: Tensor, slots_TG: Tensor) -> Tensor:
-    """Return the packed rows of tokens `token_ids_M`, [M, W] bytes; `slots_TG` is the inverse."""
+    """Return packed rows [M, W] of tokens `token_ids_M`; `slots_TG` is the inverse map."""
     words_TN = words_TW.view(torch.float32)  # the kernel copies the bits of a float
     return gather_rows(words_TN, token_ids_M, slots_TG).view(PACKED_DTYPE)
 
@@ -91,7 +92,8 @@ class Receiver:
     def send_as_fp8(self, dy_TD: Tensor, send: Callable[[Tensor], Tensor]) -> Tensor | None:
         """Pack dy, exchange it by send(packed rows), and return a handle of the received rows.
 
-        `take_packed_grads` then returns the rows. None = experts accept no FP8; dy is not sent.
+        `take_packed_grads` then returns the rows. In a two-level dispatch, the first level returns
+        unpacked rows instead of a handle. None = experts accept no FP8, and dy is not sent.
         """
         if not (self.next or self).accepts_packed_grads:
             return None

@@ -37,7 +37,7 @@ Partitions = Annotated[int, Bound(">=", 1), Bound("<=", MAX_PARTITIONS)]
 
 
 class CorpusError(ValueError):
-    """Raised for an unreadable document of a source, or for data ranks that differ."""
+    """Raised for an unreadable document, or for data ranks with different data or options."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +54,7 @@ class CorpusSource(CheckedRecord):
         tokenize: returns the token ids of a document, including the end-of-document id. Equal
             documents must give equal ids. None = the documents are token ids. Documents without
             ids are skipped.
-        weight: the source's share of the rows is `weight` over the sum of all weights.
+        weight: the source's share of the rows is `weight` divided by the sum of all weights.
     """
 
     name: str
@@ -142,7 +142,7 @@ def _hash_integer(number: int) -> int:
 def find_first_document(ordinal: int, count: int, partitions: int) -> int:
     """Return the index of the first document of an ordinal's epoch if documents are not shuffled.
 
-    The module docstring has an example.
+    `count` is the number of documents. The module docstring has an example.
     """
     return ordinal // math.lcm(count, partitions) % math.gcd(count, partitions)
 
@@ -169,11 +169,21 @@ class IndexedDocuments:
 
 
 class StreamedDocuments:
-    """The documents of an iterable by ordinal, which counts over epochs, each taken once.
+    """The documents of an iterable, each taken once by an ordinal that counts over all epochs.
 
     The stream is read and shuffled in blocks. Documents that are read before they are taken are
-    buffered, and documents of other processes' partitions are discarded. Each epoch calls `iter`.
-    A method `skip` of the iterable, as of Hugging Face streaming datasets, makes resuming faster.
+    buffered, and documents of other processes' partitions are discarded. Each epoch calls `iter`. A
+    method `skip` of the iterable, as of Hugging Face streaming datasets, makes resuming faster.
+
+    Args:
+        documents: the iterable.
+        key: seed of the shuffles; None = the order of the stream.
+        block: number of documents that are shuffled together.
+        first: the smallest ordinal that is taken.
+        last: the largest ordinal that was read before the position was saved; -1 = none.
+        partitions: number of partitions.
+        partition_ids: the partitions whose ordinals are taken.
+        length: documents of an epoch; None = unknown until the first epoch ends.
     """
 
     def __init__(
@@ -258,7 +268,10 @@ class StreamedDocuments:
 
 
 def _make_length_error(expected_length: int, count: str) -> ValueError:
-    """Return the error for a stream that has `count` documents (a number, or "more")."""
+    """Return the error for a stream of `count` documents instead of `expected_length`.
+
+    `count` is a number or "more".
+    """
     return ValueError(
         f"the stream ({count} documents) must have {expected_length}, as when it was read before: "
         "do not change the data of a run"

@@ -174,7 +174,7 @@ class JsonLines:
         return f"{self._file.short_path} line {self._find_line(index) + 1}"
 
     def _find_line(self, index: int) -> int:
-        """Return the line number, from 0, of document `index`; documents skip lines."""
+        """Return the line number, from 0, of document `index`. Some lines have no document."""
         return index + int(np.searchsorted(self._documents_before, index, side="right"))
 
     def _raise_invalid_line(self, line: int, field: str | None) -> None:
@@ -200,9 +200,10 @@ class _LineRange(NamedTuple):
 
 
 def _concatenate_line_numbers(numbers: list[array[int]], firsts: list[int]) -> Integers:
-    """Return line numbers in the file, int64, of line numbers in its byte ranges.
+    """Convert line numbers in byte ranges to line numbers in the file; return int64 [numbers].
 
-    `firsts[i]` is the number of the first line that begins in range i.
+    `numbers[i]` are line numbers in range i. `firsts[i]` is the number in the file of the first
+    line that begins in range i.
     """
     pairs = zip(numbers, firsts, strict=True)
     return np.concatenate([np.frombuffer(part, np.int64) + first for part, first in pairs])

@@ -51,7 +51,11 @@ PARTITIONS_PER_ROW = 8  # with up to 8 workers per rank, no two workers read one
 
 
 class RankBatches(IterableDataset[Any]):
-    """A dataset of one data rank's batches, each with the cursors after it and source lengths."""
+    """A dataset of one data rank that yields (batch, cursors after the batch, source lengths).
+
+    A batch is `collate` of `rows` rows. Cursors have partition numbers as keys. Lengths have source
+    names as keys.
+    """
 
     def __init__(
         self,
@@ -71,7 +75,11 @@ class RankBatches(IterableDataset[Any]):
         self.set_start(0, {}, {})
 
     def set_start(self, row: int, cursors: Cursors, lengths: Mapping[str, int | None]) -> None:
-        """Set the position (row of the run, cursors, source lengths) of the next iteration."""
+        """Set the position of the next iteration: row of the run, cursors and source lengths.
+
+        `cursors` has partition numbers as keys. `lengths` has the number of documents of each
+        source; None = unknown.
+        """
         self._first, self._cursors, self._lengths = row, dict(cursors), dict(lengths)
 
     def get_facts(self) -> dict[str, Any]:
@@ -125,7 +133,7 @@ class RankBatches(IterableDataset[Any]):
             yield self._collate(rows), cursors, lengths
 
     def _make_partition(self, number: int, readers: Mapping[str, DocumentReader]) -> Partition:
-        """Return partition `number` at its start position; `readers` maps names of sources."""
+        """Return partition `number` at its start position; `readers` has source names as keys."""
         options = self._options
         return Partition(
             number,
@@ -139,11 +147,11 @@ class RankBatches(IterableDataset[Any]):
         )
 
     def _find_row_index(self, number: int, place: int) -> int:
-        """Return the index in the run of row `place` of this rank's batch `number`."""
+        """Return the row of the run that is row `place` of this rank's batch `number`."""
         return self._first + (number * self.data_ranks + self.data_rank) * self.rows + place
 
     def _find_worker_partitions(self, worker: int, workers: int) -> frozenset[int]:
-        """Return the indices of the partitions from which a worker reads rows."""
+        """Return the indices of the partitions that worker `worker` of `workers` reads."""
         period = self.partitions // math.gcd(self.partitions, workers * self.data_ranks * self.rows)
         numbers = range(worker, worker + period * workers, workers)
         return frozenset(
@@ -153,7 +161,10 @@ class RankBatches(IterableDataset[Any]):
     def _order_documents(
         self, place: int, source: CorpusSource, partition_ids: frozenset[int]
     ) -> OrderedDocuments:
-        """Return the documents of `sources[place]` by ordinal, for these partitions."""
+        """Return the documents of `source` by ordinal, for the partitions `partition_ids`.
+
+        `place` is the index of the source in `sources`.
+        """
         options = self._options
         key = hash_parts(options.seed, "order", source.name) if options.shuffle else None
         if source.is_indexed:
@@ -282,7 +293,8 @@ class PositionedLoader(Generic[Batch]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of a loader with the same sources and options.
 
-        Numbers of ranks, rows and workers may differ, and weights, which apply to later rows.
+        The numbers of ranks, rows and workers may differ. Weights may also differ, and apply to
+        later rows.
 
         Raises:
             ValueError: if the state has other sources or options, or is no `state_dict()`.
@@ -363,7 +375,7 @@ def check_sources(sources: Sequence[CorpusSource], data_rank: int, data_ranks: i
 
 @contextmanager
 def _restore_sigchld_handler() -> Iterator[None]:
-    """Return a context at whose end the handler of SIGCHLD is the handler before it."""
+    """Return a context that restores the previous SIGCHLD handler at its end."""
     # torch's handler raises the death of a worker wherever the main thread is at that moment.
     # Without the handler, the next batch raises it.
     before = signal.getsignal(signal.SIGCHLD)

@@ -103,14 +103,17 @@ class MegatronDocuments:
         return f"{self._prefix}.bin document {document}"
 
     def _read_entries(self, start: int, dtype: str, first: int, count: int) -> np.ndarray[Any, Any]:
-        """Return entries [first, first + count) of the array at byte `start` of PREFIX.idx."""
+        """Return entries [first, first + count) of the array of `dtype` at byte `start`.
+
+        The array is in PREFIX.idx.
+        """
         width = np.dtype(dtype).itemsize
         return np.frombuffer(self._index.read(start + first * width, count * width), dtype)
 
     def _check_document_starts(self, sequences: int, borders: int, digest: Any) -> None:
-        """Raise a ValueError unless the `borders` document starts ascend from 0 to `sequences`.
+        """Raise a ValueError unless document starts ascend from 0 to `sequences`.
 
-        Updates `digest` with the document starts.
+        `borders` is the number of document starts. `digest` is updated with the document starts.
         """
         last = 0
         for first, count in _split_into_blocks(borders):
@@ -125,7 +128,7 @@ class MegatronDocuments:
             raise ValueError(f"{self._prefix}.idx {relation}: make it anew")
 
     def _check_sequences(self, sequences: int, digest: Any) -> None:
-        """Raise a ValueError unless each sequence is inside PREFIX.bin; update `digest`."""
+        """Raise a ValueError unless all `sequences` are inside PREFIX.bin; update `digest`."""
         stop = 0
         for first, count in _split_into_blocks(sequences):
             sizes = self._read_entries(self._sizes, "<i4", first, count)

@@ -55,7 +55,8 @@ class RowPacker(ABC):
     def _check_unchanged(self, tokens: int, end: int) -> None:
         """Raise a CorpusError if the resumed document or window has changed.
 
-        `tokens` is its number of tokens, and `end` is the largest possible `cursor.offset`.
+        `tokens` is the number of tokens of the document or window. `end` is the largest possible
+        `cursor.offset`.
         """
         cursor = self.cursor
         if cursor.rows and (tokens != cursor.tokens or cursor.offset > end):
@@ -101,7 +102,7 @@ class WholePacker(RowPacker):
 
     @override
     def next(self) -> list[Piece]:
-        """Return the next row of the window, after the last row the first of the next window."""
+        """Return the next row of the window; after the last row, start the next window."""
         rows, ordinal, offset, credit, _ = self.cursor
         window = self._window
         if window is None:
@@ -148,7 +149,7 @@ class _Window:
 
 
 class RowShape(NamedTuple):
-    """Tokens of a row, the multiple to which documents are padded, and documents of a window."""
+    """Tokens per row, the multiple to which documents are padded, and documents per window."""
 
     tokens: int
     multiple: int
@@ -160,7 +161,7 @@ class RowShape(NamedTuple):
 
 
 def cut_piece(document: Integers, start: int, stop: int) -> Piece:
-    """Return tokens [start, stop) of a document, a view; the last label is the token after it."""
+    """Return a view of tokens [start, stop) of a document; the last label is token `stop`."""
     after = int(document[stop]) if stop < len(document) else IGNORE_INDEX
     return Piece(document[start:stop], after)
 
@@ -171,7 +172,9 @@ class Partition:
     The next row is from the source with the largest credit: its share of the rows minus its rows.
     So a source of share w has about n * w of n rows; the difference is less than the number of
     sources. Initial credits are pseudo-random, so partitions do not change sources all at once.
-    `number` is the partition's index, and `rule` is `CorpusOptions.documents`.
+    `number` is the partition's index, and `rule` is `CorpusOptions.documents`. `documents` and
+    `weights` have source names as keys. `cursors` has the start of each source; None = its
+    beginning.
     """
 
     def __init__(

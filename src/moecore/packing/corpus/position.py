@@ -155,7 +155,8 @@ def check_state(
 ) -> Position:
     """Return the position in a `state_dict` of a loader with these facts and sources.
 
-    Raises a ValueError for the state of another loader and for other objects.
+    `facts` is the result of `collect_facts`. Raises a ValueError for the state of another loader
+    and for other objects.
     """
     values = _convert_to_json(state)
     for name, annotation in FIELDS.items():
@@ -178,7 +179,7 @@ _NO_STATE = "must be that of a state_dict(): pass one, of all data ranks"
 
 
 def _convert_to_json(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state in JSON types (tuples are lists); ValueError for other fields."""
+    """Return a state in JSON types (tuples are lists); ValueError unless fields are `FIELDS`."""
     try:
         values = json.loads(json.dumps(dict(state), allow_nan=False))
     except (TypeError, ValueError, RecursionError):
@@ -207,7 +208,8 @@ def _parse_cursors(
 ) -> tuple[int, list[Cursor]]:
     """Return partition and cursors of an entry of state["cursors"]; ValueError if invalid.
 
-    `step` is the difference of two ordinals of a partition.
+    `partitions` and `num_sources` are total numbers. `step` is the difference of two consecutive
+    ordinals of a partition.
     """
     credit = Annotated[float, Bound(">=", -num_sources - 1), Bound("<=", num_sources + 1)]
     kinds: tuple[Any, ...] = (Number, Number, Number, credit, Number)
@@ -232,7 +234,10 @@ def _parse_cursors(
 
 
 def _check_row_counts(cursors: Cursors, rows: int, partitions: int) -> None:
-    """Raise a ValueError unless each partition has its share of the run's first `rows` rows."""
+    """Raise a ValueError unless each partition has its share of the run's first `rows` rows.
+
+    `cursors` has partition numbers as keys. `partitions` is the number of partitions.
+    """
     for number in {*range(min(rows, partitions)), *cursors}:
         expected_rows = max(0, -(-(rows - number) // partitions))
         num_rows = sum(cursor.rows for cursor in cursors.get(number, []))

@@ -153,7 +153,7 @@ class ScheduledCollator(CheckedRecord):
         """Return this rank's batch of a step.
 
         Args:
-            documents: token ids or rows, as for `PackedCollator`.
+            documents: token ids or mappings: see `PackedCollator`.
 
         Raises:
             ValueError: if `PackedCollator` refuses a document, or a document exceeds `max_tokens`
@@ -164,9 +164,10 @@ class ScheduledCollator(CheckedRecord):
         return self.schedule_pieces(pieces)
 
     def schedule_pieces(self, pieces: Sequence[Piece]) -> ScheduledBatch:
-        """Return this rank's batch of a step; `pieces` has one piece per document, as on all ranks.
+        """Return this rank's batch of a step.
 
-        Raises a ValueError as `__call__`.
+        `pieces` has one piece per document, and is identical on all ranks. Raises a ValueError as
+        `__call__`.
         """
         lengths = [len(piece.ids) for piece in pieces]
         plan = schedule_documents(
@@ -222,15 +223,15 @@ class ScheduledLoader(PositionedLoader[ScheduledBatch]):
     the reverse. The constructor is collective: it makes a gloo group that compares schedules.
 
     Args:
-        sources: sources of the corpus, as for `CorpusLoader`.
+        sources: sources of the corpus: see `CorpusLoader`.
         options: options of the rows. `row_tokens` must be a multiple of 2 * the ranks of the
             largest group, and `multiple` must be 1.
         rows: rows of a step, over all data ranks.
-        max_tokens: as for `ScheduledCollator`.
-        cost: as for `ScheduledCollator`.
+        max_tokens: see `ScheduledCollator`.
+        cost: see `ScheduledCollator`.
         data_rank: this rank's index, `meshes.data_rank`.
         data_ranks: number of data ranks, `meshes.data_ranks`.
-        workers: processes that prefetch steps, as for `CorpusLoader`. If `workers` is 1, 2, 4 or 8,
+        workers: processes that prefetch steps: see `CorpusLoader`. If `workers` is 1, 2, 4 or 8,
             no two workers of a rank read the same partition.
 
     Raises:
