@@ -216,7 +216,10 @@ def classify_kernel(kernel: Kernel) -> str:
 
 
 def _attribute_busy_time(trace: Trace) -> Iterator[tuple[str, float]]:
-    """Yield (part, microseconds) while kernels run; the first part of `PARTS` that runs counts."""
+    """Yield (part, microseconds) of each interval in which kernels run.
+
+    If kernels of several parts overlap, the interval belongs to the first of them in `PARTS`.
+    """
     order = list(LIMIT_OF)
     edges = []
     for kernel in trace.kernels:
@@ -341,7 +344,11 @@ def _make_trace(events: list[Event]) -> Trace:
 
 
 def _find_phases(events: list[Event], calls: Mapping[Any, Event]) -> dict[Any, str]:
-    """Return the innermost moecore mark around each launch of `calls`, by correlation number."""
+    """Return correlation number -> name of the innermost moecore profiler mark around the launch.
+
+    `calls` maps the correlation number of a launch to the host's call. The result has no launches
+    without a mark.
+    """
     queues: dict[Any, list[Event]] = {}
     for e in events:
         if e.get("cat") == "user_annotation" and str(e["name"]).startswith("moecore::"):

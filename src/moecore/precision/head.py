@@ -43,7 +43,8 @@ from moecore.kernels.rows.scaling import Blocks
 class HeadProducts:
     """Computes an output head's logits and the gradients of both inputs, chunk by chunk of tokens.
 
-    `compute_logits` selects the chunk of the other methods. `training` = backward follows.
+    Call `compute_logits` first for each chunk. The other methods read the hidden states that
+    `compute_logits` saves. `training` = backward follows.
     """
 
     chunks = 1  # chunks of tokens whose logits need the memory of one chunk of fp32 logits
@@ -82,7 +83,7 @@ class HeadProducts:
         torch.mm(d_logits, self.weight_VD, out=out_CD)
 
     def add_d_weight(self, d_logits: Any, out_VD: Tensor, *, first: bool) -> None:
-        """Add d_logits^T @ hidden, the weight's gradient, to `out_VD`; the `first` overwrites."""
+        """Add d_logits^T @ hidden, the weight's gradient, to `out_VD`; `first` = overwrite."""
         add_product_(out_VD, d_logits.t(), self.hidden_CD, beta=0 if first else 1)
 
 

@@ -67,7 +67,7 @@ class InputCastCache:
         return InputCastCache, ()
 
     def get(self, x: Tensor, user: object, recipe: Recipe, columns: bool) -> OperandPair:
-        """Return x quantised by `cast_input`, cached until x changes or `user` reads it again."""
+        """Return x quantised, from the cache unless x changed or `user`, a linear, has read it."""
         operands, version = self._operands, sum_versions(x)
         is_hit = self._input is not None and self._input() is x and self._version == version
         is_hit = is_hit and not x.is_inference() and user not in self._users  # has no version
@@ -172,7 +172,7 @@ class QuantisedProducts(LinearProducts):
 
     @abstractmethod
     def prepare(self, x: Tensor, weight: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
-        """Return a forward's quantised operands or amax; `training` = record the amax of x."""
+        """Return the quantised operands or amax of a forward; `training` = record the amax of x."""
 
     @staticmethod
     @abstractmethod
@@ -287,7 +287,10 @@ class Fp8Products(QuantisedProducts):
     def _cast_weight(
         self, weight: Tensor, weight_NK: Tensor, seen: Tensor | None
     ) -> tuple[Blocks | None, Tensor | None]:
-        """Return the weight quantised for y, and its amax for backward; raise `seen` in place."""
+        """Return the weight quantised for y, and its amax, which backward reads.
+
+        `seen`, fp32 [1] or None, is raised in place to the amax.
+        """
         # No copy is cached: all-gathers and fused optimizers write values without a new version.
         kind = KINDS[self.recipe.weight_block]
         if not has_values(weight_NK):
@@ -347,7 +350,10 @@ class Fp8Products(QuantisedProducts):
     @override
     @staticmethod
     def weight_grad(dy: Blocks, x_KT: Tensor, call: LinearCall, target: GradTarget) -> Tensor:
-        """Return dw = dy @ x, written or added to `target.out` if it is given."""
+        """Return dw = dy @ x.
+
+        If `target.out` is a tensor, dw is written to it, or added to it if `target.adds` is True.
+        """
         x = Blocks(x_KT, call.x_column_scales, KINDS[call.recipe.activation_block])
         grad = multiply(dy, x, call.dtype)
         return store_grad(grad, target.out, target.adds, target.dtype, target.scale)
@@ -357,7 +363,7 @@ Fp8Products.op = make_quantised_op("fp8_linear", Fp8Products)
 
 
 def _transpose_weight(weight_NK: Tensor, call: LinearCall) -> Blocks:
-    """Return the weight as operand of dx (sum over N): quantised, or gathered and transposed."""
+    """Return weight^T for dx: the all-gathered blocks transposed, or the weight quantised."""
     kind = KINDS[call.recipe.weight_block]
     if call.weight_rows is not None:
         rows = Blocks(call.weight_rows, call.weight_scales, kind)
@@ -369,7 +375,7 @@ def _transpose_weight(weight_NK: Tensor, call: LinearCall) -> Blocks:
 
 
 def choose_scaling_amax(past: Tensor | None, x: Tensor, *, has_all_amax: bool) -> Tensor | None:
-    """Return `past`, fp32 [n], with x's amax in entries of 0; `has_all_amax` = no entry is 0."""
+    """Return `past`, fp32 [n], with its zeros replaced by x's amax, unless `has_all_amax`."""
     return past if past is None or has_all_amax else compute_amax(x, past)
 
 
@@ -420,7 +426,7 @@ def check_operands(x: Tensor, weight_NK: Tensor, recipe: Recipe) -> None:
 
 
 def read_gathered_blocks(kind: str | None, weight: Tensor, weight_NK: Tensor) -> Blocks:
-    """Return a weight's all-gathered FP8 blocks; NotImplementedError for another `kind`."""
+    """Return a weight's all-gathered FP8 blocks; NotImplementedError if not of kind `kind`."""
     blocks = None if torch.compiler.is_compiling() else get_fp8_blocks(weight)
     if blocks is None or blocks.kind != kind:
         check_values(weight_NK)

@@ -63,7 +63,10 @@ class PreferenceBatch:
 def make_preference_steps(
     pairs: Sequence[Preference], shape: BatchShape, *, seed: int | None, data_rank: int
 ) -> Steps[PreferenceBatch]:
-    """Return this data rank's steps of pairs; `seed` None = pairs in their order."""
+    """Return this data rank's steps of pairs, of grad_accum * batch_size pairs each.
+
+    `seed` None = the order of `pairs`.
+    """
     sampler = PackedBatchSampler(
         [1] * len(pairs),
         1,
@@ -135,7 +138,7 @@ def encode_preference(
 
 
 def _as_messages(value: Any) -> Any:
-    """Return a message or a list of messages as a list, and a text unchanged."""
+    """Return one message or a list of messages as a list, and other values unchanged."""
     messages = [value] if isinstance(value, dict) else value
     return list(map(normalize_message, messages)) if isinstance(messages, list) else value
 
