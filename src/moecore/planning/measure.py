@@ -327,7 +327,10 @@ def _make_random_tensor(device: torch.device, *shape: int) -> Tensor:
 
 
 def _time_call(call: Call, flush: Tensor, rounds: int) -> float:
-    """Return the median seconds of `rounds` calls, each after a read of `flush` fills the L2."""
+    """Return the median seconds of `rounds` calls.
+
+    A read of tensor `flush` before each call replaces the content of the L2 cache.
+    """
     times, spans = [], []
     for _ in range(rounds):
         flush.sum()

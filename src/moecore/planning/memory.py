@@ -60,7 +60,7 @@ class _Peak(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rank:
-    """What one pipeline rank stores and runs in a step; `end` is gradient clipping and AdamW."""
+    """Resident bytes and passes of a pipeline rank's step; `end` is gradient clipping and AdamW."""
 
     resident: Mapping[str, int]
     passes: Sequence[_Pass]

@@ -193,7 +193,7 @@ def _make_product_work(name: str, args: Args, tensors: Sequence[Tensor], kernel:
 
 
 def _unpack_heads(tensors: Sequence[Tensor], args: Args) -> list[Tensor]:
-    """Return packed heads [N, H, d] as documents [n, T, H, d] of the longest length T, on meta."""
+    """Return tensors [n, T, H, d] on meta for packed ones [N, H, d]: n documents of length T."""
     T = max(arg for arg in args if type(arg) is int)
     heads = [t for t in tensors if t.ndim == 3]
     return [t.new_empty(-(-len(t) // T), T, *t.shape[1:], device="meta") for t in heads]

@@ -279,7 +279,10 @@ def _read_events(path: Path) -> list[Event]:
 
 
 def _read_file(path: Path) -> bytes:
-    """Return the unpacked bytes of a file, at most one more than `MAX_BYTES`."""
+    """Return the bytes of a file, decompressed if the file is gzip.
+
+    At most `MAX_BYTES` + 1 bytes are read. ValueErrors say what the file must be.
+    """
     try:
         is_directory = path.is_dir()
         descriptor = -1 if is_directory else open_regular(path, follow=True)

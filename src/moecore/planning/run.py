@@ -93,8 +93,8 @@ class TrainingRun(CheckedRecord):
         optimizer: options of AdamW.
         nvlink: the capacity of dispatcher "nvlink", which stores tokens into the memory of GPUs of
             one node; None = dispatcher "alltoall".
-        dispatcher: "hierarchical" = the two levels of that dispatcher, with `nvlink` inside of a
-            domain; "auto" = one level.
+        dispatcher: "hierarchical" = one exchange between NVLink domains and one inside a domain,
+            with `nvlink`; "auto" = a single exchange.
         ranks_per_domain: neighbouring ranks that NVLink connects.
         num_peers: neighbouring ranks of a server that access each other's memory; 1 = none.
         has_block_scales: whether the GPU's tensor cores multiply MXFP8 and NVFP4 (Blackwell).

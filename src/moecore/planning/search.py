@@ -348,7 +348,7 @@ def _plan_estimated_options(
 def plan_options(
     request: SearchRequest, layout: Layout, options: OptionSet, run: TrainingRun | None = None
 ) -> Candidate:
-    """Return the memory plan of `run`; None = the run that `make_run` makes with `options`."""
+    """Plan the memory of `run`, which has `options`; `run` None = the run of `make_run`."""
     run = make_run(request, layout, options) if run is None else run
     pins = run.memory.offload or run.optimizer.offload_fraction
     host = plan_memory(run).pinned_bytes(get_gpu(request.gpu)) if pins else 0

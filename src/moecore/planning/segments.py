@@ -256,14 +256,14 @@ _run_dry_cached = lru_cache(maxsize=64)(record_step)
 
 
 class SmallRun(NamedTuple):
-    """A run of few sampled layers, and the sample that stands for each layer of a complete run."""
+    """A run of few sampled layers, and the sample that represents each layer of a complete run."""
 
     run: TrainingRun
     sampled_layers: SampledLayers
 
     @classmethod
     def of(cls, run: TrainingRun) -> SmallRun:
-        """Return the run of sampled layers that stands for a complete run."""
+        """Return the run of sampled layers that represents a complete run."""
         # The device and the dtype of the optimizer's state change no other allocation of a step.
         options = OptimizerOptions(master_remainder=run.optimizer.master_remainder)
         small = sample_layers(replace(run, optimizer=options), min(run.num_micro_batches, MIDDLE))
@@ -271,7 +271,7 @@ class SmallRun(NamedTuple):
 
     @property
     def step(self) -> DryRun:
-        """The dry run of the sampled layers, for the full capacity of dispatcher "nvlink"."""
+        """The dry run of the sampled layers; buffers of "nvlink" have their full capacity."""
         return _run_dry_cached(self.run)
 
     @property

@@ -292,7 +292,10 @@ def _time_unstaged(run: TrainingRun, segments: Segments, table: CostTable) -> tu
 
 
 def _time_state_waits(run: TrainingRun, segments: Segments, table: CostTable, memo: Memo) -> float:
-    """Return the seconds that a step waits for offloaded state; `memo` as in `_time_staged`."""
+    """Return the seconds that a step waits for copies of offloaded optimizer state.
+
+    `memo` is a cache of the seconds of stages' passes, which the function extends.
+    """
     # The copy to the host overlaps with the blocks of the first forward. The copy back overlaps
     # with the blocks of the last backward, except the first of them. In a pipeline these are the
     # blocks of the first rank.
@@ -323,7 +326,10 @@ def has_slices(run: TrainingRun) -> bool:
 def _time_staged(
     run: TrainingRun, segments: Segments, table: CostTable, memo: Memo
 ) -> tuple[float, Parts, Timeline]:
-    """Return a step's seconds, seconds by limit, and timeline; `memo` caches stages' passes."""
+    """Return (seconds, seconds by limit, timeline) of a step with a pipeline.
+
+    `memo` is a cache of the seconds of stages' passes, which the function extends.
+    """
     assert run.pipeline is not None, "checked by the caller"
     name, pp, stages = run.pipeline.schedule, run.resolved.pp, list_stages(run)
     passes = [_time_passes_cached(stage, segments, table, memo) for stage in stages]

@@ -102,7 +102,7 @@ class BlockwiseHeadProducts(HeadProducts):
 
     @override
     def compute_logits(self, hidden_CD: Tensor) -> Tensor:
-        """Return a chunk's logits [C, V] in its dtype, and save its quantised hidden states."""
+        """Return a chunk's logits [C, V] in the dtype of `hidden_CD`; save its FP8 blocks."""
         self.dtype, C = hidden_CD.dtype, hidden_CD.shape[0]
         self.ends_1 = torch.full((1,), C, dtype=torch.int32, device=hidden_CD.device)
         self.tiles: RowTiles = map_row_tiles(self.ends_1, C)
@@ -162,9 +162,10 @@ def find_fp8_head_problem(
 
 
 def make_head_products(weight_VD: Tensor, recipe: Recipe | None, *, training: bool) -> HeadProducts:
-    """Create the object for the matmuls of a head's local weight; `recipe` None = its dtype.
+    """Create the object for the matmuls of a head's local weight [V, D].
 
-    Raises a ValueError if the recipe cannot multiply the weight. `training` = backward follows.
+    `recipe` None = matmuls in the weight's dtype. `training` = backward follows. Raises a
+    ValueError if the recipe cannot multiply the weight.
     """
     if recipe is None:
         return HeadProducts(weight_VD, training=training)

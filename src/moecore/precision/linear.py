@@ -67,7 +67,10 @@ class InputCastCache:
         return InputCastCache, ()
 
     def get(self, x: Tensor, user: object, recipe: Recipe, columns: bool) -> OperandPair:
-        """Return x quantised, from the cache unless x changed or `user`, a linear, has read it."""
+        """Return x quantised by `cast_input`; with `columns` also the operand of dw.
+
+        The result is from the cache, unless x has changed or the linear `user` has read it before.
+        """
         operands, version = self._operands, sum_versions(x)
         is_hit = self._input is not None and self._input() is x and self._version == version
         is_hit = is_hit and not x.is_inference() and user not in self._users  # has no version
@@ -172,7 +175,10 @@ class QuantisedProducts(LinearProducts):
 
     @abstractmethod
     def prepare(self, x: Tensor, weight: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
-        """Return the quantised operands or amax of a forward; `training` = record the amax of x."""
+        """Return the settings of one forward, with quantised operands or the amax that scales them.
+
+        `training` = the amax of x is recorded for delayed scaling.
+        """
 
     @staticmethod
     @abstractmethod
@@ -187,7 +193,7 @@ class QuantisedProducts(LinearProducts):
     @override
     @classmethod
     def forward(cls, x: Tensor, weight_NK: Tensor, bias_N: Any, call: LinearCall) -> Tensor:
-        """Return y [..., N] for x [..., K], with the bias added if it is not None."""
+        """Return y [..., N] = x [..., K] @ weight^T + bias; `bias_N` None = no bias."""
         y = restore_dims(cls.multiply(flatten_rows(x), weight_NK, call), x)
         return y if bias_N is None else y.add_(bias_N)
 
@@ -313,7 +319,11 @@ class Fp8Products(QuantisedProducts):
     def _cast_x(
         self, x: Tensor, columns: bool, amax: Tensor | None, seen: Tensor | None
     ) -> OperandPair:
-        """Return x quantised, from the cache of its linears unless scaling is delayed."""
+        """Return x quantised for y and, with `columns`, for dw.
+
+        Without delayed scaling, linears of the same input share the result. Otherwise `amax` is
+        the past amax, and `seen` is raised in place to x's amax.
+        """
         if self.history is None and not torch.compiler.is_compiling():
             return self.inputs.get(x, self, self.recipe, columns)
         # A compiler computes equal casts once by itself.
@@ -437,7 +447,10 @@ def read_gathered_blocks(kind: str | None, weight: Tensor, weight_NK: Tensor) ->
 def _read_gathered_rows(
     weight: Tensor, weight_NK: Tensor, kind: str, seen: Tensor | None
 ) -> Blocks:
-    """Return a weight's all-gathered blocks as operand of y; raise `seen` in place to its amax."""
+    """Return a weight's all-gathered FP8 blocks as the operand of y.
+
+    `seen`, fp32 [1] or None, is raised in place to the weight's amax.
+    """
     blocks = read_gathered_blocks(kind, weight, weight_NK)
     if seen is not None and blocks.amax is not None:
         with torch.no_grad():

@@ -16,9 +16,8 @@ from moecore.kernels.linear import LinearProducts
 class Linear(nn.Linear):
     """An `nn.Linear` that multiplies the local shard of a DTensor weight and bias.
 
-    Attributes:
-        tp_shard_dim: the dim of the weight that tensor parallelism shards; None = replicated.
-        residual: whether the output is added to the residual stream.
+    `tp_shard_dim` is the dim of the weight that tensor parallelism shards; None = replicated.
+    `residual` = the output is added to the residual stream.
     """
 
     def __init__(

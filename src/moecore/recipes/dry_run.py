@@ -33,7 +33,10 @@ def make_planned_run(
     parallel: ParallelConfig,
     num_gpus: int,
 ) -> TrainingRun:
-    """Return the `TrainingRun` of the options, in bf16 on `num_gpus` of `args.gpu`, for a plan."""
+    """Return the `TrainingRun` that `moecore.planning` plans for the options of a recipe.
+
+    The run is in bf16 on `num_gpus` GPUs of type `args.gpu`. `parallel` has its degrees.
+    """
     if isinstance(model, DecoderConfig):
         model = replace(model, max_seq_len=max(model.max_seq_len, args.seq_len))
     dispatch, domain = args.make_dispatch_options(), find_domain(args.gpu, num_gpus)

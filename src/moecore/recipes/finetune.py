@@ -121,7 +121,11 @@ def check_objective(args: FinetuneConfig) -> None:
 def make_step_reader(
     args: FinetuneConfig, meshes: Meshes, decoder: DecoderConfig | None, *, packs: bool
 ) -> Callable[..., Any]:
-    """Return a function of (examples, shape, seed) that returns this data rank's steps."""
+    """Return a function of (examples, shape, seed) that returns this data rank's steps.
+
+    `packs` = a row may have several documents. `decoder` estimates the work of a document for
+    --dynamic-cp; None = unknown.
+    """
     if args.objective == "dpo":
         return partial(make_preference_steps, data_rank=meshes.data_rank)
     if args.sharding.dynamic_cp is None:

@@ -183,7 +183,10 @@ class PreferenceTuning(FineTuning):
         )
 
     def compute_rewards(self, rollouts: Rollouts, log_probs_N: Tensor) -> Metrics:
-        """Return the means over all pairs of TRL's "rewards/" metrics. Collective."""
+        """Return the means of TRL's metrics, such as "rewards/chosen", over all pairs. Collective.
+
+        `log_probs_N` are the policy's log-probabilities of the tokens of `rollouts`.
+        """
         rewards_i2 = self.objective.beta * self.objective.compute_log_ratios(log_probs_N, rollouts)
         margins_i = rewards_i2[:, 0] - rewards_i2[:, 1]
         sums = torch.stack([*rewards_i2.sum(0), margins_i.sum(), (margins_i > 0).sum()])

@@ -97,8 +97,8 @@ def read_config(path: Path) -> Any:
 def load_weights(args: Any, model: nn.Module, device: str, *, cast: bool) -> None:
     """Allocate a sharded model on `device`, load --model, and initialize LoRA. Collective.
 
-    `args` are options with `model`, `lora` and `seed`. `cast` converts weights to the model's
-    dtype.
+    `args` are options with `model`, `lora` and `seed`. `cast` = weights of other dtypes are
+    converted to the model's dtype.
     """
     model.to_empty(device=device)
     with name_option_in_errors("--model"), show_progress("loading weights", unit="B") as report:
@@ -178,7 +178,7 @@ def read_tokenizer(path: Path) -> Any:
 
 
 def export_run(job: TrainingJob[Any]) -> None:
-    """Write the trained transformers model to RUN_DIR/export, if it is not there. Collective."""
+    """Export the model to RUN_DIR/export, unless an earlier start has done this. Collective."""
     args, target = job.args, job.args.run_dir / EXPORT
     if job.start < args.steps or not target.exists():
         if args.lora is not None:

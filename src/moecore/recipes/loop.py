@@ -153,7 +153,10 @@ def list_remaining_stages(stages: list[ConfigT]) -> list[ConfigT]:
 def run_stage(
     args: ConfigT, build_job: Callable[[ConfigT], TrainingJob[Any]], *, is_last: bool
 ) -> int:
-    """Build and train a stage's job; finish the last stage's job or close it; return the status."""
+    """Build the job of one stage and train it; return the exit status.
+
+    After the training the job is finished if `is_last`, otherwise closed.
+    """
     try:
         job = build_job(args)
         args = job.args  # with the number of steps, which may depend on the data

@@ -210,7 +210,10 @@ class Logger(NamedTuple):
 
 
 def open_loggers(config: Any, tensorboard: ModuleType | None, *, start: int) -> list[Logger]:
-    """Return the loggers of a run that has completed `start` steps; `config` has its options."""
+    """Return the loggers that the options `config` of a run select.
+
+    `tensorboard` is the module; None = no TensorBoard. The run has completed `start` steps.
+    """
     options: LoggerOptions = config.logging
     loggers: list[Logger] = []
     if tensorboard is not None:
@@ -223,7 +226,7 @@ def open_loggers(config: Any, tensorboard: ModuleType | None, *, start: int) -> 
 
 
 def _open_tensorboard(module: ModuleType, folder: str, start: int) -> Logger:
-    """Return a TensorBoard logger; it drops events after step `start` of an earlier start."""
+    """Return a TensorBoard logger for `folder`; existing events after step `start` are hidden."""
     writer = module.SummaryWriter(folder, purge_step=start + 1)
 
     def log(metrics: Metrics, step: int) -> None:

@@ -164,7 +164,10 @@ def _tokenize_texts(tokenizer: Any, prompt: str, completions: Sequence[str]) -> 
 def _tokenize_chats(
     tokenizer: Any, prompt: list[Any], completions: Sequence[list[Any]], tools: Any
 ) -> Iterator[list[int]]:
-    """Yield the token ids of the prompt for an answer, and of the prompt with each completion."""
+    """Yield the token ids of the prompt, and of the prompt with each completion.
+
+    The ids of the prompt end with the template's beginning of an answer.
+    """
 
     def render(messages: list[Any], *, is_prompt: bool = False) -> list[int]:
         ids: list[int] = tokenizer.apply_chat_template(

@@ -233,7 +233,10 @@ def make_corpus_options(args: PretrainConfig, config: DecoderConfig, cp: int) ->
 
 
 def compute_width_rates(args: PretrainConfig, config: DecoderConfig) -> WidthRates | None:
-    """Return the factors of initial weights and learning rates by --base-width; None = not set."""
+    """Return factors of initial weights and learning rates, from the model dim and --base-width.
+
+    None = --base-width is not set.
+    """
     width = args.optimizer.base_width
     if width is None:
         return None
