@@ -147,7 +147,10 @@ def measure_calls(calls: Iterable[tuple[Work, Call]], device: torch.device) -> I
 
 
 def list_gpu_calls(device: torch.device, sizes: Sizes) -> Iterator[tuple[Work, Call]]:
-    """Yield each operation of one GPU with a function that launches it; then free its tensors."""
+    """Yield (work, function that launches the work) of each operation that is timed on one GPU.
+
+    The generator keeps the tensors of only the latest operations.
+    """
     for M, N, K in sizes.products:
         a, b = _make_random_tensor(device, M, K), _make_random_tensor(device, K, N)
         num_bytes = 2 * (M * K + K * N + M * N)
@@ -171,7 +174,10 @@ def list_gpu_calls(device: torch.device, sizes: Sizes) -> Iterator[tuple[Work, C
 
 
 def list_collective_calls(device: torch.device, num_bytes: int) -> Iterator[tuple[Work, Call]]:
-    """Yield collectives of up to `num_bytes` over the ranks of one node, with launch functions."""
+    """Yield (work, function that launches the work) of collectives over the ranks of one node.
+
+    The largest tensor has about `num_bytes` bytes. ValueError unless one node has 2 to 8 ranks.
+    """
     ranks, rank = dist.get_world_size(), dist.get_rank()
     if not 2 <= ranks <= NODE or read_launcher_number("LOCAL_WORLD_SIZE", ranks) != ranks:
         raise ValueError(f"ranks ({ranks}) must be 2 to {NODE} of one node: start as many there")
@@ -201,7 +207,10 @@ def list_collective_calls(device: torch.device, num_bytes: int) -> Iterator[tupl
 def _make_grouped_calls(
     device: torch.device, E: int, R: int, D: int, F: int
 ) -> Iterator[tuple[Work, Call]]:
-    """Yield grouped matmuls of E experts (model dim D, hidden dim F), with launch functions."""
+    """Yield (work, launch function) of the grouped matmuls of E experts with R rows in total.
+
+    D is the model dim, and F is the hidden dim of an expert.
+    """
     ends = (torch.arange(1, E + 1, device=device) * (R // E)).int()
     x_RD, h_RC, a_RF = (_make_random_tensor(device, R, n) for n in (D, 2 * F, F))
     w1_ECD, w2_EDF = _make_random_tensor(device, E, 2 * F, D), _make_random_tensor(device, E, D, F)
@@ -251,7 +260,7 @@ def _make_grouped_calls(
 def _make_attention_calls(
     device: torch.device, B: int, H: int, T: int, d: int, v: int
 ) -> Iterator[tuple[Work, Call]]:
-    """Yield causal attention and its backward, with launch functions; values have v dims."""
+    """Yield (work, launch function) of causal attention and its backward; values have v dims."""
     q, k, do, values = (_make_random_tensor(device, B, T, H, n) for n in (d, d, v, v))
     mask, scale = AttentionMask(causal=True), d**-0.5
     name = CUDNN if cudnn.find_problem(q, k, values, mask) is None else FLASH  # as on meta
@@ -266,7 +275,7 @@ def _make_attention_calls(
 
 
 def _make_memory_bound_calls(device: torch.device, sizes: Sizes) -> Iterator[tuple[Work, Call]]:
-    """Yield copies, moves of expert rows, norms, loss and AdamW, with launch functions."""
+    """Yield (work, launch function) of copies, row gathers, activation, norm, loss and AdamW."""
 
     def work(name: str, num_bytes: int, dtype: str = "bfloat16") -> Work:
         return Work(name, "rows", 0, num_bytes, (), dtype)
@@ -318,7 +327,10 @@ def _make_random_tensor(device: torch.device, *shape: int) -> Tensor:
 
 
 def _time_call(call: Call, flush: Tensor, rounds: int) -> float:
-    """Return the median seconds of `rounds` calls, each after a read of `flush` fills the L2."""
+    """Return the median seconds of `rounds` calls.
+
+    A read of tensor `flush` before each call replaces the content of the L2 cache.
+    """
     times, spans = [], []
     for _ in range(rounds):
         flush.sum()

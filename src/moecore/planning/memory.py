@@ -49,7 +49,7 @@ class _Pass(NamedTuple):
 
 
 class _Peak(NamedTuple):
-    """The peak bytes within a segment, and the bytes of optimizer state on the host then."""
+    """A segment of a rank's step: its peak bytes, and bytes of optimizer state on the host then."""
 
     num_bytes: int
     offloaded_state: int
@@ -60,7 +60,7 @@ class _Peak(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rank:
-    """A pipeline rank: resident bytes by kind, passes in order, and `end`: clipping and AdamW."""
+    """Resident bytes and passes of a pipeline rank's step; `end` is gradient clipping and AdamW."""
 
     resident: Mapping[str, int]
     passes: Sequence[_Pass]
@@ -90,11 +90,12 @@ class RankMemory:
 
     Attributes:
         pp_rank: pipeline rank.
-        stages: of this rank, in the letters of a stage layout.
+        stages: the letters of each stage of the rank in a pipeline layout; ("all",) = no pipeline.
         device: bytes in the GPU's memory by kind: stored tensors and the step's allocations.
             Activations are listed by part of the model, other memory by pass.
         host: the peak of pinned host memory: offloaded activations and optimizer state.
-        in_flight: for each of its stages, the micro-batches whose backward is pending then.
+        in_flight: for each stage of the rank, the number of micro-batches at the peak whose
+            forward has begun and whose backward has not ended.
     """
 
     pp_rank: int
@@ -105,7 +106,7 @@ class RankMemory:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all kinds in the GPU's memory: equal to `plan_peak_memory`."""
+        """The bytes in the GPU's memory at the peak, the sum over all kinds."""
         return sum(self.device.values())
 
     @property
@@ -127,7 +128,7 @@ class MemoryPlan:
         return max(self.ranks, key=lambda rank: rank.num_bytes)
 
     def pinned_bytes(self, gpu: Gpu) -> int:
-        """Return the pinned host bytes of a server whose ranks all need as much as the largest."""
+        """Return the pinned host bytes of a server, with the largest rank's bytes for each rank."""
         ranks = min(gpu.server, self.run.num_gpus)
         return ranks * max(sum(rank.host.values()) for rank in self.ranks)
 
@@ -177,7 +178,10 @@ def plan_memory(run: TrainingRun) -> MemoryPlan:
 def _make_rank_memory(
     run: TrainingRun, pp_rank: int, rank: _Rank, stages: Sequence[Stage], segments: Segments
 ) -> RankMemory:
-    """Sum a pipeline rank's bytes by kind at the peak of its step; return them as `RankMemory`."""
+    """Return a pipeline rank's bytes by kind, at the peak of its step.
+
+    `stages` are the stages of this rank. `segments` is the dry run that `rank.passes` are from.
+    """
     peak = rank.find_peak()
     device, in_flight = Counter(rank.resident), Counter[int]()
     for number, (stage, pass_, passed) in enumerate(rank.passes[: peak.passed + 1]):
@@ -202,7 +206,10 @@ def _make_rank_memory(
 def _remove_negative_bytes(
     sizes: Mapping[str, int], resident_kinds: Collection[str]
 ) -> dict[str, int]:
-    """Return bytes by kind, with the same sum but none negative; reduce `resident_kinds` last."""
+    """Return `sizes`, bytes by kind, without its negative values, and with the same sum.
+
+    The negative bytes are subtracted from the largest kinds, and from `resident_kinds` last.
+    """
     # A tensor that is allocated once per step may be freed in a layer that stands for several
     # layers, so that its kind becomes negative. These bytes are subtracted from the largest kinds,
     # and from stored kinds last.
@@ -215,7 +222,7 @@ def _remove_negative_bytes(
 
 
 def _find_host_peak(rank: _Rank, segments: Segments) -> int:
-    """Return the peak bytes of activations that are offloaded to the host."""
+    """Return the peak bytes of activations that a rank has offloaded to the host in a step."""
     level, peak, copies = 0, 0, dict[int, int]()
     for stage, pass_, passed in rank.passes:
         if pass_ == "F":
@@ -227,7 +234,7 @@ def _find_host_peak(rank: _Rank, segments: Segments) -> int:
 
 
 def count_steady_micro_batches(run: TrainingRun) -> int:
-    """Return a number of micro-batches with which the peak of each rank equals the run's."""
+    """Return a number of micro-batches for which each rank's peak equals the peak of the run."""
     # The middle rounds of a pipeline are identical. A run without stages has rounds of one
     # micro-batch. Schedule "gpipe" keeps the activations of all micro-batches.
     number, pp = run.num_micro_batches, run.resolved.pp
@@ -262,7 +269,10 @@ def _make_ranks(run: TrainingRun) -> Iterator[_Rank]:
 
 
 def _order_passes(run: TrainingRun, small: SmallRun, segments: Segments) -> Iterator[list[_Pass]]:
-    """Yield each pipeline rank's forwards and backwards in order, as segments of run `small`."""
+    """Yield for each pipeline rank of `run` its forwards and backwards, in the order of execution.
+
+    The segments of each pass are from `segments`, the dry run of `small`.
+    """
     stages, number, pp = list_stages(run), count_steady_micro_batches(run), run.resolved.pp
     like = map_micro_batches(number, segments.num_micro_batches)
     orders: Sequence[Sequence[Item]] = [
@@ -294,7 +304,11 @@ def _order_passes(run: TrainingRun, small: SmallRun, segments: Segments) -> Iter
 def _correct_stage_segments(
     stage: Stage, pass_: Pass, micro_batch: int, segments: Segments, share: float
 ) -> list[Segment]:
-    """Return the segments of a stage's pass; a backward ends with its `share` of gradient sums."""
+    """Return the segments of a stage's pass, with the gradient bytes that the stage keeps or frees.
+
+    `micro_batch` is an index of the dry run. `share`, 0 to 1, is the stage's fraction of the
+    gradient bytes that the dry run counts in embedding and head. Only a backward is changed.
+    """
     stage_segments = segments.list_stage_segments(stage, pass_, micro_batch)
     if pass_ == "F" or segments.num_micro_batches < MIDDLE:
         return stage_segments
@@ -315,7 +329,7 @@ def _correct_stage_segments(
 
 
 def _sum_net_bytes(stage: Stage, micro_batch: int, segments: Segments) -> int:
-    """Return the change in bytes by both passes of a recorded micro-batch through a stage."""
+    """Return the allocated minus freed bytes of a stage's forward and backward of a micro-batch."""
     return sum(
         s.net for pass_ in PASSES for s in segments.list_stage_segments(stage, pass_, micro_batch)
     )

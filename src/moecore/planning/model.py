@@ -25,7 +25,7 @@ from moecore.moe.experts import Experts
 
 
 class ModuleParts(NamedTuple):
-    """Modules of a model in the order of forward. A dry run is divided at their passes."""
+    """Modules of a model, in forward order. A dry run is split at their forwards and backwards."""
 
     embedding: nn.Module
     layers: Sequence[nn.Module]
@@ -43,7 +43,10 @@ class ModelSizes(NamedTuple):
 
 
 def count_sizes(model: nn.Module, *parts: Iterable[nn.Parameter]) -> ModelSizes:
-    """Return numbers of parameters of a model; `parts` are its expert and tp-sharded ones."""
+    """Return the numbers of parameters of a model.
+
+    `parts` are two iterables: the routed experts' parameters, and the tp-sharded parameters.
+    """
     return ModelSizes(*(sum(p.numel() for p in part) for part in (model.parameters(), *parts)))
 
 
@@ -248,7 +251,10 @@ def find_layer_kind(config: DecoderConfig, layer: int) -> LayerKind:
 
 
 def find_preset(config: DecoderConfig) -> tuple[str, dict[str, int]] | None:
-    """Return a config's preset and a changed {"max_seq_len": n}, otherwise {}; None = no preset."""
+    """Return the name of the preset that a config equals, and the config's changes of the preset.
+
+    The changes are {} or {"max_seq_len": n}. None = every preset differs in other fields.
+    """
     for name, entry in PRESETS.items():
         pairs = ((f.name, getattr(entry, f.name), getattr(config, f.name)) for f in fields(config))
         changes = {field: value for field, preset, value in pairs if value != preset}

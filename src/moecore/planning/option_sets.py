@@ -72,7 +72,7 @@ def _gather_in_fp8(run: TrainingRun) -> TrainingRun:
 
 
 def _double_chunks(run: TrainingRun) -> TrainingRun:
-    """Return the run with twice its stages per pipeline rank, or unchanged with fixed stages."""
+    """Return the run with twice its stages per pipeline rank, or unchanged if it sets a layout."""
     if run.pipeline is None or run.pipeline.layout is not None:
         return run
     chunks = 2 * (run.pipeline.chunks or 1)
@@ -84,14 +84,14 @@ class Option:
     """A change of a run that saves memory or time, with the page that explains it.
 
     Attributes:
-        name: the Python source that sets the option, or words.
+        name: the Python source that sets the option, or a description in words.
         page: the page of docs and its section.
         change: returns the run with the option, or the same run if the option does not apply;
             None = no plan shows its effect.
         overhead: the time that the option costs; None = the option saves no memory.
         gains: whether the option may save time.
         takes_from: the parts of a report (`report.PARTS`) that the option shortens.
-        max_share: the largest share of these parts that it saves, by bytes or arithmetic.
+        max_share: upper bound of the fraction of these parts' time that the option saves, 0 to 1.
         unless: a regular expression that matches kernels and launches of a trace in which the
             option is set, or cannot be set.
     """

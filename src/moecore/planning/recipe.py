@@ -69,7 +69,10 @@ def format_flags(run: TrainingRun) -> list[str]:
 
 
 def _format_flags(values: Mapping[str, Any]) -> list[str]:
-    """Return values as flags; None, False and () have no flag, and True has no value."""
+    """Return {flag name: value} as words of a command line, such as ["--ep", "8"].
+
+    Values None, False and () have no flag. The flag of True has no value.
+    """
     flags = list[str]()
     for name, value in values.items():
         if value is not None and value is not False and value != ():
@@ -224,14 +227,14 @@ def format_recipe(run: TrainingRun, config: Path | None = None) -> str:
 
 
 def _choose_dispatcher_name(run: TrainingRun) -> str:
-    """Return the dispatcher for a TOML: "auto" if that is "nvlink" on the planned GPUs."""
+    """Return the dispatcher for a TOML; "nvlink" becomes "auto" unless `memory.stash` is set."""
     # CPU ranks refuse "nvlink". There "auto" is "alltoall", so the file trains on them too.
     name = make_dispatch_options(run).name
     return "auto" if name == "nvlink" and run.memory.stash is None else name
 
 
 def _make_table(record: Any) -> dict[str, Any]:
-    """Return a record's changed fields but those that another line of a TOML sets; {} for None."""
+    """Return a record's fields that differ from the defaults, except `OTHER_LINES`; {} for None."""
     return {n: v for n, v in _find_changed_fields(record).items() if n not in OTHER_LINES}
 
 

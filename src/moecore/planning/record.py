@@ -126,7 +126,7 @@ Args = Sequence[Any]
 def compute_operation_work(
     name: str, args: Args, kwargs: Mapping[str, Any], out: Any, *, writes: bool
 ) -> Work | None:
-    """Return the work of torch operation `name` ("mm"); None unless it writes to memory."""
+    """Return the work of torch operation `name` ("mm"); None for views and plain allocations."""
     if not writes or name in WITHOUT_WORK or not (tensors := list_tensors(args, kwargs, out)):
         return None
     if name in PRODUCTS:
@@ -185,7 +185,7 @@ def compute_collective_work(name: str, args: Args, num_ranks: int) -> Work:
 
 
 def _make_product_work(name: str, args: Args, tensors: Sequence[Tensor], kernel: str = "") -> Work:
-    """Return the work of matmul `name` that reads and writes `tensors`; `kernel` = its new name."""
+    """Return the work of matmul `name` on `tensors`, under the name `kernel`, or `name` if ""."""
     a, b = args[PRODUCTS[name] :][:2]
     M, N, K = shape = prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
     num_bytes, dtype = _count_bytes(tensors), _name_dtype(a)
@@ -193,7 +193,7 @@ def _make_product_work(name: str, args: Args, tensors: Sequence[Tensor], kernel:
 
 
 def _unpack_heads(tensors: Sequence[Tensor], args: Args) -> list[Tensor]:
-    """Return packed heads [N, H, d] as documents [n, T, H, d] of the longest length T, on meta."""
+    """Return tensors [n, T, H, d] on meta for packed ones [N, H, d]: n documents of length T."""
     T = max(arg for arg in args if type(arg) is int)
     heads = [t for t in tensors if t.ndim == 3]
     return [t.new_empty(-(-len(t) // T), T, *t.shape[1:], device="meta") for t in heads]
@@ -202,7 +202,7 @@ def _unpack_heads(tensors: Sequence[Tensor], args: Args) -> list[Tensor]:
 def _make_attention_work(
     name: str, tensors: Sequence[Tensor], is_backward: bool, *, window: int = 0
 ) -> Work:
-    """Return the work of causal attention on q, k, v, ..; a query has `window` keys, 0 = all."""
+    """Return the work of causal attention on (q, k, v, ..); `window` keys per query, 0 = all."""
     heads = tensors[1:] if name.endswith("backward") else tensors  # torch's begins with dO
     (B, H, T, d), v = heads[0].shape, heads[2].shape[-1]
     seen = min(T, window or T)
@@ -318,7 +318,7 @@ class WorkRecorder(DispatchMode):
         self._ended: dict[Any, Any] = {}  # collective -> its result
 
     def start_recording(self) -> None:
-        """Start a new recording, without launches. Present allocations are resident."""
+        """Discard the recorded launches. Memory that is allocated now is counted as resident."""
         self.peak, self.queued, self._first = self.level, [], self.queues.length
         self.starts, self._top, self._resident_bytes = [], self.level, self.level
         self._open_kinds = [KINDS["F"]]  # what a step allocates before its first part
@@ -359,7 +359,7 @@ class WorkRecorder(DispatchMode):
             self._open_kinds = outside
 
     def count_storage(self, tensor: Tensor) -> bool:
-        """Count the bytes of a new storage; return whether it is new and on the device."""
+        """Count a tensor's bytes if its storage is new; return whether it is new and on the GPU."""
         key = get_storage_key(tensor)
         if key in self._sizes:
             return False
@@ -389,7 +389,7 @@ class WorkRecorder(DispatchMode):
             self._append_launch(compute_kernel_work(name, args))
 
     def _append_launch(self, work: Work, node_ranks: int = 0) -> None:
-        """Append a launch of `work`; `node_ranks` are a collective's ranks in this domain."""
+        """Append a launch of `work`; `node_ranks` = a collective's number of ranks in a domain."""
         dependencies, host_dependencies = (
             self._renumber(numbers) for numbers in self.queues.launch()
         )
@@ -397,7 +397,7 @@ class WorkRecorder(DispatchMode):
         self.queued.append(QueuedLaunch(work, *order, list_open_marks(), get_meta_repeats()))
 
     def _renumber(self, numbers: frozenset[int]) -> frozenset[int]:
-        """Renumber launches from `start_recording` on, and leave out earlier launches."""
+        """Return launch numbers relative to `start_recording`, without earlier launches."""
         return frozenset(n - self._first for n in numbers if n >= self._first)
 
     def __torch_dispatch__(
@@ -452,7 +452,7 @@ class WorkRecorder(DispatchMode):
 
 
 def _make_result_factory(func: Any, args: Args, out: Any) -> Callable[[Args], Any] | None:
-    """Return a function of `args` that makes a result like `out`; None = the operation must run."""
+    """Return a function from `args` to an output like `out`; None = run the operation itself."""
     if torch.Tag.inplace_view in func.tags:
         return None
     if args and out is args[0]:
@@ -470,7 +470,7 @@ _get_memo = lru_cache(maxsize=1 << 14)(lambda *_: list[Any]())  # by operation a
 
 
 def _make_argument_key(value: Any, storages: dict[int, int]) -> tuple[Any, ...]:
-    """Return a cache key of an argument: values, and metadata and storage number of a tensor."""
+    """Return a cache key of an argument: a value, or a tensor's metadata and storage number."""
     kind = type(value)
     if kind in PLAIN_TYPES:
         number = storages.setdefault(get_storage_key(value), len(storages))

@@ -216,7 +216,10 @@ def classify_kernel(kernel: Kernel) -> str:
 
 
 def _attribute_busy_time(trace: Trace) -> Iterator[tuple[str, float]]:
-    """Yield (part, microseconds) while kernels run; the first part of `PARTS` that runs counts."""
+    """Yield (part, microseconds) of each interval in which kernels run.
+
+    If kernels of several parts overlap, the interval belongs to the first of them in `PARTS`.
+    """
     order = list(LIMIT_OF)
     edges = []
     for kernel in trace.kernels:
@@ -276,7 +279,10 @@ def _read_events(path: Path) -> list[Event]:
 
 
 def _read_file(path: Path) -> bytes:
-    """Return the unpacked bytes of a file, at most one more than `MAX_BYTES`."""
+    """Return the bytes of a file, decompressed if the file is gzip.
+
+    At most `MAX_BYTES` + 1 bytes are read. ValueErrors say what the file must be.
+    """
     try:
         is_directory = path.is_dir()
         descriptor = -1 if is_directory else open_regular(path, follow=True)
@@ -341,7 +347,11 @@ def _make_trace(events: list[Event]) -> Trace:
 
 
 def _find_phases(events: list[Event], calls: Mapping[Any, Event]) -> dict[Any, str]:
-    """Return the innermost moecore mark around each launch of `calls`, by correlation number."""
+    """Return correlation number -> name of the innermost moecore profiler mark around the launch.
+
+    `calls` maps the correlation number of a launch to the host's call. The result has no launches
+    without a mark.
+    """
     queues: dict[Any, list[Event]] = {}
     for e in events:
         if e.get("cat") == "user_annotation" and str(e["name"]).startswith("moecore::"):

@@ -93,8 +93,8 @@ class TrainingRun(CheckedRecord):
         optimizer: options of AdamW.
         nvlink: the capacity of dispatcher "nvlink", which stores tokens into the memory of GPUs of
             one node; None = dispatcher "alltoall".
-        dispatcher: "hierarchical" = the two levels of that dispatcher, with `nvlink` inside of a
-            domain; "auto" = one level.
+        dispatcher: "hierarchical" = one exchange between NVLink domains and one inside a domain,
+            with `nvlink`; "auto" = a single exchange.
         ranks_per_domain: neighbouring ranks that NVLink connects.
         num_peers: neighbouring ranks of a server that access each other's memory; 1 = none.
         has_block_scales: whether the GPU's tensor cores multiply MXFP8 and NVFP4 (Blackwell).
@@ -172,7 +172,7 @@ class TrainingRun(CheckedRecord):
 
 
 def _remove_zero_experts(model: AnyModel) -> AnyModel:
-    """Return a decoder without experts that return their input; its top_k is reduced, rounded."""
+    """Return a decoder without identity experts; top_k is reduced by their share of the experts."""
     if not isinstance(model, DecoderConfig) or model.moe is None or not model.moe.zero_experts:
         return model
     moe = model.moe
@@ -190,7 +190,7 @@ def make_planned_model(model: AnyModel) -> PlannedModel:
 
 
 def build_model(run: TrainingRun, device_type: str) -> Any:
-    """Return a run's model on meta, parallelized over meshes of a device type in the open world."""
+    """Return a run's model on meta, parallelized over `device_type` meshes of the default group."""
     domain = run.ranks_per_domain if run.dispatcher == "hierarchical" else None
     with convert_errors(run.model):
         model = run.planned_model.build(run.dtype)
@@ -266,7 +266,7 @@ def enter_world(run: TrainingRun, rank: int = 0) -> Iterator[None]:
 
 @contextmanager
 def collect_by_hand() -> Iterator[None]:
-    """Return a context without automatic garbage collection; `gc.collect` skips older objects."""
+    """Return a context without automatic garbage collection, in which older objects are frozen."""
     is_frozen, is_on = _has_frozen_objects(), gc.isenabled()
     if is_frozen:
         gc.collect()  # objects of earlier dry runs, before they are frozen too
@@ -282,7 +282,7 @@ def collect_by_hand() -> Iterator[None]:
 
 @cache
 def _has_frozen_objects() -> bool:
-    """Return whether the caller has frozen objects; cached, because the count takes long."""
+    """Return whether objects are frozen (`gc.freeze`); cached, because the count takes long."""
     return gc.get_freeze_count() > 0
 
 
@@ -323,7 +323,10 @@ def count_max_parameter_bytes(run: TrainingRun) -> int:
 
 
 def count_resident_bytes(run: TrainingRun, size: RankBytes) -> dict[str, int]:
-    """Return bytes between steps by kind, from a rank's `size`; offloaded state counts, too."""
+    """Return the bytes that a rank stores between steps, by kind such as "optimizer state".
+
+    `size` is the rank's `RankBytes`. Offloaded optimizer state is counted too.
+    """
     sizes = {f"parameters: {role.role}": role.parameters for role in size.roles}
     sizes |= {"gathered weights": size.weights, "sums of gradients": size.sums}
     per_element = count_state_bytes(run.optimizer)

@@ -236,7 +236,10 @@ def _refuse_untimed(request: SearchRequest) -> None:
 def find_faster_options(
     request: SearchRequest, best: FittingCandidate, table: CostTable, estimate: Estimate
 ) -> FittingCandidate:
-    """Return the fastest fitting candidate: `best`, or with balanced stages, or fewer options."""
+    """Return the fastest of `best` and its variants that fit.
+
+    A variant has balanced pipeline stages or fewer memory-saving options.
+    """
     runs = balance_stages(best.run, table)[1:]
     stage_layouts = (plan_options(request, best.layout, best.options, run) for run in runs)
     balanced = (add_time(candidate, table) for candidate in stage_layouts if candidate.fits)
@@ -267,7 +270,7 @@ def find_faster_options(
 def _find_fastest_schedule(
     request: SearchRequest, candidate: Candidate, table: CostTable
 ) -> FittingCandidate:
-    """Return the candidate with its fastest pipeline schedule, with more options if needed."""
+    """Return the candidate with the fastest schedule that fits, with more options if needed."""
     size, every = len(candidate.options.options), list_option_sets(request)
     sets = [candidate.options, *(options for options in every if len(options.options) > size)]
     plans = [add_time(candidate, table)]
@@ -289,7 +292,10 @@ def add_time(candidate: Candidate, table: CostTable) -> FittingCandidate:
 
 
 def plan_layout(request: SearchRequest, layout: Layout, table: CostTable) -> Refusal | Candidate:
-    """Return a layout's refusal, or its plan with the fastest options that fit, otherwise all."""
+    """Return a layout's refusal by a rule, or its planned candidate.
+
+    The candidate has the fastest options that fit. If none fit, it has all memory-saving options.
+    """
     _refuse_untimed(request)
     if (refusal := find_refusal(request, layout)) is not None:
         return refusal
@@ -321,7 +327,7 @@ def describe_outcome(request: SearchRequest, layout: Layout, outcome: Refusal | 
 
 
 def plan_fitting_layout(request: SearchRequest, layout: Layout, estimate: Estimate) -> Candidate:
-    """Plan a layout with the fastest options that fit, otherwise all; corrects `estimate`."""
+    """Plan a layout with the fastest options that fit, or with all; `estimate` is corrected."""
     while (candidate := _plan_estimated_options(request, layout, estimate)) is None:
         pass
     return candidate
@@ -330,7 +336,7 @@ def plan_fitting_layout(request: SearchRequest, layout: Layout, estimate: Estima
 def _plan_estimated_options(
     request: SearchRequest, layout: Layout, estimate: Estimate
 ) -> Candidate | None:
-    """Plan a layout with the estimated options; if too large, correct `estimate`, return None."""
+    """Plan a layout with `estimate`'s options; if too large, correct `estimate`, return None."""
     options = estimate.choose_options(layout)
     candidate = plan_options(request, layout, options or list_option_sets(request)[-1])
     if options is None or candidate.fits:
@@ -342,7 +348,7 @@ def _plan_estimated_options(
 def plan_options(
     request: SearchRequest, layout: Layout, options: OptionSet, run: TrainingRun | None = None
 ) -> Candidate:
-    """Return the memory plan of a layout with options; run None = the run of `make_run`."""
+    """Plan the memory of `run`, which has `options`; `run` None = the run of `make_run`."""
     run = make_run(request, layout, options) if run is None else run
     pins = run.memory.offload or run.optimizer.offload_fraction
     host = plan_memory(run).pinned_bytes(get_gpu(request.gpu)) if pins else 0
@@ -370,7 +376,7 @@ def find_smallest_change(request: SearchRequest, table: CostTable) -> str | None
 
 
 def _list_changes(request: SearchRequest) -> Iterator[tuple[str, SearchRequest]]:
-    """Yield (description, changed request), the cheapest first: free, more GPUs, larger GPUs."""
+    """Yield (description, changed request), cheapest first: options, more GPUs, larger GPUs."""
     open_fields: dict[str, Any] = dict.fromkeys(("memory", "optimizer", "fsdp", "precision"), ANY)
     if any(getattr(request, name) != ANY for name in open_fields):
         yield "leave memory, precision and optimizer open", replace(request, **open_fields)

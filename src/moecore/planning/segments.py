@@ -36,9 +36,10 @@ SampledLayers = Mapping[Literal["F", "B"], Sequence[int]]
 
 
 def sample_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun, SampledLayers]:
-    """Return a run of few layers without a pipeline, and the sample that stands for each layer.
+    """Return a run of a few layers without a pipeline, and the layers that represent each layer.
 
-    The sample is an index of a layer of the returned run, for forward "F" and backward "B".
+    The second result maps "F" and "B" to one index for each layer of `run`. The index is the layer
+    of the returned run whose forward or backward has equal launches.
     """
     # The samples of the last layer's kind are its first two and its last two layers. The samples of
     # another kind are its first layer, and its first layer behind a layer of the last kind, which
@@ -82,7 +83,11 @@ class Segment(NamedTuple):
 
 
 def _make_segment(launches: range, start: Start, level: int, kinds: Mapping[str, int]) -> Segment:
-    """Return the segment from `start`, which ends with `level` allocated bytes: `kinds` by kind."""
+    """Return the segment that begins at `start`.
+
+    `launches` are the numbers of its launches. `level` is the allocated bytes at its end, and
+    `kinds` is the same bytes by kind.
+    """
     net_kinds, peak_kinds = (
         {kind: values.get(kind, 0) - start.kinds.get(kind, 0) for kind in {**values, **start.kinds}}
         for values in (kinds, start.top_kinds)
@@ -145,11 +150,14 @@ class Segments:
         return [s for part in parts for s in self.list_part_segments(part, pass_, micro_batch)]
 
     def list_part_segments(self, part: str, pass_: Pass, micro_batch: int) -> Sequence[Segment]:
-        """Return the segments of a part such as "layer 3" in a recorded micro-batch, in order."""
+        """Return the segments of module `part` ("layer 3") in a recorded micro-batch, in order."""
         return self.passes.get((micro_batch, pass_, part), ())
 
     def list_parts(self, stage: Stage, pass_: Pass) -> list[str]:
-        """Return the names of the recorded parts that the parts of a stage use, in pass order."""
+        """Return the names of the recorded modules that represent a stage's modules, in pass order.
+
+        A name is "embedding", "layer 3", "predictions" or "head". Pass "B" has the reverse order.
+        """
         parts = ["embedding"] * stage.embedding
         parts += [f"layer {self.sampled_layers[pass_][layer]}" for layer in stage.layers]
         parts += ["predictions"] * bool(stage.mtp) + ["head"] * stage.loss
@@ -173,7 +181,11 @@ class Segments:
         return queue
 
     def _place_segment(self, launches: range, lengths: tuple[int, ...]) -> _Copy:
-        """Return the launches and far launches of a segment behind segments of `lengths`."""
+        """Return a segment's launches as queue entries, and its launches with far dependencies.
+
+        A dependency is far if it is before the preceding two segments. `lengths` has the numbers of
+        launches in these segments of the queue, the nearest first.
+        """
         if (launches, lengths) not in self._copies:
             queue, early = list[PlacedLaunch](), list[_FarLaunch]()
             for i in launches:
@@ -193,7 +205,11 @@ class Segments:
     def _compute_distance(
         self, number: int, i: int, launches: range, lengths: Iterable[int]
     ) -> int | None:
-        """Return how far launch `number` precedes launch `i` in the new queue; None = too far."""
+        """Return the distance in the new queue from recorded launch `i` back to launch `number`.
+
+        `launches` is the segment of `i`. `lengths` has the numbers of launches in the preceding
+        segments of the queue. None = launch `number` is in an earlier segment.
+        """
         at = i - launches.start
         start, end = 0, at
         for length in (0, *lengths):
@@ -206,7 +222,11 @@ class Segments:
     def _compute_far_distances(
         self, numbers: Iterable[int], i: int, newest: Mapping[int, int]
     ) -> tuple[int, ...]:
-        """Return the distances from index `i` back to the newest copies of launches `numbers`."""
+        """Return the distances from index `i` of the queue back to the newest copies of launches.
+
+        `numbers` are the recorded launches. `newest` maps the first launch of a segment to the
+        queue index of its newest copy. Launches without a copy are left out.
+        """
         starts = ((n, self._starts[bisect_right(self._starts, n) - 1]) for n in numbers)
         return tuple(i - (newest[start] + n - start) for n, start in starts if start in newest)
 
@@ -236,14 +256,14 @@ _run_dry_cached = lru_cache(maxsize=64)(record_step)
 
 
 class SmallRun(NamedTuple):
-    """A run of few sampled layers, and the sample that stands for each layer of a complete run."""
+    """A run of few sampled layers, and the sample that represents each layer of a complete run."""
 
     run: TrainingRun
     sampled_layers: SampledLayers
 
     @classmethod
     def of(cls, run: TrainingRun) -> SmallRun:
-        """Return the run of sampled layers that stands for a complete run."""
+        """Return the run of sampled layers that represents a complete run."""
         # The device and the dtype of the optimizer's state change no other allocation of a step.
         options = OptimizerOptions(master_remainder=run.optimizer.master_remainder)
         small = sample_layers(replace(run, optimizer=options), min(run.num_micro_batches, MIDDLE))
@@ -251,7 +271,7 @@ class SmallRun(NamedTuple):
 
     @property
     def step(self) -> DryRun:
-        """The dry run of the sampled layers, for the full capacity of dispatcher "nvlink"."""
+        """The dry run of the sampled layers; buffers of "nvlink" have their full capacity."""
         return _run_dry_cached(self.run)
 
     @property
@@ -267,7 +287,10 @@ class SmallRun(NamedTuple):
 
 
 def make_segments(run: TrainingRun) -> Segments:
-    """Return the segments of a dry run of few layers; the optimizer's bytes are of all layers."""
+    """Return the segments of a dry run of few layers, from which time is planned.
+
+    The bytes of the optimizer's launches are scaled to the parameters of all layers.
+    """
     small = SmallRun.of(run)
     segments, share = (
         small.segments,

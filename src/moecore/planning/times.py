@@ -127,7 +127,7 @@ class Spans(NamedTuple):
         )
 
     def split_seconds(self, start: float, end: float) -> dict[Part, float]:
-        """Split the seconds from `start` to `end` by the first of `PARTS` that runs, or "host"."""
+        """Return the seconds from `start` to `end` by the first of `PARTS` that runs, or "host"."""
         edges: list[tuple[float, int, Part]] = []
         for begin, stop, part in zip(*self, strict=True):
             if begin < end and stop > start:  # calls of min and max would take longer, also below
@@ -149,7 +149,7 @@ class Spans(NamedTuple):
 
 
 class PassSeconds(NamedTuple):
-    """The exposed seconds of a pass by limit, and the sum of its network seconds."""
+    """The seconds of a pass by limit, without overlapped work, and all its network seconds."""
 
     parts: Parts
     network: float
@@ -292,7 +292,10 @@ def _time_unstaged(run: TrainingRun, segments: Segments, table: CostTable) -> tu
 
 
 def _time_state_waits(run: TrainingRun, segments: Segments, table: CostTable, memo: Memo) -> float:
-    """Return the seconds that a step waits for offloaded optimizer state; `memo` is a cache."""
+    """Return the seconds that a step waits for copies of offloaded optimizer state.
+
+    `memo` is a cache of the seconds of stages' passes, which the function extends.
+    """
     # The copy to the host overlaps with the blocks of the first forward. The copy back overlaps
     # with the blocks of the last backward, except the first of them. In a pipeline these are the
     # blocks of the first rank.
@@ -309,21 +312,24 @@ def _time_state_waits(run: TrainingRun, segments: Segments, table: CostTable, me
 
 
 def find_hidden_share(run: TrainingRun, table: CostTable) -> float:
-    """Return the share of exchanges between nodes that paired passes hide; 0 = no such pairs."""
+    """Return the fraction of inter-node exchange time that a schedule of paired passes hides."""
     is_paired = run.pipeline is not None and run.pipeline.schedule in PAIRING
     is_across = run.resolved.ep * run.resolved.etp > run.ranks_per_domain
     return table.pairs_hide if is_paired and is_across else 0.0
 
 
 def has_slices(run: TrainingRun) -> bool:
-    """Return whether tp ranks of a run exchange slices concurrently with their products."""
+    """Return whether the run overlaps tp communication with matmuls, slice by slice."""
     return any(queued.work.name in SLICES for queued in SmallRun.of(run).segments.queued)
 
 
 def _time_staged(
     run: TrainingRun, segments: Segments, table: CostTable, memo: Memo
 ) -> tuple[float, Parts, Timeline]:
-    """Return seconds, seconds by limit and timeline of a pipeline step; `memo` is a cache."""
+    """Return (seconds, seconds by limit, timeline) of a step with a pipeline.
+
+    `memo` is a cache of the seconds of stages' passes, which the function extends.
+    """
     assert run.pipeline is not None, "checked by the caller"
     name, pp, stages = run.pipeline.schedule, run.resolved.pp, list_stages(run)
     passes = [_time_passes_cached(stage, segments, table, memo) for stage in stages]
@@ -367,13 +373,16 @@ def _time_staged(
 
 
 def _add_network(parts: Parts, network: float) -> dict[Part, float]:
-    """Return parts with network seconds added until their sum is at least `network` seconds."""
+    """Return seconds by limit, with "network" increased until the sum is at least `network`."""
     missing = max(0.0, network - sum(parts.values()))
     return {**parts, "network": parts.get("network", 0.0) + missing}
 
 
 def _hide_network(parts: Parts, share: float) -> Parts:
-    """Return parts without `share` of the network seconds, as far as the other parts hide it."""
+    """Return seconds by limit, with the "network" seconds reduced by the fraction `share`.
+
+    The reduction is at most the sum of the seconds of the other limits.
+    """
     network = parts.get("network", 0.0)
     other_seconds = sum(parts.values()) - network
     return {**parts, "network": network - min(other_seconds, share * network)}
@@ -399,7 +408,7 @@ def _time_passes_cached(
 
 
 def _time_passes(stage: Stage, segments: Segments, table: CostTable) -> StagePasses:
-    """Return (pass, recorded micro-batch) -> seconds of alternating passes of a stage."""
+    """Return the seconds of alternating forwards and backwards, by (pass, recorded micro-batch)."""
     passes: StagePasses = {}
     queue: list[Segment] = []
     lengths: list[tuple[tuple[Pass, int], int]] = []
@@ -419,7 +428,7 @@ def _time_passes(stage: Stage, segments: Segments, table: CostTable) -> StagePas
 def _extrapolate(
     step: Callable[[int], tuple[float, Parts]], number: int, low: int, high: int
 ) -> tuple[float, Parts]:
-    """Return `step(number)`, extrapolated from `step(low)` and `step(high)` beyond `high`."""
+    """Return `step(number)`; above `high`, extrapolate linearly from `low` and `high`."""
     if number <= high:
         return step(number)
     (seconds, parts), (before, base) = step(high), step(low)

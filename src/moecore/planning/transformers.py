@@ -82,7 +82,7 @@ class TransformersModel(CheckedRecord):
 
 @contextmanager
 def convert_errors(model: object) -> Iterator[None]:
-    """Return a context that turns errors of a `TransformersModel` into one-line ValueErrors."""
+    """Return a context in which errors of a `TransformersModel` become one-line ValueErrors."""
     # A config.json may have any values, and the code of the class that reads them is not moecore's.
     try:
         yield
@@ -104,7 +104,7 @@ WIDTHS = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 class Structure(NamedTuple):
-    """A model on meta with moecore's layers, and its blocks."""
+    """A model on meta with moecore's MoE layers, its decoder layers (`blocks`) and MoE layers."""
 
     model: Any
     blocks: list[nn.Module]
@@ -256,7 +256,10 @@ def _build_model(model: TransformersModel, dtype: torch.dtype) -> Any:
 
 
 def _keep_layers(hf: Any, names: Sequence[str], layers: Sequence[int]) -> None:
-    """Remove a model's layers in place, except at indices `layers` in `names` of all layers."""
+    """Remove the layers of a model in place, except the layers at indices `layers`.
+
+    `names` has the module name of every layer of the model, in order.
+    """
     blocks = [hf.get_submodule(names[i]) for i in layers]
     holders = dict.fromkeys(hf.get_submodule(name.rpartition(".")[0]) for name in names)
     for holder in holders:

@@ -95,10 +95,11 @@ def _list_linears(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def defer_linears(model: nn.Module) -> None:
-    """Let a weight's `GradSink` compute the gradient of linears and shared experts later, in place.
+    """Change linears and shared experts in place, so that their weight gradients can be deferred.
 
-    Linears whose class overrides forward, and weights without a sink, do not change. Call it after
-    `apply_precision`, and before `shard_model`, `compile_blocks` and `apply_memory`.
+    The `GradSink` of a weight computes the gradient later. Weights without a sink and linears whose
+    class overrides forward do not change. Call it after `apply_precision`, and before
+    `shard_model`, `compile_blocks` and `apply_memory`.
     """
     for module in model.modules():
         if isinstance(module, nn.Linear) and type(module).forward in PLAIN_FORWARDS:
@@ -134,7 +135,10 @@ def _decide_linear(name: str, module: nn.Linear, precision: Precision) -> Linear
 def _check_overrides(
     model: nn.Module, precision: Precision, table: dict[str, LinearPrecision]
 ) -> None:
-    """Raise a ValueError for an override that matches no module that its recipe can quantise."""
+    """Raise a ValueError for an override that matches no module that its recipe can quantise.
+
+    `table` maps the name of each linear to its decision.
+    """
     modules = {clean_name(name): module for name, module in model.named_modules()}
     experts = {n for n, m in modules.items() if isinstance(m, Experts | SharedExpert)}
     quantised = {name for name, decided in table.items() if decided.recipe is not None}

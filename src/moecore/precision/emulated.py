@@ -80,7 +80,7 @@ def _quantise_weight(weight_NK: Tensor, call: LinearCall, *, transposed: bool) -
 
 
 def _multiply(a: Blocks, weight: Blocks, recipe: Recipe, dtype: torch.dtype) -> Tensor:
-    """Return a [T, K] @ weight [1, N, K]^T in `dtype`; for dx, K and N are exchanged."""
+    """Return a [T, K] @ weight [1, N, K]^T in `dtype`; for dx, a is [T, N], weight [1, K, N]."""
     if a.kind == PACKED_FORWARD:
         return block_scaled_gemm(a, weight, _make_single_group(a, a.values.shape[0]), recipe, dtype)
     b_KN = weight.values[0].T
@@ -89,7 +89,7 @@ def _multiply(a: Blocks, weight: Blocks, recipe: Recipe, dtype: torch.dtype) -> 
 
 
 def _make_single_group(rows: Blocks, num_rows: int) -> Tensor:
-    """Return int32 [1]: for grouped kernels, the end of the only group of `num_rows` rows."""
+    """Return the group ends for a grouped kernel with one group: int32 [1] with `num_rows`."""
     return torch.full((1,), num_rows, dtype=torch.int32, device=rows.values.device)
 
 
@@ -98,9 +98,10 @@ class EmulatedLinearProducts(QuantisedProducts):
 
     @override
     def prepare(self, x: Tensor, weight: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
-        """Return a `LinearCall` with the blocks of a weight that FSDP gathered packed.
+        """Return the settings and tensors of one forward; x and `training` are not used.
 
-        For other weights it has the amax over all shards, or None for power-of-two scales.
+        A weight that FSDP all-gathered packed contributes its blocks. Other weights contribute the
+        amax over all shards, or None for power-of-two scales.
         """
         recipe = self.recipe
         with torch.no_grad():
@@ -125,7 +126,7 @@ class EmulatedLinearProducts(QuantisedProducts):
     @override
     @staticmethod
     def input_grad(dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall) -> InputGradient:
-        """Return dx, None if `weight_NK` is None, and dy as it is."""
+        """Return dx (None if `weight_NK` is None), and the unchanged dy for `weight_grad`."""
         if weight_NK is None:
             return None, dy_TN
         weight = _quantise_weight(weight_NK, call, transposed=True)
@@ -135,7 +136,10 @@ class EmulatedLinearProducts(QuantisedProducts):
     @override
     @staticmethod
     def weight_grad(dy_TN: Tensor, x: Tensor, call: LinearCall, target: GradTarget) -> Tensor:
-        """Return dw [N, K]. If `target.out` is given, dw is written or (`adds`) added to it."""
+        """Return dw [N, K].
+
+        If `target.out` is a tensor, dw is written to it, or added to it if `target.adds` is True.
+        """
         recipe, x_TK = call.recipe, flatten_rows(x)
         of_dy = _quantise_operand(dy_TN, recipe, over_rows=True, is_gradient=True)
         of_x = _quantise_operand(x_TK, recipe, over_rows=True)

@@ -43,7 +43,8 @@ from moecore.kernels.rows.scaling import Blocks
 class HeadProducts:
     """Computes an output head's logits and the gradients of both inputs, chunk by chunk of tokens.
 
-    `compute_logits` selects the chunk of the other methods. `training` = backward follows.
+    Call `compute_logits` first for each chunk. The other methods read the hidden states that
+    `compute_logits` saves. `training` = backward follows.
     """
 
     chunks = 1  # chunks of tokens whose logits need the memory of one chunk of fp32 logits
@@ -82,7 +83,7 @@ class HeadProducts:
         torch.mm(d_logits, self.weight_VD, out=out_CD)
 
     def add_d_weight(self, d_logits: Any, out_VD: Tensor, *, first: bool) -> None:
-        """Add d_logits^T @ hidden, the weight's gradient, to `out_VD`; the `first` overwrites."""
+        """Add d_logits^T @ hidden, the weight's gradient, to `out_VD`; `first` = overwrite."""
         add_product_(out_VD, d_logits.t(), self.hidden_CD, beta=0 if first else 1)
 
 
@@ -101,7 +102,7 @@ class BlockwiseHeadProducts(HeadProducts):
 
     @override
     def compute_logits(self, hidden_CD: Tensor) -> Tensor:
-        """Return a chunk's logits [C, V] in its dtype, and save its quantised hidden states."""
+        """Return a chunk's logits [C, V] in the dtype of `hidden_CD`; save its FP8 blocks."""
         self.dtype, C = hidden_CD.dtype, hidden_CD.shape[0]
         self.ends_1 = torch.full((1,), C, dtype=torch.int32, device=hidden_CD.device)
         self.tiles: RowTiles = map_row_tiles(self.ends_1, C)
@@ -161,9 +162,10 @@ def find_fp8_head_problem(
 
 
 def make_head_products(weight_VD: Tensor, recipe: Recipe | None, *, training: bool) -> HeadProducts:
-    """Create the object for the matmuls of a head's local weight; `recipe` None = its dtype.
+    """Create the object for the matmuls of a head's local weight [V, D].
 
-    Raises a ValueError if the recipe cannot multiply the weight. `training` = backward follows.
+    `recipe` None = matmuls in the weight's dtype. `training` = backward follows. Raises a
+    ValueError if the recipe cannot multiply the weight.
     """
     if recipe is None:
         return HeadProducts(weight_VD, training=training)

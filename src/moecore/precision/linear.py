@@ -67,7 +67,10 @@ class InputCastCache:
         return InputCastCache, ()
 
     def get(self, x: Tensor, user: object, recipe: Recipe, columns: bool) -> OperandPair:
-        """Return x quantised by `cast_input`, cached until x changes or `user` reads it again."""
+        """Return x quantised by `cast_input`; with `columns` also the operand of dw.
+
+        The result is from the cache, unless x has changed or the linear `user` has read it before.
+        """
         operands, version = self._operands, sum_versions(x)
         is_hit = self._input is not None and self._input() is x and self._version == version
         is_hit = is_hit and not x.is_inference() and user not in self._users  # has no version
@@ -172,7 +175,10 @@ class QuantisedProducts(LinearProducts):
 
     @abstractmethod
     def prepare(self, x: Tensor, weight: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
-        """Return a forward's quantised operands or amax; `training` = record the amax of x."""
+        """Return the settings of one forward, with quantised operands or the amax that scales them.
+
+        `training` = the amax of x is recorded for delayed scaling.
+        """
 
     @staticmethod
     @abstractmethod
@@ -187,7 +193,7 @@ class QuantisedProducts(LinearProducts):
     @override
     @classmethod
     def forward(cls, x: Tensor, weight_NK: Tensor, bias_N: Any, call: LinearCall) -> Tensor:
-        """Return y [..., N] for x [..., K], with the bias added if it is not None."""
+        """Return y [..., N] = x [..., K] @ weight^T + bias; `bias_N` None = no bias."""
         y = restore_dims(cls.multiply(flatten_rows(x), weight_NK, call), x)
         return y if bias_N is None else y.add_(bias_N)
 
@@ -287,7 +293,10 @@ class Fp8Products(QuantisedProducts):
     def _cast_weight(
         self, weight: Tensor, weight_NK: Tensor, seen: Tensor | None
     ) -> tuple[Blocks | None, Tensor | None]:
-        """Return the weight quantised for y, and its amax for backward; raise `seen` in place."""
+        """Return the weight quantised for y, and its amax, which backward reads.
+
+        `seen`, fp32 [1] or None, is raised in place to the amax.
+        """
         # No copy is cached: all-gathers and fused optimizers write values without a new version.
         kind = KINDS[self.recipe.weight_block]
         if not has_values(weight_NK):
@@ -310,7 +319,11 @@ class Fp8Products(QuantisedProducts):
     def _cast_x(
         self, x: Tensor, columns: bool, amax: Tensor | None, seen: Tensor | None
     ) -> OperandPair:
-        """Return x quantised, from the cache of its linears unless scaling is delayed."""
+        """Return x quantised for y and, with `columns`, for dw.
+
+        Without delayed scaling, linears of the same input share the result. Otherwise `amax` is
+        the past amax, and `seen` is raised in place to x's amax.
+        """
         if self.history is None and not torch.compiler.is_compiling():
             return self.inputs.get(x, self, self.recipe, columns)
         # A compiler computes equal casts once by itself.
@@ -347,7 +360,10 @@ class Fp8Products(QuantisedProducts):
     @override
     @staticmethod
     def weight_grad(dy: Blocks, x_KT: Tensor, call: LinearCall, target: GradTarget) -> Tensor:
-        """Return dw = dy @ x, written or added to `target.out` if it is given."""
+        """Return dw = dy @ x.
+
+        If `target.out` is a tensor, dw is written to it, or added to it if `target.adds` is True.
+        """
         x = Blocks(x_KT, call.x_column_scales, KINDS[call.recipe.activation_block])
         grad = multiply(dy, x, call.dtype)
         return store_grad(grad, target.out, target.adds, target.dtype, target.scale)
@@ -357,7 +373,7 @@ Fp8Products.op = make_quantised_op("fp8_linear", Fp8Products)
 
 
 def _transpose_weight(weight_NK: Tensor, call: LinearCall) -> Blocks:
-    """Return the weight as operand of dx (sum over N): quantised, or gathered and transposed."""
+    """Return weight^T for dx: the all-gathered blocks transposed, or the weight quantised."""
     kind = KINDS[call.recipe.weight_block]
     if call.weight_rows is not None:
         rows = Blocks(call.weight_rows, call.weight_scales, kind)
@@ -369,7 +385,7 @@ def _transpose_weight(weight_NK: Tensor, call: LinearCall) -> Blocks:
 
 
 def choose_scaling_amax(past: Tensor | None, x: Tensor, *, has_all_amax: bool) -> Tensor | None:
-    """Return `past`, fp32 [n], with x's amax in entries of 0; `has_all_amax` = no entry is 0."""
+    """Return `past`, fp32 [n], with its zeros replaced by x's amax, unless `has_all_amax`."""
     return past if past is None or has_all_amax else compute_amax(x, past)
 
 
@@ -420,7 +436,7 @@ def check_operands(x: Tensor, weight_NK: Tensor, recipe: Recipe) -> None:
 
 
 def read_gathered_blocks(kind: str | None, weight: Tensor, weight_NK: Tensor) -> Blocks:
-    """Return a weight's all-gathered FP8 blocks; NotImplementedError for another `kind`."""
+    """Return a weight's all-gathered FP8 blocks; NotImplementedError if not of kind `kind`."""
     blocks = None if torch.compiler.is_compiling() else get_fp8_blocks(weight)
     if blocks is None or blocks.kind != kind:
         check_values(weight_NK)
@@ -431,7 +447,10 @@ def read_gathered_blocks(kind: str | None, weight: Tensor, weight_NK: Tensor) ->
 def _read_gathered_rows(
     weight: Tensor, weight_NK: Tensor, kind: str, seen: Tensor | None
 ) -> Blocks:
-    """Return a weight's all-gathered blocks as operand of y; raise `seen` in place to its amax."""
+    """Return a weight's all-gathered FP8 blocks as the operand of y.
+
+    `seen`, fp32 [1] or None, is raised in place to the weight's amax.
+    """
     blocks = read_gathered_blocks(kind, weight, weight_NK)
     if seen is not None and blocks.amax is not None:
         with torch.no_grad():

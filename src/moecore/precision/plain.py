@@ -14,7 +14,11 @@ from moecore.kernels.linear import LinearProducts
 
 
 class Linear(nn.Linear):
-    """An `nn.Linear` that multiplies the local shard of a DTensor weight and bias."""
+    """An `nn.Linear` that multiplies the local shard of a DTensor weight and bias.
+
+    `tp_shard_dim` is the dim of the weight that tensor parallelism shards; None = replicated.
+    `residual` = the output is added to the residual stream.
+    """
 
     def __init__(
         self,
@@ -54,7 +58,7 @@ PLAIN_FORWARDS = (nn.Linear.forward, Linear.forward)
 
 
 def set_products(linear: nn.Linear, products: LinearProducts) -> None:
-    """Let `products` compute a linear's matmuls, in place: its class becomes a `ProductLinear`."""
+    """Make `products` compute a linear's matmuls, in place: its class becomes `ProductLinear`."""
     if not isinstance(linear, ProductLinear):
         plain: Any = type(linear)
         linear.__class__ = _make_product_class(plain)

@@ -57,7 +57,7 @@ def store_experts_in_fp8(model: nn.Module) -> None:
 
 
 def refuse_fp8_storage(model: nn.Module, verb: str) -> None:
-    """Raise a ValueError if a parameter has only FP8 blocks; `verb` is the use, like "merged"."""
+    """Raise a ValueError if a parameter has only FP8 blocks; the text has `verb` ("merged")."""
     for name, param in model.named_parameters():
         if get_fp8_blocks(param) is not None:
             raise ValueError(
@@ -99,7 +99,10 @@ def _check_storable(name: str, experts: Experts, param: nn.Parameter) -> None:
 
 @torch.no_grad()
 def _store_blocks(param: nn.Parameter, *, power_of_two: bool) -> nn.Parameter:
-    """Return a parameter like `param` that has its FP8 blocks as an attribute, but no values."""
+    """Return a parameter like `param` with its FP8 blocks as an attribute, but without values.
+
+    `power_of_two` = the scales of the blocks are powers of two.
+    """
     local = get_local_tensor(param).detach()
     place = MatrixShard.of(local.shape, 0, 0, local.shape[0])
     amax, scales = torch.zeros(2, *place.scales_shape, device=local.device, dtype=torch.float32)

@@ -109,7 +109,7 @@ class TELinearProducts(QuantisedProducts):
     @override
     @staticmethod
     def input_grad(dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall) -> InputGradient:
-        """Return dx, None if `weight_NK` is None, and dy as it is."""
+        """Return dx (None if `weight_NK` is None), and the unchanged dy for `weight_grad`."""
         if weight_NK is None:
             return None, dy_TN
         if not dy_TN.shape[0] or dy_TN.is_meta:
@@ -122,7 +122,10 @@ class TELinearProducts(QuantisedProducts):
     @override
     @staticmethod
     def weight_grad(dy_TN: Tensor, x: Tensor, call: LinearCall, target: GradTarget) -> Tensor:
-        """Return dw [N, K]. If `target.out` is given, dw is written or (`adds`) added to it."""
+        """Return dw [N, K].
+
+        If `target.out` is a tensor, dw is written to it, or added to it if `target.adds` is True.
+        """
         x_TK, recipe = flatten_rows(x), call.recipe
         if not dy_TN.shape[0] or dy_TN.is_meta:
             grad = dy_TN.new_zeros(dy_TN.shape[1], x_TK.shape[1], dtype=call.dtype)

@@ -102,7 +102,7 @@ class Example:
 
     @property
     def parts(self) -> tuple[Example, ...]:
-        """The example itself in a tuple, as `Preference.parts` has two sequences."""
+        """The example in a tuple of length 1. `Preference.parts` has length 2."""
         return (self,)
 
     @property
@@ -267,7 +267,11 @@ def _find_answer_ends(
 def _encode_by_prefixes(
     tokenizer: Any, messages: list[dict[str, Any]], tools: Any, num_prompt: int
 ) -> list[Example]:
-    """Return the examples of a chat by comparing renderings of its first messages."""
+    """Return the examples of a chat, for a template without marks.
+
+    An answer is the text that the template adds to the rendering of the earlier messages. The first
+    `num_prompt` messages are not learned.
+    """
 
     def render(turns: list[dict[str, Any]], *, prompt: bool = False) -> str:
         text: str = tokenizer.apply_chat_template(
@@ -336,7 +340,10 @@ def _tokenize_spans(tokenizer: Any, text: str, spans: list[Span]) -> tuple[list[
 def _remove_tail(
     tokenizer: Any, ids: list[int], inside: list[int], special_ids: set[int]
 ) -> list[int]:
-    """Return the token positions `inside` without white space after the last special token."""
+    """Return the positions `inside` up to the last special token, if only white space follows it.
+
+    `inside` are indices of `ids`, ascending. Otherwise all positions are returned.
+    """
     for count in range(len(inside), 0, -1):
         token = ids[inside[count - 1]]
         if token in special_ids:
@@ -354,6 +361,7 @@ def get_special_ids(tokenizer: Any) -> set[int]:
 
 
 def _make_example(ids: Sequence[int], is_answer: Sequence[int | bool]) -> Example:
+    """Return the example of token ids and of a mask that is 1 for each token of an answer."""
     return Example(
         torch.tensor(ids, dtype=torch.int32, device="cpu"),
         torch.tensor(is_answer, dtype=torch.bool, device="cpu"),

@@ -160,7 +160,7 @@ def _open_documents(options: SourceOptions, option: str) -> Any:
 
 @dataclass(frozen=True)
 class DocumentRange:
-    """The documents of a data set whose indices are in a range."""
+    """The documents of a data set at the indices of a range; index 0 is the range's first."""
 
     documents: Any
     indices: range
@@ -182,7 +182,10 @@ class DocumentRange:
 
 
 def hold_out(sources: Sequence[CorpusSource]) -> tuple[list[CorpusSource], list[CorpusSource]]:
-    """Return training sources, and evaluation sources with the last twentieth of each source."""
+    """Split each source; return training sources, and evaluation sources.
+
+    An evaluation source has the last twentieth of the documents, at least one.
+    """
     parts: tuple[list[CorpusSource], list[CorpusSource]] = ([], [])
     for source in sources:
         number = len(source.documents) if source.is_indexed else 0
@@ -260,8 +263,9 @@ def make_scheduled_corpus_steps(
 ) -> Steps[ScheduledBatch]:
     """Return this data rank's steps of documents for --dynamic-cp: each micro-batch has its own cp.
 
-    `max_tokens` is the maximum of a rank in a micro-batch. `cost` balances documents over ranks.
-    `workers` processes read ahead. A step has the same documents as a step of `CorpusSteps`.
+    `max_tokens` is the maximum number of tokens of a rank in a micro-batch. `cost` estimates a
+    document's work, which is balanced over the ranks. `workers` processes read ahead. A step has
+    the same documents as a step of `CorpusSteps`.
     """
     loader = ScheduledLoader(
         sources,
@@ -279,8 +283,8 @@ def make_scheduled_corpus_steps(
 class CorpusSteps:
     """A reader of packed rows of a corpus, one step of this data rank at a time.
 
-    `workers` processes read ahead. The state of `sampler`, the loader, is the position in the data,
-    which is identical on all ranks.
+    `workers` processes read ahead. `sampler` is the loader. The state of `sampler` is the position
+    in the data, which is identical on all ranks.
     """
 
     def __init__(

@@ -85,7 +85,10 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
         return self.run_micro_batches(num_labels, *tensors)
 
     def compute_metrics(self, counts: list[int], seconds: float) -> Metrics:
-        """Return "padding_share", and "mfu" if the device's peak is known; see `compute_usage`."""
+        """Return "padding_share", and "mfu" if the device's peak TFLOP/s is known.
+
+        `counts` is the step's `count_labels_and_tokens` over all data ranks.
+        """
         return compute_usage(counts, seconds, self.model.config, self.peak_tflops)
 
     @torch.no_grad()
@@ -138,7 +141,7 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
         return metrics | ({"bad_lines": float(self.bad_lines)} if self.bad_lines else {})
 
     def close(self) -> None:
-        """End the reader's processes and free objects that the next stage builds. Collective."""
+        """End the reader's processes and free communication buffers. Collective."""
         self.batches.sampler.close()
         super().close()
 
@@ -169,9 +172,10 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
 def make_decoder_inputs(
     num_labels: Tensor, tensors: Iterable[Tensor], seq_len: int
 ) -> list[dict[str, Any]]:
-    """Return the decoder's arguments of each micro-batch, from tensors of `StepBatch.list_tensors`.
+    """Return the keyword arguments of the decoder's forward, a dict for each micro-batch.
 
-    `num_labels` is the divisor of the loss. No document is longer than `seq_len`.
+    `tensors` are those of `StepBatch.list_tensors`. `num_labels` divides the loss. Documents have
+    at most `seq_len` tokens.
     """
     tensors = tuple(tensors)
     names = ["tokens_BT", "labels_BT"]

@@ -104,7 +104,8 @@ class StepBatch:
 class Steps(Generic[StepT]):
     """An endless reader of this data rank's batches, epoch after epoch.
 
-    `sampler` yields the arguments of `collate`. Its state is the position in the data.
+    A batch is `collate` of the next item of `sampler`. The state of `sampler` is the position in
+    the data.
     """
 
     def __init__(self, sampler: Any, collate: Callable[[Any], StepT]) -> None:
@@ -177,7 +178,10 @@ class PackedSteps(Steps[StepBatch]):
 
 
 def repeat_last_border(cu_seqlens_n: Tensor, number: int) -> Tensor:
-    """Repeat the last document bound up to shape [..., number]: documents without tokens."""
+    """Return `cu_seqlens_n` [..., n], padded to [..., number] with copies of its last bound.
+
+    The copies are bounds of empty documents.
+    """
     num_copies = number - cu_seqlens_n.shape[-1]
     return torch.cat(
         [cu_seqlens_n, cu_seqlens_n[..., -1:].expand(*cu_seqlens_n.shape[:-1], num_copies)], -1
@@ -185,7 +189,7 @@ def repeat_last_border(cu_seqlens_n: Tensor, number: int) -> Tensor:
 
 
 class RandomSteps:
-    """A reader of uniformly random tokens, to measure speed. It is its own `sampler`."""
+    """A reader of uniformly random tokens, to measure speed. Its `sampler` is the reader itself."""
 
     def __init__(self, vocab_size: int, shape: BatchShape, *, seed: int, data_rank: int) -> None:
         self._vocab_size, self._shape = vocab_size, shape
@@ -253,7 +257,10 @@ class Graphed:
 
 
 def pad_borders(batch: StepBatch) -> StepBatch:
-    """Pad the document bounds to the largest number on any rank. Collective, on the CPU."""
+    """Return the batch with its document bounds padded to the largest number over all ranks.
+
+    Collective, on the CPU.
+    """
     if batch.cu_seqlens_An is None:
         return batch
     num_borders = torch.tensor(batch.cu_seqlens_An.shape[1], dtype=torch.int64, device="cpu")

@@ -52,7 +52,7 @@ class RotaryOptions(CheckedRecord):
 
 
 def replace_rotary(config: DecoderConfig, values: Mapping[str, Any]) -> DecoderConfig:
-    """Return a config with the rotary embedding of `values`, another decoder config as a dict."""
+    """Return `config` with the rotary fields of `values`, the fields of another decoder config."""
     changes: dict[str, Any] = {
         name: values[name] for name in ("rope_theta", "max_seq_len") if name in values
     }
@@ -66,7 +66,7 @@ def replace_rotary(config: DecoderConfig, values: Mapping[str, Any]) -> DecoderC
 
 
 def add_rotary_fields(values: Mapping[str, Any], config: DecoderConfig) -> dict[str, Any]:
-    """Return fields of a config.json (`values`) with a decoder's rotary embedding."""
+    """Return a config.json's fields `values`, with the rotary embedding of `config`."""
     result = {**values, "max_position_embeddings": config.max_seq_len}
     rope = dict(result.pop("rope_parameters", None) or result.pop("rope_scaling", None) or {})
     result["rope_theta"] = rope["rope_theta"] = config.rope_theta
@@ -99,7 +99,10 @@ def read_decoder_config(path: Path) -> DecoderConfig:
 
 
 def export_config(hf_config: Path, rotary: RotaryOptions, config: DecoderConfig) -> dict[str, Any]:
-    """Return the config.json of an export: the fields of --hf-config with the [rotary] options."""
+    """Return the config.json of an export: the fields of --hf-config, with [rotary] if it is set.
+
+    `config` is the decoder config that has the resolved rotary embedding.
+    """
     values = read_config(find_config(hf_config))
     return dict(values) if rotary == RotaryOptions() else add_rotary_fields(values, config)
 

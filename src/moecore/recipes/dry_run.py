@@ -33,7 +33,10 @@ def make_planned_run(
     parallel: ParallelConfig,
     num_gpus: int,
 ) -> TrainingRun:
-    """Return the `TrainingRun` by which `moecore.planning` plans a run in bf16 on `args.gpu`."""
+    """Return the `TrainingRun` that `moecore.planning` plans for the options of a recipe.
+
+    The run is in bf16 on `num_gpus` GPUs of type `args.gpu`. `parallel` has its degrees.
+    """
     if isinstance(model, DecoderConfig):
         model = replace(model, max_seq_len=max(model.max_seq_len, args.seq_len))
     dispatch, domain = args.make_dispatch_options(), find_domain(args.gpu, num_gpus)
@@ -66,7 +69,10 @@ def make_planned_run(
 def print_dry_run(
     args: RunConfig, run: TrainingRun | None, print_first_batch: Callable[[], None]
 ) -> int:
-    """Print options, the plan of `run` and the first batch; return 0 if the plan fits, else 1."""
+    """Print the options and the plan of `run`, call `print_first_batch`, return the exit status.
+
+    `run` None = no plan. The status is 1 if the plan does not fit the memory, otherwise 0.
+    """
     print(to_toml(args))
     if run is None:
         print("no plan: moecore.planning does not model reference models yet")

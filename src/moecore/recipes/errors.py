@@ -61,8 +61,8 @@ def sleep_unless_rank_0(rank: int) -> None:
 def print_run_error(error: Exception, args: Any, *, saves_memory: str = SAVES_MEMORY) -> int:
     """Print why a run ended on this rank and a remedy; return 2 if memory ran out, otherwise 1.
 
-    All ranks raise the OSError of a failed save and `DivergedError`, so only rank 0 prints them.
-    `saves_memory` names options that lower the memory.
+    All ranks raise the OSError of a failed save and `DivergedError`, so only rank 0 prints these
+    errors. `saves_memory` is text with the options that lower the memory.
     """
     rank, line = int(os.environ["RANK"]), str(error)
     restart = "start again" + (" from the last checkpoint" if args.checkpoint_every else "")

@@ -52,7 +52,10 @@ def run_evaluate(args: EvaluateConfig) -> int:
 
 
 def iterate_documents(source: Any, seq_len: int, limit: int | None) -> Iterator[Tensor]:
-    """Yield int64 ids [1, T] of the first `limit` documents with two tokens, cut to `seq_len`."""
+    """Yield int64 ids [1, T] of the first `limit` documents, each cut to `seq_len` tokens.
+
+    Documents with fewer than two tokens count for `limit`, and are not yielded. None = no limit.
+    """
     for number, document in enumerate(track(source.documents, "evaluating", unit="documents")):
         if number == limit:
             return

@@ -64,7 +64,10 @@ def count_tokens(example: Any) -> int:
 def encode_row(
     row: Row, tokenizer: Any, seq_len: int, options: DatasetOptions, names: ColumnNames
 ) -> list[Example]:
-    """Return the examples of a row with a chat, a completion or a text; see `chat.encode`."""
+    """Return the examples of one row: a chat, a completion or a text (see `chat.encode`).
+
+    `names` has the names of the row's columns. Texts are split into pieces of `seq_len` tokens.
+    """
     record = convert_to_form(row.columns(names), options.format, row.place)
     return chat.encode(record, tokenizer, seq_len=seq_len, place=row.place)
 
@@ -129,7 +132,7 @@ IGNORED = -100  # label of a token that is not learned
 def make_packed_steps(
     examples: Sequence[Example], shape: BatchShape, *, seed: int | None, data_rank: int, packs: bool
 ) -> PackedSteps:
-    """Return this data rank's steps of examples; `packs` and `seed` as in `PackedSteps`."""
+    """Return this data rank's packed steps of examples; `seed`, `packs`: see `PackedSteps`."""
     documents, lengths = _make_documents(examples)
     return PackedSteps(documents, lengths, shape, seed=seed, data_rank=data_rank, packs=packs)
 
@@ -137,7 +140,10 @@ def make_packed_steps(
 def make_scheduled_steps(
     examples: Sequence[Example], shape: BatchShape, *, seed: int | None, collator: ScheduledCollator
 ) -> Steps[ScheduledBatch]:
-    """Return steps for --dynamic-cp, whose batches `collator` makes from the examples of a step."""
+    """Return this data rank's steps for --dynamic-cp.
+
+    `collator` makes a batch from the examples of a step. `seed` None = the order of `examples`.
+    """
     documents, lengths = _make_documents(examples)
     sampler = PackedBatchSampler(
         lengths, shape.seq_len, rows=shape.rows, seed=seed or 0, shuffle=seed is not None

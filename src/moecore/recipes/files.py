@@ -141,7 +141,11 @@ def is_dataset(path: str) -> bool:
 def open_dataset(
     path: str, option: str, *, split: str = "train", config: str = "", stream: bool = False
 ) -> Any:
-    """Return a part (`split`, `config`) of a data set; `stream` reads the hub without storing."""
+    """Return the rows of the data set at `path`: hf:NAME, a .parquet file or a directory.
+
+    `config` and `stream` (read without storing files) are for hf:NAME. `split` is not for .parquet.
+    ValueErrors name the flag `option`.
+    """
     name = format_option(option, path)
     try:
         import datasets

@@ -121,7 +121,11 @@ def check_objective(args: FinetuneConfig) -> None:
 def make_step_reader(
     args: FinetuneConfig, meshes: Meshes, decoder: DecoderConfig | None, *, packs: bool
 ) -> Callable[..., Any]:
-    """Return a function of (examples, shape, seed) that returns this data rank's steps."""
+    """Return a function of (examples, shape, seed) that returns this data rank's steps.
+
+    `packs` = a row may have several documents. `decoder` estimates the work of a document for
+    --dynamic-cp; None = unknown.
+    """
     if args.objective == "dpo":
         return partial(make_preference_steps, data_rank=meshes.data_rank)
     if args.sharding.dynamic_cp is None:
@@ -136,7 +140,10 @@ def make_step_reader(
 
 
 def read_data(args: FinetuneConfig, *, vocab_size: int) -> tuple[Examples, list[Any], list[Any]]:
-    """Return the examples of --data with counts, and training and evaluation examples."""
+    """Read --data and return (all examples with counts, training examples, evaluation examples).
+
+    Evaluation examples are from --eval-data or --eval-share. ValueError for ids >= `vocab_size`.
+    """
     read = partial(
         read_examples,
         encode=encode_row if args.objective == "sft" else encode_preference,
@@ -247,7 +254,11 @@ def build_model(
 
 
 def check(args: FinetuneConfig, world_size: int) -> tuple[FinetuneConfig, Any]:
-    """Check options for `world_size` ranks; return them with a local `model`, and its config."""
+    """Check options for `world_size` ranks; return the options and the transformers config.
+
+    The returned options have the local directory of `model`, which is downloaded if --model is a
+    name of the hub. ValueError for options that `world_size` ranks cannot run.
+    """
     args = replace(args, model=find_model_directory(args.model))
     config = read_config(args.model)
     parallel = args.make_parallel_config(world_size, num_experts=count_experts(config))

@@ -135,7 +135,10 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
 
 
 def iterate_micro_batches(job: FineTuning, batch: StepBatch) -> Iterator[list[Tensor]]:
-    """Yield the tensors of each micro-batch on the device; without packing, rows lose padding."""
+    """Yield the tensors of each micro-batch of `batch`, on the device, without the A dimension.
+
+    If `job.packs` is False, the rows are cut to the longest document of the micro-batch.
+    """
     for parts in zip(*batch.list_tensors(), strict=True):
         if not job.packs:  # rows end with the longest of their documents
             T = int((~parts[2]).sum(1).max().clamp(min=1))
@@ -162,7 +165,10 @@ class PreferenceTuning(FineTuning):
         self._metrics: Metrics = {}
 
     def forward_backward(self, num_labels: Tensor, batch: Any) -> Tensor:
-        """Run forward and backward; return the mean loss over pairs divided by the data ranks."""
+        """Run forward and backward; return the mean loss over all pairs, divided by the data ranks.
+
+        `num_labels` is not used.
+        """
         rollouts = self.add_reference_log_probs(batch)
         result = self.engine.forward_backward(rollouts, self.objective)
         self._metrics = self.compute_rewards(rollouts, result.scores.log_probs_N)
@@ -177,7 +183,10 @@ class PreferenceTuning(FineTuning):
         )
 
     def compute_rewards(self, rollouts: Rollouts, log_probs_N: Tensor) -> Metrics:
-        """Return the means over all pairs of TRL's "rewards/" metrics. Collective."""
+        """Return the means of TRL's metrics, such as "rewards/chosen", over all pairs. Collective.
+
+        `log_probs_N` are the policy's log-probabilities of the tokens of `rollouts`.
+        """
         rewards_i2 = self.objective.beta * self.objective.compute_log_ratios(log_probs_N, rollouts)
         margins_i = rewards_i2[:, 0] - rewards_i2[:, 1]
         sums = torch.stack([*rewards_i2.sum(0), margins_i.sum(), (margins_i > 0).sum()])

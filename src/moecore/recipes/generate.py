@@ -97,7 +97,7 @@ def load_model(path: Path) -> tuple[Any, Tokenizer]:
 def find_or_convert_directory(path: Path, target: Path) -> Path:
     """Return the Hugging Face directory of a path, or convert the path's checkpoint to `target`.
 
-    config.json and tokenizer are those that the run's options name.
+    config.json and the tokenizer are read from the model that the config.toml of the run names.
     """
     for directory in (path, path / EXPORT):
         if (directory / "config.json").is_file():
@@ -229,7 +229,7 @@ def read_samples(file: Path, *, before: int) -> list[str]:
 
 
 def _parse_step(line: bytes) -> float:
-    """Return the step of a line of samples; inf = the line is damaged."""
+    """Return the step of a line of a samples file; inf = the line is damaged."""
     try:
         step = json.loads(line)["step"]
     except (ValueError, TypeError, KeyError, RecursionError):

@@ -36,7 +36,10 @@ class WallTime:
     """
 
     def __init__(self, path: Path, *, lost_seconds: float = 0.0) -> None:
-        """Continue the file at `path`, if it exists; `lost_seconds` are those of repeated steps."""
+        """Continue the file at `path`, if it exists.
+
+        `lost_seconds` of category "steps" become "lost steps".
+        """
         process_start, start_end = find_process_start(), time.time()
         self.path, self._next_save = path, 0.0
         self.began, ended, self.seconds = _read_file(path) or (process_start, process_start, {})
@@ -65,7 +68,7 @@ class WallTime:
         return min(1.0, self.seconds.get(STEPS, 0.0) / total)
 
     def save(self, *, is_forced: bool = True) -> None:
-        """Write the file; if `is_forced` is False, only if the last write was five seconds ago."""
+        """Write the file; with `is_forced` False, at most once in five seconds."""
         if not is_forced and time.monotonic() < self._next_save:
             return
         self._next_save = time.monotonic() + SAVE_S

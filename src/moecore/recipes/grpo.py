@@ -182,7 +182,11 @@ def build_job(args: GRPOConfig) -> Reinforcement:
 
 
 def check(args: GRPOConfig, world_size: int) -> tuple[GRPOConfig, Any]:
-    """Check options for `world_size` ranks; return them with a local `model`, and its config."""
+    """Check options for `world_size` ranks; return the options and the transformers config.
+
+    The returned options have the local directory of `model`, which is downloaded if --model is a
+    name of the hub.
+    """
     args = replace(args, model=find_model_directory(args.model))
     config = read_config(args.model)
     args.make_parallel_config(world_size, num_experts=count_experts(config))

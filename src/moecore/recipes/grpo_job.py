@@ -148,7 +148,10 @@ def read_prompts(
 def make_prompt_steps(
     prompts: Sequence[Prompt], *, rows: int, data_rank: int, data_ranks: int, seed: int
 ) -> Steps[list[Prompt]]:
-    """Return this data rank's steps of `rows` prompts; an epoch has each prompt on one rank."""
+    """Return a reader of this data rank's prompts, at most `rows` per step.
+
+    An epoch has each prompt once, on one data rank.
+    """
     sampler = PackedBatchSampler(
         [1] * len(prompts), 1, rows=rows, data_rank=data_rank, data_ranks=data_ranks, seed=seed
     )
@@ -175,7 +178,7 @@ class SamplingOptions(CheckedRecord):
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """A rank's completions of a step, with advantages, and their rewards, fp32 [n]."""
+    """The completions that a rank sampled in one step, with advantages, and rewards, fp32 [n]."""
 
     rollouts: Rollouts
     rewards_n: Tensor
@@ -291,7 +294,10 @@ class Reinforcement(TrainingJob[Samples]):
         return [cut_after_end(response, self._ends) for response in output_nT[:, T:].tolist()]
 
     def forward_backward(self, num_labels: Tensor, batch: Samples) -> Tensor:
-        """Run forward and backward on new rollouts; return the mean loss / data ranks."""
+        """Run forward and backward; return the mean loss over all ranks, divided by the data ranks.
+
+        `num_labels` is not used.
+        """
         rollouts = batch.rollouts
         if self.objective.kl_coef:
             scores = self.engine.reference_log_probs(rollouts)

@@ -97,8 +97,8 @@ def read_config(path: Path) -> Any:
 def load_weights(args: Any, model: nn.Module, device: str, *, cast: bool) -> None:
     """Allocate a sharded model on `device`, load --model, and initialize LoRA. Collective.
 
-    `args` are options with `model`, `lora` and `seed`. `cast` converts weights to the model's
-    dtype.
+    `args` are options with `model`, `lora` and `seed`. `cast` = weights of other dtypes are
+    converted to the model's dtype.
     """
     model.to_empty(device=device)
     with name_option_in_errors("--model"), show_progress("loading weights", unit="B") as report:
@@ -178,7 +178,7 @@ def read_tokenizer(path: Path) -> Any:
 
 
 def export_run(job: TrainingJob[Any]) -> None:
-    """Export a run's transformers model to RUN_DIR/export, unless this is done. Collective."""
+    """Export the model to RUN_DIR/export, unless an earlier start has done this. Collective."""
     args, target = job.args, job.args.run_dir / EXPORT
     if job.start < args.steps or not target.exists():
         if args.lora is not None:
@@ -214,9 +214,10 @@ def export_model(hf: Any, source: Path, target: Path) -> None:
 def write_export(
     target: Path, write: Callable[[Path, Report], object], complete: Callable[[Path], None]
 ) -> None:
-    """Call `write` on all ranks, then `complete` on rank 0; replace `target` by the draft.
+    """Write a directory `target`: call `write` on all ranks, then `complete` on rank 0. Collective.
 
-    Both receive the draft's path; `write` also a progress report. Collective.
+    Both functions write to a temporary directory, whose path is their first argument. `write` also
+    gets a progress report. The temporary directory then replaces `target`.
     """
     draft = target.with_name(f".{target.name}.draft")
     run_on_first_rank(lambda: shutil.rmtree(draft, ignore_errors=True))

@@ -16,7 +16,10 @@ SYSTEM = Path("/sys")
 
 
 def bind_to_gpu(system: Path = SYSTEM) -> set[int] | None:
-    """Bind this process to the CPUs of its GPU's NUMA node and return them; None = unknown."""
+    """Bind this process to the CPUs of its GPU's NUMA node and return them.
+
+    None = no GPU or an unknown node; then nothing is changed. `system` is the directory of sysfs.
+    """
     if not torch.cuda.is_available():
         return None
     gpu: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -30,7 +33,10 @@ def bind_to_gpu(system: Path = SYSTEM) -> set[int] | None:
 
 
 def find_numa_cpus(place: str, system: Path = SYSTEM) -> set[int]:
-    """Return the CPUs of the NUMA node of a PCI device, such as "0000:1b:00.0"; empty = unknown."""
+    """Return the CPUs of the NUMA node of PCI device `place`, such as "0000:1b:00.0".
+
+    The set is empty if the node is unknown. `system` is the directory of sysfs.
+    """
     try:
         node = int((system / "bus/pci/devices" / place / "numa_node").read_text())
         ranges = (system / f"devices/system/node/node{node}/cpulist").read_text().strip()

@@ -22,10 +22,10 @@ from moecore.train.step import TrainStep
 
 
 class StepData(Protocol):
-    """The batch of one data rank and one step."""
+    """The batch of one data rank for one optimizer step."""
 
     def count_labels_and_tokens(self) -> Tensor:
-        """Return int64 [4]: labels that the loss counts, tokens, and two counts of the class."""
+        """Return int64 [4]: labels that the loss counts, tokens, and two counts of the subclass."""
 
 
 BatchT = TypeVar("BatchT", bound=StepData)
@@ -110,7 +110,7 @@ class TrainingJob(ABC, Generic[BatchT]):
         return {}
 
     def close(self) -> None:
-        """Free the objects that the next stage builds. Collective."""
+        """Free communication buffers before the next stage of the run begins. Collective."""
         self.owner.close()
 
     def sample(self, step: int) -> None:

@@ -47,7 +47,7 @@ def note_signals() -> Iterator[StopRequest]:
 
 @contextmanager
 def _handle_signals(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
-    """Return a context with these signal handlers; an ignored SIGINT stays ignored."""
+    """Return a context that sets these signal handlers; an ignored SIGINT stays ignored."""
     before = {number: signal.getsignal(number) for number in handlers}
     if before[signal.SIGINT] is signal.SIG_IGN:  # of a background job
         before.pop(signal.SIGINT)

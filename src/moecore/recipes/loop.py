@@ -113,7 +113,11 @@ def run(
     build_job: Callable[[ConfigT], TrainingJob[Any]],
     plan: Callable[[ConfigT], list[ConfigT]] = lambda args: [args],
 ) -> int:
-    """Build, train and finish a job, or one job per stage of `plan`; return the exit status."""
+    """Build, train and finish the job of a command on this rank; return the exit status.
+
+    `build_job` makes the job of one stage. `plan` returns the options of each stage of the run; by
+    default the run has one stage.
+    """
     try:
         check_environment()
     except ARGUMENT_ERRORS as error:
@@ -149,7 +153,10 @@ def list_remaining_stages(stages: list[ConfigT]) -> list[ConfigT]:
 def run_stage(
     args: ConfigT, build_job: Callable[[ConfigT], TrainingJob[Any]], *, is_last: bool
 ) -> int:
-    """Build and train a stage's job; finish the last stage's job or close it; return the status."""
+    """Build the job of one stage and train it; return the exit status.
+
+    After the training the job is finished if `is_last`, otherwise closed.
+    """
     try:
         job = build_job(args)
         args = job.args  # with the number of steps, which may depend on the data
@@ -190,7 +197,10 @@ def run_stage(
 
 
 def train(job: TrainingJob[Any]) -> int:
-    """Train to the last step; return 0, or 128 + the signal that has stopped the run before."""
+    """Train to the last step; return 0, or 128 + the signal if a signal ended the training.
+
+    A signal ends the training after a step, with a checkpoint unless `checkpoint_every` is 0.
+    """
     args, queue = job.args, deque[LaunchedStep]()
     with (
         note_signals() as request,  # until the last save is whole

@@ -128,7 +128,10 @@ def drop_expert_loads(metrics: Metrics) -> Metrics:
 
 
 def compute_rank_load(loads_E: list[float], ep: int) -> float:
-    """Return the maximum load of `ep` ranks divided by the mean, from the loads of experts."""
+    """Return the largest load of the `ep` ranks, divided by their mean load.
+
+    `loads_E` has the load of each expert. Each rank has E / ep consecutive experts.
+    """
     num_local = len(loads_E) // ep
     ranks = [sum(loads_E[first : first + num_local]) for first in range(0, len(loads_E), num_local)]
     return max(ranks) / max(sum(ranks) / ep, 1e-9)
@@ -207,7 +210,10 @@ class Logger(NamedTuple):
 
 
 def open_loggers(config: Any, tensorboard: ModuleType | None, *, start: int) -> list[Logger]:
-    """Return the loggers of a run that has completed `start` steps; `config` has its options."""
+    """Return the loggers that the options `config` of a run select.
+
+    `tensorboard` is the module; None = no TensorBoard. The run has completed `start` steps.
+    """
     options: LoggerOptions = config.logging
     loggers: list[Logger] = []
     if tensorboard is not None:
@@ -220,7 +226,7 @@ def open_loggers(config: Any, tensorboard: ModuleType | None, *, start: int) -> 
 
 
 def _open_tensorboard(module: ModuleType, folder: str, start: int) -> Logger:
-    """Return a TensorBoard logger; it drops events after step `start` of an earlier start."""
+    """Return a TensorBoard logger for `folder`; existing events after step `start` are hidden."""
     writer = module.SummaryWriter(folder, purge_step=start + 1)
 
     def log(metrics: Metrics, step: int) -> None:

@@ -55,7 +55,7 @@ class OptimizerConfig(CheckedRecord):
     Attributes:
         optimizer: "adamw", or "muon" for matrices, with AdamW for all other parameters.
         lr: the peak of the learning rate.
-        router_lr_factor: learning rate of routers over `lr`, where no rule of `param_groups` fits.
+        router_lr_factor: learning rate of routers over `lr`, a ratio, if no `param_groups` fit.
         beta1: AdamW's decay of the first moment.
         beta2: AdamW's decay of the second moment.
         eps: AdamW's addend of the denominator.
@@ -104,8 +104,8 @@ class OptimizerConfig(CheckedRecord):
     ) -> list[torch.optim.Optimizer]:
         """Return the optimizers of all trained parameters of a parallelized model.
 
-        `rates` scales learning rates by width; None = no scaling. All ranks return the same groups,
-        of which some have no parameters.
+        `rates` scales learning rates by width; None = no scaling. All ranks return equal param
+        groups, and some groups have no parameters.
         """
         assignment = assign_matrices(model)
         is_muon = self.optimizer == "muon"
@@ -141,7 +141,10 @@ class OptimizerConfig(CheckedRecord):
     def _split_groups(
         self, optimizer: torch.optim.Optimizer, kinds: dict[nn.Parameter, tuple[str, str]]
     ) -> None:
-        """Split an optimizer's param group by rules; `kinds` maps a parameter to (name, kind)."""
+        """Split the single param group of an optimizer in place, by the rules of `param_groups`.
+
+        `kinds` maps a parameter to its name and its kind, such as "router".
+        """
         rules = [ParamGroup.of(text) for text in self.param_groups]
         rules += [ParamGroup(pattern="*"), ParamGroup(pattern="*", lr_factor=self.router_lr_factor)]
         (group,) = optimizer.param_groups

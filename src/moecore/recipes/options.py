@@ -244,7 +244,10 @@ class ShardedConfig(RunConfig):
         return replace(self.fsdp, param_dtype=dtype)
 
     def make_dispatch_options(self, max_tokens: int | None = None) -> DispatchOptions:
-        """Return the options of dispatch; `max_tokens` is the default of `NVLinkOptions`."""
+        """Return the options of token dispatch.
+
+        `max_tokens` is the maximum number of tokens of a rank, for an `NVLinkOptions` without it.
+        """
         nvlink, name = self.nvlink, self.sharding.dispatcher
         if max_tokens is not None and (nvlink or name in ("auto", "nvlink", "hierarchical")):
             nvlink = nvlink or NVLinkOptions()
@@ -255,7 +258,7 @@ class ShardedConfig(RunConfig):
         )
 
     def check_sharding(self) -> None:
-        """Raise ValueError for options that exclude each other."""
+        """Raise ValueError for options of sharding that cannot be combined."""
         self.make_memory_options(), self.make_pipeline_options(), self.make_context_options()
         self.make_precision(), self.make_dispatch_options()
         if self.deterministic and self.sharding.dispatcher == "nccl_ep":
@@ -274,7 +277,7 @@ class ShardedConfig(RunConfig):
                 )
 
     def check_seq_len(self, parallel: ParallelConfig) -> None:
-        """Raise ValueError for a --seq-len or --dynamic-cp that does not fit the degrees."""
+        """Raise ValueError if --seq-len or --dynamic-cp does not fit tp, cp and the data ranks."""
         if self.sharding.dynamic_cp is not None:
             self._check_dynamic_cp(self.sharding.dynamic_cp, parallel)
         cp, tp = parallel.cp, parallel.tp
@@ -286,7 +289,10 @@ class ShardedConfig(RunConfig):
             )
 
     def _check_dynamic_cp(self, max_tokens: int, parallel: ParallelConfig) -> None:
-        """Raise ValueError if degrees or --seq-len do not fit --dynamic-cp `max_tokens`."""
+        """Raise ValueError if --dynamic-cp (`max_tokens`) does not fit the degrees or --seq-len.
+
+        `max_tokens` is the maximum number of tokens of a rank in a micro-batch. cp must be 1.
+        """
         name, p = f"--dynamic-cp ({max_tokens})", parallel
         if p.cp > 1:
             raise ValueError(
@@ -320,7 +326,11 @@ def parallelize(
     max_tokens: int | None = None,
     **options: Any,
 ) -> None:
-    """Shard a model in place by `parallelize_moe` with the options of a run and `options`."""
+    """Shard a model in place by `parallelize_moe`, with the options of a run.
+
+    `max_tokens` is the maximum number of tokens of a rank, for dispatcher "nvlink". `options` are
+    further arguments of `parallelize_moe`.
+    """
     sharding = config.sharding
     parallelize_moe(
         model,

@@ -56,9 +56,9 @@ def parse(command: type[ConfigT], words: Sequence[str] | None = None, *, prog: s
     """Return the options of a command from its command line and TOML file.
 
     Args:
-        command: the dataclass of the command. If it has a field `stages`, [[stages]] of the
-            file become a tuple with one instance per stage: values of the stage's table,
-            otherwise of the run.
+        command: the dataclass of the command. If it has a field `stages`, the field gets one
+            instance of `command` per [[stages]] table of the file. An instance has the values
+            of its table, and the values of the run for all other fields.
         words: the words of the command line; None = sys.argv. If the first word is no flag, it
             is the path of the TOML file.
         prog: the name of the command, for help.
@@ -212,14 +212,17 @@ def _read_words(
 
 
 def _make_flags_class(name: str, hints: dict[str, Any], record: Any) -> Any:
-    """Return a TypedDict from which tyro makes flags; `record` has the docstring for help."""
+    """Return TypedDict `name`, from which tyro makes the flags `hints` ({flag: type}).
+
+    The help text of the flags is the docstring of class `record`.
+    """
     flags = Flags(name, hints, total=False)
     flags.__doc__ = inspect.cleandoc(record.__doc__ or "").partition("\n\nAttributes:")[0]
     return flags
 
 
 def _suggest_name(name: str, names: Iterable[str], prefix: str = "") -> str:
-    """Return a hint for an unknown name: the most similar of `names`, or to remove the name."""
+    """Return a hint for an unknown name: use the most similar of `names`, or remove the name."""
     close = difflib.get_close_matches(name[:80], sorted(names), n=1, cutoff=0.7)
     return f"did you mean {prefix}{close[0]}?" if close else "remove it"
 
@@ -252,7 +255,10 @@ def _build_command(
 
 
 def _build_record(name: str, hint: Any, default: Any, values: dict[str, Any]) -> Any:
-    """Return the record of table `name`: these values, otherwise those of `default`."""
+    """Return the record of table `name`, whose field has type `hint` and default `default`.
+
+    `values` replace the fields of the default. ValueError if a field has no value.
+    """
     table = find_table(hint)
     assert table is not None and table.record is not None
     if isinstance(default, dict):
@@ -300,7 +306,10 @@ def _convert_value(value: Any, hint: Any) -> Any:
 
 
 def _make_word_hint(hint: Any, default: Any = None) -> Any:
-    """Return the annotation that tyro reads; it has no None if the default is None."""
+    """Return the type annotation from which tyro parses a flag of type `hint`.
+
+    If `default` is None or missing, the annotation has no None. dtypes are read as strings.
+    """
     if get_origin(hint) is Annotated:
         return _make_word_hint(get_args(hint)[0], default)
     if get_origin(hint) in (Union, types.UnionType):

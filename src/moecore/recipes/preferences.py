@@ -63,7 +63,10 @@ class PreferenceBatch:
 def make_preference_steps(
     pairs: Sequence[Preference], shape: BatchShape, *, seed: int | None, data_rank: int
 ) -> Steps[PreferenceBatch]:
-    """Return this data rank's steps of pairs; `seed` None = pairs in their order."""
+    """Return this data rank's steps of pairs, of grad_accum * batch_size pairs each.
+
+    `seed` None = the order of `pairs`.
+    """
     sampler = PackedBatchSampler(
         [1] * len(pairs),
         1,
@@ -135,7 +138,7 @@ def encode_preference(
 
 
 def _as_messages(value: Any) -> Any:
-    """Return a message or a list of messages as a list, and a text unchanged."""
+    """Return one message or a list of messages as a list, and other values unchanged."""
     messages = [value] if isinstance(value, dict) else value
     return list(map(normalize_message, messages)) if isinstance(messages, list) else value
 
@@ -161,7 +164,10 @@ def _tokenize_texts(tokenizer: Any, prompt: str, completions: Sequence[str]) -> 
 def _tokenize_chats(
     tokenizer: Any, prompt: list[Any], completions: Sequence[list[Any]], tools: Any
 ) -> Iterator[list[int]]:
-    """Yield the token ids of the prompt for an answer, and of the prompt with each completion."""
+    """Yield the token ids of the prompt, and of the prompt with each completion.
+
+    The ids of the prompt end with the template's beginning of an answer.
+    """
 
     def render(messages: list[Any], *, is_prompt: bool = False) -> list[int]:
         ids: list[int] = tokenizer.apply_chat_template(

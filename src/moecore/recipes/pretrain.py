@@ -143,11 +143,14 @@ class PretrainConfig(ShardedConfig):
         return self.rotary.apply(config)
 
     def choose_balance(self, config: DecoderConfig) -> dict[str, Any]:
-        """Return the fields of [balance] of a run that sets none of them."""
+        """Return the default fields of [balance] for a decoder config, see `choose_balance`."""
         return choose_balance(get_moe_config(config))
 
     def resolve(self) -> Self:
-        """Return the options with all fields of [corpus], and of the model without --hf-config."""
+        """Return the options with all fields of [corpus] and of the model set, for config.toml.
+
+        With --hf-config, the model's fields stay unset.
+        """
         config = self.make_decoder_config()
         moe = get_moe_config(config)
         run = replace(self, corpus=asdict(make_corpus_options(self, config, 1)))
@@ -209,7 +212,11 @@ def build_job(args: PretrainConfig) -> CorpusTraining:
 def read_sources(
     args: PretrainConfig, tokenizer: Tokenizer
 ) -> tuple[list[CorpusSource], list[CorpusSource]]:
-    """Return the training and the evaluation sources; no sources for random tokens."""
+    """Open the corpus; return (training sources, evaluation sources).
+
+    With --tokens random both lists are empty. Without --validation, evaluation sources are the last
+    documents of each training source.
+    """
     if args.tokens == "random":
         return [], []
     sources = [read_source(options, tokenizer) for options in args.data]
@@ -226,7 +233,10 @@ def make_corpus_options(args: PretrainConfig, config: DecoderConfig, cp: int) ->
 
 
 def compute_width_rates(args: PretrainConfig, config: DecoderConfig) -> WidthRates | None:
-    """Return the factors of initial weights and learning rates by --base-width; None = not set."""
+    """Return factors of initial weights and learning rates, from the model dim and --base-width.
+
+    None = --base-width is not set.
+    """
     width = args.optimizer.base_width
     if width is None:
         return None
@@ -252,7 +262,10 @@ def build_model(
 
 
 def check(args: PretrainConfig, world_size: int) -> tuple[DecoderConfig, Tokenizer]:
-    """Return config and tokenizer; ValueError for options that `world_size` ranks cannot run."""
+    """Return the model's config and the tokenizer of --tokenizer.
+
+    ValueError for options that exclude each other, or that `world_size` ranks cannot run.
+    """
     is_random, max_tokens = args.tokens == "random", args.sharding.dynamic_cp
     if not (args.data or is_random):
         raise ValueError("--data ([]) must have at least one source: name a file")
@@ -304,7 +317,10 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def resolve_stages(args: PretrainConfig, world_size: int | None = None) -> list[PretrainConfig]:
-    """Return the options of each stage with its steps; `world_size` None = torchrun's."""
+    """Return the options of each stage, with its steps.
+
+    `world_size` None = WORLD_SIZE of the environment.
+    """
     num_ranks = world_size or int(os.environ["WORLD_SIZE"])
 
     def batch_of(options: PretrainConfig) -> tuple[int, int, BatchRamp]:
@@ -318,7 +334,10 @@ def resolve_stages(args: PretrainConfig, world_size: int | None = None) -> list[
 
 
 def check_stages(args: PretrainConfig, world_size: int) -> None:
-    """Raise ValueError for options that exclude each other, or stages with different models."""
+    """Raise ValueError for options that `world_size` ranks cannot run.
+
+    The models of all stages must be equal, except for their rotary embedding.
+    """
     configs = [check(options, world_size)[0] for options in args.stages or [args]]
     for config, table in zip(configs, args.stage_tables, strict=False):
         if changes := find_decoder_differences(
