@@ -37,9 +37,9 @@ class RoutedLayers:
     """The MoE layers of a model whose expert choices ("routes") rollouts record and replay.
 
     Attributes:
-        configs: of the layers of all pipeline stages, by name, in the order of the model.
-        replay: of the layers of this rank's stages; None if the stages have no such layer.
-        meshes: of the model.
+        configs: name -> config of the MoE layers of all pipeline stages, in the order of the model.
+        replay: recorder of the MoE layers of this rank's stages; None if there is no MoE layer.
+        meshes: the device meshes of the model.
     """
 
     configs: Mapping[str, MoEConfig]
@@ -132,7 +132,10 @@ class RoutedLayers:
     def _make_local_choices(
         self, rows: Sequence[RolloutRow], values: Sequence[Tensor | None]
     ) -> dict[str, list[Tensor]]:
-        """Return layer name -> this rank's [T, K] per row; `values` has [N, L, K] per row."""
+        """Return layer name -> [T, K] per row: this rank's part of the routes or route weights.
+
+        `values[i]` is [N, L, K], in the token order of `rows[i].rollouts`.
+        """
         local_choices = {name: list[Tensor]() for name, _, _ in self._iterate_local_layers()}
         for row, values_NLK in zip(rows, values, strict=True):
             assert values_NLK is not None, "all rows are of the same rollouts"

@@ -213,7 +213,7 @@ class TrainStep:
 
     @contextmanager
     def _run_context(self, number: int, *, to_come: float) -> Iterator[None]:
-        """Return the context of `number` micro-batches; `to_come` forwards remain (inf: any)."""
+        """Return the context of `number` micro-batches; `to_come` forwards remain, inf = any."""
         progress = self._progress
         progress.is_last = progress.num_done + 1 == self.num_micro_batches
         in_parts = number < to_come < math.inf
@@ -348,7 +348,7 @@ class TrainStep:
         return self.scale_loss(loss / self.num_micro_batches if is_mean else loss)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return `loss` times the loss scale. The caller has divided it by num_micro_batches."""
+        """Return `loss` times the loss scale. The caller divides `loss` by num_micro_batches."""
         self._has_scaled_loss = True
         return loss if self._scale_value is None else loss * self._scale_value
 
@@ -405,8 +405,9 @@ class TrainStep:
 
         Raises:
             ValueError: when micro-batches are missing, a layer with auxiliary losses ran another
-                number, `clip` has not run (loss scale without an optimizer), no optimizer
-                has a parameter with a gradient, or a parameter is newer than `parallelize_moe`.
+                number of micro-batches, `clip` has not run (loss scale without an optimizer), no
+                optimizer has a parameter with a gradient, or a parameter is newer than
+                `parallelize_moe`.
             ExchangeError: when an exchange failed on this rank and the host already sees it
                 (`check` waits). It is raised before any update or collective. Other ranks may not
                 see the failure, so let the process end.

@@ -42,7 +42,10 @@ def check_step_arguments(
 def compare_ranks(
     entries: Mapping[str, Any], model: nn.Module, optimizers: Sequence[Optimizer], request: Request
 ) -> None:
-    """Raise ValueError on all ranks if they differ in named entries, optimizers or parameters."""
+    """Raise ValueError on all ranks if ranks differ in entries, optimizers or trained parameters.
+
+    `entries` maps a name to a value that must be equal on all ranks.
+    """
     meshes = request.meshes
     check_equal(entries, meshes.device_type)
     trained = list_training_entries(model, optimizers)

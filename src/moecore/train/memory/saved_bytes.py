@@ -123,7 +123,11 @@ class _Storage:
 
 
 class _StorageCounter:
-    """Counts each saved storage once, by block and part, without weights and freed graphs."""
+    """Counts each saved storage once, by block and part, without weights and freed graphs.
+
+    `weights` are the keys of storages that are not counted. `move` returns a tensor's copy on meta.
+    With `stash`, used rows of experts count as pages.
+    """
 
     def __init__(
         self, weights: Set[int], move: Callable[[Tensor], Tensor], stash: StashOptions | None

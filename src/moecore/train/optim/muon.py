@@ -339,7 +339,10 @@ class _MuonStep:
     def _divide_owned_by_means(
         self, orthogonal: list[Tensor], of_means: ExchangeRound, group: dist.ProcessGroup
     ) -> None:
-        """Let owners update the means and divide their `orthogonal` matrices by them, in place."""
+        """On owners, update the means and divide `orthogonal` matrices by their roots, in place.
+
+        `of_means` exchanges the means of the same matrices with the owners.
+        """
         means: list[Any] = [view.means for view in self.views]
         like = means[of_means.params[0]]
         recv_buffer = of_means.exchange(like, means, back=False, group=group)
@@ -353,7 +356,7 @@ class _MuonStep:
             block.write(means, values)
 
     def _divide_by_means(self, values: Tensor, means: Tensor) -> None:
-        """Update `means` with `values`, and divide `values` by their roots, in place."""
+        """Update `means` with the squares of `values`; divide `values` by the roots of `means`."""
         beta2 = self.options.beta2
         assert beta2 is not None, "there are means"
         divide_by_means_(values, means, beta2=beta2, found_inf=self.found_inf)
