@@ -205,7 +205,7 @@ def draw_curves(figure: ModuleType, metrics: Path, unit: str = "byte") -> None:
 
     `metrics` is the path of metrics.jsonl, and curves.png is written to the same folder. One map
     shows the busiest expert of each layer. The other map shows all experts of the layer with the
-    least even loads. `figure` is the module matplotlib.figure.
+    least even loads. `figure` is the module matplotlib.figure. `unit` is the loss's unit of text.
     """
     lines, _ = read_metrics(metrics)
     steps = [line["step"] for line in lines]

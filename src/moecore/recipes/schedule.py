@@ -246,7 +246,7 @@ class TrainingStage:
     sizes: StepSizes
 
     def compute_rate_factor(self, schedule: LearningRateSchedule, step: int) -> float:
-        """Return the learning rate of a step divided by the peak."""
+        """Return the learning rate of step `step` under `schedule`, divided by the peak."""
         if not self.has_schedule:
             return schedule.compute_factor(
                 step, steps=self.last, count_steps=self.sizes.count_steps

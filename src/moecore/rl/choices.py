@@ -161,10 +161,10 @@ def choices_from_tensors(tensors: Mapping[str, Tensor]) -> Choices:
 def convert_from_engine_indices(
     indices_BSLK: Any, layers: Mapping[str, MoELayer], engine_layers: Sequence[str | None]
 ) -> dict[str, Tensor]:
-    """Return layer name -> int32 [T, K]: this rank's tokens of an inference engine's expert ids.
+    """Return layer name -> int32 [T, K], this rank's part of an inference engine's expert ids.
 
-    `engine_layers[l]` is the name in `layers` of the engine's layer l, or None to skip this layer.
-    ValueError if an argument is invalid.
+    `indices_BSLK` are the engine's ids, -1 = no choice. `engine_layers` names each of the engine's
+    L layers; None skips a layer. ValueError if an argument is invalid.
     """
     ids_BSLK = indices_BSLK
     try:

@@ -46,7 +46,7 @@ class RowLimits:
 
     @classmethod
     def from_parallel(cls, max_tokens: int, parallel: ParallelConfig) -> RowLimits:
-        """Return the limits of a parallel layout; ValueError if tp and cp do not divide a row."""
+        """Return the limits of a layout; ValueError if cp and tp do not divide `max_tokens`."""
         sequence_unit = get_length_multiple(parallel.cp)
         row_unit = sequence_unit * parallel.tp
         if max_tokens % row_unit:

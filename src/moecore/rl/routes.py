@@ -74,7 +74,7 @@ class RoutedLayers:
         return len(self.configs), next(iter(self.configs.values())).choices_per_token
 
     def check(self, rollouts: Rollouts) -> None:
-        """Raise ValueError for routes or their weights of wrong shapes or values. Host syncs."""
+        """Raise ValueError if routes or route weights have wrong shapes or values. Host syncs."""
         routes_NLK, weights_NLK = rollouts.routes_NLK, rollouts.route_weights_NLK
         choices = {name: config.choices_per_token for name, config in self.configs.items()}
         if len(set(choices.values())) != 1:
@@ -153,7 +153,10 @@ class RoutedLayers:
 
 
 def _find_sort_key(model: nn.Module, name: str) -> list[int]:
-    """Return the indices of a module and of its parents among their siblings: a sort key."""
+    """Return the indices, among their siblings, of all parents of module `name` and of the module.
+
+    Lists of two modules compare in the order of the model.
+    """
     # Modules that other stages have leave `AbsentModule` in their place, so places are those of the
     # whole model.
     places, module = [], model

@@ -108,7 +108,7 @@ class GraphedForwardBackward:
     def close(self) -> None:
         """Free the graph and its memory; the next calls warm up and capture a new graph.
 
-        Call it before `destroy_process_group`, which waits for graphs with its collectives.
+        Call `close` before `destroy_process_group`, which waits for graphs with collectives.
         """
         if self._captured is not None:
             torch.cuda.synchronize(self._device)  # a replay may still run

@@ -33,7 +33,7 @@ def find_compiled_modules(block: nn.Module) -> set[nn.Module]:
 
 
 def _list_inner_modules(owner: nn.Module) -> list[nn.Module]:
-    """Return a module and its submodules without those in its `eager_parts`."""
+    """Return a module and its submodules, without its `eager_parts` and their submodules."""
     parts = (owner.get_submodule(name) for name in getattr(owner, "eager_parts", ()))
     eager = {module for part in parts for module in part.modules()}
     return [m for m in owner.modules() if m not in eager]

@@ -83,7 +83,7 @@ class Offload(SavedStorages):
         part_of: Callable[[nn.Module], str | None],
         fraction: Fraction | None = None,
     ) -> None:
-        """Wrap the forward of blocks and of their parts; call it for each pipeline stage.
+        """Wrap the forward of blocks and of their parts; call `attach` for each pipeline stage.
 
         `part_of` returns the name of a module's part, or None. A block with a name also offloads
         tensors that it saves outside of parts. `fraction` None is the `fraction` of this object.

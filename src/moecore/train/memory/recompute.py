@@ -386,7 +386,7 @@ def recompute(
     *,
     has_products: bool = True,
 ) -> Any:
-    """Return `function(*args, **kwargs)`, whose saved values backward recomputes, except products.
+    """Return `function(*args, **kwargs)`; backward recomputes saved values, except products.
 
     `name` is for errors. `has_products` = the function may call matmuls or attention.
     """

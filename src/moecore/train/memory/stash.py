@@ -178,7 +178,7 @@ class PageStore:
         return in_capture
 
     def _return_pages(self, expired_pages: Sequence[DispatchPages], *, in_capture: bool) -> None:
-        """Return the pages of dispatches to the pool; a capture postpones pages of eager code."""
+        """Return `expired_pages` to the pool; in a capture, postpone the pages of eager code."""
         for of in expired_pages:
             # Captured, the return of eager code's pages would be repeated by each replay.
             if in_capture and not of.of_graph:

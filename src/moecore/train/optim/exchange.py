@@ -285,7 +285,10 @@ def _assign_owners(members: list[_PlannedTensor], num_ranks: int) -> Owners:
 
 
 def _make_round(members: list[_PlannedTensor], owners: Owners, rank: int) -> ExchangeRound:
-    """Return the exchange of matrices with their owners, as group rank `rank` runs it."""
+    """Return the exchange of `members` with the owners of their matrices, as seen by `rank`.
+
+    `owners` is the result of `_assign_owners`. `rank` is a group rank.
+    """
     num_ranks = len(members[0].shards.ranks)
     lists: Iterator[list[list[MatrixBlock]]] = ([[] for _ in range(num_ranks)] for _ in range(4))
     sends, receives, returns, results = lists

@@ -177,7 +177,7 @@ class Muon(torch.optim.Optimizer):
         return torch.promote_types(param.dtype, torch.float32)
 
     def get_state_template(self, param: nn.Parameter, slot: str) -> Tensor:
-        """Return a tensor with the shape and placements of a state named `slot`, of any values."""
+        """Return a tensor with the shape and placements of state `slot` of `param`; values vary."""
         if slot == MEANS:
             return make_output_means(param, self.layouts[param], self.get_moment_dtype(param))
         return param
@@ -318,7 +318,10 @@ class _MuonStep:
     def _step_round(
         self, matrix_round: ExchangeRound, of_means: ExchangeRound | None, group: dist.ProcessGroup
     ) -> None:
-        """Update sharded matrices through owner ranks; `of_means` exchanges means (None = off)."""
+        """Update sharded matrices: exchange them with their owners, which orthogonalise them.
+
+        `of_means` exchanges NorMuon's means (None = off). `group` runs all exchanges.
+        """
         views = self.views
         updates: list[Any] = [None] * len(views)
         for place in matrix_round.params:
@@ -400,7 +403,7 @@ def _make_views(param: nn.Parameter, layout: MatrixLayout, state: list[Tensor]) 
 
 
 def _prepare_state(optimizer: Muon, param: nn.Parameter, slot: str) -> Tensor:
-    """Return the state named `slot`: zeros at first, later converted to `get_moment_dtype`."""
+    """Return state `slot` of `param` in `get_moment_dtype`; zeros before the first step."""
     state: dict[str, Tensor] = optimizer.state[param]
     dtype = optimizer.get_moment_dtype(param)
     value = state.get(slot)

@@ -141,7 +141,7 @@ def width_rates(model: nn.Module, base: nn.Module) -> WidthRates:
 def _compute_rate(name: str, decision: Decision, base: Decision) -> WidthRate:
     """Return the factors of parameter `name`.
 
-    `decision` and `base` say how Muon or AdamW steps it in the model and in the base model.
+    `decision` is the parameter's decision in the model, and `base` its decision in the base model.
     """
     inputs, outputs = (
         a / b for a, b in zip(_count_sides(name, decision), _count_sides(name, base), strict=True)
