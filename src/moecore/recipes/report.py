@@ -62,10 +62,10 @@ NAMES = {
 
 
 class RunReport:
-    """The writer of a run's progress bar, metrics, curves and alarms, on rank 0.
+    """Writes a run's progress bar, metrics, curves and alarms, on rank 0.
 
-    `start` is the last step of earlier starts. `unit` names the unit of text of which losses are
-    means.
+    `start` is the number of steps that earlier starts of the run completed. `unit` names the unit
+    of text over which a loss is a mean, such as "byte".
     """
 
     def __init__(self, args: RunConfig, *, start: int, unit: str = "byte") -> None:
@@ -145,7 +145,7 @@ def pack_loads(metrics: Metrics) -> dict[str, Any]:
 
 
 def make_run_dir(path: Path) -> None:
-    """Make a run's directory; ValueError if a run could not write all its files there."""
+    """Make a run's directory; ValueError if the directory cannot receive the files of a run."""
     name = format_option("--run-dir", path)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -166,7 +166,10 @@ def make_run_dir(path: Path) -> None:
 
 
 def cut_metrics(path: Path, step: int) -> float:
-    """Drop damaged lines and lines after `step` from metrics.jsonl; return the steps' seconds."""
+    """Remove damaged lines and lines of steps after `step` from metrics.jsonl `path`, in place.
+
+    Return the seconds that the removed steps took.
+    """
     lines, num_damaged = read_metrics(path)
     if num_damaged:
         print(f"{path}: dropped {num_damaged} damaged line(s)", flush=True)
@@ -198,10 +201,11 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def draw_curves(figure: ModuleType, metrics: Path, unit: str = "byte") -> None:
-    """Draw loss or reward, load and two heat maps over the steps into curves.png.
+    """Draw loss or reward, load and two heat maps of loads over the steps into curves.png.
 
-    The file `metrics` is read, and curves.png is written to its folder. One map shows the busiest
-    expert of each layer, the other the least even layer. `figure` is matplotlib.figure.
+    `metrics` is the path of metrics.jsonl, and curves.png is written to the same folder. One map
+    shows the busiest expert of each layer. The other map shows all experts of the layer with the
+    least even loads. `figure` is the module matplotlib.figure. `unit` is the loss's unit of text.
     """
     lines, _ = read_metrics(metrics)
     steps = [line["step"] for line in lines]
@@ -224,7 +228,11 @@ def draw_curves(figure: ModuleType, metrics: Path, unit: str = "byte") -> None:
 
 
 def _draw_maps(canvas: Any, layers: Any, experts: Any, lines: list[dict[str, Any]]) -> None:
-    """Draw the loads of layers, and of one layer's experts, into two axes of `canvas`."""
+    """Draw heat maps of expert loads into two axes of the figure `canvas`.
+
+    Axes `layers` show the load of each layer's busiest expert. Axes `experts` show the loads of the
+    experts of the layer with the least even loads. `lines` are the records of metrics.jsonl.
+    """
     names = list_moe_layers(lines[-1]) if lines else []
     full_lines = [
         line for line in lines if names and all(f"expert_load/{n}" in line for n in names)
@@ -249,7 +257,11 @@ def _draw_maps(canvas: Any, layers: Any, experts: Any, lines: list[dict[str, Any
 def _draw_map(
     canvas: Any, axes: Any, lines: list[dict[str, Any]], rows: list[list[float]], **style: Any
 ) -> None:
-    """Draw one row of values per layer or expert as a heat map; nothing for one line."""
+    """Draw a heat map into `axes` of the figure `canvas`; draw nothing for fewer than two `lines`.
+
+    `lines` are records of metrics.jsonl, one per step. `rows[i][j]` is the load of layer or expert
+    i at step j. `style` are arguments of `pcolormesh`.
+    """
     if len(lines) < 2:
         return
     steps = [line["step"] for line in lines]

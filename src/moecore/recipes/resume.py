@@ -37,15 +37,18 @@ def resume(
     stage: TrainingStage | None = None,
     chosen_by: str = "--data",
 ) -> int:
-    """Load a run's newest checkpoint into model and optimizer; return its step, 0 = no checkpoint.
+    """Load a run's newest checkpoint; return the checkpoint's step, or 0 without a checkpoint.
 
-    The call is collective. If the checkpoint is of the stage before `stage`, the data and the
-    rotary embedding may differ.
+    The call is collective. If the checkpoint ends the stage before `stage`, the run's data and
+    rotary embedding may differ from the checkpoint's.
 
     Args:
-        facts: values that must equal the checkpoint's values.
-        owner, sampler: objects whose state is loaded too.
-        chosen_by: names of the options that determine the rows, for errors.
+        model, optimizer: loaded in place.
+        facts: name -> value that must equal the value of this name in the checkpoint.
+        owner: the `TrainStep` whose state is loaded, if given.
+        sampler: the sampler whose position in the data is loaded, if given.
+        stage: the stage that the run continues or begins; None = the run has no stages.
+        chosen_by: names of the options that determine the training rows, for errors.
 
     Raises:
         ValueError: for a checkpoint of another run.
@@ -88,7 +91,11 @@ def resume(
 
 @contextmanager
 def use_rotary(values: Mapping[str, object] | None, model: torch.nn.Module) -> Iterator[None]:
-    """Return a context in which a `Decoder` has the rotary embedding of config `values`, if any."""
+    """Return a context in which a `Decoder` has the rotary embedding of another config.
+
+    `values` are the fields of the other config. With None, or with a model of another class, the
+    model does not change.
+    """
     if values is None or not isinstance(model, Decoder):
         yield
         return

@@ -138,7 +138,11 @@ def read_rows(files: Sequence[Path], option: str, options: DatasetOptions) -> It
 
 
 def convert_to_form(columns: dict[str, Any], row_format: RowFormat, place: str) -> dict[str, Any]:
-    """Convert a row's columns to a form of chat.py; errors begin with `place`, the row's place."""
+    """Return a row's columns in a form of chat.py, such as {"messages": .., "tools": ..}.
+
+    `row_format` "auto" selects the format by the names of the columns, and returns columns of an
+    unknown format unchanged. Error texts begin with `place`, the row's place in its file.
+    """
     formats = FORMATS if row_format == "auto" else {row_format: FORMATS[row_format]}
     kind = next((kind for kind, names in formats.items() if {*names} <= columns.keys()), None)
     if kind is None and row_format != "auto":
@@ -162,7 +166,7 @@ def convert_to_form(columns: dict[str, Any], row_format: RowFormat, place: str) 
 
 
 def _as_list(value: Any, place: str) -> list[Any]:
-    """Return a value that must be a list of messages; ValueErrors begin with `place`."""
+    """Return `value` if it is a list; otherwise raise a ValueError that begins with `place`."""
     if not isinstance(value, list):
         raise ValueError(f"{place} must have a list of messages: correct it")
     return value
@@ -224,7 +228,7 @@ def _parse_json(value: Any) -> Any:
 
 
 def _remove_none(value: Any) -> Any:
-    """Remove keys with value None, which Arrow adds so that all objects have the same keys."""
+    """Return a nested value without keys whose value is None, which Arrow adds to objects."""
     if isinstance(value, dict):
         return {name: _remove_none(of) for name, of in value.items() if of is not None}
     return [_remove_none(of) for of in value] if isinstance(value, list) else value

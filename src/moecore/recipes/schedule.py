@@ -54,7 +54,11 @@ class LearningRateSchedule(CheckedRecord):
             yield "decay_steps", f"be None with lr_schedule ({self.lr_schedule!r}): use 'wsd'"
 
     def compute_factor(self, step: int, *, steps: int, count_steps: Callable[[int], int]) -> float:
-        """Return the learning rate of a step / the peak; `count_steps` converts tokens to steps."""
+        """Return the learning rate of step `step` divided by the peak rate.
+
+        `steps` is the number of steps that the schedule covers, unless `schedule_steps` is set.
+        `count_steps` returns the number of steps that read a number of tokens.
+        """
         total = self.schedule_steps or steps
         warmup = self._count_warmup_steps(total, count_steps)
         if step <= warmup:
@@ -69,7 +73,7 @@ class LearningRateSchedule(CheckedRecord):
         return self.min_lr_ratio + (1 - self.min_lr_ratio) * SHAPES[shape](share)
 
     def _count_warmup_steps(self, total: int, count_steps: Callable[[int], int]) -> int:
-        """Return the steps of the warm-up of a schedule of `total` steps."""
+        """Return the number of warm-up steps of `total`; `count_steps` converts tokens to steps."""
         if self.warmup_tokens is not None:
             return count_steps(self.warmup_tokens)
         if self.warmup_steps is None:
@@ -111,7 +115,11 @@ class BatchRamp(CheckedRecord):
             )
 
     def check(self, *, rows: int, micro_batch_rows: int) -> None:
-        """Raise ValueError unless micro-batches divide the ramp, which ends with `rows` rows."""
+        """Raise ValueError unless all sizes of the ramp are multiples of `micro_batch_rows`.
+
+        `micro_batch_rows` is the number of rows of a micro-batch over all data ranks. `rows` is the
+        number of rows of a step after the ramp, which increments must reach exactly.
+        """
         if self.ramp_start is None or self.ramp_increment is None:
             return
         for name in ("ramp_start", "ramp_increment"):
@@ -170,7 +178,11 @@ class StepSizes:
 def iterate_equal_steps(
     ramp: BatchRamp, *, first: int, rows: int, seq_len: int, tokens: int
 ) -> Iterator[EqualSteps]:
-    """Yield ranges of steps with equal rows from step `first` on, after `tokens` tokens."""
+    """Yield the ranges of steps with equal rows, from step `first` on.
+
+    `rows` is the number of rows of a step after the ramp, and `seq_len` the number of tokens of a
+    row. `tokens` is the number of tokens that the run reads before step `first`.
+    """
     if ramp.ramp_start is None or ramp.ramp_increment is None or ramp.ramp_tokens is None:
         yield EqualSteps(first, rows, seq_len)
         return
@@ -199,7 +211,7 @@ class StageLength(CheckedRecord):
 
     Attributes:
         name: name in checkpoints and messages.
-        steps: optimizer steps; None = `tokens`.
+        steps: number of optimizer steps; None = `tokens` sets the length.
         tokens: tokens of all ranks, including padding, rounded up to full steps.
     """
 
@@ -234,7 +246,7 @@ class TrainingStage:
     sizes: StepSizes
 
     def compute_rate_factor(self, schedule: LearningRateSchedule, step: int) -> float:
-        """Return the learning rate of a step divided by the peak."""
+        """Return the learning rate of step `step` under `schedule`, divided by the peak."""
         if not self.has_schedule:
             return schedule.compute_factor(
                 step, steps=self.last, count_steps=self.sizes.count_steps
@@ -256,7 +268,11 @@ class TrainingStage:
         }
 
     def is_previous_stage(self, step: int, saved_name: str | None) -> bool:
-        """Return whether a checkpoint is of the previous stage; ValueError for any other stage."""
+        """Return whether a checkpoint of the stage `saved_name` ends the stage before this stage.
+
+        The result is False for this stage's own checkpoint. `step` is the checkpoint's step.
+        ValueError for a checkpoint of another stage whose step is not `begin`.
+        """
         if (saved_name or "") == self.name:
             return False
         if step != self.begin:
@@ -312,9 +328,9 @@ def get_stage_options(table: Options) -> dict[str, Any]:
 def plan_stages(args: Any, batch_of: Callable[[Any], tuple[int, int, BatchRamp]]) -> list[Any]:
     """Return the options of each stage, or the run's options if the run has no stages.
 
-    The fields `stage` and `run` are set, and `steps` is the number of the stage's last step. For a
-    stage's options, `batch_of` returns the rows of a step after the ramp, the rows of a micro-batch
-    of all data ranks, and the ramp.
+    In the returned options, `steps` is the number of the stage's last step, `stage` is the
+    `TrainingStage`, and `run` is `args`. For a stage's options, `batch_of` returns the rows of a
+    step after the ramp, the rows of a micro-batch over all data ranks, and the ramp.
     """
     tables: Sequence[Options] = args.stage_tables or [{}]
     plans: list[Any] = []
@@ -336,9 +352,10 @@ def plan_stages(args: Any, batch_of: Callable[[Any], tuple[int, int, BatchRamp]]
 def plan_stage(
     args: Any, table: Options, sizes: StepSizes, begin: int, *, rows: int, ramp: BatchRamp = NO_RAMP
 ) -> TrainingStage:
-    """Return the stage that begins after step `begin`; `sizes` are the sizes of earlier steps.
+    """Return the stage with options `args` that begins after step `begin`.
 
-    `table` is the stage's TOML table, {} for a run without stages. `rows` is the size after `ramp`.
+    `table` is the stage's TOML table, {} for a run without stages. `sizes` are the sizes of earlier
+    steps. `rows` is the number of rows of a step after `ramp`.
     """
     tokens = sizes.count_tokens_through(begin)
     parts = iterate_equal_steps(

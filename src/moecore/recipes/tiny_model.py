@@ -57,7 +57,7 @@ def write_tiny_model(out: Path, **sizes: int) -> None:
 
 
 def _write_lines(file: Path, rows: Iterable[object]) -> None:
-    """Write a JSON line for each row."""
+    """Write each row as a line of JSON to `file`."""
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
 
@@ -94,7 +94,10 @@ def _make_chats(pairs: list[tuple[str, str]]) -> Iterator[list[dict[str, str]]]:
 
 
 def _make_preferences(pairs: list[tuple[str, str]]) -> Iterator[dict[str, list[dict[str, str]]]]:
-    """Yield a pair for each question: its answer, chosen, and the answer's reversed words."""
+    """Yield {"prompt", "chosen", "rejected"} as chats for each (question, answer) of `pairs`.
+
+    The rejected text is the answer with its words in reversed order.
+    """
     for question, answer in pairs:
         yield {
             "prompt": [{"role": "user", "content": question}],
@@ -173,9 +176,10 @@ def make_digit_tokenizer() -> Any:
 def reward_sum(
     prompts: Sequence[str], completions: Sequence[str], sum: Sequence[int], **_: Any
 ) -> list[float]:
-    """Return the reward of each completion, 0 to 1, such as 1 for "7" after "3+4=".
+    """Return the reward of each completion: 0, 0.5 or 1. "7" after "3+4=" has the reward 1.
 
-    A correct first digit has the reward 0.5, and an end after one digit another 0.5.
+    A correct first digit adds 0.5. A completion of exactly one digit adds 0.5. `sum` has the
+    correct sum of each prompt.
     """
     pairs = zip(completions, sum, strict=True)
     return [

@@ -47,8 +47,14 @@ def gather_totals(
 ) -> Totals:
     """Return the totals of the global batch. Collective over the world, with a host sync.
 
-    ValueError on every rank if a rank has a `problem` (then without totals), if `global_entries`
-    differ on ranks, or `shared` entries on ranks of one data-parallel rank.
+    Args:
+        local_totals: totals of this rank's rollouts; None if this rank has a `problem`.
+        problem: the error text of this rank; None = no error.
+        global_entries: name -> value that must be equal on all ranks.
+        shared: name -> value that must be equal on the ranks of one data-parallel rank.
+
+    Raises:
+        ValueError: on every rank, if a rank has a problem or if entries differ between ranks.
     """
     totals = local_totals or Totals(num_micro_batches=0, weight=0.0, num_responses=0)
     weight = torch.tensor(totals.weight, dtype=torch.float64, device="cpu").view(torch.int64)

@@ -45,7 +45,10 @@ def check_choices(choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, 
 
 
 def check_ids(label: str, ids_TK: Tensor, config: MoEConfig) -> None:
-    """Raise ValueError, which names `label`, unless ids are distinct expert ids or -1. Syncs."""
+    """Raise ValueError unless each row of `ids_TK` has K distinct expert ids or -1. Host sync.
+
+    `label` names the tensor in error texts. `config` is the layer's config.
+    """
     K, E = config.choices_per_token, config.num_candidates
     if ids_TK.ndim != 2 or ids_TK.shape[1] != K:
         raise ValueError(
@@ -78,7 +81,10 @@ def check_ids(label: str, ids_TK: Tensor, config: MoEConfig) -> None:
 def check_weights(
     weights: Mapping[str, Sequence[Tensor]], choices: Mapping[str, Sequence[Tensor]]
 ) -> None:
-    """Raise ValueError unless `weights` has a valid tensor for each entry of `choices`."""
+    """Raise ValueError unless each entry of `choices` has an entry of valid weights. Host sync.
+
+    Both arguments map a layer name to one [T, K] tensor per forward.
+    """
     counts = [{name: len(entries) for name, entries in of.items()} for of in (weights, choices)]
     if counts[0] != counts[1]:
         raise ValueError(
@@ -91,7 +97,10 @@ def check_weights(
 
 
 def check_entry_weights(label: str, weights_TK: Tensor, ids_TK: Tensor) -> None:
-    """Raise ValueError unless weights are floating like the ids, finite and >= 0. Host sync."""
+    """Raise ValueError unless weights are finite and >= 0 for each id that is not -1. Host sync.
+
+    Weights must be floating point, with the shape of the ids. `label` names the weights in errors.
+    """
     if weights_TK.shape != ids_TK.shape or not weights_TK.is_floating_point():
         raise ValueError(
             f"{label} ({weights_TK.dtype} {tuple(weights_TK.shape)}) must be floating "
@@ -152,9 +161,10 @@ def choices_from_tensors(tensors: Mapping[str, Tensor]) -> Choices:
 def convert_from_engine_indices(
     indices_BSLK: Any, layers: Mapping[str, MoELayer], engine_layers: Sequence[str | None]
 ) -> dict[str, Tensor]:
-    """Return layer name -> int32 [T, K], an inference engine's expert ids for this rank's tokens.
+    """Return layer name -> int32 [T, K], this rank's part of an inference engine's expert ids.
 
-    `engine_layers` names each of the engine's L layers; None skips a layer. ValueError if invalid.
+    `indices_BSLK` are the engine's ids, -1 = no choice. `engine_layers` names each of the engine's
+    L layers; None skips a layer. ValueError if an argument is invalid.
     """
     ids_BSLK = indices_BSLK
     try:
@@ -196,7 +206,11 @@ def convert_from_engine_indices(
 def convert_to_engine_indices(
     choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, MoELayer], batch_size: int
 ) -> list[Tensor]:
-    """Return int32 [B, S, L, K] expert ids per recorded forward. Collective over tp and cp."""
+    """Return int32 [B, S, L, K] expert ids per recorded forward. Collective over tp and cp.
+
+    `choices` maps a layer name to this rank's [T, K] ids per forward. `batch_size` is the number B
+    of sequences in each forward.
+    """
     check_choices(choices, layers)
     forwards = {name: len(choices[name]) for name in layers}
     if len(set(forwards.values())) > 1:
@@ -222,7 +236,7 @@ def convert_to_engine_indices(
 
 
 def _make_micro_batch(groups: BalanceGroups, num_sequences: int) -> MicroBatch:
-    """Return the layout of sequences over tp and cp ranks; ValueError for a dynamic cp."""
+    """Return how the tp and cp ranks of `groups` share sequences; ValueError for a dynamic cp."""
     if groups.by_cp:
         raise ValueError(
             "ContextOptions.dynamic (True) must be False for the choices of an engine, which do "

@@ -81,11 +81,12 @@ class Engine:
             `use_causal_attention`, also with adapters of peft.
         step: the model's `TrainStep`. `forward_backward` sets its `num_micro_batches`, and the
             caller ends each step with `step.finish()`.
-        max_tokens: of a micro-batch's row with padding, before cp and tp split the row.
+        max_tokens: maximum number of tokens of a micro-batch's row, with padding, before cp and tp
+            split the row.
         reference: a model parallelized on the same meshes; None = `model` without peft adapters.
-        batch_invariant: whether a token's log-probability has the same bits for all other tokens in
-            its row or micro-batch, and for all dp, ep and pp. Slower. While the engine runs, other
-            threads of the process use the same kernels.
+        batch_invariant: whether a token's log-probability does not depend, bit for bit, on the
+            other tokens in its row or micro-batch, or on dp, ep and pp. Kernels are slower. While
+            the engine runs, other threads of the process use the same kernels.
 
     Raises:
         ValueError: for a model that is not parallelized, a `max_tokens` that cp and tp do
@@ -154,7 +155,8 @@ class Engine:
     ) -> TokenScores:
         """Return the model's log-probabilities of response tokens, without gradients.
 
-        Keeps training or eval mode. Collective over the world; host syncs before the forwards.
+        The model stays in train or eval mode. Collective over the world; host syncs before the
+        forwards.
 
         Args:
             rollouts: of this data-parallel rank.
@@ -175,10 +177,13 @@ class Engine:
         return self._compute_scores(self.step, rollouts, entropy=entropy, routes=routes)
 
     def reference_log_probs(self, rollouts: Rollouts) -> TokenScores:
-        """Return the reference model's log-probabilities, with its own routing; see `log_probs`.
+        """Return the reference model's log-probabilities of response tokens, without gradients.
+
+        The reference model routes all tokens itself; routes in `rollouts` are not replayed.
 
         Raises:
-            ValueError: for a model without adapters and without a reference; as `log_probs`.
+            ValueError: for a model without adapters and without a reference, or for the reasons of
+                `log_probs`.
         """
         arguments = locals()
         with self._raise_on_all_ranks("reference_log_probs() of rollouts"):
@@ -232,9 +237,9 @@ class Engine:
             )
 
     def weights(self, **options: Any) -> WeightStream:
-        """Return a `WeightStream`; each pass over it yields the model's weights of that moment.
+        """Return a `WeightStream`; each iteration over it yields the model's current weights.
 
-        Arguments are the options of `moecore.io.stream_weights`. Collective.
+        `options` are keyword arguments of `moecore.io.stream_weights`. Collective.
         """
         from moecore.io import stream_weights  # needs safetensors
 
@@ -253,7 +258,10 @@ class Engine:
     def _compute_scores(
         self, step: TrainStep, rollouts: Rollouts, *, entropy: bool, routes: bool = False
     ) -> TokenScores:
-        """Return scores by the model of `step`, without gradients; `routes` = with routes."""
+        """Return scores of rollouts by the model of `step`, without gradients. Collective.
+
+        `entropy` and `routes` = the scores have entropies and routes.
+        """
         with publish_errors("log_probs() of rollouts"), self._use_batch_invariance(step.model):
             rows, _ = self._build_rows(rollouts, None, entropy=entropy, routes=routes)
             scores = self._make_empty_scores(rollouts, entropy)
@@ -300,7 +308,11 @@ class Engine:
         entropy: bool,
         routes: bool = False,
     ) -> tuple[list[RolloutRow], Totals]:
-        """Check rollouts; return this rank's packed rows and the global totals. Collective."""
+        """Check rollouts; return this rank's packed rows and the global totals. Collective.
+
+        `objective` determines which fields are required; None = log-probabilities only. `entropy`
+        and `routes` = the caller requests entropies and routes.
+        """
         with self._raise_on_all_ranks("rollouts"):
             for name in () if objective is None else objective.needs:
                 if getattr(rollouts, name) is None:
@@ -344,7 +356,10 @@ class Engine:
         objective: Objective | None,
         shares_N: Tensor | None,
     ) -> Mapping[str, Any]:
-        """Return forward arguments of a row; its loss sums `shares_N` times the token losses."""
+        """Return a row's forward arguments, with a loss function that also writes to `scores`.
+
+        The loss is the sum over tokens of `shares_N` times `objective`; 0 without an objective.
+        """
 
         def loss(log_probs_BT: Tensor, entropy_BT: Tensor | None) -> Tensor:
             """Write the row's values to `scores`, and return the row's share of the loss."""
@@ -389,7 +404,7 @@ def _get_vocab_size(model: nn.Module) -> int | None:
 
 
 def _check_ids(tokens_N: Tensor, vocab_size: int | None) -> None:
-    """Raise ValueError for token ids outside of the vocabulary; None = only for negative ids."""
+    """Raise ValueError for a token id that is negative or >= `vocab_size` (None = not known)."""
     if not len(tokens_N):
         return
     min_id, max_id = (int(x) for x in tokens_N.aminmax())
@@ -438,7 +453,11 @@ def _sum_sequences(rollouts: Rollouts, weights_N: Tensor) -> Tensor:
 
 
 def _compute_totals(rollouts: Rollouts, num_micro_batches: int, group_size: int) -> Totals:
-    """Return the totals of this rank's rollouts; ValueError for values not finite or < 0."""
+    """Return the totals of this rank's rollouts; ValueError for invalid values or weights.
+
+    Values of responses must be finite, and weights >= 0. With `group_size` > 1, each sequence must
+    have a positive weight.
+    """
     for name in PER_TOKEN:
         value_N = getattr(rollouts, name)
         if value_N is None:
@@ -467,7 +486,10 @@ def _compute_totals(rollouts: Rollouts, num_micro_batches: int, group_size: int)
 
 
 def _compute_shares(rollouts: Rollouts, mean: Mean, totals: Totals, factor: float) -> Tensor:
-    """Return `factor` times each token's weight in the global mean of losses, fp32 [N]."""
+    """Return `factor` times each token's weight in the global mean of losses, fp32 [N].
+
+    `mean` is "token" or "sequence", and `totals` are the totals of the global batch.
+    """
     weights_N = _compute_weights(rollouts)
     if mean == "token":
         # This order, because a factor over weights of 1e-308 overflows.

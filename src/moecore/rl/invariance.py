@@ -25,7 +25,10 @@ SAME_ORDER = 2  # choices: their sum is the same in either order
 
 @contextmanager
 def use_batch_invariance(layers: Mapping[str, RoutedLayer], device_type: str) -> Iterator[None]:
-    """Return a context with batch-invariant kernels of a device, and dispatchers of MoE layers."""
+    """Return a context with batch-invariant kernels on the devices of type `device_type`.
+
+    In the context, `layers` (name -> layer) add the outputs of experts in the order of choices.
+    """
     with ExitStack() as undo:
         undo.enter_context(batch_invariant(device_type))
         for layer in layers.values():
@@ -43,7 +46,7 @@ def check_invariant(model: nn.Module, state: ParallelState) -> None:
 
 
 def _find_obstacles(model: nn.Module, state: ParallelState) -> Iterator[tuple[str, Any, str]]:
-    """Yield (name, value, requirement) of each option that rules out batch invariance."""
+    """Yield (name, value, requirement as text) of each option that rules out batch invariance."""
     request, degrees = state.request, state.request.meshes.parallel
     for axis in ("tp", "cp", "etp"):
         if getattr(degrees, axis) > 1:
@@ -81,7 +84,7 @@ def _find_obstacles(model: nn.Module, state: ParallelState) -> Iterator[tuple[st
 
 
 def _find_layer_obstacles(name: str, layer: RoutedLayer) -> Iterator[tuple[str, Any, str]]:
-    """Yield (name, value, requirement) of each option of a layer that rules out invariance."""
+    """Yield (name, value, requirement as text) of each option that rules out batch invariance."""
     config = layer.config
     if config.capacity is not None:
         yield f"capacity of layer {name!r}", config.capacity, "be None, because it compares tokens,"

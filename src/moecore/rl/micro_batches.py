@@ -35,7 +35,7 @@ class RowLimits:
     """Length limits of the row of a micro-batch.
 
     Attributes:
-        max_tokens: of a row, before cp and tp split it.
+        max_tokens: maximum number of tokens of a row, before cp and tp split the row.
         sequence_unit: each sequence is padded to a multiple of this number of tokens.
         row_unit: each row is padded to a multiple of this number of tokens.
     """
@@ -46,7 +46,7 @@ class RowLimits:
 
     @classmethod
     def from_parallel(cls, max_tokens: int, parallel: ParallelConfig) -> RowLimits:
-        """Return the limits of a parallel layout; ValueError if tp and cp do not divide a row."""
+        """Return the limits of a layout; ValueError if cp and tp do not divide `max_tokens`."""
         sequence_unit = get_length_multiple(parallel.cp)
         row_unit = sequence_unit * parallel.tp
         if max_tokens % row_unit:
@@ -62,7 +62,10 @@ class RowLimits:
 
 
 def assign_sequences(rollouts: Rollouts, limits: RowLimits, group_size: int) -> list[list[int]]:
-    """Return indices of sequences per micro-batch, first-fit decreasing; groups are not split."""
+    """Return the indices of sequences of each micro-batch, packed first-fit decreasing.
+
+    Each group of `group_size` consecutive sequences is in one micro-batch.
+    """
     lengths = [limits.compute_padded_length(length) for length in rollouts.lengths]
     number = rollouts.num_sequences
     if number % group_size:
@@ -107,12 +110,18 @@ class RolloutRow:
     local_token_idx_T: Tensor
 
     def scatter_to_tokens(self, values_BT: Tensor) -> Tensor:
-        """Return [N], the value at the position that predicts each token; 0 without a position."""
+        """Return [N]: for each token, the value of `values_BT` at the position that predicts it.
+
+        `values_BT` is [1, T]. A token that no position predicts has the value 0.
+        """
         values_N = values_BT.new_zeros(len(self.token_idx_N))
         return values_N.index_copy(0, self.tokens_M, values_BT.flatten()[self.rows_M])
 
     def gather_at_positions(self, values_N: Tensor, padding: float) -> Tensor:
-        """Return [T, ..], the token's value in `values_N` [N, ..] by position, or `padding`."""
+        """Return [T, ..]: for each position, the value in `values_N` [N, ..] of its token.
+
+        Positions of padding have the value `padding`.
+        """
         values_T = values_N.new_full((len(self.local_token_idx_T), *values_N.shape[1:]), padding)
         is_token_T = self.local_token_idx_T >= 0
         values_T[is_token_T] = values_N[self.local_token_idx_T[is_token_T]]

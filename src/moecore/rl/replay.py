@@ -158,9 +158,10 @@ class RouterReplay:
             strict: whether an unused entry is an error at the end.
 
         Raises:
-            ValueError: if choices are not valid for the layers, or weights for choices, on every
-                rank if on one; if a router is already recorded or replayed; in the context, if a
-                forward has no entry, or an entry with another number of tokens.
+            ValueError: if choices are not valid for the layers, or weights are not valid for the
+                choices (then on all data-parallel ranks); if a router is already recorded or
+                replayed; in the context, if a forward has no entry, or the entry has another number
+                of tokens.
             RuntimeError: if entries are unused at the end, unless another exception is raised; in
                 the context, if a forward follows a failed forward.
             NotImplementedError: for "route" with expert-choice routing; in the context, if a CUDA
@@ -197,11 +198,11 @@ class RouterReplay:
         return nullcontext() if group is None else share_errors(group)
 
     def select(self, forward: CountOrZero | None) -> None:
-        """Use this entry of each layer's list until `replay` ends; None = the next entry.
+        """Let forwards use entry `forward` of each layer's list until `replay` ends.
 
-        For schedules that run forwards in another order than the recording, or more than once. A
-        recompute whose forward autograd cannot identify also uses this entry. Without one it
-        raises.
+        None = each forward uses the next entry. This call is for schedules that run forwards in
+        another order than the recording, or more than once. A recompute whose forward autograd
+        cannot identify also uses the selected entry. Without a selected entry the recompute fails.
 
         Raises:
             ValueError: outside of `replay`, or for a negative index.
@@ -264,7 +265,10 @@ class RouterReplay:
 def _copy_weights_to_devices(
     weights: Mapping[str, Sequence[Tensor]], records: Choices
 ) -> dict[str, list[Tensor]]:
-    """Return fp32 copies on the ids' devices, with 0 for id -1, and -1 in rows without ids."""
+    """Return fp32 copies of weights on the devices of their ids; `records` has the ids.
+
+    The weight of an id -1 is 0. If all ids of a row are -1, all weights of the row are -1.
+    """
     return {
         name: [
             weights_TK.to(ids.device, torch.float32)

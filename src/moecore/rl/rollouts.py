@@ -38,8 +38,9 @@ class Rollouts(CheckedRecord):
         response_mask_N: bool [N], True = a token that the policy sampled and learns from. The first
             token of a sequence has no log-probability and must be False.
         advantages_N: floating [N], of each token.
-        old_log_probs_N: floating [N], by the policy that sampled; None = the current policy.
-        ref_log_probs_N: floating [N], by the reference model.
+        old_log_probs_N: floating [N], log-probabilities by the policy that sampled; None = the
+            current policy.
+        ref_log_probs_N: floating [N], log-probabilities by the reference model.
         weights_N: floating [N], >= 0, the weight of each token in the mean of a loss, such as
             truncated importance weights; None = 1.
         routes_NLK: integers [N, L, K], the experts of each token in each MoE layer, to replay. The
@@ -47,8 +48,8 @@ class Rollouts(CheckedRecord):
         route_weights_NLK: floating [N, L, K], >= 0, the factor of each expert's output, normalized
             and scaled, as the sampling engine computed it. The factors are constants without
             gradients to the routers. None = the current routers compute them, with gradients.
-        temperature: of the sampling; logits are divided by it before log-probabilities are
-            computed.
+        temperature: the sampling temperature. Logits are divided by the temperature before
+            log-probabilities are computed.
 
     Values outside of the mask are ignored.
 
@@ -200,11 +201,11 @@ def group_advantages(
 ) -> Tensor:
     """Return the advantage of each response within its group as in GRPO, fp32 [n].
 
-    It is (reward - mean of the group) / (unbiased standard deviation of the group + 1e-6). In a
-    group of one response it is 0.
+    The advantage is (reward - mean of the group) / (unbiased standard deviation of the group +
+    1e-6). In a group of one response the advantage is 0.
 
     Args:
-        rewards_n: of each response.
+        rewards_n: the reward of each response.
         groups_n: whole numbers >= 0, equal for responses to the same prompt. A group must not be
             split between ranks.
         scale_rewards: False = no division (arXiv:2503.20783).

@@ -37,9 +37,9 @@ class RoutedLayers:
     """The MoE layers of a model whose expert choices ("routes") rollouts record and replay.
 
     Attributes:
-        configs: of the layers of all pipeline stages, by name, in the order of the model.
-        replay: of the layers of this rank's stages; None if the stages have no such layer.
-        meshes: of the model.
+        configs: name -> config of the MoE layers of all pipeline stages, in the order of the model.
+        replay: recorder of the MoE layers of this rank's stages; None if there is no MoE layer.
+        meshes: the device meshes of the model.
     """
 
     configs: Mapping[str, MoEConfig]
@@ -74,7 +74,7 @@ class RoutedLayers:
         return len(self.configs), next(iter(self.configs.values())).choices_per_token
 
     def check(self, rollouts: Rollouts) -> None:
-        """Raise ValueError for routes or their weights of wrong shapes or values. Host syncs."""
+        """Raise ValueError if routes or route weights have wrong shapes or values. Host syncs."""
         routes_NLK, weights_NLK = rollouts.routes_NLK, rollouts.route_weights_NLK
         choices = {name: config.choices_per_token for name, config in self.configs.items()}
         if len(set(choices.values())) != 1:
@@ -132,7 +132,10 @@ class RoutedLayers:
     def _make_local_choices(
         self, rows: Sequence[RolloutRow], values: Sequence[Tensor | None]
     ) -> dict[str, list[Tensor]]:
-        """Return layer name -> this rank's [T, K] per row; `values` has [N, L, K] per row."""
+        """Return layer name -> [T, K] per row: this rank's part of the routes or route weights.
+
+        `values[i]` is [N, L, K], in the token order of `rows[i].rollouts`.
+        """
         local_choices = {name: list[Tensor]() for name, _, _ in self._iterate_local_layers()}
         for row, values_NLK in zip(rows, values, strict=True):
             assert values_NLK is not None, "all rows are of the same rollouts"
@@ -150,7 +153,10 @@ class RoutedLayers:
 
 
 def _find_sort_key(model: nn.Module, name: str) -> list[int]:
-    """Return the indices of a module and of its parents among their siblings: a sort key."""
+    """Return the indices, among their siblings, of all parents of module `name` and of the module.
+
+    Lists of two modules compare in the order of the model.
+    """
     # Modules that other stages have leave `AbsentModule` in their place, so places are those of the
     # whole model.
     places, module = [], model

@@ -101,7 +101,11 @@ def is_fp16(model: nn.Module) -> bool:
 
 
 def check_loss_scale(model: nn.Module, loss_scale: DynamicLossScale | None) -> None:
-    """Raise ValueError if fp16 compute has no scale, or fp16 weights or delayed FP8 have one."""
+    """Raise ValueError if a required loss scale is missing, or if a loss scale is not allowed.
+
+    fp16 compute requires a loss scale. Trained fp16 weights and FP8 recipes with an amax history do
+    not allow a loss scale.
+    """
     if loss_scale is None:
         if is_fp16(model):
             raise ValueError(

@@ -12,7 +12,7 @@ from moecore.train.memory.compiled import make_inductor_options
 
 
 def compile_dense(model: nn.Module, state: ParallelState) -> None:
-    """Compile code between MoE layers if asked for; put the compiled modules in `state`."""
+    """If `DenseOptions.compile`, compile the code between MoE layers, and set `state.compiled`."""
     if not state.request.dense.compile:
         return
     blocks = state.blocks(model)

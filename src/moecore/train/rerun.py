@@ -51,9 +51,10 @@ class Reruns:
         self._factors: ToHost | None = None  # the factor that any rank needed of each holder
 
     def run(self, run: Callable[[], T], drop: Callable[[], None], tapes: Sequence[ChoiceTape]) -> T:
-        """Return the result of `run`, called until rows fit on all ranks.
+        """Call `run` until token rows fit on all ranks; return the result of the last call.
 
-        A repetition calls `drop`, rewinds `tapes`, restores random states and enlarges buffers.
+        Each repetition first calls `drop`, rewinds `tapes`, restores random states, and enlarges
+        buffers.
         """
         # If any rank has a limited capacity, each run has one all-reduce, for which the host waits.
         # Layers in CUDA graphs are not rerun and do neither. Recorded choices are rewound.
@@ -90,14 +91,17 @@ class Reruns:
 
     @contextmanager
     def watch_shortages(self, watch: Watch) -> Iterator[None]:
-        """Return a context whose steps repeat ("reruns") or skip ("skips") on too many rows."""
+        """Return a context in which too many rows repeat ("reruns") or skip ("skips") the step."""
         with ExitStack() as stack:
             for capacity in self._capacities:
                 stack.enter_context(capacity.watch_shortages(watch))
             yield
 
     def poll(self, *, skips: bool) -> None:
-        """Raise an ExchangeError that the host already sees; too many rows only without `skips`."""
+        """Raise an ExchangeError if the host already sees an error. No host sync.
+
+        With `skips`, too many rows are not an error, because the step is skipped.
+        """
         for capacity in self._capacities:
             capacity.end_step(skips=skips)
 
@@ -116,7 +120,7 @@ class Reruns:
             capacity.check()
 
     def _compute_local_factors(self) -> Tensor:
-        """Return fp32 [holders]: each buffer's least factor for this rank; 0 = large enough."""
+        """Return fp32 [holders]: the smallest factor for this rank's rows; 0 = large enough."""
         device, zero = self._device, torch.zeros((), device=self._device, dtype=torch.float32)
         return torch.stack(
             [zero if h is None else h.compute_min_factor(device) for h in self._holders]

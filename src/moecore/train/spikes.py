@@ -68,7 +68,7 @@ class SpikeLimit:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the newest norms of a `state_dict` in place; without the entry, start with none."""
+        """Load the newest norms of a `state_dict` in place; all norms are nan without the entry."""
         norms = state.get(NORMS)
         self.norms.fill_(torch.nan)
         if isinstance(norms, Tensor):

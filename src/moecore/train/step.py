@@ -174,7 +174,7 @@ class TrainStep:
                 It is larger if parts of a model run one by one. If the number is wrong, overlap is
                 lost or gradients are reduced more often.
             pairs: whether exchanges overlap in `side_by_side`. Dispatcher "alltoall" then gathers
-                the maximum, min(ep, top_k) * etp rows of each token, before it knows the number.
+                the maximum, min(ep, top_k) * etp rows of each token, before the number is known.
 
         Raises:
             ValueError: when a micro_batch() of this step has run.
@@ -213,7 +213,7 @@ class TrainStep:
 
     @contextmanager
     def _run_context(self, number: int, *, to_come: float) -> Iterator[None]:
-        """Return the context of `number` micro-batches; `to_come` forwards remain (inf: any)."""
+        """Return the context of `number` micro-batches; `to_come` forwards remain, inf = any."""
         progress = self._progress
         progress.is_last = progress.num_done + 1 == self.num_micro_batches
         in_parts = number < to_come < math.inf
@@ -246,8 +246,8 @@ class TrainStep:
 
         An auxiliary loss is the mean over the micro-batches of all data ranks that have tokens, so
         backward needs this number. `forward_backward` calls this method. A loop over
-        `micro_batch()` calls it if some micro-batches may consist of padding. Collective if the
-        model has auxiliary losses; no host sync.
+        `micro_batch()` must call `announce` if some micro-batches may be only padding. Collective
+        if the model has auxiliary losses; no host sync.
 
         Args:
             micro_batches: as in `forward_backward`; only masks and shapes are read.
@@ -276,7 +276,7 @@ class TrainStep:
 
         Raises:
             ValueError: for another number of micro-batches, after micro_batch(), in no_grad().
-            PipelineError: when a neighbouring stage has failed; it names stage and micro-batch.
+            PipelineError: when a neighbouring stage has failed; names stage and micro-batch.
         """
         with publish_errors(f"a step of {self.num_micro_batches} micro-batches"):
             if len(micro_batches) != self.num_micro_batches:
@@ -348,7 +348,7 @@ class TrainStep:
         return self.scale_loss(loss / self.num_micro_batches if is_mean else loss)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return `loss` times the loss scale. The caller has divided it by num_micro_batches."""
+        """Return `loss` times the loss scale. The caller divides `loss` by num_micro_batches."""
         self._has_scaled_loss = True
         return loss if self._scale_value is None else loss * self._scale_value
 
@@ -400,13 +400,14 @@ class TrainStep:
     def finish(self) -> StepResult:
         """End the step: clip, run optimizers, zero gradients, reduce loads, update expert biases.
 
-        Call it on every rank. It runs one collective for the norm, one for the counts of all layers
-        and one with quantile balancing. No host sync with fused optimizers or without an optimizer.
+        Call `finish` on every rank. One collective is for the norm, one for all layers' counts, and
+        one for quantile balancing. No host sync with fused optimizers or without an optimizer.
 
         Raises:
             ValueError: when micro-batches are missing, a layer with auxiliary losses ran another
-                number, `clip` has not run (loss scale without an optimizer), no optimizer
-                has a parameter with a gradient, or a parameter is newer than `parallelize_moe`.
+                number of micro-batches, `clip` has not run (loss scale without an optimizer), no
+                optimizer has a parameter with a gradient, or a parameter is newer than
+                `parallelize_moe`.
             ExchangeError: when an exchange failed on this rank and the host already sees it
                 (`check` waits). It is raised before any update or collective. Other ranks may not
                 see the failure, so let the process end.
@@ -485,7 +486,7 @@ class TrainStep:
     def close(self) -> None:
         """Free the buffers of "nvlink" and "nccl_ep"; collective. Later forwards allocate again.
 
-        After an ExchangeError it frees the buffers and raises the error; training can continue.
+        After an ExchangeError, buffers are freed and the error is raised; training can continue.
         """
         for exchanges in self._exchanges:
             exchanges.close()

@@ -42,7 +42,10 @@ def check_step_arguments(
 def compare_ranks(
     entries: Mapping[str, Any], model: nn.Module, optimizers: Sequence[Optimizer], request: Request
 ) -> None:
-    """Raise ValueError on all ranks if they differ in named entries, optimizers or parameters."""
+    """Raise ValueError on all ranks if ranks differ in entries, optimizers or trained parameters.
+
+    `entries` maps a name to a value that must be equal on all ranks.
+    """
     meshes = request.meshes
     check_equal(entries, meshes.device_type)
     trained = list_training_entries(model, optimizers)
@@ -52,7 +55,7 @@ def compare_ranks(
 
 
 def check_number_is_unchanged(progress: Progress, number: int) -> None:
-    """Raise ValueError if a step that has begun would get another number of micro-batches."""
+    """Raise ValueError if `number`, new for a step, is set after the step's first micro-batch."""
     progress.check_between("num_micro_batches")
     if progress.num_done:
         raise ValueError(
@@ -62,7 +65,7 @@ def check_number_is_unchanged(progress: Progress, number: int) -> None:
 
 
 def check_micro_batch(progress: Progress, *, has_stages: bool) -> None:
-    """Raise ValueError if `micro_batch()` must not begin: with stages, or after the last one."""
+    """Raise ValueError if the model has pipeline stages, or if all micro-batches have run."""
     progress.check_between("micro_batch()")
     if has_stages:
         raise ValueError("micro_batch() must not run a pipeline's stages: call forward_backward()")

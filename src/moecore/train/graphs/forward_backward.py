@@ -64,7 +64,8 @@ class GraphedForwardBackward:
             tuples, lists or dicts, or None. It has no host sync, does not call the optimizer, and
             trains only parameters of `model`.
         model: a model that `parallelize_moe` has changed.
-        warm_up: number of eager calls, >= 2: the first allocates buffers, the last is checked.
+        warm_up: number of eager calls, >= 2. The first call allocates buffers, and the last call is
+            checked for host syncs.
 
     Raises:
         ValueError: when the model is not on a GPU or not parallelized, or its dispatcher waits for
@@ -107,7 +108,7 @@ class GraphedForwardBackward:
     def close(self) -> None:
         """Free the graph and its memory; the next calls warm up and capture a new graph.
 
-        Call it before `destroy_process_group`, which waits for graphs with its collectives.
+        Call `close` before `destroy_process_group`, which waits for graphs with collectives.
         """
         if self._captured is not None:
             torch.cuda.synchronize(self._device)  # a replay may still run
@@ -386,7 +387,7 @@ class GraphFacts:
     exchanges: tuple[Any, ...]  # whose buffers the graph writes; kept alive
 
     def check(self, model: nn.Module, state: MoEState) -> None:
-        """Raise a ValueError that names a changed fact. It takes 3 ms for 531 parameters."""
+        """Raise a ValueError that names a changed fact. The check takes 3 ms for 531 parameters."""
         current_facts = collect_facts(model, state)
         if current_facts.values != self.values:
             pairs = zip(_list_facts(model, state), self.values, strict=False)
@@ -419,7 +420,10 @@ def collect_facts(model: nn.Module, state: MoEState) -> GraphFacts:
 
 
 def _list_facts(model: nn.Module, state: MoEState) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
-    """Yield ((fact, name, ..), value, object that owns the value's memory or None) of each fact."""
+    """Yield (key, value, owner) of each fact, with keys such as ("requires_grad", module, tensor).
+
+    `owner` is the object whose address is the value; None = the value is no address.
+    """
     yield ("the number of micro-batches of a step",), state.num_micro_batches, None
     for name, module in model.named_modules():
         config = vars(module).get("config")

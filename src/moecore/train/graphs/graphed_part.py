@@ -78,7 +78,7 @@ class _GraphSlot:
 
 
 def _is_in_flight(turn_ref: weakref.ref[_PendingBackward]) -> bool:
-    """Return whether a forward's graph exists and its backward has not run."""
+    """Return whether the forward that `turn_ref` refers to exists and still needs its backward."""
     turn = turn_ref()
     return turn is not None and not turn.has_ended
 
@@ -142,9 +142,9 @@ class GraphedPart:
     """Replaces a method by CUDA graphs of its forward and backward, after a warm-up.
 
     Args:
-        name: of the method, for errors.
+        name: name of the method, for errors.
         function: the method.
-        modules: the modules whose parameters the method reads; only the first may have hooks.
+        modules: modules whose parameters the method reads; only the first module may have hooks.
         memory: the memory that this part shares with other parts.
         may_run: returns whether a call may use the graphs; None = always.
     """
@@ -223,7 +223,10 @@ class GraphedPart:
         return facts
 
     def _capture_call(self, form: Any, tensors: list[Tensor], slot: _GraphSlot) -> _GraphPair:
-        """Capture the method with arguments `form`, whose tensors are like `tensors`, in a slot."""
+        """Capture the method in a slot, with arguments `form` and new inputs like `tensors`.
+
+        `form` is the result of `make_form` for the arguments.
+        """
         empty = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors)
         inputs = [x.requires_grad_(y.requires_grad) for x, y in zip(empty, tensors, strict=True)]
         args, kwargs = fill_form(form, inputs)
@@ -320,7 +323,10 @@ def _capture(
     memory: GraphMemory,
     slot: _GraphSlot,
 ) -> _GraphPair:
-    """Capture `function()`, which reads `inputs`, and its backward for gradients of `sources`."""
+    """Capture `function()` and its backward; return both graphs with their static tensors.
+
+    `function` reads the tensors `inputs`. The backward computes the gradients of `sources`.
+    """
     saved_tensors: list[Tensor] = []
     forward, result = _record(partial(_run_forward, function, saved_tensors), memory, slot)
     outputs: list[Tensor] = []
@@ -366,7 +372,7 @@ def _compute_gradients(
 def _record(
     function: Callable[[], T], memory: GraphMemory, slot: _GraphSlot
 ) -> tuple[Callable[[], None], T]:
-    """Capture a function in a CUDA graph; return the graph's replay, and the function's result."""
+    """Capture `function()` in a CUDA graph; return the graph's replay and the function's result."""
     graph, current, collects = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), gc.isenabled()
     gc.disable()  # the free of a dead model may wait for the GPU, which breaks a capture
     memory.stream.wait_stream(current)
@@ -389,7 +395,7 @@ def _record(
 
 @contextmanager
 def _alias_params(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """Yield aliases that replace trained parameters in the context, without hooks and `.grad`."""
+    """Replace trained parameters in the context by aliases without hooks; yield the aliases."""
     trained, aliases = list(_list_trained_params(modules)), list[Tensor]()
     for module, name, param in trained:
         alias = nn.Parameter(param.detach())
@@ -426,7 +432,7 @@ def _disable_autocast_cache() -> AbstractContextManager[Any]:
 
 
 def _copy_tensors(tensors: list[Tensor]) -> list[Tensor]:
-    """Return copies of tensors, which one launch fills."""
+    """Return copies of tensors; a single launch copies all tensors."""
     copies = [torch.empty_like(x) for x in tensors]
     if copies:
         foreach_copy_(copies, tensors)

@@ -33,7 +33,7 @@ def find_compiled_modules(block: nn.Module) -> set[nn.Module]:
 
 
 def _list_inner_modules(owner: nn.Module) -> list[nn.Module]:
-    """Return a module and its submodules without those in its `eager_parts`."""
+    """Return a module and its submodules, without its `eager_parts` and their submodules."""
     parts = (owner.get_submodule(name) for name in getattr(owner, "eager_parts", ()))
     eager = {module for part in parts for module in part.modules()}
     return [m for m in owner.modules() if m not in eager]
@@ -42,10 +42,10 @@ def _list_inner_modules(owner: nn.Module) -> list[nn.Module]:
 def compile_blocks(blocks: Iterable[nn.Module], **options: Any) -> None:
     """Compile each block except its MoE layers, in place. Parameter names do not change.
 
-    `compile_regions` of a block, or of a module in it, names its methods without an MoE layer, and
-    these methods are compiled. Without `compile_regions`, forward is compiled with a graph break at
-    each MoE layer, which costs more host time. Blocks of one class share compiled code. Hooks of
-    units run outside of compiled code.
+    A block, or a module in a block, may have an attribute `compile_regions`: the names of its
+    methods that call no MoE layer. These methods are compiled. Without `compile_regions`, forward
+    is compiled with a graph break at each MoE layer, which costs more host time. Blocks of one
+    class share compiled code. Hooks of units run outside of compiled code.
 
     Args:
         blocks: modules that are called, such as a decoder's layers. A block that is an MoE layer
@@ -68,7 +68,10 @@ def compile_blocks(blocks: Iterable[nn.Module], **options: Any) -> None:
 
 
 def graph_blocks(blocks: Mapping[str, nn.Module]) -> None:
-    """Run parts of sequential blocks, by name for errors, as CUDA graphs from the 4th call on."""
+    """Replace parts of blocks by CUDA graphs, in place; graphs run from the 4th call on.
+
+    The blocks run sequentially. `blocks` maps a name, for errors, to a block.
+    """
     memory = GraphMemory()
     for name, block in blocks.items():
         for path, module in block.named_modules():
@@ -91,7 +94,10 @@ def drop_graphs(model: nn.Module) -> None:
 
 
 def _graph_layer(name: str, layer: RoutedLayer, memory: GraphMemory) -> None:
-    """Replace router, shared experts and `prepare_send_order` of layer `name` by CUDA graphs."""
+    """Replace parts of layer `name` by CUDA graphs that use `memory`, in place.
+
+    The parts are the router, shared experts, and the dispatcher's `prepare_send_order`.
+    """
     router, dispatcher = layer.get_part("router"), layer.dispatcher
     if isinstance(router, Router):
         modules = list(dict.fromkeys((router, router.bias_owner)))
@@ -115,7 +121,10 @@ def _replace_by_graph(
     memory: GraphMemory,
     may_run: Callable[[], bool] | None = None,
 ) -> None:
-    """Replace a method of `owner` by a `GraphedPart` with these arguments, in place."""
+    """Replace the method named `method` of `owner` by a `GraphedPart`, in place.
+
+    The other arguments are the arguments of `GraphedPart`.
+    """
     setattr(owner, method, GraphedPart(name, getattr(owner, method), modules, memory, may_run))
 
 

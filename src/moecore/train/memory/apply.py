@@ -33,9 +33,10 @@ def apply_memory(
     compiled: Set[nn.Module] = frozenset(),
     stages: Mapping[int, Sequence[nn.Module]] | None = None,
 ) -> Offload | None:
-    """Apply recomputation and offload to blocks in place; return the `Offload` if there is one.
+    """Apply recomputation and offload to blocks in place; return the `Offload`, None without one.
 
-    Modules in compiled code (`compiled`) do not change. `stages` maps pipeline stages to blocks.
+    Modules in compiled code (`compiled`) do not change. `stages` maps the index of a pipeline stage
+    to its blocks; None = no pipeline.
     """
     # "expert_fc1" of the options is the experts' own: see `Experts.set_backend`. In compiled code
     # the compiler recomputes (`make_inductor_options`), and nothing is offloaded.
@@ -63,7 +64,10 @@ def apply_stash(
     *,
     compiled: Set[nn.Module] = frozenset(),
 ) -> Stash | None:
-    """Save rows of MoE layers, except `compiled` ones, in pages of a `Stash`; return it or None."""
+    """Store saved rows of MoE layers in pages of a `Stash`; return the stash, None without one.
+
+    MoE layers in compiled code (`compiled`) do not change.
+    """
     if options.stash is None:
         return None
     modules = (module for block in blocks for module in block.modules())
@@ -156,7 +160,10 @@ def _wrap_for_recompute(part: BlockPart, use: PartUse) -> None:
 def _run_as_region(
     forward: Callable[..., Any], name: str, has_products: bool, args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """Call `forward` as recomputed region `name`, or plainly if an argument is a KV cache."""
+    """Call `forward` as region `name`, which backward recomputes; return the result.
+
+    With a KV cache as argument, nothing is recomputed. `has_products` is as in `recompute`.
+    """
     types = (cls for argument in (*args, *kwargs.values()) for cls in type(argument).__mro__)
     if any(cls.__name__ == "Cache" for cls in types):  # recomputation would fill it twice
         return forward(*args, **kwargs)

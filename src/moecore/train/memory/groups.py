@@ -45,14 +45,14 @@ class HandleCounts:
         return self.turn
 
     def count_unpack(self, turn: int) -> tuple[int, bool]:
-        """Count an unpacked handle of turn `turn`; return its next turn, and if this turn ends."""
+        """Count an unpacked handle of `turn`; return its next turn, and whether `turn` ended."""
         if turn != self.turn:
             return turn, False
         self.remaining -= 1
         return turn + 1, self._try_to_end_turn()
 
     def remove_handle(self, turn: int) -> bool:
-        """Count a deleted handle of turn `turn`; return whether the current turn ends."""
+        """Count a deleted handle of turn `turn`; return whether the current turn has ended."""
         self.alive -= 1
         if turn != self.turn:
             return False
@@ -151,7 +151,7 @@ class Layer:
 
 @dataclass(eq=False, slots=True)
 class OffloadChunk:
-    """One forward of blocks (a pipeline stage's) whose backward the caller announces."""
+    """One forward of blocks, such as a pipeline stage's; the caller calls `Offload.bring_back`."""
 
     offloads_last: bool  # whether the last block is also offloaded
     layers: list[Layer] = field(default_factory=list)

@@ -192,7 +192,7 @@ class HostPool:
 
 @contextmanager
 def explain_memory_errors(subject: str) -> Iterator[None]:
-    """Return a context that turns errors into a MemoryError: `subject` does not fit the host."""
+    """Return a context that raises its errors as a MemoryError, whose text names `subject`."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -201,7 +201,7 @@ def explain_memory_errors(subject: str) -> Iterator[None]:
 
 
 def _make_row_copier(copy: HostCopy) -> Callable[[Tensor, Tensor], None] | None:
-    """Return a function (target, source) that copies only used first rows; None = copy all."""
+    """Return a function (target, source) that copies the used first rows; None = copy all rows."""
     rows = copy.used_rows
     if rows is None or rows.num_rows is None or copy.data is None or copy.data.is_meta:
         return None
@@ -269,7 +269,7 @@ class MovedStorage:
             self.memory.untyped_storage().resize_(0)
 
     def _view(self, place: Tensor, memory: Tensor) -> Tensor:
-        """Return the view of `memory` with the shape, strides and position of the view `place`."""
+        """View `memory` with the dtype, shape, strides and place of the view `place`."""
         itemsize = place.element_size()
         is_host = get_storage_key(place) == get_storage_key(self.host)
         first = int(self.host.storage_offset()) // itemsize if is_host else 0
@@ -319,7 +319,10 @@ class HostCopies:
         return {name: self._copies[name] for name in tensors}
 
     def reserve_storages(self, groups: Mapping[str, Sequence[Tensor]]) -> list[MovedStorage]:
-        """Reserve host memory for storages, each given as name -> its tensors; copy nothing."""
+        """Reserve host memory for device storages; return a `MovedStorage` for each; copy nothing.
+
+        `groups` maps the name of a storage to all tensors that are views of the storage.
+        """
         memory = {name: view_bytes(group[0].untyped_storage()) for name, group in groups.items()}
         tensors = {name: [(tensor, tensor.data) for tensor in groups[name]] for name in groups}
         hosts = self.reserve(memory).items()

@@ -44,7 +44,7 @@ Fraction = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
 
 
 class Offload(SavedStorages):
-    """Offloads saved tensors of a model's blocks to host memory. Gradients have the same bits.
+    """Offloads saved tensors of a model's blocks to host memory, without a change of gradients.
 
     A deep copy of an `Offload`, or of a model with an `Offload`, has the same options and no
     copies. Only storages on `device` of at least `min_bytes` are offloaded. On meta, bytes are only
@@ -83,7 +83,7 @@ class Offload(SavedStorages):
         part_of: Callable[[nn.Module], str | None],
         fraction: Fraction | None = None,
     ) -> None:
-        """Wrap the forward of blocks and of their parts; call it for each pipeline stage.
+        """Wrap the forward of blocks and of their parts; call `attach` for each pipeline stage.
 
         `part_of` returns the name of a module's part, or None. A block with a name also offloads
         tensors that it saves outside of parts. `fraction` None is the `fraction` of this object.
@@ -117,9 +117,9 @@ class Offload(SavedStorages):
     def chunk(
         self, *, offloads_last: bool, resident_input: Tensor | None = None
     ) -> Iterator[OffloadChunk]:
-        """Return the context of a forward of blocks whose backward `bring_back` announces.
+        """Return the context of a forward of blocks; call `bring_back` before its backward.
 
-        With `offloads_last` the last block is offloaded, and `free` frees its memory.
+        With `offloads_last` the last block is also offloaded, and `free` frees its device memory.
         `resident_input` is not offloaded, because the caller holds this input until backward.
         """
         # Forwards and backwards of other stages run between forward and backward of a stage. Only
@@ -163,7 +163,8 @@ class Offload(SavedStorages):
     ) -> Iterator[None]:
         """Return the context of the forward of block `index` of `num_layers` blocks.
 
-        `rest` is the block if it offloads tensors outside of parts. Block 0 sets the `fraction`.
+        `rest` is the block's module if tensors outside of parts are also offloaded. Block 0 sets
+        the `fraction` of all blocks; None = the `fraction` of this object.
         """
         # Nothing is offloaded under no_grad, in a recomputed forward and in a compiler. Under the
         # caller's own hooks of saved tensors (activation checkpointing) `use_packer` does nothing.
@@ -243,7 +244,10 @@ class Offload(SavedStorages):
 
 
 def wrap(module: nn.Module, function: Callable[..., Any], *bound_args: Any) -> Callable[[], None]:
-    """Let a module's forward be `function(forward, *bound_args, args, kwargs)`; return its undo."""
+    """Replace a module's forward by `function(forward, *bound_args, args, kwargs)`.
+
+    `forward` is the original forward. Return a function that restores the original.
+    """
     instance_forward, forward = vars(module).get("forward"), module.forward
     # A partial of bound methods: the deep copy of a module gets a forward of its own.
     wrapped = partial(_call_unless_compiled, function, forward, bound_args)
@@ -257,7 +261,7 @@ def call_in_context(
     args: Any,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call a forward in `context()` and return its result; `wrap` takes this function."""
+    """Return `forward(*args, **kwargs)`, called in `context()`. This function is for `wrap`."""
     with context():
         return forward(*args, **kwargs)
 
@@ -269,7 +273,7 @@ def _call_unless_compiled(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Return `function(forward, *bound_args, args, kwargs)`; in torch.compile call the forward."""
+    """Return `function(forward, *bound_args, args, kwargs)`; torch.compile calls only `forward`."""
     if torch.compiler.is_compiling():
         return forward(*args, **kwargs)
     return function(forward, *bound_args, args, kwargs)

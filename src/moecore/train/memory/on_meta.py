@@ -187,7 +187,11 @@ class _GroupedProductOnMeta(torch.autograd.Function):
 
 
 def _run_grouped_mm(a_RK: Tensor, b_eKN: Tensor, *, offs: Tensor, **_: Any) -> Tensor:
-    """Run torch's grouped_mm on meta for any dtype; 2D `b_eKN` [R, N] gives [len(offs), M, N]."""
+    """Return the result of torch's grouped_mm on meta, for any dtype.
+
+    With 3D `b_eKN` the result is [R, N]. With `a_RK` [M, R] and `b_eKN` [R, N], the result is the
+    weights' gradient [len(offs), M, N]. `offs` has the end of each group.
+    """
     if b_eKN.ndim == 2:  # of weights' gradients, without their own: [M, R] by [R, N] -> [e, M, N]
         dw_eMN = a_RK.new_empty(len(offs), a_RK.shape[0], b_eKN.shape[1])
         record_launch("grouped_mm", a_RK, b_eKN, dw_eMN)

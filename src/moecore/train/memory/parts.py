@@ -33,7 +33,7 @@ class BlockPart(NamedTuple):
 
 
 class PartUse(NamedTuple):
-    """How a part is recomputed: the options that select it, and submodules whose matmuls rerun."""
+    """How backward recomputes a part: the options that select the part, and recomputed matmuls."""
 
     parts: Set[Recomputed]  # values of `MemoryOptions.recompute`; empty = not recomputed
     products: tuple[str, ...] = ()  # submodules whose products are recomputed; "" = the part

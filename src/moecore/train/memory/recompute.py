@@ -50,16 +50,19 @@ class _View(NamedTuple):
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> _View:
-        """Return the view of its storage that a tensor is."""
+        """Return the shape, stride, offset and dtype of a tensor in its storage."""
         return cls(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
 
     def apply_to(self, base: Tensor) -> Tensor:
-        """Return this view of the storage of a tensor."""
+        """Return the tensor with this view's shape and place in the storage of `base`."""
         return base.as_strided(self.shape, self.stride, self.offset)
 
 
 class _ValuePlace(NamedTuple):
-    """Names a region's value: "saved", "input" of matmul or attention `number`, or "output"."""
+    """The place of a value in a region: "saved" value `number`, "output" `number`, or an "input".
+
+    An "input" is argument `position` of matmul or attention call `number`.
+    """
 
     kind: str
     number: int
@@ -157,7 +160,7 @@ class _RunningRegion:
         return output
 
     def _start(self, tensors: list[Tensor]) -> None:
-        """Begin the first or the second run, with `tensors` as inputs."""
+        """Reset the counters for the first or second run; `tensors` are the region's inputs."""
         self._versions = _list_versions(tensors)
         self._resident_keys = {get_storage_key(tensor) for tensor in tensors}
         self._largest = max((tensor.nbytes for tensor in tensors), default=0)
@@ -175,7 +178,7 @@ class _RunningRegion:
             )
 
     def _pack(self, tensor: Tensor) -> Handle | None:
-        """Return a handle if `tensor` is recomputed in backward; None = the next packer saves."""
+        """Return a handle if backward recomputes `tensor`; None = the region does not drop it."""
         if self._is_saved(tensor):
             return None
         if self._running_product is None:
@@ -197,12 +200,12 @@ class _RunningRegion:
         return get_storage_key(tensor) in self._resident_keys
 
     def _make_handle(self, place: _ValuePlace, base: Tensor, tensor: Tensor) -> _DroppedValue:
-        """Return the handle of `tensor`, a view of `base`, the value at `place` of the region."""
+        """Return a handle for saved `tensor`, a view of the region's value `base` at `place`."""
         self._last = self._num_products
         return _DroppedValue(self, place, _View.from_tensor(base), _View.from_tensor(tensor))
 
     def _register_outputs(self, output: Any) -> None:
-        """Register large outputs, of which other modules save handles instead of tensors."""
+        """Register large outputs; other modules then save handles in place of these outputs."""
         for number, leaf in enumerate(tree_flatten(output)[0]):
             if isinstance(leaf, Tensor) and leaf.requires_grad and not self._is_saved(leaf):
                 self._last = len(self.products)
@@ -216,7 +219,10 @@ class _RunningRegion:
         return self._running_product is not None
 
     def multiply(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return the output of a matmul or attention call; the second run returns the saved one."""
+        """Call a matmul or attention `function`, save the output, and return the output.
+
+        In the recomputation, the saved output is returned, and `function` is not called.
+        """
         number = self._num_products
         inputs = tree_flatten((args, kwargs))[0]
         if self._is_rerun:
@@ -298,7 +304,7 @@ class _RunningRegion:
 
     @contextmanager
     def _restore_generators(self) -> Iterator[None]:
-        """Return a context with the random states of the forward; restore the current ones."""
+        """Return a context with the forward's random states; current states return afterwards."""
         before, own_states = get_rng_states(), {g: g.get_state() for g in self._own_rng_states}
         set_rng_states(self._rng_states)
         for generator, state in self._own_rng_states.items():
@@ -329,7 +335,7 @@ class _RunningRegion:
             self._store_value(place, tensor)
 
     def _rerun_product(self, number: int, inputs: list[Any]) -> Any:
-        """Store inputs with handles of matmul or attention call `number`; return its output."""
+        """Store inputs with handles of matmul or attention `number`; return the saved output."""
         self._num_products += 1
         for position, value in enumerate(inputs):
             if isinstance(value, Tensor):
@@ -380,7 +386,7 @@ def recompute(
     *,
     has_products: bool = True,
 ) -> Any:
-    """Return `function(*args, **kwargs)`, whose saved values backward recomputes, except products.
+    """Return `function(*args, **kwargs)`; backward recomputes saved values, except products.
 
     `name` is for errors. `has_products` = the function may call matmuls or attention.
     """

@@ -76,8 +76,8 @@ def count_saved_bytes(
     """Return the bytes that a training forward saves. Nothing is allocated, sent or changed.
 
     The result is exact for eager code, except for attention kernels with other saved tensors and
-    for uneven loads. A compiled region counts as if it were not compiled, because its compiler
-    decides.
+    for uneven loads. A compiled region counts as if it were not compiled, because the
+    compiler decides what is saved.
 
     The model is plain or parallelized, on any device; its current recomputation and offload are
     ignored. `blocks` are its transformer blocks. `run` calls a copy of the model on meta, and may
@@ -123,7 +123,11 @@ class _Storage:
 
 
 class _StorageCounter:
-    """Counts each saved storage once, by block and part, without weights and freed graphs."""
+    """Counts each saved storage once, by block and part, without weights and freed graphs.
+
+    `weights` are the keys of storages that are not counted. `move` returns a tensor's copy on meta.
+    With `stash`, used rows of experts count as pages.
+    """
 
     def __init__(
         self, weights: Set[int], move: Callable[[Tensor], Tensor], stash: StashOptions | None

@@ -74,7 +74,10 @@ class PagePlace(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _PageKind:
-    """Free page tables for matrices of one layout; each mark is the end of the table's last use."""
+    """Free page tables for matrices of one layout, of eager code and of CUDA graphs.
+
+    Each table has a mark, the end of the table's last use.
+    """
 
     layout: PageLayout
     of_eager: list[tuple[Tensor, CopyMark]] = field(default_factory=list)
@@ -82,7 +85,10 @@ class _PageKind:
 
 
 class PageStore:
-    """A `Store` in pages on the device: the used rows of `num_layers` runs of MoE layers."""
+    """A `Store` in pages on the device, for the used rows of MoE layers.
+
+    `num_layers` is the number of MoE layer calls whose rows the pages store at the same time.
+    """
 
     def __init__(self, streams: CopyStreams, options: StashOptions, num_layers: int) -> None:
         self._streams, self.options, self._num_layers = streams, options, num_layers
@@ -157,14 +163,14 @@ class PageStore:
 
     @property
     def shortage(self) -> ShortageCounters | None:
-        """The number of pages that was needed if the pool was too small; None without a pool."""
+        """Counters of the needed pages, if the pool was too small; None without a pool."""
         if self.pool is None:
             return None
         words = (self.pool.state[PEAK_WORD:], self.pool.report[PEAK_WORD:])
         return ShortageCounters(*words, self._balanced_pages)
 
     def _return_pending_pages(self) -> bool:
-        """Free postponed pages unless a CUDA graph is captured; return whether it is."""
+        """Free postponed pages, except in a CUDA graph capture; return whether a capture runs."""
         in_capture = self._streams.is_capturing()
         if self._pending_returns and not in_capture:
             pending, self._pending_returns = self._pending_returns, []
@@ -172,7 +178,7 @@ class PageStore:
         return in_capture
 
     def _return_pages(self, expired_pages: Sequence[DispatchPages], *, in_capture: bool) -> None:
-        """Return the pages of dispatches to the pool; a capture postpones pages of eager code."""
+        """Return `expired_pages` to the pool; in a capture, postpone the pages of eager code."""
         for of in expired_pages:
             # Captured, the return of eager code's pages would be repeated by each replay.
             if in_capture and not of.of_graph:
@@ -269,7 +275,11 @@ def _get_row_format(copy: HostCopy) -> tuple[int, bool]:
 
 
 def _group_by_dispatch(copies: Sequence[HostCopy]) -> list[list[HostCopy]]:
-    """Group consecutive copies that can share a page table: one `UsedRows` of each kind."""
+    """Return groups of consecutive copies; the copies of a group can share a page table.
+
+    In a group, all copies with a list of used rows have one `UsedRows`. All copies without a list
+    also have one `UsedRows`.
+    """
     groups: list[list[HostCopy]] = []
     rows: dict[bool, UsedRows] = {}
     for copy in copies:
@@ -322,7 +332,10 @@ class Stash(Offload, BufferOwner):
         super()._send(group)
 
     def _start_forward(self, share: float) -> None:
-        """Begin a forward; copy out groups of last layers that still wait for their backward."""
+        """Begin a forward that stores at most this share of saved bytes in pages.
+
+        Groups of last layers that still wait for their backward are copied out now.
+        """
         super()._start_forward(share)
         with self._hold_lock():
             in_capture, resting, self._resting = self._streams.is_capturing(), self._resting, []

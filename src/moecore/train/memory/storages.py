@@ -220,7 +220,10 @@ class SavedStorages:
     # Backward.
 
     def _fetch(self, use: StorageUse, shape: torch.Size) -> Tensor:
-        """Return a storage's bytes, uint8 on the device, and count the unpacking of a handle."""
+        """Return a storage's bytes, uint8 on the device, and count the unpacking of a handle.
+
+        `shape` is the saved tensor's shape, for errors.
+        """
         copy, group = use.copy, use.group
         with self._hold_lock():
             if sum_versions(copy.counter) != copy.version:
@@ -286,7 +289,10 @@ class SavedStorages:
                 self._lock.release()
 
     def _advance(self, *, more_may_die: bool = False) -> None:
-        """Count deleted handles, free their copies, and start to copy back the next groups."""
+        """Count deleted handles, free their copies, and start to copy back the next groups.
+
+        With `more_may_die`, a finished group waits until all its handles are deleted.
+        """
         # Backward of a part has run when each of its handles was unpacked or has died. The copy
         # back of the next part starts when all of them have died, or at the next unpacking, which
         # is after the launch of the part's last operation. With `more_may_die` it waits

@@ -83,7 +83,7 @@ class CopyStream:
         return use_stream(self.next)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Start a copy of a tensor of equal shape and dtype; large tensors must be contiguous."""
+        """Start to copy `source` to `target`, of equal shape and dtype; contiguous if large."""
         if target.is_meta:
             with self.as_current():
                 record_launch(self.name, target)

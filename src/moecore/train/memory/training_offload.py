@@ -121,7 +121,7 @@ class TrainingOffload:
 
         Raises:
             torch.OutOfMemoryError: when device memory is insufficient. Storages that were moved
-                stay on the device, and the remaining storages on the host. Call it again.
+                stay on the device, and the remaining storages on the host. Call `onload` again.
         """
         check_arguments(TrainingOffload.onload, locals())
         for part in PARTS if selection == "all" else (selection,):

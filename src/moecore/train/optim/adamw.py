@@ -218,7 +218,10 @@ class AdamW(torch.optim.AdamW):
         adamw_(tensors, options, grad_scale=grad_scale, found_inf=found_inf)
 
     def _collect_tensors(self, group: dict[str, Any], first: int) -> list[AdamWTensors]:
-        """Return one record per launch of shards with gradients; `first` numbers the parameters."""
+        """Return one record per launch, with the group's shards that have gradients.
+
+        `first` is the index of the group's first parameter among all parameters.
+        """
         rows: dict[Any, list[tuple[Any, ...]]] = {}
         for number, param in enumerate(group["params"], first):
             if param.grad is None or (self.host_params and param in self.host_params):

@@ -32,7 +32,7 @@ Index = slice | Tensor
 
 
 class MatrixBlock(NamedTuple):
-    """A block of matrices in one of several [batch, rows, columns] tensors: an index per dim."""
+    """Indices of a block of matrices in one of several [batch, rows, columns] tensors."""
 
     place: int  # index of the tensor in a list of tensors
     batch: Index
@@ -70,9 +70,9 @@ class MatrixBlock(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExchangeRound:
-    """One all-to-all to the matrices' owner ranks, and one back, as this rank runs both.
+    """This rank's part of two all-to-alls: matrices to their owner ranks, and results back.
 
-    The outer lists of blocks are indexed by the other rank of the group.
+    `sends[r]`, `receives[r]`, `returns[r]` and `results[r]` are exchanged with group rank r.
     """
 
     params: list[int]  # indices of the exchanged parameters
@@ -85,10 +85,10 @@ class ExchangeRound:
     def exchange(
         self, like: Tensor, sources: Sequence[Tensor], *, back: bool, group: dist.ProcessGroup
     ) -> Tensor:
-        """Send blocks of `sources` to owners, or `back`; return the received 1D values like `like`.
+        """Run one all-to-all of the round; return the received values, 1D like `like`. Collective.
 
-        Collective. To owners, sources are the updates of all parameters; back, the results of
-        `owned`.
+        Without `back`, parts of `sources`, one tensor per parameter, are sent to owners. With
+        `back`, owners send `sources`, one tensor per entry of `owned`, to the replicas.
         """
         out, into = (self.returns, self.results) if back else (self.sends, self.receives)
         pieces = [block.read(sources).reshape(-1) for blocks in out for block in blocks]
@@ -199,7 +199,7 @@ class _MatrixShards:
         )
 
     def _count_ranks_by_matrix(self, number: int) -> Tensor:
-        """Return int64 [batch]: how many ranks store any piece of each matrix of part `number`."""
+        """Return int64 [batch]: how many ranks store elements of a matrix of section `number`."""
         counts = torch.zeros(self.layout.batch, dtype=torch.int64, device="cpu")
         for parts in self.rank_parts:
             part = parts[number]
@@ -208,7 +208,7 @@ class _MatrixShards:
         return counts
 
     def _find_ranks_with_full(self, number: int) -> Tensor:
-        """Return bool [ranks, batch]: whether a rank stores a full matrix of part `number`."""
+        """Return bool [ranks, batch]: whether a rank stores a full matrix of section `number`."""
         mask = torch.zeros(len(self.ranks), self.layout.batch, dtype=torch.bool, device="cpu")
         for rank, parts in enumerate(self.rank_parts):
             part = parts[number]
@@ -225,12 +225,15 @@ class _PlannedTensor(NamedTuple):
     device: torch.device
 
     def block(self, part: MatrixPart, number: int, mask: Tensor) -> MatrixBlock | None:
-        """Return the block of shard indices `part` in section `number`, for matrices in `mask`."""
+        """Return the block of the tensor with the rows and columns of `part`; None = empty.
+
+        `number` is the index of the section. `mask` selects matrices of the local batch.
+        """
         (batch,) = mask.nonzero(as_tuple=True)
         return _make_block(self.place, batch, part.rows, part.columns, number, self.device)
 
     def list_local_blocks(self) -> list[MatrixBlock]:
-        """Return the blocks of this rank's local tensor, one per part that is not empty."""
+        """Return the blocks of this rank's local tensor, one per section that is not empty."""
         ranks, rank_parts = self.shards.ranks, self.shards.rank_parts
         parts = rank_parts[ranks.index(dist.get_rank())] if len(ranks) > 1 else rank_parts[0]
         blocks = [self.block(p, i, torch.ones_like(p.batch) > 0) for i, p in enumerate(parts)]
@@ -240,7 +243,10 @@ class _PlannedTensor(NamedTuple):
 def _make_block(
     place: int, batch: Tensor, rows: Tensor, columns: Tensor, part: int, device: torch.device
 ) -> MatrixBlock | None:
-    """Return the block of tensor `place` with these int64 indices; None if a dim is empty."""
+    """Return the block with these int64 indices per dim; None if a dim is empty.
+
+    `place` is the index of the tensor in a list, and `part` the index of the layout's section.
+    """
     shape = (batch.numel(), rows.numel(), columns.numel())
     if 0 in shape:
         return None
@@ -252,7 +258,11 @@ Owners = dict[tuple[int, int], Tensor]  # (place of the parameter, part) -> int6
 
 
 def _assign_owners(members: list[_PlannedTensor], num_ranks: int) -> Owners:
-    """Return the owner rank of each matrix, in the group, balanced by cost; equal on all ranks."""
+    """Return (tensor index, section) -> int64 [batch], each matrix's owner as a group rank.
+
+    Owners balance the cost of Newton-Schulz over `num_ranks` ranks. The result is equal on all
+    ranks.
+    """
     loads = [0] * num_ranks
     owners: Owners = {}
     every = list(range(num_ranks))
@@ -275,7 +285,10 @@ def _assign_owners(members: list[_PlannedTensor], num_ranks: int) -> Owners:
 
 
 def _make_round(members: list[_PlannedTensor], owners: Owners, rank: int) -> ExchangeRound:
-    """Return the exchange of matrices with their owners, as group rank `rank` runs it."""
+    """Return the exchange of `members` with the owners of their matrices, as seen by `rank`.
+
+    `owners` is the result of `_assign_owners`. `rank` is a group rank.
+    """
     num_ranks = len(members[0].shards.ranks)
     lists: Iterator[list[list[MatrixBlock]]] = ([[] for _ in range(num_ranks)] for _ in range(4))
     sends, receives, returns, results = lists

@@ -86,7 +86,7 @@ class HostAdamW(AdamW):
         self._choose_host_params()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as in torch; it may change which parameters are stepped on the host."""
+        """Add a group as in torch; the parameters that the host steps are chosen again."""
         super().add_param_group(param_group)
         self._choose_host_params()
 
@@ -162,7 +162,10 @@ class HostAdamW(AdamW):
         return explain_memory_errors(subject)
 
     def _collect_rows(self, group: dict[str, Any]) -> list[list[Row]]:
-        """Return, by dtype, (weight, gradient, exp_avg, exp_avg_sq, step) of shards on the host."""
+        """Return, by dtypes, the local shards of a group that the host steps, one row per shard.
+
+        A row is (weight, gradient, exp_avg, exp_avg_sq, step).
+        """
         rows: dict[Any, list[Row]] = {}
         for param in group["params"]:
             if param not in self.host_params or param.grad is None:
@@ -180,7 +183,12 @@ class HostAdamW(AdamW):
     def _step_on_host(
         self, number: int, columns: Columns, copies: Columns, signals: dict[Any, Any]
     ) -> None:
-        """Step a chunk of group `number` on the CPU; change `copies` of weights, and moments."""
+        """Step a chunk of param group `number` on the CPU, in place.
+
+        `columns` are the fields of the chunk's rows. `copies` are host copies of the weights and
+        gradients. `signals` has "grad_scale", and the lr by group number. The moments and the
+        copied weights change.
+        """
         # fp32 parameters have the bits of `torch.optim.AdamW(fused=True)` on a CPU. A GPU rounds
         # divisions and roots differently, by at most 2 fp32 ulps a step. bf16 and fp16 parameters
         # are stepped in fp32, with fp32 moments, and rounded to nearest, as `AdamW` does.
@@ -212,7 +220,10 @@ class HostAdamW(AdamW):
 
 
 def cut_into_chunks(rows: Iterable[Row], max_elements: int, multiple: int) -> Iterator[list[Row]]:
-    """Yield lists of rows of `max_elements` at most; divide a row at a multiple of `multiple`."""
+    """Yield lists of rows with at most `max_elements` elements per column in total.
+
+    A row that does not fit is divided at a multiple of `multiple` elements.
+    """
     chunk, room = list[Row](), max_elements
     for *tensors, scalar in rows:
         start, end = 0, tensors[0].numel()

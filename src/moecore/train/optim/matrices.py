@@ -107,7 +107,10 @@ class MatrixLayout(CheckedRecord):
     def list_parts(
         self, param: Tensor, coordinate: Sequence[int] | None = None
     ) -> list[MatrixPart]:
-        """Return the indices of a rank's shard in each matrix; `coordinate` None = this rank."""
+        """Return the indices of a rank's shard of `param` in each section's matrices.
+
+        `coordinate` is the rank's coordinate in the device mesh; None = this rank.
+        """
         indices = compute_global_indices(param, coordinate)
         if len(indices) == 2:
             indices = [torch.arange(1, device="cpu"), *indices]
@@ -122,7 +125,7 @@ class MatrixLayout(CheckedRecord):
 
 
 class MatrixPart(NamedTuple):
-    """Which elements of one section of the matrices a rank's shard has: int64 indices per dim."""
+    """Int64 indices, per dim, of the elements of one section's matrices that a rank's shard has."""
 
     batch: Tensor  # which matrices, in local order
     rows: Tensor  # indices in the rank's local tensor
@@ -132,7 +135,10 @@ class MatrixPart(NamedTuple):
 
 
 def _list_pieces(sections: MatrixCut, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield for each section of a cut the positions in `index`, and indices in the section."""
+    """Yield (positions in `index`, indices in the section's matrix) for each section of a cut.
+
+    `index` has int64 indices in the stored matrix, along the dim that is cut.
+    """
     run, place = index // sum(sections.sizes), index % sum(sections.sizes)
     start = 0
     for size in sections.sizes:
@@ -239,7 +245,10 @@ def _find_owners(model: nn.Module) -> dict[nn.Parameter, list[_Owner]]:
 
 
 def _apply_override(name: str, decision: Decision, override: Choice | MatrixCut | None) -> Decision:
-    """Return the decision after `override` (None = unchanged); ValueError if it needs a matrix."""
+    """Return the decision after `override`; None = unchanged.
+
+    ValueError if `override` needs a matrix and parameter `name` is no matrix.
+    """
     param, layout, _ = decision
     if override is None or (override == "muon" and layout is not None):
         return decision
@@ -258,7 +267,10 @@ def _apply_override(name: str, decision: Decision, override: Choice | MatrixCut 
 def _choose_layout(
     path: str, module: nn.Module, parent: nn.Module, leaf: str
 ) -> tuple[MatrixLayout | None, str]:
-    """Return a parameter's matrix layout (None = AdamW steps it), and the reason as text."""
+    """Return the layout of parameter `leaf` of `module` (None = AdamW), and the reason as text.
+
+    `path` is the module's qualified name.
+    """
     param, last = getattr(module, leaf), path.rpartition(".")[2]
     if isinstance(module, Experts):
         return _make_expert_layout(module, leaf)
@@ -337,7 +349,10 @@ def _make_linear_layout(
 
 
 def _find_fused_cut(parent: Any, last: str, rows: int) -> MatrixCut | None:
-    """Return the cut of `rows` rows of fused q, k, v of linear `last`; None = unknown."""
+    """Return the cut of linear `last` of `parent` into q, k and v; None = unknown.
+
+    `rows` is the number of rows of the linear's weight.
+    """
     if last == "qkv_proj" and hasattr(parent, "o_proj"):  # Phi-3
         queries = parent.o_proj.weight.shape[1]
         return MatrixCut(sizes=(queries, (rows - queries) // 2, (rows - queries) // 2))
@@ -353,7 +368,7 @@ def _find_fused_cut(parent: Any, last: str, rows: int) -> MatrixCut | None:
 def compute_lr_factor(layout: MatrixLayout, shape: tuple[int, int], adjust: str) -> float:
     """Return Muon's factor on lr for a matrix of `shape` (rows, columns), a section of `layout`.
 
-    It is 0.2 * sqrt(longer side) if `adjust` is "match_rms_adamw"; otherwise sqrt(outputs /
+    The factor is 0.2 * sqrt(longer side) if `adjust` is "match_rms_adamw"; otherwise sqrt(outputs /
     inputs), at least 1.
     """
     if adjust == "match_rms_adamw":

@@ -177,7 +177,7 @@ class Muon(torch.optim.Optimizer):
         return torch.promote_types(param.dtype, torch.float32)
 
     def get_state_template(self, param: nn.Parameter, slot: str) -> Tensor:
-        """Return a tensor with the shape and placements of a state named `slot`, of any values."""
+        """Return a tensor with the shape and placements of state `slot` of `param`; values vary."""
         if slot == MEANS:
             return make_output_means(param, self.layouts[param], self.get_moment_dtype(param))
         return param
@@ -318,7 +318,10 @@ class _MuonStep:
     def _step_round(
         self, matrix_round: ExchangeRound, of_means: ExchangeRound | None, group: dist.ProcessGroup
     ) -> None:
-        """Update sharded matrices through owner ranks; `of_means` exchanges means (None = off)."""
+        """Update sharded matrices: exchange them with their owners, which orthogonalise them.
+
+        `of_means` exchanges NorMuon's means (None = off). `group` runs all exchanges.
+        """
         views = self.views
         updates: list[Any] = [None] * len(views)
         for place in matrix_round.params:
@@ -339,7 +342,10 @@ class _MuonStep:
     def _divide_owned_by_means(
         self, orthogonal: list[Tensor], of_means: ExchangeRound, group: dist.ProcessGroup
     ) -> None:
-        """Let owners update the means and divide their `orthogonal` matrices by them, in place."""
+        """On owners, update the means and divide `orthogonal` matrices by their roots, in place.
+
+        `of_means` exchanges the means of the same matrices with the owners.
+        """
         means: list[Any] = [view.means for view in self.views]
         like = means[of_means.params[0]]
         recv_buffer = of_means.exchange(like, means, back=False, group=group)
@@ -353,7 +359,7 @@ class _MuonStep:
             block.write(means, values)
 
     def _divide_by_means(self, values: Tensor, means: Tensor) -> None:
-        """Update `means` with `values`, and divide `values` by their roots, in place."""
+        """Update `means` with the squares of `values`; divide `values` by the roots of `means`."""
         beta2 = self.options.beta2
         assert beta2 is not None, "there are means"
         divide_by_means_(values, means, beta2=beta2, found_inf=self.found_inf)
@@ -397,7 +403,7 @@ def _make_views(param: nn.Parameter, layout: MatrixLayout, state: list[Tensor]) 
 
 
 def _prepare_state(optimizer: Muon, param: nn.Parameter, slot: str) -> Tensor:
-    """Return the state named `slot`: zeros at first, later converted to `get_moment_dtype`."""
+    """Return state `slot` of `param` in `get_moment_dtype`; zeros before the first step."""
     state: dict[str, Tensor] = optimizer.state[param]
     dtype = optimizer.get_moment_dtype(param)
     value = state.get(slot)

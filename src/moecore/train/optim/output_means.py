@@ -25,7 +25,10 @@ PART_NUMEL = 1 << 26  # elements that are fp32 at once
 
 
 def make_output_means(param: Tensor, layout: MatrixLayout, dtype: torch.dtype) -> Tensor:
-    """Return zeros, one per output, as a tensor or DTensor: `param`'s shape with 1 for inputs."""
+    """Return zeros of `dtype`, one per output of the linear whose weight is `param`.
+
+    The result is a tensor or DTensor like `param`, but has size 1 in the dim of the inputs.
+    """
     dim = param.ndim - 2 if layout.transposed else param.ndim - 1
     local = get_local_tensor(param.detach())
     means = torch.zeros(_reduce_shape(local.shape, dim), dtype=dtype, device=local.device)

@@ -59,10 +59,11 @@ class WidthRates:
     def regroup(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         """Split each param group of a new optimizer by the factor of its parameters, in place.
 
-        A group's lr is multiplied and its weight_decay divided by the factor, `width_factor`, so a
-        step decays weights equally at every width. Schedulers of torch keep the factor; a loop that
-        sets lr must multiply by it. All ranks have the same groups, and the first has factor 1. A
-        group is empty if a pipeline stage has none of its parameters.
+        A new group stores its factor as option `width_factor`. The group's lr is multiplied and its
+        weight_decay divided by the factor, so a step decays weights equally at every width.
+        Schedulers of torch keep the factor. A loop that sets lr must multiply lr by the factor. All
+        ranks have the same groups, and the first group has factor 1. A group is empty if a pipeline
+        stage has none of its parameters.
 
         Raises:
             ValueError: when the optimizer is neither AdamW nor Muon, has parameters that are not
@@ -119,8 +120,8 @@ def width_rates(model: nn.Module, base: nn.Module) -> WidthRates:
             are read.
 
     Raises:
-        ValueError: when their trained parameters differ in name, the head is tied to an embedding,
-            or the inputs of a parameter are unknown.
+        ValueError: when trained parameters of the two models differ in name, the head is tied to
+            an embedding, or the inputs of a parameter are unknown.
     """
     check_arguments(width_rates, locals())
     decisions, bases = (assign_matrices(module).decisions for module in (model, base))
@@ -138,7 +139,10 @@ def width_rates(model: nn.Module, base: nn.Module) -> WidthRates:
 
 
 def _compute_rate(name: str, decision: Decision, base: Decision) -> WidthRate:
-    """Return the factors of parameter `name`, from its decisions in the model and in the base."""
+    """Return the factors of parameter `name`.
+
+    `decision` is the parameter's decision in the model, and `base` its decision in the base model.
+    """
     inputs, outputs = (
         a / b for a, b in zip(_count_sides(name, decision), _count_sides(name, base), strict=True)
     )
@@ -167,7 +171,7 @@ def _count_sides(name: str, decision: Decision) -> tuple[int, int]:
 
 
 def _compute_spectral_ratio(layout: MatrixLayout, adjust: str) -> float:
-    """Return sqrt(outputs / inputs) over the norm of Muon's update with `adjust_lr_fn` `adjust`."""
+    """Return sqrt(outputs / inputs) divided by Muon's factor on lr, for `adjust_lr_fn` `adjust`."""
     shape = layout.shapes[0]
     outputs, inputs = reversed(shape) if layout.transposed else shape
     return float((outputs / inputs) ** 0.5 / compute_lr_factor(layout, shape, adjust))
