@@ -182,7 +182,10 @@ def format_gpu_name(args: PlannedConfig) -> str:
 
 
 def refuse_unread(args: PlanConfig) -> None:
-    """Raise a UsageError for a given option that a search, one run or `--explain` ignores."""
+    """Raise a UsageError for the first set option that the selected mode does not read.
+
+    The modes are a search, a run with degrees, and `--explain`.
+    """
     if args.explain is not None:
         unread = (*DEGREES, *OF_RUNS, "top", "png", "timeline", "html")
         return _refuse(args, unread, "--explain has all degrees")
@@ -202,7 +205,7 @@ def refuse_stages(args: PlannedConfig) -> None:
 
 
 def _refuse(args: Any, unread: Sequence[str], reason: str) -> None:
-    """Raise a UsageError with `reason` for the first option in `unread` that is set."""
+    """Raise a UsageError with `reason` for the first set option in `unread`, a list of names."""
     for name in unread:
         value = args.parallel.get(name) if name in DEGREES else getattr(args, name)
         if value is not None and value is not False:  # 0 equals False
@@ -245,7 +248,7 @@ def _parse_model(args: Any) -> AnyModel:
 
 
 def _read_model(config: Path) -> AnyModel:
-    """Return the decoder of a config.json, or if moecore has none, its class of transformers."""
+    """Return moecore's decoder config for a config.json, or the transformers class without one."""
     if read_config(config).get("model_type") not in FAMILIES:
         return TransformersModel.of(config)
     try:
@@ -348,7 +351,11 @@ def parse_run(args: PlannedConfig) -> TrainingRun:
 def choose_nvlink(
     dispatch: DispatchOptions, parallel: ParallelConfig, num_peers: int
 ) -> NVLinkOptions | None:
-    """Return options of dispatcher nvlink if a run uses it: "auto" does among `num_peers` ranks."""
+    """Return the NVLink options of a run; None = the run does not use dispatcher "nvlink".
+
+    Dispatcher "auto" uses "nvlink" if all ep * etp ranks are among `num_peers` neighbouring ranks
+    that access each other's memory.
+    """
     has_peers = are_peers(parallel.ep * parallel.etp, num_peers)
     is_nvlink = dispatch.name in ("auto", "nvlink") and has_peers
     if is_nvlink or dispatch.name == "hierarchical":

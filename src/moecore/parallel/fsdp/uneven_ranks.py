@@ -52,8 +52,8 @@ from moecore.parallel.fsdp.unit import Unit
 class UnevenRanks:
     """Issues the collectives of modules that this rank skips. A visit records a module's forward.
 
-    `exchanges` maps MoE layers to experts. `active`, the engine's list, has the runs in backward.
-    The functions are methods of the engine; `finish` ends a run's backward.
+    `exchanges` maps MoE layers to experts. `active` is the engine's list of the runs in backward.
+    `unshard_for_use`, `reshard_if_unused` and `finish` (ends a run's backward) are engine methods.
     """
 
     def __init__(
@@ -228,7 +228,10 @@ class UnevenRanks:
             self._end_backward(visit)
 
     def _end_backward(self, visit: ForwardVisit) -> None:
-        """End a visit's backward; if it has not begun, issue its collectives or drop the visit."""
+        """End a visit's backward. If the backward has not begun, issue its collectives.
+
+        If no rank can run the backward, the visit is dropped without collectives.
+        """
         node = visit.node
         if visit.is_in_backward:
             for run in visit.runs.copy():
@@ -302,7 +305,7 @@ class UnevenRanks:
             attendance.joins = False
 
     def _run_empty_backward(self, node: ModuleNode, run: EmptyRun, forward: int) -> None:
-        """Run the backward of an MoE layer with zero tokens, where only experts get gradients."""
+        """Run the backward of a node's MoE layer with zero tokens, in model forward `forward`."""
         assert node.layer is not None, "it has run"
         inputs = [run.x_0D] if run.x_0D.requires_grad else []
         inner_units = list[tuple[nn.Module, Unit]]()
@@ -325,7 +328,10 @@ class UnevenRanks:
     def _run_zero_backward(
         self, node: ModuleNode, outputs: Sequence[Output], inputs: Sequence[GradientEdge]
     ) -> None:
-        """Run a module's backward with zero gradients, so that its experts join other ranks'."""
+        """Run a module's backward from `outputs` to `inputs` with zero gradients.
+
+        The dispatchers in the module thus join the communication of other ranks' backwards.
+        """
         edges = [output.edge for output in outputs]
         zeros = [torch.zeros(o.shape, dtype=o.dtype, device=o.device) for o in outputs]
         experts, dense = list[Tensor](), list[Tensor]()
@@ -342,7 +348,10 @@ class UnevenRanks:
     def _run_backward(
         self, ends: Sequence[Any], zeros: Sequence[Tensor], inputs: Sequence[Any]
     ) -> None:
-        """Run a nested backward from `ends` with gradients `zeros` to `inputs`; end its runs."""
+        """Run a backward from the outputs `ends`, with gradients `zeros`, to `inputs`.
+
+        The function ends the backward of each run whose backward begins in this call.
+        """
         outside = len(self._active)
         # The graph is retained, because a later backward of the same forward may need it.
         torch.autograd.backward(ends, zeros, retain_graph=True, inputs=inputs)

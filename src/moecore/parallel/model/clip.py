@@ -229,7 +229,7 @@ def _check_optimizers(
 
 
 def _list_trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return (name, parameter) of parameters that may have a gradient, equal on a stage's ranks."""
+    """Return (name, parameter) of each parameter that is trainable or has a gradient."""
     # A parameter that was frozen after backward still has a gradient, and optimizers update it.
     return [(n, p) for n, p in model.named_parameters() if p.requires_grad or p.grad is not None]
 

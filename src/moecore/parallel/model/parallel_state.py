@@ -113,7 +113,7 @@ def get_moe_state(model: nn.Module) -> MoEState:
 
 
 def get_capacity(model: nn.Module) -> Capacity:
-    """Return the `Capacity` of a parallelized model's exchange buffers and stash."""
+    """Return the `Capacity` of a model's exchange buffers and of its pages of saved expert rows."""
     state = get_parallel_state(model)
     assert state is not None and state.capacity is not None, "its balance record was found"
     return state.capacity
@@ -132,7 +132,7 @@ def get_progress(model: nn.Module) -> Progress | None:
 
 
 def find_staged_module(model: nn.Module) -> tuple[nn.Module, AllStages | None]:
-    """Return the submodule with pipeline stages and its `AllStages`; without, `model` and None.
+    """Return the submodule with pipeline stages and its `AllStages`; otherwise (`model`, None).
 
     Raises a ValueError if two submodules have stages.
     """

@@ -213,7 +213,7 @@ class _PlanBuilder:
         return (*outer, AxisPlacement(axis=axis, size=size, dim=dim), *inner)
 
     def _check_even_input_dim(self, param: nn.Parameter, ranks: int) -> None:
-        """Raise a ValueError if `ranks` ranks cannot shard dim 1 evenly, in full bytes."""
+        """Raise a ValueError if dim 1 of `param` is not `ranks` equal shards of complete bytes."""
         name = self.name_of[param]
         recipe = self.recipes.get(name)
         values_per_byte = 2 if recipe is not None and recipe.scaling == "nvfp4" else 1
@@ -244,7 +244,11 @@ class _PlanBuilder:
     def _plan_unit(
         self, first: nn.Module, forward: Iterable[nn.Module], backward: Iterable[nn.Module]
     ) -> UnitPlan:
-        """Return the plan of the unit with first module `first`, and of its prefetches by pass."""
+        """Return the plan of the unit whose first module is `first`.
+
+        `forward` and `backward` are the first modules of the units that `first` prefetches in each
+        pass.
+        """
         options = self.options
         role, modules, owned = self.owned[first]
         mesh: View = "expert" if role == "experts" else "dense"
@@ -321,7 +325,10 @@ def get_dtype_name(dtype: torch.dtype) -> str:
 def _plan_prefetch(
     model: nn.Module, model_units: Units, options: FSDPOptions, unsharded: Set[nn.Module]
 ) -> tuple[Prefetch, Prefetch]:
-    """Map each unit to its prefetches in forward, and in backward; skip units in `unsharded`."""
+    """Return the units that each unit prefetches: a map for forward, and a map for backward.
+
+    Keys and values are the units' first modules. Units in `unsharded` are left out.
+    """
     if not options.prefetch_blocks:
         return {}, {}
     groups = [[unit for unit in group if unit not in unsharded] for group in model_units.first_use]
@@ -421,7 +428,11 @@ def _select_gatherable(recipe: Recipe | None) -> Recipe | None:
 
 
 def _check_gatherable(name: str, param: nn.Parameter, num_places: int) -> None:
-    """Raise a ValueError if a parameter is not fp32 or bf16, or has more than one place."""
+    """Raise a ValueError if a parameter cannot be all-gathered in FP8.
+
+    The dtype must be fp32 or bf16, and `num_places`, the number of modules' attributes that refer
+    to the parameter, must be 1.
+    """
     if param.dtype not in STORED_DTYPES:
         raise ValueError(
             f"{name} ({param.dtype}) must be kept in fp32 or bf16 with {GATHER}: call model.float()"
