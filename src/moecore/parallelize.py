@@ -202,7 +202,7 @@ def _make_state(
 ) -> ParallelState:
     """Remove other ranks' stages; return the `ParallelState` with the plan of the remaining model.
 
-    `fp32` has the names of tensors that stay in fp32.
+    `layers` maps names to MoE layers. `fp32` has the names of tensors that stay in fp32.
     """
     dtype = next(model.parameters()).dtype
     layout, stages = select_local_stages(model, request)

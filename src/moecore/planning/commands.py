@@ -239,10 +239,7 @@ def _print_time(args: Any, time: TimePlan | str, max_bytes: int | None = None) -
 
 
 def _describe_slices(table: CostTable, gpu_name: str) -> str:
-    """Return a line: the share of tp collectives' time that counts, because matmuls do not hide it.
-
-    The share is for tp collectives that are cut into slices and overlap with matmuls.
-    """
+    """Return a line: the share of the time of sliced tp collectives that matmuls do not hide."""
     slices = table.slices
     if slices is None:
         return "collectives of tp count in full: the cost table has no share for sliced collectives"
@@ -265,7 +262,10 @@ def _load_table(args: Any) -> CostTable:
 
 
 def _write_files(args: Any, plan: MemoryPlan, time: TimePlan | str) -> None:
-    """Write the files of `--png`, `--timeline` and `--html`; ValueError if one cannot be drawn."""
+    """Write the files of `--png`, `--timeline` and `--html`.
+
+    `time` is a time plan or a refusal text. Raises a ValueError without matplotlib or timeline.
+    """
     timeline = None if isinstance(time, str) else time.timeline
     try:
         if args.png is not None:
@@ -289,10 +289,7 @@ def _write_recipe(args: Any, run: TrainingRun) -> None:
 
 
 def run_dry_run(args: DryRunConfig) -> int:
-    """Print memory and launches of rank `args.rank` in a dry run.
-
-    Returns exit status 0, or 1 if the peak memory exceeds the GPU's memory.
-    """
+    """Print memory and launches of a rank's dry run; return 0, or 1 if above the GPU's memory."""
     refuse_stages(args)
     run, memory = parse_run(args), get_gpu(select_gpu(args)).memory
     step = dry_run(run, args.rank)

@@ -128,7 +128,7 @@ class CostTable(CheckedRecord):
         return _parse_table(text, os.fspath(path))
 
     def on(self, gpu: GpuName | Gpu) -> CostTable:
-        """Return a copy of the table for another GPU: equal efficiencies, its data-sheet rates."""
+        """Return a copy with this table's efficiencies and the data-sheet rates of `gpu`."""
         check_arguments(CostTable.on, locals())
         return replace(self, gpu=gpu)
 
@@ -267,7 +267,10 @@ class CostTable(CheckedRecord):
         return math.log(max(rates.values()) / (point.seconds - self.launch_seconds))
 
     def _find_points(self, work: Work) -> list[Point]:
-        """Return the measured points with an operation's name; if none, the points for its kind."""
+        """Return the measured points with the name of an operation.
+
+        Without such points, the result is the points that stand for the operation's kind.
+        """
         # A point's name is part of the operation's name, without case and signs: "sum_rows" is part
         # of "_sum_rows_fwd_kernel". Points with the longest such name count, and of these points
         # those with the operation's dtype if there are any.

@@ -88,7 +88,7 @@ class DryRun:
 
 
 def _list_works(queued: Iterable[QueuedLaunch]) -> tuple[Work, ...]:
-    """Return the operation of each launch, as often as the launch repeats it."""
+    """Return the operation of each launch, repeated `launch.times` times."""
     return tuple(launch.work for launch in queued for _ in range(launch.times))
 
 

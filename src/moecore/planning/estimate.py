@@ -322,7 +322,7 @@ class Estimate:
         return sum(block.num_bytes for block in (*blocks, counts.outside)), offloaded_bytes
 
     def _make_node_run(self, options: OptionSet, num_micro_batches: int) -> TrainingRun:
-        """Return the request's run on the ep ranks of one node, with one-sequence micro-batches."""
+        """Return the request's run on one node's ep ranks, with micro-batches of one sequence."""
         rows = num_micro_batches * self._ep
         request = replace(self._request, num_gpus=self._ep, global_batch=rows, nvlink=None)
         return make_run(request, Layout(ep=self._ep), options)
@@ -330,7 +330,10 @@ class Estimate:
 
 @lru_cache(maxsize=256)
 def count_saved_bytes_of_run(run: TrainingRun) -> ModelSavedBytes:
-    """Return the bytes by block that a micro-batch saves for backward; faster than a dry run."""
+    """Return, for each block, the bytes that a micro-batch saves for backward.
+
+    The function is faster than a dry run.
+    """
     model = run.planned_model.build(run.dtype)
     run.planned_model.merge_loss_chunks(model, run.batch_size * run.seq_len)
     inputs = run.planned_model.inputs(run.tokens())

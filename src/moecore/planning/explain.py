@@ -184,7 +184,7 @@ def _describe_plan(
 
 
 def _describe_degrees(plan: ShardPlan) -> Iterator[str]:
-    """Yield a line with the degrees above 1 of the dense mesh, then one of the expert mesh."""
+    """Yield two lines: the degrees above 1 of the dense mesh, and of the expert mesh."""
     for view, dims in (("dense ", DENSE_DIMS), ("expert", EXPERT_DIMS)):
         degrees = ((dim, getattr(plan.parallel, dim)) for dim in dims)
         yield f"  {view} {' '.join(f'{dim}={n}' for dim, n in degrees if n > 1) or 'one rank'}"

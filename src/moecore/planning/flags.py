@@ -240,7 +240,7 @@ def parse_layout(text: str) -> Layout:
 
 
 def _parse_model(args: Any) -> AnyModel:
-    """Return the model of the preset or the config, for rows of at least `seq_len` tokens."""
+    """Return the model of `--preset` or `--config`, with max_seq_len of at least `--seq-len`."""
     model: AnyModel = PRESETS[args.preset] if args.preset else _read_model(args.config)
     if isinstance(model, TransformersModel):
         return model
@@ -248,7 +248,10 @@ def _parse_model(args: Any) -> AnyModel:
 
 
 def _read_model(config: Path) -> AnyModel:
-    """Return moecore's decoder config for a config.json, or the transformers class without one."""
+    """Return the model of a config.json: moecore's decoder, or a class of transformers.
+
+    The class of transformers is returned if moecore's decoder does not support the model.
+    """
     if read_config(config).get("model_type") not in FAMILIES:
         return TransformersModel.of(config)
     try:
@@ -351,10 +354,11 @@ def parse_run(args: PlannedConfig) -> TrainingRun:
 def choose_nvlink(
     dispatch: DispatchOptions, parallel: ParallelConfig, num_peers: int
 ) -> NVLinkOptions | None:
-    """Return the NVLink options of a run; None = the run does not use dispatcher "nvlink".
+    """Return the NVLink options with which a run dispatches tokens; None = without NVLink kernels.
 
-    Dispatcher "auto" uses "nvlink" if all ep * etp ranks are among `num_peers` neighbouring ranks
-    that access each other's memory.
+    Dispatchers "auto" and "nvlink" use NVLink if the ep * etp ranks are among `num_peers`
+    neighbouring ranks that access each other's memory. Dispatcher "hierarchical" always uses
+    NVLink.
     """
     has_peers = are_peers(parallel.ep * parallel.etp, num_peers)
     is_nvlink = dispatch.name in ("auto", "nvlink") and has_peers

@@ -197,7 +197,7 @@ def find_gpu_name(device_name: str) -> GpuName | None:
 
 
 def find_bf16_flops(device_name: str) -> float | None:
-    """Return the dense bf16 FLOP/s of a GPU by its name in torch; None = it is not known."""
+    """Return the dense bf16 FLOP/s of a GPU by its name in torch; None = the GPU is not known."""
     for pattern, flops in OTHER_BF16_FLOPS.items():
         if re.search(rf"\b({pattern})\b", device_name):
             return flops
@@ -217,7 +217,9 @@ def read_bytes(path: str | os.PathLike[str], name: str, max_bytes: int, fix: str
 
 
 def read_gpu(path: str | os.PathLike[str]) -> Gpu:
-    """Return the GPU of a TOML file with fields of `Gpu`; key `like` names a GPU for other fields.
+    """Return the GPU of a TOML file whose keys are fields of `Gpu`.
+
+    The key `like` names a known GPU, which has the values of the missing fields.
 
     Raises:
         ValueError: if the file cannot be read, or a field or value is not valid for `Gpu`.

@@ -164,7 +164,7 @@ def list_divisors(number: int) -> tuple[int, ...]:
 
 
 def enumerate_layouts(num_gpus: int) -> Iterator[Layout]:
-    """Yield every layout of a number of GPUs with etp 1, whether a rule refuses it or not."""
+    """Yield all layouts of `num_gpus` GPUs with etp 1, including layouts that a rule refuses."""
     for pp in list_divisors(num_gpus):
         degrees = list_divisors(num_gpus // pp)
         for tp in degrees:
@@ -174,7 +174,7 @@ def enumerate_layouts(num_gpus: int) -> Iterator[Layout]:
 
 
 def find_refusal(request: SearchRequest, layout: Layout) -> Refusal | None:
-    """Check a layout against all rules; return the first refusal; None = no rule refuses it."""
+    """Check a layout against all rules; return the first `Refusal`; None = all rules allow it."""
     return next(
         chain(_find_illegal_values(request, layout), _find_slow_choices(request, layout)), None
     )

@@ -88,7 +88,10 @@ class Gradients:
         self._remote_grads: dict[int, bool] = {}
 
     def make_sink(self, index: int, shape: torch.Size) -> GradSink | None:
-        """Return the `GradSink` for gradient `index`, which has `shape`; None = no gradient."""
+        """Return the `GradSink` for the gradient, of `shape`, of parameter `index`.
+
+        None = the gradient is not needed.
+        """
         unsharded = self._params[index].unsharded
         if unsharded is None or not (unsharded.requires_grad and torch.is_grad_enabled()):
             return None
@@ -97,7 +100,7 @@ class Gradients:
     def accumulate(
         self, index: int, shape: torch.Size, compute: ComputeGrad, *operands: Any
     ) -> Tensor | None:
-        """Compute gradient `index` and add the gradient to the sums, or defer the computation.
+        """Compute the gradient of parameter `index` and add it to the sums, or defer both.
 
         `compute(*operands, target)` returns the gradient, which has `shape`, or writes it to
         `target`. Returns the gradient for autograd if the sums cannot be written, otherwise None.
@@ -113,7 +116,10 @@ class Gradients:
         return None
 
     def defer(self, index: int, shape: torch.Size, compute: ComputeGrad, *operands: Any) -> bool:
-        """Store the matmul of gradient `index`; return False if matmuls are not deferred."""
+        """Store the matmul of parameter `index`'s gradient; return False if deferral is off.
+
+        The arguments after `index` are the arguments of `accumulate`.
+        """
         if self.deferred is None:
             return False
         self.deferred.store(self, WeightProduct.of(index, shape, compute, operands))
@@ -139,7 +145,10 @@ class Gradients:
                 param.add_grad(grad)
 
     def _choose_target(self, index: int, shape: torch.Size) -> GradTarget | None:
-        """Return where a kernel writes gradient `index`; None = return the gradient to autograd."""
+        """Return where a kernel writes the gradient of parameter `index`, viewed as `shape`.
+
+        None = the kernel must return the gradient to autograd.
+        """
         if self._is_direct:
             return self._make_shard_target(self._params[index], shape)
         sums = self._acquire_sums()
@@ -150,9 +159,10 @@ class Gradients:
         return GradTarget(sums.parameters[index].view(shape), adds=adds, scale=scale)
 
     def _record_kernel_grad(self, index: int, grad: Tensor) -> None:
-        """Record that a kernel has computed gradient `index`.
+        """Record that a kernel has computed the gradient of parameter `index`.
 
-        If gradients are not summed in a buffer, `grad` is also added to `.grad` of the shard.
+        If the unit has no sums, `grad` is also added to `.grad` of the shard, unless the kernel has
+        added it.
         """
         self._kernel_grads.add(index)
         param = self._params[index]
@@ -221,9 +231,9 @@ class Gradients:
             self.buffer.mark.clear()
 
     def _make_shard_target(self, param: UnitParam, shape: torch.Size) -> GradTarget | None:
-        """Return the target with which a kernel writes `.grad` of a shard.
+        """Return the target with which a kernel writes `.grad`, viewed as `shape`, of a shard.
 
-        None = the kernel cannot write to the existing `.grad`, such as one of another dtype.
+        None = the existing `.grad` cannot be written, for example because of its dtype.
         """
         scale, grad = 1.0 / self.divisor, param.sharded.grad
         if grad is None or has_value_hooks(param.sharded):
@@ -367,7 +377,7 @@ class Gradients:
         return [pieces[2 * i + 1] for i in indices]
 
     def _release_sums(self) -> None:
-        """Forget the sums, and let other units use the shared buffer."""
+        """Drop the views of the sums, so that other units can use the shared buffer."""
         self.is_expected = False
         self._filled.clear()
         self._divided.clear()
@@ -408,7 +418,10 @@ class _Sink:
         self._node = get_gradient_edge(param).node
 
     def accumulate(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
-        """Compute a gradient into the sums and return None, or return it if autograd needs it."""
+        """Add the gradient that `compute(*operands, target)` writes to the sums, and return None.
+
+        Returns the gradient if it cannot be added, so that the caller passes it to autograd.
+        """
         if not self._may_take_gradient():
             return compute(*operands, GradTarget())
         return self._gradients.accumulate(self._index, self._shape, compute, *operands)

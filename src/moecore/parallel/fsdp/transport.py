@@ -78,7 +78,8 @@ class PackedTransport:
     ) -> list[RankHeader]:
         """All-gather shards, and `rank_header` on CPUs, in one message; copy shards to regions.
 
-        `rank_header` has the numbers that ranks compare. Returns the headers of all ranks, or [].
+        `rank_header` has the numbers that ranks compare. Returns the headers of all ranks, or [] on
+        other devices.
         """
         numbers = rank_header if self.host_reads and not shards[0].is_meta else []
         header = torch.tensor(numbers, dtype=torch.int64, device="cpu")

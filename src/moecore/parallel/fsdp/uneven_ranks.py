@@ -169,7 +169,7 @@ class UnevenRanks:
         return [run for visit in self._outermost_visits for run in visit.runs]
 
     def _mark_in_backward(self, visit: ForwardVisit) -> None:
-        """Mark a visit as in backward and drop its graph edges."""
+        """Record that a visit's backward has begun, and drop the visit's graph edges."""
         visit.is_in_backward = True
         visit.inputs.clear()
         visit.outputs.clear()
@@ -182,7 +182,10 @@ class UnevenRanks:
             outer.next = max(outer.next, number)
 
     def _join_skipped_forward(self, node: ModuleNode, outer: ForwardVisit) -> None:
-        """Issue the forward collectives of a skipped module and of its submodules."""
+        """Issue the forward collectives of a skipped module and of its submodules.
+
+        `outer` is the record of the enclosing module's forward.
+        """
         visit = ForwardVisit(node, outer, outer.forward, is_skipped=True)
         outer.children.append(visit)
         units, is_recompute = _list_units(node), is_inside_backward()
@@ -222,7 +225,7 @@ class UnevenRanks:
         return None
 
     def _end_children(self, outer: ForwardVisit, until: ForwardVisit | None) -> None:
-        """End the backward of the children of `outer` that follow `until`; None = all children."""
+        """End the backward of the children of `outer` after child `until`; None = all children."""
         while outer.children and (visit := outer.children[-1]) is not until:
             outer.children.pop()
             self._end_backward(visit)
@@ -360,7 +363,7 @@ class UnevenRanks:
 
 
 def _list_units(node: ModuleNode) -> list[Unit]:
-    """Return the units whose collectives a rank issues when it skips a module, in hook order."""
+    """Return the units whose collectives a rank issues if it skips a module, in hook order."""
     if node.layer is node.module:  # whose forward reads them
         return node.units[::-1]
     if node.layer is not None:  # whose forward has the hooks of the experts

@@ -214,7 +214,7 @@ class Unit:
             self.state = State.UNSHARDED
 
     def register_params(self, *, unsharded: bool) -> None:
-        """Register unsharded (or sharded) parameters on the modules, if the unit is UNSHARDED."""
+        """If UNSHARDED, register the unsharded (or the sharded) parameters on the modules."""
         if self.state is State.UNSHARDED:
             register_params(self.params, unsharded=unsharded)
 

@@ -118,7 +118,7 @@ def find_heads(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
 
 
 def make_is_tied(model: nn.Module) -> Callable[[nn.Module], bool]:
-    """Return a predicate: does a module share a parameter with modules of `model` outside of it?"""
+    """Return a predicate: whether a module shares a parameter with the rest of `model`."""
     holders, parents = Counter[int](), Counter[nn.Module]()
     for module in model.modules():
         holders.update(id(p) for p in module.parameters(recurse=False))

@@ -348,7 +348,7 @@ def _check_without_moe_layers(request: Request) -> None:
 
 
 def _check_experts(name: str, layer: RoutedLayer, meshes: Meshes) -> None:
-    """Raise a ValueError if ep, etp or edp_shard cannot shard the experts of MoE layer `name`.
+    """Raise a ValueError if the experts of layer `name` are wrapped or not divisible by a degree.
 
     Raises a NotImplementedError for etp > 1 if torch is too old for the layer's weight layout.
     """

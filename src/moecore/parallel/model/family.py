@@ -91,7 +91,7 @@ class Family(Protocol):
         return [layer for layer in layers if layer.indexer is not None]
 
     def add_indexer_losses(self, model: nn.Module, config: IndexerConfig) -> None:
-        """Add an auxiliary loss to each layer with an indexer, which trains the indexer."""
+        """Add the loss of `config` to each layer with an indexer, to train the indexer."""
         for layer in self.find_indexers(model):
             cast(Any, layer).enable_indexer_training(config)
 

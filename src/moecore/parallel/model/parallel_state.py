@@ -92,9 +92,10 @@ def list_engines(model: nn.Module) -> list[UnitEngine]:
 
 
 def find_argument_difference(model: nn.Module) -> Tensor | None:
-    """End a step's argument comparisons; return a 0-dim device bool, True if arguments differed.
+    """End a step's comparison of arguments between ranks; return whether the arguments differed.
 
-    None = the step compared no contents on the device. No host sync.
+    The result is a 0-dim device bool. None = the step compared no contents on the device. No host
+    sync.
     """
     flags = (r.arguments.end_step() for r in list_parallel_states(model) if r.arguments is not None)
     differences = [flag for flag in flags if flag is not None]

@@ -165,7 +165,7 @@ def apply_layers(model: nn.Module, state: ParallelState) -> None:
 def _scale_nvlink_options(
     options: NVLinkOptions | None, domains: DomainGroups | None
 ) -> NVLinkOptions | None:
-    """Return NVLink options for dispatch inside a domain: `max_tokens` * number of domains.
+    """Return NVLink options for dispatch inside a domain, with `max_tokens` * number of domains.
 
     `options` None = the defaults. `domains` None = `options` are returned unchanged.
     """
@@ -293,7 +293,7 @@ def install_argument_checks(model: nn.Module, state: ParallelState) -> None:
 def select_local_stages(
     model: nn.Module, request: Request
 ) -> tuple[PipelineLayout | None, Sequence[Stage]]:
-    """Remove other ranks' stages; return the layout and this rank's stages (pp 1: None, ())."""
+    """Remove other ranks' stages; return (layout, this rank's stages), or (None, ()) if pp is 1."""
     pp = request.meshes.parallel.pp
     if pp == 1 or request.pipeline is None:
         return None, ()
@@ -309,7 +309,7 @@ def select_local_stages(
 
 
 def apply_pipeline(model: nn.Module, state: ParallelState) -> None:
-    """Create the `Pipeline` of a model, and compare parameters that stages share. Collective."""
+    """Create `state.pipeline`, and compare parameters that pipeline stages share. Collective."""
     request, meshes = state.request, state.request.meshes
     if state.layout is None:
         return

@@ -96,7 +96,8 @@ def _make_unit(
 ) -> Unit:
     """Create the unit of one layout of a unit plan, and shard the layout's parameters.
 
-    `owners` is the result of `_find_owners`. `join` concatenates device meshes.
+    `modules` are the unit's modules. `owners` is the result of `_find_owners`. `join` concatenates
+    device meshes.
     """
     mesh: DeviceMesh | None = meshes.dense_fsdp
     if unit_plan.mesh != "dense":

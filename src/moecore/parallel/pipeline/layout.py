@@ -237,7 +237,7 @@ def _raise_layout_error(text: str, relation: str, fix: str) -> None:
 def _make_even_text(
     num_layers: int, num_mtp_layers: int, num_stages: int, bound: frozenset[int] = frozenset()
 ) -> str:
-    """Return the layout string of `even_layout`, with equal numbers of layers per stage."""
+    """Return a layout string with equal numbers of layers per stage, as `even_layout` describes."""
     base_size, num_larger = divmod(num_layers, num_stages)
     first = [base_size * stage + min(stage, num_larger) for stage in range(num_stages + 1)]
     free = [0, *(layer for layer in range(1, num_layers) if layer not in bound), num_layers]

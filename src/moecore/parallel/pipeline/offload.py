@@ -136,7 +136,8 @@ def _fits_timeline(
 ) -> bool:
     """Whether no item of a rank's timeline waits for the copies of these offload fractions.
 
-    `seconds` has, for each stage, the time to copy all saved bytes of a micro-batch.
+    `spans` are the rank's items without offload. `fractions` and `seconds` are by stage: the share
+    that is offloaded, and the time to copy all saved bytes of a micro-batch.
     """
     out = back = 0.0  # times at which the copy engines are free
     before = freed = copies_end = 0.0  # end of the last item, and of the last two items' copies

@@ -70,7 +70,7 @@ class Turns(NamedTuple):
 
 
 def make_order(turns: Turns) -> Iterator[Item]:
-    """Interleave a rank's forwards and backwards and yield the items in the order of execution."""
+    """Yield a rank's items in the order of execution, made from its forwards and backwards."""
     forwards = [Action("F", *pass_) if pass_ else None for pass_ in turns.forwards]
     while forwards and forwards[-1] is None:
         forwards.pop()

@@ -51,10 +51,16 @@ class StageOffload(Protocol):
         """
 
     def bring_back(self, chunk: Any) -> None:
-        """Start to copy the tensors of a forward, a result of `chunk`, back to the device."""
+        """Start to copy a forward's offloaded tensors back to the device.
+
+        `chunk` is the value of the forward's `chunk` context.
+        """
 
     def free(self, chunk: Any) -> None:
-        """Free the device memory of a forward's last block, if its host copy is complete."""
+        """Free the device memory of a forward's last block, if its host copy is complete.
+
+        `chunk` is the value of the forward's `chunk` context.
+        """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -128,9 +128,9 @@ def _describe_parameter(param: nn.Parameter) -> str:
 
 
 def _find_unequal_copies(forms: list[dict[str, str]]) -> str | None:
-    """Return an error text if copies of a parameter differ, or None.
+    """Return an error text if the copies of a parameter differ; None = all copies are equal.
 
-    `forms` has, for each pp rank, the descriptions of its parameters by name.
+    `forms[i]` maps the parameter names of pp rank i to descriptions (`_describe_parameter`).
     """
     first: dict[str, tuple[int, str]] = {}
     for pp_rank, forms_of_rank in enumerate(forms):

@@ -93,7 +93,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Idle time of all ranks, divided by their busy time."""
+        """Idle time of all ranks divided by busy time of all ranks."""
         busy = sum(self.busy)
         return (len(self.spans) * self.makespan - busy) / busy
 
