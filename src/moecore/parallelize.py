@@ -122,7 +122,10 @@ def parallelize_moe(
 
 
 def _with_arguments_of(other: Callable[P, Any]) -> Callable[[Callable[..., T]], Callable[P, T]]:
-    """Return a decorator that gives the signature of `other` to a function of {name: argument}."""
+    """Return a decorator that lets a function of one {name: argument} dict be called as `other`.
+
+    The decorated function has the signature of `other` and its defaults.
+    """
 
     def decorate(function: Any) -> Any:
         @wraps(function)
@@ -158,7 +161,7 @@ def plan_sharding(arguments: Mapping[str, Any]) -> ShardPlan:
 
 
 def _choose_meshes(arguments: Mapping[str, Any]) -> Meshes:
-    """Build the default meshes for a call of `parallelize_moe` by {name: argument}. Collective."""
+    """Build the default meshes for `parallelize_moe(**arguments)`. Collective."""
     start_default_group()  # in which ranks share errors
     with share_errors():
         check_arguments(parallelize_moe, arguments)
@@ -199,7 +202,7 @@ def _make_state(
 ) -> ParallelState:
     """Remove other ranks' stages; return the `ParallelState` with the plan of the remaining model.
 
-    `fp32` has the names of tensors that stay in fp32.
+    `layers` maps names to MoE layers. `fp32` has the names of tensors that stay in fp32.
     """
     dtype = next(model.parameters()).dtype
     layout, stages = select_local_stages(model, request)

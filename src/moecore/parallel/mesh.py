@@ -245,9 +245,10 @@ def build_meshes(
 
 
 def _resolve_ranks_per_domain(ranks_per_domain: int | None, world_size: int) -> int:
-    """Return `ranks_per_domain`, or for None LOCAL_WORLD_SIZE if it divides the world size.
+    """Return `ranks_per_domain`; if None, return the number of ranks per host (LOCAL_WORLD_SIZE).
 
-    Raises a ValueError if `ranks_per_domain` does not divide the world size.
+    If LOCAL_WORLD_SIZE does not divide the world size, the result is the world size. Raises a
+    ValueError if `ranks_per_domain` does not divide the world size.
     """
     if ranks_per_domain is None:
         host_size = read_launcher_number("LOCAL_WORLD_SIZE", world_size)
@@ -288,7 +289,10 @@ def make_domain_groups(meshes: Meshes) -> DomainGroups:
 
 
 def check_domains(meshes: Meshes) -> None:
-    """Raise a ValueError if dispatcher "hierarchical" cannot use the domains of the meshes."""
+    """Raise a ValueError if the domains of the meshes cannot split the ep * etp dispatch ranks.
+
+    Dispatcher "hierarchical" needs at least two domains of at least two ranks.
+    """
     p, domain_size = meshes.parallel, meshes.ranks_per_domain
     relation = None
     if domain_size == 1 or p.ep * p.etp <= domain_size:
@@ -428,7 +432,10 @@ def _make_dense_fsdp(dense: DeviceMesh, p: ParallelConfig) -> DeviceMesh:
 
 
 def _flatten_group(view: DeviceMesh, names: tuple[str, str]) -> dist.ProcessGroup | None:
-    """Return one process group over a mesh's two innermost axes; None if it has one rank."""
+    """Return one process group over the two innermost axes of `view`; None if it has one rank.
+
+    `names` are the names of these two axes.
+    """
     sizes = view.shape[-2:]
     if sizes == (1, 1):
         return None
@@ -442,7 +449,10 @@ def _flatten_group(view: DeviceMesh, names: tuple[str, str]) -> dist.ProcessGrou
 def _make_stage_groups(
     world: DeviceMesh, dense: DeviceMesh, p: ParallelConfig
 ) -> tuple[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup] | None]:
-    """Return `stage_group` and `pipeline_groups` of `Meshes`. Collective if pp > 1."""
+    """Return `stage_group` and `pipeline_groups` of `Meshes`. Collective if pp > 1.
+
+    `world` is a 1-D mesh of all ranks, and `dense` the dense mesh.
+    """
     if p.pp == 1:
         return world.get_group(), None
     view = _make_mesh(world.device_type, (p.pp, world.size() // p.pp), ("pp", "stage"))

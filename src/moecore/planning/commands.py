@@ -115,7 +115,10 @@ def _explain_layout(args: Any) -> int:
 
 
 def _describe_measurement(args: Any, first: Layout) -> str:
-    """Return a sentence: whether a benchmark measured layout `first`, and the measured speed."""
+    """Return a sentence with the benchmark's layout and speed for this model and these GPUs.
+
+    The sentence says whether that layout is `first`, the first layout of the search.
+    """
     step = MEASURED.get((args.preset, format_gpu_name(args), args.gpus))
     if step is None:
         return "no benchmark has measured the first layout"
@@ -191,7 +194,10 @@ def _list_layout_fields(candidate: FittingCandidate) -> dict[str, Any]:
 
 
 def _list_time_numbers(time: TimePlan | str) -> dict[str, Any]:
-    """Return the JSON fields of a time plan; of a refusal text, only "time_refusal" is not None."""
+    """Return the JSON fields of a time plan: seconds, tokens per second, parts and limiting rate.
+
+    If `time` is a text, the reason why the time is not modelled, the text is field "time_refusal".
+    """
     if isinstance(time, str):
         names = ("seconds", "tokens_per_second", "parts", "wall")
         return dict.fromkeys(names) | {"time_refusal": time}
@@ -205,7 +211,10 @@ def _list_time_numbers(time: TimePlan | str) -> dict[str, Any]:
 
 
 def _print_time(args: Any, time: TimePlan | str, max_bytes: int | None = None) -> None:
-    """Print a time plan and the best option of at most `max_bytes` per rank, or a refusal text."""
+    """Print a time plan and the option that makes the step fastest within `max_bytes` per rank.
+
+    If `time` is a text, the reason why the time is not modelled, only the text is printed.
+    """
     if isinstance(time, str):
         print(time)
         return
@@ -230,7 +239,7 @@ def _print_time(args: Any, time: TimePlan | str, max_bytes: int | None = None) -
 
 
 def _describe_slices(table: CostTable, gpu_name: str) -> str:
-    """Return a line: the share of sliced tp exchanges that matmuls do not hide, on this GPU."""
+    """Return a line: the share of the time of sliced tp collectives that matmuls do not hide."""
     slices = table.slices
     if slices is None:
         return "collectives of tp count in full: the cost table has no share for sliced collectives"
@@ -242,7 +251,10 @@ def _describe_slices(table: CostTable, gpu_name: str) -> str:
 
 
 def _load_table(args: Any) -> CostTable:
-    """Return the table of `--table` or the shipped one for the GPU, with `--pairs-hide` if set."""
+    """Return the cost table of `--table`, or the shipped table, with the rates of the selected GPU.
+
+    `--pairs-hide` replaces the table's `pairs_hide` if set.
+    """
     table = CostTable.of if args.table is None else CostTable.read(args.table).on
     hides = getattr(args, "pairs_hide", None)
     costs = table(select_gpu(args))
@@ -250,7 +262,10 @@ def _load_table(args: Any) -> CostTable:
 
 
 def _write_files(args: Any, plan: MemoryPlan, time: TimePlan | str) -> None:
-    """Write the files of `--png`, `--timeline` and `--html`; ValueError if one cannot be drawn."""
+    """Write the files of `--png`, `--timeline` and `--html`.
+
+    `time` is a time plan or a refusal text. Raises a ValueError without matplotlib or timeline.
+    """
     timeline = None if isinstance(time, str) else time.timeline
     try:
         if args.png is not None:
@@ -274,7 +289,7 @@ def _write_recipe(args: Any, run: TrainingRun) -> None:
 
 
 def run_dry_run(args: DryRunConfig) -> int:
-    """Print memory and launches of rank `args.rank` in a dry run; return 0, or 1 if too large."""
+    """Print memory and launches of a rank's dry run; return 0, or 1 if above the GPU's memory."""
     refuse_stages(args)
     run, memory = parse_run(args), get_gpu(select_gpu(args)).memory
     step = dry_run(run, args.rank)
@@ -312,7 +327,10 @@ def run_dry_run(args: DryRunConfig) -> int:
 
 
 def _sum_launches_by_kind(step: DryRun, table: CostTable | None) -> dict[str, list[Any]]:
-    """Return kind of operation -> [number, FLOP, bytes, serial seconds, None without `table`]."""
+    """Return {kind of operation: [launches, FLOP, bytes, seconds]}, summed over a step's launches.
+
+    The seconds are without overlap, by `table`; None if `table` is None.
+    """
     if table is not None:
         table = replace(table, slices=None)  # serial seconds, not the exposed share
     sums: defaultdict[str, list[Any]] = defaultdict(lambda: [0.0] * 4)

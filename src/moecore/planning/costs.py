@@ -128,7 +128,7 @@ class CostTable(CheckedRecord):
         return _parse_table(text, os.fspath(path))
 
     def on(self, gpu: GpuName | Gpu) -> CostTable:
-        """Return the table with the same efficiencies and the data-sheet rates of another GPU."""
+        """Return a copy with this table's efficiencies and the data-sheet rates of `gpu`."""
         check_arguments(CostTable.on, locals())
         return replace(self, gpu=gpu)
 
@@ -140,9 +140,10 @@ class CostTable(CheckedRecord):
         return f"{self.points_from}, its efficiencies with the maker's rates of {self.gpu}"
 
     def extend(self, points: Sequence[Point], source: str) -> CostTable:
-        """Return a table measured on `self.gpu`, with `points` in place of points of equal name.
+        """Return a table measured on `self.gpu` with `points` as additional measured operations.
 
-        The seconds of all other points are computed from this table. `source` describes `points`.
+        A new point replaces all points of the table with an equal name. The seconds of the
+        remaining points are computed from this table. `source` is a text that describes `points`.
 
         Raises:
             ValueError: if the table's GPU is a `Gpu` and not a name.
@@ -191,14 +192,20 @@ class CostTable(CheckedRecord):
         return launch + max(rates.values())
 
     def find_limiting_rate(self, work: Work, node_ranks: CountOrZero = 0) -> Wall:
-        """Return the rate that limits an operation, or "launch" if its fixed time is longer."""
+        """Return the rate that limits an operation, or "launch" if its fixed time is longer.
+
+        `node_ranks` is the number of a collective's ranks in one NVLink domain; 0 = the maximum.
+        """
         check_arguments(CostTable.find_limiting_rate, locals())
         launch, rates = self._compute_rate_seconds(work, node_ranks)
         longest = max(rates, key=lambda wall: rates[wall])
         return longest if rates[longest] > launch else "launch"
 
     def _compute_rate_seconds(self, work: Work, node_ranks: int) -> tuple[float, dict[Wall, float]]:
-        """Return an operation's fixed seconds, and its seconds at each resource's achieved rate."""
+        """Return an operation's fixed seconds, and {resource: seconds at the achieved rate}.
+
+        `node_ranks` is an argument of `seconds`.
+        """
         domain_ranks = _count_domain_ranks(work, node_ranks, self.gpu)
         rates = self._compute_roofline(work, self.gpu, domain_ranks)
         reached, launch = self._interpolate_efficiency(work), self.launch_seconds
@@ -212,7 +219,10 @@ class CostTable(CheckedRecord):
     def _compute_roofline(
         self, work: Work, name: GpuName | Gpu, domain_ranks: int
     ) -> dict[Wall, float]:
-        """Return an operation's seconds at each data-sheet rate of the GPU `name`."""
+        """Return {resource: an operation's seconds at the resource's data-sheet rate} for a GPU.
+
+        `domain_ranks` is the number of a collective's ranks in one NVLink domain.
+        """
         gpu = get_gpu(name)
         if work.kind == "copy":
             return {"pcie": work.num_bytes / gpu.pcie}
@@ -257,7 +267,10 @@ class CostTable(CheckedRecord):
         return math.log(max(rates.values()) / (point.seconds - self.launch_seconds))
 
     def _find_points(self, work: Work) -> list[Point]:
-        """Return the measured points with an operation's name; if none, the points for its kind."""
+        """Return the measured points with the name of an operation.
+
+        Without such points, the result is the points that stand for the operation's kind.
+        """
         # A point's name is part of the operation's name, without case and signs: "sum_rows" is part
         # of "_sum_rows_fwd_kernel". Points with the longest such name count, and of these points
         # those with the operation's dtype if there are any.
@@ -283,7 +296,10 @@ def _normalise_name(name: str) -> str:
 
 
 def _compute_log_sizes(work: Work) -> tuple[float, ...]:
-    """Return the natural logarithms of the sizes in this file's table for an operation's kind."""
+    """Return the natural logarithms of the sizes by which an operation's efficiency is found.
+
+    The table in the module docstring has the sizes of each kind of operation.
+    """
     sizes: tuple[float, ...] = (work.num_bytes,)
     if work.kind == "product":
         sizes = work.shape
@@ -299,7 +315,11 @@ def _compute_log_sizes(work: Work) -> tuple[float, ...]:
 
 
 def _count_domain_ranks(work: Work, node_ranks: int, gpu: GpuName | Gpu) -> int:
-    """Return `node_ranks`, or for 0 the most ranks of a collective that one NVLink domain has."""
+    """Return the number of a collective's ranks in one NVLink domain; 0 for other operations.
+
+    `node_ranks` is this number, or 0 for the largest possible number. Raises a ValueError if
+    `node_ranks` is above the largest possible number.
+    """
     if work.kind != "collective":
         return 0
     ranks, domain = work.shape[0], get_gpu(gpu).domain
@@ -312,7 +332,10 @@ def _count_domain_ranks(work: Work, node_ranks: int, gpu: GpuName | Gpu) -> int:
 
 
 def _time_links(work: Work, domain_ranks: int, nvlink: float, network: float) -> dict[Wall, float]:
-    """Return the seconds of a collective by link, from the rates of the links in bytes/s."""
+    """Return {link: seconds of a collective on the link}, for links "nvlink" and "network".
+
+    `domain_ranks` ranks are in one NVLink domain. `nvlink` and `network` are rates in bytes/s.
+    """
     ranks = work.shape[0]
     if domain_ranks == ranks:
         return {"nvlink": work.num_bytes / nvlink}

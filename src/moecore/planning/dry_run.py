@@ -62,7 +62,8 @@ class DryRun:
             buffers of dispatcher "nvlink", and torch's workspace of exchanges of tp slices.
         pages: bytes of the device pages of `MemoryOptions.stash`, which `resident_bytes` includes.
         queued: the launches, in the order in which the host queues them.
-        starts: where modules begin a pass, in a run without stages, and where END begins.
+        starts: the beginnings of each module's forward and backward, only in runs without pipeline
+            stages, and the beginning of gradient clipping and the optimizer step.
         precision: the precision of the run.
     """
 
@@ -87,7 +88,7 @@ class DryRun:
 
 
 def _list_works(queued: Iterable[QueuedLaunch]) -> tuple[Work, ...]:
-    """Return the operation of each launch, as often as the launch repeats it."""
+    """Return the operation of each launch, repeated `launch.times` times."""
     return tuple(launch.work for launch in queued for _ in range(launch.times))
 
 
@@ -109,7 +110,10 @@ def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
 
 
 def add_even_work(run: TrainingRun, record: Callable[[TrainingRun], DryRun]) -> DryRun:
-    """Return `record(run)`, but with the launches of `record(run.even)`: of even expert loads."""
+    """Return the dry run `record(run)` with the launches of `record(run.even)`.
+
+    In `run.even` all experts receive equal numbers of tokens.
+    """
     capacity_step = record(run)
     if run.even == run:
         return capacity_step
@@ -172,7 +176,7 @@ def _compute_workspace_bytes(recorder: WorkRecorder) -> int:
 
 
 def register_hooks(model: nn.Module, parts: ModuleParts, recorder: WorkRecorder) -> None:
-    """Let `recorder` know when each module of `parts` begins a forward or backward, by hooks."""
+    """Register hooks that tell `recorder` when a module of `parts` begins a forward or backward."""
     calls: dict[str, int] = {}
 
     def watch(module: nn.Module, part: str, last: nn.Module | None = None) -> None:
@@ -216,7 +220,7 @@ def _count_optimizer_bytes(optimizer: AdamW, param: Tensor) -> int:
 
 
 def _set_adamw_bytes(queued: list[QueuedLaunch], num_bytes: int) -> Iterator[QueuedLaunch]:
-    """Yield the launches; each AdamW kernel gets an equal share of `num_bytes` as its bytes."""
+    """Yield the launches with the bytes of AdamW's kernels: equal shares of `num_bytes`."""
     share = num_bytes // max(1, sum(launch.work.name == ADAMW for launch in queued))
     for launch in queued:
         is_adamw = launch.work.name == ADAMW

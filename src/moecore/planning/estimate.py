@@ -54,7 +54,7 @@ LAYERS = 3  # layers with unsharded weights or gradients at once, if micro-batch
 
 
 class _Weights(NamedTuple):
-    """The dense parameters or the experts with which a rank computes."""
+    """Sizes of the dense parameters, or of the experts, with which a rank computes."""
 
     size: float  # the number of parameters
     ranks: int  # the number of ranks that shard the parameters
@@ -63,7 +63,7 @@ class _Weights(NamedTuple):
 
 
 class _Seconds(NamedTuple):
-    """Seconds of passes: of the device or host without collectives, and of collectives."""
+    """Seconds of forwards or backwards: `network` of collectives, `compute` of other operations."""
 
     compute: float
     network: float
@@ -115,7 +115,11 @@ class Estimate:
     def increase_bytes(
         self, layout: Layout, options: OptionSet, planned_bytes: int, planned_host_bytes: int
     ) -> None:
-        """Increase the estimates of layouts with the same pp to the planned bytes of `layout`."""
+        """Scale the byte estimates of all layouts with the pp of `layout` up to a plan's bytes.
+
+        `planned_bytes` and `planned_host_bytes` are the exact bytes of `layout` with `options`, on
+        the GPU and in host memory. 0 host bytes do not change the host estimates.
+        """
         pp, ratio = layout.pp, planned_bytes / self.num_bytes(layout, options)
         self._byte_ratios[pp] = max(ratio, self._byte_ratios[pp])
         if planned_host_bytes:
@@ -123,12 +127,18 @@ class Estimate:
             self._host_ratios[pp] = max(ratio, self._host_ratios[pp])
 
     def correct_seconds(self, layout: Layout, options: OptionSet, planned_seconds: float) -> None:
-        """Correct the estimates of layouts with the same pp and ep by the time of one plan."""
+        """Scale the time estimates of all layouts with the pp and ep of `layout` by a plan's time.
+
+        `planned_seconds` is the planned time of a step of `layout` with `options`.
+        """
         key, ratio = (layout.pp, layout.ep), planned_seconds / self.seconds(layout, options)
         self._time_ratios[key] = min(self._time_ratios.get(key, math.inf), SPREAD * ratio)
 
     def _estimate_bytes(self, layout: Layout, options: OptionSet | None = None) -> float:
-        """Return the estimated bytes of the largest rank; None = with all memory-saving options."""
+        """Return the estimated bytes of the rank that needs most memory.
+
+        `options` None = all options that save memory.
+        """
         # The sum of three parts: unsharded weights and fp32 gradients; the rank's shards of
         # weights, gradients and optimizer state; and the saved activations of a micro-batch over
         # tp * cp, times the micro-batches in flight on the first pipeline rank.
@@ -206,7 +216,7 @@ class Estimate:
         return weights
 
     def _time_gathers(self, layout: Layout, options: OptionSet) -> float:
-        """Return the seconds of a micro-batch's weight all-gathers (two) and gradient reduction."""
+        """Return the seconds of a micro-batch's two weight all-gathers and gradient reduction."""
         seconds, width = 0.0, 2 * (1 if options.fsdp.fp8_param_gather else 2) + 4
         for size, ranks, node_ranks, _ in self._list_weights(layout):
             num_bytes = round(2 * width * size * (ranks - 1) / ranks)
@@ -221,7 +231,7 @@ class Estimate:
         return self._time_copy(num_bytes, "bfloat16")
 
     def _time_state(self, options: OptionSet) -> float:
-        """Return the seconds of the copies of the offloaded optimizer state, out and back."""
+        """Return the seconds in which a step copies offloaded optimizer state, out and back."""
         per_param = 2 * options.optimizer.offload_fraction * count_state_bytes(options.optimizer)
         return self._time_copy(per_param * self._params / self._request.num_gpus, "uint8")
 
@@ -233,7 +243,7 @@ class Estimate:
     def _list_stage_parts(
         self, layout: Layout, options: OptionSet
     ) -> list[tuple[tuple[str, Pass], ...]]:
-        """Return by stage the (part, pass) pairs of a micro-batch, such as ("layer 3", "F")."""
+        """Return by stage the (part, forward or backward) pairs, such as ("layer 3", "F")."""
         segments = self._segments(options)
         stages = list_stages(make_run(self._request, layout, options))
         pairs = [[(p, x) for x in PASSES for p in segments.list_parts(s, x)] for s in stages]
@@ -266,7 +276,11 @@ class Estimate:
         return _Seconds(max(host - sum(network), sum(compute)), sum(network))
 
     def _time_share(self, work: Work, rows: Fraction, expert_ranks: int) -> float | None:
-        """Return the seconds of a rank's share of `work` of one row; None = not run by the rank."""
+        """Return the seconds of a rank's share of an operation; None = the rank has no share.
+
+        `work` is an operation on one row (sequence) on a node. `rows` is the number of rows per
+        rank. `expert_ranks` is the number of ranks over which experts are distributed.
+        """
         # `rows` of a micro-batch per rank are below 1 if several ranks share a row.
         shape = work.shape
         if work.kind == "collective":
@@ -284,7 +298,7 @@ class Estimate:
         return self._table.seconds(share, node_ranks)
 
     def _time_messages(self, layout: Layout, options: OptionSet) -> Iterator[float]:
-        """Yield the seconds of each message of a layer's pass among the ranks of tp, then of cp."""
+        """Yield the seconds of each tp, then of each cp collective of a layer's pass."""
         request, tp = self._request, "all_gather"
         slice_bytes = 2 * self._model.dim * request.seq_len // (layout.tp * layout.cp)
         is_plain = isinstance(request.model, DecoderConfig) and options.precision is None
@@ -308,7 +322,7 @@ class Estimate:
         return sum(block.num_bytes for block in (*blocks, counts.outside)), offloaded_bytes
 
     def _make_node_run(self, options: OptionSet, num_micro_batches: int) -> TrainingRun:
-        """Return the request's run on the ep ranks of one node, with one-sequence micro-batches."""
+        """Return the request's run on one node's ep ranks, with micro-batches of one sequence."""
         rows = num_micro_batches * self._ep
         request = replace(self._request, num_gpus=self._ep, global_batch=rows, nvlink=None)
         return make_run(request, Layout(ep=self._ep), options)
@@ -316,7 +330,10 @@ class Estimate:
 
 @lru_cache(maxsize=256)
 def count_saved_bytes_of_run(run: TrainingRun) -> ModelSavedBytes:
-    """Return the bytes by block that a micro-batch saves for backward; faster than a dry run."""
+    """Return, for each block, the bytes that a micro-batch saves for backward.
+
+    The function is faster than a dry run.
+    """
     model = run.planned_model.build(run.dtype)
     run.planned_model.merge_loss_chunks(model, run.batch_size * run.seq_len)
     inputs = run.planned_model.inputs(run.tokens())
@@ -334,7 +351,11 @@ def count_saved_bytes_of_run(run: TrainingRun) -> ModelSavedBytes:
 
 
 def _list_choices(request: SearchRequest, sets: Sequence[OptionSet]) -> list[OptionSet]:
-    """Return option sets to estimate: `sets[0]`, then each subset of medium-overhead options."""
+    """Return the option sets for which a search estimates layouts.
+
+    The first set is `sets[0]`. Each other set has all low-overhead options of `sets[-1]` and one
+    subset of its medium-overhead options.
+    """
     options = sets[-1].options
     medium = [option for option in options if option.overhead == "medium"]
     subsets = chain.from_iterable(combinations(medium, n) for n in range(len(medium) + 1))

@@ -83,7 +83,7 @@ def explain(model: nn.Module | ShardPlan, *, batch: Batch | None = None) -> str:
 
 
 def make_current_plan(model: nn.Module) -> tuple[ShardPlan, Coordinate]:
-    """Return a model's plan with its present parameters, and this rank's index on mesh axes."""
+    """Return a model's plan with its present parameters, and this rank's {mesh axis: index}."""
     attachment = get_parallel_state(model)
     modules = {clean_name(n): m for n, m in model.named_modules()}
     layers = {name: m for name, m in modules.items() if isinstance(m, RoutedLayer)}
@@ -126,7 +126,10 @@ def make_current_plan(model: nn.Module) -> tuple[ShardPlan, Coordinate]:
 
 
 def _list_placements(param: nn.Parameter, coordinate: dict[str, int]) -> Iterator[AxisPlacement]:
-    """Yield a parameter's placement per mesh axis; add this rank's index on it to `coordinate`."""
+    """Yield a parameter's placement over each mesh axis.
+
+    The function also writes this rank's index on each axis to the dict `coordinate`.
+    """
     if isinstance(param, DTensor):
         mesh = param.device_mesh
         axes = mesh.mesh_dim_names or [f"axis {i}" for i in range(mesh.ndim)]
@@ -153,7 +156,11 @@ def _make_layer_plan(name: str, layer: RoutedLayer) -> LayerPlan:
 def _describe_plan(
     plan: ShardPlan, coordinate: Coordinate | None, meshes: Iterable[str], products: Iterable[str]
 ) -> Iterator[str]:
-    """Yield lines of a plan, `meshes` and `products` (one per layer); coordinate None = rank 0."""
+    """Yield the lines of a plan's description.
+
+    `meshes` are lines that describe the meshes. `products` has one line per MoE layer on its
+    matmuls. `coordinate` = {axis: index} of a rank; None = rank 0.
+    """
     rows = list_table_rows(plan, coordinate)
     size = format_bytes(sum(row.num_bytes for row in rows))
     holder = "this rank" if coordinate is not None else f"the first rank of {plan.world_size}"
@@ -177,7 +184,7 @@ def _describe_plan(
 
 
 def _describe_degrees(plan: ShardPlan) -> Iterator[str]:
-    """Yield a line with the degrees above 1 of the dense mesh, then one of the expert mesh."""
+    """Yield two lines: the degrees above 1 of the dense mesh, and of the expert mesh."""
     for view, dims in (("dense ", DENSE_DIMS), ("expert", EXPERT_DIMS)):
         degrees = ((dim, getattr(plan.parallel, dim)) for dim in dims)
         yield f"  {view} {' '.join(f'{dim}={n}' for dim, n in degrees if n > 1) or 'one rank'}"
@@ -186,7 +193,11 @@ def _describe_degrees(plan: ShardPlan) -> Iterator[str]:
 def _describe_meshes(
     model: nn.Module, request: Request | None, coordinate: Coordinate
 ) -> Iterator[str]:
-    """Yield lines of the meshes and the exchange over cp; request None = not parallelized."""
+    """Yield lines that describe a model's meshes and its attention over cp.
+
+    `request` None = `parallelize_moe` did not return the model. `coordinate` is empty if no
+    parameter is sharded.
+    """
     if request is None and coordinate:
         yield "sharded, but not what parallelize_moe returned: meshes are not known here"
     elif request is None:
@@ -200,7 +211,10 @@ def _describe_meshes(
 
 
 def list_table_rows(plan: ShardPlan, coordinate: Coordinate | None) -> list[TableRow]:
-    """Return a table row per kind, shapes, placement and dtype; coordinate None = first rank."""
+    """Return a table row for each group of parameters with equal kind, shapes, placement and dtype.
+
+    `coordinate` = {axis: index} of the rank whose shards are listed; None = the first rank.
+    """
     rows: dict[object, TableRow] = {}
     for param in plan.params:
         *path, leaf = clean_name(param.name).split(".")
@@ -237,7 +251,10 @@ def _list_expert_params(plan: ShardPlan, layer: LayerPlan) -> Iterator[ParamPlan
 
 
 def _describe_rank_experts(plan: ShardPlan, layer: LayerPlan, coordinate: Coordinate | None) -> str:
-    """Return text: the number of experts, and those of a rank; coordinate None = the first rank."""
+    """Return text: the number of a layer's experts, and which experts a rank has.
+
+    `coordinate` = {axis: index} of the rank; None = the first rank.
+    """
     ranks = {axis.axis: axis.size for axis in next(_list_expert_params(plan, layer)).placements}
     num_local, etp = layer.num_experts // ranks.get("ep", 1), ranks.get("etp", 1)
     share = f"all {layer.num_experts}"
@@ -252,7 +269,10 @@ def _describe_rank_experts(plan: ShardPlan, layer: LayerPlan, coordinate: Coordi
 def _describe_products(
     layer: RoutedLayer, request: Request | None, compute_args: ComputeArgs
 ) -> str:
-    """Return text: expert backend and saved bytes of a layer; request None = not parallelized."""
+    """Return text: a layer's expert backend and the bytes that it saves for backward.
+
+    `request` None = a plain model. `compute_args` are arguments of `count_saved_bytes`.
+    """
     config, experts = layer.config, layer.get_part("experts")
     backend, weight = experts.backend, next(experts.parameters())
     if backend == "auto":
@@ -267,7 +287,7 @@ def _describe_products(
 
 
 def _describe_units(plan: ShardPlan) -> str:
-    """Return text: the number of FSDP units by kind, and which are resharded after forward."""
+    """Return text: the number of FSDP units of each kind, and the kinds resharded after forward."""
     units = [unit for unit in plan.units if unit.role != "root"]
     number = Counter(UNITS[unit.role] for unit in units)
     counts = ", ".join(f"{number[kind]} of {kind}" for kind in UNITS.values() if number[kind])
@@ -278,7 +298,7 @@ def _describe_units(plan: ShardPlan) -> str:
 
 
 def _describe_gather_dtypes(plan: ShardPlan) -> str:
-    """Return text: the root's all-gather dtype, and the number of parameters gathered quantised."""
+    """Return text: the root's all-gather dtype, and the number of parameters gathered in FP8."""
     wide = plan.units[0].gather_dtype or "their own dtype"
     numbers = Counter[str]()
     for layout in (layout for unit in plan.units for layout in unit.layouts):
@@ -315,7 +335,10 @@ ComputeArgs = dict[str, Any]  # arguments of `count_saved_bytes`
 
 
 def list_compute_args(model: nn.Module) -> ComputeArgs:
-    """Return keyword arguments of `count_saved_bytes`: device (meta = a GPU) and dtypes."""
+    """Return the keyword arguments of `count_saved_bytes` for a model: device type and dtypes.
+
+    A plain model on the meta device counts as a model on a GPU.
+    """
     attachment = get_parallel_state(model)
     if attachment is None:
         device_type = next((p.device.type for p in model.parameters()), "meta")
@@ -333,7 +356,10 @@ def list_compute_args(model: nn.Module) -> ComputeArgs:
 
 
 def describe_layer(layer: RoutedLayer, compute_args: ComputeArgs) -> str:
-    """Return text with the bytes per token that each part of the layer saves for backward."""
+    """Return text with the bytes per token that each part of an MoE layer saves for backward.
+
+    `compute_args` are keyword arguments of `count_saved_bytes`.
+    """
     config, experts = layer.config, layer.get_part("experts")
     options = MemoryOptions(recompute=("expert_fc1",) if experts.recompute_fc1 else ())
     weight = next(experts.parameters())
@@ -355,7 +381,10 @@ def describe_layer(layer: RoutedLayer, compute_args: ComputeArgs) -> str:
 
 
 def describe_batch(model: nn.Module, batch: Batch) -> list[str]:
-    """Return lines of bytes per token that blocks save; `batch` is (sequences, tokens of each)."""
+    """Return the lines of a table: bytes per token that each block saves for backward.
+
+    `batch` is (sequences, tokens per sequence) of a micro-batch.
+    """
     tokens_BT = torch.zeros(batch, dtype=torch.int64, device="cpu")
     blocks, compute_args = find_blocks(model), list_compute_args(model)
     options, attachment = MemoryOptions(), get_parallel_state(model)

@@ -182,7 +182,10 @@ def format_gpu_name(args: PlannedConfig) -> str:
 
 
 def refuse_unread(args: PlanConfig) -> None:
-    """Raise a UsageError for a given option that a search, one run or `--explain` ignores."""
+    """Raise a UsageError for the first set option that the selected mode does not read.
+
+    The modes are a search, a run with degrees, and `--explain`.
+    """
     if args.explain is not None:
         unread = (*DEGREES, *OF_RUNS, "top", "png", "timeline", "html")
         return _refuse(args, unread, "--explain has all degrees")
@@ -202,7 +205,7 @@ def refuse_stages(args: PlannedConfig) -> None:
 
 
 def _refuse(args: Any, unread: Sequence[str], reason: str) -> None:
-    """Raise a UsageError with `reason` for the first option in `unread` that is set."""
+    """Raise a UsageError with `reason` for the first set option in `unread`, a list of names."""
     for name in unread:
         value = args.parallel.get(name) if name in DEGREES else getattr(args, name)
         if value is not None and value is not False:  # 0 equals False
@@ -237,7 +240,7 @@ def parse_layout(text: str) -> Layout:
 
 
 def _parse_model(args: Any) -> AnyModel:
-    """Return the model of the preset or the config, for rows of at least `seq_len` tokens."""
+    """Return the model of `--preset` or `--config`, with max_seq_len of at least `--seq-len`."""
     model: AnyModel = PRESETS[args.preset] if args.preset else _read_model(args.config)
     if isinstance(model, TransformersModel):
         return model
@@ -245,7 +248,10 @@ def _parse_model(args: Any) -> AnyModel:
 
 
 def _read_model(config: Path) -> AnyModel:
-    """Return the decoder of a config.json, or if moecore has none, its class of transformers."""
+    """Return the model of a config.json: moecore's decoder, or a class of transformers.
+
+    The class of transformers is returned if moecore's decoder does not support the model.
+    """
     if read_config(config).get("model_type") not in FAMILIES:
         return TransformersModel.of(config)
     try:
@@ -348,7 +354,12 @@ def parse_run(args: PlannedConfig) -> TrainingRun:
 def choose_nvlink(
     dispatch: DispatchOptions, parallel: ParallelConfig, num_peers: int
 ) -> NVLinkOptions | None:
-    """Return options of dispatcher nvlink if a run uses it: "auto" does among `num_peers` ranks."""
+    """Return the NVLink options with which a run dispatches tokens; None = without NVLink kernels.
+
+    Dispatchers "auto" and "nvlink" use NVLink if the ep * etp ranks are among `num_peers`
+    neighbouring ranks that access each other's memory. Dispatcher "hierarchical" always uses
+    NVLink.
+    """
     has_peers = are_peers(parallel.ep * parallel.etp, num_peers)
     is_nvlink = dispatch.name in ("auto", "nvlink") and has_peers
     if is_nvlink or dispatch.name == "hierarchical":

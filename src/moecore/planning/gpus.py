@@ -197,7 +197,7 @@ def find_gpu_name(device_name: str) -> GpuName | None:
 
 
 def find_bf16_flops(device_name: str) -> float | None:
-    """Return the dense bf16 FLOP/s of a GPU by its name in torch; None = it is not known."""
+    """Return the dense bf16 FLOP/s of a GPU by its name in torch; None = the GPU is not known."""
     for pattern, flops in OTHER_BF16_FLOPS.items():
         if re.search(rf"\b({pattern})\b", device_name):
             return flops
@@ -206,7 +206,10 @@ def find_bf16_flops(device_name: str) -> float | None:
 
 
 def read_bytes(path: str | os.PathLike[str], name: str, max_bytes: int, fix: str) -> bytes:
-    """Return a file's contents; ValueError with `name` and advice `fix` if missing or too large."""
+    """Return a file's contents; raise a ValueError if the file is missing or above `max_bytes`.
+
+    The error names the argument `name` and ends with the advice `fix`.
+    """
     try:
         return read_regular(Path(path), follow=True, max_bytes=max_bytes)
     except (OSError, ValueError):
@@ -214,7 +217,9 @@ def read_bytes(path: str | os.PathLike[str], name: str, max_bytes: int, fix: str
 
 
 def read_gpu(path: str | os.PathLike[str]) -> Gpu:
-    """Return the GPU of a TOML file with fields of `Gpu`; key `like` names a GPU for other fields.
+    """Return the GPU of a TOML file whose keys are fields of `Gpu`.
+
+    The key `like` names a known GPU, which has the values of the missing fields.
 
     Raises:
         ValueError: if the file cannot be read, or a field or value is not valid for `Gpu`.
@@ -259,24 +264,37 @@ def find_time_refusal(precision: Precision | None, gpu: GpuName | Gpu) -> str | 
 
 
 def refuse_untimed(precision: Precision | None, gpu: GpuName | Gpu, fix: str) -> None:
-    """Raise a NotImplementedError that ends with `fix` if a precision's time is not modelled."""
+    """Raise a NotImplementedError if the time of a precision's matmuls is not modelled on a GPU.
+
+    The error is the text of `find_time_refusal` followed by `fix`.
+    """
     if (refusal := find_time_refusal(precision, gpu)) is not None:
         raise NotImplementedError(f"{refusal}{fix}")
 
 
 def find_domain(gpu: GpuName | Gpu, num_gpus: int) -> int:
-    """Return how many neighbouring ranks of a job NVLink connects: 64 of each GB200 rack of 72."""
+    """Return the number of neighbouring ranks of a job that NVLink connects.
+
+    Example: the result for 128 GB200 GPUs is 64, although a rack connects 72 GPUs, because 64
+    divides 128.
+    """
     # The largest divisor of `num_gpus` above half of the domain; without a divisor, the domain.
     domain = get_gpu(gpu).domain
     return next((n for n in range(domain, domain // 2, -1) if num_gpus % n == 0), domain)
 
 
 def count_peers(gpu: GpuName | Gpu, domain: int) -> int:
-    """Return how many of `domain` neighbouring ranks access each other's memory; 1 = none."""
+    """Return the number of neighbouring ranks that access each other's memory; 1 = no access.
+
+    `domain` is the number of neighbouring ranks that NVLink connects.
+    """
     record = get_gpu(gpu)
     return min(record.server, domain) if record.has_peer_access else 1
 
 
 def are_peers(num_ranks: int, num_peers: int) -> bool:
-    """Return whether groups of `num_ranks` neighbours are peers, if groups of `num_peers` are."""
+    """Return whether every group of `num_ranks` neighbouring ranks can access each other's memory.
+
+    Groups of `num_peers` neighbouring ranks can. A single rank has no peers: the result is False.
+    """
     return num_ranks > 1 and num_peers % num_ranks == 0

@@ -66,7 +66,10 @@ def _assign_colours(names: Iterable[str]) -> dict[str, str]:
 def _stack_parts(
     sizes: Mapping[str, Any], colours: Mapping[str, str], text_of: Callable[[Any], str]
 ) -> list[Part]:
-    """Return (start, size, colour, title) of sizes above 0 in a row; `text_of` formats a size."""
+    """Return the parts of a bar, (start, size, colour, title), for all `sizes` above 0.
+
+    `sizes` and `colours` are by name of the part. `text_of` formats a size for the title.
+    """
     parts, start = list[Part](), 0.0
     for name, size in ((name, size) for name, size in sizes.items() if size > 0):
         parts.append((start, size, colours[name], f"{name}: {text_of(size)}"))
@@ -75,7 +78,10 @@ def _stack_parts(
 
 
 def _list_action_parts(timeline: Timeline, rank: int) -> list[Part]:
-    """Return (start, length, colour, title) of a rank's actions; two at once have half the time."""
+    """Return the parts of a pipeline rank's bar, (start, length, colour, title), one per action.
+
+    Each action of a pair that runs concurrently has half of the pair's length.
+    """
     parts = list[Part]()
     for start, end, item in timeline.spans[rank]:
         actions = list_actions(item)
@@ -91,7 +97,10 @@ def _list_action_parts(timeline: Timeline, rank: int) -> list[Part]:
 def _draw_bars(
     rows: Sequence[tuple[str, list[Part]]], longest: float, line: float | None = None
 ) -> str:
-    """Return an SVG with a labelled bar per row; `longest` has full width, `line` is dashed."""
+    """Return an SVG with a bar for each row (label, parts of the bar).
+
+    The full width is the size `longest`. `line` is the position of a dashed line; None = no line.
+    """
     height = ROW * len(rows)
     svg = [f'<svg width="{LABEL + WIDTH}" height="{height}" role="img">']
     for i, (label, parts) in enumerate(rows):

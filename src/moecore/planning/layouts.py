@@ -164,7 +164,7 @@ def list_divisors(number: int) -> tuple[int, ...]:
 
 
 def enumerate_layouts(num_gpus: int) -> Iterator[Layout]:
-    """Yield every layout of a number of GPUs with etp 1, whether a rule refuses it or not."""
+    """Yield all layouts of `num_gpus` GPUs with etp 1, including layouts that a rule refuses."""
     for pp in list_divisors(num_gpus):
         degrees = list_divisors(num_gpus // pp)
         for tp in degrees:
@@ -174,7 +174,7 @@ def enumerate_layouts(num_gpus: int) -> Iterator[Layout]:
 
 
 def find_refusal(request: SearchRequest, layout: Layout) -> Refusal | None:
-    """Check a layout against all rules; return the first refusal; None = no rule refuses it."""
+    """Check a layout against all rules; return the first `Refusal`; None = all rules allow it."""
     return next(
         chain(_find_illegal_values(request, layout), _find_slow_choices(request, layout)), None
     )
@@ -182,7 +182,7 @@ def find_refusal(request: SearchRequest, layout: Layout) -> Refusal | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptionSet:
-    """Options that save memory, in the order of `OPTIONS`, and the run's fields they decide."""
+    """Options that save memory, in the order of `OPTIONS`, and the fields of a run with them."""
 
     options: tuple[Option, ...]
     fsdp: FSDPOptions
@@ -192,12 +192,12 @@ class OptionSet:
 
     @property
     def overhead(self) -> Overhead:
-        """The overhead of the last option, which has the largest one; "low" without options."""
+        """The overhead of the last option, which is the largest overhead; "low" without options."""
         return (self.options[-1].overhead if self.options else None) or "low"
 
 
 def make_option_set(request: SearchRequest, options: tuple[Option, ...]) -> OptionSet:
-    """Apply `options`, in the order of `OPTIONS`, to a request's fields, and return the set."""
+    """Apply `options`, in the order of `OPTIONS`, to a request's fields; return the `OptionSet`."""
     fields: dict[str, Any] = {name: getattr(request, name) for name in DEFAULTS}
     fields = {name: DEFAULTS[name] if value == ANY else value for name, value in fields.items()}
     run = TrainingRun(model=request.model, num_gpus=1, seq_len=1, **fields)
@@ -207,7 +207,10 @@ def make_option_set(request: SearchRequest, options: tuple[Option, ...]) -> Opti
 
 
 def list_option_sets(request: SearchRequest) -> tuple[OptionSet, ...]:
-    """Return growing sets of memory-saving options; the first set has those that save time, too."""
+    """Return sets of options that save memory; each set has one option more than the set before.
+
+    The first set has the options that also save time.
+    """
     sets = [make_option_set(request, ())]
     for option in OPTIONS:
         larger = make_option_set(request, (*sets[-1].options, option))
@@ -220,7 +223,10 @@ def list_option_sets(request: SearchRequest) -> tuple[OptionSet, ...]:
 def list_smaller_sets(
     request: SearchRequest, full_set: OptionSet, *, gains: bool
 ) -> Iterator[OptionSet]:
-    """Yield the set without each option, also (`gains`) without options that save time."""
+    """Yield copies of `full_set` without one option, for each option that can be removed.
+
+    `gains` = options that also save time can be removed too.
+    """
     # The option with the largest overhead is removed first.
     for removal in (o for o in reversed(full_set.options) if gains or not o.gains):
         options = tuple(option for option in full_set.options if option is not removal)
@@ -262,7 +268,7 @@ def make_run(request: SearchRequest, layout: Layout, options: OptionSet) -> Trai
 
 
 def list_schedules(run: TrainingRun) -> list[TrainingRun]:
-    """Return a run and its copies with each other pipeline schedule that its stages can run."""
+    """Return `run`, and its copies with each other schedule that has the same stages per rank."""
     if run.pipeline is None:
         return [run]
     chunks = run.pipeline.chunks or 1

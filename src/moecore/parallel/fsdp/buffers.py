@@ -43,7 +43,10 @@ class BufferPlan:
 
 
 def plan_buffers(plan: ShardPlan) -> Iterator[BufferPlan]:
-    """Yield a `BufferPlan` for each buffer of a rank, shared buffers first; equal on all ranks."""
+    """Yield a `BufferPlan` for each buffer of a rank, shared buffers first.
+
+    The plans and their order are equal on all ranks.
+    """
     sharing = [u for u in plan.units if u.role in ("block", "experts") and not u.is_resident]
     for role in ("block", "experts"):
         units = [unit for unit in sharing if unit.role == role]
@@ -65,7 +68,7 @@ def plan_buffers(plan: ShardPlan) -> Iterator[BufferPlan]:
 
 
 def _group_by_dtype(units: Sequence[UnitPlan]) -> dict[str, list[tuple[UnitPlan, int]]]:
-    """Map each all-gather dtype to its layouts with a buffer, as (unit, index in its layouts)."""
+    """Map all-gather dtype to the (unit, index in `unit.layouts`) of layouts that need a buffer."""
     layouts_of = defaultdict(list)
     for unit in units:
         for i, layout in enumerate(unit.layouts):
@@ -80,7 +83,11 @@ def _distribute_layouts(
     layouts: Sequence[tuple[UnitPlan, int]],
     number: int,
 ) -> Iterator[BufferPlan]:
-    """Assign layouts (unit, index) round-robin to at most `number` buffers; yield their plans."""
+    """Assign layouts round-robin to at most `number` buffers of `dtype`; yield the buffers' plans.
+
+    A layout is (unit, index in `unit.layouts`). `holds` = what the buffers contain: unsharded
+    "weights", or "sums" of gradients.
+    """
     for first in range(min(number, len(layouts))):
         users = layouts[first::number]
         numel = 0

@@ -32,7 +32,11 @@ class WeightProduct(NamedTuple):
     def of(
         cls, number: int, shape: torch.Size, compute: ComputeGrad, operands: tuple[Any, ...]
     ) -> WeightProduct:
-        """Return a product whose `stream` is the current stream, which made the operands."""
+        """Return the deferred product for the weight gradient of parameter `number` of a unit.
+
+        `shape` is the gradient's shape. `compute(*operands, target)` computes the gradient.
+        The product's `stream` is the current stream, which made the operands.
+        """
         device = next(iterate_tensors(operands)).device
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         return cls(number, shape, compute, operands, stream)
@@ -86,11 +90,11 @@ class WeightGradients:
         self._run = run
 
     def store(self, unit: object, product: WeightProduct) -> None:
-        """Append a matmul to the list of a unit, whose key `unit` is the unit's `Gradients`."""
+        """Append `product` to the matmuls stored for a unit; the key `unit` is its `Gradients`."""
         self._products.setdefault(unit, deque()).append(product)
 
     def has_products(self, unit: object) -> bool:
-        """Whether matmuls are stored for `unit`, the key given to `store`."""
+        """Return whether matmuls are stored for `unit`, the key that `store` received."""
         return unit in self._products
 
     def pop_products(self, unit: object) -> deque[WeightProduct]:

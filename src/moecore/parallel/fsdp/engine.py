@@ -190,7 +190,7 @@ class UnitEngine:
                 unit.gradients.deferred = None
 
     def _compute_deferred_in_step(self, deferred: WeightGradients) -> None:
-        """Compute deferred matmuls once; raise a ValueError outside `TrainStep.micro_batch`."""
+        """Compute `deferred` unless it has run; ValueError outside `TrainStep.micro_batch`."""
         if deferred in self._deferred:
             self._check_open("WeightGradients.run()")
             self._compute_deferred(deferred)
@@ -210,7 +210,7 @@ class UnitEngine:
 
     @contextmanager
     def pair_passes(self) -> Iterator[None]:
-        """Return a context in which a forward and a backward alternate and call `resume`."""
+        """Return a context in which the caller alternates a forward and a backward by `resume`."""
         self._check_no_failed_backward()
         self._is_paired = True
         try:
@@ -219,7 +219,7 @@ class UnitEngine:
             self._is_paired = False
 
     def resume(self, is_backward: bool) -> None:
-        """Unshard the units of a pair's forward (or backward) again, before it continues."""
+        """Unshard the units of a pair's forward (or backward, if `is_backward`) that continues."""
         # The other pass may have resharded these units. Skipped modules count as running modules.
         for unit in self.units:
             if unit.runs[is_backward] or (is_backward and unit.backwards):
@@ -269,7 +269,7 @@ class UnitEngine:
 
     @torch.compiler.disable
     def _post_forward(self, unit: Unit, module: nn.Module, _args: Any, output: Any) -> Any:
-        """Reshard the unit after its module's forward, if the unit is not resident or in use."""
+        """Reshard the unit after forward, unless it is resident or in use; return `output`."""
         is_recompute = is_inside_backward()
         if not unit.runs[is_recompute]:  # the forward failed before its own hook
             return output
@@ -349,7 +349,7 @@ class UnitEngine:
                 other.unshard()
 
     def _get_grad_boundary(self, leaf: Tensor) -> GradBoundary:
-        """Return an activation's `GradBoundary` hook; register one if none has its version."""
+        """Return the `GradBoundary` of an activation's current version; create a missing hook."""
         boundary: GradBoundary | None = getattr(leaf, GRAD_BOUNDARY, None)
         version = sum_versions(leaf)
         if boundary is None or boundary.version != version or boundary.engine is not self:
@@ -359,7 +359,7 @@ class UnitEngine:
         return boundary
 
     def _separate_outputs(self, output: Any, run: ForwardRun) -> Any:
-        """Return nested outputs; an output that is also an input of the run becomes a view."""
+        """Return nested outputs, with a view in place of each output that is also an input."""
 
         def as_output(leaf: Tensor) -> Tensor:
             boundary: GradBoundary | None = getattr(leaf, GRAD_BOUNDARY, None)
@@ -403,13 +403,13 @@ class UnitEngine:
         self._unshard_for_use(run.unit, run.unit.prefetch_backward if is_first else ())
 
     def post_backward(self, run: ForwardRun) -> None:
-        """Count an input gradient of a forward; with the last input, end its backward."""
+        """Count an arrived input gradient of a forward; the last gradient ends its backward."""
         run.pending -= 1
         if run.is_active and not run.pending:
             self._end_run(run)
 
     def _end_run(self, run: ForwardRun) -> None:
-        """End the backward of a forward, or stop expecting the backward if it has not begun."""
+        """End a forward's backward; if the backward has not begun, stop expecting the backward."""
         if run.is_active:
             self._close_run(run)
             self._reshard_if_unused(run.unit, run.forward)
@@ -473,7 +473,7 @@ class UnitEngine:
         return self._is_shared(unit) and bool(unit.pending_backwards or self._pending_forwards)
 
     def _is_shared(self, unit: Unit) -> bool:
-        """Whether the micro-batches of the step share a unit: a resident unit in a step."""
+        """Whether a unit is resident and a step is open, so that micro-batches share the unit."""
         return self._in_step and unit.options.is_resident
 
 

@@ -145,7 +145,7 @@ class QuantisedFormat(ABC):
 
     @abstractmethod
     def _make_blocks(self, memory: Tensor, scaling: _ShardScaling) -> Blocks:
-        """Return a parameter's view `memory` of the unit's buffer, with scales, as `Blocks`."""
+        """Return a parameter's quantised values in `memory`, a view of the buffer, with scales."""
 
     @abstractmethod
     def _write_amax(self, shard: Tensor, scaling: _ShardScaling) -> None:
@@ -168,7 +168,7 @@ class BlockFormat(QuantisedFormat):
 
     @override
     def _make_blocks(self, memory: Tensor, scaling: _ShardScaling) -> Blocks:
-        """Return FP8 values in `memory` of the buffer with the block scales of `scaling`."""
+        """Return `Blocks` of the FP8 values in `memory` and of the block scales in `scaling`."""
         return Blocks(memory.view(FP8), scaling.scales.data, "block")
 
     @override
@@ -193,7 +193,10 @@ class MatrixFormat(QuantisedFormat):
 
     @override
     def _make_blocks(self, memory: Tensor, scaling: _ShardScaling) -> Blocks:
-        """Return FP8 values in `memory` of the buffer, scales, and amax if there is a history."""
+        """Return `Blocks` of the FP8 values in `memory` and of the matrix scales in `scaling`.
+
+        The `Blocks` also have the matrices' amax if `scaling` has an amax history.
+        """
         amax = None if scaling.history is None else scaling.of_matrices.data
         return Blocks(memory.view(FP8), scaling.scales.data, "tensor", amax)
 
@@ -225,7 +228,7 @@ class PackedFormat(QuantisedFormat):
 
     @override
     def _make_blocks(self, memory: Tensor, scaling: _ShardScaling) -> Blocks:
-        """Return packed values in `memory` of the buffer, and scales and amax of `scaling`."""
+        """Return `Blocks` of the packed values in `memory`, and of scales and amax in `scaling`."""
         return Blocks(memory, scaling.scales.data, "packed", scaling.of_matrices.data)
 
     @override

@@ -88,7 +88,10 @@ class Gradients:
         self._remote_grads: dict[int, bool] = {}
 
     def make_sink(self, index: int, shape: torch.Size) -> GradSink | None:
-        """Return the sink of parameter `index` for kernels' gradients of `shape`; None = frozen."""
+        """Return the `GradSink` for the gradient, of `shape`, of parameter `index`.
+
+        None = the gradient is not needed.
+        """
         unsharded = self._params[index].unsharded
         if unsharded is None or not (unsharded.requires_grad and torch.is_grad_enabled()):
             return None
@@ -97,9 +100,10 @@ class Gradients:
     def accumulate(
         self, index: int, shape: torch.Size, compute: ComputeGrad, *operands: Any
     ) -> Tensor | None:
-        """Add `compute(*operands, target)`, of `shape`, to the sums of parameter `index`, or defer.
+        """Compute the gradient of parameter `index` and add it to the sums, or defer both.
 
-        Returns the gradient for autograd if the sums cannot be written, otherwise None.
+        `compute(*operands, target)` returns the gradient, which has `shape`, or writes it to
+        `target`. Returns the gradient for autograd if the sums cannot be written, otherwise None.
         """
         if self.defer(index, shape, compute, *operands):
             return None
@@ -112,7 +116,10 @@ class Gradients:
         return None
 
     def defer(self, index: int, shape: torch.Size, compute: ComputeGrad, *operands: Any) -> bool:
-        """If matmuls are deferred, store the matmul of gradient `index` and return True."""
+        """Store the matmul of parameter `index`'s gradient; return False if deferral is off.
+
+        The arguments after `index` are the arguments of `accumulate`.
+        """
         if self.deferred is None:
             return False
         self.deferred.store(self, WeightProduct.of(index, shape, compute, operands))
@@ -138,7 +145,10 @@ class Gradients:
                 param.add_grad(grad)
 
     def _choose_target(self, index: int, shape: torch.Size) -> GradTarget | None:
-        """Return where a kernel writes or adds gradient `index`; None = autograd receives it."""
+        """Return where a kernel writes the gradient of parameter `index`, viewed as `shape`.
+
+        None = the kernel must return the gradient to autograd.
+        """
         if self._is_direct:
             return self._make_shard_target(self._params[index], shape)
         sums = self._acquire_sums()
@@ -149,7 +159,11 @@ class Gradients:
         return GradTarget(sums.parameters[index].view(shape), adds=adds, scale=scale)
 
     def _record_kernel_grad(self, index: int, grad: Tensor) -> None:
-        """Record that a kernel has computed a gradient; without sums, store `grad` in `.grad`."""
+        """Record that a kernel has computed the gradient of parameter `index`.
+
+        If the unit has no sums, `grad` is also added to `.grad` of the shard, unless the kernel has
+        added it.
+        """
         self._kernel_grads.add(index)
         param = self._params[index]
         if not self._is_direct:
@@ -172,7 +186,10 @@ class Gradients:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Add the backward's gradients to the sums; if `reduces`, reduce to `.grad`. Collective."""
+        """Add a backward's gradients to the sums, and reduce the sums to `.grad` of the shards.
+
+        If `self.reduces` is False, the sums are not reduced. Collective.
+        """
         grads = dict[int, Tensor]()
         for i, param in enumerate(self._params):
             if param.unsharded is not None and param.unsharded.grad is not None:
@@ -209,12 +226,15 @@ class Gradients:
         self._release_sums()
 
     def drop_marks(self) -> None:
-        """Clear the buffer's event of finished work, for which a CUDA graph must not wait."""
+        """Clear the event of the buffer's last use, which has ended. CUDA graphs must not wait."""
         if self.buffer is not None:
             self.buffer.mark.clear()
 
     def _make_shard_target(self, param: UnitParam, shape: torch.Size) -> GradTarget | None:
-        """Return the target for a kernel that writes `.grad` of a shard, or None if it cannot."""
+        """Return the target with which a kernel writes `.grad`, viewed as `shape`, of a shard.
+
+        None = the existing `.grad` cannot be written, for example because of its dtype.
+        """
         scale, grad = 1.0 / self.divisor, param.sharded.grad
         if grad is None or has_value_hooks(param.sharded):
             return GradTarget(dtype=param.dtype, scale=scale)
@@ -339,7 +359,10 @@ class Gradients:
             )
 
     def _make_flags(self) -> Tensor:
-        """Return flat flags [ranks * 3 * params], 0 or 1: filled, divided, trained parameters."""
+        """Return the flags that the reduction sums, 0 or 1, in a flat tensor [ranks * 3 * params].
+
+        Each rank's part has three flags per parameter: all "filled", all "divided", all "trained".
+        """
         key = frozenset(self._filled), frozenset(self._divided), frozenset(self._list_trained())
         if key not in self._flags:
             ranks = 1 if self._transport is None else self._layout.ranks
@@ -354,7 +377,7 @@ class Gradients:
         return [pieces[2 * i + 1] for i in indices]
 
     def _release_sums(self) -> None:
-        """Forget the sums, and let other units use the shared buffer."""
+        """Drop the views of the sums, so that other units can use the shared buffer."""
         self.is_expected = False
         self._filled.clear()
         self._divided.clear()
@@ -363,7 +386,11 @@ class Gradients:
             self.buffer.holder = None
 
     def _accumulate_local(self, grads: dict[int, Tensor], kernel_grads: set[int]) -> None:
-        """Add {parameter index: gradient} to `.grad`; call hooks of parameters `kernel_grads`."""
+        """Add {parameter index: gradient}, divided by the divisor, to `.grad` of the shards.
+
+        Kernels have already written the gradients of the parameters `kernel_grads`. The function
+        only calls the post-accumulate-grad hooks of these parameters.
+        """
         for i in kernel_grads.difference(grads):
             call_accumulate_hooks(self._params[i].sharded)
         if not grads:
@@ -391,7 +418,10 @@ class _Sink:
         self._node = get_gradient_edge(param).node
 
     def accumulate(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
-        """Compute a gradient into the sums and return None, or return it if autograd needs it."""
+        """Add the gradient that `compute(*operands, target)` writes to the sums, and return None.
+
+        Returns the gradient if it cannot be added, so that the caller passes it to autograd.
+        """
         if not self._may_take_gradient():
             return compute(*operands, GradTarget())
         return self._gradients.accumulate(self._index, self._shape, compute, *operands)

@@ -172,9 +172,9 @@ class UnitParam:
         call_accumulate_hooks(self.sharded)
 
     def accumulate(self, grad: Tensor) -> None:
-        """Add a local gradient to `.grad` of the sharded parameter, after `register_hook` hooks.
+        """Apply the sharded parameter's tensor hooks to a local gradient; add it to `.grad`.
 
-        If `.grad` is None, it is set without a copy.
+        If `.grad` is None, the gradient becomes `.grad` without a copy.
         """
         if has_value_hooks(self.sharded):
             grad = get_local_tensor(apply_value_hooks(self.sharded, wrap_like(grad, self.sharded)))
@@ -231,8 +231,8 @@ def make_views(
 ) -> UnitViews:
     """Return views of a unit's 1-D buffer `flat`, one per parameter in each list.
 
-    `copies_offset` is the offset, in values, of the copies of `is_strided` parameters, after all
-    regions. An element of `flat` has `values_per_byte` values of a parameter's last dim.
+    An element of `flat` has `values_per_byte` values of a parameter's last dim. Unsharded copies of
+    `is_strided` parameters begin `copies_offset` values after the start of `flat`.
     """
     views, copies_offset = UnitViews(flat, [], [], [], []), copies_offset // values_per_byte
     for param in params:

@@ -301,6 +301,7 @@ def make_flat_layouts(
     Args:
         params: the unit's parameters, which are sharded over `ranks` ranks.
         gather_dtype: dtype of the all-gather; None = the dtype of each parameter.
+        reduce_dtype: dtype of the reduction of gradients.
         recipes: recipes of parameters that are all-gathered in FP8, by name.
         fp32: names of parameters that are all-gathered in their dtype and reduced in fp32.
     """
@@ -324,9 +325,10 @@ def make_flat_layout(
     params: Iterable[ParamPlan],
     ranks: int,
 ) -> FlatLayout:
-    """Assign offsets to parameters with equal dtypes and recipe; return their `FlatLayout`.
+    """Assign offsets to parameters, in the unit's order, and return their `FlatLayout`.
 
-    The arguments are fields of `FlatLayout`. `params` are in the order of the unit.
+    All parameters have `dtype`, are all-gathered in dtype `gathers` over `ranks` ranks, and have
+    gradients that are reduced in dtype `reduces`. `recipe` quantises the all-gather; None = a cast.
     """
     slots, offset = [], 0
     for param in params:

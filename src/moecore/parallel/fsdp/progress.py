@@ -38,7 +38,7 @@ class Progress:
             )
 
     def check_complete(self, call: str, num_micro_batches: int) -> None:
-        """Raise a ValueError if a micro-batch of the step is not done; the error names `call`."""
+        """Raise a ValueError unless `num_micro_batches` are done; the error names `call`."""
         self.check_between(call)
         if self.num_done != num_micro_batches:
             raise ValueError(

@@ -104,10 +104,11 @@ class ForwardVisit:
         unit.pending_backwards.add(self)
 
     def record_inputs(self, arguments: Any) -> Any:
-        """Return forward arguments with a view of each activation that requires a gradient.
+        """Replace activations that require a gradient by views; return the nested arguments.
 
         A backward of only this forward can stop at the views, whose graph edges are recorded in
-        `inputs`. Without a separate backward, and after the first call, nothing is replaced.
+        `inputs`. If the module has no separate backward, or `inputs` is not empty, the arguments
+        are returned unchanged.
         """
         if not self.node.has_separate_backward or self.outer is None or self.inputs:
             return arguments
@@ -122,7 +123,7 @@ class ForwardVisit:
         return tree_map_only(Tensor, record, arguments)
 
     def record_output(self, x: Tensor) -> None:
-        """Set `needs_grad`, and record the graph edge of output x if a backward can start there."""
+        """Set `needs_grad`; record the graph edge of output x if a backward may start at x."""
         self.needs_grad = True
         if self.node.has_separate_backward and self.outer is not None:
             self.outputs.append(Output(get_gradient_edge(x), x.shape, x.dtype, x.device))
@@ -177,7 +178,7 @@ class GradBoundary:
 
     When the gradient arrives, the backward of the runs that read the activation ends (`ends`), and
     the backward of the runs that returned the activation begins (`begins`), last run first. Several
-    forwards may share a leaf tensor. Its hook removes runs whose backward no unit expects.
+    forwards may share a leaf tensor. The hook of a leaf removes runs that wait for no backward.
     """
 
     __torch_unserializable__ = True  # copies of the value have no boundary; no warning

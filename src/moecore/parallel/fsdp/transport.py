@@ -51,7 +51,10 @@ class CoalescedTransport:
     def gather(
         self, regions: Tensors, shards: Tensors, rank_header: RankHeader
     ) -> list[RankHeader]:
-        """All-gather each shard [n] into the region [ranks * n] at its index; return no headers."""
+        """All-gather each shard [n] into the region [ranks * n] with the same index in the list.
+
+        `rank_header` is not sent. The result, the list of all ranks' headers, is empty.
+        """
         work = self._group.allgather_into_tensor_coalesced(regions, shards, self._gather)
         if work is not None:
             work.wait()
@@ -75,7 +78,8 @@ class PackedTransport:
     ) -> list[RankHeader]:
         """All-gather shards, and `rank_header` on CPUs, in one message; copy shards to regions.
 
-        `rank_header` has the numbers that ranks compare. Returns the headers of all ranks, or [].
+        `rank_header` has the numbers that ranks compare. Returns the headers of all ranks, or [] on
+        other devices.
         """
         numbers = rank_header if self.host_reads and not shards[0].is_meta else []
         header = torch.tensor(numbers, dtype=torch.int64, device="cpu")

@@ -52,8 +52,8 @@ from moecore.parallel.fsdp.unit import Unit
 class UnevenRanks:
     """Issues the collectives of modules that this rank skips. A visit records a module's forward.
 
-    `exchanges` maps MoE layers to experts. `active`, the engine's list, has the runs in backward.
-    The functions are methods of the engine; `finish` ends a run's backward.
+    `exchanges` maps MoE layers to experts. `active` is the engine's list of the runs in backward.
+    `unshard_for_use`, `reshard_if_unused` and `finish` (ends a run's backward) are engine methods.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class UnevenRanks:
         return [run for visit in self._outermost_visits for run in visit.runs]
 
     def _mark_in_backward(self, visit: ForwardVisit) -> None:
-        """Mark a visit as in backward and drop its graph edges."""
+        """Record that a visit's backward has begun, and drop the visit's graph edges."""
         visit.is_in_backward = True
         visit.inputs.clear()
         visit.outputs.clear()
@@ -182,7 +182,10 @@ class UnevenRanks:
             outer.next = max(outer.next, number)
 
     def _join_skipped_forward(self, node: ModuleNode, outer: ForwardVisit) -> None:
-        """Issue the forward collectives of a skipped module and of its submodules."""
+        """Issue the forward collectives of a skipped module and of its submodules.
+
+        `outer` is the record of the enclosing module's forward.
+        """
         visit = ForwardVisit(node, outer, outer.forward, is_skipped=True)
         outer.children.append(visit)
         units, is_recompute = _list_units(node), is_inside_backward()
@@ -222,13 +225,16 @@ class UnevenRanks:
         return None
 
     def _end_children(self, outer: ForwardVisit, until: ForwardVisit | None) -> None:
-        """End the backward of the children of `outer` that follow `until`; None = all children."""
+        """End the backward of the children of `outer` after child `until`; None = all children."""
         while outer.children and (visit := outer.children[-1]) is not until:
             outer.children.pop()
             self._end_backward(visit)
 
     def _end_backward(self, visit: ForwardVisit) -> None:
-        """End a visit's backward; if it has not begun, issue its collectives or drop the visit."""
+        """End a visit's backward. If the backward has not begun, issue its collectives.
+
+        If no rank can run the backward, the visit is dropped without collectives.
+        """
         node = visit.node
         if visit.is_in_backward:
             for run in visit.runs.copy():
@@ -302,7 +308,7 @@ class UnevenRanks:
             attendance.joins = False
 
     def _run_empty_backward(self, node: ModuleNode, run: EmptyRun, forward: int) -> None:
-        """Run the backward of an MoE layer with zero tokens, where only experts get gradients."""
+        """Run the backward of a node's MoE layer with zero tokens, in model forward `forward`."""
         assert node.layer is not None, "it has run"
         inputs = [run.x_0D] if run.x_0D.requires_grad else []
         inner_units = list[tuple[nn.Module, Unit]]()
@@ -325,7 +331,10 @@ class UnevenRanks:
     def _run_zero_backward(
         self, node: ModuleNode, outputs: Sequence[Output], inputs: Sequence[GradientEdge]
     ) -> None:
-        """Run a module's backward with zero gradients, so that its experts join other ranks'."""
+        """Run a module's backward from `outputs` to `inputs` with zero gradients.
+
+        The dispatchers in the module thus join the communication of other ranks' backwards.
+        """
         edges = [output.edge for output in outputs]
         zeros = [torch.zeros(o.shape, dtype=o.dtype, device=o.device) for o in outputs]
         experts, dense = list[Tensor](), list[Tensor]()
@@ -342,7 +351,10 @@ class UnevenRanks:
     def _run_backward(
         self, ends: Sequence[Any], zeros: Sequence[Tensor], inputs: Sequence[Any]
     ) -> None:
-        """Run a nested backward from `ends` with gradients `zeros` to `inputs`; end its runs."""
+        """Run a backward from the outputs `ends`, with gradients `zeros`, to `inputs`.
+
+        The function ends the backward of each run whose backward begins in this call.
+        """
         outside = len(self._active)
         # The graph is retained, because a later backward of the same forward may need it.
         torch.autograd.backward(ends, zeros, retain_graph=True, inputs=inputs)
@@ -351,7 +363,7 @@ class UnevenRanks:
 
 
 def _list_units(node: ModuleNode) -> list[Unit]:
-    """Return the units whose collectives a rank issues when it skips a module, in hook order."""
+    """Return the units whose collectives a rank issues if it skips a module, in hook order."""
     if node.layer is node.module:  # whose forward reads them
         return node.units[::-1]
     if node.layer is not None:  # whose forward has the hooks of the experts

@@ -143,7 +143,7 @@ class Unit:
         )
 
     def versions(self) -> list[int]:
-        """Return each shard's version counter, in an unsharded unit as of its all-gather."""
+        """Return each shard's version counter, or its value at the all-gather if unsharded."""
         if self.state is State.SHARDED or self.buffer is None:
             # In-place operations of a DTensor do not change the version of its local tensor.
             return [sum_versions(param.sharded, param.shard) for param in self.params]
@@ -196,7 +196,10 @@ class Unit:
         set_versions(self._versioned_tensors, self._unsharded_versions)
 
     def can_unshard(self) -> bool:
-        """Whether a prefetch may take the shared buffer; not from a unit in use or UNSHARDING."""
+        """Whether a prefetch may take the shared buffer from the unit that uses the buffer.
+
+        A prefetch may not, if that unit is in use or its all-gather is not complete (UNSHARDING).
+        """
         holder = None if self.buffer is None else self.buffer.holder
         if holder is None or holder is self:
             return True
@@ -211,7 +214,7 @@ class Unit:
             self.state = State.UNSHARDED
 
     def register_params(self, *, unsharded: bool) -> None:
-        """Register unsharded (or sharded) parameters on the modules, if the unit is UNSHARDED."""
+        """If UNSHARDED, register the unsharded (or the sharded) parameters on the modules."""
         if self.state is State.UNSHARDED:
             register_params(self.params, unsharded=unsharded)
 
@@ -229,7 +232,7 @@ class Unit:
         self.state = State.SHARDED
 
     def drop_marks(self) -> None:
-        """Clear the buffers' events of finished work, for which a CUDA graph must not wait."""
+        """Clear the event of each buffer's last use, which has ended. CUDA graphs must not wait."""
         if self.buffer is not None:
             self.buffer.mark.clear()
         self.gradients.drop_marks()
@@ -312,7 +315,10 @@ class CollectiveHeader:
         }
 
     def start(self, progress: Progress | None) -> None:
-        """Set the numbers of all headers of one model forward; `progress` has the micro-batch."""
+        """Set the numbers that all headers of one model forward contain.
+
+        The numbers are grad mode, training mode, autocast dtype, and micro-batch in `progress`.
+        """
         autocast, micro_batch = None, 0
         if torch.is_autocast_enabled(self._device_type):
             autocast = torch.get_autocast_dtype(self._device_type)
@@ -322,7 +328,7 @@ class CollectiveHeader:
         self._forward_numbers = [*flags, DTYPES.index(autocast), micro_batch]
 
     def of(self, unit: Unit) -> list[int]:
-        """Return a unit's header: its index, numbers of `start`, a checksum of requires_grad."""
+        """Return a unit's header: unit index, the forward's numbers, requires_grad checksum."""
         trained = bytes(param.sharded.requires_grad for param in unit.params)
         checksum = (sum(trained) << 32) + zlib.crc32(trained)
         return [self._index[unit], *self._forward_numbers, checksum]

@@ -118,7 +118,7 @@ def find_heads(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
 
 
 def make_is_tied(model: nn.Module) -> Callable[[nn.Module], bool]:
-    """Return a predicate: does a module share a parameter with modules of `model` outside of it?"""
+    """Return a predicate: whether a module shares a parameter with the rest of `model`."""
     holders, parents = Counter[int](), Counter[nn.Module]()
     for module in model.modules():
         holders.update(id(p) for p in module.parameters(recurse=False))
@@ -155,7 +155,7 @@ def is_in_router_unit(router: Router, options: FSDPOptions) -> bool:
 
 
 def plan_forward_prefetch(model: nn.Module, units: Units, num_blocks: int) -> Prefetch:
-    """Map each unit, as its first module, to the units that it prefetches in forward, in order.
+    """Map each unit's first module to the first modules of units that it prefetches in forward.
 
     The prefetched units are the later units of the same list in `units.first_use`, and the next
     `num_blocks` lists of the same outermost ModuleList.
@@ -174,7 +174,7 @@ def plan_forward_prefetch(model: nn.Module, units: Units, num_blocks: int) -> Pr
 
 
 def plan_backward_prefetch(units: Units, num_blocks: int) -> Prefetch:
-    """Map each unit, as its first module, to the units that it prefetches in backward, in order.
+    """Map each unit's first module to the first modules of units that it prefetches in backward.
 
     The prefetched units are units of the same list in `units.first_use`, earlier heads (a head may
     run several times), and the previous `num_blocks` lists.
@@ -237,7 +237,10 @@ def _list_moe_layers(blocks: list[nn.Module]) -> list[RoutedLayer]:
 
 
 def _list_first_modules(blocks: list[nn.Module], first_routers: set[nn.Module]) -> list[nn.Module]:
-    """Return the routers in the blocks that begin a router unit, followed by the experts."""
+    """Return the first modules of the units in these blocks: routers, then each layer's experts.
+
+    `first_routers` has the first module of each unit of routers.
+    """
     layers = _list_moe_layers(blocks)
     parts = [m.get_part("router") for m in layers if m.get_part("router") in first_routers]
     return [*parts, *(m.get_part("experts") for m in layers)]
@@ -246,7 +249,8 @@ def _list_first_modules(blocks: list[nn.Module], first_routers: set[nn.Module]) 
 def make_kind_lookup(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> Callable[[str], str]:
     """Return a function that maps a parameter name to its kind, such as "attention" or "other".
 
-    `layers` maps names to the model's MoE layers. No name has prefixes of wrappers.
+    `layers` maps module names to the model's MoE layers. Names have no prefixes of wrappers such as
+    torch.compile's.
     """
     roles: dict[str, str] = {}
     kinds = {"router": "router", "experts": "experts", "shared": "shared experts"}

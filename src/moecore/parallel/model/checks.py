@@ -195,7 +195,10 @@ def _check_model_is_plain(model: nn.Module) -> None:
 
 
 def _check_degrees(model: nn.Module, request: Request) -> None:
-    """Raise a ValueError if options contradict pp or tp; NotImplementedError without tp code."""
+    """Raise a ValueError if pipeline, offload or dense options do not fit the degree pp.
+
+    Raises a NotImplementedError for tp > 1 if the model has no `apply_tensor_parallel`.
+    """
     p = request.meshes.parallel
     if p.pp > 1 and request.pipeline is None:
         raise ValueError(
@@ -256,7 +259,10 @@ def _check_graphs(model: nn.Module, request: Request) -> None:
 
 
 def _check_context(model: nn.Module, request: Request) -> None:
-    """Raise a ValueError if options contradict cp > 1; NotImplementedError without cp code."""
+    """Raise a ValueError if options of dynamic context parallelism do not fit cp or the loss.
+
+    Raises a NotImplementedError if the model does not support cp > 1.
+    """
     cp, dynamic = request.meshes.parallel.cp, "ContextOptions.dynamic (True)"
     if cp == 1 and not request.is_dynamic:
         if request.context is not None:
@@ -285,7 +291,10 @@ def _check_context(model: nn.Module, request: Request) -> None:
 
 
 def _check_indexers(model: nn.Module, request: Request) -> None:
-    """Raise a ValueError if `indexer` is set without indexers; NotImplementedError for tp > 1."""
+    """Raise a ValueError if `request.indexer` is set but the model has no indexer.
+
+    Raises a NotImplementedError if `request.indexer` is set with tp > 1.
+    """
     if request.indexer is None:
         return
     if not request.family.find_indexers(model):
@@ -322,7 +331,10 @@ def _check_fp8_head(model: nn.Module, request: Request) -> None:
 
 
 def _check_without_moe_layers(request: Request) -> None:
-    """Raise a ValueError for ep or etp > 1 in a model without MoE layers; warn of MoE options."""
+    """Raise a ValueError for ep or etp > 1 in a model without MoE layers.
+
+    Options of MoE layers that have no effect cause a warning.
+    """
     p = request.meshes.parallel
     if p.ep * p.etp > 1:
         raise ValueError(
@@ -336,7 +348,10 @@ def _check_without_moe_layers(request: Request) -> None:
 
 
 def _check_experts(name: str, layer: RoutedLayer, meshes: Meshes) -> None:
-    """Raise a ValueError, or NotImplementedError by an old torch, if experts cannot be sharded."""
+    """Raise a ValueError if the experts of layer `name` are wrapped or not divisible by a degree.
+
+    Raises a NotImplementedError for etp > 1 if torch is too old for the layer's weight layout.
+    """
     p, config, experts = meshes.parallel, layer.config, layer.get_part("experts")
     is_native = isinstance(experts, Experts)
     layout_names = set(compute_expert_shapes(config, experts.layout)) if is_native else set()
@@ -395,7 +410,10 @@ def _check_fp8_shared_experts(name: str, shared: SharedExpert, recipe: Recipe) -
 def _check_routers(
     layers: Mapping[str, RoutedLayer], is_tied: Callable[[nn.Module], bool], options: FSDPOptions
 ) -> None:
-    """Raise a ValueError if a router with a separate unit is shared by two layers or modules."""
+    """Raise a ValueError if a router has a separate unit and is also used by another module.
+
+    `layers` maps names to MoE layers. `is_tied` is the result of `make_is_tied`.
+    """
     owned = {name: layer.get_part("router") for name, layer in layers.items()}
     for name, router in owned.items():
         is_shared = router is not None and (

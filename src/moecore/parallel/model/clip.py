@@ -177,8 +177,8 @@ def step_clipped(
 ) -> GradientNorm:
     """Unscale and clip gradients, step the optimizers, and return the norm before clipping.
 
-    A non-finite gradient, or a norm above `limit`, skips the step. `unscale_and_clip_` describes
-    the arguments. No host sync if all optimizers are fused.
+    A non-finite gradient, or a norm above `limit`, skips the step. The arguments except
+    `optimizers` are the arguments of `unscale_and_clip_`. No host sync if all optimizers are fused.
     """
     signals: dict[str, Tensor] = {}
     with mark("moecore::clip"):
@@ -216,7 +216,7 @@ def _can_skip(optimizer: torch.optim.Optimizer) -> bool:
 def _check_optimizers(
     optimizers: Sequence[torch.optim.Optimizer], params: list[tuple[str, nn.Parameter]]
 ) -> None:
-    """Raise a ValueError if one of `params` (name, parameter) has a gradient and no optimizer."""
+    """Raise a ValueError if one of the (name, parameter) pairs has a gradient and no optimizer."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     optimizer_params = {p for group in groups for p in group["params"]}
     missing = [n for n, p in params if p.grad is not None and p not in optimizer_params]
@@ -229,7 +229,7 @@ def _check_optimizers(
 
 
 def _list_trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return (name, parameter) of parameters that may have a gradient, equal on a stage's ranks."""
+    """Return (name, parameter) of each parameter that is trainable or has a gradient."""
     # A parameter that was frozen after backward still has a gradient, and optimizers update it.
     return [(n, p) for n, p in model.named_parameters() if p.requires_grad or p.grad is not None]
 
@@ -241,9 +241,14 @@ def _measure_norm(
     is_wrong: Tensor | None,
     limit: Tensor | None,
 ) -> GradientNorm:
-    """Measure the norm of all gradients over all ranks, without the loss scale. Collective.
+    """Return the norm of all gradients over all ranks, divided by the loss scale. Collective.
 
-    If the device bool `is_wrong` is True on any rank, the norm is nan. `stages` None = no pipeline.
+    Args:
+        params: (name, parameter) of this rank's trained parameters.
+        stages: the model's pipeline stages; None = no pipeline.
+        loss_scale: fp32 scalar on the device; None = 1.
+        is_wrong: device bool; if it is True on any rank, the norm is nan.
+        limit: scalar on the device; a step with a larger norm is skipped.
     """
     for _, param in params:
         redistribute_grad(param)
@@ -320,7 +325,8 @@ def _scale_gradients(
 ) -> None:
     """Clip and unscale all gradients in place, or set all to None if the step is skipped.
 
-    Without a loss scale, a warning names the gradients that are not finite. Host sync.
+    `norm` is the gradients' norm without the loss scale. Host sync. A skipped step without a loss
+    scale causes a warning with the names of non-finite gradients.
     """
     if norm.is_skipped:
         if norm.non_finite and loss_scale is None:

@@ -79,7 +79,10 @@ class Family(Protocol):
         return  # `Decoder.apply_tensor_parallel` checks its config
 
     def make_context_parallel_model(self, model: nn.Module) -> Any:
-        """Return the `ContextParallelModel` or `DynamicContextModel` of a model with cp support."""
+        """Return the `ContextParallelModel` or `DynamicContextModel` of a model.
+
+        Any other object = the model does not support context parallelism.
+        """
         return model
 
     def find_indexers(self, model: nn.Module) -> Sequence[nn.Module]:
@@ -88,7 +91,7 @@ class Family(Protocol):
         return [layer for layer in layers if layer.indexer is not None]
 
     def add_indexer_losses(self, model: nn.Module, config: IndexerConfig) -> None:
-        """Add an auxiliary loss to each layer with an indexer, which trains the indexer."""
+        """Add the loss of `config` to each layer with an indexer, to train the indexer."""
         for layer in self.find_indexers(model):
             cast(Any, layer).enable_indexer_training(config)
 
@@ -133,7 +136,7 @@ class Family(Protocol):
 
 
 def has_rows(inputs: Mapping[str, Any], *names: str) -> bool:
-    """Whether none of the arguments `names` is an empty tensor; they may be absent."""
+    """Return whether no argument in `names` is an empty tensor; absent arguments do not count."""
     values = (inputs.get(name) for name in names)
     return all(value.numel() > 0 for value in values if isinstance(value, Tensor))
 
@@ -155,10 +158,14 @@ class ContextParallelModel(Protocol):
     """
 
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
-        """Return the options with a `way` that the model's heads allow, or raise a ValueError."""
+        """Return the options with a chosen `way`: how attention communicates between cp ranks.
+
+        Raises a ValueError if the model's heads do not allow the requested `way` with `cp` and `tp`
+        ranks.
+        """
 
     def apply_context_parallel(self, cp: ContextParallel) -> None:
-        """Make forwards receive full sequences and compute the slice of this rank of `cp`."""
+        """Make forwards receive full sequences and compute only this rank's slice."""
 
 
 @runtime_checkable

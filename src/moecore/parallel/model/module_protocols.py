@@ -171,7 +171,10 @@ def init_modules(model: nn.Module, *, seed: Seed = 0, std: PositiveOrZero = 0.02
 
 
 def _reset_module(module: nn.Module, name: str, seed: int, std: float) -> None:
-    """Initialise an unsharded copy of module `name`, and copy this rank's shards to the module."""
+    """Initialise an unsharded copy of module `name`, and copy this rank's shards to the module.
+
+    `seed` and `std` are the arguments of `init_modules`.
+    """
 
     def make_empty(param: nn.Parameter) -> nn.Parameter:
         return nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device=param.device))
@@ -191,7 +194,7 @@ def _reset_module(module: nn.Module, name: str, seed: int, std: float) -> None:
 
 
 def _find_reset(module: nn.Module) -> Callable[[], None] | None:
-    """Return `reset_parameters` (or `_reset_parameters`) of a module; None if it has neither."""
+    """Return `reset_parameters` (or `_reset_parameters`) of a module; None = no such method."""
     reset: Any = getattr(module, "reset_parameters", None)
     return reset or getattr(module, "_reset_parameters", None)  # of nn.MultiheadAttention
 

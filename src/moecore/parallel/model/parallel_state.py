@@ -92,9 +92,10 @@ def list_engines(model: nn.Module) -> list[UnitEngine]:
 
 
 def find_argument_difference(model: nn.Module) -> Tensor | None:
-    """End a step's argument comparisons; return a 0-dim device bool, True if arguments differed.
+    """End a step's comparison of arguments between ranks; return whether the arguments differed.
 
-    None = the step compared no contents on the device. No host sync.
+    The result is a 0-dim device bool. None = the step compared no contents on the device. No host
+    sync.
     """
     flags = (r.arguments.end_step() for r in list_parallel_states(model) if r.arguments is not None)
     differences = [flag for flag in flags if flag is not None]
@@ -113,7 +114,7 @@ def get_moe_state(model: nn.Module) -> MoEState:
 
 
 def get_capacity(model: nn.Module) -> Capacity:
-    """Return the `Capacity` of a parallelized model's exchange buffers and stash."""
+    """Return the `Capacity` of a model's exchange buffers and of its pages of saved expert rows."""
     state = get_parallel_state(model)
     assert state is not None and state.capacity is not None, "its balance record was found"
     return state.capacity
@@ -132,7 +133,7 @@ def get_progress(model: nn.Module) -> Progress | None:
 
 
 def find_staged_module(model: nn.Module) -> tuple[nn.Module, AllStages | None]:
-    """Return the submodule with pipeline stages and its `AllStages`; without, `model` and None.
+    """Return the submodule with pipeline stages and its `AllStages`; otherwise (`model`, None).
 
     Raises a ValueError if two submodules have stages.
     """

@@ -56,9 +56,10 @@ logger = logging.getLogger("moecore.parallelize")
 
 
 def choose_dispatcher(request: Request) -> tuple[str, str]:
-    """Choose a dispatcher; return its name and the reason. Raise a ValueError without NVLink.
+    """Choose a dispatcher; return its name and the reason for the choice, as text.
 
-    "auto" = `resolve_dispatcher` must test the GPUs' access to each other's memory.
+    The name is "auto" if the choice needs a test of the GPUs, which `resolve_dispatcher` makes.
+    Raises a ValueError if dispatcher "nvlink" is requested but known to be impossible.
     """
     meshes, name = request.meshes, request.dispatch.name
     num_ranks = meshes.parallel.ep * meshes.parallel.etp
@@ -164,7 +165,7 @@ def apply_layers(model: nn.Module, state: ParallelState) -> None:
 def _scale_nvlink_options(
     options: NVLinkOptions | None, domains: DomainGroups | None
 ) -> NVLinkOptions | None:
-    """Return NVLink options for dispatch inside a domain: `max_tokens` times the domains.
+    """Return NVLink options for dispatch inside a domain, with `max_tokens` * number of domains.
 
     `options` None = the defaults. `domains` None = `options` are returned unchanged.
     """
@@ -252,7 +253,7 @@ def apply_context(model: nn.Module, state: ParallelState) -> None:
 
 
 def apply_balance(model: nn.Module, state: ParallelState) -> None:
-    """Create `state.state`, which balances the MoE layers, and `state.capacity` of the buffers."""
+    """Create `state.state`, which balances expert loads, and `state.capacity` of the buffers."""
     meshes = state.request.meshes
     groups = BalanceGroups(
         micro_batch=meshes.micro_batch_group,
@@ -292,7 +293,7 @@ def install_argument_checks(model: nn.Module, state: ParallelState) -> None:
 def select_local_stages(
     model: nn.Module, request: Request
 ) -> tuple[PipelineLayout | None, Sequence[Stage]]:
-    """Remove other ranks' stages; return the layout and this rank's stages (pp 1: None, ())."""
+    """Remove other ranks' stages; return (layout, this rank's stages), or (None, ()) if pp is 1."""
     pp = request.meshes.parallel.pp
     if pp == 1 or request.pipeline is None:
         return None, ()
@@ -308,7 +309,7 @@ def select_local_stages(
 
 
 def apply_pipeline(model: nn.Module, state: ParallelState) -> None:
-    """Create the `Pipeline` of a model, and compare parameters that stages share. Collective."""
+    """Create `state.pipeline`, and compare parameters that pipeline stages share. Collective."""
     request, meshes = state.request, state.request.meshes
     if state.layout is None:
         return

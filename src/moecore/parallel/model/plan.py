@@ -213,7 +213,7 @@ class _PlanBuilder:
         return (*outer, AxisPlacement(axis=axis, size=size, dim=dim), *inner)
 
     def _check_even_input_dim(self, param: nn.Parameter, ranks: int) -> None:
-        """Raise a ValueError if `ranks` ranks cannot shard dim 1 evenly, in full bytes."""
+        """Raise a ValueError if dim 1 of `param` is not `ranks` equal shards of complete bytes."""
         name = self.name_of[param]
         recipe = self.recipes.get(name)
         values_per_byte = 2 if recipe is not None and recipe.scaling == "nvfp4" else 1
@@ -235,7 +235,7 @@ class _PlanBuilder:
         ]
 
     def _get_first_use(self, unit: nn.Module) -> tuple[int, int]:
-        """Return the sort key by first use in forward of the unit whose first module is `unit`."""
+        """Return a sort key for units by first use in forward; `unit` is the first module."""
         for group in self.model_units.first_use:
             if unit in group and unit is not self.model:
                 return self.places[group[0]], group.index(unit)
@@ -244,7 +244,11 @@ class _PlanBuilder:
     def _plan_unit(
         self, first: nn.Module, forward: Iterable[nn.Module], backward: Iterable[nn.Module]
     ) -> UnitPlan:
-        """Return the plan of the unit with first module `first`, and of its prefetches by pass."""
+        """Return the plan of the unit whose first module is `first`.
+
+        `forward` and `backward` are the first modules of the units that `first` prefetches in each
+        pass.
+        """
         options = self.options
         role, modules, owned = self.owned[first]
         mesh: View = "expert" if role == "experts" else "dense"
@@ -288,7 +292,10 @@ class _PlanBuilder:
 
 
 def check_parameters(name_of: Mapping[nn.Parameter, str]) -> None:
-    """Raise a ValueError for 0-dim parameters and for empty trainable parameters."""
+    """Raise a ValueError for 0-dim parameters and for empty trainable parameters.
+
+    `name_of` maps all parameters to their names.
+    """
     for param, name in name_of.items():
         if not param.ndim:
             raise ValueError(
@@ -302,7 +309,7 @@ def check_parameters(name_of: Mapping[nn.Parameter, str]) -> None:
 
 
 def choose_expert_dim(experts: Experts, param: nn.Parameter, meshes: Meshes) -> int:
-    """Choose the dim of an expert parameter that data ranks shard: dim 0 or the model dim."""
+    """Return the dim of an expert parameter that data ranks shard: dim 0 or the model dim."""
     # Dim 0 (experts) if the local count divides evenly, otherwise the model dim, because sharding
     # dim 0 would leave ranks empty. A strided w1 shards the model dim too, because DTensor cannot
     # all-gather two strided dims. Biases are small and shard dim 0.
@@ -321,7 +328,10 @@ def get_dtype_name(dtype: torch.dtype) -> str:
 def _plan_prefetch(
     model: nn.Module, model_units: Units, options: FSDPOptions, unsharded: Set[nn.Module]
 ) -> tuple[Prefetch, Prefetch]:
-    """Map each unit to its prefetches in forward, and in backward; skip units in `unsharded`."""
+    """Return the units that each unit prefetches: a map for forward, and a map for backward.
+
+    Keys and values are the units' first modules. Units in `unsharded` are left out.
+    """
     if not options.prefetch_blocks:
         return {}, {}
     groups = [[unit for unit in group if unit not in unsharded] for group in model_units.first_use]
@@ -347,8 +357,8 @@ def find_gather_recipes(
 ) -> dict[str, Recipe]:
     """Return {parameter name: recipe} of the parameters that are all-gathered in FP8.
 
-    `linears` maps clean names of linears to their recipes. Raises a ValueError if the options do
-    not allow FP8 all-gathers.
+    `layers` maps names to MoE layers, and `linears` names of linears to their recipes. Raises a
+    ValueError if the options do not allow FP8 all-gathers.
     """
     if not request.fsdp.fp8_param_gather:
         return {}
@@ -378,7 +388,10 @@ def _find_fp8_parameters(
     linears: Mapping[str, Recipe],
     request: Request,
 ) -> Iterator[tuple[nn.Parameter, Recipe]]:
-    """Yield (parameter, recipe) of weights that only FP8 matmuls with this recipe read."""
+    """Yield (parameter, recipe) of each weight that is read only by FP8 matmuls with this recipe.
+
+    `layers` maps names to MoE layers, and `linears` names of linears to their recipes.
+    """
     for name, layer in layers.items():
         recipe = _select_gatherable(request.find_recipe(name, layer, "experts"))
         if recipe is not None and not has_unsharded_experts(request.meshes):
@@ -405,7 +418,10 @@ def _find_fp8_parameters(
 def _check_byte_pairs(
     name: str, experts: Experts, param: nn.Parameter, recipe: Recipe, meshes: Meshes
 ) -> None:
-    """Raise a ValueError for layer `name` if "nvfp4" shards would split a byte of two values."""
+    """Raise a ValueError if shards of the experts' `param` would split bytes of two "nvfp4" values.
+
+    Other recipes pass. `name` is the name of the MoE layer in the error.
+    """
     size, ranks = experts.config.expert_dim, meshes.parallel.edp_shard
     shards_last_dim = choose_expert_dim(experts, param, meshes) == param.ndim - 1
     if recipe.scaling == "nvfp4" and shards_last_dim and size // ranks % 2:
@@ -421,7 +437,11 @@ def _select_gatherable(recipe: Recipe | None) -> Recipe | None:
 
 
 def _check_gatherable(name: str, param: nn.Parameter, num_places: int) -> None:
-    """Raise a ValueError if a parameter is not fp32 or bf16, or has more than one place."""
+    """Raise a ValueError if a parameter cannot be all-gathered in FP8.
+
+    The dtype must be fp32 or bf16, and `num_places`, the number of modules' attributes that refer
+    to the parameter, must be 1.
+    """
     if param.dtype not in STORED_DTYPES:
         raise ValueError(
             f"{name} ({param.dtype}) must be kept in fp32 or bf16 with {GATHER}: call model.float()"

@@ -115,7 +115,10 @@ class Request:
         )
 
     def list_entries(self) -> dict[str, Any]:
-        """Return {name: value} for the comparison of ranks, without degrees (`build_meshes`)."""
+        """Return {name: value} of the arguments that ranks compare, without parallel degrees.
+
+        `build_meshes` has compared the degrees.
+        """
         record_fields = ("family", "meshes", "moe", "dispatch", "dense", "fsdp", "memory")
         entries = {
             f.name: getattr(self, f.name) for f in fields(self) if f.name not in record_fields

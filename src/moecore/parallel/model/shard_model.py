@@ -96,7 +96,8 @@ def _make_unit(
 ) -> Unit:
     """Create the unit of one layout of a unit plan, and shard the layout's parameters.
 
-    `owners` is the result of `_find_owners`. `join` concatenates device meshes.
+    `modules` are the unit's modules. `owners` is the result of `_find_owners`. `join` concatenates
+    device meshes.
     """
     mesh: DeviceMesh | None = meshes.dense_fsdp
     if unit_plan.mesh != "dense":
@@ -142,7 +143,10 @@ def _make_format(
 
 
 def _assign_buffers(plan: ShardPlan, units_of: dict[str, list[Unit]], streams: UnitStreams) -> None:
-    """Create the buffers that units share, and assign each to the units in `units_of` by name."""
+    """Create the buffers that units share, and set them as `buffer` of units and `Gradients`.
+
+    `units_of` maps a unit plan's name to its units, one per layout.
+    """
     for buffer_plan in plan_buffers(plan):
         units = [units_of[name][i] for name, i in buffer_plan.places]
         is_weights, mark = buffer_plan.holds == "weights", streams.mark()

@@ -174,8 +174,9 @@ def even_layout(
 def balanced_layout(costs: LayoutCosts, *, num_stages: NumStages) -> PipelineLayout:
     """Return the layout whose slowest stage has the least cost.
 
-    Among equal layouts, the layout with the fewest layers in the last stage is chosen, and among
-    these the layout with the least sum of squared costs.
+    If several layouts have this cost, the layout with the fewest layers in the last stage is
+    chosen. If several layouts remain, the layout with the least sum of squared stage costs is
+    chosen.
     """
     check_arguments(balanced_layout, locals())
     letters = "E" + "t" * len(costs.layers) + "m" * len(costs.mtp) + "L"
@@ -229,14 +230,14 @@ def _expand_text(text: str) -> str:
 
 
 def _raise_layout_error(text: str, relation: str, fix: str) -> None:
-    """Raise a ValueError that the layout `text` must fulfil a relation, with the fix."""
+    """Raise a ValueError: layout `text` must fulfil `relation`; the advice is `fix`."""
     raise ValueError(f"layout ({quote(text)}) must {relation}: {fix}")
 
 
 def _make_even_text(
     num_layers: int, num_mtp_layers: int, num_stages: int, bound: frozenset[int] = frozenset()
 ) -> str:
-    """Return the layout string of `even_layout`, with equal numbers of layers per stage."""
+    """Return a layout string with equal numbers of layers per stage, as `even_layout` describes."""
     base_size, num_larger = divmod(num_layers, num_stages)
     first = [base_size * stage + min(stage, num_larger) for stage in range(num_stages + 1)]
     free = [0, *(layer for layer in range(1, num_layers) if layer not in bound), num_layers]
@@ -299,9 +300,10 @@ def _find_min_bottleneck(sums: Sequence[float], num_stages: int) -> float:
 
 
 def _find_borders(sums: Sequence[float], num_stages: int, max_cost: float) -> list[int]:
-    """Return the indices in cumulative costs `sums` between stages of cost <= `max_cost`.
+    """Return the borders of stages of cost <= `max_cost`: `num_stages` + 1 indices in `sums`.
 
-    Of several solutions, the solution of `balanced_layout` is returned.
+    `sums` has the cumulative costs from 0. `balanced_layout` says which of several solutions is
+    chosen.
     """
     last = len(sums) - 1
     # Stage 0 has the embedding and the last stage has the loss, so both are not empty.

@@ -27,7 +27,7 @@ HALVINGS = 50
 
 
 def find_next_backwards(order: Sequence[Item]) -> list[Action | None]:
-    """Return the next later backward for each item of a rank's order; None = no backward."""
+    """Return the first backward after each item of a rank's order; None = no later backward."""
     backwards: list[Action | None] = []
     upcoming: Action | None = None
     for item in reversed(order):
@@ -112,7 +112,10 @@ def _find_live_stages(order: Sequence[Item]) -> set[int]:
 def _maximise_fractions(
     fractions: list[float], stages: Sequence[int], fits: Callable[[], bool]
 ) -> None:
-    """Set the stages' fractions to the largest common value, by bisection, for which fits()."""
+    """Set `fractions[s]` for s in `stages` to the largest common value for which `fits()` is True.
+
+    The value is found by bisection. `fits` reads `fractions`.
+    """
 
     def fits_with(fraction: float) -> bool:
         for stage in stages:
@@ -133,7 +136,8 @@ def _fits_timeline(
 ) -> bool:
     """Whether no item of a rank's timeline waits for the copies of these offload fractions.
 
-    `seconds` has, for each stage, the time to copy all saved bytes of a micro-batch.
+    `spans` are the rank's items without offload. `fractions` and `seconds` are by stage: the share
+    that is offloaded, and the time to copy all saved bytes of a micro-batch.
     """
     out = back = 0.0  # times at which the copy engines are free
     before = freed = copies_end = 0.0  # end of the last item, and of the last two items' copies

@@ -46,7 +46,7 @@ Pass = tuple[int, int] | None  # (stage, micro-batch); None = a gap
 
 
 class Shape(NamedTuple):
-    """Index of a pipeline rank, and numbers of ranks, chunks per rank and micro-batches."""
+    """A pipeline rank's index, and the numbers of ranks, chunks per rank and micro-batches."""
 
     pp: int
     chunks: int
@@ -70,7 +70,7 @@ class Turns(NamedTuple):
 
 
 def make_order(turns: Turns) -> Iterator[Item]:
-    """Interleave a rank's forwards and backwards and yield the items in the order of execution."""
+    """Yield a rank's items in the order of execution, made from its forwards and backwards."""
     forwards = [Action("F", *pass_) if pass_ else None for pass_ in turns.forwards]
     while forwards and forwards[-1] is None:
         forwards.pop()
@@ -101,9 +101,10 @@ def make_order(turns: Turns) -> Iterator[Item]:
 
 
 def _make_loop_turns(shape: Shape, *, sizes: Sequence[int], warm_up: int, **options: Any) -> Turns:
-    """Return the turns of rounds with `sizes` micro-batches, which run chunk after chunk.
+    """Return turns that run rounds of micro-batches; each round runs chunk after chunk.
 
-    Stage s is on rank s % pp. `warm_up` and `options` are fields of `Turns`.
+    `sizes` are the numbers of micro-batches of the rounds. Stage s is on rank s % pp. `warm_up` and
+    `options` are fields of `Turns`.
     """
 
     def passes(chunks: Sequence[int]) -> list[Pass]:
@@ -119,9 +120,10 @@ def _make_loop_turns(shape: Shape, *, sizes: Sequence[int], warm_up: int, **opti
 
 
 def _make_interleaved_turns(shape: Shape, *, hop: int, num_extra: int = 0, **options: Any) -> Turns:
-    """Return the turns of 1F1B in rounds of at least pp micro-batches; `options` of `Turns`.
+    """Return the turns of interleaved 1F1B, in rounds of at least pp micro-batches.
 
-    Each rank runs `hop` more warm-up forwards than the next rank. All ranks run `num_extra` more.
+    Each rank runs `hop` more warm-up forwards than the next rank, and `num_extra` further warm-up
+    forwards. `options` are other fields of `Turns`.
     """
     # In one turn a forward moves one rank up and a backward one rank down, so neighbours are two
     # turns apart; with one chunk a distance of one is enough. The first micro-batch of a round
@@ -137,8 +139,8 @@ def _make_interleaved_turns(shape: Shape, *, hop: int, num_extra: int = 0, **opt
 def _make_v_turns(shape: Shape, *, num_extra: int = 0, **options: Any) -> Turns:
     """Return the turns of 1F1B if rank r has the stages r and 2 pp - 1 - r (V-shaped).
 
-    Stage s runs 2 pp - s forwards before its first backward. All ranks run `num_extra` more.
-    `options` are other fields of `Turns`.
+    Stage s runs 2 pp - s forwards before its first backward. Each rank runs `num_extra` additional
+    warm-up forwards. `options` are other fields of `Turns`.
     """
     pp, _, rank, num_micro_batches = shape
     steady = [0, 1] * num_micro_batches
@@ -154,7 +156,7 @@ def _make_v_turns(shape: Shape, *, num_extra: int = 0, **options: Any) -> Turns:
 
 
 class Rule(NamedTuple):
-    """A schedule: stages per rank (None = any), whether stages form a V, and each rank's turns."""
+    """A schedule: stages per rank (None = any), whether stages form a V, and a rank's turns."""
 
     chunks: int | None
     is_v: bool

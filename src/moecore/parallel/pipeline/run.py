@@ -51,10 +51,16 @@ class StageOffload(Protocol):
         """
 
     def bring_back(self, chunk: Any) -> None:
-        """Start to copy the tensors of a forward, a result of `chunk`, back to the device."""
+        """Start to copy a forward's offloaded tensors back to the device.
+
+        `chunk` is the value of the forward's `chunk` context.
+        """
 
     def free(self, chunk: Any) -> None:
-        """Free the device memory of a forward's last block, if its host copy is complete."""
+        """Free the device memory of a forward's last block, if its host copy is complete.
+
+        `chunk` is the value of the forward's `chunk` context.
+        """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +137,7 @@ def _check_and_schedule(pipeline: Pipeline, micro_batches: Sequence[Inputs]) -> 
 
 @dataclass(slots=True)
 class _StageForward:
-    """A stage's forward until its backward: input and graph edge, without the sent output."""
+    """A stage's forward without backward so far: its input and the graph edge of its output."""
 
     hidden: Tensor | None  # input of the stage; None for tokens
     edge: GradientEdge | None  # of the graph that computed the output; None = nothing is trained
@@ -260,6 +266,6 @@ class _ScheduleRun:
             return self._run_backward(action)
 
     def _get_input_shape(self, stage: int, micro_batch: int) -> tuple[int, ...]:
-        """Return the shape of a stage's input, or for an empty stage of the next stage's input."""
+        """Return the shape of a stage's input. An empty stage has the next stage's input shape."""
         next_stage = next(s for s in self._stages[stage:] if s.layers or s.mtp or s.loss)
         return get_hidden_shape(self._pipeline.model, next_stage, self._micro_batches[micro_batch])

@@ -39,7 +39,7 @@ class Schedule:
     orders: tuple[tuple[Item, ...], ...]  # the items of each rank, in order
 
     def list_dependencies(self, action: Action) -> list[Action]:
-        """Return the actions whose results `action` reads. The kind D means B or D."""
+        """Return the actions whose results `action` reads; kind D in the result means B or D."""
         kind, stage, micro_batch = action
         if kind == "F":
             return [Action("F", stage - 1, micro_batch)] if stage else []
@@ -109,8 +109,8 @@ class Schedule:
 
         Args:
             sizes: size of a micro-batch's activations on each stage, in any unit.
-            deferred_sizes: size between D and W on each stage (`WeightGradients.nbytes`); None =
-                `sizes`.
+            deferred_sizes: size that stays saved between D and W on each stage, in the same unit
+                (`WeightGradients.nbytes`); None = `sizes`.
         """
         deferred_sizes = sizes if deferred_sizes is None else deferred_sizes
         peaks = []

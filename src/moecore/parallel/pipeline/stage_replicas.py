@@ -45,9 +45,9 @@ class AllStages:
         return self.num_holders[clean_name(name)] * (dist.get_world_size() // self.pp)
 
     def scatter_values(self, names: list[str], values: Tensor) -> Tensor:
-        """Return a vector with `values[i]` at parameter `names[i]` and 0 at all other parameters.
+        """Return a vector over all stages' parameters: `values[i]` at `names[i]`, otherwise 0.
 
-        The vector has the order of `num_holders`. No communication.
+        The parameters are in the order of `num_holders`. No communication.
         """
         order = {name: i for i, name in enumerate(self.num_holders)}
         indices = [order[clean_name(name)] for name in names]
@@ -96,9 +96,10 @@ def make_all_stages(model: nn.Module, meshes: Meshes) -> AllStages:
 
 
 def _make_peer_group(stages: tuple[int, ...], meshes: Meshes) -> Any:
-    """Create a group of the i-th ranks of all pp ranks `stages` for each i; return this rank's.
+    """Create, for each index i, a group of the i-th ranks of the pipeline `stages`.
 
-    None = this rank's stage is not in `stages`. Collective over the world.
+    Returns this rank's group; None = this rank's stage is not in `stages`. Collective over the
+    world.
     """
     size, local_group = meshes.stage_group.size(), None
     for i in range(size):
@@ -127,9 +128,9 @@ def _describe_parameter(param: nn.Parameter) -> str:
 
 
 def _find_unequal_copies(forms: list[dict[str, str]]) -> str | None:
-    """Return an error text if copies of a parameter differ, or None.
+    """Return an error text if the copies of a parameter differ; None = all copies are equal.
 
-    `forms` has, for each pp rank, the descriptions of its parameters by name.
+    `forms[i]` maps the parameter names of pp rank i to descriptions (`_describe_parameter`).
     """
     first: dict[str, tuple[int, str]] = {}
     for pp_rank, forms_of_rank in enumerate(forms):

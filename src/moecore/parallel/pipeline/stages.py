@@ -162,7 +162,8 @@ def runs_norm(stage: Stage, num_mtp: int) -> bool:
 def check_stage(model: StagedModel, parts: StageParts, stage: Stage, num_mtp: int) -> None:
     """Raise a ValueError if this rank lacks a module of a stage, except in torch.compile.
 
-    `num_mtp` is the number of multi-token prediction modules of the model.
+    `parts` has the names of the stages' modules. `num_mtp` is the model's number of multi-token
+    prediction modules.
     """
     if torch.compiler.is_compiling():
         return
@@ -175,7 +176,10 @@ def check_stage(model: StagedModel, parts: StageParts, stage: Stage, num_mtp: in
 
 
 def require_arguments(inputs: Mapping[str, Any], *names: str) -> None:
-    """Raise a ValueError if a micro-batch lacks an argument; "a or b" requires one of the two."""
+    """Raise a ValueError if `inputs`, a micro-batch's arguments, lack one of `names`.
+
+    The name "a or b" requires argument a or argument b.
+    """
     for name in names:
         if all(inputs.get(part) is None for part in name.split(" or ")):
             raise ValueError(
@@ -185,7 +189,10 @@ def require_arguments(inputs: Mapping[str, Any], *names: str) -> None:
 
 
 def check_hidden(hidden: Tensor | None, stage: Stage, shape: tuple[int, ...]) -> None:
-    """Raise a ValueError unless a stage's input has `shape`, or is None for the first stage."""
+    """Raise a ValueError unless `hidden`, the input of a stage, has `shape`.
+
+    In the first stage `hidden` must be None.
+    """
     if (hidden is None) != stage.embedding:
         shape_text = None if hidden is None else tuple(hidden.shape)
         raise ValueError(
@@ -206,7 +213,10 @@ def check_hidden(hidden: Tensor | None, stage: Stage, shape: tuple[int, ...]) ->
 def _list_needed_modules(
     model: StagedModel, parts: StageParts, stage: Stage, num_mtp: int
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, module) that a stage runs or reads, in a model with `num_mtp` MTP modules."""
+    """Yield (name, module) of each module that a stage runs, or whose parameters the stage reads.
+
+    `parts` has the names of the stages' modules. `num_mtp` is the model's number of MTP modules.
+    """
     if stage.embedding or stage.mtp or (stage.loss and parts.tied):
         yield parts.embedding, model.get_submodule(parts.embedding)
     if stage.embedding:
@@ -222,7 +232,7 @@ def _list_needed_modules(
 
 
 def _check_range(stage: Stage, field: str, indices: Sequence[int], count: int) -> None:
-    """Raise a ValueError if a stage's `field` has an index that is not below the model's count."""
+    """Raise a ValueError, which names `field` of the stage, if an index is not below `count`."""
     if any(not 0 <= index < count for index in indices):
         raise ValueError(
             f"stage {stage.index} {field} ({indices}) must be of the {count} of the model: make "

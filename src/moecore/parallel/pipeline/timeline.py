@@ -93,7 +93,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Idle time of all ranks, divided by their busy time."""
+        """Idle time of all ranks divided by busy time of all ranks."""
         busy = sum(self.busy)
         return (len(self.spans) * self.makespan - busy) / busy
 
@@ -235,7 +235,7 @@ class Costs(CheckedRecord):
         )
 
     def of(self, action: Action) -> tuple[float, float]:
-        """Return (compute time, exposed communication time) of one F, B, D or W on its stage."""
+        """Return (compute time, exposed communication time) of an action of kind F, B, D or W."""
         stage, compute = action.stage, 0.0
         if action.kind == "F":
             exchange = self.forward_exchange[stage] if self.forward_exchange else 0.0
@@ -276,9 +276,10 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 def compute_spans(
     schedule: Schedule, duration: Callable[[Item], float], transfer: float
 ) -> tuple[tuple[Span, ...], ...]:
-    """Compute start and end of each rank's items, with `duration(item)` and `transfer` times.
+    """Compute start and end of all items, and return the `Span`s of each rank by rank index.
 
-    An item starts when its rank is free and all its messages have arrived.
+    An item starts when its rank is free and all its messages have arrived. `duration` maps an item
+    to its time. `transfer` is the time of a message between ranks.
     """
     spans: list[list[Span]] = [[] for _ in range(schedule.pp)]
     ends: dict[Action, tuple[int, float]] = {}  # rank and end
@@ -297,7 +298,7 @@ def compute_spans(
 
 
 def _compute_duration(item: Item, costs: Costs) -> tuple[float, float]:
-    """Return an item's compute time, and its duration with exposed communication."""
+    """Return an item's compute time, and its total time with exposed communication."""
     parts = [costs.of(action) for action in list_actions(item)]
     compute, exchange = map(sum, zip(*parts, strict=True))
     durations = [sum(part) for part in parts]

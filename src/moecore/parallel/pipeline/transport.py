@@ -59,9 +59,9 @@ class _PostedMessage:
 
 @contextmanager
 def _explain_errors(operation: str, rank: int) -> Iterator[None]:
-    """Return a context that converts communication errors with pipeline rank `rank`.
+    """Return a context in which a RuntimeError of communication becomes a `PipelineError`.
 
-    The `PipelineError` begins with `operation`, such as "output of stage 1 .. for".
+    The text of the error begins with `operation` and pipeline rank `rank`.
     """
     try:
         yield
@@ -165,7 +165,7 @@ class StageTransport:
         self._inbox[message] = _PostedMessage(tensor, work, message, source)
 
     def _find_target(self, message: _Message) -> int | None:
-        """Return the pipeline rank that receives a message; None = the first or last stage's."""
+        """Return the pipeline rank that receives `message`; None = no stage receives it."""
         stage = message.stage + (1 if message.is_forward else -1)
         return self._schedule.rank_of[stage] if 0 <= stage < self._schedule.num_stages else None
 
@@ -195,14 +195,14 @@ def _choose_group(groups: Groups, source: int, target: int) -> dist.ProcessGroup
 
 
 class _MessageIndices(NamedTuple):
-    """The indices in a rank's order of the items that send, or read, each message."""
+    """The index in a rank's order of the item that sends (`sent_at`) or reads each message."""
 
     sent_at: Mapping[_Message, int]
     read_at: Mapping[_Message, int]
 
 
 def _index_messages(schedule: Schedule, rank: int) -> _MessageIndices:
-    """Return the index of the item of `rank` that sends, or reads, each message, in its order."""
+    """Find the items of a rank that send and read messages; return their indices by message."""
     sent_at, read_at = dict[_Message, int](), dict[_Message, int]()
     for i, item in enumerate(schedule.orders[rank]):
         for action in list_actions(item):
