@@ -69,8 +69,8 @@ def publish_errors(activity: str, *, is_written: bool = True) -> Iterator[None]:
 def share_errors(group: Group = None) -> Iterator[None]:
     """Return a context at whose end every rank of a group raises the first failed rank's error.
 
-    Collective after the body, which must not communicate before it raises an error. The message
-    names the failed rank unless all ranks have the same error.
+    The end of the context is a collective. The body must raise any error before it communicates.
+    The message names the failed rank unless all ranks have the same error.
     """
     error: Exception | None = None
     try:

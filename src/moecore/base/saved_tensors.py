@@ -127,7 +127,8 @@ def use_packer(
 def mark_used_rows(*rows: UsedRows) -> Iterator[None]:
     """Return a context in which packers know which rows of padded, saved matrices have data.
 
-    The records replace the records of an outer context. The first record that matches is used.
+    The records replace the records of an outer context. `find_used_rows` returns the first record
+    that matches a tensor.
     """
     before, _packers.rows = _packers.rows, rows
     try:

@@ -78,7 +78,10 @@ def read_layout(experts: Any) -> ExpertLayout:
 
 
 def get_used_parameters(experts: Any) -> dict[str, nn.Parameter]:
-    """Return an experts module's parameters by name, without experts that return their input."""
+    """Return an experts module's parameters by name.
+
+    Rows of experts that return their input (LongCat-Flash) are removed.
+    """
     # LongCat-Flash's FC1 has rows for experts that return their input, but its checkpoints do not.
     tensors = dict(experts.named_parameters(recurse=False))
     if getattr(experts, "zero_expert_num", 0):
@@ -115,7 +118,10 @@ def read_experts(experts: Any, layout: ExpertLayout) -> ExpertsDescription:
 
 
 def read_activation(experts: Any, layout: ExpertLayout) -> ActivationOptions:
-    """Return a moecore activation with equal values on samples, otherwise the module's own."""
+    """Return the options of the first moecore activation that equals the module's on samples.
+
+    If no activation is equal, `function` of the result is the module's activation.
+    """
     gated, interleaved = getattr(experts, "has_gate", True), layout.gate_up == "interleaved"
     activation = _get_stock_activation(experts, gated=gated)
     options = _match_activation_options(activation, experts, gated, interleaved)
@@ -152,7 +158,10 @@ def _apply_gated_activation(act_fn: Callable[[Tensor], Tensor], h_RC: Tensor) ->
 def _match_activation_options(
     stock_activation: Callable[[Tensor], Tensor], experts: Any, gated: bool, interleaved: bool
 ) -> ActivationOptions | None:
-    """Return the first moecore activation that equals `stock_activation` on samples, or None."""
+    """Return the first moecore activation that equals `stock_activation` on samples, or None.
+
+    `gated`: the input has gate and up columns, which alternate if `interleaved`.
+    """
     h_RC = _make_samples(gated)
     reference = stock_activation(h_RC)
     limit, alpha = (_find_number(experts, names) for names in (LIMITS, SLOPES))

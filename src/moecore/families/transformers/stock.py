@@ -158,7 +158,8 @@ def _refuse_custom_code(
 ) -> None:
     """Raise NotImplementedError unless a part's class is transformers' own and unpatched.
 
-    `name` names the part in errors. `homes` are the allowed Python modules of its class.
+    `name` names the part in errors. `homes` are the allowed Python modules of its class. `children`
+    are the names of further child modules that are allowed.
     """
     cls = type(part)
     if cls.__module__ not in homes:
@@ -208,7 +209,10 @@ def is_stock(function: Any) -> bool:
 
 
 def _refuse_custom_implementation(experts: nn.Module, kind: str) -> None:
-    """Raise NotImplementedError if the config selects an experts function of the user."""
+    """Raise NotImplementedError if the config selects an experts function of the user.
+
+    `kind` is the class in the error.
+    """
     name = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     module = sys.modules.get("transformers.integrations.moe")
     function = getattr(module, "ALL_EXPERTS_FUNCTIONS", {}).get(name)
