@@ -146,7 +146,7 @@ def make_sendable(error: Exception) -> Exception:
 
 
 def explain_transport_errors(activity: str) -> AbstractContextManager[None]:
-    """Return a context that converts transport errors to `RankError` and raises other errors.
+    """Return a context that converts transport errors to `RankError`; other errors are re-raised.
 
     `activity` describes the body in errors.
     """
@@ -182,7 +182,7 @@ def explain_transport_error(activity: str, error: Exception) -> str:
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:
-    """Return text such as "one of ranks 1, 3"; without numbers above `MAX_NAMED` ranks."""
+    """Return "one of ranks 1, 3" for [1, 3], or "one of 99 ranks" for more than `MAX_NAMED`."""
     if len(ranks) > MAX_NAMED:
         return f"one of {len(ranks)} ranks"
     return f"{'one of ranks ' if len(ranks) > 1 else 'rank '}{', '.join(map(str, ranks))}"

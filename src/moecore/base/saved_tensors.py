@@ -36,7 +36,10 @@ Packer = Callable[[Tensor], Handle | None]
 def make_in_place_error(
     shape: torch.Size, current_version: int, saved_version: int
 ) -> RuntimeError:
-    """Return the error for a saved tensor that was changed in place after forward."""
+    """Return the error for a saved tensor that was changed in place after forward.
+
+    The versions are `Tensor._version` in backward and in forward.
+    """
     return RuntimeError(
         f"a tensor {tuple(shape)} that backward needs was changed in place since forward "
         f"(version {current_version}, not {saved_version}): change a clone"

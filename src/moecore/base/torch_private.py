@@ -140,9 +140,10 @@ def patch_attributes(target: Any, **values: Any) -> Iterator[None]:
 
 
 def enter_custom_ops() -> AbstractContextManager[None]:
-    """Return a context (a dry run) in which dispatch modes intercept operations inside custom ops.
+    """Return a context in which dispatch modes intercept operations inside custom ops.
 
-    Outside of this context a mode intercepts one operation per custom op of moecore.
+    Only a dry run uses the context. Outside of this context a mode intercepts one operation per
+    custom op of moecore.
     """
     return patch_attributes(_dry, inside=True)
 
@@ -401,7 +402,10 @@ def zeros_like(tensor: Tensor, dtype: torch.dtype, device: torch.device | None =
 
 
 def make_parameter_like(data: Tensor, like: Tensor) -> nn.Parameter:
-    """Return a parameter of `data`, which has no other user, with the `requires_grad` of `like`."""
+    """Return a parameter that stores `data`, with the `requires_grad` of `like`.
+
+    No other code may use the tensor object `data`.
+    """
     if isinstance(data, DTensor):
         data.detach = lambda: data  # type: ignore[method-assign]  # torch's own DTensor operation takes 1 ms
     param = nn.Parameter(data, requires_grad=like.requires_grad)

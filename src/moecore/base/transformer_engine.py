@@ -128,6 +128,7 @@ def quantise_experts(
     """Quantise each expert's rows and return one `quantise` result per expert.
 
     `splits` has the number of rows of each expert, in order; `x_RK` has the rows of all experts.
+    `over_rows` is as in `quantise`.
     """
     quantizers = _make_quantizers(recipe, operand, over_rows, len(splits), x_RK.device)
     with torch.no_grad():
@@ -207,7 +208,10 @@ def _make_quantizers(
 def _make_block_quantizer(
     recipe: Recipe, operand: Operand, over_rows: bool, device: torch.device
 ) -> Any:
-    """Return Transformer Engine's block quantizer for an operand; the quantizer has no state."""
+    """Return Transformer Engine's block quantizer for an operand; the quantizer has no state.
+
+    `over_rows`: the matmul sums over the operand's rows.
+    """
     te, is_weight = load_names().pytorch, operand == "weight"
     # Weights have square blocks, whose rowwise operand is always needed.
     usage: Any = dict(rowwise=is_weight or not over_rows, columnwise=over_rows)

@@ -53,7 +53,10 @@ def _iterate_key_blocks(local_tokens: LocalTokens, window: int | None) -> Iterat
 
 
 def _gather_kv(local_tokens: LocalTokens, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the keys and values [B, T, ...] of full rows by one all-gather, without autograd."""
+    """All-gather the local keys and values k and v, without autograd.
+
+    Return the keys and the values of full rows, [B, T, ...] each.
+    """
     kv = local_tokens.gather_values(torch.cat((k.flatten(2), v.flatten(2)), dim=-1))
     ks, vs = kv.split((k[0, 0].numel(), v[0, 0].numel()), dim=-1)
     return ks.unflatten(2, k.shape[2:]), vs.unflatten(2, v.shape[2:])
@@ -95,7 +98,7 @@ class GatherAttention(torch.autograd.Function):
         window: int | None,
         scale: float,
     ) -> Tensor:
-        """Return o_BtHv, the attention output of all local queries."""
+        """Return o_BtHv of all local queries. `attend` explains `sinks`, `window` and `scale`."""
         layout, (B, t, H, _) = local_tokens.layout, q.shape
         ks, vs = (k, v) if k.shape[1] != t else _gather_kv(local_tokens, k, v)
         qs, ks, vs = layout.flatten_rows(q), layout.flatten_rows(ks), layout.flatten_rows(vs)

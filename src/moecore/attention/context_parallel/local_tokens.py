@@ -118,7 +118,8 @@ class ChunkLayout:
     ) -> AttentionMask:
         """Return the mask of attention between chunks of each document.
 
-        `queries` and `keys` are numbers of chunks per document.
+        `queries` and `keys` are numbers of chunks per document. `window` limits the keys per query;
+        None = all.
         """
         if self._cu_seqlens is None:
             return AttentionMask(causal=causal, window=window)

@@ -49,7 +49,10 @@ class _RingBlock(NamedTuple):
 
 
 def select_block(layout: ChunkLayout, rank: int, source: int) -> _RingBlock:
-    """Return the attention call in which `rank` reads the keys of the rank `source`."""
+    """Return the attention call in which `rank` reads the keys of the rank `source`.
+
+    `layout` is the order of tokens on the ranks of the ring.
+    """
     if source == rank:
         return _RingBlock("all", "all", layout.mask(2, 2))
     if source < rank:

@@ -158,6 +158,9 @@ def _apply_initial_states(r_tHk: Tensor, states_PHkv: Tensor, borders: Tensor) -
 def convolve_over_ranks(
     x_tD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, pieces: LocalPieces, *, silu: bool
 ) -> Tensor:
-    """Return the causal convolution y_tD of local tokens x within full documents. Collective."""
+    """Return y_tD, the causal convolution (`convolve`) of sharded documents. Collective.
+
+    `x_tD` has the local tokens, which `pieces` describes. `silu`: apply SiLU to the result.
+    """
     before = pieces.gather_previous_tokens(x_tD, weight_DW.shape[1] - 1)
     return causal_convolution(x_tD, weight_DW, bias_D, pieces.borders, before_nwD=before, silu=silu)

@@ -53,7 +53,10 @@ def find_experts_adapter(module: nn.Module) -> Callable[[Any, nn.Module], Routed
 
 
 def route_experts(experts: Any, model: nn.Module) -> RoutedExperts:
-    """Convert an experts module (`model` is unused); NotImplementedError if it is customised."""
+    """Return RoutedExperts with the parameters of an experts module; `model` is unused.
+
+    Raises NotImplementedError for a customised module.
+    """
     refuse_customised_experts(experts, children=(ACTIVATION, "identity_expert"))
     layout = read_layout(experts)
     read = read_experts(experts, layout)
@@ -150,7 +153,10 @@ def _get_stock_activation(experts: Any, *, gated: bool) -> Callable[[Tensor], Te
 
 
 def _apply_gated_activation(act_fn: Callable[[Tensor], Tensor], h_RC: Tensor) -> Tensor:
-    """Return act_fn(gate) * up, as releases without `_apply_gate` compute it."""
+    """Return act_fn(gate) * up, where gate and up are the first and second half of h's columns.
+
+    The experts of transformers releases without `_apply_gate` compute this function.
+    """
     gate, up = h_RC.chunk(2, dim=-1)
     return act_fn(gate) * up
 
@@ -183,7 +189,10 @@ def _find_number(experts: Any, names: Sequence[str]) -> float | None:
 
 
 def _is_elementwise(activation: Callable[[Tensor], Tensor], gated: bool, interleaved: bool) -> bool:
-    """Whether each output column depends only on its own gate and up columns, tested on samples."""
+    """Whether each output column depends only on its own gate and up columns, tested on samples.
+
+    `gated` and `interleaved` are as in `_match_activation_options`.
+    """
     h_RC = _make_samples(gated)
     if not gated:
         return torch.equal(activation(h_RC[:, :3]), activation(h_RC)[:, :3])

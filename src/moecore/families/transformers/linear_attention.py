@@ -186,7 +186,10 @@ def _scan_state_space(
     return_final_states: bool = False,
     **_: Any,
 ) -> Tensor:
-    """Replacement of `mamba2_chunk_scan`: returns [B, T, heads, dims]; ValueError for a cache."""
+    """Replacement of `mamba2_chunk_scan`, with its arguments, for documents and cp ranks.
+
+    Returns [B, T, heads, dims]. Raises ValueError for a cache.
+    """
     _refuse_cache(initial_states is not None or return_final_states)
     step_BTH = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     step_BTH = (F.softplus(step_BTH) if dt_softplus else step_BTH).clamp(*dt_limit)

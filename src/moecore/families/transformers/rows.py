@@ -179,7 +179,10 @@ class MaskReader:
             block.register_forward_pre_hook(self._check_packed_rows, with_kwargs=True)
 
     def _check_packed_rows(self, block: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> None:
-        """Raise, once per block, for packed documents whose tokens attend to each other."""
+        """Forward pre-hook: check once per block that packed documents do not attend to each other.
+
+        Raises ValueError, or warns if this cannot be determined.
+        """
         if block not in self._unchecked or not self._model.training or hasattr(self._model, READER):
             return
         self._unchecked.discard(block)
@@ -432,7 +435,7 @@ def _make_missing_documents_error(longest: Any) -> ValueError:
 
 
 def _list_entries(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the entries of the outermost lists in a module, such as its decoder layers."""
+    """Yield the modules in the outermost `nn.ModuleList`s of a module, such as decoder layers."""
     for child in module.children():
         yield from child if isinstance(child, nn.ModuleList) else _list_entries(child)
 
@@ -449,7 +452,7 @@ def _store_sequence(
 def _pass_rows(
     choose: Choose, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
 ) -> tuple[Any, Kwargs] | None:
-    """Forward pre-hook of a MoE layer: pass it documents and padding."""
+    """Forward pre-hook of a MoE layer: pass documents and padding of its stored `Sequence`."""
     return _add_row_arguments(getattr(layer, SEQUENCE), choose, layer, args, kwargs)
 
 

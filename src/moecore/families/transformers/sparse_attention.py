@@ -173,7 +173,10 @@ def _choose_keys(layer: Any, selected_BTK: Tensor | None) -> KeyChoice:
 def _compute_indexer_heads(
     indexer: Any, x_BTD: Tensor, q_a_BTA: Tensor, cos_sin: tuple[Tensor, Tensor]
 ) -> IndexerHeads:
-    """Return an indexer's queries, keys and head weights from x and compressed queries."""
+    """Return an indexer's queries, keys and head weights.
+
+    `x_BTD` are hidden states, `q_a_BTA` compressed queries. `cos_sin` rotates queries and keys.
+    """
     r, i = indexer.qk_rope_head_dim, indexer.head_dim
     q_BThi = indexer.wq_b(q_a_BTA).unflatten(-1, (indexer.n_heads, i))
     k_BT1i = indexer.k_norm(indexer.wk(x_BTD).to(indexer.k_norm.weight.dtype)).unsqueeze(2)

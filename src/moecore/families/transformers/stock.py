@@ -267,8 +267,8 @@ def list_towers(model: Any) -> list[str]:
 def refuse_tower_inputs(model: Any, inputs: Mapping[str, Any], user: str) -> None:
     """Raise ValueError for an argument of a forward that only a model's towers use.
 
-    Multi-dimensional `position_ids` are refused too, because they describe images. `user` names the
-    options that need text-only rows, for the error.
+    `inputs` are the forward's arguments by name. Multi-dimensional `position_ids` are refused too,
+    because they describe images. `user` names the options that need text-only rows, for the error.
     """
     base, decoder = get_base_model(model), get_text_decoder(model)
     if decoder is base:
