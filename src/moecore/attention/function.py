@@ -44,11 +44,12 @@ def attend(
     window: int | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Return o_BTHv of causal attention within documents, and to the keys in `sequence.cache`.
+    """Return o_BTHv, the causal attention of each query to the keys of its document.
 
-    `scale` multiplies the scores. `window` limits the keys per query; None = all. `sinks_H` has the
-    score of each head's sink; None = no sinks. With cp > 1 the tensors have only this rank's
-    tokens, and the call is collective.
+    If `sequence.cache` is not None, queries also read the cached keys. `scale` multiplies the
+    scores. `window` limits the keys per query; None = all. `sinks_H` has the score of each head's
+    sink; None = no sinks. With cp > 1 the tensors have only this rank's tokens, and the call is
+    collective.
     """
     if sequence.cache is not None:
         options: Any = dict(scale=scale, window=window, sinks_H=sinks_H)
@@ -89,7 +90,10 @@ def _attend_over_ranks(
     window: int | None,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    """Return o_BtHv by all-to-all, ring or all-gather, as the cp groups select. Collective."""
+    """Return o_BtHv of `attend` with cp > 1, by all-to-all, ring or all-gather. Collective.
+
+    The groups of `local_tokens.cp` select the communication.
+    """
     cp = local_tokens.cp
     _check_heads_and_keys(local_tokens, q, k)
     if cp.a2a is not None:

@@ -14,8 +14,8 @@ from torch import Tensor
 class KVCache:
     """The keys and values of all tokens so far, per attention layer, for generation.
 
-    Rows are not packed. The position of a call in the forward identifies its layer. The class is
-    plain because FSDP's mixed precision casts the tensors of tuples and dataclasses.
+    Rows are not packed. The n-th call of `attend` in a forward belongs to the n-th layer. The class
+    is plain because FSDP's mixed precision casts the tensors of tuples and dataclasses.
 
     Attributes:
         length: tokens of earlier forwards.
@@ -40,9 +40,10 @@ class KVCache:
         window: int | None,
         sinks_H: Tensor | None,
     ) -> Tensor:
-        """Append the next layer's keys and values; return its causal attention, [B, T, H, v].
+        """Append the next layer's keys and values; return the attention to all keys of this layer.
 
-        The result is 0 for padding. Other arguments: see `attention.function.attend`.
+        The result [B, T, H, v] is causal, and 0 for padding. Other arguments: see
+        `attention.function.attend`.
         """
         T, N = q_BTHd.shape[1], self._num_tokens
         k_BShd, v_BShv = k_BThd[:, :N], v_BThv[:, :N]
@@ -75,7 +76,10 @@ class KVCache:
 def _attend_with_sinks(
     q_BHNd: Tensor, k_BhSd: Tensor, v_BhSv: Tensor, mask_NS: Tensor, scale: float, sinks_H: Tensor
 ) -> Tensor:
-    """Return attention [B, H, N, v] with sinks_H as a further score of each head's fp32 softmax."""
+    """Return attention [B, H, N, v] with sinks_H as a further score of each head's fp32 softmax.
+
+    `mask_NS` is True where a query reads a key.
+    """
     H, h = q_BHNd.shape[1], k_BhSd.shape[1]
     k_BHSd, v_BHSv = (x.repeat_interleave(H // h, dim=1) for x in (k_BhSd, v_BhSv))
     scores_BHNS = (q_BHNd.float() @ k_BHSd.float().mT * scale).masked_fill(~mask_NS, -torch.inf)

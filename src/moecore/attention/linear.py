@@ -36,7 +36,7 @@ def attend_linear(
     """Return o_BTHv: each token's query applied to the state of its document up to this token.
 
     `g_BTHk` has logarithms of decays, and `beta_BTH` learning rates (None = no correction by the
-    delta rule). `scale` multiplies queries. `norm_qk` divides queries and keys by their lengths.
+    delta rule). `scale` multiplies queries. `norm_qk` divides queries and keys by their L2 norms.
     With cp > 1 the tensors have only this rank's tokens, and the call is collective.
     """
     q, k, v, g = (x.flatten(0, 1) for x in (q_BThk, k_BThk, v_BTHv, g_BTHk))
@@ -58,11 +58,12 @@ def scan_states(
     D_H: Tensor | None,
     sequence: Sequence,
 ) -> Tensor:
-    """Return y_BTHv of a state space model: C S + D x of S = exp(step * rate) S + step * B x^T.
+    """Return the outputs y_BTHv of a state space model with inputs x (Mamba-2, arXiv:2405.21060).
 
-    This is linear attention with queries C and keys B, without the delta rule's correction
-    (Mamba-2, arXiv:2405.21060). Steps are fp32 or fp64, rates are negative, and D_H None = 0. With
-    cp > 1 the tensors have only this rank's tokens, and the call is collective.
+    Each token updates the state, S = exp(step * rate) S + step * B x^T, and has y = C S + D x. This
+    is linear attention with queries C and keys B, without the delta rule's correction. Steps are
+    fp32 or fp64, and rates are negative. `D_H` None = no term D x. With cp > 1 the tensors have
+    only this rank's tokens, and the call is collective.
     """
     values_BTHv = (x_BTHv * steps_BTH[..., None]).to(x_BTHv.dtype)
     rule = C_BThk, B_BThk, values_BTHv, steps_BTH * rates_H, None, sequence

@@ -66,7 +66,10 @@ class RotaryTable:
         return self._rotate_dims(x_BTHw, neighbours=True)
 
     def _rotate_dims(self, x_BTHw: Tensor, neighbours: bool) -> Tensor:
-        """Return x, last d dims rotated in pairs of `neighbours` (2i, 2i + 1) or (i, i + d / 2)."""
+        """Return x with its last d dims rotated in pairs.
+
+        Pairs are (2i, 2i + 1) if `neighbours`, otherwise (i, i + d / 2).
+        """
         if self.is_shared:
             return rotary(x_BTHw, self.cos_Td, self.sin_Td, neighbours=neighbours)
         one_row = x_BTHw.flatten(0, 1)[None]
@@ -117,7 +120,10 @@ class Sequence:
         return x_BT if self.local_tokens is None else self.local_tokens.slice_local(x_BT)
 
     def shift_tokens(self, x_BT: Tensor, steps: int, fill: int) -> Tensor:
-        """Return x of the token `steps` later, or `fill` after the end of the document."""
+        """Return [B, T]: for each token the value of x at the token `steps` later in its document.
+
+        The value is `fill` if the document has no such token.
+        """
         # Example: [1 2 3 | 4 5] by 1 with 0 gives [2 3 0 | 5 0].
         if self.positions_BT is None:
             return shift_rows(x_BT, steps, fill)

@@ -45,13 +45,13 @@ def attend_sparse(
     scale: float,
     sinks_H: Tensor | None = None,
 ) -> SparseOutput:
-    """Return o_BTHv, the selected keys and the indexer's divergences for this rank's tokens.
+    """Return o_BTHv, the selected keys and the indexer's KL divergences for this rank's tokens.
 
     All tensors are [B, T, ...] of this rank's tokens. Selected keys are int32 [B, T, K], indices
-    into the tokens of all full rows; -1 fills unused entries. `index` None = `choice` neither
-    selects keys nor diverges. `sinks_H` has the score of each head's sink; None = no sinks. With
-    cp > 1 the call is collective: forward all-gathers keys, and backward reduces their gradients
-    over the cp ranks.
+    into the tokens of all full rows; -1 fills unused entries. `index` may be None if `choice` has
+    neither `top_k` nor `diverges`. `sinks_H` has the score of each head's sink; None = no sinks.
+    With cp > 1 the call is collective: forward all-gathers keys, and backward reduces their
+    gradients over the cp ranks.
     """
     dtype = get_autocast_dtype(heads.q_tHd)
     if dtype is not None:  # as products do
@@ -85,7 +85,10 @@ def _gather_keys(x_BTX: Tensor, sequence: Sequence) -> Tensor:
 
 
 def _make_key_spans(sequence: Sequence, B: int, T: int, device: torch.device) -> KeySpans:
-    """Return the range of keys, in full rows, that each local query sees in its document."""
+    """Return the range of keys, in full rows, that each local query sees in its document.
+
+    `B` and `T` are the sizes of the local rows.
+    """
     stride = 1 if sequence.local_tokens is None else sequence.local_tokens.cp.size
     T *= stride
     places_BT = sequence.positions_BT

@@ -87,7 +87,7 @@ def _is_numpy_value(value: Any) -> bool:
 
 
 def _flatten_value(path: str, value: Any, depth: int) -> dict[str, Any]:
-    """Return {path: description} of a value; mappings and configs have a path per field.
+    """Return {path: description} of a value at `path`; a mapping or config has one path per field.
 
     `depth` is the number of mappings and configs around the value.
     """
@@ -170,7 +170,7 @@ def describe_function(
     """Return a callable's qualified name, with a hash of its code if it is a nested function.
 
     A callable object without a name is described by the name of its class. Tensors, lists, sets and
-    mappings in a closure are part of the hash if `reads_data`.
+    mappings in a closure are part of the hash if `reads_data`. `depth` is as in `describe_value`.
     """
     name = getattr(value, "__qualname__", None)
     if not isinstance(name, str):
@@ -187,7 +187,10 @@ def describe_function(
 
 
 def _list_constants(function: FunctionType, depth: int, *, reads_data: bool) -> Iterator[Any]:
-    """Yield descriptions of a function's default arguments and its closure variables."""
+    """Yield descriptions of a function's default arguments and its closure variables.
+
+    `depth` and `reads_data` are as in `describe_function`.
+    """
     yield describe_value([function.__defaults__, function.__kwdefaults__], depth + 1)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:

@@ -59,7 +59,7 @@ class CommandOption(NamedTuple):
     """One option of a command: a command-line flag, which is also a key of a TOML file.
 
     Attributes:
-        table: the field of the command's dataclass with the record; "" = the dataclass itself.
+        table: the command's field whose dataclass has this option; "" = the command itself.
         name: name of the field.
         flag: flag without hyphens in front.
         hint: the annotation of the field.
@@ -132,7 +132,10 @@ def list_options(command: Any) -> tuple[CommandOption, ...]:
 def _list_table_options(
     item: dataclasses.Field[Any], table: Table, is_saved: bool
 ) -> Iterator[CommandOption]:
-    """Yield the options of the record in a command's field `item`."""
+    """Yield the options of the dataclass `table.record`, the type of a command's field `item`.
+
+    `is_saved` is stored in each option.
+    """
     record: Any = table.record
     default, texts = get_default(item), read_field_texts(record)
     hints = get_type_hints(record, include_extras=True)

@@ -21,12 +21,13 @@ NewParameter = Callable[[nn.Parameter], nn.Parameter]
 def copy_modules(
     model: nn.Module, new_parameter: NewParameter, *, unwrapped: bool = False
 ) -> dict[nn.Module, nn.Module]:
-    """Copy every module of a model and return {module: copy}; `new_parameter` copies a parameter.
+    """Copy every module of a model and return {module: copy}.
 
-    A copy shares all attribute values with its module, except submodules, parameters and hooks.
-    Bound methods in attributes are bound to the copy, and modules in tuples are replaced by their
-    copies. `unwrapped` removes hooks and wrappers of methods, including compiled methods, and maps
-    a `torch.compile` wrapper to the copy of its original module.
+    `new_parameter` receives a parameter and returns the parameter of the copy. A copy shares all
+    attribute values with its module, except submodules, parameters and hooks. Bound methods in
+    attributes are bound to the copy, and modules in tuples are replaced by their copies.
+    `unwrapped` removes hooks and wrappers of methods, including compiled methods, and maps a
+    `torch.compile` wrapper to the copy of its original module.
     """
     copies: dict[nn.Module, nn.Module] = {m: object.__new__(type(m)) for m in model.modules()}
     twins = dict(copies)

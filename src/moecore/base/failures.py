@@ -69,8 +69,8 @@ def publish_errors(activity: str, *, is_written: bool = True) -> Iterator[None]:
 def share_errors(group: Group = None) -> Iterator[None]:
     """Return a context at whose end every rank of a group raises the first failed rank's error.
 
-    Collective after the body, which must not communicate before it raises an error. The message
-    names the failed rank unless all ranks have the same error.
+    The end of the context is a collective. The body must raise any error before it communicates.
+    The message names the failed rank unless all ranks have the same error.
     """
     error: Exception | None = None
     try:
@@ -146,7 +146,7 @@ def make_sendable(error: Exception) -> Exception:
 
 
 def explain_transport_errors(activity: str) -> AbstractContextManager[None]:
-    """Return a context that converts transport errors to `RankError` and raises other errors.
+    """Return a context that converts transport errors to `RankError`; other errors are re-raised.
 
     `activity` describes the body in errors.
     """
@@ -182,7 +182,7 @@ def explain_transport_error(activity: str, error: Exception) -> str:
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:
-    """Return text such as "one of ranks 1, 3"; without numbers above `MAX_NAMED` ranks."""
+    """Return "one of ranks 1, 3" for [1, 3], or "one of 99 ranks" for more than `MAX_NAMED`."""
     if len(ranks) > MAX_NAMED:
         return f"one of {len(ranks)} ranks"
     return f"{'one of ranks ' if len(ranks) > 1 else 'rank '}{', '.join(map(str, ranks))}"

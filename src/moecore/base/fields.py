@@ -315,7 +315,7 @@ def _make_number_check(base: type, bounds: list[Bound]) -> _ValueCheck:
 
 
 def _find_inclusive_limit(bound: Bound, base: type) -> float:
-    """Return the smallest number that a lower bound (the largest that an upper bound) allows."""
+    """Return the limit of a bound as an inclusive limit: "> 0" has the limit 1 for an int."""
     if bound.sign.endswith("="):
         return bound.limit
     direction = 1 if bound.sign == ">" else -1

@@ -171,7 +171,10 @@ def describe_optimizers(
 def _list_optimizer_options(
     optimizers: Sequence[torch.optim.Optimizer], names: Mapping[nn.Parameter, str] | None
 ) -> dict[str, Any]:
-    """Return {path: value} of the options of optimizers and param groups for these `names`."""
+    """Return {path: value} of the options of optimizers and of their param groups.
+
+    `names` is as in `describe_optimizers`.
+    """
     options: dict[str, Any] = {}
     for place, optimizer in enumerate(optimizers):
         prefix = f"optimizer {place}" if len(optimizers) > 1 else "optimizer"
@@ -202,7 +205,8 @@ def check_equal_weights(
 ) -> None:
     """Raise a ValueError on every rank if weights differ between ranks. Collective.
 
-    DTensors are not compared. `tensors` are by name, and checksums are compared on `device_type`.
+    `tensors` maps names to weights. DTensors are not compared. Ranks exchange checksums on
+    `device_type`.
     """
     # DTensors are left out: each tp rank has a different shard.
     plain_tensors = {n: t for n, t in tensors.items() if not isinstance(t, DTensor)}
@@ -220,7 +224,10 @@ def check_equal_weights(
 def find_differing_tensors(
     tensors: Mapping[str, Tensor], device_type: str, *, group: Group = None
 ) -> list[str]:
-    """Return the names of tensors that differ between ranks, identical on all ranks. Collective."""
+    """Return the names of the tensors that differ between ranks. Collective.
+
+    `tensors` maps names to tensors. All ranks return equal names. Checksums are on `device_type`.
+    """
     if not _has_peers(group):
         return []
     real = {n: t for n, t in tensors.items() if not t.is_meta and t.numel()}

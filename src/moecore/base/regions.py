@@ -81,7 +81,10 @@ class _InterceptProducts(TorchFunctionMode):
 
 
 def run_product(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """As `run_and_save`, for a matrix product, which `recompute_products` does not save."""
+    """Return function(*args, **kwargs), a matrix product; `run_and_save` saves the result.
+
+    Inside `recompute_products` the result is not saved.
+    """
     if _state.is_recomputing:
         return function(*args, **kwargs)
     return run_and_save(function, *args, **kwargs)

@@ -36,7 +36,10 @@ Packer = Callable[[Tensor], Handle | None]
 def make_in_place_error(
     shape: torch.Size, current_version: int, saved_version: int
 ) -> RuntimeError:
-    """Return the error for a saved tensor that was changed in place after forward."""
+    """Return the error for a saved tensor that was changed in place after forward.
+
+    The versions are `Tensor._version` in backward and in forward.
+    """
     return RuntimeError(
         f"a tensor {tuple(shape)} that backward needs was changed in place since forward "
         f"(version {current_version}, not {saved_version}): change a clone"
@@ -127,7 +130,8 @@ def use_packer(
 def mark_used_rows(*rows: UsedRows) -> Iterator[None]:
     """Return a context in which packers know which rows of padded, saved matrices have data.
 
-    The records replace the records of an outer context. The first record that matches is used.
+    The records replace the records of an outer context. `find_used_rows` returns the first record
+    that matches a tensor.
     """
     before, _packers.rows = _packers.rows, rows
     try:

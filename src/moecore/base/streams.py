@@ -226,7 +226,10 @@ def start_reads(values: Mapping[Key, Any]) -> Callable[[], dict[Key, Any]]:
 
 
 def is_capturing(stream: Stream | None) -> bool:
-    """Whether the current stream is captured into a CUDA graph; `stream` None or dry = False."""
+    """Whether the current stream is captured into a CUDA graph.
+
+    False if `stream` is None (on a CPU) or a stream of a dry run.
+    """
     if stream is None or isinstance(stream, DryStream):
         return False
     return torch.cuda.is_current_stream_capturing()

@@ -43,7 +43,10 @@ def format_axes(axes: Iterable[tuple[str, int | None]]) -> str:
 
 
 def merge_rows(rows: Iterable[TableRow]) -> list[TableRow]:
-    """Return table rows grouped by kind; above `MAX_ROWS` of a kind, merge the smallest to one."""
+    """Return table rows grouped by kind, at most `MAX_ROWS` of each kind.
+
+    If a kind has more rows, its smallest rows are merged into one row.
+    """
     of_kind: dict[str, list[TableRow]] = {}
     for row in rows:
         of_kind.setdefault(row.kind, []).append(row)
@@ -78,7 +81,10 @@ def format_bytes(number: float) -> str:
 
 
 def _format_number(number: float, units: Iterable[tuple[str, float]], suffix: str) -> str:
-    """Return a number in the first unit (name, size) that it reaches; without unit if in none."""
+    """Return a number as text in the first unit of `units` that is at most as large.
+
+    `units` are (name, size) pairs. A number smaller than every unit is followed by `suffix`.
+    """
     texts = (f"{number / size:.3g} {unit}" for unit, size in units if abs(number) >= size)
     return next(texts, f"{number:.0f}{suffix}")
 

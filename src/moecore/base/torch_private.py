@@ -140,9 +140,10 @@ def patch_attributes(target: Any, **values: Any) -> Iterator[None]:
 
 
 def enter_custom_ops() -> AbstractContextManager[None]:
-    """Return a context (a dry run) in which dispatch modes intercept operations inside custom ops.
+    """Return a context in which dispatch modes intercept operations inside custom ops.
 
-    Outside of this context a mode intercepts one operation per custom op of moecore.
+    Only a dry run uses the context. Outside of this context a mode intercepts one operation per
+    custom op of moecore.
     """
     return patch_attributes(_dry, inside=True)
 
@@ -178,7 +179,10 @@ def disable_dispatch_modes() -> AbstractContextManager[Any]:
 
 
 def is_plain_eager() -> bool:
-    """Whether a dry run, or no compiler, dispatch mode, transform or tracer, is active."""
+    """Whether no compiler, dispatch mode, transform or tracer is active.
+
+    Inside custom ops of a dry run the result is True.
+    """
     if torch.compiler.is_compiling():
         return False
     return (_keys().raw_repr() in _PLAIN_KEYS and not is_in_forward_mode()) or _dry.inside
@@ -345,7 +349,10 @@ def is_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
 
 
 def choose_object_device_type(group: dist.ProcessGroup | None) -> str:
-    """Return the device type for small tensors: "cpu" if the group has a CPU backend."""
+    """Return the device type for small tensors: "cpu" if the group has a CPU backend.
+
+    Otherwise return the device type of the group's first backend.
+    """
     names = _get_backends(group or dist.group.WORLD)  # type: ignore[arg-type]
     return "cpu" if "cpu" in names else next(iter(names))
 
@@ -395,7 +402,10 @@ def zeros_like(tensor: Tensor, dtype: torch.dtype, device: torch.device | None =
 
 
 def make_parameter_like(data: Tensor, like: Tensor) -> nn.Parameter:
-    """Return a parameter of `data`, which has no other user, with the `requires_grad` of `like`."""
+    """Return a parameter that stores `data`, with the `requires_grad` of `like`.
+
+    No other code may use the tensor object `data`.
+    """
     if isinstance(data, DTensor):
         data.detach = lambda: data  # type: ignore[method-assign]  # torch's own DTensor operation takes 1 ms
     param = nn.Parameter(data, requires_grad=like.requires_grad)
@@ -434,7 +444,10 @@ def allocate_symmetric_memory(
 def gather_and_consume(
     x_C: Tensor, consume: Callable[[Tensor, int], None], x_GC: Tensor, group: dist.ProcessGroup
 ) -> None:
-    """All-gather `x_C` along dim 0 into `x_GC`; call consume(slice, rank) per received slice."""
+    """All-gather `x_C` along dim 0; call consume(slice, rank) for each received slice.
+
+    The output `x_GC` receives the slices.
+    """
     from torch.distributed import _symmetric_memory
 
     _symmetric_memory._pipelined_all_gather_and_consume(x_C, consume, x_GC, group.group_name)
@@ -443,7 +456,10 @@ def gather_and_consume(
 def produce_and_send(
     produce: Callable[[int, Tensor], None], output_GC: Tensor, group: dist.ProcessGroup
 ) -> None:
-    """Call produce(rank, slice) to fill each rank's slice; send it; receive into `output_GC`."""
+    """Call produce(rank, slice) to fill a slice for each rank, and all-to-all the slices.
+
+    The output `output_GC` receives the slices of all ranks.
+    """
     from torch.distributed import _symmetric_memory
 
     _symmetric_memory._pipelined_produce_and_all2all(produce, output_GC, group.group_name)

@@ -108,7 +108,8 @@ def quantise(
 ) -> Any:
     """Return Transformer Engine's record of a quantised operand: FP8 or FP4 values and scales.
 
-    The matmul sums over the operand's rows if `over_rows`, otherwise over its columns.
+    The matmul sums over the operand's rows if `over_rows`, otherwise over its columns. `scale` is a
+    fixed factor for "tensorwise". With `scale`, the maximum of |x| is written to `seen`.
     """
     with torch.no_grad():
         if scale is not None:
@@ -127,6 +128,7 @@ def quantise_experts(
     """Quantise each expert's rows and return one `quantise` result per expert.
 
     `splits` has the number of rows of each expert, in order; `x_RK` has the rows of all experts.
+    `over_rows` is as in `quantise`.
     """
     quantizers = _make_quantizers(recipe, operand, over_rows, len(splits), x_RK.device)
     with torch.no_grad():
@@ -138,9 +140,9 @@ def quantise_experts(
 
 
 def multiply(a: Any, b: Any, layout: Layout, dtype: torch.dtype) -> Tensor:
-    """Return the matrix product of two quantised operands in `dtype`, summed in fp32.
+    """Return the matrix product of `a` and `b`, results of `quantise`, in `dtype`, summed in fp32.
 
-    `layout` "TN" = b @ a^T, see `Layout`. `quantise` makes the operands.
+    `layout`: "TN" = b @ a^T, "NN" = b @ a, "NT" = b^T @ a.
     """
     gemm_options: Any = dict(layout=layout, grad=layout != "TN", use_split_accumulator=True)
     return load_names().products.general_gemm(a, b, out_dtype=dtype, **gemm_options)[0]  # type: ignore[no-any-return]
@@ -155,9 +157,11 @@ def multiply_experts(
     *,
     adds: bool = False,  # add to `out`
 ) -> None:
-    """Write each expert's matmul to `out`, or with `adds` add it to `out`; see `Layout`.
+    """Write each expert's matrix product of `a` and `b` to `out`, or add it if `adds`.
 
-    `out` is one [R, N] tensor, or for "NT" one [M, N] tensor per expert.
+    `a` and `b` have one result of `quantise` per expert, and `splits` has each expert's number of
+    rows. `layout` is as in `multiply`. `out` is a list of one [R, N] tensor, or for "NT" of one [M,
+    N] tensor per expert.
     """
     # For "NT" the product of an expert without rows is zero.
     load_names().products.general_grouped_gemm(
@@ -183,7 +187,7 @@ def _cast_for_quantizer(x_RK: Tensor, recipe: Recipe) -> Tensor:
 def _make_quantizers(
     recipe: Recipe, operand: Operand, over_rows: bool, num: int, device: torch.device
 ) -> list[Any]:
-    """Return a quantizer for each of `num` experts; with a stateless recipe they are one object.
+    """Return `num` quantizers, one per expert; quantizers without state are one shared object.
 
     `over_rows`: the matmul sums over the operand's rows.
     """
@@ -204,7 +208,10 @@ def _make_quantizers(
 def _make_block_quantizer(
     recipe: Recipe, operand: Operand, over_rows: bool, device: torch.device
 ) -> Any:
-    """Return Transformer Engine's block quantizer for an operand; the quantizer has no state."""
+    """Return Transformer Engine's block quantizer for an operand; the quantizer has no state.
+
+    `over_rows`: the matmul sums over the operand's rows.
+    """
     te, is_weight = load_names().pytorch, operand == "weight"
     # Weights have square blocks, whose rowwise operand is always needed.
     usage: Any = dict(rowwise=is_weight or not over_rows, columnwise=over_rows)

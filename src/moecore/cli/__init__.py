@@ -137,13 +137,19 @@ def _run_command(words: Sequence[str]) -> int:
 
 
 def _list_commands(texts: dict[str, str], group: str = "") -> str:
-    """Return a line per command with its help text; `group` is the first word of subcommands."""
+    """Return a line of text for each command in `texts`, which maps a name to the help text.
+
+    `group` is the first word of subcommands.
+    """
     prefix = f"moecore {group} " if group else ""
     return "\n".join(f"  {prefix}{name:<11} {text}" for name, text in texts.items())
 
 
 def _raise_usage_error(label: str, name: str, names: dict[str, str]) -> NoReturn:
-    """Raise a UsageError: `label`, such as "COMMAND", is `name`, but must be one of `names`."""
+    """Raise a UsageError for a word `name` that is not a key of `names`; suggest a close key.
+
+    `label` describes the word in the error, such as "COMMAND".
+    """
     close = difflib.get_close_matches(name[:80], names, n=1)
     hint = f"did you mean {close[0]}?" if close else "see --help"
     raise _import_object("base.command_options:UsageError")(

@@ -176,7 +176,10 @@ def _make_layer(name: str, model: nn.Module, adapter: Adapter) -> RoutedLayer:
 
 
 def _refuse_hooks(name: str, block: nn.Module, layer: RoutedLayer) -> None:
-    """Raise ValueError for hooks on modules of block `name` that `layer` lacks: they never run."""
+    """Raise ValueError if a module of block `name` has hooks and is not a module of `layer`.
+
+    Such hooks would never run, because the layer replaces the block.
+    """
     layer_modules = set(layer.modules())
     for path, module in block.named_modules(prefix=name):
         hooks = [] if module in layer_modules else list_module_hooks(module)
@@ -210,7 +213,10 @@ def _is_dense_router_block(module: nn.Module) -> bool:
 
 
 def _has_experts(modules: list[nn.Module], num_experts: int, dim: int, *, stacked: bool) -> bool:
-    """Whether a list or, if `stacked`, 3-D weights have `num_experts` MLPs of input size `dim`."""
+    """Whether one of `modules` is a list of `num_experts` MLPs with input and output size `dim`.
+
+    If `stacked`, the MLPs may also be stacked in 3-D parameters [num_experts, ...] of `modules`.
+    """
     if num_experts < 2:
         return False
     for experts in modules:
@@ -223,7 +229,7 @@ def _has_experts(modules: list[nn.Module], num_experts: int, dim: int, *, stacke
 
 
 def _is_feed_forward(matrices: Sequence[Any], dim: int) -> bool:
-    """Whether at least two [out, in] shapes begin with in = `dim` and end with out = `dim`."""
+    """Whether two or more `matrices`, shapes [out, in], map `dim` features to `dim` features."""
     return len(matrices) > 1 and matrices[0][1] == dim == matrices[-1][0]
 
 

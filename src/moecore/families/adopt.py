@@ -126,7 +126,10 @@ def _get_class_name(module: nn.Module | None) -> str:
 
 
 def _assign_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Replace a module's tensors by `tensors`, not copied; ValueError for names or shapes."""
+    """Replace a module's parameters and buffers by `tensors`, which maps names to tensors.
+
+    The tensors are not copied. Raises ValueError if names or shapes differ from the module's.
+    """
     assert isinstance(module, Router | Experts)
     # A layout may name another module for the router's selection bias.
     bias_owner = module.bias_owner if isinstance(module, Router) else module

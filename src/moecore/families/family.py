@@ -66,7 +66,7 @@ class ProtocolFamily(Family):
 
     @override
     def set_dtypes(self, model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
-        """Cast tensors that must stay fp32 in 16-bit compute, in place; return their names."""
+        """Cast the tensors that must stay fp32 to fp32, in place; return their names."""
         return set_dtypes(model, dtype)
 
     @override
@@ -84,7 +84,10 @@ class ProtocolFamily(Family):
 
     @override
     def finish(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
-        """Make methods of accelerate, Trainer and peft raise that need full parameters."""
+        """Make methods of accelerate, Trainer and peft that need full parameters raise errors.
+
+        `wrapper` is the caller's module, which is or contains `model`.
+        """
         refuse_accelerate(model)
         refuse_peft_methods(wrapper)
 
@@ -101,7 +104,10 @@ class TransformersFamily(ProtocolFamily):
     def swap_blocks(
         self, model: nn.Module, adapters: Mapping[type, Adapter]
     ) -> dict[str, RoutedLayer]:
-        """Replace MoE blocks in place by MoE layers, which get peft's LoRA of the experts."""
+        """Replace MoE blocks in place by MoE layers with peft's LoRA of the experts.
+
+        The arguments and the result are as in `swap_blocks`.
+        """
         with unwrap_experts(model) as wrapped:
             layers = replace_blocks(model, adapters, find_hf_adapter, get_refusal_reason)
             adapt_experts(wrapped, layers)
@@ -119,7 +125,11 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:
-        """Whether a mask leaves a token (a 0-dim tensor) or, without masks, no input is empty."""
+        """Return whether a forward's arguments have a token that is not padding.
+
+        The result is a 0-dim bool tensor if a mask [B, T] marks padding. Without such a mask the
+        result is a bool: whether no input tensor is empty.
+        """
         mask_BT = inputs.get("padding_mask")
         if mask_BT is not None:
             result: bool | Tensor = ~mask_BT.all()
@@ -185,7 +195,10 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def find_indexers(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Return the sparse attention layers whose indexer can be trained: those without sinks."""
+        """Return the sparse attention layers whose indexer can be trained.
+
+        Layers with attention sinks are left out.
+        """
         layers = [
             layer for layer in find_sparse_attention_modules(model) if layer.indexer is not None
         ]
@@ -209,7 +222,10 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def finish(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
-        """Make methods that fail on shards raise; `drops_cache`: warn of caches in training."""
+        """Make methods raise that a parallelized model does not support, see `Family.finish`.
+
+        `drops_cache`: also warn if the model uses a key/value cache in training.
+        """
         super().finish(model, wrapper=wrapper, drops_cache=drops_cache)
         guard_pretrained_models(model)
         if drops_cache:

@@ -98,7 +98,10 @@ def _cast_buffers_in_forward(module: nn.Module, names: Sequence[str], dtype: tor
 
 
 def _find_fp32_names(model: nn.Module, stocks: Mapping[Any, _StockDtypes]) -> frozenset[str]:
-    """Return names in `model` of selection biases and of tensors that `stocks` keep in fp32."""
+    """Return the names of the tensors of `model` that stay fp32 in 16-bit training.
+
+    The tensors are selection biases, and tensors that `stocks` keep in fp32 (`_make_stock_dtypes`).
+    """
     tensors = _get_named_tensors(model)
     fp32_ids = {id(t) for n, t in tensors.items() if is_selection_bias(n)}
     for hf, stock in stocks.items():

@@ -42,7 +42,10 @@ class _KeyBlock(NamedTuple):
 
 
 def _iterate_key_blocks(local_tokens: LocalTokens, window: int | None) -> Iterator[_KeyBlock]:
-    """Yield the attention call of the early, then of the late local queries."""
+    """Yield the `_KeyBlock` of the early local queries, then of the late local queries.
+
+    `window` limits the keys per query; None = all.
+    """
     rank, last = local_tokens.cp.rank, 2 * local_tokens.cp.size - 1
     halves: tuple[tuple[Half, int], ...] = (("early", rank), ("late", last - rank))
     for half, chunk in halves:
@@ -50,7 +53,10 @@ def _iterate_key_blocks(local_tokens: LocalTokens, window: int | None) -> Iterat
 
 
 def _gather_kv(local_tokens: LocalTokens, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the keys and values [B, T, ...] of full rows by one all-gather, without autograd."""
+    """All-gather the local keys and values k and v, without autograd.
+
+    Return the keys and the values of full rows, [B, T, ...] each.
+    """
     kv = local_tokens.gather_values(torch.cat((k.flatten(2), v.flatten(2)), dim=-1))
     ks, vs = kv.split((k[0, 0].numel(), v[0, 0].numel()), dim=-1)
     return ks.unflatten(2, k.shape[2:]), vs.unflatten(2, v.shape[2:])
@@ -59,7 +65,10 @@ def _gather_kv(local_tokens: LocalTokens, k: Tensor, v: Tensor) -> tuple[Tensor,
 def _reduce_kv_grads(
     local_tokens: LocalTokens, dk: Tensor, dv: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Reduce-scatter dk and dv of full rows; return this rank's, in the shapes of k and v."""
+    """Reduce-scatter the gradients dk and dv [B, T, ...] of full rows over the cp ranks.
+
+    Return the gradients of the local tokens. `k` and `v` only give the shapes of the results.
+    """
     B, T = k.shape[0], k.shape[1] * local_tokens.cp.size
     dkv = torch.cat((dk.flatten(2), dv.flatten(2)), dim=-1).view(B, T, -1)
     dk, dv = local_tokens.reduce_scatter_values(dkv).split(
@@ -89,7 +98,7 @@ class GatherAttention(torch.autograd.Function):
         window: int | None,
         scale: float,
     ) -> Tensor:
-        """Return o_BtHv, the attention output of all local queries."""
+        """Return o_BtHv of all local queries. `attend` explains `sinks`, `window` and `scale`."""
         layout, (B, t, H, _) = local_tokens.layout, q.shape
         ks, vs = (k, v) if k.shape[1] != t else _gather_kv(local_tokens, k, v)
         qs, ks, vs = layout.flatten_rows(q), layout.flatten_rows(ks), layout.flatten_rows(vs)

@@ -27,15 +27,18 @@ from moecore.base.torch_private import skips_communication
 def scatter_heads(
     tensors: tuple[Tensor, ...], group: dist.ProcessGroup, layout: ChunkLayout
 ) -> tuple[Tensor, ...]:
-    """Return all tokens of this rank's heads, [B, T, H / G, d], for each x_BtHd. Collective.
+    """Return each tensor [B, t, H, d] as [B, T, H / G, d]: all tokens, but only this rank's heads.
 
-    G is the size of `group`, and t = T / G. `layout` is the order of tokens on these ranks.
+    Collective over `group`, which has G ranks. `layout` is the order of tokens on these ranks.
     """
     return run_and_save(_HeadExchange.apply, group, layout, True, *tensors)  # type: ignore[no-any-return]
 
 
 def gather_heads(x_BThd: Tensor, group: dist.ProcessGroup, layout: ChunkLayout) -> Tensor:
-    """Return all heads of this rank's tokens, [B, t, H, d], from [B, T, H / G, d]. Collective."""
+    """Return x [B, T, H / G, d] as [B, t, H, d]: all heads, for this rank's tokens. Collective.
+
+    `group` and `layout` are explained in `scatter_heads`.
+    """
     return run_and_save(_HeadExchange.apply, group, layout, False, x_BThd)[0]  # type: ignore[no-any-return]
 
 
@@ -45,9 +48,9 @@ def _run_all_to_alls(
     pack: Callable[[Tensor], Tensor],
     unpack: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, ...]:
-    """Send `pack(x)`, [G, ...], of each tensor by an all-to-all; return each `unpack(received)`.
+    """Send `pack(x)` [G, ...] of each tensor by an all-to-all; return `unpack(received)` of each.
 
-    Packing a tensor overlaps the all-to-all of the tensor before.
+    The packing of a tensor overlaps the all-to-all of the previous tensor.
     """
     outputs: list[Tensor] = []
     pending: tuple[dist.Work, Tensor, Tensor] | None = None
@@ -71,7 +74,7 @@ def _run_all_to_alls(
 def _exchange_heads(
     tensors: tuple[Tensor, ...], group: dist.ProcessGroup, layout: ChunkLayout, to_tokens: bool
 ) -> tuple[Tensor, ...]:
-    """Return [B, T, H / G, d] of [B, t, H, d] if `to_tokens`, otherwise the inverse. Collective."""
+    """Run `scatter_heads` without autograd if `to_tokens`, otherwise `gather_heads`. Collective."""
 
     def split_heads(x_BtHd: Tensor) -> Tensor:
         return x_BtHd.unflatten(2, (group.size(), -1)).movedim(2, 0)  # type: ignore[no-any-return]

@@ -39,8 +39,9 @@ Half = Literal["all", "early", "late"]
 class ChunkLayout:
     """The assignment of the tokens of full rows [B, T] to G cp ranks, by two chunks per document.
 
-    `size` is G, and `num_tokens` is B * T. Lengths of documents, of `cu_seqlens`, are multiples of
-    2 * G and at most `max_seqlen`. None = a row is one document.
+    `size` is G, and `num_tokens` is B * T. `cu_seqlens` describes documents packed into the rows;
+    None = each row is one document. Document lengths are multiples of 2 * G and at most
+    `max_seqlen`.
     """
 
     def __init__(
@@ -97,7 +98,10 @@ class ChunkLayout:
             self.select_half(x_BtX, half, dim).copy_(values_BCX)
 
     def select_first_chunks(self, x_BTX: Tensor, num_chunks: int) -> Tensor:
-        """Return each document's first `num_chunks` of 2 * G chunks from flattened full rows."""
+        """Return the tokens of each document's first `num_chunks` chunks from flattened full rows.
+
+        A document has 2 * G chunks. `x_BTX` is a result of `flatten_rows`.
+        """
         if self._cu_seqlens is None:
             return x_BTX[:, : num_chunks * (x_BTX.shape[1] // (2 * self.size))]
         return x_BTX[:, self._find_first_chunks(num_chunks)]
@@ -114,7 +118,8 @@ class ChunkLayout:
     ) -> AttentionMask:
         """Return the mask of attention between chunks of each document.
 
-        `queries` and `keys` are numbers of chunks per document.
+        `queries` and `keys` are numbers of chunks per document. `window` limits the keys per query;
+        None = all.
         """
         if self._cu_seqlens is None:
             return AttentionMask(causal=causal, window=window)
@@ -201,9 +206,10 @@ class ContextParallel:
 def select_cp_ranks(
     cp: int | None, ranks: ContextParallel | None, groups: Mapping[int, ContextParallel]
 ) -> ContextParallel | None:
-    """Return `ranks` (None = 1 rank) if `cp` is None or their number, otherwise groups[cp].
+    """Return the cp groups of a forward with argument `cp`: `ranks`, or the entry `groups[cp]`.
 
-    Raises a ValueError if `groups`, the cp groups by size of a dynamic cp, has no key `cp`.
+    `ranks` are the default groups (None = 1 cp rank), which are used if `cp` is None or their size.
+    `groups` maps each size of a dynamic cp to its groups. Raises a ValueError for any other `cp`.
     """
     size = 1 if ranks is None else ranks.size
     if cp in (None, size):
@@ -302,7 +308,10 @@ class LocalTokens:
 
 
 def check_documents(cu_seqlens: Tensor, cp: int) -> None:
-    """Raise a ValueError if a document's length is not a multiple of 2 * cp; skips GPU tensors."""
+    """Raise a ValueError if a document's length is not a multiple of 2 * cp.
+
+    If `cu_seqlens` is on a GPU, nothing is checked.
+    """
     if cu_seqlens.device.type != "cpu":
         return
     lengths = cu_seqlens.diff().tolist()

@@ -49,7 +49,10 @@ class _RingBlock(NamedTuple):
 
 
 def select_block(layout: ChunkLayout, rank: int, source: int) -> _RingBlock:
-    """Return which halves of queries and keys `rank` multiplies with the keys of rank `source`."""
+    """Return the attention call in which `rank` reads the keys of the rank `source`.
+
+    `layout` is the order of tokens on the ranks of the ring.
+    """
     if source == rank:
         return _RingBlock("all", "all", layout.mask(2, 2))
     if source < rank:
@@ -58,9 +61,10 @@ def select_block(layout: ChunkLayout, rank: int, source: int) -> _RingBlock:
 
 
 def split_local_block(layout: ChunkLayout) -> tuple[list[_RingBlock], list[_RingBlock]]:
-    """Return the blocks of local keys for the first, and for the last ring step of backward.
+    """Split attention to local keys into the calls of the first and of the last backward step.
 
-    With more than 4 ranks the first list is empty.
+    Return one list of calls for each of the two steps. With more than 4 ranks the first list is
+    empty.
     """
     # The first block overlaps the first send of keys, the last blocks overlap the last send of
     # gradients. Without a first block, 1 / (3 * (G - 1)) of the traffic is exposed: 0.33 in a ring
@@ -105,7 +109,10 @@ def _send_to_next(x: Tensor, group: dist.ProcessGroup) -> _RingTransfer:
 
 
 def _iterate_ring(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
-    """Yield (rank, its keys and values, flat like `kv`), this rank's first. Collective."""
+    """Yield (source, flat keys and values of rank `source`) for each rank of a ring. Collective.
+
+    `kv` has the keys and values of the local tokens (`_pack_kv`), which are yielded first.
+    """
     G, rank = group.size(), group.rank()
     for step in range(G):
         travelling = _send_to_next(kv, group) if step < G - 1 else None
@@ -137,7 +144,10 @@ class _LocalQueries(NamedTuple):
     dq: Tensor
 
     def run_block_backward(self, block: _RingBlock, ks: Tensor, vs: Tensor) -> list[Tensor]:
-        """Add a block's gradient of queries to `dq`; return [dk, dv] of the block's keys."""
+        """Add a block's gradient of queries to `dq`; return [dk, dv] of the block's keys.
+
+        `ks` and `vs` have all keys and values of a rank, of which the block reads one half or both.
+        """
         queries, keys, mask = block
         do, q, o = (self.layout.select_half(x, queries) for x in (self.do, self.q, self.o))
         lse = self.layout.select_half(self.lse, queries, dim=2)

@@ -116,7 +116,10 @@ class LocalPieces:
 
 
 def run_rule_over_ranks(rule: DeltaRule, pieces: LocalPieces) -> Tensor:
-    """Return outputs o_tHv of a delta rule, whose tensors have local tokens. Collective."""
+    """Return the outputs o_tHv of a delta rule for the local tokens of sharded documents.
+
+    The tensors of `rule` have the local tokens, which `pieces` describes. Collective.
+    """
     v_tHv, k = rule.v_THv, rule.k_Thk.shape[-1]
     (_, H, v), num = v_tHv.shape, len(pieces.borders) - 1
     dtype = torch.promote_types(v_tHv.dtype, torch.float32)
@@ -131,11 +134,10 @@ def run_rule_over_ranks(rule: DeltaRule, pieces: LocalPieces) -> Tensor:
 
 
 def _apply_initial_states(r_tHk: Tensor, states_PHkv: Tensor, borders: Tensor) -> Tensor:
-    """Return [t, H, v], the matrix-vector product S^T r of each token and head.
+    """Return [t, H, v], the part S^T r of each token's output that the state S causes.
 
-    S is the state before the token's piece, and r the scan's output for the extra columns (see
-    above), so the result is the part of the output that S causes. `borders` is that of
-    `LocalPieces`.
+    `r_tHk` is the output for the extra columns of values (see above). `states_PHkv` has the state S
+    before each piece. `borders` is `LocalPieces.borders`.
     """
     (t, H, k), num, v = r_tHk.shape, len(states_PHkv), states_PHkv.shape[-1]
     multiple = 16 // r_tHk.element_size()  # strides of grouped_mm are multiples of 16 bytes
@@ -156,6 +158,9 @@ def _apply_initial_states(r_tHk: Tensor, states_PHkv: Tensor, borders: Tensor) -
 def convolve_over_ranks(
     x_tD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, pieces: LocalPieces, *, silu: bool
 ) -> Tensor:
-    """Return the causal convolution y_tD of local tokens x within full documents. Collective."""
+    """Return y_tD, the causal convolution (`convolve`) of sharded documents. Collective.
+
+    `x_tD` has the local tokens, which `pieces` describes. `silu`: apply SiLU to the result.
+    """
     before = pieces.gather_previous_tokens(x_tD, weight_DW.shape[1] - 1)
     return causal_convolution(x_tD, weight_DW, bias_D, pieces.borders, before_nwD=before, silu=silu)

@@ -17,8 +17,9 @@ class ContextOptions(CheckedRecord):
     """How attention communicates between context parallel ranks.
 
     Attributes:
-        way: "allgather" of keys and values, "a2a" over heads, "p2p" as a ring, or both. "auto" =
-            "allgather" for latent attention, otherwise the method that sends the fewest values.
+        way: "allgather" of keys and values, "a2a" over heads, "p2p" as a ring, or "a2a+p2p".
+            "auto" = "allgather" for latent attention, otherwise the method that sends the fewest
+            values.
         a2a_ranks: for "a2a+p2p": number of consecutive ranks in each all-to-all, a divisor of cp;
             None = the largest number that the heads allow.
         dynamic: each forward has its own cp: groups of 1, 2, 4, ... consecutive data ranks share
@@ -64,9 +65,10 @@ class ContextOptions(CheckedRecord):
 
 
 def _choose_a2a_ranks(cp: int, num_heads: int, kv_heads: int) -> int:
-    """Return the number of all-to-all ranks with the least communication; the others form rings.
+    """Return the number of ranks per all-to-all for which all-to-alls and rings send the least.
 
-    The number divides `cp` and `kv_heads`, the key/value heads of one tp rank.
+    The number divides `cp` and `kv_heads`. The arguments have the query heads and the key/value
+    heads of one tp rank.
     """
     max_ranks = math.gcd(cp, kv_heads)
     # An all-to-all of A ranks sends (A - 1) / A of H query and h key/value heads of a token each
@@ -80,7 +82,10 @@ def _choose_a2a_ranks(cp: int, num_heads: int, kv_heads: int) -> int:
 
 
 def _find_ring_a2a_problems(cp: int, kv_heads: int, ranks: int) -> Iterator[str]:
-    """Yield "relation: fix" for each rule that `a2a_ranks` of "a2a+p2p" breaks."""
+    """Yield "relation: fix" for each rule of "a2a+p2p" that `ranks` per all-to-all break.
+
+    `kv_heads` is the number of key/value heads of one tp rank.
+    """
     if ranks in (1, cp):
         yield f"be more than 1 and less than cp ({cp}): use 'p2p' or 'a2a', or another cp"
     if cp % ranks:

@@ -242,7 +242,7 @@ class MoEConfig(CheckedRecord):
             yield from self._bias_rules()
 
     def _group_rules(self) -> Rules:
-        """Yield broken relations of groups, top_k and the number of experts."""
+        """Yield (field, text) of broken relations of groups, top_k and the number of experts."""
         E, G, top_groups = self.num_experts, self.num_groups, self.top_groups
         size, ranks_groups = E // G, top_groups < G
         if self.top_k > self.num_candidates:
@@ -261,7 +261,7 @@ class MoEConfig(CheckedRecord):
             yield "top_k", f"{relation}: raise top_groups or lower top_k"
 
     def _post_score_rules(self) -> Rules:
-        """Yield fields that do not fit score_order "post"."""
+        """Yield (field, text) of each field that does not fit score_order "post"."""
         if self.score_function == "sqrtsoftplus":
             yield "score_order", f"be 'pre' with score_function ({self.score_function!r}): drop it"
         if self.score_function != "softmax":
@@ -274,7 +274,7 @@ class MoEConfig(CheckedRecord):
             yield "top_k", f"be > 1 with score_order ('post'), or {relation} = True: use 'pre'"
 
     def _assignment_rules(self) -> Rules:
-        """Yield fields that do not fit an assignment other than "learned"."""
+        """Yield (field, text) of each field that needs `assignment` to be "learned"."""
         rule = f"assignment ({self.assignment!r})"
         is_expert_choice = self.assignment == "expert_choice"
         if self.expert_bias:
@@ -289,7 +289,7 @@ class MoEConfig(CheckedRecord):
             yield "score_order", f"be 'pre' with {rule}: use score_order='pre'"
 
     def _expert_rules(self) -> Rules:
-        """Yield broken relations of activation, latent, shared and zero experts."""
+        """Yield (field, text) of invalid activations and latent, shared and zero experts."""
         if self.weights_on_input and self.choices_per_token > 1:
             relation = f"not top_k ({self.top_k}) and assignment ({self.assignment!r})"
             yield "weights_on_input", f"go with one expert per token, {relation}: use top_k=1"
@@ -314,7 +314,7 @@ class MoEConfig(CheckedRecord):
                 yield "zero_experts", f"be 0 with {name} ({value!r}): drop one"
 
     def _bias_rules(self) -> Rules:
-        """Yield fields that do not fit `balance.bias_update_rate` > 0."""
+        """Yield (field, text) of each field that does not fit `balance.bias_update_rate` > 0."""
         if not self.expert_bias:
             relation = "go with expert_bias (False) = True: set expert_bias=True"
             yield "balance.bias_update_rate", relation

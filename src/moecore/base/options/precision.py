@@ -135,7 +135,7 @@ class Recipe(CheckedRecord):
 
     @property
     def weight_multiple(self) -> int:
-        """The multiple that both dims of a weight must be; blockwise experts need 128 instead."""
+        """The number that must divide both dims of a weight. Blockwise experts need 128 instead."""
         if self.backend == "te" and self.scaling in EMULATED:
             return 32
         return self.activation_block[1] or 16 if self.is_emulated else 16
@@ -147,15 +147,15 @@ class Recipe(CheckedRecord):
 
     @property
     def activation_block(self) -> Block:
-        """Rows and columns of an activation or gradient that share a scale; None = all.
+        """(rows, columns) of an activation or gradient that share a scale.
 
-        The matmul sums over columns.
+        None = all rows or all columns. The matmul sums over columns.
         """
         return ACTIVATION_BLOCKS[self.scaling]
 
     @property
     def weight_block(self) -> Block:
-        """Rows and columns of a weight that share a scale; the matmul sums over columns."""
+        """(rows, columns) of a weight that share a scale, as in `activation_block`."""
         return WEIGHT_BLOCKS[self.scaling]
 
     def describe(self) -> str:

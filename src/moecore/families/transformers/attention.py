@@ -55,11 +55,13 @@ def use_causal_attention(model: nn.Module) -> None:
         model: a causal language model of transformers, before or after `parallelize_moe`.
 
     Raises:
-        ValueError: when a model that is not Llama 4 has attention in chunks; later, when a forward
-            gets a mask, positions without documents, documents that do not fit the tokens, keys of
-            an earlier forward, or documents for a model that also mixes tokens outside of its
-            attention; when a layer's attention has a soft cap, or has a position bias or dropout
-            together with documents, a window or sinks.
+        ValueError: if a model that is not Llama 4 has attention in chunks. A later forward raises a
+            ValueError for each of these:
+            - a mask, or keys of an earlier forward
+            - positions without documents, or documents that do not fit the tokens
+            - documents, if the model also mixes tokens outside of its attention
+            - attention with a soft cap
+            - a position bias or dropout together with documents, a window or sinks
     """
     check_arguments(use_causal_attention, locals())
     from transformers import AttentionInterface

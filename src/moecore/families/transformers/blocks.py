@@ -138,7 +138,10 @@ def _adopt_llama4(block: Any, model: nn.Module) -> MoELayer:
 def _adopt_stacked(
     block: Any, layout: LayerLayout, layer_class: type[MoELayer] = MoELayer, **routing: Any
 ) -> MoELayer:
-    """Convert a block with children named by `layout`; `routing`: router fields of `MoEConfig`."""
+    """Convert a block, whose children `layout` names, to a `layer_class`.
+
+    `routing` has router fields of `MoEConfig`.
+    """
     experts = block.get_submodule(layout.experts)
     read = read_experts(experts, layout.expert_layout)
     router_tensors = _get_router_tensors(block, layout)
@@ -163,7 +166,10 @@ def _adopt_stacked(
 
 
 def _get_router_tensors(block: nn.Module, layout: LayerLayout) -> dict[str, Tensor]:
-    """Return a router's tensors by name, with the selection bias of another module."""
+    """Return a router's parameters and buffers by name.
+
+    If another module has the selection bias (`layout.bias_owner`), the result contains this bias.
+    """
     tensors = _get_tensors(block.get_submodule(layout.router))
     if layout.bias_owner is not None:
         of_owner = _get_tensors(block.get_submodule(layout.bias_owner))

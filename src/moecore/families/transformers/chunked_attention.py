@@ -43,7 +43,10 @@ def use_chunked_attention(model: nn.Module) -> None:
 
 
 def split_into_chunks(layer: nn.Module, sequence: Sequence, q_BHTd: Tensor) -> Sequence:
-    """Return the `Sequence` of a layer's chunks; `sequence` if the layer is not chunked."""
+    """Return the `Sequence` of a layer's chunks; `sequence` if the layer is not chunked.
+
+    `q_BHTd` gives the shape and device of this rank's tokens.
+    """
     size: int | None = getattr(layer, CHUNK_SIZE, None)
     if size is None:
         return sequence

@@ -53,7 +53,10 @@ def find_experts_adapter(module: nn.Module) -> Callable[[Any, nn.Module], Routed
 
 
 def route_experts(experts: Any, model: nn.Module) -> RoutedExperts:
-    """Convert an experts module (`model` is unused); NotImplementedError if it is customised."""
+    """Return RoutedExperts with the parameters of an experts module; `model` is unused.
+
+    Raises NotImplementedError for a customised module.
+    """
     refuse_customised_experts(experts, children=(ACTIVATION, "identity_expert"))
     layout = read_layout(experts)
     read = read_experts(experts, layout)
@@ -78,7 +81,10 @@ def read_layout(experts: Any) -> ExpertLayout:
 
 
 def get_used_parameters(experts: Any) -> dict[str, nn.Parameter]:
-    """Return an experts module's parameters by name, without experts that return their input."""
+    """Return an experts module's parameters by name.
+
+    Rows of experts that return their input (LongCat-Flash) are removed.
+    """
     # LongCat-Flash's FC1 has rows for experts that return their input, but its checkpoints do not.
     tensors = dict(experts.named_parameters(recurse=False))
     if getattr(experts, "zero_expert_num", 0):
@@ -115,7 +121,10 @@ def read_experts(experts: Any, layout: ExpertLayout) -> ExpertsDescription:
 
 
 def read_activation(experts: Any, layout: ExpertLayout) -> ActivationOptions:
-    """Return a moecore activation with equal values on samples, otherwise the module's own."""
+    """Return the options of the first moecore activation that equals the module's on samples.
+
+    If no activation is equal, `function` of the result is the module's activation.
+    """
     gated, interleaved = getattr(experts, "has_gate", True), layout.gate_up == "interleaved"
     activation = _get_stock_activation(experts, gated=gated)
     options = _match_activation_options(activation, experts, gated, interleaved)
@@ -144,7 +153,10 @@ def _get_stock_activation(experts: Any, *, gated: bool) -> Callable[[Tensor], Te
 
 
 def _apply_gated_activation(act_fn: Callable[[Tensor], Tensor], h_RC: Tensor) -> Tensor:
-    """Return act_fn(gate) * up, as releases without `_apply_gate` compute it."""
+    """Return act_fn(gate) * up, where gate and up are the first and second half of h's columns.
+
+    The experts of transformers releases without `_apply_gate` compute this function.
+    """
     gate, up = h_RC.chunk(2, dim=-1)
     return act_fn(gate) * up
 
@@ -152,7 +164,10 @@ def _apply_gated_activation(act_fn: Callable[[Tensor], Tensor], h_RC: Tensor) ->
 def _match_activation_options(
     stock_activation: Callable[[Tensor], Tensor], experts: Any, gated: bool, interleaved: bool
 ) -> ActivationOptions | None:
-    """Return the first moecore activation that equals `stock_activation` on samples, or None."""
+    """Return the first moecore activation that equals `stock_activation` on samples, or None.
+
+    `gated`: the input has gate and up columns, which alternate if `interleaved`.
+    """
     h_RC = _make_samples(gated)
     reference = stock_activation(h_RC)
     limit, alpha = (_find_number(experts, names) for names in (LIMITS, SLOPES))
@@ -174,7 +189,10 @@ def _find_number(experts: Any, names: Sequence[str]) -> float | None:
 
 
 def _is_elementwise(activation: Callable[[Tensor], Tensor], gated: bool, interleaved: bool) -> bool:
-    """Whether each output column depends only on its own gate and up columns, tested on samples."""
+    """Whether each output column depends only on its own gate and up columns, tested on samples.
+
+    `gated` and `interleaved` are as in `_match_activation_options`.
+    """
     h_RC = _make_samples(gated)
     if not gated:
         return torch.equal(activation(h_RC[:, :3]), activation(h_RC)[:, :3])

@@ -133,7 +133,8 @@ def _collapse_streams(
 ) -> tuple[Tensor, CollapsedStreams] | tuple[Tensor, Tensor, Tensor]:
     """Replacement forward of a hyper-connection: mix N streams to the input of a sublayer.
 
-    With `fused`, return the input [B, T, D] and the state for `_expand_streams`.
+    With `fused`, return the input [B, T, D] and the state for `_expand_streams`. Otherwise return
+    the three results of the class's forward.
     """
     if not fused:
         parts: tuple[Tensor, Tensor, Tensor] = type(connection).forward(connection, hidden_streams)

@@ -53,7 +53,10 @@ def _save_pretrained(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call `save`, the model's `save_pretrained`, only with full tensors or as distributed save."""
+    """Call `save`, the class's `save_pretrained`, or raise NotImplementedError for sharded tensors.
+
+    `state_dict` must have full tensors, unless the keyword `distributed_checkpoint` is true.
+    """
     is_unsharded = state_dict and not any(isinstance(t, DTensor) for t in state_dict.values())
     if not is_unsharded and not kwargs.get("distributed_checkpoint"):
         raise NotImplementedError(

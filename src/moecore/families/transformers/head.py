@@ -172,8 +172,8 @@ def _compute_cross_entropy(
 ) -> Tensor | None:
     """Return the mean or summed loss of [N, V] logits, computed in chunks of tokens.
 
-    `F.cross_entropy` calls this function for lazy logits. None = an option needs the logits'
-    values.
+    `F.cross_entropy` calls this function with its own arguments for lazy logits. None = an option
+    needs the logits' values.
     """
     unsupported = (weight, size_average, reduce)
     is_plain = all(other is None for other in unsupported) and label_smoothing == 0.0

@@ -35,7 +35,7 @@ Function = Callable[..., Any]
 
 
 def find_linear_layers(model: nn.Module) -> list[nn.Module]:
-    """Return linear attention modules: lightning attention, and forwards that call a known rule."""
+    """Return the modules whose forward calls a rule of `RULES`, and lightning attention modules."""
     return [m for m in model.modules() if find_linear_rule(m) or _is_lightning(m)]
 
 
@@ -99,7 +99,10 @@ def _convolve_sequence(
     activation: str | None = None,
     **_: Any,
 ) -> Tensor:
-    """Replacement of the short convolution for documents and cp ranks; returns [B, D, T]."""
+    """Replacement of the short convolution for documents and cp ranks: [B, D, T] -> [B, D, T].
+
+    `activation` is a name in transformers' `ACT2FN`; None = no activation.
+    """
     is_silu = activation in SILU
     x_BTD = hidden_states.transpose(1, 2)
     y_BTD = convolve(x_BTD, weight, bias, sequence, silu=is_silu)
@@ -183,7 +186,10 @@ def _scan_state_space(
     return_final_states: bool = False,
     **_: Any,
 ) -> Tensor:
-    """Replacement of `mamba2_chunk_scan`: returns [B, T, heads, dims]; ValueError for a cache."""
+    """Replacement of `mamba2_chunk_scan`, with its arguments, for documents and cp ranks.
+
+    Returns [B, T, heads, dims]. Raises ValueError for a cache.
+    """
     _refuse_cache(initial_states is not None or return_final_states)
     step_BTH = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     step_BTH = (F.softplus(step_BTH) if dt_softplus else step_BTH).clamp(*dt_limit)
@@ -191,7 +197,10 @@ def _scan_state_space(
 
 
 def _skip_fused_layer(*_args: Any, **_: Any) -> None:
-    """Replacement of a full-layer kernel; for None the caller runs separate operations."""
+    """Replacement of a full-layer kernel that returns None.
+
+    For None the caller runs the separate operations of the layer.
+    """
 
 
 def _has_documents_or_ranks(sequence: Sequence | None) -> bool:

@@ -116,7 +116,10 @@ def adapt_experts(wrapped: list[_WrappedExperts], layers: Mapping[str, RoutedLay
 
 
 def refuse_peft_methods(model: nn.Module) -> None:
-    """Make peft's methods that need full parameters raise, and adapters that are added later."""
+    """Make peft's methods that need full parameters raise NotImplementedError.
+
+    A forward raises a ValueError if adapters were added after this call.
+    """
     _replace_methods(model, REPLACED, "on a parallelized model, whose tensors are shards")
     # Users call get_peft_model on the outermost transformers model.
     outermost = next((m for m in model.modules() if is_pretrained(m)), None)
@@ -130,7 +133,11 @@ def refuse_unmerging(model: nn.Module) -> None:
 
 
 def _replace_methods(model: nn.Module, replaced: Mapping[str, str], context: str) -> None:
-    """Make methods of a PeftModel and its tuner raise; `replaced`: name -> the alternative."""
+    """Make methods of a PeftModel and its tuner raise NotImplementedError.
+
+    `replaced` maps a method's name to the alternative. `context` says when calls are forbidden.
+    Both are part of the error text.
+    """
     for module in model.modules():
         if is_pretrained(module):
             return  # its children are layers
@@ -141,7 +148,10 @@ def _replace_methods(model: nn.Module, replaced: Mapping[str, str], context: str
 
 
 def _refuse_method(name: str, context: str, instead: str, *args: Any, **kwargs: Any) -> None:
-    """Raise the NotImplementedError of `_replace_methods` for a method of peft."""
+    """Raise NotImplementedError for a call of peft's method `name`; `instead` is the alternative.
+
+    `context` is as in `_replace_methods`.
+    """
     raise NotImplementedError(f"{name} of peft must not be called {context}: use {instead}")
 
 
@@ -178,14 +188,20 @@ def disable_adapters(model: Any) -> Iterator[None]:
 
 
 def select_base_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return `tensors` (by name in `model`) without LoRA's, under their names before peft."""
+    """Return the tensors that the model had before peft, under their names before peft.
+
+    `tensors` maps names in `model` to tensors, LoRA's included.
+    """
     added_prefixes, moved_prefixes = _list_peft_prefixes(model)
     base_tensors = {n: t for n, t in tensors.items() if not n.startswith(added_prefixes)}
     return {_rename_without_peft(n, moved_prefixes): t for n, t in base_tensors.items()}
 
 
 def select_trained_copies(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of peft's active trained copies of modules, under the originals' names."""
+    """Return the tensors of peft's active `modules_to_save` under the original modules' names.
+
+    `tensors` maps names in `model` to tensors.
+    """
     _, moved_prefixes = _list_peft_prefixes(model)
     copy_of = {}
     for path, module in model.named_modules():
@@ -246,7 +262,10 @@ def _find_wrapped_experts(model: nn.Module) -> Iterator[_WrappedExperts]:
 
 
 def _check_stacked(name: str, wrappers: list[Any]) -> None:
-    """Raise NotImplementedError if LoRA is on a parameter with less than 3 dims, like a router."""
+    """Raise NotImplementedError if LoRA is on a parameter with less than 3 dims, as of a router.
+
+    `wrappers` are peft's `ParamWrapper`s on the parameters of module `name`.
+    """
     for wrapper in wrappers:
         param = wrapper.get_param()
         if param.ndim < 3:

@@ -17,7 +17,11 @@ Stack = tuple[tuple[int, int], ...]
 
 
 def iterate_local_rows(stack: Stack, rank: int, tp: int) -> Iterator[slice]:
-    """Yield the slice of matrix rows of a rank's heads in each section of `stack`."""
+    """Yield the slice of matrix rows of a rank's heads in each section of `stack`.
+
+    A section is (number of heads, rows per head). If a section has fewer heads than `tp`, several
+    ranks have the same head.
+    """
     # Example: 4 heads of 8 rows, then 1 head of 8 rows. Rank 1 of 2 has rows 16:32 and 32:40.
     start = 0
     for heads, size in stack:
@@ -33,21 +37,21 @@ class ModulePlan:
     Attributes:
         columns: column-parallel linears; a rank computes a part of the outputs.
         row: the row-parallel linear that reads these outputs; its outputs are all-reduced.
-        halves: column-parallel linears of an MLP's gates followed by ups; a rank has rows of
-            both.
+        halves: column-parallel linears whose first half of rows are an MLP's gates, and second half
+            its ups. A rank has rows of both halves.
         params_by_head: parameters that are sharded by heads.
-        norms: norms over the columns of all heads, which are all-gathered first.
-        shared: replicated linears of fewer key or value heads than ranks -> elements of a head.
-            A rank uses the one head that its query heads read.
+        norms: norms over the columns of all heads; these columns are all-gathered first.
+        shared: {name: elements of a head} of replicated linears with fewer key or value heads than
+            ranks. A rank uses the one head that its query heads read.
         num_shared: number of key or value heads if there are fewer than ranks, otherwise 0.
         stacks: replicated linears of queries, keys and values in one matrix. A rank multiplies
             with the rows of its heads.
         head_exchanges: column-parallel linears with several sections. All ranks have equally
             many rows, and exchange outputs so that a rank receives the outputs of its heads.
         local_reads: modules with replicated parameters; a rank reads the rows of its heads.
-        groups: gated norms of groups that several ranks share -> elements of a group.
-        counts: attributes with a number of heads or columns -> the number on a rank.
-        buffers: replicated buffers -> their dim of heads; a rank reads the part of its heads.
+        groups: {name: elements of a group} of gated norms whose groups span several ranks.
+        counts: {attribute: number on a rank} of attributes that count heads or columns.
+        buffers: {name: dim of heads} of replicated buffers; a rank reads the part of its heads.
     """
 
     columns: tuple[str, ...]

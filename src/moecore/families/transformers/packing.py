@@ -148,10 +148,11 @@ def find_one_document_problem(model: nn.Module) -> str | None:
 def find_unsupported_layer(
     model: nn.Module, row_layers: Mapping[str, int] | None = None
 ) -> str | None:
-    """Describe the first layer in `layer_types` of a config that packing does not support, or None.
+    """Return text naming a model's first layer whose kind packing does not support, or None.
 
-    `row_layers` maps further kinds to the number of layers with moecore's attention. Such a kind is
-    supported if all its layers have moecore's attention.
+    Kinds are the entries of `layer_types` in the config. `row_layers` maps further kinds to the
+    number of layers with moecore's attention. Such a kind is supported if all its layers have
+    moecore's attention.
     """
     hf: Any = model
     kinds = getattr(hf.config.get_text_config(), "layer_types", None) or ()

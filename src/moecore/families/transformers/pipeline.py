@@ -91,7 +91,11 @@ class StagedCausal:
         return parts
 
     def hidden_shape(self, stage: Stage, inputs: Mapping[str, Any]) -> tuple[int, ...]:
-        """Return the shape of a stage's input: [B, T / cp, D], or [B, T / cp, ..] after layers."""
+        """Return the shape of the hidden states that a stage receives.
+
+        The shape is [B, T / cp, D] for the stage with the first layer. Later stages receive what a
+        layer returns, [B, T / cp, ...].
+        """
         cp = None if self._reader is None else self._reader.select_ranks(inputs.get("cp"))
         B, T = inputs["input_ids"].shape
         sizes = (self._hidden_size,) if 0 in stage.layers else getattr(self.model, SIZES)
@@ -184,7 +188,7 @@ class StagedCausal:
             yield outputs
 
     def _check_output(self, layer: nn.Module, _args: Any, output: Any) -> None:
-        """Forward hook: raise NotImplementedError if a layer returns more results than are sent."""
+        """Forward hook of a layer: NotImplementedError if it returns more than hidden states."""
         if (1 if isinstance(output, Tensor) else len(output)) != self.stage_parts().results:
             problem = f"{type(layer).__name__} returns more than hidden states"
             raise _make_refusal(self.model, problem)

@@ -45,7 +45,10 @@ def _find_version_problem() -> str | None:
 def _check_router_logits(
     refusal: str | None, module: Any, args: Any, kwargs: dict[str, Any], output: Any
 ) -> None:
-    """Forward hook: if logits are requested, raise if `refusal` is given or a layer has none."""
+    """Forward hook: raise NotImplementedError if requested router logits were not recorded.
+
+    `refusal` is the error text for a transformers version that uses logits wrongly; None = correct.
+    """
     layers_of = (m for m in module.modules() if isinstance(m, RoutedLayer))
     # transformers records no logits of layers with hash routing.
     recordable = [m for m in layers_of if m.config.assignment != "hash"]

@@ -60,7 +60,7 @@ class MeanOutputLayer(MoELayer):
     """An MoELayer that returns the mean of the routed output and the shared output (Cohere)."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return half the output of `MoELayer.forward`, which is the sum of both."""
+        """Return half the output of `MoELayer.forward`, in which both outputs are added."""
         return super().forward(x, *args, **kwargs) / 2
 
 
@@ -247,7 +247,7 @@ def get_layer_class(block: Any, record: RouterRecord) -> type[MoELayer]:
 
 
 def _read_score_function(router: Any, record: RouterRecord) -> str | None:
-    """Return a router's score function in moecore's words; None if moecore lacks it."""
+    """Return `MoEConfig.score_function` of a router; None if moecore lacks its function."""
     if record.score_function is None:
         return SCORES.get(type(router.score_fn).__name__)
     function: str = getattr(router, "expert_selection_fn", record.score_function)

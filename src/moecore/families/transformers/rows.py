@@ -90,7 +90,11 @@ class RowReader:
                 layer.register_forward_pre_hook(tell, with_kwargs=True, prepend=True)
 
     def build_sequence(self, tokens: Tensor, inputs: Kwargs) -> Sequence:
-        """Return documents, padding and cp slice; `tokens`: ids or embeddings of full rows."""
+        """Return the `Sequence` of a forward: documents, padding and this cp rank's tokens.
+
+        `tokens` are the ids or embeddings of full rows. `inputs` are the forward's arguments by
+        name.
+        """
         shape, device = (tokens.shape[0], tokens.shape[1]), tokens.device
         cu_seqlens = _get_first_argument(inputs, DOCUMENTS)
         longest = _get_first_argument(inputs, LONGEST)
@@ -175,7 +179,10 @@ class MaskReader:
             block.register_forward_pre_hook(self._check_packed_rows, with_kwargs=True)
 
     def _check_packed_rows(self, block: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> None:
-        """Raise, once per block, for packed documents whose tokens attend to each other."""
+        """Forward pre-hook: check once per block that packed documents do not attend to each other.
+
+        Raises ValueError, or warns if this cannot be determined.
+        """
         if block not in self._unchecked or not self._model.training or hasattr(self._model, READER):
             return
         self._unchecked.discard(block)
@@ -220,7 +227,11 @@ class MaskReader:
         return args, {name: value for name, value in kwargs.items() if name not in ROW_INPUTS}
 
     def _build_sequence(self, tokens: Tensor, inputs: Kwargs) -> Sequence:
-        """Return documents, padding (`tokens`: ids or embeddings); ValueError if documents mix."""
+        """Return the `Sequence` of a forward: documents and padding.
+
+        `tokens` are ids or embeddings. `inputs` are the forward's arguments by name. Raises
+        ValueError if the model's attention would mix documents.
+        """
         cu_seqlens, mask_BT = inputs.get("cu_seqlens"), inputs.get("padding_mask")
         if cu_seqlens is not None:
             of_documents = find_one_document_problem(self._model)
@@ -310,6 +321,7 @@ class ModalityHooks:
         block.register_forward_pre_hook(self._store_image_mask, with_kwargs=True)
 
     def _store_image_mask(self, block: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> None:
+        """Forward pre-hook of a block: store the mask of the image tokens of this forward."""
         self._state.kinds_BT = get_image_mask(block, args, kwargs)
 
     def select_text(self, x_BT: Tensor) -> Tensor:
@@ -337,7 +349,10 @@ def _make_token_selectors(base: nn.Module) -> dict[nn.Module, Choose]:
 def _pass_divisor(
     model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
 ) -> tuple[tuple[Any, ...], Kwargs] | None:
-    """Forward pre-hook: pass the loss's divisor as `num_items_in_batch`, at least 1."""
+    """Forward pre-hook: pass the number of labels that divides the loss as `num_items_in_batch`.
+
+    The number is at least 1. None = the arguments are unchanged.
+    """
     inputs = bind_arguments(model, args, kwargs)
     _refuse_lost_labels(inputs)
     number = _get_first_argument(inputs, ("num_items_in_batch", "num_tokens"))
@@ -351,7 +366,10 @@ def _pass_divisor(
 
 
 def _refuse_lost_labels(inputs: Kwargs) -> None:
-    """Raise ValueError, for CPU bounds only, if a document spans rows: labels shift within rows."""
+    """Raise ValueError if a document spans rows, because labels are shifted within rows.
+
+    `inputs` are the forward's arguments by name. `cu_seqlens` on a GPU is not checked.
+    """
     cu_seqlens, labels_BT = _get_first_argument(inputs, DOCUMENTS), inputs.get("labels")
     if labels_BT is None or cu_seqlens is None or inputs.get("shift_labels") is not None:
         return
@@ -377,13 +395,19 @@ def _is_loss_divided_by_labels(model: Any) -> bool:
 
 
 def get_shifted_labels(inputs: Kwargs) -> Tensor:
-    """Return `shift_labels`, or `labels` moved to the position of the token that predicts each."""
+    """Return labels [B, T] in which each token has the label of the next token.
+
+    The result is `shift_labels` if passed, otherwise `labels` shifted within rows.
+    """
     shifted_BT: Tensor | None = inputs.get("shift_labels")
     return shift_rows(inputs["labels"], 1, IGNORE_INDEX) if shifted_BT is None else shifted_BT
 
 
 def get_tokens(args: tuple[Any, ...], kwargs: Kwargs) -> Tensor:
-    """Return a forward's token ids or embeddings; ValueError for a mask or more than 1 `args`."""
+    """Return the token ids or embeddings in a forward's arguments.
+
+    Raises ValueError for an attention mask, or if `args` has more than one value.
+    """
     if kwargs.get("attention_mask") is not None:
         raise ValueError(
             "attention_mask must be None after use_causal_attention, which would ignore it: give "
@@ -411,7 +435,7 @@ def _make_missing_documents_error(longest: Any) -> ValueError:
 
 
 def _list_entries(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the entries of the outermost lists in a module, such as its decoder layers."""
+    """Yield the modules in the outermost `nn.ModuleList`s of a module, such as decoder layers."""
     for child in module.children():
         yield from child if isinstance(child, nn.ModuleList) else _list_entries(child)
 
@@ -428,14 +452,17 @@ def _store_sequence(
 def _pass_rows(
     choose: Choose, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
 ) -> tuple[Any, Kwargs] | None:
-    """Forward pre-hook of a MoE layer: pass it documents and padding."""
+    """Forward pre-hook of a MoE layer: pass documents and padding of its stored `Sequence`."""
     return _add_row_arguments(getattr(layer, SEQUENCE), choose, layer, args, kwargs)
 
 
 def _add_row_arguments(
     sequence: Sequence, choose: Choose, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
 ) -> tuple[Any, Kwargs] | None:
-    """Add documents and padding to arguments; `choose`: the layer's tokens; None = no change."""
+    """Return a MoE layer's (args, kwargs) with documents and padding of `sequence`.
+
+    `choose` selects the layer's tokens from [B, T]. None = the arguments are unchanged.
+    """
     mask_BT = sequence.padding_mask_BT
     if isinstance(layer, MoELayer):
         keywords: Kwargs = {"cu_seqlens": sequence.cu_seqlens}

@@ -153,7 +153,10 @@ def _project_queries(layer: Any, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor 
 
 
 def _choose_keys(layer: Any, selected_BTK: Tensor | None) -> KeyChoice:
-    """Return how a layer selects keys: by its indexer, as the earlier layer's keys, or all."""
+    """Return the `KeyChoice` of a layer: its indexer's keys, an earlier layer's keys, or all keys.
+
+    `selected_BTK` are the keys that an earlier layer selected.
+    """
     config: IndexerConfig | None = getattr(layer, CONFIG, None)
     if layer.indexer is not None:
         return make_key_choice(config, layer, layer.indexer.index_topk)
@@ -170,7 +173,10 @@ def _choose_keys(layer: Any, selected_BTK: Tensor | None) -> KeyChoice:
 def _compute_indexer_heads(
     indexer: Any, x_BTD: Tensor, q_a_BTA: Tensor, cos_sin: tuple[Tensor, Tensor]
 ) -> IndexerHeads:
-    """Return an indexer's queries, keys and head weights from x and compressed queries."""
+    """Return an indexer's queries, keys and head weights.
+
+    `x_BTD` are hidden states, `q_a_BTA` compressed queries. `cos_sin` rotates queries and keys.
+    """
     r, i = indexer.qk_rope_head_dim, indexer.head_dim
     q_BThi = indexer.wq_b(q_a_BTA).unflatten(-1, (indexer.n_heads, i))
     k_BT1i = indexer.k_norm(indexer.wk(x_BTD).to(indexer.k_norm.weight.dtype)).unsqueeze(2)
@@ -203,7 +209,10 @@ def _split_kv_weight(layer: Any) -> tuple[Tensor, Tensor]:
 def _update_cache(
     layer: Any, cache: Any, latent_BTL: Tensor, turned_BT1r: Tensor, index: IndexerHeads | None
 ) -> tuple[Tensor, Tensor, IndexerHeads | None]:
-    """Write keys to a cache; return the latents, rotated keys and `index` of all its tokens."""
+    """Append latents, rotated keys and the indexer's keys to a cache; return all cached entries.
+
+    Raises ValueError if the cache has tokens of an earlier forward.
+    """
     number = layer.layer_idx
     latents, turned = cache.update(latent_BTL.unsqueeze(1), turned_BT1r.transpose(1, 2), number)
     refuse_cached_keys(latent_BTL.shape[1], latents.shape[2])

@@ -158,7 +158,8 @@ def _refuse_custom_code(
 ) -> None:
     """Raise NotImplementedError unless a part's class is transformers' own and unpatched.
 
-    `name` names the part in errors. `homes` are the allowed Python modules of its class.
+    `name` names the part in errors. `homes` are the allowed Python modules of its class. `children`
+    are the names of further child modules that are allowed.
     """
     cls = type(part)
     if cls.__module__ not in homes:
@@ -208,7 +209,10 @@ def is_stock(function: Any) -> bool:
 
 
 def _refuse_custom_implementation(experts: nn.Module, kind: str) -> None:
-    """Raise NotImplementedError if the config selects an experts function of the user."""
+    """Raise NotImplementedError if the config selects an experts function of the user.
+
+    `kind` is the class in the error.
+    """
     name = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     module = sys.modules.get("transformers.integrations.moe")
     function = getattr(module, "ALL_EXPERTS_FUNCTIONS", {}).get(name)
@@ -263,8 +267,8 @@ def list_towers(model: Any) -> list[str]:
 def refuse_tower_inputs(model: Any, inputs: Mapping[str, Any], user: str) -> None:
     """Raise ValueError for an argument of a forward that only a model's towers use.
 
-    Multi-dimensional `position_ids` are refused too, because they describe images. `user` names the
-    options that need text-only rows, for the error.
+    `inputs` are the forward's arguments by name. Multi-dimensional `position_ids` are refused too,
+    because they describe images. `user` names the options that need text-only rows, for the error.
     """
     base, decoder = get_base_model(model), get_text_decoder(model)
     if decoder is base:
