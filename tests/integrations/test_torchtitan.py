@@ -493,7 +493,7 @@ def test_histories_of_delayed_scaling_are_saved_with_optimizers(tmp_path: Path) 
     from torchtitan.components.checkpoint import ModelWrapper
     from torchtitan.components.optimizer import OptimizersContainer
 
-    from moecore.integrations.torchtitan.step import AMAX, finish_at_step
+    from moecore.integrations.torchtitan.step import AMAX, register_step_hooks
     from tests.io.checkpoint.test_amax import CONFIG, ROLES
 
     recipe = Recipe(scaling="tensorwise", amax_history=2, power_of_two=False)
@@ -505,7 +505,7 @@ def test_histories_of_delayed_scaling_are_saved_with_optimizers(tmp_path: Path) 
         model.to_empty(device="cpu")
         model.init_weights(seed)
         optimizers = OptimizersContainer([model], torch.optim.AdamW, dict(lr=1e-2))
-        finish_at_step(optimizers, [model])
+        register_step_hooks(optimizers, [model])
         return model, {"model": ModelWrapper(model), "optimizer": optimizers}
 
     def step(model: Decoder, states: dict[str, Any], number: int) -> list[Tensor]:

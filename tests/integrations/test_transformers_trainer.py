@@ -32,7 +32,7 @@ from moecore.integrations.transformers.arguments import REFUSED, check_accelerat
 from moecore.integrations.transformers.run_state import (
     NUM_WORDS,
     get_host_rng_state,
-    set_host_generators,
+    set_host_rng_state,
 )
 from moecore.io import save
 from moecore.packing import ScheduledCollator
@@ -333,5 +333,5 @@ def test_generators_come_back_exactly() -> None:
     assert state.shape == (NUM_WORDS,)
     expected = draws()
     draws()
-    set_host_generators(state)
+    set_host_rng_state(state)
     assert draws() == expected

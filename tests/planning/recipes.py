@@ -18,7 +18,7 @@ from moecore.base.options.precision import Precision
 from moecore.models.presets import PRESETS
 from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.schedule import PipelineConfig
-from moecore.planning.gpus import count_peers, find_domain, get_gpu
+from moecore.planning.gpus import count_domain_ranks, count_peers, get_gpu
 from moecore.planning.option_sets import PLAIN_FSDP
 from moecore.planning.run import OptimizerOptions, TrainingRun
 
@@ -62,7 +62,7 @@ def make_run(recipe: Recipe) -> TrainingRun:
     tp, pp, cp, ep = recipe.degrees
     model = PRESETS[recipe.preset]
     chunks = None if recipe.layout else recipe.chunks
-    gpu, domain = get_gpu(recipe.gpu), find_domain(recipe.gpu, recipe.num_gpus)
+    gpu, domain = get_gpu(recipe.gpu), count_domain_ranks(recipe.gpu, recipe.num_gpus)
     return TrainingRun(
         model=replace(model, max_seq_len=max(model.max_seq_len, recipe.seq_len)),
         num_gpus=recipe.num_gpus,

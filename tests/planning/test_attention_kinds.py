@@ -31,7 +31,7 @@ from moecore.planning.estimate import count_saved_bytes_of_run
 from moecore.planning.layouts import Layout
 from moecore.planning.record import compute_operation_work
 from moecore.planning.search import find_refusal
-from moecore.planning.segments import SmallRun
+from moecore.planning.segments import SampledRun
 from tests.helpers.grids import beside
 
 TABLE = CostTable.of("h200-141")
@@ -76,7 +76,9 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_few_layers_stand_for_all(case: str) -> None:
     run, error = CASES[case]
-    assert SmallRun.of(run).run.planned_model.num_layers <= min(9, run.planned_model.num_layers - 1)
+    assert SampledRun.of(run).run.planned_model.num_layers <= min(
+        9, run.planned_model.num_layers - 1
+    )
     step = dry_run(run)
     assert plan_peak_memory(run) == pytest.approx((step.peak,), rel=error)
     exact, found = time_step(step, TABLE), plan_time(run, TABLE)

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.bench_plan import CASES
 
 from moecore.planning import CostTable, dry_run, plan_peak_memory, plan_time
-from moecore.planning.segments import SmallRun
+from moecore.planning.segments import SampledRun
 from moecore.planning.times import TimePlan
 
 PLANNING = Path(__file__).parents[2] / "benchmarks" / "results" / "planning"
@@ -41,8 +41,8 @@ GPUS = {
 @cache
 def planned(case: str) -> tuple[int, int, int, TimePlan]:
     run, table = CASES[case], CostTable.of(GPUS[RECORDS[case]["gpu"]])
-    is_small = SmallRun.of(run).run == replace(run, parallel=run.resolved)
-    step = SmallRun.of(run).step if is_small else dry_run(run)  # the same, made once
+    is_small = SampledRun.of(run).run == replace(run, parallel=run.resolved)
+    step = SampledRun.of(run).step if is_small else dry_run(run)  # the same, made once
     planned_peak = max(plan_peak_memory(run)) - step.buffers
     return step.resident_bytes, step.peak, planned_peak, plan_time(run, table)
 

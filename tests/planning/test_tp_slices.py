@@ -38,8 +38,8 @@ from moecore.planning.estimate import Estimate
 from moecore.planning.gpus import count_peers
 from moecore.planning.layouts import Layout, list_option_sets
 from moecore.planning.record import PASSES, SLICES
-from moecore.planning.segments import SmallRun
-from moecore.planning.times import has_slices, plan_time
+from moecore.planning.segments import SampledRun
+from moecore.planning.times import overlaps_tp_slices, plan_time
 
 H200 = CostTable.of("h200-141")
 LAYERS = 4
@@ -107,7 +107,7 @@ def test_long_slices_count_by_their_share(share: float | None) -> None:
 
 
 def test_short_slices_exchange_in_turn() -> None:
-    assert has_slices(LONG) and not has_slices(SHORT)
+    assert overlaps_tp_slices(LONG) and not overlaps_tp_slices(SHORT)
     moved = 2 * 2 * 2048 // 2 * 8192 * SHORT.batch_size  # all sequences at one time
     number = (LAYERS * OF_LAYER + AT_ENDS) // 2
     assert sent(known(SHORT)) == {(name, moved): number for name in IN_TURN}
@@ -186,7 +186,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_code_of_the_run_decides(case: str) -> None:
     run, is_sliced = CASES[case]
-    assert has_slices(run) == is_sliced
+    assert overlaps_tp_slices(run) == is_sliced
     seconds = [plan_time(run, with_share(share)).seconds for share in (0.0, 1.0)]
     assert (seconds[0] < 0.97 * seconds[1]) == is_sliced
     assert (seconds[0] == seconds[1]) != is_sliced
@@ -210,7 +210,7 @@ def test_a_layer_takes_what_two_gpus_took(batch_size: int, seq_len: int) -> None
 
 def layer_ms(run: TrainingRun) -> float:
     """Return the planned forward and backward of a layer, all of it on one stream."""
-    segments = SmallRun.of(run).segments
+    segments = SampledRun.of(run).segments
     own = [segments.list_part_segments("layer 1", of, 0) for of in PASSES]
     works = [segments.queued[i] for found in own for segment in found for i in segment.launches]
     return 1e3 * sum(H200.seconds(one.work, one.node_ranks) for one in works)

@@ -42,7 +42,7 @@ from moecore.planning.layouts import Layout
 from moecore.planning.recipe import format_calls
 from moecore.planning.run import count_resident_bytes, list_rank_bytes
 from moecore.planning.search import find_refusal
-from moecore.planning.segments import SmallRun
+from moecore.planning.segments import SampledRun
 from moecore.train.memory.saved_bytes import count_saved_bytes
 from tests.families.transformers.family_models import SIZES, config_values, model_class, tiny_model
 from tests.families.transformers.test_families import BY_DAY, REFUSED, taken
@@ -170,7 +170,7 @@ def test_few_layers_stand_for_all(family: str) -> None:
     model = default(family, **DEEP[family])
     seq_len = 32 if family == "jamba" else 256  # whose scan is one of Python
     run = TrainingRun(model=model, num_gpus=4, seq_len=seq_len, parallel=ParallelConfig(ep=2))
-    assert SmallRun.of(run).run.planned_model.num_layers < run.planned_model.num_layers
+    assert SampledRun.of(run).run.planned_model.num_layers < run.planned_model.num_layers
     assert max(plan_peak_memory(run)) == pytest.approx(dry_run(run).peak, rel=0.003)
     params = sum(param.numel() for param in run.planned_model.build(torch.float32).parameters())
     assert params == run.planned_model.sizes().params

@@ -16,7 +16,7 @@ from moecore.cli import main
 from moecore.models import preset
 from moecore.moe.dispatch.exchange import COPY, REDUCE, SPREAD
 from moecore.planning import CostTable, TrainingRun, dry_run, plan_memory, plan_time
-from moecore.planning.gpus import GPUS, find_domain
+from moecore.planning.gpus import GPUS, count_domain_ranks
 from moecore.planning.recipe import format_calls, format_flags
 from moecore.planning.record import Work
 
@@ -69,7 +69,7 @@ def test_exchanges_take_what_the_report_measured(way: str, ep: int) -> None:
     store = {"dispatch": SPREAD, "combine": REDUCE}[way]
     planned = []
     for gpu in ("gb200-186", "h100-80"):
-        domain = min(ep, find_domain(gpu, ep))  # type: ignore[arg-type]
+        domain = min(ep, count_domain_ranks(gpu, ep))  # type: ignore[arg-type]
         domains = ep // domain
         inside = seconds(gpu, store, domain, (domain - 1) * domains * reach(E // ep))
         crossing = (domains - 1) * reach(E // domains)
@@ -142,8 +142,8 @@ def test_buffers_are_those_of_all_domains_tokens() -> None:
 
 
 def test_domains_of_gpus() -> None:
-    assert find_domain("h100-80", 1024) == find_domain("h100-80", 4) == 8
-    assert find_domain("gb200-186", 256) == 64 and find_domain("gb300-279", 144) == 72
+    assert count_domain_ranks("h100-80", 1024) == count_domain_ranks("h100-80", 4) == 8
+    assert count_domain_ranks("gb200-186", 256) == 64 and count_domain_ranks("gb300-279", 144) == 72
     assert GPUS["gb200-186"].server == 4
 
 

@@ -219,7 +219,7 @@ def test_damaged_lines_go_and_no_draft_is_written_through_a_link(
     (tmp_path / "metrics.tmp").symlink_to(precious)
     damage = b'{"step": 7, "lo\n\n\0\0\0\n\xff\xfe\n{"step": 1}\n[1]\n' + b"[" * 100_000  # 7 lines
     path.write_bytes(b'{"step": 1, "loss": 2.0, "expert_load_max_over_mean": 1.0}\n' + damage)
-    report.cut_metrics(path, 1)
+    report.truncate_metrics(path, 1)
     assert capsys.readouterr().out == f"{path}: dropped 7 damaged line(s)\n"
     assert precious.read_text() == "mine" and not path.is_symlink()
     assert [line["step"] for line in report.read_metrics(path)[0]] == [1]

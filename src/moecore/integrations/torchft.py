@@ -169,7 +169,7 @@ class Replicas:
         self._reduce_counts()
         # Over NCCL a replica that left fails no call; the aborted group reports it after a sync.
         failed = self._manager.errored() or self._group.errored()
-        is_lost = not failed and self._report_strayed_replicas(lineages)
+        is_lost = not failed and self._check_replica_lineages(lineages)
         if not self._manager.should_commit():
             self._step.drop()
             if is_lost:
@@ -223,7 +223,7 @@ class Replicas:
         lineages, start_ids = ids_2R.tolist()
         return lineages, start_ids
 
-    def _report_strayed_replicas(self, lineages: list[int]) -> bool:
+    def _check_replica_lineages(self, lineages: list[int]) -> bool:
         """Make the vote fail if lineages differ; return whether the majority has another lineage.
 
         `lineages` has one lineage per replica of the step.

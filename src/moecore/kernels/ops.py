@@ -18,7 +18,7 @@ Out = TypeVar("Out")
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
-def make_save(tensors: slice, options: slice = slice(0)) -> Callable[..., None]:
+def make_setup_context(tensors: slice, options: slice = slice(0)) -> Callable[..., None]:
     """Return a function for `Op`'s argument `save`, which selects from the op's inputs.
 
     The function saves the tensors inputs[tensors] for backward, and stores inputs[options], which
@@ -44,7 +44,8 @@ class Op(Generic[Out]):
             inputs. Each tensor is an argument, not an element of a list.
         fake: takes the arguments of `forward` and returns empty outputs of the right shapes and
             dtypes.
-        save: save(ctx, inputs, output), `setup_context` of `autograd.Function`; see `make_save`.
+        save: save(ctx, inputs, output), `setup_context` of `autograd.Function`; see
+            `make_setup_context`.
         backward: backward(ctx, *grads); None = not differentiable.
         mutates_args: names of the arguments written to; not together with `backward`.
         schema: replaces the annotations of a forward with `*args`.

@@ -47,7 +47,7 @@ class Block(nn.Module):
         if self.mixer == "linear":
             self.linear_attn = LINEAR[type(config.linear_attention)](config, dtype=dtype)
         elif self.mixer == "attention" and config.mla is None:
-            self.self_attn: nn.Module = Attention(config, config.window_of(layer_idx), dtype=dtype)
+            self.self_attn: nn.Module = Attention(config, config.get_window(layer_idx), dtype=dtype)
         elif self.mixer == "attention":
             self.self_attn = LatentAttention(config, dtype=dtype)
         if self.feedforward is not None:

@@ -441,7 +441,7 @@ class DecoderConfig(CheckedRecord):
         """Number of layers with an MoE layer."""
         return sum(self.feedforward_of(i) == "moe" for i in range(self.num_layers))
 
-    def window_of(self, layer_idx: int) -> int | None:
+    def get_window(self, layer_idx: int) -> int | None:
         """Return a layer's sliding window in keys, its own key included; None = full causal."""
         return self.windows[layer_idx % len(self.windows)] or None if self.windows else None
 

@@ -62,7 +62,7 @@ def flops_per_token(config: DecoderConfig, seq_len: CountOrZero) -> float:
     states = 0 if linear is None else linear.state_flops * mixers.count("linear")
     layers = [i for i, mixer in zip(layers, mixers, strict=True) if mixer == "attention"]
     max_keys = seq_len if sparse is None else sparse.top_k
-    windows = [min(config.window_of(i) or max_keys, seq_len) for i in layers]
+    windows = [min(config.get_window(i) or max_keys, seq_len) for i in layers]
     keys = sum(2 * w - w * w / seq_len for w in windows) if seq_len else 0
     attention = 3.0 * config.num_heads * (config.head_dim + value_dim) * keys
     index = 0 if sparse is None else sparse.num_heads * sparse.head_dim * seq_len * len(layers)

@@ -197,7 +197,7 @@ def _compute_expert_matrix(w_eOI: Tensor, update: LowRankUpdate | None, i: int) 
     return w_eOI[i] if update is None else w_eOI[i] + update.b_eOr[i] @ update.a_erI[i]
 
 
-class _MoveRows(torch.autograd.Function):
+class _GatherOrSumRows(torch.autograd.Function):
     """Gathers rows by index, or adds rows to sums by index; each is the other's backward.
 
     Autograd would save the fp32 rows that `index_add` reads; this function saves only the index.
@@ -227,10 +227,10 @@ def _move_rows(x: Tensor, ids_R: Tensor, num_sums: int | None) -> Tensor:
 
 def gather_rows_by_index(x_SD: Tensor, ids_R: Tensor) -> Tensor:
     """Return a copy of the rows x_SD[ids_R]; backward sums their gradients in fp32."""
-    return _MoveRows.apply(x_SD, ids_R, None)  # type: ignore[no-any-return]
+    return _GatherOrSumRows.apply(x_SD, ids_R, None)  # type: ignore[no-any-return]
 
 
 def sum_rows_by_index(y_RD: Tensor, ids_R: Tensor, num_rows: int) -> Tensor:
     """Return out[s], the sum of y_RD[r] over all r with ids_R[r] == s, in fp32, rounded once."""
     # Not bit-reproducible on CUDA: the adds are atomic.
-    return _MoveRows.apply(y_RD, ids_R, num_rows)  # type: ignore[no-any-return]
+    return _GatherOrSumRows.apply(y_RD, ids_R, num_rows)  # type: ignore[no-any-return]

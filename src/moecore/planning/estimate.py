@@ -42,7 +42,7 @@ from moecore.planning.run import (
     enter_world,
     list_stages,
 )
-from moecore.planning.segments import MIDDLE, SmallRun, sample_layers
+from moecore.planning.segments import MIDDLE, SampledRun, sample_layers
 from moecore.train.memory.saved_bytes import ModelSavedBytes, count_saved_bytes
 
 MESSAGES = 2  # messages of a layer's tokens in each pass, among the ranks of tp and of cp
@@ -87,7 +87,7 @@ class Estimate:
         # The smallest planned seconds over estimated seconds, by pp and ep.
         self._time_ratios = defaultdict[tuple[int, int], float](lambda: MIN_RATIO)
         self._segments = cache(
-            lambda options: SmallRun.of(self._make_node_run(options, MIDDLE)).segments
+            lambda options: SampledRun.of(self._make_node_run(options, MIDDLE)).segments
         )
         self._part, self._share = cache(self._time_part), cache(self._time_share)
         self._stage, self._parts = cache(self._time_stage), cache(self._list_stage_parts)
@@ -190,7 +190,9 @@ class Estimate:
         busiest = max(busiest, self._time_offload(layout, options))
         if _has_sharded_weights(options):
             network = max(sum(stage.network for stage in passes[rank::pp]) for rank in range(pp))
-            busiest = max(busiest, self._time_gathers(layout, options) + across * network)
+            busiest = max(
+                busiest, self._time_weight_collectives(layout, options) + across * network
+            )
         # The copies of the optimizer state overlap with the first forward and the last backward.
         waits = max(0.0, self._time_state(options) - busiest)
         fills = sum(stage_seconds) * (pp - 1) / len(stage_seconds)
@@ -215,7 +217,7 @@ class Estimate:
             weights[1] = weights[1]._replace(copies=2)
         return weights
 
-    def _time_gathers(self, layout: Layout, options: OptionSet) -> float:
+    def _time_weight_collectives(self, layout: Layout, options: OptionSet) -> float:
         """Return the seconds of a micro-batch's two weight all-gathers and gradient reduction."""
         seconds, width = 0.0, 2 * (1 if options.fsdp.fp8_param_gather else 2) + 4
         for size, ranks, node_ranks, _ in self._list_weights(layout):
@@ -270,7 +272,7 @@ class Estimate:
                     seconds_of_kind = network if work.kind == "collective" else compute
                     seconds_of_kind.append(launch.times * seconds)
         if part.startswith(("layer", "predictions")):
-            network += self._time_messages(layout, options)
+            network += self._time_tp_cp_collectives(layout, options)
         # If the host launches more slowly than the device computes, the host's time counts.
         host = (len(compute) + len(network)) * self._table.host_seconds
         return _Seconds(max(host - sum(network), sum(compute)), sum(network))
@@ -297,7 +299,7 @@ class Estimate:
         node_ranks = min(self._request.domain, *shape) if work.kind == "collective" else 0
         return self._table.seconds(share, node_ranks)
 
-    def _time_messages(self, layout: Layout, options: OptionSet) -> Iterator[float]:
+    def _time_tp_cp_collectives(self, layout: Layout, options: OptionSet) -> Iterator[float]:
         """Yield the seconds of each tp, then of each cp collective of a layer's pass."""
         request, tp = self._request, "all_gather"
         slice_bytes = 2 * self._model.dim * request.seq_len // (layout.tp * layout.cp)

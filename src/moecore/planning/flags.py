@@ -31,7 +31,7 @@ from moecore.io.hf.config_fields import read_config
 from moecore.models import PRESETS
 from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.schedule import PipelineConfig
-from moecore.planning.gpus import Gpu, are_peers, count_peers, find_domain, get_gpu, read_gpu
+from moecore.planning.gpus import Gpu, are_peers, count_domain_ranks, count_peers, get_gpu, read_gpu
 from moecore.planning.layouts import ANY, LAYOUT_FIELDS, Layout, SearchRequest
 from moecore.planning.run import AnyModel, OptimizerOptions, TrainingRun, list_stages
 from moecore.planning.transformers import TransformersModel
@@ -318,7 +318,7 @@ def parse_run(args: PlannedConfig) -> TrainingRun:
         pipeline = PipelineConfig(
             layout=args.layout, chunks=args.chunks, schedule=args.schedule or "1f1b"
         )
-    domain = find_domain(select_gpu(args), args.gpus)
+    domain = count_domain_ranks(select_gpu(args), args.gpus)
     num_peers = count_peers(select_gpu(args), domain)
     if _has_capacity(args):
         nvlink = NVLinkOptions(row_factor=args.row_factor)

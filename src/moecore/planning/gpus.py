@@ -272,7 +272,7 @@ def refuse_untimed(precision: Precision | None, gpu: GpuName | Gpu, fix: str) ->
         raise NotImplementedError(f"{refusal}{fix}")
 
 
-def find_domain(gpu: GpuName | Gpu, num_gpus: int) -> int:
+def count_domain_ranks(gpu: GpuName | Gpu, num_gpus: int) -> int:
     """Return the number of neighbouring ranks of a job that NVLink connects.
 
     Example: the result for 128 GB200 GPUs is 64, although a rack connects 72 GPUs, because 64

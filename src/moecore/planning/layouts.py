@@ -28,7 +28,14 @@ from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.orders import RULES
 from moecore.parallel.pipeline.schedule import PipelineConfig
 from moecore.planning.costs import CostTable
-from moecore.planning.gpus import Gpu, NumNeighbours, are_peers, count_peers, find_domain, get_gpu
+from moecore.planning.gpus import (
+    Gpu,
+    NumNeighbours,
+    are_peers,
+    count_domain_ranks,
+    count_peers,
+    get_gpu,
+)
 from moecore.planning.model import PlannedModel
 from moecore.planning.option_sets import OPTIONS, PLAIN_FSDP, TWICE, Option, Overhead
 from moecore.planning.run import (
@@ -112,7 +119,7 @@ class SearchRequest(CheckedRecord):
     @property
     def domain(self) -> int:
         """The number of neighbouring ranks that NVLink connects."""
-        return self.gpus_per_node or find_domain(self.gpu, self.num_gpus)
+        return self.gpus_per_node or count_domain_ranks(self.gpu, self.num_gpus)
 
     @property
     def peers(self) -> int:

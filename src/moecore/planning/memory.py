@@ -32,9 +32,9 @@ from moecore.planning.run import (
 )
 from moecore.planning.segments import (
     MIDDLE,
+    SampledRun,
     Segment,
     Segments,
-    SmallRun,
     make_segments,
     map_micro_batches,
 )
@@ -245,7 +245,7 @@ def count_steady_micro_batches(run: TrainingRun) -> int:
 
 def _make_ranks(run: TrainingRun) -> Iterator[_Rank]:
     """Yield each pipeline rank of a run, from the dry run of a run of few layers."""
-    small, model = SmallRun.of(run), run.planned_model
+    small, model = SampledRun.of(run), run.planned_model
     step, segments = small.step, small.memory_segments
     sizes = list_rank_bytes(small.run)
     rank_bytes = (sum(count_resident_bytes(small.run, size).values()) for size in sizes)
@@ -268,7 +268,7 @@ def _make_ranks(run: TrainingRun) -> Iterator[_Rank]:
         )
 
 
-def _order_passes(run: TrainingRun, small: SmallRun, segments: Segments) -> Iterator[list[_Pass]]:
+def _order_passes(run: TrainingRun, small: SampledRun, segments: Segments) -> Iterator[list[_Pass]]:
     """Yield for each pipeline rank of `run` its forwards and backwards, in the order of execution.
 
     The segments of each pass are from `segments`, the dry run of `small`.

@@ -246,7 +246,7 @@ HALVES: Mapping[tuple[Mixer | None, Feedforward | None], str] = {
 def find_layer_kind(config: DecoderConfig, layer: int) -> LayerKind:
     """Return the mixer, feed-forward and window of layer `layer` of a decoder config."""
     mixer = config.mixer_of(layer)
-    window = config.window_of(layer) if mixer == "attention" else None
+    window = config.get_window(layer) if mixer == "attention" else None
     return LayerKind(mixer, config.feedforward_of(layer), window)
 
 

@@ -420,7 +420,7 @@ class WorkRecorder(DispatchMode):
             return 0  # a flag that the host reads: no gradient overflows
         is_foreach = writes and name.startswith(FOREACH)  # whose form on meta reads values
         try:
-            memo = _get_memo(func, _make_argument_key([*args, *kwargs.items()], {}))
+            memo = _get_memo(func, _make_cache_key([*args, *kwargs.items()], {}))
         except TypeError:  # of arguments that are no plain tensors and numbers
             memo = []
         makes, work = memo or (None, None)
@@ -469,7 +469,7 @@ VALUES = PLAIN_VALUES | {torch.memory_format, torch.layout}
 _get_memo = lru_cache(maxsize=1 << 14)(lambda *_: list[Any]())  # by operation and form
 
 
-def _make_argument_key(value: Any, storages: dict[int, int]) -> tuple[Any, ...]:
+def _make_cache_key(value: Any, storages: dict[int, int]) -> tuple[Any, ...]:
     """Return a cache key of an argument: a value, or a tensor's metadata and storage number."""
     kind = type(value)
     if kind in PLAIN_TYPES:
@@ -477,7 +477,7 @@ def _make_argument_key(value: Any, storages: dict[int, int]) -> tuple[Any, ...]:
         place = value.storage_offset(), number, value.device
         return value.shape, value.stride(), value.dtype, place
     if kind in (list, tuple):
-        return kind, tuple([_make_argument_key(item, storages) for item in value])
+        return kind, tuple([_make_cache_key(item, storages) for item in value])
     if kind not in VALUES:  # a key would keep what is no value, such as a storage
         raise TypeError(f"an argument of type {kind}")
     return kind, value

@@ -255,14 +255,14 @@ class Segments:
 _run_dry_cached = lru_cache(maxsize=64)(record_step)
 
 
-class SmallRun(NamedTuple):
+class SampledRun(NamedTuple):
     """A run of few sampled layers, and the sample that represents each layer of a complete run."""
 
     run: TrainingRun
     sampled_layers: SampledLayers
 
     @classmethod
-    def of(cls, run: TrainingRun) -> SmallRun:
+    def of(cls, run: TrainingRun) -> SampledRun:
         """Return the run of sampled layers that represents a complete run."""
         # The device and the dtype of the optimizer's state change no other allocation of a step.
         options = OptimizerOptions(master_remainder=run.optimizer.master_remainder)
@@ -291,7 +291,7 @@ def make_segments(run: TrainingRun) -> Segments:
 
     The bytes of the optimizer's launches are scaled to the parameters of all layers.
     """
-    small = SmallRun.of(run)
+    small = SampledRun.of(run)
     segments, share = (
         small.segments,
         count_max_parameter_bytes(run) / count_max_parameter_bytes(small.run),

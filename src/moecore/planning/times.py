@@ -38,9 +38,9 @@ from moecore.planning.run import (
 )
 from moecore.planning.segments import (
     MIDDLE,
+    SampledRun,
     Segment,
     Segments,
-    SmallRun,
     make_segments,
     map_micro_batches,
 )
@@ -318,9 +318,9 @@ def find_hidden_share(run: TrainingRun, table: CostTable) -> float:
     return table.pairs_hide if is_paired and is_across else 0.0
 
 
-def has_slices(run: TrainingRun) -> bool:
+def overlaps_tp_slices(run: TrainingRun) -> bool:
     """Return whether the run overlaps tp communication with matmuls, slice by slice."""
-    return any(queued.work.name in SLICES for queued in SmallRun.of(run).segments.queued)
+    return any(queued.work.name in SLICES for queued in SampledRun.of(run).segments.queued)
 
 
 def _time_staged(

@@ -258,7 +258,7 @@ def _find_answer_ends(
     groups = groupby(range(len(ids)), key=lambda t: is_answer[t])
     runs = [list(run) for learned, run in groups if learned]
     for run, after in zip(runs, [*runs[1:], [len(ids)]], strict=True):
-        last = _remove_tail(tokenizer, ids, run, special_ids)[-1]
+        last = _trim_after_special_token(tokenizer, ids, run, special_ids)[-1]
         places = [last, *range(run[-1] + 1, after[0])]
         ends.append((run[-1], next((t for t in places if ids[t] in special_ids), None)))
     return ends
@@ -332,12 +332,12 @@ def _tokenize_spans(tokenizer: Any, text: str, spans: list[Span]) -> tuple[list[
     special_ids = get_special_ids(tokenizer)
     for start, end in spans:
         inside = [t for t, (a, b) in enumerate(offsets) if a < end and b > start and b > a]
-        for t in _remove_tail(tokenizer, ids, inside, special_ids):
+        for t in _trim_after_special_token(tokenizer, ids, inside, special_ids):
             is_answer[t] = True
     return ids, is_answer
 
 
-def _remove_tail(
+def _trim_after_special_token(
     tokenizer: Any, ids: list[int], inside: list[int], special_ids: set[int]
 ) -> list[int]:
     """Return the positions `inside` up to the last special token, if only white space follows it.

@@ -19,7 +19,7 @@ from moecore.planning import (
 )
 from moecore.planning.costs import CostTable
 from moecore.planning.flags import choose_nvlink
-from moecore.planning.gpus import count_peers, find_domain, find_time_refusal, get_gpu
+from moecore.planning.gpus import count_domain_ranks, count_peers, find_time_refusal, get_gpu
 from moecore.recipes.data import StepBatch
 from moecore.recipes.options import RunConfig, ShardedConfig
 from moecore.recipes.parser import to_toml
@@ -39,7 +39,7 @@ def make_planned_run(
     """
     if isinstance(model, DecoderConfig):
         model = replace(model, max_seq_len=max(model.max_seq_len, args.seq_len))
-    dispatch, domain = args.make_dispatch_options(), find_domain(args.gpu, num_gpus)
+    dispatch, domain = args.make_dispatch_options(), count_domain_ranks(args.gpu, num_gpus)
     peers = count_peers(args.gpu, domain)
     return TrainingRun(
         model=model,

@@ -76,7 +76,7 @@ class RunReport:
         self.path, self.steps, self.unit = args.run_dir / METRICS, args.steps, unit
         self.printed = {start + 1, self.steps}  # steps whose lines do not wait
         self._next_line = 0.0
-        lost_seconds = cut_metrics(self.path, start)
+        lost_seconds = truncate_metrics(self.path, start)
         self.wall_time = WallTime(args.run_dir / WALL_TIME, lost_seconds=lost_seconds)
         self.file = self.path.open("ab", buffering=0)
         tqdm, tensorboard = modules["tqdm"], modules["torch.utils.tensorboard"]
@@ -165,7 +165,7 @@ def make_run_dir(path: Path) -> None:
         raise ValueError(f"{name} must have a directory as {EXPORT}, not a link: move it away")
 
 
-def cut_metrics(path: Path, step: int) -> float:
+def truncate_metrics(path: Path, step: int) -> float:
     """Remove damaged lines and lines of steps after `step` from metrics.jsonl `path`, in place.
 
     Return the seconds that the removed steps took.

@@ -47,7 +47,7 @@ TEMPLATE = """\
 
 def write_tiny_model(out: Path, **sizes: int) -> None:
     """Write a model, a tokenizer, chats and pairs to a new directory; `sizes`: config fields."""
-    check_new(out)
+    check_path_is_new(out)
     pairs = list(islice(iterate_questions(), NUM_QUESTIONS))
     tokenizer = make_tokenizer(pairs)
     make_model(tokenizer, **sizes).save_pretrained(out)
@@ -61,7 +61,7 @@ def _write_lines(file: Path, rows: Iterable[object]) -> None:
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
 
-def check_new(out: Path) -> None:
+def check_path_is_new(out: Path) -> None:
     """Raise ValueError if a path exists."""
     if os.path.lexists(out):
         raise ValueError(f"OUT ({out}) must not exist yet: choose another, or remove it")
@@ -204,7 +204,7 @@ class TinyModelConfig:
 def run_tiny_model(args: TinyModelConfig) -> int:
     """Write a tiny model and data for it to `args.out`; return 0."""
     out = args.out
-    check_new(out)
+    check_path_is_new(out)
     if args.task == "sums":
         write_sums_model(out)
         print(f"{out} has a tiny Qwen3-MoE, {out / PROMPTS} sums to train it on")

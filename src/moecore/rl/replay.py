@@ -32,7 +32,7 @@ from moecore.rl.choices import (
     convert_from_engine_indices,
     convert_to_engine_indices,
 )
-from moecore.rl.tapes import ChoiceRecorder, TapeReplay, refuse_active_tapes, remove_tapes
+from moecore.rl.tapes import ChoiceRecorder, TapeReplay, check_no_active_tapes, remove_tapes
 
 Unrecorded = Literal["drop", "route"]
 
@@ -97,7 +97,7 @@ class RouterReplay:
             ValueError: if a router is already recorded or replayed.
             NotImplementedError: in the context, if a CUDA graph captures a forward.
         """
-        refuse_active_tapes(self._routers)
+        check_no_active_tapes(self._routers)
         self._records = None
         records: Choices = {name: [] for name in self.layers}
         tapes = {self._routers[name]: ChoiceRecorder(ids) for name, ids in records.items()}
@@ -175,7 +175,7 @@ class RouterReplay:
             if weights is not None:
                 check_weights(weights, choices)
             self._check_unrecorded(unrecorded)
-            refuse_active_tapes(self._routers)
+            check_no_active_tapes(self._routers)
         records = _copy_choices_to_devices(choices, self.layers)
         device_weights = None if weights is None else _copy_weights_to_devices(weights, records)
         run = TapeReplay(

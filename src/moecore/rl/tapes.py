@@ -202,7 +202,7 @@ class TapeReplay:
         call_after_backward(self._entered_nodes.clear)
         if all(router.tape is tape for router, tape in self._tapes.items()):
             return
-        refuse_active_tapes(self.routers)
+        check_no_active_tapes(self.routers)
         self._set_tapes()
         call_after_backward(lambda: remove_tapes(self._tapes))
 
@@ -285,7 +285,7 @@ def remove_tapes(tapes: Mapping[Router, Any]) -> None:
             router.tape = None
 
 
-def refuse_active_tapes(routers: Mapping[str, Router]) -> None:
+def check_no_active_tapes(routers: Mapping[str, Router]) -> None:
     """Raise ValueError if one of these routers already has a tape."""
     for name, router in routers.items():
         if router.tape is not None:

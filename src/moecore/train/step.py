@@ -27,7 +27,7 @@ from moecore.parallel.fsdp.progress import Progress, check_grad_mode, check_requ
 from moecore.parallel.model.clip import GradientNorm, step_clipped, unscale_and_clip_
 from moecore.parallel.model.parallel_state import (
     all_reduce_stage_copies,
-    find_argument_difference,
+    end_argument_comparison,
     get_capacity,
     get_moe_state,
     list_parallel_states,
@@ -493,6 +493,6 @@ class TrainStep:
 
     def _compute_skip_flag(self) -> Tensor | None:
         """Return a 0-dim device bool: rows exceed a buffer or inputs differ; None = no check."""
-        values = self._reruns.is_short(), find_argument_difference(self.model)
+        values = self._reruns.is_short(), end_argument_comparison(self.model)
         flags = [flag for flag in values if flag is not None]
         return torch.stack(flags).any() if flags else None

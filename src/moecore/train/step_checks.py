@@ -56,7 +56,7 @@ def compare_ranks(
 
 def check_number_is_unchanged(progress: Progress, number: int) -> None:
     """Raise ValueError if `number`, new for a step, is set after the step's first micro-batch."""
-    progress.check_between("num_micro_batches")
+    progress.check_no_open_micro_batch("num_micro_batches")
     if progress.num_done:
         raise ValueError(
             f"num_micro_batches ({number}) must be set between steps, because losses are "
@@ -66,7 +66,7 @@ def check_number_is_unchanged(progress: Progress, number: int) -> None:
 
 def check_micro_batch(progress: Progress, *, has_stages: bool) -> None:
     """Raise ValueError if the model has pipeline stages, or if all micro-batches have run."""
-    progress.check_between("micro_batch()")
+    progress.check_no_open_micro_batch("micro_batch()")
     if has_stages:
         raise ValueError("micro_batch() must not run a pipeline's stages: call forward_backward()")
     if progress.num_done >= progress.number:
@@ -78,7 +78,7 @@ def check_micro_batch(progress: Progress, *, has_stages: bool) -> None:
 
 def check_micro_batches(progress: Progress) -> None:
     """Raise ValueError if `micro_batches()` must not begin, because a micro-batch has run."""
-    progress.check_between("micro_batches()")
+    progress.check_no_open_micro_batch("micro_batches()")
     if progress.num_done:
         raise ValueError(
             f"micro_batches() must be all of a step, but {progress.num_done} micro-batches of "

@@ -285,7 +285,7 @@ def _unwrap_checkpoint(block: nn.Module) -> nn.Module:
     return children[0] if len(children) == 1 else block
 
 
-def exclude_router(names: list[str]) -> list[str]:
+def remove_router_name(names: list[str]) -> list[str]:
     """Return `names`, the modules that checkpointing recomputes, without the router's gate."""
     return [name for name in names if name != "moe.router.gate"]
 

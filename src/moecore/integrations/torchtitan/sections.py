@@ -74,7 +74,9 @@ def read_arguments(section: Any, path: str, *, without: tuple[str, ...] = ()) ->
     for name in (f.name for f in fields(section) if f.name in hints and f.name not in without):
         value, field_path = getattr(section, name), f"{path}.{name}"
         if is_dataclass(value):
-            values[name] = None if is_off(value, field_path) else call_section(value, field_path)
+            values[name] = (
+                None if is_disabled(value, field_path) else call_section(value, field_path)
+            )
         else:
             values[name] = _read_argument(value, hints[name], field_path)
     return values
@@ -98,7 +100,7 @@ def list_changed_fields(section: Any) -> list[str]:
     return names
 
 
-def is_off(section: Any, path: str) -> bool:
+def is_disabled(section: Any, path: str) -> bool:
     """Whether the section at `path` is disabled. ValueError if a disabled section sets fields."""
     if getattr(section, "enable", True):
         return False

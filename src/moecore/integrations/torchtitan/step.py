@@ -21,7 +21,7 @@ AMAX = "amax."  # prefix of amax histories in a checkpoint
 STEP = "moecore_step"  # attribute of a model with pipeline stages: its TrainStep
 
 
-def finish_at_step(optimizers: Any, model_parts: list[nn.Module], *_: Any) -> None:
+def register_step_hooks(optimizers: Any, model_parts: list[nn.Module], *_: Any) -> None:
     """Register optimizer hooks that update selection biases, metrics and amax histories."""
     delayed = [part for part in model_parts if has_amax_history(part)]
 
@@ -43,10 +43,10 @@ def finish_at_step(optimizers: Any, model_parts: list[nn.Module], *_: Any) -> No
     optimizers.register_step_pre_hook(before_step)
     optimizers.register_step_post_hook(after_step)
     if delayed:
-        save_histories(optimizers, delayed)
+        add_amax_to_state_dict(optimizers, delayed)
 
 
-def save_histories(optimizers: Any, parts: list[nn.Module]) -> None:
+def add_amax_to_state_dict(optimizers: Any, parts: list[nn.Module]) -> None:
     """Add the amax histories of the model parts to the state dict of torchtitan's optimizers."""
     save, load = optimizers.state_dict, optimizers.load_state_dict
     histories = {n: h for part in parts for n, h in list_amax_histories(part).items()}

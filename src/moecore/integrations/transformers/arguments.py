@@ -96,7 +96,7 @@ def check_model(model: nn.Module, args: TrainingArguments) -> None:
         )
 
 
-def has_parts_of_rows(model: nn.Module) -> bool:
+def shards_rows(model: nn.Module) -> bool:
     """Whether cp shards rows, so that each rank has logits of a part of each row."""
     return is_dynamic(model) or get_moe_state(model).groups.cp > 1
 
@@ -128,7 +128,7 @@ def check_logits(trainer: Trainer, *, overrides_prediction: bool) -> None:
 
 def check_prediction(model: nn.Module, prediction_loss_only: bool) -> None:
     """Raise ValueError if a prediction returns logits although cp shards rows."""
-    if not prediction_loss_only and has_parts_of_rows(model):
+    if not prediction_loss_only and shards_rows(model):
         raise ValueError(
             "prediction_loss_only (False) must be True with ParallelConfig.cp > 1 or "
             "ContextOptions.dynamic, where a rank has the logits of its own tokens: pass "

@@ -78,7 +78,7 @@ def get_host_rng_state() -> Tensor:
     return torch.tensor([*python, *numpy], dtype=torch.float64, device="cpu")
 
 
-def set_host_generators(state: Tensor) -> None:
+def set_host_rng_state(state: Tensor) -> None:
     """Set Python's and numpy's generators to the states from `get_host_rng_state`."""
     values = state.tolist()
     has_cached, cached = values[_NUM_PYTHON : _NUM_PYTHON + 2]

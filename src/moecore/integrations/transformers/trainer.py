@@ -44,7 +44,7 @@ from moecore.integrations.transformers.arguments import (
     check_logits,
     check_model,
     check_prediction,
-    has_parts_of_rows,
+    shards_rows,
 )
 from moecore.integrations.transformers.run_state import (
     GENERATORS,
@@ -53,7 +53,7 @@ from moecore.integrations.transformers.run_state import (
     find_checkpoint,
     get_host_rng_state,
     read_state_text,
-    set_host_generators,
+    set_host_rng_state,
 )
 from moecore.integrations.transformers.scheduled import ScheduledSteps, is_dynamic
 from moecore.io import Saver, export_hf, load, save_adapters
@@ -105,7 +105,7 @@ class MoETrainer(Trainer):
 
     def _check_logits(self) -> None:
         """Raise ValueError if an option or override reads logits although cp shards rows."""
-        if has_parts_of_rows(self.model):
+        if shards_rows(self.model):
             is_overridden = type(self).prediction_step is not MoETrainer.prediction_step
             check_logits(self, overrides_prediction=is_overridden)
 
@@ -220,7 +220,7 @@ class MoETrainer(Trainer):
             extra = load(self._checkpoint, self.model, self.optimizer, scheduler=self.lr_scheduler)
             owner.load_state_dict(extra)
             if args.process_index < len(extra[GENERATORS]):
-                set_host_generators(extra[GENERATORS][args.process_index])
+                set_host_rng_state(extra[GENERATORS][args.process_index])
             # Trainer loads the states of all generators after it has skipped batches.
             self._save_rng_state(self._resume_directory)
         if args.save_strategy != SaveStrategy.NO:

@@ -27,7 +27,7 @@ from moecore.kernels.common import (
     use_kernel,
     warn_on_fallback,
 )
-from moecore.kernels.ops import Op, make_save
+from moecore.kernels.ops import Op, make_setup_context
 from moecore.kernels.routing.counts import MAX_EXPERTS, check_padding_mask, view_mask_as_bytes
 from moecore.kernels.routing.scores import compute_scores_ref, compute_sqrtsoftplus
 
@@ -294,7 +294,7 @@ _balance_statistics = Op(
     "balance_statistics",
     _launch_forward,
     lambda x_TE, _, B, function: (x_TE.new_empty(B, x_TE.shape[1]), x_TE.new_empty(())),
-    save=make_save(slice(2), slice(3, 4)),
+    save=make_setup_context(slice(2), slice(3, 4)),
     backward=_backward,
 )
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import launch, next_power_of_2, tl, triton, use_kernel, warn_on_fallback
-from moecore.kernels.ops import Op, make_save
+from moecore.kernels.ops import Op, make_setup_context
 from moecore.kernels.routing.counts import MAX_EXPERTS
 
 
@@ -215,7 +215,7 @@ _balance_loss = Op(
     "balance_loss",
     _launch_forward,
     lambda score_sums_BE, z_sum, *_: z_sum.new_empty(4),
-    save=make_save(slice(2, 4), slice(4, 5)),
+    save=make_setup_context(slice(2, 4), slice(4, 5)),
     backward=_backward,
 )
 

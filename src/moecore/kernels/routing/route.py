@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import cdiv, launch, next_power_of_2, use_kernel, warn_on_fallback
-from moecore.kernels.ops import Op, make_save
+from moecore.kernels.ops import Op, make_setup_context
 from moecore.kernels.routing.route_kernel import route_bwd_kernel, route_fwd_kernel
 from moecore.kernels.routing.scores import compute_scores_ref
 
@@ -301,7 +301,7 @@ _route_weights_op = Op(
     "route_weights",
     _route_weights,
     lambda logits_TE, ids_TK, *_: logits_TE.new_empty(ids_TK.shape),
-    save=make_save(slice(2), slice(3, 7)),
+    save=make_setup_context(slice(2), slice(3, 7)),
     backward=_backward,
     schema=f"(Tensor logits_TE, Tensor ids_TK, {_OPTIONS}) -> Tensor",
 )

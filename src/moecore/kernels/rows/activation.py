@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moecore.base.fields import CheckedRecord, OneOf, Positive
 from moecore.kernels.common import KERNEL_DTYPES, can_skip_masks, cdiv, launch, use_kernel
-from moecore.kernels.ops import Op, make_save
+from moecore.kernels.ops import Op, make_setup_context
 from moecore.kernels.rows.activation_kernel import (
     BWD_TILE,
     FWD_TILE,
@@ -288,7 +288,7 @@ _weighted_activation = Op(
     "weighted_activation",
     _launch_forward,
     lambda h_RC, _, __, kind, *flat: _make_empty_output(h_RC, kind),
-    save=make_save(slice(3), slice(3, None)),
+    save=make_setup_context(slice(3), slice(3, None)),
     backward=_weighted_activation_backward,
     schema=f"(Tensor h_RC, {_SHARED_SCHEMA}) -> Tensor",
 )

@@ -28,7 +28,7 @@ from moecore.kernels.common import (
     use_device,
     use_kernel,
 )
-from moecore.kernels.ops import Op, make_save
+from moecore.kernels.ops import Op, make_setup_context
 from moecore.kernels.rows.row_tiles import mask_rows_in_use
 
 FILL_ROWS = 32  # expert rows that one program checks for being named by no slot
@@ -240,14 +240,14 @@ _gather_rows = Op(
     "gather_rows",
     gather_rows_without_autograd,
     lambda x_SD, row_ids_R, *_: x_SD.new_empty(row_ids_R.shape[0], x_SD.shape[1]),
-    save=make_save(slice(1, None)),
+    save=make_setup_context(slice(1, None)),
     backward=lambda ctx, dout_RD: (_sum_rows(dout_RD, *ctx.saved_tensors), None, None, None),
 )
 _sum_rows: Op[Tensor] = Op(
     "sum_rows",
     sum_rows_without_autograd,
     lambda y_RD, _, slots_SK, *__: y_RD.new_empty(slots_SK.shape[0], y_RD.shape[1]),
-    save=make_save(slice(1, None)),
+    save=make_setup_context(slice(1, None)),
     backward=lambda ctx, dout_SD: (_gather_rows(dout_SD, *ctx.saved_tensors), None, None, None),
 )
 

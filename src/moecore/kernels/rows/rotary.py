@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel
-from moecore.kernels.ops import Op, make_save
+from moecore.kernels.ops import Op, make_setup_context
 
 ELEMENTS = 4096  # of one program
 NUM_WARPS = 4
@@ -123,7 +123,7 @@ _rotary = Op(
     "rotary",
     lambda x, cos, sin, neighbours: _launch_rotary(x, cos, sin, neighbours, False),
     lambda x, *_: x.new_empty(x.shape),
-    save=make_save(slice(1, 3), slice(3, 4)),
+    save=make_setup_context(slice(1, 3), slice(3, 4)),
     backward=lambda ctx, dy: (_rotary_bwd(dy, *ctx.saved_tensors, *ctx.others), None, None, None),
     schema=_SCHEMA.format("x"),
 )

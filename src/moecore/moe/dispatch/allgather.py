@@ -18,8 +18,8 @@ from torch import Tensor
 
 from moecore.kernels.rows.record import Rows
 from moecore.moe.dispatch.collectives import (
-    Attendance,
     EqualSizes,
+    LayerCheck,
     all_gather_rows,
     all_gather_tensors,
     reduce_scatter_rows,
@@ -43,7 +43,7 @@ class AllGatherDispatcher(Dispatcher):
     def __init__(self, placement: ExpertPlacement) -> None:
         self.placement = placement
         self._sizes = EqualSizes(placement.group)
-        self.attendance = Attendance(placement.group, placement.layer)
+        self.attendance = LayerCheck(placement.group, placement.layer)
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Return the tokens of all ranks as source rows, padded to C tokens per rank.
@@ -78,11 +78,11 @@ class AllGatherDispatcher(Dispatcher):
 
 
 def _exchange_counts(
-    local_counts: Tensor, p: ExpertPlacement, attendance: Attendance
+    local_counts: Tensor, p: ExpertPlacement, attendance: LayerCheck
 ) -> tuple[int, int]:
     """Return the largest T of any rank, and this rank's number of expert rows. Host sync.
 
-    `local_counts` has T, `Attendance.encode_number`, and the number of choices of the experts of
+    `local_counts` has T, `LayerCheck.encode_number`, and the number of choices of the experts of
     each ep rank. Collective.
     """
     counts = all_gather_rows(local_counts[None], p.group).tolist()

@@ -29,8 +29,8 @@ from moecore.base.streams import record_host_wait
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.kernels.rows.record import Rows
 from moecore.moe.dispatch.collectives import (
-    Attendance,
     EqualSizes,
+    LayerCheck,
     drop_unneeded_grads,
     exchange_tensors,
     exchange_with_grad,
@@ -76,7 +76,7 @@ class TokenExchange:
 
     def __init__(self, group: dist.ProcessGroup, layer: tuple[int, str], wire: Wire) -> None:
         self.group, self.wire = group, wire
-        self.attendance = Attendance(group, layer)
+        self.attendance = LayerCheck(group, layer)
         self._sizes = EqualSizes(group)
 
     def send(
@@ -305,7 +305,7 @@ class _RowsToSend(NamedTuple):
 
 
 def _exchange_counts(
-    counts_G3: Tensor, group: dist.ProcessGroup, attendance: Attendance, pairs: Pairs | None
+    counts_G3: Tensor, group: dist.ProcessGroup, attendance: LayerCheck, pairs: Pairs | None
 ) -> tuple[list[int], list[int], int]:
     """All-to-all counts; return send splits, receive splits and the number of expert rows.
 

@@ -56,7 +56,7 @@ class EqualSizes:
             )
 
 
-class Attendance:
+class LayerCheck:
     """Checks that ranks exchange tokens of the same layer, by a number that each rank sends.
 
     `layer` is the layer's number and name. `joins` = this rank skips the layer, and exchanges zero

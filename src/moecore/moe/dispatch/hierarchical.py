@@ -32,7 +32,7 @@ from moecore.moe.dispatch.alltoall import (
     build_send_order,
     is_owned,
 )
-from moecore.moe.dispatch.collectives import Attendance
+from moecore.moe.dispatch.collectives import LayerCheck
 from moecore.moe.dispatch.wire import Wire
 from moecore.moe.placement import DomainPlacement, ExpertPlacement
 from moecore.moe.records import Dispatcher, ExpertInput, Routing
@@ -70,9 +70,9 @@ class HierarchicalDispatcher(Dispatcher):
         self._across = TokenExchange(across, placement.layer, Wire(fp8))
 
     @property
-    def attendance(self) -> Attendance | None:
+    def attendance(self) -> LayerCheck | None:
         """The check that ranks run the same layer; None without a check in the domain."""
-        inner: Attendance | None = getattr(self._inside, "attendance", None)
+        inner: LayerCheck | None = getattr(self._inside, "attendance", None)
         return None if inner is None else self._across.attendance
 
     def has_spare_rows(self, *, pads: bool) -> bool:
@@ -127,7 +127,7 @@ class HierarchicalDispatcher(Dispatcher):
         if spare > 0 and inside.has_spare_rows(pads=False):  # then shapes depend only on T
             rows_AD, weights_AK = (F.pad(x, (0, 0, 0, spare)) for x in (rows_AD, weights_AK))
             ids_AK = F.pad(ids_AK, (0, 0, 0, spare), value=-1)
-        attendance: Attendance | None = getattr(inside, "attendance", None)
+        attendance: LayerCheck | None = getattr(inside, "attendance", None)
         if attendance is not None:
             attendance.joins = outer.is_skipped
         inside.pairs = self.pairs

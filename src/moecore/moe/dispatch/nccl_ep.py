@@ -34,7 +34,7 @@ from moecore.base.rank_checks import gather_objects
 from moecore.base.streams import record_host_wait
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
-from moecore.moe.dispatch.collectives import Attendance, all_gather_rows, exchange_with_grad
+from moecore.moe.dispatch.collectives import LayerCheck, all_gather_rows, exchange_with_grad
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Dispatcher, ExpertInput, Routing
 
@@ -289,7 +289,7 @@ class NCCLEPDispatcher(Dispatcher):
 
     def __init__(self, placement: ExpertPlacement, groups: EPGroups) -> None:
         self.placement, self._groups = placement, groups
-        self.attendance = Attendance(placement.group, placement.layer)
+        self.attendance = LayerCheck(placement.group, placement.layer)
 
     @torch.compiler.disable
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:

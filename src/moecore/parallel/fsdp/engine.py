@@ -254,7 +254,7 @@ class UnitEngine:
         # checkpoint runs without gradients: its visit, or the outermost run, counts instead.
         waits = None if is_recompute else run or visit or self._outermost_run
         if waits is not None:
-            waits.expect_in(unit)
+            waits.add_to_pending_backwards(unit)
         if run is None and visit is not None:
             visit.has_inputs = any(_requires_grad(leaf) for leaf in _list_leaves((args, kwargs)))
         if run is not None:

@@ -28,7 +28,7 @@ class Progress:
         if self.is_open:
             raise ValueError(f"{call} must not be within a micro_batch(): leave it first")
 
-    def check_between(self, call: str) -> None:
+    def check_no_open_micro_batch(self, call: str) -> None:
         """Raise a ValueError if a micro-batch is open or has failed; the error names `call`."""
         self.check_closed(call)
         if self.has_failed:
@@ -39,7 +39,7 @@ class Progress:
 
     def check_complete(self, call: str, num_micro_batches: int) -> None:
         """Raise a ValueError unless `num_micro_batches` are done; the error names `call`."""
-        self.check_between(call)
+        self.check_no_open_micro_batch(call)
         if self.num_done != num_micro_batches:
             raise ValueError(
                 f"{call} must follow num_micro_batches ({num_micro_batches}) micro-batches, "

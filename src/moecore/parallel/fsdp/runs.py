@@ -99,7 +99,7 @@ class ForwardVisit:
         self.inputs: list[GradientEdge] = []  # if `node.has_separate_backward`
         self.outputs: list[Output] = []
 
-    def expect_in(self, unit: Unit) -> None:
+    def add_to_pending_backwards(self, unit: Unit) -> None:
         """Add this forward, which has no `ForwardRun`, to `pending_backwards` of a unit."""
         unit.pending_backwards.add(self)
 
@@ -161,7 +161,7 @@ class ForwardRun:
                 "new values: call backward first, or run the forward again"
             )
 
-    def expect_in(self, unit: Unit) -> None:
+    def add_to_pending_backwards(self, unit: Unit) -> None:
         """Add this forward to `pending_backwards` of a unit, until its backward has ended."""
         unit.pending_backwards.add(self)
         self._pending_in.append(unit)

@@ -82,7 +82,7 @@ class UnevenRanks:
         self._nodes = {
             module: ModuleNode(module, units, None) for module, units in units_of.items()
         }
-        _find_children(top, root, units_of, exchanges, {root})
+        _add_child_nodes(top, root, units_of, exchanges, {root})
         self._nodes |= {node.module: node for node in top.walk()}
         for node in top.walk():
             if node.parent is not None and node.layer in (None, node.module):
@@ -193,7 +193,7 @@ class UnevenRanks:
             unit.runs[is_recompute].append(None)
             prefetch = unit.prefetch_forward if node.module is unit.modules[0] else ()
             self._unshard_for_use(unit, prefetch)
-            visit.expect_in(unit)
+            visit.add_to_pending_backwards(unit)
         for child in node.children:
             self._join_skipped_forward(child, visit)
         if node.layer is not None:
@@ -371,7 +371,7 @@ def _list_units(node: ModuleNode) -> list[Unit]:
     return [unit for unit in reversed(node.units) if unit.gradients.spans_ranks]
 
 
-def _find_children(
+def _add_child_nodes(
     node: ModuleNode,
     module: nn.Module,
     units_of: Mapping[nn.Module, list[Unit]],
@@ -395,4 +395,4 @@ def _find_children(
             inner.layer = cast(ExchangeLayer, child)
             seen.update(child.modules())
         else:
-            _find_children(inner, child, units_of, exchanges, seen)
+            _add_child_nodes(inner, child, units_of, exchanges, seen)

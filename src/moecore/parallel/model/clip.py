@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from moecore.base.fields import MaxNorm, check_arguments
 from moecore.base.streams import copy_to_device
 from moecore.base.torch_private import foreach_mul_, foreach_norm, get_local_tensor, mark
-from moecore.parallel.model.parallel_state import find_argument_difference, find_staged_module
+from moecore.parallel.model.parallel_state import end_argument_comparison, find_staged_module
 from moecore.parallel.model.parameter_guards import refuse_added
 from moecore.parallel.pipeline.stage_replicas import AllStages, redistribute_grad
 
@@ -133,7 +133,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: MaxNorm | None) -> GradientNorm:
         ValueError: if a parameter was added after `parallelize_moe`, whose gradient is not reduced.
     """
     check_arguments(clip_grad_norm_, locals())
-    max_norm, is_wrong = math.inf if max_norm is None else max_norm, find_argument_difference(model)
+    max_norm, is_wrong = math.inf if max_norm is None else max_norm, end_argument_comparison(model)
     return unscale_and_clip_(model, max_norm, None, is_wrong=is_wrong)
 
 

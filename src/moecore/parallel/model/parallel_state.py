@@ -91,7 +91,7 @@ def list_engines(model: nn.Module) -> list[UnitEngine]:
     return [state.engine for state in list_parallel_states(model) if state.engine is not None]
 
 
-def find_argument_difference(model: nn.Module) -> Tensor | None:
+def end_argument_comparison(model: nn.Module) -> Tensor | None:
     """End a step's comparison of arguments between ranks; return whether the arguments differed.
 
     The result is a 0-dim device bool. None = the step compared no contents on the device. No host

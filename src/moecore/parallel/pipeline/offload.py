@@ -91,7 +91,7 @@ def offload_fractions(
     seconds = [size / bytes_per_second for size in sizes]
     fractions = [0.0] * schedule.num_stages
     for rank, spans in enumerate(simulate(schedule, costs).spans):
-        live_stages = _find_live_stages(schedule.orders[rank])
+        live_stages = _find_stages_with_direct_backward(schedule.orders[rank])
         stages = [s for s, r in enumerate(schedule.rank_of) if r == rank and s not in live_stages]
         fits = partial(_fits_timeline, spans, fractions, seconds)
         for candidates in (stages, *([stage] for stage in stages)):
@@ -99,7 +99,7 @@ def offload_fractions(
     return tuple(fractions)
 
 
-def _find_live_stages(order: Sequence[Item]) -> set[int]:
+def _find_stages_with_direct_backward(order: Sequence[Item]) -> set[int]:
     """Return the stages that run a backward directly after the forward of its micro-batch."""
     return {
         action.stage

@@ -133,7 +133,7 @@ class PageStore:
         for copy in copies:
             of, index = copy.piece
             matrices.setdefault(of, [None] * len(of.layout.widths))[index] = copy.data
-        expired_pages, jobs = _release_places(freed_pieces), list[Job]()
+        expired_pages, jobs = _count_finished_matrices(freed_pieces), list[Job]()
         emptied = list[DispatchPages]()
         for of, tensors in matrices.items():
             # Only copies back read these pages, and they come earlier in the same stream.
@@ -153,7 +153,9 @@ class PageStore:
 
     def free_pieces(self, pieces: Sequence[PagePlace]) -> None:
         """Return the pages of these matrices to the pool, after their last read."""
-        self._return_pages(_release_places(pieces), in_capture=self._return_pending_pages())
+        self._return_pages(
+            _count_finished_matrices(pieces), in_capture=self._return_pending_pages()
+        )
 
     def clear(self) -> None:
         """Free all pages."""
@@ -293,7 +295,7 @@ def _group_by_dispatch(copies: Sequence[HostCopy]) -> list[list[HostCopy]]:
     return groups
 
 
-def _release_places(pieces: Sequence[PagePlace]) -> list[DispatchPages]:
+def _count_finished_matrices(pieces: Sequence[PagePlace]) -> list[DispatchPages]:
     """Count matrices that backward no longer needs; return the dispatches that need no pages."""
     dispatches = []
     for of, _ in pieces:

@@ -143,7 +143,7 @@ class TrainingOffload:
         """Raise ValueError within a step, or while a captured graph relies on tensor addresses."""
         progress = get_progress(self._model)
         if progress is not None:
-            progress.check_between("offload()")
+            progress.check_no_open_micro_batch("offload()")
             if progress.num_done:
                 raise ValueError(
                     f"offload() must be between steps, but {progress.num_done} micro-batches of "

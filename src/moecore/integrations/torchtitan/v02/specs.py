@@ -42,7 +42,7 @@ from moecore.integrations.torchtitan import models, parallelize
 from moecore.integrations.torchtitan.layer import TitanLayer, adopt_titan_block, shard_dense_parts
 from moecore.integrations.torchtitan.pipeline import RowSchedule, check_stages
 from moecore.integrations.torchtitan.sections import list_changed_fields, read_arguments
-from moecore.integrations.torchtitan.step import MoEMetricsProcessor, finish_at_step
+from moecore.integrations.torchtitan.step import MoEMetricsProcessor, register_step_hooks
 from moecore.models import PRESETS, DecoderConfig
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout
@@ -142,7 +142,7 @@ def _apply_checkpointing(model: nn.Module, job: Any) -> None:
     """Apply the job's activation checkpointing, in place; the router is not recomputed."""
     ac, field = job.activation_checkpoint, "per_op_sac_force_recompute_mm_shapes_by_fqns"
     if ac.mode != "none":
-        ac = replace(ac, **{field: parallelize.exclude_router(getattr(ac, field))})
+        ac = replace(ac, **{field: parallelize.remove_router_name(getattr(ac, field))})
         apply_ac(model, ac, op_sac_save_list=SAVED_OPS)
 
 
@@ -337,7 +337,7 @@ def build_optimizers(
     else:
         adamw_options = _make_adamw_options(optimizer_config, options)
         optimizers = titan_optimizer.OptimizersContainer(model_parts, AdamW, adamw_options)
-    finish_at_step(optimizers, model_parts)
+    register_step_hooks(optimizers, model_parts)
     return optimizers
 
 

@@ -44,7 +44,7 @@ from moecore.integrations.torchtitan.parallelize import (
     parallelize_own_loss_model,
     parallelize_titan_model,
 )
-from moecore.integrations.torchtitan.step import finish_at_step
+from moecore.integrations.torchtitan.step import register_step_hooks
 from moecore.integrations.torchtitan.v03.parts import (
     V03,
     MoETrainer,
@@ -91,7 +91,7 @@ def accelerated(job: Trainer.Config) -> MoETrainer.Config:
     hook, bias_hook = spec.post_optimizer_build_fn, register_moe_load_balancing_hook
     check_replaced("ModelSpec.post_optimizer_build_fn", hook, (None, bias_hook))
     shard = partial(parallelize_titan_model, version=V03, update_bias=hook is bias_hook)
-    functions = dict(pipelining_fn=pipelining, post_optimizer_build_fn=finish_at_step)
+    functions = dict(pipelining_fn=pipelining, post_optimizer_build_fn=register_step_hooks)
     spec = replace(spec, parallelize_fn=shard, **functions)
     result: MoETrainer.Config = derive(
         job,
@@ -139,7 +139,7 @@ def _make_own_loss_job(
         model=model,
         parallelize_fn=partial(parallelize, version=V03),
         pipelining_fn=pipelining,
-        post_optimizer_build_fn=finish_at_step,
+        post_optimizer_build_fn=register_step_hooks,
         state_dict_adapter=None,
     )
     return OwnLossTrainer.Config(

@@ -33,8 +33,8 @@ from moecore.integrations.torchtitan.parallelize import (
     TOKENS,
     Rule,
     Version,
-    exclude_router,
     is_compiled_job,
+    remove_router_name,
 )
 from moecore.integrations.torchtitan.pipeline import MicroBatchSchedule, check_stages
 from moecore.integrations.torchtitan.sections import list_changed_fields
@@ -258,7 +258,7 @@ def _apply_checkpointing(model: nn.Module, job: Any) -> None:
     """Apply the job's activation checkpointing; matrix products of MoE layers are saved."""
     ac = job.activation_checkpoint
     if type(ac) is SelectiveAC.Config:
-        names = exclude_router(ac.force_recompute_mm_shapes_by_fqns)
+        names = remove_router_name(ac.force_recompute_mm_shapes_by_fqns)
         ac = derive(ac, SavingAC.Config, force_recompute_mm_shapes_by_fqns=names)
     if ac is not None:
         ac.build(dump_folder=job.dump_folder).apply(model)
