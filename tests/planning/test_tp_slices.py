@@ -39,7 +39,7 @@ from moecore.planning.gpus import count_peers
 from moecore.planning.layouts import Layout, list_option_sets
 from moecore.planning.record import PASSES, SLICES
 from moecore.planning.segments import SampledRun
-from moecore.planning.times import overlaps_tp_slices, plan_time
+from moecore.planning.times import has_tp_slices, plan_time
 
 H200 = CostTable.of("h200-141")
 LAYERS = 4
@@ -107,7 +107,7 @@ def test_long_slices_count_by_their_share(share: float | None) -> None:
 
 
 def test_short_slices_exchange_in_turn() -> None:
-    assert overlaps_tp_slices(LONG) and not overlaps_tp_slices(SHORT)
+    assert has_tp_slices(LONG) and not has_tp_slices(SHORT)
     moved = 2 * 2 * 2048 // 2 * 8192 * SHORT.batch_size  # all sequences at one time
     number = (LAYERS * OF_LAYER + AT_ENDS) // 2
     assert sent(known(SHORT)) == {(name, moved): number for name in IN_TURN}
@@ -186,7 +186,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_code_of_the_run_decides(case: str) -> None:
     run, is_sliced = CASES[case]
-    assert overlaps_tp_slices(run) == is_sliced
+    assert has_tp_slices(run) == is_sliced
     seconds = [plan_time(run, with_share(share)).seconds for share in (0.0, 1.0)]
     assert (seconds[0] < 0.97 * seconds[1]) == is_sliced
     assert (seconds[0] == seconds[1]) != is_sliced

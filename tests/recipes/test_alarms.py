@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from moecore.planning.report import report_trace
-from moecore.recipes import alarms, host
+from moecore.recipes import alarms, profiling
 
 LAYER = "model.layers.0.mlp"
 RUN = (
@@ -150,7 +150,7 @@ def test_a_run_is_traced_and_warned_of(
 ) -> None:
     """A learning rate that breaks the model, and experts that are idle after one step."""
     monkeypatch.setattr(alarms, "IDLE_STEPS", 1)
-    monkeypatch.setattr(host, "SETTLING", 2)
+    monkeypatch.setattr(profiling, "SETTLING", 2)
     words = f"{RUN} --steps 5 --lr 1e30 --profile 2 --expert-loads-every 1 --checkpoint-every 0"
     assert train.run_rank(train.parse_arguments([*words.split(), "--run-dir", str(tmp_path)])) == 0
     said = capsys.readouterr()

@@ -38,13 +38,7 @@ from moecore.planning.recipe import format_calls, format_flags, format_recipe
 from moecore.planning.report import report_trace
 from moecore.planning.run import TrainingRun, collect_by_hand
 from moecore.planning.search import FittingCandidate, describe_outcome, plan_layout, search
-from moecore.planning.times import (
-    TimePlan,
-    find_hidden_share,
-    overlaps_tp_slices,
-    plan_time,
-    time_step,
-)
+from moecore.planning.times import TimePlan, find_hidden_share, has_tp_slices, plan_time, time_step
 
 # Recorded complete steps: (preset, GPU, number of GPUs) -> layout, tokens per second of a GPU, and
 # the record under benchmarks/results.
@@ -232,7 +226,7 @@ def _print_time(args: Any, time: TimePlan | str, max_bytes: int | None = None) -
             "that their computation lasts for (--pairs-hide 0: none)"
         )
     kind = format_gpu_name(args)
-    if overlaps_tp_slices(time.run):
+    if has_tp_slices(time.run):
         print(_describe_slices(table, kind))
     for attention in time.run.planned_model.unmeasured:
         print(

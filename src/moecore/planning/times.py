@@ -318,7 +318,7 @@ def find_hidden_share(run: TrainingRun, table: CostTable) -> float:
     return table.pairs_hide if is_paired and is_across else 0.0
 
 
-def overlaps_tp_slices(run: TrainingRun) -> bool:
+def has_tp_slices(run: TrainingRun) -> bool:
     """Return whether the run overlaps tp communication with matmuls, slice by slice."""
     return any(queued.work.name in SLICES for queued in SampledRun.of(run).segments.queued)
 
