@@ -20,12 +20,7 @@ from moecore.io import export_hf, load_hf
 from moecore.io.hf.files import HFFiles
 from moecore.io.hf.pieces import FileView
 from moecore.io.hf.quant import TensorSource, ViewedSource
-from moecore.io.hf.stock import (
-    Shapes,
-    compute_published_shapes,
-    get_shapes,
-    plan_hf_tensors,
-)
+from moecore.io.hf.stock import Shapes, compute_published_shapes, get_shapes, plan_stock_tensors
 from tests.families.transformers.family_models import model_class, tiny_model
 from tests.families.transformers.hf_models import qwen3_moe
 from tests.families.transformers.test_families import BY_DAY, taken, without_unused_rows
@@ -109,7 +104,7 @@ def test_a_part_of_a_moved_tensor_is_read_alone(tmp_path: Path) -> None:
     """Step3p7's files have q, k and v of a tower in one tensor, rows permuted by head."""
     reader, files = plan_of("step3p7")
     name = "model.vision_model.layers.0.self_attn.k_proj.weight"
-    (piece,) = plan_hf_tensors(reader, {name: (32, 32)}, files)[name].pieces
+    (piece,) = plan_stock_tensors(reader, {name: (32, 32)}, files)[name].pieces
     assert piece.view is not None and piece.file_shape == (96, 32)
     written = torch.randn(piece.file_shape)
     save_file({piece.name: written}, tmp_path / "model.safetensors")
@@ -192,14 +187,14 @@ def test_a_checkpoint_has_gate_and_up_apart() -> None:
     with torch.device("meta"):
         reader = type(model)(model.config)
     published = compute_published_shapes(reader)
-    recipe = plan_hf_tensors(reader, {name: (E, 2, rows // 2, D)}, published)[name]
+    recipe = plan_stock_tensors(reader, {name: (E, 2, rows // 2, D)}, published)[name]
     numbers = torch.arange(E * rows * D).view(recipe.shape)
     found = {p.name: numbers[p.region].view(p.shape) for p in recipe.pieces}
     where = name.removesuffix("gate_up_proj")
     for e, (i, role) in itertools.product(range(E), enumerate(("gate_proj", "up_proj"))):
         assert torch.equal(found.pop(f"{where}{e}.{role}.weight"), numbers[e, i])
     assert not found
-    fused = plan_hf_tensors(reader, {name: (E, 2, rows // 2, D)}, get_shapes(reader.state_dict()))[
-        name
-    ]
+    fused = plan_stock_tensors(
+        reader, {name: (E, 2, rows // 2, D)}, get_shapes(reader.state_dict())
+    )[name]
     assert [(p.name, p.shape) for p in fused.pieces] == [(name, (E, rows, D))]

@@ -2,7 +2,7 @@
 
     read_headers, find_sources    files.py, quant.py    tensors of the files by logical name
     plan_hf_tensors               names.py              `FileRecipe`: pieces of a decoder's tensor
-    plan_hf_tensors               stock.py              the same for a transformers model
+    plan_stock_tensors            stock.py              the same for a transformers model
     make_load_plan                load.py               `LoadPlan`: targets of tensors, problems
     list_shard_boxes              pieces.py             `ShardBox`: the part of each local shard
     read_box                      quant.py, files.py    the values of one box, dequantised
@@ -60,7 +60,7 @@ from moecore.io.hf.names import (
 )
 from moecore.io.hf.pieces import FileRecipe, get_detached_shard, list_shard_boxes
 from moecore.io.hf.quant import FP8, TensorSource, find_sources, read_box
-from moecore.io.hf.stock import build_meta_model, compute_published_shapes, plan_hf_tensors
+from moecore.io.hf.stock import build_meta_model, compute_published_shapes, plan_stock_tensors
 from moecore.io.hf.upcycled import make_upcycled_config
 from moecore.io.hf.verify import LAYER, find_copy_problems
 from moecore.models.decoder import Decoder
@@ -301,7 +301,7 @@ def _plan_recipes(
         make_upcycled_config(model) or as_type(Any, model).config.to_dict(), model
     )
     files = {name: source.shape for name, source in sources.items()}
-    return plan_hf_tensors(
+    return plan_stock_tensors(
         reader, shapes, files, {} if reader is None else compute_published_shapes(reader)
     )
 

@@ -1,7 +1,7 @@
 """Pieces: the correspondence of a model's sharded tensors and Hugging Face tensors.
 
 Each tensor of a model consists of pieces (`TensorPiece`), which `plan_hf_tensors` lists for the
-native decoder and `plan_hf_tensors` for transformers models.
+native decoder and `plan_stock_tensors` for transformers models.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def rename_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
     return hf_shapes
 
 
-def plan_hf_tensors(
+def plan_stock_tensors(
     reader: nn.Module | None, shapes: Shapes, *files: Shapes
 ) -> dict[str, FileRecipe]:
     """Return the recipe of each model tensor by name: the file tensors that store its elements.
@@ -171,16 +171,16 @@ def plan_written_tensors(
 ) -> dict[str, FileRecipe]:
     """Return the recipe of each model tensor, by name, for writing files.
 
-    `reader` is as for `plan_hf_tensors`, and `shapes` has the shapes of model tensors.
+    `reader` is as for `plan_stock_tensors`, and `shapes` has the shapes of model tensors.
     With the layout "fused", files have the names of `reader.state_dict()`, otherwise the names
     that `save_pretrained` writes.
     """
     if reader is None:
-        return plan_hf_tensors(None, shapes)
+        return plan_stock_tensors(None, shapes)
     files = (
         get_shapes(reader.state_dict()) if layout == "fused" else compute_published_shapes(reader)
     )
-    return plan_hf_tensors(reader, shapes, files)
+    return plan_stock_tensors(reader, shapes, files)
 
 
 def trace(

@@ -27,7 +27,7 @@ from moecore.io.hf.stock import (
     build_meta_model,
     compute_published_shapes,
     get_shapes,
-    plan_hf_tensors,
+    plan_stock_tensors,
 )
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -159,7 +159,7 @@ def _compare_with_transformers(
     if reader is None:
         return _find_missing_experts(sources, config)
     copies, shapes = map_model_copies(reader), {n: source.shape for n, source in sources.items()}
-    plan = plan_hf_tensors(
+    plan = plan_stock_tensors(
         reader, get_shapes(reader.state_dict()), shapes, compute_published_shapes(reader)
     )
     plan = {name: recipe for name, recipe in plan.items() if name not in copies}
