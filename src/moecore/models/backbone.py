@@ -105,7 +105,7 @@ class Backbone(nn.Module):
     ) -> Sequence:
         """Build the record that blocks read: document bounds, padding mask and rotary table.
 
-        The arguments are those of `Decoder.forward`, with full rows. The record has only this
+        `Decoder.forward` documents the arguments, which have full rows. The record has only this
         rank's tokens. Raises a ValueError for documents that are longer than `max_seq_len`.
         """
         ranks = self.select_cp_ranks(cp)

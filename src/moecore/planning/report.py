@@ -281,7 +281,7 @@ def _read_events(path: Path) -> list[Event]:
 def _read_file(path: Path) -> bytes:
     """Return the bytes of a file, decompressed if the file is gzip.
 
-    At most `MAX_BYTES` + 1 bytes are read. ValueErrors say what the file must be.
+    At most `MAX_BYTES` + 1 bytes are read. Raises a ValueError for any other file.
     """
     try:
         is_directory = path.is_dir()

@@ -102,8 +102,8 @@ class TELinearProducts(QuantisedProducts):
         if not x_TK.numel() or x_TK.is_meta:
             return x_TK.new_zeros(x_TK.shape[0], weight_NK.shape[0], dtype=call.dtype)
         x = _quantise_operand(x_TK, call.recipe, "activation", call.x_amax, call.x_seen)
-        amax, seen = call.weight_amax, call.weight_seen
-        weight = _quantise_operand(weight_NK, call.recipe, "weight", amax, seen)
+        amaxes = call.weight_amax, call.weight_seen
+        weight = _quantise_operand(weight_NK, call.recipe, "weight", *amaxes)
         return te.multiply(weight, x, "TN", call.dtype)
 
     @override
@@ -130,8 +130,8 @@ class TELinearProducts(QuantisedProducts):
         if not dy_TN.shape[0] or dy_TN.is_meta:
             grad = dy_TN.new_zeros(dy_TN.shape[1], x_TK.shape[1], dtype=call.dtype)
         else:
-            amax, seen = call.dy_amax, call.dy_seen
-            of_dy = _quantise_operand(dy_TN, recipe, "gradient", amax, seen, over_rows=True)
+            amaxes = call.dy_amax, call.dy_seen
+            of_dy = _quantise_operand(dy_TN, recipe, "gradient", *amaxes, over_rows=True)
             of_x = _quantise_operand(x_TK, recipe, "activation", call.x_amax, over_rows=True)
             grad = te.multiply(of_x, of_dy, "NT", call.dtype)
         return store_grad(grad, target.out, target.adds, target.dtype, target.scale)

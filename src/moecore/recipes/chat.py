@@ -282,13 +282,13 @@ def _encode_by_prefixes(
     turns = []
     for i, message in enumerate(messages):
         if i >= num_prompt and message["role"] == "assistant":
-            earlier = messages[:i]
-            text, prompt = render([*earlier, message]), render(earlier, prompt=True)
+            history = messages[:i]
+            text, prompt = render([*history, message]), render(history, prompt=True)
             start = len(prompt)
             if not text.startswith(prompt):
-                variants = [render([*earlier, {**message, "content": letter}]) for letter in "AB"]
+                variants = [render([*history, {**message, "content": letter}]) for letter in "AB"]
                 start = min(count_common_prefix(text, other) for other in (prompt, *variants))
-                if not text.startswith(render(earlier)):
+                if not text.startswith(render(history)):
                     raise ValueError(
                         "an assistant's message must be added behind those before it: mark it in "
                         "the template with {% generation %}"

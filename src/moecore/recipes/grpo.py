@@ -208,7 +208,7 @@ def run_rank(args: GRPOConfig) -> int:
 
 
 def dry_run(args: GRPOConfig) -> int:
-    """Print options, the plan of training, and first prompts; return 0 if it fits, else 1."""
+    """Print options, the plan of training, and first prompts; return 0 if it fits, otherwise 1."""
     world_size = args.gpus or count_ranks(args)
     args, config = check(args, world_size)
     training_run = None

@@ -3,7 +3,7 @@
 In a training forward with labels the head returns `Logits`, a tensor subclass that references the
 hidden states and the head's weight and has no values. `F.cross_entropy`, which transformers' loss
 calls, computes the loss in chunks (`models/loss.py`). Any other operation, such as a model's scale
-or cap on logits, computes the values first, so results equal those of the stock model.
+or cap on logits, computes the values first, so results equal the stock model's results.
 
 Under tensor parallelism each tp rank has some rows of the vocabulary:
 

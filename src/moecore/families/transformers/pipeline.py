@@ -93,8 +93,8 @@ class StagedCausal:
     def hidden_shape(self, stage: Stage, inputs: Mapping[str, Any]) -> tuple[int, ...]:
         """Return the shape of the hidden states that a stage receives.
 
-        The shape is [B, T / cp, D] for the stage with the first layer. Later stages receive what a
-        layer returns, [B, T / cp, ...].
+        The shape is [B, T / cp, D] for the stage with the first layer. Later stages receive the
+        output of a layer, [B, T / cp, ...].
         """
         cp = None if self._reader is None else self._reader.select_ranks(inputs.get("cp"))
         B, T = inputs["input_ids"].shape
@@ -235,7 +235,7 @@ def _trace_calls(model: Any, parts: StageParts) -> _CallTrace:
         lambda *_: stage_shell.embedding_output
     )
     keywords = {"use_cache": False, "return_dict": True}
-    if hasattr(config, "output_router_logits"):  # else `check_inputs` refuses it
+    if hasattr(config, "output_router_logits"):  # otherwise `check_inputs` refuses it
         keywords["output_router_logits"] = False
     try:
         with torch.no_grad():

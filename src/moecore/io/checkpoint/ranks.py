@@ -23,7 +23,7 @@ T = TypeVar("T")
 class ControlGroup:
     """A separate gloo group of all ranks, None without torch.distributed. Collective to construct.
 
-    The separate group keeps a background save's collectives apart from the training's.
+    With a separate group, collectives of a background save do not mix with training collectives.
     """
 
     def __init__(self) -> None:

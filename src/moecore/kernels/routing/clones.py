@@ -130,7 +130,7 @@ def plan_clones(
 
     Args:
         loads_E: int32, tokens of each expert, over all ranks; expert x is on rank x // (E / P).
-        num_ranks: P, of which E is a multiple.
+        num_ranks: P; E is a multiple of P.
         num_clones: c, places for clones per rank.
         min_share: no clone gets fewer tokens than this share of a rank's mean.
 

@@ -103,8 +103,8 @@ class TokenExchange:
             num_choices = even[1]
             record_host_wait()
         else:
-            found = _exchange_counts(counts_G3, self.group, self.attendance, pairs)
-            send_splits, receive_splits, num_choices = found
+            counts = _exchange_counts(counts_G3, self.group, self.attendance, pairs)
+            send_splits, receive_splits, num_choices = counts
         if pairs is None:
             token_ids_M = token_ids_M[: sum(send_splits)]
             send_rows = self._gather_send_rows(x_TD, routing, token_ids_M, slots_TG)

@@ -85,8 +85,8 @@ def _distribute_layouts(
 ) -> Iterator[BufferPlan]:
     """Assign layouts round-robin to at most `number` buffers of `dtype`; yield the buffers' plans.
 
-    A layout is (unit, index in `unit.layouts`). `holds` = what the buffers contain: unsharded
-    "weights", or "sums" of gradients.
+    A layout is (unit, index in `unit.layouts`). `holds` = the contents of the buffers:
+    unsharded "weights", or "sums" of gradients.
     """
     for first in range(min(number, len(layouts))):
         users = layouts[first::number]
