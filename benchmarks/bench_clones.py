@@ -72,10 +72,10 @@ def measure(shape: Shape, args: argparse.Namespace, device: torch.device) -> lis
     found["no clones"] = find_busiest(chosen, e)
     plans: dict[str, ClonePlan] = {}
     for c in args.clones:
-        make = partial(plan_clones, num_ranks=P, num_clones=c, min_share=args.least)
+        make = partial(plan_clones, num_ranks=P, clones_per_rank=c, min_share=args.least)
         name, plan = f"{c} clones", make(counts_PE.sum(0, dtype=torch.int32))
         moved = [
-            assign_physical_ids(ids, before, plan, num_local=e, num_clones=c)
+            assign_physical_ids(ids, before, plan, num_local_experts=e, clones_per_rank=c)
             for ids, before in zip(chosen, _before(counts_PE), strict=True)
         ]
         found[name], plans[name] = find_busiest(moved, e + c), plan
@@ -138,7 +138,11 @@ def _make_call(shape: Shape, one: BusiestRank, device: torch.device) -> Any:
 
     def call() -> None:
         index = build_index(
-            one.ids_SK, weights_SK, first=0, num_local=one.num_experts, length=length
+            one.ids_SK,
+            weights_SK,
+            first_expert=0,
+            num_local_experts=one.num_experts,
+            max_pairs=length,
         )
         y_SD = experts(ExpertInput(Rows(x_SD), index, None))
         y_SD.backward(dy_SD)
@@ -149,7 +153,7 @@ def _make_call(shape: Shape, one: BusiestRank, device: torch.device) -> Any:
 
 
 def _plan_clones(loads_E: Tensor, ids_TK: Tensor, P: int, c: int, least: float) -> None:
-    plan = plan_clones(loads_E, num_ranks=P, num_clones=c, min_share=least)
+    plan = plan_clones(loads_E, num_ranks=P, clones_per_rank=c, min_share=least)
     sizes = dict(num_local=len(loads_E) // P, num_clones=c)
     assign_physical_ids(ids_TK, torch.zeros_like(loads_E), plan, **sizes)
 

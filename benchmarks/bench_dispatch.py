@@ -243,7 +243,7 @@ def make_experts_call(layer: MoELayer, dispatcher: Dispatcher, x_TD: Tensor) -> 
     rows = inp.rows.widen()
     inp = dataclasses.replace(inp, rows=Rows(rows))
     if inp.unsummed is not None:
-        rows = inp.unsummed.handle_RD
+        rows = inp.unsummed.grad_handle_RD
         inp = dataclasses.replace(inp, unsummed=UnsummedInput(rows))  # nothing travels
     leaves = (rows.requires_grad_(), inp.index.weights_R.requires_grad_())
     dy = torch.randn(rows.shape, dtype=rows.dtype, device=rows.device)

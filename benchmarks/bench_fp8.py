@@ -33,7 +33,7 @@ from moecore.kernels.grouped.fp8 import fp8_gemm, fp8_wgrad
 from moecore.kernels.rows import quantised as q
 from moecore.kernels.rows import quantised_activation as qa
 from moecore.kernels.rows.activation import ActivationOptions
-from moecore.kernels.rows.cast import cast
+from moecore.kernels.rows.cast import quantise_matrix
 from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.row_tiles import RowTiles, map_row_tiles
 from moecore.kernels.rows.scaling import Blocks, cast_ref
@@ -282,7 +282,7 @@ def _scaled_rows(inputs: Inputs, *, per_row: bool, delayed: bool = False) -> Wor
     x_RD, offsets_E = Operands(inputs).dy_RD, inputs.offsets_E
     how: dict[str, Any] = dict(per_row=per_row, **HOW)
     if delayed:
-        how |= dict(amax=x_RD.new_ones(1).float(), seen=x_RD.new_zeros(1).float())
+        how |= dict(amax=x_RD.new_ones(1).float(), new_amax=x_RD.new_zeros(1).float())
     return _both(
         lambda: sr.quantise_expert_rows(x_RD, offsets_E, sr.pad_offsets(offsets_E), **how),
         lambda: sr.quantise_expert_rows_ref(x_RD, offsets_E, **how),
@@ -308,7 +308,7 @@ def scaled_rows_delayed(inputs: Inputs) -> Work:
 def scaled_rows_alone(inputs: Inputs) -> Work:
     """R D b read; the values written along rows, each with its scale."""
     x_RD, offsets_E = Operands(inputs).dy_RD, inputs.offsets_E
-    how: dict[str, Any] = dict(per_row=True, columns=False, **HOW)
+    how: dict[str, Any] = dict(per_row=True, columnwise=False, **HOW)
     return _both(
         lambda: sr.quantise_expert_rows(x_RD, offsets_E, None, **how),
         lambda: sr.quantise_expert_rows_ref(x_RD, offsets_E, **how),
@@ -340,7 +340,7 @@ def _cast(inputs: Inputs, kind: str, num_bytes: int, **more: Any) -> Work:
     """Return work that quantises T rows of D columns as both operands, like a dense linear's dY."""
     x_TD, amax = inputs.x_TD, more.get("amax")
     return _both(
-        lambda: cast(x_TD, kind, **HOW, **more),
+        lambda: quantise_matrix(x_TD, kind, **HOW, **more),
         lambda: [cast_ref(x, amax, kind, "e4m3", True) for x in (x_TD, x_TD.T)],
         x_TD.numel() * num_bytes,
     )

@@ -87,8 +87,8 @@ def build_index(inputs: Inputs) -> Work:
     from moecore.kernels.rows import index
 
     weights_TK, ids_TK = inputs.choice
-    options: dict[str, Any] = dict(first=0, num_local=inputs.shape.num_experts)
-    plain = options | dict(multiple=1, length=inputs.shape.rows)
+    options: dict[str, Any] = dict(first_expert=0, num_local_experts=inputs.shape.num_experts)
+    plain = options | dict(row_multiple=1, max_rows=inputs.shape.rows)
     return Work(
         lambda: index.build_index(ids_TK, weights_TK, **options),
         lambda: index.build_index_ref(ids_TK, weights_TK, **plain),
@@ -281,7 +281,7 @@ def _adamw(inputs: Inputs, moment_dtype: torch.dtype, *, split: bool = False) ->
     return Work(
         lambda: module.adamw_(ours, options, grad_scale=scale, found_inf=skip),
         fused,
-        2 * sum(t.nbytes for row in ours.to_rows() for t in row if t is not None)
+        2 * sum(t.nbytes for row in ours.to_params() for t in row if t is not None)
         - sum(g.nbytes for g in ours.grads),  # which are read alone
         baseline="torch fused",
     )

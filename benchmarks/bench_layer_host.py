@@ -30,7 +30,7 @@ from benchmarks.records import RESULTS, append_rows, results_path
 from benchmarks.shapes import SHAPES, Shape
 from moecore import MoELayer
 from moecore.base.torch_private import DispatchMode
-from moecore.kernels.common import record_launches_on_meta
+from moecore.kernels.meta import record_launches_on_meta
 from moecore.train.memory.on_meta import OnMeta
 
 SMALL = Shape(name="small", tokens=256, dim=2048, hidden_dim=768, num_experts=128, top_k=8)

@@ -4,9 +4,9 @@ r"""Compares the bits of runs with and without --deterministic, and measures the
     python -m benchmarks.determinism --cases compiled dense auto --ranks 2
     CUDA_VISIBLE_DEVICES= python -m benchmarks.determinism --size tiny --cases bf16 --blocks 0
 
-A case is a model and its options (`make_options`); its runs are processes that execute a rank of
-`moecore train` or `moecore finetune`. With --ranks the command's launcher starts the
-ranks. The runs of a case:
+A case is a model and its options (`make_activation_options`); its runs are processes that execute a
+rank of `moecore train` or `moecore finetune`. With --ranks the command's launcher starts the ranks.
+The runs of a case:
 
     first, again      with the option, from the same options
     resumed           with the option, killed by SIGKILL after a checkpoint and started again
@@ -139,7 +139,7 @@ class Run:
         return Path(self.folder, self.case, self.name.replace(" ", "-"))
 
 
-def make_options(run: Run) -> TrainConfig | FinetuneConfig:
+def make_activation_options(run: Run) -> TrainConfig | FinetuneConfig:
     """Return the command-line options of a run."""
     steps = STEPS[run.size]
     options: dict[str, Any] = {
@@ -185,7 +185,7 @@ def run_rank(run: Run) -> int:
 
     if run.kill_at:
         loop.collect_garbage = lambda step: kill_rank(run, step)  # called at the end of each step
-    code = loop.run(make_options(run), build_job)
+    code = loop.run(make_activation_options(run), build_job)
     if code == 0:
         digests = dict(compute_digests(jobs[-1]))
         rank = dist.get_rank()
@@ -288,7 +288,7 @@ def compare(cases: list[str], base: Run) -> Iterator[Row]:
 def time_steps(run: Run, blocks: int) -> Row:
     """Return a row of step times with and without the option, of a single rank."""
     use_deterministic_algorithms()
-    job = train.build_job(make_options(run))
+    job = train.build_job(make_activation_options(run))
     times: dict[bool, list[float]] = {True: [], False: []}
     step = 0
     for block in range(2 * blocks):

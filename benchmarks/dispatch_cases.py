@@ -192,19 +192,19 @@ def _list_kernel_calls(layout: ExchangeLayout, num_local: int, layer: bool) -> l
     x, marks = empty(16, layout.row_bytes // 2, dtype=torch.bfloat16), empty(16)
     ids, weights = empty(16, layout.top_k), empty(16, layout.top_k, dtype=torch.float32)
     choices = (weights[:, 0].contiguous(), ids)
-    sizes = dict(num_local=num_local, etp=1)
+    sizes = dict(num_local_experts=num_local, etp=1)
     jobs = [
-        lambda: exchange.spread_rows_and_choices(buffer, x, ids, weights, **sizes),
-        lambda: exchange.reduce_rows(buffer, x, marks, marks, marks[:, None]),
+        lambda: exchange.dispatch_rows_and_choices(buffer, x, ids, weights, **sizes),
+        lambda: exchange.combine_rows(buffer, x, marks, marks, marks[:, None]),
     ]
     if layer:
         jobs += [
-            lambda: exchange.reduce_rows(buffer, x, marks, marks, ids),
-            lambda: exchange.reduce_rows(buffer, x, marks, marks, ids, choices),
-            lambda: exchange.reduce_rows(
+            lambda: exchange.combine_rows(buffer, x, marks, marks, ids),
+            lambda: exchange.combine_rows(buffer, x, marks, marks, ids, choices),
+            lambda: exchange.combine_rows(
                 buffer, x, marks, marks, marks[:, None], choices, has_sums=True
             ),
-            lambda: exchange.spread_rows(buffer, x, marks, marks, ids, 16),
+            lambda: exchange.dispatch_rows(buffer, x, marks, marks, ids, 16),
         ]
     return jobs
 

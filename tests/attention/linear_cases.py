@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moecore.attention.context_parallel.local_tokens import ContextParallel, LocalTokens
-from moecore.attention.linear import attend_linear, convolve
+from moecore.attention.linear import attend_linear, causal_conv1d
 from moecore.attention.sequence import Sequence, make_packed_sequence
 from moecore.kernels.linear_attention import DeltaRule
 from tests.kernels.linear_attention.oracle import convolution_ref, delta_rule_ref
@@ -67,7 +67,7 @@ def linear_errors(
     own_filters = [weight.requires_grad_(), bias.requires_grad_()]
     over_ranks = replace(sequence, positions_BT=None, local_tokens=held)
     o = attend_linear(*own[:4], own[4] if has_rates else None, over_ranks, **how)
-    y = convolve(own[5], weight, bias, over_ranks, silu=False)
+    y = causal_conv1d(own[5], weight, bias, over_ranks, apply_silu=False)
     given = (held.slice_local(do), held.slice_local(dy))
     found = list(torch.autograd.grad((o, y), [*own, *own_filters], given, **options))
     for grad in found[6:]:

@@ -15,8 +15,8 @@ from moecore.kernels.sparse_attention import IndexerHeads, LatentHeads, attentio
 from tests.attention.linear_cases import shared_tokens
 
 KINDS = {
-    "sparse": KeyChoice(top_k=5, diverges=True),
-    "all keys": KeyChoice(diverges=True),
+    "sparse": KeyChoice(top_k=5, returns_divergences=True),
+    "all keys": KeyChoice(returns_divergences=True),
     "shared": KeyChoice(top_k=5),  # and once more with what was selected
 }
 

@@ -18,7 +18,7 @@ import moecore.attention.context_parallel.ring as ring
 from moecore.attention.context_parallel.local_tokens import (
     ChunkLayout,
     ContextParallel,
-    check_documents,
+    check_document_lengths,
 )
 from moecore.attention.function import attend
 from moecore.attention.sequence import Sequence
@@ -270,14 +270,14 @@ def test_who_holds_what() -> None:
     ]
     rows = ChunkLayout(2, 16)
     x = torch.arange(16).view(2, 8)
-    assert rows.split(x).tolist() == [
+    assert rows.split_by_rank(x).tolist() == [
         [[0, 1, 6, 7], [8, 9, 14, 15]],
         [[2, 3, 4, 5], [10, 11, 12, 13]],
     ]
     packed = ChunkLayout(2, 16, make_row_cu_seqlens(2, 16, x.device), 8)
-    assert torch.equal(packed.split(x), rows.split(x))
+    assert torch.equal(packed.split_by_rank(x), rows.split_by_rank(x))
     for layout in (rows, packed):
-        assert torch.equal(layout.join(layout.split(x)), x)
+        assert torch.equal(layout.join_ranks(layout.split_by_rank(x)), x)
 
 
 @pytest.mark.parametrize(
@@ -313,5 +313,5 @@ def test_which_way(options: Any, cp: int, heads: tuple[int, int], latents: bool,
 
 def test_documents_that_cannot_be_cut() -> None:
     with pytest.raises(ValueError, match=r"document 1 of 6 tokens\) must .* 2 \* cp \(4\): pad"):
-        check_documents(torch.tensor([0, 8, 14, 16]), 2)
-    check_documents(WORKED, 3)
+        check_document_lengths(torch.tensor([0, 8, 14, 16]), 2)
+    check_document_lengths(WORKED, 3)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moecore.attention.function as function
 from moecore.attention.function import attend
-from moecore.attention.linear import convolve
+from moecore.attention.linear import causal_conv1d
 from moecore.attention.sequence import Sequence, make_packed_sequence, split_documents
 from moecore.base.regions import recompute_products
 from moecore.train.memory.recompute import recompute, share_outputs
@@ -199,8 +199,8 @@ def test_packed_documents_on_a_gpu(dims: tuple[int, int], window: int | None) ->
 def test_linear_attention_runs_after_a_run_with_fake_tensors() -> None:
     filters = torch.ones(3, 2), None
     with FakeTensorMode():
-        convolve(torch.empty(2, 5, 3), torch.empty(3, 2), None, Sequence(), silu=False)
-    found = convolve(torch.ones(2, 5, 3), *filters, Sequence(), silu=False)
+        causal_conv1d(torch.empty(2, 5, 3), torch.empty(3, 2), None, Sequence(), apply_silu=False)
+    found = causal_conv1d(torch.ones(2, 5, 3), *filters, Sequence(), apply_silu=False)
     assert found[:, 0].eq(1).all() and found[:, 1:].eq(2).all()
 
 

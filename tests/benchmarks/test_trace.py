@@ -61,7 +61,7 @@ def test_nothing_ran() -> None:
         ("_cast_kernel", "quantisation"),
         ("cast_kernel", "quantisation"),
         ("amax_parts_kernel", "quantisation"),
-        ("cast_of_experts_kernel", "quantisation"),
+        ("quantise_experts_kernel", "quantisation"),
         ("quantised_activation_fwd_kernel", "experts"),
         ("sm90_fp8_grouped_nt_kernel", "experts"),
         ("_product_kernel", "routing"),

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from moecore.base import transformer_engine as te
 from moecore.base.options.precision import Recipe
-from moecore.kernels.rows.e4m3 import magnitude_ref
+from moecore.kernels.rows.e4m3 import abs_without_nan_ref
 from moecore.kernels.rows.microscaled import quantise_microscaled, quantise_microscaled_matrices
 from moecore.kernels.rows.microscaling import quantise_mxfp8
 from moecore.kernels.rows.scaling import DTYPES, LARGEST, quantise_ref
@@ -64,7 +64,7 @@ def by_blocks(x: Tensor, block: tuple[int, int], power_of_two: bool, fmt: str) -
     (M, K), largest = x.shape, torch.tensor(LARGEST[fmt])
     x = pad(x.float(), (0, -K % columns, 0, -M % rows))
     x = x.view(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
-    amax = magnitude_ref(x).amax((1, 3), keepdim=True)
+    amax = abs_without_nan_ref(x).amax((1, 3), keepdim=True)
     amax = torch.where(amax.isinf(), largest, amax)
     x = torch.where(x.isinf(), largest.copysign(x), x)
     values, scales = quantise_ref(x, (1, 3), power_of_two, fmt, amax)
@@ -134,7 +134,7 @@ class Float8Quantizer(Quantizer):
 
     def rounded(self, x: Tensor, *, over_rows: bool) -> Tensor:
         largest = LARGEST[self.fmt]
-        self.amax.copy_(torch.maximum(self.amax, magnitude_ref(x.float()).amax()))
+        self.amax.copy_(torch.maximum(self.amax, abs_without_nan_ref(x.float()).amax()))
         values = (x.float() * self.scale).clamp(-largest, largest)
         return values.to(DTYPES[self.fmt]).float() / self.scale
 
@@ -178,7 +178,7 @@ class NVFP4Quantizer(Quantizer):
         """Return the numbers; over rows those of the transformed matrix."""
         assert x.dtype == torch.bfloat16 or not self.recipe.hadamard
         if self.is_square:
-            made = quantise_microscaled_matrices(x[None], self.recipe, columns=False).rows
+            made = quantise_microscaled_matrices(x[None], self.recipe, columnwise=False).rows
             assert made is not None
             return made.values[0] * made.scales
         made = quantise_microscaled(x, self.recipe, over_rows=over_rows, is_gradient=True)

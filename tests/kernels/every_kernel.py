@@ -23,14 +23,14 @@ from moecore.kernels.adamw import BLOCK, AdamWOptions, AdamWTensors, adamw_
 from moecore.kernels.cross_entropy import (
     cross_entropy_,
     cross_entropy_blocks,
-    row_statistics,
     softmax_gradient_,
     softmax_gradient_blocks,
+    softmax_statistics,
 )
 from moecore.kernels.exchange.operations import limit_rows
 from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights
 from moecore.kernels.grouped.block_scaled import block_scaled_gemm, block_scaled_wgrad
-from moecore.kernels.grouped.scaled import mixed_gemm, mixed_wgrad
+from moecore.kernels.grouped.scaled import mixed_format_gemm, mixed_format_wgrad
 from moecore.kernels.grouped.scaled_rows import (
     pad_offsets,
     quantise_expert_matrices,
@@ -44,14 +44,14 @@ from moecore.kernels.routing.counts import add_expert_counts
 from moecore.kernels.routing.margins import NUM_BINS, add_margins_, compute_even_bias
 from moecore.kernels.routing.route import route_weights
 from moecore.kernels.rows.activation import ActivationOptions
-from moecore.kernels.rows.cast import cast, compute_amax
+from moecore.kernels.rows.cast import compute_amax, quantise_matrix
 from moecore.kernels.rows.e4m3 import FP8
 from moecore.kernels.rows.free_list import PagePool, return_pages
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.microscaled import quantise_microscaled, quantise_microscaled_matrices
 from moecore.kernels.rows.move import copy_first_rows, gather_rows
 from moecore.kernels.rows.packed import gather_packed_rows, pack_rows, view_packed_rows
-from moecore.kernels.rows.pages import PageLayout, copy_rows, take_rows
+from moecore.kernels.rows.pages import PageLayout, stash_or_restore_rows, take_pages_for_rows
 from moecore.kernels.rows.quantised import (
     gather_row_blocks,
     quantise_rows,
@@ -70,7 +70,7 @@ from moecore.kernels.rows.shard_blocks import (
     transpose_values,
     write_block_amax_,
 )
-from moecore.kernels.rows.shard_matrices import pack_part_, write_square_amax_
+from moecore.kernels.rows.shard_matrices import pack_shard_, write_square_amax_
 from moecore.kernels.sparse_attention.contract import IndexerHeads
 from moecore.kernels.sparse_attention.index import compute_span_scores
 from moecore.kernels.sparse_attention.keys import SpanOfKeys
@@ -126,7 +126,7 @@ def run_pieces(device: str) -> None:
     T, E, K = 37, 8, 2
     ids_TK = torch.randint(0, E, (T, K), device=device, dtype=torch.int32)
     weights_TK = torch.rand(T, K, device=device)
-    index = build_index(ids_TK, weights_TK, first=2, num_local=4, multiple=16)
+    index = build_index(ids_TK, weights_TK, first_expert=2, num_local_experts=4, row_multiple=16)
     words = torch.zeros(8, dtype=torch.int32, device=device)
     limit_rows(index.offsets_e, 40, words, words.clone())
     x_TD = torch.randn(T, 72, device=device, dtype=torch.bfloat16)
@@ -154,8 +154,8 @@ def run_pieces(device: str) -> None:
     run_quantised(device, index)
     add_expert_counts(torch.zeros(1, E, dtype=torch.int64, device=device), ids_TK)
     loads_E = torch.arange(E, device=device, dtype=torch.int32)
-    plan = plan_clones(loads_E, num_ranks=2, num_clones=1)
-    assign_physical_ids(ids_TK, loads_E, plan, num_local=E // 2, num_clones=1)
+    plan = plan_clones(loads_E, num_ranks=2, clones_per_rank=1)
+    assign_physical_ids(ids_TK, loads_E, plan, num_local_experts=E // 2, clones_per_rank=1)
     options = replace(SIGMOID, top_k=K)
     logits_TE = torch.randn(T, E, device=device, requires_grad=True)
     route_weights(logits_TE, ids_TK, options).sum().backward()
@@ -195,11 +195,11 @@ def run_quantised(device: str, index: Any) -> None:
     tile_tokens(dh, None, tiles)
     end = torch.full((1,), len(x_TD) - 5, device=device).int()
     for kind in KINDS.values():
-        cast(x_TD[:, 16:161], kind, seen=compute_amax(x_TD)[:1], **how)
-    cast(x_TD[:, 16:161], "row", columns=False, **how)
+        quantise_matrix(x_TD[:, 16:161], kind, new_amax=compute_amax(x_TD)[:1], **how)
+    quantise_matrix(x_TD[:, 16:161], "row", columnwise=False, **how)
     for per_row in (False, True):
         for columns in (False, True):
-            more = dict(per_row=per_row, columns=columns, **how)
+            more = dict(per_row=per_row, columnwise=columns, **how)
             quantise_expert_rows(x_TD[: len(x_TD) - 3, 32:], end, pad_offsets(end), **more)
             quantise_expert_matrices(x_TD[None, :48], **more)
     for recipe in (Recipe(scaling="mxfp8"), Recipe(scaling="nvfp4")):
@@ -211,7 +211,7 @@ def run_quantised(device: str, index: Any) -> None:
             quantise_microscaled_matrices(x_TD[None, :32], recipe, pack=packed)
     run_block_scaled(x_TD)
     part = torch.randn(2, 24, 144, device=device)
-    place = MatrixShard.of(torch.Size([2, 80, 144]), 1, 56, 24)
+    place = MatrixShard.from_slice(torch.Size([2, 80, 144]), 1, 56, 24)
     scales, values = torch.zeros(2, *place.scales_shape, device=device), part.to(torch.uint8)
     write_block_amax_(part, place, scales[0])
     quantise_blocks_(part, place, scales[0], scales[1], values, **how)
@@ -220,7 +220,7 @@ def run_quantised(device: str, index: Any) -> None:
     write_square_amax_(part, place, squares)
     packed = values.view(-1)[: part.numel() // 2]
     recipe = Recipe(scaling="nvfp4")
-    pack_part_(part, place, squares, of_matrices, squares.to(FP8), packed, recipe)
+    pack_shard_(part, place, squares, of_matrices, squares.to(FP8), packed, recipe)
 
 
 def run_block_scaled(x_TD: Tensor) -> None:
@@ -241,21 +241,23 @@ def run_mixed(x_TD: Tensor) -> None:
     T, ones = len(x_TD), torch.ones(1, x_TD.shape[1], device=x_TD.device)
     end = torch.full((1,), T, dtype=torch.int32, device=x_TD.device)
     a, b = Blocks(x_TD.to(torch.float8_e5m2), ones[0, :T], "row"), x_TD.to(FP8)
-    mixed_gemm(a, Blocks(b[None], ones[:, :T], "row"), end, torch.bfloat16)
+    mixed_format_gemm(a, Blocks(b[None], ones[:, :T], "row"), end, torch.bfloat16)
     x, y = (Blocks(t.T.contiguous(), ones, "row") for t in (a.values, b))
-    mixed_wgrad(x, y, end, torch.bfloat16)
+    mixed_format_wgrad(x, y, end, torch.bfloat16)
 
 
 def run_pages(device: str, index: Any) -> None:
     """Rows to pages of the device and of the host, and back."""
     S, R = index.slots_SK.shape[0], index.row_ids_R.shape[0]
-    pool = PagePool.make(2, 256, torch.device(device), num_host_pages=2)
-    layout = PageLayout.of(pool, [(64, True), (32, False)], S, R)
+    pool = PagePool.allocate(2, 256, torch.device(device), num_host_pages=2)
+    layout = PageLayout.from_matrices(pool, [(64, True), (32, False)], S, R)
     matrices = [torch.zeros(n, B, dtype=torch.uint8, device=device) for n, B in ((S, 64), (R, 32))]
     table, other = layout.make_table(), layout.make_table()
-    take_rows(table, layout, index.slots_SK, index.num_rows)
-    copy_rows(matrices, table, layout, stash=True)
-    copy_rows(matrices, table, layout, stash=False, released_table=(other, layout.num_entries))
+    take_pages_for_rows(table, layout, index.slots_SK, index.num_rows)
+    stash_or_restore_rows(matrices, table, layout, stash=True)
+    stash_or_restore_rows(
+        matrices, table, layout, stash=False, released_table=(other, layout.num_entries)
+    )
     return_pages(table, layout.num_entries, pool)
 
 
@@ -306,13 +308,13 @@ def run_loss(device: str) -> None:
         labels_C = torch.tensor([V - 1, -100, 0], device=device)
         for dtype in (None, torch.bfloat16, torch.float32):
             cross_entropy_(logits_CV, labels_C, dtype)
-        high, total, _ = row_statistics(logits_CV, labels_C).unbind(1)
+        high, total, _ = softmax_statistics(logits_CV, labels_C).unbind(1)
         for dtype in (torch.bfloat16, torch.float32):
             softmax_gradient_(logits_CV, labels_C, high, total, dtype)
     logits_CV = torch.randn(3, 16512, device=device).bfloat16()
     labels_C = torch.tensor([16511, -100, 0], device=device)
     cross_entropy_blocks(logits_CV, labels_C, power_of_two=True)
-    high, total, _ = row_statistics(logits_CV, labels_C).unbind(1)
+    high, total, _ = softmax_statistics(logits_CV, labels_C).unbind(1)
     softmax_gradient_blocks(logits_CV, labels_C, high, total, power_of_two=True)
 
 

@@ -13,7 +13,7 @@ from moecore.kernels.adamw import (
     NUM_BLOCKS,
     AdamWOptions,
     AdamWTensors,
-    ParamRow,
+    ParamTensors,
     adamw_,
     adamw_ref_,
 )
@@ -58,7 +58,7 @@ def exponents_of(weights: list[Tensor]) -> list[Tensor]:
 def values(tensors: AdamWTensors) -> list[tuple[Tensor, Tensor]]:
     """Both moments of each tensor, in fp32."""
     found = []
-    for row in tensors.to_rows():
+    for row in tensors.to_params():
         m, v = row.exp_avg, row.exp_avg_sq
         if row.exponents is not None:
             found_mv = decode_moments_ref(m.flatten(), v.flatten(), row.exponents)
@@ -121,11 +121,11 @@ def test_as_right_as_torch_over_steps(device: str) -> None:
         assert error <= 2 * bound[name] + 1e-8, (name, found, bound)
 
 
-def bits(row: ParamRow) -> list[Tensor]:
+def bits(row: ParamTensors) -> list[Tensor]:
     return [t for t in row if t is not None]
 
 
-def master(row: ParamRow) -> Tensor:
+def master(row: ParamTensors) -> Tensor:
     """Return the weight with its remainder; a small update may change that alone."""
     return row.weight if row.remainder is None else join_master_ref(row.weight, row.remainder)
 
@@ -140,7 +140,7 @@ def test_scale_skip_and_learning_rate_on_the_device(
     before, plain = copy.deepcopy(tensors), copy.deepcopy(tensors)
     signal = {"grad_scale": torch.full((), 4.0, device=device)}
     adamw_(tensors, OPTIONS, **signal, found_inf=torch.ones((), device=device))
-    for old, new in zip(before.to_rows(), tensors.to_rows(), strict=True):
+    for old, new in zip(before.to_params(), tensors.to_params(), strict=True):
         assert all(map(torch.equal, bits(old), bits(new)))
     options = AdamWOptions(
         lr=torch.tensor(OPTIONS.lr, device=device), betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1
@@ -149,7 +149,9 @@ def test_scale_skip_and_learning_rate_on_the_device(
     for grad in plain.grads:
         grad /= 4
     adamw_(plain, OPTIONS)
-    for old, want, new in zip(before.to_rows(), plain.to_rows(), tensors.to_rows(), strict=True):
+    for old, want, new in zip(
+        before.to_params(), plain.to_params(), tensors.to_params(), strict=True
+    ):
         assert torch.equal(new.grad, old.grad)  # gradients stay unscaled
         assert all(map(torch.equal, bits(new)[2:6], bits(want)[2:6]))
         a, b, c = map(master, (new, want, old))
@@ -172,7 +174,7 @@ def test_bits_of_the_rounding(device: str, moment_dtype: torch.dtype) -> None:
                 tensors.grads[4][:200] = 0
         adamw_(got, options)
         adamw_ref_(want, options)
-        for a, b in zip(got.to_rows(), want.to_rows(), strict=True):
+        for a, b in zip(got.to_params(), want.to_params(), strict=True):
             for x, y in zip(bits(a)[2:], bits(b)[2:], strict=True):
                 torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
         for a, b in zip(values(got), values(want), strict=True):
@@ -221,7 +223,7 @@ def test_split_masters_are_those_of_fp32_weights(device: str, moment_dtype: torc
         for tensors in (ours, wide):
             next_step(tensors, seed)
             adamw_(tensors, OPTIONS)
-        for row, weight in zip(ours.to_rows(), wide.weights, strict=True):
+        for row, weight in zip(ours.to_params(), wide.weights, strict=True):
             assert row.remainder is not None
             assert torch.equal(join_master_ref(row.weight, row.remainder), weight)
             assert ((row.weight.float() - weight).abs() <= weight.abs() * 2.0**-8).all()

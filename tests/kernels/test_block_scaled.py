@@ -14,10 +14,10 @@ from torch import Tensor
 
 from moecore.base.options.precision import Recipe
 from moecore.kernels import common
-from moecore.kernels.common import record_launches_on_meta
 from moecore.kernels.experts import contract, quantised_products
 from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights
 from moecore.kernels.experts.products import find_products_problem, quantise_matrices
+from moecore.kernels.meta import record_launches_on_meta
 from moecore.kernels.rows import microscaled
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.record import Rows
@@ -51,7 +51,7 @@ def block_scaled(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 @pytest.fixture
 def by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operands are quantised in plain PyTorch, with the same bits and in less time."""
-    monkeypatch.setattr(microscaled, "has_kernel", lambda _: False)
+    monkeypatch.setattr(microscaled, "has_cast_kernel", lambda _: False)
 
 
 def moved(leaves: dict[str, Tensor], device: str) -> dict[str, Tensor]:
@@ -91,7 +91,7 @@ def test_kernels_that_quantise_change_no_bit(monkeypatch: pytest.MonkeyPatch) ->
     leaves, ids = make("swiglu", S=700, D=256, F=128, dtype=torch.bfloat16)
     arguments = moved(leaves, "cuda"), ids.cuda(), options_of(RECIPES["nvfp4"])
     found = run(*arguments)
-    monkeypatch.setattr(microscaled, "has_kernel", lambda _: False)
+    monkeypatch.setattr(microscaled, "has_cast_kernel", lambda _: False)
     expected = run(*arguments)
     assert all(torch.equal(found[n], expected[n]) for n in OUTPUTS)
 
@@ -151,7 +151,7 @@ def test_linears(name: str, device: str, by_reference: None) -> None:
         bound = 1e-2 if i == 2 and name == "nvfp4" else bound
         assert (ours.cpu().double() - wanted).norm() <= bound * wanted.norm(), i
     out = torch.randn(N, K, device=device)
-    target, before = contract.GradTarget(out, adds=True, scale=0.5), out.clone()
+    target, before = contract.GradTarget(out, accumulate=True, scale=0.5), out.clone()
     kind = emulated.EmulatedLinearProducts
     call = LinearCall(recipe=recipe, dtype=torch.float32)
     assert kind.weight_grad(dy, x.detach(), call, target).shape == (N, K)
@@ -163,7 +163,7 @@ def test_gathered_linears_have_the_bits(device: str, by_reference: None) -> None
     torch.manual_seed(0)
     weight = torch.randn(96, 64, device=device)
     rows = microscaled.quantise_microscaled_matrices(
-        weight[None], recipe, columns=False, pack=True
+        weight[None], recipe, columnwise=False, pack=True
     ).rows
     assert rows is not None
     for transposed in (False, True):

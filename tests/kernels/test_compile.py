@@ -106,7 +106,7 @@ def compiled(
     monkeypatch.setattr(JITFunction, "run", run)
     for module in pkgutil.walk_packages(moecore.kernels.__path__, "moecore.kernels."):
         loaded = importlib.import_module(module.name)
-        for name in ("use_kernel", "has_hopper_kernels"):
+        for name in ("can_use_kernel", "has_hopper_kernels"):
             if hasattr(loaded, name):
                 monkeypatch.setattr(loaded, name, lambda *_: True)
     active = triton.runtime.driver
@@ -210,7 +210,9 @@ def run_balance(function: str, padding: bool = False) -> None:
 
 def run_index(K: int = K, E: int = E) -> None:
     weights = torch.zeros(T, K, requires_grad=True)
-    made = index.build_index(ints(T, K), weights, first=0, num_local=E, multiple=16)
+    made = index.build_index(
+        ints(T, K), weights, first_expert=0, num_local_experts=E, row_multiple=16
+    )
     made.weights_R.sum().backward()
 
 
@@ -229,8 +231,10 @@ def run_margins(E: int, K: int) -> None:
 
 
 def run_clones(P: int, c: int) -> None:
-    plan = clones.plan_clones(ints(E), num_ranks=P, num_clones=c, min_share=0.02)
-    clones.assign_physical_ids(ints(T, K), ints(E), plan, num_local=E // P, num_clones=c)
+    plan = clones.plan_clones(ints(E), num_ranks=P, clones_per_rank=c, min_share=0.02)
+    clones.assign_physical_ids(
+        ints(T, K), ints(E), plan, num_local_experts=E // P, clones_per_rank=c
+    )
 
 
 def run_entropy(E: int) -> None:
@@ -263,7 +267,7 @@ def run_quantised_weights() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         for power_of_two in (True, False):
             w = torch.zeros(2, F, D, dtype=dtype)
-            for layouts in ({}, {"rows": False}, {"columns": False}):
+            for layouts in ({}, {"rowwise": False}, {"columnwise": False}):
                 quantised.quantise_weights(w, power_of_two=power_of_two, **layouts)
 
 
@@ -272,7 +276,7 @@ def run_microscaled(recipe: Recipe, packed: bool = False) -> None:
     how: dict[str, Any] = dict(expert_M=experts, num_experts=E, pack=packed)
     for is_gradient in (False, True)[packed:]:
         microscaled.quantise_microscaled(x, recipe, is_gradient=is_gradient, **how)
-        how_rows: dict[str, Any] = dict(over_rows=True, sources_M=experts, **how)
+        how_rows: dict[str, Any] = dict(over_rows=True, source_rows_M=experts, **how)
         microscaled.quantise_microscaled(x, recipe, is_gradient=is_gradient, **how_rows)
     microscaled.quantise_microscaled(x, recipe, over_rows=True)
     for dtype in (torch.bfloat16, torch.float32)[: 2 - packed]:
@@ -298,7 +302,7 @@ def run_block_scaled(recipe: Recipe) -> None:
         sides = operand(D, T * K), operand(F, T * K)
         how: dict[str, Any] = dict(out=torch.zeros(E, D, F, dtype=dtype))
         for adds in (False, True):
-            block_scaled.block_scaled_wgrad(*sides, ints(E), recipe, adds=adds, **how)
+            block_scaled.block_scaled_wgrad(*sides, ints(E), recipe, accumulate=adds, **how)
 
 
 def run_mixed() -> None:
@@ -310,9 +314,9 @@ def run_mixed() -> None:
 
     dy = operand("e5m2", T * K, D, scales=(T * K,))
     matrices = operand("e4m3", E, F, D, scales=(E, F))
-    scaled.mixed_gemm(dy, matrices, ints(E), torch.bfloat16)
+    scaled.mixed_format_gemm(dy, matrices, ints(E), torch.bfloat16)
     sides = operand("e5m2", D, T * K, scales=(E, D)), operand("e4m3", F, T * K, scales=(E, F))
-    scaled.mixed_wgrad(*sides, ints(E), torch.bfloat16)
+    scaled.mixed_format_wgrad(*sides, ints(E), torch.bfloat16)
 
 
 def run_scaled_rows(per_row: bool) -> None:
@@ -323,22 +327,24 @@ def run_scaled_rows(per_row: bool) -> None:
         x_RD, w_eND = torch.zeros(T * K, D, dtype=dtype), torch.zeros(E, F, D, dtype=dtype)
         for fmt, power_of_two in (("e4m3", True), ("e5m2", False)):
             how |= dict(power_of_two=power_of_two)
-            for layouts in ({}, {"columns": False}, {"rows": False}):
+            for layouts in ({}, {"columnwise": False}, {"rowwise": False}):
                 scaled_rows.quantise_expert_rows(
-                    x_RD, offsets_e, padded_e, fmt=fmt, **how, **layouts
+                    x_RD, offsets_e, padded_e, fp8_format=fmt, **how, **layouts
                 )
                 if fmt == "e4m3":
                     scaled_rows.quantise_expert_matrices(w_eND, **how, **layouts)
             if not per_row:
-                one = dict(amax=torch.ones(1), seen=torch.ones(1))
+                one = dict(amax=torch.ones(1), new_amax=torch.ones(1))
                 scaled_rows.compute_row_amax(x_RD, offsets_e, torch.ones(1))
-                scaled_rows.quantise_expert_rows(x_RD, offsets_e, padded_e, fmt=fmt, **how, **one)
+                scaled_rows.quantise_expert_rows(
+                    x_RD, offsets_e, padded_e, fp8_format=fmt, **how, **one
+                )
 
 
 def run_shard_blocks() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         part = torch.zeros(2, F, D // 8, dtype=dtype)
-        place = shard_blocks.MatrixShard.of(torch.Size([2, F, D]), 2, D // 8, D // 8)
+        place = shard_blocks.MatrixShard.from_slice(torch.Size([2, F, D]), 2, D // 8, D // 8)
         amax, values = torch.zeros(place.scales_shape), part.to(torch.uint8)
         shard_blocks.write_block_amax_(part, place, amax)
         for power_of_two in (True, False):
@@ -350,14 +356,14 @@ def run_shard_blocks() -> None:
 def run_shard_squares() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         part = torch.zeros(2, F, D // 8, dtype=dtype)
-        place = shard_blocks.MatrixShard.of(torch.Size([2, F, D]), 2, D // 8, D // 8)
+        place = shard_blocks.MatrixShard.from_slice(torch.Size([2, F, D]), 2, D // 8, D // 8)
         squares, amax = torch.zeros(2 * F // 16, D // 16), torch.zeros(2)
         shard_matrices.write_square_amax_(part, place, squares)
         shard_matrices.write_finite_amax_(part, 0, amax)
         where = (squares, amax, squares.to(e4m3.FP8), torch.zeros(part.numel() // 2).byte())
         for power_of_two in (True, False):
             recipe = Recipe(scaling="nvfp4", power_of_two=power_of_two)
-            shard_matrices.pack_part_(part, place, *where, recipe)
+            shard_matrices.pack_shard_(part, place, *where, recipe)
 
 
 def run_quantised_activation(
@@ -386,7 +392,7 @@ class Sink:
         self.add_to = add_to
 
     def accumulate(self, compute: contract.ComputeGrad, *operands: Any) -> None:
-        compute(*operands, contract.GradTarget(self.add_to, adds=True))
+        compute(*operands, contract.GradTarget(self.add_to, accumulate=True))
 
 
 def run_experts(kind: str, add_to: torch.dtype | None, D: int = D, F: int = F) -> None:
@@ -442,7 +448,7 @@ def run_fp8_products() -> None:
     )
     for dtype in (torch.float32, torch.bfloat16):
         fp8.fp8_wgrad(x, y, tiles, dtype=dtype)
-        fp8.fp8_wgrad(x, y, tiles, out=torch.zeros(E, D, F, dtype=dtype), adds=True)
+        fp8.fp8_wgrad(x, y, tiles, out=torch.zeros(E, D, F, dtype=dtype), accumulate=True)
 
 
 def run_used(row_bytes: int) -> None:
@@ -451,19 +457,19 @@ def run_used(row_bytes: int) -> None:
 
 def run_pages(x_bytes: int, h_bytes: int, num_host_pages: int = 0, k: int = K) -> None:
     page_bytes = 64 * max(x_bytes, h_bytes)
-    pool = free_list.PagePool.make(
+    pool = free_list.PagePool.allocate(
         8, page_bytes, torch.device("cpu"), num_host_pages=num_host_pages
     )
-    layout = pages.PageLayout.of(pool, [(x_bytes, True), (h_bytes, False)], T, T)
+    layout = pages.PageLayout.from_matrices(pool, [(x_bytes, True), (h_bytes, False)], T, T)
     matrices = [torch.zeros(T, width, dtype=torch.uint8) for width in (x_bytes, h_bytes)]
     table, other = layout.make_table(), layout.make_table()
-    pages.take_rows(table, layout, ints(T, k), ints(1)[0])
-    pages.copy_rows(matrices, table, layout, stash=True)
-    pages.copy_rows(matrices, table, layout, stash=False)
-    pages.copy_rows(
+    pages.take_pages_for_rows(table, layout, ints(T, k), ints(1)[0])
+    pages.stash_or_restore_rows(matrices, table, layout, stash=True)
+    pages.stash_or_restore_rows(matrices, table, layout, stash=False)
+    pages.stash_or_restore_rows(
         matrices, table, layout, stash=False, released_table=(other, layout.num_entries)
     )
-    pages.copy_rows([None, matrices[1]], table, layout, stash=False)
+    pages.stash_or_restore_rows([None, matrices[1]], table, layout, stash=False)
     free_list.return_pages(table, layout.num_entries, pool)
 
 
@@ -472,7 +478,7 @@ def run_cross_entropy(V: int) -> None:
     for dtype in (torch.bfloat16, torch.float32, None):
         cross_entropy.cross_entropy_(torch.zeros(T, V), labels, dtype)
     cross_entropy.cross_entropy_(bf16(T, V), labels, torch.bfloat16)
-    high, total, _ = cross_entropy.row_statistics(torch.zeros(T, V), labels).unbind(1)
+    high, total, _ = cross_entropy.softmax_statistics(torch.zeros(T, V), labels).unbind(1)
     for dtype in (torch.bfloat16, torch.float32):
         cross_entropy.softmax_gradient_(torch.zeros(T, V), labels, high, total, dtype)
 
@@ -481,7 +487,7 @@ def run_cross_entropy_in_blocks(V: int) -> None:
     logits, labels = bf16(T, V), torch.zeros(T, dtype=torch.int64)
     for power_of_two in (True, False):
         cross_entropy.cross_entropy_blocks(logits, labels, power_of_two=power_of_two)
-    high, total, _ = cross_entropy.row_statistics(logits, labels).unbind(1)
+    high, total, _ = cross_entropy.softmax_statistics(logits, labels).unbind(1)
     cross_entropy.softmax_gradient_blocks(logits, labels, high, total, power_of_two=True)
 
 
@@ -642,7 +648,7 @@ def test_microscaled_operands(
     request: pytest.FixtureRequest,
 ) -> None:
     """GPUs divide as IEEE has it, spill nothing, and threads exchange no values."""
-    monkeypatch.setattr(microscaled, "get_product_dtype", lambda _: torch.bfloat16)
+    monkeypatch.setattr(microscaled, "get_emulated_dtype", lambda _: torch.bfloat16)
     run_microscaled(Recipe(scaling=scaling, power_of_two=scaling == "mxfp8"), packed)
     least = {"mxfp8": 7, "nvfp4": 12}[scaling] // (1 + packed)
     assert len(compiled) >= least, sorted(compiled)
@@ -765,10 +771,10 @@ def test_casts_move_vectors(
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.zeros(512, 2048, dtype=dtype)
         for sides in ((True, True), (True, False), (False, True)):
-            cast._launch_cast(x, None, None, cast._CastOptions(kind, fmt, power_of_two, *sides))
+            cast._launch_quantise(x, None, None, cast._CastOptions(kind, fmt, power_of_two, *sides))
     if kind == "tensor":
         one = torch.zeros(1)
-        cast._launch_cast(x, one, one, cast._CastOptions(kind, fmt, power_of_two, True, True))
+        cast._launch_quantise(x, one, one, cast._CastOptions(kind, fmt, power_of_two, True, True))
     for name, kernel in compiled.items():
         assert spilled_bytes(kernel, tmp_path) == 0, name
         if name.startswith("cast"):

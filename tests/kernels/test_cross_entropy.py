@@ -17,9 +17,9 @@ from moecore.kernels.cross_entropy import (
     cross_entropy_,
     cross_entropy_blocks,
     cross_entropy_ref_,
-    row_statistics,
     softmax_gradient_,
     softmax_gradient_blocks,
+    softmax_statistics,
 )
 from moecore.models import loss as loss_file
 from tests.kernels.conftest import check_without_host, poison
@@ -189,7 +189,7 @@ def test_parts_of_rows_show_labels_out_of_range(device: str) -> None:
 def test_statistics_of_special_rows(device: str) -> None:
     x = torch.tensor([[0.0, math.log(3.0)], [NAN, 0.0], [5.0, 5.0], [1.0, INF]], device=device)
     labels = torch.tensor([1, IGNORE_INDEX, 2, 0], device=device)
-    found = row_statistics(x, labels)
+    found = softmax_statistics(x, labels)
     third = 4.0 / 3.0
     assert found[:3].flatten().tolist() == pytest.approx(
         [math.log(3.0), third, math.log(3.0), 0, 1, 0, 5, 2, 0]
@@ -278,11 +278,11 @@ def test_kernel_reads_strided_input(device: str) -> None:
 
 
 def test_plain_blocks_do_not_change_fp32_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moecore.kernels.cross_entropy.use_kernel", lambda _: False)
+    monkeypatch.setattr("moecore.kernels.cross_entropy.can_use_kernel", lambda _: False)
     x, labels = inputs(6, 128, device="cpu")
     before = x.clone()
     cross_entropy_blocks(x, labels, power_of_two=True)
-    high, total, _ = row_statistics(x, labels).unbind(1)
+    high, total, _ = softmax_statistics(x, labels).unbind(1)
     softmax_gradient_blocks(x, labels, high, total, power_of_two=True)
     assert torch.equal(x, before)
 
@@ -295,7 +295,7 @@ def test_blocks_are_the_gradient_rounded_once(device: str, V: int, power_of_two:
     kept, how = x.clone(), dict(power_of_two=power_of_two)
     loss, blocks = cross_entropy_blocks(x, labels, **how)
     torch.testing.assert_close(loss, cross_entropy_(x.clone(), labels, None)[0], rtol=1e-6, atol=0)
-    high, total, _ = row_statistics(x, labels).unbind(1)
+    high, total, _ = softmax_statistics(x, labels).unbind(1)
     of_parts = softmax_gradient_blocks(x, labels, high, total, **how)
     assert torch.equal(x, kept)
     _, exact_CV = by_autograd(x.double(), labels)
@@ -320,7 +320,7 @@ def test_op_tells_the_truth_to_the_compiler(device: str) -> None:
     torch.library.opcheck(op, (x.clone(), labels, None, None, False, True))
     out = torch.zeros_like(x, dtype=FP16), None
     torch.library.opcheck(op, (x.clone(), labels, *out, False, True))
-    statistics, gradient = torch.ops.moecore.row_statistics, torch.ops.moecore.softmax_gradient_
+    statistics, gradient = torch.ops.moecore.softmax_statistics, torch.ops.moecore.softmax_gradient_
     torch.library.opcheck(statistics.default, (x.clone(), labels))
     whole = labels, x.amax(1), x.logsumexp(1)
     torch.library.opcheck(gradient.default, (x.clone(), *whole, None, None, True))

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from moecore.kernels.common import cdiv, next_power_of_2, use_device
+from moecore.kernels.common import cdiv, device_of, next_power_of_2
 from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights
 from moecore.kernels.hyper_connections import SinkhornOptions, collapse_streams, expand_streams
 from moecore.kernels.ops import Op
@@ -88,7 +88,7 @@ def _add(total: Tensor | None, x: Tensor) -> None:
 
 
 needed: list[tuple[bool, ...]] = []
-scale = Op("test_scale", _scale, _scale_fake, save=_save, backward=_scale_backward)
+scale = Op("test_scale", _scale, _scale_fake, setup_context=_save, backward=_scale_backward)
 copy = Op("test_copy", _copy, torch.empty_like)
 add = Op("test_add", _add, lambda total, x: None, mutates_args=("total",))
 
@@ -103,13 +103,13 @@ def run_balance(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def run_experts(x: Tensor, w1: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-    index = build_index(ids, weights, first=0, num_local=E)
+    index = build_index(ids, weights, first_expert=0, num_local_experts=E)
     options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"))
     return expert_mlp(Rows(x), ExpertWeights(w1_eCD=w1, w2_eDF=w2), index, options)
 
 
 def run_rows(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-    index = build_index(ids, weights, first=0, num_local=E, multiple=4)
+    index = build_index(ids, weights, first_expert=0, num_local_experts=E, row_multiple=4)
     where = (index.row_ids_R, index.slots_SK, index.offsets_e[-1])
     return sum_rows(gather_rows(x, *where) * index.weights_R[:, None], *where)
 
@@ -361,7 +361,7 @@ def test_selective_checkpointing_keeps_an_op_by_name(keep: bool) -> None:
         runs[0] += 1
         return _scale(x, y, factor)
 
-    op = Op(name, forward, _scale_fake, save=_save, backward=_scale_backward)
+    op = Op(name, forward, _scale_fake, setup_context=_save, backward=_scale_backward)
 
     def policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         kept = keep and func is getattr(torch.ops.moecore, name).default
@@ -398,12 +398,12 @@ def test_sizes_are_those_of_triton() -> None:
 @pytest.mark.gpu
 def test_the_current_device_is_not_set_again() -> None:
     x = torch.empty(1, device="cuda")
-    assert use_device(x) is use_device(torch.empty(1))
+    assert device_of(x) is device_of(torch.empty(1))
 
 
 @pytest.mark.gpu
 @pytest.mark.gpus(2)
 def test_another_device_is_made_current() -> None:
-    with use_device(torch.empty(1, device="cuda:1")):
+    with device_of(torch.empty(1, device="cuda:1")):
         assert torch.cuda.current_device() == 1
     assert torch.cuda.current_device() == 0

@@ -184,7 +184,7 @@ def test_keys_separate_what_triton_separates(is_specialised: bool) -> None:
     for value in [*VALUES, *POINTERS, *[torch.nn.Parameter(p) for p in POINTERS[:3]]]:
         args: list[Any] = [X, Y, 4, 4, 1.0, True]
         args[place] = value
-        functions = prepared._generate_functions(copy_kernel, tuple(args))
+        functions = prepared._generate_launch_functions(copy_kernel, tuple(args))
         assert functions is not None
         key = functions[0](*args)
         own = jit.native_specialize_impl(backend, value, False, is_specialised, True)

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from moecore.base.torch_private import all_gather_single
 from moecore.kernels.exchange.buffer import NUM_WORDS, ExchangeLayout, SymmetricBuffer
-from moecore.kernels.exchange.clones import CloneBuffer, CloneLayout, Places
+from moecore.kernels.exchange.clones import CloneBuffer, CloneLayout, ClonePlaces
 from moecore.kernels.exchange.copies import SlotEvent
-from moecore.kernels.exchange.operations import SpreadChoices
+from moecore.kernels.exchange.operations import DispatchedRows
 from moecore.kernels.rows.move import sum_rows_ref
 from moecore.moe.clones import view_as_sendable_dtype
 from moecore.moe.dispatch.exchange import CloneExchange, Exchange, ExchangeMap
@@ -44,7 +44,7 @@ class EmulatedExchange(Exchange):
 
     def spread_choices(
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, num_local: int, etp: int
-    ) -> SpreadChoices:
+    ) -> DispatchedRows:
         self.operations.append("spread_choices")
         self._enter(SlotEvent.OPERATION)
         peers_T = peers_ref(ids_TK, num_local, self.layout.num_ranks // etp, etp)
@@ -55,7 +55,7 @@ class EmulatedExchange(Exchange):
         ids_SK = spread_ref(ids_GCK, peers_GC, rank, -1)
         weights_SK = spread_ref(weights_GCK, peers_GC, rank)
         rows_S = torch.arange(self.layout.source_rows, dtype=torch.int32, device=x_TD.device)
-        return SpreadChoices(
+        return DispatchedRows(
             rows_SD=spread_ref(x_GCD, peers_GC, rank, hole),
             ids_SK=ids_SK,
             weights_SK=weights_SK.where(ids_SK >= 0, 0),
@@ -140,10 +140,10 @@ def emulated() -> Iterator[None]:
 class EmulatedCloneExchange(CloneExchange):
     """The same results over any process group; gradients in empty places are NaN."""
 
-    def fetch(self, tensors: Sequence[Tensor], places: Places) -> list[Tensor]:
+    def fetch(self, tensors: Sequence[Tensor], places: ClonePlaces) -> list[Tensor]:
         return [fetch_ref(self._gather(t, places), places)[self._block(places)] for t in tensors]
 
-    def add_clone_grads_(self, grads: Sequence[Tensor], places: Places) -> list[Tensor]:
+    def add_clone_grads_(self, grads: Sequence[Tensor], places: ClonePlaces) -> list[Tensor]:
         home = []
         for grad in grads:
             empty = self._here(places) < 0
@@ -152,13 +152,13 @@ class EmulatedCloneExchange(CloneExchange):
             home.append(grad[: places.num_local].copy_(block))
         return home
 
-    def _here(self, places: Places) -> Tensor:
+    def _here(self, places: ClonePlaces) -> Tensor:
         return places.experts_N.view(-1, places.num_clones)[self._block(places)]
 
-    def _block(self, places: Places) -> int:
+    def _block(self, places: ClonePlaces) -> int:
         return self.buffer.rank // places.etp
 
-    def _gather(self, tensor: Tensor, places: Places) -> list[Tensor]:
+    def _gather(self, tensor: Tensor, places: ClonePlaces) -> list[Tensor]:
         """Return those of one rank per block."""
         mine = view_as_sendable_dtype(tensor.contiguous())
         out = mine.new_empty(self.group.size(), *mine.shape)

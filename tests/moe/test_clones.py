@@ -28,7 +28,7 @@ from moecore import (
 )
 from moecore.base.options.precision import Recipe
 from moecore.base.torch_private import tree_leaves
-from moecore.kernels.exchange.clones import Places
+from moecore.kernels.exchange.clones import ClonePlaces
 from moecore.kernels.experts.contract import ExpertWeights
 from moecore.kernels.experts.products import quantise_matrices
 from moecore.moe.balance import BalanceGroups
@@ -109,7 +109,7 @@ def both_ways() -> dict[str, AnyClones]:
     meshes, place = placed(2)
     pool = by_stores(place, max_tokens=64).exchanges
     experts_N = torch.tensor(EXPERTS, dtype=torch.int32)
-    places = Places(experts_N=experts_N, num_clones=2, num_local=2, etp=ETP)
+    places = ClonePlaces(experts_N=experts_N, num_clones=2, num_local=2, etp=ETP)
     return {
         "by sizes": Clones.from_plan(EXPERTS, place, meshes.expert.get_group("ep")),
         "over peers": PeerClones(pool.get_clone_exchange(torch.device("cpu")), places),

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore import CloneOptions, MoELayer
-from moecore.kernels.exchange.clones import Places
+from moecore.kernels.exchange.clones import ClonePlaces
 from moecore.moe.clones import Cloner
 from moecore.moe.dispatch.exchange_pool import ExchangePool
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
@@ -46,14 +46,14 @@ def pool_of(ep: int, etp: int, **options: Any) -> ExchangePool:
     return nvlink_of(place_of(ep, etp), **options).exchanges
 
 
-def places_of(ep: int, etp: int, seed: int) -> Places:
+def places_of(ep: int, etp: int, seed: int) -> ClonePlaces:
     """The same plan on all ranks, with empty places."""
     drawn, found = random.Random(seed), []
     for n in range(ep * NUM_CLONES):
         others = [x for x in range(ep * NUM_LOCAL) if x // NUM_LOCAL != n // NUM_CLONES]
         found.append(drawn.choice([-1, *others]))
     experts_N = torch.tensor(found, dtype=torch.int32).pin_memory().cuda(non_blocking=True)
-    return Places(experts_N=experts_N, num_clones=NUM_CLONES, num_local=NUM_LOCAL, etp=etp)
+    return ClonePlaces(experts_N=experts_N, num_clones=NUM_CLONES, num_local=NUM_LOCAL, etp=etp)
 
 
 def drawn(rank: int, seed: int, dtype: torch.dtype) -> Tensor:

@@ -36,7 +36,7 @@ from moecore import MoEConfig, MoELayer, NVLinkOptions
 from moecore.kernels.exchange import operations as exchange
 from moecore.kernels.exchange.buffer import NUM_WORDS, ExchangeLayout
 from moecore.kernels.exchange.copies import TRANSITIONS, SlotEvent, SlotState
-from moecore.kernels.exchange.operations import SpreadChoices
+from moecore.kernels.exchange.operations import DispatchedRows
 from moecore.moe.dispatch import exchange as moves
 from moecore.moe.dispatch.exchange import Exchange
 from moecore.moe.dispatch.exchange_pool import ExchangePool
@@ -80,7 +80,7 @@ class Device:
     @contextmanager
     def runs(self) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
-            for function in (spread_rows_and_choices, spread_rows, reduce_rows):
+            for function in (dispatch_rows_and_choices, dispatch_rows, combine_rows):
                 patch.setattr(exchange, function.__name__, function)
             patch.setattr(moves, "create_stream", self.make_stream)
             patch.setattr(moves, "get_current_stream", lambda _: self.streams[-1])
@@ -129,9 +129,9 @@ class NotedExchangePool(ExchangePool):
         return NotedExchange(buffer, self.group, self.options, balanced_rows=balanced)
 
 
-def spread_rows_and_choices(
+def dispatch_rows_and_choices(
     buffer: Any, x_TD: Tensor, ids_TK: Tensor, *_: Any, **__: Any
-) -> SpreadChoices:
+) -> DispatchedRows:
     buffer.note("operation", None)
     rows_S = torch.arange(buffer.layout.source_rows, dtype=torch.int32)
     ids_SK = torch.full((rows_S.shape[0], ids_TK.shape[1]), -1, dtype=torch.int32)
@@ -139,15 +139,15 @@ def spread_rows_and_choices(
         ids_SK[:, 0] = buffer.rank * LOCAL + rows_S % LOCAL
     rows_SD = x_TD.new_ones(rows_S.shape[0], DIM)
     peers_T = torch.ones(x_TD.shape[0], dtype=torch.int64)
-    return SpreadChoices(rows_SD, ids_SK, torch.ones(ids_SK.shape), peers_T, rows_S)
+    return DispatchedRows(rows_SD, ids_SK, torch.ones(ids_SK.shape), peers_T, rows_S)
 
 
-def spread_rows(buffer: Any, x_TD: Tensor, _: Any, __: Any, ___: Any, num_rows: int) -> Tensor:
+def dispatch_rows(buffer: Any, x_TD: Tensor, _: Any, __: Any, ___: Any, num_rows: int) -> Tensor:
     buffer.note("operation", None)
     return x_TD.new_ones(num_rows, DIM)
 
 
-def reduce_rows(buffer: Any, y_RD: Any, peers_T: Tensor, *_: Any, has_sums: bool = False) -> Any:
+def combine_rows(buffer: Any, y_RD: Any, peers_T: Tensor, *_: Any, has_sums: bool = False) -> Any:
     buffer.note("operation", getattr(y_RD, buffer.name) if has_sums else None)
     return y_RD.new_ones(peers_T.shape[0], DIM), y_RD.new_ones(
         peers_T.shape[0], buffer.layout.top_k

@@ -111,7 +111,7 @@ def layer_by_hand(module: Experts, x_SD: Tensor, ids_SK: Tensor, weights_SK: Ten
 
 
 def make_input(x_SD: Tensor, ids_SK: Tensor, weights_SK: Tensor, num_experts: int) -> ExpertInput:
-    index = build_index(ids_SK.int(), weights_SK, first=0, num_local=num_experts)
+    index = build_index(ids_SK.int(), weights_SK, first_expert=0, num_local_experts=num_experts)
     return ExpertInput(Rows(x_SD), index, None)
 
 
@@ -368,7 +368,7 @@ def test_the_shards_of_all_ranks_add_up_to_the_whole(
             module.shard(mesh)
             num_local = 8 // ep
             first = rank // etp * num_local
-            index = build_index(ids.int(), weights, first=first, num_local=num_local)
+            index = build_index(ids.int(), weights, first_expert=first, num_local_experts=num_local)
             module.set_backend("sequential")
             y = module(ExpertInput(Rows(x), index, None))
             (y * factor).sum().backward()

@@ -470,6 +470,6 @@ def test_tokens_that_the_router_keeps_are_kept_once() -> None:
     latent = plain_layer(config=replace(CONFIG, dim=256, latent_dim=128))
     assert keeps_fp8(latent, torch.randn(24, 256))  # no router reads what the experts do
     ids = torch.arange(24, dtype=torch.int32)[:, None] % 4
-    index = build_index(ids, torch.ones(24, 1), first=0, num_local=4)
+    index = build_index(ids, torch.ones(24, 1), first_expert=0, num_local_experts=4)
     inp = ExpertInput(Rows(tokens().requires_grad_()), index, None)
     assert keeps_fp8(layer.get_part("experts"), inp)

@@ -455,7 +455,7 @@ def changed_gradient(layer: MoELayer, x: Tensor) -> str:
     """Return the error of a backward whose expert rows' gradient changes after it was sent."""
 
     def scale(_: nn.Module, args: tuple[Any, ...]) -> None:
-        args[0].unsummed.handle_RD.register_hook(lambda grad: grad * 2)
+        args[0].unsummed.grad_handle_RD.register_hook(lambda grad: grad * 2)
 
     hook = layer.get_part("experts").register_forward_pre_hook(scale)
     try:

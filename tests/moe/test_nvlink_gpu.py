@@ -120,7 +120,7 @@ class FirstColumn(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, inp: ExpertInput, handle_RD: Tensor, weights_R: Tensor) -> Tensor:
+    def forward(ctx: Any, inp: ExpertInput, grad_handle_RD: Tensor, weights_R: Tensor) -> Tensor:
         rows_RD = gather_rows(
             inp.rows.widen(), inp.index.row_ids_R, inp.index.slots_SK, inp.index.num_rows
         )
@@ -164,7 +164,7 @@ def run(dispatcher: Dispatcher, batch: Batch, *, sums: bool = False) -> list[Ten
     where = (inp.index.row_ids_R, inp.index.slots_SK, inp.index.num_rows)
     y: Tensor | UnsummedRows
     if inp.unsummed is not None:
-        y = UnsummedRows(FirstColumn.apply(inp, inp.unsummed.handle_RD, inp.index.weights_R))
+        y = UnsummedRows(FirstColumn.apply(inp, inp.unsummed.grad_handle_RD, inp.index.weights_R))
     else:
         y = sum_rows(
             first_column(gather_rows(inp.rows.values, *where), inp.index.weights_R), *where

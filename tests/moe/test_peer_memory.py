@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import _symmetric_memory
 
 from moecore.base.fabric import read_nvlink_domain_id
-from moecore.kernels.common import record_launches_on_meta
+from moecore.kernels.meta import record_launches_on_meta
 from moecore.moe.dispatch.peer_memory import find_known_problem
 
 NAMES = ["_SymmetricMemory.empty_strided_p2p", "_SymmetricMemory.get_remote_tensor", "rendezvous"]

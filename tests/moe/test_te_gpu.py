@@ -242,7 +242,7 @@ def experts_run(name: str, backend: Any, dtype: torch.dtype) -> dict[str, Tensor
             parameter.copy_(drawn(*parameter.shape) * 0.2)
     x, dy = drawn(ids.shape[0], CONFIG.dim).requires_grad_(), drawn(ids.shape[0], CONFIG.dim)
     weights = weights.to(CUDA).requires_grad_()
-    index = build_index(ids.to(CUDA), weights, first=0, num_local=CONFIG.num_experts)
+    index = build_index(ids.to(CUDA), weights, first_expert=0, num_local_experts=CONFIG.num_experts)
     y = experts(ExpertInput(Rows(x), index, None))
     y.backward(dy)
     leaves = {"x": x, "weights": weights, **dict(experts.named_parameters())}

@@ -19,7 +19,7 @@ from torch.distributed import _symmetric_memory
 from moecore import ParallelConfig, PipelineConfig
 from moecore.base.options.precision import Precision
 from moecore.cli import main
-from moecore.kernels.common import record_launches_on_meta
+from moecore.kernels.meta import record_launches_on_meta
 from moecore.models import tp_products
 from moecore.models.tp_products import compute_workspace_bytes
 from moecore.planning import (

@@ -17,7 +17,7 @@ from moecore.precision.amax import advance_amax
 from moecore.precision.apply import (
     LinearPrecision,
     apply_precision,
-    find_role,
+    find_linear_role,
     list_quantised_linears,
 )
 from moecore.precision.plain import Linear, ProductLinear
@@ -54,7 +54,7 @@ ROLES = {
 
 @pytest.mark.parametrize("name", ROLES)
 def test_roles_by_name(name: str) -> None:
-    assert find_role(name) == ROLES[name]
+    assert find_linear_role(name) == ROLES[name]
 
 
 def test_a_decoder_keeps_its_parameters_and_trains() -> None:

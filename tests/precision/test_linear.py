@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.common import record_launches_on_meta
+from moecore.kernels.meta import record_launches_on_meta
 from moecore.moe.amax_history import AmaxHistory, advance_histories, push_amax
 from moecore.precision.emulated import EmulatedLinearProducts
 from moecore.precision.linear import Fp8Products, InputCastCache
@@ -66,7 +66,7 @@ def test_what_is_not_wanted_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> 
 
     def record(*args: Any, rows: bool = True, columns: bool = True, **kwargs: Any) -> Any:
         made.append((rows, columns))
-        return cast(*args, rows=rows, columns=columns, **kwargs)
+        return cast(*args, rowwise=rows, columnwise=columns, **kwargs)
 
     monkeypatch.setattr(module, "cast", record)
     x, weight, _, dy = operands()

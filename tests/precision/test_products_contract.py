@@ -137,5 +137,5 @@ def test_a_sink_may_defer_the_gradient_of_a_weight(recipe: Recipe) -> None:
     assert parameter.grad is None
     ((compute, given),) = deferred
     out = torch.ones_like(expected)
-    compute(*given, GradTarget(out=out, adds=True))
+    compute(*given, GradTarget(out=out, accumulate=True))
     torch.testing.assert_close(out, expected + 1)

@@ -128,7 +128,7 @@ def _check_heads_and_keys(local_tokens: LocalTokens, q: Tensor, k: Tensor) -> No
         )
 
 
-def _forward(
+def _attention_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -146,14 +146,14 @@ def _forward(
     return o.contiguous(), lse.contiguous()
 
 
-def _fake(q, k, v, sinks, cu_seqlens, max_seqlen, window, scale):  # type: ignore[no-untyped-def]
-    """Return empty o and lse in the shapes and dtypes of `_forward`'s results."""
+def _attention_fake(q, k, v, sinks, cu_seqlens, max_seqlen, window, scale):  # type: ignore[no-untyped-def]
+    """Return empty o and lse in the shapes and dtypes of `_attention_forward`'s results."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     B, T, H, _ = q.shape
     return q.new_empty(B, T, H, v.shape[-1]), q.new_empty(B, H, T, dtype=dtype)
 
 
-def _backward(
+def _attention_backward(
     do: Tensor,
     q: Tensor,
     k: Tensor,
@@ -176,27 +176,33 @@ def _backward(
     return dq, dk, dv, dsinks
 
 
-def _fake_backward(do, q, k, v, o, lse, sinks, *options):  # type: ignore[no-untyped-def]
-    """Return empty tensors in the shapes and dtypes of `_backward`'s results."""
+def _attention_backward_fake(do, q, k, v, o, lse, sinks, *options):  # type: ignore[no-untyped-def]
+    """Return empty tensors in the shapes and dtypes of `_attention_backward`'s results."""
     dsinks = lse.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return (*(x.new_empty(x.shape) for x in (q, k, v)), dsinks)
 
 
-_attention_bwd = Op("attention_bwd", _backward, _fake_backward)
+_attention_bwd = Op("attention_bwd", _attention_backward, _attention_backward_fake)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Save `inputs`, the arguments of `_forward`, and `output`, o and lse, for backward."""
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Save `_attention_forward`'s arguments and results, `inputs` and `output`, for backward."""
     q, k, v, sinks, cu_seqlens, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, *output, sinks, cu_seqlens)
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, do: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    """Return the gradients of `_forward`'s eight arguments; lse has no gradient."""
+    """Return the gradients of `_attention_forward`'s eight arguments; lse has no gradient."""
     *tensors, sinks, cu_seqlens = ctx.saved_tensors
     *grads, dsinks = _attention_bwd(do, *tensors, sinks, cu_seqlens, *ctx.options)
     return *grads, None if sinks is None else dsinks, *(None for _ in range(4))
 
 
-_attention = Op("attention", _forward, _fake, save=_save, backward=_differentiate)
+_attention = Op(
+    "attention",
+    _attention_forward,
+    _attention_fake,
+    setup_context=_setup_context,
+    backward=_differentiate,
+)

@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from moecore.attention.context_parallel.states import convolve_over_ranks, run_rule_over_ranks
+from moecore.attention.context_parallel.states import causal_conv1d_over_ranks, run_rule_over_ranks
 from moecore.attention.sequence import Sequence
 from moecore.base.regions import run_product
 from moecore.kernels.linear_attention import DeltaRule, causal_convolution, gated_delta_rule
@@ -43,7 +43,9 @@ def attend_linear(
     beta = None if beta_BTH is None else beta_BTH.flatten(0, 1)
     rule = DeltaRule(q, k, v, g, beta, scale, norm_qk)
     if sequence.local_tokens is not None:
-        o = run_product(run_rule_over_ranks, rule, sequence.local_tokens.make_pieces(v_BTHv.device))
+        o = run_product(
+            run_rule_over_ranks, rule, sequence.local_tokens.make_local_chunks(v_BTHv.device)
+        )
     else:
         o, _ = run_product(gated_delta_rule, rule, _get_cu_seqlens(sequence, v_BTHv))
     return o.view(v_BTHv.shape)  # type: ignore[no-any-return]
@@ -72,21 +74,21 @@ def scan_states(
 
 
 @torch.compiler.disable
-def convolve(
-    x_BTD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, sequence: Sequence, *, silu: bool
+def causal_conv1d(
+    x_BTD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, sequence: Sequence, *, apply_silu: bool
 ) -> Tensor:
-    """Return y_BTD: a causal depthwise convolution within documents, then SiLU if `silu` is True.
+    """Return y_BTD: a causal depthwise convolution within documents, then SiLU if `apply_silu`.
 
     The last of the W taps is for the token itself. `bias_D` None = no bias. With cp > 1 x has only
     this rank's tokens, and the call is collective.
     """
     inputs = x_BTD.flatten(0, 1), weight_DW, bias_D
     if sequence.local_tokens is not None:
-        pieces = sequence.local_tokens.make_pieces(x_BTD.device)
-        y = run_product(convolve_over_ranks, *inputs, pieces, silu=silu)
+        pieces = sequence.local_tokens.make_local_chunks(x_BTD.device)
+        y = run_product(causal_conv1d_over_ranks, *inputs, pieces, apply_silu=apply_silu)
     else:
         cu_seqlens = _get_cu_seqlens(sequence, x_BTD)
-        y = run_product(causal_convolution, *inputs, cu_seqlens, silu=silu)
+        y = run_product(causal_convolution, *inputs, cu_seqlens, apply_silu=apply_silu)
     return y.view(x_BTD.shape)  # type: ignore[no-any-return]
 
 

@@ -24,7 +24,7 @@ from moecore.attention.context_parallel.local_tokens import LocalTokens
 from moecore.attention.kv_cache import KVCache
 from moecore.kernels.attention import AttentionMask
 from moecore.kernels.rows.rotary import rotary
-from moecore.kernels.zigzag import find_positions
+from moecore.kernels.zigzag import find_positions_in_documents
 
 
 class RotaryTable:
@@ -53,8 +53,8 @@ class RotaryTable:
         """Return x with each pair (i, i + d / 2) of its first d dims rotated in fp32 (Llama)."""
         d = 2 * self.cos_Td.shape[-1]
         if x_BTHd.shape[-1] == d:
-            return self._rotate_dims(x_BTHd, neighbours=False)
-        turned = self._rotate_dims(x_BTHd[..., :d], neighbours=False)
+            return self._rotate_dims(x_BTHd, interleaved=False)
+        turned = self._rotate_dims(x_BTHd[..., :d], interleaved=False)
         return torch.cat((turned, x_BTHd[..., d:]), dim=-1)
 
     def rotate_pairs(self, x_BTHw: Tensor) -> Tensor:
@@ -63,17 +63,17 @@ class RotaryTable:
         The d dims of the result are reordered: the first dim of each pair, then each second dim.
         """
         # A reordering of dims that is equal for q and k does not change their scores.
-        return self._rotate_dims(x_BTHw, neighbours=True)
+        return self._rotate_dims(x_BTHw, interleaved=True)
 
-    def _rotate_dims(self, x_BTHw: Tensor, neighbours: bool) -> Tensor:
+    def _rotate_dims(self, x_BTHw: Tensor, interleaved: bool) -> Tensor:
         """Return x with its last d dims rotated in pairs.
 
-        Pairs are (2i, 2i + 1) if `neighbours`, otherwise (i, i + d / 2).
+        Pairs are (2i, 2i + 1) if `interleaved`, otherwise (i, i + d / 2).
         """
         if self.is_shared:
-            return rotary(x_BTHw, self.cos_Td, self.sin_Td, neighbours=neighbours)
+            return rotary(x_BTHw, self.cos_Td, self.sin_Td, interleaved=interleaved)
         one_row = x_BTHw.flatten(0, 1)[None]
-        return rotary(one_row, self.cos_Td, self.sin_Td, neighbours=neighbours).view(x_BTHw.shape)
+        return rotary(one_row, self.cos_Td, self.sin_Td, interleaved=interleaved).view(x_BTHw.shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,25 +119,25 @@ class Sequence:
         """Return this cp rank's tokens [B, t] of full rows [B, T]. No communication."""
         return x_BT if self.local_tokens is None else self.local_tokens.slice_local(x_BT)
 
-    def shift_tokens(self, x_BT: Tensor, steps: int, fill: int) -> Tensor:
-        """Return [B, T]: for each token the value of x at the token `steps` later in its document.
+    def shift_tokens(self, x_BT: Tensor, shift: int, fill_value: int) -> Tensor:
+        """Return [B, T]: for each token the value of x at the token `shift` later in its document.
 
-        The value is `fill` if the document has no such token.
+        The value is `fill_value` if the document has no such token.
         """
         # Example: [1 2 3 | 4 5] by 1 with 0 gives [2 3 0 | 5 0].
         if self.positions_BT is None:
-            return shift_rows(x_BT, steps, fill)
+            return shift_rows(x_BT, shift, fill_value)
         # A token of another document has another position than expected.
-        next_positions = shift_rows(self.positions_BT.flatten()[None], steps, -1).view_as(x_BT)
-        shifted = shift_rows(x_BT.flatten()[None], steps, fill).view_as(x_BT)
-        return shifted.masked_fill(next_positions != self.positions_BT + steps, fill)
+        next_positions = shift_rows(self.positions_BT.flatten()[None], shift, -1).view_as(x_BT)
+        shifted = shift_rows(x_BT.flatten()[None], shift, fill_value).view_as(x_BT)
+        return shifted.masked_fill(next_positions != self.positions_BT + shift, fill_value)
 
 
-def shift_rows(x_BT: Tensor, steps: int, fill: int) -> Tensor:
-    """Return rows with x[:, i + steps] at position i, and `fill` after the end of x."""
+def shift_rows(x_BT: Tensor, shift: int, fill_value: int) -> Tensor:
+    """Return rows with x[:, i + shift] at position i, and `fill_value` after the end of x."""
     # Example: shift_rows([[1, 2, 3]], 2, 0) is [[3, 0, 0]].
-    end = x_BT.new_full((x_BT.shape[0], min(steps, x_BT.shape[1])), fill)
-    return torch.cat((x_BT[:, steps:], end), dim=1)
+    end = x_BT.new_full((x_BT.shape[0], min(shift, x_BT.shape[1])), fill_value)
+    return torch.cat((x_BT[:, shift:], end), dim=1)
 
 
 def make_packed_sequence(
@@ -160,7 +160,7 @@ def make_packed_sequence(
     return Sequence(
         cu_seqlens=cu_seqlens,
         max_seqlen=num_tokens if max_seqlen is None else max_seqlen,
-        positions_BT=find_positions(cu_seqlens, num_tokens).view(shape),
+        positions_BT=find_positions_in_documents(cu_seqlens, num_tokens).view(shape),
     )
 
 

@@ -32,13 +32,13 @@ class KeyChoice:
 
     top_k: int | None = None  # keys with the largest indexer scores; None = no new choice
     selected_BTK: Tensor | None = None  # keys that an earlier layer selected, see `attend_sparse`
-    diverges: bool = False  # whether to return the indexer's divergences
+    returns_divergences: bool = False  # whether to return the indexer's divergences
 
 
 @torch.compiler.disable  # a graph break; code before and after it is compiled
 def attend_sparse(
     heads: LatentHeads,
-    index: IndexerHeads | None,
+    indexer: IndexerHeads | None,
     sequence: Sequence,
     choice: KeyChoice,
     *,
@@ -48,10 +48,10 @@ def attend_sparse(
     """Return o_BTHv, the selected keys and the indexer's KL divergences for this rank's tokens.
 
     All tensors are [B, T, ...] of this rank's tokens. Selected keys are int32 [B, T, K], indices
-    into the tokens of all full rows; -1 fills unused entries. `index` may be None if `choice` has
-    neither `top_k` nor `diverges`. `sinks_H` has the score of each head's sink; None = no sinks.
-    With cp > 1 the call is collective: forward all-gathers keys, and backward reduces their
-    gradients over the cp ranks.
+    into the tokens of all full rows; -1 fills unused entries. `indexer` may be None if `choice` has
+    neither `top_k` nor `returns_divergences`. `sinks_H` has the score of each head's sink; None =
+    no sinks. With cp > 1 the call is collective: forward all-gathers keys, and backward reduces
+    their gradients over the cp ranks.
     """
     dtype = get_autocast_dtype(heads.q_tHd)
     if dtype is not None:  # as products do
@@ -60,9 +60,9 @@ def attend_sparse(
     flat = heads._replace(
         q_tHd=heads.q_tHd.flatten(0, 1), keys_Nl=_gather_keys(heads.keys_Nl, sequence)
     )
-    if index is not None:
-        q, k, w = index
-        index = IndexerHeads(q.flatten(0, 1), _gather_keys(k, sequence), w.flatten(0, 1))
+    if indexer is not None:
+        q, k, w = indexer
+        indexer = IndexerHeads(q.flatten(0, 1), _gather_keys(k, sequence), w.flatten(0, 1))
     selected_BTK = choice.selected_BTK
     out: SparseOutput = run_product(
         sparse_attention,
@@ -70,10 +70,10 @@ def attend_sparse(
         _make_key_spans(sequence, B, T, heads.q_tHd.device),
         scale=scale,
         sinks_H=sinks_H,
-        index=index,
+        indexer=indexer,
         top_k=choice.top_k,
         selected_tK=None if selected_BTK is None else selected_BTK.flatten(0, 1),
-        diverges=choice.diverges,
+        returns_divergences=choice.returns_divergences,
     )
     return SparseOutput(*(None if x is None else x.unflatten(0, (B, T)) for x in out))  # type: ignore[arg-type]
 

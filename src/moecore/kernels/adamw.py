@@ -36,7 +36,15 @@ from moecore.kernels.adamw_formats import (
     split_master,
     split_master_ref,
 )
-from moecore.kernels.common import INTERPRET, cdiv, launch, tl, triton, use_kernel, warn_on_fallback
+from moecore.kernels.common import (
+    INTERPRET,
+    can_use_kernel,
+    cdiv,
+    launch,
+    tl,
+    triton,
+    warn_on_fallback,
+)
 
 BLOCK = 1024  # elements at a time
 FP8_BLOCK = 512  # of FP8 moments: as many as registers allow without fewer programs at a time
@@ -60,7 +68,7 @@ class AdamWOptions(CheckedRecord):
     weight_decay: PositiveOrZero  # times lr, the fraction that is subtracted from each weight
 
 
-class ParamRow(NamedTuple):
+class ParamTensors(NamedTuple):
     """The tensors of one parameter's update; None = the parameter has no such tensor."""
 
     weight: Tensor
@@ -90,19 +98,19 @@ class AdamWTensors:
     remainders: Sequence[Tensor] = ()
 
     @classmethod
-    def from_rows(cls, rows: Sequence[tuple[ParamRow, int]]) -> "AdamWTensors":
+    def from_params(cls, params_and_seeds: Sequence[tuple[ParamTensors, int]]) -> "AdamWTensors":
         """Make the record from (parameter, rounding seed) pairs with the same optional tensors."""
-        params, numbers = zip(*rows, strict=True)
+        params, numbers = zip(*params_and_seeds, strict=True)
         weights, grads, exp_avgs, exp_avg_sqs, steps, *optional = zip(*params, strict=True)
         exponents, remainders = ([t for t in column if t is not None] for column in optional)
         return cls(weights, grads, exp_avgs, exp_avg_sqs, steps, numbers, exponents, remainders)
 
-    def to_rows(self) -> list[ParamRow]:
-        """Return one `ParamRow` per parameter."""
+    def to_params(self) -> list[ParamTensors]:
+        """Return one `ParamTensors` per parameter."""
         absent = [None] * len(self.weights)
         columns = (self.weights, self.grads, self.exp_avgs, self.exp_avg_sqs, self.steps)
         optional = (self.exponents or absent, self.remainders or absent)
-        return [ParamRow(*row) for row in zip(*columns, *optional, strict=True)]
+        return [ParamTensors(*row) for row in zip(*columns, *optional, strict=True)]
 
 
 def adamw_ref_(
@@ -114,7 +122,7 @@ def adamw_ref_(
 ) -> None:
     """Compute `adamw_` in plain PyTorch, in fp32 or fp64."""
     beta1, beta2 = options.betas
-    for number, row in zip(tensors.rounding_seeds, tensors.to_rows(), strict=True):
+    for number, row in zip(tensors.rounding_seeds, tensors.to_params(), strict=True):
         wide = torch.promote_types(row.weight.dtype, torch.float32)
         g, step = row.grad.to(wide), row.step
         if grad_scale is not None:
@@ -134,32 +142,34 @@ def adamw_ref_(
             old.copy_(new)
 
 
-def _decode_state_ref(row: ParamRow, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the master weight, exp_avg and exp_avg_sq of a parameter in dtype `wide`."""
-    w, m, v = row.weight, row.exp_avg, row.exp_avg_sq
-    if row.remainder is not None:
-        w = join_master_ref(w, row.remainder)
-    if row.exponents is not None:
-        m, v = decode_moments_ref(m.reshape(-1), v.reshape(-1), row.exponents)
-    return w.to(wide), m.to(wide).view(w.shape), v.to(wide).view(w.shape)
+def _decode_state_ref(
+    param: ParamTensors, wide_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the master weight, exp_avg and exp_avg_sq of a parameter in dtype `wide_dtype`."""
+    w, m, v = param.weight, param.exp_avg, param.exp_avg_sq
+    if param.remainder is not None:
+        w = join_master_ref(w, param.remainder)
+    if param.exponents is not None:
+        m, v = decode_moments_ref(m.reshape(-1), v.reshape(-1), param.exponents)
+    return w.to(wide_dtype), m.to(wide_dtype).view(w.shape), v.to(wide_dtype).view(w.shape)
 
 
 def _encode_state_ref(
-    row: ParamRow, number: int, w: Tensor, m: Tensor, v: Tensor
+    param: ParamTensors, rounding_seed: int, w: Tensor, m: Tensor, v: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return (tensor of `row`, new value) pairs from new w, m and v; `number` seeds rounding."""
-    if row.remainder is None:
-        pairs = [(row.weight, w.to(row.weight.dtype))]
+    """Return (tensor of `param`, new value) pairs from new w, m and v."""
+    if param.remainder is None:
+        pairs = [(param.weight, w.to(param.weight.dtype))]
     else:
         weight, remainder = split_master_ref(w)
-        pairs = [(row.weight, weight), (row.remainder, remainder)]
-    moments = (row.exp_avg, row.exp_avg_sq)
-    if row.exponents is not None:
-        noise = make_random_bits_ref(m.numel(), row.step, number)
+        pairs = [(param.weight, weight), (param.remainder, remainder)]
+    moments = (param.exp_avg, param.exp_avg_sq)
+    if param.exponents is not None:
+        noise = make_random_bits_ref(m.numel(), param.step, rounding_seed)
         encoded = encode_moments_ref(m.reshape(-1), v.reshape(-1), noise)
-        return [*pairs, *zip((*moments, row.exponents), encoded, strict=True)]
-    if row.exp_avg.dtype == torch.bfloat16:
-        noise = make_random_bits_ref(m.numel(), row.step, number)
+        return [*pairs, *zip((*moments, param.exponents), encoded, strict=True)]
+    if param.exp_avg.dtype == torch.bfloat16:
+        noise = make_random_bits_ref(m.numel(), param.step, rounding_seed)
         m = round_stochastically_ref(m, noise & 0xFFFF)
         v = round_stochastically_ref(v, noise >> 16)
     return [*pairs, *((old, new.to(old.dtype)) for old, new in zip(moments, (m, v), strict=True))]
@@ -168,7 +178,7 @@ def _encode_state_ref(
 @triton.jit
 def _update_block(
     pointers,  # weight, grad, exp_avg, exp_avg_sq, int16 exponents of both moments, remainder
-    row,  # int64 [ROWS], blocks of moments
+    block_ids,  # int64 [ROWS], blocks of moments
     numel,
     seed,
     # factor of gradients, 1 - beta1, 1 - beta2, eps, lr * weight_decay, lr / (1 - beta1 ** step),
@@ -179,12 +189,12 @@ def _update_block(
 ):
     """Apply AdamW to blocks of moments and their weights, in place; uint8 moments are FP8.
 
-    `row` has the numbers of the blocks, and `seed` seeds the stochastic rounding.
+    `block_ids` has the numbers of the blocks, and `seed` seeds the stochastic rounding.
     """
     weight_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, exponents_ptr, remainder_ptr = pointers
     scale, rest1, rest2, eps, decay, rate, growth = factors
     MOMENT_BLOCK: tl.constexpr = _MOMENT_BLOCK
-    i = row[:, None] * MOMENT_BLOCK + tl.arange(0, MOMENT_BLOCK)[None, :]
+    i = block_ids[:, None] * MOMENT_BLOCK + tl.arange(0, MOMENT_BLOCK)[None, :]
     mask = i < numel if MASKED else None
     FP8: tl.constexpr = exp_avg_ptr.dtype.element_ty == tl.uint8
     w = tl.load(weight_ptr + i, mask=mask)
@@ -193,8 +203,8 @@ def _update_block(
     m = tl.load(exp_avg_ptr + i, mask=mask)
     v = tl.load(exp_avg_sq_ptr + i, mask=mask)
     if FP8:
-        row_mask = row * MOMENT_BLOCK < numel if MASKED else None
-        m, v = decode_moments(m, v, tl.load(exponents_ptr + row, mask=row_mask))
+        row_mask = block_ids * MOMENT_BLOCK < numel if MASKED else None
+        m, v = decode_moments(m, v, tl.load(exponents_ptr + block_ids, mask=row_mask))
     else:
         m, v = m.to(tl.float32), v.to(tl.float32)
     g *= scale
@@ -211,7 +221,7 @@ def _update_block(
         if MASKED:  # elements beyond the end are not part of a block
             m, v = tl.where(mask, m, 0.0), tl.where(mask, v, 0.0)
         m, v, exponents = encode_moments(m, v, make_random_bits(i, seed))
-        tl.store(exponents_ptr + row, exponents, mask=row_mask)
+        tl.store(exponents_ptr + block_ids, exponents, mask=row_mask)
     elif exp_avg_ptr.dtype.element_ty == tl.bfloat16:
         noise = make_random_bits(i, seed)
         m = round_stochastically(m, noise & 0xFFFF)
@@ -222,31 +232,31 @@ def _update_block(
 
 @triton.jit
 def _adamw_kernel(
-    table_ptr,  # int64 [P, COLUMNS]: addresses as in ParamRow, elements, first program, number
-    tensor_ptr,  # int32 [programs]: of which tensor its part is
+    table_ptr,  # int64 [P, COLUMNS]: addresses as in ParamTensors, elements, first program, number
+    tensor_ids_ptr,  # int32 [programs]: of which tensor its part is
     lr_ptr,  # fp32 [1] or None
     lr,  # read where lr_ptr is None
-    rest1,  # 1 - beta1
-    rest2,  # 1 - beta2
-    log1,  # log(beta1)
-    log2,  # log(beta2)
+    one_minus_beta1,  # 1 - beta1
+    one_minus_beta2,  # 1 - beta2
+    log_beta1,  # log(beta1)
+    log_beta2,  # log(beta2)
     eps,
     weight_decay,
-    scale_ptr,  # fp32 [1] or None
-    skip_ptr,  # fp32 [1] or None: > 0 leaves all as it is
-    WEIGHT: tl.constexpr,  # dtypes
-    GRAD: tl.constexpr,
-    MOMENT: tl.constexpr,
+    grad_scale_ptr,  # fp32 [1] or None
+    found_inf_ptr,  # fp32 [1] or None: > 0 leaves all as it is
+    WEIGHT_DTYPE: tl.constexpr,  # dtypes
+    GRAD_DTYPE: tl.constexpr,
+    MOMENT_DTYPE: tl.constexpr,
     SPLIT: tl.constexpr,  # whether there are remainders
     BLOCK: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
 ):
     """Update NUM_BLOCKS blocks of one tensor in place, by the addresses in its table row."""
     pid = tl.program_id(0)
-    if skip_ptr is not None:
-        if tl.load(skip_ptr) > 0:
+    if found_inf_ptr is not None:
+        if tl.load(found_inf_ptr) > 0:
             return
-    tensor = tl.load(tensor_ptr + pid)
+    tensor = tl.load(tensor_ids_ptr + pid)
     row_ptr = table_ptr + tensor.to(tl.int64) * _COLUMNS
     addresses = tl.load(row_ptr), tl.load(row_ptr + 1), tl.load(row_ptr + 2), tl.load(row_ptr + 3)
     step = tl.load(tl.load(row_ptr + 4).to(tl.pointer_type(tl.float32)))
@@ -258,32 +268,32 @@ def _adamw_kernel(
     ROWS: tl.constexpr = BLOCK // MOMENT_BLOCK
     first_row = (pid - tl.load(row_ptr + 8)) * (ROWS * NUM_BLOCKS)
     scale = 1.0
-    if scale_ptr is not None:
-        scale = (1.0 / tl.load(scale_ptr).to(tl.float64)).to(tl.float32)
+    if grad_scale_ptr is not None:
+        scale = (1.0 / tl.load(grad_scale_ptr).to(tl.float64)).to(tl.float32)
     if lr_ptr is not None:
         lr = tl.load(lr_ptr).to(tl.float32)
     # In fp64: 1 - beta ** step cancels where beta is near 1.
-    part1 = 1.0 - tl.exp(step.to(tl.float64) * log1)
-    part2 = 1.0 - tl.exp(step.to(tl.float64) * log2)
+    part1 = 1.0 - tl.exp(step.to(tl.float64) * log_beta1)
+    part2 = 1.0 - tl.exp(step.to(tl.float64) * log_beta2)
     rate = (lr / part1).to(tl.float32)
     decay = lr * weight_decay
     growth = (1.0 / tl.sqrt(part2)).to(tl.float32)
     number = tl.load(row_ptr + 9).to(tl.uint32)
     seed = step.to(tl.uint32) * GOLDEN + number * ((GOLDEN * GOLDEN) & 0xFFFFFFFF)
-    weight_ptr = addresses[0].to(tl.pointer_type(WEIGHT))
-    grad_ptr = addresses[1].to(tl.pointer_type(GRAD))
-    exp_avg_ptr = addresses[2].to(tl.pointer_type(MOMENT))
-    exp_avg_sq_ptr = addresses[3].to(tl.pointer_type(MOMENT))
+    weight_ptr = addresses[0].to(tl.pointer_type(WEIGHT_DTYPE))
+    grad_ptr = addresses[1].to(tl.pointer_type(GRAD_DTYPE))
+    exp_avg_ptr = addresses[2].to(tl.pointer_type(MOMENT_DTYPE))
+    exp_avg_sq_ptr = addresses[3].to(tl.pointer_type(MOMENT_DTYPE))
     remainder_ptr = remainder.to(tl.pointer_type(tl.int16))
-    factors = (scale, rest1, rest2, eps, decay, rate, growth)
+    factors = (scale, one_minus_beta1, one_minus_beta2, eps, decay, rate, growth)
     odd = (addresses[0] | addresses[1] | addresses[2] | addresses[3] | remainder) & 15
     if (odd == 0) & ((first_row + ROWS * NUM_BLOCKS) * MOMENT_BLOCK <= numel):
         # No masks, and four elements of each tensor per load. With eight, threads would exchange
         # elements between tensors of two types.
-        weight_ptr = tl.multiple_of(weight_ptr, 4 * WEIGHT.primitive_bitwidth // 8)
-        grad_ptr = tl.multiple_of(grad_ptr, 4 * GRAD.primitive_bitwidth // 8)
-        exp_avg_ptr = tl.multiple_of(exp_avg_ptr, 4 * MOMENT.primitive_bitwidth // 8)
-        exp_avg_sq_ptr = tl.multiple_of(exp_avg_sq_ptr, 4 * MOMENT.primitive_bitwidth // 8)
+        weight_ptr = tl.multiple_of(weight_ptr, 4 * WEIGHT_DTYPE.primitive_bitwidth // 8)
+        grad_ptr = tl.multiple_of(grad_ptr, 4 * GRAD_DTYPE.primitive_bitwidth // 8)
+        exp_avg_ptr = tl.multiple_of(exp_avg_ptr, 4 * MOMENT_DTYPE.primitive_bitwidth // 8)
+        exp_avg_sq_ptr = tl.multiple_of(exp_avg_sq_ptr, 4 * MOMENT_DTYPE.primitive_bitwidth // 8)
         remainder_ptr = tl.multiple_of(remainder_ptr, 8)
         pointers = (weight_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, exponents_ptr, remainder_ptr)
         for block in range(NUM_BLOCKS):
@@ -317,7 +327,7 @@ def adamw_(
     """
     if not tensors.weights:
         return
-    if not use_kernel(*tensors.weights) and _can_use_torch(tensors):
+    if not can_use_kernel(*tensors.weights) and _can_use_fused_torch_adamw(tensors):
         _update_with_torch_(tensors, options, grad_scale, found_inf)
         return
     if not _can_use_kernel(tensors):
@@ -326,7 +336,7 @@ def adamw_(
         adamw_ref_(tensors, options, grad_scale=grad_scale, found_inf=found_inf)
         return
     weight = tensors.weights[0]
-    table, num_programs = _make_table(tensors)
+    table, num_programs = _make_address_table(tensors)
     if not num_programs:
         return
     counts = table[:, 7].add(BLOCK * NUM_BLOCKS - 1) // (BLOCK * NUM_BLOCKS)
@@ -343,9 +353,9 @@ def adamw_(
         _adamw_kernel,
         num_programs,
         *(table, of_programs, *rates, *betas, *rest),
-        WEIGHT=tl.int16 if tensors.remainders else weights,
-        GRAD=TRITON_DTYPES[tensors.grads[0].dtype],
-        MOMENT=tl.uint8 if tensors.exponents else moments,
+        WEIGHT_DTYPE=tl.int16 if tensors.remainders else weights,
+        GRAD_DTYPE=TRITON_DTYPES[tensors.grads[0].dtype],
+        MOMENT_DTYPE=tl.uint8 if tensors.exponents else moments,
         SPLIT=bool(tensors.remainders),
         BLOCK=block,
         NUM_BLOCKS=BLOCK * NUM_BLOCKS // block,
@@ -355,13 +365,13 @@ def adamw_(
 
 def _can_use_kernel(tensors: AdamWTensors) -> bool:
     """Return whether the kernel supports the dtypes, layouts, shapes and devices of all tensors."""
-    rows = tensors.to_rows()
+    rows = tensors.to_params()
     dtypes = [{t.dtype for t in column} for column in list(zip(*rows, strict=True))[:4]]
     dtypes[2:] = [] if tensors.exponents else [dtypes[2] | dtypes[3]]  # both are read as one type
     laid_out = [t for row in rows for t in (*row[:4], *row[5:]) if t is not None]
     return (
         all(len(kinds) == 1 and kinds <= TRITON_DTYPES.keys() for kinds in dtypes)
-        and use_kernel(*tensors.weights)
+        and can_use_kernel(*tensors.weights)
         and all(t.is_contiguous() for t in laid_out)
         # It reads addresses: of another shape they would end elsewhere.
         and all(
@@ -371,7 +381,7 @@ def _can_use_kernel(tensors: AdamWTensors) -> bool:
     )
 
 
-def _can_use_torch(tensors: AdamWTensors) -> bool:
+def _can_use_fused_torch_adamw(tensors: AdamWTensors) -> bool:
     """Return whether all tensors but the steps are fp32, or all fp64, and contiguous."""
     tensors_in_use = (*tensors.weights, *tensors.grads, *tensors.exp_avgs, *tensors.exp_avg_sqs)
     has_dtype = {t.dtype for t in tensors_in_use} in ({torch.float32}, {torch.float64})
@@ -402,10 +412,10 @@ def _update_with_torch_(
     )
 
 
-def _make_table(tensors: AdamWTensors) -> tuple[Tensor, int]:
+def _make_address_table(tensors: AdamWTensors) -> tuple[Tensor, int]:
     """Return int64 [P, COLUMNS] on the device, see `_adamw_kernel`, and the number of programs."""
     rows, num_programs = [], 0
-    for number, row in zip(tensors.rounding_seeds, tensors.to_rows(), strict=True):
+    for number, row in zip(tensors.rounding_seeds, tensors.to_params(), strict=True):
         numel = row.weight.numel()
         rows.append([*(0 if t is None else t.data_ptr() for t in row), numel, num_programs, number])
         num_programs += cdiv(numel, BLOCK * NUM_BLOCKS)

@@ -55,10 +55,10 @@ _SECOND_UNITS = tl.constexpr(2.0 ** (SECOND_BIAS + 2))
 _FIRST_NAN, _SECOND_NAN = tl.constexpr(FIRST_NAN), tl.constexpr(SECOND_NAN)
 
 
-def make_random_bits_ref(numel: int, step: Tensor, number: int) -> Tensor:
-    """Return int64 [numel] of 32 random bits each, a hash of position, step and tensor `number`."""
+def make_random_bits_ref(numel: int, step: Tensor, rounding_seed: int) -> Tensor:
+    """Return int64 [numel] of 32 random bits each, a hash of position, step and `rounding_seed`."""
     position = torch.arange(numel, device=step.device) & 0xFFFFFFFF
-    seed = (step.long() * GOLDEN + (number * GOLDEN * GOLDEN & 0xFFFFFFFF)) & 0xFFFFFFFF
+    seed = (step.long() * GOLDEN + (rounding_seed * GOLDEN * GOLDEN & 0xFFFFFFFF)) & 0xFFFFFFFF
     x = position ^ seed
     x = x ^ (x >> 16)
     x = _multiply_uint32(x, 0x7FEB352D)
@@ -67,14 +67,18 @@ def make_random_bits_ref(numel: int, step: Tensor, number: int) -> Tensor:
     return x ^ (x >> 16)
 
 
-def _multiply_uint32(x: Tensor, factor: int) -> Tensor:
-    """Return the low 32 bits of x * factor; two half products avoid an int64 overflow."""
-    return ((x * (factor & 0xFFFF)) + (((x * (factor >> 16)) & 0xFFFF) << 16)) & 0xFFFFFFFF
+def _multiply_uint32(values: Tensor, factor: int) -> Tensor:
+    """Return the low 32 bits of values * factor; two half products avoid an int64 overflow."""
+    return (
+        (values * (factor & 0xFFFF)) + (((values * (factor >> 16)) & 0xFFFF) << 16)
+    ) & 0xFFFFFFFF
 
 
-def round_stochastically_ref(x: Tensor, noise: Tensor) -> Tensor:
-    """Round x to bf16 stochastically; return fp32. `noise` is int64 below 2^16, one per element."""
-    bits = (x.float().contiguous().view(torch.int32).long() & 0xFFFFFFFF) + noise.view(x.shape)
+def round_stochastically_ref(x: Tensor, random_bits: Tensor) -> Tensor:
+    """Round x to bf16 stochastically; return fp32. `random_bits`: int64 below 2^16 per element."""
+    bits = (x.float().contiguous().view(torch.int32).long() & 0xFFFFFFFF) + random_bits.view(
+        x.shape
+    )
     bits = bits & 0xFFFF0000
     bits = torch.where(bits >= 1 << 31, bits - (1 << 32), bits)
     return torch.where(x.isfinite(), bits.int().view(torch.float32), x.float())
@@ -86,7 +90,7 @@ def count_moment_blocks(numel: int) -> int:
 
 
 def encode_moments_ref(
-    m: Tensor, v: Tensor, noise: Tensor | int = NEAREST | NEAREST << 16
+    m: Tensor, v: Tensor, random_bits: Tensor | int = NEAREST | NEAREST << 16
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return uint8 codes [N] of m and of v, and exponents uint8 [ceil(N / 128), 2].
 
@@ -94,43 +98,44 @@ def encode_moments_ref(
 
     Args:
         m, v: fp32 [N], v >= 0.
-        noise: int64 [N], low 16 bits for m, next 16 for v; the default rounds both to nearest.
+        random_bits: int64 [N], low 16 bits for m, next 16 for v; the default rounds both to
+            nearest.
     """
-    noise = torch.as_tensor(noise, device=m.device)
+    random_bits = torch.as_tensor(random_bits, device=m.device)
     first, m_scales = _compute_scales_ref(m, FIRST_BIAS)
     min_value = m_scales * 2.0 ** -(FIRST_BIAS + 2)
     v = torch.where(v > 0, torch.maximum(v, min_value * min_value), v)
     second, v_scales = _compute_scales_ref(v, SECOND_BIAS)
     x = v / v_scales
     x = torch.where(v > 0, x.clamp(min=2.0 ** -(SECOND_BIAS + 2)), x)
-    codes = _encode_ref(m.abs() / m_scales, noise & 0xFFFF, FIRST_BIAS, FIRST_NAN)
+    codes = _encode_moment_ref(m.abs() / m_scales, random_bits & 0xFFFF, FIRST_BIAS, FIRST_NAN)
     codes = codes | torch.where(m.signbit(), 0x80, 0)
-    codes_of_v = _encode_ref(x, noise >> 16, SECOND_BIAS, SECOND_NAN)
+    codes_of_v = _encode_moment_ref(x, random_bits >> 16, SECOND_BIAS, SECOND_NAN)
     return codes.to(torch.uint8), codes_of_v.to(torch.uint8), torch.stack([first, second], 1)
 
 
-def _compute_scales_ref(x: Tensor, bias: int) -> tuple[Tensor, Tensor]:
+def _compute_scales_ref(x: Tensor, exponent_bias: int) -> tuple[Tensor, Tensor]:
     """Return block exponents, uint8, and the power-of-two scale of each element of x, fp32 [N].
 
-    `bias` is the exponent bias of the FP8 format.
+    `exponent_bias` is the exponent bias of the FP8 format.
     """
     numel = x.numel()
     size = torch.where(x.isfinite(), x, 0).abs()
     size = torch.nn.functional.pad(size, (0, -numel % MOMENT_BLOCK)).view(-1, MOMENT_BLOCK)
     bits = size.amax(1).view(torch.int32) if numel else size.new_zeros(0, dtype=torch.int32)
     # 1.75 is the largest mantissa: a larger one takes the next exponent.
-    exponents = ((bits + 0x001FFFFF) >> 23) - (bias + 1)
-    exponents = exponents.clamp(min=bias + 3)  # so that the least value is a normal number
+    exponents = ((bits + 0x001FFFFF) >> 23) - (exponent_bias + 1)
+    exponents = exponents.clamp(min=exponent_bias + 3)  # so that the least value is a normal number
     scales = (exponents << 23).view(torch.float32)
     return exponents.to(torch.uint8), scales.repeat_interleave(MOMENT_BLOCK)[:numel]
 
 
-def _encode_ref(x: Tensor, noise: Tensor, bias: int, nan: int) -> Tensor:
-    """Round scaled x >= 0 with 16-bit noise to int32 codes; `nan` is the code of NaN and inf."""
-    normal = ((x.view(torch.int32) + (noise << 4)) >> 20) - ((127 - bias) << 3)
-    small = (x * 2.0 ** (bias + 2) + noise.float() * 2.0**-16).floor()
-    codes = torch.where(x < 2.0 ** (1 - bias), small.nan_to_num(0).int(), normal)
-    return torch.where(x.isfinite(), codes, nan)
+def _encode_moment_ref(x: Tensor, random_bits: Tensor, exponent_bias: int, nan_code: int) -> Tensor:
+    """Round scaled x >= 0 with 16 random bits to int32 codes; NaN and inf become `nan_code`."""
+    normal = ((x.view(torch.int32) + (random_bits << 4)) >> 20) - ((127 - exponent_bias) << 3)
+    small = (x * 2.0 ** (exponent_bias + 2) + random_bits.float() * 2.0**-16).floor()
+    codes = torch.where(x < 2.0 ** (1 - exponent_bias), small.nan_to_num(0).int(), normal)
+    return torch.where(x.isfinite(), codes, nan_code)
 
 
 def decode_moments_ref(m: Tensor, v: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,10 +147,10 @@ def decode_moments_ref(m: Tensor, v: Tensor, exponents: Tensor) -> tuple[Tensor,
     return first, torch.where(v == SECOND_NAN, torch.nan, second)
 
 
-def split_master_ref(x: Tensor) -> tuple[Tensor, Tensor]:
+def split_master_ref(master_weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return a weight as bf16 and its remainder as int16; see the note "remainder"."""
-    bits = x.contiguous().view(torch.int32)
-    is_nan = x.isnan()
+    bits = master_weight.contiguous().view(torch.int32)
+    is_nan = master_weight.isnan()
     high = torch.where(is_nan, 0x7FC0, (bits + 0x8000) >> 16)
     low = torch.where(is_nan, 0, bits)
     return high.to(torch.int16).view(torch.bfloat16), low.to(torch.int16)
@@ -158,9 +163,9 @@ def join_master_ref(weight: Tensor, remainder: Tensor) -> Tensor:
 
 
 @triton.jit
-def make_random_bits(i, seed):  # element positions in the tensor; uint32
-    """Return 32 random bits (uint32) for each position in i: a hash of position and seed."""
-    x = i.to(tl.uint32) ^ seed
+def make_random_bits(positions, seed):  # element positions in the tensor; uint32
+    """Return 32 random bits (uint32) for each position: a hash of position and seed."""
+    x = positions.to(tl.uint32) ^ seed
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
     x = x ^ (x >> 15)
@@ -169,62 +174,69 @@ def make_random_bits(i, seed):  # element positions in the tensor; uint32
 
 
 @triton.jit
-def round_stochastically(x, noise):  # fp32; uint32 of 16 bits
+def round_stochastically(x, random_bits):  # fp32; uint32 of 16 bits
     """Round fp32 to bf16 stochastically by 16 random bits per value; return fp32."""
-    bits = (x.to(tl.uint32, bitcast=True) + noise) & 0xFFFF0000
+    bits = (x.to(tl.uint32, bitcast=True) + random_bits) & 0xFFFF0000
     # The sum of noise and an infinity or NaN could be another kind of number.
     return tl.where(tl.abs(x) < float("inf"), bits.to(tl.float32, bitcast=True), x)
 
 
 @triton.jit
-def _compute_exponents(x, BIAS: tl.constexpr):  # fp32 [ROWS, MOMENT_BLOCK]
+def _compute_exponents(x, EXPONENT_BIAS: tl.constexpr):  # fp32 [ROWS, MOMENT_BLOCK]
     """Return int32 [ROWS], the exponent of each row's scale 2^(exponent - 127).
 
-    x is fp32 [ROWS, MOMENT_BLOCK]. BIAS is the exponent bias of the stored format.
+    x is fp32 [ROWS, MOMENT_BLOCK]. EXPONENT_BIAS is of the stored format.
     """
     size = tl.abs(x)
     bits = tl.max(tl.where(size < float("inf"), size, 0.0), 1).to(tl.int32, bitcast=True)
-    return tl.maximum((bits + 0x001FFFFF >> 23) - (BIAS + 1), BIAS + 3)
+    return tl.maximum((bits + 0x001FFFFF >> 23) - (EXPONENT_BIAS + 1), EXPONENT_BIAS + 3)
 
 
 @triton.jit
-def _compute_power(exponent):  # int32
+def _compute_scale(exponent):  # int32
     """Return 2^(exponent - 127) in fp32."""
     return (exponent << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _encode(
+def _encode_moment(
     x,  # fp32, scaled
-    noise,  # uint32 of 16 bits
-    BIAS: tl.constexpr,
-    UNITS: tl.constexpr,
-    NAN: tl.constexpr,
+    random_bits,  # uint32 of 16 bits
+    EXPONENT_BIAS: tl.constexpr,
+    UNITS_PER_ONE: tl.constexpr,
+    NAN_CODE: tl.constexpr,
 ):
-    """Round scaled x >= 0 to int32 codes; 1 / UNITS is the least value, NAN encodes NaN and inf."""
-    noise = noise.to(tl.int32)
-    normal = (x.to(tl.int32, bitcast=True) + (noise << 4) >> 20) - ((127 - BIAS) << 3)
-    small = (x * UNITS + noise.to(tl.float32) * 1.52587890625e-05).to(tl.int32)  # 2^-16
-    codes = tl.where(x * UNITS < 8.0, small, normal)
-    return tl.where(x < float("inf"), codes, NAN)
+    """Round scaled x >= 0 to codes; the least value is 1 / UNITS_PER_ONE, NaN gives NAN_CODE."""
+    random_bits = random_bits.to(tl.int32)
+    normal = (x.to(tl.int32, bitcast=True) + (random_bits << 4) >> 20) - (
+        (127 - EXPONENT_BIAS) << 3
+    )
+    small = (x * UNITS_PER_ONE + random_bits.to(tl.float32) * 1.52587890625e-05).to(
+        tl.int32
+    )  # 2^-16
+    codes = tl.where(x * UNITS_PER_ONE < 8.0, small, normal)
+    return tl.where(x < float("inf"), codes, NAN_CODE)
 
 
 @triton.jit
-def encode_moments(m, v, noise):  # fp32 [ROWS, MOMENT_BLOCK] twice; uint32
+def encode_moments(m, v, random_bits):  # fp32 [ROWS, MOMENT_BLOCK] twice; uint32
     """Return uint8 codes of m and v, and int16 [ROWS] exponents: m's low byte, v's high byte.
 
     Noise has 16 random bits for m in its low half, and for v in its high half.
     """
     first = _compute_exponents(m, _FIRST)
-    inverse = _compute_power(254 - first)[:, None]
-    min_value = _compute_power(first)[:, None] / _FIRST_UNITS
+    inverse = _compute_scale(254 - first)[:, None]
+    min_value = _compute_scale(first)[:, None] / _FIRST_UNITS
     v = tl.where(v > 0, tl.maximum(v, min_value * min_value), v)
     second = _compute_exponents(v, _SECOND)
-    x = v * _compute_power(254 - second)[:, None]
+    x = v * _compute_scale(254 - second)[:, None]
     x = tl.where(v > 0, tl.maximum(x, 1.0 / _SECOND_UNITS), x)
     signs = (m.to(tl.int32, bitcast=True) >> 24) & 0x80
-    codes = _encode(tl.abs(m) * inverse, noise & 0xFFFF, _FIRST, _FIRST_UNITS, _FIRST_NAN) | signs
-    codes_of_v = _encode(x, noise >> 16, _SECOND, _SECOND_UNITS, _SECOND_NAN)
+    codes = (
+        _encode_moment(tl.abs(m) * inverse, random_bits & 0xFFFF, _FIRST, _FIRST_UNITS, _FIRST_NAN)
+        | signs
+    )
+    codes_of_v = _encode_moment(x, random_bits >> 16, _SECOND, _SECOND_UNITS, _SECOND_NAN)
     return codes.to(tl.uint8), codes_of_v.to(tl.uint8), (first | second << 8).to(tl.int16)
 
 
@@ -232,10 +244,10 @@ def encode_moments(m, v, noise):  # fp32 [ROWS, MOMENT_BLOCK] twice; uint32
 def decode_moments(m, v, exponents):  # uint8 [ROWS, MOMENT_BLOCK] twice, int16 [ROWS]
     """Return both moments in fp32, from the outputs of `encode_moments`."""
     exponents = exponents.to(tl.int32)
-    m = from_e4m3(m) * _compute_power(exponents & 0xFF)[:, None]
+    m = from_e4m3(m) * _compute_scale(exponents & 0xFF)[:, None]
     code = v.to(tl.int32)
     v = (code << 20).to(tl.float32, bitcast=True) * 5.192296858534828e33  # 2^112
-    v *= _compute_power(exponents >> 8 & 0xFF)[:, None]
+    v *= _compute_scale(exponents >> 8 & 0xFF)[:, None]
     return m, tl.where(code == _SECOND_NAN, float("nan"), v)
 
 
@@ -246,8 +258,8 @@ def join_master(weight, remainder):  # int16 twice, the first with the bits of b
 
 
 @triton.jit
-def split_master(x):  # fp32
+def split_master(master_weight):  # fp32
     """Return the weight's bf16 bits and its remainder, both int16."""
-    bits = x.to(tl.int32, bitcast=True)
-    high = tl.where(x == x, (bits + 0x8000) >> 16, 0x7FC0)
-    return high.to(tl.int16), tl.where(x == x, bits, 0).to(tl.int16)
+    bits = master_weight.to(tl.int32, bitcast=True)
+    high = tl.where(master_weight == master_weight, (bits + 0x8000) >> 16, 0x7FC0)
+    return high.to(tl.int16), tl.where(master_weight == master_weight, bits, 0).to(tl.int16)

@@ -9,17 +9,16 @@ from __future__ import annotations
 import functools
 import os
 import re
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moecore.base.torch_private import enter_custom_ops
+from moecore.kernels.meta import meta_settings, record_launch
 from moecore.kernels.prepared import launch_prepared, make_descriptor
 from moecore.kernels.prepared import store_launch as keep_prepared
 
@@ -29,7 +28,6 @@ try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia import hopper
-    from triton.runtime.jit import JITFunction
 except ImportError:
 
     class _NoTriton:
@@ -66,104 +64,9 @@ TRITON = tuple(map(int, re.findall(r"\d+", triton.__version__)[:3])) if HAS_TRIT
 
 BLOCK_SCALED_TRITON = (3, 9)  # older releases cannot compile NVFP4
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-Launched = Callable[[str, Sequence[Any]], None]  # name and arguments of a kernel
 
 
-class _MetaSettings(threading.local):
-    """Settings of this thread for dry runs on meta tensors, set by the contexts below."""
-
-    is_gpu = False
-    launched: Launched | None = None
-    num_peers = 1
-    has_block_scales = False
-    repeats = 1
-
-
-_meta_settings = _MetaSettings()
-
-
-@contextmanager
-def _set_meta(**settings: Any) -> Iterator[None]:
-    """Return a context in which fields of `_MetaSettings` have these values."""
-    before = {name: getattr(_meta_settings, name) for name in settings}
-    vars(_meta_settings).update(settings)
-    try:
-        yield
-    finally:
-        vars(_meta_settings).update(before)
-
-
-def treat_meta_as(device_type: str) -> AbstractContextManager[None]:
-    """Return a context in which meta tensors count as CUDA tensors iff `device_type` is "cuda"."""
-    return _set_meta(is_gpu=device_type == "cuda")
-
-
-def meta_is_gpu() -> bool:
-    """Return whether meta tensors count as CUDA tensors in this thread, see `treat_meta_as`."""
-    return _meta_settings.is_gpu
-
-
-@contextmanager
-def record_launches_on_meta(
-    launched: Launched, num_peers: int = 1, *, has_block_scales: bool = False
-) -> Iterator[None]:
-    """Return a context in which kernels on meta tensors are recorded, not launched.
-
-    The context calls `launched` with each kernel's name and arguments. Meta counts as a Hopper GPU,
-    with `has_block_scales` as a GPU that also multiplies MXFP8 and NVFP4 (Blackwell). `num_peers`
-    neighbouring ranks can access each other's memory. The kernels' outputs are allocated on meta,
-    so dispatch modes can count them.
-    """
-    settings = _set_meta(
-        launched=launched, num_peers=num_peers, is_gpu=True, has_block_scales=has_block_scales
-    )
-    with settings, enter_custom_ops(), _record_launches():
-        yield
-
-
-def get_num_meta_peers() -> int:
-    """Return the number of ranks with mutual memory access that a dry run on meta assumes."""
-    return _meta_settings.num_peers
-
-
-def repeat_on_meta(times: int) -> AbstractContextManager[None]:
-    """Return a context in which recorders count one operation on meta as `times` operations."""
-    return _set_meta(repeats=times)
-
-
-def get_meta_repeats() -> int:
-    """Return the number of operations as which one operation on meta counts."""
-    return _meta_settings.repeats
-
-
-def record_launch(name: str, *args: Any, **_: Any) -> None:
-    """Report a kernel to the active `record_launches_on_meta`; without one, do nothing."""
-    if _meta_settings.launched is not None:
-        _meta_settings.launched(name, args)
-
-
-@contextmanager
-def _record_launches() -> Iterator[None]:
-    """Return a context in which Triton kernels of this thread are recorded, not launched."""
-    if not HAS_TRITON or INTERPRET:
-        yield
-        return
-    run = JITFunction.run
-
-    def record(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        """Record a launch, or launch the kernel if this thread records nothing."""
-        if _meta_settings.launched is None:
-            return run(self, *args, grid=grid, warmup=warmup, **options)
-        return record_launch(self.fn.__name__, *args)
-
-    JITFunction.run = record
-    try:
-        yield
-    finally:
-        JITFunction.run = run
-
-
-def use_kernel(*tensors: Tensor) -> bool:
+def can_use_kernel(*tensors: Tensor) -> bool:
     """Return whether Triton kernels can run on these tensors.
 
     Kernels can run on CUDA tensors, and with TRITON_INTERPRET=1 on CPU tensors. For meta tensors
@@ -171,46 +74,48 @@ def use_kernel(*tensors: Tensor) -> bool:
     without a kernel) or if launches are recorded.
     """
     if tensors[0].is_meta:
-        return _meta_settings.is_gpu and (
-            torch.is_grad_enabled() or _meta_settings.launched is not None
+        return meta_settings.is_gpu and (
+            torch.is_grad_enabled() or meta_settings.on_launch is not None
         )
     if not HAS_TRITON or INTERPRET:
         return INTERPRET
     return tensors[0].is_cuda and all(t.is_cuda for t in tensors)
 
 
-def warn_on_fallback(x: Tensor, operation: str) -> None:
-    """Warn that `operation` has no kernel if `x` is on CUDA. Python shows each text once."""
-    if HAS_TRITON and x.is_cuda and not torch.compiler.is_compiling():
-        warnings.warn(f"{operation} has no kernel: plain PyTorch computes it, slower", stacklevel=2)
+def warn_on_fallback(tensor: Tensor, operation_name: str) -> None:
+    """Warn that an operation has no kernel if `tensor` is on CUDA. Python shows each text once."""
+    if HAS_TRITON and tensor.is_cuda and not torch.compiler.is_compiling():
+        warnings.warn(
+            f"{operation_name} has no kernel: plain PyTorch computes it, slower", stacklevel=2
+        )
 
 
-def can_skip_masks(num_rows: Tensor, length: int) -> bool:
-    """Return whether `num_rows`, a CPU scalar, is at least `length`, so that no row needs a mask.
+def can_skip_row_masks(num_rows: Tensor, max_rows: int) -> bool:
+    """Return whether `num_rows`, a CPU scalar, is at least `max_rows`, so that no row needs a mask.
 
     False while compiling, or if `num_rows` is on another device, where reading it synchronises.
     """
     if torch.compiler.is_compiling() or type(num_rows) is not Tensor:  # a fake one has no value
         return False
-    return num_rows.device.type == "cpu" and int(num_rows) >= length
+    return num_rows.device.type == "cpu" and int(num_rows) >= max_rows
 
 
-def is_gpu(x: Tensor) -> bool:
+def is_gpu(tensor: Tensor) -> bool:
     """Return whether a tensor is on a GPU, or on meta that stands for a GPU."""
-    return x.is_cuda or (x.is_meta and _meta_settings.is_gpu)
+    return tensor.is_cuda or (tensor.is_meta and meta_settings.is_gpu)
 
 
 def has_hopper_kernels(device: torch.device) -> bool:
     """Return whether Gluon kernels for Hopper can run on a device, or are recorded on meta."""
     if device.type == "meta":
-        return _meta_settings.launched is not None
+        return meta_settings.on_launch is not None
     return _get_capability(device) == (9, 0)
 
 
 def has_block_scaled_kernels(device: torch.device) -> bool:
     """Return whether block-scaled kernels can run on a device (Blackwell), or are recorded."""
     if device.type == "meta":
-        return _meta_settings.has_block_scales
+        return meta_settings.has_block_scales
     return TRITON >= BLOCK_SCALED_TRITON and _get_capability(device)[0] >= 10
 
 
@@ -224,11 +129,11 @@ def _get_capability(device: torch.device) -> tuple[int, int]:
 _NO_CONTEXT = nullcontext()
 
 
-def use_device(x: Tensor) -> AbstractContextManager[Any]:
+def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
     """Return a context that makes the tensor's device current: Triton launches on that device."""
-    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
         return _NO_CONTEXT
-    return torch.cuda.device(x.device)
+    return torch.cuda.device(tensor.device)
 
 
 def launch(kernel: Any, grid: int | tuple[int, int], /, *args: Any, **constants: Any) -> None:
@@ -240,19 +145,19 @@ def launch(kernel: Any, grid: int | tuple[int, int], /, *args: Any, **constants:
     grid = (grid, 1) if isinstance(grid, int) else grid
     if not (grid[0] and grid[1]) or launch_prepared(kernel, grid, args, constants):
         return
-    with use_device(next(arg for arg in args if isinstance(arg, Tensor))):
+    with device_of(next(arg for arg in args if isinstance(arg, Tensor))):
         compiled = kernel[grid](*args, **constants)
     keep_prepared(kernel, args, constants, compiled)
 
 
-def disable_autocast(x: Tensor) -> AbstractContextManager[Any]:
+def disable_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
     """Return a context that disables autocast on the tensor's device; it does nothing on meta."""
-    if x.is_meta or not torch.is_autocast_enabled(x.device.type):
+    if tensor.is_meta or not torch.is_autocast_enabled(tensor.device.type):
         return _NO_CONTEXT
-    return torch.autocast(x.device.type, enabled=False)
+    return torch.autocast(tensor.device.type, enabled=False)
 
 
-def split_by_expert(offsets_e: Tensor) -> Iterator[slice]:
+def iterate_expert_slices(offsets_e: Tensor) -> Iterator[slice]:
     """Yield each expert's slice of rows sorted by expert; offsets_e are running sums. Host sync."""
     start = 0
     for stop in offsets_e.tolist():
@@ -273,13 +178,13 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def make_gluon_descriptor(x: Tensor, block: tuple[int, ...]) -> Any:
-    """Return a TMA descriptor for blocks of x of the shape `block`, with Gluon's default layout."""
-    return make_descriptor(x, block, _choose_shared_layout)
+def make_gluon_descriptor(tensor: Tensor, block_shape: tuple[int, ...]) -> Any:
+    """Return a TMA descriptor for blocks of a tensor, with Gluon's default layout."""
+    return make_descriptor(tensor, block_shape, _choose_shared_layout)
 
 
 @functools.cache
-def _choose_shared_layout(dtype: torch.dtype, block: tuple[int, ...]) -> Any:
+def _choose_shared_layout(dtype: torch.dtype, block_shape: tuple[int, ...]) -> Any:
     """Return Gluon's default shared-memory layout of a block of this shape and dtype.
 
     A dtype other than E4M3, bf16 and fp16 gets the layout of fp32.
@@ -289,13 +194,15 @@ def _choose_shared_layout(dtype: torch.dtype, block: tuple[int, ...]) -> Any:
         torch.bfloat16: gl.bfloat16,
         torch.float16: gl.float16,
     }
-    return gl.NVMMASharedLayout.get_default_for(list(block), gluon_dtypes.get(dtype, gl.float32))
+    return gl.NVMMASharedLayout.get_default_for(
+        list(block_shape), gluon_dtypes.get(dtype, gl.float32)
+    )
 
 
 @gluon.jit
-def split_halves(x):
-    """Return the left and the right half of the columns of a tile x [rows, columns]."""
-    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
+def split_halves(tile):
+    """Return the left and the right half of the columns of a tile [rows, columns]."""
+    return tile.reshape([tile.shape[0], 2, tile.shape[1] // 2]).permute([0, 2, 1]).split()
 
 
 @functools.cache

@@ -8,7 +8,7 @@ Letters: C rows (tokens of one chunk), V vocabulary.
 One program handles one row. The first pass keeps a maximum and a sum of exponentials for each lane
 (online softmax, arXiv:1805.02867), and reduces the lanes at the end of the row. The second pass
 writes the gradient. A row with the ignored label is not read. If each rank has some columns of a
-row, `row_statistics` and `softmax_gradient_` are the two passes, and the ranks combine the
+row, `softmax_statistics` and `softmax_gradient_` are the two passes, and the ranks combine the
 statistics between the passes. The `_blocks` functions round the gradient to FP8, with a scale per
 128 columns.
 
@@ -25,15 +25,15 @@ from torch import Tensor
 
 from moecore.kernels.common import (
     KERNEL_DTYPES,
+    can_use_kernel,
     cdiv,
     launch,
     next_power_of_2,
     tl,
     triton,
-    use_kernel,
 )
 from moecore.kernels.ops import Op
-from moecore.kernels.rows.e4m3 import compute_block_scale, magnitude, to_e4m3
+from moecore.kernels.rows.e4m3 import abs_without_nan, compute_block_scale, to_e4m3
 from moecore.kernels.rows.quantised import make_empty_row_blocks, quantise_row_blocks_ref
 from moecore.kernels.rows.scaling import Blocks
 
@@ -45,7 +45,7 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32, where -inf would make 
 
 
 def cross_entropy_ref_(
-    logits_CV: Tensor, labels_C: Tensor, dtype: torch.dtype | None
+    logits_CV: Tensor, labels_C: Tensor, grad_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
     """Compute `cross_entropy_` in plain PyTorch; overwrites fp32 and fp64 logits."""
     logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
@@ -59,10 +59,10 @@ def cross_entropy_ref_(
     label_logits_C1 = logits_CV.gather(1, labels_C1)
     sums_C1 = logits_CV.exp_().sum(1, keepdim=True)
     loss = ((sums_C1.log() - label_logits_C1) * counts_C1).sum()
-    if dtype is None:
+    if grad_dtype is None:
         return loss, None
     logits_CV.mul_(counts_C1 / sums_C1).scatter_add_(1, labels_C1, -counts_C1)
-    return loss, logits_CV.to(dtype)
+    return loss, logits_CV.to(grad_dtype)
 
 
 class CrossEntropyConstants(NamedTuple):
@@ -88,7 +88,7 @@ def _make_constants(num_columns: int, power_of_two: bool = True) -> dict[str, An
 
 
 @triton.jit
-def _make_columns(CONST: tl.constexpr):
+def _make_first_columns(CONST: tl.constexpr):
     """Return int32 [LANES, WIDTH], the columns that the first step of a row reads."""
     lanes = tl.arange(0, CONST.LANES)[:, None] * CONST.WIDTH
     return lanes + tl.arange(0, CONST.WIDTH)[None, :]
@@ -96,18 +96,18 @@ def _make_columns(CONST: tl.constexpr):
 
 @triton.jit
 def _reduce_max_and_sum(
-    x_row,  # pointer to [V]
+    logits_row,  # pointer to [V]
     CONST: tl.constexpr,
 ):
     """Return max(x), and the sum of exp(x - max(x)): NaN for a NaN or +inf in the row."""
     V: tl.constexpr = CONST.V
     LANES: tl.constexpr = CONST.LANES
-    columns = _make_columns(CONST)
+    columns = _make_first_columns(CONST)
     high = tl.full([LANES], LOWEST, tl.float32)
     sums = tl.zeros([LANES], tl.float32)
     for start in range(0, V, LANES * CONST.WIDTH):
         at = start + columns
-        x = tl.load(x_row + at, mask=at < V, other=float("-inf")).to(tl.float32)
+        x = tl.load(logits_row + at, mask=at < V, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(high, tl.max(x, axis=1))
         sums = sums * tl.exp(high - higher) + tl.sum(tl.exp(x - higher[:, None]), axis=1)
         high = higher
@@ -117,75 +117,77 @@ def _reduce_max_and_sum(
 
 @triton.jit
 def _write_gradient(
-    x_row,  # pointer to [V]
-    d_row,  # pointer to [V], out; x_row itself or other memory; e4m3 as uint8 with scales
+    logits_row,  # pointer to [V]
+    d_logits_row,  # [V], out; logits_row itself or other memory; e4m3 as uint8 with scales
     scales,  # fp32 [V / 128, stride], out; None = the gradient is not quantised
-    row,  # column of `scales` that is written
-    stride,
+    row_idx,  # column of `scales` that is written
+    scales_stride,
     label,
-    high,  # max(x), fp32
-    scale,  # 1 / the sum of exp(x - high), fp32
+    row_max,  # max(x), fp32
+    inverse_exp_sum,  # 1 / the sum of exp(x - high), fp32
     CONST: tl.constexpr,
 ):
-    """Write softmax(x) - (column == label), the gradient of one row's logits x, to d_row.
+    """Write softmax(x) - (column == label), the gradient of one row's logits x, to d_logits_row.
 
-    `high` is max(x), and `scale` is 1 / the sum of exp(x - high). If `scales` is not None, the
-    gradient is FP8, and a scale per 128 columns is written to `scales`.
+    `row_max` is max(x), and `inverse_exp_sum` is 1 / the sum of exp(x - row_max). If `scales` is
+    not None, the gradient is FP8, and a scale per 128 columns is written to `scales`.
     """
     V: tl.constexpr = CONST.V
     STEP: tl.constexpr = CONST.LANES * CONST.WIDTH
-    columns, label = _make_columns(CONST), label.to(tl.int32)
+    columns, label = _make_first_columns(CONST), label.to(tl.int32)
     for start in range(0, V, STEP):
         if scales is None:
             at = start + columns
         else:
             block = start // 128 + tl.arange(0, STEP // 128)
             at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
-        x = tl.load(x_row + at, mask=at < V, other=float("-inf"), eviction_policy="evict_first").to(
-            tl.float32
-        )
-        d = tl.exp(x - high) * scale
+        x = tl.load(
+            logits_row + at, mask=at < V, other=float("-inf"), eviction_policy="evict_first"
+        ).to(tl.float32)
+        d = tl.exp(x - row_max) * inverse_exp_sum
         d = tl.where(at == label, d - 1.0, d)
         if scales is None:
-            d = d.to(d_row.dtype.element_ty)
+            d = d.to(d_logits_row.dtype.element_ty)
         else:
-            amax = tl.max(magnitude(d), axis=1)
+            amax = tl.max(abs_without_nan(d), axis=1)
             of_blocks, inverse = compute_block_scale(amax, CONST.POWER_OF_TWO)
-            tl.store(scales + block * stride + row, of_blocks, mask=block < V // 128)
+            tl.store(scales + block * scales_stride + row_idx, of_blocks, mask=block < V // 128)
             d = to_e4m3(d * inverse[:, None])
-        tl.store(d_row + at, d, mask=at < V, eviction_policy="evict_first")
+        tl.store(d_logits_row + at, d, mask=at < V, eviction_policy="evict_first")
 
 
 @triton.jit
-def _write_zeros(d_row, scales, row, stride, CONST: tl.constexpr):
+def _write_zeros(d_logits_row, scales, row_idx, scales_stride, CONST: tl.constexpr):
     """Write zeros as the gradient of an ignored row, and 2^-126 as its FP8 scales if any."""
     STEP: tl.constexpr = CONST.LANES * CONST.WIDTH
-    columns = _make_columns(CONST)
-    zeros = tl.full([CONST.LANES, CONST.WIDTH], 0, d_row.dtype.element_ty)
+    columns = _make_first_columns(CONST)
+    zeros = tl.full([CONST.LANES, CONST.WIDTH], 0, d_logits_row.dtype.element_ty)
     for start in range(0, CONST.V, STEP):
         at = start + columns
-        tl.store(d_row + at, zeros, mask=at < CONST.V, eviction_policy="evict_first")
+        tl.store(d_logits_row + at, zeros, mask=at < CONST.V, eviction_policy="evict_first")
         if scales is not None:
             block = start // 128 + tl.arange(0, STEP // 128)
             min_scales = tl.full([STEP // 128], 1.1754943508222875e-38, tl.float32)
-            tl.store(scales + block * stride + row, min_scales, mask=block < CONST.V // 128)
+            tl.store(
+                scales + block * scales_stride + row_idx, min_scales, mask=block < CONST.V // 128
+            )
 
 
 @triton.jit
-def _load_label_logit(x_row, label, V: tl.constexpr):
+def _load_label_logit(logits_row, label, V: tl.constexpr):
     """Return (the row's logit in column `label`, True), or (0, False) if the column is missing."""
     inside = (label >= 0) & (label < V)
-    return tl.load(x_row + label, mask=inside, other=0.0).to(tl.float32), inside
+    return tl.load(logits_row + label, mask=inside, other=0.0).to(tl.float32), inside
 
 
-@triton.jit(do_not_specialize=["stride"])
+@triton.jit(do_not_specialize=["scales_stride"])
 def _cross_entropy_kernel(
     logits,  # [C, V], contiguous
     labels,  # [C] int64
     losses,  # [C] fp32, out
     d_logits,  # [C, V], contiguous, out: logits itself or other memory; None = no gradient
     scales,  # fp32 [V / 128, stride], out; None = the gradient is not quantised
-    stride,  # C rounded up
+    scales_stride,  # C rounded up
     CONST: tl.constexpr,
 ):
     """Write one row's loss and, unless `d_logits` is None, its gradient."""
@@ -195,7 +197,7 @@ def _cross_entropy_kernel(
     if label == IGNORED:
         tl.store(losses + row, 0.0)
         if d_logits is not None:
-            _write_zeros(d_logits + row * CONST.V, scales, row, stride, CONST)
+            _write_zeros(d_logits + row * CONST.V, scales, row, scales_stride, CONST)
     else:
         # Before the sums, where threads meet: in place, the second pass overwrites the logit.
         label_logit, inside = _load_label_logit(x_row, label, CONST.V)
@@ -205,7 +207,7 @@ def _cross_entropy_kernel(
         tl.store(losses + row, tl.log(total) - (label_logit - high))
         if d_logits is not None:
             d_row, scale = d_logits + row * CONST.V, 1.0 / total
-            _write_gradient(x_row, d_row, scales, row, stride, label, high, scale, CONST)
+            _write_gradient(x_row, d_row, scales, row, scales_stride, label, high, scale, CONST)
 
 
 @triton.jit
@@ -228,15 +230,15 @@ def _row_statistics_kernel(
     tl.store(statistics + row * 3 + 2, label_logit)
 
 
-@triton.jit(do_not_specialize=["stride"])
+@triton.jit(do_not_specialize=["scales_stride"])
 def _softmax_gradient_kernel(
     logits,  # [C, V], contiguous
     labels,  # [C] int64
-    highs,  # [C] fp32, the maximum of the full row
-    sums,  # [C] fp32, the sum of exp(x - high)
+    row_max,  # [C] fp32, the maximum of the full row
+    exp_sums,  # [C] fp32, the sum of exp(x - high)
     d_logits,  # [C, V], contiguous, out: logits itself or other memory
     scales,  # fp32 [V / 128, stride], out; None = the gradient is not quantised
-    stride,  # C rounded up
+    scales_stride,  # C rounded up
     CONST: tl.constexpr,
 ):
     """Write one row's gradient from its maximum and sum: see `softmax_gradient_`."""
@@ -244,13 +246,17 @@ def _softmax_gradient_kernel(
     label = tl.load(labels + row)
     d_row = d_logits + row * CONST.V
     if label == IGNORED:
-        _write_zeros(d_row, scales, row, stride, CONST)
+        _write_zeros(d_row, scales, row, scales_stride, CONST)
     else:
-        x_row, high, scale = logits + row * CONST.V, tl.load(highs + row), 1.0 / tl.load(sums + row)
-        _write_gradient(x_row, d_row, scales, row, stride, label, high, scale, CONST)
+        x_row, high, scale = (
+            logits + row * CONST.V,
+            tl.load(row_max + row),
+            1.0 / tl.load(exp_sums + row),
+        )
+        _write_gradient(x_row, d_row, scales, row, scales_stride, label, high, scale, CONST)
 
 
-def _cross_entropy(
+def _launch_cross_entropy(
     logits_CV: Tensor,
     labels_C: Tensor,
     d_logits_CV: Tensor | None,
@@ -276,16 +282,16 @@ def _cross_entropy(
 
 _cross_entropy_op = Op(
     "cross_entropy_",
-    _cross_entropy,
+    _launch_cross_entropy,
     lambda logits_CV, *_: logits_CV.new_empty(logits_CV.shape[0], dtype=torch.float32),
     mutates_args=("logits_CV", "d_logits_CV", "scales"),
 )
 
 
 def cross_entropy_(
-    logits_CV: Tensor, labels_C: Tensor, dtype: torch.dtype | None
+    logits_CV: Tensor, labels_C: Tensor, grad_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the loss summed over rows, and its gradient in `dtype`. Deterministic, no host sync.
+    """Return the loss summed over rows, and the gradient of logits. Deterministic, no host sync.
 
     Args:
         logits_CV: any float dtype, overwritten: the gradient may use its memory. Copied when not
@@ -293,19 +299,19 @@ def cross_entropy_(
         labels_C: int64 in [0, V), or -100: the row is not read, its loss and gradient are 0. Any
             other label makes the loss and the row of the gradient NaN in the kernel, and raises an
             error in plain PyTorch.
-        dtype: dtype of the gradient; None = no gradient.
+        grad_dtype: dtype of the gradient; None = no gradient.
 
     Returns:
         The loss, an fp32 scalar (fp64 for fp64 logits), and the gradient [C, V], contiguous. A NaN
         or +inf in a counted row makes the loss and that row of the gradient NaN.
     """
-    kernel_dtypes = dtype is None or dtype in KERNEL_DTYPES
-    if not (kernel_dtypes and logits_CV.dtype in KERNEL_DTYPES and use_kernel(logits_CV)):
-        return cross_entropy_ref_(logits_CV, labels_C, dtype)
+    kernel_dtypes = grad_dtype is None or grad_dtype in KERNEL_DTYPES
+    if not (kernel_dtypes and logits_CV.dtype in KERNEL_DTYPES and can_use_kernel(logits_CV)):
+        return cross_entropy_ref_(logits_CV, labels_C, grad_dtype)
     logits_CV, labels_C = logits_CV.contiguous(), labels_C.contiguous()
-    if dtype == logits_CV.dtype:
+    if grad_dtype == logits_CV.dtype:
         return _cross_entropy_op(logits_CV, labels_C, None, None, True, True).sum(), logits_CV
-    d_logits_CV = None if dtype is None else torch.empty_like(logits_CV, dtype=dtype)
+    d_logits_CV = None if grad_dtype is None else torch.empty_like(logits_CV, dtype=grad_dtype)
     losses_C = _cross_entropy_op(logits_CV, labels_C, d_logits_CV, None, False, True)
     return losses_C.sum(), d_logits_CV
 
@@ -318,7 +324,7 @@ def cross_entropy_blocks(
     Arguments are as for `cross_entropy_`, but logits are contiguous bf16, fp16 or fp32 with V a
     multiple of 128, and are not changed. `power_of_two` restricts scales to powers of two.
     """
-    if not use_kernel(logits_CV):
+    if not can_use_kernel(logits_CV):
         loss, d_logits_CV = cross_entropy_ref_(logits_CV.float().clone(), labels_C, torch.float32)
         assert d_logits_CV is not None
         return loss, quantise_row_blocks_ref(d_logits_CV, power_of_two)
@@ -327,8 +333,8 @@ def cross_entropy_blocks(
     return _cross_entropy_op(logits_CV, labels_C.contiguous(), *out).sum(), d
 
 
-def row_statistics_ref(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
-    """Compute `row_statistics` in fp32 or fp64."""
+def softmax_statistics_ref(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
+    """Compute `softmax_statistics` in fp32 or fp64."""
     x_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     x_CV = x_CV.masked_fill((labels_C == IGNORE_INDEX)[:, None], 0)
     high_C1 = x_CV.amax(1, keepdim=True)
@@ -339,19 +345,23 @@ def row_statistics_ref(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
 
 
 def softmax_gradient_ref_(
-    logits_CV: Tensor, labels_C: Tensor, highs_C: Tensor, sums_C: Tensor, dtype: torch.dtype
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    row_max_C: Tensor,
+    exp_sums_C: Tensor,
+    grad_dtype: torch.dtype,
 ) -> Tensor:
     """Compute `softmax_gradient_`; overwrites fp32 and fp64 logits."""
     logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     inside_C = (labels_C >= 0) & (labels_C < logits_CV.shape[1])
-    d_logits_CV = logits_CV.sub_(highs_C[:, None]).exp_().div_(sums_C[:, None])
+    d_logits_CV = logits_CV.sub_(row_max_C[:, None]).exp_().div_(exp_sums_C[:, None])
     targets_C1 = labels_C.clamp(0, logits_CV.shape[1] - 1)[:, None]
     d_logits_CV.scatter_add_(1, targets_C1, -inside_C[:, None].to(d_logits_CV.dtype))
-    return d_logits_CV.masked_fill_((labels_C == IGNORE_INDEX)[:, None], 0).to(dtype)
+    return d_logits_CV.masked_fill_((labels_C == IGNORE_INDEX)[:, None], 0).to(grad_dtype)
 
 
-def _row_statistics(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
-    """Compute `row_statistics`, fp32 [C, 3], of contiguous tensors by the kernel."""
+def _launch_softmax_statistics(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
+    """Compute `softmax_statistics`, fp32 [C, 3], of contiguous tensors by the kernel."""
     C, V = logits_CV.shape
     statistics_C3 = logits_CV.new_empty(C, 3, dtype=torch.float32)
     launch(_row_statistics_kernel, C, logits_CV, labels_C, statistics_C3, **_make_constants(V))
@@ -359,17 +369,17 @@ def _row_statistics(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
 
 
 _row_statistics_op = Op(
-    "row_statistics",
-    _row_statistics,
+    "softmax_statistics",
+    _launch_softmax_statistics,
     lambda logits_CV, _: logits_CV.new_empty(logits_CV.shape[0], 3, dtype=torch.float32),
 )
 
 
-def _softmax_gradient(
+def _launch_softmax_gradient(
     logits_CV: Tensor,
     labels_C: Tensor,
-    highs_C: Tensor,
-    sums_C: Tensor,
+    row_max_C: Tensor,
+    exp_sums_C: Tensor,
     d_logits_CV: Tensor | None,
     scales: Tensor | None,
     power_of_two: bool,
@@ -380,19 +390,27 @@ def _softmax_gradient(
     """
     C, V = logits_CV.shape
     d, stride = d_logits_CV, 0 if scales is None else scales.stride(0)
-    args = (logits_CV, labels_C, highs_C, sums_C, logits_CV if d is None else d, scales, stride)
+    args = (
+        logits_CV,
+        labels_C,
+        row_max_C,
+        exp_sums_C,
+        logits_CV if d is None else d,
+        scales,
+        stride,
+    )
     launch(_softmax_gradient_kernel, C, *args, **_make_constants(V, power_of_two))
 
 
 _softmax_gradient_op = Op(
     "softmax_gradient_",
-    _softmax_gradient,
+    _launch_softmax_gradient,
     lambda *_: None,
     mutates_args=("logits_CV", "d_logits_CV", "scales"),
 )
 
 
-def row_statistics(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
+def softmax_statistics(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
     """Return softmax statistics of each row's local columns; ranks combine them for full rows.
 
     Args:
@@ -404,36 +422,48 @@ def row_statistics(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
         [C, 3], fp32 (fp64 for fp64 logits): the maximum, the sum of exp(x - maximum), and the logit
         of the label, 0 on other ranks. Rows that are not read have 0, 1 and 0.
     """
-    if logits_CV.dtype not in KERNEL_DTYPES or not use_kernel(logits_CV):
-        return row_statistics_ref(logits_CV, labels_C)
+    if logits_CV.dtype not in KERNEL_DTYPES or not can_use_kernel(logits_CV):
+        return softmax_statistics_ref(logits_CV, labels_C)
     return _row_statistics_op(logits_CV.contiguous(), labels_C.contiguous())
 
 
 def softmax_gradient_(
-    logits_CV: Tensor, labels_C: Tensor, highs_C: Tensor, sums_C: Tensor, dtype: torch.dtype
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    row_max_C: Tensor,
+    exp_sums_C: Tensor,
+    grad_dtype: torch.dtype,
 ) -> Tensor:
-    """Return exp(x - high) / sum - (v == label) of each row, [C, V] in `dtype`.
+    """Return exp(x - high) / sum - (v == label) of each row, [C, V] in `grad_dtype`.
 
     Args:
-        logits_CV, labels_C: as for `row_statistics`; logits are overwritten.
-        highs_C, sums_C: full rows' maximum and sum of exp(x - maximum), in the statistics' dtype.
+        logits_CV, labels_C: as for `softmax_statistics`; logits are overwritten.
+        row_max_C, exp_sums_C: full rows' maximum and sum of exp(x - maximum), in the statistics'
+            dtype.
     """
-    kernel_dtypes = logits_CV.dtype in KERNEL_DTYPES and dtype in KERNEL_DTYPES
-    if not (kernel_dtypes and use_kernel(logits_CV)):
-        return softmax_gradient_ref_(logits_CV, labels_C, highs_C, sums_C, dtype)
+    kernel_dtypes = logits_CV.dtype in KERNEL_DTYPES and grad_dtype in KERNEL_DTYPES
+    if not (kernel_dtypes and can_use_kernel(logits_CV)):
+        return softmax_gradient_ref_(logits_CV, labels_C, row_max_C, exp_sums_C, grad_dtype)
     logits_CV = logits_CV.contiguous()
-    d_logits_CV = None if dtype == logits_CV.dtype else torch.empty_like(logits_CV, dtype=dtype)
-    labels_C, highs_C, sums_C = (t.contiguous() for t in (labels_C, highs_C, sums_C))
-    _softmax_gradient_op(logits_CV, labels_C, highs_C, sums_C, d_logits_CV, None, True)
+    d_logits_CV = (
+        None if grad_dtype == logits_CV.dtype else torch.empty_like(logits_CV, dtype=grad_dtype)
+    )
+    labels_C, row_max_C, exp_sums_C = (t.contiguous() for t in (labels_C, row_max_C, exp_sums_C))
+    _softmax_gradient_op(logits_CV, labels_C, row_max_C, exp_sums_C, d_logits_CV, None, True)
     return logits_CV if d_logits_CV is None else d_logits_CV
 
 
 def softmax_gradient_blocks(
-    logits_CV: Tensor, labels_C: Tensor, highs_C: Tensor, sums_C: Tensor, *, power_of_two: bool
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    row_max_C: Tensor,
+    exp_sums_C: Tensor,
+    *,
+    power_of_two: bool,
 ) -> Blocks:
     """Return the gradient of `softmax_gradient_` in FP8, with a scale per 128 columns of a row."""
-    numbers = (labels_C, highs_C, sums_C)
-    if not use_kernel(logits_CV):
+    numbers = (labels_C, row_max_C, exp_sums_C)
+    if not can_use_kernel(logits_CV):
         d_logits_CV = softmax_gradient_ref_(logits_CV.float().clone(), *numbers, torch.float32)
         return quantise_row_blocks_ref(d_logits_CV, power_of_two)
     d = make_empty_row_blocks(logits_CV, *logits_CV.shape)

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore.kernels.common import KERNEL_DTYPES, cdiv, launch, next_power_of_2, use_kernel
+from moecore.kernels.common import KERNEL_DTYPES, can_use_kernel, cdiv, launch, next_power_of_2
 from moecore.kernels.hyper_connections_kernel import (
     collapse_streams_bwd_kernel,
     collapse_streams_bwd_mixes_kernel,
@@ -58,7 +58,7 @@ class CollapsedStreams:
     weights_TW: Tensor  # fp32
     # With kernels: one element, expanded. It is an input of `expand_streams`, its gradient is the
     # gradient of the streams there, and `collapse_streams` adds this gradient. None = autograd.
-    link_TND: Tensor | None = None
+    grad_carrier_TND: Tensor | None = None
 
 
 def collapse_streams_ref(
@@ -125,11 +125,11 @@ def _collapse_forward(
     Raw mixes are not divided by the RMS. The link [T, N, D] has no values: its gradient carries the
     gradient of streams from expand to collapse.
     """
-    x_TD, weights_TW, _, r_T, link_TND = _make_empty_collapsed(streams_TND, fn_MC)
+    x_TD, weights_TW, _, r_T, grad_carrier_TND = _make_empty_collapsed(streams_TND, fn_MC)
     raw_TM = router_logits(streams_TND.flatten(1), fn_MC)
     args = (streams_TND, raw_TM, base_M, scale_3, x_TD, weights_TW, r_T, norm_eps, eps, iterations)
     launch(collapse_streams_fwd_kernel, len(x_TD), *args, **_make_constants(streams_TND))
-    return x_TD, weights_TW, raw_TM, r_T, link_TND
+    return x_TD, weights_TW, raw_TM, r_T, grad_carrier_TND
 
 
 def _save_collapse(ctx: Any, inputs: tuple[Any, ...], output: Collapsed) -> None:
@@ -152,15 +152,15 @@ def _collapse_backward(
     r_T: Tensor,
     dx_TD: Tensor,
     dweights_TW: Tensor,
-    dlink_TND: Tensor,
+    dgrad_carrier_TND: Tensor,
     iterations: int,
     eps: float,
-    need_dfn: bool,
+    needs_dfn: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return gradients of streams, fn (uninitialised unless need_dfn), base and scale.
+    """Return gradients of streams, fn (uninitialised unless needs_dfn), base and scale.
 
-    dx_TD, dweights_TW and dlink_TND are the gradients of the outputs of `_collapse_forward`.
-    dlink_TND is added to the gradient of streams.
+    dx_TD, dweights_TW and dgrad_carrier_TND are the gradients of the outputs of
+    `_collapse_forward`. dgrad_carrier_TND is added to the gradient of streams.
     """
     (T, N, D), M, new = streams_TND.shape, len(fn_MC), raw_TM.new_empty
     pre_TN, draw_TM, factor_T, sums_T2M = new(T, N), new(T, M), new(T), new(T, 2, M)
@@ -171,11 +171,21 @@ def _collapse_backward(
     dbase_M, dscale_M = sums_T2M.sum(0)
     dscale_3 = torch.stack([group.sum() for group in dscale_M.split((N, N, N * N))])
     dstreams_TND, dfn_MC = torch.empty_like(streams_TND), torch.empty_like(fn_MC)
-    tensors = (streams_TND, fn_MC, dx_TD, dlink_TND, pre_TN, draw_TM, factor_T, dstreams_TND, T)
+    tensors = (
+        streams_TND,
+        fn_MC,
+        dx_TD,
+        dgrad_carrier_TND,
+        pre_TN,
+        draw_TM,
+        factor_T,
+        dstreams_TND,
+        T,
+    )
     grid, MP = cdiv(T, TILE["BLOCK_T"]) * N * cdiv(D, TILE["BLOCK_D"]), max(16, next_power_of_2(M))
     sizes = dict(N=N, D=D, M=M, MP=MP, num_warps=TILE_WARPS)
     launch(collapse_streams_bwd_kernel, grid, *tensors, **sizes, **TILE)
-    if need_dfn:
+    if needs_dfn:
         dfn_MC = compute_router_dweight(draw_TM, streams_TND.flatten(1), fn_MC)
     return dstreams_TND, dfn_MC, dbase_M, dscale_3
 
@@ -200,17 +210,17 @@ _collapse = Op(
     "collapse_streams",
     _collapse_forward,
     _make_empty_collapsed,
-    save=_save_collapse,
+    setup_context=_save_collapse,
     backward=_differentiate_collapse,
 )
 
 
 def _expand_forward(
-    streams_TND: Tensor, link_TND: Tensor, y_TD: Tensor, weights_TW: Tensor
+    streams_TND: Tensor, grad_carrier_TND: Tensor, y_TD: Tensor, weights_TW: Tensor
 ) -> Tensor:
     """Return the streams [T, N, D] after a sublayer.
 
-    link_TND is not read: its gradient in backward is the gradient of the streams.
+    grad_carrier_TND is not read: its gradient in backward is the gradient of the streams.
     """
     out_TND = torch.empty_like(streams_TND)
     args = (streams_TND, y_TD, weights_TW, out_TND)
@@ -235,7 +245,7 @@ _expand = Op(
     "expand_streams",
     _expand_forward,
     lambda streams_TND, *_: torch.empty_like(streams_TND),
-    save=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0], *inputs[2:]),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0], *inputs[2:]),
     backward=lambda ctx, dout: (None, *_expand_bwd(dout.contiguous(), *ctx.saved_tensors)),
 )
 
@@ -253,12 +263,12 @@ def collapse_streams(
         fn_MC, base_M: projection of the streams to mixes, and offsets of mixes; any float dtype.
         scale_3: factors of pre, post and comb, any float dtype.
     """
-    plain = torch.compiler.is_compiling() or not use_kernel(streams_TND, fn_MC)
+    plain = torch.compiler.is_compiling() or not can_use_kernel(streams_TND, fn_MC)
     if plain or streams_TND.dtype not in KERNEL_DTYPES:
         x_TD, weights_TW = collapse_streams_ref(streams_TND, fn_MC, base_M, scale_3, options)
         return x_TD, CollapsedStreams(streams_TND, weights_TW)
     streams_TND = streams_TND.contiguous()
-    x_TD, weights_TW, _, _, link_TND = _collapse(
+    x_TD, weights_TW, _, _, grad_carrier_TND = _collapse(
         streams_TND,
         fn_MC.contiguous(),
         base_M.float().contiguous(),
@@ -267,7 +277,7 @@ def collapse_streams(
         options.eps,
         options.norm_eps,
     )
-    return x_TD, CollapsedStreams(streams_TND.detach(), weights_TW, link_TND)
+    return x_TD, CollapsedStreams(streams_TND.detach(), weights_TW, grad_carrier_TND)
 
 
 def expand_streams(y_TD: Tensor, collapsed: CollapsedStreams) -> Tensor:
@@ -277,7 +287,9 @@ def expand_streams(y_TD: Tensor, collapsed: CollapsedStreams) -> Tensor:
     Differentiable as `collapse_streams` is.
     """
     streams_TND, weights_TW = collapsed.streams_TND, collapsed.weights_TW
-    if collapsed.link_TND is None:
+    if collapsed.grad_carrier_TND is None:
         return expand_streams_ref(streams_TND, y_TD, weights_TW)
-    out_TND: Tensor = _expand(streams_TND, collapsed.link_TND, y_TD.contiguous(), weights_TW)
+    out_TND: Tensor = _expand(
+        streams_TND, collapsed.grad_carrier_TND, y_TD.contiguous(), weights_TW
+    )
     return out_TND

@@ -4,29 +4,35 @@ from moecore.kernels.common import tl, triton
 
 
 @triton.jit
-def _normalise(c, eps, real, AXIS: tl.constexpr):
-    """Return c with columns (AXIS 0) or rows (1) divided by sum + eps; 0 where `real` is False."""
-    return tl.where(real, c / (tl.sum(c, AXIS, keep_dims=True) + eps), 0.0)
+def _normalise(matrix, eps, is_real, AXIS: tl.constexpr):
+    """Return a matrix with columns (AXIS 0) or rows (1) divided by sum + eps; 0 in padding."""
+    return tl.where(is_real, matrix / (tl.sum(matrix, AXIS, keep_dims=True) + eps), 0.0)
 
 
 @triton.jit
-def _normalise_bwd(dy, y, c, eps, real, AXIS: tl.constexpr):
-    """Return the gradient of c from dy, the gradient of y = `_normalise`(c)."""
-    d = (dy - tl.sum(dy * y, AXIS, keep_dims=True)) / (tl.sum(c, AXIS, keep_dims=True) + eps)
-    return tl.where(real, d, 0.0)
+def _normalise_bwd(d_normalised, normalised, matrix, eps, is_real, AXIS: tl.constexpr):
+    """Return the gradient of a matrix from that of `normalised`, its result of `_normalise`."""
+    d = (d_normalised - tl.sum(d_normalised * normalised, AXIS, keep_dims=True)) / (
+        tl.sum(matrix, AXIS, keep_dims=True) + eps
+    )
+    return tl.where(is_real, d, 0.0)
 
 
 @triton.jit
-def _compute_logits(raw_ptr, base_ptr, scale_ptr, cells, real, r, GROUP: tl.constexpr):
-    """Return raw * r * scale[GROUP] + base at `cells`, a group's logits. 0 pre, 1 post, 2 comb."""
-    raw = tl.load(raw_ptr + cells, mask=real, other=0.0)
-    return raw * r * tl.load(scale_ptr + GROUP) + tl.load(base_ptr + cells, mask=real, other=0.0)
+def _compute_logits(
+    raw_ptr, base_ptr, scale_ptr, mix_ids, is_real, inverse_rms, GROUP: tl.constexpr
+):
+    """Return a group's logits, raw * inverse_rms * scale[GROUP] + base. 0 pre, 1 post, 2 comb."""
+    raw = tl.load(raw_ptr + mix_ids, mask=is_real, other=0.0)
+    return raw * inverse_rms * tl.load(scale_ptr + GROUP) + tl.load(
+        base_ptr + mix_ids, mask=is_real, other=0.0
+    )
 
 
 @triton.jit
-def _compute_softmax(logits, n, N: tl.constexpr):
-    """Return the softmax of rows, over their first N columns; `n` has the column indices."""
-    logits = tl.where(n[None, :] < N, logits, float("-inf"))
+def _compute_softmax(logits, columns, N: tl.constexpr):
+    """Return the softmax of rows, over their first N columns; `columns` has the column indices."""
+    logits = tl.where(columns[None, :] < N, logits, float("-inf"))
     e = tl.exp(logits - tl.max(logits, 1, keep_dims=True))
     return e / tl.sum(e, 1, keep_dims=True)
 
@@ -79,18 +85,27 @@ def collapse_streams_fwd_kernel(
 
 @triton.jit
 def _differentiate_mixes(
-    dlogits, raw_ptr, scale_ptr, draw_ptr, sums_ptr, cells, real, r, M, GROUP: tl.constexpr
+    dlogits,
+    raw_ptr,
+    scale_ptr,
+    draw_ptr,
+    sums_ptr,
+    mix_ids,
+    is_real,
+    inverse_rms,
+    num_mixes,
+    GROUP: tl.constexpr,
 ):
-    """From dlogits, store gradients of raw mixes, base and scale; return the gradient of r.
+    """From dlogits, store gradients of raw mixes, base and scale; return the gradient of 1 / RMS.
 
-    `cells` has the group's indices of mixes; `real` is False in padding.
+    `mix_ids` has the group's indices of mixes; `is_real` is False in padding.
     """
-    raw = tl.load(raw_ptr + cells, mask=real, other=0.0)
+    raw = tl.load(raw_ptr + mix_ids, mask=is_real, other=0.0)
     dmixes = dlogits * tl.load(scale_ptr + GROUP)
-    tl.store(draw_ptr + cells, dmixes * r, mask=real)
-    tl.store(sums_ptr + cells, dlogits, mask=real)
-    tl.store(sums_ptr + M + cells, dlogits * raw * r, mask=real)
-    return tl.sum(tl.where(real, dmixes * raw, 0.0))
+    tl.store(draw_ptr + mix_ids, dmixes * inverse_rms, mask=is_real)
+    tl.store(sums_ptr + mix_ids, dlogits, mask=is_real)
+    tl.store(sums_ptr + num_mixes + mix_ids, dlogits * raw * inverse_rms, mask=is_real)
+    return tl.sum(tl.where(is_real, dmixes * raw, 0.0))
 
 
 @triton.jit

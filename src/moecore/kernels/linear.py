@@ -27,7 +27,7 @@ from moecore.base.params import get_local_param
 from moecore.base.regions import run_product
 from moecore.base.torch_private import get_autocast_dtype, is_plain_eager
 from moecore.kernels.experts.contract import GradSink, GradTarget, find_sink
-from moecore.kernels.grouped.wgrad import store_grad
+from moecore.kernels.grouped.wgrad import scale_and_store_grad
 
 Gradients = tuple[Tensor | None, tuple[Any, ...] | None, Tensor | None]
 
@@ -38,10 +38,10 @@ class LinearProducts(ABC):
     defers = False  # whether the weight's sink may compute its gradient later: `GradSink.defer`
     differentiable_twice = False  # whether second derivatives are supported; otherwise they raise
     forward: ClassVar[Callable[..., Tensor]]  # (x, weight, bias, *others) -> y
-    # save(ctx, (x, weight, bias, *others), y), as an `autograd.Function`'s `setup_context`.
-    save: ClassVar[Callable[..., None]]
-    # gradients(ctx, dy) -> dx, the operands of `weight_grad`, and dbias; None = not needed.
-    gradients: ClassVar[Callable[..., Gradients]]
+    # setup_context(ctx, (x, weight, bias, *others), y), as that of an `autograd.Function`.
+    setup_context: ClassVar[Callable[..., None]]
+    # compute_gradients(ctx, dy) -> dx, the operands of `weight_grad`, and dbias; None = not needed.
+    compute_gradients: ClassVar[Callable[..., Gradients]]
     # weight_grad(*operands, target) puts dweight at a `GradTarget` and returns it.
     weight_grad: ClassVar[Callable[..., Tensor]]
 
@@ -70,7 +70,7 @@ def linear(
 def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     """Return dx, dweight (None if deferred), dbias and Nones from `grads` = (dy,), for autograd."""
     products, sink = ctx.products, ctx.sink
-    dx, operands, dbias_N = products.gradients(ctx, *grads)
+    dx, operands, dbias_N = products.compute_gradients(ctx, *grads)
     dweight_NK = None
     if operands is not None and (sink is None or not sink.defer(products.weight_grad, *operands)):
         dweight_NK = products.weight_grad(*operands, GradTarget())
@@ -104,10 +104,10 @@ class _LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        """Return y, and save what `products.save` saves."""
+        """Return y, and save what `products.setup_context` saves."""
         *inputs, products, sink = args
         y: Tensor = products.forward(*inputs)
-        products.save(ctx, inputs, y)
+        products.setup_context(ctx, inputs, y)
         ctx.products, ctx.sink = products, sink
         return y
 
@@ -153,7 +153,7 @@ class PlainProducts(LinearProducts):
 
     @override
     @staticmethod
-    def save(ctx: Any, inputs: Any, y: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: Any, y: Tensor) -> None:
         """Save x if the weight needs a gradient, and the weight if x needs a gradient."""
         wants_x, wants_weight, *_ = ctx.needs_input_grad
         x, weight_NK, _ = inputs
@@ -161,7 +161,7 @@ class PlainProducts(LinearProducts):
 
     @override
     @staticmethod
-    def gradients(ctx: Any, dy: Tensor) -> Gradients:
+    def compute_gradients(ctx: Any, dy: Tensor) -> Gradients:
         """Return dx, the operands (dy, x) of `weight_grad`, and dbias; None where not needed."""
         x, weight_NK = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
@@ -173,5 +173,7 @@ class PlainProducts(LinearProducts):
     @override
     @staticmethod
     def weight_grad(dy_TN: Tensor, x_TK: Tensor, target: GradTarget) -> Tensor:
-        """Write dy^T @ x, [N, K], to `target`, or add it if `target.adds`; return the gradient."""
-        return store_grad(dy_TN.t().mm(x_TK), target.out, target.adds, target.dtype, target.scale)
+        """Return dy^T @ x, [N, K], written to `target`, or added to it if `target.accumulate`."""
+        return scale_and_store_grad(
+            dy_TN.t().mm(x_TK), target.out, target.accumulate, target.dtype, target.scale
+        )

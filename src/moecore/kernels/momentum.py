@@ -7,7 +7,7 @@ bf16. The gradient is divided by `grad_scale` while it is read, and is not chang
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import KERNEL_DTYPES, cdiv, launch, tl, triton, use_kernel
+from moecore.kernels.common import KERNEL_DTYPES, can_use_kernel, cdiv, launch, tl, triton
 
 BLOCK = 4096  # elements of one program
 NUM_WARPS = 8
@@ -16,7 +16,7 @@ NUM_WARPS = 8
 def momentum_ref_(
     grad: Tensor,
     momentum: Tensor,
-    dtype: torch.dtype,
+    out_dtype: torch.dtype,
     *,
     decay: float,
     nesterov: bool,
@@ -31,7 +31,7 @@ def momentum_ref_(
     if found_inf is not None:  # a nan times 0 is a nan
         grad, new = (x.masked_fill(found_inf > 0, 0.0) for x in (grad, new))
     momentum.lerp_(grad, new)
-    return (grad.lerp(momentum, decay) if nesterov else momentum).to(dtype, copy=True)
+    return (grad.lerp(momentum, decay) if nesterov else momentum).to(out_dtype, copy=True)
 
 
 @triton.jit
@@ -39,8 +39,8 @@ def _momentum_kernel(
     grad_ptr,  # [numel]
     momentum_ptr,  # [numel] fp32, in place
     out_ptr,  # [numel], out
-    scale_ptr,  # fp32 scalar or None
-    inf_ptr,  # fp32 scalar or None: if above 0, nothing changes
+    grad_scale_ptr,  # fp32 scalar or None
+    found_inf_ptr,  # fp32 scalar or None: if above 0, nothing changes
     numel,
     decay,  # fp32
     NESTEROV: tl.constexpr,
@@ -51,10 +51,10 @@ def _momentum_kernel(
     g = tl.load(grad_ptr + i, mask=i < numel, other=0.0).to(tl.float32)
     m = tl.load(momentum_ptr + i, mask=i < numel, other=0.0)
     new = 1 - decay
-    if scale_ptr is not None:
-        g = g / tl.load(scale_ptr)
-    if inf_ptr is not None:
-        skip = tl.load(inf_ptr) > 0
+    if grad_scale_ptr is not None:
+        g = g / tl.load(grad_scale_ptr)
+    if found_inf_ptr is not None:
+        skip = tl.load(found_inf_ptr) > 0
         g = tl.where(skip, 0.0, g)
         new = tl.where(skip, 0.0, new)
     m += new * (g - m)
@@ -66,14 +66,14 @@ def _momentum_kernel(
 def momentum_(
     grad: Tensor,
     momentum: Tensor,
-    dtype: torch.dtype,
+    out_dtype: torch.dtype,
     *,
     decay: float,
     nesterov: bool,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> Tensor:
-    """Update momentum in place, m <- decay * m + (1 - decay) * g, and return a copy in `dtype`.
+    """Update momentum in place, m <- decay * m + (1 - decay) * g, and return a copy in `out_dtype`.
 
     Args:
         grad: the gradient, which is not changed; g = grad / grad_scale.
@@ -83,11 +83,11 @@ def momentum_(
         grad_scale: fp32 scalar, divides the gradient; None = 1.
         found_inf: fp32 scalar. If above 0, the momentum does not change and the result is finite.
     """
-    plain = momentum.dtype != torch.float32 or not {grad.dtype, dtype} <= {*KERNEL_DTYPES}
-    if plain or not use_kernel(momentum) or not momentum.is_contiguous():
+    plain = momentum.dtype != torch.float32 or not {grad.dtype, out_dtype} <= {*KERNEL_DTYPES}
+    if plain or not can_use_kernel(momentum) or not momentum.is_contiguous():
         signals = dict(grad_scale=grad_scale, found_inf=found_inf)
-        return momentum_ref_(grad, momentum, dtype, decay=decay, nesterov=nesterov, **signals)
-    out = torch.empty_like(momentum, dtype=dtype)
+        return momentum_ref_(grad, momentum, out_dtype, decay=decay, nesterov=nesterov, **signals)
+    out = torch.empty_like(momentum, dtype=out_dtype)
     args = (grad.contiguous(), momentum, out, grad_scale, found_inf, out.numel(), decay)
     constants = dict(NESTEROV=nesterov, BLOCK=BLOCK, num_warps=NUM_WARPS)
     launch(_momentum_kernel, cdiv(out.numel(), BLOCK), *args, **constants)

@@ -18,19 +18,19 @@ Out = TypeVar("Out")
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
-def make_setup_context(tensors: slice, options: slice = slice(0)) -> Callable[..., None]:
-    """Return a function for `Op`'s argument `save`, which selects from the op's inputs.
+def make_setup_context(saved_inputs: slice, option_inputs: slice = slice(0)) -> Callable[..., None]:
+    """Return a function for `Op`'s argument `setup_context`, which selects from the op's inputs.
 
-    The function saves the tensors inputs[tensors] for backward, and stores inputs[options], which
-    are not tensors, as `ctx.others`.
+    The function saves the tensors inputs[saved_inputs] for backward, and stores
+    inputs[option_inputs], which are not tensors, as `ctx.others`.
     """
 
-    def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         """Save the selected inputs in `ctx`."""
-        ctx.save_for_backward(*inputs[tensors])
-        ctx.others = inputs[options]
+        ctx.save_for_backward(*inputs[saved_inputs])
+        ctx.others = inputs[option_inputs]
 
-    return save
+    return setup_context
 
 
 class Op(Generic[Out]):
@@ -44,7 +44,7 @@ class Op(Generic[Out]):
             inputs. Each tensor is an argument, not an element of a list.
         fake: takes the arguments of `forward` and returns empty outputs of the right shapes and
             dtypes.
-        save: save(ctx, inputs, output), `setup_context` of `autograd.Function`; see
+        setup_context: setup_context(ctx, inputs, output), as in `autograd.Function`; see
             `make_setup_context`.
         backward: backward(ctx, *grads); None = not differentiable.
         mutates_args: names of the arguments written to; not together with `backward`.
@@ -60,7 +60,7 @@ class Op(Generic[Out]):
         forward: Callable[..., Out],
         fake: Callable[..., Any],
         *,
-        save: Callable[..., None] | None = None,
+        setup_context: Callable[..., None] | None = None,
         backward: Callable[..., Any] | None = None,
         mutates_args: tuple[str, ...] = (),
         schema: str | None = None,
@@ -73,8 +73,8 @@ class Op(Generic[Out]):
         registered.register_fake(fake)
         self._apply: Callable[..., Out] | None = None
         if backward is not None:
-            registered.register_autograd(backward, setup_context=save)
-            self._apply = _make_function(name, forward, save, backward).apply
+            registered.register_autograd(backward, setup_context=setup_context)
+            self._apply = _make_function(name, forward, setup_context, backward).apply
         self.custom: Callable[..., Out] = getattr(torch.ops.moecore, name).default
         self._forward = forward
         parameters = list(inspect.signature(forward).parameters)
@@ -100,27 +100,31 @@ class Op(Generic[Out]):
 
 
 def _make_function(
-    name: str, forward: Callable[..., Any], save: Any, backward: Callable[..., Any]
+    name: str, forward: Callable[..., Any], setup_context: Any, backward: Callable[..., Any]
 ) -> type[torch.autograd.Function]:
     """Return an operation as an `autograd.Function`; profiles show the name of the custom op."""
     # Forward also saves: with a separate `setup_context`, torch would bind the arguments to the
     # signature at every call.
 
     def forward_and_save(ctx: Any, *args: Any) -> Any:
-        """Return the outputs of `forward`, and call `save`."""
+        """Return the outputs of `forward`, and call `setup_context`."""
         output = forward(*args)
-        if save is not None:
-            save(ctx, args, output)
+        if setup_context is not None:
+            setup_context(ctx, args, output)
         return output
 
     methods = {"forward": staticmethod(forward_and_save), "backward": staticmethod(backward)}
     return type(f"moecore::{name}", (torch.autograd.Function,), methods)
 
 
-def is_plain(t: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
     """Return whether eager code may call an op's `autograd.Function` with this tensor.
 
     The tensor must have no subclass and no lazy negation, and must not be on meta unless in a dry
     run.
     """
-    return type(t) in PLAIN_TYPES and (not t.is_meta or is_inside_custom_ops()) and not t.is_neg()
+    return (
+        type(tensor) in PLAIN_TYPES
+        and (not tensor.is_meta or is_inside_custom_ops())
+        and not tensor.is_neg()
+    )

@@ -126,7 +126,7 @@ def launch_prepared(
     If the result is False, the caller must launch by Triton. `constants` are constexpr parameters
     and launch options.
     """
-    if not (IS_SUPPORTED and _is_plain(kernel)):
+    if not (IS_SUPPORTED and _has_no_launch_hooks(kernel)):
         return False
     site = _SITES.get((kernel.fn, tuple(map(type, args)), *constants))
     if site is None:
@@ -135,17 +135,20 @@ def launch_prepared(
 
 
 def store_launch(
-    kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], compiled: Any
+    kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], compiled_kernel: Any
 ) -> None:
-    """Cache `compiled`, the result of a launch by Triton, so that `launch_prepared` can repeat it.
+    """Cache the result of a launch by Triton, so that `launch_prepared` can repeat the launch.
 
     `args` and `constants` of the launch give the key. Unsupported launches are not cached.
     """
-    if not (IS_SUPPORTED and _is_plain(kernel)) or type(compiled) is not CompiledKernel:
+    if (
+        not (IS_SUPPORTED and _has_no_launch_hooks(kernel))
+        or type(compiled_kernel) is not CompiledKernel
+    ):
         return
     name = (kernel.fn, tuple(map(type, args)), *constants)
     if name not in _SITES:
-        functions = _generate_functions(kernel, args)
+        functions = _generate_launch_functions(kernel, args)
         _SITES[name] = None if functions is None else _Site(*functions, {})
     site = _SITES[name]
     if site is None:
@@ -155,37 +158,44 @@ def store_launch(
         return
     if len(site.entries) >= MAX_ENTRIES:
         site.entries.clear()
-    site.entries[key] = _make_entry(kernel, args, compiled)
+    site.entries[key] = _make_entry(kernel, args, compiled_kernel)
 
 
 def make_descriptor(
-    x: Tensor, block: tuple[int, ...], layout_of: Callable[..., Any] | None = None
+    tensor: Tensor, block_shape: tuple[int, ...], choose_layout: Callable[..., Any] | None = None
 ) -> Any:
-    """Return a TMA descriptor for blocks of shape `block` of x, whose leading dims are flattened.
+    """Return a TMA descriptor for blocks of a tensor, whose leading dims are flattened.
 
-    Descriptors are cached by address, so x must live until the launch. `layout_of` maps a dtype and
-    a block to the layout of a Gluon kernel; None = the kernel is a Triton kernel.
+    Descriptors are cached by address, so the tensor must live until the launch. `choose_layout`
+    maps a dtype and a block to the layout of a Gluon kernel; None = the kernel is a Triton kernel.
     """
-    key = (x.data_ptr(), x.dtype, x.shape, x.stride(), block, layout_of)
+    key = (
+        tensor.data_ptr(),
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        block_shape,
+        choose_layout,
+    )
     desc = _DESCRIPTORS.get(key)
     if desc is not None:
         return desc
-    layout = None if layout_of is None else layout_of(x.dtype, block)
-    flat = x if x.ndim == len(block) else x.view(-1, x.shape[-1])
-    if not IS_SUPPORTED or x.is_meta:
+    layout = None if choose_layout is None else choose_layout(tensor.dtype, block_shape)
+    flat = tensor if tensor.ndim == len(block_shape) else tensor.view(-1, tensor.shape[-1])
+    if not IS_SUPPORTED or tensor.is_meta:
         if layout is None:
-            return TensorDescriptor.from_tensor(flat, list(block))
-        return GluonDescriptor.from_tensor(flat, list(block), layout)
-    shape: Any = (_Address(x.dtype, key[0]), flat.shape, flat.stride(), list(block))
+            return TensorDescriptor.from_tensor(flat, list(block_shape))
+        return GluonDescriptor.from_tensor(flat, list(block_shape), layout)
+    shape: Any = (_Address(tensor.dtype, key[0]), flat.shape, flat.stride(), list(block_shape))
     desc = _TritonDescriptor(*shape) if layout is None else _GluonDescriptor(*shape, layout)
-    desc.kind = _KINDS.setdefault((x.dtype, block, str(layout)), len(_KINDS))
+    desc.kind = _KINDS.setdefault((tensor.dtype, block_shape, str(layout)), len(_KINDS))
     if len(_DESCRIPTORS) >= MAX_DESCRIPTORS:
         _DESCRIPTORS.clear()
     _DESCRIPTORS[key] = desc
     return desc
 
 
-def _is_plain(kernel: Any) -> bool:
+def _has_no_launch_hooks(kernel: Any) -> bool:
     """Return whether Triton would launch without side effects: no hooks and no recorder."""
     return (
         JITFunction.run is _run
@@ -195,7 +205,7 @@ def _is_plain(kernel: Any) -> bool:
     )
 
 
-def _generate_functions(kernel: Any, args: tuple[Any, ...]) -> tuple[Any, Any] | None:
+def _generate_launch_functions(kernel: Any, args: tuple[Any, ...]) -> tuple[Any, Any] | None:
     """Generate and return `_Site.read` and `_Site.launch` for a kernel and the types of `args`.
 
     Return None if no argument is a tensor, a type is not supported, or a parameter is a constexpr
@@ -247,13 +257,13 @@ def launch(entry_of, current_device, grid, constants, {names}):
     return namespace["read"], namespace["launch"]
 
 
-def _make_entry(kernel: Any, args: tuple[Any, ...], compiled: Any) -> _Entry | None:
-    """Return the cached launch of `compiled` for these arguments; None = not supported."""
-    types = [compiled.src.signature.get(name) for name in kernel.arg_names]
-    matches = [_is_supported(arg, kind) for arg, kind in zip(args, types, strict=False)]
+def _make_entry(kernel: Any, args: tuple[Any, ...], compiled_kernel: Any) -> _Entry | None:
+    """Return the cached launch of `compiled_kernel` for these arguments; None = not supported."""
+    types = [compiled_kernel.src.signature.get(name) for name in kernel.arg_names]
+    matches = [_is_supported_argument(arg, kind) for arg, kind in zip(args, types, strict=False)]
     if not all(matches) or any(kind != "constexpr" for kind in types[len(args) :]):
         return None
-    launcher, metadata = compiled.run, compiled.metadata
+    launcher, metadata = compiled_kernel.run, compiled_kernel.metadata
     if type(launcher) is not nvidia.CudaLauncher or metadata.global_scratch_size:
         return None
     if metadata.profile_scratch_size:
@@ -266,17 +276,26 @@ def _make_entry(kernel: Any, args: tuple[Any, ...], compiled: Any) -> _Entry | N
             if meta is None or _METAS.setdefault(desc.kind, meta) != meta:
                 return None
     flags = (launcher.launch_cooperative_grid, launcher.launch_pdl)
-    head = (compiled.function, *flags, None, None, compiled.packed_metadata, None, None, None)
+    head = (
+        compiled_kernel.function,
+        *flags,
+        None,
+        None,
+        compiled_kernel.packed_metadata,
+        None,
+        None,
+        None,
+    )
     stream = triton.runtime.driver.active.get_current_stream
     return _Entry(launch, stream, head, (None,) * (len(types) - len(args)))
 
 
-def _is_supported(arg: Any, kind: Any) -> bool:
-    """Return whether Triton's C launcher accepts `arg` for a parameter of Triton type `kind`."""
-    if isinstance(arg, Tensor):
-        return bool(getattr(arg, GPU_FLAG)) and str(kind).startswith("*")
-    if isinstance(arg, Descriptor):
-        return str(kind).startswith("tensordesc<")
-    if type(arg) is int:
-        return kind == "i32" or (kind == "constexpr" and arg == 1)
-    return kind == {float: "fp32", bool: "u1", type(None): "constexpr"}.get(type(arg))  # type: ignore[no-any-return]
+def _is_supported_argument(argument: Any, triton_type: Any) -> bool:
+    """Return whether Triton's C launcher accepts `argument` for a parameter of `triton_type`."""
+    if isinstance(argument, Tensor):
+        return bool(getattr(argument, GPU_FLAG)) and str(triton_type).startswith("*")
+    if isinstance(argument, Descriptor):
+        return str(triton_type).startswith("tensordesc<")
+    if type(argument) is int:
+        return triton_type == "i32" or (triton_type == "constexpr" and argument == 1)
+    return triton_type == {float: "fp32", bool: "u1", type(None): "constexpr"}.get(type(argument))  # type: ignore[no-any-return]

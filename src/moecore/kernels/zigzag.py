@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 
 
-def find_documents(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+def find_document_ids(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """Return int64 [num_tokens], each token's document: [0, 2, 3, 3] gives [0, 0, 1]. No sync."""
     tokens = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True)
 
 
-def find_positions(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+def find_positions_in_documents(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """Return int64 [num_tokens], positions in documents: [0, 2, 3, 3] gives [0, 1, 0]. No sync."""
     tokens = torch.arange(num_tokens, device=cu_seqlens.device)
-    return tokens - cu_seqlens[find_documents(cu_seqlens, num_tokens)]
+    return tokens - cu_seqlens[find_document_ids(cu_seqlens, num_tokens)]
 
 
 def make_row_cu_seqlens(num_rows: int, num_tokens: int, device: torch.device) -> Tensor:
@@ -37,18 +37,19 @@ def make_row_cu_seqlens(num_rows: int, num_tokens: int, device: torch.device) ->
     return rows * (num_tokens // max(num_rows, 1))
 
 
-def assign_tokens_to_cp_ranks(cu_seqlens: Tensor, num_tokens: int, size: int) -> Tensor:
-    """Return int64 [size, num_tokens / size], the ascending token indices of `size` cp ranks.
+def assign_tokens_to_cp_ranks(cu_seqlens: Tensor, num_tokens: int, cp_size: int) -> Tensor:
+    """Return int64 [cp_size, num_tokens / cp_size], each cp rank's ascending token indices.
 
-    No host sync. Each document's length must be 0 or a multiple of 2 * size, which is not checked.
+    No host sync. Each document's length must be 0 or a multiple of 2 * cp_size, which is not
+    checked.
     """
-    num_local = num_tokens // size
+    num_local = num_tokens // cp_size
     cu_seqlens = cu_seqlens.long()
-    borders = cu_seqlens // size
-    documents = find_documents(borders, num_local)
+    borders = cu_seqlens // cp_size
+    documents = find_document_ids(borders, num_local)
     places = torch.arange(num_local, device=cu_seqlens.device) - borders[documents]
-    chunks = (cu_seqlens.diff() // (2 * size))[documents]
+    chunks = (cu_seqlens.diff() // (2 * cp_size))[documents]
     is_late = places >= chunks
-    ranks = torch.arange(size, device=cu_seqlens.device)[:, None]
-    numbers = torch.where(is_late, 2 * size - 1 - ranks, ranks)
+    ranks = torch.arange(cp_size, device=cu_seqlens.device)[:, None]
+    numbers = torch.where(is_late, 2 * cp_size - 1 - ranks, ranks)
     return cu_seqlens[documents] + numbers * chunks + places - is_late * chunks

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moecore.attention.context_parallel.local_tokens import (
     ContextParallel,
     LocalTokens,
-    check_documents,
+    check_document_lengths,
     select_cp_ranks,
 )
 from moecore.attention.kv_cache import KVCache
@@ -132,7 +132,7 @@ class Backbone(nn.Module):
             )
         if ranks is not None:
             if cu_seqlens is not None:
-                check_documents(cu_seqlens, ranks.size)
+                check_document_lengths(cu_seqlens, ranks.size)
             local_tokens = LocalTokens(ranks, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
             sequence, shape = replace(sequence, local_tokens=local_tokens), positions.shape[:-1]
             positions = local_tokens.slice_local(positions.view(-1, T)).view(*shape, -1)

@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moecore.attention.linear import attend_linear, convolve, scan_states
+from moecore.attention.linear import attend_linear, causal_conv1d, scan_states
 from moecore.attention.sequence import Sequence
 from moecore.base.params import get_local_param, init_uniform_
 from moecore.base.torch_private import get_local_tensor
@@ -80,7 +80,9 @@ class LinearAttention(nn.Module):
         """
         bias = None if self.conv1d.bias is None else self._slice_channels(self.conv1d.bias)
         filters = self._slice_channels(self.conv1d.weight).squeeze(1), bias
-        mixed_BTC = convolve(torch.cat(list(parts_BTC), -1), *filters, sequence, silu=True)
+        mixed_BTC = causal_conv1d(
+            torch.cat(list(parts_BTC), -1), *filters, sequence, apply_silu=True
+        )
         return list(mixed_BTC.split([part.shape[-1] for part in parts_BTC], dim=-1))
 
     def compute_steps(self, a_BTH: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from moecore.base.fields import Count, check_arguments
 from moecore.base.options.precision import Recipe
 from moecore.base.torch_private import get_autocast_dtype
 from moecore.kernels.common import disable_autocast
-from moecore.kernels.cross_entropy import IGNORE_INDEX, row_statistics
+from moecore.kernels.cross_entropy import IGNORE_INDEX, softmax_statistics
 from moecore.kernels.rows.scaled_cast import scaled_cast
 from moecore.moe.dispatch.collectives import all_gather_rows
 from moecore.precision.head import HeadProducts, make_head_products
@@ -198,7 +198,7 @@ def _add_chunk_(
     if d_hidden_CD is not None:
         products.write_d_hidden(d_logits, d_hidden_CD)
     if d_weight_VD is not None:
-        products.add_d_weight(d_logits, d_weight_VD, first=first)
+        products.add_d_weight(d_logits, d_weight_VD, overwrites=first)
     return loss
 
 
@@ -230,7 +230,7 @@ def combine_row_statistics(
     local_labels_C = labels_C - V * rank
     is_local_C = (local_labels_C >= 0) & (local_labels_C < V)
     local_labels_C = local_labels_C.where(is_local_C, -1).where(counts_C, IGNORE_INDEX)
-    statistics_C3 = row_statistics(logits_CV, local_labels_C)
+    statistics_C3 = softmax_statistics(logits_CV, local_labels_C)
     if group is not None:
         statistics_C3 = all_gather_rows(statistics_C3, group)
     highs_GC, sums_GC, label_logits_GC = statistics_C3.unflatten(0, (size, -1)).unbind(2)

@@ -88,7 +88,7 @@ def make_key_choice(config: IndexerConfig | None, layer: nn.Module, top_k: int) 
     """
     learns = config is not None and layer.training and torch.is_grad_enabled()
     is_warm_up = config is not None and config.stage == "warm_up"
-    return KeyChoice(top_k=None if is_warm_up else top_k, diverges=learns)
+    return KeyChoice(top_k=None if is_warm_up else top_k, returns_divergences=learns)
 
 
 def compute_mean_divergence(divergence_BT: Tensor, sequence: Sequence) -> Tensor:
@@ -174,7 +174,7 @@ class LatentAttention(nn.Module):
         rotary, mla = sequence.rotary, self.mla
         assert rotary is not None and mla.sparse is not None
         choice = make_key_choice(self.indexer_config, self, mla.sparse.top_k)
-        with torch.set_grad_enabled(choice.diverges):  # a choice is a constant
+        with torch.set_grad_enabled(choice.returns_divergences):  # a choice is a constant
             index = indexer(x_BTD.detach(), q_BTQ.detach(), rotary)
         n, v = mla.qk_nope_head_dim, mla.v_head_dim
         # By a product with the identity: FP8 has its part in it.

@@ -43,9 +43,10 @@ from moecore.base.torch_private import (
     list_module_hooks,
     produce_and_send,
 )
-from moecore.kernels.common import is_gpu, record_launch
+from moecore.kernels.common import is_gpu
 from moecore.kernels.experts.contract import GradSink, GradTarget, find_sink
 from moecore.kernels.linear import PlainProducts
+from moecore.kernels.meta import record_launch
 from moecore.models.tensor_parallel import TensorParallel
 from moecore.moe.dispatch.peer_memory import can_meta_peers_access
 from moecore.precision.plain import PLAIN_FORWARDS, ProductLinear

@@ -107,7 +107,7 @@ def _compute_under_autograd(
     """
     inp = convert_to_summed_input(inp)
     rows_SD, index = inp.rows.values, inp.index
-    check_backend("torch", ExpertSpec.of(inp.rows, weights, options))
+    check_backend("torch", ExpertSpec.from_weights(inp.rows, weights, options))
     warn_on_fallback(rows_SD, "an expert with biases or an activation of its own")
     row_map = (index.row_ids_R, index.slots_SK, index.num_rows)
     rows_R = torch.arange(index.row_ids_R.numel(), device=rows_SD.device)

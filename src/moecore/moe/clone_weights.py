@@ -27,7 +27,7 @@ from moecore.kernels.experts.contract import (
     GradTarget,
     LowRankUpdate,
 )
-from moecore.kernels.grouped.wgrad import store_grad
+from moecore.kernels.grouped.wgrad import scale_and_store_grad
 from moecore.kernels.rows.scaling import OperandPair
 from moecore.moe.clones import AnyClones, view_as_sendable_dtype
 
@@ -166,7 +166,9 @@ class _CloneGradSink:
 
 def _write_grad(grad: Tensor, dtype: torch.dtype, target: GradTarget) -> Tensor:
     """Write a gradient to `target`, and return it; a new tensor has `target.dtype` or `dtype`."""
-    return store_grad(grad, target.out, target.adds, target.dtype or dtype, target.scale)
+    return scale_and_store_grad(
+        grad, target.out, target.accumulate, target.dtype or dtype, target.scale
+    )
 
 
 def _append_clone_weights(weights: ExpertWeights, memory: _CloneConcatenator) -> ExpertWeights:

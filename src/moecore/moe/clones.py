@@ -31,7 +31,7 @@ from torch import Tensor
 
 from moecore.base.options.dispatch import CloneOptions
 from moecore.base.torch_private import all_gather_single, is_inside_backward
-from moecore.kernels.exchange.clones import Places
+from moecore.kernels.exchange.clones import ClonePlaces
 from moecore.kernels.routing.clones import ClonePlan, assign_physical_ids, plan_clones
 from moecore.kernels.routing.counts import add_expert_counts
 from moecore.moe.dispatch.collectives import run_collectives
@@ -123,7 +123,7 @@ class Cloner:
         plan = plan_clones(
             counts_GE.sum(0, dtype=torch.int32),
             num_ranks=p.ep,
-            num_clones=p.num_clones,
+            clones_per_rank=p.num_clones,
             min_share=self.options.min_share,
         )
         return plan, counts_GE[: dist.get_rank(p.group)].sum(0, dtype=torch.int32)
@@ -137,7 +137,7 @@ class Cloner:
         p = self._placement
         if self._exchanges is not None:
             sizes = dict(num_clones=p.num_clones, num_local=p.num_local, etp=p.etp)
-            places = Places(experts_N=experts_N, **sizes)
+            places = ClonePlaces(experts_N=experts_N, **sizes)
             return PeerClones(self._exchanges.get_clone_exchange(experts_N.device), places)
         experts = experts_N.tolist() if self._shared_plan is None else self._shared_plan.experts
         return None if max(experts) < 0 else Clones.from_plan(experts, p, self._group, pairs)
@@ -279,7 +279,7 @@ class PeerClones:
     """The clones of one forward of a layer, sent through peers' memory. No host sync."""
 
     exchange: CloneExchange
-    places: Places  # the plan, on the device
+    places: ClonePlaces  # the plan, on the device
 
     @property
     def num_local_clones(self) -> int:
@@ -370,7 +370,7 @@ class PeriodicPlan:
         self._steps_remaining = self._num_steps
         p, (plan, loads_N) = self._placement, self._get_tensors(loads_E.device)
         new_plan = plan_clones(
-            loads_E.int(), num_ranks=p.ep, num_clones=p.num_clones, min_share=self._min_excess
+            loads_E.int(), num_ranks=p.ep, clones_per_rank=p.num_clones, min_share=self._min_excess
         )
         new_loads_N = loads_E[new_plan.experts_N.clamp(min=0).long()].clamp(min=1)
         for buffer, new in zip((*plan, loads_N), (*new_plan, new_loads_N), strict=True):

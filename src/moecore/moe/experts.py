@@ -36,7 +36,11 @@ from moecore.kernels.experts.contract import (
     find_sink,
 )
 from moecore.kernels.experts.expert_mlp import expert_mlp
-from moecore.kernels.experts.products import choose_products, quantise_matrices, uses_te
+from moecore.kernels.experts.products import (
+    choose_products,
+    quantise_matrices,
+    uses_transformer_engine,
+)
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.scaling import GATHERED_KINDS, OperandPair
@@ -235,7 +239,7 @@ class Experts(nn.Module):
             activation = make_activation_options(
                 self.config, interleaved=self._is_interleaved, function=self.own_activation
             )
-            spec = ExpertSpec.of(inp.rows, weights, activation, self.recipe)
+            spec = ExpertSpec.from_weights(inp.rows, weights, activation, self.recipe)
             compute = find_separate_computation(self.backend, spec, has_extras=self.has_extras)
             if compute is not None:
                 return compute(inp, weights, activation)
@@ -281,7 +285,7 @@ class Experts(nn.Module):
     def waits_on_host(self) -> bool:
         """Whether a forward reads the row count of each expert on the host."""
         is_separate = EXPERT_BACKENDS[self.backend] is not None
-        return is_separate or uses_te(self.backend, self.recipe)
+        return is_separate or uses_transformer_engine(self.backend, self.recipe)
 
     @property
     def rows_multiple(self) -> int:

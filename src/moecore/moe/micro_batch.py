@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.base.torch_private import all_gather_single, skips_communication
-from moecore.kernels.zigzag import assign_tokens_to_cp_ranks, find_documents, make_row_cu_seqlens
+from moecore.kernels.zigzag import assign_tokens_to_cp_ranks, find_document_ids, make_row_cu_seqlens
 
 ROUNDING = 1e-9  # 1.1 * 40 must not become 45 because of its last binary digit
 
@@ -135,7 +135,7 @@ class MicroBatch:
         """
         if self.cu_seqlens is None:
             return self.num_sequences, None
-        documents_N = find_documents(self.cu_seqlens, num_tokens * self.num_ranks)
+        documents_N = find_document_ids(self.cu_seqlens, num_tokens * self.num_ranks)
         return len(self.cu_seqlens) - 1, self.slice_local(documents_N)
 
 
@@ -171,7 +171,7 @@ def _sort_documents_by_position(
     real_N = ~padding_mask_N
     count_N = real_N.cumsum(0)
     before_N = count_N - real_N.long()
-    starts_N = cu_seqlens[find_documents(cu_seqlens, num_tokens)]
+    starts_N = cu_seqlens[find_document_ids(cu_seqlens, num_tokens)]
     return (count_N - before_N[starts_N]).sort(stable=True).indices
 
 

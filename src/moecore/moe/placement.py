@@ -108,8 +108,10 @@ class ExpertPlacement:
 
         `ids_SK` are the physical ids of the source rows' choices.
         """
-        sizes: Any = dict(first=self.first_physical, num_local=self.num_physical, length=length)
-        return build_index(ids_SK, weights_SK, **sizes, multiple=routing.rows_multiple)
+        sizes: Any = dict(
+            first_expert=self.first_physical, num_local_experts=self.num_physical, max_pairs=length
+        )
+        return build_index(ids_SK, weights_SK, **sizes, row_multiple=routing.rows_multiple)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -196,8 +196,8 @@ class _RouteGradToHandle(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, handle_RD: Tensor, rows_SD: Tensor, slots_SK: Tensor) -> Tensor:
-        ctx.num_rows = handle_RD.shape[0]
+    def forward(ctx: Any, grad_handle_RD: Tensor, rows_SD: Tensor, slots_SK: Tensor) -> Tensor:
+        ctx.num_rows = grad_handle_RD.shape[0]
         ctx.save_for_backward(slots_SK)
         return rows_SD.view_as(rows_SD)
 
@@ -222,7 +222,9 @@ def convert_to_summed_input(inp: ExpertInput) -> ExpertInput:
             "NVLinkOptions.keep_rows (False) must be True for experts that keep their rows "
             "('sequential' or with biases): set it, or use 'triton' or 'torch' without biases"
         )
-    rows_SD = _RouteGradToHandle.apply(inp.unsummed.handle_RD, inp.rows.widen(), inp.index.slots_SK)
+    rows_SD = _RouteGradToHandle.apply(
+        inp.unsummed.grad_handle_RD, inp.rows.widen(), inp.index.slots_SK
+    )
     return replace(inp, rows=Rows(rows_SD), unsummed=None)
 
 

@@ -27,7 +27,7 @@ from moecore.base.fields import CountOrZero, check_arguments
 from moecore.base.options.precision import Precision
 from moecore.base.streams import use_dry_streams
 from moecore.base.torch_private import get_local_tensor, is_inside_backward
-from moecore.kernels.common import record_launches_on_meta
+from moecore.kernels.meta import record_launches_on_meta
 from moecore.models.tp_products import compute_workspace_bytes
 from moecore.parallel.model.parallel_state import get_parallel_state
 from moecore.planning.model import ModuleParts

@@ -18,7 +18,7 @@ from itertools import chain, combinations
 from typing import NamedTuple
 
 from moecore.base.options.fsdp import FSDPOptions
-from moecore.kernels.common import treat_meta_as
+from moecore.kernels.meta import treat_meta_as
 from moecore.models import DecoderConfig
 from moecore.models.tp_products import GATHER_SLICES, is_slice_large
 from moecore.parallel.mesh import build_meshes

@@ -45,9 +45,9 @@ class LinearPrecision(NamedTuple):
     reason: str | None  # why the linear is not changed
 
 
-def find_role(name: str) -> Role | None:
+def find_linear_role(linear_name: str) -> Role | None:
     """Return a linear's role, such as "mlp", by its qualified name. None = never quantised."""
-    *parents, leaf = name.split(".")
+    *parents, leaf = linear_name.split(".")
     if leaf in ATTENTION:
         return "attention"
     if leaf not in MLP or ROUTED_NAMES & set(parents):
@@ -120,7 +120,7 @@ def list_quantised_linears(model: nn.Module) -> Iterator[tuple[nn.Linear, Quanti
 
 def _decide_linear(name: str, module: nn.Linear, precision: Precision) -> LinearPrecision:
     """Return the role of a linear, and its recipe or the reason why it is not quantised."""
-    role = find_role(name)
+    role = find_linear_role(name)
     recipe = precision.find_recipe(name, role)
     if role is None:
         return LinearPrecision(role, None, find_fp8_exclusion(name) or "its name has no role")
@@ -133,15 +133,15 @@ def _decide_linear(name: str, module: nn.Linear, precision: Precision) -> Linear
 
 
 def _check_overrides(
-    model: nn.Module, precision: Precision, table: dict[str, LinearPrecision]
+    model: nn.Module, precision: Precision, decisions: dict[str, LinearPrecision]
 ) -> None:
     """Raise a ValueError for an override that matches no module that its recipe can quantise.
 
-    `table` maps the name of each linear to its decision.
+    `decisions` maps the name of each linear to its decision.
     """
     modules = {clean_name(name): module for name, module in model.named_modules()}
     experts = {n for n, m in modules.items() if isinstance(m, Experts | SharedExpert)}
-    quantised = {name for name, decided in table.items() if decided.recipe is not None}
+    quantised = {name for name, decided in decisions.items() if decided.recipe is not None}
     for pattern, recipe in precision.overrides:
         matched = [name for name in modules if fnmatchcase(name, pattern)]
         if recipe is None:
@@ -154,10 +154,10 @@ def _check_overrides(
             )
         if not (experts | quantised).isdisjoint(matched):
             continue
-        linears = [name for name in matched if name in table]
+        linears = [name for name in matched if name in decisions]
         problem = "matches no linear and no experts"
         if linears:
-            problem = f"matches {linears[0]}, which stays as it is: {table[linears[0]].reason}"
+            problem = f"matches {linears[0]}, which stays as it is: {decisions[linears[0]].reason}"
         raise ValueError(
             f"Precision.overrides ({pattern!r}) must match what can be quantised, but it "
             f"{problem}: correct the pattern"

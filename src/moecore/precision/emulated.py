@@ -27,7 +27,7 @@ from moecore.base.params import has_values
 from moecore.kernels.common import disable_autocast, has_block_scaled_kernels
 from moecore.kernels.experts.contract import GradTarget
 from moecore.kernels.grouped.block_scaled import block_scaled_gemm, block_scaled_wgrad
-from moecore.kernels.grouped.wgrad import store_grad
+from moecore.kernels.grouped.wgrad import scale_and_store_grad
 from moecore.kernels.rows.microscaled import quantise_microscaled, quantise_microscaled_matrices
 from moecore.kernels.rows.microscaling import (
     PACKED_FORWARD,
@@ -70,7 +70,7 @@ def _quantise_weight(weight_NK: Tensor, call: LinearCall, *, transposed: bool) -
         if is_packed:
             return transpose_matrices(blocks) if transposed else blocks
         return unpack_matrices(blocks, recipe, transposed=transposed)
-    sides: Any = dict(rows=not transposed, columns=transposed)
+    sides: Any = dict(rowwise=not transposed, columnwise=transposed)
     operands = quantise_microscaled_matrices(
         weight_NK[None], recipe, **sides, amax_e=amax, pack=is_packed
     )
@@ -138,7 +138,8 @@ class EmulatedLinearProducts(QuantisedProducts):
     def weight_grad(dy_TN: Tensor, x: Tensor, call: LinearCall, target: GradTarget) -> Tensor:
         """Return dw [N, K].
 
-        If `target.out` is a tensor, dw is written to it, or added to it if `target.adds` is True.
+        If `target.out` is a tensor, dw is written to it, or added to it if `target.accumulate` is
+        True.
         """
         recipe, x_TK = call.recipe, flatten_rows(x)
         of_dy = _quantise_operand(dy_TN, recipe, over_rows=True, is_gradient=True)
@@ -149,12 +150,14 @@ class EmulatedLinearProducts(QuantisedProducts):
                 *(of_dy, of_x, group, recipe),
                 out=None if target.out is None else target.out[None],
                 dtype=target.dtype or call.dtype,
-                adds=target.adds,
+                accumulate=target.accumulate,
                 scale=target.scale,
             )[0]
         with disable_autocast(x_TK):
             grad = of_dy.values.T.mm(of_x.values) * (of_dy.scales * of_x.scales)
-        return store_grad(grad.to(call.dtype), target.out, target.adds, target.dtype, target.scale)
+        return scale_and_store_grad(
+            grad.to(call.dtype), target.out, target.accumulate, target.dtype, target.scale
+        )
 
 
 EmulatedLinearProducts.op = make_quantised_op("emulated_linear", EmulatedLinearProducts)

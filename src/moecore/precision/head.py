@@ -69,22 +69,22 @@ class HeadProducts:
         return cross_entropy_(logits_CV, labels_C, self.hidden_CD.dtype if needs_grad else None)
 
     def compute_softmax_gradient(
-        self, logits_CV: Tensor, labels_C: Tensor, highs_C: Tensor, sums_C: Tensor
+        self, logits_CV: Tensor, labels_C: Tensor, row_max_C: Tensor, exp_sums_C: Tensor
     ) -> Any:
         """Return softmax(logits) - one_hot(labels), for `write_d_hidden`. Overwrites the logits.
 
-        `labels_C` are columns of this rank's vocabulary, or -1. `highs_C` and `sums_C` are the
-        maximum and the sum of exp(x - maximum) over the full vocabulary.
+        `labels_C` are columns of this rank's vocabulary, or -1. `row_max_C` and `exp_sums_C` are
+        the maximum and the sum of exp(x - maximum) over the full vocabulary.
         """
-        return softmax_gradient_(logits_CV, labels_C, highs_C, sums_C, self.hidden_CD.dtype)
+        return softmax_gradient_(logits_CV, labels_C, row_max_C, exp_sums_C, self.hidden_CD.dtype)
 
     def write_d_hidden(self, d_logits: Any, out_CD: Tensor) -> None:
         """Write d_logits @ weight, the gradient of the chunk's hidden states, to `out_CD`."""
         torch.mm(d_logits, self.weight_VD, out=out_CD)
 
-    def add_d_weight(self, d_logits: Any, out_VD: Tensor, *, first: bool) -> None:
-        """Add d_logits^T @ hidden, the weight's gradient, to `out_VD`; `first` = overwrite."""
-        add_product_(out_VD, d_logits.t(), self.hidden_CD, beta=0 if first else 1)
+    def add_d_weight(self, d_logits: Any, out_VD: Tensor, *, overwrites: bool) -> None:
+        """Add d_logits^T @ hidden, the weight's gradient, to `out_VD`; `overwrites` = overwrite."""
+        add_product_(out_VD, d_logits.t(), self.hidden_CD, beta=0 if overwrites else 1)
 
 
 class BlockwiseHeadProducts(HeadProducts):
@@ -98,7 +98,9 @@ class BlockwiseHeadProducts(HeadProducts):
         super().__init__(weight_VD, training=training)
         self.power_of_two = recipe.power_of_two
         weight_1VD = weight_VD.detach().contiguous()[None]
-        self.weight = quantise_weights(weight_1VD, power_of_two=self.power_of_two, columns=training)
+        self.weight = quantise_weights(
+            weight_1VD, power_of_two=self.power_of_two, columnwise=training
+        )
 
     @override
     def compute_logits(self, hidden_CD: Tensor) -> Tensor:
@@ -121,11 +123,11 @@ class BlockwiseHeadProducts(HeadProducts):
 
     @override
     def compute_softmax_gradient(
-        self, logits_CV: Tensor, labels_C: Tensor, highs_C: Tensor, sums_C: Tensor
+        self, logits_CV: Tensor, labels_C: Tensor, row_max_C: Tensor, exp_sums_C: Tensor
     ) -> Blocks:
         """Return the gradient of logits in FP8 blocks."""
         return softmax_gradient_blocks(
-            logits_CV, labels_C, highs_C, sums_C, power_of_two=self.power_of_two
+            logits_CV, labels_C, row_max_C, exp_sums_C, power_of_two=self.power_of_two
         )
 
     @override
@@ -134,10 +136,10 @@ class BlockwiseHeadProducts(HeadProducts):
         out_CD.copy_(self._multiply(d_logits, self.weight.columns))
 
     @override
-    def add_d_weight(self, d_logits: Blocks, out_VD: Tensor, *, first: bool) -> None:
-        """Add d_logits^T @ hidden, in FP8, to `out_VD`; `first` = overwrite `out_VD`."""
+    def add_d_weight(self, d_logits: Blocks, out_VD: Tensor, *, overwrites: bool) -> None:
+        """Add d_logits^T @ hidden, in FP8, to `out_VD`; `overwrites` = overwrite `out_VD`."""
         a, b = (tile_tokens(x, None, self.tiles) for x in (d_logits, self.hidden))
-        fp8_wgrad(a, b, self.tiles, out=out_VD[None], adds=not first, dtype=out_VD.dtype)
+        fp8_wgrad(a, b, self.tiles, out=out_VD[None], accumulate=not overwrites, dtype=out_VD.dtype)
 
     def _multiply(self, a: Blocks, b: Blocks | None) -> Tensor:
         """Return a @ b^T of quantised operands, in the dtype of the hidden states."""

@@ -29,15 +29,15 @@ from moecore.base.params import check_values, get_local_param, has_values
 from moecore.base.regions import run_product
 from moecore.base.torch_private import get_autocast_dtype, is_plain_eager, sum_versions, unsafe_view
 from moecore.kernels.experts.contract import GradTarget, find_sink
-from moecore.kernels.grouped.wgrad import store_grad
+from moecore.kernels.grouped.wgrad import scale_and_store_grad
 from moecore.kernels.linear import Gradients, LinearProducts, backward, linear
 from moecore.kernels.ops import Op, is_plain
-from moecore.kernels.rows.cast import cast, compute_amax
+from moecore.kernels.rows.cast import compute_amax, quantise_matrix
 from moecore.kernels.rows.scaling import ALIGNED, KINDS, Blocks, OperandPair, get_values_and_scales
 from moecore.kernels.rows.shard_blocks import make_dense_operand, transpose_operand
 from moecore.moe.amax_history import AmaxHistory, OperandName
 from moecore.moe.param_reader import get_fp8_blocks
-from moecore.precision.scaled_product import multiply
+from moecore.precision.scaled_product import multiply_fp8
 
 
 def flatten_rows(x: Tensor) -> Tensor:
@@ -45,13 +45,13 @@ def flatten_rows(x: Tensor) -> Tensor:
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
-def restore_dims(y_MN: Tensor, x: Tensor) -> Tensor:
-    """Reshape y_MN to [..., N] with the leading dims of x [..., K]; drop rows of padding."""
+def restore_dims(y_MN: Tensor, like: Tensor) -> Tensor:
+    """Reshape y_MN to [..., N] with the leading dims of `like`; drop rows of padding."""
     # No view, as in `nn.Linear`: the caller may change the output in place.
-    T = x.numel() // x.shape[-1]
-    if x.ndim == 2 and y_MN.shape[0] == T:
+    T = like.numel() // like.shape[-1]
+    if like.ndim == 2 and y_MN.shape[0] == T:
         return y_MN
-    return unsafe_view(y_MN[:T], [*x.shape[:-1], y_MN.shape[1]])  # type: ignore[no-any-return]
+    return unsafe_view(y_MN[:T], [*like.shape[:-1], y_MN.shape[1]])  # type: ignore[no-any-return]
 
 
 class InputCastCache:
@@ -66,16 +66,18 @@ class InputCastCache:
     def __reduce__(self) -> Any:  # a copy starts empty
         return InputCastCache, ()
 
-    def get(self, x: Tensor, user: object, recipe: Recipe, columns: bool) -> OperandPair:
-        """Return x quantised by `cast_input`; with `columns` also the operand of dw.
+    def get_operands(
+        self, x: Tensor, user: object, recipe: Recipe, columnwise: bool
+    ) -> OperandPair:
+        """Return x quantised by `cast_input`; with `columnwise` also the operand of dw.
 
         The result is from the cache, unless x has changed or the linear `user` has read it before.
         """
         operands, version = self._operands, sum_versions(x)
         is_hit = self._input is not None and self._input() is x and self._version == version
         is_hit = is_hit and not x.is_inference() and user not in self._users  # has no version
-        if operands is None or not is_hit or (columns and not operands.columns):
-            operands = cast_input(x, recipe, columns=columns)
+        if operands is None or not is_hit or (columnwise and not operands.columns):
+            operands = cast_input(x, recipe, columnwise=columnwise)
             self._input, self._version = weakref.ref(x, self._drop_if_freed), version
             self._operands, self._users = operands, []
         self._users.append(user)
@@ -91,17 +93,19 @@ def cast_input(
     x: Tensor,
     recipe: Recipe,
     *,
-    columns: bool,
+    columnwise: bool,
     amax: Tensor | None = None,
-    seen: Tensor | None = None,
+    new_amax: Tensor | None = None,
 ) -> OperandPair:
-    """Quantise x [..., K] for y and, with `columns`, for dw, which sums over tokens.
+    """Quantise x [..., K] for y and, with `columnwise`, for dw, which sums over tokens.
 
-    `amax`, fp32 [n], determines the scale; None = x's amax. `seen`, fp32 [1], is raised in place
-    to x's amax.
+    `amax`, fp32 [n], determines the scale; None = x's amax. `new_amax`, fp32 [1], is raised in
+    place to x's amax.
     """
     kind, power_of_two = KINDS[recipe.activation_block], recipe.power_of_two
-    return cast(x, kind, power_of_two=power_of_two, columns=columns, amax=amax, seen=seen)
+    return quantise_matrix(
+        x, kind, power_of_two=power_of_two, columnwise=columnwise, amax=amax, new_amax=new_amax
+    )
 
 
 InputGradient = tuple[Tensor | None, Any]  # dx, and dy as `weight_grad` takes it
@@ -122,9 +126,9 @@ class LinearCall(NamedTuple):
     weight_amax: Any = None
     dy_amax: Any = None
     # amax of this step for delayed scaling, raised in place; None = not recorded
-    x_seen: Any = None
-    weight_seen: Any = None
-    dy_seen: Any = None
+    x_new_amax: Any = None
+    weight_new_amax: Any = None
+    dy_new_amax: Any = None
     has_all_amax: bool = True  # whether no amax is 0
     recipe: Recipe = Recipe()
     dtype: Any = None  # of the product
@@ -156,7 +160,7 @@ class QuantisedProducts(LinearProducts):
     def _run(self, x: Tensor, weight: Tensor, bias: Tensor | None, training: bool) -> Tensor:
         """Return y, by one autograd node in eager code, otherwise by the custom op `op`."""
         weight_NK = get_local_param(weight, reads=False)
-        check_operands(x, weight_NK, self.recipe)
+        check_linear_operands(x, weight_NK, self.recipe)
         call = self.prepare(x, weight, weight_NK, training)
         bias_N = None if bias is None else get_local_param(bias)
         call = call._replace(dtype=get_autocast_dtype(x) or x.dtype)  # as of `nn.Linear`
@@ -199,7 +203,7 @@ class QuantisedProducts(LinearProducts):
 
     @override
     @staticmethod
-    def save(ctx: Any, inputs: tuple[Any, ...], y: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], y: Tensor) -> None:
         """Save for backward in `ctx`; `inputs` are x, weight, bias and `LinearCall`."""
         x, weight_NK, bias_N, call = inputs
         wants_x, wants_weight, *_ = ctx.needs_input_grad
@@ -209,14 +213,16 @@ class QuantisedProducts(LinearProducts):
         ctx.save_for_backward(*columns, weight_NK if wants_x else None, *call[6:9])
         # Gathered blocks belong to the FSDP unit, and autograd checks the saved weight's version.
         rows, scales = (None, None) if has_values(weight_NK) else call[4:6]
-        # Each backward changes `dy_seen` in place, so autograd must not check its version.
+        # Each backward changes `dy_new_amax` in place, so autograd must not check its version.
         settings = LinearCall(has_all_amax=call.has_all_amax, recipe=call.recipe)
-        ctx.call = settings._replace(weight_rows=rows, weight_scales=scales, dy_seen=call.dy_seen)
+        ctx.call = settings._replace(
+            weight_rows=rows, weight_scales=scales, dy_new_amax=call.dy_new_amax
+        )
         ctx.dtypes = (x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype)
 
     @override
     @classmethod
-    def gradients(cls, ctx: Any, dy: Tensor) -> Gradients:
+    def compute_gradients(cls, ctx: Any, dy: Tensor) -> Gradients:
         """Return dx, the operands of `weight_grad` (None if not needed) and dbias."""
         x, x_scales, weight_NK, x_amax, weight_amax, dy_amax = ctx.saved_tensors
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
@@ -244,22 +250,22 @@ _SCHEMA = (
 def make_quantised_op(name: str, products: type[QuantisedProducts]) -> Op:
     """Return custom op `name`, which runs `products` under torch.compile and dispatch modes."""
 
-    def inputs_of(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    def unflatten_inputs(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         *tensors, recipe, dtype = arguments
         call: tuple[Any, ...] = (*tensors[3:], _recipe_of(recipe), dtype)
         return *tensors[:3], LinearCall(*call)
 
-    def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        products.save(ctx, inputs_of(inputs), output)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        products.setup_context(ctx, unflatten_inputs(inputs), output)
         ctx.products, ctx.sink = products, None  # an operator takes no sink
 
     def fake(x: Tensor, weight_NK: Tensor, *options: Any) -> Tensor:
         return x.new_empty(*x.shape[:-1], weight_NK.shape[0], dtype=options[-1])
 
     def forward(*arguments: Any) -> Tensor:
-        return products.forward(*inputs_of(arguments))
+        return products.forward(*unflatten_inputs(arguments))
 
-    return Op(name, forward, fake, save=save, backward=backward, schema=_SCHEMA)
+    return Op(name, forward, fake, setup_context=setup_context, backward=backward, schema=_SCHEMA)
 
 
 class Fp8Products(QuantisedProducts):
@@ -285,22 +291,22 @@ class Fp8Products(QuantisedProducts):
             *get_values_and_scales(weight_rows),
             weight_amax=weight_amax,
             dy_amax=self.get_past_amax("gradient"),
-            dy_seen=seen.get("gradient"),
+            dy_new_amax=seen.get("gradient"),
             has_all_amax=has_all_amax,
             recipe=self.recipe,
         )
 
     def _cast_weight(
-        self, weight: Tensor, weight_NK: Tensor, seen: Tensor | None
+        self, weight: Tensor, weight_NK: Tensor, new_amax: Tensor | None
     ) -> tuple[Blocks | None, Tensor | None]:
         """Return the weight quantised for y, and its amax, which backward reads.
 
-        `seen`, fp32 [1] or None, is raised in place to the amax.
+        `new_amax`, fp32 [1] or None, is raised in place to the amax.
         """
         # No copy is cached: all-gathers and fused optimizers write values without a new version.
         kind = KINDS[self.recipe.weight_block]
         if not has_values(weight_NK):
-            return _read_gathered_rows(weight, weight_NK, kind, seen), None
+            return _read_gathered_rows(weight, weight_NK, kind, new_amax), None
         weight_amax = self.get_past_amax("weight")
         if weight_amax is None and self.recipe.scaling == "tensorwise":
             # Shards are quantised as one rank would quantise the full weight. Activations and
@@ -312,22 +318,24 @@ class Fp8Products(QuantisedProducts):
                 weight_amax, weight_NK, has_all_amax=self.history.has_all_amax
             )
         power_of_two = self.recipe.power_of_two
-        amax: Any = dict(amax=weight_amax, seen=seen)
-        operands = cast(weight_NK, kind, power_of_two=power_of_two, columns=False, **amax)
+        amax: Any = dict(amax=weight_amax, new_amax=new_amax)
+        operands = quantise_matrix(
+            weight_NK, kind, power_of_two=power_of_two, columnwise=False, **amax
+        )
         return operands.rows, weight_amax
 
     def _cast_x(
-        self, x: Tensor, columns: bool, amax: Tensor | None, seen: Tensor | None
+        self, x: Tensor, columnwise: bool, amax: Tensor | None, new_amax: Tensor | None
     ) -> OperandPair:
-        """Return x quantised for y and, with `columns`, for dw.
+        """Return x quantised for y and, with `columnwise`, for dw.
 
         Without delayed scaling, linears of the same input share the result. Otherwise `amax` is
-        the past amax, and `seen` is raised in place to x's amax.
+        the past amax, and `new_amax` is raised in place to x's amax.
         """
         if self.history is None and not torch.compiler.is_compiling():
-            return self.inputs.get(x, self, self.recipe, columns)
+            return self.inputs.get_operands(x, self, self.recipe, columnwise)
         # A compiler computes equal casts once by itself.
-        return cast_input(x, self.recipe, columns=columns, amax=amax, seen=seen)
+        return cast_input(x, self.recipe, columnwise=columnwise, amax=amax, new_amax=new_amax)
 
     @override
     @staticmethod
@@ -335,38 +343,39 @@ class Fp8Products(QuantisedProducts):
         """Return y = x @ weight^T of the operands in `call`, in `call.dtype`."""
         x = Blocks(call.x_rows, call.x_row_scales, KINDS[call.recipe.activation_block])
         weight = Blocks(call.weight_rows, call.weight_scales, KINDS[call.recipe.weight_block])
-        return multiply(x, weight, call.dtype)
+        return multiply_fp8(x, weight, call.dtype)
 
     @override
     @staticmethod
     def input_grad(dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall) -> InputGradient:
         """Return dx, None if `weight_NK` is None, and dy quantised for `weight_grad`."""
         recipe = call.recipe
-        operands = cast(
+        operands = quantise_matrix(
             dy_TN,
             KINDS[recipe.activation_block],
             recipe.grad_format,
             power_of_two=recipe.power_of_two,
-            rows=weight_NK is not None,
-            columns=call.x_column_scales is not None,
+            rowwise=weight_NK is not None,
+            columnwise=call.x_column_scales is not None,
             amax=choose_scaling_amax(call.dy_amax, dy_TN, has_all_amax=call.has_all_amax),
-            seen=call.dy_seen,
+            new_amax=call.dy_new_amax,
         )
         if weight_NK is None or operands.rows is None:
             return None, operands.columns
         weight = _transpose_weight(weight_NK, call)
-        return multiply(operands.rows, weight, call.dtype), operands.columns
+        return multiply_fp8(operands.rows, weight, call.dtype), operands.columns
 
     @override
     @staticmethod
     def weight_grad(dy: Blocks, x_KT: Tensor, call: LinearCall, target: GradTarget) -> Tensor:
         """Return dw = dy @ x.
 
-        If `target.out` is a tensor, dw is written to it, or added to it if `target.adds` is True.
+        If `target.out` is a tensor, dw is written to it, or added to it if `target.accumulate` is
+        True.
         """
         x = Blocks(x_KT, call.x_column_scales, KINDS[call.recipe.activation_block])
-        grad = multiply(dy, x, call.dtype)
-        return store_grad(grad, target.out, target.adds, target.dtype, target.scale)
+        grad = multiply_fp8(dy, x, call.dtype)
+        return scale_and_store_grad(grad, target.out, target.accumulate, target.dtype, target.scale)
 
 
 Fp8Products.op = make_quantised_op("fp8_linear", Fp8Products)
@@ -379,24 +388,30 @@ def _transpose_weight(weight_NK: Tensor, call: LinearCall) -> Blocks:
         rows = Blocks(call.weight_rows, call.weight_scales, kind)
         return transpose_operand(rows, weight_NK.shape[1])
     power_of_two = call.recipe.power_of_two
-    operands = cast(weight_NK, kind, power_of_two=power_of_two, rows=False, amax=call.weight_amax)
+    operands = quantise_matrix(
+        weight_NK, kind, power_of_two=power_of_two, rowwise=False, amax=call.weight_amax
+    )
     assert operands.columns is not None
     return operands.columns
 
 
-def choose_scaling_amax(past: Tensor | None, x: Tensor, *, has_all_amax: bool) -> Tensor | None:
-    """Return `past`, fp32 [n], with its zeros replaced by x's amax, unless `has_all_amax`."""
-    return past if past is None or has_all_amax else compute_amax(x, past)
+def choose_scaling_amax(
+    past_amax: Tensor | None, x: Tensor, *, has_all_amax: bool
+) -> Tensor | None:
+    """Return `past_amax`, fp32 [n], with its zeros replaced by x's amax, unless `has_all_amax`."""
+    return past_amax if past_amax is None or has_all_amax else compute_amax(x, past_amax)
 
 
-def all_reduce_max(value: Tensor, weight: Tensor) -> Tensor:
-    """Return `value`, all-reduced by MAX over the mesh dims that shard `weight`."""
-    if isinstance(weight, DTensor):
-        for mesh_dim, placement in enumerate(weight.placements):
+def all_reduce_max(tensor: Tensor, sharded_weight: Tensor) -> Tensor:
+    """Return `tensor`, all-reduced by MAX over the mesh dims that shard `sharded_weight`."""
+    if isinstance(sharded_weight, DTensor):
+        for mesh_dim, placement in enumerate(sharded_weight.placements):
             if not placement.is_replicate():
-                value = value.clone()
-                dist.all_reduce(value, dist.ReduceOp.MAX, weight.device_mesh.get_group(mesh_dim))
-    return value
+                tensor = tensor.clone()
+                dist.all_reduce(
+                    tensor, dist.ReduceOp.MAX, sharded_weight.device_mesh.get_group(mesh_dim)
+                )
+    return tensor
 
 
 def find_weight_problem(weight: Tensor, recipe: Recipe | None = None) -> str | None:
@@ -422,7 +437,7 @@ def find_weight_problem(weight: Tensor, recipe: Recipe | None = None) -> str | N
     return None
 
 
-def check_operands(x: Tensor, weight_NK: Tensor, recipe: Recipe) -> None:
+def check_linear_operands(x: Tensor, weight_NK: Tensor, recipe: Recipe) -> None:
     """Raise ValueError if a recipe cannot multiply this input by this local weight."""
     if isinstance(x, DTensor):
         raise ValueError("x (a DTensor) must be a plain tensor for FP8 products: pass x.to_local()")
@@ -435,24 +450,24 @@ def check_operands(x: Tensor, weight_NK: Tensor, recipe: Recipe) -> None:
         )
 
 
-def read_gathered_blocks(kind: str | None, weight: Tensor, weight_NK: Tensor) -> Blocks:
-    """Return a weight's all-gathered FP8 blocks; NotImplementedError if not of kind `kind`."""
+def read_gathered_blocks(scale_kind: str | None, weight: Tensor, weight_NK: Tensor) -> Blocks:
+    """Return a weight's all-gathered FP8 blocks; NotImplementedError if not of `scale_kind`."""
     blocks = None if torch.compiler.is_compiling() else get_fp8_blocks(weight)
-    if blocks is None or blocks.kind != kind:
+    if blocks is None or blocks.kind != scale_kind:
         check_values(weight_NK)
     assert blocks is not None, "it has no values"
     return blocks
 
 
 def _read_gathered_rows(
-    weight: Tensor, weight_NK: Tensor, kind: str, seen: Tensor | None
+    weight: Tensor, weight_NK: Tensor, scale_kind: str, new_amax: Tensor | None
 ) -> Blocks:
     """Return a weight's all-gathered FP8 blocks as the operand of y.
 
-    `seen`, fp32 [1] or None, is raised in place to the weight's amax.
+    `new_amax`, fp32 [1] or None, is raised in place to the weight's amax.
     """
-    blocks = read_gathered_blocks(kind, weight, weight_NK)
-    if seen is not None and blocks.amax is not None:
+    blocks = read_gathered_blocks(scale_kind, weight, weight_NK)
+    if new_amax is not None and blocks.amax is not None:
         with torch.no_grad():
-            seen.copy_(torch.maximum(seen, blocks.amax.masked_fill(blocks.amax.isinf(), 0)))
+            new_amax.copy_(torch.maximum(new_amax, blocks.amax.masked_fill(blocks.amax.isinf(), 0)))
     return make_dense_operand(blocks)

@@ -66,7 +66,11 @@ def set_products(linear: nn.Linear, products: LinearProducts) -> None:
 
 
 @functools.cache
-def _make_product_class(plain: type[nn.Linear]) -> type[ProductLinear]:
-    """Return the subclass of `plain` whose forward calls `products`."""
-    bases = (ProductLinear, plain)
-    return ProductLinear if plain is nn.Linear else type(f"Product{plain.__name__}", bases, {})
+def _make_product_class(linear_class: type[nn.Linear]) -> type[ProductLinear]:
+    """Return the subclass of `linear_class` whose forward calls `products`."""
+    bases = (ProductLinear, linear_class)
+    return (
+        ProductLinear
+        if linear_class is nn.Linear
+        else type(f"Product{linear_class.__name__}", bases, {})
+    )

@@ -13,20 +13,20 @@ from torch import Tensor
 from moecore.base.torch_private import is_plain_eager, scaled_mm
 from moecore.kernels.common import disable_autocast, has_hopper_kernels
 from moecore.kernels.ops import Op, is_plain
-from moecore.kernels.rows.scaling import Blocks, multiply_ref
+from moecore.kernels.rows.scaling import Blocks, matmul_ref
 
 # Values of torch.nn.functional.ScalingType, which the operator takes as integers.
 SCALING_TYPES = {"tensor": 0, "row": 1, "tile": 4, "block": 5}
 
 
 @functools.cache
-def _has_scaled_product(device: torch.device, kind: str) -> bool:
+def _has_scaled_product(device: torch.device, scale_kind: str) -> bool:
     """Whether torch multiplies operands of this kind on the FP8 tensor cores of a device."""
     if device.type != "cuda":
         return False
     capability = torch.cuda.get_device_capability(device)
     # cuBLASLt multiplies tiles and blocks only on Hopper.
-    return capability == (9, 0) if kind in ("tile", "block") else capability >= (8, 9)
+    return capability == (9, 0) if scale_kind in ("tile", "block") else capability >= (8, 9)
 
 
 def _multiply_with_torch(a: Blocks, b: Blocks, dtype: torch.dtype) -> Tensor:
@@ -36,7 +36,7 @@ def _multiply_with_torch(a: Blocks, b: Blocks, dtype: torch.dtype) -> Tensor:
     is_supported = has_hopper_kernels(device) if is_meta else _has_scaled_product(device, a.kind)
     if not M * N * K or not is_supported:
         with disable_autocast(a.values):
-            return multiply_ref(a, b).to(dtype)
+            return matmul_ref(a, b).to(dtype)
     # cuBLASLt reads scales of tiles column by column, and scales of blocks in rows of a multiple of
     # four. `cast.py` writes these layouts, so nothing is copied here.
     result: Tensor = scaled_mm(
@@ -54,11 +54,11 @@ def _multiply_with_torch(a: Blocks, b: Blocks, dtype: torch.dtype) -> Tensor:
     return result
 
 
-def _view_scales(side: Blocks, *, is_first: bool) -> Tensor:
+def _view_scales(operand: Blocks, *, is_first: bool) -> Tensor:
     """Return a view of an operand's scales for torch's scaled matmul; `is_first` = operand a."""
-    if side.kind == "row":
-        return side.scales if is_first else side.scales.T
-    return side.scales.reshape(1) if side.kind == "tensor" else side.scales.T
+    if operand.kind == "row":
+        return operand.scales if is_first else operand.scales.T
+    return operand.scales.reshape(1) if operand.kind == "tensor" else operand.scales.T
 
 
 _product_op = Op(
@@ -70,7 +70,7 @@ _product_op = Op(
 )
 
 
-def multiply(a: Blocks, b: Blocks, dtype: torch.dtype) -> Tensor:
+def multiply_fp8(a: Blocks, b: Blocks, dtype: torch.dtype) -> Tensor:
     """Return a [M, K] @ b [N, K]^T of FP8 operands; M, N and K include padding.
 
     The matmul sums in fp32 and rounds once to `dtype`. Not differentiable, no host sync.

@@ -56,26 +56,26 @@ def store_experts_in_fp8(model: nn.Module) -> None:
             experts.reader.drop_copies()
 
 
-def refuse_fp8_storage(model: nn.Module, verb: str) -> None:
-    """Raise a ValueError if a parameter has only FP8 blocks; the text has `verb` ("merged")."""
+def refuse_fp8_storage(model: nn.Module, operation: str) -> None:
+    """Raise a ValueError if a parameter has only FP8 blocks; its text names `operation`."""
     for name, param in model.named_parameters():
         if get_fp8_blocks(param) is not None:
             raise ValueError(
-                f"{clean_name(name)} (FP8 alone) must have values to be {verb}: save_adapters, and "
-                "load them beside the base without store_experts_in_fp8"
+                f"{clean_name(name)} (FP8 alone) must have values to be {operation}: "
+                "save_adapters, and load them beside the base without store_experts_in_fp8"
             )
 
 
-def read_stored_values(param: Tensor, box: tuple[slice, ...]) -> Tensor:
-    """Return slices `box` of a parameter's local shard, dequantised to the parameter's dtype."""
+def read_stored_values(param: Tensor, slices: tuple[slice, ...]) -> Tensor:
+    """Return `slices` of a parameter's local shard, dequantised to the parameter's dtype."""
     blocks = get_fp8_blocks(param)
     assert blocks is not None, "the parameter is not stored in FP8"
     shape = get_local_tensor(param).shape
     rows = torch.arange(shape[:-1].numel(), device="cpu").view(shape[:-1])
     columns = torch.arange(shape[-1], device="cpu")
     device = blocks.scales.device
-    row, column = ((i // BLOCK).to(device) for i in (rows[box[:-1]], columns[box[-1]]))
-    return (blocks.values[box].float() * blocks.scales[row][..., column]).to(param.dtype)
+    row, column = ((i // BLOCK).to(device) for i in (rows[slices[:-1]], columns[slices[-1]]))
+    return (blocks.values[slices].float() * blocks.scales[row][..., column]).to(param.dtype)
 
 
 def _check_storable(name: str, experts: Experts, param: nn.Parameter) -> None:
@@ -104,7 +104,7 @@ def _store_blocks(param: nn.Parameter, *, power_of_two: bool) -> nn.Parameter:
     `power_of_two` = the scales of the blocks are powers of two.
     """
     local = get_local_tensor(param).detach()
-    place = MatrixShard.of(local.shape, 0, 0, local.shape[0])
+    place = MatrixShard.from_slice(local.shape, 0, 0, local.shape[0])
     amax, scales = torch.zeros(2, *place.scales_shape, device=local.device, dtype=torch.float32)
     values = torch.empty_like(local, dtype=torch.uint8)
     write_block_amax_(local, place, amax)

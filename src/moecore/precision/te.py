@@ -25,7 +25,7 @@ from moecore.base.options.precision import Recipe
 from moecore.base.params import check_values
 from moecore.base.torch_private import is_plain_eager
 from moecore.kernels.experts.contract import GradTarget
-from moecore.kernels.grouped.wgrad import store_grad
+from moecore.kernels.grouped.wgrad import scale_and_store_grad
 from moecore.kernels.rows.cast import compute_amax
 from moecore.kernels.rows.e4m3 import compute_block_scale_ref
 from moecore.kernels.rows.scaling import LARGEST
@@ -44,24 +44,24 @@ def _quantise_operand(
     recipe: Recipe,
     operand: te.Operand,
     past_amax: Tensor | None,
-    seen: Tensor | None = None,
+    new_amax: Tensor | None = None,
     *,
     over_rows: bool = False,
 ) -> Any:
     """Quantise a matrix with the scale of `past_amax`, or of its own amax if that is None or 0.
 
-    The matmul sums over columns, or over rows with `over_rows`. `seen`, fp32 [1], is raised in
+    The matmul sums over columns, or over rows with `over_rows`. `new_amax`, fp32 [1], is raised in
     place to the matrix's amax. Operands other than "weight" are padded by rows of zeros.
     """
     x_RC = te.replace_infinities(x_RC.detach().contiguous())
     if operand != "weight":  # rows of zeros change no scale
         x_RC = pad(x_RC, (0, 0, 0, -x_RC.shape[0] % recipe.row_multiple))
-    if past_amax is None and seen is None:
+    if past_amax is None and new_amax is None:
         return te.quantise(x_RC, recipe, operand, over_rows=over_rows)
     fmt = recipe.grad_format if operand == "gradient" else "e4m3"
     scale_amax = compute_amax(x_RC, past_amax).amax().reshape(1)
     _, scale = compute_block_scale_ref(scale_amax, recipe.power_of_two, LARGEST[fmt])
-    return te.quantise(x_RC, recipe, operand, over_rows=over_rows, scale=scale, seen=seen)
+    return te.quantise(x_RC, recipe, operand, over_rows=over_rows, scale=scale, seen=new_amax)
 
 
 class TELinearProducts(QuantisedProducts):
@@ -89,9 +89,9 @@ class TELinearProducts(QuantisedProducts):
             x_amax=self.get_past_amax("input"),
             weight_amax=weight_amax,
             dy_amax=self.get_past_amax("gradient"),
-            x_seen=seen.get("input"),
-            weight_seen=seen.get("weight"),
-            dy_seen=seen.get("gradient"),
+            x_new_amax=seen.get("input"),
+            weight_new_amax=seen.get("weight"),
+            dy_new_amax=seen.get("gradient"),
             recipe=recipe,
         )
 
@@ -101,8 +101,8 @@ class TELinearProducts(QuantisedProducts):
         """Return y = x @ weight^T, both quantised here, in `call.dtype`."""
         if not x_TK.numel() or x_TK.is_meta:
             return x_TK.new_zeros(x_TK.shape[0], weight_NK.shape[0], dtype=call.dtype)
-        x = _quantise_operand(x_TK, call.recipe, "activation", call.x_amax, call.x_seen)
-        amaxes = call.weight_amax, call.weight_seen
+        x = _quantise_operand(x_TK, call.recipe, "activation", call.x_amax, call.x_new_amax)
+        amaxes = call.weight_amax, call.weight_new_amax
         weight = _quantise_operand(weight_NK, call.recipe, "weight", *amaxes)
         return te.multiply(weight, x, "TN", call.dtype)
 
@@ -115,7 +115,7 @@ class TELinearProducts(QuantisedProducts):
         if not dy_TN.shape[0] or dy_TN.is_meta:
             return dy_TN.new_zeros(dy_TN.shape[0], weight_NK.shape[1], dtype=call.dtype), dy_TN
         recipe, amax = call.recipe, call.weight_amax
-        dy = _quantise_operand(dy_TN, recipe, "gradient", call.dy_amax, call.dy_seen)
+        dy = _quantise_operand(dy_TN, recipe, "gradient", call.dy_amax, call.dy_new_amax)
         weight = _quantise_operand(weight_NK, recipe, "weight", amax, over_rows=True)
         return te.multiply(weight, dy, "NN", call.dtype), dy_TN
 
@@ -124,17 +124,18 @@ class TELinearProducts(QuantisedProducts):
     def weight_grad(dy_TN: Tensor, x: Tensor, call: LinearCall, target: GradTarget) -> Tensor:
         """Return dw [N, K].
 
-        If `target.out` is a tensor, dw is written to it, or added to it if `target.adds` is True.
+        If `target.out` is a tensor, dw is written to it, or added to it if `target.accumulate` is
+        True.
         """
         x_TK, recipe = flatten_rows(x), call.recipe
         if not dy_TN.shape[0] or dy_TN.is_meta:
             grad = dy_TN.new_zeros(dy_TN.shape[1], x_TK.shape[1], dtype=call.dtype)
         else:
-            amaxes = call.dy_amax, call.dy_seen
+            amaxes = call.dy_amax, call.dy_new_amax
             of_dy = _quantise_operand(dy_TN, recipe, "gradient", *amaxes, over_rows=True)
             of_x = _quantise_operand(x_TK, recipe, "activation", call.x_amax, over_rows=True)
             grad = te.multiply(of_x, of_dy, "NT", call.dtype)
-        return store_grad(grad, target.out, target.adds, target.dtype, target.scale)
+        return scale_and_store_grad(grad, target.out, target.accumulate, target.dtype, target.scale)
 
 
 TELinearProducts.op = make_quantised_op("te_linear", TELinearProducts)

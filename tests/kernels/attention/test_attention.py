@@ -23,8 +23,8 @@ from moecore.kernels.attention import (
 )
 from moecore.kernels.attention import attention as rule
 from moecore.kernels.attention.contract import AttentionBlock, AttentionKernel
-from moecore.kernels.common import treat_meta_as
 from moecore.kernels.invariant import batch_invariant
+from moecore.kernels.meta import treat_meta_as
 
 SCALE = 0.3
 DOCUMENTS = ("cu_seqlens_q", "cu_seqlens_k", "max_length_q", "max_length_k")
@@ -188,8 +188,8 @@ def test_a_hopper_without_the_fast_package_says_so_once(monkeypatch: pytest.Monk
     heads = [torch.empty(1, 4, 2, 8, device="meta") for _ in range(3)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert rule.choose_kernel(*heads, AttentionMask()) is cudnn
-        assert rule.choose_kernel(*heads, packed([4], [4])) is flash  # no GPU
+        assert rule.choose_attention_kernel(*heads, AttentionMask()) is cudnn
+        assert rule.choose_attention_kernel(*heads, packed([4], [4])) is flash  # no GPU
     with pytest.warns(UserWarning, match="FlashAttention 2, at about half the speed: flash-attn-4"):
         flash4.warn_if_missing(torch.device("cuda", 0))
     with warnings.catch_warnings():
@@ -200,7 +200,7 @@ def test_a_hopper_without_the_fast_package_says_so_once(monkeypatch: pytest.Monk
 
 def test_each_implementation_names_what_it_cannot_compute() -> None:
     q, k, v, _ = block((1, 4, 6, 2, 1, 8, 8), torch.bfloat16)
-    assert rule.choose_kernel(q, k, v, AttentionMask()) is reference
+    assert rule.choose_attention_kernel(q, k, v, AttentionMask()) is reference
     few, wide = (1, 6, 4, 2, 1, 8, 8), (1, 4, 4, 2, 1, 192, 64)
     for kernel, shape, mask, message in (
         (cudnn, few, AttentionMask(), r"queries \(6\) must be at most as many as keys \(4\)"),
@@ -404,9 +404,9 @@ def test_deterministic_algorithms_exclude_kernels(monkeypatch: pytest.MonkeyPatc
     """Torch has no such backward of cuDNN, and FlashAttention 4 has none for SM 12."""
     q, k, v, _ = block((2, 8, 8, 4, 2, 64, 64), torch.bfloat16, "meta")
     with treat_meta_as("cuda"):
-        assert rule.choose_kernel(q, k, v, AttentionMask()) is flash
+        assert rule.choose_attention_kernel(q, k, v, AttentionMask()) is flash
         torch.use_deterministic_algorithms(True, warn_only=True)  # what torch excludes cuDNN by
-        assert rule.choose_kernel(q, k, v, AttentionMask()) is cudnn
+        assert rule.choose_attention_kernel(q, k, v, AttentionMask()) is cudnn
     monkeypatch.setattr(flash4, "find_16_bit_problem", lambda *_: None)
     monkeypatch.setattr(flash4, "_find_import_problem", lambda: None)
     q, k, v, _ = block((2, 8, 8, 4, 2, 64, 64), torch.bfloat16)

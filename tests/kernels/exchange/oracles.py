@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moecore.kernels.exchange.clones import Places
+from moecore.kernels.exchange.clones import ClonePlaces
 
 
 def peers_ref(ids_TK: Tensor, num_local: int, num_blocks: int, etp: int) -> Tensor:
@@ -43,7 +43,7 @@ def reduce_ref(y_GSN: Tensor, peers_T: Tensor, rank: int) -> Tensor:
     return out_TN.to(y_GSN.dtype)
 
 
-def fetch_ref(rows: Sequence[Tensor], places: Places) -> list[Tensor]:
+def fetch_ref(rows: Sequence[Tensor], places: ClonePlaces) -> list[Tensor]:
     """Return each rank's clones, [c, ...]; zeros where a place is empty.
 
     rows[b] are [e, ...] of the rank of block b, one per block.
@@ -55,7 +55,7 @@ def fetch_ref(rows: Sequence[Tensor], places: Places) -> list[Tensor]:
     return list(came.view(dtype).split(places.num_clones))
 
 
-def bring_home_ref(grads: Sequence[Tensor], places: Places) -> list[Tensor]:
+def bring_home_ref(grads: Sequence[Tensor], places: ClonePlaces) -> list[Tensor]:
     """Return each rank's gradients, [e, ...], with those of its experts' clones.
 
     Added in fp32, in the order of places, and rounded once. grads[b] are [e + c, ...], as above.

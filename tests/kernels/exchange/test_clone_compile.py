@@ -10,7 +10,7 @@ import torch
 
 from moecore.kernels.exchange import clones
 from moecore.kernels.exchange.buffer import NUM_WORDS
-from moecore.kernels.exchange.clones import CloneBuffer, CloneLayout, Places
+from moecore.kernels.exchange.clones import CloneBuffer, CloneLayout, ClonePlaces
 from tests.kernels.exchange.test_exchange_compile import check_spills
 from tests.kernels.test_compile import compiled
 
@@ -34,9 +34,9 @@ def run(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
         report=words.clone(),
         timeout_ns=10**11,
     )
-    places = Places(experts_N=words[:1], num_clones=c, num_local=e)
+    places = ClonePlaces(experts_N=words[:1], num_clones=c, num_local=e)
     rows = torch.empty(1, 1, dtype=dtype).expand(e + c, width)  # compiling reads no value
-    piece = next(clones.split_pieces(buffer.layout, rows, c))
+    piece = next(clones.split_into_pieces(buffer.layout, rows, c))
     grads = (buffer, rows, places, piece)
     clones.store_grads(*grads)
     clones.receive_grads(*grads)

@@ -17,7 +17,7 @@ from torch import Tensor
 from moecore.kernels.common import INTERPRET
 from moecore.kernels.exchange import clones
 from moecore.kernels.exchange.buffer import ALIGNMENT, ERROR_WORD, NUM_WORDS
-from moecore.kernels.exchange.clones import CloneBuffer, CloneLayout, ClonePiece, Places
+from moecore.kernels.exchange.clones import CloneBuffer, CloneLayout, ClonePiece, ClonePlaces
 from tests.kernels.exchange.oracles import bring_home_ref, fetch_ref
 
 NAN = float("nan")
@@ -30,7 +30,7 @@ def ints(values: list[int], device: str = "cpu") -> Tensor:
 
 
 def test_worked_example() -> None:
-    places = Places(experts_N=ints(EXPERTS), num_clones=2, num_local=2)
+    places = ClonePlaces(experts_N=ints(EXPERTS), num_clones=2, num_local=2)
     rows = list(torch.arange(6.0).split(2))
     assert [t.tolist() for t in fetch_ref(rows, places)] == [[4, 3], [0, 0], [2, 0]]
     parts = [torch.tensor([10.0 ** (2 * r), 10.0 ** (2 * r + 1)]) for r in range(3)]
@@ -45,12 +45,12 @@ def test_layout() -> None:
     assert layout.num_bytes == 2 * (1 << 12) + 2 * 3 * 2 * 4
     assert layout.slot_bytes(3) == 1280 and layout.slot_bytes(3) % ALIGNMENT == 0
     rows = torch.empty(2, 700)
-    assert list(clones.split_pieces(layout, rows, 3)) == [
+    assert list(clones.split_into_pieces(layout, rows, 3)) == [
         (700, 0, 320),
         (700, 320, 320),
         (700, 640, 60),
     ]
-    assert list(clones.split_pieces(layout, rows[:, :0], 3)) == []
+    assert list(clones.split_into_pieces(layout, rows[:, :0], 3)) == []
 
 
 # --------------------------------------------------------------------------- kernels
@@ -112,7 +112,7 @@ class World:
             for r in range(case.num_ranks)
         ]
 
-    def places(self, seed: int) -> Places:
+    def places(self, seed: int) -> ClonePlaces:
         """A plan that leaves some places empty; none has an expert of its own rank."""
         case, generator = self.case, random.Random(seed)
         e, blocks = case.num_local, case.num_ranks // case.etp
@@ -121,7 +121,7 @@ class World:
             others = [x for x in range(blocks * e) if x // e != n // case.num_clones]
             found.append(generator.choice([-1, *others]))
         sizes: Any = dict(num_clones=case.num_clones, num_local=e, etp=case.etp)
-        return Places(experts_N=ints(found, self.device), **sizes)
+        return ClonePlaces(experts_N=ints(found, self.device), **sizes)
 
     def tensors(self, number: int, seed: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(seed)
@@ -134,22 +134,22 @@ class World:
         store: Callable[..., None],
         receive: Callable[..., None],
         tensors: tuple[list[Tensor], list[Tensor]],
-        places: Places,
+        places: ClonePlaces,
     ) -> None:
         """Run an operation per piece: all ranks store, then all receive."""
-        for piece in list(clones.split_pieces(self.layout, tensors[0][0], places.num_clones)):
+        for piece in list(clones.split_into_pieces(self.layout, tensors[0][0], places.num_clones)):
             for function, ranks in ((store, tensors[0]), (receive, tensors[1])):
                 for buffer, tensor in zip(self.buffers, ranks, strict=True):
                     function(buffer, tensor, places, piece)
 
-    def fetched(self, rows: list[Tensor], places: Places) -> list[Tensor]:
+    def fetched(self, rows: list[Tensor], places: ClonePlaces) -> list[Tensor]:
         out = [r.new_empty(places.num_clones, *r.shape[1:]) for r in rows]
         words = [clones._view_as_words(r) for r in rows]
         into = [clones._view_as_rows(o).view(words[0].dtype) for o in out]
         self.run(clones.store_weights, clones.receive_weights, (words, into), places)
         return out
 
-    def brought_home(self, grads: list[Tensor], places: Places) -> list[Tensor]:
+    def brought_home(self, grads: list[Tensor], places: ClonePlaces) -> list[Tensor]:
         e, flat = places.num_local, [clones._view_as_rows(g) for g in grads]
         pair = ([f[e:] for f in flat], [f[:e] for f in flat])
         self.run(clones.store_grads, clones.receive_grads, pair, places)
@@ -170,7 +170,7 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 
 
 def by_block(
-    reference: Callable[..., list[Tensor]], tensors: list[Tensor], places: Places
+    reference: Callable[..., list[Tensor]], tensors: list[Tensor], places: ClonePlaces
 ) -> list[Tensor]:
     """Return what each rank gets, of one rank of every block together."""
     found = [reference(tensors[t :: places.etp], places) for t in range(places.etp)]
@@ -209,7 +209,7 @@ def test_weights_of_any_dtype_travel(dtype: torch.dtype, device: str) -> None:
 def test_counts_of_all_ranks_are_clones_of_every_rank(device: str) -> None:
     """A plan in which every rank clones the only expert of each: an all-gather."""
     world = World(Case(num_ranks=3), device)
-    places = Places(experts_N=ints([0, 1, 2] * 3, device), num_clones=3, num_local=1)
+    places = ClonePlaces(experts_N=ints([0, 1, 2] * 3, device), num_clones=3, num_local=1)
     counts = [torch.arange(4, device=device)[None] + 10 * r for r in range(3)]
     assert all(torch.equal(found, torch.cat(counts)) for found in world.fetched(counts, places))
 
@@ -218,7 +218,7 @@ def test_counts_of_all_ranks_are_clones_of_every_rank(device: str) -> None:
 def test_a_rank_alone_runs_all_pieces(shape: tuple[int, ...], device: str) -> None:
     """One rank that clones its own second expert: stores and reads follow each other."""
     world = World(Case(num_ranks=1, shape=shape, dtype=HALF), device)
-    places = Places(experts_N=ints([1, -1], device), num_clones=2, num_local=2)
+    places = ClonePlaces(experts_N=ints([1, -1], device), num_clones=2, num_local=2)
     grads = world.tensors(4, 0)
     rows, expected = grads[0][:2].clone(), bring_home_ref(grads, places)
     assert same([clones.fetch_clones(world.buffers[0], rows, places)], fetch_ref([rows], places))
@@ -239,7 +239,7 @@ def test_slots_take_turns(device: str) -> None:
 def test_a_rank_that_does_not_come_is_recorded(device: str) -> None:
     """Ranks 0 and 1 wait for 2: what they fetch is 0, their sums are as before; errors stay."""
     world = World(Case(), device)
-    places = Places(experts_N=ints([2, 4, 0, 4, -1, -1], device), num_clones=2, num_local=2)
+    places = ClonePlaces(experts_N=ints([2, 4, 0, 4, -1, -1], device), num_clones=2, num_local=2)
     rows, grads = world.tensors(2, 0), world.tensors(4, 0)
     piece = ClonePiece(40, 0, 40)
     out = [torch.full((2, 40), NAN, device=device) for _ in range(2)]

@@ -24,10 +24,10 @@ from moecore.kernels.exchange.buffer import (
     NUM_WORDS,
     ExchangeLayout,
     SymmetricBuffer,
-    view_words,
+    view_int32,
 )
-from moecore.kernels.exchange.operations import SpreadChoices, limit_rows, limit_rows_ref
-from moecore.kernels.exchange.tiles import Columns
+from moecore.kernels.exchange.operations import DispatchedRows, limit_rows, limit_rows_ref
+from moecore.kernels.exchange.tiles import RowFormat
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.move import sum_rows_ref
 from tests.kernels.exchange.oracles import peers_ref, reduce_ref, spread_ref
@@ -65,10 +65,10 @@ def test_layout_and_tiles() -> None:
     assert sizes[:3] == [2 * 32768 * 7168 * 2, 2 * 32768 * 8 * 4, 2 * 32768 * 8 * 4]
     assert sizes[3] >= 2 * 8 * 512 * 4 and all(r % ALIGNMENT == 0 for r in regions)
     few, tiles = replace(layout, num_push=12, num_receive=12), exchange_tiles
-    words, sums, narrow = Columns(3584, 4), Columns(7168, 2), Columns(24, 2)
+    words, sums, narrow = RowFormat(3584, 4), RowFormat(7168, 2), RowFormat(24, 2)
     assert [tiles.choose_move_tile(layout, words, n) for n in (64, 8)] == [(32, 512), (8, 2048)]
     assert [tiles.choose_move_tile(few, words, n) for n in (512, 8)] == [(64, 128), (8, 1024)]
-    assert tiles.choose_move_tile(layout, Columns(1024, 4), 32, 32) == (32, 512)
+    assert tiles.choose_move_tile(layout, RowFormat(1024, 4), 32, 32) == (32, 512)
     assert [tiles.choose_add_tile(layout, n) for n in (sums, narrow)] == [(8, 1024), (8, 32)]
     assert [tiles.choose_sum_tile(layout, n) for n in (sums, narrow)] == [(16, 1024), (64, 32)]
 
@@ -207,7 +207,7 @@ def inputs_of(world: World, seed: int) -> Inputs:
 
 
 def check_dispatch(
-    world: World, inp: Inputs, peers: list[Tensor], came: list[SpreadChoices]
+    world: World, inp: Inputs, peers: list[Tensor], came: list[DispatchedRows]
 ) -> None:
     case, blocks = world.case, world.G // world.case.etp
     expected = [peers_ref(i, world.num_local, blocks, case.etp) for i in inp.ids]
@@ -225,11 +225,13 @@ def check_dispatch(
         assert torch.equal(got.weights_SK, weights_SK.where(ids_SK >= 0, 0))
 
 
-def expert_slots(world: World, came: list[SpreadChoices]) -> list[Tensor]:
+def expert_slots(world: World, came: list[DispatchedRows]) -> list[Tensor]:
     """Return each rank's places of source rows among the rows of its experts."""
     slots = []
     for r, got in enumerate(came):
-        sizes = dict(first=r // world.case.etp * world.num_local, num_local=world.num_local)
+        sizes = dict(
+            first_expert=r // world.case.etp * world.num_local, num_local_experts=world.num_local
+        )
         slots.append(build_index(got.ids_SK, got.weights_SK, **sizes).slots_SK)
     return slots
 
@@ -255,7 +257,7 @@ def choices_of(
 def check_copied(
     world: World,
     peers: list[Tensor],
-    came: list[SpreadChoices],
+    came: list[DispatchedRows],
     grads: tuple[list[tuple[Tensor, Tensor]], Tensor],
     seed: int,
 ) -> None:
@@ -263,13 +265,13 @@ def check_copied(
     sums = rows_of(world, [c.places_S[:, None] for c in came], seed)
     choices, dweights_GSK = grads
     for buffer, sums_SD in zip(world.buffers, sums, strict=True):
-        exchange_copies.copy_sums(buffer, sums_SD)
+        exchange_copies.copy_sums_to_peers(buffer, sums_SD)
     where = [(g, c.places_S, c.places_S[:, None]) for g, c in zip(peers, came, strict=True)]
     calls = [(p, y, *w, g) for p, y, w, g in zip(world.buffers, sums, where, choices, strict=True)]
     for call in calls:
-        exchange.reduce_rows(*call, has_sums=True, half="push")
+        exchange.combine_rows(*call, has_sums=True, half="push")
     for r, call in enumerate(calls):
-        out, out_grads = exchange.reduce_rows(*call, has_sums=True, half="receive")
+        out, out_grads = exchange.combine_rows(*call, has_sums=True, half="receive")
         assert torch.equal(out, reduce_ref(torch.stack(sums), peers[r], r))
         assert torch.equal(out_grads, reduce_ref(dweights_GSK, peers[r], r))  # type: ignore[arg-type]
 
@@ -279,8 +281,8 @@ def check_narrow(world: World, inp: Inputs, sizes: dict[str, int]) -> None:
     width = max(16, world.layout.row_bytes // 32 * 16)
     inp = replace(inp, x=[x.view(torch.uint8)[:, :width].contiguous() for x in inp.x])
     tokens = list(zip(world.buffers, inp.x, inp.ids, inp.weights, strict=True))
-    peers = [exchange.spread_rows_and_choices(*t, **sizes, half="push").peers_T for t in tokens]
-    came = [exchange.spread_rows_and_choices(*t, **sizes, half="receive") for t in tokens]
+    peers = [exchange.dispatch_rows_and_choices(*t, **sizes, half="push").peers_T for t in tokens]
+    came = [exchange.dispatch_rows_and_choices(*t, **sizes, half="receive") for t in tokens]
     check_dispatch(world, inp, peers, came)
 
 
@@ -288,19 +290,21 @@ def test_rows_at_odd_places_are_moved_as_words() -> None:
     flat = torch.arange(40, dtype=torch.bfloat16)
     for start in (0, 1, 2, 3):
         rows = flat[start : start + 32].view(2, 16)
-        words = view_words(rows)
+        words = view_int32(rows)
         assert words.shape == (2, 8) and torch.equal(words.view(torch.bfloat16), rows)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_equal_references(name: str, device: str) -> None:
     world = World(CASES[name], device)
-    buffers, sizes = world.buffers, dict(num_local=world.num_local, etp=world.case.etp)
+    buffers, sizes = world.buffers, dict(num_local_experts=world.num_local, etp=world.case.etp)
     for n in range(3 if device == "cuda" else world.case.times):
         inp = inputs_of(world, n)
         tokens = list(zip(buffers, inp.x, inp.ids, inp.weights, strict=True))
-        peers = [exchange.spread_rows_and_choices(*t, **sizes, half="push").peers_T for t in tokens]
-        came = [exchange.spread_rows_and_choices(*t, **sizes, half="receive") for t in tokens]
+        peers = [
+            exchange.dispatch_rows_and_choices(*t, **sizes, half="push").peers_T for t in tokens
+        ]
+        came = [exchange.dispatch_rows_and_choices(*t, **sizes, half="receive") for t in tokens]
         check_dispatch(world, inp, peers, came)
         if n == 0:  # later rounds find rows of earlier ones, in both slots
             for r, got in enumerate(came):
@@ -318,9 +322,9 @@ def test_kernels_equal_references(name: str, device: str) -> None:
             sums = [(p, x, *w, g) for p, x, w, g in zip(buffers, y, where, grads, strict=True)]
             y_GSN = torch.stack([sum_rows_ref(*t, None) for t in zip(y, slots, slots, strict=True)])
             for s in sums:
-                exchange.reduce_rows(*s, half="push")
+                exchange.combine_rows(*s, half="push")
             for r, s in enumerate(sums):
-                out, out_grads = exchange.reduce_rows(*s, half="receive")
+                out, out_grads = exchange.combine_rows(*s, half="receive")
                 assert torch.equal(out, reduce_ref(y_GSN, peers[r], r))
                 if not with_grads:
                     assert out_grads is None
@@ -333,9 +337,12 @@ def test_kernels_equal_references(name: str, device: str) -> None:
 
         back = [(p, x, *w, y[0].shape[0]) for p, x, w in zip(buffers, inp.x, where, strict=True)]
         for b in back:
-            exchange.spread_rows(*b, half="push")
+            exchange.dispatch_rows(*b, half="push")
         for r, b in enumerate(back):
-            rows_RD, (s, k) = exchange.spread_rows(*b, half="receive"), (slots[r] >= 0).nonzero().T
+            rows_RD, (s, k) = (
+                exchange.dispatch_rows(*b, half="receive"),
+                (slots[r] >= 0).nonzero().T,
+            )
             right = spread_ref(world.padded(inp.x, 0), world.padded(peers, 0), r)
             assert torch.equal(rows_RD[slots[r][s, k].long()], right[s])
         check_copied(world, peers, came, (choices, dweights_GSK), seed=n)
@@ -351,11 +358,11 @@ def test_masks_name_many_ranks(ranks: int, etp: int, device: str) -> None:
         max_tokens=9, etp=etp, num_experts=2 * ranks // etp, top_k=min(8, 2 * ranks // etp)
     )
     world = World(Case(tokens=(9,) * ranks, dim=16, **shape), device)  # type: ignore[arg-type]
-    inp, sizes = inputs_of(world, 0), dict(num_local=world.num_local, etp=etp)
+    inp, sizes = inputs_of(world, 0), dict(num_local_experts=world.num_local, etp=etp)
     senders = (0, ranks // 2, ranks - 1)
     for r in senders:
         tokens = (inp.x[r], inp.ids[r], inp.weights[r])
-        peers = exchange.spread_rows_and_choices(
+        peers = exchange.dispatch_rows_and_choices(
             world.buffers[r], *tokens, **sizes, half="push"
         ).peers_T
         assert torch.equal(peers, peers_ref(inp.ids[r], world.num_local, ranks // etp, etp))
@@ -373,7 +380,7 @@ def test_masks_name_many_ranks(ranks: int, etp: int, device: str) -> None:
         world.buffers[r].state[0] = 1
         places = torch.zeros(ranks * 9, dtype=torch.int32, device=device)
         where = (peers, places, places[:, None])
-        found, _ = exchange.reduce_rows(world.buffers[r], sums, *where, half="receive")
+        found, _ = exchange.combine_rows(world.buffers[r], sums, *where, half="receive")
         assert torch.equal(found, reduce_ref(y_GSN, peers, r))
 
 
@@ -381,11 +388,11 @@ def test_a_rank_that_does_not_come_is_recorded(device: str) -> None:
     """Ranks 0 and 1 wait for 2, whose error word stays empty; the first error is kept."""
     world = World(Case(tokens=(5, 4, 6), max_tokens=6, num_experts=6), device)
     buffers, inp = world.buffers, inputs_of(world, 0)
-    sizes = dict(num_local=world.num_local, etp=1)
+    sizes = dict(num_local_experts=world.num_local, etp=1)
     tokens = list(zip(buffers, inp.x, inp.ids, inp.weights, strict=True))
     for t in tokens[:2]:
-        exchange.spread_rows_and_choices(*t, **sizes, half="push")
-    late = [exchange.spread_rows_and_choices(*t, **sizes, half="receive") for t in tokens[:2]]
+        exchange.dispatch_rows_and_choices(*t, **sizes, half="push")
+    late = [exchange.dispatch_rows_and_choices(*t, **sizes, half="receive") for t in tokens[:2]]
     for r, got in enumerate(late):
         found = 1 + 2 * 2  # spread, rank 2
         assert int(buffers[r].state[ERROR_WORD]) == int(buffers[r].report[ERROR_WORD]) == found
@@ -394,7 +401,7 @@ def test_a_rank_that_does_not_come_is_recorded(device: str) -> None:
         assert (got.ids_SK[2 * C :] == -1).all() and (got.places_S[2 * C :] == -1).all()
         assert (got.places_S[: 2 * C] >= 0).any()
     where = (late[0].peers_T, late[0].places_S, late[0].places_S[:, None])
-    exchange.reduce_rows(buffers[0], late[0].rows_SD, *where, half="receive")
+    exchange.combine_rows(buffers[0], late[0].rows_SD, *where, half="receive")
     assert int(buffers[0].report[ERROR_WORD]) == 1 + 2 * 2, "the first error stays"
     assert int(buffers[0].state[0]) == 2 and not buffers[2].report.any()
 
@@ -412,9 +419,9 @@ def test_flags_of_a_late_rank_are_not_taken_for_later_ones(kind: str, device: st
     def run(rank: int, half: exchange.Half) -> None:
         where = (ones[rank], places, places[:, None])
         if kind == "spread":
-            exchange.spread_rows(world.buffers[rank], inp.x[rank], *where, S, half=half)
+            exchange.dispatch_rows(world.buffers[rank], inp.x[rank], *where, S, half=half)
         else:
-            exchange.reduce_rows(world.buffers[rank], y_SD, *where, half=half)
+            exchange.combine_rows(world.buffers[rank], y_SD, *where, half=half)
 
     for n in range(3):
         run(0, "push")
@@ -431,7 +438,7 @@ def test_ranks_that_run_at_once_wait_for_each_other(name: str) -> None:
     case = replace(CASES[name], dtype=torch.bfloat16, dim=512)
     world = World(case, "cuda")
     streams = [torch.cuda.Stream() for _ in world.buffers]
-    sizes = dict(num_local=world.num_local, etp=case.etp)
+    sizes = dict(num_local_experts=world.num_local, etp=case.etp)
     for n in range(20):
         inp = inputs_of(world, n)
         torch.cuda.synchronize()
@@ -440,7 +447,7 @@ def test_ranks_that_run_at_once_wait_for_each_other(name: str) -> None:
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(100_000 * ((r * 7 + n) % 5))
                 tokens = (inp.x[r], inp.ids[r], inp.weights[r])
-                came.append(exchange.spread_rows_and_choices(world.buffers[r], *tokens, **sizes))
+                came.append(exchange.dispatch_rows_and_choices(world.buffers[r], *tokens, **sizes))
         torch.cuda.synchronize()
         check_dispatch(world, inp, [c.peers_T for c in came], came)
         slots = [c.places_S[:, None] for c in came] if n % 2 else expert_slots(world, came)
@@ -450,7 +457,7 @@ def test_ranks_that_run_at_once_wait_for_each_other(name: str) -> None:
         for r, stream in enumerate(streams):
             with torch.cuda.stream(stream):
                 where = (came[r].peers_T, came[r].places_S, slots[r])
-                home.append(exchange.reduce_rows(world.buffers[r], y[r], *where)[0])
+                home.append(exchange.combine_rows(world.buffers[r], y[r], *where)[0])
         torch.cuda.synchronize()
         y_GSN = torch.stack([sum_rows_ref(*t, None) for t in zip(y, slots, slots, strict=True)])
         for r, y_TD in enumerate(home):

@@ -58,13 +58,13 @@ def run(shape: tuple[Any, ...]) -> None:
     (buffer, x), K = make(shape), shape[3]
     peers, marks = torch.zeros(16, dtype=torch.int64), torch.zeros(16, dtype=torch.int32)
     ids, weights = torch.zeros(16, K, dtype=torch.int32), torch.zeros(16, K)
-    exchange.spread_rows_and_choices(buffer, x, ids, weights, num_local=16, etp=1)
+    exchange.dispatch_rows_and_choices(buffer, x, ids, weights, num_local_experts=16, etp=1)
     choices = (weights[:, 0].contiguous(), ids)
-    exchange.reduce_rows(buffer, x, peers, marks, marks[:, None], choices, has_sums=True)
+    exchange.combine_rows(buffer, x, peers, marks, marks[:, None], choices, has_sums=True)
     for slots in (marks[:, None], ids):  # of source rows, of expert rows
-        exchange.spread_rows(buffer, x, peers, marks, slots, 16)
-        exchange.reduce_rows(buffer, x, peers, marks, slots, choices)
-        exchange.reduce_rows(buffer, x, peers, marks, slots)
+        exchange.dispatch_rows(buffer, x, peers, marks, slots, 16)
+        exchange.combine_rows(buffer, x, peers, marks, slots, choices)
+        exchange.combine_rows(buffer, x, peers, marks, slots)
     limit_rows(buffer.state, 8, buffer.state, buffer.report)
 
 

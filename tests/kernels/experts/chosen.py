@@ -18,7 +18,7 @@ def expert_mlp(
     rows: Rows, weights: ExpertWeights, index: ExpertIndex, options: ExpertMLPOptions, **more: Any
 ) -> Tensor:
     """Return what `expert_mlp` does; raise ValueError for experts that nothing multiplies."""
-    spec = ExpertSpec.of(rows, weights, options.activation, options.recipe)
+    spec = ExpertSpec.from_weights(rows, weights, options.activation, options.recipe)
     options = replace(options, products=choose_products(options.products, spec))
     return experts.expert_mlp(rows, weights, index, options, **more)
 

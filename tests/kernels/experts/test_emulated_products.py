@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.common import record_launches_on_meta
 from moecore.kernels.experts.contract import (
     ExpertMLPOptions,
     ExpertSpec,
@@ -18,6 +17,7 @@ from moecore.kernels.experts.contract import (
     UnsummedInput,
 )
 from moecore.kernels.experts.products import find_products_problem
+from moecore.kernels.meta import record_launches_on_meta
 from moecore.kernels.rows import microscaled
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.index import ExpertIndex
@@ -87,8 +87,8 @@ def test_rows_that_travelled_as_fp8_are_widened() -> None:
     for recipe in BOTH:
         results = []
         for given in (rows, Rows(rows.widen())):
-            handle_RD = leaves["x"].new_empty(1).expand(index.row_ids_R.shape[0], 128)
-            unsummed = UnsummedInput(handle_RD.requires_grad_())
+            grad_handle_RD = leaves["x"].new_empty(1).expand(index.row_ids_R.shape[0], 128)
+            unsummed = UnsummedInput(grad_handle_RD.requires_grad_())
             results.append(expert_mlp(given, weights, index, options_of(recipe), unsummed=unsummed))
         used = int(index.num_rows)
         assert torch.equal(results[0][:used], results[1][:used])
@@ -134,7 +134,7 @@ def test_kernels_change_no_bit(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) 
     leaves, ids = make("swiglu", S=700, D=256, F=128, device="cuda", dtype=torch.bfloat16)
     ids[ids == 2] = -1
     found = run(leaves, ids, options_of(recipe))
-    monkeypatch.setattr(microscaled, "has_kernel", lambda _: False)
+    monkeypatch.setattr(microscaled, "has_cast_kernel", lambda _: False)
     expected = run(leaves, ids, options_of(recipe))
     assert all(torch.equal(found[n], expected[n]) for n in OUTPUTS)
 

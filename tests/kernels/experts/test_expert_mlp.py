@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.common import split_by_expert
+from moecore.kernels.common import iterate_expert_slices
 from moecore.kernels.experts.contract import (
     ComputeGrad,
     ExpertMLPOptions,
@@ -36,7 +36,7 @@ def expert_mlp_ref(
 ) -> Tensor:
     """Return y expert by expert, in plain differentiable PyTorch. Host sync."""
     parts = []
-    for i, rows in enumerate(split_by_expert(index.offsets_e)):
+    for i, rows in enumerate(iterate_expert_slices(index.offsets_e)):
         x = x_SD.index_select(0, index.row_ids_R[rows])
         a = activate_rows(x @ w1_eCD[i].T, options) * index.weights_R[rows, None]
         parts.append(a.to(x.dtype) @ w2_eDF[i].T)
@@ -76,7 +76,7 @@ def make(
 
 
 def rows_of(ids: Tensor, weights_SK: Tensor, e: int) -> ExpertIndex:
-    return build_index(ids, weights_SK, first=0, num_local=e)
+    return build_index(ids, weights_SK, first_expert=0, num_local_experts=e)
 
 
 def apply(
@@ -219,7 +219,7 @@ class Sink:
         self.add_to, self.taken = add_to, 0
 
     def accumulate(self, compute: ComputeGrad, *operands: Any) -> None:
-        assert compute(*operands, GradTarget(self.add_to, adds=True)) is self.add_to
+        assert compute(*operands, GradTarget(self.add_to, accumulate=True)) is self.add_to
         self.taken += 1
 
 

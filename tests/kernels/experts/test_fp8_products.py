@@ -115,14 +115,14 @@ def test_rows_that_travelled_are_multiplied_as_they_came(monkeypatch: pytest.Mon
     for rows, again in ((x, None), (x, refetch), (Rows(x.widen()), None)):
         own = {n: leaves[n].detach().clone().requires_grad_() for n in ("w1", "w2")}
         weights = ExpertWeights(w1_eCD=own["w1"], w2_eDF=own["w2"])
-        handle_RD = x.widen().new_empty(1).expand(rows_R, 256).requires_grad_()
-        part = UnsummedInput(handle_RD, refetch=again)
+        grad_handle_RD = x.widen().new_empty(1).expand(rows_R, 256).requires_grad_()
+        part = UnsummedInput(grad_handle_RD, refetch=again)
         quantised.clear()
         y_RD = expert_mlp(rows, weights, index, options_of(), unsummed=part)
         y_RD.backward(gradient_of(y_RD))
         used = int(index.num_rows)
-        assert handle_RD.grad is not None
-        results.append([y_RD[:used], handle_RD.grad[:used], own["w1"].grad, own["w2"].grad])
+        assert grad_handle_RD.grad is not None
+        results.append([y_RD[:used], grad_handle_RD.grad[:used], own["w1"].grad, own["w2"].grad])
         # dY alone, and X where it came wide.
         assert quantised == ([(23, 256)] if rows is not x else []) + [(rows_R, 256)]
     assert fetched == [1]
@@ -177,7 +177,7 @@ def test_sinks_and_sender() -> None:
     index = rows_of(ids, leaves["weights"], 5)
     sinks = tuple(Sink(torch.ones_like(leaves[n])) for n in ("w1", "w2"))
     weights = ExpertWeights(w1_eCD=leaves["w1"], w2_eDF=leaves["w2"], sinks=sinks)  # type: ignore[arg-type]
-    handle_RD = leaves["x"].detach()[index.row_ids_R].requires_grad_()
+    grad_handle_RD = leaves["x"].detach()[index.row_ids_R].requires_grad_()
     sent: list[Any] = []
 
     class Sender:
@@ -185,7 +185,7 @@ def test_sinks_and_sender() -> None:
             assert not any(sink.taken for sink in sinks)
             sent.append(args)
 
-    part = UnsummedInput(handle_RD, Sender())
+    part = UnsummedInput(grad_handle_RD, Sender())
     y_RD = expert_mlp(Rows(leaves["x"].detach()), weights, index, options_of(), unsummed=part)
     y_RD.backward(gradient_of(leaves["x"])[index.row_ids_R])
     assert len(sent) == 1 and sent[0][0] is not None

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.common import record_launches_on_meta
 from moecore.kernels.experts.contract import (
     ExpertMLPOptions,
     ExpertWeights,
     LowRankUpdate,
     UnsummedInput,
 )
+from moecore.kernels.meta import record_launches_on_meta
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import sum_rows
@@ -106,16 +106,16 @@ def run(leaves: Leaves, ids: Tensor, options: ExpertMLPOptions, form: Form) -> L
 def unsummed(leaves: Leaves, index: ExpertIndex, options: ExpertMLPOptions) -> Tensor:
     """The same by a dispatcher that adds expert rows; NaN where there are none."""
     x, used = leaves["x"], int(index.num_rows)
-    handle_RD = x.new_empty(1).expand(index.row_ids_R.shape[0], x.shape[1]).requires_grad_()
-    part = UnsummedInput(handle_RD)
+    grad_handle_RD = x.new_empty(1).expand(index.row_ids_R.shape[0], x.shape[1]).requires_grad_()
+    part = UnsummedInput(grad_handle_RD)
     y_RD = expert_mlp(Rows(x.detach()), weights_of(leaves), index, options, unsummed=part)
     where = (index.row_ids_R, index.slots_SK, index.num_rows)
     y = sum_rows(y_RD.detach(), *where)
     dy_RD = torch.full_like(y_RD, torch.nan)
     dy_RD[:used] = dy_of(y)[index.row_ids_R[:used].long()]
     y_RD.backward(dy_RD)
-    assert handle_RD.grad is not None
-    x.grad = sum_rows(handle_RD.grad, *where)
+    assert grad_handle_RD.grad is not None
+    x.grad = sum_rows(grad_handle_RD.grad, *where)
     return y
 
 

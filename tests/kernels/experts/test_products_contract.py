@@ -72,7 +72,9 @@ class Case:
 
     def index(self, ids: Tensor, weights: Tensor, **more: Any) -> ExpertIndex:
         multiple = self.recipe.row_multiple
-        return build_index(ids, weights, first=0, num_local=5, multiple=multiple, **more)
+        return build_index(
+            ids, weights, first_expert=0, num_local_experts=5, row_multiple=multiple, **more
+        )
 
     def run(self, leaves: Leaves, ids: Tensor, options: ExpertMLPOptions) -> Leaves:
         """Return the output and gradients."""
@@ -161,16 +163,16 @@ def test_rows_past_the_last_one_and_padding_may_hold_anything(case: Case, filler
     expected = case.run(leaves, ids, case.options())
     index = case.index(ids, leaves["weights"], length=200)
     R, D = index.row_ids_R.numel(), leaves["x"].shape[1]
-    handle_RD = leaves["x"].new_empty(1).expand(R, D).requires_grad_()
-    y_RD = apply(leaves, index, case.options(), unsummed=UnsummedInput(handle_RD))
+    grad_handle_RD = leaves["x"].new_empty(1).expand(R, D).requires_grad_()
+    y_RD = apply(leaves, index, case.options(), unsummed=UnsummedInput(grad_handle_RD))
     where = (index.row_ids_R, index.slots_SK, index.num_rows)
     assert torch.equal(sum_rows(y_RD.detach(), *where), expected["y"])
     dy_RD = torch.full_like(y_RD, filler)
     slots = index.slots_SK[index.slots_SK >= 0].long()
     dy_RD[slots] = gradient_of(leaves["x"])[index.row_ids_R[slots].long()]
     y_RD.backward(dy_RD)
-    assert leaves["x"].grad is None and handle_RD.grad is not None
-    assert torch.equal(sum_rows(handle_RD.grad, *where), expected["x"])
+    assert leaves["x"].grad is None and grad_handle_RD.grad is not None
+    assert torch.equal(sum_rows(grad_handle_RD.grad, *where), expected["x"])
     for name in ("w1", "w2", "weights"):
         assert torch.equal(leaves[name].grad, expected[name]), name  # type: ignore[arg-type]
 

@@ -75,7 +75,9 @@ def run_delayed(
     weights = ExpertWeights(
         w1_eCD=leaves["w1"], w2_eDF=leaves["w2"], magnitudes=Magnitudes(of_rows, has_all_amax, seen)
     )
-    index = build_index(ids, leaves["weights"], first=0, num_local=5, length=length)
+    index = build_index(
+        ids, leaves["weights"], first_expert=0, num_local_experts=5, max_pairs=length
+    )
     y = expert_mlp(Rows(leaves["x"]), weights, index, options_of("tensorwise", **DELAYED | recipe))
     y.backward(gradient_of(y))
     found: Any = {"y": y.detach(), **{n: t.grad for n, t in leaves.items()}}
@@ -165,9 +167,9 @@ def test_a_gradient_is_read_once_for_both_layouts(
     """X and A are rows in forward and columns in backward; dY and dH what is asked for, at once."""
     made, real = [], quantised_products.quantise_expert_rows
 
-    def record(x: Tensor, *where: Any, rows: bool, columns: bool, **how: Any) -> Any:
-        made.append((x.shape[1], rows, columns))
-        return real(x, *where, rows=rows, columns=columns, **how)
+    def record(x: Tensor, *where: Any, rowwise: bool, columnwise: bool, **how: Any) -> Any:
+        made.append((x.shape[1], rowwise, columnwise))
+        return real(x, *where, rowwise=rowwise, columnwise=columnwise, **how)
 
     monkeypatch.setattr(quantised_products, "quantise_expert_rows", record)
     leaves, ids = make("swiglu", **SIZES)
@@ -180,8 +182,8 @@ def test_a_gradient_is_read_once_for_both_layouts(
 
 def test_padded_rows_worked_example() -> None:
     padded = pad_rows(torch.tensor([3, 20], dtype=torch.int32), 22)
-    assert padded.offsets_e.tolist() == [16, 48] and padded.length == 64
-    assert padded.place_R.tolist() == [0, 1, 2, *range(16, 33), 64, 64]
+    assert padded.offsets_e.tolist() == [16, 48] and padded.num_rows == 64
+    assert padded.position_R.tolist() == [0, 1, 2, *range(16, 33), 64, 64]
     assert padded.expert_R.tolist() == [0] * 3 + [1] * 17 + [2] * 2
 
 

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from moecore.base import transformer_engine as te
 from moecore.base.options.precision import Recipe
-from moecore.kernels.common import record_launches_on_meta, split_by_expert
+from moecore.kernels.common import iterate_expert_slices
 from moecore.kernels.experts import te_products
 from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertSpec, ExpertWeights, GradTarget
 from moecore.kernels.experts.products import choose_products, find_products_problem, make_products
+from moecore.kernels.meta import record_launches_on_meta
 from moecore.kernels.rows.activation import ActivationOptions, activate_rows
 from moecore.kernels.rows.index import ExpertIndex, build_index
 from moecore.kernels.rows.record import Rows
@@ -65,7 +66,7 @@ def options_of(
 
 def index_of(ids: Tensor, weights: Tensor, recipe: Recipe | None) -> ExpertIndex:
     multiple = 1 if recipe is None else recipe.row_multiple
-    return build_index(ids, weights, first=0, num_local=5, multiple=multiple)
+    return build_index(ids, weights, first_expert=0, num_local_experts=5, row_multiple=multiple)
 
 
 def run(leaves: dict[str, Tensor], ids: Tensor, options: ExpertMLPOptions) -> dict[str, Tensor]:
@@ -201,28 +202,28 @@ def test_weight_gradients_go_to_their_targets(
     options = options_of(recipe)
     products = make_products(options, index, ExpertWeights(w1_eCD=w1, w2_eDF=w2))
     rows = Rows(leaves["x"].detach())
-    h, a = products.fc1(rows, keep=True)
-    dy = products.prepare_output_grad(gradient_of(rows.values), unsummed=False)
+    h, a = products.fc1(rows, saves_h=True)
+    dy = products.prepare_output_grad(gradient_of(rows.values), has_expert_rows=False)
     dh, _, a = products.activation_bwd(dy, h)
     products.drop_weights()  # as where sinks compute later
     for compute, of in ((products.fc1_wgrad, (rows, dh)), (products.fc2_wgrad, (dy, a))):
         plain = compute(*of, GradTarget())
         assert compute(*of, GradTarget(dtype=dtype, scale=scale)).dtype == dtype
         out = torch.ones_like(plain, dtype=dtype)
-        assert compute(*of, GradTarget(out, adds=False, scale=scale)) is out
+        assert compute(*of, GradTarget(out, accumulate=False, scale=scale)) is out
         torch.testing.assert_close(out.float(), plain * scale, rtol=2**-7, atol=1e-6)
-        assert compute(*of, GradTarget(out, adds=True, scale=scale)) is out
+        assert compute(*of, GradTarget(out, accumulate=True, scale=scale)) is out
         torch.testing.assert_close(out.float(), 2 * plain * scale, rtol=2**-6, atol=1e-6)
 
 
 def test_one_host_sync_in_forward_and_none_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    original, calls = te_products.read_splits, []
+    original, calls = te_products.read_rows_per_expert, []
 
     def splits(*args: Any) -> list[int]:
         calls.append(args)
         return original(*args)
 
-    monkeypatch.setattr(te_products, "read_splits", splits)
+    monkeypatch.setattr(te_products, "read_rows_per_expert", splits)
     leaves, ids = make("swiglu", **SIZES)
     run(leaves, ids, options_of(RECIPES["blockwise"]))
     assert len(calls) == 1
@@ -231,10 +232,10 @@ def test_one_host_sync_in_forward_and_none_in_backward(monkeypatch: pytest.Monke
 def test_products_have_the_rows_of_the_index() -> None:
     leaves, ids = make("swiglu")
     index = index_of(ids, leaves["weights"], None)
-    rows = [r.stop - r.start for r in split_by_expert(index.offsets_e)]
-    assert te_products.read_splits(index, None) == rows
+    rows = [r.stop - r.start for r in iterate_expert_slices(index.offsets_e)]
+    assert te_products.read_rows_per_expert(index, None) == rows
     with pytest.raises(ValueError, match=r"must be multiples of 16 .*: build_index\(\.\.\., mult"):
-        te_products.read_splits(index, Recipe(backend="te"))
+        te_products.read_rows_per_expert(index, Recipe(backend="te"))
 
 
 @pytest.mark.parametrize("recipe", [None, RECIPES["blockwise"]], ids=["wide", "blockwise"])

@@ -63,11 +63,11 @@ class Operands:
         )
         self.x_RK, self.y_RN = self.x_RK.to(device), self.y_RN.to(device)
         self.how: dict[str, Any] = dict(expert_M=self.padded.expert_R, num_experts=e)
-        row_P = torch.arange(self.padded.length, device=device)
-        source_P = torch.full((self.padded.length + 1,), -1, device=device)
-        source_P = source_P.index_copy_(0, self.padded.place_R, row_P[:R])[:-1]
+        row_P = torch.arange(self.padded.num_rows, device=device)
+        source_P = torch.full((self.padded.num_rows + 1,), -1, device=device)
+        source_P = source_P.index_copy_(0, self.padded.position_R, row_P[:R])[:-1]
         expert_P = torch.searchsorted(self.padded.offsets_e, row_P.int(), right=True)
-        self.how_rows = self.how | dict(expert_M=expert_P, sources_M=source_P, over_rows=True)
+        self.how_rows = self.how | dict(expert_M=expert_P, source_rows_M=source_P, over_rows=True)
 
     def rows(self, x: Tensor, **how: Any) -> Blocks:
         return quantise_microscaled_ref(x, self.recipe, **self.how, **how)
@@ -77,7 +77,7 @@ class Operands:
 
     def matrices(self, backward: bool = False, **how: Any) -> Blocks:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(microscaled, "has_kernel", lambda _: False)
+            patch.setattr(microscaled, "has_cast_kernel", lambda _: False)
             found = quantise_microscaled_matrices(self.w_eNK, self.recipe, **how)[backward]
         assert found is not None
         return found
@@ -145,7 +145,9 @@ def test_gradients_are_added(recipe: Recipe, device: str) -> None:
         out = torch.randn(new.shape, device=device).to(dtype)
         expected = out.float() + new * 0.25
         how: dict[str, Any] = dict(out=out, scale=0.25)
-        assert block_scaled_wgrad(*sides, o.padded.offsets_e, o.recipe, adds=True, **how) is out
+        assert (
+            block_scaled_wgrad(*sides, o.padded.offsets_e, o.recipe, accumulate=True, **how) is out
+        )
         check(out, expected, terms=2, magnitudes=expected.float().abs() + new.abs())
         block_scaled_wgrad(*sides, o.padded.offsets_e, o.recipe, **how)
         check(out, new * 0.25, terms=0, magnitudes=new)

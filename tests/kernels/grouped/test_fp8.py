@@ -107,7 +107,7 @@ def test_wgrad(name: str, sizes: tuple[int, int], target: str, device: str) -> N
     dtype = torch.bfloat16 if "bf16" in target else torch.float32
     before = torch.randn(e, M, N, device=device).to(dtype)
     out, adds = before.clone(), "add" in target
-    got = fp8_wgrad(x, y, tiles, out=out, adds=adds, dtype=dtype, scale=0.5)
+    got = fp8_wgrad(x, y, tiles, out=out, accumulate=adds, dtype=dtype, scale=0.5)
     assert got.dtype == dtype and got is out
     wide = [t.values.double() * t.scales.repeat_interleave(128, 1)[:, :, None] for t in (x, y)]
     exact, terms = torch.zeros(2, e, M, N, device=device, dtype=torch.float64)
@@ -123,6 +123,8 @@ def test_wgrad(name: str, sizes: tuple[int, int], target: str, device: str) -> N
     if dtype == torch.bfloat16:
         rounding = 2**-7 if device == "cpu" else 2**-8  # the interpreter cuts, not rounds
     assert ((got.double() - exact).abs() <= exact.abs() * rounding + terms * TERMS).all()
-    again = fp8_wgrad(x, y, tiles, out=before if adds else None, adds=adds, dtype=dtype, scale=0.5)
+    again = fp8_wgrad(
+        x, y, tiles, out=before if adds else None, accumulate=adds, dtype=dtype, scale=0.5
+    )
     assert torch.equal(got, again)
     assert torch.isfinite(fp8_wgrad_ref(x, y, tiles)).all()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import split_by_expert
+from moecore.kernels.common import iterate_expert_slices
 from moecore.kernels.grouped.wgrad import grouped_wgrad
 from tests.kernels.conftest import check_without_host, poison
 
@@ -33,7 +33,7 @@ def grouped_wgrad_ref(
     dtype = torch.promote_types(x.dtype, torch.float32)
     x_RM = x if row_ids_R is None else x.index_select(0, row_ids_R)
     out = []
-    for rows in split_by_expert(offsets_e):
+    for rows in iterate_expert_slices(offsets_e):
         product = x_RM[rows].to(dtype).T @ y_RN[rows].to(dtype)
         out.append(product.T if transposed else product)
     return torch.stack(out).to(x.dtype)
@@ -88,9 +88,9 @@ def test_path_without_hopper(name: str, gather: bool, transposed: bool) -> None:
     expected = grouped_wgrad_ref(*args, **how)
     torch.testing.assert_close(grouped_wgrad(*args, **how), expected, rtol=1e-4, atol=1e-4)
     main = torch.ones_like(expected)
-    assert grouped_wgrad(*args, **how, out=main, adds=True) is main
+    assert grouped_wgrad(*args, **how, out=main, accumulate=True) is main
     torch.testing.assert_close(main, 1 + expected, rtol=1e-4, atol=1e-4)
-    grouped_wgrad(*args, **how, out=main, adds=True, scale=0.3)
+    grouped_wgrad(*args, **how, out=main, accumulate=True, scale=0.3)
     torch.testing.assert_close(main, 1 + 1.3 * expected, rtol=1e-4, atol=1e-4)
     assert grouped_wgrad(*args, **how, out=main, scale=0.3) is main
     torch.testing.assert_close(main, 0.3 * expected, rtol=1e-4, atol=1e-4)
@@ -138,7 +138,7 @@ def test_kernel_adds_to_main_gradients(
     main = torch.randn(exact.shape, device="cuda").to(main_dtype)
     expected = main.double() + 2 * exact
     for _ in range(2):
-        assert grouped_wgrad(*args, **how, out=main, adds=True) is main
+        assert grouped_wgrad(*args, **how, out=main, accumulate=True) is main
     bound = 1e-5 if main_dtype == torch.float32 else 1e-2
     assert (main.double() - expected).norm() <= bound * expected.norm()
     assert grouped_wgrad(*args, **how, out=main) is main
@@ -178,7 +178,7 @@ def test_kernel_writes_scaled_fp32(
     assert ours.norm() <= 2 * theirs.norm() + floor
     assert ours.max() <= 2 * theirs.max() + floor  # the worst row
     main = torch.ones_like(found)
-    grouped_wgrad(*args, **how, out=main, adds=True, scale=0.3)
+    grouped_wgrad(*args, **how, out=main, accumulate=True, scale=0.3)
     torch.testing.assert_close(main, 1 + found, rtol=1e-6, atol=1e-6)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import INTERPRET
-from moecore.kernels.grouped.scaled import mixed_gemm, mixed_wgrad
+from moecore.kernels.grouped.scaled import mixed_format_gemm, mixed_format_wgrad
 from moecore.kernels.grouped.scaled_rows import (
     pad_offsets,
     quantise_expert_matrices,
@@ -47,7 +47,7 @@ class Operands:
 
     def rows(self, x_RN: Tensor, fmt: str) -> OperandPair:
         """Return rows and columns of experts."""
-        return quantise_expert_rows(x_RN, self.offsets_e, self.padded_e, **HOW, fmt=fmt)
+        return quantise_expert_rows(x_RN, self.offsets_e, self.padded_e, **HOW, fp8_format=fmt)
 
 
 def wide(side: Blocks) -> Tensor:
@@ -91,7 +91,7 @@ def test_products(N: int, K: int, formats: tuple[str, str], device: str) -> None
     if formats[1] == "e5m2":
         b = Blocks(b.values.to(torch.float32).to(DTYPES["e5m2"]), b.scales, b.kind)
     for dtype in (torch.float32, torch.bfloat16):
-        found, start = mixed_gemm(a, b, o.offsets_e, dtype), 0
+        found, start = mixed_format_gemm(a, b, o.offsets_e, dtype), 0
         assert found.dtype == dtype
         for i, end in enumerate(o.offsets_e.tolist()):
             x, w, rows = wide(a)[start:end], wide(b)[i], slice(start, end)
@@ -107,7 +107,7 @@ def test_weight_gradients(N: int, K: int, formats: tuple[str, str], device: str)
     y, x = (o.rows(rows, fmt).columns for rows, fmt in zip((o.y_RN, o.x_RK), formats, strict=True))
     assert y is not None and x is not None
     for dtype in (torch.float32, torch.bfloat16):
-        found, start = mixed_wgrad(y, x, o.padded_e, dtype), 0
+        found, start = mixed_format_wgrad(y, x, o.padded_e, dtype), 0
         assert found.dtype == dtype
         for i, end in enumerate(o.padded_e.tolist()):
             left, right = wide(y)[:, start:end], wide(x)[:, start:end]
@@ -124,8 +124,8 @@ def test_what_is_not_finite_stays_in_its_row_and_its_expert(device: str) -> None
     a, x = o.rows(o.x_RK, "e5m2")
     y = o.rows(o.y_RN, "e5m2").columns
     assert a is not None and b is not None and x is not None and y is not None
-    out = mixed_gemm(a, b, o.offsets_e, torch.float32)
+    out = mixed_format_gemm(a, b, o.offsets_e, torch.float32)
     others = torch.arange(sum(COUNTS)) != 7
     assert out[7].isnan().all() and out[: sum(COUNTS)][others.to(device)].isfinite().all()
-    grad = mixed_wgrad(x, y, o.padded_e, torch.float32)
+    grad = mixed_format_wgrad(x, y, o.padded_e, torch.float32)
     assert grad[2, 3].isnan().all() and grad[[0, 1, 3, 4, 5]].isfinite().all()

@@ -72,7 +72,7 @@ def test_offsets(counts: list[int], device: str) -> None:
 @pytest.mark.parametrize("per_row", [True, False])
 def test_rows(per_row: bool, fmt: str, power_of_two: bool, device: str) -> None:
     """Rows past the last expert's hold more than all others, and count for nothing."""
-    how: Any = dict(per_row=per_row, power_of_two=power_of_two, fmt=fmt)
+    how: Any = dict(per_row=per_row, power_of_two=power_of_two, fp8_format=fmt)
     for i, counts in enumerate(COUNTS):
         offsets_e = torch.tensor(counts, device=device).cumsum(0).int()
         used = sum(counts)
@@ -81,7 +81,7 @@ def test_rows(per_row: bool, fmt: str, power_of_two: bool, device: str) -> None:
             x_RD[used:] = float("inf") if i % 2 else float("nan")
             x_RD = x_RD.T.contiguous().T if i == 2 else x_RD
             for rows, columns in LAYOUTS if i == 0 else LAYOUTS[:1]:
-                layouts = dict(rows=rows, columns=columns)
+                layouts = dict(rowwise=rows, columnwise=columns)
                 found = quantise_expert_rows(
                     x_RD, offsets_e, pad_offsets(offsets_e), **how, **layouts
                 )
@@ -107,7 +107,7 @@ def test_rows_that_are_longer_than_a_program(monkeypatch: pytest.MonkeyPatch, de
 
     monkeypatch.setattr(cast, "ROW_ELEMENTS", 64)
     x_RD, offsets_e = hard((20, 208), torch.float32, device), torch.tensor([17], device=device)
-    how: Any = dict(per_row=True, power_of_two=True, columns=False)
+    how: Any = dict(per_row=True, power_of_two=True, columnwise=False)
     found = quantise_expert_rows(x_RD, offsets_e.int(), None, **how)
     check_rows(found, quantise_expert_rows_ref(x_RD, offsets_e.int(), **how), offsets_e)
 
@@ -126,12 +126,12 @@ def test_an_amax_of_other_rows(fmt: str, device: str) -> None:
     x_RD = hard((180, 144), torch.float32, device)
     x_RD[171:] = 1e38
     offsets_e = torch.tensor([100, 100, 171], device=device).int()
-    how: Any = dict(per_row=False, power_of_two=False, fmt=fmt)
+    how: Any = dict(per_row=False, power_of_two=False, fp8_format=fmt)
     how["amax"] = torch.tensor([4.0], device=device)
     for start in (0.0, 3.2e38):
         seen, of_ref = (torch.full((1,), start, device=device) for _ in range(2))
-        found = quantise_expert_rows(x_RD, offsets_e, pad_offsets(offsets_e), **how, seen=seen)
-        truth = quantise_expert_rows_ref(x_RD, offsets_e, **how, seen=of_ref)
+        found = quantise_expert_rows(x_RD, offsets_e, pad_offsets(offsets_e), **how, new_amax=seen)
+        truth = quantise_expert_rows_ref(x_RD, offsets_e, **how, new_amax=of_ref)
         check_rows(found, truth, offsets_e)
         assert torch.equal(seen, of_ref)
         assert torch.equal(seen.cpu(), torch.tensor([max(start, 3e38)]))
@@ -140,7 +140,7 @@ def test_an_amax_of_other_rows(fmt: str, device: str) -> None:
     wide = rows.values[:171].float() * rows.scales[:171, None]
     finite = x_RD[:171].clamp(-4, 4).masked_fill(x_RD[:171].isinf(), torch.nan)
     torch.testing.assert_close(wide, finite, rtol=2**-2, atol=2**-6, equal_nan=True)
-    place_R = pad_rows(offsets_e, 180).place_R[:171]
+    place_R = pad_rows(offsets_e, 180).position_R[:171]
     same = columns.values.float()[:, place_R].T * columns.scales[0, 0]
     torch.testing.assert_close(same, wide, rtol=0, atol=0, equal_nan=True)
 
@@ -155,9 +155,9 @@ def test_matrices(per_row: bool, power_of_two: bool, device: str) -> None:
         ).to(dtype)
         w_eND[-1] = w_eND[-1].nan_to_num(0, 3, -3)  # a matrix has its own scale
         for rows, columns in LAYOUTS:
-            layouts = dict(rows=rows, columns=columns)
+            layouts = dict(rowwise=rows, columnwise=columns)
             found = quantise_expert_matrices(w_eND, **how, **layouts)
             truth = quantise_expert_matrices_ref(w_eND, **how, **layouts)
             for got, wanted in zip(found, truth, strict=True):
                 assert_same(got, wanted, rows=slice(None), scales=slice(None))
-    assert module.has_kernel(w_eND)
+    assert module.has_cast_kernel(w_eND)

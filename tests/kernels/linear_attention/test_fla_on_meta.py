@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from moecore.base.streams import use_dry_streams
-from moecore.kernels.common import record_launch, record_launches_on_meta
 from moecore.kernels.linear_attention import (
     DeltaRule,
     causal_convolution,
@@ -23,6 +22,7 @@ from moecore.kernels.linear_attention import (
     gated_delta_rule,
 )
 from moecore.kernels.linear_attention.fla_on_meta import CHUNK
+from moecore.kernels.meta import record_launch, record_launches_on_meta
 from moecore.planning.record import WorkRecorder
 from moecore.train.memory.on_meta import OnMeta
 
@@ -134,7 +134,7 @@ def test_the_package_does_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         return causal_conv1d(x_TD[None], weight_DW, activation="silu")[0].view(x_TD.shape)
 
     borders = torch.empty(2, dtype=torch.int32, device="meta")
-    plain = partial(causal_convolution, silu=True)
+    plain = partial(causal_convolution, apply_silu=True)
     pairs = (
         (ours, theirs),
         (partial(ours, without_rates), theirs_without_rates),

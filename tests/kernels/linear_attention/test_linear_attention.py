@@ -97,7 +97,9 @@ def test_the_convolution_is_its_definition(has_before: bool) -> None:
     before = torch.randn(len(borders) - 1, W - 1, D, generator=g) if has_before else None
     leaves = [y.requires_grad_() for y in (x, weight, bias, before) if y is not None]
     cu_seqlens = torch.tensor(borders, dtype=torch.int32)
-    got = causal_convolution(x, weight, bias, cu_seqlens, before_nwD=before, silu=True)
+    got = causal_convolution(
+        x, weight, bias, cu_seqlens, previous_tokens_nwD=before, apply_silu=True
+    )
     want = F.silu(convolution_ref(x, weight, bias, borders, before))
     pairs = [(got, want), *zip(grads((got,), leaves), grads((want,), leaves), strict=True)]
     assert max(relative(found, expected) for found, expected in pairs) <= 2e-6
@@ -173,7 +175,9 @@ def test_convolutions_of_kernels(has_before: bool) -> None:
     leaves = [y.requires_grad_() for y in (x, weight, given) if y is not None]
     cu_seqlens = torch.tensor(borders, dtype=torch.int32, device="cuda")
     assert fla.find_convolution_problem(x) is None
-    got = causal_convolution(x, weight, None, cu_seqlens, before_nwD=given, silu=True)
+    got = causal_convolution(
+        x, weight, None, cu_seqlens, previous_tokens_nwD=given, apply_silu=True
+    )
     want = F.silu(convolution_ref(x, weight, None, borders, given))
     pairs = [(got, want), *zip(grads((got,), leaves), grads((want,), leaves), strict=True)]
     assert max(relative(found, expected) for found, expected in pairs) <= 8e-3

@@ -34,11 +34,11 @@ def rank_loads(loads_E: Tensor, plan: ClonePlan, P: int) -> Tensor:
 
 def test_the_example(device: str) -> None:
     loads_E = torch.tensor([6, 2, 1, 1], dtype=torch.int32, device=device)
-    plan = plan_clones(loads_E, num_ranks=2, num_clones=1)
+    plan = plan_clones(loads_E, num_ranks=2, clones_per_rank=1)
     assert [t.tolist() for t in plan] == [[-1, 0], [0, 3], [0, 6]]
     ids_TK = torch.tensor([[0], [0], [1], [0], [2], [0], [3], [0], [1], [0], [-1]], device=device)
     found = assign_physical_ids(
-        ids_TK.int(), torch.zeros_like(loads_E), plan, num_local=2, num_clones=1
+        ids_TK.int(), torch.zeros_like(loads_E), plan, num_local_experts=2, clones_per_rank=1
     )
     assert found.flatten().tolist() == [0, 0, 1, 0, 3, 5, 4, 5, 1, 5, -1]
 
@@ -58,7 +58,7 @@ def test_plan_of_the_reference(P: int, e: int, c: int, least: float, device: str
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
         loads_E = (torch.rand(P * e, generator=generator) ** 4 * 1000).to(torch.int32).to(device)
-        ours = plan_clones(loads_E, num_ranks=P, num_clones=c, min_share=least)
+        ours = plan_clones(loads_E, num_ranks=P, clones_per_rank=c, min_share=least)
         for found, expected in zip(ours, plan_clones_ref(loads_E, P, c, least), strict=True):
             assert torch.equal(found, expected)
 
@@ -73,11 +73,11 @@ def test_every_choice_goes_to_one_expert(device: str) -> None:
         [torch.bincount(ids[ids >= 0].long(), minlength=P * e) for ids in chosen]
     )
     loads_E = counts_GE.sum(0).int()
-    plan = plan_clones(loads_E, num_ranks=P, num_clones=c, min_share=0.01)
+    plan = plan_clones(loads_E, num_ranks=P, clones_per_rank=c, min_share=0.01)
     found = torch.zeros(P * (e + c), dtype=torch.int64)
     for g, ids_TK in enumerate(chosen):
         before_E = counts_GE[:g].sum(0).int()
-        out_TK = assign_physical_ids(ids_TK, before_E, plan, num_local=e, num_clones=c)
+        out_TK = assign_physical_ids(ids_TK, before_E, plan, num_local_experts=e, clones_per_rank=c)
         assert torch.equal(out_TK < 0, ids_TK < 0) and out_TK.dtype == torch.int32
         home = out_TK % (e + c) < e
         block = torch.div(out_TK, e + c, rounding_mode="floor")
@@ -99,7 +99,7 @@ def test_ranks_become_even(skew: float) -> None:
         ids_TK = skewed(4096, 8, E, skew, seed)
         ids_TK[:1300, 0] = seed % E  # one more, hot
         loads_E = torch.bincount(ids_TK.flatten().long(), minlength=E).int()
-        plan = plan_clones(loads_E, num_ranks=P, num_clones=2, min_share=0.02)
+        plan = plan_clones(loads_E, num_ranks=P, clones_per_rank=2, min_share=0.02)
         mean = loads_E.sum() / P
         assert rank_loads(loads_E, plan, P).max() <= 1.03 * mean
         assert rank_loads(loads_E, ClonePlan(*(t[:0] for t in plan)), P).max() > 1.05 * mean
@@ -107,5 +107,5 @@ def test_ranks_become_even(skew: float) -> None:
 
 
 def test_even_loads_have_no_clones() -> None:
-    plan = plan_clones(torch.full((16,), 100, dtype=torch.int32), num_ranks=4, num_clones=2)
+    plan = plan_clones(torch.full((16,), 100, dtype=torch.int32), num_ranks=4, clones_per_rank=2)
     assert (plan.experts_N == -1).all()

@@ -44,7 +44,7 @@ def test_cast(kind: str, fmt: str, power_of_two: bool, device: str) -> None:
         for dtype in (torch.bfloat16, torch.float32):
             x = hard(shape, dtype, device)
             how = (None, None, Options(kind, fmt, power_of_two, True, True))
-            assert_same(casts._launch_cast(x, *how), casts._cast_plain(x, *how))
+            assert_same(casts._launch_quantise(x, *how), casts._quantise_matrix_ref(x, *how))
 
 
 def test_one_operand_alone_and_rows_apart(device: str) -> None:
@@ -52,16 +52,16 @@ def test_one_operand_alone_and_rows_apart(device: str) -> None:
     for rows, columns in ((True, False), (False, True)):
         for part in (x[:, 16:160], x.T[:144]):
             how = (None, None, Options("tile", "e4m3", True, rows, columns))
-            assert_same(casts._launch_cast(part, *how), casts._cast_plain(part, *how))
+            assert_same(casts._launch_quantise(part, *how), casts._quantise_matrix_ref(part, *how))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_operand(kind: str, device: str) -> None:
     """As of dy where a bias alone is trained; what it adds to a history stays."""
     x, how = hard((20, 48), torch.bfloat16, device), Options(kind, "e4m3", True, False, False)
-    assert casts._launch_cast(x, None, None, how) == (None,) * 4
+    assert casts._launch_quantise(x, None, None, how) == (None,) * 4
     seen = torch.zeros(1, device=device)
-    casts._launch_cast(x, None, seen, how)
+    casts._launch_quantise(x, None, seen, how)
     assert seen == x[x.isfinite()].abs().max()
 
 
@@ -74,9 +74,9 @@ def test_whole_rows(fmt: str, device: str, monkeypatch: pytest.MonkeyPatch) -> N
             x = hard((T, D), torch.float32, device)
             for power_of_two in (True, False):
                 how = (None, None, Options("row", fmt, power_of_two, True, False))
-                assert_same(casts._launch_cast(x, *how), casts._cast_plain(x, *how))
+                assert_same(casts._launch_quantise(x, *how), casts._quantise_matrix_ref(x, *how))
     how = (None, None, Options("row", fmt, False, False, True))  # columns alone
-    assert_same(casts._launch_cast(x, *how), casts._cast_plain(x, *how))
+    assert_same(casts._launch_quantise(x, *how), casts._quantise_matrix_ref(x, *how))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,7 +87,7 @@ def test_rows_in_any_shape(kind: str, device: str) -> None:
     one_each = x.as_strided((18, 1, 48), (48, 7, 1))  # contiguous: no row is 7 from the next
     for part in (whole, whole.transpose(0, 1), whole[..., 16:], one_each, whole.mT):
         rows = part.reshape(-1, part.shape[-1])
-        assert_same(casts._launch_cast(part, *how), casts._cast_plain(rows, *how))
+        assert_same(casts._launch_quantise(part, *how), casts._quantise_matrix_ref(rows, *how))
 
 
 def test_delayed(device: str) -> None:
@@ -97,7 +97,8 @@ def test_delayed(device: str) -> None:
         ours, truth = (torch.tensor([seen], device=device) for _ in range(2))
         how = Options("tensor", "e5m2", False, True, True)
         assert_same(
-            casts._launch_cast(x, given, ours, how), casts._cast_plain(x, given, truth, how)
+            casts._launch_quantise(x, given, ours, how),
+            casts._quantise_matrix_ref(x, given, truth, how),
         )
         assert torch.equal(ours, truth)
 

@@ -106,7 +106,7 @@ def test_gathers_wide_rows_and_reads_no_hole(D: int, K: int, device: str) -> Non
     generator = torch.Generator().manual_seed(K)
     ids = torch.stack([torch.randperm(2 * e, generator=generator)[:K] for _ in range(S)])
     ids = ids.to(device, torch.int32)
-    index = build_index(ids, torch.ones(S, K, device=device), first=0, num_local=e)
+    index = build_index(ids, torch.ones(S, K, device=device), first_expert=0, num_local_experts=e)
     x = values_of(S, D, dtype=torch.bfloat16, device=device)
     packed = pack_rows(x)
     hole = (index.slots_SK < 0).all(1)

@@ -29,13 +29,15 @@ def routing(
     return ids_SK.to(device, torch.int32), weights_SK.to(device)
 
 
-def by_hand(ids: list[list[int]], first: int, num_local: int, multiple: int) -> list[Any]:
+def by_hand(
+    ids: list[list[int]], first_expert: int, num_local_experts: int, row_multiple: int
+) -> list[Any]:
     """Per expert row below the end: its (s, k), or None for padding; then the offsets."""
     rows: list[tuple[int, int] | None] = []
     offsets = []
-    for expert in range(first, first + num_local):
+    for expert in range(first_expert, first_expert + num_local_experts):
         rows += [(s, k) for s, row in enumerate(ids) for k, e in enumerate(row) if e == expert]
-        rows += [None] * (-len(rows) % multiple)
+        rows += [None] * (-len(rows) % row_multiple)
         offsets.append(len(rows))
     return [rows, offsets]
 
@@ -59,14 +61,14 @@ def check_by_hand(index: ExpertIndex, ids_SK: Tensor, weights_SK: Tensor, **opti
 def test_worked_example() -> None:
     ids = torch.tensor([[3, 0], [2, 3], [5, 3]], dtype=torch.int32)
     weights = torch.arange(1.0, 7.0).view(3, 2)
-    index = build_index(ids, weights, first=2, num_local=2, multiple=2)
+    index = build_index(ids, weights, first_expert=2, num_local_experts=2, row_multiple=2)
     assert index.row_ids_R.tolist() == [1, 0, 0, 1, 2, 0, 0, 0]
     assert index.weights_R.tolist() == [3.0, 0.0, 1.0, 4.0, 6.0, 0.0, 0.0, 0.0]
     assert index.slots_SK.tolist() == [[2, -1], [0, 3], [-1, 4]]
     assert index.offsets_e.tolist() == [2, 6]
     dtypes = [t.dtype for t in index]
     assert dtypes == [torch.int32, torch.float32, torch.int32, torch.int32]
-    index = build_index(ids, weights, first=2, num_local=2, length=4)
+    index = build_index(ids, weights, first_expert=2, num_local_experts=2, max_pairs=4)
     assert index.row_ids_R.tolist() == [1, 0, 1, 2]
 
 
@@ -80,7 +82,11 @@ def routings(draw: st.DrawFn) -> Routed:
     num_local = draw(st.integers(1, E - first))
     multiple = draw(st.sampled_from([1, 1, 2, 16]))
     ids, weights = routing(S, K, E, dropped=draw(st.sampled_from([0.0, 0.3, 1.0])))
-    return ids, weights, dict(first=first, num_local=num_local, multiple=multiple)
+    return (
+        ids,
+        weights,
+        dict(first_expert=first, num_local_experts=num_local, row_multiple=multiple),
+    )
 
 
 @settings(max_examples=150, deadline=None, database=None)
@@ -91,7 +97,7 @@ def test_properties(routed: Routed, spare: int) -> None:
     used = by_hand(ids_SK.tolist(), **options)[1][-1]
     unpadded = by_hand(ids_SK.tolist(), **options | {"multiple": 1})[1][-1]
     length = None if spare < 0 else unpadded + spare
-    index = build_index(ids_SK, weights_SK, **options, length=length)
+    index = build_index(ids_SK, weights_SK, **options, max_pairs=length)
     R = index.row_ids_R.numel()
     assert used <= R and R % options["multiple"] == 0
     if length is not None and options["multiple"] == 1:
@@ -129,28 +135,28 @@ def check_gradient(index: ExpertIndex, weights_SK: Tensor) -> None:
 def test_reference_passes_gradcheck() -> None:
     ids, weights = routing(5, 3, 6)
     weights = weights.double().requires_grad_()
-    options = dict(first=1, num_local=4, multiple=2, length=20)
+    options = dict(first_expert=1, num_local_experts=4, row_multiple=2, max_rows=20)
     assert torch.autograd.gradcheck(lambda w: build_index_ref(ids, w, **options).weights_R, weights)
 
 
 def test_weights_of_dropped_choices_may_be_nan() -> None:
     ids = torch.tensor([[0, -1], [-1, 1]], dtype=torch.int32)
     weights = torch.tensor([[1.0, float("nan")], [float("nan"), 2.0]])
-    index = build_index(ids, weights, first=0, num_local=2)
+    index = build_index(ids, weights, first_expert=0, num_local_experts=2)
     assert index.weights_R.tolist() == [1.0, 2.0, 0.0, 0.0]
 
 
 def test_what_cannot_be_done_is_refused() -> None:
     ids, weights = routing(4, 2, 3)
-    where = dict(first=0, num_local=3)
+    where = dict(first_expert=0, num_local_experts=3)
     with pytest.raises(ValueError, match="int32"):
         build_index(ids.long(), weights, **where)
     with pytest.raises(ValueError, match="shape of ids_SK"):
         build_index(ids, weights[:, :1], **where)
-    with pytest.raises(ValueError, match=r"multiple \(3\) must be a power of two"):
-        build_index(ids, weights, **where, multiple=3)
+    with pytest.raises(ValueError, match=r"row_multiple \(3\) must be a power of two"):
+        build_index(ids, weights, **where, row_multiple=3)
     with pytest.raises(ValueError, match="split the batch"):
-        build_index(ids, weights, **where, length=2**31)
+        build_index(ids, weights, **where, max_pairs=2**31)
     many = ids[:1, :1].expand(1 << 16, 1 << 15)
     with pytest.raises(ValueError, match="split the batch"):
         build_index(many, weights[:1, :1].expand_as(many), **where)
@@ -161,8 +167,8 @@ def check_compiles(device: str) -> None:
     for S in (6, 7, 8):
         ids, weights = routing(S, 2, 3, device=device)
         weights.requires_grad_()
-        expected = build_index(ids, weights, first=0, num_local=3, multiple=2)
-        found = compiled(ids, weights, first=0, num_local=3, multiple=2)
+        expected = build_index(ids, weights, first_expert=0, num_local_experts=3, row_multiple=2)
+        found = compiled(ids, weights, first_expert=0, num_local_experts=3, row_multiple=2)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
         check_gradient(found, weights)
 
@@ -210,9 +216,9 @@ def check_against_reference(device: str, case: tuple[int, ...], skew: float) -> 
     S, K, E, first, num_local, multiple = case
     ids, weights = routing(S, K, E, device=device, skew=skew)
     weights.requires_grad_()
-    options = dict(first=first, num_local=num_local, multiple=multiple)
+    options = dict(first_expert=first, num_local_experts=num_local, row_multiple=multiple)
     index = build_index(ids, weights, **options)
-    expected = build_index_ref(ids, weights, **options, length=index.row_ids_R.numel())
+    expected = build_index_ref(ids, weights, **options, max_rows=index.row_ids_R.numel())
     for found, wanted in zip(index, expected, strict=True):
         assert torch.equal(found, wanted) and found.dtype == wanted.dtype
     check_gradient(index, weights)
@@ -226,9 +232,9 @@ def test_kernel_of_expert_choice(device: str, E: int) -> None:
     for e in range(E):
         ids[torch.tensor([e % S, (e + 1 + e % 4) % S]), e] = e
     weights = torch.rand(S, E).masked_fill(ids < 0, float("nan"))
-    options = dict(first=0, num_local=E, multiple=1)
+    options = dict(first_expert=0, num_local_experts=E, row_multiple=1)
     leaf = weights.clone().to(device).requires_grad_()
-    index = build_index(ids.to(device), leaf, **options, length=E * chosen)
+    index = build_index(ids.to(device), leaf, **options, max_pairs=E * chosen)
     assert index.offsets_e.tolist() == [chosen * (e + 1) for e in range(E)]
     check_by_hand(ExpertIndex(*(t.detach().cpu() for t in index)), ids, weights, **options)
     check_gradient(index, leaf)
@@ -236,13 +242,17 @@ def test_kernel_of_expert_choice(device: str, E: int) -> None:
 
 def test_kernel_reads_strided_input_and_respects_the_length(device: str) -> None:
     ids, weights = routing(50, 3, 6, device=device, dropped=0.0)
-    plain = build_index(ids, weights, first=0, num_local=6, length=200)
+    plain = build_index(ids, weights, first_expert=0, num_local_experts=6, max_pairs=200)
     strided = build_index(
-        ids.T.contiguous().T, weights.repeat(1, 2)[:, :3], first=0, num_local=6, length=200
+        ids.T.contiguous().T,
+        weights.repeat(1, 2)[:, :3],
+        first_expert=0,
+        num_local_experts=6,
+        max_pairs=200,
     )
     for a, b in zip(plain, strided, strict=True):
         assert torch.equal(a, b)
-    cut = build_index(ids, weights, first=0, num_local=6, length=100)
+    cut = build_index(ids, weights, first_expert=0, num_local_experts=6, max_pairs=100)
     assert torch.equal(cut.row_ids_R, plain.row_ids_R[:100])
     assert torch.equal(cut.slots_SK, plain.slots_SK.where(plain.slots_SK < 100, -1))
     assert int(cut.offsets_e[-1]) == 150, "the offsets tell that the length did not suffice"
@@ -257,7 +267,7 @@ def test_ops_tell_the_truth_to_the_compiler(device: str) -> None:
         # The others add all outputs up in place, and cannot add fp32 to integers.
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
-    slots = build_index(ids, weights, first=1, num_local=3).slots_SK
+    slots = build_index(ids, weights, first_expert=1, num_local_experts=3).slots_SK
     grad_R = torch.rand(12, device=device)
     torch.library.opcheck(torch.ops.moecore.build_index_bwd.default, (grad_R, slots))
     check_compiles(device)
@@ -266,7 +276,7 @@ def test_ops_tell_the_truth_to_the_compiler(device: str) -> None:
 @pytest.mark.gpu
 def test_no_sync_same_bits_capture_and_compile() -> None:
     ids, weights = routing(4096, 8, 64, device="cuda")
-    options = dict(first=0, num_local=64, multiple=16)
+    options = dict(first_expert=0, num_local_experts=64, row_multiple=16)
 
     def step(ids: Tensor, weights: Tensor) -> list[Tensor]:
         index = build_index(ids, weights, **options)

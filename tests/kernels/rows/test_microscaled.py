@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.common import INTERPRET, record_launches_on_meta
+from moecore.kernels.common import INTERPRET
 from moecore.kernels.grouped.scaled_rows import pad_rows
+from moecore.kernels.meta import record_launches_on_meta
 from moecore.kernels.rows import microscaled
 from moecore.kernels.rows.microscaled import quantise_microscaled, quantise_microscaled_matrices
 from moecore.kernels.rows.microscaling import (
@@ -91,7 +92,7 @@ def check(x: Tensor, recipe: Recipe, **how: Any) -> None:
 
 def by_reference(w: Tensor, recipe: Recipe, **how: Any) -> OperandPair:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(microscaled, "has_kernel", lambda _: False)
+        patch.setattr(microscaled, "has_cast_kernel", lambda _: False)
         return quantise_microscaled_matrices(w, recipe, **how)
 
 
@@ -120,9 +121,9 @@ def test_rows_of_experts(name: str, over_rows: bool, device: str) -> None:
     padded = pad_rows(offsets_e, R, recipe.weight_multiple)
     where: dict[str, Tensor] = {"expert_M": padded.expert_R}
     if over_rows:
-        row_P = torch.arange(padded.length, device=device)
-        source_P = torch.full((padded.length + 1,), -1, device=device)
-        where["sources_M"] = source_P.index_copy_(0, padded.place_R, row_P[:R])[:-1]
+        row_P = torch.arange(padded.num_rows, device=device)
+        source_P = torch.full((padded.num_rows + 1,), -1, device=device)
+        where["source_rows_M"] = source_P.index_copy_(0, padded.position_R, row_P[:R])[:-1]
         where["expert_M"] = torch.searchsorted(padded.offsets_e, row_P.int(), right=True)
     for dtype in FEW_DTYPES:
         x = hard(R, 80 if over_rows else 96, dtype=dtype, device=device)
@@ -185,7 +186,7 @@ def test_matrices(name: str, packed: bool, device: str) -> None:
             ):
                 assert ours is not None and theirs is not None
                 assert_same(ours, theirs)
-        alone = quantise_microscaled_matrices(w, recipe, rows=False, **how)
+        alone = quantise_microscaled_matrices(w, recipe, rowwise=False, **how)
         assert alone.rows is None and alone.columns is not None and truth.columns is not None
         assert_same(alone.columns, truth.columns)
     strided = hard(2, 96, 64, dtype=torch.float32, device=device).mT
@@ -195,7 +196,7 @@ def test_matrices(name: str, packed: bool, device: str) -> None:
 def test_packed_matrices_widen_to_the_values(device: str) -> None:
     recipe = RECIPES["nvfp4"]
     w = hard(2, 64, 96, dtype=torch.float32, device=device)
-    packed = quantise_microscaled_matrices(w, recipe, columns=False, pack=True).rows
+    packed = quantise_microscaled_matrices(w, recipe, columnwise=False, pack=True).rows
     assert packed is not None
     for transposed, expected in enumerate(quantise_microscaled_matrices(w, recipe)):
         found = unpack_matrices(packed, recipe, transposed=bool(transposed))
@@ -241,5 +242,5 @@ def test_an_operand_is_a_launch_and_its_magnitudes_another(recipe: Recipe, launc
         x = torch.empty(64, 96, device="meta")
         for over_rows in (False, True):
             quantise_microscaled(x, recipe, over_rows=over_rows, is_gradient=True)
-        quantise_microscaled_matrices(x[None], recipe, columns=False)
+        quantise_microscaled_matrices(x[None], recipe, columnwise=False)
     assert names.count("quantise_microscaled_kernel") == 3 and len(names) == 3 * launches

@@ -121,7 +121,7 @@ def test_both_layouts_of_matrices(recipe: Recipe) -> None:
             torch.testing.assert_close(found, expected, rtol=2**-23, atol=0)
     same = torch.equal(both.rows.values, both.columns.values.transpose(1, 2))
     assert same == (recipe.scaling == "nvfp4")
-    alone = quantise_microscaled_matrices(w, recipe, rows=False)
+    alone = quantise_microscaled_matrices(w, recipe, rowwise=False)
     assert alone.rows is None and torch.equal(alone.columns.values, both.columns.values)  # type: ignore[union-attr]
 
 

@@ -31,20 +31,20 @@ from moecore.kernels.rows.free_list import (
     PagePool,
     return_pages,
 )
-from moecore.kernels.rows.pages import PageLayout, copy_rows, take_rows
+from moecore.kernels.rows.pages import PageLayout, stash_or_restore_rows, take_pages_for_rows
 
 STEP_BYTES = 16
 
 
 def make(num_pages: int, page_bytes: int, device: str, host: int = 0) -> PagePool:
-    pool = PagePool.make(num_pages, page_bytes, torch.device(device), num_host_pages=host)
+    pool = PagePool.allocate(num_pages, page_bytes, torch.device(device), num_host_pages=host)
     pool.pages.fill_(255)
     return pool
 
 
 def first_rows(pool: PagePool, width: int, length: int) -> PageLayout:
     """One matrix, the first so many of whose rows are in use."""
-    return PageLayout.of(pool, [(width, False)], 0, length)
+    return PageLayout.from_matrices(pool, [(width, False)], 0, length)
 
 
 def int32(value: int, device: str = "cpu") -> Tensor:
@@ -69,17 +69,17 @@ def check_the_example(device: str) -> None:
     pool = make(4, STEP_BYTES, device)
     layout = first_rows(pool, STEP_BYTES // 2, 5)
     first, second = layout.make_table(), layout.make_table()
-    take_rows(first, layout, None, int32(3, device))
+    take_pages_for_rows(first, layout, None, int32(3, device))
     assert first[:3].tolist() == [0, 1, NONE] and free_ids(pool)[0] == [2, 3]
     assert pool.report.sum() == 0
-    take_rows(second, layout, None, int32(5, device))
+    take_pages_for_rows(second, layout, None, int32(5, device))
     assert second[:3].tolist() == [2, 3, MISSING] and free_ids(pool)[0] == []
     assert pool.report[PEAK_WORD] == 5 and pool.report[MISSED_WORD] == 1
     return_pages(first, 3, pool)
     assert first[:3].tolist() == [NONE] * 3
-    take_rows(first, layout, None, int32(2, device))
+    take_pages_for_rows(first, layout, None, int32(2, device))
     assert first[:3].tolist() == [0, NONE, NONE]
-    copy_rows([None], first, layout, stash=False, released_table=(second, 3))
+    stash_or_restore_rows([None], first, layout, stash=False, released_table=(second, 3))
     return_pages(second, 3, pool)  # has nothing any more
     assert free_ids(pool)[0] == [1, 2, 3]
     assert pool.state[PEAK_WORD] == 5 and pool.state[DEMAND_WORD] == 1
@@ -158,8 +158,8 @@ def check_rounds(device: str, num_rounds: int, P: int, Q: int, layout_of: Any) -
             ]
             held[i] = Held(pages, matrices, used)
             missed += list(chain(*pages)).count(MISSING)
-            take_rows(tables[i], layout, slots, num_rows)
-            copy_rows(matrices, tables[i], layout, stash=True)
+            take_pages_for_rows(tables[i], layout, slots, num_rows)
+            stash_or_restore_rows(matrices, tables[i], layout, stash=True)
             taken = list(chain(*pages))
             assert tables[i][:N].tolist() == taken + [NONE] * (N - len(taken))
         assert free_ids(pool) == tuple(map(list, lists))
@@ -189,7 +189,7 @@ def check_rows(
     """What has pages came back, what has none is NaN, and no other row is written."""
     back = [torch.full_like(x, 7) for x in held.matrices]
     given = [None if m == skipped else x for m, x in enumerate(back)]
-    copy_rows(given, table, layout, stash=False, released_table=over)
+    stash_or_restore_rows(given, table, layout, stash=False, released_table=over)
     for m, (x, rows, pages) in enumerate(zip(held.matrices, held.used, held.pages, strict=True)):
         want = torch.full_like(x, 7)
         step = layout.pool.page_bytes // layout.widths[m]
@@ -203,9 +203,9 @@ def check_rows(
 LAYOUTS: dict[str, Any] = {
     "first rows": lambda pool: first_rows(pool, 24, 11),
     "a row fills a page": lambda pool: first_rows(pool, 48, 5),
-    "a list": lambda pool: PageLayout.of(pool, [(16, True)], 9, 0),
-    "X and H": lambda pool: PageLayout.of(pool, [(20, True), (16, False)], 9, 5),
-    "values and scales": lambda pool: PageLayout.of(
+    "a list": lambda pool: PageLayout.from_matrices(pool, [(16, True)], 9, 0),
+    "X and H": lambda pool: PageLayout.from_matrices(pool, [(20, True), (16, False)], 9, 5),
+    "values and scales": lambda pool: PageLayout.from_matrices(
         pool, [(8, True), (5, True), (16, False), (4, False)], 9, 14
     ),
 }
@@ -237,12 +237,12 @@ def check_a_full_pool(page_rows: int, width: int, device: str) -> None:
     pool = make(3, page_rows * width, device)
     layout = first_rows(pool, width, R)
     x, table, none = random_rows(R, width, device), layout.make_table(), layout.make_table()
-    take_rows(none, layout, None, int32(0, device))
-    take_rows(table, layout, None, int32(R, device))
-    copy_rows([x], table, layout, stash=True)
+    take_pages_for_rows(none, layout, None, int32(0, device))
+    take_pages_for_rows(table, layout, None, int32(R, device))
+    stash_or_restore_rows([x], table, layout, stash=True)
     assert pool.state[FREE_WORD] == 0 and pool.state[MISSED_WORD] == 0
     check_rows(table, layout, Held([[0, 1, 2]], [x], [torch.arange(R)]))
-    take_rows(none, layout, None, int32(1, device))
+    take_pages_for_rows(none, layout, None, int32(1, device))
     assert none[:3].tolist() == [MISSING, NONE, NONE] and pool.report[PEAK_WORD] == 4
 
 
@@ -250,9 +250,9 @@ def test_no_rows_at_all() -> None:
     pool = make(1, 16, "cpu")
     layout = first_rows(pool, 4, 0)
     x, table = torch.zeros(0, 4, dtype=torch.uint8), layout.make_table()
-    take_rows(table, layout, None, int32(0))
-    copy_rows([x], table, layout, stash=True)
-    copy_rows([x], table, layout, stash=False)
+    take_pages_for_rows(table, layout, None, int32(0))
+    stash_or_restore_rows([x], table, layout, stash=True)
+    stash_or_restore_rows([x], table, layout, stash=False)
     return_pages(table, layout.num_entries, pool)
     assert free_ids(pool)[0] == [0]
 
@@ -260,11 +260,11 @@ def test_no_rows_at_all() -> None:
 @pytest.mark.parametrize(("S", "K"), [(5, 1), (300, 6), (5000, 8)])
 def test_a_list_of_rows_by_kernels(S: int, K: int, device: str) -> None:
     pool = make(1, 16, device)
-    layout = PageLayout.of(pool, [(16, True)], S, 0)
+    layout = PageLayout.from_matrices(pool, [(16, True)], S, 0)
     slots, table = torch.full((S, K), -1, dtype=torch.int32, device=device), layout.make_table()
     slots[torch.arange(S) % 3 == 1, K - 1] = 0
     slots[S - 1, 0] = 7
-    take_rows(table, layout, slots, None)
+    take_pages_for_rows(table, layout, slots, None)
     want = (slots.amax(1) >= 0).nonzero()[:, 0]
     found = table[layout.num_entries :].tolist()
     assert found[:2] == [len(want), NONE] and found[2:][: len(want)] == want.tolist()
@@ -280,8 +280,8 @@ def test_addresses_past_2_to_the_31(device: str) -> None:
     pool.state[HEAD_WORD] = P - 1
     layout = first_rows(pool, width, 70)
     x, table = random_rows(70, width, device), layout.make_table()
-    take_rows(table, layout, None, int32(70, device))
-    copy_rows([x], table, layout, stash=True)
+    take_pages_for_rows(table, layout, None, int32(70, device))
+    stash_or_restore_rows([x], table, layout, stash=True)
     assert table[:2].tolist() == [P - 1, 0]
     check_rows(table, layout, Held([[P - 1, 0]], [x], [torch.arange(70)]))
 
@@ -301,10 +301,10 @@ def test_streams_may_take_and_return_at_the_same_time() -> None:
         for i, stream in enumerate(streams):
             with torch.cuda.stream(stream):
                 table, other = tables[i + round_ % 2 * 4], tables[i + (round_ + 1) % 2 * 4]
-                take_rows(table, layout, None, used[(round_ + i) % 5])
-                copy_rows([rows[i]], table, layout, stash=True)
+                take_pages_for_rows(table, layout, None, used[(round_ + i) % 5])
+                stash_or_restore_rows([rows[i]], table, layout, stash=True)
                 back = torch.full_like(rows[i], i)
-                copy_rows(
+                stash_or_restore_rows(
                     [back], table, layout, stash=False, released_table=(other, layout.num_entries)
                 )
                 wrong[i] += (back != i).sum()

@@ -79,7 +79,7 @@ def index_of(S: int, e: int, K: int, device: str):  # type: ignore[no-untyped-de
     generator = torch.Generator().manual_seed(S)
     ids = torch.stack([torch.randperm(2 * e, generator=generator)[:K] for _ in range(S)])
     ids = ids.to(device, torch.int32)
-    return build_index(ids, torch.ones(S, K, device=device), first=0, num_local=e)
+    return build_index(ids, torch.ones(S, K, device=device), first_expert=0, num_local_experts=e)
 
 
 def assert_tiles(ours: Blocks, theirs: Blocks, tiles: RowTiles) -> None:
@@ -265,8 +265,8 @@ def test_weights_of_the_reference(dtype: torch.dtype, power_of_two: bool, device
         assert theirs is not None and ours.values.is_contiguous()
         assert_same(ours.values, theirs.values)
         assert_same(ours.scales, theirs.scales)
-    alone = q.quantise_weights(w, power_of_two=power_of_two, columns=False)
-    other = q.quantise_weights(w, power_of_two=power_of_two, rows=False)
+    alone = q.quantise_weights(w, power_of_two=power_of_two, columnwise=False)
+    other = q.quantise_weights(w, power_of_two=power_of_two, rowwise=False)
     assert alone.columns is None and alone.rows is not None
     assert other.rows is None and other.columns is not None
     assert_same(alone.rows.values, rows.values)

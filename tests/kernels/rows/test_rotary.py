@@ -36,8 +36,8 @@ def test_reference(shape: tuple[int, ...], neighbours: bool, layout: str, device
     for dtype in DTYPES:
         x = spread(torch.randn(B, T, H, n + d, device=device).to(dtype), layout)
         got, want = x.detach().requires_grad_(), x.detach().float().requires_grad_()
-        y = rotary(got, cos, sin, neighbours=neighbours)
-        y_ref = rotary_ref(want, cos, sin, neighbours=neighbours)
+        y = rotary(got, cos, sin, interleaved=neighbours)
+        y_ref = rotary_ref(want, cos, sin, interleaved=neighbours)
         dy = spread(torch.randn(y.shape, device=device).to(dtype), layout)
         y.backward(dy)
         y_ref.backward(dy.float())
@@ -52,5 +52,5 @@ def test_rows_past_2_to_the_31() -> None:
     x = torch.randn(1, 1 << 15, 513, 128, device="cuda", dtype=torch.bfloat16)  # 2^31 + elements
     cos, sin = tables(1 << 15, 128, "cuda")
     got = rotary(x, cos, sin)[:, -2:]
-    want = rotary_ref(x[:, -2:], cos[-2:], sin[-2:], neighbours=False)
+    want = rotary_ref(x[:, -2:], cos[-2:], sin[-2:], interleaved=False)
     torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-6)

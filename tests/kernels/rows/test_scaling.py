@@ -4,14 +4,8 @@ import pytest
 import torch
 
 from moecore.kernels.rows import scaling
-from moecore.kernels.rows.cast import cast, compute_amax
-from moecore.kernels.rows.scaling import (
-    KINDS,
-    Blocks,
-    cast_ref,
-    compute_operand_shape,
-    multiply_ref,
-)
+from moecore.kernels.rows.cast import compute_amax, quantise_matrix
+from moecore.kernels.rows.scaling import KINDS, Blocks, cast_ref, compute_operand_shape, matmul_ref
 from tests.precision.plain import rounded
 
 BLOCK_OF = {kind: block for block, kind in KINDS.items()}
@@ -84,18 +78,20 @@ def test_a_product_is_that_of_wide_operands(kinds: tuple[str, str]) -> None:
     a = quantised(torch.randn(40, 272), kinds[0], p2=False)
     b = quantised(torch.randn(144, 272), kinds[1], p2=False)
     truth = dequantise(a).double() @ dequantise(b).double().T
-    torch.testing.assert_close(multiply_ref(a, b).double(), truth, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(matmul_ref(a, b).double(), truth, rtol=1e-5, atol=1e-4)
 
 
 def test_both_operands_of_one_cast() -> None:
     x = torch.randn(70, 48)
-    both = cast(x, "tile", power_of_two=True)
+    both = quantise_matrix(x, "tile", power_of_two=True)
     assert both.rows is not None and both.columns is not None
     assert torch.equal(dequantise(both.rows), dequantise(quantised(x, "tile")))
     assert torch.equal(dequantise(both.columns), dequantise(quantised(x.T, "tile")))
     assert both.columns.values.shape == (48, 128) and both.columns.values.is_contiguous()
     seen = torch.tensor([0.5])
-    one = cast(x, "tensor", power_of_two=True, columns=False, seen=seen)
+    one = quantise_matrix(x, "tensor", power_of_two=True, columnwise=False, new_amax=seen)
     assert one.columns is None and seen.item() == x.abs().max().item()
-    cast(torch.tensor([[math.inf, math.nan] * 8]), "tensor", power_of_two=True, seen=seen)
+    quantise_matrix(
+        torch.tensor([[math.inf, math.nan] * 8]), "tensor", power_of_two=True, new_amax=seen
+    )
     assert seen.item() == x.abs().max().item()

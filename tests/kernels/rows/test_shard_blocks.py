@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.rows import shard_blocks as s
-from moecore.kernels.rows.cast import cast
+from moecore.kernels.rows.cast import quantise_matrix
 from moecore.kernels.rows.e4m3 import FP8
 from moecore.kernels.rows.quantised import quantise_weights
 from tests.helpers.grids import grid
@@ -32,7 +32,9 @@ def gathered(whole: Tensor, dim: int, ranks: int, power_of_two: bool) -> tuple[T
     chunk = math.ceil(whole.shape[dim] / ranks)
     starts = [min(rank * chunk, whole.shape[dim]) for rank in range(ranks)]
     sizes = [min(chunk, whole.shape[dim] - start) for start in starts]
-    places = [s.MatrixShard.of(whole.shape, dim, *at) for at in zip(starts, sizes, strict=True)]
+    places = [
+        s.MatrixShard.from_slice(whole.shape, dim, *at) for at in zip(starts, sizes, strict=True)
+    ]
     parts = [part.contiguous() for part in whole.split(sizes, dim)]
     found = []
     for part, place in zip(parts, places, strict=True):
@@ -60,7 +62,9 @@ def test_parts_of_a_matrix(case: str, power_of_two: bool, dtype: torch.dtype, de
     values, scales = gathered(whole, dim, ranks, power_of_two)
     rows, columns = math.prod(shape[:-1]), shape[-1]
     if rows % 128 or columns % 128:
-        want = cast(whole.view(rows, columns), "block", power_of_two=power_of_two, columns=False)
+        want = quantise_matrix(
+            whole.view(rows, columns), "block", power_of_two=power_of_two, columnwise=False
+        )
         assert want.rows is not None
         assert_same(values.view(rows, columns), want.rows.values[:, :columns])
         assert_same(scales, want.rows.scales)

@@ -15,10 +15,10 @@ from moecore.kernels.rows.microscaling import unpack_matrices
 from moecore.kernels.rows.scaling import Blocks
 from moecore.kernels.rows.shard_blocks import MatrixShard, view_as_matrices
 from moecore.kernels.rows.shard_matrices import (
-    cast_part_,
     count_matrices,
-    pack_part_,
-    pack_part_ref_,
+    pack_shard_,
+    pack_shard_ref_,
+    quantise_shard_,
     write_finite_amax_,
     write_matrix_amax_,
     write_square_amax_,
@@ -53,7 +53,7 @@ def parts(x: Tensor, dim: int, sizes: tuple[int, ...]) -> list[tuple[Tensor, Mat
     return [
         (
             part.contiguous(),
-            MatrixShard.of(x.shape, dim, start, part.shape[dim]),
+            MatrixShard.from_slice(x.shape, dim, start, part.shape[dim]),
             start if is_of_experts else 0,
         )
         for part, start in zip(x.split(sizes, dim), starts, strict=True)
@@ -81,7 +81,7 @@ def test_nvfp4(
     for part, place, _ in parts(x, dim, sizes):
         scales = torch.zeros_like(squares).to(FP8)
         bytes_ = torch.zeros(part.numel() // 2, dtype=torch.uint8)
-        pack_part_(part, place, squares, amax, scales, bytes_, recipe)
+        pack_shard_(part, place, squares, amax, scales, bytes_, recipe)
         packed.append(bytes_.view(*part.shape[:-1], part.shape[-1] // 2))
     matrices = torch.Size((e, rows // e, columns))
     found = Blocks(torch.cat(packed, dim), scales, "packed", amax)
@@ -110,7 +110,7 @@ def test_one_scale_per_matrix(
     for part, _, first in parts(x, dim, sizes):
         scales = torch.zeros(e)
         values = torch.zeros(part.numel(), dtype=torch.uint8)
-        cast_part_(part, first, amax, scales, values, power_of_two=False)
+        quantise_shard_(part, first, amax, scales, values, power_of_two=False)
         found.append(values.view(part.shape))
     expected = quantise_expert_matrices_ref(
         x.view(e, -1, shape[-1]), per_row=False, power_of_two=False
@@ -142,7 +142,7 @@ def test_kernels_have_the_bits_of_their_references(
             of_matrices = torch.full_like(amax, 7)
             write_finite_amax_(part, first, of_matrices)
             with monkeypatch.context() as patch:
-                patch.setattr(microscaled, "has_kernel", lambda _: False)
+                patch.setattr(microscaled, "has_cast_kernel", lambda _: False)
                 by_reference = torch.full_like(amax, 7)
                 write_finite_amax_(part, first, by_reference)
             assert torch.equal(of_matrices, by_reference)
@@ -151,7 +151,7 @@ def test_kernels_have_the_bits_of_their_references(
         for part, place, _ in cut:
             for recipe in RECIPES:
                 results = []
-                for pack in (pack_part_, pack_part_ref_):
+                for pack in (pack_shard_, pack_shard_ref_):
                     scales = torch.zeros_like(squares).to(FP8)
                     packed = torch.full((part.numel() // 2,), 0x55, device=device).byte()
                     pack(part, place, squares, amax, scales, packed, recipe)

@@ -17,7 +17,7 @@ def sparse_attention_ref(
     index: IndexerHeads | None = None,
     top_k: int | None = None,
     selected_tK: Tensor | None = None,
-    diverges: bool = False,
+    returns_divergences: bool = False,
 ) -> SparseOutput:
     """As `sparse_attention`, of keys and values that every head has its own of."""
     q_tHd, keys_Nl, up_HnL, down_HLv = heads
@@ -46,7 +46,7 @@ def sparse_attention_ref(
             row.append(p @ (latents[seen] @ down_Lv))
             mean_p = mean_p + p.detach() / len(q_Hd)
         outputs.append(torch.stack(row))
-        if diverges:
+        if returns_divergences:
             log_q = torch.stack([scores[s] for s in seen]).log_softmax(0)
             divergences.append((mean_p * (mean_p.log() - log_q)).sum())
     selected = None
@@ -55,5 +55,5 @@ def sparse_attention_ref(
         padded = [keys + [-1] * (width - len(keys)) for keys in chosen]
         selected = torch.tensor(padded, dtype=torch.int32)
     return SparseOutput(
-        torch.stack(outputs), selected, torch.stack(divergences) if diverges else None
+        torch.stack(outputs), selected, torch.stack(divergences) if returns_divergences else None
     )

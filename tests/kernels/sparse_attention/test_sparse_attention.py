@@ -19,13 +19,13 @@ from moecore.kernels.sparse_attention import (
     sparse_attention,
 )
 from moecore.kernels.sparse_attention.index import (
-    _has_kernel,
+    _has_index_kernel,
     compute_index_scores,
     compute_span_scores,
     select_keys,
 )
 from moecore.kernels.sparse_attention.keys import SpanOfKeys
-from moecore.kernels.zigzag import assign_tokens_to_cp_ranks, find_documents
+from moecore.kernels.zigzag import assign_tokens_to_cp_ranks, find_document_ids
 from tests.kernels.sparse_attention.oracle import sparse_attention_ref
 
 H, n, r, L, v, h, i = 3, 5, 4, 6, 7, 2, 8
@@ -78,9 +78,9 @@ def assert_close(got: dict[str, Any], want: dict[str, Any], bound: float) -> Non
 
 HOW: dict[str, dict[str, Any]] = {
     "selected": dict(top_k=4),
-    "selected, divergences": dict(top_k=4, diverges=True),
-    "more than there are": dict(top_k=64, diverges=True),
-    "all, divergences": dict(diverges=True),
+    "selected, divergences": dict(top_k=4, returns_divergences=True),
+    "more than there are": dict(top_k=64, returns_divergences=True),
+    "all, divergences": dict(returns_divergences=True),
     "of another layer": dict(selected_tK=True),
 }
 
@@ -97,7 +97,7 @@ def test_equals_the_definition(name: str, numbers: int, monkeypatch: pytest.Monk
     want = found_by(sparse_attention_ref, DOCUMENTS, leaves, **how)
     got = found_by(sparse_attention, DOCUMENTS, leaves, **how)
     assert_close(got, want, 1e-12)
-    has_gradient = how.get("diverges", False)
+    has_gradient = how.get("returns_divergences", False)
     assert all((got[leaf] is not None) == has_gradient for leaf in LEAVES[4:])
 
 
@@ -115,7 +115,7 @@ def test_sinks_equal_the_definition(numbers: int, monkeypatch: pytest.MonkeyPatc
 
 
 def test_documents_are_as_apart() -> None:
-    leaves, how = leaves_of(DOCUMENTS[-1]), dict(top_k=4, diverges=True)
+    leaves, how = leaves_of(DOCUMENTS[-1]), dict(top_k=4, returns_divergences=True)
     whole = found_by(sparse_attention, DOCUMENTS, leaves, **how)
     for a, b in pairwise(DOCUMENTS):
         if a == b:
@@ -131,7 +131,7 @@ def test_documents_are_as_apart() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_bounds_have_all_keys_of_the_queries_of_a_rank(size: int) -> None:
     cu_seqlens = torch.tensor([0, 12, 12, 36, 48])
-    first, slack = cu_seqlens[find_documents(cu_seqlens, 48)], []
+    first, slack = cu_seqlens[find_document_ids(cu_seqlens, 48)], []
     for own in assign_tokens_to_cp_ranks(cu_seqlens, 48, size) if size > 1 else [torch.arange(48)]:
         spans = KeySpans(first[own], own, size, 24)
         for begin, end in combinations(range(len(own) + 1), 2):
@@ -216,7 +216,7 @@ def test_scores_are_those_of_plain_pytorch(name: str, dtype: torch.dtype, device
     own_C = torch.arange(begin, end, device=device)
     first_C = torch.where(own_C % 2 == 0, document, own_C - 1).clamp(min=first)
     span, index = SpanOfKeys(first, last, first_C, own_C), IndexerHeads(q, k, w)
-    assert _has_kernel(index)
+    assert _has_index_kernel(index)
     got = compute_span_scores(index, span)
     want = compute_index_scores(IndexerHeads(q.double(), k.double(), w.double()), span)
     assert torch.equal(got == -torch.inf, want == -torch.inf)

@@ -51,7 +51,7 @@ def step(leaves: list[Tensor], **how: Any) -> dict[str, Any]:
     own = [x.detach().clone().requires_grad_() for x in leaves]
     spans = spans_of(len(own[0]), own[0].device.type)
     out = sparse_attention(
-        LatentHeads(*own[:4]), spans, scale=SCALE, index=IndexerHeads(*own[4:]), **how
+        LatentHeads(*own[:4]), spans, scale=SCALE, indexer=IndexerHeads(*own[4:]), **how
     )
     g = torch.Generator(own[0].device).manual_seed(1)
     do = torch.randn(out.o_tHv.shape, generator=g, device=own[0].device).to(out.o_tHv.dtype)
@@ -146,11 +146,11 @@ def test_the_host_waits_for_nothing_and_no_tensor_is_of_all_pairs(
     monkeypatch.setattr(attention, "CHUNK_NUMBERS", 2**24)
     tokens = 16384
     leaves = large_leaves(tokens)
-    step(leaves, top_k=256, diverges=True)
+    step(leaves, top_k=256, returns_divergences=True)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     with no_waits():
-        found = step(leaves, top_k=256, diverges=True)
+        found = step(leaves, top_k=256, returns_divergences=True)
     kept = sum(x.nbytes for x in found.values() if x is not None) + sum(x.nbytes for x in leaves)
     assert torch.cuda.max_memory_allocated() - before - kept < 4 * tokens**2

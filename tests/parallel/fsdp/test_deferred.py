@@ -149,7 +149,7 @@ def counted() -> Iterator[list[str]]:
             (PlainProducts, "weight_grad"),
             (Fp8Products, "weight_grad"),
             (TorchMatmuls, "weight_grad"),
-            (BlockwiseProducts, "_weight_grad"),
+            (BlockwiseProducts, "_compute_weight_grad"),
         ):
             stack.enter_context(patch.object(owner, name, recording(getattr(owner, name))))
         yield calls

@@ -30,7 +30,7 @@ from moecore.base.options.precision import Precision, Recipe
 from moecore.base.params import compute_global_indices
 from moecore.base.rank_checks import gather_objects
 from moecore.base.torch_private import get_local_tensor
-from moecore.kernels.rows.cast import cast
+from moecore.kernels.rows.cast import quantise_matrix
 from moecore.kernels.rows.quantised import quantise_weights
 from moecore.kernels.rows.shard_blocks import make_dense_operand, view_as_matrices
 from moecore.models import Decoder
@@ -131,7 +131,9 @@ def differs(model: Decoder, power_of_two: bool) -> list[str]:
                 assert blocks.rows is not None
                 want, got = blocks.rows, view_as_matrices(found, blocks.rows.values.shape).rows
             else:
-                want = cast(weight, "block", power_of_two=power_of_two, columns=False).rows
+                want = quantise_matrix(
+                    weight, "block", power_of_two=power_of_two, columnwise=False
+                ).rows
                 got = make_dense_operand(found)
             assert want is not None and got is not None
             same = torch.equal(got.scales, want.scales)

@@ -398,9 +398,9 @@ def test_experts_with_room_for_more_rows_keep_those_in_use() -> None:
         experts.zero_grad()
         weights_TK = torch.linspace(0.1, 1.0, 12).view(T, 2).requires_grad_()
         x_TD = torch.linspace(-1, 1, T * D).view(T, D)
-        handle_RD = torch.zeros(1, requires_grad=True).expand(R, D)
-        index = build_index(ids_TK, weights_TK, first=0, num_local=4, length=R)
-        inp = ExpertInput(Rows(x_TD), index, None, UnsummedInput(handle_RD))
+        grad_handle_RD = torch.zeros(1, requires_grad=True).expand(R, D)
+        index = build_index(ids_TK, weights_TK, first_expert=0, num_local_experts=4, max_pairs=R)
+        inp = ExpertInput(Rows(x_TD), index, None, UnsummedInput(grad_handle_RD))
         if offload is None:
             y_RD = experts(inp).y_RD
         else:

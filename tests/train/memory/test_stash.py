@@ -174,7 +174,7 @@ def test_more_pages_than_ids_are_refused(options: dict[str, Any], group: None) -
 def test_matrices_are_told_apart(length: int) -> None:
     """By their lengths; where these are one, source rows by their storage, or nothing is known."""
     ids_SK = torch.tensor([[0], [-1], [1], [-1], [0], [1]], dtype=torch.int32)
-    how: dict[str, Any] = dict(first=0, num_local=2, length=length)
+    how: dict[str, Any] = dict(first_expert=0, num_local_experts=2, max_pairs=length)
     index = build_index(ids_SK, torch.ones(6, 1), **how)
     packed, h = torch.zeros(6, 20, dtype=torch.uint8), torch.zeros(length, 4)
     x = packed[:, :16].view(torch.float32)
@@ -324,7 +324,7 @@ def test_a_layer_takes_three_launches_and_four_events(
     The pages of what comes back last are returned alone.
     """
     model, counts = make_tower(5), Counter[str]()
-    for name in ("take_rows", "copy_rows", "return_pages"):
+    for name in ("take_pages_for_rows", "stash_or_restore_rows", "return_pages"):
         monkeypatch.setattr(stash_module, name, counted(getattr(stash_module, name), counts))
     stash = stashed(model)
     streams = stash._streams
@@ -339,8 +339,8 @@ def test_a_layer_takes_three_launches_and_four_events(
     assert_equal(gradients(model, one), want)
     n = 4  # the last layer's rows stay
     assert counts == {
-        "take_rows": n,
-        "copy_rows": 2 * n,
+        "take_pages_for_rows": n,
+        "stash_or_restore_rows": 2 * n,
         "return_pages": 1,
         "events": 4 * n + 1,
         "waits": 4 * n,

@@ -74,8 +74,8 @@ class RoomyDispatcher:
         ids_SK = routing.expert_ids_TK.new_full((S, K), -1)
         ids_SK = ids_SK.index_copy(0, place_T, routing.expert_ids_TK)
         weights_SK = routing.weights_TK.new_zeros(S, K).index_copy(0, place_T, routing.weights_TK)
-        owned = dict(first=0, num_local=self.num_experts)
-        index = build_index(ids_SK, weights_SK, **owned, length=S * K)
+        owned = dict(first_expert=0, num_local_experts=self.num_experts)
+        index = build_index(ids_SK, weights_SK, **owned, max_pairs=S * K)
         return ExpertInput(Rows(rows_SD), index, place_T, balanced=BalancedRows(T, T * K))
 
     def combine(self, y_SD: Any, plan: Any) -> Tensor:

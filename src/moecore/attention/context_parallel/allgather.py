@@ -49,7 +49,7 @@ def _iterate_key_blocks(local_tokens: LocalTokens, window: int | None) -> Iterat
     rank, last = local_tokens.cp.rank, 2 * local_tokens.cp.size - 1
     halves: tuple[tuple[Half, int], ...] = (("early", rank), ("late", last - rank))
     for half, chunk in halves:
-        yield _KeyBlock(half, chunk + 1, local_tokens.layout.mask(1, chunk + 1, window=window))
+        yield _KeyBlock(half, chunk + 1, local_tokens.layout.make_mask(1, chunk + 1, window=window))
 
 
 def _gather_kv(local_tokens: LocalTokens, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -72,9 +72,9 @@ def _run_all_to_alls(
 
 
 def _exchange_heads(
-    tensors: tuple[Tensor, ...], group: dist.ProcessGroup, layout: ChunkLayout, to_tokens: bool
+    tensors: tuple[Tensor, ...], group: dist.ProcessGroup, layout: ChunkLayout, is_scatter: bool
 ) -> tuple[Tensor, ...]:
-    """Run `scatter_heads` without autograd if `to_tokens`, otherwise `gather_heads`. Collective."""
+    """Run `scatter_heads` if `is_scatter`, otherwise `gather_heads`. Collective, no autograd."""
 
     def split_heads(x_BtHd: Tensor) -> Tensor:
         return x_BtHd.unflatten(2, (group.size(), -1)).movedim(2, 0)  # type: ignore[no-any-return]
@@ -82,7 +82,9 @@ def _exchange_heads(
     def join_heads(x_GBthd: Tensor) -> Tensor:
         return x_GBthd.movedim(0, 2).flatten(2, 3)
 
-    pack, unpack = (split_heads, layout.join) if to_tokens else (layout.split, join_heads)
+    pack, unpack = (
+        (split_heads, layout.join_ranks) if is_scatter else (layout.split_by_rank, join_heads)
+    )
     return _run_all_to_alls(tensors, group, pack, unpack)
 
 
@@ -94,12 +96,12 @@ class _HeadExchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, group: dist.ProcessGroup, layout: ChunkLayout, to_tokens: bool, *tensors: Tensor
+        ctx: Any, group: dist.ProcessGroup, layout: ChunkLayout, is_scatter: bool, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return new tensors exchanged by `_exchange_heads`, which explains `to_tokens`."""
-        ctx.inverse_args = group, layout, not to_tokens
+        """Return new tensors exchanged by `_exchange_heads`, which explains `is_scatter`."""
+        ctx.inverse_args = group, layout, not is_scatter
         # No views, to which a model's code could not write in place.
-        return tuple(x.detach() for x in _exchange_heads(tensors, group, layout, to_tokens))
+        return tuple(x.detach() for x in _exchange_heads(tensors, group, layout, is_scatter))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

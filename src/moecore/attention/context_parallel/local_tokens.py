@@ -26,11 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.attention.context_parallel.states import LocalPieces
+from moecore.attention.context_parallel.states import LocalChunks
 from moecore.base.regions import run_and_save
 from moecore.base.torch_private import all_gather_single, skips_communication
 from moecore.kernels.attention import AttentionMask
-from moecore.kernels.zigzag import assign_tokens_to_cp_ranks, find_documents, make_row_cu_seqlens
+from moecore.kernels.zigzag import assign_tokens_to_cp_ranks, find_document_ids, make_row_cu_seqlens
 from moecore.moe.dispatch.collectives import exchange_with_grad
 
 Half = Literal["all", "early", "late"]
@@ -45,15 +45,15 @@ class ChunkLayout:
     """
 
     def __init__(
-        self, size: int, num_tokens: int, cu_seqlens: Tensor | None = None, max_seqlen: int = 0
+        self, num_ranks: int, num_tokens: int, cu_seqlens: Tensor | None = None, max_seqlen: int = 0
     ) -> None:
-        self.size = size
+        self.size = num_ranks
         self._num_tokens = num_tokens
         self._cu_seqlens = cu_seqlens
-        self._max_chunk = -(-max_seqlen // (2 * size))
+        self._max_chunk = -(-max_seqlen // (2 * num_ranks))
         self._first_chunk_ids: dict[int, Tensor] = {}
 
-    def split(self, x_BTX: Tensor) -> Tensor:
+    def split_by_rank(self, x_BTX: Tensor) -> Tensor:
         """Return [G, B, T / G, ...], the tokens of each cp rank, from full rows [B, T, ...]."""
         G, (B, T) = self.size, x_BTX.shape[:2]
         if self._cu_seqlens is not None:
@@ -63,7 +63,7 @@ class ChunkLayout:
         halves = torch.stack((chunks[:, :G], chunks[:, G:].flip(1)), dim=2)
         return halves.flatten(2, 3).transpose(0, 1)
 
-    def join(self, x_GBtX: Tensor) -> Tensor:
+    def join_ranks(self, x_GBtX: Tensor) -> Tensor:
         """Return full rows [B, T, ...] from each cp rank's tokens [G, B, T / G, ...]."""
         G, B, t = x_GBtX.shape[:3]
         if self._cu_seqlens is not None:
@@ -113,23 +113,28 @@ class ChunkLayout:
         else:
             x_BTX.index_add_(1, self._find_first_chunks(num_chunks), values)
 
-    def mask(
-        self, queries: int, keys: int, *, causal: bool = True, window: int | None = None
+    def make_mask(
+        self,
+        num_query_chunks: int,
+        num_key_chunks: int,
+        *,
+        causal: bool = True,
+        window: int | None = None,
     ) -> AttentionMask:
         """Return the mask of attention between chunks of each document.
 
-        `queries` and `keys` are numbers of chunks per document. `window` limits the keys per query;
-        None = all.
+        `num_query_chunks` and `num_key_chunks` are numbers of chunks per document. `window` limits
+        the keys per query; None = all.
         """
         if self._cu_seqlens is None:
             return AttentionMask(causal=causal, window=window)
         return AttentionMask(
             causal=causal,
             window=window,
-            cu_seqlens_q=self._chunk_borders * queries,
-            cu_seqlens_k=self._chunk_borders * keys,
-            max_length_q=self._max_chunk * queries,
-            max_length_k=self._max_chunk * keys,
+            cu_seqlens_q=self._chunk_borders * num_query_chunks,
+            cu_seqlens_k=self._chunk_borders * num_key_chunks,
+            max_length_q=self._max_chunk * num_query_chunks,
+            max_length_k=self._max_chunk * num_key_chunks,
         )
 
     @property
@@ -161,7 +166,7 @@ class ChunkLayout:
         """int64 [B * C] each, indices of the early and of the late chunks' tokens on a rank."""
         num = self._num_tokens // (2 * self.size)
         borders = self._chunk_borders.long()
-        documents = find_documents(borders, num)
+        documents = find_document_ids(borders, num)
         early = torch.arange(num, device=borders.device) + borders[documents]
         return early, early + borders.diff()[documents]
 
@@ -170,7 +175,7 @@ class ChunkLayout:
         if num_chunks not in self._first_chunk_ids:
             borders = self._chunk_borders.long()
             num = self._num_tokens // (2 * self.size) * num_chunks
-            documents = find_documents(borders * num_chunks, num)
+            documents = find_document_ids(borders * num_chunks, num)
             places = torch.arange(num, device=borders.device) - borders[documents] * num_chunks
             self._first_chunk_ids[num_chunks] = self._packed_cu_seqlens[documents] + places
         return self._first_chunk_ids[num_chunks]
@@ -204,22 +209,25 @@ class ContextParallel:
 
 
 def select_cp_ranks(
-    cp: int | None, ranks: ContextParallel | None, groups: Mapping[int, ContextParallel]
+    cp_size: int | None,
+    default_ranks: ContextParallel | None,
+    groups: Mapping[int, ContextParallel],
 ) -> ContextParallel | None:
-    """Return the cp groups of a forward with argument `cp`: `ranks`, or the entry `groups[cp]`.
+    """Return the cp groups of a forward over `cp_size` ranks: `default_ranks` or `groups[cp_size]`.
 
-    `ranks` are the default groups (None = 1 cp rank), which are used if `cp` is None or their size.
-    `groups` maps each size of a dynamic cp to its groups. Raises a ValueError for any other `cp`.
+    `default_ranks` are the default groups (None = 1 cp rank), which are used if `cp_size` is None
+    or their size. `groups` maps each size of a dynamic cp to its groups. Raises a ValueError for
+    any other `cp_size`.
     """
-    size = 1 if ranks is None else ranks.size
-    if cp in (None, size):
-        return ranks
-    if cp not in groups:
+    size = 1 if default_ranks is None else default_ranks.size
+    if cp_size in (None, size):
+        return default_ranks
+    if cp_size not in groups:
         fix = "parallelize with ContextOptions(dynamic=True), and plan for its data ranks"
         raise ValueError(
-            f"cp ({cp}) must be one of {[size, *groups]}, which have groups of ranks: {fix}"
+            f"cp ({cp_size}) must be one of {[size, *groups]}, which have groups of ranks: {fix}"
         )
-    return groups[cp]
+    return groups[cp_size]
 
 
 class LocalTokens:
@@ -231,7 +239,7 @@ class LocalTokens:
         cp: groups of this rank.
         shape: B and T of the full rows. T must be a multiple of 2 * cp.
         cu_seqlens: documents packed into all rows, on the device of the tokens. Their lengths must
-            be multiples of 2 * cp (`check_documents`). None = each row is one document.
+            be multiples of 2 * cp (`check_document_lengths`). None = each row is one document.
         max_seqlen: an upper bound of document lengths.
 
     Attributes:
@@ -252,7 +260,7 @@ class LocalTokens:
             raise ValueError(f"sequence length ({T}) {relation}")
         self.cp = cp
         self._shape, self._cu_seqlens = shape, cu_seqlens
-        self._pieces: LocalPieces | None = None
+        self._pieces: LocalChunks | None = None
         self.layout = ChunkLayout(cp.size, B * T, cu_seqlens, max_seqlen)
         part = None if cu_seqlens is None else cu_seqlens // ring
         self.a2a_layout = ChunkLayout(cp.size // ring, B * T // ring, part, -(-max_seqlen // ring))
@@ -265,18 +273,18 @@ class LocalTokens:
         """This rank's tokens among the ranks of its ring with "a2a+p2p", otherwise `self`."""
         return self._ring or self
 
-    def make_pieces(self, device: torch.device) -> LocalPieces:
+    def make_local_chunks(self, device: torch.device) -> LocalChunks:
         """Return this rank's two chunks of each document for linear attention. Cached."""
         if self._pieces is None:
             B, T = self._shape
             rows = make_row_cu_seqlens(B, B * T, device)
             documents = rows if self._cu_seqlens is None else self._cu_seqlens
-            self._pieces = LocalPieces(self.cp.group, documents)
+            self._pieces = LocalChunks(self.cp.group, documents)
         return self._pieces
 
     def slice_local(self, x_BTX: Tensor) -> Tensor:
         """Return x_BtX, this rank's tokens of full rows. No communication."""
-        return self.layout.split(x_BTX)[self.cp.rank].contiguous()
+        return self.layout.split_by_rank(x_BTX)[self.cp.rank].contiguous()
 
     @torch.compiler.disable
     def gather(self, x_BtX: Tensor) -> Tensor:
@@ -295,20 +303,20 @@ class LocalTokens:
         out = x_BtX.new_empty((size * x_BtX.shape[0], *x_BtX.shape[1:]))
         if not skips_communication(out):
             all_gather_single(out, x_BtX.contiguous(), group=self.cp.group)
-        return self.layout.join(out.unflatten(0, (size, x_BtX.shape[0])))
+        return self.layout.join_ranks(out.unflatten(0, (size, x_BtX.shape[0])))
 
     def reduce_scatter_values(self, x_BTX: Tensor) -> Tensor:
         """Return x_BtX: this rank's tokens of x_BTX, summed over ranks in fp32. Collective."""
         # A reduce-scatter of NCCL sends as many bytes, and would round at each rank.
-        send_buffer = self.layout.split(x_BTX).contiguous()
+        send_buffer = self.layout.split_by_rank(x_BTX).contiguous()
         recv_buffer = torch.empty_like(send_buffer)
         dist.all_to_all_single(recv_buffer, send_buffer, group=self.cp.group)
         dtype = torch.promote_types(x_BTX.dtype, torch.float32)
         return recv_buffer.sum(0, dtype=dtype).to(x_BTX.dtype)
 
 
-def check_documents(cu_seqlens: Tensor, cp: int) -> None:
-    """Raise a ValueError if a document's length is not a multiple of 2 * cp.
+def check_document_lengths(cu_seqlens: Tensor, cp_size: int) -> None:
+    """Raise a ValueError if a document's length is not a multiple of 2 * cp_size.
 
     If `cu_seqlens` is on a GPU, nothing is checked.
     """
@@ -316,8 +324,8 @@ def check_documents(cu_seqlens: Tensor, cp: int) -> None:
         return
     lengths = cu_seqlens.diff().tolist()
     for document, length in enumerate(lengths):
-        if length % (2 * cp):
+        if length % (2 * cp_size):
             raise ValueError(
                 f"cu_seqlens (document {document} of {length} tokens) must have documents of "
-                f"multiples of 2 * cp ({2 * cp}): pad each"
+                f"multiples of 2 * cp ({2 * cp_size}): pad each"
             )

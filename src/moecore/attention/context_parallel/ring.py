@@ -48,16 +48,16 @@ class _RingBlock(NamedTuple):
     mask: AttentionMask
 
 
-def select_block(layout: ChunkLayout, rank: int, source: int) -> _RingBlock:
-    """Return the attention call in which `rank` reads the keys of the rank `source`.
+def select_ring_block(layout: ChunkLayout, rank: int, source_rank: int) -> _RingBlock:
+    """Return the attention call in which `rank` reads the keys of the rank `source_rank`.
 
     `layout` is the order of tokens on the ranks of the ring.
     """
-    if source == rank:
-        return _RingBlock("all", "all", layout.mask(2, 2))
-    if source < rank:
-        return _RingBlock("all", "early", layout.mask(2, 1, causal=False))
-    return _RingBlock("late", "all", layout.mask(1, 2, causal=False))
+    if source_rank == rank:
+        return _RingBlock("all", "all", layout.make_mask(2, 2))
+    if source_rank < rank:
+        return _RingBlock("all", "early", layout.make_mask(2, 1, causal=False))
+    return _RingBlock("late", "all", layout.make_mask(1, 2, causal=False))
 
 
 def split_local_block(layout: ChunkLayout) -> tuple[list[_RingBlock], list[_RingBlock]]:
@@ -71,10 +71,10 @@ def split_local_block(layout: ChunkLayout) -> tuple[list[_RingBlock], list[_Ring
     # of 2, 0.11 of 4, 0.05 of 8. Three small blocks take longer than one: 6% at 8 ranks and 65,536
     # tokens (H200). So only rings up to 4 split the block.
     if layout.size > 4:
-        return [], [_RingBlock("all", "all", layout.mask(2, 2))]
+        return [], [_RingBlock("all", "all", layout.make_mask(2, 2))]
     halves: tuple[Half, ...] = ("early", "late")
-    squares = [_RingBlock(half, half, layout.mask(1, 1)) for half in halves]
-    return [_RingBlock("late", "early", layout.mask(1, 1, causal=False))], squares
+    squares = [_RingBlock(half, half, layout.make_mask(1, 1)) for half in halves]
+    return [_RingBlock("late", "early", layout.make_mask(1, 1, causal=False))], squares
 
 
 class _RingTransfer(NamedTuple):
@@ -84,7 +84,7 @@ class _RingTransfer(NamedTuple):
     recv_buffer: Tensor
     works: list[dist.Work]
 
-    def wait(self) -> Tensor:
+    def wait_for_tensor(self) -> Tensor:
         """Wait for send and receive; return the received tensor."""
         for work in self.works:
             work.wait()
@@ -118,7 +118,7 @@ def _iterate_ring(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, T
         travelling = _send_to_next(kv, group) if step < G - 1 else None
         yield (rank - step) % G, kv
         if travelling is not None:
-            kv = travelling.wait()
+            kv = travelling.wait_for_tensor()
 
 
 def _pack_kv(k: Tensor, v: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ class RingAttention(torch.autograd.Function):
         qs, ks, vs = (layout.flatten_rows(x) for x in (q, k, v))
         o, lse = q, q
         for source, kv in _iterate_ring(_pack_kv(ks, vs), group):
-            queries, keys, mask = select_block(layout, group.rank(), source)
+            queries, keys, mask = select_ring_block(layout, group.rank(), source)
             k_half, v_half = (layout.select_half(x, keys) for x in _unpack_kv(kv, ks, vs))
             q_half = layout.select_half(qs, queries)
             o_new, lse_new = attention_forward(q_half, k_half, v_half, mask, scale)
@@ -225,17 +225,17 @@ class RingAttention(torch.autograd.Function):
             if source == rank:
                 parts = [(b.keys, local_queries.run_block_backward(b, ks, vs)) for b in first]
                 continue
-            block = select_block(layout, rank, source)
+            block = select_ring_block(layout, rank, source)
             new = local_queries.run_block_backward(block, *_unpack_kv(kv, ks, vs))
             if travelling is None:
                 dkv = torch.zeros_like(local_kv, dtype=lse.dtype)
             else:
-                dkv = travelling.wait()
+                dkv = travelling.wait_for_tensor()
             _add_kv_grads(layout, _unpack_kv(dkv, ks, vs), block.keys, new)
             travelling = _send_to_next(dkv, group)
         assert travelling is not None, "a ring has other ranks"
         parts += [(b.keys, local_queries.run_block_backward(b, ks, vs)) for b in last]
-        dk, dv = _unpack_kv(travelling.wait(), ks, vs)
+        dk, dv = _unpack_kv(travelling.wait_for_tensor(), ks, vs)
         for keys, new in parts:
             _add_kv_grads(layout, (dk, dv), keys, new)
         dsinks = None if sinks is None else compute_sinks_gradient(do, os, lse, sinks)

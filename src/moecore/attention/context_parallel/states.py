@@ -39,7 +39,7 @@ MAX_GROUPS = 1023  # groups that torch's grouped product supports
 
 
 @dataclass(frozen=True)
-class LocalPieces:
+class LocalChunks:
     """This rank's two chunks ("pieces") of each document: early and late, document by document.
 
     `cu_seqlens` [n + 1] describes the full documents. `group` has the cp ranks.
@@ -61,13 +61,13 @@ class LocalPieces:
         """[n], the number of tokens of a chunk of each document."""
         return self.cu_seqlens.diff() // (2 * self.group.size())
 
-    def gather_previous_tokens(self, x_tD: Tensor, w: int) -> Tensor:
-        """Return [2 * n, w, D], the w tokens before each of this rank's pieces of n documents.
+    def gather_previous_tokens(self, x_tD: Tensor, num_tokens: int) -> Tensor:
+        """Return [2 * n, num_tokens, D], the tokens before this rank's chunks of n documents.
 
         Zeros stand for tokens before the document. Collective.
         """
         G, rank, lengths = self.group.size(), self.group.rank(), self.lengths.long()[:, None, None]
-        back_w = torch.arange(w, 0, -1, device=x_tD.device)
+        back_w = torch.arange(num_tokens, 0, -1, device=x_tD.device)
         last = (self.borders[1:, None] - back_w).clamp(min=0)
         last_GPwD = all_gather_rows(x_tD[last], self.group)
         # A piece may be shorter than w, so the chunk of each of the w tokens is computed.
@@ -79,25 +79,27 @@ class LocalPieces:
         document = torch.arange(len(lengths), device=x_tD.device)[:, None, None]
         piece = (owner * len(lengths) + document) * 2 + (chunk_n2w >= G)
         exists = (place_n2w >= 0) & (lengths > 0)
-        source = (piece * w + w - from_end).where(exists, 0).flatten(0, 1)
+        source = (piece * num_tokens + num_tokens - from_end).where(exists, 0).flatten(0, 1)
         before = last_GPwD.flatten(0, 1)[source]
         return before.masked_fill(~exists.flatten(0, 1)[..., None], 0)
 
-    def compute_initial_states(self, states: Tensor, v: int) -> Tensor:
+    def compute_initial_states(self, final_states: Tensor, value_dim: int) -> Tensor:
         """Return [2 * n, H, k, v], the state before each piece. Collective.
 
-        `states` [2 * n, H, k, v + k] has the last state of each piece for the initial state 0, then
-        the piece's transition M. `v` is the dim of a value head.
+        `final_states` [2 * n, H, k, v + k] has the last state of each piece for the initial state
+        0, then the piece's transition M. `value_dim` is the dim of a value head.
         """
-        G, (num, H, k, _) = self.group.size(), states.shape
-        chains = states.unflatten(0, (num // 2, 2)).transpose(0, 1).flatten(1, 2)
+        G, (num, H, k, _) = self.group.size(), final_states.shape
+        chains = final_states.unflatten(0, (num // 2, 2)).transpose(0, 1).flatten(1, 2)
         num_chains = chains.shape[1]
         chains = F.pad(chains, (0, 0, 0, 0, 0, -num_chains % G))
         local_parts = self._exchange_states(chains.unflatten(1, (G, -1)).transpose(0, 1))
         by_chunk = torch.cat((local_parts[:, 0], local_parts[:, 1].flip(0)))
-        entering = [local_parts.new_zeros(local_parts.shape[2], k, v)]
+        entering = [local_parts.new_zeros(local_parts.shape[2], k, value_dim)]
         for last in by_chunk[:-1]:
-            entering.append(torch.baddbmm(last[..., :v], last[..., v:], entering[-1]))
+            entering.append(
+                torch.baddbmm(last[..., :value_dim], last[..., value_dim:], entering[-1])
+            )
         first, second = torch.stack(entering).chunk(2)
         parts = self._exchange_states(torch.stack((first, second.flip(0)), dim=1))
         parts = parts.transpose(0, 1).flatten(1, 2)[:, :num_chains]
@@ -115,36 +117,39 @@ class LocalPieces:
         return recv_buffer
 
 
-def run_rule_over_ranks(rule: DeltaRule, pieces: LocalPieces) -> Tensor:
+def run_rule_over_ranks(rule: DeltaRule, chunks: LocalChunks) -> Tensor:
     """Return the outputs o_tHv of a delta rule for the local tokens of sharded documents.
 
-    The tensors of `rule` have the local tokens, which `pieces` describes. Collective.
+    The tensors of `rule` have the local tokens, which `chunks` describes. Collective.
     """
     v_tHv, k = rule.v_THv, rule.k_Thk.shape[-1]
-    (_, H, v), num = v_tHv.shape, len(pieces.borders) - 1
+    (_, H, v), num = v_tHv.shape, len(chunks.borders) - 1
     dtype = torch.promote_types(v_tHv.dtype, torch.float32)
     initial = torch.eye(k, v + k, dtype=dtype, device=v_tHv.device).roll(v, 1)
     initial = initial.expand(num, H, k, v + k).contiguous()
     wide = rule._replace(v_THv=F.pad(v_tHv, (0, k)))
-    wide_tHv, states = gated_delta_rule(wide, pieces.borders, initial)
+    wide_tHv, states = gated_delta_rule(wide, chunks.borders, initial)
     zero_state_tHv, factors_tHk = wide_tHv.split((v, k), dim=-1)
-    entering = pieces.compute_initial_states(states, v).to(v_tHv.dtype)
-    outs = _apply_initial_states(factors_tHk, entering, pieces.borders)
+    entering = chunks.compute_initial_states(states, v).to(v_tHv.dtype)
+    outs = _apply_initial_states(factors_tHk, entering, chunks.borders)
     return zero_state_tHv + outs  # type: ignore[no-any-return]
 
 
-def _apply_initial_states(r_tHk: Tensor, states_PHkv: Tensor, borders: Tensor) -> Tensor:
+def _apply_initial_states(r_tHk: Tensor, states_PHkv: Tensor, piece_borders: Tensor) -> Tensor:
     """Return [t, H, v], the part S^T r of each token's output that the state S causes.
 
     `r_tHk` is the output for the extra columns of values (see above). `states_PHkv` has the state S
-    before each piece. `borders` is `LocalPieces.borders`.
+    before each piece. `piece_borders` is `LocalChunks.borders`.
     """
     (t, H, k), num, v = r_tHk.shape, len(states_PHkv), states_PHkv.shape[-1]
     multiple = 16 // r_tHk.element_size()  # strides of grouped_mm are multiples of 16 bytes
     if k % multiple or v % multiple:
         r_tHk = F.pad(r_tHk, (0, -k % multiple))
         states_PHkv = F.pad(states_PHkv, (0, -v % multiple, 0, -k % multiple))
-    ends = borders[1:] + t * torch.arange(H, dtype=torch.int32, device=borders.device)[:, None]
+    ends = (
+        piece_borders[1:]
+        + t * torch.arange(H, dtype=torch.int32, device=piece_borders.device)[:, None]
+    )
     r_Htk, states_HPkv = r_tHk.transpose(0, 1), states_PHkv.transpose(0, 1)
     outs = []
     for heads in torch.arange(H, device="cpu").split(max(MAX_GROUPS // num, 1)):
@@ -155,12 +160,14 @@ def _apply_initial_states(r_tHk: Tensor, states_PHkv: Tensor, borders: Tensor) -
     return torch.cat(outs)[:, :v].unflatten(0, (H, t)).transpose(0, 1)  # type: ignore[no-any-return]
 
 
-def convolve_over_ranks(
-    x_tD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, pieces: LocalPieces, *, silu: bool
+def causal_conv1d_over_ranks(
+    x_tD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, chunks: LocalChunks, *, apply_silu: bool
 ) -> Tensor:
-    """Return y_tD, the causal convolution (`convolve`) of sharded documents. Collective.
+    """Return y_tD, the causal convolution (`causal_conv1d`) of sharded documents. Collective.
 
-    `x_tD` has the local tokens, which `pieces` describes. `silu`: apply SiLU to the result.
+    `x_tD` has the local tokens, which `chunks` describes. `apply_silu`: apply SiLU to the result.
     """
-    before = pieces.gather_previous_tokens(x_tD, weight_DW.shape[1] - 1)
-    return causal_convolution(x_tD, weight_DW, bias_D, pieces.borders, before_nwD=before, silu=silu)
+    before = chunks.gather_previous_tokens(x_tD, weight_DW.shape[1] - 1)
+    return causal_convolution(
+        x_tD, weight_DW, bias_D, chunks.borders, previous_tokens_nwD=before, apply_silu=apply_silu
+    )

@@ -20,7 +20,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moecore.attention.linear import attend_linear, convolve, scan_states
+from moecore.attention.linear import attend_linear, causal_conv1d, scan_states
 from moecore.attention.sequence import Sequence
 from moecore.families.transformers.stock import find_names_in_forward, is_hf
 
@@ -105,7 +105,7 @@ def _convolve_sequence(
     """
     is_silu = activation in SILU
     x_BTD = hidden_states.transpose(1, 2)
-    y_BTD = convolve(x_BTD, weight, bias, sequence, silu=is_silu)
+    y_BTD = causal_conv1d(x_BTD, weight, bias, sequence, apply_silu=is_silu)
     if activation is not None and not is_silu:
         from transformers.activations import ACT2FN
 

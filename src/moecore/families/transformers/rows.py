@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from moecore.attention.context_parallel.local_tokens import (
     ContextParallel,
     LocalTokens,
-    check_documents,
+    check_document_lengths,
     select_cp_ranks,
 )
 from moecore.attention.sequence import Sequence, make_packed_sequence, shift_rows
@@ -122,7 +122,7 @@ class RowReader:
             )
         if ranks is not None:
             if cu_seqlens is not None:
-                check_documents(cu_seqlens, ranks.size)
+                check_document_lengths(cu_seqlens, ranks.size)
             local_tokens = LocalTokens(ranks, shape, sequence.cu_seqlens, sequence.max_seqlen)
             sequence = replace(sequence, local_tokens=local_tokens)
         if mask_BT is not None:

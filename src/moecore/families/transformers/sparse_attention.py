@@ -99,7 +99,7 @@ def _run_sparse_attention(
     sequence, choice = kwargs.get(SEQUENCE) or Sequence(), _choose_keys(layer, prev_topk_indices)
     index = None
     if layer.indexer is not None:
-        with torch.set_grad_enabled(choice.diverges):  # selected keys have no gradient
+        with torch.set_grad_enabled(choice.returns_divergences):  # selected keys have no gradient
             of_tokens = x_BTD.detach(), q_a_BTA.detach()
             index = _compute_indexer_heads(layer.indexer, *of_tokens, position_embeddings)
     if past_key_values is not None:

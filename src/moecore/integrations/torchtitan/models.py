@@ -31,7 +31,7 @@ from moecore.families.family import swap_blocks
 from moecore.families.transformers.context import CausalContext
 from moecore.integrations.torchtitan.options import get_moecore_options
 from moecore.integrations.torchtitan.parallelize import Version, parallelize_own_loss_model
-from moecore.kernels.zigzag import find_positions
+from moecore.kernels.zigzag import find_positions_in_documents
 from moecore.models import Decoder, DecoderConfig, flops_per_token, num_params
 from moecore.moe.forced import force_even_load
 from moecore.parallel.model.parallel_state import get_request
@@ -109,7 +109,9 @@ def make_document_inputs(starts_BT: Tensor) -> dict[str, Any]:
     ends = first_n.new_tensor([starts_BT.numel()])
     cu_seqlens = torch.cat([first_n, ends])
     return {
-        "positions": find_positions(cu_seqlens, starts_BT.numel()).view(starts_BT.shape),
+        "positions": find_positions_in_documents(cu_seqlens, starts_BT.numel()).view(
+            starts_BT.shape
+        ),
         "cu_seqlens": cu_seqlens.int(),
         "max_seqlen": int(cu_seqlens.diff().max()),
     }

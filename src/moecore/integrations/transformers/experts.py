@@ -137,10 +137,10 @@ def _compute(
     index = build_index(
         ids_SK.to(torch.int32),
         weights_SK.to(torch.promote_types(weights_SK.dtype, torch.float32)),
-        first=0,
-        num_local=weights.w2_eDF.shape[0],
+        first_expert=0,
+        num_local_experts=weights.w2_eDF.shape[0],
     )
-    spec = ExpertSpec.of(rows, weights, activation)
+    spec = ExpertSpec.from_weights(rows, weights, activation)
     is_compiling = torch.compiler.is_compiling()
     choose = _choose_computation.__wrapped__ if is_compiling else _choose_computation
     computation = choose(spec, activation)

@@ -21,7 +21,9 @@ from moecore.kernels.common import disable_autocast, warn_on_fallback
 KERNELS: Sequence[AttentionKernel] = (flash4, cudnn, flash)
 
 
-def choose_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> AttentionKernel:
+def choose_attention_kernel(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
+) -> AttentionKernel:
     """Return the first module of `KERNELS` that can compute this block, otherwise `reference`.
 
     Warns on a GPU about `reference`, and about FlashAttention 2 if flash-attn-4 is missing.
@@ -52,7 +54,7 @@ def attention_forward(
     """
     _check_shapes(q_BTHd, k_BShd, v_BShv)
     with disable_autocast(q_BTHd):
-        kernel = choose_kernel(q_BTHd, k_BShd, v_BShv, mask)
+        kernel = choose_attention_kernel(q_BTHd, k_BShd, v_BShv, mask)
         return kernel.forward(AttentionBlock(q_BTHd, k_BShd, v_BShv, mask, scale))
 
 
@@ -80,7 +82,7 @@ def attention_backward(
     """
     _check_shapes(q_BTHd, k_BShd, v_BShv)
     with disable_autocast(q_BTHd):
-        kernel = choose_kernel(q_BTHd, k_BShd, v_BShv, mask)
+        kernel = choose_attention_kernel(q_BTHd, k_BShd, v_BShv, mask)
         block = AttentionBlock(q_BTHd, k_BShd, v_BShv, mask, scale)
         return kernel.backward(block, do_BTHv.to(q_BTHd.dtype), o_BTHv, lse_BHT)
 

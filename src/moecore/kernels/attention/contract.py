@@ -99,14 +99,18 @@ class AttentionKernel(Protocol):
         """Return dq, dk and dv, as `attention.attention_backward`; o and lse are final."""
 
 
-def merge_blocks(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> tuple[Tensor, Tensor]:
+def merge_blocks(
+    first_o: Tensor, first_lse: Tensor, second_o: Tensor, second_lse: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return o_BTHv and lse_BHT over two blocks of keys from each block's o and lse.
 
-    The result is in lse's dtype. o is NaN for a query that sees no key of either block.
+    The result is in first_lse's dtype. o is NaN for a query that sees no key of either block.
     """
-    total_lse = torch.logaddexp(lse, lse_new)
-    old, new = ((part - total_lse).exp().transpose(1, 2)[..., None] for part in (lse, lse_new))
-    return o * old + o_new * new, total_lse
+    total_lse = torch.logaddexp(first_lse, second_lse)
+    old, new = (
+        (part - total_lse).exp().transpose(1, 2)[..., None] for part in (first_lse, second_lse)
+    )
+    return first_o * old + second_o * new, total_lse
 
 
 def add_sinks(o_BTHv: Tensor, lse_BHT: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,14 +129,16 @@ def compute_sinks_gradient(
     return -(shares_BHT * delta_BHT).sum((0, 2)).to(sinks_H.dtype)
 
 
-def find_16_bit_problem(q: Tensor, k: Tensor, v: Tensor, capability: tuple[int, int]) -> str | None:
-    """Return why 16-bit kernels for GPUs >= `capability` cannot compute this block, or None."""
+def find_16_bit_problem(
+    q: Tensor, k: Tensor, v: Tensor, min_capability: tuple[int, int]
+) -> str | None:
+    """Return why 16-bit kernels for GPUs >= `min_capability` cannot compute this block, or None."""
     if not q.numel() or not k.numel() or not v.numel():
         return "queries, keys and values must not be empty: fused kernels do not define the result"
     if not is_gpu(q):
         return f"device ({q.device.type}) must be cuda"
-    if q.is_cuda and torch.cuda.get_device_capability(q.device) < capability:
-        return f"device must have compute capability >= {capability}"
+    if q.is_cuda and torch.cuda.get_device_capability(q.device) < min_capability:
+        return f"device must have compute capability >= {min_capability}"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"dtype ({q.dtype}) must be bfloat16 or float16"
     for name, dim in (("query", q.shape[-1]), ("value", v.shape[-1])):

@@ -57,7 +57,11 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv from the final o and lse: see `attention.attention_backward`."""
     q, k, v, mask, scale = block
-    do, o, lse = _copy_as_output(do, q), _copy_as_output(o, q), lse.contiguous()
+    do, o, lse = (
+        _copy_with_stride_order_of(do, q),
+        _copy_with_stride_order_of(o, q),
+        lse.contiguous(),
+    )
     before = k.shape[1] - q.shape[1]
     if not mask.causal or not before:
         return _run_backward(do, q, k, v, o, lse, mask.causal, scale)
@@ -92,11 +96,11 @@ def _run_backward(
     return dq, dk, dv
 
 
-def _copy_as_output(x: Tensor, q: Tensor) -> Tensor:
-    """Return x in dense memory whose dims have the stride order of q; copies if necessary."""
+def _copy_with_stride_order_of(x: Tensor, like: Tensor) -> Tensor:
+    """Return x in dense memory whose dims have the stride order of `like`; copies if necessary."""
     # Torch caches a graph per shape and strides of q, k and v, and assumes that o and its gradient
     # have the strides of the first backward. Forward allocates o dense, in the order of q.
-    order = sorted(range(4), key=q.stride, reverse=True)
+    order = sorted(range(4), key=like.stride, reverse=True)
     return x.permute(order).contiguous().permute([order.index(dim) for dim in range(4)])
 
 

@@ -25,17 +25,19 @@ def find_problem(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> None:
     return
 
 
-def make_mask(mask: AttentionMask, T: int, S: int, device: torch.device) -> Tensor | None:
+def make_bool_mask(
+    attention_mask: AttentionMask, T: int, S: int, device: torch.device
+) -> Tensor | None:
     """Return bool [T, S], True for the keys that each query sees; None = all keys.
 
-    If `mask` has documents, T and S count the tokens of all rows of the batch.
+    If `attention_mask` has documents, T and S count the tokens of all rows of the batch.
     """
     # Example, causal, window 2, T = 2 queries at the end of S = 4 keys: [0 1 1 0], [0 0 1 1].
     places_T1 = torch.arange(S - T, S, device=device)[:, None]
     places_S = torch.arange(S, device=device)
     seen_TS = None
-    if mask.cu_seqlens_q is not None and mask.cu_seqlens_k is not None:
-        cu_q, cu_k = mask.cu_seqlens_q.long(), mask.cu_seqlens_k.long()
+    if attention_mask.cu_seqlens_q is not None and attention_mask.cu_seqlens_k is not None:
+        cu_q, cu_k = attention_mask.cu_seqlens_q.long(), attention_mask.cu_seqlens_k.long()
         num = len(cu_q) - 1
         rows_T = torch.arange(T, device=device)
         doc_T = torch.searchsorted(cu_q, rows_T, right=True) - 1
@@ -44,15 +46,15 @@ def make_mask(mask: AttentionMask, T: int, S: int, device: torch.device) -> Tens
         # Both ends of a document are at one place.
         end_T = cu_k[(doc_T + 1).clamp(max=num)] - cu_q[(doc_T + 1).clamp(max=num)]
         places_T1 = (rows_T + end_T)[:, None]
-    if mask.causal:
+    if attention_mask.causal:
         causal_TS = places_S <= places_T1
         seen_TS = causal_TS if seen_TS is None else seen_TS & causal_TS
-    if mask.window is not None and seen_TS is not None:
-        seen_TS = seen_TS & (places_S > places_T1 - mask.window)
+    if attention_mask.window is not None and seen_TS is not None:
+        seen_TS = seen_TS & (places_S > places_T1 - attention_mask.window)
     return seen_TS
 
 
-def _list_parts(
+def _list_separate_parts(
     mask: AttentionMask, q: Tensor, k: Tensor
 ) -> list[tuple[int, AttentionMask]] | None:
     """Return (number of tokens, mask) of each row or document that is computed separately.
@@ -77,7 +79,7 @@ def _list_parts(
 def _split_block(
     block: AttentionBlock, parts: list[tuple[int, AttentionMask]], *tensors: Tensor
 ) -> Iterator[Any]:
-    """Yield (`AttentionBlock`, *other tensors) of each part; `parts` is from `_list_parts`.
+    """Yield (`AttentionBlock`, *other tensors) of each part, from `_list_separate_parts`.
 
     `tensors`, [B, T, ...], are split along the tokens, as q, k and v are.
     """
@@ -95,7 +97,7 @@ def _merge_parts(parts: Iterable[Tensor], like: Tensor) -> Tensor:
 def _compute_scores(q: Tensor, k: Tensor, mask: AttentionMask, scale: float) -> Tensor:
     """Return scaled scores [B, h, g, T, S] of q_BThgd and k_BShd, -inf for masked keys."""
     s = torch.einsum("bthgd,bshd->bhgts", q, k) * scale
-    seen_TS = make_mask(mask, q.shape[1], k.shape[1], q.device)
+    seen_TS = make_bool_mask(mask, q.shape[1], k.shape[1], q.device)
     return s if seen_TS is None else s.masked_fill(~seen_TS, -math.inf)
 
 
@@ -118,7 +120,7 @@ def _group_operands(block: AttentionBlock) -> tuple[Tensor, Tensor, Tensor]:
 def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     """Return outputs o_BTHv and log-sum-exps lse_BHT: see `attention.attention_forward`."""
     q, k, v, mask, scale = block
-    parts = _list_parts(mask, q, k)
+    parts = _list_separate_parts(mask, q, k)
     if parts is not None:
         outputs = [forward(part) for (part,) in _split_block(block, parts)]
         os, lses = zip(*outputs, strict=True)
@@ -139,7 +141,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv from the final o and lse: see `attention.attention_backward`."""
     q, k, v, mask, scale = block
-    parts = _list_parts(mask, q, k)
+    parts = _list_separate_parts(mask, q, k)
     if parts is not None:
         blocks = _split_block(block, parts, do, o, lse.transpose(1, 2))
         grads = [backward(part, d, o, x.transpose(1, 2)) for part, d, o, x in blocks]

@@ -77,19 +77,21 @@ class ExchangeLayout:
         sizes = ((2 + self.sums_slot) * self.slot_bytes, choices, choices, flags)
         return [cdiv(size, ALIGNMENT) * ALIGNMENT for size in sizes]
 
-    def view_sums(self, memory: Tensor, rank: int) -> Tensor:
-        """Return a view of a peer's memory to which `rank` copies sums, uint8 [C * row_bytes]."""
+    def view_sums(self, peer_memory: Tensor, sender_rank: int) -> Tensor:
+        """Return the view of a peer's memory for sums of `sender_rank`, uint8 [C * row_bytes]."""
         num_bytes = self.max_tokens * self.row_bytes
-        return memory[SUMS_SLOT.value * self.slot_bytes :].narrow(0, rank * num_bytes, num_bytes)
+        return peer_memory[SUMS_SLOT.value * self.slot_bytes :].narrow(
+            0, sender_rank * num_bytes, num_bytes
+        )
 
     @property
     def num_bytes(self) -> int:
         """Bytes of one rank's buffer."""
         return sum(self.region_bytes)
 
-    def locate_regions(self, base: int) -> list[int]:
-        """Return the addresses of rows, ids, weights and flags in a buffer at address `base`."""
-        return [base + sum(self.region_bytes[:i]) for i in range(4)]
+    def locate_regions(self, base_address: int) -> list[int]:
+        """Return the addresses of rows, ids, weights and flags in a buffer at `base_address`."""
+        return [base_address + sum(self.region_bytes[:i]) for i in range(4)]
 
 
 class ExchangePointers(NamedTuple):
@@ -123,11 +125,11 @@ class SymmetricBuffer(PeerBuffer):
     """One rank's view of the buffers of all ranks in an exchange of token rows."""
 
     layout: ExchangeLayout
-    # for each peer, the memory to which `copy_sums` writes; empty without `sums_slot`
+    # for each peer, the memory to which `copy_sums_to_peers` writes; empty without `sums_slot`
     sums_slots: tuple[Tensor, ...] = ()
 
 
-def view_words(rows: Tensor) -> Tensor:
+def view_int32(rows: Tensor) -> Tensor:
     """Return rows as int32 words [rows, words], copied if their address is no multiple of 4."""
     is_odd = rows.storage_offset() * rows.itemsize % torch.int32.itemsize
     return (rows.clone() if is_odd else rows).view(torch.int32)

@@ -60,9 +60,9 @@ class CloneLayout:
         """Bytes of one rank's buffer: two sets of slots, one slot per cloned expert, and flags."""
         return 2 * self.set_bytes + 2 * self.num_ranks * self.num_programs * 4
 
-    def locate_regions(self, base: int) -> list[int]:
-        """Return [slots, 0, 0, flags], addresses in the buffer at address `base`; 0 = no region."""
-        return [base, 0, 0, base + 2 * self.set_bytes]
+    def locate_regions(self, base_address: int) -> list[int]:
+        """Return [slots, 0, 0, flags], addresses in the buffer at `base_address`; 0 = no region."""
+        return [base_address, 0, 0, base_address + 2 * self.set_bytes]
 
     def slot_bytes(self, num_clones: int) -> int:
         """Return the bytes of a slot if a set of slots has `num_clones` slots."""
@@ -77,7 +77,7 @@ class CloneBuffer(PeerBuffer):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Places:
+class ClonePlaces:
     """The expert whose clone each place stores (`ClonePlan.experts_N`), and the sizes of blocks."""
 
     experts_N: Tensor  # int32 on the device; -1 = the place is empty
@@ -113,35 +113,35 @@ class CloneConstants(NamedTuple):
 @triton.jit
 def _locate_slot(
     buffer,  # ExchangePointers
-    peer,
-    slot,
-    operation,  # n
-    element,
+    peer_rank,
+    slot_idx,
+    operation_idx,  # n
+    element_dtype,
     CONST: tl.constexpr,  # CloneConstants
 ):
-    """Return the address of slot `slot` on rank `peer`, as a pointer to the dtype `element`.
+    """Return the address of slot `slot_idx` on rank `peer_rank`, as a pointer to `element_dtype`.
 
-    The number `operation` selects one of the two sets of slots.
+    The number `operation_idx` selects one of the two sets of slots.
     """
-    base = tl.load(buffer.bases + AT_ROWS * CONST.G + peer)
-    at = base + (operation % 2).to(tl.int64) * CONST.SET_BYTES + slot * CONST.SLOT_BYTES
-    return tl.multiple_of(at.to(tl.pointer_type(element)), 16)
+    base = tl.load(buffer.bases + AT_ROWS * CONST.G + peer_rank)
+    at = base + (operation_idx % 2).to(tl.int64) * CONST.SET_BYTES + slot_idx * CONST.SLOT_BYTES
+    return tl.multiple_of(at.to(tl.pointer_type(element_dtype)), 16)
 
 
 @triton.jit
 def _copy_piece(
     from_ptr,
     to_ptr,
-    count,
+    num_elements,
     has_source,  # else zeros are written
     CACHE: tl.constexpr,
     CONST: tl.constexpr,  # CloneConstants
 ):
-    """Copy this program's part of `count` elements to `to_ptr`, or zeros if not `has_source`."""
+    """Copy this program's part of `num_elements` to `to_ptr`, or zeros if not `has_source`."""
     BLOCK: tl.constexpr = CONST.BLOCK
-    for column in range(tl.program_id(0) * BLOCK, count, CONST.PROGRAMS * BLOCK):
+    for column in range(tl.program_id(0) * BLOCK, num_elements, CONST.PROGRAMS * BLOCK):
         columns = column + tl.arange(0, BLOCK)
-        inside = columns < count
+        inside = columns < num_elements
         x = tl.load(from_ptr + columns, mask=inside & has_source, other=0, cache_modifier=CACHE)
         tl.store(to_ptr + columns, x, mask=inside)
 
@@ -169,21 +169,21 @@ def _store_weights_kernel(
     raise_flags(buffer.bases, operation, tl.program_id(0), CONST.PROGRAMS, rank, CONST)
 
 
-@triton.jit(do_not_specialize=["rank", "timeout"])
+@triton.jit(do_not_specialize=["rank", "timeout_ns"])
 def _receive_weights_kernel(
     out_ptr,  # [c, W] words, out
     experts_ptr,  # [N] int32
     buffer,  # ExchangePointers
     piece,  # ClonePiece
     rank,
-    timeout,  # nanoseconds
+    timeout_ns,  # nanoseconds
     CONST: tl.constexpr,  # CloneConstants
 ):
     """Wait for this program's flags, then copy a part of the clones' weights from local slots."""
     pid = tl.program_id(0)
     operation = tl.load(buffer.state + OPERATION)
     element = out_ptr.dtype.element_ty
-    remaining = get_remaining_time(buffer, timeout)
+    remaining = get_remaining_time(buffer, timeout_ns)
     arrived = wait_for_flags(
         buffer, operation, 0, pid, CONST.PROGRAMS, rank, remaining, 0, CONST.G, CONST
     )
@@ -218,14 +218,14 @@ def _store_grads_kernel(
     raise_flags(buffer.bases, operation, tl.program_id(0), CONST.PROGRAMS, rank, CONST)
 
 
-@triton.jit(do_not_specialize=["rank", "timeout"])
+@triton.jit(do_not_specialize=["rank", "timeout_ns"])
 def _receive_grads_kernel(
     grads_ptr,  # [e, W], of this rank's experts; added to
     experts_ptr,  # [N] int32
     buffer,  # ExchangePointers
     piece,  # ClonePiece
     rank,
-    timeout,  # nanoseconds
+    timeout_ns,  # nanoseconds
     CONST: tl.constexpr,  # CloneConstants
 ):
     """Wait for this program's flags, then add a part of the clones' gradients to grads_ptr."""
@@ -234,7 +234,7 @@ def _receive_grads_kernel(
     element = grads_ptr.dtype.element_ty
     BLOCK: tl.constexpr = CONST.BLOCK
     NUM_PLACES: tl.constexpr = CONST.G // CONST.ETP * CONST.CLONES
-    remaining = get_remaining_time(buffer, timeout)
+    remaining = get_remaining_time(buffer, timeout_ns)
     arrived = wait_for_flags(
         buffer, operation, 0, pid, CONST.PROGRAMS, rank, remaining, 1, CONST.G, CONST
     )
@@ -263,44 +263,46 @@ def _receive_grads_kernel(
     finish_operation(buffer.state, operation)
 
 
-def split_pieces(layout: CloneLayout, rows: Tensor, num_clones: int) -> Iterator[ClonePiece]:
-    """Yield ranges of the columns of `rows` [experts, W]. Each range fits a slot of a buffer.
+def split_into_pieces(
+    layout: CloneLayout, expert_rows: Tensor, num_clones: int
+) -> Iterator[ClonePiece]:
+    """Yield ranges of the columns of `expert_rows` [experts, W]. Each range fits a buffer slot.
 
     `num_clones` is the number of slots in a set.
     """
-    width, max_width = rows.shape[1], layout.slot_bytes(num_clones) // rows.itemsize
+    width, max_width = expert_rows.shape[1], layout.slot_bytes(num_clones) // expert_rows.itemsize
     for start in range(0, width, max_width):
         yield ClonePiece(width, start, min(max_width, width - start))
 
 
 def _launch_kernel(
     kernel: Any,
-    waits: bool,
+    waits_for_flags: bool,
     buffer: CloneBuffer,
-    rows: Tensor,  # [e or c, W]
-    places: Places,
+    expert_rows: Tensor,  # [e or c, W]
+    clone_places: ClonePlaces,
     piece: ClonePiece,
 ) -> None:
-    """Launch `kernel` for one piece of `rows` [e or c, W].
+    """Launch `kernel` for one piece of `expert_rows` [e or c, W].
 
-    `waits` = the kernel waits for flags, up to the buffer's timeout.
+    `waits_for_flags` = the kernel waits for flags, up to the buffer's timeout.
     """
     layout = buffer.layout
     const = CloneConstants(
         G=layout.num_ranks,
-        ETP=places.etp,
-        CLONES=places.num_clones,
-        NUM_LOCAL=places.num_local,
+        ETP=clone_places.etp,
+        CLONES=clone_places.num_clones,
+        NUM_LOCAL=clone_places.num_local,
         SET_BYTES=layout.set_bytes,
-        SLOT_BYTES=layout.slot_bytes(places.num_clones),
+        SLOT_BYTES=layout.slot_bytes(clone_places.num_clones),
         PROGRAMS=layout.num_programs,
-        BLOCK=BLOCK_BYTES // max(4, rows.itemsize),  # sums are in fp32
+        BLOCK=BLOCK_BYTES // max(4, expert_rows.itemsize),  # sums are in fp32
         BLOCK_G=next_power_of_2(layout.num_ranks),
         THREADS=32 * layout.num_warps,
         SPIN=not INTERPRET,
     )
-    numbers = (buffer.rank, buffer.timeout_ns) if waits else (buffer.rank,)
-    args = (rows, places.experts_N, buffer.kernel_tensors, piece, *numbers)
+    numbers = (buffer.rank, buffer.timeout_ns) if waits_for_flags else (buffer.rank,)
+    args = (expert_rows, clone_places.experts_N, buffer.kernel_tensors, piece, *numbers)
     launch(kernel, layout.num_programs, *args, CONST=const, num_warps=layout.num_warps)
 
 
@@ -315,32 +317,35 @@ store_grads = partial(_launch_kernel, _store_grads_kernel, False)
 receive_grads = partial(_launch_kernel, _receive_grads_kernel, True)
 
 
-def fetch_clones(buffer: CloneBuffer, rows: Tensor, places: Places) -> Tensor:
+def fetch_clones(buffer: CloneBuffer, expert_weights: Tensor, clone_places: ClonePlaces) -> Tensor:
     """Return the weights of this rank's clones, [c, ...], zeros for empty places.
 
-    `rows` [e, ...] has the weights of this rank's experts, in any dtype. Collective, no host sync.
+    `expert_weights` [e, ...] has the weights of this rank's experts, in any dtype. Collective, no
+    host sync.
     """
-    out = rows.new_empty(places.num_clones, *rows.shape[1:])
-    rows_eW = _view_as_words(rows.contiguous())
+    out = expert_weights.new_empty(clone_places.num_clones, *expert_weights.shape[1:])
+    rows_eW = _view_as_words(expert_weights.contiguous())
     out_cW = _view_as_rows(out).view(rows_eW.dtype)
-    for piece in split_pieces(buffer.layout, rows_eW, places.num_clones):
-        store_weights(buffer, rows_eW, places, piece)
-        receive_weights(buffer, out_cW, places, piece)
+    for piece in split_into_pieces(buffer.layout, rows_eW, clone_places.num_clones):
+        store_weights(buffer, rows_eW, clone_places, piece)
+        receive_weights(buffer, out_cW, clone_places, piece)
     return out
 
 
-def add_clone_grads_(buffer: CloneBuffer, grads: Tensor, places: Places) -> Tensor:
+def add_clone_grads_(buffer: CloneBuffer, grads: Tensor, clone_places: ClonePlaces) -> Tensor:
     """Add the gradients of clones to the gradients of their experts, in place; return [e, ...].
 
     `grads` [e + c, ...], contiguous, in one of `SUM_DTYPES`, has the gradients of this rank's
     experts and then of its clones. Sums are in fp32, in the order of places, and rounded once.
     Collective, no host sync.
     """
-    home_eW, clones_cW = _view_as_rows(grads).split((places.num_local, places.num_clones))
-    for piece in split_pieces(buffer.layout, home_eW, places.num_clones):
-        store_grads(buffer, clones_cW, places, piece)
-        receive_grads(buffer, home_eW, places, piece)
-    return grads[: places.num_local]
+    home_eW, clones_cW = _view_as_rows(grads).split(
+        (clone_places.num_local, clone_places.num_clones)
+    )
+    for piece in split_into_pieces(buffer.layout, home_eW, clone_places.num_clones):
+        store_grads(buffer, clones_cW, clone_places, piece)
+        receive_grads(buffer, home_eW, clone_places, piece)
+    return grads[: clone_places.num_local]
 
 
 def _view_as_rows(tensor: Tensor) -> Tensor:

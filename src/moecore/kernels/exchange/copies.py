@@ -1,9 +1,9 @@
 """Sums that copy engines send to the tokens' ranks while the multiprocessors compute.
 
-`copy_sums` copies sums [S, D] into slot `SUMS_SLOT` of the tokens' ranks. The next `reduce`, with
-`has_sums`, raises the flags of its operation and adds them. In the i-th step each rank sends to the
-i-th rank after it, so that all links are busy. A rank sends and receives (G - 1) * C * D
-elements each, at about 280 GB/s.
+`copy_sums_to_peers` copies sums [S, D] into slot `SUMS_SLOT` of the tokens' ranks. The next
+`reduce`, with `has_sums`, raises the flags of its operation and adds them. In the i-th step each
+rank sends to the i-th rank after it, so that all links are busy. A rank sends and receives (G - 1)
+* C * D elements each, at about 280 GB/s.
 
 `TRANSITIONS` says when the slot may be written. Between a read of the slot and the next copies is
 an operation that does not read it. A rank that has finished this operation has seen the flags of
@@ -45,12 +45,12 @@ TRANSITIONS = {
 }
 
 
-def copy_sums(buffer: SymmetricBuffer, sums_SD: Tensor) -> None:
+def copy_sums_to_peers(buffer: SymmetricBuffer, sums_SD: Tensor) -> None:
     """Copy sums [S, D] to slot `SUMS_SLOT` of the tokens' ranks by copy engines. No host sync.
 
     Row g * C + t is this rank's sum for token t of rank g, C = `max_tokens`. Sums of unused source
     rows are also copied. `sums_SD` is contiguous with rows of `row_bytes`, and must not be freed
-    before the `reduce_rows` that adds the sums.
+    before the `combine_rows` that adds the sums.
     """
     G = buffer.layout.num_ranks
     bytes_G = sums_SD.view(torch.uint8).view(G, -1)

@@ -4,7 +4,7 @@
     reduce       row g * C + t of every such rank -> token t of rank g, added in fp32 in rank order
     limit_rows   offsets of expert rows, clamped to a length
 
-`spread_rows` is the gradient of `reduce_rows`, and the reverse. A source row's slots are the
+`dispatch_rows` is the gradient of `combine_rows`, and the reverse. A source row's slots are the
 indices of its rows in memory: one row of [S, D], or expert rows of [R, D]. A spread copies to
 each slot. A reduce adds the rows of the slots and sends the sum. Source rows are numbered by (rank,
 token), so no rank counts, sorts or waits for a size. Unused rows are holes, which are never read.
@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import launch, next_power_of_2, tl, triton, use_device, use_kernel
+from moecore.kernels.common import can_use_kernel, device_of, launch, next_power_of_2, tl, triton
 from moecore.kernels.exchange.buffer import (
     AT_ROWS,
     AT_WEIGHTS,
@@ -36,7 +36,7 @@ from moecore.kernels.exchange.buffer import (
     OPERATION,
     SUMS_SLOT,
     SymmetricBuffer,
-    view_words,
+    view_int32,
 )
 from moecore.kernels.exchange.protocol import (
     find_peers,
@@ -55,13 +55,13 @@ from moecore.kernels.exchange.rows import (
     push_rows,
     receive_choices,
 )
-from moecore.kernels.exchange.slots import copy_to_slots, list_pairs, list_slots, push_sums
-from moecore.kernels.exchange.tiles import Columns, compute_list_size, make_constants
+from moecore.kernels.exchange.slots import copy_to_slots, list_pair_slots, list_row_slots, push_sums
+from moecore.kernels.exchange.tiles import RowFormat, compute_list_size, make_exchange_constants
 
 Half = Literal["both", "push", "receive"]
 
 
-class SpreadChoices(NamedTuple):
+class DispatchedRows(NamedTuple):
     """The rows that a rank received in a dispatch, one per (rank, token), and their choices."""
 
     rows_SD: Tensor  # holes are uninitialised
@@ -71,7 +71,7 @@ class SpreadChoices(NamedTuple):
     places_S: Tensor  # int32, the index of the row, -1 = a hole; as [S, 1] the slots of rows_SD
 
     @classmethod
-    def empty(cls, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, S: int) -> "SpreadChoices":
+    def empty(cls, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, S: int) -> "DispatchedRows":
         """Return uninitialised tensors for S source rows."""
         (T, K), D = ids_TK.shape, x_TD.shape[1]
         choices = (ids_TK.new_empty(S, K), weights_TK.new_empty(S, K))
@@ -90,10 +90,10 @@ class Ptrs(NamedTuple):
 
 
 # Numbers of a tuple would be specialised; those of a launch that may change are arguments.
-UNSPECIALIZED = ["num_tokens", "max_tokens", "num_chunks", "rank", "timeout"]
+UNSPECIALIZED = ["num_tokens", "max_tokens", "num_chunks", "rank", "timeout_ns"]
 
 
-@triton.jit(do_not_specialize=[*UNSPECIALIZED, "num_local"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "block_experts"])
 def _spread_kernel(
     ptrs,  # Ptrs; peers and places are outputs with choices
     choices,  # Choices [T, K]; None: they came with an earlier spread
@@ -104,8 +104,8 @@ def _spread_kernel(
     max_tokens,  # C
     num_chunks,
     rank,
-    timeout,  # nanoseconds
-    num_local,  # experts of one block
+    timeout_ns,  # nanoseconds
+    block_experts,  # experts of one block
     HALF: tl.constexpr,
     CONST: tl.constexpr,  # ExchangeConstants
 ):
@@ -118,7 +118,7 @@ def _spread_kernel(
         if pid < CONST.NUM_PUSH:
             for number in range(pid, num_chunks, CONST.NUM_PUSH):
                 if choices is not None:
-                    find_peers(choices.ids, ptrs.peers, number, num_tokens, num_local, CONST)
+                    find_peers(choices.ids, ptrs.peers, number, num_tokens, block_experts, CONST)
                 chunk = RowChunk(number, num_tokens, max_tokens, rank)
                 offset, at = slot * CONST.ROW_BYTES, slot + first
                 push_rows(ptrs.rows, ptrs.peers, buffer.bases, offset, chunk, first, False, CONST)
@@ -131,7 +131,7 @@ def _spread_kernel(
             element = ptrs.out.dtype.element_ty
             base = tl.load(buffer.bases + AT_ROWS * CONST.G + rank) + slot * CONST.ROW_BYTES
             base = tl.multiple_of(base.to(tl.pointer_type(element)), 16)
-            remaining = get_remaining_time(buffer, timeout)
+            remaining = get_remaining_time(buffer, timeout_ns)
             for item in range(pid - FIRST, num_chunks * CONST.G, CONST.NUM_RECEIVE):
                 number, source = item // CONST.G, (item + rank) % CONST.G
                 rows, exists = locate_source_rows(source, number, max_tokens, CONST.CHUNK)
@@ -140,7 +140,7 @@ def _spread_kernel(
                     to = tl.load(marks_ptr + rows, mask=exists, other=-1)
                     if CONST.N > 1:
                         tl.debug_barrier()  # the last list is read; `wait_for_flags` ends with one
-                        list_slots(
+                        list_row_slots(
                             ptrs.slots, lists_ptr + pid * CONST.LIST, rows, exists, 0,
                             CONST.N, CONST.CHUNK, CONST.CHUNK, CONST.CHUNK, CONST.BLOCK_N,
                         )  # fmt: skip
@@ -172,9 +172,9 @@ def _reduce_kernel(
     max_tokens,  # C
     num_chunks,
     rank,
-    timeout,  # nanoseconds
+    timeout_ns,  # nanoseconds
     HALF: tl.constexpr,
-    HAS_SUMS: tl.constexpr,  # rows came by `copy_sums`
+    HAS_SUMS: tl.constexpr,  # rows came by `copy_sums_to_peers`
     CONST: tl.constexpr,  # ExchangeConstants
 ):
     """Push sums of source rows to tokens' ranks, or add received sums, by program id."""
@@ -190,7 +190,7 @@ def _reduce_kernel(
                     push_rows(ptrs.rows, ptrs.slots, buffer.bases, 0, chunk, first, True, CONST)
                 if CONST.N > 1:
                     list_ptr = lists_ptr + pid * CONST.LIST
-                    list_pairs(ptrs.slots, list_ptr, chunk, CONST)
+                    list_pair_slots(ptrs.slots, list_ptr, chunk, CONST)
                     push_sums(ptrs.rows, ptrs.places, list_ptr, buffer.bases, chunk, first, CONST)
                 if choices is not None:
                     push_choices(choices, ptrs.places, buffer.bases, chunk, first, True, CONST)
@@ -203,7 +203,7 @@ def _reduce_kernel(
             base = tl.multiple_of(base, 16)
             weights = tl.load(buffer.bases + AT_WEIGHTS * CONST.G + rank)
             weights = weights.to(tl.pointer_type(tl.float32))
-            remaining = get_remaining_time(buffer, timeout)
+            remaining = get_remaining_time(buffer, timeout_ns)
             first = SUMS_SLOT * CONST.G * max_tokens if HAS_SUMS else slot
             for number in range(pid - FIRST, num_chunks, CONST.NUM_RECEIVE):
                 arrived = wait_for_flags(
@@ -213,7 +213,7 @@ def _reduce_kernel(
                 chunk = RowChunk(number, num_tokens, max_tokens, rank)
                 add_partial_sums(
                     base, ptrs.out, ptrs.peers, chunk, first,
-                    CONST.D, CONST.TAKE_ROWS, CONST.TAKE_D, CONST,
+                    CONST.D, CONST.RECEIVE_ROWS, CONST.RECEIVE_D, CONST,
                 )  # fmt: skip
                 if choices is not None:
                     add_partial_sums(
@@ -238,33 +238,33 @@ def _list_common_args(buffer: SymmetricBuffer, num_tokens: int, num_slots: int) 
     return (lists, buffer.kernel_tensors, *sizes)
 
 
-def spread_rows_and_choices(
+def dispatch_rows_and_choices(
     buffer: SymmetricBuffer,
     x_TD: Tensor,
     ids_TK: Tensor,
     weights_TK: Tensor,
     *,
-    num_local: int,
+    num_local_experts: int,
     etp: int,
     half: Half = "both",
-) -> SpreadChoices:
+) -> DispatchedRows:
     """Send tokens and choices to the ranks of their experts; return the received rows. Collective.
 
     Args:
         x_TD: tokens, at most C, contiguous, in any dtype; rows of at most `row_bytes`.
         ids_TK, weights_TK: int32 global expert ids (-1 = dropped), fp32 weights; contiguous.
-        num_local: experts of one block, which etp ranks share: rank g owns block g // etp.
+        num_local_experts: experts of one block, which etp ranks share: rank g owns block g // etp.
         half: tests that simulate all ranks in one process launch "push" and "receive" separately.
             The outputs of the other half are then uninitialised.
     """
-    out = SpreadChoices.empty(x_TD, ids_TK, weights_TK, buffer.layout.source_rows)
-    ptrs = Ptrs(view_words(x_TD), out.peers_T, out.places_S, out.places_S, view_words(out.rows_SD))
+    out = DispatchedRows.empty(x_TD, ids_TK, weights_TK, buffer.layout.source_rows)
+    ptrs = Ptrs(view_int32(x_TD), out.peers_T, out.places_S, out.places_S, view_int32(out.rows_SD))
     choices, out_choices = Choices(ids_TK, weights_TK), Choices(out.ids_SK, out.weights_SK)
-    _launch_spread(buffer, half, ptrs, choices, out_choices, num_local=num_local, etp=etp)
+    _launch_spread(buffer, half, ptrs, 1, choices, out_choices, num_local_experts, etp)
     return out
 
 
-def spread_rows(
+def dispatch_rows(
     buffer: SymmetricBuffer,
     x_TD: Tensor,
     peers_T: Tensor,
@@ -276,12 +276,12 @@ def spread_rows(
 ) -> Tensor:
     """Send tokens' rows to the ranks in peers_T; return [num_rows, D], a row per slot. Collective.
 
-    peers_T and places_S are fields of `SpreadChoices`. slots_SN, int32, contiguous, has the indices
-    in the result of each source row's copies, -1 = no copy. Other rows are uninitialised.
+    peers_T and places_S are fields of `DispatchedRows`. slots_SN, int32, contiguous, has the
+    indices in the result of each source row's copies, -1 = no copy. Other rows are uninitialised.
     """
     out_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
-    ptrs = Ptrs(view_words(x_TD), peers_T, places_S, slots_SN, view_words(out_RD))
-    _launch_spread(buffer, half, ptrs, num_slots=slots_SN.shape[1])
+    ptrs = Ptrs(view_int32(x_TD), peers_T, places_S, slots_SN, view_int32(out_RD))
+    _launch_spread(buffer, half, ptrs, slots_SN.shape[1])
     return out_RD
 
 
@@ -289,25 +289,25 @@ def _launch_spread(
     buffer: SymmetricBuffer,
     half: Half,
     ptrs: Ptrs,
+    num_slots: int,
     choices: Choices | None = None,
     out_choices: Choices | None = None,
-    *,
-    num_slots: int = 1,
-    num_local: int = 1,
+    num_local_experts: int = 1,
     etp: int = 1,
 ) -> None:
     """Launch `_spread_kernel` for rows with `num_slots` slots; `choices` None = only rows."""
-    T, columns = ptrs.rows.shape[0], Columns(ptrs.rows.shape[1], ptrs.rows.itemsize)
-    with use_device(buffer.state):
+    T, row_format = ptrs.rows.shape[0], RowFormat(ptrs.rows.shape[1], ptrs.rows.itemsize)
+    layout, common_args = buffer.layout, _list_common_args(buffer, T, num_slots)
+    with device_of(buffer.state):
         _spread_kernel[_make_grid(buffer, half)](
-            *(ptrs, choices, out_choices, *_list_common_args(buffer, T, num_slots), num_local),
+            *(ptrs, choices, out_choices, *common_args, num_local_experts),
             HALF=half,
-            CONST=make_constants(buffer.layout, columns, num_slots, reduce=False, etp=etp),
-            num_warps=buffer.layout.num_warps,
+            CONST=make_exchange_constants(layout, row_format, num_slots, is_reduce=False, etp=etp),
+            num_warps=layout.num_warps,
         )
 
 
-def reduce_rows(
+def combine_rows(
     buffer: SymmetricBuffer,
     y_RD: Tensor,
     peers_T: Tensor,
@@ -322,31 +322,31 @@ def reduce_rows(
 
     Args:
         y_RD: contiguous rows of `row_bytes`, one of `SUM_DTYPES`. Rows without a slot are not read.
-        peers_T, places_S: as for `spread_rows`.
+        peers_T, places_S: as for `dispatch_rows`.
         slots_SN: int32, contiguous, the rows to add for each source row, -1 = no row.
         choices: contiguous fp32 [R], the gradient of each expert row's weight, and int32 slots [S,
             K], the expert row of each choice. The gradients are returned to the tokens' ranks.
-        has_sums: `copy_sums` has sent the sums, on all ranks. y_RD and slots_SN are then the sums
-            [S, D] and their places [S, 1].
-        half: as for `spread_rows_and_choices`.
+        has_sums: `copy_sums_to_peers` has sent the sums, on all ranks. y_RD and slots_SN are then
+            the sums [S, D] and their places [S, 1].
+        half: as for `dispatch_rows_and_choices`.
 
     Returns:
         Sums [T, D], zero for a token without a rank; and gradients of weights [T, K] fp32 or None.
     """
-    T, D = peers_T.shape[0], y_RD.shape[1]
-    out_TD = y_RD.new_empty(T, D)
+    T, row_format = peers_T.shape[0], RowFormat(y_RD.shape[1], y_RD.itemsize)
+    out_TD = y_RD.new_empty(T, row_format.count)
     out_TK, of_choices = None, None
     if choices is not None:
         dweights_R, slots_SK = choices
         out_TK = dweights_R.new_empty(T, buffer.layout.top_k)
         of_choices = Choices(slots_SK, dweights_R)
     ptrs, num_slots = Ptrs(y_RD, peers_T, places_S, slots_SN, out_TD), slots_SN.shape[1]
-    with use_device(buffer.state):
+    with device_of(buffer.state):
         _reduce_kernel[_make_grid(buffer, half)](
             *(ptrs, of_choices, out_TK, *_list_common_args(buffer, T, num_slots)),
             HALF=half,
             HAS_SUMS=has_sums,
-            CONST=make_constants(buffer.layout, Columns(D, y_RD.itemsize), num_slots, reduce=True),
+            CONST=make_exchange_constants(buffer.layout, row_format, num_slots, is_reduce=True),
             num_warps=buffer.layout.num_warps,
         )
     return out_TD, out_TK
@@ -356,12 +356,12 @@ def reduce_rows(
 # clamps offsets, so that products read no row past the length.
 
 
-def limit_rows_ref(offsets_e: Tensor, num_rows: int, state: Tensor, report: Tensor) -> Tensor:
+def limit_rows_ref(offsets_e: Tensor, max_rows: int, state: Tensor, host_report: Tensor) -> Tensor:
     """Compute `limit_rows` in plain PyTorch. Host sync."""
     demand = int(offsets_e.max())
-    if demand > num_rows:
-        state[NEEDED_WORD] = report[NEEDED_WORD] = max(demand, int(state[NEEDED_WORD]))
-    return offsets_e.clamp(max=num_rows)
+    if demand > max_rows:
+        state[NEEDED_WORD] = host_report[NEEDED_WORD] = max(demand, int(state[NEEDED_WORD]))
+    return offsets_e.clamp(max=max_rows)
 
 
 @triton.jit
@@ -370,31 +370,31 @@ def _limit_rows_kernel(
     out_ptr,  # [e] int32, out
     state_ptr,  # [NUM_WORDS] int32
     report_ptr,  # [NUM_WORDS] int32
-    num_rows,  # R
+    max_rows,  # R
     NUM_LOCAL: tl.constexpr,
     BINS: tl.constexpr,  # power of two >= NUM_LOCAL
 ):
-    """Write offsets clamped to `num_rows`; record the last offset if it exceeds `num_rows`."""
+    """Write offsets clamped to `max_rows`; record the last offset if it exceeds `max_rows`."""
     experts = tl.arange(0, BINS)
     offsets = tl.load(offsets_ptr + experts, mask=experts < NUM_LOCAL, other=0)
-    tl.store(out_ptr + experts, tl.minimum(offsets, num_rows), mask=experts < NUM_LOCAL)
+    tl.store(out_ptr + experts, tl.minimum(offsets, max_rows), mask=experts < NUM_LOCAL)
     demand = tl.max(offsets, axis=0)
     peak = tl.maximum(demand, tl.load(state_ptr + NEEDED_ROWS))
-    if demand > num_rows:
+    if demand > max_rows:
         tl.store(state_ptr + NEEDED_ROWS, peak)
         tl.store(report_ptr + NEEDED_ROWS, peak)
 
 
-def limit_rows(offsets_e: Tensor, num_rows: int, state: Tensor, report: Tensor) -> Tensor:
-    """Return offsets clamped to `num_rows`, and record how many rows were needed. No host sync.
+def limit_rows(offsets_e: Tensor, max_rows: int, state: Tensor, host_report: Tensor) -> Tensor:
+    """Return offsets clamped to `max_rows`, and record how many rows were needed. No host sync.
 
-    Offsets are the int32 running sum of the experts' rows. If the last offset exceeds `num_rows`,
-    word NEEDED_ROWS of `state` and `report` is raised to this offset. Both are int32 [NUM_WORDS];
-    `state` is on the device, `report` in memory that the host reads.
+    Offsets are the int32 running sum of the experts' rows. If the last offset exceeds `max_rows`,
+    word NEEDED_ROWS of `state` and `host_report` is raised to this offset. Both are int32
+    [NUM_WORDS]; `state` is on the device, `host_report` in memory that the host reads.
     """
-    if not use_kernel(offsets_e):
-        return limit_rows_ref(offsets_e, num_rows, state, report)
+    if not can_use_kernel(offsets_e):
+        return limit_rows_ref(offsets_e, max_rows, state, host_report)
     out_e, e = torch.empty_like(offsets_e), offsets_e.shape[0]
-    args = (offsets_e, out_e, state, report, num_rows)
+    args = (offsets_e, out_e, state, host_report, max_rows)
     launch(_limit_rows_kernel, 1, *args, NUM_LOCAL=e, BINS=next_power_of_2(e))
     return out_e

@@ -23,24 +23,24 @@ from moecore.kernels.exchange.buffer import AT_FLAGS, ERROR, ERROR_BEFORE, FINIS
 def find_peers(
     ids_ptr,  # [T, K] int32
     peers_ptr,  # [T] int64, out
-    chunk,
+    chunk_idx,
     num_tokens,  # T
-    num_local,  # experts of one block
+    block_experts,  # experts of one block
     CONST: tl.constexpr,  # ExchangeConstants
 ):
     """Write int64 bits for each token of a chunk: bit g is set if rank g owns one of its experts.
 
-    `peers_ptr` receives the bits. `num_local` is the number of experts of one block.
+    `peers_ptr` receives the bits. `block_experts` is the number of experts of one block.
     """
     CHUNK: tl.constexpr = CONST.CHUNK
-    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+    tokens = chunk_idx * CHUNK + tl.arange(0, CHUNK)
     bits = tl.zeros([CHUNK], dtype=tl.int64)
     for start in range(0, CONST.K, CONST.BLOCK_K):
         choices = start + tl.arange(0, CONST.BLOCK_K)
         inside = (tokens < num_tokens)[:, None] & (choices < CONST.K)[None, :]
         offsets = tokens.to(tl.int64)[:, None] * CONST.K + choices[None, :]
         ids = tl.load(ids_ptr + offsets, mask=inside, other=-1)
-        owner = tl.where(ids >= 0, ids // num_local, -1)
+        owner = tl.where(ids >= 0, ids // block_experts, -1)
         for block in range(CONST.G // CONST.ETP):
             hit = tl.max((owner == block).to(tl.int32), axis=1).to(tl.int64)
             bits = bits | (hit * CONST.BLOCK_BITS << (block * CONST.ETP))
@@ -51,8 +51,8 @@ def find_peers(
 @triton.jit
 def raise_flags(
     bases_ptr,  # [4, G] int64
-    operation,  # n
-    chunk,
+    operation_idx,  # n
+    chunk_idx,
     num_chunks,
     rank,
     CONST: tl.constexpr,  # G, and the power of two BLOCK_G
@@ -60,12 +60,12 @@ def raise_flags(
     """Raise a chunk's flag on every rank, after all stores of this program."""
     G: tl.constexpr = CONST.G
     BLOCK_G: tl.constexpr = CONST.BLOCK_G
-    flag = (operation % 2 * G + rank).to(tl.int64) * num_chunks + chunk
+    flag = (operation_idx % 2 * G + rank).to(tl.int64) * num_chunks + chunk_idx
     tl.debug_barrier()
     peers = tl.arange(0, BLOCK_G)
     base = tl.load(bases_ptr + AT_FLAGS * G + peers, mask=peers < G, other=0)
     flags = base.to(tl.pointer_type(tl.int32)) + flag
-    raised = tl.zeros([BLOCK_G], tl.int32) + (operation + 1)
+    raised = tl.zeros([BLOCK_G], tl.int32) + (operation_idx + 1)
     tl.atomic_xchg(flags, raised, mask=peers < G, sem="release", scope="sys")
 
 
@@ -110,45 +110,45 @@ def _find_late_rank(
 @triton.jit
 def get_remaining_time(
     buffer,  # ExchangePointers
-    timeout,  # nanoseconds
+    timeout_ns,  # nanoseconds
 ):
-    """Return the time to wait, int64 nanoseconds: `timeout`, or 0 after a failed operation."""
-    return tl.where(tl.load(buffer.state + ERROR_BEFORE) == 0, timeout, 0).to(tl.int64)
+    """Return the time to wait, int64 nanoseconds: `timeout_ns`, or 0 after a failed operation."""
+    return tl.where(tl.load(buffer.state + ERROR_BEFORE) == 0, timeout_ns, 0).to(tl.int64)
 
 
 @triton.jit
 def wait_for_flags(
     buffer,  # ExchangePointers
-    operation,  # n
-    first,  # first rank to wait for
-    chunk,
+    operation_idx,  # n
+    first_rank,  # first rank to wait for
+    chunk_idx,
     num_chunks,
     rank,
-    timeout,  # int64 nanoseconds
-    KIND: tl.constexpr,  # 0 spread, 1 reduce
-    COUNT: tl.constexpr,  # ranks to wait for
+    timeout_ns,  # int64 nanoseconds
+    OPERATION_KIND: tl.constexpr,  # 0 spread, 1 reduce
+    NUM_RANKS: tl.constexpr,  # ranks to wait for
     CONST: tl.constexpr,  # G, THREADS and SPIN
 ):
-    """Wait for a chunk's flags from COUNT ranks; return whether all flags arrive in time.
+    """Wait for a chunk's flags from NUM_RANKS ranks; return whether all flags arrive in time.
 
-    `first` is the first of the ranks. After a timeout, a late rank and KIND (0 spread, 1 reduce)
-    are recorded in the buffer's state.
+    `first_rank` is the first of the ranks. After a timeout, a late rank and OPERATION_KIND (0
+    spread, 1 reduce) are recorded in the buffer's state.
     """
-    ranks = first + tl.arange(0, CONST.THREADS) % COUNT
-    flags = (operation % 2 * CONST.G + ranks).to(tl.int64) * num_chunks + chunk
+    ranks = first_rank + tl.arange(0, CONST.THREADS) % NUM_RANKS
+    flags = (operation_idx % 2 * CONST.G + ranks).to(tl.int64) * num_chunks + chunk_idx
     addresses = tl.load(buffer.bases + AT_FLAGS * CONST.G + rank) + flags * 4
-    expected_flag = operation + 1
+    expected_flag = operation_idx + 1
     late = _find_late_rank(addresses, ranks, expected_flag, CONST.SPIN)
     if CONST.SPIN:
         if late >= 0:
             lanes = tl.arange(0, CONST.THREADS)
             start = _read_timer(lanes)
             waited = start - start
-            while (late >= 0) & (waited < timeout):
+            while (late >= 0) & (waited < timeout_ns):
                 late = _find_late_rank(addresses, ranks, expected_flag, CONST.SPIN)
                 waited = _read_timer(lanes) - start
     if late >= 0:
-        error_code = 1 + late * 2 + KIND
+        error_code = 1 + late * 2 + OPERATION_KIND
         if tl.atomic_cas(buffer.state + ERROR, 0, error_code) == 0:
             tl.store(buffer.report + ERROR, error_code)
     tl.debug_barrier()
@@ -158,7 +158,7 @@ def wait_for_flags(
 @triton.jit
 def finish_operation(
     state_ptr,  # [NUM_WORDS] int32
-    operation,  # n
+    operation_idx,  # n
 ):
     """Advance the operation number if all other programs of the launch have finished."""
     tl.debug_barrier()
@@ -166,4 +166,4 @@ def finish_operation(
     if ticket == tl.num_programs(0) - 1:
         tl.store(state_ptr + FINISHED, 0)
         tl.store(state_ptr + ERROR_BEFORE, tl.atomic_add(state_ptr + ERROR, 0))
-        tl.store(state_ptr + OPERATION, operation + 1)
+        tl.store(state_ptr + OPERATION, operation_idx + 1)

@@ -23,15 +23,15 @@ class RowChunk(NamedTuple):
 
 
 @triton.jit
-def locate_pair(
-    pair,  # int32, of [CHUNK, G]
+def locate_pairs(
+    pair_ids,  # int32, of [CHUNK, G]
     chunk,  # RowChunk
     CONST: tl.constexpr,  # ExchangeConstants
 ):
     """Return token and rank of each pair, and whether it exists. Adjacent pairs differ in rank."""
-    token = chunk.number * CONST.CHUNK + pair // CONST.G
-    exists = (pair < CONST.CHUNK * CONST.G) & (token < chunk.max_tokens)
-    return token, (pair % CONST.G + token + chunk.rank) % CONST.G, exists
+    token = chunk.number * CONST.CHUNK + pair_ids // CONST.G
+    exists = (pair_ids < CONST.CHUNK * CONST.G) & (token < chunk.max_tokens)
+    return token, (pair_ids % CONST.G + token + chunk.rank) % CONST.G, exists
 
 
 @triton.jit
@@ -75,62 +75,63 @@ def _move_rows(
 @triton.jit
 def push_rows(
     rows_ptr,  # [T, D], or [R, D] with REDUCE
-    marks_ptr,  # [T] int64 ranks by bit, or [S] int32 slots with REDUCE
+    destinations_ptr,  # [T] int64 ranks by bit, or [S] int32 slots with REDUCE
     bases_ptr,  # [4, G] int64
-    offset,  # int64, byte of the region where its row 0 is
+    region_offset,  # int64, byte of the region where its row 0 is
     chunk,  # RowChunk
-    first,  # int64, row of this rank's token 0 in every peer's slot
+    first_row,  # int64, row of this rank's token 0 in every peer's slot
     REDUCE: tl.constexpr,
     CONST: tl.constexpr,  # ExchangeConstants
 ):
     """Copy a chunk's rows to peers' buffers, at most one row per token and peer.
 
-    `marks_ptr` has a bit per token and peer: a set bit sends the token's row. With REDUCE,
-    `rows_ptr` has sums instead, and `marks_ptr` has the row of each pair's sum, -1 = no sum.
-    `first` is the row that receives token 0.
+    `destinations_ptr` has a bit per token and peer: a set bit sends the token's row. With REDUCE,
+    `rows_ptr` has sums instead, and `destinations_ptr` has the row of each pair's sum, -1 = no sum.
+    `first_row` is the row that receives token 0.
     """
     element = rows_ptr.dtype.element_ty
     D: tl.constexpr = CONST.D
     for start in range(0, CONST.CHUNK * CONST.G, CONST.PAIRS):
-        tokens, peers, exists = locate_pair(start + tl.arange(0, CONST.PAIRS), chunk, CONST)
+        tokens, peers, exists = locate_pairs(start + tl.arange(0, CONST.PAIRS), chunk, CONST)
         if REDUCE:
             rows = peers.to(tl.int64) * chunk.max_tokens + tokens
-            sources = tl.load(marks_ptr + rows, mask=exists, other=-1).to(tl.int64)
+            sources = tl.load(destinations_ptr + rows, mask=exists, other=-1).to(tl.int64)
             send = sources >= 0
         else:
             sources = tokens.to(tl.int64)
-            send = _find_sent_pairs(marks_ptr, tokens, peers, exists, chunk, False)
-        base = tl.load(bases_ptr + AT_ROWS * CONST.G + peers) + offset
-        to_ptrs = tl.multiple_of(base.to(tl.pointer_type(element)), 16) + (first + tokens) * D
+            send = _find_sent_pairs(destinations_ptr, tokens, peers, exists, chunk, False)
+        base = tl.load(bases_ptr + AT_ROWS * CONST.G + peers) + region_offset
+        to_ptrs = tl.multiple_of(base.to(tl.pointer_type(element)), 16) + (first_row + tokens) * D
         _move_rows(rows_ptr + sources * D, to_ptrs, send, D, CONST.PUSH_D, CONST.TILES, "")
 
 
 @triton.jit
 def locate_source_rows(
-    source,  # rank that sent the rows
-    chunk,
+    source_rank,  # rank that sent the rows
+    chunk_idx,
     max_tokens,  # C
     CHUNK: tl.constexpr,
 ):
-    """Return the source rows of a chunk of rank `source`, int64 [CHUNK], and which rows exist."""
-    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-    return source.to(tl.int64) * max_tokens + tokens, tokens < max_tokens
+    """Return the source rows of a chunk of `source_rank`, int64 [CHUNK], and which rows exist."""
+    tokens = chunk_idx * CHUNK + tl.arange(0, CHUNK)
+    return source_rank.to(tl.int64) * max_tokens + tokens, tokens < max_tokens
 
 
 @triton.jit
 def copy_rows(
-    base,  # slot of the buffer
+    slot_ptr,  # slot of the buffer
     out_ptr,  # [R, D]
-    to,  # [CHUNK] int32, output row of each row, -1 = not copied
-    rows,  # [CHUNK] int64, source rows
+    out_rows,  # [CHUNK] int32, output row of each row, -1 = not copied
+    source_rows,  # [CHUNK] int64, source rows
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Copy a chunk's received rows from the buffer at `base` to `out_ptr`.
+    """Copy a chunk's received rows from the buffer at `slot_ptr` to `out_ptr`.
 
-    `rows` has the source rows, `to` the output row of each source row, -1 = not copied.
+    `source_rows` has the source rows, `out_rows` the output row of each source row, -1 = not
+    copied.
     """
-    from_ptrs, to_ptrs = base + rows * CONST.D, out_ptr + to.to(tl.int64) * CONST.D
-    _move_rows(from_ptrs, to_ptrs, to >= 0, CONST.D, CONST.TAKE_D, CONST.TILES, ".cg")
+    from_ptrs, to_ptrs = slot_ptr + source_rows * CONST.D, out_ptr + out_rows.to(tl.int64) * CONST.D
+    _move_rows(from_ptrs, to_ptrs, out_rows >= 0, CONST.D, CONST.RECEIVE_D, CONST.TILES, ".cg")
 
 
 class Choices(NamedTuple):
@@ -143,25 +144,25 @@ class Choices(NamedTuple):
 @triton.jit
 def push_choices(
     from_ptrs,  # Choices [T, K]; with REDUCE slots [S, K] for ids, gradients [R] for weights
-    marks_ptr,  # [T] int64 ranks by bit, or [S] int32 places with REDUCE
+    destinations_ptr,  # [T] int64 ranks by bit, or [S] int32 places with REDUCE
     bases_ptr,  # [4, G] int64
     chunk,  # RowChunk
-    first,  # int64, row of this rank's token 0 in every peer's slot
+    first_row,  # int64, row of this rank's token 0 in every peer's slot
     REDUCE: tl.constexpr,
     CONST: tl.constexpr,  # ExchangeConstants
 ):
     """Store a chunk's ids (-1 in holes) and weights in peers' buffers.
 
-    With REDUCE only gradients of weights are stored. `marks_ptr` says which (token, peer) pairs
-    have a row, as for `push_rows`. `first` is the row that receives token 0.
+    With REDUCE only gradients of weights are stored. `destinations_ptr` says which (token, peer)
+    pairs have a row, as for `push_rows`. `first_row` is the row that receives token 0.
     """
     G: tl.constexpr = CONST.G
     K: tl.constexpr = CONST.K
     for start in range(0, CONST.CHUNK * G, CONST.CHOICE_PAIRS):
         pairs = start + tl.arange(0, CONST.CHOICE_PAIRS)
-        tokens, peers, exists = locate_pair(pairs, chunk, CONST)
-        send = _find_sent_pairs(marks_ptr, tokens, peers, exists, chunk, REDUCE)
-        sources, targets = tokens.to(tl.int64), first + tokens
+        tokens, peers, exists = locate_pairs(pairs, chunk, CONST)
+        send = _find_sent_pairs(destinations_ptr, tokens, peers, exists, chunk, REDUCE)
+        sources, targets = tokens.to(tl.int64), first_row + tokens
         if REDUCE:
             sources = peers.to(tl.int64) * chunk.max_tokens + tokens
         base = tl.load(bases_ptr + AT_WEIGHTS * G + peers).to(tl.pointer_type(tl.float32))
@@ -184,7 +185,7 @@ def push_choices(
 
 @triton.jit
 def _find_sent_pairs(
-    marks_ptr,  # [T] int64 ranks by bit, or [S] int32 places with REDUCE
+    destinations_ptr,  # [T] int64 ranks by bit, or [S] int32 places with REDUCE
     tokens,  # int32
     peers,  # int32
     exists,  # bool
@@ -193,12 +194,12 @@ def _find_sent_pairs(
 ):
     """Return bool for each (token, peer) pair: whether this rank sends the peer a row.
 
-    `marks_ptr` has a bit per token and peer, or with REDUCE a place per pair, -1 = no row.
+    `destinations_ptr` has a bit per token and peer, or with REDUCE a place per pair, -1 = no row.
     """
     if REDUCE:
         rows = peers.to(tl.int64) * chunk.max_tokens + tokens
-        return tl.load(marks_ptr + rows, mask=exists, other=-1) >= 0
-    bits = tl.load(marks_ptr + tokens, mask=exists & (tokens < chunk.num_tokens), other=0)
+        return tl.load(destinations_ptr + rows, mask=exists, other=-1) >= 0
+    bits = tl.load(destinations_ptr + tokens, mask=exists & (tokens < chunk.num_tokens), other=0)
     return ((bits >> peers) & 1) != 0
 
 
@@ -207,17 +208,17 @@ def receive_choices(
     bases_ptr,  # [4, G] int64
     out_ptrs,  # Choices [S, K], out
     places_ptr,  # [S] int32, out
-    rows,  # [CHUNK] int64, source rows
+    source_rows,  # [CHUNK] int64, source rows
     exists,  # [CHUNK] bool
-    slot,  # int64, first row of the buffer's slot
-    arrived,  # False: all are holes
+    first_slot_row,  # int64, first row of the buffer's slot
+    has_arrived,  # False: all are holes
     rank,
     CONST: tl.constexpr,  # ExchangeConstants
 ):
     """Copy a chunk's ids and weights from the buffer to `out_ptrs`; store and return its places.
 
-    A place is the source row, or -1 for a hole. `slot` is the first row of the buffer's slot. If
-    `arrived` is False, all rows are holes.
+    A place is the source row, or -1 for a hole. `first_slot_row` is the first row of the buffer's
+    slot. If `has_arrived` is False, all rows are holes.
     """
     K: tl.constexpr = CONST.K
     CHUNK: tl.constexpr = CONST.CHUNK
@@ -228,25 +229,25 @@ def receive_choices(
     for k in range(0, K, CONST.BLOCK_K):
         choices = k + tl.arange(0, CONST.BLOCK_K)
         inside = exists[:, None] & (choices < K)[None, :]
-        offsets = rows[:, None] * K + choices[None, :]
-        from_ids = ids_base + slot * K + offsets
-        from_weights = weights_base + slot * K + offsets
-        ids = tl.load(from_ids, mask=inside & arrived, other=-1, cache_modifier=".cg")
-        weights = tl.load(from_weights, mask=inside & arrived, other=0.0, cache_modifier=".cg")
+        offsets = source_rows[:, None] * K + choices[None, :]
+        from_ids = ids_base + first_slot_row * K + offsets
+        from_weights = weights_base + first_slot_row * K + offsets
+        ids = tl.load(from_ids, mask=inside & has_arrived, other=-1, cache_modifier=".cg")
+        weights = tl.load(from_weights, mask=inside & has_arrived, other=0.0, cache_modifier=".cg")
         tl.store(out_ptrs.ids + offsets, ids, mask=inside)
         tl.store(out_ptrs.weights + offsets, tl.where(ids >= 0, weights, 0.0), mask=inside)
         has_choice = tl.maximum(has_choice, tl.max((ids >= 0).to(tl.int32), axis=1))
-    places = tl.where(has_choice > 0, rows.to(tl.int32), -1)
-    tl.store(places_ptr + rows, places, mask=exists)
+    places = tl.where(has_choice > 0, source_rows.to(tl.int32), -1)
+    tl.store(places_ptr + source_rows, places, mask=exists)
     return places
 
 
 @triton.jit
 def _load_partial_sums(
-    base,  # region of the buffer
+    region_ptr,  # region of the buffer
     peer,  # rank that sent the sums; from G on the result is 0
-    bits,  # [TILE_ROWS] int64 ranks that hold a sum, by bit
-    row,  # [TILE_ROWS] int, place of token in the part of rank 0
+    rank_bits,  # [TILE_ROWS] int64 ranks that hold a sum, by bit
+    first_rows,  # [TILE_ROWS] int, place of token in the part of rank 0
     max_tokens,  # C
     columns,  # [BLOCK] int
     G: tl.constexpr,
@@ -254,22 +255,22 @@ def _load_partial_sums(
 ):
     """Return a tile's sums from rank `peer`, in fp32; zeros for tokens without a sum.
 
-    `bits` has a bit per rank that sent a sum of the token. `row` is the row of the token's sum from
-    rank 0.
+    `rank_bits` has a bit per rank that sent a sum of the token. `first_rows` is the row of the
+    token's sum from rank 0.
     """
-    has = (((bits >> peer) & 1) != 0) & (peer < G)
+    has = (((rank_bits >> peer) & 1) != 0) & (peer < G)
     mask = has[:, None] & (columns < N)[None, :]
-    offsets = (row + peer * max_tokens).to(tl.int64)[:, None] * N + columns[None, :]
-    return tl.load(base + offsets, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+    offsets = (first_rows + peer * max_tokens).to(tl.int64)[:, None] * N + columns[None, :]
+    return tl.load(region_ptr + offsets, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
 
 
 @triton.jit
 def add_partial_sums(
-    base,  # region of the buffer
+    region_ptr,  # region of the buffer
     out_ptr,  # [T, N]
     peers_ptr,  # [T] int64
     chunk,  # RowChunk
-    slot,  # first row of the slot
+    first_slot_row,  # first row of the slot
     N: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -277,23 +278,24 @@ def add_partial_sums(
 ):
     """Write the sums over ranks of a chunk's tokens to `out_ptr`, in fp32 and rank order.
 
-    `peers_ptr` has a bit per rank that sent a sum. `slot` is the first row of the buffer's slot.
+    `peers_ptr` has a bit per rank that sent a sum. `first_slot_row` is the first row of the
+    buffer's slot.
     """
     G: tl.constexpr = CONST.G
     max_tokens = chunk.max_tokens
     for start in range(0, CONST.CHUNK, TILE_ROWS):
         tokens = chunk.number * CONST.CHUNK + start + tl.arange(0, TILE_ROWS)
         bits = tl.load(peers_ptr + tokens, mask=tokens < chunk.num_tokens, other=0)
-        row = slot + tokens
+        row = first_slot_row + tokens
         for column in range(0, N, BLOCK):
             columns = column + tl.arange(0, BLOCK)
             total = tl.zeros([TILE_ROWS, BLOCK], dtype=tl.float32)
             for part in range(0, G, 4):
                 # Four independent loads before the first add.
-                y0 = _load_partial_sums(base, part, bits, row, max_tokens, columns, G, N)
-                y1 = _load_partial_sums(base, part + 1, bits, row, max_tokens, columns, G, N)
-                y2 = _load_partial_sums(base, part + 2, bits, row, max_tokens, columns, G, N)
-                y3 = _load_partial_sums(base, part + 3, bits, row, max_tokens, columns, G, N)
+                y0 = _load_partial_sums(region_ptr, part, bits, row, max_tokens, columns, G, N)
+                y1 = _load_partial_sums(region_ptr, part + 1, bits, row, max_tokens, columns, G, N)
+                y2 = _load_partial_sums(region_ptr, part + 2, bits, row, max_tokens, columns, G, N)
+                y3 = _load_partial_sums(region_ptr, part + 3, bits, row, max_tokens, columns, G, N)
                 total = total + y0 + y1 + y2 + y3
             out = out_ptr + tokens.to(tl.int64)[:, None] * N + columns[None, :]
             mask = (tokens < chunk.num_tokens)[:, None] & (columns < N)[None, :]

@@ -14,16 +14,16 @@ row. WIDTH is the list's rows. A pair is a token of the chunk and a rank.
 
 from moecore.kernels.common import tl, triton
 from moecore.kernels.exchange.buffer import AT_ROWS
-from moecore.kernels.exchange.rows import locate_pair
+from moecore.kernels.exchange.rows import locate_pairs
 
 
 @triton.jit
-def list_slots(
+def list_row_slots(
     slots_ptr,  # [S, N] int32
     list_ptr,  # [1 + N, WIDTH] int32, out, of this program
-    rows,  # [ROWS] int64, source rows
+    source_rows,  # [ROWS] int64, source rows
     exists,  # [ROWS] bool
-    at,  # index of the first row in the list
+    list_idx,  # index of the first row in the list
     N: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -32,16 +32,16 @@ def list_slots(
 ):
     """Write the used slots (>= 0) of source rows to this program's list, in slot order.
 
-    `rows` has the source rows, and `at` is the index of their first row in the list.
+    `source_rows` has the source rows, and `list_idx` is the index of their first row in the list.
     """
     TILES: tl.constexpr = ROWS // TILE
-    entries = list_ptr + WIDTH + at + tl.arange(0, ROWS)
+    entries = list_ptr + WIDTH + list_idx + tl.arange(0, ROWS)
     depths = tl.zeros([TILES], dtype=tl.int32)
     depth = 0
     for start in range(0, N, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         mask = exists[:, None] & (n < N)[None, :]
-        slots = tl.load(slots_ptr + rows[:, None] * N + n[None, :], mask=mask, other=-1)
+        slots = tl.load(slots_ptr + source_rows[:, None] * N + n[None, :], mask=mask, other=-1)
         is_used = (slots >= 0).to(tl.int32)
         bits = tl.sum(is_used << tl.arange(0, BLOCK_N)[None, :], axis=1)
         counts = tl.sum(is_used, axis=1)
@@ -54,11 +54,11 @@ def list_slots(
             tl.store(entries + depth * WIDTH, slot)
             bits -= low
             depth += 1
-    tl.store(list_ptr + at // TILE + tl.arange(0, TILES), depths)
+    tl.store(list_ptr + list_idx // TILE + tl.arange(0, TILES), depths)
 
 
 @triton.jit
-def list_pairs(
+def list_pair_slots(
     slots_ptr,  # [S, N] int32
     list_ptr,  # [1 + N, WIDTH] int32, out, of this program
     chunk,  # RowChunk
@@ -68,9 +68,9 @@ def list_pairs(
     tl.debug_barrier()  # the last list has been read
     ROWS: tl.constexpr = CONST.LIST_PAIRS
     for start in range(0, CONST.CHUNK * CONST.G, ROWS):
-        tokens, peers, exists = locate_pair(start + tl.arange(0, ROWS), chunk, CONST)
+        tokens, peers, exists = locate_pairs(start + tl.arange(0, ROWS), chunk, CONST)
         rows = peers.to(tl.int64) * chunk.max_tokens + tokens
-        list_slots(
+        list_row_slots(
             slots_ptr, list_ptr, rows, exists, start,
             CONST.N, CONST.WIDTH, ROWS, CONST.PAIRS, CONST.BLOCK_N,
         )  # fmt: skip
@@ -78,20 +78,23 @@ def list_pairs(
 
 
 @triton.jit
-def _load_slot(
+def _load_rows_of_slot(
     y_ptr,  # [R, D]
-    entries,  # [ROWS] pointers to the first slot of each row
-    n,  # which slot
-    depth,  # of the tile
+    entry_ptrs,  # [ROWS] pointers to the first slot of each row
+    slot_number,  # which slot
+    tile_depth,  # of the tile
     columns,  # [BLOCK_D]
     D: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """Return the rows of y at each source row's n-th used slot; zeros without a slot.
 
-    `entries` points to each row's first slot in the list, and `depth` is the depth of the tile.
+    `entry_ptrs` points to each row's first slot in the list, and `tile_depth` is the depth of the
+    tile.
     """
-    slot = tl.load(entries + n * WIDTH, mask=n < depth, other=-1).to(tl.int64)
+    slot = tl.load(entry_ptrs + slot_number * WIDTH, mask=slot_number < tile_depth, other=-1).to(
+        tl.int64
+    )
     mask = (slot >= 0)[:, None] & (columns < D)[None, :]
     return tl.load(y_ptr + slot[:, None] * D + columns[None, :], mask=mask, other=0.0)
 
@@ -103,12 +106,13 @@ def push_sums(
     list_ptr,  # slots of the chunk's pairs
     bases_ptr,  # [4, G] int64
     chunk,  # RowChunk
-    first,  # int64, row of this rank's token 0 in every peer's slot
+    first_row,  # int64, row of this rank's token 0 in every peer's slot
     CONST: tl.constexpr,  # ExchangeConstants
 ):
     """Sum y over each (token, peer) pair's slots in order, and store sums in peers' buffers.
 
-    `list_ptr` has the used slots of the pairs. `first` is the row that receives the sum of token 0.
+    `list_ptr` has the used slots of the pairs. `first_row` is the row that receives the sum of
+    token 0.
     """
     element = y_ptr.dtype.element_ty
     D: tl.constexpr = CONST.D
@@ -117,22 +121,22 @@ def push_sums(
     WIDTH: tl.constexpr = CONST.WIDTH
     for start in range(0, CONST.CHUNK * CONST.G, PAIRS):
         pairs = start + tl.arange(0, PAIRS)
-        tokens, peers, exists = locate_pair(pairs, chunk, CONST)
+        tokens, peers, exists = locate_pairs(pairs, chunk, CONST)
         rows = peers.to(tl.int64) * chunk.max_tokens + tokens
         send = tl.load(places_ptr + rows, mask=exists, other=-1) >= 0
         depth = tl.load(list_ptr + start // PAIRS)
         entries = list_ptr + WIDTH + pairs
         base = tl.load(bases_ptr + AT_ROWS * CONST.G + peers).to(tl.pointer_type(element))
-        to = tl.multiple_of(base, 16) + (first + tokens) * D
+        to = tl.multiple_of(base, 16) + (first_row + tokens) * D
         for column in range(0, D, BLOCK_D):
             columns = column + tl.arange(0, BLOCK_D)
             total = tl.zeros([PAIRS, BLOCK_D], dtype=tl.float32)
             for n in range(0, depth, 4):
                 # Four independent loads before the first add.
-                y0 = _load_slot(y_ptr, entries, n, depth, columns, D, WIDTH)
-                y1 = _load_slot(y_ptr, entries, n + 1, depth, columns, D, WIDTH)
-                y2 = _load_slot(y_ptr, entries, n + 2, depth, columns, D, WIDTH)
-                y3 = _load_slot(y_ptr, entries, n + 3, depth, columns, D, WIDTH)
+                y0 = _load_rows_of_slot(y_ptr, entries, n, depth, columns, D, WIDTH)
+                y1 = _load_rows_of_slot(y_ptr, entries, n + 1, depth, columns, D, WIDTH)
+                y2 = _load_rows_of_slot(y_ptr, entries, n + 2, depth, columns, D, WIDTH)
+                y3 = _load_rows_of_slot(y_ptr, entries, n + 3, depth, columns, D, WIDTH)
                 total = total + y0.to(tl.float32)
                 total = total + y1.to(tl.float32)
                 total = total + y2.to(tl.float32)
@@ -143,26 +147,26 @@ def push_sums(
 
 @triton.jit
 def copy_to_slots(
-    base,  # slot of the buffer
+    slot_ptr,  # slot of the buffer
     out_ptr,  # [R, D]
     list_ptr,  # slots of the chunk's rows
     places,  # [CHUNK] int32, -1 = a hole
-    rows,  # [CHUNK] int64, source rows
+    source_rows,  # [CHUNK] int64, source rows
     CONST: tl.constexpr,  # ExchangeConstants
 ):
     """Copy each received row of a chunk from the buffer to all of the row's slots in `out_ptr`.
 
-    `rows` has the source rows, `places` is -1 for a hole. `list_ptr` has the used slots of the
-    rows.
+    `source_rows` has the source rows, `places` is -1 for a hole. `list_ptr` has the used slots of
+    the rows.
     """
     D: tl.constexpr = CONST.D
     CHUNK: tl.constexpr = CONST.CHUNK
     depth = tl.load(list_ptr)
     entries = list_ptr + CHUNK + tl.arange(0, CHUNK)
-    for column in range(0, D, CONST.TAKE_D):
-        columns = column + tl.arange(0, CONST.TAKE_D)
+    for column in range(0, D, CONST.RECEIVE_D):
+        columns = column + tl.arange(0, CONST.RECEIVE_D)
         inside = (columns < D)[None, :]
-        from_ptrs = base + rows[:, None] * D + columns[None, :]
+        from_ptrs = slot_ptr + source_rows[:, None] * D + columns[None, :]
         x = tl.load(from_ptrs, mask=(places >= 0)[:, None] & inside, cache_modifier=".cg")
         for n in range(depth):
             to = tl.load(entries + n * CHUNK).to(tl.int64)

@@ -21,7 +21,7 @@ MAX_SLOTS = 4096  # slots that it looks at together
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class RowFormat:
     """The number of columns, and the bytes of an element, of the rows that an operation moves."""
 
     count: int  # D
@@ -46,8 +46,8 @@ class ExchangeConstants(NamedTuple):
     LIST_PAIRS: int  # whose slots a program looks at together
     PAIRS: int  # of a pushed tile
     PUSH_D: int  # its columns
-    TAKE_ROWS: int  # of a received tile
-    TAKE_D: int  # its columns
+    RECEIVE_ROWS: int  # of a received tile
+    RECEIVE_D: int  # its columns
     TILES: int  # loaded before the first is stored: 1 or 4
     CHOICE_PAIRS: int  # whose choices a program pushes at once
     BLOCK_K: int
@@ -57,16 +57,16 @@ class ExchangeConstants(NamedTuple):
     SPIN: bool  # False: a flag is looked at once, for the interpreter
 
 
-def count_tiles(layout: ExchangeLayout, columns: Columns) -> int:
+def count_tiles(layout: ExchangeLayout, row_format: RowFormat) -> int:
     """Return how many tiles a program loads before it stores one: 4 with few programs, or 1."""
     # 1 for odd row sizes, because masks need registers.
     bytes_in_flight = layout.num_push * layout.num_warps * TILE_BYTES_PER_WARP
-    is_even = columns.count * columns.itemsize % 1024 == 0
+    is_even = row_format.count * row_format.itemsize % 1024 == 0
     return 4 if bytes_in_flight < ENOUGH_BYTES and is_even else 1
 
 
 def choose_move_tile(
-    layout: ExchangeLayout, columns: Columns, max_rows: int, min_rows: int = 1
+    layout: ExchangeLayout, row_format: RowFormat, max_rows: int, min_rows: int = 1
 ) -> tuple[int, int]:
     """Return (rows, columns) of a tile of a copy, of which a program loads `count_tiles` at once.
 
@@ -76,22 +76,24 @@ def choose_move_tile(
     # Example, 3584 words, one tile: 32 rows of 512 of many rows, 8 of 2048 of eight. Four tiles: 64
     # rows of 128.
     size = layout.num_warps * TILE_BYTES_PER_WARP
-    if count_tiles(layout, columns) == 1:
-        return _choose_tile(columns, size, max_rows, min_rows)
-    rows, block = _choose_tile(columns, 2 * size, max_rows, min_rows)
+    if count_tiles(layout, row_format) == 1:
+        return _choose_tile(row_format, size, max_rows, min_rows)
+    rows, block = _choose_tile(row_format, 2 * size, max_rows, min_rows)
     return rows, block // 4
 
 
-def choose_add_tile(layout: ExchangeLayout, columns: Columns) -> tuple[int, int]:
+def choose_add_tile(layout: ExchangeLayout, row_format: RowFormat) -> tuple[int, int]:
     """Return (tokens, columns) of a tile of `add_partial_sums`, which loads four tiles at once."""
-    return _choose_tile(columns, layout.num_warps * TILE_BYTES_PER_WARP // 4, layout.chunk)
+    return _choose_tile(row_format, layout.num_warps * TILE_BYTES_PER_WARP // 4, layout.chunk)
 
 
-def choose_sum_tile(layout: ExchangeLayout, columns: Columns) -> tuple[int, int]:
+def choose_sum_tile(layout: ExchangeLayout, row_format: RowFormat) -> tuple[int, int]:
     """Return (pairs, columns) of a tile of `push_sums`, which loads rows of four slots at once."""
     # Example, bf16, 7168 columns: 16 rows of 1024.
     max_pairs = min(layout.chunk * layout.num_ranks, MAX_SLOTS // MAX_BLOCK_N)
-    return _choose_tile(columns, layout.num_warps * TILE_BYTES_PER_WARP // 2, max_pairs, min_rows=8)
+    return _choose_tile(
+        row_format, layout.num_warps * TILE_BYTES_PER_WARP // 2, max_pairs, min_rows=8
+    )
 
 
 def compute_list_width(layout: ExchangeLayout) -> int:
@@ -105,21 +107,21 @@ def compute_list_size(layout: ExchangeLayout, num_slots: int) -> int:
 
 
 @cache
-def make_constants(
-    layout: ExchangeLayout, columns: Columns, num_slots: int, *, reduce: bool, etp: int = 1
+def make_exchange_constants(
+    layout: ExchangeLayout, row_format: RowFormat, num_slots: int, *, is_reduce: bool, etp: int = 1
 ) -> ExchangeConstants:
-    """Return the constants of a reduce kernel if `reduce`, otherwise of a spread kernel.
+    """Return the constants of a reduce kernel if `is_reduce`, otherwise of a spread kernel.
 
     `num_slots` is N, the slots per source row, and `etp` ranks share each expert.
     """
     block_k = min(MAX_BLOCK_K, next_power_of_2(layout.top_k))
     block_n = min(MAX_BLOCK_N, next_power_of_2(num_slots))
     width = compute_list_width(layout)
-    push = choose_move_tile(layout, columns, layout.chunk * layout.num_ranks)
-    take = choose_move_tile(layout, columns, layout.chunk, layout.chunk)
-    if reduce:
-        push = choose_sum_tile(layout, columns) if num_slots > 1 else push
-        take = choose_add_tile(layout, columns)
+    push = choose_move_tile(layout, row_format, layout.chunk * layout.num_ranks)
+    take = choose_move_tile(layout, row_format, layout.chunk, layout.chunk)
+    if is_reduce:
+        push = choose_sum_tile(layout, row_format) if num_slots > 1 else push
+        take = choose_add_tile(layout, row_format)
     return ExchangeConstants(
         NUM_PUSH=layout.num_push,
         NUM_RECEIVE=layout.num_receive,
@@ -127,7 +129,7 @@ def make_constants(
         ETP=etp,
         BLOCK_BITS=-1 if etp == MAX_RANKS else (1 << etp) - 1,
         ROW_BYTES=layout.row_bytes,
-        D=columns.count,
+        D=row_format.count,
         K=layout.top_k,
         N=num_slots,
         CHUNK=layout.chunk,
@@ -136,9 +138,9 @@ def make_constants(
         LIST_PAIRS=min(width, MAX_SLOTS // block_n),  # whole tiles of sums
         PAIRS=push[0],
         PUSH_D=push[1],
-        TAKE_ROWS=take[0],
-        TAKE_D=take[1],
-        TILES=count_tiles(layout, columns),
+        RECEIVE_ROWS=take[0],
+        RECEIVE_D=take[1],
+        TILES=count_tiles(layout, row_format),
         CHOICE_PAIRS=min(width, MAX_CHOICES // block_k),
         BLOCK_K=block_k,
         BLOCK_N=block_n,
@@ -149,15 +151,15 @@ def make_constants(
 
 
 def _choose_tile(
-    columns: Columns, num_bytes: int, max_rows: int, min_rows: int = 1
+    row_format: RowFormat, num_bytes: int, max_rows: int, min_rows: int = 1
 ) -> tuple[int, int]:
     """Return (rows, columns) of a tile of at most `num_bytes` bytes.
 
     The last tile of a row has few columns beyond the row's end. A tile has `min_rows` rows or more,
     and at most `max_rows`, rounded up to a power of two.
     """
-    D, elements = columns.count, num_bytes // columns.itemsize
-    sizes = [n // columns.itemsize for n in (8192, 4096, 2048, 1024, 512)]
+    D, elements = row_format.count, num_bytes // row_format.itemsize
+    sizes = [n // row_format.itemsize for n in (8192, 4096, 2048, 1024, 512)]
     fits = (n for n in sizes if n * min_rows <= elements and cdiv(D, n) * n * 8 <= D * 9)
     block = next(fits, min(sizes[-1], next_power_of_2(D)))
     rows = min(next_power_of_2(max_rows), elements // block)

@@ -52,7 +52,7 @@ class SavedState:
     index: ExpertIndex  # which source row each expert row reads
 
     def list_saved_tensors(self) -> list[Tensor | None]:
-        """Return the tensors from which `of` rebuilds this state, without quantised weights."""
+        """Return the tensors for `from_tensors`, which do not include quantised weights."""
         tensors: list[Tensor | None] = []
         for rows in (self.rows, self.h):
             tensors += (None, None) if rows is None else (rows.values, rows.scales)
@@ -60,7 +60,7 @@ class SavedState:
         return [*tensors, weights.w1_eCD, weights.w2_eDF, *weights.list_updates(), *self.index]
 
     @classmethod
-    def of(
+    def from_tensors(
         cls,
         tensors: Sequence[Any],
         dtype: torch.dtype,
@@ -84,55 +84,58 @@ class SavedState:
 
 def compute_gradients(
     products: Products,
-    record: SavedState,
+    state: SavedState,
     dy: Tensor | Rows,
-    wants: GradFlags,
+    grad_flags: GradFlags,
     *,
-    unsummed: bool,
+    has_expert_rows: bool,
     sinks: tuple[GradSink | None, GradSink | None] = (None, None),
     sender: GradientSender | None = None,
 ) -> Grads:
-    """Return the gradients that `wants` requests, from the gradient of the experts' output.
+    """Return the gradients that `grad_flags` requests, from the gradient of the experts' output.
 
     Args:
         products: for the same index and weights as in forward. Its weights are freed at the end.
-        record: the saved tensors. Its rows may be None if FC1 is not recomputed and neither w1 nor
+        state: the saved tensors. Its rows may be None if FC1 is not recomputed and neither w1 nor
             its update has a gradient.
-        dy: contiguous [S, D], or [R, D] for expert rows if `unsummed`, which may be quantised. dx
-            has the same rows.
-        unsummed: whether dy and dx have expert rows, because the dispatcher sums them.
+        dy: contiguous [S, D], or [R, D] for expert rows if `has_expert_rows`, which may be
+            quantised. dx has the same rows.
+        has_expert_rows: whether dy and dx have expert rows, because the dispatcher sums them.
         sinks: the sinks of w1 and w2. A gradient that a sink accepts is returned as None.
         sender: receives dx and dweights before the gradients of the matrices are computed.
     """
-    gradient, h = products.prepare_output_grad(dy, unsummed=unsummed, wants=wants), record.h
-    has_update1, has_update2 = any(wants[4:6]), any(wants[6:8])
+    gradient, h = (
+        products.prepare_output_grad(dy, has_expert_rows=has_expert_rows, grad_flags=grad_flags),
+        state.h,
+    )
+    has_update1, has_update2 = any(grad_flags[4:6]), any(grad_flags[6:8])
     if h is None:
-        h = products.recompute_h(_prepare_rows(products, record))
+        h = products.recompute_h(_prepare_rows(products, state))
     dh = dweights_R = dx = dw1 = dw2 = None
     update1: tuple[Tensor | None, Tensor | None] = (None, None)
     update2 = update1
-    if wants.x or wants.w1_eCD or wants.weights_R or has_update1:
+    if grad_flags.x or grad_flags.w1_eCD or grad_flags.weights_R or has_update1:
         dh, dweights_R, a = products.activation_bwd(gradient, h)
     else:
         a = products.recompute_activation(h)
     del h
-    dweights_R = dweights_R if wants.weights_R else None
+    dweights_R = dweights_R if grad_flags.weights_R else None
     if sender is not None:
         dx = products.fc1_dgrad(dh)
         sender.start_sending(dx, dweights_R, *products.row_map)
     if has_update2:
         update2 = products.fc2_update_grad(gradient, a)
-    if wants.w2_eDF:
+    if grad_flags.w2_eDF:
         dw2 = _compute_or_accumulate(sinks[1], products.fc2_wgrad, gradient, a)
     del a, gradient
     if has_update1:
-        update1 = products.fc1_update_grad(_prepare_rows(products, record), dh)
-    if wants.w1_eCD:
-        x = _prepare_rows(products, record)
+        update1 = products.fc1_update_grad(_prepare_rows(products, state), dh)
+    if grad_flags.w1_eCD:
+        x = _prepare_rows(products, state)
         dw1 = _compute_or_accumulate(sinks[0], products.fc1_wgrad, x, dh)
-    if wants.x and sender is None:
+    if grad_flags.x and sender is None:
         dx = products.fc1_dgrad(dh)
-        if not unsummed:
+        if not has_expert_rows:
             dx = sum_rows_without_autograd(dx, *products.row_map)
     products.drop_weights()  # deferred weight gradients may keep the products alive
     return Grads(dx, dw1, dw2, dweights_R, *update1, *update2)
@@ -145,7 +148,7 @@ def _compute_or_accumulate(
     return compute(*operands, GradTarget()) if sink is None else sink.accumulate(compute, *operands)
 
 
-def _prepare_rows(products: Products, record: SavedState) -> Rows:
+def _prepare_rows(products: Products, state: SavedState) -> Rows:
     """Return the saved source rows in the format that `products` read."""
-    assert record.rows is not None, "the source rows were not fetched again"
-    return products.prepare_rows(record.rows)
+    assert state.rows is not None, "the source rows were not fetched again"
+    return products.prepare_rows(state.rows)

@@ -63,8 +63,8 @@ class Products(Protocol):
         """Return source rows in the format that `fc1` reads and forward saves; here unchanged."""
         return rows
 
-    def fc1(self, rows: Rows, *, keep: bool) -> tuple[Rows | None, Any]:
-        """Return H [R, C] in its saved format (None if not `keep`), and the weighted activation."""
+    def fc1(self, rows: Rows, *, saves_h: bool) -> tuple[Rows | None, Any]:
+        """Return H in its saved format, None unless `saves_h`, and the weighted activation."""
 
     def fc2(self, a: Any) -> Tensor:
         """Return a @ w2^T [R, D], the output of each expert row; `a` is `fc1`'s activation."""
@@ -77,12 +77,12 @@ class Products(Protocol):
         return weighted_activation(h.values, self.weights_R, self.row_map.num_rows, self.activation)
 
     def prepare_output_grad(
-        self, dy: Any, *, unsummed: bool, wants: GradFlags | None = None
+        self, dy: Any, *, has_expert_rows: bool, grad_flags: GradFlags | None = None
     ) -> Any:
         """Return dY in the format that the methods below read.
 
-        `dy` is [S, D], or [R, D] if `unsummed`. It is a tensor, or packed `Rows` if
-        `accepts_packed_grads`. `wants` has the gradients that this backward computes.
+        `dy` is [S, D], or [R, D] if `has_expert_rows`. It is a tensor, or packed `Rows` if
+        `accepts_packed_grads`. `grad_flags` has the gradients that this backward computes.
         """
 
     def activation_bwd(self, dy: Any, h: Rows) -> tuple[Any, Tensor, Any]:

@@ -48,7 +48,7 @@ class GradTarget:
 
     # contiguous, of the weight's shape, fp32 or bf16; None = a new tensor
     out: Tensor | None = None
-    adds: bool = False  # whether the gradient is added to `out` instead of overwriting it
+    accumulate: bool = False  # whether the gradient is added to `out` instead of overwriting it
     dtype: torch.dtype | None = None  # dtype of a new tensor; None = the weight's
     scale: float = 1.0  # factor on the gradient
 
@@ -69,12 +69,12 @@ class GradSink(Protocol):
         """Store the call and return True if the running backward defers gradients."""
 
 
-def find_sink(param: Tensor, shape: torch.Size) -> GradSink | None:
+def find_sink(param: Tensor, grad_shape: torch.Size) -> GradSink | None:
     """Return a parameter's `GradSink` for gradients of this shape; None = there is no sink."""
     if torch.compiler.is_compiling():
         return None
     make: Callable[[torch.Size], GradSink | None] | None = getattr(param, SINK, None)
-    return None if make is None else make(shape)
+    return None if make is None else make(grad_shape)
 
 
 class LowRankUpdate(NamedTuple):
@@ -110,9 +110,11 @@ class ProductSource:
 class Magnitudes:
     """Largest magnitudes (amax) of the four operands X, A, dY and dH, for delayed FP8 scaling."""
 
-    past: Mapping[Operand, Tensor | None]  # over earlier steps; None or 0 = use the rows' own amax
+    past_amax: Mapping[
+        Operand, Tensor | None
+    ]  # over earlier steps; None or 0 = use the rows' own amax
     has_all_amax: bool  # whether no value of `past` is 0
-    seen: Mapping[Operand, Tensor]  # of this step, raised in place; empty = not recorded
+    new_amax: Mapping[Operand, Tensor]  # of this step, raised in place; empty = not recorded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,7 +201,7 @@ class UnsummedInput:
     """The arguments that a dispatcher passes to `expert_mlp` if it sums the expert rows itself."""
 
     # [R, D], a placeholder without memory (stride 0) whose gradient is that of the expert rows
-    handle_RD: Tensor
+    grad_handle_RD: Tensor
     # sends the gradients of expert rows and routing weights while weight gradients are computed;
     # None = backward returns them to the dispatcher
     sender: GradientSender | None = None
@@ -247,7 +249,7 @@ class ExpertSpec:
     recipe: Recipe | None = None  # as in `ExpertMLPOptions`
 
     @classmethod
-    def of(
+    def from_weights(
         cls,
         rows: Rows,
         weights: ExpertWeights,
@@ -308,38 +310,41 @@ class ExpertSpec:
 
     def find_dtype_problem(
         self,
-        allowed: Sequence[torch.dtype],
-        user: str,
+        allowed_dtypes: Sequence[torch.dtype],
+        products_name: str,
         fix: str = "set FSDPOptions.param_dtype",
     ) -> str | None:
-        """Return an error text if rows and weights do not share a dtype in `allowed`, or None.
+        """Return an error text if rows and weights do not share an allowed dtype, or None.
 
-        In the text, `user` names the products that need the dtype, and `fix` the option to set.
+        In the text, `products_name` names the products that need the dtype, and `fix` the option to
+        set.
         """
-        if self.dtypes is None or any(self.dtypes == {dtype} for dtype in allowed):
+        if self.dtypes is None or any(self.dtypes == {dtype} for dtype in allowed_dtypes):
             return None
         names = ", ".join(sorted(map(str, self.dtypes)))
         return (
-            f"dtype of the experts ({names}) must be {' or '.join(map(str, allowed))} for {user}: "
+            f"dtype of the experts ({names}) must be {' or '.join(map(str, allowed_dtypes))} "
+            f"for {products_name}: "
             f"convert the model, or {fix}"
         )
 
-    def find_fp8_size_problem(self, multiple: int) -> str | None:
-        """Return an error text if D or F is known and is no multiple of `multiple`, or None."""
+    def find_fp8_size_problem(self, size_multiple: int) -> str | None:
+        """Return an error text if D or F is known and no multiple of `size_multiple`, or None."""
         for name, size in (("dim", self.dim), ("hidden_dim / etp", self.hidden_dim)):
-            if size is not None and size % multiple:
+            if size is not None and size % size_multiple:
                 return (
-                    f"MoEConfig.{name} ({size}) must be a multiple of {multiple} for experts in "
+                    f"MoEConfig.{name} ({size}) must be a multiple of {size_multiple} "
+                    f"for experts in "
                     f"this FP8: {LEAVE_OUT}"
                 )
         return None
 
-    def find_fp8_problem(self, multiple: int) -> str | None:
-        """Return an error text if FP8 with blocks of `multiple` cannot compute experts, or None."""
+    def find_fp8_problem(self, block_size: int) -> str | None:
+        """Return an error text if FP8 in blocks of `block_size` cannot compute experts, or None."""
         field = self.find_torch_only_field()
         if field is not None:
             return f"{field} (True) must be False for experts in FP8: {LEAVE_OUT}"
-        if (problem := self.find_fp8_size_problem(multiple)) is not None:
+        if (problem := self.find_fp8_size_problem(block_size)) is not None:
             return problem
         if self.device is None or self.device.type in ("cpu", "meta"):  # references: any dtype
             return None

@@ -57,7 +57,7 @@ class _ExpertMLP(torch.autograd.Function):
         w1_eCD: Tensor,
         w2_eDF: Tensor,
         weights_R: Tensor,
-        handle_RD: Tensor | None,
+        grad_handle_RD: Tensor | None,
         a1_erD: Tensor | None,
         b1_eCr: Tensor | None,
         a2_erF: Tensor | None,
@@ -73,7 +73,7 @@ class _ExpertMLP(torch.autograd.Function):
         products = make_products(options, index, weights)
         ctx.index_cache = products.index_cache  # a few kB, so saved-tensor hooks may ignore it
         x = products.prepare_rows(rows)
-        h, a = products.fc1(x, keep=options.saves_h and any(ctx.needs_input_grad))
+        h, a = products.fc1(x, saves_h=options.saves_h and any(ctx.needs_input_grad))
         y = products.fc2(a)
         if unsummed is None:
             y = sum_rows_without_autograd(y, *products.row_map)
@@ -95,7 +95,7 @@ class _ExpertMLP(torch.autograd.Function):
         ctx.is_unsummed = unsummed is not None
         ctx.fetch = None if refetch is None else refetch.fetch
         ctx.sender = None if unsummed is None else unsummed.sender
-        ctx.handle_node = None if handle_RD is None else handle_RD.grad_fn
+        ctx.handle_node = None if grad_handle_RD is None else grad_handle_RD.grad_fn
         return y
 
     @staticmethod
@@ -103,7 +103,7 @@ class _ExpertMLP(torch.autograd.Function):
         """Return the gradients of `forward`'s first nine arguments, None if not requested."""
         tensors, (end, kept_from) = ctx.saved_tensors, ctx.ends  # checkpointing unpacks once
         matrices = None if ctx.pair is None else tree_unflatten(tensors[end:kept_from], ctx.pair)
-        state = SavedState.of(tensors[:end], ctx.dtype, matrices, ctx.magnitudes)
+        state = SavedState.from_tensors(tensors[:end], ctx.dtype, matrices, ctx.magnitudes)
         needs = ctx.needs_input_grad
         wants = GradFlags(needs[4 if ctx.is_unsummed else 0], *needs[1:4], *needs[5:9])
         reads_rows = wants.w1_eCD or wants.a1_erD or wants.b1_eCr or state.h is None
@@ -116,7 +116,7 @@ class _ExpertMLP(torch.autograd.Function):
                 state,
                 grads[0].contiguous() if arrived is None else arrived,
                 wants,
-                unsummed=ctx.is_unsummed,
+                has_expert_rows=ctx.is_unsummed,
                 sinks=ctx.sinks,
                 sender=ctx.sender if wants.x and will_run(ctx.handle_node) else None,
             )
@@ -153,7 +153,7 @@ def expert_mlp(
         index: the source row and the routing weight of each expert row.
         options: `products` must be a name that `choose_products` returned, not "auto".
         unsummed: passed by a dispatcher that sums expert rows itself. The result has expert rows,
-            and their gradient is the gradient of `unsummed.handle_RD`.
+            and their gradient is the gradient of `unsummed.grad_handle_RD`.
         receiver: passed by a dispatcher that may receive gradients of the output as FP8 rows.
 
     Returns:
@@ -170,12 +170,12 @@ def expert_mlp(
             "expert_mlp has no forward-mode derivative: use reverse mode, or "
             "expert_backend='sequential'"
         )
-    handle_RD = None if unsummed is None else unsummed.handle_RD
+    grad_handle_RD = None if unsummed is None else unsummed.grad_handle_RD
     if rows.scales is None and not rows.values.is_contiguous():
         rows = replace(rows, values=rows.values.contiguous())
     if not is_plain_eager():
-        return run_traced_expert_mlp(rows, weights, handle_RD, index, options)
-    of_rows = rows.values if rows.handle_SD is None else rows.handle_SD
-    leaves = (of_rows, *tensors[1:], handle_RD, *updates)
+        return run_traced_expert_mlp(rows, weights, grad_handle_RD, index, options)
+    of_rows = rows.values if rows.grad_handle_SD is None else rows.grad_handle_SD
+    leaves = (of_rows, *tensors[1:], grad_handle_RD, *updates)
     y: Tensor = _ExpertMLP.apply(*leaves, rows, weights, index, options, unsummed, receiver)
     return y

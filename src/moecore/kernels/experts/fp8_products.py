@@ -96,37 +96,37 @@ class BlockwiseProducts(Products):
 
     def prepare_rows(self, rows: Rows) -> Rows:
         """Return source rows quantised to FP8; rows that were dispatched in FP8 are unchanged."""
-        return rows if rows.scales is not None else self._quantise(rows.values)
+        return rows if rows.scales is not None else self._quantise_rows(rows.values)
 
-    def fc1(self, rows: Rows, *, keep: bool) -> tuple[Rows | None, _OperandBlocks]:
-        """Return H [R, C] in its saved format (None if not `keep`), and the FP8 activation."""
-        return self._activate(self._multiply_fc1(rows), self.recipe.hidden if keep else None)
+    def fc1(self, rows: Rows, *, saves_h: bool) -> tuple[Rows | None, _OperandBlocks]:
+        """Return H [R, C] in its saved format (None if not `saves_h`), and the FP8 activation."""
+        return self._activate(self._multiply_fc1(rows), self.recipe.hidden if saves_h else None)
 
     def fc2(self, a: _OperandBlocks) -> Tensor:
         """Return a @ w2^T [R, D], the output of each expert row, in the dtype of the rows."""
-        y_RD = self._multiply(self._make_blocks(a), "a", a.dtype)
-        return self.low2.add(y_RD, self.low2.compute_forward_addend(a.wide))
+        y_RD = self._multiply(self._get_fp8_operand(a), "a", a.dtype)
+        return self.low2.add_product(y_RD, self.low2.compute_forward_addend(a.wide))
 
     def recompute_h(self, rows: Rows) -> Rows:
         """Return H [R, C] from source rows, in the format `Recipe.hidden`."""
         h_RC = self._multiply_fc1(rows)
         if self.recipe.hidden == "wide":
             return Rows(h_RC)
-        return self._quantise(h_RC, self.row_map.num_rows)
+        return self._quantise_rows(h_RC, self.row_map.num_rows)
 
     def recompute_activation(self, h: Rows) -> _OperandBlocks:
         """Return act(H) times the routing weight of each row, in FP8."""
         return self._activate(widen_rows(h, self.row_map.num_rows), None)[1]
 
     def prepare_output_grad(
-        self, dy: Tensor | Rows, *, unsummed: bool, wants: GradFlags | None = None
+        self, dy: Tensor | Rows, *, has_expert_rows: bool, grad_flags: GradFlags | None = None
     ) -> _OutputGrads:
-        """Return dY quantised to FP8, [S, D], or [R, D] if `unsummed`. Packed `dy` is unchanged."""
+        """Return dY in FP8, [S, D], or [R, D] if `has_expert_rows`. Packed `dy` is unchanged."""
         if isinstance(dy, Rows):
-            return _OutputGrads(dy, unsummed)
-        rows = self._quantise(dy, self.row_map.num_rows if unsummed else None)
-        wide = ProductSource(dy, None if unsummed else self.row_map.row_ids_R)
-        return _OutputGrads(rows, unsummed, wide if self.low2.update else None)
+            return _OutputGrads(dy, has_expert_rows)
+        rows = self._quantise_rows(dy, self.row_map.num_rows if has_expert_rows else None)
+        wide = ProductSource(dy, None if has_expert_rows else self.row_map.row_ids_R)
+        return _OutputGrads(rows, has_expert_rows, wide if self.low2.update else None)
 
     def activation_bwd(
         self, dy: _OutputGrads, h: Rows
@@ -139,7 +139,7 @@ class BlockwiseProducts(Products):
         num_rows = self.row_map.num_rows
         ids_R, slots_SK = (None, None) if dy.is_unsummed else self.row_map[:2]
         da_RF = self._multiply(gather_row_blocks(dy.rows, ids_R, slots_SK, num_rows), "dy", h.dtype)
-        da_RF = self.low2.add(da_RF, self.low2.compute_backward_addend(dy.wide))
+        da_RF = self.low2.add_product(da_RF, self.low2.compute_backward_addend(dy.wide))
         operands = (da_RF, self.weights_R, num_rows, self.activation)
         if self.low1.update or self.low2.update:
             dh_RC, dweights_R, a_RF = weighted_activation_bwd(widen_rows(h, num_rows), *operands)
@@ -154,23 +154,27 @@ class BlockwiseProducts(Products):
 
     def fc1_dgrad(self, dh: _OperandBlocks) -> Tensor:
         """Return dH @ w1 [R, D], the gradient of each expert row of X."""
-        dx_RD = self._multiply(self._make_blocks(dh), "dh", dh.dtype)
-        return self.low1.add(dx_RD, self.low1.compute_backward_addend(dh.wide))
+        dx_RD = self._multiply(self._get_fp8_operand(dh), "dh", dh.dtype)
+        return self.low1.add_product(dx_RD, self.low1.compute_backward_addend(dh.wide))
 
     def fc1_wgrad(self, rows: Rows, dh: _OperandBlocks, target: GradTarget) -> Tensor:
         """Return the gradient of w1, written to `target`."""
         x = tile_tokens(rows, self.row_map.row_ids_R, self.tiles)
-        return self._weight_grad(self._make_blocks(dh), x, target, self.matrices.dtypes["w1"])
+        return self._compute_weight_grad(
+            self._get_fp8_operand(dh), x, target, self.matrices.dtypes["w1"]
+        )
 
     def fc2_wgrad(self, dy: _OutputGrads, a: _OperandBlocks, target: GradTarget) -> Tensor:
         """Return the gradient of w2, written to `target`."""
         ids_R = None if dy.is_unsummed else self.row_map.row_ids_R
         dy_tiles = tile_tokens(dy.rows, ids_R, self.tiles)
-        return self._weight_grad(dy_tiles, self._make_blocks(a), target, self.matrices.dtypes["w2"])
+        return self._compute_weight_grad(
+            dy_tiles, self._get_fp8_operand(a), target, self.matrices.dtypes["w2"]
+        )
 
     def fc1_update_grad(self, rows: Rows, dh: _OperandBlocks) -> LowRankUpdate:
         """Return the gradients of A and B of the low-rank update of w1."""
-        return self.low1.compute_update_grads(self._widen(rows), dh.wide)
+        return self.low1.compute_update_grads(self._widen_rows(rows), dh.wide)
 
     def fc2_update_grad(self, dy: _OutputGrads, a: _OperandBlocks) -> LowRankUpdate:
         """Return the gradients of A and B of the low-rank update of w2."""
@@ -179,19 +183,19 @@ class BlockwiseProducts(Products):
     def drop_weights(self) -> None:
         """Free matrices and low-rank updates; only `fc1_wgrad` and `fc2_wgrad` may run after."""
         del self.low1, self.low2
-        self.matrices.drop()
+        self.matrices.drop_matrices()
 
-    def _quantise(self, x: Tensor, num_rows: Tensor | None = None) -> Rows:
+    def _quantise_rows(self, x: Tensor, num_rows: Tensor | None = None) -> Rows:
         """Quantise the first `num_rows` rows of x (None = all rows) per 128 columns."""
         return quantise_rows(x, power_of_two=self.recipe.power_of_two, num_rows=num_rows)
 
     def _multiply_fc1(self, rows: Rows) -> Tensor:
         """Return H = x @ w1^T [R, C], with the low-rank update, from FP8 source rows."""
         h_RC = self._multiply(gather_row_blocks(rows, *self.row_map), "x", rows.dtype)
-        x = self._widen(rows) if self.low1.update else None
-        return self.low1.add(h_RC, self.low1.compute_forward_addend(x))
+        x = self._widen_rows(rows) if self.low1.update else None
+        return self.low1.add_product(h_RC, self.low1.compute_forward_addend(x))
 
-    def _widen(self, rows: Rows) -> ProductSource:
+    def _widen_rows(self, rows: Rows) -> ProductSource:
         """Return FP8 source rows widened; dispatched (strided) rows are also gathered by expert."""
         assert rows.scales is not None
         if rows.values.is_contiguous():
@@ -199,7 +203,7 @@ class BlockwiseProducts(Products):
         wide_RD = gather_packed_rows(rows.values, rows.scales, rows.dtype, *self.row_map)
         return ProductSource(wide_RD, None)
 
-    def _make_blocks(self, x: _OperandBlocks) -> Blocks:
+    def _get_fp8_operand(self, x: _OperandBlocks) -> Blocks:
         """Return the FP8 operand of expert rows, quantised now if only wide rows exist."""
         return self._quantise_blocks(x.wide) if x.rows is None else x.rows
 
@@ -207,7 +211,7 @@ class BlockwiseProducts(Products):
         """Return the expert rows `wide`, not None, quantised as an operand of `fp8_gemm`."""
         assert wide is not None
         num_rows = self.row_map.num_rows
-        return gather_row_blocks(self._quantise(wide.rows, num_rows), None, None, num_rows)
+        return gather_row_blocks(self._quantise_rows(wide.rows, num_rows), None, None, num_rows)
 
     def _activate(
         self, h_RC: Tensor, h_format: Hidden | None
@@ -227,18 +231,20 @@ class BlockwiseProducts(Products):
         matrix = self.matrices.get_operand(*MATRICES[operand])
         return fp8_gemm(rows, matrix, self.offsets_e, self.tiles, dtype)
 
-    def _weight_grad(self, x: Blocks, y: Blocks, target: GradTarget, dtype: torch.dtype) -> Tensor:
+    def _compute_weight_grad(
+        self, x: Blocks, y: Blocks, target: GradTarget, dtype: torch.dtype
+    ) -> Tensor:
         """Return each expert's x^T y, written to `target`; a new tensor has `dtype`."""
         x, y = (tile_tokens(z, None, self.tiles) if z.kind == "tile" else z for z in (x, y))
-        out, adds, scale = target.out, target.adds, target.scale
+        out, adds, scale = target.out, target.accumulate, target.scale
         dtype = target.dtype or dtype
-        return fp8_wgrad(x, y, self.tiles, out=out, adds=adds, dtype=dtype, scale=scale)
+        return fp8_wgrad(x, y, self.tiles, out=out, accumulate=adds, dtype=dtype, scale=scale)
 
 
 def quantise_weights_blockwise(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> OperandPair:
     """Quantise matrices [e, N, K] in blocks of 128 x 128, for sums over K, N or both.
 
-    `layouts`: the flags `rows` (sums over K) and `columns` (sums over N) of `quantise_weights`.
+    `layouts`: flags of `quantise_weights`, `rowwise` (sums over K) and `columnwise` (over N).
     """
     w_eNK = w_eNK.detach().contiguous()
     return quantise_weights(w_eNK, power_of_two=recipe.power_of_two, **layouts)

@@ -27,10 +27,10 @@ from moecore.kernels.experts.contract import (
     ProductSource,
     Role,
 )
-from moecore.kernels.grouped.wgrad import store_grad
+from moecore.kernels.grouped.wgrad import scale_and_store_grad
 from moecore.kernels.rows.activation import ActivationOptions, weighted_activation_bwd
 from moecore.kernels.rows.index import ExpertIndex
-from moecore.kernels.rows.move import clear_rows_without_slot, gather_rows_without_autograd
+from moecore.kernels.rows.move import gather_rows_without_autograd, zero_rows_without_slot
 from moecore.kernels.rows.record import Rows
 
 
@@ -77,7 +77,9 @@ class TorchMatmuls(Matmuls):
             grad_eNK = grouped_mm(dy_RN.t(), x_RK, offs=self.offsets_e)
         else:
             grad_eNK = dy_RN.new_zeros(self.offsets_e.shape[0], dy_RN.shape[1], x_RK.shape[1])
-        return store_grad(grad_eNK, target.out, target.adds, target.dtype, target.scale)
+        return scale_and_store_grad(
+            grad_eNK, target.out, target.accumulate, target.dtype, target.scale
+        )
 
     def drop_weights(self) -> None:
         del self.w1_eCD, self.w2_eDF
@@ -96,10 +98,10 @@ class GroupedProducts(Products):
         super().__init__(index, activation, weights, has_kernels=matmuls.has_low_rank_kernels)
         self.matmuls, self.index_cache = matmuls, matmuls.index_cache
 
-    def fc1(self, rows: Rows, *, keep: bool) -> tuple[Rows | None, Tensor]:
-        """Return H [R, C] (None if not `keep`) and the weighted activation [R, F]."""
+    def fc1(self, rows: Rows, *, saves_h: bool) -> tuple[Rows | None, Tensor]:
+        """Return H [R, C] (None if not `saves_h`) and the weighted activation [R, F]."""
         h = self.recompute_h(rows)
-        return h if keep else None, self.recompute_activation(h)
+        return h if saves_h else None, self.recompute_activation(h)
 
     def fc2(self, a_RF: Tensor) -> Tensor:
         """Return a @ w2^T [R, D], the output of each expert row."""
@@ -107,17 +109,17 @@ class GroupedProducts(Products):
 
     def recompute_h(self, rows: Rows) -> Rows:
         """Return H [R, C], FC1's output with its low-rank update, from source rows."""
-        return Rows(self._multiply(self._gather(rows), "x"))
+        return Rows(self._multiply(self._gather_by_expert(rows), "x"))
 
     def prepare_output_grad(
-        self, dy: Tensor, *, unsummed: bool, wants: GradFlags | None = None
+        self, dy: Tensor, *, has_expert_rows: bool, grad_flags: GradFlags | None = None
     ) -> Tensor:
-        """Return dY [R, D]: `dy` if `unsummed`, otherwise `dy` [S, D] gathered to expert rows."""
-        self.matmuls.wants = wants
-        if not unsummed:
-            return self._gather(Rows(dy))
+        """Return dY [R, D]: `dy` if `has_expert_rows`, otherwise `dy` [S, D] gathered by expert."""
+        self.matmuls.wants = grad_flags
+        if not has_expert_rows:
+            return self._gather_by_expert(Rows(dy))
         if self.matmuls.saturates:  # rows of no choice may hold anything
-            return replace_infinities(clear_rows_without_slot(dy, self.row_map.slots_SK))
+            return replace_infinities(zero_rows_without_slot(dy, self.row_map.slots_SK))
         return dy
 
     def activation_bwd(self, dy_RD: Tensor, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,7 +133,7 @@ class GroupedProducts(Products):
 
     def fc1_wgrad(self, rows: Rows, dh_RC: Tensor, target: GradTarget) -> Tensor:
         """Return the gradient of w1, written to `target`."""
-        return self.matmuls.weight_grad(dh_RC, self._gather(rows), "w1", target)
+        return self.matmuls.weight_grad(dh_RC, self._gather_by_expert(rows), "w1", target)
 
     def fc2_wgrad(self, dy_RD: Tensor, a_RF: Tensor, target: GradTarget) -> Tensor:
         """Return the gradient of w2, written to `target`."""
@@ -139,7 +141,7 @@ class GroupedProducts(Products):
 
     def fc1_update_grad(self, rows: Rows, dh_RC: Tensor) -> LowRankUpdate:
         """Return the gradients of A and B of the low-rank update of w1."""
-        x = ProductSource(self._gather(rows), None)
+        x = ProductSource(self._gather_by_expert(rows), None)
         return self.low1.compute_update_grads(x, ProductSource(dh_RC, None, is_finite=True))
 
     def fc2_update_grad(self, dy_RD: Tensor, a_RF: Tensor) -> LowRankUpdate:
@@ -152,7 +154,7 @@ class GroupedProducts(Products):
         del self.low1, self.low2
         self.matmuls.drop_weights()
 
-    def _gather(self, rows: Rows) -> Tensor:
+    def _gather_by_expert(self, rows: Rows) -> Tensor:
         """Return source rows gathered into expert order, in the dtype of the products."""
         x_SD = rows.widen()
         if self.matmuls.saturates:
@@ -167,4 +169,4 @@ class GroupedProducts(Products):
         if low.update is None:
             return out_RN
         compute = low.compute_backward_addend if is_backward else low.compute_forward_addend
-        return low.add(out_RN, compute(ProductSource(rows_RK, None)))
+        return low.add_product(out_RN, compute(ProductSource(rows_RK, None)))

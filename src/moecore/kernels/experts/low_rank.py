@@ -47,7 +47,7 @@ class LowRankProducts:
             self._backward = Addend(self._multiply(dy, self.update.b_eOr), self.update.a_erI)
         return self._backward
 
-    def add(self, out_RN: Tensor, addend: Addend | None) -> Tensor:
+    def add_product(self, out_RN: Tensor, addend: Addend | None) -> Tensor:
         """Return `out_RN`, to which the addend's product is added in place (None = no addend)."""
         if addend is None:
             return out_RN

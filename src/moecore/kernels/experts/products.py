@@ -23,7 +23,7 @@ from moecore.kernels.experts.quantised_products import (
     EmulatedMatmuls,
     ScaledMatmuls,
     quantise_by_rows,
-    quantise_emulated,
+    quantise_matrices_emulated,
 )
 from moecore.kernels.experts.te_products import TEMatmuls, find_te_problem
 from moecore.kernels.experts.triton_products import TritonProducts, find_triton_problem
@@ -35,56 +35,56 @@ QUANTISE: dict[Scaling, Callable[..., OperandPair]] = {
     "blockwise": quantise_weights_blockwise,
     "rowwise": quantise_by_rows,
     "tensorwise": quantise_by_rows,
-    "mxfp8": quantise_emulated,
-    "nvfp4": quantise_emulated,
+    "mxfp8": quantise_matrices_emulated,
+    "nvfp4": quantise_matrices_emulated,
 }
 
 
-def find_products_problem(name: ProductsName, spec: ExpertSpec) -> str | None:
-    """Return an error text if the products `name` cannot compute experts of this spec, or None."""
+def find_products_problem(products_name: ProductsName, spec: ExpertSpec) -> str | None:
+    """Return an error text if these products cannot compute experts of this spec, or None."""
     recipe = spec.recipe
-    if recipe is not None and name not in FP8_PRODUCTS[recipe.backend]:
-        return make_recipe_error(name, recipe)
-    if uses_te(name, recipe):
+    if recipe is not None and products_name not in FP8_PRODUCTS[recipe.backend]:
+        return make_recipe_error(products_name, recipe)
+    if uses_transformer_engine(products_name, recipe):
         return find_te_problem(spec)
     if recipe is not None:
         return spec.find_fp8_problem(
             BLOCK if recipe.scaling == "blockwise" else recipe.weight_multiple
         )
-    return find_triton_problem(spec) if name == "triton" else spec.find_grouped_problem()
+    return find_triton_problem(spec) if products_name == "triton" else spec.find_grouped_problem()
 
 
-def make_recipe_error(name: str, recipe: Recipe) -> str:
+def make_recipe_error(products_name: str, recipe: Recipe) -> str:
     """Return the error text for an expert backend that cannot run this recipe."""
     names = " or ".join(map(repr, FP8_PRODUCTS[recipe.backend]))
-    if name == "te":
+    if products_name == "te":
         names += ", or Recipe.backend ('moecore') 'te',"
     return (
-        f"expert_backend ({name!r}) must be {names} for experts in FP8: drop it, or "
+        f"expert_backend ({products_name!r}) must be {names} for experts in FP8: drop it, or "
         "leave the experts out of Precision.roles"
     )
 
 
-def uses_te(name: str, recipe: Recipe | None) -> bool:
-    """Return whether products `name` with this recipe run in Transformer Engine."""
-    return name == "te" or (recipe is not None and recipe.backend == "te")
+def uses_transformer_engine(products_name: str, recipe: Recipe | None) -> bool:
+    """Return whether products `products_name` with this recipe run in Transformer Engine."""
+    return products_name == "te" or (recipe is not None and recipe.backend == "te")
 
 
-def choose_products(name: ProductsName, spec: ExpertSpec) -> ProductsName:
-    """Return `name`, or for "auto" the name of the preferred products of this device and recipe.
+def choose_products(products_name: ProductsName, spec: ExpertSpec) -> ProductsName:
+    """Return the name, or for "auto" that of the preferred products for device and recipe.
 
     Raises ValueError if the products cannot compute experts of this spec.
     """
-    if name == "auto" and uses_te(name, spec.recipe):
-        name = "te"
-    elif name == "auto":
+    if products_name == "auto" and uses_transformer_engine(products_name, spec.recipe):
+        products_name = "te"
+    elif products_name == "auto":
         is_hopper = spec.device is not None and has_hopper_kernels(spec.device)
         is_faster = is_hopper and spec.gated and find_products_problem("triton", spec) is None
-        name = "triton" if is_faster or spec.recipe is not None else "torch"
-    problem = find_products_problem(name, spec)
+        products_name = "triton" if is_faster or spec.recipe is not None else "torch"
+    problem = find_products_problem(products_name, spec)
     if problem is not None:
         raise ValueError(problem)
-    return name
+    return products_name
 
 
 def make_products(

@@ -34,7 +34,7 @@ from moecore.kernels.grouped.scaled_rows import (
     quantise_expert_matrices,
     quantise_expert_rows,
 )
-from moecore.kernels.grouped.wgrad import grouped_wgrad, store_grad
+from moecore.kernels.grouped.wgrad import grouped_wgrad, scale_and_store_grad
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.microscaled import quantise_microscaled, quantise_microscaled_matrices
 from moecore.kernels.rows.microscaling import transpose_matrices, unpack_matrices
@@ -69,13 +69,13 @@ class QuantisedMatrices:
         key = role, is_transposed
         if key not in self._operands:
             w_eNK = weights.w1_eCD if role == "w1" else weights.w2_eDF
-            pair = self._quantise(w_eNK, rows=not is_transposed, columns=is_transposed)
+            pair = self._quantise(w_eNK, rowwise=not is_transposed, columnwise=is_transposed)
             for i, layout in enumerate(pair):
                 if layout is not None:
                     self._operands[role, bool(i)] = layout
         return self._operands[key]
 
-    def drop(self) -> None:
+    def drop_matrices(self) -> None:
         """Free the matrices; `get_operand` must not be called after this call."""
         self._weights = None
         self._operands.clear()
@@ -101,60 +101,62 @@ class ScaledMatmuls(Matmuls):
 
     def weight_grad(self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget) -> Tensor:
         """Return each expert's dy^T x, written to `target`."""
-        dy = self._quantise_operand("dh" if role == "w1" else "dy", dy_RN, columns=True)
-        x = self._quantise_operand("x" if role == "w1" else "a", x_RK, columns=True)
+        dy = self._quantise_operand("dh" if role == "w1" else "dy", dy_RN, columnwise=True)
+        x = self._quantise_operand("x" if role == "w1" else "a", x_RK, columnwise=True)
         grad_eNK = scaled_wgrad(dy, x, self._padded_e, dy_RN.dtype)
         dtype = target.dtype or self.matrices.dtypes[role]
-        return store_grad(grad_eNK, target.out, target.adds, dtype, target.scale)
+        return scale_and_store_grad(grad_eNK, target.out, target.accumulate, dtype, target.scale)
 
     def drop_weights(self) -> None:
-        self.matrices.drop()
+        self.matrices.drop_matrices()
 
     @cached_property
     def _padded_e(self) -> Tensor:
         """Running sum of the experts' row counts, each padded to a multiple of 16."""
         return pad_offsets(self.offsets_e)
 
-    def _quantise_operand(self, operand: Operand, rows: Tensor, *, columns: bool = False) -> Blocks:
+    def _quantise_operand(
+        self, operand: Operand, rows: Tensor, *, columnwise: bool = False
+    ) -> Blocks:
         """Quantise expert rows: X, A, dY or dH, which `operand` names.
 
-        The result is for sums over the columns of `rows`, or with `columns` for sums over its rows.
-        If backward also reads the other layout of dY or dH, one pass makes both layouts. The other
-        layout is cached for the next call.
+        The result is for sums over the columns of `rows`, or with `columnwise` for sums over its
+        rows. If backward also reads the other layout of dY or dH, one pass makes both layouts. The
+        other layout is cached for the next call.
         """
-        layout = self._other_layouts.pop((operand, columns), None)
+        layout = self._other_layouts.pop((operand, columnwise), None)
         if layout is not None:
             return layout
         is_gradient = MATRICES[operand][1]
-        has_both_layouts = is_gradient and self._is_read_in_backward(operand, not columns)
+        has_both_layouts = is_gradient and self._is_read_in_backward(operand, not columnwise)
         amax = new_amax = None
         if self.magnitudes is not None:
-            if is_gradient or not columns:  # forward records the amax of X and A
-                new_amax = self.magnitudes.seen.get(operand)
-            amax = self.magnitudes.past[operand]
+            if is_gradient or not columnwise:  # forward records the amax of X and A
+                new_amax = self.magnitudes.new_amax.get(operand)
+            amax = self.magnitudes.past_amax[operand]
             if amax is not None and not self.magnitudes.has_all_amax:
                 amax = compute_row_amax(rows, self.offsets_e, amax)
         layouts: Any = quantise_expert_rows(
             rows,
             self.offsets_e,
-            self._padded_e if columns or has_both_layouts else None,
+            self._padded_e if columnwise or has_both_layouts else None,
             per_row=self.recipe.scaling == "rowwise",
             power_of_two=self.recipe.power_of_two,
-            fmt=self.recipe.grad_format if is_gradient else "e4m3",
-            rows=has_both_layouts or not columns,
-            columns=has_both_layouts or columns,
+            fp8_format=self.recipe.grad_format if is_gradient else "e4m3",
+            rowwise=has_both_layouts or not columnwise,
+            columnwise=has_both_layouts or columnwise,
             amax=amax,
-            seen=new_amax,
+            new_amax=new_amax,
         )
         if has_both_layouts:
-            self._other_layouts[operand, not columns] = layouts[not columns]
-        return layouts[columns]  # type: ignore[no-any-return]
+            self._other_layouts[operand, not columnwise] = layouts[not columnwise]
+        return layouts[columnwise]  # type: ignore[no-any-return]
 
-    def _is_read_in_backward(self, operand: Operand, columns: bool) -> bool:
-        """Return whether backward reads dY or dH for sums over rows (`columns`) or over columns."""
+    def _is_read_in_backward(self, operand: Operand, columnwise: bool) -> bool:
+        """Return whether backward reads dY or dH for sums over rows (`columnwise`) or columns."""
         if self.wants is None:
             return False
-        if columns:
+        if columnwise:
             return self.wants.w2_eDF if operand == "dy" else self.wants.w1_eCD
         return operand == "dh" and self.wants.x
 
@@ -162,7 +164,7 @@ class ScaledMatmuls(Matmuls):
 def quantise_by_rows(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> OperandPair:
     """Quantise matrices [e, N, K] to FP8 with one scale per row or per matrix, by the recipe.
 
-    `layouts`: the flags `rows` (sums over K) and `columns` (sums over N).
+    `layouts`: the flags `rowwise` (sums over K) and `columnwise` (sums over N).
     """
     per_row, power_of_two = recipe.scaling == "rowwise", recipe.power_of_two
     return quantise_expert_matrices(w_eNK, per_row=per_row, power_of_two=power_of_two, **layouts)
@@ -190,7 +192,7 @@ class EmulatedMatmuls(Matmuls):
             pack=self.is_packed,
         )
         self.padded_rows = pad_rows(index.offsets_e, length, recipe.weight_multiple)
-        quantise = partial(quantise_emulated, recipe=recipe)
+        quantise = partial(quantise_matrices_emulated, recipe=recipe)
         unpack = partial(_unpack_emulated, recipe, self.is_packed)
         self.matrices = QuantisedMatrices(weights, quantise, unpack)
 
@@ -212,24 +214,24 @@ class EmulatedMatmuls(Matmuls):
         x = self._quantise_transposed(x_RK, is_gradient=False)
         offsets_e, dtype = self.padded_rows.offsets_e, target.dtype or self.matrices.dtypes[role]
         if self.is_packed:
-            out, adds, scale = target.out, target.adds, target.scale
+            out, adds, scale = target.out, target.accumulate, target.scale
             return block_scaled_wgrad(
-                dy, x, offsets_e, self.recipe, out=out, adds=adds, dtype=dtype, scale=scale
+                dy, x, offsets_e, self.recipe, out=out, accumulate=adds, dtype=dtype, scale=scale
             )
         source, other = (x, dy) if role == "w1" else (dy, x)
         grad_eNK = grouped_wgrad(
             source.values, other.values, offsets_e, transposed=role == "w1", dtype=torch.float32
         )
         grad_eNK = grad_eNK * (source.scales * other.scales)[:-1, None, None]
-        return store_grad(grad_eNK, target.out, target.adds, dtype, target.scale)
+        return scale_and_store_grad(grad_eNK, target.out, target.accumulate, dtype, target.scale)
 
     def drop_weights(self) -> None:
-        self.matrices.drop()
+        self.matrices.drop_matrices()
 
     @cached_property
     def _rows_P(self) -> tuple[Tensor, Tensor]:
         """The expert row (-1 = zeros) and the expert of each padded row, int64 [P] each."""
-        place_R, length = self.padded_rows.place_R, self.padded_rows.length
+        place_R, length = self.padded_rows.position_R, self.padded_rows.num_rows
         row_P = torch.arange(length, device=place_R.device)
         source_P = row_P.new_full((length + 1,), -1)
         source_P.index_copy_(0, place_R, row_P[: place_R.shape[0]])
@@ -240,19 +242,21 @@ class EmulatedMatmuls(Matmuls):
         """Quantise expert rows, padded per expert, as an operand of a weight gradient."""
         source_P, expert_P = self._rows_P
         return self._quantise_rows(
-            rows, over_rows=True, is_gradient=is_gradient, sources_M=source_P, expert_M=expert_P
+            rows, over_rows=True, is_gradient=is_gradient, source_rows_M=source_P, expert_M=expert_P
         )
 
 
-def quantise_emulated(
-    w_eNK: Tensor, recipe: Recipe, *, rows: bool = True, columns: bool = True
+def quantise_matrices_emulated(
+    w_eNK: Tensor, recipe: Recipe, *, rowwise: bool = True, columnwise: bool = True
 ) -> OperandPair:
-    """Quantise matrices [e, N, K] to MXFP8 or NVFP4, for sums over K (`rows`) and N (`columns`).
+    """Quantise matrices to MXFP8 or NVFP4, for sums over K (`rowwise`) and N (`columnwise`).
 
     Operands are packed bytes if the device multiplies packed bytes, otherwise wide values.
     """
     is_packed = has_block_scaled_kernels(w_eNK.device)
-    return quantise_microscaled_matrices(w_eNK, recipe, rows=rows, columns=columns, pack=is_packed)
+    return quantise_microscaled_matrices(
+        w_eNK, recipe, rowwise=rowwise, columnwise=columnwise, pack=is_packed
+    )
 
 
 def _unpack_emulated(

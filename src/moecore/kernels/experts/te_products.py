@@ -29,7 +29,7 @@ from moecore.kernels.experts.contract import (
     Role,
 )
 from moecore.kernels.experts.grouped_products import Matmuls
-from moecore.kernels.grouped.wgrad import store_grad
+from moecore.kernels.grouped.wgrad import scale_and_store_grad
 from moecore.kernels.rows.e4m3 import BLOCK
 from moecore.kernels.rows.index import ExpertIndex
 
@@ -50,7 +50,7 @@ class TEMatmuls(Matmuls):
         self.recipe, self.saturates = recipe, recipe is not None
         self.w1_eCD, self.w2_eDF = weights.w1_eCD, weights.w2_eDF
         self.dtypes = {"w1": weights.w1_eCD.dtype, "w2": weights.w2_eDF.dtype}
-        self.index_cache = self.splits = index_cache or read_splits(index, recipe)
+        self.index_cache = self.splits = index_cache or read_rows_per_expert(index, recipe)
         self._matrices: dict[Operand, Any] = {}  # by what is multiplied by them
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
@@ -73,7 +73,10 @@ class TEMatmuls(Matmuls):
         """Return each expert's dy^T x, written to `target`."""
         out, dtype = target.out, target.dtype or self.dtypes[role]
         is_direct = out is not None and target.scale == 1.0 and out.dtype in ACCUMULATED
-        adds, shape = is_direct and target.adds, (len(self.splits), dy_RN.shape[1], x_RK.shape[1])
+        adds, shape = (
+            is_direct and target.accumulate,
+            (len(self.splits), dy_RN.shape[1], x_RK.shape[1]),
+        )
         grad = out.view(shape) if is_direct else dy_RN.new_empty(shape, dtype=dtype)  # type: ignore[union-attr]
         if sum(self.splits):
             dy = self._make_operands(dy_RN, "gradient", over_rows=True)
@@ -83,19 +86,19 @@ class TEMatmuls(Matmuls):
             grad.zero_()
         if is_direct:
             return out  # type: ignore[return-value]
-        return store_grad(grad, out, target.adds, target.dtype, target.scale)
+        return scale_and_store_grad(grad, out, target.accumulate, target.dtype, target.scale)
 
     def drop_weights(self) -> None:
         del self.w1_eCD, self.w2_eDF
         self._matrices.clear()
 
-    def _make_operands(self, x: Tensor, operand: te.Operand, *, over_rows: bool) -> Any:
-        """Split x, expert rows or matrices ("weight"), by expert, and quantise it by the recipe.
+    def _make_operands(self, matrix: Tensor, operand: te.Operand, *, over_rows: bool) -> Any:
+        """Split expert rows, or matrices ("weight"), by expert, and quantise them by the recipe.
 
-        `over_rows` = the product sums over rows of x, not over columns.
+        `over_rows` = the product sums over rows, not over columns.
         """
-        splits = [x.shape[1]] * x.shape[0] if operand == "weight" else self.splits
-        x_RK = x.reshape(-1, x.shape[-1])[: sum(splits)]
+        splits = [matrix.shape[1]] * matrix.shape[0] if operand == "weight" else self.splits
+        x_RK = matrix.reshape(-1, matrix.shape[-1])[: sum(splits)]
         if self.recipe is None:
             return x_RK.split(splits)
         return te.quantise_experts(x_RK, splits, self.recipe, operand, over_rows=over_rows)
@@ -122,7 +125,7 @@ def find_te_problem(spec: ExpertSpec) -> str | None:
     return spec.find_grouped_problem() or te.find_recipe_problem(recipe, spec.device)
 
 
-def read_splits(index: ExpertIndex, recipe: Recipe | None) -> list[int]:
+def read_rows_per_expert(index: ExpertIndex, recipe: Recipe | None) -> list[int]:
     """Return the number of rows of each expert. Host sync.
 
     Raises ValueError if a number is not a multiple of the recipe's row alignment.

@@ -22,7 +22,7 @@ from moecore.kernels.experts.backward import Grads, SavedState, compute_gradient
 from moecore.kernels.experts.contract import LEAVE_OUT, ExpertMLPOptions, ExpertWeights, GradFlags
 from moecore.kernels.experts.products import make_products
 from moecore.kernels.ops import Op
-from moecore.kernels.rows.activation import FLAT, make_options
+from moecore.kernels.rows.activation import FLAT, make_activation_options
 from moecore.kernels.rows.e4m3 import BLOCK, FP8
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import sum_rows_without_autograd
@@ -58,15 +58,17 @@ _Inputs = _make_record_class("_Inputs", _FORWARD)  # `handle` and those before i
 _BackwardInputs = _make_record_class("_BackwardInputs", _BACKWARD)
 
 
-def _make_options(args: Any) -> ExpertMLPOptions:
-    """Return the `ExpertMLPOptions` of `args`, an `_Inputs` or `_BackwardInputs`."""
-    activation = make_options(args.kind, args.limit, args.up_limit, args.alpha, args.interleaved)
+def _make_expert_options(op_args: Any) -> ExpertMLPOptions:
+    """Return the `ExpertMLPOptions` of `op_args`, an `_Inputs` or `_BackwardInputs`."""
+    activation = make_activation_options(
+        op_args.kind, op_args.limit, op_args.up_limit, op_args.alpha, op_args.interleaved
+    )
     recipe = None
-    if args.scaling:
+    if op_args.scaling:
         names = [field.name for field in fields(Recipe)]
-        recipe = Recipe(**{name: getattr(args, name) for name in names})
+        recipe = Recipe(**{name: getattr(op_args, name) for name in names})
     return ExpertMLPOptions(
-        activation=activation, products=args.products, saves_h=args.saves_h, recipe=recipe
+        activation=activation, products=op_args.products, saves_h=op_args.saves_h, recipe=recipe
     )
 
 
@@ -78,16 +80,16 @@ def _flatten_options(options: ExpertMLPOptions, dtype: torch.dtype) -> tuple[Any
     return *activation.flat, options.products, options.saves_h, scaling, *flat[1:], dtype
 
 
-def _make_state(args: Any, h: Rows | None = None) -> SavedState:
-    """Return rows, weights and index of `args`, an `_Inputs` or `_BackwardInputs`, with H."""
-    weights = ExpertWeights(w1_eCD=args.w1_eCD, w2_eDF=args.w2_eDF)
-    index = ExpertIndex(args.row_ids_R, args.weights_R, args.slots_SK, args.offsets_e)
-    rows = Rows(args.x_SD, args.x_scales, args.dtype)
-    return SavedState(rows, h, weights.replace_updates(_list_updates(args)), index)
+def _make_state(op_args: Any, h: Rows | None = None) -> SavedState:
+    """Return rows, weights and index of `op_args`, an `_Inputs` or `_BackwardInputs`, with H."""
+    weights = ExpertWeights(w1_eCD=op_args.w1_eCD, w2_eDF=op_args.w2_eDF)
+    index = ExpertIndex(op_args.row_ids_R, op_args.weights_R, op_args.slots_SK, op_args.offsets_e)
+    rows = Rows(op_args.x_SD, op_args.x_scales, op_args.dtype)
+    return SavedState(rows, h, weights.replace_updates(_list_updates(op_args)), index)
 
 
-def _list_updates(args: Any) -> tuple[Any, ...]:
-    return args.a1_erD, args.b1_eCr, args.a2_erF, args.b2_eDr
+def _list_updates(op_args: Any) -> tuple[Any, ...]:
+    return op_args.a1_erD, op_args.b1_eCr, op_args.a2_erF, op_args.b2_eDr
 
 
 def _forward(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -97,8 +99,8 @@ def _forward(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
     """
     args = _Inputs(*flat)
     state: Any = _make_state(args)
-    products = make_products(_make_options(args), state.index, state.weights)
-    h, a = products.fc1(products.prepare_rows(state.rows), keep=args.saves_h)
+    products = make_products(_make_expert_options(args), state.index, state.weights)
+    h, a = products.fc1(products.prepare_rows(state.rows), saves_h=args.saves_h)
     # Outputs of a custom op must not alias each other, also if they are empty.
     none, no_scales = (args.x_SD.new_empty(0, dtype=dtype) for dtype in (args.dtype, torch.float32))
     h_rows = Rows(none) if h is None else h
@@ -114,7 +116,7 @@ def _forward_fake(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
     (S, D), R, C = args.x_SD.shape, args.weights_R.shape[0], args.w1_eCD.shape[1]
     empty = partial(args.x_SD.new_empty, dtype=args.dtype)
     y = empty((R if args.unsummed else S, D))
-    recipe = _make_options(args).recipe
+    recipe = _make_expert_options(args).recipe
     if args.saves_h and recipe is not None and recipe.hidden == "fp8":
         return y, empty((R, C), dtype=FP8), empty((R, C // BLOCK), dtype=torch.float32)
     return y, empty((R, C) if args.saves_h else (0,)), empty((0,), dtype=torch.float32)
@@ -126,8 +128,8 @@ def _backward(*flat: Any) -> tuple[Tensor, ...]:
     h_scales = args.h_scales if args.h_scales.ndim > 1 else None
     h = Rows(args.h_RC, h_scales, args.dtype) if args.h_RC.ndim > 1 else None
     state, wants, dy = _make_state(args, h), GradFlags(*args.wants), args.dy.contiguous()
-    products = make_products(_make_options(args), state.index, state.weights)
-    grads: Any = compute_gradients(products, state, dy, wants, unsummed=args.unsummed)
+    products = make_products(_make_expert_options(args), state.index, state.weights)
+    grads: Any = compute_gradients(products, state, dy, wants, has_expert_rows=args.unsummed)
     return tuple(g if want else dy.new_empty(0) for g, want in zip(grads, wants, strict=True))
 
 
@@ -141,12 +143,14 @@ def _backward_fake(*flat: Any) -> tuple[Tensor, ...]:
     )
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _setup_context(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
+) -> None:
     """Save the tensors and options that `_differentiate` reads, as autograd's setup_context."""
     args = _Inputs(*inputs)
     state = _make_state(args, Rows(*output[1:]))
     ctx.save_for_backward(*state.list_saved_tensors())
-    ctx.options, ctx.dtype = _make_options(args), args.dtype
+    ctx.options, ctx.dtype = _make_expert_options(args), args.dtype
     ctx.is_unsummed, ctx.has_handle = args.unsummed, args.handle is not None
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # H would get a gradient of zeros, as large as itself
@@ -161,14 +165,19 @@ def _differentiate(ctx: Any, dy: Tensor | None, *_: None) -> Any:
     wants = GradFlags(
         getattr(needs, leaf), *(getattr(needs, name) for name in GradFlags._fields[1:])
     )
-    state = SavedState.of(ctx.saved_tensors, ctx.dtype)
+    state = SavedState.from_tensors(ctx.saved_tensors, ctx.dtype)
     grads = run_traced_backward(dy, state, ctx.options, ctx.is_unsummed, wants)._asdict()
     return _Inputs(**{leaf: grads.pop("x")}, **grads)
 
 
 _backward_op = Op("expert_mlp_bwd", _backward, _backward_fake, schema=_BACKWARD).custom
 _forward_op = Op(
-    "expert_mlp", _forward, _forward_fake, schema=_FORWARD, save=_save, backward=_differentiate
+    "expert_mlp",
+    _forward,
+    _forward_fake,
+    schema=_FORWARD,
+    setup_context=_setup_context,
+    backward=_differentiate,
 ).custom
 
 
@@ -182,11 +191,15 @@ def _raise_if_delayed_scaling(weights: ExpertWeights, recipe: Recipe | None) -> 
 
 
 def run_traced_backward(
-    dy: Tensor, state: SavedState, options: ExpertMLPOptions, unsummed: bool, wants: GradFlags
+    dy: Tensor,
+    state: SavedState,
+    options: ExpertMLPOptions,
+    has_expert_rows: bool,
+    grad_flags: GradFlags,
 ) -> Grads:
-    """Return the gradients that `wants` requests, computed by the custom op.
+    """Return the gradients that `grad_flags` requests, computed by the custom op.
 
-    `dy` is [S, D], or [R, D] if `unsummed`. Raises ValueError for delayed scaling.
+    `dy` is [S, D], or [R, D] if `has_expert_rows`. Raises ValueError for delayed scaling.
     """
     weights, index = state.weights, state.index
     _raise_if_delayed_scaling(weights, options.recipe)
@@ -195,28 +208,28 @@ def run_traced_backward(
     h_scales = dy.new_empty(0) if h.scales is None else h.scales
     matrices = (weights.w1_eCD, weights.w2_eDF, *weights.list_updates(), index.weights_R)
     places = (index.row_ids_R, index.slots_SK, index.offsets_e)
-    options_flat: Any = (*_flatten_options(options, dy.dtype), unsummed, list(wants))
+    options_flat: Any = (*_flatten_options(options, dy.dtype), has_expert_rows, list(grad_flags))
     rows_flat = (rows.values, rows.scales, h.values, h_scales)
     grads = _backward_op(*_BackwardInputs(dy, *rows_flat, *matrices, *places, *options_flat))
-    return Grads(*(grad if want else None for grad, want in zip(grads, wants, strict=True)))
+    return Grads(*(grad if want else None for grad, want in zip(grads, grad_flags, strict=True)))
 
 
 def run_traced_expert_mlp(
     rows: Rows,
     weights: ExpertWeights,
-    handle_RD: Tensor | None,
+    grad_handle_RD: Tensor | None,
     index: ExpertIndex,
     options: ExpertMLPOptions,
 ) -> Tensor:
     """Return the experts' output, computed by the custom op, which compilers can trace.
 
-    The output is [S, D], or [R, D] with `handle_RD`, which a dispatcher that sums expert rows
+    The output is [S, D], or [R, D] with `grad_handle_RD`, which a dispatcher that sums expert rows
     passes. Raises ValueError for delayed scaling.
     """
     _raise_if_delayed_scaling(weights, options.recipe)
     matrices = (weights.w1_eCD, weights.w2_eDF, *weights.list_updates())
-    handle = rows.handle_SD if handle_RD is None else handle_RD
-    leaves = (rows.values, *matrices, index.weights_R, handle, handle_RD is not None)
+    handle = rows.grad_handle_SD if grad_handle_RD is None else grad_handle_RD
+    leaves = (rows.values, *matrices, index.weights_R, handle, grad_handle_RD is not None)
     places = (index.row_ids_R, index.slots_SK, index.offsets_e)
     y, *_ = _forward_op(
         *_Inputs(*leaves, rows.scales, *places, *_flatten_options(options, rows.dtype))

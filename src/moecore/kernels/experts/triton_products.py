@@ -67,11 +67,11 @@ class TritonProducts(Products):
             index_cache = map_row_tiles(index.offsets_e, length)
         self.index_cache = self.tiles = index_cache
 
-    def fc1(self, rows: Rows, *, keep: bool) -> tuple[Rows | None, Tensor]:
-        """Return H [R, C] (None if not `keep`) and the weighted activation [R, F]."""
+    def fc1(self, rows: Rows, *, saves_h: bool) -> tuple[Rows | None, Tensor]:
+        """Return H [R, C] (None if not `saves_h`) and the weighted activation [R, F]."""
         x = self._choose_source(rows, "fc1")
         h_RC, a_RF = self._multiply_fc1(x, self.low1.compute_forward_addend(x))
-        return Rows(h_RC) if keep else None, a_RF
+        return Rows(h_RC) if saves_h else None, a_RF
 
     def fc2(self, a_RF: Tensor) -> Tensor:
         """Return a @ w2^T [R, D], the output of each expert row."""
@@ -84,10 +84,10 @@ class TritonProducts(Products):
         return Rows(self._multiply(x, b_eDC, self.low1.compute_forward_addend(x)))
 
     def prepare_output_grad(
-        self, dy: Tensor, *, unsummed: bool, wants: GradFlags | None = None
+        self, dy: Tensor, *, has_expert_rows: bool, grad_flags: GradFlags | None = None
     ) -> ProductSource:
-        """Return dY as the source of matmuls: `dy` [R, D] if `unsummed`, otherwise `dy` [S, D]."""
-        return ProductSource(dy, None) if unsummed else self._choose_source(Rows(dy), "dy")
+        """Return dY as a `ProductSource`: [R, D] if `has_expert_rows`, otherwise [S, D]."""
+        return ProductSource(dy, None) if has_expert_rows else self._choose_source(Rows(dy), "dy")
 
     def activation_bwd(self, dy: ProductSource, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
         """Return dH [R, C], gradients of routing weights (fp32 [R]) and act(H) * weight [R, F]."""
@@ -108,11 +108,11 @@ class TritonProducts(Products):
 
     def fc1_wgrad(self, rows: Rows, dh_RC: Tensor, target: GradTarget) -> Tensor:
         """Return the gradient of w1, written to `target`."""
-        return self._weight_grad(self._choose_source(rows, "wgrad"), dh_RC, True, target)
+        return self._compute_weight_grad(self._choose_source(rows, "wgrad"), dh_RC, True, target)
 
     def fc2_wgrad(self, dy: ProductSource, a_RF: Tensor, target: GradTarget) -> Tensor:
         """Return the gradient of w2, written to `target`."""
-        return self._weight_grad(dy, a_RF, False, target)
+        return self._compute_weight_grad(dy, a_RF, False, target)
 
     def fc1_update_grad(self, rows: Rows, dh_RC: Tensor) -> LowRankUpdate:
         """Return the gradients of A and B of the low-rank update of w1."""
@@ -127,17 +127,17 @@ class TritonProducts(Products):
         """Free matrices and low-rank updates; only `fc1_wgrad` and `fc2_wgrad` may run after."""
         del self.w1_eCD, self.w2_eDF, self.low1, self.low2
 
-    def _choose_source(self, rows: Rows, use: Use) -> ProductSource:
-        """Return source rows with row ids, or gathered rows if matmul `use` is faster with them."""
+    def _choose_source(self, rows: Rows, matmul: Use) -> ProductSource:
+        """Return source rows with row ids, or gathered rows if `matmul` is faster with them."""
         if self.tiles is None:
             return ProductSource(rows.widen(), self.row_map.row_ids_R)
         if rows.scales is not None:
             wide_RD = gather_packed_rows(rows.values, rows.scales, rows.dtype, *self.row_map)
             return ProductSource(wide_RD, None)
-        gathers = self.hidden_dim >= GATHER_FIRST.get(use, self.hidden_dim + 1)
+        gathers = self.hidden_dim >= GATHER_FIRST.get(matmul, self.hidden_dim + 1)
         # The kernels that gather while they load add no low-rank update.
-        gathers |= use in ("fc1", "recompute") and self.low1.update is not None
-        if gathers and (self.activation.gated or use == "wgrad") and rows.values.shape[0]:
+        gathers |= matmul in ("fc1", "recompute") and self.low1.update is not None
+        if gathers and (self.activation.gated or matmul == "wgrad") and rows.values.shape[0]:
             return ProductSource(gather_used_rows(rows.values, *self.row_map), None)
         return ProductSource(rows.values, self.row_map.row_ids_R)
 
@@ -159,9 +159,9 @@ class TritonProducts(Products):
         if self.tiles is not None and source.row_ids_R is None:
             return cooperative_gemm(source.rows, b_eKN, self.tiles, addend=addend)
         out_RN = grouped_gemm(source.rows, b_eKN, self.offsets_e, row_ids_R=source.row_ids_R)
-        return self.low1.add(out_RN, addend)
+        return self.low1.add_product(out_RN, addend)
 
-    def _weight_grad(
+    def _compute_weight_grad(
         self, source: ProductSource, y_RN: Tensor, transposed: bool, target: GradTarget
     ) -> Tensor:
         """Return each expert's source^T y, or y^T source if `transposed`, written to `target`."""
@@ -172,7 +172,7 @@ class TritonProducts(Products):
             row_ids_R=source.row_ids_R,
             transposed=transposed,
             out=target.out,
-            adds=target.adds,
+            accumulate=target.accumulate,
             dtype=target.dtype,
             scale=target.scale,
         )

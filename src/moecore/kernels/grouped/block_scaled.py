@@ -54,27 +54,27 @@ def _load_operand(
     values_ptr,  # [rows, K / P] e4m3, or uint8 with two e2m1
     scales_ptr,  # [rows / ROWS, K / B] uint8 with e8m0, or e4m3
     rows,  # int64
-    in_rows,  # bool, of each row
-    start,  # first of BLOCK_K elements of K, a multiple of B
-    end,  # elements of K from there on are 0
+    row_mask,  # bool, of each row
+    k_start,  # first of BLOCK_K elements of K, a multiple of B
+    k_end,  # elements of K from there on are 0
     K,
     ROWS: tl.constexpr,  # rows of a scale
     CONST: tl.constexpr,  # BlockScaledConstants
 ):
     """Return packed bytes [rows, BLOCK_K / P] and scales [rows, BLOCK_K / B] of an operand.
 
-    The elements of K begin at `start`. Elements from `end` on are 0, and so are rows whose
-    `in_rows` is False.
+    The elements of K begin at `k_start`. Elements from `k_end` on are 0, and so are rows whose
+    `row_mask` is False.
     """
     P: tl.constexpr = CONST.P
     B: tl.constexpr = CONST.B
     BLOCK_K: tl.constexpr = CONST.BLOCK_K
-    k = start // P + tl.arange(0, BLOCK_K // P)
-    block = start // B + tl.arange(0, BLOCK_K // B)
-    inside = in_rows[:, None] & (k < end // P)[None, :]
+    k = k_start // P + tl.arange(0, BLOCK_K // P)
+    block = k_start // B + tl.arange(0, BLOCK_K // B)
+    inside = row_mask[:, None] & (k < k_end // P)[None, :]
     values = tl.load(values_ptr + rows[:, None] * (K // P) + k[None, :], mask=inside, other=0.0)
     # A scale of what is masked multiplies zeros; its byte 0 is no NaN of either format.
-    inside = in_rows[:, None] & (block < end // B)[None, :]
+    inside = row_mask[:, None] & (block < k_end // B)[None, :]
     at = scales_ptr + (rows // ROWS)[:, None] * (K // B) + block[None, :]
     return values, tl.load(at, mask=inside, other=0.0)
 
@@ -222,7 +222,7 @@ def block_scaled_wgrad(
     recipe: Recipe,
     *,
     out: Tensor | None = None,
-    adds: bool = False,
+    accumulate: bool = False,
     dtype: torch.dtype | None = None,
     scale: float = 1.0,
 ) -> Tensor:
@@ -235,7 +235,7 @@ def block_scaled_wgrad(
         offsets_e: int32 on the device, running sum of the experts' padded rows, at most W.
         recipe: of both operands.
         out: contiguous [e, M, N], overwritten by the result; None = a new tensor.
-        adds: whether the result is added to `out` instead, in fp32.
+        accumulate: whether the result is added to `out` instead, in fp32.
         dtype: dtype of a new result, None = fp32.
         scale: factor on the fp32 sum, before it is added and rounded once.
     """
@@ -247,6 +247,6 @@ def block_scaled_wgrad(
         *(e, M, N, bytes_W * const.P, scale),
     )
     grid = count_sms(x.values.device)
-    constants = dict(ADD=adds, CONST=const, num_warps=NUM_WARPS)
+    constants = dict(ADD=accumulate, CONST=const, num_warps=NUM_WARPS)
     launch(block_scaled_grouped_wgrad_kernel, grid, *args, **constants)
     return out

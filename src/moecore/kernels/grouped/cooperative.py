@@ -10,14 +10,14 @@ dim, C = 2F columns of h. One persistent program per multiprocessor:
 
     loading warp      fills a ring of stages with blocks of a and b, by TMA  (_load_step)
     warp group 0, 1   multiply the upper and the lower half of every tile    (_multiply_tiles)
-    two more warps    compute the activation of h, with FC1                  (_activate)
+    two more warps    compute the activation of h, with FC1                  (_store_activation)
 
 The warps share the ring, the tiles, and `stage`: blocks of out for TMA to store, or gate and up of
 each group, with two barriers per group: staged when gate and up are there, released when the two
 more warps have read them.
 
 TMA stores the staged half of a tile while the group continues with the next tile. Where an expert's
-rows end, or F ends within a tile of h, threads store the part instead (store_part).
+rows end, or F ends within a tile of h, threads store the part instead (store_block).
 
 2 * R * N * K floating-point operations. Bytes moved at least: a (R * K elements), b and the outputs
 once each. Tiles of this size read a quarter less through the L2 cache than those of `pingpong.py`,
@@ -45,14 +45,14 @@ from moecore.kernels.grouped.skeleton import (
     GroupedConstants,
     Ring,
     RowTiling,
-    await_stage,
-    begin_staging,
-    end_stage_before,
-    end_staging,
+    fence_staging_buffer,
     load_row_tiles,
-    locate_rows,
+    locate_output_tile,
     make_barriers,
-    store_part,
+    release_previous_stage,
+    store_block,
+    wait_for_stage,
+    wait_for_staging_buffer,
 )
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.activation_kernel import activate
@@ -67,50 +67,53 @@ EPILOGUE_REGISTERS, PRODUCER_REGISTERS = 88, 24
 
 
 @gluon.jit
-def _load_step(operands, place, k, ring, slot, bar, CONST: gl.constexpr):
-    """Loading warp: start TMA loads of one step's blocks of a and b into stage `slot` of the ring.
+def _load_step(operands, location, k, ring, stage_idx, barrier, CONST: gl.constexpr):
+    """Loading warp: start TMA loads of one step's blocks of a and b into a stage of the ring.
 
-    `place` is the tile from `locate_rows`, `bar` the full barrier of the stage. `k` counts the
-    summed columns of a, then of the addend.
+    `location` is the tile from `locate_output_tile`, `barrier` the full barrier of the
+    stage. `k` counts the summed columns of a, then of the addend.
     """
     if CONST.ADDEND:
         a_desc, b_desc, K, N, u_desc, m_desc, rank = operands
         first = gl.cdiv(K, CONST.BLOCK_K) * CONST.BLOCK_K
         if k < first:
-            _load_blocks(a_desc, b_desc, K, N, place, k, ring, slot, bar, CONST)
+            _load_blocks(a_desc, b_desc, K, N, location, k, ring, stage_idx, barrier, CONST)
         else:
-            _load_blocks(u_desc, m_desc, rank, N, place, k - first, ring, slot, bar, CONST)
+            _load_blocks(
+                u_desc, m_desc, rank, N, location, k - first, ring, stage_idx, barrier, CONST
+            )
     else:
         a_desc, b_desc, K, N = operands
-        _load_blocks(a_desc, b_desc, K, N, place, k, ring, slot, bar, CONST)
+        _load_blocks(a_desc, b_desc, K, N, location, k, ring, stage_idx, barrier, CONST)
 
 
 @gluon.jit
-def _load_blocks(a_desc, b_desc, K, N, place, k, ring, slot, bar, CONST: gl.constexpr):
+def _load_blocks(a_desc, b_desc, K, N, location, k, ring, stage_idx, barrier, CONST: gl.constexpr):
     """Start TMA loads of columns from `k` on of a tile's rows and of its expert's matrix.
 
-    `place` is the tile from `locate_rows`, `bar` the full barrier of stage `slot`.
+    `location` is the tile from `locate_output_tile`, `barrier` the full barrier of stage
+    `stage_idx`.
     """
-    expert, row, _, n = place
+    expert, row, _, n = location
     HALF_N: gl.constexpr = CONST.BLOCK_N // 2
-    b = ring.b.index(slot)
-    tma_load(a_desc, [row, k], bar, ring.a.index(slot))
+    b = ring.b.index(stage_idx)
+    tma_load(a_desc, [row, k], barrier, ring.a.index(stage_idx))
     if CONST.ACT is not None:  # gate columns, then the up columns that belong to them
         first = expert * 2 * N + n * HALF_N
-        tma_load(b_desc, [first, k], bar, b.slice(0, HALF_N, 0))
-        tma_load(b_desc, [first + N, k], bar, b.slice(HALF_N, HALF_N, 0))
+        tma_load(b_desc, [first, k], barrier, b.slice(0, HALF_N, 0))
+        tma_load(b_desc, [first + N, k], barrier, b.slice(HALF_N, HALF_N, 0))
     elif CONST.B_IS_NK:
-        tma_load(b_desc, [expert * N + n * CONST.BLOCK_N, k], bar, b)
+        tma_load(b_desc, [expert * N + n * CONST.BLOCK_N, k], barrier, b)
     else:
-        tma_load(b_desc, [expert * K + k, n * CONST.BLOCK_N], bar, b)
+        tma_load(b_desc, [expert * K + k, n * CONST.BLOCK_N], barrier, b)
 
 
 @gluon.jit
-def _activate(
+def _store_activation(
     weights_ptr,  # [R] fp32
     h_ptr,  # [R, 2F], out
     out_ptr,  # [R, F], out
-    stage,  # shared memory with gate and up of h, and barriers
+    staging,  # shared memory with gate and up of h, and barriers
     tiles,  # RowTiling
     N,
     CONST: gl.constexpr,  # GroupedConstants
@@ -123,10 +126,10 @@ def _activate(
     ACT: gl.constexpr = CONST.ACT
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
     dtype: gl.constexpr = out_ptr.dtype.element_ty
-    out_smem, staged, released = stage
+    out_smem, staged, released = staging
     parity = 0
     for tile in range(gl.program_id(0), tiles.num_rows * tiles.num_columns, gl.num_programs(0)):
-        _, first, end, n = locate_rows(tile, tiles, CONST.GROUP_M)
+        _, first, end, n = locate_output_tile(tile, tiles, CONST.GROUP_M)
         column = n * HALF_N
         for group in gl.static_range(2):
             hopper.mbarrier.wait(staged.index(group), parity)
@@ -139,15 +142,15 @@ def _activate(
                     thread_barrier()  # all have read the last rows
                     hopper.mbarrier.arrive(released.index(group), count=1)
                 if not is_full:
-                    store_part(h_ptr, gate, row, end, column, N, 2 * N)
-                    store_part(h_ptr + N, up, row, end, column, N, 2 * N)
+                    store_block(h_ptr, gate, row, end, column, N, 2 * N)
+                    store_block(h_ptr + N, up, row, end, column, N, 2 * N)
                 rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
                 weights = gl.load(weights_ptr + rows, mask=rows < end, other=0.0)
                 # The activation reads h as it is stored: the backward recomputes it from there.
                 gate, up = gate.to(gl.float32), up.to(gl.float32)
                 a = activate(gate, up, ACT)
                 out = (a * weights[:, None]).to(dtype)
-                store_part(out_ptr, out, row, end, column, N, N)
+                store_block(out_ptr, out, row, end, column, N, N)
         parity = 1 - parity
 
 
@@ -155,14 +158,14 @@ def _activate(
 def _multiply_tiles(
     GROUP: gl.constexpr,  # 0 or 1: the number of this warp group
     outputs,  # TMA descriptor of h (None without an activation), pointer and descriptor of out
-    stage,  # shared memory and barriers, see above
+    staging,  # shared memory and barriers, see above
     ring,  # Ring
     tiles,  # RowTiling
     K,
     N,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Multiplying warp group: store its half of every tile's rows, or stage h for `_activate`."""
+    """Multiplying warps: store half of every tile's rows, or stage h for `_store_activation`."""
     N = N // 8 * 8  # it is a multiple of 8 already; now the compiler knows, and stores 16 bytes
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     HALF_M: gl.constexpr = CONST.BLOCK_M // 2
@@ -172,52 +175,52 @@ def _multiply_tiles(
     )
     h_desc, out_ptr, out_desc = outputs
     dtype: gl.constexpr = out_ptr.dtype.element_ty
-    out_smem = stage[0]
+    out_smem = staging[0]
     parity = 1
     step = 0
     for tile in range(gl.program_id(0), tiles.num_rows * tiles.num_columns, gl.num_programs(0)):
-        _, row, end, n = locate_rows(tile, tiles, CONST.GROUP_M)
+        _, row, end, n = locate_output_tile(tile, tiles, CONST.GROUP_M)
         row += GROUP * HALF_M
         total_MN = gl.zeros((HALF_M, BLOCK_N), gl.float32, layout)
         for k in range(0, K, CONST.BLOCK_K):
-            slot = await_stage(ring, step)
+            slot = wait_for_stage(ring, step)
             a = ring.a.index(slot).slice(GROUP * HALF_M, HALF_M, 0)
             b = ring.b.index(slot)
             if CONST.B_IS_NK:
                 b = b.permute((1, 0))
             total_MN = hopper.warpgroup_mma(a, b, total_MN, is_async=True)
             total_MN = hopper.warpgroup_mma_wait(1, deps=(total_MN,))
-            end_stage_before(ring, step, k > 0)
+            release_previous_stage(ring, step, k > 0)
             step += 1
         total_MN = hopper.warpgroup_mma_wait(0, deps=(total_MN,))
-        end_stage_before(ring, step, True)
+        release_previous_stage(ring, step, True)
         out = total_MN.to(dtype)
         if CONST.ACT is not None:
             column = n * HALF_N
             gate, up = split_halves(out)
-            staged, released = stage[1], stage[2]
+            staged, released = staging[1], staging[2]
             hopper.mbarrier.wait(released.index(GROUP), parity)
             parity = 1 - parity
-            begin_staging()
+            wait_for_staging_buffer()
             out_smem.index(GROUP).store(gate)
             out_smem.index(GROUP + 2).store(up)
-            end_staging()
+            fence_staging_buffer()
             hopper.mbarrier.arrive(staged.index(GROUP), count=1)
             if (row + HALF_M <= end) & (column + HALF_N <= N):
                 tma_store(h_desc, [row, column], out_smem.index(GROUP))
                 tma_store(h_desc, [row, N + column], out_smem.index(GROUP + 2))
         elif row + HALF_M <= end:
-            begin_staging()
+            wait_for_staging_buffer()
             out_smem.index(GROUP).store(out)
-            end_staging()
+            fence_staging_buffer()
             tma_store(out_desc, [row, n * BLOCK_N], out_smem.index(GROUP))
         else:
             wide: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
             lower, upper = split_halves(out)
             column = n * BLOCK_N
-            store_part(out_ptr, gl.convert_layout(lower, wide), row, end, column, N, N)
+            store_block(out_ptr, gl.convert_layout(lower, wide), row, end, column, N, N)
             column += HALF_N
-            store_part(out_ptr, gl.convert_layout(upper, wide), row, end, column, N, N)
+            store_block(out_ptr, gl.convert_layout(upper, wide), row, end, column, N, N)
     hopper.tma.store_wait(0)
 
 
@@ -275,7 +278,7 @@ def sm90_bf16_grouped_kernel(
             [
                 (_multiply_tiles, (0, outputs, stage, ring, tiles, K, N, CONST)),
                 (_multiply_tiles, (1, outputs, stage, ring, tiles, K, N, CONST)),
-                (_activate, (weights_ptr, h_ptr, out_ptr, stage, tiles, N, CONST)),
+                (_store_activation, (weights_ptr, h_ptr, out_ptr, stage, tiles, N, CONST)),
                 (load_row_tiles, (gl.constexpr(_load_step), operands, ring, tiles, K, CONST)),
             ],
             [4, 2, 1],

@@ -22,14 +22,14 @@ from torch import Tensor
 from moecore.kernels.common import (
     count_sms,
     has_hopper_kernels,
+    iterate_expert_slices,
     launch,
     make_gluon_descriptor,
-    split_by_expert,
 )
 from moecore.kernels.grouped.fp8_kernel import sm90_fp8_grouped_nt_kernel
 from moecore.kernels.grouped.fp8_wgrad_kernel import sm90_fp8_grouped_wgrad_kernel
 from moecore.kernels.grouped.skeleton import GroupedConstants
-from moecore.kernels.grouped.wgrad import store_grad
+from moecore.kernels.grouped.wgrad import scale_and_store_grad
 from moecore.kernels.rows.e4m3 import BLOCK
 from moecore.kernels.rows.row_tiles import BLOCK_M, RowTiles
 from moecore.kernels.rows.scaling import Blocks
@@ -44,7 +44,7 @@ def fp8_gemm_ref(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) ->
     """Compute `fp8_gemm` in plain PyTorch; rows past offsets_e[-1] are 0. Host sync."""
     R, N = a.values.shape[0], b.values.shape[1]
     out_RN = torch.zeros(R, N, device=b.values.device, dtype=torch.float32)
-    for i, rows in enumerate(split_by_expert(offsets_e)):
+    for i, rows in enumerate(iterate_expert_slices(offsets_e)):
         for k in range(a.values.shape[1] // BLOCK):
             part = slice(k * BLOCK, (k + 1) * BLOCK)
             product = a.values[rows, part].float() @ b.values[i, :, part].float().T
@@ -87,7 +87,7 @@ def fp8_wgrad_ref(x: Blocks, y: Blocks, tiles: RowTiles) -> Tensor:
     """Compute `fp8_wgrad` in plain PyTorch, tile by tile, in fp32. Host sync."""
     M, N = x.values.shape[1], y.values.shape[1]
     out_eMN = x.scales.new_zeros(tiles.ends_e.shape[0], M, N)
-    for i, of_expert in enumerate(split_by_expert(tiles.ends_e)):
+    for i, of_expert in enumerate(iterate_expert_slices(tiles.ends_e)):
         for t in range(of_expert.start, of_expert.stop):
             product = x.values[t].float() @ y.values[t].float().T
             x_scales_M = x.scales[t].repeat_interleave(BLOCK)
@@ -102,7 +102,7 @@ def fp8_wgrad(
     tiles: RowTiles,
     *,
     out: Tensor | None = None,
-    adds: bool = False,
+    accumulate: bool = False,
     dtype: torch.dtype = torch.float32,
     scale: float = 1.0,
 ) -> Tensor:
@@ -116,17 +116,19 @@ def fp8_wgrad(
             multiples of 128.
         tiles: the row tiles of both.
         out: fp32 or bf16, contiguous [e, M, N], overwritten by the result; None = a new tensor.
-        adds: whether the result is added to `out` instead.
+        accumulate: whether the result is added to `out` instead.
         dtype: dtype of a new result.
         scale: factor on the fp32 sum, before it is added and rounded.
     """
     if not has_hopper_kernels(tiles.map.device):
-        return store_grad(fp8_wgrad_ref(x, y, tiles), out, adds, dtype, scale)
+        return scale_and_store_grad(fp8_wgrad_ref(x, y, tiles), out, accumulate, dtype, scale)
     M, N, e = x.values.shape[1], y.values.shape[1], tiles.ends_e.shape[0]
     out_eMN = x.values.new_empty(e, M, N, dtype=dtype) if out is None else out
     x_desc = make_gluon_descriptor(x.values.view(-1, BLOCK), (BLOCK_M, BLOCK))
     y_desc = make_gluon_descriptor(y.values.view(-1, BLOCK), (BLOCK_N, BLOCK))
-    out_desc = None if adds else make_gluon_descriptor(out_eMN, (1, BLOCK_M // 2, BLOCK_N // 2))
+    out_desc = (
+        None if accumulate else make_gluon_descriptor(out_eMN, (1, BLOCK_M // 2, BLOCK_N // 2))
+    )
     args = (x_desc, y_desc, x.scales, y.scales, tiles.ends_e, out_eMN, out_desc, e, M, N, scale)
     grid = count_sms(out_eMN.device)
     launch(sm90_fp8_grouped_wgrad_kernel, grid, *args, CONST=CONST, num_warps=4)

@@ -26,13 +26,13 @@ from moecore.kernels.common import (
 from moecore.kernels.grouped.skeleton import (
     Ring,
     RowTiling,
-    await_stage,
-    begin_staging,
-    end_staging,
+    fence_staging_buffer,
     load_row_tiles,
-    locate_rows,
+    locate_output_tile,
     make_barriers,
-    store_part,
+    store_block,
+    wait_for_stage,
+    wait_for_staging_buffer,
 )
 
 
@@ -49,30 +49,32 @@ class LoadedScales(NamedTuple):
 
 
 @gluon.jit
-def _load_step(operands, place, k, ring, slot, bar, CONST: gl.constexpr):
-    """Load columns from k on of a and b for tile `place` (`locate_rows`), and a's scales."""
+def _load_step(operands, location, k, ring, stage_idx, barrier, CONST: gl.constexpr):
+    """Load columns from k on of a and b, and a's scales; location: `locate_output_tile`."""
     a_desc, b_desc, scales, N = operands
-    expert, row, end, n = place
-    tma_load(a_desc, [row, k], bar, ring.a.index(slot))
-    tma_load(b_desc, [expert * N + n * CONST.BLOCK_N, k], bar, ring.b.index(slot))
+    expert, row, end, n = location
+    tma_load(a_desc, [row, k], barrier, ring.a.index(stage_idx))
+    tma_load(b_desc, [expert * N + n * CONST.BLOCK_N, k], barrier, ring.b.index(stage_idx))
     rows = row + gl.arange(0, CONST.BLOCK_M, gl.BlockedLayout([1], [32], [1], [0]))
     a_scales_ptr = scales.a_ptr + (k // CONST.BLOCK_K).to(gl.int64) * scales.a_stride
-    async_load(scales.a.index(slot), a_scales_ptr + rows, rows < end)
-    hopper.async_copy.mbarrier_arrive(bar, increment_count=False)
+    async_load(scales.a.index(stage_idx), a_scales_ptr + rows, rows < end)
+    hopper.async_copy.mbarrier_arrive(barrier, increment_count=False)
 
 
 @gluon.jit
-def _store_rows(out_ptr, out_desc, out_smem, x, row, end, column, N):
-    """Store x at (row, column) by TMA through out_smem, or by threads if x exceeds row `end`."""
-    begin_staging(1)
+def _store_rows(out_ptr, out_desc, out_smem, x, first_row, row_end, first_column, N):
+    """Store x at (row, column) by TMA through out_smem, or by threads if x exceeds `row_end`."""
+    wait_for_staging_buffer(1)
     out_smem.store(x.to(out_smem.dtype))
-    end_staging()
-    if row + x.shape[0] <= end:
-        tma_store(out_desc, [row, column], out_smem)
+    fence_staging_buffer()
+    if first_row + x.shape[0] <= row_end:
+        tma_store(out_desc, [first_row, first_column], out_smem)
     else:
         wide: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
-        store_part(out_ptr, out_smem.load(wide), row, end, column, N, N)
-        hopper.tma.store_wait(0)  # begin_staging counts stores: this block has none in flight
+        store_block(out_ptr, out_smem.load(wide), first_row, row_end, first_column, N, N)
+        hopper.tma.store_wait(
+            0
+        )  # wait_for_staging_buffer counts stores: this block has none in flight
 
 
 @gluon.jit
@@ -98,7 +100,7 @@ def _multiply_tiles(
     nothing = gl.zeros((HALF_M, HALF_N), gl.float32, layout)
     step = 0
     for tile in range(gl.program_id(0), tiles.num_rows * tiles.num_columns, gl.num_programs(0)):
-        expert, row, end, n = locate_rows(tile, tiles, CONST.GROUP_M)
+        expert, row, end, n = locate_output_tile(tile, tiles, CONST.GROUP_M)
         block = gl.minimum(n * 2 + GROUP, N // HALF_N - 1)
         b_scale_ptr = scales.b_ptr + expert * scales.b_stride_e + block * scales.b_stride_n
         next_scale = gl.load(b_scale_ptr)
@@ -106,7 +108,7 @@ def _multiply_tiles(
         lower_MN = gl.zeros((HALF_M, HALF_N), gl.float32, layout)
         num_k = gl.cdiv(K, CONST.BLOCK_K)
         for k in range(num_k):
-            slot = await_stage(ring, step)
+            slot = wait_for_stage(ring, step)
             a, a_scales = ring.a.index(slot), scales.a.index(slot)
             b = ring.b.index(slot).slice(GROUP * HALF_N, HALF_N, 0).permute((1, 0))
             sums_MN = hopper.warpgroup_mma(

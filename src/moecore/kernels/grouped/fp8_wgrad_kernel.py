@@ -14,31 +14,37 @@ from moecore.kernels.common import gl, gluon, hopper, tma_load
 from moecore.kernels.grouped.skeleton import (
     Ring,
     WeightTiling,
-    add_part,
-    await_stage,
-    load_range,
+    add_block,
+    load_expert_range,
     load_weight_tiles,
-    locate_weights,
+    locate_weight_tile,
     make_barriers,
     store_weight_block,
+    wait_for_stage,
 )
 
 
 @gluon.jit
-def _load_step(operands, m, n, t, ring, slot, bar, CONST: gl.constexpr):
-    """Load column tile m of x and n of y for row tile t by TMA, into stage `slot` of the ring."""
+def _load_step(
+    operands, row_tile, column_tile, summed_tile, ring, stage_idx, barrier, CONST: gl.constexpr
+):
+    """Load a column tile of x and one of y for row tile `summed_tile` by TMA into a stage."""
     x_desc, y_desc, M, N = operands
-    tma_load(x_desc, [t * M + m * CONST.BLOCK_M, 0], bar, ring.a.index(slot))
-    tma_load(y_desc, [t * N + n * CONST.BLOCK_N, 0], bar, ring.b.index(slot))
+    tma_load(
+        x_desc, [summed_tile * M + row_tile * CONST.BLOCK_M, 0], barrier, ring.a.index(stage_idx)
+    )
+    tma_load(
+        y_desc, [summed_tile * N + column_tile * CONST.BLOCK_N, 0], barrier, ring.b.index(stage_idx)
+    )
 
 
 @gluon.jit
-def _store_block(out_ptr, out_desc, out_smem, x, expert, row, column, M, N):
+def _store_block(out_ptr, out_desc, out_smem, x, expert, first_row, first_column, M, N):
     """Store fp32 x at (row, column) of an expert's gradient by TMA; add x if out_desc is None."""
     if out_desc is None:
-        add_part(out_ptr + expert.to(gl.int64) * M * N, x, row, column, M, N)
+        add_block(out_ptr + expert.to(gl.int64) * M * N, x, first_row, first_column, M, N)
     else:
-        store_weight_block(out_desc, out_smem, x, expert, row, column, False)
+        store_weight_block(out_desc, out_smem, x, expert, first_row, first_column, False)
 
 
 @gluon.jit
@@ -73,8 +79,8 @@ def _multiply_tiles(
         stage = out_smem.index(GROUP)
     step = 0
     for tile in range(gl.program_id(0), tiles.num_tiles, gl.num_programs(0)):
-        expert, m, n = locate_weights(tile, tiles, CONST.GROUP_M)
-        start, end = load_range(ends_ptr, expert)
+        expert, m, n = locate_weight_tile(tile, tiles, CONST.GROUP_M)
+        start, end = load_expert_range(ends_ptr, expert)
         block = gl.minimum(n * 2 + GROUP, N // HALF_N - 1)
         x_scale_ptr = x_scales_ptr + start * (M // BLOCK_M) + m
         y_scale_ptr = y_scales_ptr + start * (N // HALF_N) + block
@@ -82,7 +88,7 @@ def _multiply_tiles(
         upper_MN = gl.zeros((HALF_M, HALF_N), gl.float32, layout)
         lower_MN = gl.zeros((HALF_M, HALF_N), gl.float32, layout)
         for t in range(start, end):
-            slot = await_stage(ring, step)
+            slot = wait_for_stage(ring, step)
             x = ring.a.index(slot)
             y = ring.b.index(slot).slice(GROUP * HALF_N, HALF_N, 0).permute((1, 0))
             sums_MN = hopper.warpgroup_mma(

@@ -21,9 +21,9 @@ from torch import Tensor
 from moecore.kernels.common import (
     INTERPRET,
     count_sms,
+    iterate_expert_slices,
     launch,
     next_power_of_2,
-    split_by_expert,
     tl,
     triton,
 )
@@ -40,7 +40,7 @@ def grouped_gemm_ref(
     rows_R = a if row_ids_R is None else a.index_select(0, row_ids_R)
     dtype = torch.promote_types(a.dtype, torch.float32)
     out = torch.zeros(rows_R.shape[0], b.shape[2], dtype=dtype, device=a.device)
-    for i, rows in enumerate(split_by_expert(offsets_e)):
+    for i, rows in enumerate(iterate_expert_slices(offsets_e)):
         out[rows] = rows_R[rows].to(dtype) @ b[i].to(dtype)
     return out.to(a.dtype)
 
@@ -88,24 +88,24 @@ SMALL = TileConfig(BLOCK_M=16, BLOCK_N=32, BLOCK_K=16, GROUP_M=2, NUM_WARPS=4)
 @triton.jit
 def _store_tile(
     out_ptr,
-    out,  # [BLOCK_M, columns]
+    tile,  # [BLOCK_M, columns]
     rows,  # int64
-    in_rows,
-    column,  # first column
+    row_mask,
+    first_column,  # first column
     num_columns,
     row_stride,
     ADD: tl.constexpr = False,
 ):
-    """Store the tile `out` at `rows` and at columns from `column` on, or with ADD add it in fp32.
+    """Store `tile` at `rows` and at columns from `first_column` on, or with ADD add it in fp32.
 
-    Rows whose in_rows is False and columns from num_columns on are skipped.
+    Rows whose row_mask is False and columns from num_columns on are skipped.
     """
-    columns = column + tl.arange(0, out.shape[1])
-    mask = in_rows[:, None] & (columns < num_columns)[None, :]
+    columns = first_column + tl.arange(0, tile.shape[1])
+    mask = row_mask[:, None] & (columns < num_columns)[None, :]
     at = out_ptr + rows[:, None] * row_stride + columns[None, :]
     if ADD:
-        out = out.to(tl.float32) + tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=mask)
+        tile = tile.to(tl.float32) + tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, tile.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_experts"])
@@ -306,10 +306,10 @@ def grouped_gemm_activation(
     return h_RC, a_RF
 
 
-def _choose_config(gather: bool, narrow: bool, wide: bool) -> TileConfig:
-    """Return the tile sizes; `narrow`: few columns; `wide`: an fp32 result or a sum with `out`."""
-    if wide:
+def _choose_config(gathers: bool, has_few_columns: bool, has_wide_output: bool) -> TileConfig:
+    """Return the tile sizes; `has_wide_output` = an fp32 result or a sum with `out`."""
+    if has_wide_output:
         return WIDE
-    if narrow:
-        return NARROW_GATHER if gather else NARROW
-    return GATHER if gather else CONTIGUOUS
+    if has_few_columns:
+        return NARROW_GATHER if gathers else NARROW
+    return GATHER if gathers else CONTIGUOUS

@@ -53,11 +53,11 @@ from moecore.kernels.grouped.skeleton import (
     GroupedConstants,
     Ring,
     RowTiling,
-    await_stage,
     begin_stage,
-    end_stage_before,
-    locate_rows,
+    locate_output_tile,
     make_barriers,
+    release_previous_stage,
+    wait_for_stage,
 )
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.activation_kernel import activate_with_gradients
@@ -94,7 +94,7 @@ def _load_tiles(
     ELEMENTS: gl.constexpr = BLOCK_N if GATHER else BLOCK_M + BLOCK_N
     step = 0
     for tile in range(gl.program_id(0), tiles.num_rows * tiles.num_columns, gl.num_programs(0)):
-        expert, row, end, n = locate_rows(tile, tiles, CONST.GROUP_M)
+        expert, row, end, n = locate_output_tile(tile, tiles, CONST.GROUP_M)
         if GATHER:
             in_rows = row + in_tile < end
             source = gl.load(row_ids_ptr + row + in_tile, mask=in_rows, other=0).to(gl.int64)
@@ -121,29 +121,29 @@ def _load_tiles(
 
 
 @gluon.jit
-def _fetch_h(h_desc, h_smem, arrived, slot, row, column, F):
-    """Start to load gate and up columns at (row, column) of h to `slot` 0 or 1 of h_smem by TMA."""
-    bar = arrived.index(slot)
+def _fetch_h(h_desc, h_smem, h_barriers, h_slot, first_row, first_column, F):
+    """Start to load gate and up columns at (row, column) of h to half `h_slot` of h_smem by TMA."""
+    bar = h_barriers.index(h_slot)
     hopper.mbarrier.expect(bar, h_smem.shape[1] * h_smem.shape[2] * 4)
-    tma_load(h_desc, [row, column], bar, h_smem.index(2 * slot))
-    tma_load(h_desc, [row, F + column], bar, h_smem.index(2 * slot + 1))
+    tma_load(h_desc, [first_row, first_column], bar, h_smem.index(2 * h_slot))
+    tma_load(h_desc, [first_row, F + first_column], bar, h_smem.index(2 * h_slot + 1))
 
 
 @gluon.jit
 def _store_activation_bwd(
     total_MN,  # da of the tile, fp32
-    stage,  # shared memory of da and h, and barriers
-    other_turn,  # barrier: the other group may use da_smem and h_smem
+    staging,  # shared memory of da and h, and barriers
+    other_group_barrier,  # barrier: the other group may use da_smem and h_smem
     outputs,  # pointers (weights, weighted activation, dh, this column tile's part of dweights)
-    place,  # row, end and column of the tile; if there is a next tile, its row and column
+    location,  # row, end and column of the tile; if there is a next tile, its row and column
     F,
     CONST: gl.constexpr,  # GroupedConstants
 ):
     """Store dh, act(h) * weight and a tile's sums of dweights from da and h; fetch the next h."""
     weights_ptr, out_ptr, dh_ptr, dweights_ptr = outputs
-    row, end, column, has_next, next_row, next_column = place
+    row, end, column, has_next, next_row, next_column = location
     ACT: gl.constexpr = CONST.ACT
-    da_smem, h_desc, h_smem, arrived = stage
+    da_smem, h_desc, h_smem, arrived = staging
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     lower, upper = split_halves(total_MN.to(dtype))
     parts = split_halves(lower) + split_halves(upper)
@@ -175,7 +175,7 @@ def _store_activation_bwd(
         da = da_smem.index(i).load(layout).to(gl.float32)
         if i == 3:
             thread_barrier()  # all have read da
-            hopper.mbarrier.arrive(other_turn, count=1)
+            hopper.mbarrier.arrive(other_group_barrier, count=1)
         dweights += gl.sum(gl.where(mask, da * a, 0.0), 1)
         out = out_ptr + (rows.to(gl.int64) * F)[:, None] + columns[None, :]
         gl.store(out, (a * weights[:, None]).to(dtype), mask=mask)
@@ -189,8 +189,8 @@ def _store_activation_bwd(
 @gluon.jit
 def _multiply_tiles(
     GROUP: gl.constexpr,  # 0 or 1: the number of this warp group
-    turns,  # two barriers per group: it may multiply, it may store
-    stage,  # shared memory of da and h, and barriers
+    turn_barriers,  # two barriers per group: it may multiply, it may store
+    staging,  # shared memory of da and h, and barriers
     ring,  # Ring
     tiles,  # RowTiling
     outputs,  # pointers (weights, out, dh, dweights)
@@ -201,7 +201,7 @@ def _multiply_tiles(
 ):
     """Warp group GROUP: compute every other tile; store dh, act(h) * weight and dweights.
 
-    `turns` has the barriers by which both groups alternate.
+    `turn_barriers` has the barriers by which both groups alternate.
     """
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
@@ -209,9 +209,9 @@ def _multiply_tiles(
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BLOCK_N, 16]
     )
-    turn, store_turn = turns
+    turn, store_turn = turn_barriers
     weights_ptr, out_ptr, dh_ptr, dweights_ptr = outputs
-    _da_smem, h_desc, h_smem, arrived = stage
+    _da_smem, h_desc, h_smem, arrived = staging
     num_k = gl.cdiv(K, CONST.BLOCK_K)
     num_tiles = tiles.num_rows * tiles.num_columns
     step = GROUP * num_k
@@ -220,38 +220,38 @@ def _multiply_tiles(
     first = gl.program_id(0) + GROUP * gl.num_programs(0)
     if GROUP == 0:
         if first < num_tiles:
-            _, row, _, n = locate_rows(first, tiles, CONST.GROUP_M)
+            _, row, _, n = locate_output_tile(first, tiles, CONST.GROUP_M)
             _fetch_h(h_desc, h_smem, arrived, 0, row, n * BLOCK_N, N)
             _fetch_h(h_desc, h_smem, arrived, 1, row, n * BLOCK_N + BLOCK_N // 4, N)
     for tile in range(first, num_tiles, 2 * gl.num_programs(0)):
-        _, row, end, n = locate_rows(tile, tiles, CONST.GROUP_M)
+        _, row, end, n = locate_output_tile(tile, tiles, CONST.GROUP_M)
         total_MN = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout)
         # Not before the other group has read its last stage: a barrier distinguishes even and
         # odd phases only, so a group that waits too early reads the other's data as its own.
         hopper.mbarrier.wait(turn.index(GROUP), parity)
         parity = 1 - parity
         for i in range(num_k):
-            slot = await_stage(ring, step)
+            slot = wait_for_stage(ring, step)
             hopper.fence_async_shared()  # gathered rows came through the generic proxy
             a, b = ring.a.index(slot), ring.b.index(slot)
             total_MN = hopper.warpgroup_mma(a, b, total_MN, is_async=True)
             total_MN = hopper.warpgroup_mma_wait(1, deps=(total_MN,))
-            end_stage_before(ring, step, i > 0)
+            release_previous_stage(ring, step, i > 0)
             step += 1
         hopper.mbarrier.arrive(turn.index(1 - GROUP), count=1)
         total_MN = hopper.warpgroup_mma_wait(0, deps=(total_MN,))
-        end_stage_before(ring, step, True)
+        release_previous_stage(ring, step, True)
         step += num_k  # the other group's
         after = tile + gl.num_programs(0)  # the other group's
         has_next = after < num_tiles
         at = gl.where(has_next, after, tile)
-        _, next_row, _, next_n = locate_rows(at, tiles, CONST.GROUP_M)
+        _, next_row, _, next_n = locate_output_tile(at, tiles, CONST.GROUP_M)
         hopper.mbarrier.wait(store_turn.index(GROUP), store_parity)
         store_parity = 1 - store_parity
         place = (row, end, n * BLOCK_N, has_next, next_row, next_n * BLOCK_N)
         outputs = (weights_ptr, out_ptr, dh_ptr, dweights_ptr + n.to(gl.int64) * R)
         other_turn = store_turn.index(1 - GROUP)
-        _store_activation_bwd(total_MN, stage, other_turn, outputs, place, N, CONST)
+        _store_activation_bwd(total_MN, staging, other_turn, outputs, place, N, CONST)
 
 
 @gluon.jit(do_not_specialize=["R"])

@@ -6,14 +6,14 @@
 `scaled_rows.py` makes the operands, of the kind "row". A scale belongs to all elements along the
 summed dim, so the sum is multiplied by the scale at the end.
 
-Torch's grouped product multiplies E4M3 by E4M3. If one operand is E5M2, the kernels `mixed_gemm`
-and `mixed_wgrad` multiply. Tensor cores sum 128 products with fewer bits than fp32, and these sums
-are added in fp32. The speed of the kernels was not measured.
+Torch's grouped product multiplies E4M3 by E4M3. If one operand is E5M2, the kernels
+`mixed_format_gemm` and `mixed_format_wgrad` multiply. Tensor cores sum 128 products with fewer bits
+than fp32, and these sums are added in fp32. The speed of the kernels was not measured.
 
 Letters: R expert rows (length), e experts, K the summed dim, M and N rows of an output, P rows with
 each expert's padded to a multiple of 16 (bytes, from which torch's product may read). The kernels'
-grids are persistent as in `gemm.py`, whose order of tiles `mixed_gemm` has. Bytes moved at least:
-each operand and the output once; 2 * R * N * K floating-point operations.
+grids are persistent as in `gemm.py`, whose order of tiles `mixed_format_gemm` has. Bytes moved at
+least: each operand and the output once; 2 * R * N * K floating-point operations.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torch import Tensor
 from moecore.base.torch_private import scaled_grouped_mm, skips_communication
 from moecore.kernels.common import (
     INTERPRET,
+    can_use_kernel,
     count_sms,
+    iterate_expert_slices,
     launch,
     next_power_of_2,
-    split_by_expert,
     tl,
     triton,
-    use_kernel,
 )
 from moecore.kernels.grouped.triton_tiles import count_row_tiles, locate_tile
 from moecore.kernels.rows.scaling import ALIGNED, Blocks
@@ -41,11 +41,13 @@ GROUP_M = 8  # row tiles that share a matrix in L2
 
 
 @triton.jit
-def _load_block(values_ptr, rows, in_rows, k, end, width, BLOCK_K: tl.constexpr):
-    """Return columns k to k + BLOCK_K of `rows`; 0 from `end` on, and where in_rows is False."""
-    columns = k + tl.arange(0, BLOCK_K)
-    inside = in_rows[:, None] & (columns < end)[None, :]
-    return tl.load(values_ptr + rows[:, None] * width + columns[None, :], mask=inside, other=0.0)
+def _load_block(values_ptr, rows, row_mask, k_start, k_end, row_stride, BLOCK_K: tl.constexpr):
+    """Return columns k to k + BLOCK_K of `rows`; 0 from `k_end` on, and where row_mask is False."""
+    columns = k_start + tl.arange(0, BLOCK_K)
+    inside = row_mask[:, None] & (columns < k_end)[None, :]
+    return tl.load(
+        values_ptr + rows[:, None] * row_stride + columns[None, :], mask=inside, other=0.0
+    )
 
 
 @triton.jit(do_not_specialize=["num_experts"])
@@ -131,7 +133,7 @@ def mixed_grouped_wgrad_kernel(
         tl.store(at, out.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & in_columns[None, :])
 
 
-def mixed_gemm(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
+def mixed_format_gemm(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute `scaled_gemm` by a Triton kernel; the FP8 formats of `a` and `b` may differ."""
     (R, K), (e, N, _) = a.values.shape, b.values.shape
     out_RN = a.values.new_empty(R, N, dtype=dtype)
@@ -144,7 +146,7 @@ def mixed_gemm(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> T
     return out_RN
 
 
-def mixed_wgrad(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
+def mixed_format_wgrad(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute `scaled_wgrad` by a Triton kernel; the FP8 formats of x and y may differ."""
     (M, P), N, e = x.values.shape, y.values.shape[0], offsets_e.shape[0]
     out_eMN = x.values.new_empty(e, M, N, dtype=dtype)
@@ -167,14 +169,14 @@ def _has_mixed_formats(a: Blocks, b: Blocks) -> bool:
 
 def _uses_reference(a: Blocks, b: Blocks) -> bool:
     """Return whether the plain PyTorch references multiply these operands."""
-    return needs_reference(b.values) and not (_has_mixed_formats(a, b) and use_kernel(b.values))
+    return needs_reference(b.values) and not (_has_mixed_formats(a, b) and can_use_kernel(b.values))
 
 
 def scaled_gemm_ref(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute `scaled_gemm` in plain PyTorch; rows past offsets_e[-1] are 0. Host sync."""
     shape = (a.values.shape[0], b.values.shape[1])
     out_RN = torch.zeros(shape, device=b.values.device, dtype=torch.float32)
-    for i, rows in enumerate(split_by_expert(offsets_e)):
+    for i, rows in enumerate(iterate_expert_slices(offsets_e)):
         product = a.values[rows].float() @ b.values[i].float().T
         out_RN[rows] = product * a.scales[rows, None] * b.scales[i]
     return out_RN.to(dtype)
@@ -193,7 +195,7 @@ def scaled_gemm(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> 
     if not R or skips_communication(b_eKN):
         return b_eKN.new_empty(R, b_eKN.shape[2], dtype=dtype)
     if _has_mixed_formats(a, b):
-        return mixed_gemm(a, b, offsets_e, dtype)
+        return mixed_format_gemm(a, b, offsets_e, dtype)
     scales = (a.scales, b.scales)
     return scaled_grouped_mm(a.values, b_eKN, *scales, offs=offsets_e, out_dtype=dtype)  # type: ignore[no-any-return]
 
@@ -201,7 +203,7 @@ def scaled_gemm(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> 
 def scaled_wgrad_ref(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute `scaled_wgrad` in plain PyTorch. Host sync."""
     out = []
-    for i, rows in enumerate(split_by_expert(offsets_e)):
+    for i, rows in enumerate(iterate_expert_slices(offsets_e)):
         product = x.values[:, rows].float() @ y.values[:, rows].float().T
         out.append(product * x.scales[i, :, None] * y.scales[i])
     return torch.stack(out).to(dtype)
@@ -218,6 +220,6 @@ def scaled_wgrad(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) ->
     if skips_communication(x.values):
         return x.values.new_empty(*x.scales.shape, y.scales.shape[1], dtype=dtype)
     if _has_mixed_formats(x, y):
-        return mixed_wgrad(x, y, offsets_e, dtype)
+        return mixed_format_wgrad(x, y, offsets_e, dtype)
     scales = (x.scales.flatten(), y.scales.flatten())
     return scaled_grouped_mm(x.values, y.values.T, *scales, offs=offsets_e, out_dtype=dtype)  # type: ignore[no-any-return]

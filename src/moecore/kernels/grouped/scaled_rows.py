@@ -7,8 +7,8 @@
 Operands have the kind "row" of `rows/scaling.py`. With `per_row` each row of `rows` has a scale,
 and in `columns` each expert and column. Otherwise all expert rows have one scale and each matrix
 has one, repeated for every row. One pass writes both operands. A pass before it computes the
-largest magnitudes, unless `amax` is given or one kernel reads full rows (only `rows`, a scale per
-row).
+largest magnitudes, unless `amax` is given or one kernel reads full rows (only `rowwise`, a scale
+per row).
 
 Rows past the last expert's are not read and not written. Columns are 0 in the padding between two
 experts' rows.
@@ -25,26 +25,34 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import INTERPRET, cdiv, launch, next_power_of_2, tl, triton, use_kernel
+from moecore.kernels.common import (
+    INTERPRET,
+    can_use_kernel,
+    cdiv,
+    launch,
+    next_power_of_2,
+    tl,
+    triton,
+)
 from moecore.kernels.rows.cast import (
-    cast_rows,
     choose_amax_ref,
     compute_amax_parts,
-    has_kernel,
+    has_cast_kernel,
+    launch_cast_rows,
     view_as_bytes,
 )
 from moecore.kernels.rows.cast_kernel import (
     amax_kernel,
     load_amax,
     locate_row_tile,
+    record_amax,
     to_fp8,
-    track_amax,
 )
 from moecore.kernels.rows.e4m3 import (
     BLOCK,
+    abs_without_nan_ref,
     compute_block_scale,
     compute_block_scale_ref,
-    magnitude_ref,
 )
 from moecore.kernels.rows.row_tiles import load_expert_ranges
 from moecore.kernels.rows.scaling import (
@@ -54,7 +62,7 @@ from moecore.kernels.rows.scaling import (
     Blocks,
     OperandPair,
     compute_amax_ref,
-    encode_ref,
+    encode_fp8_ref,
     get_values_and_scales,
     quantise_ref,
     update_amax_ref_,
@@ -67,26 +75,26 @@ class PaddedRows(NamedTuple):
     """Positions of expert rows in a layout that pads each expert's rows to a multiple."""
 
     expert_R: Tensor  # int64 expert of each row; e for rows past the last one in use
-    place_R: Tensor  # int64 row in P; P for rows past the last one in use
+    position_R: Tensor  # int64 row in P; P for rows past the last one in use
     offsets_e: Tensor  # int32 running sum of the padded counts
-    length: int  # P
+    num_rows: int  # P
 
 
-def pad_rows(offsets_e: Tensor, num_rows: int, multiple: int = ALIGNED) -> PaddedRows:
-    """Return positions of R = num_rows expert rows, each expert's padded to `multiple`. No sync."""
+def pad_rows(offsets_e: Tensor, num_rows: int, row_multiple: int = ALIGNED) -> PaddedRows:
+    """Return positions of expert rows that are padded per expert to `row_multiple`. No sync."""
     # Each expert has at least `multiple` rows, because torch's product does not write the output of
-    # an expert without rows. Example, 22 rows, experts of 3 and 17: offsets 16 and 48, place_R 0 to
+    # an expert without rows. Example, 22 rows, experts of 3 and 17: offsets 16, 48, position_R 0 to
     # 2, 16 to 32, 64, 64.
     e = offsets_e.shape[0]
     counts_e = offsets_e.diff(prepend=offsets_e.new_zeros(1))
-    padded_e = (counts_e.clamp(min=1) + multiple - 1) // multiple * multiple
+    padded_e = (counts_e.clamp(min=1) + row_multiple - 1) // row_multiple * row_multiple
     ends_e = padded_e.cumsum(0, dtype=torch.int32)
     row_R = torch.arange(num_rows, device=offsets_e.device)
     expert_R = torch.searchsorted(offsets_e, row_R.int(), right=True)
     shift_e = (ends_e - padded_e) - (offsets_e - counts_e)
-    length = cdiv(num_rows, multiple) * multiple + e * multiple
-    place_R = row_R + shift_e[expert_R.clamp(max=e - 1)]
-    return PaddedRows(expert_R, place_R.where(expert_R < e, length), ends_e, length)
+    length = cdiv(num_rows, row_multiple) * row_multiple + e * row_multiple
+    position_R = row_R + shift_e[expert_R.clamp(max=e - 1)]
+    return PaddedRows(expert_R, position_R.where(expert_R < e, length), ends_e, length)
 
 
 def pad_offsets_ref(offsets_e: Tensor) -> Tensor:
@@ -100,66 +108,73 @@ def quantise_expert_rows_ref(
     *,
     per_row: bool,
     power_of_two: bool,
-    fmt: str = "e4m3",
-    rows: bool = True,
-    columns: bool = True,
+    fp8_format: str = "e4m3",
+    rowwise: bool = True,
+    columnwise: bool = True,
     amax: Tensor | None = None,
-    seen: Tensor | None = None,
+    new_amax: Tensor | None = None,
 ) -> OperandPair:
     """Compute `quantise_expert_rows` in plain PyTorch; unused rows are zeros."""
     R, D = x_RD.shape
     layout = pad_rows(offsets_e, R)
     is_used = layout.expert_R < offsets_e.shape[0]
     x_RD = torch.where(is_used[:, None], x_RD.detach(), 0).float()
-    if seen is not None and R:
-        update_amax_ref_(x_RD, seen)
+    if new_amax is not None and R:
+        update_amax_ref_(x_RD, new_amax)
     if amax is not None:
         amax = amax.amax().reshape(1, 1)
     elif not per_row:
-        amax = magnitude_ref(x_RD).amax().reshape(1, 1) if R else x_RD.new_zeros(1, 1)
+        amax = abs_without_nan_ref(x_RD).amax().reshape(1, 1) if R else x_RD.new_zeros(1, 1)
     of_rows = of_columns = None
-    if rows:
-        values, scales = quantise_ref(x_RD, -1, power_of_two, fmt, amax)
+    if rowwise:
+        values, scales = quantise_ref(x_RD, -1, power_of_two, fp8_format, amax)
         of_rows = Blocks(values, scales.flatten().expand(R).contiguous(), "row")
-    if columns:
+    if columnwise:
         amax_eD = _compute_column_amax(x_RD, layout) if amax is None else amax
         amax_eD = amax_eD.expand(offsets_e.shape[0] + 1, D)
-        amax_eD, largest = amax_eD.contiguous(), LARGEST[fmt]
+        amax_eD, largest = amax_eD.contiguous(), LARGEST[fp8_format]
         scales_eD, inverse_eD = compute_block_scale_ref(amax_eD, power_of_two, largest)
-        values_RD = encode_ref(x_RD, inverse_eD[layout.expert_R], fmt)
-        values_PD = x_RD.new_zeros(layout.length + 1, D, dtype=torch.uint8)
-        values_PD.index_copy_(0, layout.place_R, values_RD.view(torch.uint8))
-        values_DP = values_PD[:-1].T.contiguous().view(DTYPES[fmt])
+        values_RD = encode_fp8_ref(x_RD, inverse_eD[layout.expert_R], fp8_format)
+        values_PD = x_RD.new_zeros(layout.num_rows + 1, D, dtype=torch.uint8)
+        values_PD.index_copy_(0, layout.position_R, values_RD.view(torch.uint8))
+        values_DP = values_PD[:-1].T.contiguous().view(DTYPES[fp8_format])
         of_columns = Blocks(values_DP, scales_eD[:-1].contiguous(), "row")
     return OperandPair(of_rows, of_columns)
 
 
-def compute_row_amax(x_RD: Tensor, offsets_e: Tensor, past: Tensor) -> Tensor:
+def compute_row_amax(x_RD: Tensor, offsets_e: Tensor, past_amax: Tensor) -> Tensor:
     """Return fp32 [n], whose largest entry gives the scale of all expert rows. No host sync.
 
-    `past`, fp32 [1], is the largest magnitude of earlier steps, 0 = none. If `past` is not 0, all
-    entries are `past`. Otherwise the entries are largest magnitudes of rows in use.
+    `past_amax`, fp32 [1], is the largest magnitude of earlier steps, 0 = none. If `past_amax` is
+    not 0, all entries are `past_amax`. Otherwise the entries are largest magnitudes of rows in use.
     """
-    if has_kernel(x_RD):
+    if has_cast_kernel(x_RD):
         x_RD = x_RD if x_RD.stride(1) == 1 else x_RD.contiguous()
-        return compute_amax_parts(x_RD, offsets_e, past)
+        return compute_amax_parts(x_RD, offsets_e, past_amax)
     is_used = torch.arange(len(x_RD), device=x_RD.device) < offsets_e[-1]
-    return choose_amax_ref(past, compute_amax_ref(torch.where(is_used[:, None], x_RD.detach(), 0)))
+    return choose_amax_ref(
+        past_amax, compute_amax_ref(torch.where(is_used[:, None], x_RD.detach(), 0))
+    )
 
 
 def _compute_column_amax(x_RD: Tensor, layout: PaddedRows) -> Tensor:
     """Return fp32 [e + 1, D], the amax of each expert's columns; the last row is of unused rows."""
     expert_RD = layout.expert_R[:, None].expand_as(x_RD)
     none_eD = x_RD.new_zeros(layout.offsets_e.shape[0] + 1, x_RD.shape[1])
-    return none_eD.scatter_reduce_(0, expert_RD, magnitude_ref(x_RD), "amax")
+    return none_eD.scatter_reduce_(0, expert_RD, abs_without_nan_ref(x_RD), "amax")
 
 
 def quantise_expert_matrices_ref(
-    w_eND: Tensor, *, per_row: bool, power_of_two: bool, rows: bool = True, columns: bool = True
+    w_eND: Tensor,
+    *,
+    per_row: bool,
+    power_of_two: bool,
+    rowwise: bool = True,
+    columnwise: bool = True,
 ) -> OperandPair:
     """Compute `quantise_expert_matrices` in plain PyTorch."""
     operands: list[Blocks | None] = []
-    for is_requested, dim in ((rows, 2), (columns, 1)):
+    for is_requested, dim in ((rowwise, 2), (columnwise, 1)):
         operand = None
         if is_requested:
             values, scales = quantise_ref(w_eND, dim if per_row else (1, 2), power_of_two)
@@ -173,7 +188,7 @@ def quantise_expert_matrices_ref(
 @triton.jit(do_not_specialize=["num_experts"])
 def pad_offsets_kernel(
     offsets_ptr,  # [e] int32
-    padded_ptr,  # [e] int32, out
+    padded_offsets_ptr,  # [e] int32, out
     num_experts,
     E_POW2: tl.constexpr,
     MULTIPLE: tl.constexpr,
@@ -183,16 +198,16 @@ def pad_offsets_kernel(
     starts, ends, exists = load_expert_ranges(offsets_ptr, num_experts, E_POW2)
     sizes = tl.cdiv(tl.maximum(ends - starts, 1), MULTIPLE) * MULTIPLE
     sizes = tl.cumsum(tl.where(exists, sizes, 0), 0)
-    tl.store(padded_ptr + experts, sizes, mask=exists)
+    tl.store(padded_offsets_ptr + experts, sizes, mask=exists)
 
 
 @triton.jit(do_not_specialize=["num_experts", "N"])
-def cast_of_experts_kernel(
-    x_ptr,  # [R, D] or [e, N, D], rows `stride` apart
+def quantise_experts_kernel(
+    x_ptr,  # [R, D] or [e, N, D], rows `row_stride` apart
     offsets_ptr,  # [e] int32; None = N rows each
-    padded_ptr,  # [e] int32, from `pad_offsets`; None = P each
+    padded_offsets_ptr,  # [e] int32, from `pad_offsets`; None = P each
     amax_ptr,  # fp32: PARTS = 0 as in `amax_kernel`; else [PARTS], or [e, PARTS]
-    seen_ptr,  # fp32 [1]: grows to the largest finite magnitude, in and out; None = it does not
+    new_amax_ptr,  # fp32 [1]: grows to the largest finite magnitude, in and out; None = it does not
     rows_ptr,  # FP8, of x's shape, out; None = not this operand
     row_scales_ptr,  # fp32, one for each of them, out
     columns_ptr,  # FP8 [D, P] or [e, D, N], out; None = not this operand
@@ -201,7 +216,7 @@ def cast_of_experts_kernel(
     N,
     R,
     D,
-    stride,
+    row_stride,
     P,  # length of the columns
     PARTS: tl.constexpr,
     HAS_AMAX: tl.constexpr,  # the amax is of other rows
@@ -221,9 +236,9 @@ def cast_of_experts_kernel(
         d = column_tile * BLOCK + lane
         is_row, is_column = row < end, d < D
         inside = is_row[:, None] & is_column[None, :]
-        x = tl.load(x_ptr + row[:, None] * stride + d[None, :], mask=inside, other=0.0)
+        x = tl.load(x_ptr + row[:, None] * row_stride + d[None, :], mask=inside, other=0.0)
         x = x.to(tl.float32)
-        x = track_amax(x, seen_ptr, HAS_AMAX)
+        x = record_amax(x, new_amax_ptr, HAS_AMAX)
         if PARTS:
             of_all = amax_ptr
             if offsets_ptr is None:
@@ -247,20 +262,20 @@ def cast_of_experts_kernel(
             tl.store(column_scales_ptr + expert * D + d, scale, mask=is_column & (first == 0))
             quotient = tl.where(is_row[:, None], x * inverse[None, :], 0.0)
             value = tl.trans(to_fp8(quotient, columns_ptr, E5M2))
-            if padded_ptr is None:
+            if padded_offsets_ptr is None:
                 to, place, stop = columns_ptr + expert * D * P, first + lane, P
             else:
-                before = tl.load(padded_ptr + expert - 1, mask=expert > 0, other=0)
+                before = tl.load(padded_offsets_ptr + expert - 1, mask=expert > 0, other=0)
                 # so that the compiler writes 16 bytes at a time
                 to, place = columns_ptr, tl.multiple_of(before, 16) + first + lane
-                stop = tl.multiple_of(tl.load(padded_ptr + expert), 16)
+                stop = tl.multiple_of(tl.load(padded_offsets_ptr + expert), 16)
             at = to + d.to(tl.int64)[:, None] * P + place[None, :]
             tl.store(at, value, mask=is_column[:, None] & (place < stop)[None, :])
 
 
 def pad_offsets(offsets_e: Tensor) -> Tensor:
     """Return int32 [e], the running sum of row counts, each padded to a positive multiple of 16."""
-    if not use_kernel(offsets_e):
+    if not can_use_kernel(offsets_e):
         return pad_offsets_ref(offsets_e)
     padded_e, e = torch.empty_like(offsets_e), offsets_e.shape[0]
     e_pow2 = next_power_of_2(e)
@@ -277,17 +292,19 @@ class _ScaledInput(NamedTuple):
     num_experts: int
     per_row: bool
     power_of_two: bool
-    fmt: str = "e4m3"
+    fp8_format: str = "e4m3"
 
-    def cast(self, out: OperandPair, amax: Tensor | None, seen: Tensor | None) -> OperandPair:
-        """Fill `out` by kernels and return it; amax and seen are as for `quantise_expert_rows`."""
+    def quantise(
+        self, out: OperandPair, amax: Tensor | None, new_amax: Tensor | None
+    ) -> OperandPair:
+        """Fill `out` by kernels and return it; amax, new_amax: as for `quantise_expert_rows`."""
         x, offsets_e, e, formats = self.x, self.offsets_e, self.num_experts, self.formats
         outputs = [t for side in out for t in get_values_and_scales(side)]
         if INTERPRET:
             outputs = [view_as_bytes(t) for t in outputs]
         (N, D), R, stride = x.shape[-2:], x.shape[:-1].numel(), x.stride(-2)
-        if self.per_row and out.columns is None and amax is None and seen is None:
-            cast_rows(x, offsets_e, outputs[0], outputs[1], R, D, stride, e, **formats)
+        if self.per_row and out.columns is None and amax is None and new_amax is None:
+            launch_cast_rows(x, offsets_e, outputs[0], outputs[1], R, D, stride, e, **formats)
             return out
         tiles = cdiv(R, BLOCK) + e if offsets_e is not None else e * cdiv(N, BLOCK)
         grid, sizes = tiles * cdiv(D, BLOCK), (e, N, R, D, stride)
@@ -301,23 +318,23 @@ class _ScaledInput(NamedTuple):
             amax = compute_amax_parts(x, offsets_e) if amax is None else amax
             parts = amax.shape[-1]
         P = 0 if out.columns is None else out.columns.values.shape[-1]
-        args = (x, offsets_e, self.padded_e, amax, seen, *outputs, *sizes, P)
+        args = (x, offsets_e, self.padded_e, amax, new_amax, *outputs, *sizes, P)
         constants = dict(PARTS=parts, HAS_AMAX=has_amax, **formats, **shared)
-        launch(cast_of_experts_kernel, grid, *args, **constants)
+        launch(quantise_experts_kernel, grid, *args, **constants)
         return out
 
     @property
     def formats(self) -> dict[str, Any]:
         """The compile-time arguments E5M2 and POWER_OF_TWO of the kernels."""
-        return dict(E5M2=self.fmt == "e5m2", POWER_OF_TWO=self.power_of_two)
+        return dict(E5M2=self.fp8_format == "e5m2", POWER_OF_TWO=self.power_of_two)
 
 
 def _make_empty_blocks(
-    x: Tensor, fmt: str, shape: tuple[int, ...], scales: tuple[int, ...]
+    x: Tensor, fp8_format: str, values_shape: tuple[int, ...], scales_shape: tuple[int, ...]
 ) -> Blocks:
     """Return an uninitialised "row" operand with values and scales of these shapes."""
-    values = torch.empty(shape, dtype=DTYPES[fmt], device=x.device)
-    return Blocks(values, torch.empty(scales, dtype=torch.float32, device=x.device), "row")
+    values = torch.empty(values_shape, dtype=DTYPES[fp8_format], device=x.device)
+    return Blocks(values, torch.empty(scales_shape, dtype=torch.float32, device=x.device), "row")
 
 
 def quantise_expert_rows(
@@ -327,11 +344,11 @@ def quantise_expert_rows(
     *,
     per_row: bool,
     power_of_two: bool,
-    fmt: str = "e4m3",
-    rows: bool = True,
-    columns: bool = True,
+    fp8_format: str = "e4m3",
+    rowwise: bool = True,
+    columnwise: bool = True,
     amax: Tensor | None = None,
-    seen: Tensor | None = None,
+    new_amax: Tensor | None = None,
 ) -> OperandPair:
     """Quantise expert rows to FP8 operands of kind "row". No autograd, no host sync.
 
@@ -339,47 +356,56 @@ def quantise_expert_rows(
         x_RD: bf16, fp16 or fp32; D a multiple of 16. Rows past the last expert's are not read, and
             are uninitialised in the result.
         offsets_e: int32, the running sum of the experts' rows.
-        padded_e: from `pad_offsets`; None without `columns`.
+        padded_e: from `pad_offsets`; None without `columnwise`.
         per_row: whether each row has a scale; otherwise all expert rows have one.
         power_of_two: whether scales are powers of two.
-        fmt: "e4m3" or "e5m2".
-        rows: whether to make [R, D] with scales [R], for sums over D.
-        columns: whether to make [D, P] with scales [e, D], for sums over an expert's rows. Columns
-            from padded_e[-1] on are uninitialised.
+        fp8_format: "e4m3" or "e5m2".
+        rowwise: whether to make [R, D] with scales [R], for sums over D.
+        columnwise: whether to make [D, P] with scales [e, D], for sums over an expert's rows.
+            Columns from padded_e[-1] on are uninitialised.
         amax: fp32 [n], whose largest entry gives all scales (larger values saturate); None = of x.
-        seen: fp32 [1], raised in place to the largest finite magnitude; None = not recorded.
+        new_amax: fp32 [1], raised in place to the largest finite magnitude; None = not recorded.
     """
-    if not has_kernel(x_RD):
-        scales: Any = dict(per_row=per_row, power_of_two=power_of_two, fmt=fmt)
-        layouts: Any = dict(rows=rows, columns=columns, amax=amax, seen=seen)
+    if not has_cast_kernel(x_RD):
+        scales: Any = dict(per_row=per_row, power_of_two=power_of_two, fp8_format=fp8_format)
+        layouts: Any = dict(rowwise=rowwise, columnwise=columnwise, amax=amax, new_amax=new_amax)
         return quantise_expert_rows_ref(x_RD, offsets_e, **scales, **layouts)
     x_RD = x_RD if x_RD.stride(1) == 1 else x_RD.contiguous()
     (R, D), e = x_RD.shape, offsets_e.shape[0]
     length = cdiv(R, ALIGNED) * ALIGNED + e * ALIGNED
     out = OperandPair(
-        _make_empty_blocks(x_RD, fmt, (R, D), (R,)) if rows else None,
-        _make_empty_blocks(x_RD, fmt, (D, length), (e, D)) if columns else None,
+        _make_empty_blocks(x_RD, fp8_format, (R, D), (R,)) if rowwise else None,
+        _make_empty_blocks(x_RD, fp8_format, (D, length), (e, D)) if columnwise else None,
     )
-    source = _ScaledInput(x_RD, offsets_e, padded_e, e, per_row, power_of_two, fmt)
-    return source.cast(out, amax, seen)
+    source = _ScaledInput(x_RD, offsets_e, padded_e, e, per_row, power_of_two, fp8_format)
+    return source.quantise(out, amax, new_amax)
 
 
 def quantise_expert_matrices(
-    w_eND: Tensor, *, per_row: bool, power_of_two: bool, rows: bool = True, columns: bool = True
+    w_eND: Tensor,
+    *,
+    per_row: bool,
+    power_of_two: bool,
+    rowwise: bool = True,
+    columnwise: bool = True,
 ) -> OperandPair:
     """Quantise matrices to E4M3 operands, with one scale per row or one per matrix.
 
-    w_eND is bf16, fp16 or fp32; N and D are multiples of 16. `rows` requests [e, N, D] with scales
-    [e, N], `columns` [e, D, N] with scales [e, D]. No autograd, no host sync.
+    w_eND is bf16, fp16 or fp32; N and D are multiples of 16. `rowwise` requests [e, N, D] with
+    scales [e, N], `columnwise` [e, D, N] with scales [e, D]. No autograd, no host sync.
     """
     w_eND = w_eND.detach().contiguous()
-    if not has_kernel(w_eND):
+    if not has_cast_kernel(w_eND):
         return quantise_expert_matrices_ref(
-            w_eND, per_row=per_row, power_of_two=power_of_two, rows=rows, columns=columns
+            w_eND,
+            per_row=per_row,
+            power_of_two=power_of_two,
+            rowwise=rowwise,
+            columnwise=columnwise,
         )
     e, N, D = w_eND.shape
     out = OperandPair(
-        _make_empty_blocks(w_eND, "e4m3", (e, N, D), (e, N)) if rows else None,
-        _make_empty_blocks(w_eND, "e4m3", (e, D, N), (e, D)) if columns else None,
+        _make_empty_blocks(w_eND, "e4m3", (e, N, D), (e, N)) if rowwise else None,
+        _make_empty_blocks(w_eND, "e4m3", (e, D, N), (e, D)) if columnwise else None,
     )
-    return _ScaledInput(w_eND, None, None, e, per_row, power_of_two).cast(out, None, None)
+    return _ScaledInput(w_eND, None, None, e, per_row, power_of_two).quantise(out, None, None)

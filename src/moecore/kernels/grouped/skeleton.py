@@ -79,61 +79,63 @@ class WeightTiling(NamedTuple):
 
 
 @gluon.jit
-def make_barriers(NUM: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Return NUM initialised mbarriers, whose phase completes with ARRIVALS arrivals."""
+def make_barriers(NUM_BARRIERS: gl.constexpr, NUM_ARRIVALS: gl.constexpr):
+    """Return NUM_BARRIERS initialised mbarriers; a phase completes with NUM_ARRIVALS arrivals."""
     # A partition must use the barriers. Otherwise the compiler reuses their memory without the
     # required `mbarrier.inval`, and if processes shared a GPU 8 bytes there were sometimes
     # overwritten (docs/findings.md#warps-registers-and-barriers).
-    bars = gl.allocate_shared_memory(gl.int64, [NUM, 1], hopper.mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUM):
-        hopper.mbarrier.init(bars.index(i), count=ARRIVALS)
+    bars = gl.allocate_shared_memory(gl.int64, [NUM_BARRIERS, 1], hopper.mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUM_BARRIERS):
+        hopper.mbarrier.init(bars.index(i), count=NUM_ARRIVALS)
     return bars
 
 
 @gluon.jit
-def begin_stage(ring, step, BYTES: gl.constexpr):
-    """Wait until a step's stage is empty, announce BYTES of TMA; return stage and full barrier."""
+def begin_stage(ring, step_idx, NUM_BYTES: gl.constexpr):
+    """Wait until a step's stage is empty, expect NUM_BYTES of TMA; return stage, full barrier."""
     STAGES: gl.constexpr = ring.full.shape[0]
-    slot = step % STAGES
+    slot = step_idx % STAGES
     bar = ring.full.index(slot)
-    hopper.mbarrier.wait(ring.empty.index(slot), (step // STAGES & 1) ^ 1)
-    hopper.mbarrier.expect(bar, BYTES)
+    hopper.mbarrier.wait(ring.empty.index(slot), (step_idx // STAGES & 1) ^ 1)
+    hopper.mbarrier.expect(bar, NUM_BYTES)
     return slot, bar
 
 
 @gluon.jit
-def await_stage(ring, step):
+def wait_for_stage(ring, step_idx):
     """Wait until the stage of a step is full; return the stage's number."""
     STAGES: gl.constexpr = ring.full.shape[0]
-    slot = step % STAGES
-    hopper.mbarrier.wait(ring.full.index(slot), step // STAGES & 1)
+    slot = step_idx % STAGES
+    hopper.mbarrier.wait(ring.full.index(slot), step_idx // STAGES & 1)
     return slot
 
 
 @gluon.jit
-def end_stage_before(ring, step, pred):
-    """Mark the stage of the step before `step` as empty, if `pred`."""
+def release_previous_stage(ring, step_idx, predicate):
+    """Mark the stage of the step before `step_idx` as empty, if `predicate` is True."""
     STAGES: gl.constexpr = ring.full.shape[0]
-    hopper.mbarrier.arrive(ring.empty.index((step + STAGES - 1) % STAGES), count=1, pred=pred)
+    hopper.mbarrier.arrive(
+        ring.empty.index((step_idx + STAGES - 1) % STAGES), count=1, pred=predicate
+    )
 
 
 @gluon.jit
-def locate_rows(tile, tiling, GROUP_M: gl.constexpr):
+def locate_output_tile(tile_idx, tiling, GROUP_M: gl.constexpr):
     """Return expert, first row, end of the expert's rows and column tile of a RowTiling's tile."""
     width = GROUP_M * tiling.num_columns
-    first = tile // width * GROUP_M
+    first = tile_idx // width * GROUP_M
     size = gl.minimum(tiling.num_rows - first, GROUP_M)
-    inside = tile % width
+    inside = tile_idx % width
     at = tiling.map_ptr + (1 + first + inside % size) * FIELDS
     return gl.load(at), gl.load(at + 1), gl.load(at + 2), inside // size
 
 
 @gluon.jit
-def locate_weights(tile, tiling, GROUP_M: gl.constexpr):
+def locate_weight_tile(tile_idx, tiling, GROUP_M: gl.constexpr):
     """Return expert, row tile number and column tile number of a WeightTiling's tile."""
     per_expert = tiling.num_rows * tiling.num_columns
-    expert = tile // per_expert
-    inside = tile % per_expert
+    expert = tile_idx // per_expert
+    inside = tile_idx % per_expert
     width = GROUP_M * tiling.num_columns
     first = inside // width * GROUP_M
     size = gl.minimum(tiling.num_rows - first, GROUP_M)
@@ -142,94 +144,94 @@ def locate_weights(tile, tiling, GROUP_M: gl.constexpr):
 
 
 @gluon.jit
-def load_range(ends_ptr, expert):
+def load_expert_range(ends_ptr, expert):
     """Return an expert's (start, end) in the running sum `ends_ptr`."""
     start = gl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
     return start, gl.load(ends_ptr + expert)
 
 
 @gluon.jit
-def _begin_step(ring, step, CONST: gl.constexpr):
+def _begin_step(ring, step_idx, CONST: gl.constexpr):
     """Begin a stage for TMA of a block of a and a block of b; return stage and full barrier."""
     BITS: gl.constexpr = ring.a.dtype.primitive_bitwidth
-    return begin_stage(ring, step, (CONST.BLOCK_M + CONST.BLOCK_N) * CONST.BLOCK_K * BITS // 8)
+    return begin_stage(ring, step_idx, (CONST.BLOCK_M + CONST.BLOCK_N) * CONST.BLOCK_K * BITS // 8)
 
 
 @gluon.jit
 def load_row_tiles(
-    LOAD: gl.constexpr,  # function (operands, place of the tile, k, ring, slot, barrier, CONST)
-    operands,  # tuple that LOAD reads
-    ring,  # Ring that LOAD fills
+    LOAD_STEP: gl.constexpr,  # see below
+    operands,  # tuple that LOAD_STEP reads
+    ring,  # Ring that LOAD_STEP fills
     tiling,  # RowTiling
     K,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Loading warp: call LOAD for each step along K of every tile that this program computes.
+    """Loading warp: call LOAD_STEP for each step along K of every tile that this program computes.
 
-    LOAD(operands, place, k, ring, slot, barrier, CONST) starts the loads of a step into a stage.
+    LOAD_STEP(operands, location, k, ring, stage_idx, barrier, CONST) starts one step's loads.
     """
     step = 0
     for tile in range(gl.program_id(0), tiling.num_rows * tiling.num_columns, gl.num_programs(0)):
-        place = locate_rows(tile, tiling, CONST.GROUP_M)
+        place = locate_output_tile(tile, tiling, CONST.GROUP_M)
         for k in range(0, K, CONST.BLOCK_K):
             slot, bar = _begin_step(ring, step, CONST)
-            LOAD(operands, place, k, ring, slot, bar, CONST)
+            LOAD_STEP(operands, place, k, ring, slot, bar, CONST)
             step += 1
 
 
 @gluon.jit
 def load_weight_tiles(
-    LOAD: gl.constexpr,  # function (operands, m, n, row, ring, slot, barrier, CONST)
-    operands,  # tuple that LOAD reads
+    LOAD_STEP: gl.constexpr,  # see below
+    operands,  # tuple that LOAD_STEP reads
     ends_ptr,  # [e] int32, running sum of the experts' rows, or row tiles
-    ring,  # Ring that LOAD fills
+    ring,  # Ring that LOAD_STEP fills
     tiling,  # WeightTiling
-    ROWS: gl.constexpr,  # rows, or row tiles, of a step
+    ROWS_PER_STEP: gl.constexpr,  # rows, or row tiles, of a step
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Loading warp: call LOAD for each step of ROWS rows of every tile of this program.
+    """Loading warp: call LOAD_STEP for each ROWS_PER_STEP rows of every tile of this program.
 
-    LOAD(operands, m, n, row, ring, slot, barrier, CONST) starts the loads of a step into a stage. A
-    tile sums over its expert's rows or row tiles, whose running sum is `ends_ptr`.
+    LOAD_STEP(operands, row_tile, column_tile, row, ring, stage_idx, barrier, CONST) starts the
+    loads. A tile sums over its expert's rows or row tiles, whose running sum is `ends_ptr`.
     """
     step = 0
     for tile in range(gl.program_id(0), tiling.num_tiles, gl.num_programs(0)):
-        expert, m, n = locate_weights(tile, tiling, CONST.GROUP_M)
-        start, end = load_range(ends_ptr, expert)
-        for row in range(start, end, ROWS):
+        expert, m, n = locate_weight_tile(tile, tiling, CONST.GROUP_M)
+        start, end = load_expert_range(ends_ptr, expert)
+        for row in range(start, end, ROWS_PER_STEP):
             slot, bar = _begin_step(ring, step, CONST)
-            LOAD(operands, m, n, row, ring, slot, bar, CONST)
+            LOAD_STEP(operands, m, n, row, ring, slot, bar, CONST)
             step += 1
 
 
 @gluon.jit
-def begin_staging(PENDING: gl.constexpr = 0):
+def wait_for_staging_buffer(PENDING: gl.constexpr = 0):
     """Wait until TMA has read this group's staged blocks, except the last PENDING ones."""
     hopper.tma.store_wait(PENDING)
     thread_barrier()
 
 
 @gluon.jit
-def end_staging():
+def fence_staging_buffer():
     """Make this group's staged blocks visible to TMA."""
     hopper.fence_async_shared()
     thread_barrier()
 
 
 @gluon.jit
-def store_part(out_ptr, x, row, end, column, num_columns, row_stride):
-    """Store x at (row, column) by threads; skip rows from `end` on and columns from num_columns."""
-    rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
-    columns = column + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+def store_block(out_ptr, x, first_row, row_end, first_column, num_columns, row_stride):
+    """Store x at (row, column) by threads; skip rows >= row_end and columns >= num_columns."""
+    rows = first_row + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
+    columns = first_column + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
     at = out_ptr + (rows.to(gl.int64) * row_stride)[:, None] + columns[None, :]
-    gl.store(at, x, mask=(rows < end)[:, None] & (columns < num_columns)[None, :])
+    gl.store(at, x, mask=(rows < row_end)[:, None] & (columns < num_columns)[None, :])
 
 
 @gluon.jit
-def add_part(out_ptr, x, row, column, num_rows, num_columns):
+def add_block(out_ptr, x, first_row, first_column, num_rows, num_columns):
     """Add fp32 x at (row, column) to a matrix [num_rows, num_columns]; skip elements outside."""
-    rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
-    columns = column + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+    rows = first_row + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
+    columns = first_column + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
     at = out_ptr + (rows.to(gl.int64) * num_columns)[:, None] + columns[None, :]
     mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
     old = gl.load(at, mask=mask, other=0.0).to(gl.float32)
@@ -237,20 +239,22 @@ def add_part(out_ptr, x, row, column, num_rows, num_columns):
 
 
 @gluon.jit
-def store_weight_block(out_desc, out_smem, x, expert, row, column, TRANSPOSED: gl.constexpr):
+def store_weight_block(
+    out_desc, out_smem, x, expert, first_row, first_column, TRANSPOSED: gl.constexpr
+):
     """Stage x in out_smem [1, rows, columns]; TMA stores it at (expert, row, column).
 
-    With TRANSPOSED, out_smem and out_desc have the transposed layout, but x, `row` and `column` do
-    not.
+    With TRANSPOSED, out_smem and out_desc have the transposed layout, but x, `first_row` and
+    `first_column` do not.
     """
     ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]
     out = x.to(out_desc.dtype)
-    begin_staging()
+    wait_for_staging_buffer()
     if TRANSPOSED:
         out_smem.reshape((COLUMNS, ROWS)).permute((1, 0)).store(out)
-        row, column = column, row
+        first_row, first_column = first_column, first_row
     else:
         out_smem.reshape((ROWS, COLUMNS)).store(out)
-    end_staging()
-    tma_store(out_desc, [expert, row, column], out_smem)
+    fence_staging_buffer()
+    tma_store(out_desc, [expert, first_row, first_column], out_smem)

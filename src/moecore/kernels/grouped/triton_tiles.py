@@ -28,22 +28,22 @@ def count_row_tiles(
 
 @triton.jit
 def locate_tile(
-    tile,  # number of the tile
-    num_n,  # column tiles
+    tile_idx,  # number of the tile
+    num_column_tiles,  # column tiles
     row_tiles,  # from count_row_tiles
     E_POW2: tl.constexpr,
     BLOCK_M: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """Return the expert, first row and column tile number of output tile `tile`.
+    """Return the expert, first row and column tile number of output tile `tile_idx`.
 
-    `num_n` is the number of column tiles, `row_tiles` the result of `count_row_tiles`.
+    `num_column_tiles` is the number of column tiles, `row_tiles` the result of `count_row_tiles`.
     """
     starts, tiles, sums, total = row_tiles
-    width = GROUP_M * num_n
-    first = tile // width * GROUP_M
+    width = GROUP_M * num_column_tiles
+    first = tile_idx // width * GROUP_M
     size = tl.minimum(total - first, GROUP_M)
-    inside = tile % width
+    inside = tile_idx % width
     row_tile = first + inside % size
     expert = tl.sum((sums <= row_tile).to(tl.int32), 0)
     rows = starts + (row_tile - sums + tiles) * BLOCK_M

@@ -10,8 +10,9 @@ Letters: S source rows, R expert rows (length), e experts, M columns of x, N col
 The kernel runs on Hopper; other devices gather, and use torch's grouped product. One persistent
 program runs on each multiprocessor:
 
-    loading warps      fill a ring of stages with blocks of x and y     (_load_step, _gather_steps)
-    two warp groups    multiply a tile together, then store it          (_multiply_tiles)
+    loading warps      fill a ring of stages with blocks of x and y     (_load_step,
+    _load_gathered_tiles) two warp groups    multiply a tile together, then store it
+    (_multiply_tiles)
 
 TMA loads contiguous rows, and asynchronous copies load gathered rows. Rows of x past the expert's
 last row are set to 0, so that y's rows there are multiplied by 0. x has the narrow side of the
@@ -42,15 +43,15 @@ from moecore.kernels.grouped.skeleton import (
     GroupedConstants,
     Ring,
     WeightTiling,
-    add_part,
-    await_stage,
+    add_block,
     begin_stage,
-    end_stage_before,
-    load_range,
+    load_expert_range,
     load_weight_tiles,
-    locate_weights,
+    locate_weight_tile,
     make_barriers,
+    release_previous_stage,
     store_weight_block,
+    wait_for_stage,
 )
 from moecore.kernels.rows.scaled_cast import scaled_cast
 
@@ -61,7 +62,7 @@ CONST = GroupedConstants(
 
 
 @gluon.jit
-def _gather_steps(
+def _load_gathered_tiles(
     x_ptr,  # [S, M]
     y_desc,  # [R, N] as blocks [BLOCK_K, BLOCK_N]
     row_ids_ptr,  # [R] int32
@@ -87,8 +88,8 @@ def _gather_steps(
     columns = gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
     step = 0
     for tile in range(gl.program_id(0), tiles.num_tiles, gl.num_programs(0)):
-        expert, m, n = locate_weights(tile, tiles, CONST.GROUP_M)
-        start, end = load_range(offsets_ptr, expert)
+        expert, m, n = locate_weight_tile(tile, tiles, CONST.GROUP_M)
+        start, end = load_expert_range(offsets_ptr, expert)
         # Row ids are read three steps ahead: a copy cannot start before its address is known.
         ids0 = gl.load(ids + start, mask=start + id_in_step < end, other=0)
         row = start + BLOCK_K
@@ -111,47 +112,51 @@ def _gather_steps(
 
 
 @gluon.jit
-def _load_step(operands, m, n, row, ring, slot, bar, CONST: gl.constexpr):
-    """Load BLOCK_K rows of x and y from `row` on for tile (m, n) into stage `slot` by TMA."""
+def _load_step(
+    operands, row_tile, column_tile, first_summed_row, ring, stage_idx, barrier, CONST: gl.constexpr
+):
+    """Load BLOCK_K rows of x and y from `first_summed_row` on for one tile into a stage by TMA."""
     x_desc, y_desc = operands
-    tma_load(x_desc, [row, m * CONST.BLOCK_M], bar, ring.a.index(slot))
-    tma_load(y_desc, [row, n * CONST.BLOCK_N], bar, ring.b.index(slot))
+    tma_load(x_desc, [first_summed_row, row_tile * CONST.BLOCK_M], barrier, ring.a.index(stage_idx))
+    tma_load(
+        y_desc, [first_summed_row, column_tile * CONST.BLOCK_N], barrier, ring.b.index(stage_idx)
+    )
 
 
 @gluon.jit
-def _clear_rows(x, num_rows):
+def _zero_rows_from(x_smem, num_rows):
     """Set rows from num_rows on of a block in shared memory to 0."""
-    BLOCK_K: gl.constexpr = x.shape[0]
-    LANES: gl.constexpr = x.shape[1] // 8
+    BLOCK_K: gl.constexpr = x_smem.shape[0]
+    LANES: gl.constexpr = x_smem.shape[1] // 8
     layout: gl.constexpr = gl.BlockedLayout(
         [1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0]
     )
     rows = gl.arange(0, BLOCK_K, gl.SliceLayout(1, layout))
-    values = x.load(layout)
-    x.store(gl.where((rows < num_rows)[:, None], values, 0.0).to(values.dtype))
+    values = x_smem.load(layout)
+    x_smem.store(gl.where((rows < num_rows)[:, None], values, 0.0).to(values.dtype))
     hopper.fence_async_shared()
     thread_barrier()
 
 
 @gluon.jit
-def _add_block(out_ptr, x, row, column, num_rows, num_columns):
-    """Add fp32 x to out_ptr as `add_part` does, with 4 values per thread and memory access."""
+def _add_block(out_ptr, x, first_row, first_column, num_rows, num_columns):
+    """Add fp32 x to out_ptr as `add_block` does, with 4 values per thread and memory access."""
     THREADS: gl.constexpr = 32 if x.shape[1] >= 128 else x.shape[1] // 4
     layout: gl.constexpr = gl.BlockedLayout(
         [1, 4], [32 // THREADS, THREADS], [gl.num_warps(), 1], [1, 0]
     )
-    add_part(out_ptr, gl.convert_layout(x, layout), row, column, num_rows, num_columns)
+    add_block(out_ptr, gl.convert_layout(x, layout), first_row, first_column, num_rows, num_columns)
 
 
 @gluon.jit
-def _add_tile(out_ptr, total_MN, m, n, M, N, TRANSPOSED: gl.constexpr):
-    """Add tile (m, n) to an expert's gradient [M, N], or to [N, M] if TRANSPOSED, in quarters."""
+def _add_tile(out_ptr, total_MN, row_tile, column_tile, M, N, TRANSPOSED: gl.constexpr):
+    """Add a tile to an expert's gradient [M, N], or to [N, M] if TRANSPOSED, in quarters."""
     PART: gl.constexpr = total_MN.shape[1] // 4
     lower, upper = split_halves(total_MN)
     part0, part1 = split_halves(lower)
     part2, part3 = split_halves(upper)
-    row = m * total_MN.shape[0]
-    column = n * total_MN.shape[1]
+    row = row_tile * total_MN.shape[0]
+    column = column_tile * total_MN.shape[1]
     for i in gl.static_range(4):
         if i == 0:
             part = part0
@@ -191,24 +196,24 @@ def _multiply_tiles(
     )
     step = 0
     for tile in range(gl.program_id(0), tiles.num_tiles, gl.num_programs(0)):
-        expert, m, n = locate_weights(tile, tiles, CONST.GROUP_M)
-        start, end = load_range(offsets_ptr, expert)
+        expert, m, n = locate_weight_tile(tile, tiles, CONST.GROUP_M)
+        start, end = load_expert_range(offsets_ptr, expert)
         total_MN = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout)
         for row in range(start, end, BLOCK_K):
-            slot = await_stage(ring, step)
+            slot = wait_for_stage(ring, step)
             if CONST.GATHER:
                 hopper.fence_async_shared()  # x came through the generic proxy, wgmma's is another
             elif row + BLOCK_K > end:
-                _clear_rows(ring.a.index(slot), end - row)
+                _zero_rows_from(ring.a.index(slot), end - row)
             x_T = ring.a.index(slot).permute((1, 0))
             total_MN = hopper.warpgroup_mma(x_T, ring.b.index(slot), total_MN, is_async=True)
             total_MN = hopper.warpgroup_mma_wait(1, deps=(total_MN,))
             thread_barrier()  # both warp groups have read the stage before this one
-            end_stage_before(ring, step, row > start)
+            release_previous_stage(ring, step, row > start)
             step += 1
         total_MN = hopper.warpgroup_mma_wait(0, deps=(total_MN,))
         thread_barrier()
-        end_stage_before(ring, step, end > start)
+        release_previous_stage(ring, step, end > start)
         total_MN = total_MN * scale
         if ADD:
             expert_out = out_ptr + expert.to(gl.int64) * M * N
@@ -271,7 +276,10 @@ def sm90_bf16_grouped_wgrad_kernel(
         gl.warp_specialize(
             [
                 (_multiply_tiles, (offsets_ptr, ring, tiles, out, M, N, scale, CONST)),
-                (_gather_steps, (x_ptr, y_desc, row_ids_ptr, offsets_ptr, ring, tiles, M, CONST)),
+                (
+                    _load_gathered_tiles,
+                    (x_ptr, y_desc, row_ids_ptr, offsets_ptr, ring, tiles, M, CONST),
+                ),
             ],
             [CONST.PRODUCER_WARPS],
             [CONST.PRODUCER_REGISTERS],
@@ -289,9 +297,9 @@ def sm90_bf16_grouped_wgrad_kernel(
 
 
 @cache
-def _make_constants(gathers: bool, adds: bool, transposed: bool) -> GroupedConstants:
+def _make_constants(gathers: bool, accumulates: bool, transposed: bool) -> GroupedConstants:
     """Return the kernel's constants for these variants."""
-    return CONST._replace(GATHER=gathers, ADD=adds, TRANSPOSED=transposed)
+    return CONST._replace(GATHER=gathers, ADD=accumulates, TRANSPOSED=transposed)
 
 
 def grouped_wgrad(
@@ -302,7 +310,7 @@ def grouped_wgrad(
     row_ids_R: Tensor | None = None,
     transposed: bool = False,
     out: Tensor | None = None,
-    adds: bool = False,
+    accumulate: bool = False,
     dtype: torch.dtype | None = None,
     scale: float = 1.0,
 ) -> Tensor:
@@ -320,7 +328,7 @@ def grouped_wgrad(
         transposed: return [e, N, M] instead of [e, M, N].
         out: fp32 or bf16, contiguous, of the output's shape, overwritten by the result; None = a
             new tensor.
-        adds: whether the result is added to `out` instead, in fp32.
+        accumulate: whether the result is added to `out` instead, in fp32.
         dtype: dtype of a new result, fp32 or None for the dtype of x.
         scale: factor on the fp32 sum, before it is added and rounded.
 
@@ -331,42 +339,47 @@ def grouped_wgrad(
     if not has_hopper_kernels(x.device):
         x_RM = x if row_ids_R is None else x.index_select(0, row_ids_R)
         lhs, rhs = (y_RN, x_RM) if transposed else (x_RM, y_RN)
-        return store_grad(grouped_mm(lhs.t(), rhs, offs=offsets_e), out, adds, dtype, scale)
-    x, y_RN = _align_address(x), _align_address(y_RN)
+        return scale_and_store_grad(
+            grouped_mm(lhs.t(), rhs, offs=offsets_e), out, accumulate, dtype, scale
+        )
+    x, y_RN = _align_to_16_bytes(x), _align_to_16_bytes(y_RN)
     (M, N), e = (x.shape[1], y_RN.shape[1]), offsets_e.shape[0]
     shape = (e, N, M) if transposed else (e, M, N)
     out = x.new_empty(shape, dtype=dtype) if out is None else out
     if not y_RN.shape[0] or not x.shape[0]:
-        return out if adds else out.zero_()
+        return out if accumulate else out.zero_()
     columns = BLOCK_N * 2 // out.dtype.itemsize  # what the staging buffer has room for
     block = (1, columns, BLOCK_M) if transposed else (1, BLOCK_M, columns)
     gathers = row_ids_R is not None
     x_desc = make_gluon_descriptor(x, (BLOCK_K, BLOCK_M))
     y_desc = make_gluon_descriptor(y_RN, (BLOCK_K, BLOCK_N))
-    out_desc = None if adds else make_gluon_descriptor(out, block)
-    rows, const = row_ids_R if gathers else offsets_e, _make_constants(gathers, adds, transposed)
+    out_desc = None if accumulate else make_gluon_descriptor(out, block)
+    rows, const = (
+        row_ids_R if gathers else offsets_e,
+        _make_constants(gathers, accumulate, transposed),
+    )
     args = (x, x_desc, y_desc, rows, offsets_e, out_desc, out, e, M, N, scale)
     grid, num_warps = count_sms(x.device), CONSUMER_WARPS
     launch(sm90_bf16_grouped_wgrad_kernel, grid, *args, CONST=const, num_warps=num_warps)
     return out
 
 
-def _align_address(x: Tensor) -> Tensor:
-    """Return x, or a copy if its address is not a multiple of 16 bytes."""
-    return x if x.data_ptr() % 16 == 0 else x.clone()
+def _align_to_16_bytes(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy if its address is not a multiple of 16 bytes."""
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-def store_grad(
-    grad: Tensor, out: Tensor | None, adds: bool, dtype: torch.dtype | None, scale: float
+def scale_and_store_grad(
+    grad: Tensor, out: Tensor | None, accumulate: bool, dtype: torch.dtype | None, scale: float
 ) -> Tensor:
-    """Return `out`, to which grad * scale is written, or added if `adds`.
+    """Return `out`, to which grad * scale is written, or added if `accumulate`.
 
     If `out` is None, return grad * scale in `dtype`; None = the dtype of `grad`.
     """
     if out is not None:
-        if adds:
+        if accumulate:
             return out.add_(grad, alpha=scale)
-        return out.copy_(store_grad(grad, None, adds, out.dtype, scale))
+        return out.copy_(scale_and_store_grad(grad, None, accumulate, out.dtype, scale))
     if scale == 1.0 and dtype in (None, grad.dtype):
         return grad
     return scaled_cast(grad, dtype or grad.dtype, scale)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.base.torch_private import grouped_mm_overload
-from moecore.kernels.common import KERNEL_DTYPES, has_hopper_kernels, split_by_expert
+from moecore.kernels.common import KERNEL_DTYPES, has_hopper_kernels, iterate_expert_slices
 from moecore.kernels.grouped.gemm import grouped_gemm
 from moecore.kernels.invariant.product import invariant_product
 
@@ -71,37 +71,46 @@ class _TorchKernels(NamedTuple):
     kernel: Kernel  # of the operation
     mm: Kernel
 
-    def compute_product(self, keys: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Return invariant_product(*args, **kwargs), on a CPU by `mm`; `keys` are dispatch keys."""
-        return invariant_product(*args, **kwargs, multiply=partial(self.mm, keys))
+    def compute_product(self, dispatch_keys: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Return invariant_product(*args, **kwargs), computed on a CPU by `mm`."""
+        return invariant_product(*args, **kwargs, multiply=partial(self.mm, dispatch_keys))
 
 
 def _call_for_floats(
-    function: Kernel, torch_kernels: _TorchKernels, keys: Any, x: Tensor, *args: Any, **kwargs: Any
+    replacement: Kernel,
+    torch_kernels: _TorchKernels,
+    dispatch_keys: Any,
+    x: Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    """Call `function` if x is float, otherwise torch's kernel: sums of integers are exact."""
+    """Call `replacement` if x is float, otherwise torch's kernel: sums of integers are exact."""
     if not x.is_floating_point():
-        return torch_kernels.kernel(keys, x, *args, **kwargs)
-    return function(torch_kernels, keys, x, *args, **kwargs)
+        return torch_kernels.kernel(dispatch_keys, x, *args, **kwargs)
+    return replacement(torch_kernels, dispatch_keys, x, *args, **kwargs)
 
 
 def _mm(
-    torch_kernels: _TorchKernels, keys: Any, a: Tensor, b: Tensor, dtype: torch.dtype | None = None
+    torch_kernels: _TorchKernels,
+    dispatch_keys: Any,
+    a: Tensor,
+    b: Tensor,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Replace `aten::mm`, `mm.dtype` and `bmm` by `invariant_product`; `keys` = dispatch keys."""
-    return torch_kernels.compute_product(keys, a, b, dtype=dtype)
+    """Replace `aten::mm`, `mm.dtype` and `bmm` by `invariant_product`."""
+    return torch_kernels.compute_product(dispatch_keys, a, b, dtype=dtype)
 
 
 def _mm_out(
-    torch_kernels: _TorchKernels, keys: Any, a: Tensor, b: Tensor, *, out: Tensor
+    torch_kernels: _TorchKernels, dispatch_keys: Any, a: Tensor, b: Tensor, *, out: Tensor
 ) -> Tensor:
     """Replace `aten::mm.out` by `invariant_product`, copied to `out`."""
-    return out.copy_(torch_kernels.compute_product(keys, a, b))
+    return out.copy_(torch_kernels.compute_product(dispatch_keys, a, b))
 
 
 def _addmm(
     torch_kernels: _TorchKernels,
-    keys: Any,
+    dispatch_keys: Any,
     c: Tensor,
     a: Tensor,
     b: Tensor,
@@ -110,17 +119,17 @@ def _addmm(
     alpha: Any = 1,
 ) -> Tensor:
     """Replace `aten::addmm` and `aten::baddbmm`: beta * c + alpha * a @ b."""
-    return torch_kernels.compute_product(keys, a, b, c, beta=beta, alpha=alpha)
+    return torch_kernels.compute_product(dispatch_keys, a, b, c, beta=beta, alpha=alpha)
 
 
-def _mv(torch_kernels: _TorchKernels, keys: Any, a: Tensor, v: Tensor) -> Tensor:
+def _mv(torch_kernels: _TorchKernels, dispatch_keys: Any, a: Tensor, v: Tensor) -> Tensor:
     """Replace `aten::mv`, a matrix times a vector."""
-    return torch_kernels.compute_product(keys, a, v[:, None])[:, 0]
+    return torch_kernels.compute_product(dispatch_keys, a, v[:, None])[:, 0]
 
 
 def _grouped_mm(
     torch_kernels: _TorchKernels,
-    keys: Any,
+    dispatch_keys: Any,
     a: Tensor,
     b: Tensor,
     offs: Tensor | None = None,
@@ -132,61 +141,72 @@ def _grouped_mm(
     Torch's kernel computes 3-dim a, 2-dim b (weight gradients) and `offs` None.
     """
     if a.ndim == 3 or b.ndim == 2 or offs is None:
-        return torch_kernels.kernel(keys, a, b, offs, bias, out_dtype)  # type: ignore[no-any-return]
+        return torch_kernels.kernel(dispatch_keys, a, b, offs, bias, out_dtype)  # type: ignore[no-any-return]
     if has_hopper_kernels(a.device) and a.dtype != torch.float32:
         return grouped_gemm(a.contiguous(), b, offs, dtype=out_dtype)  # its tiles are fixed
     out = a.new_empty(a.shape[0], b.shape[2], dtype=out_dtype or a.dtype)
-    for matrix, rows in zip(b, split_by_expert(offs), strict=True):  # a host sync
-        out[rows] = torch_kernels.compute_product(keys, a[rows], matrix, dtype=out_dtype)
+    for matrix, rows in zip(b, iterate_expert_slices(offs), strict=True):  # a host sync
+        out[rows] = torch_kernels.compute_product(dispatch_keys, a[rows], matrix, dtype=out_dtype)
     return out
 
 
 def _sum(
     torch_kernels: _TorchKernels,
-    keys: Any,
+    dispatch_keys: Any,
     x: Tensor,
     dim: Sequence[int] | None = None,
     keepdim: bool = False,
     *,
     dtype: torch.dtype | None = None,
-    share: float = 1.0,
+    factor: float = 1.0,
 ) -> Tensor:
-    """Return sums over the last dim, times `share`, by a matrix product with ones.
+    """Return sums over the last dim, times `factor`, by a matrix product with ones.
 
     The replaced kernel computes other dims, 1-D tensors, empty tensors and fp64.
     """
     is_of_rows = x.ndim > 1 and dim is not None and list(dim) in ([-1], [x.ndim - 1])
     is_wide = x.dtype not in KERNEL_DTYPES or dtype not in (None, *KERNEL_DTYPES)
     if not is_of_rows or not x.numel() or is_wide:
-        return torch_kernels.kernel(keys, x, dim, keepdim, dtype=dtype)  # type: ignore[no-any-return]
+        return torch_kernels.kernel(dispatch_keys, x, dim, keepdim, dtype=dtype)  # type: ignore[no-any-return]
     column = x.new_ones(x.shape[-1], 1, dtype=torch.float32)
     rows = x.reshape(-1, x.shape[-1]).float()
-    total = torch_kernels.compute_product(keys, rows, column, alpha=share, dtype=dtype or x.dtype)
+    total = torch_kernels.compute_product(
+        dispatch_keys, rows, column, alpha=factor, dtype=dtype or x.dtype
+    )
     return total.view(*x.shape[:-1], 1) if keepdim else total.view(x.shape[:-1])
 
 
-def _mean(torch_kernels: _TorchKernels, keys: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _mean(
+    torch_kernels: _TorchKernels, dispatch_keys: Any, x: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
     """Return the mean of each row by `_sum`."""
     return _sum(
-        torch_kernels, keys, x, *args, **kwargs, share=1 / max(1, x.shape[-1] if x.ndim else 1)
+        torch_kernels,
+        dispatch_keys,
+        x,
+        *args,
+        **kwargs,
+        factor=1 / max(1, x.shape[-1] if x.ndim else 1),
     )
 
 
-def _compute_by_vectors(
-    torch_kernels: _TorchKernels, keys: Any, x: Tensor, *args: Any, **kwargs: Any
+def _compute_in_full_vectors(
+    torch_kernels: _TorchKernels, dispatch_keys: Any, x: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
     """Return the replaced elementwise function of x, which is padded to complete vectors."""
     n = x.numel()
     vector = F.pad(x.flatten(), (0, -n % VECTORS), value=1.0)
-    parts = [torch_kernels.kernel(keys, part, *args, **kwargs) for part in vector.split(SERIAL)]
+    parts = [
+        torch_kernels.kernel(dispatch_keys, part, *args, **kwargs) for part in vector.split(SERIAL)
+    ]
     return torch.cat(parts)[:n].view(x.shape)
 
 
-def _compute_by_vectors_(
-    torch_kernels: _TorchKernels, keys: Any, x: Tensor, *args: Any, **kwargs: Any
+def _compute_in_full_vectors_(
+    torch_kernels: _TorchKernels, dispatch_keys: Any, x: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Write the result of `_compute_by_vectors` to x, and return x."""
-    return x.copy_(_compute_by_vectors(torch_kernels, keys, x, *args, **kwargs))
+    """Write the result of `_compute_in_full_vectors` to x, and return x."""
+    return x.copy_(_compute_in_full_vectors(torch_kernels, dispatch_keys, x, *args, **kwargs))
 
 
 # Operations that forwards of models use. Weight gradients may use others, too.
@@ -205,6 +225,6 @@ OPERATIONS: dict[str, dict[str, Callable[..., Tensor]]] = {
     "CUDA": ROWS | {"mm.dtype": _mm},
     # These elementwise functions of torch compute an array's last elements by other code.
     "CPU": ROWS
-    | dict.fromkeys(("rsqrt", "sigmoid", "silu", "softplus"), _compute_by_vectors)
-    | dict.fromkeys(("rsqrt_", "sigmoid_", "silu_"), _compute_by_vectors_),
+    | dict.fromkeys(("rsqrt", "sigmoid", "silu", "softplus"), _compute_in_full_vectors)
+    | dict.fromkeys(("rsqrt_", "sigmoid_", "silu_"), _compute_in_full_vectors_),
 }

@@ -20,12 +20,12 @@ from torch import Tensor
 from moecore.kernels.common import (
     INTERPRET,
     KERNEL_DTYPES,
+    can_use_kernel,
     cdiv,
     launch,
     next_power_of_2,
     tl,
     triton,
-    use_kernel,
 )
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
@@ -134,12 +134,12 @@ def _invariant_product_kernel(
 
 
 @cache
-def _choose_tile(N: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Return tile constants and launch options for N and dtype; they must not depend on M."""
+def _choose_tile(num_columns: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Return tile constants and launch options; they must not depend on the number of rows."""
     if INTERPRET:
         return dict(BM=16, BN=32, BK=32, GROUP_M=2, WIDEN=dtype == torch.bfloat16)
     wide = dtype == torch.float32
-    BN = min(64 if wide else 128, max(16, next_power_of_2(N)))
+    BN = min(64 if wide else 128, max(16, next_power_of_2(num_columns)))
     size = dict(BM=64, BK=32, num_warps=4) if wide else dict(BM=128, BK=64, num_warps=8)
     return dict(BN=BN, GROUP_M=8, WIDEN=False, num_stages=3, **size)
 
@@ -171,7 +171,7 @@ def invariant_product(
     Raises:
         NotImplementedError: on a GPU, for another dtype.
     """
-    if not use_kernel(a, b):
+    if not can_use_kernel(a, b):
         return invariant_product_ref(
             a, b, addend, beta=beta, alpha=alpha, dtype=dtype, multiply=multiply
         )

@@ -53,7 +53,7 @@ def find_convolution_problem(x_TD: Tensor) -> str | None:
 
 
 def gated_delta_rule(
-    rule: DeltaRule, cu_seqlens: Tensor, initial_nHkv: Tensor | None
+    rule: DeltaRule, cu_seqlens: Tensor, initial_states_nHkv: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return o_THv and each document's last state, as `gated_delta.gated_delta_rule` does."""
     q, k, v, g, beta = rule[:5]
@@ -64,11 +64,11 @@ def gated_delta_rule(
         rate_kwargs = dict(beta=beta[None], use_qk_l2norm_in_kernel=rule.norm_qk)
     if v.is_meta:
         rule = rule._replace(q_Thk=q, k_Thk=k)
-        return fla_on_meta.gated_delta_rule(rule, cu_seqlens, initial_nHkv)
+        return fla_on_meta.gated_delta_rule(rule, cu_seqlens, initial_states_nHkv)
     o_1THv, states_nHkv = _import_function(*_get_function_name(rule))(
         *(x[None] for x in (q, k, v, g)),
         scale=rule.scale,
-        initial_state=initial_nHkv,
+        initial_state=initial_states_nHkv,
         output_final_state=True,
         cu_seqlens=cu_seqlens,
         **rate_kwargs,
@@ -81,19 +81,19 @@ def causal_convolution(
     weight_DW: Tensor,
     bias_D: Tensor | None,
     cu_seqlens: Tensor,
-    before_nwD: Tensor | None,
-    silu: bool,
+    previous_tokens_nwD: Tensor | None,
+    apply_silu: bool,
 ) -> Tensor:
     """Return the convolved tokens y_TD, as `convolution.causal_convolution` does."""
     if x_TD.is_meta:
-        return fla_on_meta.causal_convolution(x_TD, weight_DW, bias_D, before_nwD)
-    state_nDW = None if before_nwD is None else F.pad(before_nwD.mT, (1, 0))
+        return fla_on_meta.causal_convolution(x_TD, weight_DW, bias_D, previous_tokens_nwD)
+    state_nDW = None if previous_tokens_nwD is None else F.pad(previous_tokens_nwD.mT, (1, 0))
     y_1TD, _ = _import_function(*CONVOLUTION)(
         x_TD[None],
         weight_DW,
         bias_D,
         initial_state=state_nDW,
-        activation="silu" if silu else None,
+        activation="silu" if apply_silu else None,
         cu_seqlens=cu_seqlens,
     )
     return y_1TD[0]  # type: ignore[no-any-return]
@@ -124,20 +124,21 @@ def _find_triton_problem(rule: DeltaRule) -> str | None:
 
 
 @cache
-def _import_function(module: str, name: str) -> Callable[..., Any]:
+def _import_function(module_name: str, function_name: str) -> Callable[..., Any]:
     """Import and return a function of the package; ImportError or AttributeError if missing."""
-    return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+    return getattr(importlib.import_module(module_name), function_name)  # type: ignore[no-any-return]
 
 
 @cache
-def _find_import_problem(module: str, name: str, on_meta: bool) -> str | None:
+def _find_import_problem(module_name: str, function_name: str, on_meta: bool) -> str | None:
     """Return why the package's function cannot be imported; None = it can, or `on_meta` is True."""
     if on_meta:  # meta stands for a GPU of a host with the package
         return None
     try:
-        function = _import_function(module, name)
+        function = _import_function(module_name, function_name)
     except (ImportError, AttributeError) as error:
-        return f"{PACKAGE} must be installed and have {module}.{name} ({error}): install it"
+        name = f"{module_name}.{function_name}"
+        return f"{PACKAGE} must be installed and have {name} ({error}): install it"
     missing = PARAMETERS - inspect.signature(function).parameters.keys()
     if missing:
         return f"{PACKAGE} must take {', '.join(sorted(missing))}: install another release"

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, record_launch
+from moecore.kernels.common import cdiv
 from moecore.kernels.linear_attention.contract import DeltaRule
+from moecore.kernels.meta import record_launch
 
 CHUNK = 64
 KEY_DIMS = 128  # dims of a key in one program of the backward
@@ -35,7 +36,7 @@ class ScanSize(NamedTuple):
 
 
 def gated_delta_rule(
-    rule: DeltaRule, cu_seqlens: Tensor, initial_nHkv: Tensor | None
+    rule: DeltaRule, cu_seqlens: Tensor, initial_states_nHkv: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return empty o_THv and states_nHkv on meta, and record the launches of the rule's kernels.
 
@@ -44,17 +45,17 @@ def gated_delta_rule(
     """
     q, k, v, g, beta = rule[:5]
     assert rule.norm_qk == (beta is not None), "queries and keys are normed where there are rates"
-    states = initial_nHkv, len(cu_seqlens) - 1
+    states = initial_states_nHkv, len(cu_seqlens) - 1
     if beta is None:
         return _RuleWithoutRatesOnMeta.apply(q, k, v, g, *states)  # type: ignore[no-any-return]
     return _RuleOnMeta.apply(q, k, v, g, beta, *states)  # type: ignore[no-any-return]
 
 
 def causal_convolution(
-    x_TD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, before_nwD: Tensor | None
+    x_TD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, previous_tokens_nwD: Tensor | None
 ) -> Tensor:
     """Return empty y_TD on meta; record the convolution's launches in forward and in backward."""
-    return _ConvolutionOnMeta.apply(x_TD, weight_DW, bias_D, before_nwD)  # type: ignore[no-any-return]
+    return _ConvolutionOnMeta.apply(x_TD, weight_DW, bias_D, previous_tokens_nwD)  # type: ignore[no-any-return]
 
 
 class _Scan:
@@ -70,51 +71,70 @@ class _Scan:
         self.num_chunks = max(num_documents, cdiv(self.T, CHUNK))
 
     def record_with_flops(
-        self, name: str, *tensors: Tensor | None, states: int = 0, chunks: int = 0
+        self, kernel_name: str, *tensors: Tensor | None, num_states: int = 0, num_chunks: int = 0
     ) -> None:
-        """Record a launch on `tensors` of 2 * T * H * (states * k * v + chunks * CHUNK) FLOPs."""
-        flops = 2 * self.T * self.H * (states * self.k * self.v + CHUNK * chunks)
-        record_launch(name, ScanSize(self._shape, flops), *tensors)
+        """Record a launch of 2 * T * H * (num_states * k * v + num_chunks * CHUNK) FLOPs."""
+        flops = 2 * self.T * self.H * (num_states * self.k * self.v + CHUNK * num_chunks)
+        record_launch(kernel_name, ScanSize(self._shape, flops), *tensors)
 
     def record_output(self, *tensors: Tensor) -> None:
         """Record the outputs' launch; `tensors` are q, k, values, states, sums and outputs."""
-        self.record_with_flops("chunk_fwd_kernel_o", *tensors, states=1, chunks=self.k + self.v)
+        self.record_with_flops(
+            "chunk_fwd_kernel_o", *tensors, num_states=1, num_chunks=self.k + self.v
+        )
 
     def recompute_w_u(
-        self, k: Tensor, v: Tensor, beta: Tensor, sums: Tensor, A: Tensor
+        self, k: Tensor, v: Tensor, beta: Tensor, decay_sums: Tensor, inverse_systems: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return empty w_THk and u_THv (see `gated_delta.py`), and record their launch.
 
-        `sums` are the running sums of g, and `A` [T, H, C] has each chunk's inverse system.
+        `decay_sums` are the running sums of g, and `inverse_systems` [T, H, C] has each chunk's
+        inverse system.
         """
         w, u = k.new_empty(self.T, self.H, self.k), torch.empty_like(v)
-        tensors = k, v, beta, w, u, A, sums
-        self.record_with_flops("recompute_w_u_fwd_kernel", *tensors, chunks=self.k + self.v)
+        tensors = k, v, beta, w, u, inverse_systems, decay_sums
+        self.record_with_flops("recompute_w_u_fwd_kernel", *tensors, num_chunks=self.k + self.v)
         return w, u
 
     def compute_states(
-        self, k: Tensor, w: Tensor, u: Tensor, sums: Tensor, first: Tensor | None, last: Any
+        self,
+        k: Tensor,
+        w: Tensor,
+        u: Tensor,
+        decay_sums: Tensor,
+        initial_states: Tensor | None,
+        final_states: Any,
     ) -> tuple[Tensor, Tensor]:
         """Record the launch; return empty chunk states [chunks, H, k, v] and values [T, H, v].
 
-        The values are corrected by each chunk's first state. `first` has the documents' initial
-        states; None = 0. `last` is the output for their final states.
+        The values are corrected by each chunk's first state. `initial_states` has the documents'
+        initial states; None = 0. `final_states` is the output for their final states.
         """
         h, new = k.new_empty(self.num_chunks, self.H, self.k, self.v), torch.empty_like(u)
-        tensors = k, u, w, new, sums, h, first, last
-        self.record_with_flops("chunk_gated_delta_rule_fwd_kernel_h_blockdim64", *tensors, states=2)
+        tensors = k, u, w, new, decay_sums, h, initial_states, final_states
+        self.record_with_flops(
+            "chunk_gated_delta_rule_fwd_kernel_h_blockdim64", *tensors, num_states=2
+        )
         return h, new
 
     def compute_plain_states(
-        self, k: Tensor, v: Tensor, sums: Tensor, first: Any, last: Any, dtype: torch.dtype
+        self,
+        k: Tensor,
+        v: Tensor,
+        decay_sums: Tensor,
+        initial_states: Any,
+        final_states: Any,
+        dtype: torch.dtype,
     ) -> Tensor:
         """Return the empty first state of each chunk, in `dtype`; record the launch.
 
-        The rule has no learning rates. `first` has the documents' initial states, or is None.
-        `last` is the output for their final states, or None.
+        The rule has no learning rates. `initial_states` has the documents' initial states, or is
+        None. `final_states` is the output for their final states, or None.
         """
         h = k.new_empty(self.num_chunks, self.H, self.k, self.v, dtype=dtype)
-        self.record_with_flops("chunk_fwd_kernel_h", k, v, h, sums, first, last, states=1)
+        self.record_with_flops(
+            "chunk_fwd_kernel_h", k, v, h, decay_sums, initial_states, final_states, num_states=1
+        )
         return h
 
 
@@ -132,7 +152,7 @@ class _RuleOnMeta(torch.autograd.Function):
         v: Tensor,
         g: Tensor,
         beta: Tensor,
-        initial: Tensor | None,
+        initial_states: Tensor | None,
         num_documents: int,
     ) -> tuple[Tensor, Tensor]:
         """Return o and each document's final state; record the forward's kernels."""
@@ -144,14 +164,14 @@ class _RuleOnMeta(torch.autograd.Function):
         record_launch("chunk_local_cumsum_scalar_kernel", g, sums)
         A = torch.zeros(scan.T, scan.H, CHUNK, dtype=k.dtype, device=k.device)
         name = "chunk_gated_delta_rule_fwd_kkt_solve_kernel"
-        scan.record_with_flops(name, k, sums, beta, A, chunks=scan.k)
+        scan.record_with_flops(name, k, sums, beta, A, num_chunks=scan.k)
         w, u = scan.recompute_w_u(k, v, beta, sums, A)
         last = k.new_zeros(num_documents, scan.H, scan.k, scan.v, dtype=torch.float32)
-        h, new = scan.compute_states(k, w, u, sums, initial, last)
+        h, new = scan.compute_states(k, w, u, sums, initial_states, last)
         o = torch.empty_like(v)
         scan.record_output(q, k, new, h, sums, o)
         ctx.scan = scan
-        ctx.save_for_backward(q, q_rstd, k, k_rstd, v, sums, beta, A, initial)
+        ctx.save_for_backward(q, q_rstd, k, k_rstd, v, sums, beta, A, initial_states)
         return o, last
 
     @staticmethod
@@ -164,28 +184,30 @@ class _RuleOnMeta(torch.autograd.Function):
 
 
 def _compute_gradients(
-    scan: _Scan, saved_tensors: Sequence[Any], do: Tensor, dlast: Tensor
+    scan: _Scan, saved_tensors: Sequence[Any], do: Tensor, dfinal_states: Tensor
 ) -> tuple[tuple[Tensor, Tensor], list[Tensor | None]]:
     """Return ((dq, dk), [dv, dg, dbeta, dinitial]), all empty; record the backward's launches.
 
     `saved_tensors` are q, k, v, sums of g, beta, A and initial. dq and dk are gradients of the
-    normalised q and k. `do` and `dlast` are the gradients of outputs and final states.
+    normalised q and k. `do` and `dfinal_states` are the gradients of outputs and final states.
     """
     q, k, v, sums, beta, A, initial = saved_tensors
     w, u = scan.recompute_w_u(k, v, beta, sums, A)
     h, new = scan.compute_states(k, w, u, sums, initial, None)
     dv, by_chunk = torch.empty_like(do), scan.k + scan.v
-    scan.record_with_flops("chunk_bwd_kernel_dv_local", q, k, sums, do, dv, chunks=by_chunk)
+    scan.record_with_flops("chunk_bwd_kernel_dv_local", q, k, sums, do, dv, num_chunks=by_chunk)
     dh, dinitial = torch.empty_like(h), None if initial is None else torch.empty_like(initial)
     dv_new = torch.empty_like(dv)
-    tensors: tuple[Any, ...] = q, k, w, sums, dlast, dinitial, do, dh, dv, dv_new
-    scan.record_with_flops("chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64", *tensors, states=3)
+    tensors: tuple[Any, ...] = q, k, w, sums, dfinal_states, dinitial, do, dh, dv, dv_new
+    scan.record_with_flops(
+        "chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64", *tensors, num_states=3
+    )
     dv = dv_new
     dq, dk, dw = (k.new_empty(scan.T, scan.H, scan.k) for _ in range(3))
     dsums = sums.new_empty(cdiv(scan.k, KEY_DIMS), *sums.shape)
     tensors = q, k, new, sums, h, do, dh, dq, dk, dw, dv, dsums
     chunks = scan.v + 2 * scan.k
-    scan.record_with_flops("chunk_bwd_kernel_dqkwg", *tensors, states=3, chunks=chunks)
+    scan.record_with_flops("chunk_bwd_kernel_dqkwg", *tensors, num_states=3, num_chunks=chunks)
     del tensors  # which has gradients of all value heads
     dq = _sum_over_value_heads(dq, q)
     dk = _sum_over_value_heads(dk, k)
@@ -194,7 +216,7 @@ def _compute_gradients(
     of_sums, dbeta = torch.empty_like(sums), torch.empty_like(beta)
     tensors = k, v, beta, sums, A, dw, dv, dk_new, dvalues, dbeta, of_sums
     chunks = 5 * scan.k + 2 * scan.v + 2 * CHUNK
-    scan.record_with_flops("prepare_wy_repr_bwd_kernel", *tensors, chunks=chunks)
+    scan.record_with_flops("prepare_wy_repr_bwd_kernel", *tensors, num_chunks=chunks)
     del tensors
     dk_new = _sum_over_value_heads(dk_new, k)
     dk += dk_new
@@ -217,7 +239,7 @@ class _RuleWithoutRatesOnMeta(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         g: Tensor,
-        initial: Tensor | None,
+        initial_states: Tensor | None,
         num_documents: int,
     ) -> tuple[Tensor, Tensor]:
         """Return o and each document's final state; record the forward's kernels."""
@@ -226,11 +248,11 @@ class _RuleWithoutRatesOnMeta(torch.autograd.Function):
         sums = torch.empty_like(g, dtype=torch.float32)
         record_launch("chunk_local_cumsum_scalar_kernel", g, sums)
         last = k.new_empty(num_documents, scan.H, scan.k, scan.v, dtype=torch.float32)
-        h = scan.compute_plain_states(k, v, sums, initial, last, k.dtype)
+        h = scan.compute_plain_states(k, v, sums, initial_states, last, k.dtype)
         o = torch.empty_like(v)
         scan.record_output(q, k, v, h, sums, o)
         ctx.scan = scan
-        ctx.save_for_backward(q, k, v, sums, initial)
+        ctx.save_for_backward(q, k, v, sums, initial_states)
         return o, last
 
     @staticmethod
@@ -240,17 +262,21 @@ class _RuleWithoutRatesOnMeta(torch.autograd.Function):
         do, dlast = (grad.contiguous() for grad in grads)
         h = scan.compute_plain_states(k, v, sums, initial, None, torch.float32)
         dh, dinitial = torch.empty_like(h), None if initial is None else torch.empty_like(initial)
-        scan.record_with_flops("chunk_bwd_kernel_dh", q, sums, do, dlast, dh, dinitial, states=1)
+        scan.record_with_flops(
+            "chunk_bwd_kernel_dh", q, sums, do, dlast, dh, dinitial, num_states=1
+        )
         dq, dk = torch.empty_like(q), torch.empty_like(k)
         dsums = sums.new_empty(cdiv(scan.k, KEY_DIMS), *sums.shape)
         tensors = q, k, v, sums, h, do, dh, dq, dk, dsums
         chunks = scan.v + 2 * scan.k
-        scan.record_with_flops("chunk_bwd_kernel_dqkwg", *tensors, states=2, chunks=chunks)
+        scan.record_with_flops("chunk_bwd_kernel_dqkwg", *tensors, num_states=2, num_chunks=chunks)
         del tensors
         dsums = dsums.sum(0)
         dv, inputs = torch.empty_like(do), (q, k, sums, do)
         chunks = scan.k + scan.v
-        scan.record_with_flops("chunk_bwd_kernel_dv", *inputs, dv, dh, states=1, chunks=chunks)
+        scan.record_with_flops(
+            "chunk_bwd_kernel_dv", *inputs, dv, dh, num_states=1, num_chunks=chunks
+        )
         del h, dh
         dg = torch.empty_like(sums)
         record_launch("chunk_local_cumsum_scalar_kernel", dsums, dg)
@@ -285,11 +311,11 @@ class _ConvolutionOnMeta(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Any, before: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Any, previous_tokens: Any) -> Tensor:
         """Return y in the shape of x; record the forward's kernel."""
-        ctx.save_for_backward(x, weight, bias, before)
+        ctx.save_for_backward(x, weight, bias, previous_tokens)
         y = x.new_empty(x.shape)
-        record_launch("causal_conv1d_fwd_kernel", x, y, weight, bias, before)
+        record_launch("causal_conv1d_fwd_kernel", x, y, weight, bias, previous_tokens)
         return y
 
     @staticmethod

@@ -25,20 +25,22 @@ from torch import Tensor
 from moecore.kernels.common import disable_autocast, warn_on_fallback
 from moecore.kernels.linear_attention import fla
 from moecore.kernels.linear_attention.contract import DeltaRule
-from moecore.kernels.zigzag import find_documents, find_positions
+from moecore.kernels.zigzag import find_document_ids, find_positions_in_documents
 
 CHUNK = 64
 
 
 def gated_delta_rule_ref(
-    rule: DeltaRule, cu_seqlens: Tensor, initial_nHkv: Tensor | None
+    rule: DeltaRule, cu_seqlens: Tensor, initial_states_nHkv: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Compute `gated_delta_rule` in plain PyTorch, chunk by chunk, in fp32 (fp64 for fp64)."""
     T, H, v = rule.v_THv.shape
     cu_seqlens = cu_seqlens.long()
     firsts = F.pad((-(-cu_seqlens.diff() // CHUNK)).cumsum(0), (1, 0))  # documents' first chunks
     num_chunks = T // CHUNK + len(cu_seqlens) - 1
-    places_T = firsts[find_documents(cu_seqlens, T)] * CHUNK + find_positions(cu_seqlens, T)
+    places_T = firsts[find_document_ids(cu_seqlens, T)] * CHUNK + find_positions_in_documents(
+        cu_seqlens, T
+    )
 
     def split_into_chunks(x_THX: Tensor) -> Tensor:
         """Return x_mHCX: the tokens of each chunk, in at least fp32, padded with zeros."""
@@ -74,12 +76,16 @@ def gated_delta_rule_ref(
     chunk_decay = decay[..., -1, :, None].exp()
 
     chunk_m = torch.arange(num_chunks, device=g.device)
-    documents_m = find_documents(firsts, num_chunks).clamp(max=len(cu_seqlens) - 2)
+    documents_m = find_document_ids(firsts, num_chunks).clamp(max=len(cu_seqlens) - 2)
     begins_m = chunk_m == firsts[documents_m]
     state = u.new_zeros(H, k.shape[-1], v)
     outs, states = [], []
     for i in range(num_chunks):
-        first = torch.zeros_like(state) if initial_nHkv is None else initial_nHkv[documents_m[i]]
+        first = (
+            torch.zeros_like(state)
+            if initial_states_nHkv is None
+            else initial_states_nHkv[documents_m[i]]
+        )
         state = torch.where(begins_m[i], first, state)
         updates = u[i] - w[i] @ state
         outs.append(q[i] @ state + local_scores[i] @ updates)
@@ -88,11 +94,13 @@ def gated_delta_rule_ref(
     o_THv = torch.stack(outs).transpose(1, 2).flatten(0, 1)[places_T].to(rule.v_THv.dtype)
     last = torch.stack(states)[(firsts[1:] - 1).clamp(min=0)]
     is_empty = (cu_seqlens.diff() == 0)[:, None, None, None]
-    return o_THv, torch.where(is_empty, 0 if initial_nHkv is None else initial_nHkv, last)
+    return o_THv, torch.where(
+        is_empty, 0 if initial_states_nHkv is None else initial_states_nHkv, last
+    )
 
 
 def gated_delta_rule(
-    rule: DeltaRule, cu_seqlens: Tensor, initial_nHkv: Tensor | None = None
+    rule: DeltaRule, cu_seqlens: Tensor, initial_states_nHkv: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs of all queries, and the last state of each document.
 
@@ -101,13 +109,14 @@ def gated_delta_rule(
     Args:
         rule: tensors of any strides; q, k and v have one float dtype.
         cu_seqlens: int32 [n + 1]: each document's first token, then T. Documents may be empty.
-        initial_nHkv: each document's state before its first token, fp32 (fp64 for fp64); None = 0.
+        initial_states_nHkv: each document's state before its first token, fp32 (fp64 for fp64);
+            None = 0.
 
     Returns:
         o_THv in the dtype of q, and states_nHkv in fp32 (fp64 for fp64).
     """
     with disable_autocast(rule.v_THv):
         if (reason := fla.find_problem(rule)) is None:
-            return fla.gated_delta_rule(rule, cu_seqlens, initial_nHkv)
+            return fla.gated_delta_rule(rule, cu_seqlens, initial_states_nHkv)
         warn_on_fallback(rule.v_THv, f"a gated delta rule of {rule.v_THv.dtype} ({reason})")
-        return gated_delta_rule_ref(rule, cu_seqlens, initial_nHkv)
+        return gated_delta_rule_ref(rule, cu_seqlens, initial_states_nHkv)

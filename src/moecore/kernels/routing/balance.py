@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import (
+    can_use_kernel,
     cdiv,
     count_sms,
     launch,
     next_power_of_2,
     tl,
     triton,
-    use_kernel,
     warn_on_fallback,
 )
 from moecore.kernels.ops import Op, make_setup_context
@@ -63,37 +63,37 @@ PROGRAMS_PER_SM = 4
 
 
 @triton.jit
-def _compute_softmax(x, in_cols):
-    """Return softmax [t, e] (0 in masked columns) and logsumexp [t]; masked x must be -inf."""
-    top = tl.max(x, axis=1)
-    exps = tl.where(in_cols[None, :], tl.exp(x - top[:, None]), 0.0)
+def _compute_softmax(logits, column_mask):
+    """Return softmax [t, e] (0 in masked columns) and logsumexp [t]; masked logits must be -inf."""
+    top = tl.max(logits, axis=1)
+    exps = tl.where(column_mask[None, :], tl.exp(logits - top[:, None]), 0.0)
     total = tl.sum(exps, axis=1)
     return exps * (1.0 / total)[:, None], top + tl.log(total)
 
 
 @triton.jit
-def _compute_scores(x, in_cols, FUNCTION: tl.constexpr):
+def _compute_scores(logits, column_mask, FUNCTION: tl.constexpr):
     """Return scores [t, e] (0 in masked columns), their derivatives, and 1 / sum of scores [t]."""
     if FUNCTION == "sigmoid":
-        scores = tl.sigmoid(x)
+        scores = tl.sigmoid(logits)
         slopes = scores * (1.0 - scores)
     else:
-        scores, slopes = compute_sqrtsoftplus(x)
-    scores = tl.where(in_cols[None, :], scores, 0.0)
+        scores, slopes = compute_sqrtsoftplus(logits)
+    scores = tl.where(column_mask[None, :], scores, 0.0)
     return scores, slopes, 1.0 / (tl.sum(scores, axis=1) + 1e-20)
 
 
 @triton.jit
-def _find_real_rows(
+def _mask_padding_rows(
     padding,  # uint8 [B * num_rows], 1 = padding; None = there is none
-    first,  # int64, first row of the sequence
+    first_row,  # int64, first row of the sequence
     rows,  # int32 [t], in the sequence
     num_rows,
 ):
     """Return bool [t]: True for `rows` of a sequence that exist and are not padding."""
     real = rows < num_rows
     if padding is not None:
-        real = real & (tl.load(padding + first + rows, mask=real, other=1) == 0)
+        real = real & (tl.load(padding + first_row + rows, mask=real, other=1) == 0)
     return real
 
 
@@ -124,7 +124,7 @@ def balance_statistics_fwd_kernel(
     z_sums = tl.zeros([BLOCK_T], tl.float32)
     for tile in range(program % num_parts, tl.cdiv(num_rows, BLOCK_T), num_parts):
         rows = tile * BLOCK_T + tl.arange(0, BLOCK_T)
-        in_rows = _find_real_rows(padding, first, rows, num_rows)
+        in_rows = _mask_padding_rows(padding, first, rows, num_rows)
         inside = in_rows[:, None] & in_cols[None, :]
         addresses = base + rows.to(tl.int64)[:, None] * E + cols[None, :]
         x = tl.load(addresses, mask=inside, other=-float("inf"))
@@ -194,7 +194,7 @@ def balance_statistics_bwd_kernel(
     cols = tl.arange(0, BLOCK_E)
     in_cols = cols < E
     rows = (tl.program_id(0) % num_tiles) * BLOCK_T + tl.arange(0, BLOCK_T)
-    in_rows = _find_real_rows(padding, sequence * num_rows, rows, num_rows)
+    in_rows = _mask_padding_rows(padding, sequence * num_rows, rows, num_rows)
     inside = in_rows[:, None] & in_cols[None, :]
     addresses = (sequence * num_rows + rows)[:, None] * E + cols[None, :]
     dscores = tl.load(dscore_sums + sequence * E + cols, mask=in_cols, other=0.0)[None, :]
@@ -294,7 +294,7 @@ _balance_statistics = Op(
     "balance_statistics",
     _launch_forward,
     lambda x_TE, _, B, function: (x_TE.new_empty(B, x_TE.shape[1]), x_TE.new_empty(())),
-    save=make_setup_context(slice(2), slice(3, 4)),
+    setup_context=make_setup_context(slice(2), slice(3, 4)),
     backward=_backward,
 )
 
@@ -324,7 +324,7 @@ def balance_statistics(
     check_padding_mask(padding_mask_T, logits_TE.shape[0])
     is_small = logits_TE.dtype == torch.float32 and logits_TE.shape[1] <= MAX_EXPERTS
     if sequences_T is None:
-        if use_kernel(logits_TE) and is_small:
+        if can_use_kernel(logits_TE) and is_small:
             return _balance_statistics(logits_TE, padding_mask_T, num_sequences, score_function)
         operation = f"balance statistics of {logits_TE.shape[1]} experts {logits_TE.dtype}"
         warn_on_fallback(logits_TE, operation)

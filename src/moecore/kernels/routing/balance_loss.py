@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import launch, next_power_of_2, tl, triton, use_kernel, warn_on_fallback
+from moecore.kernels.common import (
+    can_use_kernel,
+    launch,
+    next_power_of_2,
+    tl,
+    triton,
+    warn_on_fallback,
+)
 from moecore.kernels.ops import Op, make_setup_context
 from moecore.kernels.routing.counts import MAX_EXPERTS
 
@@ -51,13 +58,15 @@ def _clamp_divisor(count):
 
 
 @triton.jit
-def _load_counts(counts, start, num_sequences, cols, E: tl.constexpr, BLOCK_B: tl.constexpr):
-    """Return the counts of BLOCK_B sequences from sequence `start` on, and where they are stored.
+def _load_counts(
+    counts, first_sequence, num_sequences, cols, E: tl.constexpr, BLOCK_B: tl.constexpr
+):
+    """Return the counts of BLOCK_B sequences from `first_sequence` on, and where they are stored.
 
     The results are choices [b, e] in fp32, tokens [b], offsets [b, e] into [B, E], and a bool mask
     [b, e].
     """
-    rows = (start + tl.arange(0, BLOCK_B)).to(tl.int64)
+    rows = (first_sequence + tl.arange(0, BLOCK_B)).to(tl.int64)
     in_rows = rows < num_sequences
     inside = in_rows[:, None] & (cols < E)[None, :]
     n = tl.load(counts + rows[:, None] * (E + 1) + cols[None, :], mask=inside, other=0)
@@ -215,7 +224,7 @@ _balance_loss = Op(
     "balance_loss",
     _launch_forward,
     lambda score_sums_BE, z_sum, *_: z_sum.new_empty(4),
-    save=make_setup_context(slice(2, 4), slice(4, 5)),
+    setup_context=make_setup_context(slice(2, 4), slice(4, 5)),
     backward=_backward,
 )
 
@@ -252,7 +261,7 @@ def balance_loss(
     """
     E = score_sums_BE.shape[1]
     is_small = score_sums_BE.dtype == torch.float32 and E <= MAX_EXPERTS
-    if use_kernel(score_sums_BE) and is_small:
+    if can_use_kernel(score_sums_BE) and is_small:
         return _balance_loss(score_sums_BE, z_sum, counts_BX, global_counts_E, factors)
     warn_on_fallback(score_sums_BE, f"balance losses of {E} experts in {score_sums_BE.dtype}")
     sums = (score_sums_BE, z_sum, counts_BX)

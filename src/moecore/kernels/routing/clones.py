@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel
+from moecore.kernels.common import can_use_kernel, cdiv, launch, next_power_of_2, tl, triton
 from moecore.kernels.rows.index import build_index
 
 BLOCK = 1024  # choices of one program
@@ -42,7 +42,7 @@ class ClonePlan(NamedTuple):
 
 
 def plan_clones_ref(
-    loads_E: Tensor, num_ranks: int, num_clones: int, min_share: float
+    loads_E: Tensor, num_ranks: int, clones_per_rank: int, min_share: float
 ) -> ClonePlan:
     """Compute `plan_clones` on the host. Synchronises for CUDA tensors."""
     loads, e = loads_E.tolist(), loads_E.numel() // num_ranks
@@ -50,18 +50,18 @@ def plan_clones_ref(
     mean = -(-sum(loads) // num_ranks)
     min_tokens = max(1, mean * round(min_share * 2**16) >> 16)
     clone_counts = [0] * num_ranks
-    places = [(-1, 0, 0)] * (num_ranks * num_clones)
+    places = [(-1, 0, 0)] * (num_ranks * clones_per_rank)
     for _ in places:
         p = max(range(num_ranks), key=lambda p: ranks[p])
         x = max(range(p * e, (p + 1) * e), key=lambda x: loads[x])
-        free = [q for q in range(num_ranks) if clone_counts[q] < num_clones]
+        free = [q for q in range(num_ranks) if clone_counts[q] < clones_per_rank]
         q = min(free, key=lambda q: ranks[q])
         num_tokens = min(ranks[p] - mean, mean - ranks[q], loads[x])
         if num_tokens < min_tokens:
             num_tokens = min((ranks[p] - ranks[q]) // 2, loads[x])
         if num_tokens < min_tokens:
             break
-        places[q * num_clones + clone_counts[q]] = x, loads[x] - num_tokens, loads[x]
+        places[q * clones_per_rank + clone_counts[q]] = x, loads[x] - num_tokens, loads[x]
         clone_counts[q] += 1
         loads[x] -= num_tokens
         ranks[p] -= num_tokens
@@ -124,41 +124,45 @@ def _plan_clones_kernel(
 
 
 def plan_clones(
-    loads_E: Tensor, *, num_ranks: int, num_clones: int, min_share: float = 0.0
+    loads_E: Tensor, *, num_ranks: int, clones_per_rank: int, min_share: float = 0.0
 ) -> ClonePlan:
     """Return the experts to clone, their clones' ranks, and each clone's tokens. No host sync.
 
     Args:
         loads_E: int32, tokens of each expert, over all ranks; expert x is on rank x // (E / P).
         num_ranks: P; E is a multiple of P.
-        num_clones: c, places for clones per rank.
+        clones_per_rank: c, places for clones per rank.
         min_share: no clone gets fewer tokens than this share of a rank's mean.
 
     Example, two ranks of two experts, one clone each, loads [6, 2, 1, 1]: the mean is 5, so rank 1
     clones expert 0 for its last 3 tokens: experts_N [-1, 0], starts_N [0, 3], stops_N [0, 6].
     """
-    if not use_kernel(loads_E):
-        return plan_clones_ref(loads_E, num_ranks, num_clones, min_share)
-    E, N = loads_E.numel(), num_ranks * num_clones
+    if not can_use_kernel(loads_E):
+        return plan_clones_ref(loads_E, num_ranks, clones_per_rank, min_share)
+    E, N = loads_E.numel(), num_ranks * clones_per_rank
     plan = ClonePlan(*(torch.empty(N, dtype=torch.int32, device=loads_E.device) for _ in range(3)))
     NUM_LOCAL, SHARE = E // num_ranks, round(min_share * 2**16)
     EXPERTS, RANKS, PLACES = map(next_power_of_2, (NUM_LOCAL, num_ranks, N))
-    sizes = dict(NUM_LOCAL=NUM_LOCAL, P=num_ranks, CLONES=num_clones, SHARE=SHARE)
+    sizes = dict(NUM_LOCAL=NUM_LOCAL, P=num_ranks, CLONES=clones_per_rank, SHARE=SHARE)
     blocks = dict(EXPERTS=EXPERTS, RANKS=RANKS, PLACES=PLACES)
     launch(_plan_clones_kernel, 1, loads_E.contiguous(), *plan, **sizes, **blocks)
     return plan
 
 
 def assign_physical_ids_ref(
-    ids_TK: Tensor, places_TK: Tensor, plan: ClonePlan, num_local: int, num_clones: int
+    ids_TK: Tensor,
+    positions_TK: Tensor,
+    plan: ClonePlan,
+    num_local_experts: int,
+    clones_per_rank: int,
 ) -> Tensor:
-    """Compute `assign_physical_ids`; places_TK has the index of each choice within its expert."""
-    block_TK = torch.div(ids_TK, num_local, rounding_mode="floor")
-    physical_TK = torch.where(ids_TK < 0, ids_TK, ids_TK + block_TK * num_clones)
+    """Compute `assign_physical_ids`; positions_TK = the index of each choice within its expert."""
+    block_TK = torch.div(ids_TK, num_local_experts, rounding_mode="floor")
+    physical_TK = torch.where(ids_TK < 0, ids_TK, ids_TK + block_TK * clones_per_rank)
     for place, (x, start, stop) in enumerate(zip(*(t.tolist() for t in plan), strict=True)):
-        rank, number = divmod(place, num_clones)
-        physical = rank * (num_local + num_clones) + num_local + number
-        is_clone_TK = (ids_TK == x) & (places_TK >= start) & (places_TK < stop) & (x >= 0)
+        rank, number = divmod(place, clones_per_rank)
+        physical = rank * (num_local_experts + clones_per_rank) + num_local_experts + number
+        is_clone_TK = (ids_TK == x) & (positions_TK >= start) & (positions_TK < stop) & (x >= 0)
         physical_TK = physical_TK.masked_fill(is_clone_TK, physical)
     return physical_TK
 
@@ -168,7 +172,7 @@ def _physical_ids_kernel(
     ids_ptr,  # [T K] int32
     rows_ptr,  # [T K] int32, each choice's row in the order of experts
     offsets_ptr,  # [E] int32, running sum of this rank's rows
-    before_ptr,  # [E] int32, tokens of ranks before this one
+    counts_before_ptr,  # [E] int32, tokens of ranks before this one
     experts_ptr,  # [N] int32
     starts_ptr,  # [N] int32
     stops_ptr,  # [N] int32
@@ -186,7 +190,7 @@ def _physical_ids_kernel(
     is_choice = ids >= 0
     rows = tl.load(rows_ptr + choices, mask=inside, other=0)
     first = tl.load(offsets_ptr + ids - 1, mask=ids > 0, other=0)
-    places = rows - first + tl.load(before_ptr + ids, mask=is_choice, other=0)
+    places = rows - first + tl.load(counts_before_ptr + ids, mask=is_choice, other=0)
     out = tl.where(is_choice, ids + ids // NUM_LOCAL * CLONES, ids)
     for n in range(N):
         x = tl.load(experts_ptr + n)
@@ -198,30 +202,40 @@ def _physical_ids_kernel(
 
 
 def assign_physical_ids(
-    ids_TK: Tensor, before_E: Tensor, plan: ClonePlan, *, num_local: int, num_clones: int
+    ids_TK: Tensor,
+    counts_before_E: Tensor,
+    plan: ClonePlan,
+    *,
+    num_local_experts: int,
+    clones_per_rank: int,
 ) -> Tensor:
     """Return int32 [T, K]: the physical id of each choice's expert or of its clone. No host sync.
 
-    A rank has num_local + num_clones physical ids: its experts, then its places for clones.
+    A rank has num_local_experts + clones_per_rank physical ids: its experts, then its places for
+    clones.
 
     Args:
         ids_TK: int32 expert ids; -1 = dropped, which is -1 in the result, too.
-        before_E: int32, the number of choices of each expert on all ranks before this rank.
+        counts_before_E: int32, the number of choices of each expert on all ranks before this rank.
         plan: which experts have clones, and which of an expert's choices a clone computes.
 
     Example, the plan of `plan_clones`, all ten choices on one rank: of expert 0's six tokens the
     first three go to physical expert 0, the others to 5; expert 1 is 1, experts 2 and 3 are 3, 4.
     """
-    E = before_E.numel()
-    index = build_index(ids_TK, torch.zeros_like(ids_TK, dtype=torch.float32), first=0, num_local=E)
+    E = counts_before_E.numel()
+    index = build_index(
+        ids_TK, torch.zeros_like(ids_TK, dtype=torch.float32), first_expert=0, num_local_experts=E
+    )
     offsets_E, rows_TK = index.offsets_e, index.slots_SK
-    if not use_kernel(ids_TK):
+    if not can_use_kernel(ids_TK):
         starts_E = offsets_E - offsets_E.diff(prepend=offsets_E.new_zeros(1))
-        base_E = before_E - starts_E
+        base_E = counts_before_E - starts_E
         places_TK = rows_TK + base_E[ids_TK.clamp(min=0).long()]
-        return assign_physical_ids_ref(ids_TK, places_TK, plan, num_local, num_clones)
+        return assign_physical_ids_ref(ids_TK, places_TK, plan, num_local_experts, clones_per_rank)
     out_TK, num_choices = torch.empty_like(rows_TK), ids_TK.numel()
-    tensors = (ids_TK.contiguous(), rows_TK, offsets_E, before_E.contiguous(), *plan, out_TK)
-    sizes = dict(NUM_LOCAL=num_local, CLONES=num_clones, N=plan.experts_N.numel(), BLOCK=BLOCK)
+    tensors = (ids_TK.contiguous(), rows_TK, offsets_E, counts_before_E.contiguous(), *plan, out_TK)
+    sizes = dict(
+        NUM_LOCAL=num_local_experts, CLONES=clones_per_rank, N=plan.experts_N.numel(), BLOCK=BLOCK
+    )
     launch(_physical_ids_kernel, cdiv(num_choices, BLOCK), *tensors, num_choices, **sizes)
     return out_TK

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import (
+    can_use_kernel,
     cdiv,
     launch,
     next_power_of_2,
     tl,
     triton,
-    use_kernel,
     warn_on_fallback,
 )
 from moecore.kernels.ops import Op
@@ -120,7 +120,7 @@ def add_expert_counts(counts_BE: Tensor, ids_TK: Tensor) -> None:
     ids_TK are int32; -1 = dropped, not counted. Row b counts the b-th T / B tokens.
     """
     E = counts_BE.shape[1]
-    if use_kernel(ids_TK) and E <= MAX_EXPERTS:
+    if can_use_kernel(ids_TK) and E <= MAX_EXPERTS:
         _add_expert_counts(counts_BE, ids_TK, None, E)
     else:
         warn_on_fallback(ids_TK, f"counting {E} experts")
@@ -158,7 +158,7 @@ def count_experts_and_tokens(
         places_TK = sequences_T[:, None] * (E + 1) + ids_TK.clamp(min=0)
         counts_BX.view(-1).scatter_add_(0, places_TK.flatten(), (ids_TK >= 0).long().flatten())
         return counts_BX
-    if use_kernel(ids_TK) and E <= MAX_EXPERTS:
+    if can_use_kernel(ids_TK) and E <= MAX_EXPERTS:
         _add_expert_counts(counts_BX, ids_TK, padding_mask_T, E)
         return counts_BX
     warn_on_fallback(ids_TK, f"counting {E} experts")

@@ -15,7 +15,7 @@ backward: eval and no_grad have no launch.
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel
+from moecore.kernels.common import can_use_kernel, cdiv, launch, next_power_of_2, tl, triton
 from moecore.kernels.routing.scores import compute_scores_ref, load_token_scores
 
 UNIT = 2.0**-24  # nats
@@ -81,7 +81,7 @@ def add_entropy_(
             by their sum.
         padding_mask_T: True for tokens that are not counted; None = no padding.
     """
-    if not use_kernel(logits_TE) or logits_TE.dtype != torch.float32:
+    if not can_use_kernel(logits_TE) or logits_TE.dtype != torch.float32:
         wide_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
         add_entropy_ref(total_2, wide_TE, score_function, padding_mask_T)
         return

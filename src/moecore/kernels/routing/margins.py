@@ -14,7 +14,7 @@ bytes, and does T * E atomic adds in L2. Another computes the quantiles of any n
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel
+from moecore.kernels.common import can_use_kernel, cdiv, launch, next_power_of_2, tl, triton
 from moecore.kernels.routing.scores import compute_scores_ref, load_token_scores
 
 NUM_BINS = 1000
@@ -126,7 +126,7 @@ def add_margins_(
         score_function: name of a function whose scores are in [0, 1].
         padding_mask_T: True for tokens that are not counted; None = no padding.
     """
-    if not use_kernel(logits_TE) or logits_TE.dtype != torch.float32:
+    if not can_use_kernel(logits_TE) or logits_TE.dtype != torch.float32:
         add_margins_ref(histogram_EX, logits_TE, bias_E, top_k, score_function, padding_mask_T)
         return
     T, E = logits_TE.shape
@@ -191,7 +191,7 @@ def compute_even_bias(histogram_EX: Tensor, bias_E: Tensor, top_k: int) -> Tenso
         bias_E: fp32 [..., E], the bias that `add_margins_` received.
         top_k: number of experts per token, K.
     """
-    if not use_kernel(bias_E):
+    if not can_use_kernel(bias_E):
         return compute_even_bias_ref(histogram_EX, bias_E, top_k)
     E, X = histogram_EX.shape[-2:]
     out_E = torch.empty_like(bias_E, memory_format=torch.contiguous_format)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, launch, next_power_of_2, use_kernel, warn_on_fallback
+from moecore.kernels.common import can_use_kernel, cdiv, launch, next_power_of_2, warn_on_fallback
 from moecore.kernels.ops import Op, make_setup_context
 from moecore.kernels.routing.route_kernel import route_bwd_kernel, route_fwd_kernel
 from moecore.kernels.routing.scores import compute_scores_ref
@@ -79,14 +79,16 @@ def route_ref(
     return ids_TK.to(torch.int32), weights_TK * options.scale
 
 
-def _select_experts(ranked_TE: Tensor, bias_E: Tensor | None, options: RouteOptions) -> Tensor:
+def _select_experts(
+    selection_scores_TE: Tensor, bias_E: Tensor | None, options: RouteOptions
+) -> Tensor:
     """Return expert ids [T, K] int64 by descending score + bias; equal sums are ordered by id."""
-    (T, E), K = ranked_TE.shape, options.top_k
+    (T, E), K = selection_scores_TE.shape, options.top_k
     if bias_E is not None:
-        ranked_TE = ranked_TE + bias_E
-    order_TE = _sort_best_first(ranked_TE)
+        selection_scores_TE = selection_scores_TE + bias_E
+    order_TE = _sort_best_first(selection_scores_TE)
     if options.top_groups < options.num_groups:
-        ranked_TGS = ranked_TE.view(T, options.num_groups, E // options.num_groups)
+        ranked_TGS = selection_scores_TE.view(T, options.num_groups, E // options.num_groups)
         # Added best first, as the kernel does: equal bits tie in both.
         best, *rest = ranked_TGS.topk(options.group_experts, dim=-1).values.unbind(-1)
         groups_TG = _sort_best_first(sum(rest, start=best))
@@ -98,16 +100,16 @@ def _select_experts(ranked_TE: Tensor, bias_E: Tensor | None, options: RouteOpti
     return order_TE[:, :K]
 
 
-def _sort_best_first(x: Tensor) -> Tensor:
+def _sort_best_first(scores: Tensor) -> Tensor:
     """Return the indices of a stable descending sort of the last dim; NaN sorts first."""
     # PyTorch's sort on CUDA may place a NaN below -inf when its sign bit is set.
-    x = x.masked_fill(x.isnan(), torch.nan)
-    return x.sort(dim=-1, descending=True, stable=True).indices
+    scores = scores.masked_fill(scores.isnan(), torch.nan)
+    return scores.sort(dim=-1, descending=True, stable=True).indices
 
 
-def _count_tokens_per_program(tile: int, num_columns: int) -> int:
-    """Return how many rows of `num_columns` logits have `tile` logits, in [1, MAX_TOKENS]."""
-    return max(1, min(MAX_TOKENS, tile // num_columns))
+def _count_tokens_per_program(max_logits: int, num_columns: int) -> int:
+    """Return how many rows of `num_columns` logits have `max_logits` logits, in [1, MAX_TOKENS]."""
+    return max(1, min(MAX_TOKENS, max_logits // num_columns))
 
 
 # `RouteOptions` as arguments of a custom op, in the order of its fields.
@@ -125,14 +127,16 @@ def flatten_options(options: RouteOptions) -> tuple[Any, ...]:
 
 
 @cache
-def _unflatten_options(flat: tuple[Any, ...]) -> RouteOptions:
+def _unflatten_options(flat_options: tuple[Any, ...]) -> RouteOptions:
     """Return the options of a flat tuple: the inverse of `flatten_options`."""
-    return RouteOptions(**dict(zip(_OPTION_NAMES, flat, strict=True)))
+    return RouteOptions(**dict(zip(_OPTION_NAMES, flat_options, strict=True)))
 
 
-def run_forward(logits_TE: Tensor, bias_E: Tensor | None, *flat: Any) -> tuple[Tensor, Tensor]:
-    """Compute `route` by its kernel without autograd; `flat` is `flatten_options(options)`."""
-    return _launch_forward(logits_TE, bias_E, None, _unflatten_options(flat))
+def run_route_kernel(
+    logits_TE: Tensor, bias_E: Tensor | None, *flat_options: Any
+) -> tuple[Tensor, Tensor]:
+    """Compute `route` by its kernel without autograd; `flat_options` is from `flatten_options`."""
+    return _launch_forward(logits_TE, bias_E, None, _unflatten_options(flat_options))
 
 
 def _launch_forward(
@@ -164,10 +168,12 @@ def _choose_forward_constants(
     return BT, sizes | groups | scores
 
 
-def _make_score_constants(function: str, post: bool, normalize: bool) -> dict[str, Any]:
+def _make_score_constants(
+    score_function: str, is_post_score: bool, normalize: bool
+) -> dict[str, Any]:
     """Return the compile-time constants and launch options that both route kernels share."""
     options = dict(num_warps=1, enable_fp_fusion=False)  # Note [same bits] of scores.py
-    return dict(FUNCTION=function, POST=post, NORMALIZE=normalize, **options)
+    return dict(FUNCTION=score_function, POST=is_post_score, NORMALIZE=normalize, **options)
 
 
 def _make_empty_choice(
@@ -220,15 +226,15 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
 
 _route_op = Op(
     "route",
-    run_forward,
+    run_route_kernel,
     _make_empty_choice,
-    save=_setup_context,
+    setup_context=_setup_context,
     backward=_backward,
     schema=f"(Tensor logits_TE, Tensor? bias_E, {_OPTIONS}) -> (Tensor, Tensor)",
 )
 
 
-def check_options(num_experts: int, options: RouteOptions) -> None:
+def check_route_options(num_experts: int, options: RouteOptions) -> None:
     """Raise a ValueError if `num_experts` does not fit top_k, the groups or the other options."""
     E = num_experts
     allowed = options.top_groups * (E // options.num_groups)
@@ -264,9 +270,9 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, options: RouteOptions) -> tu
         Expert ids [T, K] int32, best first, and weights [T, K] fp32, differentiable in the logits.
     """
     E = logits_TE.shape[1]
-    check_options(E, options)
+    check_route_options(E, options)
     is_small = logits_TE.dtype != torch.float64 and E <= MAX_EXPERTS
-    if not (is_small and use_kernel(logits_TE)):
+    if not (is_small and can_use_kernel(logits_TE)):
         warn_on_fallback(logits_TE, f"routing to {E} experts in {logits_TE.dtype}")
         ids_TK, weights_TK = route_ref(logits_TE, bias_E, options)
         return ids_TK, weights_TK.float()
@@ -292,16 +298,16 @@ def route_weights_ref(logits_TE: Tensor, ids_TK: Tensor, options: RouteOptions) 
     return weights_TK * options.scale
 
 
-def _route_weights(logits_TE: Tensor, ids_TK: Tensor, *flat: Any) -> Tensor:
-    """Compute `route_weights` by the kernel without autograd; `flat` as in `run_forward`."""
-    return _launch_forward(logits_TE, None, ids_TK, _unflatten_options(flat))[1]
+def _route_weights(logits_TE: Tensor, ids_TK: Tensor, *flat_options: Any) -> Tensor:
+    """Compute `route_weights` by the kernel without autograd; `flat_options`: `flatten_options`."""
+    return _launch_forward(logits_TE, None, ids_TK, _unflatten_options(flat_options))[1]
 
 
 _route_weights_op = Op(
     "route_weights",
     _route_weights,
     lambda logits_TE, ids_TK, *_: logits_TE.new_empty(ids_TK.shape),
-    save=make_setup_context(slice(2), slice(3, 7)),
+    setup_context=make_setup_context(slice(2), slice(3, 7)),
     backward=_backward,
     schema=f"(Tensor logits_TE, Tensor ids_TK, {_OPTIONS}) -> Tensor",
 )
@@ -319,7 +325,7 @@ def route_weights(logits_TE: Tensor, ids_TK: Tensor, options: RouteOptions) -> T
             layout of groups decides the order of sums. Other options of the choice are not read.
     """
     is_small = logits_TE.dtype != torch.float64 and logits_TE.shape[1] <= MAX_EXPERTS
-    if not (is_small and use_kernel(logits_TE)):
+    if not (is_small and can_use_kernel(logits_TE)):
         operation = f"routing weights of {logits_TE.shape[1]} experts in {logits_TE.dtype}"
         warn_on_fallback(logits_TE, operation)
         return route_weights_ref(logits_TE, ids_TK, options).float()

@@ -5,7 +5,12 @@ tokens, and P marks a size up to a power of two.
 """
 
 from moecore.kernels.common import tl, triton
-from moecore.kernels.routing.scores import compute_exp, compute_row_scores, compute_scores, sum_rows
+from moecore.kernels.routing.scores import (
+    compute_exp,
+    compute_scores,
+    compute_scores_of_rows,
+    sum_rows,
+)
 
 # The kernel compares int32 keys that sort like the floats, so that equal floats tie exactly: -0.0
 # is 0.0, every NaN is one value above infinity, and -2**31, which no float has, marks columns that
@@ -14,31 +19,31 @@ from moecore.kernels.routing.scores import compute_exp, compute_row_scores, comp
 
 
 @triton.jit
-def _encode_key(x):
+def _encode_sort_key(x):
     """Return int32 keys in the order of fp32 x. Equal floats have equal keys; NaN is greatest."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0.0 + 0.0 is 0.0
     return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit
-def _decode_key(key):
+def _decode_sort_key(key):
     """Return the fp32 value of a key; a NaN for the key of excluded columns."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _find_best(keys, columns):
+def _find_greatest_key(keys, columns):
     """Return [rows, 1], the column of each row's greatest key, or the lowest such column."""
     best = tl.max(keys, axis=1, keep_dims=True)
     return tl.min(tl.where(keys == best, columns, keys.shape[1] - 1), axis=1, keep_dims=True)
 
 
 @triton.jit
-def _compute_choice_softmax(choice_logits, in_k):
-    """Return the softmax of a row's logits where `in_k` is True, 0 elsewhere."""
-    exps = tl.where(in_k, choice_logits, float("-inf"))
+def _compute_choice_softmax(choice_logits, choice_mask):
+    """Return the softmax of a row's logits where `choice_mask` is True, 0 elsewhere."""
+    exps = tl.where(choice_mask, choice_logits, float("-inf"))
     exps = compute_exp(choice_logits - tl.max(exps, axis=1, keep_dims=True))
-    exps = tl.where(in_k, exps, 0.0)
+    exps = tl.where(choice_mask, exps, 0.0)
     total = sum_rows(exps)
     return tl.div_rn(exps, tl.where(total == 0.0, 1.0, total))
 
@@ -59,15 +64,15 @@ def _exclude_groups(
     rest, sums = keys, tl.zeros([BT, GP], dtype=tl.float32)
     for _ in tl.static_range(GROUP_EXPERTS):
         greatest = tl.max(rest, axis=2, keep_dims=True)
-        sums += _decode_key(tl.reshape(greatest, [BT, GP]))
+        sums += _decode_sort_key(tl.reshape(greatest, [BT, GP]))
         # Remove one of the greatest, so that equal keys count separately.
         column = tl.min(tl.where(rest == greatest, columns, SP - 1), axis=2, keep_dims=True)
         rest = tl.where(columns == column, -0x80000000, rest)
     groups = tl.arange(0, GP)[None, :]
-    group_keys = tl.where(groups < G, _encode_key(sums), -0x80000000)
+    group_keys = tl.where(groups < G, _encode_sort_key(sums), -0x80000000)
     group_mask = tl.zeros([BT, GP], dtype=tl.int32)
     for _ in range(TOP_GROUPS):
-        best = _find_best(group_keys, groups)
+        best = _find_greatest_key(group_keys, groups)
         group_mask = tl.where(groups == best, 1, group_mask)
         group_keys = tl.where(groups == best, -0x80000000, group_keys)
     keys = tl.where(group_mask[:, :, None] != 0, keys, -0x80000000)
@@ -89,7 +94,7 @@ def _choose_experts(
     slots = tl.arange(0, KP)[None, :]
     choices = tl.zeros([BT, KP], dtype=tl.int32)
     for k in range(K):
-        best = _find_best(keys, columns)
+        best = _find_greatest_key(keys, columns)
         choices = tl.where(slots == k, best, choices)
         keys = tl.where(columns == best, -0x80000000, keys)
     if GP > 1:
@@ -137,7 +142,7 @@ def route_fwd_kernel(
     if POST:
         ranked, top, factor = x, 0.0, 0.0  # scores of single logits, or a softmax of the chosen
     else:
-        ranked, top, factor = compute_row_scores(x, FUNCTION)
+        ranked, top, factor = compute_scores_of_rows(x, FUNCTION)
     in_k = row_mask & (slots < K)
     if HAS_IDS:
         choices = tl.load(ids + rows * K + slots, mask=in_k, other=-1)
@@ -145,7 +150,7 @@ def route_fwd_kernel(
     else:
         if bias is not None:
             ranked += tl.load(bias + experts, mask=real, other=0.0)
-        keys = tl.where(real, _encode_key(ranked), -0x80000000)
+        keys = tl.where(real, _encode_sort_key(ranked), -0x80000000)
         if G > 1:
             keys = _exclude_groups(keys, G, TOP_GROUPS, GROUP_EXPERTS, BT, GP, SP)
         choices = _choose_experts(keys, K, S, BT, KP, GP, SP)
@@ -199,7 +204,7 @@ def route_bwd_kernel(
         if FUNCTION == "softmax":  # the other scores need nothing of the other experts
             x = tl.load(logits + rows * E + columns, mask=row_mask & (columns < E), other=0.0)
             x = tl.where(columns < E, x, float("-inf"))
-        scores, top, factor = compute_row_scores(x, FUNCTION)
+        scores, top, factor = compute_scores_of_rows(x, FUNCTION)
         s, slope = compute_scores(choice_logits, top, factor, FUNCTION)
         s = tl.where(in_k, s, 0.0)
         if NORMALIZE:

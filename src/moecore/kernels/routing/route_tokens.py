@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moecore.base.torch_private import is_plain_eager
-from moecore.kernels.common import use_kernel
+from moecore.kernels.common import can_use_kernel
 from moecore.kernels.ops import is_plain
 from moecore.kernels.routing import route as routes
 from moecore.kernels.routing import router_logits as products
@@ -30,15 +30,15 @@ class _RouteTokens(torch.autograd.Function):
         x_TD: Tensor,
         weight_ED: Tensor,
         bias_E: Tensor | None,
-        selection_E: Tensor | None,
-        flat: tuple[Any, ...],
+        selection_bias_E: Tensor | None,
+        flat_options: tuple[Any, ...],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return logits, ids and weights by both kernels; save x, weight, logits and ids."""
-        logits_TE = products.run_forward(x_TD, weight_ED, bias_E)
-        ids_TK, weights_TK = routes.run_forward(logits_TE, selection_E, *flat)
+        logits_TE = products.run_logits_kernel(x_TD, weight_ED, bias_E)
+        ids_TK, weights_TK = routes.run_route_kernel(logits_TE, selection_bias_E, *flat_options)
         ctx.save_for_backward(x_TD, weight_ED, logits_TE, ids_TK)
         ctx.bias_dtype = None if bias_E is None else bias_E.dtype
-        ctx.options = flat[1:5]
+        ctx.options = flat_options[1:5]
         ctx.mark_non_differentiable(ids_TK)
         ctx.set_materialize_grads(False)  # the ids would get zeros of their size
         return logits_TE, ids_TK, weights_TK
@@ -55,7 +55,7 @@ class _RouteTokens(torch.autograd.Function):
             return (None,) * 5
         needs = ctx.needs_input_grad[:3]
         args = (needs, ctx.bias_dtype, dlogits_TE, x_TD, weight_ED)
-        return *products.compute_gradients(*args), None, None
+        return *products.compute_input_gradients(*args), None, None
 
 
 _RouteTokens.__name__ = "moecore::route_tokens"  # in profiles, as the custom ops
@@ -65,28 +65,28 @@ def route_tokens(
     x_TD: Tensor,
     weight_ED: Tensor,
     bias_E: Tensor | None,
-    selection_E: Tensor | None,
+    selection_bias_E: Tensor | None,
     options: routes.RouteOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the router logits [T, E], and the expert ids and weights [T, K] from `route`.
 
-    `bias_E` is added to the logits. `selection_E` is `route`'s bias, which only affects the choice.
-    None = no such bias. Dtypes and shapes as in `router_logits` and `route`.
+    `bias_E` is added to the logits. `selection_bias_E` is `route`'s bias, which only affects the
+    choice. None = no such bias. Dtypes and shapes as in `router_logits` and `route`.
     """
-    tensors = [t for t in (x_TD, weight_ED, bias_E, selection_E) if t is not None]
+    tensors = [t for t in (x_TD, weight_ED, bias_E, selection_bias_E) if t is not None]
     can_fuse = (
         torch.is_grad_enabled()
         and is_plain_eager()
-        and use_kernel(*tensors)
+        and can_use_kernel(*tensors)
         and all(is_plain(t) for t in tensors)
-        and products.has_kernel(x_TD, weight_ED)
+        and products.has_logits_kernel(x_TD, weight_ED)
         and weight_ED.shape[0] <= routes.MAX_EXPERTS
     )
     if can_fuse:
-        products.check_shapes(x_TD, weight_ED, bias_E)
-        routes.check_options(weight_ED.shape[0], options)
+        products.check_logits_shapes(x_TD, weight_ED, bias_E)
+        routes.check_route_options(weight_ED.shape[0], options)
         flat = routes.flatten_options(options)
-        outputs: Any = _RouteTokens.apply(x_TD, weight_ED, bias_E, selection_E, flat)
+        outputs: Any = _RouteTokens.apply(x_TD, weight_ED, bias_E, selection_bias_E, flat)
         return outputs  # type: ignore[no-any-return]
     logits_TE = products.router_logits(x_TD, weight_ED, bias_E)
-    return logits_TE, *routes.route(logits_TE, selection_E, options)
+    return logits_TE, *routes.route(logits_TE, selection_bias_E, options)

@@ -18,6 +18,7 @@ from torch import Tensor
 from moecore.base.torch_private import is_in_forward_mode
 from moecore.kernels.common import (
     INTERPRET,
+    can_use_kernel,
     cdiv,
     count_sms,
     disable_autocast,
@@ -25,7 +26,6 @@ from moecore.kernels.common import (
     next_power_of_2,
     tl,
     triton,
-    use_kernel,
 )
 from moecore.kernels.ops import Op
 from moecore.kernels.rows.scaling import round_up
@@ -93,18 +93,18 @@ class _RouterLinear(torch.autograd.Function):
 
 
 @triton.jit
-def _extract_part(v, INDEX: tl.constexpr):
-    """Return bf16 part 0 (hi), 1 (mid) or 2 (lo) of fp32 v; for infinity, parts 1 and 2 are 0."""
-    part = v.to(tl.bfloat16)
-    for _ in tl.static_range(INDEX):
-        v = tl.where(tl.abs(part.to(tl.float32)) == float("inf"), 0.0, v - part.to(tl.float32))
-        part = v.to(tl.bfloat16)
+def _extract_bf16_part(x, PART_IDX: tl.constexpr):
+    """Return bf16 part 0 (hi), 1 (mid) or 2 (lo) of fp32 x; for infinity, parts 1 and 2 are 0."""
+    part = x.to(tl.bfloat16)
+    for _ in tl.static_range(PART_IDX):
+        x = tl.where(tl.abs(part.to(tl.float32)) == float("inf"), 0.0, x - part.to(tl.float32))
+        part = x.to(tl.bfloat16)
     return part
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_out_rows"])
 def _split_kernel(
-    v,  # [num_rows, COLUMNS], fp32 or bf16, contiguous
+    matrix,  # [num_rows, COLUMNS], fp32 or bf16, contiguous
     out,  # out, bf16: part s of an element at row * ROW_STRIDE + s * PART_STRIDE + column
     num_rows,
     num_out_rows,  # rows and columns past those of v become 0
@@ -116,15 +116,15 @@ def _split_kernel(
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Write the bf16 parts of one [BR, BC] block of v to `out`."""
+    """Write the bf16 parts of one [BR, BC] block of the matrix to `out`."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)[:, None]
     column = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
     real = (row < num_rows) & (column < COLUMNS)
-    value = tl.load(v + row * COLUMNS + column, mask=real, other=0.0).to(tl.float32)
+    value = tl.load(matrix + row * COLUMNS + column, mask=real, other=0.0).to(tl.float32)
     inside = (row < num_out_rows) & (column < OUT_COLUMNS)
     for s in tl.static_range(len(PARTS)):
         place = out + row * ROW_STRIDE + s * PART_STRIDE + column
-        tl.store(place, _extract_part(value, PARTS[s]), mask=inside)
+        tl.store(place, _extract_bf16_part(value, PARTS[s]), mask=inside)
 
 
 @triton.jit
@@ -208,7 +208,7 @@ def _sum_splits_kernel(
     splits,  # [num_splits, size] fp32
     out,  # out, [size], any float dtype
     num_splits,
-    size,
+    split_size,
     BLOCK: tl.constexpr,
 ):
     """Write BLOCK elements of the sum of all splits, added in order and rounded once."""
@@ -216,32 +216,32 @@ def _sum_splits_kernel(
     total = tl.zeros([BLOCK], dtype=tl.float32)
     at = splits + index
     for _ in range(num_splits):
-        total += tl.load(at, mask=index < size, other=0.0)
-        at += size
-    tl.store(out + index, total.to(out.dtype.element_ty), mask=index < size)
+        total += tl.load(at, mask=index < split_size, other=0.0)
+        at += split_size
+    tl.store(out + index, total.to(out.dtype.element_ty), mask=index < split_size)
 
 
-def _split_into_parts(v: Tensor, parts: tuple[int, ...], *, side_by_side: bool) -> Tensor:
-    """Return the bf16 `parts` (0 hi, 1 mid, 2 lo) of v [rows, columns] in one matrix.
+def _split_into_parts(matrix: Tensor, part_ids: tuple[int, ...], *, side_by_side: bool) -> Tensor:
+    """Return the bf16 parts `part_ids` (0 hi, 1 mid, 2 lo) of a matrix in one matrix.
 
     The parts are side by side, or one below the other, and zeros pad each part in that dim.
     """
     # Each part is padded with zeros to a multiple of 8 in the stacked dim.
-    rows, columns = v.shape
+    rows, columns = matrix.shape
     out_rows, out_columns = rows, columns
     if side_by_side:
         part_stride = out_columns = round_up(columns, ALIGNED)
-        shape = (rows, len(parts) * out_columns)
+        shape = (rows, len(part_ids) * out_columns)
     else:
         out_rows = round_up(rows, ALIGNED)
-        shape, part_stride = (len(parts) * out_rows, columns), out_rows * columns
-    out = v.new_empty(shape, dtype=torch.bfloat16)
+        shape, part_stride = (len(part_ids) * out_rows, columns), out_rows * columns
+    out = matrix.new_empty(shape, dtype=torch.bfloat16)
     BC = min(128, next_power_of_2(out_columns))
     BR = SPLIT_BLOCK // BC
     grid = (cdiv(out_rows, BR), cdiv(out_columns, BC))
-    sizes = dict(COLUMNS=columns, OUT_COLUMNS=out_columns, PARTS=parts, BR=BR, BC=BC)
+    sizes = dict(COLUMNS=columns, OUT_COLUMNS=out_columns, PARTS=part_ids, BR=BR, BC=BC)
     strides = dict(ROW_STRIDE=shape[1], PART_STRIDE=part_stride)
-    launch(_split_kernel, grid, v, out, rows, out_rows, **sizes, **strides)
+    launch(_split_kernel, grid, matrix, out, rows, out_rows, **sizes, **strides)
     return out
 
 
@@ -254,19 +254,24 @@ def _choose_tile(num_experts: int, num_parts: int) -> dict[str, Any]:
 
 @cache
 def _make_product_constants(
-    D: int, E: int, P: int, EP: int, gradient_stride: int
+    dim: int, num_experts: int, num_parts: int, padded_experts: int, gradient_stride: int
 ) -> dict[str, Any]:
     """Return the compile-time constants of `_product_kernel`.
 
-    P is the number of bf16 parts, and EP the experts including padding. `gradient_stride` is the
+    `num_parts` counts bf16 parts, `padded_experts` includes padding. `gradient_stride` is the
     row stride of dlogits; 0 = the forward's product.
     """
-    return _choose_tile(E, P) | dict(
-        D=D, E=E, P=P, GRADIENT=gradient_stride > 0, EP=EP, B_STRIDE=gradient_stride or 1
+    return _choose_tile(num_experts, num_parts) | dict(
+        D=dim,
+        E=num_experts,
+        P=num_parts,
+        GRADIENT=gradient_stride > 0,
+        EP=padded_experts,
+        B_STRIDE=gradient_stride or 1,
     )
 
 
-def run_forward(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
+def run_logits_kernel(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
     """Return logits [T, E], fp32, by the kernel of `router_logits`, without autograd."""
     x_TD, weight_ED = x_TD.contiguous(), weight_ED.contiguous()
     (T, D), E = x_TD.shape, weight_ED.shape[0]
@@ -286,13 +291,13 @@ def run_forward(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tenso
 
 
 def _router_logits_bwd(
-    dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, need_dx: bool, need_dweight: bool
+    dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, needs_dx: bool, needs_dweight: bool
 ) -> tuple[Tensor, Tensor]:
     """Return dx and dweight; a gradient that is not needed is an empty tensor."""
     weight_ED, x_TD = weight_ED.contiguous(), x_TD.contiguous()
     if x_TD.shape[0] == 0:
         dx_TD, dweight_ED = _make_empty_gradients(
-            dlogits_TE, x_TD, weight_ED, need_dx, need_dweight
+            dlogits_TE, x_TD, weight_ED, needs_dx, needs_dweight
         )
         return dx_TD, dweight_ED.zero_()
     wide = weight_ED.dtype == torch.float32
@@ -307,31 +312,31 @@ def _router_logits_bwd(
         dlogits_TE.contiguous(), (0, 0, 1, 2) if wide else (0, 1), side_by_side=True
     )
     EP = round_up(weight_ED.shape[0], ALIGNED)
-    dweight_ED = weight_ED.new_empty(weight_ED.shape if need_dweight else (0,))
-    if not need_dx:
+    dweight_ED = weight_ED.new_empty(weight_ED.shape if needs_dweight else (0,))
+    if not needs_dx:
         dx_TD = x_TD.new_empty(0)
     else:
         weight = _split_into_parts(weight_ED, (1, 0, 0) if wide else (0, 0), side_by_side=False)
         with disable_autocast(x_TD):
             dx_TD = dlogits[:, : weight.shape[0]].mm(weight)  # `out=` takes three times as long
-    if need_dweight:
+    if needs_dweight:
         _compute_dweight(dlogits[:, EP:] if wide else dlogits, x_TD, dweight_ED)
     return dx_TD, dweight_ED
 
 
 def _make_empty_gradients(
-    dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, need_dx: bool, need_dweight: bool
+    dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, needs_dx: bool, needs_dweight: bool
 ) -> tuple[Tensor, Tensor]:
     """Return uninitialised dx and dweight; a gradient that is not needed is an empty tensor."""
-    dx_TD = x_TD.new_empty(x_TD.shape if need_dx else (0,))
-    return dx_TD, weight_ED.new_empty(weight_ED.shape if need_dweight else (0,))
+    dx_TD = x_TD.new_empty(x_TD.shape if needs_dx else (0,))
+    return dx_TD, weight_ED.new_empty(weight_ED.shape if needs_dweight else (0,))
 
 
 _router_logits_bwd_op = Op("router_logits_bwd", _router_logits_bwd, _make_empty_gradients)
 
 
-def _compute_dweight(dlogits: Tensor, x_TD: Tensor, dweight_ED: Tensor) -> None:
-    """Write dlogits^T @ x to dweight_ED; `dlogits` has 3 (fp32 dweight) or 2 bf16 parts [T, E]."""
+def _compute_dweight(dlogits_parts: Tensor, x_TD: Tensor, dweight_ED: Tensor) -> None:
+    """Write dlogits^T @ x to dweight_ED, from 3 (fp32 dweight) or 2 bf16 parts of dlogits."""
     (T, D), E = x_TD.shape, dweight_ED.shape[0]
     P = 3 if dweight_ED.dtype == torch.float32 else 2
     tile = _choose_tile(E, P)
@@ -341,8 +346,8 @@ def _compute_dweight(dlogits: Tensor, x_TD: Tensor, dweight_ED: Tensor) -> None:
     splits = dweight_ED
     if num_splits > 1:
         splits = x_TD.new_empty((num_splits, E, D), dtype=torch.float32)
-    args = (x_TD, dlogits, None, splits, T, split_size)
-    constants = _make_product_constants(D, E, P, round_up(E, ALIGNED), dlogits.stride(0))
+    args = (x_TD, dlogits_parts, None, splits, T, split_size)
+    constants = _make_product_constants(D, E, P, round_up(E, ALIGNED), dlogits_parts.stride(0))
     launch(_product_kernel, (tiles, num_splits), *args, **constants)
     if num_splits > 1:
         sums = (splits, dweight_ED, num_splits, E * D)
@@ -356,15 +361,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.bias_dtype = None if bias_E is None else bias_E.dtype
 
 
-def compute_gradients(
-    needs: tuple[bool, bool, bool],
+def compute_input_gradients(
+    needs_grads: tuple[bool, bool, bool],
     bias_dtype: torch.dtype | None,
     dlogits_TE: Tensor,
     x_TD: Tensor,
     weight_ED: Tensor,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return (dx, dweight, dbias); an entry is None where the same entry of `needs` is False."""
-    need_dx, need_dweight, need_dbias = needs
+    """Return (dx, dweight, dbias); an entry is None where `needs_grads` has False."""
+    need_dx, need_dweight, need_dbias = needs_grads
     dx_TD = dweight_ED = dbias_E = None
     if need_dx or need_dweight:
         dx_TD, dweight_ED = _router_logits_bwd_op(
@@ -377,26 +382,28 @@ def compute_gradients(
 
 def compute_router_dweight(dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """Return only the weight's gradient [E, D] of `router_logits`; not differentiable."""
-    if has_kernel(x_TD, weight_ED):
+    if has_logits_kernel(x_TD, weight_ED):
         return _router_logits_bwd(dlogits_TE, x_TD, weight_ED, False, True)[1]
     return (dlogits_TE.T @ x_TD.to(dlogits_TE.dtype)).to(weight_ED.dtype)
 
 
 def _backward(ctx: Any, dlogits_TE: Tensor) -> tuple[Tensor | None, ...]:
     """Return dx, dweight and dbias."""
-    return compute_gradients(ctx.needs_input_grad, ctx.bias_dtype, dlogits_TE, *ctx.saved_tensors)
+    return compute_input_gradients(
+        ctx.needs_input_grad, ctx.bias_dtype, dlogits_TE, *ctx.saved_tensors
+    )
 
 
 _router_logits_op = Op(
     "router_logits",
-    run_forward,
+    run_logits_kernel,
     lambda x_TD, w_ED, _: x_TD.new_empty(x_TD.shape[0], w_ED.shape[0], dtype=torch.float32),
-    save=_setup_context,
+    setup_context=_setup_context,
     backward=_backward,
 )
 
 
-def check_shapes(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> None:
+def check_logits_shapes(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> None:
     """Raise a ValueError if the shapes of tokens, weight and bias do not match."""
     E = weight_ED.shape[0]
     if x_TD.shape[1:] != weight_ED.shape[1:] or (bias_E is not None and bias_E.shape != (E,)):
@@ -407,10 +414,10 @@ def check_shapes(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> None
         )
 
 
-def has_kernel(x_TD: Tensor, weight_ED: Tensor) -> bool:
+def has_logits_kernel(x_TD: Tensor, weight_ED: Tensor) -> bool:
     """Return whether moecore's kernel supports these dtypes and device; otherwise torch is used."""
     wide = weight_ED.dtype in (torch.bfloat16, torch.float32)
-    return x_TD.dtype == torch.bfloat16 and wide and use_kernel(x_TD, weight_ED)
+    return x_TD.dtype == torch.bfloat16 and wide and can_use_kernel(x_TD, weight_ED)
 
 
 def router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
@@ -425,7 +432,7 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None)
     Args:
         x_TD, weight_ED, bias_E: any float dtypes; copied if not contiguous. bias_E None = 0.
     """
-    check_shapes(x_TD, weight_ED, bias_E)
-    if has_kernel(x_TD, weight_ED):
+    check_logits_shapes(x_TD, weight_ED, bias_E)
+    if has_logits_kernel(x_TD, weight_ED):
         return _router_logits_op(x_TD, weight_ED, bias_E)
     return router_logits_ref(x_TD, weight_ED, bias_E)

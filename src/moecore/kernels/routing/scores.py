@@ -76,31 +76,31 @@ def compute_sqrtsoftplus(x):
 
 @triton.jit
 def compute_scores(
-    x,  # fp32 logits
-    top,  # [rows, 1], greatest logit; "softmax" only
-    factor,  # [rows, 1], 1 / sum of exp(logit - top); "softmax" only
+    logits,  # fp32 logits
+    max_logit,  # [rows, 1], greatest logit; "softmax" only
+    inverse_exp_sum,  # [rows, 1], 1 / sum of exp(logit - top); "softmax" only
     FUNCTION: tl.constexpr,
 ):
     """Return the scores of fp32 logits, and each score's derivative by its logit.
 
-    For "softmax" the second result is the scores. `top` [rows, 1], the greatest logit, and `factor`
-    [rows, 1], 1 / sum of exp(logit - top), are read only for "softmax".
+    For "softmax" the second result is the scores. `max_logit` [rows, 1], the greatest logit, and
+    `inverse_exp_sum` [rows, 1], 1 / sum of exp(logit - max_logit), are read only for "softmax".
     """
     if FUNCTION == "sigmoid":
         # exp(89) is already inf, and its score 0.
-        s = 1.0 / (1.0 + compute_exp(tl.minimum(-x, 89.0, propagate_nan=tl.PropagateNan.ALL)))
+        s = 1.0 / (1.0 + compute_exp(tl.minimum(-logits, 89.0, propagate_nan=tl.PropagateNan.ALL)))
         slope = s * (1.0 - s)
     elif FUNCTION == "sqrtsoftplus":
-        s, slope = compute_sqrtsoftplus(x)
+        s, slope = compute_sqrtsoftplus(logits)
     else:
-        s = compute_exp(x - top) * factor
+        s = compute_exp(logits - max_logit) * inverse_exp_sum
         slope = s
     return s, slope
 
 
 @triton.jit
-def compute_row_scores(
-    x,  # fp32 logits of whole rows; the caller masks what it gets in padding columns
+def compute_scores_of_rows(
+    logits,  # fp32 logits of whole rows; the caller masks what it gets in padding columns
     FUNCTION: tl.constexpr,
 ):
     """Return the scores of full rows of logits, and `top` and `factor` for `compute_scores`.
@@ -108,12 +108,12 @@ def compute_row_scores(
     Both are [rows, 1], and 0 unless FUNCTION is "softmax".
     """
     if FUNCTION != "softmax":
-        top = tl.zeros([x.shape[0], 1], dtype=tl.float32)
+        top = tl.zeros([logits.shape[0], 1], dtype=tl.float32)
         factor = top
-        scores, _ = compute_scores(x, top, factor, FUNCTION)
+        scores, _ = compute_scores(logits, top, factor, FUNCTION)
     else:
-        top = tl.max(x, axis=1, keep_dims=True)
-        exps = compute_exp(x - top)
+        top = tl.max(logits, axis=1, keep_dims=True)
+        exps = compute_exp(logits - top)
         factor = tl.div_rn(1.0, sum_rows(exps))
         scores = exps * factor
     return scores, top, factor
@@ -138,7 +138,7 @@ def load_token_scores(
     row_mask = rows < num_tokens
     mask = row_mask & (columns < E)
     logits = tl.load(logits_ptr + rows * E + columns, mask=mask, other=float("-inf"))
-    scores, _, _ = compute_row_scores(tl.where(row_mask, logits, 0.0), FUNCTION)
+    scores, _, _ = compute_scores_of_rows(tl.where(row_mask, logits, 0.0), FUNCTION)
     if padding_ptr is not None:
         is_padding = tl.load(padding_ptr + rows, mask=row_mask, other=1)
         row_mask = row_mask & (is_padding.to(tl.int32) == 0)

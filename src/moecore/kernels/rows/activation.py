@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.base.fields import CheckedRecord, OneOf, Positive
-from moecore.kernels.common import KERNEL_DTYPES, can_skip_masks, cdiv, launch, use_kernel
+from moecore.kernels.common import KERNEL_DTYPES, can_skip_row_masks, can_use_kernel, cdiv, launch
 from moecore.kernels.ops import Op, make_setup_context
 from moecore.kernels.rows.activation_kernel import (
     BWD_TILE,
@@ -79,12 +79,12 @@ class ActivationOptions(CheckedRecord):
 
 
 @cache
-def make_options(
-    kind: str, limit: float, up_limit: float, alpha: float, interleaved: bool
+def make_activation_options(
+    activation_kind: str, limit: float, up_limit: float, alpha: float, interleaved: bool
 ) -> ActivationOptions:
     """Return the options whose property `flat` is the tuple of these values. Cached."""
     return ActivationOptions(
-        kind=kind, limit=limit, up_limit=up_limit, alpha=alpha, interleaved=interleaved
+        kind=activation_kind, limit=limit, up_limit=up_limit, alpha=alpha, interleaved=interleaved
     )
 
 
@@ -115,15 +115,15 @@ def activate_rows(h_RC: Tensor, options: ActivationOptions) -> Tensor:
     return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
 
-def _differentiate_ungated(h_RF: Tensor, kind: str) -> Tensor:
+def _differentiate_ungated(h_RF: Tensor, activation_kind: str) -> Tensor:
     """Return the elementwise derivative at h_RF of an activation without a gate."""
     grad_RF = torch.ones_like(h_RF)
-    if kind == "gelu":
+    if activation_kind == "gelu":
         return torch.ops.aten.gelu_backward(grad_RF, h_RF)  # type: ignore[no-any-return]
-    if kind == "silu":
+    if activation_kind == "silu":
         return torch.ops.aten.silu_backward(grad_RF, h_RF)  # type: ignore[no-any-return]
     # A NaN keeps the slope of the right side, as in torch.
-    return torch.where(h_RF <= 0, 0, grad_RF) if kind == "relu" else 2 * F.relu(h_RF)
+    return torch.where(h_RF <= 0, 0, grad_RF) if activation_kind == "relu" else 2 * F.relu(h_RF)
 
 
 def split_columns(h_RC: Tensor, options: ActivationOptions) -> tuple[Tensor, Tensor]:
@@ -204,7 +204,7 @@ def weighted_activation_bwd_ref(
 
 def _make_row_mask(h_RC: Tensor, num_rows: Tensor | None) -> Tensor | None:
     """Return bool [R, 1], True for rows below num_rows; None if every row is in use."""
-    if num_rows is None or can_skip_masks(num_rows, h_RC.shape[0]):
+    if num_rows is None or can_skip_row_masks(num_rows, h_RC.shape[0]):
         return None
     return (torch.arange(h_RC.shape[0], device=h_RC.device) < num_rows)[:, None]
 
@@ -213,7 +213,7 @@ def _launch_forward(
     h_RC: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, *flat: Any
 ) -> Tensor:
     """Return act(h) * weight, [R, F], by the kernel; `flat` is `ActivationOptions.flat`."""
-    options = make_options(*flat)
+    options = make_activation_options(*flat)
     a_RF = _make_empty_output(h_RC, options.kind)
     R, F_ = a_RF.shape
     blocks = choose_column_blocks(F_, FWD_TILE)
@@ -234,7 +234,7 @@ def _launch_backward(
 
     `flat` is `ActivationOptions.flat` and then whether to compute the last output.
     """
-    options, with_output = make_options(*flat[:-1]), flat[-1]
+    options, with_output = make_activation_options(*flat[:-1]), flat[-1]
     dh_RC, dweights_R, a_RF = _make_empty_gradients(h_RC, options.kind, with_output)
     R, F_ = da_RF.shape
     if not R or not F_:
@@ -251,17 +251,17 @@ def _launch_backward(
     return dh_RC, dweights_R, a_RF
 
 
-def _make_empty_output(h_RC: Tensor, kind: str) -> Tensor:
+def _make_empty_output(h_RC: Tensor, activation_kind: str) -> Tensor:
     """Return the uninitialised activation [R, F] of h_RC."""
     R, C = h_RC.shape
-    return h_RC.new_empty(R, C // 2 if kind in GATED_KINDS else C)
+    return h_RC.new_empty(R, C // 2 if activation_kind in GATED_KINDS else C)
 
 
 def _make_empty_gradients(
-    h_RC: Tensor, kind: str, with_output: bool
+    h_RC: Tensor, activation_kind: str, has_output: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uninitialised dh, dweights and a; a has no elements unless `with_output`."""
-    a_RF = _make_empty_output(h_RC, kind) if with_output else h_RC.new_empty(0)
+    """Return uninitialised dh, dweights and a; a has no elements unless `has_output`."""
+    a_RF = _make_empty_output(h_RC, activation_kind) if has_output else h_RC.new_empty(0)
     return h_RC.new_empty(h_RC.shape), h_RC.new_empty(h_RC.shape[0], dtype=torch.float32), a_RF
 
 
@@ -288,7 +288,7 @@ _weighted_activation = Op(
     "weighted_activation",
     _launch_forward,
     lambda h_RC, _, __, kind, *flat: _make_empty_output(h_RC, kind),
-    save=make_setup_context(slice(3), slice(3, None)),
+    setup_context=make_setup_context(slice(3), slice(3, None)),
     backward=_weighted_activation_backward,
     schema=f"(Tensor h_RC, {_SHARED_SCHEMA}) -> Tensor",
 )
@@ -311,7 +311,7 @@ def weighted_activation_bwd(
         is None); a_RF, the forward's output. Rows from num_rows on are not read, and are zero in
         the results.
     """
-    if h_RC.dtype in KERNEL_DTYPES and use_kernel(h_RC, da_RF):
+    if h_RC.dtype in KERNEL_DTYPES and can_use_kernel(h_RC, da_RF):
         return _weighted_activation_bwd(h_RC, da_RF, weights_R, num_rows, *options.flat, True)
     return weighted_activation_bwd_ref(h_RC, da_RF, weights_R, num_rows, options)
 
@@ -330,6 +330,6 @@ def weighted_activation(
         num_rows: 0-dim int32 on the device. Rows from num_rows on are not read, and are zero in the
             result. None means R.
     """
-    if h_RC.dtype in KERNEL_DTYPES and use_kernel(h_RC):
+    if h_RC.dtype in KERNEL_DTYPES and can_use_kernel(h_RC):
         return _weighted_activation(h_RC, weights_R, num_rows, *options.flat)
     return weighted_activation_ref(h_RC, weights_R, num_rows, options)

@@ -22,14 +22,14 @@ class ActivationConstants(NamedTuple):
 
 
 @cache
-def choose_column_blocks(num_columns: int, tile: int) -> dict[str, int]:
-    """Return {BLOCK_R: rows, BLOCK_F: columns} of a program, whose product is `tile`.
+def choose_column_blocks(num_columns: int, tile_size: int) -> dict[str, int]:
+    """Return {BLOCK_R: rows, BLOCK_F: columns} of a program, whose product is `tile_size`.
 
     BLOCK_F is a power of two that divides `num_columns` with little padding.
     """
     fits = (n for n in (512, 256, 128) if -(-num_columns // n) * n * 8 <= num_columns * 9)
     block_F = next(fits, min(128, max(16, next_power_of_2(num_columns))))
-    return {"BLOCK_R": tile // block_F, "BLOCK_F": block_F}
+    return {"BLOCK_R": tile_size // block_F, "BLOCK_F": block_F}
 
 
 # Device functions, for the epilogues of other kernels too. Comparisons, not min and max: they let
@@ -144,7 +144,7 @@ def activate(gate, up, ACT: tl.constexpr):
 @triton.jit
 def _load_gate_and_up(
     row_ptr,  # [BLOCK_R, 1] pointers to the first column of each row
-    block,  # which block of output columns
+    column_block,  # which block of output columns
     mask,  # [BLOCK_R, 1] bool
     F: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -152,13 +152,13 @@ def _load_gate_and_up(
     GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Return the gate and up columns of column block `block`, fp32 [BLOCK_R, BLOCK_F], 0 if masked.
+    """Return the gate and up columns of `column_block`, fp32 [BLOCK_R, BLOCK_F], 0 if masked.
 
     Without GATED, up is the gate.
     """
-    columns = block * BLOCK_F + tl.arange(0, BLOCK_F)
+    columns = column_block * BLOCK_F + tl.arange(0, BLOCK_F)
     if INTERLEAVED:
-        h_columns = block * (2 * BLOCK_F) + tl.arange(0, 2 * BLOCK_F)
+        h_columns = column_block * (2 * BLOCK_F) + tl.arange(0, 2 * BLOCK_F)
         h = tl.load(
             row_ptr + h_columns[None, :], mask=mask & (h_columns < 2 * F)[None, :], other=0.0
         )

@@ -30,10 +30,10 @@ from moecore.base.torch_private import is_plain_eager
 from moecore.kernels.common import (
     INTERPRET,
     KERNEL_DTYPES,
+    can_use_kernel,
     cdiv,
     launch,
     next_power_of_2,
-    use_kernel,
 )
 from moecore.kernels.ops import Op, is_plain
 from moecore.kernels.rows.cast_kernel import (
@@ -66,35 +66,43 @@ MAX_PARTS = 512  # parts whose largest magnitudes a program of a cast reads
 
 
 class _CastOptions(NamedTuple):
-    """Arguments of `cast` that are not tensors, in the order of the custom op's schema."""
+    """Arguments of `quantise_matrix` other than tensors, in the order of the custom op's schema."""
 
-    kind: str
-    fmt: str
+    scale_kind: str
+    fp8_format: str
     power_of_two: bool
-    rows: bool
-    columns: bool
+    rowwise: bool
+    columnwise: bool
 
 
 Parts = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 @functools.lru_cache(4096)
-def _compute_shapes(T: int, D: int, kind: str) -> tuple[tuple[int, int], ...]:
+def _compute_shapes(T: int, D: int, scale_kind: str) -> tuple[tuple[int, int], ...]:
     """Return the shapes of values, scales, transposed values and transposed scales of [T, D]."""
-    (M, K), (m, k) = compute_operand_shape(T, D, kind), compute_operand_shape(D, T, kind)
-    return (M, K), compute_scales_shape(M, K, kind), (m, k), compute_scales_shape(m, k, kind)
+    (M, K), (m, k) = (
+        compute_operand_shape(T, D, scale_kind),
+        compute_operand_shape(D, T, scale_kind),
+    )
+    return (
+        (M, K),
+        compute_scales_shape(M, K, scale_kind),
+        (m, k),
+        compute_scales_shape(m, k, scale_kind),
+    )
 
 
-def _launch_cast(
-    x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _CastOptions
+def _launch_quantise(
+    x: Tensor, amax: Tensor | None, new_amax: Tensor | None, options: _CastOptions
 ) -> Parts:
-    """Quantise a matrix as `cast` does, by kernels if possible.
+    """Quantise a matrix as `quantise_matrix` does, by kernels if possible.
 
     Return values, scales, transposed values and their scales; None for an operand not requested.
     """
     kind, fmt, power_of_two, rows, columns = options
-    if not has_kernel(x) or not (rows or columns or seen is not None):
-        return _cast_plain(x, amax, seen, options)
+    if not has_cast_kernel(x) or not (rows or columns or new_amax is not None):
+        return _quantise_matrix_ref(x, amax, new_amax, options)
     x = _make_contiguous(x)
     D = x.shape[-1]
     T, device, dtype = x.numel() // D, x.device, DTYPES[fmt]
@@ -106,10 +114,10 @@ def _launch_cast(
     targets = [view_as_bytes(t) for t in outputs] if INTERPRET else outputs
     stride = x.stride(0) if x.ndim == 2 else D
     size, is_e5m2 = (T, D, stride), fmt == "e5m2"
-    if kind == "row" and not columns and seen is None:
+    if kind == "row" and not columns and new_amax is None:
         assert outputs[0] is not None
         row_args = (x, None, targets[0], targets[1], *size, 0)
-        cast_rows(*row_args, E5M2=is_e5m2, POWER_OF_TWO=power_of_two)
+        launch_cast_rows(*row_args, E5M2=is_e5m2, POWER_OF_TWO=power_of_two)
         return tuple(outputs)  # type: ignore[return-value]
     has_amax, parts = amax is not None, 1
     if kind == "row":
@@ -120,11 +128,11 @@ def _launch_cast(
         amax = _launch_amax(x, None) if amax is None else amax
         parts = amax.shape[0]
     (M, K), _, (m, k), _ = shapes
-    is_narrow = power_of_two and kind != "block" and seen is None
+    is_narrow = power_of_two and kind != "block" and new_amax is None
     launch(
         cast_kernel,
         cdiv(max(M, k), BLOCK) * cdiv(max(K, m), BLOCK),
-        *(x, amax, seen, *targets, *size),
+        *(x, amax, new_amax, *targets, *size),
         KIND=SCALE_KINDS[kind].code,
         PARTS=parts,
         HAS_AMAX=has_amax,
@@ -150,14 +158,14 @@ def view_as_bytes(t: Tensor | None) -> Tensor | None:
     return t if t is None or t.dtype == torch.float32 else t.view(torch.uint8)
 
 
-def cast_rows(
+def launch_cast_rows(
     x_TD: Tensor,
     ends_e: Tensor | None,
     values: Tensor | None,
     scales: Tensor | None,
     T: int,
     D: int,
-    stride: int,
+    row_stride: int,
     num_experts: int,
     *,
     E5M2: bool,
@@ -166,7 +174,7 @@ def cast_rows(
     """Quantise each row of x [T, D] with one scale per row, by a kernel.
 
     Args:
-        x_TD: matrix with row stride `stride`.
+        x_TD: matrix with row stride `row_stride`.
         ends_e: running sum of the rows of `num_experts` experts. Rows from ends_e[-1] on are
             skipped. None = all rows, and `values` has the rows of x padded to a multiple of 16.
         values: output, FP8 or uint8: E5M2 if `E5M2`, otherwise E4M3.
@@ -177,7 +185,7 @@ def cast_rows(
     launch(
         cast_rows_kernel,
         cdiv(round_up(T, ALIGNED), rows),
-        *(x_TD, ends_e, values, scales, T, D, stride, num_experts),
+        *(x_TD, ends_e, values, scales, T, D, row_stride, num_experts),
         E5M2=E5M2,
         POWER_OF_TWO=POWER_OF_TWO,
         ROWS=rows,
@@ -187,19 +195,19 @@ def cast_rows(
     )
 
 
-def has_kernel(x: Tensor) -> bool:
+def has_cast_kernel(x: Tensor) -> bool:
     """Return whether Triton kernels can quantise x: device and dtype fit, and x is not empty."""
-    return use_kernel(x) and x.numel() > 0 and x.dtype in KERNEL_DTYPES
+    return can_use_kernel(x) and x.numel() > 0 and x.dtype in KERNEL_DTYPES
 
 
-def _cast_plain(
-    x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _CastOptions
+def _quantise_matrix_ref(
+    x: Tensor, amax: Tensor | None, new_amax: Tensor | None, options: _CastOptions
 ) -> Parts:
-    """Compute `_launch_cast` in plain PyTorch."""
+    """Compute `_launch_quantise` in plain PyTorch."""
     kind, fmt, power_of_two, rows, columns = options
     x_TD = x.detach().reshape(-1, x.shape[-1])
-    if seen is not None:
-        update_amax_ref_(x_TD, seen)
+    if new_amax is not None:
+        update_amax_ref_(x_TD, new_amax)
     outputs: list[Tensor | None] = []
     for is_needed, part in ((rows, x_TD), (columns, x_TD.T)):
         operand = cast_ref(part.contiguous(), amax, kind, fmt, power_of_two) if is_needed else None
@@ -207,23 +215,32 @@ def _cast_plain(
     return tuple(outputs)  # type: ignore[return-value]
 
 
-def _make_fake(
-    x: Tensor, _: Any, __: Any, kind: str, fmt: str, ___: bool, rows: bool, columns: bool
+def _make_empty_operands(
+    x: Tensor,
+    _: Any,
+    __: Any,
+    scale_kind: str,
+    fp8_format: str,
+    ___: bool,
+    rowwise: bool,
+    columnwise: bool,
 ) -> tuple[Tensor, ...]:
     """Return uninitialised values, scales, transposed values, scales; [0] where not requested."""
     T, D, outputs = math.prod(x.shape[:-1]), x.shape[-1], []
-    for is_needed, shape in ((rows, (T, D)), (columns, (D, T))):
-        M, K = compute_operand_shape(*shape, kind)
-        sizes = ((M, K), compute_scales_shape(M, K, kind)) if is_needed else ((0,), (0,))
-        outputs.append(x.new_empty(sizes[0], dtype=DTYPES[fmt]))
+    for is_needed, shape in ((rowwise, (T, D)), (columnwise, (D, T))):
+        M, K = compute_operand_shape(*shape, scale_kind)
+        sizes = ((M, K), compute_scales_shape(M, K, scale_kind)) if is_needed else ((0,), (0,))
+        outputs.append(x.new_empty(sizes[0], dtype=DTYPES[fp8_format]))
         outputs.append(x.new_empty(sizes[1], dtype=torch.float32))
     return tuple(outputs)
 
 
-def _cast_without_none(x: Tensor, amax: Tensor | None, seen: Tensor | None, *options: Any) -> Any:
-    """Return the outputs of `_launch_cast` with empty tensors for None, as custom ops require."""
+def _cast_without_none(
+    x: Tensor, amax: Tensor | None, new_amax: Tensor | None, *options: Any
+) -> Any:
+    """Return the outputs of `_launch_quantise`, with empty tensors for None (custom ops)."""
     of_none = (DTYPES[options[1]], torch.float32)
-    parts = enumerate(_launch_cast(x, amax, seen, _CastOptions(*options)))
+    parts = enumerate(_launch_quantise(x, amax, new_amax, _CastOptions(*options)))
     return tuple(x.new_empty(0, dtype=of_none[i % 2]) if t is None else t for i, t in parts)
 
 
@@ -234,7 +251,7 @@ def _count_parts(T: int, D: int, num_matrices: int) -> int:
 
 
 def compute_amax_parts(
-    x: Tensor, ends_e: Tensor | None = None, past: Tensor | None = None
+    x: Tensor, ends_e: Tensor | None = None, past_amax: Tensor | None = None
 ) -> Tensor:
     """Divide a matrix into n sets of tiles; return the largest magnitude in each set, fp32 [n].
 
@@ -243,95 +260,109 @@ def compute_amax_parts(
             ignored.
         ends_e: running sum of the experts' rows. Rows from ends_e[-1] on are not read. None = all
             rows.
-        past: fp32 [1]. If it is not 0, all entries of the result are `past`.
+        past_amax: fp32 [1]. If it is not 0, all entries of the result are `past_amax`.
     """
     (T, D), matrices = x.shape[-2:], x.shape[:-2]
     num_matrices = matrices[0] if matrices else 1
     n = _count_parts(T, D, num_matrices)
     parts = torch.empty((*matrices, n), dtype=torch.float32, device=x.device)
-    args = (x, ends_e, past, parts, T, D, x.stride(-2), 0 if ends_e is None else ends_e.shape[0])
+    args = (
+        x,
+        ends_e,
+        past_amax,
+        parts,
+        T,
+        D,
+        x.stride(-2),
+        0 if ends_e is None else ends_e.shape[0],
+    )
     sizes = dict(PARTS=n, ROWS=PART_ROWS, COLUMNS=PART_COLUMNS, num_warps=8)
     launch(amax_parts_kernel, (n, num_matrices), *args, **sizes)
     return parts
 
 
-def _launch_amax(x: Tensor, past: Tensor | None) -> Tensor:
+def _launch_amax(x: Tensor, past_amax: Tensor | None) -> Tensor:
     """Compute `compute_amax` without autograd; n is 1 if x has no kernel."""
     x_TD = x if x.ndim == 2 else x.detach().reshape(-1, x.shape[-1])
-    if has_kernel(x):
-        return compute_amax_parts(_make_contiguous(x_TD), None, past)
-    return choose_amax_ref(past, compute_amax_ref(x_TD.detach()))
+    if has_cast_kernel(x):
+        return compute_amax_parts(_make_contiguous(x_TD), None, past_amax)
+    return choose_amax_ref(past_amax, compute_amax_ref(x_TD.detach()))
 
 
-def choose_amax_ref(past: Tensor | None, amax: Tensor) -> Tensor:
-    """Return `past`, the largest magnitude of earlier steps, or `amax` if `past` is None or 0."""
-    return amax if past is None else torch.where(past > 0, past, amax)
+def choose_amax_ref(past_amax: Tensor | None, amax: Tensor) -> Tensor:
+    """Return `past_amax`, the amax of earlier steps, or `amax` if `past_amax` is None or 0."""
+    return amax if past_amax is None else torch.where(past_amax > 0, past_amax, amax)
 
 
-def _make_fake_amax(x: Tensor, past: Tensor | None) -> Tensor:
+def _make_empty_amax(x: Tensor, past_amax: Tensor | None) -> Tensor:
     """Return the uninitialised result of `compute_amax`."""
-    n = _count_parts(math.prod(x.shape[:-1]), x.shape[-1], 1) if has_kernel(x) else 1
+    n = _count_parts(math.prod(x.shape[:-1]), x.shape[-1], 1) if has_cast_kernel(x) else 1
     return x.new_empty(n, dtype=torch.float32)
 
 
 # Two operations, because a compiler computes one that mutates nothing once for equal arguments.
 _SCHEMA = (
-    "(Tensor x, Tensor? amax{}, str kind, str fmt, bool power_of_two, bool rows, bool columns) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
+    "(Tensor x, Tensor? amax{}, str scale_kind, str fp8_format, bool power_of_two, bool rowwise, "
+    "bool columnwise) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _cast_op = Op(
     "fp8_cast",
     lambda x, amax, *options: _cast_without_none(x, amax, None, *options),
-    lambda x, amax, *options: _make_fake(x, amax, None, *options),
+    lambda x, amax, *options: _make_empty_operands(x, amax, None, *options),
     schema=_SCHEMA.format(""),
 )
-_SEEN = _SCHEMA.format(", Tensor(a!) seen")
-_cast_seen_op = Op(
-    "fp8_cast_seen", _cast_without_none, _make_fake, mutates_args=("seen",), schema=_SEEN
+_RECORD_SCHEMA = _SCHEMA.format(", Tensor(a!) new_amax")
+_cast_and_record_op = Op(
+    "fp8_cast_and_record_amax",
+    _cast_without_none,
+    _make_empty_operands,
+    mutates_args=("new_amax",),
+    schema=_RECORD_SCHEMA,
 )
-_amax_op = Op("fp8_amax", _launch_amax, _make_fake_amax)
+_amax_op = Op("fp8_amax", _launch_amax, _make_empty_amax)
 
 
-def cast(
+def quantise_matrix(
     x: Tensor,
-    kind: str,
-    fmt: str = "e4m3",
+    scale_kind: str,
+    fp8_format: str = "e4m3",
     *,
     power_of_two: bool,
-    rows: bool = True,
-    columns: bool = True,
+    rowwise: bool = True,
+    columnwise: bool = True,
     amax: Tensor | None = None,
-    seen: Tensor | None = None,
+    new_amax: Tensor | None = None,
 ) -> OperandPair:
     """Quantise a matrix to the operands of FP8 matmuls. Not differentiable, no host sync.
 
     Args:
         x: [..., D], whose T rows are a matrix; bf16, fp16, fp32 or fp64.
-        kind: elements of one scale: "tile" 1 x 128, "block" 128 x 128, "row" or "tensor".
-        fmt: "e4m3" or "e5m2".
+        scale_kind: elements of one scale: "tile" 1 x 128, "block" 128 x 128, "row" or "tensor".
+        fp8_format: "e4m3" or "e5m2".
         power_of_two: whether scales are rounded up to powers of two.
-        rows: whether to make the operand [T, D] that is summed over D.
-        columns: whether to make the transposed operand [D, T] that is summed over T.
+        rowwise: whether to make the operand [T, D] that is summed over D.
+        columnwise: whether to make the transposed operand [D, T] that is summed over T.
         amax: for "tensor": fp32 [n], whose largest entry gives the scale; None = magnitudes of x.
-        seen: fp32 [1], raised in place to the largest finite magnitude of x; None = not recorded.
+        new_amax: fp32 [1], raised in place to the largest finite magnitude of x; None = not
+            recorded.
     """
-    options = _CastOptions(kind, fmt, power_of_two, rows, columns)
+    options = _CastOptions(scale_kind, fp8_format, power_of_two, rowwise, columnwise)
     if is_plain_eager() and is_plain(x):
-        parts = _launch_cast(x, amax, seen, options)
-    elif seen is None:
+        parts = _launch_quantise(x, amax, new_amax, options)
+    elif new_amax is None:
         parts = _cast_op(x.detach(), amax, *options)
     else:
-        parts = _cast_seen_op(x.detach(), amax, seen, *options)
+        parts = _cast_and_record_op(x.detach(), amax, new_amax, *options)
     return OperandPair(
-        Blocks(parts[0], parts[1], kind) if rows else None,  # type: ignore[arg-type]
-        Blocks(parts[2], parts[3], kind) if columns else None,  # type: ignore[arg-type]
+        Blocks(parts[0], parts[1], scale_kind) if rowwise else None,  # type: ignore[arg-type]
+        Blocks(parts[2], parts[3], scale_kind) if columnwise else None,  # type: ignore[arg-type]
     )
 
 
-def compute_amax(x: Tensor, past: Tensor | None = None) -> Tensor:
+def compute_amax(x: Tensor, past_amax: Tensor | None = None) -> Tensor:
     """Return the largest magnitudes of n disjoint parts of x, fp32 [n]. No autograd, no host sync.
 
-    If `past`, fp32 [1], is not 0, all entries are `past` and x is not read.
+    If `past_amax`, fp32 [1], is not 0, all entries are `past_amax` and x is not read.
     """
-    parts: Tensor = _amax_op(x.detach(), past)
+    parts: Tensor = _amax_op(x.detach(), past_amax)
     return parts

@@ -1,12 +1,12 @@
 """The kernels of `cast.py`, and device functions for `grouped/scaled_rows.py`; e matrices."""
 
 from moecore.kernels.common import tl, triton
-from moecore.kernels.rows.e4m3 import INTERPRETED, compute_block_scale, encode, magnitude
+from moecore.kernels.rows.e4m3 import INTERPRETED, abs_without_nan, compute_block_scale, encode_e4m3
 from moecore.kernels.rows.row_tiles import load_expert_ranges
 
 
 @triton.jit
-def _encode(x, E5M2: tl.constexpr):  # fp32
+def _encode_fp8(x, E5M2: tl.constexpr):  # fp32
     """Return fp32 values as FP8 bits in uint8: round to nearest, ties to even, saturate."""
     # The GPU's own conversion takes one instruction for two values; Triton's interpreter rounds FP8
     # otherwise (3.6), so there integer operations do it.
@@ -22,7 +22,7 @@ def _encode(x, E5M2: tl.constexpr):  # fp32
         code = tl.where(positive < 0x38800000, small, normal)
         code = tl.where(x == x, code, 0x7F) | ((bits >> 24) & 0x80)
     else:
-        code = encode(x)
+        code = encode_e4m3(x)
     return code.to(tl.uint8)
 
 
@@ -30,36 +30,36 @@ def _encode(x, E5M2: tl.constexpr):  # fp32
 def to_fp8(x, values_ptr, E5M2: tl.constexpr):  # fp32
     """Return fp32 as FP8 in the element type of values_ptr (uint8 if interpreted). Saturates."""
     if INTERPRETED:
-        return _encode(x, E5M2)
+        return _encode_fp8(x, E5M2)
     else:
         return x.to(values_ptr.dtype.element_ty)
 
 
 @triton.jit(do_not_specialize=["T", "num_experts"])
 def amax_parts_kernel(
-    x_ptr,  # [e, T, D], rows `stride` apart
+    x_ptr,  # [e, T, D], rows `row_stride` apart
     ends_ptr,  # [experts] int32 running sum of the rows in use; None = all T
-    past_ptr,  # fp32 [1]: if not 0, this is written and x is not read; None = 0
-    parts_ptr,  # fp32 [e, PARTS], out
+    past_amax_ptr,  # fp32 [1]: if not 0, this is written and x is not read; None = 0
+    partial_amax_ptr,  # fp32 [e, PARTS], out
     T,
     D,
-    stride,
+    row_stride,
     num_experts,
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Program i writes the largest magnitude in tiles i, i + PARTS, .. of a matrix, or *past_ptr.
+    """Program i writes the amax of tiles i, i + PARTS, .. of a matrix, or *past_amax_ptr.
 
-    *past_ptr is the amax of earlier steps (delayed scaling); 0 = none.
+    *past_amax_ptr is the amax of earlier steps (delayed scaling); 0 = none.
     """
     part, matrix = tl.program_id(0), tl.program_id(1)
     num_rows = T
     if ends_ptr is not None:
         num_rows = tl.load(ends_ptr + num_experts - 1)
     past = 0.0
-    if past_ptr is not None:
-        past = tl.load(past_ptr)
+    if past_amax_ptr is not None:
+        past = tl.load(past_amax_ptr)
         num_rows = tl.where(past > 0, 0, num_rows)
     width = tl.cdiv(D, COLUMNS)
     largest = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -67,29 +67,29 @@ def amax_parts_kernel(
         t = tile // width * ROWS + tl.arange(0, ROWS)
         d = tile % width * COLUMNS + tl.arange(0, COLUMNS)
         inside = (t < num_rows)[:, None] & (d < D)[None, :]
-        at = x_ptr + (matrix.to(tl.int64) * T + t)[:, None] * stride + d[None, :]
+        at = x_ptr + (matrix.to(tl.int64) * T + t)[:, None] * row_stride + d[None, :]
         x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, magnitude(x))
+        largest = tl.maximum(largest, abs_without_nan(x))
     largest = tl.maximum(tl.max(tl.max(largest, 1), 0), past)
-    tl.store(parts_ptr + matrix * PARTS + part, largest)
+    tl.store(partial_amax_ptr + matrix * PARTS + part, largest)
 
 
 @triton.jit
-def load_amax(parts_ptr, PARTS: tl.constexpr):
+def load_amax(partial_amax_ptr, PARTS: tl.constexpr):
     """Return the maximum of the PARTS magnitudes that `amax_parts_kernel` wrote."""
-    return tl.max(tl.load(parts_ptr + tl.arange(0, PARTS)), 0)
+    return tl.max(tl.load(partial_amax_ptr + tl.arange(0, PARTS)), 0)
 
 
 @triton.jit
-def track_amax(x, seen_ptr, HAS_AMAX: tl.constexpr):
-    """Raise *seen_ptr to x's largest finite magnitude (if not None); return x.
+def record_amax(x, new_amax_ptr, HAS_AMAX: tl.constexpr):
+    """Raise *new_amax_ptr to x's largest finite magnitude (if not None); return x.
 
     With HAS_AMAX, infinities in the result are NaN.
     """
-    if seen_ptr is not None:
-        largest = magnitude(x)
+    if new_amax_ptr is not None:
+        largest = abs_without_nan(x)
         largest = tl.where(largest < float("inf"), largest, 0.0)
-        tl.atomic_max(seen_ptr, tl.max(tl.max(largest, 1), 0))
+        tl.atomic_max(new_amax_ptr, tl.max(tl.max(largest, 1), 0))
     if HAS_AMAX:  # otherwise the scale of an infinity is infinite
         x = tl.where(tl.abs(x) < float("inf"), x, float("nan"))
     return x
@@ -97,13 +97,13 @@ def track_amax(x, seen_ptr, HAS_AMAX: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "num_experts"])
 def cast_rows_kernel(
-    x_ptr,  # [T, D], rows `stride` apart
+    x_ptr,  # [T, D], rows `row_stride` apart
     ends_ptr,  # as in `amax_parts_kernel`: other rows are not written
     values_ptr,  # FP8 [M, K], out
     scales_ptr,  # fp32 [M], out
     T,
     D,
-    stride,
+    row_stride,
     num_experts,
     E5M2: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -118,15 +118,15 @@ def cast_rows_kernel(
         T = M
     t = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     d = tl.arange(0, COLUMNS)
-    at = x_ptr + t[:, None] * stride
+    at = x_ptr + t[:, None] * row_stride
     x = tl.load(at + d[None, :], mask=(t < T)[:, None] & (d < D)[None, :], other=0.0)
     x = x.to(tl.float32)
-    largest = magnitude(x)
+    largest = abs_without_nan(x)
     if not FITS:
         for first in range(COLUMNS, D, COLUMNS):
             inside = (t < T)[:, None] & (first + d < D)[None, :]
             x_next = tl.load(at + first + d[None, :], mask=inside, other=0.0).to(tl.float32)
-            largest = tl.maximum(largest, magnitude(x_next))
+            largest = tl.maximum(largest, abs_without_nan(x_next))
     scale, inverse = compute_block_scale(tl.max(largest, 1), POWER_OF_TWO, E5M2)
     tl.store(scales_ptr + t, scale, mask=t < M)
     to = values_ptr + t[:, None] * K
@@ -142,24 +142,30 @@ def cast_rows_kernel(
 
 
 @triton.jit
-def locate_row_tile(tile, offsets_ptr, num_experts, N, E_POW2: tl.constexpr, BLOCK: tl.constexpr):
-    """Return (expert, start, end, first) of tile number `tile` of BLOCK rows.
+def locate_row_tile(
+    tile_idx, offsets_ptr, num_experts, rows_per_expert, E_POW2: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Return (expert, start, end, first) of tile number `tile_idx` of BLOCK rows.
 
     The expert has rows [start, end). The tile begins `first` rows after `start`. An expert without
     rows has one tile. Past the last tile the expert is `num_experts`. `offsets_ptr` has the running
-    sum of the experts' rows; None = each expert has N rows.
+    sum of the experts' rows; None = each expert has `rows_per_expert` rows.
     """
     if offsets_ptr is None:
-        per_expert = tl.cdiv(N, BLOCK)
-        expert = (tile // per_expert).to(tl.int64)
-        start, end, first = expert * N, (expert + 1) * N, tile % per_expert * BLOCK
+        per_expert = tl.cdiv(rows_per_expert, BLOCK)
+        expert = (tile_idx // per_expert).to(tl.int64)
+        start, end, first = (
+            expert * rows_per_expert,
+            (expert + 1) * rows_per_expert,
+            tile_idx % per_expert * BLOCK,
+        )
     else:
         experts = tl.arange(0, E_POW2)
         starts, ends, exists = load_expert_ranges(offsets_ptr, num_experts, E_POW2)
         tiles = tl.where(exists, tl.cdiv(tl.maximum(ends - starts, 1), BLOCK), 0)
-        is_before = (tl.cumsum(tiles, 0) <= tile) & exists
+        is_before = (tl.cumsum(tiles, 0) <= tile_idx) & exists
         expert = tl.sum(is_before.to(tl.int32), 0).to(tl.int64)
-        first = (tile - tl.sum(tl.where(is_before, tiles, 0), 0)) * BLOCK
+        first = (tile_idx - tl.sum(tl.where(is_before, tiles, 0), 0)) * BLOCK
         start = tl.sum(tl.where(experts == expert, starts, 0), 0).to(tl.int64)
         end = tl.sum(tl.where(experts == expert, ends, 0), 0).to(tl.int64)
     return expert, start, end, first
@@ -167,14 +173,14 @@ def locate_row_tile(tile, offsets_ptr, num_experts, N, E_POW2: tl.constexpr, BLO
 
 @triton.jit(do_not_specialize=["num_experts", "N", "R"])
 def amax_kernel(
-    x_ptr,  # [R, D] or [e, N, D], rows `stride` apart
+    x_ptr,  # [R, D] or [e, N, D], rows `row_stride` apart
     offsets_ptr,  # [e] int32; None = N rows each
     amax_ptr,  # fp32, >= 0, in and out: of rows [R] (only with ROWS), then of columns [e, D]
     num_experts,
     N,
     R,
     D,
-    stride,
+    row_stride,
     ROWS: tl.constexpr,
     E_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -187,8 +193,8 @@ def amax_kernel(
         row = start + first + tl.arange(0, BLOCK)
         d = tl.program_id(0) % width * BLOCK + tl.arange(0, BLOCK)
         inside = (row < end)[:, None] & (d < D)[None, :]
-        x = tl.load(x_ptr + row[:, None] * stride + d[None, :], mask=inside, other=0.0)
-        x = magnitude(x.to(tl.float32))
+        x = tl.load(x_ptr + row[:, None] * row_stride + d[None, :], mask=inside, other=0.0)
+        x = abs_without_nan(x.to(tl.float32))
         of_columns = amax_ptr + expert * D + d
         if ROWS:  # a maximum is the same in any order
             tl.atomic_max(amax_ptr + row, tl.max(x, 1), mask=row < end)
@@ -199,10 +205,10 @@ def amax_kernel(
 @triton.jit
 def _store_operand_tile(
     x,  # fp32 tile
-    i,  # [BLOCK] row indices of the operand
-    j,  # [BLOCK] column indices of the operand
-    tile_i,  # number of the row tile
-    tile_j,  # number of the column tile
+    rows,  # [BLOCK] row indices of the operand
+    columns,  # [BLOCK] column indices of the operand
+    row_tile,  # number of the row tile
+    column_tile,  # number of the column tile
     amax_ptr,  # "row": fp32, of each row; "tensor": of parts
     values_ptr,  # FP8 [M, K], out
     scales_ptr,  # out
@@ -219,25 +225,25 @@ def _store_operand_tile(
     """Quantise a tile of x along dim AXIS; store FP8 in values_ptr and scales in scales_ptr."""
     lane = tl.arange(0, BLOCK)
     if KIND == 0:
-        amax = tl.max(magnitude(x), AXIS)
-        place = tile_j.to(tl.int64) * M + i
-        scale_mask = (i < M) & (tile_j * BLOCK < K)
+        amax = tl.max(abs_without_nan(x), AXIS)
+        place = column_tile.to(tl.int64) * M + rows
+        scale_mask = (rows < M) & (column_tile * BLOCK < K)
     elif KIND == 1:
-        amax = tl.zeros((BLOCK,), tl.float32) + tl.max(tl.max(magnitude(x), AXIS), 0)
+        amax = tl.zeros((BLOCK,), tl.float32) + tl.max(tl.max(abs_without_nan(x), AXIS), 0)
         width = tl.cdiv(tl.cdiv(K, BLOCK), 4) * 4
-        place = tile_i * width + tile_j + lane
+        place = row_tile * width + column_tile + lane
         # The last tile of a row writes what fills it, too.
-        is_last = (tile_j + 1) * BLOCK >= K
-        scale_mask = (lane == 0) | (is_last & (tile_j + lane < width))
-        scale_mask &= (tile_i * BLOCK < M) & (tile_j * BLOCK < K)
+        is_last = (column_tile + 1) * BLOCK >= K
+        scale_mask = (lane == 0) | (is_last & (column_tile + lane < width))
+        scale_mask &= (row_tile * BLOCK < M) & (column_tile * BLOCK < K)
     elif KIND == 2:
-        amax = tl.load(amax_ptr + i, mask=i < num_rows, other=0.0)
-        place = i
-        scale_mask = (i < M) & (tile_j == 0)
+        amax = tl.load(amax_ptr + rows, mask=rows < num_rows, other=0.0)
+        place = rows
+        scale_mask = (rows < M) & (column_tile == 0)
     else:
         amax = tl.zeros((BLOCK,), tl.float32) + load_amax(amax_ptr, PARTS)
         place = lane
-        scale_mask = (lane == 0) & (tile_i == 0) & (tile_j == 0)
+        scale_mask = (lane == 0) & (row_tile == 0) & (column_tile == 0)
     scale, inverse = compute_block_scale(amax, POWER_OF_TWO, E5M2)
     if KIND == 1:
         tl.store(scales_ptr + place, tl.where(lane == 0, scale, 0.0), mask=scale_mask)
@@ -246,22 +252,22 @@ def _store_operand_tile(
     value = to_fp8(x * tl.expand_dims(inverse, AXIS), values_ptr, E5M2)
     if AXIS == 0:
         value = tl.trans(value)
-    at = values_ptr + i.to(tl.int64)[:, None] * K + j[None, :]
-    tl.store(at, value, mask=(i < M)[:, None] & (j < K)[None, :])
+    at = values_ptr + rows.to(tl.int64)[:, None] * K + columns[None, :]
+    tl.store(at, value, mask=(rows < M)[:, None] & (columns < K)[None, :])
 
 
 @triton.jit(do_not_specialize=["T"])
 def cast_kernel(
     x_ptr,  # [T, D]
     amax_ptr,  # fp32: "row" as in `amax_kernel`; "tensor" [PARTS]
-    seen_ptr,  # fp32 [1]: grows to the largest finite magnitude, in and out; None = it does not
+    new_amax_ptr,  # fp32 [1]: grows to the largest finite magnitude, in and out; None = it does not
     rows_ptr,  # FP8 [M, K], out; None = not this operand
     row_scales_ptr,  # out
     columns_ptr,  # FP8 [m, k], out; None = not this operand
     column_scales_ptr,  # out
     T,
     D,
-    stride,  # of x's rows
+    row_stride,  # of x's rows
     KIND: tl.constexpr,  # 0 "tile", 1 "block", 2 "row", 3 "tensor"
     PARTS: tl.constexpr,
     HAS_AMAX: tl.constexpr,  # the amax is another tensor's
@@ -278,9 +284,9 @@ def cast_kernel(
     t = tile_t * BLOCK + tl.arange(0, BLOCK)
     d = tile_d * BLOCK + tl.arange(0, BLOCK)
     inside = (t < T)[:, None] & (d < D)[None, :]
-    at = x_ptr + t.to(tl.int64)[:, None] * stride + d[None, :]
+    at = x_ptr + t.to(tl.int64)[:, None] * row_stride + d[None, :]
     x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    x = track_amax(x, seen_ptr, HAS_AMAX)
+    x = record_amax(x, new_amax_ptr, HAS_AMAX)
     if rows_ptr is not None:
         _store_operand_tile(
             x, t, d, tile_t, tile_d, amax_ptr, rows_ptr, row_scales_ptr, T, M, K,

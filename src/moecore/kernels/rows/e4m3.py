@@ -20,26 +20,29 @@ INTERPRETED = tl.constexpr(INTERPRET)
 
 
 def compute_block_scale_ref(
-    amax: Tensor, power_of_two: bool, largest: float = MAX
+    amax: Tensor, power_of_two: bool, format_max: float = MAX
 ) -> tuple[Tensor, Tensor]:
     """Return fp32 scales of blocks from their amax, and the reciprocals, NaN if amax is infinite.
 
-    A scale is amax / largest, or the next power of two; `largest` is the format's largest value.
+    A scale is amax / format_max, or the next power of two; `format_max`: the format's largest
+    value.
     """
-    scales = amax / torch.full_like(amax, largest)  # a GPU multiplies by the reciprocal of a number
+    scales = amax / torch.full_like(
+        amax, format_max
+    )  # a GPU multiplies by the reciprocal of a number
     if power_of_two:
         scales = (scales.view(torch.int32) + 0x007FFFFF & 0x7F800000).view(torch.float32)
     scales = scales.clamp(min=LEAST_SCALE)
     return scales, (torch.ones_like(scales) / scales).masked_fill(scales.isinf(), torch.nan)
 
 
-def magnitude_ref(x: Tensor) -> Tensor:
+def abs_without_nan_ref(x: Tensor) -> Tensor:
     """Return |x|, and 0 for NaN, in plain PyTorch."""
     return torch.where(x.isnan(), 0, x).abs()
 
 
 @triton.jit
-def magnitude(x):  # fp32
+def abs_without_nan(x):  # fp32
     """Return |x|, and 0 for NaN."""
     if INTERPRETED:  # whose maximum keeps NaN
         return tl.where(x == x, tl.abs(x), 0.0)
@@ -70,7 +73,7 @@ def compute_block_scale(
 
 
 @triton.jit
-def encode(x):  # fp32, rounds to at most 448 but for NaN
+def encode_e4m3(x):  # fp32, rounds to at most 448 but for NaN
     """Return fp32 as e4m3 bits in int32: nearest, ties to even. x is NaN or rounds to <= 448."""
     bits = x.to(tl.int32, bitcast=True)
     positive = bits & 0x7FFFFFFF
@@ -85,7 +88,7 @@ def encode(x):  # fp32, rounds to at most 448 but for NaN
 
 
 @triton.jit
-def decode(code):  # int32 with e4m3 in its low bits
+def decode_e4m3(code):  # int32 with e4m3 in its low bits
     """Return the fp32 values of e4m3 codes, which are in the low 8 bits of int32."""
     magnitude = ((code & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
     magnitude = tl.where((code & 0x7F) == 0x7F, float("nan"), magnitude)
@@ -96,7 +99,7 @@ def decode(code):  # int32 with e4m3 in its low bits
 def to_e4m3(x):  # fp32, rounds to at most 448 but for NaN
     """Return fp32 as e4m3 bits in uint8, rounded to nearest. x is NaN or rounds to <= 448."""
     if INTERPRETED:
-        return encode(x).to(tl.uint8)
+        return encode_e4m3(x).to(tl.uint8)
     else:
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
@@ -105,16 +108,21 @@ def to_e4m3(x):  # fp32, rounds to at most 448 but for NaN
 def from_e4m3(code):  # uint8
     """Return the fp32 values of e4m3 bits in uint8."""
     if INTERPRETED:
-        return decode(code.to(tl.int32))
+        return decode_e4m3(code.to(tl.int32))
     else:
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def to_words(x0, x1, x2, x3):  # fp32 of one shape, round to at most 448 but for NaN
+def pack_e4m3_words(x0, x1, x2, x3):  # fp32 of one shape, round to at most 448 but for NaN
     """Pack four fp32 tensors as e4m3 in int32, x0 in the lowest byte, x3 in the highest."""
     if INTERPRETED:
-        return encode(x0) | (encode(x1) << 8) | (encode(x2) << 16) | (encode(x3) << 24)
+        return (
+            encode_e4m3(x0)
+            | (encode_e4m3(x1) << 8)
+            | (encode_e4m3(x2) << 16)
+            | (encode_e4m3(x3) << 24)
+        )
     else:
         return tl.inline_asm_elementwise(
             """{
@@ -131,7 +139,7 @@ def to_words(x0, x1, x2, x3):  # fp32 of one shape, round to at most 448 but for
         )
 
 
-# PTX of `transpose_words`: each word times its factor, two values at a time, then 4 x 4 bytes.
+# PTX of `transpose_e4m3_words`: each word times its factor, two values at a time, then 4 x 4 bytes.
 _TIMES = """
 mov.b32 {{l, h}}, ${word};
 cvt.rn.f16x2.e4m3x2 x, l;
@@ -161,15 +169,17 @@ prmt.b32 $3, t1, t3, 0x7632;
 @triton.jit
 def _gather_byte(w0, w1, w2, w3, f0, f1, f2, f3, byte: tl.constexpr):
     """Multiply byte `byte` of four e4m3 words by the factors f0 to f3; return them in one word."""
-    x0 = decode((w0 >> (8 * byte)) & 0xFF).to(tl.float16) * f0
-    x1 = decode((w1 >> (8 * byte)) & 0xFF).to(tl.float16) * f1
-    x2 = decode((w2 >> (8 * byte)) & 0xFF).to(tl.float16) * f2
-    x3 = decode((w3 >> (8 * byte)) & 0xFF).to(tl.float16) * f3
-    return to_words(x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32))
+    x0 = decode_e4m3((w0 >> (8 * byte)) & 0xFF).to(tl.float16) * f0
+    x1 = decode_e4m3((w1 >> (8 * byte)) & 0xFF).to(tl.float16) * f1
+    x2 = decode_e4m3((w2 >> (8 * byte)) & 0xFF).to(tl.float16) * f2
+    x3 = decode_e4m3((w3 >> (8 * byte)) & 0xFF).to(tl.float16) * f3
+    return pack_e4m3_words(
+        x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
+    )
 
 
 @triton.jit
-def transpose_words(w0, w1, w2, w3, f0, f1, f2, f3):
+def transpose_e4m3_words(w0, w1, w2, w3, f0, f1, f2, f3):
     """Return four words: byte j of word i is byte i of word j times factor j, rounded in fp16.
 
     w0 to w3 are int32 with four e4m3 of one row each, f0 to f3 their fp16 factors, at most 1.

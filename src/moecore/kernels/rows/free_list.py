@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import launch, tl, triton, use_kernel
+from moecore.kernels.common import can_use_kernel, launch, tl, triton
 
 BLOCK_IDS = 512  # entries of a table that a program takes at once: few, or predicates are spilled
 NUM_WARPS = 8
@@ -47,7 +47,7 @@ class PagePool:
     report: Tensor
 
     @classmethod
-    def make(
+    def allocate(
         cls, num_pages: int, page_bytes: int, device: torch.device, *, num_host_pages: int = 0
     ) -> "PagePool":
         """Return a pool whose pages are all free. A CUDA graph must not capture this call.
@@ -73,9 +73,9 @@ class PagePool:
         return self.pages.shape[1]
 
 
-def return_pages_ref(table: Tensor, num_entries: int, pool: PagePool) -> None:
+def return_pages_ref(page_table: Tensor, num_entries: int, pool: PagePool) -> None:
     """Compute `return_pages` on the host."""
-    P, state, ids_N = pool.pages.shape[0], pool.state, table[:num_entries]
+    P, state, ids_N = pool.pages.shape[0], pool.state, page_table[:num_entries]
     for page in ids_N.tolist():
         if page >= 0:
             first, size = (0, P) if page < P else (P, pool.host_pages.shape[0])
@@ -86,28 +86,30 @@ def return_pages_ref(table: Tensor, num_entries: int, pool: PagePool) -> None:
     ids_N.fill_(NONE)
 
 
-def take_pages_ref(table: Tensor, num_entries: int, need: int, pool: PagePool) -> None:
-    """Compute `take_pages` on the host: free a table's pages, then write `need` page ids to it.
+def take_pages_ref(
+    page_table: Tensor, num_entries: int, num_requested: int, pool: PagePool
+) -> None:
+    """Compute `take_pages` on the host: free a table's pages, then write new page ids to it.
 
-    The first num_entries words of `table` become page ids: MISSING if no page is free, and NONE
-    after `need` entries.
+    The first num_entries words of `page_table` become page ids: MISSING if no page is free, and
+    NONE after `num_requested` entries.
     """
-    return_pages_ref(table, num_entries, pool)
+    return_pages_ref(page_table, num_entries, pool)
     P, state = pool.pages.shape[0], pool.state
     rings = [(HEAD_WORD, FREE_WORD, 0, P)]
     rings += [(HOST_HEAD_WORD, HOST_FREE_WORD, P, pool.host_pages.shape[0])]
     page_ids: list[int] = []
     for head, free, first, size in rings:
-        count = min(need - len(page_ids), int(state[free]))
+        count = min(num_requested - len(page_ids), int(state[free]))
         places = (first + (int(state[head]) + i) % size for i in range(count))
         page_ids += [int(pool.free_ids[place]) for place in places]
         state[head] = (state[head] + count) % max(size, 1)
         state[free] -= count
-    missed = need - len(page_ids)
-    table[:need] = torch.tensor(
-        page_ids + [MISSING] * missed, dtype=torch.int32, device=table.device
+    missed = num_requested - len(page_ids)
+    page_table[:num_requested] = torch.tensor(
+        page_ids + [MISSING] * missed, dtype=torch.int32, device=page_table.device
     )
-    state[DEMAND_WORD] += need
+    state[DEMAND_WORD] += num_requested
     state[PEAK_WORD] = state[PEAK_WORD].maximum(state[DEMAND_WORD])
     if missed:
         state[MISSED_WORD] += missed
@@ -139,7 +141,7 @@ def _load_word(state_ptr, WORD: tl.constexpr):
 
 
 @triton.jit
-def _put_back(table_ptr, num_entries, pool, BLOCK: tl.constexpr):
+def _free_pages_locked(page_table_ptr, num_entries, pool, BLOCK: tl.constexpr):
     """Free a table's pages; the caller has the lock and stores the result in the pool's state.
 
     Returns the numbers of free device pages, free host pages, and pages in demand.
@@ -152,14 +154,14 @@ def _put_back(table_ptr, num_entries, pool, BLOCK: tl.constexpr):
     for start in range(0, num_entries, BLOCK):
         entries = start + tl.arange(0, BLOCK)
         exists = entries < num_entries
-        ids = tl.load(table_ptr + entries, mask=exists, other=NO_PAGE, cache_modifier=".cg")
+        ids = tl.load(page_table_ptr + entries, mask=exists, other=NO_PAGE, cache_modifier=".cg")
         device_mask = (ids >= 0) & (ids < num_pages)
         host_mask = ids >= num_pages
         place = head + free + tl.cumsum(device_mask.to(tl.int32), axis=0) - 1
         tl.store(free_ptr + place % num_pages, ids, mask=device_mask)
         place = host_head + host_free + tl.cumsum(host_mask.to(tl.int32), axis=0) - 1
         tl.store(free_ptr + num_pages + place % tl.maximum(num_host, 1), ids, mask=host_mask)
-        tl.store(table_ptr + entries, tl.full([BLOCK], NO_PAGE, tl.int32), mask=exists)
+        tl.store(page_table_ptr + entries, tl.full([BLOCK], NO_PAGE, tl.int32), mask=exists)
         free += tl.sum(device_mask.to(tl.int32), axis=0)
         host_free += tl.sum(host_mask.to(tl.int32), axis=0)
         demand -= tl.sum((ids != NO_PAGE).to(tl.int32), axis=0)
@@ -167,8 +169,8 @@ def _put_back(table_ptr, num_entries, pool, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def put_back_pages(
-    table_ptr,  # [N] int32, becomes NONE
+def free_pages(
+    page_table_ptr,  # [N] int32, becomes NONE
     num_entries,  # N
     pool,  # state [NUM_WORDS] int32, free ids [P + Q] int32, P, Q
     BLOCK: tl.constexpr,
@@ -176,7 +178,7 @@ def put_back_pages(
     """Free a table's pages under the lock of the free lists. Only one program may call this."""
     state_ptr = pool[0]
     _lock(state_ptr)
-    free, host_free, demand = _put_back(table_ptr, num_entries, pool, BLOCK)
+    free, host_free, demand = _free_pages_locked(page_table_ptr, num_entries, pool, BLOCK)
     tl.store(state_ptr + FREE, free)
     tl.store(state_ptr + HOST_FREE, host_free)
     tl.store(state_ptr + DEMAND, demand)
@@ -185,16 +187,16 @@ def put_back_pages(
 
 @triton.jit
 def take_pages(
-    table_ptr,  # [N] int32, in, out: its page ids are freed, then overwritten
+    page_table_ptr,  # [N] int32, in, out: its page ids are freed, then overwritten
     num_entries,  # N
-    need,  # pages, at most N
-    pool,  # as in `put_back_pages`
+    num_requested,  # pages, at most N
+    pool,  # as in `free_pages`
     report_ptr,  # [NUM_WORDS] int32
     BLOCK: tl.constexpr,
 ):
-    """Free a table's pages, then write `need` free page ids to it, under the lock. One program.
+    """Free a table's pages, then write free page ids to it, under the lock. One program.
 
-    Entries are MISSING if no page is free, and NONE after the first `need`.
+    Entries are MISSING if no page is free, and NONE after the first `num_requested`.
     """
     # A table keeps its entries from one replay to the next. Its pages are freed before others are
     # taken, so a replayed forward whose backward did not run loses no page.
@@ -202,10 +204,10 @@ def take_pages(
     _lock(state_ptr)
     head, host_head = _load_word(state_ptr, HEAD), _load_word(state_ptr, HOST_HEAD)
     peak, missed = _load_word(state_ptr, PEAK), _load_word(state_ptr, MISSED)
-    free, host_free, demand = _put_back(table_ptr, num_entries, pool, BLOCK)
+    free, host_free, demand = _free_pages_locked(page_table_ptr, num_entries, pool, BLOCK)
     tl.debug_barrier()  # the freed pages may be taken
-    device_count = tl.minimum(need, free)
-    host_count = tl.minimum(need - device_count, host_free)
+    device_count = tl.minimum(num_requested, free)
+    host_count = tl.minimum(num_requested - device_count, host_free)
     for start in range(0, num_entries, BLOCK):
         entries = start + tl.arange(0, BLOCK)
         device_mask = entries < device_count
@@ -215,11 +217,11 @@ def take_pages(
         ids = tl.load(
             free_ptr + place, mask=device_mask | host_mask, other=NO_ROOM, cache_modifier=".cg"
         )
-        ids = tl.where(entries < need, ids, NO_PAGE)
-        tl.store(table_ptr + entries, ids, mask=entries < num_entries)
-    demand += need
+        ids = tl.where(entries < num_requested, ids, NO_PAGE)
+        tl.store(page_table_ptr + entries, ids, mask=entries < num_entries)
+    demand += num_requested
     peak = tl.maximum(peak, demand)
-    lacking = need - device_count - host_count
+    lacking = num_requested - device_count - host_count
     tl.store(state_ptr + HEAD, (head + device_count) % num_pages)
     tl.store(state_ptr + FREE, free - device_count)
     tl.store(state_ptr + HOST_HEAD, (host_head + host_count) % tl.maximum(num_host, 1))
@@ -233,22 +235,30 @@ def take_pages(
     _unlock(state_ptr)
 
 
-@triton.jit(do_not_specialize=["num_entries", "num_pages", "num_host"])
+@triton.jit(do_not_specialize=["num_entries", "num_pages", "num_host_pages"])
 def _return_pages_kernel(
-    table_ptr, num_entries, state_ptr, free_ptr, num_pages, num_host, BLOCK: tl.constexpr
+    page_table_ptr,
+    num_entries,
+    state_ptr,
+    free_ids_ptr,
+    num_pages,
+    num_host_pages,
+    BLOCK: tl.constexpr,
 ):
     """Free a table's pages, in one program."""
-    put_back_pages(table_ptr, num_entries, (state_ptr, free_ptr, num_pages, num_host), BLOCK)
+    free_pages(
+        page_table_ptr, num_entries, (state_ptr, free_ids_ptr, num_pages, num_host_pages), BLOCK
+    )
 
 
-def return_pages(table: Tensor, num_entries: int, pool: PagePool) -> None:
+def return_pages(page_table: Tensor, num_entries: int, pool: PagePool) -> None:
     """Move a table's first num_entries page ids to the free lists, without a host sync.
 
     The entries become NONE.
     """
-    if not use_kernel(table):
-        return_pages_ref(table, num_entries, pool)
+    if not can_use_kernel(page_table):
+        return_pages_ref(page_table, num_entries, pool)
     elif num_entries:
         sizes = (pool.pages.shape[0], pool.host_pages.shape[0])
-        args = (table, num_entries, pool.state, pool.free_ids, *sizes)
+        args = (page_table, num_entries, pool.state, pool.free_ids, *sizes)
         launch(_return_pages_kernel, 1, *args, BLOCK=BLOCK_IDS, num_warps=NUM_WARPS)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel
+from moecore.kernels.common import can_use_kernel, cdiv, launch, next_power_of_2, tl, triton
 from moecore.kernels.ops import Op
 
 BLOCK_N = 128  # pairs of one program; place compares all pairs of a block with each other
@@ -50,25 +50,31 @@ class ExpertIndex(NamedTuple):
         return self.offsets_e.select(0, -1)
 
 
-def compute_max_padded_length(num_rows: int, num_experts: int, multiple: int) -> int:
+def compute_max_padded_rows(num_rows: int, num_experts: int, row_multiple: int) -> int:
     """Return an upper bound of the number of rows after each expert's rows are padded.
 
     `num_rows` is the number of rows before padding, over all experts.
     """
     # Example, 5 rows of 2 experts, multiple 4: 1 and 4 take 8, 2 and 3 take 8; 12 is enough.
-    return cdiv(num_rows + num_experts * (multiple - 1), multiple) * multiple
+    return cdiv(num_rows + num_experts * (row_multiple - 1), row_multiple) * row_multiple
 
 
 def build_index_ref(
-    ids_SK: Tensor, weights_SK: Tensor, *, first: int, num_local: int, multiple: int, length: int
+    ids_SK: Tensor,
+    weights_SK: Tensor,
+    *,
+    first_expert: int,
+    num_local_experts: int,
+    row_multiple: int,
+    max_rows: int,
 ) -> ExpertIndex:
-    """Compute `build_index` in plain PyTorch; `length` is R."""
-    N, device = ids_SK.numel(), ids_SK.device
-    local_N = ids_SK.flatten().long() - first
-    local_N = torch.where((local_N < 0) | (local_N >= num_local), num_local, local_N)
-    counts = torch.zeros(num_local + 1, dtype=torch.int64, device=device)
+    """Compute `build_index` in plain PyTorch; `max_rows` is R."""
+    N, e, device = ids_SK.numel(), num_local_experts, ids_SK.device
+    local_N = ids_SK.flatten().long() - first_expert
+    local_N = torch.where((local_N < 0) | (local_N >= e), e, local_N)
+    counts = torch.zeros(e + 1, dtype=torch.int64, device=device)
     counts.scatter_add_(0, local_N, torch.ones_like(local_N))
-    padded_e = (counts[:-1] + multiple - 1) // multiple * multiple
+    padded_e = (counts[:-1] + row_multiple - 1) // row_multiple * row_multiple
     offsets_e = padded_e.cumsum(0)
     # From a pair's place in the sort to its row: minus the unpadded, plus the padded start.
     shift = torch.cat([offsets_e - padded_e, offsets_e[:1]]) - (counts.cumsum(0) - counts)
@@ -76,24 +82,24 @@ def build_index_ref(
     expert_N = local_N[order_N]
     row_N = torch.arange(N, device=device) + shift[expert_N]
     # Pairs without an expert here land in one spare row past the end.
-    row_N = torch.where(expert_N == num_local, length, row_N).clamp(max=length)
+    row_N = torch.where(expert_N == e, max_rows, row_N).clamp(max=max_rows)
     slot_N = torch.empty_like(row_N).scatter_(0, order_N, row_N)
     sources_N = torch.arange(N, device=device, dtype=torch.int32) // max(ids_SK.shape[1], 1)
-    spare_R = torch.zeros(length + 1, dtype=torch.int32, device=device)
-    weights_R = weights_SK.new_zeros(length + 1).scatter(0, slot_N, weights_SK.flatten())
+    spare_R = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
+    weights_R = weights_SK.new_zeros(max_rows + 1).scatter(0, slot_N, weights_SK.flatten())
     return ExpertIndex(
-        row_ids_R=spare_R.scatter_(0, slot_N, sources_N)[:length],
-        weights_R=weights_R[:length],
-        slots_SK=slot_N.where(slot_N < length, -1).to(torch.int32).view(ids_SK.shape),
+        row_ids_R=spare_R.scatter_(0, slot_N, sources_N)[:max_rows],
+        weights_R=weights_R[:max_rows],
+        slots_SK=slot_N.where(slot_N < max_rows, -1).to(torch.int32).view(ids_SK.shape),
         offsets_e=offsets_e.to(torch.int32),
     )
 
 
-@triton.jit(do_not_specialize=["first", "num_pairs"])
+@triton.jit(do_not_specialize=["first_expert", "num_pairs"])
 def _build_index_fwd_count_kernel(
     ids_ptr,  # [N] int32 global expert ids
-    table_ptr,  # [B, e] int32, out: pairs of block b that go to expert i
-    first,  # first global id owned here
+    block_counts_ptr,  # [B, e] int32, out: pairs of block b that go to expert i
+    first_expert,  # first global id owned here
     num_pairs,  # N
     NUM_LOCAL: tl.constexpr,
     BINS: tl.constexpr,  # power of two >= NUM_LOCAL
@@ -102,17 +108,17 @@ def _build_index_fwd_count_kernel(
     """Count the pairs of each local expert in one block of pairs."""
     block = tl.program_id(0).to(tl.int64)
     pairs = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    local = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1) - first
+    local = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1) - first_expert
     local_mask = (local >= 0) & (local < NUM_LOCAL) & (pairs < num_pairs)
     counts = tl.histogram(tl.where(local_mask, local, 0), BINS, mask=local_mask)
     bins = tl.arange(0, BINS)
-    tl.store(table_ptr + block * NUM_LOCAL + bins, counts, mask=bins < NUM_LOCAL)
+    tl.store(block_counts_ptr + block * NUM_LOCAL + bins, counts, mask=bins < NUM_LOCAL)
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _build_index_fwd_scan_kernel(
-    table_ptr,  # [B, e] int32, in place: counts become sums over earlier blocks
-    totals_ptr,  # [e] int32, out
+    block_counts_ptr,  # [B, e] int32, in place: counts become sums over earlier blocks
+    expert_counts_ptr,  # [e] int32, out
     num_blocks,  # B
     NUM_LOCAL: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -122,20 +128,20 @@ def _build_index_fwd_scan_kernel(
     total = 0
     for start in range(0, num_blocks, BLOCK_B):
         blocks = start + tl.arange(0, BLOCK_B)
-        entry = table_ptr + blocks.to(tl.int64) * NUM_LOCAL + expert
+        entry = block_counts_ptr + blocks.to(tl.int64) * NUM_LOCAL + expert
         counts = tl.load(entry, mask=blocks < num_blocks, other=0)
         before = total + tl.cumsum(counts, axis=0) - counts
         tl.store(entry, before.to(tl.int32), mask=blocks < num_blocks)
         total += tl.sum(counts, axis=0)
-    tl.store(totals_ptr + expert, total)
+    tl.store(expert_counts_ptr + expert, total)
 
 
-@triton.jit(do_not_specialize=["first", "num_pairs", "num_blocks"])
+@triton.jit(do_not_specialize=["first_expert", "num_pairs", "num_blocks"])
 def _build_index_fwd_tally_kernel(
     ids_ptr,  # [N] int32 global expert ids
-    table_ptr,  # [B, e] int32, out: pairs of expert i in blocks before b
-    totals_ptr,  # [e] int32, out
-    first,  # first global id owned here
+    block_counts_ptr,  # [B, e] int32, out: pairs of expert i in blocks before b
+    expert_counts_ptr,  # [e] int32, out
+    first_expert,  # first global id owned here
     num_pairs,  # N
     num_blocks,  # B
     NUM_LOCAL: tl.constexpr,
@@ -148,18 +154,18 @@ def _build_index_fwd_tally_kernel(
     for start in range(0, num_blocks, BLOCK_B):
         blocks = start + tl.arange(0, BLOCK_B)
         pairs = blocks[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        local = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1) - first
+        local = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1) - first_expert
         counts = tl.sum(((local == expert) & (pairs < num_pairs)).to(tl.int32), axis=1)
         before = total + tl.cumsum(counts, axis=0) - counts
-        entry = table_ptr + blocks * NUM_LOCAL + expert
+        entry = block_counts_ptr + blocks * NUM_LOCAL + expert
         tl.store(entry, before.to(tl.int32), mask=blocks < num_blocks)
         total += tl.sum(counts, axis=0)
-    tl.store(totals_ptr + expert, total)
+    tl.store(expert_counts_ptr + expert, total)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _build_index_fwd_layout_kernel(
-    totals_ptr,  # [e] int32
+    expert_counts_ptr,  # [e] int32
     offsets_ptr,  # [e] int32, out: running sum of the padded totals
     row_ids_ptr,  # [R] int32, out: 0 in rows without a pair
     weights_ptr,  # [R] fp32, out: 0 in rows without a pair
@@ -172,7 +178,7 @@ def _build_index_fwd_layout_kernel(
     """Write the running sum of padded totals, and zeros in the expert rows without a pair."""
     pid = tl.program_id(0)
     experts = tl.arange(0, BINS)
-    totals = tl.load(totals_ptr + experts, mask=experts < NUM_LOCAL, other=0)
+    totals = tl.load(expert_counts_ptr + experts, mask=experts < NUM_LOCAL, other=0)
     padded_counts = (totals + MULTIPLE - 1) // MULTIPLE * MULTIPLE
     offsets = tl.cumsum(padded_counts, axis=0)
     if pid == 0:
@@ -193,17 +199,17 @@ def _build_index_fwd_layout_kernel(
         tl.store(weights_ptr + rows, tl.zeros([BLOCK_R], tl.float32), mask=past)
 
 
-@triton.jit(do_not_specialize=["first", "num_pairs", "num_rows"])
+@triton.jit(do_not_specialize=["first_expert", "num_pairs", "num_rows"])
 def _build_index_fwd_place_kernel(
     ids_ptr,  # [N] int32 global expert ids
     pair_weights_ptr,  # [N] fp32
-    table_ptr,  # [B, e] int32, pairs of expert i in blocks before b
-    totals_ptr,  # [e] int32
+    block_counts_ptr,  # [B, e] int32, pairs of expert i in blocks before b
+    expert_counts_ptr,  # [e] int32
     offsets_ptr,  # [e] int32
     row_ids_ptr,  # [R] int32, out
     weights_ptr,  # [R] fp32, out
     slots_ptr,  # [N] int32, out
-    first,  # first global id owned here
+    first_expert,  # first global id owned here
     num_pairs,  # N
     num_rows,  # R
     K: tl.constexpr,
@@ -215,13 +221,13 @@ def _build_index_fwd_place_kernel(
     block = tl.program_id(0).to(tl.int64)
     inside = tl.arange(0, BLOCK_N)
     pairs = block * BLOCK_N + inside
-    local = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1) - first
+    local = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1) - first_expert
     local_mask = (local >= 0) & (local < NUM_LOCAL) & (pairs < num_pairs)
     earlier = (local[:, None] == local[None, :]) & (inside[:, None] < inside[None, :])
     rank = tl.sum(earlier.to(tl.int32), axis=0)
 
-    before = tl.load(table_ptr + block * NUM_LOCAL + local, mask=local_mask, other=0)
-    total = tl.load(totals_ptr + local, mask=local_mask, other=0)
+    before = tl.load(block_counts_ptr + block * NUM_LOCAL + local, mask=local_mask, other=0)
+    total = tl.load(expert_counts_ptr + local, mask=local_mask, other=0)
     padded_count = (total + MULTIPLE - 1) // MULTIPLE * MULTIPLE
     stop = tl.load(offsets_ptr + local, mask=local_mask, other=0)
     row = stop - padded_count + before + rank
@@ -248,30 +254,37 @@ def _build_index_bwd_kernel(
 
 
 def _launch_forward(
-    ids_SK: Tensor, weights_SK: Tensor, first: int, num_local: int, multiple: int, length: int
+    ids_SK: Tensor,
+    weights_SK: Tensor,
+    first_expert: int,
+    num_local_experts: int,
+    row_multiple: int,
+    max_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return row_ids_R, weights_R, slots_SK and offsets_e of `build_index`; `length` is R."""
-    N, R, device = ids_SK.numel(), length, ids_SK.device
-    row_ids_R, weights_R, slots_SK, offsets_e = _make_empty(ids_SK, weights_SK, num_local, R)
+    """Return row_ids_R, weights_R, slots_SK and offsets_e of `build_index`; `max_rows` is R."""
+    N, R, e, device = ids_SK.numel(), max_rows, num_local_experts, ids_SK.device
+    row_ids_R, weights_R, slots_SK, offsets_e = _make_empty(ids_SK, weights_SK, e, R)
     B = cdiv(N, BLOCK_N)
     ids_SK, weights_SK = ids_SK.contiguous(), weights_SK.contiguous()
-    table_Be = torch.empty(B, num_local, dtype=torch.int32, device=device)
-    totals_e = torch.empty(num_local, dtype=torch.int32, device=device)
-    bins = max(32, next_power_of_2(num_local))
+    table_Be = torch.empty(B, e, dtype=torch.int32, device=device)
+    totals_e = torch.empty(e, dtype=torch.int32, device=device)
+    bins = max(32, next_power_of_2(e))
     if B <= FEW_BLOCKS:
-        args = (ids_SK, table_Be, totals_e, first, N, B)
+        args = (ids_SK, table_Be, totals_e, first_expert, N, B)
         blocks = dict(BLOCK_B=FEW_B, BLOCK_N=BLOCK_N, num_warps=FEW_WARPS)
-        launch(_build_index_fwd_tally_kernel, num_local, *args, NUM_LOCAL=num_local, **blocks)
+        launch(_build_index_fwd_tally_kernel, e, *args, NUM_LOCAL=e, **blocks)
     else:
-        bins_and_block = dict(NUM_LOCAL=num_local, BINS=bins, BLOCK_N=BLOCK_N)
-        launch(_build_index_fwd_count_kernel, B, ids_SK, table_Be, first, N, **bins_and_block)
-        blocks = dict(NUM_LOCAL=num_local, BLOCK_B=BLOCK_B, num_warps=8)
-        launch(_build_index_fwd_scan_kernel, num_local, table_Be, totals_e, B, **blocks)
-    grid, outputs = num_local + cdiv(R, BLOCK_R), (offsets_e, row_ids_R, weights_R)
-    sizes = dict(NUM_LOCAL=num_local, MULTIPLE=multiple)
+        bins_and_block = dict(NUM_LOCAL=e, BINS=bins, BLOCK_N=BLOCK_N)
+        launch(
+            _build_index_fwd_count_kernel, B, ids_SK, table_Be, first_expert, N, **bins_and_block
+        )
+        blocks = dict(NUM_LOCAL=e, BLOCK_B=BLOCK_B, num_warps=8)
+        launch(_build_index_fwd_scan_kernel, e, table_Be, totals_e, B, **blocks)
+    grid, outputs = e + cdiv(R, BLOCK_R), (offsets_e, row_ids_R, weights_R)
+    sizes = dict(NUM_LOCAL=e, MULTIPLE=row_multiple)
     constants = dict(**sizes, BINS=bins, BLOCK_R=BLOCK_R)
     launch(_build_index_fwd_layout_kernel, grid, totals_e, *outputs, R, **constants)
-    pairs = (ids_SK, weights_SK, table_Be, totals_e, *outputs, slots_SK, first, N, R)
+    pairs = (ids_SK, weights_SK, table_Be, totals_e, *outputs, slots_SK, first_expert, N, R)
     launch(_build_index_fwd_place_kernel, B, *pairs, K=ids_SK.shape[1], **sizes, BLOCK_N=BLOCK_N)
     return row_ids_R, weights_R, slots_SK, offsets_e
 
@@ -284,11 +297,13 @@ def _launch_backward(dweights_R: Tensor, slots_SK: Tensor) -> Tensor:
     return dweights_SK
 
 
-def _make_empty(ids_SK: Tensor, weights_SK: Tensor, num_local: int, R: int) -> tuple[Tensor, ...]:
+def _make_empty(
+    ids_SK: Tensor, weights_SK: Tensor, num_local_experts: int, max_rows: int
+) -> tuple[Tensor, ...]:
     """Return the uninitialised outputs of `_launch_forward`."""
     integers = partial(torch.empty, dtype=torch.int32, device=ids_SK.device)
-    weights_R = torch.empty(R, dtype=weights_SK.dtype, device=ids_SK.device)
-    return integers(R), weights_R, integers(tuple(ids_SK.shape)), integers(num_local)
+    weights_R = torch.empty(max_rows, dtype=weights_SK.dtype, device=ids_SK.device)
+    return integers(max_rows), weights_R, integers(tuple(ids_SK.shape)), integers(num_local_experts)
 
 
 _build_index_bwd = Op(
@@ -316,7 +331,7 @@ _build_index = Op(
     "build_index",
     _launch_forward,
     lambda ids_SK, weights_SK, _, e, __, R: _make_empty(ids_SK, weights_SK, e, R),
-    save=_save_slots,
+    setup_context=_save_slots,
     backward=_backward,
 )
 
@@ -325,10 +340,10 @@ def build_index(
     ids_SK: Tensor,
     weights_SK: Tensor,
     *,
-    first: int,
-    num_local: int,
-    multiple: int = 1,
-    length: int | None = None,
+    first_expert: int,
+    num_local_experts: int,
+    row_multiple: int = 1,
+    max_pairs: int | None = None,
 ) -> ExpertIndex:
     """Sort the routed (token, choice) pairs by local expert, as an `ExpertIndex`. No host sync.
 
@@ -339,15 +354,15 @@ def build_index(
         ids_SK: int32, global expert ids, distinct in a row; -1 = dropped; experts of other ranks
             are skipped.
         weights_SK: fp32 weight of each choice; weights of skipped choices are not read.
-        first: global id of the first local expert.
-        num_local: number of local experts, e.
-        multiple: each expert's rows are padded up to a multiple of this, a power of two.
-        length: an upper bound of the number of pairs of local experts; None = S * K. With padding
-            this bound gives R, see `compute_max_padded_length`. If offsets_e[-1] > R, rows past R
-            were dropped, and experts must not use the index.
+        first_expert: global id of the first local expert.
+        num_local_experts: number of local experts, e.
+        row_multiple: each expert's rows are padded up to a multiple of this, a power of two.
+        max_pairs: an upper bound of the number of pairs of local experts; None = S * K. With
+            padding this bound gives R, see `compute_max_padded_rows`. If offsets_e[-1] > R, rows
+            past R were dropped, and experts must not use the index.
 
-    Example, experts 2 and 3 of six, multiple 2, ids [[3, 0], [2, 3], [5, 3]]: expert 2 gets row 1
-    and one row of padding, expert 3 rows 0, 1, 2 and one of padding, so row_ids_R is [1, 0, 0, 1,
+    Example, experts 2 and 3 of six, row_multiple 2, ids [[3, 0], [2, 3], [5, 3]]: expert 2 gets row
+    1 and one row of padding, expert 3 rows 0, 1, 2 and one of padding, so row_ids_R is [1, 0, 0, 1,
     2, 0, 0, 0], slots_SK [[2, -1], [0, 3], [-1, 4]] and offsets_e [2, 6].
     """
     if ids_SK.ndim != 2 or ids_SK.dtype != torch.int32:
@@ -359,16 +374,27 @@ def build_index(
             f"weights_SK ({tuple(weights_SK.shape)}) must have the shape of ids_SK "
             f"({tuple(ids_SK.shape)}): pass one weight per choice"
         )
-    if multiple < 1 or multiple & (multiple - 1):
-        raise ValueError(f"multiple ({multiple}) must be a power of two: use 1 for no padding")
-    R = compute_max_padded_length(ids_SK.numel() if length is None else length, num_local, multiple)
+    if row_multiple < 1 or row_multiple & (row_multiple - 1):
+        raise ValueError(
+            f"row_multiple ({row_multiple}) must be a power of two: use 1 for no padding"
+        )
+    R = compute_max_padded_rows(
+        ids_SK.numel() if max_pairs is None else max_pairs, num_local_experts, row_multiple
+    )
     if max(R, ids_SK.numel()) > MAX_ROWS:
         raise ValueError(
             f"expert rows ({R}) and choices ({ids_SK.numel()}) must be <= {MAX_ROWS}, what int32 "
             "counts: split the batch"
         )
-    if weights_SK.dtype == torch.float32 and use_kernel(ids_SK, weights_SK):
-        return ExpertIndex(*_build_index(ids_SK, weights_SK, first, num_local, multiple, R))
+    if weights_SK.dtype == torch.float32 and can_use_kernel(ids_SK, weights_SK):
+        return ExpertIndex(
+            *_build_index(ids_SK, weights_SK, first_expert, num_local_experts, row_multiple, R)
+        )
     return build_index_ref(
-        ids_SK, weights_SK, first=first, num_local=num_local, multiple=multiple, length=R
+        ids_SK,
+        weights_SK,
+        first_expert=first_expert,
+        num_local_experts=num_local_experts,
+        row_multiple=row_multiple,
+        max_rows=R,
     )

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from moecore.base.options.precision import Recipe
 from moecore.kernels.common import cdiv, launch
-from moecore.kernels.rows.cast import has_kernel
+from moecore.kernels.rows.cast import has_cast_kernel
 from moecore.kernels.rows.e4m3 import FP8
 from moecore.kernels.rows.microscaled_kernel import (
     PACKED_COLUMNS,
@@ -40,7 +40,7 @@ from moecore.kernels.rows.microscaling import (
     PACKED_BACKWARD,
     PACKED_FORWARD,
     compute_finite_magnitude,
-    get_product_dtype,
+    get_emulated_dtype,
     quantise_microscaled_matrices_ref,
     quantise_microscaled_ref,
 )
@@ -54,23 +54,34 @@ class _MicroscaleInput(NamedTuple):
 
     x_TK: Tensor
     shape: tuple[int, ...]  # of the operand before it is transposed: [M, K] or [e, N, K]
-    sources_M: Tensor | None = None  # row of x of each operand row; -1 = zeros
+    source_rows_M: Tensor | None = None  # row of x of each operand row; -1 = zeros
     expert_M: Tensor | None = None  # expert of each operand row; None = row // N
     num_scales: int = 1  # number of tensor scales: experts + 1, or matrices
     hadamard: bool = False  # whether each 16 rows are transformed first
 
-    def launch(self, kernel: Any, block: tuple[int, int], *tensors: Any, **constants: Any) -> None:
+    def launch(
+        self, kernel: Any, scale_block: tuple[int, int], *tensors: Any, **constants: Any
+    ) -> None:
         """Launch a kernel of `microscaled_kernel.py`, one program per tile.
 
-        `block` is rows and columns of one scale. `tensors` are the kernel's arguments after x,
-        sources and experts.
+        `scale_block` is rows and columns of one scale. `tensors` are the kernel's arguments after
+        x, sources and experts.
         """
-        (rows, columns), (*lead, N, K), x_TK = block, self.shape, self.x_TK
+        (rows, columns), (*lead, N, K), x_TK = scale_block, self.shape, self.x_TK
         M, below = prod(lead) * N, TILE[0] if rows == 1 else 1
         launch(
             kernel,
             cdiv(M, rows * below) * cdiv(K, TILE[1]),
-            *(x_TK, self.sources_M, self.expert_M, *tensors, x_TK.shape[0], M, N, x_TK.stride(0)),
+            *(
+                x_TK,
+                self.source_rows_M,
+                self.expert_M,
+                *tensors,
+                x_TK.shape[0],
+                M,
+                N,
+                x_TK.stride(0),
+            ),
             **constants,
             K=K,
             HADAMARD=self.hadamard,
@@ -81,55 +92,55 @@ class _MicroscaleInput(NamedTuple):
             num_warps=NUM_WARPS,
         )
 
-    def compute_amax(self, block: tuple[int, int]) -> Tensor:
+    def compute_amax(self, scale_block: tuple[int, int]) -> Tensor:
         """Return fp32 [num_scales]: each expert's, or matrix's, largest finite magnitude.
 
-        `block`, rows and columns of one scale, only decides the tile of a program.
+        `scale_block`, rows and columns of one scale, only decides the tile of a program.
         """
         amax = self.x_TK.new_zeros(self.num_scales, dtype=torch.float32)
-        self.launch(finite_amax_kernel, block, amax)
+        self.launch(finite_amax_kernel, scale_block, amax)
         return amax
 
     def quantise(
         self,
         recipe: Recipe,
-        block: tuple[int, int],
+        scale_block: tuple[int, int],
         amax: Tensor | None = None,
         *,
         pack: bool = False,
         transposed: bool = False,
-        random: bool = False,
+        stochastic: bool = False,
     ) -> Blocks:
-        """Quantise to one operand with scales of `block` rows and columns, emulated or packed.
+        """Quantise to one operand, emulated or packed; `scale_block` is the shape of one scale.
 
         `amax`, fp32 [num_scales], gives the tensor scales of "nvfp4" and is computed if None.
-        `transposed` needs `pack`. `random` = stochastic rounding.
+        `transposed` needs `pack`. `stochastic` = stochastic rounding.
         """
         layout = (PACKED_ROWS, PACKED_COLUMNS)[transposed] if pack else VALUES
         is_nvfp4, new = recipe.scaling == "nvfp4", self.x_TK.new_empty
         if not is_nvfp4:
             amax = None
         elif amax is None:
-            amax = self.compute_amax(block)
+            amax = self.compute_amax(scale_block)
         *lead, N, K = self.shape
         scales, block_scales = new(self.num_scales, dtype=torch.float32), None
         if pack:
-            sizes, of_scales = [N, K], [N // block[0], K // block[1]]
+            sizes, of_scales = [N, K], [N // scale_block[0], K // scale_block[1]]
             if transposed:
                 sizes, of_scales = sizes[::-1], of_scales[::-1]
             out = new(*lead, sizes[0], sizes[1] // (1 + is_nvfp4), dtype=torch.uint8)
             block_scales = new(*lead, *of_scales, dtype=torch.uint8)
         else:
-            out = new(self.shape, dtype=get_product_dtype(self.x_TK))
+            out = new(self.shape, dtype=get_emulated_dtype(self.x_TK))
         self.launch(
             quantise_microscaled_kernel,
-            block,
+            scale_block,
             *(amax, out.view(torch.int32) if pack and transposed else out),
             *(block_scales, scales),
             NUM_SCALES=self.num_scales,
             LAYOUT=int(layout),
             POWER_OF_TWO=recipe.power_of_two,
-            RANDOM=random,
+            RANDOM=stochastic,
         )
         if block_scales is None:
             return Blocks(out, scales, FORWARD)
@@ -144,7 +155,7 @@ def quantise_microscaled(
     *,
     over_rows: bool = False,
     is_gradient: bool = False,
-    sources_M: Tensor | None = None,
+    source_rows_M: Tensor | None = None,
     expert_M: Tensor | None = None,
     num_experts: int = 0,
     pack: bool = False,
@@ -161,35 +172,35 @@ def quantise_microscaled(
         over_rows: whether the matmul sums over rows instead of columns. The summed dim has full
             blocks.
         is_gradient: whether values are stochastically rounded if the recipe says so.
-        sources_M: int64, the row of x of each row of the operand; -1 = zeros. None = row i is x's
-            row i, and with `over_rows` zeros fill the last block.
+        source_rows_M: int64, the row of x of each row of the operand; -1 = zeros. None = row i is
+            x's row i, and with `over_rows` zeros fill the last block.
         expert_M: int64, the expert of each row, or e if it has none; the rows of a block have one
             expert. None = one scale for all rows.
         num_experts: e.
         pack: whether values and scales of blocks are bytes, with the summed dim innermost.
     """
-    if not has_kernel(x_TK):
-        order: Any = dict(sources_M=sources_M, expert_M=expert_M, num_experts=num_experts)
+    if not has_cast_kernel(x_TK):
+        order: Any = dict(source_rows_M=source_rows_M, expert_M=expert_M, num_experts=num_experts)
         modes: Any = dict(over_rows=over_rows, is_gradient=is_gradient, pack=pack)
         return quantise_microscaled_ref(x_TK, recipe, **order, **modes)
     x_TK = x_TK.detach() if x_TK.stride(1) == 1 else x_TK.detach().contiguous()
     (T, K), size, is_nvfp4 = x_TK.shape, recipe.weight_multiple, recipe.scaling == "nvfp4"
     M = round_up(T, size) if over_rows else T
-    M = M if sources_M is None else sources_M.shape[0]
+    M = M if source_rows_M is None else source_rows_M.shape[0]
     transforms = over_rows and is_nvfp4 and recipe.hadamard
-    rows = _MicroscaleInput(x_TK, (M, K), sources_M, expert_M, num_experts + 1, transforms)
+    rows = _MicroscaleInput(x_TK, (M, K), source_rows_M, expert_M, num_experts + 1, transforms)
     return rows.quantise(
         recipe,
         (size, 1) if over_rows else (1, size),
         pack=pack,
         transposed=over_rows,
-        random=is_gradient and is_nvfp4 and recipe.stochastic_rounding,
+        stochastic=is_gradient and is_nvfp4 and recipe.stochastic_rounding,
     )
 
 
 def compute_finite_amax(x_eNK: Tensor) -> Tensor:
     """Return fp32 [e], the largest finite magnitude of each matrix of a contiguous [e, N, K]."""
-    if not has_kernel(x_eNK):
+    if not has_cast_kernel(x_eNK):
         return compute_finite_magnitude(x_eNK).amax((1, 2))
     rows = x_eNK.view(-1, x_eNK.shape[2])
     return _MicroscaleInput(rows, x_eNK.shape, num_scales=x_eNK.shape[0]).compute_amax((1, 16))
@@ -199,12 +210,12 @@ def quantise_microscaled_matrices(
     w_eNK: Tensor,
     recipe: Recipe,
     *,
-    rows: bool = True,
-    columns: bool = True,
+    rowwise: bool = True,
+    columnwise: bool = True,
     amax_e: Tensor | None = None,
     pack: bool = False,
 ) -> OperandPair:
-    """Quantise matrices to the operands summed over K (`rows`) and over N (`columns`). No autograd.
+    """Quantise matrices to operands summed over K (`rowwise`) and N (`columnwise`). No autograd.
 
     In "nvfp4", whose blocks are square, both operands have the same numbers. `amax_e`, fp32 [e],
     replaces the largest finite magnitude of each matrix; None = computed. `pack` is as in
@@ -212,12 +223,14 @@ def quantise_microscaled_matrices(
     """
     w_eNK = w_eNK.detach().contiguous()
     make: Any = partial(quantise_microscaled_matrices_ref, w_eNK)
-    if has_kernel(w_eNK):
+    if has_cast_kernel(w_eNK):
         rows_of_all = w_eNK.view(-1, w_eNK.shape[2])
         make = _MicroscaleInput(rows_of_all, w_eNK.shape, num_scales=w_eNK.shape[0]).quantise
     height, width = recipe.weight_block
     operands: list[Blocks | None] = [None, None]
-    for i, (is_needed, block) in enumerate(((rows, (height, width)), (columns, (width, height)))):
+    for i, (is_needed, block) in enumerate(
+        ((rowwise, (height, width)), (columnwise, (width, height)))
+    ):
         if is_needed:
             first = None if pack else operands[0]
             operand = first if first is not None and height == width else None

@@ -9,7 +9,7 @@ may fuse both operations without changing a bit.
 """
 
 from moecore.kernels.common import tl, triton
-from moecore.kernels.rows.e4m3 import compute_block_scale, from_e4m3, magnitude, to_e4m3
+from moecore.kernels.rows.e4m3 import abs_without_nan, compute_block_scale, from_e4m3, to_e4m3
 from moecore.kernels.rows.microscaling import SEED, SIGNS
 
 SIGN_BITS, FIRST_DRAW = tl.constexpr(SIGNS), tl.constexpr(SEED)
@@ -33,11 +33,11 @@ def _apply_hadamard(x):  # 16 tensors of fp32: rows times their signs
 
 @triton.jit
 def _load_blocks(
-    x_ptr,  # [T, K], `stride` apart
-    sources_ptr,  # [M] int64, -1 = zeros, or None: row i is x's row i
+    x_ptr,  # [T, K], `row_stride` apart
+    source_rows_ptr,  # [M] int64, -1 = zeros, or None: row i is x's row i
     T,
     M,
-    stride,
+    row_stride,
     K: tl.constexpr,
     HADAMARD: tl.constexpr,  # whether each 16 rows are transformed
     ROWS: tl.constexpr,  # of a block
@@ -57,10 +57,10 @@ def _load_blocks(
     x: tl.tuple = ()
     for i in tl.static_range(ROWS):
         row = first + i
-        if sources_ptr is not None:
-            row = tl.load(sources_ptr + row, mask=row < M, other=-1).to(tl.int64)
+        if source_rows_ptr is not None:
+            row = tl.load(source_rows_ptr + row, mask=row < M, other=-1).to(tl.int64)
         inside = ((row >= 0) & (row < T))[:, None, None] & (columns < K)[None, :, :]
-        at = x_ptr + row[:, None, None] * stride + columns[None, :, :]
+        at = x_ptr + row[:, None, None] * row_stride + columns[None, :, :]
         loaded = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         if HADAMARD:
             loaded *= 1.0 if (SIGN_BITS >> i) & 1 else -1.0
@@ -71,27 +71,27 @@ def _load_blocks(
 
 
 @triton.jit
-def _find_experts(experts_ptr, first, M, rows_of_expert):
-    """Return the expert of each block from its first row `first`.
+def _find_experts(experts_ptr, first_rows, M, rows_per_expert):
+    """Return the expert of each block, from the first row of each block.
 
-    Without experts_ptr, each expert has rows_of_expert consecutive rows.
+    Without experts_ptr, each expert has rows_per_expert consecutive rows.
     """
     if experts_ptr is not None:
-        return tl.load(experts_ptr + first, mask=first < M, other=0)
+        return tl.load(experts_ptr + first_rows, mask=first_rows < M, other=0)
     else:
-        return tl.minimum(first, M - 1) // rows_of_expert
+        return tl.minimum(first_rows, M - 1) // rows_per_expert
 
 
-@triton.jit(do_not_specialize=["T", "M", "rows_of_expert"])
+@triton.jit(do_not_specialize=["T", "M", "rows_per_expert"])
 def finite_amax_kernel(
-    x_ptr,  # [T, K], `stride` apart
-    sources_ptr,  # [M] int64, or None
+    x_ptr,  # [T, K], `row_stride` apart
+    source_rows_ptr,  # [M] int64, or None
     experts_ptr,  # [M] int64, or None
     amax_ptr,  # fp32 [experts], in and out: at least 0 on entry
     T,
     M,
-    rows_of_expert,
-    stride,
+    rows_per_expert,
+    row_stride,
     K: tl.constexpr,
     HADAMARD: tl.constexpr,
     ROWS: tl.constexpr,
@@ -101,14 +101,14 @@ def finite_amax_kernel(
 ):
     """Raise each expert's entry of amax_ptr to the largest finite magnitude of G x B blocks."""
     first, _, _, x = _load_blocks(
-        x_ptr, sources_ptr, T, M, stride, K, HADAMARD, ROWS, COLUMNS, G, B
+        x_ptr, source_rows_ptr, T, M, row_stride, K, HADAMARD, ROWS, COLUMNS, G, B
     )
     largest = tl.zeros((G, B, COLUMNS), tl.float32)
     for i in tl.static_range(ROWS):
         size = tl.abs(x[i])
         largest = tl.maximum(largest, tl.where(size < float("inf"), size, 0.0))
     amax = tl.max(tl.max(largest, 2), 1)
-    expert = _find_experts(experts_ptr, first, M, rows_of_expert)
+    expert = _find_experts(experts_ptr, first, M, rows_per_expert)
     # A maximum is the same in any order. Rows of an expert are neighbours: mostly it is one.
     low = tl.min(expert, 0)
     if low == tl.max(expert, 0):
@@ -128,60 +128,62 @@ def compute_nvfp4_tensor_scale(amax, POWER_OF_TWO: tl.constexpr):  # fp32, finit
 
 
 @triton.jit
-def _hash(x):  # uint32
-    """Return MurmurHash3's finalizer of uint32, with the bits of `microscaling._hash`."""
+def _hash_uint32(x):  # uint32
+    """Return MurmurHash3's finalizer of uint32, with the bits of `microscaling._hash_int32`."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     return x ^ (x >> 16)
 
 
 @triton.jit
-def _draw_uniform(x, row, columns):  # fp32 [G, B, COLUMNS], int64 [G], [B, COLUMNS]
+def _draw_uniform(x, rows, columns):  # fp32 [G, B, COLUMNS], int64 [G], [B, COLUMNS]
     """Return fp32 draws in [0, 1) as `draw_uniform` does."""
-    of_row = _hash(row.to(tl.uint32) + FIRST_DRAW)[:, None, None]
-    of_place = _hash(of_row + columns.to(tl.uint32)[None, :, :])
-    hashed = _hash(of_place ^ (x.to(tl.uint32, bitcast=True) >> 16))
+    of_row = _hash_uint32(rows.to(tl.uint32) + FIRST_DRAW)[:, None, None]
+    of_place = _hash_uint32(of_row + columns.to(tl.uint32)[None, :, :])
+    hashed = _hash_uint32(of_place ^ (x.to(tl.uint32, bitcast=True) >> 16))
     return (hashed >> 8).to(tl.float32) * 2.0**-24
 
 
 @triton.jit
-def compute_nvfp4_block_scale(amax, scale):  # fp32 of one number of dims
+def compute_nvfp4_block_scale(amax, tensor_scale):  # fp32 of one number of dims
     """Return E4M3 scales of blocks, as bits and fp32, from amax and the scale of the tensor."""
     exact = tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32))
-    exact = tl.div_rn(exact, tl.broadcast_to(scale, amax.shape))
+    exact = tl.div_rn(exact, tl.broadcast_to(tensor_scale, amax.shape))
     code = tl.where(amax < float("inf"), to_e4m3(tl.minimum(exact, 448.0)), 0x7F)
     return code, from_e4m3(code.to(tl.uint8))
 
 
 @triton.jit
-def encode_e2m1(value, sign):  # as `to_e2m1` returns them
+def encode_e2m1(magnitude, sign_bit):  # as `to_e2m1` returns them
     """Return the 4-bit E2M1 code in int32 of a magnitude and a sign from `to_e2m1`."""
-    code = tl.where(value < 2.0, value * 2.0, value + 2.0)
-    return tl.where(value < 4.0, code, value * 0.5 + 4.0).to(tl.int32) | (sign >> 28) & 8
+    code = tl.where(magnitude < 2.0, magnitude * 2.0, magnitude + 2.0)
+    return (
+        tl.where(magnitude < 4.0, code, magnitude * 0.5 + 4.0).to(tl.int32) | (sign_bit >> 28) & 8
+    )
 
 
 @triton.jit
-def to_e2m1(x, step, draw):  # fp32; scale of the block times scale of the tensor
-    """Round x / step to E2M1; return the magnitude in fp32, and the sign in bit 31 of int32.
+def to_e2m1(x, scale, uniform_draw):  # fp32; scale of the block times scale of the tensor
+    """Round x / scale to E2M1; return the magnitude in fp32, and the sign in bit 31 of int32.
 
-    `draw` in [0, 1) rounds stochastically; None = to the nearest.
+    `uniform_draw` in [0, 1) rounds stochastically; None = to the nearest.
     """
-    x = tl.where(step > 0.0, tl.div_rn(x, step), 0.0)  # 0 where the scale is NaN, too
+    x = tl.where(scale > 0.0, tl.div_rn(x, scale), 0.0)  # 0 where the scale is NaN, too
     size = tl.minimum(tl.abs(x), 6.0)
     unit = tl.where(size < 4.0, tl.where(size < 2.0, 0.5, 1.0), 2.0)
     units = size * tl.where(size < 4.0, tl.where(size < 2.0, 2.0, 1.0), 0.5)
-    if draw is None:
+    if uniform_draw is None:
         units = (units + 8388608.0) - 8388608.0  # 2^23, from which on fp32 are whole numbers
     else:
         down = tl.floor(units)
-        units = down + tl.where(units - down > draw, 1.0, 0.0)
+        units = down + tl.where(units - down > uniform_draw, 1.0, 0.0)
     return units * unit, x.to(tl.int32, bitcast=True) & -0x80000000
 
 
-@triton.jit(do_not_specialize=["T", "M", "rows_of_expert"])
+@triton.jit(do_not_specialize=["T", "M", "rows_per_expert"])
 def quantise_microscaled_kernel(
-    x_ptr,  # [T, K], `stride` apart
-    sources_ptr,  # [M] int64, or None
+    x_ptr,  # [T, K], `row_stride` apart
+    source_rows_ptr,  # [M] int64, or None
     experts_ptr,  # [M] int64, or None
     amax_ptr,  # fp32 [NUM_SCALES], or None: E4M3
     out_ptr,  # [M, K] values, or their packed bytes, out
@@ -189,8 +191,8 @@ def quantise_microscaled_kernel(
     scales_ptr,  # fp32 [NUM_SCALES], out
     T,
     M,
-    rows_of_expert,
-    stride,
+    rows_per_expert,
+    row_stride,
     K: tl.constexpr,
     NUM_SCALES: tl.constexpr,
     LAYOUT: tl.constexpr,  # VALUES (emulated, like x), PACKED_ROWS or PACKED_COLUMNS (bytes)
@@ -213,17 +215,17 @@ def quantise_microscaled_kernel(
                 scale = compute_nvfp4_tensor_scale(amax, POWER_OF_TWO)
             tl.store(scales_ptr + i, scale, mask=i < NUM_SCALES)
     first, blocks, columns, x = _load_blocks(
-        x_ptr, sources_ptr, T, M, stride, K, HADAMARD, ROWS, COLUMNS, G, B
+        x_ptr, source_rows_ptr, T, M, row_stride, K, HADAMARD, ROWS, COLUMNS, G, B
     )
     largest = tl.zeros((G, B, COLUMNS), tl.float32)
     for i in tl.static_range(ROWS):
         if E2M1:
             largest = tl.maximum(largest, tl.where(x[i] == x[i], tl.abs(x[i]), float("inf")))
         else:
-            largest = tl.maximum(largest, magnitude(x[i]))
+            largest = tl.maximum(largest, abs_without_nan(x[i]))
     amax = tl.max(largest, 2)
     if E2M1:
-        expert = _find_experts(experts_ptr, first, M, rows_of_expert)
+        expert = _find_experts(experts_ptr, first, M, rows_per_expert)
         scale = compute_nvfp4_tensor_scale(tl.load(amax_ptr + expert), POWER_OF_TWO)[:, None]
         scale_code, block = compute_nvfp4_block_scale(amax, scale)
         step = tl.broadcast_to((block * scale)[:, :, None], (G, B, COLUMNS))
@@ -232,7 +234,7 @@ def quantise_microscaled_kernel(
         scale_code = block.to(tl.int32, bitcast=True) >> 23
     # Of packed columns a word is neighbouring rows, 4 or 8 bits each.
     PER_WORD: tl.constexpr = 8 if E2M1 else 4
-    matrix, row_in_matrix = first // rows_of_expert, first % rows_of_expert
+    matrix, row_in_matrix = first // rows_per_expert, first % rows_per_expert
     word = tl.zeros((G, B, COLUMNS), tl.int32)
     for i in tl.static_range(ROWS):
         if E2M1:
@@ -254,7 +256,7 @@ def quantise_microscaled_kernel(
         elif LAYOUT == PACKED_COLUMNS:
             word |= code << (i % PER_WORD * (32 // PER_WORD))
             if i % PER_WORD == PER_WORD - 1:
-                at = (matrix[:, None, None] * K + columns[None, :, :]) * rows_of_expert
+                at = (matrix[:, None, None] * K + columns[None, :, :]) * rows_per_expert
                 at = (at + (row_in_matrix + i)[:, None, None]) // PER_WORD
                 tl.store(out_ptr + at, word, mask=inside)
                 word = tl.zeros((G, B, COLUMNS), tl.int32)
@@ -269,7 +271,7 @@ def quantise_microscaled_kernel(
     if LAYOUT != VALUES:
         at = first[:, None] // ROWS * (K // COLUMNS) + blocks[None, :]
         if LAYOUT == PACKED_COLUMNS:
-            at = (matrix[:, None] * (K // COLUMNS) + blocks[None, :]) * (rows_of_expert // ROWS)
+            at = (matrix[:, None] * (K // COLUMNS) + blocks[None, :]) * (rows_per_expert // ROWS)
             at += row_in_matrix[:, None] // ROWS
         inside = (first < M)[:, None] & (blocks < K // COLUMNS)[None, :]
         tl.store(block_scales_ptr + at, scale_code.to(tl.uint8), mask=inside)

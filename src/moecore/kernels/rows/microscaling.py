@@ -53,9 +53,9 @@ FORWARD, BACKWARD = "emulated", "emulated transposed"
 PACKED_FORWARD, PACKED_BACKWARD = "packed", "packed transposed"
 
 
-def _split_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
+def _split_blocks(x: Tensor, scale_block: tuple[int, int]) -> Tensor:
     """View x [..., M, K] as blocks [..., M / rows, rows, K / columns, columns]; may copy."""
-    (rows, columns), (*outer, M, K) = block, x.shape
+    (rows, columns), (*outer, M, K) = scale_block, x.shape
     return x.reshape(*outer, M // rows, rows, K // columns, columns)
 
 
@@ -64,54 +64,59 @@ def _expand_scales(scales: Tensor) -> Tensor:
     return scales[..., :, None, :, None]
 
 
-def quantise_mxfp8(x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def quantise_mxfp8(x: Tensor, scale_block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Return float8_e4m3fn of x's shape, and fp32 scales [..., M / rows, K / columns].
 
-    `block` is (rows, columns) of one scale. Scales are powers of two.
+    `scale_block` is (rows, columns) of one scale. Scales are powers of two.
     """
-    values, scales = quantise_ref(_split_blocks(x, block), (-3, -1), power_of_two=True)
+    values, scales = quantise_ref(_split_blocks(x, scale_block), (-3, -1), power_of_two=True)
     return values.reshape(x.shape), scales.squeeze(-1).squeeze(-2)
 
 
 def quantise_nvfp4(
-    x: Tensor, block: tuple[int, int], scale: Tensor, draws: Tensor | None = None
+    x: Tensor,
+    scale_block: tuple[int, int],
+    tensor_scale: Tensor,
+    uniform_draws: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return fp32 values rounded to E2M1, like x, and E4M3 scales [..., M / rows, K / columns].
 
     Args:
         x: [..., M, K], full blocks.
-        block: rows and columns of one scale.
-        scale: fp32 scale of the tensor; broadcasts with the scales of blocks.
-        draws: random numbers in [0, 1), of x's shape. A value is rounded up if its distance to the
-            lower magnitude, in steps, exceeds the draw. None = to the nearest, ties to even.
+        scale_block: rows and columns of one scale.
+        tensor_scale: fp32 scale of the tensor; broadcasts with the scales of blocks.
+        uniform_draws: random numbers in [0, 1), of x's shape. A value is rounded up if its distance
+            to the lower magnitude, in steps, exceeds the draw. None = to the nearest, ties to even.
     """
-    wide = _split_blocks(x.float(), block)
+    wide = _split_blocks(x.float(), scale_block)
     amax = wide.abs().amax((-3, -1), keepdim=True)
-    scales = compute_nvfp4_scales(amax, _expand_scales(scale))
-    step = scales.float() * _expand_scales(scale)
-    values = to_e2m1(wide, step, None if draws is None else _split_blocks(draws, block))
+    scales = compute_nvfp4_scales(amax, _expand_scales(tensor_scale))
+    step = scales.float() * _expand_scales(tensor_scale)
+    values = to_e2m1(
+        wide, step, None if uniform_draws is None else _split_blocks(uniform_draws, scale_block)
+    )
     return values.reshape(x.shape), scales.squeeze(-1).squeeze(-2)
 
 
-def compute_nvfp4_scales(amax: Tensor, scale: Tensor) -> Tensor:
+def compute_nvfp4_scales(amax: Tensor, tensor_scale: Tensor) -> Tensor:
     """Return E4M3 scales of blocks, (amax / 6) / tensor scale; NaN where amax is not finite."""
     # A GPU multiplies by the reciprocal of a number, so what divides is a tensor.
-    exact_scales = amax / torch.full_like(amax, LARGEST_E2M1) / scale
+    exact_scales = amax / torch.full_like(amax, LARGEST_E2M1) / tensor_scale
     return exact_scales.clamp(max=MAX).masked_fill(~amax.isfinite(), torch.nan).to(FP8)
 
 
-def to_e2m1(x: Tensor, step: Tensor, draws: Tensor | None = None) -> Tensor:
-    """Return x / step rounded to E2M1, as fp32, 0 where step is 0; draws: see `quantise_nvfp4`."""
-    x = (x / step).masked_fill(step == 0, 0)
+def to_e2m1(x: Tensor, scale: Tensor, uniform_draws: Tensor | None = None) -> Tensor:
+    """Return x / scale rounded to E2M1, as fp32, 0 where scale is 0; draws: `quantise_nvfp4`."""
+    x = (x / scale).masked_fill(scale == 0, 0)
     magnitude = x.abs().clamp(max=LARGEST_E2M1)
-    step = torch.where(magnitude < 4, 1.0, 2.0).masked_fill(magnitude < 2, 0.5)
-    steps = magnitude / step
-    if draws is None:
+    scale = torch.where(magnitude < 4, 1.0, 2.0).masked_fill(magnitude < 2, 0.5)
+    steps = magnitude / scale
+    if uniform_draws is None:
         steps = steps.round()  # its ties are even codes, too
     else:
         down = steps.floor()
-        steps = down + (steps - down > draws)
-    return (steps * step).copysign(x)
+        steps = down + (steps - down > uniform_draws)
+    return (steps * scale).copysign(x)
 
 
 def pack_e2m1(values: Tensor) -> Tensor:
@@ -158,12 +163,12 @@ def transpose_matrices(weight: Blocks) -> Blocks:
 def draw_uniform(x_MK: Tensor) -> Tensor:
     """Return fp32 draws in [0, 1), multiples of 2^-24, which depend only on position and value."""
     rows, columns = (torch.arange(n, dtype=torch.int32, device=x_MK.device) for n in x_MK.shape)
-    hashed = _hash(_hash(rows + SEED)[:, None] + columns)
-    hashed = _hash(hashed ^ (x_MK.float().view(torch.int32) >> 16 & 0xFFFF))
+    hashed = _hash_int32(_hash_int32(rows + SEED)[:, None] + columns)
+    hashed = _hash_int32(hashed ^ (x_MK.float().view(torch.int32) >> 16 & 0xFFFF))
     return (hashed >> 8 & 0xFFFFFF).float() * 2.0**-24
 
 
-def _hash(x: Tensor) -> Tensor:
+def _hash_int32(x: Tensor) -> Tensor:
     """Return a hash of int32, one-to-one: MurmurHash3's finalizer, whose products wrap around."""
     x = (x ^ (x >> 16 & 0xFFFF)) * (0x85EBCA6B - 2**32)
     x = (x ^ (x >> 13 & 0x7FFFF)) * (0xC2B2AE35 - 2**32)
@@ -195,26 +200,30 @@ def compute_tensor_scales(amax: Tensor, recipe: Recipe) -> Tensor:
 
 
 def _quantise_blocks(
-    x: Tensor, recipe: Recipe, block: tuple[int, int], scale: Tensor, draws: Tensor | None = None
+    x: Tensor,
+    recipe: Recipe,
+    scale_block: tuple[int, int],
+    tensor_scale: Tensor,
+    uniform_draws: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return values and scales in the recipe's format; arguments as in `quantise_nvfp4`."""
     if recipe.scaling == "mxfp8":
-        return quantise_mxfp8(x, block)
-    return quantise_nvfp4(x, block, scale, draws)
+        return quantise_mxfp8(x, scale_block)
+    return quantise_nvfp4(x, scale_block, tensor_scale, uniform_draws)
 
 
-def _dequantise(values: Tensor, scales: Tensor, block: Any) -> Tensor:
+def _dequantise(values: Tensor, scales: Tensor, scale_block: Any) -> Tensor:
     """Return values times the scales of their blocks (rows, columns), bf16, or fp32 on a CPU."""
-    wide = _split_blocks(values.float(), block) * _expand_scales(scales.float())
-    return wide.reshape(values.shape).to(get_product_dtype(values))
+    wide = _split_blocks(values.float(), scale_block) * _expand_scales(scales.float())
+    return wide.reshape(values.shape).to(get_emulated_dtype(values))
 
 
-def get_product_dtype(x: Tensor) -> torch.dtype:
+def get_emulated_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype of emulated matmul operands on x's device: fp32 on a CPU, or bf16."""
     return torch.float32 if x.device.type == "cpu" else torch.bfloat16
 
 
-def _pack(values: Tensor, scales: Tensor, amax: Tensor, *, transposed: bool) -> Blocks:
+def _pack_operand(values: Tensor, scales: Tensor, amax: Tensor, *, transposed: bool) -> Blocks:
     """Return values and block scales as packed bytes, with rows innermost if `transposed`."""
     if transposed:
         values, scales = values.mT, scales.mT
@@ -230,7 +239,7 @@ def quantise_microscaled_ref(
     *,
     over_rows: bool = False,
     is_gradient: bool = False,
-    sources_M: Tensor | None = None,
+    source_rows_M: Tensor | None = None,
     expert_M: Tensor | None = None,
     num_experts: int = 0,
     pack: bool = False,
@@ -239,8 +248,8 @@ def quantise_microscaled_ref(
     size, is_nvfp4 = recipe.weight_multiple, recipe.scaling == "nvfp4"
     block = (size, 1) if over_rows else (1, size)
     x_MK = x_TK.float()
-    if sources_M is not None:
-        x_MK = pad(x_MK, (0, 0, 0, 1))[sources_M]  # -1 is the row of zeros
+    if source_rows_M is not None:
+        x_MK = pad(x_MK, (0, 0, 0, 1))[source_rows_M]  # -1 is the row of zeros
     elif over_rows:
         x_MK = pad(x_MK, (0, 0, 0, -x_MK.shape[0] % size))
     if over_rows and is_nvfp4 and recipe.hadamard:
@@ -257,27 +266,27 @@ def quantise_microscaled_ref(
         draws = draw_uniform(x_MK)
     values, block_scales = _quantise_blocks(x_MK, recipe, block, of_blocks, draws)
     if pack:
-        return _pack(values, block_scales, amax, transposed=over_rows)
+        return _pack_operand(values, block_scales, amax, transposed=over_rows)
     return Blocks(_dequantise(values, block_scales, block), scales, FORWARD)
 
 
 def quantise_microscaled_matrices_ref(
     w_eNK: Tensor,
     recipe: Recipe,
-    block: tuple[int, int],
+    scale_block: tuple[int, int],
     amax_e: Tensor | None,
     *,
     pack: bool,
     transposed: bool,
 ) -> Blocks:
-    """Return one operand of `quantise_microscaled_matrices`; `block` is the shape of one scale."""
+    """Return an operand of `quantise_microscaled_matrices`; `scale_block` = shape of a scale."""
     w_eNK = w_eNK.float()
     amax_e = compute_finite_magnitude(w_eNK).amax((1, 2)) if amax_e is None else amax_e
     scales = compute_tensor_scales(amax_e, recipe)
-    values, block_scales = _quantise_blocks(w_eNK, recipe, block, scales[:, None, None])
+    values, block_scales = _quantise_blocks(w_eNK, recipe, scale_block, scales[:, None, None])
     if pack:
-        return _pack(values, block_scales, amax_e, transposed=transposed)
-    return Blocks(_dequantise(values, block_scales, block), scales, FORWARD)
+        return _pack_operand(values, block_scales, amax_e, transposed=transposed)
+    return Blocks(_dequantise(values, block_scales, scale_block), scales, FORWARD)
 
 
 def compute_finite_magnitude(x: Tensor) -> Tensor:

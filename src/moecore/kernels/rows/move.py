@@ -20,13 +20,13 @@ from torch import Tensor
 
 from moecore.kernels.common import (
     KERNEL_DTYPES,
+    can_use_kernel,
     cdiv,
+    device_of,
     launch,
     next_power_of_2,
     tl,
     triton,
-    use_device,
-    use_kernel,
 )
 from moecore.kernels.ops import Op, make_setup_context
 from moecore.kernels.rows.row_tiles import mask_rows_in_use
@@ -43,10 +43,10 @@ def gather_rows_ref(
     """Compute `gather_rows` in plain PyTorch; num_rows is not read."""
     if not x_SD.shape[0]:  # the empty sum keeps the graph connected
         return x_SD.new_zeros(row_ids_R.shape[0], x_SD.shape[1]) + x_SD.sum(0)
-    return clear_rows_without_slot(x_SD.index_select(0, row_ids_R), slots_SK)
+    return zero_rows_without_slot(x_SD.index_select(0, row_ids_R), slots_SK)
 
 
-def clear_rows_without_slot(x_RD: Tensor, slots_SK: Tensor) -> Tensor:
+def zero_rows_without_slot(x_RD: Tensor, slots_SK: Tensor) -> Tensor:
     """Return a copy of expert rows with zeros in rows that no entry of slots_SK names (padding)."""
     R = x_RD.shape[0]
     named_R = torch.zeros(R + 1, dtype=torch.bool, device=x_RD.device)
@@ -77,7 +77,7 @@ def choose_column_block(num_columns: int, itemsize: int) -> dict[str, int]:
     return {"BLOCK_D": block, "num_warps": max(2, min(8, block * itemsize // 512))}
 
 
-@triton.jit(do_not_specialize=["num_expert_rows", "num_fill"])
+@triton.jit(do_not_specialize=["num_expert_rows", "num_fill_programs"])
 def _gather_rows_fwd_kernel(
     x_ptr,  # [S, D]
     row_ids_ptr,  # [R] int32
@@ -85,7 +85,7 @@ def _gather_rows_fwd_kernel(
     num_rows_ptr,  # 0-dim int32, or None for R
     out_ptr,  # [R, D]
     num_expert_rows,  # R
-    num_fill,  # programs that fill; the rest copy
+    num_fill_programs,  # programs that fill; the rest copy
     D: tl.constexpr,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,  # power of two
@@ -96,11 +96,11 @@ def _gather_rows_fwd_kernel(
 ):
     """Gather rows of x to out_ptr, unchanged.
 
-    The first num_fill programs write zeros to expert rows that no slot names, FILL_R rows each.
-    Every other program copies BLOCK_D columns of one source row to its expert rows.
+    The first num_fill_programs programs write zeros to expert rows that no slot names, FILL_R rows
+    each. Every other program copies BLOCK_D columns of one source row to its expert rows.
     """
     pid = tl.program_id(0)
-    if pid < num_fill:
+    if pid < num_fill_programs:
         # Rows that no slot names: padding below num_rows, and all rows from there on.
         rows = pid.to(tl.int64) * FILL_R + tl.arange(0, FILL_R)
         exists = rows < num_expert_rows
@@ -122,8 +122,8 @@ def _gather_rows_fwd_kernel(
                 tl.store(out, zeros, mask=fill[:, None] & (columns < D)[None, :])
     else:
         BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
-        source = ((pid - num_fill) // BLOCKS).to(tl.int64)
-        columns = (pid - num_fill) % BLOCKS * BLOCK_D + tl.arange(0, BLOCK_D)
+        source = ((pid - num_fill_programs) // BLOCKS).to(tl.int64)
+        columns = (pid - num_fill_programs) % BLOCKS * BLOCK_D + tl.arange(0, BLOCK_D)
         inside = columns < D
         x = tl.load(x_ptr + source * D + columns, mask=inside, other=0.0)
         for k in range(K):
@@ -135,14 +135,14 @@ def _gather_rows_fwd_kernel(
 def _load_expert_row(
     y_ptr,  # [R, D]
     slots_ptr,  # [S, K] int32, -1 = none
-    source,  # int64 scalar, source row
-    k,  # choice; zeros come back from K on
+    source_row,  # int64 scalar, source row
+    choice,  # choice; zeros come back from K on
     columns,  # [BLOCK_D] int
     D: tl.constexpr,
     K: tl.constexpr,
 ):
     """Return columns of the expert row of a source row's choice k in fp32; 0 if there is no row."""
-    slot = tl.load(slots_ptr + source * K + k, mask=k < K, other=-1).to(tl.int64)
+    slot = tl.load(slots_ptr + source_row * K + choice, mask=choice < K, other=-1).to(tl.int64)
     mask = (columns < D) & (slot >= 0)
     return tl.load(y_ptr + slot * D + columns, mask=mask, other=0.0).to(tl.float32)
 
@@ -222,7 +222,7 @@ def gather_rows_without_autograd(
     x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None
 ) -> Tensor:
     """Compute `gather_rows` without autograd, for the implementation of other operations."""
-    if x_SD.dtype in KERNEL_DTYPES and x_SD.shape[0] and use_kernel(x_SD, slots_SK):
+    if x_SD.dtype in KERNEL_DTYPES and x_SD.shape[0] and can_use_kernel(x_SD, slots_SK):
         return _launch_gather(x_SD, row_ids_R, slots_SK, num_rows, clear=True)
     return gather_rows_ref(x_SD, row_ids_R, slots_SK, num_rows)
 
@@ -231,7 +231,7 @@ def sum_rows_without_autograd(
     y_RD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None
 ) -> Tensor:
     """Compute `sum_rows` without autograd, for the implementation of other operations."""
-    if y_RD.dtype in KERNEL_DTYPES and use_kernel(y_RD, slots_SK):
+    if y_RD.dtype in KERNEL_DTYPES and can_use_kernel(y_RD, slots_SK):
         return _launch_sum(y_RD, slots_SK)
     return sum_rows_ref(y_RD, row_ids_R, slots_SK, num_rows)
 
@@ -240,14 +240,14 @@ _gather_rows = Op(
     "gather_rows",
     gather_rows_without_autograd,
     lambda x_SD, row_ids_R, *_: x_SD.new_empty(row_ids_R.shape[0], x_SD.shape[1]),
-    save=make_setup_context(slice(1, None)),
+    setup_context=make_setup_context(slice(1, None)),
     backward=lambda ctx, dout_RD: (_sum_rows(dout_RD, *ctx.saved_tensors), None, None, None),
 )
 _sum_rows: Op[Tensor] = Op(
     "sum_rows",
     sum_rows_without_autograd,
     lambda y_RD, _, slots_SK, *__: y_RD.new_empty(slots_SK.shape[0], y_RD.shape[1]),
-    save=make_setup_context(slice(1, None)),
+    setup_context=make_setup_context(slice(1, None)),
     backward=lambda ctx, dout_SD: (_gather_rows(dout_SD, *ctx.saved_tensors), None, None, None),
 )
 
@@ -306,18 +306,18 @@ def copy_first_rows_ref(target_RB: Tensor, source_RB: Tensor, num_rows: Tensor) 
     target_RB[:count].copy_(source_RB[:count])
 
 
-@triton.jit(do_not_specialize=["length"])
+@triton.jit(do_not_specialize=["max_rows"])
 def _copy_first_rows_kernel(
     source_ptr,  # [R, words of a row] int32
     target_ptr,  # [R, words of a row] int32, out
     num_rows_ptr,  # int32
-    length,  # R
+    max_rows,  # R
     row_words,
     PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Copy the first num_rows rows as words of 4 bytes; PROGRAMS programs share them."""
-    num_words = tl.minimum(tl.load(num_rows_ptr), length).to(tl.int64) * row_words
+    num_words = tl.minimum(tl.load(num_rows_ptr), max_rows).to(tl.int64) * row_words
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, num_words, PROGRAMS * BLOCK):
         i = start + tl.arange(0, BLOCK)
         words = tl.load(source_ptr + i, mask=i < num_words)
@@ -331,11 +331,11 @@ def copy_first_rows(target_RB: Tensor, source_RB: Tensor, num_rows: Tensor) -> N
     copy, because PCIe is slow. num_rows is 0-dim int32 on the GPU.
     """
     row_bytes = source_RB.shape[1]
-    if not use_kernel(num_rows) or row_bytes % 4:
+    if not can_use_kernel(num_rows) or row_bytes % 4:
         copy_first_rows_ref(target_RB, source_RB, num_rows)
         return
     words = (source_RB.view(torch.int32), target_RB.view(torch.int32))
     args = (*words, num_rows, source_RB.shape[0], row_bytes // 4)
-    with use_device(num_rows):  # the source or the target may lie in host memory
+    with device_of(num_rows):  # the source or the target may lie in host memory
         sizes = dict(PROGRAMS=COPY_PROGRAMS, BLOCK=COPY_WORDS, num_warps=8)
         _copy_first_rows_kernel[(COPY_PROGRAMS,)](*args, **sizes)

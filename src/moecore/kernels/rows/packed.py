@@ -17,9 +17,16 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel
+from moecore.kernels.common import can_use_kernel, cdiv, launch, next_power_of_2, tl, triton
 from moecore.kernels.ops import Op
-from moecore.kernels.rows.e4m3 import BLOCK, FP8, compute_block_scale, decode, encode, magnitude
+from moecore.kernels.rows.e4m3 import (
+    BLOCK,
+    FP8,
+    abs_without_nan,
+    compute_block_scale,
+    decode_e4m3,
+    encode_e4m3,
+)
 from moecore.kernels.rows.move import gather_rows_ref
 from moecore.kernels.rows.scaling import quantise_ref
 
@@ -84,8 +91,8 @@ def _pack_rows_kernel(
     blocks = tl.program_id(0) % PARTS * BLOCKS + tl.arange(0, BLOCKS)
     columns = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = tl.load(x_ptr + row * D + columns, mask=columns < D, other=0.0).to(tl.float32)
-    scale, inverse = compute_block_scale(tl.max(magnitude(x), axis=1), True)
-    code = encode(x * inverse[:, None])
+    scale, inverse = compute_block_scale(tl.max(abs_without_nan(x), axis=1), True)
+    code = encode_e4m3(x * inverse[:, None])
     code = tl.where((scale == float("inf"))[:, None], 0x7F, code)  # whatever sign a NaN has
     tl.store(packed_ptr + row * W + columns, code.to(tl.uint8), mask=columns < D)
     tl.store(scales_ptr + row * (W // 4) + D // 4 + blocks, scale, mask=blocks * BLOCK < D)
@@ -116,7 +123,7 @@ def _gather_packed_rows_kernel(
     code = tl.load(values_ptr + row * W + columns, mask=inside, other=0).to(tl.int32)
     has_scale = (blocks * BLOCK < D) & is_used
     scale = tl.load(scales_ptr + row * (W // 4) + blocks, mask=has_scale, other=0.0)
-    x = (decode(code) * scale[:, None]).to(out_ptr.dtype.element_ty)
+    x = (decode_e4m3(code) * scale[:, None]).to(out_ptr.dtype.element_ty)
     for k in range(K):
         slot = tl.load(slots_ptr + row * K + k).to(tl.int64)
         tl.store(out_ptr + slot * D + columns, x, mask=inside & (slot >= 0))
@@ -124,7 +131,7 @@ def _gather_packed_rows_kernel(
 
 def _launch_pack(x_SD: Tensor) -> Tensor:
     """Compute `pack_rows` by the kernel, or on a CPU in plain PyTorch."""
-    if not use_kernel(x_SD):
+    if not can_use_kernel(x_SD):
         return pack_rows_ref(x_SD)
     (S, D), program = x_SD.shape, _choose_program(x_SD.shape[1])
     bytes_SW = _make_empty_bytes(x_SD)
@@ -170,7 +177,7 @@ def gather_packed_rows(
     uninitialised. No host sync.
     """
     (S, D), K, R = values_SD.shape, slots_SK.shape[1], row_ids_R.shape[0]
-    if not use_kernel(values_SD):
+    if not can_use_kernel(values_SD):
         wide_SD = unpack_rows(values_SD, scales_SB, dtype)
         return gather_rows_ref(wide_SD, row_ids_R, slots_SK, num_rows)
     out_RD, program = values_SD.new_empty(R, D, dtype=dtype), _choose_program(D)

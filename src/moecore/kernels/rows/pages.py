@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel
+from moecore.kernels.common import can_use_kernel, cdiv, launch, next_power_of_2, tl, triton
 from moecore.kernels.rows.free_list import (
     BLOCK_IDS,
     NONE,
     PagePool,
-    put_back_pages,
+    free_pages,
     return_pages_ref,
     take_pages,
     take_pages_ref,
@@ -60,7 +60,7 @@ class PageLayout:
     programs: int  # of a copy
 
     @classmethod
-    def of(
+    def from_matrices(
         cls,
         pool: PagePool,
         matrices: Sequence[tuple[int, bool]],
@@ -104,37 +104,37 @@ class PageLayout:
         return torch.full((size,), NONE, dtype=torch.int32, device=self.pool.pages.device)
 
 
-def take_rows_ref(
-    table: Tensor, layout: PageLayout, slots_SK: Tensor | None, num_rows: Tensor | None
+def take_pages_for_rows_ref(
+    page_table: Tensor, layout: PageLayout, slots_SK: Tensor | None, num_rows: Tensor | None
 ) -> None:
-    """Compute `take_rows` on the host."""
+    """Compute `take_pages_for_rows` on the host."""
     N = layout.num_entries
-    table[N : N + 2] = 0
+    page_table[N : N + 2] = 0
     if slots_SK is not None:
         rows = (slots_SK.amax(1) >= 0).nonzero()[:, 0]
-        table[N] = len(rows)
-        table[N + 2 :][: len(rows)] = rows
+        page_table[N] = len(rows)
+        page_table[N + 2 :][: len(rows)] = rows
     if num_rows is not None:
-        table[N + 1] = min(int(num_rows), layout.expert_rows)
-    listed, first = table[N : N + 2].tolist()
+        page_table[N + 1] = min(int(num_rows), layout.expert_rows)
+    listed, first = page_table[N : N + 2].tolist()
     need = sum(cdiv(listed, n) for n in layout.listed_steps)
     need += sum(cdiv(first, n) for n in layout.first_steps)
-    take_pages_ref(table, N, need, layout.pool)
+    take_pages_ref(page_table, N, need, layout.pool)
 
 
-def copy_rows_ref(
-    matrices: Sequence[Tensor | None], table: Tensor, layout: PageLayout, *, stash: bool
+def stash_or_restore_rows_ref(
+    matrices: Sequence[Tensor | None], page_table: Tensor, layout: PageLayout, *, stash: bool
 ) -> None:
-    """Compute `copy_rows` on the host."""
+    """Compute `stash_or_restore_rows` on the host."""
     pool, N, entry = layout.pool, layout.num_entries, 0
     P = pool.pages.shape[0]
     for matrix, width, listed in zip(matrices, layout.widths, layout.has_list, strict=True):
-        num_rows, step = int(table[N + 1 - listed]), pool.page_bytes // width
-        rows = torch.arange(num_rows, device=table.device)
+        num_rows, step = int(page_table[N + 1 - listed]), pool.page_bytes // width
+        rows = torch.arange(num_rows, device=page_table.device)
         if listed:
-            rows = table[N + 2 :][:num_rows].long()
+            rows = page_table[N + 2 :][:num_rows].long()
         for places in rows.split(step):
-            page, entry = int(table[entry]), entry + 1
+            page, entry = int(page_table[entry]), entry + 1
             if matrix is None:
                 continue
             rows_RB = matrix.view(-1, width)
@@ -151,32 +151,32 @@ def copy_rows_ref(
 
 
 @triton.jit
-def _count_pages(num_rows, STEPS: tl.constexpr):
+def _count_pages(num_rows, ROWS_PER_PAGE: tl.constexpr):
     """Return how many pages num_rows rows of every matrix take.
 
-    A page holds STEPS[m] rows of matrix m.
+    A page holds ROWS_PER_PAGE[m] rows of matrix m.
     """
     need = 0
-    for m in tl.static_range(len(STEPS)):
-        need += (num_rows + STEPS[m] - 1) // STEPS[m]
+    for m in tl.static_range(len(ROWS_PER_PAGE)):
+        need += (num_rows + ROWS_PER_PAGE[m] - 1) // ROWS_PER_PAGE[m]
     return need
 
 
 @triton.jit(
-    do_not_specialize=["source_rows", "expert_rows", "num_entries", "num_pages", "num_host"]
+    do_not_specialize=["source_rows", "expert_rows", "num_entries", "num_pages", "num_host_pages"]
 )
 def _take_rows_kernel(
     slots_ptr,  # [S, K] int32, negative = none; None = no matrix has a list
     num_rows_ptr,  # int32: the first so many of R; None = no matrix is without a list
-    table_ptr,  # in, out: its old pages are freed, new page ids and the list are written
+    page_table_ptr,  # in, out: its old pages are freed, new page ids and the list are written
     source_rows,  # S
     expert_rows,  # R
     num_entries,  # N
     state_ptr,  # [NUM_WORDS] int32
     report_ptr,  # [NUM_WORDS] int32
-    free_ptr,  # [P + Q] int32
+    free_ids_ptr,  # [P + Q] int32
     num_pages,  # P
-    num_host,  # Q
+    num_host_pages,  # Q
     K: tl.constexpr,
     LISTED_STEPS: tl.constexpr,  # rows of a page of each matrix with a list
     FIRST_STEPS: tl.constexpr,  # of each without
@@ -195,26 +195,26 @@ def _take_rows_kernel(
             slots = tl.load(slots_ptr + places, mask=mask, other=-1)
             is_used = (tl.max(slots, axis=1) >= 0).to(tl.int32)
             before = count + tl.cumsum(is_used, axis=0) - 1
-            tl.store(table_ptr + num_entries + 2 + before, rows, mask=is_used > 0)
+            tl.store(page_table_ptr + num_entries + 2 + before, rows, mask=is_used > 0)
             count += tl.sum(is_used, axis=0)
-        tl.store(table_ptr + num_entries, count)
+        tl.store(page_table_ptr + num_entries, count)
         need += _count_pages(count, LISTED_STEPS)
     if num_rows_ptr is not None:
         first = tl.minimum(tl.load(num_rows_ptr), expert_rows)
-        tl.store(table_ptr + num_entries + 1, first)
+        tl.store(page_table_ptr + num_entries + 1, first)
         need += _count_pages(first, FIRST_STEPS)
-    pool = (state_ptr, free_ptr, num_pages, num_host)
-    take_pages(table_ptr, num_entries, need, pool, report_ptr, BLOCK)
+    pool = (state_ptr, free_ids_ptr, num_pages, num_host_pages)
+    take_pages(page_table_ptr, num_entries, need, pool, report_ptr, BLOCK)
 
 
 @triton.jit
 def _copy_matrix(
     rows_ptr,  # [S or R, B] bytes; None = skip this matrix
-    table_ptr,  # page ids of this matrix, then of the next ones
-    order_ptr,  # [S] int32, indices of the used rows; None = the first rows
+    page_table_ptr,  # page ids of this matrix, then of the next ones
+    row_ids_ptr,  # [S] int32, indices of the used rows; None = the first rows
     num_rows,  # number of used rows
     pages_ptr,  # [P, PAGE_BYTES] bytes
-    host_ptr,  # [Q, PAGE_BYTES] bytes, or None
+    host_pages_ptr,  # [Q, PAGE_BYTES] bytes, or None
     num_pages,  # P
     PAGE_BYTES: tl.constexpr,
     WIDTH: tl.constexpr,  # B
@@ -223,7 +223,7 @@ def _copy_matrix(
     BLOCK_R: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Copy this program's tiles of a matrix, unchanged; return the next matrix's table_ptr."""
+    """Copy this program's tiles of a matrix, unchanged; return the next matrix's page_table_ptr."""
     STEP: tl.constexpr = PAGE_BYTES // WIDTH
     WORD: tl.constexpr = tl.int32 if WIDTH % 4 == 0 else tl.int8
     WORD_BYTES: tl.constexpr = 4 if WIDTH % 4 == 0 else 1
@@ -242,13 +242,13 @@ def _copy_matrix(
             places = entry * STEP + inside
             exists = (inside < STEP) & (places < num_rows)
             rows = places
-            if order_ptr is not None:
-                rows = tl.load(order_ptr + places, mask=exists, other=0)
-            page = tl.load(table_ptr + entry).to(tl.int64)
+            if row_ids_ptr is not None:
+                rows = tl.load(row_ids_ptr + places, mask=exists, other=0)
+            page = tl.load(page_table_ptr + entry).to(tl.int64)
             base = here_ptr + tl.maximum(page, 0) * PAGE_WORDS
-            if host_ptr is not None:
+            if host_pages_ptr is not None:
                 if page >= num_pages:
-                    there_ptr = host_ptr.to(tl.pointer_type(WORD))
+                    there_ptr = host_pages_ptr.to(tl.pointer_type(WORD))
                     base = there_ptr + (page - num_pages) * PAGE_WORDS
             mask = exists[:, None] & (columns < WORDS)[None, :]
             has_page = mask & (page >= 0)
@@ -260,25 +260,25 @@ def _copy_matrix(
             else:  # all bits set: NaN in every float dtype
                 words = tl.load(in_page, mask=has_page, other=-1)
                 tl.store(in_rows, words, mask=mask)
-    return table_ptr + entries
+    return page_table_ptr + entries
 
 
-@triton.jit(do_not_specialize=["num_entries", "num_pages", "released_entries", "num_host"])
+@triton.jit(do_not_specialize=["num_entries", "num_pages", "released_entries", "num_host_pages"])
 def _copy_pages_kernel(
     a_ptr,  # four matrices of bytes; None = skip
     b_ptr,
     c_ptr,
     d_ptr,
-    table_ptr,  # int32
+    page_table_ptr,  # int32
     num_entries,  # N
     pages_ptr,  # [P, PAGE_BYTES] bytes
-    host_ptr,  # [Q, PAGE_BYTES] bytes, or None
+    host_pages_ptr,  # [Q, PAGE_BYTES] bytes, or None
     num_pages,  # P
-    released_ptr,  # another table, whose pages are freed; None = no table
+    released_table_ptr,  # another table, whose pages are freed; None = no table
     released_entries,  # its N
     state_ptr,  # [NUM_WORDS] int32
-    free_ptr,  # [P + Q] int32
-    num_host,  # Q
+    free_ids_ptr,  # [P + Q] int32
+    num_host_pages,  # Q
     PAGE_BYTES: tl.constexpr,
     WIDTHS: tl.constexpr,
     HAS_LIST: tl.constexpr,
@@ -290,31 +290,34 @@ def _copy_pages_kernel(
 ):
     """Copy used rows of up to four matrices to their pages (STASH), or from their pages.
 
-    The last program instead frees the pages of the table at released_ptr.
+    The last program instead frees the pages of the table at released_table_ptr.
     """
     if tl.program_id(0) < PROGRAMS:
-        listed, first = tl.load(table_ptr + num_entries), tl.load(table_ptr + num_entries + 1)
-        order_ptr, at_ptr = table_ptr + num_entries + 2, table_ptr
+        listed, first = (
+            tl.load(page_table_ptr + num_entries),
+            tl.load(page_table_ptr + num_entries + 1),
+        )
+        order_ptr, at_ptr = page_table_ptr + num_entries + 2, page_table_ptr
         for m in tl.static_range(len(WIDTHS)):
             rows_ptr = a_ptr if m == 0 else b_ptr if m == 1 else c_ptr if m == 2 else d_ptr
             order = order_ptr if HAS_LIST[m] else None
             num_rows = listed if HAS_LIST[m] else first
             at_ptr = _copy_matrix(
-                rows_ptr, at_ptr, order, num_rows, pages_ptr, host_ptr, num_pages,
+                rows_ptr, at_ptr, order, num_rows, pages_ptr, host_pages_ptr, num_pages,
                 PAGE_BYTES, WIDTHS[m], STASH, PROGRAMS, BLOCKS_R[m], BLOCKS_W[m],
             )  # fmt: skip
-    elif released_ptr is not None:
-        pool = (state_ptr, free_ptr, num_pages, num_host)
-        put_back_pages(released_ptr, released_entries, pool, BLOCK)
+    elif released_table_ptr is not None:
+        pool = (state_ptr, free_ids_ptr, num_pages, num_host_pages)
+        free_pages(released_table_ptr, released_entries, pool, BLOCK)
 
 
-def take_rows(
-    table: Tensor, layout: PageLayout, slots_SK: Tensor | None, num_rows: Tensor | None
+def take_pages_for_rows(
+    page_table: Tensor, layout: PageLayout, slots_SK: Tensor | None, num_rows: Tensor | None
 ) -> None:
     """Take pages for the used rows, and write the list of these rows to the table. No host sync.
 
     Args:
-        table: from `layout.make_table()`, changed in place; its earlier pages are freed first.
+        page_table: from `layout.make_table()`, changed in place; its earlier pages are freed first.
         slots_SK: int32. A source row is used if one of its slots is not negative. None if no matrix
             has a list.
         num_rows: 0-dim int32. The first num_rows of R rows are used. None if all matrices have a
@@ -322,8 +325,8 @@ def take_rows(
 
     Example: slots [[-1], [0], [7], [-1], [1]] give the list [1, 2, 4].
     """
-    if not use_kernel(table):
-        take_rows_ref(table, layout, slots_SK, num_rows)
+    if not can_use_kernel(page_table):
+        take_pages_for_rows_ref(page_table, layout, slots_SK, num_rows)
         return
     pool, K = layout.pool, 1 if slots_SK is None else slots_SK.shape[1]
     block_k = next_power_of_2(K)
@@ -334,7 +337,7 @@ def take_rows(
     launch(
         _take_rows_kernel,
         1,
-        *(slots_SK, num_rows, table, *sizes, *ids, *num_pages),
+        *(slots_SK, num_rows, page_table, *sizes, *ids, *num_pages),
         K=K,
         LISTED_STEPS=layout.listed_steps,
         FIRST_STEPS=layout.first_steps,
@@ -345,9 +348,9 @@ def take_rows(
     )
 
 
-def copy_rows(
+def stash_or_restore_rows(
     matrices: Sequence[Tensor | None],
-    table: Tensor,
+    page_table: Tensor,
     layout: PageLayout,
     *,
     stash: bool,
@@ -360,13 +363,13 @@ def copy_rows(
 
     Args:
         matrices: uint8, contiguous, in the order of the layout; None = skip this matrix.
-        table, layout: as in `take_rows`, which was called before.
+        page_table, layout: as in `take_pages_for_rows`, which was called before.
         stash: whether rows are copied to pages; otherwise pages to rows.
         released_table: a table of the same pool and its num_entries, whose pages the same launch
             frees. No other kernel may read these pages any more.
     """
-    if not use_kernel(table):
-        copy_rows_ref(matrices, table, layout, stash=stash)
+    if not can_use_kernel(page_table):
+        stash_or_restore_rows_ref(matrices, page_table, layout, stash=stash)
         if released_table is not None:
             return_pages_ref(*released_table, layout.pool)
         return
@@ -376,7 +379,7 @@ def copy_rows(
         _copy_pages_kernel,
         layout.programs + (released_table is not None),
         *(*matrices, *(None,) * (MAX_MATRICES - len(matrices))),
-        *(table, layout.num_entries, pool.pages),
+        *(page_table, layout.num_entries, pool.pages),
         pool.host_pages if pool.host_pages.shape[0] else None,
         pool.pages.shape[0],
         *(released, released_entries, pool.state, pool.free_ids, pool.host_pages.shape[0]),

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, launch, next_power_of_2, use_kernel
+from moecore.kernels.common import can_use_kernel, cdiv, launch, next_power_of_2
 from moecore.kernels.rows.e4m3 import BLOCK, FP8, LEAST_SCALE
 from moecore.kernels.rows.move import choose_column_block
 from moecore.kernels.rows.quantised_kernel import (
@@ -105,15 +105,15 @@ def _get_values_and_scales(rows: Rows | Blocks) -> tuple[Tensor, Tensor]:
 
 
 def quantise_weights_ref(
-    w_eNK: Tensor, *, power_of_two: bool, rows: bool = True, columns: bool = True
+    w_eNK: Tensor, *, power_of_two: bool, rowwise: bool = True, columnwise: bool = True
 ) -> OperandPair:
     """Compute `quantise_weights` in plain PyTorch."""
     e, N, K = w_eNK.shape
     blocks = w_eNK.view(e, N // BLOCK, BLOCK, K // BLOCK, BLOCK)
     values, scales = quantise_ref(blocks, (2, 4), power_of_two)
     values_eNK = values.view(e, N, K)
-    transposed_eKN = values_eNK.transpose(1, 2).contiguous() if columns else None
-    return _make_pair(values_eNK if rows else None, scales[:, :, 0, :, 0], transposed_eKN)
+    transposed_eKN = values_eNK.transpose(1, 2).contiguous() if columnwise else None
+    return _make_pair(values_eNK if rowwise else None, scales[:, :, 0, :, 0], transposed_eKN)
 
 
 def _make_pair(
@@ -129,11 +129,11 @@ def _make_pair(
     )
 
 
-def check_multiple_of_128(name: str, size: int) -> None:
-    """Raise ValueError that names the size `name` unless `size` is a multiple of 128."""
+def check_multiple_of_128(dim_name: str, size: int) -> None:
+    """Raise ValueError that names the size `dim_name` unless `size` is a multiple of 128."""
     if size % BLOCK:
         raise ValueError(
-            f"{name} ({size}) must be a multiple of {BLOCK}: other columns have no whole blocks"
+            f"{dim_name} ({size}) must be a multiple of {BLOCK}: other columns have no whole blocks"
         )
 
 
@@ -164,7 +164,7 @@ def quantise_rows(x_SD: Tensor, *, power_of_two: bool, num_rows: Tensor | None =
     """
     S, D = x_SD.shape
     check_multiple_of_128("D", D)
-    if not use_kernel(x_SD):
+    if not can_use_kernel(x_SD):
         return quantise_rows_ref(x_SD, power_of_two=power_of_two)
     out, num_blocks = make_empty_rows(x_SD), S * D // BLOCK
     args = (x_SD, num_rows, out.values.view(torch.uint8), out.scales, num_blocks)
@@ -191,7 +191,7 @@ def gather_row_blocks(
     assert rows.scales is not None
     S, D = rows.values.shape
     check_multiple_of_128("D", D)
-    if not use_kernel(rows.values):
+    if not can_use_kernel(rows.values):
         return gather_row_blocks_ref(rows, row_ids_R)
     moves = row_ids_R is not None and slots_SK is not None
     R = row_ids_R.shape[0] if row_ids_R is not None else S
@@ -240,7 +240,7 @@ def tile_tokens(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTiles) 
     values_SD, scales_SB = _get_values_and_scales(rows)
     S, D = values_SD.shape
     check_multiple_of_128("D", D)
-    if not use_kernel(values_SD):
+    if not can_use_kernel(values_SD):
         return tile_tokens_ref(rows, row_ids_R, tiles)
     scales = scales_SB.new_empty(tiles.max_tiles, D // BLOCK)
     out = Blocks(values_SD.new_empty(tiles.max_tiles, D, BLOCK), scales, "block")
@@ -254,22 +254,24 @@ def tile_tokens(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTiles) 
 
 
 def quantise_weights(
-    w_eNK: Tensor, *, power_of_two: bool, rows: bool = True, columns: bool = True
+    w_eNK: Tensor, *, power_of_two: bool, rowwise: bool = True, columnwise: bool = True
 ) -> OperandPair:
     """Quantise matrices to FP8, one scale per 128 x 128 block, to both operands of FP8 matmuls.
 
-    w_eNK is bf16, fp16 or fp32, contiguous; N and K are multiples of 128. `rows` requests the
-    operand [e, N, K], and `columns` the transposed operand [e, K, N]. One pass writes both. No
+    w_eNK is bf16, fp16 or fp32, contiguous; N and K are multiples of 128. `rowwise` requests the
+    operand [e, N, K], and `columnwise` the transposed operand [e, K, N]. One pass writes both. No
     autograd, no host sync.
     """
     e, N, K = w_eNK.shape
     check_multiple_of_128("N", N)
     check_multiple_of_128("K", K)
-    if not use_kernel(w_eNK):
-        return quantise_weights_ref(w_eNK, power_of_two=power_of_two, rows=rows, columns=columns)
-    values_eNK = w_eNK.new_empty(e, N, K, dtype=FP8) if rows else None
+    if not can_use_kernel(w_eNK):
+        return quantise_weights_ref(
+            w_eNK, power_of_two=power_of_two, rowwise=rowwise, columnwise=columnwise
+        )
+    values_eNK = w_eNK.new_empty(e, N, K, dtype=FP8) if rowwise else None
     scales_eNK = w_eNK.new_empty(e, N // BLOCK, K // BLOCK, dtype=torch.float32)
-    transposed_eKN = w_eNK.new_empty(e, K, N, dtype=FP8) if columns else None
+    transposed_eKN = w_eNK.new_empty(e, K, N, dtype=FP8) if columnwise else None
     codes = None if values_eNK is None else values_eNK.view(torch.uint8)
     words = None if transposed_eKN is None else transposed_eKN.view(torch.int32)
     constants = dict(N=N, K=K, POWER_OF_TWO=power_of_two, num_warps=TILE_WARPS)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, launch, tl, triton, use_kernel
+from moecore.kernels.common import can_use_kernel, cdiv, launch, tl, triton
 from moecore.kernels.rows.activation import (
     ActivationOptions,
     activate_rows,
@@ -79,20 +79,22 @@ def quantised_activation_bwd_ref(
 
 
 @triton.jit
-def load_h(h_ptr, h_scales_ptr, rows, row_mask, block, wide: tl.constexpr, C: tl.constexpr):
-    """Return column block `block` (128 columns) of `rows` of FC1's output h [R, C], in fp32.
+def load_h(
+    h_ptr, h_scales_ptr, rows, row_mask, column_block, wide_dtype: tl.constexpr, C: tl.constexpr
+):
+    """Return column block `column_block` (128 columns) of `rows` of FC1's output h [R, C], in fp32.
 
-    With h_scales_ptr, h is FP8, and values times scales are rounded to the dtype `wide`.
+    With h_scales_ptr, h is FP8, and values times scales are rounded to the dtype `wide_dtype`.
     """
-    at = rows[:, None] * C + block * 128 + tl.arange(0, 128)[None, :]
+    at = rows[:, None] * C + column_block * 128 + tl.arange(0, 128)[None, :]
     h = tl.load(h_ptr + at, mask=row_mask[:, None], other=0)
     if h_scales_ptr is not None:
-        scales = tl.load(h_scales_ptr + rows * (C // 128) + block, mask=row_mask, other=0.0)
-        h = (from_e4m3(h) * scales[:, None]).to(wide)
+        scales = tl.load(h_scales_ptr + rows * (C // 128) + column_block, mask=row_mask, other=0.0)
+        h = (from_e4m3(h) * scales[:, None]).to(wide_dtype)
     return h.to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["num_expert_rows", "stride"])
+@triton.jit(do_not_specialize=["num_expert_rows", "scales_stride"])
 def quantised_activation_fwd_kernel(
     h_ptr,  # [R, C]
     weights_ptr,  # [R] fp32, or None for 1
@@ -102,7 +104,7 @@ def quantised_activation_fwd_kernel(
     h_values_ptr,  # [R, C] uint8, out, or None
     h_scales_ptr,  # [R, C / 128] fp32, out, or None
     num_expert_rows,  # R
-    stride,  # R4
+    scales_stride,  # R4
     F: tl.constexpr,
     ACT: tl.constexpr,  # ActivationConstants
     POWER_OF_TWO: tl.constexpr,
@@ -131,10 +133,12 @@ def quantised_activation_fwd_kernel(
     a = activate(gate, up, ACT)
     if weights_ptr is not None:
         a = a * tl.load(weights_ptr + rows, mask=row_mask, other=0.0)[:, None]
-    store_row_blocks(a, values_ptr, scales_ptr, rows, row_mask, block, stride, F, POWER_OF_TWO)
+    store_row_blocks(
+        a, values_ptr, scales_ptr, rows, row_mask, block, scales_stride, F, POWER_OF_TWO
+    )
 
 
-@triton.jit(do_not_specialize=["num_expert_rows", "stride"])
+@triton.jit(do_not_specialize=["num_expert_rows", "scales_stride"])
 def quantised_activation_bwd_kernel(
     h_ptr,  # [R, C], uint8 with scales
     h_scales_ptr,  # [R, C / 128] fp32, or None
@@ -145,9 +149,9 @@ def quantised_activation_bwd_kernel(
     dh_scales_ptr,  # [C / 128, R4] fp32, out
     a_ptr,  # [R, F] uint8, out
     a_scales_ptr,  # [F / 128, R4] fp32, out
-    sums_ptr,  # [F / 128, R] fp32, out: parts of dweights
+    partial_dweights_ptr,  # [F / 128, R] fp32, out: parts of dweights
     num_expert_rows,  # R
-    stride,  # R4
+    scales_stride,  # R4
     F: tl.constexpr,
     ACT: tl.constexpr,  # ActivationConstants
     POWER_OF_TWO: tl.constexpr,
@@ -168,23 +172,27 @@ def quantised_activation_bwd_kernel(
     if ACT.GATED:
         up = load_h(h_ptr, h_scales_ptr, rows, row_mask, block + BLOCKS, wide, C)
     a, dgate, dup = activate_with_gradients(gate, up, ACT)
-    at = sums_ptr + block.to(tl.int64) * num_expert_rows + rows
+    at = partial_dweights_ptr + block.to(tl.int64) * num_expert_rows + rows
     tl.store(at, tl.sum(da * a, axis=1), mask=row_mask)
     if weights_ptr is not None:
         weights = tl.load(weights_ptr + rows, mask=row_mask, other=0.0)[:, None]
         a = a * weights
         da = da * weights
-    store_row_blocks(a, a_ptr, a_scales_ptr, rows, row_mask, block, stride, F, POWER_OF_TWO)
+    store_row_blocks(a, a_ptr, a_scales_ptr, rows, row_mask, block, scales_stride, F, POWER_OF_TWO)
     dgate = da * dgate
-    store_row_blocks(dgate, dh_ptr, dh_scales_ptr, rows, row_mask, block, stride, C, POWER_OF_TWO)
+    store_row_blocks(
+        dgate, dh_ptr, dh_scales_ptr, rows, row_mask, block, scales_stride, C, POWER_OF_TWO
+    )
     if ACT.GATED:
         dup, block = da * dup, block + BLOCKS
-        store_row_blocks(dup, dh_ptr, dh_scales_ptr, rows, row_mask, block, stride, C, POWER_OF_TWO)
+        store_row_blocks(
+            dup, dh_ptr, dh_scales_ptr, rows, row_mask, block, scales_stride, C, POWER_OF_TWO
+        )
 
 
 @triton.jit(do_not_specialize=["num_expert_rows"])
 def sum_parts_kernel(
-    sums_ptr,  # [parts, R] fp32
+    parts_ptr,  # [parts, R] fp32
     num_rows_ptr,  # 0-dim int32, or None for R
     out_ptr,  # [R] fp32, out
     num_expert_rows,  # R
@@ -195,7 +203,7 @@ def sum_parts_kernel(
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     row_mask = mask_rows_in_use(rows, num_expert_rows, num_rows_ptr)
     total = tl.zeros([BLOCK_R], tl.float32)
-    at = sums_ptr + rows
+    at = parts_ptr + rows
     for _ in range(PARTS):
         total += tl.load(at, mask=row_mask, other=0.0)
         at += num_expert_rows
@@ -227,7 +235,7 @@ def quantised_activation(
     R, C = h_RC.shape
     F = C // 2 if options.gated else C
     check_multiple_of_128("F", F)
-    if not use_kernel(h_RC):
+    if not can_use_kernel(h_RC):
         return quantised_activation_ref(
             h_RC, weights_R, options, power_of_two=power_of_two, quantise_h=quantise_h
         )
@@ -268,7 +276,7 @@ def quantised_activation_bwd(
     """
     (R, C), F = h.values.shape, da_RF.shape[1]
     check_multiple_of_128("F", F)
-    if not use_kernel(h.values, da_RF):
+    if not can_use_kernel(h.values, da_RF):
         return quantised_activation_bwd_ref(
             h, da_RF, weights_R, num_rows, options, power_of_two=power_of_two
         )

@@ -6,11 +6,11 @@ the four bytes of a transposed word are in one thread, and threads exchange word
 
 from moecore.kernels.common import tl, triton
 from moecore.kernels.rows.e4m3 import (
+    abs_without_nan,
     compute_block_scale,
-    magnitude,
+    pack_e4m3_words,
     to_e4m3,
-    to_words,
-    transpose_words,
+    transpose_e4m3_words,
 )
 from moecore.kernels.rows.row_tiles import mask_rows_in_use
 
@@ -22,19 +22,21 @@ def store_row_blocks(
     scales_ptr,  # fp32 [C / 128, R4], out; or [R, C / 128], as `quantise_rows` has them
     rows,  # int64
     row_mask,  # bool, of each row
-    block,  # which 128 columns
-    stride,  # R4; None for the other layout
+    column_block,  # which 128 columns
+    scales_stride,  # R4; None for the other layout
     C: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
     """Quantise x, 128 columns of rows, to e4m3; store values and one scale per row."""
-    scale, inverse = compute_block_scale(tl.max(magnitude(x), axis=1), POWER_OF_TWO)
-    at = rows[:, None] * C + block * 128 + tl.arange(0, 128)[None, :]
+    scale, inverse = compute_block_scale(tl.max(abs_without_nan(x), axis=1), POWER_OF_TWO)
+    at = rows[:, None] * C + column_block * 128 + tl.arange(0, 128)[None, :]
     tl.store(values_ptr + at, to_e4m3(x * inverse[:, None]), mask=row_mask[:, None])
-    if stride is None:
-        tl.store(scales_ptr + rows * (C // 128) + block, scale, mask=row_mask)
+    if scales_stride is None:
+        tl.store(scales_ptr + rows * (C // 128) + column_block, scale, mask=row_mask)
     else:
-        tl.store(scales_ptr + block.to(tl.int64) * stride + rows, scale, mask=row_mask)
+        tl.store(
+            scales_ptr + column_block.to(tl.int64) * scales_stride + rows, scale, mask=row_mask
+        )
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -55,12 +57,12 @@ def quantise_rows_kernel(
         block_mask = block_mask & (blocks < tl.load(num_rows_ptr).to(tl.int64) * ROW_BLOCKS)
     at = blocks[:, None] * 128 + tl.arange(0, 128)[None, :]
     x = tl.load(x_ptr + at, mask=block_mask[:, None], other=0.0).to(tl.float32)
-    scale, inverse = compute_block_scale(tl.max(magnitude(x), axis=1), POWER_OF_TWO)
+    scale, inverse = compute_block_scale(tl.max(abs_without_nan(x), axis=1), POWER_OF_TWO)
     tl.store(values_ptr + at, to_e4m3(x * inverse[:, None]), mask=block_mask[:, None])
     tl.store(scales_ptr + blocks, scale, mask=block_mask)
 
 
-@triton.jit(do_not_specialize=["num_expert_rows", "num_scale", "stride"])
+@triton.jit(do_not_specialize=["num_expert_rows", "num_scale_programs", "stride"])
 def gather_row_blocks_kernel(
     values_ptr,  # [S, D] uint8, W apart
     scales_ptr,  # [S, D / 128] fp32, SCALES_W apart
@@ -70,7 +72,7 @@ def gather_row_blocks_kernel(
     out_ptr,  # [R, D] uint8, out
     out_scales_ptr,  # [D / 128, R4] fp32, out
     num_expert_rows,  # R
-    num_scale,  # programs that move scales; the rest move values
+    num_scale_programs,  # programs that move scales; the rest move values
     stride,  # R4
     D: tl.constexpr,
     W: tl.constexpr,
@@ -83,11 +85,11 @@ def gather_row_blocks_kernel(
 ):
     """Gather FP8 rows to out_ptr, unchanged, and their scales, transposed.
 
-    The first num_scale programs copy the scales of SCALE_R expert rows each. Every other program
-    copies BLOCK_D values of one source row to its expert rows.
+    The first num_scale_programs programs copy the scales of SCALE_R expert rows each. Every other
+    program copies BLOCK_D values of one source row to its expert rows.
     """
     pid = tl.program_id(0)
-    if pid < num_scale:
+    if pid < num_scale_programs:
         rows = pid.to(tl.int64) * SCALE_R + tl.arange(0, SCALE_R)
         row_mask = mask_rows_in_use(rows, num_expert_rows, num_rows_ptr)
         sources = rows
@@ -102,8 +104,8 @@ def gather_row_blocks_kernel(
             tl.store(out_scales_ptr + at, scales, mask=mask)
     elif row_ids_ptr is not None:
         PARTS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
-        source = ((pid - num_scale) // PARTS).to(tl.int64)
-        columns = (pid - num_scale) % PARTS * BLOCK_D + tl.arange(0, BLOCK_D)
+        source = ((pid - num_scale_programs) // PARTS).to(tl.int64)
+        columns = (pid - num_scale_programs) % PARTS * BLOCK_D + tl.arange(0, BLOCK_D)
         choices = tl.arange(0, BLOCK_K)
         slots = tl.load(slots_ptr + source * K + choices, mask=choices < K, other=-1)
         inside = (columns < D) & (tl.max(slots, axis=0) >= 0)
@@ -119,12 +121,12 @@ def _load_words(
     scales_ptr,  # [S] fp32, of these columns
     row_ids_ptr,  # [R] int32, or None: S == R
     rows,  # int64
-    end,  # rows from there on are 0
+    row_end,  # rows from there on are 0
     W,  # words from one row to the next
     SCALES_W: tl.constexpr,
 ):
-    """Return FP8 words [rows, 32] (int32, four values each) and scales [rows]; 0 from `end` on."""
-    row_mask = rows < end
+    """Return FP8 words [rows, 32] (int32, four values each) and scales [rows]; 0 past row_end."""
+    row_mask = rows < row_end
     sources = rows
     if row_ids_ptr is not None:
         sources = tl.load(row_ids_ptr + rows, mask=row_mask, other=0).to(tl.int64)
@@ -134,9 +136,9 @@ def _load_words(
 
 
 @triton.jit
-def _compute_scale_ratio(scale, largest):
-    """Return scale / largest as fp16 [rows, 1], which converts values to the scale `largest`."""
-    return tl.div_rn(scale, largest).to(tl.float16)[:, None]
+def _compute_scale_ratio(scale, target_scale):
+    """Return scale / target_scale as fp16 [rows, 1], which converts values to `target_scale`."""
+    return tl.div_rn(scale, target_scale).to(tl.float16)[:, None]
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -169,7 +171,7 @@ def tile_tokens_kernel(
         largest = tl.max(tl.maximum(tl.maximum(s0, s1), tl.maximum(s2, s3)), axis=0)
         f0, f1 = _compute_scale_ratio(s0, largest), _compute_scale_ratio(s1, largest)
         f2, f3 = _compute_scale_ratio(s2, largest), _compute_scale_ratio(s3, largest)
-        o0, o1, o2, o3 = transpose_words(w0, w1, w2, w3, f0, f1, f2, f3)
+        o0, o1, o2, o3 = transpose_e4m3_words(w0, w1, w2, w3, f0, f1, f2, f3)
         columns = block * 128 + 4 * tl.arange(0, 32)
         out = out_ptr + (tile.to(tl.int64) * D + columns[:, None]) * 32 + tl.arange(0, 32)[None, :]
         tl.store(out, tl.trans(o0))
@@ -199,8 +201,8 @@ def quantise_weights_kernel(
     w1 = tl.load(w_ptr + at + K).to(tl.float32)
     w2 = tl.load(w_ptr + at + 2 * K).to(tl.float32)
     w3 = tl.load(w_ptr + at + 3 * K).to(tl.float32)
-    low = tl.maximum(magnitude(w0), magnitude(w1))
-    high = tl.maximum(magnitude(w2), magnitude(w3))
+    low = tl.maximum(abs_without_nan(w0), abs_without_nan(w1))
+    high = tl.maximum(abs_without_nan(w2), abs_without_nan(w3))
     amax = tl.max(tl.max(tl.maximum(low, high), axis=0), axis=0)
     scale, inverse = compute_block_scale(amax, POWER_OF_TWO)
     w0, w1, w2, w3 = w0 * inverse, w1 * inverse, w2 * inverse, w3 * inverse
@@ -213,5 +215,5 @@ def quantise_weights_kernel(
         expert, part = row_block // (N // 128), row_block % (N // 128)
         words_at = (expert * K + columns)[:, None] * (N // 4) + part * 32
         words_at += tl.arange(0, 32)[None, :]
-        tl.store(words_ptr + words_at, tl.trans(to_words(w0, w1, w2, w3)))
+        tl.store(words_ptr + words_at, tl.trans(pack_e4m3_words(w0, w1, w2, w3)))
     tl.store(scales_ptr + row_block * BLOCKS + pid % BLOCKS, scale)

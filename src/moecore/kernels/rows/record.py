@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moecore.base.torch_private import register_dataclass
-from moecore.kernels.common import cdiv, launch, tl, triton, use_kernel
+from moecore.kernels.common import can_use_kernel, cdiv, launch, tl, triton
 from moecore.kernels.rows.e4m3 import from_e4m3
 from moecore.kernels.rows.packed import gather_packed_rows, unpack_rows, view_packed_rows
 
@@ -32,17 +32,17 @@ class Rows:
     is_saved_elsewhere: bool = False
     # with scales: the tensor that receives the wide gradient of these rows, [S, D] without memory
     # (stride 0) and never read; None = no gradient, or the handle of `UnsummedInput`
-    handle_SD: Tensor | None = None
+    grad_handle_SD: Tensor | None = None
 
     @classmethod
     def from_bytes(
-        cls, bytes_SW: Tensor, dim: int, dtype: torch.dtype, handle_SD: Tensor | None = None
+        cls, bytes_SW: Tensor, dim: int, dtype: torch.dtype, grad_handle_SD: Tensor | None = None
     ) -> Rows:
         """View the result of `pack_rows` as FP8 rows of `dim` columns, which widen to `dtype`.
 
-        `handle_SD` receives the gradient of the widened rows; None = no gradient.
+        `grad_handle_SD` receives the gradient of the widened rows; None = no gradient.
         """
-        return cls(*view_packed_rows(bytes_SW, dim), dtype, handle_SD=handle_SD)
+        return cls(*view_packed_rows(bytes_SW, dim), dtype, grad_handle_SD=grad_handle_SD)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -52,13 +52,13 @@ class Rows:
     def widen(self) -> Tensor:
         """Return the rows [S, D] in `dtype`: values * scales, or `values` if there are no scales.
 
-        With scales, `handle_SD` receives the gradient.
+        With scales, `grad_handle_SD` receives the gradient.
         """
         if self.scales is None:
             return self.values
-        if self.handle_SD is None:
+        if self.grad_handle_SD is None:
             return _widen(self.values, self.scales, self.dtype)
-        return _Widened.apply(self.handle_SD, self.values, self.scales)  # type: ignore[no-any-return]
+        return _Widened.apply(self.grad_handle_SD, self.values, self.scales)  # type: ignore[no-any-return]
 
 
 def _widen(values_SD: Tensor, scales_SB: Tensor, dtype: torch.dtype) -> Tensor:
@@ -66,7 +66,7 @@ def _widen(values_SD: Tensor, scales_SB: Tensor, dtype: torch.dtype) -> Tensor:
     # The kernel reads values and scales side by side, as `pack_rows` leaves them; a compiler fuses
     # the plain form.
     is_packed = values_SD.stride(0) == 4 * scales_SB.stride(0)
-    if not is_packed or torch.compiler.is_compiling() or not use_kernel(values_SD):
+    if not is_packed or torch.compiler.is_compiling() or not can_use_kernel(values_SD):
         return unpack_rows(values_SD, scales_SB, dtype)
     ids_S = torch.arange(values_SD.shape[0], dtype=torch.int32, device=values_SD.device)
     return gather_packed_rows(values_SD, scales_SB, dtype, ids_S, ids_S[:, None], None)
@@ -76,9 +76,9 @@ class _Widened(torch.autograd.Function):
     """Autograd node of widened rows, whose gradient the handle receives."""
 
     @staticmethod
-    def forward(ctx: Any, handle_SD: Tensor, values_SD: Tensor, scales_SB: Tensor) -> Tensor:
+    def forward(ctx: Any, grad_handle_SD: Tensor, values_SD: Tensor, scales_SB: Tensor) -> Tensor:
         """Return the widened rows."""
-        return _widen(values_SD, scales_SB, handle_SD.dtype)
+        return _widen(values_SD, scales_SB, grad_handle_SD.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -119,7 +119,7 @@ def widen_rows(rows: Rows, num_rows: Tensor | None = None) -> Tensor:
     num_rows is 0-dim int32 on the device; None means R. Rows from num_rows on are not read, and are
     uninitialised in the result.
     """
-    if rows.scales is None or not use_kernel(rows.values):
+    if rows.scales is None or not can_use_kernel(rows.values):
         return rows.widen()
     out_RC = rows.values.new_empty(rows.values.shape, dtype=rows.dtype)
     num_blocks, row_blocks = rows.scales.numel(), rows.scales.shape[1]

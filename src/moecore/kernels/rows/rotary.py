@@ -14,19 +14,19 @@ Source: RoFormer (arXiv:2104.09864).
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel
+from moecore.kernels.common import can_use_kernel, cdiv, launch, next_power_of_2, tl, triton
 from moecore.kernels.ops import Op, make_setup_context
 
 ELEMENTS = 4096  # of one program
 NUM_WARPS = 4
 
 
-def rotary_ref(x_BTHw: Tensor, cos_Td: Tensor, sin_Td: Tensor, *, neighbours: bool) -> Tensor:
+def rotary_ref(x_BTHw: Tensor, cos_Td: Tensor, sin_Td: Tensor, *, interleaved: bool) -> Tensor:
     """Compute `rotary` in plain differentiable PyTorch."""
     n = x_BTHw.shape[-1] - 2 * cos_Td.shape[-1]
     stays, turns = x_BTHw[..., :n], x_BTHw[..., n:]
     first, second = turns.chunk(2, dim=-1)
-    if neighbours:
+    if interleaved:
         first, second = turns[..., 0::2], turns[..., 1::2]
     cos, sin = cos_Td[:, None], sin_Td[:, None]
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -46,10 +46,10 @@ def _rotary_kernel(
     num_rows,  # B * T * H
     T,
     H,
-    n,
-    half,  # d / 2
+    num_unrotated,
+    num_pairs,  # d / 2
     BACKWARD: tl.constexpr,  # x is the gradient of the forward's y, y that of its x
-    NEIGHBOURS: tl.constexpr,  # the forward's input has pairs side by side
+    INTERLEAVED: tl.constexpr,  # the forward's input has pairs side by side
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,  # >= n; 0 = no dims stay
     BLOCK_HALF: tl.constexpr,
@@ -60,23 +60,23 @@ def _rotary_kernel(
     token, h = rows // H, rows % H
     b, t = token // T, token % T
     x_row = x_ptr + (b * stride_b + t * stride_t + h * stride_h)[:, None]
-    y_row = y_ptr + (rows * (n + 2 * half))[:, None]
+    y_row = y_ptr + (rows * (num_unrotated + 2 * num_pairs))[:, None]
     if BLOCK_N > 0:
         i = tl.arange(0, BLOCK_N)[None, :]
-        mask = row_mask & (i < n)
+        mask = row_mask & (i < num_unrotated)
         tl.store(y_row + i, tl.load(x_row + i, mask=mask, other=0.0), mask=mask)
     i = tl.arange(0, BLOCK_HALF)[None, :]
-    mask = row_mask & (i < half)
-    angle = (t * half)[:, None] + i
+    mask = row_mask & (i < num_pairs)
+    angle = (t * num_pairs)[:, None] + i
     cos = tl.load(cos_ptr + angle, mask=mask, other=0.0)
     sin = tl.load(sin_ptr + angle, mask=mask, other=0.0)
-    x_first, x_second = n + i, n + half + i
-    y_first, y_second = n + i, n + half + i
-    if NEIGHBOURS:
+    x_first, x_second = num_unrotated + i, num_unrotated + num_pairs + i
+    y_first, y_second = num_unrotated + i, num_unrotated + num_pairs + i
+    if INTERLEAVED:
         if BACKWARD:
-            y_first, y_second = n + 2 * i, n + 2 * i + 1
+            y_first, y_second = num_unrotated + 2 * i, num_unrotated + 2 * i + 1
         else:
-            x_first, x_second = n + 2 * i, n + 2 * i + 1
+            x_first, x_second = num_unrotated + 2 * i, num_unrotated + 2 * i + 1
     if BACKWARD:
         sin = -sin
     first = tl.load(x_row + x_first, mask=mask, other=0.0).to(tl.float32)
@@ -87,7 +87,7 @@ def _rotary_kernel(
 
 
 def _launch_rotary(
-    x: Tensor, cos_Td: Tensor, sin_Td: Tensor, neighbours: bool, backward: bool
+    x: Tensor, cos_Td: Tensor, sin_Td: Tensor, interleaved: bool, backward: bool
 ) -> Tensor:
     """Rotate x by the kernel. With `backward`, x is the output's gradient and is rotated back."""
     if x.stride(-1) != 1:
@@ -103,7 +103,7 @@ def _launch_rotary(
             cdiv(B * T * H, rows),
             *(x, cos_Td, sin_Td, y, *x.stride()[:3], B * T * H, T, H, n, half),
             BACKWARD=backward,
-            NEIGHBOURS=neighbours,
+            INTERLEAVED=interleaved,
             BLOCK_R=rows,
             BLOCK_N=next_power_of_2(n) if n else 0,
             BLOCK_HALF=next_power_of_2(half),
@@ -123,13 +123,13 @@ _rotary = Op(
     "rotary",
     lambda x, cos, sin, neighbours: _launch_rotary(x, cos, sin, neighbours, False),
     lambda x, *_: x.new_empty(x.shape),
-    save=make_setup_context(slice(1, 3), slice(3, 4)),
+    setup_context=make_setup_context(slice(1, 3), slice(3, 4)),
     backward=lambda ctx, dy: (_rotary_bwd(dy, *ctx.saved_tensors, *ctx.others), None, None, None),
     schema=_SCHEMA.format("x"),
 )
 
 
-def rotary(x_BTHw: Tensor, cos_Td: Tensor, sin_Td: Tensor, *, neighbours: bool = False) -> Tensor:
+def rotary(x_BTHw: Tensor, cos_Td: Tensor, sin_Td: Tensor, *, interleaved: bool = False) -> Tensor:
     """Rotate queries or keys by the angles of their positions; fp32 inside, rounded once.
 
     Compilers see plain PyTorch, which they fuse. The kernel is differentiable once in x, plain
@@ -138,15 +138,15 @@ def rotary(x_BTHw: Tensor, cos_Td: Tensor, sin_Td: Tensor, *, neighbours: bool =
     Args:
         x_BTHw: [B, T, H, n + d], any strides. The last d dims are rotated.
         cos_Td, sin_Td: fp32 [T, d / 2].
-        neighbours: whether pairs are dims (2i, 2i + 1) of the last d (DeepSeek); otherwise dims (i,
-            i + d / 2) (Llama).
+        interleaved: whether pairs are dims (2i, 2i + 1) of the last d (DeepSeek); otherwise dims
+            (i, i + d / 2) (Llama).
 
     Returns:
         Shape and dtype of x, contiguous on a GPU: the first n dims unchanged, the first dim of
             every pair, then the second dim of every pair.
     """
-    plain = torch.compiler.is_compiling() or not use_kernel(x_BTHw)
+    plain = torch.compiler.is_compiling() or not can_use_kernel(x_BTHw)
     if plain or torch.float64 in (x_BTHw.dtype, cos_Td.dtype):
-        return rotary_ref(x_BTHw, cos_Td, sin_Td, neighbours=neighbours)
-    turned: Tensor = _rotary(x_BTHw, cos_Td, sin_Td, neighbours)
+        return rotary_ref(x_BTHw, cos_Td, sin_Td, interleaved=interleaved)
+    turned: Tensor = _rotary(x_BTHw, cos_Td, sin_Td, interleaved)
     return turned

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel
+from moecore.kernels.common import can_use_kernel, cdiv, launch, next_power_of_2, tl, triton
 
 BLOCK_M = 128  # rows of a tile
 MAP_FIELDS = 4  # int32 words of a row tile: expert, first row, end of the expert's rows, unused
@@ -30,9 +30,9 @@ def load_expert_ranges(offsets_ptr, num_experts, E_POW2: tl.constexpr):
 
 
 @triton.jit
-def mask_rows_in_use(rows, num_rows, num_used_ptr):
-    """Return bool per entry of `rows`: True below num_rows, and below *num_used_ptr if not None."""
-    mask = rows < num_rows
+def mask_rows_in_use(rows, max_rows, num_used_ptr):
+    """Return bool per entry of `rows`: True below max_rows, and below *num_used_ptr if not None."""
+    mask = rows < max_rows
     if num_used_ptr is not None:
         mask = mask & (rows < tl.load(num_used_ptr))
     return mask
@@ -103,7 +103,7 @@ def map_row_tiles(offsets_e: Tensor, num_rows: int) -> RowTiles:
     `offsets_e` is the int32 running sum of the experts' rows, on the device. `num_rows` is the
     length R of the row buffer, not the number of rows in use. Unused entries are uninitialised.
     """
-    if not use_kernel(offsets_e):
+    if not can_use_kernel(offsets_e):
         return map_row_tiles_ref(offsets_e, num_rows)
     e = offsets_e.shape[0]
     map = offsets_e.new_empty(1 + cdiv(num_rows, BLOCK_M) + e, MAP_FIELDS)

@@ -7,15 +7,15 @@ and product would move 14.
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, launch, tl, triton, use_kernel
+from moecore.kernels.common import can_use_kernel, cdiv, launch, tl, triton
 
 BLOCK = 8192  # elements of one program
 NUM_WARPS = 8
 
 
-def scaled_cast_ref(x: Tensor, dtype: torch.dtype, scale: float | Tensor) -> Tensor:
-    """Return x * scale, multiplied in at least fp32, as `dtype`, in plain PyTorch."""
-    return (x.to(torch.promote_types(x.dtype, torch.float32)) * scale).to(dtype)
+def scaled_cast_ref(x: Tensor, out_dtype: torch.dtype, scale: float | Tensor) -> Tensor:
+    """Return x * scale, multiplied in at least fp32, as `out_dtype`, in plain PyTorch."""
+    return (x.to(torch.promote_types(x.dtype, torch.float32)) * scale).to(out_dtype)
 
 
 @triton.jit
@@ -35,16 +35,20 @@ def _scaled_cast_kernel(
     tl.store(y_ptr + i, (x * scale).to(y_ptr.dtype.element_ty), mask=i < numel)
 
 
-def scaled_cast(x: Tensor, dtype: torch.dtype, scale: float | Tensor) -> Tensor:
+def scaled_cast(x: Tensor, out_dtype: torch.dtype, scale: float | Tensor) -> Tensor:
     """Return x * scale cast to a dtype, contiguous. Not differentiable.
 
     The product is computed in fp32, or in fp64 for fp64 tensors. A tensor scale [] is read on its
     device.
     """
-    if not use_kernel(x) or torch.float64 in (x.dtype, dtype) or torch.compiler.is_compiling():
-        return scaled_cast_ref(x, dtype, scale)
+    if (
+        not can_use_kernel(x)
+        or torch.float64 in (x.dtype, out_dtype)
+        or torch.compiler.is_compiling()
+    ):
+        return scaled_cast_ref(x, out_dtype, scale)
     x = x.contiguous()
-    y = torch.empty_like(x, dtype=dtype)
+    y = torch.empty_like(x, dtype=out_dtype)
     on_device, grid = isinstance(scale, Tensor), cdiv(x.numel(), BLOCK)
     args = (x, y, x.numel(), scale.float() if isinstance(scale, Tensor) else scale)
     constants = dict(ON_DEVICE=on_device, BLOCK=BLOCK, num_warps=NUM_WARPS)

@@ -47,7 +47,7 @@ from torch.nn.functional import pad
 from moecore.base.options.precision import Block
 from moecore.base.torch_private import register_pytree_node
 from moecore.kernels.common import cdiv
-from moecore.kernels.rows.e4m3 import BLOCK, FP8, MAX, compute_block_scale_ref, magnitude_ref
+from moecore.kernels.rows.e4m3 import BLOCK, FP8, MAX, abs_without_nan_ref, compute_block_scale_ref
 
 ALIGNED = 16  # M and K are multiples of it: 16 bytes
 SCALE_COLUMNS = 4  # the scales of a "block" operand have a multiple of so many columns
@@ -97,15 +97,15 @@ class OperandPair(NamedTuple):
     columns: Blocks | None  # for sums over T; transposed
 
 
-def get_values_and_scales(side: Blocks | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return an operand's (values, scales), or (None, None) if `side` is None."""
-    return (None, None) if side is None else (side.values, side.scales)
+def get_values_and_scales(operand: Blocks | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return an operand's (values, scales), or (None, None) if `operand` is None."""
+    return (None, None) if operand is None else (operand.values, operand.scales)
 
 
-def _make_blocks(tensors: Iterable[Tensor], kind: Any) -> Blocks:
-    """Return the operand of `kind` whose `Blocks.tensors` are `tensors`: the inverse operation."""
+def _make_blocks(tensors: Iterable[Tensor], scale_kind: Any) -> Blocks:
+    """Return the operand of `scale_kind` whose `Blocks.tensors` are `tensors`."""
     values, scales, *amax = tensors
-    return Blocks(values, scales, kind, *amax)
+    return Blocks(values, scales, scale_kind, *amax)
 
 
 # Tensors that are saved for backward are found through pytree.
@@ -117,53 +117,53 @@ def round_up(n: int, multiple: int) -> int:
     return cdiv(n, multiple) * multiple
 
 
-def compute_operand_shape(rows: int, columns: int, kind: str) -> tuple[int, int]:
-    """Return [rows, columns] padded to the (M, K) that FP8 matmuls of this `kind` support."""
-    return round_up(rows, ALIGNED), round_up(columns, SCALE_KINDS[kind].multiple)
+def compute_operand_shape(num_rows: int, num_columns: int, scale_kind: str) -> tuple[int, int]:
+    """Return [rows, columns] padded to the (M, K) that FP8 matmuls of this `scale_kind` support."""
+    return round_up(num_rows, ALIGNED), round_up(num_columns, SCALE_KINDS[scale_kind].multiple)
 
 
-def compute_scales_shape(M: int, K: int, kind: str) -> tuple[int, int]:
-    """Return the shape in memory of the scales of an operand [M, K] of this `kind`."""
-    if kind == "tile":
+def compute_scales_shape(M: int, K: int, scale_kind: str) -> tuple[int, int]:
+    """Return the shape in memory of the scales of an operand [M, K] of this `scale_kind`."""
+    if scale_kind == "tile":
         return cdiv(K, BLOCK), M
-    if kind == "block":
+    if scale_kind == "block":
         return cdiv(M, BLOCK), round_up(cdiv(K, BLOCK), SCALE_COLUMNS)
-    return (M, 1) if kind == "row" else (1, 1)
+    return (M, 1) if scale_kind == "row" else (1, 1)
 
 
 def compute_amax_ref(x: Tensor) -> Tensor:
     """Return the largest magnitude of x as fp32 [1]; NaN is ignored, and no elements give 0."""
     if x.numel() == 0:
         return torch.zeros(1, device=x.device, dtype=torch.float32)
-    return magnitude_ref(x.float()).amax().reshape(1)
+    return abs_without_nan_ref(x.float()).amax().reshape(1)
 
 
 def quantise_ref(
     x: Tensor,
-    dim: int | tuple[int, ...],
+    amax_dim: int | tuple[int, ...],
     power_of_two: bool,
-    fmt: str = "e4m3",
+    fp8_format: str = "e4m3",
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return FP8 of x's shape and fp32 scales, which have size 1 in `dim`, in plain PyTorch.
+    """Return FP8 of x's shape and fp32 scales, which have size 1 in `amax_dim`, in plain PyTorch.
 
-    A scale follows from `amax`; None = the largest magnitude of x over `dim`.
+    A scale follows from `amax`; None = the largest magnitude of x over `amax_dim`.
     """
     x = x.float()
-    amax = magnitude_ref(x).amax(dim, keepdim=True) if amax is None else amax
-    scales, inverse = compute_block_scale_ref(amax, power_of_two, LARGEST[fmt])
-    return encode_ref(x, inverse, fmt), scales
+    amax = abs_without_nan_ref(x).amax(amax_dim, keepdim=True) if amax is None else amax
+    scales, inverse = compute_block_scale_ref(amax, power_of_two, LARGEST[fp8_format])
+    return encode_fp8_ref(x, inverse, fp8_format), scales
 
 
-def encode_ref(x: Tensor, inverse: Tensor, fmt: str) -> Tensor:
-    """Return x * inverse, saturated, as FP8 of format `fmt`; infinities become NaN.
+def encode_fp8_ref(x: Tensor, inverse_scales: Tensor, fp8_format: str) -> Tensor:
+    """Return x * inverse_scales, saturated, as FP8 of format `fp8_format`; infinities become NaN.
 
-    x is fp32, and `inverse` has the reciprocals of the scales.
+    x is fp32, and `inverse_scales` has the reciprocals of the scales.
     """
-    values = x * inverse
-    del inverse  # which may be as large
-    values.clamp_(-LARGEST[fmt], LARGEST[fmt]).masked_fill_(x.isinf(), torch.nan)
-    return values.to(DTYPES[fmt])
+    values = x * inverse_scales
+    del inverse_scales  # which may be as large
+    values.clamp_(-LARGEST[fp8_format], LARGEST[fp8_format]).masked_fill_(x.isinf(), torch.nan)
+    return values.to(DTYPES[fp8_format])
 
 
 def update_amax_ref_(x: Tensor, running_amax: Tensor) -> None:
@@ -172,32 +172,34 @@ def update_amax_ref_(x: Tensor, running_amax: Tensor) -> None:
     running_amax.copy_(torch.maximum(running_amax, new_amax))
 
 
-def cast_ref(x_TD: Tensor, amax: Tensor | None, kind: str, fmt: str, power_of_two: bool) -> Blocks:
+def cast_ref(
+    x_TD: Tensor, amax: Tensor | None, scale_kind: str, fp8_format: str, power_of_two: bool
+) -> Blocks:
     """Quantise [T, D] to the operand that is summed over D, in plain PyTorch.
 
     `amax`, fp32 [n], scales a "tensor" operand by its largest entry; None = magnitudes of x.
     """
     T, D = x_TD.shape
-    M, K = compute_operand_shape(T, D, kind)
+    M, K = compute_operand_shape(T, D, scale_kind)
     M128, B = round_up(M, BLOCK), K // BLOCK
     x = pad(x_TD.float(), (0, K - D, 0, M128 - T))
-    if SCALE_KINDS[kind].changes_along_k:
+    if SCALE_KINDS[scale_kind].changes_along_k:
         x = x.view(M128 // BLOCK, BLOCK, B, BLOCK)
-    elif kind == "tensor":
+    elif scale_kind == "tensor":
         amax = (compute_amax_ref(x_TD) if amax is None else amax).amax().reshape(1, 1)
     elif not K:
         amax = x.new_zeros(M128, 1)
-    values, scales = quantise_ref(x, SCALE_KINDS[kind].dims, power_of_two, fmt, amax)
-    if kind == "tile":
+    values, scales = quantise_ref(x, SCALE_KINDS[scale_kind].dims, power_of_two, fp8_format, amax)
+    if scale_kind == "tile":
         scales = scales.reshape(M128, B)[:M].T.contiguous()
-    elif kind == "block":
+    elif scale_kind == "block":
         scales = pad(scales[:, 0, :, 0], (0, -B % SCALE_COLUMNS))
-    elif kind == "row":
+    elif scale_kind == "row":
         scales = scales[:M]
-    return Blocks(values.view(M128, K)[:M], scales, kind)
+    return Blocks(values.view(M128, K)[:M], scales, scale_kind)
 
 
-def multiply_ref(a: Blocks, b: Blocks) -> Tensor:
+def matmul_ref(a: Blocks, b: Blocks) -> Tensor:
     """Return a @ b^T in fp32, for a dense operand a [M, K] and b [N, K].
 
     If scales change along K, each 128 columns are multiplied separately, and the products are
@@ -224,9 +226,9 @@ def _view_scales_by_rows(operand: Blocks) -> Tensor:
     return operand.scales
 
 
-def _expand_scales(scales: Tensor, kind: str, M: int, K: int) -> Tensor:
-    """Expand scales of `kind` (one row per row or block of rows) to one per element, [M, K]."""
-    if kind == "block":
+def _expand_scales(scales: Tensor, scale_kind: str, M: int, K: int) -> Tensor:
+    """Expand scales (one row per row or block of rows) to one per element, [M, K]."""
+    if scale_kind == "block":
         scales = scales.repeat_interleave(BLOCK, 0)[:M]
-    changes_along_k = SCALE_KINDS[kind].changes_along_k
+    changes_along_k = SCALE_KINDS[scale_kind].changes_along_k
     return scales.repeat_interleave(BLOCK, 1) if changes_along_k else scales.expand(M, K)

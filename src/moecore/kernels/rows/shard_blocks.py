@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moecore.kernels.common import cdiv, launch, tl, triton, use_kernel
+from moecore.kernels.common import can_use_kernel, cdiv, launch, tl, triton
 from moecore.kernels.rows.e4m3 import (
     BLOCK,
     FP8,
+    abs_without_nan,
+    abs_without_nan_ref,
     compute_block_scale,
     compute_block_scale_ref,
-    magnitude,
-    magnitude_ref,
     to_e4m3,
 )
 from moecore.kernels.rows.scaling import SCALE_COLUMNS, Blocks, OperandPair, round_up
@@ -54,7 +54,7 @@ class MatrixShard(NamedTuple):
     part_columns: int  # c
 
     @classmethod
-    def of(cls, shape: torch.Size, dim: int, start: int, size: int) -> MatrixShard:
+    def from_slice(cls, shape: torch.Size, dim: int, start: int, size: int) -> MatrixShard:
         """Return the position of a parameter's slice `start` to `start + size` of dim `dim`.
 
         `shape` is the full parameter's. Its last dim has the columns of the matrix, all other dims
@@ -77,12 +77,12 @@ class MatrixShard(NamedTuple):
         """Number of 128 x 128 blocks of the full matrix."""
         return cdiv(self.rows, BLOCK) * cdiv(self.columns, BLOCK)
 
-    def compute_indices(self, part: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the matrix's row indices [r] and column indices [c] of the shard `part`."""
-        row = torch.arange(part.numel() // max(self.part_columns, 1), device=part.device)
+    def compute_indices(self, shard: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the matrix's row indices [r] and column indices [c] of the shard `shard`."""
+        row = torch.arange(shard.numel() // max(self.part_columns, 1), device=shard.device)
         if self.run:
             row = row // self.run * self.period + self.first_row + row % self.run
-        return row, torch.arange(self.part_columns, device=part.device) + self.first_column
+        return row, torch.arange(self.part_columns, device=shard.device) + self.first_column
 
 
 def view_as_matrices(weight: Blocks, shape: torch.Size) -> OperandPair:
@@ -107,19 +107,23 @@ def make_dense_operand(weight: Blocks) -> Blocks:
     return Blocks(operand_NK.view(weight.values.dtype), weight.scales, "block")
 
 
-def write_block_amax_ref_(part: Tensor, place: MatrixShard, amax: Tensor) -> None:
+def write_block_amax_ref_(shard: Tensor, position: MatrixShard, amax: Tensor) -> None:
     """Compute `write_block_amax_` in plain PyTorch."""
-    row, column = place.compute_indices(part)
-    magnitudes = torch.zeros(place.rows, place.columns, device=part.device, dtype=torch.float32)
-    magnitudes[row[:, None], column] = magnitude_ref(part.float()).view(-1, place.part_columns)
-    magnitudes = pad(magnitudes, (0, -place.columns % BLOCK, 0, -place.rows % BLOCK))
+    row, column = position.compute_indices(shard)
+    magnitudes = torch.zeros(
+        position.rows, position.columns, device=shard.device, dtype=torch.float32
+    )
+    magnitudes[row[:, None], column] = abs_without_nan_ref(shard.float()).view(
+        -1, position.part_columns
+    )
+    magnitudes = pad(magnitudes, (0, -position.columns % BLOCK, 0, -position.rows % BLOCK))
     blocks = magnitudes.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
     amax[:, : blocks.shape[2]].copy_(blocks.amax((1, 3)))
 
 
 def quantise_blocks_ref_(
-    part: Tensor,
-    place: MatrixShard,
+    shard: Tensor,
+    position: MatrixShard,
     amax: Tensor,
     scales: Tensor,
     values: Tensor,
@@ -128,61 +132,63 @@ def quantise_blocks_ref_(
 ) -> None:
     """Compute `quantise_blocks_` in plain PyTorch."""
     block_scales, inverse = compute_block_scale_ref(amax, power_of_two)
-    columns = cdiv(place.columns, BLOCK)
+    columns = cdiv(position.columns, BLOCK)
     scales[:, :columns].copy_(block_scales[:, :columns])
-    row, column = (index // BLOCK for index in place.compute_indices(part))
-    factors = inverse[row[:, None], column].view(part.shape)
-    values.view(FP8).copy_((part.float() * factors).to(FP8).view(values.shape))
+    row, column = (index // BLOCK for index in position.compute_indices(shard))
+    factors = inverse[row[:, None], column].view(shard.shape)
+    values.view(FP8).copy_((shard.float() * factors).to(FP8).view(values.shape))
 
 
 @triton.jit
-def locate_shard_tile(part, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def locate_shard_tile(position, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Return a program's tile row and tile column, element offsets into the shard, and a mask.
 
-    `part` is a `MatrixShard`. The mask is False for elements on other ranks.
+    `position` is a `MatrixShard`. The mask is False for elements on other ranks.
     """
-    tiles = tl.cdiv(part.columns, COLUMNS)
+    tiles = tl.cdiv(position.columns, COLUMNS)
     i, j = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     row = i.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    row_in_run = row % part.period - part.first_row
-    column = j * COLUMNS + tl.arange(0, COLUMNS) - part.first_column
-    row_inside = (row < part.rows) & (row_in_run >= 0) & (row_in_run < part.run)
-    column_inside = (column >= 0) & (column < part.part_columns)
-    at = (row // part.period * part.run + row_in_run)[:, None] * part.part_columns + column[None, :]
+    row_in_run = row % position.period - position.first_row
+    column = j * COLUMNS + tl.arange(0, COLUMNS) - position.first_column
+    row_inside = (row < position.rows) & (row_in_run >= 0) & (row_in_run < position.run)
+    column_inside = (column >= 0) & (column < position.part_columns)
+    at = (row // position.period * position.run + row_in_run)[
+        :, None
+    ] * position.part_columns + column[None, :]
     return i, j, at, row_inside[:, None] & column_inside[None, :]
 
 
 @triton.jit
 def block_amax_kernel(
-    part_ptr,  # [r, c]
+    shard_ptr,  # [r, c]
     amax_ptr,  # fp32 [R / 128, stride], out
-    part,  # MatrixShard
-    stride,
+    position,  # MatrixShard
+    amax_stride,
     BLOCK: tl.constexpr,
 ):
     """Write the shard's largest magnitude in one 128 x 128 block; 0 if it has no element there."""
-    i, j, at, inside = locate_shard_tile(part, BLOCK, BLOCK)
-    x = tl.load(part_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(amax_ptr + i * stride + j, tl.max(tl.max(magnitude(x), 1), 0))
+    i, j, at, inside = locate_shard_tile(position, BLOCK, BLOCK)
+    x = tl.load(shard_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(amax_ptr + i * amax_stride + j, tl.max(tl.max(abs_without_nan(x), 1), 0))
 
 
 @triton.jit
 def quantise_blocks_kernel(
-    part_ptr,  # [r, c]
+    shard_ptr,  # [r, c]
     amax_ptr,  # fp32 [R / 128, stride]
     scales_ptr,  # likewise, out
     values_ptr,  # uint8 [r, c], out
-    part,  # MatrixShard
-    stride,
+    position,  # MatrixShard
+    scales_stride,
     POWER_OF_TWO: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Quantise the shard's elements in one 128 x 128 block to E4M3; write the block's scale."""
-    i, j, at, inside = locate_shard_tile(part, BLOCK, BLOCK)
-    scale, inverse = compute_block_scale(tl.load(amax_ptr + i * stride + j), POWER_OF_TWO)
-    x = tl.load(part_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    i, j, at, inside = locate_shard_tile(position, BLOCK, BLOCK)
+    scale, inverse = compute_block_scale(tl.load(amax_ptr + i * scales_stride + j), POWER_OF_TWO)
+    x = tl.load(shard_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(values_ptr + at, to_e4m3(x * inverse), mask=inside)
-    tl.store(scales_ptr + i * stride + j, scale)
+    tl.store(scales_ptr + i * scales_stride + j, scale)
 
 
 @triton.jit
@@ -216,27 +222,27 @@ def transpose_values_kernel(
         tl.store(to, tl.trans(low | (high << 16)), mask=mask)
 
 
-def write_block_amax_(part: Tensor, place: MatrixShard, amax: Tensor) -> None:
+def write_block_amax_(shard: Tensor, position: MatrixShard, amax: Tensor) -> None:
     """Write a shard's largest magnitude, NaN ignored, in each block of the full matrix.
 
     Args:
-        part: the shard: bf16 or fp32, contiguous, r * c elements, maybe 0.
-        place: position of the shard in the full matrix.
-        amax: output, fp32 of `place.scales_shape`. A block without elements of the shard gets 0.
+        shard: the shard: bf16 or fp32, contiguous, r * c elements, maybe 0.
+        position: position of the shard in the full matrix.
+        amax: output, fp32 of `position.scales_shape`. A block without elements of the shard gets 0.
             The padding of the last dim is not written.
     """
-    if not part.numel():
-        amax[:, : cdiv(place.columns, BLOCK)].zero_()
-    elif not use_kernel(part):
-        write_block_amax_ref_(part, place, amax)
+    if not shard.numel():
+        amax[:, : cdiv(position.columns, BLOCK)].zero_()
+    elif not can_use_kernel(shard):
+        write_block_amax_ref_(shard, position, amax)
     else:
-        args = (part, amax, place, place.scales_shape[1])
-        launch(block_amax_kernel, place.num_blocks, *args, BLOCK=BLOCK, num_warps=NUM_WARPS)
+        args = (shard, amax, position, position.scales_shape[1])
+        launch(block_amax_kernel, position.num_blocks, *args, BLOCK=BLOCK, num_warps=NUM_WARPS)
 
 
 def quantise_blocks_(
-    part: Tensor,
-    place: MatrixShard,
+    shard: Tensor,
+    position: MatrixShard,
     amax: Tensor,
     scales: Tensor,
     values: Tensor,
@@ -246,29 +252,29 @@ def quantise_blocks_(
     """Write the FP8 values of a shard, and the scales of all blocks. No autograd, no host sync.
 
     Args:
-        part, place: as in `write_block_amax_`.
-        amax: fp32 of `place.scales_shape`, largest magnitudes of the full matrix's blocks.
-        scales: output, fp32 of `place.scales_shape`. The padding of the last dim is not written.
+        shard, position: as in `write_block_amax_`.
+        amax: fp32 of `position.scales_shape`, largest magnitudes of the full matrix's blocks.
+        scales: output, fp32 of `position.scales_shape`. The padding of the last dim is not written.
         values: output, uint8, contiguous, one byte per element of the shard.
         power_of_two: whether scales are powers of two; otherwise amax / 448.
     """
-    if not use_kernel(scales):
-        quantise_blocks_ref_(part, place, amax, scales, values, power_of_two=power_of_two)
+    if not can_use_kernel(scales):
+        quantise_blocks_ref_(shard, position, amax, scales, values, power_of_two=power_of_two)
         return
-    args = (part, amax, scales, values, place, place.scales_shape[1])
+    args = (shard, amax, scales, values, position, position.scales_shape[1])
     constants = dict(POWER_OF_TWO=power_of_two, BLOCK=BLOCK, num_warps=NUM_WARPS)
-    launch(quantise_blocks_kernel, place.num_blocks, *args, **constants)
+    launch(quantise_blocks_kernel, position.num_blocks, *args, **constants)
 
 
-def transpose_values(values_eNK: Tensor, multiple: int = 1) -> Tensor:
-    """Return FP8 [e, N, K] as contiguous [e, K, M], where M is N rounded up to `multiple`.
+def transpose_values(values_eNK: Tensor, row_multiple: int = 1) -> Tensor:
+    """Return FP8 [e, N, K] as contiguous [e, K, M], where M is N rounded up to `row_multiple`.
 
     N and K are multiples of 16. Columns past N are 0. No autograd, no host sync.
     """
     e, N, K = values_eNK.shape
-    M = round_up(N, multiple)
+    M = round_up(N, row_multiple)
     bytes_eNK = values_eNK.view(torch.uint8)
-    if not use_kernel(values_eNK):
+    if not can_use_kernel(values_eNK):
         return pad(bytes_eNK.transpose(1, 2), (0, M - N)).contiguous().view(values_eNK.dtype)
     out_eKM = values_eNK.new_empty(e, K, M)
     words = (bytes_eNK.view(torch.int32), out_eKM.view(torch.int32))
@@ -277,17 +283,17 @@ def transpose_values(values_eNK: Tensor, multiple: int = 1) -> Tensor:
     return out_eKM
 
 
-def transpose_operand(weight: Blocks, columns: int) -> Blocks:
+def transpose_operand(weight: Blocks, num_columns: int) -> Blocks:
     """Transpose the FP8 operand [N, K] of a dense linear: return [K, N], to be summed over N.
 
     Both have one scale per tensor, or per block of 128 x 128 with the input's K padded to a
-    multiple of 128. `columns` is K without padding; N and `columns` are multiples of 16. No
+    multiple of 128. `num_columns` is K without padding; N and `num_columns` are multiples of 16. No
     autograd.
     """
     if weight.kind == "tensor":
         return Blocks(transpose_values(weight.values[None])[0], weight.scales, "tensor")
-    values_KN = transpose_values(weight.values[None], BLOCK)[0, :columns]
-    blocks = cdiv(columns, BLOCK), weight.scales.shape[0]
+    values_KN = transpose_values(weight.values[None], BLOCK)[0, :num_columns]
+    blocks = cdiv(num_columns, BLOCK), weight.scales.shape[0]
     scales = weight.scales.new_zeros(blocks[0], round_up(blocks[1], SCALE_COLUMNS))
     scales[:, : blocks[1]] = weight.scales[:, : blocks[0]].T
     return Blocks(values_KN, scales, weight.kind)

@@ -1,17 +1,17 @@
 """Quantises a rank's shard of a weight to FP8 or NVFP4, with the bits of the full weight's.
 
     write_matrix_amax_  a shard -> the largest magnitude in each matrix
-    cast_part_          a shard, and the maximum of these over ranks -> its E4M3, with one scale per
-    matrix
+    quantise_shard_          a shard, and the maximum of these over ranks -> its E4M3, with one
+    scale per matrix
 
     write_square_amax_  a shard -> the largest magnitude in each 16 x 16 of the full weight
     write_finite_amax_  a shard -> the largest finite magnitude in each matrix
-    pack_part_          a shard, and the maxima of both over ranks -> its E2M1; all E4M3 scales
+    pack_shard_          a shard, and the maxima of both over ranks -> its E2M1; all E4M3 scales
 
 A weight is one matrix [N, K], or one matrix of every expert, [e, ..., K]. Values and scales equal
-the results of `quantise_expert_matrices` and `cast` (E4M3), and of `quantise_microscaled_matrices`
-(NVFP4). In NVFP4 a value that is not finite makes the scale of its square NaN, and does not count
-for the amax of its matrix.
+the results of `quantise_expert_matrices` and `quantise_matrix` (E4M3), and of
+`quantise_microscaled_matrices` (NVFP4). In NVFP4 a value that is not finite makes the scale of its
+square NaN, and does not count for the amax of its matrix.
 
 Letters: R rows and C columns of the full weight, all matrices one below the other; r, c rows and
 columns of a shard. NVFP4 reads a shard three times and writes half a byte per element.
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.common import cdiv, launch, tl, triton, use_kernel
-from moecore.kernels.rows.e4m3 import compute_block_scale_ref, magnitude_ref
+from moecore.kernels.common import can_use_kernel, cdiv, launch, tl, triton
+from moecore.kernels.rows.e4m3 import abs_without_nan_ref, compute_block_scale_ref
 from moecore.kernels.rows.microscaled import compute_finite_amax
 from moecore.kernels.rows.microscaled_kernel import (
     compute_nvfp4_block_scale,
@@ -46,53 +46,59 @@ def count_matrices(shape: torch.Size) -> int:
     return shape[0] if len(shape) > 2 else 1
 
 
-def _view_as_matrices(part: Tensor, first: int, amax: Tensor) -> tuple[Tensor, Tensor]:
+def _view_as_matrices(shard: Tensor, first_matrix: int, amax: Tensor) -> tuple[Tensor, Tensor]:
     """Return a shard as one row per matrix, and the view of `amax` for these matrices.
 
-    `first` is the index of the shard's first matrix. `amax` has one entry per full matrix.
+    `first_matrix` is the index of the shard's first matrix. `amax` has one entry per full matrix.
     """
-    rows = part.reshape(count_matrices(part.shape), -1)
-    return rows, amax[first : first + rows.shape[0]]
+    rows = shard.reshape(count_matrices(shard.shape), -1)
+    return rows, amax[first_matrix : first_matrix + rows.shape[0]]
 
 
-def write_matrix_amax_(part: Tensor, first: int, amax: Tensor) -> None:
+def write_matrix_amax_(shard: Tensor, first_matrix: int, amax: Tensor) -> None:
     """Write a shard's largest magnitude in each full matrix to `amax`, fp32 [matrices].
 
-    `first` is the index of the shard's first matrix. Matrices on other ranks get 0. NaN is ignored.
-    No communication.
+    `first_matrix` is the index of the shard's first matrix. Matrices on other ranks get 0. NaN is
+    ignored. No communication.
     """
     amax.zero_()
-    if part.numel():
-        rows, part_amax = _view_as_matrices(part, first, amax)
-        part_amax.copy_(magnitude_ref(rows.float()).amax(1))
+    if shard.numel():
+        rows, part_amax = _view_as_matrices(shard, first_matrix, amax)
+        part_amax.copy_(abs_without_nan_ref(rows.float()).amax(1))
 
 
-def cast_part_(
-    part: Tensor, first: int, amax: Tensor, scales: Tensor, values: Tensor, *, power_of_two: bool
+def quantise_shard_(
+    shard: Tensor,
+    first_matrix: int,
+    amax: Tensor,
+    scales: Tensor,
+    values: Tensor,
+    *,
+    power_of_two: bool,
 ) -> None:
     """Quantise a shard to E4M3 with one scale per full matrix, into `values` and `scales`.
 
     Args:
-        part: the shard of a weight.
-        first: index of the shard's first matrix.
+        shard: the shard of a weight.
+        first_matrix: index of the shard's first matrix.
         amax: fp32, the largest magnitude of each full matrix.
         scales: output, fp32, one per full matrix.
         values: output, flat uint8, one byte per element of the shard.
         power_of_two: whether scales are powers of two; otherwise amax / 448.
     """
     scales.copy_(compute_block_scale_ref(amax, power_of_two)[0])
-    if part.numel():
-        rows, part_amax = _view_as_matrices(part, first, amax)
+    if shard.numel():
+        rows, part_amax = _view_as_matrices(shard, first_matrix, amax)
         part_values, _ = quantise_ref(rows, 1, power_of_two, amax=part_amax[:, None])
         values.copy_(part_values.view(torch.uint8).view(-1))
 
 
-def write_square_amax_ref_(part: Tensor, place: MatrixShard, amax: Tensor) -> None:
+def write_square_amax_ref_(shard: Tensor, position: MatrixShard, amax: Tensor) -> None:
     """Compute `write_square_amax_` in plain PyTorch."""
     amax.zero_()
-    if part.numel():
-        row, column = place.compute_indices(part)
-        magnitudes = part.float().abs().nan_to_num(torch.inf, torch.inf).view(row.numel(), -1)
+    if shard.numel():
+        row, column = position.compute_indices(shard)
+        magnitudes = shard.float().abs().nan_to_num(torch.inf, torch.inf).view(row.numel(), -1)
         of_rows = amax.new_zeros(amax.shape[0], magnitudes.shape[1])
         of_rows.scatter_reduce_(
             0, (row // SQUARE)[:, None].expand_as(magnitudes), magnitudes, "amax"
@@ -100,67 +106,69 @@ def write_square_amax_ref_(part: Tensor, place: MatrixShard, amax: Tensor) -> No
         amax.scatter_reduce_(1, (column // SQUARE).expand_as(of_rows), of_rows, "amax")
 
 
-def pack_part_ref_(
-    part: Tensor,
-    place: MatrixShard,
-    squares: Tensor,
+def pack_shard_ref_(
+    shard: Tensor,
+    position: MatrixShard,
+    square_amax: Tensor,
     amax: Tensor,
     scales: Tensor,
     codes: Tensor,
     recipe: Recipe,
 ) -> None:
-    """Compute `pack_part_` in plain PyTorch."""
+    """Compute `pack_shard_` in plain PyTorch."""
     of_rows = compute_tensor_scales(amax, recipe).repeat_interleave(
-        squares.shape[0] // amax.numel()
+        square_amax.shape[0] // amax.numel()
     )
-    scales.copy_(compute_nvfp4_scales(squares, of_rows[:, None]))
-    if part.numel():
-        row, column = (index // SQUARE for index in place.compute_indices(part))
+    scales.copy_(compute_nvfp4_scales(square_amax, of_rows[:, None]))
+    if shard.numel():
+        row, column = (index // SQUARE for index in position.compute_indices(shard))
         step = (scales.float() * of_rows[:, None])[row[:, None], column]
-        codes.copy_(pack_e2m1(to_e2m1_ref(part.float().view(step.shape), step)).view(-1))
+        codes.copy_(pack_e2m1(to_e2m1_ref(shard.float().view(step.shape), step)).view(-1))
 
 
 @triton.jit
 def square_amax_kernel(
-    part_ptr,  # [r, c]
+    shard_ptr,  # [r, c]
     amax_ptr,  # fp32 [R / SIDE, C / SIDE], out
-    part,  # MatrixShard
+    position,  # MatrixShard
     SIDE: tl.constexpr,  # rows and columns of a square
     COLUMNS: tl.constexpr,  # of a program, which has SIDE rows
 ):
     """Write the shard's largest magnitude in each of a program's squares; 0 in empty squares."""
-    i, j, at, inside = locate_shard_tile(part, SIDE, COLUMNS)
-    size = tl.abs(tl.load(part_ptr + at, mask=inside, other=0.0).to(tl.float32))
+    i, j, at, inside = locate_shard_tile(position, SIDE, COLUMNS)
+    size = tl.abs(tl.load(shard_ptr + at, mask=inside, other=0.0).to(tl.float32))
     size = tl.where(size == size, size, float("inf"))
     amax = tl.max(tl.reshape(tl.max(size, 0), (COLUMNS // SIDE, SIDE)), 1)
     square = j * (COLUMNS // SIDE) + tl.arange(0, COLUMNS // SIDE)
-    squares = part.columns // SIDE
+    squares = position.columns // SIDE
     tl.store(amax_ptr + i.to(tl.int64) * squares + square, amax, mask=square < squares)
 
 
 @triton.jit
 def pack_squares_kernel(
-    part_ptr,  # [r, c], c even
-    squares_ptr,  # fp32 [R / SIDE, C / SIDE]
+    shard_ptr,  # [r, c], c even
+    square_amax_ptr,  # fp32 [R / SIDE, C / SIDE]
     amax_ptr,  # fp32, of matrices
     scales_ptr,  # uint8 with e4m3 [R / SIDE, C / SIDE], out
     packed_ptr,  # uint8 [r, c / 2], out
-    part,  # MatrixShard
-    rows_of_matrix,
+    position,  # MatrixShard
+    rows_per_matrix,
     POWER_OF_TWO: tl.constexpr,
     SIDE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Write the scales of a program's squares, and the shard's values there in E2M1."""
     WIDE: tl.constexpr = COLUMNS // SIDE
-    i, j, at, inside = locate_shard_tile(part, SIDE, COLUMNS)
-    square, squares = j * WIDE + tl.arange(0, WIDE), part.columns // SIDE
+    i, j, at, inside = locate_shard_tile(position, SIDE, COLUMNS)
+    square, squares = j * WIDE + tl.arange(0, WIDE), position.columns // SIDE
     of_squares = i.to(tl.int64) * squares + square
-    amax = tl.load(squares_ptr + of_squares, mask=square < squares, other=0.0)
-    scale = compute_nvfp4_tensor_scale(tl.load(amax_ptr + i * SIDE // rows_of_matrix), POWER_OF_TWO)
+    amax = tl.load(square_amax_ptr + of_squares, mask=square < squares, other=0.0)
+    scale = compute_nvfp4_tensor_scale(
+        tl.load(amax_ptr + i * SIDE // rows_per_matrix), POWER_OF_TWO
+    )
     scale_code, block = compute_nvfp4_block_scale(amax, scale)
     tl.store(scales_ptr + of_squares, scale_code.to(tl.uint8), mask=square < squares)
-    x = tl.load(part_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(shard_ptr + at, mask=inside, other=0.0).to(tl.float32)
     x = tl.reshape(x, (SIDE, WIDE, SIDE))
     step = tl.broadcast_to((block * scale)[None, :, None], (SIDE, WIDE, SIDE))
     code = tl.reshape(encode_e2m1(*to_e2m1(x, step, None)), (SIDE, COLUMNS // 2, 2))
@@ -170,41 +178,43 @@ def pack_squares_kernel(
     tl.store(packed_ptr + first // 2, (low | high << 4).to(tl.uint8), mask=store_mask != 0)
 
 
-def _launch_kernel(kernel: object, place: MatrixShard, *args: object, **constants: object) -> None:
+def _launch_kernel(
+    kernel: object, position: MatrixShard, *args: object, **constants: object
+) -> None:
     """Launch one of the two kernels with one program per tile of the full matrix."""
-    grid = place.rows // SQUARE * cdiv(place.columns, TILE["COLUMNS"])
+    grid = position.rows // SQUARE * cdiv(position.columns, TILE["COLUMNS"])
     launch(kernel, grid, *args, **constants, **TILE)
 
 
-def write_square_amax_(part: Tensor, place: MatrixShard, amax: Tensor) -> None:
+def write_square_amax_(shard: Tensor, position: MatrixShard, amax: Tensor) -> None:
     """Write a shard's largest magnitude in each 16 x 16 square to fp32 `amax` [R / 16, C / 16].
 
-    `place` is the shard's position. A value that is not finite makes its square's entry infinite.
-    Squares on other ranks get 0. No communication.
+    `position` is the shard's position. A value that is not finite makes its square's entry
+    infinite. Squares on other ranks get 0. No communication.
     """
-    if not part.numel() or not use_kernel(part):
-        write_square_amax_ref_(part, place, amax)
+    if not shard.numel() or not can_use_kernel(shard):
+        write_square_amax_ref_(shard, position, amax)
     else:
-        _launch_kernel(square_amax_kernel, place, part, amax, place)
+        _launch_kernel(square_amax_kernel, position, shard, amax, position)
 
 
-def write_finite_amax_(part: Tensor, first: int, amax: Tensor) -> None:
+def write_finite_amax_(shard: Tensor, first_matrix: int, amax: Tensor) -> None:
     """Write a shard's largest finite magnitude in each full matrix to `amax`, fp32 [matrices].
 
-    `first` is the index of the shard's first matrix. Matrices on other ranks get 0. No
+    `first_matrix` is the index of the shard's first matrix. Matrices on other ranks get 0. No
     communication.
     """
     amax.zero_()
-    if part.numel():
-        matrices = count_matrices(part.shape)
-        part_amax = compute_finite_amax(part.view(matrices, -1, part.shape[-1]))
-        amax[first : first + matrices].copy_(part_amax)
+    if shard.numel():
+        matrices = count_matrices(shard.shape)
+        part_amax = compute_finite_amax(shard.view(matrices, -1, shard.shape[-1]))
+        amax[first_matrix : first_matrix + matrices].copy_(part_amax)
 
 
-def pack_part_(
-    part: Tensor,
-    place: MatrixShard,
-    squares: Tensor,
+def pack_shard_(
+    shard: Tensor,
+    position: MatrixShard,
+    square_amax: Tensor,
     amax: Tensor,
     scales: Tensor,
     codes: Tensor,
@@ -213,18 +223,19 @@ def pack_part_(
     """Quantise a shard to E2M1 `codes`, and write all block `scales`. No autograd, no host sync.
 
     Args:
-        part: the shard [r, c], contiguous, maybe without elements; c and its first column are even.
-        place: position of the shard in the full weight.
-        squares: fp32 [R / 16, C / 16], largest magnitudes of the full weight's 16 x 16 squares.
+        shard: the shard [r, c], contiguous, maybe without elements; c and its first column are
+            even.
+        position: position of the shard in the full weight.
+        square_amax: fp32 [R / 16, C / 16], largest magnitudes of the full weight's 16 x 16 squares.
         amax: fp32, largest finite magnitude of each matrix.
         scales: output, e4m3 [R / 16, C / 16].
         codes: output, uint8 [r * c / 2], two values in a byte.
         recipe: an "nvfp4" recipe.
     """
-    if not use_kernel(scales):
-        pack_part_ref_(part, place, squares, amax, scales, codes, recipe)
+    if not can_use_kernel(scales):
+        pack_shard_ref_(shard, position, square_amax, amax, scales, codes, recipe)
         return
-    tensors = (part, squares, amax, scales.view(torch.uint8), codes)
-    rows_of_matrix = place.rows // amax.numel()
-    args = (*tensors, place, rows_of_matrix)
-    _launch_kernel(pack_squares_kernel, place, *args, POWER_OF_TWO=recipe.power_of_two)
+    tensors = (shard, square_amax, amax, scales.view(torch.uint8), codes)
+    rows_of_matrix = position.rows // amax.numel()
+    args = (*tensors, position, rows_of_matrix)
+    _launch_kernel(pack_squares_kernel, position, *args, POWER_OF_TWO=recipe.power_of_two)

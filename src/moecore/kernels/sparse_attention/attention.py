@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.attention import compute_sinks_gradient
-from moecore.kernels.common import cdiv, repeat_on_meta
+from moecore.kernels.common import cdiv
+from moecore.kernels.meta import repeat_on_meta
 from moecore.kernels.sparse_attention.contract import (
     IndexerHeads,
     KeySpans,
@@ -48,10 +49,10 @@ def sparse_attention(
     *,
     scale: float,
     sinks_H: Tensor | None = None,
-    index: IndexerHeads | None = None,
+    indexer: IndexerHeads | None = None,
     top_k: int | None = None,
     selected_tK: Tensor | None = None,
-    diverges: bool = False,
+    returns_divergences: bool = False,
 ) -> SparseOutput:
     """Return the attention output of queries that read at most `top_k` keys each. No host sync.
 
@@ -60,15 +61,15 @@ def sparse_attention(
         spans: the keys that each query sees, at least one.
         scale: factor on the scores of attention.
         sinks_H: score of each head's sink; divergences do not support sinks.
-        index: the indexer's queries, keys and weights, for `top_k` and `diverges`.
-        top_k: number of keys that `index` selects; None = the keys `selected_tK`, or all keys.
+        indexer: the indexer's queries, keys and weights, for `top_k` and `returns_divergences`.
+        top_k: number of keys that `indexer` selects; None = the keys `selected_tK`, or all keys.
         selected_tK: keys that an earlier call selected, such as of another layer.
-        diverges: return divergences too, which have gradients only for `index`.
+        returns_divergences: return divergences too, which have gradients only for `indexer`.
     """
-    assert sinks_H is None or not diverges
-    places = index or _make_empty_indexer(heads.q_tHd)
+    assert sinks_H is None or not returns_divergences
+    places = indexer or _make_empty_indexer(heads.q_tHd)
     width = None if top_k is None else min(top_k, spans.longest)
-    options = _SparseOptions(scale, width, diverges)
+    options = _SparseOptions(scale, width, returns_divergences)
     o, selected, kl = _SparseAttention.apply(*heads, *places, selected_tK, sinks_H, spans, options)
     return SparseOutput(o, selected, kl)
 
@@ -83,7 +84,7 @@ class _SparseOptions(NamedTuple):
 
     scale: float
     width: int | None  # keys to select; None = none
-    diverges: bool  # whether to return the divergences
+    returns_divergences: bool  # whether to return the divergences
 
 
 class _Chunk(NamedTuple):
@@ -101,18 +102,25 @@ class _Chunk(NamedTuple):
 
 
 def _split_into_chunks(
-    heads: LatentHeads, index: IndexerHeads, spans: KeySpans, width: int | None, selects: bool
+    heads: LatentHeads,
+    indexer: IndexerHeads,
+    spans: KeySpans,
+    keys_per_query: int | None,
+    selects_keys: bool,
 ) -> Iterator[_Chunk]:
     """Yield chunks of queries of bounded memory; on meta one chunk stands for all chunks.
 
-    `width` = number of keys that a query reads; None = all. `selects` = the indexer selects keys.
+    `keys_per_query` = number of keys that a query reads; None = all. `selects_keys` = the indexer
+    selects keys.
     """
     (t, H, _), (N, key_dim) = heads.q_tHd.shape, heads.keys_Nl.shape
     reach = min(N, spans.longest if spans.stride == 1 else 3 * spans.longest // 2)
-    num_heads = max(H, index.q_thi.shape[1])
-    of_query = [reach * num_heads if width is None else width * max(key_dim, num_heads)]
-    if selects:
-        of_query.append(reach * count_numbers_per_pair(index))
+    num_heads = max(H, indexer.q_thi.shape[1])
+    of_query = [
+        reach * num_heads if keys_per_query is None else keys_per_query * max(key_dim, num_heads)
+    ]
+    if selects_keys:
+        of_query.append(reach * count_numbers_per_pair(indexer))
     size = max(1, CHUNK_NUMBERS // max(of_query))
     begins, number = range(0, t, size), cdiv(t, size)
     if heads.q_tHd.is_meta and number:  # the middle one stands for all
@@ -123,7 +131,7 @@ def _split_into_chunks(
         part = slice(begin, end)
         first, last = spans.get_bounds(begin, end, N)
         span = SpanOfKeys(first, last, spans.first_t[part], spans.last_t[part])
-        of_index = index._replace(q_thi=index.q_thi[part], w_th=index.w_th[part])
+        of_index = indexer._replace(q_thi=indexer.q_thi[part], w_th=indexer.w_th[part])
         of_heads = heads._replace(q_tHd=heads.q_tHd[part])
         with repeat_on_meta(number) if heads.q_tHd.is_meta else nullcontext():
             yield _Chunk(begin, end, of_heads, of_index, span)
@@ -141,7 +149,7 @@ def _compute_scores(q_CHl: Tensor, rows: Tensor, keys: Keys, scale: float) -> Te
 
     `rows` is from `keys.select_rows`.
     """
-    scores_CHK = keys.dot(q_CHl, rows).mul_(scale)
+    scores_CHK = keys.compute_dot_products(q_CHl, rows).mul_(scale)
     return scores_CHK.masked_fill_(~keys.seen_CK[:, None], -torch.inf)
 
 
@@ -171,7 +179,7 @@ class _SparseAttention(torch.autograd.Function):
         (t, H, _), (_, L, v), new_width = q.shape, down.shape, options.width
         wide = torch.promote_types(q.dtype, torch.float32)
         o, lse = q.new_empty(t, H, v), q.new_empty(t, H, dtype=wide)
-        kl = q.new_empty(t, dtype=wide) if options.diverges else None
+        kl = q.new_empty(t, dtype=wide) if options.returns_divergences else None
         if new_width is not None:
             selected = q.new_empty(t, new_width, dtype=torch.int32)
         width = None if selected is None else selected.shape[1]
@@ -191,7 +199,7 @@ class _SparseAttention(torch.autograd.Function):
             if sinks is not None:
                 lse_CH = torch.logaddexp(lse_CH, sinks.to(wide))
             p = p.sub_(lse_CH[..., None]).exp_()
-            o_CHL = keys.weigh(p.to(q.dtype), rows[..., :L]).to(q.dtype)
+            o_CHL = keys.sum_weighted_rows(p.to(q.dtype), rows[..., :L]).to(q.dtype)
             chunk.slice_queries(o).copy_((o_CHL.transpose(0, 1) @ down).transpose(0, 1))
             chunk.slice_queries(lse).copy_(lse_CH)
             if kl is not None:
@@ -199,7 +207,7 @@ class _SparseAttention(torch.autograd.Function):
                     compute_divergence(p.mean(1), compute_index_scores(chunk.indexer, keys))
                 )
         ctx.spans, ctx.options = spans, options
-        saved_index = index if options.diverges else _make_empty_indexer(q)
+        saved_index = index if options.returns_divergences else _make_empty_indexer(q)
         ctx.save_for_backward(*heads, *saved_index, selected, sinks, o, lse)
         ctx.set_materialize_grads(False)
         if new_width is None:
@@ -237,18 +245,18 @@ class _SparseAttention(torch.autograd.Function):
                     chunk.slice_queries(total).copy_(part)
             do_HCv = do_CHv.transpose(0, 1)
             do_CHL = (do_HCv @ heads.down_HLv.mT).transpose(0, 1).contiguous()
-            dp = keys.dot(do_CHL, rows[..., :L])
+            dp = keys.compute_dot_products(do_CHL, rows[..., :L])
             delta_CH = (do_CHv.to(wide) * chunk.slice_queries(o)).sum(-1)
             ds = dp.sub_(delta_CH[..., None]).mul_(p).mul_(options.scale).to(q_CHd.dtype)
             p = p.to(q_CHd.dtype)
-            dq_CHl = keys.weigh(ds, rows).to(q_CHd.dtype)
+            dq_CHl = keys.sum_weighted_rows(ds, rows).to(q_CHd.dtype)
             dq_HCL = dq_CHl[..., :L].transpose(0, 1)
             chunk.slice_queries(dq)[..., :n].copy_((dq_HCL @ heads.up_HnL.mT).transpose(0, 1))
             chunk.slice_queries(dq)[..., n:].copy_(dq_CHl[..., L:])
             dup += multiply_in_fp32(q_CHd[..., :n].permute(1, 2, 0), dq_HCL)
-            o_CHL = keys.weigh(p, rows[..., :L]).to(q_CHd.dtype)
+            o_CHL = keys.sum_weighted_rows(p, rows[..., :L]).to(q_CHd.dtype)
             ddown += multiply_in_fp32(o_CHL.permute(1, 2, 0), do_HCv)
-            keys.add(dkeys, (ds, q_CHl), (p, do_CHL))
+            keys.add_outer_products(dkeys, (ds, q_CHl), (p, do_CHL))
         sums = zip((dkeys, dup, ddown), heads[1:], strict=True)
         of_heads = (dq, *(d.to(x.dtype) for d, x in sums))
         of_index: Any = (None, None, None)

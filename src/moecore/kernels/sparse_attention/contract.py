@@ -48,12 +48,12 @@ class KeySpans(NamedTuple):
     stride: int  # keys per query: the number of cp ranks
     longest: int  # an upper bound of the keys of a document
 
-    def get_bounds(self, begin: int, end: int, num_keys: int) -> tuple[int, int]:
-        """Return (first, last) of the key range [first, last) that queries [begin, end) may see."""
+    def get_bounds(self, first_query: int, query_end: int, num_keys: int) -> tuple[int, int]:
+        """Return (first, end) of the keys that queries [first_query, query_end) may see."""
         # Key `stride * i` is in the document of query i. With stride 1 it is the query's own key.
         # Otherwise a rank has two chunks of 2 * stride, and the own key is < longest / 2 further.
-        first = self.stride * (begin + 1) - self.longest
-        last = end if self.stride == 1 else self.stride * (end - 1) + self.longest // 2
+        first = self.stride * (first_query + 1) - self.longest
+        last = query_end if self.stride == 1 else self.stride * (query_end - 1) + self.longest // 2
         return max(0, first), min(num_keys, last)
 
 
@@ -62,4 +62,4 @@ class SparseOutput(NamedTuple):
 
     o_tHv: Tensor
     selected_tK: Tensor | None  # int32, ascending, then -1; None = all keys were read
-    divergence_t: Tensor | None  # fp32; None = `diverges` was False
+    divergence_t: Tensor | None  # fp32; None = `returns_divergences` was False

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import INTERPRET, cdiv, launch, tl, triton, use_kernel
+from moecore.kernels.common import INTERPRET, can_use_kernel, cdiv, launch, tl, triton
 from moecore.kernels.sparse_attention.contract import IndexerHeads
 from moecore.kernels.sparse_attention.keys import Keys, SpanOfKeys
 
@@ -22,20 +22,20 @@ DIMS = (16, 32, 64, 128)  # of a head: one step of a product
 SELECTING = 4  # numbers that `select_keys` allocates per pair of query and key
 
 
-def compute_index_scores(index: IndexerHeads, keys: Keys) -> Tensor:
+def compute_index_scores(indexer: IndexerHeads, keys: Keys) -> Tensor:
     """Return indexer scores [C, K] of C queries and their keys, at least fp32; -inf if unseen."""
-    dots_ChK = keys.dot(index.q_thi, keys.select_rows(index.k_Ni)).relu_()
-    scores_CK = torch.einsum("chk,ch->ck", dots_ChK, index.w_th.to(dots_ChK.dtype))
+    dots_ChK = keys.compute_dot_products(indexer.q_thi, keys.select_rows(indexer.k_Ni)).relu_()
+    scores_CK = torch.einsum("chk,ch->ck", dots_ChK, indexer.w_th.to(dots_ChK.dtype))
     return scores_CK.masked_fill_(~keys.seen_CK, -torch.inf)
 
 
-def select_keys(scores_CS: Tensor, first: int, top_k: int) -> Tensor:
+def select_keys(scores_CS: Tensor, first_key: int, top_k: int) -> Tensor:
     """Return int32 [C, top_k], the keys with the largest scores, ascending; -1 fills the end.
 
-    Column 0 of scores is key `first`. Among equal scores the earlier keys are selected, for any
+    Column 0 of scores is key `first_key`. Among equal scores the earlier keys are selected, for any
     chunk size. `Tensor.topk` does not define this order, and scores of 0 are frequent.
 
-    Example: scores [2, 0, 0, 3, 0], first 10 and top_k 3 give [10, 11, 13].
+    Example: scores [2, 0, 0, 3, 0], first_key 10 and top_k 3 give [10, 11, 13].
     """
     C, S = scores_CS.shape
     is_choice_CS = scores_CS > -torch.inf
@@ -46,7 +46,7 @@ def select_keys(scores_CS: Tensor, first: int, top_k: int) -> Tensor:
         remaining_C1 = top_k - above_CS.sum(-1, keepdim=True)
         is_choice_CS = above_CS | (equal_CS & (equal_CS.cumsum(-1) <= remaining_C1))
     places_CS = (is_choice_CS.cumsum(-1) - 1).masked_fill_(~is_choice_CS, top_k)
-    keys_CS = torch.arange(first, first + S, dtype=torch.int32, device=scores_CS.device)
+    keys_CS = torch.arange(first_key, first_key + S, dtype=torch.int32, device=scores_CS.device)
     out = keys_CS.new_full((C, top_k + 1), -1)  # the last column receives all other keys
     return out.scatter_(1, places_CS, keys_CS.expand(C, S))[:, :top_k]
 
@@ -58,36 +58,36 @@ def compute_divergence(p_CK: Tensor, scores_CK: Tensor) -> Tensor:
 
 
 def differentiate_divergence(
-    dkl_C: Tensor, p_CK: Tensor, index: IndexerHeads, keys: Keys, dk_Ni: Tensor
+    dkl_C: Tensor, p_CK: Tensor, indexer: IndexerHeads, keys: Keys, dk_Ni: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of indexer queries [C, h, i] and weights [C, h], and update `dk_Ni`.
 
     The gradient of the indexer's keys is added to `dk_Ni` in place. `dkl_C` is the gradient of the
     result of `compute_divergence`. `p_CK` has attention probabilities, averaged over heads.
     """
-    rows = keys.select_rows(index.k_Ni)
-    dots_ChK = keys.dot(index.q_thi, rows)
-    w_Ch = index.w_th.to(dots_ChK.dtype)
+    rows = keys.select_rows(indexer.k_Ni)
+    dots_ChK = keys.compute_dot_products(indexer.q_thi, rows)
+    w_Ch = indexer.w_th.to(dots_ChK.dtype)
     scores_CK = torch.einsum("chk,ch->ck", dots_ChK.relu(), w_Ch)
     q_CK = scores_CK.masked_fill_(~keys.seen_CK, -torch.inf).softmax(-1)
     dscores_CK = (q_CK - p_CK) * dkl_C[:, None]
     dw_Ch = torch.einsum("chk,ck->ch", dots_ChK.relu(), dscores_CK)
     ddots_ChK = (dscores_CK[:, None] * w_Ch[..., None]).masked_fill_(dots_ChK <= 0, 0)
     ddots_ChK = ddots_ChK.to(rows.dtype)
-    keys.add(dk_Ni, (ddots_ChK, index.q_thi))
-    return keys.weigh(ddots_ChK, rows), dw_Ch
+    keys.add_outer_products(dk_Ni, (ddots_ChK, indexer.q_thi))
+    return keys.sum_weighted_rows(ddots_ChK, rows), dw_Ch
 
 
-def count_numbers_per_pair(index: IndexerHeads) -> int:
+def count_numbers_per_pair(indexer: IndexerHeads) -> int:
     """Return how many fp32 numbers per query and key the scores and the selection allocate."""
-    return SELECTING if _has_kernel(index) else max(SELECTING, index.q_thi.shape[1])
+    return SELECTING if _has_index_kernel(indexer) else max(SELECTING, indexer.q_thi.shape[1])
 
 
-def _has_kernel(index: IndexerHeads) -> bool:
+def _has_index_kernel(indexer: IndexerHeads) -> bool:
     """Whether `_index_scores_kernel` supports the dtype, head dim and device."""
-    q = index.q_thi
-    is_half = q.dtype in (torch.bfloat16, torch.float16) and index.k_Ni.dtype == q.dtype
-    return is_half and q.shape[2] in DIMS and use_kernel(q)
+    q = indexer.q_thi
+    is_half = q.dtype in (torch.bfloat16, torch.float16) and indexer.k_Ni.dtype == q.dtype
+    return is_half and q.shape[2] in DIMS and can_use_kernel(q)
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "first_key"])
@@ -143,14 +143,14 @@ def _index_scores_kernel(
     )
 
 
-def compute_span_scores(index: IndexerHeads, span: SpanOfKeys) -> Tensor:
+def compute_span_scores(indexer: IndexerHeads, span: SpanOfKeys) -> Tensor:
     """Return indexer scores [C, S] of C queries and a span's keys, -inf if unseen. No host sync."""
-    if not _has_kernel(index):
-        return compute_index_scores(index, span)
-    q_Chi, k_Si = index.q_thi.contiguous(), span.select_rows(index.k_Ni).contiguous()
+    if not _has_index_kernel(indexer):
+        return compute_index_scores(indexer, span)
+    q_Chi, k_Si = indexer.q_thi.contiguous(), span.select_rows(indexer.k_Ni).contiguous()
     (C, h, i), S = q_Chi.shape, len(k_Si)
     scores_CS = q_Chi.new_empty(C, S, dtype=torch.float32)
-    tensors = q_Chi, k_Si, index.w_th.float().contiguous(), span.first_C, span.last_C, scores_CS
+    tensors = q_Chi, k_Si, indexer.w_th.float().contiguous(), span.first_C, span.last_C, scores_CS
     launch(
         _index_scores_kernel,
         (cdiv(C, 64), cdiv(S, 256)),

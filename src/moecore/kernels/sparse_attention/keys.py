@@ -29,13 +29,13 @@ class Keys(Protocol):
     def select_rows(self, x_ND: Tensor) -> Tensor:
         """Return the keys' rows of x: [K, D], or [C, K, D] if each query has its own keys."""
 
-    def dot(self, q_CxD: Tensor, rows: Tensor) -> Tensor:
+    def compute_dot_products(self, q_CxD: Tensor, rows: Tensor) -> Tensor:
         """Return dot products of queries and rows from `select_rows`, [C, x, K], at least fp32."""
 
-    def weigh(self, p_CxK: Tensor, rows: Tensor) -> Tensor:
+    def sum_weighted_rows(self, p_CxK: Tensor, rows: Tensor) -> Tensor:
         """Return each query's sum over its K keys of p * row, [C, x, D], at least fp32."""
 
-    def add(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
+    def add_outer_products(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
         """For each pair (p_CxK, q_CxD), add p^T q to the keys' rows of total_ND, in place.
 
         The product sums over queries and x. If q has fewer columns than total_ND, only the first
@@ -59,15 +59,15 @@ class SelectedKeys:
         """Gather rows [C, K, D]; an entry of -1 gathers row 0, see `seen_CK`."""
         return x_ND.index_select(0, self._places).view(*self._selected_CK.shape, -1)
 
-    def dot(self, q_CxD: Tensor, rows: Tensor) -> Tensor:
+    def compute_dot_products(self, q_CxD: Tensor, rows: Tensor) -> Tensor:
         """Return queries times their own rows, [C, x, K], by one matrix product per query."""
         return multiply_in_fp32(q_CxD, rows.transpose(1, 2))
 
-    def weigh(self, p_CxK: Tensor, rows: Tensor) -> Tensor:
+    def sum_weighted_rows(self, p_CxK: Tensor, rows: Tensor) -> Tensor:
         """Return weighted sums of each query's rows, [C, x, D], by one matrix product per query."""
         return multiply_in_fp32(p_CxK, rows)
 
-    def add(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
+    def add_outer_products(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
         """Add p^T q to the selected rows of total; not deterministic on GPUs by default."""
         rows = None
         for p_CxK, q_CxD in pairs:
@@ -83,9 +83,11 @@ class SelectedKeys:
 class SpanOfKeys:
     """`Keys` with one range [first, last) for all queries; a query sees its [first_C, last_C]."""
 
-    def __init__(self, first: int, last: int, first_C: Tensor, last_C: Tensor) -> None:
-        self.first, self.first_C, self.last_C = first, first_C, last_C
-        self._span = slice(first, last)
+    def __init__(
+        self, first_key: int, key_end: int, first_keys_C: Tensor, last_keys_C: Tensor
+    ) -> None:
+        self.first, self.first_C, self.last_C = first_key, first_keys_C, last_keys_C
+        self._span = slice(first_key, key_end)
 
     @cached_property
     def seen_CK(self) -> Tensor:
@@ -97,15 +99,15 @@ class SpanOfKeys:
         """Return rows [K, D], a view."""
         return x_ND[self._span]
 
-    def dot(self, q_CxD: Tensor, rows: Tensor) -> Tensor:
+    def compute_dot_products(self, q_CxD: Tensor, rows: Tensor) -> Tensor:
         """Return queries times the span's rows, [C, x, K], by one matrix product for all."""
         return multiply_in_fp32(q_CxD.flatten(0, 1), rows.T).unflatten(0, q_CxD.shape[:2])  # type: ignore[no-any-return]
 
-    def weigh(self, p_CxK: Tensor, rows: Tensor) -> Tensor:
+    def sum_weighted_rows(self, p_CxK: Tensor, rows: Tensor) -> Tensor:
         """Return weighted sums of the span's rows, [C, x, D], by one matrix product for all."""
         return multiply_in_fp32(p_CxK.flatten(0, 1), rows).unflatten(0, p_CxK.shape[:2])  # type: ignore[no-any-return]
 
-    def add(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
+    def add_outer_products(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
         """Add the sum over queries, p^T q, to the span's rows of total."""
         for p_CxK, q_CxD in pairs:
             rows = multiply_in_fp32(p_CxK.flatten(0, 1).T, q_CxD.flatten(0, 1))

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from moecore.base.options.dispatch import NVLinkOptions
 from moecore.base.streams import Stream, create_stream, get_current_stream, use_stream
-from moecore.kernels.common import record_launch
 from moecore.kernels.exchange import clones as clone_kernels
 from moecore.kernels.exchange import copies
 from moecore.kernels.exchange import operations as kernels
@@ -26,8 +25,9 @@ from moecore.kernels.exchange.buffer import (
     PeerBuffer,
     SymmetricBuffer,
 )
-from moecore.kernels.exchange.clones import CloneBuffer, Places
+from moecore.kernels.exchange.clones import CloneBuffer, ClonePlaces
 from moecore.kernels.exchange.copies import SlotEvent, SlotState
+from moecore.kernels.meta import record_launch
 from moecore.moe.placement import compute_balanced_tokens
 from moecore.moe.shortage import ShortageCounters
 
@@ -109,14 +109,16 @@ class Exchange:
 
     def spread_choices(
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, num_local: int, etp: int
-    ) -> kernels.SpreadChoices:
+    ) -> kernels.DispatchedRows:
         """Send tokens, ids and weights to the experts' ranks; return the received source rows.
 
         `ids_TK` are physical ids. Each block of `etp` ranks owns `num_local` physical ids.
         """
         tensors = (x_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous())
         self._enter(SlotEvent.OPERATION)
-        return kernels.spread_rows_and_choices(self.buffer, *tensors, num_local=num_local, etp=etp)
+        return kernels.dispatch_rows_and_choices(
+            self.buffer, *tensors, num_local_experts=num_local, etp=etp
+        )
 
     def spread(self, x_TD: Tensor, row_map: ExchangeMap, num_rows: int) -> Tensor:
         """Send row t of x_TD to the ranks that received token t in the dispatch of `row_map`.
@@ -124,7 +126,7 @@ class Exchange:
         Returns `num_rows` rows, in which row slots_SN[s, i] is source row s.
         """
         self._enter(SlotEvent.OPERATION)
-        return kernels.spread_rows(self.buffer, x_TD.contiguous(), *row_map, num_rows)
+        return kernels.dispatch_rows(self.buffer, x_TD.contiguous(), *row_map, num_rows)
 
     def reduce(
         self, y_RD: Tensor, row_map: ExchangeMap, choices: tuple[Tensor, Tensor] | None = None
@@ -138,7 +140,7 @@ class Exchange:
         if choices is not None:
             choices = (choices[0].contiguous(), choices[1])
         self._enter(SlotEvent.OPERATION)
-        return kernels.reduce_rows(self.buffer, y_RD.contiguous(), *row_map, choices)
+        return kernels.combine_rows(self.buffer, y_RD.contiguous(), *row_map, choices)
 
     def can_copy(self) -> bool:
         """Whether `start_copies` may be called now; identical on all ranks."""
@@ -178,7 +180,7 @@ class Exchange:
         current.wait_stream(self._stream)
 
     def _copy_sums(self, sums_SD: Tensor) -> None:
-        copies.copy_sums(self.buffer, sums_SD)
+        copies.copy_sums_to_peers(self.buffer, sums_SD)
 
     def _reduce_copies(
         self, sums_SD: Tensor, row_map: ExchangeMap, choices: tuple[Tensor, Tensor]
@@ -189,7 +191,7 @@ class Exchange:
         """
         peers_T, places_S, _ = row_map
         places = (peers_T, places_S, places_S[:, None])
-        return kernels.reduce_rows(self.buffer, sums_SD, *places, choices, has_sums=True)
+        return kernels.combine_rows(self.buffer, sums_SD, *places, choices, has_sums=True)
 
     def limit_rows(self, offsets_e: Tensor, num_rows: int) -> Tensor:
         """Return experts' row ends `offsets_e` clamped to `num_rows`; record a shortage of rows."""
@@ -215,12 +217,12 @@ class MetaExchange(Exchange):
 
     def spread_choices(
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, num_local: int, etp: int
-    ) -> kernels.SpreadChoices:
+    ) -> kernels.DispatchedRows:
         """Return meta source rows, and record a launch."""
         T, K = ids_TK.shape
         self._tokens_per_peer = compute_balanced_tokens(T, K, num_local * self.ep, num_local)
         self._record_operation(SPREAD, x_TD)
-        return kernels.SpreadChoices.empty(x_TD, ids_TK, weights_TK, self.layout.source_rows)
+        return kernels.DispatchedRows.empty(x_TD, ids_TK, weights_TK, self.layout.source_rows)
 
     def reduce(
         self, y_RD: Tensor, row_map: ExchangeMap, choices: tuple[Tensor, Tensor] | None = None
@@ -276,21 +278,21 @@ class CloneExchange:
         self.buffer, self.group = buffer, group
         G = group.size()
         experts_N = torch.arange(G, dtype=torch.int32, device=buffer.state.device).repeat(G)
-        self._gather_places = Places(experts_N=experts_N, num_clones=G, num_local=1)
+        self._gather_places = ClonePlaces(experts_N=experts_N, num_clones=G, num_local=1)
 
     def gather(self, row_1E: Tensor) -> Tensor:
         """All-gather a row [1, E] of each rank to [G, E], through the buffers of clones."""
         (rows_GE,) = self.fetch([row_1E], self._gather_places)
         return rows_GE
 
-    def fetch(self, tensors: Sequence[Tensor], places: Places) -> list[Tensor]:
+    def fetch(self, tensors: Sequence[Tensor], places: ClonePlaces) -> list[Tensor]:
         """Send weights [e, ...] to clones on other ranks, and return this rank's clones [c, ...].
 
         `places` has the expert of each place for a clone, on all ranks. Empty places have zeros.
         """
         return [clone_kernels.fetch_clones(self.buffer, tensor, places) for tensor in tensors]
 
-    def add_clone_grads_(self, grads: Sequence[Tensor], places: Places) -> list[Tensor]:
+    def add_clone_grads_(self, grads: Sequence[Tensor], places: ClonePlaces) -> list[Tensor]:
         """Add the gradients of all ranks' clones to their experts' gradients, and return [e, ...].
 
         Each of `grads`, [e + c, ...], ends with the gradients of this rank's clones.

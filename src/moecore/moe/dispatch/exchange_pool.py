@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.base.options.dispatch import NVLinkOptions
-from moecore.kernels.common import count_sms, use_device
+from moecore.kernels.common import count_sms, device_of
 from moecore.kernels.exchange.buffer import (
     ROW_ALIGNMENT,
     SUM_DTYPES,
@@ -183,7 +183,7 @@ class ExchangePool(BufferOwner):
         max_tokens = self._compare_options(x_TD, top_k, programs)
         layout = self._make_layout(x_TD, top_k, max_tokens, programs)
         # An evaluation may be first, but a training step cannot write tensors of inference mode.
-        with use_device(x_TD), torch.inference_mode(False):
+        with device_of(x_TD), torch.inference_mode(False):
             buffer = make_buffer(layout, self.group, x_TD.device, self.options.timeout_s)
         balanced = self._count_balanced_rows(layout)
         return Exchange(buffer, self.group, self.options, balanced_rows=balanced)

@@ -40,7 +40,12 @@ class LocalDispatcher(Dispatcher):
         """Return x_TD as source rows, without a copy, and an index of at most T * K expert rows."""
         ids_TK, E = routing.expert_ids_TK, self.num_experts
         length = min(ids_TK.numel(), E * routing.max_rows_per_expert)
-        sizes: Any = dict(first=0, num_local=E, multiple=routing.rows_multiple, length=length)
+        sizes: Any = dict(
+            first_expert=0,
+            num_local_experts=E,
+            row_multiple=routing.rows_multiple,
+            max_pairs=length,
+        )
         return ExpertInput(Rows(x_TD), build_index(ids_TK, routing.weights_TK, **sizes), None)
 
     def combine(self, y_SD: Tensor, plan: None) -> Tensor:

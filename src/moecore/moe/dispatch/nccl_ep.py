@@ -314,10 +314,10 @@ class NCCLEPDispatcher(Dispatcher):
         index = build_index(
             ids_SK.int(),
             weights_SK,
-            first=0,
-            num_local=p.num_physical,
-            multiple=routing.rows_multiple,
-            length=forward_handles.num_choices,
+            first_expert=0,
+            num_local_experts=p.num_physical,
+            row_multiple=routing.rows_multiple,
+            max_pairs=forward_handles.num_choices,
         )
         return ExpertInput(Rows(rows_SD), index, forward_handles)
 

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moecore.base.torch_private import sum_versions
-from moecore.kernels.exchange.operations import SpreadChoices
+from moecore.kernels.exchange.operations import DispatchedRows
 from moecore.kernels.experts.contract import Refetch, UnsummedInput
 from moecore.kernels.rows.index import ExpertIndex, build_index
 from moecore.kernels.rows.move import sum_rows_without_autograd
@@ -114,7 +114,7 @@ class NVLinkDispatcher(Dispatcher):
             wire.unpack(outputs.rows_SN, x_TD),
             ExpertIndex(*outputs[4:]),
             plan,
-            UnsummedInput(outputs.handle_RD, sender, refetch),
+            UnsummedInput(outputs.grad_handle_RD, sender, refetch),
             self._count_balanced_rows(exchange),
             receiver=plan.receiver,
         )
@@ -170,7 +170,7 @@ class NVLinkDispatcher(Dispatcher):
 
 
 def _build_index(
-    choices: SpreadChoices,
+    choices: DispatchedRows,
     *,
     exchange: Exchange,
     place: ExpertPlacement,
@@ -183,7 +183,7 @@ def _build_index(
     `row_factor`, R is at most `row_factor` times the rows of even loads. Otherwise R suffices for
     any routing. Each expert's number of rows is padded to a multiple of `multiple`.
     """
-    owned = dict(first=place.first_physical, num_local=place.num_physical)
+    owned = dict(first_expert=place.first_physical, num_local_experts=place.num_physical)
     num_rows = exchange.layout.source_rows * min(exchange.layout.top_k, place.num_physical)
     factor = exchange.options.row_factor
     if factor == "exact":
@@ -191,7 +191,7 @@ def _build_index(
     elif factor is not None and is_limited:
         num_rows = min(num_rows, math.ceil(factor * exchange.balanced_rows))
     index = build_index(
-        choices.ids_SK, choices.weights_SK, **owned, multiple=multiple, length=num_rows
+        choices.ids_SK, choices.weights_SK, **owned, row_multiple=multiple, max_pairs=num_rows
     )
     if factor not in (None, "exact") and is_limited:
         limited = exchange.limit_rows(index.offsets_e, index.row_ids_R.shape[0])
@@ -199,15 +199,17 @@ def _build_index(
     return index
 
 
-def _count_rows(exchange: Exchange, ids_SK: Tensor, *, first: int, num_local: int) -> int:
-    """Return how many entries of `ids_SK` are in [first, first + num_local). Host sync."""
+def _count_rows(
+    exchange: Exchange, ids_SK: Tensor, *, first_expert: int, num_local_experts: int
+) -> int:
+    """Return how many entries of `ids_SK` are ids of local experts. Host sync."""
     if ids_SK.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "NVLinkOptions.row_factor ('exact') must be a number while a CUDA graph is captured"
         )
     if ids_SK.is_meta:  # choices have no values, so loads are even
         return exchange.balanced_rows
-    return int(((ids_SK >= first) & (ids_SK < first + num_local)).sum())
+    return int(((ids_SK >= first_expert) & (ids_SK < first_expert + num_local_experts)).sum())
 
 
 def _repeat_spread(
@@ -284,7 +286,7 @@ class _DispatchOutputs(NamedTuple):
     """The outputs of `_Dispatch`, or their gradients: see `UnsummedInput` and `NVLinkPlan`."""
 
     rows_SN: Any  # source rows as sent, maybe packed
-    handle_RD: Any
+    grad_handle_RD: Any
     peers_T: Any
     places_S: Any
     row_ids_R: Any  # from here on an `ExpertIndex`
@@ -306,13 +308,13 @@ class _Dispatch(torch.autograd.Function):
         wire: Wire,
         place: ExpertPlacement,
         sender: _GradSender | None,
-        make_index: Callable[[SpreadChoices], ExpertIndex],
+        make_index: Callable[[DispatchedRows], ExpertIndex],
     ) -> tuple[Tensor, ...]:
         tensors = (wire.pack(x_TD), ids_TK, weights_TK)
         sizes: dict[str, Any] = dict(num_local=place.num_physical, etp=place.etp)
         choices = exchange.spread_choices(*tensors, **sizes)
         index = make_index(choices)
-        handle_RD = make_handle(x_TD, index.row_ids_R.shape[0])
+        grad_handle_RD = make_handle(x_TD, index.row_ids_R.shape[0])
         row_map = (choices.peers_T, choices.places_S)
         ctx.exchange, ctx.sender = exchange, sender
         ctx.rows_like = (index.row_ids_R.shape[0], x_TD.shape[1]), x_TD.dtype
@@ -320,13 +322,13 @@ class _Dispatch(torch.autograd.Function):
         integers = (*row_map, index.row_ids_R, index.slots_SK, index.offsets_e)
         ctx.mark_non_differentiable(choices.rows_SD, *integers)
         ctx.set_materialize_grads(False)  # the integer outputs would get zeros of their size
-        return _DispatchOutputs(choices.rows_SD, handle_RD, *row_map, *index)
+        return _DispatchOutputs(choices.rows_SD, grad_handle_RD, *row_map, *index)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         row_map = ExchangeMap(*ctx.saved_tensors)
         outputs = _DispatchOutputs(*grads)
-        drows_RD, dweights_R = outputs.handle_RD, outputs.weights_R
+        drows_RD, dweights_R = outputs.grad_handle_RD, outputs.weights_R
         pair = ctx.sender.finish_sending((drows_RD, dweights_R), row_map) if ctx.sender else None
         if pair is not None:
             return *pair, *(None,) * 6

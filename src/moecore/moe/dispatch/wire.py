@@ -56,14 +56,14 @@ class Wire:
         )
         return gather_fp8_rows(self.pack(x_TD), *row_map), handle_MD
 
-    def unpack(self, rows_SN: Tensor, like: Tensor, handle_SD: Tensor | None = None) -> Rows:
+    def unpack(self, rows_SN: Tensor, like: Tensor, grad_handle_SD: Tensor | None = None) -> Rows:
         """Return received rows as `Rows` of the width and dtype of `like`; FP8 rows stay packed.
 
-        `handle_SD` stands for packed rows in autograd; None = no gradient.
+        `grad_handle_SD` stands for packed rows in autograd; None = no gradient.
         """
         if not self.fp8:
             return Rows(rows_SN)
-        return Rows.from_bytes(rows_SN, like.shape[1], like.dtype, handle_SD)
+        return Rows.from_bytes(rows_SN, like.shape[1], like.dtype, grad_handle_SD)
 
     def make_receiver(self) -> Receiver | None:
         """Return a receiver of the experts' output gradients as FP8; None = no FP8 gradients."""
@@ -101,9 +101,9 @@ class Receiver:
         rows = Rows.from_bytes(words_RW, dy_TD.shape[1], dy_TD.dtype)
         if self.next is not None:  # the second dispatch packs the rows again
             return rows.widen()
-        handle_RD = make_handle(dy_TD, words_RW.shape[0])
-        self._entry = handle_RD, rows
-        return handle_RD
+        grad_handle_RD = make_handle(dy_TD, words_RW.shape[0])
+        self._entry = grad_handle_RD, rows
+        return grad_handle_RD
 
     def take_packed_grads(self, dy: Tensor) -> Rows | None:
         """Return the received FP8 rows of handle `dy`; None if `dy` was sent unpacked."""

@@ -36,9 +36,9 @@ from moecore.kernels.rows.scaling import Blocks
 from moecore.kernels.rows.shard_blocks import MatrixShard, quantise_blocks_, write_block_amax_
 from moecore.kernels.rows.shard_matrices import (
     SQUARE,
-    cast_part_,
     count_matrices,
-    pack_part_,
+    pack_shard_,
+    quantise_shard_,
     write_finite_amax_,
     write_matrix_amax_,
     write_square_amax_,
@@ -123,7 +123,7 @@ class QuantisedFormat(ABC):
         for param in params:
             dim = param.slot.dim
             size = param.shard.shape[dim]
-            places.append(MatrixShard.of(param.shape, dim, param.start, size))
+            places.append(MatrixShard.from_slice(param.shape, dim, param.start, size))
         shapes = [self._get_blocks_shape(place) for place in places]
         has_matrices = self._has_matrix_amax
         sizes = [math.prod(shape) for shape in shapes]
@@ -213,7 +213,7 @@ class MatrixFormat(QuantisedFormat):
         if past is not None:  # all ranks must use the same scale, also if one skipped the linear
             amax = torch.where(past > 0, past, amax)
         operands = shard, scaling.first, amax, scaling.scales, values
-        cast_part_(*operands, power_of_two=self._recipe.power_of_two)
+        quantise_shard_(*operands, power_of_two=self._recipe.power_of_two)
 
 
 class PackedFormat(QuantisedFormat):
@@ -241,7 +241,7 @@ class PackedFormat(QuantisedFormat):
     def _quantise_shard(self, shard: Tensor, scaling: _ShardScaling, values: Tensor) -> None:
         """Write the scales of all blocks to `scaling`, the shard's packed values to `values`."""
         amax = scaling.of_blocks, scaling.of_matrices
-        pack_part_(shard, scaling.place, *amax, scaling.scales, values, self._recipe)
+        pack_shard_(shard, scaling.place, *amax, scaling.scales, values, self._recipe)
 
 
 FORMATS: dict[Scaling, type[QuantisedFormat]] = {

@@ -156,7 +156,7 @@ class Gradients:
             return None
         adds = index in self._filled
         scale = 1.0 if adds and index not in self._divided else 1.0 / self.divisor
-        return GradTarget(sums.parameters[index].view(shape), adds=adds, scale=scale)
+        return GradTarget(sums.parameters[index].view(shape), accumulate=adds, scale=scale)
 
     def _record_kernel_grad(self, index: int, grad: Tensor) -> None:
         """Record that a kernel has computed the gradient of parameter `index`.
@@ -242,7 +242,7 @@ class Gradients:
         fits = local.dtype == param.dtype and local.is_contiguous() and not grad.requires_grad
         if not fits or local.shape != param.shard.shape:
             return None
-        return GradTarget(local.view(shape), adds=True, scale=scale)
+        return GradTarget(local.view(shape), accumulate=True, scale=scale)
 
     def _acquire_sums(self) -> UnitViews | None:
         """Return views of memory for the sums; None while another unit uses the shared buffer."""

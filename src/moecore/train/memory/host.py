@@ -23,7 +23,7 @@ from torch import Tensor
 
 from moecore.base.saved_tensors import UsedRows
 from moecore.base.torch_private import allocate_as_host_memory, get_storage_key
-from moecore.kernels.common import use_device
+from moecore.kernels.common import device_of
 from moecore.kernels.rows.move import copy_first_rows
 from moecore.train.memory.groups import HostCopy
 from moecore.train.memory.streams import CopyStream, CopyStreams, Job
@@ -346,7 +346,7 @@ class HostCopies:
         self._streams |= dict(zip(devices, streams, strict=True))
         try:
             for device, stream in zip(devices, streams, strict=True):
-                with use_device(jobs[device][0].source):
+                with device_of(jobs[device][0].source):
                     stream.start(jobs[device])
         finally:  # also after an error: no copy may write into memory that the caller frees
             for stream in streams:

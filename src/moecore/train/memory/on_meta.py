@@ -2,7 +2,7 @@
 
 Attention saves queries, keys, values, its output and one fp32 sum per row and head, as flash and
 memory-efficient kernels do. A norm on a GPU saves its input and one fp32 number per row. moecore's
-own kernels are recorded without running (`kernels/common.py`). A mask selects all elements.
+own kernels are recorded without running (`kernels/meta.py`). A mask selects all elements.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moecore.base.torch_private import (
     scaled_mm,
     tree_map_only,
 )
-from moecore.kernels.common import record_launch
+from moecore.kernels.meta import record_launch
 
 META = torch.device("meta")
 ATTRIBUTES = {

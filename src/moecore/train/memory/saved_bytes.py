@@ -21,7 +21,8 @@ from moecore.base.copies import copy_modules
 from moecore.base.options.memory import MemoryOptions, StashOptions
 from moecore.base.saved_tensors import find_used_rows, use_packer
 from moecore.base.torch_private import get_storage_key
-from moecore.kernels.common import cdiv, treat_meta_as
+from moecore.kernels.common import cdiv
+from moecore.kernels.meta import treat_meta_as
 from moecore.moe.balance import BalanceGroups, LoadTracker
 from moecore.moe.experts import Experts
 from moecore.moe.layer import RoutedLayer

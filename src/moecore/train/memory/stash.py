@@ -28,7 +28,12 @@ from moecore.base.rank_checks import get_rank_or_zero
 from moecore.base.saved_tensors import UsedRows
 from moecore.kernels.common import cdiv
 from moecore.kernels.rows.free_list import PEAK_WORD, PagePool, return_pages
-from moecore.kernels.rows.pages import MAX_MATRICES, PageLayout, copy_rows, take_rows
+from moecore.kernels.rows.pages import (
+    MAX_MATRICES,
+    PageLayout,
+    stash_or_restore_rows,
+    take_pages_for_rows,
+)
 from moecore.moe.dispatch.exchange import ExchangeError
 from moecore.moe.shortage import BufferOwner, ShortageCounters
 from moecore.train.memory.groups import HostCopy, StorageGroup
@@ -54,15 +59,17 @@ class DispatchPages:
 
     def fill(self, matrices: Sequence[Tensor]) -> None:
         """Allocate pages for the used rows of matrices, and copy the rows into the pages."""
-        take_rows(self.table, self.layout, self.slots, self.num_rows)
-        copy_rows(matrices, self.table, self.layout, stash=True)
+        take_pages_for_rows(self.table, self.layout, self.slots, self.num_rows)
+        stash_or_restore_rows(matrices, self.table, self.layout, stash=True)
 
     def read(self, matrices: Sequence[Tensor | None], expired_pages: DispatchPages | None) -> None:
         """Copy used rows to `matrices` (None = skip), and free `expired_pages`, in one launch."""
         freed_table = None
         if expired_pages is not None:
             freed_table = (expired_pages.table, expired_pages.layout.num_entries)
-        copy_rows(matrices, self.table, self.layout, stash=False, released_table=freed_table)
+        stash_or_restore_rows(
+            matrices, self.table, self.layout, stash=False, released_table=freed_table
+        )
 
 
 class PagePlace(NamedTuple):
@@ -206,7 +213,9 @@ class PageStore:
         kind = self._kinds.get((key, lengths))
         if kind is None:
             self._check_widths(pool, key)
-            kind = self._kinds[key, lengths] = _PageKind(PageLayout.of(pool, key, *lengths))
+            kind = self._kinds[key, lengths] = _PageKind(
+                PageLayout.from_matrices(pool, key, *lengths)
+            )
         # A CUDA graph needs tables of its own, which it fills at each replay. An eager table may
         # become a graph's, but not the other way round.
         tables = kind.of_graphs if in_capture else kind.of_eager
@@ -259,7 +268,7 @@ class PageStore:
                 f"must give fewer than 2^31 pages of {page_bytes} bytes: lower them"
             )
         device = self._streams.device
-        self.pool = PagePool.make(num_pages, page_bytes, device, num_host_pages=num_host_pages)
+        self.pool = PagePool.allocate(num_pages, page_bytes, device, num_host_pages=num_host_pages)
         return self.pool
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moecore.base.streams import Stream, create_stream, get_current_stream, is_capturing, use_stream
-from moecore.kernels.common import record_launch
+from moecore.kernels.meta import record_launch
 
 PIECE_BYTES = 8 * 2**20  # 150 us
 

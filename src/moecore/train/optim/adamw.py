@@ -20,7 +20,7 @@ from torch.optim.optimizer import ParamsT
 
 from moecore.base.fields import OneOf, check_value
 from moecore.base.torch_private import foreach_add_, get_local_tensor, zeros_like
-from moecore.kernels.adamw import AdamWOptions, AdamWTensors, ParamRow, adamw_
+from moecore.kernels.adamw import AdamWOptions, AdamWTensors, ParamTensors, adamw_
 from moecore.kernels.adamw_formats import (
     MOMENT_BLOCK,
     count_moment_blocks,
@@ -32,7 +32,7 @@ from moecore.train.optim.gradients import get_grad, get_scale_signals, run_closu
 FP8 = torch.float8_e4m3fn
 MOMENT_DTYPE = Annotated[torch.dtype, OneOf((torch.float32, torch.bfloat16, FP8))]
 MOMENTS = ("exp_avg", "exp_avg_sq")
-STATE = (*MOMENTS, "step", "exponents", "remainder")  # as in `ParamRow`
+STATE = (*MOMENTS, "step", "exponents", "remainder")  # as in `ParamTensors`
 CHUNK = MOMENT_BLOCK << 17  # elements that are converted at a time
 
 
@@ -228,13 +228,13 @@ class AdamW(torch.optim.AdamW):
                 continue
             state = self.prepare_state(param)
             parts = (param, get_grad(param), *map(state.get, STATE))
-            row = ParamRow(*[t.to_local() if isinstance(t, DTensor) else t for t in parts])
+            row = ParamTensors(*[t.to_local() if isinstance(t, DTensor) else t for t in parts])
             # One record per kind: parameters that no kernel can update stay out of the others'.
             kind: list[Any] = [param.device, row.remainder is None]
             for t in row[:4]:
                 kind += (t.dtype, t.is_contiguous())
             rows.setdefault(tuple(kind), []).append((row, number))
-        return [AdamWTensors.from_rows(kind_rows) for kind_rows in rows.values()]
+        return [AdamWTensors.from_params(kind_rows) for kind_rows in rows.values()]
 
     def prepare_state(self, param: Tensor) -> dict[str, Tensor]:
         """Return `self.state[param]`: zeros if new, converted if its dtypes or device differ."""

@@ -32,7 +32,7 @@ from moecore.base.params import clean_name, compute_global_indices
 from moecore.base.regions import run_and_save
 from moecore.base.torch_private import get_local_tensor
 from moecore.kernels.ops import Op
-from moecore.kernels.zigzag import find_documents
+from moecore.kernels.zigzag import find_document_ids
 from moecore.models.layers import Attention
 from moecore.models.mla import LatentAttention
 from moecore.parallel.model.parallel_state import find_staged_module, get_request
@@ -57,7 +57,7 @@ def _update_max(
     document_S = None
     if cu_seqlens is not None:  # documents are packed over all rows
         q_BTHd, k_BShd = q_BTHd.flatten(0, 1)[None], k_BShd.flatten(0, 1)[None]
-        document_S = find_documents(cu_seqlens, k_BShd.shape[1])
+        document_S = find_document_ids(cu_seqlens, k_BShd.shape[1])
         padding_BS = None if padding_BS is None else padding_BS.flatten()[None]
     (B, T, H, _), (S, h) = q_BTHd.shape, k_BShd.shape[1:3]
     if not B * T:

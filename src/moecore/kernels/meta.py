@@ -1,0 +1,111 @@
+"""Dry runs on meta tensors: whether meta counts as a GPU, and the recording of kernel launches."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from moecore.base.torch_private import enter_custom_ops
+
+try:
+    from triton.runtime.jit import JITFunction
+except ImportError:
+    JITFunction = None
+
+OnLaunch = Callable[[str, Sequence[Any]], None]  # name and arguments of a kernel
+
+
+class MetaSettings(threading.local):
+    """Settings of this thread for dry runs on meta tensors, set by the contexts below."""
+
+    is_gpu = False
+    on_launch: OnLaunch | None = None
+    num_peers = 1
+    has_block_scales = False
+    repeats = 1
+
+
+meta_settings = MetaSettings()
+
+
+@contextmanager
+def _set_meta(**settings: Any) -> Iterator[None]:
+    """Return a context in which fields of `MetaSettings` have these values."""
+    before = {name: getattr(meta_settings, name) for name in settings}
+    vars(meta_settings).update(settings)
+    try:
+        yield
+    finally:
+        vars(meta_settings).update(before)
+
+
+def treat_meta_as(device_type: str) -> AbstractContextManager[None]:
+    """Return a context in which meta tensors count as CUDA tensors iff `device_type` is "cuda"."""
+    return _set_meta(is_gpu=device_type == "cuda")
+
+
+def meta_is_gpu() -> bool:
+    """Return whether meta tensors count as CUDA tensors in this thread, see `treat_meta_as`."""
+    return meta_settings.is_gpu
+
+
+@contextmanager
+def record_launches_on_meta(
+    on_launch: OnLaunch, num_peers: int = 1, *, has_block_scales: bool = False
+) -> Iterator[None]:
+    """Return a context in which kernels on meta tensors are recorded, not launched.
+
+    The context calls `on_launch` with each kernel's name and arguments. Meta counts as a Hopper
+    GPU, with `has_block_scales` as a GPU that also multiplies MXFP8 and NVFP4 (Blackwell).
+    `num_peers` neighbouring ranks can access each other's memory. The kernels' outputs are
+    allocated on meta, so dispatch modes can count them.
+    """
+    settings = _set_meta(
+        on_launch=on_launch, num_peers=num_peers, is_gpu=True, has_block_scales=has_block_scales
+    )
+    with settings, enter_custom_ops(), _record_launches():
+        yield
+
+
+def get_num_meta_peers() -> int:
+    """Return the number of ranks with mutual memory access that a dry run on meta assumes."""
+    return meta_settings.num_peers
+
+
+def repeat_on_meta(num_repeats: int) -> AbstractContextManager[None]:
+    """Return a context in which recorders count one operation on meta `num_repeats` times."""
+    return _set_meta(repeats=num_repeats)
+
+
+def get_meta_repeats() -> int:
+    """Return how many times recorders count one operation on meta, see `repeat_on_meta`."""
+    return meta_settings.repeats
+
+
+def record_launch(name: str, *args: Any, **_: Any) -> None:
+    """Report a kernel to the active `record_launches_on_meta`; without one, do nothing."""
+    if meta_settings.on_launch is not None:
+        meta_settings.on_launch(name, args)
+
+
+@contextmanager
+def _record_launches() -> Iterator[None]:
+    """Return a context in which Triton kernels of this thread are recorded, not launched."""
+    if JITFunction is None:  # under the interpreter kernels are of another class
+        yield
+        return
+    run = JITFunction.run
+
+    def record(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        """Record a launch, or launch the kernel if this thread records nothing."""
+        if meta_settings.on_launch is None:
+            return run(self, *args, grid=grid, warmup=warmup, **options)
+        return record_launch(self.fn.__name__, *args)
+
+    JITFunction.run = record
+    try:
+        yield
+    finally:
+        JITFunction.run = run
