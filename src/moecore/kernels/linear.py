@@ -40,10 +40,10 @@ class LinearProducts(ABC):
     forward: ClassVar[Callable[..., Tensor]]  # (x, weight, bias, *others) -> y
     # setup_context(ctx, (x, weight, bias, *others), y), as that of an `autograd.Function`.
     setup_context: ClassVar[Callable[..., None]]
-    # compute_gradients(ctx, dy) -> dx, the operands of `weight_grad`, and dbias; None = not needed.
+    # compute_gradients(ctx, dy) -> dx, operands of `compute_weight_grad`, dbias; None = not needed.
     compute_gradients: ClassVar[Callable[..., Gradients]]
-    # weight_grad(*operands, target) puts dweight at a `GradTarget` and returns it.
-    weight_grad: ClassVar[Callable[..., Tensor]]
+    # compute_weight_grad(*operands, target) puts dweight at a `GradTarget` and returns it.
+    compute_weight_grad: ClassVar[Callable[..., Tensor]]
 
     @abstractmethod
     def __call__(
@@ -72,8 +72,10 @@ def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     products, sink = ctx.products, ctx.sink
     dx, operands, dbias_N = products.compute_gradients(ctx, *grads)
     dweight_NK = None
-    if operands is not None and (sink is None or not sink.defer(products.weight_grad, *operands)):
-        dweight_NK = products.weight_grad(*operands, GradTarget())
+    if operands is not None and (
+        sink is None or not sink.defer(products.compute_weight_grad, *operands)
+    ):
+        dweight_NK = products.compute_weight_grad(*operands, GradTarget())
     input_grads: tuple[Tensor | None, ...] = (dx, dweight_NK, dbias_N)
     if torch.is_grad_enabled() and not products.differentiable_twice:
         input_grads = tuple(
@@ -162,7 +164,7 @@ class PlainProducts(LinearProducts):
     @override
     @staticmethod
     def compute_gradients(ctx: Any, dy: Tensor) -> Gradients:
-        """Return dx, the operands (dy, x) of `weight_grad`, and dbias; None where not needed."""
+        """Return dx, the operands of `compute_weight_grad`, and dbias; None where not needed."""
         x, weight_NK = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         dy_TN = dy.reshape(-1, dy.shape[-1])
@@ -172,7 +174,7 @@ class PlainProducts(LinearProducts):
 
     @override
     @staticmethod
-    def weight_grad(dy_TN: Tensor, x_TK: Tensor, target: GradTarget) -> Tensor:
+    def compute_weight_grad(dy_TN: Tensor, x_TK: Tensor, target: GradTarget) -> Tensor:
         """Return dy^T @ x, [N, K], written to `target`, or added to it if `target.accumulate`."""
         return scale_and_store_grad(
             dy_TN.t().mm(x_TK), target.out, target.accumulate, target.dtype, target.scale

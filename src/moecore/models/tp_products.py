@@ -258,9 +258,9 @@ class _SlicedProducts(NamedTuple):
     def weight_grad(self, number: int, dy: Tensor, x: Tensor) -> Tensor | None:
         """Return dy^T @ x, the gradient of weight `number`; None = its sink computes it later."""
         sink, operands = self.sinks[number], (dy.flatten(0, 1), x.flatten(0, 1))
-        if sink is not None and sink.defer(PlainProducts.weight_grad, *operands):
+        if sink is not None and sink.defer(PlainProducts.compute_weight_grad, *operands):
             return None
-        return PlainProducts.weight_grad(*operands, GradTarget())
+        return PlainProducts.compute_weight_grad(*operands, GradTarget())
 
 
 def _multiply_slice(

@@ -97,7 +97,9 @@ class EmulatedLinearProducts(QuantisedProducts):
     """Computes y, dx and dw of one linear with recipe "mxfp8" or "nvfp4"."""
 
     @override
-    def prepare(self, x: Tensor, weight: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
+    def prepare(
+        self, x: Tensor, weight_param: Tensor, weight_NK: Tensor, training: bool
+    ) -> LinearCall:
         """Return the settings and tensors of one forward; x and `training` are not used.
 
         A weight that FSDP all-gathered packed contributes its blocks. Other weights contribute the
@@ -107,13 +109,15 @@ class EmulatedLinearProducts(QuantisedProducts):
         with torch.no_grad():
             if not has_values(weight_NK):
                 kind = GATHERED_KINDS.get(recipe.weight_block)
-                blocks = read_gathered_blocks(kind, weight, weight_NK)
+                blocks = read_gathered_blocks(kind, weight_param, weight_NK)
                 assert blocks.amax is not None, "gathered blocks have an amax"
                 call = LinearCall(weight_amax=blocks.amax, recipe=recipe)
                 return call._replace(weight_rows=blocks.values, weight_scales=blocks.scales)
             amax = None  # the weight's own
             if not recipe.power_of_two:  # shards are quantised as one rank quantises the weight
-                amax = all_reduce_max(compute_finite_magnitude(weight_NK).amax().reshape(1), weight)
+                amax = all_reduce_max(
+                    compute_finite_magnitude(weight_NK).amax().reshape(1), weight_param
+                )
         return LinearCall(weight_amax=amax, recipe=recipe)
 
     @override
@@ -125,8 +129,10 @@ class EmulatedLinearProducts(QuantisedProducts):
 
     @override
     @staticmethod
-    def input_grad(dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall) -> InputGradient:
-        """Return dx (None if `weight_NK` is None), and the unchanged dy for `weight_grad`."""
+    def compute_input_grad(
+        dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall
+    ) -> InputGradient:
+        """Return dx (None if `weight_NK` is None), and dy unchanged for `compute_weight_grad`."""
         if weight_NK is None:
             return None, dy_TN
         weight = _quantise_weight(weight_NK, call, transposed=True)
@@ -135,7 +141,9 @@ class EmulatedLinearProducts(QuantisedProducts):
 
     @override
     @staticmethod
-    def weight_grad(dy_TN: Tensor, x: Tensor, call: LinearCall, target: GradTarget) -> Tensor:
+    def compute_weight_grad(
+        dy_TN: Tensor, x: Tensor, call: LinearCall, target: GradTarget
+    ) -> Tensor:
         """Return dw [N, K].
 
         If `target.out` is a tensor, dw is written to it, or added to it if `target.accumulate` is

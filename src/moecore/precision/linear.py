@@ -108,7 +108,7 @@ def cast_input(
     )
 
 
-InputGradient = tuple[Tensor | None, Any]  # dx, and dy as `weight_grad` takes it
+InputGradient = tuple[Tensor | None, Any]  # dx, and dy as `compute_weight_grad` takes it
 
 
 class LinearCall(NamedTuple):
@@ -157,11 +157,11 @@ class QuantisedProducts(LinearProducts):
     def __repr__(self) -> str:
         return self.recipe.describe()
 
-    def _run(self, x: Tensor, weight: Tensor, bias: Tensor | None, training: bool) -> Tensor:
+    def _run(self, x: Tensor, weight_param: Tensor, bias: Tensor | None, training: bool) -> Tensor:
         """Return y, by one autograd node in eager code, otherwise by the custom op `op`."""
-        weight_NK = get_local_param(weight, reads=False)
+        weight_NK = get_local_param(weight_param, reads=False)
         check_linear_operands(x, weight_NK, self.recipe)
-        call = self.prepare(x, weight, weight_NK, training)
+        call = self.prepare(x, weight_param, weight_NK, training)
         bias_N = None if bias is None else get_local_param(bias)
         call = call._replace(dtype=get_autocast_dtype(x) or x.dtype)  # as of `nn.Linear`
         if not (is_plain_eager() and is_plain(x) and is_plain(weight_NK)):
@@ -170,7 +170,7 @@ class QuantisedProducts(LinearProducts):
         if not torch.is_grad_enabled():
             return self.forward(x, weight_NK, bias_N, call)
         may_defer = self.defers and weight_NK.requires_grad
-        sink = find_sink(weight, weight_NK.shape) if may_defer else None
+        sink = find_sink(weight_param, weight_NK.shape) if may_defer else None
         return linear((x, weight_NK, bias_N, call), type(self), sink)
 
     def get_past_amax(self, operand: OperandName) -> Tensor | None:
@@ -178,7 +178,9 @@ class QuantisedProducts(LinearProducts):
         return None if self.history is None else self.history.get_max_amax(operand)
 
     @abstractmethod
-    def prepare(self, x: Tensor, weight: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
+    def prepare(
+        self, x: Tensor, weight_param: Tensor, weight_NK: Tensor, training: bool
+    ) -> LinearCall:
         """Return the settings of one forward, with quantised operands or the amax that scales them.
 
         `training` = the amax of x is recorded for delayed scaling.
@@ -191,8 +193,10 @@ class QuantisedProducts(LinearProducts):
 
     @staticmethod
     @abstractmethod
-    def input_grad(dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall) -> InputGradient:
-        """Return dx, None if `weight_NK` is None, and dy in the form that `weight_grad` reads."""
+    def compute_input_grad(
+        dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall
+    ) -> InputGradient:
+        """Return dx, None if `weight_NK` is None, and dy in the form for `compute_weight_grad`."""
 
     @override
     @classmethod
@@ -223,14 +227,14 @@ class QuantisedProducts(LinearProducts):
     @override
     @classmethod
     def compute_gradients(cls, ctx: Any, dy: Tensor) -> Gradients:
-        """Return dx, the operands of `weight_grad` (None if not needed) and dbias."""
+        """Return dx, the operands of `compute_weight_grad` (None if not needed) and dbias."""
         x, x_scales, weight_NK, x_amax, weight_amax, dy_amax = ctx.saved_tensors
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         call = ctx.call._replace(x_column_scales=x_scales, dtype=x_dtype)
         call = call._replace(x_amax=x_amax, weight_amax=weight_amax, dy_amax=dy_amax)
         _, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         dy_TN = flatten_rows(dy)
-        dx, columns = cls.input_grad(dy_TN, weight_NK, call)
+        dx, columns = cls.compute_input_grad(dy_TN, weight_NK, call)
         dbias_N = dy_TN.sum(0, dtype=torch.float32).to(bias_dtype) if wants_bias else None
         return (
             None if dx is None else restore_dims(dx, dy),
@@ -276,7 +280,9 @@ class Fp8Products(QuantisedProducts):
     """
 
     @override
-    def prepare(self, x: Tensor, weight: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
+    def prepare(
+        self, x: Tensor, weight_param: Tensor, weight_NK: Tensor, training: bool
+    ) -> LinearCall:
         """Quantise x and the weight; return them and the amax tensors as a `LinearCall`."""
         history = self.history
         seen = {} if history is None else history.get_current_amax(x.device, training=training)
@@ -284,7 +290,7 @@ class Fp8Products(QuantisedProducts):
         has_all_amax = history is None or history.has_all_amax
         x_amax = choose_scaling_amax(self.get_past_amax("input"), x, has_all_amax=has_all_amax)
         x_operands = self._cast_x(x, columns, x_amax, seen.get("input"))
-        weight_rows, weight_amax = self._cast_weight(weight, weight_NK, seen.get("weight"))
+        weight_rows, weight_amax = self._cast_weight(weight_param, weight_NK, seen.get("weight"))
         return LinearCall(
             *get_values_and_scales(x_operands.rows),
             *get_values_and_scales(x_operands.columns),
@@ -297,7 +303,7 @@ class Fp8Products(QuantisedProducts):
         )
 
     def _cast_weight(
-        self, weight: Tensor, weight_NK: Tensor, new_amax: Tensor | None
+        self, weight_param: Tensor, weight_NK: Tensor, new_amax: Tensor | None
     ) -> tuple[Blocks | None, Tensor | None]:
         """Return the weight quantised for y, and its amax, which backward reads.
 
@@ -306,13 +312,15 @@ class Fp8Products(QuantisedProducts):
         # No copy is cached: all-gathers and fused optimizers write values without a new version.
         kind = KINDS[self.recipe.weight_block]
         if not has_values(weight_NK):
-            return _read_gathered_rows(weight, weight_NK, kind, new_amax), None
+            return _read_gathered_rows(weight_param, weight_NK, kind, new_amax), None
         weight_amax = self.get_past_amax("weight")
         if weight_amax is None and self.recipe.scaling == "tensorwise":
             # Shards are quantised as one rank would quantise the full weight. Activations and
             # gradients have a local amax: an all-reduce would wait for the slowest rank.
             with torch.no_grad():
-                weight_amax = all_reduce_max(compute_amax(get_local_param(weight)), weight)
+                weight_amax = all_reduce_max(
+                    compute_amax(get_local_param(weight_param)), weight_param
+                )
         elif self.history is not None:  # after steps of zeros, each shard has its own scale
             weight_amax = choose_scaling_amax(
                 weight_amax, weight_NK, has_all_amax=self.history.has_all_amax
@@ -347,8 +355,10 @@ class Fp8Products(QuantisedProducts):
 
     @override
     @staticmethod
-    def input_grad(dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall) -> InputGradient:
-        """Return dx, None if `weight_NK` is None, and dy quantised for `weight_grad`."""
+    def compute_input_grad(
+        dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall
+    ) -> InputGradient:
+        """Return dx, None if `weight_NK` is None, and dy quantised for `compute_weight_grad`."""
         recipe = call.recipe
         operands = quantise_matrix(
             dy_TN,
@@ -367,7 +377,9 @@ class Fp8Products(QuantisedProducts):
 
     @override
     @staticmethod
-    def weight_grad(dy: Blocks, x_KT: Tensor, call: LinearCall, target: GradTarget) -> Tensor:
+    def compute_weight_grad(
+        dy: Blocks, x_KT: Tensor, call: LinearCall, target: GradTarget
+    ) -> Tensor:
         """Return dw = dy @ x.
 
         If `target.out` is a tensor, dw is written to it, or added to it if `target.accumulate` is
@@ -402,14 +414,14 @@ def choose_scaling_amax(
     return past_amax if past_amax is None or has_all_amax else compute_amax(x, past_amax)
 
 
-def all_reduce_max(tensor: Tensor, sharded_weight: Tensor) -> Tensor:
-    """Return `tensor`, all-reduced by MAX over the mesh dims that shard `sharded_weight`."""
-    if isinstance(sharded_weight, DTensor):
-        for mesh_dim, placement in enumerate(sharded_weight.placements):
+def all_reduce_max(tensor: Tensor, weight_param: Tensor) -> Tensor:
+    """Return `tensor`, all-reduced by MAX over the mesh dims that shard `weight_param`."""
+    if isinstance(weight_param, DTensor):
+        for mesh_dim, placement in enumerate(weight_param.placements):
             if not placement.is_replicate():
                 tensor = tensor.clone()
                 dist.all_reduce(
-                    tensor, dist.ReduceOp.MAX, sharded_weight.device_mesh.get_group(mesh_dim)
+                    tensor, dist.ReduceOp.MAX, weight_param.device_mesh.get_group(mesh_dim)
                 )
     return tensor
 
@@ -450,9 +462,9 @@ def check_linear_operands(x: Tensor, weight_NK: Tensor, recipe: Recipe) -> None:
         )
 
 
-def read_gathered_blocks(scale_kind: str | None, weight: Tensor, weight_NK: Tensor) -> Blocks:
+def read_gathered_blocks(scale_kind: str | None, weight_param: Tensor, weight_NK: Tensor) -> Blocks:
     """Return a weight's all-gathered FP8 blocks; NotImplementedError if not of `scale_kind`."""
-    blocks = None if torch.compiler.is_compiling() else get_fp8_blocks(weight)
+    blocks = None if torch.compiler.is_compiling() else get_fp8_blocks(weight_param)
     if blocks is None or blocks.kind != scale_kind:
         check_values(weight_NK)
     assert blocks is not None, "it has no values"
@@ -460,13 +472,13 @@ def read_gathered_blocks(scale_kind: str | None, weight: Tensor, weight_NK: Tens
 
 
 def _read_gathered_rows(
-    weight: Tensor, weight_NK: Tensor, scale_kind: str, new_amax: Tensor | None
+    weight_param: Tensor, weight_NK: Tensor, scale_kind: str, new_amax: Tensor | None
 ) -> Blocks:
     """Return a weight's all-gathered FP8 blocks as the operand of y.
 
     `new_amax`, fp32 [1] or None, is raised in place to the weight's amax.
     """
-    blocks = read_gathered_blocks(scale_kind, weight, weight_NK)
+    blocks = read_gathered_blocks(scale_kind, weight_param, weight_NK)
     if new_amax is not None and blocks.amax is not None:
         with torch.no_grad():
             new_amax.copy_(torch.maximum(new_amax, blocks.amax.masked_fill(blocks.amax.isinf(), 0)))

@@ -68,7 +68,9 @@ class TELinearProducts(QuantisedProducts):
     """Computes y, dx and dw of one linear by Transformer Engine, for recipes with backend "te"."""
 
     @override
-    def prepare(self, x: Tensor, weight: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
+    def prepare(
+        self, x: Tensor, weight_param: Tensor, weight_NK: Tensor, training: bool
+    ) -> LinearCall:
         """Return a `LinearCall` with the amax tensors; ValueError if the device cannot run it."""
         recipe, history = self.recipe, self.history
         check_values(weight_NK)
@@ -84,7 +86,9 @@ class TELinearProducts(QuantisedProducts):
         weight_amax = self.get_past_amax("weight")
         if weight_amax is None and recipe.scaling == "tensorwise":
             with torch.no_grad():  # shards of a weight share a scale
-                weight_amax = all_reduce_max(compute_amax(weight_NK), weight).amax().reshape(1)
+                weight_amax = (
+                    all_reduce_max(compute_amax(weight_NK), weight_param).amax().reshape(1)
+                )
         return LinearCall(
             x_amax=self.get_past_amax("input"),
             weight_amax=weight_amax,
@@ -108,8 +112,10 @@ class TELinearProducts(QuantisedProducts):
 
     @override
     @staticmethod
-    def input_grad(dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall) -> InputGradient:
-        """Return dx (None if `weight_NK` is None), and the unchanged dy for `weight_grad`."""
+    def compute_input_grad(
+        dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall
+    ) -> InputGradient:
+        """Return dx (None if `weight_NK` is None), and dy unchanged for `compute_weight_grad`."""
         if weight_NK is None:
             return None, dy_TN
         if not dy_TN.shape[0] or dy_TN.is_meta:
@@ -121,7 +127,9 @@ class TELinearProducts(QuantisedProducts):
 
     @override
     @staticmethod
-    def weight_grad(dy_TN: Tensor, x: Tensor, call: LinearCall, target: GradTarget) -> Tensor:
+    def compute_weight_grad(
+        dy_TN: Tensor, x: Tensor, call: LinearCall, target: GradTarget
+    ) -> Tensor:
         """Return dw [N, K].
 
         If `target.out` is a tensor, dw is written to it, or added to it if `target.accumulate` is

@@ -388,13 +388,13 @@ def test_a_sender_gets_gradients_before_those_of_the_weights(
     leaves, ids = make("swiglu")
     options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"))
     events: list[Any] = []
-    plain = TorchMatmuls.weight_grad
+    plain = TorchMatmuls.compute_weight_grad
 
     def recorded(matmuls: TorchMatmuls, *args: Any) -> Tensor:
         events.append(("weight",))
         return plain(matmuls, *args)
 
-    monkeypatch.setattr(TorchMatmuls, "weight_grad", recorded)
+    monkeypatch.setattr(TorchMatmuls, "compute_weight_grad", recorded)
 
     def gradients(sender: Sender | None) -> list[Tensor | None]:
         own = {n: t.detach().clone().requires_grad_(n not in frozen) for n, t in leaves.items()}

@@ -146,9 +146,9 @@ def counted() -> Iterator[list[str]]:
 
     with ExitStack() as stack:
         for owner, name in (
-            (PlainProducts, "weight_grad"),
-            (Fp8Products, "weight_grad"),
-            (TorchMatmuls, "weight_grad"),
+            (PlainProducts, "compute_weight_grad"),
+            (Fp8Products, "compute_weight_grad"),
+            (TorchMatmuls, "compute_weight_grad"),
             (BlockwiseProducts, "_compute_weight_grad"),
         ):
             stack.enter_context(patch.object(owner, name, recording(getattr(owner, name))))

@@ -101,14 +101,14 @@ def _compute_scores(q: Tensor, k: Tensor, mask: AttentionMask, scale: float) -> 
     return s if seen_TS is None else s.masked_fill(~seen_TS, -math.inf)
 
 
-def _group_heads(x_BTHx: Tensor, h: int, mask: AttentionMask) -> Tensor:
+def _group_heads(x_BTHx: Tensor, num_kv_heads: int, mask: AttentionMask) -> Tensor:
     """Return heads by key/value head, [B, T, h, H / h, dim], in at least fp32.
 
     Rows with packed documents are joined to one row, [1, B * T, ...].
     """
     x = x_BTHx.to(torch.promote_types(x_BTHx.dtype, torch.float32))
     x = x.flatten(0, 1)[None] if mask.is_packed else x
-    return x.unflatten(2, (h, x.shape[2] // h))  # type: ignore[no-any-return]
+    return x.unflatten(2, (num_kv_heads, x.shape[2] // num_kv_heads))  # type: ignore[no-any-return]
 
 
 def _group_operands(block: AttentionBlock) -> tuple[Tensor, Tensor, Tensor]:

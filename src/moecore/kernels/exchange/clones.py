@@ -275,7 +275,7 @@ def split_into_pieces(
         yield ClonePiece(width, start, min(max_width, width - start))
 
 
-def _launch_kernel(
+def _launch_clone_kernel(
     kernel: Any,
     waits_for_flags: bool,
     buffer: CloneBuffer,
@@ -311,10 +311,10 @@ def _launch_kernel(
 #   receive_weights  local slots -> clones, zeros for an empty place
 #   store_grads      gradients of the clones -> local slots
 #   receive_grads    slots of peers, added to the gradients of this rank's experts
-store_weights = partial(_launch_kernel, _store_weights_kernel, False)
-receive_weights = partial(_launch_kernel, _receive_weights_kernel, True)
-store_grads = partial(_launch_kernel, _store_grads_kernel, False)
-receive_grads = partial(_launch_kernel, _receive_grads_kernel, True)
+store_weights = partial(_launch_clone_kernel, _store_weights_kernel, False)
+receive_weights = partial(_launch_clone_kernel, _receive_weights_kernel, True)
+store_grads = partial(_launch_clone_kernel, _store_grads_kernel, False)
+receive_grads = partial(_launch_clone_kernel, _receive_grads_kernel, True)
 
 
 def fetch_clones(buffer: CloneBuffer, expert_weights: Tensor, clone_places: ClonePlaces) -> Tensor:
@@ -349,6 +349,7 @@ def add_clone_grads_(buffer: CloneBuffer, grads: Tensor, clone_places: ClonePlac
 
 
 def _view_as_rows(tensor: Tensor) -> Tensor:
+    """Return a view [rows, elements] of a tensor [rows, ...]."""
     return tensor.view(tensor.shape[0], tensor.shape[1:].numel())
 
 

@@ -48,11 +48,13 @@ class Matmuls(Protocol):
         `operand` names the rows: x, a, dy or dh. `MATRICES` maps the name to w1 or w2.
         """
 
-    def weight_grad(self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget) -> Tensor:
+    def compute_weight_grad(
+        self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget
+    ) -> Tensor:
         """Return each expert's dy^T x [e, N, K], the gradient of w1 or w2, written to `target`."""
 
     def drop_weights(self) -> None:
-        """Free the matrices; only `weight_grad` may be called after this call."""
+        """Free the matrices; only `compute_weight_grad` may be called after this call."""
 
 
 class TorchMatmuls(Matmuls):
@@ -71,7 +73,9 @@ class TorchMatmuls(Matmuls):
             return rows_RK.new_empty(0, b_eKN.shape[2])
         return grouped_mm(rows_RK, b_eKN, offs=self.offsets_e)
 
-    def weight_grad(self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget) -> Tensor:
+    def compute_weight_grad(
+        self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget
+    ) -> Tensor:
         """Return each expert's dy^T x, by `grouped_mm`, written to `target`."""
         if x_RK.shape[0]:
             grad_eNK = grouped_mm(dy_RN.t(), x_RK, offs=self.offsets_e)
@@ -133,11 +137,11 @@ class GroupedProducts(Products):
 
     def fc1_wgrad(self, rows: Rows, dh_RC: Tensor, target: GradTarget) -> Tensor:
         """Return the gradient of w1, written to `target`."""
-        return self.matmuls.weight_grad(dh_RC, self._gather_by_expert(rows), "w1", target)
+        return self.matmuls.compute_weight_grad(dh_RC, self._gather_by_expert(rows), "w1", target)
 
     def fc2_wgrad(self, dy_RD: Tensor, a_RF: Tensor, target: GradTarget) -> Tensor:
         """Return the gradient of w2, written to `target`."""
-        return self.matmuls.weight_grad(dy_RD, a_RF, "w2", target)
+        return self.matmuls.compute_weight_grad(dy_RD, a_RF, "w2", target)
 
     def fc1_update_grad(self, rows: Rows, dh_RC: Tensor) -> LowRankUpdate:
         """Return the gradients of A and B of the low-rank update of w1."""

@@ -99,7 +99,9 @@ class ScaledMatmuls(Matmuls):
         a = self._quantise_operand(operand, rows_RK)
         return scaled_gemm(a, matrix, self.offsets_e, rows_RK.dtype)
 
-    def weight_grad(self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget) -> Tensor:
+    def compute_weight_grad(
+        self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget
+    ) -> Tensor:
         """Return each expert's dy^T x, written to `target`."""
         dy = self._quantise_operand("dh" if role == "w1" else "dy", dy_RN, columnwise=True)
         x = self._quantise_operand("x" if role == "w1" else "a", x_RK, columnwise=True)
@@ -208,7 +210,9 @@ class EmulatedMatmuls(Matmuls):
             return block_scaled_gemm(a, b, self.offsets_e, self.recipe, dtype)
         return _multiply_emulated(a, b, self.offsets_e, expert_R, dtype)
 
-    def weight_grad(self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget) -> Tensor:
+    def compute_weight_grad(
+        self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget
+    ) -> Tensor:
         """Return each expert's dy^T x, written to `target`."""
         dy = self._quantise_transposed(dy_RN, is_gradient=True)
         x = self._quantise_transposed(x_RK, is_gradient=False)

@@ -69,7 +69,9 @@ class TEMatmuls(Matmuls):
             te.multiply_experts(matrices, rows, layout, [out_RN[:num_rows]], self.splits)
         return out_RN
 
-    def weight_grad(self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget) -> Tensor:
+    def compute_weight_grad(
+        self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget
+    ) -> Tensor:
         """Return each expert's dy^T x, written to `target`."""
         out, dtype = target.out, target.dtype or self.dtypes[role]
         is_direct = out is not None and target.scale == 1.0 and out.dtype in ACCUMULATED

@@ -312,7 +312,7 @@ def _make_constants(
     )
 
 
-def _launch_kernel(
+def _launch_cooperative_kernel(
     a: Tensor,
     b: Tensor,
     tiles: RowTiles,
@@ -359,7 +359,7 @@ def cooperative_gemm(
     """
     out_RN = a_RK.new_empty(a_RK.shape[0], b_eKN.shape[2])
     if out_RN.numel():
-        _launch_kernel(a_RK, b_eKN, tiles, out_RN, addend)
+        _launch_cooperative_kernel(a_RK, b_eKN, tiles, out_RN, addend)
     return out_RN
 
 
@@ -386,5 +386,5 @@ def cooperative_activation(
     h_RC, a_RF = x_RD.new_empty(R, C), x_RD.new_empty(R, C // 2)
     if R:
         w1_eDC = w1_eCD.transpose(1, 2)
-        _launch_kernel(x_RD, w1_eDC, tiles, a_RF, addend, h_RC, weights_R, options)
+        _launch_cooperative_kernel(x_RD, w1_eDC, tiles, a_RF, addend, h_RC, weights_R, options)
     return h_RC, a_RF

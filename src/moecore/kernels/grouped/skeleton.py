@@ -205,9 +205,9 @@ def load_weight_tiles(
 
 
 @gluon.jit
-def wait_for_staging_buffer(PENDING: gl.constexpr = 0):
+def wait_for_staging_buffer(MAX_PENDING_STORES: gl.constexpr = 0):
     """Wait until TMA has read this group's staged blocks, except the last PENDING ones."""
-    hopper.tma.store_wait(PENDING)
+    hopper.tma.store_wait(MAX_PENDING_STORES)
     thread_barrier()
 
 

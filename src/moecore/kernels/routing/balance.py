@@ -223,7 +223,7 @@ def _make_constants(num_experts: int, score_function: str) -> dict[str, Any]:
     return dict(E=num_experts, FUNCTION=score_function, BLOCK_T=block_t, BLOCK_E=block_e)
 
 
-def _launch_forward(
+def _launch_statistics(
     logits_TE: Tensor, padding_mask_T: Tensor | None, num_sequences: int, score_function: str
 ) -> tuple[Tensor, Tensor]:
     """Launch the forward kernels; return fp32 score_sums_BE of each sequence and 0-dim z_sum."""
@@ -253,7 +253,7 @@ def _launch_forward(
     return score_sums_BE, z_sum
 
 
-def _launch_backward(
+def _launch_statistics_bwd(
     logits_TE: Tensor,
     padding_mask_T: Tensor | None,
     dscore_sums_BE: Tensor,
@@ -276,13 +276,13 @@ def _launch_backward(
 
 _balance_statistics_bwd = Op(
     "balance_statistics_bwd",
-    _launch_backward,
+    _launch_statistics_bwd,
     lambda logits_TE, *_: logits_TE.new_empty(logits_TE.shape),
 )
 
 
 def _backward(ctx: Any, dscore_sums_BE: Tensor, dz_sum: Tensor) -> tuple:
-    """Return the gradients of `_launch_forward`'s arguments: only the logits have one."""
+    """Return the gradients of `_launch_statistics`'s arguments: only the logits have one."""
     if not ctx.needs_input_grad[0]:
         return (None,) * 4
     grads = (dscore_sums_BE, dz_sum)
@@ -292,7 +292,7 @@ def _backward(ctx: Any, dscore_sums_BE: Tensor, dz_sum: Tensor) -> tuple:
 
 _balance_statistics = Op(
     "balance_statistics",
-    _launch_forward,
+    _launch_statistics,
     lambda x_TE, _, B, function: (x_TE.new_empty(B, x_TE.shape[1]), x_TE.new_empty(())),
     setup_context=make_setup_context(slice(2), slice(3, 4)),
     backward=_backward,

@@ -176,7 +176,7 @@ def _make_constants(num_sequences: int, num_experts: int) -> dict[str, int]:
     return {"E": num_experts, "BLOCK_B": block_b, "BLOCK_E": block_e, "num_warps": 8}
 
 
-def _launch_forward(
+def _launch_balance_loss(
     score_sums_BE: Tensor,
     z_sum: Tensor,
     counts_BX: Tensor,
@@ -193,7 +193,7 @@ def _launch_forward(
     return losses
 
 
-def _launch_backward(
+def _launch_balance_loss_bwd(
     dlosses: Tensor, counts_BX: Tensor, global_counts_E: Tensor | None, factors: list[float]
 ) -> tuple[Tensor, Tensor]:
     """Launch the backward kernel; return the gradients of score_sums_BE and z_sum."""
@@ -208,13 +208,13 @@ def _launch_backward(
 
 _balance_loss_bwd = Op(
     "balance_loss_bwd",
-    _launch_backward,
+    _launch_balance_loss_bwd,
     lambda d, counts_BX, *_: (d.new_empty(len(counts_BX), counts_BX.shape[1] - 1), d.new_empty(())),
 )
 
 
 def _backward(ctx: Any, dlosses: Tensor) -> tuple:
-    """Return the gradients of `_launch_forward`'s arguments: of score_sums_BE and z_sum."""
+    """Return the gradients of `_launch_balance_loss`'s arguments: of score_sums_BE and z_sum."""
     dscores, dz = _balance_loss_bwd(dlosses, *ctx.saved_tensors, *ctx.others)
     needs_scores, needs_z = ctx.needs_input_grad[:2]
     return dscores if needs_scores else None, dz if needs_z else None, None, None, None
@@ -222,7 +222,7 @@ def _backward(ctx: Any, dlosses: Tensor) -> tuple:
 
 _balance_loss = Op(
     "balance_loss",
-    _launch_forward,
+    _launch_balance_loss,
     lambda score_sums_BE, z_sum, *_: z_sum.new_empty(4),
     setup_context=make_setup_context(slice(2, 4), slice(4, 5)),
     backward=_backward,

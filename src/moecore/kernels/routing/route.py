@@ -136,10 +136,10 @@ def run_route_kernel(
     logits_TE: Tensor, bias_E: Tensor | None, *flat_options: Any
 ) -> tuple[Tensor, Tensor]:
     """Compute `route` by its kernel without autograd; `flat_options` is from `flatten_options`."""
-    return _launch_forward(logits_TE, bias_E, None, _unflatten_options(flat_options))
+    return _launch_route(logits_TE, bias_E, None, _unflatten_options(flat_options))
 
 
-def _launch_forward(
+def _launch_route(
     logits_TE: Tensor, bias_E: Tensor | None, ids_TK: Tensor | None, options: RouteOptions
 ) -> tuple[Tensor, Tensor]:
     """Return expert ids [T, K] and weights, by the kernel; ids_TK None = the kernel chooses ids."""
@@ -300,7 +300,7 @@ def route_weights_ref(logits_TE: Tensor, ids_TK: Tensor, options: RouteOptions) 
 
 def _route_weights(logits_TE: Tensor, ids_TK: Tensor, *flat_options: Any) -> Tensor:
     """Compute `route_weights` by the kernel without autograd; `flat_options`: `flatten_options`."""
-    return _launch_forward(logits_TE, None, ids_TK, _unflatten_options(flat_options))[1]
+    return _launch_route(logits_TE, None, ids_TK, _unflatten_options(flat_options))[1]
 
 
 _route_weights_op = Op(

@@ -209,11 +209,11 @@ def _make_row_mask(h_RC: Tensor, num_rows: Tensor | None) -> Tensor | None:
     return (torch.arange(h_RC.shape[0], device=h_RC.device) < num_rows)[:, None]
 
 
-def _launch_forward(
-    h_RC: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, *flat: Any
+def _launch_activation(
+    h_RC: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, *flat_options: Any
 ) -> Tensor:
-    """Return act(h) * weight, [R, F], by the kernel; `flat` is `ActivationOptions.flat`."""
-    options = make_activation_options(*flat)
+    """Return act(h) * weight, [R, F], by the kernel; `flat_options` is `ActivationOptions.flat`."""
+    options = make_activation_options(*flat_options)
     a_RF = _make_empty_output(h_RC, options.kind)
     R, F_ = a_RF.shape
     blocks = choose_column_blocks(F_, FWD_TILE)
@@ -227,14 +227,18 @@ def _launch_forward(
     return a_RF
 
 
-def _launch_backward(
-    h_RC: Tensor, da_RF: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, *flat: Any
+def _launch_activation_bwd(
+    h_RC: Tensor,
+    da_RF: Tensor,
+    weights_R: Tensor | None,
+    num_rows: Tensor | None,
+    *flat_options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of h and weights, and act(h) * weight, by the kernel.
 
-    `flat` is `ActivationOptions.flat` and then whether to compute the last output.
+    `flat_options` is `ActivationOptions.flat` and then whether to compute the last output.
     """
-    options, with_output = make_activation_options(*flat[:-1]), flat[-1]
+    options, with_output = make_activation_options(*flat_options[:-1]), flat_options[-1]
     dh_RC, dweights_R, a_RF = _make_empty_gradients(h_RC, options.kind, with_output)
     R, F_ = da_RF.shape
     if not R or not F_:
@@ -268,7 +272,7 @@ def _make_empty_gradients(
 _SHARED_SCHEMA = f"Tensor? weights_R, Tensor? num_rows, {FLAT}"
 _weighted_activation_bwd = Op(
     "weighted_activation_bwd",
-    _launch_backward,
+    _launch_activation_bwd,
     lambda h_RC, _, __, ___, kind, *flat: _make_empty_gradients(h_RC, kind, flat[-1]),
     schema=f"(Tensor h_RC, Tensor da_RF, {_SHARED_SCHEMA}, bool with_output) "
     "-> (Tensor, Tensor, Tensor)",
@@ -286,7 +290,7 @@ def _weighted_activation_backward(ctx: Any, da_RF: Tensor) -> tuple[Tensor | Non
 
 _weighted_activation = Op(
     "weighted_activation",
-    _launch_forward,
+    _launch_activation,
     lambda h_RC, _, __, kind, *flat: _make_empty_output(h_RC, kind),
     setup_context=make_setup_context(slice(3), slice(3, None)),
     backward=_weighted_activation_backward,

@@ -253,7 +253,7 @@ def _build_index_bwd_kernel(
     tl.store(dpairs_ptr + pairs, grads, mask=pairs < num_pairs)
 
 
-def _launch_forward(
+def _launch_build_index(
     ids_SK: Tensor,
     weights_SK: Tensor,
     first_expert: int,
@@ -289,7 +289,7 @@ def _launch_forward(
     return row_ids_R, weights_R, slots_SK, offsets_e
 
 
-def _launch_backward(dweights_R: Tensor, slots_SK: Tensor) -> Tensor:
+def _launch_build_index_bwd(dweights_R: Tensor, slots_SK: Tensor) -> Tensor:
     """Return weights_SK's gradient: dweights_R at each pair's expert row, 0 for a slot of -1."""
     dweights_SK = torch.empty_like(slots_SK, dtype=dweights_R.dtype)
     args = (dweights_R.contiguous(), slots_SK, dweights_SK, slots_SK.numel())
@@ -300,7 +300,7 @@ def _launch_backward(dweights_R: Tensor, slots_SK: Tensor) -> Tensor:
 def _make_empty(
     ids_SK: Tensor, weights_SK: Tensor, num_local_experts: int, max_rows: int
 ) -> tuple[Tensor, ...]:
-    """Return the uninitialised outputs of `_launch_forward`."""
+    """Return the uninitialised outputs of `_launch_build_index`."""
     integers = partial(torch.empty, dtype=torch.int32, device=ids_SK.device)
     weights_R = torch.empty(max_rows, dtype=weights_SK.dtype, device=ids_SK.device)
     return integers(max_rows), weights_R, integers(tuple(ids_SK.shape)), integers(num_local_experts)
@@ -308,7 +308,7 @@ def _make_empty(
 
 _build_index_bwd = Op(
     "build_index_bwd",
-    _launch_backward,
+    _launch_build_index_bwd,
     lambda d_R, slots_SK: torch.empty_like(slots_SK, dtype=d_R.dtype),
 )
 
@@ -329,7 +329,7 @@ def _backward(ctx: Any, _: Any, dweights_R: Tensor | None, *__: Any) -> Any:
 
 _build_index = Op(
     "build_index",
-    _launch_forward,
+    _launch_build_index,
     lambda ids_SK, weights_SK, _, e, __, R: _make_empty(ids_SK, weights_SK, e, R),
     setup_context=_save_slots,
     backward=_backward,

@@ -62,7 +62,7 @@ def quantise_rows_kernel(
     tl.store(scales_ptr + blocks, scale, mask=block_mask)
 
 
-@triton.jit(do_not_specialize=["num_expert_rows", "num_scale_programs", "stride"])
+@triton.jit(do_not_specialize=["num_expert_rows", "num_scale_programs", "scales_stride"])
 def gather_row_blocks_kernel(
     values_ptr,  # [S, D] uint8, W apart
     scales_ptr,  # [S, D / 128] fp32, SCALES_W apart
@@ -73,7 +73,7 @@ def gather_row_blocks_kernel(
     out_scales_ptr,  # [D / 128, R4] fp32, out
     num_expert_rows,  # R
     num_scale_programs,  # programs that move scales; the rest move values
-    stride,  # R4
+    scales_stride,  # R4
     D: tl.constexpr,
     W: tl.constexpr,
     SCALES_W: tl.constexpr,
@@ -100,7 +100,7 @@ def gather_row_blocks_kernel(
             blocks = start + tl.arange(0, SCALE_B)
             mask = row_mask[:, None] & (blocks < B)[None, :]
             scales = tl.load(scales_ptr + sources[:, None] * SCALES_W + blocks[None, :], mask=mask)
-            at = blocks.to(tl.int64)[None, :] * stride + rows[:, None]
+            at = blocks.to(tl.int64)[None, :] * scales_stride + rows[:, None]
             tl.store(out_scales_ptr + at, scales, mask=mask)
     elif row_ids_ptr is not None:
         PARTS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
@@ -141,7 +141,7 @@ def _compute_scale_ratio(scale, target_scale):
     return tl.div_rn(scale, target_scale).to(tl.float16)[:, None]
 
 
-@triton.jit(do_not_specialize=["stride"])
+@triton.jit(do_not_specialize=["scales_stride"])
 def tile_tokens_kernel(
     words_ptr,  # [S, D / 4] int32, W words apart
     scales_ptr,  # fp32 [S, D / 128], SCALES_W apart, or [D / 128, stride]
@@ -149,7 +149,7 @@ def tile_tokens_kernel(
     map_ptr,  # [1 + tiles, FIELDS] int32
     out_ptr,  # [tiles, D, 32] int32, out
     out_scales_ptr,  # [tiles, D / 128] fp32, out
-    stride,  # from the scales of 128 columns to those of the next
+    scales_stride,  # from the scales of 128 columns to those of the next
     D: tl.constexpr,
     W: tl.constexpr,
     SCALES_W: tl.constexpr,
@@ -163,7 +163,7 @@ def tile_tokens_kernel(
         end = tl.load(at + 2)
         r = tl.load(at + 1).to(tl.int64) + 4 * tl.arange(0, 32)
         words = words_ptr + block * 32
-        scales = scales_ptr + block.to(tl.int64) * stride
+        scales = scales_ptr + block.to(tl.int64) * scales_stride
         w0, s0 = _load_words(words, scales, row_ids_ptr, r, end, W, SCALES_W)
         w1, s1 = _load_words(words, scales, row_ids_ptr, r + 1, end, W, SCALES_W)
         w2, s2 = _load_words(words, scales, row_ids_ptr, r + 2, end, W, SCALES_W)

@@ -178,7 +178,7 @@ def pack_squares_kernel(
     tl.store(packed_ptr + first // 2, (low | high << 4).to(tl.uint8), mask=store_mask != 0)
 
 
-def _launch_kernel(
+def _launch_square_kernel(
     kernel: object, position: MatrixShard, *args: object, **constants: object
 ) -> None:
     """Launch one of the two kernels with one program per tile of the full matrix."""
@@ -195,7 +195,7 @@ def write_square_amax_(shard: Tensor, position: MatrixShard, amax: Tensor) -> No
     if not shard.numel() or not can_use_kernel(shard):
         write_square_amax_ref_(shard, position, amax)
     else:
-        _launch_kernel(square_amax_kernel, position, shard, amax, position)
+        _launch_square_kernel(square_amax_kernel, position, shard, amax, position)
 
 
 def write_finite_amax_(shard: Tensor, first_matrix: int, amax: Tensor) -> None:
@@ -238,4 +238,4 @@ def pack_shard_(
     tensors = (shard, square_amax, amax, scales.view(torch.uint8), codes)
     rows_of_matrix = position.rows // amax.numel()
     args = (*tensors, position, rows_of_matrix)
-    _launch_kernel(pack_squares_kernel, position, *args, POWER_OF_TWO=recipe.power_of_two)
+    _launch_square_kernel(pack_squares_kernel, position, *args, POWER_OF_TWO=recipe.power_of_two)
