@@ -154,7 +154,7 @@ def _make_call(shape: Shape, one: BusiestRank, device: torch.device) -> Any:
 
 def _plan_clones(loads_E: Tensor, ids_TK: Tensor, P: int, c: int, least: float) -> None:
     plan = plan_clones(loads_E, num_ranks=P, clones_per_rank=c, min_share=least)
-    sizes = dict(num_local=len(loads_E) // P, num_clones=c)
+    sizes = dict(num_local_experts=len(loads_E) // P, clones_per_rank=c)
     assign_physical_ids(ids_TK, torch.zeros_like(loads_E), plan, **sizes)
 
 

@@ -335,7 +335,7 @@ def record_transfers(call: Call) -> Transfers:
 
     def sent_on(x: Tensor, group: dist.ProcessGroup) -> Any:
         again = x.detach().clone()
-        travel.add(lambda: send_on(again, group).wait(), x.nbytes)
+        travel.add(lambda: send_on(again, group).wait_for_tensor(), x.nbytes)
         return send_on(x, group)
 
     with replace_exchanges(exchanged, gathered, sent_on):

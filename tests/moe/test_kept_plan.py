@@ -29,7 +29,7 @@ def planned(place: ExpertPlacement, loads: list[int], num_steps: int = 1) -> Per
 def where(place: ExpertPlacement, plan: PeriodicPlan, ids: list[int]) -> Tensor:
     ids_TK = torch.tensor(ids, dtype=torch.int32)[:, None]
     none_E = torch.zeros(place.num_experts, dtype=torch.int32)
-    sizes = dict(num_local=place.num_local, num_clones=place.num_clones)
+    sizes = dict(num_local_experts=place.num_local, clones_per_rank=place.num_clones)
     return assign_physical_ids(ids_TK, none_E, plan.divide_choices(ids_TK), **sizes)[:, 0]
 
 

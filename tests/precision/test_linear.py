@@ -62,13 +62,13 @@ def test_what_is_not_wanted_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> 
     from moecore.precision import linear as module
 
     made: list[tuple[bool, bool]] = []
-    cast = module.cast
+    real = module.quantise_matrix
 
-    def record(*args: Any, rows: bool = True, columns: bool = True, **kwargs: Any) -> Any:
-        made.append((rows, columns))
-        return cast(*args, rowwise=rows, columnwise=columns, **kwargs)
+    def record(*args: Any, rowwise: bool = True, columnwise: bool = True, **kwargs: Any) -> Any:
+        made.append((rowwise, columnwise))
+        return real(*args, rowwise=rowwise, columnwise=columnwise, **kwargs)
 
-    monkeypatch.setattr(module, "cast", record)
+    monkeypatch.setattr(module, "quantise_matrix", record)
     x, weight, _, dy = operands()
     with torch.no_grad():
         Fp8Products(Recipe())(x, weight)

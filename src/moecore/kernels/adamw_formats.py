@@ -203,18 +203,18 @@ def _encode_moment(
     x,  # fp32, scaled
     random_bits,  # uint32 of 16 bits
     EXPONENT_BIAS: tl.constexpr,
-    UNITS_PER_ONE: tl.constexpr,
+    INVERSE_MIN_VALUE: tl.constexpr,
     NAN_CODE: tl.constexpr,
 ):
-    """Round scaled x >= 0 to codes; the least value is 1 / UNITS_PER_ONE, NaN gives NAN_CODE."""
+    """Round scaled x >= 0 to codes; 1 / INVERSE_MIN_VALUE is the least one, NaN gives NAN_CODE."""
     random_bits = random_bits.to(tl.int32)
     normal = (x.to(tl.int32, bitcast=True) + (random_bits << 4) >> 20) - (
         (127 - EXPONENT_BIAS) << 3
     )
-    small = (x * UNITS_PER_ONE + random_bits.to(tl.float32) * 1.52587890625e-05).to(
+    small = (x * INVERSE_MIN_VALUE + random_bits.to(tl.float32) * 1.52587890625e-05).to(
         tl.int32
     )  # 2^-16
-    codes = tl.where(x * UNITS_PER_ONE < 8.0, small, normal)
+    codes = tl.where(x * INVERSE_MIN_VALUE < 8.0, small, normal)
     return tl.where(x < float("inf"), codes, NAN_CODE)
 
 

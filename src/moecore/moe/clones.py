@@ -107,7 +107,7 @@ class Cloner:
         if ids_TK.is_meta:  # loads are even, so there are no clones
             return replace(routing, physical_TK=p.convert_to_physical_ids(ids_TK)), None
         plan, before_E = self._make_plan(ids_TK, pairs)
-        sizes = dict(num_local=p.num_local, num_clones=p.num_clones)
+        sizes = dict(num_local_experts=p.num_local, clones_per_rank=p.num_clones)
         routing = replace(routing, physical_TK=assign_physical_ids(ids_TK, before_E, plan, **sizes))
         if training and torch.is_grad_enabled() and not is_inside_backward():
             self._count_clones(plan.experts_N)

@@ -53,7 +53,7 @@ def found_by(
     """Return outputs and gradients of all leaves."""
     own = [x.detach().clone().requires_grad_() for x in leaves]
     if "selected_tK" not in how:
-        how["index"] = IndexerHeads(*own[4:])
+        how["indexer"] = IndexerHeads(*own[4:])
     out = function(LatentHeads(*own[:4]), spans_of(documents), scale=SCALE, **how)
     g = torch.Generator().manual_seed(1)
     loss = (out.o_tHv * torch.randn(out.o_tHv.shape, generator=g).to(out.o_tHv)).sum()
