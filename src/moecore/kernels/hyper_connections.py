@@ -96,7 +96,7 @@ def expand_streams_ref(streams_TND: Tensor, y_TD: Tensor, weights_TW: Tensor) ->
 def _make_constants(streams_TND: Tensor) -> dict[str, Any]:
     """Return the compile-time constants of the kernels with one program per token."""
     _, N, D = streams_TND.shape
-    return dict(N=N, D=D, NP=next_power_of_2(N), BLOCK_D=min(BLOCK_D, next_power_of_2(D)))
+    return dict(N=N, D=D, N_POW2=next_power_of_2(N), BLOCK_D=min(BLOCK_D, next_power_of_2(D)))
 
 
 Collapsed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -182,8 +182,11 @@ def _collapse_backward(
         dstreams_TND,
         T,
     )
-    grid, MP = cdiv(T, TILE["BLOCK_T"]) * N * cdiv(D, TILE["BLOCK_D"]), max(16, next_power_of_2(M))
-    sizes = dict(N=N, D=D, M=M, MP=MP, num_warps=TILE_WARPS)
+    grid, M_POW2 = (
+        cdiv(T, TILE["BLOCK_T"]) * N * cdiv(D, TILE["BLOCK_D"]),
+        max(16, next_power_of_2(M)),
+    )
+    sizes = dict(N=N, D=D, M=M, M_POW2=M_POW2, num_warps=TILE_WARPS)
     launch(collapse_streams_bwd_kernel, grid, *tensors, **sizes, **TILE)
     if needs_dfn:
         dfn_MC = compute_router_dweight(draw_TM, streams_TND.flatten(1), fn_MC)

@@ -1,4 +1,4 @@
-"""The kernels of `hyper_connections.py`. NP and MP are N and M padded to powers of two."""
+"""The kernels of `hyper_connections.py`. N_POW2 and M_POW2 are N and M padded to powers of two."""
 
 from moecore.kernels.common import tl, triton
 
@@ -51,14 +51,14 @@ def collapse_streams_fwd_kernel(
     iterations,
     N: tl.constexpr,
     D: tl.constexpr,
-    NP: tl.constexpr,
+    N_POW2: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Write one token's input x of the sublayer, its post and comb weights, and its 1 / RMS."""
     t = tl.program_id(0).to(tl.int64)
-    n, d = tl.arange(0, NP), tl.arange(0, BLOCK_D)
+    n, d = tl.arange(0, N_POW2), tl.arange(0, BLOCK_D)
     row = streams_ptr + t * (N * D) + n[:, None] * D + d[None, :]
-    squares = tl.zeros([NP, BLOCK_D], dtype=tl.float32)
+    squares = tl.zeros([N_POW2, BLOCK_D], dtype=tl.float32)
     for start in range(0, D, BLOCK_D):
         mask = (n < N)[:, None] & (d < D - start)[None, :]
         s = tl.load(row + start, mask=mask, other=0.0).to(tl.float32)
@@ -126,7 +126,7 @@ def collapse_streams_bwd_mixes_kernel(
     iterations,
     N: tl.constexpr,
     D: tl.constexpr,
-    NP: tl.constexpr,
+    N_POW2: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Write one token's gradients of mixes, base and scale, and pre and factor for its streams.
@@ -135,9 +135,9 @@ def collapse_streams_bwd_mixes_kernel(
     """
     t = tl.program_id(0).to(tl.int64)
     M: tl.constexpr = 2 * N + N * N
-    n, d = tl.arange(0, NP), tl.arange(0, BLOCK_D)
+    n, d = tl.arange(0, N_POW2), tl.arange(0, BLOCK_D)
     row = streams_ptr + t * (N * D) + n[:, None] * D + d[None, :]
-    products = tl.zeros([NP, BLOCK_D], dtype=tl.float32)
+    products = tl.zeros([N_POW2, BLOCK_D], dtype=tl.float32)
     for start in range(0, D, BLOCK_D):
         inside = d < D - start
         mask = (n < N)[:, None] & inside[None, :]
@@ -199,7 +199,7 @@ def collapse_streams_bwd_kernel(
     N: tl.constexpr,
     D: tl.constexpr,
     M: tl.constexpr,
-    MP: tl.constexpr,
+    M_POW2: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -208,7 +208,7 @@ def collapse_streams_bwd_kernel(
     tiles: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     tile = tl.program_id(0) % (N * tiles)
     stream = tile // tiles
-    d, m = (tile % tiles) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, MP)
+    d, m = (tile % tiles) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, M_POW2)
     t = (tl.program_id(0) // (N * tiles)).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_t, in_d, in_m = t < num_tokens, (d < D)[None, :], m < M
     mask, columns = in_t[:, None] & in_d, (stream * D + d)[None, :]
@@ -234,12 +234,12 @@ def expand_streams_fwd_kernel(
     out_ptr,  # [T, N, D], out
     N: tl.constexpr,
     D: tl.constexpr,
-    NP: tl.constexpr,
+    N_POW2: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Write one token's streams after a sublayer: post * y plus comb^T @ streams."""
     t = tl.program_id(0).to(tl.int64)
-    n, d = tl.arange(0, NP), tl.arange(0, BLOCK_D)
+    n, d = tl.arange(0, N_POW2), tl.arange(0, BLOCK_D)
     row = t * (N * D) + d
     weights_ptr += t * (N + N * N)
     post = tl.load(weights_ptr + n, mask=n < N, other=0.0)
@@ -267,18 +267,18 @@ def expand_streams_bwd_kernel(
     dweights_ptr,  # fp32 [T, N + N * N], out
     N: tl.constexpr,
     D: tl.constexpr,
-    NP: tl.constexpr,
+    N_POW2: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Write one token's gradients of streams, y and weights."""
     t = tl.program_id(0).to(tl.int64)
-    n, d = tl.arange(0, NP), tl.arange(0, BLOCK_D)
+    n, d = tl.arange(0, N_POW2), tl.arange(0, BLOCK_D)
     row = t * (N * D) + d
     weights_ptr += t * (N + N * N)
     dweights_ptr += t * (N + N * N)
     post = tl.load(weights_ptr + n, mask=n < N, other=0.0)
-    dpost = tl.zeros([NP], dtype=tl.float32)
-    dcomb = tl.zeros([NP, NP], dtype=tl.float32)
+    dpost = tl.zeros([N_POW2], dtype=tl.float32)
+    dcomb = tl.zeros([N_POW2, N_POW2], dtype=tl.float32)
     for start in range(0, D, BLOCK_D):
         inside = d < D - start
         place = dout_ptr + row[None, :] + n[:, None] * D + start

@@ -260,7 +260,7 @@ class LocalTokens:
             raise ValueError(f"sequence length ({T}) {relation}")
         self.cp = cp
         self._shape, self._cu_seqlens = shape, cu_seqlens
-        self._pieces: LocalChunks | None = None
+        self._local_chunks: LocalChunks | None = None
         self.layout = ChunkLayout(cp.size, B * T, cu_seqlens, max_seqlen)
         part = None if cu_seqlens is None else cu_seqlens // ring
         self.a2a_layout = ChunkLayout(cp.size // ring, B * T // ring, part, -(-max_seqlen // ring))
@@ -275,12 +275,12 @@ class LocalTokens:
 
     def make_local_chunks(self, device: torch.device) -> LocalChunks:
         """Return this rank's two chunks of each document for linear attention. Cached."""
-        if self._pieces is None:
+        if self._local_chunks is None:
             B, T = self._shape
             rows = make_row_cu_seqlens(B, B * T, device)
             documents = rows if self._cu_seqlens is None else self._cu_seqlens
-            self._pieces = LocalChunks(self.cp.group, documents)
-        return self._pieces
+            self._local_chunks = LocalChunks(self.cp.group, documents)
+        return self._local_chunks
 
     def slice_local(self, x_BTX: Tensor) -> Tensor:
         """Return x_BtX, this rank's tokens of full rows. No communication."""

@@ -1,22 +1,22 @@
-"""Linear attention over cp ranks, which exchange the states before their pieces of documents.
+"""Linear attention over cp ranks, which exchange the states before their chunks of documents.
 
-Legend: G ranks, n documents, 2 * n pieces of this rank, H value heads, k and v dims of a head, D
+Legend: G ranks, n documents, 2 * n chunks of this rank, H value heads, k and v dims of a head, D
 channels, t tokens of this rank, w tokens that a convolution looks back.
 
-Each document is cut into 2 * G chunks (`kernels/zigzag.py`). Each rank stores two of them, called
-pieces. The state of a document passes through the ranks in ascending, then in descending order:
+Each document is cut into 2 * G chunks (`kernels/zigzag.py`). Each rank stores two of them. The
+state of a document passes through the ranks in ascending, then in descending order:
 
     G = 2    rank 0: chunk 0 -> rank 1: chunk 1 -> rank 1: chunk 2 -> rank 0: chunk 3
 
-The output of a piece is linear in the state S before it. A rank therefore computes its pieces once
+The output of a chunk is linear in the state S before it. A rank therefore computes its chunks once
 with S = 0, and with k extra columns of values: they are zero, and their initial state is the
-identity. The last state of the extra columns is the piece's transition M, and their output is r:
+identity. The last state of the extra columns is the chunk's transition M, and their output is r:
 
     last state = (last state with S = 0) + M S        o of a token = (o with S = 0) + S^T r
 
-An all-to-all gives each rank the states of all pieces for some documents and heads. The rank
-computes the state before each piece, and a second all-to-all returns these states to the ranks of
-the pieces. Autograd differentiates all of it.
+An all-to-all gives each rank the states of all chunks for some documents and heads. The rank
+computes the state before each chunk, and a second all-to-all returns these states to the ranks of
+the chunks. Autograd differentiates all of it.
 
 Source: LASP-2 (arXiv:2502.07563), with the transitions of the delta rule.
 """
@@ -40,7 +40,7 @@ MAX_GROUPS = 1023  # groups that torch's grouped product supports
 
 @dataclass(frozen=True)
 class LocalChunks:
-    """This rank's two chunks ("pieces") of each document: early and late, document by document.
+    """This rank's two chunks of each document: early and late, document by document.
 
     `cu_seqlens` [n + 1] describes the full documents. `group` has the cp ranks.
     """
@@ -49,15 +49,15 @@ class LocalChunks:
     cu_seqlens: Tensor
 
     @cached_property
-    def borders(self) -> Tensor:
-        """int32 [2 * n + 1], the index of each piece's first token on this rank, then t."""
+    def chunk_cu_seqlens(self) -> Tensor:
+        """int32 [2 * n + 1], the index of each chunk's first token on this rank, then t."""
         ends = self.cu_seqlens[1:] // self.group.size()
-        middles = ends - self.lengths
+        middles = ends - self.chunk_lengths
         inner = torch.stack((middles, ends), dim=1).flatten()
         return F.pad(inner, (1, 0)).int()
 
     @cached_property
-    def lengths(self) -> Tensor:
+    def chunk_lengths(self) -> Tensor:
         """[n], the number of tokens of a chunk of each document."""
         return self.cu_seqlens.diff() // (2 * self.group.size())
 
@@ -66,28 +66,32 @@ class LocalChunks:
 
         Zeros stand for tokens before the document. Collective.
         """
-        G, rank, lengths = self.group.size(), self.group.rank(), self.lengths.long()[:, None, None]
+        G, rank, lengths = (
+            self.group.size(),
+            self.group.rank(),
+            self.chunk_lengths.long()[:, None, None],
+        )
         back_w = torch.arange(num_tokens, 0, -1, device=x_tD.device)
-        last = (self.borders[1:, None] - back_w).clamp(min=0)
+        last = (self.chunk_cu_seqlens[1:, None] - back_w).clamp(min=0)
         last_GPwD = all_gather_rows(x_tD[last], self.group)
-        # A piece may be shorter than w, so the chunk of each of the w tokens is computed.
+        # A chunk may be shorter than w, so the chunk of each of the w tokens is computed.
         chunk_2 = rank + (2 * G - 1 - 2 * rank) * torch.arange(2, device=x_tD.device)
         place_n2w = chunk_2[:, None] * lengths - back_w
         chunk_n2w = place_n2w.clamp(min=0) // lengths.clamp(min=1)
         from_end = lengths * (chunk_n2w + 1) - place_n2w
         owner = torch.minimum(chunk_n2w, 2 * G - 1 - chunk_n2w)
         document = torch.arange(len(lengths), device=x_tD.device)[:, None, None]
-        piece = (owner * len(lengths) + document) * 2 + (chunk_n2w >= G)
+        chunk = (owner * len(lengths) + document) * 2 + (chunk_n2w >= G)
         exists = (place_n2w >= 0) & (lengths > 0)
-        source = (piece * num_tokens + num_tokens - from_end).where(exists, 0).flatten(0, 1)
+        source = (chunk * num_tokens + num_tokens - from_end).where(exists, 0).flatten(0, 1)
         before = last_GPwD.flatten(0, 1)[source]
         return before.masked_fill(~exists.flatten(0, 1)[..., None], 0)
 
     def compute_initial_states(self, final_states: Tensor, value_dim: int) -> Tensor:
-        """Return [2 * n, H, k, v], the state before each piece. Collective.
+        """Return [2 * n, H, k, v], the state before each chunk. Collective.
 
-        `final_states` [2 * n, H, k, v + k] has the last state of each piece for the initial state
-        0, then the piece's transition M. `value_dim` is the dim of a value head.
+        `final_states` [2 * n, H, k, v + k] has the last state of each chunk for the initial state
+        0, then the chunk's transition M. `value_dim` is the dim of a value head.
         """
         G, (num, H, k, _) = self.group.size(), final_states.shape
         chains = final_states.unflatten(0, (num // 2, 2)).transpose(0, 1).flatten(1, 2)
@@ -123,23 +127,23 @@ def run_rule_over_ranks(rule: DeltaRule, chunks: LocalChunks) -> Tensor:
     The tensors of `rule` have the local tokens, which `chunks` describes. Collective.
     """
     v_tHv, k = rule.v_THv, rule.k_Thk.shape[-1]
-    (_, H, v), num = v_tHv.shape, len(chunks.borders) - 1
+    (_, H, v), num = v_tHv.shape, len(chunks.chunk_cu_seqlens) - 1
     dtype = torch.promote_types(v_tHv.dtype, torch.float32)
     initial = torch.eye(k, v + k, dtype=dtype, device=v_tHv.device).roll(v, 1)
     initial = initial.expand(num, H, k, v + k).contiguous()
     wide = rule._replace(v_THv=F.pad(v_tHv, (0, k)))
-    wide_tHv, states = gated_delta_rule(wide, chunks.borders, initial)
+    wide_tHv, states = gated_delta_rule(wide, chunks.chunk_cu_seqlens, initial)
     zero_state_tHv, factors_tHk = wide_tHv.split((v, k), dim=-1)
     entering = chunks.compute_initial_states(states, v).to(v_tHv.dtype)
-    outs = _apply_initial_states(factors_tHk, entering, chunks.borders)
+    outs = _apply_initial_states(factors_tHk, entering, chunks.chunk_cu_seqlens)
     return zero_state_tHv + outs  # type: ignore[no-any-return]
 
 
-def _apply_initial_states(r_tHk: Tensor, states_PHkv: Tensor, piece_borders: Tensor) -> Tensor:
+def _apply_initial_states(r_tHk: Tensor, states_PHkv: Tensor, chunk_cu_seqlens: Tensor) -> Tensor:
     """Return [t, H, v], the part S^T r of each token's output that the state S causes.
 
     `r_tHk` is the output for the extra columns of values (see above). `states_PHkv` has the state S
-    before each piece. `piece_borders` is `LocalChunks.borders`.
+    before each chunk. `chunk_cu_seqlens` is `LocalChunks.chunk_cu_seqlens`.
     """
     (t, H, k), num, v = r_tHk.shape, len(states_PHkv), states_PHkv.shape[-1]
     multiple = 16 // r_tHk.element_size()  # strides of grouped_mm are multiples of 16 bytes
@@ -147,8 +151,8 @@ def _apply_initial_states(r_tHk: Tensor, states_PHkv: Tensor, piece_borders: Ten
         r_tHk = F.pad(r_tHk, (0, -k % multiple))
         states_PHkv = F.pad(states_PHkv, (0, -v % multiple, 0, -k % multiple))
     ends = (
-        piece_borders[1:]
-        + t * torch.arange(H, dtype=torch.int32, device=piece_borders.device)[:, None]
+        chunk_cu_seqlens[1:]
+        + t * torch.arange(H, dtype=torch.int32, device=chunk_cu_seqlens.device)[:, None]
     )
     r_Htk, states_HPkv = r_tHk.transpose(0, 1), states_PHkv.transpose(0, 1)
     outs = []
@@ -169,5 +173,10 @@ def causal_conv1d_over_ranks(
     """
     before = chunks.gather_previous_tokens(x_tD, weight_DW.shape[1] - 1)
     return causal_convolution(
-        x_tD, weight_DW, bias_D, chunks.borders, previous_tokens_nwD=before, apply_silu=apply_silu
+        x_tD,
+        weight_DW,
+        bias_D,
+        chunks.chunk_cu_seqlens,
+        previous_tokens_nwD=before,
+        apply_silu=apply_silu,
     )

@@ -49,13 +49,13 @@ def _add_entropy_kernel(
     num_tokens,
     E: tl.constexpr,
     FUNCTION: tl.constexpr,
-    UNITS: tl.constexpr,  # of one nat
-    BT: tl.constexpr,
-    EP: tl.constexpr,  # E up to a power of two
+    UNITS_PER_NAT: tl.constexpr,  # of one nat
+    BLOCK_T: tl.constexpr,
+    E_POW2: tl.constexpr,  # E up to a power of two
 ):
-    """Add the entropy of BT tokens, in units of 2^-24 nats, and their number to the total."""
+    """Add the entropy of BLOCK_T tokens, in units of 2^-24 nats, and their number to the total."""
     scores, columns, token_mask = load_token_scores(
-        logits_ptr, padding_ptr, num_tokens, FUNCTION, E, BT, EP
+        logits_ptr, padding_ptr, num_tokens, FUNCTION, E, BLOCK_T, E_POW2
     )
     scores = tl.where(columns < E, scores, 0.0)
     if FUNCTION != "softmax":
@@ -63,7 +63,7 @@ def _add_entropy_kernel(
     # A NaN is not > 0, so it counts as 0; the step will be skipped.
     terms = tl.where(scores > 0.0, -scores * tl.log(tl.where(scores > 0.0, scores, 1.0)), 0.0)
     entropy = tl.sum(terms, axis=1, keep_dims=True)
-    units = tl.where(token_mask, (entropy.to(tl.float64) * UNITS + 0.5).to(tl.int64), 0)
+    units = tl.where(token_mask, (entropy.to(tl.float64) * UNITS_PER_NAT + 0.5).to(tl.int64), 0)
     tl.atomic_add(total_ptr, tl.sum(tl.sum(units, axis=1), axis=0), sem="relaxed")
     count = tl.sum(tl.sum(token_mask.to(tl.int64), axis=1), axis=0)
     tl.atomic_add(total_ptr + 1, count, sem="relaxed")
@@ -93,9 +93,16 @@ def add_entropy_(
         add_entropy_ref(entropy_and_count_2, wide_TE, score_function, padding_mask_T)
         return
     T, E = logits_TE.shape
-    EP = next_power_of_2(E)
-    BT = max(1, TILE // EP)
+    E_POW2 = next_power_of_2(E)
+    BLOCK_T = max(1, TILE // E_POW2)
     padding = None if padding_mask_T is None else padding_mask_T.contiguous()
     args = (logits_TE.contiguous(), padding, entropy_and_count_2, T)
-    constants = dict(E=E, FUNCTION=score_function, UNITS=1 / UNIT, BT=BT, EP=EP, num_warps=4)
-    launch(_add_entropy_kernel, cdiv(T, BT), *args, **constants)
+    constants = dict(
+        E=E,
+        FUNCTION=score_function,
+        UNITS_PER_NAT=1 / UNIT,
+        BLOCK_T=BLOCK_T,
+        E_POW2=E_POW2,
+        num_warps=4,
+    )
+    launch(_add_entropy_kernel, cdiv(T, BLOCK_T), *args, **constants)

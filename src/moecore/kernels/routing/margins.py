@@ -78,12 +78,12 @@ def _add_margins_kernel(
     K: tl.constexpr,
     X: tl.constexpr,
     FUNCTION: tl.constexpr,
-    BT: tl.constexpr,
-    EP: tl.constexpr,  # E up to a power of two
+    BLOCK_T: tl.constexpr,
+    E_POW2: tl.constexpr,  # E up to a power of two
 ):
-    """Add the margins of BT tokens to the experts' histograms by integer atomics."""
+    """Add the margins of BLOCK_T tokens to the experts' histograms by integer atomics."""
     scores, columns, token_mask = load_token_scores(
-        logits_ptr, padding_ptr, num_tokens, FUNCTION, E, BT, EP
+        logits_ptr, padding_ptr, num_tokens, FUNCTION, E, BLOCK_T, E_POW2
     )
     real = columns < E
     bias = tl.load(bias_ptr + columns, mask=real, other=0.0)
@@ -95,13 +95,16 @@ def _add_margins_kernel(
     biased = tl.where(real, scores + bias, float("-inf"))
     for _ in range(K):  # remove one of the best
         best = tl.max(biased, axis=1, keep_dims=True)
-        column = tl.min(tl.where(biased == best, columns, EP), axis=1, keep_dims=True)
+        column = tl.min(tl.where(biased == best, columns, E_POW2), axis=1, keep_dims=True)
         biased = tl.where(columns == column, float("-inf"), biased)
     cutoff = tl.max(biased, axis=1, keep_dims=True)
-    place = tl.div_rn(cutoff - scores - low, tl.broadcast_to(width, [BT, EP]))
+    place = tl.div_rn(cutoff - scores - low, tl.broadcast_to(width, [BLOCK_T, E_POW2]))
     place = tl.where(place == place, place, 0.0)  # a NaN would become an address
     bins = tl.minimum(tl.maximum(place, 0.0), X - 1.0).to(tl.int64)
-    at, increments = histogram_ptr + columns * X + bins, tl.full([BT, EP], 1, dtype=tl.int64)
+    at, increments = (
+        histogram_ptr + columns * X + bins,
+        tl.full([BLOCK_T, E_POW2], 1, dtype=tl.int64),
+    )
     tl.atomic_add(at, increments, mask=token_mask & real, sem="relaxed")
 
 
@@ -130,21 +133,21 @@ def add_margins_(
         add_margins_ref(histogram_EX, logits_TE, bias_E, top_k, score_function, padding_mask_T)
         return
     T, E = logits_TE.shape
-    EP = next_power_of_2(E)
-    BT = max(1, TILE // EP)
+    E_POW2 = next_power_of_2(E)
+    BLOCK_T = max(1, TILE // E_POW2)
     padding = None if padding_mask_T is None else padding_mask_T.contiguous()
     launch(
         _add_margins_kernel,
-        cdiv(T, BT),
+        cdiv(T, BLOCK_T),
         *(logits_TE.contiguous(), bias_E.contiguous(), padding, histogram_EX, T),
         E=E,
         K=top_k,
         X=histogram_EX.shape[1],
         FUNCTION=score_function,
-        BT=BT,
-        EP=EP,
+        BLOCK_T=BLOCK_T,
+        E_POW2=E_POW2,
         enable_fp_fusion=False,  # scores with the bits of `route`
-        num_warps=max(1, EP // TILE),
+        num_warps=max(1, E_POW2 // TILE),
     )
 
 
@@ -156,12 +159,12 @@ def _even_bias_kernel(
     E: tl.constexpr,
     K: tl.constexpr,
     X: tl.constexpr,
-    XP: tl.constexpr,  # X up to a power of two
-    EP: tl.constexpr,  # E up to a power of two
+    X_POW2: tl.constexpr,  # X up to a power of two
+    E_POW2: tl.constexpr,  # E up to a power of two
 ):
     """Write the even bias of one expert of one layer to `out_ptr`."""
     row = tl.program_id(0).to(tl.int64)  # of [L * E]
-    bins, columns = tl.arange(0, XP), tl.arange(0, EP)
+    bins, columns = tl.arange(0, X_POW2), tl.arange(0, E_POW2)
     counts = tl.load(histogram_ptr + row * X + bins, mask=bins < X, other=0)
     below = tl.cumsum(counts, axis=0)
     total = tl.sum(counts, axis=0)
@@ -197,7 +200,12 @@ def compute_even_bias(histogram_EX: Tensor, bias_E: Tensor, top_k: int) -> Tenso
     out_E = torch.empty_like(bias_E, memory_format=torch.contiguous_format)
     args = (histogram_EX.contiguous(), bias_E.contiguous(), out_E)
     constants = dict(
-        E=E, K=top_k, X=X, XP=next_power_of_2(X), EP=next_power_of_2(E), enable_fp_fusion=False
+        E=E,
+        K=top_k,
+        X=X,
+        X_POW2=next_power_of_2(X),
+        E_POW2=next_power_of_2(E),
+        enable_fp_fusion=False,
     )
     launch(_even_bias_kernel, bias_E.numel(), *args, **constants)
     return out_E

@@ -145,11 +145,11 @@ def _launch_route(
     """Return expert ids [T, K] and weights, by the kernel; ids_TK None = the kernel chooses ids."""
     (T, E), K = logits_TE.shape, options.top_k if ids_TK is None else ids_TK.shape[1]
     empty_TK, weights_TK = _make_empty_choice(logits_TE, bias_E, K)
-    BT, constants = _choose_forward_constants(E, K, options, ids_TK is not None)
+    BLOCK_T, constants = _choose_forward_constants(E, K, options, ids_TK is not None)
     bias_E = None if bias_E is None else bias_E.float().contiguous()
     ids_TK = empty_TK if ids_TK is None else ids_TK.contiguous()
     args = (logits_TE.contiguous(), bias_E, ids_TK, weights_TK, T, options.scale)
-    launch(route_fwd_kernel, cdiv(T, BT), *args, **constants)
+    launch(route_fwd_kernel, cdiv(T, BLOCK_T), *args, **constants)
     return ids_TK, weights_TK
 
 
@@ -159,13 +159,15 @@ def _choose_forward_constants(
 ) -> tuple[int, dict[str, Any]]:
     """Return `route_fwd_kernel`'s tokens per program, and its compile-time constants."""
     G = options.num_groups if options.top_groups < options.num_groups else 1
-    GP, SP, KP = (next_power_of_2(n) for n in (G, E // G, K))
-    BT = _count_tokens_per_program(FWD_TILE, max(GP * SP, KP))
-    sizes = dict(E=E, K=K, G=G, BT=BT, KP=KP, GP=GP, SP=SP, HAS_IDS=has_ids)
+    G_POW2, S_POW2, K_POW2 = (next_power_of_2(n) for n in (G, E // G, K))
+    BLOCK_T = _count_tokens_per_program(FWD_TILE, max(G_POW2 * S_POW2, K_POW2))
+    sizes = dict(
+        E=E, K=K, G=G, BLOCK_T=BLOCK_T, K_POW2=K_POW2, G_POW2=G_POW2, S_POW2=S_POW2, HAS_IDS=has_ids
+    )
     groups = dict(TOP_GROUPS=options.top_groups, GROUP_EXPERTS=options.group_experts)
     post, normalize = options.score_order == "post", options.normalize
     scores = _make_score_constants(options.score_function, post, normalize)
-    return BT, sizes | groups | scores
+    return BLOCK_T, sizes | groups | scores
 
 
 def _make_score_constants(
@@ -196,12 +198,12 @@ def _route_bwd(
     """Return dlogits [T, E] of `route` and `route_weights`; an id of -1 has no gradient."""
     (T, E), K = logits_TE.shape, ids_TK.shape[1]
     dlogits_TE = logits_TE.new_empty(T, E)
-    EP = next_power_of_2(E)
-    BT = _count_tokens_per_program(BWD_TILE, EP)
+    E_POW2 = next_power_of_2(E)
+    BLOCK_T = _count_tokens_per_program(BWD_TILE, E_POW2)
     tensors = (logits_TE.contiguous(), ids_TK.contiguous(), dweights_TK.contiguous(), dlogits_TE)
-    sizes = dict(E=E, K=K, BT=BT, KP=next_power_of_2(K), EP=EP)
+    sizes = dict(E=E, K=K, BLOCK_T=BLOCK_T, K_POW2=next_power_of_2(K), E_POW2=E_POW2)
     scores = _make_score_constants(score_function, score_order == "post", normalize)
-    launch(route_bwd_kernel, cdiv(T, BT), *tensors, T, scale, **sizes, **scores)
+    launch(route_bwd_kernel, cdiv(T, BLOCK_T), *tensors, T, scale, **sizes, **scores)
     return dlogits_TE
 
 

@@ -1,7 +1,7 @@
 """The kernels behind `route.py`.
 
-Letters: T tokens, E experts, K experts per token, G expert groups of S experts; a program holds BT
-tokens, and P marks a size up to a power of two.
+Letters: T tokens, E experts, K experts per token, G expert groups of S experts; a program holds
+BLOCK_T tokens, and P marks a size up to a power of two.
 """
 
 from moecore.kernels.common import tl, triton
@@ -50,55 +50,55 @@ def _compute_choice_softmax(choice_logits, choice_mask):
 
 @triton.jit
 def _exclude_groups(
-    keys,  # [BT, GP * SP] int32
+    keys,  # [BLOCK_T, G_POW2 * S_POW2] int32
     G: tl.constexpr,  # groups
     TOP_GROUPS: tl.constexpr,
     GROUP_EXPERTS: tl.constexpr,
-    BT: tl.constexpr,
-    GP: tl.constexpr,  # powers of two
-    SP: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    G_POW2: tl.constexpr,  # powers of two
+    S_POW2: tl.constexpr,
 ):
     """Return the keys, with -2**31 for experts outside of a token's TOP_GROUPS best groups."""
-    keys = tl.reshape(keys, [BT, GP, SP])
-    columns = tl.arange(0, SP)[None, None, :]
-    rest, sums = keys, tl.zeros([BT, GP], dtype=tl.float32)
+    keys = tl.reshape(keys, [BLOCK_T, G_POW2, S_POW2])
+    columns = tl.arange(0, S_POW2)[None, None, :]
+    rest, sums = keys, tl.zeros([BLOCK_T, G_POW2], dtype=tl.float32)
     for _ in tl.static_range(GROUP_EXPERTS):
         greatest = tl.max(rest, axis=2, keep_dims=True)
-        sums += _decode_sort_key(tl.reshape(greatest, [BT, GP]))
+        sums += _decode_sort_key(tl.reshape(greatest, [BLOCK_T, G_POW2]))
         # Remove one of the greatest, so that equal keys count separately.
-        column = tl.min(tl.where(rest == greatest, columns, SP - 1), axis=2, keep_dims=True)
+        column = tl.min(tl.where(rest == greatest, columns, S_POW2 - 1), axis=2, keep_dims=True)
         rest = tl.where(columns == column, -0x80000000, rest)
-    groups = tl.arange(0, GP)[None, :]
+    groups = tl.arange(0, G_POW2)[None, :]
     group_keys = tl.where(groups < G, _encode_sort_key(sums), -0x80000000)
-    group_mask = tl.zeros([BT, GP], dtype=tl.int32)
+    group_mask = tl.zeros([BLOCK_T, G_POW2], dtype=tl.int32)
     for _ in range(TOP_GROUPS):
         best = _find_greatest_key(group_keys, groups)
         group_mask = tl.where(groups == best, 1, group_mask)
         group_keys = tl.where(groups == best, -0x80000000, group_keys)
     keys = tl.where(group_mask[:, :, None] != 0, keys, -0x80000000)
-    return tl.reshape(keys, [BT, GP * SP])
+    return tl.reshape(keys, [BLOCK_T, G_POW2 * S_POW2])
 
 
 @triton.jit
 def _choose_experts(
-    keys,  # [BT, GP * SP] int32
+    keys,  # [BLOCK_T, G_POW2 * S_POW2] int32
     K: tl.constexpr,
     S: tl.constexpr,  # experts of a group
-    BT: tl.constexpr,
-    KP: tl.constexpr,
-    GP: tl.constexpr,
-    SP: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    K_POW2: tl.constexpr,
+    G_POW2: tl.constexpr,
+    S_POW2: tl.constexpr,
 ):
-    """Return int32 [BT, KP], the experts of each token's K greatest keys; 0 from column K on."""
-    columns = tl.arange(0, GP * SP)[None, :]
-    slots = tl.arange(0, KP)[None, :]
-    choices = tl.zeros([BT, KP], dtype=tl.int32)
+    """Return int32 [BLOCK_T, K_POW2], the experts of each token's K greatest keys, 0 past K."""
+    columns = tl.arange(0, G_POW2 * S_POW2)[None, :]
+    slots = tl.arange(0, K_POW2)[None, :]
+    choices = tl.zeros([BLOCK_T, K_POW2], dtype=tl.int32)
     for k in range(K):
         best = _find_greatest_key(keys, columns)
         choices = tl.where(slots == k, best, choices)
         keys = tl.where(columns == best, -0x80000000, keys)
-    if GP > 1:
-        choices = (choices // SP) * S + choices % SP
+    if G_POW2 > 1:
+        choices = (choices // S_POW2) * S + choices % S_POW2
     return choices
 
 
@@ -119,24 +119,24 @@ def route_fwd_kernel(
     POST: tl.constexpr,
     NORMALIZE: tl.constexpr,
     HAS_IDS: tl.constexpr,
-    BT: tl.constexpr,
-    KP: tl.constexpr,
-    GP: tl.constexpr,
-    SP: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    K_POW2: tl.constexpr,
+    G_POW2: tl.constexpr,
+    S_POW2: tl.constexpr,
 ):
-    """Choose BT tokens' experts and write ids and weights; HAS_IDS: read the ids, write weights."""
+    """Write the ids and weights of BLOCK_T tokens; with HAS_IDS the ids are read, not chosen."""
     S: tl.constexpr = E // G
-    rows = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
-    slots = tl.arange(0, KP)[None, :]
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
+    slots = tl.arange(0, K_POW2)[None, :]
     row_mask = rows < num_tokens
-    columns = tl.arange(0, GP * SP)[None, :]
+    columns = tl.arange(0, G_POW2 * S_POW2)[None, :]
     experts = columns
     real = columns < E
     # With groups, a row is laid out as G blocks of a power of two columns, so that it reshapes to
     # [groups, experts of a group] whatever E is. Columns keep the order of the ids.
-    if GP > 1:
-        experts = (columns // SP) * S + columns % SP
-        real = (columns % SP < S) & (columns < G * SP)
+    if G_POW2 > 1:
+        experts = (columns // S_POW2) * S + columns % S_POW2
+        real = (columns % S_POW2 < S) & (columns < G * S_POW2)
     x = tl.load(logits + rows * E + experts, mask=row_mask & real, other=0.0)
     x = tl.where(real, x, float("-inf"))
     if POST:
@@ -152,8 +152,8 @@ def route_fwd_kernel(
             ranked += tl.load(bias + experts, mask=real, other=0.0)
         keys = tl.where(real, _encode_sort_key(ranked), -0x80000000)
         if G > 1:
-            keys = _exclude_groups(keys, G, TOP_GROUPS, GROUP_EXPERTS, BT, GP, SP)
-        choices = _choose_experts(keys, K, S, BT, KP, GP, SP)
+            keys = _exclude_groups(keys, G, TOP_GROUPS, GROUP_EXPERTS, BLOCK_T, G_POW2, S_POW2)
+        choices = _choose_experts(keys, K, S, BLOCK_T, K_POW2, G_POW2, S_POW2)
     # The chosen logits are read again, from cache: cheaper than a reduction per choice.
     choice_logits = tl.load(logits + rows * E + choices, mask=in_k, other=0.0)
     if POST and FUNCTION == "softmax":
@@ -181,21 +181,21 @@ def route_bwd_kernel(
     FUNCTION: tl.constexpr,
     POST: tl.constexpr,
     NORMALIZE: tl.constexpr,
-    BT: tl.constexpr,
-    KP: tl.constexpr,
-    EP: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    K_POW2: tl.constexpr,
+    E_POW2: tl.constexpr,
 ):
-    """Write dlogits of BT tokens: each column as if not chosen, then the K chosen columns again."""
-    rows = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
-    slots = tl.arange(0, KP)[None, :]
-    columns = tl.arange(0, EP)[None, :]
+    """Write dlogits of BLOCK_T tokens: all columns as if not chosen, then the K chosen again."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
+    slots = tl.arange(0, K_POW2)[None, :]
+    columns = tl.arange(0, E_POW2)[None, :]
     row_mask = rows < num_tokens
     in_k = row_mask & (slots < K)
     choices = tl.load(ids + rows * K + slots, mask=in_k, other=-1)
     in_k = in_k & (choices >= 0)
     dw = tl.load(dweights + rows * K + slots, mask=in_k, other=0.0) * scale
     choice_logits = tl.load(logits + rows * E + choices, mask=in_k, other=0.0)
-    background = tl.zeros([BT, EP], dtype=tl.float32)
+    background = tl.zeros([BLOCK_T, E_POW2], dtype=tl.float32)
     if POST and FUNCTION == "softmax":
         p = _compute_choice_softmax(choice_logits, in_k)
         dpicked = p * (dw - tl.sum(p * dw, axis=1, keep_dims=True))

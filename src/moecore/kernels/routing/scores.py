@@ -126,15 +126,15 @@ def load_token_scores(
     num_tokens,
     FUNCTION: tl.constexpr,
     E: tl.constexpr,
-    BT: tl.constexpr,
-    EP: tl.constexpr,  # E up to a power of two
+    BLOCK_T: tl.constexpr,
+    E_POW2: tl.constexpr,  # E up to a power of two
 ):
-    """Return scores [BT, EP], expert columns [1, EP] and a mask [BT, 1] of BT tokens.
+    """Return scores [BLOCK_T, E_POW2], expert columns [1, E_POW2] and token mask [BLOCK_T, 1].
 
     The mask is False for padding and for rows past num_tokens.
     """
-    rows = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
-    columns = tl.arange(0, EP)[None, :]
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
+    columns = tl.arange(0, E_POW2)[None, :]
     row_mask = rows < num_tokens
     mask = row_mask & (columns < E)
     logits = tl.load(logits_ptr + rows * E + columns, mask=mask, other=float("-inf"))

@@ -117,7 +117,7 @@ def take_pages_ref(
 
 
 @triton.jit
-def _lock(state_ptr):
+def _lock_free_lists(state_ptr):
     """Spin until this program has the lock of the free lists."""
     # One program at a time changes the lists. So streams, and replays of CUDA graphs beside eager
     # code, need no order: a page is in one table or in a list. A table is returned after the last
@@ -128,14 +128,14 @@ def _lock(state_ptr):
 
 
 @triton.jit
-def _unlock(state_ptr):
+def _unlock_free_lists(state_ptr):
     """Release the lock of the free lists, which this program has."""
     tl.debug_barrier()
     tl.atomic_xchg(state_ptr + LOCK, 0, sem="release")
 
 
 @triton.jit
-def _load_word(state_ptr, WORD: tl.constexpr):
+def _load_state_word(state_ptr, WORD: tl.constexpr):
     """Load a word of the pool's state past the L1 cache, because other programs write it."""
     return tl.load(state_ptr + WORD, cache_modifier=".cg")
 
@@ -147,9 +147,12 @@ def _free_pages_locked(page_table_ptr, num_entries, pool, BLOCK: tl.constexpr):
     Returns the numbers of free device pages, free host pages, and pages in demand.
     """
     state_ptr, free_ptr, num_pages, num_host = pool
-    head, free = _load_word(state_ptr, HEAD), _load_word(state_ptr, FREE)
-    host_head, host_free = _load_word(state_ptr, HOST_HEAD), _load_word(state_ptr, HOST_FREE)
-    demand = _load_word(state_ptr, DEMAND)
+    head, free = _load_state_word(state_ptr, HEAD), _load_state_word(state_ptr, FREE)
+    host_head, host_free = (
+        _load_state_word(state_ptr, HOST_HEAD),
+        _load_state_word(state_ptr, HOST_FREE),
+    )
+    demand = _load_state_word(state_ptr, DEMAND)
     tl.debug_barrier()  # all threads have read what one of them writes in the end
     for start in range(0, num_entries, BLOCK):
         entries = start + tl.arange(0, BLOCK)
@@ -177,12 +180,12 @@ def free_pages(
 ):
     """Free a table's pages under the lock of the free lists. Only one program may call this."""
     state_ptr = pool[0]
-    _lock(state_ptr)
+    _lock_free_lists(state_ptr)
     free, host_free, demand = _free_pages_locked(page_table_ptr, num_entries, pool, BLOCK)
     tl.store(state_ptr + FREE, free)
     tl.store(state_ptr + HOST_FREE, host_free)
     tl.store(state_ptr + DEMAND, demand)
-    _unlock(state_ptr)
+    _unlock_free_lists(state_ptr)
 
 
 @triton.jit
@@ -201,9 +204,9 @@ def take_pages(
     # A table keeps its entries from one replay to the next. Its pages are freed before others are
     # taken, so a replayed forward whose backward did not run loses no page.
     state_ptr, free_ptr, num_pages, num_host = pool
-    _lock(state_ptr)
-    head, host_head = _load_word(state_ptr, HEAD), _load_word(state_ptr, HOST_HEAD)
-    peak, missed = _load_word(state_ptr, PEAK), _load_word(state_ptr, MISSED)
+    _lock_free_lists(state_ptr)
+    head, host_head = _load_state_word(state_ptr, HEAD), _load_state_word(state_ptr, HOST_HEAD)
+    peak, missed = _load_state_word(state_ptr, PEAK), _load_state_word(state_ptr, MISSED)
     free, host_free, demand = _free_pages_locked(page_table_ptr, num_entries, pool, BLOCK)
     tl.debug_barrier()  # the freed pages may be taken
     device_count = tl.minimum(num_requested, free)
@@ -232,7 +235,7 @@ def take_pages(
     if lacking > 0:
         tl.store(report_ptr + PEAK, peak)
         tl.store(report_ptr + MISSED, missed + lacking)
-    _unlock(state_ptr)
+    _unlock_free_lists(state_ptr)
 
 
 @triton.jit(do_not_specialize=["num_entries", "num_pages", "num_host_pages"])
