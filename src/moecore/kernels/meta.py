@@ -31,7 +31,7 @@ meta_settings = MetaSettings()
 
 
 @contextmanager
-def _set_meta(**settings: Any) -> Iterator[None]:
+def _set_meta_settings(**settings: Any) -> Iterator[None]:
     """Return a context in which fields of `MetaSettings` have these values."""
     before = {name: getattr(meta_settings, name) for name in settings}
     vars(meta_settings).update(settings)
@@ -43,7 +43,7 @@ def _set_meta(**settings: Any) -> Iterator[None]:
 
 def treat_meta_as(device_type: str) -> AbstractContextManager[None]:
     """Return a context in which meta tensors count as CUDA tensors iff `device_type` is "cuda"."""
-    return _set_meta(is_gpu=device_type == "cuda")
+    return _set_meta_settings(is_gpu=device_type == "cuda")
 
 
 def meta_is_gpu() -> bool:
@@ -62,7 +62,7 @@ def record_launches_on_meta(
     `num_peers` neighbouring ranks can access each other's memory. The kernels' outputs are
     allocated on meta, so dispatch modes can count them.
     """
-    settings = _set_meta(
+    settings = _set_meta_settings(
         on_launch=on_launch, num_peers=num_peers, is_gpu=True, has_block_scales=has_block_scales
     )
     with settings, enter_custom_ops(), _record_launches():
@@ -76,7 +76,7 @@ def get_num_meta_peers() -> int:
 
 def repeat_on_meta(num_repeats: int) -> AbstractContextManager[None]:
     """Return a context in which recorders count one operation on meta `num_repeats` times."""
-    return _set_meta(repeats=num_repeats)
+    return _set_meta_settings(repeats=num_repeats)
 
 
 def get_meta_repeats() -> int:

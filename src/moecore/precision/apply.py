@@ -55,11 +55,13 @@ def find_linear_role(linear_name: str) -> Role | None:
     return "mlp" if SHARED_NAMES.isdisjoint(parents) else "shared_experts"
 
 
-def make_linear_products(recipe: Recipe, inputs: InputCastCache | None = None) -> QuantisedProducts:
-    """Create the object that computes y, dx and dw of one linear; `inputs` None = a new cache."""
+def make_linear_products(
+    recipe: Recipe, input_cache: InputCastCache | None = None
+) -> QuantisedProducts:
+    """Create the object that computes y, dx and dw of one linear; None = a new cache."""
     if recipe.backend == "te":
-        return TELinearProducts(recipe, inputs)
-    return (EmulatedLinearProducts if recipe.is_emulated else Fp8Products)(recipe, inputs)
+        return TELinearProducts(recipe, input_cache)
+    return (EmulatedLinearProducts if recipe.is_emulated else Fp8Products)(recipe, input_cache)
 
 
 def apply_precision(model: nn.Module, precision: Precision) -> dict[str, LinearPrecision]:

@@ -142,9 +142,9 @@ class QuantisedProducts(LinearProducts):
 
     op: ClassVar[Op]  # the result of `make_quantised_op` for the class
 
-    def __init__(self, recipe: Recipe, inputs: InputCastCache | None = None) -> None:
+    def __init__(self, recipe: Recipe, input_cache: InputCastCache | None = None) -> None:
         self.recipe = recipe
-        self.inputs = inputs or InputCastCache()
+        self.inputs = input_cache or InputCastCache()
         self.history = AmaxHistory(recipe.amax_history) if recipe.amax_history else None
         self._recipe_text = json.dumps(asdict(recipe))
 

@@ -131,8 +131,8 @@ class ChunkLayout:
         return AttentionMask(
             causal=causal,
             window=window,
-            cu_seqlens_q=self._chunk_borders * num_query_chunks,
-            cu_seqlens_k=self._chunk_borders * num_key_chunks,
+            cu_seqlens_q=self._chunk_cu_seqlens * num_query_chunks,
+            cu_seqlens_k=self._chunk_cu_seqlens * num_key_chunks,
             max_length_q=self._max_chunk * num_query_chunks,
             max_length_k=self._max_chunk * num_key_chunks,
         )
@@ -144,7 +144,7 @@ class ChunkLayout:
         return self._cu_seqlens
 
     @cached_property
-    def _chunk_borders(self) -> Tensor:
+    def _chunk_cu_seqlens(self) -> Tensor:
         """int32 [n + 1], the `cu_seqlens` of one chunk of each document."""
         return self._packed_cu_seqlens // (2 * self.size)
 
@@ -165,7 +165,7 @@ class ChunkLayout:
     def _half_ids(self) -> tuple[Tensor, Tensor]:
         """int64 [B * C] each, indices of the early and of the late chunks' tokens on a rank."""
         num = self._num_tokens // (2 * self.size)
-        borders = self._chunk_borders.long()
+        borders = self._chunk_cu_seqlens.long()
         documents = find_document_ids(borders, num)
         early = torch.arange(num, device=borders.device) + borders[documents]
         return early, early + borders.diff()[documents]
@@ -173,7 +173,7 @@ class ChunkLayout:
     def _find_first_chunks(self, num_chunks: int) -> Tensor:
         """Return int64 [B * C * num_chunks], the token indices of `select_first_chunks`. Cached."""
         if num_chunks not in self._first_chunk_ids:
-            borders = self._chunk_borders.long()
+            borders = self._chunk_cu_seqlens.long()
             num = self._num_tokens // (2 * self.size) * num_chunks
             documents = find_document_ids(borders * num_chunks, num)
             places = torch.arange(num, device=borders.device) - borders[documents] * num_chunks

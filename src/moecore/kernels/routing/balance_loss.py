@@ -59,7 +59,7 @@ def _clamp_divisor(count):
 
 @triton.jit
 def _load_counts(
-    counts, first_sequence, num_sequences, cols, E: tl.constexpr, BLOCK_B: tl.constexpr
+    counts, first_sequence, num_sequences, columns, E: tl.constexpr, BLOCK_B: tl.constexpr
 ):
     """Return the counts of BLOCK_B sequences from `first_sequence` on, and where they are stored.
 
@@ -68,16 +68,16 @@ def _load_counts(
     """
     rows = (first_sequence + tl.arange(0, BLOCK_B)).to(tl.int64)
     in_rows = rows < num_sequences
-    inside = in_rows[:, None] & (cols < E)[None, :]
-    n = tl.load(counts + rows[:, None] * (E + 1) + cols[None, :], mask=inside, other=0)
+    inside = in_rows[:, None] & (columns < E)[None, :]
+    n = tl.load(counts + rows[:, None] * (E + 1) + columns[None, :], mask=inside, other=0)
     t = tl.load(counts + rows * (E + 1) + E, mask=in_rows, other=0)
-    return n.to(tl.float32), t, rows[:, None] * E + cols[None, :], inside
+    return n.to(tl.float32), t, rows[:, None] * E + columns[None, :], inside
 
 
 @triton.jit
-def _load_global_shares(global_counts, cols, E: tl.constexpr):
+def _load_global_shares(global_counts, columns, E: tl.constexpr):
     """Return each expert's share of all choices in `global_counts`, fp32 [e]."""
-    counts_E = tl.load(global_counts + cols, mask=cols < E, other=0)
+    counts_E = tl.load(global_counts + columns, mask=columns < E, other=0)
     return counts_E.to(tl.float32) / _clamp_divisor(tl.sum(counts_E, axis=0))
 
 

@@ -108,7 +108,7 @@ def _sort_best_first(scores: Tensor) -> Tensor:
 
 
 def _count_tokens_per_program(max_logits: int, num_columns: int) -> int:
-    """Return how many rows of `num_columns` logits have `max_logits` logits, in [1, MAX_TOKENS]."""
+    """Return how many rows of `num_columns` fit into `max_logits` logits, in [1, MAX_TOKENS]."""
     return max(1, min(MAX_TOKENS, max_logits // num_columns))
 
 
