@@ -57,8 +57,8 @@ class FP8Logits(BlockwiseHeadProducts):
     def write_d_hidden(self, d_logits: Any, out_CD: Tensor) -> None:
         HeadProducts.write_d_hidden(self, d_logits, out_CD)
 
-    def add_d_weight(self, d_logits: Any, out_VD: Tensor, *, first: bool) -> None:
-        HeadProducts.add_d_weight(self, d_logits, out_VD, first=first)
+    def add_d_weight(self, d_logits: Any, out_VD: Tensor, *, overwrites: bool) -> None:
+        HeadProducts.add_d_weight(self, d_logits, out_VD, overwrites=overwrites)
 
 
 class FP8Gradients(BlockwiseHeadProducts):
@@ -80,8 +80,8 @@ class Flushed(HeadProducts):
     def write_d_hidden(self, d_logits: Any, out_CD: Tensor) -> None:
         super().write_d_hidden(flush(d_logits, rows=1), out_CD)
 
-    def add_d_weight(self, d_logits: Any, out_VD: Tensor, *, first: bool) -> None:
-        super().add_d_weight(flush(d_logits, rows=128), out_VD, first=first)
+    def add_d_weight(self, d_logits: Any, out_VD: Tensor, *, overwrites: bool) -> None:
+        super().add_d_weight(flush(d_logits, rows=128), out_VD, overwrites=overwrites)
 
 
 class FlushedWeight(Flushed):

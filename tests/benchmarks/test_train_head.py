@@ -23,7 +23,7 @@ def compute(variant: str) -> tuple[Tensor, Tensor, Tensor]:
     d_hidden, d_weight = torch.empty_like(hidden), torch.empty_like(weight)
     _, d_logits = products.compute_cross_entropy(logits.clone(), labels, needs_grad=True)
     products.write_d_hidden(d_logits, d_hidden)
-    products.add_d_weight(d_logits, d_weight, first=True)
+    products.add_d_weight(d_logits, d_weight, overwrites=True)
     return logits, d_hidden, d_weight
 
 

@@ -124,7 +124,7 @@ def _write_gradient(
     scales_stride,
     label,
     row_max,  # max(x), fp32
-    inverse_exp_sum,  # 1 / the sum of exp(x - high), fp32
+    inverse_exp_sum,  # 1 / the sum of exp(x - row_max), fp32
     CONST: tl.constexpr,
 ):
     """Write softmax(x) - (column == label), the gradient of one row's logits x, to d_logits_row.
@@ -235,7 +235,7 @@ def _softmax_gradient_kernel(
     logits,  # [C, V], contiguous
     labels,  # [C] int64
     row_max,  # [C] fp32, the maximum of the full row
-    exp_sums,  # [C] fp32, the sum of exp(x - high)
+    exp_sums,  # [C] fp32, the sum of exp(x - row_max)
     d_logits,  # [C, V], contiguous, out: logits itself or other memory
     scales,  # fp32 [V / 128, stride], out; None = the gradient is not quantised
     scales_stride,  # C rounded up
@@ -248,11 +248,8 @@ def _softmax_gradient_kernel(
     if label == IGNORED:
         _write_zeros(d_row, scales, row, scales_stride, CONST)
     else:
-        x_row, high, scale = (
-            logits + row * CONST.V,
-            tl.load(row_max + row),
-            1.0 / tl.load(exp_sums + row),
-        )
+        x_row = logits + row * CONST.V
+        high, scale = tl.load(row_max + row), 1.0 / tl.load(exp_sums + row)
         _write_gradient(x_row, d_row, scales, row, scales_stride, label, high, scale, CONST)
 
 
@@ -390,15 +387,8 @@ def _launch_softmax_gradient(
     """
     C, V = logits_CV.shape
     d, stride = d_logits_CV, 0 if scales is None else scales.stride(0)
-    args = (
-        logits_CV,
-        labels_C,
-        row_max_C,
-        exp_sums_C,
-        logits_CV if d is None else d,
-        scales,
-        stride,
-    )
+    d = logits_CV if d is None else d
+    args = (logits_CV, labels_C, row_max_C, exp_sums_C, d, scales, stride)
     launch(_softmax_gradient_kernel, C, *args, **_make_constants(V, power_of_two))
 
 

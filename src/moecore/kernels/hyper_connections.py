@@ -171,22 +171,10 @@ def _collapse_backward(
     dbase_M, dscale_M = sums_T2M.sum(0)
     dscale_3 = torch.stack([group.sum() for group in dscale_M.split((N, N, N * N))])
     dstreams_TND, dfn_MC = torch.empty_like(streams_TND), torch.empty_like(fn_MC)
-    tensors = (
-        streams_TND,
-        fn_MC,
-        dx_TD,
-        dgrad_carrier_TND,
-        pre_TN,
-        draw_TM,
-        factor_T,
-        dstreams_TND,
-        T,
-    )
-    grid, M_POW2 = (
-        cdiv(T, TILE["BLOCK_T"]) * N * cdiv(D, TILE["BLOCK_D"]),
-        max(16, next_power_of_2(M)),
-    )
-    sizes = dict(N=N, D=D, M=M, M_POW2=M_POW2, num_warps=TILE_WARPS)
+    mixes = (pre_TN, draw_TM, factor_T)
+    tensors = (streams_TND, fn_MC, dx_TD, dgrad_carrier_TND, *mixes, dstreams_TND, T)
+    grid = cdiv(T, TILE["BLOCK_T"]) * N * cdiv(D, TILE["BLOCK_D"])
+    sizes = dict(N=N, D=D, M=M, M_POW2=max(16, next_power_of_2(M)), num_warps=TILE_WARPS)
     launch(collapse_streams_bwd_kernel, grid, *tensors, **sizes, **TILE)
     if needs_dfn:
         dfn_MC = compute_router_dweight(draw_TM, streams_TND.flatten(1), fn_MC)

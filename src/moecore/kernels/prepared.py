@@ -169,14 +169,8 @@ def make_descriptor(
     Descriptors are cached by address, so the tensor must live until the launch. `choose_layout`
     maps a dtype and a block to the layout of a Gluon kernel; None = the kernel is a Triton kernel.
     """
-    key = (
-        tensor.data_ptr(),
-        tensor.dtype,
-        tensor.shape,
-        tensor.stride(),
-        block_shape,
-        choose_layout,
-    )
+    strides = (tensor.dtype, tensor.shape, tensor.stride())
+    key = (tensor.data_ptr(), *strides, block_shape, choose_layout)
     desc = _DESCRIPTORS.get(key)
     if desc is not None:
         return desc
@@ -276,16 +270,8 @@ def _make_entry(kernel: Any, args: tuple[Any, ...], compiled_kernel: Any) -> _En
             if meta is None or _METAS.setdefault(desc.kind, meta) != meta:
                 return None
     flags = (launcher.launch_cooperative_grid, launcher.launch_pdl)
-    head = (
-        compiled_kernel.function,
-        *flags,
-        None,
-        None,
-        compiled_kernel.packed_metadata,
-        None,
-        None,
-        None,
-    )
+    packed = compiled_kernel.packed_metadata
+    head = (compiled_kernel.function, *flags, None, None, packed, None, None, None)
     stream = triton.runtime.driver.active.get_current_stream
     return _Entry(launch, stream, head, (None,) * (len(types) - len(args)))
 

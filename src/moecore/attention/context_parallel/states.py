@@ -66,11 +66,8 @@ class LocalChunks:
 
         Zeros stand for tokens before the document. Collective.
         """
-        G, rank, lengths = (
-            self.group.size(),
-            self.group.rank(),
-            self.chunk_lengths.long()[:, None, None],
-        )
+        G, rank = self.group.size(), self.group.rank()
+        lengths = self.chunk_lengths.long()[:, None, None]
         back_w = torch.arange(num_tokens, 0, -1, device=x_tD.device)
         last = (self.chunk_cu_seqlens[1:, None] - back_w).clamp(min=0)
         last_GPwD = all_gather_rows(x_tD[last], self.group)
@@ -172,11 +169,7 @@ def causal_conv1d_over_ranks(
     `x_tD` has the local tokens, which `chunks` describes. `apply_silu`: apply SiLU to the result.
     """
     before = chunks.gather_previous_tokens(x_tD, weight_DW.shape[1] - 1)
+    inputs, cu_seqlens = (x_tD, weight_DW, bias_D), chunks.chunk_cu_seqlens
     return causal_convolution(
-        x_tD,
-        weight_DW,
-        bias_D,
-        chunks.chunk_cu_seqlens,
-        previous_tokens_nwD=before,
-        apply_silu=apply_silu,
+        *inputs, cu_seqlens, previous_tokens_nwD=before, apply_silu=apply_silu
     )

@@ -57,11 +57,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv from the final o and lse: see `attention.attention_backward`."""
     q, k, v, mask, scale = block
-    do, o, lse = (
-        _copy_with_stride_order_of(do, q),
-        _copy_with_stride_order_of(o, q),
-        lse.contiguous(),
-    )
+    do, o = _copy_with_stride_order_of(do, q), _copy_with_stride_order_of(o, q)
+    lse = lse.contiguous()
     before = k.shape[1] - q.shape[1]
     if not mask.causal or not before:
         return _run_backward(do, q, k, v, o, lse, mask.causal, scale)

@@ -81,11 +81,9 @@ def gated_delta_rule_ref(
     state = u.new_zeros(H, k.shape[-1], v)
     outs, states = [], []
     for i in range(num_chunks):
-        first = (
-            torch.zeros_like(state)
-            if initial_states_nHkv is None
-            else initial_states_nHkv[documents_m[i]]
-        )
+        first = torch.zeros_like(state)
+        if initial_states_nHkv is not None:
+            first = initial_states_nHkv[documents_m[i]]
         state = torch.where(begins_m[i], first, state)
         updates = u[i] - w[i] @ state
         outs.append(q[i] @ state + local_scores[i] @ updates)

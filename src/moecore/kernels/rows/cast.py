@@ -81,16 +81,8 @@ Parts = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 @functools.lru_cache(4096)
 def _compute_shapes(T: int, D: int, scale_kind: str) -> tuple[tuple[int, int], ...]:
     """Return the shapes of values, scales, transposed values and transposed scales of [T, D]."""
-    (M, K), (m, k) = (
-        compute_operand_shape(T, D, scale_kind),
-        compute_operand_shape(D, T, scale_kind),
-    )
-    return (
-        (M, K),
-        compute_scales_shape(M, K, scale_kind),
-        (m, k),
-        compute_scales_shape(m, k, scale_kind),
-    )
+    shapes = [compute_operand_shape(*sizes, scale_kind) for sizes in ((T, D), (D, T))]
+    return tuple(x for s in shapes for x in (s, compute_scales_shape(*s, scale_kind)))
 
 
 def _launch_quantise(
@@ -266,16 +258,8 @@ def compute_amax_parts(
     num_matrices = matrices[0] if matrices else 1
     n = _count_parts(T, D, num_matrices)
     parts = torch.empty((*matrices, n), dtype=torch.float32, device=x.device)
-    args = (
-        x,
-        ends_e,
-        past_amax,
-        parts,
-        T,
-        D,
-        x.stride(-2),
-        0 if ends_e is None else ends_e.shape[0],
-    )
+    num_experts = 0 if ends_e is None else ends_e.shape[0]
+    args = (x, ends_e, past_amax, parts, T, D, x.stride(-2), num_experts)
     sizes = dict(PARTS=n, ROWS=PART_ROWS, COLUMNS=PART_COLUMNS, num_warps=8)
     launch(amax_parts_kernel, (n, num_matrices), *args, **sizes)
     return parts

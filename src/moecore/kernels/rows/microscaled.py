@@ -72,16 +72,8 @@ class _MicroscaleInput(NamedTuple):
         launch(
             kernel,
             cdiv(M, rows * below) * cdiv(K, TILE[1]),
-            *(
-                x_TK,
-                self.source_rows_M,
-                self.expert_M,
-                *tensors,
-                x_TK.shape[0],
-                M,
-                N,
-                x_TK.stride(0),
-            ),
+            *(x_TK, self.source_rows_M, self.expert_M, *tensors),
+            *(x_TK.shape[0], M, N, x_TK.stride(0)),
             **constants,
             K=K,
             HADAMARD=self.hadamard,

@@ -110,12 +110,10 @@ def make_dense_operand(weight: Blocks) -> Blocks:
 def write_block_amax_ref_(shard: Tensor, position: MatrixShard, amax: Tensor) -> None:
     """Compute `write_block_amax_` in plain PyTorch."""
     row, column = position.compute_indices(shard)
-    magnitudes = torch.zeros(
-        position.rows, position.columns, device=shard.device, dtype=torch.float32
-    )
-    magnitudes[row[:, None], column] = abs_without_nan_ref(shard.float()).view(
-        -1, position.part_columns
-    )
+    sizes = (position.rows, position.columns)
+    magnitudes = torch.zeros(*sizes, device=shard.device, dtype=torch.float32)
+    local = abs_without_nan_ref(shard.float())
+    magnitudes[row[:, None], column] = local.view(-1, position.part_columns)
     magnitudes = pad(magnitudes, (0, -position.columns % BLOCK, 0, -position.rows % BLOCK))
     blocks = magnitudes.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
     amax[:, : blocks.shape[2]].copy_(blocks.amax((1, 3)))
