@@ -270,8 +270,8 @@ def _make_entry(kernel: Any, args: tuple[Any, ...], compiled_kernel: Any) -> _En
             if meta is None or _METAS.setdefault(desc.kind, meta) != meta:
                 return None
     flags = (launcher.launch_cooperative_grid, launcher.launch_pdl)
-    packed = compiled_kernel.packed_metadata
-    head = (compiled_kernel.function, *flags, None, None, packed, None, None, None)
+    launch_metadata = compiled_kernel.packed_metadata
+    head = (compiled_kernel.function, *flags, None, None, launch_metadata, None, None, None)
     stream = triton.runtime.driver.active.get_current_stream
     return _Entry(launch, stream, head, (None,) * (len(types) - len(args)))
 
