@@ -243,7 +243,7 @@ def run_case(case: Case, device: torch.device) -> dict[str, float]:
 def counted_copies() -> Iterator[Counter[str]]:
     """Count what dispatcher "nvlink" sends beside the experts' products, and forwards' clones."""
     counts: Counter[str] = Counter()
-    make, fetch = Clones.from_plan, CloneExchange.fetch
+    make, fetch = Clones.from_plan, CloneExchange.fetch_clone_weights
 
     def counting_clones(*args: Any) -> Clones:
         counts["clones"] += 1

@@ -176,10 +176,10 @@ def test_history_worked_example() -> None:
             seen.copy_(seen.clamp(min=micro_batch))
         advance_histories([history], CPU, None)
     assert scaled_by == [3, 5, 5, 5, 2]
-    assert history.steps["input"].tolist() == [1, 1]
-    before = history.steps["input"].clone()
+    assert history.recorded_amax["input"].tolist() == [1, 1]
+    before = history.recorded_amax["input"].clone()
     advance_histories([history], CPU, None)  # no training forward since
-    assert torch.equal(history.steps["input"], before)
+    assert torch.equal(history.recorded_amax["input"], before)
     assert history.get_max_amax("gradient").item() == 0  # type: ignore[union-attr]
     assert not history.has_all_amax
 
@@ -191,7 +191,7 @@ def test_history_of_a_replayed_graph() -> None:
     for amax in (3.0, 2.0, 1.0):
         seen.fill_(amax)
         advance_histories([history], CPU, None)
-    assert history.steps["input"].tolist() == [1, 2]
+    assert history.recorded_amax["input"].tolist() == [1, 2]
 
 
 def test_history_of_a_rank_that_comes_later() -> None:
@@ -230,7 +230,7 @@ def test_delayed_scaling_uses_and_makes_the_history() -> None:
     first = values(delayed, x, weight, dy=dy)
     assert all(map(torch.equal, first, values(current, x, weight, dy=dy)))
     assert delayed.history is not None
-    seen = {name: value.item() for name, value in delayed.history.seen.items()}
+    seen = {name: value.item() for name, value in delayed.history.current_amax.items()}
     assert seen == {
         "input": x.abs().max().item(),
         "weight": weight.abs().max().item(),
@@ -242,7 +242,7 @@ def test_delayed_scaling_uses_and_makes_the_history() -> None:
         y = delayed(larger, weight)
         limit = x.abs().max()
         assert relative_error(y, current(larger.clamp(-limit, limit), weight).double()) < 1e-6
-        assert not delayed.history.seen["input"].any()  # evaluation adds nothing
+        assert not delayed.history.current_amax["input"].any()  # evaluation adds nothing
     second = values(delayed, x, weight, dy=dy)
     assert all(map(torch.equal, first, second))
 

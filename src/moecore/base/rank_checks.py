@@ -51,7 +51,7 @@ def check_equal(entries: Mapping[str, Any], device_type: str, *, group: Group = 
     if problem is not None:
         fix = "build the model and call moecore alike everywhere"
         problem += f" on every rank{_format_stage_suffix(group)}: {fix}"
-    raise_on_all(problem, device_type, group=group)
+    raise_problem_on_all_ranks(problem, device_type, group=group)
 
 
 def find_difference(
@@ -104,8 +104,8 @@ def _format_both_values(value: Any, group: Group) -> str:
 
 def check_collective_headers(
     op: str,
-    numbers_of_ranks: Sequence[Sequence[int]],
-    formats: Mapping[str, Callable[[int], str]],
+    numbers_by_rank: Sequence[Sequence[int]],
+    formatters: Mapping[str, Callable[[int], str]],
     group: dist.ProcessGroup,
 ) -> None:
     """Raise a ValueError if the ranks of a group called a collective with different numbers.
@@ -114,12 +114,12 @@ def check_collective_headers(
 
     Args:
         op: name of the collective in the error.
-        numbers_of_ranks: for each rank in group order, one number per entry of `formats`.
-        formats: name of each number -> function that formats the number for the error.
+        numbers_by_rank: for each rank in group order, one number per entry of `formatters`.
+        formatters: name of each number -> function that formats the number for the error.
         group: the group whose ranks are named in the error.
     """
-    for i, (name, show) in enumerate(formats.items()):
-        values = [numbers[i] for numbers in numbers_of_ranks]
+    for i, (name, show) in enumerate(formatters.items()):
+        values = [numbers[i] for numbers in numbers_by_rank]
         other = next((place for place, value in enumerate(values) if value != values[0]), None)
         if other is not None:
             ranks = dist.get_process_group_ranks(group)
@@ -189,14 +189,14 @@ def _list_optimizer_options(
     return options
 
 
-def make_comparable(leaf: Any) -> Any:
+def make_comparable(value: Any) -> Any:
     """Replace a tensor by its value or checksum, and other objects by their class name."""
-    if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and not leaf.is_meta:
-        if leaf.numel() == 1:
-            return leaf.tolist()
-        return f"{leaf.dtype} {tuple(leaf.shape)}, checksum {compute_checksum(leaf).item()}"
-    is_plain = leaf is None or isinstance(leaf, bool | int | float | str | torch.dtype)
-    return leaf if is_plain else type(leaf).__name__
+    if isinstance(value, Tensor) and not isinstance(value, DTensor) and not value.is_meta:
+        if value.numel() == 1:
+            return value.tolist()
+        return f"{value.dtype} {tuple(value.shape)}, checksum {compute_checksum(value).item()}"
+    is_plain = value is None or isinstance(value, bool | int | float | str | torch.dtype)
+    return value if is_plain else type(value).__name__
 
 
 @torch.no_grad()
@@ -217,7 +217,7 @@ def check_equal_weights(
             f"rank{_format_stage_suffix(group)} before sharding: seed every rank alike or load one "
             "checkpoint"
         )
-    raise_on_all(problem, device_type, group=group)
+    raise_problem_on_all_ranks(problem, device_type, group=group)
 
 
 @torch.no_grad()
@@ -236,19 +236,21 @@ def find_differing_tensors(
     return _find_differing_names(dict(zip(real, values, strict=True)), device_type, group)
 
 
-def raise_on_all(problem: str | None, device_type: str, *, group: Group = None) -> None:
+def raise_problem_on_all_ranks(
+    problem: str | None, device_type: str, *, group: Group = None
+) -> None:
     """Raise a ValueError with the text `problem` on every rank if any rank has a problem.
 
     Collective over the world if `group` is smaller than the world. Otherwise no rank communicates,
     and every rank must already have the same problem (None = no problem).
     """
     if dist.is_initialized() and dist.get_world_size(group) < dist.get_world_size():
-        raise_on_world(problem, device_type)
+        raise_problem_on_world(problem, device_type)
     elif problem is not None:
         raise ValueError(problem)
 
 
-def raise_on_world(problem: str | None, device_type: str) -> None:
+def raise_problem_on_world(problem: str | None, device_type: str) -> None:
     """Raise a ValueError on every rank if one rank's `problem` is not None.
 
     One all-reduce over the world, with a host sync.

@@ -94,7 +94,11 @@ def escape_unprintable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def format_error_line(text: str, limit: int = 2000) -> str:
+def format_error_line(text: str, max_chars: int = 2000) -> str:
     """Return a text as one printable line; "..." replaces the middle of a text above the limit."""
     line = escape_unprintable(" ".join(text.split()))  # the fix is at the end of an error
-    return line if len(line) <= limit else f"{line[: limit // 2]}...{line[-(limit // 2) :]}"
+    return (
+        line
+        if len(line) <= max_chars
+        else f"{line[: max_chars // 2]}...{line[-(max_chars // 2) :]}"
+    )

@@ -97,14 +97,15 @@ def _cast_buffers_in_forward(module: nn.Module, names: Sequence[str], dtype: tor
     module.forward = MethodType(forward_with_cast, module)
 
 
-def _find_fp32_names(model: nn.Module, stocks: Mapping[Any, _StockDtypes]) -> frozenset[str]:
+def _find_fp32_names(model: nn.Module, stock_dtypes: Mapping[Any, _StockDtypes]) -> frozenset[str]:
     """Return the names of the tensors of `model` that stay fp32 in 16-bit training.
 
-    The tensors are selection biases, and tensors that `stocks` keep in fp32 (`_make_stock_dtypes`).
+    The tensors are selection biases, and tensors that `stock_dtypes` keep in fp32
+    (`_make_stock_dtypes`).
     """
     tensors = _get_named_tensors(model)
     fp32_ids = {id(t) for n, t in tensors.items() if is_selection_bias(n)}
-    for hf, stock in stocks.items():
+    for hf, stock in stock_dtypes.items():
         hf_tensors = _get_named_tensors(hf)
         for originals in (
             select_base_tensors(hf, hf_tensors),

@@ -58,7 +58,7 @@ class AuxLoss(LossFactors):
         self.total: Tensor | None = None  # fp32 scalar, changed in place; made by a backward
 
     @torch.compiler.disable  # its backward counts on the host
-    def attach(self, y: Tensor, loss: Tensor) -> Tensor:
+    def attach_loss(self, y: Tensor, loss: Tensor) -> Tensor:
         """Return y, whose backward adds `loss` to `total` and runs the loss's backward.
 
         `loss` is a scalar, computed from this rank's tokens. Raises ValueError for fp16 without a
@@ -67,7 +67,7 @@ class AuxLoss(LossFactors):
         self.check_loss_scale(y)
         return _AttachLoss.apply(y, self.apply_token_weight(loss), self)  # type: ignore[no-any-return]
 
-    def add(self, loss: Tensor) -> None:
+    def add_to_total(self, loss: Tensor) -> None:
         """Add a micro-batch's loss, a scalar, to the step's total."""
         if self.total is None or self.total.device != loss.device:
             self.total = torch.zeros_like(loss, dtype=torch.float32)

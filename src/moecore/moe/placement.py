@@ -25,19 +25,21 @@ from moecore.kernels.rows.index import ExpertIndex, build_index
 from moecore.moe.records import BalancedRows, Dispatcher, Routing
 
 
-def compute_balanced_tokens(num_tokens: int, top_k: int, num_experts: int, num_local: int) -> int:
-    """Return the mean number of tokens that choose at least one of `num_local` experts.
+def compute_balanced_tokens(
+    num_tokens: int, top_k: int, num_experts: int, num_local_experts: int
+) -> int:
+    """Return the mean number of tokens that choose at least one of `num_local_experts` experts.
 
     Each of `num_tokens` tokens has `top_k` random experts of `num_experts`.
     """
-    return round(num_tokens * _compute_choice_probability(top_k, num_experts, num_local))
+    return round(num_tokens * _compute_choice_probability(top_k, num_experts, num_local_experts))
 
 
-def _compute_choice_probability(top_k: int, num_experts: int, num_local: int) -> float:
-    """Return the probability that K random experts of E include any of `num_local` experts."""
+def _compute_choice_probability(top_k: int, num_experts: int, num_local_experts: int) -> float:
+    """Return the probability that K random experts of E include any local expert."""
     if top_k > num_experts:  # the remaining choices are zero experts
         return 1.0
-    return 1 - math.comb(num_experts - num_local, top_k) / math.comb(num_experts, top_k)
+    return 1 - math.comb(num_experts - num_local_experts, top_k) / math.comb(num_experts, top_k)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,13 +104,13 @@ class ExpertPlacement:
         return self.group.size() * max_source_rows
 
     def build_index(
-        self, ids_SK: Tensor, weights_SK: Tensor, routing: Routing, length: int
+        self, ids_SK: Tensor, weights_SK: Tensor, routing: Routing, num_rows: int
     ) -> ExpertIndex:
-        """Return the `ExpertIndex` of this rank's experts, with `length` expert rows.
+        """Return the `ExpertIndex` of this rank's experts, with `num_rows` expert rows.
 
         `ids_SK` are the physical ids of the source rows' choices.
         """
-        sizes: Any = dict(first=self.first_physical, num_local=self.num_physical, length=length)
+        sizes: Any = dict(first=self.first_physical, num_local=self.num_physical, length=num_rows)
         return build_index(ids_SK, weights_SK, **sizes, multiple=routing.rows_multiple)
 
 
@@ -124,14 +126,14 @@ class DomainPlacement(ExpertPlacement):
     num_domains: int  # H
 
     @property
-    def num_in_domain(self) -> int:
+    def num_domain_experts(self) -> int:
         """Number of physical experts of a domain."""
         return self.num_physical * self.ep
 
     def convert_to_domain_ids(self, ids_AK: Tensor, domain: int) -> Tensor:
         """Convert physical ids of all domains to ids in one domain; -1 = in another domain."""
-        ids_AK = ids_AK - domain * self.num_in_domain
-        return ids_AK.masked_fill((ids_AK < 0) | (ids_AK >= self.num_in_domain), -1)
+        ids_AK = ids_AK - domain * self.num_domain_experts
+        return ids_AK.masked_fill((ids_AK < 0) | (ids_AK >= self.num_domain_experts), -1)
 
     def compute_balanced_domain_tokens(self, num_tokens: int, top_k: int) -> int:
         """Return how many of T tokens one domain receives on average, with random choices."""
@@ -155,14 +157,14 @@ class DomainPlacement(ExpertPlacement):
 
 
 def make_domain_placement(
-    placement: ExpertPlacement, inside: dist.ProcessGroup, num_domains: int
+    placement: ExpertPlacement, domain_group: dist.ProcessGroup, num_domains: int
 ) -> DomainPlacement:
-    """Return the placement of this rank's domain, whose ranks are the group `inside`.
+    """Return the placement of this rank's domain, whose ranks are the group `domain_group`.
 
     The ranks of `placement` form `num_domains` domains.
     """
     return DomainPlacement(
-        group=inside,
+        group=domain_group,
         num_experts=placement.num_experts // num_domains,
         ep=placement.ep // num_domains,
         etp=placement.etp,

@@ -66,7 +66,7 @@ class RoutedExperts(RoutedLayer, Experts):
                     "model's own: use what the model has, such as config.output_router_logits=True"
                 )
 
-    def run_empty(self, x_0D: Tensor) -> Tensor:
+    def run_on_zero_tokens(self, x_0D: Tensor) -> Tensor:
         """Run the forward for zero tokens, without the hooks of this module; return its output."""
         choices_0K = x_0D.new_zeros(0, self.config.top_k, requires_grad=x_0D.requires_grad)
         return self.forward(x_0D, choices_0K.detach().int(), choices_0K)

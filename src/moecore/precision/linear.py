@@ -25,9 +25,14 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from moecore.base.options.precision import Recipe
-from moecore.base.params import check_values, get_local_param, has_values
+from moecore.base.params import check_has_values, get_local_param, has_values
 from moecore.base.regions import run_product
-from moecore.base.torch_private import get_autocast_dtype, is_plain_eager, sum_versions, unsafe_view
+from moecore.base.torch_private import (
+    get_autocast_dtype,
+    is_plain_eager,
+    sum_version_counters,
+    unsafe_view,
+)
 from moecore.kernels.experts.contract import GradTarget, find_sink
 from moecore.kernels.grouped.wgrad import store_grad
 from moecore.kernels.linear import Gradients, LinearProducts, backward, linear
@@ -71,7 +76,7 @@ class InputCastCache:
 
         The result is from the cache, unless x has changed or the linear `user` has read it before.
         """
-        operands, version = self._operands, sum_versions(x)
+        operands, version = self._operands, sum_version_counters(x)
         is_hit = self._input is not None and self._input() is x and self._version == version
         is_hit = is_hit and not x.is_inference() and user not in self._users  # has no version
         if operands is None or not is_hit or (columns and not operands.columns):
@@ -155,7 +160,7 @@ class QuantisedProducts(LinearProducts):
 
     def _run(self, x: Tensor, weight: Tensor, bias: Tensor | None, training: bool) -> Tensor:
         """Return y, by one autograd node in eager code, otherwise by the custom op `op`."""
-        weight_NK = get_local_param(weight, reads=False)
+        weight_NK = get_local_param(weight, needs_values=False)
         check_operands(x, weight_NK, self.recipe)
         call = self.prepare(x, weight, weight_NK, training)
         bias_N = None if bias is None else get_local_param(bias)
@@ -439,7 +444,7 @@ def read_gathered_blocks(kind: str | None, weight: Tensor, weight_NK: Tensor) ->
     """Return a weight's all-gathered FP8 blocks; NotImplementedError if not of kind `kind`."""
     blocks = None if torch.compiler.is_compiling() else get_fp8_blocks(weight)
     if blocks is None or blocks.kind != kind:
-        check_values(weight_NK)
+        check_has_values(weight_NK)
     assert blocks is not None, "it has no values"
     return blocks
 

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from moecore.base import transformer_engine as te
 from moecore.base.options.precision import Recipe
-from moecore.base.params import check_values
+from moecore.base.params import check_has_values
 from moecore.base.torch_private import is_plain_eager
 from moecore.kernels.experts.contract import GradTarget
 from moecore.kernels.grouped.wgrad import store_grad
@@ -61,7 +61,7 @@ def _quantise_operand(
     fmt = recipe.grad_format if operand == "gradient" else "e4m3"
     scale_amax = compute_amax(x_RC, past_amax).amax().reshape(1)
     _, scale = compute_block_scale_ref(scale_amax, recipe.power_of_two, LARGEST[fmt])
-    return te.quantise(x_RC, recipe, operand, over_rows=over_rows, scale=scale, seen=seen)
+    return te.quantise(x_RC, recipe, operand, over_rows=over_rows, scale=scale, amax_out=seen)
 
 
 class TELinearProducts(QuantisedProducts):
@@ -71,7 +71,7 @@ class TELinearProducts(QuantisedProducts):
     def prepare(self, x: Tensor, weight: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
         """Return a `LinearCall` with the amax tensors; ValueError if the device cannot run it."""
         recipe, history = self.recipe, self.history
-        check_values(weight_NK)
+        check_has_values(weight_NK)
         problem = te.find_recipe_problem(recipe, x.device)
         if problem is not None:
             raise ValueError(problem)

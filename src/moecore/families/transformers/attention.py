@@ -131,9 +131,9 @@ def _attend_causally(
     return o_BTHv, None
 
 
-def _make_unsupported_error(name: str, value: Any) -> ValueError:
-    """Return the error for an attention option `name` that causal attention does not compute."""
+def _make_unsupported_error(option: str, value: Any) -> ValueError:
+    """Return the error for an attention option `option` that causal attention does not compute."""
     return ValueError(
-        f"{name} ({value}) must be None for use_causal_attention, which does not compute it with "
+        f"{option} ({value}) must be None for use_causal_attention, which does not compute it with "
         "documents, windows or sinks: leave the model's own attention"
     )

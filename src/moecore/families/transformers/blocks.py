@@ -38,7 +38,7 @@ from moecore.families.transformers.router_records import (
 from moecore.families.transformers.stock import get_router, is_hf, refuse_customised
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout, MoELayer, RoutedLayer
-from moecore.moe.selection_bias import add_part
+from moecore.moe.selection_bias import add_submodule
 
 DEEPSEEK_V4 = replace(STACKED, token_experts="tid2eid")
 QWEN2_MOE = replace(STACKED, shared="shared_expert", shared_gate="shared_expert_gate")
@@ -103,7 +103,7 @@ def _adopt_with_record(block: Any, model: nn.Module, record: RouterRecord) -> Mo
     assert routing is not None
     layer = _adopt_stacked(block, layout, layer_class=get_layer_class(block, record), **routing)
     for name in record.children:
-        add_part(layer, name, block.get_submodule(name))
+        add_submodule(layer, name, block.get_submodule(name))
     return layer
 
 
@@ -136,16 +136,16 @@ def _adopt_llama4(block: Any, model: nn.Module) -> MoELayer:
 
 
 def _adopt_stacked(
-    block: Any, layout: LayerLayout, layer_class: type[MoELayer] = MoELayer, **routing: Any
+    block: Any, layout: LayerLayout, layer_class: type[MoELayer] = MoELayer, **router_fields: Any
 ) -> MoELayer:
     """Convert a block, whose children `layout` names, to a `layer_class`.
 
-    `routing` has router fields of `MoEConfig`.
+    `router_fields` has router fields of `MoEConfig`.
     """
     experts = block.get_submodule(layout.experts)
     read = read_experts(experts, layout.expert_layout)
     router_tensors = _get_router_tensors(block, layout)
-    fields = read.fields | {"dim": router_tensors["weight"].shape[1], **routing}
+    fields = read.fields | {"dim": router_tensors["weight"].shape[1], **router_fields}
     fields["expert_bias"] = layout.expert_bias in router_tensors
     fields["router_bias"] = "bias" in router_tensors
     latent = _get_latent_projections(block, layout)

@@ -32,7 +32,7 @@ from moecore.families.transformers.stock import (
     is_stock,
 )
 from moecore.models.loss import count_labels
-from moecore.models.tensor_parallel import sum_value
+from moecore.models.tensor_parallel import all_reduce_replicated
 
 # Tensors of whole rows that are cut with the tokens.
 SHARDED_INPUTS = ("input_ids", "labels", "shift_labels", "position_ids", "padding_mask")
@@ -144,8 +144,8 @@ class CausalContext:
             return output
         group = sequence.local_tokens.cp.group
         if isinstance(output, tuple):
-            return (sum_value(output[0], group), *output[1:])
-        output.loss = sum_value(output.loss, group)
+            return (all_reduce_replicated(output[0], group), *output[1:])
+        output.loss = all_reduce_replicated(output.loss, group)
         return output
 
 

@@ -168,9 +168,9 @@ def _match_activation_options(
 
     `gated`: the input has gate and up columns, which alternate if `interleaved`.
     """
-    h_RC = _make_samples(gated)
+    h_RC = _make_activation_samples(gated)
     reference = stock_activation(h_RC)
-    limit, alpha = (_find_number(experts, names) for names in (LIMITS, SLOPES))
+    limit, alpha = (_find_positive_attribute(experts, names) for names in (LIMITS, SLOPES))
     for kind in get_args(Activation):
         options = ActivationOptions(
             kind=kind, limit=limit or 7.0, alpha=alpha or 1.702, interleaved=interleaved
@@ -182,9 +182,9 @@ def _match_activation_options(
     return None
 
 
-def _find_number(experts: Any, names: Sequence[str]) -> float | None:
+def _find_positive_attribute(experts: Any, attribute_names: Sequence[str]) -> float | None:
     """Return the first of the named attributes that is a positive finite number, or None."""
-    values = (getattr(experts, name, None) for name in names)
+    values = (getattr(experts, name, None) for name in attribute_names)
     return next((v for v in values if isinstance(v, int | float) and 0 < v < inf), None)
 
 
@@ -193,7 +193,7 @@ def _is_elementwise(activation: Callable[[Tensor], Tensor], gated: bool, interle
 
     `gated` and `interleaved` are as in `_match_activation_options`.
     """
-    h_RC = _make_samples(gated)
+    h_RC = _make_activation_samples(gated)
     if not gated:
         return torch.equal(activation(h_RC[:, :3]), activation(h_RC)[:, :3])
     F_ = h_RC.shape[1] // 2
@@ -201,7 +201,7 @@ def _is_elementwise(activation: Callable[[Tensor], Tensor], gated: bool, interle
     return torch.equal(activation(h_RC[:, list(columns)]), activation(h_RC)[:, :3])
 
 
-def _make_samples(gated: bool) -> Tensor:
+def _make_activation_samples(gated: bool) -> Tensor:
     """Return fp32 test rows [291, C] of small to large values; C = 16 if `gated`, otherwise 8."""
     steps = torch.linspace(-12.0, 12.0, 97, dtype=torch.float32, device="cpu")
     values = torch.cat([steps, steps / 64, steps * 64])

@@ -88,10 +88,10 @@ def warn_about_cache(model: nn.Module) -> None:
     # layers run in eager mode. Activations that the cache references are not recomputed.
     for module in model.modules():
         if is_hf(module) and getattr(module, "base_model", None) is module:
-            module.register_forward_pre_hook(_warn_of_cache, with_kwargs=True)
+            module.register_forward_pre_hook(_warn_if_cache_is_used, with_kwargs=True)
 
 
-def _warn_of_cache(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+def _warn_if_cache_is_used(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a base model: warn if it trains with a key/value cache."""
     use_cache = bind_arguments(module, args, kwargs).get("use_cache")
     use_cache = getattr(module.config, "use_cache", False) if use_cache is None else use_cache

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.copies import copy_modules, make_meta_parameter
-from moecore.base.torch_private import sum_versions
+from moecore.base.torch_private import sum_version_counters
 from moecore.families.transformers.rows import READER, RowReader
 from moecore.families.transformers.stock import (
     get_text_decoder,
@@ -177,14 +177,17 @@ class StagedCausal:
                 instead.weight = nothing  # models read its device
                 ends.callback(delattr, instead, "weight")
                 hook(parts.embedding, lambda *_: nothing)
-                hook(line[first - 1], lambda *call: _replace_first(call[-1], hidden))
+                hook(line[first - 1], lambda *call: _replace_first_result(call[-1], hidden))
             if not stage.loss:
                 head: Any = get(parts.head)
                 # Models read the weight's dtype.
                 head.weight = torch.empty(0, dtype=torch.float32, device="cpu")
                 ends.callback(delattr, head, "weight")
                 # An embedding's output is sent unchanged.
-                hook(line[last and last + 1], lambda *call: outputs.append(_get_first(call[-1])))
+                hook(
+                    line[last and last + 1],
+                    lambda *call: outputs.append(_get_first_result(call[-1])),
+                )
             yield outputs
 
     def _check_output(self, layer: nn.Module, _args: Any, output: Any) -> None:
@@ -211,12 +214,12 @@ class _CallTrace:
     def record_call(self, name: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
         """Forward pre-hook of the part `name`: record the call."""
         x = args[0] if args and isinstance(args[0], Tensor) else None
-        self.calls.append((name, x, 0 if x is None else sum_versions(x)))
+        self.calls.append((name, x, 0 if x is None else sum_version_counters(x)))
 
 
 def _trace_calls(model: Any, parts: StageParts) -> _CallTrace:
     """Run a CPU copy of a model with `AbsentModule` for all parts; return the record of calls."""
-    shell: Any = copy_modules(model, make_meta_parameter, unwrapped=True)[model]
+    shell: Any = copy_modules(model, make_meta_parameter, removes_wrappers=True)[model]
     config, dtype = model.config.get_text_config(), model.get_input_embeddings().weight.dtype
     # One row, so that code which unpacks hidden states as several tensors raises.
     ids = torch.zeros(1, 8, dtype=torch.int64, device="cpu")
@@ -272,20 +275,20 @@ def _trace_parts(model: Any, parts: StageParts) -> tuple[StageParts, tuple[int, 
     for name, x, _ in shell.calls[: num_layers + 1]:
         if x is None or x.shape != hidden.shape or x.data_ptr() != hidden.data_ptr():
             raise _make_refusal(model, f"it changes hidden states in front of {name}")
-    if sum_versions(shell.embedding_output) or sum_versions(hidden) != outputs:
+    if sum_version_counters(shell.embedding_output) or sum_version_counters(hidden) != outputs:
         raise _make_refusal(model, "it changes hidden states in place")
     return replace(parts, final_modules=tuple(names[num_layers:-1])), tuple(hidden.shape[2:])
 
 
-def _get_first(results: Any) -> Tensor:
+def _get_first_result(results: Any) -> Tensor:
     """Return the only or first result of a layer."""
     first: Tensor = results if isinstance(results, Tensor) else results[0]
     return first
 
 
-def _replace_first(results: Any, first: Tensor) -> Any:
+def _replace_first_result(results: Any, new_result: Tensor) -> Any:
     """Return a layer's results with the first result replaced."""
-    return first if isinstance(results, Tensor) else (first, *results[1:])
+    return new_result if isinstance(results, Tensor) else (new_result, *results[1:])
 
 
 def _list_layer_names(model: Any, parts: StageParts) -> list[str]:

@@ -125,7 +125,7 @@ def _run_sparse_attention(
         loss = getattr(layer, CONFIG).loss_coef * compute_mean_divergence(
             out.divergence_t, sequence
         )
-        o_BTHv = layer.aux_loss.attach(o_BTHv, loss)
+        o_BTHv = layer.aux_loss.attach_loss(o_BTHv, loss)
     if gate_BTHv is not None:
         o_BTHv = (o_BTHv * gate_BTHv).to(o_BTHv.dtype)
     selected = prev_topk_indices if out.selected_tK is None else out.selected_tK
@@ -207,18 +207,24 @@ def _split_kv_weight(layer: Any) -> tuple[Tensor, Tensor]:
 
 
 def _update_cache(
-    layer: Any, cache: Any, latent_BTL: Tensor, turned_BT1r: Tensor, index: IndexerHeads | None
+    layer: Any,
+    cache: Any,
+    latent_BTL: Tensor,
+    rotated_BT1r: Tensor,
+    indexer_heads: IndexerHeads | None,
 ) -> tuple[Tensor, Tensor, IndexerHeads | None]:
     """Append latents, rotated keys and the indexer's keys to a cache; return all cached entries.
 
     Raises ValueError if the cache has tokens of an earlier forward.
     """
     number = layer.layer_idx
-    latents, turned = cache.update(latent_BTL.unsqueeze(1), turned_BT1r.transpose(1, 2), number)
+    latents, turned = cache.update(latent_BTL.unsqueeze(1), rotated_BT1r.transpose(1, 2), number)
     refuse_cached_keys(latent_BTL.shape[1], latents.shape[2])
-    if index is not None:
-        index = index._replace(k_Ni=cache.update_indexer(index.k_Ni, number))
-    return latents.squeeze(1), turned.transpose(1, 2), index
+    if indexer_heads is not None:
+        indexer_heads = indexer_heads._replace(
+            k_Ni=cache.update_indexer(indexer_heads.k_Ni, number)
+        )
+    return latents.squeeze(1), turned.transpose(1, 2), indexer_heads
 
 
 def refuse_cached_keys(num_tokens: int, num_keys: int) -> None:

@@ -97,9 +97,9 @@ def has_causal_loss(model: Any) -> bool:
     return is_stock(function) and getattr(function, "__name__", "") == CAUSAL_LOSS
 
 
-def is_stock_forward(module: nn.Module, name: str) -> bool:
-    """Whether a module is of transformers' class `name` and runs the unmodified class forward."""
-    is_class = is_hf(module) and type(module).__name__ == name
+def is_stock_forward(module: nn.Module, class_name: str) -> bool:
+    """Whether a module is of transformers' class `class_name` and runs the class's own forward."""
+    is_class = is_hf(module) and type(module).__name__ == class_name
     return is_class and "forward" not in vars(module) and is_stock(type(module).forward)
 
 
@@ -124,7 +124,7 @@ def refuse_customised(
     _refuse_custom_code(block, kind, home, children=(*parts, *latent, *children))
     for name, tensor in {**block._parameters, **block._buffers}.items():
         if tensor is not None and (layout.bias_owner, layout.expert_bias) != ("", name):
-            _refuse_extra(kind, name)
+            _refuse_extra_member(kind, name)
     homes = dict.fromkeys((layout.router, layout.experts, layout.bias_owner or ""), home)
     if holder:
         homes = {holder: home, **homes, layout.router: LINEAR_MODULE}
@@ -154,18 +154,18 @@ def refuse_customised_experts(experts: nn.Module, children: tuple[str, ...]) -> 
 
 
 def _refuse_custom_code(
-    part: nn.Module, name: str, homes: tuple[str, ...], children: tuple[str, ...] = ()
+    part: nn.Module, name: str, module_names: tuple[str, ...], children: tuple[str, ...] = ()
 ) -> None:
     """Raise NotImplementedError unless a part's class is transformers' own and unpatched.
 
-    `name` names the part in errors. `homes` are the allowed Python modules of its class. `children`
-    are the names of further child modules that are allowed.
+    `name` names the part in errors. `module_names` are the allowed Python modules of its class.
+    `children` are the names of further child modules that are allowed.
     """
     cls = type(part)
-    if cls.__module__ not in homes:
+    if cls.__module__ not in module_names:
         raise NotImplementedError(
-            f"{name} must be of {homes[0]}, whose maths its adapter knows: take off subclasses and "
-            f"wrappers (LoRA of peft works on dense layers and experts), {WAY_OUT}"
+            f"{name} must be of {module_names[0]}, whose maths its adapter knows: take off "
+            f"subclasses and wrappers (LoRA of peft works on dense layers and experts), {WAY_OUT}"
         )
     for method in list_overridden_methods(cls):
         function = getattr(cls, method)
@@ -177,14 +177,14 @@ def _refuse_custom_code(
             )
     extra = [n for n, m in part._modules.items() if m is not None and n not in children]
     if extra:
-        _refuse_extra(name, extra[0])
+        _refuse_extra_member(name, extra[0])
 
 
-def _refuse_extra(name: str, extra: str) -> None:
-    """Raise NotImplementedError: `name` has a tensor or child `extra` that would be lost."""
+def _refuse_extra_member(owner_name: str, member_name: str) -> None:
+    """Raise NotImplementedError: `owner_name` has a tensor or child that would be lost."""
     raise NotImplementedError(
-        f"{extra} of {name} must not exist, because moecore's layer would not run it: remove it, "
-        f"{WAY_OUT}"
+        f"{member_name} of {owner_name} must not exist, because moecore's layer would not run it: "
+        f"remove it, {WAY_OUT}"
     )
 
 
@@ -208,10 +208,10 @@ def is_stock(function: Any) -> bool:
     return True
 
 
-def _refuse_custom_implementation(experts: nn.Module, kind: str) -> None:
+def _refuse_custom_implementation(experts: nn.Module, class_name: str) -> None:
     """Raise NotImplementedError if the config selects an experts function of the user.
 
-    `kind` is the class in the error.
+    `class_name` is the class in the error.
     """
     name = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     module = sys.modules.get("transformers.integrations.moe")
@@ -219,16 +219,16 @@ def _refuse_custom_implementation(experts: nn.Module, kind: str) -> None:
     is_known = function is None or is_stock(function) or function.__module__.startswith("moecore.")
     if not is_known:
         raise NotImplementedError(
-            f"config._experts_implementation ({name!r}) of {kind} must be 'moecore' or one of "
-            "transformers' own, whose maths its adapter knows: call "
+            f"config._experts_implementation ({name!r}) of {class_name} must be 'moecore' or one "
+            "of transformers' own, whose maths its adapter knows: call "
             f'set_experts_implementation("eager"), {WAY_OUT}'
         )
 
 
-def enable_recompute(hf: Any) -> None:
+def enable_activation_checkpointing(model: Any) -> None:
     """Enable activation checkpointing of a transformers model."""
-    new = getattr(hf, "activation_checkpointing_enable", None)
-    (new or hf.gradient_checkpointing_enable)()
+    new = getattr(model, "activation_checkpointing_enable", None)
+    (new or model.gradient_checkpointing_enable)()
 
 
 def get_text_decoder(model: Any) -> Any:
@@ -264,11 +264,12 @@ def list_towers(model: Any) -> list[str]:
     return towers
 
 
-def refuse_tower_inputs(model: Any, inputs: Mapping[str, Any], user: str) -> None:
+def refuse_tower_inputs(model: Any, inputs: Mapping[str, Any], option_names: str) -> None:
     """Raise ValueError for an argument of a forward that only a model's towers use.
 
     `inputs` are the forward's arguments by name. Multi-dimensional `position_ids` are refused too,
-    because they describe images. `user` names the options that need text-only rows, for the error.
+    because they describe images. `option_names` names the options that need text-only rows, for the
+    error.
     """
     base, decoder = get_base_model(model), get_text_decoder(model)
     if decoder is base:
@@ -276,8 +277,8 @@ def refuse_tower_inputs(model: Any, inputs: Mapping[str, Any], user: str) -> Non
     positions = inputs.get("position_ids")
     if positions is not None and positions.ndim != 2:
         raise ValueError(
-            f"position_ids {tuple(positions.shape)} must be [B, T] with {user}, where rows have "
-            "only text: leave them out"
+            f"position_ids {tuple(positions.shape)} must be [B, T] with {option_names}, where rows "
+            "have only text: leave them out"
         )
     of_towers = get_forward_parameters(type(base).forward).keys() - get_forward_parameters(
         type(decoder).forward
@@ -285,6 +286,6 @@ def refuse_tower_inputs(model: Any, inputs: Mapping[str, Any], user: str) -> Non
     for name in sorted(of_towers & inputs.keys()):
         if isinstance(inputs[name], Tensor | Mapping):
             raise ValueError(
-                f"{name} must be None for {type(base).__name__} with {user}, which do not run its "
-                "towers: pass text-only rows, or leave these options out"
+                f"{name} must be None for {type(base).__name__} with {option_names}, which do not "
+                "run its towers: pass text-only rows, or leave these options out"
             )

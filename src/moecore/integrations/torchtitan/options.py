@@ -30,7 +30,7 @@ from moecore.integrations.torchtitan.sections import (
     make_section,
     read_arguments,
     read_changed_arguments,
-    rename_in_errors,
+    replace_name_in_errors,
 )
 from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.schedule import PipelineConfig
@@ -58,9 +58,9 @@ def _list_options_elsewhere(prefix: str) -> tuple[str, ...]:
     return tuple(name for head, _, name in split if head == prefix)
 
 
-def _make_switchable_section(source: Any, **instead: Any) -> Any:
+def _make_switchable_section(source: Any, **replacements: Any) -> Any:
     """Return `make_section(source, **instead)` with an additional field `enable` (False)."""
-    return make_section(source, enable=(bool, False), **instead)
+    return make_section(source, enable=(bool, False), **replacements)
 
 
 _MODEL_FIELDS = tuple(
@@ -134,7 +134,9 @@ def get_moecore_options(job_config: Any) -> Any:
     return MoECore() if options is None else options
 
 
-def make_request(options: Any, parallel: ParallelConfig, **fsdp: Any) -> dict[str, Any]:
+def make_parallelize_arguments(
+    options: Any, parallel: ParallelConfig, **fsdp: Any
+) -> dict[str, Any]:
     """Convert the section `moecore` of a job, `options`, to arguments of `parallelize_moe`.
 
     The arguments do not include the balance, which is set on each layer. `fsdp` has fields of
@@ -146,7 +148,7 @@ def make_request(options: Any, parallel: ParallelConfig, **fsdp: Any) -> dict[st
         keywords["context"] = None
     keywords["pipeline"] = keywords["pipeline"] if parallel.pp > 1 else None
     fsdp_options = {name: value for name, value in vars(options.fsdp).items() if value is not None}
-    keywords["fsdp"] = rename_in_errors(
+    keywords["fsdp"] = replace_name_in_errors(
         lambda: FSDPOptions(**(fsdp | fsdp_options)), FSDPOptions, "moecore.fsdp"
     )
     moe = read_changed_arguments(options.moe, "moecore.moe")
@@ -164,7 +166,7 @@ def _make_dispatch_options(options: Any, parallel: ParallelConfig) -> DispatchOp
     is_parallel = parallel.ep * parallel.etp > 1
     if keywords["name"] == "auto" and options.nvlink.row_factor is None and is_parallel:
         keywords["name"] = "alltoall"  # whose capacity has no limit
-    result: DispatchOptions = rename_in_errors(
+    result: DispatchOptions = replace_name_in_errors(
         lambda: DispatchOptions(**keywords), DispatchOptions, "moecore.dispatch"
     )
     return result

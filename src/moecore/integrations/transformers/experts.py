@@ -23,7 +23,7 @@ from moecore.kernels.experts.products import choose_products
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
-from moecore.moe.backends import Computation, find_separate_computation
+from moecore.moe.backends import Computation, find_backend_computation
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.records import ExpertInput
 
@@ -76,7 +76,7 @@ def experts_forward(
         [T, D] in the dtype of `hidden_states`, summed in fp32 and rounded once. No host sync in
         bf16 on Hopper.
     """
-    _ensure_plan(experts)
+    _store_plan_if_missing(experts)
     plan: ExpertsPlan = getattr(experts, PLAN)
     x_TD, weights = _cast_operands(experts, plan.layout, hidden_states)
     if not getattr(experts, "has_post_expert_norm", False):
@@ -96,7 +96,7 @@ def experts_forward(
 
 
 @torch.compiler.assume_constant_result  # runs while torch.compile traces
-def _ensure_plan(experts: Any) -> None:
+def _store_plan_if_missing(experts: Any) -> None:
     """Store the `ExpertsPlan` of an experts module as its attribute in the first forward."""
     if PLAN in vars(experts):
         return
@@ -164,8 +164,10 @@ def _choose_computation(
     spec: ExpertSpec, activation: ActivationOptions
 ) -> ExpertMLPOptions | Computation:
     """Return the options of `expert_mlp`, or the function that replaces `expert_mlp` for `spec`."""
-    has_extras = spec.fc1_bias or spec.fc2_bias or spec.own_activation
-    computation = find_separate_computation("auto", spec, has_extras=has_extras)
+    has_bias_or_own_activation = spec.fc1_bias or spec.fc2_bias or spec.own_activation
+    computation = find_backend_computation(
+        "auto", spec, has_bias_or_own_activation=has_bias_or_own_activation
+    )
     if computation is not None:
         return computation
     return ExpertMLPOptions(activation=activation, products=choose_products("auto", spec))

@@ -82,7 +82,9 @@ class TitanMoE(TitanLayer):
         fill = partial(trunc_normal_, mean=0.0, std=init_std)
         experts = {"w1": partial(trunc_normal_, mean=0.0, std=0.02), "w2": fill, "w3": fill}
         gate: dict[str, Any] = {"weight": fill, "bias": nn.init.zeros_}
-        self.fill({"experts": experts, "router": gate}, lambda s: s.init_weights(init_std))
+        self.init_parameters(
+            {"experts": experts, "router": gate}, lambda s: s.init_weights(init_std)
+        )
 
 
 class TitanHFArgs(models.HFArgs, BaseModelArgs):
@@ -92,11 +94,11 @@ class TitanHFArgs(models.HFArgs, BaseModelArgs):
 
 
 def _list_version_rules(
-    job: Any, parallel_dims: ParallelDims, own_loss: bool
+    job: Any, parallel_dims: ParallelDims, returns_loss: bool
 ) -> list[parallelize.Rule]:
     """Return (field, value, is an error, requirement) per restricted option of torchtitan 0.2.
 
-    `own_loss`: whether the model's forward returns its loss.
+    `returns_loss`: whether the model's forward returns its loss.
     """
     degrees, checkpoint, mode = job.parallelism, job.checkpoint, job.activation_checkpoint.mode
     backend, async_tp = degrees.expert_parallel_comm_backend, degrees.enable_async_tensor_parallel
@@ -113,7 +115,7 @@ def _list_version_rules(
     modes = "'none', 'full' or 'selective'"
     replicate = "parallelism.data_parallel_replicate_degree"
     return [
-        ("validation.enable", True, own_loss and job.validation.enable, "False"),
+        ("validation.enable", True, returns_loss and job.validation.enable, "False"),
         ("parallelism.enable_async_tensor_parallel", True, bool(async_tp), "False"),
         ("parallelism.expert_parallel_comm_backend", backend, backend != "standard", "'standard'"),
         ("model.converters", converters, bool(converters), "[], or moecore.precision.enable set,"),
@@ -146,11 +148,11 @@ def _apply_checkpointing(model: nn.Module, job: Any) -> None:
         apply_ac(model, ac, op_sac_save_list=SAVED_OPS)
 
 
-titan_moe = partial(adopt_titan_block, TitanMoE)
+make_titan_moe = partial(adopt_titan_block, TitanMoE)
 V02 = parallelize.Version(
     rules=_list_version_rules,
     block=MoE,
-    adapter=titan_moe,
+    adapter=make_titan_moe,
     apply_tp=_shard_over_tp,
     checkpoint=_apply_checkpointing,
 )
@@ -234,7 +236,7 @@ def accelerated(spec: TrainSpec) -> TrainSpec:
     """
     parallelize.check_model("TrainSpec.model_cls", spec.model_cls, DENSE_TP)
     for field, classes in REPLACED.items():
-        parallelize.check_replaced(f"TrainSpec.{field}", getattr(spec, field), classes)
+        parallelize.refuse_custom_function(f"TrainSpec.{field}", getattr(spec, field), classes)
     updates = spec.build_optimizers_fn is MOVING_BIAS
     shard = partial(parallelize.parallelize_titan_model, version=V02, update_bias=updates)
     return replace(
