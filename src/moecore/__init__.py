@@ -22,7 +22,7 @@ _NAMES = {
     "moe.dispatch.exchange": "ExchangeError",
     "moe.expert_layout": "ExpertLayout",
     "moe.layer": "LayerLayout MoELayer",
-    "moe.order": "place_experts reorder_experts",
+    "moe.expert_order": "place_experts reorder_experts",
     "moe.placement": "register_dispatcher",
     "moe.records": "Dispatcher ExpertInput Routing",
     "parallel.model.family": "ContextParallelModel DynamicContextModel TensorParallelModel",
@@ -59,10 +59,10 @@ if TYPE_CHECKING:
     from moecore.moe.backends import register_expert_backend as register_expert_backend
     from moecore.moe.dispatch.exchange import ExchangeError as ExchangeError
     from moecore.moe.expert_layout import ExpertLayout as ExpertLayout
+    from moecore.moe.expert_order import place_experts as place_experts
+    from moecore.moe.expert_order import reorder_experts as reorder_experts
     from moecore.moe.layer import LayerLayout as LayerLayout
     from moecore.moe.layer import MoELayer as MoELayer
-    from moecore.moe.order import place_experts as place_experts
-    from moecore.moe.order import reorder_experts as reorder_experts
     from moecore.moe.placement import register_dispatcher as register_dispatcher
     from moecore.moe.records import Dispatcher as Dispatcher
     from moecore.moe.records import ExpertInput as ExpertInput

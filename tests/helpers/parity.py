@@ -50,7 +50,7 @@ from moecore.moe.balance import LOSS_NAMES
 from moecore.moe.clones import Clones
 from moecore.moe.dispatch.exchange import CloneExchange, Exchange
 from moecore.moe.experts import Experts
-from moecore.moe.forced import force_even_load
+from moecore.moe.forced_routing import force_even_load
 from moecore.moe.placement import ExpertPlacement
 from moecore.precision.apply import apply_precision
 from moecore.train import AdamW

@@ -29,7 +29,7 @@ from moecore import (
 from moecore.base.options.precision import Precision, Recipe
 from moecore.integrations.torchtitan.options import MoECore, make_parallelize_arguments
 from moecore.models import PRESETS, Decoder
-from moecore.moe.forced import force_even_load
+from moecore.moe.forced_routing import force_even_load
 from moecore.precision.amax import list_amax_histories
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks

@@ -14,7 +14,7 @@ from moecore.base.options.layer import MoEConfig
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.experts import Experts, OwnActivation
 from moecore.moe.layer import LayerLayout, MoELayer
-from moecore.moe.routed import RoutedExperts
+from moecore.moe.routed_experts import RoutedExperts
 from moecore.moe.router import Router
 from moecore.moe.selection_bias import add_submodule
 

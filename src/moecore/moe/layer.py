@@ -4,8 +4,8 @@
     x_TD -> shared expert ------------------------------------------------ added to --> y_TD
 
 No other file calls all four stages. `RoutedLayer` has the stages after the router: dispatch,
-experts, combine and load counts. `MoELayer` adds a router. `RoutedExperts` (`moe/routed.py`)
-receives ids and weights from the model's router.
+experts, combine and load counts. `MoELayer` adds a router. `RoutedExperts`
+(`moe/routed_experts.py`) receives ids and weights from the model's router.
 
 Legend: T local tokens, D model dim, L dim of the routed experts (D, or the latent dim), S source
 rows after dispatch.
@@ -42,7 +42,7 @@ from moecore.moe.micro_batch import MicroBatch
 from moecore.moe.records import Dispatcher, ExpertInput, Routing, split_zero_experts
 from moecore.moe.router import Router
 from moecore.moe.selection_bias import BiasOwner, add_submodule, get_or_create_bias_owner
-from moecore.moe.shared import Latent, SharedExpert, SharedRun
+from moecore.moe.shared_experts import Latent, SharedExpert, SharedRun
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

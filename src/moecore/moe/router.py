@@ -70,7 +70,7 @@ class Router(BiasOwner):
         self._bias_owner: tuple[BiasOwner] | None = None  # None = the router itself
         self.token_experts_name = token_experts_name
         self.tape: ChoiceTape | None = None
-        # (T, E, K, device) -> int32 ids [T, K] for any scores; see moe/forced.py.
+        # (T, E, K, device) -> int32 ids [T, K] for any scores; see moe/forced_routing.py.
         self.forced_ids: Callable[[int, int, int, torch.device], Tensor] | None = None
         E, D = config.num_candidates, config.dim
         self.weight = nn.Parameter(torch.empty(E, D, device=device, dtype=dtype))

@@ -15,7 +15,7 @@ from moecore.base.options.precision import Precision, Recipe, Role, find_fp8_exc
 from moecore.base.params import clean_name
 from moecore.kernels.linear import PlainProducts
 from moecore.moe.experts import Experts
-from moecore.moe.shared import SharedExpert
+from moecore.moe.shared_experts import SharedExpert
 from moecore.precision.emulated import EmulatedLinearProducts
 from moecore.precision.linear import (
     Fp8Products,

@@ -29,7 +29,7 @@ from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.experts import OwnActivation
 from moecore.moe.layer import RoutedLayer
-from moecore.moe.routed import RoutedExperts
+from moecore.moe.routed_experts import RoutedExperts
 
 FLAGS = ("is_transposed", "has_bias")  # attributes that the interface sets on every module
 # Classes with the interface, but without its decorator.

@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 from moecore.base.options.layer import BalanceConfig, MoEConfig
 from moecore.base.params import shard_parameter
 from moecore.families.adopt import adopt
-from moecore.moe.forced import force_even_load
+from moecore.moe.forced_routing import force_even_load
 from moecore.moe.layer import LayerLayout, MoELayer, RoutedLayer
 
 Fills = Mapping[str, Mapping[str, Callable[[Tensor], Any]]]  # part, parameter -> initialiser

@@ -33,7 +33,7 @@ from moecore.integrations.torchtitan.options import get_moecore_options
 from moecore.integrations.torchtitan.parallelize import Version, parallelize_own_loss_model
 from moecore.kernels.zigzag import find_positions
 from moecore.models import Decoder, DecoderConfig, flops_per_token, num_params
-from moecore.moe.forced import force_even_load
+from moecore.moe.forced_routing import force_even_load
 from moecore.parallel.model.parallel_state import get_request
 
 LABELS = "labels"  # keyword of a model's forward

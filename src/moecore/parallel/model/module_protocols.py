@@ -17,7 +17,7 @@ from moecore.base.params import clean_name, compute_global_indices, derive_seed
 from moecore.base.torch_private import get_local_tensor
 from moecore.moe.experts import Experts
 from moecore.moe.router import Router
-from moecore.moe.shared import Latent, SharedExpert
+from moecore.moe.shared_experts import Latent, SharedExpert
 from moecore.parallel.model.parallel_state import PARALLEL_STATE
 
 SELF_FILLING = (Router, Experts, SharedExpert, Latent)  # modules of moecore with `init_weights`

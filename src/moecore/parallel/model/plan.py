@@ -21,7 +21,7 @@ from moecore.base.options.precision import Recipe
 from moecore.base.params import clean_name
 from moecore.moe.experts import Experts
 from moecore.moe.layer import RoutedLayer
-from moecore.moe.shared import SharedExpert
+from moecore.moe.shared_experts import SharedExpert
 from moecore.parallel.fsdp.plan import (
     AxisPlacement,
     LayerPlan,

@@ -31,7 +31,7 @@ from moecore.kernels.experts.fp8_products import find_fp8_speed_problem
 from moecore.moe.backends import ExpertBackend
 from moecore.moe.experts import Experts
 from moecore.moe.layer import RoutedLayer
-from moecore.moe.shared import SharedExpert
+from moecore.moe.shared_experts import SharedExpert
 from moecore.parallel.fsdp.plan import ShardPlan
 from moecore.parallel.mesh import Meshes
 from moecore.parallel.model.family import Family
