@@ -11,7 +11,6 @@ K experts per token.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base.fields import check_arguments
-from moecore.base.options.dispatch import DISPATCHERS
 from moecore.kernels.rows.index import ExpertIndex, build_index
-from moecore.moe.records import BalancedRows, Dispatcher, Routing
+from moecore.moe.records import BalancedRows, Routing
 
 
 def compute_balanced_tokens(
@@ -172,18 +169,3 @@ def make_domain_placement(
         layer=placement.layer,
         num_domains=num_domains,
     )
-
-
-def register_dispatcher(name: str, make: Callable[[ExpertPlacement], Dispatcher]) -> None:
-    """Register a user's dispatcher as a value of `DispatchOptions.name`, on every rank.
-
-    Args:
-        name: a new name.
-        make: called once per MoE layer with the ranks that own the layer's experts; returns the
-            layer's `Dispatcher`. It is not called if ep * etp is 1, because then no token is sent.
-
-    Raises:
-        ValueError: when the name is already registered, or `make` is not a function.
-    """
-    check_arguments(register_dispatcher, locals())
-    DISPATCHERS.register(name, make)
