@@ -78,7 +78,7 @@ def make_nvlink(
 ) -> NVLinkDispatcher:
     """Return an nvlink dispatcher with new exchange buffers."""
     options = options or NVLinkOptions(row_factor=None)
-    how: dict[str, Any] = dict(options=options, programs=programs, fp8=fp8)
+    how: dict[str, Any] = dict(options=options, num_programs=programs, fp8=fp8)
     exchanges = ExchangePool(place.group, ep=place.ep, **how)
     exchanges.watch = "skips"  # by `check`
     return NVLinkDispatcher(place, exchanges)

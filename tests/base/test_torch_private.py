@@ -403,10 +403,10 @@ def test_groups_and_meshes() -> None:
     again = _torch.make_dtensor_like(torch.zeros(2, 2), sharded)
     assert again.placements == sharded.placements and again.full_tensor().sum() == 0
     param = torch.nn.Parameter(sharded.detach())
-    _torch.get_stored_local(param).data = torch.full((2, 2), 7.0)
-    assert _torch.get_local_tensor(param)[0, 0] == 7 and _torch.get_stored_local(
+    _torch.get_stored_local_tensor(param).data = torch.full((2, 2), 7.0)
+    assert _torch.get_local_tensor(param)[0, 0] == 7 and _torch.get_stored_local_tensor(
         param
-    ) is _torch.get_stored_local(param)
+    ) is _torch.get_stored_local_tensor(param)
     part = _torch.get_local_tensor(sharded.requires_grad_())
     assert part is _torch.get_local_tensor(sharded) and torch.equal(part, local) and part.is_leaf
 

@@ -243,7 +243,7 @@ def check(found: dict[tuple[Any, str], Any]) -> None:
         wrong = {n: pair for n, pair in errors.items() if not pair[1] <= 2 * pair[0] + FLOOR}
         assert not wrong, (frozen, wrong)
         # Of each sequence: forward, and backward, which sends no gradient of a frozen x.
-        assert counts == {"gather": 2 * B, "send": (1 if frozen == "x" else 2) * B}
+        assert counts == {"all_gather": 2 * B, "all_to_all": (1 if frozen == "x" else 2) * B}
 
 
 @pytest.mark.parametrize("tp", [2, 3])
@@ -281,7 +281,7 @@ def test_gradients_that_are_deferred(results: dict[str, Any]) -> None:
 def test_a_region_exchanges_nothing_again(results: dict[str, Any]) -> None:
     same, counts = results["recomputed"]
     assert same == [True] * 6
-    assert counts == {"gather": 2 * B, "send": 2 * B}
+    assert counts == {"all_gather": 2 * B, "all_to_all": 2 * B}
 
 
 def test_a_forward_saves_what_it_saves_in_turn(results: dict[str, Any]) -> None:

@@ -390,7 +390,7 @@ class OneClone:
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors, self.fetched = tensors, list[Tensor]()
 
-    def fetch(self, tensors: list[Tensor]) -> list[Tensor]:
+    def fetch_clone_weights(self, tensors: list[Tensor]) -> list[Tensor]:
         self.fetched = tensors
         return self.tensors
 

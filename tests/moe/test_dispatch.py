@@ -11,8 +11,8 @@ from torch import Tensor
 from moecore import MoEConfig, MoELayer
 from moecore.kernels.invariant import batch_invariant
 from moecore.kernels.rows import move as rows
-from moecore.moe.dispatch.alltoall import assign_send_rows
 from moecore.moe.dispatch.local import ChoiceDispatcher, LocalDispatcher
+from moecore.moe.dispatch.send_order import assign_send_rows
 from moecore.moe.records import Routing
 
 

@@ -125,11 +125,15 @@ def products(recipe: Recipe | None, device: str) -> dict[str, Tensor]:
         return te.quantise_experts(t, parts, recipe, operand, over_rows=over_rows)
 
     w, rows, both = w_eNK[0], False, True
-    found["y"] = te.multiply(one(w, "weight", rows), one(x, "activation", rows), "TN", BF16)
-    found["dx"] = te.multiply(one(w, "weight", both), one(dy, "gradient", rows), "NN", BF16)
+    found["y"] = te.multiply_quantised(
+        one(w, "weight", rows), one(x, "activation", rows), "TN", BF16
+    )
+    found["dx"] = te.multiply_quantised(
+        one(w, "weight", both), one(dy, "gradient", rows), "NN", BF16
+    )
     for dtype in (BF16, torch.float32):
         pair = (one(x, "activation", both), one(dy, "gradient", both))
-        found[f"dw {dtype}"] = te.multiply(*pair, "NT", dtype)
+        found[f"dw {dtype}"] = te.multiply_quantised(*pair, "NT", dtype)
     for key, layout, parts, columns in (
         ("y of experts", "TN", many(x, "activation", rows), 384),
         ("dx of experts", "NN", many(dy, "gradient", rows), 256),
@@ -163,7 +167,7 @@ def test_a_scale_and_the_largest_magnitude() -> None:
     a = te.quantise(w, recipe, "weight", **how)
     b = te.quantise(x, recipe, "activation", **how, amax_out=seen)
     assert seen.item() == x.abs().max().item()
-    found = te.multiply(a, b, "TN", torch.float32)
+    found = te.multiply_quantised(a, b, "TN", torch.float32)
     rounded = (x.float() * 64).clamp(-448, 448).to(torch.float8_e4m3fn).float() / 64
     # Hopper's FP8 tensor cores add products with 13 bits behind the largest one's first.
     assert relative_error(found, (rounded.double() @ rounded.double().T)) < 1e-3

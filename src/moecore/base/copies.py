@@ -71,8 +71,8 @@ def make_meta_parameter(param: nn.Parameter) -> nn.Parameter:
 
 
 def make_dtensor(
-    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], *, like: Tensor
+    local_tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], *, like: Tensor
 ) -> DTensor:
     """Return a DTensor of a local shard with the global shape of `like`; differentiable."""
     sizes: Any = dict(shape=like.shape, stride=like.stride())
-    return DTensor.from_local(local, mesh, placements, run_check=False, **sizes)
+    return DTensor.from_local(local_tensor, mesh, placements, run_check=False, **sizes)

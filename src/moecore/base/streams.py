@@ -193,10 +193,10 @@ class HostCopyOfTensor:
     The construction launches the copy, and `read` waits for it.
     """
 
-    def __init__(self, numbers: Tensor) -> None:
-        self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=numbers.is_cuda)
-        self._numbers.copy_(numbers, non_blocking=True)
-        stream = get_current_stream(numbers.device)
+    def __init__(self, tensor: Tensor) -> None:
+        self._numbers = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        self._numbers.copy_(tensor, non_blocking=True)
+        stream = get_current_stream(tensor.device)
         self._event = None if stream is None else stream.record_event()
 
     def has_arrived(self) -> bool:

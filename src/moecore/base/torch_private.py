@@ -380,7 +380,7 @@ def get_local_tensor(tensor: Tensor) -> Tensor:
         return tensor.to_local()
 
 
-def get_stored_local(tensor: Tensor) -> Tensor:
+def get_stored_local_tensor(tensor: Tensor) -> Tensor:
     """Return the tensor object that a DTensor stores, where `get_local_tensor` returns a view."""
     if not isinstance(tensor, DTensor):
         return tensor
@@ -389,10 +389,10 @@ def get_stored_local(tensor: Tensor) -> Tensor:
     return local_tensor
 
 
-def make_dtensor_like(local: Tensor, like: Tensor) -> Tensor:
-    """Return a DTensor of local shard `local` with the mesh, placements and shape of `like`."""
+def make_dtensor_like(local_tensor: Tensor, like: Tensor) -> Tensor:
+    """Return a DTensor of a local shard with the mesh, placements and shape of `like`."""
     # Faster than `DTensor.from_local`.
-    return DTensor(local, like._spec, requires_grad=False)  # type: ignore[attr-defined]
+    return DTensor(local_tensor, like._spec, requires_grad=False)  # type: ignore[attr-defined]
 
 
 def zeros_like(tensor: Tensor, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
@@ -443,7 +443,7 @@ def allocate_symmetric_memory(
 # the end. torch's fused operators support only one matrix product and allocate each result.
 
 
-def gather_and_consume(
+def all_gather_and_consume(
     x_C: Tensor,
     consume_slice: Callable[[Tensor, int], None],
     x_GC: Tensor,
@@ -458,7 +458,7 @@ def gather_and_consume(
     _symmetric_memory._pipelined_all_gather_and_consume(x_C, consume_slice, x_GC, group.group_name)
 
 
-def produce_and_send(
+def produce_and_all_to_all(
     produce_slice: Callable[[int, Tensor], None], output_GC: Tensor, group: dist.ProcessGroup
 ) -> None:
     """Call produce(rank, slice) to fill a slice for each rank, and all-to-all the slices.

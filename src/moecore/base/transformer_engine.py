@@ -141,15 +141,14 @@ def quantise_experts(
         return import_transformer_engine().extension.split_quantize(x_RK, splits, quantizers)  # type: ignore[no-any-return]
 
 
-def multiply(a: Any, b: Any, layout: Layout, dtype: torch.dtype) -> Tensor:
+def multiply_quantised(a: Any, b: Any, layout: Layout, dtype: torch.dtype) -> Tensor:
     """Return the matrix product of `a` and `b`, results of `quantise`, in `dtype`, summed in fp32.
 
     `layout`: "TN" = b @ a^T, "NN" = b @ a, "NT" = b^T @ a.
     """
     gemm_options: Any = dict(layout=layout, grad=layout != "TN", use_split_accumulator=True)
-    return import_transformer_engine().products.general_gemm(a, b, out_dtype=dtype, **gemm_options)[
-        0
-    ]  # type: ignore[no-any-return]
+    products = import_transformer_engine().products
+    return products.general_gemm(a, b, out_dtype=dtype, **gemm_options)[0]  # type: ignore[no-any-return]
 
 
 def multiply_quantised_experts(
@@ -164,8 +163,8 @@ def multiply_quantised_experts(
     """Write each expert's matrix product of `a` and `b` to `out`, or add it if `accumulates`.
 
     `a` and `b` have one result of `quantise` per expert, and `splits` has each expert's number of
-    rows. `layout` is as in `multiply`. `out` is a list of one [R, N] tensor, or for "NT" of one [M,
-    N] tensor per expert.
+    rows. `layout` is as in `multiply_quantised`. `out` is a list of one [R, N] tensor, or for "NT"
+    of one [M, N] tensor per expert.
     """
     # For "NT" the product of an expert without rows is zero.
     import_transformer_engine().products.general_grouped_gemm(

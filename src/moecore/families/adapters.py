@@ -282,10 +282,12 @@ class OriginRecorder(DispatchMode):
         for name, tensor in tensors.items():
             self._add_origin(tensor, frozenset([name]))
 
-    def find_origins(self, value: Any) -> frozenset[str]:
+    def find_origins(self, pytree: Any) -> frozenset[str]:
         """Return the names of the block tensors from which a pytree's tensors were computed."""
         names = [
-            name for tensor in _iterate_tensors(value) for name in self._find_tensor_origins(tensor)
+            name
+            for tensor in _iterate_tensors(pytree)
+            for name in self._find_tensor_origins(tensor)
         ]
         return frozenset(names)
 
@@ -335,9 +337,12 @@ def _get_state_tensors(block: nn.Module) -> dict[str, Tensor]:
 
 
 def _list_unused_tensors(
-    block: nn.Module, layer: nn.Module, state: Mapping[str, Tensor], recorder: OriginRecorder
+    block: nn.Module,
+    layer: nn.Module,
+    block_tensors: Mapping[str, Tensor],
+    recorder: OriginRecorder,
 ) -> list[str]:
-    """Return the names of block tensors (`state`) from which no tensor of the layer was computed.
+    """Return the names of block tensors from which no tensor of the layer was computed.
 
     Empty tensors are excluded. Buffers whose values Python has read are excluded too, such as a
     factor that the adapter wrote into the layer's config.
@@ -347,14 +352,14 @@ def _list_unused_tensors(
     read = recorder.host_reads - {name for name, _ in block.named_parameters()}
     return [
         name
-        for name, tensor in state.items()
+        for name, tensor in block_tensors.items()
         if tensor.numel() and id(tensor) not in layer_tensors and name not in placed | read
     ]
 
 
-def _iterate_tensors(value: Any) -> Iterator[Tensor]:
+def _iterate_tensors(pytree: Any) -> Iterator[Tensor]:
     """Yield the tensors of a pytree."""
-    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    return (leaf for leaf in tree_leaves(pytree) if isinstance(leaf, Tensor))
 
 
 def _get_byte_range(tensor: Tensor) -> tuple[int, int]:

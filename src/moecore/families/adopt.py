@@ -122,6 +122,7 @@ def _check_hash_table(table_name: str, table_VK: Tensor, num_experts: int) -> No
 
 
 def _get_class_name(module: nn.Module | None) -> str:
+    """Return the name of a module's class; "None" for None."""
     return "None" if module is None else type(module).__name__
 
 

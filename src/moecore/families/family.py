@@ -42,9 +42,9 @@ from moecore.families.transformers.sparse_attention import (
 )
 from moecore.families.transformers.stock import (
     find_outermost_models,
-    is_hf,
     is_pretrained,
     is_stock_forward,
+    is_transformers_module,
 )
 from moecore.families.transformers.tensor_parallel import TensorParallelTransformer
 from moecore.models.head import Head
@@ -220,6 +220,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def fuse_loss(self, model: nn.Module, recipe: Recipe | None) -> None:
+        """Make models compute their training loss in chunks of tokens, in FP8 with a `recipe`."""
         fuse_loss(model, recipe)
 
     @override
@@ -238,7 +239,9 @@ class TransformersFamily(ProtocolFamily):
 
 def find_family(model: nn.Module) -> Family:
     """Return `TransformersFamily` if any module is of transformers, otherwise `ProtocolFamily`."""
-    of_transformers = any(is_hf(module) or is_pretrained(module) for module in model.modules())
+    of_transformers = any(
+        is_transformers_module(module) or is_pretrained(module) for module in model.modules()
+    )
     return TransformersFamily() if of_transformers else ProtocolFamily()
 
 

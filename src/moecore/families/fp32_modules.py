@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from moecore.families.transformers.lora import select_base_tensors, select_trained_copies
-from moecore.families.transformers.stock import find_outermost_models, is_hf
+from moecore.families.transformers.stock import find_outermost_models, is_transformers_module
 
 SELECTION_BIASES = ("e_score_correction_bias", "expert_bias")
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -148,7 +148,7 @@ def _make_stock_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[Any, _Stock
         # As transformers.core_model_loading.build_glob_alternation reads them.
         pattern = "|".join(f"(?:{p.replace('*', '.*')})" for p in hf._get_dtype_plan(dtype))
         fp32, half = frozenset[str](), frozenset[str]()
-        if is_hf(hf):
+        if is_transformers_module(hf):
             with torch.device("meta"):
                 twin = type(hf)._from_config(copy.deepcopy(hf.config), dtype=dtype)
             fp32 = frozenset(n for n, t in twin.state_dict().items() if t.dtype == torch.float32)

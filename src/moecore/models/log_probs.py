@@ -189,7 +189,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 part = slice(start, start + chunk_tokens)
                 x_CV = _compute_logits(hidden_MD[part], weight_WD, temperature)
                 rows = combine_row_statistics(x_CV, labels_N[part], group)
-                log_probs_N[part] = rows.log_probs()
+                log_probs_N[part] = rows.compute_label_log_probs()
                 local_labels_N[part], highs_N[part], sums_N[part], _ = rows
                 if entropy_N is not None:
                     entropy_N[part] = _compute_entropy_(x_CV, rows, group)
@@ -239,15 +239,15 @@ def _compute_logits(hidden_CD: Tensor, weight_VD: Tensor, temperature: float) ->
 
 
 def _compute_entropy_(
-    logits_CV: Tensor, rows: RowStatistics, group: dist.ProcessGroup | None
+    logits_CV: Tensor, row_statistics: RowStatistics, group: dist.ProcessGroup | None
 ) -> Tensor:
     """Return each token's entropy [C] in nats over `group`'s vocabulary. Overwrites x_CV."""
-    logits_CV.sub_(rows.highs_C[:, None])
+    logits_CV.sub_(row_statistics.highs_C[:, None])
     weighted_C = logits_CV.exp().mul_(logits_CV).sum(1)
     if group is not None:
         weighted_C = all_gather_rows(weighted_C, group).unflatten(0, (group.size(), -1)).sum(0)
-    entropy_C = rows.sums_C.log() - weighted_C / rows.sums_C
-    return entropy_C.masked_fill(rows.local_labels_C == IGNORE_INDEX, 0)
+    entropy_C = row_statistics.sums_C.log() - weighted_C / row_statistics.sums_C
+    return entropy_C.masked_fill(row_statistics.local_labels_C == IGNORE_INDEX, 0)
 
 
 def _compute_logits_grad_(

@@ -191,7 +191,7 @@ def _compute_chunk_loss_(
         loss, d_logits = products.compute_cross_entropy(logits_CV, labels_C, needs_grad=want)
     else:
         of_rows = combine_row_statistics(logits_CV, labels_C, group)
-        loss = -of_rows.log_probs().sum()
+        loss = -of_rows.compute_label_log_probs().sum()
         if want:
             d_logits = products.compute_softmax_gradient(logits_CV, *of_rows[:3])
     del logits_CV
@@ -210,7 +210,7 @@ class RowStatistics(NamedTuple):
     sums_C: Tensor  # of exp(x - maximum); NaN where the label does not exist
     label_logits_C: Tensor  # x at the label
 
-    def log_probs(self) -> Tensor:
+    def compute_label_log_probs(self) -> Tensor:
         """Return the log-probability of each label, 0 where the label is -100."""
         log_probs_C = self.label_logits_C - self.highs_C - self.sums_C.log()
         return log_probs_C.masked_fill(self.local_labels_C == IGNORE_INDEX, 0)

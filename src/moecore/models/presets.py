@@ -117,19 +117,21 @@ def at_width(
 Triple = tuple[int, int, int]
 
 
-def _build_decoder(sizes: Triple, heads: Triple, moe: MoEConfig, **options: Any) -> DecoderConfig:
+def _build_decoder(
+    sizes: Triple, heads: Triple, moe: MoEConfig, **config_fields: Any
+) -> DecoderConfig:
     """Return a `DecoderConfig` with sizes (V, D, layers) and heads (H, h, dim of a head)."""
     names = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim")
     numbers: Any = dict(zip(names, (*sizes, *heads), strict=True))
-    return DecoderConfig(**numbers, moe=moe, **options)
+    return DecoderConfig(**numbers, moe=moe, **config_fields)
 
 
 def _build_moe(
-    dim: int, hidden_dim: int, num_experts: int, top_k: int, **options: Any
+    dim: int, hidden_dim: int, num_experts: int, top_k: int, **config_fields: Any
 ) -> MoEConfig:
     """Return a `MoEConfig` with these sizes; `top_k` experts per token."""
     sizes: Any = dict(dim=dim, hidden_dim=hidden_dim, num_experts=num_experts, top_k=top_k)
-    return MoEConfig(**sizes, **options)
+    return MoEConfig(**sizes, **config_fields)
 
 
 def _make_balance_argument(micro_batch_coef: float) -> dict[str, Any]:
@@ -168,7 +170,7 @@ _CONFIGS["qwen3-235b-a22b"] = _build_qwen3(4096, 94, 64, 1536)
 
 
 def _build_qwen3_next(
-    sizes: Triple, heads: Triple, moe: MoEConfig, **options: Any
+    sizes: Triple, heads: Triple, moe: MoEConfig, **config_fields: Any
 ) -> DecoderConfig:
     """Return a config with attention in every fourth layer and linear attention in the others.
 
@@ -183,7 +185,7 @@ def _build_qwen3_next(
         rotary_dim=heads[2] // 4,
         zero_centered_norms=True,
         linear_layers=tuple(i for i in range(sizes[2]) if (i + 1) % 4),
-        **options,
+        **config_fields,
     )
 
 
@@ -201,7 +203,7 @@ _CONFIGS["qwen3-next-80b-a3b"] = _build_qwen3_next(
 
 
 def _build_nemotron_h(
-    pattern: str, sizes: tuple[int, int], heads: Triple, moe: MoEConfig, **options: Any
+    pattern: str, sizes: tuple[int, int], heads: Triple, moe: MoEConfig, **config_fields: Any
 ) -> DecoderConfig:
     """Return the config of a Nemotron-H, with one layer per letter of `pattern`.
 
@@ -215,7 +217,7 @@ def _build_nemotron_h(
         mlp_activation="relu2",
         rope_theta=None,
         norm_eps=1e-5,
-        **options,
+        **config_fields,
     )
 
 
@@ -321,7 +323,7 @@ _CONFIGS["deepseek-v2-lite"] = _build_deepseek_v2((102_400, 2048, 27), 16, 0, _L
 
 
 def _build_glm_45(
-    dim: int, num_layers: int, num_dense_layers: int, moe: MoEConfig, **options: Any
+    dim: int, num_layers: int, num_dense_layers: int, moe: MoEConfig, **config_fields: Any
 ) -> DecoderConfig:
     """Return the config of a GLM-4.5, whose first `num_dense_layers` layers are dense."""
     return _build_decoder(
@@ -336,7 +338,7 @@ def _build_glm_45(
         dense_layers=tuple(range(num_dense_layers)),
         num_mtp_layers=1,
         mtp_loss_coef=0.3,
-        **options,
+        **config_fields,
     )
 
 

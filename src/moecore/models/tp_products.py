@@ -36,12 +36,12 @@ from torch.autograd.function import once_differentiable
 from moecore.base.params import get_local_param
 from moecore.base.regions import is_recomputing, run_and_save
 from moecore.base.torch_private import (
+    all_gather_and_consume,
     all_gather_single,
-    gather_and_consume,
     get_autocast_dtype,
     is_plain_eager,
     list_module_hooks,
-    produce_and_send,
+    produce_and_all_to_all,
 )
 from moecore.kernels.common import is_gpu, record_launch
 from moecore.kernels.experts.contract import GradSink, GradTarget, find_sink
@@ -130,7 +130,7 @@ def _send_on_meta(
 
 REFERENCE = SlicedExchange(all_gather_ref, all_to_all_ref)
 ON_META = SlicedExchange(_gather_on_meta, _send_on_meta)
-SYMMETRIC_MEMORY = SlicedExchange(gather_and_consume, produce_and_send)
+SYMMETRIC_MEMORY = SlicedExchange(all_gather_and_consume, produce_and_all_to_all)
 
 
 def apply_column_linears(
@@ -212,19 +212,19 @@ def find_overlap_problem(linear: nn.Linear, x: Tensor) -> str | None:
 
 
 def _apply_sliced(
-    function: type[torch.autograd.Function],
+    autograd_function: type[torch.autograd.Function],
     exchange: SlicedExchange,
     tp: TensorParallel,
     x: Tensor,
     linears: Sequence[nn.Linear],
 ) -> Any:
-    """Apply `function`, `_ColumnProducts` or `_RowProduct`, to x and the local weights."""
+    """Apply `autograd_function`, `_ColumnProducts` or `_RowProduct`, to x and the local weights."""
     weights, sinks = [], list[GradSink | None]()
     for linear in linears:
         weights.append(get_local_param(linear.weight))
         defers = isinstance(linear, ProductLinear) and linear.products.defers
         sinks.append(find_sink(linear.weight, weights[-1].shape) if defers else None)
-    return function.apply(_SlicedProducts(exchange, tp.group, sinks), x, *weights)
+    return autograd_function.apply(_SlicedProducts(exchange, tp.group, sinks), x, *weights)
 
 
 class _SlicedProducts(NamedTuple):

@@ -9,7 +9,7 @@ in step 1 and 1 in step 2. Its scale is computed from
     step 3   max(2, 1) = 2
 
 The amax of the current step is collected separately. The history changes only between steps
-(`advance_histories`), so micro-batches of a step and their recomputation use the same scales.
+(`advance_amax_histories`), so micro-batches of a step and their recomputation use the same scales.
 Infinity, NaN and skipped steps are not recorded, because they would make the next scales wrong.
 
 An operand without a recorded amax, such as a gradient that is always zero, is scaled by its current
@@ -60,7 +60,7 @@ class AmaxHistory:
         if not (training and torch.is_grad_enabled()):
             return {}
         # {} under torch.compile before the tensors exist: a graph cannot allocate tensors that its
-        # backward writes to. `advance_histories` allocates them.
+        # backward writes to. `advance_amax_histories` allocates them.
         if not self.current_amax:
             if torch.compiler.is_compiling():
                 return {}
@@ -110,7 +110,7 @@ class AmaxHistory:
 
 
 @torch.no_grad()
-def advance_histories(
+def advance_amax_histories(
     histories: Sequence[AmaxHistory],
     device: torch.device,
     group: dist.ProcessGroup | None,

@@ -98,8 +98,9 @@ class _AttachLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Return the gradient of y unchanged, and of the loss; add the loss to the total."""
         (loss,) = ctx.saved_tensors
-        ctx.owner.add(loss)
+        ctx.owner.add_to_total(loss)
         return grads[0], ctx.owner.compute_losses_grad(loss), None
 
 

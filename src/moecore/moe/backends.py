@@ -69,30 +69,32 @@ def register_expert_backend(name: str, computation: Computation) -> None:
     EXPERT_BACKENDS.register(name, compute)
 
 
-def check_backend(backend: str, spec: ExpertSpec) -> None:
+def check_backend(backend: str, expert_spec: ExpertSpec) -> None:
     """Raise a ValueError for a backend that does not exist or cannot compute these experts."""
     if backend not in EXPERT_BACKENDS:
         names = ", ".join(map(repr, EXPERT_BACKENDS))
         raise ValueError(f"expert_backend ({backend!r}) must be one of {names}")
     if EXPERT_BACKENDS[backend] is None:
-        problem = find_products_problem(cast(ProductsName, backend), spec)
+        problem = find_products_problem(cast(ProductsName, backend), expert_spec)
     else:
-        problem = None if spec.recipe is None else make_recipe_error(backend, spec.recipe)
+        problem = (
+            None if expert_spec.recipe is None else make_recipe_error(backend, expert_spec.recipe)
+        )
     if problem is not None:
         raise ValueError(problem)
 
 
 def find_backend_computation(
-    backend: str, spec: ExpertSpec, *, has_bias_or_own_activation: bool
+    backend: str, expert_spec: ExpertSpec, *, has_bias_or_own_activation: bool
 ) -> Computation | None:
     """Return the function of a backend that replaces `expert_mlp`. None = `expert_mlp` runs.
 
     `has_bias_or_own_activation` = experts have biases or the model's own activation. Warns if
     "auto" multiplies experts one by one.
     """
-    is_floating = all(dtype.is_floating_point for dtype in spec.dtypes or ())
-    may_group = backend == "auto" and spec.recipe is None and is_floating
-    if may_group and (problem := spec.find_grouped_problem()) is not None:
+    is_floating = all(dtype.is_floating_point for dtype in expert_spec.dtypes or ())
+    may_group = backend == "auto" and expert_spec.recipe is None and is_floating
+    if may_group and (problem := expert_spec.find_grouped_problem()) is not None:
         warnings.warn(f"experts are multiplied one by one, slowly: {problem}", stacklevel=2)
         return _compute_expert_by_expert
     return EXPERT_BACKENDS[backend] or (
@@ -101,7 +103,7 @@ def find_backend_computation(
 
 
 def _compute_under_autograd(
-    inp: ExpertInput, weights: ExpertWeights, options: ActivationOptions
+    inp: ExpertInput, weights: ExpertWeights, activation_options: ActivationOptions
 ) -> Tensor:
     """Return y_SD by torch's grouped_mm, row moves and activation under autograd.
 
@@ -109,7 +111,7 @@ def _compute_under_autograd(
     """
     inp = convert_to_summed_input(inp)
     rows_SD, index = inp.rows.values, inp.index
-    check_backend("torch", ExpertSpec.of(inp.rows, weights, options))
+    check_backend("torch", ExpertSpec.of(inp.rows, weights, activation_options))
     warn_on_fallback(rows_SD, "an expert with biases or an activation of its own")
     row_map = (index.row_ids_R, index.slots_SK, index.num_rows)
     rows_R = torch.arange(index.row_ids_R.numel(), device=rows_SD.device)
@@ -127,9 +129,9 @@ def _compute_under_autograd(
         h_RC = h_RC + gather_rows_by_index(weights.b1_eC, expert_R)
     weights_R1 = index.weights_R[:, None]
     if weights.b1_eC is None and weights.b2_eD is None:  # saves only H on GPUs
-        a_RF = weighted_activation(h_RC, index.weights_R, index.num_rows, options)
+        a_RF = weighted_activation(h_RC, index.weights_R, index.num_rows, activation_options)
     else:  # differentiable twice
-        a_RF = activate_rows(h_RC, options) * weights_R1
+        a_RF = activate_rows(h_RC, activation_options) * weights_R1
         a_RF = torch.where(is_row_R1, a_RF.to(x_RD.dtype), 0)
     y_RD = _compute_grouped_matmul(a_RF, weights.w2_eDF, weights.update2, index.offsets_e)
     y_RD = torch.where(is_row_R1, y_RD, 0)
@@ -154,7 +156,7 @@ def _compute_grouped_matmul(
 
 
 def _compute_expert_by_expert(
-    inp: ExpertInput, weights: ExpertWeights, options: ActivationOptions
+    inp: ExpertInput, weights: ExpertWeights, activation_options: ActivationOptions
 ) -> Tensor:
     """Return y_SD, computed by one matmul per expert and matrix: the reference. One host sync."""
     inp = convert_to_summed_input(inp)
@@ -167,7 +169,7 @@ def _compute_expert_by_expert(
         h_RC = x_RD @ _compute_expert_matrix(weights.w1_eCD, weights.update1, i).T
         if weights.b1_eC is not None:
             h_RC = h_RC + weights.b1_eC[i]
-        a_RF = activate_rows(h_RC, options) * weights_R1
+        a_RF = activate_rows(h_RC, activation_options) * weights_R1
         y_RD = a_RF.to(x_RD.dtype) @ _compute_expert_matrix(weights.w2_eDF, weights.update2, i).T
         if weights.b2_eD is not None:
             y_RD = y_RD + (weights.b2_eD[i] * weights_R1).to(y_RD.dtype)

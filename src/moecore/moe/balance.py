@@ -136,7 +136,7 @@ class LoadTracker(LossFactors):
         """Set the counts of this step to 0."""
         self.num_micro_batches = 0
         self.num_in_flight = 0  # forwards that wait for their backward
-        self._seen_E: Tensor | None = None  # counts of forwards, if several are in flight
+        self._forward_counts_E: Tensor | None = None  # counts of forwards, if several are in flight
         self._priors_E: list[Tensor] = []  # counts that each forward in flight has read
         self._reused_E: Tensor | None = None  # counts that the last recomputed forward has read
         self.token_weight = None
@@ -167,7 +167,9 @@ class LoadTracker(LossFactors):
         # A global-batch loss then counts the forwards that began before, whether their backward has
         # run or not, as of micro-batches that run one after the other.
         if self.config.balance.global_batch_coef:
-            self._seen_E = torch.zeros(self.config.num_candidates, dtype=torch.int64, device="cpu")
+            self._forward_counts_E = torch.zeros(
+                self.config.num_candidates, dtype=torch.int64, device="cpu"
+            )
 
     def attach_losses(
         self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
@@ -202,7 +204,7 @@ class LoadTracker(LossFactors):
             )
         self._check_recompute()
         config, counts, losses, best_TK = self.config, self.counts, None, None
-        seen_E: Tensor | None = None
+        prior_counts_E: Tensor | None = None
         logits_TE = routing.logits_TE
         if config.balance.needs_loss:
             self.check_loss_scale(y)
@@ -212,8 +214,8 @@ class LoadTracker(LossFactors):
                 best_TK = choose_best_ids(logits_TE, config, routing.padding_mask_T)
                 prior_E = None if counts is None else counts.best_E
             ids_TK = routing.chosen_ids_TK if best_TK is None else best_TK
-            if self._seen_E is not None:
-                prior_E = seen_E = self._add_forward_counts(ids_TK)
+            if self._forward_counts_E is not None:
+                prior_E = prior_counts_E = self._add_forward_counts(ids_TK)
             num_sequences, sequences_T = micro_batch.find_sequence_ids(ids_TK.shape[0])
             observes = self.has_steps and y.device.type == "cpu" and not is_inside_backward()
             losses = compute_balance_losses(
@@ -237,11 +239,11 @@ class LoadTracker(LossFactors):
             bias_E if quantile else None,
             routing.padding_mask_T,
         )
-        result: Tensor = _AttachLosses.apply(y, losses, self, seen_E, *observed)
+        result: Tensor = _AttachLosses.apply(y, losses, self, prior_counts_E, *observed)
         return result
 
     def _add_forward_counts(self, ids_TK: Tensor) -> Tensor:
-        """Add a forward's choices to `_seen_E`; return the counts before the addition.
+        """Add a forward's choices to `_forward_counts_E`; return the counts before the addition.
 
         A recomputed forward adds nothing, and returns the counts that the oldest forward in flight
         read.
@@ -249,10 +251,10 @@ class LoadTracker(LossFactors):
         if is_inside_backward():
             self._reused_E = self._priors_E[0]
             return self._reused_E
-        assert self._seen_E is not None
-        prior_E = self._seen_E.to(ids_TK.device)
-        self._seen_E = prior_E.clone()
-        add_expert_counts(self._seen_E[None], ids_TK)
+        assert self._forward_counts_E is not None
+        prior_E = self._forward_counts_E.to(ids_TK.device)
+        self._forward_counts_E = prior_E.clone()
+        add_expert_counts(self._forward_counts_E[None], ids_TK)
         self._priors_E.append(prior_E)
         return prior_E
 
@@ -267,7 +269,7 @@ class LoadTracker(LossFactors):
         coef = self.config.balance.global_batch_coef
         if not is_inside_backward():
             self.num_in_flight += 1
-        elif self.num_in_flight > 1 and coef and self._seen_E is None:
+        elif self.num_in_flight > 1 and coef and self._forward_counts_E is None:
             raise NotImplementedError(
                 f"BalanceConfig.global_batch_coef ({coef}) must be 0 with activation checkpointing "
                 "and several forwards before a backward: use TrainStep.micro_batches(), or one "
@@ -345,6 +347,7 @@ class LoadTracker(LossFactors):
 
 
 def _is_capturing(x: Tensor) -> bool:
+    """Whether a CUDA graph captures the tensor's device."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -361,13 +364,14 @@ class _AttachLosses(torch.autograd.Function):
         *choice_tensors: Any,
     ) -> Tensor:
         """Return y; save losses and `choice_tensors` for `tracker.commit_counts` in backward."""
-        ctx.tracker, ctx.seen_E, ctx.is_committed = tracker, prior_counts_E, False
+        ctx.tracker, ctx.prior_counts_E, ctx.is_committed = tracker, prior_counts_E, False
         ctx.save_for_backward(losses, *choice_tensors)
         # Not a view: units hook their outputs, and an in-place add to a view drops the hook.
         return y.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Commit the counts; return the gradient of y unchanged, and of the losses."""
         losses, *observed = ctx.saved_tensors
         if torch.is_grad_enabled() and ctx.needs_input_grad[1]:
             raise NotImplementedError(
@@ -381,7 +385,7 @@ class _AttachLosses(torch.autograd.Function):
             )
         if not ctx.is_committed:
             with torch.no_grad():
-                ctx.tracker.commit_counts(losses, ctx.seen_E, tuple(observed))
+                ctx.tracker.commit_counts(losses, ctx.prior_counts_E, tuple(observed))
         ctx.is_committed = True
         needs_grad = ctx.needs_input_grad[1]
         dlosses = ctx.tracker.compute_losses_grad(losses) if needs_grad else None

@@ -115,6 +115,7 @@ class _AppendClones(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        """Add the clones' gradients to their experts' on all ranks; return [e, ...]. Collective."""
         is_added = [h.sink is not None and h.sink.take() for h in ctx.uses]
         local_grads = {
             i: grad.clone() for i, grad in enumerate(grads) if grad is not None and not is_added[i]

@@ -61,7 +61,7 @@ class Cloner:
         self._counts_2: Tensor | None = None  # never reallocated: CUDA graphs write to it
         self._shared_plan: PeriodicPlan | None = None
         if options.refresh != "forward":
-            sizes: Any = dict(min_share=options.min_share, is_read=self.waits_on_host)
+            sizes: Any = dict(min_share=options.min_share, reads_on_host=self.waits_on_host)
             self._shared_plan = PeriodicPlan(placement, options.refresh, **sizes)
 
     @property
@@ -252,6 +252,7 @@ class Clones:
 
     @property
     def _is_in_order(self) -> bool:
+        """Whether this rank's clones are received in the order of their places."""
         return self.order == tuple(range(self.num_local_clones))
 
     def _exchange_rows(

@@ -279,6 +279,7 @@ class Experts(nn.Module):
 
     @property
     def _has_bias(self) -> bool:
+        """Whether FC1 or FC2 has a bias."""
         return self.config.fc1_bias or self.config.fc2_bias
 
     @property
@@ -299,6 +300,7 @@ class Experts(nn.Module):
 
     @property
     def _is_interleaved(self) -> bool:
+        """Whether FC1's gate and up columns alternate."""
         return self.config.gated and self.layout.gate_up == "interleaved"
 
     def _prepare_weights(self, dtype: torch.dtype) -> ExpertWeights:

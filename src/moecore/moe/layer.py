@@ -276,6 +276,7 @@ class MoELayer(RoutedLayer, BiasOwner):
         return module
 
     def _run_experts(self, expert_input: ExpertInput) -> Any:
+        """Run the child "experts"."""
         return self.get_part("experts")(expert_input)
 
     def forward(

@@ -66,4 +66,5 @@ class LowRank(nn.Module):
 
 
 def _concatenate(parts: list[Tensor], dim: int) -> Tensor:
+    """Concatenate along `dim`; a single tensor is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)  # which copies one, too

@@ -202,13 +202,16 @@ class _Pair:
             model.unshard_pass(side.is_backward)
 
     def _get_other_side(self, side: _Side) -> _Side:
+        """Return the backward for the forward, and the forward for the backward."""
         return self._forward if side is self._backward else self._backward
 
     def _raise_if_other_failed(self) -> None:
+        """Raise `_OtherFailed` if the other side has raised an error."""
         if self.error is not None:
             raise _OtherFailed
 
     def _set_error(self, error: BaseException) -> None:
+        """Store the first error of either side."""
         with self._state_lock:
             self.error = self.error or error
 
@@ -248,20 +251,20 @@ def exchange(
 
 
 def read_numbers(
-    start_collective: Callable[..., Any], numbers: Tensor, pairs: Pairs | None = None
+    start_collective: Callable[..., Any], output: Tensor, pairs: Pairs | None = None
 ) -> Any:
-    """Run a collective, and return the `numbers` that it writes, as a list. Host sync.
+    """Run a collective, and return the `output` that it writes, as a list. Host sync.
 
     In a pair, the other side runs until the host has the numbers; see `exchange`.
     """
     pair = None if pairs is None else pairs.running_pair
     if pairs is None or pair is None:
         start_collective()
-        return numbers.tolist()
+        return output.tolist()
     work = start_collective(async_op=True)
     with pairs.launch_on_side_stream(waits_for_current=True):
         work.wait()
-        on_host = HostCopyOfTensor(numbers)
+        on_host = HostCopyOfTensor(output)
     pair.hand_over_baton(is_early=True)
     return on_host.read().tolist()
 

@@ -173,6 +173,7 @@ class Router(BiasOwner):
         return not (self.training and config.balance.bias_per_micro_batch)
 
     def _read_weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        """Return the local weight [E, D], and the bias [E] or None."""
         bias = self.bias
         return get_local_param(self.weight), None if bias is None else get_local_param(bias)
 

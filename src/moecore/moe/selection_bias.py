@@ -24,6 +24,7 @@ class BiasOwner(nn.Module):
 
     @property
     def _stored_bias(self) -> Tensor | None:
+        """The selection bias, fp32 [E]; None without a bias."""
         return self._buffers.get(self.bias_name)
 
     def _apply(self, fn: Any, recurse: bool = True) -> BiasOwner:

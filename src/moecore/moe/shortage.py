@@ -160,6 +160,7 @@ class BufferCapacities:
         self._device = device
 
     def _list_owners(self) -> list[BufferOwner]:
+        """Return the owners that are not None."""
         return [owner for owner in self.owners if owner is not None]
 
     def poll_errors(self) -> None:

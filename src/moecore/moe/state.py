@@ -174,7 +174,7 @@ class MoEState:
             counts[name] = layer.tracker.counts or LoadCounts.make_zeros(config, device)
         metrics = self._sum_over_ranks(counts)
         if is_skipped is not True:
-            for names in _group_by_options(self.layers):
+            for names in _group_layers_by_bias_options(self.layers):
                 self._update_biases(names, counts, metrics.tokens_per_expert, is_skipped)
         for name, layer in self.layers.items():
             if layer.cloner is not None:
@@ -184,7 +184,7 @@ class MoEState:
         return metrics
 
     @property
-    def tapes(self) -> list[ChoiceTape]:
+    def choice_tapes(self) -> list[ChoiceTape]:
         """The `ChoiceTape`s of the routers, which record or replay choices."""
         routers = [layer.get_part("router") for layer in self.layers.values()]
         return [r.tape for r in routers if r is not None and r.tape is not None]
@@ -300,7 +300,7 @@ class MoEState:
             layer.drop_step_state()
 
 
-def _group_by_options(layers: Mapping[str, Any]) -> list[list[str]]:
+def _group_layers_by_bias_options(layers: Mapping[str, Any]) -> list[list[str]]:
     """Return lists of names of layers whose bias updates have equal options.
 
     Layers with a frozen router, or without bias updates, are not in a list.

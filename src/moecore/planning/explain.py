@@ -22,7 +22,7 @@ from moecore.base.text import (
     format_bytes,
     format_columns,
     format_count,
-    merge_rows,
+    merge_table_rows,
 )
 from moecore.kernels.experts.products import choose_products
 from moecore.models import Decoder
@@ -167,7 +167,7 @@ def _describe_plan(
     yield f"{plan.model}: {_describe_param_counts(plan)}, {size} on {holder}"
     yield from meshes
     yield from [f"degrees chosen: {plan.parallel_reason}"] if plan.parallel_reason else ()
-    yield from format_columns([HEADER, *(row.cells() for row in merge_rows(rows))])
+    yield from format_columns([HEADER, *(row.cells() for row in merge_table_rows(rows))])
     experts = (_describe_rank_experts(plan, layer, coordinate) for layer in plan.layers)
     for (experts_line, products_line), n in Counter(zip_longest(experts, products)).items():
         yield f"{n} MoE layer{'s' * (n > 1)} {experts_line}"

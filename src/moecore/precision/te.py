@@ -104,7 +104,7 @@ class TELinearProducts(QuantisedProducts):
         x = _quantise_operand(x_TK, call.recipe, "activation", call.x_amax, call.x_seen)
         amaxes = call.weight_amax, call.weight_seen
         weight = _quantise_operand(weight_NK, call.recipe, "weight", *amaxes)
-        return te.multiply(weight, x, "TN", call.dtype)
+        return te.multiply_quantised(weight, x, "TN", call.dtype)
 
     @override
     @staticmethod
@@ -117,7 +117,7 @@ class TELinearProducts(QuantisedProducts):
         recipe, amax = call.recipe, call.weight_amax
         dy = _quantise_operand(dy_TN, recipe, "gradient", call.dy_amax, call.dy_seen)
         weight = _quantise_operand(weight_NK, recipe, "weight", amax, over_rows=True)
-        return te.multiply(weight, dy, "NN", call.dtype), dy_TN
+        return te.multiply_quantised(weight, dy, "NN", call.dtype), dy_TN
 
     @override
     @staticmethod
@@ -133,7 +133,7 @@ class TELinearProducts(QuantisedProducts):
             amaxes = call.dy_amax, call.dy_seen
             of_dy = _quantise_operand(dy_TN, recipe, "gradient", *amaxes, over_rows=True)
             of_x = _quantise_operand(x_TK, recipe, "activation", call.x_amax, over_rows=True)
-            grad = te.multiply(of_x, of_dy, "NT", call.dtype)
+            grad = te.multiply_quantised(of_x, of_dy, "NT", call.dtype)
         return store_grad(grad, target.out, target.adds, target.dtype, target.scale)
 
 

@@ -286,7 +286,7 @@ class TrainStep:
                 )
             check_grad_mode("forward_backward()")
             run = partial(self._run_micro_batches, micro_batches)
-            tapes = [tape for state in self._states for tape in state.tapes]
+            tapes = [tape for state in self._states for tape in state.choice_tapes]
             return self._reruns.run(run, self.drop, tapes)
 
     def _run_micro_batches(self, micro_batches: Sequence[Mapping[str, Any]]) -> Tensor:

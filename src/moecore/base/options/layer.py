@@ -86,6 +86,7 @@ class BalanceConfig(CheckedRecord):
     bias_per_micro_batch: bool = False
 
     def _rules(self) -> Rules:
+        """Yield (field, error text) of each broken rule."""
         if self.bias_update == "quantile" and not 0 < self.bias_update_rate <= 1:
             yield "bias_update_rate", 'lie in (0, 1] with bias_update ("quantile"): use 1.0'
         if self.bias_per_micro_batch and self.bias_update != "quantile":
@@ -229,6 +230,7 @@ class MoEConfig(CheckedRecord):
     balance: Balance = field(default_factory=BalanceConfig)
 
     def _rules(self) -> Rules:
+        """Yield (field, error text) of each broken rule."""
         yield from self._group_rules()
         if self.score_order == "post":
             yield from self._post_score_rules()
@@ -364,8 +366,9 @@ class MoEConfig(CheckedRecord):
     @property
     def _candidates(self) -> str:
         """Text for errors with the number of experts that a token can choose."""
-        zero_term = " + zero_experts" if self.zero_experts else ""
-        return f"num_experts{zero_term} ({self.num_candidates})"
+        return (
+            f"num_experts{' + zero_experts' if self.zero_experts else ''} ({self.num_candidates})"
+        )
 
     @property
     def expert_dim(self) -> int:
@@ -381,9 +384,8 @@ class MoEConfig(CheckedRecord):
     @property
     def normalizes(self) -> bool:
         """Whether a token's weights are divided by their sum."""
-        if self.normalize_weights is None:
-            return self.choices_per_token > 1
-        return self.normalize_weights
+        normalizes = self.normalize_weights
+        return self.choices_per_token > 1 if normalizes is None else normalizes
 
     @property
     def choices_per_token(self) -> int:

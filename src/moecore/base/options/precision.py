@@ -86,6 +86,7 @@ class Recipe(CheckedRecord):
     backend: RecipeBackend = "moecore"
 
     def _rules(self) -> Rules:
+        """Yield (field, error text) of each broken rule."""
         rule = f"scaling ({self.scaling!r})"
         if self.scaling == "mxfp8" and not self.power_of_two:
             yield "power_of_two", f"be True with {rule}, whose scales are E8M0: drop it"
@@ -229,6 +230,7 @@ class Precision(CheckedRecord):
     fp8_head: bool = False
 
     def _rules(self) -> Rules:
+        """Yield (field, error text) of each broken rule."""
         if self.fp8_head and not self.recipe.reads_blocks:
             relation = f"be False with {self.recipe.describe()}, which has no products for a head"
             yield "fp8_head", f"{relation}: use Recipe(scaling='blockwise')"

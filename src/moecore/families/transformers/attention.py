@@ -28,7 +28,7 @@ from moecore.families.transformers.chunked_attention import (
     split_into_chunks,
     use_chunked_attention,
 )
-from moecore.families.transformers.linear_attention import SEQUENCE, accept_sequences
+from moecore.families.transformers.linear_attention import SEQUENCE, accept_sequence_argument
 from moecore.families.transformers.rows import READER, RowReader
 from moecore.families.transformers.sparse_attention import refuse_cached_keys, use_sparse_attention
 from moecore.families.transformers.stock import get_text_decoder
@@ -75,7 +75,7 @@ def use_causal_attention(model: nn.Module) -> None:
         )
     AttentionInterface.register(CAUSAL, _attend_causally)
     get_text_decoder(hf).set_attn_implementation(CAUSAL)
-    accept_sequences(hf)
+    accept_sequence_argument(hf)
     use_chunked_attention(hf)
     use_sparse_attention(hf)
     if not hasattr(hf, READER):

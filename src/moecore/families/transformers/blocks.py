@@ -35,7 +35,11 @@ from moecore.families.transformers.router_records import (
     get_layer_class,
     read_routing,
 )
-from moecore.families.transformers.stock import get_router, is_hf, refuse_customised
+from moecore.families.transformers.stock import (
+    get_router,
+    is_transformers_module,
+    refuse_customised,
+)
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout, MoELayer, RoutedLayer
 from moecore.moe.selection_bias import add_submodule
@@ -73,7 +77,7 @@ def find_hf_adapter(module: nn.Module) -> Callable[[Any, nn.Module], RoutedLayer
     `module` may be a block or its experts module; None = it is neither. The function has the
     arguments (module, model).
     """
-    name = type(module).__name__ if is_hf(module) else ""
+    name = type(module).__name__ if is_transformers_module(module) else ""
     record = RECORDS.get(name)
     if record is not None and read_routing(module, record) is not None:
         return partial(_adopt_with_record, record=record)
@@ -84,7 +88,7 @@ def find_hf_adapter(module: nn.Module) -> Callable[[Any, nn.Module], RoutedLayer
 
 def get_refusal_reason(module: nn.Module) -> str | None:
     """Return why a transformers MoE block is not supported; None for any other module."""
-    return REFUSED.get(type(module).__name__) if is_hf(module) else None
+    return REFUSED.get(type(module).__name__) if is_transformers_module(module) else None
 
 
 def _adopt_softmax_block(block: Any, model: nn.Module, layout: LayerLayout = STACKED) -> MoELayer:

@@ -23,7 +23,11 @@ from torch import Tensor, nn
 
 from moecore.base.options.layer import Activation, MoEConfig
 from moecore.families.adopt import adopt_experts
-from moecore.families.transformers.stock import bind_arguments, is_hf, refuse_customised_experts
+from moecore.families.transformers.stock import (
+    bind_arguments,
+    is_transformers_module,
+    refuse_customised_experts,
+)
 from moecore.kernels.rows.activation import ActivationOptions, activate_rows
 from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.expert_layout import ExpertLayout
@@ -49,7 +53,7 @@ class ExpertsDescription:
 def find_experts_adapter(module: nn.Module) -> Callable[[Any, nn.Module], RoutedExperts] | None:
     """Return `route_experts` for an experts module with transformers' interface, otherwise None."""
     is_known = all(hasattr(module, flag) for flag in FLAGS) or type(module).__name__ in UNFLAGGED
-    return route_experts if is_hf(module) and is_known else None
+    return route_experts if is_transformers_module(module) and is_known else None
 
 
 def route_experts(experts: Any, model: nn.Module) -> RoutedExperts:
@@ -211,7 +215,9 @@ def _make_activation_samples(gated: bool) -> Tensor:
 
 def has_vision_experts(block: nn.Module) -> bool:
     """Whether a block has separate MoE modules for text tokens and for image tokens."""
-    return is_hf(block) and isinstance(getattr(block, "vision_moe", None), nn.Module)
+    return is_transformers_module(block) and isinstance(
+        getattr(block, "vision_moe", None), nn.Module
+    )
 
 
 def get_image_mask(

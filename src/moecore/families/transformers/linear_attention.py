@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from moecore.attention.linear import attend_linear, convolve, scan_states
 from moecore.attention.sequence import Sequence
-from moecore.families.transformers.stock import find_names_in_forward, is_hf
+from moecore.families.transformers.stock import find_names_in_forward, is_transformers_module
 
 SEQUENCE = "moecore_sequence"  # argument of decoder layers and of attention
 CONVOLUTION = "causal_conv1d_fn"
@@ -47,10 +47,14 @@ def find_linear_rule(module: nn.Module) -> str | None:
 
 def find_short_convolutions(model: nn.Module) -> list[nn.Module]:
     """Return the layers whose class is one of `SHORT_CONVOLUTIONS`."""
-    return [m for m in model.modules() if is_hf(m) and type(m).__name__ in SHORT_CONVOLUTIONS]
+    return [
+        m
+        for m in model.modules()
+        if is_transformers_module(m) and type(m).__name__ in SHORT_CONVOLUTIONS
+    ]
 
 
-def accept_sequences(model: nn.Module) -> None:
+def accept_sequence_argument(model: nn.Module) -> None:
     """Make linear attention and short convolution layers use the argument `SEQUENCE`.
 
     This replaces global functions of the layers' Python modules, for all models of these modules.
@@ -147,7 +151,7 @@ def _attend_delta_rule(
 
 def _is_lightning(module: nn.Module) -> bool:
     """Whether a module is MiniMax's lightning attention."""
-    return is_hf(module) and type(module).__name__ == LIGHTNING
+    return is_transformers_module(module) and type(module).__name__ == LIGHTNING
 
 
 def _run_lightning_attention(

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from moecore.base.torch_private import HOOKS
-from moecore.families.transformers.stock import bind_arguments, is_hf
+from moecore.families.transformers.stock import bind_arguments, is_transformers_module
 from moecore.moe.layer import MoELayer, RoutedLayer
 from moecore.moe.records import Routing
 
@@ -23,7 +23,7 @@ OPTION = "output_router_logits"
 def refuse_lost_router_logits(model: nn.Module) -> None:
     """Make forwards raise if they request router logits that would not be recorded."""
     for module in model.modules():
-        if not is_hf(module) or getattr(module, "base_model", None) is not module:
+        if not is_transformers_module(module) or getattr(module, "base_model", None) is not module:
             continue  # transformers records in the base model, not in the model with the loss
         refusal = _find_version_problem()
         if refusal is not None and getattr(module.config, OPTION, False):

@@ -85,7 +85,7 @@ class RowReader:
                 reader.register_forward_pre_hook(partial(_store_sequence, layers), with_kwargs=True)
             for layer in layers:
                 setattr(layer, SEQUENCE, Sequence())
-                tell = partial(_pass_rows, choices.get(layer, Tensor.flatten))
+                tell = partial(_pass_stored_sequence, choices.get(layer, Tensor.flatten))
                 # Reads full rows, so it runs before the hook that slices them for tp ranks.
                 layer.register_forward_pre_hook(tell, with_kwargs=True, prepend=True)
 
@@ -168,7 +168,7 @@ class MaskReader:
         choices = _make_token_selectors(base)
         for layer in base.modules():
             if isinstance(layer, RoutedLayer):
-                tell = partial(self._pass_rows, choices.get(layer, Tensor.flatten))
+                tell = partial(self._pass_running_sequence, choices.get(layer, Tensor.flatten))
                 layer.register_forward_pre_hook(tell, with_kwargs=True, prepend=True)
         self._unchecked = {
             block
@@ -289,13 +289,15 @@ class MaskReader:
             hidden.register_hook(lambda _: self._restore_sequence(sequence))
 
     def _restore_sequence(self, sequence: Sequence) -> None:
+        """Set the `Sequence` of the running forward until the end of the backward."""
         self._state.sequence = sequence
         call_after_backward(self._clear_sequence)
 
     def _clear_sequence(self) -> None:
+        """Forget the `Sequence` of the running forward."""
         self._state.sequence = None
 
-    def _pass_rows(
+    def _pass_running_sequence(
         self, select_tokens: Choose, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
     ) -> tuple[Any, Kwargs] | None:
         """Forward pre-hook of a MoE layer: pass documents and padding of the running forward."""
@@ -426,10 +428,12 @@ def get_tokens(args: tuple[Any, ...], kwargs: Kwargs) -> Tensor:
 
 
 def _get_first_argument(inputs: Kwargs, names: tuple[str, ...]) -> Any:
+    """Return the first input of these names that is not None, or None."""
     return next((inputs[name] for name in names if inputs.get(name) is not None), None)
 
 
 def _make_missing_documents_error(max_seqlen: Any) -> ValueError:
+    """Return the error for `max_seqlen` without `cu_seqlens`."""
     return ValueError(
         f"max_seqlen ({max_seqlen}) must come with cu_seqlens (None), of whose documents it is the "
         "longest: pass both or neither"
@@ -451,7 +455,7 @@ def _store_sequence(
             setattr(layer, SEQUENCE, kwargs[SEQUENCE])
 
 
-def _pass_rows(
+def _pass_stored_sequence(
     select_tokens: Choose, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
 ) -> tuple[Any, Kwargs] | None:
     """Forward pre-hook of a MoE layer: pass documents and padding of its stored `Sequence`."""

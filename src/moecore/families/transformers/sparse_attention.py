@@ -27,7 +27,7 @@ from moecore.attention.sequence import Sequence
 from moecore.attention.sparse import KeyChoice, attend_sparse
 from moecore.base.options.indexer import IndexerConfig
 from moecore.families.transformers.linear_attention import SEQUENCE
-from moecore.families.transformers.stock import find_names_in_forward, is_hf
+from moecore.families.transformers.stock import find_names_in_forward, is_transformers_module
 from moecore.kernels.sparse_attention import IndexerHeads, LatentHeads
 from moecore.models.mla import compute_mean_divergence, make_key_choice
 from moecore.moe.aux_loss import AuxLoss
@@ -45,7 +45,9 @@ BY_PAIRS, BY_HALVES = "apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb"
 
 def find_sparse_attention_modules(model: nn.Module) -> list[nn.Module]:
     """Return a model's modules of `CLASSES` that read selected keys."""
-    layers: list[Any] = [m for m in model.modules() if is_hf(m) and type(m).__name__ in CLASSES]
+    layers: list[Any] = [
+        m for m in model.modules() if is_transformers_module(m) and type(m).__name__ in CLASSES
+    ]
     return [layer for layer in layers if layer.indexer is not None or hasattr(layer, "skip_topk")]
 
 

@@ -28,7 +28,7 @@ LINEAR_MODULE = ("torch.nn.modules.linear",)
 ACTIVATION_MODULES = ("transformers.activations", "torch.nn.modules.activation")
 
 
-def is_hf(module: nn.Module) -> bool:
+def is_transformers_module(module: nn.Module) -> bool:
     """Whether a module's class is defined in `transformers.models`."""
     return type(module).__module__.startswith("transformers.models.")
 
@@ -99,7 +99,7 @@ def has_causal_loss(model: Any) -> bool:
 
 def is_stock_forward(module: nn.Module, class_name: str) -> bool:
     """Whether a module is of transformers' class `class_name` and runs the class's own forward."""
-    is_class = is_hf(module) and type(module).__name__ == class_name
+    is_class = is_transformers_module(module) and type(module).__name__ == class_name
     return is_class and "forward" not in vars(module) and is_stock(type(module).forward)
 
 
@@ -154,30 +154,30 @@ def refuse_customised_experts(experts: nn.Module, children: tuple[str, ...]) -> 
 
 
 def _refuse_custom_code(
-    part: nn.Module, name: str, module_names: tuple[str, ...], children: tuple[str, ...] = ()
+    module: nn.Module, part_name: str, module_names: tuple[str, ...], children: tuple[str, ...] = ()
 ) -> None:
     """Raise NotImplementedError unless a part's class is transformers' own and unpatched.
 
-    `name` names the part in errors. `module_names` are the allowed Python modules of its class.
-    `children` are the names of further child modules that are allowed.
+    `part_name` names the part in errors. `module_names` are the allowed Python modules of its
+    class. `children` are the names of further child modules that are allowed.
     """
-    cls = type(part)
+    cls = type(module)
     if cls.__module__ not in module_names:
         raise NotImplementedError(
-            f"{name} must be of {module_names[0]}, whose maths its adapter knows: take off "
+            f"{part_name} must be of {module_names[0]}, whose maths its adapter knows: take off "
             f"subclasses and wrappers (LoRA of peft works on dense layers and experts), {WAY_OUT}"
         )
     for method in list_overridden_methods(cls):
         function = getattr(cls, method)
-        patched = vars(part).get(method)
+        patched = vars(module).get(method)
         if not is_stock(function) or (patched and getattr(patched, "__func__", 0) is not function):
             raise NotImplementedError(
-                f"{method} of {name} must be transformers' own, whose maths its adapter knows: "
-                f"undo the patch, {WAY_OUT}"
+                f"{method} of {part_name} must be transformers' own, whose maths its adapter "
+                f"knows: undo the patch, {WAY_OUT}"
             )
-    extra = [n for n, m in part._modules.items() if m is not None and n not in children]
+    extra = [n for n, m in module._modules.items() if m is not None and n not in children]
     if extra:
-        _refuse_extra_member(name, extra[0])
+        _refuse_extra_member(part_name, extra[0])
 
 
 def _refuse_extra_member(owner_name: str, member_name: str) -> None:

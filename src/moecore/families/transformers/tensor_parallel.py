@@ -454,13 +454,13 @@ class GradientShareHooks:
 
     def __init__(self, tp: TensorParallel, model: nn.Module) -> None:
         self._size, self._state = tp.size, threading.local()
-        model.register_forward_pre_hook(self._increase_depth)
+        model.register_forward_pre_hook(self._count_running_forward)
         model.register_forward_hook(self._divide_output_grads, always_call=True)
         for outer in find_outermost_models(model):
             if outer is not model or outer.base_model is not model:
                 outer.base_model.register_forward_pre_hook(self._refuse_base_call)
 
-    def _increase_depth(self, _model: nn.Module, _args: Any) -> None:
+    def _count_running_forward(self, _model: nn.Module, _args: Any) -> None:
         """Forward pre-hook: increase the number of running forwards of the model."""
         self._state.depth = self._depth + 1
 

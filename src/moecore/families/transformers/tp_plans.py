@@ -26,7 +26,7 @@ from moecore.families.transformers.module_plan import (
 )
 from moecore.families.transformers.stock import (
     find_names_in_forward,
-    is_hf,
+    is_transformers_module,
     list_overridden_methods,
 )
 from moecore.moe.layer import MoELayer
@@ -63,7 +63,7 @@ def plan_modules(model: nn.Module, tp: int) -> tuple[dict[nn.Module, ModulePlan]
     layer_modules = {m for layer in layers for m in layer.modules()}
     for block in find_blocks(model):
         for module in block.modules():
-            if module in layer_modules or not is_hf(module):
+            if module in layer_modules or not is_transformers_module(module):
                 continue
             is_attention = not module._modules.keys().isdisjoint(OUTPUTS)
             make_plan = plan_attention if is_attention else plan_mlp

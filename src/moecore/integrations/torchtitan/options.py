@@ -135,36 +135,38 @@ def get_moecore_options(job_config: Any) -> Any:
 
 
 def make_parallelize_arguments(
-    options: Any, parallel: ParallelConfig, **fsdp: Any
+    moecore_section: Any, parallel: ParallelConfig, **fsdp_fields: Any
 ) -> dict[str, Any]:
-    """Convert the section `moecore` of a job, `options`, to arguments of `parallelize_moe`.
+    """Convert the section `moecore` of a job, `moecore_section`, to arguments of `parallelize_moe`.
 
-    The arguments do not include the balance, which is set on each layer. `fsdp` has fields of
-    `FSDPOptions` from torchtitan's options. The section `moecore.fsdp` overrides `fsdp`.
+    The arguments do not include the balance, which is set on each layer. `fsdp_fields` has fields
+    of `FSDPOptions` from torchtitan's options. The section `moecore.fsdp` overrides `fsdp_fields`.
     """
-    keywords = read_arguments(options, "moecore", without=("dispatch", "moe", "fsdp"))
-    keywords["dispatch"] = _make_dispatch_options(options.dispatch, parallel)
-    if not list_changed_fields(options.context):
+    keywords = read_arguments(moecore_section, "moecore", without=("dispatch", "moe", "fsdp"))
+    keywords["dispatch"] = _make_dispatch_options(moecore_section.dispatch, parallel)
+    if not list_changed_fields(moecore_section.context):
         keywords["context"] = None
     keywords["pipeline"] = keywords["pipeline"] if parallel.pp > 1 else None
-    fsdp_options = {name: value for name, value in vars(options.fsdp).items() if value is not None}
+    fsdp_options = {
+        name: value for name, value in vars(moecore_section.fsdp).items() if value is not None
+    }
     keywords["fsdp"] = replace_name_in_errors(
-        lambda: FSDPOptions(**(fsdp | fsdp_options)), FSDPOptions, "moecore.fsdp"
+        lambda: FSDPOptions(**(fsdp_fields | fsdp_options)), FSDPOptions, "moecore.fsdp"
     )
-    moe = read_changed_arguments(options.moe, "moecore.moe")
+    moe = read_changed_arguments(moecore_section.moe, "moecore.moe")
     return keywords | {"moe": {name: value for name, value in moe.items() if name != "balance"}}
 
 
-def _make_dispatch_options(options: Any, parallel: ParallelConfig) -> DispatchOptions:
-    """Return the job's `DispatchOptions`; `options` is the job's section `moecore.dispatch`.
+def _make_dispatch_options(dispatch_section: Any, parallel: ParallelConfig) -> DispatchOptions:
+    """Return the `DispatchOptions` of a job's section `moecore.dispatch`.
 
     With several expert ranks and no `nvlink.row_factor`, "alltoall" replaces the name "auto".
     """
-    keywords = read_arguments(options, "moecore.dispatch")
-    if keywords["name"] != "nvlink" and not list_changed_fields(options.nvlink):
+    keywords = read_arguments(dispatch_section, "moecore.dispatch")
+    if keywords["name"] != "nvlink" and not list_changed_fields(dispatch_section.nvlink):
         keywords["nvlink"] = None
     is_parallel = parallel.ep * parallel.etp > 1
-    if keywords["name"] == "auto" and options.nvlink.row_factor is None and is_parallel:
+    if keywords["name"] == "auto" and dispatch_section.nvlink.row_factor is None and is_parallel:
         keywords["name"] = "alltoall"  # whose capacity has no limit
     result: DispatchOptions = replace_name_in_errors(
         lambda: DispatchOptions(**keywords), DispatchOptions, "moecore.dispatch"

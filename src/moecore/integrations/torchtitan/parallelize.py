@@ -266,12 +266,12 @@ def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
     return model
 
 
-def _is_compiled_by_moecore(options: Any, pp: int) -> bool:
+def _is_compiled_by_moecore(moecore_section: Any, pp: int) -> bool:
     """Whether `parallelize_moe` compiles the blocks of a compiled job, and not torchtitan.
 
     This is the case with pp > 1, or with options of the section `moecore.memory`.
     """
-    return bool(list_changed_fields(options.memory)) or pp > 1
+    return bool(list_changed_fields(moecore_section.memory)) or pp > 1
 
 
 def _restore_full_rows(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -80,14 +80,14 @@ def experts_forward(
     plan: ExpertsPlan = getattr(experts, PLAN)
     x_TD, weights = _cast_operands(experts, plan.layout, hidden_states)
     if not getattr(experts, "has_post_expert_norm", False):
-        sum_TD = _compute(x_TD, top_k_index, top_k_weights, weights, plan.activation)
+        sum_TD = _compute_experts(x_TD, top_k_index, top_k_weights, weights, plan.activation)
         return sum_TD.to(hidden_states.dtype)
     # The norm precedes the routing weights, so each choice of a token is a row.
     ids_TK, K = top_k_index, top_k_index.shape[1]
     unit_N1 = torch.ones_like(top_k_weights).view(-1, 1)
     rows = x_TD.repeat_interleave(K, dim=0)
     y_ND = experts.post_expert_norm(
-        _compute(rows, ids_TK.view(-1, 1), unit_N1, weights, plan.activation)
+        _compute_experts(rows, ids_TK.view(-1, 1), unit_N1, weights, plan.activation)
     )
     is_local_TK = (ids_TK >= 0) & (ids_TK < weights.w2_eDF.shape[0])
     weights_TK1 = top_k_weights.masked_fill(~is_local_TK, 0).unsqueeze(-1)
@@ -122,7 +122,7 @@ def _cast_operands(
     return x_TD.to(dtype), weights
 
 
-def _compute(
+def _compute_experts(
     x_SD: Tensor,
     ids_SK: Tensor,
     weights_SK: Tensor,
@@ -147,30 +147,36 @@ def _compute(
     if isinstance(computation, ExpertMLPOptions):
         return expert_mlp(rows, weights, index, computation)
     # torch.compile can trace torch's grouped_mm only in bf16.
-    run = _run_eager if is_compiling and x_SD.dtype != torch.bfloat16 else _run
+    run = (
+        _run_computation_eager
+        if is_compiling and x_SD.dtype != torch.bfloat16
+        else _run_computation
+    )
     return run(computation, ExpertInput(rows, index, None), weights, activation)
 
 
-def _run(computation: Computation, *arguments: Any) -> Tensor:
-    """Return `computation(*arguments)`; `_run_eager` does the same, excluded from torch.compile."""
+def _run_computation(computation: Computation, *arguments: Any) -> Tensor:
+    """Return `computation(*arguments)`; `_run_computation_eager` is excluded from torch.compile."""
     return computation(*arguments)
 
 
-_run_eager = torch.compiler.disable(_run)
+_run_computation_eager = torch.compiler.disable(_run_computation)
 
 
 @lru_cache
 def _choose_computation(
-    spec: ExpertSpec, activation: ActivationOptions
+    expert_spec: ExpertSpec, activation: ActivationOptions
 ) -> ExpertMLPOptions | Computation:
-    """Return the options of `expert_mlp`, or the function that replaces `expert_mlp` for `spec`."""
-    has_bias_or_own_activation = spec.fc1_bias or spec.fc2_bias or spec.own_activation
+    """Return the options of `expert_mlp`, or the function that replaces it for these experts."""
+    has_bias_or_own_activation = (
+        expert_spec.fc1_bias or expert_spec.fc2_bias or expert_spec.own_activation
+    )
     computation = find_backend_computation(
-        "auto", spec, has_bias_or_own_activation=has_bias_or_own_activation
+        "auto", expert_spec, has_bias_or_own_activation=has_bias_or_own_activation
     )
     if computation is not None:
         return computation
-    return ExpertMLPOptions(activation=activation, products=choose_products("auto", spec))
+    return ExpertMLPOptions(activation=activation, products=choose_products("auto", expert_spec))
 
 
 def _refuse_construction(cls: type[nn.Module]) -> None:

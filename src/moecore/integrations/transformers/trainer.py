@@ -40,10 +40,10 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput
 from moecore.base.failures import share_errors
 from moecore.integrations.transformers.arguments import (
     check_accelerator,
-    check_arguments,
     check_logits,
     check_model,
     check_prediction,
+    check_trainer_arguments,
     shards_rows,
 )
 from moecore.integrations.transformers.run_state import (
@@ -112,7 +112,7 @@ class MoETrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Check model and arguments (ValueError), then create the Accelerator."""
         with share_errors():
-            check_arguments(self.args)
+            check_trainer_arguments(self.args)
             check_model(self.model, self.args)
         super().create_accelerator_and_postprocess()
         check_accelerator(self.accelerator)

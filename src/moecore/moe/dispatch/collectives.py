@@ -100,6 +100,7 @@ class _ExchangeWithGrad(torch.autograd.Function):
         forward_collective: Callable[[Tensor], Tensor],
         backward_collective: Callable[[Tensor], Tensor],
     ) -> Tensor:
+        """Return forward_collective(x)."""
         ctx.back = backward_collective
         # A model's code may write to the result in place, which autograd refuses for a view or an
         # input that a function returns. `detach` shares the memory and is no view.
@@ -107,6 +108,7 @@ class _ExchangeWithGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Return backward_collective(gradient)."""
         return ctx.back(grads[0]), None, None
 
 
@@ -116,6 +118,7 @@ class _ExchangeTensors(torch.autograd.Function):
     # torch.compile drops `ctx` if `forward` has one parameter less than arguments: hence `*args`.
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Any, ...]:
+        """Return forward_collective(inputs); `args` are both collectives and the inputs."""
         collective, opposite, *xs = args
         ctx.collectives = opposite, collective
         outs = tuple(collective(xs))
@@ -124,6 +127,7 @@ class _ExchangeTensors(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Run the backward collective on the gradients; differentiable."""
         needed_grads = drop_unneeded_grads(grads, ctx.needs_input_grad[2:])
         return None, None, *_ExchangeTensors.apply(*ctx.collectives, *needed_grads)
 

@@ -180,11 +180,13 @@ class Exchange:
         return self._stream
 
     def _wait_for_stream(self, x: Tensor) -> None:
+        """Make the current stream wait for the copy stream."""
         current = get_current_stream(x.device)
         assert current is not None
         current.wait_stream(self._stream)
 
     def _copy_sums(self, sums_SD: Tensor) -> None:
+        """Copy sums to the tokens' ranks by copy engines, on the current stream."""
         copies.copy_sums(self.buffer, sums_SD)
 
     def _reduce_copies(
@@ -265,11 +267,12 @@ class MetaExchange(Exchange):
         record_launch("sum of copied rows", sums_SD, sums_TD)
         return sums_TD, dweights_R.new_empty(T, slots_SK.shape[1])
 
-    def _record_operation(self, name: str, rows: Tensor) -> None:
+    def _record_operation(self, operation_name: str, rows: Tensor) -> None:
+        """Record the launch of operation `operation_name`, which sends rows like `rows`."""
         self._change_slot_state(SlotEvent.OPERATION)
-        self._record_launch(name, rows)
+        self._record_launch(operation_name, rows)
 
-    def _record_launch(self, name: str, rows: Tensor, num_tokens: int | None = None) -> None:
+    def _record_launch(self, launch_name: str, rows: Tensor, num_tokens: int | None = None) -> None:
         """Record an operation that exchanges `num_tokens` rows like `rows` with each other rank.
 
         None = the number of tokens with even loads.
@@ -278,7 +281,7 @@ class MetaExchange(Exchange):
             self.layout.num_ranks,
             self._tokens_per_peer if num_tokens is None else num_tokens,
         )
-        record_launch(name, ranks, 2 * (ranks - 1) * T * rows.shape[1] * rows.itemsize)
+        record_launch(launch_name, ranks, 2 * (ranks - 1) * T * rows.shape[1] * rows.itemsize)
 
     def limit_rows(self, offsets_e: Tensor, max_rows: int) -> Tensor:
         """Return the offsets unchanged, because meta tensors have no values."""

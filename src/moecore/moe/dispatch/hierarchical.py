@@ -24,15 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from moecore.moe.dispatch.alltoall import (
-    AllToAllPlan,
-    ReceivedRows,
-    SendOrder,
-    TokenExchange,
-    build_send_order,
-    mask_choices_by_block,
-)
+from moecore.moe.dispatch.alltoall import AllToAllPlan, ReceivedRows, TokenExchange
 from moecore.moe.dispatch.collectives import LayerCheck
+from moecore.moe.dispatch.send_order import SendOrder, build_send_order, mask_choices_by_block
 from moecore.moe.dispatch.wire import Wire
 from moecore.moe.placement import DomainPlacement, ExpertPlacement
 from moecore.moe.records import Dispatcher, ExpertInput, Routing

@@ -360,6 +360,7 @@ def _check_sendable_inputs(
 
 
 def _get_stream_handle(x: Tensor) -> int:
+    """Return the CUDA handle of the current stream of a tensor's device; 0 = CPU."""
     return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
 
 
@@ -370,6 +371,7 @@ class _EPDispatch(torch.autograd.Function):
     def forward(
         ctx: Any, x_TD: Tensor, weights_TK: Tensor, forward_handles: ForwardHandles
     ) -> tuple[Tensor, ...]:
+        """Return the results of `ForwardHandles.dispatch`."""
         rows_SD, ids_SK, weights_SK = forward_handles.dispatch(
             x_TD.contiguous(), weights_TK.contiguous()
         )
@@ -381,6 +383,7 @@ class _EPDispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor, None]:
+        """Return the gradients of tokens [T, D] and routing weights [T, K]. Collective."""
         # Every rank takes part, so missing gradients become zeros.
         (drows_SD, _, dweights_SK), (shape, dtype, device) = grads, ctx.like
         if drows_SD is None:

@@ -102,7 +102,7 @@ class NVLinkDispatcher(Dispatcher):
         max_tokens = exchange.layout.max_tokens
         tokens = inputs if len(x_TD) <= max_tokens else [t[:max_tokens] for t in inputs]
         sender = _GradSender(exchange) if exchange.layout.sums_slot else None
-        limits: Any = dict(is_limited=is_limited, multiple=routing.rows_multiple)
+        limits: Any = dict(has_row_limit=is_limited, row_multiple=routing.rows_multiple)
         make_index = partial(_build_index, exchange=exchange, placement=self.placement, **limits)
         arguments = (exchange, wire, self.placement, sender, make_index)
         outputs = _DispatchOutputs(*_Dispatch.apply(*tokens, *arguments))
@@ -286,6 +286,7 @@ class _GradSender:
 
 
 def _get_versions(*tensors: Tensor | None) -> tuple[int, ...]:
+    """Return the version counters of the tensors that are not None."""
     return tuple(sum_version_counters(t) for t in tensors if t is not None)
 
 
@@ -313,12 +314,13 @@ class _Dispatch(torch.autograd.Function):
         ids_TK: Tensor,
         exchange: Exchange,
         wire: Wire,
-        place: ExpertPlacement,
+        placement: ExpertPlacement,
         sender: _GradSender | None,
         make_index: Callable[[SpreadChoices], ExpertIndex],
     ) -> tuple[Tensor, ...]:
+        """Send tokens and choices; return `_DispatchOutputs`, with the index from `make_index`."""
         tensors = (wire.pack_rows(x_TD), ids_TK, weights_TK)
-        sizes: dict[str, Any] = dict(num_local_experts=place.num_physical, etp=place.etp)
+        sizes: dict[str, Any] = dict(num_local_experts=placement.num_physical, etp=placement.etp)
         choices = exchange.dispatch_tokens(*tensors, **sizes)
         index = make_index(choices)
         handle_RD = make_row_handle(x_TD, index.row_ids_R.shape[0])
@@ -333,6 +335,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of tokens [T, D] and routing weights [T, K]."""
         row_map = ExchangeMap(*ctx.saved_tensors)
         outputs = _DispatchOutputs(*grads)
         drows_RD, dweights_R = outputs.handle_RD, outputs.weights_R
@@ -355,12 +358,14 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, plan: NVLinkPlan, row_map: ExchangeMap) -> Tensor:
+        """Return y_TD, the sum of each token's rows y_RD on all ranks."""
         ctx.exchange, ctx.num_rows, ctx.receiver = plan.exchange, y_RD.shape[0], plan.receiver
         ctx.save_for_backward(*row_map)
         return plan.exchange.combine_rows(y_RD, row_map)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Send the gradient dy_TD to the ranks of each token; return dy_RD."""
         row_map = ExchangeMap(*ctx.saved_tensors)
 
         def send(rows_TN: Tensor) -> Tensor:

@@ -199,7 +199,7 @@ def add_labels(build: Callable[..., BaseDataLoader]) -> Callable[..., BaseDataLo
     return build_labelled
 
 
-def pipelining(
+def build_pipeline_schedule(
     model: nn.Module,
     parallel_dims: ParallelDims,
     job: Any,
@@ -242,7 +242,7 @@ def accelerated(spec: TrainSpec) -> TrainSpec:
     return replace(
         spec,
         parallelize_fn=shard,
-        pipelining_fn=pipelining,
+        pipelining_fn=build_pipeline_schedule,
         build_optimizers_fn=build_optimizers,
         build_metrics_processor_fn=build_metrics_processor,
     )
@@ -282,7 +282,7 @@ def _make_own_loss_spec(
         model_cls=model_cls,
         model_args=args,
         parallelize_fn=partial(parallelize_fn, version=V02),
-        pipelining_fn=pipelining,
+        pipelining_fn=build_pipeline_schedule,
         build_optimizers_fn=build_optimizers,
         build_lr_schedulers_fn=build_lr_schedulers,
         build_dataloader_fn=add_labels(build_text_dataloader),
@@ -307,11 +307,18 @@ class MuonContainer(titan_optimizer.OptimizersContainer):
         self._post_init(params, {"lr": config.lr})
 
 
-def _make_adamw_options(config: Any, options: Any) -> dict[str, Any]:
+def _make_adamw_options(optimizer_config: Any, moecore_section: Any) -> dict[str, Any]:
     """Return arguments of `AdamW` from torchtitan's optimizer config and the section `moecore`."""
-    betas, keywords = (config.beta1, config.beta2), read_arguments(options.adamw, "moecore.adamw")
+    betas, keywords = (
+        (optimizer_config.beta1, optimizer_config.beta2),
+        read_arguments(moecore_section.adamw, "moecore.adamw"),
+    )
     return dict(
-        lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay, **keywords
+        lr=optimizer_config.lr,
+        betas=betas,
+        eps=optimizer_config.eps,
+        weight_decay=optimizer_config.weight_decay,
+        **keywords,
     )
 
 

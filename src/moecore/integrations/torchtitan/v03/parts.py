@@ -230,7 +230,7 @@ def _list_version_rules(job: Any, parallel_dims: ParallelDims, returns_loss: boo
     ]
 
 
-def pipelining(
+def build_pipeline_schedule(
     model: nn.Module,
     *,
     parallel_dims: ParallelDims,
