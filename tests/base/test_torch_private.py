@@ -388,7 +388,7 @@ def test_groups_and_meshes() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     group, world = dist.new_group([0]), dist.group.WORLD
     assert world is not None and _torch.get_default_timeout() == timeout
-    _torch.inherit_timeout(group)
+    _torch.set_timeout_to_default(group)
     options = group._get_backend(torch.device("cpu")).options
     assert options._timeout == timeout and _torch.is_gloo(group, "cpu")
     assert build_meshes(ParallelConfig(), "cpu").stage_group is world

@@ -376,7 +376,7 @@ def test_a_kept_plan_with_an_empty_place_divides_by_no_load_of_expert_0() -> Non
     loads_E, ids_TK = torch.tensor([0, 5, 5, 0]), torch.tensor([[1], [2], [0]])
     placement = ExpertPlacement(group=None, num_experts=4, ep=2, etp=1, num_clones=1)  # type: ignore[arg-type]
     plan = PeriodicPlan(placement, 1, min_share=0.0, reads_on_host=True)
-    plan.end_step(loads_E, is_skipped=False)
+    plan.update_from_loads(loads_E, is_skipped=False)
     part = plan.divide_choices(ids_TK)
     assert part.experts_N.tolist() == plan.experts == [-1, -1]
     assert part.starts_N.tolist() == part.stops_N.tolist() == [0, 0]

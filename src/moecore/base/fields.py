@@ -162,7 +162,7 @@ def format_name(name: object) -> str:
 
 
 def _check_value(name: str, value: object, check: _ValueCheck) -> None:
-    """Raise a ValueError that names the argument if its value does not pass the check `check`."""
+    """Raise a ValueError that names the argument if its value does not pass `check`."""
     if not check.allows(value):
         raise ValueError(f"{name} ({quote(value)}) must be {check.name(value)}: {check.fix}")
 

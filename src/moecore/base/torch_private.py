@@ -100,7 +100,7 @@ _keys = torch._C._dispatch_tls_local_include_set  # looked up once: every kernel
 _unpack = forward_ad.unpack_dual
 
 
-def _collect_plain_keys() -> frozenset[int]:
+def _collect_plain_dispatch_keys() -> frozenset[int]:
     """Return this thread's dispatch key sets in plain eager code, in and out of inference mode."""
     key_sets = set()
     with _disable_current_modes():
@@ -110,7 +110,7 @@ def _collect_plain_keys() -> frozenset[int]:
     return frozenset(key_sets)
 
 
-_PLAIN_KEYS = _collect_plain_keys()
+_PLAIN_KEYS = _collect_plain_dispatch_keys()
 _UNTRACKED = torch.zeros((), dtype=torch.float32, device="cpu")  # a tensor without a derivative
 NOTHING = nullcontext()  # one object for all calls, which saves host time
 
@@ -338,7 +338,7 @@ def get_default_timeout() -> timedelta | None:
     return None if options is None else options._timeout
 
 
-def inherit_timeout(group: dist.ProcessGroup) -> None:
+def set_timeout_to_default(group: dist.ProcessGroup) -> None:
     """Set a group's timeout to the timeout of the default process group."""
     timeout = get_default_timeout()
     if timeout is not None:
@@ -350,7 +350,7 @@ def is_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
     return _get_backends(group)[device_type] == "gloo"
 
 
-def choose_object_device_type(group: dist.ProcessGroup | None) -> str:
+def choose_small_tensor_device_type(group: dist.ProcessGroup | None) -> str:
     """Return the device type for small tensors: "cpu" if the group has a CPU backend.
 
     Otherwise return the device type of the group's first backend.
@@ -449,7 +449,7 @@ def all_gather_and_consume(
     x_GC: Tensor,
     group: dist.ProcessGroup,
 ) -> None:
-    """All-gather `x_C` along dim 0; call consume(slice, rank) for each received slice.
+    """All-gather `x_C` along dim 0; call consume_slice(slice, rank) for each received slice.
 
     The output `x_GC` receives the slices.
     """
@@ -461,7 +461,7 @@ def all_gather_and_consume(
 def produce_and_all_to_all(
     produce_slice: Callable[[int, Tensor], None], output_GC: Tensor, group: dist.ProcessGroup
 ) -> None:
-    """Call produce(rank, slice) to fill a slice for each rank, and all-to-all the slices.
+    """Call produce_slice(rank, slice) to fill a slice for each rank, and all-to-all the slices.
 
     The output `output_GC` receives the slices of all ranks.
     """

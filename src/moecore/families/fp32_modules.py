@@ -33,14 +33,14 @@ def is_selection_bias(name: str) -> bool:
 
 
 def make_fp32_predicate(
-    model: nn.Module | None, dtype: torch.dtype | None
+    model: nn.Module | None, compute_dtype: torch.dtype | None
 ) -> Callable[[str], bool]:
     """Return a predicate on tensor names: whether the tensor stays fp32 in 16-bit training.
 
-    `model` is a transformers model without adapters, or None for any other model. `dtype` is the
-    compute dtype; None = the dtype of the first fp16 or bf16 parameter.
+    `model` is a transformers model without adapters, or None for any other model. `compute_dtype`
+    is the compute dtype; None = the dtype of the first fp16 or bf16 parameter.
     """
-    half = None if model is None else _find_half_dtype(model, dtype)
+    half = None if model is None else _find_half_dtype(model, compute_dtype)
     stocks = list(_make_stock_dtypes(model, half).values()) if model is not None and half else []
     return lambda name: is_selection_bias(name) or any(s.is_fp32(name) for s in stocks)
 
@@ -115,11 +115,11 @@ def _find_fp32_names(model: nn.Module, stock_dtypes: Mapping[Any, _StockDtypes])
     return frozenset(n for n, t in tensors.items() if id(t) in fp32_ids)
 
 
-def _find_half_dtype(model: nn.Module, dtype: torch.dtype | None) -> torch.dtype | None:
+def _find_half_dtype(model: nn.Module, compute_dtype: torch.dtype | None) -> torch.dtype | None:
     """Return the compute dtype if it is fp16 or bf16, otherwise None; see `set_dtypes`."""
-    if dtype is None:
-        dtype = next((p.dtype for p in model.parameters() if p.dtype in HALF_DTYPES), None)
-    return dtype if dtype in HALF_DTYPES else None
+    if compute_dtype is None:
+        compute_dtype = next((p.dtype for p in model.parameters() if p.dtype in HALF_DTYPES), None)
+    return compute_dtype if compute_dtype in HALF_DTYPES else None
 
 
 def _get_named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -107,7 +107,7 @@ class LinearAttention(nn.Module):
     def init_weights(self, *, key: str, seed: int) -> None:
         """Initialise filters as Conv1d does, decay rates with U(min_decay_rate, 16), steps with 1.
 
-        The values depend only on `key`, `seed` and the parameter's name.
+        The values depend only on `key` (the module's name), `seed` and parameter names.
         """
         bound = self.conv1d.weight.shape[-1] ** -0.5
         for name, param in self.conv1d.named_parameters():

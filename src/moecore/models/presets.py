@@ -118,11 +118,11 @@ Triple = tuple[int, int, int]
 
 
 def _build_decoder(
-    sizes: Triple, heads: Triple, moe: MoEConfig, **config_fields: Any
+    sizes: Triple, head_sizes: Triple, moe: MoEConfig, **config_fields: Any
 ) -> DecoderConfig:
     """Return a `DecoderConfig` with sizes (V, D, layers) and heads (H, h, dim of a head)."""
     names = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-    numbers: Any = dict(zip(names, (*sizes, *heads), strict=True))
+    numbers: Any = dict(zip(names, (*sizes, *head_sizes), strict=True))
     return DecoderConfig(**numbers, moe=moe, **config_fields)
 
 
@@ -170,19 +170,19 @@ _CONFIGS["qwen3-235b-a22b"] = _build_qwen3(4096, 94, 64, 1536)
 
 
 def _build_qwen3_next(
-    sizes: Triple, heads: Triple, moe: MoEConfig, **config_fields: Any
+    sizes: Triple, head_sizes: Triple, moe: MoEConfig, **config_fields: Any
 ) -> DecoderConfig:
     """Return a config with attention in every fourth layer and linear attention in the others.
 
-    `sizes` is (V, D, layers), and `heads` is (H, h, dim of a head).
+    `sizes` is (V, D, layers), and `head_sizes` is (H, h, dim of a head).
     """
     return _build_decoder(
         sizes,
-        heads,
+        head_sizes,
         moe,
         attention_gate=True,
         qk_norm="head",
-        rotary_dim=heads[2] // 4,
+        rotary_dim=head_sizes[2] // 4,
         zero_centered_norms=True,
         linear_layers=tuple(i for i in range(sizes[2]) if (i + 1) % 4),
         **config_fields,
@@ -203,15 +203,15 @@ _CONFIGS["qwen3-next-80b-a3b"] = _build_qwen3_next(
 
 
 def _build_nemotron_h(
-    pattern: str, sizes: tuple[int, int], heads: Triple, moe: MoEConfig, **config_fields: Any
+    pattern: str, sizes: tuple[int, int], head_sizes: Triple, moe: MoEConfig, **config_fields: Any
 ) -> DecoderConfig:
     """Return the config of a Nemotron-H, with one layer per letter of `pattern`.
 
-    `sizes` is (V, D), and `heads` is (H, h, dim of a head).
+    `sizes` is (V, D), and `head_sizes` is (H, h, dim of a head).
     """
     return _build_decoder(
         (*sizes, len(pattern)),
-        heads,
+        head_sizes,
         moe,
         pattern=pattern,
         mlp_activation="relu2",
@@ -301,7 +301,10 @@ _CONFIGS["kimi-k2"] = _build_decoder(
 def _build_deepseek_v2(
     sizes: Triple, num_heads: int, q_lora_rank: int, moe: MoEConfig, mlp_hidden_dim: int
 ) -> DecoderConfig:
-    """Return the config of a DeepSeek-V2; `mlp_hidden_dim` is that of its one dense layer."""
+    """Return the config of a DeepSeek-V2 with sizes (V, D, layers).
+
+    `mlp_hidden_dim` is the hidden dim of its one dense layer.
+    """
     yarn = replace(_V3_YARN, mscale=0.707, mscale_all_dim=0.707)
     return _build_decoder(
         sizes,

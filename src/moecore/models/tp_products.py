@@ -59,10 +59,11 @@ class SlicedExchange(NamedTuple):
     """Two collectives over one sequence that call the caller's matmul for each rank's slice.
 
     Attributes:
-        gather: gather(x_tD, consume, x_TD, group) all-gathers x_tD into x_TD, and calls
-            consume(slice_tD, rank) for each rank's slice.
-        send: send(produce, parts_TD, group) calls produce(rank, slice_tD) for each rank. produce
-            fills the slice to send to that rank. The slices received are written to parts_TD.
+        all_gather: all_gather(x_tD, consume_slice, x_TD, group) all-gathers x_tD into x_TD, and
+            calls consume_slice(slice_tD, rank) for each rank's slice.
+        all_to_all: all_to_all(produce_slice, parts_TD, group) calls produce_slice(rank, slice_tD)
+            for each rank. produce_slice fills the slice to send to that rank. The slices received
+            are written to parts_TD.
     """
 
     all_gather: Callable[[Tensor, Callable[[Tensor, int], None], Tensor, dist.ProcessGroup], None]

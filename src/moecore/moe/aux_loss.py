@@ -41,7 +41,7 @@ class LossFactors:
         return grad if scale is None else grad * scale
 
     def check_loss_scale(self, y: Tensor) -> None:
-        """Raise ValueError if y is fp16 and no loss scale is set for the auxiliary losses."""
+        """Raise ValueError if the output y is fp16 and auxiliary losses have no loss scale."""
         dtype = get_autocast_dtype(y) or y.dtype
         if dtype == torch.float16 and (self.loss_scale is None or self.loss_scale() is None):
             raise ValueError(

@@ -168,9 +168,11 @@ class _CloneGradSink:
         return False
 
 
-def _write_grad(grad: Tensor, dtype: torch.dtype, target: GradTarget) -> Tensor:
-    """Write a gradient to `target`, and return it; a new tensor has `target.dtype` or `dtype`."""
-    return store_grad(grad, target.out, target.adds, target.dtype or dtype, target.scale)
+def _write_grad(grad: Tensor, dtype: torch.dtype, grad_target: GradTarget) -> Tensor:
+    """Write a gradient to `grad_target` and return it; a new tensor has `dtype` by default."""
+    return store_grad(
+        grad, grad_target.out, grad_target.adds, grad_target.dtype or dtype, grad_target.scale
+    )
 
 
 def _append_clone_weights(

@@ -80,13 +80,13 @@ class Cloner:
         if self._counts_2 is not None:
             self._counts_2.zero_()
 
-    def end_step(self, loads_E: Tensor, *, is_skipped: bool | Tensor) -> None:
+    def update_periodic_plan(self, loads_E: Tensor, *, is_skipped: bool | Tensor) -> None:
         """Update the `PeriodicPlan`, if there is one, from each expert's tokens on all ranks.
 
         A skipped optimizer step changes no plan.
         """
         if self._shared_plan is not None:
-            self._shared_plan.end_step(loads_E, is_skipped=is_skipped)
+            self._shared_plan.update_from_loads(loads_E, is_skipped=is_skipped)
 
     def drop_plan(self) -> None:
         """Clear the `PeriodicPlan`, if there is one, until the end of the next step."""
@@ -106,15 +106,18 @@ class Cloner:
         p, ids_TK = self._placement, routing.expert_ids_TK
         if ids_TK.is_meta:  # loads are even, so there are no clones
             return replace(routing, physical_TK=p.convert_to_physical_ids(ids_TK)), None
-        plan, before_E = self._make_plan(ids_TK, pairs)
+        plan, before_E = self._make_clone_plan(ids_TK, pairs)
         sizes = dict(num_local=p.num_local, num_clones=p.num_clones)
         routing = replace(routing, physical_TK=assign_physical_ids(ids_TK, before_E, plan, **sizes))
         if training and torch.is_grad_enabled() and not is_inside_backward():
             self._count_clones(plan.experts_N)
         return routing, self._make_clones(plan.experts_N, pairs)
 
-    def _make_plan(self, ids_TK: Tensor, pairs: Pairs | None) -> tuple[ClonePlan, Tensor]:
-        """Return the plan for ids [T, K], and int32 [E], each expert's tokens on lower ranks."""
+    def _make_clone_plan(self, ids_TK: Tensor, pairs: Pairs | None) -> tuple[ClonePlan, Tensor]:
+        """Return the plan for ids [T, K], and int32 [E], each expert's tokens on lower ranks.
+
+        `pairs` runs another micro-batch during the collective; None = no pair.
+        """
         p = self._placement
         if self._shared_plan is not None:
             none_E = torch.zeros(p.num_experts, dtype=torch.int32, device=ids_TK.device)
@@ -325,8 +328,8 @@ class PeriodicPlan:
 
     The plan is identical on all ranks. Each rank sends the plan's share of its tokens to each
     clone, without the counts of other ranks. Checkpoints do not contain the plan, so a resumed run
-    has clones after its first step. `min_share` is `CloneOptions.min_share`. With `is_read` the
-    host reads each new plan. N is the number of places for clones.
+    has clones after its first step. `min_share` is `CloneOptions.min_share`. With `reads_on_host`
+    the host reads each new plan. N is the number of places for clones.
     """
 
     def __init__(
@@ -359,11 +362,11 @@ class PeriodicPlan:
         )
         return ClonePlan(plan.experts_N, starts_N, stops_N)
 
-    def end_step(self, loads_E: Tensor, *, is_skipped: bool | Tensor) -> None:
+    def update_from_loads(self, loads_E: Tensor, *, is_skipped: bool | Tensor) -> None:
         """Make a plan from a step's loads, if the last plan was used for `num_steps` steps.
 
         `loads_E` has each expert's tokens on all ranks. A skipped step (bool, or a scalar on the
-        device) changes no plan. Host sync only if `is_read`.
+        device) changes no plan. Host sync only if `reads_on_host`.
         """
         if is_skipped is True:
             return

@@ -196,7 +196,10 @@ class Experts(nn.Module):
         return None
 
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
-        """Draw weights from N(0, std^2), determined by `key`, `seed` and name; biases become 0."""
+        """Draw weights from N(0, std^2), and set biases to 0.
+
+        The values depend only on `key` (the module's name), `seed` and parameter names.
+        """
         for name, parameter in self.named_parameters(recurse=False):
             if name in (self.layout.b1, self.layout.b2):
                 nn.init.zeros_(parameter)

@@ -96,8 +96,8 @@ class RoutedLayer(nn.Module):
         """Return the module "router", "experts" or "shared"; None if the layer has no such part."""
         raise NotImplementedError
 
-    def check_config(self, name: str, config: MoEConfig) -> None:
-        """Raise ValueError if this layer, which is `name` in its model, cannot use a config."""
+    def check_config(self, layer_name: str, config: MoEConfig) -> None:
+        """Raise ValueError if the layer cannot use a config; `layer_name` names it in the error."""
 
     def set_balance(self, balance: BalanceConfig) -> None:
         """Replace the balance config of this layer."""

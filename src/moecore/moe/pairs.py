@@ -233,9 +233,9 @@ def exchange(
 ) -> None:
     """Start independent collectives and wait for them. In a pair, the other side runs meanwhile.
 
-    Each start() runs a collective; in a pair, start(async_op=True) returns its work. `may_overlap`
-    = the collectives read no result of work launched after the last `read_numbers`, and write
-    memory that was allocated inside `Pairs.launch_on_side_stream`.
+    Each function runs a collective; in a pair, function(async_op=True) returns its work.
+    `may_overlap` = the collectives read no result of work launched after the last `read_numbers`,
+    and write memory that was allocated inside `Pairs.launch_on_side_stream`.
     """
     pair = None if pairs is None else pairs.running_pair
     if pairs is None or pair is None:

@@ -45,7 +45,7 @@ class ParamReader:
 
     The micro-batches of a step share a copy. Outside of a step every forward makes a new copy. No
     copy exists after its step, because fused optimizers, graph replays and writes to `.data` change
-    a weight without a new version. Without `keep`, forward and backward each quantise.
+    a weight without a new version. Without `caches_copies`, forward and backward each quantise.
     """
 
     def __init__(self, *, caches_copies: bool = True) -> None:
@@ -79,9 +79,9 @@ class ParamReader:
     def get_quantised_weights(
         self, key: Hashable, params: Sequence[nn.Parameter], quantise: Callable[[], T]
     ) -> T | None:
-        """Return `params` quantised: the copy that is cached as `key`, otherwise make().
+        """Return `params` quantised: the copy that is cached as `key`, otherwise quantise().
 
-        A copy is dropped if one of `params` has changed. Returns None if `keep` is False.
+        A copy is dropped if one of `params` has changed. Returns None without `caches_copies`.
         """
         if not self.keep:
             return None

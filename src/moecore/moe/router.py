@@ -114,7 +114,7 @@ class Router(BiasOwner):
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
         """Draw the weight from N(0, std^2), zero the biases, and draw the hash table uniformly.
 
-        The values depend only on `key` and `seed`, not on the parallel layout.
+        The values depend only on `key` (the router's name) and `seed`, not on the parallel layout.
         """
         init_normal_(self.weight, std=std, key=f"{key}.weight", seed=seed)
         for tensor in (self.bias, self.selection_bias):

@@ -90,7 +90,7 @@ class BufferOwner(ABC):
         """The shortage counters of all allocated buffers; counts may be 0."""
 
     @abstractmethod
-    def set_capacity_factor(self, factor: float) -> None:
+    def set_capacity_factor(self, capacity_factor: float) -> None:
         """Set the capacity factor of later forwards. The buffers must not contain used rows."""
 
     @abstractmethod

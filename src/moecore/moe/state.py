@@ -34,9 +34,9 @@ class MoEState:
     """Sums the loads and auxiliary losses of a model's MoE layers per step, and updates biases.
 
     `get_moe_state(model)` returns the `MoEState` of a parallelized model. With `loss` "mean",
-    gradients are averaged over data ranks, with "sum" they are summed. `others` are the auxiliary
-    losses of other layers, by name. `check_parameters` raises if gradients were not reduced over
-    all ranks.
+    gradients are averaged over data ranks, with "sum" they are summed. `other_losses` are the
+    auxiliary losses of other layers, by name. `check_parameters` raises if gradients were not
+    reduced over all ranks.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class MoEState:
         for name, layer in self.layers.items():
             if layer.cloner is not None:
                 loads_E = metrics.tokens_per_expert[name][: layer.config.num_experts]
-                layer.cloner.end_step(loads_E, is_skipped=is_skipped)
+                layer.cloner.update_periodic_plan(loads_E, is_skipped=is_skipped)
         self._reset_layers()
         return metrics
 

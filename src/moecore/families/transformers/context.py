@@ -91,13 +91,13 @@ class CausalContext:
 
     def apply_context_parallel(self, cp: ContextParallel) -> None:
         """Make later forwards accept full rows and compute only this rank's tokens."""
-        self._prepare_model().cp = cp
+        self._add_context_parallel_hooks().cp = cp
 
     def apply_context_groups(self, groups: Mapping[int, ContextParallel]) -> None:
         """Register {cp size: ranks}; a forward's argument `cp` selects one of the groups."""
-        self._prepare_model().groups = groups
+        self._add_context_parallel_hooks().groups = groups
 
-    def _prepare_model(self) -> RowReader:
+    def _add_context_parallel_hooks(self) -> RowReader:
         """Use causal attention and add the cp hooks, in place; return the model's `RowReader`."""
         use_causal_attention(self.model)
         self.model.register_forward_pre_hook(self._shift_labels, with_kwargs=True)

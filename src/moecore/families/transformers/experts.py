@@ -61,7 +61,7 @@ def route_experts(experts: Any, model: nn.Module) -> RoutedExperts:
 
     Raises NotImplementedError for a customised module.
     """
-    refuse_customised_experts(experts, children=(ACTIVATION, "identity_expert"))
+    refuse_customised_experts(experts, child_names=(ACTIVATION, "identity_expert"))
     layout = read_layout(experts)
     read = read_experts(experts, layout)
     config = MoEConfig(**read.fields, top_k=1)  # not used: the model's router chooses
@@ -127,7 +127,7 @@ def read_experts(experts: Any, layout: ExpertLayout) -> ExpertsDescription:
 def read_activation(experts: Any, layout: ExpertLayout) -> ActivationOptions:
     """Return the options of the first moecore activation that equals the module's on samples.
 
-    If no activation is equal, `function` of the result is the module's activation.
+    If no activation is equal, `ActivationOptions.function` is the module's activation.
     """
     gated, interleaved = getattr(experts, "has_gate", True), layout.gate_up == "interleaved"
     activation = _get_stock_activation(experts, gated=gated)

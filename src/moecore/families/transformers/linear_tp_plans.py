@@ -244,7 +244,7 @@ def apply_gated_norm(
     eps: float,
     compute_mean: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return weight * h / sqrt(mean(h^2) + eps) with h = x * silu(gate), in the dtype of x.
+    """Return weight * h / sqrt(compute_mean(h^2) + eps) with h = x * silu(gate), in the dtype of x.
 
     `compute_mean` maps fp32 squares to their mean over each element's group. Without `gate`, h is
     x.

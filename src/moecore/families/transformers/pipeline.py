@@ -212,10 +212,10 @@ class _CallTrace:
         """Names of the parts that ran, in order."""
         return [name for name, *_ in self.calls]
 
-    def record_call(self, name: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Forward pre-hook of the part `name`: record the call."""
+    def record_call(self, part_name: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Forward pre-hook of the part `part_name`: record the call."""
         x = args[0] if args and isinstance(args[0], Tensor) else None
-        self.calls.append((name, x, 0 if x is None else sum_version_counters(x)))
+        self.calls.append((part_name, x, 0 if x is None else sum_version_counters(x)))
 
 
 def _trace_calls(model: Any, stage_parts: StageParts) -> _CallTrace:

@@ -2,7 +2,7 @@
 
 An adapter's layer has a block's tensors and computes the same function as transformers' class. It
 would silently drop changes by a subclass, a wrapper, a patched method or an additional child, so
-`refuse_customised` raises for such a block.
+`refuse_customised_block` raises for such a block.
 
 A tower is any part of a multimodal base model outside of the text decoder: vision and audio
 encoders, projectors and resamplers. A forward without images, audio and video does not run towers,
@@ -109,19 +109,19 @@ def get_router(block: nn.Module, layout: LayerLayout) -> Any:
     return block.get_submodule(layout.router.partition(".")[0])
 
 
-def refuse_customised(
-    block: nn.Module, layout: LayerLayout, children: tuple[str, ...] = ()
+def refuse_customised_block(
+    block: nn.Module, layout: LayerLayout, child_names: tuple[str, ...] = ()
 ) -> None:
     """Raise NotImplementedError if a block or its parts (`layout`) are not transformers' code.
 
-    `children` are the names of further children that the block's layer runs.
+    `child_names` are the names of further children that the block's layer runs.
     """
     home = (type(block).__module__,)
     kind = type(block).__name__
     holder, _, linear = layout.router.rpartition(".")
     parts = (holder or linear, layout.experts, layout.shared, layout.shared_gate)
     latent = (layout.latent_down, layout.latent_up)
-    _refuse_custom_code(block, kind, home, children=(*parts, *latent, *children))
+    _refuse_custom_code(block, kind, home, child_names=(*parts, *latent, *child_names))
     for name, tensor in {**block._parameters, **block._buffers}.items():
         if tensor is not None and (layout.bias_owner, layout.expert_bias) != ("", name):
             _refuse_extra_member(kind, name)
@@ -133,7 +133,7 @@ def refuse_customised(
         names = ("act_fn", "identity_expert") if path == layout.experts else ("score_fn",)
         inner = [p.rpartition(".")[2] for p in homes if p.rpartition(".")[0] == path]
         name = f"{path} ({type(part).__name__}) of {kind}"
-        _refuse_custom_code(part, name, homes[path], children=(*names, *inner))
+        _refuse_custom_code(part, name, homes[path], child_names=(*names, *inner))
         if (replacement := part._modules.get(names[0])) is not None:
             name = f"{path}.{names[0]} ({type(replacement).__name__}) of {kind}"
             for m in replacement.modules():  # Inkling's activation has a child
@@ -141,25 +141,28 @@ def refuse_customised(
     _refuse_custom_implementation(block.get_submodule(layout.experts), kind)
 
 
-def refuse_customised_experts(experts: nn.Module, children: tuple[str, ...]) -> None:
-    """Raise NotImplementedError for patched experts, or for child modules not in `children`."""
+def refuse_customised_experts(experts: nn.Module, child_names: tuple[str, ...]) -> None:
+    """Raise NotImplementedError for patched experts, or for child modules not in `child_names`."""
     kind = type(experts).__name__
     if getattr(experts, "has_post_expert_norm", False):
         raise NotImplementedError(
             f"has_post_expert_norm (True) of {kind} must be False: moecore weights rows before "
             "FC2, and a norm of each expert's output is not built yet"
         )
-    _refuse_custom_code(experts, kind, (type(experts).__module__,), children=children)
+    _refuse_custom_code(experts, kind, (type(experts).__module__,), child_names=child_names)
     _refuse_custom_implementation(experts, kind)
 
 
 def _refuse_custom_code(
-    module: nn.Module, part_name: str, module_names: tuple[str, ...], children: tuple[str, ...] = ()
+    module: nn.Module,
+    part_name: str,
+    module_names: tuple[str, ...],
+    child_names: tuple[str, ...] = (),
 ) -> None:
     """Raise NotImplementedError unless a part's class is transformers' own and unpatched.
 
     `part_name` names the part in errors. `module_names` are the allowed Python modules of its
-    class. `children` are the names of further child modules that are allowed.
+    class. `child_names` are the names of further child modules that are allowed.
     """
     cls = type(module)
     if cls.__module__ not in module_names:
@@ -175,7 +178,7 @@ def _refuse_custom_code(
                 f"{method} of {part_name} must be transformers' own, whose maths its adapter "
                 f"knows: undo the patch, {WAY_OUT}"
             )
-    extra = [n for n, m in module._modules.items() if m is not None and n not in children]
+    extra = [n for n, m in module._modules.items() if m is not None and n not in child_names]
     if extra:
         _refuse_extra_member(part_name, extra[0])
 

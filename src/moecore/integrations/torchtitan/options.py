@@ -52,7 +52,7 @@ ELSEWHERE = {
 }
 
 
-def _list_options_elsewhere(prefix: str) -> tuple[str, ...]:
+def _list_arguments_outside_section(prefix: str) -> tuple[str, ...]:
     """Return the argument names that the section `prefix` ("" = top level) does not have."""
     split = (name.rpartition(".") for name in ELSEWHERE)
     return tuple(name for head, _, name in split if head == prefix)
@@ -72,7 +72,7 @@ _CAPACITY = _make_switchable_section(CapacityConfig, factor=(float | None, None)
 
 MoECore: Any = make_section(
     parallelize_moe,
-    without=_list_options_elsewhere(""),
+    without=_list_arguments_outside_section(""),
     hf_weights=(str | None, None),
     documents=(bool, False),
     dispatch=(
@@ -86,11 +86,11 @@ MoECore: Any = make_section(
         ),
         None,
     ),
-    dense=(make_section(DenseOptions, without=_list_options_elsewhere("dense")), None),
+    dense=(make_section(DenseOptions, without=_list_arguments_outside_section("dense")), None),
     memory=(
         make_section(
             MemoryOptions,
-            without=_list_options_elsewhere("memory"),
+            without=_list_arguments_outside_section("memory"),
             stash=(_make_switchable_section(StashOptions), None),
         ),
         None,
@@ -104,12 +104,15 @@ MoECore: Any = make_section(
         ),
         None,
     ),
-    context=(make_section(ContextOptions, without=_list_options_elsewhere("context")), None),
+    context=(
+        make_section(ContextOptions, without=_list_arguments_outside_section("context")),
+        None,
+    ),
     precision=(_make_switchable_section(Precision, recipe=(make_section(Recipe), None)), None),
     fsdp=(
         make_section(
             FSDPOptions,
-            without=_list_options_elsewhere("fsdp"),
+            without=_list_arguments_outside_section("fsdp"),
             dense_strategy=_STRATEGY,
             experts_strategy=_STRATEGY,
         ),
@@ -117,7 +120,10 @@ MoECore: Any = make_section(
     ),
     pipeline=(make_section(PipelineConfig), None),
     adamw=(make_section(AdamW), None),
-    muon=(make_section(Muon, without=_list_options_elsewhere("muon"), enable=(bool, False)), None),
+    muon=(
+        make_section(Muon, without=_list_arguments_outside_section("muon"), enable=(bool, False)),
+        None,
+    ),
 )
 
 

@@ -57,7 +57,7 @@ def call_section(section: Any, path: str) -> Any:
 
 
 def replace_name_in_errors(build_record: Callable[[], Any], source: Any, path: str) -> Any:
-    """Return `make()`; in its ValueError, replace the name of `source` by the section's `path`."""
+    """Return build_record(), and replace the name of `source` in its ValueError by `path`."""
     try:
         return build_record()
     except ValueError as error:

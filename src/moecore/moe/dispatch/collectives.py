@@ -149,7 +149,7 @@ def exchange_with_grad(
     forward_collective: Callable[[Tensor], Tensor],
     backward_collective: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return dispatch(x), a collective; backward returns back(gradient) as the gradient of x."""
+    """Return forward_collective(x); x gets backward_collective(gradient)."""
     return _ExchangeWithGrad.apply(x, forward_collective, backward_collective)  # type: ignore[no-any-return]
 
 

@@ -41,8 +41,8 @@ class ExchangePool(BufferOwner):
     """Owns the buffers (`Exchange`) through which a model's layers send rows into peers' memory.
 
     `group` has the ranks that exchange rows, and `ep` is its number of expert blocks. With `fp8`,
-    dispatch packs rows. A launch has `programs` programs, None = one per SM. If `is_required` is
-    False, all-to-all sends the rows that stores cannot send.
+    dispatch packs rows. A launch has `num_programs` programs, None = one per SM. If `is_required`
+    is False, all-to-all sends the rows that stores cannot send.
     """
 
     option = "NVLinkOptions.row_factor"
@@ -76,9 +76,9 @@ class ExchangePool(BufferOwner):
         """The shortage counters of all allocated exchanges of token rows, not of clones."""
         return tuple(exchange.shortage for exchange in self.token_exchanges)
 
-    def set_capacity_factor(self, factor: float) -> None:
+    def set_capacity_factor(self, capacity_factor: float) -> None:
         """Set `NVLinkOptions.row_factor` of later dispatches, without new buffers."""
-        self.options = replace(self.options, row_factor=factor)
+        self.options = replace(self.options, row_factor=capacity_factor)
         for exchange in self.token_exchanges:
             exchange.options = self.options
 
@@ -291,9 +291,9 @@ class TokenCapacity(BufferOwner):
         self._shortage.report.fill_(max_tokens)
         return True
 
-    def set_capacity_factor(self, factor: float) -> None:
+    def set_capacity_factor(self, capacity_factor: float) -> None:
         """Free the buffers; the next have space for `capacity_factor` tokens. Collective."""
-        self._pool.options = replace(self._pool.options, max_tokens=math.ceil(factor))
+        self._pool.options = replace(self._pool.options, max_tokens=math.ceil(capacity_factor))
         self._pool.free_buffers()
 
     def make_error(self, shortage: ShortageCounters) -> ExchangeError:

@@ -44,8 +44,8 @@ class HierarchicalPlan:
 class HierarchicalDispatcher(Dispatcher):
     """Sends each token once to every domain that owns one of its experts, then to the ranks.
 
-    A domain is a set of ranks with fast links. `inside` dispatches in this rank's domain. `across`
-    has one rank of each domain: the ranks with this rank's index.
+    A domain is a set of ranks with fast links. `inner_dispatcher` dispatches in this rank's domain.
+    `cross_domain_group` has one rank of each domain: the ranks with this rank's index.
     """
 
     waits_on_host = True
@@ -94,7 +94,7 @@ class HierarchicalDispatcher(Dispatcher):
                 x_TD, routing, order, self.pairs, balanced_counts=even
             )
         rows_AD = received_rows.rows.widen()  # packing these rows again gives the same bytes
-        inp = self._dispatch_inside(rows_AD, received_rows, routing)
+        inp = self._dispatch_in_domain(rows_AD, received_rows, routing)
         balanced = None if inp.balanced is None else self.placement.count_balanced(T, K)
         if received_rows.plan.receiver is not None:
             received_rows.plan.receiver.next = inp.receiver
@@ -114,7 +114,7 @@ class HierarchicalDispatcher(Dispatcher):
             encoded_layer,
         )
 
-    def _dispatch_inside(
+    def _dispatch_in_domain(
         self, rows_AD: Tensor, received_rows: ReceivedRows, routing: Routing
     ) -> ExpertInput:
         """Dispatch received rows to the ranks of this domain, and return the experts' input.

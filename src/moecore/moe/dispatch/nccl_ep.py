@@ -143,7 +143,7 @@ class EPGroups:
 class EPGroup:
     """One NCCL EP group, and its idle handles. A handle stores the routing of one call.
 
-    A rank has `num_local` experts, and at most `num_tokens` tokens per call.
+    A rank has `num_local_experts` experts, and at most `max_tokens` tokens per call.
     """
 
     def __init__(self, group: Any, num_local_experts: int, max_tokens: int) -> None:

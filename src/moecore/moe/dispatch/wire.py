@@ -94,7 +94,7 @@ class Receiver:
     def exchange_as_fp8(
         self, dy_TD: Tensor, exchange_rows: Callable[[Tensor], Tensor]
     ) -> Tensor | None:
-        """Pack dy, exchange it by send(packed rows), and return a handle of the received rows.
+        """Exchange dy by exchange_rows(packed dy), and return a handle of the received rows.
 
         `take_packed_grads` then returns the rows. In a two-level dispatch, the first level returns
         unpacked rows instead of a handle. None = experts accept no FP8, and dy is not sent.

@@ -359,10 +359,10 @@ class Stash(Offload, BufferOwner):
         shortage = self.pages.shortage
         return () if shortage is None else (shortage,)
 
-    def set_capacity_factor(self, factor: float) -> None:
+    def set_capacity_factor(self, capacity_factor: float) -> None:
         """Free all pages, which must be unused, and set the factor of the next pool. Host sync."""
         self.free_pages()
-        self.pages.options = replace(self.pages.options, factor=factor)
+        self.pages.options = replace(self.pages.options, factor=capacity_factor)
 
     def free_pages(self) -> None:
         """Free all pages, which must be unused; later forwards allocate a pool. Host sync."""

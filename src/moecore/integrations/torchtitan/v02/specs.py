@@ -188,13 +188,13 @@ class LabelledDataLoader(BaseDataLoader):
             yield {**inputs, **labels}, labels_BT
 
 
-def add_labels(build: Callable[..., BaseDataLoader]) -> Callable[..., BaseDataLoader]:
+def add_labels(build_loader: Callable[..., BaseDataLoader]) -> Callable[..., BaseDataLoader]:
     """Wrap a build_dataloader_fn, so that it builds a `LabelledDataLoader`."""
 
     def build_labelled(**kwargs: Any) -> LabelledDataLoader:
         """Build a data loader that returns labels with its inputs."""
         job, tokenizer = kwargs["job_config"], kwargs.get("tokenizer")
-        return LabelledDataLoader(build(**kwargs), job, tokenizer)
+        return LabelledDataLoader(build_loader(**kwargs), job, tokenizer)
 
     return build_labelled
 
