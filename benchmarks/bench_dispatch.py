@@ -166,7 +166,7 @@ def make_layer(shape: Shape, meshes: Meshes) -> MoELayer:
         dim=shape.dim, hidden_dim=shape.hidden_dim, num_experts=shape.num_experts, top_k=shape.top_k
     )
     layer = MoELayer(config, device="meta", dtype=torch.bfloat16)
-    layer.get_part("experts").shard(meshes.expert["ep", "etp"])
+    layer.get_part("experts").shard_parameters(meshes.expert["ep", "etp"])
     layer.to_empty(device="cuda")
     torch.manual_seed(0)
     with torch.no_grad():

@@ -231,7 +231,7 @@ def run_case(case: Case, device: torch.device) -> dict[str, float]:
     expected = train_reference(config, initial, batches, case, device)
     errors = overlap_errors(case, copies)
     if slices is not None and device.type == "cpu":  # GPUs that ranks share exchange in turn
-        errors["slices"] = 0.0 if slices["gather"] and slices["send"] else float("inf")
+        errors["slices"] = 0.0 if slices["all_gather"] and slices["all_to_all"] else float("inf")
     if not case.is_rough:
         return errors | {name: worst_error(found[name], expected[name]) for name in expected}
     plain = train_reference(config, initial, batches, case, device, is_rough=True)

@@ -115,7 +115,7 @@ def sharded_layer(
 ) -> MoELayer:
     """Return `make_layer`'s layer with this rank's experts."""
     layer = make_layer(config, dtype)
-    layer.get_part("experts").shard(placed(*LAYOUTS[layout])[0].expert["ep", "etp"])
+    layer.get_part("experts").shard_parameters(placed(*LAYOUTS[layout])[0].expert["ep", "etp"])
     layer.dispatcher = dispatcher
     return layer
 
@@ -159,6 +159,6 @@ def even_layer(name: str, layout: str) -> MoELayer:
     """Return a layer with exactly even loads: each token chooses all experts."""
     layer = MoELayer(MoEConfig(dim=128, hidden_dim=96, num_experts=E, top_k=E))
     force_even_load(layer)
-    layer.get_part("experts").shard(placed(*LAYOUTS[layout])[0].expert["ep", "etp"])
+    layer.get_part("experts").shard_parameters(placed(*LAYOUTS[layout])[0].expert["ep", "etp"])
     layer.dispatcher = make_dispatcher(name, layout)
     return layer

@@ -160,7 +160,7 @@ def skewed_layer(
     if form.adapted:
         a, b = (nn.Parameter(torch.randn(E, *shape)) for shape in ((4, D), (2 * D, 4)))
         layer.experts.add_low_rank_updates("w1", LowRank({"one": (a, b)}, {"one": 0.5}))
-    layer.get_part("experts").shard(meshes.expert["ep", "etp"])
+    layer.get_part("experts").shard_parameters(meshes.expert["ep", "etp"])
     pool = None
     layer.dispatcher = AllToAllDispatcher(place)
     if over_peers:
@@ -249,7 +249,7 @@ def staying(*, over_peers: bool) -> Stays:
     layer.train()
     repeated = checkpoint(layer, x, use_reentrant=False)
     grads = torch.autograd.grad(repeated.sum(), [x, *layer.parameters()])
-    layer.drop_step()
+    layer.drop_step_state()
     note("dropped")
     again = step("kept")
     same = all(torch.equal(a, b) for a, b in zip(again, [repeated, *grads], strict=True))

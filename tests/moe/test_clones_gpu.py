@@ -135,7 +135,7 @@ def layers() -> dict[str, Any]:
     plain.dispatcher = nvlink_of(place_of(NUM_RANKS, 1), row_factor=float(2 * NUM_RANKS))
     x = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16)
     graph, found = captured(lambda: step(cloned, x))
-    cloned.cloner.drop_step()  # type: ignore[union-attr]
+    cloned.cloner.drop_step_counts()  # type: ignore[union-attr]
     good, errors = True, []
     for seed in range(10):
         torch.manual_seed(seed * NUM_RANKS + dist.get_rank())

@@ -278,7 +278,7 @@ def test_a_step_advances_delayed_scaling() -> None:
         with step.micro_batch():
             model(tokens()).sum().backward()
         step.finish()
-        assert all(int((steps > 0).sum()) == done for steps in history.steps.values())
+        assert all(int((steps > 0).sum()) == done for steps in history.recorded_amax.values())
 
 
 def delayed_model(**options: Any) -> tuple[nn.Module, TrainStep]:
@@ -309,7 +309,7 @@ def test_delayed_experts_have_scales_of_the_step_before() -> None:
     seen = {operand: float(largest) for operand, largest in history.current_amax.items()}
     assert seen["x"] == 4 * float(tokens().abs().max()) and all(seen.values())
     step.finish()
-    assert {operand: float(steps) for operand, steps in history.steps.items()} == seen
+    assert {operand: float(steps) for operand, steps in history.recorded_amax.items()} == seen
     assert not any(history.current_amax.values())
 
     # The scale of 4 x the tokens: in the next step that of the tokens themselves, which clips.
@@ -343,7 +343,7 @@ def test_a_skipped_step_and_what_is_not_trained_change_no_scale() -> None:
     history = model[0].experts.history
     delayed_step(model, step, 1.0, 1.0)
     step.finish()
-    before = {operand: steps.clone() for operand, steps in history.steps.items()}
+    before = {operand: steps.clone() for operand, steps in history.recorded_amax.items()}
     with torch.no_grad():
         model(100 * tokens())
     model.eval()
@@ -357,7 +357,9 @@ def test_a_skipped_step_and_what_is_not_trained_change_no_scale() -> None:
     with step.micro_batch():
         (model(tokens()).sum() * torch.inf).backward()
     assert step.finish().is_skipped
-    assert all(torch.equal(steps, before[operand]) for operand, steps in history.steps.items())
+    assert all(
+        torch.equal(steps, before[operand]) for operand, steps in history.recorded_amax.items()
+    )
     assert not any(history.current_amax.values())
 
 

@@ -343,7 +343,7 @@ def sharded_layer(layout: str, **options: Any) -> tuple[MoELayer, list[str]]:
     """Return a layer over emulated exchanges, and the list of operations that it runs."""
     meshes, place = placed(*LAYOUTS[layout])
     layer = make_layer(PLAIN)
-    layer.get_part("experts").shard(meshes.expert["ep", "etp"])
+    layer.get_part("experts").shard_parameters(meshes.expert["ep", "etp"])
     layer.dispatcher = dispatcher = by_stores(place, **options)
     exchange = dispatcher.exchanges.get_exchange(torch.zeros(0, PLAIN.dim), PLAIN.top_k)
     assert isinstance(exchange, EmulatedExchange)

@@ -350,7 +350,7 @@ def make_layer(place: ExpertPlacement) -> MoELayer:
     config = MoEConfig(dim=256, hidden_dim=128, num_experts=place.num_experts, top_k=4)
     torch.manual_seed(0)
     layer = MoELayer(config, device="cuda", dtype=torch.bfloat16)
-    layer.get_part("experts").shard(meshes.expert["ep", "etp"])
+    layer.get_part("experts").shard_parameters(meshes.expert["ep", "etp"])
     backend = "triton" if has_hopper_kernels(gpu_of_rank(dist.get_rank())) else "torch"
     layer.get_part("experts").set_backend(backend)
     return layer

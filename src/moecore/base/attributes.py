@@ -185,7 +185,7 @@ def describe_function(
     if isinstance(function, FunctionType) and "<" in name:
         # The same name of a lambda or nested function can stand for different code or constants.
         constants = _list_constants(function, depth, reads_data=reads_data)
-        text = repr([*_list_code(function.__code__), *constants])
+        text = repr([*_list_code_parts(function.__code__), *constants])
         description += f" {sha256(text.encode(errors='backslashreplace')).hexdigest()[:8]}"
     return Verbatim(description)
 
@@ -206,10 +206,10 @@ def _list_constants(function: FunctionType, depth: int, *, reads_data: bool) -> 
             yield describe_value(value, depth + 1)
 
 
-def _list_code(code: CodeType) -> Iterator[Any]:
+def _list_code_parts(code: CodeType) -> Iterator[Any]:
     """Yield the bytecode, names and constants of a code object and of its nested functions."""
     yield code.co_code
     yield code.co_names
     for constant in code.co_consts:
         is_code = isinstance(constant, CodeType)
-        yield list(_list_code(constant)) if is_code else describe_value(constant)
+        yield list(_list_code_parts(constant)) if is_code else describe_value(constant)

@@ -337,7 +337,7 @@ def _make_choice_check(choices: Collection[Any]) -> _ValueCheck:
 
 
 def _make_union_check(checks: list[_ValueCheck]) -> _ValueCheck:
-    """Return the check for a union: a value must pass one of the checks `checks`."""
+    """Return the check for a union: a value must pass one of `checks`."""
 
     def convert(value: Any) -> Any:
         return next(kind for kind in checks if kind.allows(value)).convert(value)

@@ -116,7 +116,7 @@ class _AppendClones(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         """Add the clones' gradients to their experts' on all ranks; return [e, ...]. Collective."""
-        is_added = [h.sink is not None and h.sink.take() for h in ctx.uses]
+        is_added = [h.sink is not None and h.sink.pop_has_accumulated() for h in ctx.uses]
         local_grads = {
             i: grad.clone() for i, grad in enumerate(grads) if grad is not None and not is_added[i]
         }
@@ -144,7 +144,7 @@ class _CloneGradSink:
         self._sink, self._clones, self._dtype = sink, clones, dtype
         self._is_added = False
 
-    def take(self) -> bool:
+    def pop_has_accumulated(self) -> bool:
         """Return whether `accumulate` ran since the last call; dispatch modes can prevent it."""
         is_added, self._is_added = self._is_added, False
         return is_added

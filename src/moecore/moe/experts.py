@@ -140,7 +140,7 @@ class Experts(nn.Module):
             self.lora = nn.ModuleDict()
         self.lora[param_name] = update
 
-    def shard(self, mesh: DeviceMesh) -> None:
+    def shard_parameters(self, mesh: DeviceMesh) -> None:
         """Replace parameters by DTensors on `mesh`, with dims "ep" and "etp". No communication."""
         # ep shards the expert dim; etp shards the hidden dim of both matrices, so that the output
         # of FC2 is a partial sum. etp shards D of b2, so that the sum over etp counts b2 once.

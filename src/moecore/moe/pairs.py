@@ -5,9 +5,9 @@
 
 `Pairs.run_pair` receives a forward and a backward, and returns the forward's value when both have
 ended. Each side runs in its own thread, and only the side that holds the baton runs. When a side
-has started an exchange (`exchange`), it hands the baton over, so the other side computes during the
-exchange. The first side waits for its exchange after the baton has returned. When a side ends, the
-other side holds the baton until its own end.
+has started an exchange (`run_exchanges`), it hands the baton over, so the other side computes
+during the exchange. The first side waits for its exchange after the baton has returned. When a side
+ends, the other side holds the baton until its own end.
 
 A side whose host needs numbers of other ranks (`read_numbers`) hands the baton over too. It gets
 the baton back before the other side starts its next exchange. The device therefore computes while
@@ -82,9 +82,9 @@ class Pairs:
         with ExitStack() as stack:
             for model in self._models:
                 stack.enter_context(model.pair_passes())
-            return self._alternate(forward, backward, stream)
+            return self._run_alternately(forward, backward, stream)
 
-    def _alternate(
+    def _run_alternately(
         self,
         forward: Callable[[], T],
         backward: Callable[[], None],
@@ -225,7 +225,7 @@ class _Pair:
                 other.turn.release()
 
 
-def exchange(
+def run_exchanges(
     start_collectives: Sequence[Callable[..., Any]],
     pairs: Pairs | None = None,
     *,
@@ -255,7 +255,7 @@ def read_numbers(
 ) -> Any:
     """Run a collective, and return the `output` that it writes, as a list. Host sync.
 
-    In a pair, the other side runs until the host has the numbers; see `exchange`.
+    In a pair, the other side runs until the host has the numbers; see `run_exchanges`.
     """
     pair = None if pairs is None else pairs.running_pair
     if pairs is None or pair is None:

@@ -248,7 +248,7 @@ class MoEConfig(CheckedRecord):
         E, G, top_groups = self.num_experts, self.num_groups, self.top_groups
         size, ranks_groups = E // G, top_groups < G
         if self.top_k > self.num_candidates:
-            yield "top_k", f"be <= {self._candidates}: lower top_k or add experts"
+            yield "top_k", f"be <= {self._num_candidates_text}: lower top_k or add experts"
         if E % G:
             yield "num_groups", f"divide num_experts ({E}): choose a divisor"
         if top_groups > G:
@@ -332,7 +332,7 @@ class MoEConfig(CheckedRecord):
                 relation = f'go with {name} ({value!r}) = {allowed!r}: use bias_update="sign"'
                 yield "balance.bias_update", relation
         if self.top_k == self.num_candidates:
-            relation = f"go with top_k ({self.top_k}) < {self._candidates}: drop it"
+            relation = f"go with top_k ({self.top_k}) < {self._num_candidates_text}: drop it"
             yield "balance.bias_update", relation
 
     def by_token_id(self, vocab_size: int) -> MoEConfig:
@@ -364,11 +364,9 @@ class MoEConfig(CheckedRecord):
         return self.num_experts + self.zero_experts
 
     @property
-    def _candidates(self) -> str:
+    def _num_candidates_text(self) -> str:
         """Text for errors with the number of experts that a token can choose."""
-        return (
-            f"num_experts{' + zero_experts' if self.zero_experts else ''} ({self.num_candidates})"
-        )
+        return f"num_experts{' + zero_experts' * (self.zero_experts > 0)} ({self.num_candidates})"
 
     @property
     def expert_dim(self) -> int:

@@ -65,7 +65,7 @@ class LogitsSource:
     is_over: bool = False  # whether the loss's backward has begun, after which weights change
 
     @property
-    def group(self) -> dist.ProcessGroup | None:
+    def tp_group(self) -> dist.ProcessGroup | None:
         """The tp group over which the head's weight is sharded, or None."""
         return None if self.tp is None else self.tp.group
 
@@ -96,7 +96,7 @@ class Logits(Tensor):
         logits.source = source
         return logits
 
-    def compute(self) -> Tensor:
+    def compute_values(self) -> Tensor:
         """Return the values, a plain tensor; during the model's forward they are differentiable.
 
         Raises ValueError after the forward, if gradients are enabled, the weight has changed or the
@@ -142,8 +142,8 @@ class Logits(Tensor):
             return lazy
         if func is Tensor.detach:  # the values need no gradient
             with torch.no_grad():
-                return args[0].compute()
-        values = tree_map_only(Logits, Logits.compute, (args, dict(kwargs)))
+                return args[0].compute_values()
+        values = tree_map_only(Logits, Logits.compute_values, (args, dict(kwargs)))
         return func(*values[0], **values[1])
 
 
@@ -187,7 +187,7 @@ def _compute_cross_entropy(
         source.weight,
         labels_N,
         num_tokens=1 if reduction == "sum" else None,
-        group=source.group,
+        group=source.tp_group,
         recipe=source.recipe,
     )
     loss = source.multiply_gradient_by_tp(loss)

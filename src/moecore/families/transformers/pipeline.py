@@ -208,7 +208,7 @@ class _CallTrace:
     error: Exception | None = None
 
     @property
-    def names(self) -> list[str]:
+    def part_names(self) -> list[str]:
         """Names of the parts that ran, in order."""
         return [name for name, *_ in self.calls]
 
@@ -257,7 +257,7 @@ def _trace_parts(model: Any, stage_parts: StageParts) -> tuple[StageParts, tuple
     states between layers.
     """
     shell, layers = _trace_calls(model, stage_parts), _list_layer_names(model, stage_parts)
-    names, num_layers = shell.names, len(layers)
+    names, num_layers = shell.part_names, len(layers)
     early = next((name for name in names[:num_layers] if name not in layers), None)
     if early is not None:
         raise _make_refusal(model, f"it runs {early} in front of a layer")

@@ -43,11 +43,11 @@ def _find_version_problem() -> str | None:
 
 
 def _check_router_logits(
-    refusal: str | None, module: Any, args: Any, kwargs: dict[str, Any], output: Any
+    version_problem: str | None, module: Any, args: Any, kwargs: dict[str, Any], output: Any
 ) -> None:
     """Forward hook: raise NotImplementedError if requested router logits were not recorded.
 
-    `refusal` is the error text for a transformers version that uses logits wrongly; None = correct.
+    `version_problem` is the error text for a transformers version that uses logits wrongly; None = correct.
     """
     layers_of = (m for m in module.modules() if isinstance(m, RoutedLayer))
     # transformers records no logits of layers with hash routing.
@@ -55,8 +55,8 @@ def _check_router_logits(
     keywords = bind_arguments(module, args, kwargs)
     if not recordable or not keywords.get(OPTION, getattr(module.config, OPTION, False)):
         return  # the model was not parallelized, or the caller requests no logits
-    if refusal is not None:
-        raise NotImplementedError(refusal)
+    if version_problem is not None:
+        raise NotImplementedError(version_problem)
     # A model whose layers are RoutedExperts still has its own routers.
     layers = len(recordable) if any(isinstance(m, MoELayer) for m in recordable) else 0
     recorded = len(getattr(output, "router_logits", None) or ())

@@ -462,18 +462,20 @@ class GradientShareHooks:
 
     def _count_running_forward(self, _model: nn.Module, _args: Any) -> None:
         """Forward pre-hook: increase the number of running forwards of the model."""
-        self._state.depth = self._depth + 1
+        self._state.depth = self._num_running_forwards + 1
 
     def _divide_output_grads(self, model: nn.Module, _args: Any, output: Any) -> Any:
         """Forward hook: divide the output's gradient by tp, except in a stage without the head."""
-        self._state.depth = max(self._depth - 1, 0)  # an earlier hook may have raised
+        self._state.depth = max(
+            self._num_running_forwards - 1, 0
+        )  # an earlier hook may have raised
         head = getattr(model, "get_output_embeddings", lambda: None)()
         if isinstance(head, AbsentModule):  # a pipeline stage whose gradient is received
             return output
         return tree_map_only(Tensor, self._divide_grad, output)
 
     @property
-    def _depth(self) -> int:
+    def _num_running_forwards(self) -> int:
         """Number of running (nested) forwards of the model in this thread."""
         return getattr(self._state, "depth", 0)
 
@@ -482,7 +484,7 @@ class GradientShareHooks:
 
         A call is allowed in the forward of the full model, and without gradients.
         """
-        if not self._depth and torch.is_grad_enabled():
+        if not self._num_running_forwards and torch.is_grad_enabled():
             raise ValueError(
                 f"{type(base).__name__} must be called by its whole model under tensor "
                 f"parallelism ({self._size}), which begins backward: call the model"

@@ -152,7 +152,7 @@ class TokenExchange:
     ) -> ReceivedRows:
         """All-to-all the gathered rows by the splits of `plan`, and return the received rows.
 
-        `pairs` and `may_overlap` are arguments of `exchange`.
+        `pairs` and `may_overlap` are arguments of `run_exchanges`.
         """
         num_source_rows = sum(plan.receive_splits)
         collectives = _make_collectives(plan, num_source_rows, self.group, pairs)
@@ -287,7 +287,7 @@ def _all_to_all(
     """All-to-all the first rows of each input; return one output [num_out_rows, ...] per input.
 
     Rows after the received rows are uninitialised. `pairs` and `may_overlap` are arguments of
-    `exchange`.
+    `run_exchanges`.
     """
     may_overlap = may_overlap and pairs is not None and pairs.running_pair is not None
     with pairs.launch_on_side_stream() if may_overlap and pairs is not None else nullcontext():

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moecore.base.rank_checks import DTYPES, check_collective_headers
 from moecore.base.torch_private import all_gather_single, assert_async, skips_communication
-from moecore.moe.pairs import Pairs, exchange
+from moecore.moe.pairs import Pairs, run_exchanges
 
 TensorCollective = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 
@@ -182,14 +182,14 @@ def run_collectives(
 ) -> None:
     """Run `collective(out, x, **arguments)` for each output and input, concurrently.
 
-    An input that is None has no collective. See `exchange` for `pairs` and `may_overlap`.
+    An input that is None has no collective. See `run_exchanges` for `pairs` and `may_overlap`.
     """
     starts = [
         partial(collective, out, x.contiguous(), **arguments)
         for out, x in zip(outputs, inputs, strict=True)
         if x is not None and not skips_communication(x)
     ]
-    exchange(starts, pairs, may_overlap=may_overlap)
+    run_exchanges(starts, pairs, may_overlap=may_overlap)
 
 
 def _gather_from_ranks(

@@ -85,7 +85,7 @@ def apply_ep_tp(model: nn.Module, layers: Layers, request: Request) -> None:
     if p.ep * p.etp > 1 or has_unsharded_experts(meshes):
         mesh = meshes.expert["ep", "etp"]
         for layer in layers.values():
-            layer.get_part("experts").shard(mesh)
+            layer.get_part("experts").shard_parameters(mesh)
 
 
 def has_unsharded_experts(meshes: Meshes) -> bool:

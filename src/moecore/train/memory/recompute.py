@@ -214,11 +214,11 @@ class _RunningRegion:
                 )
 
     @property
-    def is_multiplying(self) -> bool:
+    def is_running_product(self) -> bool:
         """Whether a matmul or attention call is running; calls inside of it belong to the call."""
         return self._running_product is not None
 
-    def multiply(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run_product(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a matmul or attention `function`, save the output, and return the output.
 
         In the recomputation, the saved output is returned, and `function` is not called.
