@@ -85,11 +85,11 @@ def check_backend(backend: str, expert_spec: ExpertSpec) -> None:
 
 
 def find_backend_computation(
-    backend: str, expert_spec: ExpertSpec, *, has_bias_or_own_activation: bool
+    backend: str, expert_spec: ExpertSpec, *, needs_autograd: bool
 ) -> Computation | None:
     """Return the function of a backend that replaces `expert_mlp`. None = `expert_mlp` runs.
 
-    `has_bias_or_own_activation` = experts have biases or the model's own activation. Warns if
+    `needs_autograd` = experts have biases or the model's own activation. Warns if
     "auto" multiplies experts one by one.
     """
     is_floating = all(dtype.is_floating_point for dtype in expert_spec.dtypes or ())
@@ -97,9 +97,7 @@ def find_backend_computation(
     if may_group and (problem := expert_spec.find_grouped_problem()) is not None:
         warnings.warn(f"experts are multiplied one by one, slowly: {problem}", stacklevel=2)
         return _compute_expert_by_expert
-    return EXPERT_BACKENDS[backend] or (
-        _compute_under_autograd if has_bias_or_own_activation else None
-    )
+    return EXPERT_BACKENDS[backend] or (_compute_under_autograd if needs_autograd else None)
 
 
 def _compute_under_autograd(

@@ -116,11 +116,9 @@ class Experts(nn.Module):
     ) -> None:
         """Raise ValueError if these experts cannot use `backend`, `recompute_fc1` and `recipe`."""
         check_backend(backend, self.make_spec(recipe=recipe))
-        if recompute_fc1 and (
-            EXPERT_BACKENDS[backend] is not None or self.has_bias_or_own_activation
-        ):
+        if recompute_fc1 and (EXPERT_BACKENDS[backend] is not None or self.needs_autograd):
             wrong = f"expert_backend ({backend!r})"
-            if self.has_bias_or_own_activation:
+            if self.needs_autograd:
                 feature = "biases" if self._has_bias else "an activation of the model's own"
                 wrong = f"experts with {feature}"
             raise ValueError(
@@ -242,7 +240,7 @@ class Experts(nn.Module):
             )
             spec = ExpertSpec.of(inp.rows, weights, activation, self.recipe)
             compute = find_backend_computation(
-                self.backend, spec, has_bias_or_own_activation=self.has_bias_or_own_activation
+                self.backend, spec, needs_autograd=self.needs_autograd
             )
             if compute is not None:
                 return compute(inp, weights, activation)
@@ -297,7 +295,7 @@ class Experts(nn.Module):
         return 1 if self.recipe is None else self.recipe.row_multiple
 
     @property
-    def has_bias_or_own_activation(self) -> bool:
+    def needs_autograd(self) -> bool:
         """Whether there are biases or an `own_activation`, which `expert_mlp` cannot compute."""
         return self._has_bias or self.own_activation is not None
 

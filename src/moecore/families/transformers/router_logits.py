@@ -47,7 +47,8 @@ def _check_router_logits(
 ) -> None:
     """Forward hook: raise NotImplementedError if requested router logits were not recorded.
 
-    `version_problem` is the error text for a transformers version that uses logits wrongly; None = correct.
+    `version_problem` is the error text for a transformers version that uses logits wrongly, or
+    None.
     """
     layers_of = (m for m in module.modules() if isinstance(m, RoutedLayer))
     # transformers records no logits of layers with hash routing.

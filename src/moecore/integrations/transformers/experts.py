@@ -168,12 +168,8 @@ def _choose_computation(
     expert_spec: ExpertSpec, activation: ActivationOptions
 ) -> ExpertMLPOptions | Computation:
     """Return the options of `expert_mlp`, or the function that replaces it for these experts."""
-    has_bias_or_own_activation = (
-        expert_spec.fc1_bias or expert_spec.fc2_bias or expert_spec.own_activation
-    )
-    computation = find_backend_computation(
-        "auto", expert_spec, has_bias_or_own_activation=has_bias_or_own_activation
-    )
+    needs_autograd = expert_spec.fc1_bias or expert_spec.fc2_bias or expert_spec.own_activation
+    computation = find_backend_computation("auto", expert_spec, needs_autograd=needs_autograd)
     if computation is not None:
         return computation
     return ExpertMLPOptions(activation=activation, products=choose_products("auto", expert_spec))

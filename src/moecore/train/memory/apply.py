@@ -91,10 +91,8 @@ def _has_spare_rows(module: nn.Module) -> bool:
         return False
     experts, capacity = module.get_part("experts"), module.config.capacity
     pads = capacity is not None and capacity.pad
-    make_spec, has_bias_or_own_activation = experts.make_spec(), experts.has_bias_or_own_activation
-    separate = find_backend_computation(
-        experts.backend, make_spec, has_bias_or_own_activation=has_bias_or_own_activation
-    )
+    make_spec, needs_autograd = experts.make_spec(), experts.needs_autograd
+    separate = find_backend_computation(experts.backend, make_spec, needs_autograd=needs_autograd)
     return module.dispatcher.has_spare_rows(pads=pads) and separate is None
 
 
