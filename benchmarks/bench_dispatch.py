@@ -212,7 +212,7 @@ def bench_layer(
 
     found = {name: (step(name), x_TD.grad) for name in dispatchers}
     for name, nvlink in nvlinks.items():
-        nvlink.exchanges.wait_and_poll_errors()
+        nvlink.exchanges.wait_and_raise_errors()
         for ours, right in zip(found[name], found["alltoall"], strict=True):
             error = float((ours.float() - right.float()).norm() / right.float().norm())
             assert error < AGREEMENT, f"{name} differs from alltoall by {error:.3g}: no numbers"

@@ -87,7 +87,7 @@ def stress() -> dict[str, Any]:
             wrong += (
                 exchange.all_gather_row(rank)[:, 0] != torch.arange(ep * etp, device="cuda")
             ).any()
-        pool.wait_and_poll_errors()
+        pool.wait_and_raise_errors()
         dist.all_reduce(wrong)
         found[name] = int(wrong)
         pool.close()
@@ -149,7 +149,7 @@ def layers() -> dict[str, Any]:
             errors.append(float((a - b).float().norm() / b.float().norm()))
     counted = cloned.cloner.counts(x.device)  # type: ignore[union-attr]
     dist.all_reduce(counted)
-    pool.wait_and_poll_errors()
+    pool.wait_and_raise_errors()
     return {"good": good, "errors": max(errors), "counted": counted.tolist()}
 
 

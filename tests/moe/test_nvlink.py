@@ -276,10 +276,15 @@ def test_a_late_rank_is_an_error_until_closed(
 
     made = get()
     assert get() is made and exchanges.all_exchanges == (made,)
-    exchanges.wait_and_poll_errors()
+    exchanges.wait_and_raise_errors()
     made.buffer.report[ERROR_WORD] = code
     message = what + ("" if of_clones else r".*timeout_s \(2 s\), but rank 1 waited")
-    for use in (get, exchanges.poll_errors, exchanges.wait_and_poll_errors, exchanges.close):
+    for use in (
+        get,
+        exchanges.raise_reported_errors,
+        exchanges.wait_and_raise_errors,
+        exchanges.close,
+    ):
         with pytest.raises(ExchangeError, match=message):
             use()
     assert get() is not made and len(exchanges.all_exchanges) == 1
@@ -294,9 +299,9 @@ def test_too_many_rows_are_an_error_that_names_the_factor(group: dist.ProcessGro
     with pytest.raises(
         ExchangeError, match=r"row_factor \(1.25\) must be >= 1.5 .*24 .*rank 1"
     ) as error:
-        exchanges.wait_and_poll_errors()
+        exchanges.wait_and_raise_errors()
     assert error.value.row_factor == 1.5
-    exchanges.wait_and_poll_errors()
+    exchanges.wait_and_raise_errors()
 
 
 def test_the_end_of_a_step_raises_what_went_wrong_in_the_exchanges_of_the_model(
@@ -313,19 +318,19 @@ def test_the_end_of_a_step_raises_what_went_wrong_in_the_exchanges_of_the_model(
     capacity, exchanges = get_capacity(model), get_parallel_state(model).exchanges  # type: ignore[union-attr]
     assert exchanges is not None and exchanges.options is options
     assert all(layer.dispatcher.exchanges is exchanges for layer in model)
-    capacity.wait_and_poll_errors()
+    capacity.wait_and_raise_errors()
     exchange = exchanges.get_exchange(torch.zeros(3, 32), 2)
-    capacity.wait_and_poll_errors()
+    capacity.wait_and_raise_errors()
     ends = (
-        capacity.poll_errors,
-        capacity.wait_and_poll_errors,
+        capacity.raise_reported_errors,
+        capacity.wait_and_raise_errors,
         partial(capacity.end_step, skips=False),
     )
     for end in ends:
         exchange.limit_rows(torch.tensor([9, 24], dtype=torch.int32), 20)
         with pytest.raises(RuntimeError, match=r"must be >= 1.5 for the 24 expert rows of rank 1"):
             end()
-        capacity.wait_and_poll_errors()
+        capacity.wait_and_raise_errors()
     exchange.buffer.report[ERROR_WORD] = 1 + 3 * 2
     for end in (*ends, partial(capacity.end_step, skips=True)):
         with pytest.raises(RuntimeError, match=r"rank 3 must come to a dispatch .*\(2 s\)"):
@@ -485,7 +490,7 @@ def room() -> dict[str, Any]:
     message = ""
     exchanges = tight.dispatcher.exchanges  # type: ignore[attr-defined]
     try:
-        exchanges.poll_errors()
+        exchanges.raise_reported_errors()
     except RuntimeError as error:
         message = str(error)
     needed = int(rows[0][1])

@@ -193,7 +193,7 @@ def same_bits() -> dict[str, bool]:
                 bad |= differ(run(ours, batch), expected)
                 if shape is MAIN:
                     bad |= differ(run(ours, batch, sums=True), expected)
-            ours.exchanges.wait_and_poll_errors()
+            ours.exchanges.wait_and_raise_errors()
             ours.exchanges.close()
             found[f"{name}, {shape_name}"] = not bool(bad)
     return found
@@ -212,7 +212,7 @@ def fp8() -> dict[str, Any]:
                 batch = batch_of(place, shape, num_tokens, i)
                 expected = run(rounded, batch)
                 bad += [differ(run(ours, batch, sums=sums), expected) for sums in (False, True)]
-            ours.exchanges.wait_and_poll_errors()
+            ours.exchanges.wait_and_raise_errors()
             ours.exchanges.close()
             found[f"{name}, {shape}"] = not bool(torch.stack(bad).any())
     found["replayed"] = replay(nvlink_of(place_of(NUM_RANKS, 1), fp8=True))
@@ -229,7 +229,7 @@ def fp8_layers() -> dict[str, Any]:
     x = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16)
     ours, others, wides = (step(layer, x) for layer in (kept, again, wide))
     for layer in (kept, again):
-        layer.dispatcher.exchanges.wait_and_poll_errors()  # type: ignore[attr-defined]
+        layer.dispatcher.exchanges.wait_and_raise_errors()  # type: ignore[attr-defined]
     errors = [
         float((a - b).float().norm() / b.float().norm()) for a, b in zip(ours, wides, strict=True)
     ]
@@ -256,7 +256,7 @@ def stress() -> dict[str, Any]:
             time.sleep(mine.random() * 0.01)
         wrong += differ(run(both[i % 2], batch), run(other, batch))
     for ours in both:
-        ours.exchanges.wait_and_poll_errors()
+        ours.exchanges.wait_and_raise_errors()
     seconds = time.perf_counter() - start
     dist.all_reduce(wrong)
     return {"wrong": int(wrong), "seconds": seconds}
@@ -281,7 +281,7 @@ def replay(ours: NVLinkDispatcher) -> bool:
         replayed = [t.clone() for t in found]
         eager = [t for batch in static for t in run(ours, batch)]
         good = good and not bool(differ(replayed, eager))
-    ours.exchanges.wait_and_poll_errors()
+    ours.exchanges.wait_and_raise_errors()
     return good
 
 
@@ -302,7 +302,7 @@ def without_sync() -> bool:
     run(ours, batch)
     with syncs_are_errors():
         run(ours, batch)
-    ours.exchanges.wait_and_poll_errors()
+    ours.exchanges.wait_and_raise_errors()
     return True
 
 
@@ -312,14 +312,14 @@ def absent_rank() -> tuple[str, float]:
     ours = nvlink_of(place, timeout_s=1.0)
     batch = batch_of(place, MAIN, 50, 0)
     run(ours, batch)
-    ours.exchanges.wait_and_poll_errors()
+    ours.exchanges.wait_and_raise_errors()
     dist.barrier()
     message, start = "", time.perf_counter()
     if dist.get_rank() != NUM_RANKS - 1:
         try:
             run(ours, batch)
             run(ours, batch)  # waits no more, for nobody
-            ours.exchanges.wait_and_poll_errors()
+            ours.exchanges.wait_and_raise_errors()
         except RuntimeError as error:
             message = str(error)
     seconds = time.perf_counter() - start
@@ -336,7 +336,7 @@ def overflow() -> list[str]:
     run(ours, batch)
     message = ""
     try:
-        ours.exchanges.wait_and_poll_errors()
+        ours.exchanges.wait_and_raise_errors()
     except RuntimeError as error:
         message = str(error)
     found: list[Any] = [None] * NUM_RANKS
@@ -389,7 +389,7 @@ def overlapped_layer() -> dict[str, bool]:
             for i, ours in enumerate((step(layer, x), replayed)):
                 differs[name][i] = differs[name][i] | differ(ours, expected)
     for layer in (late, *layers.values()):
-        layer.dispatcher.exchanges.wait_and_poll_errors()  # type: ignore[attr-defined]
+        layer.dispatcher.exchanges.wait_and_raise_errors()  # type: ignore[attr-defined]
     return {name: not bool(eager | replayed) for name, (eager, replayed) in differs.items()}
 
 

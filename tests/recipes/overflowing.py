@@ -21,12 +21,12 @@ class Overflowing:
     def __init__(self, error: Exception) -> None:
         self.error, self.polls = error, 0
 
-    def poll_errors(self, *, includes_shortages: bool) -> None:
+    def raise_reported_errors(self, *, includes_shortages: bool) -> None:
         self.polls += 1
         if self.polls == 2:
             raise self.error
 
-    wait_and_poll_errors = poll_errors
+    wait_and_raise_errors = raise_reported_errors
 
 
 def too_many_rows() -> ExchangeError:

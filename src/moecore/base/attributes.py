@@ -49,15 +49,15 @@ ATOMS: tuple[Any, ...] = (bool, int, float, complex, str, bytes)
 CONTAINERS: tuple[Any, ...] = (tuple, list, Mapping, AbstractSet)
 
 
-def list_attribute_entries(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Any]:
+def list_attribute_entries(named_modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Any]:
     """Return path -> description of each attribute that can change a module's results.
 
-    `modules` are (path, module) pairs. A config object or dataclass has one entry per field.
+    `named_modules` are (path, module) pairs. A config object or dataclass has one entry per field.
     Descriptions are equal between ranks if their `repr` is equal.
     """
     entries: dict[str, Any] = {}
     records: dict[int, dict[str, Any]] = {}  # modules of one model share their config
-    for path, module in modules:
+    for path, module in named_modules:
         prefix = f"{path}." if path else ""
         entries[prefix + CLASS] = _get_class_name(type(module))
         for name, value in vars(module).items():

@@ -131,7 +131,7 @@ def check_collective_headers(
             )
 
 
-def list_fields(record: Any) -> dict[str, Any]:
+def list_field_entries(record: Any) -> dict[str, Any]:
     """Return the fields of a dataclass as a dict with keys "Class.field"."""
     cls = type(record).__name__
     return {f"{cls}.{field.name}": getattr(record, field.name) for field in fields(record)}

@@ -273,18 +273,18 @@ class _SlicedProducts(NamedTuple):
 
 
 def _multiply_slice(
-    weights_DN: Sequence[Tensor], ys: Sequence[Sequence[Tensor]], x_tD: Tensor, rank: int
+    weights_DN: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]], x_tD: Tensor, rank: int
 ) -> None:
-    """Multiply rank `rank`'s slice x_tD by each weight w, into ys[w][rank]."""
-    for weight_DN, slices in zip(weights_DN, ys, strict=True):
+    """Multiply rank `rank`'s slice x_tD by each weight w, into outputs[w][rank]."""
+    for weight_DN, slices in zip(weights_DN, outputs, strict=True):
         torch.mm(x_tD, weight_DN, out=slices[rank])
 
 
 def _sum_products(
-    xs: Sequence[Sequence[Tensor]], weights_ND: Sequence[Tensor], rank: int, y_tD: Tensor
+    inputs: Sequence[Sequence[Tensor]], weights_ND: Sequence[Tensor], rank: int, y_tD: Tensor
 ) -> None:
-    """Write to y_tD the sum over weights w of xs[w][rank] times the weight."""
-    for number, (slices, weight_ND) in enumerate(zip(xs, weights_ND, strict=True)):
+    """Write to y_tD the sum over weights w of inputs[w][rank] times the weight."""
+    for number, (slices, weight_ND) in enumerate(zip(inputs, weights_ND, strict=True)):
         if number:
             y_tD.addmm_(slices[rank], weight_ND)
         else:

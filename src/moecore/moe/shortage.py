@@ -101,7 +101,7 @@ class BufferOwner(ABC):
     def wait_for_reports(self) -> None:
         """Wait for the device, which writes the reports. Host sync."""
 
-    def poll_errors(self, *, includes_shortages: bool = True) -> None:
+    def raise_reported_errors(self, *, includes_shortages: bool = True) -> None:
         """Raise an error once for a shortage that the host sees, if included. No host sync."""
         for shortage in self.shortages if includes_shortages else ():
             if shortage.reported_num_rows:
@@ -109,10 +109,10 @@ class BufferOwner(ABC):
                 shortage.clear()
                 raise error
 
-    def wait_and_poll_errors(self, *, includes_shortages: bool = True) -> None:
-        """Wait for the device, then raise as `poll_errors` does. Host sync."""
+    def wait_and_raise_errors(self, *, includes_shortages: bool = True) -> None:
+        """Wait for the device, then raise as `raise_reported_errors` does. Host sync."""
         self.wait_for_reports()
-        self.poll_errors(includes_shortages=includes_shortages)
+        self.raise_reported_errors(includes_shortages=includes_shortages)
 
     def compute_min_factor(self, device: torch.device) -> Tensor:
         """Return the smallest factor for which all rows fit, on the device. 0 = all fitted."""
@@ -163,20 +163,20 @@ class BufferCapacities:
         """Return the owners that are not None."""
         return [owner for owner in self.owners if owner is not None]
 
-    def poll_errors(self) -> None:
+    def raise_reported_errors(self) -> None:
         """Raise the errors of this rank's owners that the host sees. No host sync."""
         for owner in self._list_owners():
-            owner.poll_errors(includes_shortages=not self.skips)
+            owner.raise_reported_errors(includes_shortages=not self.skips)
 
-    def wait_and_poll_errors(self) -> None:
+    def wait_and_raise_errors(self) -> None:
         """Wait for the device, and raise the errors of this rank's owners. Host sync."""
         for owner in self._list_owners():
-            owner.wait_and_poll_errors(includes_shortages=not self.skips)
+            owner.wait_and_raise_errors(includes_shortages=not self.skips)
 
     def end_step(self, *, skips: bool) -> None:
         """Enlarge short buffers if the device `skips` steps with a shortage, or raise errors."""
         self.skips = skips
-        self.poll_errors()
+        self.raise_reported_errors()
         if skips and self.graph_steps is None:
             self.enlarge_buffers()
 

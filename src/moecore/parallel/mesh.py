@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from moecore.base.fabric import read_nvlink_domain_id
 from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import CheckedRecord, Count, OneOf, Rules, check_arguments, quote
-from moecore.base.rank_checks import check_equal, gather_objects, list_fields
+from moecore.base.rank_checks import check_equal, gather_objects, list_field_entries
 from moecore.base.torch_private import (
     choose_small_tensor_device_type,
     get_default_timeout,
@@ -222,7 +222,9 @@ def build_meshes(
 
     world = init_device_mesh(device_type, (world_size,), mesh_dim_names=("world",))
     set_timeout_to_default(world.get_group())
-    entries = list_fields(p) | dict(ranks_per_domain=ranks_per_domain, device_type=device_type)
+    entries = list_field_entries(p) | dict(
+        ranks_per_domain=ranks_per_domain, device_type=device_type
+    )
     # Ranks with different degrees would create different groups.
     check_equal(entries, choose_small_tensor_device_type(world.get_group()))
     if ranks_per_domain is None and device_type == "cuda" and "LOCAL_WORLD_SIZE" in os.environ:

@@ -119,7 +119,7 @@ class Reruns:
     def check(self) -> None:
         """Raise an ExchangeError if token rows exceeded a buffer's capacity. Host sync."""
         for capacity in self._capacities:
-            capacity.wait_and_poll_errors()
+            capacity.wait_and_raise_errors()
 
     def _compute_local_factors(self) -> Tensor:
         """Return fp32 [holders]: the smallest factor for this rank's rows; 0 = large enough."""

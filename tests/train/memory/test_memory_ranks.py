@@ -84,7 +84,7 @@ def gradients(
     stash = get_parallel_state(model).stash  # type: ignore[union-attr]
     if memory.stash is not None:
         assert isinstance(stash, Stash) and stash.out_bytes > 0
-        stash.wait_and_poll_errors()
+        stash.wait_and_raise_errors()
         assert stash.pages.pool is not None and stash.pages.pool.state[DEMAND_WORD] == 0
     found = {n: p.grad.to_local().clone() for n, p in model.named_parameters()}  # type: ignore[union-attr]
     return found, calls

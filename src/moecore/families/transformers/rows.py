@@ -427,9 +427,9 @@ def get_tokens(args: tuple[Any, ...], kwargs: Kwargs) -> Tensor:
     return tokens
 
 
-def _get_first_argument(inputs: Kwargs, names: tuple[str, ...]) -> Any:
+def _get_first_argument(inputs: Kwargs, argument_names: tuple[str, ...]) -> Any:
     """Return the first input of these names that is not None, or None."""
-    return next((inputs[name] for name in names if inputs.get(name) is not None), None)
+    return next((inputs[name] for name in argument_names if inputs.get(name) is not None), None)
 
 
 def _make_missing_documents_error(max_seqlen: Any) -> ValueError:

@@ -94,7 +94,7 @@ def finish_step(model: nn.Module) -> MoEMetrics:
         for layer in state.layers.values()
         if isinstance(layer, TitanLayer) and layer.config.balance.bias_update_rate
     }
-    get_capacity(model).poll_errors()
+    get_capacity(model).raise_reported_errors()
     metrics = state.finish_step()
     for layer, old_E in before.items():
         bias_E = layer.get_part("router").selection_bias
@@ -124,7 +124,7 @@ class MoEMetricsProcessor(MetricsProcessor):
         """Log as torchtitan does, then the load on a second line; up to four more host syncs."""
         extra = dict(extra_metrics or {})
         for part in self.model_parts or ():
-            get_capacity(part).wait_and_poll_errors()
+            get_capacity(part).wait_and_raise_errors()
         for metrics in getattr(self.optimizers, METRICS, ()):
             extra |= compute_load_metrics(metrics)
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)

@@ -141,11 +141,11 @@ class ExchangePool(BufferOwner):
         """All allocated exchanges: the exchanges of token rows and the exchange of clones."""
         return (*self.token_exchanges, *([] if self._clones is None else [self._clones]))
 
-    def poll_errors(self, *, includes_shortages: bool = True) -> None:
+    def raise_reported_errors(self, *, includes_shortages: bool = True) -> None:
         """Raise `ExchangeError` for a late rank or, if included, a shortage that the host sees."""
         for resource in self.all_exchanges:
             resource.raise_if_rank_late()
-        super().poll_errors(includes_shortages=includes_shortages)
+        super().raise_reported_errors(includes_shortages=includes_shortages)
 
     def wait_for_reports(self) -> None:
         """Synchronise with the GPU, which writes the reports of all exchanges. Host sync."""
@@ -156,7 +156,7 @@ class ExchangePool(BufferOwner):
     def close(self) -> None:
         """Raise pending errors and free all buffers. Collective. `get_exchange` allocates again."""
         try:
-            self.wait_and_poll_errors()
+            self.wait_and_raise_errors()
         finally:
             self.free_buffers()
 

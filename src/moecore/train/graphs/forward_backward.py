@@ -136,7 +136,7 @@ class GraphedForwardBackward:
         # between steps: an evaluation may have left units whole, an exchange may have failed.
         reshard_units(self._model)
         _refuse_tapes_and_gradients(self._model, self._state)
-        self._capacity.poll_errors()
+        self._capacity.raise_reported_errors()
         # If rows did not fit, `TrainStep.finish` has skipped the step on every rank, on the device.
         # The host sees that a step later, without a wait, and captures with larger buffers.
         if self._capacity.is_graph_outgrown():
